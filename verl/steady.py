@@ -1,9 +1,8 @@
-"""A process's memory, kept once touched; the driver's, collected between steps; its threads.
+"""Steady step times: keeping freed memory, garbage collection between steps, one torch thread.
 
-What a step of the driver costs a trajectory is else not the same for all sizes of a step. Columns
-of a large batch are pages that malloc gives back and the kernel clears anew, and Python collects
-garbage by how many objects are made: a step of 20,000 trajectories makes millions, all of which go
-without it.
+Otherwise the driver's cost per trajectory grows with the size of a step: malloc returns the memory
+of a large batch's columns, which the kernel then clears anew; and Python runs its collector by the
+number of new objects, of which a step of 20,000 trajectories makes millions, all freed without it.
 """
 
 from __future__ import annotations
@@ -16,29 +15,28 @@ from collections.abc import Iterator
 import torch
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_MMAP_MAX = -1, -3, -4
-"""Of mallopt(3), in malloc.h."""
-NEVER, USUAL = (
-    {M_MMAP_MAX: 0, M_TRIM_THRESHOLD: -1},
-    {M_MMAP_MAX: 1 << 16, M_MMAP_THRESHOLD: 32 << 20, M_TRIM_THRESHOLD: 64 << 20},
-)
-"""When memory goes back to the system. Usual is what malloc comes to by itself where large tensors
-are freed; it no longer does once anything was set."""
+"""Parameters of mallopt(3), from malloc.h."""
+KEEP_FREED = {M_MMAP_MAX: 0, M_TRIM_THRESHOLD: -1}
+"""malloc settings by which freed memory is never returned to the system."""
+RETURN_FREED = {M_MMAP_MAX: 1 << 16, M_MMAP_THRESHOLD: 32 << 20, M_TRIM_THRESHOLD: 64 << 20}
+"""malloc settings that glibc adapts to by itself in programs that free large tensors, but no longer
+does once a parameter was set."""
 
 
 @contextlib.contextmanager
 def keep_freed_memory() -> Iterator[None]:
-    """Inside of it no memory is given back."""
-    _give_back(NEVER)
+    """Keep freed memory in this process instead of returning it to the system."""
+    _configure_malloc(KEEP_FREED)
     try:
         yield
     finally:
-        _give_back(USUAL)  # to a program that goes on after its run
+        _configure_malloc(RETURN_FREED)  # for a program that continues after its run
 
 
 @contextlib.contextmanager
 def steady_memory() -> Iterator[None]:
-    """Inside of it no memory is given back and no garbage is collected but by `gc.collect`, which
-    passes over all that was there before."""
+    """Keep freed memory, and collect garbage only by `gc.collect`, which then ignores all objects
+    that existed before."""
     was_enabled = gc.isenabled()
     with keep_freed_memory():
         gc.collect()
@@ -54,20 +52,20 @@ def steady_memory() -> Iterator[None]:
 
 @contextlib.contextmanager
 def one_thread() -> Iterator[None]:
-    """Inside of it torch computes with one thread: columns of numbers gain nothing by more, which
-    wait for each other by spinning, and sums are the same whatever the number of cores."""
-    usual = torch.get_num_threads()
+    """Let torch compute with one thread. Columns of numbers gain nothing from more threads, which
+    spin while they wait for each other; and sums do not depend on the number of cores."""
+    previous = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         yield
     finally:
-        torch.set_num_threads(usual)
+        torch.set_num_threads(previous)
 
 
-def _give_back(when: dict[int, int]) -> None:
-    """Tell malloc, where it is glibc's; others have no such function."""
+def _configure_malloc(settings: dict[int, int]) -> None:
+    """Set malloc's parameters if it is glibc's; other libraries have no mallopt."""
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):
-        for parameter, value in when.items():
+        for parameter, value in settings.items():
             libc.mallopt(parameter, value)
         libc.malloc_trim(0)

@@ -27,7 +27,7 @@ KERNELS = {
 def check(report: Report) -> None:
     """Check each kernel, forward and backward; before Ampere and on CPU, the 16-bit reference."""
     has_kernels = report.on_card and torch.cuda.get_device_capability() >= (8, 0)
-    checked = kernels() if has_kernels else {"one_by_one": attention.attend_one_by_one}
+    checked = kernels() if has_kernels else {"one_by_one": attention.attend_per_run}
     report.record("kernels", list(checked))
     if report.on_card:
         chosen = attention.cuda_kernel()
@@ -74,7 +74,7 @@ def compare(report: Report, name: str, kernel: VarlenKernel, dtype: torch.dtype)
         tensors = [torch.randn(s, generator=generator).to(device, dtype) for s in shapes]
         pairs = zip(
             run(kernel, tensors, bounds, window),
-            run(attention.attend_one_by_one, [x.float() for x in tensors], bounds, window),
+            run(attention.attend_per_run, [x.float() for x in tensors], bounds, window),
             strict=True,
         )
         errors = [relative(a, b) for a, b in pairs]

@@ -296,7 +296,7 @@ def card(case: Case, mode: PretendCuda) -> Iterator[None]:
 
     replaced: list[tuple[Any, str, Any]] = [
         (dist, "init_process_group", fake_join),
-        (training_ranks, "opened_causal_lm", fake_open),
+        (training_ranks, "open_causal_lm", fake_open),
         (sft, "load_causal_lm", fake_load),
     ]
     before = [(module, name, getattr(module, name)) for module, name, _ in replaced]

@@ -43,13 +43,13 @@ def computed_by_hand(packing: Packing, indices: list[int]) -> int:
 
 @given(groups_strategy, st.integers(1, 40), st.integers(1, 4))
 def test_micro_batches_hold_each_sequence_once_within_the_budget(
-    groups: Groups, budget: int, at_least: int
+    groups: Groups, budget: int, min_count: int
 ) -> None:
     """What is computed is counted, and only a lone over-long sequence exceeds the budget."""
     packing = shared(groups)
-    bins = packing.micro_batches(range(len(packing.lengths)), budget, at_least)
+    bins = packing.micro_batches(range(len(packing.lengths)), budget, min_count)
     assert sorted(i for b in bins for i in b) == list(range(len(packing.lengths)))
-    assert len(bins) >= at_least
+    assert len(bins) >= min_count
     for b in bins:
         assert packing.num_tokens(b) == computed_by_hand(packing, b)
         assert packing.num_tokens(b) <= budget or len(b) == 1
@@ -79,7 +79,7 @@ def test_without_shared_prompts_sequences_go_as_ever(
     assert packing.split_over_ranks(num_ranks) == balance(lengths, num_ranks)
     every = range(len(lengths))
     assert packing.micro_batches(every, budget, 2) == pack(lengths, budget, 2)
-    assert packing.saved_prompts(num_ranks, budget) == []
+    assert packing.skipped_prompts(num_ranks, budget) == []
 
 
 @given(groups_strategy, st.integers(1, 5), st.sampled_from([0.01, 1.0]))
@@ -110,7 +110,7 @@ def test_groups_stay_whole_where_they_fit() -> None:
     assert packing.micro_batches(every, 12) == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
     assert packing.micro_batches(every, 24) == [[0, 1, 2, 3, 4, 5], [6, 7, 8]]
     assert packing.split_over_ranks(3) == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
-    assert packing.saved_prompts(3, 24) == [6] * 6
+    assert packing.skipped_prompts(3, 24) == [6] * 6
 
 
 def test_a_group_is_divided_where_it_is_too_large() -> None:
@@ -119,7 +119,7 @@ def test_a_group_is_divided_where_it_is_too_large() -> None:
     assert packing.num_tokens(range(4)) == 16
     assert packing.micro_batches(range(4), 15) == [[0, 1], [2, 3]]
     assert packing.split_over_ranks(2) == [[0, 1], [2, 3]]
-    assert packing.saved_prompts(2, 15) == [4, 4]
+    assert packing.skipped_prompts(2, 15) == [4, 4]
 
 
 def test_copied_keys_take_a_part_of_the_budget() -> None:
@@ -200,11 +200,11 @@ def test_balance_is_a_partition_with_bounded_spread(lengths: list[int], parts: i
 
 
 @given(lengths_strategy, st.integers(1, 60), st.integers(1, 5))
-def test_pack_respects_the_budget(lengths: list[int], budget: int, at_least: int) -> None:
+def test_pack_respects_the_budget(lengths: list[int], budget: int, min_count: int) -> None:
     """Micro-batches hold every sequence once; only a lone over-long one exceeds the budget."""
-    bins = pack(lengths, budget, at_least)
+    bins = pack(lengths, budget, min_count)
     assert sorted(i for b in bins for i in b) == list(range(len(lengths)))
-    assert len(bins) >= at_least
+    assert len(bins) >= min_count
     for b in bins:
         assert sum(lengths[i] for i in b) <= budget or len(b) == 1
 
@@ -231,5 +231,5 @@ def test_the_longest_sequences_are_divided_first() -> None:
 def test_micro_batches_are_filled_by_the_longest_first() -> None:
     """In the order of the batch the long ones would find no room; empty ones come last."""
     assert pack([1, 1, 4, 5], 6) == [[0, 3], [1, 2]]
-    assert pack([3, 9, 2, 1], 6, at_least=4) == [[1], [0, 2, 3], [], []]
-    assert pack([], 6, at_least=0) == []
+    assert pack([3, 9, 2, 1], 6, min_count=4) == [[1], [0, 2, 3], [], []]
+    assert pack([], 6, min_count=0) == []

@@ -149,7 +149,7 @@ class WorkCounter:
         """Return the lengths of the prompt copies that the ranks do not compute."""
         config = self.config
         num_sp_groups = config.num_critic_sp_groups if model.is_critic else config.num_sp_groups
-        return Packing.of(batch).saved_prompts(num_sp_groups, budget, model.pair_cost)
+        return Packing.of(batch).skipped_prompts(num_sp_groups, budget, model.pair_cost)
 
     def take(self) -> dict[str, Work]:
         """Return the work since the last call, by phase."""

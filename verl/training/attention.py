@@ -1,12 +1,13 @@
-"""Attention over packed sequences: one row of tokens holds many sequences, none of them padded.
+"""Attention over packed sequences: one row of tokens holds many sequences without padding.
 
 Importing this module registers `PACKED` with transformers. A model whose attention
 implementation is `PACKED` takes batch size 1, `position_ids` that restart at each sequence, and
-the `SequenceBounds` of the row as the keyword `bounds`, which transformers hands through to every
-layer. No mask is built: transformers has none for a name it does not know.
+the `SequenceBounds` of the row as the keyword `bounds`, which transformers passes on to every
+layer. No mask is built: transformers builds none for an implementation it does not know.
 
-Responses to one prompt may follow one copy of it. All else of a layer is by token; only here a
-response looks at the prompt, whose keys and values are copied in front of its own.
+Several responses may follow a single copy of their prompt. Everything else in a layer works token
+by token; only attention lets a response see the prompt, by copying the prompt's keys and values in
+front of the response's own.
 """
 
 from __future__ import annotations
@@ -29,42 +30,40 @@ from verl.training.sequence_parallel import SequenceParallelGroup
 PACKED = "verl_packed"
 HALF = (torch.bfloat16, torch.float16)
 
-
 Span = tuple[int, int]
-"""First and end position of a run of tokens. Where the first is not 0, the tokens before it are
-those of the last run that began at 0, which has just so many."""
+"""First and end position, in its sequence, of a run of tokens in the row. A run that starts at a
+position p > 0 is a response; its prompt is the last run that started at 0, which has p tokens."""
 
 
 class ShortMasks:
-    """Masks of short runs on the CPU, of which all layers use those of the first. No dict and no
-    dataclass: FSDP copies those for each block that is called with them."""
+    """Cache of the masks of short runs on the CPU: the first layer builds them for all layers. It
+    is neither a dict nor a dataclass, because FSDP copies those for each block that gets them."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[int, ...], Tensor] = {}
+        self._masks: dict[tuple[int, ...], Tensor] = {}
 
     def of(self, length: int, num_keys: int, window: int, repeats: int) -> Tensor:
-        """That of each run, `repeats` times below each other, float32."""
+        """Return a run's mask, stacked `repeats` times: (repeats * length, num_keys) float32."""
         key = length, num_keys, window, repeats
-        if key not in self._known:
+        if key not in self._masks:
             mask = _mask(length, num_keys, window, torch.empty(0))
-            self._known[key] = mask.repeat(repeats, 1)
-        return self._known[key]
+            self._masks[key] = mask.repeat(repeats, 1)
+        return self._masks[key]
 
 
 @dataclass(frozen=True)
 class SequenceBounds:
-    """Where the runs of tokens of a packed row begin and end, and what each of them sees."""
+    """Where the runs of a packed row begin and end, and which tokens each of them sees."""
 
     spans: tuple[Span, ...]
-    """Positions of each run's tokens; a run sees itself and what is before it."""
+    """Positions of each run in its sequence; it sees all tokens of the sequence before its end."""
     cu_seqlens: Tensor
-    """(num_spans + 1,) int32 on the model's device: where the runs are in the row."""
+    """(num_spans + 1,) int32 on the model's device: offsets of the runs in the row."""
     cu_keys: Tensor
-    """The same of what each run sees, in what `keys_of` gives."""
+    """(num_spans + 1,) int32: offsets of the runs' keys in the result of `keys_of`."""
     sp_group: SequenceParallelGroup | None = None
     """Ranks that compute the row together; None where this rank computes all of it."""
     masks: ShortMasks = field(default_factory=ShortMasks, compare=False)
-    """Of short runs."""
 
     @classmethod
     def of(
@@ -73,7 +72,7 @@ class SequenceBounds:
         device: torch.device,
         sp_group: SequenceParallelGroup | None = None,
     ) -> SequenceBounds:
-        """Bounds of runs with these positions."""
+        """Build the bounds of runs with these positions."""
         queries, keys = (
             to_device(torch.tensor([0, *sizes]).cumsum(0, dtype=torch.int32), device)
             for sizes in ([end - start for start, end in spans], [end for _, end in spans])
@@ -87,7 +86,7 @@ class SequenceBounds:
 
     @property
     def num_keys(self) -> list[int]:
-        """Tokens that each run sees the last of."""
+        """Keys of each run: its own tokens and those of its prompt."""
         return [end for _, end in self.spans]
 
     @property
@@ -98,7 +97,8 @@ class SequenceBounds:
         return to_device(own, self.cu_seqlens.device)
 
     def keys_of(self, x: Tensor) -> Tensor:
-        """Keys or values `x` (num_tokens, ...) with those of the prompt before each response."""
+        """Insert the prompt's keys or values before those of each response in `x` (num_tokens,
+        ...)."""
         if all(start == 0 for start, _ in self.spans):
             return x
         parts: list[Tensor] = []
@@ -114,14 +114,16 @@ class SequenceBounds:
 VarlenKernel = Callable[[Tensor, Tensor, Tensor, SequenceBounds, float, int], Tensor]
 
 
-def attend_one_by_one(
+def attend_per_run(
     query: Tensor, key: Tensor, value: Tensor, bounds: SequenceBounds, scale: float, window: int
 ) -> Tensor:
-    """Causal attention of each run by itself: `query` and the answer are (num_tokens, heads,
-    head_dim), `key` and `value` what `keys_of` gives of the key-value heads; `window` 0 means
-    unlimited."""
-    if query.is_cuda:  # the kernel there that needs no length x length matrix shares no heads
-        key, value = with_heads_of(query, key), with_heads_of(query, value)
+    """Compute causal attention run by run.
+
+    `query` and the result are (num_tokens, heads, head_dim); `key` and `value` are the results of
+    `keys_of`, (num_keys, key-value heads, head_dim). A `window` of 0 means unlimited.
+    """
+    if query.is_cuda:  # the memory-efficient CUDA kernel does not support shared key-value heads
+        key, value = repeat_heads(query, key), repeat_heads(query, value)
     sizes = (bounds.lengths, bounds.num_keys, bounds.num_keys)
     parts = [
         torch.split(x.transpose(0, 1)[None], size, dim=2)
@@ -132,24 +134,26 @@ def attend_one_by_one(
 
 
 SHORT = 256
-"""Keys up to which kernels read them in one piece, whatever a mask hides."""
+"""Up to this many keys, kernels process all of them at once, even those that the mask hides."""
 
 
 def _attend(
     query: Tensor, key: Tensor, value: Tensor, bounds: SequenceBounds, scale: float, window: int
 ) -> Tensor:
-    """Attention of one run, whose last token sees the last key; (1, heads, length, head_dim)."""
+    """Compute the attention of one run, whose last token sees the last key. `query` and the result
+    are (1, heads, length, head_dim)."""
     length, num_keys = query.shape[2], key.shape[2]
     before = num_keys - length
     is_limited = 0 < window < num_keys
     if 0 < before < length and num_keys > SHORT and not is_limited:
-        # Kernels leave out what a causal square hides, and compute all that a mask does.
+        # Kernels skip what a causal square hides, but compute what a mask hides. So pad the
+        # queries to a square, which costs less than a mask.
         query = pad(query, (0, 0, before, 0))
         return _attend(query, key, value, bounds, scale, window)[:, :, before:]
     if not query.is_cuda and num_keys <= SHORT and query.dtype in HALF:
         repeats = query.shape[1] // key.shape[1]
-        hidden = bounds.masks.of(length, num_keys, window, repeats)
-        attended: Tensor = ShortAttention.apply(query, key, value, scale, hidden)  # type: ignore[no-untyped-call]
+        short_mask = bounds.masks.of(length, num_keys, window, repeats)
+        attended: Tensor = ShortAttention.apply(query, key, value, scale, short_mask)  # type: ignore[no-untyped-call]
         return attended
     mask = _mask(length, num_keys, window, query) if before or is_limited else None
     return scaled_dot_product_attention(
@@ -159,25 +163,30 @@ def _attend(
 
 
 def _mask(length: int, num_keys: int, window: int, like: Tensor) -> Tensor:
-    """0 where the last `length` of `num_keys` tokens see those before them, `window` at most; else
-    minus infinity."""
+    """Return the causal mask of the last `length` of `num_keys` tokens, (length, num_keys).
+
+    It is 0 where a token sees a key, itself included and at most `window` keys, else -inf; dtype
+    and device are those of `like`.
+    """
     before = num_keys - length
-    seen = torch.ones(length, num_keys, dtype=torch.bool, device=like.device).tril(before)
-    seen = seen.triu(before + 1 - window) if window else seen
-    return torch.zeros_like(seen, dtype=like.dtype).masked_fill(~seen, -torch.inf)
+    visible = torch.ones(length, num_keys, dtype=torch.bool, device=like.device).tril(before)
+    visible = visible.triu(before + 1 - window) if window else visible
+    return torch.zeros_like(visible, dtype=like.dtype).masked_fill(~visible, -torch.inf)
 
 
 class ShortAttention(torch.autograd.Function):
-    """Attention of few 16-bit keys on the CPU by plain products: torch's kernel for them takes up
-    to three times as long. Queries that share a key head are multiplied with it together. Scores
-    are float32, where rounding would hurt; weights and gradients are 16 bits, as with that kernel.
+    """Attention to few 16-bit keys on the CPU by plain matrix products.
+
+    torch's own kernel takes up to three times as long. Queries that share a key head are multiplied
+    with it at once. Scores are float32, where rounding would matter; weights and gradients have
+    16 bits, as in torch's kernel.
     """
 
     @staticmethod
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Tensor
     ) -> Tensor:
-        """`mask` (queries that share a key head, num_keys) is added to the scores."""
+        """Add `mask` (queries that share a key head, num_keys) to the scores; return the values."""
         factors = by_key_head(query, key).float(), key[0].float().transpose(1, 2)
         with exact_products(query.dtype):
             scores = torch.baddbmm(mask, *factors, alpha=scale)
@@ -188,89 +197,91 @@ class ShortAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        """Of query, key and value."""
+        """Return the gradients of query, key and value."""
         query, key, value, weights = ctx.saved_tensors
         gradient = by_key_head(gradient, key)
-        of_value = torch.bmm(weights.transpose(1, 2), gradient)
-        of_weights = torch.bmm(gradient, value[0].transpose(1, 2))
-        of_scores = torch.ops.aten._softmax_backward_data(of_weights, weights, -1, weights.dtype)
-        of_scores = of_scores.mul_(ctx.scale)
-        of_query = torch.bmm(of_scores, key[0]).view(query.shape)
-        of_key = torch.bmm(of_scores.transpose(1, 2), by_key_head(query, key))
-        return of_query, of_key[None], of_value[None], None, None
+        d_value = torch.bmm(weights.transpose(1, 2), gradient)
+        d_weights = torch.bmm(gradient, value[0].transpose(1, 2))
+        d_scores = torch.ops.aten._softmax_backward_data(d_weights, weights, -1, weights.dtype)
+        d_scores = d_scores.mul_(ctx.scale)
+        d_query = torch.bmm(d_scores, key[0]).view(query.shape)
+        d_key = torch.bmm(d_scores.transpose(1, 2), by_key_head(query, key))
+        return d_query, d_key[None], d_value[None], None, None
 
 
 @contextlib.contextmanager
 def exact_products(dtype: torch.dtype) -> Iterator[None]:
-    """Inside of it float32 matrices whose numbers were bfloat16 (`dtype`) are multiplied as
-    bfloat16 and added up as float32: as exact, in a third of the time. Other dtypes change
-    nothing."""
+    """Multiply float32 matrices as bfloat16, with float32 sums, if `dtype` is bfloat16.
+
+    For matrices converted from bfloat16 this is just as exact, in a third of the time. Other
+    dtypes change nothing.
+    """
     options = torch.backends.mkldnn.matmul  # type: ignore[attr-defined] # made at run time
-    usual = options.fp32_precision
-    options.fp32_precision = "bf16" if dtype is torch.bfloat16 else usual
+    previous = options.fp32_precision
+    options.fp32_precision = "bf16" if dtype is torch.bfloat16 else previous
     try:
         yield
     finally:
-        options.fp32_precision = usual
+        options.fp32_precision = previous
 
 
 def by_key_head(query: Tensor, key: Tensor) -> Tensor:
-    """`query` (1, heads, length, head_dim) as (key heads, queries that share one, head_dim)."""
+    """Group `query` (1, heads, length, head_dim) by key head: (key heads, queries, head_dim)."""
     return query[0].reshape(key.shape[1], -1, query.shape[-1])
 
 
-def with_heads_of(query: Tensor, x: Tensor) -> Tensor:
-    """`x` (num_tokens, key-value heads, head_dim) with each head as often as queries share it."""
-    num_queries = query.shape[1] // x.shape[1]
-    return x.repeat_interleave(num_queries, dim=1) if num_queries > 1 else x
+def repeat_heads(query: Tensor, x: Tensor) -> Tensor:
+    """Repeat the heads of `x` (num_tokens, key-value heads, head_dim) to as many as `query` has."""
+    repeats = query.shape[1] // x.shape[1]
+    return x.repeat_interleave(repeats, dim=1) if repeats > 1 else x
 
 
 def attend_with_flash(
     query: Tensor, key: Tensor, value: Tensor, bounds: SequenceBounds, scale: float, window: int,
     flash_attn_varlen_func: Callable[..., Any],
 ) -> Tensor:  # fmt: skip
-    """The same by a function of the flash-attn package (2.4.1 or newer); 16-bit, CUDA only."""
-    found: Tensor = flash_attn_varlen_func(
+    """Compute `attend_per_run` by the flash-attn package (2.4.1 or newer); 16-bit, CUDA only."""
+    attended: Tensor = flash_attn_varlen_func(
         query, key, value, bounds.cu_seqlens, bounds.cu_keys,
         max(bounds.lengths), max(bounds.num_keys), softmax_scale=scale, causal=True,
         window_size=(window - 1, 0) if window else (-1, -1),
         deterministic=torch.are_deterministic_algorithms_enabled(),
     )  # fmt: skip
-    return found
+    return attended
 
 
 def attend_with_torch_varlen(
     query: Tensor, key: Tensor, value: Tensor, bounds: SequenceBounds, scale: float, window: int,
     varlen_attn: Callable[..., Any],
 ) -> Tensor:  # fmt: skip
-    """The same by torch's own variable-length flash attention; 16-bit, CUDA only."""
-    shares_heads = {}
-    if shares_key_heads(varlen_attn):
-        shares_heads = {"enable_gqa": query.shape[1] != key.shape[1]}
+    """Compute `attend_per_run` by torch's variable-length flash attention; 16-bit, CUDA only."""
+    gqa_options = {}
+    if supports_gqa(varlen_attn):
+        gqa_options = {"enable_gqa": query.shape[1] != key.shape[1]}
     else:
-        key, value = with_heads_of(query, key), with_heads_of(query, value)
-    found: Tensor = varlen_attn(
+        key, value = repeat_heads(query, key), repeat_heads(query, value)
+    attended: Tensor = varlen_attn(
         query, key, value, bounds.cu_seqlens, bounds.cu_keys,
         max(bounds.lengths), max(bounds.num_keys), scale=scale,
-        window_size=(window - 1 if window else -1, 0), **shares_heads,
+        window_size=(window - 1 if window else -1, 0), **gqa_options,
     )  # fmt: skip
-    return found
+    return attended
 
 
 @functools.cache
-def shares_key_heads(kernel: Callable[..., Any]) -> bool:
-    """Whether several queries may share a key-value head in this torch's kernel: 2.12 and newer."""
+def supports_gqa(kernel: Callable[..., Any]) -> bool:
+    """Return whether torch's kernel supports grouped-query attention: torch 2.12 and newer."""
     return "enable_gqa" in inspect.signature(kernel).parameters
 
 
 @functools.cache
 def cuda_kernel() -> VarlenKernel:
-    """The fastest kernel for 16-bit tensors of this installation on this process's device. Flash
-    attention needs capability 8.0 (Ampere) or higher."""
+    """Return the fastest installed kernel for 16-bit tensors on this process's GPU. Flash attention
+    needs compute capability 8.0 (Ampere) or higher."""
     if torch.cuda.get_device_capability() < (8, 0):
-        return attend_one_by_one
+        return attend_per_run
     with contextlib.suppress(ImportError):
-        # The function: any folder of that name on the path would import as the package.
+        # Import the function: any folder named flash_attn on the path imports as a package.
         from flash_attn import flash_attn_varlen_func  # noqa: PLC0415 - optional
 
         return functools.partial(attend_with_flash, flash_attn_varlen_func=flash_attn_varlen_func)
@@ -278,7 +289,7 @@ def cuda_kernel() -> VarlenKernel:
         from torch.nn.attention.varlen import varlen_attn  # noqa: PLC0415 - newer torch only
 
         return functools.partial(attend_with_torch_varlen, varlen_attn=varlen_attn)
-    return attend_one_by_one
+    return attend_per_run
 
 
 def packed_attention(
@@ -292,21 +303,26 @@ def packed_attention(
     sliding_window: int | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """What transformers calls in each layer: from (1, heads, num_tokens, head_dim) to
-    (1, num_tokens, heads, head_dim), with a sequence-parallel group those of this rank's slice.
-    Dropout is not applied: sampling had none."""
+    """Compute a layer's attention, as transformers calls it.
+
+    Takes (1, heads, num_tokens, head_dim) and returns (1, num_tokens, heads, head_dim); with a
+    sequence-parallel group, for the tokens of this rank's slice. Dropout is not applied, since
+    there was none in sampling.
+    """
     assert bounds is not None, f"{PACKED} needs `bounds`: call the model with a SequenceBounds"
     assert attention_mask is None, f"{PACKED} takes no mask, got {attention_mask.shape}"
     has_kernel = query.is_cuda and query.dtype in HALF
-    kernel = cuda_kernel() if has_kernel else attend_one_by_one
+    kernel = cuda_kernel() if has_kernel else attend_per_run
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
     sp_group = bounds.sp_group
     if sp_group is not None:
         query, key, value = sp_group.slice_to_heads((query, key, value), sum(bounds.lengths))
     key, value = bounds.keys_of(key), bounds.keys_of(value)
-    found = kernel(query, key, value, bounds, scale, sliding_window or 0)
-    return (found if sp_group is None else sp_group.heads_to_slice(found))[None], None
+    attended = kernel(query, key, value, bounds, scale, sliding_window or 0)
+    if sp_group is not None:
+        attended = sp_group.heads_to_slice(attended)
+    return attended[None], None
 
 
 AttentionInterface.register(PACKED, packed_attention)

@@ -18,28 +18,31 @@ class TokenBudgets:
 
 
 def actor_budgets(config: Config) -> TokenBudgets:
-    """Token budgets of the policy, derived from trajectories per micro-batch where that is set."""
+    """Return the policy's budgets: from the token options, else the micro-batch size, else the
+    default."""
     actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
     size = actor.ulysses_sequence_parallel_size
     update = size * (actor.ppo_max_token_len_per_gpu or 0)
-    update = update or _budget(config, actor.ppo_micro_batch_size, config.num_sp_groups)
+    update = update or _micro_batch_tokens(config, actor.ppo_micro_batch_size, config.num_sp_groups)
     update = update or size * DEFAULT_TOKEN_BUDGET
-    looks = size * (rollout.log_prob_max_token_len_per_gpu or 0)
-    return TokenBudgets(update, looks or 2 * update)
+    inference = size * (rollout.log_prob_max_token_len_per_gpu or 0)
+    return TokenBudgets(update, inference or 2 * update)
 
 
 def critic_budgets(config: Config) -> TokenBudgets:
-    """Token budgets of the critic; twice the actor's where nothing is set."""
+    """Return the critic's budgets; by default twice the actor's per rank."""
     critic, size = config.critic, config.critic_sp_size
     update = size * (critic.ppo_max_token_len_per_gpu or 0)
-    update = update or _budget(config, critic.ppo_micro_batch_size, config.num_critic_sp_groups)
-    beside = config.actor_rollout_ref.actor.ulysses_sequence_parallel_size
-    update = update or 2 * actor_budgets(config).update * size // beside
+    update = update or _micro_batch_tokens(
+        config, critic.ppo_micro_batch_size, config.num_critic_sp_groups
+    )
+    actor_size = config.actor_rollout_ref.actor.ulysses_sequence_parallel_size
+    update = update or 2 * actor_budgets(config).update * size // actor_size
     return TokenBudgets(update, 2 * update)
 
 
-def _budget(config: Config, micro_batch_size: int | None, num_sp_groups: int) -> int:
-    """0 where trajectories per micro-batch are not set."""
+def _micro_batch_tokens(config: Config, micro_batch_size: int | None, num_groups: int) -> int:
+    """Return the most tokens that a group's share of a micro-batch has; 0 without that option."""
     if micro_batch_size is None:
         return 0
-    return max(1, micro_batch_size // num_sp_groups) * config.data.max_model_len
+    return max(1, micro_batch_size // num_groups) * config.data.max_model_len

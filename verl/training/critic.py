@@ -40,17 +40,13 @@ class Critic:
     @torch.no_grad()
     def values(self, batch: TokenBatch) -> Tensor:
         """Compute the value of the state before each token in the critic's loss, 0 elsewhere.
-
-        Returns (num_tokens,) float32.
-        """
+        Returns (num_tokens,) float32."""
         batch = with_critic_columns(batch)
         return compute_at_targets(self.model, batch, self.budgets.inference, self.model.forward)
 
     def update(self, mini_batch: TokenBatch) -> Metrics:
-        """Take an optimizer step on this rank's share of a mini-batch; return global metrics.
-
-        Needs the token columns `values` (the old ones), `returns` and `loss_weights`.
-        """
+        """Take an optimizer step on this rank's share of a mini-batch; return global metrics. Needs
+        the token columns `values` (the old ones), `returns` and `loss_weights`."""
         mini_batch = with_critic_columns(mini_batch)
         micro_batches = self.model.micro_batches(mini_batch, self.budgets.update)
         sums = []

@@ -1,4 +1,4 @@
-"""Which device, number format and thread count a process computes with."""
+"""The device, dtype, CPU cores and threads that a process computes with."""
 
 from __future__ import annotations
 
@@ -16,43 +16,44 @@ from verl.config import Config
 from verl.errors import ResourceError, explain
 
 DETERMINISTIC_ENV = {
-    # Matrix products that do not depend on where in memory their operands happen to lie.
+    # Matrix products must not depend on the memory addresses of their operands.
     "MKL_CBWR": "AVX2,STRICT",
-    # As many threads as were asked for, however busy the machine is.
+    # Use the configured number of threads even on a busy machine.
     "MKL_DYNAMIC": "FALSE",
     "OMP_DYNAMIC": "FALSE",
-    # cuBLAS picks kernels by the workspace that is free, unless that is fixed.
+    # cuBLAS chooses kernels by the free workspace, unless its size is fixed.
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
 }
-"""What a process must find in its environment to compute the same again, bit for bit."""
+"""Environment of a process whose results are the same, bit for bit, in every run."""
 SPIN_COUNT = "1000"
-"""GOMP_SPINCOUNT of a process that has its cores to itself: some ten microseconds of waiting."""
+"""GOMP_SPINCOUNT of a process with cores of its own: idle threads spin for about 10 µs."""
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-"""Formats that models compute in and are written in, by the names that options give them."""
+"""Dtypes that models are computed and written in, by their names in options."""
 
 
 def device_type(name: str) -> str:
-    """`auto` is cuda where there is such a device, else cpu; takes nothing of the device."""
+    """Resolve `auto` to cuda if a GPU is available, else cpu; allocates nothing on the device."""
     if name != "auto":
         return name
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def is_surely_cpu(name: str) -> bool:
-    """Whether `trainer.device` can mean no GPU: `auto` can, of a cluster whose driver has none."""
+    """Return whether `trainer.device` rules out a GPU. `auto` does not in a Ray cluster: perhaps
+    only the driver's node has no GPU."""
     return device_type(name) == "cpu" and not (name == "auto" and os.environ.get("RAY_ADDRESS"))
 
 
 def resolve_device(name: str) -> torch.device:
-    """This process's device of the named type."""
-    found = device_type(name)
-    if found == "cuda":
-        return torch.device(found, torch.cuda.current_device())
-    return torch.device(found)
+    """Return this process's device of the named type."""
+    kind = device_type(name)
+    if kind == "cuda":
+        return torch.device(kind, torch.cuda.current_device())
+    return torch.device(kind)
 
 
 def has_bfloat16_units(device: torch.device) -> bool:
-    """Whether bfloat16 is faster than float32 there, not merely possible."""
+    """Return whether the device has hardware for bfloat16, rather than emulating it."""
     if device.type == "cuda":
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))
     capabilities = torch.cpu.get_capabilities()
@@ -60,8 +61,8 @@ def has_bfloat16_units(device: torch.device) -> bool:
 
 
 def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
-    """`auto` is bfloat16 where the device has units for it, else float16 on GPUs, float32 on CPU.
-    Raises ValueError for another name."""
+    """Resolve a dtype by name; `auto` is bfloat16 where the device has hardware for it, else
+    float16 on GPUs and float32 on CPUs. Raises ValueError for an unknown name."""
     if name == "auto":
         if has_bfloat16_units(device):
             return torch.bfloat16
@@ -72,7 +73,7 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 def rollout_dtype(config: Config) -> str:
-    """The format that engines compute in, and that weights are sent in."""
+    """Return the name of the dtype that engines compute in, and that weights are sent in."""
     name = config.actor_rollout_ref.rollout.dtype
     name = config.trainer.compute_dtype if name == "auto" else name
     device = torch.device(device_type(config.trainer.device))
@@ -80,22 +81,22 @@ def rollout_dtype(config: Config) -> str:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """`bfloat16` for torch.bfloat16: the name by which engines and files know it."""
+    """Return the name of a dtype in engines and files: `bfloat16` for torch.bfloat16."""
     return str(dtype).removeprefix("torch.")
 
 
 @dataclass(frozen=True)
 class PeakMemory:
-    """The most bytes of a device that torch held at once in one process."""
+    """Peak bytes of device memory that torch held in one process."""
 
     allocated: int
-    """In tensors."""
+    """Memory of tensors."""
     reserved: int
-    """With what torch keeps for reuse."""
+    """Memory of tensors and torch's cache."""
 
 
 def take_peak_memory(device: torch.device, reader: Any = torch.cuda) -> PeakMemory | None:
-    """The peak since the last call; None on CPU. `reader` answers as torch.cuda does."""
+    """Return the peak since the last call; None on CPU. `reader` has torch.cuda's functions."""
     if device.type != "cuda":
         return None
     peak = PeakMemory(reader.max_memory_allocated(device), reader.max_memory_reserved(device))
@@ -104,69 +105,72 @@ def take_peak_memory(device: torch.device, reader: Any = torch.cuda) -> PeakMemo
 
 
 def card_name(device: torch.device) -> str:
-    """torch's name for the device, empty on CPU."""
+    """Return torch's name of the GPU, empty on CPU."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else ""
 
 
 def make_deterministic() -> None:
-    """Let torch take algorithms of this process that give the same bits each time.
+    """Make torch use deterministic algorithms in this process.
 
-    With a warning in place of an error, torch's attention would keep its faster backward, which
-    adds up in any order. Call it before the process group is made, for NCCL to do without its sums
-    inside of the switch.
+    Errors, not warnings: with warnings, torch's attention would keep its faster backward, whose
+    order of summation varies. Call it before the process group is created, so that NCCL does not
+    reduce inside the network switch.
     """
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = False
 
 
 def to_device(x: Tensor, device: torch.device) -> Tensor:
-    """`x` of the host on the device; the host goes on before it has arrived."""
+    """Copy the host tensor `x` to the device, asynchronously on a GPU."""
     return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
 
 
 def cores_for(num_engine_cores: int, is_engine: bool) -> list[int]:
-    """Of the cores that this process may use, the engines' or the ranks', which have the others.
-    Raises ResourceError where the engines' leave none."""
-    cores, key = sorted(os.sched_getaffinity(0)), "trainer.rollout_gpus"
+    """Return the cores of the engines, the first `num_engine_cores`, or of the ranks, the others.
+    Raises ResourceError if no core is left for the ranks."""
+    cores = sorted(os.sched_getaffinity(0))
     if num_engine_cores >= len(cores):
+        key = "trainer.rollout_gpus"
         got = f"{num_engine_cores} of {len(cores)} cores here for engines"
-        expected, fix = "fewer: on CPU the ranks compute on the others", f"{key}={len(cores) // 2}"
+        expected, fix = "fewer: on CPU the ranks use the others", f"{key}={len(cores) // 2}"
         raise ResourceError(explain(key, got, expected, fix))
     return cores[:num_engine_cores] if is_engine else cores[num_engine_cores:]
 
 
 def pin_to_cores(num_engine_cores: int, is_engine: bool) -> None:
-    """Have this process, and those that it starts, compute on its side's cores alone."""
+    """Restrict this process and its children to the cores of the engines or of the ranks."""
     set_affinity(cores_for(num_engine_cores, is_engine))
 
 
 def set_affinity(cores: Sequence[int]) -> None:
-    """Have this process, and those that it starts, compute on these cores alone."""
+    """Restrict this process and its children to these cores."""
     for thread in os.listdir("/proc/self/task"):
-        with contextlib.suppress(ProcessLookupError):  # it ended meanwhile
+        with contextlib.suppress(ProcessLookupError):  # the thread ended meanwhile
             os.sched_setaffinity(int(thread), cores)
     os.environ["OMP_NUM_THREADS"] = str(len(cores))
     torch.set_num_threads(len(cores))
 
 
-def share_threads(num_processes: int, num_beside: int = 0, comes_first: bool = True) -> None:
-    """Give this process its share of the cores that it may use, as one of `num_processes`.
+def share_threads(num_processes: int, num_colocated: int = 0, comes_first: bool = True) -> None:
+    """Set this process's thread count to its share of the available cores.
 
-    `num_beside` others do something else meanwhile: where there is a core for each, they have cores
-    of their own, before or behind these.
+    It is one of `num_processes` that work at the same time; `num_colocated` processes of another
+    group may run as well. If there is a core for each process, the two groups get separate cores;
+    `comes_first` says which group gets the lower ones.
     """
-    cores, together = sorted(os.sched_getaffinity(0)), num_processes + num_beside
-    if num_beside and len(cores) >= together:
-        first = num_processes if comes_first else num_beside
-        cut = len(cores) * first // together
+    cores = sorted(os.sched_getaffinity(0))
+    num_sharing = num_processes + num_colocated
+    if num_colocated and len(cores) >= num_sharing:
+        num_first = num_processes if comes_first else num_colocated
+        cut = len(cores) * num_first // num_sharing
         set_affinity(cores[:cut] if comes_first else cores[cut:])
-        together = num_processes
-    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // together))
+        num_sharing = num_processes
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // num_sharing))
 
 
 def join_process_group(device: torch.device, rank: int, world_size: int) -> None:
-    """Join the process group of all ranks; MASTER_ADDR and MASTER_PORT say where it meets."""
-    if device.type == "cuda":  # gloo too: what is offloaded has its gradients in host memory
+    """Join the process group of all ranks, at MASTER_ADDR and MASTER_PORT."""
+    if device.type == "cuda":  # gloo as well: offloaded parameters have gradients in host memory
         dist.init_process_group(
             "cpu:gloo,cuda:nccl", rank=rank, world_size=world_size, device_id=device
         )

@@ -1,12 +1,12 @@
-"""What a transformer block computes with, and what of it backward computes again.
+"""Kernels of transformer blocks, and recomputation of their activations in backward.
 
-Norms, rotation, activation and sums are many small operations: torch.compile makes a few kernels of
-them, and the package liger-kernel brings some for GPUs. Attention stays as it is: what it is given
-differs with every micro-batch.
+Norms, rotary embedding, activation and residual sums are many small operations: torch.compile fuses
+them into a few kernels, and the package liger-kernel has such kernels for GPUs. Attention is not
+compiled, because its inputs differ with every micro-batch.
 
-Of a block of Qwen2.5-3B, half of what autograd keeps are results of those operations: many bytes
-that take hardly any arithmetic. `selective` computes them again and keeps the results of matrix
-products and of attention. To compute attention alone again would spare a tenth
+In a block of Qwen2.5-3B, half of what autograd saves are results of those small operations: many
+bytes that take little arithmetic to recompute. `selective` recomputes them and saves the results of
+matrix products and attention. Recomputing attention alone would save a tenth of the memory
 (docs/evidence/updates.md).
 """
 
@@ -33,69 +33,72 @@ from verl.training.models import blocks
 
 LIGER = {"rope": True, "rms_norm": True, "swiglu": True, "geglu": True, "cross_entropy": False,
          "fused_linear_cross_entropy": False}  # fmt: skip
-"""Its kernels that a block can have; the head is ours."""
-KEEP_NOTHING = {
-    "compile": "which products a compiled block keeps is not seen",
-    "liger": "liger's rotation writes over the products that are kept",
+"""Options of `apply_liger_kernel`: kernels of blocks, but not of the head, which is our own."""
+NOT_SELECTIVE = {
+    "compile": "the products inside a compiled block cannot be selected",
+    "liger": "liger's rotary kernel overwrites the products that are saved",
 }
-"""Kernels without `selective` recomputation, and why; autograd does not see what Triton writes."""
-KEPT = ("aten.mm.", "aten.addmm.", "attention", "attn")
-"""In the names of operations whose results `selective` keeps: products of matrices, and every
-kernel of attention (torch's, flash-attn's) that is an operation of torch."""
+"""Kernels without `selective` recomputation, and why. Autograd does not see what Triton writes."""
+SAVED_OPERATIONS = ("aten.mm.", "aten.addmm.", "attention", "attn")
+"""Parts of the names of operations whose results `selective` saves: matrix products, and all
+attention kernels (torch's, flash-attn's) that are torch operations."""
 
 
 def prepare_blocks(lm: PreTrainedModel, config: ModelConfig | CriticModelConfig) -> None:
-    """Have the blocks of `lm` compute, and recompute, as is configured."""
+    """Configure the kernels and recomputation of the blocks of `lm`."""
     use_kernels(lm, config.kernels)
     recompute(lm, config.enable_gradient_checkpointing)
 
 
 def use_kernels(lm: PreTrainedModel, kind: str) -> None:
-    """Have the blocks of `lm` compute with `torch`, `compile` or `liger`."""
+    """Let the blocks of `lm` use the kernels of `torch`, `compile` or `liger`."""
     if kind == "liger":
         apply_liger_kernel(lm, LIGER)
     elif kind == "compile":
         AttentionInterface.register(PACKED, torch.compiler.disable(packed_attention))
         for block in blocks(lm, lm):
-            # The forward alone, below FSDP's hooks and recomputation; for any number of tokens.
+            # Compile only the forward, beneath FSDP's hooks and recomputation; `dynamic`, because
+            # the number of tokens varies.
             block.forward = torch.compile(block.forward, dynamic=True)
 
 
-def recompute(lm: PreTrainedModel, what: bool | str | None) -> None:
-    """Have the blocks of `lm` recompute in backward all (True), nothing, or what is cheap
-    (`selective`)."""
+def recompute(lm: PreTrainedModel, mode: bool | str | None) -> None:
+    """Let backward recompute the activations of the blocks of `lm`: all (True), none (False, None),
+    or the cheap ones (`selective`)."""
     options: dict[str, Any] = {"use_reentrant": False}
-    if what == SELECTIVE:
-        options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, policy)
-    if what:
+    if mode == SELECTIVE:
+        options["context_fn"] = functools.partial(
+            create_selective_checkpoint_contexts, selective_policy
+        )
+    if mode:
         lm.gradient_checkpointing_enable(options)
 
 
-def policy(_: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Whether the result of an operation of a block is kept."""
-    is_kept = any(part in str(operation) for part in KEPT)
-    return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
+def selective_policy(_: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """Decide whether the result of a block's operation is saved or recomputed."""
+    is_saved = any(part in str(operation) for part in SAVED_OPERATIONS)
+    return CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def compile_seconds() -> float:
-    """What this process has spent on compiling so far."""
-    dynamo = sys.modules.get("torch._dynamo.utils")  # which takes a second to import
+    """Return the seconds that this process has spent compiling so far."""
+    dynamo = sys.modules.get("torch._dynamo.utils")  # not imported here: that takes a second
     return 0.0 if dynamo is None else float(dynamo.calculate_time_spent()["total_wall_time"])
 
 
 def kernel_problems(config: Config) -> Iterator[ConfigError]:
-    """Why a model's blocks cannot compute with what its options name."""
+    """Yield an error for each option of a model's kernels that cannot be used."""
     for section in ("actor_rollout_ref.model", "critic.model"):
-        key, recomputed = f"{section}.kernels", f"{section}.enable_gradient_checkpointing"
+        key, recompute_key = f"{section}.kernels", f"{section}.enable_gradient_checkpointing"
         kind = attrgetter(key)(config)
-        if kind in KEEP_NOTHING and attrgetter(recomputed)(config) == SELECTIVE:
-            expected = f"true or false: {KEEP_NOTHING[kind]}"
-            yield ConfigError(explain(recomputed, SELECTIVE, expected, f"{key}=torch"))
+        if kind in NOT_SELECTIVE and attrgetter(recompute_key)(config) == SELECTIVE:
+            expected = f"true or false: {NOT_SELECTIVE[kind]}"
+            yield ConfigError(explain(recompute_key, SELECTIVE, expected, f"{key}=torch"))
         if kind != "liger":
             continue
         if is_surely_cpu(config.trainer.device):
-            expected = "torch or compile on a CPU: liger's are for GPUs"
+            expected = "torch or compile on a CPU: liger's kernels are for GPUs"
             yield ConfigError(explain(key, "liger", expected, f"{key}=torch"))
         elif not version_of("liger-kernel"):
             fix = f"pip install liger-kernel, or {key}=compile"
-            yield ConfigError(explain(key, "liger", "the package liger-kernel with it", fix))
+            yield ConfigError(explain(key, "liger", "an installed package liger-kernel", fix))

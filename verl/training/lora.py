@@ -1,9 +1,9 @@
-"""A frozen base with low-rank adapters: one set of weights that answers for policy and reference.
+"""LoRA: one frozen base model that serves as policy, reference and, if it has an adapter, critic.
 
-The policy is the base with the adapter `actor`, the reference is the base alone, and the critic,
-where it has an adapter too, is the base with the adapter `critic` and a value head. peft puts the
-adapters in; this module decides which of them is in force, and who learns which. Outside of a model
-an adapter is peft's folder, or is merged into weights.
+The policy is the base with the adapter `actor`, the reference is the base alone, and the critic is
+the base with the adapter `critic` and a value head. peft injects the adapters; this module decides
+which of them is active and which parameters each role trains. Outside of a model, an adapter is a
+peft folder, or is merged into the weights.
 """
 
 from __future__ import annotations
@@ -26,12 +26,13 @@ from transformers import PreTrainedModel
 from verl.config import ALL_LINEAR, AdapterConfig
 from verl.errors import ConfigError, explain
 from verl.training.fsdp import FsdpModel, FsdpOptions
-from verl.training.models import LogProbModel, PackedInputs, blocks, build_value_head, values
+from verl.training.models import LogProbModel, PackedInputs, blocks, build_value_head, target_values
 from verl.training.weights import write_file
 
 PREFIX = "base_model.model."
-"""What peft and vLLM expect before the module's path in a folder's tensor names."""
-PROBE_BYTES = 1 << 20
+"""Prefix of the tensor names in an adapter's folder, as peft and vLLM expect it."""
+FINGERPRINT_BYTES = 1 << 20
+"""Bytes at each end of a weight file that go into its fingerprint."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class Adapter:
     def of_parameters(
         cls, config: LoraConfig, parameters: Mapping[str, Tensor], name: str
     ) -> Adapter:
-        """From parameters as peft names them in a model: `lm.<module>.lora_A.<name>.weight`."""
+        """Build it from a model's parameters, named `lm.<module>.lora_A.<name>.weight` by peft."""
         return cls(config, {
             key.removeprefix("lm.").replace(f".{name}.weight", ".weight"): tensor
             for key, tensor in parameters.items() if ".lora_" in key
@@ -54,11 +55,11 @@ class Adapter:
 
     @property
     def scale(self) -> float:
-        """What B A is multiplied by."""
+        """The factor of the product B A."""
         return self.config.lora_alpha / self.config.r
 
     def delta(self, name: str) -> Tensor | None:
-        """What the adapter adds to the weight `<module>.weight`, float32; None for nothing."""
+        """Return what the adapter adds to the weight `name`, float32; None if nothing."""
         module = name.removesuffix(".weight")
         if f"{module}.lora_A.weight" not in self.tensors:
             return None
@@ -66,13 +67,13 @@ class Adapter:
         return self.scale * (b @ a)
 
     def merge(self, named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """The base's weights with the adapter's share added, in float32 where there is one."""
+        """Yield the base's weights with the adapter merged; merged weights are float32."""
         for name, weight in named:
             delta = self.delta(name)
             yield name, weight if delta is None else weight.float() + delta.to(weight.device)
 
     def write(self, directory: Path, dtype: torch.dtype = torch.float32) -> None:
-        """Write peft's folder; each file appears whole or not at all."""
+        """Write the adapter as a peft folder; its weight file appears whole or not at all."""
         directory.mkdir(parents=True, exist_ok=True)
         tensors = {
             PREFIX + name: tensor.detach().to("cpu", dtype).contiguous()
@@ -81,11 +82,11 @@ class Adapter:
         write_file(directory / "adapter_model.safetensors", tensors)
         config = copy.copy(self.config)
         config.inference_mode = True
-        config.target_modules = sorted(config.target_modules or ())  # a set has no order of its own
+        config.target_modules = sorted(config.target_modules or ())  # a set's order varies
         config.save_pretrained(str(directory))
 
     def adapter_record(self) -> dict[str, Any]:
-        """JSON for a checkpoint: the options, and which base they belong to."""
+        """Return a checkpoint's JSON record of the adapter's options and base."""
         base = str(self.config.base_model_name_or_path)
         return {
             "base": base,
@@ -97,7 +98,7 @@ class Adapter:
 
 
 def peft_config_of_record(record: Mapping[str, Any]) -> LoraConfig:
-    """peft's form of the options that a checkpoint's record holds."""
+    """Build peft's config from a checkpoint's record of an adapter."""
     return LoraConfig(
         r=record["lora_rank"],
         lora_alpha=record["lora_alpha"],
@@ -110,8 +111,8 @@ def peft_config_of_record(record: Mapping[str, Any]) -> LoraConfig:
 
 
 def fingerprint(base: str) -> str:
-    """A short hash of the weights of a model folder: sizes, and both ends of each file. A name of
-    the hub has no files here and is its own fingerprint."""
+    """Return a short hash of a model folder's weight files: names, sizes, and both ends of each. A
+    hub name has no local files and is returned as it is."""
     digest = hashlib.sha256()
     files = sorted(Path(base).expanduser().glob("*.safetensors"))
     if not files:
@@ -120,71 +121,73 @@ def fingerprint(base: str) -> str:
         size = path.stat().st_size
         digest.update(f"{path.name} {size} ".encode())
         with path.open("rb") as file:
-            digest.update(file.read(PROBE_BYTES))
-            file.seek(max(0, size - PROBE_BYTES))
-            digest.update(file.read(PROBE_BYTES))
+            digest.update(file.read(FINGERPRINT_BYTES))
+            file.seek(max(0, size - FINGERPRINT_BYTES))
+            digest.update(file.read(FINGERPRINT_BYTES))
     return digest.hexdigest()[:16]
 
 
 def check_base(record: Mapping[str, Any], base: str) -> None:
-    """Refuse a base other than the one an adapter was trained on. Raises ConfigError."""
-    found = fingerprint(base)
-    if found != record["fingerprint"]:
+    """Raise ConfigError unless `base` is the base that an adapter was trained on."""
+    actual = fingerprint(base)
+    if actual != record["fingerprint"]:
         raise ConfigError(
-            explain("base of the adapter", f"{base} ({found})",
+            explain("base of the adapter", f"{base} ({actual})",
                     f"the weights of {record['base']} ({record['fingerprint']})",
                     "give the model that the adapter was trained on")
         )  # fmt: skip
 
 
 def check_same_adapters(saved: Mapping[str, Any], present: Mapping[str, Any]) -> None:
-    """Refuse to go on with other adapters, or over another base. Raises ConfigError."""
+    """Raise ConfigError if a run's adapters or their base differ from the checkpoint's (`saved`).
+    Both map names of models to adapter records."""
     for name in sorted({*saved, *present}):
         old, new = saved.get(name) or {"lora_rank": 0}, present.get(name) or {"lora_rank": 0}
-        # A base that moved is the same base.
+        # The path of the base may differ: the fingerprint says whether it is the same.
         differing = [key for key in sorted({*old, *new} - {"base"}) if old.get(key) != new.get(key)]
         if differing:
             got = ", ".join(f"{key}={new.get(key)}" for key in differing)
-            wanted = ", ".join(f"{key}={old.get(key)}" for key in differing)
+            expected = ", ".join(f"{key}={old.get(key)}" for key in differing)
             raise ConfigError(
-                explain(f"adapter of the {name}", got, f"the checkpoint's {wanted}",
+                explain(f"adapter of the {name}", got, f"the checkpoint's {expected}",
                         "give the checkpoint's options, or trainer.resume_mode=disable")
             )  # fmt: skip
 
 
 class Role(enum.StrEnum):
-    """Whom an adapted model answers for; policy and critic have an adapter of that name."""
+    """The role an adapted model plays; policy and critic have an adapter of that name."""
 
     ACTOR = "actor"
     REFERENCE = "reference"
     CRITIC = "critic"
 
 
-def target_names(lm: PreTrainedModel, wanted: str | list[str]) -> list[str]:
-    """Names of the linear layers that `wanted` means, without their path.
+def target_names(lm: PreTrainedModel, targets: str | list[str]) -> list[str]:
+    """Resolve the option `target_modules` to names of linear layers, without their paths.
 
-    Example: of a Llama, all-linear is q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj and
+    Example: all-linear in a Llama is q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj and
     down_proj. Raises ConfigError for a name that is no linear layer below the output head.
     """
     head = lm.get_output_embeddings()
-    found = sorted({
+    available = sorted({
         name.rpartition(".")[2] for name, module in lm.named_modules()
         if isinstance(module, nn.Linear) and module is not head
     })  # fmt: skip
-    names = [wanted] if isinstance(wanted, str) else list(wanted)
+    names = [targets] if isinstance(targets, str) else list(targets)
     if names == [ALL_LINEAR]:
-        return found
-    unknown = [name for name in names if name not in found]
+        return available
+    unknown = [name for name in names if name not in available]
     if unknown or not names:
+        expected = f"some of {', '.join(available)}"
         raise ConfigError(
-            explain("target_modules", ", ".join(unknown) or "none", f"some of {', '.join(found)}",
+            explain("target_modules", ", ".join(unknown) or "none", expected,
                     f"target_modules={ALL_LINEAR}")
         )  # fmt: skip
     return sorted(names)
 
 
 def peft_config(lm: PreTrainedModel, options: AdapterConfig) -> LoraConfig:
-    """peft's form of an adapter's options, as its folder records it too."""
+    """Build peft's config, as an adapter's folder records it, from the run's options."""
     return peft_config_of_record({
         "lora_rank": options.lora_rank,
         "lora_alpha": options.lora_alpha,
@@ -194,10 +197,10 @@ def peft_config(lm: PreTrainedModel, options: AdapterConfig) -> LoraConfig:
 
 
 class AdaptedModel(LogProbModel):
-    """A frozen language model with an adapter for each of `adapters`, answering for one role.
+    """A frozen language model with an adapter for each of `adapters`, used in one role at a time.
 
-    Adapters and the critic's value head are float32 and learn; the base keeps its dtype. New ones
-    change nothing: B is 0, and so is the value head.
+    Adapters and the critic's value head are float32 and trained; the base keeps its dtype. New
+    adapters change no output, since B is 0; the value head is 0 as well.
     """
 
     def __init__(self, lm: PreTrainedModel, adapters: Mapping[Role, AdapterConfig]) -> None:
@@ -205,7 +208,7 @@ class AdaptedModel(LogProbModel):
         lm.requires_grad_(False)
         self.configs = {role: peft_config(lm, options) for role, options in adapters.items()}
         with warnings.catch_warnings():
-            # Of two adapters in one model, as here.
+            # peft warns of a second adapter in the same model, which is intended here.
             warnings.filterwarnings("ignore", "Already found a `peft_config`")
             for role, config in self.configs.items():
                 inject_adapter_in_model(config, lm, adapter_name=str(role))
@@ -220,7 +223,7 @@ class AdaptedModel(LogProbModel):
         return [p for name, p in self.lm.named_parameters() if ".lora_" in name]
 
     def use(self, role: Role) -> None:
-        """Answer for `role` from now on; call it only while no weights are gathered."""
+        """Switch to `role`; call it only while no weights are gathered."""
         if role is self.role:
             return
         for layer in self.lm.modules():
@@ -228,33 +231,32 @@ class AdaptedModel(LogProbModel):
                 layer.enable_adapters(role in self.configs)
                 if role in self.configs:
                     layer.set_adapter([str(role)])
-        # peft lets only the adapter in force learn, but FSDP settles once what has a gradient.
+        # peft freezes all but the active adapter, but FSDP decides only once what has a gradient.
         for parameter in self._adapter_parameters():
             parameter.requires_grad_(True)
         self.role = role
 
     def forward(self, inputs: PackedInputs, *arguments: Any) -> Any:
-        """Values, (num_targets,) float32, for the critic; else as LogProbModel."""
+        """Return the critic's values, (num_targets,) float32; other roles as LogProbModel."""
         if self.role is Role.CRITIC:
-            return values(self.lm.get_decoder(), self.value_head, inputs)
+            return target_values(self.lm.get_decoder(), self.value_head, inputs)
         return super().forward(inputs, *arguments)
 
 
 @dataclass
 class AdaptedFsdpModel(FsdpModel):
-    """One role of an adapted model; those of other roles share the module, and learn other
-    parameters."""
+    """An adapted model in one role; other roles share the module but train other parameters."""
 
     module: AdaptedModel
     role: Role = Role.ACTOR
 
     def forward(self, *arguments: Any) -> Any:
-        """What the model answers in this role."""
+        """Switch the module to this role and call it."""
         self.module.use(self.role)
         return self.module(*arguments)
 
     def trained_parameters(self) -> dict[str, nn.Parameter]:
-        """The parameters that this role trains and saves, by name."""
+        """Return the parameters that this role trains and saves, by name."""
         own = [f".lora_A.{self.role}.", f".lora_B.{self.role}."]
         own += ["value_head."] * (self.role is Role.CRITIC)
         return {
@@ -264,7 +266,7 @@ class AdaptedFsdpModel(FsdpModel):
         }
 
     def adapter_record(self) -> dict[str, Any]:
-        """The options and base of this role's adapter."""
+        """Return a checkpoint's JSON record of this role's adapter."""
         return Adapter(self.module.configs[self.role], {}).adapter_record()
 
 
@@ -274,41 +276,43 @@ def build_adapted_model(
     device: torch.device,
     options: FsdpOptions,
 ) -> FsdpModel:
-    """Build the model of the first role of `adapters`; `share_base_model` builds the others."""
+    """Build the model in the first role of `adapters`; `share_base_model` makes the others."""
     module, role = AdaptedModel(lm, adapters), next(iter(adapters))
     heads = [module.value_head] if Role.CRITIC in adapters else []
     return AdaptedFsdpModel(module, blocks(lm, lm), device, options, heads, role=role)
 
 
-def share_base_model(engine: FsdpModel, role: Role, options: FsdpOptions) -> FsdpModel:
-    """An engine for another role of the same adapted model."""
-    assert isinstance(engine, AdaptedFsdpModel), "all weights are trained: they cannot be shared"
-    return AdaptedFsdpModel(engine.module, engine.blocks, engine.device, options, role=role)
+def share_base_model(model: FsdpModel, role: Role, options: FsdpOptions) -> FsdpModel:
+    """Return the same adapted model in another role."""
+    assert isinstance(model, AdaptedFsdpModel), "all weights are trained: they cannot be shared"
+    return AdaptedFsdpModel(model.module, model.blocks, model.device, options, role=role)
 
 
-def policy_adapter(engine: FsdpModel) -> Adapter:
-    """The adapter that an engine trains, whole on every rank; every rank must call this."""
-    assert isinstance(engine, AdaptedFsdpModel), "all weights are trained: there is no adapter"
-    return Adapter.of_parameters(
-        engine.module.configs[engine.role], engine.full_trained_parameters(), engine.role
-    )
+def policy_adapter(model: FsdpModel) -> Adapter:
+    """Gather the adapter that a model trains, whole on every rank; every rank must call this."""
+    assert isinstance(model, AdaptedFsdpModel), "all weights are trained: there is no adapter"
+    config = model.module.configs[model.role]
+    return Adapter.of_parameters(config, model.full_trained_parameters(), model.role)
 
 
-def policy_weights(engine: FsdpModel, dtype: str) -> Iterator[tuple[str, Tensor]]:
-    """Name and whole tensor of each weight of the policy, its adapter merged if it has one, to be
-    written as `dtype`; merged weights come in that of the sum. Every rank must run the iteration to
-    its end."""
-    if not isinstance(engine, AdaptedFsdpModel):
-        yield from engine.full_parameters(prefix="lm.", dtype=getattr(torch, dtype))
+def policy_weights(model: FsdpModel, dtype: str) -> Iterator[tuple[str, Tensor]]:
+    """Yield the name and whole tensor of each weight of the policy, with its adapter merged.
+
+    Weights are in `dtype`, in which the caller writes or sends them; with an adapter, in float32
+    where it is merged and in the base's dtype elsewhere. Every rank must run the iteration to its
+    end.
+    """
+    if not isinstance(model, AdaptedFsdpModel):
+        yield from model.full_parameters(prefix="lm.", dtype=getattr(torch, dtype))
         return
-    adapter = policy_adapter(engine)
-    named = engine.full_parameters(prefix="lm.", keep=lambda name: base_name(name) is not None)
+    adapter = policy_adapter(model)
+    named = model.full_parameters(prefix="lm.", keep=lambda name: base_name(name) is not None)
     yield from adapter.merge((str(base_name(name)), tensor) for name, tensor in named)
 
 
 def base_name(name: str) -> str | None:
-    """The name that a parameter of an adapted model's `lm` has without adapters; None if added.
+    """Return the name that a parameter of an adapted `lm` has in the base; None for an adapter's.
 
-    Example: `layers.0.q_proj.base_layer.weight` is `layers.0.q_proj.weight`.
+    Example: `layers.0.q_proj.base_layer.weight` gives `layers.0.q_proj.weight`.
     """
     return None if ".lora_" in name else name.replace(".base_layer.", ".")

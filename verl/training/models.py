@@ -1,7 +1,7 @@
-"""What runs inside FSDP: a transformer and a head that answers for chosen tokens only.
+"""The modules that FSDP shards: a transformer, and a head that computes target tokens only.
 
-The head lives inside the wrapped module, since FSDP gathers its weights for the module's forward
-only. Prompt and observation tokens never reach a head, so they cost no logits.
+The head is part of the sharded module, since FSDP gathers its weights only for the module's
+forward. Prompt and observation tokens never reach a head, so they cost no logits.
 """
 
 from __future__ import annotations
@@ -25,29 +25,31 @@ from verl.training.sequence_parallel import SequenceParallelGroup, TargetGather
 from verl.types import TokenBatch
 
 LOGITS_PER_CHUNK = 1 << 26
-"""Logits held at once (256 MiB in float32), whatever the number of tokens."""
+"""Upper limit of the logits in memory at once (256 MiB in float32), for any number of tokens."""
 
 
 @dataclass(frozen=True)
 class PackedInputs:
-    """One forward: the tokens of all sequences in a row, and the tokens that are asked for. The
-    ranks of a sequence-parallel group have the same batch, and each computes a slice of the row.
+    """Inputs of one forward: the tokens of all sequences in one row, and the target tokens.
 
-    Example: of P P A B and P P C, which share a prompt, the row holds P P A B C; A and C are asked
-    of its second token.
+    The ranks of a sequence-parallel group have the same batch, and each computes a slice of the row
+    and the targets that follow the slice's tokens.
+
+    Example: for P P A B and P P C, which share a prompt, the row is P P A B C; A and C are both
+    predicted from its second token.
     """
 
     input_ids: Tensor
-    """(1, num_tokens) the tokens that are computed here."""
+    """(1, num_tokens) ids of the row's tokens, or of this rank's slice of it."""
     bounds: SequenceBounds
-    """Of the whole row."""
+    """Bounds of the whole row."""
     target_positions: Tensor
-    """(num_targets,) where in the batch the tokens asked for are, never a sequence's first; these
-    stay on the host."""
+    """(num_targets,) positions of all targets in the batch, never a sequence's first token; on the
+    host."""
     targets: Tensor
-    """(num_answers,) ids of the targets computed on this rank; without a group, of all."""
+    """(num_local_targets,) ids of the targets that this rank computes; without a group, of all."""
     before_targets: Tensor
-    """(num_answers,) where in `input_ids` is the token before each of them."""
+    """(num_local_targets,) positions in `input_ids` of the tokens before these targets."""
     target_gather: TargetGather | None = None
     """Collects the results of the group's ranks; None where this rank computes all targets."""
 
@@ -59,75 +61,85 @@ class PackedInputs:
         device: torch.device,
         sp_group: SequenceParallelGroup | None = None,
     ) -> PackedInputs:
-        """Pack `batch`, asking for tokens where `mask` (num_tokens,) is True. A batch without
-        tokens becomes two that are not asked for: its rank still takes part in collectives."""
+        """Pack `batch`, with the tokens where `mask` (num_tokens,) is True as targets.
+
+        A batch without tokens becomes a row of two tokens without targets, because its rank must
+        still take part in collectives.
+        """
         if batch.num_tokens:
             starts = batch.offsets[:-1]
             is_target = mask.bool().clone()
             is_target[starts[batch.lengths > 0]] = False
-            positions, ids = is_target.nonzero()[:, 0], batch.tokens["input_ids"]
-            spans, computed, row_of = laid_out(Packing.of(batch), starts.tolist(), batch.num_tokens)
-            row, targets, before = ids[computed], ids[positions], row_of[positions - 1]
+            positions = is_target.nonzero()[:, 0]
+            ids = batch.tokens["input_ids"]
+            spans, computed, index_in_row = lay_out_row(
+                Packing.of(batch), starts.tolist(), batch.num_tokens
+            )
+            row, targets, before = ids[computed], ids[positions], index_in_row[positions - 1]
         else:
             spans, row = [(0, 2)], torch.zeros(2, dtype=torch.int64)
             positions = targets = before = row[:0]
-        bounds, gather, own = SequenceBounds.of(spans, device, sp_group), None, row[None]
+        bounds = SequenceBounds.of(spans, device, sp_group)
+        input_ids, target_gather = row[None], None
         if sp_group is not None:
-            size, own = sp_group.slice_size(len(row)), sp_group.local_slice(own)
-            gather, mine = TargetGather.of(sp_group, before // size, device)
-            targets, before = targets[mine], before[mine] - size * sp_group.rank
+            size = sp_group.slice_size(len(row))
+            input_ids = sp_group.local_slice(input_ids)
+            target_gather, own = TargetGather.of(sp_group, before // size, device)
+            targets, before = targets[own], before[own] - size * sp_group.rank
         return cls(
-            to_device(own, device),
+            to_device(input_ids, device),
             bounds,
             positions,
             to_device(targets, device),
             to_device(before, device),
-            gather,
+            target_gather,
         )
 
-    def gathered(self, *columns: Tensor) -> tuple[Tensor, ...]:
-        """Of columns (num_answers,) those of all tokens that are asked for, (num_targets,)."""
+    def gather(self, *columns: Tensor) -> tuple[Tensor, ...]:
+        """Extend columns of this rank's targets, (num_local_targets,), to those of all targets."""
         return columns if self.target_gather is None else self.target_gather.gather(*columns)
 
 
-def laid_out(
+def lay_out_row(
     packing: Packing, starts: Sequence[int], num_tokens: int
 ) -> tuple[list[Span], Tensor, Tensor]:
-    """How sequences that begin at `starts` of a flat batch go into a row.
+    """Lay out the sequences of a flat batch, which begin at `starts`, in a packed row.
 
-    Returns the runs of the row, the flat position of each of its tokens, (num_computed,), and where
-    in the row each token of the batch is, (num_tokens,).
+    Returns the runs of the row, the flat position of each of its tokens, (num_computed,), and the
+    index in the row of each token of the batch, (num_tokens,).
     """
     spans: list[Span] = []
-    places: list[Tensor] = []
-    families = packing.families(range(len(packing.lengths)))
-    for family in families:
-        first, shared = starts[family.members[0]], family.shared
+    flat_positions: list[Tensor] = []
+    prefix_groups = packing.prefix_groups(range(len(packing.lengths)))
+    for group in prefix_groups:
+        first, shared = starts[group.members[0]], group.shared
         if shared:
             spans.append((0, shared))
-            places.append(torch.arange(first, first + shared))
-        for sequence, length in zip(family.members, family.lengths, strict=True):
+            flat_positions.append(torch.arange(first, first + shared))
+        for sequence, length in zip(group.members, group.lengths, strict=True):
             if length:
+                start = starts[sequence]
                 spans.append((shared, length))
-                places.append(torch.arange(starts[sequence] + shared, starts[sequence] + length))
-    computed = torch.cat(places)
-    row_of = torch.empty(num_tokens, dtype=torch.int64)
-    row_of[computed] = torch.arange(len(computed))
-    for family in families:
-        first, *others = (starts[i] for i in family.members)
+                flat_positions.append(torch.arange(start + shared, start + length))
+    computed = torch.cat(flat_positions)
+    index_in_row = torch.empty(num_tokens, dtype=torch.int64)
+    index_in_row[computed] = torch.arange(len(computed))
+    for group in prefix_groups:
+        first, *others = (starts[i] for i in group.members)
         for start in others:
-            row_of[start : start + family.shared] = row_of[first : first + family.shared]
-    return spans, computed, row_of
+            prompt = index_in_row[first : first + group.shared]
+            index_in_row[start : start + group.shared] = prompt
+    return spans, computed, index_in_row
 
 
 def load_causal_lm(
     path: str, dtype: torch.dtype = torch.float32, needs_head: bool = True,
     attention: str | None = PACKED,
 ) -> PreTrainedModel:  # fmt: skip
-    """A causal language model on the CPU, its attention packed or, with None, transformers' own.
+    """Load a causal language model on the CPU; `attention` None means transformers' default.
 
-    Raises ModelError when `path` is not there, holds no such model, or its weights are not those
-    of the model (`check_loading_report`); their values are looked at where they are read.
+    Raises ModelError if `path` does not exist, has no such model, or its weights do not match the
+    model (`check_loading_report`). Values are checked later, where they are read.
     """
     with model_errors(path, "weights"), quiet_transformers():
         loaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -139,8 +151,8 @@ def load_causal_lm(
     return lm
 
 
-def states(trunk: nn.Module, inputs: PackedInputs) -> Tensor:
-    """The trunk's state from which each target token is predicted, (num_answers, hidden)."""
+def target_hidden_states(trunk: nn.Module, inputs: PackedInputs) -> Tensor:
+    """Return the hidden state before each of this rank's targets, (num_local_targets, hidden)."""
     hidden: Tensor = trunk(
         input_ids=inputs.input_ids,
         position_ids=inputs.bounds.position_ids,
@@ -151,7 +163,7 @@ def states(trunk: nn.Module, inputs: PackedInputs) -> Tensor:
 
 
 class LogProbModel(nn.Module):
-    """A policy: log-prob and entropy of target tokens."""
+    """A policy: computes log-probs and entropies of target tokens."""
 
     def __init__(self, lm: PreTrainedModel) -> None:
         super().__init__()
@@ -160,21 +172,23 @@ class LogProbModel(nn.Module):
     def forward(
         self, inputs: PackedInputs, temperature: float, learn_entropy: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """Log-probs and entropies (with a gradient if `learn_entropy`) in nats at `temperature`,
-        (num_targets,) float32 each.
+        """Compute log-probs and entropies, in nats, at `temperature`: (num_targets,) float32 each.
 
-        Logits exist for a chunk of tokens at a time, forward and backward: the last one, where
-        backward begins, is kept, and those before it are computed again.
+        Entropies have a gradient if `learn_entropy`. Only one chunk of logits is in memory at a
+        time, in forward and backward: the last chunk, where backward begins, is kept, and the
+        chunks before it are recomputed.
         """
-        hidden, targets = states(self.lm.get_decoder(), inputs), inputs.targets
+        hidden, targets = target_hidden_states(self.lm.get_decoder(), inputs), inputs.targets
         size = max(1, LOGITS_PER_CHUNK // self.lm.config.vocab_size)
         num_whole, rest = divmod(len(targets), size)
-        sizes = [rest] * (rest > 0 or not num_whole) + [size] * num_whole
-        *before, last = zip(hidden.split(sizes), targets.split(sizes), strict=True)
-        again = functools.partial(checkpoint, self._chunk, use_reentrant=False)
-        chunks = [again(*one, temperature, learn_entropy) for one in before]
-        chunks.append(self._chunk(*last, temperature, learn_entropy))
-        log_probs, entropies = inputs.gathered(*map(torch.cat, zip(*chunks, strict=True)))
+        sizes = [size] * num_whole
+        if rest or not num_whole:
+            sizes.insert(0, rest)
+        *first, last = zip(hidden.split(sizes), targets.split(sizes), strict=True)
+        recomputed = functools.partial(checkpoint, self._chunk, use_reentrant=False)
+        outputs = [recomputed(*chunk, temperature, learn_entropy) for chunk in first]
+        outputs.append(self._chunk(*last, temperature, learn_entropy))
+        log_probs, entropies = inputs.gather(*map(torch.cat, zip(*outputs, strict=True)))
         return log_probs, entropies
 
     def _chunk(
@@ -186,13 +200,13 @@ class LogProbModel(nn.Module):
             logits = logits / temperature
         log_p = torch.log_softmax(logits, dim=-1)
         chosen = log_p.gather(-1, targets[:, None])[:, 0]
-        # Last, so that a backward without learn_entropy stops recomputing before it.
+        # Entropy last, so that a backward without learn_entropy stops recomputing before it.
         source = log_p if learn_entropy else log_p.detach()
         return chosen, -(source.exp() * source).sum(-1)
 
 
 class ValueModel(nn.Module):
-    """A critic: the value of the state before each target token."""
+    """A critic: computes the value of the state before each target token."""
 
     def __init__(self, lm: PreTrainedModel) -> None:
         super().__init__()
@@ -200,27 +214,27 @@ class ValueModel(nn.Module):
         self.value_head = build_value_head(lm)
 
     def forward(self, inputs: PackedInputs) -> Tensor:
-        """Values, (num_targets,) float32; 0 before the first update."""
-        return values(self.trunk, self.value_head, inputs)
+        """Compute the values, (num_targets,) float32; they are 0 before the first update."""
+        return target_values(self.trunk, self.value_head, inputs)
 
 
 def build_value_head(lm: PreTrainedModel) -> nn.Linear:
-    """From a state to its value, which is 0 for now."""
+    """Build the layer from a hidden state to its value, with weights of 0."""
     head = nn.Linear(lm.config.hidden_size, 1, bias=False)
     nn.init.zeros_(head.weight)
     return head
 
 
-def values(trunk: nn.Module, value_head: nn.Module, inputs: PackedInputs) -> Tensor:
-    """The value of the state before each target token, (num_targets,) float32."""
-    found: Tensor = value_head(states(trunk, inputs))
-    found = found.to(torch.promote_types(found.dtype, torch.float32)).sum(-1)
-    return inputs.gathered(found)[0]
+def target_values(trunk: nn.Module, value_head: nn.Module, inputs: PackedInputs) -> Tensor:
+    """Compute the value of the state before each target token, (num_targets,) float32."""
+    values: Tensor = value_head(target_hidden_states(trunk, inputs))
+    values = values.to(torch.promote_types(values.dtype, torch.float32)).sum(-1)
+    return inputs.gather(values)[0]
 
 
 def blocks(module: nn.Module, lm: PreTrainedModel) -> list[nn.Module]:
-    """The transformer blocks of `module`, by the class names that the model declares."""
+    """Return the transformer blocks of `module`, by the class names that the model declares."""
     names = set(lm._no_split_modules or ())
-    found = [m for m in module.modules() if type(m).__name__ in names]
-    assert found, f"{type(lm).__name__} declares no blocks; expected _no_split_modules to name some"
-    return found
+    modules = [m for m in module.modules() if type(m).__name__ in names]
+    assert modules, f"{type(lm).__name__} has no blocks; expected _no_split_modules to name some"
+    return modules

@@ -1,4 +1,4 @@
-"""Which network interface the processes of a run reach each other through."""
+"""Network interfaces and environment variables that the processes of a run share."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import psutil
 from verl.errors import redact
 
 NETWORK = ("NCCL_", "GLOO_", "TORCH_NCCL_")
-"""Beginnings of the variables of the driver that ranks and engines on all nodes get too."""
+"""Prefixes of variables that the driver forwards to the ranks and engines on all nodes."""
 HUB = frozenset(
     f"HF_{name}"
     for name in (
@@ -21,32 +21,32 @@ HUB = frozenset(
         "HUB_VERBOSITY", "XET_HIGH_PERFORMANCE", "DEBUG",
     )
 )  # fmt: skip
-"""The hub's variables that they get; each by its name, for Ray logs what it forwards."""
+"""Hugging Face variables that are forwarded, listed by name because Ray logs what it forwards."""
 PRIVATE = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_ENDPOINT")
-"""Those that they get by a call of the actor: what travels so is in no log."""
+"""Variables that are passed by a call of the actor instead, because calls are not logged."""
 
 
 def forwarded_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables about networks and the hub, which mean the same on every node."""
+    """Return the network and hub variables to forward, without those that contain secrets."""
     named = {k: v for k, v in environment.items() if k.startswith(NETWORK) or k in HUB}
     return {name: value for name, value in named.items() if redact(value) == value}
 
 
 def secret_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """Secrets of the hub, which no runtime environment may hold."""
+    """Return the hub's secrets, which must not be in a Ray runtime environment."""
     return {name: environment[name] for name in PRIVATE if name in environment}
 
 
 def address_towards(host: str) -> str:
-    """The address of this machine that packets to `host` leave from."""
+    """Return this machine's address on the route to `host`."""
     family, kind, _, _, target = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
-        probe.connect(target)  # of a datagram socket: chooses a route, sends nothing
+        probe.connect(target)  # a datagram socket only chooses a route; nothing is sent
         return str(probe.getsockname()[0])
 
 
 def interface_of(address: str) -> str | None:
-    """The interface that has `address`, or None."""
+    """Return the name of the interface that has `address`, or None."""
     for name, entries in psutil.net_if_addrs().items():
         if any(entry.address.split("%")[0] == address for entry in entries):
             return name
@@ -54,7 +54,7 @@ def interface_of(address: str) -> str | None:
 
 
 def interface_variables(master: str) -> dict[str, str]:
-    """Variables that have gloo and NCCL talk through the interface that leads to `master`: gloo
-    would take the address of the host's name, often 127.0.0.1, where no other node reaches it."""
+    """Return variables that make gloo and NCCL use the interface that leads to `master`. By default
+    gloo uses the address of the host's name, often 127.0.0.1, which other nodes cannot reach."""
     name = interface_of(address_towards(master))
     return {} if name is None else {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": f"={name}"}

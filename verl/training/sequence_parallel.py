@@ -35,10 +35,8 @@ class SequenceParallelGroup:
 
     @classmethod
     def join(cls, size: int) -> SequenceParallelGroup:
-        """Create the groups of `size` ranks and return this rank's.
-
-        Every rank must call it; the world size must be a multiple of `size`.
-        """
+        """Create the groups of `size` ranks and return this rank's. Every rank must call it; the
+        world size must be a multiple of `size`."""
         process_group, _ = dist.new_subgroups(size)
         return cls(size, dist.get_rank(process_group), process_group)
 
@@ -89,10 +87,8 @@ class SequenceParallelGroup:
 
 
 def check_heads(model: PretrainedConfig, size: int, section: str) -> None:
-    """Raise ConfigError unless the query heads divide evenly over `size` ranks.
-
-    `section` is the config section that has the option.
-    """
+    """Raise ConfigError unless the query heads divide evenly over `size` ranks. `section` is the
+    config section that has the option."""
     heads = model.get_text_config().num_attention_heads
     if heads % size:
         key = f"{section}.ulysses_sequence_parallel_size"
@@ -130,20 +126,16 @@ class TargetGather:
     def of(
         cls, sp_group: SequenceParallelGroup, ranks: Tensor, device: torch.device
     ) -> tuple[TargetGather, Tensor]:
-        """Build it from `ranks` (num_targets,), the rank that computes each target.
-
-        Also returns the indices of the targets that this rank computes.
-        """
+        """Build it from `ranks` (num_targets,), the rank that computes each target. Also returns
+        the indices of the targets that this rank computes."""
         by_rank = ranks.argsort(stable=True)
         counts = ranks.bincount(minlength=sp_group.size).tolist()
         own = by_rank.split(counts)[sp_group.rank]
         return cls(sp_group, counts, to_device(by_rank.argsort(), device)), own
 
     def gather(self, *columns: Tensor) -> tuple[Tensor, ...]:
-        """Return all ranks' results, (num_targets,) each, from this rank's `columns` (count,).
-
-        The gradient reaches this rank's results only; the other ranks add the gradients of theirs.
-        """
+        """Return all ranks' results, (num_targets,) each, from this rank's `columns` (count,). The
+        gradient reaches this rank's results only; the other ranks add the gradients of theirs."""
         own = torch.stack(columns)
         results = own.new_zeros(len(columns), sum(self.counts))
         by_rank = list(results.split(self.counts, dim=1))

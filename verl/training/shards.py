@@ -1,8 +1,8 @@
-"""The ranks' part of a checkpoint: each writes and reads its own shards, in distributed form.
+"""The ranks' part of a checkpoint: each rank writes and reads its own shards.
 
-Either the caller waits for the write, or it runs in the background from a copy of this rank's
-shards in host memory. A rank that cannot write still takes part to the end, since the others wait
-for it in collectives.
+Shards are in PyTorch's distributed checkpoint format. Either the caller waits for the write, or it
+runs in the background from a copy of this rank's shards in host memory. A rank that cannot write
+still takes part to the end, since the others wait for it in collectives.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from transformers import PretrainedConfig
 from verl.training.checkpoint_files import (
     checkpoint_errors,
     load_tensors,
+    one_line,
     random_states,
     read_state_file,
-    reason,
     set_random_states,
 )
 from verl.training.fsdp import FsdpModel, LossScale
@@ -36,149 +36,155 @@ from verl.training.weights import copy_tokenizer
 
 ADAPTERS_FILE = "adapters.json"
 CRITIC_FOLDER = "critic"
-"""Below a checkpoint, the files of a critic that had devices of its own, as those beside it."""
+"""Subfolder of a checkpoint for a critic with devices of its own; it has the same structure."""
 
 
 class ShardWriter:
     """Writes this rank's part of checkpoints, one at a time; all ranks make the same calls."""
 
     _group: dist.ProcessGroup | None = None
-    _shards: Future[Any] | None = None
-    _problem = ""
+    _write: Future[Any] | None = None
+    _error = ""
 
     def start(
-        self, directory: Path, engines: Mapping[str, FsdpModel],
+        self, directory: Path, models: Mapping[str, FsdpModel],
         model_config: PretrainedConfig | None,
     ) -> None:  # fmt: skip
-        """Copy this rank's shards to host memory and begin to write them; training may go on."""
-        assert self._shards is None, "the checkpoint before is still being written: call finish"
+        """Copy this rank's shards to host memory and start to write them in the background."""
+        assert self._write is None, "the last checkpoint is still being written: call finish"
         if self._group is None:
-            # Its own, since the ranks talk while training goes on; in host memory, so gloo.
+            # A separate group, since ranks communicate while training continues; gloo, since the
+            # copies are in host memory.
             self._group = dist.new_group(backend="gloo")
-        self._problem = _write_own(directory, engines, model_config)
-        shards = async_save(
-            _tensors(engines), checkpoint_id=directory / "shards", process_group=self._group
+        self._error = _write_small_files(directory, models, model_config)
+        write = async_save(
+            _state_tensors(models), checkpoint_id=directory / "shards", process_group=self._group
         )
-        assert isinstance(shards, Future), "the answer without a stager of our own"
-        self._shards = shards
+        assert isinstance(write, Future), "async_save without a stager returns a future"
+        self._write = write
 
     def finish(self) -> str:
-        """Wait for what `start` began; what went wrong, or an empty text."""
-        assert self._shards is not None, "nothing is being written"
-        shards, self._shards = self._shards, None
+        """Wait for the write that `start` began; return its error, or an empty string."""
+        assert self._write is not None, "nothing is being written"
+        write, self._write = self._write, None
         try:
-            shards.result()
+            write.result()
         except (OSError, CheckpointException) as error:
-            return self._problem or reason(error)
-        return self._problem
+            return self._error or one_line(error)
+        return self._error
 
 
 def save_shards(
-    directory: Path, engines: Mapping[str, FsdpModel], model_config: PretrainedConfig | None
+    directory: Path, models: Mapping[str, FsdpModel], model_config: PretrainedConfig | None
 ) -> str:
-    """Write this rank's part of all engines; every rank calls it with the same directory. Returns
-    what went wrong, or an empty text."""
-    problem = _write_own(directory, engines, model_config)
+    """Write this rank's part of all models; return the error, or an empty string. Every rank must
+    call it, with the same directory."""
+    problem = _write_small_files(directory, models, model_config)
     try:
-        save(_tensors(engines), checkpoint_id=directory / "shards")
+        save(_state_tensors(models), checkpoint_id=directory / "shards")
     except (OSError, CheckpointException) as error:
-        problem = problem or reason(error)
+        problem = problem or one_line(error)
     dist.barrier()
     return problem
 
 
-def shard_bytes(engines: Mapping[str, FsdpModel]) -> int:
-    """Bytes of this rank's shards, which is what a copy of them takes."""
-    found = _tensors(engines).values()
-    return sum((x.to_local() if isinstance(x, DTensor) else x).nbytes for x in found)
+def shard_bytes(models: Mapping[str, FsdpModel]) -> int:
+    """Return the bytes of this rank's shards, and so of a copy of them."""
+    tensors = _state_tensors(models).values()
+    return sum((x.to_local() if isinstance(x, DTensor) else x).nbytes for x in tensors)
 
 
-def _write_own(
-    directory: Path, engines: Mapping[str, FsdpModel], model_config: PretrainedConfig | None
+def _write_small_files(
+    directory: Path, models: Mapping[str, FsdpModel], model_config: PretrainedConfig | None
 ) -> str:
-    """Write the small files of this rank; what went wrong, or an empty text."""
-    schedules = {name: {"last_epoch": engine.num_updates_done} for name, engine in engines.items()}
-    scales = {name: asdict(e.loss_scale) for name, e in engines.items() if e.loss_scale}
-    own = rank_file(directory, dist.get_rank())
+    """Write this rank's files apart from the shards; return the error, or an empty string."""
+    schedules = {name: {"last_epoch": model.num_updates_done} for name, model in models.items()}
+    scales = {name: asdict(m.loss_scale) for name, m in models.items() if m.loss_scale}
+    own_file = rank_file(directory, dist.get_rank())
     try:
-        own.parent.mkdir(parents=True, exist_ok=True)
+        own_file.parent.mkdir(parents=True, exist_ok=True)
         state = {"schedules": schedules, "loss_scales": scales, "random": random_states()}
-        torch.save(state, own)
+        torch.save(state, own_file)
         if dist.get_rank() == 0:
-            records = _adapter_records(engines)
+            records = _adapter_records(models)
             if records:
                 (directory / ADAPTERS_FILE).write_text(json.dumps(records, indent=1) + "\n")
             if model_config is not None:
                 model_config.save_pretrained(directory / "huggingface")
                 copy_tokenizer(str(model_config.name_or_path), directory / "huggingface")
     except (OSError, RuntimeError) as error:  # torch.save turns a full disk into a RuntimeError
-        return reason(error)
+        return one_line(error)
     return ""
 
 
-def load_shards(directory: Path, engines: Mapping[str, FsdpModel]) -> None:
-    """Take up what `save_shards` wrote, whatever number of ranks wrote it, and beside whatever.
+def load_shards(directory: Path, models: Mapping[str, FsdpModel]) -> None:
+    """Load the models' state from a checkpoint, written by any number of ranks.
 
-    A rank that did not exist then keeps its random states. Raises ConfigError for other adapters
-    than the checkpoint's, or another base below them; ModelError for files that cannot be used.
+    The critic may have been saved with the actor's ranks or with its own. A rank without a file of
+    its own keeps its random states. Raises ConfigError for other adapters than the checkpoint's,
+    or another base below them; ModelError for files that cannot be used.
     """
     saved = read_adapters(directory)
     check_same_adapters(
-        {name: saved[name] for name in engines if name in saved}, _adapter_records(engines)
+        {name: saved[name] for name in models if name in saved}, _adapter_records(models)
     )
-    homes = {name: shard_folder(directory, name) for name in engines}
-    for number, folder in enumerate(dict.fromkeys(homes.values())):
-        here = {name: engine for name, engine in engines.items() if homes[name] == folder}
-        _load_from(folder, here, with_random=number == 0)
+    folders = {name: shard_folder(directory, name) for name in models}
+    for number, folder in enumerate(dict.fromkeys(folders.values())):
+        in_folder = {name: model for name, model in models.items() if folders[name] == folder}
+        _load_from(folder, in_folder, with_random=number == 0)
     dist.barrier()
 
 
-def _load_from(folder: Path, engines: Mapping[str, FsdpModel], with_random: bool) -> None:
-    load_tensors(_tensors(engines), folder / "shards")
-    own = rank_file(folder, dist.get_rank())
-    state = read_state_file(own if own.exists() else rank_file(folder, 0))
-    with checkpoint_errors(own):
-        for name, engine in engines.items():
-            engine.num_updates_done = int(state["schedules"][name]["last_epoch"])
-            scale = state.get("loss_scales", {}).get(name)  # older checkpoints, and other formats
-            if engine.loss_scale is not None and scale is not None:
-                engine.loss_scale = LossScale(scale["value"], scale["num_finite"])
-        if own.exists() and with_random:
+def _load_from(folder: Path, models: Mapping[str, FsdpModel], with_random: bool) -> None:
+    load_tensors(_state_tensors(models), folder / "shards")
+    own_file = rank_file(folder, dist.get_rank())
+    state = read_state_file(own_file if own_file.exists() else rank_file(folder, 0))
+    with checkpoint_errors(own_file):
+        for name, model in models.items():
+            model.num_updates_done = int(state["schedules"][name]["last_epoch"])
+            # Missing in older checkpoints, and in those of another compute dtype.
+            scale = state.get("loss_scales", {}).get(name)
+            if model.loss_scale is not None and scale is not None:
+                model.loss_scale = LossScale(scale["value"], scale["num_finite"])
+        if own_file.exists() and with_random:
             set_random_states(state["random"])
 
 
 def shard_folders(directory: Path) -> list[Path]:
-    """The folders of a checkpoint that hold shards: its own, and that of a critic by itself."""
+    """Return the folders of a checkpoint with shards: its own, and a separate critic's if any."""
     return list(dict.fromkeys(shard_folder(directory, name) for name in ("actor", "critic")))
 
 
 def shard_folder(directory: Path, name: str) -> Path:
-    """Where a checkpoint has the shards of an engine."""
-    apart = directory / CRITIC_FOLDER
-    return apart if name == "critic" and apart.is_dir() else directory
+    """Return the folder of a checkpoint with the shards of the model `name`."""
+    critic_folder = directory / CRITIC_FOLDER
+    return critic_folder if name == "critic" and critic_folder.is_dir() else directory
 
 
-def _adapter_records(engines: Mapping[str, FsdpModel]) -> dict[str, Any]:
-    """The options and base of each engine that trains an adapter."""
-    return {name: record for name, engine in engines.items() if (record := engine.adapter_record())}
+def _adapter_records(models: Mapping[str, FsdpModel]) -> dict[str, Any]:
+    """Return the records of the trained adapters, by model."""
+    return {name: record for name, model in models.items() if (record := model.adapter_record())}
 
 
 def read_adapters(step_dir: Path) -> dict[str, Any]:
-    """The adapters that a checkpoint holds, by engine; none where all weights were trained. Raises
+    """Read a checkpoint's adapter records, by model; empty where all weights were trained. Raises
     ModelError."""
-    found: dict[str, Any] = {}
+    records: dict[str, Any] = {}
     for path in (folder / ADAPTERS_FILE for folder in shard_folders(step_dir)):
         with checkpoint_errors(path):
-            found |= json.loads(path.read_text()) if path.exists() else {}
-    return found
+            records |= json.loads(path.read_text()) if path.exists() else {}
+    return records
 
 
 def rank_file(directory: Path, rank: int) -> Path:
-    """Where a rank keeps what is its own alone."""
+    """Return the file with a rank's own state: schedules, loss scales and random states."""
     return directory / "ranks" / f"rank_{rank}.pt"
 
 
-def _tensors(engines: Mapping[str, FsdpModel]) -> dict[str, Tensor]:
-    """All tensors to keep, by flat name; loading fills them in place."""
-    found = ((name, engine.state_tensors()) for name, engine in engines.items())
-    return {f"{name}.{key}": tensor for name, own in found for key, tensor in own.items()}
+def _state_tensors(models: Mapping[str, FsdpModel]) -> dict[str, Tensor]:
+    """Return all tensors of a checkpoint by flat name; loading fills them in place."""
+    return {
+        f"{name}.{key}": tensor
+        for name, model in models.items()
+        for key, tensor in model.state_tensors().items()
+    }

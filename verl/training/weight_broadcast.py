@@ -70,11 +70,8 @@ class KeptWeights:
         self.tensors: dict[str, Tensor] = {}
 
     def replace(self, name: str, tensor: Tensor) -> tuple[Tensor | None, int]:
-        """Keep `tensor` in place of the old one of that name.
-
-        Returns what the receivers must `apply` (None if nothing changed), and the number of
-        changed elements.
-        """
+        """Keep `tensor` in place of the old one of that name. Returns what the receivers must
+        `apply` (None if nothing changed), and the number of changed elements."""
         update, num_changed = tensor, tensor.numel()
         if name in self.tensors:
             update, num_changed = encode_changes(self.tensors[name].to(tensor.device), tensor)
@@ -92,10 +89,8 @@ class KeptWeights:
 
 
 def encode_changes(old: Tensor, new: Tensor) -> tuple[Tensor, int]:
-    """Encode the changes from `old` to `new`, (num_bytes,), and count the changed elements.
-
-    Returns `new` itself if the encoding would not be smaller.
-    """
+    """Encode the changes from `old` to `new`, (num_bytes,), and count the changed elements. Returns
+    `new` itself if the encoding would not be smaller."""
     new_bits, old_bits = _as_integers(new), _as_integers(old)
     differs = new_bits != old_bits
     num_changed = int(differs.count_nonzero())
@@ -150,10 +145,8 @@ class _Endpoint:
         )
 
     def _begin_transfer(self) -> int:
-        """Number the next transfer and return the one whose weights are kept.
-
-        No weights count as kept until the transfer has succeeded.
-        """
+        """Number the next transfer and return the one whose weights are kept. No weights count as
+        kept until the transfer has succeeded."""
         self._number += 1
         base, self._base = self._base, NO_TRANSFER
         return base

@@ -1,4 +1,4 @@
-"""Writing weights the way Hugging Face and vLLM read them: config.json and safetensors."""
+"""Writing model folders that Hugging Face and vLLM read: config.json and safetensors."""
 
 from __future__ import annotations
 
@@ -22,32 +22,33 @@ from verl.files import atomic_write, exclusive_lock
 from verl.remote_code import trusts_remote_code
 
 SHARD_BYTES = 4 << 30
-"""Weights held in host memory at once, and so the size of one file."""
+"""Upper limit of the weights collected in host memory for one file, and so of its size."""
 
 COMPANIONS = (
     "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt",
     "chat_template*", "additional_chat_templates", "generation_config.json",
 )  # fmt: skip
-"""Files beside the weights that make a folder usable."""
+"""Patterns of the files, apart from weights and config, that a usable model folder needs."""
 MODEL_FILES = ("config.json", "adapter_config.json")
-"""One of these is in each folder that is written here."""
+"""Files by which a model folder is recognised: each folder written here has one of them."""
 
 
-class Layout:
-    """Which of several writers writes which tensor, and into which file: the same for all who place
-    the same tensors in the same order. The files that they hold at once have at most SHARD_BYTES
-    together, or a single tensor each.
+class FileLayout:
+    """Assigns tensors to writers and files: the same for all who place them in the same order.
+
+    The files that the writers have in memory at the same time are at most SHARD_BYTES in total, or
+    a single tensor each.
     """
 
     def __init__(self, num_writers: int = 1) -> None:
         self.index: dict[str, str] = {}
-        """The file of each tensor."""
+        """File name of each tensor."""
         self.num_bytes = 0
         self._totals = [0] * num_writers
-        self._files = [(0, 0)] * num_writers  # number and bytes of each one's last file
+        self._files = [(0, 0)] * num_writers  # number and bytes of each writer's current file
 
     def place(self, name: str, num_bytes: int) -> tuple[int, str]:
-        """The writer of the next tensor, which is the one with the least to write, and its file."""
+        """Assign the next tensor to the writer with the fewest bytes; return writer and file."""
         num_writers = len(self._files)
         writer = min(range(num_writers), key=self._totals.__getitem__)
         number, size = self._files[writer]
@@ -62,9 +63,11 @@ class Layout:
 
 @contextlib.contextmanager
 def whole_folder(out: Path, option: str) -> Iterator[Path]:
-    """A folder to write into, which takes the place of `out` when the body has succeeded. Raises
-    ConfigError where `out`, which `option` named, holds something else than a model, or another
-    process is about to replace it."""
+    """Yield a folder to write into, which replaces `out` when the body has succeeded.
+
+    Raises ConfigError, for the option `option` that named `out`, if `out` has content other than a
+    model, or another process is writing it.
+    """
     out = out.absolute()
     is_model = any((out / name).is_file() for name in MODEL_FILES)
     if out.exists() and not is_model and (not out.is_dir() or any(out.iterdir())):
@@ -86,28 +89,29 @@ def write_weights(
 ) -> float:  # fmt: skip
     """Write tensors as `dtype` (float32, bfloat16, float16) with the model's config.
 
-    Several processes may write a new folder together: each is given all tensors, in one order, and
-    writes its part; the first writes the rest. Each file appears whole or not at all; one process
-    alone removes what else a reused directory holds. Returns the seconds in which it wrote files.
+    Several writers may write a new folder together: each iterates over all tensors, in the same
+    order, and writes its part; the first also writes index and config. Each file appears whole or
+    not at all. A single writer removes stale weight files of a reused directory. Returns the
+    seconds spent writing files.
     """
     directory.mkdir(parents=True, exist_ok=True)
     target = getattr(torch, dtype)
-    layout, seconds = Layout(num_writers), 0.0
-    held: dict[str, Tensor] = {}
+    layout, seconds = FileLayout(num_writers), 0.0
+    pending: dict[str, Tensor] = {}
     current = ""
     for name, tensor in named:
         owner, file = layout.place(name, tensor.numel() * target.itemsize)
         if owner != writer:
             continue
         if file != current:
-            seconds += write_file(directory / current, held)
-            held, current = {}, file
-        held[name] = tensor.to("cpu", target).contiguous()
-    seconds += write_file(directory / current, held)
+            seconds += write_file(directory / current, pending)
+            pending, current = {}, file
+        pending[name] = tensor.to("cpu", target).contiguous()
+    seconds += write_file(directory / current, pending)
     if writer > 0:
         return seconds
     files, index = set(layout.index.values()), directory / "model.safetensors.index.json"
-    if len(files) == 1:  # beside an index, transformers would take this file alone
+    if len(files) == 1:  # transformers prefers a file of this name to any index
         files = {"model.safetensors"}
         os.replace(directory / current, directory / "model.safetensors")
         index.unlink(missing_ok=True)
@@ -124,19 +128,20 @@ def write_weights(
 
 
 def write_file(path: Path, tensors: dict[str, Tensor]) -> float:
-    """The seconds that it takes; nothing is written without tensors. Raises OSError."""
+    """Write a safetensors file, unless there are no tensors, and return the seconds it took. Raises
+    OSError."""
     start = time.perf_counter()
     if tensors:
         with atomic_write(path) as part:
             try:
                 save_file(tensors, part, metadata={"format": "pt"})
-            except SafetensorError as error:  # also of a full disk
+            except SafetensorError as error:  # raised for a full disk, for example
                 raise OSError(errno.EIO, str(error), str(path)) from error
     return time.perf_counter() - start
 
 
 def copy_tokenizer(source: str, directory: Path) -> None:
-    """Bring tokenizer, chat template and generation defaults of model `source` to `directory`."""
+    """Copy tokenizer, chat template and generation defaults of model `source` to `directory`."""
     directory.mkdir(parents=True, exist_ok=True)
     folder = Path(source)
     if not folder.is_dir():

@@ -1,7 +1,7 @@
 """Training ranks: of the actor, with reference and critic where needed, or of a critic alone.
 
-Plain classes; the single controller runs them in Ray actors, tests in processes of their own. Every
-rank of a group gets every call, with its shard of the batch.
+These are plain classes, which the single controller runs in Ray actors and tests in subprocesses.
+All ranks of a group get the same calls, each with its shard of the batch.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from verl.training.devices import (
 )
 from verl.training.fsdp import FsdpModel, FsdpOptions
 from verl.training.kernels import prepare_blocks, use_kernels
-from verl.training.loading import blank_copy, opened_causal_lm
+from verl.training.loading import copy_without_values, open_causal_lm
 from verl.training.lora import (
     Role,
     build_adapted_model,
@@ -62,14 +62,14 @@ from verl.training.weights import write_weights
 
 
 class TrainingRank:
-    """Rank `rank` of `world_size`; `total_steps` are the actor's optimizer steps in the run."""
+    """Base class of training ranks: set-up, critic, checkpoints."""
 
     models: dict[str, FsdpModel]
-    """The engines that learn, by the name they are saved under."""
-    described: PretrainedConfig | None = None
-    """The policy's config, kept in its checkpoints for those who load what is exported."""
-    folder = ""
-    """Where in a checkpoint this group's files lie."""
+    """The trained models, by the names under which they are saved."""
+    saved_config: PretrainedConfig | None = None
+    """The policy's config, which checkpoints contain for the export of the model."""
+    checkpoint_subfolder = ""
+    """Subfolder of a checkpoint with this group's files."""
     critic: Critic | None = None
     is_critic_alone = False
 
@@ -83,7 +83,11 @@ class TrainingRank:
         total_steps: int,
         num_colocated: int = 0,
     ) -> None:
-        """`num_colocated`: ranks of the run's other group on this node."""
+        """Join the process group as rank `rank` of `world_size` and build the models.
+
+        `total_steps` are the actor's optimizer steps in the run, `num_colocated` the ranks of the
+        run's other group on this node.
+        """
         set_trust(config.actor_rollout_ref.model.trust_remote_code)
         self.config, self.rank, self.world_size = config, rank, world_size
         self.total_steps = total_steps
@@ -99,7 +103,8 @@ class TrainingRank:
         if config.trainer.deterministic:
             make_deterministic()
         if max(config.trainer.nnodes, config.critic_nodes) > 1:
-            os.environ |= {**interface_variables(master_addr), **os.environ}  # a user's stay
+            # Variables that the user has set take precedence.
+            os.environ |= {**interface_variables(master_addr), **os.environ}
         os.environ |= {"MASTER_ADDR": master_addr, "MASTER_PORT": str(master_port)}
         join_process_group(self.device, rank, world_size)
         random.seed(config.trainer.seed)
@@ -110,28 +115,28 @@ class TrainingRank:
         self.build()
 
     def build(self) -> None:
-        """Make the models, and `models`."""
+        """Build the models and set `models`."""
         raise NotImplementedError
 
     def sp_group(self, size: int) -> SequenceParallelGroup | None:
-        """The `size` ranks that compute together with this one; every rank must ask. None for 1."""
+        """Return this rank's sequence-parallel group, None for size 1; every rank must call it."""
         if size > 1 and size not in self._sp_groups:
             self._sp_groups[size] = SequenceParallelGroup.join(size)
         return self._sp_groups.get(size)
 
-    def opened(
+    def open_model(
         self, model: ModelConfig | CriticModelConfig, path: str, needs_head: bool = True
     ) -> AbstractContextManager[PreTrainedModel]:
-        """The language model at `path`, to be sharded inside of the `with`. What is trained is
-        float32; below an adapter it is held as it computes."""
+        """Open the language model at `path`, to be sharded within the `with` block. Trained weights
+        are float32; the frozen base of an adapter is in the compute dtype."""
         dtype = self.dtype if model.has_adapter else torch.float32
-        return opened_causal_lm(path, dtype, self.num_on_node, needs_head)
+        return open_causal_lm(path, dtype, self.num_on_node, needs_head)
 
     def critic_options(self) -> FsdpOptions:
-        """How the critic is held and learned."""
+        """Return the options by which the critic is sharded and trained."""
         config, critic = self.config, self.config.critic
         size = critic.ppo_mini_batch_size or config.actor_rollout_ref.actor.ppo_mini_batch_size
-        steps = self.total_steps // max(config.updates_per_step, 1)  # of the run, without warm-up
+        steps = self.total_steps // max(config.updates_per_step, 1)  # without the critic's warm-up
         return FsdpOptions(
             compute_dtype=self.dtype,
             num_updates=steps * -(-config.num_trajectories // size) * critic.ppo_epochs,
@@ -141,10 +146,10 @@ class TrainingRank:
             fsdp=critic.model.fsdp_config,
         )
 
-    def critic_engine(self) -> FsdpModel:
-        """An engine of weights that are the critic's alone."""
+    def build_critic_model(self) -> FsdpModel:
+        """Build a critic that shares no weights with the policy."""
         model = self.config.critic.model
-        with self.opened(model, self.config.critic_path, needs_head=False) as lm:
+        with self.open_model(model, self.config.critic_path, needs_head=False) as lm:
             prepare_blocks(lm, model)
             check_heads(lm.config, self.config.critic_sp_size, "critic")
             options = self.critic_options()
@@ -153,48 +158,50 @@ class TrainingRank:
             module = ValueModel(lm)
             return FsdpModel(module, blocks(module, lm), self.device, options, [module.value_head])
 
-    def add_critic(self, engine: FsdpModel) -> None:
-        """The value function in an engine."""
-        self.critic = Critic(engine, self.config.critic, critic_budgets(self.config))
-        self.models["critic"] = engine
+    def add_critic(self, model: FsdpModel) -> None:
+        """Make `model` this rank's critic."""
+        self.critic = Critic(model, self.config.critic, critic_budgets(self.config))
+        self.models["critic"] = model
 
     def save_checkpoint(self, directory: str | Path) -> str:
-        """Write this rank's shards below `directory`, which the driver publishes when all did.
-        Returns what went wrong, or an empty text."""
-        return save_shards(Path(directory, self.folder), self.models, self.described)
+        """Write this rank's shards into `directory`; return the error, or an empty string. The
+        driver publishes the checkpoint once all ranks have written theirs."""
+        folder = Path(directory, self.checkpoint_subfolder)
+        return save_shards(folder, self.models, self.saved_config)
 
     def start_checkpoint(self, directory: str | Path) -> None:
-        """Copy this rank's shards, and write them below `directory` while training goes on."""
-        self._shard_writer.start(Path(directory, self.folder), self.models, self.described)
+        """Copy this rank's shards and write them into `directory` while training continues."""
+        folder = Path(directory, self.checkpoint_subfolder)
+        self._shard_writer.start(folder, self.models, self.saved_config)
 
     async def finish_checkpoint(self) -> str:
-        """Wait for what `start_checkpoint` began; what went wrong, or an empty text."""
+        """Wait for the write of `start_checkpoint`; return its error, or an empty string."""
         return await asyncio.to_thread(self._shard_writer.finish)
 
     def checkpoint_memory(self) -> tuple[str, int, int]:
-        """This host's name, the bytes of this rank's shards, and the host's free memory."""
+        """Return the host's name, the bytes of this rank's shards, and the host's free memory."""
         return socket.gethostname(), shard_bytes(self.models), HostMemory.now().free
 
     def load_checkpoint(self, directory: str | Path) -> None:
-        """Take up the state saved in `directory`, by whatever ranks."""
+        """Load the state saved in `directory`, by any number of ranks."""
         load_shards(Path(directory), self.models)
 
     def scale_lr(self, scale: float) -> None:
-        """Learn at `scale` times the configured rates from the next update on."""
-        for engine in self.models.values():
-            engine.lr_scale = scale
+        """Use `scale` times the configured learning rates from the next update on."""
+        for model in self.models.values():
+            model.lr_scale = scale
 
     def empty_cache(self) -> None:
-        """Give back the memory of the device that torch keeps for reuse."""
+        """Release the device memory that torch has cached."""
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
     def take_peak_memory(self) -> PeakMemory | None:
-        """The most that this rank held of its device since the last call; None on CPU."""
+        """Return this rank's peak of device memory since the last call; None on CPU."""
         return take_peak_memory(self.device)
 
     def card_and_dtype(self) -> tuple[str, str]:
-        """The name of this rank's card, empty on CPU, and of the dtype that it computes in."""
+        """Return the names of this rank's GPU (empty on CPU) and compute dtype."""
         return card_name(self.device), dtype_name(self.dtype)
 
     def shutdown(self) -> None:
@@ -203,40 +210,44 @@ class TrainingRank:
 
 
 class TrainerWorker(TrainingRank):
-    """A rank of the actor; with a critic too, unless that has devices of its own."""
+    """A rank of the actor, and of the critic unless it has devices of its own."""
 
     _folder: NodeFolder | None = None
     _broadcast: WeightBroadcast | None = None
 
     def build(self) -> None:
-        """The actor, and what computes beside it. The reference is the policy before training:
-        below an adapter it is there already, else it copies the actor's shards."""
+        """Build actor, reference and critic, as far as the options need them.
+
+        The reference is the policy before training: with an adapter the base alone, else a copy of
+        the actor's shards.
+        """
         config, section = self.config, self.config.actor_rollout_ref
         needs_critic = ADVANTAGES[config.algorithm.adv_estimator].needs_critic
         self.has_critic = needs_critic and not config.has_own_critic
-        needs_twin = config.needs_reference and not section.model.has_adapter
-        with self.opened(section.model, section.model.path) as lm:
-            self.model_config = self.described = lm.config
-            twin = blank_copy(lm) if needs_twin else None
+        needs_reference_copy = config.needs_reference and not section.model.has_adapter
+        with self.open_model(section.model, section.model.path) as lm:
+            self.model_config = self.saved_config = lm.config
+            # Copied before the kernels of trained blocks are installed.
+            reference_lm = copy_without_values(lm) if needs_reference_copy else None
             prepare_blocks(lm, section.model)
             size = section.actor.ulysses_sequence_parallel_size
             check_heads(lm.config, size, "actor_rollout_ref.actor")
-            engine = self._actor_engine(lm)
-        self.actor, self.models = self._policy(engine), {"actor": engine}
+            model = self._build_actor_model(lm)
+        self.actor, self.models = self._policy(model), {"actor": model}
         self.reference: Actor | None = None
         if config.needs_reference:
-            self.reference = self._policy(self._reference_engine(engine, twin))
+            self.reference = self._policy(self._build_reference_model(model, reference_lm))
         if self.has_critic and config.shares_base:
-            self.add_critic(share_base_model(engine, Role.CRITIC, self.critic_options()))
+            self.add_critic(share_base_model(model, Role.CRITIC, self.critic_options()))
         elif self.has_critic:
-            self.add_critic(self.critic_engine())
+            self.add_critic(self.build_critic_model())
 
-    def _policy(self, engine: FsdpModel) -> Actor:
+    def _policy(self, model: FsdpModel) -> Actor:
         section = self.config.actor_rollout_ref
-        temperature = section.rollout.temperature or 1.0  # greedy rollouts are judged at 1
-        return Actor(engine, section.actor, actor_budgets(self.config), temperature)
+        temperature = section.rollout.temperature or 1.0  # log-probs of greedy rollouts are at 1
+        return Actor(model, section.actor, actor_budgets(self.config), temperature)
 
-    def _actor_engine(self, lm: PreTrainedModel) -> FsdpModel:
+    def _build_actor_model(self, lm: PreTrainedModel) -> FsdpModel:
         section = self.config.actor_rollout_ref
         options = FsdpOptions(
             compute_dtype=self.dtype,
@@ -253,63 +264,73 @@ class TrainerWorker(TrainingRank):
             adapters[Role.CRITIC] = self.config.critic.model
         return build_adapted_model(lm, adapters, self.device, options)
 
-    def _reference_engine(self, actor: FsdpModel, twin: PreTrainedModel | None) -> FsdpModel:
-        held, sp_group = self.config.actor_rollout_ref.ref.fsdp_config, actor.options.sp_group
-        options = FsdpOptions(compute_dtype=self.dtype, sp_group=sp_group, fsdp=held)
-        if twin is None:
+    def _build_reference_model(self, actor: FsdpModel, lm: PreTrainedModel | None) -> FsdpModel:
+        """Build the reference: in `lm`, with the actor's weights, or without `lm` in the actor's
+        base."""
+        options = FsdpOptions(
+            compute_dtype=self.dtype,
+            sp_group=actor.options.sp_group,
+            fsdp=self.config.actor_rollout_ref.ref.fsdp_config,
+        )
+        if lm is None:
             return share_base_model(actor, Role.REFERENCE, options)
-        use_kernels(twin, self.config.actor_rollout_ref.model.kernels)
-        module = LogProbModel(twin)
-        return FsdpModel(module, blocks(twin, twin), self.device, options, twin=actor)
+        use_kernels(lm, self.config.actor_rollout_ref.model.kernels)
+        return FsdpModel(LogProbModel(lm), blocks(lm, lm), self.device, options, copy_from=actor)
 
     def save_policy(
         self, directory: str | Path, dtype: str = "bfloat16", is_adapter: bool = False
     ) -> None:
-        """Write the policy as a Hugging Face folder, once, with its adapter merged into it, or the
-        adapter alone as peft's folder, where the first rank sees `directory`."""
+        """Write the policy into `directory`, on the first rank's node. It is written as a Hugging
+        Face folder, with its adapter merged, or with `is_adapter` as the adapter's peft folder."""
         self._write_policy(Path(directory), dtype, is_adapter, writer=self.rank, num_writers=1)
 
     def share_policy(
         self, directory: str | Path, version: int, needed: Sequence[int], dtype: str,
         is_adapter: bool,
     ) -> float:  # fmt: skip
-        """As `save_policy`, but into a folder of each node's memory, by all of its ranks together:
-        a folder for `version`, beside which only the `needed` ones stay. Returns the seconds in
-        which this rank wrote."""
+        """Write the policy, as `save_policy` does, into shared memory of each node.
+
+        The ranks of a node write together, into the subfolder `version` of `directory`; of the
+        other subfolders only the versions in `needed` are kept. Returns the seconds this rank
+        spent writing.
+        """
         writer = self.rank % self.num_local
         if writer == 0:
             self._folder = self._folder or NodeFolder(Path(directory))
-            self._folder.keep({str(one) for one in needed})
-        dist.barrier()  # the folder is there
+            self._folder.keep_only({str(number) for number in needed})
+        dist.barrier()  # wait until the folder exists
         folder = Path(directory, str(version))
         return self._write_policy(folder, dtype, is_adapter, writer, self.num_local)
 
     def device_key(self) -> str:
-        """The device of this rank, as engines' workers there call it."""
+        """Return the name that ranks and engines' workers use for this rank's device."""
         return device_key(self.device)
 
     def open_broadcast(self, host: str, num_receivers: int) -> str:
-        """Let workers of engines on other devices join; returns the name of the stream."""
+        """Let `num_receivers` engine workers on other devices join; return the stream's name."""
         sends_changes = self.config.actor_rollout_ref.rollout.weight_delta
         self._broadcast = WeightBroadcast(host, num_receivers, self.device, sends_changes)
         return self._broadcast.stream
 
     def send_policy(self, num_receivers: int, stream: str, dtype: str) -> TransferStats:
-        """Send the policy, with its adapter merged into it, to engines' workers: those on this
-        device, or all that have joined the stream that this rank opened."""
+        """Send the policy, with its adapter merged, to engines' workers. They are the workers on
+        this device, or all that joined the broadcast that this rank opened."""
         named, target = policy_weights(self.actor.model, dtype), getattr(torch, dtype)
         if self._broadcast is not None and self._broadcast.stream == stream:
-            sent = self._broadcast.send(named, target)
+            stats = self._broadcast.send(named, target)
         else:
-            sent = send(named, stream, self.device, num_receivers, target)
+            stats = send(named, stream, self.device, num_receivers, target)
         dist.barrier()
-        return sent
+        return stats
 
     def _write_policy(
         self, directory: Path, dtype: str, is_adapter: bool, writer: int, num_writers: int
     ) -> float:
-        """Every rank gives its shards; the first writers write them. Returns their seconds. Raises
-        ResourceError where it cannot write, when the others have all."""
+        """Write the policy by the first `num_writers` writers; every rank contributes its shards.
+
+        Returns the seconds spent writing. A rank that cannot write raises ResourceError, but only
+        after all ranks have gathered all tensors.
+        """
         seconds = 0.0
         problem: OSError | None = None
         named: Iterator[tuple[str, Tensor]] = iter(())
@@ -323,22 +344,21 @@ class TrainerWorker(TrainingRank):
             else:
                 named = policy_weights(self.actor.model, dtype)
                 if writer < num_writers:
-                    parts = (writer, num_writers)
-                    seconds = write_weights(directory, named, self.model_config, dtype, *parts)
+                    seconds = write_weights(
+                        directory, named, self.model_config, dtype, writer, num_writers
+                    )
         except OSError as error:
             problem = error
-        for _ in named:  # each tensor is gathered by all ranks together
+        for _ in named:  # gather the remaining tensors together with the other ranks
             pass
         dist.barrier()
         if problem is not None:
-            expected = "a folder that takes the weights"
-            raise ResourceError(
-                explain(str(directory), problem, expected, "make room")
-            ) from problem
+            expected, fix = "a writable folder with space for the weights", "free some space"
+            raise ResourceError(explain(str(directory), problem, expected, fix)) from problem
         return seconds
 
     def shutdown(self) -> None:
-        """Leave the process group, and take the weights out of the node's memory."""
+        """Remove the weights from the node's memory and leave the process group."""
         if self._folder is not None:
             self._folder.close()
         super().shutdown()
@@ -347,10 +367,10 @@ class TrainerWorker(TrainingRank):
 class CriticWorker(TrainingRank):
     """A rank of a critic on devices of its own (`critic.n_gpus_per_node`)."""
 
-    folder = CRITIC_FOLDER
+    checkpoint_subfolder = CRITIC_FOLDER
     is_critic_alone = True
 
     def build(self) -> None:
-        """The critic alone."""
+        """Build the critic."""
         self.models = {}
-        self.add_critic(self.critic_engine())
+        self.add_critic(self.build_critic_model())

@@ -137,7 +137,7 @@ def test_order_of_sequences_changes_nothing(case: str, batch: Batch, data: st.Da
 def test_packing_changes_nothing(case: str, batch: Batch, data: st.DataObject) -> None:
     """Micro-batches of any token budget, empty ones among them, add up to the whole."""
     whole = draw_batch(batch, data)
-    bins = pack(whole.lengths.tolist(), data.draw(st.integers(1, 30)), at_least=3)
+    bins = pack(whole.lengths.tolist(), data.draw(st.integers(1, 30)), min_count=3)
     assert_same([whole.select(indices) for indices in bins], whole, case)
 
 

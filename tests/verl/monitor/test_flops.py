@@ -93,7 +93,7 @@ def test_a_shared_prompt_costs_what_torch_counts() -> None:
         LogProbModel(lm)(PackedInputs.of(batch, mask, torch.device("cpu")), 1.0)
     flops, lengths, wanted = ModelFlops(shape), batch.lengths.tolist(), int(mask.sum())
     found = flops.forward(lengths, wanted) - flops.forward(
-        Packing.of(batch).saved_prompts(1, 100), 0
+        Packing.of(batch).skipped_prompts(1, 100), 0
     )
     rectangles = sum(q * k for q, k in [(7, 7), (5, 12), (2, 9), (10, 17), (5, 5)])
     per_pair = 4 * shape.layers * shape.query_size

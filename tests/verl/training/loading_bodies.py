@@ -14,7 +14,7 @@ from tests.verl.training.ranks import tiny_config
 from verl.config import AdapterConfig
 from verl.errors import ModelError
 from verl.training.fsdp import FsdpModel, FsdpOptions
-from verl.training.loading import blank_copy, opened_causal_lm
+from verl.training.loading import copy_without_values, open_causal_lm
 from verl.training.lora import AdaptedModel, Role, build_adapted_model
 from verl.training.models import LogProbModel, ValueModel, blocks, load_causal_lm
 from verl.training.worker import TrainerWorker
@@ -44,7 +44,7 @@ def refusals(rank: int, size: int, port: int, paths: list[str]) -> list[str]:
     found = []
     for path in paths:
         try:
-            with opened_causal_lm(path, torch.float32, size) as lm:
+            with open_causal_lm(path, torch.float32, size) as lm:
                 FsdpModel(LogProbModel(lm), blocks(lm, lm), CPU, OPTIONS)
         except ModelError as error:
             found.append(str(error))
@@ -59,7 +59,7 @@ def load(rank: int, size: int, port: int, folders: dict[str, str], large: str) -
     names of what is not as transformers loads it, by model and kind of engine.
     """
     config = tiny_config(f"{large}/{rank}", size, adv_estimator="grpo")
-    with opened_causal_lm(f"{large}/{rank}", torch.float32, size):
+    with open_causal_lm(f"{large}/{rank}", torch.float32, size):
         pass  # imports
     before = status("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
@@ -77,22 +77,22 @@ def load(rank: int, size: int, port: int, folders: dict[str, str], large: str) -
 def engines(path: str, size: int) -> Iterator[tuple[str, list[str]]]:
     """Each kind of engine, and what of it is not as transformers loads it."""
     expected = LogProbModel(load_causal_lm(path))
-    with opened_causal_lm(path, torch.float32, size) as lm:
-        empty = blank_copy(lm)
+    with open_causal_lm(path, torch.float32, size) as lm:
+        empty = copy_without_values(lm)
         policy = FsdpModel(LogProbModel(lm), blocks(lm, lm), CPU, OPTIONS)
     yield "policy", differences(policy, expected)
     is_tied = lm.get_output_embeddings().weight is lm.get_input_embeddings().weight
     assert is_tied is lm.config.tie_word_embeddings
     assert lm.config.dtype is torch.float32
-    twin = FsdpModel(LogProbModel(empty), blocks(empty, empty), CPU, OPTIONS, twin=policy)
+    twin = FsdpModel(LogProbModel(empty), blocks(empty, empty), CPU, OPTIONS, copy_from=policy)
     yield "reference", differences(twin, expected)
-    with opened_causal_lm(path, torch.float32, size, needs_head=False) as lm:
+    with open_causal_lm(path, torch.float32, size, needs_head=False) as lm:
         module = ValueModel(lm)
         critic = FsdpModel(module, blocks(module, lm), CPU, OPTIONS, [module.value_head])
     yield "critic", differences(critic, ValueModel(load_causal_lm(path)))
     for dtype in (torch.bfloat16, torch.float32):
         torch.manual_seed(3)
-        with opened_causal_lm(path, dtype, size) as lm:
+        with open_causal_lm(path, dtype, size) as lm:
             adapted = build_adapted_model(lm, ADAPTERS, CPU, OPTIONS)
         torch.manual_seed(3)
         expected = AdaptedModel(load_causal_lm(path, dtype), ADAPTERS)

@@ -27,7 +27,7 @@ from verl.training import attention
 from verl.training.attention import (
     PACKED,
     SequenceBounds,
-    attend_one_by_one,
+    attend_per_run,
     attend_with_flash,
     attend_with_torch_varlen,
     cuda_kernel,
@@ -80,7 +80,7 @@ def test_a_window_limits_what_a_token_sees() -> None:
     """Sliding-window attention equals softmax over the last `window` tokens, by hand."""
     torch.manual_seed(0)
     q, k, v = (torch.randn(9, 1, 8) for _ in range(3))
-    found = attend_one_by_one(q, k, v, SequenceBounds.of([(0, 9)], torch.device("cpu")), 0.5, 3)
+    found = attend_per_run(q, k, v, SequenceBounds.of([(0, 9)], torch.device("cpu")), 0.5, 3)
     for t in range(9):
         seen = slice(max(0, t - 2), t + 1)
         weights = torch.softmax(0.5 * k[seen, 0] @ q[t, 0], 0)
@@ -93,7 +93,7 @@ def test_a_layer_that_names_no_scale_has_the_usual_one(
 ) -> None:
     """One over the root of the head's size; a window goes along, and none is 0 for every kernel."""
     given = []
-    monkeypatch.setattr(attention, "attend_one_by_one", lambda q, *rest: given.append(rest) or q)
+    monkeypatch.setattr(attention, "attend_per_run", lambda q, *rest: given.append(rest) or q)
     heads = torch.zeros(1, 2, 5, 16)
     bounds = SequenceBounds.of([(0, 5)], torch.device("cpu"))
     found, _ = packed_attention(nn.Module(), heads, heads, heads, None, None, bounds, window)
@@ -161,7 +161,7 @@ def test_torch_kernels_with_and_without_shared_heads_give_the_same(
     torch.manual_seed(0)
     query = torch.randn(sum(bounds.lengths), 4, 8)
     key, value = (torch.randn(sum(bounds.num_keys), key_heads, 8) for _ in range(2))
-    expected = attend_one_by_one(query, key, value, bounds, 0.3, window)
+    expected = attend_per_run(query, key, value, bounds, 0.3, window)
     found = attend_with_torch_varlen(query, key, value, bounds, 0.3, window, kernel)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
@@ -185,7 +185,7 @@ def test_flash_attention_gives_the_same(window: int, bounds: SequenceBounds) -> 
     torch.manual_seed(0)
     query = torch.randn(sum(bounds.lengths), 4, 8)
     key = torch.randn(sum(bounds.num_keys), 2, 8)
-    expected = attend_one_by_one(query, key, key, bounds, 0.3, window)
+    expected = attend_per_run(query, key, key, bounds, 0.3, window)
     found = attend_with_flash(query, key, key, bounds, 0.3, window, flash)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
@@ -223,7 +223,7 @@ def test_long_and_short_runs_are_attended_to_alike(
         for size, heads in zip(sizes, (6, 2, 2), strict=True)
     ]
     upstream = torch.randn(sizes[0], 6, 16).to(dtype)
-    found = attend_one_by_one(*drawn, bounds, 0.3, window)
+    found = attend_per_run(*drawn, bounds, 0.3, window)
     expected = at_once(*drawn, bounds, window)
     pairs = zip(
         [found, *torch.autograd.grad(found, drawn, upstream)],
@@ -244,7 +244,7 @@ def test_scores_of_short_runs_are_not_rounded() -> None:
     expected = at_once(query, key, value, bounds, 0)
     rounded = at_once(query, key, value, bounds, 0, torch.bfloat16)
     before = torch.backends.mkldnn.matmul.fp32_precision
-    found = attend_one_by_one(query, key, value, bounds, 0.3, 0)
+    found = attend_per_run(query, key, value, bounds, 0.3, 0)
     assert torch.backends.mkldnn.matmul.fp32_precision == before
     assert (found.double() - expected).norm() < 3e-3 * expected.norm()
     assert (rounded - expected).norm() > 1e-2 * expected.norm()
@@ -298,7 +298,7 @@ def test_flash_attention_is_for_ampere_and_newer(
 ) -> None:
     """On a V100 or T4, which compute in float16, its kernels would only raise."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
-    assert (cuda_kernel.__wrapped__() is not attend_one_by_one) is is_flash
+    assert (cuda_kernel.__wrapped__() is not attend_per_run) is is_flash
 
 
 def chosen() -> object:
@@ -326,7 +326,7 @@ def test_a_folder_named_flash_attn_is_no_kernel(
     [
         (True, True, attend_with_flash),
         (False, True, attend_with_torch_varlen),
-        (False, False, attend_one_by_one),
+        (False, False, attend_per_run),
     ],
 )
 def test_the_fastest_kernel_that_is_installed_is_taken(

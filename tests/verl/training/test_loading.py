@@ -34,7 +34,7 @@ from verl.training import loading
 from verl.training.loading import (
     Placeholder,
     loading_turn,
-    opened_causal_lm,
+    open_causal_lm,
     weight_bytes,
 )
 from verl.training.models import load_causal_lm
@@ -158,7 +158,7 @@ def test_what_cannot_be_mapped_is_loaded_whole(
 ) -> None:
     """And the log says so."""
     caplog.set_level("INFO")
-    with opened_causal_lm(unmapped[kind], torch.float32, 2) as lm:
+    with open_causal_lm(unmapped[kind], torch.float32, 2) as lm:
         assert not any(isinstance(p, Placeholder) for p in lm.parameters())
     assert "is loaded whole" in caplog.text
 
@@ -166,7 +166,7 @@ def test_what_cannot_be_mapped_is_loaded_whole(
 def test_a_mapped_model_holds_no_values(mapped: dict[str, str]) -> None:
     """Sixteen-bit files become float32 row by row, when they are read."""
     for kind, path in mapped.items():
-        with opened_causal_lm(path, torch.float32, 2) as lm:
+        with open_causal_lm(path, torch.float32, 2) as lm:
             is_float32 = "float32" in kind
             assert all(isinstance(p, Placeholder) is not is_float32 for p in lm.parameters())
 
@@ -190,7 +190,7 @@ def test_a_missing_weight_is_an_error_that_names_it(tmp_path: Path) -> None:
         load_causal_lm(path, needs_head=False)
     with (
         pytest.raises(ModelError, match=f"none for {name}"),
-        opened_causal_lm(path, torch.float32, 1),
+        open_causal_lm(path, torch.float32, 1),
     ):
         pass
 

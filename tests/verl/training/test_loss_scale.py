@@ -31,7 +31,7 @@ def test_the_scale_is_that_of_torch() -> None:
         parameter.grad = torch.full((1,), torch.inf if number in overflows else 1.0)
         torchs.unscale_(optimizer)
         torchs.update()
-        ours.observe(number not in overflows)
+        ours.update(number not in overflows)
     assert ours.value != LossScale().value
 
 

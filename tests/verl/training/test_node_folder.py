@@ -13,7 +13,15 @@ import psutil
 import pytest
 
 from verl.training import node_folder
-from verl.training.node_folder import LOCK, OTHERS_S, PREFIX, NodeFolder, new_path, on_node, sweep
+from verl.training.node_folder import (
+    LOCK,
+    OTHER_MACHINE_S,
+    PREFIX,
+    NodeFolder,
+    new_path,
+    on_node,
+    remove_orphans,
+)
 
 OWNER = """
 import sys, time
@@ -74,8 +82,8 @@ def test_only_what_has_no_owner_is_swept(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
         (tmp_path / name / LOCK).touch()
         os.utime(tmp_path / name, (time.time() - age,) * 2)
-    os.utime(tmp_path / f"{PREFIX}forgotten", (time.time() - OTHERS_S - 1,) * 2)
-    sweep(tmp_path)
+    os.utime(tmp_path / f"{PREFIX}forgotten", (time.time() - OTHER_MACHINE_S - 1,) * 2)
+    remove_orphans(tmp_path)
     left_there = sorted(p.name for p in tmp_path.iterdir())
     elsewhere = f"{PREFIX}elsewhere"  # whose lock this machine may not see
     assert left_there == [f".{PREFIX}young", "other", elsewhere, living.path.name]
@@ -87,7 +95,7 @@ def test_a_folder_that_the_user_named_has_the_users_permissions(
 ) -> None:
     """So that a server of another account may read it; in a machine's memory nobody else may."""
     for root, mode in ((tmp_path / "other", 0o700), (tmp_path, 0o755)):
-        monkeypatch.setattr(node_folder, "memory", lambda: tmp_path / "other")
+        monkeypatch.setattr(node_folder, "memory_root", lambda: tmp_path / "other")
         root.mkdir(exist_ok=True)
         before = os.umask(0o022)
         folder = NodeFolder(new_path(root))
@@ -116,6 +124,6 @@ def test_versions_that_nobody_reads_are_removed_and_nothing_else(tmp_path: Path)
     folder = NodeFolder(tmp_path / f"{PREFIX}a")
     for version in (1, 2, 3):
         (folder.path / str(version)).mkdir()
-    folder.keep({"2"})
+    folder.keep_only({"2"})
     assert sorted(path.name for path in folder.path.iterdir()) == [LOCK, "2"]
     folder.close()

@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from tests.full_disk import files_up_to
 from verl.files import is_file_error
 from verl.training import weights
-from verl.training.weights import Layout, write_weights
+from verl.training.weights import FileLayout, write_weights
 
 
 def test_only_the_writing_is_timed(tmp_path: Path) -> None:
@@ -58,7 +58,7 @@ def test_several_writers_write_one_model(tmp_path: Path) -> None:
 def test_what_writers_hold_is_bounded_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """However many they are: each file of four writers has a quarter of SHARD_BYTES at most."""
     monkeypatch.setattr(weights, "SHARD_BYTES", 400)
-    layout, sizes = Layout(4), dict[str, int]()
+    layout, sizes = FileLayout(4), dict[str, int]()
     for i in range(100):
         _, file = layout.place(str(i), 1 + 7 * i % 60)
         sizes[file] = sizes.get(file, 0) + 1 + 7 * i % 60

@@ -42,6 +42,6 @@ def test_a_rank_that_cannot_write_keeps_no_other_waiting(
     monkeypatch.setattr(worker, "policy_weights", gathered)
     monkeypatch.setattr(worker, "write_weights", fail)
     monkeypatch.setattr(worker.dist, "barrier", lambda: done.append("met"))
-    with pytest.raises(ResourceError, match=r"No space left.*make room"):
+    with pytest.raises(ResourceError, match=r"No space left.*free some space"):
         rank._write_policy(tmp_path, "float32", False, writer=0, num_writers=1)
     assert done == ["a", "b", "c", "met"]
