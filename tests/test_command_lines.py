@@ -103,7 +103,7 @@ def no_work(monkeypatch: pytest.MonkeyPatch) -> None:
     report = rejection_sampling.Report()
     for module, name, result in (
         (retrieval_server, "_run", True), (index_builder, "build_index", None),
-        (sft, "train", None), (download, "_obtain", None),
+        (sft, "train", None), (download, "_download", None),
         (rejection_sampling, "run", report),
     ):  # fmt: skip
         monkeypatch.setattr(module, name, lambda *_, result=result, **__: result)

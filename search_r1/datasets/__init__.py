@@ -1,4 +1,4 @@
-"""From published or own question sets to the rows that training and validation read.
+"""Builds the question files for training and validation from published or the user's own sets.
 
-The scripts of `scripts/data_process/` are thin command lines over this. Nothing here trains.
+The scripts of `scripts/data_process/` are thin command lines around this package.
 """

@@ -1,4 +1,7 @@
-"""`search-r1 data NAME …`: question files and corpora; the scripts of `scripts/data_process/`."""
+"""`search-r1 data NAME …`, which builds question files and corpora, and its options.
+
+The scripts of `scripts/data_process/` run the same recipes.
+"""
 
 import difflib
 import logging
@@ -16,23 +19,23 @@ from search_r1.search.index.passages import MAX_WORDS
 
 @dataclass(frozen=True, kw_only=True)
 class SetOptions:
-    """Question files of published sets: the arguments of the original, and ours for local files."""
+    """Question files of published sets, with the original's arguments and some for local files."""
 
     local_dir: Path = Path("data/nq_search")
     """folder for the files"""
     hdfs_dir: str | None = None
-    """copy the folder there too: a path, hdfs://, s3:// or gs://"""
+    """also copy the folder to this path or URI (hdfs://, s3:// or gs://)"""
     template_type: str = "base"
     """wording of the prompt; base is the paper's (docs/data.md names the others)"""
     local_dataset_path: Path | None = None
-    """folder <set>/<split>.jsonl instead of a hub"""
+    """folder with <set>/<split>.jsonl, instead of the hub"""
     drop_bad_rows: bool = False
-    """leave bad rows out instead of refusing"""
+    """skip bad rows instead of refusing the files"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DirectOptions(SetOptions):
-    """Question files to be answered from memory."""
+    """Question files for answers from memory."""
 
     local_dir: Path = Path("data/nq")
     """folder for the files"""
@@ -43,25 +46,25 @@ class MergeOptions(SetOptions):
     """Question files of several published sets."""
 
     data_sources: str = "nq"
-    """names of sets with commas between them, as in docs/data.md"""
+    """names of sets, separated by commas (docs/data.md lists them)"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RagOptions(SetOptions):
-    """Question files with found documents in the prompts."""
+    """Question files with retrieved documents in the prompts."""
 
     local_dir: Path = Path("data/nq_rag")
     """folder for the files"""
     topk: Annotated[int, Bounds(1)] = 3
     """documents in each prompt"""
     retriever_url: str = "http://127.0.0.1:8000/retrieve"
-    """server that finds the documents"""
+    """retrieval server that finds the documents"""
     train_retrieval_cache: Path | None = None
-    """JSON of hits instead of a server"""
+    """JSON file with hits for training questions, instead of a server"""
     test_retrieval_cache: Path | None = None
     """the same for test questions"""
     corpus_path: Path | None = None
-    """jsonl that the caches' ids belong to"""
+    """corpus (jsonl) with the passages of the caches"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,50 +76,50 @@ class OwnOptions:
     local_dir: Path = Path("data/own")
     """folder for the files"""
     data_source: str | None = None
-    """name of the set where rows have none; default: the file's name"""
+    """name of the set for rows without one; default: the file's name"""
     data_sources: str | None = None
-    """take only these sets, with commas"""
+    """use only these sets, separated by commas"""
     split: str = ""
-    """split of rows that name none, instead of dividing them"""
+    """split for rows without one, instead of dividing them"""
     test_share: Annotated[float, Bounds(0, lt=1)] = 0.1
-    """share of the divided questions that is for testing"""
+    """share of the divided questions that goes to the test split"""
     seed: Seed = 0
-    """of the division"""
+    """seed of the division"""
     template_type: str = "base"
     """wording of the prompt; base is the paper's (docs/data.md names the others)"""
     answer_separator: str = "|"
-    """between answers in a csv field"""
+    """separator of several answers in a csv field"""
     drop_bad_rows: bool = False
-    """leave bad rows out instead of refusing"""
+    """skip bad rows instead of refusing the files"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class HotpotOptions:
-    """HotpotQA questions with a small corpus of their own paragraphs."""
+    """HotpotQA questions with a small corpus of their paragraphs."""
 
     local_dir: Path = Path("data/small_hotpotqa")
     """folder for the files"""
     local_dataset_path: Path | None = None
-    """folder hotpotqa/<split>.jsonl instead of a hub"""
+    """folder with hotpotqa/<split>.jsonl, instead of the hub"""
     train: Annotated[int, Bounds(1)] = 3000
-    """questions of the training split"""
+    """number of questions of the training split"""
     dev: Annotated[int, Bounds(1)] = 750
-    """questions of the dev split"""
+    """number of questions of the dev split"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CorpusOptions:
-    """What is read, and where the corpus is written."""
+    """The texts to read and the corpus to write."""
 
     folder: tyro.conf.Positional[Path]
-    """texts in UTF-8; folders inside are read too"""
+    """folder of texts in UTF-8, including subfolders"""
     out: Path = Path("data/own/corpus.jsonl")
-    """the corpus"""
+    """corpus file to write"""
     max_words: Annotated[int, Bounds(1)] = MAX_WORDS
-    """words of a passage"""
+    """maximum number of words in a passage"""
 
 
-HERE = "search_r1.datasets"
+PACKAGE = "search_r1.datasets"
 RECIPES: dict[str, tuple[type, str, str]] = {
     "nq": (DirectOptions, "published:nq", "Natural Questions from memory: the direct baseline"),
     "nq_rag": (RagOptions, "published:nq_rag",
@@ -131,28 +134,28 @@ RECIPES: dict[str, tuple[type, str, str]] = {
     "small_hotpotqa": (HotpotOptions, "small_hotpotqa:build",
                        "HotpotQA questions with a small corpus"),
 }  # fmt: skip
-"""Name -> its options, the function that builds it, and what it is."""
+"""Options, build function and description of each recipe, by name."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Hand the arguments to the recipe that they name; returns its exit status."""
-    words = list(sys.argv[1:] if argv is None else argv)
-    if words and words[0] in RECIPES:
-        return build(words[0], words[1:])
-    rows = [f"  {name:22} {about}" for name, (_, _, about) in RECIPES.items()]
-    text = "\n".join(["usage: search-r1 data NAME ...", "", *rows, ""])
-    if words and words[0] not in ("-h", "--help"):
-        near = difflib.get_close_matches(words[0], RECIPES, n=1)
+    """Run the recipe that the arguments name; returns the exit status."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if arguments and arguments[0] in RECIPES:
+        return build(arguments[0], arguments[1:])
+    lines = [f"  {name:22} {about}" for name, (_, _, about) in RECIPES.items()]
+    text = "\n".join(["usage: search-r1 data NAME ...", "", *lines, ""])
+    if arguments and arguments[0] not in ("-h", "--help"):
+        near = difflib.get_close_matches(arguments[0], RECIPES, n=1)
         fix = f"search-r1 data {near[0]}" if near else "search-r1 data --help lists them"
-        sys.stderr.write(f"data: got {words[0]}, expected a name; fix: {fix}\n")
+        sys.stderr.write(f"data: got {arguments[0]}, expected a name; fix: {fix}\n")
         return 2
     sys.stdout.write(text)
-    return 0 if words else 2
+    return 0 if arguments else 2
 
 
 def build(name: str, argv: Sequence[str] | None = None) -> int:
-    """Build one kind of file; a user's mistake ends in one message and status 2."""
+    """Run one recipe; a user's mistake is one message and exit status 2."""
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
-    options, work, about = RECIPES[name]
-    return run(f"{HERE}.{work}", options, argv, prog=name, description=f"Builds {about}.")
+    options, function, about = RECIPES[name]
+    return run(f"{PACKAGE}.{function}", options, argv, prog=name, description=f"Builds {about}.")

@@ -1,9 +1,9 @@
-"""Fetch the published wiki-18 corpus and indexes: `search-r1 download corpus e5`.
+"""Download the published wiki-18 corpus and indexes: `search-r1 download corpus e5`.
 
-Files come from the Hugging Face hub (`HF_ENDPOINT` names a mirror), go on where a download was
-interrupted, are checked against the hub's SHA-256, joined and unpacked. `--dry-run` only tells
-what would be fetched and the disk it needs. `python scripts/download.py --save_path D` is the
-original Search-R1's command: corpus and e5 index, left packed and in parts as it left them.
+Files come from the Hugging Face hub (`HF_ENDPOINT` names a mirror). Interrupted downloads are
+resumed; files are verified by the hub's SHA-256, joined and unpacked. `--dry-run` only prints what
+would be downloaded and the disk space that it needs. `python scripts/download.py --save_path D` is
+the command of the original Search-R1: corpus and e5 index, compressed and in parts as on the hub.
 """
 
 import gzip
@@ -24,10 +24,10 @@ from search_r1.datasets.hub import (
     CHUNK_BYTES,
     DownloadError,
     HubFile,
-    Patience,
+    RetryPolicy,
+    bytes_on_disk,
     disk_error,
     fetch,
-    have,
     list_files,
 )
 from search_r1.options import run
@@ -36,26 +36,26 @@ from verl.files import atomic_write
 logger = logging.getLogger(__name__)
 
 ROWS = 21_015_324
-"""Passages of wiki-18."""
+"""Number of passages of wiki-18."""
 DIM = 768
 HEADER_BYTES = 45
-"""Of a FAISS Flat index."""
+"""Size of the header of a FAISS Flat index."""
 
 
 @dataclass(frozen=True)
 class Item:
-    """A row of what is published."""
+    """A published corpus or index."""
 
     repo: str
     prefix: str
-    """The files of the repository that are wanted start so."""
+    """Prefix of its files in the repository."""
     target: str
-    """What they become in --save_dir."""
+    """Name of the result in --save_dir."""
     kind: str
-    """`parts` are joined in order, `gzip` is unpacked, `folder` is kept as it is, and so are
-    `files`, directly in the folder."""
+    """`parts` are joined in order, `gzip` is decompressed, `folder` is kept as it is, and `files`
+    are kept as they are, directly in --save_dir."""
     published_bytes: int
-    """About what `target` takes, for when the hub cannot be reached."""
+    """Approximate size of `target`, used if the hub cannot be reached."""
 
 
 ITEMS = {
@@ -78,19 +78,19 @@ ITEMS = {
     ),
     "bm25": Item("PeterJinGo/wiki-18-bm25-index", "bm25/", "bm25", "folder", 3_000_000_000),
 }
-MOST_RATIO = 20
-"""To which text is packed at most; what unpacks to more is made to fill a disk."""
-UNPACKED_PER_PACKED = 3
-"""About what a byte of a packed corpus becomes."""
-SERVE = {
+MAX_COMPRESSION_RATIO = 20
+"""Text does not compress better; a larger ratio means a decompression bomb."""
+TYPICAL_COMPRESSION_RATIO = 3
+"""Approximate compression ratio of the corpus."""
+SERVE_FLAGS = {
     "e5": "--retriever_name e5 --retriever_model intfloat/e5-base-v2",
     "e5-hnsw64": "--retriever_name e5 --retriever_model intfloat/e5-base-v2",
     "bm25": "--retriever_name bm25",
 }
 
 
-class Joined:
-    """The file `target`, made by appending parts; its length so far says which parts it has."""
+class JoinedFile:
+    """The file `target`, made by appending parts; its size shows which parts it has."""
 
     def __init__(self, target: Path, parts: Sequence[HubFile]) -> None:
         self._target = target
@@ -102,7 +102,7 @@ class Joined:
         return self._partial.stat().st_size if self._partial.exists() else 0
 
     def missing(self) -> Iterator[HubFile]:
-        """The parts that are not joined as a whole, in order."""
+        """Yield the parts that are not or only partly appended, in order."""
         end = 0
         for part in self._parts:
             end += part.size
@@ -110,13 +110,13 @@ class Joined:
                 yield part
 
     def append(self, part: HubFile, path: Path) -> None:
-        """Join the next part and remove its own file, once it is on the disk."""
+        """Append the next part, from its file `path`, which is removed afterwards."""
         start = sum(before.size for before in self._parts[: self._parts.index(part)])
         if start == 0:
             path.replace(self._partial)
             return
         with self._partial.open("r+b") as joined, path.open("rb") as source:
-            joined.truncate(start)  # what a killed run had appended of this part
+            joined.truncate(start)  # removes what a killed run appended of this part
             joined.seek(start)
             shutil.copyfileobj(source, joined, CHUNK_BYTES)
             joined.flush()
@@ -124,37 +124,37 @@ class Joined:
         path.unlink()
 
     def finish(self) -> None:
-        whole = sum(part.size for part in self._parts)
-        assert self.size == whole, f"{self._partial}: {self.size} bytes, expected {whole}"
+        expected = sum(part.size for part in self._parts)
+        assert self.size == expected, f"{self._partial}: {self.size} bytes, expected {expected}"
         self._partial.replace(self._target)
 
 
-def unpack(packed: Path, target: Path) -> None:
-    """Unpack a .gz as a stream and remove it; raises DownloadError if it is not one."""
-    most = max(MOST_RATIO * packed.stat().st_size, CHUNK_BYTES)
+def unpack(archive: Path, target: Path) -> None:
+    """Decompress a .gz and remove it; raises DownloadError for an invalid archive."""
+    max_bytes = max(MAX_COMPRESSION_RATIO * archive.stat().st_size, CHUNK_BYTES)
     try:
         with (
-            gzip.open(packed, "rb") as source,
+            gzip.open(archive, "rb") as source,
             atomic_write(target, is_durable=True) as part,
             part.open("wb") as file,
         ):
             while chunk := source.read(CHUNK_BYTES):
                 file.write(chunk)
-                if file.tell() > most:
-                    raise EOFError(f"it unpacks to more than {most} bytes")
+                if file.tell() > max_bytes:
+                    raise EOFError(f"it unpacks to more than {max_bytes} bytes")
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        packed.unlink()
-        raise DownloadError(f"{packed} is no complete .gz ({error}): fetch it again") from error
-    packed.unlink()
+        archive.unlink()
+        raise DownloadError(f"{archive} is no complete .gz ({error}): fetch it again") from error
+    archive.unlink()
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What one item means for this machine."""
+    """The files and the disk space of one item on this machine."""
 
     item: Item
     files: tuple[HubFile, ...]
-    """Empty where the hub could not be asked."""
+    """Empty if the hub could not be reached."""
     save_dir: Path
 
     @property
@@ -162,7 +162,8 @@ class Plan:
         return self.save_dir / self.item.target
 
     @property
-    def aside(self) -> Path:
+    def parts_dir(self) -> Path:
+        """Folder of the files before they are joined or unpacked."""
         return self.save_dir / f".{self.item.target}.parts"
 
     @property
@@ -171,41 +172,46 @@ class Plan:
 
     @property
     def disk_bytes(self) -> int:
-        """The most that lies on the disk at once."""
+        """Maximum disk space in use at any time."""
         sizes = [file.size for file in self.files]
         if not sizes:
             return self.item.published_bytes
         if self.item.kind == "gzip":
-            return sum(sizes) + UNPACKED_PER_PACKED * sum(sizes)
+            return (1 + TYPICAL_COMPRESSION_RATIO) * sum(sizes)
         return sum(sizes) + (max(sizes[1:], default=0) if self.item.kind == "parts" else 0)
 
     @property
     def missing_bytes(self) -> int:
-        """What of `disk_bytes` is not on the disk yet."""
+        """The part of `disk_bytes` that is not on the disk yet."""
         if self.item.kind == "files":
-            return self.disk_bytes - sum(have(file, self.save_dir) for file in self.files)
-        here = Joined(self.target, self.files).size if self.item.kind == "parts" else 0
-        here += sum(path.stat().st_size for path in self.aside.rglob("*") if path.is_file())
-        return 0 if self.target.exists() else max(0, self.disk_bytes - here)
+            return self.disk_bytes - sum(bytes_on_disk(file, self.save_dir) for file in self.files)
+        if self.target.exists():
+            return 0
+        present = JoinedFile(self.target, self.files).size if self.item.kind == "parts" else 0
+        present += sum(path.stat().st_size for path in self.parts_dir.rglob("*") if path.is_file())
+        return max(0, self.disk_bytes - present)
 
 
-def make_plan(item: Item, save_dir: Path, *, may_guess: bool) -> Plan:
-    """An item's files; with `may_guess`, none of a hub that is away. Raises DownloadError."""
-    patience = Patience(tries=1) if may_guess else Patience()
+def make_plan(item: Item, save_dir: Path, *, may_estimate: bool) -> Plan:
+    """List the files of an item; raises DownloadError if the hub does not answer.
+
+    With `may_estimate` an unavailable hub is a warning, and the plan has no files.
+    """
+    retries = RetryPolicy(max_attempts=1) if may_estimate else RetryPolicy()
     try:
-        files = tuple(list_files(item.repo, item.prefix, patience))
+        files = tuple(list_files(item.repo, item.prefix, retries))
     except DownloadError as error:
-        if not may_guess:
+        if not may_estimate:
             raise
-        logger.warning("%s; its size is the published one", error)
+        logger.warning("%s; using its published size", error)
         files = ()
     return Plan(item, files, save_dir)
 
 
 def describe(plan: Plan) -> str:
-    """What would be fetched, and the disk it needs."""
+    """Return the files to download and the disk space, as text."""
     item = plan.item
-    source = "" if plan.files else " (by published size; the hub was not asked)"
+    source = "" if plan.files else " (by published size; the hub did not answer)"
     lines = [
         f"{item.repo} -> {plan.target}{source}",
         f"  fetch {plan.fetched_bytes / 1e9:.2f} GB, disk {plan.disk_bytes / 1e9:.2f} GB",
@@ -213,8 +219,8 @@ def describe(plan: Plan) -> str:
     return "\n".join(lines + [f"  {file.path}  {file.size} bytes" for file in plan.files])
 
 
-def carry_out(plan: Plan) -> None:
-    """Fetch, check, join and unpack; what is finished already is left as it is."""
+def execute(plan: Plan) -> None:
+    """Download, verify, join and unpack an item, unless its target exists."""
     if plan.item.kind == "files":
         for file in plan.files:
             fetch(plan.item.repo, file, plan.save_dir)
@@ -223,48 +229,48 @@ def carry_out(plan: Plan) -> None:
         logger.info("%s is there already", plan.target)
         return
     if plan.item.kind == "parts":
-        joined = Joined(plan.target, plan.files)
+        joined = JoinedFile(plan.target, plan.files)
         for file in joined.missing():
-            joined.append(file, fetch(plan.item.repo, file, plan.aside))
+            joined.append(file, fetch(plan.item.repo, file, plan.parts_dir))
         joined.finish()
     elif plan.item.kind == "gzip":
-        unpack(fetch(plan.item.repo, plan.files[0], plan.aside), plan.target)
+        unpack(fetch(plan.item.repo, plan.files[0], plan.parts_dir), plan.target)
     else:
         for file in plan.files:
-            fetch(plan.item.repo, file, plan.aside)
-        (plan.aside / plan.item.prefix).rename(plan.target)
-    shutil.rmtree(plan.aside, ignore_errors=True)
+            fetch(plan.item.repo, file, plan.parts_dir)
+        (plan.parts_dir / plan.item.prefix).rename(plan.target)
+    shutil.rmtree(plan.parts_dir, ignore_errors=True)
 
 
 def serve_command(name: str, save_dir: Path) -> str:
     target = save_dir / ITEMS[name].target
     corpus = save_dir / ITEMS["corpus"].target
     return (
-        f"python -m search_r1.search.retrieval_server {SERVE[name]} "
+        f"python -m search_r1.search.retrieval_server {SERVE_FLAGS[name]} "
         f"--index_path {target} --corpus_path {corpus}"
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class DownloadOptions:
-    """What to fetch, and where to."""
+    """What to download, and to which folder."""
 
     items: tyro.conf.Positional[tuple[Literal["corpus", "e5", "e5-hnsw64", "bm25"], ...]] = ()
-    """what to fetch; indexes need corpus too"""
+    """what to download; indexes need corpus too"""
     save_dir: Path = Path("data/wiki-18")
     """folder that receives it"""
     save_path: Path | None = None
-    """the same for the original's command: corpus and e5, packed and in parts"""
+    """as in the original's command: folder for corpus and e5, compressed and in parts"""
     repo_id: str | None = None
-    """a flag of the original's command, which does not read it either"""
+    """ignored, as by the original's command"""
     dry_run: bool = False
-    """tell what would be fetched, and fetch nothing"""
+    """print what would be downloaded, and download nothing"""
 
     def __post_init__(self) -> None:
-        """Raise DownloadError for neither items nor --save_path, or both."""
+        """Raise DownloadError unless either items or --save_path are given."""
         if bool(self.items) == (self.save_path is not None):
             got = "both" if self.items else "neither items nor --save_path"
-            fix = f"give --save_path alone, or what to fetch, of {', '.join(ITEMS)}"
+            fix = f"give --save_path alone, or items among {', '.join(ITEMS)}"
             raise DownloadError(f"got {got}, expected one of them; fix: {fix}")
 
 
@@ -273,24 +279,24 @@ main = partial(run, "search_r1.datasets.download:start", DownloadOptions, prog="
 
 
 def start(options: DownloadOptions) -> int:
-    """Fetch, or tell what would be; returns the exit code. Raises DownloadError."""
+    """Run the command and return its exit code. Raises DownloadError."""
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
     if options.save_path is not None:
-        return _keep(options.save_path, is_dry=options.dry_run)
-    _obtain([ITEMS[name] for name in options.items], options.save_dir, is_dry=options.dry_run)
-    served = [name for name in options.items if name in SERVE]
-    if served and not options.dry_run:
-        _say("serve with:", *[serve_command(name, options.save_dir) for name in served])
+        return _download_unchanged(options.save_path, is_dry=options.dry_run)
+    _download([ITEMS[name] for name in options.items], options.save_dir, is_dry=options.dry_run)
+    indexes = [name for name in options.items if name in SERVE_FLAGS]
+    if indexes and not options.dry_run:
+        _print("serve with:", *[serve_command(name, options.save_dir) for name in indexes])
     return 0
 
 
-def _keep(save_path: Path, *, is_dry: bool) -> int:
-    """What the original's command does; its next two commands join and unpack."""
+def _download_unchanged(save_path: Path, *, is_dry: bool) -> int:
+    """Download as the original's command does; the user joins and unpacks the files."""
     items = [replace(ITEMS[name], kind="files", target=".") for name in ("corpus", "e5")]
-    _obtain(items, save_path, is_dry=is_dry)
+    _download(items, save_path, is_dry=is_dry)
     if not is_dry:
-        _say(
+        _print(
             "join, unpack and serve with:",
             f"cat {save_path}/{ITEMS['e5'].prefix}* > {save_path / ITEMS['e5'].target}",
             f"gzip -d {save_path / ITEMS['corpus'].prefix}",
@@ -299,19 +305,19 @@ def _keep(save_path: Path, *, is_dry: bool) -> int:
     return 0
 
 
-def _obtain(items: list[Item], folder: Path, *, is_dry: bool) -> None:
-    """Tell, and unless `is_dry` fetch; raises DownloadError where the disk is too small."""
-    plans = [make_plan(item, folder, may_guess=is_dry) for item in items]
-    _say(*map(describe, plans))
+def _download(items: list[Item], folder: Path, *, is_dry: bool) -> None:
+    """Print the plans and, unless `is_dry`, download; raises DownloadError if the disk is full."""
+    plans = [make_plan(item, folder, may_estimate=is_dry) for item in items]
+    _print(*map(describe, plans))
     problem = disk_error(folder, sum(plan.missing_bytes for plan in plans))
     if is_dry:
-        _say(problem or "the disk is large enough")
+        _print(problem or "the disk is large enough")
         return
     if problem:
         raise DownloadError(problem)
     for plan in plans:
-        carry_out(plan)
+        execute(plan)
 
 
-def _say(*lines: str) -> None:
+def _print(*lines: str) -> None:
     sys.stdout.write("\n".join([*lines, ""]))

@@ -1,9 +1,9 @@
-"""A user's own files: csv, jsonl or parquet of questions as rows, and texts as a corpus.
+"""Builds question files and a corpus from a user's own files.
 
-A csv has a header with `question` and `answer`; several accepted answers stand in one field with
-a separator between them. jsonl and parquet have `question` and `golden_answers`, `answers` or
-`answer`. Rows that name a `split` go to `<split>.parquet`; the others are divided into
-`train.parquet` and `test.parquet`.
+Questions come from csv, jsonl or parquet. A csv has a header with `question` and `answer`; several
+accepted answers are in one field, with a separator between them. jsonl and parquet have `question`
+and `golden_answers`, `answers` or `answer`. Rows with a `split` go to `<split>.parquet`; all others
+are divided into `train.parquet` and `test.parquet`.
 """
 
 import csv
@@ -37,26 +37,26 @@ def build(options: OwnOptions) -> int:
     """Read all files, then write a parquet file for each split."""
     if not options.files:
         raise ConfigError(explain("FILE", "nothing", "csv, jsonl or parquet", "name one or more"))
-    words = prompt_writer(PromptStyle.SEARCH, options.template_type)
+    write_prompt = prompt_writer(PromptStyle.SEARCH, options.template_type)
     names = options.data_sources.split(",") if options.data_sources else ()
-    found = select(valid_questions(read_files(options), drop_bad=options.drop_bad_rows), names)
-    questions = divide(found, options.test_share, options.seed)
+    all_questions = valid_questions(read_files(options), drop_bad=options.drop_bad_rows)
+    questions = assign_splits(select(all_questions, names), options.test_share, options.seed)
     for split in sorted({question.split for question in questions}):
-        some = [question for question in questions if question.split == split]
-        rows = make_rows(some, words, split, keep_extra=True)
+        of_split = [question for question in questions if question.split == split]
+        rows = make_rows(of_split, write_prompt, split, keep_extra=True)
         write_rows(rows, options.local_dir / f"{split}.parquet")
     return 0
 
 
 def build_corpus(options: CorpusOptions) -> int:
-    """Write a folder's texts as a corpus of passages. Raises SearchError."""
+    """Write the texts of a folder as a corpus of passages. Raises SearchError."""
     count = write_corpus(read_folder(options.folder, options.max_words), options.out)
     logger.info("%s: %d passages", options.out, count)
     return 0
 
 
 def read_files(options: OwnOptions) -> Iterator[Question | BadRow]:
-    """The questions of all files, or what is wrong with a row. Raises DataError."""
+    """Yield the questions and bad rows of all files. Raises DataError."""
     for path in options.files:
         source = options.data_source or path.stem
         is_csv = path.suffix == ".csv"
@@ -65,11 +65,13 @@ def read_files(options: OwnOptions) -> Iterator[Question | BadRow]:
             yield read_question(record, RecordLocation(str(path), number, source, options.split))
 
 
-def divide(questions: Sequence[Question], test_share: float, seed: int = 0) -> list[Question]:
-    """Give questions without a split theirs: `test_share` of them `test`, the others `train`.
+def assign_splits(
+    questions: Sequence[Question], test_share: float, seed: int = 0
+) -> list[Question]:
+    """Assign questions without a split to `test` (the fraction `test_share`) or `train`.
 
-    A question's side depends on its words and the seed, not on its place, and questions of the
-    same words are on one side. Raises ConfigError for a share that leaves a side empty.
+    The split depends on the words of the question and the seed, not on the row, and questions with
+    the same words get the same split. Raises ConfigError for a share that leaves a split empty.
     """
 
     def rank(key: str) -> bytes:
@@ -80,29 +82,31 @@ def divide(questions: Sequence[Question], test_share: float, seed: int = 0) -> l
     if keys and num_test == len(keys):
         got = f"{test_share} of {len(keys)} different questions"
         fix = "give more questions, or --test_share 0 for no test file"
-        raise ConfigError(explain("--test_share", got, "some questions for both sides", fix))
-    test = set(keys[:num_test])
-    sides = {False: "train", True: "test"}
-    return [q if q.split else replace(q, split=sides[q.key in test]) for q in questions]
+        raise ConfigError(explain("--test_share", got, "questions for both splits", fix))
+    test_keys = set(keys[:num_test])
+    return [
+        q if q.split else replace(q, split="test" if q.key in test_keys else "train")
+        for q in questions
+    ]
 
 
 def select(questions: Iterable[Question], names: Sequence[str]) -> list[Question]:
-    """The questions of the named sets, or of all for no names. Raises ConfigError."""
+    """Return the questions of the named sets, or all without names. Raises ConfigError."""
     questions = list(questions)
     known = sorted({question.data_source for question in questions})
-    wrong = [name for name in names if name not in known]
-    if wrong:
+    unknown = [name for name in names if name not in known]
+    if unknown:
         fix = "correct the name, or leave the option out for all"
         expected = f"sets of the files: {', '.join(known)}"
-        raise ConfigError(explain("--data_sources", ", ".join(wrong), expected, fix))
+        raise ConfigError(explain("--data_sources", ", ".join(unknown), expected, fix))
     return [question for question in questions if not names or question.data_source in names]
 
 
 def _read_csv(path: Path, separator: str) -> Iterator[Record]:
-    """Rows of a csv with their answers apart. Raises DataError for an unusable file."""
+    """Yield rows of a csv, with answers as lists. Raises DataError for an unusable file."""
     try:
         with regular_file(path).open(encoding="utf-8-sig", newline="") as file:
-            lines = iter(partial(file.readline, MAX_CHARS), "")  # csv refuses what is longer
+            lines = iter(partial(file.readline, MAX_CHARS), "")  # csv refuses longer fields
             reader = csv.DictReader(lines, restkey="", strict=True)
             names = reader.fieldnames or ()
             answers = next((name for name in ANSWER_COLUMNS if name in names), None)
@@ -124,7 +128,7 @@ def _read_csv(path: Path, separator: str) -> Iterator[Record]:
 def _csv_record(
     path: Path, number: int, line: int, record: dict[str, object], column: str, separator: str
 ) -> dict[str, object] | BadRow:
-    """One row with its answers as a list; a row with too many fields is bad."""
+    """Return one row with a list of answers, or a bad row if it has too many fields."""
     if "" in record:
         fix = f"put quotes around fields that hold commas (line {line})"
         got = f"further fields {record['']}"

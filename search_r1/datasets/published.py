@@ -1,14 +1,15 @@
-"""Question files of published sets: a function for each script of the original.
+"""Builds question files of published sets, with one function for each script of the original.
 
-The seven sets of the Search-R1 paper come from the hub through `datasets`, or from files laid out
-as there. `HF_ENDPOINT` names a mirror, and `HF_HUB_OFFLINE=1` takes what an earlier run left in the
-cache; both are read by the hub's own library. Documents for questions that are asked without
-searching come from a server, or from a cache file as the original's: a JSON object from the
-question to its hits, best first, each with the `id` of a passage of the corpus.
+The seven sets of the Search-R1 paper are loaded from the hub with `datasets`, or from local files
+in the same layout. `HF_ENDPOINT` names a mirror, and `HF_HUB_OFFLINE=1` uses the cache only; the
+hub's library reads both. The documents for RAG prompts come from a retrieval server, or from a
+cache file like the original's: a JSON object from the question to its hits, best first, each with
+the `id` of a passage of the corpus.
 """
 
 import asyncio
 import functools
+import itertools
 import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -42,18 +43,18 @@ from verl.data.rows import BadRow, Record, read_records
 from verl.errors import ConfigError, DataError, ToolError, explain, first_line
 from verl.files import regular_file
 
-AT_ONCE = 512
-"""Questions that wait for the server at one time."""
+MAX_CONCURRENT = 512
+"""Maximum number of concurrent queries to the server."""
 
 
 Finder = Callable[[Sequence[Question]], list[list[Document]]]
-"""Gives the documents of each question, best first."""
+"""Returns the documents of each question, best first."""
 
 
 def server_finder(url: str, topk: int) -> Finder:
-    """Asks a retrieval server, `topk` documents a question.
+    """Return a finder that queries a retrieval server for `topk` documents per question.
 
-    Raises ConfigError for an address that is none; the finder ToolError where nobody answers.
+    Raises ConfigError for an invalid address; the finder raises ToolError if the server fails.
     """
     try:
         client = RetrievalClient(url, topk)
@@ -74,23 +75,26 @@ def server_finder(url: str, topk: int) -> Finder:
 
 
 async def _ask(client: RetrievalClient, texts: Sequence[str]) -> list[list[Document]]:
-    found: list[list[Document]] = []
+    documents: list[list[Document]] = []
     async with client:
         await client.health()
         with progress("find documents", "questions", len(texts)) as report:
-            for start in range(0, len(texts), AT_ONCE):
-                some = texts[start : start + AT_ONCE]
-                found += await asyncio.gather(*(client.search(text) for text in some))
-                report(len(found))
-    return found
+            for start in range(0, len(texts), MAX_CONCURRENT):
+                block = texts[start : start + MAX_CONCURRENT]
+                documents += await asyncio.gather(*(client.search(text) for text in block))
+                report(len(documents))
+    return documents
 
 
 def cache_finder(caches: Sequence[Path], corpus: Path, topk: int) -> Finder:
-    """Finds `topk` passages a question in caches and their corpus; it raises DataError, as this."""
+    """Return a finder that looks up `topk` passages per question in caches and their corpus.
+
+    Both this function and the finder raise DataError.
+    """
     hits: dict[str, list[str]] = {}
     for cache in caches:
         hits |= {as_question(text): ids for text, ids in _read_cache(cache, topk)}
-    documents = _read_documents(corpus, {i for ids in hits.values() for i in ids})
+    documents = _read_documents(corpus, {id for ids in hits.values() for id in ids})
 
     def find(questions: Sequence[Question]) -> list[list[Document]]:
         missing = [question for question in questions if question.text not in hits]
@@ -99,13 +103,13 @@ def cache_finder(caches: Sequence[Path], corpus: Path, topk: int) -> Finder:
             fix = "give the caches of these splits, or a server by --retriever_url"
             names = ", ".join(map(str, caches))
             raise DataError(explain(names, got, "hits for every question", fix))
-        return [[documents[i] for i in hits[q.text]] for q in questions]
+        return [[documents[id] for id in hits[question.text]] for question in questions]
 
     return find
 
 
 def _read_cache(path: Path, topk: int) -> Iterator[tuple[str, list[str]]]:
-    """Questions and the ids of their best passages."""
+    """Yield questions with the ids of their `topk` best passages."""
     try:
         content: Mapping[str, Any] = json.loads(regular_file(path).read_bytes())
         yield from (
@@ -117,13 +121,13 @@ def _read_cache(path: Path, topk: int) -> Iterator[tuple[str, list[str]]]:
         raise DataError(explain(str(path), got, expected, "build the cache again")) from error
 
 
-def _read_documents(path: Path, wanted: set[str]) -> dict[str, Document]:
-    """The wanted passages of a corpus by id. Raises DataError where some are missing."""
+def _read_documents(path: Path, ids: set[str]) -> dict[str, Document]:
+    """Return the passages of a corpus with these ids. Raises DataError if some are missing."""
     try:
-        documents = {one.id: one for one in Corpus.open(path) if one.id in wanted}
+        documents = {document.id: document for document in Corpus.open(path) if document.id in ids}
     except SearchError as error:
         raise DataError(explain(str(path), str(error), "a corpus", "correct it")) from error
-    missing = sorted(wanted - documents.keys())
+    missing = sorted(ids - documents.keys())
     if missing:
         got = f"{len(missing)} ids of the caches are not in it, such as {missing[0]!r}"
         fix = "give the corpus that the caches were made of by --corpus_path"
@@ -132,19 +136,20 @@ def _read_documents(path: Path, wanted: set[str]) -> dict[str, Document]:
 
 
 TEST_SPLITS = ("test", "dev", "train")
-"""The first of these that a set has is what it is tested on, as in the original scripts."""
+"""Splits in order of preference for tests; the first one that a set has is used, as in the
+original scripts."""
 
 
 @dataclass(frozen=True)
 class QuestionSet:
-    """A published set, and what splits the collection has of it."""
+    """A published set and its splits in the collection."""
 
     name: str
     title: str
     splits: tuple[str, ...]
 
     def split_for(self, role: str) -> str:
-        """The published split behind `train` or `test`. Raises ConfigError where there is none."""
+        """Return the published split for `train` or `test`. Raises ConfigError if there is none."""
         if role == "test":
             return next(split for split in TEST_SPLITS if split in self.splits)
         if role not in self.splits:
@@ -155,8 +160,8 @@ class QuestionSet:
 
 
 SETS = {
-    one.name: one
-    for one in (
+    question_set.name: question_set
+    for question_set in (
         QuestionSet("nq", "Natural Questions", ("train", "dev", "test")),
         QuestionSet("triviaqa", "TriviaQA", ("train", "dev", "test")),
         QuestionSet("popqa", "PopQA", ("test",)),
@@ -169,15 +174,15 @@ SETS = {
 
 
 def find_sets(names: Sequence[str]) -> list[QuestionSet]:
-    """The sets of `--data_sources`, in that order. Raises ConfigError for a wrong name or twice."""
+    """Return the sets of `--data_sources`; raises ConfigError for unknown or repeated names."""
     for name in names:
         if name not in SETS:
-            fix = "correct it; a set of your own is built by own_questions.py (docs/data.md)"
+            fix = "correct it; own_questions.py builds your own sets (docs/data.md)"
             expected = f"names among {', '.join(SETS)}"
             raise ConfigError(explain("--data_sources", repr(name), expected, fix))
         if list(names).count(name) > 1:
             got = f"{name} {list(names).count(name)} times"
-            raise ConfigError(explain("--data_sources", got, "each set once", "drop the others"))
+            raise ConfigError(explain("--data_sources", got, "each set once", "drop the repeats"))
     return [SETS[name] for name in names]
 
 
@@ -185,7 +190,7 @@ logger = logging.getLogger(__name__)
 
 SUFFIXES = (".jsonl", ".parquet")
 COLUMNS = ("id", "question", *ANSWER_COLUMNS)
-"""What is read of the hub's tables: their `metadata` holds whole contexts."""
+"""Columns to read from the hub's tables; the column `metadata` is large and not needed."""
 
 
 def build(
@@ -193,29 +198,35 @@ def build(
     style: PromptStyle = PromptStyle.SEARCH,
     roles: Sequence[str] = ("train", "test"),
 ) -> int:
-    """Write `<role>.parquet` for each role, once every set was read."""
-    words = prompt_writer(style, options.template_type)
+    """Write `<role>.parquet` for each role, after all sets have been read."""
+    write_prompt = prompt_writer(style, options.template_type)
     finder = make_finder(options) if isinstance(options, RagOptions) else None
     names = options.data_sources.split(",") if isinstance(options, MergeOptions) else ["nq"]
-    wanted = [(role, [(one, one.split_for(role)) for one in find_sets(names)]) for role in roles]
-    files = {role: read_all(parts, options) for role, parts in wanted}
-    documents = {role: finder(found) for role, found in files.items()} if finder else {}
-    for role, found in files.items():
-        rows = make_rows(found, words, role, documents.get(role))
+    sources = {role: [(s, s.split_for(role)) for s in find_sets(names)] for role in roles}
+    questions = {role: read_all(splits, options) for role, splits in sources.items()}
+    documents = {role: finder(questions[role]) for role in roles} if finder else {}
+    for role in roles:
+        rows = make_rows(questions[role], write_prompt, role, documents.get(role))
         write_rows(rows, options.local_dir / f"{role}.parquet")
     if options.hdfs_dir:
         copy_folder(options.local_dir, options.hdfs_dir)
     return 0
 
 
-def read_all(parts: Sequence[tuple[QuestionSet, str]], options: SetOptions) -> list[Question]:
-    local = options.local_dataset_path
-    found = (one for which, split in parts for one in read_split(which, split, local))
-    return valid_questions(found, drop_bad=options.drop_bad_rows)
+def read_all(splits: Sequence[tuple[QuestionSet, str]], options: SetOptions) -> list[Question]:
+    """Return the questions of several splits. Raises DataError."""
+    folder = options.local_dataset_path
+    results = itertools.chain.from_iterable(
+        read_split(question_set, split, folder) for question_set, split in splits
+    )
+    return valid_questions(results, drop_bad=options.drop_bad_rows)
 
 
 def make_finder(options: RagOptions) -> Finder:
-    """Caches where they are given, else the server. Raises ConfigError, DataError."""
+    """Return a finder for the configured caches, else for the server.
+
+    Raises ConfigError and DataError.
+    """
     caches = [c for c in (options.train_retrieval_cache, options.test_retrieval_cache) if c]
     if not caches:
         return server_finder(options.retriever_url, options.topk)
@@ -226,38 +237,44 @@ def make_finder(options: RagOptions) -> Finder:
 
 
 def read_split(
-    one: QuestionSet, split: str, local: Path | None = None
+    question_set: QuestionSet, split: str, folder: Path | None = None
 ) -> Iterator[Question | BadRow]:
-    """The questions of a published split in its order, or what is wrong with each.
+    """Yield the questions and bad rows of a published split, in order.
 
-    `local` is a folder as the hub has it (`<set>/<split>.jsonl`, or parquet). Raises DataError
-    where the split cannot be had.
+    They come from the hub, or from `folder` in its layout (`<set>/<split>.jsonl`, or parquet).
+    Raises DataError if the split is not available.
     """
-    file, records = _from_folder(one, split, local) if local else _from_hub(one, split)
+    if folder:
+        file, records = _read_folder(question_set, split, folder)
+    else:
+        file, records = _read_hub(question_set, split)
     for number, record in records:
-        yield read_question(record, RecordLocation(file, number, one.name, split))
+        yield read_question(record, RecordLocation(file, number, question_set.name, split))
 
 
-def _from_folder(one: QuestionSet, split: str, local: Path) -> tuple[str, Iterator[Record]]:
-    """The file of a split below `local`, in a folder of the set's name or beside the others."""
-    places = [f / f"{split}{s}" for f in (local / one.name, local) for s in SUFFIXES]
-    if local.name != one.name:
-        places = places[: len(SUFFIXES)]
-    file = next((place for place in places if place.is_file()), None)
+def _read_folder(
+    question_set: QuestionSet, split: str, folder: Path
+) -> tuple[str, Iterator[Record]]:
+    """Return path and records of a split in a local folder: that of all sets, or of this one."""
+    parents = [folder / question_set.name]
+    if folder.name == question_set.name:
+        parents.append(folder)
+    candidates = [parent / f"{split}{suffix}" for parent in parents for suffix in SUFFIXES]
+    file = next((path for path in candidates if path.is_file()), None)
     if file is None:
-        expected = f"{places[0]} (or .parquet), as in {FLASHRAG}"
-        download = f"hf download --repo-type dataset {FLASHRAG} --local-dir {local}"
+        expected = f"{candidates[0]} (or .parquet), as in {FLASHRAG}"
+        download = f"hf download --repo-type dataset {FLASHRAG} --local-dir {folder}"
         fix = f"copy the file there, or: {download}"
         raise DataError(explain("--local_dataset_path", "no such file", expected, fix))
     return str(file), read_records(str(file), ("question",))
 
 
-def _from_hub(one: QuestionSet, split: str) -> tuple[str, Iterator[Record]]:
-    """The table of a split, downloaded or from the cache."""
-    place = f"{FLASHRAG}/{one.name}/{split}"
-    logger.info("loading %s", place)
+def _read_hub(question_set: QuestionSet, split: str) -> tuple[str, Iterator[Record]]:
+    """Return name and records of a split, downloaded from the hub or from its cache."""
+    name = f"{FLASHRAG}/{question_set.name}/{split}"
+    logger.info("loading %s", name)
     try:
-        table = datasets.load_dataset(FLASHRAG, one.name, split=split)
+        table = datasets.load_dataset(FLASHRAG, question_set.name, split=split)
     except (
         OSError,
         ValueError,
@@ -269,9 +286,9 @@ def _from_hub(one: QuestionSet, split: str) -> tuple[str, Iterator[Record]]:
             "--local_dataset_path FOLDER (docs/data.md)"
         )
         reason = f"{type(error).__name__}: {first_line(error)}"
-        raise DataError(explain(place, reason, "the published split", fix)) from error
-    known = table.select_columns([name for name in COLUMNS if name in table.column_names])
-    return place, enumerate(known)
+        raise DataError(explain(name, reason, "the published split", fix)) from error
+    columns = [column for column in COLUMNS if column in table.column_names]
+    return name, enumerate(table.select_columns(columns))
 
 
 nq = functools.partial(build, style=PromptStyle.DIRECT)

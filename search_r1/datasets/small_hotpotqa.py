@@ -1,6 +1,6 @@
-"""Questions with a corpus of their own: HotpotQA's, with the paragraphs that come with each.
+"""Builds a small set: HotpotQA questions with a corpus of the paragraphs that come with them.
 
-Fetches the published files from the hub and writes train.jsonl, dev.jsonl and corpus.jsonl, which
+Downloads the published files from the hub and writes train.jsonl, dev.jsonl and corpus.jsonl, which
 `example/smollm2/run.sh` and `make bench` read.
 """
 
@@ -22,19 +22,21 @@ NAME = "hotpotqa"
 
 
 def build(options: HotpotOptions) -> int:
-    """Read both splits first, so that mistakes end before anything is written."""
+    """Write the files, after both splits have been read, so that an error leaves no files."""
     source = options.local_dataset_path or download(options.local_dir / "hub")
     files: dict[str, list[dict[str, Any]]] = {}
     contents: dict[str, None] = {}  # each paragraph once, in the order of the questions
     for split, count in (("train", options.train), ("dev", options.dev)):
         file = source / NAME / f"{split}.jsonl"
         records = list(itertools.islice(read_records(str(file)), count))
-        places = [RecordLocation(str(file), number, NAME, split) for number, _ in records]
-        read = (read_question(r, p) for (_, r), p in zip(records, places, strict=True))
+        results = (
+            read_question(record, RecordLocation(str(file), number, NAME, split))
+            for number, record in records
+        )
         files[split] = [
             {"id": q.id, "question": q.text, "golden_answers": list(q.answers),
              "data_source": NAME, "split": split}
-            for q in valid_questions(read, drop_bad=False)
+            for q in valid_questions(results)
         ]  # fmt: skip
         contents.update(dict.fromkeys(c for record in records for c in paragraphs(file, record)))
     files["corpus"] = [{"id": str(i), "contents": text} for i, text in enumerate(contents)]
@@ -49,7 +51,7 @@ def build(options: HotpotOptions) -> int:
 
 
 def download(folder: Path) -> Path:
-    """The set's published files below `folder`, where they stay for the next time."""
+    """Download the published files below `folder`, unless they are there; returns `folder`."""
     for file in list_files(FLASHRAG, f"{NAME}/"):
         if file.path in (f"{NAME}/train.jsonl", f"{NAME}/dev.jsonl"):
             fetch(FLASHRAG, file, folder)
@@ -57,15 +59,15 @@ def download(folder: Path) -> Path:
 
 
 def paragraphs(file: Path, record: Record) -> Iterator[str]:
-    """`contents` of the paragraphs that come with a question, the supporting ones among them."""
+    """Yield the `contents` of the paragraphs of a question, supporting ones and others."""
     number, row = record
     try:
         context = row["metadata"]["context"]
         pairs = list(zip(context["title"], context["sentences"], strict=True))
     except (KeyError, TypeError, ValueError) as error:
-        place = f"{file}, row {number} (counted from 0), metadata.context"
+        where = f"{file}, row {number} (counted from 0), metadata.context"
         expected = "as many lists of sentences as titles"
-        fix = f"take the file of {FLASHRAG}"
-        raise DataError(explain(place, repr(error), expected, fix)) from error
+        fix = f"use the file of {FLASHRAG}"
+        raise DataError(explain(where, repr(error), expected, fix)) from error
     for title, sentences in pairs:
         yield f'"{title}"\n{" ".join(" ".join(sentences).split())}'

@@ -1,7 +1,7 @@
-"""What a question becomes: the user's message with searching, without, or with documents given.
+"""Wording of the prompts: for a searching agent, for direct answers, and for given documents.
 
-The wording of dialogues that search is that of `search_r1.agent.tags`; here are the two
-prompts of the baselines, which ask for the same tags and are those of evaluation too.
+The wording for search dialogues is in `search_r1.agent.tags`. The prompts of the two baselines,
+which use the same tags, are defined here and also used by the evaluation.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,10 +14,10 @@ from verl.agent.wording import is_file, read_format
 from verl.errors import ConfigError, explain
 
 PromptWriter = Callable[[str, Sequence[Document]], str]
-"""Makes the user's message from a question and the documents found for it (none but for RAG)."""
+"""Makes the user's message from a question and the documents found for it (only used for RAG)."""
 
 BASE = "base"
-"""The name that the original scripts give to their one wording."""
+"""Name of the only wording of the original scripts."""
 
 DIRECT = (
     "Your task is to answer the question below. First reason about it between <think> and "
@@ -33,34 +33,34 @@ RAG = (
 
 
 class PromptStyle(StrEnum):
-    """How a prompt lets the model come by its facts."""
+    """The source of facts that a prompt offers to the model."""
 
     SEARCH = "search"
-    """The model searches when it wants to."""
+    """The model may search."""
     DIRECT = "direct"
-    """From memory only."""
+    """The model answers from memory."""
     RAG = "rag"
-    """From documents that were found for the question beforehand."""
+    """The prompt contains documents that were found for the question."""
 
 
 def template_types(style: PromptStyle) -> list[str]:
-    """The names that `--template_type` may have."""
+    """Return the valid values of `--template_type`."""
     return [BASE, *TEMPLATES, native.NAME] if style is PromptStyle.SEARCH else [BASE]
 
 
 def prompt_writer(style: PromptStyle, template_type: str = BASE) -> PromptWriter:
-    """The wording of a style. Raises ConfigError for a name that it does not have."""
+    """Return the prompt writer of a style; raises ConfigError for an unknown `template_type`."""
     from_file = style is PromptStyle.SEARCH and is_file(template_type)
     if not from_file and template_type not in template_types(style):
         expected = f"one of {', '.join(template_types(style))}"
-        fix = "leave it out for the paper's, or correct it"
+        fix = "leave it out for the paper's wording, or correct it"
         raise ConfigError(explain("--template_type", template_type, expected, fix))
     if style is PromptStyle.DIRECT:
         return lambda question, _: direct_prompt(question)
     if style is PromptStyle.RAG:
         return lambda question, found: rag_prompt(question, SEARCH_R1.observation(found))
-    known = {BASE: SEARCH_R1, native.NAME: native.WORDING, **TEMPLATES}
-    template = read_format(template_type) if from_file else known[template_type]
+    templates = {BASE: SEARCH_R1, native.NAME: native.WORDING, **TEMPLATES}
+    template = read_format(template_type) if from_file else templates[template_type]
     return lambda question, _: template.user_prompt(question)
 
 
@@ -69,5 +69,5 @@ def direct_prompt(question: str) -> str:
 
 
 def rag_prompt(question: str, observation: str) -> str:
-    """The passages as an agent would see them, then the question."""
+    """Return a prompt with the passages, in the format of an observation, and the question."""
     return f"{RAG}{observation}Question: {question}\n"

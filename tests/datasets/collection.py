@@ -1,4 +1,4 @@
-"""A small question collection laid out as the hub's: what the builders read in tests."""
+"""A small question collection in the layout of the hub, for the tests of the builders."""
 
 import json
 from pathlib import Path
@@ -13,11 +13,11 @@ SPLITS = {
     "musique": ("train", "dev"),
     "bamboogle": ("test",),
 }
-"""Written down here once more, so that a change of the catalogue is noticed."""
+"""Repeated here, so that a change of the list of published sets fails a test."""
 
 
 def records(name: str, split: str, count: int = 3) -> list[dict[str, Any]]:
-    """Rows as the collection has them: ids say the split only, and so repeat from set to set."""
+    """Return rows as in the collection; ids have only the split, so they repeat between sets."""
     return [
         {
             "id": f"{split}_{number}",
@@ -30,7 +30,7 @@ def records(name: str, split: str, count: int = 3) -> list[dict[str, Any]]:
 
 
 def write_jsonl(path: Path, rows: list[Any]) -> Path:
-    """A jsonl file; text is written as it stands."""
+    """Write a jsonl file; rows that are text are written unchanged."""
     path.parent.mkdir(parents=True, exist_ok=True)
     texts = [row if isinstance(row, str) else json.dumps(row) for row in rows]
     path.write_text("".join(text + "\n" for text in texts), encoding="utf-8")
@@ -38,7 +38,7 @@ def write_jsonl(path: Path, rows: list[Any]) -> Path:
 
 
 def write_collection(folder: Path) -> Path:
-    """All seven sets as `<set>/<split>.jsonl`."""
+    """Write all seven sets as `<set>/<split>.jsonl`."""
     for name, splits in SPLITS.items():
         for split in splits:
             write_jsonl(folder / name / f"{split}.jsonl", records(name, split))

@@ -1,4 +1,4 @@
-"""The builders behind the original's script names: arguments, rows, merges, and refusals."""
+"""The recipes with the names of the original's scripts: arguments, rows, merges and errors."""
 
 from pathlib import Path
 from typing import Any
@@ -29,38 +29,39 @@ ORIGINAL: dict[str, dict[str, Any]] = {
     "qa_search_train_merge": {**COMMON, "local_dir": "data/nq_search", "data_sources": "nq"},
     "qa_search_test_merge": {**COMMON, "local_dir": "data/nq_search", "data_sources": "nq"},
 }
-"""The original's scripts with their arguments and defaults (paths of its author are None here)."""
+"""The original's scripts with their arguments and defaults (None instead of its author's paths)."""
 ALL = ",".join(SPLITS)
 
 
-def build(name: str, source: Path, out: Path, *more: str) -> int:
-    """Run a script on a local collection."""
+def build(name: str, source: Path, out: Path, *arguments: str) -> int:
+    """Run a recipe on a local collection."""
     paths = ["--local_dataset_path", str(source), "--local_dir", str(out)]
-    return build_named(name, [*paths, *more])
+    return build_named(name, [*paths, *arguments])
 
 
 def read(file: Path) -> list[dict[str, Any]]:
-    """A parquet file's rows."""
+    """Return the rows of a parquet file."""
     rows: list[dict[str, Any]] = pyarrow.parquet.read_table(file).to_pylist()
     return rows
 
 
 @pytest.fixture(scope="module")
 def collection(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The seven sets on disk."""
+    """Write the seven sets to disk."""
     return write_collection(tmp_path_factory.mktemp("flashrag"))
 
 
 @pytest.mark.parametrize("name", ORIGINAL)
 def test_original_arguments_and_defaults(name: str) -> None:
-    """Every script of the original is here and takes its arguments with its defaults."""
+    """Every script of the original has a recipe with the same arguments and defaults."""
     options = vars(parse(RECIPES[name][0], [], prog=name, description=None))
-    given = {key: options[key] for key in ORIGINAL[name]}
-    assert {k: str(v) if isinstance(v, Path) else v for k, v in given.items()} == ORIGINAL[name]
+    defaults = {key: options[key] for key in ORIGINAL[name]}
+    as_text = {k: str(v) if isinstance(v, Path) else v for k, v in defaults.items()}
+    assert as_text == ORIGINAL[name]
 
 
 def test_row_of_natural_questions(collection: Path, tmp_path: Path) -> None:
-    """A row, written out by hand: the original's fields and values, and ours beside them."""
+    """A complete row: the fields and values of the original, and our additional ones."""
     assert build("nq_search", collection, tmp_path) == 0
     row = read(tmp_path / "test.parquet")[0]
     assert row == {
@@ -89,23 +90,23 @@ def test_row_of_natural_questions(collection: Path, tmp_path: Path) -> None:
 
 
 def test_merge_of_all_test_sets(collection: Path, tmp_path: Path) -> None:
-    """Seven sets in the given order, each from its test split or else dev, each id once."""
+    """Seven sets in the given order, each from its test split or else dev, with unique ids."""
     assert build("qa_search_test_merge", collection, tmp_path, "--data_sources", ALL) == 0
     rows = read(tmp_path / "test.parquet")
     assert {file.name for file in tmp_path.iterdir()} == {"test.parquet"}
     assert [row["data_source"] for row in rows] == [name for name in SPLITS for _ in range(3)]
     for row in rows:
         splits = SPLITS[row["data_source"]]
-        wanted = "test" if "test" in splits else "dev"
-        assert (row["extra_info"]["split"], row["extra_info"]["source_split"]) == ("test", wanted)
-        assert f" {wanted} " in row["question"] and row["question"].endswith(row["id"][-1] + "?")
+        source = "test" if "test" in splits else "dev"
+        assert (row["extra_info"]["split"], row["extra_info"]["source_split"]) == ("test", source)
+        assert f" {source} " in row["question"] and row["question"].endswith(row["id"][-1] + "?")
     assert len({row["id"] for row in rows}) == len(rows) == 21
     assert [row["extra_info"]["index"] for row in rows] == [0, 1, 2] * 7
     assert len({row.uid for row in load_rows(str(tmp_path / "test.parquet"))}) == 21
 
 
 def test_merge_of_training_sets(collection: Path, tmp_path: Path) -> None:
-    """The paper's training mixture: NQ, then HotpotQA, training splits only, and sound."""
+    """The training mixture of the paper: the training splits of NQ, then of HotpotQA."""
     assert (
         build("qa_search_train_merge", collection, tmp_path, "--data_sources", "nq,hotpotqa") == 0
     )
@@ -132,29 +133,29 @@ def test_wrong_sets_are_refused(
     sources: str,
     message: str,
 ) -> None:
-    """A set without the split, an unknown one, and one twice end with status 2 and the fix."""
+    """A set without the split, an unknown set and a repeated set are errors with a fix."""
     assert build(name, collection, tmp_path, "--data_sources", sources) == 2
-    told = capsys.readouterr().err
-    assert message in told and "fix:" in told
+    error = capsys.readouterr().err
+    assert message in error and "fix:" in error
     assert not list(tmp_path.iterdir())
 
 
 def test_same_questions_give_the_same_bytes(collection: Path, tmp_path: Path) -> None:
-    """Two builds are equal to the byte, and parquet files give what jsonl files give."""
+    """Two builds give equal bytes, also if one reads parquet and the other jsonl."""
     source = tmp_path / "parquet" / "nq"
     source.mkdir(parents=True)
     for split in ("train", "test"):
         table = pyarrow.Table.from_pylist(records("nq", split))
         pyarrow.parquet.write_table(table, source / f"{split}.parquet")
-    places = {"a": collection, "b": collection, "c": source.parent, "d": source}
-    for out, place in places.items():
-        assert build("nq_search", place, tmp_path / out) == 0
+    folders = {"a": collection, "b": collection, "c": source.parent, "d": source}
+    for out, folder in folders.items():
+        assert build("nq_search", folder, tmp_path / out) == 0
     for file in ("train.parquet", "test.parquet"):
-        assert len({(tmp_path / out / file).read_bytes() for out in places}) == 1
+        assert len({(tmp_path / out / file).read_bytes() for out in folders}) == 1
 
 
-def test_bad_rows_are_told_together(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Each bad row is named with file and number, nothing is written, and they can be left out."""
+def test_bad_rows_are_listed_together(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The error lists each bad row with file and number; --drop_bad_rows skips them."""
     good, source = records("nq", "train"), tmp_path / "source"
     bad = [
         {**good[0], "question": "  "},
@@ -170,8 +171,8 @@ def test_bad_rows_are_told_together(tmp_path: Path, capsys: pytest.CaptureFixtur
     write_jsonl(source / "nq" / "test.jsonl", records("nq", "test"))
     out = tmp_path / "out"
     assert build("nq_search", source, out) == 2
-    told = capsys.readouterr().err
-    assert "8 bad rows" in told
+    error = capsys.readouterr().err
+    assert "8 bad rows" in error
     for number, part in zip(
         range(3, 11),
         (", question: got '  '", ": got Expecting", ", golden_answers: got []",
@@ -180,40 +181,40 @@ def test_bad_rows_are_told_together(tmp_path: Path, capsys: pytest.CaptureFixtur
          ": got []"),
         strict=True,
     ):  # fmt: skip
-        assert f"{file}, row {number} (counted from 0){part}" in told
+        assert f"{file}, row {number} (counted from 0){part}" in error
     assert not out.exists()
     assert build("nq_search", source, out, "--drop_bad_rows") == 0
     assert len(read(out / "train.parquet")) == 3
 
 
-def test_missing_file_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A folder without the set says which file was looked for, and how to get it."""
+def test_a_missing_file_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The error for a missing set has the expected path and the command to download it."""
     assert build("nq_search", tmp_path, tmp_path / "out") == 2
-    told = capsys.readouterr().err
-    assert f"expected {tmp_path}/nq/train.jsonl (or .parquet)" in told
-    assert "hf download --repo-type dataset RUC-NLPIR/FlashRAG_datasets" in told
+    error = capsys.readouterr().err
+    assert f"expected {tmp_path}/nq/train.jsonl (or .parquet)" in error
+    assert "hf download --repo-type dataset RUC-NLPIR/FlashRAG_datasets" in error
 
 
 @pytest.mark.parametrize("template", ["base", *TEMPLATES])
 def test_each_template_words_the_prompt(collection: Path, tmp_path: Path, template: str) -> None:
-    """`--template_type` is a wording of the agent; `base` is the paper's."""
+    """`--template_type` selects the wording; `base` is the paper's."""
     assert build("nq_search", collection, tmp_path, "--template_type", template) == 0
     row = read(tmp_path / "train.parquet")[2]
-    words = TEMPLATES["search_r1" if template == "base" else template]
-    assert row["prompt"][0]["content"] == words.user_prompt("what is nq train 2?")
+    wording = TEMPLATES["search_r1" if template == "base" else template]
+    assert row["prompt"][0]["content"] == wording.user_prompt("what is nq train 2?")
 
 
 @pytest.mark.parametrize(("name", "template"), [("nq_search", "none"), ("nq", "short")])
 def test_unknown_template_is_refused(
     collection: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, template: str
 ) -> None:
-    """A wording that the script does not have is told with those it has."""
+    """The error for an unknown template lists the valid ones."""
     assert build(name, collection, tmp_path, "--template_type", template) == 2
     assert f"--template_type: got {template}, expected one of base" in capsys.readouterr().err
 
 
 def test_direct_prompts_ask_for_no_search(collection: Path, tmp_path: Path) -> None:
-    """The baseline without search thinks and answers in the same tags."""
+    """The prompt of the baseline without search has the same think and answer tags."""
     assert build("nq", collection, tmp_path) == 0
     content = read(tmp_path / "test.parquet")[0]["prompt"][0]["content"]
     assert "<search>" not in content and "<information>" not in content
@@ -222,7 +223,7 @@ def test_direct_prompts_ask_for_no_search(collection: Path, tmp_path: Path) -> N
 
 
 def test_files_are_copied(collection: Path, tmp_path: Path) -> None:
-    """`--hdfs_dir` takes a copy of the files, here to a file system of the machine."""
+    """`--hdfs_dir` receives a copy of the files, here on the local file system."""
     target = tmp_path / "far" / "away"
     assert build("nq", collection, tmp_path / "near", "--hdfs_dir", str(target)) == 0
     for file in ("train.parquet", "test.parquet"):

@@ -1,4 +1,4 @@
-"""docs/data.md keeps up with the code: its table of sets and its commands."""
+"""docs/data.md matches the code: its table of sets and its commands."""
 
 import re
 import shlex
@@ -16,7 +16,7 @@ COMMANDS = re.findall(r"python scripts/data_process/(\w+)\.py((?:\\\n|[^\n#`])*)
 
 
 def test_table_of_sets() -> None:
-    """Every set has its row: name, title, published splits, and what train and test are made of."""
+    """The table has a row for every set: name, title, splits, and splits for train and test."""
     for name, splits in SPLITS.items():
         assert SETS[name].splits == splits
         train = "train" if "train" in splits else "-"
@@ -27,14 +27,14 @@ def test_table_of_sets() -> None:
 
 
 @pytest.mark.parametrize(("name", "arguments"), COMMANDS)
-def test_commands_are_understood(name: str, arguments: str) -> None:
-    """Each documented command is one that its script takes."""
-    words = shlex.split(arguments.replace("\\\n", " "))
-    parse(RECIPES[name][0], words, prog=name, description=None)
+def test_commands_are_valid(name: str, arguments: str) -> None:
+    """The arguments of each documented command are valid."""
+    argv = shlex.split(arguments.replace("\\\n", " "))
+    parse(RECIPES[name][0], argv, prog=name, description=None)
 
 
 def test_every_script_is_documented() -> None:
-    """The page shows each script of the folder."""
+    """The page has a command for each script of the folder."""
     folder = Path(__file__).parents[2] / "scripts" / "data_process"
     scripts = {file.stem for file in folder.glob("*.py")} - {"__init__"}
     assert {name for name, _ in COMMANDS} == scripts == set(RECIPES)

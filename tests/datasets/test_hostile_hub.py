@@ -1,4 +1,4 @@
-"""A mirror that lies: nothing is written elsewhere, no token follows, and there is one line."""
+"""A malicious mirror: no file outside of the folder, no leaked token, errors of one line."""
 
 import gzip
 import hashlib
@@ -13,7 +13,7 @@ import pytest
 
 from search_r1.datasets import download, hub
 from search_r1.datasets.download import ITEMS, main
-from search_r1.datasets.hub import HubFile, Patience, fetch
+from search_r1.datasets.hub import HubFile, RetryPolicy, fetch
 
 REPO = ITEMS["e5"].repo
 Answer = tuple[int, dict[str, str], bytes]
@@ -22,13 +22,13 @@ Start = Callable[[Callable[[str], Answer]], Any]
 
 @pytest.fixture
 def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
-    """Starts servers that answer by a function of the path; the first is the mirror."""
+    """Yield a function that starts servers, which answer by path; the first is the mirror."""
     started: list[ThreadingHTTPServer] = []
 
     def start(answer: Callable[[str], Answer]) -> ThreadingHTTPServer:
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
-                self.server.asked.append(str(self.headers))  # type: ignore[attr-defined]
+                self.server.requests.append(str(self.headers))  # type: ignore[attr-defined]
                 status, headers, body = answer(self.path)
                 self.send_response(status)
                 for name, value in {"Content-Length": str(len(body)), **headers}.items():
@@ -41,7 +41,7 @@ def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
 
         server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         server.handle_error = lambda *_: None  # type: ignore[method-assign]
-        server.asked = []  # type: ignore[attr-defined]
+        server.requests = []  # type: ignore[attr-defined]
         threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         if not started:
             monkeypatch.setenv("HF_ENDPOINT", f"http://me:s3cret@127.0.0.1:{server.server_port}")
@@ -49,16 +49,16 @@ def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
         return server
 
     monkeypatch.setenv("HF_TOKEN", "hf_s3cret")
-    monkeypatch.setattr(Patience, "wait_out", lambda self, attempt: attempt())
+    monkeypatch.setattr(RetryPolicy, "call", lambda self, attempt: attempt())
     yield start
     for server in started:
         server.shutdown()
         server.server_close()
 
 
-def row(path: Any, data: bytes = b"data", **more: Any) -> dict[str, Any]:
+def row(path: Any, data: bytes = b"data", **fields: Any) -> dict[str, Any]:
     lfs = {"oid": hashlib.sha256(data).hexdigest()}
-    return {"type": "file", "path": path, "size": len(data), "lfs": lfs, **more}
+    return {"type": "file", "path": path, "size": len(data), "lfs": lfs, **fields}
 
 
 def mirror(listing: Any, data: bytes = b"data") -> Callable[[str], Answer]:
@@ -66,7 +66,7 @@ def mirror(listing: Any, data: bytes = b"data") -> Callable[[str], Answer]:
     return lambda path: (200, {}, raw if path.startswith("/api/") else data)
 
 
-ELSEWHERE = [
+UNSAFE_PATHS = [
     "part_/../../evil", "part_/../../../evil", "part_/..", "part_/.", "part_/./x", "part_//x",
     "part_/", "part_a/../../evil", "part_/...", "part_\\..\\..\\evil", "part_\\x",
     "part_:x", "part_a:stream", "part_/C:/evil", "part_/C:\\evil", "part_\0", "part_a\0/../x",
@@ -79,16 +79,16 @@ ELSEWHERE = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("path", ELSEWHERE, ids=range(len(ELSEWHERE)))
-def test_no_name_leads_out_of_the_folder(
+@pytest.mark.parametrize("path", UNSAFE_PATHS, ids=range(len(UNSAFE_PATHS)))
+def test_unsafe_paths_are_refused(
     serve: Start, tmp_path: Path, capsys: pytest.CaptureFixture[str], path: str
 ) -> None:
-    """A listed name that is not plain ends the command before anything is written."""
+    """A listing with an unsafe path is an error before anything is written."""
     server = serve(mirror([row("part_aa"), row(path)]))
     assert main(["e5", "--save_dir", str(tmp_path / "in")]) == 2
-    said = capsys.readouterr().err
-    assert "plain names" in said and said.count("\n") == 1 and said.isprintable() is False
-    assert "\x1b" not in said and len(server.asked) == 1
+    error = capsys.readouterr().err
+    assert "plain names" in error and error.count("\n") == 1 and error.isprintable() is False
+    assert "\x1b" not in error and len(server.requests) == 1
     assert list(tmp_path.iterdir()) == []
 
 
@@ -110,20 +110,20 @@ LISTINGS = {
 
 
 @pytest.mark.parametrize("listing", LISTINGS.values(), ids=LISTINGS)
-def test_a_listing_of_another_form_is_one_line(
+def test_a_malformed_listing_is_an_error(
     serve: Start,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
     listing: Any,
 ) -> None:
-    """Garbage from a mirror is refused before anything is fetched."""
-    monkeypatch.setattr(hub, "MOST_LISTING", 150_000)
+    """A malformed listing is an error of one line before anything is downloaded."""
+    monkeypatch.setattr(hub, "MAX_LISTING_BYTES", 150_000)
     serve(mirror(listing))
     assert main(["e5", "--save_dir", str(tmp_path)]) == 2
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1 and len(said) < 600
-    assert "s3cret" not in said and list(tmp_path.iterdir()) == []
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and len(error) < 600
+    assert "s3cret" not in error and list(tmp_path.iterdir()) == []
 
 
 FILES: dict[str, tuple[Answer, str]] = {
@@ -147,24 +147,24 @@ FILES: dict[str, tuple[Answer, str]] = {
 }
 
 
-@pytest.mark.parametrize(("answer", "said"), FILES.values(), ids=FILES)
-def test_a_file_that_is_not_as_listed_is_not_kept(
-    serve: Start, tmp_path: Path, capsys: pytest.CaptureFixture[str], answer: Answer, said: str
+@pytest.mark.parametrize(("answer", "messages"), FILES.values(), ids=FILES)
+def test_a_file_that_differs_from_the_listing_is_an_error(
+    serve: Start, tmp_path: Path, capsys: pytest.CaptureFixture[str], answer: Answer, messages: str
 ) -> None:
-    """Wrong sizes and sums, statuses and redirects: one line, and no file of the final name."""
+    """Wrong sizes, checksums, statuses and redirects are errors; no complete file is left."""
     listing = mirror([row("part_aa")])
     serve(lambda path: listing(path) if path.startswith("/api/") else answer)
     assert main(["e5", "--save_dir", str(tmp_path)]) == 2
-    told = capsys.readouterr().err
-    assert any(word in told for word in said.split("|")), told
-    assert told.count("\n") == 1 and "s3cret" not in told
-    found = [path for path in tmp_path.rglob("*") if path.is_file()]
-    assert all(path.name.endswith(".incomplete") for path in found)
-    assert sum(path.stat().st_size for path in found) <= 4
+    error = capsys.readouterr().err
+    assert any(message in error for message in messages.split("|")), error
+    assert error.count("\n") == 1 and "s3cret" not in error
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert all(path.name.endswith(".incomplete") for path in files)
+    assert sum(path.stat().st_size for path in files) <= 4
 
 
 def test_a_token_does_not_follow_a_redirect(serve: Start, tmp_path: Path) -> None:
-    """Neither the environment's token nor the mirror's password reaches another host."""
+    """The token in the environment and the mirror's password are not sent to another host."""
     listing = mirror([row("part_aa")])
     first = serve(
         lambda path: (
@@ -176,16 +176,16 @@ def test_a_token_does_not_follow_a_redirect(serve: Start, tmp_path: Path) -> Non
     other = serve(lambda path: (200, {}, b"data"))
     assert main(["e5", "--save_dir", str(tmp_path)]) == 0
     assert (tmp_path / "e5_Flat.index").read_bytes() == b"data"
-    assert len(first.asked) == 2 and len(other.asked) == 1
-    assert "hf_s3cret" not in "".join(first.asked)
-    assert "authorization" not in other.asked[0].lower()
+    assert len(first.requests) == 2 and len(other.requests) == 1
+    assert "hf_s3cret" not in "".join(first.requests)
+    assert "authorization" not in other.requests[0].lower()
 
 
-def test_pages_of_a_listing_have_an_end(
+def test_endless_pages_of_a_listing_are_an_error(
     serve: Start, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
 ) -> None:
-    """A mirror whose next page is always the same one is given up."""
-    monkeypatch.setattr(hub, "MOST_PAGES", 5)
+    """A listing whose next page is always the same is an error."""
+    monkeypatch.setattr(hub, "MAX_PAGES", 5)
     server = serve(lambda path: (200, {"Link": f'<{address}/api/x>; rel="next"'}, b"[]"))
     address = f"http://127.0.0.1:{server.server_port}"
     assert main(["e5", "--save_dir", str(tmp_path)]) == 2
@@ -195,17 +195,17 @@ def test_pages_of_a_listing_have_an_end(
 @pytest.mark.parametrize(
     "address", ["nonsense", "ftp://a", "http://", "http://[", "https://xn--/", "file:///etc", "\0"]
 )
-def test_an_endpoint_that_is_none_is_one_line(
+def test_an_invalid_endpoint_is_an_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any, address: str
 ) -> None:
-    """HF_ENDPOINT is checked before it is asked."""
+    """HF_ENDPOINT is checked before a request."""
     monkeypatch.setattr(hub.os, "environ", {"HF_ENDPOINT": address})
     assert main(["e5", "--save_dir", str(tmp_path)]) == 2
     assert "HF_ENDPOINT" in capsys.readouterr().err
 
 
 def test_links_in_the_folder_are_not_followed(serve: Start, tmp_path: Path) -> None:
-    """What is written stays in the folder, also where it holds a link that leads out of it."""
+    """A link in the folder is not followed, so that no file outside is written."""
     serve(mirror([]))
     folder, outside = tmp_path / "in", tmp_path / "outside"
     folder.mkdir()
@@ -217,7 +217,7 @@ def test_links_in_the_folder_are_not_followed(serve: Start, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    "packed",
+    "archive",
     [
         gzip.compress(b"\0" * (8 << 20)),
         gzip.compress(b"x")[:15],
@@ -225,19 +225,19 @@ def test_links_in_the_folder_are_not_followed(serve: Start, tmp_path: Path) -> N
     ],
     ids=["bomb", "short", "no deflate"],
 )
-def test_archives_that_are_none_leave_nothing(tmp_path: Path, packed: bytes) -> None:
-    """A bomb is given up long before the disk is full."""
+def test_invalid_archives_leave_no_files(tmp_path: Path, archive: bytes) -> None:
+    """An invalid archive and a decompression bomb are errors and leave no files."""
     path = tmp_path / "c.gz"
-    path.write_bytes(packed)
+    path.write_bytes(archive)
     with pytest.raises(hub.DownloadError, match=r"no complete \.gz"):
         download.unpack(path, tmp_path / "c")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_folder_that_cannot_be_written_is_one_line(
+def test_an_unwritable_folder_is_an_error(
     serve: Start, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A --save_dir that is a file."""
+    """A --save_dir that is a file is an error of one line."""
     serve(mirror([row("part_aa")]))
     (tmp_path / "file").write_text("x")
     assert main(["e5", "--save_dir", str(tmp_path / "file")]) == 2

@@ -1,4 +1,4 @@
-"""The hub's road: `datasets` against a server that answers as the hub documents, then offline."""
+"""Loading sets with `datasets` from a local server with the hub's API, and offline."""
 
 import json
 import os
@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def hub_files() -> dict[str, bytes]:
-    """The collection's card with its configurations, and two sets."""
+    """Return the card of the collection, with its configurations, and the files of two sets."""
     card = ["---", "configs:"]
     files = {}
     for name in ("nq", "hotpotqa"):
@@ -33,14 +33,14 @@ def hub_files() -> dict[str, bytes]:
 
 @pytest.fixture
 def mirror() -> Iterator[str]:
-    """The address of a hub."""
+    """Yield the address of a local server with the hub's API."""
     files = {f"datasets/{FLASHRAG}/{name}": content for name, content in hub_files().items()}
     with serving_hub(files) as address:
         yield address
 
 
 def build(out: Path, home: Path, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run a script as a user does, by its path, with a cache of its own."""
+    """Run a script by its path, as a user does, with a separate cache."""
     path = ROOT / "scripts" / "data_process" / "qa_search_test_merge.py"
     command = [sys.executable, str(path), "--data_sources", "nq,hotpotqa", "--local_dir", str(out)]
     inherited = {k: v for k, v in os.environ.items() if not k.startswith("HF_")}
@@ -51,22 +51,22 @@ def build(out: Path, home: Path, **variables: str) -> subprocess.CompletedProces
 
 
 def test_mirror_then_offline(mirror: str, tmp_path: Path) -> None:
-    """HF_ENDPOINT's sets arrive through `datasets`; offline, the cache gives the same bytes."""
+    """Sets are loaded from HF_ENDPOINT; offline, the cache gives a file with the same bytes."""
     fetched = build(tmp_path / "fetched", tmp_path / "home", HF_ENDPOINT=mirror)
     assert fetched.returncode == 0, fetched.stderr
     rows = pyarrow.parquet.read_table(tmp_path / "fetched" / "test.parquet").to_pylist()
-    wanted = [("nq", row) for row in records("nq", "test")]
-    wanted += [("hotpotqa", row) for row in records("hotpotqa", "dev")]
-    assert [row["id"] for row in rows] == [f"{name}_{row['id']}" for name, row in wanted]
-    assert [row["golden_answers"] for row in rows] == [r["golden_answers"] for _, r in wanted]
+    expected = [("nq", row) for row in records("nq", "test")]
+    expected += [("hotpotqa", row) for row in records("hotpotqa", "dev")]
+    assert [row["id"] for row in rows] == [f"{name}_{row['id']}" for name, row in expected]
+    assert [row["golden_answers"] for row in rows] == [r["golden_answers"] for _, r in expected]
     cached = build(tmp_path / "cached", tmp_path / "home", HF_HUB_OFFLINE="1")
     assert cached.returncode == 0, cached.stderr
-    left, right = (tmp_path / name / "test.parquet" for name in ("fetched", "cached"))
-    assert left.read_bytes() == right.read_bytes()
+    online, offline = (tmp_path / name / "test.parquet" for name in ("fetched", "cached"))
+    assert online.read_bytes() == offline.read_bytes()
 
 
-def test_no_hub_is_told(tmp_path: Path) -> None:
-    """Offline with an empty cache, one message names mirror and local files; status 2."""
+def test_a_missing_hub_is_an_error(tmp_path: Path) -> None:
+    """Offline with an empty cache, the error names the mirror and local files as fixes."""
     failed = build(tmp_path / "out", tmp_path / "home", HF_HUB_OFFLINE="1")
     assert failed.returncode == 2
     assert f"{FLASHRAG}/nq/test: got ConnectionError" in failed.stderr

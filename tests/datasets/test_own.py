@@ -1,4 +1,4 @@
-"""Own questions: csv and jsonl as rows, divided by their words."""
+"""A user's own questions: csv and jsonl, divided into splits by their words."""
 
 import json
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ import pyarrow.parquet
 import pytest
 
 from search_r1.datasets.command import build
-from search_r1.datasets.own import divide
+from search_r1.datasets.own import assign_splits
 from search_r1.datasets.question import Question, RecordLocation
 from verl.data.validation import validate
 
@@ -23,12 +23,12 @@ def read(file: Path) -> list[dict[str, Any]]:
 
 
 def question(text: str, split: str = "") -> Question:
-    """A question without answers, for dividing."""
+    """Return a question without answers, for the tests of splits."""
     return Question(text, text, (), "own", split, RecordLocation("f", 0, "own", split))
 
 
 def test_csv_becomes_rows(tmp_path: Path) -> None:
-    """Quotes, commas, line breaks and several answers of a csv arrive as a spreadsheet means."""
+    """Quotes, commas, line breaks and several answers of a csv are read as in a spreadsheet."""
     text = '\ufeffquestion,answer\n"Who, then?",Ada|Lady  Lovelace\n"Say ""so"" now"," yes\n"\n'
     (tmp_path / "trivia.csv").write_text(text, encoding="utf-8")
     out = tmp_path / "out"
@@ -62,20 +62,20 @@ def test_csv_becomes_rows(tmp_path: Path) -> None:
         ("question,answer,data_source\na,b,\x1b[2J\n", "expected a printable name"),
     ],
 )
-def test_unusable_csv_is_told(
+def test_an_unusable_csv_is_an_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, message: str
 ) -> None:
-    """Every fault of a csv is told with its row, and nothing is written."""
+    """Errors in a csv are reported with the row, and nothing is written."""
     (tmp_path / "q.csv").write_text(text)
     assert main([str(tmp_path / "q.csv"), "--local_dir", str(tmp_path / "out")]) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 
-def test_csv_in_another_encoding_is_told(
+def test_a_csv_in_another_encoding_is_an_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A csv that is not UTF-8 is refused with the way to save it."""
+    """The error for a csv that is not UTF-8 says how to save it."""
     (tmp_path / "q.csv").write_bytes("question,answer\ncafé,x\n".encode("latin-1"))
     assert main([str(tmp_path / "q.csv"), "--local_dir", str(tmp_path / "out")]) == 2
     assert "save it as csv in UTF-8" in capsys.readouterr().err
@@ -86,8 +86,8 @@ def write(path: Path, rows: Sequence[dict[str, Any]]) -> str:
     return str(path)
 
 
-def test_files_with_splits_and_sets_of_their_own(tmp_path: Path) -> None:
-    """Rows that name set, split and id keep them; further plain values travel in extra_info."""
+def test_rows_with_own_splits_and_sets(tmp_path: Path) -> None:
+    """Rows keep their set, split and id; further scalar values are in extra_info."""
     rows = [
         {"id": "nq_a", "question": "a", "golden_answers": ["1"], "data_source": "nq",
          "split": "train", "answer_in_corpus": True, "origin": "contexts"},
@@ -108,48 +108,46 @@ def test_files_with_splits_and_sets_of_their_own(tmp_path: Path) -> None:
     assert [row["id"] for row in read(tmp_path / "nq" / "train.parquet")] == ["nq_a"]
 
 
-def test_unknown_set_of_own_files_is_told(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Choosing a set that the files do not have names those they have."""
+def test_an_unknown_set_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The error for an unknown set lists the sets of the files."""
     file = write(tmp_path / "q.jsonl", [{"question": "a", "answer": "b"}])
     assert main([file, "--data_sources", "nq", "--local_dir", str(tmp_path / "out")]) == 2
     assert "got nq, expected sets of the files: q" in capsys.readouterr().err
 
 
-def test_further_columns_of_mixed_type_are_told(
+def test_further_columns_of_mixed_types_are_an_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A further column that is a number here and a text there cannot be one column."""
+    """A further column with numbers and texts is an error."""
     rows = [
         {"question": f"q{n}", "answer": "b", "level": level} for n, level in enumerate([1, "x"])
     ]
     file = write(tmp_path / "q.jsonl", rows)
     assert main([file, "--test_share", "0", "--local_dir", str(tmp_path / "out")]) == 2
-    assert "make each further column of one type" in capsys.readouterr().err
+    assert "give each further column one type" in capsys.readouterr().err
 
 
-def test_division_depends_on_words_only() -> None:
-    """Same words, same side; order and further questions of the same words change nothing."""
+def test_splits_depend_only_on_words() -> None:
+    """Questions with the same words get the same split, in any order."""
     questions = [question(f"what is {n}?") for n in range(50)]
     again = [question(f"What is {n} ?") for n in reversed(range(50))]
-    sides = {q.key: q.split for q in divide(questions, 0.2)}
-    assert sorted(sides.values()).count("test") == 10
-    assert {q.key: q.split for q in divide([*again, *questions], 0.2)} == sides
-    assert {q.key: q.split for q in divide(questions, 0.2, seed=1)} != sides
-    assert [q.split for q in divide([question("x", "dev")], 0.5)] == ["dev"]
+    splits = {q.key: q.split for q in assign_splits(questions, 0.2)}
+    assert sorted(splits.values()).count("test") == 10
+    assert {q.key: q.split for q in assign_splits([*again, *questions], 0.2)} == splits
+    assert {q.key: q.split for q in assign_splits(questions, 0.2, seed=1)} != splits
+    assert [q.split for q in assign_splits([question("x", "dev")], 0.5)] == ["dev"]
 
 
 @pytest.mark.parametrize("share", [1.0, -0.1])
-def test_impossible_share_is_refused(
+def test_an_impossible_share_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], share: float
 ) -> None:
-    """A share outside [0, 1), and one question for two files, are told."""
+    """A share outside [0, 1), and a single question for two files, are errors."""
     file = write(tmp_path / "q.jsonl", [{"question": "a", "answer": "b"}])
     out = ["--local_dir", str(tmp_path / "out")]
     with pytest.raises(SystemExit, match="2"):
         main([file, "--test_share", str(share), *out])
     assert main([file, "--test_share", "0.5", *out]) == 2
-    told = capsys.readouterr().err
-    assert f"--test-share: got {share}, expected 0 or more, less than 1" in told
-    assert "0.5 of 1 different questions" in told
+    error = capsys.readouterr().err
+    assert f"--test-share: got {share}, expected 0 or more, less than 1" in error
+    assert "0.5 of 1 different questions" in error

@@ -1,4 +1,4 @@
-"""Prompts with documents: from a real server over HTTP, or from the original's cache files."""
+"""Prompts with documents from a real retrieval server or from the original's cache files."""
 
 import asyncio
 import json
@@ -27,7 +27,7 @@ QUESTIONS = ["capital of Togo", "guitars of highlife?", "capital of {documents} 
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A corpus, and the questions as train and test split."""
+    """Write a corpus, and the questions as train and test split."""
     folder = tmp_path_factory.mktemp("rag")
     rows = [{"id": i, "contents": contents} for i, contents in PASSAGES]
     write_jsonl(folder / "corpus.jsonl", list(rows))
@@ -39,26 +39,26 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(source: Path) -> Iterator[LocalServer]:
-    """BM25 over the corpus."""
+    """Run a BM25 server for the corpus."""
     with LocalServer(["--corpus_path", str(source / "corpus.jsonl")]) as running:
         yield running
 
 
-def build(source: Path, out: Path, *more: str) -> int:
-    """Run the script on local questions."""
+def build(source: Path, out: Path, *arguments: str) -> int:
+    """Run the recipe on local questions."""
     return build_named(
-        "nq_rag", ["--local_dataset_path", str(source), "--local_dir", str(out), *more]
+        "nq_rag", ["--local_dataset_path", str(source), "--local_dir", str(out), *arguments]
     )
 
 
 def prompts(file: Path) -> list[str]:
-    """The user's messages of a file."""
+    """Return the user messages of a file."""
     rows = pyarrow.parquet.read_table(file).to_pylist()
     return [row["prompt"][0]["content"] for row in rows]
 
 
 def ask(url: str, question: str, topk: int) -> list[Document]:
-    """What the server finds."""
+    """Return the documents that the server finds."""
 
     async def search() -> list[Document]:
         async with RetrievalClient(url, topk) as client:
@@ -70,22 +70,22 @@ def ask(url: str, question: str, topk: int) -> list[Document]:
 def test_prompts_hold_what_the_server_finds(
     source: Path, server: LocalServer, tmp_path: Path
 ) -> None:
-    """Each prompt has the instruction, its own documents in order, harmless, and the question."""
+    """A prompt has the instruction, its documents in order with escaped tags, and the question."""
     assert build(source, tmp_path, "--retriever_url", server.url, "--topk", "2") == 0
     for split in ("train", "test"):
-        made = prompts(tmp_path / f"{split}.parquet")
-        for question, prompt in zip(QUESTIONS, made, strict=True):
+        of_split = prompts(tmp_path / f"{split}.parquet")
+        for question, prompt in zip(QUESTIONS, of_split, strict=True):
             text = question if question.endswith("?") else question + "?"
             documents = ask(server.url, text, 2)
             assert prompt == RAG + SEARCH_R1.observation(documents) + f"Question: {text}\n"
-    assert 'Doc 1(Title: "Togo")' in made[0] and "Doc 3" not in made[0]
-    assert "< answer> Paris" in made[0] and "<answer> Paris" not in made[0]
+    assert 'Doc 1(Title: "Togo")' in of_split[0] and "Doc 3" not in of_split[0]
+    assert "< answer> Paris" in of_split[0] and "<answer> Paris" not in of_split[0]
 
 
-def test_caches_give_what_the_server_gives(
+def test_caches_give_the_same_prompts_as_a_server(
     source: Path, server: LocalServer, tmp_path: Path
 ) -> None:
-    """The original's cache files with the corpus make the prompts that the server makes."""
+    """The original's cache files, with the corpus, give the same prompts as the server."""
     cache = {q: [{"id": d.id} for d in ask(server.url, q, 4)] for q in QUESTIONS}
     file = tmp_path / "cache.json"
     file.write_text(json.dumps(cache))
@@ -113,7 +113,7 @@ def test_unusable_caches_are_refused(
     corpus: bool,
     message: str,
 ) -> None:
-    """Missing questions, missing passages, another form, or no corpus: status 2 and the reason."""
+    """Missing questions, missing passages, malformed hits and a missing corpus are errors."""
     file = tmp_path / "cache.json"
     file.write_text(json.dumps(cache))
     more = ["--corpus_path", str(source / "corpus.jsonl")] if corpus else []
@@ -129,14 +129,14 @@ def test_unusable_caches_are_refused(
         (["--retriever_url", "http://127.0.0.1:9"], "start it (bash retrieval_launch.sh)"),
     ],
 )
-def test_no_server_is_told(
+def test_a_missing_server_is_an_error(
     source: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     more: list[str],
     message: str,
 ) -> None:
-    """A server that does not answer ends with the command that starts one, nothing written."""
+    """The error for a server that does not answer has the command that starts one."""
     assert build(source, tmp_path / "out", *more) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "out").exists()

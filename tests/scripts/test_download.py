@@ -1,4 +1,4 @@
-"""Fetching from a local server that answers as the hub documents: tree, resolve, ranges."""
+"""Downloads from a local server with the documented API of the hub: tree, resolve, ranges."""
 
 import gzip
 import hashlib
@@ -16,8 +16,8 @@ import pytest
 
 from search_r1.datasets import download
 from search_r1.datasets.command import build
-from search_r1.datasets.download import ITEMS, Joined, Plan, main, unpack
-from search_r1.datasets.hub import DownloadError, HubFile, Patience, fetch, list_files, verify
+from search_r1.datasets.download import ITEMS, JoinedFile, Plan, main, unpack
+from search_r1.datasets.hub import DownloadError, HubFile, RetryPolicy, fetch, list_files, verify
 from search_r1.retrying import TransientError
 
 MB = 1 << 20
@@ -25,24 +25,28 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 class Hub:
-    """Files by `repo/path`, what was asked for, and how the server misbehaves."""
+    """The state of the server: files by `repo/path`, recorded requests, and simulated failures."""
 
     def __init__(self) -> None:
         self.files: dict[str, bytes] = {}
         self.ranges: list[str] = []
         self.bodies: list[str] = []
         self.wrong_checksum = False
-        self.knows_ranges = True
+        self.supports_ranges = True
         self.failures: list[tuple[int, dict[str, str]]] = []
-        """Statuses and headers of the next answers, in place of what was asked for."""
+        """Statuses and headers of the next responses, which replace the requested content."""
         self.stall_after: int | None = None
         self.stalled = threading.Event()
         self.resume = threading.Event()
 
     def tree(self, repo: str) -> list[dict[str, object]]:
-        """The listing of a repository."""
-        found = [(k[len(repo) + 1 :], v) for k, v in self.files.items() if k.startswith(repo + "/")]
-        return [self._entry(path, data) for path, data in found]
+        """Return the listing of a repository."""
+        prefix = repo + "/"
+        return [
+            self._entry(key.removeprefix(prefix), data)
+            for key, data in self.files.items()
+            if key.startswith(prefix)
+        ]
 
     def _entry(self, path: str, data: bytes) -> dict[str, object]:
         digest = hashlib.sha256(b"other" if self.wrong_checksum else data).hexdigest()
@@ -83,7 +87,7 @@ def handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
             facts = {"X-Repo-Commit": "1" * 40, "ETag": etag, "X-Linked-Etag": etag}
             facts["X-Linked-Size"] = str(len(data))
             asked = self.headers.get("Range")
-            if asked and body and hub.knows_ranges:
+            if asked and body and hub.supports_ranges:
                 hub.ranges.append(asked)
                 start = int(asked.removeprefix("bytes=").partition("-")[0])
                 facts["Content-Range"] = f"bytes {start}-{len(data) - 1}/{len(data)}"
@@ -114,7 +118,7 @@ def handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
-    """A server that is the hub for this test."""
+    """Run a server that acts as the hub in this test."""
     hub = Hub()
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler(hub))
     thread = threading.Thread(target=server.serve_forever, args=(0.01,))
@@ -134,7 +138,7 @@ def publish(hub: Hub, parts: dict[str, bytes], name: str = "e5") -> None:
 def test_parts_are_joined_and_removed(
     hub: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Parts become one file in their order, nothing else stays, and the serve command is told."""
+    """Parts become one file in order, no other file is left, and the serve command is printed."""
     publish(hub, {"part_ab": b"world" * 9, "part_aa": b"hello" * 7, "README.md": b"x"})
     assert main(["e5", "--save_dir", str(tmp_path)]) == 0
     assert (tmp_path / "e5_Flat.index").read_bytes() == b"hello" * 7 + b"world" * 9
@@ -142,11 +146,11 @@ def test_parts_are_joined_and_removed(
     assert f"--index_path {tmp_path / 'e5_Flat.index'}" in capsys.readouterr().out
     fetched = len(hub.bodies)
     assert main(["e5", "--save_dir", str(tmp_path)]) == 0
-    assert len(hub.bodies) == fetched, "what is complete is not fetched again"
+    assert len(hub.bodies) == fetched, "a complete file is not downloaded again"
 
 
-def test_corpus_is_unpacked_and_a_folder_kept(hub: Hub, tmp_path: Path) -> None:
-    """The packed corpus becomes jsonl; the BM25 index becomes its folder."""
+def test_corpus_is_unpacked_and_folder_kept(hub: Hub, tmp_path: Path) -> None:
+    """The compressed corpus becomes jsonl; the BM25 index stays a folder."""
     publish(hub, {"wiki-18.jsonl.gz": gzip.compress(b'{"id": "1"}\n' * 99)}, "corpus")
     publish(hub, {"bm25/segments_1": b"s", "bm25/a.fdt": b"f"}, "bm25")
     assert main(["corpus", "bm25", "--save_dir", str(tmp_path)]) == 0
@@ -154,8 +158,8 @@ def test_corpus_is_unpacked_and_a_folder_kept(hub: Hub, tmp_path: Path) -> None:
     assert sorted(p.name for p in (tmp_path / "bm25").iterdir()) == ["a.fdt", "segments_1"]
 
 
-def test_a_killed_download_goes_on(hub: Hub, tmp_path: Path) -> None:
-    """After kill -9 the second run asks only for the bytes that are missing."""
+def test_a_killed_download_is_resumed(hub: Hub, tmp_path: Path) -> None:
+    """After kill -9 the second run requests only the missing bytes."""
     data = os.urandom(5 * MB)
     publish(hub, {"part_aa": b"start", "part_ab": data})
     hub.stall_after = 4 * MB
@@ -170,15 +174,15 @@ def test_a_killed_download_goes_on(hub: Hub, tmp_path: Path) -> None:
         run.kill()
         run.wait()
     hub.resume.set()
-    have = incomplete.stat().st_size
+    num_present = incomplete.stat().st_size
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     assert (tmp_path / "e5_Flat.index").read_bytes() == b"start" + data
-    assert hub.ranges == [f"bytes={have}-"]
+    assert hub.ranges == [f"bytes={num_present}-"]
     assert hub.bodies.count(f"{ITEMS['e5'].repo}/part_aa") == 1
 
 
-def test_a_broken_connection_goes_on(hub: Hub, tmp_path: Path) -> None:
-    """A connection that breaks in the middle costs one more request for the rest."""
+def test_a_broken_connection_is_resumed(hub: Hub, tmp_path: Path) -> None:
+    """After a lost connection, one more request gets the remaining bytes."""
     data = os.urandom(3 * MB)
     publish(hub, {"part_aa": data})
     hub.stall_after = 2 * MB
@@ -188,10 +192,10 @@ def test_a_broken_connection_goes_on(hub: Hub, tmp_path: Path) -> None:
     assert len(hub.ranges) == 1
 
 
-def test_a_server_without_ranges_starts_anew(hub: Hub, tmp_path: Path) -> None:
-    """A whole answer to a question for the rest replaces what was there."""
+def test_a_server_without_ranges_restarts_the_file(hub: Hub, tmp_path: Path) -> None:
+    """If the server ignores the range and sends the whole file, it replaces the partial one."""
     publish(hub, {"part_aa": b"whole file"})
-    hub.knows_ranges = False
+    hub.supports_ranges = False
     (tmp_path / ".e5_Flat.index.parts").mkdir()
     (tmp_path / ".e5_Flat.index.parts" / "part_aa.incomplete").write_bytes(b"whole")
     assert main(["e5", "--save_dir", str(tmp_path)]) == 0
@@ -201,7 +205,7 @@ def test_a_server_without_ranges_starts_anew(hub: Hub, tmp_path: Path) -> None:
 def test_wrong_checksum_is_refused(
     hub: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A file that is not what the hub says is removed, never joined."""
+    """A file with a wrong checksum is removed and not joined."""
     publish(hub, {"part_aa": b"hello"})
     hub.wrong_checksum = True
     assert main(["e5", "--save_dir", str(tmp_path)]) == 2
@@ -215,7 +219,7 @@ def test_wrong_checksum_is_refused(
 def test_dry_run_names_files_and_disk(
     hub: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The dry run tells the hub's sizes and fetches nothing."""
+    """The dry run prints the sizes on the hub and downloads nothing."""
     publish(hub, {"part_aa": b"a" * 70, "part_ab": b"b" * 30})
     assert main(["e5", "--save_dir", str(tmp_path), "--dry-run"]) == 0
     output = capsys.readouterr().out
@@ -223,11 +227,11 @@ def test_dry_run_names_files_and_disk(
     assert hub.bodies == [] and list(tmp_path.iterdir()) == []
 
 
-def test_dry_run_without_the_hub_tells_published_sizes(
+def test_dry_run_without_the_hub_prints_published_sizes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Without a hub the sizes are the table's and are said to be so; a real run is refused."""
-    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")  # the port of nothing
+    """If the hub does not answer, a dry run prints the published sizes; a real run fails."""
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")  # a closed port
     assert main(["e5", "--save_dir", str(tmp_path), "--dry-run"]) == 0
     output = capsys.readouterr().out
     assert "64.56 GB" in output and "published size" in output
@@ -238,7 +242,7 @@ def test_dry_run_without_the_hub_tells_published_sizes(
 def test_too_small_a_disk_is_refused(
     hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Nothing is fetched when it would not fit."""
+    """Nothing is downloaded if it does not fit on the disk."""
     publish(hub, {"part_aa": b"hello"})
     small: Callable[[Path, int], str] = lambda folder, need: f"{folder} has too little for {need}"  # noqa: E731
     monkeypatch.setattr(download, "disk_error", small)
@@ -247,23 +251,23 @@ def test_too_small_a_disk_is_refused(
     assert hub.bodies == []
 
 
-def test_what_is_here_needs_no_room_again(tmp_path: Path) -> None:
-    """A resumed download is not refused for the bytes it has already."""
+def test_present_bytes_need_no_space(tmp_path: Path) -> None:
+    """The space needed to resume a download excludes the bytes that are present."""
     files = (HubFile("part_aa", 5, None), HubFile("part_ab", 7, None))
     plan = Plan(ITEMS["e5"], files, tmp_path)
     assert (plan.disk_bytes, plan.missing_bytes) == (19, 19)
     (tmp_path / ".e5_Flat.index.partial").write_bytes(b"first")
-    plan.aside.mkdir()
-    (plan.aside / "part_ab.incomplete").write_bytes(b"sec")
+    plan.parts_dir.mkdir()
+    (plan.parts_dir / "part_ab.incomplete").write_bytes(b"sec")
     assert plan.missing_bytes == 19 - 8
 
 
 @pytest.mark.parametrize("appended", [0, 3, 7])
 def test_a_killed_join_appends_once(tmp_path: Path, appended: int) -> None:
-    """What a killed run had appended of a part is not there twice."""
+    """Bytes of a part that a killed run appended are not appended twice."""
     parts = [HubFile("part_aa", 5, None), HubFile("part_ab", 7, None)]
     (tmp_path / ".x.partial").write_bytes(b"first" + b"seconds"[:appended])
-    joined = Joined(tmp_path / "x", parts)
+    joined = JoinedFile(tmp_path / "x", parts)
     for part in joined.missing():
         path = tmp_path / part.path
         path.write_bytes(b"seconds")
@@ -273,57 +277,57 @@ def test_a_killed_join_appends_once(tmp_path: Path, appended: int) -> None:
 
 
 def test_a_truncated_archive_is_refused(tmp_path: Path) -> None:
-    """A .gz that ends early is not taken for a smaller corpus."""
-    packed = tmp_path / "c.gz"
-    packed.write_bytes(gzip.compress(os.urandom(999))[:500])
+    """A truncated .gz is an error, not a smaller corpus."""
+    archive = tmp_path / "c.gz"
+    archive.write_bytes(gzip.compress(os.urandom(999))[:500])
     with pytest.raises(DownloadError, match=r"no complete \.gz"):
-        unpack(packed, tmp_path / "c")
+        unpack(archive, tmp_path / "c")
     assert not (tmp_path / "c").exists()
 
 
 def test_a_file_of_another_size_is_refused(tmp_path: Path) -> None:
-    """Small files without a checksum are at least as long as the hub says."""
+    """The size of small files without a checksum is verified."""
     path = tmp_path / "f"
     path.write_bytes(b"abc")
     with pytest.raises(DownloadError, match="3 bytes"):
         verify(path, HubFile("f", 4, None))
 
 
-def test_an_outage_is_waited_out(hub: Hub, tmp_path: Path) -> None:
-    """Pauses grow, a Retry-After is kept to, and then listing and file are whole."""
+def test_an_outage_is_retried(hub: Hub, tmp_path: Path) -> None:
+    """Delays grow or follow Retry-After, until listing and file are complete."""
     publish(hub, {"part_aa": b"hello"})
-    pauses: list[float] = []
-    patience = Patience(sleep=pauses.append)
+    delays: list[float] = []
+    retries = RetryPolicy(sleep=delays.append)
     hub.failures = [(503, {}), (503, {})]
-    [file] = list_files(ITEMS["e5"].repo, "part_", patience)
+    [file] = list_files(ITEMS["e5"].repo, "part_", retries)
     hub.failures = [(500, {}), (429, {"Retry-After": "77"}), (429, {"Retry-After": "9999"})]
-    path = fetch(ITEMS["e5"].repo, file, tmp_path, patience)
+    path = fetch(ITEMS["e5"].repo, file, tmp_path, retries)
     assert path.read_bytes() == b"hello"
-    for pause, least, most in zip(pauses, (0.5, 1, 0.5, 77, 300), (1, 2, 1, 85, 330), strict=True):
-        assert least <= pause <= most
+    for delay, low, high in zip(delays, (0.5, 1, 0.5, 77, 300), (1, 2, 1, 85, 330), strict=True):
+        assert low <= delay <= high
 
 
-def test_an_outage_of_minutes_ends_some_time() -> None:
-    """Lost connections are tried 20 times within about six minutes, and no more often."""
-    pauses: list[float] = []
-    patience = Patience(sleep=pauses.append)
+def test_retries_end_after_minutes() -> None:
+    """Lost connections are tried 20 times within about six minutes."""
+    delays: list[float] = []
+    retries = RetryPolicy(sleep=delays.append)
 
-    def lose() -> None:
+    def lose_connection() -> None:
         raise TransientError("refused")
 
     with pytest.raises(TransientError):
-        patience.wait_out(lose)
-    assert len(pauses) == 19
-    assert all(2**i / 2 <= pause <= 2**i for i, pause in enumerate(pauses[:5]))
-    assert 4.5 * 60 < sum(pauses) < 9 * 60
+        retries.call(lose_connection)
+    assert len(delays) == 19
+    assert all(2**i / 2 <= delay <= 2**i for i, delay in enumerate(delays[:5]))
+    assert 4.5 * 60 < sum(delays) < 9 * 60
 
 
-def test_a_refusal_is_not_waited_for(hub: Hub, tmp_path: Path) -> None:
-    """What will not pass fails at once, with the status."""
-    pauses: list[float] = []
+def test_a_refusal_is_not_retried(hub: Hub, tmp_path: Path) -> None:
+    """A permanent error fails at once, with the status."""
+    delays: list[float] = []
     with pytest.raises(DownloadError, match=r"404.*same command again"):
-        fetch("no/such", HubFile("part_aa", 5, None), tmp_path, Patience(sleep=pauses.append))
-    assert pauses == []
+        fetch("no/such", HubFile("part_aa", 5, None), tmp_path, RetryPolicy(sleep=delays.append))
+    assert delays == []
 
 
 def test_the_originals_command(hub: Hub, tmp_path: Path) -> None:
@@ -347,22 +351,22 @@ def test_the_originals_command(hub: Hub, tmp_path: Path) -> None:
     assert (tmp_path / "e5_Flat.index").read_bytes() == b"helloworld"
 
 
-def test_a_file_of_another_index_is_not_taken_for_this(hub: Hub, tmp_path: Path) -> None:
-    """Parts of several indexes have the same names, and the folder may hold another's."""
+def test_a_file_of_another_index_is_an_error(hub: Hub, tmp_path: Path) -> None:
+    """Indexes have parts with the same names, so a part of another size is an error."""
     publish(hub, {"part_aa": b"hello"})
     (tmp_path / "part_aa").write_bytes(b"another index")
     with pytest.raises(DownloadError, match="13 bytes, expected the 5"):
         fetch(ITEMS["e5"].repo, HubFile("part_aa", 5, None), tmp_path)
 
 
-def test_what_to_fetch_must_be_said(tmp_path: Path) -> None:
-    """Neither nothing, nor items where the original's command decides them."""
-    for words in ([], ["e5-hnsw64", "--save_path", str(tmp_path)]):
-        assert main(words) == 2
+def test_items_or_save_path_must_be_given(tmp_path: Path) -> None:
+    """Neither items nor --save_path, and both, are errors."""
+    for arguments in ([], ["e5-hnsw64", "--save_path", str(tmp_path)]):
+        assert main(arguments) == 2
 
 
 def hotpotqa(split: str) -> bytes:
-    """Rows as the hub has them; all questions share a paragraph."""
+    """Return rows as on the hub; all questions have one paragraph in common."""
     rows = [
         {
             "id": f"{split}_{i}",
@@ -381,7 +385,7 @@ def hotpotqa(split: str) -> bytes:
 
 
 def test_the_small_set_is_built_from_the_hub(hub: Hub, tmp_path: Path) -> None:
-    """What example/smollm2 and the benchmarks want: as many questions as asked, their passages."""
+    """The set for example/smollm2 and the benchmarks has the requested questions and passages."""
     for name in ("train", "dev", "other"):
         hub.files[f"RUC-NLPIR/FlashRAG_datasets/hotpotqa/{name}.jsonl"] = hotpotqa(name)
     out = tmp_path / "set"
@@ -398,7 +402,7 @@ def test_the_small_set_is_built_from_the_hub(hub: Hub, tmp_path: Path) -> None:
 def test_rows_without_paragraphs_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Another collection's file is told by its place."""
+    """The error for a row without paragraphs has file and row."""
     file = tmp_path / "hotpotqa" / "train.jsonl"
     file.parent.mkdir()
     file.write_text('{"question": "who?", "golden_answers": ["x"]}\n')
