@@ -1,4 +1,4 @@
-"""Whole runs, for real, whose retriever errs, hangs, dies, comes back, or does not."""
+"""Complete training runs whose retriever fails, hangs, is killed, and restarts or does not."""
 
 from __future__ import annotations
 
@@ -27,23 +27,23 @@ NEXT = {
     "</": ("search",),
     **dict.fromkeys(COUNTRIES, ("</",)),
 }
-"""Which tokens follow a token, all as likely; `<` follows every other one."""
+"""Tokens that may follow a token, equally likely; `<` follows any token not listed here."""
 OPTIONS = (
     "algorithm.adv_estimator=gae", "critic.optim.lr=1e-4", "actor_rollout_ref.actor.optim.lr=1e-4",
     "trainer.n_gpus_per_node=1", "trainer.total_training_steps=4", "trainer.test_freq=2",
     "trainer.save_freq=0",
     "retriever.max_retries=3", "retriever.timeout=3",
 )  # fmt: skip
-"""Of every run here."""
-DRILL = ("--inject_failures", "0.2", "--inject_hangs", "0.05", "--inject_seed", "3")
-NOT_THE_RUNS = (
+"""Options of every run in this file."""
+FAULTS = ("--inject_failures", "0.2", "--inject_hangs", "0.05", "--inject_seed", "3")
+IGNORED_METRICS = (
     "timing_s/", "perf/", "fault/", "val/fault/", "rollout/wait_s/", "rollout/prefix_hit_share",
 )  # fmt: skip
-"""Metrics of the machine and the disturbance."""
+"""Prefixes of metrics that depend on the machine or on the injected faults."""
 
 
 def searching_model(folder: Path) -> str:
-    """A model that can do nothing but search, for one country or another."""
+    """Save a model that does nothing but search for a random country; return its folder."""
     tokenizer = load_tokenizer()
     model = tiny_llama(tie_word_embeddings=False, eos_token_id=tokenizer.eos_token_id)
     states = {tokenizer.convert_tokens_to_ids(t): i for i, t in enumerate(NEXT, start=1)}
@@ -65,7 +65,7 @@ def searching_model(folder: Path) -> str:
 
 
 def retriever(folder: Path, *flags: str) -> LocalServer:
-    """A retriever over the example corpus, not yet started; it keeps its port."""
+    """Return a retrieval server over the example corpus, not yet started; it keeps its port."""
     corpus = folder / "corpus.jsonl"
     if not corpus.exists():
         corpus.write_bytes((ROOT / "example" / "corpus.jsonl").read_bytes())
@@ -73,7 +73,7 @@ def retriever(folder: Path, *flags: str) -> LocalServer:
 
 
 def searching_world(folder: Path, answer: str = "a") -> dict[str, str]:
-    """A model that searches, and rows to ask it, with one answer."""
+    """Create a model that searches and prompt rows for it, all with the same gold answer."""
     write_rows(folder / "rows.parquet", answer)
     model = searching_model(folder / "model")
     return {"model": model, "rows": str(folder / "rows.parquet"), "folder": str(folder)}
@@ -81,13 +81,13 @@ def searching_world(folder: Path, answer: str = "a") -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """A model that searches and rows; each run brings its retriever."""
+    """A model that searches and its prompt rows; each run starts its own retriever."""
     return searching_world(tmp_path_factory.mktemp("world"))
 
 
 @pytest.fixture(scope="module")
 def undisturbed(world: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run whose retriever is always there."""
+    """A run whose retriever is always available."""
     out = tmp_path_factory.mktemp("undisturbed")
     with retriever(Path(world["folder"])) as server:
         train({**world, "url": server.url}, out, *OPTIONS)
@@ -96,7 +96,7 @@ def undisturbed(world: dict[str, str], tmp_path_factory: pytest.TempPathFactory)
 
 @contextmanager
 def started(world: dict[str, str], out: Path, *options: str) -> Iterator[subprocess.Popen[bytes]]:
-    """A run under way, its output in `out/log`."""
+    """Start a run whose output goes to `out/log`."""
     out.mkdir(exist_ok=True)
     with (out / "log").open("ab") as log:
         command = command_of(world, out, *OPTIONS, *options)
@@ -109,7 +109,7 @@ def started(world: dict[str, str], out: Path, *options: str) -> Iterator[subproc
 
 
 def wait_for(condition: Callable[[], bool], run: subprocess.Popen[bytes], out: Path) -> None:
-    """Until the condition holds, while the run lives."""
+    """Wait until the condition holds; fails if the run ends before."""
     limit = time.monotonic() + 400
     while not condition():
         assert run.poll() is None and time.monotonic() < limit, (out / "log").read_text()[-4000:]
@@ -121,22 +121,22 @@ def has_step_one(out: Path) -> bool:
 
 
 def compare(out: Path, undisturbed: Path) -> list[dict[str, Any]]:
-    """Every metric of every step is that of the undisturbed run; returns them."""
+    """Check that every metric equals that of the undisturbed run; return the metrics."""
     found, expected = metrics(out), metrics(undisturbed)
     assert [row["step"] for row in found] == [row["step"] for row in expected] == [0, 1, 2, 3, 4]
-    for got, wanted in zip(found, expected, strict=True):
-        names = {name for name in got | wanted if not name.startswith(NOT_THE_RUNS)}
+    for actual, reference in zip(found, expected, strict=True):
+        names = {name for name in actual | reference if not name.startswith(IGNORED_METRICS)}
         for name in names:
-            assert got[name] == pytest.approx(wanted[name], rel=1e-3, abs=1e-5), name
+            assert actual[name] == pytest.approx(reference[name], rel=1e-3, abs=1e-5), name
     return found
 
 
-def test_line_19_a_run_outlives_its_retriever(
+def test_line_19_a_run_survives_failures_of_its_retriever(
     world: dict[str, str], undisturbed: Path, tmp_path: Path
 ) -> None:
-    """With 20 % errors and 5 % hangs, killed and started again: the metrics are as without."""
+    """20 % errors, 5 % hangs, a kill and a restart leave all training metrics unchanged."""
     assert all(row["env/valid_searches"] == 1.0 for row in metrics(undisturbed) if row["step"])
-    out, server = tmp_path / "run", retriever(Path(world["folder"]), *DRILL)
+    out, server = tmp_path / "run", retriever(Path(world["folder"]), *FAULTS)
     with server, started({**world, "url": server.url}, out) as run:
         wait_for(lambda: has_step_one(out), run, out)
         server.kill()
@@ -152,10 +152,10 @@ def test_line_19_a_run_outlives_its_retriever(
         assert total[f"fault/{name}"] > 0
 
 
-def test_a_run_whose_retriever_stays_away_can_go_on_later(
+def test_a_run_whose_retriever_stays_down_can_resume(
     world: dict[str, str], undisturbed: Path, tmp_path: Path
 ) -> None:
-    """Exit status 4 and a checkpoint; the same command then makes the rest of the steps."""
+    """Exit status 4 and a checkpoint; the same command later completes the remaining steps."""
     out, server = tmp_path / "run", retriever(Path(world["folder"]))
     with server:
         there = {**world, "url": server.url}

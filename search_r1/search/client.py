@@ -1,9 +1,10 @@
-"""The asynchronous client of `/retrieve`: pooled, merging, retrying, with typed errors.
+"""Asynchronous client of `POST /retrieve`: pooled connections, merged requests, typed errors.
 
-Searches that coroutines of one event loop start within a few milliseconds travel in one request,
-equal ones once; those that are only predicted travel apart. Retries and fail-over live in
-`transport`; how many searches of a task needed them is counted in a context variable, so that
-`search` stays a function of a query, and a request of many trajectories still tells each of them.
+Searches that coroutines of one event loop start within a few milliseconds share a request, in which
+each distinct query appears once. Prefetches, whose results may never be needed, have requests of
+their own. Retries and fail-over are in `transport`. How many searches of a task needed retries is
+counted in a context variable: a request serves the searches of many tasks, and `search` returns
+nothing but documents.
 """
 
 import asyncio
@@ -32,7 +33,14 @@ from search_r1.retrying import Backoff
 from search_r1.search.errors import RetrieverRefused, RetrieverUnavailable, SearchError
 from search_r1.search.retrieval import EmptyRetrieval, InMemoryRetrieval, Retrieval
 from search_r1.search.schema import TOKEN_VARIABLE, Document, from_wire, well_formed
-from search_r1.search.transport import Answer, Garbled, Patience, Servers, Transport, read_urls
+from search_r1.search.transport import (
+    InvalidResponse,
+    Response,
+    RetryPolicy,
+    Servers,
+    Transport,
+    read_urls,
+)
 from verl.errors import redact
 
 __all__ = ["Document", "EmptyRetrieval", "InMemoryRetrieval", "Retrieval", "RetrievalClient"]
@@ -40,23 +48,23 @@ __all__ = ["Document", "EmptyRetrieval", "InMemoryRetrieval", "Retrieval", "Retr
 T = TypeVar("T")
 
 RETRIED = "searches_retried"
-"""Searches that one attempt was not enough for, whether or not they were answered then."""
+"""Name of the count of searches that needed more than one attempt, successful or not."""
 NOT_FOUND = 404
 REQUEST_LEVEL_STATUSES = frozenset({301, 302, 303, 307, 308, 401, 403, 404, 405, 421})
-"""Refusals that no single query of a request can be the cause of."""
-MOST_REQUESTS, MOST_AHEAD = 100, 32
-"""Requests that may be under way at once: those that somebody waits for, and those sent ahead."""
+"""Statuses that refuse a request as a whole, which no single query can have caused."""
+MAX_REQUESTS, MAX_PREFETCH_REQUESTS = 100, 32
+"""Connections for searches and for prefetches; no prefetch is sent while either are all in use."""
 SAME_DEADLINE_S = 0.5
-"""Searches whose deadlines differ by no more may share a request."""
-DEAD_S = 10
-"""After so many seconds without a sign of life of the peer's machine a connection is given up."""
+"""Largest difference between the deadlines of searches that share a request."""
+DEAD_PEER_S = 10
+"""Seconds without a packet from the peer's machine after which a connection is closed."""
 
 _counts: ContextVar[Counter[str] | None] = ContextVar("counts", default=None)
 
 
 @contextmanager
 def count_retries() -> Iterator[Counter[str]]:
-    """How many of the searches that the body awaits were tried again, under RETRIED."""
+    """Count, under the key RETRIED, the searches awaited in the body that needed a retry."""
     counts = Counter({RETRIED: 0})
     token = _counts.set(counts)
     try:
@@ -65,51 +73,54 @@ def count_retries() -> Iterator[Counter[str]]:
         _counts.reset(token)
 
 
-Found = tuple[list[Document], int]
-"""What one search found, and how many attempts failed before."""
-Waiters = list[asyncio.Future[Found]]
+SearchResult = tuple[list[Document], int]
+"""The documents of one search, and the number of failed attempts before."""
+Futures = list[asyncio.Future[SearchResult]]
 
 
 @dataclass
-class _Merged:
-    """Searches that will share a request, since a request has one deadline."""
+class _Batch:
+    """Searches that will share a request, and with it a deadline."""
 
     deadline: float
-    """When the first of them must have its answer."""
-    waiting: dict[str, Waiters] = field(default_factory=dict)
-    """Who waits for each query."""
+    """The earliest deadline of these searches (`time.monotonic`)."""
+    futures: dict[str, Futures] = field(default_factory=dict)
+    """The searches that wait for each query."""
 
-    def takes(self, deadline: float) -> bool:
-        """Whether a search with this deadline may be one of them; both may have none (inf)."""
+    def accepts(self, deadline: float) -> bool:
+        """Whether a search with this deadline may join; inf means no deadline."""
         return deadline == self.deadline or abs(deadline - self.deadline) <= SAME_DEADLINE_S
 
 
 @dataclass
-class _Lane:
-    """Searches of one kind."""
+class _BatchQueue:
+    """Searches, or prefetches, that wait to be sent, and their requests in progress."""
 
     http: aiohttp.ClientSession
     max_retries: int | None = None
-    """Of each request; None: as many as the client may make."""
-    merged: list[_Merged] = field(default_factory=list)
-    """What is not yet sent."""
+    """Retries of each request; None: as many as the retry policy allows."""
+    batches: list[_Batch] = field(default_factory=list)
+    """Batches that are not sent yet."""
     timer: asyncio.TimerHandle | None = None
+    """Sends the batches at the end of the merge window."""
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
+    """Requests in progress."""
 
 
 @dataclass
 class _LoopState:
-    """What belongs to one event loop: its connections, and the searches that it makes."""
+    """The connections and searches of one event loop."""
 
     http: aiohttp.ClientSession
-    wanted: _Lane = field(init=False)
-    ahead: _Lane = field(init=False)
+    searches: _BatchQueue = field(init=False)
+    prefetches: _BatchQueue = field(init=False)
 
     def __post_init__(self) -> None:
-        self.wanted, self.ahead = _Lane(self.http), _Lane(self.http, max_retries=0)
+        self.searches = _BatchQueue(self.http)
+        self.prefetches = _BatchQueue(self.http, max_retries=0)
 
     def __del__(self) -> None:
-        """Close without a word: aiohttp logs two errors for what nobody closed."""
+        """Close the connections of a client that nobody closed: aiohttp would log two errors."""
         connector = self.http.connector
         if connector is not None:
             self.http.detach()
@@ -117,7 +128,10 @@ class _LoopState:
 
 
 class RetrievalClient:
-    """A `Retrieval` over HTTP, usable from any event loop; `async with` closes the loop's own."""
+    """A `Retrieval` over HTTP, usable from any number of event loops.
+
+    `async with` and `aclose` close the connections of the current event loop.
+    """
 
     def __init__(
         self,
@@ -135,32 +149,33 @@ class RetrievalClient:
         token: str | None = None,
         log_level: int = logging.WARNING,
     ) -> None:
-        """Nothing is sent yet.
+        """Create a client; nothing is sent yet.
 
-        `url` is a server's base address, or ends in `/retrieve`; several, in a sequence or with
-        commas between them, stand in for each other. `topk` None leaves the number of documents to
-        the server. `timeout` (s) bounds one attempt, `deadline` (s) the whole search; after
-        `max_retries` more attempts, on whichever server, a search fails. The n-th pause is
-        `backoff` * 2^n s, at most `max_backoff`, cut by up to a half at random, or what the server
-        asks for, at most `max_retry_after` s. At most `max_batch` different queries, started within
-        `merge_window` s, share a request. `token` is sent as bearer; its default is the environment
-        variable RETRIEVER_TOKEN. `log_level` is that of the line about each attempt that failed.
+        `url` is the base address of a server, with or without `/retrieve`; several, as a sequence
+        or separated by commas, replace each other when one fails. `topk` None leaves the number of
+        documents to the server. `timeout` (s) limits one attempt, `deadline` (s) the whole search,
+        and `max_retries` the number of further attempts, on whichever server. The delay before the
+        n-th retry is `backoff` * 2^n s, at most `max_backoff`, shortened by up to a half at random,
+        but not below the server's `Retry-After`, of which at most `max_retry_after` s count. At
+        most `max_batch` distinct queries, started within `merge_window` s, share a request. `token`
+        is sent as bearer token; its default is the environment variable RETRIEVER_TOKEN.
+        `log_level` is the level of the log line about each failed attempt.
         """
         if deadline is not None and not deadline > 0:
             raise ValueError(f"deadline {deadline}; expected more than 0 seconds, or None")
         self._urls = read_urls(url)
-        pauses = Backoff(backoff, max_backoff, max_retry_after)
-        self._patience = Patience(timeout, max_retries, pauses, log_level)
+        delays = Backoff(backoff, max_backoff, max_retry_after)
+        self._policy = RetryPolicy(timeout, max_retries, delays, log_level)
         self._topk = topk
         self._deadline = math.inf if deadline is None else deadline
         self._max_batch = max_batch
         self._merge_window = merge_window
-        self._token = _token(os.environ.get(TOKEN_VARIABLE) if token is None else token)
-        named = [one for one in self._urls if urllib.parse.urlsplit(one).username is not None]
-        if named and self._token is not None:
+        self._token = _check_token(os.environ.get(TOKEN_VARIABLE) if token is None else token)
+        with_user = [u for u in self._urls if urllib.parse.urlsplit(u).username is not None]
+        if with_user and self._token is not None:
             raise ValueError(
-                f"retriever url {redact(named[0])} with a user, and {TOKEN_VARIABLE} set; expected "
-                "one of them, since a request has room for one"
+                f"retriever url {redact(with_user[0])} with a user, and {TOKEN_VARIABLE} is set; "
+                "expected only one of them, since both use the Authorization header"
             )
         self._connect()
 
@@ -168,27 +183,27 @@ class RetrievalClient:
         return f"RetrievalClient({redact(','.join(self._urls))!r}, topk={self._topk})"
 
     def __getstate__(self) -> dict[str, Any]:
-        """Settings only, so that a client can be sent to another process."""
+        """Return the settings without the connections, for pickling."""
         return {k: v for k, v in vars(self).items() if k not in ("_states", "_transport")}
 
     def __setstate__(self, settings: dict[str, Any]) -> None:
-        """The settings of another process's client, without its connections."""
         vars(self).update(settings)
         self._connect()
 
     @property
     def urls(self) -> tuple[str, ...]:
-        """Base addresses of the servers in the order in which this process prefers them."""
+        """Base addresses of the servers in this process's order of preference."""
         return self._transport.servers.urls
 
-    async def search(self, query: str, began: float | None = None) -> list[Document]:
-        """The documents for one query, best first; the deadline counts from `began`, or from now.
+    async def search(self, query: str, start: float | None = None) -> list[Document]:
+        """Return the documents for one query, best first.
 
-        Raises RetrieverUnavailable or RetrieverRefused.
+        The deadline counts from `start` (`time.monotonic`; default: now). Raises
+        RetrieverUnavailable or RetrieverRefused.
         """
         num_retries = 0
         try:
-            documents, num_retries = await self._ask(self._state().wanted, query, began)
+            documents, num_retries = await self._enqueue(self._state().searches, query, start)
         except RetrieverUnavailable as error:
             num_retries = error.num_retries
             raise
@@ -199,157 +214,183 @@ class RetrievalClient:
 
     @property
     def can_prefetch(self) -> bool:
-        """Whether `prefetch` is in nobody's way: a server is well, connections are free."""
+        """Whether a prefetch delays no search: a server is healthy and connections are free."""
         state = self._state()
-        is_free = len(state.wanted.tasks) < MOST_REQUESTS and len(state.ahead.tasks) < MOST_AHEAD
-        return is_free and self._transport.servers.has_sound()
+        return (
+            len(state.searches.tasks) < MAX_REQUESTS
+            and len(state.prefetches.tasks) < MAX_PREFETCH_REQUESTS
+            and self._transport.servers.has_healthy()
+        )
 
     async def prefetch(self, query: str) -> list[Document]:
-        """As `search`, for an answer that may never be wanted: with one attempt, and uncounted."""
-        return (await self._ask(self._state().ahead, query))[0]
+        """Search for documents that may never be needed: one attempt, not counted as a fault."""
+        documents, _ = await self._enqueue(self._state().prefetches, query)
+        return documents
 
-    async def _ask(self, lane: _Lane, query: str, began: float | None = None) -> Found:
-        """One search, in a request with others of its lane."""
+    async def _enqueue(
+        self, queue: _BatchQueue, query: str, start: float | None = None
+    ) -> SearchResult:
+        """Add a search to a batch of `queue` and wait for its result."""
         loop = asyncio.get_running_loop()
-        future: asyncio.Future[Found] = loop.create_future()
-        deadline = (time.monotonic() if began is None else began) + self._deadline
-        fit = (one for one in lane.merged if one.takes(deadline))
-        if (merged := next(fit, None)) is None:
-            merged = _Merged(deadline)
-            lane.merged.append(merged)
-        merged.deadline = min(merged.deadline, deadline)
-        merged.waiting.setdefault(well_formed(query), []).append(future)
-        if len(merged.waiting) >= self._max_batch:
-            self._send(lane)
-        elif lane.timer is None:
-            lane.timer = loop.call_later(self._merge_window, self._send, lane)
+        future: asyncio.Future[SearchResult] = loop.create_future()
+        deadline = (time.monotonic() if start is None else start) + self._deadline
+        batch = next((batch for batch in queue.batches if batch.accepts(deadline)), None)
+        if batch is None:
+            batch = _Batch(deadline)
+            queue.batches.append(batch)
+        batch.deadline = min(batch.deadline, deadline)
+        batch.futures.setdefault(well_formed(query), []).append(future)
+        if len(batch.futures) >= self._max_batch:
+            self._send(queue)
+        elif queue.timer is None:
+            queue.timer = loop.call_later(self._merge_window, self._send, queue)
         return await future
 
     async def health(self) -> dict[str, Any]:
-        """The first answer to `/health`, each server asked once at most; raises as `search`."""
-        return await self._get("/health", _object)
+        """Return the first response to `/health`; asks each server at most once."""
+        return await self._get("/health", _parse_object)
 
     async def info(self) -> dict[str, Any]:
-        """The first answer to `/info`, asked for as `health` is."""
-        return await self._get("/info", _object)
+        """Return the first response to `/info`; asks each server at most once."""
+        return await self._get("/info", _parse_object)
 
     async def document(self, id: str) -> Document | None:
-        """The document with this id, or None; raises RetrieverUnavailable or RetrieverRefused."""
+        """Return the document with this id, or None if the server has none.
+
+        Raises RetrieverUnavailable or RetrieverRefused.
+        """
         path = f"/document?{urllib.parse.urlencode({'id': well_formed(id)})}"
         try:
-            return await self._get(path, _document, is_patient=True)
+            return await self._get(path, _parse_document, with_retries=True)
         except RetrieverRefused as error:
             if error.status == NOT_FOUND:
                 return None
             raise
 
-    async def _get(self, path: str, read: Callable[[Answer], T], is_patient: bool = False) -> T:
-        """What `read` makes of the answer to a GET; impatiently, each server is asked once."""
+    async def _get(
+        self, path: str, parse: Callable[[Response], T], with_retries: bool = False
+    ) -> T:
+        """Return the parsed response to a GET; without retries, each server is asked once."""
         transport, deadline = self._transport, time.monotonic() + self._deadline
-        retries = None if is_patient else len(transport.servers) - 1
-        http = self._state().http
-        found, _ = await transport.exchange(
-            http, "GET", path, read=read, max_retries=retries, deadline=deadline
+        max_retries = None if with_retries else len(transport.servers) - 1
+        result, _ = await transport.exchange(
+            self._state().http, "GET", path, parse=parse, max_retries=max_retries, deadline=deadline
         )
-        return found
+        return result
 
     async def aclose(self) -> None:
-        """Finish what was asked in this event loop, but for predictions; close its connections."""
+        """Finish this event loop's searches, cancel its prefetches and close its connections."""
         state = self._states.pop(asyncio.get_running_loop(), None)
         if state is None:
             return
-        self._send(state.wanted)
-        self._send(state.ahead)
-        await asyncio.gather(*state.wanted.tasks)
-        await asyncio.sleep(0)  # a task that has begun tells those that wait for it
-        for task in state.ahead.tasks:
+        self._send(state.searches)
+        self._send(state.prefetches)
+        await asyncio.gather(*state.searches.tasks)
+        # A task that is cancelled before its first step never runs the `finally` that ends its
+        # futures: let the prefetches begin first.
+        await asyncio.sleep(0)
+        for task in state.prefetches.tasks:
             task.cancel()
-        await asyncio.gather(*state.ahead.tasks, return_exceptions=True)
+        await asyncio.gather(*state.prefetches.tasks, return_exceptions=True)
         await state.http.close()
 
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(self, *failure: object) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.aclose()
 
     def _connect(self) -> None:
-        """What no other process can use: the order of servers, and connections."""
-        self._transport = Transport(Servers(self._urls), self._patience)
+        """Create what cannot be pickled: the servers' order and health, and the connections."""
+        self._transport = Transport(Servers(self._urls), self._policy)
         self._states: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _LoopState] = (
             weakref.WeakKeyDictionary()
         )
 
     def _state(self) -> _LoopState:
-        """This event loop's connections. Proxies of the environment are not for a local server."""
+        """Return the running event loop's connections, created at the first call.
+
+        Proxies in environment variables are ignored: the retriever is in the local network, and a
+        proxy would see the token and every query.
+        """
         loop = asyncio.get_running_loop()
         if loop not in self._states:
             headers = {}
             if self._token is not None:
                 headers["Authorization"] = f"Bearer {self._token.get_secret_value()}"
             connector = aiohttp.TCPConnector(
-                limit=MOST_REQUESTS + MOST_AHEAD, socket_factory=_open_socket
+                limit=MAX_REQUESTS + MAX_PREFETCH_REQUESTS, socket_factory=_open_socket
             )
             self._states[loop] = _LoopState(
                 aiohttp.ClientSession(connector=connector, headers=headers)
             )
         return self._states[loop]
 
-    def _send(self, lane: _Lane) -> None:
-        """Start the requests with every search that waits."""
-        if lane.timer is not None:
-            lane.timer.cancel()
-            lane.timer = None
-        merged, lane.merged = lane.merged, []
-        for one in merged:
-            wanted = {q: who for q, who in one.waiting.items() if not all(f.done() for f in who)}
-            if wanted:
-                task = asyncio.ensure_future(self._serve(lane, one.deadline, wanted))
-                lane.tasks.add(task)
-                task.add_done_callback(lane.tasks.discard)
+    def _send(self, queue: _BatchQueue) -> None:
+        """Send every batch of `queue`, without the queries whose searches were all cancelled."""
+        if queue.timer is not None:
+            queue.timer.cancel()
+            queue.timer = None
+        batches, queue.batches = queue.batches, []
+        for batch in batches:
+            futures = {
+                query: waiting
+                for query, waiting in batch.futures.items()
+                if not all(future.done() for future in waiting)
+            }
+            if futures:
+                task = asyncio.ensure_future(self._request(queue, batch.deadline, futures))
+                queue.tasks.add(task)
+                task.add_done_callback(queue.tasks.discard)
 
-    async def _serve(self, lane: _Lane, deadline: float, waiting: Mapping[str, Waiters]) -> None:
-        """Give each waiter documents or an error; a refused batch is asked one by one.
+    async def _request(
+        self, queue: _BatchQueue, deadline: float, by_query: Mapping[str, Futures]
+    ) -> None:
+        """Send one request and give each future its documents or an error.
 
-        Scores are asked for because the original server fails without them.
+        If the server refuses several queries together, each of them is sent separately. Scores are
+        requested because the original Search-R1 server fails without them.
         """
-        body = {"queries": list(waiting), "topk": self._topk, "return_scores": True}
-        futures = [future for waiters in waiting.values() for future in waiters]
+        body = {"queries": list(by_query), "topk": self._topk, "return_scores": True}
+        all_futures = [future for futures in by_query.values() for future in futures]
+        parse = partial(_parse_documents, len(by_query))
         try:
-            found, num_retries = await self._transport.exchange(
-                lane.http, "POST", "/retrieve", body, read=partial(_documents, len(waiting)),
-                max_retries=lane.max_retries, deadline=deadline,
+            results, num_retries = await self._transport.exchange(
+                queue.http, "POST", "/retrieve", body, parse=parse,
+                max_retries=queue.max_retries, deadline=deadline,
             )  # fmt: skip
-            for waiters, documents in zip(waiting.values(), found, strict=True):
-                for future in (one for one in waiters if not one.done()):
-                    future.set_result((list(documents), num_retries))
+            for futures, documents in zip(by_query.values(), results, strict=True):
+                for future in futures:
+                    if not future.done():
+                        future.set_result((list(documents), num_retries))
         except SearchError as error:
-            is_of_one = (
+            is_query_refused = (
                 isinstance(error, RetrieverRefused) and error.status not in REQUEST_LEVEL_STATUSES
             )
-            if is_of_one and len(waiting) > 1:
-                parts = ({query: waiters} for query, waiters in waiting.items())
-                await asyncio.gather(*(self._serve(lane, deadline, part) for part in parts))
-            for future in (one for one in futures if not one.done()):
-                future.set_exception(error)
+            if is_query_refused and len(by_query) > 1:
+                parts = ({query: futures} for query, futures in by_query.items())
+                await asyncio.gather(*(self._request(queue, deadline, part) for part in parts))
+            for future in all_futures:
+                if not future.done():
+                    future.set_exception(error)
         finally:
-            for future in futures:  # whatever happened, nobody is left waiting
+            for future in all_futures:  # without effect on those that are done
                 future.cancel()
 
 
 def _open_socket(address: aiohttp.AddrInfoType) -> socket.socket:
-    """A socket that notices in DEAD_S that its peer is gone, whatever an attempt's time is."""
-    made = socket.socket(*address[:3])
-    made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    """Create a socket whose connection breaks DEAD_PEER_S after its peer has disappeared."""
+    result = socket.socket(*address[:3])
+    result.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     if sys.platform == "linux":
-        made.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * DEAD_S)
-        made.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, DEAD_S // 2)
-        made.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, DEAD_S // 2)
-    return made
+        result.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * DEAD_PEER_S)
+        result.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, DEAD_PEER_S // 2)
+        result.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, DEAD_PEER_S // 2)
+    return result
 
 
-def _token(text: str | None) -> SecretStr | None:
-    """A bearer token, or none for an empty text; what cannot stand in a header is refused."""
+def _check_token(text: str | None) -> SecretStr | None:
+    """Return the bearer token, None if it is empty; raises ValueError if no header can hold it."""
     if not text:
         return None
     if not (text.isascii() and text.isprintable() and " " not in text):
@@ -360,43 +401,43 @@ def _token(text: str | None) -> SecretStr | None:
     return SecretStr(text)
 
 
-def _documents(num_queries: int, answer: Answer) -> list[list[Document]]:
-    """The documents of an answer; raises Garbled if it is outside the contract."""
-    parsed = _object(answer)
+def _parse_documents(num_queries: int, response: Response) -> list[list[Document]]:
+    """Return the documents of each query; raises InvalidResponse."""
+    parsed = _parse_object(response)
     try:
-        if not all(isinstance(found, list) for found in parsed["result"]):
+        if not all(isinstance(documents, list) for documents in parsed["result"]):
             raise TypeError("a result that is not a list of documents")
-        found = from_wire(parsed)
+        results = from_wire(parsed)
     except (KeyError, TypeError, AttributeError) as error:
-        raise _outside_contract(answer, repr(error)) from error
-    if len(found) != num_queries:
-        raise _outside_contract(answer, f"{len(found)} results for {num_queries} queries")
-    if re.search(rb"\\u[dD]", answer.body):  # half of a surrogate pair can be written in JSON
-        return [[document.well_formed() for document in documents] for documents in found]
-    return found
+        raise _outside_contract(response, repr(error)) from error
+    if len(results) != num_queries:
+        raise _outside_contract(response, f"{len(results)} results for {num_queries} queries")
+    if re.search(rb"\\u[dD]", response.body):  # JSON can escape half of a surrogate pair
+        return [[document.well_formed() for document in documents] for documents in results]
+    return results
 
 
-def _document(answer: Answer) -> Document:
-    """The document of an answer to `/document`; raises Garbled."""
+def _parse_document(response: Response) -> Document:
+    """Return the document in a response of `/document`; raises InvalidResponse."""
     try:
-        return Document.from_mapping(_object(answer)["document"]).well_formed()
+        return Document.from_mapping(_parse_object(response)["document"]).well_formed()
     except (KeyError, TypeError, AttributeError) as error:
-        raise _outside_contract(answer, repr(error)) from error
+        raise _outside_contract(response, repr(error)) from error
 
 
-def _object(answer: Answer) -> dict[str, Any]:
-    """The JSON object of an answer; raises Garbled."""
+def _parse_object(response: Response) -> dict[str, Any]:
+    """Return the JSON object in a response; raises InvalidResponse."""
     try:
-        found = json.loads(answer.body)
+        parsed = json.loads(response.body)
     except (ValueError, RecursionError) as error:
-        raise _outside_contract(answer, str(error)) from error
-    if not isinstance(found, dict):
-        raise _outside_contract(answer, f"{type(found).__name__}, not an object")
-    return found
+        raise _outside_contract(response, str(error)) from error
+    if not isinstance(parsed, dict):
+        raise _outside_contract(response, f"{type(parsed).__name__}, not an object")
+    return parsed
 
 
-def _outside_contract(answer: Answer, reason: str) -> Garbled:
-    return Garbled(
-        f"answered outside the wire contract ({reason}): got {answer.excerpt(200)!r}; expected "
+def _outside_contract(response: Response, reason: str) -> InvalidResponse:
+    return InvalidResponse(
+        f"answered outside the wire contract ({reason}): got {response.excerpt(200)!r}; expected "
         '{"result": [[{"document": {"id", "contents", ...}, "score"}]]}; fix: the url'
     )

@@ -1,9 +1,9 @@
-"""One exchange with a retriever: attempts bounded in number and time, pauses, and fail-over.
+"""HTTP requests to one of several retrieval servers, with retries, timeouts and fail-over.
 
-Of several servers the preferred one is asked while it answers, else the next. A server of this
-machine is preferred; processes spread over the others. One that failed rests, and is then tried
-with a single request before it is in service again. What is asked and how answers are read is in
-`client`.
+The preferred server is used while it responds, otherwise the next one. Servers on this machine come
+first; the others are shuffled per process to spread the load. A server that failed has a cooldown,
+after which a single request tests it before it is used again. What is requested and how responses
+are parsed is in `client`.
 """
 
 import asyncio
@@ -29,57 +29,57 @@ from verl.ports import is_local_host
 
 logger = logging.getLogger(__name__)
 
-REST_S = 5.0
-"""Rest after a first failure; it doubles with each further one."""
-MAX_REST_S = 60.0
+COOLDOWN_S = 5.0
+"""Cooldown of a server after its first failure; doubles with each further failure."""
+MAX_COOLDOWN_S = 60.0
 DEADLINE_FIELD = "deadline_s"
-"""Optional field of a request: seconds for which this attempt waits for the answer."""
+"""Optional request field: seconds for which the client waits for the response to this attempt."""
 OUTAGE_S = 30.0
-"""After an exchange that no server answered, for so long every other one tries just once."""
-MOST_BYTES = 256 << 20
-"""Of an answer: six times what 256 queries of 100 long passages come to."""
+"""After an exchange without any response, other exchanges make a single attempt for this long."""
+MAX_RESPONSE_BYTES = 256 << 20
+"""Six times the response to 256 queries with 100 long passages each."""
 CONNECT_S = 5.0
-"""Longest that a connection may take to be opened, of an attempt's time."""
-JSON = {"Content-Type": "application/json"}
-TOKEN = "export RETRIEVER_TOKEN with the server's token"
-ADDRESS = "give the address of a retrieval server, http://HOST:PORT/retrieve"
+"""Timeout for opening a connection; counts towards the timeout of the attempt."""
+HEADERS = {"Content-Type": "application/json"}
+FIX_TOKEN = "export RETRIEVER_TOKEN with the server's token"
+FIX_ADDRESS = "give the address of a retrieval server, http://HOST:PORT/retrieve"
 FIXES = {
-    401: TOKEN,
-    403: TOKEN,
-    404: ADDRESS,
-    405: ADDRESS,
-    421: "give the server this name with its --allowed_hosts, or its address as url",
+    401: FIX_TOKEN,
+    403: FIX_TOKEN,
+    404: FIX_ADDRESS,
+    405: FIX_ADDRESS,
+    421: "give the server this name with its --allowed_hosts, or use its IP address in the url",
     422: "ask for no more than the server allows (retriever.topk; the server's --max_topk)",
 }
-"""What mends a refusal, by its status."""
-EXAMPLE = "http://127.0.0.1:8000"
+"""Advice in the error message for a refused request, by HTTP status."""
+EXAMPLE_URL = "http://127.0.0.1:8000"
 T = TypeVar("T")
 
 
 @dataclass
 class Server:
-    """One server's address and how it has answered so far; times are of `time.monotonic`."""
+    """Address and health of one server; times are those of `time.monotonic`."""
 
     url: str
     num_failures: int = 0
-    """Failures since it last answered."""
+    """Failures since the last response."""
     failed_at: float = -math.inf
-    rests_until: float = -math.inf
-    takes_deadline: bool = True
-    """False once it refused the optional field `deadline_s`."""
+    cooldown_until: float = -math.inf
+    accepts_deadline: bool = True
+    """False once the server refused a request because of the field `deadline_s`."""
 
     @property
-    def rest(self) -> float:
-        """Seconds that it rests after its failures."""
-        return min(MAX_REST_S, REST_S * 2.0 ** min(self.num_failures - 1, 10))
+    def cooldown(self) -> float:
+        """Seconds of cooldown after the current number of failures."""
+        return min(MAX_COOLDOWN_S, COOLDOWN_S * 2.0 ** min(self.num_failures - 1, 10))
 
 
 class Servers:
     """The servers of one client in order of preference; never empty."""
 
     def __init__(self, urls: Sequence[str]) -> None:
-        """`urls` are base addresses, as `read_urls` gives them."""
-        self._servers = [Server(url) for url in preferred(urls)]
+        """`urls` are base addresses as returned by `read_urls`."""
+        self._servers = [Server(url) for url in order_by_preference(urls)]
 
     @property
     def urls(self) -> tuple[str, ...]:
@@ -90,61 +90,66 @@ class Servers:
         return len(self._servers)
 
     def choose(self) -> Server:
-        """The most preferred server that does not rest, or the one whose rest ends first."""
+        """Return the most preferred server without cooldown, else the first to end its cooldown."""
         now = time.monotonic()
         for server in self._servers:
-            if server.rests_until <= now:
-                if server.num_failures:  # one request tries it, the others still pass it by
-                    server.rests_until = now + server.rest
+            if server.cooldown_until <= now:
+                if server.num_failures:  # only this request tests it; others still skip it
+                    server.cooldown_until = now + server.cooldown
                 return server
-        return min(self._servers, key=lambda server: server.rests_until)
+        return min(self._servers, key=lambda server: server.cooldown_until)
 
-    def has_ready(self) -> bool:
-        """Whether a server can be asked without waiting."""
+    def has_available(self) -> bool:
+        """Whether any server can be used without waiting for the end of its cooldown."""
         now = time.monotonic()
-        return any(server.rests_until <= now for server in self._servers)
+        return any(server.cooldown_until <= now for server in self._servers)
 
-    def has_sound(self) -> bool:
-        """Whether a server has not failed since it last answered."""
+    def has_healthy(self) -> bool:
+        """Whether any server has not failed since its last response."""
         return any(not server.num_failures for server in self._servers)
 
-    def succeeded(self, server: Server) -> None:
-        """`server` answered and is in service."""
-        server.num_failures, server.rests_until = 0, -math.inf
+    def record_success(self, server: Server) -> None:
+        """Note that `server` responded, which ends its cooldown."""
+        server.num_failures = 0
+        server.cooldown_until = -math.inf
 
-    def failed(self, server: Server, started: float, retry_after: float) -> None:
-        """`server` failed what began at `started`; it rests `retry_after` s where it says so."""
+    def record_failure(self, server: Server, start: float, retry_after: float) -> None:
+        """Note that an attempt begun at `start` failed, and begin a cooldown.
+
+        The cooldown is `retry_after` s if the server asked for that. Attempts that were already
+        under way at the last failure do not count as further failures.
+        """
         now = time.monotonic()
-        if started >= server.failed_at:
+        if start >= server.failed_at:
             server.num_failures += 1
             server.failed_at = now
-        rest = min(retry_after, MAX_REST_S) or server.rest
-        server.rests_until = max(server.rests_until, now + rest)
+        cooldown = min(retry_after, MAX_COOLDOWN_S) or server.cooldown
+        server.cooldown_until = max(server.cooldown_until, now + cooldown)
 
 
 def read_urls(url: str | Sequence[str]) -> tuple[str, ...]:
-    """Base addresses of one or more urls, also with commas between; raises ValueError."""
-    given = url.split(",") if isinstance(url, str) else list(url)
-    if not given:
-        raise ValueError("no retriever url given; expected one or more, for example " + EXAMPLE)
+    """Return the base addresses in a sequence or a comma-separated string; raises ValueError."""
+    urls = url.split(",") if isinstance(url, str) else list(url)
+    if not urls:
+        raise ValueError("no retriever url given; expected one or more, for example " + EXAMPLE_URL)
     bases: dict[str, None] = {}
-    for one in map(str.strip, given):
+    for address in map(str.strip, urls):
         try:
-            parts = urlsplit(one)
+            parts = urlsplit(address)
             is_url = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
-        except ValueError:  # no port, or no IPv6 address
+        except ValueError:  # an invalid port or IPv6 address
             is_url = False
         if not is_url:
             raise ValueError(
-                f"retriever url {redact(one)!r}; expected http:// or https:// and a host, for "
-                f"example {EXAMPLE} (several: {EXAMPLE},http://10.0.0.6:8000)"
+                f"retriever url {redact(address)!r}; expected http:// or https:// and a host, for "
+                f"example {EXAMPLE_URL} (several: {EXAMPLE_URL},http://10.0.0.6:8000)"
             )
-        bases[one.rstrip("/").removesuffix("/retrieve")] = None
+        bases[address.rstrip("/").removesuffix("/retrieve")] = None
     return tuple(bases)
 
 
-def preferred(urls: Sequence[str]) -> list[str]:
-    """This machine's servers first; within and after them an order of this process's own."""
+def order_by_preference(urls: Sequence[str]) -> list[str]:
+    """Return servers on this machine first; equal ones in an order that differs by process."""
     if len(urls) == 1:
         return list(urls)
     order = list(urls)
@@ -152,22 +157,21 @@ def preferred(urls: Sequence[str]) -> list[str]:
     return sorted(order, key=lambda url: not is_local_host(urlsplit(url).hostname or ""))
 
 
-class Garbled(TransientError):
-    """An answer of status 200 that no retrieval server would give."""
+class InvalidResponse(TransientError):
+    """A response of status 200 that no retrieval server would send."""
 
 
 @dataclass(frozen=True)
-class Patience:
-    """How long and how often a server is asked; `timeout` of an attempt in seconds."""
+class RetryPolicy:
+    """Timeout of each attempt (s), number of retries, and the delays between them."""
 
     timeout: float = 60.0
     max_retries: int = 5
-    pauses: Backoff = field(default_factory=Backoff)
+    backoff: Backoff = field(default_factory=Backoff)
     log_level: int = logging.WARNING
-    """Of the line about each attempt that failed."""
+    """Level of the log line about each failed attempt."""
 
     def __post_init__(self) -> None:
-        """Refuse what could never be answered."""
         if not self.timeout > 0:
             raise ValueError(f"timeout {self.timeout}; expected more than 0 seconds")
         if self.max_retries < 0:
@@ -175,8 +179,8 @@ class Patience:
 
 
 @dataclass
-class Answer:
-    """What a server answered."""
+class Response:
+    """A complete HTTP response."""
 
     url: str
     status: int
@@ -184,18 +188,18 @@ class Answer:
     headers: Mapping[str, str]
 
     def excerpt(self, length: int) -> str:
-        """The beginning of the body as one printable line, whatever charset it claims to have."""
+        """Return the first `length` bytes as one printable line of UTF-8, whatever the charset."""
         text = self.body[:length].decode("utf-8", "replace")
         return " ".join("".join(c if c.isprintable() else " " for c in text).split())
 
-    def check(self) -> None:
-        """Raise TransientError where another attempt may help, RetrieverRefused where none will."""
+    def raise_for_status(self) -> None:
+        """Raise TransientError for 429 and 5xx, RetrieverRefused for any other failure."""
         if 200 <= self.status < 300:
             return
         if self.status == 429 or 500 <= self.status < 600:
             reason = f"answers {self.status}: {self.excerpt(200)}"
             raise TransientError(reason, parse_retry_after(self.headers))
-        fix = FIXES.get(self.status, ADDRESS if self.status < 400 else "")
+        fix = FIXES.get(self.status, FIX_ADDRESS if self.status < 400 else "")
         raise RetrieverRefused(
             f"retriever {self.url} refused with {self.status}, expected 200: "
             f"{self.excerpt(500)}{fix and '; fix: '}{fix}",
@@ -205,29 +209,32 @@ class Answer:
 
 @dataclass
 class Failures:
-    """The failed attempts of one exchange, by server, for its error."""
+    """The failed attempts of one exchange, by server, for its error message."""
 
     reasons: dict[str, str] = field(default_factory=dict)
+    """The latest failure of each server."""
     counts: Counter[str] = field(default_factory=Counter)
-    num_garbled: int = 0
+    num_invalid: int = 0
+    """Attempts that ended with an InvalidResponse."""
 
     def add(self, url: str, error: TransientError) -> None:
-        """`url`'s last reason and one more attempt."""
+        """Add one failed attempt."""
         self.reasons[url] = str(error)
         self.counts[url] += 1
-        self.num_garbled += isinstance(error, Garbled)
+        self.num_invalid += isinstance(error, InvalidResponse)
 
-    def error(self, cause: str) -> RetrieverUnavailable:
-        """Every url that was tried with its last reason, and the fix."""
+    def to_error(self, cause: str) -> RetrieverUnavailable:
+        """Return an error that names every server with its latest failure, and the fix."""
         tried = "; ".join(
             f"retriever {url} {reason}"
             + (f" (and {self.counts[url] - 1} times before)" if self.counts[url] > 1 else "")
             for url, reason in self.reasons.items()
         )
+        # More time is no help if nothing listens: aiohttp's ClientConnectorError.
         slow = ""
         if not tried or any("Connector" not in reason for reason in self.reasons.values()):
             slow = (
-                "; where it is too slow, allow it more time (retriever.timeout and "
+                "; if it is too slow, allow it more time (retriever.timeout and "
                 "retriever.deadline of a run) or start several"
             )
         return RetrieverUnavailable(
@@ -239,12 +246,15 @@ class Failures:
 
 
 class Transport:
-    """Sends requests to whichever of the servers answers; an outage is found out once."""
+    """Sends each request to a server that responds, with retries and fail-over.
 
-    def __init__(self, servers: Servers, patience: Patience) -> None:
+    An outage of all servers is detected by one exchange; the others then give up early.
+    """
+
+    def __init__(self, servers: Servers, policy: RetryPolicy) -> None:
         self.servers = servers
-        self._patience = patience
-        self._answered_at = self._outage_until = -math.inf
+        self._policy = policy
+        self._responded_at = self._outage_until = -math.inf
 
     async def exchange(
         self,
@@ -253,59 +263,61 @@ class Transport:
         path: str,
         body: Mapping[str, Any] | None = None,
         *,
-        read: Callable[[Answer], T],
+        parse: Callable[[Response], T],
         max_retries: int | None = None,
         deadline: float = math.inf,
     ) -> tuple[T, int]:
-        """What `read` makes of the first good answer before `deadline`, a `time.monotonic`, and how
-        many attempts failed before it.
+        """Return the parsed response and the number of failed attempts before it.
 
-        While a server is in service there is no pause before it is asked. An answer that `read`
-        finds Garbled is asked for once more. Raises RetrieverUnavailable, which names every server
-        tried, or RetrieverRefused.
+        `deadline` is a time of `time.monotonic`. While any server is available, the next attempt
+        follows without a delay. A response for which `parse` raises InvalidResponse is requested
+        once more. Raises RetrieverUnavailable, which names every server tried, or RetrieverRefused.
         """
-        patience, failures, num_pauses = self._patience, Failures(), 0
-        begun = time.monotonic() if max_retries is None else -math.inf
-        retries = patience.max_retries if max_retries is None else max_retries
+        policy, failures, num_delays = self._policy, Failures(), 0
+        retries = policy.max_retries if max_retries is None else max_retries
+        # An exchange with a retry limit of its own, such as a health check, declares no outage.
+        start = time.monotonic() if max_retries is None else -math.inf
         for attempt in range(retries + 1):
-            limit = min(patience.timeout, deadline - time.monotonic())
+            limit = min(policy.timeout, deadline - time.monotonic())
             if limit <= 0:
                 break
             server = self.servers.choose()
             try:
-                return await self._attempt(http, server, method, path, body, limit, read), attempt
+                return await self._attempt(http, server, method, path, body, limit, parse), attempt
             except TransientError as error:
                 failures.add(redact(server.url), error)
-                logger.log(patience.log_level, "retriever %s %s; attempt %d of %d",
+                logger.log(policy.log_level, "retriever %s %s; attempt %d of %d",
                            redact(server.url), error, attempt + 1, retries + 1)  # fmt: skip
-                if failures.num_garbled > 1 or (failures.num_garbled and attempt == retries):
+                is_last = attempt == retries
+                if failures.num_invalid > 1 or (failures.num_invalid and is_last):
                     raise RetrieverRefused(f"retriever {server.url} {error}") from error
-                if attempt == retries:
-                    self._give_up(begun)
-                    raise failures.error("") from error
+                if is_last:
+                    self._declare_outage(start)
+                    raise failures.to_error("") from error
                 if attempt + 1 >= len(self.servers) and time.monotonic() < self._outage_until:
-                    raise failures.error(", as others did shortly before") from error
-                if not self.servers.has_ready():
-                    pause = patience.pauses.delay(num_pauses, error.retry_after)
-                    num_pauses += 1
-                    if time.monotonic() + pause >= deadline:
+                    raise failures.to_error(", as other requests did shortly before") from error
+                if not self.servers.has_available():
+                    delay = policy.backoff.delay(num_delays, error.retry_after)
+                    num_delays += 1
+                    if time.monotonic() + delay >= deadline:
                         break
-                    await asyncio.sleep(pause)
-        if failures.reasons:  # else it came too late to ask anyone
-            self._give_up(begun)
-        raise failures.error(
-            ", since the deadline (retriever.deadline) is over before the next could be answered"
+                    await asyncio.sleep(delay)
+        if failures.reasons:  # otherwise the deadline had passed before any attempt
+            self._declare_outage(start)
+        raise failures.to_error(
+            ", since the deadline (retriever.deadline) leaves no time for another attempt"
         )
 
-    def _give_up(self, begun: float) -> None:
-        """Spare others the wait, if none was answered since `begun` (-inf: spare nothing)."""
-        if self._answered_at < begun:
+    def _declare_outage(self, start: float) -> None:
+        """Let other exchanges give up early, unless any had a response since `start`."""
+        if self._responded_at < start:
             self._outage_until = time.monotonic() + OUTAGE_S
 
-    def _answered(self, server: Server) -> None:
-        """`server` is in service, so there is no outage."""
-        self.servers.succeeded(server)
-        self._answered_at, self._outage_until = time.monotonic(), -math.inf
+    def _record_success(self, server: Server) -> None:
+        """Note that `server` responded, which ends any outage."""
+        self.servers.record_success(server)
+        self._responded_at = time.monotonic()
+        self._outage_until = -math.inf
 
     async def _attempt(
         self,
@@ -315,27 +327,27 @@ class Transport:
         path: str,
         body: Mapping[str, Any] | None,
         limit: float,
-        read: Callable[[Answer], T],
+        parse: Callable[[Response], T],
     ) -> T:
-        """One exchange within `limit` s; raises TransientError or RetrieverRefused."""
-        started = time.monotonic()
-        if body is not None and server.takes_deadline:
+        """Make one attempt within `limit` s; raises TransientError or RetrieverRefused."""
+        start = time.monotonic()
+        if body is not None and server.accepts_deadline:
             body = {**body, DEADLINE_FIELD: round(limit, 3)}
         try:
-            answer = await _send(http, method, server.url + path, body, limit)
-            answer.check()
-            found = read(answer)
+            response = await _send(http, method, server.url + path, body, limit)
+            response.raise_for_status()
+            result = parse(response)
         except TransientError as error:
-            self.servers.failed(server, started, error.retry_after)
+            self.servers.record_failure(server, start, error.retry_after)
             raise
         except RetrieverRefused as error:
-            self._answered(server)
-            if server.takes_deadline and body is not None and DEADLINE_FIELD in str(error):
-                server.takes_deadline = False
+            self._record_success(server)
+            if server.accepts_deadline and body is not None and DEADLINE_FIELD in str(error):
+                server.accepts_deadline = False  # an older server; the next attempt omits the field
                 raise TransientError(f"does not know the field {DEADLINE_FIELD}") from error
             raise
-        self._answered(server)
-        return found
+        self._record_success(server)
+        return result
 
 
 async def _send(
@@ -344,20 +356,20 @@ async def _send(
     url: str,
     body: Mapping[str, Any] | None,
     limit: float,
-) -> Answer:
-    """The whole answer within `limit` s, of whatever status; raises TransientError without one."""
+) -> Response:
+    """Return the complete response of any status; raises TransientError if none in `limit` s."""
     data = None if body is None else orjson.dumps(body)
     timeout = aiohttp.ClientTimeout(total=limit, sock_connect=CONNECT_S)
     try:
         async with http.request(
-            method, url, data=data, headers=JSON, timeout=timeout, allow_redirects=False
-        ) as answer:
+            method, url, data=data, headers=HEADERS, timeout=timeout, allow_redirects=False
+        ) as response:
             content = bytearray()
-            async for part in answer.content.iter_any():
-                content += part
-                if len(content) > MOST_BYTES:
-                    raise Garbled(f"answered with more than {MOST_BYTES} bytes")
-            return Answer(url, answer.status, bytes(content), answer.headers)
+            async for chunk in response.content.iter_any():
+                content += chunk
+                if len(content) > MAX_RESPONSE_BYTES:
+                    raise InvalidResponse(f"answered with more than {MAX_RESPONSE_BYTES} bytes")
+            return Response(url, response.status, bytes(content), response.headers)
     except (aiohttp.ClientError, TimeoutError) as error:
         reason = " ".join(f"does not answer ({type(error).__name__}: {error})".split())
         raise TransientError(reason.replace(": )", ")")) from error

@@ -19,30 +19,30 @@ from search_r1.search.retrieval_server import bind, create_app
 
 GOOD = 200
 SLOW = 0
-"""A scripted status that means: answer too late."""
+"""A scripted status that means: respond too late."""
 SLOW_S = 1.0
 
 
 @dataclass
 class Script:
-    """The statuses of the next answers (then always good), and the requests that were read."""
+    """The statuses of the next responses (200 after the last), and the requests received."""
 
     statuses: list[int] = field(default_factory=list)
     requests: list[dict[str, Any]] = field(default_factory=list)
     poison: str = ""
-    """A query that makes its whole request a 422."""
+    """A query for which the whole request is refused with 422."""
     body: bytes | None = None
-    """What good answers say, if not an echo of the queries."""
+    """Body of successful responses; None: an echo of the queries."""
     headers: dict[str, str] = field(default_factory=dict)
-    """Of scripted failures."""
+    """Headers of scripted failures."""
     refuses: str = ""
-    """A field of the body that is refused by name."""
+    """A field of the request body that is refused by name."""
     tokens: list[str | None] = field(default_factory=list)
-    """What the requests had as Authorization."""
+    """The Authorization headers of the requests."""
 
 
 def scripted(script: Script) -> FastAPI:
-    """A server that echoes each query as a document, in an old server's form, as scripted."""
+    """A server that echoes each query as a document in the original server's format."""
     app = FastAPI()
 
     @app.post("/retrieve")
@@ -83,7 +83,7 @@ def url(script: Script, serve: Callable[..., Any]) -> Iterator[str]:
 
 
 def ask(client: RetrievalClient, *queries: str) -> list[list[Document] | BaseException]:
-    """What concurrent searches in a fresh event loop give; exceptions are returned."""
+    """Return the results of concurrent searches in a new event loop; exceptions are returned."""
 
     async def gather() -> list[list[Document] | BaseException]:
         try:
@@ -104,7 +104,7 @@ def texts(found: list[Any]) -> list[str]:
 
 
 def test_concurrent_searches_share_requests(url: str, script: Script) -> None:
-    """Searches of one moment travel together, at most max_batch at a time, each with its own."""
+    """Concurrent searches share requests of at most max_batch queries; each gets its own result."""
     queries = [f"q{i}" for i in range(10)]
     found = ask(RetrievalClient(url, 4, max_batch=4), *queries)
     assert texts(found) == queries
@@ -120,13 +120,13 @@ def test_url_forms(url: str, suffix: str) -> None:
 
 
 def test_url_without_scheme_is_refused() -> None:
-    """A url that would never connect is refused at once, with an example."""
+    """A url without a scheme is refused at once, with an example."""
     with pytest.raises(ValueError, match="http://127"):
         RetrievalClient("127.0.0.1:8000")
 
 
-def test_equal_searches_travel_once(url: str, script: Script) -> None:
-    """Each of several equal searches gets the documents, in a list of its own."""
+def test_equal_searches_are_sent_once(url: str, script: Script) -> None:
+    """Each of several equal searches gets the documents in a separate list."""
     found = ask(RetrievalClient(url), "a", "b", "a", "a\ud800", "a?")
     assert texts(found) == ["a", "b", "a", "a?", "a?"]
     assert [r["queries"] for r in script.requests] == [["a", "b", "a?"]]
@@ -135,7 +135,7 @@ def test_equal_searches_travel_once(url: str, script: Script) -> None:
 
 @pytest.mark.parametrize("failures", [[500], [503, 502], [429], [429, 500, 504]])
 def test_transient_failures_are_retried(url: str, script: Script, failures: list[int]) -> None:
-    """429 and 5xx are tried again until they pass, with growing pauses."""
+    """429 and 5xx are retried with growing delays until a response succeeds."""
     script.statuses = list(failures)
     start = time.monotonic()
     assert texts(ask(RetrievalClient(url, backoff=0.05, max_retries=3), "q")) == ["q"]
@@ -144,7 +144,7 @@ def test_transient_failures_are_retried(url: str, script: Script, failures: list
 
 
 def test_retries_are_bounded(url: str, script: Script) -> None:
-    """A failure for good is RetrieverUnavailable, names the server, and reaches every waiter."""
+    """A permanent failure is a RetrieverUnavailable that names the server, for every search."""
     script.statuses = [503] * 99
     found = ask(RetrievalClient(url, backoff=0.01, max_retries=2), "a", "b")
     assert [type(error) for error in found] == [RetrieverUnavailable] * 2
@@ -154,7 +154,7 @@ def test_retries_are_bounded(url: str, script: Script) -> None:
 
 @pytest.mark.parametrize("status", [503, 429])
 def test_line_19_a_server_that_asks_for_time_gets_it(url: str, script: Script, status: int) -> None:
-    """`Retry-After` lengthens a pause, but not beyond the limit."""
+    """`Retry-After` lengthens a delay, up to the limit."""
     script.statuses, script.headers = [status], {"Retry-After": "3600"}
     start = time.monotonic()
     client = RetrievalClient(url, backoff=0.001, max_retry_after=0.3)
@@ -164,7 +164,7 @@ def test_line_19_a_server_that_asks_for_time_gets_it(url: str, script: Script, s
 
 
 def test_line_19_a_deadline_ends_a_search(url: str, script: Script) -> None:
-    """The deadline cuts attempts and pauses short, and no pause is made that could not help."""
+    """The deadline cuts attempts short, and no delay begins that would exceed it."""
     script.statuses = [SLOW] * 9
     start = time.monotonic()
     [error] = ask(RetrievalClient(url, deadline=0.2), "q")
@@ -180,11 +180,11 @@ def test_line_19_a_deadline_ends_a_search(url: str, script: Script) -> None:
 
 
 def test_a_deadline_cuts_no_other_search_short(url: str, script: Script) -> None:
-    """One that began long ago travels apart from those that begin beside it."""
+    """A search that began long ago does not share a request with those that begin now."""
 
     async def both() -> list[Any]:
         async with RetrievalClient(url, deadline=5) as client:
-            late = client.search("late", began=time.monotonic() - 6)
+            late = client.search("late", start=time.monotonic() - 6)
             searches = (late, client.search("a"), client.search("b"))
             return await asyncio.gather(*searches, return_exceptions=True)
 
@@ -193,8 +193,8 @@ def test_a_deadline_cuts_no_other_search_short(url: str, script: Script) -> None
     assert texts(others) == ["a", "b"] and len(script.requests) == 1
 
 
-def test_searches_of_two_ages_share_two_requests(url: str, script: Script) -> None:
-    """Those that begin in turns with older ones wait for those of their own age."""
+def test_searches_share_requests_by_deadline(url: str, script: Script) -> None:
+    """Older and newer searches that begin alternately share requests by age."""
 
     async def all_of_them() -> list[Any]:
         async with RetrievalClient(url, deadline=300) as client:
@@ -206,8 +206,8 @@ def test_searches_of_two_ages_share_two_requests(url: str, script: Script) -> No
     assert sorted(len(request["queries"]) for request in script.requests) == [20, 20]
 
 
-def test_servers_are_told_how_long_an_attempt_waits(url: str, script: Script) -> None:
-    """`deadline_s` is the attempt's time; a server that refuses the field never sees it again."""
+def test_servers_get_the_timeout_of_an_attempt(url: str, script: Script) -> None:
+    """`deadline_s` is the attempt's time; a server that refuses the field never gets it again."""
     assert texts(ask(RetrievalClient(url, timeout=7), "q")) == ["q"]
     assert script.requests[-1]["deadline_s"] == 7
     ask(RetrievalClient(url, timeout=7, deadline=5), "q")
@@ -223,7 +223,7 @@ def test_servers_are_told_how_long_an_attempt_waits(url: str, script: Script) ->
 def test_the_token_is_sent_and_never_shown(
     url: str, script: Script, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """From the environment or the argument, after pickling too; not in repr, logs or errors."""
+    """It comes from environment or argument, also after pickling; never in repr, logs, errors."""
     caplog.set_level(logging.DEBUG)
     monkeypatch.setenv("RETRIEVER_TOKEN", "from-env-5")
     client = pickle.loads(pickle.dumps(RetrievalClient(url, max_retries=1, backoff=0.01)))
@@ -233,8 +233,8 @@ def test_the_token_is_sent_and_never_shown(
     ask(RetrievalClient(url, token="given-7"), "q")
     ask(RetrievalClient(url), "q")
     assert script.tokens == ["Bearer from-env-5"] * 2 + ["Bearer given-7", None]
-    shown = f"{client!r} {client.__getstate__()!r} {vars(client)} {error} {caplog.text}"
-    assert caplog.text and "from-env-5" not in shown and "given-7" not in shown
+    output = f"{client!r} {client.__getstate__()!r} {vars(client)} {error} {caplog.text}"
+    assert caplog.text and "from-env-5" not in output and "given-7" not in output
     for wrong in ("two words", "line\nbreak", "ключ"):
         with pytest.raises(ValueError, match="RETRIEVER_TOKEN") as caught:
             RetrievalClient(url, token=wrong)
@@ -243,7 +243,7 @@ def test_the_token_is_sent_and_never_shown(
 
 @pytest.mark.parametrize("status", [301, 401, 404, 413, 421, 422, 424])
 def test_line_19_refusals_are_not_retried(url: str, script: Script, status: int) -> None:
-    """A 3xx or 4xx fails at once; what no query can have caused is not asked one by one."""
+    """A 3xx or 4xx fails at once; only what a query can have caused is asked one by one."""
     script.statuses = [status] * 9
     found = ask(RetrievalClient(url), "a", "b")
     assert [type(error) for error in found] == [RetrieverRefused] * 2
@@ -253,7 +253,7 @@ def test_line_19_refusals_are_not_retried(url: str, script: Script, status: int)
 
 
 def test_timeouts_are_retried(url: str, script: Script) -> None:
-    """An answer that is too late counts as none."""
+    """A response that is too late counts as a failed attempt."""
     script.statuses = [SLOW]
     assert texts(ask(RetrievalClient(url, timeout=0.2, backoff=0.01), "q")) == ["q"]
     script.statuses = [SLOW, SLOW]
@@ -263,8 +263,8 @@ def test_timeouts_are_retried(url: str, script: Script) -> None:
     assert time.monotonic() - start < SLOW_S
 
 
-def test_nobody_listens() -> None:
-    """A refused connection is RetrieverUnavailable, for searches and for health."""
+def test_refused_connections_are_unavailable() -> None:
+    """A refused connection is a RetrieverUnavailable, for searches and for health."""
     with bind("127.0.0.1", 0) as closed:
         client = RetrievalClient(
             f"http://127.0.0.1:{closed.getsockname()[1]}", backoff=0.01, max_retries=1
@@ -292,8 +292,8 @@ def test_the_server_may_come_later(script: Script, serve: Callable[..., Any]) ->
     assert asyncio.run(search_then_start())[0].text == "q"
 
 
-def test_a_refused_query_does_not_fail_its_neighbours(url: str, script: Script) -> None:
-    """A refused batch is asked one by one, so that only the query at fault fails; no retries."""
+def test_a_refused_query_does_not_fail_others(url: str, script: Script) -> None:
+    """A refused batch is sent query by query, so that only the invalid query fails."""
     script.poison = "bad"
     found = ask(RetrievalClient(url), "a", "bad", "b")
     assert texts([found[0], found[2]]) == ["a", "b"]
@@ -316,15 +316,15 @@ def test_a_refused_query_does_not_fail_its_neighbours(url: str, script: Script) 
         b"\xff\xfe",
     ],
 )
-def test_answers_outside_the_contract(url: str, script: Script, body: bytes) -> None:
-    """Another service behind the url is a typed error that shows what came, not a KeyError."""
+def test_responses_outside_the_contract(url: str, script: Script, body: bytes) -> None:
+    """Another service at the url is a typed error with what was received, not a KeyError."""
     script.body = body
     [error] = ask(RetrievalClient(url), "q")
     assert isinstance(error, RetrieverRefused) and "outside the wire contract" in str(error)
 
 
 def test_one_client_serves_many_event_loops(url: str) -> None:
-    """A client may be made anywhere, sent to another process, and used in loop after loop."""
+    """A client may be pickled, and used in one event loop after another."""
     client = pickle.loads(pickle.dumps(RetrievalClient(url)))
     assert [texts(ask(client, "q")) for _ in range(3)] == [["q"]] * 3
 
@@ -346,12 +346,12 @@ def test_a_cancelled_search_leaves_the_others(url: str) -> None:
 
 
 def test_ill_formed_queries_are_sent(url: str) -> None:
-    """Half a surrogate pair cannot be written as UTF-8; it is replaced, not raised."""
+    """A lone surrogate cannot be encoded as UTF-8; it is replaced and raises no error."""
     assert texts(ask(RetrievalClient(url), "a\ud800b")) == ["a?b"]
 
 
-def test_ill_formed_documents_are_mended(url: str, script: Script) -> None:
-    """Half a surrogate pair in an answer would stop a tokenizer; whole pairs stay."""
+def test_ill_formed_documents_are_repaired(url: str, script: Script) -> None:
+    """Lone surrogates in a response would break a tokenizer; whole pairs are kept."""
     script.body = b'{"result": [[{"id": "1", "contents": "\\"T\\"\\n\\ud83d\\ude00 \\uD800"}]]}'
     assert texts(ask(RetrievalClient(url), "q")) == ["\U0001f600 ?"]
 
@@ -363,7 +363,7 @@ def test_line_18_merged_answers_are_serial_answers(
     serve: Callable[..., Any],
     queries: list[str],
 ) -> None:
-    """Through client and server together, every engine gives each query its own documents."""
+    """Through client and server, every engine gives each query the documents of a serial search."""
     engine = open_engine(name)
     asked = queries * 10
     with serve(create_app(engine)) as address:
@@ -374,8 +374,8 @@ def test_line_18_merged_answers_are_serial_answers(
     assert found == expected
 
 
-def test_stand_ins_need_no_server() -> None:
-    """The shipped fakes search a mapping by query or a list by words, and record the queries."""
+def test_in_memory_retrievals_need_no_server() -> None:
+    """The in-memory retrievals search a mapping by query or a list by words, and record queries."""
     paris, lyon = (Document.from_title(c, c, f"{c} is a city") for c in ("Paris", "Lyon"))
 
     async def search_all() -> list[list[Document]]:
@@ -388,8 +388,8 @@ def test_stand_ins_need_no_server() -> None:
     assert asyncio.run(search_all()) == [[lyon], [], [lyon], [], []]
 
 
-def test_an_interrupted_request_leaves_nobody_waiting(url: str, script: Script) -> None:
-    """When the task that carries a batch is cancelled, its searches end instead of hanging."""
+def test_a_cancelled_request_ends_its_searches(url: str, script: Script) -> None:
+    """When the task of a batch is cancelled, its searches end instead of hanging."""
     script.statuses = [SLOW]
 
     async def interrupt() -> None:
@@ -397,8 +397,8 @@ def test_an_interrupted_request_leaves_nobody_waiting(url: str, script: Script) 
             search = asyncio.create_task(client.search("q"))
             while not script.requests:
                 await asyncio.sleep(0.01)
-            [carrier] = asyncio.all_tasks() - {search, asyncio.current_task()}
-            carrier.cancel()
+            [request] = asyncio.all_tasks() - {search, asyncio.current_task()}
+            request.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await asyncio.wait_for(search, timeout=5)
 

@@ -1,4 +1,4 @@
-"""Connections that open slowly or end without a word, answers that are none, and proxies."""
+"""Connections that open slowly or break silently, invalid responses, and proxies."""
 
 import asyncio
 import contextlib
@@ -24,8 +24,8 @@ EMPTY = b'{"result":[[]]}'
 DOCUMENT = b'{"document": {"id": "1", "contents": "t\\nx"}}'
 
 
-class Says:
-    """An application that gives these bodies in turn, the last for ever, with one status."""
+class FixedResponses:
+    """An application that sends the bodies in turn, the last one repeatedly, with one status."""
 
     def __init__(self, *bodies: bytes, status: int = 200) -> None:
         self.bodies, self.status = list(bodies), status
@@ -41,51 +41,51 @@ class Says:
         await send({"type": "http.response.body", "body": body})
 
 
-def ask(url: str, what: Callable[[RetrievalClient], Awaitable[Any]], **options: Any) -> Any:
-    """What a client of one event loop gets."""
+def ask(url: str, call: Callable[[RetrievalClient], Awaitable[Any]], **options: Any) -> Any:
+    """Return the result of a call of a client in a new event loop."""
 
     async def play() -> Any:
         async with RetrievalClient(url, 1, backoff=0.01, **options) as client:
-            return await what(client)
+            return await call(client)
 
     return asyncio.run(play())
 
 
-ASKED: dict[str, tuple[Callable[[RetrievalClient], Awaitable[Any]], bytes]] = {
+CALLS: dict[str, tuple[Callable[[RetrievalClient], Awaitable[Any]], bytes]] = {
     "search": (lambda client: client.search("q"), EMPTY),
     "document": (lambda client: client.document("1"), DOCUMENT),
 }
-GARBAGE = (
+INVALID = (
     b"", b"<html>", b"null", b"7", b'"x"', b"[]", b"{}", b'{"result": 7}', b'{"result": null}',
     b'{"result": []}', b'{"result": [[], []]}', b'{"result": [7]}', b'{"result": [[7]]}',
     b'{"result": [[null]]}', b'{"result": [[{"document": 7}]]}', b'{"document": 7}',
     b'{"result": [[{"document": {"id": null, "contents": "x"}}]]}', b'{"document": null}',
     b'{"document": {"id": 1}}', b'{"document": {"id": true, "contents": "x"}}', b"[" * 50_000,
 )  # fmt: skip
-"""Answers of types that no retrieval server gives."""
+"""Response bodies that no retrieval server sends."""
 
 
-@pytest.mark.parametrize("asked", ASKED)
-def test_a_garbled_answer_is_asked_for_once_more(asked: str) -> None:
-    """One of any type costs a second attempt; two in a row are a fault with the reason, no more."""
-    what, good = ASKED[asked]
-    with running(app := Says()) as url:
-        for garbage in GARBAGE:
-            app.bodies, app.num_asked = [garbage, good], 0
+@pytest.mark.parametrize("name", CALLS)
+def test_an_invalid_response_is_requested_once_more(name: str) -> None:
+    """One invalid response causes a second attempt; two in a row are an error with the reason."""
+    call, good = CALLS[name]
+    with running(app := FixedResponses()) as url:
+        for invalid in INVALID:
+            app.bodies, app.num_asked = [invalid, good], 0
             with count_retries() as counts:
-                ask(url, what)
-            assert app.num_asked == 2 and counts[RETRIED] == int(asked == "search"), garbage
+                ask(url, call)
+            assert app.num_asked == 2 and counts[RETRIED] == int(name == "search"), invalid
         app.bodies, app.num_asked = [b"<html>\r\n\x1b[2J"], 0
         with pytest.raises(RetrieverRefused, match="outside the wire contract") as caught:
-            ask(url, what)
+            ask(url, call)
     assert app.num_asked == 2 and url in str(caught.value) and str(caught.value).isprintable()
 
 
-def test_a_garbled_answer_is_asked_for_at_another_server() -> None:
-    """One of two servers lies: the other answers."""
-    with running(Says(b"<html>")) as one, running(Says(EMPTY)) as other:
+def test_an_invalid_response_is_requested_from_another_server() -> None:
+    """If one of two servers sends invalid responses, the other one is asked."""
+    with running(FixedResponses(b"<html>")) as one, running(FixedResponses(EMPTY)) as other:
         for _ in range(4):  # each client prefers one of the two
-            assert ask(f"{one},{other}", ASKED["search"][0]) == []
+            assert ask(f"{one},{other}", CALLS["search"][0]) == []
 
 
 def http(headers: bytes = b"", status: bytes = b"200 OK", body: bytes = b"") -> bytes:
@@ -111,11 +111,11 @@ RAW = (
     *(http(b"Content-Length: 0\r\n", b"%d x" % status)
       for status in (100, 101, 204, 304, 402, 407, 418, 451, 599, 600, 999)),
 )  # fmt: skip
-"""What comes of a port where something else listens, or of a server that is broken."""
+"""Bytes from a port of another program, or from a broken server."""
 
 
 async def from_raw(answer: bytes) -> BaseException | list[Any]:
-    """What a search makes of a server that writes these bytes and closes."""
+    """Return the result of a search at a server that writes these bytes and disconnects."""
 
     async def write(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read(65536)
@@ -130,8 +130,8 @@ async def from_raw(answer: bytes) -> BaseException | list[Any]:
             return found
 
 
-def test_whatever_comes_of_a_port_is_told_in_one_line() -> None:
-    """Each is a typed error of one printable line; none is documents or an error of a library."""
+def test_any_bytes_from_a_port_are_reported_in_one_line() -> None:
+    """Each is a typed error of one printable line, not documents or an error of a library."""
 
     async def play() -> list[BaseException | list[Any]]:
         return await asyncio.gather(*map(from_raw, RAW))
@@ -141,25 +141,25 @@ def test_whatever_comes_of_a_port_is_told_in_one_line() -> None:
         assert str(found).isprintable(), answer[:80]
 
 
-@pytest.mark.parametrize("asked", [*ASKED, "health"])
-def test_every_question_ends_at_the_deadline(asked: str) -> None:
-    """Not before it, and whatever an attempt may take, where a server is silent."""
+@pytest.mark.parametrize("name", [*CALLS, "health"])
+def test_every_call_ends_at_the_deadline(name: str) -> None:
+    """With a silent server, a call ends at its deadline, not before, whatever the timeout."""
 
     async def silent(scope: Any, receive: Any, send: Any) -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
 
-    what = ASKED[asked][0] if asked in ASKED else RetrievalClient.health
+    call = CALLS[name][0] if name in CALLS else RetrievalClient.health
     start = time.monotonic()
     with running(silent) as url, pytest.raises(RetrieverUnavailable):
-        ask(url, what, timeout=60.0, deadline=0.3)
+        ask(url, call, timeout=60.0, deadline=0.3)
     assert 0.25 < time.monotonic() - start < 30
 
 
 @pytest.mark.parametrize("num_servers", [1, 2])
 def test_each_server_is_asked_for_its_health_once(num_servers: int) -> None:
-    """Whoever asks wants to know how things are, not to wait until they are well."""
-    apps = [Says(b"busy", status=503) for _ in range(num_servers)]
+    """A health check reports the current state and makes no retries."""
+    apps = [FixedResponses(b"busy", status=503) for _ in range(num_servers)]
     with contextlib.ExitStack() as stack:
         urls = [stack.enter_context(running(app)) for app in apps]
         with pytest.raises(RetrieverUnavailable):
@@ -167,21 +167,21 @@ def test_each_server_is_asked_for_its_health_once(num_servers: int) -> None:
     assert [app.num_asked for app in apps] == [1] * num_servers
 
 
-def test_what_nobody_closed_goes_without_a_word(caplog: pytest.LogCaptureFixture) -> None:
-    """A client in a notebook, whose loop ended with it: aiohttp would log two errors."""
+def test_an_unclosed_client_logs_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    """For example in a notebook: aiohttp would log two errors when the event loop ends."""
 
     async def play(url: str) -> None:
         await RetrievalClient(url, 1).search("q")
 
-    with running(Says(EMPTY)) as url:
+    with running(FixedResponses(EMPTY)) as url:
         asyncio.run(play(url))
         gc.collect()
     assert "nclosed" not in caplog.text
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="options of Linux")
-def test_a_socket_notices_a_dead_peer_by_the_system() -> None:
-    """Ten seconds after a byte that nobody acknowledged, and as soon where nothing is sent."""
+def test_socket_options_detect_a_dead_peer() -> None:
+    """Ten seconds after a byte without acknowledgement, and as soon if nothing is sent."""
     address = (socket.AF_INET, socket.SOCK_STREAM, 0, "", ("127.0.0.1", 1))
     with client_module._open_socket(address) as made:
         assert made.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
@@ -192,22 +192,24 @@ def test_a_socket_notices_a_dead_peer_by_the_system() -> None:
 
 
 def test_a_connection_that_does_not_open_ends_soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine that answers no SYN does not take the whole time of an attempt."""
+    """A machine that answers no SYN does not use up the timeout of an attempt."""
     monkeypatch.setattr(transport, "CONNECT_S", 0.2)
     with socket.socket() as full:
         full.bind(("127.0.0.1", 0))
         full.listen(0)
         held = [socket.socket() for _ in range(4)]
-        for one in held:  # the queue is full: the kernel drops what comes after
-            one.setblocking(False)
-            one.connect_ex(full.getsockname())
+        for client in held:  # the queue is full: the kernel drops further connections
+            client.setblocking(False)
+            client.connect_ex(full.getsockname())
         start = time.monotonic()
         with pytest.raises(RetrieverUnavailable, match="does not answer"):
             url = f"http://127.0.0.1:{full.getsockname()[1]}"
-            ask(url, ASKED["search"][0], max_retries=0, timeout=60.0)
-        assert time.monotonic() - start < 8  # or the kernel gives up, DEAD_S after the first SYN
-        for one in held:
-            one.close()
+            ask(url, CALLS["search"][0], max_retries=0, timeout=60.0)
+        assert (
+            time.monotonic() - start < 8
+        )  # or the kernel gives up, DEAD_PEER_S after the first SYN
+        for client in held:
+            client.close()
 
 
 CUT = """
@@ -216,7 +218,7 @@ from search_r1.search import client
 from search_r1.search.errors import RetrieverUnavailable
 from tests.apps import running
 
-client.DEAD_S = 2
+client.DEAD_PEER_S = 2
 num_asked = 0
 
 def loopback(state):
@@ -249,12 +251,12 @@ with running(silent) as url:
 ISOLATED = ["unshare", "--map-root-user", "--net"]
 
 
-def test_a_connection_whose_wire_is_cut_ends_soon() -> None:
-    """In a network of its own: the server has the request, and is never heard of again."""
+def test_a_connection_over_a_dead_network_ends_soon() -> None:
+    """In a network namespace: the server has the request, then the network goes down."""
     if not shutil.which("unshare") or not shutil.which("ip"):
         pytest.skip("no unshare or ip here")
     if subprocess.run([*ISOLATED, "true"], capture_output=True, check=False).returncode:
-        pytest.skip("no network of one's own here")
+        pytest.skip("no network namespaces here")
     root = Path(__file__).parents[2]
     done = subprocess.run([*ISOLATED, sys.executable, "-c", CUT], cwd=root, capture_output=True,
                           text=True, timeout=100, check=False)  # fmt: skip
@@ -262,18 +264,18 @@ def test_a_connection_whose_wire_is_cut_ends_soon() -> None:
 
 
 @pytest.mark.parametrize("name", ["http_proxy", "HTTP_PROXY", "ALL_PROXY", "all_proxy"])
-def test_no_proxy_of_the_environment_is_asked(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A retriever is in the own network; a proxy would see its token and every query."""
+def test_proxies_in_the_environment_are_ignored(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The retriever is in the local network; a proxy would see the token and every query."""
     for other in ("no_proxy", "NO_PROXY"):
         monkeypatch.delenv(other, raising=False)
-    with running(proxy := Says(EMPTY)) as there, running(Says(EMPTY)) as url:
+    with running(proxy := FixedResponses(EMPTY)) as there, running(FixedResponses(EMPTY)) as url:
         monkeypatch.setenv(name, there)
-        assert ask(url, ASKED["search"][0], max_retries=0) == []
+        assert ask(url, CALLS["search"][0], max_retries=0) == []
     assert proxy.num_asked == 0
 
 
 def test_a_query_is_sent_while_one_of_its_searches_waits() -> None:
-    """Of two equal searches one is cancelled before the request leaves; the other is answered."""
+    """Of two equal searches one is cancelled before the request is sent; the other succeeds."""
 
     async def play(client: RetrievalClient) -> list[Any]:
         first, second = (asyncio.create_task(client.search("q")) for _ in range(2))
@@ -281,6 +283,6 @@ def test_a_query_is_sent_while_one_of_its_searches_waits() -> None:
         first.cancel()
         return await asyncio.wait_for(second, 20)
 
-    with running(app := Says(EMPTY)) as url:
+    with running(app := FixedResponses(EMPTY)) as url:
         assert ask(url, play) == []
     assert app.num_asked == 1

@@ -1,4 +1,4 @@
-"""Answers that do not end: the client leaves them at its deadline, or when they are too long."""
+"""Endless responses: the client gives up at its deadline or at the size limit."""
 
 import asyncio
 
@@ -17,16 +17,16 @@ async def search(url: str, timeout: float) -> None:
 
 @pytest.mark.parametrize("name", DRIPS)
 def test_an_answer_that_drips_has_one_deadline(name: str) -> None:
-    """Over head and body, however often a byte arrives."""
+    """One deadline covers headers and body, however often a byte arrives."""
     with endless(*DRIPS[name]) as (url, count):
         with pytest.raises(RetrieverUnavailable, match="TimeoutError"):
             asyncio.run(search(url, 0.3))
         assert count == [2]
 
 
-def test_an_answer_without_end_is_garbage(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is asked for once more, then the client says in one line what it got."""
-    monkeypatch.setattr(transport, "MOST_BYTES", 200_000)
+def test_an_endless_response_is_invalid(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is requested once more; then the error says in one line what was received."""
+    monkeypatch.setattr(transport, "MAX_RESPONSE_BYTES", 200_000)
     with endless(*FLOOD, pause=0.0) as (url, count):
         with pytest.raises(RetrieverRefused, match="answered with more than 200000 bytes"):
             asyncio.run(search(url, 20))

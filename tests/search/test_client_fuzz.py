@@ -16,12 +16,12 @@ SLOW_S = 0.4
 TIMEOUT_S = 0.15
 MAX_RETRIES = 2
 SLACK_S = 5.0
-"""A busy machine's delays; a client that hangs takes for ever."""
+"""Allowance for a busy machine; a client that hangs exceeds it."""
 
 
 @dataclass(frozen=True)
-class Answer:
-    """How one request is answered."""
+class ScriptedResponse:
+    """The response to one request."""
 
     status: int = 200
     body: bytes | None = None
@@ -30,16 +30,16 @@ class Answer:
     length_error: int = 0
     """Added to Content-Length."""
     kept: float = 1.0
-    """Part of the bytes that is sent before the connection closes."""
+    """Fraction of the bytes that is sent before the connection closes."""
     delay: float = 0.0
     is_trickled: bool = False
-    """Byte after byte, for longer than the client waits."""
+    """Sent byte by byte, for longer than the client waits."""
     reset: bool = False
-    """Close at once."""
+    """Whether the connection is closed at once."""
 
 
 def echo(queries: list[str]) -> bytes:
-    """A document for each query that names it."""
+    """A response body with one document for each query, with the query as its id."""
     hits = [[{"document": {"id": q, "contents": f'"T"\n{q}'}, "score": 1.0}] for q in queries]
     return json.dumps({"result": hits}).encode()
 
@@ -69,8 +69,8 @@ HEADERS = st.sampled_from(
         ("Connection", "close"),
     ]
 )
-ANSWERS = st.builds(
-    Answer,
+RESPONSES = st.builds(
+    ScriptedResponse,
     status=st.sampled_from([200, 200, 200, 204, 301, 400, 401, 422, 424, 429, 500, 503, 504, 999]),
     body=BODIES,
     headers=st.lists(HEADERS, max_size=2).map(tuple),
@@ -84,33 +84,35 @@ QUERIES = st.lists(st.text(max_size=8), min_size=1, max_size=6)
 
 
 async def read_queries(reader: asyncio.StreamReader) -> list[str]:
-    """The queries of the next request; IncompleteReadError when there is none."""
+    """Return the queries of the next request; raises IncompleteReadError if there is none."""
     head = (await reader.readuntil(b"\r\n\r\n")).lower()
     length = int(head.split(b"content-length:")[1].split(b"\r\n")[0])
     return [str(query) for query in json.loads(await reader.readexactly(length))["queries"]]
 
 
-async def write(answer: Answer, queries: list[str], writer: asyncio.StreamWriter) -> bool:
-    """Send the answer; whether the connection may be used again."""
-    await asyncio.sleep(answer.delay)
-    body = echo(queries) if answer.body is None else answer.body
-    length = max(0, len(body) + answer.length_error)
-    lines = [f"HTTP/1.1 {answer.status} Scripted", f"Content-Length: {length}"]
-    lines += [f"{name}: {value}" for name, value in answer.headers]
+async def write(
+    response: ScriptedResponse, queries: list[str], writer: asyncio.StreamWriter
+) -> bool:
+    """Send the response; return whether the connection may be used again."""
+    await asyncio.sleep(response.delay)
+    body = echo(queries) if response.body is None else response.body
+    length = max(0, len(body) + response.length_error)
+    lines = [f"HTTP/1.1 {response.status} Scripted", f"Content-Length: {length}"]
+    lines += [f"{name}: {value}" for name, value in response.headers]
     sent = ("\r\n".join(lines) + "\r\n\r\n").encode() + body
-    sent = sent[: int(len(sent) * answer.kept)]
-    for i in range(0, len(sent), 1 if answer.is_trickled else max(1, len(sent))):
-        writer.write(sent[i : i + (1 if answer.is_trickled else len(sent))])
+    sent = sent[: int(len(sent) * response.kept)]
+    for i in range(0, len(sent), 1 if response.is_trickled else max(1, len(sent))):
+        writer.write(sent[i : i + (1 if response.is_trickled else len(sent))])
         await writer.drain()
-        if answer.is_trickled:
+        if response.is_trickled:
             await asyncio.sleep(0.05)
-    return answer.kept == 1 and not answer.length_error
+    return response.kept == 1 and not response.length_error
 
 
 @asynccontextmanager
-async def scripted(answers: list[Answer]) -> AsyncIterator[str]:
-    """A server on a free port that gives the answers in turn, then echoes."""
-    script = iter(answers)
+async def scripted(responses: list[ScriptedResponse]) -> AsyncIterator[str]:
+    """A server on a free port that sends the responses in turn, then echoes."""
+    script = iter(responses)
     connections: set[asyncio.Task[None]] = set()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -121,8 +123,8 @@ async def scripted(answers: list[Answer]) -> AsyncIterator[str]:
             is_open = True
             while is_open:
                 queries = await read_queries(reader)
-                answer = next(script, Answer())
-                is_open = not answer.reset and await write(answer, queries, writer)
+                response = next(script, ScriptedResponse())
+                is_open = not response.reset and await write(response, queries, writer)
         except (asyncio.IncompleteReadError, ConnectionError, asyncio.CancelledError):
             pass  # the client left, or the test is over
         finally:
@@ -143,12 +145,12 @@ def is_echo(documents: list[Document], query: str) -> bool:
     return [document.id for document in documents] == [query]
 
 
-def scripted_documents(answers: list[Answer]) -> list[list[str]]:
-    """Ids that well-formed scripted bodies hold, which a search may rightly be given."""
+def scripted_documents(responses: list[ScriptedResponse]) -> list[list[str]]:
+    """Return the ids in valid scripted bodies, which a search may correctly return."""
     found = []
-    for answer in answers:
+    for response in responses:
         try:
-            result = json.loads(answer.body or b"")["result"]
+            result = json.loads(response.body or b"")["result"]
             found += [[str(item.get("document", item)["id"]) for item in hits] for hits in result]
         except (ValueError, TypeError, KeyError, AttributeError):
             continue
@@ -156,16 +158,18 @@ def scripted_documents(answers: list[Answer]) -> list[list[str]]:
 
 
 @settings(max_examples=120)
-@given(st.lists(ANSWERS, max_size=8), QUERIES, st.sampled_from([None, 0.1, 0.3]))
+@given(st.lists(RESPONSES, max_size=8), QUERIES, st.sampled_from([None, 0.1, 0.3]))
 def test_line_19_every_search_ends_with_documents_or_a_typed_error(
-    answers: list[Answer], queries: list[str], deadline: float | None
+    responses: list[ScriptedResponse], queries: list[str], deadline: float | None
 ) -> None:
-    """Whatever a server sends: no hang beyond the bound, no other exception, no mixed answers."""
+    """Whatever a server sends: no hang, no untyped exception, no results of other queries."""
     attempts_s = (MAX_RETRIES + 1) * (TIMEOUT_S + 0.02)
-    bound = 2 * attempts_s if deadline is None else deadline  # a refused batch is asked once more
+    bound = (
+        2 * attempts_s if deadline is None else deadline
+    )  # a refused batch is sent query by query
 
     async def search_all() -> list[list[Document] | BaseException]:
-        async with scripted(answers) as url:
+        async with scripted(responses) as url:
             client = RetrievalClient(
                 url,
                 timeout=TIMEOUT_S,
@@ -177,10 +181,10 @@ def test_line_19_every_search_ends_with_documents_or_a_typed_error(
             )
             async with asyncio.timeout(bound + SLACK_S):
                 found = await asyncio.gather(*map(client.search, queries), return_exceptions=True)
-            await client.aclose()  # not where the bound was broken: it would wait as long
+            await client.aclose()  # not after a timeout: it would wait for the same requests
             return found
 
-    scripted_ids = scripted_documents(answers)
+    scripted_ids = scripted_documents(responses)
     for query, found in zip(queries, asyncio.run(search_all()), strict=True):
         event(type(found).__name__)
         if isinstance(found, BaseException):
@@ -190,9 +194,9 @@ def test_line_19_every_search_ends_with_documents_or_a_typed_error(
             assert is_echo(found, query) or ids in scripted_ids, (query, ids)
 
 
-def test_line_19_an_answer_that_trickles_is_too_late() -> None:
-    """A byte now and then keeps no attempt alive: the timeout is for the whole answer."""
-    trickle = Answer(is_trickled=True, headers=(("X", "x" * 10_000),))
+def test_line_19_a_response_that_trickles_is_too_late() -> None:
+    """The timeout is for the whole response, so occasional bytes do not extend it."""
+    trickle = ScriptedResponse(is_trickled=True, headers=(("X", "x" * 10_000),))
 
     async def search() -> list[list[Document] | BaseException]:
         async with scripted([trickle] * 2) as url:
@@ -206,8 +210,8 @@ def test_line_19_an_answer_that_trickles_is_too_late() -> None:
     assert isinstance(error, RetrieverUnavailable)
 
 
-def test_the_fuzz_meets_documents_and_errors() -> None:
-    """The oracle above is not vacuous: echoes are told from the documents of other queries."""
+def test_the_oracle_distinguishes_documents() -> None:
+    """The oracle above is not vacuous: it distinguishes echoes from documents of other queries."""
     assert is_echo([Document.from_contents("a", "x")], "a")
     assert not is_echo([Document.from_contents("b", "x")], "a")
-    assert scripted_documents([Answer(body=echo(["z"]))]) == [["z"]]
+    assert scripted_documents([ScriptedResponse(body=echo(["z"]))]) == [["z"]]

@@ -1,4 +1,4 @@
-"""Real server processes that are killed while searches are under way."""
+"""Real server processes that are killed while searches are in progress."""
 
 import asyncio
 import os
@@ -28,7 +28,7 @@ def args(corpus_path: Path, open_engine: Callable[[str], Retriever]) -> list[str
 
 @pytest.fixture
 def expected(open_engine: Callable[[str], Retriever], queries: list[str]) -> list[list[Document]]:
-    """What the searches below must find, asked of the engine itself, one query at a time."""
+    """The documents of the searches below, from the engine itself, one query at a time."""
     engine = open_engine("bm25")
     answers = {q: [hit.document for hit in engine.search([q], 3)[0]] for q in wordings(queries)}
     return [answers[query] for query in searches(queries)]
@@ -36,7 +36,7 @@ def expected(open_engine: Callable[[str], Retriever], queries: list[str]) -> lis
 
 def wordings(queries: list[str]) -> list[str]:
     """Many different queries with known answers."""
-    return [f"{one} {other}" for one in queries for other in queries]
+    return [f"{first} {second}" for first in queries for second in queries]
 
 
 def searches(queries: list[str]) -> list[str]:
@@ -47,7 +47,7 @@ def searches(queries: list[str]) -> list[str]:
 async def search_all(
     client: RetrievalClient, queries: list[str], interrupt: Callable[[], None]
 ) -> list[list[Document]]:
-    """Every query by one of a few clients, each in turn; `interrupt` is called at the half."""
+    """Search for all queries in a few concurrent loops; call `interrupt` halfway."""
     found: dict[int, list[Document]] = {}
     half = asyncio.Event()
 
@@ -69,7 +69,7 @@ async def search_all(
 def test_line_19_a_killed_server_that_returns_is_waited_for(
     args: list[str], queries: list[str], expected: list[list[Document]]
 ) -> None:
-    """SIGKILL amid 1,000 searches and a start on the same port: all end with right answers."""
+    """SIGKILL amid 1,000 searches and a restart on the same port: all get correct results."""
     with ThreadPoolExecutor(1) as pool, LocalServer(args) as server:
         first, again = server.pid, []
 
@@ -87,7 +87,7 @@ def test_line_19_a_killed_server_that_returns_is_waited_for(
 def test_line_19_another_server_stands_in_for_a_killed_one(
     args: list[str], queries: list[str], expected: list[list[Document]]
 ) -> None:
-    """Of two servers the one in use is killed: the other answers all, with no pause between."""
+    """The server in use is killed: the other one takes over without any delay."""
     with LocalServer(args) as one, LocalServer(args) as other:
         pids = {one.url: one.pid, other.url: other.pid}
         client = RetrievalClient(
@@ -102,7 +102,7 @@ def test_line_19_another_server_stands_in_for_a_killed_one(
 
 
 def test_line_19_an_outage_of_all_names_every_server() -> None:
-    """The error says of each url why it failed, and the attempts are those allowed in total."""
+    """The error gives the reason for each url; the retry limit holds for all servers together."""
     with bind("127.0.0.1", 0) as first, bind("127.0.0.1", 0) as second:
         urls = [f"http://127.0.0.1:{closed.getsockname()[1]}" for closed in (first, second)]
         client = RetrievalClient(urls, max_retries=4, backoff=0.001, max_backoff=0.002)

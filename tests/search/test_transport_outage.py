@@ -1,4 +1,4 @@
-"""That nobody answers is found out by one search, not by each again."""
+"""An outage of all servers is detected by one search, not by each search again."""
 
 import asyncio
 import time
@@ -11,7 +11,7 @@ from typing import Any, cast
 from search_r1.retrying import Backoff
 from search_r1.search.client import RETRIED, RetrievalClient, count_retries
 from search_r1.search.errors import RetrieverUnavailable
-from search_r1.search.transport import Patience, Servers, Transport
+from search_r1.search.transport import RetryPolicy, Servers, Transport
 from tests.apps import running
 
 URL = "http://there:1"
@@ -19,12 +19,12 @@ NUM_RETRIES = 2
 
 
 class Scripted:
-    """A server whose answers depend on the path, in the place of the client library."""
+    """A fake HTTP session whose responses depend on the path."""
 
     def __init__(self, num_retries: int = NUM_RETRIES) -> None:
         self.num_asked: Counter[str] = Counter()
-        self.is_away = False
-        patience = Patience(max_retries=num_retries, pauses=Backoff(0.02, 0.02))
+        self.is_down = False
+        patience = RetryPolicy(max_retries=num_retries, backoff=Backoff(0.02, 0.02))
         self.transport = Transport(Servers([URL]), patience)
 
     @asynccontextmanager
@@ -35,40 +35,40 @@ class Scripted:
         async def parts() -> AsyncIterator[bytes]:
             yield b"{}"
 
-        status = 500 if self.is_away or path == "/bad" else 200
+        status = 500 if self.is_down or path == "/bad" else 200
         content = SimpleNamespace(iter_any=parts)
         yield SimpleNamespace(status=status, headers={}, content=content)
 
     async def ask(self, path: str, **options: Any) -> int:
-        """How many attempts an exchange makes, answered or not."""
+        """Return the number of attempts of one exchange, successful or not."""
         before = self.num_asked[path]
         try:
             exchange = self.transport.exchange
-            await exchange(cast(Any, self), "GET", path, read=lambda answer: answer, **options)
+            await exchange(cast(Any, self), "GET", path, parse=lambda response: response, **options)
         except RetrieverUnavailable as error:
             assert error.num_retries == max(0, self.num_asked[path] - before - 1)
         return self.num_asked[path] - before
 
 
-def test_after_an_exchange_in_vain_others_try_once_until_one_is_answered() -> None:
-    """The pauses of an outage are spent once; an answer ends it."""
+def test_after_a_failed_exchange_others_make_one_attempt_until_a_response() -> None:
+    """Only one exchange goes through all retries; a response ends the outage."""
     server = Scripted()
 
     async def play() -> list[int]:
-        server.is_away = True
+        server.is_down = True
         attempts = [await server.ask("/a"), await server.ask("/b"), await server.ask("/c")]
-        server.is_away = False
+        server.is_down = False
         attempts.append(await server.ask("/d"))
-        server.is_away = True
+        server.is_down = True
         return [*attempts, await server.ask("/e")]
 
     assert asyncio.run(play()) == [1 + NUM_RETRIES, 1, 1, 1, 1 + NUM_RETRIES]
 
 
-def test_exchanges_under_way_give_up_with_the_first() -> None:
-    """Those that began later do not go through all the pauses of their own."""
+def test_exchanges_in_progress_give_up_with_the_first() -> None:
+    """Exchanges that began later do not go through all their retries."""
     server = Scripted(num_retries=20)
-    server.is_away = True
+    server.is_down = True
 
     async def late() -> int:
         while server.num_asked["/first"] < 15:
@@ -83,7 +83,7 @@ def test_exchanges_under_way_give_up_with_the_first() -> None:
 
 
 def test_one_bad_request_among_good_ones_is_no_outage() -> None:
-    """Where others are answered meanwhile, everyone keeps all tries; so after a failed probe."""
+    """All retries are kept while other requests succeed, and after a failed health check."""
     server = Scripted()
 
     async def chatter() -> None:
@@ -99,21 +99,21 @@ def test_one_bad_request_among_good_ones_is_no_outage() -> None:
 
     assert asyncio.run(play()) == [1 + NUM_RETRIES] * 2
     other = Scripted()
-    other.is_away = True
+    other.is_down = True
     assert asyncio.run(other.ask("/health", max_retries=0)) == 1
     assert asyncio.run(other.ask("/a")) == 1 + NUM_RETRIES
 
 
-def test_a_deadline_that_was_over_before_is_no_outage() -> None:
-    """It says nothing of the servers, which nobody asked: others keep all tries."""
+def test_a_deadline_that_has_passed_is_no_outage() -> None:
+    """No server was asked, so other exchanges keep all their retries."""
     server = Scripted()
     assert asyncio.run(server.ask("/late", deadline=time.monotonic() - 1)) == 0
-    server.is_away = True
+    server.is_down = True
     assert asyncio.run(server.ask("/a")) == 1 + NUM_RETRIES
 
 
 class Flaky:
-    """An application that answers searches after so many errors of a status."""
+    """An application that responds to searches after `num_errors` errors of one status."""
 
     def __init__(self, status: int, num_errors: int) -> None:
         self.status = status
@@ -130,9 +130,9 @@ class Flaky:
 
 
 def test_each_search_of_a_shared_request_knows_that_it_was_retried() -> None:
-    """Tasks count their own searches, though these travelled together."""
+    """Each task counts its own searches, although they shared a request."""
 
-    async def one(client: RetrievalClient, query: str, searches: int) -> int:
+    async def search_repeatedly(client: RetrievalClient, query: str, searches: int) -> int:
         with count_retries() as counts:
             for _ in range(searches):
                 await client.search(query)
@@ -140,7 +140,9 @@ def test_each_search_of_a_shared_request_knows_that_it_was_retried() -> None:
 
     async def play(url: str) -> list[int]:
         async with RetrievalClient(url, 1, backoff=0.01) as client:
-            return await asyncio.gather(one(client, "a", 1), one(client, "a", 3))
+            return await asyncio.gather(
+                search_repeatedly(client, "a", 1), search_repeatedly(client, "a", 3)
+            )
 
     with running(Flaky(500, 1)) as url:
         assert asyncio.run(play(url)) == [1, 1]

@@ -1,4 +1,4 @@
-"""Searches that are only predicted: apart from the others, tried once, and never in their way."""
+"""Prefetches: in requests of their own, with one attempt, and never delaying a search."""
 
 import asyncio
 import time
@@ -32,8 +32,8 @@ def with_client(
         asyncio.run(main(url))
 
 
-def test_predictions_travel_apart() -> None:
-    """A prediction that is refused, as one beyond a limit, costs no search its request."""
+def test_prefetches_have_requests_of_their_own() -> None:
+    """A prefetch that is refused, for example as too long, does not affect any search."""
     script = Script(poison="bad")
 
     async def body(client: RetrievalClient) -> None:
@@ -47,8 +47,8 @@ def test_predictions_travel_apart() -> None:
     assert sent == [["bad"], ["bad", "good"], ["good"], ["q"]]
 
 
-def test_a_failed_prediction_stops_others_until_a_search_is_answered() -> None:
-    """It is tried once, counted nowhere, and spares no search its tries."""
+def test_a_failed_prefetch_stops_others_until_a_search_succeeds() -> None:
+    """It has one attempt and is not counted, and later searches keep all their retries."""
     script = Script([503, 503, 503])
 
     async def body(client: RetrievalClient) -> None:
@@ -64,10 +64,10 @@ def test_a_failed_prediction_stops_others_until_a_search_is_answered() -> None:
     assert [request["queries"] for request in script.requests] == [["a"], ["b"], ["b"], ["b"]]
 
 
-def test_predictions_leave_connections_to_searches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """None is sent where so many searches are under way, or so many predictions."""
-    monkeypatch.setattr(client_module, "MOST_REQUESTS", 1)
-    monkeypatch.setattr(client_module, "MOST_AHEAD", 2)
+def test_prefetches_leave_connections_to_searches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No prefetch is sent while too many searches or prefetches are in progress."""
+    monkeypatch.setattr(client_module, "MAX_REQUESTS", 1)
+    monkeypatch.setattr(client_module, "MAX_PREFETCH_REQUESTS", 2)
     script = Script([SLOW] * 3)
 
     async def body(client: RetrievalClient) -> None:
@@ -87,25 +87,25 @@ def test_predictions_leave_connections_to_searches(monkeypatch: pytest.MonkeyPat
     with_client(script, body)
 
 
-def test_closing_waits_for_no_prediction() -> None:
-    """Nobody reads what comes after the dialogues."""
+def test_closing_cancels_prefetches() -> None:
+    """Closing the client cancels its prefetches, sent or not."""
 
     async def body(client: RetrievalClient) -> None:
         tasks = [asyncio.ensure_future(client.prefetch("a"))]
         await asyncio.sleep(0.1)
         tasks.append(asyncio.ensure_future(client.prefetch("not yet sent")))
         await asyncio.sleep(0)
-        begun = time.monotonic()
+        start = time.monotonic()
         await client.aclose()
-        assert time.monotonic() - begun < 0.5
+        assert time.monotonic() - start < 0.5
         await asyncio.wait(tasks)
         assert all(task.cancelled() for task in tasks)
 
     with_client(Script([SLOW]), body)
 
 
-def test_a_prediction_that_hangs_is_no_fault() -> None:
-    """The search is made after it, within one deadline, and nothing is a fault of the dialogue."""
+def test_a_prefetch_that_hangs_is_no_fault() -> None:
+    """The search follows it within one deadline, and the dialogue counts no fault."""
     script = Script([SLOW])
 
     async def body(client: RetrievalClient) -> None:
@@ -124,6 +124,6 @@ def test_a_prediction_that_hangs_is_no_fault() -> None:
 
     async def out_of_time(client: RetrievalClient) -> None:
         with pytest.raises(RetrieverUnavailable, match="deadline"):
-            await client.search("q", began=time.monotonic() - 5)
+            await client.search("q", start=time.monotonic() - 5)
 
     with_client(Script(), out_of_time, deadline=4.0)
