@@ -1,8 +1,8 @@
-"""The data that travels: prompts, trajectories, and the jagged batch that trainers work on.
+"""Data passed between components: prompts, trajectories, and the jagged batch that is trained on.
 
-Nothing here is padded. A trajectory is a list of segments, each of one origin; a batch is flat
-token tensors with sequence offsets. Masks are data that come from the origin, never derived from
-token ids. This module knows nothing of engines, tools, Ray or configuration files.
+Nothing is padded. A trajectory is a list of segments, each with a single origin; a batch is a set
+of flat token tensors with sequence offsets. Masks come from the segments' origins and are never
+derived from token ids. This module does not depend on engines, tools, Ray or configuration files.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ import torch
 from torch import Tensor
 
 Metrics = dict[str, float]
-"""Numbers of one step, by the name they are logged under."""
+"""Metrics of one step, keyed by the name under which they are logged."""
 TrajectoryKey = tuple[str, int, bool]
-"""What tells a trajectory from the others: its group, its number there, and whether it is greedy
-(ReMax's baseline)."""
+"""Identifies a trajectory: its group, its sample number in the group, and whether it is sampled
+greedily (ReMax's baseline)."""
 
 
 class Origin(IntEnum):
-    """Where a token came from; only POLICY tokens are ever trained on."""
+    """Where a token comes from; only POLICY tokens are trained on."""
 
     PROMPT = 0
     POLICY = 1
@@ -37,18 +37,18 @@ class Status(StrEnum):
     """How a trajectory ended."""
 
     ANSWERED = "answered"
-    """The policy closed an answer."""
+    """The policy gave a complete answer."""
     OUT_OF_TURNS = "out_of_turns"
-    """The last turn was spent without an answer."""
+    """The last turn ended without an answer."""
     OUT_OF_BUDGET = "out_of_budget"
-    """The context budget could not hold another turn."""
+    """The context budget had no space for another turn."""
     FAILED = "failed"
     """Infrastructure failed (a tool or an engine); never trained on."""
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How one request is sampled; `temperature` 0 means greedy."""
+    """Sampling parameters of one request; `temperature` 0 means greedy."""
 
     max_tokens: int
     temperature: float = 1.0
@@ -59,17 +59,20 @@ class Sampling:
 
 @dataclass(frozen=True)
 class EngineCounts:
-    """Tokens that an engine did not compute, or guessed, in one request or several; all 0 where it
-    does not tell."""
+    """Token counts of prefix caching and speculative decoding, for one or several requests.
+
+    All are 0 if the engine does not report them.
+    """
 
     prompt: int = 0
-    """Of the prompt, which is the dialogue so far."""
+    """Prompt tokens, that is, the dialogue so far."""
     cached: int = 0
-    """Of those, in its prefix cache already."""
+    """Prompt tokens that were already in the prefix cache."""
     drafted: int = 0
-    """Guessed (`rollout.speculative_config`), by the engine since the request that ended before."""
+    """Draft tokens (`rollout.speculative_config`) of the whole engine since the previously finished
+    request."""
     accepted: int = 0
-    """Of those, taken."""
+    """Draft tokens that were accepted."""
 
     def __add__(self, other: EngineCounts) -> EngineCounts:
         return EngineCounts(**{k: v + getattr(other, k) for k, v in vars(self).items()})
@@ -77,7 +80,7 @@ class EngineCounts:
 
 @dataclass(frozen=True)
 class Completion:
-    """What an engine generated for one request: ids as sampled, their log-probs, and the text."""
+    """Output of one engine request: the sampled ids, their log-probs, and the text."""
 
     ids: tuple[int, ...]
     log_probs: tuple[float, ...]
@@ -85,40 +88,41 @@ class Completion:
     finish_reason: str
     """`stop` (a stop string or end of sequence), `length`, or `verl.engine.INTERRUPTED`."""
     weight_version: int = 0
-    """Of the weights that sampled it; the last ones where several did."""
+    """Version of the weights that sampled the completion; the last one if there were several."""
     weight_versions: tuple[int, ...] = ()
-    """Of each token, where several did."""
+    """Weight version of each token if there were several versions, otherwise empty."""
     queued_s: float = 0.0
-    """Seconds that the request waited in the engine for a slot; 0 where an engine does not tell."""
+    """Seconds that the request waited for a slot in the engine; 0 if not reported."""
     counts: EngineCounts = EngineCounts()
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """One row of a data set, rendered: the token ids to start from and what judges the answer."""
+    """One data set row as a prompt: its token ids and what is needed to score the answer."""
 
     uid: str
-    """Unique over all data sets: `file#row`. Groups are formed by prompt instance, not by this."""
+    """Unique over all data sets: `file#row`. Not the group: a step may draw the same row twice."""
     ids: tuple[int, ...]
     data_source: str
     ground_truth: tuple[str, ...]
     extra_info: Mapping[str, Any] = field(default_factory=dict)
     text: str = ""
-    """What `ids` were made of, the chat template's words included."""
+    """The text that was encoded to `ids`, including the chat template."""
 
 
 @dataclass(frozen=True)
 class Segment:
-    """A run of tokens of one origin. `log_probs` are the engine's, for policy tokens only.
+    """Consecutive tokens of one origin. `log_probs` are the engine's, for policy tokens only.
 
-    Its numbers travel between processes as `NUMBERS` says, and become tuples when they are read:
-    a step's are millions, of which the trainer's batch takes the bytes as they are.
+    Pickling packs the columns of `TYPECODES` into bytes; they are unpacked to tuples on first
+    access. A step has millions of tokens, and `TokenBatch.from_trajectories` reads the packed bytes
+    without unpacking them.
     """
 
-    NUMBERS: ClassVar[Mapping[str, str]] = {"ids": "i", "log_probs": "d", "weight_versions": "i"}
-    """The columns that are packed, and the `array` that each is packed in."""
+    TYPECODES: ClassVar[Mapping[str, str]] = {"ids": "i", "log_probs": "d", "weight_versions": "i"}
+    """The numeric columns, and the type code of the `array` into which each is packed."""
     packed: ClassVar[Mapping[str, bytes]] = {}
-    """Of a segment that came from another process, the bytes of each."""
+    """Packed bytes of each column, set when the segment was unpickled."""
 
     origin: Origin
     ids: tuple[int, ...]
@@ -126,101 +130,109 @@ class Segment:
     log_probs: tuple[float, ...] = ()
     weight_version: int = 0
     weight_versions: tuple[int, ...] = ()
-    """As those of a completion."""
+    """Weight version of each token if there were several versions, otherwise empty."""
 
     @property
     def version_runs(self) -> list[tuple[int, int]]:
-        """(version, number of tokens) of each stretch that the same weights sampled, in order."""
+        """(version, number of tokens) of each run of tokens with the same weight version."""
         runs = [(v, len(list(same))) for v, same in itertools.groupby(self.weight_versions)]
         return runs or [(self.weight_version, self.num_tokens)]
 
     @property
     def num_tokens(self) -> int:
-        """How many there are, whether or not they were read."""
+        """Number of tokens; does not unpack the segment."""
         return len(self.packed["ids"]) // ID_BYTES if self.packed else len(self.ids)
 
-    def bytes_of(self, name: str) -> bytes:
-        """A column of `NUMBERS`, packed."""
-        found = self.packed.get(name)
-        return array(self.NUMBERS[name], getattr(self, name)).tobytes() if found is None else found
+    def column_bytes(self, name: str) -> bytes:
+        """Return the column `name` of `TYPECODES` as packed bytes."""
+        if name in self.packed:
+            return self.packed[name]
+        return array(self.TYPECODES[name], getattr(self, name)).tobytes()
 
     def __getstate__(self) -> dict[str, Any]:
-        packed = {name: self.bytes_of(name) for name in self.NUMBERS}
+        packed = {name: self.column_bytes(name) for name in self.TYPECODES}
         return {k: v for k, v in vars(self).items() if k not in packed} | {"packed": packed}
 
     def __post_init__(self) -> None:
         expected = len(self.ids) if self.origin is Origin.POLICY else 0
         assert len(self.log_probs) == expected, (
-            f"a {self.origin.name} segment of {len(self.ids)} ids carries {expected} log-probs, "
+            f"a {self.origin.name} segment of {len(self.ids)} ids has {expected} log-probs, "
             f"got {len(self.log_probs)}"
         )
-        assert len(self.weight_versions) in (0, len(self.ids)), "a version for each token, or none"
+        assert len(self.weight_versions) in (0, len(self.ids)), "one version per token, or none"
 
 
 @dataclass(frozen=True)
-class _Numbers:
-    """A column of a packed segment: what is not among its attributes yet, and is from then on."""
+class _UnpackedColumn:
+    """Descriptor that unpacks a column of a `Segment` on first access and stores it there.
+
+    It defines no `__set__`, so an instance attribute of the same name takes precedence: later
+    accesses, and segments that were never pickled, do not come here.
+    """
 
     name: str
 
     def __get__(self, segment: Segment | None, _: type[Segment]) -> Any:
         if segment is None:
             return self
-        found = tuple(array(segment.NUMBERS[self.name], segment.packed[self.name]))
-        segment.__dict__[self.name] = found
-        return found
+        values = tuple(array(segment.TYPECODES[self.name], segment.packed[self.name]))
+        segment.__dict__[self.name] = values  # not by attribute: the dataclass is frozen
+        return values
 
 
-for _name in Segment.NUMBERS:
-    setattr(Segment, _name, _Numbers(_name))
-ID_BYTES = array(Segment.NUMBERS["ids"]).itemsize
+# Added after `dataclass` ran, which would otherwise take the descriptors for field defaults.
+for _name in Segment.TYPECODES:
+    setattr(Segment, _name, _UnpackedColumn(_name))
+ID_BYTES = array(Segment.TYPECODES["ids"]).itemsize
 
 
 @dataclass(frozen=True)
 class TurnTimes:
-    """When a turn was asked for, had the weights that it waited for, and ended; seconds since the
-    epoch, by the clock of the replica's machine. Of a turn that new weights cut, one for each part.
+    """Timestamps of one turn: requested, started (once its weights were loaded), and finished.
+
+    All are seconds since the epoch by the clock of the replica's machine. A turn that was
+    interrupted by new weights has one entry per part.
     """
 
     requested: float
     started: float
     finished: float
     turn: int = 0
-    """The number of the turn."""
+    """Number of the turn within the dialogue, from 0."""
     queued_s: float = 0.0
-    """Seconds from its begin in which the engine had no slot for it."""
+    """Seconds after `started` during which the engine had no free slot."""
     counts: EngineCounts = EngineCounts()
 
 
 @dataclass
 class Trajectory:
-    """One dialogue: the prompt and what policy and environment added to it, segment by segment."""
+    """One dialogue: the prompt, followed by segments added by the policy and the environment."""
 
     prompt: Prompt
     segments: list[Segment]
     status: Status = Status.OUT_OF_TURNS
     stats: dict[str, float] = field(default_factory=dict)
-    """Counts of the agent's own making (turns, valid actions ...), averaged into metrics."""
+    """Statistics of the agent (turns, valid actions ...), averaged into metrics."""
     faults: dict[str, int] = field(default_factory=dict)
-    """Counts of what infrastructure did to it (calls tried again ...), summed to `fault/`."""
+    """Counts of infrastructure faults (retried calls ...), summed into the metrics `fault/NAME`."""
     group: str = ""
-    """The prompt instance of this step; samples of one instance share it."""
+    """Name of the prompt instance of this step; all samples of one instance share it."""
     sample: int = 0
-    """Which of the group's samples this is."""
+    """Number of this sample within the group."""
     seed: int | None = None
-    """Base of the seeds of this trajectory's requests; None leaves the choice to the engine."""
+    """Base from which the seeds of the requests are derived; None lets the engine choose."""
     error: str = ""
-    """What failed, when status is FAILED."""
+    """Error message if the status is FAILED."""
     is_refused: bool = False
-    """A tool refuses this run (`ToolRefused`): sampled again it would fail again."""
+    """Whether a tool refuses this run (`ToolRefused`), so that sampling again would fail again."""
     replica: int = 0
-    """Which of the run's replicas sampled it."""
+    """Number of the replica that sampled the trajectory."""
     turn_times: list[TurnTimes] = field(default_factory=list)
-    """Of its turns, in order."""
+    """Timestamps of the turns, in order."""
 
     @property
     def ids(self) -> list[int]:
-        """All token ids in order: what the engine is given next, and what is trained on."""
+        """All token ids in order: what the next turn continues, and what is trained on."""
         return [i for segment in self.segments for i in segment.ids]
 
     @property
@@ -232,35 +244,35 @@ class Trajectory:
         return self.num_tokens_of(Origin.POLICY)
 
     def num_tokens_of(self, origin: Origin) -> int:
-        """Tokens of one origin."""
+        """Number of tokens of one origin."""
         return sum(s.num_tokens for s in self.segments if s.origin is origin)
 
     @property
     def text(self) -> str:
-        """The dialogue after the prompt, for people."""
+        """Human-readable text of the dialogue after the prompt."""
         return "".join(s.text for s in self.segments if s.origin is not Origin.PROMPT)
 
 
 def start_trajectory(
     prompt: Prompt, group: str = "", sample: int = 0, seed: int | None = None
 ) -> Trajectory:
-    """A trajectory that holds its prompt only."""
+    """Return a trajectory that contains only its prompt."""
     segment = Segment(Origin.PROMPT, prompt.ids, prompt.text)
     return Trajectory(prompt, [segment], group=group, sample=sample, seed=seed)
 
 
 @dataclass
 class TokenBatch:
-    """A jagged batch.
+    """A jagged batch of sequences.
 
-    `offsets` (num_seqs + 1,) int64 delimit sequences in the flat token columns.
-    `tokens[name]` (num_tokens,): every column is aligned with the token it concerns, so
-    `old_log_probs[t]` is the log-prob of token t given its prefix and `values[t]` the value of
-    the state before token t. `rows[name]` (num_seqs, ...) tensors; `columns[name]` lists of
-    num_seqs Python objects.
+    `offsets` (num_seqs + 1,) int64: sequence boundaries in the flat token columns.
+    `tokens[name]` (num_tokens,): a tensor with one value per token, aligned with the token that it
+    describes: `old_log_probs[t]` is the log-prob of token t given its prefix, and `values[t]` the
+    value of the state before token t. `rows[name]` (num_seqs, ...): a tensor with one row per
+    sequence. `columns[name]`: a list with one Python object per sequence.
 
     Example (P prompt, A policy, O observation): ids `P P A A O O A`, policy_mask
-    `0 0 1 1 0 0 1`; losses, advantages and KL exist at the three A tokens only.
+    `0 0 1 1 0 0 1`; losses, advantages and KL are defined at the three A tokens only.
     """
 
     offsets: Tensor
@@ -284,34 +296,34 @@ class TokenBatch:
 
     @property
     def lengths(self) -> Tensor:
-        """(num_seqs,) tokens per sequence."""
+        """(num_seqs,) number of tokens of each sequence."""
         return self.offsets.diff()
 
     @classmethod
     def from_trajectories(cls, trajectories: Sequence[Trajectory]) -> TokenBatch:
-        """Flatten trajectories; columns `group` and `data_source` go along for every row."""
+        """Flatten trajectories into a batch; adds the columns `group` and `data_source`."""
         segments = [s for t in trajectories for s in t.segments]
-        counts = np.array([s.num_tokens for s in segments], dtype=np.int64)
-        origins = np.array([s.origin for s in segments], dtype=np.int8)
-        runs = np.array([r for s in segments for r in s.version_runs], dtype=np.int64)
-        versions, lengths = runs.reshape(-1, 2).T
-        ends = np.cumsum([0, *(len(t.segments) for t in trajectories)])
-        origin = torch.from_numpy(origins.repeat(counts))
+        segment_lengths = np.array([s.num_tokens for s in segments], dtype=np.int64)
+        segment_origins = np.array([s.origin for s in segments], dtype=np.int8)
+        runs = np.array([run for s in segments for run in s.version_runs], dtype=np.int64)
+        versions, run_lengths = runs.reshape(-1, 2).T
         ids, log_probs = (
-            np.frombuffer(b"".join([s.bytes_of(name) for s in segments]), Segment.NUMBERS[name])
+            np.frombuffer(b"".join(s.column_bytes(name) for s in segments), Segment.TYPECODES[name])
             for name in ("ids", "log_probs")
         )
+        origin = torch.from_numpy(segment_origins.repeat(segment_lengths))
         is_policy = origin == int(Origin.POLICY)
-        sampled = torch.zeros(len(origin))
-        sampled[is_policy] = torch.from_numpy(log_probs.astype(np.float32))
+        rollout_log_probs = torch.zeros(len(origin))
+        rollout_log_probs[is_policy] = torch.from_numpy(log_probs.astype(np.float32))
+        first_segments = np.cumsum([0, *(len(t.segments) for t in trajectories)])
         return cls(
-            offsets=torch.from_numpy(np.cumsum([0, *counts])[ends]),
+            offsets=torch.from_numpy(np.cumsum([0, *segment_lengths])[first_segments]),
             tokens={
                 "input_ids": torch.from_numpy(ids.astype(np.int64)),
                 "policy_mask": is_policy,
                 "response_mask": origin != int(Origin.PROMPT),
-                "rollout_log_probs": sampled,
-                "weight_versions": torch.from_numpy(versions.astype(np.int32).repeat(lengths)),
+                "rollout_log_probs": rollout_log_probs,
+                "weight_versions": torch.from_numpy(versions.astype(np.int32).repeat(run_lengths)),
             },
             columns={
                 "group": [t.group for t in trajectories],
@@ -320,49 +332,51 @@ class TokenBatch:
         )
 
     def spans(self, indices: Sequence[int]) -> list[slice]:
-        """Where in the flat columns the sequences at `indices` are."""
+        """Return the slices of the flat columns that hold the sequences at `indices`."""
         bounds = self.offsets.tolist()
         return [slice(bounds[i], bounds[i + 1]) for i in indices]
 
     def positions(self, indices: Sequence[int]) -> Tensor:
-        """Flat positions of the tokens of the sequences at `indices`, in that order."""
+        """Return the flat positions of all tokens of the sequences at `indices`, in that order."""
         spans = [torch.arange(span.start, span.stop) for span in self.spans(indices)]
         return torch.cat(spans) if spans else torch.zeros(0, dtype=torch.int64)
 
     def select(self, indices: Sequence[int]) -> TokenBatch:
-        """The sequences at `indices`, in that order."""
+        """Return a new batch of the sequences at `indices`, in that order."""
         index = list(indices)
         spans = self.spans(index)
         lengths = self.lengths[index] if index else torch.zeros(0, dtype=torch.int64)
         return TokenBatch(
             offsets=torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]),
-            tokens={name: joined(column, spans) for name, column in self.tokens.items()},
+            tokens={name: concat_slices(column, spans) for name, column in self.tokens.items()},
             rows={name: row[index] for name, row in self.rows.items()},
             columns={name: [col[i] for i in index] for name, col in self.columns.items()},
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        # Ray moves the bytes of numpy's arrays as they are; torch copies a tensor's several times.
-        flat = {kind: {name: x.numpy() for name, x in vars(self)[kind].items()} for kind in KINDS}
-        return {"offsets": self.offsets.numpy(), "columns": self.columns, **flat}
+        # Ray transfers NumPy arrays without a copy; pickling a tensor copies it several times.
+        return {
+            "offsets": self.offsets.numpy(),
+            "columns": self.columns,
+            "tokens": {name: x.numpy() for name, x in self.tokens.items()},
+            "rows": {name: x.numpy() for name, x in self.rows.items()},
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.offsets, self.columns = torch.tensor(state["offsets"]), state["columns"]
-        for kind in KINDS:  # copied: what Ray gives cannot be written to
-            setattr(self, kind, {name: torch.tensor(x) for name, x in state[kind].items()})
+        # `torch.tensor` copies: the arrays that Ray passes on are read-only.
+        self.offsets = torch.tensor(state["offsets"])
+        self.columns = state["columns"]
+        self.tokens = {name: torch.tensor(x) for name, x in state["tokens"].items()}
+        self.rows = {name: torch.tensor(x) for name, x in state["rows"].items()}
 
     def sequences(self, name: str) -> Iterator[Tensor]:
-        """The token column `name`, one view per sequence."""
+        """Iterate over the token column `name`, one view per sequence."""
         return iter(torch.split(self.tokens[name], self.lengths.tolist()))
 
 
-KINDS = ("tokens", "rows")
-"""The tensors of a batch, by name."""
-
-
-def joined(column: Tensor, spans: Sequence[slice]) -> Tensor:
-    """Those parts of a column of the host, in that order, as a tensor of its own."""
+def concat_slices(column: Tensor, spans: Sequence[slice]) -> Tensor:
+    """Concatenate slices of a CPU tensor into a new tensor."""
     if column.requires_grad:
         return torch.cat([column[:0], *(column[span] for span in spans)])
-    flat = column.numpy()  # whose slices cost less than a tensor's
+    flat = column.numpy()  # slicing an array is cheaper than slicing a tensor
     return torch.from_numpy(np.concatenate([flat[:0], *(flat[span] for span in spans)]))

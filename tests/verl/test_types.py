@@ -1,4 +1,4 @@
-"""Trajectories and the jagged batch: alignment, masks by origin, selection."""
+"""Trajectories and the jagged batch: alignment, masks by origin, selection, pickling."""
 
 import math
 import pickle
@@ -26,7 +26,7 @@ def prompt(ids: tuple[int, ...] = (1, 2)) -> Prompt:
 
 
 def dialogue(*policy: tuple[int, ...], group: str = "g") -> Trajectory:
-    """A trajectory whose policy runs are each followed by the observation (7, 7)."""
+    """Return a trajectory in which the observation (7, 7) follows each policy segment."""
     trajectory = start_trajectory(prompt(), group=group)
     for ids in policy:
         trajectory.segments.append(Segment(Origin.POLICY, ids, log_probs=(-0.5,) * len(ids)))
@@ -35,15 +35,15 @@ def dialogue(*policy: tuple[int, ...], group: str = "g") -> Trajectory:
 
 
 def test_masks_come_from_the_origin_not_from_ids() -> None:
-    """A pad id (0) that the policy sampled is a policy token, in the middle of a response too."""
+    """A sampled pad id (0) is a policy token, also in the middle of a response."""
     batch = TokenBatch.from_trajectories([dialogue((5, 0, 5), (0,))])
     assert batch.tokens["input_ids"].tolist() == [1, 2, 5, 0, 5, 7, 7, 0, 7, 7]
     assert batch.tokens["policy_mask"].tolist() == [0, 0, 1, 1, 1, 0, 0, 1, 0, 0]
     assert batch.tokens["response_mask"].tolist() == [0, 0, 1, 1, 1, 1, 1, 1, 1, 1]
 
 
-def test_sequences_begin_where_the_one_before_ends() -> None:
-    """Each keeps its own group and source; the lengths are those of the trajectories."""
+def test_offsets_delimit_the_trajectories() -> None:
+    """Each sequence has its trajectory's tokens, group and data source."""
     trajectories = [dialogue((5, 6), group="a"), dialogue((5,), (6, 7, 8), group="b")]
     batch = TokenBatch.from_trajectories(trajectories)
     assert batch.offsets.tolist() == [0, 6, 16]
@@ -51,8 +51,8 @@ def test_sequences_begin_where_the_one_before_ends() -> None:
     assert [s.tolist() for s in batch.sequences("input_ids")] == [t.ids for t in trajectories]
 
 
-def test_columns_of_another_length_are_refused() -> None:
-    """Of tokens, of rows and of objects; nothing is broadcast."""
+def test_columns_of_the_wrong_length_are_rejected() -> None:
+    """Token columns, rows and object columns must all match the offsets; nothing is broadcast."""
     offsets = torch.tensor([0, 2, 3])
     TokenBatch(offsets, {"x": torch.zeros(3)}, {"x": torch.zeros(2)}, {"x": [1, 2]})
     for columns in (
@@ -63,7 +63,7 @@ def test_columns_of_another_length_are_refused() -> None:
 
 
 def test_tokens_are_counted_by_origin() -> None:
-    """Two of the prompt, four sampled, four observed; people read all but the prompt."""
+    """2 prompt, 4 policy and 4 observation tokens; `text` has all segments but the prompt."""
     trajectory = dialogue((5, 6, 7), (8,))
     trajectory.segments[1:3] = [
         Segment(Origin.POLICY, (5, 6, 7), "said ", (-0.5,) * 3),
@@ -74,8 +74,8 @@ def test_tokens_are_counted_by_origin() -> None:
     assert trajectory.text == "said seen"
 
 
-def test_what_is_not_said_is_left_to_the_model() -> None:
-    """The whole distribution is sampled, a dialogue has not ended well, weights are the first."""
+def test_defaults() -> None:
+    """Full-distribution sampling, status OUT_OF_TURNS, weight version 0, empty statistics."""
     sampling, started = Sampling(max_tokens=1), start_trajectory(prompt())
     assert (sampling.temperature, sampling.top_p, sampling.stop, sampling.seed) == (1, 1, (), None)
     assert (started.status, started.sample, started.seed) == (Status.OUT_OF_TURNS, 0, None)
@@ -85,57 +85,57 @@ def test_what_is_not_said_is_left_to_the_model() -> None:
 
 
 def test_rollout_log_probs_are_aligned_with_their_tokens() -> None:
-    """A log-prob stands at the token it belongs to; other tokens hold 0."""
+    """Policy tokens have their log-prob, all other tokens 0."""
     batch = TokenBatch.from_trajectories([dialogue((5, 6))])
     assert batch.tokens["rollout_log_probs"].tolist() == [0, 0, -0.5, -0.5, 0, 0]
 
 
-def test_a_policy_segment_without_log_probs_is_refused() -> None:
-    """Tokens that no engine vouches for cannot enter as the policy's."""
+def test_a_policy_segment_without_log_probs_is_rejected() -> None:
+    """Every policy token needs the log-prob with which an engine sampled it."""
     with pytest.raises(AssertionError, match="log-probs"):
         Segment(Origin.POLICY, (1, 2))
 
 
-def test_what_came_from_another_process_is_what_was_sent() -> None:
-    """To the last bit; numbers are decoded where they are read, and sent on either way."""
-    said = Segment(
+def test_pickling_keeps_trajectories_bit_for_bit() -> None:
+    """Columns are unpacked on first access only, and can be pickled again before and after it."""
+    policy = Segment(
         Origin.POLICY, (5, 0, 150_000), "said", (-0.1, math.nan, -math.inf), 2, (1, 2, 2)
     )
     sent = start_trajectory(prompt(), group="g")
-    sent.segments += [said, Segment(Origin.OBSERVATION, (7, 7))]
+    sent.segments += [policy, Segment(Origin.OBSERVATION, (7, 7))]
     first = pickle.loads(pickle.dumps([sent]))
-    (came,) = second = pickle.loads(pickle.dumps(first))
-    assert came.num_tokens == 7 and came.num_policy_tokens == 3
+    (received,) = second = pickle.loads(pickle.dumps(first))
+    assert received.num_tokens == 7 and received.num_policy_tokens == 3
     batches = [TokenBatch.from_trajectories(some) for some in ([sent], first, second)]
-    assert all("ids" not in vars(segment) for segment in came.segments), "nothing was decoded"
+    assert all("ids" not in vars(segment) for segment in received.segments), "nothing was unpacked"
     for batch in batches[1:]:
         assert torch.equal(batch.offsets, batches[0].offsets)
         for name, column in batches[0].tokens.items():
             assert column.dtype is batch.tokens[name].dtype
             torch.testing.assert_close(batch.tokens[name], column, rtol=0, atol=0, equal_nan=True)
-    assert came.segments[1].version_runs == said.version_runs
-    assert repr(came) == repr(sent) == repr(pickle.loads(pickle.dumps(came)))
-    assert came.segments[::2] == sent.segments[::2] and hash(came.segments[0])
+    assert received.segments[1].version_runs == policy.version_runs
+    assert repr(received) == repr(sent) == repr(pickle.loads(pickle.dumps(received)))
+    assert received.segments[::2] == sent.segments[::2] and hash(received.segments[0])
 
 
-def test_a_batch_travels_as_it_is() -> None:
-    """Each column with its dtype; who gets it may write into it."""
+def test_pickling_keeps_a_batch() -> None:
+    """Columns keep their dtype, and the received tensors are writable."""
     batch = numbered([3, 0, 2])
     batch.tokens["mask"] = batch.tokens["input_ids"] > 1
-    came = pickle.loads(pickle.dumps(batch))
-    assert torch.equal(came.offsets, batch.offsets) and came.columns == batch.columns
+    received = pickle.loads(pickle.dumps(batch))
+    assert torch.equal(received.offsets, batch.offsets) and received.columns == batch.columns
     for kind in ("tokens", "rows"):
         for name, column in getattr(batch, kind).items():
-            assert getattr(came, kind)[name].dtype is column.dtype
-            assert torch.equal(getattr(came, kind)[name], column)
-    came.tokens["input_ids"] += 1
+            assert getattr(received, kind)[name].dtype is column.dtype
+            assert torch.equal(getattr(received, kind)[name], column)
+    received.tokens["input_ids"] += 1
 
 
 lengths_strategy = st.lists(st.integers(1, 30), min_size=1, max_size=12)
 
 
 def numbered(lengths: list[int]) -> TokenBatch:
-    """A batch whose token ids tell sequence and position."""
+    """Return a batch with token ids 100 * sequence + position."""
     ids = [100 * seq + pos for seq, length in enumerate(lengths) for pos in range(length)]
     offsets = [0]
     for length in lengths:
@@ -150,7 +150,7 @@ def numbered(lengths: list[int]) -> TokenBatch:
 
 @given(lengths_strategy, st.randoms(use_true_random=False))
 def test_select_keeps_each_sequence_whole(lengths: list[int], random) -> None:
-    """Any reordering carries tokens, rows and columns of a sequence together."""
+    """Under any reordering, a sequence keeps its tokens, rows and columns."""
     order = random.sample(range(len(lengths)), len(lengths))
     chosen = numbered(lengths).select(order)
     expected = [[100 * i + p for p in range(lengths[i])] for i in order]
