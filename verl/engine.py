@@ -1,10 +1,11 @@
-"""`RolloutEngine`: what continues token ids, takes new weights, and gives its memory back.
+"""The `RolloutEngine` interface: generates completions, loads new weights, and frees its memory.
 
-Only `generate` must be written; the rest has defaults for an engine that needs no start, holds no
-device memory and keeps its weights. `verl.rollout.interface` chooses one by name.
+Only `generate` must be implemented. The other methods have defaults that suit an engine which needs
+no start, holds no device memory and never changes its weights. `verl.rollout.interface` selects an
+engine by name.
 """
 
-# ruff: noqa: B027 - an engine that has nothing to do in a call leaves it as it is here
+# ruff: noqa: B027 - the methods without a body are optional hooks
 
 from __future__ import annotations
 
@@ -16,36 +17,37 @@ from verl.config import Config
 from verl.types import Completion, Sampling
 
 Listener = Callable[[str], None]
-"""Hears new text of a completion."""
+"""Called with each new piece of a completion's text."""
 INTERRUPTED = "interrupted"
-"""The finish reason of a completion that `RolloutEngine.interrupt` ended."""
+"""Finish reason of a completion that was ended by `RolloutEngine.interrupt`."""
 
 
 class EngineDied(Exception):
-    """The engine behind this object is gone; every further call raises this too."""
+    """The engine behind this object has died; every further call raises this too."""
 
 
 class RolloutEngine(ABC):
-    """One engine; it belongs to the event loop that starts it, and serves any number of requests.
+    """An inference engine. It is used from the event loop that started it, by concurrent requests.
 
-    The trainer's order of calls is `start`, then again and again `wake_up`, `update_weights`, any
-    number of `generate` at once, `sleep`; `shutdown` at the end. `probe` may come at any time.
-    With devices of its own (`trainer.rollout_gpus`) it neither sleeps nor wakes. Any call may raise
-    EngineDied.
+    The trainer calls `start` once, then repeats `wake_up`, `update_weights`, any number of
+    concurrent `generate` and `sleep`, and finally calls `shutdown`. `probe` may be called at any
+    time. An engine on devices of its own (`trainer.rollout_gpus`) never sleeps. Every method may
+    raise EngineDied.
     """
 
     takes_weights: ClassVar[bool] = False
-    """Whether `update_weights` works; without it the engine cannot be trained with."""
+    """Whether `update_weights` is implemented, which training requires."""
     takes_adapters: ClassVar[bool] = False
-    """Whether `update_weights` also takes a LoRA adapter by itself; else it is merged before."""
+    """Whether `update_weights` accepts a LoRA adapter; otherwise it gets merged weights."""
     can_interrupt: ClassVar[bool] = False
-    """Whether `interrupt` works, which `rollout.interrupt_turns` needs."""
+    """Whether `interrupt` is implemented, which `rollout.interrupt_turns` requires."""
     can_receive: ClassVar[bool] = False
-    """Whether `cards` and `receive_weights` work, for any `rollout.weight_sync` but files."""
+    """Whether `cards` and `receive_weights` are implemented, which every `rollout.weight_sync`
+    except `files` requires."""
 
     @classmethod
     def from_config(cls, config: Config, replica: int) -> Self:
-        """The engine of a run, not started; `replica` numbers it among the run's engines."""
+        """Build the engine of a run without starting it; `replica` is its number in the run."""
         return cls(config, replica)  # type: ignore[call-arg]  # the constructor a plug-in writes
 
     async def start(self) -> None:
@@ -53,56 +55,64 @@ class RolloutEngine(ABC):
 
     @abstractmethod
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
-        """Continue `prompt_ids`; the stop string that ended the text is part of ids and text.
+        """Continue `prompt_ids`.
 
-        `log_probs` are those of the distribution that was sampled from, after temperature and
-        top-p; NaN where the engine does not tell them.
+        The ids and text include the stop string that ended the completion. `log_probs` are taken
+        from the distribution that was sampled, after temperature and top-p; NaN if the engine does
+        not report them.
         """
         ...
 
     async def stream(
         self, prompt_ids: Sequence[int], sampling: Sampling, listener: Listener
     ) -> Completion:
-        """As `generate`; `listener` hears new text as it is sampled, here all of it at the end."""
+        """Like `generate`, but call `listener` with new text as it is sampled.
+
+        The default implementation calls it once, at the end, with the whole text.
+        """
         completion = await self.generate(prompt_ids, sampling)
         listener(completion.text)
         return completion
 
     async def update_weights(self, folder: str, version: int, is_adapter: bool = False) -> None:
-        """Compute with the weights of a Hugging Face folder, and forget what the old ones cached.
+        """Load the weights of a Hugging Face folder and drop everything cached from the old ones.
 
-        With `is_adapter`, with the adapter of peft's folder over the weights of `start`, in place
-        of the adapter before. Completions carry `version` from now on; no request is running.
+        With `is_adapter`, the folder contains a PEFT adapter for the weights loaded by `start`; it
+        replaces the previous adapter. No request is running during the call, and completions report
+        `version` after it.
         """
-        raise NotImplementedError(f"{type(self).__name__} takes no weights")
+        raise NotImplementedError(f"{type(self).__name__} cannot update its weights")
 
     async def cards(self) -> list[str]:
-        """The device of each of its workers, as `weight_stream.device_key` names it."""
-        raise NotImplementedError(f"{type(self).__name__} receives no weights")
+        """Return the device of each worker, in the form of `weight_stream.device_key`."""
+        raise NotImplementedError(f"{type(self).__name__} cannot receive weights")
 
     async def receive_weights(self, stream: str, version: int) -> None:
-        """As `update_weights`, with what `weight_stream.send` gives to the workers."""
-        raise NotImplementedError(f"{type(self).__name__} receives no weights")
+        """Like `update_weights`, with the weights that `weight_stream.send` sends to the workers."""
+        raise NotImplementedError(f"{type(self).__name__} cannot receive weights")
 
     async def interrupt(self) -> None:
-        """End what is being sampled: each completion has the tokens so far, be it none, and says
-        that it is INTERRUPTED. Nothing new is asked for until this has returned."""
-        raise NotImplementedError(f"{type(self).__name__} interrupts nothing")
+        """End all running requests.
+
+        Each returns a completion of the tokens sampled so far (possibly none) with finish reason
+        INTERRUPTED. No new request is made until this returns.
+        """
+        raise NotImplementedError(f"{type(self).__name__} cannot interrupt requests")
 
     async def sleep(self) -> None:
-        """Give device memory to the trainer; weights may be dropped."""
+        """Free device memory for the trainer; weights may be dropped."""
 
     async def wake_up(self) -> None:
-        """Take device memory back; `update_weights` follows if weights were dropped."""
+        """Allocate device memory again; `update_weights` follows if weights were dropped."""
 
     async def probe(self) -> None:
-        """Return when the engine shows that it lives, or raise EngineDied."""
+        """Return once the engine shows that it is alive, or raise EngineDied."""
 
     async def shutdown(self) -> None:
-        """End the engine with its processes; harmless if it never started or has ended."""
+        """Stop the engine and its processes; does nothing if it never started or has stopped."""
 
 
 def cut_at_stop(text: str, stop: Sequence[str]) -> tuple[str, bool]:
-    """`text` up to the end of the stop string that ends first, and whether there is one."""
+    """Cut `text` after the stop string that ends first; also return whether there was one."""
     ends = [text.index(tag) + len(tag) for tag in stop if tag in text]
     return (text[: min(ends)], True) if ends else (text, False)

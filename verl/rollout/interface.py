@@ -1,7 +1,7 @@
-"""Which `RolloutEngine` a run uses, and whether a run can be trained with it.
+"""Selects the `RolloutEngine` class of a run and checks that a run can be trained with it.
 
-`actor_rollout_ref.rollout.name` chooses one: a name of `ENGINES`, or `path/file.py:Name`, a class
-derived from `verl.engine.RolloutEngine`. With `rollout.url` it is vLLM's server behind an address.
+`actor_rollout_ref.rollout.name` is a key of `ENGINES`, or `path/file.py:Name` for a subclass of
+`verl.engine.RolloutEngine`. With `rollout.url` the engines are vLLM servers at these addresses.
 """
 
 from __future__ import annotations
@@ -24,88 +24,88 @@ ENGINES = {
     "remote": "verl.rollout.remote_engine:RemoteEngine",
     "transformers": "verl.rollout.transformers_engine:TransformersEngine",
 }
-"""Built-in engines; a module is imported when its engine is chosen."""
+"""Import paths of the built-in engines; a module is imported only when its engine is selected."""
 SERVER = "verl.rollout.vllm_server:VllmServer"
-"""The engine behind each address of `rollout.url`."""
+"""Import path of the engine that is used for the servers of `rollout.url`."""
 NAME, URL = "actor_rollout_ref.rollout.name", "actor_rollout_ref.rollout.url"
 WEIGHTS_DIR = "actor_rollout_ref.rollout.weights_dir"
 QUANTIZATION = "actor_rollout_ref.rollout.quantization"
-GUESS = "actor_rollout_ref.rollout.speculative_config.method"
+SPECULATION = "actor_rollout_ref.rollout.speculative_config.method"
 WEIGHT_SYNC = "actor_rollout_ref.rollout.weight_sync"
 
 
 def engine_class(name: str) -> type[RolloutEngine]:
-    """The class that `actor_rollout_ref.rollout.name` names. Raises ConfigError."""
+    """Return the class for a value of `actor_rollout_ref.rollout.name`. Raises ConfigError."""
     return _imported(plugins.resolve(NAME, name, ENGINES))
 
 
-def chosen_class(config: Config) -> type[RolloutEngine]:
-    """The class of a run's engines. Raises ConfigError."""
+def selected_class(config: Config) -> type[RolloutEngine]:
+    """Return the class of a run's engines. Raises ConfigError."""
     if config.is_external:
         return _imported(SERVER)
     return engine_class(config.actor_rollout_ref.rollout.name)
 
 
-def _imported(found: Any) -> type[RolloutEngine]:
-    """A class, or the one at the place `module:Name`."""
-    if isinstance(found, str):
-        module, _, attribute = found.partition(":")
-        found = getattr(importlib.import_module(module), attribute)
-    chosen: type[RolloutEngine] = found
-    return chosen
+def _imported(target: Any) -> type[RolloutEngine]:
+    """Import the class from `module:Name`; a class is returned as it is."""
+    if isinstance(target, str):
+        module, _, attribute = target.partition(":")
+        target = getattr(importlib.import_module(module), attribute)
+    cls: type[RolloutEngine] = target
+    return cls
 
 
 def build_engine(config: Config, replica: int = 0) -> RolloutEngine:
-    """The engine that `config` chooses, not started yet."""
-    return chosen_class(config).from_config(config, replica)
+    """Build the engine that `config` selects, without starting it."""
+    return selected_class(config).from_config(config, replica)
 
 
 def engine_takes_adapter(config: Config) -> bool:
-    """Whether the engine computes with the policy's adapter; else it gets their sum."""
+    """Whether engines get the policy's adapter alone; otherwise they get merged weights."""
     section = config.actor_rollout_ref
-    merges = section.rollout.merge_adapter
-    if merges is None:
-        is_slower = device_type(config.trainer.device) == "cpu"
-        merges = is_slower or not chosen_class(config).takes_adapters
-    return section.model.has_adapter and not merges
+    merge = section.rollout.merge_adapter
+    if merge is None:
+        is_cpu = device_type(config.trainer.device) == "cpu"  # where adapters slow the engine down
+        merge = is_cpu or not selected_class(config).takes_adapters
+    return section.model.has_adapter and not merge
 
 
 def engine_problems(config: Config) -> Iterator[ConfigError]:
-    """Why the chosen engine cannot be trained with."""
+    """Yield the reasons why a run cannot be trained with its engine."""
     name = config.actor_rollout_ref.rollout.name
-    what = f"a server of {URL}" if config.is_external else f"{NAME}={name}"
+    label = f"a server of {URL}" if config.is_external else f"{NAME}={name}"
     try:
-        chosen = chosen_class(config)
+        cls = selected_class(config)
     except ConfigError as error:
         yield error
         return
-    if not chosen.takes_weights:
-        expected = "an engine that takes new weights after each step"
+    if not cls.takes_weights:
+        expected = "an engine that can load new weights after each step"
         fix = (
-            f"{NAME}=vllm, with {URL} for vLLM servers of your own (docs/placement.md); "
-            "a fixed model is measured by search-r1 evaluate --endpoint"
+            f"{NAME}=vllm, with {URL} for vLLM servers that you started (docs/placement.md); "
+            "to measure a fixed model, use search-r1 evaluate --endpoint"
         )
         yield ConfigError(explain(NAME, name, expected, fix))
-    elif engine_takes_adapter(config) and not chosen.takes_adapters:
+    elif engine_takes_adapter(config) and not cls.takes_adapters:
         key = "actor_rollout_ref.rollout.merge_adapter"
-        expected = f"true or null, since {what} takes whole weights only"
+        expected = f"true or null: {label} cannot load an adapter"
         yield ConfigError(explain(key, "false", expected, f"{key}=null"))
-    if config.streams_weights and (not chosen.can_receive or engine_takes_adapter(config)):
-        expected = f"files: {what} receives no weights"
-        if chosen.can_receive:
-            expected = "files: an adapter alone is handed over, which is small"
+    if config.streams_weights and (not cls.can_receive or engine_takes_adapter(config)):
+        expected = f"files: {label} cannot receive weights"
+        if cls.can_receive:
+            expected = "files: only the adapter is transferred, which is small"
         got = config.actor_rollout_ref.rollout.weight_sync
         yield ConfigError(explain(WEIGHT_SYNC, got, expected, f"{WEIGHT_SYNC}=files"))
     rollout = config.actor_rollout_ref.rollout
     if rollout.quantization is not None and is_surely_cpu(config.trainer.device):
-        expected = "null: vLLM's CPU build has no kernel that rounds to 8 bits"
+        expected = "null: vLLM's CPU build has no kernel for 8-bit weights"
         yield ConfigError(explain(QUANTIZATION, rollout.quantization, expected, "leave it out"))
     method = rollout.speculative_config.method
     if method == "suffix" and importlib.util.find_spec("arctic_inference") is None:
-        expected = "ngram, or the package that keeps the suffix trees"
-        fix = f"pip install arctic-inference, or {GUESS}=ngram"
-        yield ConfigError(explain(GUESS, method, expected, fix))
-    if rollout.interrupt_turns and not chosen.can_interrupt:
+        expected = "ngram, or the installed package arctic_inference"
+        fix = f"pip install arctic-inference, or {SPECULATION}=ngram"
+        yield ConfigError(explain(SPECULATION, method, expected, fix))
+    if rollout.interrupt_turns and not cls.can_interrupt:
         key = "actor_rollout_ref.rollout.interrupt_turns"
-        expected = f"false: {what} cannot end a turn before its time"
+        expected = f"false: {label} cannot interrupt a turn"
         yield ConfigError(explain(key, "true", expected, f"{key}=false, or {NAME}=vllm"))
