@@ -88,7 +88,7 @@ class RolloutEngine(ABC):
         raise NotImplementedError(f"{type(self).__name__} cannot receive weights")
 
     async def receive_weights(self, stream: str, version: int) -> None:
-        """Like `update_weights`, with the weights that `weight_stream.send` sends to the workers."""
+        """Like `update_weights`, with weights that `weight_stream.send` sends to the workers."""
         raise NotImplementedError(f"{type(self).__name__} cannot receive weights")
 
     async def interrupt(self) -> None:

@@ -116,8 +116,8 @@ class ReplayEngine(RolloutEngine):
             got, fix = f"{len(opening.ids)} tokens that end no turn", "shorten it"
             expected = f"less than {sampling.max_tokens}, as data.max_response_length says"
             raise DataError(explain("the edited text", got, expected, fix))
-        parts = PartialTurn(prompt_ids, sampling, self.decode, [opening], opening.text)
-        whole = await parts.go_on(self.engine.generate)
+        turn = PartialTurn(prompt_ids, sampling, self.decode, [opening], opening.text)
+        whole = await turn.resume(self.engine.generate)
         assert whole is not None, "nothing interrupts a replay"
         return whole
 

@@ -1,12 +1,14 @@
 """One engine with its agent: turns started trajectories into finished ones.
 
-A plain class, hosted by a Ray actor in training and used directly in tests. What a trajectory
-samples from is the replica's engine, each turn timed and held to its weights.
+`RolloutReplica` is a plain class; a Ray actor hosts it in training, and tests use it directly. Each
+trajectory samples through a `TurnEngine`, which times its turns and holds the weights fixed while a
+turn is sampled.
 
-New weights come at once, between turns, or between trajectories. A turn that they cut goes on from
-its tokens: nothing that was sampled is dropped or sampled twice, and a stop string is found
-wherever a cut falls. An engine looks for it in what it samples itself, so after a part that ends
-with the beginning of one, tokens are asked for one by one until the text says whether it is there.
+New weights are loaded immediately, between turns, or between trajectories. A turn that they
+interrupt continues from its tokens, so that nothing is discarded or sampled twice. A stop string is
+found wherever the interruption falls: an engine searches only the text of its own request, so after
+a part that ends with the beginning of a stop string, tokens are requested one at a time until the
+stop string is either complete or ruled out.
 """
 
 from __future__ import annotations
@@ -39,106 +41,108 @@ logger = logging.getLogger(__name__)
 
 
 class RolloutReplica:
-    """A rollout engine and the agent that uses it; `replica` numbers it among the run's."""
+    """A rollout engine and the agent that uses it; `replica` is its number in the run."""
 
     def __init__(
         self, config: Config, agent_factory: Callable[[Config], Agent], replica: int
     ) -> None:
-        """Nothing heavy yet: `engine.start` loads the model."""
+        """Build the agent and the engine; the model is loaded later, by `engine.start`."""
         set_trust(config.actor_rollout_ref.model.trust_remote_code)
         if config.is_split and device_type(config.trainer.device) == "cpu":
             pin_to_cores(config.trainer.rollout_gpus, is_engine=True)
         self.config = config
         self.agent = agent_factory(config)
         self.engine = build_engine(config, replica)
-        self.replica, self.clock = replica, BusyClock()
+        self.replica = replica
+        self.clock = BusyClock()
         on_gpu = device_type(config.trainer.device) == "cuda"
-        self.room = Slots(config.max_num_seqs(on_gpu))
-        self._claimed = Counter[int]()
-        """Of each request, how many groups any replica has taken: the first of them counts."""
+        self.slots = Slots(config.max_num_seqs(on_gpu))
+        self._num_claimed = Counter[int]()
+        """Number of claimed groups of each request, by any replica. Only replica 0 counts them."""
         self._finished: dict[TrajectoryKey, Trajectory] = {}
-        """Those whose call is not answered yet, since others of it go on."""
+        """Finished trajectories of calls that have not returned yet."""
         rollout = config.actor_rollout_ref.rollout
+        # Looked up when called: tests replace the engine.
         interrupt = (lambda: self.engine.interrupt()) if rollout.interrupt_turns else None
         self.gate = WeightGate(load_schedule(rollout.replay), interrupt)
         self._pause = contextlib.AsyncExitStack()
 
     def dtype(self) -> str:
-        """What the engine computes in, for those who write weights for it."""
+        """Return the dtype in which the engine computes and weights must be written."""
         return rollout_dtype(self.config)
 
     async def rollout(
         self, starts: Sequence[Trajectory], sampling: Sampling, version: int = 0,
         claims: Claims | None = None,
     ) -> dict[int, Trajectory]:  # fmt: skip
-        """Finish those of `starts` that `claims` gives, else all, by position; a failed tool is not
-        an exception.
+        """Finish all `starts`, or those that `claims` allows; return them by position.
 
-        Every token is sampled from weights of `version` or later, with `rollout.partial` those of a
-        trajectory from several. Raises PluginError where the user's own agent fails, or gives
-        another trajectory.
+        Every token is sampled from weights of `version` or later; with `rollout.partial` a
+        trajectory may contain several versions. A tool failure does not raise: the trajectory is
+        FAILED. Raises PluginError if a user-defined agent fails or returns another trajectory.
         """
-        rollout, names = self.config.actor_rollout_ref.rollout, trajectory_keys(starts, sampling)
+        rollout, keys = self.config.actor_rollout_ref.rollout, trajectory_keys(starts, sampling)
         claims = claims or Claims([range(len(starts))])
-        begin = functools.partial(self._finish, starts, names, sampling, version)
-        self.gate.begin(names[i] for i in claims.own)
+        finish = functools.partial(self._finish, starts, keys, sampling, version)
+        self.gate.register(keys[i] for i in claims.assigned)
         try:
             if rollout.partial or rollout.replay is not None:
-                return await self._finish_claimed(claims, functools.partial(begin, self.gate))
+                return await self._finish_claimed(claims, functools.partial(finish, self.gate))
             async with self.gate.sampling(version):
-                return await self._finish_claimed(claims, functools.partial(begin, None))
+                return await self._finish_claimed(claims, functools.partial(finish, None))
         finally:
-            for name in names:
-                self._finished.pop(name, None)
+            for key in keys:
+                self._finished.pop(key, None)
 
-    def claim(self, request: int, number: int) -> int:
-        """Take so many more groups of a request; returns the number of the first of them."""
-        first, self._claimed[request] = self._claimed[request], self._claimed[request] + number
+    def claim(self, request_id: int, number: int) -> int:
+        """Claim the next `number` groups of a request; return the index of the first of them."""
+        first = self._num_claimed[request_id]
+        self._num_claimed[request_id] += number
         return first
 
     def finished(self) -> dict[TrajectoryKey, Trajectory]:
-        """What is finished of calls that are not answered yet."""
+        """Return the finished trajectories of calls that have not returned yet."""
         return dict(self._finished)
 
     def busy_share(self) -> float:
-        """For which share of the time since the last call a request was running."""
+        """Return the share of time since the last call in which any request was running."""
         return self.clock.take_share()
 
     async def update_weights(
         self, folder: str, version: int, is_adapter: bool = False, num_calls: int = 0
     ) -> None:
-        """Have the engine take new weights as soon as what it samples now is whole, or cut.
+        """Load new weights once the running turns or trajectories have finished or are interrupted.
 
-        `num_calls` of `rollout` were made before this one.
+        `num_calls` is the number of calls of `rollout` that were made before this one.
         """
         async with self.gate.changing(version, num_calls):
-            # Ray may begin calls in another order; then newer weights are there already.
+            # Ray may start calls out of order, so newer weights may be loaded already.
             if version > self.gate.version:
                 await self.engine.update_weights(folder, version, is_adapter)
 
     async def pause(self, version: int, num_calls: int = 0) -> None:
-        """Return when nothing is sampled any more, nor before `receive_weights` has ended."""
+        """Stop sampling until `receive_weights` has finished; return once nothing is sampled."""
         await self._pause.enter_async_context(self.gate.changing(version, num_calls))
 
     async def receive_weights(self, stream: str, version: int) -> None:
-        """As `update_weights` after `pause`, with what ranks send to the engine's workers."""
+        """After `pause`, load the weights that the ranks send to the engine's workers."""
         async with self._pause:
             await self.engine.receive_weights(stream, version)
 
     async def _finish_claimed(
         self, claims: Claims, finish: Callable[[int], Coroutine[Any, Any, Trajectory]]
     ) -> dict[int, Trajectory]:
-        """Begin what is claimed whenever there is room."""
+        """Claim positions while slots are free; call `finish` for each in a task of its own."""
         tasks: dict[int, asyncio.Task[Trajectory]] = {}
         try:
             async with asyncio.TaskGroup() as group:
                 await claims.take(
-                    self.room,
+                    self.slots,
                     lambda: sum(not task.done() for task in tasks.values()),
                     lambda chosen: tasks.update((i, group.create_task(finish(i))) for i in chosen),
                 )
-        except ExceptionGroup as failed:
-            raise failed.exceptions[0]  # noqa: B904 - it has a cause of its own
+        except ExceptionGroup as failures:
+            raise failures.exceptions[0]  # noqa: B904 - it has a cause of its own
         return {i: task.result() for i, task in tasks.items()}
 
     @functools.cached_property
@@ -149,36 +153,39 @@ class RolloutReplica:
         return str(self._tokenizer.decode(ids))
 
     async def _finish(
-        self, starts: Sequence[Trajectory], names: Sequence[TrajectoryKey], sampling: Sampling,
+        self, starts: Sequence[Trajectory], keys: Sequence[TrajectoryKey], sampling: Sampling,
         version: int, gate: WeightGate | None, position: int,
     ) -> Trajectory:  # fmt: skip
-        start, held = starts[position], (self.engine, self.clock, gate, version)
-        engine = TurnEngine(*held, names[position], self._decode, self.room)
+        """Play one trajectory; raise PluginError unless the agent continues that trajectory."""
+        start, key = starts[position], keys[position]
+        fixed = self.engine, self.clock, gate, version
+        engine = TurnEngine(*fixed, key, self._decode, self.slots)
         subject = f"agent.name={self.config.agent.name} at {start.prompt.uid}"
         expected = "the trajectory that it was given, with its group and sample, continued"
         try:
             with plugins.user_file_errors(subject, PluginError, expected):
-                ended = await self.agent.run(start, engine, sampling)
+                finished = await self.agent.run(start, engine, sampling)
         finally:
-            self.gate.end(engine.name)
+            self.gate.finish(key)
             engine.end()
-        if not isinstance(ended, Trajectory):
-            raise PluginError(explain(subject, type(ended).__name__, expected, "return it"))
-        if (ended.group, ended.sample) != (start.group, start.sample):
-            got = f"group {ended.group!r}, sample {ended.sample!r}"
+        if not isinstance(finished, Trajectory):
+            raise PluginError(explain(subject, type(finished).__name__, expected, "return it"))
+        if (finished.group, finished.sample) != (start.group, start.sample):
+            got = f"group {finished.group!r}, sample {finished.sample!r}"
             raise PluginError(explain(subject, got, expected, "keep them: dataclasses.replace"))
-        ended.replica, ended.turn_times = self.replica, engine.times
-        self._finished[engine.name] = ended
-        return ended
+        finished.replica, finished.turn_times = self.replica, engine.times
+        self._finished[key] = finished
+        return finished
 
 
 class WeightGate:
-    """Holds back what is about to sample while weights change, and the change while any samples.
+    """Keeps the weights fixed while anything samples, and blocks sampling while they change.
 
-    Of one event loop. A change that waits goes before whatever comes after it, so that it is
-    delayed by what was sampling when it came and by nothing else. With a schedule it also waits for
-    the turns that older weights are to sample, which go before it, and turns for their weights.
-    Of trajectories that were asked for, since of others no turn may ever come.
+    For use in one event loop. A waiting change takes precedence over sampling that is requested
+    later, so it is delayed only by what is sampling when it arrives. With a schedule, a change also
+    waits for the scheduled turns of older weights, which take precedence over it, and turns wait
+    for the weights that the schedule names. Only turns of registered trajectories are waited for:
+    turns of other trajectories may never come.
     """
 
     def __init__(
@@ -186,80 +193,85 @@ class WeightGate:
         schedule: Schedule | None = None,
         interrupt: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
-        """`interrupt` ends what samples, for a change that does not wait; a schedule says itself
-        where turns end."""
+        """`interrupt` ends running requests, so that a change need not wait for them.
+
+        It is not used with a schedule, which determines itself where turns are interrupted.
+        """
         self._schedule = schedule
         self._interrupt = None if schedule else interrupt
         self.version = 0
-        """Of the weights that are sampled from."""
+        """Version of the loaded weights."""
         self._num_sampling = self._num_calls = 0
-        self._is_changing = self._is_loading = False
+        self._is_changing = self._is_loading = False  # changing also while a change still waits
         self._changes = asyncio.Lock()
-        self._changed, self._drained = asyncio.Event(), asyncio.Event()
+        self._changed = asyncio.Event()
+        """Set after a change, and replaced by a new event."""
+        self._progressed = asyncio.Event()
+        """Set whenever a waiting change may have become possible."""
 
-    def begin(self, names: Iterable[TrajectoryKey]) -> None:
-        """A call for these trajectories has come."""
+    def register(self, keys: Iterable[TrajectoryKey]) -> None:
+        """Register a call of `rollout` with the trajectories assigned to this replica."""
         self._num_calls += 1
         if self._schedule is not None:
-            for name in names:
-                self._schedule.begin(name)
-        self._drained.set()
+            for key in keys:
+                self._schedule.start(key)
+        self._progressed.set()
 
-    def end(self, name: TrajectoryKey) -> None:
-        """That trajectory has ended."""
+    def finish(self, key: TrajectoryKey) -> None:
+        """Note that a trajectory has finished: no more of its turns will come."""
         if self._schedule is not None:
-            self._schedule.end(name)
-        self._drained.set()
+            self._schedule.finish(key)
+        self._progressed.set()
 
     @contextlib.asynccontextmanager
     async def sampling(
-        self, at_least: int = 0, part: TurnPart | None = None
+        self, min_version: int = 0, part: TurnPart | None = None
     ) -> AsyncIterator[int | None]:
-        """Sample in the body, from weights of version `at_least` or later, which stay the same.
+        """Keep the weights fixed in the body, at version `min_version` or later.
 
-        A `part` of a turn that is in the schedule is sampled by the weights that it has there, or
-        where those are gone, as after a resume, by those that there are; the body gets the number
-        of the turn's tokens where it ends, if it is cut there.
+        If the schedule contains `part`, wait for the weights that it names, or use the present ones
+        if those are gone, as after a resume. Yields the number of the turn's tokens at which the
+        schedule interrupts it, or None.
         """
-        planned, until = None, None
+        planned, end = None, None
         if self._schedule is not None and part is not None:
-            planned, until = self._schedule.version(part), self._schedule.until(part)
-        while self._is_too_early(at_least, planned):
+            planned, end = self._schedule.version(part), self._schedule.end(part)
+        while self._must_wait(min_version, planned):
             await self._changed.wait()
         if planned is not None and planned < self.version:
-            logger.warning("%s was sampled by version %d, which is gone: it is another run from "
-                           "here on", part, planned)  # fmt: skip
+            logger.warning("%s was sampled by version %d, which is gone: from here on the run "
+                           "differs from the recorded one", part, planned)  # fmt: skip
         self._num_sampling += 1
         try:
-            yield until
+            yield end
         finally:
             self._num_sampling -= 1
             if self._schedule is not None and part is not None:
-                self._schedule.done(part)
+                self._schedule.mark_done(part)
             if not self._num_sampling:
-                self._drained.set()
+                self._progressed.set()
 
-    def _is_too_early(self, at_least: int, planned: int | None) -> bool:
+    def _must_wait(self, min_version: int, planned: int | None) -> bool:
         if self._is_loading:
             return True
         if planned is not None:
             return self.version < planned
-        return self._is_changing or self.version < at_least
+        return self._is_changing or self.version < min_version
 
     @contextlib.asynccontextmanager
     async def changing(self, version: int, num_calls: int = 0) -> AsyncIterator[None]:
-        """Change the weights to those of `version` in the body, in which nothing samples.
+        """Change the weights to `version` in the body, during which nothing samples.
 
-        So many calls for trajectories were made before; with a schedule they come first.
+        With a schedule, first waits until `num_calls` calls of `rollout` have been registered.
         """
         async with self._changes:
             self._is_changing = True
             try:
                 if self._interrupt and self._num_sampling and version > self.version:
                     await self._interrupt()
-                while self._num_sampling or self._is_awaited(version, num_calls):
-                    self._drained.clear()
-                    await self._drained.wait()
+                while self._num_sampling or self._has_scheduled_turns(version, num_calls):
+                    self._progressed.clear()
+                    await self._progressed.wait()
                 self._is_loading = True
                 yield
                 self.version = max(version, self.version)
@@ -268,98 +280,108 @@ class WeightGate:
                 changed, self._changed = self._changed, asyncio.Event()
                 changed.set()
 
-    def _is_awaited(self, version: int, num_calls: int) -> bool:
-        """Whether older weights are still to sample what the schedule says."""
+    def _has_scheduled_turns(self, version: int, num_calls: int) -> bool:
+        """Whether the schedule has turns left for weights older than `version`."""
         if self._schedule is None:
             return False
-        return self._num_calls < num_calls or not self._schedule.is_over_before(version)
+        return self._num_calls < num_calls or not self._schedule.is_done_before(version)
 
 
 Decode = Callable[[Sequence[int]], str]
-Ask = Callable[[Sequence[int], Sampling], Awaitable[Completion]]
+Generate = Callable[[Sequence[int], Sampling], Awaitable[Completion]]
 NUM_BEFORE = 16
-"""Tokens before a turn that are decoded with it: some tokenizers drop a text's first space."""
+"""Number of tokens before a turn that are decoded together with it, since some tokenizers drop the
+leading space of a text."""
 
 
 @dataclass
 class PartialTurn:
-    """One turn's request, and the parts that are there."""
+    """One turn that may be interrupted: its request, and the parts that were sampled so far."""
 
     prompt_ids: Sequence[int]
     sampling: Sampling
     decode: Decode
-    """Text of ids; asked only where a turn is cut."""
-    said: list[Completion] = field(default_factory=list)
+    """Decodes ids to text; called only for turns that were interrupted."""
+    parts: list[Completion] = field(default_factory=list)
     _text: str = ""
 
     @property
-    def num_tokens(self) -> int:
-        """How many were sampled so far."""
-        return sum(len(one.ids) for one in self.said)
+    def ids(self) -> tuple[int, ...]:
+        """The ids sampled so far."""
+        return tuple(i for part in self.parts for i in part.ids)
 
-    async def go_on(self, ask: Ask, until: int | None = None) -> Completion | None:
-        """Sample by weights that stay the same until the turn is whole, which is then returned,
-        interrupted, or `until` tokens long."""
-        most = self.sampling.max_tokens
-        until = most if until is None else min(until, most)
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens sampled so far."""
+        return sum(len(part.ids) for part in self.parts)
+
+    async def resume(self, generate: Generate, end: int | None = None) -> Completion | None:
+        """Sample with fixed weights until the turn is complete, interrupted, or `end` tokens long.
+
+        Returns the completion of the whole turn, or None if it is not complete.
+        """
+        max_tokens = self.sampling.max_tokens
+        end = max_tokens if end is None else min(end, max_tokens)
         while True:
-            new = await ask(*self._request(until))
-            if not self.said and until == most and new.finish_reason != INTERRUPTED:
+            new = await generate(*self._request(end))
+            if not self.parts and end == max_tokens and new.finish_reason != INTERRUPTED:
                 return new
             if new.ids:
-                self.said.append(new)
-            whole = self._whole(new.finish_reason)
-            if whole or new.finish_reason == INTERRUPTED or self.num_tokens >= until:
+                self.parts.append(new)
+            whole = self._joined(new.finish_reason)
+            if whole or new.finish_reason == INTERRUPTED or self.num_tokens >= end:
                 return whole
 
-    def _request(self, until: int) -> tuple[Sequence[int], Sampling]:
-        """For what is missing to `until` tokens of the turn.
+    def _request(self, end: int) -> tuple[Sequence[int], Sampling]:
+        """Return prompt and sampling for the tokens that are missing to `end` tokens of the turn.
 
-        A later part has a seed of its own: with the first one's it would repeat its randomness.
+        A later part gets a seed of its own: the first part's seed would repeat its random numbers.
         """
         num, sampling = self.num_tokens, self.sampling
         if not num:
-            return self.prompt_ids, replace(sampling, max_tokens=until)
-        most = 1 if begins_stop(self._text, sampling.stop) else until - num
+            return self.prompt_ids, replace(sampling, max_tokens=end)
+        max_tokens = 1 if ends_with_partial_stop(self._text, sampling.stop) else end - num
         seed = None if sampling.seed is None else derived_seed(sampling.seed, num)
-        ids = [*self.prompt_ids, *(i for one in self.said for i in one.ids)]
-        return ids, replace(sampling, max_tokens=most, seed=seed)
+        return [*self.prompt_ids, *self.ids], replace(sampling, max_tokens=max_tokens, seed=seed)
 
-    def _whole(self, finish_reason: str) -> Completion | None:
-        """All parts in one, if the last, which ended for this reason, also ends the turn."""
-        ids = tuple(i for one in self.said for i in one.ids)
+    def _joined(self, finish_reason: str) -> Completion | None:
+        """Return all parts as one completion, or None if the turn is not complete.
+
+        `finish_reason` is that of the last part.
+        """
+        ids = self.ids
         before = list(self.prompt_ids[-NUM_BEFORE:])
         text = self.decode([*before, *ids])[len(self.decode(before)) :]
         self._text, is_stopped = cut_at_stop(text, self.sampling.stop)
         if not is_stopped and finish_reason != "stop" and len(ids) < self.sampling.max_tokens:
             return None
         reason = "stop" if is_stopped or finish_reason == "stop" else "length"
-        log_probs = tuple(p for one in self.said for p in one.log_probs)
-        versions = tuple(one.weight_version for one in self.said for _ in one.ids)
-        several = versions if len(set(versions)) > 1 else ()
-        return Completion(ids, log_probs, self._text, reason, versions[-1], several)
+        log_probs = tuple(p for part in self.parts for p in part.log_probs)
+        versions = tuple(part.weight_version for part in self.parts for _ in part.ids)
+        token_versions = versions if len(set(versions)) > 1 else ()
+        return Completion(ids, log_probs, self._text, reason, versions[-1], token_versions)
 
 
-def begins_stop(text: str, stop: Sequence[str]) -> bool:
-    """Whether `text` ends with the beginning of a stop string, which may go on after it."""
+def ends_with_partial_stop(text: str, stop: Sequence[str]) -> bool:
+    """Whether `text` ends with the beginning of a stop string, which later text may complete."""
     return any(text.endswith(tag[:n]) for tag in stop for n in range(1, len(tag)))
 
 
 class BusyClock:
-    """For which share of the time a replica was sampling."""
+    """Measures the share of time in which a replica samples."""
 
     def __init__(self) -> None:
         self._num_running, self._busy = 0, 0.0
         self._since = self._taken = time.perf_counter()
 
     def change(self, by: int) -> None:
-        """One turn more, or less, is sampled from now on."""
+        """Add `by` (+1 or -1) to the number of running turns."""
         now = time.perf_counter()
         self._busy += now - self._since if self._num_running else 0.0
         self._num_running, self._since = self._num_running + by, now
 
     def take_share(self) -> float:
-        """Since the last call, or since it was made."""
+        """Return the busy share since the last call, or since the clock was created."""
         self.change(0)
         elapsed, self._taken = self._since - self._taken, self._since
         busy, self._busy = self._busy, 0.0
@@ -367,29 +389,33 @@ class BusyClock:
 
 
 class TurnEngine(RolloutEngine):
-    """The engine of one trajectory; without a gate, its weights are held for the whole of it."""
+    """The engine of one trajectory; without a gate, the caller keeps the weights fixed."""
 
     def __init__(
-        self, engine: RolloutEngine, clock: BusyClock, gate: WeightGate | None, at_least: int,
-        name: TrajectoryKey = ("", 0, False), decode: Decode = str, room: Slots | None = None,
+        self, engine: RolloutEngine, clock: BusyClock, gate: WeightGate | None, min_version: int,
+        key: TrajectoryKey = ("", 0, False), decode: Decode = str, slots: Slots | None = None,
     ) -> None:  # fmt: skip
-        """`name`: group, number and whether greedy, by which a schedule knows its turns; `decode`
-        makes the text of a turn that new weights cut; of the `room` it has taken its part."""
+        """Take a slot for the trajectory.
+
+        A schedule finds the trajectory's turns by `key`; `decode` makes the text of turns that are
+        interrupted by new weights.
+        """
         self._engine, self._clock = engine, clock
-        self._gate, self._at_least, self.name = gate, at_least, name
+        self._gate, self._min_version, self._key = gate, min_version, key
         self._decode, self._num_turns = decode, 0
         self.times: list[TurnTimes] = []
         self._queued_s, self._counts = 0.0, EngineCounts()
-        self._room, self._takes_room = room or Slots(), False
-        self._take_room(True)
+        self._slots, self._holds_slot = slots or Slots(), False
+        self._set_slot(True)
 
     def end(self) -> None:
-        """No turn comes any more."""
-        self._take_room(False)
+        """Release the slot, if one is held: the trajectory has ended."""
+        self._set_slot(False)
 
-    def _take_room(self, takes: bool) -> None:
-        self._room.change(self._takes_room - takes)
-        self._takes_room = takes
+    def _set_slot(self, holds: bool) -> None:
+        # Also called if nothing changes: requests may wait for the end of a trajectory.
+        self._slots.release(self._holds_slot - holds)
+        self._holds_slot = holds
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
         return await self._turn(prompt_ids, sampling, self._engine.generate)
@@ -397,45 +423,49 @@ class TurnEngine(RolloutEngine):
     async def stream(
         self, prompt_ids: Sequence[int], sampling: Sampling, listener: Listener
     ) -> Completion:
-        async def ask(ids: Sequence[int], sampling: Sampling) -> Completion:
+        async def generate(ids: Sequence[int], sampling: Sampling) -> Completion:
             return await self._engine.stream(ids, sampling, listener)
 
-        return await self._turn(prompt_ids, sampling, ask)
+        return await self._turn(prompt_ids, sampling, generate)
 
-    async def _turn(self, prompt_ids: Sequence[int], sampling: Sampling, ask: Ask) -> Completion:
-        """One turn, by several weights where new ones interrupt it."""
-        parts, number = PartialTurn(prompt_ids, sampling, self._decode), self._num_turns
+    async def _turn(
+        self, prompt_ids: Sequence[int], sampling: Sampling, generate: Generate
+    ) -> Completion:
+        """Sample one turn, in several parts if new weights interrupt it."""
+        turn, number = PartialTurn(prompt_ids, sampling, self._decode), self._num_turns
         self._num_turns += 1
 
-        async def noted(ids: Sequence[int], sampling: Sampling) -> Completion:
-            completion = await ask(ids, sampling)
+        async def generate_counted(ids: Sequence[int], sampling: Sampling) -> Completion:
+            completion = await generate(ids, sampling)
             self._queued_s = completion.queued_s
             self._counts += completion.counts
             return completion
 
-        self._take_room(True)
+        self._set_slot(True)
         try:
             while True:
-                async with self._held(number, parts.num_tokens) as until:
-                    whole = await parts.go_on(noted, until)
-                if whole is not None:
-                    return whole
+                async with self._fixed_weights(number, turn.num_tokens) as end:
+                    completion = await turn.resume(generate_counted, end)
+                if completion is not None:
+                    return completion
         finally:
-            self._take_room(False)
+            self._set_slot(False)
 
     @contextlib.asynccontextmanager
-    async def _held(self, number: int, num_tokens: int) -> AsyncIterator[int | None]:
-        """Hold the weights for the part of a turn that begins after so many of its tokens; gives
-        the number after which a schedule has it end."""
-        asked, gate = time.time(), self._gate
-        part = (*self.name, number, num_tokens)
-        held = gate.sampling(self._at_least, part) if gate else contextlib.nullcontext()
-        async with held as until:
-            began, self._queued_s, self._counts = time.time(), 0.0, EngineCounts()
+    async def _fixed_weights(self, number: int, num_tokens: int) -> AsyncIterator[int | None]:
+        """Keep the weights fixed for the part of turn `number` that starts after `num_tokens`.
+
+        Records the part's times. Yields the number of tokens at which a schedule interrupts it.
+        """
+        requested, gate = time.time(), self._gate
+        part = (*self._key, number, num_tokens)
+        held = gate.sampling(self._min_version, part) if gate else contextlib.nullcontext()
+        async with held as end:
+            started, self._queued_s, self._counts = time.time(), 0.0, EngineCounts()
             self._clock.change(+1)
             try:
-                yield until
+                yield end
             finally:
                 self._clock.change(-1)
-                told = self._queued_s, self._counts
-                self.times.append(TurnTimes(asked, began, time.time(), number, *told))
+                engine_stats = self._queued_s, self._counts
+                self.times.append(TurnTimes(requested, started, time.time(), number, *engine_stats))

@@ -1,8 +1,8 @@
-"""The rollout replicas as the trainer sees them; when one is lost, all are started again.
+"""The trainer's side of the rollout replicas; if one is lost, all of them are restarted.
 
-A replica holds nothing that cannot be made again: its weights lie in a folder that the ranks wrote,
-and each trajectory follows from its prompt and its seed. So after a loss the engines start anew,
-take the present weights, and are asked again for what they had not finished.
+A replica has no state that cannot be recreated: its weights are in a folder that the ranks wrote,
+and each trajectory is determined by its prompt and seed. So after a loss, the engines restart, load
+the current weights, and are sent the unfinished trajectories again.
 """
 
 from __future__ import annotations
@@ -28,33 +28,33 @@ from verl.single_controller.actors import RayWorkerGroup, Restarts, cause_of
 from verl.training.node_folder import new_path, on_node
 from verl.types import Sampling, Trajectory, TrajectoryKey
 
-PATIENCE_S = 30.0
-"""Within which a replica says what it has finished."""
+FETCH_TIMEOUT_S = 30.0
+"""Seconds to wait for the replicas to report their finished trajectories."""
 
 
 class Policy(Protocol):
-    """Those that hold the policy, the training ranks."""
+    """The training ranks, as the sender of the policy's weights."""
 
     def share_policy(
         self, directory: Path, version: int, needed: Sequence[int], dtype: str, is_adapter: bool
     ) -> float:
-        """Write it into `on_node(directory)/version` of each node; returns the seconds of writing.
+        """Write the weights to `on_node(directory)/version` on each node.
 
-        Of the versions that lie there, those that are not `needed` go before.
+        Versions there that are not `needed` are removed first. Returns the seconds of writing.
         """
         ...
 
     def open_broadcast(self, num_receivers: int) -> str:
-        """Let so many workers of engines on other devices join; returns the name of the stream."""
+        """Open a broadcast for `num_receivers` engine workers; return the name of the stream."""
         ...
 
     def send_policy(self, stream: str, cards: Sequence[str], dtype: str) -> float:
-        """Send it to engines' workers on these cards; returns the seconds of sending."""
+        """Send the weights to the engine workers on these cards; return the seconds of sending."""
         ...
 
 
 class RolloutReplicas(RolloutPool):
-    """Engines that turn started trajectories into finished ones."""
+    """The pool of a run's replicas, hosted by Ray actors."""
 
     def __init__(
         self,
@@ -70,15 +70,18 @@ class RolloutReplicas(RolloutPool):
         weights_root: Path | None = None,
         is_divided: bool = False,
     ) -> None:
-        """Actor i hosts `RolloutReplica(*arguments[i])`, now and after a loss.
+        """Actor i hosts `RolloutReplica(*arguments[i])`, also after a restart.
 
-        Where they do not share the ranks' devices, engines never sleep. Where it `overlaps`, they
-        sample while the ranks train: they do not sleep either, and nobody waits until they have
-        taken new weights. `empty_cache` has the ranks give back device memory that they keep for
-        reuse, before engines take theirs; `hang_timeout` is in seconds. Ranks send weights to
-        engines by `weight_sync`; as files they are handed over in `weights_root`, or in each node's
-        memory. A batch `is_divided` beforehand where replicas are not to claim what they have
-        room for, but repeat a schedule.
+        `takes_adapter`: engines get the policy's adapter alone.
+        `shares_devices`: engines share the ranks' devices, so they sleep while the ranks train.
+        `overlaps`: engines sample while the ranks train. They never sleep, and `update_weights`
+        does not wait until they have loaded the weights.
+        `hang_timeout`: seconds after which an engine that does not answer counts as lost.
+        `empty_cache`: frees the ranks' cached device memory before the engines allocate theirs.
+        `weight_sync`: how the ranks send weights; files are written to `weights_root`, by default
+        to each node's memory.
+        `is_divided`: a batch is divided among the replicas beforehand, as a repeated schedule
+        requires; otherwise replicas claim groups when they have free slots.
         """
         self.group = group
         self.takes_adapter = takes_adapter
@@ -89,68 +92,73 @@ class RolloutReplicas(RolloutPool):
         self._arguments = list(arguments)
         self._empty_cache, self._weight_sync = empty_cache, weight_sync
         self._policy: Policy | None = None
-        """Who sends weights again to engines that are started again."""
+        """Sends streamed weights again to restarted engines."""
         self._broadcast: str | None = None
-        """The stream that the present engines have joined."""
+        """The broadcast stream that the current engines have joined."""
         self._hang_timeout = math.inf if hang_timeout is None else hang_timeout
         self._weights = new_path(weights_root)
         self._requests: list[RolloutRequest] = []
         self._num_calls: Counter[int] = Counter()
-        """For trajectories, of each replica since it was started."""
+        """Number of `rollout` calls to each replica since it was started."""
         self._weight_updates: dict[Any, tuple[int, int]] = {}
-        """Replica and version of each call that brings weights and is not answered yet."""
+        """Replica and version of each pending call that loads weights."""
         self.dtype = str(self._call_all("dtype")[0])
 
     def start(
         self, starts: Sequence[Trajectory], sampling: Sampling,
         finished: Mapping[int, Trajectory] | None = None,
     ) -> RolloutRequest:  # fmt: skip
-        """Ask for `starts`, those of one group of one replica, by the present weights or later; for
-        those that are not `finished`."""
+        """Ask the replicas to finish `starts`, with the current weights or later ones.
+
+        One replica samples a whole group. Trajectories in `finished` are not sampled.
+        """
         request = RolloutRequest(starts, sampling, dict(finished or {}))
         self._requests.append(request)
         self._submit(request)
         return request
 
     def finish(self, request: RolloutRequest) -> list[Trajectory]:
-        """Wait until all are finished, in their order. Raises ReplicaLost as `_call_all` does."""
+        """Wait until all are finished; return them in order. Raises ReplicaLost as `_call_all`."""
         self._handle_answers_until(lambda: not request.calls)
         self._requests.remove(request)
         return request.in_order()
 
     def fetch_finished(self) -> Callable[[], Mapping[TrajectoryKey, Trajectory]]:
-        """Take what is answered by now, and ask for what is finished in calls that are not, which
-        wait for the slowest. A replica that is lost, or silent, has nothing: whoever waits for it
-        is told."""
-        for call, replica in [c for request in self._requests for c in request.calls.items()]:
+        """Store the results of completed calls; ask replicas for those of pending calls.
+
+        A call returns only when its slowest trajectory is finished. Replicas that are lost or do
+        not answer are ignored here; `finish` raises for them.
+        """
+        pending = [item for request in self._requests for item in request.calls.items()]
+        for call, replica in pending:
             if self.group.is_done(call):
                 with contextlib.suppress(UserError, RayError):
                     self._store_finished(call, self.group.poll({call: replica})[call])
-        asked = {self.group.submit(i, "finished"): i for i in range(len(self.group))}
-        end = time.monotonic() + PATIENCE_S
+        calls = {self.group.submit(i, "finished"): i for i in range(len(self.group))}
+        end = time.monotonic() + FETCH_TIMEOUT_S
 
         def wait() -> dict[TrajectoryKey, Trajectory]:
-            found: dict[TrajectoryKey, Trajectory] = {}
+            finished: dict[TrajectoryKey, Trajectory] = {}
             with contextlib.suppress(UserError, RayError):
-                while asked and time.monotonic() < end:
-                    for call, answer in self.group.poll(asked).items():
-                        found |= answer
-                        del asked[call]
-            return found
+                while calls and time.monotonic() < end:
+                    for call, trajectories in self.group.poll(calls).items():
+                        finished |= trajectories
+                        del calls[call]
+            return finished
 
         return wait
 
     def abandon(self, request: RolloutRequest) -> None:
-        """Stop what is still sampled of it."""
+        """Cancel the pending calls of a request whose trajectories are no longer needed."""
         self._requests.remove(request)
         self.group.cancel(list(request.calls))
 
     def update_weights(self, policy: Policy) -> dict[str, float]:
-        """Bring the present policy into every engine; where engines take adapters, that alone.
+        """Transfer the policy's current weights (or its adapter alone) to all engines.
 
-        A replica takes it as soon as what it samples is whole; until every one has taken the
-        version before, the next is not written. Returns the seconds of each part: ranks gather and
-        write, engines load.
+        A replica loads them once its running turns have finished. At most one earlier version may
+        still be loading when a new one is written. Returns the seconds of each phase: ranks gather
+        and write, engines load.
         """
         start = time.perf_counter()
         self._wait_for_weight_updates(max_pending=1)
@@ -168,7 +176,7 @@ class RolloutReplicas(RolloutPool):
                 "load": loaded - written}  # fmt: skip
 
     def _stream_weights(self, policy: Policy) -> dict[str, float]:
-        """Have ranks send the present policy while engines load it; the seconds of each part."""
+        """Send the weights from ranks to engines directly; return the seconds of each phase."""
         start, cards = time.perf_counter(), self._call_all("engine.cards")
         self.version, self._is_published, self._policy = self.version + 1, True, policy
         self._call_all("pause", self._version_and_num_calls)
@@ -186,64 +194,66 @@ class RolloutReplicas(RolloutPool):
     def _send_weights(
         self, policy: Policy, cards: Sequence[Sequence[str]]
     ) -> tuple[list[Any], float]:
-        """Have ranks send the present weights to every replica, of which each names its `cards`;
-        the replicas' calls, and the seconds of packing."""
+        """Have the ranks send the current weights; `cards` are the devices of each replica.
+
+        Returns the replicas' pending calls and the seconds of packing.
+        """
         workers = list(itertools.chain(*cards))
         stream = secrets.token_hex(8)
         if self._weight_sync == "nccl":
             stream = self._broadcast = self._broadcast or policy.open_broadcast(len(workers))
-        given = "receive_weights", stream, self.version
-        calls = [self.group.submit(replica, *given) for replica in range(len(self.group))]
+        receive = "receive_weights", stream, self.version
+        calls = [self.group.submit(replica, *receive) for replica in range(len(self.group))]
         return calls, policy.send_policy(stream, workers, self.dtype)
 
     def _version_and_num_calls(self, replica: int) -> tuple[int, int]:
-        """The version of the present weights, and the calls for trajectories before them."""
+        """Return the current version and the number of `rollout` calls made before it."""
         return self.version, self._num_calls[replica]
 
     def sleep(self) -> None:
-        """Give the devices' memory to the training ranks."""
+        """Free the engines' device memory for the training ranks."""
         if self._sleeps:
             self._call_all("engine.sleep")
 
     def wake_up(self) -> None:
-        """Take the memory back, before weights are updated or tokens generated."""
+        """Allocate device memory again, before weights are updated or tokens generated."""
         if self._sleeps:
             self._empty_cache()
             self._call_all("engine.wake_up")
 
     def busy_share(self) -> float:
-        """Since the last call: the share of the time in which an engine sampled, of all a mean."""
+        """Return the mean share of time since the last call in which an engine sampled."""
         shares = self._call_all("busy_share")
         return float(sum(shares) / len(shares))
 
     def shutdown(self) -> None:
-        """Stop the engines, by force those that do not answer, and all where Ctrl-C hurries."""
+        """Stop the engines; kill those that do not answer, and all of them after Ctrl-C."""
         if not isinstance(sys.exception(), KeyboardInterrupt):
             self.group.call_before_shutdown("engine.shutdown")
         self.group.shutdown()
 
     def _current_weights(self) -> list[tuple[str, int, bool]]:
-        """For each replica: the folder of the present weights, their version, whether an adapter"""
+        """Return (folder, version, whether it is an adapter) of the weights for each replica."""
         folders = [on_node(self._weights, location.node_id) for location in self.group.locations()]
-        present, is_adapter = self.version, self.takes_adapter
-        return [(str(folder / str(present)), present, is_adapter) for folder in folders]
+        version = self.version
+        return [(str(folder / str(version)), version, self.takes_adapter) for folder in folders]
 
     def _call_all(
-        self, method: str, given: Callable[[int], tuple[Any, ...]] = lambda replica: ()
+        self, method: str, arguments: Callable[[int], tuple[Any, ...]] = lambda replica: ()
     ) -> list[Any]:
-        """Call `method` on every replica with what it is `given`; after a loss, start all again and
-        ask all again.
+        """Call `method` on every replica i with `arguments(i)`; repeat after a restart.
 
-        Raises ReplicaLost when they do not start, or `restarts` are used up.
+        Raises ReplicaLost if the replicas do not start again, or `restarts` are used up.
         """
         while True:
             with self._restarting_after_loss():
-                calls = [self.group.submit(i, method, *given(i)) for i in range(len(self.group))]
+                replicas = range(len(self.group))
+                calls = [self.group.submit(i, method, *arguments(i)) for i in replicas]
                 return self.group.gather(calls, _Liveness(self.group, self._hang_timeout).check)
 
     @contextlib.contextmanager
     def _restarting_after_loss(self) -> Iterator[None]:
-        """Start all replicas again where the body loses one, and ask them for what they had."""
+        """If the body loses a replica, restart all of them and resubmit their requests."""
         try:
             yield
         except ReplicaLost as lost:
@@ -253,40 +263,41 @@ class RolloutReplicas(RolloutPool):
                 self._submit(request)
 
     def _submit(self, request: RolloutRequest) -> None:
-        """Ask every replica for what is not finished of a request: each finishes what it claims."""
+        """Send the unfinished trajectories of a request to all replicas."""
         starts, request.calls = self.group.put(request.starts), {}
         for replica, claims in enumerate(self._claims(request)):
-            given = starts, request.sampling, self.version, claims
-            request.calls[self.group.submit(replica, "rollout", *given)] = replica
+            arguments = starts, request.sampling, self.version, claims
+            request.calls[self.group.submit(replica, "rollout", *arguments)] = replica
             self._num_calls[replica] += 1
 
     def _claims(self, request: RolloutRequest) -> list[Claims]:
-        """What each replica may finish of it."""
-        left, number = request.left, len(self.group)
-        groups = [request.starts[i].group for i in left]
-        if self._is_divided or number == 1:
-            parts = split_groups(groups, number)
-            return [Claims([[left[i] for i in part]]) for part in parts]
+        """Return what each replica may finish of a request."""
+        unfinished, num_replicas = request.unfinished, len(self.group)
+        groups = [request.starts[i].group for i in unfinished]
+        if self._is_divided or num_replicas == 1:
+            parts = split_groups(groups, num_replicas)
+            return [Claims([[unfinished[i] for i in part]]) for part in parts]
         self._num_requests += 1
-        own = [[left[i] for i in positions] for positions in scheduling_units(groups, number)]
-        most = -(-len(left) // number)
-        return [Claims(own, most, self._num_requests, self.group.peer(0))] * number
+        units = scheduling_units(groups, num_replicas)
+        shared = [[unfinished[i] for i in unit] for unit in units]
+        share = -(-len(unfinished) // num_replicas)  # rounded up
+        return [Claims(shared, share, self._num_requests, self.group.peer(0))] * num_replicas
 
     def _start_weight_updates(self) -> None:
-        """Have every replica take the present weights when it can."""
-        for replica, present in enumerate(self._current_weights()):
-            given = (*present, self._num_calls[replica])
-            call = self.group.submit(replica, "update_weights", *given)
+        """Have every replica load the current weights as soon as it can."""
+        for replica, weights in enumerate(self._current_weights()):
+            arguments = (*weights, self._num_calls[replica])
+            call = self.group.submit(replica, "update_weights", *arguments)
             self._weight_updates[call] = replica, self.version
 
     def _wait_for_weight_updates(self, max_pending: int) -> None:
-        """Wait until no more than `max_pending` versions are on their way into replicas."""
+        """Wait until at most `max_pending` versions are still being loaded by replicas."""
         self._handle_answers_until(
             lambda: len({version for _, version in self._weight_updates.values()}) <= max_pending
         )
 
     def _handle_answers_until(self, is_done: Callable[[], bool]) -> None:
-        """Take answers, of requests and of weights on their way, until it is done."""
+        """Handle answers of rollout and weight update calls until `is_done` returns true."""
         while not is_done():
             with self._restarting_after_loss():
                 check = _Liveness(self.group, self._hang_timeout).check
@@ -294,22 +305,22 @@ class RolloutReplicas(RolloutPool):
                     self._handle_answers(check)
 
     def _handle_answers(self, check: Callable[[], None]) -> None:
-        """Take an answer, or several."""
-        asked = {call: replica for call, (replica, _) in self._weight_updates.items()}
+        """Wait a few seconds for any pending call; handle the answers that arrived."""
+        calls = {call: replica for call, (replica, _) in self._weight_updates.items()}
         for request in self._requests:
-            asked |= request.calls
-        for call, answer in self.group.poll(asked, check).items():
+            calls |= request.calls
+        for call, answer in self.group.poll(calls, check).items():
             if self._weight_updates.pop(call, None) is None:
                 self._store_finished(call, answer)
 
-    def _store_finished(self, call: Any, answer: Mapping[int, Trajectory]) -> None:
-        """Keep what one call of a request brought."""
+    def _store_finished(self, call: Any, trajectories: Mapping[int, Trajectory]) -> None:
+        """Add the result of a completed `rollout` call to its request."""
         request = next(request for request in self._requests if call in request.calls)
         del request.calls[call]
-        request.finished.update(answer)
+        request.finished.update(trajectories)
 
     def _restart(self) -> None:
-        """New actors and engines, with the present weights if there were any yet."""
+        """Start new actors and engines, and load the current weights if there are any yet."""
         self._empty_cache()
         self._weight_updates.clear()
         self._num_calls.clear()
@@ -323,28 +334,33 @@ class RolloutReplicas(RolloutPool):
                 calls, _ = self._send_weights(self._policy, self.group.call("engine.cards"))
                 self.group.gather(calls)
             elif self._is_published:
-                update, present = "update_weights", enumerate(self._current_weights())
-                self.group.gather([self.group.submit(i, update, *given) for i, given in present])
+                weights = enumerate(self._current_weights())
+                calls = [self.group.submit(i, "update_weights", *args) for i, args in weights]
+                self.group.gather(calls)
         except RayTaskError as error:
             raise ReplicaLost(f"the engines do not start again: {cause_of(error)}") from error
 
 
 class _Liveness:
-    """Probes busy replicas, down to the engine: neither a long dialogue nor a tool that is away
-    looks like a hang."""
+    """Probes the engines of busy replicas.
+
+    The engine itself answers, so that neither a long dialogue nor an unavailable tool looks like a
+    hang.
+    """
 
     def __init__(self, group: RayWorkerGroup, hang_timeout: float) -> None:
         self._group, self._hang_timeout = group, hang_timeout
         self._probes = [group.submit(i, "engine.probe") for i in range(len(group))]
-        self._answered = [time.monotonic()] * len(group)
+        self._answered_at = [time.monotonic()] * len(group)
 
     def check(self) -> None:
-        """Raise ReplicaLost for one that is dead, or silent for longer than the timeout."""
+        """Raise ReplicaLost if a replica died or has not answered within the timeout."""
         now = time.monotonic()
         for i, probe in enumerate(self._probes):
             if self._group.is_done(probe):
-                self._group.poll({probe: i})
-                self._answered[i], self._probes[i] = now, self._group.submit(i, "engine.probe")
-            elif now - self._answered[i] > self._hang_timeout:
-                silent = f"no sign of life for {self._hang_timeout:.0f} s"
-                raise self._group.lost_error(i, silent)
+                self._group.poll({probe: i})  # raises if the probe failed
+                self._answered_at[i] = now
+                self._probes[i] = self._group.submit(i, "engine.probe")
+            elif now - self._answered_at[i] > self._hang_timeout:
+                cause = f"no sign of life for {self._hang_timeout:.0f} s"
+                raise self._group.lost_error(i, cause)

@@ -1,8 +1,8 @@
-"""Which weights sampled each turn of a run: recorded by the trainer, repeated by the replicas.
+"""Records which weights sampled each turn of a run, so that another run can repeat it.
 
-The folder `schedule/` of a run with `rollout.max_staleness` has one jsonl file a step, a row for
-each trajectory that the step took. With `rollout.replay` another run of the same options samples
-every turn by the version that sampled it then, whatever takes how long now.
+A run with `rollout.max_staleness` writes one JSONL file per step to the folder `schedule/`, with
+one line for each trajectory that the step took. With `rollout.replay`, another run of the same
+options samples every turn with the version that sampled it then, independently of timing.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from verl.types import Origin, Trajectory, TrajectoryKey
 FOLDER = "schedule"
 REPLAY = "actor_rollout_ref.rollout.replay"
 TurnPart = tuple[str, int, bool, int, int]
-"""A trajectory's name, the number of a turn, and how many of its tokens were there before: 0 unless
-new weights cut the turn."""
+"""A part of a turn: the trajectory's key, the number of the turn, and the number of the turn's
+tokens before the part, which is 0 unless new weights interrupted the turn."""
 
 
 class ScheduleEntry(BaseModel, frozen=True):
-    """One trajectory: the version that each turn began with, in order, and where it was sampled."""
+    """The record of one trajectory; a line of the file."""
 
     group: str
     sample: int
     greedy: bool
     replica: int
     versions: tuple[int, ...]
+    """Version with which each turn started."""
     cuts: tuple[tuple[int, int, int], ...] = ()
-    """Number of a turn, and the version that continued it after so many tokens: turn, tokens,
-    version."""
+    """Interruptions: (turn, number of its tokens before, version that continued it)."""
 
 
 def entry_of(trajectory: Trajectory, greedy: bool) -> ScheduleEntry:
-    """What is recorded of a trajectory."""
+    """Return the record of a trajectory."""
     versions, cuts = list[int](), list[tuple[int, int, int]]()
     for turn, segment in enumerate(s for s in trajectory.segments if s.origin is Origin.POLICY):
         (first, num_tokens), *later = segment.version_runs
@@ -46,20 +46,22 @@ def entry_of(trajectory: Trajectory, greedy: bool) -> ScheduleEntry:
         for version, num_more in later:
             cuts.append((turn, num_tokens, version))
             num_tokens += num_more
-    return ScheduleEntry(group=trajectory.group, sample=trajectory.sample, greedy=greedy,
-               replica=trajectory.replica, versions=tuple(versions), cuts=tuple(cuts))  # fmt: skip
+    return ScheduleEntry(
+        group=trajectory.group, sample=trajectory.sample, greedy=greedy,
+        replica=trajectory.replica, versions=tuple(versions), cuts=tuple(cuts),
+    )  # fmt: skip
 
 
-def write(directory: Path, step: int, rows: Iterable[ScheduleEntry]) -> None:
-    """Keep a step's rows; a step that is run again replaces its file."""
+def write(directory: Path, step: int, entries: Iterable[ScheduleEntry]) -> None:
+    """Write the entries of a step; replaces the file of a step that is run again."""
     folder = directory / FOLDER
     folder.mkdir(parents=True, exist_ok=True)
-    with atomic_write(folder / f"step_{step:08d}.jsonl") as part:
-        part.write_text("".join(row.model_dump_json() + "\n" for row in rows))
+    with atomic_write(folder / f"step_{step:08d}.jsonl") as file:
+        file.write_text("".join(entry.model_dump_json() + "\n" for entry in entries))
 
 
 def read(folder: Path) -> Iterator[ScheduleEntry]:
-    """All rows of a folder. Raises ConfigError."""
+    """Yield all entries of a schedule folder. Raises ConfigError."""
     files = sorted(folder.glob("step_*.jsonl"))
     if not files:
         expected, fix = f"the folder {FOLDER} of a run", f"name RUN/{FOLDER}, or leave it out"
@@ -72,63 +74,66 @@ def read(folder: Path) -> Iterator[ScheduleEntry]:
             problem = str(error).splitlines()[0]
             if isinstance(error, ValidationError):
                 problem = error.errors()[0]["msg"]
-            raise ConfigError(explain(REPLAY, f"{path}: {problem}", "rows of a run",
+            raise ConfigError(explain(REPLAY, f"{path}: {problem}", "the schedule of a run",
                                       "name the folder of a run")) from error  # fmt: skip
 
 
 class Schedule:
-    """What a replica is to repeat of the trajectories that it is asked for."""
+    """The recorded turns of a run, and which of them a replica still has to sample."""
 
-    def __init__(self, rows: Iterable[ScheduleEntry]) -> None:
+    def __init__(self, entries: Iterable[ScheduleEntry]) -> None:
         self._versions: dict[TurnPart, int] = {}
         self._ends: dict[TurnPart, int] = {}
         self._parts: dict[TrajectoryKey, list[TurnPart]] = {}
-        for row in rows:
-            name = (row.group, row.sample, row.greedy)
-            begun = {turn: (*name, turn, 0) for turn in range(len(row.versions))}
-            versions = {begun[turn]: version for turn, version in enumerate(row.versions)}
-            for turn, num_tokens, version in row.cuts:
-                self._ends[begun[turn]] = num_tokens
-                begun[turn] = (*name, turn, num_tokens)
-                versions[begun[turn]] = version
+        for entry in entries:
+            key = (entry.group, entry.sample, entry.greedy)
+            last_parts = {turn: (*key, turn, 0) for turn in range(len(entry.versions))}
+            versions = {last_parts[turn]: version for turn, version in enumerate(entry.versions)}
+            for turn, num_tokens, version in entry.cuts:
+                self._ends[last_parts[turn]] = num_tokens
+                last_parts[turn] = (*key, turn, num_tokens)
+                versions[last_parts[turn]] = version
             self._versions |= versions
-            self._parts[name] = list(versions)
-        self._left: dict[TurnPart, int] = {}
-        """Those that are to come, of trajectories on their way."""
+            self._parts[key] = list(versions)
+        self._pending: dict[TurnPart, int] = {}
+        """Versions of the parts that running trajectories still have to sample."""
 
     def version(self, part: TurnPart) -> int | None:
-        """Of the weights of a part of a turn; None where nothing was recorded."""
+        """Return the version that sampled a part; None if it was not recorded."""
         return self._versions.get(part)
 
-    def until(self, part: TurnPart) -> int | None:
-        """The number of the turn's tokens where that part ends; None where it ends the turn."""
+    def end(self, part: TurnPart) -> int | None:
+        """Return the number of the turn's tokens at which it was interrupted after this part.
+
+        None if the part was the last one of its turn.
+        """
         return self._ends.get(part)
 
-    def begin(self, name: TrajectoryKey) -> None:
-        """All parts of a trajectory are to come."""
-        self._left |= {part: self._versions[part] for part in self._parts.get(name, ())}
+    def start(self, key: TrajectoryKey) -> None:
+        """Note that a trajectory starts: all of its parts are pending."""
+        self._pending |= {part: self._versions[part] for part in self._parts.get(key, ())}
 
-    def done(self, part: TurnPart) -> None:
-        """That part was sampled, or failed."""
-        self._left.pop(part, None)
+    def mark_done(self, part: TurnPart) -> None:
+        """Note that a part was sampled, or failed."""
+        self._pending.pop(part, None)
 
-    def end(self, name: TrajectoryKey) -> None:
-        """No part of that trajectory comes any more, be they fewer than it had then."""
-        for part in self._parts.get(name, ()):
-            self.done(part)
+    def finish(self, key: TrajectoryKey) -> None:
+        """Note that a trajectory has finished, possibly with fewer turns than recorded."""
+        for part in self._parts.get(key, ()):
+            self.mark_done(part)
 
-    def is_over_before(self, version: int) -> bool:
-        """Whether no turn of older weights is to come."""
-        return all(other >= version for other in self._left.values())
+    def is_done_before(self, version: int) -> bool:
+        """Whether no part of weights older than `version` is pending."""
+        return all(other >= version for other in self._pending.values())
 
 
 def load_schedule(folder: str | None) -> Schedule | None:
-    """What is repeated; None where nothing is."""
+    """Read the schedule to repeat; None if `folder` is None."""
     return None if folder is None else Schedule(read(Path(folder)))
 
 
 def problems(config: Config) -> Iterator[ConfigError]:
-    """Why the recorded schedule cannot be repeated."""
+    """Yield why the schedule of `rollout.replay` cannot be read, if so."""
     try:
         load_schedule(config.actor_rollout_ref.rollout.replay)
     except ConfigError as error:

@@ -219,6 +219,6 @@ def test_what_is_stopped_gives_its_room_back() -> None:
     replicas.group.run(50)  # type: ignore[attr-defined]
     replicas.abandon(flight)
     replicas.group.run(5)  # type: ignore[attr-defined]
-    assert [host.room.left for host in replicas.group.replicas] == [2, 2]  # type: ignore[attr-defined]
+    assert [host.slots.num_free for host in replicas.group.replicas] == [2, 2]  # type: ignore[attr-defined]
     assert len(replicas.generate(request([3] * 4), Sampling(9))) == 8
     replicas.group.close()  # type: ignore[attr-defined]

@@ -39,8 +39,8 @@ class FakeReplica:
     def rollout(
         self, starts: Sequence[Trajectory], sampling: Sampling, version: int, claims: Claims
     ) -> dict[int, Trajectory]:
-        ended = self.fake.generate([starts[i] for i in claims.own], sampling)
-        return dict(zip(claims.own, ended, strict=True))
+        ended = self.fake.generate([starts[i] for i in claims.assigned], sampling)
+        return dict(zip(claims.assigned, ended, strict=True))
 
     async def update_weights(self, folder: str, version: int, is_adapter: bool, n: int) -> None:
         self.log.append("update_weights")

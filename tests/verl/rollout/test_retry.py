@@ -114,7 +114,7 @@ def test_an_outage_is_waited_for(caplog: pytest.LogCaptureFixture) -> None:
     assert len(lines) == 2
     for part in (
         "connection refused",
-        "away since 0 s",
+        "unavailable for 0 s",
         "for up to 1800 s",
         "bash retrieval_launch",
     ):
@@ -196,7 +196,7 @@ def test_an_outage_is_timed_to_the_second(
     assert tool.allowed == allowed
     assert tool.clock.slept == [2.0] * (len(allowed) - 2) + [last_pause]
     told = [record.getMessage() for record in caplog.records]
-    assert ["since 4 s" in told[0], "since 34 s" in told[1], len(told)] == [True, True, 2]
+    assert ["for 4 s" in told[0], "for 34 s" in told[1], len(told)] == [True, True, 2]
     assert f"up to {max_outage - 4:.0f} s more" in told[0]
 
 
@@ -208,7 +208,7 @@ def test_an_outage_goes_on_from_where_it_began(monkeypatch: pytest.MonkeyPatch) 
     assert tool.allowed == [30, 30, 28, 22]
     assert outage.wait(1) == 0.0  # it answers at once
     tool.num_probes = 0
-    with pytest.raises(ToolOutage, match="away for 102 s"):
+    with pytest.raises(ToolOutage, match="unavailable for 102 s"):
         outage.wait(1)
 
 
@@ -306,7 +306,9 @@ def test_a_share_of_what_is_lost_is_allowed(num_failed: int, ends: bool) -> None
     everyone = [start_trajectory(p, group=str(i // 2)) for i, p in enumerate(prompts(100))]
     failed = everyone[: 2 * num_failed : 2]
     if ends:
-        with pytest.raises(ToolOutage, match=r"fix: mend what fails(, or allow it: .*|$)"):
+        with pytest.raises(
+            ToolOutage, match=r"fix: correct the cause of the failures(, or allow it: .*|$)"
+        ):
             complete_groups(everyone, failed, "step 3", 0.02)
     else:
         assert len(complete_groups(everyone, failed, "step 3", 0.02)) == 100 - 2 * num_failed

@@ -33,16 +33,16 @@ def test_rows_come_back_with_the_last_writing_of_a_step(tmp_path: Path) -> None:
 def test_older_weights_are_awaited_until_each_turn_of_those_asked_for_was_sampled() -> None:
     """Also by a turn that is tried twice, which counts once; the next version waits for all."""
     plan = Schedule([row(0, (1, 1, 2)), row(1, (1,))])
-    seen = [plan.is_over_before(3)]
-    plan.begin(("1/0", 0, False))
+    seen = [plan.is_done_before(3)]
+    plan.start(("1/0", 0, False))
     turns = [("1/0", 0, False, n, 0) for n in range(3)]
     for turn in (turns[0], turns[0], turns[1]):
-        seen.append(plan.is_over_before(2))
-        plan.done(turn)
+        seen.append(plan.is_done_before(2))
+        plan.mark_done(turn)
     assert seen == [True, False, False, False]
-    assert plan.is_over_before(2) and not plan.is_over_before(3)
-    plan.end(("1/0", 0, False))  # with fewer turns than it had then
-    assert plan.is_over_before(3)
+    assert plan.is_done_before(2) and not plan.is_done_before(3)
+    plan.finish(("1/0", 0, False))  # with fewer turns than it had then
+    assert plan.is_done_before(3)
 
 
 def test_a_row_has_the_version_of_each_turn() -> None:
@@ -71,11 +71,11 @@ def test_a_turn_that_weights_cut_is_repeated_in_its_parts() -> None:
     )
     parts = [(*name, 0, 0), (*name, 1, 0), (*name, 1, 2), (*name, 1, 3)]
     assert [plan.version(part) for part in parts] == [4, 4, 5, 7]
-    assert [plan.until(part) for part in parts] == [None, 2, 3, None]
-    plan.begin(name)
+    assert [plan.end(part) for part in parts] == [None, 2, 3, None]
+    plan.start(name)
     for part in parts[:2]:
-        plan.done(part)
-    assert plan.is_over_before(5) and not plan.is_over_before(6)
+        plan.mark_done(part)
+    assert plan.is_done_before(5) and not plan.is_done_before(6)
 
 
 @pytest.mark.parametrize(

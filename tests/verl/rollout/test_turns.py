@@ -15,7 +15,13 @@ from example.model import load_tokenizer
 from tests.fakes import ScriptedEngine
 from verl.rollout import replica as turns
 from verl.rollout.interface import INTERRUPTED
-from verl.rollout.replica import BusyClock, PartialTurn, TurnEngine, WeightGate, begins_stop
+from verl.rollout.replica import (
+    BusyClock,
+    PartialTurn,
+    TurnEngine,
+    WeightGate,
+    ends_with_partial_stop,
+)
 from verl.rollout.schedule import Schedule, ScheduleEntry
 from verl.types import Completion, EngineCounts, Sampling, TrajectoryKey
 
@@ -49,7 +55,7 @@ def test_a_turn_waits_for_its_weights_and_is_timed(gate: WeightGate | None) -> N
 
     async def play() -> tuple[bool, TurnEngine]:
         clock, scripted = BusyClock(), Queueing(["a"])
-        engine = TurnEngine(scripted, clock, gate, at_least=3)
+        engine = TurnEngine(scripted, clock, gate, min_version=3)
         turn = asyncio.create_task(engine.generate([1], Sampling(4)))
         await asyncio.sleep(0.01)
         began_at_once = bool(scripted.requests)
@@ -92,7 +98,7 @@ async def change(gate: WeightGate, version: int, num_calls: int = 0) -> None:
 
 async def sample(gate: WeightGate, name: TrajectoryKey, turn: int) -> int:
     """The version that samples it."""
-    async with gate.sampling(at_least=0, part=(*name, turn, 0)):
+    async with gate.sampling(min_version=0, part=(*name, turn, 0)):
         return gate.version
 
 
@@ -114,10 +120,10 @@ def test_weights_wait_for_calls_that_were_made_before_them() -> None:
     async def play() -> None:
         gate = gate_of(first=(1,), second=(1, 2))
         await change(gate, 1)
-        gate.begin([FIRST])
+        gate.register([FIRST])
         newer = asyncio.create_task(change(gate, 2, num_calls=2))
         assert await sample(gate, FIRST, 0) == 1 and await waits(newer)
-        gate.begin([SECOND])
+        gate.register([SECOND])
         assert await waits(newer)
         assert await sample(gate, SECOND, 0) == 1
         await newer
@@ -133,10 +139,10 @@ def test_weights_do_not_wait_for_turns_that_never_come() -> None:
     async def play() -> None:
         gate = gate_of(first=(3, 3, 4), second=(3,))
         await change(gate, 5)  # the first weights of an engine in a run that was resumed
-        gate.begin([FIRST])
+        gate.register([FIRST])
         newer = asyncio.create_task(change(gate, 6, num_calls=1))
         assert await waits(newer)
-        gate.end(FIRST)
+        gate.finish(FIRST)
         await newer
 
     run(play())
@@ -152,7 +158,7 @@ def test_a_turn_whose_weights_are_gone_is_told_and_sampled(
         gate = gate_of(first=(3, 6))
         await change(gate, 5)
         async with gate.changing(6):
-            gate.begin([FIRST])
+            gate.register([FIRST])
             turn = asyncio.create_task(sample(gate, FIRST, 0))
             assert await waits(turn)
         assert await turn == 6
@@ -222,7 +228,7 @@ def play(typist: Typist, most: int = 100, untils: Sequence[int] = ()) -> Complet
     async def turn() -> Completion:
         parts = PartialTurn(PROMPT, Sampling(most, stop=STOP, seed=3), typist.tokenizer.decode)
         for until in (*untils, *([None] * 9)):
-            if whole := await parts.go_on(typist.ask, until):
+            if whole := await parts.resume(typist.ask, until):
                 return whole
             typist.version += until is not None
         raise AssertionError("nothing is cut so often")
@@ -264,5 +270,8 @@ def test_each_part_has_a_seed_of_its_own_and_a_schedule_repeats_it(
 
 def test_the_beginning_of_a_stop_string_is_seen_at_the_end_only() -> None:
     """A whole one is no beginning."""
-    found = [begins_stop(text, STOP) for text in ("a <", "a </ans", "a </ans b", "</answer>", "")]
+    found = [
+        ends_with_partial_stop(text, STOP)
+        for text in ("a <", "a </ans", "a </ans b", "</answer>", "")
+    ]
     assert found == [True, True, False, False, False]
