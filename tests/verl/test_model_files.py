@@ -91,10 +91,10 @@ def test_an_engine_s_worker_names_the_weights_that_are_no_numbers() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
     worker = WeightLoading()
     worker.model_runner = SimpleNamespace(get_model=lambda: model)
-    assert worker.faulty_weights() == []
+    assert worker.non_finite_weights() == []
     with torch.no_grad():
         model[1].weight[0, 1] = torch.inf
-    assert worker.faulty_weights() == ["1.weight"]
+    assert worker.non_finite_weights() == ["1.weight"]
 
 
 @pytest.mark.parametrize(

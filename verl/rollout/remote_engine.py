@@ -1,8 +1,8 @@
-"""An engine behind an OpenAI-compatible `/v1/completions` that takes token ids as prompt.
+"""An engine behind an OpenAI-compatible `/v1/completions` that accepts token ids as the prompt.
 
-It cannot be given new weights, so it is for inference only (`vllm_server` has the engine that can).
-vLLM's server returns the sampled ids; of a server that does not, the text is encoded again, which
-may give other ids than were sampled.
+It cannot load new weights, so it is for inference only; `vllm_server` has an engine that can.
+vLLM's server returns the sampled ids. If a server does not, its text is encoded again, which may
+yield other ids than those that were sampled.
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ logger = logging.getLogger(__name__)
 
 OPENAI, OPENAI_KEY = "https://api.openai.com/", "OPENAI_API_KEY"
 TIMEOUT = 600.0
-"""Seconds one completion may take."""
-MOST_BYTES = 64 << 20
-"""Of a completion."""
+"""Maximum seconds for one completion."""
+MAX_BYTES = 64 << 20
+"""Maximum size of a response."""
 COMPLETIONS = "/v1/completions"
 
 
 class Encoder(Protocol):
-    """What is needed of a tokenizer where the server returns text only."""
+    """The part of a tokenizer that is needed if the server returns only text."""
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
 
 
 class LogProbs(BaseModel):
-    """Of the sampled tokens."""
+    """The log-probs of the sampled tokens."""
 
     token_logprobs: list[float | None] | None = None
 
 
 class Choice(BaseModel):
-    """What is read of a completion; a value of another type is no completion."""
+    """The fields of a completion that are used; values of other types are rejected."""
 
     text: StrictStr
     finish_reason: Any = None
@@ -54,14 +54,14 @@ class Choice(BaseModel):
     logprobs: LogProbs | None = None
 
 
-class Answer(BaseModel):
-    """What a completion's request is answered with."""
+class CompletionResponse(BaseModel):
+    """The response body of `/v1/completions`."""
 
     choices: Annotated[list[Choice], Field(min_length=1)]
 
 
 class RemoteEngine(RolloutEngine):
-    """A server of its own, which somebody else starts and ends."""
+    """An engine on a server that is started and stopped by someone else."""
 
     def __init__(
         self,
@@ -71,10 +71,10 @@ class RemoteEngine(RolloutEngine):
         api_key_env: str | None = None,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
-        """`base_url` with or without `/v1`; the key is read from the variable `api_key_env`.
+        """`base_url` may end with `/v1`; `api_key_env` is the environment variable with the key.
 
-        None sends OPENAI_API_KEY to OpenAI's own address, and nothing elsewhere. Raises ConfigError
-        for a variable that is not set.
+        If it is None, OPENAI_API_KEY is sent to OpenAI's own address, and no key elsewhere. Raises
+        ConfigError for a variable that is not set.
         """
         self.url = server_root(base_url) + COMPLETIONS
         self._model = model
@@ -84,7 +84,7 @@ class RemoteEngine(RolloutEngine):
 
     @classmethod
     def from_config(cls, config: Config, replica: int) -> Self:
-        """The server at `rollout.url`, the same for every replica. Raises ConfigError."""
+        """Build the engine for `rollout.url`, the same for every replica. Raises ConfigError."""
         section = config.actor_rollout_ref
         if section.rollout.url is None:
             fix = f"{URL}=http://host:8000"
@@ -96,25 +96,25 @@ class RemoteEngine(RolloutEngine):
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
         """Continue `prompt_ids`.
 
-        Raises ConfigError when the endpoint is away or refuses, AnswerInvalid when it answers
-        something else.
+        Raises ConfigError if the endpoint is unavailable or rejects the request, AnswerInvalid if
+        the response is not a completion.
         """
         body = {"model": self._model, **request_body(prompt_ids, sampling)}
         try:
             async with (
                 asyncio.timeout(TIMEOUT),
                 httpx.AsyncClient(timeout=TIMEOUT, transport=self._transport) as http,
-                http.stream("POST", self.url, json=body, headers=self._headers) as answer,
+                http.stream("POST", self.url, json=body, headers=self._headers) as response,
             ):
-                content = await read_body(answer)
-            if not answer.is_success:
-                got = f"{answer.status_code} {content[:300].decode('utf-8', 'replace')}"
-                raise self._unusable(ConfigError, got)
-            choice = Answer.model_validate_json(content).choices[0]
+                content = await read_body(response)
+            if not response.is_success:
+                got = f"{response.status_code} {content[:300].decode('utf-8', 'replace')}"
+                raise self._error(ConfigError, got)
+            choice = CompletionResponse.model_validate_json(content).choices[0]
         except (httpx.TransportError, TimeoutError) as error:
-            raise self._unusable(ConfigError, f"{type(error).__name__}: {error}") from error
+            raise self._error(ConfigError, f"{type(error).__name__}: {error}") from error
         except (httpx.DecodingError, ValueError) as error:
-            raise self._unusable(AnswerInvalid, f"{type(error).__name__}: {error}") from error
+            raise self._error(AnswerInvalid, f"{type(error).__name__}: {error}") from error
         return self._completion(choice, sampling)
 
     def _completion(self, choice: Choice, sampling: Sampling) -> Completion:
@@ -126,28 +126,27 @@ class RemoteEngine(RolloutEngine):
         if ids is None:
             logger.warning("%s returns no token_ids: its text is encoded again", redact(self.url))
             ids = self._tokenizer.encode(text, add_special_tokens=False)
-        given = choice.logprobs.token_logprobs if choice.logprobs else None
-        log_probs = [math.nan if p is None else p for p in given or ()]
+        reported = choice.logprobs.token_logprobs if choice.logprobs else None
+        log_probs = [math.nan if p is None else p for p in reported or ()]
         if len(log_probs) != len(ids):
             log_probs = [math.nan] * len(ids)
         return Completion(tuple(ids), tuple(log_probs), text, reason)
 
-    def _unusable(self, kind: type[ConfigError], got: str) -> ConfigError:
-        return kind(
+    def _error(self, error_type: type[ConfigError], got: str) -> ConfigError:
+        return error_type(
             explain(
                 f"endpoint {self.url}",
                 " ".join(got.split()),
                 "a completion of token ids",
                 "start an OpenAI-compatible server there (vllm serve MODEL) or correct --endpoint "
-                "(of a run, rollout.url); where it wants a key, name the variable that holds it: "
+                "(for a run: rollout.url); if it requires a key, name the variable that holds it: "
                 "--api-key-env (rollout.api_key_env)",
             )
         )
 
 
 def server_root(base_url: str, option: str = "endpoint") -> str:
-    """A server's address without the `/v1` that it may be given with. Raises ConfigError, which
-    names the option, for text that is none."""
+    """Return an address without `/v1`; raises ConfigError naming `option` if it is invalid."""
     try:
         httpx.URL(base_url)
     except httpx.InvalidURL as error:
@@ -157,7 +156,7 @@ def server_root(base_url: str, option: str = "endpoint") -> str:
 
 
 def auth_headers(base_url: str, api_key_env: str | None) -> dict[str, str]:
-    """What shows a server the key of the variable `api_key_env`; see `RemoteEngine`."""
+    """Return the HTTP header with the key of the variable `api_key_env`; see `RemoteEngine`."""
     variable = api_key_env or (OPENAI_KEY if base_url.startswith(OPENAI) else "")
     key = os.environ.get(variable)
     if api_key_env and not key:
@@ -167,7 +166,7 @@ def auth_headers(base_url: str, api_key_env: str | None) -> dict[str, str]:
 
 
 def request_body(prompt_ids: Sequence[int], sampling: Sampling) -> dict[str, Any]:
-    """A request for one completion, of whichever model the server has."""
+    """Return the request body for one completion, without the model's name."""
     return {
         "prompt": list(prompt_ids),
         "max_tokens": sampling.max_tokens,
@@ -176,30 +175,30 @@ def request_body(prompt_ids: Sequence[int], sampling: Sampling) -> dict[str, Any
         "stop": list(sampling.stop),
         "seed": sampling.seed,
         "logprobs": 0,
-        # Extensions of vLLM; without them the stop string and the ids are restored here.
+        # vLLM extensions. For other servers, the stop string and the ids are restored afterwards.
         "include_stop_str_in_output": True,
         "skip_special_tokens": False,
         "return_token_ids": True,
     }
 
 
-async def read_body(answer: httpx.Response) -> bytes:
-    """The body; raises ValueError for one that is too long."""
+async def read_body(response: httpx.Response) -> bytes:
+    """Read the body of a response; raises ValueError if it exceeds MAX_BYTES."""
     content = bytearray()
-    async for part in answer.aiter_bytes():
-        content += part
-        if len(content) > MOST_BYTES:
-            raise ValueError(f"more than {MOST_BYTES} bytes")
+    async for chunk in response.aiter_bytes():
+        content += chunk
+        if len(content) > MAX_BYTES:
+            raise ValueError(f"more than {MAX_BYTES} bytes")
     return bytes(content)
 
 
 def missing_stop(text: str, stop: Sequence[str]) -> str:
-    """The closing tag of `stop` that a server left off: that of the last tag still open.
+    """Return the closing tag that the server omitted, that of the last open tag; may be empty.
 
-    *Example*: `"<answer> Oslo"` misses `"</answer>"`; a text with its closing tag misses none.
+    *Example*: `"</answer>"` for `"<answer> Oslo"`; nothing for a text that ends with its tag.
     """
     if any(text.rstrip().endswith(tag) for tag in stop):
         return ""
-    opened = {tag: text.rfind(tag.replace("</", "<")) for tag in stop}
-    still_open = {tag: at for tag, at in opened.items() if at > text.rfind(tag)}
-    return max(still_open, key=lambda tag: still_open[tag]) if still_open else ""
+    opening_positions = {tag: text.rfind(tag.replace("</", "<")) for tag in stop}
+    open_tags = {tag: at for tag, at in opening_positions.items() if at > text.rfind(tag)}
+    return max(open_tags, key=lambda tag: open_tags[tag]) if open_tags else ""

@@ -1,7 +1,7 @@
-"""A small engine over transformers for one dialogue at a time: starts at once, streams tokens.
+"""A small engine based on transformers that serves one request at a time and starts quickly.
 
-It keeps the key-value cache of the last context, so that the next turn only reads what is new.
-Training works with it, one trajectory after another; for more than a tiny model use vLLM.
+It keeps the key-value cache of the last context, so that the next turn only computes new tokens. It
+can be trained with, one trajectory after another; use vLLM for anything but tiny models.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from verl.training.models import load_causal_lm
 from verl.types import Completion, Sampling
 
 REPLACEMENT = "\ufffd"
-"""What decoding shows for the first bytes of an unfinished character."""
+"""Character that the tokenizer returns for the first bytes of an incomplete character."""
 
 
 class TransformersEngine(RolloutEngine):
-    """One transformers model; requests wait for each other."""
+    """A transformers model that serves requests one at a time."""
 
     takes_weights = True
     can_interrupt = True
@@ -38,138 +38,142 @@ class TransformersEngine(RolloutEngine):
     ) -> None:
         """`path`: folder or hub name; `dtype`: bfloat16, float16 or float32.
 
-        `seed` is of requests that bring none, once for all of them. With `caches` the last bits of
-        a request depend on the one before, which it may continue.
+        `seed` seeds the generator of all requests that have no seed of their own. With `caches`,
+        a request may continue the previous one, and rounding then depends on that one.
         """
         self.path, self.device, self.dtype = path, device, getattr(torch, dtype)
         self.weight_version = 0
         self.model: Any = None
         self.tokenizer: Any = None
-        self._declared: Any = None
-        """The model's generation_config.json, which new weights come without."""
+        self._generation_config: Any = None
+        """The model's generation_config.json, which new weights do not include."""
         self._caches = caches
-        self._own = torch.Generator()
-        self._own.seed() if seed is None else self._own.manual_seed(seed)
+        self._generator = torch.Generator()
+        """Used by requests without a seed."""
+        if seed is None:
+            self._generator.seed()
+        else:
+            self._generator.manual_seed(seed)
         self._lock = threading.Lock()
         self._running: set[threading.Event] = set()
-        """One for each request, set when it is to end."""
-        self._forget()
+        """One event for each request, set when the request must end."""
+        self._reset_cache()
 
     @classmethod
     def from_config(cls, config: Config, replica: int) -> Self:
-        """The engine of a training run; replicas differ in their seed."""
+        """Build the engine of a training run; replicas differ in their seed."""
         section, trainer = config.actor_rollout_ref, config.trainer
         device = device_type(trainer.device)
         caches, seed = not trainer.deterministic, trainer.seed + replica
         return cls(section.model.path, device, rollout_dtype(config), seed, caches)
 
     async def start(self) -> None:
-        """Load model and tokenizer; raises ModelError when they are not there."""
+        """Load the model and tokenizer. Raises ModelError if they cannot be found."""
         self.tokenizer = load_tokenizer(self.path)
         self.model = self._load(self.path)
-        self._declared = self.model.generation_config
+        self._generation_config = self.model.generation_config
         check_finite(self.model.named_parameters(), f"weights of {self.path}")
 
     def _load(self, path: str) -> Any:
         model: Any = load_causal_lm(path, self.dtype, attention=None)
         return model.eval().to(self.device)
 
-    def _forget(self) -> None:
-        """Drop the cache of keys and values: another dialogue begins, or other weights."""
+    def _reset_cache(self) -> None:
+        """Drop the key-value cache, for another dialogue or other weights."""
         self._cache, self._cached_ids = DynamicCache(), list[int]()
 
     async def update_weights(self, folder: str, version: int, is_adapter: bool = False) -> None:
-        """Load the folder's model in place of the one before, which is freed first."""
-        assert not is_adapter, "this engine says that it takes no adapter"
+        """Load the model of the folder; the previous one is freed first."""
+        assert not is_adapter, "this engine declares that it takes no adapters"
         with self._lock:
             self.model = None
-            self._forget()
+            self._reset_cache()
             self.model = await asyncio.to_thread(self._load, folder)
-            self.model.generation_config = self._declared or self.model.generation_config
+            self.model.generation_config = self._generation_config or self.model.generation_config
             self.weight_version = version
 
     async def sleep(self) -> None:
-        """Free the device: the next weights come as a whole model."""
+        """Free the device memory; `update_weights` loads a whole model later."""
         if self.device != "cpu":
             self.model = None
-            self._forget()
+            self._reset_cache()
             torch.cuda.empty_cache()
 
     async def shutdown(self) -> None:
         """Free the model."""
         self.model = None
-        self._forget()
+        self._reset_cache()
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
-        """Continue `prompt_ids` in a thread, so that the event loop stays free."""
+        """Continue `prompt_ids` in a thread, without blocking the event loop."""
         return await self.stream(prompt_ids, sampling, lambda text: None)
 
     async def stream(
         self, prompt_ids: Sequence[int], sampling: Sampling, listener: Listener
     ) -> Completion:
-        """As `generate`; in the event loop, `listener` hears new text as it is sampled.
+        """Like `generate`, but call `listener` in the event loop with new text as it is sampled.
 
-        When the caller is cancelled, sampling ends with the token at hand.
+        If the caller is cancelled, sampling ends after the current token.
         """
         loop = asyncio.get_running_loop()
-        is_over = threading.Event()
-        self._running.add(is_over)
+        must_end = threading.Event()
+        self._running.add(must_end)
 
-        def hear(text: str) -> None:
-            if is_over in self._running:
+        def notify(text: str) -> None:
+            if must_end in self._running:
                 listener(text)
 
-        def tell(text: str) -> None:
-            loop.call_soon_threadsafe(hear, text)
+        def notify_from_thread(text: str) -> None:
+            loop.call_soon_threadsafe(notify, text)
 
         try:
             return await asyncio.to_thread(
-                self._generate, list(prompt_ids), sampling, tell, is_over.is_set
+                self._generate, list(prompt_ids), sampling, notify_from_thread, must_end.is_set
             )
         finally:
-            self._running.discard(is_over)
-            is_over.set()
+            self._running.discard(must_end)
+            must_end.set()
 
     async def interrupt(self) -> None:
-        """End each request with the token at hand; those that wait for their turn have none."""
-        for is_over in self._running:
-            is_over.set()
+        """End each request after its current token; waiting requests end without tokens."""
+        for must_end in self._running:
+            must_end.set()
 
     def _generate(
         self,
         prompt_ids: list[int],
         sampling: Sampling,
-        tell: Listener,
-        is_over: Callable[[], bool],
+        listener: Listener,
+        must_end: Callable[[], bool],
     ) -> Completion:
         with self._lock:
             if not self._caches:
-                self._forget()
+                self._reset_cache()
             ids: list[int] = []
             log_probs: list[float] = []
-            text, told, reason = "", 0, "length"
-            if is_over():
+            text, num_reported, reason = "", 0, "length"
+            if must_end():
                 return Completion((), (), "", INTERRUPTED, self.weight_version)
             for token, log_prob in self._samples(prompt_ids, sampling):
                 ids.append(token)
                 log_probs.append(log_prob)
                 text, is_stopped = cut_at_stop(self.tokenizer.decode(ids), sampling.stop)
                 if not text.endswith(REPLACEMENT):
-                    tell(text[told:])
-                    told = len(text)
+                    listener(text[num_reported:])
+                    num_reported = len(text)
                 if is_stopped or token in self._end_ids():
                     reason = "stop"
                     break
                 if len(ids) == sampling.max_tokens:
                     break
-                if is_over():
+                if must_end():
                     reason = INTERRUPTED
                     break
             return Completion(tuple(ids), tuple(log_probs), text, reason, self.weight_version)
 
     def _samples(self, prompt_ids: list[int], sampling: Sampling) -> Iterator[tuple[int, float]]:
-        """Sampled ids with their log-probs, without end."""
-        generator = self._own
+        """Yield sampled ids and their log-probs, endlessly."""
+        generator = self._generator
         if sampling.seed is not None:
             generator = torch.Generator().manual_seed(sampling.seed)
         context = list(prompt_ids)
@@ -184,27 +188,28 @@ class TransformersEngine(RolloutEngine):
 
     @torch.inference_mode()
     def _logits(self, context: list[int]) -> Tensor:
-        """(vocab_size,) float32 logits after `context`; only what the cache lacks is computed."""
-        known = len(self._cached_ids)
-        if known >= len(context) or context[:known] != self._cached_ids:
-            self._forget()  # another dialogue, or the same one again
-            known = 0
-        new, cache = torch.tensor([context[known:]], device=self.model.device), self._cache
-        self._forget()  # a forward that fails leaves it filled in some layers only
-        answer = self.model(new, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        """Return (vocab_size,) float32 logits after `context`; computes only uncached tokens."""
+        num_cached = len(self._cached_ids)
+        if num_cached >= len(context) or context[:num_cached] != self._cached_ids:
+            self._reset_cache()  # another dialogue, or the same one again
+            num_cached = 0
+        new_ids = torch.tensor([context[num_cached:]], device=self.model.device)
+        cache = self._cache
+        self._reset_cache()  # a forward pass that fails would leave it filled in some layers only
+        output = self.model(new_ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
         self._cache, self._cached_ids = cache, context.copy()
-        logits: Tensor = answer.logits[0, -1].float().cpu()
+        logits: Tensor = output.logits[0, -1].float().cpu()
         return logits
 
     def _end_ids(self) -> set[int]:
-        """Every id that ends a sequence."""
-        declared = self.model.generation_config.eos_token_id
-        ends = declared if isinstance(declared, list) else [declared]
-        return {i for i in (*ends, self.tokenizer.eos_token_id) if i is not None}
+        """Return all ids that end a sequence."""
+        eos = self.model.generation_config.eos_token_id
+        end_ids = eos if isinstance(eos, list) else [eos]
+        return {i for i in (*end_ids, self.tokenizer.eos_token_id) if i is not None}
 
 
 def processed_log_probs(logits: Tensor, sampling: Sampling) -> Tensor:
-    """(vocab_size,) log-probs of what is really sampled from: after temperature and top-p."""
+    """Return (vocab_size,) log-probs of the sampled distribution: after temperature and top-p."""
     if sampling.temperature > 0:
         logits = logits / sampling.temperature
     log_probs = logits.log_softmax(-1)

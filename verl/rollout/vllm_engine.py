@@ -1,6 +1,6 @@
 """vLLM's asynchronous engine as a `RolloutEngine`: its settings, requests and weights.
 
-vLLM is imported when an engine is built, so that everything else works without it.
+vLLM is imported when an engine starts, so that everything else works without it.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from verl.training.devices import SPIN_COUNT, device_type, rollout_dtype
 from verl.types import Completion, EngineCounts, Sampling
 
 CPU_ENV = {
-    # One process fewer to start: the worker lives inside the engine core's process.
+    # The worker runs inside the engine core's process: one process fewer to start.
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    # Engine and trainer take turns on the same cores; bound threads would share one of them.
+    # Engine and trainer use the same cores in turn; threads bound to cores would share one.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    # Threads that spin for long take the cores from whoever has work (`trainer.groups.cpu_env`).
+    # Waiting threads that spin would slow down working ones (see `trainer.groups.cpu_env`).
     "OMP_WAIT_POLICY": "PASSIVE",
     "GOMP_SPINCOUNT": SPIN_COUNT,
 }
@@ -51,23 +51,23 @@ QUIET_ENV = {
 }
 MIN_BATCHED_TOKENS = 8192
 CPU_BLOCK = 32
-"""Tokens of a cached block on the CPU, the fewest that its kernels take. vLLM's own 128 there is
-more than most first turns have, so that the next one would compute them again."""
-ONLINE = {None: None, "fp8": "fp8_per_tensor"}
-"""vLLM's word for rounding weights as they are loaded; its own `fp8` is of rounded files."""
+"""Tokens per block of the prefix cache on the CPU, the minimum of its kernels. Most first turns are
+shorter than vLLM's default of 128 and would not be cached for the next turn."""
+ONLINE_QUANTIZATION = {None: None, "fp8": "fp8_per_tensor"}
+"""vLLM's names of quantization while loading; its `fp8` expects files that are quantized."""
 BATCH_INVARIANT = "VLLM_BATCH_INVARIANT"
 WORKER_EXTENSION = "verl.rollout.weight_loading.WeightLoading"
 SHUTDOWN_TIMEOUT = RESET_TIMEOUT = 30.0
 SOCKETS = "VLLM_RPC_BASE_PATH"
-"""Where vLLM makes sockets between its processes, which it leaves there."""
-LONGEST_BASE = 55
-"""Characters of that folder: a socket's whole path has 107 at most."""
+"""Variable with the folder for the sockets between vLLM's processes; vLLM does not remove them."""
+MAX_SOCKET_FOLDER = 55
+"""Maximum characters of that folder's path: the whole path of a socket has at most 107."""
 POLL_S = 0.01
-Answer = TypeVar("Answer")
+Result = TypeVar("Result")
 
 
 class VllmSettings:
-    """What one vLLM engine of a run is built from; replicas differ in their seed."""
+    """The settings of one vLLM engine of a run; replicas differ in their seed."""
 
     def __init__(self, config: Config, replica: int = 0) -> None:
         self.config, self.seed = config, config.trainer.seed + replica
@@ -75,29 +75,30 @@ class VllmSettings:
         self.max_num_seqs = config.max_num_seqs(self.device == "cuda")
         model = config.actor_rollout_ref.model
         self.lora_rank = model.lora_rank if engine_takes_adapter(config) else 0
-        """Rank of the adapter that it takes; 0 when it is given whole weights."""
+        """Rank of the adapter that the engine loads; 0 if it loads whole weights."""
         self.deterministic = config.trainer.deterministic
-        """Each request from its first token, and alone unless the kernels are `batch_invariant`, so
-        that no other can change its last bits."""
+        """Disables the prefix cache, and batching unless the kernels are `batch_invariant`, so that
+        other requests cannot change the rounding of a request's results."""
         self.batch_invariant = self.deterministic and has_batch_invariant_kernels(self.device)
-        """vLLM's kernels that give a request the same bits in any batch."""
+        """Whether to use vLLM's kernels whose results do not depend on the rest of the batch."""
 
     @property
     def sleep_level(self) -> int:
-        """How deeply vLLM sleeps: 1 keeps a copy of the weights on the host, 2 drops them.
+        """vLLM's sleep level: 1 keeps a copy of the weights on the host, 2 drops them.
 
-        Whole weights always come before the next request (`RayPPOTrainer.update_weights`; a replica
-        that replaces one is new and takes the present ones), so a copy would only be overwritten.
-        What their folder lacks, the model's buffers, vLLM keeps at either level. Below an adapter
-        the base must survive, since the adapter alone comes.
+        Whole weights are always loaded before the next request (`RayPPOTrainer.update_weights`; a
+        restarted replica also loads the current ones), so a copy would only be overwritten. vLLM
+        keeps the model's buffers, which the weights folder lacks, at both levels. With an adapter
+        the base weights must be kept, since only the adapter is updated.
         """
         return 1 if self.lora_rank else 2
 
     def arguments(self) -> dict[str, Any]:
-        """Arguments of vLLM's `AsyncEngineArgs`.
+        """Return the arguments of vLLM's `AsyncEngineArgs`.
 
-        On CPU a prompt is never prefilled in chunks: vLLM would rewind the random state of a
-        seeded request, which CPU generators cannot. So one step must hold the longest context.
+        On the CPU, prompts are not prefilled in chunks: vLLM would have to rewind the random state
+        of a seeded request, which CPU generators do not support. So one step must be able to
+        process the longest context.
         """
         rollout, longest = self.config.actor_rollout_ref.rollout, self.config.data.max_model_len
         is_cpu, is_alone = self.device == "cpu", self.deterministic and not self.batch_invariant
@@ -114,13 +115,13 @@ class VllmSettings:
             "disable_log_stats": True,
             "worker_extension_cls": WORKER_EXTENSION,
             "use_tqdm_on_load": False,
-            "quantization": ONLINE[rollout.quantization],
+            "quantization": ONLINE_QUANTIZATION[rollout.quantization],
             "kv_cache_dtype": rollout.kv_cache_dtype,
             **self.speculation(),
         }
         if self.lora_rank:
-            room = next(rank for rank in VLLM_LORA_RANKS if rank >= self.lora_rank)
-            shared |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": room}
+            max_rank = next(rank for rank in VLLM_LORA_RANKS if rank >= self.lora_rank)
+            shared |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": max_rank}
         if is_cpu:
             return shared | {
                 "enable_chunked_prefill": False,
@@ -129,7 +130,7 @@ class VllmSettings:
                 "distributed_executor_backend": "uni",
             }
         if self.batch_invariant:
-            # vLLM 0.33 leaves it on, which adds in one order up to some size and then in NCCL's.
+            # vLLM 0.33 leaves it on up to some size; above it, NCCL adds in another order.
             shared |= {"disable_custom_all_reduce": True}
         return shared | {
             "max_num_batched_tokens": batched_tokens(self.max_num_seqs),
@@ -139,18 +140,18 @@ class VllmSettings:
         }
 
     def speculation(self) -> dict[str, Any]:
-        """What vLLM is to guess; nothing where it is not to."""
-        chosen = self.config.actor_rollout_ref.rollout.speculative_config
-        if chosen.method is None:
+        """Return vLLM's `speculative_config`; no entry without speculative decoding."""
+        config = self.config.actor_rollout_ref.rollout.speculative_config
+        if config.method is None:
             return {}
-        given = {"method": chosen.method, "num_speculative_tokens": chosen.num_speculative_tokens}
-        if chosen.method == "ngram":
-            lookup = {"prompt_lookup_min", "prompt_lookup_max"}
-            given |= {name: getattr(chosen, name) for name in lookup}
-        return {"speculative_config": given}
+        options = {"method": config.method, "num_speculative_tokens": config.num_speculative_tokens}
+        if config.method == "ngram":
+            options["prompt_lookup_min"] = config.prompt_lookup_min
+            options["prompt_lookup_max"] = config.prompt_lookup_max
+        return {"speculative_config": options}
 
     def environment(self) -> dict[str, str]:
-        """Variables that must be set before vLLM is imported; what the user set is kept."""
+        """Return environment variables to set before vLLM is imported, unless the user did."""
         if self.device != "cpu":
             return QUIET_ENV | ({BATCH_INVARIANT: "1"} if self.batch_invariant else {})
         cache = self.config.actor_rollout_ref.rollout.cpu_kv_cache_gib
@@ -158,16 +159,16 @@ class VllmSettings:
 
 
 def batched_tokens(max_num_seqs: int, longest_prefill: int = 0) -> int:
-    """Tokens of an engine's largest step; `longest_prefill`: of a prompt that is never divided."""
+    """Return the maximum tokens of an engine step; `longest_prefill` if prompts are not chunked."""
     return max(MIN_BATCHED_TOKENS, max_num_seqs, longest_prefill)
 
 
 def has_batch_invariant_kernels(device: str) -> bool:
-    """Whether vLLM's batch-invariant mode holds here, and was not refused in the environment.
+    """Whether vLLM's batch-invariant mode works here and was not disabled in the environment.
 
-    vLLM takes the mode on any card. It has matrix products of its own for compute capability 8,
-    and rules cuBLAS's variants out for 9 and newer; for older cards it claims nothing
-    (`enable_batch_invariant_mode`, vLLM 0.26 and 0.33).
+    vLLM accepts the mode on any card. It has its own matrix products for compute capability 8, and
+    excludes the variable algorithms of cuBLAS for 9 and newer; for older cards it guarantees
+    nothing (`enable_batch_invariant_mode`, vLLM 0.26 and 0.33).
     """
     if device != "cuda" or os.environ.get(BATCH_INVARIANT) == "0":
         return False
@@ -175,7 +176,7 @@ def has_batch_invariant_kernels(device: str) -> bool:
 
 
 class VllmEngine(RolloutEngine):
-    """One vLLM `AsyncLLM`."""
+    """An engine on vLLM's `AsyncLLM`."""
 
     takes_weights = True
     takes_adapters = True
@@ -185,7 +186,7 @@ class VllmEngine(RolloutEngine):
     def __init__(self, config: Config, replica: int = 0) -> None:
         self.settings = VllmSettings(config, replica)
         self.weight_version = 0
-        self._numbers = itertools.count()
+        self._request_ids = itertools.count()
         self._running: set[str] = set()
         self._adapter: Any = None
         self._has_weights = True
@@ -193,10 +194,10 @@ class VllmEngine(RolloutEngine):
         self._llm: Any = None
 
     async def start(self) -> None:
-        """Start vLLM's engine core in a process of its own and load the weights.
+        """Start vLLM's engine core in a separate process and load the weights.
 
-        Raises ModelError when vLLM is missing, is the build for another device (it would take 92 %
-        of card 0 for a run on the CPU), or cannot find the model.
+        Raises ModelError if vLLM is missing, is built for another device (a GPU build would
+        allocate 92 % of card 0 in a run on the CPU), or cannot find the model.
         """
         settings, installed = self.settings, vllm_device()
         if installed and installed != settings.device:
@@ -221,22 +222,22 @@ class VllmEngine(RolloutEngine):
         self._lora_request = LoRARequest
         others = multiprocessing.active_children()
         arguments = vllm.AsyncEngineArgs(**settings.arguments())
-        # Else nobody asks for it: on a tiny model it costs vLLM up to 5 % of its rate.
-        is_asked = settings.config.trainer.trace or settings.speculation()
-        loggers = [_unheard(PrometheusStatLogger, self._note_drafts)] if is_asked else None
+        # Only where they are needed: on a tiny model statistics cost up to 5 % of vLLM's speed.
+        needs_stats = settings.config.trainer.trace or settings.speculation()
+        loggers = [_stat_logger(PrometheusStatLogger, self._count_drafts)] if needs_stats else None
         base = os.environ.get(SOCKETS, tempfile.gettempdir())
-        base = base if len(base) <= LONGEST_BASE else "/tmp"
+        base = base if len(base) <= MAX_SOCKET_FOLDER else "/tmp"
         self._sockets = tempfile.TemporaryDirectory(prefix="v-", dir=base)
         with _sockets_in(self._sockets.name):
             self._llm = AsyncLLM.from_engine_args(arguments, stat_loggers=loggers)
         self._processes = [p for p in multiprocessing.active_children() if p not in others]
         self._watch_processes()
         if settings.device == "cpu" and settings.speculation():
-            await self._answer(self._llm.collective_rpc("repair_verification"))
-        found = await self._answer(self._llm.collective_rpc("faulty_weights"))
+            await self._result(self._llm.collective_rpc("fix_draft_verification"))
+        non_finite = await self._result(self._llm.collective_rpc("non_finite_weights"))
         try:
             model = settings.arguments()["model"]
-            refuse_non_finite(sorted(set(itertools.chain(*found))), f"weights of {model}")
+            refuse_non_finite(sorted(set(itertools.chain(*non_finite))), f"weights of {model}")
         except ModelError:
             await self.shutdown()
             raise
@@ -244,59 +245,63 @@ class VllmEngine(RolloutEngine):
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
         """Continue `prompt_ids`; ids and log-probs are exactly those that were sampled."""
         parameters = self._parameters(sampling, self._kinds.FINAL_ONLY)
-        return await self._follow(prompt_ids, parameters, lambda text: None)
+        return await self._run_request(prompt_ids, parameters, lambda text: None)
 
     async def stream(
         self, prompt_ids: Sequence[int], sampling: Sampling, listener: Listener
     ) -> Completion:
-        """As `generate`; `listener` hears new text as it is sampled."""
+        """Like `generate`, but call `listener` with new text as it is sampled."""
         parameters = self._parameters(sampling, self._kinds.CUMULATIVE)
-        return await self._follow(prompt_ids, parameters, listener)
+        return await self._run_request(prompt_ids, parameters, listener)
 
-    async def _follow(
+    async def _run_request(
         self, prompt_ids: Sequence[int], parameters: Any, listener: Listener
     ) -> Completion:
-        """One request from its start to its last output; vLLM drops it if this is cancelled."""
-        assert self._has_weights, "weights were dropped in sleep and have not come again"
+        """Run one request to its last output; vLLM drops it if this coroutine is cancelled."""
+        assert self._has_weights, "weights were dropped by sleep and not loaded again"
         version = self.weight_version
         prompt = self._vllm.TokensPrompt(prompt_token_ids=list(prompt_ids))
-        request = str(next(self._numbers))
-        running = self._llm.generate(prompt, parameters, request, lora_request=self._adapter)
-        self._running.add(request)
+        request_id = str(next(self._request_ids))
+        outputs = self._llm.generate(prompt, parameters, request_id, lora_request=self._adapter)
+        self._running.add(request_id)
         try:
-            answer = await self._answer(_last(running, listener))
+            result = await self._result(_last_output(outputs, listener))
         finally:
-            self._running.discard(request)
-        output, queued_s = answer.outputs[0], _queued_s(answer.metrics)
+            self._running.discard(request_id)
+        output, queued_s = result.outputs[0], _queued_s(result.metrics)
         ids = tuple(output.token_ids)
         log_probs = tuple(step[i].logprob for step, i in zip(output.logprobs, ids, strict=True))
         assert version == self.weight_version, "weights changed while a request was running"
         reason = INTERRUPTED if output.finish_reason == "abort" else output.finish_reason
-        counts = self._drafts + EngineCounts(len(prompt_ids), answer.num_cached_tokens or 0)
+        counts = self._drafts + EngineCounts(len(prompt_ids), result.num_cached_tokens or 0)
         self._drafts = EngineCounts()
         return Completion(
             ids, log_probs, output.text, reason, version, queued_s=queued_s, counts=counts
         )
 
-    def _note_drafts(self, stats: Any) -> None:
-        """Keep a step's guesses for the request that ends next: a request that a stop string ends
-        does not bring its own."""
+    def _count_drafts(self, stats: Any) -> None:
+        """Add a step's draft tokens to the counts of the request that ends next.
+
+        vLLM does not report them per request if a stop string ends it.
+        """
         drafts = stats and stats.spec_decoding_stats
         if drafts:
-            taken = drafts.num_accepted_tokens
-            self._drafts += EngineCounts(drafted=drafts.num_draft_tokens, accepted=taken)
+            accepted = drafts.num_accepted_tokens
+            self._drafts += EngineCounts(drafted=drafts.num_draft_tokens, accepted=accepted)
 
     async def interrupt(self) -> None:
-        """Abort all requests: vLLM answers each with what it has. Of one on its way in it does not
-        know yet, so that it is asked again."""
+        """Abort all requests; each returns the tokens sampled so far.
+
+        Aborts repeatedly, since vLLM ignores ids of requests that have not reached it yet.
+        """
         while self._running:
-            await self._answer(self._llm.abort(list(self._running)))
+            await self._result(self._llm.abort(list(self._running)))
             await asyncio.sleep(POLL_S)
 
-    async def _answer(self, call: Awaitable[Answer]) -> Answer:
-        """What `call` gives. Raises EngineDied when the engine core ends before it gave anything.
+    async def _result(self, call: Awaitable[Result]) -> Result:
+        """Await `call`. Raises EngineDied if the engine core ends first.
 
-        vLLM knows that too, but leaves some of those that wait waiting.
+        vLLM notices that as well, but does not wake all waiting calls.
         """
         running = asyncio.ensure_future(call)
         try:
@@ -310,7 +315,7 @@ class VllmEngine(RolloutEngine):
         raise EngineDied("the process of vLLM's engine core ended")
 
     def _watch_processes(self) -> None:
-        """Learn at once when one of vLLM's processes ends."""
+        """Complete the future `_death` as soon as one of vLLM's processes ends."""
         loop = asyncio.get_running_loop()
         self._death = loop.create_future()
         for process in self._processes:
@@ -326,12 +331,12 @@ class VllmEngine(RolloutEngine):
             self._death.get_loop().remove_reader(process.sentinel)
 
     async def probe(self) -> None:
-        """Return when the engine core answers, between two of its steps, or raise EngineDied."""
+        """Return once the engine core answers, between two of its steps, or raise EngineDied."""
         if self._llm is not None:
-            await self._answer(self._llm.collective_rpc("answer"))
+            await self._result(self._llm.collective_rpc("ping"))
 
     def _parameters(self, sampling: Sampling, output_kind: Any) -> Any:
-        """vLLM's form of `sampling`, with the log-prob of each sampled token."""
+        """Convert `sampling` to vLLM's parameters; requests each sampled token's log-prob."""
         return self._vllm.SamplingParams(
             max_tokens=sampling.max_tokens,
             temperature=sampling.temperature,
@@ -345,63 +350,63 @@ class VllmEngine(RolloutEngine):
         )
 
     async def update_weights(self, folder: str, version: int, is_adapter: bool = False) -> None:
-        """Load the safetensors of a folder in place, or take the adapter there."""
+        """Load the safetensors of a folder in place, or the adapter there."""
         if is_adapter:
             await self._replace_adapter(folder, version)
         else:
             loading = self._llm.collective_rpc("load_weights_in_place", args=(folder,))
-            await self._answer(loading)
+            await self._result(loading)
             self._has_weights = True
-        await self._forget_prefixes()
+        await self._reset_prefix_cache()
         self.weight_version = version
 
     async def cards(self) -> list[str]:
-        """The device of each worker."""
-        return list(await self._answer(self._llm.collective_rpc("card")))
+        """Return the device of each worker."""
+        return list(await self._result(self._llm.collective_rpc("card")))
 
     async def receive_weights(self, stream: str, version: int) -> None:
-        """Load in place what ranks send to the workers."""
+        """Load in place the weights that the ranks send to the workers."""
         problems = self._llm.collective_rpc("receive_weights", args=(stream,))
-        for problem in filter(None, await self._answer(problems)):
-            raise EngineDied(f"it has no whole weights: {problem}")
+        for problem in filter(None, await self._result(problems)):
+            raise EngineDied(f"it did not receive all weights: {problem}")
         self._has_weights = True
-        await self._forget_prefixes()
+        await self._reset_prefix_cache()
         self.weight_version = version
 
-    async def _forget_prefixes(self) -> None:
-        """Drop what older weights cached; vLLM refuses while an aborted request still has some."""
+    async def _reset_prefix_cache(self) -> None:
+        """Drop the prefixes of older weights; fails while an aborted request still uses some."""
         end = time.monotonic() + RESET_TIMEOUT
-        while await self._answer(self._llm.reset_prefix_cache()) is False:
-            assert time.monotonic() < end, "vLLM keeps prefixes that older weights cached"
+        while await self._result(self._llm.reset_prefix_cache()) is False:
+            assert time.monotonic() < end, "vLLM still has cached prefixes of older weights"
             await asyncio.sleep(POLL_S)
 
     async def _replace_adapter(self, folder: str, version: int) -> None:
-        """vLLM knows adapters by number and never reads one again: each version has a new one."""
+        """Load an adapter under a new id, since vLLM never reloads an adapter that it knows."""
         if self._adapter is not None:
-            await self._answer(self._llm.remove_lora(self._adapter.lora_int_id))
+            await self._result(self._llm.remove_lora(self._adapter.lora_int_id))
         self._adapter = self._lora_request(f"version-{version}", version, folder)
-        await self._answer(self._llm.add_lora(self._adapter))
+        await self._result(self._llm.add_lora(self._adapter))
 
     async def sleep(self) -> None:
-        """Give the GPU's memory back; caches are dropped, and weights as `sleep_level` says."""
+        """Free GPU memory: the caches, and the weights according to `sleep_level`."""
         if self.settings.device != "cpu":
-            await self._answer(self._llm.sleep(level=self.settings.sleep_level))
+            await self._result(self._llm.sleep(level=self.settings.sleep_level))
             self._has_weights = self.settings.sleep_level == 1
 
     async def wake_up(self) -> None:
-        """Take the GPU's memory again; dropped weights are to be updated next."""
-        if self.settings.device != "cpu" and await self._answer(self._llm.is_sleeping()):
-            await self._answer(self._llm.wake_up())
+        """Allocate GPU memory again; dropped weights must be updated next."""
+        if self.settings.device != "cpu" and await self._result(self._llm.is_sleeping()):
+            await self._result(self._llm.wake_up())
 
     async def shutdown(self) -> None:
-        """End the engine core's process, by force after a while, and wait until it is gone."""
+        """Stop the engine core's process, kill it after a timeout, and wait until it is gone."""
         if self._llm is None:
             return
         self._stop_watching()
         self._llm.shutdown()
-        await asyncio.sleep(0)  # lets vLLM's output task see that it is cancelled
+        await asyncio.sleep(0)  # lets vLLM's output task notice its cancellation
         self._llm = None
-        gc.collect()  # else vLLM's finaliser complains at the interpreter's exit
+        gc.collect()  # otherwise vLLM's finalizer logs errors when the interpreter exits
         for process in self._processes:
             process.join(SHUTDOWN_TIMEOUT)
             if process.is_alive():
@@ -412,7 +417,7 @@ class VllmEngine(RolloutEngine):
 
 @contextlib.contextmanager
 def _sockets_in(folder: str) -> Iterator[None]:
-    """Have vLLM's processes that are started in the body make their sockets there."""
+    """Make vLLM's processes that are started in the body create their sockets in `folder`."""
     before = os.environ.get(SOCKETS)
     os.environ[SOCKETS] = folder
     try:
@@ -423,37 +428,37 @@ def _sockets_in(folder: str) -> Iterator[None]:
             os.environ[SOCKETS] = before
 
 
-async def _last(outputs: AsyncIterator[Any], listener: Listener) -> Any:
-    """The last of a request's answers; `listener` hears the text that each one adds."""
-    answer: Any = None
-    num_told = 0
-    async for answer in outputs:
-        text = answer.outputs[0].text
-        listener(text[num_told:])
-        num_told = len(text)
-    return answer
+async def _last_output(outputs: AsyncIterator[Any], listener: Listener) -> Any:
+    """Return a request's last output; call `listener` with the text that each output adds."""
+    output: Any = None
+    num_reported = 0
+    async for output in outputs:
+        text = output.outputs[0].text
+        listener(text[num_reported:])
+        num_reported = len(text)
+    return output
 
 
 def _queued_s(metrics: Any) -> float:
-    """Seconds between a request's coming into vLLM's queue and its first step."""
+    """Return the seconds between a request's arrival in vLLM's queue and its first step."""
     if metrics is None or not metrics.scheduled_ts:
         return 0.0
     return max(0.0, float(metrics.scheduled_ts - metrics.queued_ts))
 
 
-def _unheard(logger: Any, note: Callable[[Any], None]) -> Any:
-    """A logger like vLLM's own that keeps nothing; `note` hears of each step's scheduler.
+def _stat_logger(base: Any, on_step: Callable[[Any], None]) -> Any:
+    """Return a subclass of `base` that logs nothing and calls `on_step` with scheduler statistics.
 
-    vLLM notes when a request was scheduled, and what it guessed, only where somebody logs, and then
-    logs each token to Prometheus too, unless it is given such a logger.
+    vLLM records when a request was scheduled, and its draft tokens, only if there is a logger; its
+    default logger would also write each token to Prometheus.
     """
 
     def ignore(*_: Any, **__: Any) -> None:
         pass
 
     def record(_: Any, scheduler_stats: Any, *__: Any, **___: Any) -> None:
-        note(scheduler_stats)
+        on_step(scheduler_stats)
 
-    names = [name for name in dir(logger) if name.startswith(("log", "record"))]
+    names = [name for name in dir(base) if name.startswith(("log", "record"))]
     members = dict.fromkeys(["__init__", *names], ignore) | {"record": record}
-    return type("Unheard", (logger,), members)
+    return type("StepStatLogger", (base,), members)

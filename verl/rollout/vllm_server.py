@@ -1,8 +1,8 @@
-"""A vLLM server that the user started (`vllm serve`), as an engine that takes new weights.
+"""A vLLM server that the user started (`vllm serve`), as an engine that can load new weights.
 
-It reads each version from the folder that the ranks wrote, which it must see by the same path. What
-weights it has is asked after each completion: one that was started again has those of its start.
-The endpoints are those of vLLM's development mode, as of vLLM 0.32.
+The server reads each version from the folder that the ranks wrote, which it must see under the same
+path. Its weight version is checked after each completion, since a restarted server has its original
+weights again. The endpoints are those of vLLM's development mode, as of vLLM 0.32.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from verl.errors import AnswerInvalid, ConfigError, explain, redact
 from verl.rollout.interface import INTERRUPTED, URL, WEIGHTS_DIR, EngineDied, RolloutEngine
 from verl.rollout.remote_engine import (
     COMPLETIONS,
-    Answer,
     Choice,
+    CompletionResponse,
     auth_headers,
     read_body,
     request_body,
@@ -38,20 +38,20 @@ logger = logging.getLogger(__name__)
 
 CONNECT_S = 30.0
 HEALTH_S = 60.0
-"""Longest that a living server takes to say that it lives."""
+"""Maximum seconds that a running server takes to answer a health check."""
 POLL_S = 2.0
 ABORT_S = 0.02
-KEEP_S = 1.0
-"""An idle connection is used again within this: vLLM's server closes it after 5 s."""
-EXACT = {
+KEEPALIVE_S = 1.0
+"""Seconds after which an idle connection is not used again; vLLM's server closes it after 5 s."""
+SAMPLING_DEFAULTS = {
     "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0,
     "frequency_penalty": 0.0,
 }  # fmt: skip
-"""Named in each request, since a server has other defaults where its model's folder says so."""
+"""Sent with each request, since the files of the server's model may change the defaults."""
 
 
 class ServerInfo(BaseModel):
-    """What a server computes with, from its answer to `/server_info?config_format=json`."""
+    """A server's settings, from its response to `/server_info?config_format=json`."""
 
     dtype: str = Field(validation_alias=AliasPath("vllm_config", "model_config", "dtype"))
     logprobs_mode: str = Field(
@@ -64,12 +64,12 @@ class ServerInfo(BaseModel):
 
     @property
     def loads_in_place(self) -> bool:
-        """Whether it has our way of loading; else it has vLLM's own."""
+        """Whether the server has our worker extension; otherwise vLLM's own loading is used."""
         return self.extension == WORKER_EXTENSION
 
 
 class WeightInfo(BaseModel):
-    """What a server says of its weights."""
+    """A server's response to `/weight_info`."""
 
     weight_version: str
 
@@ -77,8 +77,8 @@ class WeightInfo(BaseModel):
 SERVER_INFO_PATH = "/server_info?config_format=json"
 
 
-class Refused(Exception):
-    """A server answered with another status than success."""
+class HttpError(Exception):
+    """A server responded with a status other than success."""
 
     def __init__(self, status: int, text: str) -> None:
         super().__init__(f"{status} {' '.join(text.split())[:300]}")
@@ -86,7 +86,7 @@ class Refused(Exception):
 
 
 class VllmServer(RolloutEngine):
-    """One server; it is neither started nor ended here, nor does it sleep."""
+    """An engine on one server, which is neither started nor stopped here and never sleeps."""
 
     takes_weights = True
     can_interrupt = True
@@ -97,25 +97,27 @@ class VllmServer(RolloutEngine):
         served_model: str | None = None,
         api_key_env: str | None = None,
         max_num_seqs: int = 256,
-        patience: float = 600.0,
+        start_timeout: float = 600.0,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
-        """At most `max_num_seqs` completions are asked for at once.
-
-        `patience`: seconds that `start` waits for the server. Raises ConfigError as `auth_headers`.
-        """
-        self.url, self._patience, self._transport = server_root(url, URL), patience, transport
+        """`max_num_seqs`: maximum number of concurrent requests; `start_timeout`: seconds for which
+        `start` waits for the server. Raises ConfigError as `auth_headers` does."""
+        self.url = server_root(url, URL)
+        self._start_timeout, self._transport = start_timeout, transport
         self._headers = auth_headers(url, api_key_env)
         self._model = {} if served_model is None else {"model": served_model}
         self._slots = asyncio.Semaphore(max_num_seqs)
         self._http: httpx.AsyncClient | None = None
-        self.weight_version, self._weights = 0, ""
+        self.weight_version = 0
+        self._weights = ""
+        """Name of the weights that the server was told to load."""
         self._running: set[str] = set()
-        self._num_asked, self._is_interrupting = 0, False
+        """vLLM's ids of the requests that were sent."""
+        self._num_requests, self._is_interrupting = 0, False
 
     @classmethod
     def from_config(cls, config: Config, replica: int) -> Self:
-        """The server of address `replica` of `rollout.url`."""
+        """Build the engine for address number `replica` of `rollout.url`."""
         rollout = config.actor_rollout_ref.rollout
         return cls(
             config.servers[replica],
@@ -126,166 +128,176 @@ class VllmServer(RolloutEngine):
         )
 
     async def start(self) -> None:
-        """Wait until the server answers. Raises EngineDied when it stays away."""
+        """Wait until the server answers. Raises EngineDied if it stays unavailable."""
         self._http = httpx.AsyncClient(
             headers=self._headers,
             timeout=httpx.Timeout(None, connect=CONNECT_S),
-            limits=httpx.Limits(keepalive_expiry=KEEP_S),
+            limits=httpx.Limits(keepalive_expiry=KEEPALIVE_S),
             transport=self._transport,
         )
-        end = time.monotonic() + self._patience
-        while not await self._lives():
+        end = time.monotonic() + self._start_timeout
+        while not await self._is_alive():
             if time.monotonic() > end:
                 raise EngineDied(
-                    f"{redact(self.url)} has not answered for {self._patience:.0f} s "
+                    f"{redact(self.url)} has not answered for {self._start_timeout:.0f} s "
                     "(trainer.node_timeout); start it again, as docs/placement.md says"
                 )
             logger.warning("waiting for the server at %s", redact(self.url))
             await asyncio.sleep(POLL_S)
-        self._facts = ServerInfo.model_validate_json(await self._tell("GET", SERVER_INFO_PATH))
+        self._info = ServerInfo.model_validate_json(await self._call("GET", SERVER_INFO_PATH))
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
         """Continue `prompt_ids`; ids and log-probs are exactly those that were sampled.
 
-        Raises EngineDied where the server ends, or has other weights than it was given.
+        Raises EngineDied if the server ends, or has other weights than those it was told to load.
         """
-        assert self._weights, "weights come before requests"
+        assert self._weights, "weights must be loaded before the first request"
         version, weights = self.weight_version, self._weights
-        # Prefixes are cached by the salt: those of other weights are never found.
-        body = {**self._model, **request_body(prompt_ids, sampling), **EXACT, "cache_salt": weights}
-        self._num_asked += 1
+        # The salt is part of a cached prefix's key, so prefixes of other weights are never reused.
+        body = self._model | request_body(prompt_ids, sampling) | SAMPLING_DEFAULTS
+        body["cache_salt"] = weights
+        self._num_requests += 1
         try:
             async with self._slots:
-                if self._is_interrupting:  # it waited for a slot
+                if self._is_interrupting:  # while this request waited for a slot
                     return Completion((), (), "", INTERRUPTED, version)
                 choice = self._choice(await self._complete(body))
-                await self._refuse_others(weights)
+                await self._check_weights(weights)
         finally:
-            self._num_asked -= 1
+            self._num_requests -= 1
         assert version == self.weight_version, "weights changed while a request was running"
         return _completion(choice, version)
 
     async def update_weights(self, folder: str, version: int, is_adapter: bool = False) -> None:
-        """Have the server read the weights of a folder, and forget what the old ones cached.
+        """Make the server load the weights of a folder and drop what the old weights cached.
 
-        Raises ConfigError where it lives and cannot.
+        Raises ConfigError if a running server cannot load them.
         """
-        method, name = "reload_weights", "weights_path"
-        if self._facts.loads_in_place:
-            method, name = "load_weights_in_place", "weights_dir"
-        weights = f"{Path(folder).parent.name}.{version}"  # a salt has no slash
+        method, argument = "reload_weights", "weights_path"
+        if self._info.loads_in_place:
+            method, argument = "load_weights_in_place", "weights_dir"
+        weights = f"{Path(folder).parent.name}.{version}"  # a salt must not contain a slash
+        body = {"method": method, "kwargs": {argument: folder}}
         try:
-            await self._ask("POST", "/collective_rpc", {"method": method, "kwargs": {name: folder}})
-        except Refused as error:
-            if not await self._lives():
+            await self._request("POST", "/collective_rpc", body)
+        except HttpError as error:
+            if not await self._is_alive():
                 raise EngineDied(f"{redact(self.url)} ended: {error}") from error
-            expected = "a server that reads the weights that the ranks write there"
+            expected = "a server that can read the weights that the ranks write there"
             fix = (
                 f"name a folder that ranks and servers share, {WEIGHTS_DIR}=/shared/weights, and "
                 "start the server again; its log has the cause"
             )
             got = f"{error} for {folder}"
             raise ConfigError(explain(f"{URL} {self.url}", got, expected, fix)) from error
-        await self._tell("POST", "/reset_prefix_cache")
-        await self._tell("POST", "/update_weight_version", {"new_version": weights})
+        await self._call("POST", "/reset_prefix_cache")
+        await self._call("POST", "/update_weight_version", {"new_version": weights})
         self.weight_version, self._weights = version, weights
 
     async def interrupt(self) -> None:
-        """Abort our requests: vLLM answers each with what it has. Of one on its way it does not
-        know yet, so that it is asked again. Those that wait for a slot end without tokens."""
+        """Abort all requests; each returns the tokens sampled so far.
+
+        Aborts repeatedly, since vLLM ignores ids of requests that have not reached it yet. Requests
+        that wait for a slot end without tokens.
+        """
         self._is_interrupting = True
         try:
-            while self._num_asked:
+            while self._num_requests:
                 if self._running:
-                    running = {"request_ids": sorted(self._running)}
-                    await self._tell("POST", "/abort_requests", running)
+                    request_ids = {"request_ids": sorted(self._running)}
+                    await self._call("POST", "/abort_requests", request_ids)
                 await asyncio.sleep(ABORT_S)
         finally:
             self._is_interrupting = False
 
     async def _complete(self, body: dict[str, Any]) -> bytes:
-        """The answer to a request, which has a name while it runs."""
-        name = uuid.uuid4().hex
-        known = f"cmpl-{name}-0"  # vLLM's own name for the first prompt of a request
-        self._running.add(known)
+        """Send a request and return the response; registers its id so that it can be aborted."""
+        request_id = uuid.uuid4().hex
+        vllm_id = f"cmpl-{request_id}-0"  # vLLM's id for the first prompt of a request
+        self._running.add(vllm_id)
         try:
-            return await self._tell("POST", COMPLETIONS, {**body, "request_id": name})
+            return await self._call("POST", COMPLETIONS, {**body, "request_id": request_id})
         finally:
-            self._running.discard(known)
+            self._running.discard(vllm_id)
 
     async def probe(self) -> None:
-        """Return when the server shows that it lives, or raise EngineDied."""
-        if self._http is not None and not await self._lives():
+        """Return once the server shows that it is alive, or raise EngineDied."""
+        if self._http is not None and not await self._is_alive():
             raise EngineDied(f"{redact(self.url)} does not answer")
 
     async def shutdown(self) -> None:
-        """Leave the server, which runs on."""
+        """Close the connections; the server keeps running."""
         if self._http is not None:
             await self._http.aclose()
 
     def _choice(self, content: bytes) -> Choice:
         try:
-            choice = Answer.model_validate_json(content).choices[0]
+            choice = CompletionResponse.model_validate_json(content).choices[0]
         except ValueError as error:
             raise self._invalid(f"{type(error).__name__}: {error}") from error
-        is_cut = choice.finish_reason == "abort" and self._is_interrupting
-        if not is_cut and choice.finish_reason not in ("stop", "length"):  # the server ends
+        is_interrupted = choice.finish_reason == "abort" and self._is_interrupting
+        if not is_interrupted and choice.finish_reason not in ("stop", "length"):
+            # The server is shutting down.
             raise EngineDied(f"{redact(self.url)} ended a request: {choice.finish_reason}")
-        given = (choice.logprobs and choice.logprobs.token_logprobs) or []
-        if None in given or choice.token_ids is None or len(given) != len(choice.token_ids):
+        log_probs = (choice.logprobs and choice.logprobs.token_logprobs) or []
+        ids = choice.token_ids
+        if None in log_probs or ids is None or len(log_probs) != len(ids):
             raise self._invalid("a completion without ids and log-probs of its tokens")
         return choice
 
     def _invalid(self, got: str) -> AnswerInvalid:
-        expected = "a completion of token ids, as vLLM's server gives it"
+        expected = "a completion of token ids, as vLLM's server returns it"
         fix = "start it with vllm serve (docs/placement.md)"
         return AnswerInvalid(explain(f"{URL} {self.url}", " ".join(got.split()), expected, fix))
 
-    async def _refuse_others(self, weights: str) -> None:
-        found = WeightInfo.model_validate_json(await self._tell("GET", "/weight_info"))
-        if found.weight_version != weights:
+    async def _check_weights(self, weights: str) -> None:
+        """Raise EngineDied if the server has other weights than `weights`."""
+        info = WeightInfo.model_validate_json(await self._call("GET", "/weight_info"))
+        if info.weight_version != weights:
             raise EngineDied(
-                f"{redact(self.url)} has the weights {found.weight_version!r}, not {weights!r}: it "
-                "was started again, or another run gives it weights too"
+                f"{redact(self.url)} has the weights {info.weight_version!r}, not {weights!r}: it "
+                "was restarted, or another run sends it weights too"
             )
 
-    async def _lives(self) -> bool:
+    async def _is_alive(self) -> bool:
         try:
-            await self._ask("GET", "/health", seconds=HEALTH_S)
-        except (EngineDied, Refused):
+            await self._request("GET", "/health", seconds=HEALTH_S)
+        except (EngineDied, HttpError):
             return False
         return True
 
-    async def _tell(self, method: str, path: str, body: Any = None) -> bytes:
-        """As `_ask`; raises ConfigError for what is refused, and EngineDied where it fails."""
+    async def _call(self, method: str, path: str, body: Any = None) -> bytes:
+        """Like `_request`, but raise ConfigError for client and EngineDied for server errors."""
         try:
-            return await self._ask(method, path, body)
-        except Refused as error:
+            return await self._request(method, path, body)
+        except HttpError as error:
             if error.status >= httpx.codes.INTERNAL_SERVER_ERROR:
                 raise EngineDied(f"{redact(self.url)}{path} failed: {error}") from error
             fix = "see its log; docs/placement.md has the options that it needs"
             subject = f"{URL} {self.url}{path}"
             raise ConfigError(explain(subject, error, "an answer", fix)) from error
 
-    async def _ask(
+    async def _request(
         self, method: str, path: str, body: Any = None, seconds: float | None = None
     ) -> bytes:
-        """The server's answer. Raises EngineDied where there is none, and Refused."""
-        assert self._http is not None, "it was not started"
-        given: dict[str, Any] = {} if seconds is None else {"timeout": seconds}
+        """Send a request and return the response body.
+
+        Raises EngineDied if the server cannot be reached, and HttpError for an error status.
+        """
+        assert self._http is not None, "the engine was not started"
+        timeout: dict[str, Any] = {} if seconds is None else {"timeout": seconds}
         try:
-            async with self._http.stream(method, self.url + path, json=body, **given) as answer:
-                content = await read_body(answer)
+            async with self._http.stream(method, self.url + path, json=body, **timeout) as response:
+                content = await read_body(response)
         except httpx.TransportError as error:
-            said = f"{type(error).__name__} {error}".strip()
-            raise EngineDied(f"{redact(self.url)}{path}: {said}") from error
-        if not answer.is_success:
-            raise Refused(answer.status_code, content.decode("utf-8", "replace"))
+            problem = f"{type(error).__name__} {error}".strip()
+            raise EngineDied(f"{redact(self.url)}{path}: {problem}") from error
+        if not response.is_success:
+            raise HttpError(response.status_code, content.decode("utf-8", "replace"))
         return content
 
 
 def _completion(choice: Choice, version: int) -> Completion:
-    """What was sampled; the stop string that ended the text is part of it."""
     assert choice.token_ids is not None and choice.logprobs is not None
     log_probs = tuple(p for p in choice.logprobs.token_logprobs or () if p is not None)
     reason = INTERRUPTED if choice.finish_reason == "abort" else str(choice.finish_reason)

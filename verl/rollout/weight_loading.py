@@ -1,6 +1,6 @@
-"""What runs inside vLLM's workers: loading new weights in place, completely, and a kernel for CPUs.
+"""vLLM worker extension: loads all weights in place, and fixes speculative decoding on CPUs.
 
-A server that the user starts for a run has it by `--worker-extension-cls` (`vllm_server`).
+A server that the user starts for a run gets it by `--worker-extension-cls` (see `vllm_server`).
 """
 
 from __future__ import annotations
@@ -18,84 +18,88 @@ from verl.model_files import is_finite
 from verl.training.weight_broadcast import SCHEME, WeightReceiver
 from verl.training.weight_stream import device_key, receive
 
-# A worker's progress bars need no lock between processes: its semaphore outlives a worker's kill.
+# tqdm's default lock is shared between processes; its semaphore would outlive a killed worker.
 tqdm.set_lock(threading.RLock())
 
 
 class WeightLoading:
-    """Mixed into vLLM's worker class (`worker_extension_cls`)."""
+    """Mixin for vLLM's worker class (`worker_extension_cls`)."""
 
     model_runner: Any
     reload_weights: Any
     device: Any
     _receiver: WeightReceiver | None = None
 
-    def answer(self) -> bool:
+    def ping(self) -> bool:
         """Show that this process is alive."""
         return True
 
     def can_read(self, path: str) -> bool:
-        """Whether this process sees the file `path`."""
+        """Whether this process can see the file `path`."""
         return Path(path).is_file()
 
-    def faulty_weights(self) -> list[str]:
-        """Names of weights with values that are no finite numbers; on CPU vLLM hides some."""
+    def non_finite_weights(self) -> list[str]:
+        """Return the names of weights with NaN or infinite values; on CPU vLLM hides some."""
         named = self.model_runner.get_model().named_parameters()
         return [name for name, values in named if not is_finite(values)]
 
     def load_weights_in_place(self, weights_dir: str) -> None:
         """Reload all weights from a folder of safetensors."""
-        if not Path(weights_dir).is_dir():  # vLLM would take it for a model of the hub
+        if not Path(weights_dir).is_dir():  # vLLM would try to download it from the hub
             raise FileNotFoundError(f"no folder {weights_dir}")
         self.reload_weights(weights_path=weights_dir)
-        self._pack_head()
+        self._repack_head()
 
     def card(self) -> str:
-        """The device that a rank must be on for `receive_weights`."""
+        """Return the device on which a rank must be for `receive_weights`."""
         return device_key(self.device)
 
     def receive_weights(self, stream: str) -> str:
-        """Reload all weights from what a rank sends; returns why they did not come whole, if so."""
+        """Reload all weights from a rank's stream; return an error message, empty on success."""
         try:
-            self.reload_weights(weights_iterator=self._coming(stream))
+            self.reload_weights(weights_iterator=self._incoming(stream))
         except ConnectionError as error:
             return str(error)
-        self._pack_head()
+        self._repack_head()
         return ""
 
-    def _coming(self, stream: str) -> Iterator[tuple[str, Tensor]]:
-        """From the first rank of the run, or from the one on this device."""
+    def _incoming(self, stream: str) -> Iterator[tuple[str, Tensor]]:
+        """Receive weights from the first rank's broadcast, or from the rank on this device."""
         if not stream.startswith(SCHEME):
             return receive(stream, self.device)
         if self._receiver is None or self._receiver.stream != stream:
             self._receiver = WeightReceiver(stream, self.device)
         return self._receiver.receive()
 
-    def repair_verification(self) -> None:
-        """Have vLLM's CPU build verify guesses at the temperature that was asked for.
+    def fix_draft_verification(self) -> None:
+        """Make vLLM's CPU build verify draft tokens at the requested temperature.
 
-        Its kernel spreads floats over tokens by way of integers, into a copy that nobody reads
-        (0.32): a temperature is then whatever the memory held.
+        Its kernel (0.32) casts the floats to integers and writes the result to a copy that is never
+        read, so that the temperature is whatever the memory contained.
         """
-        from vllm.v1.sample import rejection_sampler  # noqa: PLC0415 - the worker has it
+        from vllm.v1.sample import rejection_sampler  # noqa: PLC0415 - only workers have vLLM
 
-        rejection_sampler.expand_batch_to_tokens = spread
+        rejection_sampler.expand_batch_to_tokens = expand_to_tokens
 
-    def _pack_head(self) -> None:
-        """A head that is tied to the embedding is no tensor of its own, so vLLM's reload passes it
-        over; on CPU the head keeps a packed copy of its weight, which has to be made anew."""
+    def _repack_head(self) -> None:
+        """Repack the output head on the CPU.
+
+        A head that is tied to the embedding has no tensor of its own, so vLLM's reload skips it;
+        but on the CPU the head keeps a packed copy of its weight, which would be outdated.
+        """
         head = getattr(self.model_runner.get_model(), "lm_head", None)
         if head is not None and hasattr(head, "quant_method"):
             head.quant_method.process_weights_after_loading(head)
 
 
-def spread(
+def expand_to_tokens(
     x: torch.Tensor, cu_num_tokens: torch.Tensor, num_tokens: int, replace_from: int = 0,
     replace_to: int = 0,
 ) -> torch.Tensor:  # fmt: skip
-    """Each request's value for each of its tokens, with one value replaced: (num_tokens,).
+    """Repeat each request's value for each of its tokens; return (num_tokens,).
 
-    x: (num_requests,); cu_num_tokens: (num_requests,), the sums of their numbers of tokens.
+    x: (num_requests,), in which `replace_from` is replaced by `replace_to`; cu_num_tokens:
+    (num_requests,), cumulative sums of the requests' numbers of tokens.
     """
     lengths = cu_num_tokens.diff(prepend=cu_num_tokens.new_zeros(1))
     replaced = torch.where(x == replace_from, replace_to, x)

@@ -178,7 +178,7 @@ def test_an_answer_that_drips_has_one_deadline(monkeypatch: pytest.MonkeyPatch, 
 
 def test_an_answer_without_end_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is no answer of an engine, and at most so many bytes of it are read."""
-    monkeypatch.setattr(remote_engine, "MOST_BYTES", 100_000)
+    monkeypatch.setattr(remote_engine, "MAX_BYTES", 100_000)
     said = "more than 100000 bytes"
     with endless(*FLOOD, pause=0.0) as (url, _), pytest.raises(AnswerInvalid, match=said):
         asyncio.run(RemoteEngine(url, "m", ByteTokenizer()).generate([1], SAMPLING))

@@ -14,7 +14,7 @@ from example.tiny import tiny_llama
 from tests.verl.rollout.engines import model_in, tiny_config
 from verl.rollout.interface import build_engine
 from verl.rollout.vllm_engine import VllmSettings
-from verl.rollout.weight_loading import spread
+from verl.rollout.weight_loading import expand_to_tokens
 from verl.types import Completion, Sampling
 
 LIKELY = list(range(100, 108))
@@ -37,7 +37,7 @@ def test_each_token_has_its_requests_value() -> None:
     """As a loop does it, floats unrounded, the marked value replaced, requests without tokens."""
     values, lengths = torch.tensor([0.7, 0.0, 1.3, 0.2]), [3, 1, 0, 2]
     expected = [v or 1.0 for v, n in zip(values.tolist(), lengths, strict=True) for _ in range(n)]
-    found = spread(values, torch.tensor(lengths, dtype=torch.int32).cumsum(0), 6, 0, 1)
+    found = expand_to_tokens(values, torch.tensor(lengths, dtype=torch.int32).cumsum(0), 6, 0, 1)
     assert found.tolist() == expected and found.dtype == values.dtype
 
 
@@ -75,7 +75,7 @@ def test_verified_tokens_have_the_targets_distribution(monkeypatch: pytest.Monke
         kernel = getattr(sampling, f"{name}_kernel")
         replaced = KernelOverride(kernel, getattr(cpu_triton_utils, f"_{name}_kernel_impl"))
         monkeypatch.setattr(getattr(sampling, f"_{name}"), "kernel", replaced)
-    monkeypatch.setattr(sampling, "expand_batch_to_tokens", spread)
+    monkeypatch.setattr(sampling, "expand_batch_to_tokens", expand_to_tokens)
     temperatures = torch.tensor([0.0, 0.7, 1.0, 1.4]).repeat(2000)
     num, guesses, vocab = len(temperatures), 2, 30
     torch.manual_seed(0)

@@ -144,7 +144,7 @@ def test_it_is_waited_for_and_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vllm_server, "POLL_S", 0.01)
     server = VllmDouble(is_away=True)
     with pytest.raises(EngineDied, match=r"has not answered for 0 s \(trainer\.node_timeout\)"):
-        use(server, sample, patience=0.05)
+        use(server, sample, start_timeout=0.05)
 
     async def comes_back(engine: VllmServer) -> None:
         server.is_away = True
@@ -254,4 +254,4 @@ def test_each_address_is_an_engine() -> None:
     assert list(engine_problems(config)) == []
     config.actor_rollout_ref.rollout.merge_adapter = False
     (problem,) = engine_problems(config)
-    assert "a server of actor_rollout_ref.rollout.url takes whole weights only" in str(problem)
+    assert "a server of actor_rollout_ref.rollout.url cannot load an adapter" in str(problem)
