@@ -75,7 +75,9 @@ class ReplayAgent(DialogueAgent):
                 got = f"documents for {len(documents)} calls"
                 expected = f"those of the {len(turn.calls)} that turn {number + 1} makes"
                 raise DataError(explain("documents", got, expected, "name a turn that searches"))
-            return self._added(Origin.OBSERVATION, self._response(turn, self.fit(turn, documents)))
+            return self._encoded_segment(
+                Origin.OBSERVATION, self._response_text(turn, self.fit(turn, documents))
+            )
         is_same = self.recorded.status is Status.OUT_OF_BUDGET
         if acts and is_same and trajectory.ids == self.recorded.ids:
             # What was too long then, and so was not recorded, is too long now.

@@ -316,7 +316,7 @@ def test_a_dialogue_in_r1_searchers_tags() -> None:
         '\n\n<|begin_of_documents|>Doc 1(Title: "Oslo") Oslo is a city in Norway.\n'
         "<|end_of_documents|>\n\n"
     ]
-    with pytest.raises(ConfigError, match="acts while it thinks"):
+    with pytest.raises(ConfigError, match="inside the thinking part"):
         play(script, template=template, no_think_rl=True)
 
 
@@ -376,7 +376,7 @@ def test_a_tool_without_arguments_is_refused_where_calls_are_texts(template: str
     environment, config = Environment((Now(),)), Config(template=template)
     if template == "native":
         assert build_format(config, environment, ChatTokenizer()).schemas
-        assert environment.is_sound(ToolCall("now", {}))
+        assert environment.is_valid(ToolCall("now", {}))
         return
     with pytest.raises(ConfigError, match=r"arguments of tool now: got none.*template=native"):
         build_format(config, environment, ChatTokenizer())

@@ -119,7 +119,7 @@ def test_ids_are_shown_where_an_item_has_room_for_them() -> None:
     passages = [Document.from_title(id, "T", "text") for id in ("7", "</information>8", None)]
     ids = ("7", "< /information>8", "")
     expected = (f'Doc {rank}(Title: "T", id: {id}) text\n' for rank, id in enumerate(ids, start=1))
-    assert template.words(passages) == "".join(expected)
+    assert template.items_text(passages) == "".join(expected)
 
 
 def test_a_prompt_ends_with_its_question_whatever_it_contains() -> None:

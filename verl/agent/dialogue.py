@@ -1,8 +1,8 @@
-"""The loop of a dialogue: generate to the end of a turn, act, append what comes back, repeat.
+"""The dialogue loop: generate a turn, execute its tool calls, append the results, repeat.
 
-One coroutine makes one trajectory. Ids go to the engine as they were sampled and are never
-decoded and re-encoded; what the environment adds is encoded once and marked as observation. The
-context only grows: when the budget is spent the trajectory ends.
+One coroutine produces one trajectory. Sampled ids are passed to the engine again as they are, and
+never decoded and re-encoded; text of the environment is encoded once and marked as observation.
+The context only grows; the trajectory ends when the context budget is used up.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ from verl.engine import RolloutEngine
 from verl.errors import ConfigError, ToolError, ToolRefused, explain
 from verl.types import Completion, Origin, Sampling, Segment, Status, Trajectory
 
-Found = Sequence[Sequence[Item]]
+Results = Sequence[Sequence[Item]]
+"""The items of each call of a turn."""
 CHARS_PER_TOKEN = 16
-"""More than a tokenizer takes of prose: so much of a document tells that it is too long."""
+"""More characters than a token has in prose; long texts are cut to this length before encoding."""
 
 
 class Tokenizer(Protocol):
-    """What the agent needs of a Hugging Face tokenizer."""
+    """The part of a Hugging Face tokenizer that the agent needs."""
 
     @property
     def all_special_tokens(self) -> list[str]: ...
@@ -35,23 +36,23 @@ class Tokenizer(Protocol):
 
 @dataclass(frozen=True)
 class Limits:
-    """Budgets of one dialogue; all lengths are in tokens."""
+    """Limits of one dialogue; all lengths are in tokens."""
 
     max_turns: int = 2
-    """Turns that may call tools; a last turn without follows."""
+    """Number of turns that may call tools; they are followed by a last turn that may not."""
     max_response_length: int = 500
-    """What the policy may sample in one turn."""
+    """Maximum tokens of one policy turn."""
     max_obs_length: int = 500
-    """One observation, wrapping included."""
+    """Maximum tokens of one observation, including the text around it."""
     max_prompt_length: int = 4096
-    """What the engine may be given at any turn."""
+    """Maximum tokens of the context before any turn."""
     no_think_rl: bool = False
-    """Close the thinking part before the policy starts, on every turn."""
+    """Whether to put a closed thinking part before each policy turn."""
 
 
 @dataclass(frozen=True)
 class DialogueAgent:
-    """The `Agent` of every dialogue; it keeps nothing between trajectories."""
+    """The built-in `Agent`; it has no state between trajectories."""
 
     limits: Limits
     format: DialogueFormat
@@ -59,14 +60,14 @@ class DialogueAgent:
     tokenizer: Tokenizer
 
     def __post_init__(self) -> None:
-        """Refuse settings under which no dialogue could go well."""
+        """Raise ConfigError for settings with which no dialogue could work."""
         refuse_closed_think(self.format, self.limits.no_think_rl)
         turn = Turn(tuple(ToolCall(tool.name, "") for tool in self.environment.tools[:1]))
-        for name, found in (
+        for name, results in (
             ("empty observation", [() for _ in turn.calls]),
             ("invalid-action feedback", None),
         ):
-            needed = len(self._encode(self._response(turn, found)))
+            needed = len(self._encode(self._response_text(turn, results)))
             if needed > self.limits.max_obs_length:
                 raise ConfigError(
                     explain(
@@ -78,18 +79,18 @@ class DialogueAgent:
                 )
 
     async def run(self, start: Trajectory, engine: RolloutEngine, sampling: Sampling) -> Trajectory:
-        """Play one dialogue to its end; see `verl.agent.interface.Agent`."""
+        """Run one dialogue to its end; see `verl.agent.interface.Agent`."""
         trajectory = replace(start, segments=list(start.segments), stats={})
         trajectory.faults = dict.fromkeys(self.environment.faults, 0)
         counts: Counter[str] = Counter()
         if self._opening:
-            trajectory.segments.append(self._added(Origin.PROMPT, self._opening))
+            trajectory.segments.append(self._encoded_segment(Origin.PROMPT, self._opening))
         environment = self.environment
         if self.limits.max_turns:
             environment = environment.for_dialogue(start)
-        player = self if environment is self.environment else replace(self, environment=environment)
+        agent = self if environment is self.environment else replace(self, environment=environment)
         try:
-            trajectory.status = await player._play(trajectory, engine, sampling, counts)
+            trajectory.status = await agent._play(trajectory, engine, sampling, counts)
         except ToolError as error:
             trajectory.status, trajectory.error = Status.FAILED, str(error)
             trajectory.is_refused = isinstance(error, ToolRefused)
@@ -104,7 +105,7 @@ class DialogueAgent:
         sampling: Sampling,
         counts: Counter[str],
     ) -> Status:
-        """Take turns until one of them ends the dialogue."""
+        """Run turns until one of them ends the dialogue; return the trajectory's status."""
         for number in range(self.limits.max_turns + 1):
             if trajectory.num_tokens > self.limits.max_prompt_length:
                 return Status.OUT_OF_BUDGET
@@ -129,19 +130,19 @@ class DialogueAgent:
     async def _sample(
         self, engine: RolloutEngine, ids: Sequence[int], request: Sampling, is_last: bool
     ) -> Completion:
-        """One turn; its calls are anticipated while it is sampled, where a tool wants that."""
+        """Sample one turn; if a tool anticipates, pass it the calls in the text so far."""
         if is_last or not self.environment.anticipates:
             return await engine.generate(ids, request)
-        heard: list[str] = []
+        texts: list[str] = []
 
         def listen(text: str) -> None:
-            heard.append(text)
-            self.environment.anticipate(self.format.begun("".join(heard)))
+            texts.append(text)
+            self.environment.anticipate(self.format.begun("".join(texts)))
 
         return await engine.stream(ids, request, listen)
 
     def _request(self, sampling: Sampling, seed: int | None, number: int) -> Sampling:
-        """This turn's sampling: our stop strings and length, and a seed of its own."""
+        """Return the sampling parameters of turn `number`, with a seed of its own."""
         return replace(
             sampling,
             max_tokens=self.limits.max_response_length,
@@ -150,10 +151,10 @@ class DialogueAgent:
         )
 
     def _counts(self, completion: Completion, turn: Turn, acts: bool) -> Counter[str]:
-        """What one turn adds to the statistics; `acts`: its calls are carried out."""
-        sound = [call for call in turn.calls if self.environment.is_sound(call)]
-        is_valid = bool(acts and sound) or turn.answer is not None
-        is_malformed = turn.is_malformed or len(sound) < len(turn.calls)
+        """Return the statistics of one turn; `acts`: whether its calls are executed."""
+        valid_calls = [call for call in turn.calls if self.environment.is_valid(call)]
+        is_valid = bool(acts and valid_calls) or turn.answer is not None
+        is_malformed = turn.is_malformed or len(valid_calls) < len(turn.calls)
         counts = Counter(
             turns=1,
             valid_actions=int(is_valid),
@@ -161,14 +162,14 @@ class DialogueAgent:
             truncated_turns=int(completion.finish_reason == "length"),
             malformed_turns=int(is_malformed),
         )
-        for call in sound:
+        for call in valid_calls:
             tool = self.environment.find(call.tool)
-            assert tool is not None, "a sound call names a tool"
+            assert tool is not None, "a valid call names a tool"
             counts.update({tool.metric: 1, f"valid_{tool.metric}": int(acts)})
         return counts
 
     def _stats(self, counts: Counter[str], trajectory: Trajectory) -> dict[str, float]:
-        """Every statistic of a trajectory, zeros included."""
+        """Return all statistics of a trajectory, including zeros."""
         metrics = [tool.metric for tool in self.environment.tools]
         calls = [name for metric in metrics for name in (metric, f"valid_{metric}")]
         names = ("turns", *calls, "valid_actions", "invalid_actions", "observation_tokens",
@@ -177,67 +178,70 @@ class DialogueAgent:
         return {**{name: float(counts[name]) for name in names}, "answered": answered}
 
     async def _respond(self, trajectory: Trajectory, turn: Turn, acts: bool) -> Segment:
-        """What the environment answers to calls, or to an invalid action."""
+        """Execute the calls of a turn; return the observation, or the invalid-action feedback."""
         if not acts:
-            return self._added(Origin.OBSERVATION, self._response(turn, None))
+            return self._encoded_segment(Origin.OBSERVATION, self._response_text(turn, None))
         observations = await self.environment.act(turn.calls)
         for observation in observations:
             _add_faults(trajectory, observation.faults)
         fitting = self.fit(turn, [observation.items for observation in observations])
-        return self._added(Origin.OBSERVATION, self._response(turn, fitting))
+        return self._encoded_segment(Origin.OBSERVATION, self._response_text(turn, fitting))
 
     async def consult(self, call: ToolCall) -> tuple[Observation, str]:
-        """Carry out one call outside of a dialogue: what it brought, and that in words, cut to fit.
+        """Execute one call outside of a dialogue; return the observation and its text, cut to fit.
 
         Raises ToolError.
         """
         observation, turn = await self.environment.call(call), Turn((call,))
-        return observation, self._response(turn, self.fit(turn, [observation.items]))
+        return observation, self._response_text(turn, self.fit(turn, [observation.items]))
 
-    def fit(self, turn: Turn, found: Found) -> Found:
-        """What of each call's items fits into `max_obs_length` tokens: whole ones, best first.
+    def fit(self, turn: Turn, results: Results) -> Results:
+        """Return the items that fit into `max_obs_length` tokens: whole items, best first.
 
-        Only where not even the first of each fits, these are cut, at a word; and if not even their
-        titles fit, nothing is left.
+        If not even the first item of each call fits, these are cut at a word; if their titles alone
+        do not fit either, no items are left.
         """
-        for count in range(max(map(len, found), default=0), 0, -1):
-            some = [items[:count] for items in found]
-            if self._fits(turn, some):
-                return some
-        low, high = 0, max((items[0].text.count(" ") + 1 for items in found if items), default=0)
+        for count in range(max(map(len, results), default=0), 0, -1):
+            first_items = [items[:count] for items in results]
+            if self._fits(turn, first_items):
+                return first_items
+        low, high = 0, max((items[0].text.count(" ") + 1 for items in results if items), default=0)
         while low < high:
             middle = (low + high + 1) // 2
-            if self._fits(turn, _cut(found, middle)):
+            if self._fits(turn, _cut(results, middle)):
                 low = middle
             else:
                 high = middle - 1
-        cut = _cut(found, low)
-        return cut if self._fits(turn, cut) else [() for _ in found]
+        cut = _cut(results, low)
+        return cut if self._fits(turn, cut) else [() for _ in results]
 
-    def _fits(self, turn: Turn, found: Found) -> bool:
-        """Whether the response is within its budget; of a long one as little is encoded as tells.
+    def _fits(self, turn: Turn, results: Results) -> bool:
+        """Whether the response is within its budget.
 
-        Where a beginning has twice the tokens of the budget, the whole has more than that, wherever
-        the cut fell; a tokenizer that takes few for it, as of a run of spaces, gets more of it.
+        Long responses are rejected by a prefix: if it has more than twice the tokens of the budget,
+        the whole exceeds the budget, wherever the prefix was cut. Otherwise a longer prefix is
+        tried, since some texts have few tokens, such as a run of spaces.
         """
-        most = self.limits.max_obs_length
-        total = sum(len(item.text) + len(item.title or "") for items in found for item in items)
-        num_chars = CHARS_PER_TOKEN * most
+        max_tokens = self.limits.max_obs_length
+        total = sum(len(item.text) + len(item.title or "") for items in results for item in items)
+        num_chars = CHARS_PER_TOKEN * max_tokens
         while num_chars < total:
-            if len(self._encode(self._response(turn, _beginning(found, num_chars)))) > 2 * most:
+            text = self._response_text(turn, _prefix(results, num_chars))
+            if len(self._encode(text)) > 2 * max_tokens:
                 return False
             num_chars *= 4
-        return len(self._encode(self._response(turn, found))) <= most
+        return len(self._encode(self._response_text(turn, results))) <= max_tokens
 
-    def _response(self, turn: Turn, found: Found | None) -> str:
-        """The format's words, and what precedes the policy's next turn by configuration."""
-        return self.format.respond(turn, found, self.tokenizer.all_special_tokens) + self._opening
+    def _response_text(self, turn: Turn, results: Results | None) -> str:
+        """Return the format's response, followed by the closed thinking part if there is one."""
+        special_tokens = self.tokenizer.all_special_tokens
+        return self.format.respond(turn, results, special_tokens) + self._opening
 
     @property
     def _opening(self) -> str:
         return self.format.closed_think if self.limits.no_think_rl else ""
 
-    def _added(self, origin: Origin, text: str) -> Segment:
+    def _encoded_segment(self, origin: Origin, text: str) -> Segment:
         return Segment(origin, tuple(self._encode(text)), text)
 
     def _encode(self, text: str) -> list[int]:
@@ -245,40 +249,40 @@ class DialogueAgent:
 
 
 def derived_seed(*parts: int | str) -> int:
-    """A 31-bit seed that depends on every part, such as a trajectory's seed and the turn."""
+    """Return a 31-bit seed that depends on all parts, such as a trajectory's seed and the turn."""
     digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=4).digest()
     return int.from_bytes(digest, "big") & 0x7FFFFFFF
 
 
 def refuse_closed_think(format: DialogueFormat, no_think_rl: bool) -> None:
-    """A dialogue whose calls are part of the thinking cannot do without it."""
+    """Raise ConfigError if thinking is disabled for a format with calls inside the thinking."""
     if no_think_rl and format.acts_in_think:
-        expected = f"false: template {format.name!r} acts while it thinks"
+        expected = f"false: template {format.name!r} calls tools inside the thinking part"
         fix = "algorithm.no_think_rl=false, or another template"
         raise ConfigError(explain("algorithm.no_think_rl", True, expected, fix))
 
 
-def _cut(found: Found, num_words: int) -> Found:
-    """The first item of each call, with at most so many leading words of its text."""
+def _cut(results: Results, num_words: int) -> Results:
+    """Return the first item of each call with at most `num_words` words of its text."""
     return [
         [replace(item, text=" ".join(item.text.split(" ", num_words)[:num_words]))
          for item in items[:1]]
-        for items in found
+        for items in results
     ]  # fmt: skip
 
 
-def _beginning(found: Found, num_chars: int) -> Found:
-    """The items that begin within so many characters, none of them longer."""
-    beginning: list[list[Item]] = []
+def _prefix(results: Results, num_chars: int) -> Results:
+    """Return the items that start within the first `num_chars` characters, each cut to these."""
+    prefix: list[list[Item]] = []
     total = 0
-    for items in found:
-        beginning.append([])
+    for items in results:
+        prefix.append([])
         for item in items:
             if total < num_chars:
                 title = item.title and item.title[:num_chars]
-                beginning[-1].append(replace(item, title=title, text=item.text[:num_chars]))
+                prefix[-1].append(replace(item, title=title, text=item.text[:num_chars]))
             total += len(item.text) + len(item.title or "")
-    return beginning
+    return prefix
 
 
 def _add_faults(trajectory: Trajectory, faults: Mapping[str, int]) -> None:

@@ -1,4 +1,4 @@
-"""The tools of a run taken together: calls carried out, and what is known of all of them."""
+"""The tools of a run as one environment: executes calls and combines information of all tools."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ TYPES: dict[str, type | tuple[type, ...]] = {
     "string": str, "integer": int, "number": (int, float), "boolean": bool,
     "array": list, "object": dict, "null": type(None),
 }  # fmt: skip
-"""Of JSON schema, as Python reads them."""
+"""Python types of the JSON schema types."""
 OBSERVATION = "an Observation of items that have texts, or a ToolError"
 ObservationListener = Callable[[ToolCall, Observation], None]
 EnvironmentFactory = Callable[[Config], "Environment"]
-"""Makes the tools of a run; processes elsewhere call it by name, each for itself."""
+"""Builds the tools of a run; other processes import it by name and call it themselves."""
 
 
 @dataclass(frozen=True)
 class Environment:
-    """What a policy acts on. It keeps nothing between calls."""
+    """The tools of a dialogue or run; it has no state between calls."""
 
     tools: tuple[Tool, ...] = ()
     enabled: bool = True
-    """False makes every call an invalid action: no tool is asked, nor waited for."""
+    """If false, every call is an invalid action, and no tool is called or probed."""
     on_observation: ObservationListener = lambda call, observation: None
-    """Hears each call that was answered."""
+    """Called for each call that returned an observation."""
 
     @property
     def active(self) -> tuple[Tool, ...]:
@@ -42,29 +42,29 @@ class Environment:
 
     @property
     def faults(self) -> tuple[str, ...]:
-        """What may happen to calls, by name."""
+        """Names of the infrastructure faults of all tools."""
         return tuple(dict.fromkeys(fault for tool in self.tools for fault in tool.faults))
 
     def find(self, name: str) -> Tool | None:
-        """The tool of that name, if there is one."""
+        """Return the tool called `name`, if there is one."""
         return next((tool for tool in self.tools if tool.name == name), None)
 
     @property
     def anticipates(self) -> bool:
-        """Whether a tool wants to hear of calls before they are made."""
+        """Whether any tool anticipates calls."""
         return any(tool.anticipates for tool in self.active)
 
     def for_dialogue(self, start: Trajectory) -> Environment:
-        """The tools as one dialogue has them."""
+        """Return the environment for one dialogue."""
         tools = []
         for tool in self.active:
             with plugins.user_file_errors(f"for_dialogue of {tool.label}", ToolRefused, "a tool"):
                 tools.append(tool.for_dialogue(start))
-        is_same = all(one is tool for one, tool in zip(tools, self.active, strict=True))
+        is_same = all(new is old for new, old in zip(tools, self.active, strict=True))
         return self if is_same else replace(self, tools=tuple(tools))
 
     def anticipate(self, calls: Iterable[ToolCall]) -> None:
-        """Tell the tools of calls that may come."""
+        """Pass calls that may be coming to the tools that anticipate."""
         for call in calls:
             tool = self.find(call.tool)
             if tool is None or not tool.anticipates:
@@ -77,16 +77,16 @@ class Environment:
                     tool.anticipate(**arguments)
 
     def ended(self) -> dict[str, float]:
-        """What the tools counted in the dialogue that is over."""
-        found: dict[str, float] = {}
+        """Return the numbers that the tools counted in the dialogue that has ended."""
+        numbers: dict[str, float] = {}
         for tool in self.active:
             with plugins.user_file_errors(f"ended of {tool.label}", ToolRefused, "numbers by name"):
-                found |= tool.ended()
-        return found
+                numbers |= tool.ended()
+        return numbers
 
     async def act(self, calls: Sequence[ToolCall]) -> list[Observation]:
-        """Carry out the calls of one turn, at once. Raises ToolError, which ends the others."""
-        if len(calls) == 1:  # in the task of the trajectory: no task for the common case
+        """Execute the calls of one turn concurrently. A ToolError cancels the other calls."""
+        if len(calls) == 1:  # the common case needs no task of its own
             return [await self.call(calls[0])]
         tasks = [asyncio.ensure_future(self.call(call)) for call in calls]
         try:
@@ -96,9 +96,9 @@ class Environment:
                 task.cancel()
 
     async def call(self, call: ToolCall) -> Observation:
-        """Carry out one call; what is wrong with the call itself is the observation."""
+        """Execute one call; a mistake in the call itself is returned as the observation."""
         tool = self.find(call.tool)
-        arguments = read_arguments(tool, call) if tool else unknown(call, self.tools)
+        arguments = read_arguments(tool, call) if tool else unknown_tool(call, self.tools)
         if tool is None or isinstance(arguments, str):
             return Observation((Item(f"Error: {arguments}"),))
         subject = f"{tool.label}, called with {str(arguments)[:300]}"
@@ -110,13 +110,16 @@ class Environment:
         self.on_observation(call, observation)
         return observation
 
-    def is_sound(self, call: ToolCall) -> bool:
-        """Whether the call names a tool and has the arguments that it needs."""
+    def is_valid(self, call: ToolCall) -> bool:
+        """Whether the call names a tool and has valid arguments."""
         tool = self.find(call.tool)
         return tool is not None and not isinstance(read_arguments(tool, call), str)
 
     def probe(self, seconds: float) -> tuple[Tool, str] | None:
-        """The first tool that does not answer and what is wrong, or None. Raises ToolRefused."""
+        """Return the first tool that does not answer and the problem, or None.
+
+        Raises ToolRefused.
+        """
         for tool in self.active:
             with plugins.user_file_errors(f"probe of {tool.label}", ToolRefused, "a text"):
                 problem = tool.probe(seconds)
@@ -125,7 +128,7 @@ class Environment:
         return None
 
     def preflight(self, seconds: float) -> Iterator[ToolError]:
-        """What stands in the way of a run that is to begin."""
+        """Yield the problems of all tools that must be fixed before a run can start."""
         for tool in self.active:
             with plugins.user_file_errors(
                 f"preflight of {tool.label}", ToolRefused, "what is wrong"
@@ -133,79 +136,80 @@ class Environment:
                 yield from tool.preflight(seconds)
 
     def identity(self) -> dict[str, str]:
-        """The fingerprints of all tools."""
-        found: dict[str, str] = {}
+        """Return the fingerprints of all tools."""
+        fingerprints: dict[str, str] = {}
         for tool in self.active:
             with plugins.user_file_errors(
                 f"identity of {tool.label}", ToolRefused, "fingerprints by name"
             ):
-                found |= tool.identity()
-        return found
+                fingerprints |= tool.identity()
+        return fingerprints
 
     def settings(self) -> dict[str, Any]:
-        """What is written beside an exported model."""
+        """Return the settings of all tools to store with an exported model."""
         return {name: value for tool in self.tools for name, value in tool.settings().items()}
 
     async def aclose(self) -> None:
-        """Close what the tools opened in this event loop."""
+        """Close the resources that the tools opened in this event loop."""
         for tool in self.tools:
             await tool.aclose()
 
 
-def is_observation(found: object) -> bool:
-    """Whether a tool gave what it is to give."""
+def is_observation(value: object) -> bool:
+    """Whether a tool's return value is a valid observation."""
     return (
-        isinstance(found, Observation)
-        and isinstance(found.items, tuple | list)
+        isinstance(value, Observation)
+        and isinstance(value.items, tuple | list)
         and all(
             isinstance(item, Item)
             and isinstance(item.text, str)
             and isinstance(item.title, str | None)
-            for item in found.items
+            for item in value.items
         )
     )
 
 
 def no_tools(config: Config) -> Environment:
-    """The environment of a run without tools."""
+    """Return an environment without tools."""
     return Environment()
 
 
-def unknown(call: ToolCall, tools: Sequence[Tool]) -> str:
-    """What a policy is told of a call to a tool that does not exist."""
+def unknown_tool(call: ToolCall, tools: Sequence[Tool]) -> str:
+    """Return the message to the policy for a call to a tool that does not exist."""
     return f"no tool {call.tool!r}; there are: {', '.join(tool.name for tool in tools) or 'none'}"
 
 
 def read_arguments(tool: Tool, call: ToolCall) -> dict[str, Any] | str:
-    """The arguments by name, or what is wrong with them.
+    """Return the arguments by name, or a message if they are invalid.
 
-    Names and types are checked against the schema, ranges are for the tool to check; a text alone
-    is read as JSON where the schema wants no text.
+    Names and types are checked against the schema; the tool itself checks ranges. A plain text is
+    parsed as JSON if the schema does not accept a text.
     """
     properties = tool.properties
     if isinstance(call.arguments, str):
         name, value = tool.main_argument, call.arguments
-        wanted = types_of(properties[name])
-        if "string" in wanted:
+        types = schema_types(properties[name])
+        if "string" in types:
             return {name: value}
         try:
             return {name: json.loads(value)}
         except ValueError:
-            return f"{name} of {tool.name}: got {value!r}, expected {' or '.join(wanted)}"
+            return f"{name} of {tool.name}: got {value!r}, expected {' or '.join(types)}"
     missing = [name for name in tool.parameters.get("required", ()) if name not in call.arguments]
-    others = [name for name in call.arguments if name not in properties]
-    if missing or others:
+    unknown = [name for name in call.arguments if name not in properties]
+    if missing or unknown:
         return f"{tool.name} takes {', '.join(properties)}: got {', '.join(call.arguments)}"
     for name, value in call.arguments.items():
-        wanted = types_of(properties[name])
-        if not any(isinstance(value, TYPES.get(one, object)) for one in wanted):
-            return f"{name} of {tool.name}: got {value!r}, expected {' or '.join(wanted)}"
+        types = schema_types(properties[name])
+        if not any(isinstance(value, TYPES.get(type_name, object)) for type_name in types):
+            return f"{name} of {tool.name}: got {value!r}, expected {' or '.join(types)}"
     return dict(call.arguments)
 
 
-def types_of(schema: Mapping[str, Any]) -> list[str]:
-    """The types that an argument may have, one or several; a text where its schema names none."""
-    if "type" not in schema and (others := [*schema.get("anyOf", ()), *schema.get("oneOf", ())]):
-        return [name for one in others for name in types_of(one)]
-    named = schema.get("type", "string")
-    return [named] if isinstance(named, str) else list(named)
+def schema_types(schema: Mapping[str, Any]) -> list[str]:
+    """Return the JSON types that a schema accepts; `string` if it names none."""
+    alternatives = [*schema.get("anyOf", ()), *schema.get("oneOf", ())]
+    if "type" not in schema and alternatives:
+        return [name for alternative in alternatives for name in schema_types(alternative)]
+    types = schema.get("type", "string")
+    return [types] if isinstance(types, str) else list(types)

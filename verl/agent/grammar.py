@@ -1,7 +1,8 @@
-"""The tags of a dialogue, as data: what agent and rewards both read. Plain text, nothing imported.
+"""The tags of a dialogue as data, shared by the agent and the rewards.
 
-A tag dialogue ends turns at `Grammar.stop` and reads actions; rewards look for the answer and check
-the form. Both follow the grammar they are given, so that a format may bring tags of its own.
+A tag dialogue ends turns at `Grammar.stop` and parses actions; rewards look for the answer and
+check the format. Both use the grammar that they are given, so that a format can define its own
+tags. This module works on plain text and imports nothing else of the project.
 """
 
 from __future__ import annotations
@@ -14,37 +15,37 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True)
 class Tag:
-    """What opens and what closes one part of a dialogue."""
+    """The opening and closing text of one part of a dialogue."""
 
     opening: str
     closing: str
 
     def wrap(self, text: str) -> str:
-        """The text between the two."""
+        """Return `text` enclosed in the tag."""
         return f"{self.opening}{text}{self.closing}"
 
 
 @dataclass(frozen=True)
 class Grammar:
-    """The tags of a dialogue, and where a call of a tool may stand."""
+    """The tags of a dialogue, and where tool calls may be made."""
 
     think: Tag = Tag("<think>", "</think>")
     tools: tuple[tuple[str, Tag], ...] = ()
-    """Names of tools, each with the tag whose content is a call."""
+    """Tool names, each with the tag that encloses a call."""
     information: Tag = Tag("<information>", "</information>")
-    """What the environment puts around what a call brought."""
+    """Encloses the results of tools."""
     answer: Tag = Tag("<answer>", "</answer>")
     acts_in_think: bool = False
-    """Calls are part of the thinking, rather than between two parts of it."""
+    """Whether calls are made inside a thinking part rather than between two of them."""
 
     def with_tools(self, names: Iterable[str]) -> Grammar:
-        """The grammar for these tools: its own tag of each, or else `<name>` and `</name>`."""
+        """Return the grammar for these tools; the default tag of a tool is `<name>`, `</name>`."""
         own = dict(self.tools)
-        named = ((name, own.get(name) or Tag(f"<{name}>", f"</{name}>")) for name in names)
-        return replace(self, tools=tuple(named))
+        tools = ((name, own.get(name) or Tag(f"<{name}>", f"</{name}>")) for name in names)
+        return replace(self, tools=tuple(tools))
 
     def tool(self, name: str) -> Tag:
-        """The tag of a tool. Raises KeyError for one that the grammar does not have."""
+        """Return the tag of a tool. Raises KeyError for an unknown tool."""
         return dict(self.tools)[name]
 
     @property
@@ -54,7 +55,7 @@ class Grammar:
 
     @property
     def stop(self) -> tuple[str, ...]:
-        """What ends a policy turn."""
+        """The strings that end a policy turn."""
         return tuple(tag.closing for tag in (*self.calls, self.answer))
 
     @property
@@ -63,57 +64,62 @@ class Grammar:
 
 
 def _content(tag: Tag, name: str) -> str:
-    """The tag around the group `name`; an opening that is never closed swallows no later one."""
+    """Return a pattern of the tag with its content as group `name`.
+
+    The content cannot contain the opening again, so an unclosed opening is skipped.
+    """
     opening, closing = re.escape(tag.opening), re.escape(tag.closing)
     return f"{opening}(?P<{name}>(?:(?!{opening}).)*?){closing}"
 
 
 @functools.cache
 def answer_pattern(tags: Grammar) -> re.Pattern[str]:
-    """A complete answer; its group `answer` is the content."""
+    """Return the pattern of a complete answer, with its content as group `answer`."""
     return re.compile(_content(tags.answer, "answer"), re.DOTALL)
 
 
 @functools.cache
 def action_pattern(tags: Grammar) -> re.Pattern[str]:
-    """A complete call or answer; group `toolN` is the content of a call of tool N of `tags.tools`,
-    group `answer` that of an answer."""
+    """Return the pattern of a complete call or answer.
+
+    Group `toolN` is the content of a call of `tags.tools[N]`, group `answer` that of an answer.
+    """
     calls = (_content(tag, f"tool{number}") for number, tag in enumerate(tags.calls))
     return re.compile("|".join((*calls, _content(tags.answer, "answer"))), re.DOTALL)
 
 
 @functools.cache
 def information_pattern(tags: Grammar) -> re.Pattern[str]:
-    """What stands between information tags, as group 1."""
+    """Return the pattern of an information part, with its content as group 1."""
     opening, closing = map(re.escape, (tags.information.opening, tags.information.closing))
     return re.compile(f"{opening}(.*){closing}", re.DOTALL)
 
 
 @functools.cache
 def think_ending_patterns(tags: Grammar) -> tuple[re.Pattern[str], re.Pattern[str]]:
-    """A text that ends with a thinking part that is empty, and one that ends with one open."""
+    """Return the patterns of a text ending with an empty, or a just opened, thinking part."""
     opening, closing = re.escape(tags.think.opening), re.escape(tags.think.closing)
     return re.compile(rf"{opening}\s*{closing}\s*\Z"), re.compile(rf"{opening}\s*\Z")
 
 
 def has_broken_tags(text: str, tags: Grammar) -> bool:
-    """Whether one turn's tags do not pair up.
+    """Whether the tags of one turn are unbalanced.
 
-    A part may not be opened within itself, closed without being open, or left open, and documents
-    are not the policy's to write. Thinking alone may come from an earlier turn or the prompt, and
-    go on into the next.
+    A part must not be nested in itself, closed without being open, or left open, and the policy
+    must not write information parts. Only a thinking part may have been opened in the prompt or an
+    earlier turn, and may continue in the next turn.
     """
     for tag in tags.tags:
-        marks = re.findall(f"{re.escape(tag.opening)}|{re.escape(tag.closing)}", text)
-        order = "".join("(" if mark == tag.opening else ")" for mark in marks)
-        if not re.fullmatch(_orders(tags)[tag], order):
+        found = re.findall(f"{re.escape(tag.opening)}|{re.escape(tag.closing)}", text)
+        brackets = "".join("(" if part == tag.opening else ")" for part in found)
+        if not re.fullmatch(_allowed_brackets(tags)[tag], brackets):
             return True
     return False
 
 
 @functools.cache
-def _orders(tags: Grammar) -> dict[Tag, str]:
-    """In what order the openings and closings of each tag may stand in one turn."""
+def _allowed_brackets(tags: Grammar) -> dict[Tag, str]:
+    """Return, for each tag, a pattern of its openings `(` and closings `)` allowed in a turn."""
     pairs = r"(\(\))*"
     return {
         tags.think: rf"\)?{pairs}\(?",
@@ -125,6 +131,6 @@ def _orders(tags: Grammar) -> dict[Tag, str]:
 
 @functools.cache
 def tag_pattern(tags: Grammar) -> re.Pattern[str]:
-    """Any opening or closing, as group 1."""
+    """Return the pattern of any opening or closing text, as group 1."""
     texts = (text for tag in tags.tags for text in (tag.opening, tag.closing))
     return re.compile(f"({'|'.join(map(re.escape, texts))})")

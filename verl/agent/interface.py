@@ -1,7 +1,7 @@
-"""What an agent is made of: tools, what they bring, and the format of the dialogue.
+"""The interfaces of an agent: tools, their observations, and the format of the dialogue.
 
-A policy turn goes through `DialogueFormat.parse` into tool calls or an answer; tools answer with
-an `Observation`; the format words it. The loop over turns is `verl.agent.dialogue`.
+`DialogueFormat.parse` reads tool calls or an answer from a policy turn, tools return an
+`Observation`, and the format turns it into text. The loop over turns is in `verl.agent.dialogue`.
 """
 
 from __future__ import annotations
@@ -17,110 +17,110 @@ from verl.types import Completion, Sampling, Trajectory
 
 
 class Agent(Protocol):
-    """A policy-environment loop; one call makes one trajectory."""
+    """A loop of policy and environment; one call of `run` produces one trajectory."""
 
     async def run(self, start: Trajectory, engine: RolloutEngine, sampling: Sampling) -> Trajectory:
-        """Continue `start` (which holds the prompt segment only) until it ends.
+        """Continue `start`, which contains only the prompt segment, until the dialogue ends.
 
-        `sampling.stop` and `sampling.max_tokens` are the agent's to set; temperature and top_p
-        are the caller's. Infrastructure failures end in status FAILED, not in an exception.
+        The agent sets `sampling.stop` and `sampling.max_tokens`; the caller sets temperature and
+        top_p. An infrastructure failure results in status FAILED, not in an exception.
         """
         ...
 
 
 @dataclass(frozen=True)
 class Item:
-    """One piece of what a tool brings: a passage, a number, the output of a program."""
+    """One result of a tool: a passage, a number, the output of a program."""
 
     text: str
     title: str | None = None
     id: str | None = None
-    """By which the tool `visit`, or another, finds all of it."""
+    """Identifies the whole document for tools such as `visit`."""
     source: object = None
-    """What it was made of, for those who listen to a dialogue; the policy never sees it."""
+    """The original object, for listeners of a dialogue; the policy never sees it."""
 
 
 @dataclass(frozen=True)
 class Observation:
-    """What a tool call brought: items, best first. The loop leaves out those that do not fit."""
+    """The result of a tool call: items, best first. Items that do not fit are left out later."""
 
     items: tuple[Item, ...] = ()
     faults: Mapping[str, int] = field(default_factory=dict)
-    """What infrastructure did to this call, by names of `Tool.faults`."""
+    """Counts of infrastructure faults of this call, by the names in `Tool.faults`."""
 
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A call that a policy asks for."""
+    """A tool call requested by the policy."""
 
     tool: str
     arguments: Mapping[str, Any] | str
-    """By name; a text alone is the first required argument."""
+    """Arguments by name; a plain text is the tool's main argument."""
 
 
 @dataclass(frozen=True)
 class Turn:
-    """What a policy turn asks for: tool calls, or an answer, or neither (an invalid action)."""
+    """The content of a policy turn: tool calls, an answer, or neither (an invalid action)."""
 
     calls: tuple[ToolCall, ...] = ()
     answer: str | None = None
     is_malformed: bool = False
-    """The turn breaks the format, whether or not it asks for something."""
+    """Whether the turn violates the format; it may contain calls or an answer all the same."""
     is_open: bool = False
-    """It ran out of tokens, so that its mark of an end is missing."""
+    """Whether the end-of-turn token is missing because the turn ran out of tokens."""
 
 
 def text_arguments(**descriptions: str) -> dict[str, Any]:
-    """JSON schema of arguments that are all texts and all required, each with its description."""
+    """Return a JSON schema of required text arguments with the given descriptions."""
     properties = {name: {"type": "string", "description": d} for name, d in descriptions.items()}
     return {"type": "object", "properties": properties, "required": list(properties)}
 
 
 class Tool:
-    """Something that a policy may call. A subclass sets the attributes and writes `call`.
+    """A tool that the policy may call. A subclass sets the attributes and implements `call`.
 
-    A run builds each tool from its options, `Tool(config)`, in the driver and beside every engine.
-    A mistake of the policy (a division by zero) is an observation that says so; only what a user
-    must mend is a `ToolError`.
+    A run builds each tool as `Tool(config)`, in the driver and in every replica. For a mistake of
+    the policy (such as a division by zero), `call` returns an observation that describes it; only
+    failures that a user must fix raise `ToolError`.
     """
 
     name: str
-    """As the policy writes it: in a tag dialogue the name of its tag."""
+    """The name that the policy writes; in a tag dialogue the name of the tag."""
     description: str = ""
-    """What it does, for a policy that is told of its tools."""
+    """What the tool does, as described to the policy."""
     parameters: Mapping[str, Any]
-    """JSON schema of the arguments of `call`; `text_arguments` writes that of texts."""
+    """JSON schema of the arguments of `call`; see `text_arguments` for plain texts."""
     counted_as: str = ""
-    """The plural in metrics, `env/PLURAL` and `env/valid_PLURAL`; default: `NAME_calls`."""
+    """The plural in the metrics `env/PLURAL` and `env/valid_PLURAL`; default: `NAME_calls`."""
     faults: tuple[str, ...] = ()
-    """Names of what infrastructure may do to its calls, summed to the metrics `fault/NAME`."""
+    """Names of infrastructure faults of calls, summed into the metrics `fault/NAME`."""
     shows_ids: bool = False
-    """Its arguments are ids of items, which formats made of the tools' descriptions then show."""
+    """Whether arguments are ids of items; generated formats then show the ids."""
     anticipates: bool = False
-    """`anticipate` does something: turns are then listened to while they are sampled."""
+    """Whether `anticipate` is implemented; turns are then streamed while they are sampled."""
     max_outage: float = 1800.0
-    """Seconds for which a run waits while `probe` finds something wrong."""
+    """Maximum seconds that a run waits while `probe` reports a problem."""
     max_outage_option: str = "max_outage of the tool"
-    """The option that sets it, for messages."""
-    fix: str = "see that it answers"
-    """What a user does about an outage, for messages."""
+    """Name of the option that sets `max_outage`, for messages."""
+    fix: str = "make sure that it answers"
+    """What a user can do about an outage, for messages."""
 
     def __init__(self, config: Any = None) -> None:
-        """`config`: the options of the run (`verl.config.Config`), for tools that have some."""
+        """`config`: the options of the run (`verl.config.Config`)."""
 
     @property
     def label(self) -> str:
-        """How messages name it."""
+        """The tool's name in messages."""
         return f"tool {self.name}"
 
     @property
     def metric(self) -> str:
-        """What its calls are counted under."""
+        """The name under which calls are counted."""
         return self.counted_as or f"{self.name}_calls"
 
     @property
     def schema(self) -> dict[str, Any]:
-        """The tool as chat templates and OpenAI's API want it."""
+        """The tool's schema in the form of chat templates and OpenAI's API."""
         function = {
             "name": self.name, "description": self.description, "parameters": dict(self.parameters),
         }  # fmt: skip
@@ -129,48 +129,53 @@ class Tool:
     @property
     def properties(self) -> Mapping[str, Any]:
         """Schemas of the arguments, by name."""
-        found: Mapping[str, Any] = self.parameters.get("properties", {})
-        return found
+        properties: Mapping[str, Any] = self.parameters.get("properties", {})
+        return properties
 
     @property
     def main_argument(self) -> str:
-        """The argument that a text alone stands for: the first required one, or else the first.
-        Raises ConfigError for a tool without arguments."""
-        named = [*self.parameters.get("required", ()), *self.properties]
-        if not named:
-            expected = "one at least: what stands between the tags of a call is a text"
-            fix = "give it one in `parameters`, or set template=native"
+        """The argument that a plain text is passed as: the first required one, or the first.
+
+        Raises ConfigError for a tool without arguments.
+        """
+        names = [*self.parameters.get("required", ()), *self.properties]
+        if not names:
+            expected = "at least one: the text between the tags of a call"
+            fix = "add one to `parameters`, or set template=native"
             raise ConfigError(explain(f"arguments of {self.label}", "none", expected, fix))
-        return str(named[0])
+        return str(names[0])
 
     def for_dialogue(self, start: Trajectory) -> Tool:
-        """What carries out one dialogue's calls: the tool itself, or one made for the dialogue."""
+        """Return the tool for one dialogue: the tool itself, or an instance for the dialogue."""
         return self
 
     def anticipate(self, **arguments: Any) -> None:
-        """The policy may be about to make this call; only with `anticipates`, and never waited for.
+        """Prepare for a call that the policy may be about to make; needs `anticipates`.
 
-        Whatever is done ahead may not change what `call` brings.
+        Must return immediately and must not change the result of `call`.
         """
 
     def ended(self) -> Mapping[str, float]:
-        """Numbers for the statistics of the dialogue that is over."""
+        """Return numbers for the statistics of the dialogue that has ended."""
         return {}
 
     async def call(self, **arguments: Any) -> Observation:
-        """Carry out one call. Raises ToolError where infrastructure fails for good, and ToolRefused
-        where no call of this run would be carried out, which ends it."""
+        """Execute one call.
+
+        Raises ToolError if infrastructure fails permanently, and ToolRefused, which ends the run,
+        if no call of this run can succeed.
+        """
         raise NotImplementedError
 
     def probe(self, seconds: float) -> str:
-        """What is wrong, or an empty text where it answers; takes at most `seconds`.
+        """Return what is wrong, or an empty text if the tool answers; takes at most `seconds`.
 
-        Raises ToolRefused where it answers but refuses this run, which no waiting mends.
+        Raises ToolRefused if the tool answers but refuses this run, so that waiting cannot help.
         """
         return ""
 
     def preflight(self, seconds: float) -> Iterator[ToolError]:
-        """What stands in the way of a run that is to begin, one error for each thing to mend."""
+        """Yield the problems that must be fixed before a run can start."""
         try:
             problem = self.probe(seconds)
         except ToolRefused as error:
@@ -180,72 +185,72 @@ class Tool:
             yield ToolError(f"{self.label}: {problem}; fix: {self.fix}")
 
     def identity(self) -> Mapping[str, str]:
-        """Fingerprints of what it serves, kept with checkpoints; names are unique over all tools.
+        """Return fingerprints of what the tool serves, which are stored with checkpoints.
 
-        Empty where it cannot tell.
+        Names must be unique over all tools. Empty if the tool cannot tell.
         """
         return {}
 
     def settings(self) -> Mapping[str, Any]:
-        """What is written beside an exported model, so that it may be asked as it was trained."""
+        """Return settings to store with an exported model, so that it is used as it was trained."""
         return {}
 
     async def aclose(self) -> None:
-        """Close what was opened in this event loop."""
+        """Close resources that were opened in this event loop."""
 
 
 class DialogueFormat(Protocol):
-    """How a dialogue is written: what the policy is told, and how its turns are read."""
+    """How a dialogue is written: the texts for the policy, and how its turns are parsed."""
 
     @property
     def name(self) -> str: ...
 
     @property
     def stop(self) -> tuple[str, ...]:
-        """What ends a policy turn, besides the end of sequence."""
+        """The strings that end a policy turn, in addition to the end of sequence."""
         ...
 
     @property
     def closed_think(self) -> str:
-        """A thinking part that is over before the policy starts (`algorithm.no_think_rl`)."""
+        """A closed thinking part, put before each policy turn (`algorithm.no_think_rl`)."""
         ...
 
     @property
     def acts_in_think(self) -> bool:
-        """Calls are part of the thinking, so that a closed one would leave no room for them."""
+        """Whether calls are made inside the thinking part, which then must not be closed."""
         ...
 
     @property
     def tags(self) -> Grammar:
-        """What rewards read a dialogue's text by."""
+        """The tags with which rewards parse a dialogue's text."""
         ...
 
     @property
     def schemas(self) -> Sequence[Mapping[str, Any]]:
-        """The tools that the chat template tells of in every prompt; empty where words do."""
+        """Tool schemas for the chat template; empty if the instruction describes the tools."""
         ...
 
     def user_prompt(self, question: str) -> str:
-        """The user's message for one question."""
+        """Return the user's message for a question."""
         ...
 
     def parse(self, completion: Completion) -> Turn:
-        """What one policy turn asks for."""
+        """Parse one policy turn."""
         ...
 
     def begun(self, text: str) -> Sequence[ToolCall]:
-        """Calls that a turn may hold whose text so far is this, for tools that anticipate.
+        """Return calls that a partial turn may be about to make, for tools that anticipate.
 
-        A call that is sure to be another one in the end is left out.
+        A call that will certainly be different in the end is left out.
         """
         ...
 
     def respond(
-        self, turn: Turn, found: Sequence[Sequence[Item]] | None, reserved: Sequence[str]
+        self, turn: Turn, results: Sequence[Sequence[Item]] | None, reserved: Sequence[str]
     ) -> str:
-        """What the policy is told after a turn, up to where it takes over again.
+        """Return the text after a policy turn, up to where the policy continues.
 
-        `found`: the items of each call, in their order; None where nothing was carried out, which
-        the text then says. `reserved`: special tokens of the tokenizer, which no item may bring.
+        `results`: the items of each call, in order; None if no call was executed, which the text
+        then explains. `reserved`: special tokens of the tokenizer, which are neutralized in items.
         """
         ...

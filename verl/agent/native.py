@@ -1,11 +1,10 @@
-"""Native tool calls: the dialogue that a model's own chat template writes.
+"""Native tool calls: the dialogue in the form of the model's own chat template.
 
-The policy calls with `<tool_call>{"name": …, "arguments": {…}}</tool_call>` (Qwen2.5, Qwen3), as
-often as it likes in one turn, or with one bare JSON object of `name` and `parameters` (Llama 3.x).
-A turn ends at the end of sequence. What the tools brought comes back as the template's tool
-messages, and the next turn begins with its header of the assistant. Only what is added is ever
-rendered; what the policy sampled stays as it is, so that a template that would rewrite earlier
-turns (Qwen3 leaves out their thinking) rewrites nothing.
+The policy writes `<tool_call>{"name": …, "arguments": {…}}</tool_call>` (Qwen2.5, Qwen3), any
+number of times in a turn, or one bare JSON object with `name` and `parameters` (Llama 3.x). A turn
+ends at the end of sequence. Results are appended as the template's tool messages, followed by the
+assistant header of the next turn. Only these additions are rendered and the sampled tokens are
+kept, so that templates that would rewrite earlier turns (Qwen3 drops their thinking) cannot.
 """
 
 from __future__ import annotations
@@ -28,12 +27,12 @@ from verl.types import Completion
 NAME = "native"
 CALL = Tag("<tool_call>", "</tool_call>")
 GRAMMAR = Grammar(tools=(("tool", CALL),), information=Tag("<tool_response>", "</tool_response>"))
-"""What rewards read, and what no observation may bring."""
+"""The tags that rewards parse and that are neutralized in observations."""
 CALL_CONTENT = re.compile("(.*?)".join(map(re.escape, (CALL.opening, CALL.closing))), re.DOTALL)
 PYTHON_TAG = "<|python_tag|>"
-"""What Llama 3.x may write before a call."""
+"""Token that Llama 3.x may write before a call."""
 MARK = "\u2063policy turn\u2063"
-"""Stands for the policy's turn while a template is asked what follows one."""
+"""Placeholder for the policy's turn when rendering the text that follows it."""
 INSTRUCTION = (
     "Answer the question below. Call the tools as often as you need to. Once you know the answer, "
     "write just that between <answer> and </answer>. For example, <answer> Beijing </answer>. "
@@ -46,11 +45,11 @@ INVALID = (
 
 
 WORDING = TagFormat(NAME, INSTRUCTION, INVALID, GRAMMAR, item=ITEM_WITH_ID)
-"""The words that are ours; all others are the template's."""
+"""The texts that do not come from the chat template."""
 
 
 class ChatTokenizer(Protocol):
-    """What native calls need of a Hugging Face tokenizer."""
+    """The part of a Hugging Face tokenizer that native calls need."""
 
     @property
     def chat_template(self) -> Any: ...
@@ -66,59 +65,59 @@ class ChatTokenizer(Protocol):
 
 @dataclass(frozen=True)
 class NativeFormat:
-    """A `DialogueFormat` in the words of the tokenizer's chat template."""
+    """A `DialogueFormat` that uses the tokenizer's chat template."""
 
     tokenizer: ChatTokenizer
     tools: tuple[Tool, ...]
     wording: TagFormat = WORDING
-    """Words of the question, of feedback, and of each item within a tool's message."""
+    """The texts of the question, of feedback, and of each item in a tool message."""
 
     def __post_init__(self) -> None:
-        """Refuse a tokenizer whose template knows no tools, before anything is asked of it."""
-        found = self.tokenizer.chat_template and self._render(
+        """Raise ConfigError if the tokenizer's template does not support tools."""
+        rendered = self.tokenizer.chat_template and self._render(
             [{"role": "user", "content": "?"}], tools=self.schemas
         )
-        if not found or not all(tool.name in found for tool in self.tools):
-            got = "a template that leaves tools out" if found else "a tokenizer without template"
-            fix = "take an instruct model whose template knows tools, or template=search_r1"
+        if not rendered or not all(tool.name in rendered for tool in self.tools):
+            got = "a template that leaves tools out" if rendered else "a tokenizer without template"
+            fix = "use an instruct model whose template supports tools, or template=search_r1"
             raise ConfigError(explain(f"template={NAME}", got, "a chat template with tools", fix))
 
     @property
     def name(self) -> str:
-        """See `DialogueFormat`."""
+        """The name of the format."""
         return NAME
 
     @property
     def tags(self) -> Grammar:
-        """What rewards read answers and calls by."""
+        """The tags with which rewards parse answers and calls."""
         return self.wording.tags
 
     @property
     def stop(self) -> tuple[str, ...]:
-        """Nothing: a turn ends at the end of sequence."""
+        """Empty: a turn ends at the end of sequence."""
         return ()
 
     @property
     def closed_think(self) -> str:
-        """A thinking part that is over before the policy starts, as Qwen3's template writes it."""
+        """A closed thinking part, as Qwen3's template writes it."""
         return "<think>\n\n</think>\n\n"
 
     @property
     def acts_in_think(self) -> bool:
-        """Calls follow the thinking."""
+        """False: calls follow the thinking part."""
         return False
 
     @property
     def schemas(self) -> list[dict[str, Any]]:
-        """The tools, as the template wants them: part of every prompt."""
+        """Tool schemas for the chat template, which are part of every prompt."""
         return [tool.schema for tool in self.tools]
 
     def user_prompt(self, question: str) -> str:
-        """The user's message for one question; the template adds the tools."""
+        """Return the user's message for a question; the template adds the tools."""
         return self.wording.user_prompt(question)
 
     def parse(self, completion: Completion) -> Turn:
-        """All calls of the turn, or its answer; see `DialogueFormat.parse`."""
+        """Return all calls of the turn, or its answer; see `DialogueFormat.parse`."""
         text = completion.text
         end = self.tokenizer.eos_token or ""
         is_open = completion.ids[-1:] != (self.tokenizer.eos_token_id,)
@@ -126,10 +125,10 @@ class NativeFormat:
         bare = text.strip().removesuffix(end).strip().removeprefix(PYTHON_TAG)
         if not contents and bare.startswith("{"):
             contents = [bare]
-        found = [read_call(content) for content in contents]
-        calls = tuple(call for call in found if call is not None)
-        is_unpaired = text.count(CALL.opening) != text.count(CALL.closing)
-        is_malformed = is_unpaired or None in found or GRAMMAR.information.opening in text
+        parsed = [read_call(content) for content in contents]
+        calls = tuple(call for call in parsed if call is not None)
+        is_unbalanced = text.count(CALL.opening) != text.count(CALL.closing)
+        is_malformed = is_unbalanced or None in parsed or GRAMMAR.information.opening in text
         answer = None if calls else answer_pattern(self.tags).search(text)
         return Turn(
             calls,
@@ -139,24 +138,24 @@ class NativeFormat:
         )
 
     def begun(self, text: str) -> tuple[ToolCall, ...]:
-        """See `DialogueFormat.begun`: every call with the arguments whose values are over."""
+        """Return every call with its complete argument values; see `DialogueFormat.begun`."""
         contents = text.split(CALL.opening)[1:] or [text.strip().removeprefix(PYTHON_TAG)]
-        found = (
+        parsed = (
             read_call(content.partition(CALL.closing)[0], partial(from_json, allow_partial=True))
             for content in contents
         )
-        return tuple(call for call in found if call is not None)
+        return tuple(call for call in parsed if call is not None)
 
     def respond(
-        self, turn: Turn, found: Sequence[Sequence[Item]] | None, reserved: Sequence[str]
+        self, turn: Turn, results: Sequence[Sequence[Item]] | None, reserved: Sequence[str]
     ) -> str:
-        """The tools' messages, or feedback, up to where the policy's next turn begins."""
-        if found is None:
+        """Return the tool messages, or feedback, up to the start of the policy's next turn."""
+        if results is None:
             messages = [{"role": "user", "content": self.wording.invalid_action}]
         else:
             messages = [
                 {"role": "tool", "name": call.tool, "content": self._content(items, reserved)}
-                for call, items in zip(turn.calls, found, strict=True)
+                for call, items in zip(turn.calls, results, strict=True)
             ]
         text = self._render(
             [{"role": "user", "content": "?"}, {"role": "assistant", "content": MARK}, *messages]
@@ -167,8 +166,8 @@ class NativeFormat:
         return following if turn.is_open else following.removeprefix(end)
 
     def _content(self, items: Sequence[Item], reserved: Sequence[str]) -> str:
-        """One tool's message: what it brought, harmless whatever that contains."""
-        return self.wording.words(items, reserved).rstrip("\n")
+        """Return the content of one tool message, with tags and reserved strings neutralized."""
+        return self.wording.items_text(items, reserved).rstrip("\n")
 
     def _render(self, messages: Sequence[Mapping[str, str]], **options: Any) -> str:
         return str(
@@ -178,13 +177,13 @@ class NativeFormat:
         )
 
 
-def read_call(content: str, read: Callable[[str], Any] = json.loads) -> ToolCall | None:
-    """The call that a JSON object asks for; None where it is none."""
+def read_call(content: str, load: Callable[[str], Any] = json.loads) -> ToolCall | None:
+    """Parse the JSON object of a call; return None if it is not a valid call."""
     try:
-        asked = read(content)
+        call = load(content)
     except ValueError:
         return None
-    if not isinstance(asked, dict) or not isinstance(asked.get("name"), str):
+    if not isinstance(call, dict) or not isinstance(call.get("name"), str):
         return None
-    arguments = asked.get("arguments", asked.get("parameters", {}))
-    return ToolCall(asked["name"], arguments) if isinstance(arguments, dict) else None
+    arguments = call.get("arguments", call.get("parameters", {}))
+    return ToolCall(call["name"], arguments) if isinstance(arguments, dict) else None

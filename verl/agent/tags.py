@@ -1,7 +1,7 @@
 """Tag dialogues: `<tool>arguments</tool>` calls a tool, `<answer>…</answer>` ends the dialogue.
 
-A policy turn ends at the first closing tag of a tool or an answer. A `TagFormat` says which tags
-count and words what the policy is told. Nothing here knows tokens or engines.
+A policy turn ends at the first closing tag of a tool or an answer. A `TagFormat` defines the tags
+and the texts for the policy. This module works on text and does not depend on tokens or engines.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from verl.types import Completion
 
 
 class Passage(Protocol):
-    """What can be worded: a tool's item, or a document."""
+    """A tool's item or a retrieved document, which can be shown to the policy."""
 
     @property
     def text(self) -> str: ...
@@ -35,97 +35,100 @@ ITEM_WITH_ID = 'Doc {rank}(Title: "{title}", id: {id}) {text}\n'
 
 @dataclass(frozen=True)
 class TagFormat:
-    """One wording of the dialogue, and the tags that it names: a `DialogueFormat`."""
+    """A `DialogueFormat` defined by its texts and tags."""
 
     name: str
     instruction: str
-    """The user's message; `{question}` stands for the question."""
+    """The user's message; `{question}` is replaced by the question."""
     invalid_action: str
-    """What the policy is told after a turn without an action."""
+    """Feedback after a turn without a valid action."""
     tags: Grammar
     item: str = 'Doc {rank}(Title: "{title}") {text}\n'
-    """An item with a title; ranks count from 1, and `{id}` is its id."""
+    """Text of an item with a title; `{rank}` counts from 1, `{id}` is the item's id."""
     untitled_item: str = "{text}\n"
-    """An item without one."""
+    """Text of an item without a title."""
     separator: str = ""
-    """What stands between items."""
+    """Text between two items."""
     around: str = "\n\n{information}\n\n"
-    """What stands around the information, its tags included."""
+    """Text of an observation; `{information}` is replaced by the items in information tags."""
 
     @property
     def stop(self) -> tuple[str, ...]:
-        """What ends a policy turn."""
+        """The strings that end a policy turn."""
         return self.tags.stop
 
     @property
     def closed_think(self) -> str:
-        """A thinking part that is over before the policy starts (`no_think_rl`)."""
+        """A closed thinking part, put before each policy turn (`no_think_rl`)."""
         return self.tags.think.wrap("\n") + "\n"
 
     @property
     def acts_in_think(self) -> bool:
-        """Calls are part of the thinking."""
+        """Whether calls are made inside the thinking part."""
         return self.tags.acts_in_think
 
     @property
     def schemas(self) -> tuple[()]:
-        """None: the instruction names the tags."""
+        """Empty: the instruction describes the tags."""
         return ()
 
     def with_tools(self, names: Iterable[str]) -> TagFormat:
-        """The format for a dialogue with these tools."""
+        """Return the format for a dialogue with these tools."""
         return replace(self, tags=self.tags.with_tools(names))
 
     def user_prompt(self, question: str) -> str:
-        """The user's message for one question."""
+        """Return the user's message for a question."""
         return self.instruction.replace("{question}", question.strip())
 
     def parse(self, completion: Completion) -> Turn:
-        """See `DialogueFormat.parse`; a turn without an action is malformed, too."""
+        """Parse a turn; one without an action is malformed as well. See `DialogueFormat.parse`."""
         turn = read_turn(completion.text, self.tags)
         if has_broken_tags(completion.text, self.tags):
             return replace(turn, is_malformed=True)
         return turn
 
     def begun(self, text: str) -> tuple[ToolCall, ...]:
-        """See `DialogueFormat.begun`: the call that is open, once a word of it is over.
+        """Return the unclosed call once its last word is complete; see `DialogueFormat.begun`.
 
-        While the next word is written, what stands before it can no longer be the whole.
+        A word is complete when white space or the beginning of the closing tag follows. While the
+        next word is being written, the text before it cannot be the whole call, so there is none.
         """
-        opened = [(text.rfind(tag.opening), name, tag) for name, tag in self.tags.tools]
-        at, name, tag = max(opened, default=(-1, "", self.tags.think))
-        content = text[at + len(tag.opening) :]
-        if at < 0 or tag.closing in content:
+        openings = [(text.rfind(tag.opening), name, tag) for name, tag in self.tags.tools]
+        start, name, tag = max(openings, default=(-1, "", self.tags.think))
+        content = text[start + len(tag.opening) :]
+        if start < 0 or tag.closing in content:
             return ()
         sizes = range(min(len(tag.closing), len(content)), 0, -1)
-        begins = next((n for n in sizes if content.endswith(tag.closing[:n])), 0)
-        words = content[: len(content) - begins]
-        is_over = begins > 0 or words[-1:].isspace()
-        return (ToolCall(name, words.strip()),) if is_over and words.strip() else ()
+        closing_size = next((n for n in sizes if content.endswith(tag.closing[:n])), 0)
+        words = content[: len(content) - closing_size]
+        is_complete = closing_size > 0 or words[-1:].isspace()
+        return (ToolCall(name, words.strip()),) if is_complete and words.strip() else ()
 
     def respond(
-        self, turn: Turn, found: Sequence[Sequence[Item]] | None, reserved: Sequence[str]
+        self, turn: Turn, results: Sequence[Sequence[Item]] | None, reserved: Sequence[str]
     ) -> str:
-        """See `DialogueFormat.respond`."""
-        if found is None:
+        """Return the observation, or the feedback; see `DialogueFormat.respond`."""
+        if results is None:
             return self.invalid_action
-        return self.observation([item for items in found for item in items], reserved)
+        return self.observation([item for items in results for item in items], reserved)
 
     def observation(self, passages: Sequence[Passage], reserved: Iterable[str] = ()) -> str:
-        """The passages between information tags, harmless whatever they contain.
+        """Return the text of the passages in information tags.
 
-        `reserved` are further strings to break: the special tokens of the policy's tokenizer.
+        Tags in the passages are neutralized, and so are the strings in `reserved`, such as the
+        special tokens of the policy's tokenizer.
         """
-        inside = self.tags.information.wrap(self.words(passages, reserved))
-        return self.around.replace("{information}", inside)
+        information = self.tags.information.wrap(self.items_text(passages, reserved))
+        return self.around.replace("{information}", information)
 
-    def words(self, passages: Sequence[Passage], reserved: Iterable[str] = ()) -> str:
-        """The passages alone, harmless whatever they contain."""
+    def items_text(self, passages: Sequence[Passage], reserved: Iterable[str] = ()) -> str:
+        """Return the text of the passages without information tags, neutralized likewise."""
         reserved = tuple(reserved)
-        texts = (self._item(rank, one, reserved) for rank, one in enumerate(passages, start=1))
-        return self.separator.join(texts)
+        return self.separator.join(
+            self._item_text(rank, passage, reserved) for rank, passage in enumerate(passages, 1)
+        )
 
-    def _item(self, rank: int, passage: Passage, reserved: Sequence[str]) -> str:
+    def _item_text(self, rank: int, passage: Passage, reserved: Sequence[str]) -> str:
         values = {"rank": str(rank), "text": neutralize(passage.text, self.tags, reserved).strip()}
         if passage.title is None:
             return _fill(self.untitled_item, **values)
@@ -135,7 +138,7 @@ class TagFormat:
 
 
 def plain_format(tools: Sequence[Tool]) -> TagFormat:
-    """A wording made of the tools' own descriptions, for tools that no other wording names."""
+    """Return a format generated from the descriptions of the tools."""
     tags = Grammar().with_tools(tool.name for tool in tools)
     uses = "".join(
         f"- {tags.tool(tool.name).wrap(f' {tool.main_argument} ')}: {tool.description}\n"
@@ -161,32 +164,32 @@ def plain_format(tools: Sequence[Tool]) -> TagFormat:
 
 
 def read_turn(text: str, tags: Grammar) -> Turn:
-    """The first closed call or answer of one turn's policy text; malformed where there is none.
+    """Parse the first closed call or answer of a policy turn; malformed if there is none.
 
-    A call with nothing in it is none; an empty answer is an answer (and never a correct one).
+    An empty call is ignored; an empty answer is an answer (and never correct).
     *Example*: `"<think> a </think> <clock> b </clock>"` calls the tool `clock` with `"b"`.
     """
-    found = next(action_pattern(tags).finditer(text), None)
-    if found is None:
+    action = next(action_pattern(tags).finditer(text), None)
+    if action is None:
         return Turn(is_malformed=True)
-    if found["answer"] is not None:
-        return Turn(answer=found["answer"].strip())
+    if action["answer"] is not None:
+        return Turn(answer=action["answer"].strip())
     for number, (name, _) in enumerate(tags.tools):
-        content = (found[f"tool{number}"] or "").strip()
+        content = (action[f"tool{number}"] or "").strip()
         if content:
             return Turn((ToolCall(name, content),))
     return Turn(is_malformed=True)
 
 
 def neutralize(text: str, tags: Grammar, reserved: Iterable[str] = ()) -> str:
-    """Break every tag, control token and string of `reserved` with a space, so none acts.
+    """Insert a space into every tag, control token and string of `reserved`, to disable them.
 
-    Characters are only ever added, so no new tag can arise.
+    Since characters are only added, no new tag can arise.
     *Example*: `"<answer>x"` becomes `"< answer>x"`.
     """
-    pattern, others = _reserved(tags)
+    pattern, other_tags = _reserved(tags)
     text = pattern.sub("< ", text)
-    for token in (*others, *reserved):
+    for token in (*other_tags, *reserved):
         if len(token) > 1:
             first, rest = re.escape(token[0]), re.escape(token[1:])
             text = re.sub(f"({first})(?={rest})", r"\1 ", text)
@@ -195,20 +198,23 @@ def neutralize(text: str, tags: Grammar, reserved: Iterable[str] = ()) -> str:
 
 @functools.cache
 def _reserved(tags: Grammar) -> tuple[re.Pattern[str], tuple[str, ...]]:
-    """The `<` that opens a tag or a control token of the common chat formats, and other tags."""
+    """Return a pattern of the `<` before tag names and control tokens, and all other tags.
+
+    The control tokens are those of common chat formats. Other tags are not of the form `<name>`.
+    """
     texts = [text for tag in tags.tags for text in (tag.opening, tag.closing)]
-    named = [re.fullmatch(r"</?(\w+)>", text) for text in texts]
-    names = "|".join(dict.fromkeys(re.escape(found[1]) for found in named if found))
+    matches = [re.fullmatch(r"</?(\w+)>", text) for text in texts]
+    names = "|".join(dict.fromkeys(re.escape(match[1]) for match in matches if match))
     pattern = re.compile(
         rf"<(?=/?\s*(?:{names})\b"
         r"|\|"
         r"|/?(?:s|bos|eos|pad|unk|start_of_turn|end_of_turn)>)",
         re.IGNORECASE,
     )
-    unnamed = (text for text, found in zip(texts, named, strict=True) if not found)
-    return pattern, tuple(text for text in unnamed if not text.startswith("<|"))
+    other_tags = (text for text, match in zip(texts, matches, strict=True) if not match)
+    return pattern, tuple(text for text in other_tags if not text.startswith("<|"))
 
 
 def _fill(pattern: str, **values: str) -> str:
-    """The pattern with `{name}` replaced, in one pass: braces in a value are left alone."""
-    return re.sub(r"\{(\w+)\}", lambda found: values.get(found[1], found[0]), pattern)
+    """Replace each `{name}` in one pass, so that braces in a value are left alone."""
+    return re.sub(r"\{(\w+)\}", lambda match: values.get(match[1], match[0]), pattern)

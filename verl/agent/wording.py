@@ -1,9 +1,9 @@
-"""A tag dialogue's wording from a YAML file, so that any published checkpoint's can be brought.
+"""Reads the tags and texts of a tag dialogue from a YAML file, to match a published checkpoint.
 
     name: mine                       # default: the file's name
     instruction: "Answer. Question: {question}"
     invalid_action: "\\nTry again.\\n"
-    tags:                            # opening and closing of each part; the defaults are these
+    tags:                            # opening and closing of each part, with their defaults
       think: ["<think>", "</think>"]
       information: ["<information>", "</information>"]
       answer: ["<answer>", "</answer>"]
@@ -14,7 +14,7 @@
     separator: ""                    # between items
     around: "\\n\\n{information}\\n\\n"
 
-Every text is taken byte for byte, spaces and newlines included: quote it in YAML.
+Texts are used byte for byte, including spaces and newlines: quote them in YAML.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ from verl.files import read_text
 
 SUFFIXES = (".yaml", ".yml")
 TEMPLATE_FILE = "template.yaml"
-"""Beside an exported model: the file that its run's `template` named."""
-MOST = 2**20
-"""Characters of a wording."""
+"""Name under which the run's template file is stored with an exported model."""
+MAX_CHARS = 2**20
+"""Maximum characters of a template file."""
 REQUIRED = ("instruction", "invalid_action")
 
 
 def is_file(template: str) -> bool:
-    """Whether an option's value names a file rather than a built-in format."""
+    """Whether a value of the option `template` is a file rather than a built-in format."""
     return template.endswith(SUFFIXES)
 
 
 def read_format(path: str | Path) -> TagFormat:
-    """The format that a file describes. Raises ConfigError that names the key at fault."""
+    """Read a format from a file. Raises ConfigError, which names the invalid key."""
     try:
-        content = yaml.safe_load(read_text(path, MOST))
+        content = yaml.safe_load(read_text(path, MAX_CHARS))
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         got = " ".join(str(error).split())
         raise ConfigError(explain(f"template={path}", got, "a YAML file", "correct it")) from error
@@ -59,20 +59,20 @@ def read_format(path: str | Path) -> TagFormat:
     tags = _grammar(f"{where}, tags", values.pop("tags", {}))
     for key, value in values.items():
         if not isinstance(value, str):
-            raise _wrong(f"{where}, {key}", value, "a text", "quote it")
+            raise _error(f"{where}, {key}", value, "a text", "quote it")
     for key, needed in (("instruction", "{question}"), ("around", "{information}")):
         if key in values and needed not in values[key]:
-            raise _wrong(f"{where}, {key}", repr(values[key]), f"a text with {needed}", "add it")
+            raise _error(f"{where}, {key}", repr(values[key]), f"a text with {needed}", "add it")
     return TagFormat(**{"name": Path(path).stem, **values, "tags": tags})
 
 
 def _grammar(where: str, content: Any) -> Grammar:
-    """The tags, each a pair of texts."""
+    """Read the tags, each a pair of texts."""
     values = dict(_keys(where, content, {f.name for f in fields(Grammar)}))
     tools = _keys(f"{where}, tools", values.pop("tools", {}), None)
     acts_in_think = values.pop("acts_in_think", False)
     if not isinstance(acts_in_think, bool):
-        raise _wrong(f"{where}, acts_in_think", acts_in_think, "true or false", "write one")
+        raise _error(f"{where}, acts_in_think", acts_in_think, "true or false", "write one")
     grammar = Grammar(
         tools=tuple((name, _tag(f"{where}, tools, {name}", pair)) for name, pair in tools.items()),
         acts_in_think=acts_in_think,
@@ -80,9 +80,11 @@ def _grammar(where: str, content: Any) -> Grammar:
     )
     tags = (grammar.think, grammar.information, grammar.answer, *grammar.calls)
     texts = Counter(text for tag in tags for text in (tag.opening, tag.closing))
-    text, times = texts.most_common(1)[0]
-    if times > 1:
-        raise _wrong(where, f"{text} {times} times", "each once", "give each part tags of its own")
+    text, count = texts.most_common(1)[0]
+    if count > 1:
+        raise _error(
+            where, f"{text} {count} times", "each once", "use different tags for each part"
+        )
     return grammar
 
 
@@ -92,27 +94,27 @@ def _tag(where: str, pair: Any) -> Tag:
         or len(pair) != 2
         or not all(isinstance(text, str) and text.strip() for text in pair)
     ):
-        raise _wrong(where, pair, "two texts, opening and closing", 'as in ["<a>", "</a>"]')
+        raise _error(where, pair, "two texts, opening and closing", 'as in ["<a>", "</a>"]')
     return Tag(*pair)
 
 
 def _keys(
     where: str, content: Any, known: Collection[str] | None, required: Collection[str] = ()
 ) -> Mapping[str, Any]:
-    """The mapping that `content` is; keys outside of `known` and missing ones are told."""
+    """Return `content` as a mapping; raise ConfigError for unknown or missing keys."""
     if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
-        raise _wrong(where, content, "keys with values", "see verl/agent/wording.py")
+        raise _error(where, content, "keys with values", "see verl/agent/wording.py")
     for key in content:
         if known is not None and key not in known:
             near = difflib.get_close_matches(key, known, 1) or sorted(known)
-            raise _wrong(where, key, "a known key", f"did you mean {near[0]}?")
+            raise _error(where, key, "a known key", f"did you mean {near[0]}?")
     for key in required:
         if key not in content:
-            raise _wrong(where, f"no {key}", f"a text under {key}", "add it")
+            raise _error(where, f"no {key}", f"a text under {key}", "add it")
     return content
 
 
-def _wrong(where: str, got: Any, expected: str, fix: str) -> ConfigError:
+def _error(where: str, got: Any, expected: str, fix: str) -> ConfigError:
     return ConfigError(
         explain(where, repr(got) if not isinstance(got, str) else got, expected, fix)
     )

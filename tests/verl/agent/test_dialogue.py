@@ -203,7 +203,7 @@ def test_tools_that_are_switched_off_are_asked_nothing() -> None:
     on = Environment((Away(),))
     assert on.probe(1.0) == (on.tools[0], "away")
     [problem] = on.preflight(1.0)
-    assert str(problem) == "tool clock: away; fix: see that it answers"
+    assert str(problem) == "tool clock: away; fix: make sure that it answers"
     done = play(["<clock>Oslo</clock>", "<answer>a</answer>"], off)
     assert (done.stats["clock_calls"], done.stats["valid_clock_calls"]) == (1, 0)
 

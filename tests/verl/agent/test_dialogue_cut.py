@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 
 from tests.fakes import ByteTokenizer
-from verl.agent.dialogue import DialogueAgent, Found, Limits
+from verl.agent.dialogue import DialogueAgent, Limits, Results
 from verl.agent.environment import Environment
 from verl.agent.interface import Item, Turn
 from verl.agent.tags import plain_format
@@ -76,11 +76,11 @@ def tokenizer(kind: str) -> Any:
 class Whole(DialogueAgent):
     """Encodes every response whole, however long: the oracle."""
 
-    def _fits(self, turn: Turn, found: Found) -> bool:
-        return len(self._encode(self._response(turn, found))) <= self.limits.max_obs_length
+    def _fits(self, turn: Turn, found: Results) -> bool:
+        return len(self._encode(self._response_text(turn, found))) <= self.limits.max_obs_length
 
 
-def fitted(kind: type[DialogueAgent], tokens: Any, limit: int, found: Found) -> Found:
+def fitted(kind: type[DialogueAgent], tokens: Any, limit: int, found: Results) -> Results:
     format = replace(plain_format(()), invalid_action="Again.")
     return kind(Limits(max_obs_length=limit), format, Environment(), tokens).fit(Turn(), found)
 
