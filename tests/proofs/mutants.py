@@ -32,7 +32,9 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 COPIED = ("verl", "search_r1", "tests", "example", "benchmarks", "scripts", "pyproject.toml")
 ALGORITHMS, CHECKPOINTS = "tests/verl/core_algos", "tests/verl/checkpoint"
-CUT = "tests/verl/agent/test_dialogue_cut.py::test_what_is_kept_is_what_encoding_all_would_keep"
+CUT = (
+    "tests/verl/agent/test_dialogue_cut.py::test_results_are_cut_as_if_they_were_encoded_as_a_whole"
+)
 TOOL = "tests/agent/test_retriever.py"
 REFUSED = f"{TOOL}::test_a_run_that_its_retriever_refuses_ends_before_it_begins"
 """Slow, and not needed to notice."""

@@ -1,4 +1,4 @@
-"""Chat templates in the wire formats of Qwen2.5, Qwen3 and Llama 3.x, and a tokenizer of bytes."""
+"""Chat templates in the formats of Qwen2.5, Qwen3 and Llama 3.x, and a byte tokenizer."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Tools: {% for tool in tools %}{{ tool | tojson }}{% endfor %}<|im_end|>
 {%- endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
-"""Calls stand in <tool_call> tags; all results of a turn stand in one message of the user."""
+"""Calls are in <tool_call> tags; all results of a turn are in one user message."""
 
 LLAMA = """\
 {{- '<|begin_of_text|>' }}
@@ -38,13 +38,13 @@ LLAMA = """\
 {%- if add_generation_prompt %}
 {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}
 {%- endif %}"""
-"""Calls are bare JSON; each result is a message of its own, as a JSON string."""
+"""Calls are bare JSON; each result is a separate message, as a JSON string."""
 
 TOOLLESS = "{% for message in messages %}{{ message.role + ': ' + message.content }}{% endfor %}"
 
 
 class ChatTokenizer:
-    """Ids are bytes, but for the end of a turn, which is 256."""
+    """A byte tokenizer in which the end of a turn is the id 256."""
 
     eos_token_id = 256
     all_special_tokens: tuple[str, ...] = ("<|im_end|>", "<|im_start|>", "<|eot_id|>")
@@ -55,7 +55,7 @@ class ChatTokenizer:
     def apply_chat_template(
         self, conversation: Any, *, tokenize: bool, add_generation_prompt: bool, tools: Any = None
     ) -> str:
-        """As transformers does it."""
+        """Render the template as transformers does."""
         assert not tokenize and self.chat_template is not None
         environment = ImmutableSandboxedEnvironment()
         environment.filters["tojson"] = lambda value: json.dumps(value, ensure_ascii=False)
@@ -64,7 +64,7 @@ class ChatTokenizer:
         )
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
-        """Bytes, and the end of a turn as the one id that it is."""
+        """Return the bytes of the text, with the end-of-turn token as one id."""
         parts = text.split(self.eos_token)
         ids = list(parts[0].encode())
         for part in parts[1:]:
@@ -72,6 +72,6 @@ class ChatTokenizer:
         return ids
 
     def decode(self, ids: Any) -> str:
-        """The text of ids."""
+        """Return the text of ids."""
         pieces = [self.eos_token.encode() if i == 256 else bytes([i]) for i in ids]
         return b"".join(pieces).decode()

@@ -1,4 +1,4 @@
-"""Tools that anticipate hear a turn's calls while they are sampled; others cost nothing."""
+"""Anticipating tools get the calls of a turn while it is sampled; other tools cost nothing."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ NATIVE = NativeFormat(ChatTokenizer(QWEN), ())
 
 @dataclass
 class Find(Tool):
-    """Hears what may be asked of it, for each dialogue apart."""
+    """Records anticipated and executed calls, separately for each dialogue."""
 
     anticipates: bool = True
-    heard: list[str] = field(default_factory=list)
+    log: list[str] = field(default_factory=list)
     dialogues: list[Find] = field(default_factory=list)
 
     name = "find"
@@ -41,30 +41,30 @@ class Find(Tool):
         return self.dialogues[-1]
 
     def anticipate(self, **arguments: Any) -> None:
-        self.heard.append(arguments["what"])
+        self.log.append(arguments["what"])
 
     def ended(self) -> dict[str, float]:
-        return {"heard": float(len(self.heard))}
+        return {"anticipated": float(len(self.log))}
 
     async def call(self, **arguments: Any) -> Observation:
-        self.heard.append("CALL")
+        self.log.append("CALL")
         return Observation((Item(arguments["what"]),))
 
 
-def heard_of(format: TagFormat | NativeFormat, text: str) -> list[list[Any]]:
-    """The arguments that are anticipated after each piece, without those of the piece before."""
+def anticipated(format: TagFormat | NativeFormat, text: str) -> list[list[Any]]:
+    """Return the arguments of the calls after each piece of text, where the calls changed."""
     parts = pieces(text)
     begun = [format.begun("".join(parts[:n])) for n in range(len(parts) + 1)]
     return [
         [list(call.arguments.values()) if not isinstance(call.arguments, str) else call.arguments
-         for call in now]
-        for before, now in zip([(), *begun], begun, strict=False)
-        if now != before and now
+         for call in calls]
+        for before, calls in zip([(), *begun], begun, strict=False)
+        if calls != before and calls
     ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("text", "heard"),
+    ("text", "expected"),
     [
         ("<think> so </think> <find> two words </find>", [["two words"]]),
         ("<find>two words</find>", [["two words"]]),
@@ -75,31 +75,33 @@ def heard_of(format: TagFormat | NativeFormat, text: str) -> list[list[Any]]:
         ("no call", []),
     ],
 )
-def test_a_tag_call_is_begun_when_its_last_word_is_over(text: str, heard: list[list[str]]) -> None:
-    """No prefix is sent after which another word has begun, nor a call that is closed."""
-    assert heard_of(TAGS, text) == heard
+def test_a_tag_call_is_anticipated_when_its_last_word_is_complete(
+    text: str, expected: list[list[str]]
+) -> None:
+    """Neither a call whose next word has begun is anticipated, nor one that is closed."""
+    assert anticipated(TAGS, text) == expected
 
 
-def test_the_call_that_is_written_is_that_of_the_last_opening() -> None:
-    """As a turn is read: an opening that is never closed swallows no later one."""
+def test_the_last_opening_tag_determines_the_call() -> None:
+    """As in `read_turn`: an unclosed opening is skipped."""
     tags = Grammar(tools=(("find", Tag("<|q|>", "<|/q|>")), ("other", Tag("<o>", "</o>"))))
     format = TagFormat("test", "{question}", "", tags)
     assert format.begun("<|q|> a <|q|> b <") == (ToolCall("find", "b"),)
     assert format.begun("<|q|> a <o> b </") == (ToolCall("other", "b"),)
 
 
-def test_native_calls_are_begun_with_their_values() -> None:
-    """A value counts when its quote closes; a call that is over stays while others follow."""
+def test_native_calls_are_anticipated_with_complete_values() -> None:
+    """A value is complete at its closing quote; a closed call stays while others follow."""
     one, two = (json.dumps({"name": "find", "arguments": {"what": w}}) for w in ("a b", "c"))
     text = f"<tool_call>\n{one}\n</tool_call>\n<tool_call>\n{two}\n</tool_call>"
-    assert heard_of(NATIVE, text) == [[[]], [["a b"]], [["a b"], []], [["a b"], ["c"]]]
+    assert anticipated(NATIVE, text) == [[[]], [["a b"]], [["a b"], []], [["a b"], ["c"]]]
     bare = '{"name": "find", "parameters": {"what": "a b"'
     assert NATIVE.begun(bare) == (ToolCall("find", {"what": "a b"}),)
     assert NATIVE.begun("so {") == NATIVE.begun("<tool_call>\n[1") == ()
 
 
 def play(tool: Find, max_turns: int, enabled: bool = True) -> tuple[Trajectory, RecitingEngine]:
-    """Two calls and an answer."""
+    """Run a dialogue of two calls and an answer."""
     environment = Environment((tool,), enabled)
     agent = DialogueAgent(Limits(max_turns=max_turns), TAGS, environment, TOKENIZER)
     engine = RecitingEngine(
@@ -108,27 +110,27 @@ def play(tool: Find, max_turns: int, enabled: bool = True) -> tuple[Trajectory, 
     return asyncio.run(agent.run(start_trajectory(PROMPT), engine, Sampling(1))), engine
 
 
-def test_a_tool_hears_of_a_call_before_it_is_made() -> None:
-    """In every turn that may call; what the dialogue's own tool counted is in its statistics."""
+def test_a_tool_gets_a_call_before_it_is_executed() -> None:
+    """In every turn that may call; numbers of the dialogue's tool are in its statistics."""
     tool = Find()
     done, engine = play(tool, max_turns=3)
     assert done.status is Status.ANSWERED and engine.streams == 3
     (own,) = tool.dialogues
-    assert list(dict.fromkeys(own.heard)) == ["a b", "CALL", "c"]
-    assert own.heard[-1] == "CALL" and tool.heard == []
-    assert done.stats["heard"] == len(own.heard) and done.stats["valid_find_calls"] == 2
+    assert list(dict.fromkeys(own.log)) == ["a b", "CALL", "c"]
+    assert own.log[-1] == "CALL" and tool.log == []
+    assert done.stats["anticipated"] == len(own.log) and done.stats["valid_find_calls"] == 2
 
 
 def test_the_last_turn_anticipates_nothing() -> None:
-    """Its calls are not carried out."""
+    """Its calls are not executed."""
     tool = Find()
     done, engine = play(tool, max_turns=1)
     assert done.status is Status.OUT_OF_TURNS and engine.streams == 1
-    assert set(tool.dialogues[0].heard) == {"a b", "CALL"}
+    assert set(tool.dialogues[0].log) == {"a b", "CALL"}
 
 
 @pytest.mark.parametrize(("anticipates", "enabled"), [(False, True), (True, False)])
-def test_no_turn_is_streamed_where_nothing_is_anticipated(anticipates: bool, enabled: bool) -> None:
-    """Listening costs an engine something."""
+def test_turns_are_not_streamed_without_anticipation(anticipates: bool, enabled: bool) -> None:
+    """Streaming would slow the engine down."""
     _, engine = play(Find(anticipates), max_turns=3, enabled=enabled)
     assert engine.streams == 0

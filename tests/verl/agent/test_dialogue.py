@@ -1,4 +1,4 @@
-"""The loop with tools that know nothing of search: tokens, masks, counts, faults."""
+"""The dialogue loop with tools other than search: tokens, masks, counts, faults."""
 
 import asyncio
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ PROMPT = Prompt("test#0", tuple(TOKENIZER.encode("How many? ")), "test", ("x",))
 
 
 class Clock(Tool):
-    """Tells a time; tries twice."""
+    """Returns a time; reports one retry per call."""
 
     name = "clock"
     description = "Tells the time in a city."
@@ -37,7 +37,7 @@ class Clock(Tool):
 
 
 class Doubler(Tool):
-    """Takes a number, not a text."""
+    """A tool whose main argument is a number."""
 
     name = "double"
     parameters = {  # noqa: RUF012 a schema is never changed
@@ -64,9 +64,9 @@ def play(script: Sequence[str], environment: Environment = BOTH) -> Trajectory:
 
 
 def test_tools_are_called_by_their_tags() -> None:
-    """Each tool by the tag of its name; what it brings is observation, and all is counted."""
-    heard: list[ToolCall] = []
-    environment = Environment(TOOLS, on_observation=lambda call, observation: heard.append(call))
+    """Each tool has the tag of its name; results are observations, and calls are counted."""
+    calls: list[ToolCall] = []
+    environment = Environment(TOOLS, on_observation=lambda call, observation: calls.append(call))
     script = ["<clock> Oslo </clock>", "<double>21</double>", "<answer>42</answer>"]
     done = play(script, environment)
     assert done.status is Status.ANSWERED
@@ -74,7 +74,7 @@ def test_tools_are_called_by_their_tags() -> None:
         "\n\n<information>noon in Oslo\nor so\n</information>\n\n",
         "\n\n<information>42\n</information>\n\n",
     ]
-    assert heard == [ToolCall("clock", "Oslo"), ToolCall("double", "21")]
+    assert calls == [ToolCall("clock", "Oslo"), ToolCall("double", "21")]
     batch = TokenBatch.from_trajectories([done])
     policy = [t for t, own in zip(done.ids, batch.tokens["policy_mask"], strict=True) if own]
     assert TOKENIZER.decode(policy) == "".join(script)
@@ -86,21 +86,21 @@ def test_tools_are_called_by_their_tags() -> None:
     }  # fmt: skip
 
 
-def test_a_call_that_cannot_be_is_told_to_the_policy() -> None:
-    """A wrong argument is no failure of infrastructure, and no valid action."""
+def test_an_invalid_argument_is_explained_to_the_policy() -> None:
+    """It is neither an infrastructure failure nor a valid action."""
     done = play(["<double>two</double>", "<answer>4</answer>"])
     assert "number of double: got 'two', expected integer" in done.text
     assert (done.stats["valid_doublings"], done.stats["malformed_turns"]) == (0, 1)
 
 
 class Marked(ByteTokenizer):
-    """With special tokens that no list of common ones has."""
+    """A tokenizer with unusual special tokens."""
 
     all_special_tokens = ("[SEP]", "<eos>", "▁end")  # type: ignore[assignment]
 
 
 class Hostile(Tool):
-    """Brings documents with the tokenizer's special tokens, in every field that is shown."""
+    """Returns documents with the tokenizer's special tokens in every field that is shown."""
 
     name = "clock"
     parameters = text_arguments(place="")
@@ -111,20 +111,20 @@ class Hostile(Tool):
         return Observation((Item(text, text, text), Item(text)))
 
 
-def test_line_07_special_tokens_in_documents_are_broken() -> None:
-    """Whatever the tokenizer's special tokens are, no text of a tool becomes one of them."""
+def test_line_07_special_tokens_in_documents_are_neutralized() -> None:
+    """No text of a tool is encoded as a special token, whatever the tokenizer."""
     environment = Environment((Hostile(),))
     qwen = ChatTokenizer()
     qwen.all_special_tokens = Marked.all_special_tokens
     for format in (plain_format(environment.tools), NativeFormat(qwen, environment.tools)):
-        played = DialogueAgent(Limits(), format, environment, Marked())
-        _, words = asyncio.run(played.consult(ToolCall("clock", "x")))
-        assert words.count("a [ SEP]") >= 2
-        assert not any(token in words for token in Marked.all_special_tokens)
+        agent = DialogueAgent(Limits(), format, environment, Marked())
+        _, text = asyncio.run(agent.consult(ToolCall("clock", "x")))
+        assert text.count("a [ SEP]") >= 2
+        assert not any(token in text for token in Marked.all_special_tokens)
 
 
 def test_a_tool_that_refuses_the_run_marks_the_trajectory() -> None:
-    """So that the run ends, rather than samples it again."""
+    """So that the run ends instead of sampling the trajectory again."""
 
     class Refusing(Clock):
         async def call(self, **arguments: Any) -> Observation:
@@ -136,7 +136,7 @@ def test_a_tool_that_refuses_the_run_marks_the_trajectory() -> None:
 
 
 def test_a_tool_that_fails_ends_the_trajectory() -> None:
-    """Its faults are counted, its message is not among the tokens."""
+    """Its faults are counted, and its message is not shown to the policy."""
     done = play(["<clock>nowhere</clock>"])
     assert (done.status, done.error) == (Status.FAILED, "the clock stands still")
     assert done.faults == {"clock_retried": 2}
@@ -144,7 +144,7 @@ def test_a_tool_that_fails_ends_the_trajectory() -> None:
 
 
 class SeveralCalls:
-    """A format as native tool calls need it: many calls in a turn, ended by end of sequence."""
+    """A format with several calls in a turn, which ends at the end of sequence."""
 
     name, stop, closed_think, acts_in_think = "several", (), "", False
 
@@ -157,12 +157,12 @@ class SeveralCalls:
         named = (part.split(":") for part in completion.text.split("|") if part)
         return Turn(tuple(ToolCall(tool, {"city": city}) for tool, city in named))
 
-    def respond(self, turn: Turn, found: Any, reserved: Sequence[str]) -> str:
-        return "".join(f"[{' '.join(item.text for item in items)}]" for items in found or ())
+    def respond(self, turn: Turn, results: Any, reserved: Sequence[str]) -> str:
+        return "".join(f"[{' '.join(item.text for item in items)}]" for items in results or ())
 
 
-def test_a_format_may_call_several_tools_in_one_turn() -> None:
-    """All are carried out and answered in order; a tool that does not exist is told as such."""
+def test_several_tools_can_be_called_in_one_turn() -> None:
+    """Results are in the order of the calls; a call of an unknown tool results in an error text."""
     environment = Environment(TOOLS)
     engine = ScriptedEngine(["clock:Oslo|clock:Rome|watch:Bern", "noon"])
     play = DialogueAgent(Limits(), SeveralCalls(), environment, TOKENIZER).run
@@ -183,16 +183,16 @@ def test_a_format_may_call_several_tools_in_one_turn() -> None:
         (4, "[][]"),
     ],
 )
-def test_what_several_calls_bring_is_cut_alike(limit: int, expected: str) -> None:
-    """Whole items of every call, or else the first of each at the same number of words."""
-    found = [(Item("a b cccccc"), Item("or so")), (Item("d e ffffff"), Item("or so"))]
+def test_results_of_several_calls_are_cut_equally(limit: int, expected: str) -> None:
+    """Whole items of every call, or the first item of each call cut to the same number of words."""
+    results = [(Item("a b cccccc"), Item("or so")), (Item("d e ffffff"), Item("or so"))]
     several = DialogueAgent(Limits(max_obs_length=limit), SeveralCalls(), Environment(), TOKENIZER)
-    fitting = several.fit(Turn(), found)
+    fitting = several.fit(Turn(), results)
     assert SeveralCalls().respond(Turn(), fitting, ()) == expected
 
 
-def test_tools_that_are_switched_off_are_asked_nothing() -> None:
-    """Neither calls nor probes nor fingerprints; their counts stay."""
+def test_disabled_tools_are_not_used() -> None:
+    """They are not called, probed or asked for fingerprints, but invalid calls are counted."""
 
     class Away(Clock):
         def probe(self, seconds: float) -> str:
@@ -208,8 +208,8 @@ def test_tools_that_are_switched_off_are_asked_nothing() -> None:
     assert (done.stats["clock_calls"], done.stats["valid_clock_calls"]) == (1, 0)
 
 
-def test_the_plain_wording_is_made_of_the_tools() -> None:
-    """Prompt and feedback name each tool's tag, and the prompt what it does."""
+def test_the_plain_format_is_generated_from_the_tools() -> None:
+    """Prompt and feedback contain each tool's tag, and the prompt its description."""
     plain = plain_format(TOOLS)
     assert "<clock> city </clock>: Tells the time in a city." in plain.user_prompt("Who?")
     assert plain.user_prompt("Who?").endswith("Question: Who?\n")

@@ -1,4 +1,4 @@
-"""Long documents: what is kept of them is what encoding them whole would keep, and costs little."""
+"""Long results are cut as if they were encoded as a whole, at a small part of the cost."""
 
 import functools
 import time
@@ -21,7 +21,7 @@ PROSE = "The river Danube runs through ten countries; Vienna, Budapest and Belgr
 
 
 class Trained:
-    """A tokenizer trained on a little prose, of whatever kind."""
+    """A tokenizer of any kind, trained on a little prose."""
 
     all_special_tokens = ("<|im_end|>",)
 
@@ -74,15 +74,18 @@ def tokenizer(kind: str) -> Any:
 
 
 class Whole(DialogueAgent):
-    """Encodes every response whole, however long: the oracle."""
+    """The oracle: encodes every response as a whole, however long."""
 
-    def _fits(self, turn: Turn, found: Results) -> bool:
-        return len(self._encode(self._response_text(turn, found))) <= self.limits.max_obs_length
+    def _fits(self, turn: Turn, results: Results) -> bool:
+        return len(self._encode(self._response_text(turn, results))) <= self.limits.max_obs_length
 
 
-def fitted(kind: type[DialogueAgent], tokens: Any, limit: int, found: Results) -> Results:
+def fitted(
+    agent_type: type[DialogueAgent], tokenizer: Any, limit: int, results: Results
+) -> Results:
     format = replace(plain_format(()), invalid_action="Again.")
-    return kind(Limits(max_obs_length=limit), format, Environment(), tokens).fit(Turn(), found)
+    agent = agent_type(Limits(max_obs_length=limit), format, Environment(), tokenizer)
+    return agent.fit(Turn(), results)
 
 
 WORDS = ["a", "Danube", "internationalization", "", " ", "   ", "\n", "\t\n", "河", "河流" * 30,
@@ -95,27 +98,27 @@ TEXTS = st.builds(
     st.sampled_from([" ", " ", "", "  ", "\n"]),
 )
 ITEMS = st.builds(Item, TEXTS, st.none() | st.text(max_size=9).filter(str.isprintable) | TEXTS)
-FOUND = st.lists(st.lists(ITEMS, max_size=4), min_size=1, max_size=2)
+RESULTS = st.lists(st.lists(ITEMS, max_size=4), min_size=1, max_size=2)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=40, suppress_health_check=list(HealthCheck))  # fmt: skip
-@given(found=FOUND, limit=st.sampled_from([40, 60, 90, 200]))
-@example(found=[[Item("x " + " " * 20_000 + "y")]], limit=60)
-@example(found=[[Item(PROSE * 300, "Danube"), Item(PROSE)]], limit=200)
-@example(found=[[Item("z" * 30_000, "t" * 30_000)]], limit=90)
-@example(found=[[Item(" " * 30_000 + PROSE)], [Item("\n" * 5000)]], limit=90)
-def test_what_is_kept_is_what_encoding_all_would_keep(
-    kind: str, found: list[list[Item]], limit: int
+@given(results=RESULTS, limit=st.sampled_from([40, 60, 90, 200]))
+@example(results=[[Item("x " + " " * 20_000 + "y")]], limit=60)
+@example(results=[[Item(PROSE * 300, "Danube"), Item(PROSE)]], limit=200)
+@example(results=[[Item("z" * 30_000, "t" * 30_000)]], limit=90)
+@example(results=[[Item(" " * 30_000 + PROSE)], [Item("\n" * 5000)]], limit=90)
+def test_results_are_cut_as_if_they_were_encoded_as_a_whole(
+    kind: str, results: list[list[Item]], limit: int
 ) -> None:
-    """For every kind of tokenizer, with runs of spaces and words without end."""
+    """For every kind of tokenizer, with long runs of spaces and very long words."""
     limit = 4 * limit if kind == "bytes" else limit
-    tokens = tokenizer(kind)
-    assert fitted(DialogueAgent, tokens, limit, found) == fitted(Whole, tokens, limit, found)
+    expected = fitted(Whole, tokenizer(kind), limit, results)
+    assert fitted(DialogueAgent, tokenizer(kind), limit, results) == expected
 
 
 class Counting:
-    """A tokenizer of words that notes how many characters it was given."""
+    """A word tokenizer that counts the characters that it encodes."""
 
     all_special_tokens: Sequence[str] = ()
     num_chars = 0
@@ -126,11 +129,11 @@ class Counting:
 
 
 @pytest.mark.parametrize("num_items", [1, 100])
-def test_a_long_document_is_not_encoded_whole(num_items: int) -> None:
-    """Half a megabyte each: a few times the budget is read of it, and the answer comes at once."""
-    counting, found = Counting(), [[Item(PROSE * 6000, "Danube")] * num_items]
+def test_a_long_document_is_not_encoded_as_a_whole(num_items: int) -> None:
+    """Of half a megabyte per item only a few times the budget is encoded, which is fast."""
+    counting, results = Counting(), [[Item(PROSE * 6000, "Danube")] * num_items]
     start = time.thread_time()
-    (kept,) = fitted(DialogueAgent, counting, 500, found)
+    (kept,) = fitted(DialogueAgent, counting, 500, results)
     assert len(kept) == 1 and 450 <= len(kept[0].text.split()) <= 500
     assert counting.num_chars < 200 * 16 * 500
     assert time.thread_time() - start < 2

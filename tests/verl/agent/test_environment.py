@@ -1,4 +1,4 @@
-"""Tools taken together, and what becomes of the faults of a user's own."""
+"""The environment of several tools, and errors in user-defined tools."""
 
 import asyncio
 from collections.abc import Callable
@@ -47,18 +47,20 @@ def called(environment: Environment) -> Observation:
         ("return Observation((Item('a', 3),))", r"Observation\(items=\(Item\(text='a', title=3.*"),
     ],
 )
-def test_whatever_an_own_tool_does_refuses_the_run_in_one_line(
+def test_an_error_in_a_user_defined_tool_refuses_the_run_in_one_line(
     tmp_path: Path, body: str, got: str
 ) -> None:
-    """Told are the tool, its arguments, and what it raised, with the line, or gave."""
-    told = rf"^tool own, called with \{{'x': 'a b'\}}: got {got}, expected an Observation .*fix: "
-    with pytest.raises(ToolRefused, match=told) as caught:
+    """The message has the tool, its arguments, and the exception with its line, or the result."""
+    message = (
+        rf"^tool own, called with \{{'x': 'a b'\}}: got {got}, expected an Observation .*fix: "
+    )
+    with pytest.raises(ToolRefused, match=message) as caught:
         called(own(tmp_path, f"async def call(self, x): {body}"))
     assert "\n" not in str(caught.value)
 
 
-def test_what_an_own_tool_says_in_our_words_stays(tmp_path: Path) -> None:
-    """A ToolError is a failure that another try may not have; so is one derived from it."""
+def test_a_tool_error_of_a_user_defined_tool_is_passed_on(tmp_path: Path) -> None:
+    """A ToolError, or a subclass, is a failure that may not happen again."""
     environment = own(tmp_path, "async def call(self, x): raise type('Mine', (ToolError,), {})(x)")
     with pytest.raises(ToolError, match=r"^a b$") as caught:
         called(environment)
@@ -66,20 +68,20 @@ def test_what_an_own_tool_says_in_our_words_stays(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("method", ["probe", "preflight", "identity"])
-def test_own_answers_about_a_tool_may_fail_too(tmp_path: Path, method: str) -> None:
-    """Between steps, where nobody calls it."""
-    environment = own(tmp_path, f"def {method}(self, *given): return 1 / 0")
-    asked: dict[str, Callable[[], object]] = {
+def test_errors_in_other_methods_refuse_the_run_too(tmp_path: Path, method: str) -> None:
+    """These methods are called between steps."""
+    environment = own(tmp_path, f"def {method}(self, *arguments): return 1 / 0")
+    methods: dict[str, Callable[[], object]] = {
         "probe": lambda: environment.probe(1.0),
         "identity": environment.identity,
         "preflight": lambda: list(environment.preflight(1.0)),
     }
     with pytest.raises(ToolRefused, match=rf"{method} of tool own: got ZeroDivisionError.*line 7"):
-        asked[method]()
+        methods[method]()
 
 
-def test_a_call_that_fails_ends_those_beside_it() -> None:
-    """Nobody waits for them any more, and nobody hears of them after the dialogue."""
+def test_a_failed_call_cancels_the_other_calls_of_the_turn() -> None:
+    """They are not waited for, and not reported after the dialogue."""
 
     class Slow(Tool):
         name, parameters = "own", text_arguments(x="")
@@ -90,8 +92,8 @@ def test_a_call_that_fails_ends_those_beside_it() -> None:
             await asyncio.sleep(0.05)
             return Observation()
 
-    heard: list[ToolCall] = []
-    environment = Environment((Slow(),), on_observation=lambda call, _: heard.append(call))
+    reported: list[ToolCall] = []
+    environment = Environment((Slow(),), on_observation=lambda call, _: reported.append(call))
     calls = [ToolCall("own", x) for x in ("fine", "fails", "fine")]
 
     async def play() -> None:
@@ -100,11 +102,11 @@ def test_a_call_that_fails_ends_those_beside_it() -> None:
         await asyncio.sleep(0.1)
 
     asyncio.run(play())
-    assert heard == []
+    assert reported == []
 
 
-def test_a_fault_of_ours_keeps_its_traceback() -> None:
-    """What no file of the user's raised is not blamed on one."""
+def test_an_error_of_a_built_in_tool_keeps_its_traceback() -> None:
+    """Only errors raised in a user's file are converted."""
 
     class Ours(Tool):
         name, parameters = "own", text_arguments(x="")
@@ -117,7 +119,7 @@ def test_a_fault_of_ours_keeps_its_traceback() -> None:
 
 
 @pytest.mark.parametrize(
-    ("schema", "given", "expected"),
+    ("schema", "value", "expected"),
     [
         ({"type": ["string", "null"]}, None, {"x": None}),
         ({"type": ["integer", "null"]}, "a", "expected integer or null"),
@@ -125,14 +127,14 @@ def test_a_fault_of_ours_keeps_its_traceback() -> None:
     ],
 )
 def test_an_argument_may_have_one_of_several_types(
-    schema: dict[str, object], given: object, expected: object
+    schema: dict[str, object], value: object, expected: object
 ) -> None:
-    """As JSON schemas say it, and as pydantic does; a text alone is read as one where it may be."""
+    """Written as in JSON schemas or by pydantic; a plain text stays one if the schema allows it."""
 
     class Ours(Tool):
         name, parameters = "own", {"properties": {"x": schema}}
 
-    found = read_arguments(Ours(), ToolCall("own", {"x": given}))
+    found = read_arguments(Ours(), ToolCall("own", {"x": value}))
     assert found == expected or (isinstance(expected, str) and expected in found)
     of_text = read_arguments(Ours(), ToolCall("own", "4"))
     assert of_text == {"x": "4" if "string" in str(schema) else 4}

@@ -1,4 +1,4 @@
-"""Formats from YAML files: byte for byte what the file says, and nothing that it does not."""
+"""Formats from YAML files: texts are used byte for byte, and mistakes are reported."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def written(folder: Path, text: str) -> Path:
     return path
 
 
-def test_texts_are_taken_byte_for_byte(tmp_path: Path) -> None:
+def test_texts_are_used_byte_for_byte(tmp_path: Path) -> None:
     """Prompt, observation and feedback keep each space, tab and newline of the file."""
     format = read_format(written(tmp_path, ORIGINAL))
     assert format.name == "mine"
@@ -40,8 +40,8 @@ def test_texts_are_taken_byte_for_byte(tmp_path: Path) -> None:
     )
 
 
-def test_tags_of_a_file_end_turns_and_are_read(tmp_path: Path) -> None:
-    """A published checkpoint's own tags act, and those of the default do not."""
+def test_tags_of_a_file_replace_the_default_tags(tmp_path: Path) -> None:
+    """They end turns and are parsed; the default tags have no effect."""
     text = ORIGINAL.replace('["<search>", "</search>"]', '["<|q|>", "<|/q|>"]')
     format = read_format(written(tmp_path, text))
     assert format.stop == ("<|/q|>", "</answer>")
@@ -51,7 +51,7 @@ def test_tags_of_a_file_end_turns_and_are_read(tmp_path: Path) -> None:
 
 
 def test_a_built_in_format_can_be_written_as_a_file(tmp_path: Path) -> None:
-    """The same words from a file make the same format, but for its name."""
+    """A file with the same texts results in an equal format."""
     text = "\n".join(
         [f"instruction: {quoted(SEARCH_R1.instruction)}",
            f"invalid_action: {quoted(SEARCH_R1.invalid_action)}", "name: search_r1",
@@ -61,7 +61,7 @@ def test_a_built_in_format_can_be_written_as_a_file(tmp_path: Path) -> None:
 
 
 def quoted(text: str) -> str:
-    """A text as YAML's double quotes hold it."""
+    """Return a text in YAML's double quotes."""
     return '"' + text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n") + '"'
 
 
@@ -83,15 +83,15 @@ def quoted(text: str) -> str:
 def test_a_file_with_a_mistake_names_it(
     tmp_path: Path, change: tuple[str, str], message: str
 ) -> None:
-    """The key at fault, what was got, what was expected, and the fix."""
+    """The message has the invalid key, what was got and expected, and the fix."""
     path = written(tmp_path, ORIGINAL.replace(*change))
     with pytest.raises(ConfigError, match=message) as caught:
         read_format(path)
     assert "mine.yaml" in str(caught.value) and "fix:" in str(caught.value)
 
 
-def test_a_missing_file_and_a_missing_key_are_told(tmp_path: Path) -> None:
-    """Nothing is guessed."""
+def test_a_missing_file_and_a_missing_key_are_reported(tmp_path: Path) -> None:
+    """Missing texts have no default."""
     with pytest.raises(ConfigError, match="No such file"):
         read_format(tmp_path / "none.yaml")
     with pytest.raises(ConfigError, match="no invalid_action"):
