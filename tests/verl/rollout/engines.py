@@ -1,4 +1,4 @@
-"""Engines on one tiny model, each started once for all tests of a session that do not end it."""
+"""Helpers for engines with a tiny model, which the tests of a session share."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MAX_PROMPT = 512
 
 
 def tiny_config(model: Path, name: str = "vllm") -> Config:
-    """float32 on CPU, with budgets of a few hundred tokens."""
+    """Return a configuration for float32 on CPU with budgets of a few hundred tokens."""
     config = Config(max_turns=2)
     config.actor_rollout_ref.model.path = str(model)
     config.actor_rollout_ref.rollout.name = name
@@ -33,7 +33,7 @@ def tiny_config(model: Path, name: str = "vllm") -> Config:
 
 
 def save_model(folder: Path, seed: int) -> PreTrainedTokenizerBase:
-    """Write a random model with heads of 32, the smallest that vLLM's CPU attention takes."""
+    """Write a random model with heads of 32, the minimum of vLLM's CPU attention."""
     tokenizer = load_tokenizer()
     tokenizer.save_pretrained(folder)
     tiny_llama(eos_token_id=tokenizer.eos_token_id, seed=seed).save_pretrained(folder)
@@ -42,13 +42,13 @@ def save_model(folder: Path, seed: int) -> PreTrainedTokenizerBase:
 
 @dataclass
 class Running:
-    """A started engine and what it takes to use it."""
+    """A started engine, with its event loop and tokenizer."""
 
     loop: asyncio.AbstractEventLoop
     engine: RolloutEngine
     tokenizer: PreTrainedTokenizerBase
     folder: Path
-    """The model that it started with."""
+    """Folder of the original model."""
 
     def generate(self, ids: Sequence[int], **options: object) -> Completion:
         sampling = replace(Sampling(max_tokens=8), **options)
@@ -59,17 +59,17 @@ class Running:
         self.loop.run_until_complete(update)
 
     def reset(self) -> None:
-        """The weights of the start again, as version 0."""
+        """Load the original weights again, as version 0."""
         self.update(self.folder, 0)
 
 
 def model_in(folder: Path) -> LlamaForCausalLM:
-    """The model of a folder, in transformers."""
+    """Load the model of a folder with transformers."""
     return LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
 
 def exact_log_probs(model: torch.nn.Module, ids: Sequence[int], start: int) -> list[float]:
-    """The log-probs of `ids[start:]`, each given all before it, by transformers."""
+    """Return the log-probs of `ids[start:]`, each given all ids before it, by transformers."""
     with torch.no_grad():
         rows = model(torch.tensor([ids])).logits[0].log_softmax(-1)
     return [float(rows[position - 1, ids[position]]) for position in range(start, len(ids))]

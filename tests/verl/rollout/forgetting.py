@@ -1,13 +1,13 @@
-"""A vLLM worker whose weights can be lost, as in the deepest sleep on a GPU."""
+"""A vLLM worker extension that can drop the weights, as sleep level 2 does on a GPU."""
 
 from verl.rollout.weight_loading import WeightLoading
 
 
 class Forgetting(WeightLoading):
-    """Mixed into vLLM's worker class in place of `WeightLoading`."""
+    """Mixin for vLLM's worker class in place of `WeightLoading`."""
 
     def forget_weights(self) -> int:
-        """Make every parameter NaN and leave the buffers; returns how many parameters there are."""
+        """Set every parameter to NaN, keep the buffers; return the number of parameters."""
         parameters = list(self.model_runner.get_model().parameters())
         for parameter in parameters:
             parameter.data.fill_(float("nan"))

@@ -1,4 +1,4 @@
-"""Rollout replicas on one event loop, which runs while the driver waits: no Ray, no threads."""
+"""Rollout replicas in one event loop that runs while the driver waits, without Ray or threads."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from verl.single_controller.actors import ActorLocation
 
 
 class LocalGroup:
-    """What `RolloutReplicas` needs of a group of actors.
+    """The part of a group of actors that `RolloutReplicas` needs.
 
-    As in an actor that answers many calls at once, one may begin before another that was made
-    earlier: `draw` says after how many turns of the loop each begins.
+    As in an actor with concurrent calls, calls may start out of order: `draw` determines after how
+    many iterations of the loop each call starts.
     """
 
     def __init__(
@@ -44,10 +44,10 @@ class LocalGroup:
         return self.loop.create_task(call())
 
     def peer(self, index: int) -> Any:
-        async def ask(method: str, *args: Any) -> Any:
+        async def call(method: str, *args: Any) -> Any:
             return await self.submit(index, method, *args)
 
-        return ask
+        return call
 
     def put(self, value: Any) -> Any:
         return value
@@ -56,9 +56,9 @@ class LocalGroup:
         return [self.loop.run_until_complete(call) for call in calls]
 
     def poll(
-        self, asked: Mapping[Any, int], check: Callable[[], None] = lambda: None
+        self, calls: Mapping[Any, int], check: Callable[[], None] = lambda: None
     ) -> dict[Any, Any]:
-        waiting = asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
+        waiting = asyncio.wait(calls, return_when=asyncio.FIRST_COMPLETED)
         done, _ = self.loop.run_until_complete(waiting)
         return {call: call.result() for call in done}
 
@@ -70,7 +70,7 @@ class LocalGroup:
             call.cancel()
 
     def run(self, ticks: int) -> None:
-        """Let the replicas work while the driver does something else."""
+        """Run the loop for `ticks` iterations while the driver does something else."""
 
         async def pass_time() -> None:
             for _ in range(ticks):

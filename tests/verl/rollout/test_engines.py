@@ -1,4 +1,4 @@
-"""What every rollout engine owes to the trainer, asked of each that can be trained with."""
+"""Requirements on rollout engines, tested for every built-in engine that can be trained with."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ TOLERANCE = 1e-3
 
 @pytest.fixture(params=[pytest.param("vllm", marks=pytest.mark.vllm_cpu), "transformers"])
 def running(request: pytest.FixtureRequest) -> Running:
-    """Each engine with the weights of its start."""
-    found: Running = request.getfixturevalue(f"session_{request.param}")
-    found.reset()
-    return found
+    """Each engine with its original weights."""
+    running: Running = request.getfixturevalue(f"session_{request.param}")
+    running.reset()
+    return running
 
 
-def test_log_probs_are_those_of_the_weights_it_was_given(running: Running, tmp_path: Path) -> None:
-    """Before and after an update, for a prompt that is cached; completions name their version."""
+def test_log_probs_are_those_of_the_current_weights(running: Running, tmp_path: Path) -> None:
+    """Before and after updates, for a cached prompt; completions have the current version."""
     prompt = running.tokenizer.encode("The capital of France is " * 20)
     for version in (0, 3, 4):
         folder = running.folder
@@ -58,7 +58,7 @@ def test_log_probs_are_those_of_the_weights_it_was_given(running: Running, tmp_p
 
 
 def test_seeds_repeat_and_greedy_ignores_them(running: Running) -> None:
-    """A seed gives the same ids again, another seed others; temperature 0 takes the likeliest."""
+    """A seed repeats its ids, another seed gives others; temperature 0 ignores the seed."""
     prompt = running.tokenizer.encode("Who was it?")
     one, other, again = (running.generate(prompt, seed=seed).ids for seed in (1, 2, 1))
     assert one == again != other
@@ -67,7 +67,7 @@ def test_seeds_repeat_and_greedy_ignores_them(running: Running) -> None:
 
 
 def test_the_stop_string_is_kept_and_ends_the_text(running: Running) -> None:
-    """Its token is the last of the ids, with a log-prob."""
+    """Its token is the last of the ids, and has a log-prob."""
     prompt = running.tokenizer.encode("Tell me")
     free = running.generate(prompt, seed=4, max_tokens=12)
     assert (free.finish_reason, len(free.ids)) == ("length", 12)
@@ -78,17 +78,17 @@ def test_the_stop_string_is_kept_and_ends_the_text(running: Running) -> None:
     assert len(stopped.ids) == len(stopped.log_probs)
 
 
-def test_what_is_streamed_is_the_completion(running: Running) -> None:
-    """The parts that are heard make its text, which is that of `generate`."""
-    prompt, sampling, heard = running.tokenizer.encode("Tell me"), Sampling(8, seed=6), []
-    stream = running.engine.stream(prompt, sampling, heard.append)
+def test_the_streamed_text_is_that_of_the_completion(running: Running) -> None:
+    """The pieces add up to its text, which is that of `generate`."""
+    prompt, sampling, texts = running.tokenizer.encode("Tell me"), Sampling(8, seed=6), []
+    stream = running.engine.stream(prompt, sampling, texts.append)
     streamed = running.loop.run_until_complete(stream)
-    assert "".join(heard) == streamed.text
+    assert "".join(texts) == streamed.text
     assert streamed.ids == running.generate(prompt, seed=6).ids
 
 
-def test_requests_at_once_get_what_each_gets_alone(running: Running) -> None:
-    """No request sees another's context."""
+def test_concurrent_requests_do_not_affect_each_other(running: Running) -> None:
+    """Each gets the same ids as alone."""
     prompts = [running.tokenizer.encode(text) for text in ("Who?", "Where is it?", "Why so?")]
 
     async def together() -> list[Completion]:
@@ -99,14 +99,12 @@ def test_requests_at_once_get_what_each_gets_alone(running: Running) -> None:
     assert [c.ids for c in running.loop.run_until_complete(together())] == alone
 
 
-def test_a_turn_goes_on_with_new_weights_from_the_tokens_it_has(
-    running: Running, tmp_path: Path
-) -> None:
-    """Each token's log-prob is that of the weights that sampled it, given all before it, and none
-    of the first part is lost. Who had no token yet begins with the new weights."""
+def test_an_interrupted_turn_continues_with_new_weights(running: Running, tmp_path: Path) -> None:
+    """Each token's log-prob is that of the weights that sampled it, given all tokens before it. No
+    token of the first part is lost; a turn without tokens starts with the new weights."""
     save_model(tmp_path, seed=5)
-    prompt, heard = running.tokenizer.encode("The capital of France is " * 60), asyncio.Event()
-    assert 256 < len(prompt) < 400  # what is cached of it are whole blocks
+    prompt, started = running.tokenizer.encode("The capital of France is " * 60), asyncio.Event()
+    assert 256 < len(prompt) < 400  # several cache blocks
     free = running.generate(prompt, seed=0, max_tokens=100)
 
     async def play() -> list[Completion]:
@@ -115,34 +113,34 @@ def test_a_turn_goes_on_with_new_weights_from_the_tokens_it_has(
         turns = [
             asyncio.create_task(
                 TurnEngine(running.engine, BusyClock(), gate, 0, decode=decode).stream(
-                    prompt, Sampling(100, seed=seed), lambda text: heard.set() if text else None
+                    prompt, Sampling(100, seed=seed), lambda text: started.set() if text else None
                 )
             )
             for seed in range(3)
         ]
-        await heard.wait()
+        await started.wait()
         async with gate.changing(5):
             await running.engine.update_weights(str(tmp_path), 5)
         return list(await asyncio.gather(*turns))
 
     cut, *others = running.loop.run_until_complete(play())
-    for one in (cut, *others):
-        versions = one.weight_versions or (one.weight_version,) * len(one.ids)
+    for got in (cut, *others):
+        versions = got.weight_versions or (got.weight_version,) * len(got.ids)
         num_old = versions.count(0)
         assert versions == (0,) * num_old + (5,) * (100 - num_old) and num_old < 100
         for folder, begin, end in ((running.folder, 0, num_old), (tmp_path, num_old, 100)):
-            ids = [*prompt, *one.ids[:end]]
+            ids = [*prompt, *got.ids[:end]]
             exact = exact_log_probs(model_in(folder), ids, len(prompt) + begin)
-            assert one.log_probs[begin:end] == pytest.approx(exact, abs=TOLERANCE)
-        assert one.text == running.tokenizer.decode(one.ids)
-        assert one.finish_reason == "length"
+            assert got.log_probs[begin:end] == pytest.approx(exact, abs=TOLERANCE)
+        assert got.text == running.tokenizer.decode(got.ids)
+        assert got.finish_reason == "length"
     num_old = cut.weight_versions.count(0)
     assert num_old > 0 and cut.ids[:num_old] == free.ids[:num_old]
     assert cut.ids != free.ids
 
 
-def test_it_wakes_from_sleep_with_the_weights_that_come_next(running: Running) -> None:
-    """The trainer's order of calls; a living engine answers a probe at any time."""
+def test_an_engine_works_after_sleep_and_a_weight_update(running: Running) -> None:
+    """In the trainer's order of calls; a running engine answers a probe at any time."""
     prompt = running.tokenizer.encode("Tell me")
     before = running.generate(prompt, seed=6)
     for call in (running.engine.sleep(), running.engine.wake_up(), running.engine.probe()):
@@ -152,7 +150,7 @@ def test_it_wakes_from_sleep_with_the_weights_that_come_next(running: Running) -
 
 
 def test_an_engine_that_never_started_can_be_probed_and_shut_down(tmp_path: Path) -> None:
-    """So that whatever ends a run need not know how far it came."""
+    """So that the end of a run need not know how far the start came."""
     for name in ("vllm", "transformers"):
         engine = build_engine(tiny_config(tmp_path, name))
         asyncio.run(engine.probe())
@@ -182,100 +180,100 @@ class Fixed(Parrot):
 """
 
 
-def test_an_engine_of_ones_own_is_one_file(tmp_path: Path) -> None:
-    """`generate` and, to be trained with, `update_weights`; all else has a default."""
+def test_a_user_defined_engine_is_one_file(tmp_path: Path) -> None:
+    """It needs `generate` and, for training, `update_weights`; the rest has defaults."""
     (tmp_path / "own.py").write_text(OWN)
     config = tiny_config(tmp_path, f"{tmp_path}/own.py:Parrot")
     config.actor_rollout_ref.model.lora_rank = 8
     assert list(engine_problems(config)) == [] and not engine_takes_adapter(config)
-    engine, heard = build_engine(config, replica=3), []
+    engine, texts = build_engine(config, replica=3), []
 
     async def use() -> Completion:
         for call in (engine.start(), engine.wake_up(), engine.update_weights("f", 7)):
             await call
-        completion = await engine.stream([1, 2], Sampling(8), heard.append)
+        completion = await engine.stream([1, 2], Sampling(8), texts.append)
         for call in (engine.probe(), engine.sleep(), engine.shutdown()):
             await call
         return completion
 
     assert asyncio.run(use()) == Completion((1, 2), (0.0, 0.0), "said", "stop", 7)
-    assert heard == ["said"] and engine.replica == 3
+    assert texts == ["said"] and engine.replica == 3
 
 
-def refusals(config: Config) -> list[str]:
+def problems(config: Config) -> list[str]:
     return [str(problem) for problem in engine_problems(config)]
 
 
-def test_an_engine_that_takes_no_weights_is_refused_for_training(tmp_path: Path) -> None:
-    """Before any work, with what it is good for; and so is a name that means nothing."""
+def test_an_engine_that_cannot_load_weights_is_rejected_for_training(tmp_path: Path) -> None:
+    """Before any work, with a hint to evaluation; so is an unknown name."""
     (tmp_path / "own.py").write_text(OWN)
     for name in ("remote", f"{tmp_path}/own.py:Fixed"):
-        (problem,) = refusals(tiny_config(tmp_path, name))
+        (problem,) = problems(tiny_config(tmp_path, name))
         assert "can load new weights" in problem and "--endpoint" in problem
-    (problem,) = refusals(tiny_config(tmp_path, "vlm"))
+    (problem,) = problems(tiny_config(tmp_path, "vlm"))
     assert "got 'vlm'" in problem and "did you mean 'vllm'?" in problem
     with pytest.raises(ConfigError, match=r"rollout\.url"):
         build_engine(tiny_config(tmp_path, "remote"))
 
 
-def test_an_engine_that_cannot_interrupt_is_refused_where_it_must(tmp_path: Path) -> None:
-    """Before any work; without that option it is as good as any."""
+def test_an_engine_that_cannot_interrupt_is_rejected_with_interrupt_turns(tmp_path: Path) -> None:
+    """Before any work."""
     (tmp_path / "own.py").write_text(OWN)
     config = tiny_config(tmp_path, f"{tmp_path}/own.py:Parrot")
     config.actor_rollout_ref.rollout.interrupt_turns = True
-    (problem,) = refusals(config)
+    (problem,) = problems(config)
     assert "interrupt_turns" in problem and "\n" not in problem
     config.actor_rollout_ref.rollout.name = "vllm"
-    assert refusals(config) == []
+    assert problems(config) == []
 
 
-def test_what_the_machine_has_not_is_refused(
+def test_options_that_the_machine_does_not_support_are_rejected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rounding to 8 bits on a CPU, and suffix trees without the package that keeps them."""
+    """Quantization on a CPU, and the method `suffix` without its package."""
     config = tiny_config(tmp_path)
     rollout = config.actor_rollout_ref.rollout
     rollout.quantization, rollout.speculative_config.method = "fp8", "suffix"
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    first, second = refusals(config)
+    first, second = problems(config)
     assert "quantization: got fp8, expected null" in first
     assert "pip install arctic-inference" in second
     config.trainer.device, rollout.speculative_config.method = "cuda", "ngram"
-    assert refusals(config) == []
+    assert problems(config) == []
 
 
-def test_an_engine_that_receives_nothing_is_sent_nothing(tmp_path: Path) -> None:
-    """Refused before any work, and so is an adapter, which is small enough for a file."""
+def test_weight_sync_without_files_needs_an_engine_that_receives(tmp_path: Path) -> None:
+    """Rejected before any work; so is an adapter, which is small enough for a file."""
     config = tiny_config(tmp_path, "transformers")
     config.actor_rollout_ref.rollout.weight_sync = "ipc"
-    (problem,) = refusals(config)
+    (problem,) = problems(config)
     assert "weight_sync: got ipc, expected files" in problem
     config.actor_rollout_ref.rollout.name = "vllm"
-    assert refusals(config) == []
+    assert problems(config) == []
     config.actor_rollout_ref.model.lora_rank = 8
     config.actor_rollout_ref.rollout.merge_adapter = False
-    (problem,) = refusals(config)
+    (problem,) = problems(config)
     assert "only the adapter is transferred" in problem
 
 
-def test_an_adapter_alone_is_refused_where_the_engine_takes_whole_weights(tmp_path: Path) -> None:
-    """Left to us it is merged; asked for it is an error. vLLM takes it."""
+def test_an_unmerged_adapter_needs_an_engine_that_takes_adapters(tmp_path: Path) -> None:
+    """By default it is merged otherwise; `merge_adapter=False` is an error. vLLM takes adapters."""
     config = tiny_config(tmp_path, "transformers")
     config.actor_rollout_ref.model.lora_rank = 8
     config.trainer.device = "cuda"
-    assert refusals(config) == [] and not engine_takes_adapter(config)
+    assert problems(config) == [] and not engine_takes_adapter(config)
     config.actor_rollout_ref.rollout.merge_adapter = False
-    (problem,) = refusals(config)
+    (problem,) = problems(config)
     assert "merge_adapter" in problem
     config.actor_rollout_ref.rollout.name = "vllm"
-    assert refusals(config) == [] and engine_takes_adapter(config)
+    assert problems(config) == [] and engine_takes_adapter(config)
     assert engine_class("vllm").takes_adapters
 
 
-def test_a_driver_without_gpus_refuses_nothing_for_a_cluster_that_may_have_some(
+def test_a_driver_without_gpus_accepts_gpu_options_for_a_cluster(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`trainer.device=auto` is decided where the ranks are."""
+    """`trainer.device=auto` is resolved on the nodes of the ranks."""
     config = tiny_config(tmp_path, "vllm")
     config.actor_rollout_ref.rollout.quantization = "fp8"
     config.actor_rollout_ref.model.kernels = "liger"

@@ -1,4 +1,4 @@
-"""Agents from files, inside a replica: what is wrong with them is told in one line."""
+"""User-defined agents in a replica: their errors are reported in one line."""
 
 import asyncio
 from pathlib import Path
@@ -45,17 +45,17 @@ def play(folder: Path, body: str) -> list[Trajectory]:
         ("return dataclasses.replace(start, sample=0)", "group '1/0', sample 0"),
     ],
 )
-def test_whatever_an_own_agent_does_is_one_line(tmp_path: Path, body: str, got: str) -> None:
-    """Told are the option, the question, and what it raised, with the line, or gave."""
-    told = (
+def test_an_error_of_a_user_defined_agent_is_one_line(tmp_path: Path, body: str, got: str) -> None:
+    """The message has the option, the row, and the exception with its line, or the result."""
+    message = (
         rf"^agent.name={tmp_path}/own.py:Own at train#7: got {got}, expected the trajectory .*fix"
     )
-    with pytest.raises(PluginError, match=told) as caught:
+    with pytest.raises(PluginError, match=message) as caught:
         play(tmp_path, body)
     assert "\n" not in str(caught.value)
 
 
-def test_an_own_agent_plays(tmp_path: Path) -> None:
-    """One that keeps what it was given is not disturbed."""
+def test_a_user_defined_agent_works(tmp_path: Path) -> None:
+    """If it keeps group and sample of the trajectory."""
     (done,) = play(tmp_path, "return dataclasses.replace(start, error='seen')")
     assert (done.error, done.group, done.sample) == ("seen", "1/0", 1)

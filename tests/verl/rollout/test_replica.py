@@ -25,7 +25,7 @@ from verl.agent.interface import Agent
 from verl.config import Config
 from verl.rollout.interface import RolloutEngine
 from verl.rollout.replica import RolloutReplica
-from verl.training.weight_stream import card, send
+from verl.training.weight_stream import device_key, send
 from verl.types import Completion, Prompt, Sampling, Trajectory, start_trajectory
 
 pytestmark = pytest.mark.vllm_cpu
@@ -186,7 +186,7 @@ def test_line_14_updated_weights_are_used_with_no_old_cache(vllm: Running, tmp_p
 def stream(vllm: Running, model: LlamaForCausalLM, version: int) -> None:
     """Bring `model` into the engine as a rank on its device does it, without files."""
     name, engine, cpu = secrets.token_hex(4), vllm.engine, torch.device("cpu")
-    assert vllm.loop.run_until_complete(engine.cards()) == [card(cpu)]
+    assert vllm.loop.run_until_complete(engine.cards()) == [device_key(cpu)]
     named = [
         (name, weight) for name, weight in model.named_parameters() if name != "lm_head.weight"
     ]

@@ -1,4 +1,4 @@
-"""The hand-over of weights: what it says of itself, and what happens around it, in which order."""
+"""The transfer of weights to the replicas: its order, its reported times, and restarts."""
 
 import asyncio
 import contextlib
@@ -28,7 +28,7 @@ from verl.types import Sampling, Trajectory
 
 
 class FakeReplica:
-    """A replica that notes what its engine is asked, and plays nothing."""
+    """A replica that records the calls to it and its engine, and samples nothing."""
 
     def __init__(self, log: list[str]) -> None:
         self.log, self.fake, self.engine = log, RecordingReplicas(log), self
@@ -39,8 +39,8 @@ class FakeReplica:
     def rollout(
         self, starts: Sequence[Trajectory], sampling: Sampling, version: int, claims: Claims
     ) -> dict[int, Trajectory]:
-        ended = self.fake.generate([starts[i] for i in claims.assigned], sampling)
-        return dict(zip(claims.assigned, ended, strict=True))
+        finished = self.fake.generate([starts[i] for i in claims.assigned], sampling)
+        return dict(zip(claims.assigned, finished, strict=True))
 
     async def update_weights(self, folder: str, version: int, is_adapter: bool, n: int) -> None:
         self.log.append("update_weights")
@@ -68,14 +68,14 @@ class FakeReplica:
 
 
 def one_replica(log: list[str], **options: Any) -> RolloutReplicas:
-    """The trainer's side, over a single replica."""
+    """Return the trainer's side of a single replica."""
     group: Any = LocalGroup([FakeReplica(log)])  # type: ignore[list-item]
-    empty_cache = lambda: log.append("empty_cache")  # noqa: E731 - a line, not a function
+    empty_cache = lambda: log.append("empty_cache")  # noqa: E731 - one expression
     return RolloutReplicas(group, [()], Restarts(0), empty_cache=empty_cache, **options)
 
 
 class SlowRanks:
-    """Ranks that say how much of their while they wrote."""
+    """Ranks that take 20 ms, of which they report 5 ms for writing."""
 
     def share_policy(
         self, directory: Path, version: int, needed: Sequence[int], dtype: str, is_adapter: bool
@@ -84,8 +84,8 @@ class SlowRanks:
         return 0.005
 
 
-def test_the_parts_of_a_hand_over_add_up_to_it() -> None:
-    """Ranks gather and write, then engines load; nothing is counted twice."""
+def test_the_phases_of_a_weight_transfer_add_up() -> None:
+    """Ranks gather and write, then engines load; no time is counted twice."""
     engines = one_replica([])
     for engines.takes_adapter in (False, True):
         start = time.perf_counter()
@@ -98,7 +98,7 @@ def test_the_parts_of_a_hand_over_add_up_to_it() -> None:
 
 
 class Restarting(LocalGroup):
-    """A group whose actors can be started again."""
+    """A group whose actors can be restarted."""
 
     def restart(self) -> None: ...
 
@@ -110,7 +110,7 @@ class Restarting(LocalGroup):
 
 
 class Sending(SlowRanks):
-    """Ranks that send weights to a group, which begins what it was asked for meanwhile."""
+    """Ranks that send weights to a group, while the group runs pending calls."""
 
     def __init__(self, group: LocalGroup, log: list[str]) -> None:
         self.group, self.log, self.streams = group, log, list[str]()
@@ -130,8 +130,8 @@ class Sending(SlowRanks):
 
 @pytest.mark.parametrize("weight_sync", ["ipc", "nccl"])
 def test_replicas_wait_for_weights_before_ranks_send_them(weight_sync: str) -> None:
-    """Nothing is written; engines that are started again are sent the present version once more,
-    by NCCL through a stream that they join anew."""
+    """No files are written. Restarted engines are sent the current version again; with NCCL they
+    join a new stream."""
     log: list[str] = []
     engines = one_replica(log, weight_sync=weight_sync)
     opened = ["open_broadcast"] if weight_sync == "nccl" else []
@@ -150,7 +150,7 @@ def test_replicas_wait_for_weights_before_ranks_send_them(weight_sync: str) -> N
 
 
 class Calls:
-    """A group that notes how it is taken down."""
+    """A group that records how it is shut down."""
 
     def __init__(self) -> None:
         self.log: list[str] = []
@@ -163,8 +163,8 @@ class Calls:
 
 
 @pytest.mark.parametrize("ended_by", [None, RankLost, KeyboardInterrupt])
-def test_who_presses_ctrl_c_twice_does_not_wait_for_busy_engines(ended_by: Any) -> None:
-    """They are killed; whatever else ends a run, they are first asked to end in good order."""
+def test_ctrl_c_does_not_wait_for_busy_engines(ended_by: Any) -> None:
+    """Engines are killed; after any other end of a run, `shutdown` is called first."""
     engines = one_replica([])
     engines.group = Calls()  # type: ignore[assignment]
     with contextlib.suppress(RankLost, KeyboardInterrupt):
@@ -179,7 +179,7 @@ def test_who_presses_ctrl_c_twice_does_not_wait_for_busy_engines(ended_by: Any) 
 
 
 class HandingRanks(RecordingRanks):
-    """Ranks that note the hand-over."""
+    """Ranks that record the weight transfer."""
 
     def share_policy(
         self, directory: Path, version: int, needed: Sequence[int], dtype: str, is_adapter: bool
@@ -189,7 +189,7 @@ class HandingRanks(RecordingRanks):
 
 
 def test_ranks_empty_their_cache_once_a_step_before_the_engines_wake(tmp_path: Path) -> None:
-    """After the last update and before the engines take their share; not after every pass."""
+    """After the last update and before the engines allocate memory; not after every pass."""
     config, log = Config(), []
     config.trainer.default_local_dir = str(tmp_path)
     config.actor_rollout_ref.model.path = str(tmp_path)

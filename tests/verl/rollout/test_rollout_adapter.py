@@ -1,4 +1,4 @@
-"""The vLLM replica with adapters, for real: each version's log-probs are base + B A's."""
+"""A real vLLM replica with adapters: each version has the log-probs of base + B A."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ from verl.types import Completion, Sampling
 pytestmark = pytest.mark.vllm_cpu
 
 TOLERANCE = 1e-3
-RANK = 6  # vLLM has room for 1 or 8
+RANK = 6  # not one of vLLM's ranks, of which the next is 8
 
 
 @dataclass
 class Running:
-    """A started replica that serves adapters."""
+    """A started replica whose engine takes adapters."""
 
     loop: asyncio.AbstractEventLoop
     replica: RolloutReplica
     tokenizer: PreTrainedTokenizerBase
 
     def generate(self, prompts: list[list[int]]) -> list[Completion]:
-        """One seeded completion of each prompt, all at once."""
+        """Return a seeded completion of each prompt; the requests are concurrent."""
 
         async def together() -> list[Completion]:
             requests = [Sampling(max_tokens=8, seed=n) for n in range(len(prompts))]
@@ -49,7 +49,7 @@ class Running:
 
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    """One engine for all tests of this file: starting it takes the longest."""
+    """An engine for all tests of this file, since starting it is slow."""
     folder = tmp_path_factory.mktemp("tiny")
     tokenizer = load_tokenizer()
     tokenizer.save_pretrained(folder)
@@ -78,7 +78,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 
 
 def random_adapter(seed: int, targets: list[str]) -> PeftModel:
-    """The engine's base with a random adapter, in transformers."""
+    """Return the engine's base model with a random adapter, in transformers."""
     config = LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules=targets)
     model = get_peft_model(tiny_llama(), config)
     generator = torch.Generator().manual_seed(seed)
@@ -100,7 +100,7 @@ def write(model: PeftModel, folder: Path) -> str:
 
 
 def exact(model: torch.nn.Module, prompt: list[int], got: Completion) -> list[float]:
-    """The log-probs of the completion's ids, by transformers."""
+    """Return the log-probs of the completion's ids by transformers."""
     ids = [*prompt, *got.ids]
     with torch.no_grad():
         rows = model(torch.tensor([ids])).logits[0].log_softmax(-1)
@@ -108,7 +108,7 @@ def exact(model: torch.nn.Module, prompt: list[int], got: Completion) -> list[fl
 
 
 def test_line_14_each_adapter_is_used_with_no_old_cache(running: Running, tmp_path: Path) -> None:
-    """The same long prompts, version after version in one folder, have that adapter's log-probs."""
+    """For the same long prompts, each version in the folder gives its adapter's log-probs."""
     text = "The same long prompt again and again. "
     prompts = [running.tokenizer.encode(text * n) for n in (40, 3, 1)]
     assert len(prompts[0]) > 256  # several cache blocks

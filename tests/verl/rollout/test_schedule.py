@@ -1,4 +1,4 @@
-"""A recorded schedule on disk: what comes back, and what is refused before a run starts."""
+"""A recorded schedule: reading, writing, repeating turns, and errors before a run starts."""
 
 from pathlib import Path
 
@@ -11,42 +11,42 @@ from verl.rollout.schedule import Schedule, ScheduleEntry
 from verl.types import Origin, Prompt, Segment, start_trajectory
 
 
-def row(replica: int = 0, versions: tuple[int, ...] = (1, 2)) -> ScheduleEntry:
+def entry(replica: int = 0, versions: tuple[int, ...] = (1, 2)) -> ScheduleEntry:
     return ScheduleEntry(
         group="1/0", sample=replica, greedy=False, replica=replica, versions=versions
     )
 
 
-def test_rows_come_back_with_the_last_writing_of_a_step(tmp_path: Path) -> None:
-    """A step that is run again replaces what it had."""
-    schedule.write(tmp_path, 1, [row(0, (9,))])
-    schedule.write(tmp_path, 1, [row(0), row(1, (3,))])
+def test_written_entries_are_read_again(tmp_path: Path) -> None:
+    """A step that is run again replaces its entries."""
+    schedule.write(tmp_path, 1, [entry(0, (9,))])
+    schedule.write(tmp_path, 1, [entry(0), entry(1, (3,))])
     folder = tmp_path / schedule.FOLDER
-    assert list(schedule.read(folder)) == [row(0), row(1, (3,))]
-    plan = schedule.load_schedule(str(folder))
-    assert plan is not None and schedule.load_schedule(None) is None
+    assert list(schedule.read(folder)) == [entry(0), entry(1, (3,))]
+    repeated = schedule.load_schedule(str(folder))
+    assert repeated is not None and schedule.load_schedule(None) is None
     parts = [("1/0", 0, False, 0, 0), ("1/0", 0, False, 1, 0), ("1/0", 0, False, 2, 0),
              ("1/0", 1, False, 0, 0), ("1/0", 0, True, 0, 0)]  # fmt: skip
-    assert [plan.version(part) for part in parts] == [1, 2, None, 3, None]
+    assert [repeated.version(part) for part in parts] == [1, 2, None, 3, None]
 
 
-def test_older_weights_are_awaited_until_each_turn_of_those_asked_for_was_sampled() -> None:
-    """Also by a turn that is tried twice, which counts once; the next version waits for all."""
-    plan = Schedule([row(0, (1, 1, 2)), row(1, (1,))])
-    seen = [plan.is_done_before(3)]
-    plan.start(("1/0", 0, False))
+def test_turns_of_older_weights_are_pending_until_they_were_sampled() -> None:
+    """Only turns of started trajectories; a turn that is sampled twice counts once."""
+    repeated = Schedule([entry(0, (1, 1, 2)), entry(1, (1,))])
+    seen = [repeated.is_done_before(3)]
+    repeated.start(("1/0", 0, False))
     turns = [("1/0", 0, False, n, 0) for n in range(3)]
     for turn in (turns[0], turns[0], turns[1]):
-        seen.append(plan.is_done_before(2))
-        plan.mark_done(turn)
+        seen.append(repeated.is_done_before(2))
+        repeated.mark_done(turn)
     assert seen == [True, False, False, False]
-    assert plan.is_done_before(2) and not plan.is_done_before(3)
-    plan.finish(("1/0", 0, False))  # with fewer turns than it had then
-    assert plan.is_done_before(3)
+    assert repeated.is_done_before(2) and not repeated.is_done_before(3)
+    repeated.finish(("1/0", 0, False))  # with fewer turns than recorded
+    assert repeated.is_done_before(3)
 
 
-def test_a_row_has_the_version_of_each_turn() -> None:
-    """Prompt and observations have none."""
+def test_an_entry_has_the_version_of_each_turn() -> None:
+    """Prompt and observations have no version."""
     start = start_trajectory(Prompt("q", (1,), "nq", ("a",)), group="2/1", sample=3)
     start.replica = 1
     for version in (4, 5):
@@ -56,33 +56,31 @@ def test_a_row_has_the_version_of_each_turn() -> None:
     assert schedule.entry_of(start, greedy=True) == expected
 
 
-def test_a_turn_that_weights_cut_is_repeated_in_its_parts() -> None:
-    """Where each part ends, and by which weights it is sampled; whole turns end by themselves."""
+def test_an_interrupted_turn_is_repeated_in_parts() -> None:
+    """With the version and the end of each part; the last part of a turn has no planned end."""
     start = start_trajectory(Prompt("q", (1,), "nq", ("a",)), group="2/1")
     start.segments.append(Segment(Origin.POLICY, (7,), "x", (-1.0,), 4))
     versions = (4, 4, 5, 7, 7)
     cut = Segment(Origin.POLICY, (8,) * 5, "y", (-1.0,) * 5, 7, versions)
     start.segments.append(cut)
-    row = schedule.entry_of(start, greedy=False)
-    assert row.versions == (4, 4) and row.cuts == ((1, 2, 5), (1, 3, 7))
-    plan, name = (
-        Schedule([ScheduleEntry.model_validate_json(row.model_dump_json())]),
-        ("2/1", 0, False),
-    )
-    parts = [(*name, 0, 0), (*name, 1, 0), (*name, 1, 2), (*name, 1, 3)]
-    assert [plan.version(part) for part in parts] == [4, 4, 5, 7]
-    assert [plan.end(part) for part in parts] == [None, 2, 3, None]
-    plan.start(name)
+    recorded = schedule.entry_of(start, greedy=False)
+    assert recorded.versions == (4, 4) and recorded.cuts == ((1, 2, 5), (1, 3, 7))
+    repeated = Schedule([ScheduleEntry.model_validate_json(recorded.model_dump_json())])
+    key = ("2/1", 0, False)
+    parts = [(*key, 0, 0), (*key, 1, 0), (*key, 1, 2), (*key, 1, 3)]
+    assert [repeated.version(part) for part in parts] == [4, 4, 5, 7]
+    assert [repeated.end(part) for part in parts] == [None, 2, 3, None]
+    repeated.start(key)
     for part in parts[:2]:
-        plan.mark_done(part)
-    assert plan.is_done_before(5) and not plan.is_done_before(6)
+        repeated.mark_done(part)
+    assert repeated.is_done_before(5) and not repeated.is_done_before(6)
 
 
 @pytest.mark.parametrize(
     ("content", "error"),
     [(None, "without step_"), ("{", "Invalid JSON"), ('{"group": 1}', "valid string")],
 )
-def test_what_is_no_schedule_is_refused_in_a_line(
+def test_an_invalid_schedule_is_rejected_in_one_line(
     tmp_path: Path, content: str | None, error: str
 ) -> None:
     """Before anything is started."""

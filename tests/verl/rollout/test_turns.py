@@ -1,4 +1,4 @@
-"""Turns are timed and held to their weights; one that is cut is the turn that was not."""
+"""Turns are timed and sampled with fixed weights; an interrupted turn equals an uninterrupted one."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from verl.types import Completion, EngineCounts, Sampling, TrajectoryKey
 
 
 def test_the_busy_share_counts_time_in_which_any_turn_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two that overlap count once; each share is of the time since the one before."""
+    """Overlapping turns count once; a share covers the time since the previous call."""
     now = [0.0]
     monkeypatch.setattr(turns.time, "perf_counter", lambda: now[0])
     clock = BusyClock()
@@ -42,7 +42,7 @@ def test_the_busy_share_counts_time_in_which_any_turn_runs(monkeypatch: pytest.M
 
 
 class Queueing(ScriptedEngine):
-    """Says of each request that it waited for a slot, and what it had cached."""
+    """An engine that reports a waiting time and cached tokens for each request."""
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
         completion = await super().generate(prompt_ids, sampling)
@@ -51,26 +51,26 @@ class Queueing(ScriptedEngine):
 
 @pytest.mark.parametrize("gate", [WeightGate(), None])
 def test_a_turn_waits_for_its_weights_and_is_timed(gate: WeightGate | None) -> None:
-    """With a gate until the version is there; without one it begins at once. A failed one ends."""
+    """With a gate it waits for its version; without one it starts at once. Failed turns count."""
 
     async def play() -> tuple[bool, TurnEngine]:
         clock, scripted = BusyClock(), Queueing(["a"])
         engine = TurnEngine(scripted, clock, gate, min_version=3)
         turn = asyncio.create_task(engine.generate([1], Sampling(4)))
         await asyncio.sleep(0.01)
-        began_at_once = bool(scripted.requests)
+        started_at_once = bool(scripted.requests)
         if gate is not None:
             async with gate.changing(3):
                 pass
         await turn
-        with pytest.raises(IndexError):  # the script is over
+        with pytest.raises(IndexError):  # the script has ended
             await engine.generate([1], Sampling(4))
         assert clock._num_running == 0
-        return began_at_once, engine
+        return started_at_once, engine
 
-    began_at_once, engine = asyncio.run(play())
-    assert began_at_once == (gate is None)
-    assert [turn.queued_s for turn in engine.times] == [0.25, 0.0]  # a failed one tells nothing
+    started_at_once, engine = asyncio.run(play())
+    assert started_at_once == (gate is None)
+    assert [turn.queued_s for turn in engine.times] == [0.25, 0.0]  # a failed turn reports nothing
     assert [turn.counts for turn in engine.times] == [EngineCounts(7, 3), EngineCounts()]
     assert len(engine.times) == 2
     first = engine.times[0]
@@ -84,11 +84,11 @@ FIRST, SECOND = ("1/0", 0, False), ("1/1", 0, False)
 
 
 def gate_of(**versions: tuple[int, ...]) -> WeightGate:
-    """A replica's gate, with a schedule of the trajectories `first` and `second`."""
-    names = {"first": FIRST, "second": SECOND}
-    rows = [ScheduleEntry(group=names[key][0], sample=0, greedy=False, replica=0, versions=found)
-            for key, found in versions.items()]  # fmt: skip
-    return WeightGate(Schedule(rows))
+    """Return a gate with a schedule of the trajectories `first` and `second`."""
+    groups = {"first": FIRST[0], "second": SECOND[0]}
+    entries = [ScheduleEntry(group=groups[name], sample=0, greedy=False, replica=0, versions=turns)
+               for name, turns in versions.items()]  # fmt: skip
+    return WeightGate(Schedule(entries))
 
 
 async def change(gate: WeightGate, version: int, num_calls: int = 0) -> None:
@@ -96,26 +96,26 @@ async def change(gate: WeightGate, version: int, num_calls: int = 0) -> None:
         pass
 
 
-async def sample(gate: WeightGate, name: TrajectoryKey, turn: int) -> int:
-    """The version that samples it."""
-    async with gate.sampling(min_version=0, part=(*name, turn, 0)):
+async def sample(gate: WeightGate, key: TrajectoryKey, turn: int) -> int:
+    """Sample a turn; return the version that sampled it."""
+    async with gate.sampling(min_version=0, part=(*key, turn, 0)):
         return gate.version
 
 
 def run(body: Coroutine[Any, Any, None]) -> None:
-    """To its end, which comes at once or never."""
+    """Run a coroutine that ends immediately or never."""
     asyncio.run(asyncio.wait_for(body, 5))
 
 
 async def waits(task: asyncio.Task[Any]) -> bool:
-    """Whether it is still not over after all that could move has moved."""
+    """Whether the task is still waiting after all other tasks have made progress."""
     for _ in range(20):
         await asyncio.sleep(0)
     return not task.done()
 
 
 def test_weights_wait_for_calls_that_were_made_before_them() -> None:
-    """Calls may begin in another order than they were made: their turns still come first."""
+    """Calls may start out of order, but their turns still come first."""
 
     async def play() -> None:
         gate = gate_of(first=(1,), second=(1, 2))
@@ -133,12 +133,12 @@ def test_weights_wait_for_calls_that_were_made_before_them() -> None:
 
 
 def test_weights_do_not_wait_for_turns_that_never_come() -> None:
-    """Those of trajectories that nobody asks this engine for, as after a resume or the loss of
-    another engine; and what a trajectory has fewer of than it had then."""
+    """Of trajectories that this engine does not get, as after a resume or the loss of another
+    engine, or of a trajectory that ends with fewer turns than recorded."""
 
     async def play() -> None:
         gate = gate_of(first=(3, 3, 4), second=(3,))
-        await change(gate, 5)  # the first weights of an engine in a run that was resumed
+        await change(gate, 5)  # the first weights of an engine in a resumed run
         gate.register([FIRST])
         newer = asyncio.create_task(change(gate, 6, num_calls=1))
         assert await waits(newer)
@@ -148,11 +148,11 @@ def test_weights_do_not_wait_for_turns_that_never_come() -> None:
     run(play())
 
 
-def test_a_turn_whose_weights_are_gone_is_told_and_sampled(
+def test_a_turn_whose_weights_are_gone_is_logged_and_sampled(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """From there on it is another run, which nobody should take for the same; but not while an
-    engine loads."""
+    """The run then differs from the recorded one, which a warning says. The turn still waits while
+    weights are loaded."""
 
     async def play() -> None:
         gate = gate_of(first=(3, 6))
@@ -180,74 +180,75 @@ TEXTS = [
 
 @pytest.fixture(scope="module")
 def tokenizer() -> PreTrainedTokenizerBase:
-    """Tags, and letters of other scripts, are several tokens in it."""
+    """A tokenizer that splits tags and non-Latin letters into several tokens."""
     return load_tokenizer()
 
 
 @dataclass
 class Typist:
-    """Says its ids one by one, whatever it is asked; looks for stop strings in what it says itself,
-    as engines do. New weights interrupt it where so many of the ids were said."""
+    """A scripted engine that samples `ids` one by one. Like real engines, it looks for stop strings
+    only in the text of the current request. It is interrupted after the numbers of ids in `cuts`."""
 
     tokenizer: PreTrainedTokenizerBase
     ids: Sequence[int]
     cuts: list[int]
     version: int = 0
     seeds: list[int | None] = field(default_factory=list)
-    """Of the requests that gave tokens."""
+    """Seeds of the requests that returned tokens."""
 
-    async def ask(self, ids: Sequence[int], sampling: Sampling) -> Completion:
+    async def generate(self, ids: Sequence[int], sampling: Sampling) -> Completion:
         begin = len(ids) - len(PROMPT)
         assert tuple(ids) == (*PROMPT, *self.ids[:begin])
-        said = await self._say(begin, sampling)
-        self.seeds += [sampling.seed] if said.ids else []
-        return said
+        completion = self._sample(begin, sampling)
+        self.seeds += [sampling.seed] if completion.ids else []
+        return completion
 
-    async def _say(self, begin: int, sampling: Sampling) -> Completion:
+    def _sample(self, begin: int, sampling: Sampling) -> Completion:
         for end in range(begin, len(self.ids) + 1):
             text = self.tokenizer.decode(self.ids[begin:end])
             if end == len(self.ids) or any(tag in text for tag in sampling.stop):
-                return self._said(begin, end, text, "stop")
+                return self._completion(begin, end, text, "stop")
             if end - begin == sampling.max_tokens:
-                return self._said(begin, end, text, "length")
+                return self._completion(begin, end, text, "length")
             if end in self.cuts:
                 self.cuts.remove(end)
-                said = self._said(begin, end, text, INTERRUPTED)
+                completion = self._completion(begin, end, text, INTERRUPTED)
                 self.version += 1
-                return said
+                return completion
         raise AssertionError("it always ends")
 
-    def _said(self, begin: int, end: int, text: str, reason: str) -> Completion:
-        log_probs = tuple(-float(place) for place in range(begin, end))
+    def _completion(self, begin: int, end: int, text: str, reason: str) -> Completion:
+        log_probs = tuple(-float(position) for position in range(begin, end))
         return Completion(tuple(self.ids[begin:end]), log_probs, text, reason, self.version)
 
 
-def play(typist: Typist, most: int = 100, untils: Sequence[int] = ()) -> Completion:
-    """The whole turn; `untils` are the cuts that a schedule repeats."""
+def play(typist: Typist, max_tokens: int = 100, ends: Sequence[int] = ()) -> Completion:
+    """Sample a whole turn; `ends` are interruptions that a schedule repeats."""
 
-    async def turn() -> Completion:
-        parts = PartialTurn(PROMPT, Sampling(most, stop=STOP, seed=3), typist.tokenizer.decode)
-        for until in (*untils, *([None] * 9)):
-            if whole := await parts.resume(typist.ask, until):
-                return whole
-            typist.version += until is not None
-        raise AssertionError("nothing is cut so often")
+    async def sample_turn() -> Completion:
+        sampling = Sampling(max_tokens, stop=STOP, seed=3)
+        turn = PartialTurn(PROMPT, sampling, typist.tokenizer.decode)
+        for end in (*ends, *([None] * 9)):
+            if completion := await turn.resume(typist.generate, end):
+                return completion
+            typist.version += end is not None
+        raise AssertionError("too many interruptions")
 
-    return asyncio.run(turn())
+    return asyncio.run(sample_turn())
 
 
 @pytest.mark.parametrize("text", TEXTS)
-def test_a_cut_turn_is_the_whole_one_wherever_it_is_cut(
+def test_an_interrupted_turn_equals_the_uninterrupted_one(
     tokenizer: PreTrainedTokenizerBase, text: str
 ) -> None:
-    """Once or twice, before the first token too: ids, text and ending are those without cuts, also
-    within a stop string or a letter, each log-prob and version that of its token."""
+    """With two interruptions anywhere, also before the first token, within a stop string or within
+    a letter: ids, text and finish reason are equal; each token has its log-prob and version."""
     ids = [*tokenizer.encode(text), tokenizer.eos_token_id]
-    for most in (len(ids) // 2, 100):
-        whole = play(Typist(tokenizer, ids, []), most)
+    for max_tokens in (len(ids) // 2, 100):
+        whole = play(Typist(tokenizer, ids, []), max_tokens)
         for cuts in itertools.combinations(range(len(whole.ids)), 2):
-            got = play(Typist(tokenizer, ids, list(cuts)), most)
-            versions = tuple(sum(cut <= place for cut in cuts) for place in range(len(got.ids)))
+            got = play(Typist(tokenizer, ids, list(cuts)), max_tokens)
+            versions = tuple(sum(cut <= i for cut in cuts) for i in range(len(got.ids)))
             assert (got.ids, got.log_probs) == (whole.ids, whole.log_probs)
             assert got.finish_reason == whole.finish_reason
             assert got.text == whole.text
@@ -258,18 +259,19 @@ def test_a_cut_turn_is_the_whole_one_wherever_it_is_cut(
 def test_each_part_has_a_seed_of_its_own_and_a_schedule_repeats_it(
     tokenizer: PreTrainedTokenizerBase,
 ) -> None:
-    """The first part's seed would repeat its randomness; cut by the number of tokens, the turn asks
-    for the same again."""
+    """The first part's seed would repeat its random numbers. Interrupted by a schedule at the same
+    tokens, the turn makes the same requests."""
     ids = tokenizer.encode(TEXTS[0])
     for cuts in itertools.combinations(range(1, len(ids)), 2):
-        cut, again = Typist(tokenizer, ids, list(cuts)), Typist(tokenizer, ids, [])
-        assert play(cut) == play(again, untils=cuts)
-        assert cut.seeds == again.seeds
-        assert len(set(cut.seeds)) == len(cut.seeds) >= 3 and cut.seeds[0] == 3
+        interrupted, repeated = Typist(tokenizer, ids, list(cuts)), Typist(tokenizer, ids, [])
+        assert play(interrupted) == play(repeated, ends=cuts)
+        seeds = interrupted.seeds
+        assert seeds == repeated.seeds
+        assert len(set(seeds)) == len(seeds) >= 3 and seeds[0] == 3
 
 
-def test_the_beginning_of_a_stop_string_is_seen_at_the_end_only() -> None:
-    """A whole one is no beginning."""
+def test_a_partial_stop_string_is_found_at_the_end_only() -> None:
+    """A complete stop string does not count."""
     found = [
         ends_with_partial_stop(text, STOP)
         for text in ("a <", "a </ans", "a </ans b", "</answer>", "")

@@ -1,6 +1,6 @@
-"""An engine whose core's process stops or dies says so, whatever it was asked.
+"""A stopped or dead engine core is detected, whatever call is pending.
 
-The last file that uses the session's engine, which it kills.
+This file runs last of those that use the session's engine, since it kills the engine.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ pytestmark = pytest.mark.vllm_cpu
 
 
 def core_of(running: Running) -> psutil.Process:
-    """The process of the engine's core."""
+    """Return the process of the engine core."""
     (process,) = running.engine._processes
     return psutil.Process(process.pid)
 
 
 def test_a_probe_is_answered_by_the_core_itself(session_vllm: Running) -> None:
-    """A core that stands still gives no sign of life, and does again when it goes on."""
+    """A suspended core does not answer; it does once it is resumed."""
     running, core = session_vllm, core_of(session_vllm)
 
     async def body() -> None:
@@ -39,12 +39,12 @@ def test_a_probe_is_answered_by_the_core_itself(session_vllm: Running) -> None:
     running.loop.run_until_complete(body())
 
 
-def test_the_death_of_the_core_ends_all_that_waits_for_it(session_vllm: Running) -> None:
-    """Requests, probes and new weights: none waits for ever, each tells the same."""
+def test_the_death_of_the_core_ends_all_pending_calls(session_vllm: Running) -> None:
+    """Requests, probes and weight updates all raise EngineDied."""
     running, core = session_vllm, core_of(session_vllm)
 
     async def body() -> None:
-        core.suspend()  # so that the request is under way
+        core.suspend()  # so that the request is still running
         request = running.engine.generate((5, 6, 7), Sampling(max_tokens=500))
         waiting = [asyncio.ensure_future(call) for call in (request, running.engine.probe())]
         await asyncio.wait(waiting, timeout=1.0)
