@@ -1,4 +1,4 @@
-"""Turns are timed and sampled with fixed weights; an interrupted turn equals an uninterrupted one."""
+"""Turns are timed and sampled with fixed weights, and may be interrupted and continued."""
 
 from __future__ import annotations
 
@@ -186,8 +186,10 @@ def tokenizer() -> PreTrainedTokenizerBase:
 
 @dataclass
 class Typist:
-    """A scripted engine that samples `ids` one by one. Like real engines, it looks for stop strings
-    only in the text of the current request. It is interrupted after the numbers of ids in `cuts`."""
+    """A scripted engine that samples `ids` one by one, interrupted after the numbers in `cuts`.
+
+    Like real engines, it looks for stop strings only in the text of the current request.
+    """
 
     tokenizer: PreTrainedTokenizerBase
     ids: Sequence[int]
