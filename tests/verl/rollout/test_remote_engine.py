@@ -1,4 +1,4 @@
-"""The remote engine against a server in memory."""
+"""The remote engine with an in-memory server."""
 
 import asyncio
 import json
@@ -21,7 +21,7 @@ SAMPLING = Sampling(9, temperature=0.5, top_p=0.9, stop=STOP, seed=7)
 
 
 def complete(choice: dict[str, Any], seen: list[httpx.Request], status: int = 200) -> Completion:
-    """What the engine makes of a server's answer."""
+    """Return the engine's completion for a server's response."""
 
     def answer(request: httpx.Request) -> httpx.Response:
         seen.append(request)
@@ -32,8 +32,8 @@ def complete(choice: dict[str, Any], seen: list[httpx.Request], status: int = 20
     return asyncio.run(engine.generate([1, 2, 3], SAMPLING))
 
 
-def test_ids_go_in_and_sampled_ids_come_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A server that returns token ids is believed, with its log-probs."""
+def test_ids_are_sent_and_sampled_ids_are_returned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The token ids and log-probs of the response are used as they are."""
     monkeypatch.setenv("OPENAI_API_KEY", "secret")
     seen: list[httpx.Request] = []
     choice = {
@@ -71,10 +71,10 @@ def test_ids_go_in_and_sampled_ids_come_out(monkeypatch: pytest.MonkeyPatch) -> 
         ("http://host:1/v1", "OPENAI_API_KEY", "Bearer openai"),
     ],
 )
-def test_a_key_goes_to_the_endpoint_it_is_meant_for(
+def test_a_key_is_sent_only_to_its_endpoint(
     monkeypatch: pytest.MonkeyPatch, url: str, variable: str | None, sent: str | None
 ) -> None:
-    """OpenAI's goes to OpenAI alone; another is sent where its variable was named."""
+    """OpenAI's key is sent to OpenAI only; another key if its variable was named."""
     monkeypatch.setenv("OPENAI_API_KEY", "openai")
     monkeypatch.setenv("OWN_KEY", "own")
     seen: list[httpx.Request] = []
@@ -87,19 +87,19 @@ def test_a_key_goes_to_the_endpoint_it_is_meant_for(
     engine = RemoteEngine(url, "m", ByteTokenizer(), variable, transport)
     with pytest.raises(ConfigError, match="--api-key-env") as caught:
         asyncio.run(engine.generate([1], SAMPLING))
-    found = seen[0].headers.get("Authorization")
-    assert found == sent or (sent is None and found is not None and "Bearer" not in found)
+    header = seen[0].headers.get("Authorization")
+    assert header == sent or (sent is None and header is not None and "Bearer" not in header)
     assert "openai:" not in str(caught.value)
 
 
-def test_a_named_key_that_is_not_set_is_refused() -> None:
-    """Before anything is sent without it."""
+def test_a_key_variable_that_is_not_set_is_an_error() -> None:
+    """Before anything is sent without the key."""
     with pytest.raises(ConfigError, match="export NOT_SET=KEY"):
         RemoteEngine("http://host", "m", ByteTokenizer(), "NOT_SET")
 
 
 def test_text_alone_is_encoded_with_its_stop_string() -> None:
-    """A plain server leaves the stop string off and gives no ids."""
+    """A plain server omits the stop string and returns no ids."""
     got = complete({"text": "<search> Oslo ", "finish_reason": "stop"}, [])
     assert got.text == "<search> Oslo </search>"
     assert list(got.ids) == list(b"<search> Oslo </search>")
@@ -116,20 +116,20 @@ def test_text_alone_is_encoded_with_its_stop_string() -> None:
         ("<search> x <answer> y", "</answer>"),
     ],
 )
-def test_the_stop_string_left_off_is_that_of_the_open_tag(text: str, missing: str) -> None:
-    """The last tag that is still open decides."""
+def test_an_omitted_stop_string_is_that_of_the_open_tag(text: str, missing: str) -> None:
+    """The last tag that is still open determines it."""
     assert missing_stop(text, STOP) == missing
 
 
 @pytest.mark.parametrize("url", ["http://host:port", "http://[::1"])
-def test_a_text_that_is_no_address_is_refused(url: str) -> None:
-    """Where the engine is made, in one line."""
+def test_an_invalid_address_is_rejected(url: str) -> None:
+    """When the engine is built, in one line."""
     with pytest.raises(ConfigError, match=r"endpoint: got http.*as in http://host:8000"):
         RemoteEngine(url, "m", ByteTokenizer())
 
 
-def test_a_refusal_names_the_endpoint_and_the_fix() -> None:
-    """Status and text of the server are in the message."""
+def test_an_error_status_names_the_endpoint_and_the_fix() -> None:
+    """The server's status and text are in the message."""
     with pytest.raises(ConfigError, match=r"http://host:1/v1/completions: got 404.*vllm serve"):
         complete({}, [], status=404)
 
@@ -139,7 +139,7 @@ OTHERS = (None, 7, 1.5, True, "x", [], {}, [None], ["x"], [[]], {"x": 1})
 
 
 def other_types() -> Iterator[object]:
-    """Answers with a value of another type in each place."""
+    """Yield responses with a value of a wrong type in each position."""
     yield from OTHERS
     yield from ({"choices": other} for other in OTHERS)
     yield from ({"choices": [other]} for other in OTHERS)
@@ -150,10 +150,10 @@ def other_types() -> Iterator[object]:
     yield from ({"choices": [{**SOUND, "token_ids": [other]}]} for other in (-1, 1.5, True, "1"))
 
 
-def test_answers_of_other_types_are_told_in_one_line() -> None:
-    """None of them is a completion, and none a traceback."""
-    answers = [json.dumps(answer).encode() for answer in other_types()]
-    for body in (*answers, b"", b"<html>", b"\xff", b"[" * 10_000):
+def test_responses_of_wrong_types_are_reported_in_one_line() -> None:
+    """None of them is accepted as a completion or causes a traceback."""
+    responses = [json.dumps(response).encode() for response in other_types()]
+    for body in (*responses, b"", b"<html>", b"\xff", b"[" * 10_000):
         transport = httpx.MockTransport(lambda _, body=body: httpx.Response(200, content=body))
         engine = RemoteEngine("http://host:1/v1/", "m", ByteTokenizer(), transport=transport)
         with pytest.raises(AnswerInvalid, match=r"http://host:1/v1/completions: got") as caught:
@@ -161,24 +161,24 @@ def test_answers_of_other_types_are_told_in_one_line() -> None:
         assert "\n" not in str(caught.value)
 
 
-def test_log_probs_that_were_not_given_are_no_numbers() -> None:
-    """None for a token, as servers write for the first, is not taken for a log-prob."""
+def test_missing_log_probs_are_nan() -> None:
+    """Servers may write null for a token, such as the first."""
     got = complete({**SOUND, "logprobs": {"token_logprobs": [None]}}, [])
     assert len(got.log_probs) == 1 and math.isnan(got.log_probs[0])
 
 
 @pytest.mark.parametrize("name", DRIPS)
-def test_an_answer_that_drips_has_one_deadline(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """Over head and body, however often a byte arrives."""
+def test_a_slow_response_has_one_deadline(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """For headers and body together, however often a byte arrives."""
     monkeypatch.setattr(remote_engine, "TIMEOUT", 0.4)
-    with endless(*DRIPS[name]) as (url, _), pytest.raises(ConfigError, match="Timeout") as told:
+    with endless(*DRIPS[name]) as (url, _), pytest.raises(ConfigError, match="Timeout") as caught:
         asyncio.run(RemoteEngine(url, "m", ByteTokenizer()).generate([1], SAMPLING))
-    assert not isinstance(told.value, AnswerInvalid)
+    assert not isinstance(caught.value, AnswerInvalid)
 
 
-def test_an_answer_without_end_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is no answer of an engine, and at most so many bytes of it are read."""
+def test_an_endless_response_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At most MAX_BYTES of it are read."""
     monkeypatch.setattr(remote_engine, "MAX_BYTES", 100_000)
-    said = "more than 100000 bytes"
-    with endless(*FLOOD, pause=0.0) as (url, _), pytest.raises(AnswerInvalid, match=said):
+    message = "more than 100000 bytes"
+    with endless(*FLOOD, pause=0.0) as (url, _), pytest.raises(AnswerInvalid, match=message):
         asyncio.run(RemoteEngine(url, "m", ByteTokenizer()).generate([1], SAMPLING))

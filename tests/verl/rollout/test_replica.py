@@ -1,4 +1,4 @@
-"""The vLLM replica, for real: log-probs, seeds, stops, weight updates, and its end."""
+"""A real vLLM replica: log-probs, seeds, stop strings and weight updates."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ TOLERANCE = 1e-3
 
 @dataclass
 class RecordingAgent:
-    """The search agent, keeping every request its engine gets."""
+    """The search agent; records every request to its engine."""
 
     agent: DialogueAgent
     requests: list[tuple[tuple[int, ...], Sampling]] = field(default_factory=list)
@@ -64,8 +64,8 @@ class Replica:
 
     def rollout(self, starts: list[Trajectory], temperature: float = 1.0) -> list[Trajectory]:
         sampling = Sampling(max_tokens=8, temperature=temperature)
-        ended = self.running.loop.run_until_complete(self.replica.rollout(starts, sampling))
-        return [ended[i] for i in range(len(starts))]
+        finished = self.running.loop.run_until_complete(self.replica.rollout(starts, sampling))
+        return [finished[i] for i in range(len(starts))]
 
     def prompt(self, text: str) -> Prompt:
         return Prompt("test#0", tuple(self.running.tokenizer.encode(text)), "test", ("x",))
@@ -73,26 +73,26 @@ class Replica:
 
 @pytest.fixture
 def replica(vllm: Running) -> Replica:
-    """A replica of two-turn dialogues."""
+    """A replica for dialogues of two turns with tools."""
     limits = Limits(max_turns=2, max_response_length=16, max_prompt_length=MAX_PROMPT)
     agent = RecordingAgent(search_agent(EmptyRetrieval(), vllm.tokenizer, limits))
 
     def build(config: Config) -> Agent:
         return agent
 
-    made = RolloutReplica(tiny_config(vllm.folder), build, replica=0)
-    made.engine = vllm.engine
-    return Replica(vllm, made, agent)
+    replica = RolloutReplica(tiny_config(vllm.folder), build, replica=0)
+    replica.engine = vllm.engine
+    return Replica(vllm, replica, agent)
 
 
 def assert_log_probs_match(model: LlamaForCausalLM, prompt: Sequence[int], got: Completion) -> None:
-    """The engine's log-probs are those of `model`."""
+    """Assert that the engine's log-probs are those of `model`."""
     expected = exact_log_probs(model, [*prompt, *got.ids], len(prompt))
     assert got.log_probs == pytest.approx(expected, abs=TOLERANCE)
 
 
 def test_line_01_trained_log_probs_match_over_a_whole_trajectory(replica: Replica) -> None:
-    """Over turns and feedback, every policy token's log-prob is that of the joined sequence."""
+    """Over several turns, every policy token's log-prob is that of the whole sequence."""
     model = model_in(replica.running.folder)
     (done,) = replica.rollout([start_trajectory(replica.prompt("Who?"), seed=5)])
     position = 0
@@ -107,7 +107,7 @@ def test_line_01_trained_log_probs_match_over_a_whole_trajectory(replica: Replic
 
 
 def test_line_12_seeds_differ_in_a_group_and_reproduce_it(replica: Replica) -> None:
-    """Samples of one prompt are distinct, and the same seeds give the same samples."""
+    """Samples of one prompt differ, and the same seeds give the same samples."""
     starts = [start_trajectory(replica.prompt("Who?"), "1/0", n, seed=n) for n in range(6)]
     first, second = replica.rollout(starts), replica.rollout(starts)
     assert len({tuple(t.ids) for t in first}) == len(starts)
@@ -116,7 +116,7 @@ def test_line_12_seeds_differ_in_a_group_and_reproduce_it(replica: Replica) -> N
 
 
 def test_line_13_greedy_is_greedy_on_every_turn(replica: Replica) -> None:
-    """Temperature 0 reaches each request, and the tokens are the most likely ones."""
+    """Every request has temperature 0, and the tokens are the most likely ones."""
     replica.agent.requests.clear()
     (done,) = replica.rollout([start_trajectory(replica.prompt("Why?"), seed=3)], temperature=0.0)
     assert [sampling.temperature for _, sampling in replica.agent.requests] == [0.0] * 3
@@ -128,7 +128,7 @@ def test_line_13_greedy_is_greedy_on_every_turn(replica: Replica) -> None:
 
 
 def test_line_05_each_request_is_a_prefix_of_the_trajectory(replica: Replica) -> None:
-    """The engine is given exactly the context that is trained on."""
+    """The engine gets exactly the context that is trained on."""
     replica.agent.requests.clear()
     (done,) = replica.rollout([start_trajectory(replica.prompt("When?"), seed=1)])
     for ids, _ in replica.agent.requests:
@@ -136,7 +136,7 @@ def test_line_05_each_request_is_a_prefix_of_the_trajectory(replica: Replica) ->
 
 
 def test_line_02_generation_stops_at_the_stop_string_and_keeps_its_token(vllm: Running) -> None:
-    """A stop string that ends inside a token keeps that token whole, and nothing after it."""
+    """A stop string that ends inside a token keeps the whole token, and nothing after it."""
     prompt = vllm.tokenizer.encode("Tell me")
     free = vllm.generate(prompt, seed=4, max_tokens=12)
     words = [vllm.tokenizer.decode([i]) for i in free.ids]
@@ -150,7 +150,7 @@ def test_line_02_generation_stops_at_the_stop_string_and_keeps_its_token(vllm: R
 
 
 def test_line_02_a_sampled_end_of_sequence_is_kept(vllm: Running, tmp_path: Path) -> None:
-    """The end-of-sequence token is among the ids, with its log-prob, and in the text."""
+    """The end-of-sequence token is in the ids, with its log-prob, and in the text."""
     eos = vllm.tokenizer.eos_token_id
     model = model_in(vllm.folder)
     prompt = vllm.tokenizer.encode("The end")
@@ -166,13 +166,13 @@ def test_line_02_a_sampled_end_of_sequence_is_kept(vllm: Running, tmp_path: Path
 
 
 def update(vllm: Running, model: LlamaForCausalLM, folder: Path, version: int) -> None:
-    """Bring `model` into the engine as the trainer does it."""
+    """Load `model` into the engine as the trainer does, from a folder."""
     model.save_pretrained(folder)
     vllm.update(folder, version)
 
 
 def test_line_14_updated_weights_are_used_with_no_old_cache(vllm: Running, tmp_path: Path) -> None:
-    """After an update the same prompt has the new model's log-probs, and the new version."""
+    """After an update, the same prompt has the new model's log-probs and the new version."""
     prompt = vllm.tokenizer.encode("The same long prompt again and again. " * 40)
     assert len(prompt) > 256  # several cache blocks
     for version in (7, 8):
@@ -184,7 +184,7 @@ def test_line_14_updated_weights_are_used_with_no_old_cache(vllm: Running, tmp_p
 
 
 def stream(vllm: Running, model: LlamaForCausalLM, version: int) -> None:
-    """Bring `model` into the engine as a rank on its device does it, without files."""
+    """Send `model` to the engine as a rank on its device does, without files."""
     name, engine, cpu = secrets.token_hex(4), vllm.engine, torch.device("cpu")
     assert vllm.loop.run_until_complete(engine.cards()) == [device_key(cpu)]
     named = [
@@ -197,14 +197,14 @@ def stream(vllm: Running, model: LlamaForCausalLM, version: int) -> None:
 
 
 @pytest.mark.parametrize("is_streamed", [False, True], ids=["folder", "stream"])
-def test_weights_that_sleep_dropped_come_whole_with_the_next(
+def test_weights_that_were_dropped_by_sleep_are_loaded_completely(
     vllm: Running, tmp_path: Path, is_streamed: bool
 ) -> None:
-    """Sleep of level 2 keeps buffers alone: a folder of weights, or a stream, must bring the rest;
-    a tied head with them, and nothing that older weights cached stays."""
-    forgetting = vllm.engine._llm.collective_rpc("forget_weights")
-    (forgotten,) = vllm.loop.run_until_complete(forgetting)
-    assert forgotten > 10
+    """Sleep level 2 keeps only buffers: a folder or a stream must contain all weights, including a
+    tied head, and cached prefixes of older weights are dropped."""
+    dropping = vllm.engine._llm.collective_rpc("forget_weights")
+    (num_dropped,) = vllm.loop.run_until_complete(dropping)
+    assert num_dropped > 10
     model = tiny_llama(eos_token_id=vllm.tokenizer.eos_token_id, seed=9)
     if is_streamed:
         stream(vllm, model, version=9)
@@ -216,8 +216,8 @@ def test_weights_that_sleep_dropped_come_whole_with_the_next(
     assert_log_probs_match(model, prompt, got)
 
 
-def test_long_seeded_prompts_at_once_are_never_prefilled_in_chunks(vllm: Running) -> None:
-    """More prompt tokens than one step holds still work with seeds on CPU."""
+def test_concurrent_long_seeded_prompts_are_not_prefilled_in_chunks(vllm: Running) -> None:
+    """More prompt tokens than one step can process still work with seeds on the CPU."""
     length = MAX_PROMPT
     prompts = [[(7 * n + i) % 40000 + 100 for i in range(length)] for n in range(40)]
     assert length * len(prompts) > 2 * 8192
@@ -233,6 +233,6 @@ def test_long_seeded_prompts_at_once_are_never_prefilled_in_chunks(vllm: Running
 
 
 def test_the_engine_process_is_one_and_quiet(vllm: Running) -> None:
-    """The engine core runs in a single process of its own."""
+    """The engine core runs in a single separate process."""
     assert len(children()) >= 1
     assert os.environ["VLLM_LOGGING_LEVEL"] == "ERROR"

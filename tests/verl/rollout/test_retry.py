@@ -1,4 +1,4 @@
-"""What happens to trajectories while the retriever is away, errs or hangs."""
+"""Trajectories while the retriever is unavailable, fails or hangs."""
 
 import logging
 import re
@@ -29,7 +29,7 @@ SAMPLING = Sampling(max_tokens=100)
 
 
 def starts(count: int = 4) -> list[Trajectory]:
-    """Started trajectories with a group and a seed of their own."""
+    """Return started trajectories, each with its own group and seed."""
     return [
         start_trajectory(prompt, group=f"1/{i}", sample=i, seed=100 + i)
         for i, prompt in enumerate(prompts(count))
@@ -38,7 +38,7 @@ def starts(count: int = 4) -> list[Trajectory]:
 
 @dataclass
 class Away(Tool):
-    """A tool that answers after so many probes, or never."""
+    """A tool that answers after `probes_until_back` probes, or never."""
 
     probes_until_back: float = 0
     max_outage: float = 1800.0
@@ -56,7 +56,7 @@ class Away(Tool):
 
 
 def failing(replicas: RecordingReplicas, failures: dict[int, float]) -> RecordingReplicas:
-    """Each sample fails in as many rounds as `failures` says."""
+    """Make each sample fail in its number of rounds in `failures`."""
     left = dict(failures)
 
     def fail(start: Trajectory) -> bool:
@@ -69,18 +69,18 @@ def failing(replicas: RecordingReplicas, failures: dict[int, float]) -> Recordin
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Probes follow each other at once."""
+    """Remove the pause between probes."""
     monkeypatch.setattr(pool, "POLL_S", 0.001)
 
 
-def test_line_19_what_failed_is_sampled_again_as_it_was_started() -> None:
-    """Same seed, group and place; what was finished is not touched; everything is counted."""
+def test_line_19_failed_trajectories_are_sampled_again_from_their_start() -> None:
+    """With the same seed, group and position; finished ones are kept; retries are counted."""
     replicas = failing(RecordingReplicas([]), {1: 1, 3: 2})
     rollout = RetryingRollout(replicas, Environment())
-    begun = starts()
-    finished = rollout.generate(begun, SAMPLING)
+    started = starts()
+    finished = rollout.generate(started, SAMPLING)
     assert [t.status for t in finished] == [Status.ANSWERED] * 4
-    assert [(t.group, t.seed) for t in finished] == [(t.group, t.seed) for t in begun]
+    assert [(t.group, t.seed) for t in finished] == [(t.group, t.seed) for t in started]
     assert [[t.seed for t in sent] for sent, _ in replicas.requests] == [
         [100, 101, 102, 103], [101, 103], [103],
     ]  # fmt: skip
@@ -91,8 +91,8 @@ def test_line_19_what_failed_is_sampled_again_as_it_was_started() -> None:
     assert set(rollout.take_faults().values()) == {0}
 
 
-def test_what_fails_though_the_retriever_answers_has_failed_in_the_end() -> None:
-    """A query that no server can answer does not hold the run up for ever."""
+def test_repeated_failures_while_the_retriever_answers_are_final() -> None:
+    """A query that no server can answer does not block the run for ever."""
     replicas = failing(RecordingReplicas([]), {2: 1000})
     rollout = RetryingRollout(replicas, Environment())
     finished = rollout.generate(starts(), SAMPLING)
@@ -102,7 +102,7 @@ def test_what_fails_though_the_retriever_answers_has_failed_in_the_end() -> None
 
 
 def test_an_outage_is_waited_for(caplog: pytest.LogCaptureFixture) -> None:
-    """Nothing is sampled while the retriever is away; one line says so, one that it is back."""
+    """Nothing is sampled meanwhile; one line reports the outage, another its end."""
     replicas = failing(RecordingReplicas([]), {0: 1, 1: 1})
     tool = Away(20)
     rollout = RetryingRollout(replicas, Environment((tool,)))
@@ -123,10 +123,10 @@ def test_an_outage_is_waited_for(caplog: pytest.LogCaptureFixture) -> None:
     assert rollout.take_faults()["fault/outage_s"] > 0
 
 
-def test_the_lines_of_an_outage_come_at_intervals(
+def test_an_outage_is_logged_at_intervals(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Another line comes when LINE_S are over, and tells the time."""
+    """A further line is logged after LINE_S seconds."""
     monkeypatch.setattr(pool, "LINE_S", 0.0)
     replicas = failing(RecordingReplicas([]), {0: 1})
     with caplog.at_level(logging.WARNING):
@@ -135,7 +135,7 @@ def test_the_lines_of_an_outage_come_at_intervals(
 
 
 def test_an_outage_that_lasts_too_long_ends_the_run() -> None:
-    """The message says how long, the limit, and what to do; the exit status is 4."""
+    """The message has the duration, the limit and the fix; the exit status is 4."""
     tools = Environment((Away(float("inf"), max_outage=0.05),))
     rollout = RetryingRollout(failing(RecordingReplicas([]), {0: 1}), tools)
     with pytest.raises(ToolOutage, match=r"there:1.*max_outage=0\.05.*start it") as caught:
@@ -145,7 +145,7 @@ def test_an_outage_that_lasts_too_long_ends_the_run() -> None:
 
 @dataclass
 class Clock:
-    """Time that passes where somebody sleeps, or probes; its zero is anywhere."""
+    """A clock that advances only by sleeping and probing; its origin is arbitrary."""
 
     now: float = -1000.0
     slept: list[float] = field(default_factory=list)
@@ -160,7 +160,7 @@ class Clock:
 
 @dataclass
 class Slow(Away):
-    """Takes four seconds for each probe, and notes how long it might have taken."""
+    """A tool whose probes take four seconds; records the timeout of each."""
 
     clock: Clock = field(default_factory=Clock)
     allowed: list[float] = field(default_factory=list)
@@ -171,11 +171,11 @@ class Slow(Away):
         return super().probe(seconds)
 
 
-def outage_of(tool: Slow, monkeypatch: pytest.MonkeyPatch, began: float | None = None) -> Outage:
-    """On the tool's clock, with two seconds between probes."""
+def outage_of(tool: Slow, monkeypatch: pytest.MonkeyPatch, started: float | None = None) -> Outage:
+    """Return an outage on the tool's clock, with two seconds between probes."""
     monkeypatch.setattr(pool, "time", tool.clock)
     monkeypatch.setattr(pool, "POLL_S", 2.0)
-    return Outage(Environment((tool,)), lambda: None, began)
+    return Outage(Environment((tool,)), lambda: None, started)
 
 
 @pytest.mark.parametrize(
@@ -189,21 +189,21 @@ def test_an_outage_is_timed_to_the_second(
     max_outage: float, allowed: list[float], last_pause: float, away: int,
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
-    """Probes begin every six seconds and have what is left; a line comes after each thirty."""
+    """Probes start every six seconds with the remaining time; a line is logged every thirty."""
     tool = Slow(float("inf"), max_outage)
     with pytest.raises(ToolOutage, match=f"for {away} s, no less than .*={max_outage:g}"):
         outage_of(tool, monkeypatch).wait(1)
     assert tool.allowed == allowed
     assert tool.clock.slept == [2.0] * (len(allowed) - 2) + [last_pause]
-    told = [record.getMessage() for record in caplog.records]
-    assert ["for 4 s" in told[0], "for 34 s" in told[1], len(told)] == [True, True, 2]
-    assert f"up to {max_outage - 4:.0f} s more" in told[0]
+    lines = [record.getMessage() for record in caplog.records]
+    assert ["for 4 s" in lines[0], "for 34 s" in lines[1], len(lines)] == [True, True, 2]
+    assert f"up to {max_outage - 4:.0f} s more" in lines[0]
 
 
-def test_an_outage_goes_on_from_where_it_began(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tool that was back for nothing was away all the time; seconds are those of this wait."""
+def test_an_outage_continues_from_its_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If a tool came back without any progress; the returned seconds are those of this wait."""
     tool = Slow(3, max_outage=100.0)
-    outage = outage_of(tool, monkeypatch, began=tool.clock.now - 60.0)
+    outage = outage_of(tool, monkeypatch, started=tool.clock.now - 60.0)
     assert outage.wait(1) == 22.0
     assert tool.allowed == [30, 30, 28, 22]
     assert outage.wait(1) == 0.0  # it answers at once
@@ -213,7 +213,7 @@ def test_an_outage_goes_on_from_where_it_began(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_seconds_of_an_outage_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of each step, from its first probe to the one that is answered."""
+    """For each step, from its first probe to the one that is answered."""
     tool = Slow(2)
     outage_of(tool, monkeypatch)
     replicas = failing(RecordingReplicas([]), {0: 1, 1: 2})
@@ -225,8 +225,8 @@ def test_seconds_of_an_outage_are_counted(monkeypatch: pytest.MonkeyPatch) -> No
     assert rollout.take_faults()["fault/outage_s"] == 16.0
 
 
-def test_a_run_whose_time_is_over_waits_no_longer() -> None:
-    """What the run is asked between steps is asked while it waits, too."""
+def test_a_run_whose_time_is_over_stops_waiting() -> None:
+    """The check that is made between steps is also made while the run waits."""
 
     def check() -> None:
         raise Interrupted("time is over")
@@ -237,8 +237,8 @@ def test_a_run_whose_time_is_over_waits_no_longer() -> None:
         rollout.generate(starts(), SAMPLING)
 
 
-def test_a_retriever_that_is_back_for_nothing_is_not_waited_for_without_end() -> None:
-    """Away, back, and away again while nothing finishes is one outage; each round is no new one."""
+def test_a_flapping_retriever_is_not_waited_for_endlessly() -> None:
+    """Unavailable, back and unavailable again without any progress is a single outage."""
 
     class Flapping(Away):
         def probe(self, seconds: float) -> str:
@@ -254,7 +254,7 @@ def test_a_retriever_that_is_back_for_nothing_is_not_waited_for_without_end() ->
 def play(
     faults: FaultConfig, timeout: float
 ) -> tuple[list[Trajectory], InProcess, RetryingRollout]:
-    """Sixty dialogues with a server that is spoilt as `faults` says; `timeout` as of the client."""
+    """Run 60 dialogues with a server that injects `faults`; `timeout` is the client's."""
     with running(FaultInjector(create_app(Watched()), faults)) as url:
         replicas = InProcess(url, timeout)
         config = Config()
@@ -264,8 +264,8 @@ def play(
         return rollout.generate(starts(60), SAMPLING), replicas, rollout
 
 
-def test_line_19_errors_and_hangs_leave_no_trace_in_what_is_trained_on() -> None:
-    """With 20 % errors and 5 % hangs of a real server, ids and masks are those without any."""
+def test_line_19_errors_and_hangs_do_not_change_the_trained_tokens() -> None:
+    """With 20 % errors and 5 % hangs of a real server, ids and masks are those without faults."""
     undisturbed, _, calm = play(FaultConfig(), 60.0)
     disturbed, replicas, rollout = play(FaultConfig(0.2, 0.05, 0), 1.0)
     assert [t.status for t in disturbed] == [Status.ANSWERED] * 60
@@ -283,7 +283,7 @@ def test_line_19_errors_and_hangs_leave_no_trace_in_what_is_trained_on() -> None
 
 
 def test_a_tool_that_refuses_the_run_ends_it_at_once() -> None:
-    """Found by the probe in the driver, or by a call beside an engine: no round is made in vain."""
+    """Whether the probe in the driver or a call in a replica is refused; there is no retry."""
 
     class Refusing(Away):
         def probe(self, seconds: float) -> str:
@@ -301,8 +301,8 @@ def test_a_tool_that_refuses_the_run_ends_it_at_once() -> None:
 
 
 @pytest.mark.parametrize(("num_failed", "ends"), [(0, False), (1, False), (2, True), (100, True)])
-def test_a_share_of_what_is_lost_is_allowed(num_failed: int, ends: bool) -> None:
-    """2 % of a hundred is two of them, here a group; one more group is too much."""
+def test_a_share_of_trajectories_may_be_lost(num_failed: int, ends: bool) -> None:
+    """2 % of 100 trajectories is one group of two; a second group is too much."""
     everyone = [start_trajectory(p, group=str(i // 2)) for i, p in enumerate(prompts(100))]
     failed = everyone[: 2 * num_failed : 2]
     if ends:
@@ -314,21 +314,21 @@ def test_a_share_of_what_is_lost_is_allowed(num_failed: int, ends: bool) -> None
         assert len(complete_groups(everyone, failed, "step 3", 0.02)) == 100 - 2 * num_failed
 
 
-def test_a_loss_is_told_with_its_last_failure_and_what_would_allow_it(
+def test_a_loss_is_reported_with_its_last_failure_and_the_option_that_allows_it(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """As the end of the run, and, where it is allowed, as a line in its log."""
+    """As an error, and in the log if the loss is allowed."""
     everyone = [start_trajectory(p, group=str(i // 2)) for i, p in enumerate(prompts(100))]
     failed = [everyone[0], everyone[2], everyone[4]]
     for number, trajectory in enumerate(failed):
         trajectory.error = f"error {number}"
-    told = f"the last ({failed[-1].prompt.uid}) with: error 2; 6 of 100 are lost"
+    message = f"the last ({failed[-1].prompt.uid}) with: error 2; 6 of 100 are lost"
     with pytest.raises(ToolOutage) as caught:
         complete_groups(everyone, failed, "step 3", 0.05)
-    assert told in str(caught.value) and "step 3: 3 trajectories" in str(caught.value)
+    assert message in str(caught.value) and "step 3: 3 trajectories" in str(caught.value)
     assert str(caught.value).endswith("or allow it: trainer.max_lost_share=0.06")
     assert len(complete_groups(everyone, failed, "step 3", 0.06)) == 94
-    assert told in caplog.text
+    assert message in caplog.text
 
 
 @given(
@@ -336,12 +336,12 @@ def test_a_loss_is_told_with_its_last_failure_and_what_would_allow_it(
     data=st.data(),
     max_share=st.sampled_from([0.0, 0.02, 0.25, 1.0]),
 )
-def test_after_any_failures_what_is_kept_are_whole_groups(
+def test_only_complete_groups_are_kept_after_failures(
     sizes: list[int], data: st.DataObject, max_share: float
 ) -> None:
-    """All groups without a failure and no other, in their order; or the run ends for the share.
+    """All groups without a failure are kept, in order, or the run ends because of the share.
 
-    The share that it is then told to allow is enough; where nothing is left, none is.
+    The share that the message suggests is then sufficient; if nothing is left, none is suggested.
     """
     prompt = prompts(2)[0]
     everyone = [
@@ -349,22 +349,22 @@ def test_after_any_failures_what_is_kept_are_whole_groups(
         for g, size in enumerate(sizes) for i in range(size)
     ]  # fmt: skip
     failed = data.draw(st.lists(st.sampled_from(everyone), unique_by=id))
-    sound = [t for t in everyone if t.group not in {f.group for f in failed}]
-    num_lost = len(everyone) - len(sound)
-    if failed and (not sound or num_lost / len(everyone) > max_share):
+    expected = [t for t in everyone if t.group not in {f.group for f in failed}]
+    num_lost = len(everyone) - len(expected)
+    if failed and (not expected or num_lost / len(everyone) > max_share):
         with pytest.raises(ToolOutage, match=rf"{num_lost} of {len(everyone)} ") as caught:
             complete_groups(everyone, failed, "step 3", max_share)
-        told = re.search(r"allow it: trainer.max_lost_share=(.*)$", str(caught.value))
-        assert (told is None) == (not sound)
-        if told:
-            assert complete_groups(everyone, failed, "step 3", float(told[1])) == sound
+        suggested = re.search(r"allow it: trainer.max_lost_share=(.*)$", str(caught.value))
+        assert (suggested is None) == (not expected)
+        if suggested:
+            assert complete_groups(everyone, failed, "step 3", float(suggested[1])) == expected
     else:
-        assert complete_groups(everyone, failed, "step 3", max_share) == sound
+        assert complete_groups(everyone, failed, "step 3", max_share) == expected
 
 
 @dataclass
 class Serving(Tool):
-    """A tool that says what it serves, if anything."""
+    """A tool that returns a fingerprint of its corpus, if there is one."""
 
     corpus: str = ""
     name = "search"
@@ -376,7 +376,7 @@ class Serving(Tool):
 
 @pytest.mark.parametrize(("corpus", "is_another"), [("a", False), ("", False), ("b", True)])
 def test_a_service_that_changed_ends_the_run(corpus: str, is_another: bool) -> None:
-    """Nothing sampled with another corpus is handed on; a server that cannot tell is believed."""
+    """Nothing sampled with another corpus is returned; a server without fingerprint is accepted."""
     served = {"corpus": "a", "data": "d"}
     rollout = RetryingRollout(
         RecordingReplicas([]), Environment((Serving(corpus),)), expected_identity=served

@@ -1,4 +1,4 @@
-"""How old what is trained on may be, what is sampled ahead, and that nothing is lost of it."""
+"""Asynchronous sampling: the bound on staleness, resuming, schedules, and that nothing is lost."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ NUM_ROWS, BATCH, GROUP = 8, 3, 2
 
 @dataclass
 class Folders:
-    """The ranks' side of a hand-over: which versions lie in files."""
+    """The ranks' side of a weight transfer: the versions whose files exist."""
 
     present: set[int] = field(default_factory=set)
 
@@ -51,7 +51,7 @@ class Folders:
 
 
 class TickingEngine(RolloutEngine):
-    """Takes some turns of the loop for everything; tokens follow from weights, seed and place."""
+    """An engine with random delays, whose tokens depend on weights, seed and position."""
 
     takes_weights = True
     can_interrupt = True
@@ -60,8 +60,8 @@ class TickingEngine(RolloutEngine):
         self._draw, self._folders = draw, folders
         self.weight_version, self.num_running, self._num_interrupts = 0, 0, 0
 
-    async def _work(self, most: int = 12) -> None:
-        for _ in range(self._draw.randrange(most)):
+    async def _delay(self, max_ticks: int = 12) -> None:
+        for _ in range(self._draw.randrange(max_ticks)):
             await asyncio.sleep(0)
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
@@ -71,14 +71,14 @@ class TickingEngine(RolloutEngine):
         self.num_running += 1
         try:
             while len(ids) < sampling.max_tokens:
-                await self._work(most=5)
+                await self._delay(max_ticks=5)
                 if self._num_interrupts > before:
                     reason = INTERRUPTED
                     break
                 ids.append(source.randrange(1000))
         finally:
             self.num_running -= 1
-        assert self.weight_version == version, "weights changed under a request"
+        assert self.weight_version == version, "weights changed during a request"
         return Completion(tuple(ids), (-1.0,) * len(ids), "x" * len(ids), reason, version)
 
     async def interrupt(self) -> None:
@@ -88,22 +88,22 @@ class TickingEngine(RolloutEngine):
         for _ in range(2):
             assert version in self._folders.present, "its files were removed while they were read"
             assert self.num_running == 0
-            await self._work()
+            await self._delay()
         self.weight_version = version
 
 
 class Letters:
-    """Decodes every id as one letter."""
+    """A tokenizer that decodes every id to one letter."""
 
     def decode(self, ids: Sequence[int]) -> str:
         return "x" * len(ids)
 
 
 class TurningAgent:
-    """Takes one to three turns, with a tool between them that answers after a while."""
+    """An agent with one to three turns and a slow tool between them; some trajectories fail."""
 
-    def __init__(self, draw: random.Random, broken_share: float = 0.0) -> None:
-        self._draw, self._broken_share = draw, broken_share
+    def __init__(self, draw: random.Random, failed_share: float = 0.0) -> None:
+        self._draw, self._failed_share = draw, failed_share
 
     async def run(self, start: Trajectory, engine: RolloutEngine, sampling: Sampling) -> Trajectory:
         segments, planned = list(start.segments), random.Random(start.seed)
@@ -112,8 +112,9 @@ class TurningAgent:
             segments.append(_policy_segment(await engine.generate((1,), request)))
             for _ in range(self._draw.randrange(9)):
                 await asyncio.sleep(0)
-        broke = self._draw.random() < self._broken_share
-        return replace(start, segments=segments, status=Status.FAILED if broke else Status.ANSWERED)
+        is_failed = self._draw.random() < self._failed_share
+        status = Status.FAILED if is_failed else Status.ANSWERED
+        return replace(start, segments=segments, status=status)
 
 
 @dataclass
@@ -126,7 +127,7 @@ class World:
     folders: Folders
 
     def step(self, number: int, ticks: int = 0) -> list[Trajectory]:
-        """Take a step's trajectories, and train for so long."""
+        """Collect a step's trajectories, and train for `ticks` iterations of the loop."""
         if self.replicas.version == 0:
             self.replicas.update_weights(self.folders)
         samples, _ = self.collector.collect(number, Timings())
@@ -137,14 +138,14 @@ class World:
 
 @contextmanager
 def world(
-    seed: int, staleness: int, num_steps: int = 9, with_filter: bool = False, broken: float = 0.0,
-    out: Path | None = None, replay: Path | None = None, delays: int | None = None,
-    num_replicas: int | None = None,
+    seed: int, staleness: int, num_steps: int = 9, with_filter: bool = False,
+    failed_share: float = 0.0, out: Path | None = None, replay: Path | None = None,
+    delays: int | None = None, num_replicas: int | None = None,
 ) -> Iterator[World]:  # fmt: skip
-    """Sampling of the prompts of `seed`, with delays drawn from it too unless from `delays`."""
+    """Set up sampling; `seed` determines the options, prompts and, without `delays`, the timing."""
     draw, config, folders = random.Random(seed if delays is None else delays), Config(), Folders()
-    kept = ExitStack()
-    out = out or Path(kept.enter_context(tempfile.TemporaryDirectory()))
+    stack = ExitStack()
+    out = out or Path(stack.enter_context(tempfile.TemporaryDirectory()))
     config.trainer.default_local_dir = str(out)
     config.actor_rollout_ref.model.path = "nowhere"
     rollout = config.actor_rollout_ref.rollout
@@ -156,7 +157,7 @@ def world(
     config.algorithm.filter_groups.max_num_gen_batches = 3
     hosts = []
     for number in range(num_replicas or 1 + seed % 3):
-        hosts.append(RolloutReplica(config, lambda _: TurningAgent(draw, broken), number))
+        hosts.append(RolloutReplica(config, lambda _: TurningAgent(draw, failed_share), number))
         hosts[-1].engine = TickingEngine(draw, folders)
         hosts[-1]._tokenizer = Letters()
     group: Any = LocalGroup(hosts, draw)
@@ -168,25 +169,25 @@ def world(
         PromptSampler(NUM_ROWS, BATCH, seed=seed), EachAlone(lambda t: Reward(draw.random() > 0.6)),
         last_step=num_steps,
     )  # fmt: skip
-    with kept:
+    with stack:
         yield World(collector, replicas, group, folders)
         group.close()
 
 
 def ages(step: int, trajectories: Sequence[Trajectory]) -> set[int]:
-    """By how many versions the tokens are older than the weights that step starts with."""
-    spoken = (s for t in trajectories for s in t.segments if s.origin is Origin.POLICY)
-    return {step - version for segment in spoken for version, _ in segment.version_runs}
+    """Return how many versions the tokens are older than the weights at the start of the step."""
+    segments = (s for t in trajectories for s in t.segments if s.origin is Origin.POLICY)
+    return {step - version for segment in segments for version, _ in segment.version_runs}
 
 
 @pytest.mark.parametrize("staleness", range(5))
-def test_what_a_step_trains_on_is_no_older_than_max_staleness(staleness: int) -> None:
-    """Over 1,000 schedules in all: any delays, 1 to 3 replicas, weights at once, between turns or
-    between batches, with and without dynamic sampling, tools that break. The bound is reached."""
+def test_a_step_trains_on_tokens_no_older_than_max_staleness(staleness: int) -> None:
+    """In 1,000 random worlds: any timing, 1 to 3 replicas, weights loaded at once, between turns or
+    between trajectories, with and without dynamic sampling and failures. The bound is tight."""
     seen: set[int] = set()
     for seed in range(200):
-        filters, broken = seed % 5 == 0, 0.1 * (seed % 7 == 0)
-        with world(seed, staleness, with_filter=filters, broken=broken) as run:
+        filters, failed_share = seed % 5 == 0, 0.1 * (seed % 7 == 0)
+        with world(seed, staleness, with_filter=filters, failed_share=failed_share) as run:
             for step in range(1, 10):
                 found = ages(step, run.step(step, ticks=seed % 50))
                 assert found <= set(range(staleness + 1)), (seed, step)
@@ -195,20 +196,20 @@ def test_what_a_step_trains_on_is_no_older_than_max_staleness(staleness: int) ->
 
 
 @pytest.mark.parametrize("staleness", [1, 2, 4])
-def test_prompts_are_those_of_the_synchronous_run_in_its_order(staleness: int) -> None:
-    """Nothing is discarded or doubled: same groups, rows and seeds for each step, whatever k."""
+def test_prompts_are_those_of_the_synchronous_run_in_order(staleness: int) -> None:
+    """Each step has the same groups, rows and seeds for any staleness."""
     for seed in range(20):
         with world(seed, 0) as first, world(seed, staleness) as second:
             for step in range(1, 10):
                 taken = [[(t.group, t.sample, t.prompt.uid, t.seed) for t in run.step(step, 5)]
                          for run in (first, second)]  # fmt: skip
                 assert taken[0] == taken[1]
-            assert not second.collector.batches  # nothing was begun that no step takes
+            assert not second.collector.batches  # nothing was started that no step takes
 
 
 @dataclass
 class Saved:
-    """A checkpoint, as far as it is of sampling."""
+    """The sampling state of a checkpoint."""
 
     folder: Path
     state: list[Any]
@@ -233,8 +234,8 @@ class Saved:
 
 
 @pytest.mark.parametrize("with_filter", [False, True])
-def test_a_killed_run_takes_up_what_it_had_drawn(with_filter: bool, tmp_path: Path) -> None:
-    """Every row is trained on as often as without the kills; no group is begun twice."""
+def test_a_killed_run_resumes_the_batches_it_had_drawn(with_filter: bool, tmp_path: Path) -> None:
+    """Every row is trained on as often as without the kills; no group is trained on twice."""
     for seed in range(20):
         taken: list[Trajectory] = []
         saved: Saved | None = None
@@ -254,12 +255,12 @@ def test_a_killed_run_takes_up_what_it_had_drawn(with_filter: bool, tmp_path: Pa
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 1), (2, 2), (4, 4), (4, 1), (3, 0)])
-def test_a_resumed_run_trains_on_what_was_finished(before: int, after: int, tmp_path: Path) -> None:
-    """Not one of them is sampled again, and the bound holds, also for another max_staleness. Where
-    there is time for all that is begun ahead, all of it is kept."""
+def test_a_resumed_run_uses_finished_trajectories(before: int, after: int, tmp_path: Path) -> None:
+    """They are not sampled again, and the bound holds, also for another max_staleness. If there was
+    time to finish all trajectories that were started ahead of time, all are kept."""
     num_kept = num_all = 0
     for seed in range(20):
-        with world(seed, before, broken=0.1 * (seed % 5 == 0)) as run:
+        with world(seed, before, failed_share=0.1 * (seed % 5 == 0)) as run:
             for step in range(1, 5):
                 run.step(step, ticks=20)
             saved = Saved.of(run, tmp_path / str(seed), ticks=20 + 400 * (seed % 2))
@@ -269,34 +270,34 @@ def test_a_resumed_run_trains_on_what_was_finished(before: int, after: int, tmp_
             saved.resume(run)
             assert saved.version == 5
             for step in range(5, 5 + before):
-                found = run.step(step, ticks=5)
-                assert ages(step, found) <= set(range(after + 1)), (seed, step)
-                for one in found:
-                    row = kept.get((one.group, one.sample, False))
+                trajectories = run.step(step, ticks=5)
+                assert ages(step, trajectories) <= set(range(after + 1)), (seed, step)
+                for trajectory in trajectories:
+                    saved_one = kept.get((trajectory.group, trajectory.sample, False))
                     num_all += 1
-                    if row is not None and min(row.versions) >= step - after:
-                        assert one == row.to_trajectory(start_of(one))
+                    if saved_one is not None and min(saved_one.versions) >= step - after:
+                        assert trajectory == saved_one.to_trajectory(start_of(trajectory))
                         num_kept += 1
     assert num_kept > num_all / 2 or before > after
 
 
 def start_of(trajectory: Trajectory) -> Trajectory:
-    """What it was begun from."""
-    one = trajectory
-    return start_trajectory(one.prompt, one.group, one.sample, one.seed)
+    """Return the started trajectory from which a trajectory was sampled."""
+    prompt, group = trajectory.prompt, trajectory.group
+    return start_trajectory(prompt, group, trajectory.sample, trajectory.seed)
 
 
 @pytest.mark.parametrize("staleness", [0, 3])
-def test_what_is_started_is_trained_on_or_counted(staleness: int, tmp_path: Path) -> None:
-    """Tools that break some trajectories for good, and a kill: each epoch has every row once, less
-    the groups that were left out, and those are the ones that the metrics count."""
+def test_every_started_group_is_trained_on_or_counted(staleness: int, tmp_path: Path) -> None:
+    """With permanent failures and a kill: each epoch has every row once, except for the dropped
+    groups, which the metrics count."""
     num_dropped = 0
     for seed in range(20):
         trained: list[Trajectory] = []
         saved: Saved | None = None
         counted = 0.0
         for first in (1, 5):
-            with world(seed, staleness, num_steps=8, broken=0.4) as run:
+            with world(seed, staleness, num_steps=8, failed_share=0.4) as run:
                 run.collector.config.trainer.max_lost_share = 0.99
                 if saved is None:
                     run.replicas.update_weights(run.folders)
@@ -318,13 +319,13 @@ def test_what_is_started_is_trained_on_or_counted(staleness: int, tmp_path: Path
 
 
 def undisturbed(seed: int, num_steps: int = 9) -> Counter[str]:
-    """How often so many steps train on each row, from the order of the data alone."""
+    """Return how often `num_steps` steps train on each row, from the order of the data alone."""
     sampler, rows = PromptSampler(NUM_ROWS, BATCH, seed=seed), prompts(NUM_ROWS)
     return Counter(rows[row].uid for _ in range(num_steps) for row in sampler.next_batch())
 
 
-def told(trajectories: Sequence[Trajectory]) -> dict[tuple[str, int], list[Any]]:
-    """The tokens of each turn, and the weights of each stretch of them."""
+def turns_of(trajectories: Sequence[Trajectory]) -> dict[tuple[str, int], list[Any]]:
+    """Return the tokens and version runs of each turn, by trajectory."""
     return {
         (t.group, t.sample): [
             (s.ids, s.version_runs) for s in t.segments if s.origin is Origin.POLICY
@@ -333,11 +334,11 @@ def told(trajectories: Sequence[Trajectory]) -> dict[tuple[str, int], list[Any]]
     }
 
 
-def test_a_recorded_schedule_is_repeated_whatever_takes_how_long(tmp_path: Path) -> None:
-    """Each token by the weights that sampled it then: other delays change nothing, nor another
-    number of replicas, and neither does that the recorded run was killed and resumed in its middle.
-    Without the schedule they do. Turns that new weights cut are cut at the same tokens."""
-    num_alike = num_cut = 0
+def test_a_recorded_schedule_is_repeated_with_any_timing(tmp_path: Path) -> None:
+    """Each token is sampled by the recorded weights, and turns are interrupted at the same tokens,
+    whatever the timing and the number of replicas, and although the recorded run was killed and
+    resumed. Without the schedule, timing makes a difference."""
+    num_equal = num_interrupted = 0
     for seed in range(0, 60, 2):
         out, played = tmp_path / str(seed), list[Trajectory]()
         saved: Saved | None = None
@@ -354,14 +355,16 @@ def test_a_recorded_schedule_is_repeated_whatever_takes_how_long(tmp_path: Path)
             again = [t for step in range(1, 9) for t in run.step(step, ticks=3)]
         with world(seed, staleness=2, out=out / "c", delays=seed + 99) as run:
             free = [t for step in range(1, 9) for t in run.step(step, ticks=3)]
-        assert told(again) == told(played)
-        num_alike += told(free) == told(played)
-        num_cut += any(len(runs) > 1 for turns in told(played).values() for _, runs in turns)
-    assert num_alike < 10 < num_cut
+        assert turns_of(again) == turns_of(played)
+        num_equal += turns_of(free) == turns_of(played)
+        num_interrupted += any(
+            len(runs) > 1 for turns in turns_of(played).values() for _, runs in turns
+        )
+    assert num_equal < 10 < num_interrupted
 
 
-def test_after_a_rollback_nothing_comes_from_the_weights_that_collapsed() -> None:
-    """What they sampled ahead is stopped, and sampled again by the weights that came back."""
+def test_after_a_rollback_nothing_comes_from_the_collapsed_weights() -> None:
+    """Trajectories that they sampled ahead of time are sampled again by the restored weights."""
     for seed in range(40):
         with world(seed, staleness=3) as run:
             for step in range(1, 4):
@@ -373,10 +376,10 @@ def test_after_a_rollback_nothing_comes_from_the_weights_that_collapsed() -> Non
             assert ages(healthy, samples.trajectories) == {0}
 
 
-def test_files_of_weights_go_when_nobody_reads_them() -> None:
-    """There are never more than those on their way and the newest, and in turns only one."""
-    for staleness, most in ((0, 1), (3, 2)):
+def test_weight_files_are_removed_when_nobody_reads_them() -> None:
+    """Only the newest version and those being loaded are kept; without overlap only one."""
+    for staleness, max_versions in ((0, 1), (3, 2)):
         with world(4, staleness) as run:
             for step in range(1, 8):
                 run.step(step)
-                assert len(run.folders.present) <= most
+                assert len(run.folders.present) <= max_versions

@@ -1,4 +1,4 @@
-"""The streaming engine: its log-probs, cache, stops and sampling."""
+"""The transformers engine: log-probs, cache, stop strings and sampling."""
 
 import asyncio
 import threading
@@ -23,7 +23,7 @@ PROMPT = list(b"Who is it?")
 
 
 class Latin(ByteTokenizer):
-    """Bytes that always decode, since a random model samples any of them."""
+    """A byte tokenizer that decodes any bytes, since a random model samples all of them."""
 
     def decode(self, ids: list[int], skip_special_tokens: bool = False) -> str:
         return "".join("<eos>" if i == EOS else chr(i) for i in ids)
@@ -35,21 +35,20 @@ def model() -> LlamaForCausalLM:
     return tiny_llama(258, eos_token_id=EOS)
 
 
-def of(model: LlamaForCausalLM) -> TransformersEngine:
-    """A started engine of this model."""
+def engine_of(model: LlamaForCausalLM) -> TransformersEngine:
+    """Return a started engine with this model."""
     engine = TransformersEngine("", "cpu", "float32")
     engine.model, engine.tokenizer = model, Latin()
     return engine
 
 
 def generate(engine: TransformersEngine, ids: list[int], sampling: Sampling) -> Completion:
-    """One completion."""
     return asyncio.run(engine.generate(ids, sampling))
 
 
-def test_log_probs_are_those_of_a_forward_without_cache(model: LlamaForCausalLM) -> None:
-    """Over two turns that share the cache, and one that does not begin like them."""
-    engine = of(model)
+def test_log_probs_are_those_of_a_forward_pass_without_cache(model: LlamaForCausalLM) -> None:
+    """For two turns that share the cache, and for a prompt that starts differently."""
+    engine = engine_of(model)
     first = generate(engine, PROMPT, Sampling(6, seed=1))
     second_prompt = [*PROMPT, *first.ids, *b" and then?"]
     for prompt in (second_prompt, list(b"Another"), PROMPT):
@@ -63,7 +62,7 @@ def test_log_probs_are_those_of_a_forward_without_cache(model: LlamaForCausalLM)
 
 def test_greedy_takes_the_likeliest_and_seeds_repeat(model: LlamaForCausalLM) -> None:
     """Temperature 0 ignores the seed; a seed repeats itself and differs from others."""
-    engine = of(model)
+    engine = engine_of(model)
     greedy = {generate(engine, PROMPT, Sampling(6, temperature=0, seed=n)).ids for n in range(3)}
     assert len(greedy) == 1
     sampled = [generate(engine, PROMPT, Sampling(8, seed=n)).ids for n in (1, 2, 1)]
@@ -71,11 +70,11 @@ def test_greedy_takes_the_likeliest_and_seeds_repeat(model: LlamaForCausalLM) ->
 
 
 def test_it_streams_all_text_and_stops_at_the_first_tag(model: LlamaForCausalLM) -> None:
-    """What is heard is the completion's text, which ends with the stop string."""
-    heard: list[str] = []
-    engine = of(model)
-    free = asyncio.run(engine.stream(PROMPT, Sampling(20, seed=3), heard.append))
-    assert "".join(heard) == free.text
+    """The pieces add up to the completion's text, which ends with the stop string."""
+    texts: list[str] = []
+    engine = engine_of(model)
+    free = asyncio.run(engine.stream(PROMPT, Sampling(20, seed=3), texts.append))
+    assert "".join(texts) == free.text
     assert free.finish_reason == "length"
     tag = free.text[7:9]
     stopped = generate(engine, PROMPT, Sampling(20, seed=3, stop=(tag, "never")))
@@ -84,43 +83,43 @@ def test_it_streams_all_text_and_stops_at_the_first_tag(model: LlamaForCausalLM)
     assert stopped.ids == free.ids[: len(stopped.ids)]
 
 
-def test_a_cancelled_request_stops_sampling_and_hears_no_more(model: LlamaForCausalLM) -> None:
-    """The thread ends long before the limit, and the next request is as if it came first."""
-    heard: list[str] = []
-    engine, before = of(model), set(threading.enumerate())
+def test_a_cancelled_request_stops_sampling_and_streaming(model: LlamaForCausalLM) -> None:
+    """The thread ends long before the limit, and the next request is not affected."""
+    texts: list[str] = []
+    engine, before = engine_of(model), set(threading.enumerate())
     endless = Sampling(1_000_000, seed=3)
 
     async def play() -> Completion:
         started = asyncio.Event()
 
-        def hear(text: str) -> None:
-            heard.append(text)
+        def listen(text: str) -> None:
+            texts.append(text)
             started.set()
 
-        task = asyncio.create_task(engine.stream(PROMPT, endless, hear))
+        task = asyncio.create_task(engine.stream(PROMPT, endless, listen))
         await started.wait()
         task.cancel()
         await asyncio.wait([task])
         assert task.cancelled()
-        count = len(heard)
+        count = len(texts)
         completion = await engine.generate(PROMPT, Sampling(6, seed=1))
-        assert len(heard) == count
+        assert len(texts) == count
         return completion
 
-    expected = generate(of(model), PROMPT, Sampling(6, seed=1))
+    expected = generate(engine_of(model), PROMPT, Sampling(6, seed=1))
     assert asyncio.run(play()) == expected
     assert set(threading.enumerate()) <= before
 
 
-def test_requests_at_once_do_not_share_a_cache(model: LlamaForCausalLM) -> None:
-    """Two dialogues at the same time get what each gets alone."""
-    engine = of(model)
+def test_concurrent_requests_do_not_share_a_cache(model: LlamaForCausalLM) -> None:
+    """Each of two dialogues gets the same ids as alone."""
+    engine = engine_of(model)
     prompts, sampling = (PROMPT, list(b"Another")), Sampling(8, seed=1)
 
     async def both() -> list[Completion]:
         return await asyncio.gather(*(engine.generate(p, sampling) for p in prompts))
 
-    alone = [generate(of(model), p, sampling).ids for p in prompts]
+    alone = [generate(engine_of(model), p, sampling).ids for p in prompts]
     assert [completion.ids for completion in asyncio.run(both())] == alone
 
 
@@ -128,13 +127,13 @@ def test_requests_at_once_do_not_share_a_cache(model: LlamaForCausalLM) -> None:
 def test_without_a_cache_no_request_depends_on_the_one_before(
     model: LlamaForCausalLM, caches: bool
 ) -> None:
-    """To the last bit, as `trainer.deterministic` asks: a context that the cache holds in part is
-    added up in another order."""
+    """To the last bit, as `trainer.deterministic` requires: a partly cached context is summed in
+    another order."""
     engine = TransformersEngine("", "cpu", "float32", caches=caches)
     engine.model, engine.tokenizer = model, Latin()
     prompt, differs = list(PROMPT), False
     for _ in range(8):
-        expected = generate(of(model), prompt, Sampling(6, seed=2))
+        expected = generate(engine_of(model), prompt, Sampling(6, seed=2))
         got = generate(engine, prompt, Sampling(6, seed=2))
         differs |= got.log_probs != expected.log_probs
         prompt = [*prompt, *expected.ids, *b" and then?"]
@@ -142,29 +141,29 @@ def test_without_a_cache_no_request_depends_on_the_one_before(
 
 
 def test_a_sampled_end_of_sequence_is_kept() -> None:
-    """It ends the completion and is the last of its ids."""
+    """It ends the completion and is the last id."""
     model = tiny_llama(258, eos_token_id=EOS)
     with torch.no_grad():
         hidden = model.model(torch.tensor([PROMPT])).last_hidden_state[0, -1]
         model.lm_head.weight[EOS] = hidden
-    got = generate(of(model), PROMPT, Sampling(5, temperature=0))
+    got = generate(engine_of(model), PROMPT, Sampling(5, temperature=0))
     assert (got.ids, got.finish_reason, got.text) == ((EOS,), "stop", "<eos>")
 
 
-def test_every_end_of_an_instruct_model_still_counts_with_new_weights(tmp_path: Path) -> None:
-    """Ranks hand over weights without the generation_config.json that names the other ends."""
+def test_all_end_tokens_of_an_instruct_model_are_kept_with_new_weights(tmp_path: Path) -> None:
+    """Ranks write weights without the generation_config.json that lists further end tokens."""
     tokenizer, other = load_tokenizer(), 65
     model = tiny_llama(eos_token_id=tokenizer.eos_token_id)
     with torch.no_grad():
         hidden = model.model(torch.tensor([PROMPT])).last_hidden_state[0, -1]
         model.lm_head.weight[other] = 100 * hidden
-    given, weights = tmp_path / "given", tmp_path / "weights"
+    original, weights = tmp_path / "original", tmp_path / "weights"
     model.generation_config.eos_token_id = [tokenizer.eos_token_id, other]
-    for folder in (given, weights):
+    for folder in (original, weights):
         model.save_pretrained(folder)
-    tokenizer.save_pretrained(given)
+    tokenizer.save_pretrained(original)
     (weights / "generation_config.json").unlink()
-    engine = TransformersEngine(str(given), "cpu", "float32")
+    engine = TransformersEngine(str(original), "cpu", "float32")
 
     async def ends() -> list[str]:
         await engine.start()
@@ -186,28 +185,28 @@ def test_top_p_keeps_the_smallest_set_that_holds_it() -> None:
 
 
 def test_the_earliest_stop_string_cuts() -> None:
-    """Whatever the order in which they are given."""
+    """Independently of their order."""
     assert cut_at_stop("a</x>b</y>", ("</y>", "</x>")) == ("a</x>", True)
     assert cut_at_stop("abc", ("</y>",)) == ("abc", False)
 
 
 def test_a_missing_model_is_named() -> None:
-    """With what to do about it."""
+    """In a ModelError."""
     with pytest.raises(ModelError, match="no/such/folder"):
         asyncio.run(TransformersEngine("no/such/folder", "cpu", "float32").start())
 
 
-def test_a_request_that_failed_leaves_no_half_of_a_cache(
+def test_a_failed_request_leaves_no_partial_cache(
     model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As one for which the memory did not suffice, in the middle of the layers."""
-    engine, sampling = of(model), Sampling(6, seed=1)
+    """For example one that runs out of memory in the middle of the layers."""
+    engine, sampling = engine_of(model), Sampling(6, seed=1)
     first = generate(engine, PROMPT, sampling)
     longer = [*PROMPT, *first.ids, *b" and then?"]
     with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="no memory"):
         patch.setattr(model.model.norm, "forward", _fail)
         generate(engine, longer, sampling)
-    assert generate(engine, longer, sampling) == generate(of(model), longer, sampling)
+    assert generate(engine, longer, sampling) == generate(engine_of(model), longer, sampling)
 
 
 def _fail(*_: object) -> None:

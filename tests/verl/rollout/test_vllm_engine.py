@@ -1,4 +1,4 @@
-"""What an engine is told; nothing here starts one."""
+"""The settings of vLLM engines, and what their requests report."""
 
 import asyncio
 from typing import Any
@@ -15,7 +15,7 @@ from verl.types import Completion, EngineCounts, Sampling
 
 
 def policy() -> Config:
-    """A run on CPU."""
+    """Return the configuration of a run on the CPU."""
     config = Config()
     config.actor_rollout_ref.model.path = "policy"
     config.trainer.device = "cpu"
@@ -34,18 +34,18 @@ def on_gpu(
 
 
 def test_a_deterministic_run_decodes_one_request_at_a_time() -> None:
-    """Neither a neighbour in the batch nor a cached prefix may change a request's last bits."""
+    """Neither other requests in the batch nor cached prefixes may change the rounding."""
     config = policy()
     usual = VllmSettings(config).arguments()
     config.trainer.deterministic = True
-    wanted = {"max_num_seqs": 1, "enable_prefix_caching": False}
-    assert VllmSettings(config).arguments() == {**usual, **wanted}
+    changes = {"max_num_seqs": 1, "enable_prefix_caching": False}
+    assert VllmSettings(config).arguments() == {**usual, **changes}
     assert usual["max_num_seqs"] == 256
 
 
 @pytest.mark.skipif(not vllm_device(), reason="needs vLLM")
-def test_the_other_devices_build_of_vllm_is_refused() -> None:
-    """A CPU run with vLLM's GPU build would fill card 0; the reverse fails without a reason."""
+def test_vllm_built_for_another_device_is_rejected() -> None:
+    """A CPU run with the GPU build would fill card 0; the reverse fails without a clear error."""
     config = policy()
     config.trainer.device = {"cpu": "cuda", "cuda": "cpu"}[vllm_device()]
     with pytest.raises(ModelError, match=r"got vLLM's .* build, expected its"):
@@ -57,13 +57,13 @@ def test_the_other_devices_build_of_vllm_is_refused() -> None:
     [((8, 0), None, True), ((8, 9), "1", True), ((9, 0), None, True), ((9, 0), "0", False),
      ((7, 5), None, False), ((7, 0), "1", False)],
 )  # fmt: skip
-def test_kernels_that_do_not_care_for_the_batch_need_a_card_that_has_them(
+def test_batch_invariant_kernels_need_a_card_that_supports_them(
     capability: tuple[int, int],
     chosen: str | None,
     expected: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """vLLM itself takes the mode on any card; the user may refuse it."""
+    """vLLM itself accepts the mode on any card; the user may disable it."""
     monkeypatch.setattr(vllm_engine.torch.cuda, "get_device_capability", lambda: capability)
     monkeypatch.delenv("VLLM_BATCH_INVARIANT", raising=False)
     if chosen is not None:
@@ -72,10 +72,10 @@ def test_kernels_that_do_not_care_for_the_batch_need_a_card_that_has_them(
     assert vllm_engine.has_batch_invariant_kernels("cpu") is False
 
 
-def test_batch_invariant_kernels_let_a_deterministic_engine_decode_many(
+def test_batch_invariant_kernels_allow_batches_in_deterministic_runs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """With the mode switched on; without, requests come one by one and nothing is switched."""
+    """The mode is enabled then; otherwise it is not, and requests are decoded one at a time."""
     monkeypatch.setattr(vllm_engine, "has_batch_invariant_kernels", lambda device: True)
     many = on_gpu(deterministic=True)
     assert many.environment()["VLLM_BATCH_INVARIANT"] == "1"
@@ -88,8 +88,8 @@ def test_batch_invariant_kernels_let_a_deterministic_engine_decode_many(
     assert alone.arguments()["max_num_seqs"] == 1
 
 
-def test_an_engine_on_gpu_takes_the_step_that_its_memory_is_estimated_for() -> None:
-    """Left to vLLM it is 2,048 tokens; and it is never below the requests of a step."""
+def test_the_maximum_tokens_of_a_step_are_those_of_the_memory_estimate() -> None:
+    """vLLM's default is 2,048. On the CPU, a step must be able to process the longest prompt."""
     assert on_gpu().arguments()["max_num_batched_tokens"] == 8192
     assert on_gpu(max_num_seqs=9000).arguments()["max_num_batched_tokens"] == 9000
     config = policy()
@@ -97,19 +97,19 @@ def test_an_engine_on_gpu_takes_the_step_that_its_memory_is_estimated_for() -> N
     assert VllmSettings(config).arguments()["max_num_batched_tokens"] == 10000
 
 
-def test_eight_bits_are_vllms_words() -> None:
-    """Its `fp8` is of files that are rounded already, and refuses any other."""
+def test_quantization_has_vllms_names() -> None:
+    """vLLM's own `fp8` accepts only files that are quantized already."""
     settings = on_gpu()
     plain = settings.arguments()
     assert (plain["quantization"], plain["kv_cache_dtype"]) == (None, "auto")
     rollout = settings.config.actor_rollout_ref.rollout
     rollout.quantization, rollout.kv_cache_dtype = "fp8", "fp8"
-    found = settings.arguments()
-    assert (found["quantization"], found["kv_cache_dtype"]) == ("fp8_per_tensor", "fp8")
+    quantized = settings.arguments()
+    assert (quantized["quantization"], quantized["kv_cache_dtype"]) == ("fp8_per_tensor", "fp8")
 
 
-def test_only_an_engine_beside_a_rank_can_sleep() -> None:
-    """Its allocator costs something, which an engine alone on its card need not pay."""
+def test_only_an_engine_that_shares_its_card_can_sleep() -> None:
+    """Sleep mode has a cost, which an engine with a card of its own need not pay."""
     config = policy()
     config.trainer.device = "cuda"
     assert VllmSettings(config).arguments()["enable_sleep_mode"]
@@ -117,8 +117,8 @@ def test_only_an_engine_beside_a_rank_can_sleep() -> None:
     assert not VllmSettings(config).arguments()["enable_sleep_mode"]
 
 
-def test_only_the_base_of_an_adapter_is_kept_in_sleep() -> None:
-    """Whole weights are handed over after each sleep, so that a copy would be overwritten."""
+def test_only_the_base_weights_of_an_adapter_are_kept_in_sleep() -> None:
+    """Whole weights are loaded after each sleep, so that a copy would be overwritten."""
     assert on_gpu().sleep_level == 2
     assert on_gpu(lora_rank=8).sleep_level == 1
 
@@ -129,15 +129,15 @@ def test_only_the_base_of_an_adapter_is_kept_in_sleep() -> None:
         (512, 5, 256, None, 320, 256),  # the GRPO recipe on 8 GPUs
         (512, 1, 256, None, 64, 256),
         (10, 4, 8, None, 8, 40),  # two engines get two groups each
-        (2, 4, 8, None, 1, 8),  # groups are divided where engines would be idle
+        (2, 4, 8, None, 1, 8),  # groups are divided if engines would be idle
         (8, 1, 80, 1, 80, 80),  # a validation request is larger
         (4096, 1, 8, None, 512, 256),
     ],
 )
-def test_an_engine_decodes_all_that_it_is_given(
+def test_an_engine_decodes_its_whole_share_at_once(
     batch: int, n_agent: int, validated: int, replicas: int | None, gpu: int, cpu: int
 ) -> None:
-    """The most of one engine's share of a step and of a validation request, within bounds."""
+    """The larger of its shares of a step and of a validation request, within bounds."""
     config = policy()
     config.trainer.n_gpus_per_node = 8
     config.data.train_batch_size, config.data.val_batch_size = batch, validated
@@ -149,13 +149,13 @@ def test_an_engine_decodes_all_that_it_is_given(
 
 
 @pytest.mark.vllm_cpu
-def test_a_request_tells_how_long_it_waited_for_a_slot(vllm: Running) -> None:
-    """Those beyond the engine's slots wait until another one ends, and so longest."""
+def test_a_request_reports_how_long_it_waited_for_a_slot(vllm: Running) -> None:
+    """Requests beyond the engine's slots wait longest, until another request ends."""
     engine: Any = vllm.engine
     number = engine.settings.max_num_seqs
 
     async def ask_all() -> list[Completion]:
-        # Long enough that all have come before the first one ends.
+        # Long enough that all requests arrive before the first one ends.
         requests = (engine.generate([5 + i % 50, 7], Sampling(12)) for i in range(number + 3))
         return list(await asyncio.gather(*requests))
 
@@ -165,15 +165,15 @@ def test_a_request_tells_how_long_it_waited_for_a_slot(vllm: Running) -> None:
 
 
 @pytest.mark.vllm_cpu
-def test_a_request_tells_what_of_its_prompt_was_cached(vllm: Running) -> None:
-    """A sibling finds the prompt, and the next turn all before it, in whole blocks; new weights
-    nothing."""
+def test_a_request_reports_how_much_of_its_prompt_was_cached(vllm: Running) -> None:
+    """For a second sample the prompt, for the next turn the dialogue so far, in whole blocks;
+    nothing after a weight update."""
     prompt = [5 + i % 50 for i in range(300)]
-    first, sibling = vllm.generate(prompt), vllm.generate(prompt)
-    known = [*prompt, *first.ids]
+    first, second = vllm.generate(prompt), vllm.generate(prompt)
+    context = [*prompt, *first.ids]
     assert first.counts == EngineCounts(300, 0)
-    assert sibling.counts == EngineCounts(300, 300 // CPU_BLOCK * CPU_BLOCK)
-    whole = (len(known) - 1) // CPU_BLOCK * CPU_BLOCK  # the last token was never computed
-    assert vllm.generate([*known, 7]).counts == EngineCounts(len(known) + 1, whole)
+    assert second.counts == EngineCounts(300, 300 // CPU_BLOCK * CPU_BLOCK)
+    cached = (len(context) - 1) // CPU_BLOCK * CPU_BLOCK  # the last token was never computed
+    assert vllm.generate([*context, 7]).counts == EngineCounts(len(context) + 1, cached)
     vllm.reset()
     assert vllm.generate(prompt).counts == EngineCounts(300, 0)

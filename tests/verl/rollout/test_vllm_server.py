@@ -1,4 +1,4 @@
-"""A server that the user started as an engine: what it is asked, and what its answers lead to."""
+"""The engine for a vLLM server that the user started: its requests and errors."""
 
 import asyncio
 import json
@@ -21,7 +21,7 @@ SAMPLING = Sampling(9, temperature=0.5, top_p=0.9, stop=("</answer>",), seed=7)
 
 
 def use(server: VllmDouble, body: Callable[[VllmServer], Awaitable[Any]], **options: Any) -> Any:
-    """What `body` does with a started engine over the server."""
+    """Run `body` with a started engine for the server."""
 
     async def run() -> Any:
         engine = VllmServer("http://a:1/v1/", transport=httpx.MockTransport(server), **options)
@@ -35,13 +35,13 @@ def use(server: VllmDouble, body: Callable[[VllmServer], Awaitable[Any]], **opti
 
 
 async def sample(engine: VllmServer) -> Completion:
-    """A completion by weights that it was given."""
+    """Load weights and return a completion."""
     await engine.update_weights(FOLDER, 3)
     return await engine.generate([1, 2], SAMPLING)
 
 
-def test_it_samples_by_the_weights_that_it_was_given() -> None:
-    """As sampled, by version 3; the salt of its cache is those weights', and defaults are ours."""
+def test_it_samples_with_the_loaded_weights() -> None:
+    """The completion has version 3; the cache salt names the weights; defaults are sent."""
     server = VllmDouble()
     got = use(server, sample)
     assert got == Completion((7, 8), (-0.5, -0.25), "<answer> a </answer>", "stop", 3)
@@ -61,10 +61,10 @@ def test_it_samples_by_the_weights_that_it_was_given() -> None:
         ("", ("reload_weights", {"weights_path": FOLDER})),
     ],
 )
-def test_weights_are_read_before_anything_is_told_of_them(
+def test_weights_are_loaded_before_the_cache_is_reset_and_the_version_set(
     extension: str, call: tuple[str, dict[str, str]]
 ) -> None:
-    """By our way of loading where the server has it; then old prefixes go, then the name is new."""
+    """With our worker extension if the server has it, otherwise with vLLM's own method."""
     server = VllmDouble(extension=extension)
     use(server, lambda engine: engine.update_weights(FOLDER, 3))
     first = server.paths().index("/collective_rpc")
@@ -74,39 +74,39 @@ def test_weights_are_read_before_anything_is_told_of_them(
 
 
 def died(server: VllmDouble, change: Callable[[], Any]) -> str:
-    """What is said of a server that changes between its weights and a request."""
+    """Return the error for a server that changes between a weight update and a request."""
 
     async def body(engine: VllmServer) -> None:
         await engine.update_weights(FOLDER, 3)
         change()
         await engine.generate([1], SAMPLING)
 
-    with pytest.raises(EngineDied) as told:
+    with pytest.raises(EngineDied) as caught:
         use(server, body)
-    return str(told.value)
+    return str(caught.value)
 
 
-def test_a_server_that_was_started_again_is_lost() -> None:
-    """It has the weights of its start; what it sampled is not taken."""
+def test_a_restarted_server_is_lost() -> None:
+    """It has its original weights again; its completion is not used."""
     server = VllmDouble()
-    said = died(server, lambda: setattr(server, "weights", "default"))
-    assert "has the weights 'default', not 'verl-weights-abc-node.3'" in said
+    error = died(server, lambda: setattr(server, "weights", "default"))
+    assert "has the weights 'default', not 'verl-weights-abc-node.3'" in error
 
 
 @pytest.mark.parametrize("status", [500, 503])
 def test_a_server_that_fails_is_lost(status: int) -> None:
-    """So are one that is away, and one that ends a request because it ends itself."""
+    """So is one that is unavailable, and one that aborts a request because it shuts down."""
     server = VllmDouble()
-    said = died(server, lambda: server.broken.update({"/v1/completions": status}))
-    assert f"http://a:1/v1/completions failed: {status} broken" in said
+    error = died(server, lambda: server.broken.update({"/v1/completions": status}))
+    assert f"http://a:1/v1/completions failed: {status} broken" in error
     server = VllmDouble()
     assert "ConnectError refused" in died(server, lambda: setattr(server, "is_away", True))
     server = VllmDouble()
     assert "abort" in died(server, lambda: server.choice.update(finish_reason="abort"))
 
 
-def test_a_refused_request_is_the_users_to_mend() -> None:
-    """No restart helps against a status below 500."""
+def test_a_client_error_is_a_config_error() -> None:
+    """A restart does not help against a status below 500."""
     with pytest.raises(ConfigError, match=r"rollout\.url http://a:1/v1/completions: got 400"):
         use(VllmDouble(broken={"/v1/completions": 400}), sample)
 
@@ -117,16 +117,16 @@ def test_a_refused_request_is_the_users_to_mend() -> None:
      {"logprobs": {"token_logprobs": [-1.0, None]}}, {"text": 7}],
 )  # fmt: skip
 def test_tokens_without_log_probs_are_not_trained_on(part: dict[str, Any]) -> None:
-    """A server of another kind is told in one line."""
+    """The response of a server of another kind is reported in one line."""
     server = VllmDouble()
     server.choice |= part
-    with pytest.raises(AnswerInvalid, match="expected a completion of token ids") as told:
+    with pytest.raises(AnswerInvalid, match="expected a completion of token ids") as caught:
         use(server, sample)
-    assert "\n" not in str(told.value)
+    assert "\n" not in str(caught.value)
 
 
-def test_weights_that_a_living_server_cannot_read_name_the_folder() -> None:
-    """The fix is a shared one; a server that ended over them is lost instead."""
+def test_weights_that_a_running_server_cannot_read_are_a_config_error() -> None:
+    """It names the folder; the fix is a shared one. A server that ends meanwhile is lost."""
     server = VllmDouble(broken={"/collective_rpc": 500})
     with pytest.raises(ConfigError, match=rf"got 500 broken for {FOLDER}.*weights_dir=/shared"):
         use(server, sample)
@@ -139,8 +139,8 @@ def test_weights_that_a_living_server_cannot_read_name_the_folder() -> None:
         use(server := VllmDouble(broken={"/collective_rpc": 500}), ends)
 
 
-def test_it_is_waited_for_and_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At the start, and when the engines start again after a loss; a probe tells at once."""
+def test_start_waits_for_the_server_up_to_a_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also when the engines start again after a loss; a probe fails immediately."""
     monkeypatch.setattr(vllm_server, "POLL_S", 0.01)
     server = VllmDouble(is_away=True)
     with pytest.raises(EngineDied, match=r"has not answered for 0 s \(trainer\.node_timeout\)"):
@@ -157,14 +157,14 @@ def test_it_is_waited_for_and_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     use(server := VllmDouble(), comes_back)
 
 
-def test_no_more_is_asked_at_once_than_it_decodes() -> None:
-    """Requests beyond `max_num_seqs` wait here."""
-    running, most = 0, 0
+def test_the_number_of_concurrent_requests_is_limited() -> None:
+    """Requests beyond `max_num_seqs` wait in the engine."""
+    running, max_running = 0, 0
 
     async def answer(request: httpx.Request) -> httpx.Response:
-        nonlocal running, most
+        nonlocal running, max_running
         running += request.url.path == "/v1/completions"
-        most = max(most, running)
+        max_running = max(max_running, running)
         await asyncio.sleep(0)
         running -= request.url.path == "/v1/completions"
         return server(request)
@@ -177,19 +177,19 @@ def test_no_more_is_asked_at_once_than_it_decodes() -> None:
 
     server = VllmDouble()
     asyncio.run(many())
-    assert most == 2 and server.paths().count("/v1/completions") == 7
+    assert max_running == 2 and server.paths().count("/v1/completions") == 7
 
 
-def test_new_weights_end_what_is_sampled() -> None:
-    """Each of our requests gives the tokens that it has; one that began late is asked again."""
-    cut: set[str] = set()
+def test_interrupt_ends_running_requests() -> None:
+    """Each returns its tokens so far; a request that starts late is aborted again."""
+    aborted: set[str] = set()
 
     async def answer(request: httpx.Request) -> httpx.Response:
         path, body = request.url.path, json.loads(request.content or b"null")
         if path == "/abort_requests":
-            cut.update(body["request_ids"] if server.paths().count(path) else [])
+            aborted.update(body["request_ids"] if server.paths().count(path) else [])
         elif path == "/v1/completions":
-            while f"cmpl-{body['request_id']}-0" not in cut:
+            while f"cmpl-{body['request_id']}-0" not in aborted:
                 await asyncio.sleep(0.001)
         return server(request)
 
@@ -197,29 +197,29 @@ def test_new_weights_end_what_is_sampled() -> None:
         engine = VllmServer("http://a", transport=httpx.MockTransport(answer))
         await engine.start()
         await engine.update_weights(FOLDER, 3)
-        asked = [asyncio.create_task(engine.generate([i], SAMPLING)) for i in range(2)]
+        requests = [asyncio.create_task(engine.generate([i], SAMPLING)) for i in range(2)]
         await asyncio.sleep(0.01)
         await engine.interrupt()
-        return await asyncio.gather(*asked)
+        return await asyncio.gather(*requests)
 
     server = VllmDouble()
     server.choice |= {"finish_reason": "abort", "text": "so"}
-    for one in asyncio.run(both()):
-        assert (one.ids, one.text, one.finish_reason) == ((7, 8), "so", INTERRUPTED)
-    assert len(cut) == 2 and server.paths().count("/abort_requests") > 1
+    for got in asyncio.run(both()):
+        assert (got.ids, got.text, got.finish_reason) == ((7, 8), "so", INTERRUPTED)
+    assert len(aborted) == 2 and server.paths().count("/abort_requests") > 1
     server.choice |= {"token_ids": [], "logprobs": {"token_logprobs": []}, "text": ""}
-    cut.clear()
-    assert [one.ids for one in asyncio.run(both())] == [(), ()]
+    aborted.clear()
+    assert [got.ids for got in asyncio.run(both())] == [(), ()]
 
 
-def test_new_weights_wait_for_nothing_that_waits_for_a_slot() -> None:
-    """Else whatever a server has no room for yet would be sampled whole, by the old ones."""
-    is_cut = False
+def test_interrupt_also_ends_requests_that_wait_for_a_slot() -> None:
+    """Otherwise they would be sampled completely with the old weights."""
+    is_aborted = False
 
     async def answer(request: httpx.Request) -> httpx.Response:
-        nonlocal is_cut
-        is_cut |= request.url.path == "/abort_requests"
-        while request.url.path == "/v1/completions" and not is_cut:
+        nonlocal is_aborted
+        is_aborted |= request.url.path == "/abort_requests"
+        while request.url.path == "/v1/completions" and not is_aborted:
             await asyncio.sleep(0.001)
         return server(request)
 
@@ -227,22 +227,22 @@ def test_new_weights_wait_for_nothing_that_waits_for_a_slot() -> None:
         engine = VllmServer("http://a", max_num_seqs=2, transport=httpx.MockTransport(answer))
         await engine.start()
         await engine.update_weights(FOLDER, 3)
-        asked = [asyncio.create_task(engine.generate([i], SAMPLING)) for i in range(7)]
+        requests = [asyncio.create_task(engine.generate([i], SAMPLING)) for i in range(7)]
         await asyncio.sleep(0.01)
         await engine.interrupt()
-        assert all(task.done() for task in asked)
-        return [task.result() for task in asked]
+        assert all(task.done() for task in requests)
+        return [task.result() for task in requests]
 
     server = VllmDouble()
     server.choice |= {"finish_reason": "abort", "text": "so"}
-    found = asyncio.run(many())
-    assert {one.finish_reason for one in found} == {INTERRUPTED}
-    assert [len(one.ids) for one in found] == [2, 2, 0, 0, 0, 0, 0]
+    completions = asyncio.run(many())
+    assert {completion.finish_reason for completion in completions} == {INTERRUPTED}
+    assert [len(completion.ids) for completion in completions] == [2, 2, 0, 0, 0, 0, 0]
     assert server.paths().count("/v1/completions") == 2
 
 
 def test_each_address_is_an_engine() -> None:
-    """Of a run with `rollout.url`; a LoRA run gives servers the merged weights."""
+    """In a run with `rollout.url`; in a LoRA run, servers load merged weights."""
     config = Config()
     config.actor_rollout_ref.model.path = "policy"
     config.actor_rollout_ref.rollout.url = ["http://a:1", "http://b:2/v1"]

@@ -1,4 +1,4 @@
-"""A vLLM server in memory, as far as a run asks it; it notes what it is asked."""
+"""An in-memory vLLM server with the endpoints that a run uses; it records its requests."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from verl.rollout.vllm_engine import WORKER_EXTENSION
 
 @dataclass
 class VllmDouble:
-    """Its answers may be changed at any time; a path that is in `broken` is answered so."""
+    """A fake server whose responses may be changed at any time.
+
+    `broken` maps paths to the error status of their responses.
+    """
 
     dtype: str = "torch.float32"
     device: str = "cuda"
@@ -64,5 +67,5 @@ class VllmDouble:
         return {"choices": [self.choice]} if path == "/v1/completions" else {}
 
     def paths(self) -> list[str]:
-        """What was asked, in order."""
+        """Return the requested paths, in order."""
         return [path for path, _ in self.asked]
