@@ -18,7 +18,7 @@ from verl.types import Completion
 
 
 class Passage(Protocol):
-    """A tool's item or a retrieved document, which can be shown to the policy."""
+    """A tool's item or a document, which can be shown to the policy."""
 
     @property
     def text(self) -> str: ...

@@ -6,8 +6,8 @@ turn is sampled.
 
 New weights are loaded immediately, between turns, or between trajectories. A turn that they
 interrupt continues from its tokens, so that nothing is discarded or sampled twice. A stop string is
-found wherever the interruption falls: an engine searches only the text of its own request, so after
-a part that ends with the beginning of a stop string, tokens are requested one at a time until the
+found wherever the interruption falls: an engine sees only the text of its own request, so after a
+part that ends with the beginning of a stop string, tokens are requested one at a time until the
 stop string is either complete or ruled out.
 """
 
