@@ -61,7 +61,6 @@ class RolloutEngine(ABC):
         from the distribution that was sampled, after temperature and top-p; NaN if the engine does
         not report them.
         """
-        ...
 
     async def stream(
         self, prompt_ids: Sequence[int], sampling: Sampling, listener: Listener

@@ -25,7 +25,6 @@ class Agent(Protocol):
         The agent sets `sampling.stop` and `sampling.max_tokens`; the caller sets temperature and
         top_p. An infrastructure failure results in status FAILED, not in an exception.
         """
-        ...
 
 
 @dataclass(frozen=True)
@@ -208,42 +207,34 @@ class DialogueFormat(Protocol):
     @property
     def stop(self) -> tuple[str, ...]:
         """The strings that end a policy turn, in addition to the end of sequence."""
-        ...
 
     @property
     def closed_think(self) -> str:
         """A closed thinking part, put before each policy turn (`algorithm.no_think_rl`)."""
-        ...
 
     @property
     def acts_in_think(self) -> bool:
         """Whether calls are made inside the thinking part, which then must not be closed."""
-        ...
 
     @property
     def tags(self) -> Grammar:
         """The tags with which rewards parse a dialogue's text."""
-        ...
 
     @property
     def schemas(self) -> Sequence[Mapping[str, Any]]:
         """Tool schemas for the chat template; empty if the instruction describes the tools."""
-        ...
 
     def user_prompt(self, question: str) -> str:
         """Return the user's message for a question."""
-        ...
 
     def parse(self, completion: Completion) -> Turn:
         """Parse one policy turn."""
-        ...
 
     def begun(self, text: str) -> Sequence[ToolCall]:
         """Return calls that a partial turn may be about to make, for tools that anticipate.
 
         A call that will certainly be different in the end is left out.
         """
-        ...
 
     def respond(
         self, turn: Turn, results: Sequence[Sequence[Item]] | None, reserved: Sequence[str]
@@ -253,4 +244,3 @@ class DialogueFormat(Protocol):
         `results`: the items of each call, in order; None if no call was executed, which the text
         then explains. `reserved`: special tokens of the tokenizer, which are neutralized in items.
         """
-        ...

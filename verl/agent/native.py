@@ -84,12 +84,10 @@ class NativeFormat:
 
     @property
     def name(self) -> str:
-        """The name of the format."""
         return NAME
 
     @property
     def tags(self) -> Grammar:
-        """The tags with which rewards parse answers and calls."""
         return self.wording.tags
 
     @property

@@ -54,17 +54,14 @@ class TagFormat:
 
     @property
     def stop(self) -> tuple[str, ...]:
-        """The strings that end a policy turn."""
         return self.tags.stop
 
     @property
     def closed_think(self) -> str:
-        """A closed thinking part, put before each policy turn (`no_think_rl`)."""
         return self.tags.think.wrap("\n") + "\n"
 
     @property
     def acts_in_think(self) -> bool:
-        """Whether calls are made inside the thinking part."""
         return self.tags.acts_in_think
 
     @property

@@ -173,8 +173,7 @@ class Slots:
         self.num_free = size
         """Negative if trajectories came back from their tools after others had started."""
         self.waiting: dict[int, Callable[[], bool]] = {}
-        """Requests with unclaimed groups; the function tells whether the request is below its
-        share."""
+        """Requests with unclaimed groups; the function tells if one runs less than its share."""
         self._changed = asyncio.Event()
 
     def release(self, number: int) -> None:
@@ -283,7 +282,6 @@ class RetryingRollout(RolloutPool):
         self, starts: Sequence[Trajectory], sampling: Sampling,
         finished: Mapping[int, Trajectory] | None = None,
     ) -> RolloutRequest:  # fmt: skip
-        """Start to finish `starts` and return immediately; see `RolloutPool.start`."""
         return self.replicas.start(starts, sampling, finished)
 
     def finish(self, request: RolloutRequest) -> list[Trajectory]:
@@ -338,15 +336,12 @@ class RetryingRollout(RolloutPool):
             )
 
     def fetch_finished(self) -> Callable[[], Mapping[TrajectoryKey, Trajectory]]:
-        """Ask for the finished trajectories of unfinished requests; see `RolloutPool`."""
         return self.replicas.fetch_finished()
 
     def abandon(self, request: RolloutRequest) -> None:
-        """Drop a request whose trajectories are no longer needed."""
         self.replicas.abandon(request)
 
     def sleep(self) -> None:
-        """Free the engines' device memory for the training ranks."""
         self.replicas.sleep()
 
     def take_faults(self) -> Metrics:

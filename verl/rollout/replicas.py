@@ -42,15 +42,12 @@ class Policy(Protocol):
 
         Versions there that are not `needed` are removed first. Returns the seconds of writing.
         """
-        ...
 
     def open_broadcast(self, num_receivers: int) -> str:
         """Open a broadcast for `num_receivers` engine workers; return the name of the stream."""
-        ...
 
     def send_policy(self, stream: str, cards: Sequence[str], dtype: str) -> float:
         """Send the weights to the engine workers on these cards; return the seconds of sending."""
-        ...
 
 
 class RolloutReplicas(RolloutPool):
@@ -211,7 +208,6 @@ class RolloutReplicas(RolloutPool):
         return self.version, self._num_calls[replica]
 
     def sleep(self) -> None:
-        """Free the engines' device memory for the training ranks."""
         if self._sleeps:
             self._call_all("engine.sleep")
 

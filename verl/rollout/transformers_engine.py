@@ -100,7 +100,6 @@ class TransformersEngine(RolloutEngine):
             torch.cuda.empty_cache()
 
     async def shutdown(self) -> None:
-        """Free the model."""
         self.model = None
         self._reset_cache()
 

@@ -361,7 +361,6 @@ class VllmEngine(RolloutEngine):
         self.weight_version = version
 
     async def cards(self) -> list[str]:
-        """Return the device of each worker."""
         return list(await self._result(self._llm.collective_rpc("card")))
 
     async def receive_weights(self, stream: str, version: int) -> None:
