@@ -158,8 +158,7 @@ class RolloutReplica:
     ) -> Trajectory:  # fmt: skip
         """Play one trajectory; raise PluginError unless the agent continues that trajectory."""
         start, key = starts[position], keys[position]
-        fixed = self.engine, self.clock, gate, version
-        engine = TurnEngine(*fixed, key, self._decode, self.slots)
+        engine = TurnEngine(self.engine, self.clock, gate, version, key, self._decode, self.slots)
         subject = f"agent.name={self.config.agent.name} at {start.prompt.uid}"
         expected = "the trajectory that it was given, with its group and sample, continued"
         try:

@@ -275,7 +275,7 @@ class VllmServer(RolloutEngine):
                 raise EngineDied(f"{redact(self.url)}{path} failed: {error}") from error
             fix = "see its log; docs/placement.md has the options that it needs"
             subject = f"{URL} {self.url}{path}"
-            raise ConfigError(explain(subject, error, "an answer", fix)) from error
+            raise ConfigError(explain(subject, error, "a successful response", fix)) from error
 
     async def _request(
         self, method: str, path: str, body: Any = None, seconds: float | None = None
