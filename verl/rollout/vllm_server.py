@@ -217,6 +217,8 @@ class VllmServer(RolloutEngine):
         self._running.add(vllm_id)
         try:
             return await self._call("POST", COMPLETIONS, {**body, "request_id": request_id})
+        except (httpx.DecodingError, ValueError) as error:
+            raise self._invalid(f"{type(error).__name__}: {error}") from error
         finally:
             self._running.discard(vllm_id)
 

@@ -11,16 +11,17 @@ import pytest
 from tests.verl.rollout.vllm_double import VllmDouble
 from verl.config import Config
 from verl.errors import AnswerInvalid, ConfigError
-from verl.rollout import vllm_server
+from verl.rollout import remote_engine, vllm_server
 from verl.rollout.interface import INTERRUPTED, EngineDied, build_engine, engine_problems
 from verl.rollout.vllm_server import VllmServer
 from verl.types import Completion, Sampling
 
 FOLDER = "/weights/verl-weights-abc-node/3"
+Server = Callable[[httpx.Request], httpx.Response]
 SAMPLING = Sampling(9, temperature=0.5, top_p=0.9, stop=("</answer>",), seed=7)
 
 
-def use(server: VllmDouble, body: Callable[[VllmServer], Awaitable[Any]], **options: Any) -> Any:
+def use(server: Server, body: Callable[[VllmServer], Awaitable[Any]], **options: Any) -> Any:
     """Run `body` with a started engine for the server."""
 
     async def run() -> Any:
@@ -122,6 +123,25 @@ def test_tokens_without_log_probs_are_not_trained_on(part: dict[str, Any]) -> No
     server.choice |= part
     with pytest.raises(AnswerInvalid, match="expected a completion of token ids") as caught:
         use(server, sample)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("headers", [{}, {"Content-Encoding": "gzip"}], ids=["long", "encoding"])
+def test_an_unreadable_response_is_reported_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, headers: dict[str, str]
+) -> None:
+    """One that is too long, or not encoded as its header says."""
+    monkeypatch.setattr(remote_engine, "MAX_BYTES", 1000)
+    server = VllmDouble()
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        if request.url.path == "/v1/completions":
+            stream = httpx.ByteStream(b"x" * 1001)
+            return httpx.Response(200, headers=headers, stream=stream)
+        return server(request)
+
+    with pytest.raises(AnswerInvalid, match="expected a completion of token ids") as caught:
+        use(answer, sample)
     assert "\n" not in str(caught.value)
 
 
