@@ -1,3 +1,3 @@
-"""Reinforcement learning of language-model agents: protocol, algorithms, workers and trainer."""
+"""Reinforcement learning of language-model agents: protocols, algorithms, workers and trainer."""
 
 __version__ = "0.1.0"

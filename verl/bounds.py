@@ -1,6 +1,6 @@
-"""What a number of a command line may be; every number is finite, whether or not its field says so.
+"""Bounds of numeric options. Every number must be finite, even if its field states no bounds.
 
-Nothing is imported here: servers, whose options are bounded too, need no trainer.
+This module imports nothing of the package, so that servers can use it without the trainer.
 """
 
 from __future__ import annotations
@@ -8,14 +8,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 MAX_NUMBER = 2**31 - 1
-"""What a number may be where its field says no more: all that it is given to can hold that."""
+"""Default limit of a number's absolute value, which everything that receives it can hold."""
 MAX_SEED = 2**32 - 1
-"""The largest seed that every generator of random numbers takes."""
+"""The largest seed that all random number generators accept."""
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """Within `ge` and `le`, more than `gt`, less than `lt`."""
+    """A range of numbers: at least `ge`, at most `le`, more than `gt`, less than `lt`."""
 
     ge: float = -MAX_NUMBER
     le: float = MAX_NUMBER
@@ -26,24 +26,24 @@ class Bounds:
         return self.ge <= number <= self.le and self.gt < number < self.lt  # false for NaN
 
     def __str__(self) -> str:
-        """The bounds that a field states itself."""
+        """Describe the bounds that the field states, without the defaults."""
         if FINITE.ge != self.ge and FINITE.le != self.le:
             return f"from {self.ge} to {self.le}"
-        words = {
+        descriptions = {
             f"{self.ge} or more": self.ge != FINITE.ge,
             f"more than {self.gt}": self.gt != FINITE.gt,
             f"at most {self.le}": self.le != FINITE.le,
             f"less than {self.lt}": self.lt != FINITE.lt,
         }
-        return ", ".join(word for word, is_stated in words.items() if is_stated)
+        return ", ".join(text for text, is_stated in descriptions.items() if is_stated)
 
     def expected(self, number: float) -> str:
-        """The bounds in words, for one who gave `number`."""
-        has_end = self.le != MAX_NUMBER or self.lt <= MAX_NUMBER
-        if has_end or abs(number) <= MAX_NUMBER:
+        """Describe the bounds for the error about `number`; defaults only if `number` exceeds them."""
+        has_upper_bound = self.le != MAX_NUMBER or self.lt <= MAX_NUMBER
+        if has_upper_bound or abs(number) <= MAX_NUMBER:
             return str(self)
         return ", ".join(filter(None, [str(self), f"a finite number of at most {MAX_NUMBER}"]))
 
 
 FINITE = Bounds()
-"""Those of a number whose field states none."""
+"""Bounds of a number whose field states none."""

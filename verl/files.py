@@ -1,5 +1,4 @@
-"""Files that appear whole or not at all, grow by whole lines, or have one writer at a time; and
-whose fault an error is."""
+"""Atomic file writes, append-only line files, file locks, and bounded reads of user files."""
 
 from __future__ import annotations
 
@@ -16,57 +15,59 @@ from pathlib import Path
 from verl.errors import ConfigError, explain
 
 MAX_CHARS = 2**30
-"""Characters that are read of a file which must be in memory at once."""
+"""Maximum characters read from a file that must fit in memory at once."""
 PIPE_PREFIXES = ("/dev/stdin", "/dev/fd/", "/proc/self/fd/")
-"""Where a process finds the pipes that whoever started it gave it: the only ones read."""
+"""Path prefixes of pipes inherited from the parent process, the only pipes that are read."""
 LOCK_NAME = ".lock"
-"""The file in a folder that its writer locks for as long as it lives."""
+"""Name of the file in a folder that its writer keeps locked."""
 ASIDE_NAME = "set_aside"
-"""The folder in a run's for what an earlier run left there."""
+"""Name of the folder, inside a run's folder, for files of an earlier run."""
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
+"""Error numbers that a full, read-only or broken disk causes."""
 
 
 def is_file_error(error: OSError) -> bool:
-    """Whether a file or its disk is at fault, which a user can mend, and not a connection."""
+    """Whether the cause is a file or disk, which a user can fix, rather than a connection."""
     return error.filename is not None or error.errno in DISK_ERRORS
 
 
 def regular_file(path: str | Path) -> Path:
-    """The path of a file with an end. Raises OSError for a device, a named pipe or a folder."""
+    """Return the path of a regular file. Raises OSError for a device, a named pipe or a folder."""
     if not stat.S_ISREG(os.stat(path).st_mode):
         raise OSError(errno.EINVAL, "not a regular file", str(path))
     return Path(path)
 
 
-def read_text(path: str | Path, most: int = MAX_CHARS) -> str:
-    """The text of a file, or of a pipe that was given, in UTF-8.
+def read_text(path: str | Path, max_chars: int = MAX_CHARS) -> str:
+    """Return the UTF-8 text of a regular file or an inherited pipe.
 
-    Raises ValueError for bytes that are no text, OSError also for over `most` characters.
+    Raises ValueError if it is not text, and OSError if it has more than `max_chars` characters.
     """
     if not str(path).startswith(PIPE_PREFIXES):
         regular_file(path)
     with open(path, encoding="utf-8-sig") as file:
-        found = file.read(most + 1)
-    if "\0" in found:
+        text = file.read(max_chars + 1)
+    if "\0" in text:
         raise ValueError("a NUL character, which no text has")
-    if len(found) > most:
-        raise OSError(errno.EFBIG, f"more than {most} characters", str(path))
-    return found
+    if len(text) > max_chars:
+        raise OSError(errno.EFBIG, f"more than {max_chars} characters", str(path))
+    return text
 
 
 class LineWriter:
-    """A file that grows by whole lines; each is the system's to keep once it was appended."""
+    """Appends whole lines to a file. An appended line survives a crash of this process."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._file = path.open("ab", buffering=0)  # what a buffer holds would be lost, or come late
+        # Unbuffered: a crash would lose buffered lines, and readers would see them late.
+        self._file = path.open("ab", buffering=0)
 
     def append(self, line: str) -> None:
-        """Add a line. Raises OSError, which names the file; no part of the line is left then."""
+        """Append a line. Raises OSError with the file's name, leaving no part of the line."""
         self.append_bytes(f"{line}\n".encode(errors="backslashreplace"))
 
     def append_bytes(self, data: bytes) -> None:
-        """Add what is as whole as a line, in the same way."""
+        """Append bytes that form whole lines, in the same way as `append`."""
         end = os.fstat(self._file.fileno()).st_size
         try:
             if self._file.write(data) < len(data):
@@ -83,11 +84,12 @@ class LineWriter:
 
 @contextmanager
 def atomic_write(path: Path, *, is_durable: bool = False) -> Iterator[Path]:
-    """A path beside `path` to write to; the file takes its place when the body has succeeded.
+    """Yield a temporary path to write to, and rename it to `path` when the body has succeeded.
 
-    `is_durable`: it is on the disk before that, so that it is whole after a power cut too.
+    `is_durable` flushes the file to disk first, so that it is complete even after a power cut.
     """
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")  # who else writes it has another
+    # With the process id, so that concurrent writers use different temporary files.
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         yield part
         if is_durable:
@@ -96,7 +98,7 @@ def atomic_write(path: Path, *, is_durable: bool = False) -> Iterator[Path]:
         if is_durable:
             fsync(path.parent)
     except BaseException as error:
-        with suppress(OSError):  # it may not be there, or the disk be read-only
+        with suppress(OSError):  # the file may be missing, or the disk read-only
             part.unlink()
         if isinstance(error, OSError) and error.filename is None:
             error.filename = str(path)
@@ -104,13 +106,13 @@ def atomic_write(path: Path, *, is_durable: bool = False) -> Iterator[Path]:
 
 
 def sha256(path: Path) -> str:
-    """The SHA-256 of a file's bytes, in hex."""
+    """Return the SHA-256 of a file's bytes in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def fsync(*paths: Path) -> None:
-    """Wait until the bytes of files, and the names in folders, are on the disk."""
+    """Flush the contents of files, and the entries of folders, to disk."""
     for path in paths:
         handle = os.open(path, os.O_RDONLY)
         try:
@@ -120,30 +122,31 @@ def fsync(*paths: Path) -> None:
 
 
 def move_aside(root: Path, paths: Sequence[Path]) -> Path:
-    """Move what an earlier run left in `root` into a new folder below it, which is returned."""
-    place = root / ASIDE_NAME / uuid.uuid4().hex[:8]
-    place.mkdir(parents=True)
+    """Move files of an earlier run into a new folder below `root`, and return that folder."""
+    folder = root / ASIDE_NAME / uuid.uuid4().hex[:8]
+    folder.mkdir(parents=True)
     for path in paths:
-        os.replace(path, place / path.name)
-    return place
+        os.replace(path, folder / path.name)
+    return folder
 
 
 @contextmanager
 def exclusive_lock(path: Path, option: str, lock: Path | None = None) -> Iterator[None]:
-    """Hold the path which `option` named while the body lasts. Raises ConfigError.
+    """Lock the output `path`, which the user named by `option`, for the duration of the body.
 
-    It is a folder, unless `lock` says which file is locked: one beside it, or the path itself. The
-    lock goes with the process, however that ends. Where files cannot be locked there is none, nor
-    for a device or pipe, which many may write to.
+    By default `path` is a folder and a file inside it is locked; `lock` names another file to lock,
+    which may be `path` itself. The lock ends with the process, however that ends. Devices and
+    pipes, and file systems without locks, are not locked. Raises ConfigError if another process
+    holds the lock, or if the lock file cannot be opened.
     """
-    what = "file" if lock == path else "folder"
+    kind = "file" if lock == path else "folder"
     lock = lock or path / LOCK_NAME
     try:
         lock.parent.mkdir(parents=True, exist_ok=True)
         file = lock.open("a")
     except OSError as error:
-        got, expected = f"{path} ({error})", f"a {what} that can be written"
-        raise ConfigError(explain(option, got, expected, f"name another {what}")) from error
+        got, expected = f"{path} ({error})", f"a {kind} that can be written"
+        raise ConfigError(explain(option, got, expected, f"name another {kind}")) from error
     with file:
         try:
             if lock.is_file():
@@ -151,6 +154,6 @@ def exclusive_lock(path: Path, option: str, lock: Path | None = None) -> Iterato
         except OSError as error:
             if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
                 got = f"{path}, which another run is writing to"
-                fix = f"wait until it has ended, or name another {what}"
-                raise ConfigError(explain(option, got, f"a {what} of this run", fix)) from error
+                fix = f"wait until that run has ended, or name another {kind}"
+                raise ConfigError(explain(option, got, f"a {kind} of this run", fix)) from error
         yield

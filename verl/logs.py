@@ -1,4 +1,4 @@
-"""What a command tells on standard error: its log, without passwords of addresses, and its end."""
+"""Logging of commands to standard error, without secrets of URLs, and their exit status."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from verl.files import is_file_error
 
 
 class MaskedFormatter(logging.Formatter):
-    """Formats a record as `logging.Formatter` does, whoever logged it, and hides its secrets."""
+    """A `logging.Formatter` that hides the secrets of URLs, whichever package logged them."""
 
     def format(self, record: logging.LogRecord) -> str:
         return redact(super().format(record))
 
 
 def start_logging(level: int) -> None:
-    """Log to standard error from now on, unless somebody has set logging up already."""
+    """Log to standard error, unless logging is already configured."""
     handler = logging.StreamHandler()
     handler.setFormatter(MaskedFormatter("%(levelname)s %(name)s: %(message)s"))
     logging.basicConfig(level=level, handlers=[handler])
@@ -27,10 +27,10 @@ def start_logging(level: int) -> None:
 def exit_status(
     work: Callable[[], int | None], stopped: str = "stopped", shown: Callable[[str], str] = str
 ) -> int:
-    """The exit status of a command that does `work`; 0 where that gives none.
+    """Run a command's `work` and return its exit status, which is 0 if `work` returns None.
 
-    What its user can mend, an option or a file, is told in one message, as `shown` writes it;
-    `stopped` at Ctrl-C.
+    An error that the user can fix (an option or a file) is printed as its message, formatted by
+    `shown`. Ctrl-C prints `stopped`.
     """
     try:
         return work() or 0

@@ -1,4 +1,4 @@
-"""TCP ports of this machine that nobody listens on, and whether an address is its own."""
+"""Free TCP ports of this machine, and whether an address belongs to it."""
 
 from __future__ import annotations
 
@@ -9,23 +9,22 @@ from pathlib import Path
 from typing import Any
 
 EPHEMERAL_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
-"""First and last of the ports that the kernel gives to connections going out."""
+"""File with the first and last of the ephemeral ports, used for outgoing connections."""
 LOWEST_PORT = 10_000
 MAX_TRIES = 100
-_RANDOM = random.SystemRandom()  # a seeded draw would meet that of another process
+_RANDOM = random.SystemRandom()  # not seeded: processes must not draw the same ports
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """A port at `host` (empty: at all addresses) that is free now.
+    """Return a port of `host` (empty: of all addresses) that is free now.
 
-    It is none of those that the kernel gives to outgoing connections and to listeners without a
-    port of their own: one of these could take it before the caller listens on it.
+    Ephemeral ports are avoided if possible, because the kernel could give one to an outgoing
+    connection, or to a listener on port 0, before the caller listens on it.
     """
     end = int(EPHEMERAL_RANGE.read_text().split()[0]) if EPHEMERAL_RANGE.exists() else LOWEST_PORT
-    drawn = (
-        _RANDOM.randrange(LOWEST_PORT, end) for _ in range(MAX_TRIES if end > LOWEST_PORT else 0)
-    )
-    for port in itertools.chain(drawn, (0,)):
+    num_tries = MAX_TRIES if end > LOWEST_PORT else 0
+    drawn = (_RANDOM.randrange(LOWEST_PORT, end) for _ in range(num_tries))
+    for port in itertools.chain(drawn, (0,)):  # 0 lets the kernel choose
         with socket.socket() as probe:
             try:
                 probe.bind((host, port))
@@ -36,12 +35,12 @@ def free_port(host: str = "127.0.0.1") -> int:
 
 
 def is_local_host(host: str) -> bool:
-    """Whether a name or address is one of this machine: only such an address can be bound to."""
+    """Whether a host name or address belongs to this machine, that is, whether it can be bound."""
     try:
-        found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
+        addresses = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
     except OSError:
         return False
-    return any(_can_bind(family, address) for family, _, _, _, address in found)
+    return any(_can_bind(family, address) for family, _, _, _, address in addresses)
 
 
 def _can_bind(family: int, address: Any) -> bool:

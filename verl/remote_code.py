@@ -1,18 +1,18 @@
-"""Whether this process may run code that lies in a model's folder: not unless an option said so."""
+"""Whether this process may run code from a model's folder, which requires `trust_remote_code`."""
 
 from __future__ import annotations
 
 import os
 
 TRUST = "SEARCH_R1_TRUST_REMOTE_CODE"
-"""Variable by which the processes that this one starts know it too."""
+"""Environment variable that passes the setting on to child processes."""
 
 
 def set_trust(is_trusted: bool) -> None:
-    """Say what `trust_remote_code` is, for this process and those that it starts."""
+    """Set `trust_remote_code` for this process and its children."""
     os.environ[TRUST] = "1" if is_trusted else "0"
 
 
 def trusts_remote_code() -> bool:
-    """What it is; false where nobody said."""
+    """Return the value of `trust_remote_code`; false if it was not set."""
     return os.environ.get(TRUST) == "1"
