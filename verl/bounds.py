@@ -38,7 +38,7 @@ class Bounds:
         return ", ".join(text for text, is_stated in descriptions.items() if is_stated)
 
     def expected(self, number: float) -> str:
-        """Describe the bounds for the error about `number`; defaults only if `number` exceeds them."""
+        """Describe the bounds for an error about `number`; defaults only if it exceeds them."""
         has_upper_bound = self.le != MAX_NUMBER or self.lt <= MAX_NUMBER
         if has_upper_bound or abs(number) <= MAX_NUMBER:
             return str(self)

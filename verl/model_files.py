@@ -1,9 +1,9 @@
-"""Whether a model's files make a model that answers: told before ranks and engines start.
+"""Checks of a model's files before ranks and engines start.
 
-Names, shapes and dtypes come from the headers of the files; values are looked at where they are
-read anyway (`check_finite`); tokenizer, chat template and sampling defaults are tried.
-`check_model` holds a whole folder together. No file of a model runs code here, unless
-`trust_remote_code` lets it.
+`check_model` checks a whole folder: config, weights, tokenizer, chat template and generation
+defaults. Names, shapes and dtypes of the weights are read from the headers of the files; their
+values are checked where they are loaded anyway (`check_finite`). No code of the model runs unless
+`trust_remote_code` allows it.
 """
 
 from __future__ import annotations
@@ -45,23 +45,22 @@ from verl.remote_code import trusts_remote_code
 FIX = "download it again, or give the model that the files belong to"
 MAPPED_FILES = "model*.safetensors"
 FLOATS = ("F64", "F32", "BF16", "F16")
-"""As the header of a file of safetensors names them."""
+"""Floating-point dtypes, as safetensors headers name them."""
 COUNT_FIELDS = ("num_hidden_layers", "num_experts", "num_local_experts", "n_routed_experts")
+"""Config entries that hold numbers of layers or experts."""
 MAX_COUNT = 2000
-"""Layers or experts that any model has: a number far beyond would take for ever to build."""
-
-
+"""Maximum number of layers or experts: a model with far more would take forever to build."""
 QUESTION = "Where is Oslo?"
 SAMPLE = QUESTION + "  <answer>1234 Ünïcode\t日本 🙂</answer>\n\ndon't stop HERE, 3.14"
-"""Letters, figures, blanks and tags: what tokenizers of one vocabulary cut differently."""
+"""Text that tokenizers with the same vocabulary may still split differently."""
 TEMPLATE_S = 5.0
-"""Processor time that a chat template may take for one question."""
+"""CPU seconds that a chat template may take for one question."""
 TEMPLATE_BYTES = 1 << 30
-"""Memory that it may take beyond what this process has."""
+"""Bytes of memory that a chat template may use beyond this process's own."""
 
 
 class ModelProblem(ValueError):
-    """What is wrong with a model, in words of our own."""
+    """A problem with a model, described by our own message."""
 
 
 @contextlib.contextmanager
@@ -69,12 +68,12 @@ def model_errors(
     path: str, part: str = "", subject: str = "model path",
     expected: str = "a whole folder of a Hugging Face causal language model", fix: str = FIX,
 ) -> Iterator[None]:  # fmt: skip
-    """Raise ModelError, in one line, for whatever goes wrong with (a part of) a model."""
+    """Turn any error of the body into a ModelError of one line about a model, or `part` of it."""
     try:
         yield
     except UserError:
         raise
-    # Of a damaged file a parser raises whatever it trips over, tokenizers a bare Exception.
+    # Parsers raise all kinds of errors for a damaged file, and tokenizers a bare Exception.
     except Exception as error:
         got = f"{path} ({part + ': ' if part else ''}{describe_error(error)})"
         if "custom code" in str(error):
@@ -84,24 +83,24 @@ def model_errors(
 
 
 def describe_error(error: BaseException) -> str:
-    """An error in one line, with its kind where the words are not ours."""
+    """Describe an error in one line; its class is added unless the message is ours."""
     text = " ".join(re.sub(r"\x1b\[\d*m", "", str(error)).split())[:200]
-    kind = "" if isinstance(error, ModelProblem) else type(error).__name__
-    return ": ".join(filter(None, (kind, text)))
+    class_name = "" if isinstance(error, ModelProblem) else type(error).__name__
+    return ": ".join(filter(None, (class_name, text)))
 
 
 def summarise(names: Iterable[str]) -> str:
-    """The first few of some names, and how many there are."""
-    found = sorted(names)
-    return f"{', '.join(found[:3])} ({len(found)} in all)"
+    """Return the first three names in order, and the number of all."""
+    ordered = sorted(names)
+    return f"{', '.join(ordered[:3])} ({len(ordered)} in all)"
 
 
 @contextlib.contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Without the tables that transformers logs of what is told in one line here."""
+    """Silence transformers, whose long tables our own error messages of one line replace."""
     before = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()  # many actors would draw over each other
+    transformers_logging.disable_progress_bar()  # bars of many actors would overwrite each other
     try:
         yield
     finally:
@@ -109,14 +108,14 @@ def quiet_transformers() -> Iterator[None]:
 
 
 def read_config(path: str, subject: str = "model path") -> PretrainedConfig:
-    """The config.json of a model's folder. Raises ModelError."""
+    """Read the config.json of a model's folder. Raises ModelError."""
     with model_errors(path, "", subject):
         folder = Path(path).expanduser()
         if not folder.is_dir():
             raise ModelProblem("a file" if folder.exists() else "no such folder")
         if not (folder / "config.json").is_file():
             raise ModelProblem("a folder without config.json")
-        for file in folder.iterdir():  # a pipe or device would be read for ever, or left out
+        for file in folder.iterdir():  # a pipe or device would be read forever, or ignored
             if file.exists() and not (file.is_file() or file.is_dir()):
                 raise ModelProblem(f"{file.name}, which is not a regular file")
     with model_errors(path, "config.json", subject), quiet_transformers():
@@ -124,50 +123,53 @@ def read_config(path: str, subject: str = "model path") -> PretrainedConfig:
             folder, trust_remote_code=trusts_remote_code(), local_files_only=True
         )
         for name in COUNT_FIELDS:
-            found = getattr(config.get_text_config(), name, None) or 0
-            if found > MAX_COUNT:
-                raise ModelProblem(f"{name}={found}")
+            count = getattr(config.get_text_config(), name, None) or 0
+            if count > MAX_COUNT:
+                raise ModelProblem(f"{name}={count}")
         check_numbers(config.get_text_config())
         return config
 
 
 def check_numbers(text: PretrainedConfig) -> None:
-    """Raise Unfit for numbers under which every answer would be noise, or not a number."""
+    """Raise ModelProblem for numbers that would make all outputs noise or NaN."""
     for name, value in text.to_dict().items():
-        is_small = not isinstance(value, int | float) or 0 <= value < 1  # never true of NaN
-        if name.endswith(("_eps", "_epsilon")) and not is_small:
+        is_valid = not isinstance(value, int | float) or 0 <= value < 1  # false for NaN
+        if name.endswith(("_eps", "_epsilon")) and not is_valid:
             raise ModelProblem(f"{name}={value}")
-    for part in rope_parameters(text):
-        for name, least in {"factor": 1.0, "rope_theta": 1.0}.items():
-            value = part.get(name)
-            if isinstance(value, int | float) and not least <= value < math.inf:
-                raise ModelProblem(f"{name}={value} of its rotary positions")
+    for parameters in rope_parameters(text):
+        for name in ("factor", "rope_theta"):
+            value = parameters.get(name)
+            if isinstance(value, int | float) and not 1.0 <= value < math.inf:
+                raise ModelProblem(f"{name}={value} of the rotary embeddings")
 
 
 def rope_parameters(text: PretrainedConfig) -> list[Mapping[str, Any]]:
-    """The parameters of its rotary positions, where layers differ those of each kind."""
-    scaling = getattr(text, "rope_parameters", None) or {}
-    return [part for part in (scaling, *scaling.values()) if isinstance(part, Mapping)]
+    """Return the rotary embedding parameters, for each kind of layer if they differ."""
+    rope = getattr(text, "rope_parameters", None) or {}
+    return [parameters for parameters in (rope, *rope.values()) if isinstance(parameters, Mapping)]
 
 
 def num_positions(config: PretrainedConfig) -> int | None:
-    """Tokens that a model was made for, stretched as its config says; None where none are told."""
+    """Return a model's context length, including RoPE scaling; None if its config states none."""
     text = config.get_text_config()
     positions = getattr(text, "max_position_embeddings", None)
-    factors = [part.get("factor") or 1 for part in rope_parameters(text)]
+    factors = [parameters.get("factor") or 1 for parameters in rope_parameters(text)]
     return int(positions * max(1, *factors)) if isinstance(positions, int) else None
 
 
 def check_context(
     config: PretrainedConfig, path: str, data: DataConfig, prompt: str, response: str
 ) -> None:
-    """Raise ConfigError for a dialogue that a model has no positions for; two options set it."""
+    """Raise ConfigError if the longest dialogue exceeds the model's context.
+
+    `prompt` and `response` are the names of the options that set the two lengths.
+    """
     with model_errors(path, "config.json"):
-        most = num_positions(config)
-    if most is not None and data.max_model_len > most:
-        got = f"{data.max_prompt_length} beside {response} {data.max_response_length}"
-        expected = f"at most {most} together, the context of {path}"
-        fix = f"at most {max(1, most - data.max_response_length)} here, or a shorter response"
+        context = num_positions(config)
+    if context is not None and data.max_model_len > context:
+        got = f"{data.max_prompt_length} with {response} {data.max_response_length}"
+        expected = f"at most {context} together, the context of {path}"
+        fix = f"at most {max(1, context - data.max_response_length)} here, or a shorter response"
         raise ConfigError(explain(prompt, got, expected, fix))
 
 
@@ -175,20 +177,21 @@ def check_weights(
     path: str, config: PretrainedConfig, needs_head: bool, by_transformers: bool,
     subject: str = "model path",
 ) -> int:  # fmt: skip
-    """Hold a folder's weights against the model that `config` says; returns the embedding's rows.
+    """Check a folder's weights against its config, and return the number of embedding rows.
 
-    What transformers does not load, or is quantized, may be of a kind that only its engine knows.
-    Raises ModelError.
+    The comparison is skipped for quantized models, and without `by_transformers` also for models
+    that transformers does not know: only their engine may be able to load them. Raises ModelError.
     """
     folder = Path(path).expanduser()
     with model_errors(path, "weights", subject), quiet_transformers():
         single, index = folder / SAFE_WEIGHTS_NAME, folder / SAFE_WEIGHTS_INDEX_NAME
         if single.exists() and index.exists() and indexed_files(index) != {single.name}:
-            raise ModelProblem(
-                f"both {single.name} and {index.name}: a reader takes one or the other"
-            )
-        dtypes = {name: dtype for file in sorted(folder.glob(MAPPED_FILES))
-                  for name, dtype in _header(file, subject)}  # fmt: skip
+            raise ModelProblem(f"both {single.name} and {index.name}: only one of them is read")
+        dtypes = {
+            name: dtype
+            for file in sorted(folder.glob(MAPPED_FILES))
+            for name, dtype in _header(file, subject)
+        }
         is_known = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
         if getattr(config, "quantization_config", None) or not (by_transformers or is_known):
             return int(config.get_text_config().vocab_size)
@@ -205,65 +208,67 @@ def check_weights(
 
 
 def indexed_files(index: Path) -> set[str]:
-    """The files that an index names."""
+    """Return the names of the files that an index lists."""
     return set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
 
 
 def _header(file: Path, subject: str) -> Iterator[tuple[str, str]]:
-    """Name and dtype of each tensor of a file that is as long as it says."""
+    """Yield the name and dtype of each tensor of a file. Raises ModelError if it is truncated."""
     with model_errors(str(file), subject=subject):
-        file.open("rb").close()  # safetensors says of what may not be read that it is not there
+        file.open("rb").close()  # safetensors reports an unreadable file as missing
         with safe_open(file, framework="pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118 - not a mapping
                 yield name, tensors.get_slice(name).get_dtype()
 
 
 def check_loading_report(lm: PreTrainedModel, report: Mapping[str, Any], needs_head: bool) -> None:
-    """Refuse weights that a model lacks, has no place for, or has in another shape.
+    """Raise ModelProblem for missing or unexpected weights, and for weights of the wrong shape.
 
-    `report` is the loading info of transformers, which makes random numbers of what lacks. A
-    critic brings a head of its own, so that any other is neither needed nor in the way.
+    `report` is the loading info of transformers, which initialises missing weights at random.
+    Without `needs_head` (a critic has its own head), weights outside the trunk are ignored.
     """
 
-    def counts(name: str) -> bool:
+    def is_relevant(name: str) -> bool:
         return needs_head or name.startswith(f"{lm.base_model_prefix}.")
 
-    shapes = {name: f"{name} {list(found)} instead of {list(wanted)}"
-              for name, found, wanted in report["mismatched_keys"]}  # fmt: skip
-    for what, found in (
-        ("none for", report["missing_keys"]),
-        ("no place for", report["unexpected_keys"]),
-        ("shape of", shapes),
+    shapes = {
+        name: f"{name} {list(actual)} instead of {list(expected)}"
+        for name, actual, expected in report["mismatched_keys"]
+    }
+    for problem, names in (
+        ("missing", report["missing_keys"]),
+        ("unexpected", report["unexpected_keys"]),
+        ("wrong shape of", shapes),
     ):
-        names = [shapes.get(name, name) for name in found if counts(name)]
-        if names:
-            raise ModelProblem(f"{what} {summarise(names)}")
+        descriptions = [shapes.get(name, name) for name in names if is_relevant(name)]
+        if descriptions:
+            raise ModelProblem(f"{problem} {summarise(descriptions)}")
     if report["error_msgs"]:
         raise ModelProblem(str(report["error_msgs"][0]))
 
 
 def check_finite(tensors: Iterable[tuple[str, Tensor]], subject: str = "weights") -> None:
-    """Raise ModelError for tensors with values that are no finite numbers."""
+    """Raise ModelError if a tensor has NaN or infinite values."""
     refuse_non_finite([name for name, values in tensors if not is_finite(values)], subject)
 
 
 def check_finite_files(path: str, subject: str) -> None:
-    """The same for the files of a folder, which are read for it."""
+    """Raise ModelError if a file of the folder has NaN or infinite values; reads all files."""
     for file in sorted(Path(path).glob(MAPPED_FILES)):
-        with safe_open(file, framework="pt") as found:
-            named = ((name, found.get_tensor(name)) for name in found.keys())  # noqa: SIM118
+        with safe_open(file, framework="pt") as tensors:
+            named = ((name, tensors.get_tensor(name)) for name in tensors.keys())  # noqa: SIM118
             check_finite(named, f"{subject} {file}")
 
 
 def refuse_non_finite(names: Sequence[str], subject: str = "weights") -> None:
-    """Raise ModelError if there are names of tensors whose values are no finite numbers."""
+    """Raise ModelError if `names`, those of tensors with NaN or infinite values, is not empty."""
     if names:
         got = f"NaN or infinite values in {summarise(names)}"
         raise ModelError(explain(subject, got, "finite numbers", FIX))
 
 
 def is_finite(values: Tensor) -> bool:
-    """Whether all values are finite: one pass, and no memory of their size."""
+    """Whether all values are finite, computed in one pass without a temporary of their size."""
     if not values.is_floating_point() or values.dtype.itemsize < 2 or not values.numel():
         return True
     low, high = values.detach().aminmax()
@@ -274,78 +279,82 @@ def check_model(
     subject: str, path: str, *, needs_head: bool = True, by_transformers: bool = True,
     tokenizer_of: str | None = None,
 ) -> PretrainedConfig:  # fmt: skip
-    """The config of a folder that can be loaded and is the model that it says.
+    """Check a model's folder and return its config. Only the headers of the weights are read.
 
-    A critic needs no head and reads the tokens of another model, `tokenizer_of`. Reads headers
-    only. Raises ModelError, whose one line begins with `subject`.
+    For a critic, `needs_head` is false, and `tokenizer_of` is the model whose tokens it reads.
+    Raises ModelError, whose one line begins with `subject`.
     """
     config = read_config(path, subject)
     with model_errors(path, "generation_config.json", subject), quiet_transformers():
-        ends = _eos_ids(Path(path).expanduser(), config)
-    rows = check_weights(path, config, needs_head, by_transformers, subject)
+        eos_ids = _eos_ids(Path(path).expanduser(), config)
+    num_rows = check_weights(path, config, needs_head, by_transformers, subject)
     tokenizer = load_tokenizer(tokenizer_of or path, subject)
-    beyond = {token: id for token, id in tokenizer.get_vocab().items() if id >= rows}
-    # Special tokens that no text of ours has: Gemma 3 of text alone has one for images.
+    too_large = {token: id for token, id in tokenizer.get_vocab().items() if id >= num_rows}
+    # Special tokens that our texts never contain: text-only Gemma 3 has one for images.
     special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
-    spare = special - {tokenizer.bos_token, tokenizer.eos_token}
+    unused = special - {tokenizer.bos_token, tokenizer.eos_token}
+    embedding = f"an embedding of {num_rows} rows"
     with model_errors(path, subject=subject):
-        if beyond.keys() - spare:
-            largest = max(beyond.values())
-            raise ModelProblem(
-                f"a tokenizer with ids up to {largest} over an embedding of {rows} rows"
-            )
-        for end in ends:
-            if not isinstance(end, int) or not 0 <= end < rows:
-                raise ModelProblem(f"eos_token_id={end!r} over an embedding of {rows} rows")
+        if too_large.keys() - unused:
+            largest = max(too_large.values())
+            raise ModelProblem(f"a tokenizer with ids up to {largest} over {embedding}")
+        for eos_id in eos_ids:
+            if not isinstance(eos_id, int) or not 0 <= eos_id < num_rows:
+                raise ModelProblem(f"eos_token_id={eos_id!r} over {embedding}")
     if tokenizer_of is None:
         check_template(tokenizer, path, subject)
     return config
 
 
 def _eos_ids(folder: Path, config: PretrainedConfig) -> list[Any]:
-    """What ends a sequence, by the model's defaults of sampling."""
+    """Return the end-of-sequence ids of the model's generation defaults."""
     if (folder / "generation_config.json").exists():
-        found = GenerationConfig.from_pretrained(folder, local_files_only=True)
+        generation = GenerationConfig.from_pretrained(folder, local_files_only=True)
     else:
-        found = GenerationConfig.from_model_config(config)
-    ends = found.eos_token_id
-    return ends if isinstance(ends, list) else [] if ends is None else [ends]
+        generation = GenerationConfig.from_model_config(config)
+    ids = generation.eos_token_id
+    if ids is None:
+        return []
+    return ids if isinstance(ids, list) else [ids]
 
 
 def load_tokenizer(path: str, subject: str = "model path") -> Any:
-    """The tokenizer of a model folder or hub name. Raises ModelError."""
+    """Load the tokenizer of a model folder or hub name. Raises ModelError."""
     with model_errors(path, "tokenizer", subject):
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trusts_remote_code())
-        # Where files lack, transformers may make one that knows no text.
+        # If files are missing, transformers may return a tokenizer that drops all text.
         if not tokenizer.encode(QUESTION, add_special_tokens=False):
-            raise ModelProblem("no ids come of text")
+            raise ModelProblem("text is encoded to no ids")
         return tokenizer
 
 
 def tokenizer_identity(tokenizer: Any) -> dict[str, str]:
-    """Fingerprints of what decides which ids a prompt becomes, however its files are written."""
-    tokens = [sorted(tokenizer.get_vocab().items()), tokenizer.special_tokens_map,
-              tokenizer.encode(SAMPLE)]  # fmt: skip
-    parts = {"tokenizer": tokens, "chat_template": tokenizer.chat_template}
+    """Return fingerprints of a tokenizer's behaviour and its chat template.
+
+    They depend on the ids that a prompt becomes, not on how the tokenizer's files are written.
+    """
+    vocabulary = sorted(tokenizer.get_vocab().items())
+    behaviour = [vocabulary, tokenizer.special_tokens_map, tokenizer.encode(SAMPLE)]
+    parts = {"tokenizer": behaviour, "chat_template": tokenizer.chat_template}
     texts = {name: json.dumps(part, default=str, sort_keys=True) for name, part in parts.items()}
     return {name: hashlib.sha256(text.encode()).hexdigest()[:16] for name, text in texts.items()}
 
 
 def check_template(tokenizer: Any, path: str, subject: str = "model path") -> None:
-    """Refuse a chat template that raises, does not end, or leaves the question out."""
+    """Raise ModelError for a chat template that fails, does not finish, or drops the question."""
     if tokenizer.chat_template is None:
         return
-    context = multiprocessing.get_context("fork")  # it may hang within one call of C
+    context = multiprocessing.get_context("fork")  # in a child: it may hang inside a C call
     receiver, sender = context.Pipe(duplex=False)
     child = context.Process(target=_render, args=(tokenizer, sender), daemon=True)
     child.start()
     sender.close()
     problem = f"takes more than {TEMPLATE_S:g} s for one question"
     try:
-        if receiver.poll(20 * TEMPLATE_S):  # the clock's, where the machine is busy
+        if receiver.poll(20 * TEMPLATE_S):  # wall-clock limit, generous for a busy machine
             problem = receiver.recv()
     except EOFError:
-        pass  # the kernel ended it
+        pass  # the kernel killed the child at its CPU limit
     child.kill()
     child.join()
     with model_errors(path, "chat template", subject):
@@ -353,10 +362,10 @@ def check_template(tokenizer: Any, path: str, subject: str = "model path") -> No
             raise ModelProblem(problem)
 
 
-def _render(tokenizer: Any, answer: Connection) -> None:
-    """Send what is wrong with the template; the kernel ends this process when its time is up."""
+def _render(tokenizer: Any, sender: Connection) -> None:
+    """Send the template's problem ("" for none); the kernel kills this process at its CPU limit."""
     memory = psutil.Process().memory_info().vms + TEMPLATE_BYTES
-    _, hard = resource.getrlimit(resource.RLIMIT_AS)  # which only root may raise
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)  # only root may raise the hard limit
     memory = memory if hard == resource.RLIM_INFINITY else min(memory, hard)
     resource.setrlimit(resource.RLIMIT_AS, (memory, hard))
     signal.signal(signal.SIGVTALRM, signal.SIG_DFL)
@@ -365,7 +374,7 @@ def _render(tokenizer: Any, answer: Connection) -> None:
         text = tokenizer.apply_chat_template(
             [{"role": "user", "content": QUESTION}], tokenize=False, add_generation_prompt=True
         )
-        answer.send("" if QUESTION in text else "leaves the user's words out")
-    except Exception as error:  # noqa: BLE001 - it is the answer
-        answer.send(describe_error(error))
-    os._exit(0)  # nothing of the parent is to be ended here
+        sender.send("" if QUESTION in text else "leaves the user's words out")
+    except Exception as error:  # noqa: BLE001 - it is reported to the parent
+        sender.send(describe_error(error))
+    os._exit(0)  # without the parent's exit handlers, which the fork inherited

@@ -1,4 +1,4 @@
-"""The sizes of a model's tensors, read off the model built without storage: any dense decoder."""
+"""Tensor sizes of any dense decoder, read from the model built on the meta device."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from verl.remote_code import trusts_remote_code
 from verl.training.models import blocks
 
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-"""Entries of a config.json, one of which a mixture of experts has."""
+"""Config entries of which a mixture of experts has one."""
 
 
 @dataclass(frozen=True)
@@ -30,94 +30,102 @@ class Linear:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A decoder of `layers` blocks between an embedding and an output head."""
+    """Sizes of a decoder: `layers` blocks between an embedding and an output head."""
 
     config: PretrainedConfig = field(compare=False, repr=False)
-    """As transformers reads it, to build the model again."""
+    """The config of transformers, for building the model again."""
     hidden: int
     layers: int
     vocab: int
     query_size: int
-    """Values of all query heads of a token."""
+    """Values per token of all query heads."""
     kv_heads: int
     head_dim: int
     linears: tuple[Linear, ...]
-    """Of all blocks."""
+    """Linear layers of all blocks."""
     block_tensors: tuple[int, ...]
-    """Values of each parameter in the blocks."""
+    """Number of values of each parameter inside the blocks."""
     root_tensors: tuple[int, ...]
-    """Values of each parameter outside of them, without an output head that is not tied."""
+    """Number of values of each parameter outside the blocks, without an untied output head."""
     head_tensors: tuple[int, ...]
-    """Values of the output head; empty where it is the embedding."""
-    last_products: int
-    """Weights of the last linear layer of each block, added up."""
+    """Number of values of the output head; empty if it is tied to the embedding."""
+    last_linear_weights: int
+    """Number of weights of the last linear layer of each block, summed over the blocks."""
 
     @classmethod
     def of(cls, config: PretrainedConfig) -> ModelShape:
-        """The shape of the model that transformers builds of `config`."""
-        with torch.device("meta"):  # where trust is left open, transformers asks at the terminal
+        """Return the shape of the model that transformers builds from `config`."""
+        with torch.device("meta"):  # without trust_remote_code=False transformers asks the terminal
             lm: PreTrainedModel = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-        found = blocks(lm, lm)
-        parts = [[(name.rpartition(".")[2], m) for name, m in block.named_modules()
-                  if isinstance(m, nn.Linear)] for block in found]  # fmt: skip
-        inside = {id(p): p.numel() for block in found for p in block.parameters()}
+        layers = blocks(lm, lm)
+        linears = [
+            [
+                Linear(name.rpartition(".")[2], module.in_features, module.out_features)
+                for name, module in block.named_modules()
+                if isinstance(module, nn.Linear)
+            ]
+            for block in layers
+        ]
+        inside = {id(p): p.numel() for block in layers for p in block.parameters()}
         embedding, head = lm.get_input_embeddings().weight, lm.get_output_embeddings().weight
         outside = [p for p in lm.parameters() if id(p) not in inside and p is not head]
+        is_tied = head is embedding
         heads = config.num_attention_heads
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
         return cls(
             config,
             hidden=config.hidden_size,
-            layers=len(parts),
+            layers=len(layers),
             vocab=config.vocab_size,
             query_size=heads * head_dim,
             kv_heads=getattr(config, "num_key_value_heads", None) or heads,
             head_dim=head_dim,
-            linears=tuple(Linear(n, m.in_features, m.out_features) for p in parts for n, m in p),
+            linears=tuple(linear for block in linears for linear in block),
             block_tensors=tuple(inside.values()),
-            root_tensors=tuple(p.numel() for p in (*outside, *[head] * (head is embedding))),
-            head_tensors=() if head is embedding else (head.numel(),),
-            last_products=sum(part[-1][1].weight.numel() for part in parts),
+            root_tensors=tuple(p.numel() for p in ([*outside, head] if is_tied else outside)),
+            head_tensors=() if is_tied else (head.numel(),),
+            last_linear_weights=sum(block[-1].inputs * block[-1].outputs for block in linears),
         )
 
     @property
     def linear_weights(self) -> int:
-        """Values of the linear layers' matrices in all blocks, without biases."""
+        """Number of weights of the linear layers in all blocks, without biases."""
         return sum(linear.inputs * linear.outputs for linear in self.linears)
 
     @property
-    def widest(self) -> int:
-        """Outputs of the widest linear layer of a block."""
+    def max_outputs(self) -> int:
+        """Largest number of outputs of a linear layer in a block."""
         return max(linear.outputs for linear in self.linears)
 
     @property
-    def block(self) -> int:
-        """Parameters of one block."""
+    def block_parameters(self) -> int:
+        """Number of parameters of one block."""
         return sum(self.block_tensors) // self.layers
 
     def tensors(self, with_head: bool = True) -> tuple[int, ...]:
-        """Values of every tensor; a critic has no output head, and a tied one is counted once."""
+        """Return the size of every tensor; a tied head is counted once. A critic has no head."""
         return self.block_tensors + self.root_tensors + (self.head_tensors if with_head else ())
 
     def root(self, with_head: bool = True) -> int:
-        """Parameters outside the blocks."""
+        """Return the number of parameters outside the blocks."""
         return self.parameters(with_head) - sum(self.block_tensors)
 
     def parameters(self, with_head: bool = True) -> int:
-        """All parameters."""
+        """Return the number of all parameters."""
         return sum(self.tensors(with_head))
 
     def adapter(self, rank: int, targets: str | Sequence[str] = ALL_LINEAR) -> int:
-        """Parameters of a LoRA adapter: rank · (inputs + outputs) for each target of each block."""
+        """Return the size of a LoRA adapter: rank · (inputs + outputs) for each target layer."""
         names = [targets] if isinstance(targets, str) else list(targets)
-        chosen = [x for x in self.linears if names == [ALL_LINEAR] or x.name in names]
-        return rank * sum(x.inputs + x.outputs for x in chosen)
+        is_all = names == [ALL_LINEAR]
+        chosen = [linear for linear in self.linears if is_all or linear.name in names]
+        return rank * sum(linear.inputs + linear.outputs for linear in chosen)
 
 
 def read_shape(path: str) -> ModelShape | None:
-    """The model in a folder or the hub's cache; None where there is no dense decoder.
+    """Read the shape of a model in a folder or the hub's cache; None if it is not a dense decoder.
 
-    Of a mixture of experts nothing is said: a token meets some of its weights only.
+    Mixtures of experts are not supported, since each token uses only some of their weights.
     """
     try:
         with model_errors(path):

@@ -53,8 +53,8 @@ def test_a_checkpoint_is_exported_for_the_while(tmp_path: Path) -> None:
     [
         (lambda lm: lm.model.norm.weight.fill_(torch.nan), "NaN or infinite .* model.norm.weight"),
         (lambda lm: lm.model.norm.weight.fill_(1e39), "NaN or infinite .* model.norm.weight"),
-        (lambda lm: setattr(lm.config, "num_hidden_layers", 4), "none for model.layers.2"),
-        (lambda lm: setattr(lm.config, "num_hidden_layers", 1), "no place for model.layers.1"),
+        (lambda lm: setattr(lm.config, "num_hidden_layers", 4), "missing model.layers.2"),
+        (lambda lm: setattr(lm.config, "num_hidden_layers", 1), "unexpected model.layers.1"),
     ],
 )
 def test_a_checkpoint_that_is_no_model_is_not_exported(
@@ -132,7 +132,7 @@ def test_a_bad_model_is_refused_before_any_engine(engine: str, tmp_path: Path) -
     path = whole_model(tmp_path / "model")
     load_agent(config_for(path, engine))
     entry("config.json", "num_hidden_layers", 4)(path)
-    with pytest.raises(ModelError, match=r"--model: got .* \(weights: none for model.layers.2"):
+    with pytest.raises(ModelError, match=r"--model: got .* \(weights: missing model.layers.2"):
         load_agent(config_for(path, engine))
     entry("config.json", "num_hidden_layers", 2)(path)
     weights(lambda x: x[NORM].fill_(torch.nan))(path)

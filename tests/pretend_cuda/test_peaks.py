@@ -116,7 +116,7 @@ def test_flops_of_an_update(case: dict[str, Any], outcomes: dict[str, Any]) -> N
     sequences = minis * (made.budget // LONGEST)
     learned, tokens = 400 * sequences, LONGEST * sequences
     facts = ModelShape.of(shape.facts())
-    trunk = tokens * (8 * facts.linear_weights - 2 * facts.last_products)
+    trunk = tokens * (8 * facts.linear_weights - 2 * facts.last_linear_weights)
     again = learned - minis * (LOGITS_PER_CHUNK // shape.vocab)
     assert again > 0, "the head is recomputed chunk by chunk, but for the last"
     expected = trunk + (6 * learned + 2 * again) * shape.vocab * shape.hidden

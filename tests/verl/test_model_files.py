@@ -285,9 +285,9 @@ def test_a_critic_needs_neither_head_nor_tokenizer(copy: Path, whole: Path) -> N
     save_file(tensors | {"score.weight": torch.ones(1, 16)}, file, metadata={"format": "pt"})
     critic: dict[str, Any] = {"needs_head": False, "tokenizer_of": str(whole)}
     check_model("critic", str(copy), **critic)
-    assert "none for lm_head.weight" in refusal(copy, tokenizer_of=str(whole))
+    assert "missing lm_head.weight" in refusal(copy, tokenizer_of=str(whole))
     save_file({k: v for k, v in tensors.items() if k != NORM}, file, metadata={"format": "pt"})
-    assert f"none for {NORM}" in refusal(copy, **critic)
+    assert f"missing {NORM}" in refusal(copy, **critic)
     LlamaForCausalLM(LlamaConfig(**SIZES | {"vocab_size": 256, "pad_token_id": 0})
                      ).save_pretrained(copy)  # fmt: skip
     entry("generation_config.json", "eos_token_id", 0)(copy)

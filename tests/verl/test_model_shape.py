@@ -52,16 +52,17 @@ def test_every_tensor_is_counted(name: str) -> None:
     shape = ModelShape.of(CONFIGS[name])
     numels = sorted(p.numel() for p in on_meta(CONFIGS[name]).parameters())
     assert sorted(shape.tensors()) == numels
-    assert shape.layers * shape.block + shape.root() == shape.parameters()
+    assert shape.layers * shape.block_parameters + shape.root() == shape.parameters()
 
 
 def test_a_shape_is_that_of_the_published_model() -> None:
     """Qwen2.5-7B by hand: 28 query and 4 key heads of 128, MLPs of 18,944."""
     shape = shape_of("Qwen2.5-7B")
-    assert (shape.query_size, shape.kv_heads * shape.head_dim, shape.widest) == (3584, 512, 18944)
+    assert (shape.query_size, shape.kv_heads * shape.head_dim) == (3584, 512)
+    assert shape.max_outputs == 18944
     block = 3584 * (2 * 3584 + 2 * 512 + 3 * 18944)
     assert shape.linear_weights == 28 * block
-    assert shape.last_products == 28 * 3584 * 18944
+    assert shape.last_linear_weights == 28 * 3584 * 18944
 
 
 def test_any_architecture_is_counted() -> None:

@@ -73,7 +73,7 @@ class ModelFlops:
         if not self.has_checkpointing:
             return self._head(num_targets)
         forward = self.forward(lengths, num_targets)
-        last = 0 if self.adapter else self.shape.last_products
+        last = 0 if self.adapter else self.shape.last_linear_weights
         return forward - 2 * last * sum(lengths)
 
 

@@ -221,7 +221,7 @@ def test_a_config_of_another_depth_than_the_weights_is_refused(
     entry("config.json", "vocab_size", 100)(critic)
     found = problems(cli.compose([*sound, f"critic.model.path={critic}", "data.val_files=/no"]))
     assert found[0].startswith("actor_rollout_ref.model.path: got ") and len(found) == 3
-    assert "(weights: none for model.layers.2.input_layernorm.weight" in found[0]
+    assert "(weights: missing model.layers.2.input_layernorm.weight" in found[0]
     assert found[1].startswith("critic.model.path: got ")
 
 

@@ -217,7 +217,8 @@ def gathered_needs(model: HeldModel, num_ranks: int, item: int) -> Iterator[Need
     and, while it is reduced, twice in float32. With `reshard_each=false` all gathered blocks and
     unsharded float32 gradients stay from micro-batch to micro-batch.
     """
-    root, block, layers = model.shape.root(model.has_head), model.shape.block, model.shape.layers
+    root, layers = model.shape.root(model.has_head), model.shape.layers
+    block = model.shape.block_parameters
     keeps_blocks = num_ranks == 1 or not model.fsdp.reshard_each
     blocks = layers if keeps_blocks else min(3, layers)
     size = item * (root + blocks * block)
@@ -307,7 +308,7 @@ def kv_bytes(shape: ModelShape, item: int, size: int = 1) -> int:
 
 def _working_bytes(shape: ModelShape, item: int, seqs: int, tokens: int, size: int = 1) -> int:
     """Return the bytes of a step's activations for `tokens`, and of the logits of `seqs`."""
-    activations = tokens * item * (2 * shape.hidden + 3 * shape.widest // size)
+    activations = tokens * item * (2 * shape.hidden + 3 * shape.max_outputs // size)
     return activations + SAMPLING_COPIES * FLOAT * seqs * shape.vocab
 
 
