@@ -1,4 +1,4 @@
-"""From rewards to advantages: estimators, and the registry that names them."""
+"""Advantage estimators, and their registry."""
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ STD_EPSILON = 1e-6
 
 
 def _policy_grid(policy_mask: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (row, column) of each policy token in the grid of sequences without other tokens.
+    """Return each policy token's (row, column) in a grid of the sequences without other tokens.
 
     Both have shape (num_policy_tokens,), in the tokens' flat order; rows are sequences.
     """
@@ -43,9 +43,9 @@ def compute_gae_advantage(
 ) -> tuple[Tensor, Tensor]:
     """Generalised advantage estimation over policy tokens only (Schulman et al. 2016).
 
-    The recursion runs on each sequence with its other tokens removed, so an observation costs no
-    extra ``gamma * lam`` and its values and rewards are never read. The value after the last
-    policy token is 0. Returns advantages and returns, (num_tokens,) each, 0 off the policy.
+    The recursion runs on each sequence with all other tokens removed, so an observation adds no
+    factor ``gamma * lam``, and its values and rewards are never read. The value after the last
+    policy token is 0. Returns advantages and returns, (num_tokens,) each, 0 at other tokens.
 
     Example: tokens ``p p o o p`` are treated as ``p p p``.
     """
@@ -73,7 +73,7 @@ def compute_gae_advantage(
 def discounted_returns(
     rewards: Tensor, policy_mask: Tensor, offsets: Tensor, gamma: float
 ) -> Tensor:
-    """Return what each policy token still earns, discounted by policy tokens; 0 elsewhere.
+    """Return each policy token's return, discounted per policy token; 0 elsewhere.
 
     All (num_tokens,). It is the advantage of GAE with lambda 1 and a value of 0 everywhere.
     """
@@ -82,15 +82,15 @@ def discounted_returns(
 
 
 def per_token(per_sequence: Tensor, policy_mask: Tensor, offsets: Tensor) -> Tensor:
-    """Give each policy token its sequence's figure (num_seqs,), others 0. Returns (num_tokens,)."""
+    """Copy each sequence's value (num_seqs,) to its policy tokens, 0 elsewhere: (num_tokens,)."""
     return torch.where(policy_mask, per_sequence[sequence_ids(offsets)], 0.0)
 
 
-# Scores come in float64: a sum of float32 rounds by enough to be a tenth of STD_EPSILON.
+# Scores are float64: the rounding of float32 sums would be up to a tenth of STD_EPSILON.
 
 
 def grpo(scores: Tensor, groups: Groups, norm_by_std: bool = True) -> Tensor:
-    """Score relative to its group, (num_seqs,) (Shao et al. 2024, eq. 3).
+    """Return each score relative to its group, (num_seqs,) (Shao et al. 2024, eq. 3).
 
     ``(score - mean) / (std + 1e-6)``; without the division (``norm_by_std`` False) it is the
     advantage of Dr.GRPO (Liu et al. 2025).
@@ -100,25 +100,25 @@ def grpo(scores: Tensor, groups: Groups, norm_by_std: bool = True) -> Tensor:
 
 
 def rloo(scores: Tensor, groups: Groups) -> Tensor:
-    """Score less the mean of the others in its group, (num_seqs,) (Ahmadian et al. 2024)."""
+    """Return each score less the mean of its group's others, (num_seqs,) (Ahmadian et al. 2024)."""
     sizes = groups.sizes(scores)
     return difference(scores, groups.mean(scores)) * (sizes / (sizes - 1).clamp(min=1))
 
 
 def opo(scores: Tensor, groups: Groups, lengths: Tensor) -> Tensor:
-    """Score less its group's mean weighted by length, (num_seqs,) (Hao et al. 2025).
+    """Return each score less its group's mean weighted by length, (num_seqs,) (Hao et al. 2025).
 
-    ``lengths`` are policy tokens: the baseline of least variance if each token's gradient has
-    about the same norm.
+    ``lengths`` count policy tokens. This baseline minimises the variance if the gradients of all
+    tokens have about the same norm.
     """
     return difference(scores, groups.mean(scores, lengths))
 
 
 def grpo_passk(scores: Tensor, groups: Groups, norm_by_std: bool = True) -> Tensor:
-    """Pass@n of a group: only its best counts, by its lead (Tang et al. 2025, arXiv 2503.19595).
+    """Return advantages for pass@n of a group (Tang et al. 2025, arXiv 2503.19595), (num_seqs,).
 
-    ``max - second max`` for the best, 0 for all others and where two are best, (num_seqs,); divided
-    as in ``grpo``.
+    They are ``max - second max`` for the best score, and 0 for all others and where two scores are
+    best; divided as in ``grpo``.
     """
     lead = difference(scores, groups.best_of_others(scores))
     lead = torch.where(groups.sizes(scores) > 1, lead.clamp(min=0.0), lead)
@@ -127,31 +127,31 @@ def grpo_passk(scores: Tensor, groups: Groups, norm_by_std: bool = True) -> Tens
 
 @dataclass(frozen=True)
 class AdvantageInputs:
-    """All that an advantage estimator may read; what it does not need may be None."""
+    """Inputs of an advantage estimator; those that it does not need may be None."""
 
     token_rewards: Tensor
-    """Outcome, and KL penalty where it is in the reward, (num_tokens,)."""
+    """Outcome reward, with the KL penalty where it is in the reward, (num_tokens,)."""
     policy_mask: Tensor
     """(num_tokens,) bool."""
     offsets: Tensor
     """(num_seqs + 1,) int64."""
     values: Tensor | None = None
-    """Critic's values, (num_tokens,)."""
+    """The critic's values, (num_tokens,)."""
     group_ids: Sequence[Hashable] | Tensor | None = None
-    """The prompt instance of each sequence, (num_seqs,): include the data source."""
+    """Id of each sequence's prompt, (num_seqs,); must be unique across data sources."""
     gamma: float = 1.0
-    """Discount a policy token."""
+    """Discount factor per policy token."""
     lam: float = 1.0
     """GAE's lambda."""
     norm_by_std: bool = True
     """Divide group advantages by the group's standard deviation (grpo, grpo_passk)."""
     greedy_scores: Tensor | None = None
-    """Reward of the greedy trajectory of each sequence's prompt, (num_seqs,) (remax); a sequence
-    has no advantage where it is NaN."""
+    """Reward of the greedy trajectory of each sequence's prompt, (num_seqs,) (remax); where it is
+    NaN, the advantage is 0."""
     gae_mask: Tensor | None = None
-    """Tokens that GAE steps over and that get returns, (num_tokens,); None for the policy's."""
+    """Tokens that GAE runs over and computes returns for, (num_tokens,); None: policy tokens."""
     whiten_mask: Tensor | None = None
-    """Tokens that GAE's advantages are whitened over, (num_tokens,); None for the policy's."""
+    """Tokens over which GAE's advantages are whitened, (num_tokens,); None: policy tokens."""
 
     @property
     def scores(self) -> Tensor:
@@ -161,7 +161,7 @@ class AdvantageInputs:
 
     @property
     def groups(self) -> Groups:
-        """The groups; raises ValueError unless there is one id a sequence."""
+        """The groups; raises ValueError unless there is one id per sequence."""
         assert self.group_ids is not None, "give each sequence its prompt's id as group_ids"
         return Groups.of(self.group_ids, self.policy_mask, self.offsets)
 
@@ -171,23 +171,23 @@ class AdvantageInputs:
         return segment_sum(self.policy_mask.double(), self.offsets)
 
     def returns_to_go(self) -> Tensor:
-        """Discounted rewards from each policy token on, (num_tokens,) float64."""
+        """Return the discounted rewards from each policy token on, (num_tokens,) float64."""
         rewards = self.token_rewards.double()
         returns = discounted_returns(rewards, self.policy_mask, self.offsets, self.gamma)
         return difference(returns, torch.zeros_like(returns))
 
-    def spread(self, per_sequence: Tensor) -> Tensor:
-        """A figure a sequence on each of its policy tokens, (num_tokens,)."""
+    def per_token(self, per_sequence: Tensor) -> Tensor:
+        """Copy each sequence's value (num_seqs,) to its policy tokens, (num_tokens,)."""
         return per_token(per_sequence, self.policy_mask, self.offsets)
 
     def whiten(self, advantages: Tensor) -> Tensor:
-        """Mean 0 and variance 1 over the policy tokens of the batch, (num_tokens,)."""
+        """Whiten advantages over the policy tokens of the batch, (num_tokens,)."""
         return masked_whiten(advantages, self.policy_mask)
 
 
 @dataclass(frozen=True)
 class Advantages:
-    """What an estimator gives, (num_tokens,) each: 0 off the policy (returns: off ``gae_mask``)."""
+    """Result of an estimator, (num_tokens,) each: 0 off the policy (returns: off ``gae_mask``)."""
 
     advantages: Tensor
     returns: Tensor
@@ -196,17 +196,17 @@ class Advantages:
 
 @dataclass(frozen=True)
 class AdvantageEstimator:
-    """One algorithm: what it needs, and how it is computed."""
+    """An advantage estimator and its requirements."""
 
     name: str
-    """As in ``algorithm.adv_estimator``."""
+    """Value of ``algorithm.adv_estimator``."""
     compute: Callable[[AdvantageInputs], Advantages]
     needs_critic: bool = False
-    """Reads ``values``."""
+    """Whether it reads ``values``."""
     needs_groups: bool = False
-    """Compares the trajectories of one prompt, of which there must be several."""
+    """Whether it compares the trajectories of a prompt, of which there must be several."""
     needs_greedy: bool = False
-    """Reads ``greedy_scores``: one more, greedy, trajectory for each prompt."""
+    """Whether it reads ``greedy_scores``: an additional greedy trajectory per prompt."""
 
 
 def _gae(inputs: AdvantageInputs) -> Advantages:
@@ -225,19 +225,19 @@ def _gae(inputs: AdvantageInputs) -> Advantages:
 def _remax(inputs: AdvantageInputs) -> Tensor:
     assert inputs.greedy_scores is not None, "remax needs greedy_scores; sample one a prompt"
     lead = difference(inputs.scores, inputs.greedy_scores.double())
-    return inputs.spread(torch.where(inputs.greedy_scores.isnan(), 0.0, lead))
+    return inputs.per_token(torch.where(inputs.greedy_scores.isnan(), 0.0, lead))
 
 
 def _reinforce_baseline(inputs: AdvantageInputs) -> Tensor:
     members = has_policy_token(inputs.policy_mask, inputs.offsets)
     baseline = masked_mean(inputs.scores, members).expand_as(inputs.scores)
-    return difference(inputs.returns_to_go(), inputs.spread(baseline))
+    return difference(inputs.returns_to_go(), inputs.per_token(baseline))
 
 
 def _critic_free(
     name: str, estimate: Callable[[AdvantageInputs], Tensor], **needs: bool
 ) -> AdvantageEstimator:
-    """A row whose estimate (num_tokens,) serves as advantage and as return."""
+    """Build an estimator whose ``estimate`` (num_tokens,) is both advantage and return."""
 
     def compute(inputs: AdvantageInputs) -> Advantages:
         advantages = estimate(inputs).to(inputs.token_rewards.dtype)
@@ -246,23 +246,25 @@ def _critic_free(
     return AdvantageEstimator(name, compute, **needs)
 
 
-_ROWS = (
+_ESTIMATORS = (
     AdvantageEstimator("gae", _gae, needs_critic=True),
     _critic_free(
         "grpo",
-        lambda x: x.spread(grpo(x.scores, x.groups, x.norm_by_std)),
+        lambda x: x.per_token(grpo(x.scores, x.groups, x.norm_by_std)),
         needs_groups=True,
     ),
     _critic_free(
         "dr_grpo",
-        lambda x: x.spread(grpo(x.scores, x.groups, norm_by_std=False)),
+        lambda x: x.per_token(grpo(x.scores, x.groups, norm_by_std=False)),
         needs_groups=True,
     ),
-    _critic_free("rloo", lambda x: x.spread(rloo(x.scores, x.groups)), needs_groups=True),
-    _critic_free("opo", lambda x: x.spread(opo(x.scores, x.groups, x.lengths)), needs_groups=True),
+    _critic_free("rloo", lambda x: x.per_token(rloo(x.scores, x.groups)), needs_groups=True),
+    _critic_free(
+        "opo", lambda x: x.per_token(opo(x.scores, x.groups, x.lengths)), needs_groups=True
+    ),
     _critic_free(
         "grpo_passk",
-        lambda x: x.spread(grpo_passk(x.scores, x.groups, x.norm_by_std)),
+        lambda x: x.per_token(grpo_passk(x.scores, x.groups, x.norm_by_std)),
         needs_groups=True,
     ),
     _critic_free("reinforce", lambda x: x.returns_to_go()),
@@ -270,11 +272,11 @@ _ROWS = (
     _critic_free("reinforce_plus_plus", lambda x: x.whiten(x.returns_to_go())),
     _critic_free(
         "reinforce_plus_plus_baseline",
-        lambda x: x.whiten(x.spread(grpo(x.scores, x.groups, norm_by_std=False))),
+        lambda x: x.whiten(x.per_token(grpo(x.scores, x.groups, norm_by_std=False))),
         needs_groups=True,
     ),
     _critic_free("remax", _remax, needs_greedy=True),
 )
 
-ADVANTAGES: Mapping[str, AdvantageEstimator] = MappingProxyType({row.name: row for row in _ROWS})
-"""Estimators by the name used in ``algorithm.adv_estimator``; a new algorithm is a new row."""
+ADVANTAGES: Mapping[str, AdvantageEstimator] = MappingProxyType({e.name: e for e in _ESTIMATORS})
+"""Estimators by their names in ``algorithm.adv_estimator``; a new algorithm is a new entry."""

@@ -1,4 +1,4 @@
-"""Groups of sequences that answer the same prompt, and sums, means and spread within them."""
+"""Groups of sequences with the same prompt, and sums, means and deviations within them."""
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
@@ -22,18 +22,18 @@ def dense_group_ids(group_ids: Sequence[Hashable] | Tensor, device: torch.device
 
 @dataclass(frozen=True)
 class Groups:
-    """Which sequences answer the same prompt; those without policy tokens are no members."""
+    """Groups of sequences with the same prompt; those without policy tokens do not count."""
 
     ids: Tensor
     """Dense group numbers, (num_seqs,) int64."""
     members: Tensor
-    """(num_seqs,) bool."""
+    """(num_seqs,) bool: the sequences with policy tokens."""
 
     @classmethod
     def of(
         cls, group_ids: Sequence[Hashable] | Tensor, policy_mask: Tensor, offsets: Tensor
     ) -> "Groups":
-        """The groups of a batch; raises ValueError unless there is one id a sequence."""
+        """Build the groups of a batch; raises ValueError unless there is one id per sequence."""
         num_seqs = offsets.numel() - 1
         if len(group_ids) != num_seqs:
             raise ValueError(
@@ -43,33 +43,33 @@ class Groups:
         return cls(ids, has_policy_token(policy_mask, offsets))
 
     def total(self, x: Tensor) -> Tensor:
-        """Each sequence's sum of ``x`` over the members of its group. Both (num_seqs,)."""
+        """Return for each sequence the sum of ``x`` over its group's members. Both (num_seqs,)."""
         num_groups = int(self.ids.max()) + 1 if self.ids.numel() else 0
         chosen = self.ids[self.members]
         return x.new_zeros(num_groups).index_add(0, chosen, x[self.members])[self.ids]
 
     def sizes(self, like: Tensor) -> Tensor:
-        """Members of each sequence's group, (num_seqs,) of the dtype of ``like``."""
+        """Return the size of each sequence's group, (num_seqs,) of the dtype of ``like``."""
         return self.total(torch.ones_like(like))
 
     def mean(self, x: Tensor, weights: Tensor | None = None) -> Tensor:
-        """Each sequence's (weighted) group mean of ``x``; 0 in a group without a comparison.
+        """Return each sequence's (weighted) group mean of ``x``; 0 with fewer than two members.
 
-        As in veRL, a group of fewer than two members has mean 0: its score passes unchanged.
+        As in veRL, a single score is thus passed on unchanged.
         """
         weights = torch.ones_like(x) if weights is None else weights.to(x.dtype)
         means = self.total(x * weights) / self.total(weights).clamp(min=1e-12)
         return torch.where(self.sizes(x) > 1, means, 0.0)
 
     def best_of_others(self, x: Tensor) -> Tensor:
-        """Each sequence's largest ``x`` among the other members; 0 without one. (num_seqs,)"""
+        """Return each sequence's largest ``x`` of the other members; 0 without one. (num_seqs,)"""
         others = (self.ids[:, None] == self.ids) & self.members
         others.fill_diagonal_(False)
         best = x.expand(len(x), -1).masked_fill(~others, -torch.inf).amax(1)
         return torch.where(others.any(1), best, 0.0)
 
     def std(self, x: Tensor) -> Tensor:
-        """Each sequence's unbiased group deviation of ``x``; 1 in a group without a comparison."""
+        """Return each sequence's unbiased group deviation of ``x``; 1 with less than two members."""
         sizes = self.sizes(x)
         squares = self.total((x - self.mean(x)).square())
         return torch.where(sizes > 1, (squares / (sizes - 1).clamp(min=1)).sqrt(), 1.0)

@@ -1,11 +1,11 @@
-"""Sequences inside flat tensors: which token belongs where, and sums, means and spread of them."""
+"""Sequences in flat tensors: each token's sequence, and sums, means and whitening over tokens."""
 
 import torch
 from torch import Tensor
 
 ROUNDING = 1e-9
-"""Two scores nearer than this, or than this share of them, are equal: what parts them is rounding,
-which an estimator that divides by their spread would learn from."""
+"""Scores that differ by less than this, absolutely or relatively, count as equal: the difference is
+rounding, which an estimator that divides by a standard deviation would amplify."""
 
 
 def sequence_ids(offsets: Tensor) -> Tensor:
@@ -41,7 +41,7 @@ def last_policy_token(policy_mask: Tensor, offsets: Tensor) -> Tensor:
 
 
 def has_policy_token(policy_mask: Tensor, offsets: Tensor) -> Tensor:
-    """Tell which sequences take part in the loss, (num_seqs,) bool."""
+    """Return which sequences have policy tokens and so are in the loss, (num_seqs,) bool."""
     return segment_sum(policy_mask.long(), offsets) > 0
 
 
@@ -55,20 +55,20 @@ def outcome_to_tokens(scores: Tensor, policy_mask: Tensor, offsets: Tensor) -> T
 
 
 def difference(x: Tensor, y: Tensor) -> Tensor:
-    """``x - y``, and exactly 0 where they are equal but for rounding."""
+    """Return ``x - y``, but exactly 0 where they are equal up to ``ROUNDING``."""
     return torch.where(torch.isclose(x, y, rtol=ROUNDING, atol=ROUNDING), 0.0, x - y)
 
 
 def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
-    """Mean of ``x`` where ``mask`` is True, a scalar; 0 when it is True nowhere."""
+    """Return the mean of ``x`` where ``mask`` is True, a scalar; 0 if it is True nowhere."""
     return x[mask].sum() / mask.sum().clamp(min=1)
 
 
 def masked_whiten(x: Tensor, mask: Tensor) -> Tensor:
     """Shift and scale ``x`` to mean 0 and unbiased variance 1 over ``mask``; 0 elsewhere.
 
-    The variance gets 1e-8 added before the root; a single masked element, and what equals the
-    mean, becomes 0. Sums are in float64, the result of the dtype of ``x``.
+    1e-8 is added to the variance before the root; a single masked element, and elements equal to
+    the mean, become 0. Sums are in float64, the result has the dtype of ``x``.
     """
     chosen = x[mask].double()
     centred = difference(chosen, masked_mean(x.double(), mask))

@@ -1,4 +1,4 @@
-"""KL divergence to a reference: estimators, its place in the reward, and its controllers."""
+"""KL divergence to a reference: estimators, the penalty in the reward, and controllers."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -47,7 +47,7 @@ def apply_kl_in_reward(
 ) -> Tensor:
     """Subtract ``coef * KL`` from the reward of each policy token. All (num_tokens,); no gradient.
 
-    Rewards off the policy stay as they are.
+    Rewards of other tokens are unchanged.
     """
     penalty = kl_penalty(log_probs.detach(), ref_log_probs.detach(), kind)
     return token_rewards - coef * torch.where(policy_mask, penalty, 0.0)
@@ -56,13 +56,13 @@ def apply_kl_in_reward(
 def mean_sequence_kl(
     log_probs: Tensor, ref_log_probs: Tensor, policy_mask: Tensor, offsets: Tensor, kind: str
 ) -> Tensor:
-    """Mean over sequences of the mean KL over policy tokens, a scalar that controllers follow."""
+    """Return the mean over sequences of the mean KL over policy tokens, the controllers' input."""
     weights = loss_weights(policy_mask, offsets, "seq-mean-token-mean")
     return weighted_sum(kl_penalty(log_probs.detach(), ref_log_probs.detach(), kind), weights)
 
 
 class KLController(Protocol):
-    """Holds the coefficient of the KL term; ``update`` is called once a step."""
+    """Holds the coefficient of the KL term; ``update`` is called once per step."""
 
     value: float
 
@@ -85,14 +85,14 @@ class AdaptiveKLController:
     """Steers KL towards a target by a clipped proportional rule (Ziegler et al. 2019, 2.2)."""
 
     value: float
-    """Present coefficient: all the state that a checkpoint must keep."""
+    """Current coefficient: the only state that a checkpoint must keep."""
     target: float
-    """Wanted KL in nats, > 0."""
+    """Target KL in nats, > 0."""
     horizon: int
     """Sequences over which a full correction of ±20 % is spread, > 0."""
 
     def __post_init__(self) -> None:
-        """Refuse a target or horizon that the rule would divide by in vain."""
+        """Raise ValueError for a target or horizon that is not positive: the rule divides by it."""
         if self.target <= 0 or self.horizon <= 0:
             raise ValueError(
                 f"got target={self.target}, horizon={self.horizon}; both must be positive: set "

@@ -1,4 +1,4 @@
-"""Weights that make one figure of token losses, and the value loss."""
+"""Weights that aggregate token losses, and the value loss."""
 
 import torch
 from torch import Tensor
@@ -21,12 +21,12 @@ def loss_weights(
 ) -> Tensor:
     """Return weights (num_tokens,) float32 such that loss = Σ_t weight_t · loss_t.
 
-    Compute them once over the whole mini-batch, over all ranks: then the sum over any split into
-    micro-batches equals the unsplit loss. With N policy tokens, S sequences that have some, and L
-    of them in the token's sequence, a policy token weighs: ``token-mean`` 1/N,
-    ``seq-mean-token-sum`` 1/S, ``seq-mean-token-mean`` 1/(S·L), ``seq-mean-token-sum-norm``
-    1/(S·norm_length). Other tokens weigh 0. Raises ValueError for another name, and where
-    ``norm_length`` is needed and not a positive number of tokens.
+    Compute them once for the whole mini-batch, over all ranks: then the sum over any split into
+    micro-batches equals the unsplit loss. With N policy tokens, S sequences that have any, and L
+    policy tokens in a token's sequence, the weight of a policy token is 1/N for ``token-mean``, 1/S
+    for ``seq-mean-token-sum``, 1/(S·L) for ``seq-mean-token-mean``, and 1/(S·norm_length) for
+    ``seq-mean-token-sum-norm``. Other tokens have weight 0. Raises ValueError for another name, and
+    if ``norm_length`` is needed but not positive.
     """
     lengths = segment_sum(policy_mask.double(), offsets)
     num_seqs = (lengths > 0).sum().clamp(min=1)
@@ -51,12 +51,12 @@ def loss_weights(
 
 
 def weighted_sum(losses: Tensor, weights: Tensor) -> Tensor:
-    """Return Σ weight · loss, a scalar; a loss of weight 0 is not read, even if not finite."""
+    """Return Σ weight · loss, a scalar; losses of weight 0 are ignored, even if not finite."""
     return (torch.where(weights != 0, losses, 0.0) * weights).sum()
 
 
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip_range: float) -> Tensor:
-    """Half the squared error, the larger of the plain and the clipped one, (num_tokens,).
+    """Return half the squared error, plain or clipped, whichever is larger: (num_tokens,).
 
     The clipped prediction stays within ``clip_range`` of ``old_values`` (PPO's reference code).
     """

@@ -1,6 +1,6 @@
-"""What follows from the engine's log-probs not being the trainer's: weights, masks, divergence.
+"""Corrections for the mismatch between the engine's log-probs and the trainer's.
 
-Tensors are (num_tokens,) over the tokens of the loss, of whole sequences, and carry no gradient.
+Tensors are (num_tokens,) over the tokens in the loss, of whole sequences, and have no gradient.
 """
 
 import torch
@@ -15,11 +15,11 @@ LEVELS = ("none", "token", "sequence", "geometric")
 def probability_ratios(
     old_log_probs: Tensor, rollout_log_probs: Tensor, sequence_ids: Tensor, level: str
 ) -> Tensor:
-    """π_old/π_rollout of each token, its logarithm bounded.
+    """Return π_old/π_rollout for each token, its logarithm bounded.
 
-    With level ``token`` of the token, with ``sequence`` the product over the token's sequence, with
-    ``geometric`` that product's root by the number of tokens, with ``none`` 1. Raises ValueError
-    for another level.
+    Level ``token`` is the token's own ratio, ``sequence`` the product over its sequence,
+    ``geometric`` the geometric mean over its sequence, and ``none`` 1. Raises ValueError for
+    another level.
     """
     log_ratio = old_log_probs - rollout_log_probs
     match level:
@@ -49,13 +49,13 @@ def importance_weights(
     mask_level: str | None = None,
     mask_floor: float | None = None,
 ) -> Tensor:
-    """Weights that correct a loss for tokens that another policy sampled; 0 leaves a token out.
+    """Return weights that correct a loss for tokens sampled by another policy; 0 drops a token.
 
-    The ratio of ``level`` is cut to [floor, threshold] (truncated importance sampling, Yao et al.
-    2025, where floor is 0). Where the ratio of ``mask_level`` (``level`` where it is None), before
-    any cut, is outside [mask_floor, mask_threshold] the weight is 0; ``mask_floor`` is
-    1/mask_threshold where it is None. So a token mask within narrow bounds is IcePop's, a sequence
-    mask MIS's, and ``geometric`` within [0.99, 1.01] masks by the mean log-ratio.
+    The ratio of ``level`` is clipped to [floor, threshold] (with floor 0, truncated importance
+    sampling, Yao et al. 2025). Where the unclipped ratio of ``mask_level`` (None: ``level``) is
+    outside [mask_floor, mask_threshold], the weight is 0; ``mask_floor`` None means
+    1/mask_threshold. So a token mask with narrow bounds is IcePop, a sequence mask MIS, and
+    ``geometric`` within [0.99, 1.01] masks by the mean log-ratio.
     """
     pair = old_log_probs, rollout_log_probs
     ratios = probability_ratios(*pair, sequence_ids, level)

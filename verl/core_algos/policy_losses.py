@@ -1,6 +1,6 @@
-"""Losses of the policy by token, and the registry that names them.
+"""Policy losses per token, and their registry.
 
-All tensors here are (num_tokens,) over the tokens of the loss alone, of whole sequences.
+All tensors here are (num_tokens,) over the tokens in the loss only, of whole sequences.
 """
 
 from collections.abc import Callable, Mapping
@@ -18,15 +18,15 @@ LOG_RATIO_LIMIT = 20.0
 
 @dataclass(frozen=True)
 class PolicyLossInputs:
-    """What a policy loss may read."""
+    """Inputs of a policy loss."""
 
     log_probs: Tensor
-    """Of the policy being trained, with gradient."""
+    """Log-probs of the policy being trained, with gradient."""
     old_log_probs: Tensor
-    """Of the policy that sampled."""
+    """Log-probs of the policy that sampled."""
     advantages: Tensor
     sequence_ids: Tensor
-    """Which sequence each token belongs to, int64 from 0."""
+    """Index of each token's sequence, int64 from 0."""
     clip_low: float = 0.2
     """The ratio is clipped to [1 - clip_low, 1 + clip_high] ..."""
     clip_high: float = 0.2
@@ -45,18 +45,18 @@ class PolicyLossInputs:
         return self.log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
 
     def clip(self, ratio: Tensor) -> Tensor:
-        """The ratio within its range."""
+        """Clip a ratio to its range."""
         return ratio.clamp(1.0 - self.clip_low, 1.0 + self.clip_high)
 
 
 @dataclass(frozen=True)
 class PolicyDiagnostics:
-    """Observations of a policy loss by token, without gradient."""
+    """Diagnostics of a policy loss per token, without gradient."""
 
     clipped: Tensor
-    """1.0 where the ratio's clip decided the loss."""
+    """1.0 where the clip of the ratio determined the loss."""
     dual_clipped: Tensor
-    """1.0 where the dual clip decided the loss."""
+    """1.0 where the dual clip determined the loss."""
     approx_kl: Tensor
     """old_log_probs - log_probs: its mean estimates KL(old || new), in nats."""
 
@@ -83,8 +83,8 @@ def ppo(inputs: PolicyLossInputs) -> tuple[Tensor, PolicyDiagnostics]:
 def gspo(inputs: PolicyLossInputs) -> tuple[Tensor, PolicyDiagnostics]:
     """Clipped surrogate of the sequence's ratio (Zheng et al. 2025, eq. 5-7, token form).
 
-    The ratio of every token is the geometric mean of its sequence's, and passes the gradient to
-    that token alone. There is no dual clip. Published clips are about 3e-4; aggregate with
+    Each token's ratio is the geometric mean over its sequence, and passes the gradient to that
+    token only. There is no dual clip. Published clips are about 3e-4; aggregate with
     ``seq-mean-token-mean``.
     """
     log_ratio = inputs.log_ratio
@@ -98,7 +98,7 @@ def gspo(inputs: PolicyLossInputs) -> tuple[Tensor, PolicyDiagnostics]:
 def cispo(inputs: PolicyLossInputs) -> tuple[Tensor, PolicyDiagnostics]:
     """REINFORCE weighted by the clipped ratio, which has no gradient (MiniMax 2025, eq. 4).
 
-    No token loses its gradient to the clip.
+    So clipped tokens keep a gradient.
     """
     ratio = inputs.ratio.detach()
     weight = inputs.clip(ratio)
@@ -121,12 +121,12 @@ POLICY_LOSSES: Mapping[str, PolicyLoss] = MappingProxyType(
 def likelihood_loss(
     log_probs: Tensor, old_log_probs: Tensor, preserved: Tensor, gate_ids: Tensor
 ) -> Tensor:
-    """Penalise the loss of likelihood of good tokens: LLDS (Deng et al. 2025, arXiv 2512.04220).
+    """Penalise a drop in the likelihood of good tokens: LLDS (Deng et al. 2025, arXiv 2512.04220).
 
-    ``preserved`` (bool) are the tokens whose likelihood is to be kept: those of trajectories whose
-    advantage is not negative. ``gate_ids`` (int64 from 0) name the turn, or the trajectory, that a
-    token belongs to. Where a gate's summed log-prob has fallen since sampling, each of its tokens
-    that fell costs ``old_log_probs - log_probs``; all others cost 0.
+    ``preserved`` (bool) marks the tokens whose likelihood should not drop: those of trajectories
+    with a non-negative advantage. ``gate_ids`` (int64 from 0) give each token's turn or trajectory.
+    Where a gate's summed log-prob has dropped since sampling, each of its tokens that dropped costs
+    ``old_log_probs - log_probs``; all others cost 0.
     """
     drop = torch.where(preserved, old_log_probs - log_probs, 0.0)
     total = sum_by_id(drop.detach(), gate_ids)
@@ -134,7 +134,7 @@ def likelihood_loss(
 
 
 def _clipped_surrogate(inputs: PolicyLossInputs, ratio: Tensor) -> tuple[Tensor, Tensor]:
-    """The loss max(-A ρ, -A clip(ρ)), and where the clip decided it (bool)."""
+    """Return the loss max(-A ρ, -A clip(ρ)), and where the clip determined it (bool)."""
     plain = -inputs.advantages * ratio
     bounded = -inputs.advantages * inputs.clip(ratio)
     return torch.maximum(plain, bounded), bounded > plain

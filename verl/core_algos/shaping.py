@@ -1,4 +1,4 @@
-"""Bounds on what is learned from: a penalty on over-long trajectories, a limit on advantages."""
+"""Reward and advantage shaping: a penalty on over-long trajectories, a bound on advantages."""
 
 from torch import Tensor
 
@@ -6,7 +6,7 @@ from torch import Tensor
 def overlong_penalty(
     lengths: Tensor, max_length: int, buffer_length: int, penalty_factor: float
 ) -> Tensor:
-    """What each trajectory's score is lowered by (DAPO's soft punishment, Yu et al. 2025, eq. 13).
+    """Return each trajectory's penalty (DAPO's soft punishment, Yu et al. 2025, eq. 13).
 
     ``lengths`` (num_seqs,) count policy tokens. The penalty is 0 up to
     ``max_length - buffer_length``, rises linearly over the buffer, and is ``penalty_factor`` from
@@ -19,9 +19,9 @@ def overlong_penalty(
 def clip_advantages(
     advantages: Tensor, policy_mask: Tensor, bound: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Advantages within ±``bound`` (None: as they are), and the share of policy tokens cut.
+    """Clip advantages to ±``bound`` (None: unchanged), (num_tokens,).
 
-    (num_tokens,) and a scalar.
+    Also returns the share of policy tokens that were clipped, a scalar.
     """
     if bound is None:
         return advantages, advantages.new_zeros(())
