@@ -1,1 +1,1 @@
-"""Evaluation: every row answered by the training loop's agent, scored, and compared with care."""
+"""Evaluation: runs the agent or a baseline on every row, scores the answers, compares results."""

@@ -1,4 +1,4 @@
-"""What exactly was evaluated: hashes of weights and data, the retriever, wording, decoding."""
+"""The manifest of an evaluation: model and data hashes, retriever, template, decoding options."""
 
 import hashlib
 import importlib.metadata
@@ -32,14 +32,16 @@ def build_manifest(
     num_rows: int,
     dtype: str,
 ) -> dict[str, Any]:
-    """Everything that decides an answer or its score, as JSON; equal evaluations have equal ones.
+    """Build a JSON manifest of everything that affects an answer or its score.
 
-    Where an endpoint generates, its weights are unknown: it is named, and the tokenizer hashed.
+    Equal evaluations have equal manifests. For an endpoint, whose weights are unknown, the address
+    and the hash of the tokenizer are recorded instead.
     """
-    method, files = METHODS[options.method], [Path(file) for file in options.data]
+    method = METHODS[options.method]
+    files = [Path(file) for file in options.data]
     names = [path.name for path in files]
     template = method.template or build_tag_format(config, build_environment(config).tools)
-    words = repr(sorted(asdict(template).items()))
+    template_text = repr(sorted(asdict(template).items()))
     turns = {
         "max_turns": 0 if method.template else config.max_turns,
         "topk": config.retriever.topk,
@@ -49,7 +51,7 @@ def build_manifest(
         "format": FORMAT,
         "model": _model(options, Path(config.actor_rollout_ref.model.path)),
         "data": {
-            # By name, or by path where names collide.
+            # The key is the file's name, or its path if several files have that name.
             "files": {
                 path.name if names.count(path.name) == 1 else file: sha256(path)
                 for file, path in zip(options.data, files, strict=True)
@@ -60,7 +62,7 @@ def build_manifest(
         },
         "retriever": dict(retriever),
         "method": options.method,
-        "template": {"name": template.name, "sha256": _digest(words)},
+        "template": {"name": template.name, "sha256": _digest(template_text)},
         "decoding": {name: getattr(options, name) for name in DECODING} | turns,
         "engine": {"name": "endpoint"}
         if options.endpoint
@@ -82,8 +84,8 @@ def _model(options: EvaluationOptions, folder: Path) -> dict[str, Any]:
     if options.endpoint:
         return model | {"endpoint": redact(options.endpoint), "served_model": options.served_model}
     files = _hashes(folder, (*WEIGHTS, "config.json"))
-    whole = _digest("".join(f"{name} {hash}\n" for name, hash in files.items()))
-    return model | {"files": files, "sha256": whole}
+    digest = _digest("".join(f"{name} {hash}\n" for name, hash in files.items()))
+    return model | {"files": files, "sha256": digest}
 
 
 def _digest(text: str) -> str:
@@ -91,11 +93,11 @@ def _digest(text: str) -> str:
 
 
 def versions() -> dict[str, str]:
-    """Versions of Python, of ours, and of the packages that compute."""
-    found = {"python": platform.python_version(), "search_r1": verl.__version__}
+    """Return the versions of Python, this project, and the installed packages of `PACKAGES`."""
+    versions = {"python": platform.python_version(), "search_r1": verl.__version__}
     for package in PACKAGES:
         try:
-            found[package] = importlib.metadata.version(package)
+            versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             continue
-    return found
+    return versions

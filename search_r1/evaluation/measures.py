@@ -1,8 +1,8 @@
-"""What is measured, as ratios of sums over dialogues: pure functions of samples, without torch.
+"""The measures of an evaluation, as pure functions of samples without torch.
 
-Every measure is Σ part / Σ whole over the samples of some questions. So a rate is a part over 1, a
-conditional rate a part over those that meet the condition, a cost a part over the correct answers;
-and the bootstrap needs the sums of each question only.
+Every measure is a ratio Σ part / Σ whole over samples: for a rate the whole is 1 per sample, for a
+conditional rate 1 per sample that meets the condition, for a cost 1 per correct answer. So the
+bootstrap only needs the two sums of each question.
 """
 
 import math
@@ -17,12 +17,12 @@ from search_r1.rewards.normalize import normalize_answer
 Part = Callable[[Sample], float]
 
 NEAR = 0.9
-"""Word F1 from which a query counts as the question over again."""
+"""Minimum word F1 at which a query counts as a repetition of the question."""
 
 
 @dataclass(frozen=True)
 class Measure:
-    """Σ part / Σ whole over samples; undefined where the wholes sum to 0."""
+    """A ratio Σ part / Σ whole over samples; undefined if the wholes sum to 0."""
 
     name: str
     title: str
@@ -31,19 +31,19 @@ class Measure:
 
 
 def is_near(query: str, question: str) -> bool:
-    """Whether a query says the question over again: equal when normalised, or word F1 >= `NEAR`."""
+    """Whether a query repeats the question: equal when normalised, or word F1 >= `NEAR`."""
     if normalize_answer(query) == normalize_answer(question):
         return True
     return token_f1(query, [question]) >= NEAR
 
 
 def num_novel(sample: Sample) -> int:
-    """Queries that do not merely repeat the question."""
+    """Count the queries that do not merely repeat the question."""
     return sum(not is_near(search.query, sample.question) for search in sample.searches)
 
 
 def num_repeated(sample: Sample) -> int:
-    """Queries that the same dialogue asked before, case, punctuation and articles aside."""
+    """Count the queries that repeat an earlier query of the dialogue when normalised."""
     return len(sample.searches) - len({normalize_answer(s.query) for s in sample.searches})
 
 
@@ -84,11 +84,11 @@ MEASURES: tuple[Measure, ...] = (
     Measure("invalid", "invalid turns", lambda s: s.invalid_actions, lambda s: s.turns),
     Measure("failed", "failed", _status(FAILED)),
 )  # fmt: skip
-"""Everything that a report shows, in its order; `pass@k` come on top where they are asked for."""
+"""All measures of a report in order, apart from the optional `pass@k`."""
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
-    """The chance that one of k samples is correct, without bias: 1 − C(n−c, k) / C(n, k).
+    """Estimate without bias the chance that one of k samples is correct: 1 − C(n−c, k) / C(n, k).
 
     Source: Chen et al. 2021. Needs k <= n.
     """
@@ -97,22 +97,24 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
 
 
 def by_question(samples: Sequence[Sample]) -> dict[str, list[Sample]]:
-    """The samples of each question, by uid, in order of first appearance."""
+    """Group samples by the uid of their question, in order of first appearance."""
     questions: dict[str, list[Sample]] = {}
     for sample in samples:
         questions.setdefault(sample.uid, []).append(sample)
     return questions
 
 
-def sums(samples: Sequence[Sample], pass_k: Sequence[int] = ()) -> dict[str, tuple[float, float]]:
-    """(Σ part, Σ whole) of every measure over one question's samples."""
-    found = {
+def measure_sums(
+    samples: Sequence[Sample], pass_k: Sequence[int] = ()
+) -> dict[str, tuple[float, float]]:
+    """Compute (Σ part, Σ whole) of every measure over one question's samples."""
+    sums = {
         m.name: (float(sum(map(m.part, samples))), float(sum(map(m.whole, samples))))
         for m in MEASURES
     }
     num_correct = sum(sample.em == 1.0 for sample in samples)
     passes = {f"pass@{k}": (pass_at_k(len(samples), num_correct, k), 1.0) for k in pass_k}
-    return found | passes
+    return sums | passes
 
 
 def titles(pass_k: Sequence[int] = ()) -> Mapping[str, str]:

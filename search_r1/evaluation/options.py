@@ -1,4 +1,4 @@
-"""Options of `search-r1 evaluate`: one dataclass for each of its commands."""
+"""Options of `search-r1 evaluate`: one dataclass per command."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,12 +15,12 @@ from verl.errors import ConfigError, explain
 
 WRONG: Literal["wrong"] = "wrong"
 READ: Literal["read"] = "read"
-"""What is made of a reply without an answer in tags."""
+"""How a reply without an answer in tags is scored."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Resampling:
-    """The bootstrap over questions."""
+class BootstrapOptions:
+    """Options of the bootstrap over questions."""
 
     num_resamples: Annotated[int, Bounds(100, 10**6)] = 2000
     """resamples of the bootstrap"""
@@ -30,42 +30,42 @@ class Resampling:
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationOptions(AgentOptions):
-    """Run and score every row (`run` may be left out); lengths are in tokens."""
+    """Run and score every row (the word `run` is optional); lengths are in tokens."""
 
     data: tuple[str, ...] = ()
     """parquet or jsonl files of questions"""
     out: str = ""
-    """folder of this evaluation; an interrupted one is gone on with"""
+    """folder of this evaluation; an interrupted evaluation is resumed"""
     method: Literal["agent", "direct", "cot", "rag"] = "agent"
     """agent searches; direct, cot and rag are baselines"""
     untagged: Literal["wrong", "read"] = WRONG
-    """a reply without <answer> is wrong, or read as it stands"""
+    """a reply without <answer> counts as wrong, or its text is read as the answer"""
     num_rows: Annotated[int, Bounds(1)] | None = None
-    """only so many rows, chosen by --seed; default: all"""
+    """number of rows to evaluate, chosen by --seed; default: all"""
     n: Annotated[int, Bounds(1, 10_000)] = 1
-    """samples a question"""
+    """samples per question"""
     pass_k: tuple[Annotated[int, Bounds(1)], ...] = ()
     """report pass@k for these k, at most n"""
     seed: Seed = 0
-    """of sampling, of --num-rows and of the bootstrap"""
+    """seed of sampling, of --num-rows and of the bootstrap"""
     judge_url: str | None = None
-    """OpenAI-compatible server that judges answers also, as http://HOST:PORT/v1"""
+    """OpenAI-compatible server that also judges the answers, as http://HOST:PORT/v1"""
     judge_model: str | None = None
-    """the judge's name there"""
+    """the judge's model name on that server"""
     judge_api_key_env: str | None = None
-    """environment variable that holds its key"""
+    """environment variable with the judge's key"""
     judge_verdict: Literal["yes_no", "score"] = "yes_no"
-    """what it replies"""
+    """form of the judge's reply"""
     prompt_key: str = Config().data.prompt_key
-    """column that holds the prompt"""
+    """column of the prompt"""
     num_resamples: Annotated[int, Bounds(100, 10**6)] = 2000
     """resamples of the bootstrap"""
 
     def conflicts(self) -> Iterator[str]:
-        """Those of the agent, and what concerns samples, files and judges."""
+        """Yield problems of the agent's options, samples, files and judge."""
         yield from super().conflicts()
         fixes = {"model": "name a folder, hub name or checkpoint", "data": "name question files",
-                 "out": "say where the evaluation is to be written"}  # fmt: skip
+                 "out": "name the folder for the evaluation"}  # fmt: skip
         for name, fix in fixes.items():
             if not getattr(self, name):
                 yield explain(f"--{name}", "nothing", f"a value for --{name}", fix)
@@ -79,12 +79,13 @@ class EvaluationOptions(AgentOptions):
             yield explain("--judge-model", self.judge_model, "url and model, or neither", fix)
         if self.judge_api_key_env is not None and self.judge_url is None:
             fix = "leave it out, or give --judge-url and --judge-model"
-            yield explain("--judge-api-key-env", "no --judge-url", "the judge whose key it is", fix)
+            expected = "the judge that the key belongs to"
+            yield explain("--judge-api-key-env", "no --judge-url", expected, fix)
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReportOptions(Resampling):
-    """Sum up a finished evaluation again."""
+class ReportOptions(BootstrapOptions):
+    """Write the report of a finished evaluation again."""
 
     folder: tyro.conf.Positional[Path]
     """the --out of an evaluation"""
@@ -93,11 +94,11 @@ class ReportOptions(Resampling):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SeveralOptions(Resampling):
-    """Evaluations side by side."""
+class ComparisonOptions(BootstrapOptions):
+    """Options of comparisons of evaluations."""
 
     measure: str = "em"
-    """what is compared: a name in metrics.json"""
+    """the measure to compare: a name in metrics.json"""
     mixed: bool = False
     """allow different data or corpora side by side"""
 
@@ -110,18 +111,18 @@ class SeveralOptions(Resampling):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CompareOptions(SeveralOptions):
+class CompareOptions(ComparisonOptions):
     """Test two evaluations, paired by question."""
 
     first: tyro.conf.Positional[Path]
     """the --out of an evaluation"""
     second: tyro.conf.Positional[Path]
-    """that of another one"""
+    """the --out of another evaluation"""
 
 
 @dataclass(frozen=True, kw_only=True)
-class TableOptions(SeveralOptions):
-    """One table of several evaluations."""
+class TableOptions(ComparisonOptions):
+    """Print one table of several evaluations."""
 
     folders: tyro.conf.Positional[tuple[Path, ...]]
     """the --out of each evaluation"""

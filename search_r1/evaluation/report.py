@@ -1,6 +1,6 @@
-"""Evaluations for people: `metrics.json` and `report.md` of one, tables of several.
+"""Reports of evaluations: `metrics.json` and `report.md` of one, comparison tables of several.
 
-Of several, the questions of equality are asked first.
+Comparisons first check that the evaluations used the same questions and one corpus.
 """
 
 import json
@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 COUNTS = ("searches", "turns", "policy_tokens", "observation_tokens", "searches_per_correct",
           "tokens_per_correct")  # fmt: skip
-"""Measures that are shown as they are; all others are shares and shown in per cent."""
+"""Measures that are shown as numbers; all others are shares, shown in per cent."""
 
 
 def write_report(
@@ -43,19 +43,19 @@ def write_report(
     num_resamples: int = NUM_RESAMPLES,
     seed: int = 0,
 ) -> Summary:
-    """Sum up a finished evaluation into its folder.
+    """Write `metrics.json` and `report.md` of a finished evaluation into its folder.
 
-    Raises DataError for an unfinished one, ConfigError for a k of which it has too few samples.
+    Raises DataError for an unfinished evaluation, ConfigError for a k above its number of samples.
     """
     manifest, samples = read_evaluation(folder)
-    most = manifest["decoding"]["n"]
-    if max(pass_k, default=0) > most:
-        fix = f"leave those above {most} out, or evaluate with --n {max(pass_k)}"
-        raise ConfigError(explain("--pass-k", pass_k, f"1 to n={most} of {folder}", fix))
+    n = manifest["decoding"]["n"]
+    if max(pass_k, default=0) > n:
+        fix = f"leave out those above {n}, or evaluate with --n {max(pass_k)}"
+        raise ConfigError(explain("--pass-k", pass_k, f"1 to n={n} of {folder}", fix))
     failed = [sample for sample in samples if sample.status == FAILED]
     if failed:
         logger.warning("%d of %d dialogues failed (%s) and count as wrong; start the same "
-                       "evaluation again to play them anew", len(failed), len(samples),
+                       "evaluation again to repeat them", len(failed), len(samples),
                        failed[0].error)  # fmt: skip
     summary = summarize(samples, pass_k, num_resamples=num_resamples, seed=seed)
     metrics = json.dumps(summary.to_json(), indent=1) + "\n"
@@ -66,9 +66,9 @@ def write_report(
 
 
 def as_markdown(manifest: Manifest, summary: Summary, pass_k: Sequence[int] = ()) -> str:
-    """What was evaluated, then a row for each measure and a column for each set."""
+    """Format the report: what was evaluated, then a row per measure and a column per set."""
     columns = list(summary.estimates)
-    if len(columns) == 3:  # one set: both averages are its own figures
+    if len(columns) == 3:  # one set, whose values the two averages would repeat
         columns = columns[:1]
     counts = summary.num_questions
     heads = [f"{name} ({counts[name]})" if name in counts else name for name in columns]
@@ -81,7 +81,7 @@ def as_markdown(manifest: Manifest, summary: Summary, pass_k: Sequence[int] = ()
 
 
 def describe(manifest: Manifest) -> str:
-    """Model, data, retriever, wording and decoding in a few lines."""
+    """Describe model, data, retriever, template and decoding in a few lines."""
     lines = [
         f"model: {model_name(manifest)}",
         f"data: {', '.join(f'{n} ({h[:12]})' for n, h in manifest['data']['files'].items())}",
@@ -93,7 +93,7 @@ def describe(manifest: Manifest) -> str:
 
 
 def model_name(manifest: Manifest) -> str:
-    """The model's name with its hash, or the endpoint that served it."""
+    """Return the model's name with its hash, or the endpoint that served it."""
     model = manifest["model"]
     if "endpoint" in model:
         return f"{model['served_model'] or model['name']} at {model['endpoint']}"
@@ -101,19 +101,20 @@ def model_name(manifest: Manifest) -> str:
 
 
 def retriever_name(manifest: Manifest) -> str:
-    """Engine and corpus as a phrase."""
+    """Return the retriever's backend and corpus as a phrase."""
     facts = manifest["retriever"]
     corpus = facts.get("corpus")
     return str(facts["retriever"]) + (f" over {corpus_name(corpus)}" if corpus else "")
 
 
 def decoding_name(manifest: Manifest) -> str:
-    """How it was sampled, and what a dialogue might do."""
+    """Return the sampling parameters and the limits of a dialogue as a phrase."""
     facts = manifest["decoding"]
-    greedy = facts["temperature"] == 0
-    how = "greedy" if greedy else f"temperature {facts['temperature']}, {facts['n']} samples"
+    sampling = f"temperature {facts['temperature']}, {facts['n']} samples"
+    if facts["temperature"] == 0:
+        sampling = "greedy"
     reading = ", untagged replies read" if facts.get("untagged") == READ else ""
-    return f"{how}, max_turns {facts['max_turns']}, topk {facts['topk']}{reading}"
+    return f"{sampling}, max_turns {facts['max_turns']}, topk {facts['topk']}{reading}"
 
 
 def corpus_name(corpus: Any) -> str:
@@ -123,39 +124,39 @@ def corpus_name(corpus: Any) -> str:
 
 
 def cell(name: str, estimate: Estimate) -> str:
-    """A figure with its interval, in per cent where it is a share; a dash where undefined."""
+    """Format a value with its interval, shares in per cent; a dash if it is undefined."""
     if estimate.value is None:
         return "–"
-    text = _figure(name, estimate.value)
-    return text if estimate.interval is None else f"{text} {_bounds(name, estimate.interval)}"
+    text = _number(name, estimate.value)
+    return text if estimate.interval is None else f"{text} {_interval(name, estimate.interval)}"
 
 
-def _figure(name: str, value: float, sign: str = "") -> str:
-    """A measure's value, in per cent where it is a share; a dash where undefined."""
+def _number(name: str, value: float, sign: str = "") -> str:
+    """Format a measure's value, shares in per cent; a dash if it is undefined."""
     scale, digits = (1, 2) if name in COUNTS else (100, 1)
     return f"{value * scale:{sign}.{digits}f}" if math.isfinite(value) else "–"
 
 
-def _bounds(name: str, found: Interval | None, sign: str = "") -> str:
-    if found is None:
+def _interval(name: str, interval: Interval | None, sign: str = "") -> str:
+    if interval is None:
         return "–"
-    return f"[{_figure(name, found.low, sign)}, {_figure(name, found.high, sign)}]"
+    return f"[{_number(name, interval.low, sign)}, {_number(name, interval.high, sign)}]"
 
 
 def markdown_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table; bars within cells are escaped."""
+    """Format a Markdown table; vertical bars within cells are escaped."""
     lines = [heads, ["---"] * len(heads), *rows]
     escaped = ([text.replace("|", "\\|") for text in line] for line in lines)
     return "\n".join(f"| {' | '.join(line)} |" for line in escaped) + "\n"
 
 
 WITHOUT_DOCUMENTS = ("empty", "random")
-"""Retrievers against which searching must show its use."""
+"""Control retrievers with which search utility is compared."""
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """A finished evaluation, read."""
+    """A finished evaluation with its manifest and samples."""
 
     name: str
     manifest: Manifest
@@ -167,39 +168,39 @@ class Evaluation:
 
     @property
     def corpus(self) -> str | None:
-        """What was really searched; none for diagnostics and for methods without search."""
+        """The corpus that was searched; None for control retrievers and methods without search."""
         if self.retriever in CONTROLS:
             return None
         return corpus_name(self.manifest["retriever"].get("corpus", retriever_name(self.manifest)))
 
 
 def read_all(folders: Sequence[Path], *, is_mixed: bool = False) -> list[Evaluation]:
-    """Evaluations under the names of their folders, or their paths where names collide.
+    """Read evaluations; they are named after their folders, or by path if folder names collide.
 
-    Raises DataError for a folder that holds no finished evaluation, and ConfigError for
-    evaluations of different rows (files of other content, other choices of rows) or of more than
-    one corpus; with `is_mixed` the user takes these upon himself.
+    Raises DataError for a folder without a finished evaluation, and, unless `is_mixed`, ConfigError
+    for evaluations of different rows (other file contents or another choice of rows) or of more
+    than one corpus.
     """
     names = [folder.name for folder in folders]
-    found = [
+    evaluations = [
         Evaluation(n if names.count(n) == 1 else str(folder), *read_evaluation(folder))
         for n, folder in zip(names, folders, strict=True)
     ]
     if is_mixed:
-        return found
-    first = found[0]
-    for other in found[1:]:
+        return evaluations
+    first = evaluations[0]
+    for other in evaluations[1:]:
         changes = differences(first.manifest["data"], other.manifest["data"], "data")
         if changes:
             got = f"{first.name} and {other.name} differ: {'; '.join(changes[:3])}"
-            fix = "evaluate both on the same files and rows, or say --mixed"
+            fix = "evaluate both on the same files and rows, or add --mixed"
             raise ConfigError(explain("data", got, "the same questions", fix))
-    corpora = {e.corpus: e.name for e in found if e.corpus is not None}
+    corpora = {e.corpus: e.name for e in evaluations if e.corpus is not None}
     if len(corpora) > 1:
         got = "; ".join(f"{name}: {corpus}" for corpus, name in corpora.items())
-        fix = "search one corpus in all of them, or say --mixed (the table names each)"
+        fix = "search one corpus in all of them, or add --mixed (the table names each)"
         raise ConfigError(explain("corpus", got, "one corpus", fix))
-    return found
+    return evaluations
 
 
 def table(
@@ -210,9 +211,12 @@ def table(
     num_resamples: int = NUM_RESAMPLES,
     seed: int = 0,
 ) -> str:
-    """What each evaluation is, its measure by set, what searching brings. Raises ConfigError."""
+    """Format tables of the evaluations' settings, the measure by set, and the search utility.
+
+    Raises DataError or ConfigError as `read_all` does.
+    """
     evaluations = read_all(folders, is_mixed=is_mixed)
-    parts = [_legend(evaluations), _figures(evaluations, measure, num_resamples, seed)]
+    parts = [_legend(evaluations), _measure_table(evaluations, measure, num_resamples, seed)]
     utilities = _utilities(evaluations, num_resamples, seed)
     if utilities:
         parts.append(f"Search utility (EM with documents − EM without):\n\n{utilities}")
@@ -229,33 +233,35 @@ def _legend(evaluations: Sequence[Evaluation]) -> str:
     return markdown_table(heads, rows)
 
 
-def _figures(evaluations: Sequence[Evaluation], measure: str, num_resamples: int, seed: int) -> str:
-    found = {
+def _measure_table(
+    evaluations: Sequence[Evaluation], measure: str, num_resamples: int, seed: int
+) -> str:
+    summaries = {
         e.name: summarize(e.samples, num_resamples=num_resamples, seed=seed) for e in evaluations
     }
-    sets = sorted({s for one in found.values() for s in one.estimates} - {MACRO, ROWS})
+    sets = sorted({name for s in summaries.values() for name in s.estimates} - {MACRO, ROWS})
     columns = [*sets, MACRO, ROWS] if len(sets) > 1 else sets
     rows = [
-        [name, *(cell(measure, one.estimates[c][measure]) if c in one.estimates else "–"
+        [name, *(cell(measure, summary.estimates[c][measure]) if c in summary.estimates else "–"
                  for c in columns)]
-        for name, one in found.items()
+        for name, summary in summaries.items()
     ]  # fmt: skip
     return markdown_table([measure, *columns], rows)
 
 
 def _utilities(evaluations: Sequence[Evaluation], num_resamples: int, seed: int) -> str:
-    """A row for each pair that differs in its retriever alone, one of the two without use."""
+    """Format a row per pair that differs only in the retriever: a real one and a control."""
     pairs = [
         (real, control)
         for real in evaluations
         for control in evaluations
         if real.corpus is not None
         and control.retriever in WITHOUT_DOCUMENTS
-        and _apart_from_retriever(real.manifest) == _apart_from_retriever(control.manifest)
+        and _without_retriever(real.manifest) == _without_retriever(control.manifest)
     ]
     rows = [
-        [f"{real.name} − {control.name}", d.where, _figure("em", d.difference, "+"),
-         _bounds("em", d.interval, "+"), _p(d.p_bootstrap)]
+        [f"{real.name} − {control.name}", d.where, _number("em", d.difference, "+"),
+         _interval("em", d.interval, "+"), _p(d.p_bootstrap)]
         for real, control in pairs
         for d in compare(real.samples, control.samples, num_resamples=num_resamples, seed=seed)
     ]  # fmt: skip
@@ -263,25 +269,26 @@ def _utilities(evaluations: Sequence[Evaluation], num_resamples: int, seed: int)
     return markdown_table(heads, rows) if rows else ""
 
 
-def _apart_from_retriever(manifest: Mapping[str, Any]) -> dict[str, Any]:
+def _without_retriever(manifest: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in manifest.items() if name != "retriever"}
 
 
 def comparison_table(
-    first: Evaluation, second: Evaluation, found: Sequence[Difference], measure: str
+    first: Evaluation, second: Evaluation, differences: Sequence[Difference], measure: str
 ) -> str:
-    """The paired differences of two evaluations, and what the two are."""
+    """Format the settings of two evaluations and their paired differences."""
     heads = ["set", "questions", first.name, second.name, "difference", "95 % interval",
              "p (bootstrap)", "only first", "only second", "p (McNemar)"]  # fmt: skip
     rows = [
-        [d.where, str(d.num_questions), _figure(measure, d.first), _figure(measure, d.second),
-         _figure(measure, d.difference, "+"), _bounds(measure, d.interval, "+"), _p(d.p_bootstrap),
-         *("–" if n is None else str(n) for n in (d.only_first, d.only_second)), _p(d.p_mcnemar)]
-        for d in found
+        [d.where, str(d.num_questions), _number(measure, d.first), _number(measure, d.second),
+         _number(measure, d.difference, "+"), _interval(measure, d.interval, "+"),
+         _p(d.p_bootstrap), *("–" if n is None else str(n) for n in (d.only_first, d.only_second)),
+         _p(d.p_mcnemar)]
+        for d in differences
     ]  # fmt: skip
     unit = "" if measure in COUNTS else ", in points"
-    what = f"{measure}, first minus second{unit}"
-    return f"{_legend([first, second])}\n{what}:\n\n{markdown_table(heads, rows)}"
+    title = f"{measure}, first minus second{unit}"
+    return f"{_legend([first, second])}\n{title}:\n\n{markdown_table(heads, rows)}"
 
 
 def _p(value: float | None) -> str:

@@ -1,4 +1,4 @@
-"""Playing one question to its end, by the training loop's agent or a baseline, and scoring it."""
+"""Runs one question with the training loop's agent or a baseline, and scores the dialogue."""
 
 import asyncio
 import re
@@ -31,7 +31,7 @@ DIRECT = TagFormat(
     invalid_action=_NO_SECOND_TURN,
     tags=SEARCH_R1,
 )
-"""Reasoning and the answer from memory, in the words of `scripts/data_process/nq.py`."""
+"""Baseline: reasoning and answer from memory, with the prompt of `scripts/data_process/nq.py`."""
 
 COT = TagFormat(
     name="cot",
@@ -43,7 +43,7 @@ COT = TagFormat(
     invalid_action=_NO_SECOND_TURN,
     tags=SEARCH_R1,
 )
-"""Chain of thought: reasoning, then the answer, from memory."""
+"""Baseline: chain of thought, then the answer, from memory."""
 
 RAG = TagFormat(
     name="rag",
@@ -51,23 +51,23 @@ RAG = TagFormat(
     invalid_action=_NO_SECOND_TURN,
     tags=SEARCH_R1,
 )
-"""Naive retrieval-augmented generation: the documents of the question, then reasoning, then the
-answer, in the words of `scripts/data_process/nq_rag.py`."""
+"""Baseline: naive retrieval-augmented generation, with the documents for the question in the
+prompt, which is that of `scripts/data_process/nq_rag.py`."""
 
 
 @dataclass(frozen=True)
 class Method:
-    """One way to get an answer."""
+    """A way to answer questions: the agent or a baseline."""
 
     name: str
     template: TagFormat | None = None
-    """The wording of a baseline; None for the agent, whose prompt stands in the data."""
+    """The prompt template of a baseline; None for the agent, which uses the prompts of the data."""
     needs_documents: bool = False
-    """A retriever is asked."""
+    """Whether a retriever is used."""
 
     @property
-    def reads_first(self) -> bool:
-        """The question's documents stand in the prompt."""
+    def searches_first(self) -> bool:
+        """Whether documents for the question are searched first and put into the prompt."""
         return self.template is not None and self.needs_documents
 
 
@@ -82,11 +82,11 @@ METHODS: dict[str, Method] = {
 }
 
 
-def put(row: Row, method: Method, documents: str = "") -> Row:
-    """The row as the method puts it, its question in `extra_info`.
+def apply_method(row: Row, method: Method, documents: str = "") -> Row:
+    """Return the row with the method's prompt, and with the question in `extra_info`.
 
-    The agent's prompt stays as it is in the data. A baseline's takes its place, as a message or,
-    for a row whose prompt is plain text, as text. Raises DataError when the question is unknown.
+    The agent keeps the prompt of the data. A baseline replaces it with its own, as a message or, if
+    the row's prompt is plain text, as text. Raises DataError if a baseline's question is unknown.
     """
     question = question_of(row)
     extra = {**row.extra_info, "question": question}
@@ -101,13 +101,15 @@ def put(row: Row, method: Method, documents: str = "") -> Row:
 
 
 Judge = Callable[[RewardInput], float | None]
-"""The score of a dialogue; None where no verdict is to be had."""
+"""A function that scores a dialogue; None if there is no verdict."""
 _SCORES = build_reward("f1")
-"""Gives EM, F1 and cover-EM as components."""
+"""Reward whose components are EM, F1 and cover-EM."""
 
 
 @dataclass(frozen=True)
 class Task:
+    """One dialogue to run: a row, and the number of its sample from 0."""
+
     row: Row
     sample: int
 
@@ -116,14 +118,14 @@ class Task:
         return self.row.uid, self.sample
 
 
-def holds(text: str, accepted: Sequence[str]) -> bool:
-    """Whether an accepted answer stands in the text in whole words, both normalised."""
+def contains_answer(text: str, accepted: Sequence[str]) -> bool:
+    """Whether the text contains an accepted answer as whole words, both normalised."""
     words = f" {normalize_answer(text)} "
     return any(gold and f" {gold} " in words for gold in map(normalize_answer, accepted))
 
 
-def agent_of(agent: DialogueAgent, method: Method) -> DialogueAgent:
-    """The agent itself, or for a baseline one that has a single turn and cannot search in it."""
+def method_agent(agent: DialogueAgent, method: Method) -> DialogueAgent:
+    """Return the agent itself, or for a baseline an agent with a single turn and no tools."""
     if method.template is None:
         return agent
     return replace(
@@ -136,7 +138,7 @@ def agent_of(agent: DialogueAgent, method: Method) -> DialogueAgent:
 
 @dataclass(frozen=True)
 class Runner:
-    """Plays tasks by one method."""
+    """Runs and scores tasks with one method."""
 
     agent: DialogueAgent
     method: Method
@@ -145,29 +147,32 @@ class Runner:
     seed: int = 0
     judge: Judge | None = None
     untagged: str = WRONG
-    """What is made of a reply without an answer in tags."""
+    """How a reply without an answer in tags is scored: WRONG or READ."""
 
-    async def play(self, task: Task, engine: RolloutEngine) -> Sample:
-        """One finished and scored dialogue; a failed search makes a failed one."""
+    async def run(self, task: Task, engine: RolloutEngine) -> Sample:
+        """Run and score one dialogue; a failed search gives a failed sample."""
         searches = list[Search]()
 
-        def heard(call: ToolCall, observation: Observation) -> None:
+        def record(call: ToolCall, observation: Observation) -> None:
             if call.tool == "search":
                 found = [i.source for i in observation.items if isinstance(i.source, Document)]
-                text, ids = "\n".join(one.contents for one in found), tuple(one.id for one in found)
-                has_answer = holds(text, task.row.ground_truth)
+                text = "\n".join(document.contents for document in found)
+                ids = tuple(document.id for document in found)
+                has_answer = contains_answer(text, task.row.ground_truth)
                 searches.append(Search(query_of(call), ids, has_answer))
 
-        environment = replace(self.agent.environment, on_observation=heard)
+        environment = replace(self.agent.environment, on_observation=record)
         agent = replace(self.agent, environment=environment)
-        row, num_read = put(task.row, self.method), 0
+        row = apply_method(task.row, self.method)
+        num_document_tokens = 0
         problem: str | None = None
-        if self.method.reads_first:
+        if self.method.searches_first:
             try:
-                _, words = await agent.consult(ToolCall("search", row.extra_info["question"]))
-                documents = words.strip()
-                num_read = len(self.tokenizer.encode(documents, add_special_tokens=False))
-                row = put(task.row, self.method, documents)
+                _, text = await agent.consult(ToolCall("search", row.extra_info["question"]))
+                documents = text.strip()
+                ids = self.tokenizer.encode(documents, add_special_tokens=False)
+                num_document_tokens = len(ids)
+                row = apply_method(task.row, self.method, documents)
             except ToolError as error:
                 problem = str(error)
         seed = derived_seed(self.seed, *task.key)
@@ -176,21 +181,27 @@ class Runner:
             end.status, end.error = Status.FAILED, problem
         else:
             end = await agent.run(end, engine, self.sampling)
-        return await self._scored(end, searches, num_read)
+        return await self._score(end, searches, num_document_tokens)
 
-    async def _scored(self, end: Trajectory, searches: Sequence[Search], num_read: int) -> Sample:
+    async def _score(
+        self, end: Trajectory, searches: Sequence[Search], num_document_tokens: int
+    ) -> Sample:
+        """Score a finished dialogue.
+
+        `num_document_tokens` of the prompt are documents, which count as observation tokens.
+        """
         question = str(end.prompt.extra_info["question"])
         tags = self.agent.format.tags
         dialogue = replace(reward_input(end, tags), question=question)
         if self.untagged == READ and dialogue.answer is None and dialogue.policy_texts:
-            *before, last = dialogue.policy_texts
-            answer = tags.answer.wrap(read_answer(last, tags))
-            dialogue = replace(dialogue, policy_texts=[*before, answer])
+            *earlier, last = dialogue.policy_texts
+            answer = tags.answer.wrap(read_untagged_answer(last, tags))
+            dialogue = replace(dialogue, policy_texts=[*earlier, answer])
         scores = _SCORES(dialogue).components
-        judged = None
+        judge_score = None
         if self.judge is not None and end.status is not Status.FAILED:
-            # A judge may ask a server; the event loop must stay free for the dialogues.
-            judged = await asyncio.to_thread(self.judge, dialogue)
+            # The judge may wait for a server, which must not block the event loop.
+            judge_score = await asyncio.to_thread(self.judge, dialogue)
         stats = end.stats
         return Sample(
             uid=end.prompt.uid,
@@ -207,40 +218,40 @@ class Runner:
             turns=int(stats.get("turns", 0)),
             invalid_actions=int(stats.get("invalid_actions", 0)),
             truncated_turns=int(stats.get("truncated_turns", 0)),
-            prompt_tokens=end.num_tokens_of(Origin.PROMPT) - num_read,
+            prompt_tokens=end.num_tokens_of(Origin.PROMPT) - num_document_tokens,
             policy_tokens=end.num_policy_tokens,
-            observation_tokens=end.num_tokens_of(Origin.OBSERVATION) + num_read,
+            observation_tokens=end.num_tokens_of(Origin.OBSERVATION) + num_document_tokens,
             dialogue=tuple(dialogue.segments),
-            judge=judged,
+            judge=judge_score,
             error=end.error,
         )
 
 
 def check_rows(rows: Sequence[Row], runner: Runner, limit: int) -> None:
-    """Raise DataError for prompts over `limit` tokens, since every row is scored."""
+    """Raise DataError if a prompt, with room for its documents, is longer than `limit` tokens."""
     method = runner.method
-    room = runner.agent.limits.max_obs_length if method.reads_first else 0
-    put_rows = (put(row, method) for row in rows)
-    prompts = (render(row, runner.tokenizer, limit=limit) for row in put_rows)
+    num_reserved = runner.agent.limits.max_obs_length if method.searches_first else 0
+    worded_rows = (apply_method(row, method) for row in rows)
+    prompts = (render(row, runner.tokenizer, limit=limit) for row in worded_rows)
     lengths = {prompt.uid: len(prompt.ids) for prompt in prompts}
-    overlong = [uid for uid, length in lengths.items() if length + room > limit]
+    overlong = [uid for uid, length in lengths.items() if length + num_reserved > limit]
     if overlong:
-        longest = max(lengths.values()) + room
+        longest = max(lengths.values()) + num_reserved
         got = f"{len(overlong)} of {len(rows)} prompts over {limit} tokens: {overlong[0]} ..."
         fix = f"--max-start-length {longest} or more; every row is scored, so none is left out"
         raise DataError(explain("--max-start-length", got, "prompts that fit", fix))
 
 
 _CONTROL = re.compile(r"<\|[^|<>]*\|>")
-"""What ends a message, and the like."""
+"""Control tokens, such as the end of a message."""
 _LEAD = re.compile(r".*\banswer\b[^.\n]*?(?:\bis\b|:)\s*:?\s*(?=\S)", re.IGNORECASE | re.DOTALL)
-"""Up to the last "the answer is", "answer:", "the answer to this question is:"."""
+"""Text up to the last "the answer is", "answer:" or "the answer to this question is:"."""
 
 
-def read_answer(reply: str, tags: Grammar) -> str:
-    """What the reply says the answer is ("The answer is: Oslo."), else all but its thinking."""
+def read_untagged_answer(reply: str, tags: Grammar) -> str:
+    """Return the stated answer ("The answer is: Oslo."), or else the reply without its thinking."""
     opening, closing = map(re.escape, (tags.think.opening, tags.think.closing))
-    spoken = re.sub(f"{opening}.*?{closing}", " ", reply, flags=re.DOTALL)
-    spoken = _CONTROL.sub(" ", tag_pattern(tags).sub(" ", spoken)).strip()
-    lead = _LEAD.match(spoken)
-    return spoken[lead.end() :].partition("\n")[0].strip() if lead else spoken
+    text = re.sub(f"{opening}.*?{closing}", " ", reply, flags=re.DOTALL)
+    text = _CONTROL.sub(" ", tag_pattern(tags).sub(" ", text)).strip()
+    lead = _LEAD.match(text)
+    return text[lead.end() :].partition("\n")[0].strip() if lead else text

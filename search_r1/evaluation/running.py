@@ -1,6 +1,6 @@
-"""One evaluation from its options to its report: check, play what is missing, sum up.
+"""Runs an evaluation from its options to its report, and the other `search-r1 evaluate` commands.
 
-And what the commands of `search-r1 evaluate` do with finished ones.
+An evaluation checks its inputs, runs the dialogues that are missing, and writes the report.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ from search_r1.evaluation.options import (
     TableOptions,
 )
 from search_r1.evaluation.report import comparison_table, read_all, table, write_report
-from search_r1.evaluation.runner import METHODS, Judge, Runner, Task, agent_of, check_rows
+from search_r1.evaluation.runner import METHODS, Judge, Runner, Task, check_rows, method_agent
 from search_r1.evaluation.samples import FAILED
 from search_r1.evaluation.store import REPORT, Store
 from search_r1.evaluation.summary import compare
@@ -50,13 +50,13 @@ from verl.types import Sampling
 logger = logging.getLogger(__name__)
 
 CACHE = "judge.sqlite"
-"""Beside the samples: what was judged before an interruption is not asked again."""
+"""File in the evaluation's folder that caches the judge's verdicts for a resumed evaluation."""
 MAX_FAILURES_IN_A_ROW = 32
-"""Dialogues that infrastructure breaks one after the other before the evaluation stops."""
+"""Number of consecutive failed dialogues after which the evaluation stops."""
 
 
 def evaluate(options: EvaluationOptions) -> Path:
-    """Play and score what is not yet; returns the folder with the report. Raises UserError."""
+    """Run all missing dialogues, write the report and return its folder. Raises UserError."""
     set_trust(options.trust_remote_code)
     out = Path(options.out)
     with exclusive_lock(out, "--out"):
@@ -66,9 +66,8 @@ def evaluate(options: EvaluationOptions) -> Path:
                 loops.run(_evaluate(options, run_config(options, str(folder))))
             write_report(out, options.pass_k, options.num_resamples, options.seed)
         finally:
-            if [file.name for file in out.iterdir()] == [
-                LOCK_NAME
-            ]:  # a mistake, told before any work
+            names = [file.name for file in out.iterdir()]
+            if names == [LOCK_NAME]:  # refused before anything was written
                 shutil.rmtree(out)
     return out
 
@@ -77,7 +76,7 @@ async def _evaluate(options: EvaluationOptions, config: Config) -> None:
     method = METHODS[options.method]
     rows = choose(load_rows(options.data, options.prompt_key), options.num_rows, options.seed)
     facts = await retriever_facts(config) if method.needs_documents else NO_RETRIEVER
-    agent = agent_of(load_agent(config), method)
+    agent = method_agent(load_agent(config), method)
     tokenizer: Any = agent.tokenizer
     sampling = Sampling(options.max_response_length, options.temperature, options.top_p)
     judge = open_judge(options)
@@ -87,18 +86,18 @@ async def _evaluate(options: EvaluationOptions, config: Config) -> None:
     tasks = [Task(row, sample) for row in rows for sample in range(options.n)]
     with Store(Path(options.out), manifest) as store:
         missing = [task for task in tasks if task.key not in store.finished]
-        logger.info("%d of %d dialogues are to be played", len(missing), len(tasks))
+        logger.info("%d of %d dialogues are missing", len(missing), len(tasks))
         if not missing:
             return
         try:
             async with running_engine(config) as engine:
-                await play_all(missing, runner, engine, store, options.num_at_once)
+                await run_all(missing, runner, engine, store, options.num_at_once)
         finally:
             await agent.environment.aclose()
 
 
 def open_judge(options: EvaluationOptions) -> Judge | None:
-    """The judge of the options, known to answer; None where none is named. Raises ConfigError."""
+    """Build the judge and check that it answers; None without one. Raises ConfigError."""
     if options.judge_url is None or options.judge_model is None:
         return None
     cache = str(Path(options.out) / CACHE)
@@ -110,7 +109,7 @@ def open_judge(options: EvaluationOptions) -> Judge | None:
         )  # fmt: skip
         judge.check()
     except ValueError as error:
-        raise ConfigError(f"--judge-url: {error}, or leave --judge-url out") from error
+        raise ConfigError(f"--judge-url: {error}, or leave out --judge-url") from error
 
     def score(dialogue: RewardInput) -> float | None:
         (output,) = judge([dialogue])
@@ -119,26 +118,30 @@ def open_judge(options: EvaluationOptions) -> Judge | None:
     return score
 
 
-async def play_all(
+async def run_all(
     tasks: Sequence[Task], runner: Runner, engine: RolloutEngine, store: Store, concurrency: int
 ) -> None:
-    """Play every task, `concurrency` at once; store each. Raises ToolError when too many fail."""
-    waiting, num_correct, failures = iter(tasks), 0.0, 0
+    """Run all tasks with this concurrency and store the samples.
+
+    Raises ToolError after `MAX_FAILURES_IN_A_ROW` consecutive failures.
+    """
+    waiting = iter(tasks)
+    num_correct, num_failures = 0.0, 0
 
     async def work(bar: "tqdm[Never]") -> None:
-        nonlocal num_correct, failures
+        nonlocal num_correct, num_failures
         for task in waiting:
-            sample = await runner.play(task, engine)
+            sample = await runner.run(task, engine)
             store.append(sample)
             num_correct += sample.em
-            failures = failures + 1 if sample.status == FAILED else 0
+            num_failures = num_failures + 1 if sample.status == FAILED else 0
             bar.update()
             bar.set_postfix(em=f"{num_correct / bar.n:.3f}", refresh=False)
-            if failures >= MAX_FAILURES_IN_A_ROW:
+            if num_failures >= MAX_FAILURES_IN_A_ROW:
                 raise ToolError(
-                    f"{failures} dialogues failed one after the other, the last with: "
-                    f"{sample.error}; see that the retriever answers, then start the same "
-                    "evaluation again: it goes on and plays failed dialogues anew"
+                    f"{num_failures} dialogues failed in a row, the last with: {sample.error}; "
+                    "check that the retriever answers, then start the same evaluation again: it "
+                    "resumes and repeats failed dialogues"
                 )
 
     try:
@@ -147,26 +150,26 @@ async def play_all(
                 for _ in range(min(concurrency, len(tasks))):
                     group.create_task(work(bar))
     except* UserError as errors:
-        raise _first(errors) from errors
+        raise _first_error(errors) from errors
 
 
-def _first(errors: BaseExceptionGroup[UserError]) -> UserError:
-    """One of several errors that workers met; they share their cause."""
-    found = errors.exceptions[0]
-    return _first(found) if isinstance(found, BaseExceptionGroup) else found
+def _first_error(errors: BaseExceptionGroup[UserError]) -> UserError:
+    """Return the first of several workers' errors, which usually have the same cause."""
+    error = errors.exceptions[0]
+    return _first_error(error) if isinstance(error, BaseExceptionGroup) else error
 
 
-def act(options: object) -> int:
-    """Do what the command line asks for, and print its report or table."""
+def run_command(options: object) -> int:
+    """Run the command for these options and print its report or table."""
     configure_logging(logging.INFO, "%(levelname)s %(name)s: %(message)s")
     for chatty in ("httpx", "vllm"):
         logging.getLogger(chatty).setLevel(logging.ERROR)
     transformers_logging.disable_progress_bar()
-    sys.stdout.write(text_of(options))
+    sys.stdout.write(command_output(options))
     return 0
 
 
-def text_of(options: object) -> str:
+def command_output(options: object) -> str:
     match options:
         case EvaluationOptions():
             return (evaluate(options) / REPORT).read_text(encoding="utf-8")
@@ -175,9 +178,10 @@ def text_of(options: object) -> str:
             return (options.folder / REPORT).read_text(encoding="utf-8")
         case CompareOptions():
             first, second = read_all([options.first, options.second], is_mixed=options.mixed)
-            found = compare(first.samples, second.samples, options.measure,
-                            num_resamples=options.num_resamples, seed=options.seed)  # fmt: skip
-            return comparison_table(first, second, found, options.measure)
+            differences = compare(first.samples, second.samples, options.measure,
+                                  num_resamples=options.num_resamples,
+                                  seed=options.seed)  # fmt: skip
+            return comparison_table(first, second, differences, options.measure)
         case TableOptions():
             return table(options.folders, options.measure, is_mixed=options.mixed,
                          num_resamples=options.num_resamples, seed=options.seed)  # fmt: skip

@@ -1,4 +1,4 @@
-"""One scored dialogue as plain data: what a line of `samples.jsonl` holds. No torch here."""
+"""Scored dialogues as plain data, as stored in the lines of `samples.jsonl`; no torch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 FAILED = "failed"
-"""The status of a dialogue that infrastructure broke; it is played again on a restart."""
+"""Status of a dialogue that an infrastructure failure ended; a restart runs it again."""
 
 
 @dataclass(frozen=True)
@@ -16,18 +16,18 @@ class Search:
 
     query: str
     documents: tuple[str, ...]
-    """Ids of what was found, best first."""
+    """Ids of the documents it found, best first."""
     has_answer: bool
-    """An accepted answer stands in what was found."""
+    """Whether the documents contain an accepted answer."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One dialogue about one question, and its scores."""
+    """One dialogue with its scores."""
 
     uid: str
     sample: int
-    """Which of the question's samples this is, from 0."""
+    """Number of this sample of the question, from 0."""
     data_source: str
     question: str
     ground_truth: tuple[str, ...]
@@ -40,16 +40,16 @@ class Sample:
     searches: tuple[Search, ...]
     turns: int
     invalid_actions: int
-    """Turns without a search that was carried out or an answer."""
+    """Number of turns without a valid search or answer."""
     truncated_turns: int
-    """Turns that were cut at their token limit."""
+    """Number of turns that were cut off at the token limit."""
     prompt_tokens: int
     policy_tokens: int
     observation_tokens: int
     dialogue: tuple[tuple[str, str], ...]
-    """The whole dialogue: (origin, text), prompt included."""
+    """The whole dialogue including the prompt, as (origin, text)."""
     judge: float | None = None
-    """What the judge gave, if one was asked."""
+    """The judge's score; None without a judge or verdict."""
     error: str = ""
 
     @property
@@ -58,7 +58,7 @@ class Sample:
 
     @property
     def has_answer_in_documents(self) -> bool:
-        """Any of its searches brought an accepted answer."""
+        """Whether any search found an accepted answer."""
         return any(search.has_answer for search in self.searches)
 
     def to_json(self) -> str:
@@ -66,26 +66,26 @@ class Sample:
 
     @classmethod
     def from_json(cls, line: str) -> Sample:
-        """The sample of one line; raises ValueError, KeyError or TypeError for any other text."""
-        found: dict[str, Any] = json.loads(line)
+        """Parse a line. Raises ValueError, KeyError or TypeError if it is not a sample."""
+        values: dict[str, Any] = json.loads(line)
         searches = tuple(
-            Search(s["query"], tuple(s["documents"]), s["has_answer"]) for s in found["searches"]
+            Search(s["query"], tuple(s["documents"]), s["has_answer"]) for s in values["searches"]
         )
-        dialogue = tuple((origin, text) for origin, text in found["dialogue"])
-        truth = tuple(found["ground_truth"])
-        for name in found.keys() & _KINDS.keys():
-            if not isinstance(found[name], _KINDS[name]):
-                raise TypeError(f"{name}={found[name]!r}")
+        dialogue = tuple((origin, text) for origin, text in values["dialogue"])
+        truth = tuple(values["ground_truth"])
+        for name in values.keys() & _FIELD_TYPES.keys():
+            if not isinstance(values[name], _FIELD_TYPES[name]):
+                raise TypeError(f"{name}={values[name]!r}")
         for name in ("em", "f1", "cover_em"):
-            if not 0 <= found[name] <= 1:
-                raise ValueError(f"{name}={found[name]}")
-        return cls(**found | {"searches": searches, "dialogue": dialogue, "ground_truth": truth})
+            if not 0 <= values[name] <= 1:
+                raise ValueError(f"{name}={values[name]}")
+        return cls(**values | {"searches": searches, "dialogue": dialogue, "ground_truth": truth})
 
 
-_WORDS: dict[str, Any] = {"str": str, "int": int, "float": (int, float), "None": type(None)}
-_KINDS = {
-    one.name: tuple(_WORDS[word] for word in str(one.type).split(" | "))
-    for one in fields(Sample)
-    if not str(one.type).startswith("tuple")
+_TYPES: dict[str, Any] = {"str": str, "int": int, "float": (int, float), "None": type(None)}
+_FIELD_TYPES = {
+    field.name: tuple(_TYPES[name] for name in str(field.type).split(" | "))
+    for field in fields(Sample)
+    if not str(field.type).startswith("tuple")
 }
-"""What a sample's fields are, but for lists, as `isinstance` takes it."""
+"""Types of the fields of a sample that are not tuples, for `isinstance`."""

@@ -1,7 +1,7 @@
-"""From samples to figures with intervals, and two evaluations paired by question. No torch here.
+"""Statistics of evaluations: measures with intervals, and paired comparisons; no torch.
 
-Figures are those of each set, averaged over sets, and over all rows; uncertainty comes from a
-bootstrap over questions, and from McNemar's exact test.
+Measures are computed per set, averaged over sets, and over all rows. Uncertainty comes from a
+bootstrap over questions and from McNemar's exact test.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.stats import binomtest
 
-from search_r1.evaluation.measures import by_question, sums, titles
+from search_r1.evaluation.measures import by_question, measure_sums, titles
 from search_r1.evaluation.samples import Sample
 from verl.errors import DataError, explain
 
@@ -24,17 +24,17 @@ LEVEL = 0.95
 
 @dataclass(frozen=True)
 class Interval:
-    """A percentile interval of `LEVEL`."""
+    """A percentile interval with confidence `LEVEL`."""
 
     low: float
     high: float
 
 
 def resampled_sums(columns: Array, num_resamples: int, seed: int | list[int]) -> Array:
-    """(num_resamples, num_columns) sums of columns over questions drawn with replacement.
+    """Sum columns over questions drawn with replacement; shape (num_resamples, num_columns).
 
     `columns` (num_questions, num_columns): the same questions are drawn for all columns, so that
-    differences of columns are paired.
+    differences between columns are paired.
     """
     generator = np.random.default_rng(seed)
     num_questions = len(columns)
@@ -46,12 +46,12 @@ def resampled_sums(columns: Array, num_resamples: int, seed: int | list[int]) ->
 
 
 def ratio(part: Array, whole: Array) -> Array:
-    """part / whole, nan where the whole is 0."""
+    """Compute part / whole, NaN where the whole is 0."""
     return np.divide(part, whole, out=np.full_like(part, np.nan), where=whole != 0)
 
 
 def interval(values: Array) -> Interval | None:
-    """The percentile interval of resampled values; none where any of them is undefined."""
+    """Return the percentile interval of resampled values; None if any value is undefined."""
     if len(values) == 0 or not np.isfinite(values).all():
         return None
     tail = (1 - LEVEL) / 2
@@ -60,10 +60,10 @@ def interval(values: Array) -> Interval | None:
 
 
 def p_value(differences: Array) -> float | None:
-    """Two-sided bootstrap p-value that the difference is 0; none where any is undefined.
+    """Return the two-sided bootstrap p-value of no difference; None if any value is undefined.
 
-    Twice the smaller share of resampled differences on one side of 0, itself included; one
-    resample is added to both counts, so that p is never 0 (Davison and Hinkley 1997).
+    It is twice the smaller share of resampled differences on one side of 0 (0 included). Numerator
+    and denominator are increased by 1, so that p is never 0 (Davison and Hinkley 1997).
     """
     if len(differences) == 0 or not np.isfinite(differences).all():
         return None
@@ -72,7 +72,10 @@ def p_value(differences: Array) -> float | None:
 
 
 def mcnemar(only_first: int, only_second: int) -> float:
-    """Exact two-sided p-value of McNemar's test, by how many are right in one evaluation alone."""
+    """Return the exact two-sided p-value of McNemar's test.
+
+    The arguments count the questions that only the first or only the second evaluation got right.
+    """
     discordant = only_first + only_second
     return float(binomtest(only_first, discordant, 0.5).pvalue) if discordant else 1.0
 
@@ -83,7 +86,7 @@ ROWS = "all rows"
 
 @dataclass(frozen=True)
 class Estimate:
-    """A figure; none where it is undefined, as the cost of a correct answer where none is."""
+    """The value of a measure; None if undefined, e.g. the cost per correct answer without any."""
 
     value: float | None
     interval: Interval | None
@@ -91,20 +94,20 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Summary:
-    """Every measure of one evaluation."""
+    """All measures of one evaluation."""
 
     num_questions: Mapping[str, int]
-    """By set, `ROWS` among them."""
+    """Number of questions by set, including `ROWS`."""
     estimates: Mapping[str, Mapping[str, Estimate]]
-    """By set (then `MACRO` and `ROWS`), then by measure."""
+    """Estimates by set (followed by `MACRO` and `ROWS`), then by measure."""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
 
 @dataclass(frozen=True)
-class Tally:
-    """The sums of each question of one set."""
+class QuestionSums:
+    """The sums Σ part and Σ whole of each question of one set."""
 
     uids: tuple[str, ...]
     parts: Array
@@ -114,39 +117,45 @@ class Tally:
 
 
 def by_set(samples: Sequence[Sample]) -> dict[str, list[Sample]]:
-    """The samples of each data source, by name in alphabetical order."""
+    """Group samples by data source, in alphabetical order."""
     names = sorted({sample.data_source for sample in samples})
     return {name: [s for s in samples if s.data_source == name] for name in names}
 
 
-def tally(samples: Sequence[Sample], names: Sequence[str], pass_k: Sequence[int] = ()) -> Tally:
-    """The sums of the named measures for each question, questions in the order of their uids."""
+def question_sums(
+    samples: Sequence[Sample], names: Sequence[str], pass_k: Sequence[int] = ()
+) -> QuestionSums:
+    """Compute the sums of the named measures per question, ordered by uid."""
     questions = dict(sorted(by_question(samples).items()))
-    found = [sums(of_one, pass_k) for of_one in questions.values()]
-    table = np.array([[row[name] for name in names] for row in found], dtype=np.float64)
-    return Tally(tuple(questions), table[:, :, 0], table[:, :, 1])
+    rows = [measure_sums(group, pass_k) for group in questions.values()]
+    table = np.array([[row[name] for name in names] for row in rows], dtype=np.float64)
+    return QuestionSums(tuple(questions), table[:, :, 0], table[:, :, 1])
 
 
-def ratios(
-    tallies: Mapping[str, Tally], num_resamples: int, seed: int
+def set_ratios(
+    sums_by_set: Mapping[str, QuestionSums], num_resamples: int, seed: int
 ) -> tuple[dict[str, Array], dict[str, Array]]:
-    """The measures of each set, averaged over sets, and over all rows; then as resampled.
+    """Compute the measures of each set, averaged over sets, and over all rows, and resample them.
 
-    (1, num_measures) and (num_resamples, num_measures); questions are resampled within their sets.
+    Returns values (1, num_measures) and resampled values (num_resamples, num_measures) by set;
+    questions are resampled within their sets.
     """
-    totals, drawn = {}, {}
-    for index, (name, one) in enumerate(tallies.items()):
-        columns = np.hstack([one.parts, one.wholes])
+    totals, resampled = {}, {}
+    for index, (name, sums) in enumerate(sums_by_set.items()):
+        columns = np.hstack([sums.parts, sums.wholes])
         totals[name] = columns.sum(axis=0, keepdims=True)
-        drawn[name] = resampled_sums(columns, num_resamples, [seed, index])
-    return _with_averages(totals), _with_averages(drawn)
+        resampled[name] = resampled_sums(columns, num_resamples, [seed, index])
+    return _with_averages(totals), _with_averages(resampled)
 
 
 def _with_averages(totals: Mapping[str, Array]) -> dict[str, Array]:
-    """Ratios of each set, their plain average, and those over all rows; the wholes stand last."""
-    found = {name: ratio(*np.hsplit(total, 2)) for name, total in totals.items()}
+    """Compute the ratios of each set, their average over sets, and the ratios over all rows.
+
+    The columns of `totals` are the parts, then the wholes.
+    """
+    ratios = {name: ratio(*np.hsplit(total, 2)) for name, total in totals.items()}
     rows = ratio(*np.hsplit(np.sum(list(totals.values()), axis=0), 2))
-    return found | {MACRO: np.mean(list(found.values()), axis=0), ROWS: rows}
+    return ratios | {MACRO: np.mean(list(ratios.values()), axis=0), ROWS: rows}
 
 
 def summarize(
@@ -156,29 +165,30 @@ def summarize(
     num_resamples: int = NUM_RESAMPLES,
     seed: int = 0,
 ) -> Summary:
-    """Every measure with its percentile interval."""
+    """Compute all measures with their percentile intervals."""
     names = list(titles(pass_k))
-    tallies = {name: tally(found, names, pass_k) for name, found in by_set(samples).items()}
-    values, draws = ratios(tallies, num_resamples, seed)
-    estimates = {
-        where: {
-            name: Estimate(float(value), interval(draws[where][:, i]))
-            if np.isfinite(value := values[where][0, i])
-            else Estimate(None, None)
-            for i, name in enumerate(names)
-        }
-        for where in values
-    }
-    counts = {name: len(one.uids) for name, one in tallies.items()}
+    sums = {name: question_sums(group, names, pass_k) for name, group in by_set(samples).items()}
+    values, resampled = set_ratios(sums, num_resamples, seed)
+    estimates: dict[str, dict[str, Estimate]] = {}
+    for where in values:
+        estimates[where] = {}
+        for i, name in enumerate(names):
+            value = values[where][0, i]
+            estimates[where][name] = (
+                Estimate(float(value), interval(resampled[where][:, i]))
+                if np.isfinite(value)
+                else Estimate(None, None)
+            )
+    counts = {name: len(set_sums.uids) for name, set_sums in sums.items()}
     return Summary(counts | {ROWS: sum(counts.values())}, estimates)
 
 
 @dataclass(frozen=True)
 class Difference:
-    """First minus second, over the questions that both have."""
+    """The difference first minus second, over the questions that both evaluations have."""
 
     where: str
-    """A set, or an average."""
+    """A set, `MACRO` or `ROWS`."""
     num_questions: int
     first: float
     second: float
@@ -186,7 +196,7 @@ class Difference:
     interval: Interval | None
     p_bootstrap: float | None
     only_first: int | None = None
-    """Questions that the first alone answers correctly; none with several samples a question."""
+    """Questions that only the first answers correctly; None with several samples per question."""
     only_second: int | None = None
     p_mcnemar: float | None = None
 
@@ -199,41 +209,50 @@ def compare(
     num_resamples: int = NUM_RESAMPLES,
     seed: int = 0,
 ) -> list[Difference]:
-    """The difference in `measure` over common questions, by set. Raises DataError without any."""
-    # A uid alone is a file's name and a row: of another file of that name it is another question.
-    common = set(map(_identity, first)) & set(map(_identity, second))
+    """Compare a measure over common questions, by set. Raises DataError if there are none."""
+    # The uid alone (file name and row) is not unique, since several files may have that name.
+    common = set(map(_question_key, first)) & set(map(_question_key, second))
     if not common:
         fix = "compare evaluations of the same data files"
         raise DataError(explain("comparison", "no question in common", "the same questions", fix))
-    firsts, seconds = (
-        by_set([s for s in one if _identity(s) in common]) for one in (first, second)
-    )
-    pairs = {}  # of each set, with a column for each evaluation
-    for name in firsts:
-        one, other = tally(firsts[name], [measure]), tally(seconds[name], [measure])
-        parts, wholes = (one.parts, other.parts), (one.wholes, other.wholes)
-        pairs[name] = Tally(one.uids, np.hstack(parts), np.hstack(wholes))
-    values, draws = ratios(pairs, num_resamples, seed)
+    first_sets = by_set([sample for sample in first if _question_key(sample) in common])
+    second_sets = by_set([sample for sample in second if _question_key(sample) in common])
+    pairs = {}  # sums by set, with a column for each of the two evaluations
+    for name in first_sets:
+        first_sums = question_sums(first_sets[name], [measure])
+        second_sums = question_sums(second_sets[name], [measure])
+        parts = np.hstack([first_sums.parts, second_sums.parts])
+        wholes = np.hstack([first_sums.wholes, second_sums.wholes])
+        pairs[name] = QuestionSums(first_sums.uids, parts, wholes)
+    values, resampled = set_ratios(pairs, num_resamples, seed)
     return [
-        _difference(where, values[where][0], draws[where], pairs)
+        _difference(where, values[where][0], resampled[where], pairs)
         for where in (values if len(pairs) > 1 else pairs)
     ]
 
 
-def _identity(one: Sample) -> tuple[str, str, str]:
-    return one.data_source, one.uid, one.question
+def _question_key(sample: Sample) -> tuple[str, str, str]:
+    return sample.data_source, sample.uid, sample.question
 
 
-def _difference(where: str, values: Array, draws: Array, pairs: dict[str, Tally]) -> Difference:
-    """Of one set or average: `values` (2,) and `draws` (num_resamples, 2) of both evaluations."""
-    tallies = [pairs[where]] if where in pairs else list(pairs.values())
-    parts = np.vstack([one.parts for one in tallies])
-    wholes = np.vstack([one.wholes for one in tallies])
+def _difference(
+    where: str, values: Array, resampled: Array, pairs: dict[str, QuestionSums]
+) -> Difference:
+    """Compute the difference in one set or average.
+
+    `values` (2,) and `resampled` (num_resamples, 2) are those of the two evaluations.
+    """
+    sums = [pairs[where]] if where in pairs else list(pairs.values())
+    parts = np.vstack([set_sums.parts for set_sums in sums])
+    wholes = np.vstack([set_sums.wholes for set_sums in sums])
     first, second = (float(value) for value in values)
-    apart = draws[:, 0] - draws[:, 1]
-    result = (where, len(parts), first, second, first - second, interval(apart), p_value(apart))
-    # McNemar's test counts questions that are right or wrong; an average of sets weighs them.
+    differences = resampled[:, 0] - resampled[:, 1]
+    result = (where, len(parts), first, second, first - second, interval(differences),
+              p_value(differences))  # fmt: skip
+    # McNemar's test needs questions that are right or wrong, and does not apply to an average of
+    # sets, which weights them.
     if where == MACRO or not (wholes == 1).all() or not np.isin(parts, (0, 1)).all():
         return Difference(*result)
-    only_first, only_second = (int((parts[:, a] > parts[:, b]).sum()) for a, b in ((0, 1), (1, 0)))
+    only_first = int((parts[:, 0] > parts[:, 1]).sum())
+    only_second = int((parts[:, 1] > parts[:, 0]).sum())
     return Difference(*result, only_first, only_second, mcnemar(only_first, only_second))

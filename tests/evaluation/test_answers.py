@@ -1,9 +1,9 @@
-"""What is read out of replies without tags."""
+"""Reading the answer of a reply without tags."""
 
 import pytest
 
 from search_r1.agent.grammar import SEARCH_R1
-from search_r1.evaluation.runner import read_answer
+from search_r1.evaluation.runner import read_untagged_answer
 
 
 @pytest.mark.parametrize(("reply", "answer"), [
@@ -21,5 +21,5 @@ from search_r1.evaluation.runner import read_answer
     ("", ""),
 ])  # fmt: skip
 def test_what_follows_the_answer_is_else_the_whole_reply(reply: str, answer: str) -> None:
-    """The last statement counts, to its line's end; thinking, tags and control tokens do not."""
-    assert read_answer(reply, SEARCH_R1) == answer
+    """The last "answer is" of a line counts, without thinking, tags and control tokens."""
+    assert read_untagged_answer(reply, SEARCH_R1) == answer

@@ -1,4 +1,4 @@
-"""The command line: mistakes end in one message, before any work."""
+"""The command line of `search-r1 evaluate`: errors are one message, before any work."""
 
 import json
 import shutil
@@ -20,7 +20,7 @@ ROW = (
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A random model whose folder says how it was trained to talk."""
+    """A random model whose folder has dialogue settings."""
     folder = tiny_model(tmp_path_factory.mktemp("model"))
     (folder / "search_r1.json").write_text('{"template": "short", "max_turns": 3, "topk": 2}')
     return str(folder)
@@ -28,7 +28,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture
 def data(tmp_path: Path) -> str:
-    """One row."""
+    """A file with one row."""
     file = tmp_path / "rows.jsonl"
     file.write_text(ROW)
     return str(file)
@@ -55,31 +55,31 @@ def test_a_mistake_is_one_message(
     model: str, data: str, tmp_path: Path, capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch, options: list[str], message: str,
 ) -> None:  # fmt: skip
-    """Got, expected, fix; exit code 2; nothing is written."""
+    """The message has got, expected and fix; the exit code is 2; nothing is written."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.chdir(tmp_path)
     out = tmp_path / "out"
     words = ["--model", model, "--data", data, "--out", str(out), *options]
     assert main(words) == 2
-    said = capsys.readouterr().err
-    assert message in said
-    assert "fix:" in said
+    error = capsys.readouterr().err
+    assert message in error
+    assert "fix:" in error
     assert not out.exists()
 
 
 @pytest.mark.parametrize("missing", ["model", "data", "out"])
 def test_what_must_be_given_is_asked_for(missing: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Without a model, data or a folder there is no evaluation."""
-    words = {"model": "m", "data": "d", "out": "o"}
-    given = [w for k, v in words.items() if k != missing for w in (f"--{k}", v)]
-    assert main(given) == 2
+    """Model, data and output folder are required."""
+    options = {"model": "m", "data": "d", "out": "o"}
+    words = [w for k, v in options.items() if k != missing for w in (f"--{k}", v)]
+    assert main(words) == 2
     assert f"--{missing}: got" in capsys.readouterr().err
 
 
 def test_an_interrupted_checkpoint_is_refused(
     data: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A folder global_step_N without its mark is no model."""
+    """A folder global_step_N without its completion marker is not a model."""
     (tmp_path / "global_step_3").mkdir()
     words = ["--model", str(tmp_path / "global_step_3"), "--data", data, "--out", "o"]
     assert main(words) == 2
@@ -87,7 +87,7 @@ def test_an_interrupted_checkpoint_is_refused(
 
 
 def test_the_originals_run_is_evaluated(model: str, data: str, tmp_path: Path) -> None:
-    """Its last step is taken, and the manifest names it."""
+    """The run's latest checkpoint is used, and the manifest names it."""
     run, out = tmp_path / "run", tmp_path / "out"
     shutil.copytree(model, run / "actor" / "global_step_150")
     words = ["--model", str(run), "--data", data, "--out", str(out), "--engine", "transformers",
@@ -99,12 +99,12 @@ def test_the_originals_run_is_evaluated(model: str, data: str, tmp_path: Path) -
 
 
 def test_a_model_brings_its_own_dialogue(model: str) -> None:
-    """What training wrote beside the weights holds, unless the command line says otherwise."""
+    """The model's dialogue settings are used unless the command line overrides them."""
 
     def config(**more: Any) -> tuple[str, int, int]:
         options = EvaluationOptions(model=model, data=("d",), out="o", **more)
-        found = run_config(options, model)
-        return found.template, found.max_turns, found.retriever.topk
+        config = run_config(options, model)
+        return config.template, config.max_turns, config.retriever.topk
 
     assert config() == ("short", 3, 2)
     assert config(template="search_r1", max_turns=0, topk=5) == ("search_r1", 0, 5)
@@ -113,7 +113,7 @@ def test_a_model_brings_its_own_dialogue(model: str) -> None:
 def test_the_command_evaluates_and_goes_on(
     model: str, data: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """All is wired together; a second run plays nothing, one with other options is refused."""
+    """The command works end to end; a repetition runs nothing; other options are refused."""
     out = tmp_path / "out"
     words = ["--model", model, "--data", data, "--out", str(out), "--engine", "transformers",
              "--retriever-url", "empty", "--max-response-length", "4", "--max-turns", "1",
@@ -139,14 +139,14 @@ def test_the_command_evaluates_and_goes_on(
 def test_a_folder_without_evaluation_is_named(
     command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The reading commands say what is missing."""
+    """Commands that read an evaluation say which file is missing."""
     folders = [str(tmp_path)] * (2 if command == "compare" else 1)
     assert main([command, *folders]) == 2
     assert "no manifest.json" in capsys.readouterr().err
 
 
 def test_a_wrong_word_names_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
-    """Of commands, and of the options of one, whose own help is named."""
+    """A wrong command lists the commands; a wrong option names the command's own help."""
     for words, expected in ((["tabel"], "run, report, compare, table"),
                             (["table", "--mesure", "em"], "search-r1 evaluate table --help"),
                             (["--modell", "x"], "search-r1 evaluate run --help")):  # fmt: skip

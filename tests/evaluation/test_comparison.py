@@ -1,4 +1,4 @@
-"""Paired differences, against plain loops and formulas."""
+"""Paired comparisons, checked with loops and formulas."""
 
 import math
 from dataclasses import replace
@@ -8,7 +8,7 @@ import pytest
 
 from search_r1.evaluation.samples import Sample
 from search_r1.evaluation.summary import MACRO, ROWS, compare
-from tests.evaluation.worlds import sample
+from tests.evaluation.scripted import sample
 from verl.errors import DataError
 
 
@@ -17,7 +17,7 @@ def scored(ems: list[float], source: str = "a") -> list[Sample]:
 
 
 def test_differences_are_counted_by_question() -> None:
-    """Three right in the first alone, one in the second alone: difference, counts and test."""
+    """Difference, counts of discordant questions, and McNemar's p-value."""
     first = scored([1, 1, 1, 1, 0, 0, 1, 0])
     second = list(reversed(scored([1, 0, 0, 0, 1, 0, 1, 0])))
     (found,) = compare(first, second, num_resamples=200)
@@ -27,7 +27,7 @@ def test_differences_are_counted_by_question() -> None:
 
 
 def test_the_interval_is_that_of_paired_differences() -> None:
-    """As wide as the differences' own spread; unpaired figures would be twice as wide."""
+    """The interval's width follows the standard deviation of the paired differences."""
     random = np.random.default_rng(0)
     base = (random.random(600) < 0.5).astype(float)
     other = np.where(random.random(600) < 0.1, 1 - base, base)
@@ -38,14 +38,14 @@ def test_the_interval_is_that_of_paired_differences() -> None:
 
 
 def test_an_evaluation_does_not_differ_from_itself() -> None:
-    """No difference, p 1, whatever the figures."""
+    """Comparing an evaluation with itself gives difference 0 and p 1."""
     ems = [1.0, 0.0, 1.0, 0.0]
     (found,) = compare(scored(ems), scored(ems), num_resamples=200)
     assert (found.difference, found.p_bootstrap, found.p_mcnemar) == (0, 1, 1)
 
 
 def test_averages_over_sets_and_rows() -> None:
-    """The average of sets weighs them alike and has no McNemar's test; all rows have one."""
+    """The average weights sets equally and has no McNemar test; all rows together have one."""
     first = scored([1, 1, 1, 0], "a") + scored([0, 1], "b")
     second = scored([0, 0, 1, 0], "a") + scored([0, 1], "b")
     found = {d.where: d for d in compare(first, second, num_resamples=200)}
@@ -57,18 +57,18 @@ def test_averages_over_sets_and_rows() -> None:
 
 
 def test_only_common_questions_are_compared() -> None:
-    """Questions that one of the two lacks are left out; none in common is refused."""
+    """Questions that only one evaluation has are ignored; no common question is an error."""
     (found,) = compare(scored([1, 1, 0]), scored([0, 1]), num_resamples=200)
     assert (found.num_questions, found.first) == (2, 1.0)
     with pytest.raises(DataError, match="no question in common"):
         compare(scored([1], "a"), scored([1], "b"))
-    other = [replace(one, data_source="b") for one in scored([1, 0], "a")]
-    with pytest.raises(DataError, match="no question in common"):  # of two files of one name
+    other = [replace(s, data_source="b") for s in scored([1, 0], "a")]
+    with pytest.raises(DataError, match="no question in common"):  # two files with the same name
         compare(scored([1, 0], "a"), other)
 
 
 def test_several_samples_a_question_have_no_mcnemar_test() -> None:
-    """It counts questions that are right or wrong; two samples may be both."""
+    """With several samples per question there is no McNemar test."""
     twice = [sample("a#0", em, source="a", number=k) for k, em in enumerate((1.0, 0.0))]
     (found,) = compare(twice, scored([1.0]), num_resamples=200)
     assert (found.first, found.p_mcnemar) == (0.5, None)

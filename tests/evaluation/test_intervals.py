@@ -1,4 +1,4 @@
-"""Intervals and tests against scipy, known distributions and formulas."""
+"""Intervals and tests, checked against scipy, known distributions and formulas."""
 
 import math
 
@@ -18,7 +18,7 @@ RANDOM = np.random.default_rng(3)
 
 
 def test_a_mean_has_the_interval_that_scipy_gives() -> None:
-    """The percentile bootstrap of a mean, by an independent implementation."""
+    """The percentile bootstrap of a mean agrees with scipy's."""
     values = RANDOM.gamma(2.0, size=300)
     drawn = resampled_sums(values[:, None], 4000, 0)[:, 0] / 300
     theirs = stats.bootstrap(
@@ -30,7 +30,7 @@ def test_a_mean_has_the_interval_that_scipy_gives() -> None:
 
 
 def test_a_conditional_rate_has_the_interval_that_scipy_gives() -> None:
-    """A ratio of sums: questions are drawn whole, numerator and denominator together."""
+    """The bootstrap of a ratio draws numerator and denominator together, as scipy's does."""
     whole = (RANDOM.random(400) < 0.4).astype(float)
     part = whole * (RANDOM.random(400) < 0.7)
     drawn = resampled_sums(np.stack([part, whole], axis=1), 4000, 0)
@@ -44,7 +44,7 @@ def test_a_conditional_rate_has_the_interval_that_scipy_gives() -> None:
 
 
 def test_resampled_counts_are_multinomial() -> None:
-    """Each question is drawn once on average, with the variance of a multinomial count."""
+    """Counts of drawn questions have the mean and variance of a multinomial distribution."""
     counts = resampled_sums(np.eye(20), 5000, 0)
     assert (counts.sum(axis=1) == 20).all()
     assert counts.mean() == pytest.approx(1.0)
@@ -52,7 +52,7 @@ def test_resampled_counts_are_multinomial() -> None:
 
 
 def test_columns_are_drawn_together_and_by_seed() -> None:
-    """Equal columns have equal sums in each draw; a seed repeats, another one differs."""
+    """Equal columns have equal sums in each resample; results depend only on the seed."""
     column = RANDOM.random((50, 1))
     drawn = resampled_sums(np.hstack([column, column]), 100, 7)
     assert (drawn[:, 0] == drawn[:, 1]).all()
@@ -61,7 +61,7 @@ def test_columns_are_drawn_together_and_by_seed() -> None:
 
 
 def test_what_may_be_undefined_has_no_interval() -> None:
-    """A draw without a correct answer has no cost per correct answer, so neither has the whole."""
+    """If the measure is undefined in any resample, it has no interval and no p-value."""
     part, whole = np.array([1.0, 1.0]), np.array([1.0, 0.0])
     assert np.isnan(ratio(part, whole)).tolist() == [False, True]
     assert interval(ratio(part, whole)) is None
@@ -69,25 +69,25 @@ def test_what_may_be_undefined_has_no_interval() -> None:
 
 
 def test_no_difference_is_found_as_often_as_it_should_be() -> None:
-    """Under no difference, p of paired Gaussian differences is below 0.1 in about a tenth."""
+    """Under the null hypothesis, p is below 0.1 in about a tenth of the repetitions."""
     small = 0
     for repeat in range(200):
         values = np.random.default_rng(repeat).normal(size=(60, 1))
-        found = p_value(resampled_sums(values, 400, repeat)[:, 0])
-        assert found is not None
-        small += found < 0.1
+        p = p_value(resampled_sums(values, 400, repeat)[:, 0])
+        assert p is not None
+        small += p < 0.1
     assert 8 <= small <= 36
 
 
 @pytest.mark.parametrize(("values", "p"), [([1.0] * 99, 2 / 100), ([0.0] * 99, 1.0)])
 def test_p_at_its_ends(values: list[float], p: float) -> None:
-    """Never 0, never above 1."""
+    """The p-value is never 0 and never above 1."""
     assert p_value(np.array(values)) == pytest.approx(p)
 
 
 @pytest.mark.parametrize(("first", "second"), [(0, 0), (1, 0), (5, 5), (3, 11), (14, 2), (0, 9)])
 def test_mcnemar_is_the_binomial_formula(first: int, second: int) -> None:
-    """Twice the tail of the smaller count under fair coins, at most 1."""
+    """McNemar's p is twice the binomial tail of the smaller count, at most 1."""
     total = first + second
     tail = sum(math.comb(total, i) for i in range(min(first, second) + 1)) / 2**total
     assert mcnemar(first, second) == pytest.approx(min(1.0, 2 * tail))

@@ -10,7 +10,7 @@ from verl.errors import ConfigError
 
 
 def test_a_key_that_is_not_set_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A variable that was named and is empty ends the command before the judge is asked."""
+    """An empty key variable is an error before the judge is called."""
     monkeypatch.setenv("NO_KEY", " ")
     options = EvaluationOptions(
         model="m", data=("q",), out=str(tmp_path),

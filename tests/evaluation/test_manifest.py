@@ -1,4 +1,4 @@
-"""What a manifest tells apart."""
+"""Which changes the manifest of an evaluation shows."""
 
 import hashlib
 from pathlib import Path
@@ -14,7 +14,7 @@ from search_r1.inference.opening import run_config
 
 @pytest.fixture
 def world(tmp_path: Path) -> dict[str, Any]:
-    """A model's files and a data file; only their bytes matter."""
+    """Options that name a model folder and a data file with arbitrary bytes."""
     for name in ("config.json", "model.safetensors", "tokenizer.json"):
         (tmp_path / name).write_text(name)
     (tmp_path / "dev.jsonl").write_text("rows")
@@ -30,7 +30,7 @@ def manifest(
 
 
 def test_hashes_are_of_the_bytes(world: dict[str, Any]) -> None:
-    """sha256 of data, weights and tokenizer, as `sha256sum` gives them."""
+    """Data, weights and tokenizer are hashed with SHA-256."""
     found = manifest(world)
     assert found["data"]["files"] == {"dev.jsonl": hashlib.sha256(b"rows").hexdigest()}
     weights = hashlib.sha256(b"model.safetensors").hexdigest()
@@ -57,13 +57,13 @@ def test_hashes_are_of_the_bytes(world: dict[str, Any]) -> None:
 def test_whatever_decides_an_answer_is_told_apart(
     world: dict[str, Any], more: dict[str, Any], where: str
 ) -> None:
-    """Each such option shows in the manifest."""
+    """Every option that affects answers or scores changes the manifest."""
     changed = differences(manifest(world), manifest(world, **more))
     assert where in {line.partition(":")[0] for line in changed}
 
 
 def test_other_bytes_are_another_model_and_other_data(world: dict[str, Any]) -> None:
-    """Names may stay while contents change."""
+    """Changed file contents change the hashes."""
     before = manifest(world)
     (Path(world["model"]) / "model.safetensors").write_text("other")
     Path(world["data"][0]).write_text("other")
@@ -73,7 +73,7 @@ def test_other_bytes_are_another_model_and_other_data(world: dict[str, Any]) -> 
 
 
 def test_speed_alone_is_not_told_apart(world: dict[str, Any]) -> None:
-    """An evaluation may go on with other addresses, concurrency or folders."""
+    """Addresses, concurrency and folders do not change the manifest."""
     other = manifest(world, concurrency=3, retriever_url="http://other:1", out="elsewhere")
     assert differences(manifest(world), other) == []
 
@@ -81,7 +81,7 @@ def test_speed_alone_is_not_told_apart(world: dict[str, Any]) -> None:
 def test_an_endpoint_is_named_and_its_key_is_not(
     world: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Weights behind an endpoint are unknown, so none are claimed; no secret is written."""
+    """An endpoint is recorded without weight hashes and without secrets."""
     monkeypatch.setenv("KEY", "secret")
     found = manifest(world, endpoint="http://e", served_model="m", judge_url="http://j",
                      judge_model="j", judge_api_key_env="KEY")  # fmt: skip

@@ -1,13 +1,13 @@
-"""What is measured, against figures worked out by hand and plain loops."""
+"""Measures, checked with hand-computed values and loops."""
 
 import itertools
 import math
 
 import pytest
 
-from search_r1.evaluation.measures import MEASURES, is_near, pass_at_k, sums
+from search_r1.evaluation.measures import MEASURES, is_near, measure_sums, pass_at_k
 from search_r1.evaluation.samples import Sample
-from tests.evaluation.worlds import sample, search
+from tests.evaluation.scripted import sample, search
 
 SAMPLES = [
     sample(em=1.0, f1=1.0, searches=(search("thing zero", has_answer=True), search("other"))),
@@ -43,19 +43,19 @@ BY_HAND = {
 
 @pytest.mark.parametrize("name", BY_HAND)
 def test_measures_are_those_worked_out_by_hand(name: str) -> None:
-    """Four dialogues, every rate, cost and condition."""
-    part, whole = sums(SAMPLES)[name]
+    """Every measure of four dialogues has its hand-computed value."""
+    part, whole = measure_sums(SAMPLES)[name]
     assert part / whole == pytest.approx(BY_HAND[name])
 
 
 def test_every_measure_has_been_worked_out() -> None:
-    """No measure goes unchecked; cover-EM has its cases among the rewards."""
+    """All measures are covered above, except cover-EM, which the tests of rewards cover."""
     assert {m.name for m in MEASURES} - {"cover_em"} == set(BY_HAND)
 
 
 def test_conditions_split_the_correct_answers() -> None:
-    """Correct with a hit and correct without one are all that are correct."""
-    found = sums(SAMPLES)
+    """Correct answers with and without a hit add up to all correct answers."""
+    found = measure_sums(SAMPLES)
     assert found["em_given_hit"][0] + found["em_given_miss"][0] == found["em"][0]
     assert found["em_given_hit"][1] + found["em_given_miss"][1] == len(SAMPLES)
 
@@ -71,35 +71,35 @@ def test_conditions_split_the_correct_answers() -> None:
     ],
 )
 def test_a_query_that_repeats_the_question_is_near(query: str, near: bool) -> None:
-    """Case, punctuation and articles do not make a query a new one; leaving words out does."""
+    """Case, punctuation and articles do not make a query new; missing words do."""
     assert is_near(query, "What is thing 0?") is near
 
 
 @pytest.mark.parametrize(("n", "c"), [(5, 0), (5, 1), (5, 3), (6, 5), (4, 4)])
 def test_pass_at_k_is_the_mean_over_all_choices(n: int, c: int) -> None:
-    """Among all ways to draw k of n samples, the share that holds a correct one."""
+    """pass@k is the share of k-subsets with a correct sample."""
     for k in range(1, n + 1):
         draws = list(itertools.combinations([True] * c + [False] * (n - c), k))
         assert pass_at_k(n, c, k) == pytest.approx(sum(map(any, draws)) / len(draws))
 
 
 def test_pass_at_1_is_em() -> None:
-    """One sample is correct as often as the samples are."""
-    found = sums(SAMPLES, [1, 4])
+    """pass@1 equals EM."""
+    found = measure_sums(SAMPLES, [1, 4])
     assert found["pass@1"][0] == found["em"][0] / found["em"][1]
     assert found["pass@4"] == (1.0, 1.0)
 
 
 def test_samples_survive_their_line() -> None:
-    """What is read back is what was written, odd characters included."""
+    """Samples are written and read back unchanged, including odd characters."""
     odd = sample(answer='a\u2028b\n"c"', searches=(search("né"),), error="x")
     assert Sample.from_json(odd.to_json()) == odd
     assert "\n" not in odd.to_json()
 
 
 def test_a_measure_without_whole_is_undefined_not_zero() -> None:
-    """No correct answer has no cost; nobody judged gives no judgement."""
-    found = sums([sample(em=0.0)])
+    """Measures whose whole is 0 are undefined."""
+    found = measure_sums([sample(em=0.0)])
     assert found["searches_per_correct"][1] == 0
     assert found["judge"] == (0.0, 0.0)
     assert not math.isnan(found["em"][0])

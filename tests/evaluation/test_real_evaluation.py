@@ -1,4 +1,4 @@
-"""Evaluation for real: vLLM on a tiny model, a running retriever, the command line."""
+"""Real evaluations: vLLM with a tiny model, a running retriever, the command line."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    """A tiny random model, six rows of two sets, and BM25 over the example corpus."""
+    """A tiny random model, six rows of two sets, and a BM25 server over the example corpus."""
     folder = tmp_path_factory.mktemp("world")
     corpus = folder / "corpus.jsonl"
     corpus.write_bytes((ROOT / "example" / "corpus.jsonl").read_bytes())
@@ -50,7 +50,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
 
 
 def run(world: dict[str, str], out: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    """Run the command as a user does."""
+    """Run the command line in a subprocess."""
     command = [
         sys.executable, "-m", "search_r1.evaluate", "--model", world["model"],
         "--data", world["data"], "--retriever-url", world["url"], "--out", str(out),
@@ -61,7 +61,7 @@ def run(world: dict[str, str], out: Path, *options: str) -> subprocess.Completed
 
 
 def evaluate(world: dict[str, str], out: Path, *options: str) -> list[dict[str, Any]]:
-    """The samples of a run that succeeds."""
+    """Run an evaluation that must succeed, and return its samples."""
     done = run(world, out, *options)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
     assert "| EM |" in done.stdout
@@ -70,7 +70,7 @@ def evaluate(world: dict[str, str], out: Path, *options: str) -> list[dict[str, 
 
 @pytest.mark.slow
 def test_vllm_and_transformers_evaluate_alike(world: dict[str, str], tmp_path: Path) -> None:
-    """Every row is scored once; two engines in float32 write the same greedy dialogues."""
+    """Two engines in float32 give the same greedy dialogues for every row."""
     ours = evaluate(world, tmp_path / "vllm")
     assert sorted(s["uid"] for s in ours) == [f"rows.jsonl#{i}" for i in range(6)]
     theirs = evaluate(world, tmp_path / "transformers", "--engine", "transformers")
@@ -83,7 +83,7 @@ def test_vllm_and_transformers_evaluate_alike(world: dict[str, str], tmp_path: P
 
 @pytest.mark.slow
 def test_rag_reads_what_the_server_finds(world: dict[str, str], tmp_path: Path) -> None:
-    """The documents of the question stand in the prompt; a finished evaluation is not replayed."""
+    """RAG puts the question's documents into the prompt; a finished evaluation is not repeated."""
     options = ("--method", "rag", "--engine", "transformers")
     samples = evaluate(world, tmp_path / "rag", *options)
     assert all("Norway" in s["dialogue"][0][1].split("<information>")[1] for s in samples)
@@ -93,7 +93,7 @@ def test_rag_reads_what_the_server_finds(world: dict[str, str], tmp_path: Path) 
 
 @contextlib.contextmanager
 def served(model: str, log: Path) -> Iterator[str]:
-    """The address of vLLM's own server over a model, ended with the context."""
+    """Serve a model with vLLM's own server and provide its address."""
     port = free_port()
     command = [
         sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--host",
@@ -127,20 +127,20 @@ def answers(url: str) -> bool:
 def test_an_endpoint_evaluates_as_the_engine_in_process(
     world: dict[str, str], tmp_path: Path
 ) -> None:
-    """vLLM's server is asked for token ids and log-probs: every dialogue is the same."""
+    """Dialogues through vLLM's server equal those of the in-process engine."""
     ours = evaluate(world, tmp_path / "ours", "--engine", "transformers")
     with served(world["model"], tmp_path / "vllm.log") as url:
         theirs = evaluate(world, tmp_path / "served", "--endpoint", url,
                           "--served-model", "policy")  # fmt: skip
-    found = {s["uid"]: s["dialogue"] for s in theirs}
-    assert found == {s["uid"]: s["dialogue"] for s in ours}
+    dialogues = {s["uid"]: s["dialogue"] for s in theirs}
+    assert dialogues == {s["uid"]: s["dialogue"] for s in ours}
 
 
 @pytest.mark.slow
 def test_a_judge_that_cannot_judge_is_refused_at_once(
     world: dict[str, str], tmp_path: Path
 ) -> None:
-    """A random model behind vLLM's server says neither yes nor no: nothing is played."""
+    """A judge that gives no verdict is refused before any dialogue runs."""
     with served(world["model"], tmp_path / "judge.log") as url:
         done = run(world, tmp_path / "out", "--engine", "transformers",
                    "--judge-url", f"{url}/v1", "--judge-model", "policy")  # fmt: skip
@@ -151,7 +151,7 @@ def test_a_judge_that_cannot_judge_is_refused_at_once(
 
 @pytest.mark.slow
 def test_the_oracle_finds_what_chance_does_not(world: dict[str, str], tmp_path: Path) -> None:
-    """With RAG the documents hold the answer always, or almost never, as the server says."""
+    """With RAG, oracle documents always contain the answer and random ones rarely do."""
     passages = [{"id": "1", "contents": '"Norway"\nIt is Norway.'}]
     rows = [
         {"question": f"Question: How large is Norway {i}?", "documents": passages} for i in range(3)

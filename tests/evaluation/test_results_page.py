@@ -1,28 +1,28 @@
-"""The paper's figures in docs/results.md, against themselves."""
+"""The paper's figures in docs/results.md are consistent."""
 
 import re
 from pathlib import Path
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "results.md"
 MISPRINTED = {("Qwen2.5-7B", "IRCoT")}
-"""Rows whose average the paper prints otherwise than its row gives."""
+"""Rows whose printed average in the paper differs from the average of the row."""
 
 
 def rows() -> dict[tuple[str, str], list[float]]:
-    """Figures by model and method."""
-    found: dict[tuple[str, str], list[float]] = {}
+    """Read the page's figures by model and method."""
+    figures: dict[tuple[str, str], list[float]] = {}
     model = ""
     for line in PAGE.read_text().splitlines():
         if line.startswith("### "):
             model = line.removeprefix("### ")
         cells = [cell.strip() for cell in line.strip("|").split("|")]
         if len(cells) == 9 and re.fullmatch(r"0\.\d{3}", cells[1]):
-            found[model, cells[0]] = [float(cell) for cell in cells[1:]]
-    return found
+            figures[model, cells[0]] = [float(cell) for cell in cells[1:]]
+    return figures
 
 
 def test_averages_are_those_of_their_rows() -> None:
-    """A slip in copying one figure would move its row's average; the one misprint is known."""
+    """Every row's average is correct, except for the paper's known misprint."""
     table = rows()
     assert len(table) == 22
     wrong = {name for name, (*sets, mean) in table.items() if abs(sum(sets) / 7 - mean) > 0.00051}

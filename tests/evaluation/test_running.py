@@ -1,4 +1,4 @@
-"""Playing all rows: killed in the middle and gone on with, outages, concurrency."""
+"""Running all rows: kills and resumption, outages, concurrency."""
 
 import asyncio
 import multiprocessing
@@ -10,17 +10,17 @@ from pathlib import Path
 
 import pytest
 
-from search_r1.evaluation.running import MAX_FAILURES_IN_A_ROW, play_all
+from search_r1.evaluation.running import MAX_FAILURES_IN_A_ROW, run_all
 from search_r1.evaluation.store import SAMPLES, Store, read_evaluation
 from search_r1.search.client import Document
 from search_r1.search.errors import RetrieverUnavailable
-from tests.evaluation.worlds import Reader, finder, row, runner, tasks
+from tests.evaluation.scripted import Reader, finder, row, runner, tasks
 from verl.errors import ConfigError, ToolError
 from verl.rollout.interface import RolloutEngine
 from verl.types import Completion, Sampling
 
 ROWS = [row(i, "nq" if i % 2 else "hotpotqa") for i in range(20)]
-WHAT = {
+MANIFEST = {
     "data": {"num_rows": 20, "files": {}}, "model": {"name": "m"}, "template": {"name": "t"},
     "decoding": {"n": 2, "temperature": 0.0, "max_turns": 2, "topk": 1},
     "retriever": {"retriever": "empty"},
@@ -28,8 +28,8 @@ WHAT = {
 
 
 @dataclass
-class Mortal(Reader):
-    """A policy whose process is killed at its n-th request."""
+class KillingReader(Reader):
+    """A policy that kills its process after `last` requests."""
 
     last: int = 0
 
@@ -40,22 +40,22 @@ class Mortal(Reader):
 
 
 def evaluate(folder: Path, engine: RolloutEngine, concurrency: int = 4) -> int:
-    """Play what is missing of two samples a row; returns how many dialogues that were."""
-    with Store(folder, WHAT) as store:
+    """Run the missing dialogues of two samples per row, and return their number."""
+    with Store(folder, MANIFEST) as store:
         missing = [task for task in tasks(ROWS, 2) if task.key not in store.finished]
-        asyncio.run(play_all(missing, runner(finder(ROWS)), engine, store, concurrency))
+        asyncio.run(run_all(missing, runner(finder(ROWS)), engine, store, concurrency))
     return len(missing)
 
 
 def test_a_killed_evaluation_goes_on_where_it_was(tmp_path: Path) -> None:
-    """Killed without warning; the rest is played once, and all is as if it had never happened."""
+    """After a kill, only missing dialogues are run, and the samples equal those of one run."""
     fork = multiprocessing.get_context("fork")
-    child = fork.Process(target=evaluate, args=(tmp_path / "killed", Mortal(last=31)))
+    child = fork.Process(target=evaluate, args=(tmp_path / "killed", KillingReader(last=31)))
     child.start()
     child.join()
     assert child.exitcode == -signal.SIGKILL
     done = (tmp_path / "killed" / SAMPLES).read_bytes().count(b"\n")
-    assert 13 <= done < 16  # two requests a dialogue, four dialogues at once
+    assert 13 <= done < 16  # two requests per dialogue, four concurrent dialogues
     with (tmp_path / "killed" / SAMPLES).open("ab") as file:
         file.write(b'{"uid": "rows.jsonl#3", "sam')
     assert evaluate(tmp_path / "killed", Reader()) == 40 - done
@@ -65,11 +65,11 @@ def test_a_killed_evaluation_goes_on_where_it_was(tmp_path: Path) -> None:
     )
     assert resumed == whole
     assert len(whole) == 40
-    assert evaluate(tmp_path / "whole", Mortal(last=0)) == 0
+    assert evaluate(tmp_path / "whole", KillingReader(last=0)) == 0
 
 
 def test_every_row_is_scored(tmp_path: Path) -> None:
-    """Each row twice, whatever the concurrency, all correct."""
+    """Every row is scored twice, with any concurrency."""
     for concurrency in (1, 7, 100):
         folder = tmp_path / str(concurrency)
         evaluate(folder, Reader(), concurrency)
@@ -78,30 +78,30 @@ def test_every_row_is_scored(tmp_path: Path) -> None:
         assert all(s.em == 1.0 for s in samples)
 
 
-class Away:
-    """A retriever that went away for good."""
+class UnavailableRetriever:
+    """A retriever that does not answer."""
 
     async def search(self, query: str) -> list[Document]:
         raise RetrieverUnavailable("no server")
 
 
 def test_an_outage_stops_the_evaluation(tmp_path: Path) -> None:
-    """Not every row is failed: it stops with the reason, and a restart plays all of them."""
-    with Store(tmp_path, WHAT) as store, pytest.raises(ToolError, match="no server"):
-        asyncio.run(play_all(tasks(ROWS, 2), runner(Away()), Reader(), store, 2))
+    """An outage stops the evaluation early, and a restart runs all failed dialogues again."""
+    with Store(tmp_path, MANIFEST) as store, pytest.raises(ToolError, match="no server"):
+        asyncio.run(run_all(tasks(ROWS, 2), runner(UnavailableRetriever()), Reader(), store, 2))
     assert MAX_FAILURES_IN_A_ROW <= len(store.finished) < 40
     assert evaluate(tmp_path, Reader()) == 40
 
 
 @dataclass
-class Refusing(Reader):
-    """An endpoint that refuses."""
+class RefusingReader(Reader):
+    """An endpoint that refuses every request."""
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
         raise ConfigError("endpoint: got 401")
 
 
 def test_an_engine_that_refuses_is_one_message(tmp_path: Path) -> None:
-    """The workers' common error, not a group of them."""
-    with Store(tmp_path, WHAT) as store, pytest.raises(ConfigError, match="got 401"):
-        asyncio.run(play_all(tasks(ROWS), runner(finder(ROWS)), Refusing(), store, 8))
+    """A common error of all workers is raised once, not as an exception group."""
+    with Store(tmp_path, MANIFEST) as store, pytest.raises(ConfigError, match="got 401"):
+        asyncio.run(run_all(tasks(ROWS), runner(finder(ROWS)), RefusingReader(), store, 8))

@@ -1,4 +1,4 @@
-"""The folder of an evaluation: what survives, what is refused."""
+"""The folder of an evaluation: resumption, damaged files, refused restarts."""
 
 import json
 import math
@@ -8,18 +8,20 @@ from typing import Any
 import pytest
 
 from search_r1.evaluation.store import (
-    MANIFEST,
-    NEEDED,
+    MANIFEST as MANIFEST_FILE,
+)
+from search_r1.evaluation.store import (
+    REQUIRED,
     SAMPLES,
     Store,
     differences,
     read_evaluation,
 )
-from tests.evaluation.worlds import sample
+from tests.evaluation.scripted import sample
 from tests.full_disk import files_up_to
 from verl.errors import ConfigError, DataError, SaveError
 
-WHAT: dict[str, Any] = {
+MANIFEST: dict[str, Any] = {
     "data": {"num_rows": 2, "files": {"d": "0"}}, "model": {"name": "m", "sha256": "0"},
     "decoding": {"n": 1, "temperature": 0.0, "max_turns": 2, "topk": 3}, "method": "agent",
     "retriever": {"retriever": "bm25"}, "template": {"name": "t"},
@@ -27,10 +29,10 @@ WHAT: dict[str, Any] = {
 
 
 def test_what_was_appended_is_there_after_a_restart(tmp_path: Path) -> None:
-    """Samples by their key, without playing them again."""
-    with Store(tmp_path, WHAT) as store:
+    """A resumed evaluation knows the stored samples by key."""
+    with Store(tmp_path, MANIFEST) as store:
         store.append(sample("a#0", 1.0))
-    with Store(tmp_path, WHAT) as store:
+    with Store(tmp_path, MANIFEST) as store:
         assert store.finished == {("a#0", 0)}
         store.append(sample("a#1"))
     assert [s.uid for s in read_evaluation(tmp_path)[1]] == ["a#0", "a#1"]
@@ -38,68 +40,68 @@ def test_what_was_appended_is_there_after_a_restart(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("num_bytes", [1, 40, 200])
 def test_a_line_cut_short_is_left_out(tmp_path: Path, num_bytes: int) -> None:
-    """Even within a character; what is appended next stands on a line of its own."""
-    with Store(tmp_path, WHAT) as store:
+    """An incomplete last line is dropped, and the next sample starts a new line."""
+    with Store(tmp_path, MANIFEST) as store:
         store.append(sample("a#0", answer="ééé"))
     with (tmp_path / SAMPLES).open("ab") as file:
         file.write(sample("a#1", question="é" * 90).to_json().encode()[:num_bytes])
-    with Store(tmp_path, WHAT) as store:
+    with Store(tmp_path, MANIFEST) as store:
         assert store.finished == {("a#0", 0)}
         store.append(sample("a#1"))
     assert [s.uid for s in read_evaluation(tmp_path)[1]] == ["a#0", "a#1"]
 
 
 def test_odd_text_survives(tmp_path: Path) -> None:
-    """Line separators, and half a surrogate pair, which an endpoint may send."""
+    """Line separators and lone surrogates, which an endpoint may send, are kept."""
     odd = sample("a#0", answer="x\u2028y\x85z\ud800")
-    with Store(tmp_path, WHAT | {"data": WHAT["data"] | {"num_rows": 1}}) as store:
+    with Store(tmp_path, MANIFEST | {"data": MANIFEST["data"] | {"num_rows": 1}}) as store:
         store.append(odd)
     assert list(read_evaluation(tmp_path)[1]) == [odd]
 
 
 def test_failed_dialogues_are_played_again(tmp_path: Path) -> None:
-    """A failure is stored for the report, and dropped on a restart."""
-    with Store(tmp_path, WHAT) as store:
+    """Failed samples are stored for the report, and run again after a restart."""
+    with Store(tmp_path, MANIFEST) as store:
         store.append(sample("a#0", status="failed", error="away"))
         store.append(sample("a#1", 1.0))
     assert read_evaluation(tmp_path)[1][0].error == "away"
-    with Store(tmp_path, WHAT) as store:
+    with Store(tmp_path, MANIFEST) as store:
         assert store.finished == {("a#1", 0)}
 
 
 def test_another_evaluation_is_refused(tmp_path: Path) -> None:
-    """What differs is named, and nothing is touched."""
-    with Store(tmp_path, WHAT) as store:
+    """A different manifest is refused with the differences, and nothing is changed."""
+    with Store(tmp_path, MANIFEST) as store:
         store.append(sample("a#0"))
     before = (tmp_path / SAMPLES).read_bytes()
-    other = WHAT | {"decoding": {"n": 1, "temperature": 0.7}}
+    other = MANIFEST | {"decoding": {"n": 1, "temperature": 0.7}}
     with pytest.raises(ConfigError, match=r"decoding\.temperature: 0\.0, now 0\.7"):
         Store(tmp_path, other)
     assert (tmp_path / SAMPLES).read_bytes() == before
 
 
 def test_a_malformed_line_is_named(tmp_path: Path) -> None:
-    """A whole line that is no sample is not passed over."""
-    with Store(tmp_path, WHAT) as store:
+    """A complete line that is not a sample is an error with its number."""
+    with Store(tmp_path, MANIFEST) as store:
         store.append(sample("a#0"))
     with (tmp_path / SAMPLES).open("a") as file:
         file.write('{"uid": "a#1"}\n')
     with pytest.raises(DataError, match="line 2"):
-        Store(tmp_path, WHAT)
+        Store(tmp_path, MANIFEST)
 
 
 def test_an_unfinished_evaluation_is_not_read(tmp_path: Path) -> None:
-    """Figures of half the rows are never reported, nor those of no evaluation."""
-    with pytest.raises(DataError, match=MANIFEST):
+    """Missing and unfinished evaluations cannot be read."""
+    with pytest.raises(DataError, match=MANIFEST_FILE):
         read_evaluation(tmp_path)
-    with Store(tmp_path, WHAT) as store:
+    with Store(tmp_path, MANIFEST) as store:
         store.append(sample("a#0"))
     with pytest.raises(DataError, match="got 1 samples, expected 2"):
         read_evaluation(tmp_path)
 
 
 def test_differences_name_every_leaf() -> None:
-    """Added, dropped and changed values, at any depth."""
+    """Added, removed and changed values are listed at any depth."""
     old = {"a": {"b": 1, "c": 2}, "d": 3}
     new = {"a": {"b": 1, "c": 4, "e": 5}}
     assert differences(old, new) == ["a.c: 2, now 4", "a.e: None, now 5", "d: 3, now None"]
@@ -108,11 +110,11 @@ def test_differences_name_every_leaf() -> None:
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"data": 3}', "\0", "[" * 100_000])
 def test_a_damaged_manifest_is_told(text: str, tmp_path: Path) -> None:
-    """Both an evaluation that goes on and one that is read name the file."""
-    (tmp_path / MANIFEST).write_text(text)
-    with pytest.raises(DataError, match=MANIFEST):
-        Store(tmp_path, WHAT)
-    with pytest.raises(DataError, match=MANIFEST):
+    """Resuming and reading both report a damaged manifest."""
+    (tmp_path / MANIFEST_FILE).write_text(text)
+    with pytest.raises(DataError, match=MANIFEST_FILE):
+        Store(tmp_path, MANIFEST)
+    with pytest.raises(DataError, match=MANIFEST_FILE):
         read_evaluation(tmp_path)
 
 
@@ -122,8 +124,8 @@ def test_a_damaged_manifest_is_told(text: str, tmp_path: Path) -> None:
      ("status", None), ("data_source", 3), ("judge", "x"), ("ground_truth", None)],
 )  # fmt: skip
 def test_a_sample_of_other_kinds_is_told(field: str, value: object, tmp_path: Path) -> None:
-    """Whatever a line holds, its number is named, and no figure is made of it."""
-    with Store(tmp_path, WHAT) as store:
+    """A value of a wrong type is an error with the number of its line."""
+    with Store(tmp_path, MANIFEST) as store:
         store.append(sample("a#0"))
     line = json.dumps(json.loads(sample("a#1").to_json()) | {field: value})
     with (tmp_path / SAMPLES).open("a") as file:
@@ -133,33 +135,33 @@ def test_a_sample_of_other_kinds_is_told(field: str, value: object, tmp_path: Pa
 
 
 def test_a_sample_that_is_there_twice_is_not_two(tmp_path: Path) -> None:
-    """A question counts once a sample, however often its line was copied."""
-    with Store(tmp_path, WHAT) as store:
+    """A repeated line does not count as another sample."""
+    with Store(tmp_path, MANIFEST) as store:
         store.append(sample("a#0"))
         store.append(sample("a#0"))
     with pytest.raises(DataError, match=r"got 1 samples .some twice., expected 2"):
         read_evaluation(tmp_path)
 
 
-@pytest.mark.parametrize(("part", "name", "_"), NEEDED)
+@pytest.mark.parametrize(("part", "name", "_"), REQUIRED)
 def test_a_manifest_that_lacks_a_part_is_told(
     part: str, name: str, _: type, tmp_path: Path
 ) -> None:
-    """What reports and tables say is there, and of its kind, before they are made."""
+    """Entries that reports need are checked for presence and type."""
     for value in ({}, {name: None}, {name: [1]}, {name: -1.5}):
-        facts = {key: kept for key, kept in WHAT[part].items() if key != name} | value
-        (tmp_path / MANIFEST).write_text(json.dumps(WHAT | {part: facts}))
+        facts = {key: old for key, old in MANIFEST[part].items() if key != name} | value
+        (tmp_path / MANIFEST_FILE).write_text(json.dumps(MANIFEST | {part: facts}))
         if (part, name, value) != ("decoding", "temperature", {name: -1.5}):
-            with pytest.raises(DataError, match=MANIFEST):
+            with pytest.raises(DataError, match=MANIFEST_FILE):
                 read_evaluation(tmp_path)
 
 
 def test_a_full_disk_keeps_the_samples_before_it(tmp_path: Path) -> None:
-    """The evaluation stops in one line, and goes on from what it has."""
-    with Store(tmp_path, WHAT) as store:
+    """A full disk is a one-line error, and the stored samples are kept."""
+    with Store(tmp_path, MANIFEST) as store:
         store.append(sample("a#0"))
         size = (tmp_path / SAMPLES).stat().st_size
         with files_up_to(size + 20), pytest.raises(SaveError, match="1 samples are kept"):
             store.append(sample("a#1"))
-    with Store(tmp_path, WHAT) as store:
+    with Store(tmp_path, MANIFEST) as store:
         assert store.finished == {("a#0", 0)}

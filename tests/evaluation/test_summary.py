@@ -1,17 +1,17 @@
-"""Averages and intervals of whole evaluations, against plain loops."""
+"""Averages and intervals of whole evaluations, checked with loops."""
 
 import numpy as np
 import pytest
 
 from search_r1.evaluation.samples import Sample
 from search_r1.evaluation.summary import MACRO, ROWS, summarize
-from tests.evaluation.worlds import sample
+from tests.evaluation.scripted import sample
 
 RANDOM = np.random.default_rng(0)
 
 
 def many(source: str, number: int, rate: float, n: int = 1) -> list[Sample]:
-    """`number` questions with `n` samples each, correct at `rate`."""
+    """Return `number` questions with `n` samples each, correct with probability `rate`."""
     return [
         sample(f"{source}#{i}", float(RANDOM.random() < rate), source=source, number=k)
         for i in range(number)
@@ -20,7 +20,7 @@ def many(source: str, number: int, rate: float, n: int = 1) -> list[Sample]:
 
 
 def test_sets_weigh_the_same_and_rows_weigh_the_same() -> None:
-    """The average of sets is that of their EMs; over all rows, large sets weigh more."""
+    """The average of sets weights sets equally; the value over all rows weights rows equally."""
     samples = many("a", 30, 0.9) + many("b", 10, 0.2)
     found = summarize(samples, num_resamples=200)
     ems = [[s.em for s in samples if s.data_source == name] for name in ("a", "b")]
@@ -31,7 +31,7 @@ def test_sets_weigh_the_same_and_rows_weigh_the_same() -> None:
 
 
 def test_the_average_of_sets_has_the_spread_of_independent_sets() -> None:
-    """Its interval is that of a Gaussian with the two sets' variances, a quarter of each."""
+    """The average's interval is that of a Gaussian with a quarter of the sets' summed variance."""
     found = summarize(many("a", 400, 0.5) + many("b", 100, 0.3), num_resamples=4000)
     rates = [found.estimates[s]["em"].value or 0 for s in ("a", "b")]
     variance = sum(p * (1 - p) / n for p, n in zip(rates, (400, 100), strict=True)) / 4
@@ -41,10 +41,10 @@ def test_the_average_of_sets_has_the_spread_of_independent_sets() -> None:
 
 
 def test_sets_are_resampled_independently() -> None:
-    """The average of two sets of equal scores spreads less than each, by the root of two."""
-    one = many("a", 200, 0.5)
-    two = [sample(s.uid.replace("a", "b"), s.em, source="b") for s in one]
-    found = summarize(one + two, num_resamples=4000).estimates
+    """The interval of the average of two equal sets is smaller by the square root of two."""
+    first = many("a", 200, 0.5)
+    second = [sample(s.uid.replace("a", "b"), s.em, source="b") for s in first]
+    found = summarize(first + second, num_resamples=4000).estimates
     single, both = (found[where]["em"].interval for where in ("a", MACRO))
     assert single is not None
     assert both is not None
@@ -53,15 +53,15 @@ def test_sets_are_resampled_independently() -> None:
 
 
 def test_samples_of_one_question_are_drawn_together() -> None:
-    """Four equal samples of a question tell no more than one does."""
-    one = many("a", 100, 0.5)
-    four = [sample(s.uid, s.em, source="a", number=k) for s in one for k in range(4)]
-    narrow, wide = (summarize(s, num_resamples=500).estimates["a"]["em"] for s in (four, one))
-    assert narrow == wide
+    """Four equal samples per question give the same interval as one."""
+    single = many("a", 100, 0.5)
+    four = [sample(s.uid, s.em, source="a", number=k) for s in single for k in range(4)]
+    of_four, of_one = (summarize(s, num_resamples=500).estimates["a"]["em"] for s in (four, single))
+    assert of_four == of_one
 
 
 def test_pass_at_k_is_averaged_over_questions() -> None:
-    """Right once in two samples, and never: pass@1 is 1/4, pass@2 is 1/2."""
+    """For one question right in one of two samples, and one never right: 1/4 and 1/2."""
     samples = [sample("q#0", 1.0, number=0), sample("q#0", 0.0, number=1),
                sample("q#1", 0.0, number=0), sample("q#1", 0.0, number=1)]  # fmt: skip
     found = summarize(samples, [1, 2], num_resamples=200).estimates["nq"]
@@ -70,7 +70,7 @@ def test_pass_at_k_is_averaged_over_questions() -> None:
 
 
 def test_the_order_of_dialogues_changes_nothing() -> None:
-    """Dialogues end in any order, the figures are those of the rows."""
+    """The summary does not depend on the order of the samples."""
     samples = many("a", 20, 0.5, n=2) + many("b", 20, 0.4, n=2)
     shuffled = [samples[i] for i in RANDOM.permutation(len(samples))]
     assert summarize(samples, [2], num_resamples=200) == summarize(shuffled, [2], num_resamples=200)

@@ -1,4 +1,4 @@
-"""Several evaluations side by side: what is refused, what is named, what searching brings."""
+"""Tables of several evaluations: settings, search utility, refused comparisons."""
 
 import copy
 import json
@@ -11,7 +11,7 @@ from search_r1.evaluation.__main__ import main
 from search_r1.evaluation.report import as_markdown, table
 from search_r1.evaluation.store import Store
 from search_r1.evaluation.summary import summarize
-from tests.evaluation.worlds import sample, search
+from tests.evaluation.scripted import sample, search
 from verl.errors import ConfigError
 
 CORPUS = {"count": 100, "size": 5, "digest": "abc"}
@@ -26,7 +26,7 @@ MANIFEST: dict[str, Any] = {
 
 
 def evaluation(folder: Path, ems: list[float], **changes: Any) -> Path:
-    """A finished evaluation of four questions."""
+    """Write a finished evaluation of four questions."""
     with Store(folder, copy.deepcopy(MANIFEST) | changes) as store:
         for i, em in enumerate(ems):
             store.append(sample(f"dev.jsonl#{i}", em, searches=(search("q"),)))
@@ -34,7 +34,7 @@ def evaluation(folder: Path, ems: list[float], **changes: Any) -> Path:
 
 
 def test_the_table_names_model_and_corpus(tmp_path: Path) -> None:
-    """Each row says what it is; each figure has its interval."""
+    """Each row has the evaluation's settings, and each value its interval."""
     real = evaluation(tmp_path / "real", [1, 1, 1, 0])
     direct = evaluation(tmp_path / "direct", [0, 0, 1, 0], method="direct",
                         retriever={"retriever": "none"})  # fmt: skip
@@ -47,7 +47,7 @@ def test_the_table_names_model_and_corpus(tmp_path: Path) -> None:
 
 
 def test_replies_that_were_read_are_named(tmp_path: Path) -> None:
-    """A figure that counts untagged replies is never taken for one that does not."""
+    """The table shows which evaluations read untagged replies."""
     decoding = MANIFEST["decoding"] | {"untagged": "read"}
     strict = evaluation(tmp_path / "strict", [0.0] * 4)
     lenient = evaluation(tmp_path / "lenient", [0.0] * 4, decoding=decoding)
@@ -56,7 +56,7 @@ def test_replies_that_were_read_are_named(tmp_path: Path) -> None:
 
 
 def test_folders_of_one_name_are_told_apart(tmp_path: Path) -> None:
-    """Two runs may both have called their evaluation `dev`."""
+    """Evaluations with the same folder name are shown with their paths."""
     folders = [evaluation(tmp_path / run / "dev", ems) for run, ems in
                (("one", [1.0] * 4), ("two", [0.0] * 4))]  # fmt: skip
     found = table(folders, num_resamples=100)
@@ -65,7 +65,7 @@ def test_folders_of_one_name_are_told_apart(tmp_path: Path) -> None:
 
 
 def test_search_utility_is_paired(tmp_path: Path) -> None:
-    """Real documents against none, of the same model and method: difference and interval."""
+    """Search utility compares evaluations that differ only in the retriever."""
     real = evaluation(tmp_path / "real", [1, 1, 1, 0])
     empty = evaluation(tmp_path / "empty", [0, 1, 0, 0], retriever={"retriever": "empty"})
     random = evaluation(tmp_path / "random", [0, 1, 0, 1],
@@ -90,7 +90,7 @@ def test_search_utility_is_paired(tmp_path: Path) -> None:
 def test_unequal_things_are_not_mixed_silently(
     tmp_path: Path, changes: dict[str, Any], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Other rows or another corpus are refused with their names, and shown on demand."""
+    """Different rows or corpora are refused with the differences, unless mixed is allowed."""
     folders = [evaluation(tmp_path / "a", [1] * 4), evaluation(tmp_path / "b", [0] * 4, **changes)]
     with pytest.raises(ConfigError, match=message):
         table(folders)
@@ -100,7 +100,7 @@ def test_unequal_things_are_not_mixed_silently(
 
 
 def test_compare_prints_the_paired_test(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Values, difference, discordant questions and McNemar's p."""
+    """The table has the values, difference, discordant questions and McNemar's p."""
     first = evaluation(tmp_path / "first", [1, 1, 1, 0])
     second = evaluation(tmp_path / "second", [0, 0, 1, 0])
     assert main(["compare", str(first), str(second), "--num-resamples", "200"]) == 0
@@ -111,7 +111,7 @@ def test_compare_prints_the_paired_test(tmp_path: Path, capsys: pytest.CaptureFi
 
 
 def test_a_report_can_be_made_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """From manifest and samples alone, with other settings of the bootstrap."""
+    """A report can be made from manifest and samples with other bootstrap settings."""
     folder = evaluation(tmp_path / "a", [1, 1, 1, 0])
     assert main(["report", str(folder), "--num-resamples", "300"]) == 0
     assert "| EM | 75.0 [" in capsys.readouterr().out
@@ -120,7 +120,7 @@ def test_a_report_can_be_made_again(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 
 def test_undefined_figures_are_dashes_or_left_out() -> None:
-    """No verdicts: no row; no correct answer in one set: a dash in its column."""
+    """A measure that is undefined everywhere has no row; one undefined in a set has a dash."""
     samples = [sample("a#0", 1.0, source="a"), sample("b#0", 0.0, source="b")]
     found = as_markdown(MANIFEST, summarize(samples, num_resamples=100))
     assert "judge" not in found
@@ -134,7 +134,7 @@ def test_undefined_figures_are_dashes_or_left_out() -> None:
 def test_a_k_beyond_the_samples_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A finished evaluation has the samples that it has."""
+    """A k above the number of samples is refused."""
     folder = evaluation(tmp_path / "a", [1, 1, 1, 0])
     assert main(["report", str(folder), "--pass-k", "1", "8"]) == 2
     assert capsys.readouterr().err.startswith("--pass-k: got (1, 8), expected 1 to n=1")

@@ -1,4 +1,4 @@
-"""A small world for evaluations: questions, documents, and a policy that searches and reads."""
+"""Questions, documents and a scripted policy for tests of evaluations."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from search_r1.agent.generation import search_agent
 from search_r1.agent.tags import TEMPLATES
-from search_r1.evaluation.runner import METHODS, Runner, Task, agent_of
+from search_r1.evaluation.runner import METHODS, Runner, Task, method_agent
 from search_r1.evaluation.samples import Sample, Search
 from search_r1.search.client import InMemoryRetrieval, Retrieval
 from search_r1.search.schema import Document
@@ -23,14 +23,14 @@ SAMPLING = Sampling(max_tokens=500, temperature=0.0)
 
 
 def row(number: int, source: str = "nq", answer: str | None = None) -> Row:
-    """Question number `number`, whose answer is its number in words of our own."""
+    """Build the row of question `number`, with the answer `gold NUMBER` by default."""
     text = TEMPLATE.user_prompt(f"What is thing {number}?")
     gold = answer or f"gold {number}"
     return Row("rows.jsonl", number, ({"role": "user", "content": text},), source, (gold,))
 
 
 def documents(rows: Sequence[Row]) -> dict[str, list[Document]]:
-    """For each question a document that states its answer."""
+    """Return for each question a document that states its answer."""
     return {
         f"What is thing {r.number}?": [
             Document.from_title(str(r.number), "Things", f"It is {r.ground_truth[0]} .")
@@ -41,21 +41,21 @@ def documents(rows: Sequence[Row]) -> dict[str, list[Document]]:
 
 @dataclass
 class Reader:
-    """A policy: searches for the question, then answers with what the document says it is."""
+    """A policy that searches for the question, then answers with the document's statement."""
 
     requests: list[Sampling] = field(default_factory=list)
     prompts: list[str] = field(default_factory=list)
     tokenizer: ByteTokenizer = field(default_factory=ByteTokenizer)
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
-        """One turn."""
+        """Write one turn."""
         self.requests.append(sampling)
         text = self.tokenizer.decode(list(prompt_ids))
         self.prompts.append(text)
-        found = re.search(r"It is (.+?) \.", text)
+        statement = re.search(r"It is (.+?) \.", text)
         question = re.findall(r"Question: (.*?\?)", text)[-1]
-        if found:
-            turn = f"<answer> {found[1]} </answer>"
+        if statement:
+            turn = f"<answer> {statement[1]} </answer>"
         elif "<search>" in text and "</information>" not in text:
             turn = f"<search> {question} </search>"
         else:
@@ -66,36 +66,36 @@ class Reader:
 
 
 def runner(retrieval: Retrieval, method: str = "agent", **more: Any) -> Runner:
-    """What plays one question with the byte tokenizer."""
+    """Build a runner with the byte tokenizer."""
     tokenizer = ByteTokenizer()
     agent = search_agent(retrieval, tokenizer, Limits(max_turns=1), TEMPLATE)
-    agent = agent_of(agent, METHODS[method])
+    agent = method_agent(agent, METHODS[method])
     return Runner(agent, METHODS[method], tokenizer, SAMPLING, **more)
 
 
 def finder(rows: Sequence[Row]) -> InMemoryRetrieval:
-    """A retriever that knows every answer."""
+    """Build a retriever that finds the document of each question."""
     return InMemoryRetrieval(documents(rows))
 
 
 def tasks(rows: Sequence[Row], n: int = 1) -> list[Task]:
-    """`n` dialogues of each row."""
-    return [Task(one, sample) for one in rows for sample in range(n)]
+    """Return `n` tasks for each row."""
+    return [Task(row, sample) for row in rows for sample in range(n)]
 
 
 def sample(
     uid: str = "rows.jsonl#0", em: float = 0.0, *, source: str = "nq", number: int = 0, **more: Any
 ) -> Sample:
-    """A scored dialogue with these facts and quiet defaults."""
-    facts: dict[str, Any] = {
+    """Build a scored dialogue with default values."""
+    defaults: dict[str, Any] = {
         "question": "What is thing 0?", "ground_truth": ("gold",), "status": "answered",
         "answer": "x", "f1": em, "cover_em": em, "searches": (), "turns": 2, "invalid_actions": 0,
         "truncated_turns": 0, "prompt_tokens": 10, "policy_tokens": 20, "observation_tokens": 30,
         "dialogue": (("prompt", "p"), ("policy", "<answer> x </answer>")),
     }  # fmt: skip
-    return Sample(uid=uid, sample=number, data_source=source, em=em, **facts | more)
+    return Sample(uid=uid, sample=number, data_source=source, em=em, **defaults | more)
 
 
 def search(query: str, *, has_answer: bool = False) -> Search:
-    """A search that was carried out."""
+    """Build a search with one document."""
     return Search(query, ("1",), has_answer)
