@@ -1,14 +1,14 @@
-"""Whether a request carries the bearer token of a server."""
+"""Bearer token authentication."""
 
 import hmac
 
 
 def has_token(header: str, token: str) -> bool:
-    """Whether the value of `Authorization` is `token`'s; compared in constant time.
+    """Whether an `Authorization` header holds this bearer token; compares in constant time.
 
-    The scheme's name may be written in any case. `header` is as Starlette gives it, in Latin-1.
+    The scheme may have any case. Starlette decodes headers as Latin-1, so `header` has that form.
     """
-    scheme, _, given = header.strip().partition(" ")
+    scheme, _, value = header.strip().partition(" ")
     return scheme.lower() == "bearer" and hmac.compare_digest(
-        given.strip().encode("latin-1"), token.encode()
+        value.strip().encode("latin-1"), token.encode()
     )

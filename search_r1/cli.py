@@ -1,4 +1,4 @@
-"""`search-r1 COMMAND …`: every command line of the project, each imported when it is called."""
+"""The command `search-r1 COMMAND …`; the module of a command is imported when it is called."""
 
 import difflib
 import importlib
@@ -11,37 +11,40 @@ COMMANDS = {
     "index": ("search_r1.search.index_builder", "build a BM25 or dense index of a corpus"),
     "download": ("search_r1.datasets.download", "fetch the published corpus and indexes"),
     "data": ("search_r1.datasets.command", "build question files and corpora"),
-    "plan": ("search_r1.plan.command", "simulate a step's time on each placement of the cards"),
+    "plan": ("search_r1.plan.command", "simulate the step time of each placement of the GPUs"),
     "sft": ("verl.sft.trainer", "supervised training on dialogues; takes Hydra overrides"),
     "evaluate": (
         "search_r1.evaluation.__main__",
         "score a model or a baseline; compare evaluations",
     ),
-    "view": ("search_r1.view.command", "see runs and their trajectories in a browser"),
+    "view": ("search_r1.view.command", "show runs and their trajectories in a browser"),
     "replay": ("search_r1.replay.command", "replay a recorded trajectory, as it was or edited"),
-    "credit": ("search_r1.credit.command", "say what each found document was worth to the answer"),
+    "credit": (
+        "search_r1.credit.command",
+        "measure what each retrieved document contributed to the answer",
+    ),
     "infer": ("search_r1.infer", "ask one question, a conversation, or a file of questions"),
     "serve": ("search_r1.serve", "serve the agent to OpenAI clients, with a chat page"),
     "mcp": ("search_r1.mcp_server", "serve the retriever as a tool of the Model Context Protocol"),
     "checkpoint": ("verl.checkpoint.__main__", "export a checkpoint as a Hugging Face folder"),
-    "doctor": ("verl.doctor", "say what this machine has and what it lacks"),
+    "doctor": ("verl.doctor", "check this machine's hardware and installed packages"),
 }
-"""Name -> the module with its `main(argv)`, and what it does."""
+"""Command name -> module with a function `main(argv)`, and a one-line description."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Hand the arguments to the command that they name; returns its exit status."""
-    words = list(sys.argv[1:] if argv is None else argv)
-    if not words or words[0] in ("-h", "--help"):
+    """Run the command named by the first argument; returns its exit status."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if not arguments or arguments[0] in ("-h", "--help"):
         sys.stdout.write(usage())
-        return 0 if words else 2
-    name, *others = words
+        return 0 if arguments else 2
+    name, *others = arguments
     if name not in COMMANDS:
-        near = difflib.get_close_matches(name, COMMANDS, n=1)
-        fix = f"search-r1 {near[0]}" if near else "search-r1 --help lists them"
+        similar = difflib.get_close_matches(name, COMMANDS, n=1)
+        fix = f"search-r1 {similar[0]}" if similar else "search-r1 --help lists them"
         sys.stderr.write(f"search-r1: got {name}, expected a command; fix: {fix}\n")
         return 2
-    # Commands without a status of their own end with 0, or raise SystemExit.
+    # A command may return None for success, or raise SystemExit.
     try:
         return importlib.import_module(COMMANDS[name][0]).main(others) or 0
     except KeyboardInterrupt:
@@ -51,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def usage() -> str:
     width = max(map(len, COMMANDS))
-    rows = [f"  {name:{width}}  {about}" for name, (_, about) in COMMANDS.items()]
+    rows = [f"  {name:{width}}  {description}" for name, (_, description) in COMMANDS.items()]
     lines = ["usage: search-r1 COMMAND ...", "", *rows, "", "search-r1 COMMAND --help says more"]
     return "\n".join(lines) + "\n"
 

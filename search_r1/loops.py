@@ -1,4 +1,4 @@
-"""Coroutines called from plain code, also in a notebook, whose thread runs a loop already."""
+"""Run coroutines from synchronous code, even in a notebook, which already runs an event loop."""
 
 import asyncio
 import signal
@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 class LoopThread:
-    """An event loop in a thread of its own, while the context is open."""
+    """Context manager that runs an event loop in a separate thread."""
 
     def __enter__(self) -> Self:
         self._ready = threading.Event()
@@ -20,16 +20,16 @@ class LoopThread:
         return self
 
     def _serve(self) -> None:
-        # Processes that an engine starts here must not end by the ctrl-c that stops a question.
+        # An engine's child processes inherit this mask: Ctrl-C must stop the coroutine, not them.
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         with asyncio.Runner() as runner:
             self._loop = runner.get_loop()
             self._ready.set()
             self._loop.run_forever()
 
-    def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """What the coroutine gives; an interrupt of the caller cancels it."""
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Return the result of the coroutine; an interrupt of the caller cancels it."""
+        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         try:
             return future.result()
         except BaseException:
@@ -41,11 +41,11 @@ class LoopThread:
         self._thread.join()
 
 
-def run(work: Coroutine[Any, Any, T]) -> T:
-    """`asyncio.run`, in another thread where a loop is running in this one."""
+def run(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine with `asyncio.run`, in another thread if this one already runs a loop."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        return asyncio.run(work)
+        return asyncio.run(coroutine)
     with LoopThread() as thread:
-        return thread.run(work)
+        return thread.run(coroutine)

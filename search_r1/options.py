@@ -1,8 +1,8 @@
-"""Command lines: one dataclass of options a command, read with tyro.
+"""Command-line parsing: each command's options are a dataclass, read with tyro.
 
-A field is a flag, in both spellings (`--save-dir`, `--save_dir`); the docstring under it is its
-help; `Annotated[int, Bounds(1)]` refuses what is out of bounds. Modules of options import nothing
-heavy, so that `--help` and a mistyped flag are answered at once.
+Each field is a flag in both spellings (`--save-dir`, `--save_dir`), and the docstring below the
+field is its help text. `Annotated[int, Bounds(1)]` refuses values out of bounds. Modules that
+define options import nothing heavy, so that `--help` and errors in flags appear at once.
 """
 
 import importlib
@@ -28,32 +28,33 @@ Seed = Annotated[int, Bounds(0, MAX_SEED)]
 
 STYLE = (tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes,
          tyro.conf.FlagCreatePairsOff, tyro.conf.HelptextFromCommentsOff)  # fmt: skip
-"""Nested groups keep plain flags; a switch is off by default and has no `--no-` twin."""
-KINDS = {int: "a whole number", float: "a number", str: "text", Path: "a path"}
+"""Flags of nested groups have no prefix; a boolean flag is off by default, without `--no-`."""
+TYPE_NAMES = {int: "a whole number", float: "a number", str: "text", Path: "a path"}
 registry = tyro.constructors.ConstructorRegistry()
 
 
 @registry.primitive_rule
-def _one_value(
-    wanted: tyro.constructors.PrimitiveTypeInfo,
+def _parse_single_value(
+    info: tyro.constructors.PrimitiveTypeInfo,
 ) -> tyro.constructors.PrimitiveConstructorSpec[Any] | None:
-    """A value, or `… | None`: as tyro reads it, with plainer help and an error in our words."""
-    kinds = {get_args(a)[0] if get_origin(a) is Annotated else a for a in get_args(wanted.type)}
-    kind: Any = (kinds - {NoneType}).pop() if len(kinds) == 2 and NoneType in kinds else wanted.type
-    if kind not in KINDS:
+    """Parse `X` and `X | None` as tyro does, but with simpler help and our form of errors."""
+    types = {get_args(a)[0] if get_origin(a) is Annotated else a for a in get_args(info.type)}
+    is_optional = len(types) == 2 and NoneType in types
+    value_type: Any = (types - {NoneType}).pop() if is_optional else info.type
+    if value_type not in TYPE_NAMES:
         return None
 
     def read(words: list[str]) -> Any:
         try:
-            return kind(words[0])
+            return value_type(words[0])
         except ValueError as error:
-            raise ValueError(f"got {words[0]!r}, expected {KINDS[kind]}") from error
+            raise ValueError(f"got {words[0]!r}, expected {TYPE_NAMES[value_type]}") from error
 
     return tyro.constructors.PrimitiveConstructorSpec(
         nargs=1,
-        metavar=kind.__name__.upper(),
+        metavar=value_type.__name__.upper(),
         instance_from_str=read,
-        is_instance=lambda value: value is None or isinstance(value, kind | int),
+        is_instance=lambda value: value is None or isinstance(value, value_type | int),
         str_from_instance=lambda value: [str(value)],
     )
 
@@ -61,54 +62,56 @@ def _one_value(
 def parse(
     options: Callable[..., T], argv: Sequence[str] | None, *, prog: str, description: str | None
 ) -> T:
-    """The options that a command line gives; wrong ones end with status 2 and a message."""
-    given: T = tyro.cli(options, args=argv, prog=prog, description=description, config=STYLE,
-                        registry=registry)  # fmt: skip
-    for problem in problems(given):
+    """Return the options of a command line; exits with status 2 and a message if it is invalid."""
+    parsed: T = tyro.cli(options, args=argv, prog=prog, description=description, config=STYLE,
+                         registry=registry)  # fmt: skip
+    for problem in problems(parsed):
         sys.stderr.write(f"{prog}: {problem}\n")
         sys.exit(2)
-    return given
+    return parsed
 
 
 def problems(options: object) -> Iterator[str]:
-    """Each number that is out of its bounds: `--topk: got 0, expected 1 or more; fix: …`."""
+    """Describe each number out of bounds: `--topk: got 0, expected 1 or more; fix: …`."""
     hints: Mapping[str, Any] = get_type_hints(type(options), include_extras=True)
     for field in fields(options):  # type: ignore[arg-type]
         value = getattr(options, field.name)
         if is_dataclass(value):
             yield from problems(value)
         values = value if isinstance(value, tuple) else (value,)
+        numbers = [number for number in values if isinstance(number, int | float)]
         flag = f"--{field.name.replace('_', '-')}"
         for bounds in _bounds(hints[field.name]) or (FINITE,):
-            for wrong in (x for x in values if isinstance(x, int | float) and x not in bounds):
-                fix = f"give {flag} such a number, or leave it out"
-                yield explain(flag, wrong, bounds.expected(wrong), fix)
+            for number in numbers:
+                if number not in bounds:
+                    fix = f"give {flag} such a number, or leave it out"
+                    yield explain(flag, number, bounds.expected(number), fix)
 
 
 def _bounds(hint: Any) -> list[Bounds]:
-    """The bounds in an annotation, also inside `… | None` and tuples."""
+    """Return the bounds in a type annotation, also those inside `… | None` and tuples."""
     if isinstance(hint, Bounds):
         return [hint]
-    return [one for part in get_args(hint) for one in _bounds(part)]  # of Annotated: type, Bounds
+    return [bounds for part in get_args(hint) for bounds in _bounds(part)]
 
 
 def run(
-    work: str,
+    target: str,
     options: Any,
     argv: Sequence[str] | None = None,
     *,
     prog: str,
     description: str | None,
 ) -> int:
-    """The exit status of a command line whose work is the function `module:name`.
+    """Parse the options, call the function `target` with them and return its exit status.
 
-    Its module is imported after the options were read: those of a dataclass, or of one among
-    several that are subcommands (a union). A mistake of the user is told in one message.
+    `target` is `module:name`; the module is imported after parsing. `options` is a dataclass, or a
+    union of dataclasses, which are subcommands. A user's mistake is reported in one message.
     """
 
     def act() -> int:
-        given = parse(options, argv, prog=prog, description=description)
-        module, _, name = work.partition(":")
-        return int(getattr(importlib.import_module(module), name)(given))
+        parsed = parse(options, argv, prog=prog, description=description)
+        module, _, name = target.partition(":")
+        return int(getattr(importlib.import_module(module), name)(parsed))
 
     return exit_status(act, shown=escape_controls)

@@ -1,6 +1,6 @@
-"""Words of others on a terminal and in logs: their control characters are shown, not obeyed.
+"""Safe output of untrusted text on terminals and in logs, with control characters escaped.
 
-A title could otherwise clear the screen, write into the clipboard, or pass for a line of the log.
+Otherwise a document's title could clear the screen, write to the clipboard or forge a log line.
 """
 
 import json
@@ -11,33 +11,32 @@ from typing import Any
 from verl.errors import redact
 
 CONTROLS = re.compile(
-    "[\x00-\x08\x0b-\x1f\x7f-\x9f"  # all but tab and line end
-    "\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069"  # order of writing, other line ends
-    "\ud800-\udfff]"  # halves of characters, which no output takes
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f"  # all but tab and newline
+    "\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069"  # text direction, other line separators
+    "\ud800-\udfff]"  # lone surrogates, which cannot be encoded
 )
 
 
 def escape_controls(text: str) -> str:
-    r"""`text` with its control characters written out. *Example*: an escape becomes `\x1b`."""
-    return CONTROLS.sub(lambda one: ascii(one[0])[1:-1], text.replace("\r\n", "\n"))
+    r"""Return `text` with its control characters escaped, for example ESC as `\x1b`."""
+    return CONTROLS.sub(lambda match: ascii(match[0])[1:-1], text.replace("\r\n", "\n"))
 
 
 def json_line(value: Any) -> str:
-    """`value` as JSON in one line, readable, with every control character escaped."""
+    """Return `value` as one line of JSON; of non-ASCII text only control characters are escaped."""
     text = json.dumps(value, ensure_ascii=False)
-    return CONTROLS.sub(lambda one: f"\\u{ord(one[0]):04x}", text) + "\n"
+    return CONTROLS.sub(lambda match: f"\\u{ord(match[0]):04x}", text) + "\n"
 
 
 class PlainFormatter(logging.Formatter):
-    """Hides passwords, and indents further lines, so that none passes for another message."""
+    """Log formatter that hides passwords, escapes control characters and indents further lines."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """See `logging.Formatter`."""
         return redact(escape_controls(super().format(record))).replace("\n", "\n  ")
 
 
-def configure_logging(level: int, form: str) -> None:
-    """Let this process log to standard error."""
+def configure_logging(level: int, log_format: str) -> None:
+    """Log to standard error through a PlainFormatter."""
     handler = logging.StreamHandler()
-    handler.setFormatter(PlainFormatter(form))
+    handler.setFormatter(PlainFormatter(log_format))
     logging.basicConfig(level=level, handlers=[handler])

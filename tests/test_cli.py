@@ -1,4 +1,4 @@
-"""The command `search-r1`: quick, and the same code as the old entry points."""
+"""The command `search-r1`: fast to start, and the same code as the old entry points."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from search_r1.datasets.command import RECIPES
 
 ROOT = Path(cli.__file__).parents[1]
 HEAVY = ("torch", "transformers", "ray", "vllm", "datasets", "pandas")
-QUICK = """
+RUN_COMMANDS = """
 import sys, time
 from search_r1.cli import main
-for words in sys.argv[1].split(";"):
+for command in sys.argv[1].split(";"):
     try:
-        status = main(words.split())
-    except SystemExit as ended:
-        status = ended.code
+        status = main(command.split())
+    except SystemExit as error:
+        status = error.code
     assert status in (0, 2), status
     heavy = [name for name in %r if name in sys.modules]
     assert not heavy, heavy
@@ -29,12 +29,12 @@ for words in sys.argv[1].split(";"):
     print("status", status, flush=True)
 sys.exit(status)
 """
-"""Commands in a process of their own, which import nothing heavy; measured at 0.4 s of CPU."""
+"""Runs commands in a child process that may import nothing heavy; measured at 0.4 s of CPU."""
 TYPO = "--no-such-flag 1"
 
 
 def run(*commands: str) -> subprocess.CompletedProcess[str]:
-    program = [sys.executable, "-c", QUICK % (HEAVY,), ";".join(commands)]
+    program = [sys.executable, "-c", RUN_COMMANDS % (HEAVY,), ";".join(commands)]
     return subprocess.run(program, cwd=ROOT, capture_output=True, text=True, check=False)
 
 
@@ -42,25 +42,25 @@ def run(*commands: str) -> subprocess.CompletedProcess[str]:
     "name", ["serve-retriever", "download", "index", "plan", "evaluate", "infer", "serve", "mcp"]
 )
 def test_help_and_mistakes_are_answered_at_once(name: str) -> None:
-    """Nothing heavy is imported before the options are known to be good."""
+    """Nothing heavy is imported before the options are valid."""
     done = run(f"{name} --help", f"{name} {TYPO}")
     assert "--help" in done.stdout and "status 0\n" in done.stdout, done.stderr
     assert done.returncode == 2 and "no-such-flag" in done.stderr, done.stderr
 
 
-def test_every_recipe_of_data_is_answered_at_once() -> None:
-    """Likewise; the list of recipes names each."""
+def test_data_recipes_are_answered_at_once() -> None:
+    """The same holds for the data recipes, which --help lists."""
     names = ("nq_rag", "own_questions", "own_corpus")
-    helped = run("data --help", *(f"data {name} --help" for name in names))
-    assert helped.stdout.count("status 0\n") == 4, helped.stderr
-    assert all(name in helped.stdout for name in RECIPES)
-    mistaken = run(f"data nq {TYPO}", "data nq_rag --topk 0")
-    assert mistaken.stdout.count("status 2\n") == 2
-    assert "--topk: got 0" in mistaken.stderr
+    help_run = run("data --help", *(f"data {name} --help" for name in names))
+    assert help_run.stdout.count("status 0\n") == 4, help_run.stderr
+    assert all(name in help_run.stdout for name in RECIPES)
+    invalid_run = run(f"data nq {TYPO}", "data nq_rag --topk 0")
+    assert invalid_run.stdout.count("status 2\n") == 2
+    assert "--topk: got 0" in invalid_run.stderr
 
 
 def test_the_command_lists_its_commands() -> None:
-    """With a line for each; a mistyped one is answered with the nearest."""
+    """--help has a line for each command; a mistyped name gets a suggestion."""
     done = run("--help", "evalute")
     assert "status 0\n" in done.stdout
     assert all(f"\n  {name} " in done.stdout for name in cli.COMMANDS)
@@ -68,7 +68,7 @@ def test_the_command_lists_its_commands() -> None:
 
 
 def test_hydra_commands_get_their_arguments_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`train` and `sft` read overrides themselves."""
+    """`train` and `sft` parse their Hydra overrides themselves."""
     import verl.sft.trainer  # noqa: PLC0415 - heavy
     import verl.trainer.main_ppo  # noqa: PLC0415
 
@@ -80,8 +80,8 @@ def test_hydra_commands_get_their_arguments_unchanged(monkeypatch: pytest.Monkey
     assert got == [["--cfg", "job", "data.train_files=a b"], ["+x.y=1"]]
 
 
-def test_every_command_is_there() -> None:
-    """Its module has a `main`."""
+def test_every_command_has_a_module() -> None:
+    """The module of each command has a function `main`."""
     for module, _ in cli.COMMANDS.values():
         file = ROOT / f"{module.replace('.', '/')}.py"
         text = file.read_text(encoding="utf-8")
@@ -89,7 +89,7 @@ def test_every_command_is_there() -> None:
 
 
 def test_a_wheel_answers_outside_the_checkout(tmp_path: Path) -> None:
-    """It holds no top-level `example`, and `infer` says what to give where no model ships."""
+    """It has no top-level `example`; `infer` names the option to give instead of the demo model."""
     command = [sys.executable, "-m", "pip", "wheel", ".", "--no-deps", "--no-build-isolation",
                "--quiet", "--wheel-dir", str(tmp_path)]  # fmt: skip
     source = tmp_path / "source"
@@ -107,11 +107,12 @@ def test_a_wheel_answers_outside_the_checkout(tmp_path: Path) -> None:
     assert not (tmp_path / "site" / "search_r1" / "compat").exists()
     (entry,) = (tmp_path / "site").glob("*.dist-info/entry_points.txt")
     assert "search-r1 = search_r1.cli:main" in entry.read_text()
-    for words, status, said in (
+    for words, status, expected in (
         (["infer", "--help"], 0, "--retriever-url"),
         (["infer", "Who?", "--retriever-url", "empty"], 2, "give --model"),
     ):
         program = [sys.executable, "-m", "search_r1.cli", *words]
-        found = subprocess.run(program, cwd=tmp_path, capture_output=True, text=True, check=False,
+        result = subprocess.run(program, cwd=tmp_path, capture_output=True, text=True, check=False,
                                env={"PYTHONPATH": str(tmp_path / "site")})  # fmt: skip
-        assert found.returncode == status and said in found.stdout + found.stderr, found.stderr
+        assert result.returncode == status, result.stderr
+        assert expected in result.stdout + result.stderr, result.stderr

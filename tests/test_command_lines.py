@@ -1,4 +1,4 @@
-"""Command lines that nobody meant: each is answered by a message and status 2, none by a bug."""
+"""Invalid command lines: each ends with a message and status 2, none with a traceback."""
 
 import contextlib
 import dataclasses
@@ -71,7 +71,7 @@ TYPED = (
     *WORDS, "9" * 10_000, "[" * 2000, "null", "[1]", "{a: 1}", "[]", "{}", "'", '"', "${x}", "${",
     "${oc.env:HOME}", "a,b", "range(1,3)", "\0", "=", "\\", "???", "*x", "%", ": :",
 )  # fmt: skip
-ODD = (
+INVALID = (
     "", "=", "=1", "x", "x=1", ".=1", "data=1", "data=null", "data.x=1", "~data", "+++a=1", "[=1",
     "trainer=ppo", "hydra.run.dir=x", "--cfg", "--cfg=x", "--config-name=nope", "--config-dir=/no",
     "-x", "trainer.seed", "trainer.seed==1", "trainer..seed=1", "trainer.seed.x=1", "\ud800=1",
@@ -80,15 +80,15 @@ ODD = (
     "data.train_files=[]", "compat=nope", "compat=[1]", "+hardware=nope", "x" * 10_000 + "=1",
     "critic.optim.betas=[0.9]", "critic.optim.betas=[]", "actor_rollout_ref.model.target_modules=3",
 )  # fmt: skip
-"""Words of a training run that are refused whatever else is given."""
+"""Arguments that a training run always refuses."""
 REQUIRED = ["data.train_files=a.parquet", "data.val_files=b.parquet",
             "actor_rollout_ref.model.path=m"]  # fmt: skip
-DOORS = ("verl", "search_r1", "scripts", "benchmarks", "example")
-"""Folders whose files are started as programs."""
+PROGRAM_FOLDERS = ("verl", "search_r1", "scripts", "benchmarks", "example")
+"""Folders whose files can be started as programs."""
 
 
-class Nothing:
-    """A module whose every function does nothing."""
+class FakeModule:
+    """A module whose functions all do nothing."""
 
     def __getattr__(self, name: str) -> Callable[[object], int]:
         return lambda options: 0
@@ -96,10 +96,10 @@ class Nothing:
 
 @pytest.fixture(autouse=True)
 def no_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Command lines are read, and nothing of what they ask for is done."""
-    imports = types.SimpleNamespace(import_module=lambda name: Nothing())
+    """Command lines are parsed but not carried out."""
+    imports = types.SimpleNamespace(import_module=lambda name: FakeModule())
     monkeypatch.setattr(options, "importlib", imports)
-    monkeypatch.setitem(sys.modules, "verl.trainer.run", Nothing())  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "verl.trainer.run", FakeModule())  # type: ignore[arg-type]
     report = rejection_sampling.Report()
     for module, name, result in (
         (retrieval_server, "_run", True), (index_builder, "build_index", None),
@@ -110,21 +110,21 @@ def no_work(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def status(main: Main, words: Sequence[str]) -> int:
-    """How a command line ends; refusing says why, on a stream that writes as stderr does."""
-    told = io.TextIOWrapper(io.BytesIO(), "utf-8", "backslashreplace", write_through=True)
-    with contextlib.redirect_stderr(told), contextlib.redirect_stdout(io.StringIO()):
+    """Return the exit status of a command line; checks that a refusal has a message on stderr."""
+    stderr = io.TextIOWrapper(io.BytesIO(), "utf-8", "backslashreplace", write_through=True)
+    with contextlib.redirect_stderr(stderr), contextlib.redirect_stdout(io.StringIO()):
         try:
-            found = main(list(words)) or 0
-        except SystemExit as end:
-            found = end.code if isinstance(end.code, int) else 0 if end.code is None else 1
-    text = told.buffer.getvalue().decode()  # type: ignore[attr-defined]
+            code = main(list(words)) or 0
+        except SystemExit as error:
+            code = error.code if isinstance(error.code, int) else 0 if error.code is None else 1
+    text = stderr.buffer.getvalue().decode()  # type: ignore[attr-defined]
     assert "Traceback" not in text
-    assert found != 2 or text.strip(), words
-    return found
+    assert code != 2 or text.strip(), words
+    return code
 
 
 def flags(kind: type) -> Iterator[str]:
-    """Every flag of a dataclass of options, those of its groups included."""
+    """Yield every flag of a dataclass of options, including those of nested groups."""
     hints = typing.get_type_hints(kind)
     for field in dataclasses.fields(kind):
         if dataclasses.is_dataclass(hints[field.name]):
@@ -134,57 +134,60 @@ def flags(kind: type) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_every_flag_answers_every_word(command: str) -> None:
-    """Wrong types, nothing at all, twice, glued on: a status of 0 or 2, and 2 with a message."""
+def test_every_flag_handles_every_value(command: str) -> None:
+    """Wrong types, missing values, repeated flags: status 0 or 2, the latter with a message."""
     main, base, kind = COMMANDS[command]
-    given = [["--"], [""], ["\ud800"], [*base, "--no-such-flag"], [*base, "--no-such-flag=3"]]
+    cases = [["--"], [""], ["\ud800"], [*base, "--no-such-flag"], [*base, "--no-such-flag=3"]]
     for flag in flags(kind):
-        given += [[*base, flag], [*base, flag, "1", flag, "2"], [*base, f"{flag}=1=2"]]
-        given += [[*base, flag, word] for word in WORDS]
-    for words in random.Random(0).sample(given, min(40, len(given))):
+        cases += [[*base, flag], [*base, flag, "1", flag, "2"], [*base, f"{flag}=1=2"]]
+        cases += [[*base, flag, word] for word in WORDS]
+    for words in random.Random(0).sample(cases, min(40, len(cases))):
         assert status(main, words) in (0, 2), words
 
 
-def test_every_option_of_a_run_answers_every_word() -> None:
-    """A number, a text, a switch, a list and what may be null: refused or taken, never a bug."""
+def test_every_option_of_a_run_handles_every_value() -> None:
+    """Options of every type, also nullable ones, accept or refuse any value without a traceback."""
     keys = ("trainer.seed", "critic.optim.lr", "trainer.project_name", "agent.tools",
             "trainer.time_limit", "reward_model.weights", "trainer.val_only")  # fmt: skip
-    given = [f"{key}={word}" for key in keys for word in TYPED]
-    for word in random.Random(0).sample(given, 40):
+    cases = [f"{key}={word}" for key in keys for word in TYPED]
+    for word in random.Random(0).sample(cases, 40):
         assert status(main_ppo.main, [*REQUIRED, word]) in (0, 2), word
 
 
-@pytest.mark.parametrize("word", ODD)
-def test_an_odd_word_of_a_run_is_refused(
-    word: str,
-) -> None:
-    """What is no option, or no value of one, ends with status 2."""
+@pytest.mark.parametrize("word", INVALID)
+def test_an_invalid_argument_of_a_run_is_refused(word: str) -> None:
+    """An unknown option or an invalid value ends with status 2."""
     assert status(main_ppo.main, [*REQUIRED, word]) == 2
 
 
-def test_supervised_training_answers_every_word() -> None:
-    """Its words are YAML, which may raise a dozen kinds of errors."""
+def test_supervised_training_handles_every_value() -> None:
+    """Its values are YAML, whose parser raises many types of errors."""
     base = ["model_path=m", "train_file=t", "output_dir=o"]
-    given = [
+    cases = [
         f"{field.name}={word}" for field in dataclasses.fields(sft.SftConfig) for word in TYPED
     ]
-    for word in (*ODD[:8], *random.Random(0).sample(given, 200)):
+    for word in (*INVALID[:8], *random.Random(0).sample(cases, 200)):
         assert status(sft.main, [*base, word]) in (0, 2), word
 
 
-@pytest.mark.parametrize("door", ["verl.trainer.sft", "verl.trainer.rejection_sampling"])
-def test_a_former_address_ends_with_the_status(door: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A script behind it hears that the command failed."""
-    monkeypatch.setattr(sys, "argv", [door, "nonsense=1"])
-    with pytest.raises(SystemExit) as ended:
-        runpy.run_module(door, run_name="__main__")
-    assert ended.value.code == 2
+@pytest.mark.parametrize("module", ["verl.trainer.sft", "verl.trainer.rejection_sampling"])
+def test_an_old_module_path_returns_the_status(
+    module: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The old module path returns the exit status of the command."""
+    monkeypatch.setattr(sys, "argv", [module, "nonsense=1"])
+    with pytest.raises(SystemExit) as error:
+        runpy.run_module(module, run_name="__main__")
+    assert error.value.code == 2
 
 
-def test_no_door_drops_a_status() -> None:
-    """A file that ends with a bare `main()` has it itself, and it returns nothing."""
+def test_no_program_drops_its_status() -> None:
+    """A file that ends with a bare `main()` defines a `main` that returns nothing."""
     root = Path(__file__).parents[1]
-    files = [*root.glob("*.py"), *(f for d in DOORS for f in (root / d).rglob("*.py"))]
+    files = [
+        *root.glob("*.py"),
+        *(f for folder in PROGRAM_FOLDERS for f in (root / folder).rglob("*.py")),
+    ]
     texts = {file: file.read_text() for file in files}
     bare = {file: text for file, text in texts.items() if re.search(r"^    main\(\)$", text, re.M)}
     assert bare

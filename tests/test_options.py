@@ -12,15 +12,15 @@ from search_r1.options import Bounds, parse, problems
 
 @dataclass(frozen=True)
 class Group:
-    """A group of its own."""
+    """A nested group."""
 
-    folder_of_it: str = "here"
-    """where"""
+    group_folder: str = "here"
+    """a folder"""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """A sample of every kind."""
+    """Options of every supported type."""
 
     topk: Annotated[int, Bounds(1)] = 3
     """documents"""
@@ -41,19 +41,20 @@ def read(*flags: str) -> Sample:
     return parse(Sample, flags, prog="sample", description="What it does.")
 
 
-def test_without_flags_the_defaults_stand() -> None:
-    """The dataclass alone owns the defaults."""
+def test_without_flags_the_defaults_hold() -> None:
+    """The defaults are those of the dataclass."""
     assert read() == Sample()
 
 
-def test_every_kind_of_flag_is_read_in_both_spellings() -> None:
-    """Numbers, text, several values, switches and groups arrive with their types."""
-    found = read("--topk", "5", "--rate", "1", "--path=x", "--devices", "a", "b", "--is-fast",
-                 "--pass-k", "1", "2", "--folder-of-it", "there")  # fmt: skip
-    assert found == Sample(5, 1.0, "x", ("a", "b"), (1, 2), True, Group("there"))
-    assert found == read("--topk", "9", "--topk", "5", "--rate=1", "--path", "x", "--devices", "a",
-                         "b", "--is_fast", "--pass_k", "1", "2",
-                         "--folder_of_it", "there")  # fmt: skip
+def test_every_type_of_flag_is_read_in_both_spellings() -> None:
+    """Numbers, text, lists, boolean flags and groups are parsed to their types."""
+    expected = Sample(5, 1.0, "x", ("a", "b"), (1, 2), True, Group("there"))
+    assert expected == read("--topk", "5", "--rate", "1", "--path=x", "--devices", "a", "b",
+                            "--is-fast", "--pass-k", "1", "2",
+                            "--group-folder", "there")  # fmt: skip
+    assert expected == read("--topk", "9", "--topk", "5", "--rate=1", "--path", "x", "--devices",
+                            "a", "b", "--is_fast", "--pass_k", "1", "2",
+                            "--group_folder", "there")  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -72,23 +73,23 @@ def test_every_kind_of_flag_is_read_in_both_spellings() -> None:
 def test_mistakes_are_refused(
     flags: list[str], words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """They end with status 2 and name the flag, what was got and what was expected."""
+    """Errors exit with status 2 and name the flag, the value and the expectation."""
     with pytest.raises(SystemExit, match="2"):
         read(*flags)
-    said = capsys.readouterr().err
-    assert all(word in said for word in words), said
+    message = capsys.readouterr().err
+    assert all(word in message for word in words), message
 
 
-def test_help_shows_what_the_fields_say(capsys: pytest.CaptureFixture[str]) -> None:
-    """Docstrings, defaults and groups, with status 0."""
+def test_help_shows_the_docstrings_of_fields(capsys: pytest.CaptureFixture[str]) -> None:
+    """--help shows docstrings, defaults and groups, and exits with status 0."""
     with pytest.raises(SystemExit, match="0"):
         read("--help")
-    said = capsys.readouterr().out
-    for word in ("What it does.", "documents (default: 3)", "--folder-of-it", "A group of its own"):
-        assert word in said
+    output = capsys.readouterr().out
+    for word in ("What it does.", "documents (default: 3)", "--group-folder", "A nested group"):
+        assert word in output
 
 
-def test_problems_are_those_of_bounds() -> None:
-    """Each number that is out of them, in nested groups too; a dataclass made in code as well."""
+def test_problems_are_numbers_out_of_bounds() -> None:
+    """Each number out of bounds is a problem, also in nested groups and without a command line."""
     assert list(problems(Sample())) == []
     assert len(list(problems(Sample(topk=0, rate=2.0, pass_k=(0, 1))))) == 3

@@ -1,4 +1,4 @@
-"""Whatever others write, a terminal and a log obey none of it."""
+"""No untrusted text can control a terminal or forge a log line."""
 
 import io
 import json
@@ -21,8 +21,8 @@ ATTACKS = [
 ]  # fmt: skip
 
 
-def acts(text: str) -> list[str]:
-    """The characters that a terminal would obey, or no output would take."""
+def active_characters(text: str) -> list[str]:
+    """Return the characters that control a terminal or cannot be encoded."""
     bidi = "\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
     categories = ("Cc", "Cs", "Zl", "Zp")
     return [
@@ -32,15 +32,15 @@ def acts(text: str) -> list[str]:
 
 @given(text=TEXTS)
 @example(text="".join(ATTACKS))
-def test_nothing_acts(text: str) -> None:
-    """Every control character is written out; all others stay as they are."""
-    assert not acts(escape_controls(text)) and not acts(json_line([text]))
-    assert escape_controls(text) == text.replace("\r\n", "\n") or acts(text)
+def test_control_characters_are_escaped(text: str) -> None:
+    """Every control character is escaped; all others are unchanged."""
+    assert not active_characters(escape_controls(text)) and not active_characters(json_line([text]))
+    assert escape_controls(text) == text.replace("\r\n", "\n") or active_characters(text)
     assert json.loads(json_line({"a": text})) == {"a": text}
 
 
 def test_a_dialogue_on_a_terminal() -> None:
-    """Words of the policy, titles, ids and texts of documents; a title takes one line."""
+    """The policy's text and documents' titles, ids and texts are safe; a title is one line."""
     out = io.StringIO()
     terminal = Terminal(Console(file=out, force_terminal=False, width=999), shows_documents=True)
     for attack in ATTACKS:
@@ -48,14 +48,14 @@ def test_a_dialogue_on_a_terminal() -> None:
         document = Document(f"1{attack}", f"T{attack}\nAnswer: forged", f"x{attack}", "")
         terminal.searched(Search("q", (document,)))
         terminal.note(attack)
-    assert not acts(out.getvalue())
+    assert not active_characters(out.getvalue())
     assert "\nAnswer" not in out.getvalue()
 
 
-def test_a_message_is_one_message_of_a_log() -> None:
-    """What an error quotes can neither act nor begin a line as another message does."""
+def test_a_log_message_cannot_forge_another() -> None:
+    """Text quoted in an error is escaped and cannot start a line like another log message."""
     text = "bad row\n2026-01-01 INFO all is well\x1b[8m\r\nINFO really"
     record = logging.LogRecord("x", logging.ERROR, "", 0, "failed: %s", (text,), None)
     written = PlainFormatter("%(levelname)s %(message)s").format(record)
-    assert not acts(written)
+    assert not active_characters(written)
     assert [line.startswith("  ") for line in written.split("\n")] == [False, True, True]

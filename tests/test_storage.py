@@ -1,4 +1,4 @@
-"""The stores: exact, shared, kept across restarts, and never trusted blindly."""
+"""The stores: exact values, shared files, restarts, and damaged or foreign files."""
 
 import sqlite3
 import threading
@@ -16,10 +16,10 @@ VALUES = st.lists(st.one_of(TEXT, st.floats(), st.integers()))
 
 
 @given(name=TEXT, value=VALUES)
-def test_what_is_read_is_what_was_written(
+def test_values_are_read_back_exactly(
     name: str, value: list[object], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """Texts and numbers come back bit for bit from a file that was closed, under their key only."""
+    """A reopened file returns strings and numbers exactly, and only for their key."""
     path = tmp_path_factory.mktemp("store") / "s"
     store = FileStore(path, "--option")
     store.put({("s", 3, name): value})
@@ -31,15 +31,15 @@ def test_what_is_read_is_what_was_written(
 
 
 def test_many_keys_at_once(tmp_path: Path) -> None:
-    """More keys than one statement takes are all found."""
+    """More keys than one SELECT can take are all found."""
     store = FileStore(tmp_path / "s", "--option")
-    kept = {(f"q{i}", i): [i] for i in range(1200)}
-    store.put(kept)
-    assert store.get(list(kept)) == kept
+    values = {(f"q{i}", i): [i] for i in range(1200)}
+    store.put(values)
+    assert store.get(list(values)) == values
 
 
 def test_several_threads_and_stores_share_a_file(tmp_path: Path) -> None:
-    """Two stores of one file, written by eight threads, see each other's values."""
+    """Two stores of one file, written by eight threads, share their values."""
     stores = [FileStore(tmp_path / "s", "--option") for _ in range(2)]
 
     def fill(number: int) -> None:
@@ -56,13 +56,13 @@ def test_several_threads_and_stores_share_a_file(tmp_path: Path) -> None:
 
 
 def test_a_damaged_or_foreign_file_is_refused(tmp_path: Path) -> None:
-    """A file that is no store of ours is named at the start, and left as it is."""
+    """A file that is not one of our stores is refused with its path and left unchanged."""
     damaged, foreign = tmp_path / "damaged", tmp_path / "foreign"
     damaged.write_bytes(b"SQLite format 3\x00" + bytes(range(256)) * 40)
     text = tmp_path / "text"
     text.write_text("no database " * 100)
     short = tmp_path / "short"
-    short.write_text("a")  # for sqlite as good as empty
+    short.write_text("a")  # which sqlite treats as empty
     with sqlite3.connect(foreign) as other:
         other.execute("CREATE TABLE results (a)")
     for path in (damaged, text, short, foreign, tmp_path / "missing" / "s"):
@@ -72,10 +72,10 @@ def test_a_damaged_or_foreign_file_is_refused(tmp_path: Path) -> None:
         assert (path.read_bytes() if path.exists() else None) == before
 
 
-def test_a_file_that_fails_later_is_only_not_used(
+def test_a_file_that_fails_later_is_skipped(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A lost table is a warning, once; reads miss and writes pass."""
+    """A lost table is one warning; then reads find nothing and writes do nothing."""
     path = tmp_path / "s"
     store = FileStore(path, "--option")
     with sqlite3.connect(path) as other:
@@ -85,8 +85,8 @@ def test_a_file_that_fails_later_is_only_not_used(
     assert [r.levelname for r in caplog.records] == ["WARNING"]
 
 
-def test_memory_keeps_the_last_used() -> None:
-    """Reading makes a value the most recent; the one unused for longest goes first."""
+def test_memory_keeps_the_recently_used() -> None:
+    """Reading marks a value as recently used; the least recently used one is evicted."""
     store = MemoryStore(2)
     store.put({("a",): 1, ("b",): 2})
     assert store.get([("a",), ("x",)]) == {("a",): 1}
