@@ -1,1 +1,1 @@
-"""The example world: a small corpus of real geographic facts, questions about it, a policy."""
+"""The example: a small corpus of real geographic facts, questions about it, and a policy."""

@@ -1,7 +1,7 @@
-"""Countries and cities, passages about them, questions, and dialogues that answer these.
+"""Countries and cities, with passages about them, questions, and dialogues that answer these.
 
-The real world is read from the committed corpus; invented ones teach the tiny policy. A question
-about a city or a country takes one search, a question about a city's country takes two.
+The real world is read from the committed corpus; invented worlds are training data of the tiny
+policy. A question about a city or a country takes one search, one about the country of a city two.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ CORPUS = FOLDER / "corpus.jsonl"
 DATA = FOLDER / "data"
 TEMPLATE = "short"
 VALIDATION_SHARE = 0.25
-"""Of the real countries, chosen by a hash of the name; a city goes with its country."""
+"""Fraction of the real countries, chosen by a hash of the name; cities belong to their country."""
 NUM_QUESTIONS = 2000
-"""Of a world: half of them take two searches."""
+"""Number of questions about a world; half of them take two searches."""
 CITY_SHARE = 0.4
-"""Of the questions that take one search; the others are about countries."""
+"""Fraction of the one-search questions that are about cities; the others are about countries."""
 
 
 class Fact(StrEnum):
-    """A number that is known of a country; the value is how passages and queries name it."""
+    """A numeric fact about a country; the value is its name in passages and queries."""
 
     CALLING_CODE = "calling code"
     ISO_NUMBER = "ISO number"
@@ -58,7 +58,7 @@ WORDINGS: dict[Fact | None, tuple[str, ...]] = {
         "How many people live on a square km of {name}?",
     ),
 }
-"""Questions; without a fact a city's population is asked."""
+"""Wordings of questions about a fact; None stands for the population of a city."""
 COUNTRY_OF_CITY = ("the country where {name} lies", "the country of {name}")
 GUESS_DIGITS = {
     None: (5, 6),
@@ -67,24 +67,24 @@ GUESS_DIGITS = {
     Fact.AREA: (5, 6),
     Fact.DENSITY: (2, 3),
 }
-"""How many digits a plausible wrong answer has."""
+"""Minimum and maximum number of digits of a plausible wrong answer."""
 
 
 @dataclass(frozen=True)
 class Country:
-    """A country with four facts, each a short number as its passage shows it."""
+    """A country with four facts, each a short number as text."""
 
     name: str
     facts: dict[Fact, str]
 
     def passage(self, fact: Fact) -> Document:
-        """The passage that holds one fact."""
+        """Return the passage with one fact."""
         text = f"The {fact} of {self.name} is {self.facts[fact]}{UNITS.get(fact, '')}."
         ident = f"{self.name}-{fact}".lower().replace(" ", "-")
         return Document.from_title(ident, f"{self.name} {fact}", text)
 
     def answers(self, fact: Fact) -> tuple[str, ...]:
-        """The gold forms: the number as the passage shows it, then other natural ones."""
+        """Return the accepted answers: the number as in the passage, then other natural forms."""
         value = self.facts[fact]
         return tuple(dict.fromkeys([value, value + UNITS.get(fact, ""), value.lstrip("0")]))
 
@@ -99,7 +99,7 @@ class City:
 
     @property
     def passage(self) -> Document:
-        """Its country and population."""
+        """The passage with its country and population."""
         where = f"{self.name} is a city in {self.country.name}."
         text = f"{where} Its population is {self.population}."
         return Document.from_title(f"city-{self.name.lower()}", self.name, text)
@@ -115,37 +115,38 @@ class World:
 
 @dataclass(frozen=True)
 class Question:
-    """A question, its gold answers, and the searches that find them with what they bring."""
+    """A question, its accepted answers, and the searches that find them."""
 
     text: str
     answers: tuple[str, ...]
     plan: tuple[tuple[str, Document], ...]
+    """Query and resulting passage of each search."""
     subject: str
-    """The entity that the question names."""
+    """The entity in the question."""
     fact: Fact | None = None
     bridge: str = ""
-    """The country that a question of two searches does not name."""
+    """The country that a two-search question is about without naming it."""
 
     @property
     def data_source(self) -> str:
-        """The name under which validation reports the question."""
+        """Name of the question's group in validation metrics."""
         return "geo_single" if len(self.plan) == 1 else "geo_two_hop"
 
     @property
     def prompt(self) -> list[dict[str, str]]:
-        """The chat messages that ask it: one of the user."""
+        """The chat messages of the prompt: one user message."""
         return [{"role": "user", "content": TEMPLATES[TEMPLATE].user_prompt(self.text)}]
 
 
 @dataclass(frozen=True)
 class Dialogue:
-    """A question and what follows its prompt: (policy or observation, text)."""
+    """A question and the segments after its prompt: (policy or observation, text)."""
 
     question: Question
     segments: tuple[tuple[str, str], ...]
 
     def record(self) -> dict[str, object]:
-        """The row that `verl.sft.demonstrations` reads."""
+        """Return the row for `verl.sft.demonstrations`."""
         segments = [{"origin": origin, "text": text} for origin, text in self.segments]
         return {
             "prompt": self.question.prompt,
@@ -156,30 +157,41 @@ class Dialogue:
 
 
 def is_validation(country: str) -> bool:
-    """Whether a real country, and all of its cities, is kept for validation."""
+    """Return whether a real country, with all of its cities, belongs to the validation half."""
     digest = hashlib.sha256(f"0:{country}".encode()).digest()
     return int.from_bytes(digest[:8], "big") / 2**64 < VALIDATION_SHARE
 
 
 def training_world(corpus: Path = CORPUS) -> World:
-    """The training half of the real world, as the committed corpus tells it."""
+    """Return the training half of the real world, read from the committed corpus."""
     facts: dict[str, dict[Fact, str]] = {}
     cities = []
     for line in corpus.read_text(encoding="ascii").splitlines():
         text = json.loads(line)["contents"].partition("\n")[2]
-        if found := re.fullmatch(r"The (.+?) of (.+) is (\d+)( .*)?\.", text):
-            facts.setdefault(found[2], {})[Fact(found[1])] = found[3]
-        elif found := re.fullmatch(r"(\w+) is a city in (.+)\. Its population is (\d+)\.", text):
-            cities.append((found[1], int(found[3]), found[2]))
-    own = {name: Country(name, known) for name, known in facts.items() if not is_validation(name)}
+        if match := re.fullmatch(r"The (.+?) of (.+) is (\d+)( .*)?\.", text):
+            facts.setdefault(match[2], {})[Fact(match[1])] = match[3]
+        elif match := re.fullmatch(r"(\w+) is a city in (.+)\. Its population is (\d+)\.", text):
+            cities.append((match[1], int(match[3]), match[2]))
+    countries = {
+        name: Country(name, of_country)
+        for name, of_country in facts.items()
+        if not is_validation(name)
+    }
     return World(
-        tuple(own.values()),
-        tuple(City(name, size, own[where]) for name, size, where in cities if where in own),
+        tuple(countries.values()),
+        tuple(
+            City(name, population, countries[country])
+            for name, population, country in cities
+            if country in countries
+        ),
     )
 
 
 def build_questions(world: World, seed: int) -> list[Question]:
-    """`NUM_QUESTIONS` about a world, of one and of two searches by turns; from the seed alone."""
+    """Return NUM_QUESTIONS about a world, alternately of one and of two searches.
+
+    They depend only on the world and the seed.
+    """
     rng = random.Random(f"questions-{seed}-train")
     num_each = NUM_QUESTIONS // 2
     num_city = round(num_each * CITY_SHARE)
@@ -193,7 +205,7 @@ def build_questions(world: World, seed: int) -> list[Question]:
 
 
 def _city_questions(cities: Sequence[City], rng: random.Random) -> Iterator[Question]:
-    """How many people live in a city: each city once, in random order."""
+    """Yield questions for the population of a city: each city once, in random order."""
     for city in rng.sample(cities, len(cities)):
         text = rng.choice(WORDINGS[None]).format(name=city.name)
         plan = ((f"{city.name} population", city.passage),)
@@ -201,19 +213,19 @@ def _city_questions(cities: Sequence[City], rng: random.Random) -> Iterator[Ques
 
 
 def _country_questions(countries: Sequence[Country], rng: random.Random) -> Iterator[Question]:
-    """Each fact of each country in each wording, in random order; every fact once first."""
+    """Yield each fact of each country in each wording, in random order; each fact once first."""
     pairs = list(itertools.product(countries, Fact))
-    for turn in range(2):
+    for repeat in range(2):
         for country, fact in rng.sample(pairs, len(pairs)):
-            shift = list(Fact).index(fact) + len(country.name)  # wordings alternate over pairs
-            text = WORDINGS[fact][(turn + shift) % 2].format(name=country.name)
+            shift = list(Fact).index(fact) + len(country.name)  # varies the wording between pairs
+            text = WORDINGS[fact][(repeat + shift) % 2].format(name=country.name)
             yield Question(text, country.answers(fact), (_hop(country, fact),), country.name, fact)
 
 
 def _two_hop_questions(cities: Sequence[City], rng: random.Random) -> Iterator[Question]:
-    """A fact about a city's country, the countries by turns so that no answer is frequent."""
+    """Yield questions for facts of a city's country, varied so that no answer is frequent."""
     facts = itertools.cycle(Fact)
-    for city in _by_turns(cities, rng):
+    for city in _alternating_countries(cities, rng):
         fact, country = next(facts), city.country
         phrase = rng.choice(COUNTRY_OF_CITY).format(name=city.name)
         text = rng.choice(WORDINGS[fact]).format(name=phrase)
@@ -221,8 +233,8 @@ def _two_hop_questions(cities: Sequence[City], rng: random.Random) -> Iterator[Q
         yield Question(text, country.answers(fact), plan, city.name, fact, country.name)
 
 
-def _by_turns(cities: Sequence[City], rng: random.Random) -> Iterator[City]:
-    """All cities: one of each country in random order, then a second of each, and so on."""
+def _alternating_countries(cities: Sequence[City], rng: random.Random) -> Iterator[City]:
+    """Yield all cities: one of each country in random order, then a second of each, and so on."""
     by_country: dict[str, list[City]] = {}
     for city in rng.sample(cities, len(cities)):
         by_country.setdefault(city.country.name, []).append(city)
@@ -237,8 +249,11 @@ def _hop(country: Country, fact: Fact) -> tuple[str, Document]:
     return f"{country.name} {fact}", country.passage(fact)
 
 
-def dialogue(question: Question, num_searches: int, rng: random.Random) -> Dialogue:
-    """Think and search so many times, then answer: copied after the whole plan, else guessed."""
+def build_dialogue(question: Question, num_searches: int, rng: random.Random) -> Dialogue:
+    """Return a dialogue with `num_searches` searches and an answer.
+
+    The answer is correct after all searches of the plan, otherwise it is guessed.
+    """
     segments = []
     for turn, (query, passage) in enumerate(question.plan[:num_searches]):
         thought = f"I need to look up {question.subject}."
@@ -256,7 +271,7 @@ def dialogue(question: Question, num_searches: int, rng: random.Random) -> Dialo
 
 
 def _guess(question: Question, rng: random.Random) -> str:
-    """A number of a plausible length that is not the answer."""
+    """Return a number of a plausible length that is not an accepted answer."""
     low, high = GUESS_DIGITS[question.fact]
     while True:
         num_digits = rng.randint(low, high)

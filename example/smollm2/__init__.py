@@ -1,1 +1,1 @@
-"""A real run on real questions: SmolLM2-135M-Instruct learns to search Wikipedia passages."""
+"""A run on real questions: SmolLM2-135M-Instruct learns to search Wikipedia passages."""

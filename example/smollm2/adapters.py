@@ -1,8 +1,8 @@
-"""Two adapters that were trained one above the other become one adapter over the first base.
+"""Combines two LoRA adapters, the second trained on top of the first, into one for the first base.
 
-With scales s and matrices A, B: s1 B1 A1 + s2 B2 A2 = [s1 B1 | s2 B2] [A1 over A2], so the ranks
-add up and nothing is lost; the scales go into B, and the new adapter's own is 1.
-`python -m example.smollm2.adapters --out OUT --base BASE` writes those of a run, in bfloat16.
+With scales s and matrices A, B: s1 B1 A1 + s2 B2 A2 = [s1 B1 | s2 B2] [A1 over A2]. The ranks add
+up and the result is exact; the scales are multiplied into B, so the new adapter's scale is 1.
+`python -m example.smollm2.adapters --out OUT --base BASE` writes the adapters of a run in bfloat16.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from verl.training.lora import PREFIX, Adapter, peft_config_of_record
 
 WEIGHTS = "adapter_model.safetensors"
 LIMIT_BYTES = 12_000_000
-"""The largest adapter that is shipped."""
+"""Maximum size of an adapter in the repository."""
 
 
 @dataclass(frozen=True)
 class Factors:
-    """An adapter: for each module A (rank, in) and B (out, rank), under peft's tensor names."""
+    """An adapter: A (rank, in) and B (out, rank) of each module, with peft's tensor names."""
 
     rank: int
     scale: float
@@ -37,7 +37,7 @@ class Factors:
 
     @classmethod
     def read(cls, folder: Path) -> Factors:
-        """From peft's folder. Raises ModelError where there is none."""
+        """Read a peft folder. Raises ModelError if there is none."""
         if not (folder / WEIGHTS).is_file():
             fix = "let the stage that trains it run first"
             raise ModelError(explain(f"adapter {folder}", "no such adapter", WEIGHTS, fix))
@@ -47,66 +47,67 @@ class Factors:
 
     @property
     def modules(self) -> list[str]:
-        """The adapted modules, in peft's words and order."""
-        end = ".lora_A.weight"
-        return sorted(name.removesuffix(end) for name in self.tensors if name.endswith(end))
+        """Names of the adapted modules in peft, sorted."""
+        suffix = ".lora_A.weight"
+        return sorted(name.removesuffix(suffix) for name in self.tensors if name.endswith(suffix))
 
     def scaled(self) -> Factors:
-        """The same adapter with its scale in B."""
+        """Return the same adapter with its scale multiplied into B."""
         tensors = {n: self.scale * t if ".lora_B." in n else t for n, t in self.tensors.items()}
         return Factors(self.rank, 1.0, tensors)
 
 
 def combine(first: Factors, second: Factors) -> Factors:
-    """One adapter that adds what both add. Raises ModelError for adapters of different modules."""
+    """Return the sum of two adapters. Raises ModelError if their modules differ."""
     if first.modules != second.modules:
-        odd = sorted(set(first.modules) ^ set(second.modules))
+        unmatched = sorted(set(first.modules) ^ set(second.modules))
         fix = "train both with the same target_modules"
-        raise ModelError(explain("adapters", f"{odd[0]} in one only", "the same modules", fix))
-    one, two = first.scaled(), second.scaled()
+        got = f"{unmatched[0]} in one only"
+        raise ModelError(explain("adapters", got, "the same modules", fix))
+    first, second = first.scaled(), second.scaled()
     tensors = {
-        name: torch.cat([tensor, two.tensors[name]], dim=0 if ".lora_A." in name else 1)
-        for name, tensor in one.tensors.items()
+        name: torch.cat([tensor, second.tensors[name]], dim=0 if ".lora_A." in name else 1)
+        for name, tensor in first.tensors.items()
     }
-    return Factors(one.rank + two.rank, 1.0, tensors)
+    return Factors(first.rank + second.rank, 1.0, tensors)
 
 
 def write(
     adapter: Factors, out: Path, base: str, dialogue: Mapping[str, Any], dtype: torch.dtype
 ) -> None:
-    """Write peft's folder and how the agent was trained to talk.
+    """Write a peft folder, with the settings of the agent's dialogues.
 
-    Raises ModelError for more bytes than are shipped.
+    Raises ModelError for more than LIMIT_BYTES.
     """
-    whole = adapter.scaled()
-    size = sum(t.numel() for t in whole.tensors.values()) * dtype.itemsize
+    adapter = adapter.scaled()
+    size = sum(t.numel() for t in adapter.tensors.values()) * dtype.itemsize
     if size > LIMIT_BYTES:
         fix = "lower sft_rank or rl_rank in example/smollm2/run.sh"
         raise ModelError(explain("adapter", f"{size} bytes", f"at most {LIMIT_BYTES}", fix))
     config = peft_config_of_record({
-        "lora_rank": whole.rank,
-        "lora_alpha": whole.rank,
-        "target_modules": {module.rpartition(".")[2] for module in whole.modules},
+        "lora_rank": adapter.rank,
+        "lora_alpha": adapter.rank,
+        "target_modules": {module.rpartition(".")[2] for module in adapter.modules},
         "base": base,
     })  # fmt: skip
-    tensors = {name.removeprefix(PREFIX): t for name, t in sorted(whole.tensors.items())}
+    tensors = {name.removeprefix(PREFIX): t for name, t in sorted(adapter.tensors.items())}
     Adapter(config, tensors).write(out, dtype)
     (out / SETTINGS_FILE).write_text(json.dumps(dict(dialogue)) + "\n", encoding="utf-8")
 
 
 def main() -> None:
-    """The command line."""
-    parser = argparse.ArgumentParser(description="Both adapters of a run over its first base.")
+    """Run the command line."""
+    parser = argparse.ArgumentParser(description="Both adapters of a run for its first base.")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--base", required=True, help="as the adapters shall name it")
+    parser.add_argument("--base", required=True, help="name of the base in the adapters")
     parser.add_argument("--template", required=True)
     parser.add_argument("--max-turns", type=int, required=True)
     parser.add_argument("--topk", type=int, required=True)
-    given = parser.parse_args()
-    dialogue = {name: vars(given)[name] for name in ("template", "max_turns", "topk")}
-    first, second = (Factors.read(given.out / name / "adapter") for name in ("sft", "rl"))
+    options = parser.parse_args()
+    dialogue = {name: vars(options)[name] for name in ("template", "max_turns", "topk")}
+    first, second = (Factors.read(options.out / name / "adapter") for name in ("sft", "rl"))
     for name, adapter in {"sft": first, "rl": combine(first, second)}.items():
-        write(adapter, given.out / "adapters" / name, given.base, dialogue, torch.bfloat16)
+        write(adapter, options.out / "adapters" / name, options.base, dialogue, torch.bfloat16)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,13 @@
-"""Cold start: search dialogues out of training questions whose passages hold the answer.
+"""Makes search dialogues for the cold start from training questions that passages can answer.
 
 `python -m example.smollm2.dialogues --data OUT/data --model BASE --url URL` reads train.parquet and
-writes dialogues.jsonl, answerable.parquet (the rows that have one) and counts in dialogues.json.
+writes dialogues.jsonl, answerable.parquet (the rows with a dialogue) and statistics to
+dialogues.json.
 
-By rule, without a model: the query is the question or its key words; where that does not bring the
-answer, a second query is built from the title of a passage that the first one brought. Observations
-are what the retriever returned, cut as the agent cuts them. Questions without a hit are left out.
+The dialogues follow rules, without a model. The first query is the question or its key words. If
+its passages do not contain the answer, a second query is built from the title of one of them.
+Observations are the retriever's passages, truncated as by the agent. Questions whose answer is not
+found are skipped.
 """
 
 from __future__ import annotations
@@ -39,13 +41,13 @@ from verl.errors import explain
 from verl.sft.demonstrations import load_demonstrations
 
 KEY_WORDS_SHARE = 0.3
-"""Of first queries that are the question's key words; the others are the question itself."""
+"""Fraction of first queries that are the key words of the question instead of the question."""
 MIN_SUPPORT = 2
-"""Key words of the question that must stand near an answer: less is a chance match."""
+"""Minimum number of key words near an answer; fewer mean a chance match."""
 NUM_TITLES = 3
-"""Titles that may lead a second query."""
-AT_ONCE = 64
-"""Questions that are worked on at a time."""
+"""Number of titles that are tried in second queries."""
+MAX_CONCURRENT = 64
+"""Maximum number of questions that are processed concurrently."""
 
 FIRST_THOUGHTS = ("I need to look this up.", "Let me search for it.", "I should find a document.",
                   "I do not know this yet.")  # fmt: skip
@@ -56,18 +58,18 @@ LAST_THOUGHTS = ("Now I know.", "I have read the answer.", "The documents say it
 
 @dataclass(frozen=True)
 class Search:
-    """One query and what came of it."""
+    """A query and its results."""
 
     thought: str
     query: str
     documents: Sequence[Document]
-    """Those that the policy is shown whole."""
+    """The documents that are complete in the observation."""
     observation: str
 
 
 @dataclass(frozen=True)
 class Dialogue:
-    """A question's searches and the evidence that the last one brought."""
+    """The searches for a question and the evidence that the last one found."""
 
     row: Row
     searches: Sequence[Search]
@@ -77,7 +79,7 @@ class Dialogue:
 
     @property
     def segments(self) -> Iterator[tuple[str, str]]:
-        """Who writes what after the prompt."""
+        """Origin and text of the segments after the prompt."""
         for search in self.searches:
             thought, query = search.thought, search.query
             text = f"<think> {thought} </think> <search> {query} </search>"
@@ -88,7 +90,7 @@ class Dialogue:
         yield "policy", text
 
     def record(self) -> dict[str, object]:
-        """The row of `verl.sft.demonstrations`, and where it comes from."""
+        """Return the row for `verl.sft.demonstrations`, with its source."""
         return {
             "prompt": list(self.row.prompt),
             "segments": [{"origin": origin, "text": text} for origin, text in self.segments],
@@ -99,18 +101,22 @@ class Dialogue:
 
 
 async def make_dialogues(rows: Sequence[Row], agent: DialogueAgent, seed: int) -> list[Dialogue]:
-    """A dialogue for each row that a rule can solve, in their order; depends on the seed alone."""
-    gate = asyncio.Semaphore(AT_ONCE)
+    """Return a dialogue for each row that the rules can answer, in order.
 
-    async def one(row: Row) -> Dialogue | None:
-        async with gate:
+    Each depends only on its row and the seed.
+    """
+    semaphore = asyncio.Semaphore(MAX_CONCURRENT)
+
+    async def process(row: Row) -> Dialogue | None:
+        async with semaphore:
             return await make_dialogue(row, agent, random.Random(f"{seed}/{row.uid}"))
 
-    return [made for made in await asyncio.gather(*map(one, rows)) if made is not None]
+    results = await asyncio.gather(*map(process, rows))
+    return [dialogue for dialogue in results if dialogue is not None]
 
 
 async def make_dialogue(row: Row, agent: DialogueAgent, rng: random.Random) -> Dialogue | None:
-    """One or two searches and the answer copied from a passage; None where none of them hits."""
+    """Return a dialogue of one or two searches, or None if they do not find the answer."""
     question = question_of(row)
     first = await search(first_query(question, rng), rng.choice(FIRST_THOUGHTS), agent)
     conclusion = rng.choice(LAST_THOUGHTS)
@@ -130,33 +136,33 @@ async def make_dialogue(row: Row, agent: DialogueAgent, rng: random.Random) -> D
 
 
 async def search(query: str, thought: str, agent: DialogueAgent) -> Search:
-    """Ask the agent's retriever, and cut what comes as the agent does."""
-    brought, observation = await agent.consult(ToolCall("search", query))
-    found = [item.source for item in brought.items if isinstance(item.source, Document)]
-    shown = [document for document in found if document.text.strip() in observation]
-    return Search(thought, query, shown, observation)
+    """Search with the agent's tool, which truncates the observation as in a dialogue."""
+    result, observation = await agent.consult(ToolCall("search", query))
+    documents = [item.source for item in result.items if isinstance(item.source, Document)]
+    complete = [document for document in documents if document.text.strip() in observation]
+    return Search(thought, query, complete, observation)
 
 
 def first_query(question: str, rng: random.Random) -> str:
-    """The question without its mark, or its key words."""
-    bare = question.strip().rstrip("?").strip()
-    return _key_phrase(bare) if rng.random() < KEY_WORDS_SHARE else bare
+    """Return the question without its question mark, or its key words."""
+    text = question.strip().rstrip("?").strip()
+    return _key_phrase(text) if rng.random() < KEY_WORDS_SHARE else text
 
 
 def second_query(question: str, title: str) -> str:
-    """The title, and the question's key words that are not in it."""
+    """Return the title and the key words of the question that are not in it."""
     return f"{title} {_key_phrase(question, without=title)}".strip()
 
 
 def _key_phrase(text: str, without: str = "") -> str:
-    """The words of the text that BM25 compares, as they are written there."""
-    known = set(key_words(without))
+    """Return the key words of `text`, as they are written there, that are not in `without`."""
+    excluded = set(key_words(without))
     words = [word.strip("?!.,;:\"'()") for word in text.split()]
-    return " ".join(word for word in words if set(key_words(word)) - known)
+    return " ".join(word for word in words if set(key_words(word)) - excluded)
 
 
 def supported(question: str, search: Search, row: Row) -> Evidence | None:
-    """Evidence that is more than a chance match, and that the policy may write."""
+    """Return evidence for an answer if it is more than a chance match and a plain text."""
     evidence = find_evidence(question, search.documents, row.ground_truth)
     if evidence is None or evidence.support < MIN_SUPPORT:
         return None
@@ -164,63 +170,68 @@ def supported(question: str, search: Search, row: Row) -> Evidence | None:
 
 
 def is_plain(text: str) -> bool:
-    """Whether a policy may write it: no tags, no line breaks."""
+    """Return whether a text has no tags and no line breaks, so that a policy may write it."""
     return not re.search(r"[<>\n|]", text)
 
 
-def report(num_rows: int, made: Sequence[Dialogue], file: Path, tokenizer: Any) -> dict[str, Any]:
-    """How many questions had a dialogue, and how long these are in tokens."""
+def report(
+    num_rows: int, dialogues: Sequence[Dialogue], file: Path, tokenizer: Any
+) -> dict[str, Any]:
+    """Return the number of questions and dialogues, and statistics of their length in tokens."""
     trajectories = load_demonstrations(str(file), tokenizer, 1 << 30)
     return {
         "questions": num_rows,
-        "dialogues": len(made),
-        "by_set": dict(sorted(Counter(d.row.data_source for d in made).items())),
-        "by_searches": dict(sorted(Counter(len(d.searches) for d in made).items())),
-        "tokens": _spread([trajectory.num_tokens for trajectory in trajectories]),
-        "policy_tokens": _spread([trajectory.num_policy_tokens for trajectory in trajectories]),
+        "dialogues": len(dialogues),
+        "by_set": dict(sorted(Counter(d.row.data_source for d in dialogues).items())),
+        "by_searches": dict(sorted(Counter(len(d.searches) for d in dialogues).items())),
+        "tokens": _statistics([trajectory.num_tokens for trajectory in trajectories]),
+        "policy_tokens": _statistics([trajectory.num_policy_tokens for trajectory in trajectories]),
     }
 
 
-def _spread(values: Sequence[int]) -> dict[str, float]:
-    names = {"median": 50, "p90": 90, "max": 100}
-    spread = {name: float(np.percentile(values, at)) for name, at in names.items()}
-    return {"mean": round(float(np.mean(values)), 1), **spread}
+def _statistics(values: Sequence[int]) -> dict[str, float]:
+    percents = {"median": 50, "p90": 90, "max": 100}
+    percentiles = {name: float(np.percentile(values, p)) for name, p in percents.items()}
+    return {"mean": round(float(np.mean(values)), 1), **percentiles}
 
 
-async def _ask(given: argparse.Namespace, tokenizer: Any, rows: Sequence[Row]) -> list[Dialogue]:
-    """The dialogues, by an agent with the budgets of training."""
-    limits = Limits(max_turns=given.max_turns, max_obs_length=given.max_obs_length)
-    async with RetrievalClient(given.url, given.topk) as retrieval:
-        agent = search_agent(retrieval, tokenizer, limits, TEMPLATES[given.template])
-        return await make_dialogues(rows, agent, given.seed)
+async def _make_all(
+    options: argparse.Namespace, tokenizer: Any, rows: Sequence[Row]
+) -> list[Dialogue]:
+    """Make the dialogues with an agent that has the same limits as in training."""
+    limits = Limits(max_turns=options.max_turns, max_obs_length=options.max_obs_length)
+    async with RetrievalClient(options.url, options.topk) as retrieval:
+        agent = search_agent(retrieval, tokenizer, limits, TEMPLATES[options.template])
+        return await make_dialogues(rows, agent, options.seed)
 
 
 def main() -> int:
-    """The command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--data", type=Path, required=True)
-    add("--model", required=True, help="whose tokenizer counts")
-    add("--url", required=True, help="of the retriever")
+    add("--model", required=True, help="model with the tokenizer that counts")
+    add("--url", required=True, help="address of the retriever")
     add("--template", required=True)
     for name in ("--max-turns", "--topk", "--max-obs-length", "--seed"):
         add(name, type=int, required=True)
-    given = parser.parse_args()
-    rows = load_rows(str(given.data / "train.parquet"))
-    tokenizer = AutoTokenizer.from_pretrained(given.model)
-    made = asyncio.run(_ask(given, tokenizer, rows))
-    if not made:
-        fix = "give questions whose answers the corpus holds"
+    options = parser.parse_args()
+    rows = load_rows(str(options.data / "train.parquet"))
+    tokenizer = AutoTokenizer.from_pretrained(options.model)
+    dialogues = asyncio.run(_make_all(options, tokenizer, rows))
+    if not dialogues:
+        fix = "give questions whose answers are in the corpus"
         sys.stderr.write(explain("dialogues", "none", "a question with a hit", fix) + "\n")
         return 2
-    file = given.data / "dialogues.jsonl"
-    lines = (json.dumps(one.record(), ensure_ascii=False) + "\n" for one in made)
+    file = options.data / "dialogues.jsonl"
+    lines = (json.dumps(dialogue.record(), ensure_ascii=False) + "\n" for dialogue in dialogues)
     file.write_text("".join(lines), encoding="utf-8")
-    frame = pd.read_parquet(given.data / "train.parquet").iloc[[one.row.number for one in made]]
-    frame.to_parquet(given.data / "answerable.parquet", index=False)
-    found = json.dumps(report(len(rows), made, file, tokenizer), indent=1) + "\n"
-    (given.data / "dialogues.json").write_text(found)
-    sys.stdout.write(found)
+    numbers = [dialogue.row.number for dialogue in dialogues]
+    frame = pd.read_parquet(options.data / "train.parquet").iloc[numbers]
+    frame.to_parquet(options.data / "answerable.parquet", index=False)
+    statistics = json.dumps(report(len(rows), dialogues, file, tokenizer), indent=1) + "\n"
+    (options.data / "dialogues.json").write_text(statistics)
+    sys.stdout.write(statistics)
     return 0
 
 

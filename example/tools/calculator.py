@@ -1,4 +1,4 @@
-"""A tool of your own in one file: `agent.tools=[example/tools/calculator.py:Calculator]`.
+"""A user-defined tool in one file: `agent.tools=[example/tools/calculator.py:Calculator]`.
 
 In a tag dialogue the policy writes `<calculator> (2 + 3) * 4 </calculator>`.
 """
@@ -28,7 +28,7 @@ class Calculator(Tool):
     parameters = text_arguments(expression="Such as (2 + 3) * 4.")
 
     async def call(self, expression: str) -> Observation:
-        """The value, or what is wrong with the expression."""
+        """Return the value, or an error message for an invalid expression."""
         try:
             if len(expression) > MAX_CHARS:
                 raise ValueError(f"over {MAX_CHARS} characters")
@@ -39,7 +39,7 @@ class Calculator(Tool):
 
 
 def value(node: ast.expr) -> float:
-    """The value of an expression. Raises ValueError for anything but arithmetic."""
+    """Return the value of an expression. Raises ValueError for anything but arithmetic."""
     if isinstance(node, ast.Constant) and isinstance(node.value, int | float):
         return node.value
     if isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:

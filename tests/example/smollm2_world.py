@@ -1,4 +1,4 @@
-"""A few questions and passages of our own writing, in the form of the recipe's data folder."""
+"""A few invented questions and passages, in the layout of the recipe's data folder."""
 
 from __future__ import annotations
 
@@ -54,11 +54,11 @@ QUESTIONS: dict[str, list[tuple[str, list[str]]]] = {
     ],
 }
 UNANSWERABLE = (6, 7)
-"""Training questions whose answer no passage holds."""
+"""Numbers of training questions whose answer is in no passage."""
 
 
 def corpus() -> list[dict[str, str]]:
-    """The passages as rows of corpus.jsonl."""
+    """Return the passages as rows of corpus.jsonl."""
     return [
         {"id": str(i), "contents": f'"{title}"\n{text}'}
         for i, (title, text) in enumerate(PASSAGES.items())
@@ -66,7 +66,7 @@ def corpus() -> list[dict[str, str]]:
 
 
 def rows(split: str) -> list[dict[str, Any]]:
-    """The questions of a split as rows of train.jsonl or dev.jsonl."""
+    """Return the questions of a split as rows of train.jsonl or dev.jsonl."""
     return [
         {"id": f"{split}_{i}", "question": question, "golden_answers": answers,
          "data_source": ("nq", "hotpotqa")[i % 2], "split": split}
@@ -75,9 +75,9 @@ def rows(split: str) -> list[dict[str, Any]]:
 
 
 def write_data(folder: Path) -> Path:
-    """The data folder."""
+    """Write the data folder and return it."""
     folder.mkdir(parents=True, exist_ok=True)
-    for name, found in (("corpus", corpus()), ("train", rows("train")), ("dev", rows("dev"))):
-        text = "".join(json.dumps(row) + "\n" for row in found)
+    for name, content in (("corpus", corpus()), ("train", rows("train")), ("dev", rows("dev"))):
+        text = "".join(json.dumps(row) + "\n" for row in content)
         (folder / f"{name}.jsonl").write_text(text, encoding="utf-8")
     return folder

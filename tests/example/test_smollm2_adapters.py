@@ -1,4 +1,4 @@
-"""Two adapters as one, and what is written of it."""
+"""Combining two adapters, and the written folder."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DIALOGUE = {"template": "short", "max_turns": 2, "topk": 3}
 
 
 def trained(base: Path, rank: int, alpha: float, seed: int) -> Adapter:
-    """An adapter as training writes it, with B as if it had learned."""
+    """Return an adapter as after training, with random B matrices."""
     torch.manual_seed(seed)
     lm = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     model = AdaptedModel(lm, {Role.ACTOR: AdapterConfig(rank, alpha)})
@@ -44,45 +44,45 @@ def weights(base: Path) -> dict[str, Tensor]:
     return {name: p.detach().clone() for name, p in lm.named_parameters()}
 
 
-def test_one_adapter_is_both_above_each_other(base: Path, tmp_path: Path) -> None:
-    """peft merges the combination to the weights that merging one after the other gives."""
+def test_the_combination_equals_both_adapters(base: Path, tmp_path: Path) -> None:
+    """Merging the combined adapter gives the same weights as merging one after the other."""
     first, second = trained(base, 3, 6, seed=1), trained(base, 2, 8, seed=2)
-    wanted = dict(second.merge(first.merge(weights(base).items())))
+    expected = dict(second.merge(first.merge(weights(base).items())))
     for name, adapter in (("first", first), ("second", second)):
         adapter.write(tmp_path / name)
     both = combine(Factors.read(tmp_path / "first"), Factors.read(tmp_path / "second"))
     assert both.rank == 5
     write(both, tmp_path / "both", str(base), DIALOGUE, torch.float32)
     lm = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-    found = PeftModel.from_pretrained(lm, tmp_path / "both").merge_and_unload()
+    merged = PeftModel.from_pretrained(lm, tmp_path / "both").merge_and_unload()
     changed = 0
-    for name, weight in found.named_parameters():
-        torch.testing.assert_close(weight.detach(), wanted[name], rtol=1e-5, atol=1e-6)
+    for name, weight in merged.named_parameters():
+        torch.testing.assert_close(weight.detach(), expected[name], rtol=1e-5, atol=1e-6)
         changed += int(not torch.equal(weight.detach(), weights(base)[name]))
     assert changed == 14  # seven layers in each of two blocks
 
 
 def test_bfloat16_halves_the_file_and_keeps_the_adapter(base: Path, tmp_path: Path) -> None:
-    """The shipped file has two bytes a number, and adds what the trained one did, to 1 %."""
-    trained(base, 4, 8, seed=3).write(tmp_path / "whole")
-    whole = Factors.read(tmp_path / "whole")
-    write(whole, tmp_path / "shipped", "models/base", DIALOGUE, torch.bfloat16)
+    """The bfloat16 file has two bytes per value, and its products differ by less than 1 %."""
+    trained(base, 4, 8, seed=3).write(tmp_path / "trained")
+    original = Factors.read(tmp_path / "trained")
+    write(original, tmp_path / "shipped", "models/base", DIALOGUE, torch.bfloat16)
     shipped = Factors.read(tmp_path / "shipped")
-    numbers = sum(tensor.numel() for tensor in whole.tensors.values())
+    num_values = sum(tensor.numel() for tensor in original.tensors.values())
     size = (tmp_path / "shipped" / "adapter_model.safetensors").stat().st_size
-    assert 2 * numbers < size < 2 * numbers + 10_000
-    for module in whole.modules:
-        one, two = (
+    assert 2 * num_values < size < 2 * num_values + 10_000
+    for module in original.modules:
+        before, after = (
             f.scale * f.tensors[f"{module}.lora_B.weight"] @ f.tensors[f"{module}.lora_A.weight"]
-            for f in (whole, shipped)
+            for f in (original, shipped)
         )
-        assert (one - two).norm() < 0.01 * one.norm()
+        assert (before - after).norm() < 0.01 * before.norm()
 
 
-def test_the_folder_says_how_to_talk_and_to_which_base(base: Path, tmp_path: Path) -> None:
-    """search_r1.json and the base's name lie beside the weights."""
-    trained(base, 2, 4, seed=4).write(tmp_path / "whole")
-    write(Factors.read(tmp_path / "whole"), tmp_path / "out", "models/m", DIALOGUE, torch.float32)
+def test_the_folder_has_dialogue_settings_and_base(base: Path, tmp_path: Path) -> None:
+    """The folder has search_r1.json and the name of the base."""
+    trained(base, 2, 4, seed=4).write(tmp_path / "trained")
+    write(Factors.read(tmp_path / "trained"), tmp_path / "out", "models/m", DIALOGUE, torch.float32)
     assert json.loads((tmp_path / "out" / "search_r1.json").read_text()) == DIALOGUE
     config = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
     assert config["base_model_name_or_path"] == "models/m"
@@ -90,16 +90,16 @@ def test_the_folder_says_how_to_talk_and_to_which_base(base: Path, tmp_path: Pat
 
 
 def test_adapters_of_different_modules_are_refused() -> None:
-    """A module that one of them lacks is named."""
+    """The error names a module that one of the adapters lacks."""
     a, b = torch.ones(1, 2), torch.ones(3, 1)
-    one = Factors(1, 1.0, {"q.lora_A.weight": a, "q.lora_B.weight": b})
-    two = Factors(1, 1.0, {"v.lora_A.weight": a, "v.lora_B.weight": b})
+    first = Factors(1, 1.0, {"q.lora_A.weight": a, "q.lora_B.weight": b})
+    second = Factors(1, 1.0, {"v.lora_A.weight": a, "v.lora_B.weight": b})
     with pytest.raises(ModelError, match="q in one only"):
-        combine(one, two)
+        combine(first, second)
 
 
-def test_what_is_too_large_to_ship_is_refused(tmp_path: Path) -> None:
-    """More than 12 MB is an error that names the ranks, before anything is written."""
+def test_an_adapter_above_the_size_limit_is_refused(tmp_path: Path) -> None:
+    """An adapter above 12 MB is an error before anything is written."""
     a, b = torch.ones(1, LIMIT_BYTES // 2), torch.ones(1, 1)
     large = Factors(1, 1.0, {"q.lora_A.weight": a, "q.lora_B.weight": b})
     with pytest.raises(ModelError, match="sft_rank"):

@@ -1,6 +1,6 @@
-"""The recipe's stages and settings with programs that only note what they are told.
+"""The stages and settings of the recipe, with a fake python that only records its arguments.
 
-One slow test plays it whole with a tiny model.
+One slow test runs the whole recipe with a tiny model.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Calls = list[list[str]]
 
 
 class Recipe:
-    """run.sh over a small data folder, with a python that notes its arguments."""
+    """run.sh with a small data folder and a fake python that records its arguments."""
 
     def __init__(self, folder: Path) -> None:
         self.out = folder / "out"
@@ -50,13 +50,13 @@ class Recipe:
         self.python.chmod(0o755)
         self.data = write_data(folder / "source")
 
-    def run(self, *words: str, status: int = 0, **variables: str) -> tuple[Calls, str]:
-        """What it called, and said."""
+    def run(self, *arguments: str, status: int = 0, **variables: str) -> tuple[Calls, str]:
+        """Run the recipe and return its calls of python and its output."""
         self.calls.write_text("")
-        given = {"PATH": os.environ["PATH"], "PYTHON": str(self.python), "OUT": str(self.out),
+        default = {"PATH": os.environ["PATH"], "PYTHON": str(self.python), "OUT": str(self.out),
                  "DEVICE": "cpu", "DATA_DIR": str(self.data), "CALLS": str(self.calls)}  # fmt: skip
-        command = ["bash", str(ROOT / "example" / "smollm2" / "run.sh"), *words]
-        done = subprocess.run(command, env={**given, **variables}, capture_output=True, text=True,
+        command = ["bash", str(ROOT / "example" / "smollm2" / "run.sh"), *arguments]
+        done = subprocess.run(command, env={**default, **variables}, capture_output=True, text=True,
                               timeout=60, check=False)  # fmt: skip
         assert done.returncode == status, done.stdout + done.stderr
         calls = [line.split(" ") for line in self.calls.read_text().splitlines()]
@@ -68,47 +68,47 @@ def recipe(tmp_path: Path) -> Recipe:
     return Recipe(tmp_path)
 
 
-def told(calls: Calls, module: str) -> list[list[str]]:
-    """The options of each call of a module."""
+def arguments_of(calls: Calls, module: str) -> list[list[str]]:
+    """Return the arguments of each call of a module."""
     return [call[2:] for call in calls if call[1] == module]
 
 
 def test_finished_stages_are_skipped(recipe: Recipe) -> None:
-    """A stage that was named alone is not repeated; a second run of all does nothing."""
+    """A stage that ran separately is not repeated; a second run of all stages does nothing."""
     calls, _ = recipe.run("--stage", "sft")
     assert [call[1] for call in calls] == ["verl.sft.trainer"]
-    calls, said = recipe.run()
-    assert not told(calls, "verl.sft.trainer") and "sft: finished before" in said
+    calls, output = recipe.run()
+    assert not arguments_of(calls, "verl.sft.trainer") and "sft: finished before" in output
     assert recipe.run()[0] == []
     assert sorted(path.name for path in (recipe.out / "done").iterdir()) == sorted(STAGES)
 
 
 def test_a_failed_stage_runs_again_and_those_before_do_not(recipe: Recipe) -> None:
-    """The run goes on with the stage that failed."""
+    """The second run starts with the stage that failed."""
     recipe.run(BROKEN="-m verl.sft.trainer", status=1)
     calls, _ = recipe.run()
     assert calls[0][1] == "verl.sft.trainer"
 
 
-def test_settings_of_stages_to_come_may_change_and_others_not(recipe: Recipe) -> None:
-    """GRPO's settings are free until it has left something; the seed never is."""
+def test_only_settings_of_later_stages_may_change(recipe: Recipe) -> None:
+    """The settings of GRPO may change until it has written files."""
     recipe.run("--stage", "data")
     calls, _ = recipe.run("--stage", "rl", "--set", "rl_steps=3")
-    assert "trainer.total_training_steps=3" in told(calls, "verl.trainer.main_ppo")[0]
+    assert "trainer.total_training_steps=3" in arguments_of(calls, "verl.trainer.main_ppo")[0]
     (recipe.out / "rl").mkdir()
-    _, said = recipe.run("--set", "rl_steps=4", status=2)
-    assert "got rl_steps=4, expected rl_steps=3, as it began" in said
+    _, output = recipe.run("--set", "rl_steps=4", status=2)
+    assert "got rl_steps=4, expected rl_steps=3, as it began" in output
 
 
-def test_mistakes_are_told_before_anything_runs(recipe: Recipe) -> None:
-    """An unknown setting, stage or budget, and data that is not there."""
-    for words, expected in (
+def test_mistakes_are_errors_before_anything_runs(recipe: Recipe) -> None:
+    """An unknown setting, stage or budget, and missing data, are errors at the start."""
+    for arguments, expected in (
         (("--set", "sft_rate=1"), "got sft_rate=1"),
         (("--stage", "sftt"), "got sftt"),
         (("--sed", "1"), "got --sed"),
     ):
-        calls, said = recipe.run(*words, status=2)
-        assert expected in said and calls == []
+        calls, output = recipe.run(*arguments, status=2)
+        assert expected in output and calls == []
     assert "BUDGET=long" in recipe.run(BUDGET="long", status=2)[1]
     (recipe.data / "dev.jsonl").unlink()
     assert "no dev.jsonl; fix: python scripts/data_process" in recipe.run(status=2)[1]
@@ -117,42 +117,40 @@ def test_mistakes_are_told_before_anything_runs(recipe: Recipe) -> None:
 
 @pytest.mark.parametrize("budget", ["short", "full"])
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_every_option_is_one_that_the_programs_know(
-    budget: str, device: str, recipe: Recipe
-) -> None:
-    """Cold start, GRPO and all evaluations accept what they are told, under each budget."""
+def test_all_options_are_valid(budget: str, device: str, recipe: Recipe) -> None:
+    """Cold start, GRPO and all evaluations accept their options, for each budget and device."""
     calls, _ = recipe.run(BUDGET=budget, DEVICE=device)
-    cold = sft.parse(told(calls, "verl.sft.trainer")[0])
-    config = cli.compose(told(calls, "verl.trainer.main_ppo")[0])
+    cold = sft.parse(arguments_of(calls, "verl.sft.trainer")[0])
+    config = cli.compose(arguments_of(calls, "verl.trainer.main_ppo")[0])
     assert config.actor_rollout_ref.rollout.n_agent == 8 - 2 * (
         (budget, device) == ("short", "cpu")
     )
     assert config.data.max_prompt_length == 192 + 2 * (112 + 448)
     assert cold.max_length == config.data.max_prompt_length + config.data.max_response_length
     assert (config.trainer.guard.action, config.trainer.device) == ("rollback", device)
-    found = {}
-    for words in told(calls, "search_r1.evaluate"):
-        if words[0] == "run":
-            given = parse(EvaluationOptions, words[1:], prog="evaluate", description=None)
-            found[Path(given.out).name] = given
-    assert list(found) == ["before", "sft", "rl", "rl-empty", "rl-random", "direct", "rag"]
-    methods = [options.method for options in found.values()]
+    evaluations = {}
+    for arguments in arguments_of(calls, "search_r1.evaluate"):
+        if arguments[0] == "run":
+            options = parse(EvaluationOptions, arguments[1:], prog="evaluate", description=None)
+            evaluations[Path(options.out).name] = options
+    assert list(evaluations) == ["before", "sft", "rl", "rl-empty", "rl-random", "direct", "rag"]
+    methods = [options.method for options in evaluations.values()]
     assert methods == ["agent"] * 5 + ["direct", "rag"]
 
 
 def test_the_shipped_adapter_fits_its_limit(recipe: Recipe) -> None:
-    """Both ranks together, in bfloat16, over SmolLM2-135M's layers, by counting."""
+    """The size of the combined adapter for SmolLM2-135M in bfloat16, computed from its shapes."""
     hidden, inner, key_value = 576, 1536, 192
     square, narrow, wide = 2 * hidden, hidden + key_value, hidden + inner
-    numbers = 30 * (2 * square + 2 * narrow + 3 * wide)
+    values_per_rank = 30 * (2 * square + 2 * narrow + 3 * wide)
     recipe.run("--stage", "data")
     settings = dict(line.split("=") for line in (recipe.out / "settings").read_text().split())
     ranks = int(settings["sft_rank"]) + int(settings["rl_rank"])
-    assert 2 * numbers * ranks < LIMIT_BYTES - 200_000
+    assert 2 * values_per_rank * ranks < LIMIT_BYTES - 200_000
 
 
-def test_a_collapse_goes_on_from_the_newest_healthy_checkpoint(recipe: Recipe) -> None:
-    """Steps are compared as numbers, and one without the guard's mark is not taken."""
+def test_after_a_collapse_the_newest_healthy_checkpoint_is_used(recipe: Recipe) -> None:
+    """Steps are compared as numbers, and a checkpoint without the mark HEALTHY is not used."""
     recipe.run("--stage", "data")
     for step, is_healthy in ((9, True), (10, True), (20, False)):
         folder = recipe.out / "rl" / f"global_step_{step}"
@@ -160,17 +158,17 @@ def test_a_collapse_goes_on_from_the_newest_healthy_checkpoint(recipe: Recipe) -
         if is_healthy:
             (folder / "HEALTHY").touch()
     calls, _ = recipe.run("--stage", "rl", COLLAPSES="1")
-    (words,) = told(calls, "verl.checkpoint")
-    assert Path(words[1]).name == "global_step_10" and words[-1] == "--adapter"
+    (arguments,) = arguments_of(calls, "verl.checkpoint")
+    assert Path(arguments[1]).name == "global_step_10" and arguments[-1] == "--adapter"
 
 
 def test_the_better_adapter_is_shipped_with_its_command(tmp_path: Path) -> None:
-    """By EM, then F1; `made.json` has the command that makes the run again."""
+    """The choice is by EM, then F1; `made.json` has the command that repeats the run."""
     for name, (em, f1) in {"sft": (0.1, 0.3), "rl": (0.1, 0.4)}.items():
-        figures = {"all rows": {"em": {"value": em}, "f1": {"value": f1}}}
+        estimates = {"all rows": {"em": {"value": em}, "f1": {"value": f1}}}
         (tmp_path / "evaluation" / name).mkdir(parents=True)
         (tmp_path / "evaluation" / name / "metrics.json").write_text(
-            json.dumps({"estimates": figures})
+            json.dumps({"estimates": estimates})
         )
         (tmp_path / "adapters" / name).mkdir(parents=True)
     (tmp_path / "settings").write_text("budget=short\ndevice=cpu\nmodel=/x\nrl_lr=5e-5\nseed=2\n")
@@ -184,20 +182,20 @@ def test_the_better_adapter_is_shipped_with_its_command(tmp_path: Path) -> None:
 @pytest.mark.vllm_cpu
 @pytest.mark.timeout(1500)
 def test_the_whole_recipe_with_a_tiny_model(tmp_path: Path) -> None:
-    """From questions to a table; the same command then skips every stage."""
+    """The recipe runs from questions to the table; the same command then skips all stages."""
     tiny_model(tmp_path / "model")
     recipe = Recipe(tmp_path)
-    words = [
+    arguments = [
         "--set", f"model={tmp_path / 'model'}", "sft_steps=2", "sft_batch_size=2", "rl_steps=1",
         "rl_prompts=2", "rl_group=2", "rl_save_freq=1", "rl_val_rows=2", "eval_rows=2",
         "max_response_length=16",
     ]  # fmt: skip
     variables = {"PYTHON": sys.executable, "OUT": str(recipe.out), "DEVICE": "cpu",
                  "DATA_DIR": str(recipe.data)}  # fmt: skip
-    command = ["bash", str(ROOT / "example" / "smollm2" / "run.sh"), *words]
+    command = ["bash", str(ROOT / "example" / "smollm2" / "run.sh"), *arguments]
     subprocess.run(command, env={**os.environ, **variables}, check=True)
-    found = json.loads((recipe.out / "data" / "dialogues.json").read_text())
-    assert found["dialogues"] == found["questions"] - len(UNANSWERABLE)
+    counts = json.loads((recipe.out / "data" / "dialogues.json").read_text())
+    assert counts["dialogues"] == counts["questions"] - len(UNANSWERABLE)
     table = (recipe.out / "table.md").read_text()
     assert all(re.search(rf"\b{name}\b", table) for name in ("before", "sft", "rl", "rag"))
     again = subprocess.run(command, env={**os.environ, **variables}, check=True,

