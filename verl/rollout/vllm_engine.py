@@ -130,7 +130,7 @@ class VllmSettings:
                 "distributed_executor_backend": "uni",
             }
         if self.batch_invariant:
-            # vLLM 0.33 leaves it on up to some size; above it, NCCL adds in another order.
+            # vLLM 0.33 leaves it on and uses NCCL above some size, which adds in another order.
             shared |= {"disable_custom_all_reduce": True}
         return shared | {
             "max_num_batched_tokens": batched_tokens(self.max_num_seqs),
