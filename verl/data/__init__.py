@@ -1,6 +1,6 @@
-"""From question files to batches of prompts: rendering, sampling, and `python -m verl.data`.
+"""From question files to batches of prompts, recorded trajectories, and `python -m verl.data`.
 
-Rows and their format are read in `verl.data.rows`. No tools and no Ray here.
+This package knows neither tools nor Ray.
 """
 
 from verl.data.prompts import (

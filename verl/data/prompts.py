@@ -1,6 +1,6 @@
-"""Rows become prompts of token ids: chat templates, subsets, budgets; and the order of prompts.
+"""Rendering of rows to prompts of token ids, token budgets, subsets, and the order of prompts.
 
-Files and their format are read in `verl.data.rows`.
+Files and their row format are read in `verl.data.rows`.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from verl.types import Prompt
 logger = logging.getLogger(__name__)
 
 Schema = Mapping[str, Any]
-"""One tool as chat templates want it: OpenAI's form of a function."""
+"""JSON schema of a tool in OpenAI's function format, as chat templates expect it."""
 
 
 class Tokenizer(Protocol):
-    """What prompts and demonstrations need of a Hugging Face tokenizer."""
+    """The part of a Hugging Face tokenizer that prompts and demonstrations use."""
 
     @property
     def chat_template(self) -> Any: ...
@@ -34,7 +34,7 @@ class Tokenizer(Protocol):
     def apply_chat_template(
         self, conversation: Any, *, tokenize: bool, add_generation_prompt: bool
     ) -> Any:
-        """`tools=…` is given, too, where a dialogue has native tool calls."""
+        """Render a conversation as text. Called with `tools=…` as well for native tool calls."""
         ...
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
@@ -43,7 +43,7 @@ class Tokenizer(Protocol):
 
 
 def choose(rows: Sequence[Row], num_rows: int | None, seed: int) -> list[Row]:
-    """`num_rows` rows chosen by seed, in file order; all of them for None or a larger number."""
+    """Choose `num_rows` rows by seed, in file order; all rows for None or a larger number."""
     if num_rows is None or num_rows >= len(rows):
         return list(rows)
     chosen = np.random.default_rng(seed).permutation(len(rows))[:num_rows]
@@ -53,38 +53,39 @@ def choose(rows: Sequence[Row], num_rows: int | None, seed: int) -> list[Row]:
 def render(
     row: Row, tokenizer: Tokenizer, tools: Sequence[Schema] = (), limit: int = sys.maxsize
 ) -> Prompt:
-    """The row as token ids to generate from; `tools` go to the chat template.
+    """Render a row to the token ids from which the policy generates.
 
-    Messages go through the tokenizer's chat template, with the header of the assistant's turn;
-    a tokenizer without template gets their contents joined by newlines, and a plain string is
-    taken as it is. Templates write their own special tokens; plain text gets the tokenizer's.
-    Of a text far over `limit` tokens the ids are those of a beginning (`encode_within`).
+    Messages are rendered by the tokenizer's chat template, with `tools` and the header of the
+    assistant's turn; without a template their contents are joined by newlines. A plain string is
+    used unchanged. Chat templates write special tokens themselves; for other texts the tokenizer
+    adds them. Only the beginning of a text far over `limit` tokens is encoded (`encode_within`).
+    Raises DataError if the chat template rejects the messages.
     """
-    templated = not isinstance(row.prompt, str) and bool(tokenizer.chat_template)
+    is_templated = not isinstance(row.prompt, str) and bool(tokenizer.chat_template)
     if isinstance(row.prompt, str):
         text = row.prompt
-    elif templated:
+    elif is_templated:
         messages = [dict(message) for message in row.prompt]
-        given: dict[str, Any] = {"tokenize": False, "add_generation_prompt": True}
+        options: dict[str, Any] = {"tokenize": False, "add_generation_prompt": True}
         if tools:
-            given["tools"] = list(tools)
+            options["tools"] = list(tools)
         try:
-            text = tokenizer.apply_chat_template(messages, **given)
+            text = tokenizer.apply_chat_template(messages, **options)
         except jinja2.TemplateError as error:
             got = " ".join(f"{[m['role'] for m in messages]} ({error})".split())
             fix = "correct the row, or the model's chat template"
-            expected = "messages that the chat template takes"
+            expected = "messages that the chat template accepts"
             raise DataError(explain(row.uid, got, expected, fix)) from error
     else:
         text = "\n".join(message["content"] for message in row.prompt)
-    ids = encode_within(tokenizer, text, limit, add_special_tokens=not templated)
+    ids = encode_within(tokenizer, text, limit, add_special_tokens=not is_templated)
     return Prompt(row.uid, tuple(ids), row.data_source, row.ground_truth, row.extra_info, text)
 
 
 def encode_within(
     tokenizer: Tokenizer, text: str, limit: int, *, add_special_tokens: bool
 ) -> list[int]:
-    """The ids of a text, or of a beginning of it that has over twice `limit`: no more is read."""
+    """Encode a text, or only its beginning if that has over 2 * `limit` tokens, to save time."""
     num_chars = CHARS_PER_TOKEN * limit
     while True:
         ids = tokenizer.encode(text[:num_chars], add_special_tokens=add_special_tokens)
@@ -94,7 +95,7 @@ def encode_within(
 
 
 def num_tokens(prompt: Prompt, limit: int) -> str:
-    """How long a prompt is that was rendered with this limit, in words."""
+    """Describe the number of tokens of a prompt that was rendered with this limit."""
     is_cut = len(prompt.ids) > 2 * limit and len(prompt.text) > CHARS_PER_TOKEN * limit
     return f"over {2 * limit}" if is_cut else str(len(prompt.ids))
 
@@ -103,10 +104,10 @@ def load_prompts(
     config: Config, files: str | Sequence[str], num_rows: int | None, tokenizer: Tokenizer,
     tools: Sequence[Schema] = (),
 ) -> list[Prompt]:  # fmt: skip
-    """The training or validation prompts of a run, as its `data` options say, in file order.
+    """Load the training or validation prompts of a run by its `data` options, in file order.
 
-    Those over `max_start_length` tokens are left out, or refused. Raises DataError for malformed
-    rows, for over-long ones if they are not to be filtered, and when none is left.
+    Prompts over `max_start_length` tokens are left out and counted in the log. Raises DataError for
+    malformed rows, for over-long ones if filtering is off, and if no prompt is left.
     """
     data, limit = config.data, config.data.max_start_length
     rows = choose(load_rows(files, data.prompt_key), num_rows, config.trainer.seed)
@@ -118,7 +119,7 @@ def load_prompts(
 
 
 def _report_overlong(prompts: Sequence[Prompt], limit: int, may_drop: bool) -> None:
-    """Log the count of over-long prompts, or refuse them with their rows."""
+    """Log the number of over-long prompts, or raise DataError with the first of them."""
     overlong = [prompt for prompt in prompts if len(prompt.ids) > limit]
     longest = num_tokens(max(overlong, key=lambda prompt: len(prompt.ids)), limit)
     count = f"{len(overlong)} of {len(prompts)} prompts over {limit} tokens (longest {longest})"
@@ -131,11 +132,11 @@ def _report_overlong(prompts: Sequence[Prompt], limit: int, may_drop: bool) -> N
 
 
 class PromptSampler:
-    """Batches of row numbers without end, in an order that depends on seed and epoch only.
+    """Endless batches of row numbers, in an order that depends only on seed and epoch.
 
-    Rows are never dropped: a last, partial batch is completed from the next epoch's permutation.
-    So that no batch holds a row twice, rows of that partial batch come later in the next epoch.
-    With `shuffle` false every epoch is in file order.
+    No row is dropped: the partial batch at the end of an epoch is completed with rows of the next
+    one. Rows that are already in that batch come later in the next epoch, so that no batch contains
+    a row twice. Without `shuffle`, every epoch is in file order.
     """
 
     def __init__(self, num_rows: int, batch_size: int, shuffle: bool = True, seed: int = 0) -> None:
@@ -149,7 +150,7 @@ class PromptSampler:
         self._order = self._epoch_order(0, [])
 
     def next_batch(self) -> list[int]:
-        """`batch_size` different row numbers."""
+        """Return the next `batch_size` row numbers, which are all different."""
         batch = self._order[self._position : self._position + self.batch_size]
         self._position += len(batch)
         if self._position == self.num_rows:
@@ -160,12 +161,12 @@ class PromptSampler:
         return batch
 
     def state_dict(self) -> dict[str, int]:
-        """Where the next batch starts."""
+        """Return the position of the next batch."""
         return {"epoch": self._epoch, "position": self._position, "num_rows": self.num_rows,
                 "batch_size": self.batch_size}  # fmt: skip
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Go on where a sampler of the same rows and batch size stood. Raises ConfigError."""
+        """Continue at a saved position. Raises ConfigError for other rows or batch size."""
         for name in ("num_rows", "batch_size"):
             if state[name] != getattr(self, name):
                 fix = "resume with the data and data.train_batch_size of the checkpoint"
@@ -173,27 +174,31 @@ class PromptSampler:
                 raise ConfigError(explain("resumed data order", got, str(state[name]), fix))
         self._epoch, self._position = state["epoch"], state["position"]
         self._order = []
-        for number in range(self._epoch + 1):  # each depends on the tail of the one before
+        for number in range(self._epoch + 1):  # each order depends on the tail of the previous one
             tail_length = self.num_rows * number % self.batch_size
             tail = self._order[self.num_rows - tail_length :] if number else []
             self._order = self._epoch_order(number, tail)
 
     def _epoch_order(self, epoch: int, tail: Sequence[int]) -> list[int]:
-        """The epoch's permutation; rows of `tail` are swapped out of the batch they began."""
+        """Return the row order of an epoch.
+
+        `tail` holds the rows that the previous epoch left in a partial batch. They are swapped out
+        of the rows that complete that batch.
+        """
         if not self._shuffle:
             return list(range(self.num_rows))
         generator = np.random.default_rng([self._seed, epoch])
         order: list[int] = generator.permutation(self.num_rows).tolist()
-        held = set(tail)
-        head = self.batch_size - len(held) if held else 0
-        free = (i for i in range(head, self.num_rows) if order[i] not in held)
-        for i in range(head):
-            if order[i] in held:
+        taken = set(tail)
+        num_completing = self.batch_size - len(taken) if taken else 0
+        free = (i for i in range(num_completing, self.num_rows) if order[i] not in taken)
+        for i in range(num_completing):
+            if order[i] in taken:
                 j = next(free)
                 order[i], order[j] = order[j], order[i]
         return order
 
 
 def num_batches(num_rows: int, batch_size: int, num_epochs: int) -> int:
-    """Batches of a `PromptSampler` until each row was seen `num_epochs` times or more."""
+    """Number of batches until a `PromptSampler` has returned each row `num_epochs` times."""
     return -(-num_rows * num_epochs // batch_size)

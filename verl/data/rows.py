@@ -1,9 +1,9 @@
-"""Question files become rows: parquet and jsonl in the Search-R1 format, checked one by one.
+"""Reading and checking of question files: parquet or jsonl in the Search-R1 row format.
 
 A row has `data_source`, `prompt` (chat messages or a plain string), `reward_model.ground_truth`
 (the accepted answers, or `{"target": …}`), and optionally `ability` and `extra_info`. Rows are
-numbered from 0 within their file, and every error names file and row. `read_records` reads files
-of any rows; nothing here needs a tokenizer.
+numbered from 0 within their file, and every error names file and row. `read_records` reads rows of
+any format. This module needs no tokenizer.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from verl.errors import DataError, explain
 from verl.files import MAX_CHARS
 
 ROWS_AT_ONCE = 4096
-"""Parquet rows that are Python objects at one time."""
+"""Number of parquet rows that are converted to Python objects at a time."""
 
 Message = Mapping[str, str]
 
 
 @dataclass(frozen=True)
 class Row:
-    """One checked row, before tokens."""
+    """One checked row, not yet tokenised."""
 
     file: str
-    """The file as it is named in uids: its name, or its path where names collide."""
+    """The file in uids: its name, or its path if two files have the same name."""
     number: int
-    """From 0 within the file."""
+    """Row number within the file, from 0."""
     prompt: str | tuple[Message, ...]
     data_source: str
     ground_truth: tuple[str, ...]
@@ -48,37 +48,37 @@ class Row:
 
 @dataclass(frozen=True)
 class BadRow:
-    """A row that cannot be used, and why."""
+    """A row that cannot be used, and the reason."""
 
     file: str
     number: int
-    """From 0 within the file; in jsonl the line, blank ones counted."""
+    """Row number within the file, from 0; in jsonl the line number, including blank lines."""
     problem: str
-    """For the user: file, row, what was got, what was expected, and the fix."""
+    """Error message for the user: file, row, what was got, what was expected, and the fix."""
 
     @classmethod
     def at(
         cls, file: str, number: int, part: str, got: object, expected: str, fix: str = ""
     ) -> BadRow:
-        """The error about one `part` of a row ("" for all of it)."""
+        """Return the error about one `part` of a row ("" for the whole row)."""
         where = f"{file}, row {number} (counted from 0){f', {part}' if part else ''}"
         return cls(file, number, explain(where, got, expected, fix or "correct or drop the row"))
 
 
 Record = tuple[int, Any]
-"""A row's number, and its content or what is wrong with it (`BadRow`)."""
+"""A row's number, and its content, which is a `BadRow` if it cannot be used."""
 
 
 def file_list(files: str | Sequence[str]) -> list[str]:
-    """An option such as `data.train_files` as a list of paths."""
+    """Return the paths of an option such as `data.train_files` as a list."""
     return [files] if isinstance(files, str) else [str(file) for file in files]
 
 
 def load_rows(files: str | Sequence[str], prompt_key: str = "prompt") -> list[Row]:
     """Read and check every row of parquet or jsonl files, in order.
 
-    Raises DataError for a file that is missing, unreadable, empty or given twice, and for the
-    first malformed row, with its number.
+    Raises DataError for a file that is missing, unreadable, empty or given twice, and for the first
+    malformed row, with its number.
     """
     rows = []
     for row in scan_rows(files, prompt_key):
@@ -89,9 +89,9 @@ def load_rows(files: str | Sequence[str], prompt_key: str = "prompt") -> list[Ro
 
 
 def scan_rows(files: str | Sequence[str], prompt_key: str = "prompt") -> Iterator[Row | BadRow]:
-    """Every row of the files in order, or what is wrong with it, so that all errors can be listed.
+    """Yield every row of the files in order, malformed ones as `BadRow`, so that all can be listed.
 
-    Raises DataError as `load_rows` does for a file that cannot be used at all.
+    Raises DataError for a file that cannot be used at all, as `load_rows` does.
     """
     paths = file_list(files)
     if not paths:
@@ -110,29 +110,29 @@ def scan_rows(files: str | Sequence[str], prompt_key: str = "prompt") -> Iterato
 
 
 def read_records(path: str, columns: Sequence[str] = ()) -> Iterator[Record]:
-    """Rows of a parquet or jsonl file, in order; a line that is no JSON comes as a `BadRow`.
+    """Yield the rows of a parquet or jsonl file in order, unreadable ones as `BadRow`.
 
-    Raises DataError for a file that is missing, unreadable, of another kind or empty, and for a
-    parquet file without one of `columns`.
+    Raises DataError for a file that is missing, unreadable, empty or in another format, and for a
+    parquet file that lacks one of `columns`.
     """
     suffix = Path(path).suffix
     if suffix not in (".parquet", ".jsonl"):
         fix = "convert it, or correct its name"
         raise DataError(explain(path, suffix or "no suffix", ".parquet or .jsonl", fix))
-    if not os.path.isfile(path):  # of any text at all, where Path raises
+    if not os.path.isfile(path):  # unlike Path.is_file, it accepts any text
         got = "not a regular file" if os.path.exists(path) else "no such file"
         fix = "correct the path, or get the file (docs/data.md; example/data has some)"
         raise DataError(explain(path, got, "a file of questions", fix))
-    empty = True
+    is_empty = True
     for record in _read_parquet(path, columns) if suffix == ".parquet" else read_jsonl(path):
-        empty = False
+        is_empty = False
         yield record
-    if empty:
+    if is_empty:
         raise DataError(explain(path, "no rows", "at least one", "build the file again"))
 
 
 def short_repr(value: object) -> str:
-    """A value for an error message."""
+    """Return the repr of a value for an error message, cut to 80 characters."""
     text = "nothing" if value is None else repr(value)
     return text if len(text) <= 80 else text[:79] + "…"
 
@@ -155,19 +155,19 @@ def _read_parquet(path: str, columns: Sequence[str]) -> Iterator[Record]:
 
 
 def _rows_of(batch: pyarrow.RecordBatch, path: str, start: int) -> Iterator[Record]:
-    """The rows of a batch, of which one that Python cannot hold is bad: text that is not UTF-8."""
+    """Yield the rows of a batch; a row that cannot be converted to Python objects is a `BadRow`."""
     try:
         yield from enumerate(batch.to_pylist(), start)
     except (ValueError, OverflowError) as error:
         if batch.num_rows == 1:
             yield start, BadRow.at(path, start, "", str(error), "text in UTF-8, dates of our era")
             return
-        for place in range(batch.num_rows):
-            yield from _rows_of(batch.slice(place, 1), path, start + place)
+        for offset in range(batch.num_rows):
+            yield from _rows_of(batch.slice(offset, 1), path, start + offset)
 
 
 def read_jsonl(path: str) -> Iterator[Record]:
-    """The rows of a jsonl file by their lines; blank ones are counted, and left out.
+    """Yield the rows of a jsonl file with their line numbers. Blank lines are counted but skipped.
 
     Raises DataError for a file that cannot be read.
     """
@@ -177,24 +177,24 @@ def read_jsonl(path: str) -> Iterator[Record]:
                 if line.strip():
                     yield number, _parse_line(path, number, line)
     except OSError as error:
-        raise DataError(explain(path, error, "a file that can be read", "see to it")) from error
+        fix = "correct the path or its permissions"
+        raise DataError(explain(path, error, "a readable file", fix)) from error
 
 
 def _parse_line(path: str, number: int, line: bytes) -> Any:
-    """What a line of JSON says, or what is wrong with it (`BadRow`)."""
+    """Parse a line of JSON, or return a `BadRow`."""
     try:
         row = json.loads(line)
-        if rb"\u" in line:  # JSON can write half a character
+        if rb"\u" in line:  # JSON escapes can denote half a character, which UTF-8 cannot encode
             json.dumps(row, ensure_ascii=False).encode()
         return row
-    except (ValueError, RecursionError) as error:  # no JSON, not UTF-8, or nested too deep
+    except (ValueError, RecursionError) as error:  # invalid JSON, not UTF-8, or nested too deep
         fix = f"correct line {number + 1}"
         return BadRow.at(path, number, "", str(error), "a JSON object in UTF-8", fix)
 
 
 def _check_row(record: Any, path: str, name: str, number: int, prompt_key: str) -> Row | BadRow:
-    """One raw row of `path` as a Row of `name`, or the part at fault."""
-
+    """Convert a raw row of `path` to a `Row` of the file `name`, or return a `BadRow`."""
     if not isinstance(record, dict):
         return BadRow.at(path, number, "", short_repr(record), "an object")
     source, extra = record.get("data_source") or "", record.get("extra_info") or {}
@@ -202,37 +202,38 @@ def _check_row(record: Any, path: str, name: str, number: int, prompt_key: str) 
         parse_prompt(record.get(prompt_key)),
         _parse_targets(record.get("reward_model")),
     )
-    for part, is_sound, expected in (
+    for part, is_valid, expected in (
         ("data_source", source and isinstance(source, str), "a name"),
         (prompt_key, prompt, "a string, or a list of messages {role, content} that is not empty"),
         ("reward_model", targets,
          "ground_truth, or its target: a string or a list of strings, none empty"),
         ("extra_info", isinstance(extra, dict), "an object"),
     ):  # fmt: skip
-        if not is_sound:
+        if not is_valid:
             return BadRow.at(path, number, part, short_repr(record.get(part)), expected)
-    if isinstance(record.get("question"), str):  # where the original's files keep it
+    if isinstance(record.get("question"), str):  # a column of the original Search-R1 files
         extra = {"question": record["question"], **extra}
     return Row(name, number, prompt, source, targets, extra)
 
 
 def parse_prompt(prompt: Any) -> str | tuple[Message, ...]:
-    """The prompt as text or messages with role and content; empty where it is neither."""
+    """Return a prompt as text or as messages with role and content; empty if it is neither."""
     if isinstance(prompt, str):
         return prompt
     if not isinstance(prompt, list):
         return ()
-    sound = all(
+    is_valid = all(
         isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str)
         for m in prompt
     )
-    return tuple(prompt) if sound else ()
+    return tuple(prompt) if is_valid else ()
 
 
 def _parse_targets(reward_model: Any) -> tuple[str, ...]:
-    """The accepted answers, or () where there is none in the expected form.
+    """Return the accepted answers, or () if they are not in the expected form.
 
-    veRL's own data builders write `ground_truth` as plain text, the original's as `{"target": …}`.
+    The data builders of veRL write `ground_truth` as plain text, the original's as
+    `{"target": …}`.
     """
     truth = reward_model.get("ground_truth") if isinstance(reward_model, dict) else None
     target = truth.get("target") if isinstance(truth, dict) else truth

@@ -1,9 +1,9 @@
-"""Scored training trajectories on disk, exact to the token: one jsonl file a step.
+"""Recorded training trajectories with their scores and exact token ids: one jsonl file per step.
 
-`run.json` in the same folder says which tokenizer the ids belong to, and which weights the run
-began with. A step that is run again, after a resume, replaces its file. They are read by
-`verl.sft.rejection_sampling`, and by runs that learn from them again (`data.rollouts`). What the
-trainer found of each token (`SIGNALS`) is there for people, and never read back.
+`run.json` in the same folder identifies the tokenizer of the ids and the initial weights of the
+run. A step that runs again after a resume replaces its file. The files are read by
+`verl.sft.rejection_sampling` and by runs that train on them again (`data.rollouts`). The trainer's
+values of each token (`SIGNALS`) are written for inspection only and never read back.
 """
 
 from __future__ import annotations
@@ -33,16 +33,17 @@ from verl.types import Origin, Prompt, Segment, Status, Trajectory
 logger = logging.getLogger(__name__)
 
 HEADER = "run.json"
+"""Name of the file with the fingerprints."""
 TOKENIZER, MODEL = "tokenizer", "model"
-"""The keys of fingerprints: of the tokenizer, here and in demonstrations; of the first weights."""
+"""Keys of the fingerprints of the tokenizer (also in demonstrations) and of the initial weights."""
 STEP_FILE = re.compile(r"step_(\d+)\.jsonl")
 EXPECTED_ROW = "a row as trainer.rollout_data_dir writes it"
 SIGNALS = ("old_log_probs", "ref_log_probs", "values", "advantages", "rollout_weights")
-"""What a trainer may know of a token: its own and the reference's log-probs, the critic's value,
-the advantage, and the weight that corrects for the engine. A segment's key, and a batch's column.
-"""
+"""The trainer's values per token: log-probs of policy and reference, the critic's value, the
+advantage, and the importance weight of trainer against engine. They are keys of a recorded segment
+and columns of a `TokenBatch`."""
 Signals = Mapping[str, NDArray[np.float32]]
-"""By name, a number for each token of a trajectory; NaN where there is none."""
+"""Each signal by name, as one number per token of a trajectory; NaN where it is undefined."""
 NON_ASCII = re.compile(r"[^\x00-\x7f]+")
 ORJSON_OPTIONS = (
     orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS | orjson.OPT_PASSTHROUGH_DATETIME
@@ -51,22 +52,22 @@ ORJSON_OPTIONS = (
 
 @dataclass(frozen=True)
 class RecordedTrajectory:
-    """A trajectory that was kept, with what it was scored."""
+    """A recorded trajectory with its reward."""
 
     trajectory: Trajectory
     reward: Reward
     greedy_score: float | None = None
-    """That of the greedy trajectory of its prompt, where an algorithm sampled one."""
+    """Score of the greedy trajectory of the same prompt, if the algorithm sampled one."""
 
 
 class HasVocabulary(Protocol):
-    """What a fingerprint needs of a Hugging Face tokenizer."""
+    """The part of a Hugging Face tokenizer that its fingerprint depends on."""
 
     def get_vocab(self) -> dict[str, int]: ...
 
 
 def fingerprint(tokenizer: HasVocabulary) -> str:
-    """A name for what each id means: tokenizers of one name read the same ids alike."""
+    """Return a hash of the vocabulary: with equal hashes, tokenizers map the same ids to text."""
     vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda item: (item[1], item[0]))
     return hashlib.sha256(json.dumps(vocabulary).encode()).hexdigest()
 
@@ -74,10 +75,11 @@ def fingerprint(tokenizer: HasVocabulary) -> str:
 def prepare_folder(
     directory: str | Path, tokenizer: HasVocabulary, model: str = "", after: int | None = None
 ) -> None:
-    """Make the folder for a run's trajectories; `model`: the fingerprint of its first weights.
+    """Create the folder for a run's trajectories, or prepare an existing one.
 
-    Steps above `after`, where it is given, are an earlier run's: they are set aside.
-    Raises ConfigError for a folder with trajectories of another tokenizer.
+    `model` is the fingerprint of the run's initial weights. Recorded steps later than `after` are
+    of an earlier run and are moved aside. Raises ConfigError if the folder cannot be written or has
+    trajectories of another tokenizer.
     """
     folder, key = Path(directory), "trainer.rollout_data_dir"
     header = {TOKENIZER: fingerprint(tokenizer), MODEL: model}
@@ -96,15 +98,15 @@ def prepare_folder(
 
 
 def _move_later_steps_aside(folder: Path, after: int) -> None:
-    """Who reads the folder would take the steps above `after` for the present run's."""
+    """Move the files of later steps away, so that readers do not take them for this run's."""
     later = [step_path(folder, step) for step in recorded_steps(folder) if step > after]
     if not later:
         return
-    place = move_aside(folder, later)
+    moved_to = move_aside(folder, later)
     if (folder / HEADER).is_file():
-        shutil.copyfile(folder / HEADER, place / HEADER)
-    logger.warning("trajectories of an earlier run, %d steps after step %d, are now in %s",
-                   len(later), after, place)  # fmt: skip
+        shutil.copyfile(folder / HEADER, moved_to / HEADER)
+    logger.warning("moved the trajectories of an earlier run, %d steps after step %d, to %s",
+                   len(later), after, moved_to)  # fmt: skip
 
 
 def write_step(
@@ -112,81 +114,87 @@ def write_step(
     rewards: Sequence[Reward], greedy_scores: Sequence[float] = (),
     signals: Mapping[tuple[str, int], Signals] | None = None,
 ) -> None:  # fmt: skip
-    """Write one step's trajectories with their scores; the file appears whole or not at all.
+    """Write one step's trajectories with their scores, atomically.
 
-    `signals`: what the trainer found, of the trajectories whose (group, sample) it names.
+    `signals` holds the trainer's values by (group, sample); trajectories may be missing from it.
     """
-    baselines: Sequence[float | None] = greedy_scores or [None] * len(trajectories)
-    known, size = signals or {}, len(trajectories)
-    rows = [
-        make_row(
-            step, size, RecordedTrajectory(one, reward, greedy), known.get((one.group, one.sample))
-        )
-        for one, reward, greedy in zip(trajectories, rewards, baselines, strict=True)
-    ]
+    step_size = len(trajectories)
+    baselines: Sequence[float | None] = greedy_scores or [None] * step_size
+    rows = []
+    for trajectory, reward, greedy in zip(trajectories, rewards, baselines, strict=True):
+        recorded = RecordedTrajectory(trajectory, reward, greedy)
+        own_signals = (signals or {}).get((trajectory.group, trajectory.sample))
+        rows.append(make_row(step, step_size, recorded, own_signals))
     write_jsonl(step_path(directory, step), rows)
 
 
 def step_path(directory: str | Path, step: int) -> Path:
-    """Where the trajectories of a step are."""
+    """Return the path of a step's file."""
     return Path(directory) / f"step_{step:08d}.jsonl"
 
 
 def recorded_steps(directory: str | Path) -> list[int]:
-    """The steps that a folder has, in order."""
-    names = (STEP_FILE.fullmatch(path.name) for path in Path(directory).glob("step_*.jsonl"))
-    return sorted(int(name[1]) for name in names if name)
+    """Return the numbers of the recorded steps of a folder, in order."""
+    matches = (STEP_FILE.fullmatch(path.name) for path in Path(directory).glob("step_*.jsonl"))
+    return sorted(int(match[1]) for match in matches if match)
 
 
 def recorded_files(directory: str | Path) -> list[str]:
-    """All that a folder holds of a run."""
+    """Return the paths of all recorded files of a run, header included."""
     return [str(path) for path in sorted(Path(directory).glob("[!.]*.json*"))]
 
 
 def read_step(directory: str | Path, step: int) -> list[RecordedTrajectory]:
-    """One step's trajectories as they were written. Raises DataError for less, or something else.
+    """Read one step's trajectories as they were written; log-probs that the engine omitted are NaN.
 
-    Log-probs that the engine did not tell are NaN.
+    Raises DataError for a malformed or incomplete file.
     """
     path = step_path(directory, step)
-    rows = list(_rows_of(path))
-    found = [parse_row(where, row) for where, row in rows]
-    sizes = {row.get("step_size") for _, row in rows} | {len(found)}
-    if len(sizes) > 1 or not found:
+    rows = list(_read_step_rows(path))
+    trajectories = [parse_row(location, row) for location, row in rows]
+    count = len(trajectories)
+    sizes = {row.get("step_size") for _, row in rows} | {count}
+    if len(sizes) > 1 or not trajectories:
         written = max(size for size in sizes if isinstance(size, int))
-        got = f"{len(found)} trajectories"
         fix = "copy the file again, or leave it and those of later steps out"
-        expected = f"the {written} that the step had" if written > len(found) else "a whole step"
-        raise DataError(explain(str(path), got, expected, fix))
-    return found
+        expected = f"the {written} that the step had" if written > count else "a whole step"
+        raise DataError(explain(str(path), f"{count} trajectories", expected, fix))
+    return trajectories
 
 
 def read_header(directory: str | Path) -> str:
-    """The fingerprint of the tokenizer that made the folder's ids. Raises DataError."""
+    """Return the fingerprint of the tokenizer of the folder's ids. Raises DataError."""
     return read_fingerprints(directory)[TOKENIZER]
 
 
 def read_fingerprints(directory: str | Path) -> Mapping[str, str]:
-    """Those of the tokenizer and, where it is known, of the first weights. Raises DataError."""
+    """Return the fingerprints of the tokenizer and of the initial weights. Raises DataError.
+
+    The latter is "" if it was not recorded.
+    """
     header = Path(directory) / HEADER
     if not header.is_file():
         expected = f"a folder with {HEADER}, as trainer.rollout_data_dir names it"
         raise DataError(explain("rollouts", directory, expected, "name that folder"))
     try:
-        found = json.loads(header.read_bytes())
-        return {TOKENIZER: str(found[TOKENIZER]), MODEL: str(found.get(MODEL, ""))}
+        content = json.loads(header.read_bytes())
+        return {TOKENIZER: str(content[TOKENIZER]), MODEL: str(content.get(MODEL, ""))}
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         fix = "restore it, or name a folder that a run wrote"
-        raise DataError(explain(str(header), repr(error), "what a run writes", fix)) from error
+        expected = "fingerprints as a run writes them"
+        raise DataError(explain(str(header), repr(error), expected, fix)) from error
 
 
 def read_rows(directory: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Every row of every step, in order, with its place. Raises DataError for a malformed one."""
+    """Yield (location, row) for the rows of all steps in order; the location is for messages.
+
+    Raises DataError for a malformed row.
+    """
     for path in sorted(Path(directory).glob("step_*.jsonl")):
-        yield from _rows_of(path)
+        yield from _read_step_rows(path)
 
 
-def _rows_of(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+def _read_step_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     for number, row in read_jsonl(str(path)):
         if isinstance(row, BadRow):
             raise DataError(f"{row.problem}, or delete the file")
@@ -194,19 +202,19 @@ def _rows_of(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def to_float(value: Any) -> float:
-    """A number of a row; null is what was none."""
+    """Return a number of a row as a float; null, which JSON has instead of NaN, becomes NaN."""
     return math.nan if value is None else float(value)
 
 
 def num_calls(stats: Mapping[str, float]) -> float:
-    """Turns that called tools: the valid actions other than the answer, as the agent counted."""
+    """Return the number of turns that called tools: all valid actions except the answer."""
     return stats.get("valid_actions", 0.0) - stats.get("answered", 0.0)
 
 
 def make_row(
     step: int, step_size: int, recorded: RecordedTrajectory, signals: Signals | None = None
 ) -> dict[str, Any]:
-    """What is written of a trajectory."""
+    """Return the row that is written for a trajectory."""
     trajectory, reward = recorded.trajectory, recorded.reward
     prompt = trajectory.prompt
     return {
@@ -222,20 +230,19 @@ def make_row(
 
 
 def _segments(segments: Sequence[Segment], signals: Signals) -> Iterator[dict[str, Any]]:
-    """Each with its own part of the signals."""
-    ends = itertools.accumulate(len(one.ids) for one in segments)
+    """Yield each segment as a row with its signals; a signal that is constant is one number."""
+    ends = itertools.accumulate(len(segment.ids) for segment in segments)
     for segment, end in zip(segments, ends, strict=True):
-        own = slice(end - len(segment.ids), end)
-        parts = {name: column[own] for name, column in signals.items()}
-        yield _segment(segment) | {
-            name: part[0] if (part == part[0]).all() else part
-            for name, part in parts.items()
-            if not np.isnan(part).all()
-        }
+        row = _make_segment(segment)
+        for name, column in signals.items():
+            values = column[end - len(segment.ids) : end]
+            if not np.isnan(values).all():
+                row[name] = values[0] if (values == values[0]).all() else values
+        yield row
 
 
-def _segment(segment: Segment) -> dict[str, Any]:
-    """What was sampled also says by which weights, and with what log-probs (null: not told)."""
+def _make_segment(segment: Segment) -> dict[str, Any]:
+    """Return a segment as a row. Sampled segments have log-probs (null if unknown) and versions."""
     row: dict[str, Any] = {"origin": segment.origin.name.lower(), "text": segment.text}
     row["ids"] = list(segment.ids)
     if segment.origin is Origin.POLICY:
@@ -246,10 +253,10 @@ def _segment(segment: Segment) -> dict[str, Any]:
     return row
 
 
-def parse_row(where: str, row: Any) -> RecordedTrajectory:
-    """What `make_row` made. Raises DataError for anything else."""
+def parse_row(location: str, row: Any) -> RecordedTrajectory:
+    """Convert a row of `make_row` back. Raises DataError, which names `location`, if malformed."""
     try:
-        segments = [_read_segment(one) for one in row["segments"]]
+        segments = [_parse_segment(segment) for segment in row["segments"]]
         start, greedy = segments[0], row["greedy_score"]
         prompt = Prompt(
             row["uid"], start.ids, row["data_source"], tuple(row["ground_truth"]),
@@ -263,12 +270,12 @@ def parse_row(where: str, row: Any) -> RecordedTrajectory:
         reward = Reward(to_float(row["score"]), components)
         return RecordedTrajectory(trajectory, reward, None if greedy is None else float(greedy))
     except (LookupError, TypeError, ValueError, AttributeError) as error:
-        fix = "restore the file; one of an earlier version cannot be learned from: record again"
+        fix = "restore the file; files of an earlier version cannot be trained on: record again"
         got = f"{type(error).__name__} {error}"
-        raise DataError(explain(where, got, EXPECTED_ROW, fix)) from error
+        raise DataError(explain(location, got, EXPECTED_ROW, fix)) from error
 
 
-def _read_segment(row: Mapping[str, Any]) -> Segment:
+def _parse_segment(row: Mapping[str, Any]) -> Segment:
     origin, ids = Origin[row["origin"].upper()], tuple(map(int, row["ids"]))
     if origin is not Origin.POLICY:
         return Segment(origin, ids, row["text"])
@@ -280,23 +287,23 @@ def _read_segment(row: Mapping[str, Any]) -> Segment:
 
 
 def write_jsonl(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """One JSON line a row, under the final name only when complete; what JSON lacks as its text."""
+    """Write one JSON line per row, atomically; values unknown to JSON are written as text."""
     with atomic_write(path) as part:
         part.write_text("".join(_to_json_line(row) + "\n" for row in rows), encoding="ascii")
 
 
 def _to_json_line(row: Mapping[str, Any]) -> str:
-    """A row as JSON in ASCII, which no reader cuts at a line end of Unicode; NaN is null."""
+    """Format a row as ASCII JSON, which no reader splits at Unicode line ends; NaN becomes null."""
     try:
         line = orjson.dumps(row, default=str, option=ORJSON_OPTIONS).decode()
-    except TypeError:  # half a character, or a number of over 64 bits, which a question may have
-        return json.dumps(row, default=_plain)
+    except TypeError:  # questions may have lone surrogates, and integers of over 64 bits
+        return json.dumps(row, default=_to_json_value)
     if line.isascii():
         return line
-    return NON_ASCII.sub(lambda found: json.dumps(found[0])[1:-1], line)
+    return NON_ASCII.sub(lambda match: json.dumps(match[0])[1:-1], line)
 
 
-def _plain(value: Any) -> Any:
+def _to_json_value(value: Any) -> Any:
     if isinstance(value, np.ndarray | np.generic):
         return orjson.loads(orjson.dumps(value, option=ORJSON_OPTIONS))
     return str(value)

@@ -1,8 +1,8 @@
-"""`python -m verl.data validate FILE...`: what a run would say of question files, before a run.
+"""`python -m verl.data validate FILE...`: check question files before a run.
 
-Bad rows, prompt lengths, what a budget leaves out, one prompt; an error in one row or file hides no
-other. Exit status 0: every row can be used; 1: some file or row cannot; 2: a wrong command line or
-model.
+Reports bad rows, prompt lengths, the number of prompts that each budget leaves out, and one prompt.
+All rows of all files are checked, even after an error. Exit status 0: every row can be used; 1:
+some file or row cannot; 2: a wrong command line or model.
 """
 
 from __future__ import annotations
@@ -29,58 +29,58 @@ BUDGETS = (256, 512, 1024, DataConfig.max_start_length, 4096)
 
 @dataclass(frozen=True)
 class FileReport:
-    """One file's rows, sound and bad."""
+    """Counts and bad rows of one file."""
 
     file: str
     problem: str | None
-    """Why nothing of the file can be used; None where it can be read."""
+    """Why the file cannot be used at all; None if it can be read."""
     num_rows: int
     data_sources: Mapping[str, int]
-    """Sound rows of each set."""
+    """Number of valid rows by `data_source`."""
     bad_rows: tuple[BadRow, ...]
 
 
 @dataclass(frozen=True)
 class Lengths:
-    """Prompt lengths over all sound rows."""
+    """Statistics of the prompt lengths of all valid rows."""
 
     unit: str
-    """`tokens`, or `characters` where no tokenizer was given."""
+    """`tokens`, or `characters` without a tokenizer."""
     smallest: int
     mean: float
     percentiles: Mapping[int, int]
     largest: int
     over: Mapping[int, int]
-    """How many prompts a budget of that many tokens leaves out; empty without a tokenizer."""
+    """Number of prompts over each budget of tokens; empty without a tokenizer."""
 
 
 @dataclass(frozen=True)
 class DuplicatePrompt:
-    """The rows that hold one and the same prompt."""
+    """Rows with the same prompt."""
 
     uids: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class Report:
-    """What `python -m verl.data validate` found."""
+    """Result of `python -m verl.data validate`."""
 
     files: tuple[FileReport, ...]
     repeated: tuple[DuplicatePrompt, ...]
     lengths: Lengths | None
-    """None where no row is sound."""
+    """None if no row is valid."""
     sample_uid: str = ""
     sample: str = ""
-    """The first sound row as the model reads it."""
+    """The first valid row as the model reads it."""
 
     @property
     def num_bad(self) -> int:
-        """Bad rows of all files."""
+        """Number of bad rows in all files."""
         return sum(len(file.bad_rows) for file in self.files)
 
     @property
     def is_sound(self) -> bool:
-        """A run would take every row of every file."""
+        """Whether a run would accept every row of every file."""
         return not self.num_bad and all(file.problem is None for file in self.files)
 
 
@@ -90,60 +90,76 @@ def validate(
     budgets: Sequence[int] = (),
     prompt_key: str = "prompt",
 ) -> Report:
-    """Read every row of every file, also after one that is bad.
+    """Check every row of every file.
 
-    `budgets` are values of `data.max_start_length` (tokens) to count the filtered prompts for.
+    `budgets` are values of `data.max_start_length` (tokens); the prompts over each are counted.
     """
-    found = [_read_file(file, prompt_key, tokenizer) for file in dict.fromkeys(files)]
-    reports = tuple(report for report, _, _ in found)
-    rows = [row for _, own, _ in found for row in own]
-    prompts = [ids for _, _, own in found for ids in own]
+    reports: list[FileReport] = []
+    rows: list[Row] = []
+    prompts: list[tuple[int, ...]] = []
+    for file in dict.fromkeys(files):
+        report, file_rows, file_prompts = _read_file(file, prompt_key, tokenizer)
+        reports.append(report)
+        rows += file_rows
+        prompts += file_prompts
     if not rows:
-        return Report(reports, (), None)
+        return Report(tuple(reports), (), None)
     texts = [_plain_text(row) for row in rows]
-    uids: dict[str, list[str]] = defaultdict(list)
+    uids_by_text: dict[str, list[str]] = defaultdict(list)
     for row, text in zip(rows, texts, strict=True):
-        uids[text].append(row.uid)
-    repeated = tuple(DuplicatePrompt(tuple(same)) for same in uids.values() if len(same) > 1)
+        uids_by_text[text].append(row.uid)
+    same_prompt = (tuple(uids) for uids in uids_by_text.values() if len(uids) > 1)
+    repeated = tuple(map(DuplicatePrompt, same_prompt))
     if tokenizer is None:
         lengths, sample = _lengths("characters", [len(text) for text in texts], ()), texts[0]
     else:
         lengths = _lengths("tokens", [len(ids) for ids in prompts], budgets)
         sample = tokenizer.decode(list(prompts[0]))
-    return Report(reports, repeated, lengths, rows[0].uid, sample)
+    return Report(tuple(reports), repeated, lengths, rows[0].uid, sample)
 
 
 def _read_file(
     file: str, prompt_key: str, tokenizer: Tokenizer | None
 ) -> tuple[FileReport, list[Row], list[tuple[int, ...]]]:
-    """One file's report, its sound rows and, with a tokenizer, the ids of their prompts."""
-    problem, bad, sound, prompts = None, list[BadRow](), list[Row](), list[tuple[int, ...]]()
+    """Return a file's report, its valid rows and, with a tokenizer, the ids of their prompts."""
+    problem = None
+    bad_rows: list[BadRow] = []
+    rows: list[Row] = []
+    prompts: list[tuple[int, ...]] = []
     try:
         for row in scan_rows(file, prompt_key):
             if isinstance(row, BadRow):
-                bad.append(row)
+                bad_rows.append(row)
                 continue
             row = replace(row, file=file)
             try:
-                prompts += [] if tokenizer is None else [render(row, tokenizer).ids]
-                sound.append(row)
-            except DataError as error:  # the chat template takes no such messages
-                bad.append(BadRow(file, row.number, str(error)))
+                if tokenizer is not None:
+                    prompts.append(render(row, tokenizer).ids)
+                rows.append(row)
+            except DataError as error:  # the chat template rejects the messages
+                bad_rows.append(BadRow(file, row.number, str(error)))
     except DataError as error:
         problem = str(error)
-    sources = dict(sorted(Counter(row.data_source for row in sound).items()))
-    return FileReport(file, problem, len(bad) + len(sound), sources, tuple(bad)), sound, prompts
+    sources = dict(sorted(Counter(row.data_source for row in rows).items()))
+    report = FileReport(file, problem, len(bad_rows) + len(rows), sources, tuple(bad_rows))
+    return report, rows, prompts
 
 
 def _lengths(unit: str, counts: Sequence[int], budgets: Sequence[int]) -> Lengths:
     values = np.asarray(counts)
-    middle = {p: int(np.percentile(values, p, method="inverted_cdf")) for p in PERCENTILES}
-    over = {budget: int((values > budget).sum()) for budget in sorted(set(budgets))}
-    return Lengths(unit, int(values.min()), float(values.mean()), middle, int(values.max()), over)
+    percentiles = {p: int(np.percentile(values, p, method="inverted_cdf")) for p in PERCENTILES}
+    return Lengths(
+        unit,
+        smallest=int(values.min()),
+        mean=float(values.mean()),
+        percentiles=percentiles,
+        largest=int(values.max()),
+        over={budget: int((values > budget).sum()) for budget in sorted(set(budgets))},
+    )
 
 
 def _plain_text(row: Row) -> str:
-    """The prompt without tokens: its own text, or each message after its role."""
+    """Return a prompt as text: the plain string, or each message after its role."""
     if isinstance(row.prompt, str):
         return row.prompt
     return "\n".join(f"[{message['role']}]\n{message['content']}" for message in row.prompt)
@@ -161,44 +177,48 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"validate: {error}\n")
         return 2
     report = validate(options.files, tokenizer, options.budgets, options.prompt_key)
-    shown = json.dumps(to_json(report), ensure_ascii=False, indent=2) if options.json else None
-    sys.stdout.write((shown or "\n".join(lines(report))) + "\n")
+    if options.json:
+        text = json.dumps(to_json(report), ensure_ascii=False, indent=2)
+    else:
+        text = "\n".join(lines(report))
+    sys.stdout.write(f"{text}\n")
     return 0 if report.is_sound else 1
 
 
 def _parser() -> argparse.ArgumentParser:
     result = argparse.ArgumentParser(prog="python -m verl.data", description=__doc__)
     commands = result.add_subparsers(required=True, metavar="validate")
-    add = commands.add_parser("validate", help="check files, show what a run reads").add_argument
-    add("files", nargs="+", metavar="FILE", help="parquet or jsonl")
-    add("--model", help="folder or hub name of the tokenizer: lengths in tokens")
+    command = commands.add_parser("validate", help="check files and show what a run would read")
+    add = command.add_argument
+    add("files", nargs="+", metavar="FILE", help="parquet or jsonl file")
+    add("--model", help="model folder or hub name, whose tokenizer gives lengths in tokens")
     help = f"values of data.max_start_length to try (default {BUDGETS})"
     add("--budgets", type=_budgets, default=BUDGETS, metavar="N,N", help=help)
     help = "column of the prompt (%(default)s)"
     add("--prompt_key", "--prompt-key", default=DataConfig.prompt_key, help=help)
-    add("--json", action="store_true", help="one JSON object instead of text")
+    add("--json", action="store_true", help="print one JSON object instead of text")
     return result
 
 
 def to_json(report: Report) -> dict[str, object]:
-    """The report as plain values, with its verdict."""
+    """Return the report as JSON values, with `is_sound` and `num_bad`."""
     verdict = {"is_sound": report.is_sound, "num_bad": report.num_bad}
     return {**verdict, **dataclasses.asdict(report)}
 
 
 def lines(report: Report) -> Iterator[str]:
-    """The report as text: every bad row has a line."""
+    """Yield the lines of the report as text, one for each bad row."""
     for file in report.files:
         yield from _file_lines(file)
     if report.repeated:
-        shown = "; ".join(" = ".join(one.uids[:3]) for one in report.repeated[:5])
-        yield f"note: {len(report.repeated)} prompts stand in several rows, such as {shown}"
+        examples = "; ".join(" = ".join(prompt.uids[:3]) for prompt in report.repeated[:5])
+        yield f"note: {len(report.repeated)} prompts occur in several rows, such as {examples}"
     if report.lengths:
         yield from _length_lines(report.lengths)
         yield f"\n{report.sample_uid} as the model reads it:\n{report.sample}\n"
-    files = sum(file.problem is not None for file in report.files)
-    broken = f" and {files} unusable files" if files else ""
-    yield "sound" if report.is_sound else f"not sound: {report.num_bad} bad rows{broken}"
+    num_unusable = sum(file.problem is not None for file in report.files)
+    unusable = f" and {num_unusable} unusable files" if num_unusable else ""
+    yield "sound" if report.is_sound else f"not sound: {report.num_bad} bad rows{unusable}"
 
 
 def _file_lines(file: FileReport) -> Iterator[str]:
@@ -210,17 +230,17 @@ def _file_lines(file: FileReport) -> Iterator[str]:
 
 
 def _length_lines(lengths: Lengths) -> Iterator[str]:
-    middle = ", ".join(f"{p} % at most {n}" for p, n in lengths.percentiles.items())
-    spread = f"{lengths.smallest} to {lengths.largest}, mean {lengths.mean:.1f}, {middle}"
-    yield f"length in {lengths.unit}: {spread}"
+    percentiles = ", ".join(f"{p} % at most {n}" for p, n in lengths.percentiles.items())
+    extremes = f"{lengths.smallest} to {lengths.largest}"
+    yield f"length in {lengths.unit}: {extremes}, mean {lengths.mean:.1f}, {percentiles}"
     for budget, count in lengths.over.items():
         yield f"  data.max_start_length={budget} leaves out {count}"
     if not lengths.over:
-        yield "  give --model for tokens, and for what each data.max_start_length leaves out"
+        yield "  give --model for lengths in tokens, and for the prompts over each limit"
 
 
 def _budgets(text: str) -> tuple[int, ...]:
-    """Token counts from `512,1024`."""
+    """Parse token counts such as `512,1024`."""
     budgets = tuple(int(part) for part in text.split(","))
     if min(budgets) < 1:
         raise argparse.ArgumentTypeError(f"got {text}, expected counts of 1 or more")

@@ -1,1 +1,1 @@
-"""Supervised fine-tuning: demonstrations, and the trainer that learns from them."""
+"""Supervised fine-tuning on demonstrations, and rejection sampling of trajectories."""

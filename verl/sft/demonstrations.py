@@ -1,9 +1,9 @@
-"""Demonstrations for supervised fine-tuning: jsonl dialogues become masked token sequences.
+"""Demonstrations for supervised fine-tuning: jsonl dialogues become token sequences with masks.
 
 A row is `{"prompt": [chat messages], "segments": [{"origin": "policy"|"observation", "text": …}]}`.
-Each segment is tokenised by itself, as in a rollout, so that the mask is exact. A row that names
-its tokenizer (`verl.sft.rejection_sampling` writes such) brings the ids of every segment
-instead, the prompt's included, and they are taken as they are.
+Each segment is tokenised separately, as in a rollout, so that the mask is exact. A row that names
+its tokenizer, as `verl.sft.rejection_sampling` writes them, contains the token ids of all segments
+including the prompt, and these are used unchanged.
 """
 
 from __future__ import annotations
@@ -26,56 +26,59 @@ EXACT_FORM = (
 
 
 class _Malformed(ValueError):
-    """What is wrong with a row, in words of our own."""
+    """A problem with a row, described by our own message."""
 
 
 def load_demonstrations(
     path: str, tokenizer: Tokenizer, max_length: int, end_of_turn: str = ""
 ) -> list[Trajectory]:
-    """All rows as trajectories of at most `max_length` tokens; longer ones are refused.
+    """Load all rows of a jsonl file as trajectories.
 
-    `end_of_turn` is added to the last policy segment. Raises DataError with the row's number.
+    `end_of_turn` is appended to the last policy segment. Raises DataError with the row's number for
+    malformed rows and for rows over `max_length` tokens.
     """
-    file, own = Path(path), ""
+    file, own_fingerprint = Path(path), ""
     if not file.is_file():
         raise DataError(explain("train_file", path, "a jsonl file", "give one that exists"))
-    found = []
+    trajectories = []
     for number, record in read_jsonl(path):
         if isinstance(record, BadRow):
             raise DataError(record.problem)
-        where, uid, form = f"{path} row {number}", f"{file.name}#{number}", FORM
+        location, uid, form = f"{path} row {number}", f"{file.name}#{number}", FORM
         try:
             if not isinstance(record, dict):
                 raise _Malformed(type(record).__name__)
             if TOKENIZER in record:
-                form, own = EXACT_FORM, own or fingerprint(tokenizer)
-                _check_tokenizer(where, record[TOKENIZER], own)
+                form = EXACT_FORM
+                own_fingerprint = own_fingerprint or fingerprint(tokenizer)
+                _check_tokenizer(location, record[TOKENIZER], own_fingerprint)
                 trajectory = _exact_row(uid, record["segments"], tokenizer, end_of_turn)
             else:
                 row = Row(file.name, number, parse_prompt(record["prompt"]), "sft", ())
                 trajectory = _text_row(row, record["segments"], tokenizer, end_of_turn, max_length)
         except (KeyError, TypeError, ValueError) as error:
             got = error if isinstance(error, _Malformed) else f"{type(error).__name__} {error}"
-            raise DataError(explain(where, got, form, "correct the row")) from error
+            raise DataError(explain(location, got, form, "correct the row")) from error
         if trajectory.num_tokens > max_length:
             fix = "raise max_length or drop the row"
             got, expected = f"{trajectory.num_tokens} tokens", f"at most max_length={max_length}"
-            raise DataError(explain(where, got, expected, fix))
-        found.append(trajectory)
-    if not found:
+            raise DataError(explain(location, got, expected, fix))
+        trajectories.append(trajectory)
+    if not trajectories:
         raise DataError(explain("train_file", f"{path} without rows", "one or more", "fill it"))
-    return found
+    return trajectories
 
 
-def _check_tokenizer(where: str, given: object, own: str) -> None:
-    if given != own:
-        fix = "give model_path the model (or one with the tokenizer) whose run made the rows"
-        expected = f"{own[:12]}…, the tokenizer of model_path: ids mean other words in another"
-        raise DataError(explain(where, f"ids of tokenizer {given}", expected, fix))
+def _check_tokenizer(location: str, recorded: object, own: str) -> None:
+    """Raise DataError if the ids of a row were made by another tokenizer."""
+    if recorded != own:
+        fix = "set model_path to the model whose run made the rows, or to one with its tokenizer"
+        expected = f"{own[:12]}…, the tokenizer of model_path: other tokenizers use other ids"
+        raise DataError(explain(location, f"ids of tokenizer {recorded}", expected, fix))
 
 
 def _exact_row(uid: str, parts: Any, tokenizer: Tokenizer, end: str) -> Trajectory:
-    """A row with ids of its own. An end of turn that the policy wrote is not written twice."""
+    """Convert a row with token ids. The end of turn is not added if the policy wrote it itself."""
     origins = {"prompt": Origin.PROMPT, **ORIGINS}
     segments = [
         _segment(origins[part["origin"]], tuple(map(int, part["ids"])), part["text"])
@@ -95,24 +98,24 @@ def _exact_row(uid: str, parts: Any, tokenizer: Tokenizer, end: str) -> Trajecto
 
 
 def _text_row(row: Row, parts: Any, tokenizer: Tokenizer, end: str, limit: int) -> Trajectory:
-    """A row of text, whose last policy segment gets the end of turn."""
+    """Convert a row of text. The end of turn is appended to the last policy segment."""
     texts = [(ORIGINS[part["origin"]], part["text"]) for part in parts]
     if not all(isinstance(text, str) for _, text in texts):
-        raise _Malformed("a text that is none")
+        raise _Malformed("a text that is not a string")
     policy = [i for i, (origin, _) in enumerate(texts) if origin is Origin.POLICY]
     if not row.prompt:
-        raise _Malformed("a prompt that is none")
+        raise _Malformed("no valid prompt")
     if not any(texts[i][1] for i in policy):
         raise _Malformed("no policy text")
     prompt = render(row, tokenizer, limit=limit)
     segments = [Segment(Origin.PROMPT, prompt.ids, prompt.text)]
     for index, (origin, text) in enumerate(texts):
-        whole = text + end if index == policy[-1] else text
-        ids = tuple(encode_within(tokenizer, whole, limit, add_special_tokens=False))
-        segments.append(_segment(origin, ids, whole))
+        full_text = text + end if index == policy[-1] else text
+        ids = tuple(encode_within(tokenizer, full_text, limit, add_special_tokens=False))
+        segments.append(_segment(origin, ids, full_text))
     return Trajectory(prompt, segments, group=prompt.uid)
 
 
 def _segment(origin: Origin, ids: tuple[int, ...], text: str) -> Segment:
-    """A segment that no engine sampled: log-probs of 0 where the form asks for some."""
+    """Return a segment that no engine sampled; a policy segment needs log-probs, which are 0."""
     return Segment(origin, ids, text, (0.0,) * len(ids) if origin is Origin.POLICY else ())

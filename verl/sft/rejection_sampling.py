@@ -1,8 +1,8 @@
 """Demonstrations from a run's own trajectories: `python -m verl.sft.rejection_sampling`.
 
-Reads the trajectories in `trainer.rollout_data_dir`, accepts the answered ones that scored well,
-and writes them for `verl.sft.trainer` with their exact ids, so that nothing is encoded anew and the
-masks are those of the run.
+Reads the trajectories in `trainer.rollout_data_dir`, accepts the answered ones with a good score,
+and writes them for `verl.sft.trainer` with their exact token ids, so that nothing is tokenised
+again and the masks are those of the run.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from verl.types import Status
 
 @dataclass(frozen=True)
 class Candidate:
-    """One trajectory of the run."""
+    """One recorded trajectory."""
 
     uid: str
     score: float
-    """Of the measure that is judged."""
+    """Value of the chosen measure (`Criteria.measure`)."""
     step: int
     status: str
     num_policy_tokens: int
@@ -54,7 +54,7 @@ PREFERENCES: Mapping[str, Callable[[Candidate], tuple[float, ...]]] = {
     "few_searches": lambda c: (c.num_calls, c.num_policy_tokens),
     "random": lambda c: (),
 }
-"""What comes first among the accepted trajectories of one prompt; random is shuffled by seed."""
+"""Sort keys of the accepted trajectories of one prompt; ties are in random order."""
 
 
 @dataclass(frozen=True)
@@ -62,33 +62,34 @@ class Criteria:
     """Which trajectories become demonstrations."""
 
     min_score: float = option(1.0, resume="free")
-    """The least value of the measure."""
+    """Minimum value of the measure."""
     measure: str = "score"
-    """What is judged: score, or one of its components (em), where a score is not only for right
-    answers."""
+    """Measure that decides: score, or one of its components such as em, if the score also rewards
+    other things than right answers."""
     per_prompt: int = option(1, resume="free", ge=1)
-    """How many trajectories of one question are kept at most, over all steps."""
+    """Maximum trajectories to keep per question, over all steps."""
     max_tokens: int | None = option(None, resume="free", ge=1)
-    """Longest trajectory, prompt and observations included."""
+    """Maximum tokens of a trajectory, including prompt and observations."""
     prefer: Literal["short", "few_searches", "random"] = "short"
-    """Which of a question's trajectories come first: by tokens, by calls of tools, at random."""
+    """Preferred trajectories of a question: with the fewest policy tokens, with the fewest tool
+    calls, or random ones."""
     seed: int = option(0, resume="free", ge=0, le=MAX_SEED)
-    """Seed of random, and of the order among equals."""
+    """Seed of random choices, also among equally preferred trajectories."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options(Criteria):
-    """The command line."""
+    """Command-line options."""
 
     rollouts: str
-    """The run's trainer.rollout_data_dir."""
+    """Folder of recorded trajectories: trainer.rollout_data_dir of the run."""
     out: str
-    """Demonstrations to write, jsonl."""
+    """Demonstrations to write (jsonl file)."""
 
 
 @dataclass
 class Report:
-    """How many were read and kept, and why the others were not."""
+    """Counts of the trajectories that were read and kept, and of the dropped ones by reason."""
 
     read: int = 0
     kept: int = 0
@@ -97,13 +98,16 @@ class Report:
 
 
 def choose(directory: str | Path, criteria: Criteria) -> tuple[list[Candidate], Report]:
-    """The trajectories to learn from, by question in order of appearance. Raises DataError."""
-    report, by_prompt = Report(), defaultdict[str, list[Candidate]](list)
+    """Choose the trajectories to train on, by question in order of appearance. Raises DataError."""
+    report = Report()
+    by_prompt: dict[str, list[Candidate]] = defaultdict(list)
     seen: set[tuple[int, ...]] = set()
-    for where, row in read_rows(directory):
+    for location, row in read_rows(directory):
         report.read += 1
-        candidate = _candidate(where, row, criteria.measure)
-        reason = _reason_against(candidate, criteria) or "duplicate" * (candidate.ids in seen)
+        candidate = _parse_candidate(location, row, criteria.measure)
+        reason = _rejection_reason(candidate, criteria)
+        if not reason and candidate.ids in seen:
+            reason = "duplicate"
         if reason:
             report.dropped[reason] += 1
             continue
@@ -111,28 +115,33 @@ def choose(directory: str | Path, criteria: Criteria) -> tuple[list[Candidate], 
         by_prompt[candidate.uid].append(candidate)
     kept = []
     for uid, candidates in by_prompt.items():
-        random.Random(f"{criteria.seed}/{uid}").shuffle(candidates)  # ties fall by seed
+        random.Random(f"{criteria.seed}/{uid}").shuffle(candidates)  # breaks ties by seed
         candidates.sort(key=PREFERENCES[criteria.prefer])
         kept += candidates[: criteria.per_prompt]
-        report.dropped["over_per_prompt"] += len(candidates[criteria.per_prompt :])
+        report.dropped["over_per_prompt"] += max(0, len(candidates) - criteria.per_prompt)
     report.kept, report.prompts = len(kept), len(by_prompt)
     return kept, report
 
 
 def write(path: str | Path, tokenizer: str, candidates: Sequence[Candidate]) -> None:
-    """Demonstrations with exact ids; the file appears whole or not at all."""
+    """Write demonstrations with exact token ids, atomically."""
     out = Path(path)
     out.parent.mkdir(parents=True, exist_ok=True)
     rows = [
-        {"uid": c.uid, "score": c.score, "step": c.step, TOKENIZER: tokenizer,
-         "segments": list(c.segments)}
-        for c in candidates
-    ]  # fmt: skip
+        {
+            "uid": candidate.uid,
+            "score": candidate.score,
+            "step": candidate.step,
+            TOKENIZER: tokenizer,
+            "segments": list(candidate.segments),
+        }
+        for candidate in candidates
+    ]
     write_jsonl(out, rows)
 
 
-def _candidate(where: str, row: Any, measure: str) -> Candidate:
-    """Raises DataError."""
+def _parse_candidate(location: str, row: Any, measure: str) -> Candidate:
+    """Convert a recorded row. Raises DataError if it is malformed or lacks the measure."""
     try:
         return Candidate(
             uid=str(row["uid"]),
@@ -149,15 +158,15 @@ def _candidate(where: str, row: Any, measure: str) -> Candidate:
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         got = f"{type(error).__name__} {error}"
         expected = f"a row as trainer.rollout_data_dir writes it, with {measure}"
-        fix = "name a --measure that the run's reward logs, or delete the file"
-        raise DataError(explain(where, got, expected, fix)) from error
+        fix = "choose a --measure that the run's reward logs, or delete the file"
+        raise DataError(explain(location, got, expected, fix)) from error
 
 
-def _reason_against(candidate: Candidate, criteria: Criteria) -> str:
-    """Why a trajectory is not accepted; empty if it is."""
+def _rejection_reason(candidate: Candidate, criteria: Criteria) -> str:
+    """Return why a trajectory is rejected; empty if it is accepted."""
     if candidate.status != Status.ANSWERED:
         return "not_answered"
-    if not candidate.score >= criteria.min_score:  # NaN is no score
+    if not candidate.score >= criteria.min_score:  # also rejects NaN
         return "below_min_score"
     if criteria.max_tokens is not None and len(candidate.ids) > criteria.max_tokens:
         return "over_max_tokens"
@@ -165,19 +174,19 @@ def _reason_against(candidate: Candidate, criteria: Criteria) -> str:
 
 
 def run(options: Options) -> Report:
-    """Choose and write. Raises DataError when there is nothing to read or to keep."""
+    """Choose and write demonstrations. Raises DataError if there are none to read or to keep."""
     tokenizer = read_header(options.rollouts)
     kept, report = choose(options.rollouts, options)
     if not kept:
         got = f"{report.read} trajectories, dropped {dict(report.dropped)}"
         fix = "lower --min-score, raise --max-tokens, or train longer"
-        raise DataError(explain(f"rollouts {options.rollouts}", got, "one that is accepted", fix))
+        raise DataError(explain(f"rollouts {options.rollouts}", got, "an accepted trajectory", fix))
     write(options.out, tokenizer, kept)
     return report
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Command-line entry; prints the report as JSON and returns the exit code."""
+    """Run the command line: print the report as JSON and return the exit status."""
     prog, description = "python -m verl.sft.rejection_sampling", (__doc__ or "").splitlines()[0]
     options = tyro.cli(Options, args=arguments, prog=prog, description=description)
 

@@ -1,7 +1,7 @@
 """Supervised fine-tuning on demonstrations: `python -m verl.sft.trainer key=value …`.
 
-Uses the FSDP model, masks and packing of the RL trainer: only what the policy is meant to write is
-learned. Runs in one process, or on several ranks under `torchrun`.
+Uses the FSDP model, masks and packing of the RL trainer, so that only policy tokens are trained on.
+Runs in one process, or on several ranks under `torchrun`.
 """
 
 from __future__ import annotations
@@ -57,24 +57,24 @@ from verl.types import TokenBatch
 logger = logging.getLogger(__name__)
 
 MALFORMED = (OmegaConfBaseException, yaml.YAMLError, ValueError, IndexError, RecursionError)
-"""What reading a word of a command line as YAML may raise."""
+"""Errors that parsing a command-line argument as YAML may raise."""
 
-bounded = functools.partial(option, resume="free")  # a supervised run is never resumed
+bounded = functools.partial(option, resume="free")  # SFT runs are never resumed
 
 
 @dataclass
 class SftConfig(AdapterConfig):
-    """A supervised run, of all weights or of an adapter."""
+    """Options of a supervised fine-tuning run, of all weights or of an adapter."""
 
     model_path: str = MISSING
     """Folder (or hub name) of the model to start from."""
     trust_remote_code: bool = False
-    """Run the code that the model's folder brings: whoever wrote it acts as you."""
+    """Run code that comes with the model. It runs with your permissions."""
     train_file: str = MISSING
-    """Demonstrations, one JSON object a line."""
+    """Demonstrations: jsonl file, one JSON object per line."""
     output_dir: str = MISSING
-    """Hugging Face folder to write; appears whole or not at all. An adapter is merged into it, and
-    lies below it, in `adapter/`."""
+    """Hugging Face folder to write, atomically. An adapter is merged into the model, and also saved
+    in `adapter/` inside the folder."""
     steps: int = bounded(20, ge=1)
     """Optimizer steps."""
     batch_size: int = bounded(8, ge=1)
@@ -82,45 +82,47 @@ class SftConfig(AdapterConfig):
     lr: float = bounded(2e-4, gt=0, le=1)
     """Peak learning rate."""
     schedule: str = bounded("linear", choices=SCHEDULES)
-    """After the warm-up: constant, or linear or cosine to 0."""
+    """Learning rate after the warm-up: constant, or linear or cosine decay to 0."""
     warmup_steps: int = bounded(3, ge=0)
     """Steps over which lr rises linearly."""
     weight_decay: float = bounded(0.0, ge=0, le=10)
     """Decoupled weight decay."""
     grad_clip: float = bounded(1.0, gt=0)
-    """Gradient norm bound."""
+    """Maximum gradient norm."""
     max_length: int = bounded(2048, ge=1)
-    """Tokens of a demonstration; longer ones are refused."""
+    """Maximum tokens of a demonstration; longer ones are refused."""
     max_tokens_per_micro_batch: int = bounded(8192, ge=1)
-    """Token budget of one packed forward on one rank."""
+    """Token budget of one packed forward pass on one rank."""
     gradient_checkpointing: bool = False
     """Recompute block activations in backward."""
     end_of_turn: str = ""
-    """Added to the last policy segment, for example <|im_end|>; rollouts stop at tags."""
+    """Text to append to the last policy segment, for example <|im_end|>; rollouts that stop at tags
+    lack it."""
     shuffle: bool = True
-    """Shuffle every epoch by `seed`; false keeps the file's order, which seed s enters s * steps
-    batches after the start."""
+    """Shuffle every epoch by `seed`; false keeps the file's order and starts seed · steps batches
+    into it."""
     seed: int = bounded(0, ge=0, le=MAX_SEED)
-    """Seed of the order."""
+    """Seed of the data order."""
     device: str = bounded("auto", choices=("auto", "cuda", "cpu"))
-    """auto, cuda, cpu."""
+    """Device: auto, cuda or cpu."""
     compute_dtype: str = bounded("auto", choices=("auto", *DTYPES))
-    """Forward and backward: auto, bfloat16, float16, float32; weights are float32 while
-    training."""
+    """Number format of forward and backward passes: auto, bfloat16, float16 or float32. Master
+    weights are float32."""
     save_dtype: str = bounded("bfloat16", choices=tuple(DTYPES))
-    """Weights as written: bfloat16, float16, float32."""
+    """Number format of the saved weights: bfloat16, float16 or float32."""
 
 
 def parse(arguments: Sequence[str]) -> SftConfig:
-    """Options from `key=value` words. Raises ConfigError naming the nearest known key."""
-    known = [f.name for f in fields(SftConfig)]
+    """Parse `key=value` arguments. Raises ConfigError, which suggests a known key."""
+    known = [field.name for field in fields(SftConfig)]
     try:
-        given = OmegaConf.from_dotlist([word.removeprefix("+") for word in arguments])
-        for key in (key for key in given if key not in known):
-            near = difflib.get_close_matches(str(key), known, 1) or known
-            fix = f"did you mean {near[0]}?"
-            raise ConfigError(explain("option", key, "a known option", fix))
-        merged = OmegaConf.merge(OmegaConf.structured(SftConfig), given)
+        options = OmegaConf.from_dotlist([argument.removeprefix("+") for argument in arguments])
+        for key in options:
+            if key not in known:
+                near = difflib.get_close_matches(str(key), known, 1) or known
+                fix = f"did you mean {near[0]}?"
+                raise ConfigError(explain("option", key, "a known option", fix))
+        merged = OmegaConf.merge(OmegaConf.structured(SftConfig), options)
         for key in sorted(OmegaConf.missing_keys(merged)):
             raise ConfigError(explain(key, "nothing", "a path", f"give {key}=PATH"))
         config = OmegaConf.to_object(merged)
@@ -140,7 +142,7 @@ def parse(arguments: Sequence[str]) -> SftConfig:
 
 
 def join_ranks(config: SftConfig) -> torch.device:
-    """Join torchrun's process group, or make one of this process alone."""
+    """Join torchrun's process group, or create one of this process alone. Returns the device."""
     if "RANK" not in os.environ:
         alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
         os.environ |= {**alone, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
@@ -156,7 +158,7 @@ def join_ranks(config: SftConfig) -> torch.device:
 def batches(
     data: TokenBatch, size: int, steps: int, shuffle: bool, seed: int
 ) -> Iterator[TokenBatch]:
-    """`steps` batches of `size` sequences, epoch after epoch, weighted by policy tokens."""
+    """Yield `steps` batches of `size` sequences across epochs, with token-mean loss weights."""
     rng = np.random.default_rng(seed)
     order: list[int] = [] if shuffle else list(range(seed * steps * size % len(data), len(data)))
     for _ in range(steps):
@@ -168,22 +170,22 @@ def batches(
         yield batch
 
 
-def train_step(engine: FsdpModel, batch: TokenBatch, budget: int) -> tuple[float, StepResult]:
-    """One update; returns the mean negative log-prob (nats) of the batch's policy tokens."""
+def train_step(model: FsdpModel, batch: TokenBatch, budget: int) -> tuple[float, StepResult]:
+    """Do one update. Returns the mean loss per policy token (nats), and the optimizer's result."""
     shard = split_by_work(batch, dist.get_world_size()).shards[dist.get_rank()]
     losses = []
-    for _, micro in engine.micro_batches(shard, budget):
-        inputs = PackedInputs.of(micro, micro.tokens["policy_mask"], engine.device)
-        log_probs, _ = engine.forward(inputs, 1.0)
+    for _, micro in model.micro_batches(shard, budget):
+        inputs = PackedInputs.of(micro, micro.tokens["policy_mask"], model.device)
+        log_probs, _ = model.forward(inputs, 1.0)
         loss = -weighted_sum(log_probs, TargetColumns(micro, inputs)["loss_weights"])
-        engine.backward(loss)
+        model.backward(loss)
         losses.append(loss.detach())
-    loss_value = float(all_reduced(torch.stack(losses).sum(), engine.device))
-    return loss_value, engine.step(is_finite=bool(np.isfinite(loss_value)))
+    loss_value = float(all_reduced(torch.stack(losses).sum(), model.device))
+    return loss_value, model.step(is_finite=bool(np.isfinite(loss_value)))
 
 
-def build_engine(config: SftConfig, lm: Any, device: torch.device) -> FsdpModel:
-    """The engine of this rank."""
+def build_model(config: SftConfig, lm: Any, device: torch.device) -> FsdpModel:
+    """Build the FSDP model of this rank."""
     options = FsdpOptions(
         compute_dtype=resolve_dtype(config.compute_dtype, device),
         num_updates=config.steps,
@@ -203,10 +205,10 @@ def build_engine(config: SftConfig, lm: Any, device: torch.device) -> FsdpModel:
     return FsdpModel(LogProbModel(lm), blocks(lm, lm), device, options)
 
 
-def save(config: SftConfig, engine: FsdpModel, model_config: Any, part: Path | None) -> None:
-    """Write the Hugging Face folder; rank 0, which has `part`, writes, all ranks give shards."""
-    adapter = policy_adapter(engine) if config.has_adapter else None
-    named = policy_weights(engine, config.save_dtype)
+def save(config: SftConfig, model: FsdpModel, model_config: Any, part: Path | None) -> None:
+    """Write the Hugging Face folder: all ranks send shards, rank 0 (which has `part`) writes."""
+    adapter = policy_adapter(model) if config.has_adapter else None
+    named = policy_weights(model, config.save_dtype)
     if part is None:
         deque(named, maxlen=0)
     else:
@@ -218,7 +220,7 @@ def save(config: SftConfig, engine: FsdpModel, model_config: Any, part: Path | N
 
 
 def train(config: SftConfig) -> list[float]:
-    """The whole run; returns the loss of each step. Its folder is held from the start."""
+    """Run the training and return the loss of each step. The output folder is locked throughout."""
     set_trust(config.trust_remote_code)
     if os.environ.get("RANK", "0") != "0":
         return _train(config, None)
@@ -227,15 +229,15 @@ def train(config: SftConfig) -> list[float]:
 
 
 def _train(config: SftConfig, part: Path | None) -> list[float]:
-    if Path(config.model_path).expanduser().exists():  # else a name of the hub, fetched below
+    if Path(config.model_path).expanduser().exists():  # else a hub name, which is downloaded later
         check_model("model_path", config.model_path)
     device = join_ranks(config)
-    # On CPU the pages of activations are else new ones in each step.
+    # On CPU the allocator would otherwise request new pages for the activations of each step.
     with keep_freed_memory() if device.type == "cpu" else contextlib.nullcontext():
-        return _learn(config, part, device)
+        return _train_on(config, part, device)
 
 
-def _learn(config: SftConfig, part: Path | None, device: torch.device) -> list[float]:
+def _train_on(config: SftConfig, part: Path | None, device: torch.device) -> list[float]:
     tokenizer = load_tokenizer(config.model_path, "model_path")
     data = TokenBatch.from_trajectories(
         load_demonstrations(config.train_file, tokenizer, config.max_length, config.end_of_turn)
@@ -243,24 +245,24 @@ def _learn(config: SftConfig, part: Path | None, device: torch.device) -> list[f
     torch.manual_seed(config.seed)
     base_dtype = resolve_dtype(config.compute_dtype, device)
     lm = load_causal_lm(config.model_path, base_dtype if config.has_adapter else torch.float32)
-    engine = build_engine(config, lm, device)
+    model = build_model(config, lm, device)
     losses = []
     stream = batches(data, config.batch_size, config.steps, config.shuffle, config.seed)
-    quiet = dist.get_rank() != 0
-    with tqdm(stream, total=config.steps, desc="sft", unit="step", disable=quiet) as bar:
+    is_hidden = dist.get_rank() != 0
+    with tqdm(stream, total=config.steps, desc="sft", unit="step", disable=is_hidden) as bar:
         for batch in bar:
-            loss, step = train_step(engine, batch, config.max_tokens_per_micro_batch)
+            loss, step = train_step(model, batch, config.max_tokens_per_micro_batch)
             if step.is_faulty:
                 logger.warning("update skipped: loss %s on rows %s", loss, batch.columns["group"])
             losses.append(loss)
             bar.set_postfix(loss=f"{loss:.3f}", lr=f"{step.lr:.1e}")
-    save(config, engine, lm.config, part)
+    save(config, model, lm.config, part)
     dist.destroy_process_group()
     return losses
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit status."""
+    """Run the command line and return the exit status."""
 
     def work() -> None:
         train(parse(sys.argv[1:] if arguments is None else arguments))
@@ -268,8 +270,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     start_logging(logging.INFO)
     status = exit_status(work, "stopped; nothing was written")
     if status == 0 and "TORCHELASTIC_RUN_ID" in os.environ:
-        # gloo's threads may still let go of tensors, which aborts a rank whose interpreter ends,
-        # and then torchrun tells of a run that failed.
+        # Threads of gloo may still release tensors, which aborts a rank whose interpreter is
+        # shutting down; torchrun would then report a failed run.
         logging.shutdown()
         sys.stdout.flush()
         sys.stderr.flush()

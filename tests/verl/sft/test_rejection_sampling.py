@@ -157,7 +157,7 @@ def test_a_component_can_be_judged_instead_of_the_score(tmp_path: Path) -> None:
     write_step(tmp_path, 1, made, [Reward(1.0, {"em": 0.0}), Reward(0.5, {"em": 1.0})])
     assert texts(tmp_path) == ["wrong"]
     assert texts(tmp_path, measure="em") == ["right"]
-    with pytest.raises(DataError, match="name a --measure"):
+    with pytest.raises(DataError, match="choose a --measure"):
         texts(tmp_path, measure="f1")
 
 
@@ -220,7 +220,7 @@ def test_another_tokenizer_is_refused(tmp_path: Path) -> None:
 def test_a_folder_of_rollouts_with_a_damaged_header_is_told(text: str, tmp_path: Path) -> None:
     """It is named, and what a run writes is expected."""
     (tmp_path / HEADER).write_text(text)
-    with pytest.raises(DataError, match=f"{HEADER}: got .*expected what a run writes"):
+    with pytest.raises(DataError, match=f"{HEADER}: got .*expected fingerprints as a run"):
         read_header(tmp_path)
 
 
