@@ -131,7 +131,7 @@ class Saver:
             raise
 
     def expected_s(self) -> float:
-        """Return how long a checkpoint may take: as the longest so far, or estimated by its size."""
+        """Return how long a checkpoint may take: the longest so far, or estimated from its size."""
         return self.longest_s or self.ranks.checkpoint_bytes() / SLOW_DISK
 
     def _can_copy(self) -> bool:

@@ -35,7 +35,7 @@ class RewardManager(ABC):
         """Return the reward of each trajectory, in order."""
 
     def observe(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Take note of a finished step and its metrics; returns metrics to add to the step's log."""
+        """Record a finished step and its metrics; return metrics to add to the step's log."""
         return {}
 
     def state_dict(self) -> dict[str, Any]:
