@@ -1,4 +1,4 @@
-"""Dividing sequences over ranks, in micro-batches, behind a group's prompt; nothing is lost."""
+"""Division of sequences over ranks and into micro-batches, with and without shared prompts."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ lengths_strategy = st.lists(st.integers(1, 30), min_size=1, max_size=12)
 Groups = list[tuple[int, list[int]]]
 
 
-def shared(groups: Groups) -> Packing:
-    """The packing of groups given by the tokens of their prompt and of their responses."""
+def make_packing(groups: Groups) -> Packing:
+    """Build the packing of groups given by the lengths of prompt and responses."""
     members = [(i, p, p + r) for i, (p, responses) in enumerate(groups) for r in responses]
     return Packing([n for _, _, n in members], [p for _, p, _ in members],
                    [f"g{i}" for i, _, _ in members])  # fmt: skip
 
 
-def computed_by_hand(packing: Packing, indices: list[int]) -> int:
+def count_computed(packing: Packing, indices: list[int]) -> int:
     prompts = {packing.groups[i]: packing.shared[i] for i in indices}
     return sum(prompts.values()) + sum(packing.lengths[i] - packing.shared[i] for i in indices)
 
@@ -45,22 +45,22 @@ def computed_by_hand(packing: Packing, indices: list[int]) -> int:
 def test_micro_batches_hold_each_sequence_once_within_the_budget(
     groups: Groups, budget: int, min_count: int
 ) -> None:
-    """What is computed is counted, and only a lone over-long sequence exceeds the budget."""
-    packing = shared(groups)
+    """Computed tokens are counted, and only a single over-long sequence exceeds the budget."""
+    packing = make_packing(groups)
     bins = packing.micro_batches(range(len(packing.lengths)), budget, min_count)
     assert sorted(i for b in bins for i in b) == list(range(len(packing.lengths)))
     assert len(bins) >= min_count
     for b in bins:
-        assert packing.num_tokens(b) == computed_by_hand(packing, b)
+        assert packing.num_tokens(b) == count_computed(packing, b)
         assert packing.num_tokens(b) <= budget or len(b) == 1
 
 
 @given(groups_strategy, st.integers(1, 5))
-def test_ranks_get_each_sequence_once_and_never_more_than_without_sharing(
+def test_ranks_get_each_sequence_once_and_no_more_work_than_without_sharing(
     groups: Groups, num_ranks: int
 ) -> None:
-    """The slowest rank computes no more than if sequences were divided by their length."""
-    packing = shared(groups)
+    """The slowest rank computes no more than if sequences were divided by length."""
+    packing = make_packing(groups)
     parts = packing.split_over_ranks(num_ranks)
     assert len(parts) == num_ranks
     assert sorted(i for part in parts for i in part) == list(range(len(packing.lengths)))
@@ -70,22 +70,22 @@ def test_ranks_get_each_sequence_once_and_never_more_than_without_sharing(
 
 
 @given(st.lists(st.integers(0, 12), max_size=12), st.integers(1, 4), st.integers(1, 30))
-def test_without_shared_prompts_sequences_go_as_ever(
+def test_without_shared_prompts_sequences_are_balanced_and_packed(
     lengths: list[int], num_ranks: int, budget: int
 ) -> None:
-    """By the rules of `balance` and `pack` alone."""
+    """Only by the rules of `balance` and `pack`."""
     offsets = torch.tensor([0, *lengths]).cumsum(0)
     packing = Packing.of(TokenBatch(offsets))
     assert packing.split_over_ranks(num_ranks) == balance(lengths, num_ranks)
-    every = range(len(lengths))
-    assert packing.micro_batches(every, budget, 2) == pack(lengths, budget, 2)
+    sequences = range(len(lengths))
+    assert packing.micro_batches(sequences, budget, 2) == pack(lengths, budget, 2)
     assert packing.skipped_prompts(num_ranks, budget) == []
 
 
 @given(groups_strategy, st.integers(1, 5), st.sampled_from([0.01, 1.0]))
 def test_ranks_are_balanced_by_work(groups: Groups, num_ranks: int, pair_cost: float) -> None:
-    """No rank has more than the mean and the longest unit, where attention's square counts."""
-    packing = shared(groups)
+    """No rank exceeds the mean by more than the longest unit; attention's square is counted."""
+    packing = make_packing(groups)
     parts = packing.split_over_ranks(num_ranks, pair_cost)
     assert sorted(i for part in parts for i in part) == list(range(len(packing.lengths)))
     alone = [packing.work([i], pair_cost) for i in range(len(packing.lengths))]
@@ -95,27 +95,27 @@ def test_ranks_are_balanced_by_work(groups: Groups, num_ranks: int, pair_cost: f
 
 
 def test_a_long_sequence_counts_for_more_than_its_tokens() -> None:
-    """By tokens 8 goes with a 4; with attention the four short ones are the lesser work."""
-    lengths = Packing([8, 4, 4, 4, 4], [0] * 5, [])
-    assert lengths.split_over_ranks(2) == [[0, 3], [1, 2, 4]]
-    assert lengths.split_over_ranks(2, pair_cost=1.0) == [[0], [1, 2, 3, 4]]
-    family = shared([(10, [5, 5])])  # the prompt's square once, what follows with its prompt
-    assert family.work([0, 1], 1.0) == 20 + 10**2 + 2 * (15**2 - 10**2)
+    """By tokens, 8 goes with a 4; with attention's square, the four short ones are less work."""
+    packing = Packing([8, 4, 4, 4, 4], [0] * 5, [])
+    assert packing.split_over_ranks(2) == [[0, 3], [1, 2, 4]]
+    assert packing.split_over_ranks(2, pair_cost=1.0) == [[0], [1, 2, 3, 4]]
+    group = make_packing([(10, [5, 5])])  # the prompt's square counts once
+    assert group.work([0, 1], 1.0) == 20 + 10**2 + 2 * (15**2 - 10**2)
 
 
 def test_groups_stay_whole_where_they_fit() -> None:
-    """Three groups of 6 + 3 · 2 tokens: one a micro-batch of 12, two a micro-batch of 24."""
-    packing = shared([(6, [2, 2, 2])] * 3)
-    every = range(9)
-    assert packing.micro_batches(every, 12) == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
-    assert packing.micro_batches(every, 24) == [[0, 1, 2, 3, 4, 5], [6, 7, 8]]
+    """Groups of 6 + 3 · 2 tokens: one in a micro-batch of 12, two in one of 24."""
+    packing = make_packing([(6, [2, 2, 2])] * 3)
+    sequences = range(9)
+    assert packing.micro_batches(sequences, 12) == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
+    assert packing.micro_batches(sequences, 24) == [[0, 1, 2, 3, 4, 5], [6, 7, 8]]
     assert packing.split_over_ranks(3) == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
     assert packing.skipped_prompts(3, 24) == [6] * 6
 
 
-def test_a_group_is_divided_where_it_is_too_large() -> None:
-    """For the budget, and for one of two ranks: 10 tokens each beat 16 and none."""
-    packing = shared([(4, [3, 3, 3, 3])])
+def test_a_group_is_split_if_it_is_too_large() -> None:
+    """For the budget, or for one of two ranks: 10 tokens each are better than 16 and none."""
+    packing = make_packing([(4, [3, 3, 3, 3])])
     assert packing.num_tokens(range(4)) == 16
     assert packing.micro_batches(range(4), 15) == [[0, 1], [2, 3]]
     assert packing.split_over_ranks(2) == [[0, 1], [2, 3]]
@@ -123,36 +123,36 @@ def test_a_group_is_divided_where_it_is_too_large() -> None:
 
 
 def test_copied_keys_take_a_part_of_the_budget() -> None:
-    """One-token responses behind a long prompt: 108 tokens are computed, with 908 copied keys."""
-    packing = shared([(100, [1] * 8)])
+    """One-token responses to a long prompt: 108 tokens are computed, with 908 keys."""
+    packing = make_packing([(100, [1] * 8)])
     assert packing.num_tokens(range(8)) == 108
     assert packing.micro_batches(range(8), 227) == [list(range(8))]
     assert packing.micro_batches(range(8), 226) == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 
 def test_prompts_are_compared_by_their_ids() -> None:
-    """Only what all of a group begin with is shared, and each member keeps a token of its own."""
+    """Only the prefix of the whole group is shared, and each member keeps a token of its own."""
     batch = make_groups([(5, [3, 4]), (6, [2, 2, 2]), (4, [5])])
     ids, starts = batch.tokens["input_ids"], batch.offsets.tolist()
     ids[starts[3] + 2] += 1  # in the second group's second prompt
     assert common_prompts(batch).tolist() == [5, 5, 2, 2, 2, 4]
-    batch.tokens["response_mask"][starts[0] : starts[1]] = False  # it never said anything
+    batch.tokens["response_mask"][starts[0] : starts[1]] = False  # no response
     assert common_prompts(batch).tolist()[:2] == [5, 5]
     batch.columns["group"] = ["same"] * 6
     assert set(common_prompts(batch).tolist()) == {0}
 
 
 @pytest.mark.parametrize(("prompt", "is_worth_it"), [(3, False), (4, True)])
-def test_prompts_are_shared_where_that_spares_enough(prompt: int, is_worth_it: bool) -> None:
-    """3 of 62 tokens are less than a twentieth, 4 of 64 are more."""
+def test_prompts_are_shared_if_that_saves_enough(prompt: int, is_worth_it: bool) -> None:
+    """3 of 62 tokens are less than 5 %, 4 of 64 are more."""
     batch = make_groups([(prompt, [28, 28])])
     share_prompts(batch)
     assert (SHARED_PROMPT in batch.rows) is is_worth_it
     assert saved_token_share(batch) == pytest.approx(prompt / (2 * prompt + 56) * is_worth_it)
 
 
-def test_nothing_is_shared_of_a_batch_without_sequences() -> None:
-    """A step whose trajectories were all lost."""
+def test_nothing_is_shared_in_a_batch_without_sequences() -> None:
+    """This happens in a step whose trajectories were all lost."""
     batch = make_groups([(3, [28, 28])]).select([])
     share_prompts(batch)
     assert saved_token_share(batch) == 0 and SHARED_PROMPT not in batch.rows
@@ -169,20 +169,20 @@ def test_join_undoes_split(lengths: list[int], num_ranks: int) -> None:
 
 
 @given(st.lists(st.sampled_from("abcdefgh"), max_size=40), st.integers(1, 5))
-def test_siblings_stay_together_and_parts_stay_even(groups: list[str], parts: int) -> None:
-    """Every index once; no group in two parts, and no part ahead by more than one group."""
-    dealt = split_groups(groups, parts)
-    assert sorted(i for part in dealt for i in part) == list(range(len(groups)))
-    sizes = [len(part) for part in dealt]
+def test_groups_stay_together_and_parts_are_even(groups: list[str], parts: int) -> None:
+    """Every index once, no group in two parts, and no part larger by more than a group."""
+    divided = split_groups(groups, parts)
+    assert sorted(i for part in divided for i in part) == list(range(len(groups)))
+    sizes = [len(part) for part in divided]
     if len(set(groups)) < parts:
         assert max(sizes) - min(sizes) <= 1
         return
-    assert sum(len({groups[i] for i in part}) for part in dealt) == len(set(groups))
+    assert sum(len({groups[i] for i in part}) for part in divided) == len(set(groups))
     assert max(sizes) - min(sizes) <= max(map(groups.count, groups), default=0)
 
 
-def test_equal_groups_are_dealt_in_turn() -> None:
-    """The default recipe in small: parts differ by one group at most, in the order asked."""
+def test_equal_groups_go_to_the_parts_in_turn() -> None:
+    """Parts differ by at most one group and keep the order."""
     groups = [f"1/{prompt}" for prompt in range(5) for _ in range(3)]
     assert split_groups(groups, 2) == [
         [0, 1, 2, 6, 7, 8, 12, 13, 14],
@@ -192,7 +192,7 @@ def test_equal_groups_are_dealt_in_turn() -> None:
 
 @given(lengths_strategy, st.integers(1, 5))
 def test_balance_is_a_partition_with_bounded_spread(lengths: list[int], parts: int) -> None:
-    """Every sequence goes to one part, and no part exceeds another by more than a sequence."""
+    """Every sequence is in one part, and no part exceeds another by more than a sequence."""
     divided = balance(lengths, parts)
     assert sorted(i for part in divided for i in part) == list(range(len(lengths)))
     loads = [sum(lengths[i] for i in part) for part in divided]
@@ -201,7 +201,7 @@ def test_balance_is_a_partition_with_bounded_spread(lengths: list[int], parts: i
 
 @given(lengths_strategy, st.integers(1, 60), st.integers(1, 5))
 def test_pack_respects_the_budget(lengths: list[int], budget: int, min_count: int) -> None:
-    """Micro-batches hold every sequence once; only a lone over-long one exceeds the budget."""
+    """Micro-batches have each sequence once; only a single over-long one exceeds the budget."""
     bins = pack(lengths, budget, min_count)
     assert sorted(i for b in bins for i in b) == list(range(len(lengths)))
     assert len(bins) >= min_count
@@ -210,8 +210,8 @@ def test_pack_respects_the_budget(lengths: list[int], budget: int, min_count: in
 
 
 @given(lengths_strategy, st.integers(1, 40))
-def test_pack_is_first_fit_by_falling_length(lengths: list[int], budget: int) -> None:
-    """As a loop over the micro-batches finds the first with room."""
+def test_pack_is_first_fit_decreasing(lengths: list[int], budget: int) -> None:
+    """A plain loop finds the first micro-batch with enough free tokens."""
     bins: list[list[int]] = []
     for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
         fits = (b for b in bins if sum(lengths[k] for k in b) + lengths[i] <= budget)
@@ -223,13 +223,13 @@ def test_pack_is_first_fit_by_falling_length(lengths: list[int], budget: int) ->
 
 
 def test_the_longest_sequences_are_divided_first() -> None:
-    """In the order of the batch, the long one would come on top of half of the others."""
+    """In the batch's order, the long one would be added to half of the others."""
     assert balance([1, 1, 1, 1, 4], 2) == [[4], [0, 1, 2, 3]]
     assert balance([2, 3, 4, 5, 6, 7], 3) == [[0, 5], [1, 4], [2, 3]]
 
 
 def test_micro_batches_are_filled_by_the_longest_first() -> None:
-    """In the order of the batch the long ones would find no room; empty ones come last."""
+    """In the batch's order the long ones would not fit; empty micro-batches come last."""
     assert pack([1, 1, 4, 5], 6) == [[0, 3], [1, 2]]
     assert pack([3, 9, 2, 1], 6, min_count=4) == [[1], [0, 2, 3], [], []]
     assert pack([], 6, min_count=0) == []

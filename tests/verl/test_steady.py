@@ -1,4 +1,4 @@
-"""The driver's memory: what steps touch is kept, and garbage waits for the end of a step."""
+"""Steady memory: freed memory is kept, and garbage is collected on demand only."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ import torch
 from verl.steady import one_thread, steady_memory
 
 
-class Knot:
-    """Garbage that only a collection finds."""
+class Cycle:
+    """A reference cycle, which only the garbage collector frees."""
 
     def __init__(self) -> None:
         self.itself = self
 
 
-def test_garbage_waits_for_a_collection_by_hand() -> None:
-    """However many objects a step makes; afterwards Python collects as it did, even on an error."""
+def test_garbage_is_collected_on_demand_only() -> None:
+    """However many objects are created; the collector is restored afterwards, even on errors."""
     with pytest.raises(KeyError), steady_memory():
-        knot = weakref.ref(Knot())
-        assert [Knot() for _ in range(100_000)] and knot() is not None
+        cycle = weakref.ref(Cycle())
+        assert [Cycle() for _ in range(100_000)] and cycle() is not None
         gc.collect()
-        assert knot() is None and gc.get_freeze_count() > 0
+        assert cycle() is None and gc.get_freeze_count() > 0
         raise KeyError
     assert gc.isenabled() and gc.get_freeze_count() == 0
 
 
-def test_what_was_off_stays_off() -> None:
-    """A program that collects by hand itself is left so."""
+def test_a_disabled_collector_stays_disabled() -> None:
+    """A program may manage garbage collection itself."""
     gc.disable()
     try:
         with steady_memory():
@@ -43,13 +43,13 @@ def test_what_was_off_stays_off() -> None:
         gc.enable()
 
 
-def test_threads_come_back() -> None:
-    """One inside, as many as before afterwards."""
-    usual = torch.get_num_threads()
+def test_the_number_of_threads_is_restored() -> None:
+    """It is one inside, and the previous number afterwards."""
+    previous = torch.get_num_threads()
     with pytest.raises(KeyError), one_thread():
         assert torch.get_num_threads() == 1
         raise KeyError
-    assert torch.get_num_threads() == usual
+    assert torch.get_num_threads() == previous
 
 
 NEW_PAGES = """
@@ -62,24 +62,24 @@ def new_pages(size):
     torch.ones(size)
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
-def least():
+def print_minimum():
     for size in (1 << 24, 1 << 20):
         print(min(new_pages(size) for _ in range(20)))
 
-least()
+print_minimum()
 with steady_memory():
-    least()
-least()
+    print_minimum()
+print_minimum()
 """
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="mallopt is glibc's")
-def test_pages_are_touched_once() -> None:
-    """After some tensors of 64 MB one more needs no new pages; before and afterwards each needs all
-    of them, but those of 4 MB, which malloc keeps, do not.
+def test_pages_are_reused() -> None:
+    """After some tensors of 64 MB, another one needs no new pages; without `steady_memory` each one
+    does, except for tensors of 4 MB, whose memory malloc keeps.
 
-    Some, for glibc keeps seven of the small rests beside a chunk, which then fits no second time.
-    In a process of its own, for what another test has freed is memory that needs no new pages.
+    It takes some tensors, since glibc keeps seven small remainders beside a chunk, which then does
+    not fit again. It runs in a subprocess, since memory freed by other tests needs no new pages.
     """
     done = subprocess.run([sys.executable, "-c", NEW_PAGES], capture_output=True, text=True)
     assert not done.returncode, done.stderr

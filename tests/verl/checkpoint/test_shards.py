@@ -72,7 +72,7 @@ def test_line_21_a_resumed_run_goes_on_as_if_never_stopped(
     """The next update's metrics are the uninterrupted run's, also with another number of ranks."""
     root = runs.root / saved
     resumed = run_ranks(1, rank_bodies.resume, runs.model, str(root))
-    assert resumed[0]["drawn"] == getattr(runs, saved)[0]["drawn"]
+    assert resumed[0]["random"] == getattr(runs, saved)[0]["random"]
     exact = saved == "one"
     for found, expected in zip(resumed[0]["next"], getattr(runs, saved)[0]["next"], strict=True):
         keys = [k for k in found if not k.endswith("num_micro_batches")]

@@ -1,4 +1,4 @@
-"""A process group of one for tests that build engines in this process."""
+"""A process group of one rank for tests that build models in this process."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 @pytest.fixture(scope="module")
 def single_rank() -> Iterator[None]:
-    """Join a gloo group of this process alone, and leave it."""
+    """Run the module's tests in a gloo group of this process alone."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield

@@ -1,4 +1,4 @@
-"""What a rank does in tests of a critic with ranks of its own; importable by name."""
+"""Functions that ranks run in tests of a critic with its own ranks; importable by name."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from verl.config import Config
 from verl.training.worker import CriticWorker, TrainerWorker, TrainingRank
 
 
-def config_of(model: str, num_critics: int, lora_rank: int) -> Config:
-    """PPO on one rank, with a critic beside the actor (0) or on ranks of its own."""
+def make_config(model: str, num_critics: int, lora_rank: int) -> Config:
+    """Return PPO options for one rank, with the critic on it (0) or on `num_critics` own ranks."""
     config = tiny_config(model, 1)
     config.critic.n_gpus_per_node = num_critics or None
     for section in (config.actor_rollout_ref.model, config.critic.model):
@@ -24,20 +24,20 @@ def run(
     rank: int, size: int, port: int, critic_port: int, model: str, num_critics: int,
     start: str | None, out: str, lora_rank: int = 0,
 ) -> dict[str, Any]:  # fmt: skip
-    """Updates of both, from a start or a checkpoint, with a checkpoint between them.
+    """Update actor and critic, save a checkpoint, and update again; or resume from one (`start`).
 
-    Ranks of the actor and of the critic follow each other in one process: neither waits for the
+    One process runs the rank of the actor first and then that of the critic: neither waits for the
     other.
     """
     answers: dict[str, Any] = {"actor": [], "critic": []}
-    config = config_of(model, num_critics, lora_rank)
+    config = make_config(model, num_critics, lora_rank)
     kinds: list[tuple[type[TrainingRank], int, int]] = [(TrainerWorker, 1, port)]
     if num_critics:
         kinds.append((CriticWorker, num_critics, critic_port))
-    for kind, num_ranks, meeting in kinds:
+    for kind, num_ranks, master_port in kinds:
         if rank >= num_ranks:
             continue
-        worker: Any = kind(config, rank, num_ranks, "127.0.0.1", meeting, 10)
+        worker: Any = kind(config, rank, num_ranks, "127.0.0.1", master_port, 10)
         if start is not None:
             worker.load_checkpoint(start)
 

@@ -1,4 +1,4 @@
-"""What a rank with adapters does in tests that need processes of their own; importable by name."""
+"""Functions that ranks with adapters run in tests with a process each; importable by name."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ RANK, ALPHA = 4, 6.0
 
 
 def lora_config(model: str, num_ranks: int) -> Config:
-    """PPO with KL in the loss; policy and critic are adapters of one base. Of two ranks, they
-    recompute what is cheap."""
+    """Return PPO options with KL in the loss; policy and critic are adapters of one base. With two
+    ranks, activations are recomputed selectively."""
     config = tiny_config(model, num_ranks)
     config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu = 20
     config.actor_rollout_ref.actor.optim.lr = config.critic.optim.lr = 1e-2
@@ -30,29 +30,29 @@ def lora_config(model: str, num_ranks: int) -> Config:
     return config
 
 
-def everything(worker: TrainerWorker) -> dict[str, Tensor]:
-    """All parameters, base and adapters of both, whole."""
+def all_parameters(worker: TrainerWorker) -> dict[str, Tensor]:
+    """Gather all parameters: the base and both adapters."""
     return {name: x.clone() for name, x in worker.actor.model.full_parameters()}
 
 
 def train(rank: int, size: int, port: int, model: str, out: str) -> dict[str, Any]:
-    """Updates of both, one with a rank left empty, then every answer and every file."""
+    """Run updates of actor and critic, one without data for a rank; then all passes and files."""
     worker = TrainerWorker(lora_config(model, size), rank, size, "127.0.0.1", port, 10)
     first = shard_of(rank, size, LENGTHS, 0)
     answers: dict[str, Any] = {"before": worker.actor.log_probs(first), "metrics": []}
-    stages = [everything(worker)]
+    stages = [all_parameters(worker)]
     for seed, lengths in enumerate((LENGTHS, [12], [8, 8, 20])):
         answers["metrics"].append(worker.critic.update(shard_of(rank, size, lengths, seed)))
-        stages.append(everything(worker))
+        stages.append(all_parameters(worker))
         answers["metrics"].append(worker.actor.update(shard_of(rank, size, lengths, seed)))
-        stages.append(everything(worker))
+        stages.append(all_parameters(worker))
     answers["stages"] = stages
     answers["values"] = worker.critic.values(first)
     answers["ref_log_probs"] = worker.reference.log_probs(first)
     answers["log_probs"] = worker.actor.log_probs(first)
     worker.save_policy(Path(out) / "merged", "float32")
     worker.save_policy(Path(out) / "adapter", is_adapter=True)
-    # The driver makes the folder and names it when all ranks are done.
+    # The driver renames the folder when all ranks are done.
     worker.save_checkpoint(Path(out) / "global_step_3.tmp")
     answers["next"] = next_metrics(worker, rank, size)
     worker.shutdown()
@@ -60,13 +60,13 @@ def train(rank: int, size: int, port: int, model: str, out: str) -> dict[str, An
 
 
 def resume(rank: int, size: int, port: int, model: str, out: str) -> dict[str, Any]:
-    """A new run, with another start of its adapters, that takes up the checkpoint of `train`."""
+    """Resume from the checkpoint of `train` in a new run with other initial adapters."""
     config = lora_config(model, size)
     config.trainer.seed = 5
     worker = TrainerWorker(config, rank, size, "127.0.0.1", port, 10)
-    found = folders.latest(Path(out))
-    assert found is not None
-    worker.load_checkpoint(found)
-    answers = {"stages": [everything(worker)], "next": next_metrics(worker, rank, size)}
+    checkpoint = folders.latest(Path(out))
+    assert checkpoint is not None
+    worker.load_checkpoint(checkpoint)
+    answers = {"stages": [all_parameters(worker)], "next": next_metrics(worker, rank, size)}
     worker.shutdown()
     return answers

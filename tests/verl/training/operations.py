@@ -1,4 +1,4 @@
-"""Notes the operations of a pass, and those among them that no GPU repeats to the bit."""
+"""Records the operations of a pass, and which of them are not deterministic on GPUs."""
 
 from typing import Any
 
@@ -10,13 +10,13 @@ RAISING = (
     "upsample", "reflection_pad", "nll_loss", "ctc_loss", "_ctc_loss", "_embedding_bag", "histc",
     "bincount", "median", "grid_sampler", "kthvalue",
 )  # fmt: skip
-"""Beginnings of names of what `torch.use_deterministic_algorithms` raises for on CUDA."""
+"""Prefixes of operations for which `torch.use_deterministic_algorithms` raises on CUDA."""
 
 
-class Seen(TorchDispatchMode):
-    """All operations by name, backward included; `refused` are those that strict mode raises for.
+class OperationRecorder(TorchDispatchMode):
+    """Records all operations by name, including backward; `refused` are the nondeterministic ones.
 
-    Sums along an axis that keep every step are allowed of whole numbers, `put` never.
+    Cumulative sums are allowed for integers only, `put` never.
     """
 
     def __init__(self) -> None:
@@ -27,15 +27,15 @@ class Seen(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        found = func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
         self.names.add(name)
-        is_real = isinstance(found, torch.Tensor) and found.is_floating_point()
+        is_float = isinstance(result, torch.Tensor) and result.is_floating_point()
         if (
             name.startswith(RAISING)
             or name in ("put", "put_")
-            or (name.startswith("cumsum") and is_real)
+            or (name.startswith("cumsum") and is_float)
             or (name.startswith("scatter_reduce") and "prod" in args)
         ):
             self.refused.add(name)
-        return found
+        return result

@@ -1,4 +1,4 @@
-"""What a rank does in tests that need processes of their own; importable by name."""
+"""Functions that ranks run in tests with a process per rank; importable by name."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ def shard_of(rank: int, size: int, lengths: list[int], seed: int) -> Any:
 
 
 def whole_policy(folder: Path) -> dict[str, Tensor]:
-    """The weights in a folder of safetensors, all files read together."""
+    """Read the weights of all safetensors files in a folder."""
     return {k: x for path in folder.glob("*.safetensors") for k, x in load_file(path).items()}
 
 
 def train(rank: int, size: int, port: int, model: str, out: str) -> dict[str, Any]:
-    """Updates of actor and critic, one with a rank left empty, a checkpoint, one more update."""
+    """Run updates of actor and critic, one without data for a rank; save; update once more."""
     config = tiny_config(model, size)
     config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu = 20
     config.critic.ppo_max_token_len_per_gpu = 20
-    config.critic.model.fsdp_config.reshard_each = size == 1  # two ranks add up once an update
+    config.critic.model.fsdp_config.reshard_each = size == 1  # two ranks reduce once per update
     worker = TrainerWorker(config, rank, size, "127.0.0.1", port, 10)
     first = shard_of(rank, size, LENGTHS, 0)
     answers: dict[str, Any] = {
@@ -51,15 +51,15 @@ def train(rank: int, size: int, port: int, model: str, out: str) -> dict[str, An
     for seed, lengths in enumerate((LENGTHS, [12], [8, 8, 20])):
         answers["metrics"].append(worker.actor.update(shard_of(rank, size, lengths, seed)))
         answers["metrics"].append(worker.critic.update(shard_of(rank, size, lengths, seed)))
-    answers["ref_log_probs"] = worker.reference.log_probs(first)  # the updates left it as it was
+    answers["ref_log_probs"] = worker.reference.log_probs(first)  # updates must not change it
     answers["values"] = worker.critic.values(first)
     worker.save_policy(Path(out) / "weights", "float32")
     worker.share_policy(Path(out) / "shared", 3, [], "bfloat16", is_adapter=False)
     answers["shared"] = whole_policy(Path(out) / "shared" / "3") if rank == 0 else {}
     answers["sent"] = sent_policy(worker, num_receivers=int(rank == 0), stream=f"test-{port}")
-    # The driver makes the folder and names it when all ranks are done.
+    # The driver renames the folder when all ranks are done.
     answers["problems"] = worker.save_checkpoint(Path(out) / "global_step_3.tmp")
-    answers["drawn"] = draw()
+    answers["random"] = draw_random()
     answers["num_bytes"] = worker.checkpoint_memory()[1]
     with held_back_writes():
         worker.start_checkpoint(Path(out) / "in_background")
@@ -75,17 +75,17 @@ def train(rank: int, size: int, port: int, model: str, out: str) -> dict[str, An
 
 
 def sent_policy(worker: TrainerWorker, num_receivers: int, stream: str) -> dict[str, Tensor]:
-    """What an engine beside this rank receives, if there is one."""
+    """Send the policy; return the weights that a receiver on this device got, if there is one."""
     with ThreadPoolExecutor(1) as pool:
         if num_receivers:
-            coming = pool.submit(lambda: dict(receive(stream, worker.device)))
+            receiving = pool.submit(lambda: dict(receive(stream, worker.device)))
         worker.send_policy(num_receivers, stream, "bfloat16")
-        return coming.result() if num_receivers else {}
+        return receiving.result() if num_receivers else {}
 
 
 @contextlib.contextmanager
 def held_back_writes() -> Iterator[None]:
-    """Background writes begin when the body has ended, however fast the disk is."""
+    """Delay background writes until the body has ended."""
     gate, write = threading.Event(), state_dict_saver.save
 
     def wait_and_write(*arguments: Any, **options: Any) -> Any:
@@ -100,28 +100,28 @@ def held_back_writes() -> Iterator[None]:
         state_dict_saver.save = write
 
 
-def draw() -> tuple[float, float, float]:
-    """A number from each random generator."""
+def draw_random() -> tuple[float, float, float]:
+    """Draw a number from each random generator."""
     return random.random(), float(np.random.random()), float(torch.rand(()))
 
 
 def next_metrics(worker: TrainerWorker, rank: int, size: int) -> list[dict[str, float]]:
-    """The metrics of the update after the checkpoint."""
+    """Return the metrics of the update after the checkpoint."""
     shard = shard_of(rank, size, LENGTHS, 7)
     return [worker.actor.update(shard), worker.critic.update(shard)]
 
 
 def resume(rank: int, size: int, port: int, model: str, out: str) -> dict[str, Any]:
-    """A new run that takes up the checkpoint of `train`."""
+    """Resume from the checkpoint of `train` in a new run."""
     config = tiny_config(model, size)
     config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu = 20
     config.critic.ppo_max_token_len_per_gpu = 20
     worker = TrainerWorker(config, rank, size, "127.0.0.1", port, 10)
-    found = folders.latest(Path(out))
-    assert found is not None
-    worker.load_checkpoint(found)
-    drawn = draw()
+    checkpoint = folders.latest(Path(out))
+    assert checkpoint is not None
+    worker.load_checkpoint(checkpoint)
+    drawn = draw_random()
     worker.save_policy(Path(out) / f"resumed_{size}", "float32")
-    answers = {"next": next_metrics(worker, rank, size), "drawn": drawn}
+    answers = {"next": next_metrics(worker, rank, size), "random": drawn}
     worker.shutdown()
     return answers

@@ -1,4 +1,4 @@
-"""What the tests of the training ranks share: small models and batches, and processes of ranks."""
+"""Shared by tests of training ranks: small models and batches, and a process per rank."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from verl.types import TokenBatch
 
 VOCAB = 97
 MAX_RANKS = 2
-"""Of the tests that are not slow."""
+"""Most ranks in tests that are not slow."""
 
 
 def save_tiny(folder: Path, seed: int = 0) -> str:
@@ -31,7 +31,7 @@ def save_tiny(folder: Path, seed: int = 0) -> str:
 
 
 def tiny_config(path: str, num_ranks: int = 1, adv_estimator: str = "gae") -> Config:
-    """Options of a float32 run on CPU with KL and entropy in the loss."""
+    """Return the options of a float32 run on CPU with KL and entropy in the loss."""
     config = Config()
     config.actor_rollout_ref.model.path = path
     config.actor_rollout_ref.model.enable_gradient_checkpointing = False
@@ -46,7 +46,7 @@ def tiny_config(path: str, num_ranks: int = 1, adv_estimator: str = "gae") -> Co
 
 
 def make_batch(lengths: list[int], seed: int = 0) -> TokenBatch:
-    """A random mini-batch with every column that updates read; prompts are two tokens."""
+    """Make a random mini-batch with every column that updates read; prompts have two tokens."""
     generator = torch.Generator().manual_seed(seed)
     total = sum(lengths)
     offsets = torch.tensor([0, *lengths]).cumsum(0)
@@ -75,7 +75,7 @@ def make_batch(lengths: list[int], seed: int = 0) -> TokenBatch:
 
 
 def make_groups(groups: list[tuple[int, list[int]]], seed: int = 0) -> TokenBatch:
-    """As `make_batch`, of groups given by the tokens of their prompt and of their responses."""
+    """Make a batch as `make_batch`, of groups given by the lengths of prompt and responses."""
     members = [(f"g{i}", p, r) for i, (p, responses) in enumerate(groups) for r in responses]
     batch = make_batch([p + r for _, p, r in members], seed)
     ids, mask = batch.tokens["input_ids"], batch.tokens["policy_mask"]
@@ -85,25 +85,24 @@ def make_groups(groups: list[tuple[int, list[int]]], seed: int = 0) -> TokenBatc
         own = slice(start, start + prompt)
         ids[own] = prompts.setdefault(group, ids[own].clone())
         batch.tokens["response_mask"][own] = mask[own] = False
-        mask[start + prompt] = True  # what the policy says first follows the prompt
+        mask[start + prompt] = True  # the policy's first token follows the prompt
     batch.tokens["loss_weights"] = loss_weights(mask, batch.offsets, "token-mean")
     batch.columns["group"] = [group for group, _, _ in members]
     return batch
 
 
 _world: list[ProcessPoolExecutor] = []
-"""The session's processes, one for each rank: importing torch and our code takes each seconds.
+"""One process per rank, kept for the session: importing torch and our code takes seconds.
 
-A process has the same rank in every test: DTensor keeps caches for the life of a process, and what
-it knows of one rank's shards must not serve another's.
+A process has the same rank in every test, because DTensor's caches last as long as the process and
+must not be used for another rank's shards.
 """
 
 
 def run_ranks(num_ranks: int, body: Callable[..., Any], *arguments: Any) -> list[Any]:
-    """Run `body(rank, num_ranks, port, *arguments)` in a process per rank; returns their answers.
+    """Run `body(rank, num_ranks, port, *arguments)` in a process per rank; return the results.
 
-    `body` must be importable by name from a module, and leave its process group in the end. Ranks
-    wait for each other, so that each has a process of its own.
+    `body` must be importable by name from a module, and destroy its process group at the end.
     """
     spawn = multiprocessing.get_context("spawn")
     _world.extend(
@@ -111,17 +110,19 @@ def run_ranks(num_ranks: int, body: Callable[..., Any], *arguments: Any) -> list
         for _ in range(len(_world), max(num_ranks, MAX_RANKS))
     )
     port = free_port()
-    given = ((rank, num_ranks, port, *arguments) for rank in range(num_ranks))
-    calls = [pool.submit(_pickled, body, *each) for pool, each in zip(_world, given, strict=False)]
+    calls = [
+        pool.submit(_pickled, body, rank, num_ranks, port, *arguments)
+        for rank, pool in enumerate(_world[:num_ranks])
+    ]
     done, waiting = wait(calls, timeout=300, return_when=FIRST_EXCEPTION)
     if waiting or any(call.exception() for call in done):
         for pool in _world:
             for process in list(pool._processes.values()):
-                process.kill()  # the others wait for the rank that failed
+                process.kill()  # the other ranks wait for the failed one
         _world.clear()
     return [pickle.loads(call.result()) for call in calls if call not in waiting]
 
 
 def _pickled(body: Callable[..., Any], *arguments: Any) -> bytes:
-    """What `body` returns, by value: torch would send tensors as files that go with the process."""
+    """Pickle the result of `body`: torch would send tensors as files that end with the process."""
     return pickle.dumps(body(*arguments))

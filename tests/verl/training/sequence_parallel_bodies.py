@@ -34,11 +34,11 @@ CASES = [
     ("qwen2, window", False),
     ("qwen2, window", True),
 ]
-"""Shapes, and whether it is a critic's."""
+"""(shape, is_critic) of each test case."""
 
 
 def language_model(shape: str) -> PreTrainedModel:
-    """A random model of that shape in float64, that recomputes its blocks in backward."""
+    """Build a random float64 model of that shape that recomputes its blocks in backward."""
     torch.manual_seed(0)
     config = SHAPES[shape]
     lm = AutoModelForCausalLM.from_config(config, attn_implementation=PACKED).double().train()
@@ -47,8 +47,8 @@ def language_model(shape: str) -> PreTrainedModel:
 
 
 def rows() -> Iterator[TokenBatch]:
-    """Rows whose middle is inside of a sequence, or of a shared prompt; one with an odd length,
-    one whose second half is not asked for anything, one without any token."""
+    """Yield rows whose middle is inside a sequence, or inside a shared prompt; a row of odd length,
+    one without targets in its second half, and one without any token."""
     yield make_batch([9, 21, 2, 6])
     yield make_batch([7, 1, 5])
     groups = make_groups([(3, [4]), (13, [5, 2, 4])])
@@ -63,16 +63,16 @@ def rows() -> Iterator[TokenBatch]:
 def gradients(
     module: nn.Module, sp_group: SequenceParallelGroup | None, is_critic: bool
 ) -> list[list[Tensor]]:
-    """Answers for each row, and the gradient of each parameter of a loss that all of them are in,
-    as far as this rank's slices make it."""
-    answers, places = [], torch.arange(40, dtype=torch.float64).sin()
+    """Return the outputs for each row, and each parameter's gradient of a loss over all of them, as
+    far as it flows through this rank's slices."""
+    outputs, weights = [], torch.arange(40, dtype=torch.float64).sin()
     for batch in rows():
         inputs = PackedInputs.of(batch, batch.tokens["policy_mask"], CPU, sp_group)
-        found = [module(inputs)] if is_critic else [*module(inputs, 0.7, True)]
-        loss = sum((x * places[: len(x)]).sum() + x.mean() ** 2 for x in found if len(x))
-        (loss if isinstance(loss, Tensor) else 0 * found[0].sum()).backward()
-        answers += [x.detach() for x in found]
-    return [answers, [p.grad for p in module.parameters()]]
+        results = [module(inputs)] if is_critic else [*module(inputs, 0.7, True)]
+        loss = sum((x * weights[: len(x)]).sum() + x.mean() ** 2 for x in results if len(x))
+        (loss if isinstance(loss, Tensor) else 0 * results[0].sum()).backward()
+        outputs += [x.detach() for x in results]
+    return [outputs, [p.grad for p in module.parameters()]]
 
 
 def compare(rank: int, size: int, port: int) -> dict[str, list[list[list[Tensor]]]]:
@@ -82,23 +82,23 @@ def compare(rank: int, size: int, port: int) -> dict[str, list[list[list[Tensor]
     sp_group, found = SequenceParallelGroup.join(size), {}
     for shape, is_critic in CASES:
         results = []
-        for together in (None, sp_group):
+        for group in (None, sp_group):
             lm = language_model(shape)
             module = ValueModel(lm).double() if is_critic else LogProbModel(lm)
             if isinstance(module, ValueModel):
                 nn.init.normal_(module.value_head.weight)
-            answers, learned = gradients(module, together, is_critic)
-            if together is not None:
-                for gradient in learned:
+            outputs, grads = gradients(module, group, is_critic)
+            if group is not None:
+                for gradient in grads:
                     dist.all_reduce(gradient)
-            results.append([answers, learned])
+            results.append([outputs, grads])
         found[f"{shape}, {'critic' if is_critic else 'policy'}"] = results
     dist.destroy_process_group()
     return found
 
 
 def learn(rank: int, size: int, port: int, model: str, sp_size: int) -> dict[str, Any]:
-    """Passes and updates of actor and critic, with several micro-batches and shared prompts."""
+    """Run passes and updates of actor and critic with several micro-batches and shared prompts."""
     config = tiny_config(model, size)
     config.actor_rollout_ref.actor.ulysses_sequence_parallel_size = sp_size
     config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu = 24 // sp_size
@@ -118,7 +118,7 @@ def learn(rank: int, size: int, port: int, model: str, sp_size: int) -> dict[str
         found["lengths"].append(batch.lengths.tolist())
         found["answers"] |= {(number, step): call(shard) for number, call in enumerate(calls)}
         found["metrics"] += [worker.critic.update(shard), worker.actor.update(shard)]
-    for name, engine in worker.models.items():
-        found[name] = {key: x.clone() for key, x in engine.full_parameters()}
+    for name, trained in worker.models.items():
+        found[name] = {key: x.clone() for key, x in trained.full_parameters()}
     worker.shutdown()
     return found

@@ -1,4 +1,4 @@
-"""The policy's log-probs and updates, against plain transformers and hand-written losses."""
+"""Log-probs and updates of the policy, compared with plain transformers and manual losses."""
 
 import itertools
 import math
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from example.tiny import tiny_llama
-from tests.verl.training.operations import Seen
+from tests.verl.training.operations import OperationRecorder
 from tests.verl.training.ranks import VOCAB, make_batch, make_groups
 from verl.config import ActorConfig, Config, OptimConfig
 from verl.config.policy import SELECTIVE
@@ -31,21 +31,21 @@ TEMPERATURE = 0.7
 
 
 def make_actor(
-    budget: int = 1000, again: bool | str = False, dtype: torch.dtype = torch.float32,
+    budget: int = 1000, recomputed: bool | str = False, dtype: torch.dtype = torch.float32,
     **options: object,
 ) -> Actor:  # fmt: skip
-    """`again` is what its blocks recompute, in `dtype`."""
+    """Build a tiny actor in `dtype` whose blocks recompute activations as in `recompute`."""
     lm = tiny_llama(VOCAB)
     lm.set_attn_implementation(PACKED)
-    recompute(lm, again)
+    recompute(lm, recomputed)
     config = ActorConfig(optim=OptimConfig(lr=1e-3), **options)  # type: ignore[arg-type]
-    engine_options = FsdpOptions(dtype, 10, config.optim)
-    engine = FsdpModel(LogProbModel(lm), blocks(lm, lm), torch.device("cpu"), engine_options)
-    return Actor(engine, config, TokenBudgets(budget, budget), TEMPERATURE)
+    fsdp_options = FsdpOptions(dtype, 10, config.optim)
+    model = FsdpModel(LogProbModel(lm), blocks(lm, lm), torch.device("cpu"), fsdp_options)
+    return Actor(model, config, TokenBudgets(budget, budget), TEMPERATURE)
 
 
 def plain_log_probs(lm: torch.nn.Module, batch: TokenBatch) -> tuple[Tensor, Tensor]:
-    """Log-probs and entropies of all tokens by unpacked forwards; 0 for first tokens."""
+    """Compute log-probs and entropies of all tokens by unpacked forwards; 0 for first tokens."""
     log_probs, entropies = [], []
     for ids in batch.sequences("input_ids"):
         log_p = torch.log_softmax(lm(ids[None]).logits[0, :-1] / TEMPERATURE, -1)
@@ -76,12 +76,12 @@ def test_chunking_logits_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
     assert make_actor(entropy_coeff=0.1).update(batch) == pytest.approx(whole, rel=1e-4, abs=1e-6)
 
 
-def test_masks_of_short_runs_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All blocks use those of the first, although FSDP copies what it calls a block with."""
-    made, mask = [], attention._mask
-    monkeypatch.setattr(attention, "_mask", lambda *known: made.append(known) or mask(*known))
+def test_masks_of_short_runs_are_built_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All blocks reuse the first block's masks, although FSDP copies a block's arguments."""
+    calls, mask = [], attention._mask
+    monkeypatch.setattr(attention, "_mask", lambda *args: calls.append(args) or mask(*args))
     make_actor(dtype=torch.bfloat16).update(make_batch(LENGTHS))
-    assert [length for length, *_ in made] == LENGTHS
+    assert [length for length, *_ in calls] == LENGTHS
 
 
 @pytest.mark.parametrize(("high", "bound"), [(None, 1.2), (0.4, 1.4)])
@@ -112,8 +112,8 @@ def test_loss_and_gradient_equal_a_hand_written_loss(high: float | None, bound: 
     assert found["actor/rollout_mismatch_max"] == pytest.approx(mismatch.max().item(), rel=1e-4)
 
 
-def test_losses_are_reported_as_they_are_and_the_rest_by_token() -> None:
-    """Weights that do not sum to 1, as Dr.GRPO's, make another loss, and no other entropy."""
+def test_losses_are_reported_as_sums_and_other_metrics_as_means() -> None:
+    """Weights that do not sum to 1, as with Dr.GRPO, scale the loss, but not the entropy."""
     single, double = make_batch(LENGTHS), make_batch(LENGTHS)
     double.tokens["loss_weights"] = 2 * double.tokens["loss_weights"]
     options = {"entropy_coeff": 0.1, "use_kl_loss": True, "kl_loss_coef": 0.1, "llds_coef": 0.1}
@@ -126,13 +126,13 @@ def test_losses_are_reported_as_they_are_and_the_rest_by_token() -> None:
 
 
 def test_options_of_the_loss_equal_a_hand_written_loss() -> None:
-    """GPG weighed by truncated sequence ratios, with LLDS gated by turn, by loops and autograd."""
+    """GPG weighted by truncated sequence ratios, with LLDS gated by turn, by loops and autograd."""
     batch = make_batch(LENGTHS)
     lm, c = tiny_llama(VOCAB), batch.tokens
     log_probs, _ = plain_log_probs(lm, batch)
     for name in ("old_log_probs", "rollout_log_probs"):
         c[name] = log_probs.detach() + c[name] + 4.5
-    gate = "".join(["tu", "rn"])  # as read from a file: no literal of ours
+    gate = "".join(["tu", "rn"])  # as read from a file: not the interned literal
     options = {"policy_loss": "gpg", "rollout_is": "sequence", "llds_coef": 0.3, "llds_gate": gate}
     found = make_actor(rollout_is_threshold=1.5, **options).update(batch)
     loss, num_tokens = torch.zeros(()), int(c["policy_mask"].sum())
@@ -143,8 +143,8 @@ def test_options_of_the_loss_equal_a_hand_written_loss() -> None:
         loss = loss - (ratio * c["advantages"] * log_probs)[own].sum()
         turns = [[t for t in own if t <= u and set(range(t, u)) <= set(own)] for u in own]
         for turn in (t for t in turns if t[-1] + 1 not in own):
-            kept = [t for t in turn if c["advantages"][t] >= 0]
-            drops = (c["old_log_probs"] - log_probs)[kept]
+            preserved = [t for t in turn if c["advantages"][t] >= 0]
+            drops = (c["old_log_probs"] - log_probs)[preserved]
             loss = loss + 0.3 * (drops.clamp(min=0).sum() if drops.sum() > 0 else 0.0)
     assert found["actor/loss"] == pytest.approx(loss.item() / num_tokens, rel=1e-4)
     loss.backward()
@@ -155,7 +155,7 @@ def test_options_of_the_loss_equal_a_hand_written_loss() -> None:
 
 @pytest.mark.parametrize("budget", [1000, 17])
 def test_corrections_are_reported_over_all_tokens(budget: int) -> None:
-    """Mean weight, effective sample size and share left out, in one micro-batch or several."""
+    """Mean weight, effective sample size and masked share, in one micro-batch or several."""
     batch = make_batch(LENGTHS)
     options = {"rollout_is": "token", "rollout_is_threshold": 1.1, "rollout_is_floor": 0.9,
                "rollout_mask": "geometric", "rollout_mask_threshold": 1.1}  # fmt: skip
@@ -182,10 +182,10 @@ def test_corrections_are_reported_over_all_tokens(budget: int) -> None:
         ([1, 2, 4, 5, 9, 11], [0, 0, 1, 1, 2, 3]),
     ],
 )
-def test_one_observed_token_parts_two_turns(positions: list[int], turns: list[int]) -> None:
-    """A turn is a run of neighbouring tokens, however short the observation after it is."""
-    places = torch.tensor(positions, dtype=torch.int64)
-    inputs: Any = SimpleNamespace(target_positions=places, targets=places)
+def test_one_observed_token_separates_two_turns(positions: list[int], turns: list[int]) -> None:
+    """A turn is a run of adjacent tokens, however short the observation after it is."""
+    targets = torch.tensor(positions, dtype=torch.int64)
+    inputs: Any = SimpleNamespace(target_positions=targets, targets=targets)
     assert TargetColumns(make_batch([12]), inputs).turns.tolist() == turns
 
 
@@ -193,11 +193,11 @@ def test_weights_are_whole_and_exact_after_a_forward() -> None:
     """Weights read after a pass without backward are the float32 ones, not gathered copies."""
     lm = tiny_llama(VOCAB)
     lm.set_attn_implementation(PACKED)
-    engine = FsdpModel(
+    model = FsdpModel(
         LogProbModel(lm), blocks(lm, lm), torch.device("cpu"),
         FsdpOptions(torch.bfloat16, 10, OptimConfig()),
     )  # fmt: skip
-    actor = Actor(engine, ActorConfig(), TokenBudgets())
+    actor = Actor(model, ActorConfig(), TokenBudgets())
     actor.log_probs(make_batch(LENGTHS))
     expected = dict(tiny_llama(VOCAB).named_parameters())
     assert all(torch.equal(x, expected[name]) for name, x in weights(actor).items())
@@ -214,12 +214,12 @@ def test_weights_are_whole_and_exact_after_a_forward() -> None:
     ids=str,
 )
 def test_gradient_accumulation_equals_the_unsplit_batch(options: dict[str, object]) -> None:
-    """Four micro-batches, whatever is recomputed in backward, update as one does."""
+    """Several micro-batches, with any recomputation in backward, update as a single one does."""
     batch, whole = make_batch(LENGTHS), make_actor(1000, **options)
     one = whole.update(batch)
     assert one.pop("actor/num_micro_batches") == 1
-    for again in (True, SELECTIVE):
-        split = make_actor(17, again, **options)
+    for recomputed in (True, SELECTIVE):
+        split = make_actor(17, recomputed, **options)
         many = split.update(batch)
         assert many.pop("actor/num_micro_batches") == 3
         assert many == pytest.approx(one, rel=1e-4, abs=1e-6)
@@ -239,7 +239,7 @@ def test_gradient_accumulation_equals_the_unsplit_batch(options: dict[str, objec
 def test_an_update_with_shared_prompts_is_the_same_update(
     options: dict[str, object], budget: int
 ) -> None:
-    """Groups whole in a micro-batch, or divided: metrics, log-probs and weights do not change."""
+    """Groups whole in a micro-batch, or split: metrics, log-probs and weights do not change."""
     plain, shared = (make_groups([(7, [5, 1, 12]), (9, [3, 8]), (4, [6])]) for _ in range(2))
     shared.rows[SHARED_PROMPT] = common_prompts(shared)
     apart, together = make_actor(budget, **options), make_actor(budget, **options)
@@ -248,13 +248,13 @@ def test_an_update_with_shared_prompts_is_the_same_update(
     counts = [m.pop("actor/num_micro_batches") for m in metrics]
     assert counts == ([1, 1] if budget == 1000 else [4, 3])
     assert metrics[1] == pytest.approx(metrics[0], rel=1e-4, abs=1e-6)
-    learned = weights(together)
-    for name, x in weights(apart).items():  # where a gradient is almost 0, AdamW makes much of it
-        assert (learned[name] - x).abs().mean() < 1e-6
+    shared_weights = weights(together)
+    for name, x in weights(apart).items():  # in the mean: AdamW amplifies gradients near 0
+        assert (shared_weights[name] - x).abs().mean() < 1e-6
 
 
 @pytest.mark.parametrize(
-    ("options", "is_spared"),
+    ("options", "is_skipped"),
     [
         ({}, True),
         ({"policy_loss": "gspo", "rollout_is": "sequence"}, True),
@@ -267,19 +267,19 @@ def test_an_update_with_shared_prompts_is_the_same_update(
     ],
     ids=str,
 )
-def test_trajectories_without_advantage_are_spared_where_they_have_no_gradient(
-    options: dict[str, object], is_spared: bool
+def test_trajectories_without_advantage_are_skipped_if_they_have_no_gradient(
+    options: dict[str, object], is_skipped: bool
 ) -> None:
-    """What is left out would have changed nothing, and whatever else is in the loss keeps it."""
+    """They change nothing when skipped, and are not skipped if the loss has other terms."""
     config, batch = Config(), make_batch(LENGTHS)
     config.actor_rollout_ref.actor = ActorConfig(**options)  # type: ignore[arg-type]
-    assert config.needs_every_trajectory is not is_spared
+    assert config.needs_every_trajectory is not is_skipped
     for sequence in (0, 2):
         batch.tokens["advantages"][slice(*batch.offsets[sequence : sequence + 2])] = 0.0
     few = drop_zero_advantages(batch)
     assert few.columns["group"] == [batch.columns["group"][i] for i in (1, 3)]
     norms = [make_actor(**options).update(b)["actor/grad_norm"] for b in (batch, few)]
-    has_other_terms = not is_spared and "skip_zero_advantages" not in options
+    has_other_terms = not is_skipped and "skip_zero_advantages" not in options
     assert (norms[1] != pytest.approx(norms[0], rel=1e-4)) is has_other_terms
 
 
@@ -293,18 +293,22 @@ def test_trajectories_without_advantage_are_spared_where_they_have_no_gradient(
     ],
     ids=str,
 )
-def test_an_update_can_be_repeated_to_the_bit_on_gpus(options: dict[str, object]) -> None:
-    """No operation, forward or backward, is one that torch's deterministic mode raises for."""
-    actor, batch, seen = make_actor(17, True, **options), make_batch(LENGTHS), Seen()
-    with seen:
+def test_an_update_is_deterministic_on_gpus(options: dict[str, object]) -> None:
+    """torch's deterministic mode raises for no operation, forward or backward."""
+    actor, batch, recorder = (
+        make_actor(17, True, **options),
+        make_batch(LENGTHS),
+        OperationRecorder(),
+    )
+    with recorder:
         actor.log_probs(batch)
         actor.update(batch)
-    assert {"embedding_dense_backward", "_log_softmax", "_fused_adamw_"} <= seen.names
-    assert not seen.refused
+    assert {"embedding_dense_backward", "_log_softmax", "_fused_adamw_"} <= recorder.names
+    assert not recorder.refused
 
 
-def test_observation_tokens_have_no_say() -> None:
-    """TargetColumns that are not finite at prompt and observation tokens change nothing at all."""
+def test_observation_tokens_do_not_matter() -> None:
+    """Columns with NaN at prompt and observation tokens do not change the update."""
     clean, dirty = make_batch(LENGTHS), make_batch(LENGTHS)
     for name in ("old_log_probs", "ref_log_probs", "advantages", "rollout_log_probs"):
         dirty.tokens[name][~dirty.tokens["policy_mask"]] = torch.nan
@@ -314,8 +318,8 @@ def test_observation_tokens_have_no_say() -> None:
         assert torch.equal(weights(second)[name], x)
 
 
-def test_without_state_masking_observations_are_learned_from() -> None:
-    """The driver's loss_mask, not the policy mask, says which tokens are in the loss."""
+def test_without_state_masking_observations_are_in_the_loss() -> None:
+    """The driver's loss_mask, not the policy mask, selects the tokens in the loss."""
     batch = make_batch(LENGTHS)
     batch.tokens["loss_mask"] = torch.ones_like(batch.tokens["policy_mask"])
     found = make_actor().log_probs(batch)
@@ -324,7 +328,7 @@ def test_without_state_masking_observations_are_learned_from() -> None:
 
 
 def test_without_old_log_probs_the_ratio_is_one() -> None:
-    """A single update per step needs no pass for old log-probs: its loss is -mean(advantage)."""
+    """A single update per step needs no old log-probs: its loss is -mean(advantage)."""
     batch = make_batch(LENGTHS)
     del batch.tokens["old_log_probs"]
     found = make_actor().update(batch)
@@ -334,7 +338,7 @@ def test_without_old_log_probs_the_ratio_is_one() -> None:
 
 
 def test_line_17_a_non_finite_update_is_skipped_and_named(caplog: pytest.LogCaptureFixture) -> None:
-    """NaN never reaches weights or optimizer; the log says which groups it came from."""
+    """NaN never reaches weights or optimizer; the log names the groups it came from."""
     batch = make_batch(LENGTHS)
     actor = make_actor()
     before = weights(actor)
@@ -352,7 +356,7 @@ def test_line_17_a_non_finite_update_is_skipped_and_named(caplog: pytest.LogCapt
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 def test_line_17_a_gradient_that_is_not_finite_is_skipped(bad: float) -> None:
-    """Also where the loss is finite: one such number in one gradient is enough."""
+    """Even if the loss is finite: a single such value in a gradient is enough."""
     actor, before = make_actor(), weights(make_actor())
     for parameter in actor.model.trained_parameters().values():
         parameter.grad = torch.zeros_like(parameter)
@@ -364,20 +368,20 @@ def test_line_17_a_gradient_that_is_not_finite_is_skipped(bad: float) -> None:
     assert actor.model.step(is_finite=False).is_skipped
 
 
-def test_a_step_keeps_the_memory_that_the_next_one_needs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Device memory is given back in `empty_cache` alone: to take it again costs time."""
+def test_a_step_keeps_cached_device_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Device memory is released only in `empty_cache`: allocating it again costs time."""
     calls: list[str] = []
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append("empty_cache"))
-    engine = make_actor().model
-    engine.device = torch.device("cuda")
-    engine.step()
+    model = make_actor().model
+    model.device = torch.device("cuda")
+    model.step()
     assert not calls
-    TrainerWorker.empty_cache(engine)  # type: ignore[arg-type]
+    TrainerWorker.empty_cache(model)  # type: ignore[arg-type]
     assert calls == ["empty_cache"]
 
 
 def test_a_batch_without_policy_tokens_updates_nothing_but_runs() -> None:
-    """A rank with nothing to learn still takes part, with a loss and gradient of 0."""
+    """A rank without targets still takes part, with a loss and gradient of 0."""
     batch = make_batch(LENGTHS)
     batch.tokens["policy_mask"][:] = False
     batch.tokens["loss_weights"][:] = 0
@@ -396,7 +400,7 @@ def test_learning_rate_schedules() -> None:
 
 
 def test_line_17_a_loss_that_is_not_finite_is_skipped_whatever_its_gradient() -> None:
-    """Of any rank, in any part of the loss."""
+    """On any rank, in any term of the loss."""
     actor, before = make_actor(), weights(make_actor())
     for parameter in actor.model.trained_parameters().values():
         parameter.grad = torch.ones_like(parameter)

@@ -1,4 +1,4 @@
-"""Packed attention against the models' own attention on one sequence at a time."""
+"""Packed attention, compared with the models' own attention on one sequence at a time."""
 
 import functools
 import inspect
@@ -60,12 +60,12 @@ SIZES = {
         (Qwen2Config, Qwen2ForCausalLM),
         (functools.partial(GraniteConfig, attention_multiplier=0.9), GraniteForCausalLM),
     ],
-    ids=["llama", "qwen2", "a scale of its own"],
+    ids=["llama", "qwen2", "custom scale"],
 )
 def test_packed_logits_equal_one_by_one(
     config: Callable[..., PretrainedConfig], model: type
 ) -> None:
-    """A token sees its own sequence's prefix and nothing of its neighbours, scaled as it says."""
+    """A token sees only the prefix of its own sequence, with the model's attention scale."""
     torch.manual_seed(0)
     plain = model(config(**SIZES, initializer_range=0.2, attn_implementation="eager")).eval()
     ids = torch.randint(0, 61, (1, sum(LENGTHS)))
@@ -77,7 +77,7 @@ def test_packed_logits_equal_one_by_one(
 
 
 def test_a_window_limits_what_a_token_sees() -> None:
-    """Sliding-window attention equals softmax over the last `window` tokens, by hand."""
+    """Sliding-window attention equals a manual softmax over the last `window` tokens."""
     torch.manual_seed(0)
     q, k, v = (torch.randn(9, 1, 8) for _ in range(3))
     found = attend_per_run(q, k, v, SequenceBounds.of([(0, 9)], torch.device("cpu")), 0.5, 3)
@@ -88,35 +88,35 @@ def test_a_window_limits_what_a_token_sees() -> None:
 
 
 @pytest.mark.parametrize("window", [None, 3])
-def test_a_layer_that_names_no_scale_has_the_usual_one(
+def test_a_layer_without_a_scale_has_the_default(
     window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One over the root of the head's size; a window goes along, and none is 0 for every kernel."""
-    given = []
-    monkeypatch.setattr(attention, "attend_per_run", lambda q, *rest: given.append(rest) or q)
+    """It is 1 / sqrt(head_dim); a window is passed on to the kernel, and no window as 0."""
+    calls = []
+    monkeypatch.setattr(attention, "attend_per_run", lambda q, *rest: calls.append(rest) or q)
     heads = torch.zeros(1, 2, 5, 16)
     bounds = SequenceBounds.of([(0, 5)], torch.device("cpu"))
     found, _ = packed_attention(nn.Module(), heads, heads, heads, None, None, bounds, window)
     assert found.shape == (1, 5, 2, 16)
-    assert given[0][2:] == (bounds, 0.25, window or 0)
+    assert calls[0][2:] == (bounds, 0.25, window or 0)
 
 
-def test_calling_without_bounds_says_so() -> None:
-    """A forward that forgot its bounds is a bug that names itself."""
+def test_calling_without_bounds_is_an_error() -> None:
+    """The error names the missing SequenceBounds."""
     model = LlamaForCausalLM(LlamaConfig(**SIZES, attn_implementation=PACKED))
     with pytest.raises(AssertionError, match="SequenceBounds"):
         model(torch.zeros(1, 3, dtype=torch.int64))
 
 
-def by_hand(
+def attend_by_definition(
     query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor, scale: float,
     left: int,
 ) -> Tensor:  # fmt: skip
-    """Causal attention as its definition has it, for as many key heads as queries.
+    """Compute causal attention by its definition, for as many key heads as query heads.
 
     The last query of a sequence sees its last key.
     """
-    assert query.shape[1] == key.shape[1] == value.shape[1], "the kernel shares no heads"
+    assert query.shape[1] == key.shape[1] == value.shape[1], "the kernel does not support GQA"
     found = torch.zeros_like(query)
     bounds = zip(*(itertools.pairwise(cu.tolist()) for cu in (cu_seq_q, cu_seq_k)), strict=True)
     for (start, end), (first, last) in bounds:
@@ -133,10 +133,10 @@ def varlen_of_2_11(
     max_k: int, *, return_aux: object = None, scale: float | None = None,
     window_size: tuple[int, int] = (-1, -1),
 ) -> Tensor:  # fmt: skip
-    """With the signature of torch 2.11's."""
+    """Fake torch's kernel, with its signature in torch 2.11."""
     assert window_size[1] == 0 and scale is not None
     assert (max_q, max_k) == (cu_seq_q.diff().max(), cu_seq_k.diff().max())
-    return by_hand(query, key, value, cu_seq_q, cu_seq_k, scale, window_size[0])
+    return attend_by_definition(query, key, value, cu_seq_q, cu_seq_k, scale, window_size[0])
 
 
 def varlen_of_2_12(
@@ -144,7 +144,7 @@ def varlen_of_2_12(
     max_k: int, *, return_aux: object = None, scale: float | None = None,
     window_size: tuple[int, int] = (-1, -1), enable_gqa: bool = False,
 ) -> Tensor:  # fmt: skip
-    """With that of 2.12 and newer: heads are shared if asked for."""
+    """Fake torch's kernel, with its signature since torch 2.12: with `enable_gqa`."""
     if enable_gqa:
         key, value = (x.repeat_interleave(2, dim=1) for x in (key, value))
     return varlen_of_2_11(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, scale=scale,
@@ -154,10 +154,10 @@ def varlen_of_2_12(
 @rows
 @pytest.mark.parametrize("kernel", [varlen_of_2_11, varlen_of_2_12])
 @pytest.mark.parametrize(("key_heads", "window"), [(2, 0), (2, 3), (2, 4), (4, 0)])
-def test_torch_kernels_with_and_without_shared_heads_give_the_same(
+def test_torch_kernels_with_and_without_gqa_give_the_same(
     kernel: Callable[..., Tensor], key_heads: int, window: int, bounds: SequenceBounds
 ) -> None:
-    """Grouped-query models also run where the kernel takes as many key heads as queries only."""
+    """Grouped-query models also run if the kernel needs as many key heads as query heads."""
     torch.manual_seed(0)
     query = torch.randn(sum(bounds.lengths), 4, 8)
     key, value = (torch.randn(sum(bounds.num_keys), key_heads, 8) for _ in range(2))
@@ -171,7 +171,7 @@ def flash(
     max_k: int, *, softmax_scale: float, causal: bool, window_size: tuple[int, int],
     deterministic: bool,
 ) -> Tensor:  # fmt: skip
-    """What flash-attn computes: -1 is no window, to the right too, where `causal` sees to it."""
+    """Fake flash-attn's kernel: a window of -1 is unlimited, to the right too, with `causal`."""
     assert causal and (window_size == (-1, -1) or window_size[1] == 0)
     key, value = (x.repeat_interleave(2, dim=1) for x in (key, value))
     return varlen_of_2_11(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k,
@@ -190,12 +190,12 @@ def test_flash_attention_gives_the_same(window: int, bounds: SequenceBounds) -> 
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
-def at_once(
+def attend_by_matrix(
     query: Tensor, key: Tensor, value: Tensor, bounds: SequenceBounds, window: int,
-    kept: torch.dtype = torch.float64,
+    score_dtype: torch.dtype = torch.float64,
 ) -> Tensor:  # fmt: skip
-    """Attention of a whole row by one matrix, in float64, with a key for each query; products of
-    queries and keys are rounded to `kept`."""
+    """Compute the attention of a whole row by one matrix, in float64; products of queries and keys
+    are rounded to `score_dtype`."""
     owner = [(p, r) for r, (start, end) in enumerate(bounds.spans) for p in range(start, end)]
     seen = [(p, r) for r, (_, end) in enumerate(bounds.spans) for p in range(end)]
     sees = torch.tensor([
@@ -204,17 +204,17 @@ def at_once(
     ])  # fmt: skip
     q, k, v = (x.double().transpose(0, 1) for x in (query, key, value))
     k, v = (x.repeat_interleave(len(q) // len(x), 0) for x in (k, v))
-    scores = (0.3 * (q @ k.mT).to(kept).double()).masked_fill(~sees, -torch.inf)
+    scores = (0.3 * (q @ k.mT).to(score_dtype).double()).masked_fill(~sees, -torch.inf)
     return (scores.softmax(-1) @ v).transpose(0, 1)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("window", [0, 7, 300])
 @pytest.mark.parametrize("spans", [[(0, 40), (40, 300)], [(0, 9), (9, 30), (9, 11), (0, 20)]])
-def test_long_and_short_runs_are_attended_to_alike(
+def test_long_and_short_runs_have_the_same_attention(
     spans: list[tuple[int, int]], window: int, dtype: torch.dtype
 ) -> None:
-    """Whichever way a run's length chooses: output and gradients are those of one matrix."""
+    """With either implementation, outputs and gradients are those of one matrix."""
     torch.manual_seed(0)
     bounds = SequenceBounds.of(spans, torch.device("cpu"))
     sizes = (sum(bounds.lengths), sum(bounds.num_keys), sum(bounds.num_keys))
@@ -224,25 +224,24 @@ def test_long_and_short_runs_are_attended_to_alike(
     ]
     upstream = torch.randn(sizes[0], 6, 16).to(dtype)
     found = attend_per_run(*drawn, bounds, 0.3, window)
-    expected = at_once(*drawn, bounds, window)
+    expected = attend_by_matrix(*drawn, bounds, window)
     pairs = zip(
         [found, *torch.autograd.grad(found, drawn, upstream)],
         [expected, *torch.autograd.grad(expected, drawn, upstream.double())], strict=True,
     )  # fmt: skip
-    for one, other in pairs:
-        assert (one.double() - other).norm() < (
-            1e-5 if dtype.itemsize == 4 else 1e-2
-        ) * other.norm()
+    tolerance = 1e-5 if dtype is torch.float32 else 1e-2
+    for actual, exact in pairs:
+        assert (actual.double() - exact).norm() < tolerance * exact.norm()
 
 
 def test_scores_of_short_runs_are_not_rounded() -> None:
-    """Rounded to bfloat16 as the factors are, large scores would move the weights by a hundredth;
-    other products of the process stay as they were."""
+    """Large scores rounded to bfloat16 would change the weights by a hundredth. The setting for
+    other matrix products of the process is restored."""
     torch.manual_seed(0)
     query, key, value = (4 * torch.randn(100, heads, 16).bfloat16() for heads in (6, 2, 2))
     bounds = SequenceBounds.of([(0, 100)], query.device)
-    expected = at_once(query, key, value, bounds, 0)
-    rounded = at_once(query, key, value, bounds, 0, torch.bfloat16)
+    expected = attend_by_matrix(query, key, value, bounds, 0)
+    rounded = attend_by_matrix(query, key, value, bounds, 0, torch.bfloat16)
     before = torch.backends.mkldnn.matmul.fp32_precision
     found = attend_per_run(query, key, value, bounds, 0.3, 0)
     assert torch.backends.mkldnn.matmul.fp32_precision == before
@@ -251,43 +250,43 @@ def test_scores_of_short_runs_are_not_rounded() -> None:
 
 
 class Recorder:
-    """Notes how it is called, by the names of a signature that the call must fit."""
+    """A kernel that records its arguments by name; the call must fit the signature of `like`."""
 
     def __init__(self, like: Callable[..., Any] | None = None) -> None:
         self.__signature__ = inspect.signature(like or (lambda *rows, **options: None))
 
     def __call__(self, *rows: Any, **options: Any) -> Tensor:
-        self.seen = self.__signature__.bind(*rows, **options).arguments
+        self.arguments = self.__signature__.bind(*rows, **options).arguments
         query: Tensor = rows[0]
         return query
 
 
 def call_with(attend: Callable[..., Tensor], kernel: Recorder) -> dict[str, Any]:
-    """What `kernel` is given for a row of a grouped-query model."""
+    """Return the arguments that `kernel` gets for a row of a grouped-query model."""
     query, key = torch.randn(5, 4, 8), torch.randn(5, 2, 8)
     attend(query, key, key, SequenceBounds.of([(0, 2), (0, 3)], query.device), 0.5, 0, kernel)
-    return kernel.seen
+    return kernel.arguments
 
 
-def test_the_installed_torch_takes_the_call() -> None:
-    """Every argument is one that this torch's kernel has, whichever version it is."""
-    seen = call_with(attend_with_torch_varlen, Recorder(varlen_attn))
-    assert (seen["max_q"], seen["window_size"], seen["scale"]) == (3, (-1, 0), 0.5)
+def test_the_call_fits_the_installed_torch() -> None:
+    """All arguments exist in the kernel of the installed torch, whatever its version."""
+    found = call_with(attend_with_torch_varlen, Recorder(varlen_attn))
+    assert (found["max_q"], found["window_size"], found["scale"]) == (3, (-1, 0), 0.5)
 
 
 @pytest.fixture
 def determinism() -> Iterator[None]:
-    """Leave torch as it was."""
+    """Restore torch's setting."""
     yield
     torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.usefixtures("determinism")
-def test_flash_attention_repeats_itself_when_torch_is_told_to() -> None:
-    """The package has a switch of its own, which torch's does not reach."""
-    for wanted in (False, True):
-        torch.use_deterministic_algorithms(wanted)
-        assert call_with(attend_with_flash, Recorder())["options"]["deterministic"] is wanted
+def test_flash_attention_is_deterministic_when_torch_is() -> None:
+    """flash-attn has its own option, which torch's setting does not affect."""
+    for enabled in (False, True):
+        torch.use_deterministic_algorithms(enabled)
+        assert call_with(attend_with_flash, Recorder())["options"]["deterministic"] is enabled
 
 
 @pytest.mark.parametrize(
@@ -296,28 +295,28 @@ def test_flash_attention_repeats_itself_when_torch_is_told_to() -> None:
 def test_flash_attention_is_for_ampere_and_newer(
     monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], is_flash: bool
 ) -> None:
-    """On a V100 or T4, which compute in float16, its kernels would only raise."""
+    """On a V100 or T4, which compute in float16, its kernels would raise."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     assert (cuda_kernel.__wrapped__() is not attend_per_run) is is_flash
 
 
-def chosen() -> object:
-    """The kernel of this machine as it is now."""
-    found = cuda_kernel.__wrapped__()
-    return getattr(found, "func", found)
+def chosen_kernel() -> object:
+    """Return the function that `cuda_kernel` chooses now, without its cache."""
+    kernel = cuda_kernel.__wrapped__()
+    return getattr(kernel, "func", kernel)
 
 
 @pytest.mark.parametrize("name", ["flash_attn/notes.txt", "flash_attn/__init__.py"])
 def test_a_folder_named_flash_attn_is_no_kernel(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A checkout or a data folder on the path imports as a package, yet brings no function."""
+    """A checkout or data folder on the path imports as a package, but lacks the function."""
     (tmp_path / name).parent.mkdir()
     (tmp_path / name).touch()
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "flash_attn", raising=False)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
-    assert chosen() is not attend_with_flash
+    assert chosen_kernel() is not attend_with_flash
     sys.modules.pop("flash_attn", None)
 
 
@@ -329,14 +328,14 @@ def test_a_folder_named_flash_attn_is_no_kernel(
         (False, False, attend_per_run),
     ],
 )
-def test_the_fastest_kernel_that_is_installed_is_taken(
+def test_the_fastest_installed_kernel_is_chosen(
     has_flash: bool, has_varlen: bool, expected: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The package of its own, else torch's, else what every torch has."""
+    """flash-attn, else torch's variable-length kernel, else attention per run."""
     package = SimpleNamespace(flash_attn_varlen_func=flash) if has_flash else None
     monkeypatch.setitem(sys.modules, "flash_attn", package)
     if not has_varlen:
         monkeypatch.setitem(sys.modules, "torch.nn.attention.varlen", None)
         monkeypatch.delattr(torch.nn.attention, "varlen")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
-    assert chosen() is expected
+    assert chosen_kernel() is expected

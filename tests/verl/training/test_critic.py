@@ -1,10 +1,10 @@
-"""The value function's alignment and loss, by hand."""
+"""Alignment and loss of the value function, compared with manual computations."""
 
 import pytest
 import torch
 
 from example.tiny import HIDDEN_SIZE, tiny_llama
-from tests.verl.training.operations import Seen
+from tests.verl.training.operations import OperationRecorder
 from tests.verl.training.ranks import VOCAB, make_batch, make_groups
 from verl.config import CriticConfig, OptimConfig
 from verl.core_algos.losses import loss_weights
@@ -27,10 +27,8 @@ def make_critic(budget: int = 1000, head_scale: float = 0.1) -> Critic:
         module.value_head.weight += head_scale * torch.arange(HIDDEN_SIZE).remainder(7).sub(3)
     config = CriticConfig(optim=OptimConfig(lr=1e-4))
     options = FsdpOptions(torch.float32, 10, config.optim)
-    engine = FsdpModel(
-        module, blocks(module, lm), torch.device("cpu"), options, [module.value_head]
-    )
-    return Critic(engine, config, TokenBudgets(budget, budget))
+    model = FsdpModel(module, blocks(module, lm), torch.device("cpu"), options, [module.value_head])
+    return Critic(model, config, TokenBudgets(budget, budget))
 
 
 def test_value_of_a_token_comes_from_the_state_before_it() -> None:
@@ -47,13 +45,13 @@ def test_value_of_a_token_comes_from_the_state_before_it() -> None:
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_a_new_critic_says_nothing() -> None:
-    """The head starts at zero, so first advantages are not noise."""
+def test_a_new_critic_predicts_zero() -> None:
+    """The head starts at zero, so the first advantages are not noise."""
     assert make_critic(head_scale=0.0).values(make_batch(LENGTHS)).abs().max() == 0
 
 
-def test_value_loss_by_hand_and_learning() -> None:
-    """The loss is the clipped half square over policy tokens, and falls with updates."""
+def test_value_loss_is_the_clipped_one_and_falls() -> None:
+    """The loss is half the clipped squared error over policy tokens, and updates reduce it."""
     batch = make_batch(LENGTHS)
     critic, mask = make_critic(20), batch.tokens["policy_mask"]
     now, old, returns = critic.values(batch), batch.tokens["values"], batch.tokens["returns"]
@@ -65,7 +63,7 @@ def test_value_loss_by_hand_and_learning() -> None:
 
 
 def test_values_and_updates_with_shared_prompts_are_the_same() -> None:
-    """Of states behind a prompt that is computed once."""
+    """Values of responses do not change if their prompt is computed once."""
     plain, shared = (make_groups([(7, [5, 1, 12]), (9, [3, 8])]) for _ in range(2))
     shared.rows[SHARED_PROMPT] = common_prompts(shared)
     apart, together = make_critic(), make_critic()
@@ -73,8 +71,8 @@ def test_values_and_updates_with_shared_prompts_are_the_same() -> None:
     assert together.update(shared) == pytest.approx(apart.update(plain), rel=1e-4, abs=1e-6)
 
 
-def test_a_mask_of_its_own_makes_the_critic_learn_from_observations() -> None:
-    """With `value_mask` values and loss cover its tokens; the policy's mask is not read."""
+def test_a_value_mask_lets_the_critic_learn_from_observations() -> None:
+    """With `value_mask`, values and loss cover its tokens; the policy's mask is not read."""
     batch = make_batch(LENGTHS)
     critic, policy = make_critic(20), batch.tokens["policy_mask"]
     narrow = critic.values(batch)
@@ -94,7 +92,7 @@ def test_a_mask_of_its_own_makes_the_critic_learn_from_observations() -> None:
 
 
 def test_means_are_means_whatever_the_aggregation() -> None:
-    """Weights that do not add up to 1 scale the loss alone, not what is logged beside it."""
+    """Weights that do not sum to 1 scale only the loss, not the other metrics."""
     batch = make_batch(LENGTHS)
     mask = batch.tokens["policy_mask"]
     batch.tokens["loss_weights"] = loss_weights(mask, batch.offsets, "seq-mean-token-sum")
@@ -108,7 +106,7 @@ def test_means_are_means_whatever_the_aggregation() -> None:
 
 
 def test_line_17_a_return_that_is_not_finite_is_skipped(caplog: pytest.LogCaptureFixture) -> None:
-    """The critic counts it and names the groups, and says what it said before."""
+    """The critic counts the update, names the groups, and predicts the same values as before."""
     batch, critic = make_batch(LENGTHS), make_critic()
     before = critic.values(batch)
     batch.tokens["returns"][batch.tokens["policy_mask"].nonzero()[0, 0]] = torch.inf
@@ -117,18 +115,18 @@ def test_line_17_a_return_that_is_not_finite_is_skipped(caplog: pytest.LogCaptur
     assert torch.equal(critic.values(batch), before)
 
 
-def test_an_update_can_be_repeated_to_the_bit_on_gpus() -> None:
-    """No operation, forward or backward, is one that torch's deterministic mode raises for."""
-    critic, seen = make_critic(20), Seen()
-    with seen:
+def test_an_update_is_deterministic_on_gpus() -> None:
+    """torch's deterministic mode raises for no operation, forward or backward."""
+    critic, recorder = make_critic(20), OperationRecorder()
+    with recorder:
         critic.update(make_batch(LENGTHS))
-    assert "embedding_dense_backward" in seen.names and not seen.refused
+    assert "embedding_dense_backward" in recorder.names and not recorder.refused
 
 
-def test_what_gpus_cannot_repeat_is_seen() -> None:
-    """The lookout of these tests finds a sum of real numbers along an axis, not of whole ones."""
-    with Seen() as whole:
+def test_nondeterministic_operations_are_recorded() -> None:
+    """The recorder of these tests finds a cumulative sum of floats, but not of integers."""
+    with OperationRecorder() as integers:
         torch.arange(3).cumsum(0)
-    with Seen() as real:
+    with OperationRecorder() as floats:
         torch.ones(3).cumsum(0)
-    assert (whole.refused, real.refused) == (set(), {"cumsum"})
+    assert (integers.refused, floats.refused) == (set(), {"cumsum"})

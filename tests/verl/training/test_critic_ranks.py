@@ -1,4 +1,4 @@
-"""A critic with ranks of its own learns, and is saved, as the one beside the actor."""
+"""A critic with its own ranks trains and is saved as one on the actor's ranks."""
 
 from __future__ import annotations
 
@@ -18,37 +18,38 @@ from verl.checkpoint.exporting import export
 from verl.ports import free_port
 from verl.training.shards import read_adapters, shard_folders
 
-BESIDE, ONE, TWO = 0, 1, 2
-"""Where the critic is: beside the actor, on a rank of its own, on two."""
+SHARED, ONE, TWO = 0, 1, 2
+"""The critic's own ranks: none (on the actor's rank), one or two."""
 
 
-def play(model: str, critics: int, out: Path, start: Path | None = None, lora: int = 0) -> Any:
-    """What the ranks answered; with a checkpoint in `out` unless they began from one."""
-    given = (free_port(), model, critics, None if start is None else str(start), str(out), lora)
-    return run_ranks(max(critics, 1), critic_bodies.run, *given)
+def train(model: str, critics: int, out: Path, start: Path | None = None, lora: int = 0) -> Any:
+    """Return the results of the ranks, which save a checkpoint in `out` unless given a `start`."""
+    start_path = None if start is None else str(start)
+    arguments = (free_port(), model, critics, start_path, str(out), lora)
+    return run_ranks(max(critics, 1), critic_bodies.run, *arguments)
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
-    """The same training with the critic in each place."""
+    """Run the same training with each placement of the critic."""
     root = tmp_path_factory.mktemp("critic")
     model = save_tiny(root / "model")
-    outs = {where: root / str(where) / "global_step_1" for where in (BESIDE, ONE, TWO)}
-    answers = {where: play(model, where, out) for where, out in outs.items()}
+    outs = {where: root / str(where) / "global_step_1" for where in (SHARED, ONE, TWO)}
+    answers = {where: train(model, where, out) for where, out in outs.items()}
     return SimpleNamespace(model=model, outs=outs, answers=answers)
 
 
-def test_it_learns_the_same_wherever_it_is(runs: SimpleNamespace) -> None:
-    """Bit for bit on one rank: losses of both, values, weights; on two ranks to rounding."""
-    beside, one = (runs.answers[where][0] for where in (BESIDE, ONE))
-    assert beside["problem"] == one["problem"] == ""
+def test_placement_does_not_change_training(runs: SimpleNamespace) -> None:
+    """Losses, values and weights are bit-identical on one rank, and equal up to rounding on two."""
+    shared, one = (runs.answers[where][0] for where in (SHARED, ONE))
+    assert shared["problem"] == one["problem"] == ""
     assert {name: one[name] for name in ("actor", "critic")} == {
-        name: beside[name] for name in ("actor", "critic")
+        name: shared[name] for name in ("actor", "critic")
     }
-    assert torch.equal(one["values"], beside["values"]) and beside["values"].any()
+    assert torch.equal(one["values"], shared["values"]) and shared["values"].any()
     two = runs.answers[TWO]
-    assert two[0]["actor"] == beside["actor"] and two[0]["critic"] == two[1]["critic"]
-    for found, expected in zip(two[0]["critic"], beside["critic"], strict=True):
+    assert two[0]["actor"] == shared["actor"] and two[0]["critic"] == two[1]["critic"]
+    for found, expected in zip(two[0]["critic"], shared["critic"], strict=True):
         found.pop("critic/num_micro_batches")
         assert found == pytest.approx({k: expected[k] for k in found}, rel=1e-4, abs=1e-6)
     weights = [load_file(out / "weights/model.safetensors") for out in runs.outs.values()]
@@ -56,16 +57,16 @@ def test_it_learns_the_same_wherever_it_is(runs: SimpleNamespace) -> None:
 
 
 @pytest.mark.parametrize(
-    ("saved", "resumed"), [(ONE, ONE), (ONE, BESIDE), (BESIDE, ONE), (TWO, BESIDE), (BESIDE, TWO)]
+    ("saved", "resumed"), [(ONE, ONE), (ONE, SHARED), (SHARED, ONE), (TWO, SHARED), (SHARED, TWO)]
 )
-def test_a_checkpoint_goes_on_wherever_the_critic_is(
+def test_a_checkpoint_is_resumed_with_another_placement(
     saved: int, resumed: int, runs: SimpleNamespace, tmp_path: Path
 ) -> None:
-    """The update after it is the unbroken run's: exactly, unless numbers of ranks differ."""
-    found = play(runs.model, resumed, tmp_path, runs.outs[saved])[0]
-    unbroken = runs.answers[BESIDE][0]
-    assert found["actor"] == unbroken["actor"][1:]
-    (critic,), expected = found["critic"], unbroken["critic"][1]
+    """The next update is the uninterrupted run's: exactly, unless the numbers of ranks differ."""
+    found = train(runs.model, resumed, tmp_path, runs.outs[saved])[0]
+    uninterrupted = runs.answers[SHARED][0]
+    assert found["actor"] == uninterrupted["actor"][1:]
+    (critic,), expected = found["critic"], uninterrupted["critic"][1]
     if TWO in (saved, resumed):
         critic.pop("critic/num_micro_batches")
         assert critic == pytest.approx({k: expected[k] for k in critic}, rel=1e-4, abs=1e-6)
@@ -73,13 +74,13 @@ def test_a_checkpoint_goes_on_wherever_the_critic_is(
         assert critic == expected
 
 
-def test_a_checkpoint_keeps_the_critic_apart_and_exports_the_policy(
+def test_a_checkpoint_has_a_folder_for_the_critic_and_exports_the_policy(
     runs: SimpleNamespace, tmp_path: Path
 ) -> None:
-    """A file for each of its ranks, in a folder of its own; the export is what was trained."""
+    """The folder has a file for each of the critic's ranks; the export is the trained policy."""
     out = runs.outs[TWO]
-    assert shard_folders(out) == [out, out / "critic"] and shard_folders(runs.outs[BESIDE]) == [
-        runs.outs[BESIDE]
+    assert shard_folders(out) == [out, out / "critic"] and shard_folders(runs.outs[SHARED]) == [
+        runs.outs[SHARED]
     ]
     names = sorted(path.name for path in (out / "critic/shards").glob("*.distcp"))
     assert names == ["__0_0.distcp", "__1_0.distcp"]
@@ -90,16 +91,14 @@ def test_a_checkpoint_keeps_the_critic_apart_and_exports_the_policy(
     assert exported.num_parameters() > 0
 
 
-def test_adapters_of_both_are_known_wherever_the_critic_is(
-    runs: SimpleNamespace, tmp_path: Path
-) -> None:
-    """Apart from the policy the critic's adapter has a base of its own; both resume from either."""
-    outs = {where: tmp_path / str(where) / "global_step_1" for where in (BESIDE, ONE)}
+def test_adapters_are_resumed_with_another_placement(runs: SimpleNamespace, tmp_path: Path) -> None:
+    """On its own ranks, the critic's adapter has a separate base; both placements resume either."""
+    outs = {where: tmp_path / str(where) / "global_step_1" for where in (SHARED, ONE)}
     for where, out in outs.items():
-        play(runs.model, where, out, lora=2)
+        train(runs.model, where, out, lora=2)
     records = [read_adapters(out) for out in outs.values()]
     assert records[0] == records[1] and set(records[0]) == {"actor", "critic"}
-    for saved, resumed in ((BESIDE, ONE), (ONE, BESIDE)):
-        found = play(runs.model, resumed, tmp_path / "again", outs[saved], lora=2)[0]
-        same = play(runs.model, saved, tmp_path / "again", outs[saved], lora=2)[0]
+    for saved, resumed in ((SHARED, ONE), (ONE, SHARED)):
+        found = train(runs.model, resumed, tmp_path / "again", outs[saved], lora=2)[0]
+        same = train(runs.model, saved, tmp_path / "again", outs[saved], lora=2)[0]
         assert found["critic"] == same["critic"] and found["actor"] == same["actor"]

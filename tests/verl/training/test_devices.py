@@ -1,4 +1,4 @@
-"""What a process computes with."""
+"""Dtype, determinism, peak memory and cores of a process."""
 
 import os
 import subprocess
@@ -19,18 +19,16 @@ from verl.training.devices import (
 
 
 @pytest.fixture(autouse=True)
-def as_before() -> Iterator[None]:
-    """Leave torch as it was."""
-    was, warned = (
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_deterministic_algorithms_warn_only_enabled(),
-    )
+def restore_determinism() -> Iterator[None]:
+    """Restore torch's determinism setting."""
+    was_enabled = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     yield
-    torch.use_deterministic_algorithms(was, warn_only=warned)
+    torch.use_deterministic_algorithms(was_enabled, warn_only=warn_only)
 
 
-def test_torch_is_told_to_repeat_itself() -> None:
-    """What cannot be repeated is an error everywhere: a warning would leave attention as it is."""
+def test_torch_is_made_deterministic() -> None:
+    """Nondeterministic operations are errors: with warnings, attention would stay as it is."""
     torch.use_deterministic_algorithms(False)
     make_deterministic()
     assert torch.are_deterministic_algorithms_enabled()
@@ -41,10 +39,10 @@ def test_torch_is_told_to_repeat_itself() -> None:
     ("device", "has_units", "expected"),
     [("cuda", True, torch.bfloat16), ("cuda", False, torch.float16), ("cpu", False, torch.float32)],
 )
-def test_cards_that_only_emulate_bfloat16_compute_in_float16(
+def test_gpus_that_only_emulate_bfloat16_compute_in_float16(
     monkeypatch: pytest.MonkeyPatch, device: str, has_units: bool, expected: torch.dtype
 ) -> None:
-    """A V100 or T4 says that it supports bfloat16, and is slower in it than in float32."""
+    """A V100 or T4 reports support of bfloat16, but it is slower there than float32."""
 
     def supported(including_emulation: bool = True) -> bool:
         return has_units or including_emulation
@@ -65,7 +63,7 @@ def test_cards_that_only_emulate_bfloat16_compute_in_float16(
 def test_an_engine_takes_the_adapter_where_that_is_faster(
     rank: int, device: str, merges: bool | None, expected: bool
 ) -> None:
-    """On GPUs by default, on CPU when asked, and never one that is not there."""
+    """By default on GPUs, on a CPU only by option, and never without an adapter."""
     config = Config()
     config.actor_rollout_ref.model.lora_rank = rank
     config.actor_rollout_ref.rollout.merge_adapter = merges
@@ -73,8 +71,8 @@ def test_an_engine_takes_the_adapter_where_that_is_faster(
     assert engine_takes_adapter(config) is expected
 
 
-class Memory:
-    """Answers as torch.cuda does, about one device."""
+class FakeCuda:
+    """The memory functions of torch.cuda, for one device."""
 
     def __init__(self) -> None:
         self.now = self.peak = 0
@@ -93,8 +91,8 @@ class Memory:
 
 
 def test_a_peak_is_that_since_the_last_call() -> None:
-    """What is held all the time is in each, what was given back is in none after its own."""
-    device, memory = torch.device("cuda"), Memory()
+    """Memory still in use counts in the next peak, released memory does not."""
+    device, memory = torch.device("cuda"), FakeCuda()
     for held in (5, 9, 4):
         memory.hold(held)
     assert take_peak_memory(device, memory) == PeakMemory(9, 11)
@@ -102,8 +100,8 @@ def test_a_peak_is_that_since_the_last_call() -> None:
     assert take_peak_memory(torch.device("cpu"), memory) is None
 
 
-def test_engines_and_ranks_on_cpu_have_cores_of_their_own() -> None:
-    """Each side's processes and those that they start share no core with the other's."""
+def test_engines_and_ranks_on_cpu_have_separate_cores() -> None:
+    """Processes of engines, and their children, share no core with those of ranks."""
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2:
         pytest.skip("one core cannot be divided")
@@ -122,5 +120,5 @@ def test_engines_and_ranks_on_cpu_have_cores_of_their_own() -> None:
         subprocess.Popen([sys.executable, "-c", script, side], stdout=subprocess.PIPE, text=True)
         for side in ("engine", "rank")
     ]
-    found = [[int(core) for core in process.communicate()[0].split()] for process in running]
-    assert found == [cores[:1], cores[1:]]
+    used = [[int(core) for core in process.communicate()[0].split()] for process in running]
+    assert used == [cores[:1], cores[1:]]

@@ -1,11 +1,11 @@
-"""Blocks that are compiled, or have Liger's kernels: the same gradient, or a refusal."""
+"""Compiled blocks have the same gradient; Liger's kernels are refused where they cannot run."""
 
 import pytest
 import torch
 from torch import Tensor
 
 from tests.verl.training.ranks import make_groups
-from tests.verl.training.test_models import ARCHITECTURES, GROUPS, answers, build
+from tests.verl.training.test_models import ARCHITECTURES, GROUPS, build, outputs_and_gradient
 from verl.config import Config
 from verl.packing import SHARED_PROMPT, common_prompts
 from verl.training import kernels
@@ -15,7 +15,7 @@ from verl.training.models import LogProbModel
 @pytest.mark.slow  # some ten seconds of compiling
 @pytest.mark.parametrize("name", ["llama", "qwen2"])
 def test_compiled_blocks_have_the_same_gradient(name: str) -> None:
-    """Of each weight, for other numbers of tokens too, recomputed or not; and that took a time."""
+    """For each weight, for various numbers of tokens, with recomputation and without."""
     assert name in ARCHITECTURES
     plain, compiled = (build(name, torch.float32) for _ in range(2))
     kernels.use_kernels(compiled, "compile")
@@ -25,30 +25,30 @@ def test_compiled_blocks_have_the_same_gradient(name: str) -> None:
         for shares in (False, True):
             if shares:
                 batch.rows[SHARED_PROMPT] = common_prompts(batch)
-            wanted = answers(LogProbModel(plain), batch, 0.7, True)
-            found = answers(LogProbModel(compiled), batch, 0.7, True)
-            assert all(distance(*pair) < 1e-5 for pair in zip(found, wanted, strict=True))
+            expected = outputs_and_gradient(LogProbModel(plain), batch, 0.7, True)
+            found = outputs_and_gradient(LogProbModel(compiled), batch, 0.7, True)
+            assert all(distance(*pair) < 1e-5 for pair in zip(found, expected, strict=True))
     assert kernels.compile_seconds() > before
     compiled.gradient_checkpointing_enable({"use_reentrant": False})
-    found = answers(LogProbModel(compiled), batch, 0.7, True)
-    assert all(distance(*pair) < 1e-5 for pair in zip(found, wanted, strict=True))
-    assert len(torch._dynamo.utils.counters["graph_break"]) > 0, "attention is left out"
+    found = outputs_and_gradient(LogProbModel(compiled), batch, 0.7, True)
+    assert all(distance(*pair) < 1e-5 for pair in zip(found, expected, strict=True))
+    assert len(torch._dynamo.utils.counters["graph_break"]) > 0, "attention is not compiled"
     assert not torch._dynamo.utils.counters["recompile_limit"]
 
 
-def distance(found: Tensor, wanted: Tensor) -> float:
-    """Of the norm."""
-    return float(((found - wanted).norm() / wanted.norm()).detach())
+def distance(found: Tensor, expected: Tensor) -> float:
+    """Return the norm of the difference, relative to the norm of `expected`."""
+    return float(((found - expected).norm() / expected.norm()).detach())
 
 
 @pytest.mark.parametrize(
-    ("device", "installed", "said"),
+    ("device", "installed", "message"),
     [("cpu", "0.6", "on a CPU"), ("cuda", "", "pip install liger-kernel"), ("cuda", "0.6", None)],
 )
-def test_liger_is_refused_where_it_cannot_compute(
-    device: str, installed: str, said: str | None, monkeypatch: pytest.MonkeyPatch
+def test_liger_is_refused_where_it_cannot_run(
+    device: str, installed: str, message: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In one line, of the policy or of the critic, before anything is loaded."""
+    """Policy and critic get a one-line error before anything is loaded."""
     monkeypatch.setattr(kernels, "version_of", lambda _: installed)
     for section in ("policy", "critic"):
         config = Config()
@@ -56,6 +56,6 @@ def test_liger_is_refused_where_it_cannot_compute(
         assert not list(kernels.kernel_problems(config))
         model = config.critic.model if section == "critic" else config.actor_rollout_ref.model
         model.kernels = "liger"
-        found = [str(problem) for problem in kernels.kernel_problems(config)]
-        assert len(found) == (said is not None)
-        assert all(said in line and "\n" not in line for line in found)
+        errors = [str(problem) for problem in kernels.kernel_problems(config)]
+        assert len(errors) == (message is not None)
+        assert all(message in line and "\n" not in line for line in errors)

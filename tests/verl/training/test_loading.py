@@ -1,4 +1,4 @@
-"""Each rank reads the rows that it keeps and no other; what cannot be mapped is loaded in turns."""
+"""Each rank reads only its own rows; files that cannot be mapped are loaded in turns."""
 
 from __future__ import annotations
 
@@ -56,13 +56,13 @@ def write(folder: Path, model: PreTrainedModel, dtype: torch.dtype, **options: A
 
 
 def qwen2(folder: Path, dtype: torch.dtype = torch.bfloat16, is_tied: bool = True) -> str:
-    """A model in several files."""
+    """Write a model in several files."""
     config = Qwen2Config(**SIZES, tie_word_embeddings=is_tied)
     return write(folder, Qwen2ForCausalLM(config), dtype, max_shard_size=20_000)
 
 
 def mixed(folder: Path) -> str:
-    """A model whose norms are float32 and whose matrices are bfloat16."""
+    """Write a model with float32 norms and bfloat16 matrices."""
     path = write(folder, Qwen2ForCausalLM(Qwen2Config(**SIZES)), torch.float32)
     tensors = load_file(folder / "model.safetensors")
     cut = {n: x.bfloat16() if x.dim() > 1 else x for n, x in tensors.items()}
@@ -79,7 +79,7 @@ def old_format(folder: Path) -> str:
 
 @pytest.fixture(scope="module")
 def mapped(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Folders whose files are mapped, by what they hold."""
+    """Write models whose files can be mapped; returns their folders by description."""
     at = tmp_path_factory.mktemp("mapped")
     qwen3 = Qwen3ForCausalLM(Qwen3Config(**SIZES, tie_word_embeddings=False))
     llama = LlamaForCausalLM(LlamaConfig(**SIZES, rope_parameters=LLAMA3_ROPE))
@@ -92,7 +92,7 @@ def mapped(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def unmapped(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Folders that have to be loaded whole, by the reason."""
+    """Write models that must be loaded whole; returns their folders by reason."""
     at = tmp_path_factory.mktemp("unmapped")
     gemma = Gemma3ForCausalLM(Gemma3TextConfig(**SIZES, tie_word_embeddings=True))
     experts = Qwen3MoeConfig(**SIZES, num_experts=4, moe_intermediate_size=16)
@@ -106,18 +106,18 @@ def unmapped(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Loaded:
-    """What two ranks found."""
+    """Results of two ranks."""
 
-    answers: list[dict[str, Any]]
+    results: list[dict[str, Any]]
     num_values: int
-    """Parameters of the large model."""
+    """Number of parameters of the large model."""
 
 
 @pytest.fixture(scope="module")
 def loaded(
     mapped: dict[str, str], unmapped: dict[str, str], tmp_path_factory: pytest.TempPathFactory
 ) -> Loaded:
-    """Two ranks, each with files that have NaN for the other's rows of a large model."""
+    """Load on two ranks; each one's files of a large model have NaN in the other's rows."""
     at = tmp_path_factory.mktemp("large")
     sizes = SIZES | {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 8}
     model = Qwen2ForCausalLM(Qwen2Config(**sizes, tie_word_embeddings=True))
@@ -129,34 +129,34 @@ def loaded(
             others = [half for r, half in enumerate(tensor.chunk(2)) if r != rank]
             others[0].fill_(torch.nan)
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    answers = run_ranks(2, loading_bodies.load, mapped | unmapped, str(at))
-    return Loaded(answers, sum(p.numel() for p in model.parameters()))
+    results = run_ranks(2, loading_bodies.load, mapped | unmapped, str(at))
+    return Loaded(results, sum(p.numel() for p in model.parameters()))
 
 
 def test_two_ranks_hold_what_transformers_loads(loaded: Loaded) -> None:
-    """To the bit: weights, buffers and ties of policy, reference, critic and adapted models.
+    """Weights, buffers and ties of policy, reference, critic and adapted models are bit-identical.
 
-    Of one model a rank's files hold its own rows alone: it reads no other, so all ranks together
-    read every byte once.
+    For the large model, a rank's files have valid values only in its own rows: so it reads no
+    other rows, and all ranks together read every byte once.
     """
-    for answer in loaded.answers:
-        assert len(answer["differences"]) == 1 + 5 * 7
-        assert not {kind: names for kind, names in answer["differences"].items() if names}
+    for result in loaded.results:
+        assert len(result["differences"]) == 1 + 5 * 7
+        assert not {kind: names for kind, names in result["differences"].items() if names}
 
 
 def test_a_rank_never_holds_a_whole_model(loaded: Loaded) -> None:
-    """At most what it keeps, and its rows of the file; loaded whole, float32 takes 4 bytes more."""
-    kept = 8 * loaded.num_values  # half of: actor and its moments, reference, all of them float32
-    rows = 1 * loaded.num_values  # half of two bytes a value; the kernel maps some pages more
-    for answer in loaded.answers:
-        assert answer["peak"] < kept + 2 * rows
+    """The peak is its own shards and rows of the file; loading whole would add 4 bytes a value."""
+    shards = 8 * loaded.num_values  # half of: float32 actor with its two moments, and reference
+    rows = 1 * loaded.num_values  # half of two bytes a value; the kernel maps some more pages
+    for result in loaded.results:
+        assert result["peak"] < shards + 2 * rows
 
 
 @pytest.mark.parametrize("kind", ["two dtypes", "old format", "buffers rounded", "converted"])
 def test_what_cannot_be_mapped_is_loaded_whole(
     kind: str, unmapped: dict[str, str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """And the log says so."""
+    """The log reports it."""
     caplog.set_level("INFO")
     with open_causal_lm(unmapped[kind], torch.float32, 2) as lm:
         assert not any(isinstance(p, Placeholder) for p in lm.parameters())
@@ -164,7 +164,7 @@ def test_what_cannot_be_mapped_is_loaded_whole(
 
 
 def test_a_mapped_model_holds_no_values(mapped: dict[str, str]) -> None:
-    """Sixteen-bit files become float32 row by row, when they are read."""
+    """Rows of 16-bit files are cast to float32 only when they are read."""
     for kind, path in mapped.items():
         with open_causal_lm(path, torch.float32, 2) as lm:
             is_float32 = "float32" in kind
@@ -172,7 +172,7 @@ def test_a_mapped_model_holds_no_values(mapped: dict[str, str]) -> None:
 
 
 def without(folder: Path, name: str) -> None:
-    """Take a tensor out of a checkpoint."""
+    """Remove a tensor from a model's files."""
     index = folder / "model.safetensors.index.json"
     entries = json.loads(index.read_text())
     file = folder / entries["weight_map"].pop(name)
@@ -183,7 +183,7 @@ def without(folder: Path, name: str) -> None:
 
 
 def test_a_missing_weight_is_an_error_that_names_it(tmp_path: Path) -> None:
-    """It would be random numbers; transformers only warns."""
+    """transformers would only warn and use random numbers."""
     path, name = qwen2(tmp_path), "model.layers.1.mlp.up_proj.weight"
     without(tmp_path, name)
     with pytest.raises(ModelError, match=f"missing {name}"):
@@ -196,7 +196,7 @@ def test_a_missing_weight_is_an_error_that_names_it(tmp_path: Path) -> None:
 
 
 def test_only_a_critic_may_lack_the_head(tmp_path: Path) -> None:
-    """It reads the states below it."""
+    """A critic uses the hidden states below the head."""
     path = qwen2(tmp_path, is_tied=False)
     without(tmp_path, "lm_head.weight")
     load_causal_lm(path, needs_head=False)
@@ -214,23 +214,23 @@ def test_only_a_critic_may_lack_the_head(tmp_path: Path) -> None:
         (8, 0, 0, False),
     ],
 )
-def test_turns_are_taken_where_all_at_once_would_take_half_the_memory(
+def test_ranks_load_in_turns_if_memory_is_short(
     num_ranks: int, files: int, free: int, expected: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Eight ranks that read 6 GiB of bfloat16 hold 96 GiB of float32: 200 are enough, 150 not."""
-    taken: list[object] = []
-    monkeypatch.setattr(loading.fcntl, "flock", lambda *given: taken.append(given))
+    """Eight ranks that load 6 GiB of bfloat16 need 96 GiB in float32: 200 are enough, 150 not."""
+    locks: list[object] = []
+    monkeypatch.setattr(loading.fcntl, "flock", lambda *args: locks.append(args))
     monkeypatch.setattr(loading, "weight_bytes", lambda _: files * GIB)
     monkeypatch.setattr(loading.HostMemory, "now", lambda: HostMemory(free * GIB, free * GIB))
     with loading_turn("model", num_ranks):
-        assert bool(taken) is expected
+        assert bool(locks) is expected
 
 
 @pytest.mark.parametrize("share", [0.0, 1e9])
 def test_one_rank_loads_whole_at_a_time(
     share: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With too little memory the second rank enters when the first has left, else before."""
+    """With too little memory the second rank starts after the first has finished, else before."""
     monkeypatch.setattr(loading, "MEMORY_SHARE", share)
     monkeypatch.setattr(loading.tempfile, "gettempdir", lambda: str(tmp_path))
     (tmp_path / "model.safetensors").write_bytes(b"x" * 100)
@@ -250,7 +250,7 @@ def test_one_rank_loads_whole_at_a_time(
 
 
 def test_weights_are_counted_in_folders_only(tmp_path: Path) -> None:
-    """Other files of a model do not count, and a name that was never downloaded is 0."""
+    """Other files of a model do not count, and a model that was never downloaded has size 0."""
     (tmp_path / "model-1.safetensors").write_bytes(b"x" * 7)
     (tmp_path / "model-2.safetensors").write_bytes(b"x" * 5)
     (tmp_path / "tokenizer.json").write_bytes(b"x" * 100)
@@ -259,8 +259,8 @@ def test_weights_are_counted_in_folders_only(tmp_path: Path) -> None:
     assert weight_bytes("/no/such/folder") == 0
 
 
-def test_values_that_are_no_numbers_are_refused_by_the_rank_that_reads_them(tmp_path: Path) -> None:
-    """Mapped or loaded whole, and where the dtype that they are kept in is too small."""
+def test_values_that_are_not_finite_are_refused(tmp_path: Path) -> None:
+    """By the rank that reads them, mapped or loaded whole, also if they overflow in the cast."""
     names = ("model.layers.1.mlp.up_proj.weight", "model.norm.weight")
     paths = []
     for bad in (torch.nan, -torch.inf, 1e39):
@@ -271,8 +271,8 @@ def test_values_that_are_no_numbers_are_refused_by_the_rank_that_reads_them(tmp_
             for name in names:
                 tensors[name].view(-1)[-1] = bad
             save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    (answers,) = run_ranks(1, loading_bodies.refusals, paths)
-    assert len(answers) == 6
-    for answer in answers:
-        assert answer.startswith("weights: got NaN or infinite values in ")
-        assert all(name in answer for name in names) and "(2 in all)" in answer
+    (errors,) = run_ranks(1, loading_bodies.refusals, paths)
+    assert len(errors) == 6
+    for error in errors:
+        assert error.startswith("weights: got NaN or infinite values in ")
+        assert all(name in error for name in names) and "(2 in all)" in error

@@ -1,4 +1,4 @@
-"""Adapters over a frozen, shared base, against W + (alpha / r) B A by hand. One and two ranks."""
+"""Adapters on a frozen, shared base, compared with W + (alpha / r) B A, on one and two ranks."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ RANKS = {"one": 1, "two": 2}
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
-    """The same training by one rank and by two, each with every file it can write."""
+    """Run the same training on one rank and on two, each writing all kinds of files."""
     root = tmp_path_factory.mktemp("runs")
     found = SimpleNamespace(model=save_tiny(root / "model"), root=root)
     for name, size in RANKS.items():
@@ -59,8 +59,10 @@ def base_weights() -> dict[str, Tensor]:
     return dict(tiny_llama(VOCAB).named_parameters())
 
 
-def by_hand(parameters: dict[str, Tensor], name: str, alpha: float, rank: int) -> LlamaForCausalLM:
-    """The base with `name`'s adapter added by a plain loop over its matrices."""
+def merge_manually(
+    parameters: dict[str, Tensor], name: str, alpha: float, rank: int
+) -> LlamaForCausalLM:
+    """Return the base with the adapter `name` added by a plain loop over its matrices."""
     model = tiny_llama(VOCAB)
     with torch.no_grad():
         for path, weight in model.named_parameters():
@@ -75,7 +77,7 @@ def by_hand(parameters: dict[str, Tensor], name: str, alpha: float, rank: int) -
 
 
 def log_probs(model: LlamaForCausalLM) -> list[Tensor]:
-    """Of every token of the batch's sequences by unpacked forwards, 0 off the policy."""
+    """Compute log-probs of all sequences of the batch by unpacked forwards, 0 off the policy."""
     batch, found = make_batch(rank_bodies.LENGTHS, 0), []
     pairs = zip(batch.sequences("input_ids"), batch.sequences("policy_mask"), strict=True)
     for ids, mask in pairs:
@@ -86,8 +88,8 @@ def log_probs(model: LlamaForCausalLM) -> list[Tensor]:
     return found
 
 
-def assert_answers(answers: list[dict[str, Tensor]], key: str, expected: list[Tensor]) -> None:
-    """Each rank's answer is the expectation for the sequences it was given."""
+def assert_results(answers: list[dict[str, Tensor]], key: str, expected: list[Tensor]) -> None:
+    """Assert that each rank's result equals `expected` for the sequences of its shard."""
     parts = split_by_work(make_batch(rank_bodies.LENGTHS, 0), len(answers)).parts
     for answer, part in zip(answers, parts, strict=True):
         whole = torch.cat([expected[i] for i in part])
@@ -96,28 +98,28 @@ def assert_answers(answers: list[dict[str, Tensor]], key: str, expected: list[Te
 
 @pytest.mark.parametrize("name", RANKS)
 def test_the_policy_is_the_base_plus_scaled_b_a(runs: SimpleNamespace, name: str) -> None:
-    """Log-probs after updates are those of W + (alpha / r) B A, added up by hand."""
+    """Log-probs after updates are those of a manual W + (alpha / r) B A."""
     answers = getattr(runs, name)
-    model = by_hand(answers[0]["stages"][-1], "actor", lora_bodies.ALPHA, lora_bodies.RANK)
-    assert_answers(answers, "log_probs", log_probs(model))
+    model = merge_manually(answers[0]["stages"][-1], "actor", lora_bodies.ALPHA, lora_bodies.RANK)
+    assert_results(answers, "log_probs", log_probs(model))
     with pytest.raises(AssertionError):
-        assert_answers(answers, "log_probs", log_probs(tiny_llama(VOCAB)))
+        assert_results(answers, "log_probs", log_probs(tiny_llama(VOCAB)))
 
 
 @pytest.mark.parametrize("name", RANKS)
-def test_the_reference_is_the_base_for_ever(runs: SimpleNamespace, name: str) -> None:
-    """Its log-probs after updates are the untouched model's, as the policy's were at the start."""
+def test_the_reference_stays_the_base(runs: SimpleNamespace, name: str) -> None:
+    """Its log-probs after updates are the initial model's, as the policy's were at the start."""
     answers, expected = getattr(runs, name), log_probs(tiny_llama(VOCAB))
-    assert_answers(answers, "ref_log_probs", expected)
-    assert_answers(answers, "before", expected)
+    assert_results(answers, "ref_log_probs", expected)
+    assert_results(answers, "before", expected)
 
 
 @pytest.mark.parametrize("name", RANKS)
 def test_the_critic_is_the_base_plus_its_own_adapter(runs: SimpleNamespace, name: str) -> None:
-    """Values are the head's on the states of the base with the adapter `critic`."""
+    """Values are the head's outputs for the hidden states of the base with the adapter `critic`."""
     answers = getattr(runs, name)
     parameters = answers[0]["stages"][-1]
-    model = by_hand(parameters, "critic", lora_bodies.ALPHA, 2)
+    model = merge_manually(parameters, "critic", lora_bodies.ALPHA, 2)
     head, batch, expected = parameters["value_head.weight"], make_batch(rank_bodies.LENGTHS, 0), []
     pairs = zip(batch.sequences("input_ids"), batch.sequences("policy_mask"), strict=True)
     for ids, mask in pairs:
@@ -126,12 +128,12 @@ def test_the_critic_is_the_base_plus_its_own_adapter(runs: SimpleNamespace, name
         every = torch.cat([torch.zeros(1), (states @ head.T)[:-1, 0]])
         expected.append(torch.where(mask, every, 0.0))
     assert torch.cat(expected).abs().max() > 1e-3
-    assert_answers(answers, "values", expected)
+    assert_results(answers, "values", expected)
 
 
 @pytest.mark.parametrize("name", RANKS)
 def test_an_update_changes_its_own_adapter_only(runs: SimpleNamespace, name: str) -> None:
-    """Critic and actor learn in turns; neither touches the base or the other."""
+    """Critic and actor are updated in turns; neither changes the base or the other."""
     stages = getattr(runs, name)[0]["stages"]
     for number, (old, new) in enumerate(itertools.pairwise(stages)):
         mine, other = ("critic", "actor") if number % 2 == 0 else ("actor", "critic")
@@ -141,8 +143,8 @@ def test_an_update_changes_its_own_adapter_only(runs: SimpleNamespace, name: str
         assert mine == "critic" or "value_head.weight" not in changed
     for path, weight in base_weights().items():
         module = path.removesuffix(".weight")
-        held = stages[-1].get(f"lm.{path}", stages[-1].get(f"lm.{module}.base_layer.weight"))
-        assert held is not None and torch.equal(held, weight)
+        final = stages[-1].get(f"lm.{path}", stages[-1].get(f"lm.{module}.base_layer.weight"))
+        assert final is not None and torch.equal(final, weight)
 
 
 def test_two_ranks_learn_as_one_does(runs: SimpleNamespace) -> None:
@@ -153,24 +155,24 @@ def test_two_ranks_learn_as_one_does(runs: SimpleNamespace) -> None:
 
 
 @pytest.mark.parametrize("name", RANKS)
-def test_merged_weights_answer_as_the_trainer_does(runs: SimpleNamespace, name: str) -> None:
-    """transformers with the merged folder, and with peft's over the base, gives its log-probs."""
+def test_merged_weights_have_the_trainers_log_probs(runs: SimpleNamespace, name: str) -> None:
+    """Both transformers with the merged folder, and peft with the adapter on the base."""
     answers, root = getattr(runs, name), runs.root / name
     merged = LlamaForCausalLM.from_pretrained(root / "merged", dtype=torch.float32)
-    assert_answers(answers, "log_probs", log_probs(merged))
+    assert_results(answers, "log_probs", log_probs(merged))
     assert (
         load_file(root / "merged/model.safetensors").keys()
         == load_file(Path(runs.model) / "model.safetensors").keys()
     )
     adapted = PeftModel.from_pretrained(tiny_llama(VOCAB), root / "adapter")
-    assert_answers(answers, "log_probs", log_probs(adapted))
+    assert_results(answers, "log_probs", log_probs(adapted))
 
 
 @pytest.mark.parametrize("name", RANKS)
 def test_an_export_is_what_the_ranks_wrote(
     runs: SimpleNamespace, name: str, tmp_path: Path
 ) -> None:
-    """Merged and as adapter, from the checkpoint's small shards alone."""
+    """Merged or as an adapter, it is made from the checkpoint's small shards only."""
     step = runs.root / name / "global_step_3"
     merged = export(step, tmp_path / "merged", base=runs.model, dtype="float32")
     found, expected = (
@@ -187,8 +189,8 @@ def test_an_export_is_what_the_ranks_wrote(
     assert config["target_modules"] == LINEAR and config["base_model_name_or_path"] == runs.model
 
 
-def test_a_checkpoint_holds_what_was_trained_only(runs: SimpleNamespace) -> None:
-    """Weight, two moments and a step of each adapter and the value head; nothing of the base."""
+def test_a_checkpoint_has_trained_parameters_only(runs: SimpleNamespace) -> None:
+    """Weights, two moments and steps of the adapters and the value head, but not the base."""
     reader = dcp.FileSystemReader(runs.root / "one/global_step_3/shards")
     saved = set(reader.read_metadata().state_dict_metadata)
     expected = {
@@ -201,8 +203,8 @@ def test_a_checkpoint_holds_what_was_trained_only(runs: SimpleNamespace) -> None
     assert saved == expected
 
 
-def test_a_resumed_run_goes_on_as_if_never_stopped(runs: SimpleNamespace) -> None:
-    """From other random adapters, with another number of ranks, the next update is the same."""
+def test_a_resumed_run_continues_as_if_uninterrupted(runs: SimpleNamespace) -> None:
+    """With other initial adapters and another number of ranks, the next update is the same."""
     root, before = runs.root / "two", runs.two[0]
     resumed = run_ranks(1, lora_bodies.resume, runs.model, str(root))[0]
     assert all(torch.equal(x, before["stages"][-1][key]) for key, x in resumed["stages"][0].items())
@@ -212,7 +214,7 @@ def test_a_resumed_run_goes_on_as_if_never_stopped(runs: SimpleNamespace) -> Non
 
 
 def test_another_base_is_refused(runs: SimpleNamespace, tmp_path: Path) -> None:
-    """Weights of the same shape that are not those trained on are named, not used."""
+    """Other weights of the same shape are an error that names them."""
     step, other = runs.root / "one/global_step_3", save_tiny(tmp_path / "other", seed=1)
     with pytest.raises(ConfigError, match="trained on"):
         export(step, tmp_path / "out", base=other)
@@ -223,25 +225,25 @@ def test_another_base_is_refused(runs: SimpleNamespace, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("single_rank")
-def test_a_base_in_bfloat16_carries_float32_adapters() -> None:
-    """Only what learns is float32, the frozen weights are held as they compute; and it learns."""
+def test_a_base_in_bfloat16_has_float32_adapters() -> None:
+    """Only trained parameters are float32; frozen weights have the compute dtype."""
     lm = tiny_llama(VOCAB).to(torch.bfloat16)
     lm.set_attn_implementation(PACKED)
     config = ActorConfig(optim=OptimConfig(lr=1e-2))
     options = FsdpOptions(torch.bfloat16, 10, config.optim)
     adapters = {Role.ACTOR: AdapterConfig(lora_rank=2)}
-    engine = build_adapted_model(lm, adapters, torch.device("cpu"), options)
-    done = Actor(engine, config, TokenBudgets()).update(make_batch(rank_bodies.LENGTHS))
-    assert done["actor/skipped_updates"] == 0 and done["actor/grad_norm"] > 0
-    learned = engine.full_trained_parameters()
-    assert {x.dtype for x in learned.values()} == {torch.float32}
-    rest = {x.dtype for name, x in engine.full_parameters() if name not in learned}
-    assert rest == {torch.bfloat16}
-    assert all(x.abs().max() > 1e-3 for name, x in learned.items() if "lora_B" in name)
+    model = build_adapted_model(lm, adapters, torch.device("cpu"), options)
+    metrics = Actor(model, config, TokenBudgets()).update(make_batch(rank_bodies.LENGTHS))
+    assert metrics["actor/skipped_updates"] == 0 and metrics["actor/grad_norm"] > 0
+    trained = model.full_trained_parameters()
+    assert {x.dtype for x in trained.values()} == {torch.float32}
+    frozen = {x.dtype for name, x in model.full_parameters() if name not in trained}
+    assert frozen == {torch.bfloat16}
+    assert all(x.abs().max() > 1e-3 for name, x in trained.items() if "lora_B" in name)
 
 
 def test_target_modules_are_named_or_all_linear() -> None:
-    """The output head is never among them, also where it is not tied; unknown names are told."""
+    """The output head is never a target, even if it is not tied; unknown names are errors."""
     lm = tiny_llama(VOCAB, tie_word_embeddings=False)
     assert target_names(lm, "all-linear") == LINEAR
     assert target_names(lm, ["v_proj", "q_proj"]) == ["q_proj", "v_proj"]
@@ -250,8 +252,8 @@ def test_target_modules_are_named_or_all_linear() -> None:
             target_names(lm, wrong)
 
 
-def test_a_model_answers_for_the_role_in_force() -> None:
-    """Switching roles switches which adapter adds to a layer, and all stay trainable."""
+def test_a_model_uses_the_adapter_of_its_role() -> None:
+    """Switching roles switches the active adapter, and all adapters stay trainable."""
     options = AdapterConfig(lora_rank=2, lora_alpha=4, target_modules=["q_proj"])
     model = AdaptedModel(tiny_llama(VOCAB), {Role.ACTOR: options, Role.CRITIC: options})
     layer = model.lm.model.layers[0].self_attn.q_proj

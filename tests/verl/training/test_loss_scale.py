@@ -1,4 +1,4 @@
-"""Training in float16: the loss's scale, and updates that it lifts or spoils."""
+"""Training in float16: the loss scale, and updates that need it or overflow with it."""
 
 from pathlib import Path
 
@@ -20,7 +20,7 @@ LENGTHS = [12, 9, 17, 5]
 
 
 def test_the_scale_is_that_of_torch() -> None:
-    """Through overflows, long calm and both together it is `torch.amp.GradScaler`'s, exactly."""
+    """Through overflows and long runs without any, it is exactly `torch.amp.GradScaler`'s."""
     ours, parameter = LossScale(), torch.nn.Parameter(torch.zeros(1))
     torchs = torch.amp.GradScaler("cpu")
     optimizer = torch.optim.SGD([parameter])
@@ -39,34 +39,34 @@ def make_actor(dtype: torch.dtype) -> Actor:
     lm = tiny_llama(VOCAB)
     lm.set_attn_implementation(PACKED)
     options = FsdpOptions(dtype, 10, OptimConfig(lr=1e-3))
-    engine = FsdpModel(LogProbModel(lm), blocks(lm, lm), torch.device("cpu"), options)
-    return Actor(engine, ActorConfig(), TokenBudgets(20, 20))
+    model = FsdpModel(LogProbModel(lm), blocks(lm, lm), torch.device("cpu"), options)
+    return Actor(model, ActorConfig(), TokenBudgets(20, 20))
 
 
-def gradient(actor: Actor, spared: float = 1.0) -> torch.Tensor:
-    """The gradient of an update in one vector, as clipping sees it; advantages times `spared`."""
-    batch, found = make_batch(LENGTHS), []
-    batch.tokens["advantages"] *= spared
+def gradient(actor: Actor, factor: float = 1.0) -> torch.Tensor:
+    """Return the clipped gradient of an update as a vector; advantages are scaled by `factor`."""
+    batch, gradients = make_batch(LENGTHS), []
+    batch.tokens["advantages"] *= factor
 
-    def note(*_: object) -> None:
-        learned = actor.model.trained_parameters().values()
-        found.append(torch.cat([p.grad.to_local().flatten() for p in learned]))
+    def record(*_: object) -> None:
+        parameters = actor.model.trained_parameters().values()
+        gradients.append(torch.cat([p.grad.to_local().flatten() for p in parameters]))
 
-    actor.model.optimizer.register_step_pre_hook(note)
+    actor.model.optimizer.register_step_pre_hook(record)
     actor.update(batch)
-    return found[0]
+    return gradients[0]
 
 
-@pytest.mark.parametrize("spared", [1.0, 1e-5])
-def test_a_float16_gradient_is_the_float32_one(spared: float) -> None:
-    """In length and direction; also where most of it would be 0 in float16 without the scale."""
-    exact, half = (gradient(make_actor(d), spared) for d in (torch.float32, torch.float16))
+@pytest.mark.parametrize("factor", [1.0, 1e-5])
+def test_a_float16_gradient_is_the_float32_one(factor: float) -> None:
+    """In length and direction, even if most of it would be 0 in float16 without the scale."""
+    exact, half = (gradient(make_actor(d), factor) for d in (torch.float32, torch.float16))
     assert torch.nn.functional.cosine_similarity(half, exact, dim=0) > 0.999
     assert float(half.norm()) == pytest.approx(float(exact.norm()), rel=0.01)
 
 
-def test_an_overflow_skips_halves_and_then_learns() -> None:
-    """It is told apart from a fault, which the guard looks at, and never reaches the weights."""
+def test_after_an_overflow_the_scale_is_halved_and_training_continues() -> None:
+    """An overflow is no fault, which the guard would count, and never reaches the weights."""
     actor, batch = make_actor(torch.float16), make_batch(LENGTHS)
     before = {name: x.clone() for name, x in actor.model.full_parameters("lm.")}
     actor.model.loss_scale.value = 2.0**30
@@ -83,8 +83,8 @@ def test_an_overflow_skips_halves_and_then_learns() -> None:
     assert not torch.equal(now["model.norm.weight"], before["model.norm.weight"])
 
 
-def test_what_no_scale_would_mend_is_a_fault() -> None:
-    """A loss that is not finite says nothing of the scale; a gradient does, unless at scale 1."""
+def test_what_a_smaller_scale_cannot_fix_is_a_fault() -> None:
+    """That is a loss that is not finite, or a gradient that is not finite at scale 1."""
     actor, batch = make_actor(torch.float16), make_batch(LENGTHS)
     batch.tokens["advantages"][batch.tokens["policy_mask"].nonzero()[0, 0]] = torch.nan
     metrics = actor.update(batch)
@@ -97,18 +97,18 @@ def test_what_no_scale_would_mend_is_a_fault() -> None:
     assert step.is_faulty and not step.is_overflow
 
 
-def test_other_formats_have_no_scale() -> None:
-    """Nor does a model that learns nothing."""
+def test_other_dtypes_have_no_scale() -> None:
+    """Nor has a frozen model."""
     metrics = make_actor(torch.bfloat16).update(make_batch(LENGTHS))
     assert not {"actor/loss_scale", "actor/overflowed_updates"} & metrics.keys()
     lm = tiny_llama(VOCAB)
     frozen = FsdpOptions(torch.float16)
-    engine = FsdpModel(LogProbModel(lm), blocks(lm, lm), torch.device("cpu"), frozen)
-    assert engine.loss_scale is None
+    model = FsdpModel(LogProbModel(lm), blocks(lm, lm), torch.device("cpu"), frozen)
+    assert model.loss_scale is None
 
 
-def test_line_21_a_resumed_run_goes_on_with_its_scale(tmp_path: Path) -> None:
-    """The update after a checkpoint, or a rollback to it, is the uninterrupted one, bit for bit."""
+def test_line_21_a_resumed_run_continues_with_its_scale(tmp_path: Path) -> None:
+    """Updates after a checkpoint, or a rollback to it, are bit for bit the uninterrupted ones."""
     model_config = AutoConfig.from_pretrained(save_tiny(tmp_path / "model"))
     one, other, batch = make_actor(torch.float16), make_actor(torch.float16), make_batch(LENGTHS)
     one.model.loss_scale = LossScale(2.0**11, GROWTH_INTERVAL - 2)
@@ -121,8 +121,8 @@ def test_line_21_a_resumed_run_goes_on_with_its_scale(tmp_path: Path) -> None:
         assert [actor.update(batch) for _ in range(2)] == expected
 
 
-def test_a_checkpoint_of_another_format_is_resumed_with_a_new_scale(tmp_path: Path) -> None:
-    """A run that goes on in float16 on other cards finds no scale there."""
+def test_a_checkpoint_of_another_dtype_is_resumed_with_a_new_scale(tmp_path: Path) -> None:
+    """A run that continues in float16 on other GPUs finds no scale in the checkpoint."""
     model_config = AutoConfig.from_pretrained(save_tiny(tmp_path / "model"))
     wide, half = make_actor(torch.bfloat16), make_actor(torch.float16)
     assert save_shards(tmp_path / "saved", {"actor": wide.model}, model_config) == ""

@@ -1,4 +1,4 @@
-"""A group's prompt computed once, against every sequence computed by itself."""
+"""A group's prompt computed once, compared with every sequence computed separately."""
 
 from collections.abc import Callable
 from typing import Any
@@ -37,7 +37,7 @@ ARCHITECTURES: dict[str, Callable[[], PreTrainedModel]] = {
 
 
 def build(name: str, dtype: torch.dtype) -> PreTrainedModel:
-    """A random model, all of which computes in `dtype`: transformers' norms would in float32."""
+    """Build a random model that computes entirely in `dtype`; transformers' norms use float32."""
     torch.manual_seed(0)
     lm = ARCHITECTURES[name]()
     lm.set_attn_implementation(PACKED)
@@ -48,11 +48,11 @@ def build(name: str, dtype: torch.dtype) -> PreTrainedModel:
     return lm.to(dtype).train()
 
 
-def answers(module: nn.Module, batch: TokenBatch, *arguments: Any) -> list[Tensor]:
-    """What the module says of the policy's tokens, and the gradient of all weights."""
+def outputs_and_gradient(module: nn.Module, batch: TokenBatch, *arguments: Any) -> list[Tensor]:
+    """Return the module's outputs for the policy's tokens, and the gradient of all weights."""
     inputs = PackedInputs.of(batch, batch.tokens["policy_mask"], torch.device("cpu"))
-    found = module(inputs, *arguments)
-    outputs = found if isinstance(found, tuple) else (found,)
+    result = module(inputs, *arguments)
+    outputs = result if isinstance(result, tuple) else (result,)
     weights = torch.linspace(-1, 2, len(outputs[0]), dtype=outputs[0].dtype)
     loss = sum((output * weights).sum() for output in outputs)
     gradients = torch.autograd.grad(loss, list(module.parameters()))
@@ -65,28 +65,28 @@ def answers(module: nn.Module, batch: TokenBatch, *arguments: Any) -> list[Tenso
 def test_a_shared_prompt_changes_no_gradient(
     name: str, is_critic: bool, dtype: torch.dtype, bound: float
 ) -> None:
-    """Log-probs, entropies, values and the gradient of each weight, but for rounding."""
+    """Log-probs, entropies, values and the gradient of each weight are equal up to rounding."""
     lm, batch = build(name, dtype), make_groups(GROUPS)
     module, arguments = LogProbModel(lm), (0.7, True)
     if is_critic:
         module, arguments = ValueModel(lm), ()
         nn.init.normal_(module.value_head.weight)
         module.value_head.to(dtype)
-    apart = answers(module, batch, *arguments)
+    apart = outputs_and_gradient(module, batch, *arguments)
     batch.rows[SHARED_PROMPT] = common_prompts(batch)
-    together = answers(module, batch, *arguments)
-    ways = []
-    for way in (True, SELECTIVE):
-        recompute(lm, way)
-        ways.append(answers(module, batch, *arguments))
-    for expected, *found in zip(apart, together, *ways, strict=True):
+    together = outputs_and_gradient(module, batch, *arguments)
+    recomputed = []
+    for mode in (True, SELECTIVE):
+        recompute(lm, mode)
+        recomputed.append(outputs_and_gradient(module, batch, *arguments))
+    for expected, *found in zip(apart, together, *recomputed, strict=True):
         assert expected.any()
-        for one in found:
-            assert (one - expected).norm() <= bound * expected.norm()
+        for tensor in found:
+            assert (tensor - expected).norm() <= bound * expected.norm()
 
 
 def test_a_row_holds_a_prompt_once() -> None:
-    """Prompts, responses behind them, and where each token that is asked for finds its state."""
+    """It has prompts, the responses after them, and the token before each target."""
     batch = make_groups([(2, [2, 1]), (3, [2])])
     batch.rows[SHARED_PROMPT] = common_prompts(batch)
     a, b, c, d, _, _, e, f, g, h, i, j = batch.tokens["input_ids"].tolist()
@@ -99,8 +99,8 @@ def test_a_row_holds_a_prompt_once() -> None:
     assert inputs.before_targets.tolist() == [0, 1, 2, 0, 1, 5, 6, 7, 8]
 
 
-def test_sequences_without_tokens_take_no_place() -> None:
-    """Neither do they shift what the others are asked."""
+def test_empty_sequences_take_no_space() -> None:
+    """Nor do they shift the targets of others."""
     full, sparse = make_batch([4, 3]), make_batch([4, 3])
     sparse.offsets = torch.tensor([0, 0, 4, 4, 7, 7])
     sparse.columns["group"] = ["g"] * 5

@@ -1,4 +1,4 @@
-"""The interface that ranks talk through is the one that leads to the first of them."""
+"""Ranks communicate through the interface that leads to the first rank."""
 
 from __future__ import annotations
 
@@ -22,25 +22,30 @@ def test_loopback_leads_to_itself() -> None:
 
 
 def test_gloo_gets_a_name_and_nccl_exactly_that_name() -> None:
-    """NCCL takes a plain name for the beginning of names: `=` says that it is all of it."""
+    """NCCL reads a plain name as a prefix of names; `=` makes it exact."""
     name = interface_of("127.0.0.1")
     expected = {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": f"={name}"}
     assert interface_variables("127.0.0.1") == expected
 
 
-def test_an_address_that_nobody_has_names_no_interface() -> None:
-    """Nothing is set where the address cannot be told; gloo and NCCL then choose themselves."""
+def test_an_unknown_address_has_no_interface() -> None:
+    """Without a known interface nothing is set; gloo and NCCL then choose one."""
     assert interface_of("203.0.113.7") is None
 
 
 def test_variables_of_networks_reach_all_nodes() -> None:
-    """What is about networks and the hub is handed on, what is about one machine is not."""
-    given = {"NCCL_DEBUG": "INFO", "HF_HUB_OFFLINE": "1", "VLLM_HOST_IP": "10.0.0.1", "HOME": "/h"}
-    assert forwarded_variables(given) == {"NCCL_DEBUG": "INFO", "HF_HUB_OFFLINE": "1"}
+    """Variables about networks and the hub are forwarded, those about one machine are not."""
+    environment = {
+        "NCCL_DEBUG": "INFO",
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_HOST_IP": "10.0.0.1",
+        "HOME": "/h",
+    }
+    assert forwarded_variables(environment) == {"NCCL_DEBUG": "INFO", "HF_HUB_OFFLINE": "1"}
 
 
-def test_secrets_are_not_forwarded_but_travel_in_a_call() -> None:
-    """Ray logs runtime environments; a mirror's address goes there only without a password."""
+def test_secrets_are_not_forwarded_but_passed_in_a_call() -> None:
+    """Ray logs runtime environments, so they may hold a mirror's address without password only."""
     secrets = {"HF_TOKEN": "hf_1", "HUGGING_FACE_HUB_TOKEN": "hf_2"}
     others = {"HF_HOME": "/h", "HF_SOMETHING_NEW": "x", "WANDB_API_KEY": "w", "OPENAI_API_KEY": "o"}
     mirror = {"HF_ENDPOINT": "https://ann:pw@mirror"}

@@ -1,4 +1,4 @@
-"""Weights in a machine's memory go with the process that put them there, however it ends."""
+"""Folders in a machine's memory are removed with their owner process, however it ends."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def is_gone(path: Path, seconds: float = 20.0) -> bool:
 
 
 def test_a_killed_owner_leaves_nothing(tmp_path: Path) -> None:
-    """SIGKILL, before which Ray kills all children, gives no time to clean up."""
+    """SIGKILL leaves no time to clean up, and Ray kills all children before it."""
     path = tmp_path / f"{PREFIX}a"
     owner = start_owner(path)
     assert (path / "model.safetensors").exists()
@@ -62,16 +62,16 @@ def test_a_killed_owner_leaves_nothing(tmp_path: Path) -> None:
     assert is_gone(path)
 
 
-def test_a_closed_folder_is_gone_at_once(tmp_path: Path) -> None:
-    """In good order there is nothing to wait for."""
+def test_a_closed_folder_is_removed_at_once(tmp_path: Path) -> None:
+    """`close` does not wait for the cleaner."""
     folder = NodeFolder(tmp_path / f"{PREFIX}a")
     (folder.path / "model.safetensors").write_bytes(b"x")
     folder.close()
     assert list(tmp_path.iterdir()) == []
 
 
-def test_only_what_has_no_owner_is_swept(tmp_path: Path) -> None:
-    """What a lost machine's run left goes with the next one; a living run's folder stays."""
+def test_only_orphans_are_removed(tmp_path: Path) -> None:
+    """Folders left by lost processes or machines are removed; a live run's folder stays."""
     living = NodeFolder(tmp_path / f"{PREFIX}living")
     for name, host in (("left", socket.gethostname()), ("older", ""), ("elsewhere", "node-7"),
                        ("forgotten", "node-8")):  # fmt: skip
@@ -84,16 +84,16 @@ def test_only_what_has_no_owner_is_swept(tmp_path: Path) -> None:
         os.utime(tmp_path / name, (time.time() - age,) * 2)
     os.utime(tmp_path / f"{PREFIX}forgotten", (time.time() - OTHER_MACHINE_S - 1,) * 2)
     remove_orphans(tmp_path)
-    left_there = sorted(p.name for p in tmp_path.iterdir())
-    elsewhere = f"{PREFIX}elsewhere"  # whose lock this machine may not see
-    assert left_there == [f".{PREFIX}young", "other", elsewhere, living.path.name]
+    remaining = sorted(p.name for p in tmp_path.iterdir())
+    elsewhere = f"{PREFIX}elsewhere"  # this machine may not see its lock
+    assert remaining == [f".{PREFIX}young", "other", elsewhere, living.path.name]
     living.close()
 
 
-def test_a_folder_that_the_user_named_has_the_users_permissions(
+def test_a_folder_named_by_the_user_follows_the_umask(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """So that a server of another account may read it; in a machine's memory nobody else may."""
+    """So a server of another account may read it; in memory, only the user may."""
     for root, mode in ((tmp_path / "other", 0o700), (tmp_path, 0o755)):
         monkeypatch.setattr(node_folder, "memory_root", lambda: tmp_path / "other")
         root.mkdir(exist_ok=True)
@@ -105,13 +105,13 @@ def test_a_folder_that_the_user_named_has_the_users_permissions(
 
 
 def test_paths_are_new_each_time() -> None:
-    """Two runs on one machine never share a folder."""
+    """Two runs on a machine never share a folder."""
     assert new_path() != new_path()
     assert not new_path().exists()
 
 
-def test_two_nodes_of_one_machine_have_folders_of_their_own(tmp_path: Path) -> None:
-    """They share its memory; each owner makes, and removes, its own."""
+def test_two_nodes_of_one_machine_have_separate_folders(tmp_path: Path) -> None:
+    """They share the memory; each owner creates and removes its own folder."""
     path = tmp_path / f"{PREFIX}a"
     first, second = NodeFolder(on_node(path, "1" * 56)), NodeFolder(on_node(path, "2" * 56))
     first.close()
@@ -119,8 +119,8 @@ def test_two_nodes_of_one_machine_have_folders_of_their_own(tmp_path: Path) -> N
     second.close()
 
 
-def test_versions_that_nobody_reads_are_removed_and_nothing_else(tmp_path: Path) -> None:
-    """The lock, which says that the owner lives, stays."""
+def test_only_unneeded_versions_are_removed(tmp_path: Path) -> None:
+    """The lock, which shows that the owner is alive, stays."""
     folder = NodeFolder(tmp_path / f"{PREFIX}a")
     for version in (1, 2, 3):
         (folder.path / str(version)).mkdir()

@@ -42,8 +42,8 @@ def test_a_group_has_the_results_and_the_gradient_of_one_rank() -> None:
     for found in run_ranks(2, sequence_parallel_bodies.compare):
         assert len(found) == len(sequence_parallel_bodies.CASES)
         for name, (alone, together) in found.items():
-            for one, other in zip(alone, together, strict=True):
-                for x, y in zip(one, other, strict=True):
+            for expected, actual in zip(alone, together, strict=True):
+                for x, y in zip(expected, actual, strict=True):
                     scale = max(float(x.abs().max()), 1e-12) if x.numel() else 1.0
                     assert torch.allclose(x, y, rtol=0, atol=1e-12 * scale), name
 

@@ -1,4 +1,4 @@
-"""Weights that the first rank broadcasts to engines on other devices: all of them, or an error."""
+"""Weight transfer by broadcast to engines on other devices: complete, or an error."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from datetime import timedelta
 import pytest
 import torch
 
-from tests.verl.training.test_weight_stream import CPU, Named, broken, noting, tensors
+from tests.verl.training.test_weight_stream import CPU, Named, broken, recording, tensors
 from verl.training import weight_stream
 from verl.training.weight_broadcast import WeightBroadcast, WeightReceiver
 
@@ -19,170 +19,174 @@ HOST = "127.0.0.1"
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Buffers that a few tensors fill, and little patience."""
+    """Use small buffers, which a few tensors fill, and a short timeout."""
     monkeypatch.setattr(weight_stream, "BUFFER_BYTES", 4096)
     monkeypatch.setattr(weight_stream, "CONNECT_TIMEOUT_S", 3.0)
 
 
-Taking = Callable[[], list[Future[Named]]]
+StartReceiving = Callable[[], list[Future[Named]]]
 
 
-def taking(pool: ThreadPoolExecutor, workers: Sequence[WeightReceiver]) -> list[Future[Named]]:
-    """What each of the workers finds of the next weights, copied before others come."""
-    copied = lambda one: [(name, tensor.clone()) for name, tensor in one.receive()]  # noqa: E731
-    return [pool.submit(copied, one) for one in workers]
+def start_receiving(
+    pool: ThreadPoolExecutor, workers: Sequence[WeightReceiver]
+) -> list[Future[Named]]:
+    """Let each worker receive the next weights; returns futures of copies of the tensors."""
+
+    def receive(worker: WeightReceiver) -> Named:
+        return [(name, tensor.clone()) for name, tensor in worker.receive()]
+
+    return [pool.submit(receive, worker) for worker in workers]
 
 
 @pytest.fixture
-def receivers() -> Iterator[tuple[WeightBroadcast, Taking]]:
-    """A rank, and two workers that each take the next weights when they are told to."""
+def receivers() -> Iterator[tuple[WeightBroadcast, StartReceiving]]:
+    """A rank, and a function that lets two workers receive the next weights."""
     rank = WeightBroadcast(HOST, 2, CPU)
     workers = [WeightReceiver(rank.stream, CPU) for _ in range(2)]
     with ThreadPoolExecutor(2) as pool:
-        yield rank, lambda: taking(pool, workers)
+        yield rank, lambda: start_receiving(pool, workers)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_every_worker_has_every_tensor(
-    receivers: tuple[WeightBroadcast, Taking], dtype: torch.dtype
+    receivers: tuple[WeightBroadcast, StartReceiving], dtype: torch.dtype
 ) -> None:
-    """In the order in which they came, as the engine's dtype, in memory of its own; again and
-    again through one group."""
-    rank, take = receivers
-    found = []
+    """In order, in the engine's dtype, and copied; repeatedly through the same group."""
+    rank, start = receivers
+    received = []
     for seed in range(3):
-        waiting = take()
+        futures = start()
         assert rank.send(tensors(seed), dtype).seconds > 0
-        found += [(tensors(seed), one.result()) for one in waiting]
-    for named, copies in found:
+        received += [(tensors(seed), future.result()) for future in futures]
+    for named, copies in received:
         assert [name for name, _ in copies] == [name for name, _ in named]
         for (_, copy), (_, tensor) in zip(copies, named, strict=True):
             assert copy.dtype == dtype and torch.equal(copy, tensor.to(dtype))
 
 
-def test_where_one_does_not_come_nobody_has_the_weights(
-    receivers: tuple[WeightBroadcast, Taking], caplog: pytest.LogCaptureFixture
+def test_if_a_worker_is_missing_no_worker_gets_the_weights(
+    receivers: tuple[WeightBroadcast, StartReceiving], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The others say so; the rank takes all tensors, which other ranks gather with it."""
+    """The others get an error; the rank iterates over all tensors, which ranks gather together."""
     rank, _ = receivers
     seen: list[str] = []
     late = WeightReceiver(rank.stream, CPU)
     with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(lambda: list(late.receive()))
-        rank.send(noting(tensors(), seen), torch.float32)
+        future = pool.submit(lambda: list(late.receive()))
+        rank.send(recording(tensors(), seen), torch.float32)
         with pytest.raises(ConnectionError, match="the training rank did not send its weights"):
-            waiting.result()
+            future.result()
     assert len(seen) == len(tensors())
     assert "the engines did not receive the new weights" in caplog.text
 
 
-def test_a_rank_that_ends_is_no_end_of_the_weights(
-    receivers: tuple[WeightBroadcast, Taking],
+def test_a_lost_rank_is_an_error(
+    receivers: tuple[WeightBroadcast, StartReceiving],
 ) -> None:
-    """Half of the weights are an error, not a model."""
-    rank, take = receivers
-    waiting = take()
+    """An incomplete transfer is an error, not a model."""
+    rank, start = receivers
+    futures = start()
     with pytest.raises(RuntimeError, match="died"):
         rank.send(broken(tensors()[:4]), torch.float32)
-    for one in waiting:
+    for future in futures:
         with pytest.raises(ConnectionError, match="the training rank did not send its weights"):
-            one.result()
+            future.result()
 
 
 STEPS = (0.0, 1e-3, 0.0, 1e-3, 1.0)
-"""Of each hand-over, the share of elements that are others than before, in the larger tensors."""
+"""Share of changed elements in each transfer, in the larger tensors."""
 
 
-def trained(named: Named, share: float, seed: int) -> Named:
-    """As many elements, at least, with other bits: an update of weights in bfloat16."""
+def change_weights(named: Named, share: float, seed: int) -> Named:
+    """Change about this share of the elements, enough to change their bits in bfloat16 too."""
     draw = torch.Generator().manual_seed(seed)
     return [(name, tensor + (torch.rand(tensor.shape, generator=draw) < share))
             for name, tensor in named]  # fmt: skip
 
 
 def test_changes_give_the_weights_that_whole_tensors_give() -> None:
-    """Every worker has all tensors after each hand-over, bit for bit, for a part of the bytes."""
+    """Every worker has all tensors after each transfer, bit for bit, for a part of the bytes."""
     rank = WeightBroadcast(HOST, 2, CPU, sends_changes=True)
     workers = [WeightReceiver(rank.stream, CPU) for _ in range(2)]
     named, sizes = tensors(), []
     whole = sum(2 * tensor.numel() for _, tensor in named)
     with ThreadPoolExecutor(2) as pool:
         for seed, share in enumerate(STEPS):
-            named = trained(named, share, seed)
-            waiting = taking(pool, workers)
-            sent = rank.send(named, torch.bfloat16)
-            sizes.append(sent.num_bytes)
-            assert sent.num_elements == whole // 2
-            for one in waiting:
-                for (name, copy), (expected, tensor) in zip(one.result(), named, strict=True):
+            named = change_weights(named, share, seed)
+            futures = start_receiving(pool, workers)
+            stats = rank.send(named, torch.bfloat16)
+            sizes.append(stats.num_bytes)
+            assert stats.num_elements == whole // 2
+            for future in futures:
+                for (name, copy), (expected, tensor) in zip(future.result(), named, strict=True):
                     assert name == expected and copy.dtype == torch.bfloat16
                     assert torch.equal(copy, tensor.bfloat16())
     assert sizes[0] >= whole and sizes[2] == 0 and sizes[4] >= whole
     assert 0 < sizes[1] < 0.05 * whole and 0 < sizes[3] < 0.05 * whole
 
 
-@pytest.mark.parametrize("is_told", [True, False])
-def test_a_worker_that_lacks_the_weights_before_gets_all_or_refuses(is_told: bool) -> None:
-    """One that lost a hand-over half way says so, and all are sent everything; had it been silent,
-    it would not take changes of what it has not."""
+@pytest.mark.parametrize("is_reported", [True, False])
+def test_a_worker_without_the_last_weights_gets_all_or_refuses(is_reported: bool) -> None:
+    """A worker that lost a transfer reports it, and all tensors are sent; if it did not report it,
+    it refuses changes of weights that it does not have."""
     rank = WeightBroadcast(HOST, 2, CPU, sends_changes=True)
     workers = [WeightReceiver(rank.stream, CPU) for _ in range(2)]
     first, second = tensors(0), tensors(1)
     with ThreadPoolExecutor(2) as pool:
-        waiting = taking(pool, workers)
+        futures = start_receiving(pool, workers)
         rank.send(first, torch.float32)
-        assert all(len(one.result()) == len(first) for one in waiting)
+        assert all(len(future.result()) == len(first) for future in futures)
         workers[0]._base = 0
-        if not is_told:
+        if not is_reported:
             rank._store.add("2/has/1", 1)
-        waiting = taking(pool, workers)
-        sent = rank.send(second, torch.float32)
-        assert sent.num_changed == sent.num_elements
-        if not is_told:
+        futures = start_receiving(pool, workers)
+        stats = rank.send(second, torch.float32)
+        assert stats.num_changed == stats.num_elements
+        if not is_reported:
             with pytest.raises(
                 ConnectionError,
                 match="changes refer to weight transfer 1, but",
             ):
-                waiting[0].result()
+                futures[0].result()
             return
-        for one in waiting:
-            for (_, copy), (_, tensor) in zip(one.result(), second, strict=True):
+        for future in futures:
+            for (_, copy), (_, tensor) in zip(future.result(), second, strict=True):
                 assert torch.equal(copy, tensor)
 
 
-def test_after_a_broken_hand_over_nothing_stands_on_it() -> None:
-    """A rank that could not send keeps no base: what it kept by then is of two versions."""
+def test_a_broken_transfer_is_no_base_for_changes() -> None:
+    """What the rank kept by then is a mixture of two versions."""
     rank = WeightBroadcast(HOST, 1, CPU, sends_changes=True)
     worker = WeightReceiver(rank.stream, CPU)
     with ThreadPoolExecutor(1) as pool:
-        waiting = taking(pool, [worker])
+        (future,) = start_receiving(pool, [worker])
         rank.send(tensors(0), torch.float32)
-        waiting[0].result()
-        waiting = taking(pool, [worker])
+        future.result()
+        (future,) = start_receiving(pool, [worker])
         with pytest.raises(RuntimeError, match="died"):
             rank.send(broken(tensors(1)[:4]), torch.float32)
         with pytest.raises(ConnectionError):
-            waiting[0].result()
+            future.result()
     assert rank._base == worker._base == 0
 
 
-def test_a_long_search_for_changes_is_no_end_of_the_weights(
+def test_workers_do_not_time_out_while_changes_are_searched(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of a large model few changes fill no buffer for longer than a worker waits for the next."""
+    """Few changes of a large model fill no buffer for longer than a worker's timeout."""
     rank = WeightBroadcast(HOST, 1, CPU, sends_changes=True)
     worker, named = WeightReceiver(rank.stream, CPU), tensors()
     with ThreadPoolExecutor(1) as pool:
         for pause in (0.0, 2.0 / len(named)):
-            waiting = taking(pool, [worker])
+            (future,) = start_receiving(pool, [worker])
             rank.send(slowly(named, pause), torch.float32)
-            assert [name for name, _ in waiting[0].result()] == [name for name, _ in named]
+            assert [name for name, _ in future.result()] == [name for name, _ in named]
             monkeypatch.setattr(weight_stream, "CONNECT_TIMEOUT_S", 1.0)
             worker._store.set_timeout(timedelta(seconds=1.0))
 
 
 def slowly(named: Named, pause: float) -> Iterator[tuple[str, torch.Tensor]]:
-    """Each after so many seconds."""
-    for one in named:
+    """Yield from `named` with a pause, in seconds, before each tensor."""
+    for item in named:
         time.sleep(pause)
-        yield one
+        yield item

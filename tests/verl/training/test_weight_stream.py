@@ -1,4 +1,4 @@
-"""Weights that pass from a rank to engines on its device: all of them, once, whatever ends when."""
+"""Weight transfer from a rank to engines on its device: complete, whichever process is lost."""
 
 from __future__ import annotations
 
@@ -20,79 +20,79 @@ Named = list[tuple[str, Tensor]]
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Buffers that a few tensors fill."""
+    """Use buffers so small that a few tensors fill them."""
     monkeypatch.setattr(weight_stream, "BUFFER_BYTES", 4096)
 
 
 def tensors(seed: int = 0) -> Named:
-    """Of many sizes: several in a buffer, one larger than it, a transposed one, a number."""
+    """Make tensors of many sizes: small ones, one larger than a buffer, a transposed, a scalar."""
     draw = torch.Generator().manual_seed(seed)
     shapes = [(3,), (40, 7), (1,), (100, 100), (17, 5), (8, 128), (2, 3, 4), (), (64, 64)] * 3
-    found = [(f"{i}", torch.randn(shape, generator=draw)) for i, shape in enumerate(shapes)]
-    return [*found, ("transposed", torch.randn(30, 9, generator=draw).T)]
+    named = [(f"{i}", torch.randn(shape, generator=draw)) for i, shape in enumerate(shapes)]
+    return [*named, ("transposed", torch.randn(30, 9, generator=draw).T)]
 
 
 def exchange(named: Named, num_receivers: int, dtype: torch.dtype) -> list[Named]:
-    """What each receiver has after one sending."""
+    """Send tensors to `num_receivers` receivers; return what each of them received."""
     stream = secrets.token_hex(4)
     with ThreadPoolExecutor(num_receivers) as pool:
-        waiting: list[Future[Named]] = [
+        futures: list[Future[Named]] = [
             pool.submit(lambda: list(receive(stream, CPU))) for _ in range(num_receivers)
         ]
         send(named, stream, CPU, num_receivers, dtype)
-        return [one.result() for one in waiting]
+        return [future.result() for future in futures]
 
 
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("num_receivers", [1, 3])
 def test_every_receiver_has_every_tensor(dtype: torch.dtype, num_receivers: int) -> None:
-    """In the order in which they came, as the engine's dtype, and in memory of its own: what is
-    sent afterwards into the same buffers changes nothing of it."""
+    """In order, in the engine's dtype, and copied, so that later contents of the buffers do not
+    change them."""
     named = tensors()
-    found = exchange(named, num_receivers, dtype)
-    assert len(found) == num_receivers
-    for copies in found:
+    received = exchange(named, num_receivers, dtype)
+    assert len(received) == num_receivers
+    for copies in received:
         assert [name for name, _ in copies] == [name for name, _ in named]
         for (_, copy), (_, tensor) in zip(copies, named, strict=True):
             assert copy.dtype == dtype and torch.equal(copy, tensor.to(dtype))
 
 
-def noting(named: Named, seen: list[str]) -> Iterator[tuple[str, Tensor]]:
-    """`named`, with a note of what was taken from it."""
+def recording(named: Named, seen: list[str]) -> Iterator[tuple[str, Tensor]]:
+    """Yield from `named`, recording the names in `seen`."""
     for name, tensor in named:
         seen.append(name)
         yield name, tensor
 
 
 def test_a_rank_without_an_engine_takes_part_in_gathering() -> None:
-    """All tensors are taken, though none is sent."""
+    """It iterates over all tensors, though it sends none."""
     seen: list[str] = []
-    assert send(noting(tensors(), seen), "nobody", CPU, 0, torch.float32) == TransferStats()
+    assert send(recording(tensors(), seen), "nobody", CPU, 0, torch.float32) == TransferStats()
     assert len(seen) == len(tensors())
 
 
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("lost_after", [0, 1, 12])
-def test_a_receiver_that_is_lost_stops_nobody(lost_after: int) -> None:
-    """The others have all, and the rank takes all tensors, which others gather with it."""
+def test_a_lost_receiver_does_not_stop_the_others(lost_after: int) -> None:
+    """They receive all tensors, and the rank iterates over all, which ranks gather together."""
     stream, named, seen = secrets.token_hex(4), tensors(), list[str]()
 
     def lost() -> None:
-        coming = receive(stream, CPU)
+        receiving = receive(stream, CPU)
         for _ in range(lost_after + 1):
-            next(coming)
-        coming.close()
+            next(receiving)
+        receiving.close()
 
     with ThreadPoolExecutor(2) as pool:
         whole, cut = pool.submit(lambda: list(receive(stream, CPU))), pool.submit(lost)
-        send(noting(named, seen), stream, CPU, 2, torch.float32)
+        send(recording(named, seen), stream, CPU, 2, torch.float32)
         assert len(whole.result()) == len(seen) == len(named)
         cut.result()
 
 
-def test_one_that_does_not_come_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After a while the rank sends to those that are there."""
+def test_a_missing_receiver_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a timeout, the rank sends to the receivers that have connected."""
     monkeypatch.setattr(weight_stream, "CONNECT_TIMEOUT_S", 0.2)
     stream, found = secrets.token_hex(4), Named()
     thread = threading.Thread(target=lambda: found.extend(receive(stream, CPU)))
@@ -103,16 +103,16 @@ def test_one_that_does_not_come_is_not_waited_for(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.usefixtures("small")
-def test_one_that_hangs_keeps_the_rank_for_a_while_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The others have all; it learns that it has not when it goes on."""
+def test_a_hanging_receiver_is_dropped_after_a_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others receive all tensors; the hanging one gets an error when it continues."""
     monkeypatch.setattr(weight_stream, "ACK_TIMEOUT_S", 5.0)
-    stream, named, goes_on = secrets.token_hex(4), tensors(), threading.Event()
+    stream, named, resume = secrets.token_hex(4), tensors(), threading.Event()
 
     def hang() -> Named:
-        coming = receive(stream, CPU)
-        first = [next(coming)]
-        goes_on.wait(60)
-        return [*first, *coming]
+        receiving = receive(stream, CPU)
+        first = [next(receiving)]
+        resume.wait(60)
+        return [*first, *receiving]
 
     with ThreadPoolExecutor(2) as pool:
         whole, hung = pool.submit(lambda: list(receive(stream, CPU))), pool.submit(hang)
@@ -120,38 +120,38 @@ def test_one_that_hangs_keeps_the_rank_for_a_while_only(monkeypatch: pytest.Monk
             send(named, stream, CPU, 2, torch.float32)
             assert len(whole.result()) == len(named)
         finally:
-            goes_on.set()
+            resume.set()
         with pytest.raises(ConnectionError, match="ended while it sent"):
             hung.result()
 
 
 def broken(named: Sequence[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Ends as a rank does that dies."""
+    """Yield from `named`, then raise as a rank does that dies."""
     yield from named
     raise RuntimeError("died")
 
 
 @pytest.mark.usefixtures("small")
-def test_a_rank_that_ends_is_no_end_of_the_weights() -> None:
-    """Half of the weights are an error, not a model."""
+def test_a_lost_rank_is_an_error() -> None:
+    """An incomplete transfer is an error, not a model."""
     stream = secrets.token_hex(4)
     with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(lambda: list(receive(stream, CPU)))
+        future = pool.submit(lambda: list(receive(stream, CPU)))
         with pytest.raises(RuntimeError, match="died"):
             send(broken(tensors()[:4]), stream, CPU, 1, torch.float32)
         with pytest.raises(ConnectionError, match="ended while it sent"):
-            waiting.result()
+            future.result()
 
 
-def test_nobody_sends(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where no rank comes, the engine says so after a while."""
+def test_without_a_rank_receiving_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is raised after a timeout."""
     monkeypatch.setattr(weight_stream, "CONNECT_TIMEOUT_S", 0.05)
     with pytest.raises(ConnectionError, match="no training rank sends weights here"):
         list(receive("nobody", CPU))
 
 
-def test_another_users_process_is_not_listened_to(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What comes through the socket is unpickled, so that its other end must be this user's."""
+def test_another_users_process_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Messages from the socket are unpickled, so its peer must be of the same user."""
     monkeypatch.setattr("os.getuid", lambda: -1)
     monkeypatch.setattr(weight_stream, "CONNECT_TIMEOUT_S", 0.5)
     stream = secrets.token_hex(4)

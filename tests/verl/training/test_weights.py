@@ -1,4 +1,4 @@
-"""Weights as files."""
+"""Writing weights as files."""
 
 import time
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ from verl.training.weights import FileLayout, write_weights
 
 
 def test_only_the_writing_is_timed(tmp_path: Path) -> None:
-    """Tensors that are long in coming (gathered over ranks) do not count."""
+    """The time to gather tensors does not count."""
 
     def slowly() -> Iterator[tuple[str, Tensor]]:
         for name in "ab":
@@ -26,10 +26,8 @@ def test_only_the_writing_is_timed(tmp_path: Path) -> None:
     assert 0 < write_weights(tmp_path, slowly(), LlamaConfig(), "float32") < 0.5
 
 
-def test_what_takes_several_files_is_read_back_whole(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By transformers, which takes `model.safetensors` alone where there is one; also in reuse."""
+def test_several_files_are_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By transformers, which prefers a `model.safetensors`; also in a reused folder."""
     config = LlamaConfig(vocab_size=16, hidden_size=8, intermediate_size=8, num_hidden_layers=2,
                          num_attention_heads=2)  # fmt: skip
     for size in (64, 1 << 20, 64):
@@ -42,7 +40,7 @@ def test_what_takes_several_files_is_read_back_whole(
 
 
 def test_several_writers_write_one_model(tmp_path: Path) -> None:
-    """Each writes its part; together it is what transformers reads, evenly divided."""
+    """Each writes an equal part, and transformers reads the whole."""
     config = LlamaConfig(vocab_size=16, hidden_size=8, intermediate_size=8, num_hidden_layers=2,
                          num_attention_heads=2)  # fmt: skip
     lm = LlamaForCausalLM(config)
@@ -55,8 +53,8 @@ def test_several_writers_write_one_model(tmp_path: Path) -> None:
     assert len(sizes) == 3 and max(sizes) < 2 * min(sizes)
 
 
-def test_what_writers_hold_is_bounded_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many they are: each file of four writers has a quarter of SHARD_BYTES at most."""
+def test_the_memory_of_all_writers_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each file of four writers has at most a quarter of SHARD_BYTES."""
     monkeypatch.setattr(weights, "SHARD_BYTES", 400)
     layout, sizes = FileLayout(4), dict[str, int]()
     for i in range(100):
@@ -65,8 +63,8 @@ def test_what_writers_hold_is_bounded_together(monkeypatch: pytest.MonkeyPatch) 
     assert max(sizes.values()) <= 100 and len(layout.index) == 100
 
 
-def test_a_full_disk_is_told_as_one(tmp_path: Path) -> None:
-    """safetensors has an error of its own for it, which no command would know."""
+def test_a_full_disk_is_an_os_error(tmp_path: Path) -> None:
+    """safetensors raises its own error, which commands do not handle."""
     with files_up_to(1000), pytest.raises(OSError, match=r"model\.safetensors") as caught:
         weights.write_file(tmp_path / "model.safetensors", {"a": torch.zeros(1000)})
     assert is_file_error(caught.value)
