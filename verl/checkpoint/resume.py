@@ -130,7 +130,7 @@ def _option_differences(
         elif kind == "experiment" and not any(
             f"{key}.".startswith(f"{name}.") for name in config.trainer.resume_anyway
         ):
-            yield f"{change}; to go on all the same: {_accepting_option(config, key)}"
+            yield f"{change}; to continue anyway: {_accepting_option(config, key)}"
         else:
             logger.warning("resuming with another %s", change)
 
@@ -147,7 +147,7 @@ def _content_differences(
         if name not in old or name in config.trainer.resume_anyway:
             logger.warning("resuming with another %s", change)
         else:
-            yield f"{change}; to go on all the same: {_accepting_option(config, name)}"
+            yield f"{change}; to continue anyway: {_accepting_option(config, name)}"
 
 
 def _accepting_option(config: Config, name: str) -> str:

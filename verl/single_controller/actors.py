@@ -399,7 +399,7 @@ class Restarts:
         if spent >= self.allowed:
             raise type(error)(
                 f"{error}; the run ends, after {spent} of trainer.max_restarts={self.allowed} "
-                "restarts: find out why, then go on with trainer.resume_mode=auto"
+                "restarts: find out why, then continue with trainer.resume_mode=auto"
             ) from error
         count = f"restart {spent + 1} of trainer.max_restarts={self.allowed}"
         logger.warning("%s; %s (%s)", error, consequence, count)

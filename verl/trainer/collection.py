@@ -1,4 +1,4 @@
-"""The trajectories of one training step: sampled, scored, and filtered by variance of reward."""
+"""Collects the trajectories of a training step: samples, scores and filters them."""
 
 from __future__ import annotations
 
@@ -37,21 +37,21 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class Samples:
-    """Scored trajectories, none of which failed."""
+    """Scored trajectories; none of them failed."""
 
     trajectories: list[Trajectory] = field(default_factory=list)
     rewards: list[Reward] = field(default_factory=list)
     greedy_scores: list[float] = field(default_factory=list)
-    """For ReMax: the score of the greedy trajectory of each one's prompt."""
+    """For ReMax: the score of the greedy trajectory of the same prompt, for each trajectory."""
 
     def extend(self, other: Samples) -> None:
-        """Append another's."""
+        """Append the trajectories of `other`."""
         self.trajectories += other.trajectories
         self.rewards += other.rewards
         self.greedy_scores += other.greedy_scores
 
-    def select(self, groups: set[str]) -> Samples:
-        """Those of the named groups."""
+    def select_groups(self, groups: set[str]) -> Samples:
+        """Return the samples of the named groups."""
         kept = [i for i, t in enumerate(self.trajectories) if t.group in groups]
         return Samples(
             [self.trajectories[i] for i in kept],
@@ -60,11 +60,11 @@ class Samples:
         )
 
     def groups(self) -> list[str]:
-        """All groups, in order of appearance."""
+        """Return the names of all groups, in order of appearance."""
         return list(dict.fromkeys(t.group for t in self.trajectories))
 
     def groups_with_reward_variance(self) -> list[str]:
-        """Groups whose members do not all have the same score, in order of appearance."""
+        """Return the groups whose members have unequal scores, in order of appearance."""
         scores: dict[str, list[float]] = {}
         for trajectory, reward in zip(self.trajectories, self.rewards, strict=True):
             scores.setdefault(trajectory.group, []).append(reward.score)
@@ -72,45 +72,57 @@ class Samples:
         return [group for group, s in scores.items() if not math.isclose(min(s), max(s), **close)]
 
 
-def chosen(sampled: Samples, config: Config, step: int, rounds: int) -> tuple[Samples, Metrics]:
-    """What a step learns from, of all that was sampled for it in so many batches."""
+def select_for_training(
+    sampled: Samples, config: Config, step: int, num_sampled_batches: int
+) -> tuple[Samples, Metrics]:
+    """Return the samples that a step trains on, and metrics of the selection.
+
+    Without dynamic sampling (`algorithm.filter_groups`) these are all `sampled`, and there are no
+    metrics. With it, these are the first `data.train_batch_size` groups with unequal scores; if
+    there is no such group, the first groups.
+    """
     if not config.algorithm.filter_groups.enable:
         return sampled, {}
     size = config.data.train_batch_size
     groups = sampled.groups_with_reward_variance()[:size]
-    counts = {"rollout/gen_batches": float(rounds), "rollout/kept_groups": float(len(groups))}
+    metrics = {
+        "rollout/gen_batches": float(num_sampled_batches),
+        "rollout/kept_groups": float(len(groups)),
+    }
     if not groups:
-        logger.warning("step %d: every group of %d batches has equal scores", step, rounds)
+        logger.warning(
+            "step %d: every group of %d batches has equal scores", step, num_sampled_batches
+        )
         groups = sampled.groups()[:size]
-    return sampled.select(set(groups)), counts
+    return sampled.select_groups(set(groups)), metrics
 
 
 @dataclass
 class PromptBatch:
-    """Prompts that are sampled together; `step` and `first` number their groups and seeds.
+    """Prompts that are sampled together; groups and seeds are derived from `step` and `first`.
 
-    `step` is the one that they are planned for, and `first` the number of the first among that
-    step's prompts: dynamic sampling takes several batches for one step, or one planned for a later.
+    The batch is planned for `step`, and its first prompt is number `first` of that step's prompts.
+    Dynamic sampling may use several batches in one step, also batches planned for later steps.
     """
 
     step: int
     first: int
     rows: list[int]
     requests: list[RolloutRequest] = field(default_factory=list)
-    """Their trajectories and, where they are needed, the greedy ones."""
+    """Request of the trajectories and, if needed, of the greedy trajectories."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What of it goes into a checkpoint: its trajectories are started again as they were."""
+        """Return what a checkpoint stores; the same trajectories are started again from it."""
         return {"step": self.step, "first": self.first, "rows": self.rows}
 
 
 @dataclass
 class RolloutCollector:
-    """Samples steps' trajectories and scores them; with `max_staleness` some steps ahead.
+    """Samples and scores each step's trajectories; with `max_staleness`, some steps ahead of time.
 
-    Batches are started and taken in the order of the data, and no more than `max_staleness` wait
-    behind the one that is taken. So what step t trains on was started at step t - max_staleness or
-    later, by the weights of its start or newer ones: that is the bound on its age.
+    Batches are started and used in the order of the data, and at most `max_staleness` batches wait
+    behind the one in use. So the batch of step t was started at step t - max_staleness or later,
+    and was sampled by the weights of that step or newer ones, which bounds its staleness.
     """
 
     config: Config
@@ -119,125 +131,141 @@ class RolloutCollector:
     sampler: PromptSampler
     reward: RewardManager
     with_greedy: bool = False
-    """Also sample a greedy trajectory for each prompt: the baseline of ReMax, never trained on."""
+    """Whether to sample a greedy trajectory per prompt too: ReMax's baseline, never trained on."""
     last_step: int | None = None
-    """Nothing is started for the steps after this one."""
+    """No batches are started for steps after this one."""
     batches: deque[PromptBatch] = field(default_factory=deque)
-    """Drawn and not taken yet, in order."""
-    drawn: tuple[int, int] = (0, 0)
+    """Batches that are drawn from the data but not used yet, in order."""
+    last_drawn: tuple[int, int] = (0, 0)
     """`step` and `first` of the last batch that was drawn."""
-    _taking: list[PromptBatch] = field(default_factory=list)
-    """Those that the present step has taken."""
+    _current_batches: list[PromptBatch] = field(default_factory=list)
+    """Batches that the current step uses."""
     _resumed: dict[TrajectoryKey, FinishedTrajectory] = field(default_factory=dict)
-    """What a checkpoint had of batches that are not started yet."""
-    _taken: list[schedule.ScheduleEntry] = field(default_factory=list)
+    """Trajectories from a checkpoint, of batches that are not started yet."""
+    _schedule_entries: list[schedule.ScheduleEntry] = field(default_factory=list)
+    """Schedule of the current step's trajectories, until it is written."""
     _sampled: Samples = field(default_factory=Samples)
-    """All that the present step has, until it is recorded."""
+    """All samples of the current step, until they are recorded."""
 
     def collect(self, step: int, timings: Timings) -> tuple[Samples, Metrics]:
-        """`train_batch_size` prompts' trajectories, and metrics of all that were sampled.
+        """Return trajectories of `train_batch_size` prompts, and metrics of all sampled ones.
 
-        With `algorithm.filter_groups` (dynamic sampling, Yu et al. 2025) groups of equal scores
-        are replaced by those of further prompts, for at most `max_num_gen_batches` batches; where
-        all of those are of equal scores, the step takes one batch of them.
+        With `algorithm.filter_groups` (dynamic sampling, Yu et al. 2025), groups of equal scores
+        are replaced by groups of further prompts, for at most `max_num_gen_batches` batches. If all
+        groups have equal scores, the step uses one batch of them.
         """
         filters, size = self.config.algorithm.filter_groups, self.config.data.train_batch_size
-        sampled, rounds = Samples(), 0
-        everyone: list[Trajectory] = []
-        num_kept = 0
-        self._taking = []
-        while rounds == 0 or (
-            filters.enable and num_kept < size and rounds < filters.max_num_gen_batches
+        sampled = Samples()
+        trajectories: list[Trajectory] = []
+        num_kept_groups = 0
+        num_batches = 0
+        self._current_batches = []
+        while num_batches == 0 or (
+            filters.enable and num_kept_groups < size and num_batches < filters.max_num_gen_batches
         ):
-            found, batch = self._sample_batch(step, timings)
-            everyone += batch
-            sampled.extend(found)
-            num_kept, rounds = num_kept + len(found.groups_with_reward_variance()), rounds + 1
+            batch_samples, batch_trajectories = self._sample_batch(step, timings)
+            sampled.extend(batch_samples)
+            trajectories += batch_trajectories
+            num_kept_groups += len(batch_samples.groups_with_reward_variance())
+            num_batches += 1
         self.rollout.sleep()
-        if self._taken:
-            schedule.write(Path(self.config.trainer.default_local_dir), step, self._taken)
-            self._taken = []
+        if self._schedule_entries:
+            directory = Path(self.config.trainer.default_local_dir)
+            schedule.write(directory, step, self._schedule_entries)
+            self._schedule_entries = []
         self._sampled = sampled
-        metrics = {**rollout_metrics(everyone), **reward_metrics(sampled.rewards)}
+        metrics = {**rollout_metrics(trajectories), **reward_metrics(sampled.rewards)}
         metrics |= self.rollout.take_faults()
-        kept, counts = chosen(sampled, self.config, step, rounds)
-        return kept, metrics | counts
+        selected, selection_metrics = select_for_training(sampled, self.config, step, num_batches)
+        return selected, metrics | selection_metrics
 
     def record(self, step: int, samples: Samples, signals: Sequence[Signals]) -> None:
-        """Write what was sampled for a step, with the signals of those that it learns from."""
+        """Write all samples of a step, with the signals of those that it trains on (`samples`)."""
         directory = self.config.trainer.rollout_data_dir
         assert directory is not None
-        named = zip(((t.group, t.sample) for t in samples.trajectories), signals, strict=True)
-        everyone, self._sampled = self._sampled, Samples()
-        write_step(directory, step, everyone.trajectories, everyone.rewards, everyone.greedy_scores,
-                   dict(named))  # fmt: skip
+        keys = [(t.group, t.sample) for t in samples.trajectories]
+        signals_by_key = dict(zip(keys, signals, strict=True))
+        sampled, self._sampled = self._sampled, Samples()
+        write_step(directory, step, sampled.trajectories, sampled.rewards, sampled.greedy_scores,
+                   signals_by_key)  # fmt: skip
 
     def _sample_batch(self, step: int, timings: Timings) -> tuple[Samples, list[Trajectory]]:
-        """One batch of prompts: its scored trajectories, and all of them, failed ones too."""
+        """Return one batch's scored samples, and all its trajectories including failed ones."""
         with timings.phase("gen"):
-            self.start_ahead(step)
+            self.start_batches(step)
             batch = self.batches.popleft()
-            self._taking.append(batch)
+            self._current_batches.append(batch)
             trajectories, *greedy = [self.rollout.finish(request) for request in batch.requests]
             baseline = greedy[0] if greedy else []
         if self.config.actor_rollout_ref.rollout.max_staleness > 0:
-            self._taken += [schedule.entry_of(t, greedy=False) for t in trajectories]
-            self._taken += [schedule.entry_of(t, greedy=True) for t in baseline]
+            self._schedule_entries += [schedule.entry_of(t, greedy=False) for t in trajectories]
+            self._schedule_entries += [schedule.entry_of(t, greedy=True) for t in baseline]
         failed = [t for t in (*trajectories, *baseline) if t.status is Status.FAILED]
-        share = self.config.trainer.max_lost_share
-        alive = complete_groups(trajectories, failed, f"step {step}", share)
-        self.rollout.faults["trajectories_dropped"] += len(trajectories) - len(alive)
+        max_lost_share = self.config.trainer.max_lost_share
+        complete = complete_groups(trajectories, failed, f"step {step}", max_lost_share)
+        self.rollout.faults["trajectories_dropped"] += len(trajectories) - len(complete)
         with timings.phase("reward"):
-            samples = Samples(alive, self.reward(alive))
+            samples = Samples(complete, self.reward(complete))
             if self.with_greedy:
                 samples.greedy_scores = self._greedy_scores(baseline, samples)
         return samples, trajectories
 
-    def start_ahead(self, step: int) -> None:
-        """Have a batch for this step, and those of the next `max_staleness` steps behind it."""
-        most = self.config.actor_rollout_ref.rollout.max_staleness
-        for batch in itertools.islice(self.batches, most + 1):  # a resumed run may have more
+    def start_batches(self, step: int) -> None:
+        """Start the batch of this step and the next `max_staleness` batches, if not yet started."""
+        max_ahead = self.config.actor_rollout_ref.rollout.max_staleness
+        for batch in itertools.islice(self.batches, max_ahead + 1):  # a resumed run may have more
             if not batch.requests:
                 self._start(batch)
-        while len(self.batches) <= most:
-            planned = step + len(self.batches)
-            if self.batches and self.last_step is not None and planned > self.last_step:
+        while len(self.batches) <= max_ahead:
+            planned_step = step + len(self.batches)
+            if self.batches and self.last_step is not None and planned_step > self.last_step:
                 return
-            rows, (last, first) = self.sampler.next_batch(), self.drawn
-            self.drawn = (planned, 0) if planned > last else (last, first + len(rows))
-            self.batches.append(PromptBatch(*self.drawn, rows))
+            rows = self.sampler.next_batch()
+            last_step, first = self.last_drawn
+            if planned_step > last_step:
+                self.last_drawn = planned_step, 0
+            else:
+                self.last_drawn = last_step, first + len(rows)
+            self.batches.append(PromptBatch(*self.last_drawn, rows))
             self._start(self.batches[-1])
 
-    def restart(self) -> None:
-        """Forget what was sampled ahead: those batches are started again when one is needed."""
+    def discard_prefetched(self) -> None:
+        """Discard what was sampled ahead of time; its batches are sampled again when needed."""
         for batch in self.batches:
             for request in batch.requests:
                 self.rollout.abandon(request)
             batch.requests = []
 
     def state_dict(self) -> list[dict[str, Any]]:
-        """The batches that are drawn and not taken yet."""
+        """Return the batches that are drawn but not used yet."""
         return [batch.state_dict() for batch in self.batches]
 
-    def writer(
+    def prefetched_writer(
         self, batches: Sequence[Mapping[str, Any]], newest: int
     ) -> Callable[[Path], None] | None:
-        """What writes those of `batches`, of a `state_dict`, that are finished by now, sampled by
-        weights up to the version `newest`, into a checkpoint: in any thread, and whenever."""
-        named = {(batch["step"], batch["first"]) for batch in batches}
-        known = [b for b in (*self._taking, *self.batches) if (b.step, b.first) in named]
-        requests = [request for batch in known for request in batch.requests]
+        """Return a function that writes the finished trajectories of `batches` into a checkpoint.
+
+        `batches` are from a `state_dict`. Only trajectories that are finished now and were sampled
+        by weights up to version `newest` are written. The function may be called later and in any
+        thread. Returns None if none of the batches is started.
+        """
+        ids = {(batch["step"], batch["first"]) for batch in batches}
+        started = [b for b in (*self._current_batches, *self.batches) if (b.step, b.first) in ids]
+        requests = [request for batch in started for request in batch.requests]
         if not requests:
             return None
-        fetch_finished = self.rollout.fetch_finished()  # which also takes what is answered
-        keyed_requests = [(request, request.trajectory_keys) for request in requests]
-        found = {names[i]: one for request, names in keyed_requests
-                 for i, one in request.finished.items()}  # fmt: skip
-        wanted = {name for _, names in keyed_requests for name in names}
+        fetch_finished = self.rollout.fetch_finished()  # first, as it updates `request.finished`
+        finished: dict[TrajectoryKey, Trajectory] = {}
+        keys: set[TrajectoryKey] = set()
+        for request in requests:
+            request_keys = request.trajectory_keys
+            keys.update(request_keys)
+            finished |= {request_keys[i]: t for i, t in request.finished.items()}
 
         def write(step_dir: Path) -> None:
-            late = fetch_finished()
-            prefetched.write(step_dir, found | {n: late[n] for n in late if n in wanted}, newest)
+            fetched = fetch_finished()
+            fetched = {key: fetched[key] for key in fetched if key in keys}
+            prefetched.write(step_dir, finished | fetched, newest)
 
         return write
 
@@ -247,24 +275,28 @@ class RolloutCollector:
         finished: Mapping[TrajectoryKey, FinishedTrajectory] | None = None,
         version: int = 0,
     ) -> None:
-        """Go on with the batches that a run had drawn, and with what it had finished of them.
+        """Continue with the batches of a checkpoint and its `finished` trajectories of them.
 
-        The next step is to be trained with the weights of `version`: what would be too old for its
-        own step, since `max_staleness` is another now, is sampled again.
+        The next step starts with the weights of `version`. Trajectories that would be too stale for
+        their step, because `max_staleness` was lowered, are sampled again.
         """
         self.batches = deque(PromptBatch(**batch) for batch in state)
-        self.drawn = max(((b.step, b.first) for b in self.batches), default=self.drawn)
-        most = self.config.actor_rollout_ref.rollout.max_staleness
-        oldest = {f"{batch.step}/{position}": version + number - most
-                  for number, batch in enumerate(self.batches)
-                  for position, _ in enumerate(batch.rows, batch.first)}  # fmt: skip
+        self.last_drawn = max(((b.step, b.first) for b in self.batches), default=self.last_drawn)
+        max_staleness = self.config.actor_rollout_ref.rollout.max_staleness
+        oldest_version = {
+            f"{batch.step}/{position}": version + number - max_staleness
+            for number, batch in enumerate(self.batches)
+            for position, _ in enumerate(batch.rows, batch.first)
+        }
         self._resumed = {
-            name: one for name, one in (finished or {}).items()
-            if one.group in oldest and min(one.versions, default=version) >= oldest[one.group]
-        }  # fmt: skip
+            key: trajectory
+            for key, trajectory in (finished or {}).items()
+            if trajectory.group in oldest_version
+            and min(trajectory.versions, default=version) >= oldest_version[trajectory.group]
+        }
 
     def _start(self, batch: PromptBatch) -> None:
-        """Begin to sample a batch: each trajectory has a seed of its own."""
+        """Start sampling a batch; each trajectory has its own seed."""
         rollout = self.config.actor_rollout_ref.rollout
         length = self.config.data.max_response_length
         kinds = [(rollout.n_agent, Sampling(length, rollout.temperature, rollout.top_p))]
@@ -281,20 +313,24 @@ class RolloutCollector:
                 for position, row in enumerate(batch.rows, batch.first)
                 for sample in range(n)
             ]
-            finished = self._finished(starts, sampling)
+            finished = self._take_resumed(starts, sampling)
             batch.requests.append(self.rollout.start(starts, sampling, finished))
 
-    def _finished(self, starts: Sequence[Trajectory], sampling: Sampling) -> dict[int, Trajectory]:
-        """By position, those that a checkpoint had."""
-        if not self._resumed:
-            return {}
-        rows = [self._resumed.pop(name, None) for name in trajectory_keys(starts, sampling)]
-        found = {i: row.to_trajectory(starts[i]) for i, row in enumerate(rows) if row is not None}
-        return {i: one for i, one in found.items() if one is not None}
+    def _take_resumed(
+        self, starts: Sequence[Trajectory], sampling: Sampling
+    ) -> dict[int, Trajectory]:
+        """Return the trajectories that a checkpoint had of `starts`, by position."""
+        finished: dict[int, Trajectory] = {}
+        for i, key in enumerate(trajectory_keys(starts, sampling)):
+            entry = self._resumed.pop(key, None)
+            trajectory = None if entry is None else entry.to_trajectory(starts[i])
+            if trajectory is not None:
+                finished[i] = trajectory
+        return finished
 
     def _greedy_scores(self, greedy: Sequence[Trajectory], samples: Samples) -> list[float]:
-        """The score of each trajectory's greedy counterpart."""
+        """Return the score of the greedy trajectory of the same prompt, for each trajectory."""
         groups = set(samples.groups())
-        alive = [t for t in greedy if t.group in groups]
-        known = {t.group: r.score for t, r in zip(alive, self.reward(alive), strict=True)}
-        return [known[t.group] for t in samples.trajectories]
+        complete = [t for t in greedy if t.group in groups]
+        scores = {t.group: r.score for t, r in zip(complete, self.reward(complete), strict=True)}
+        return [scores[t.group] for t in samples.trajectories]

@@ -1,4 +1,4 @@
-"""The part of a step after sampling: the batch, log-probs and values, advantages, the updates."""
+"""The part of a step after sampling: batch, log-probs and values, advantages, updates."""
 
 from __future__ import annotations
 
@@ -29,16 +29,17 @@ from verl.types import Metrics, TokenBatch
 
 NO_LOG_PROBS_FIX = ("actor_rollout_ref.actor.old_log_probs=recompute, actor.rollout_is=none and no "
           "actor.rollout_mask_threshold")  # fmt: skip
-"""What learns without the log-probs of engines."""
+"""Options that do not need the engines' log-probs, for the fix in error messages."""
 CRITIC_WAIT = "wait_critic"
-"""The phase in which nothing is left to do but to wait for a critic on devices of its own."""
+"""Name of the phase in which the actor's ranks wait for a critic on its own devices."""
 
 
 def assemble(samples: Samples, config: Config) -> TokenBatch:
-    """The jagged batch with scores; `loss_mask` says which tokens are learned from.
+    """Build the jagged batch of a step from its samples, with scores and masks.
 
-    Where the critic learns from more tokens than the policy, `value_mask` says from which. Prompts
-    of groups are marked to be computed once.
+    `loss_mask` marks the tokens that are trained on. `value_mask` exists if the critic is trained
+    on more tokens than the policy, and marks them. With `trainer.share_prompts`, the prompts that
+    groups share are marked to be computed once.
     """
     batch = TokenBatch.from_trajectories(samples.trajectories)
     masking = config.actor_rollout_ref.actor.state_masking
@@ -56,13 +57,13 @@ def assemble(samples: Samples, config: Config) -> TokenBatch:
 
 
 def add_advantages(batch: TokenBatch, config: Config, kl_controller: KLController) -> Metrics:
-    """From scores (shaped, and less KL in the reward) to columns `advantages` and `returns`."""
+    """Compute the `advantages` and `returns` columns from the (shaped, KL-penalised) scores."""
     algorithm, mask = config.algorithm, batch.tokens["loss_mask"]
     scores, metrics = shaped_scores(batch, config)
     rewards = outcome_to_tokens(scores, mask, batch.offsets)
     if config.kl_in_reward:
-        rewards, observed = subtract_kl(rewards, batch, algorithm.kl_penalty, kl_controller)
-        metrics |= observed
+        rewards, kl_metrics = subtract_kl(rewards, batch, algorithm.kl_penalty, kl_controller)
+        metrics |= kl_metrics
     estimate = ADVANTAGES[algorithm.adv_estimator].compute(
         AdvantageInputs(
             token_rewards=rewards,
@@ -80,15 +81,15 @@ def add_advantages(batch: TokenBatch, config: Config, kl_controller: KLControlle
             ),
         )
     )
-    advantages, share = clip_advantages(estimate.advantages, mask, algorithm.adv_clip)
+    advantages, clip_fraction = clip_advantages(estimate.advantages, mask, algorithm.adv_clip)
     batch.tokens |= {"advantages": advantages.float(), "returns": estimate.returns.float()}
     if algorithm.adv_clip is not None:
-        metrics["critic/advantages/clip_fraction"] = float(share)
+        metrics["critic/advantages/clip_fraction"] = float(clip_fraction)
     return metrics
 
 
 def shaped_scores(batch: TokenBatch, config: Config) -> tuple[Tensor, Metrics]:
-    """Scores less the penalty on over-long trajectories, (num_seqs,), and what it took."""
+    """Return scores (num_seqs,) minus the penalty on over-long trajectories, and its metrics."""
     shaping, scores = config.algorithm.overlong_buffer, batch.rows["scores"]
     if not shaping.enable:
         return scores, {}
@@ -105,56 +106,61 @@ def shaped_scores(batch: TokenBatch, config: Config) -> tuple[Tensor, Metrics]:
 def subtract_kl(
     rewards: Tensor, batch: TokenBatch, kind: str, controller: KLController
 ) -> tuple[Tensor, Metrics]:
-    """Rewards (num_tokens,) less KL to the reference; the controller then follows that KL."""
+    """Subtract the KL to the reference from rewards (num_tokens,), then update the controller.
+
+    Returns the penalised rewards, and metrics with the coefficient that was used.
+    """
     mask = batch.tokens["loss_mask"]
-    pair = (batch.tokens["old_log_probs"], batch.tokens["ref_log_probs"])
-    kl = float(mean_sequence_kl(*pair, mask, batch.offsets, kind))
-    lowered = apply_kl_in_reward(rewards, *pair, mask, controller.value, kind)
+    log_probs = (batch.tokens["old_log_probs"], batch.tokens["ref_log_probs"])
+    kl = float(mean_sequence_kl(*log_probs, mask, batch.offsets, kind))
+    penalised = apply_kl_in_reward(rewards, *log_probs, mask, controller.value, kind)
     metrics = {"critic/kl": kl, "critic/kl_coef": controller.value}
     controller.update(kl, len(batch))
-    return lowered, metrics
+    return penalised, metrics
 
 
 def token_signals(batch: TokenBatch, config: Config) -> list[Signals]:
-    """What is known so far of each sequence's tokens, where they are learned from.
+    """Return the columns to record for each sequence's tokens; NaN where tokens are not trained on.
 
-    Log-probs of the engine are not repeated as the trainer's. `rollout_weights` exist where a
-    correction for the engine is asked for.
+    Only columns that the batch has so far are returned. With `old_log_probs=engine` the old
+    log-probs are left out, since the record has the engine's. `rollout_weights` are added if an
+    off-policy correction is configured.
     """
     tokens, mask = batch.tokens, batch.tokens["loss_mask"]
-    found = {name: tokens[name] for name in SIGNALS if name in tokens}
+    columns = {name: tokens[name] for name in SIGNALS if name in tokens}
     if config.old_log_probs == "engine":
-        found.pop("old_log_probs", None)
-    actor, old = config.actor_rollout_ref.actor, found.get("old_log_probs")
-    if old is not None and (actor.rollout_is != "none" or actor.rollout_mask_threshold is not None):
+        columns.pop("old_log_probs", None)
+    actor, old = config.actor_rollout_ref.actor, columns.get("old_log_probs")
+    is_corrected = actor.rollout_is != "none" or actor.rollout_mask_threshold is not None
+    if old is not None and is_corrected:
         rollout = torch.where(tokens["policy_mask"], tokens["rollout_log_probs"], old)
         ids, weights = sequence_ids(batch.offsets), torch.zeros(batch.num_tokens)
         weights[mask] = rollout_correction(actor, old[mask], rollout[mask], ids[mask])
-        found["rollout_weights"] = weights
-    known = {name: column.where(mask, torch.nan).numpy() for name, column in found.items()}
-    starts = batch.offsets.tolist()
-    return [{n: c[start:end] for n, c in known.items()} for start, end in pairwise(starts)]
+        columns["rollout_weights"] = weights
+    masked = {name: column.where(mask, torch.nan).numpy() for name, column in columns.items()}
+    bounds = pairwise(batch.offsets.tolist())
+    return [{n: column[start:end] for n, column in masked.items()} for start, end in bounds]
 
 
 def mini_batches(
     batch: TokenBatch, config: Config, size: int, epochs: int, step: int
 ) -> list[TokenBatch]:
-    """Shuffled mini-batches of `size` sequences, in an order of seed and step alone.
+    """Split `epochs` passes over a batch into shuffled mini-batches of `size` sequences.
 
-    With `trainer.keep_groups` it is groups that are shuffled, and what they hold is cut by `size`.
-
-    Each has the weight of every token in its loss: `loss_weights` are the policy's;
-    `value_weights`, the critic's, exist where `value_mask` does.
+    The order depends only on seed and step. With `trainer.keep_groups`, groups are shuffled as a
+    whole, and then cut by `size`. Each mini-batch gets the weight of every token in its loss:
+    `loss_weights` for the policy and, if there is a `value_mask`, `value_weights` for the critic.
     """
-    order = np.random.default_rng((config.trainer.seed, step))
+    random = np.random.default_rng((config.trainer.seed, step))
     mode = config.actor_rollout_ref.actor.loss_agg_mode
     names = batch.columns["group"] if config.trainer.keep_groups else range(len(batch))
-    units: dict[str | int, list[int]] = {}
+    indices_by_name: dict[str | int, list[int]] = {}
     for index, name in enumerate(names):
-        units.setdefault(name, []).append(index)
-    drawn, chosen = list(units.values()), []
+        indices_by_name.setdefault(name, []).append(index)
+    units = list(indices_by_name.values())
+    minis = []
     for _ in range(epochs):
-        shuffled = [i for unit in order.permutation(len(drawn)).tolist() for i in drawn[unit]]
+        shuffled = [i for unit in random.permutation(len(units)).tolist() for i in units[unit]]
         for start in range(0, len(shuffled), size):
             mini = batch.select(shuffled[start : start + size])
             for name in ("loss", "value"):
@@ -163,22 +169,27 @@ def mini_batches(
                         mini.tokens[f"{name}_mask"], mini.offsets, mode,
                         float(config.max_policy_tokens),
                     )  # fmt: skip
-            chosen.append(mini)
-    return chosen
+            minis.append(mini)
+    return minis
 
 
 def drop_zero_advantages(mini_batch: TokenBatch) -> TokenBatch:
-    """The sequences that have a non-zero advantage; the token weights stay those of the whole."""
-    has_any = [bool(a.any()) for a in mini_batch.sequences("advantages")]
-    return mini_batch.select([i for i, has in enumerate(has_any) if has])
+    """Return the sequences with a non-zero advantage; the others would have no gradient.
+
+    The token weights in the loss stay those of the whole mini-batch.
+    """
+    advantages = mini_batch.sequences("advantages")
+    return mini_batch.select([i for i, a in enumerate(advantages) if bool(a.any())])
 
 
 def require_engine_log_probs(batch: TokenBatch) -> None:
-    """Raise ConfigError where the engine told NaN, no log-probs: no update comes of that."""
-    found = batch.tokens["rollout_log_probs"]
-    if not bool(found[batch.tokens["policy_mask"]].isfinite().all()):
-        got = "an engine that does not tell the log-probs of what it samples"
-        expected = "those of each token, for old_log_probs=engine, rollout_is and rollout_mask"
+    """Raise ConfigError if a policy token has no finite log-prob of the engine, but needs one."""
+    log_probs = batch.tokens["rollout_log_probs"]
+    if not bool(log_probs[batch.tokens["policy_mask"]].isfinite().all()):
+        got = "an engine that does not report the log-probs of the tokens it samples"
+        expected = (
+            "a log-prob for each token, for old_log_probs=engine, rollout_is and rollout_mask"
+        )
         raise ConfigError(
             explain("actor_rollout_ref.rollout.name", got, expected, NO_LOG_PROBS_FIX)
         )
@@ -186,26 +197,27 @@ def require_engine_log_probs(batch: TokenBatch) -> None:
 
 @dataclass
 class Learner:
-    """What the algorithm's options ask of the ranks, for one batch at a time."""
+    """Runs the forward passes and updates that the algorithm needs on the ranks, batch by batch."""
 
     config: Config
     ranks: TrainerRanks
     work: WorkCounter = field(init=False)
-    """FLOPs by phase of the step, under the names of its clocks."""
+    """FLOPs by phase of the step, under the phase names of `Timings`."""
 
     def __post_init__(self) -> None:
         self.work = WorkCounter(self.config)
 
     @property
     def estimator(self) -> AdvantageEstimator:
-        """The row of the estimator in the registry."""
+        """The configured advantage estimator."""
         return ADVANTAGES[self.config.algorithm.adv_estimator]
 
     def compute_log_probs(self, batch: TokenBatch) -> None:
-        """Old and reference log-probs, where an algorithm needs them.
+        """Add the old and reference log-probs to the batch, if the algorithm needs them.
 
-        With a single update per step the old policy is the updating one and needs no pass: the
-        ratio is exp(log_prob - log_prob.detach()). Nor do the engine's, where they are the old.
+        With a single update per step, the old policy is the one being updated and needs no forward
+        pass: the ratio is exp(log_prob - log_prob.detach()). No pass is needed either if the
+        engine's log-probs are used as the old ones.
         """
         if self.config.reads_engine_log_probs:
             require_engine_log_probs(batch)
@@ -220,38 +232,44 @@ class Learner:
 
     @property
     def has_separate_critic(self) -> bool:
-        """A critic on devices of its own works while the actor does."""
+        """Whether a critic on its own devices computes concurrently with the actor."""
         return self.ranks.has_own_critic and self.estimator.needs_critic
 
     def compute_log_probs_and_values(self, batch: TokenBatch, timings: Timings) -> None:
-        """Log-probs, and the critic's view of the states for estimators that ask for it."""
-        begun = self.ranks.begin_values(batch) if self.has_separate_critic else None
+        """Add log-probs and, if the estimator needs a critic, values to the batch."""
+        pending = self.ranks.begin_values(batch) if self.has_separate_critic else None
         with timings.phase("old_log_prob"):
             self.compute_log_probs(batch)
-        with timings.phase("values" if begun is None else CRITIC_WAIT):
+        with timings.phase("values" if pending is None else CRITIC_WAIT):
             if self.estimator.needs_critic:
-                batch.tokens["values"] = (begun or self.ranks.begin_values(batch))()
+                batch.tokens["values"] = (pending or self.ranks.begin_values(batch))()
                 self.work.add_forward("values", self.work.critic, batch)
-        if begun is not None:
+        if pending is not None:
             timings.record_peak("values", self.ranks.take_critic_peak_memory())
 
     def update(self, batch: TokenBatch, step: int, timings: Timings) -> Metrics:
-        """The epochs of critic and actor over the batch; neither needs what the other learns."""
+        """Update critic and actor on the batch; returns their metrics.
+
+        The two updates are independent, so a separate critic is updated concurrently.
+        """
         if not self.has_separate_critic:
             with timings.phase("update_critic"):
-                found = self.begin_critic_update(batch, step)()
+                critic_metrics = self.begin_critic_update(batch, step)()
             with timings.phase("update_actor"):
-                return mean_by_key(found) | self.update_actor(batch, step)
-        answer = self.begin_critic_update(batch, step)
+                return mean_by_key(critic_metrics) | self.update_actor(batch, step)
+        pending = self.begin_critic_update(batch, step)
         with timings.phase("update_actor"):
-            metrics = self.update_actor(batch, step)
+            actor_metrics = self.update_actor(batch, step)
         with timings.phase(CRITIC_WAIT):
-            found = answer()
+            critic_metrics = pending()
         timings.record_peak("update_critic", self.ranks.take_critic_peak_memory())
-        return mean_by_key(found) | metrics
+        return mean_by_key(critic_metrics) | actor_metrics
 
     def begin_critic_update(self, batch: TokenBatch, step: int) -> Callable[[], list[Metrics]]:
-        """Begin the value function's epochs over the batch, if there is one; the answer waits."""
+        """Start the critic's epochs on the batch; returns a function that waits for their metrics.
+
+        Without a critic, the function returns no metrics.
+        """
         if not self.estimator.needs_critic:
             return list
         critic = self.config.critic
@@ -262,7 +280,7 @@ class Learner:
         return self.ranks.begin_update_critic(minis)
 
     def update_actor(self, batch: TokenBatch, step: int) -> Metrics:
-        """The policy's epochs over the batch; none while the critic warms up."""
+        """Run the actor's epochs on the batch; none during the critic's warm-up."""
         if step <= self.config.trainer.critic_warmup and self.estimator.needs_critic:
             return {}
         actor = self.config.actor_rollout_ref.actor
@@ -272,16 +290,15 @@ class Learner:
             minis = [drop_zero_advantages(mini) for mini in minis]
         for mini in minis:
             self.work.add_update("update_actor", self.work.policy, mini)
-        found = [self.ranks.update_actor(mini) for mini in minis]
-        # Without any trajectory to learn from, an update has no entropy and no gradient to report.
-        return mean_by_key([row for mini, row in zip(minis, found, strict=True) if len(mini)])
+        metrics = [self.ranks.update_actor(mini) for mini in minis]
+        # An empty mini-batch is an optimizer step too, but has no entropy or gradient to report.
+        return mean_by_key([m for mini, m in zip(minis, metrics, strict=True) if len(mini)])
 
     def measure_drift(self, batch: TokenBatch) -> Metrics:
-        """What the updates did to the log-probs of some correct trajectories, for the guard."""
+        """Measure how the updates changed log-probs of some correct trajectories, for the guard."""
         guard = self.config.trainer.guard
-        again = correct_trajectories(batch, guard.drift_trajectories if guard.enable else 0)
-        if not len(again):
+        correct = correct_trajectories(batch, guard.drift_trajectories if guard.enable else 0)
+        if not len(correct):
             return {}
-        after = self.ranks.log_probs(again)
-        drift, shift = drift_and_shift(again, after)
+        drift, shift = drift_and_shift(correct, self.ranks.log_probs(correct))
         return {DRIFT: drift, SHIFT: shift}

@@ -20,7 +20,7 @@ from verl.logs import exit_status, start_logging
 def main(argv: Sequence[str] | None = None) -> int:
     """Command-line entry; returns the exit code."""
     words = sys.argv[1:] if argv is None else argv
-    stopped = "stopped; trainer.resume_mode=auto goes on from the last checkpoint"
+    stopped = "stopped; trainer.resume_mode=auto continues from the last checkpoint"
     return exit_status(lambda: _main(words), stopped)
 
 

@@ -1,8 +1,8 @@
-"""The training algorithm, run by one driver process; `fit()` reads as the paper.
+"""The training algorithm, run by one driver process.
 
-A step samples a group of trajectories per prompt, scores them, turns scores into advantages,
-updates critic and policy, and brings the new weights into the engines. The trainer knows nothing
-about tools: agents run inside the rollout replicas, and the reward is a function it is given.
+Each step samples a group of trajectories per prompt, scores them, estimates advantages, updates
+critic and policy, and transfers the new weights to the rollout engines. The trainer knows nothing
+about tools: agents run inside the rollout replicas, and the reward is passed in as a function.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ from verl.trainer.metrics import (
     throughput_metrics,
 )
 from verl.trainer.ranks import TrainerRanks
-from verl.trainer.recorded import collector_of
-from verl.trainer.stopping import Stopper, end_of_time
+from verl.trainer.recorded import build_collector
+from verl.trainer.stopping import Stopper, run_deadline
 from verl.trainer.validation import validate
 from verl.training.checkpoint_files import checkpoint_errors
 from verl.training.weights import copy_tokenizer
@@ -69,7 +69,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class RayPPOTrainer:
-    """PPO, GRPO and the like over a group of training ranks and a group of rollout replicas."""
+    """Trains a policy with PPO, GRPO or a related algorithm on training ranks and replicas."""
 
     config: Config
     ranks: TrainerRanks
@@ -81,68 +81,70 @@ class RayPPOTrainer:
     tracking: Tracking
     total_steps: int
     environment: Environment = field(default_factory=Environment)
-    """The agents' tools: waited for when they do not answer, described in the exported model."""
+    """The agents' tools: waited for during an outage, and described in the exported model."""
     faults: Callable[[], Metrics] = dict
-    """Counts of lost processes so far, for the metrics of each step."""
+    """Returns the counts of lost processes so far, for each step's metrics."""
     identity: Mapping[str, Any] = field(default_factory=dict)
-    """Configuration and fingerprints, kept with each checkpoint (`checkpoint.resume`)."""
+    """Configuration and fingerprints to store in each checkpoint (`checkpoint.resume`)."""
     step: int = 0
+    """The current step, or the last finished one between steps."""
     best: Mapping[str, Any] | None = None
     """`metric`, `value` and `step` of the best validation so far."""
-    finished: RunState = field(init=False)
-    """Where the run stood after the last finished step, which is what a checkpoint holds."""
+    finished_state: RunState = field(init=False)
+    """State after the last finished step; this is what a checkpoint stores."""
 
     def __post_init__(self) -> None:
-        self.directory = Path(self.config.trainer.default_local_dir)
+        trainer = self.config.trainer
+        self.directory = Path(trainer.default_local_dir)
         self.saver = Saver(
-            self.config.trainer, self.directory, self.ranks, self.identity,
+            trainer, self.directory, self.ranks, self.identity,
             protected=lambda: self.guard.protected_steps,
             on_lost=lambda step: self.guard.drop_pending(step),
         )  # fmt: skip
-        self.save_plan = SavePlan(self.config.trainer, self.total_steps)
-        self.stopper = Stopper(end_of_time(self.config.trainer.time_limit), self.saver.expected_s)
-        self.guard = CollapseGuard(
-            self.config.trainer.guard, self.directory, self.saver.finish_pending
-        )
+        self.save_plan = SavePlan(trainer, self.total_steps)
+        self.stopper = Stopper(run_deadline(trainer.time_limit), self.saver.expected_s)
+        self.guard = CollapseGuard(trainer.guard, self.directory, self.saver.finish_pending)
         self.learner = Learner(self.config, self.ranks)
         self.peak_flops = self.ranks.peak_flops()
-        self.trace = Trace(self.directory if self.config.trainer.trace else None)
-        self.untraced: tuple[Any, ...] | None = None
+        self.trace = Trace(self.directory if trainer.trace else None)
+        # Arguments of `Trace.add_step` for the last step, until they are written.
+        self.pending_trace: tuple[Any, ...] | None = None
         self.reward = adapted(self.reward_fn)
         self.rollout = RetryingRollout(
             self.replicas, self.environment, self.stopper.check,
             expected_identity=self.identity.get("fingerprints", {}),
         )  # fmt: skip
-        self.collector = collector_of(
+        self.collector = build_collector(
             self.config, self.rollout, self.train_prompts, self.reward,
             with_greedy=self.learner.estimator.needs_greedy, last_step=self.total_steps,
         )  # fmt: skip
-        self.finished = self.state()
+        self.finished_state = self.current_state()
 
     def fit(self) -> None:
-        """Train to `total_steps` updates, validating and saving on the way.
+        """Train to `total_steps` updates, with validation and checkpoints on the way.
 
-        Raises Interrupted, ToolOutage, ToolRefused and PluginError when the last finished step was
-        saved, and CollapseError.
+        Raises Interrupted, ToolOutage, ToolRefused or PluginError after saving the last finished
+        step, and CollapseError.
         """
-        with steady_memory(), self.stopper.listening(), self.saving_what_is_finished():
-            trainer = self.config.trainer
+        trainer = self.config.trainer
+        with steady_memory(), self.stopper.handling_signals(), self.saving_on_interruption():
             self.resume()
-            self.update_weights()
+            self.sync_weights()
             if trainer.val_only or (trainer.val_before_train and self.step == 0):
                 self.tracking.log(self.validate(), self.step)
             if trainer.val_only:
                 return
             if self.guard.needs_initial_checkpoint:
-                self.save_trusted()
+                self.save_healthy()
             self.train()
             self.export()
             self.saver.finish_pending(is_final=True)
 
     def train(self) -> None:
-        """The steps that are left."""
-        if self.finished.pending is not None:
-            self.conclude(dict(self.finished.pending))
+        """Run the remaining steps."""
+        if self.finished_state.pending is not None:
+            # The resumed checkpoint was saved after this step's updates, before its validation.
+            self.finish_step(dict(self.finished_state.pending))
         with tqdm(total=self.total_steps, initial=self.step, desc="train", unit="step") as bar:
             while self.step < self.total_steps:
                 self.stopper.check()
@@ -151,63 +153,24 @@ class RayPPOTrainer:
                     self.step += 1
                     metrics = self.train_step()
                     verdict = self.guard.judge(self.step, metrics)
-                    must_recover = self.guard.requires_action(verdict)
-                    if must_recover:
-                        self.recover(verdict, metrics)
-                    self.conclude(metrics, must_recover)
+                    must_roll_back = self.guard.requires_action(verdict)
+                    if must_roll_back:
+                        self.roll_back(verdict, metrics)
+                    self.finish_step(metrics, was_rolled_back=must_roll_back)
                 score = f"{metrics['critic/score/mean']:.3f}"
-                bar.set_postfix({"score": score, **self.spent(bar)})
+                bar.set_postfix({"score": score, **self.gpu_hours(bar)})
                 bar.update()
-                gc.collect()  # here alone (`steady_memory`), where the step's objects are gone
-
-    def spent(self, bar: tqdm[NoReturn]) -> dict[str, str]:
-        """GPU-hours since the start, and those until the end at this pace; nothing on CPU."""
-        if not uses_gpus(self.config):
-            return {}
-        hours = self.config.num_gpus * bar.format_dict["elapsed"] / 3600
-        share = (self.step - bar.initial) / (self.total_steps - bar.initial)
-        return {"gpu_h": f"{hours:.2f}/{hours / share:.2f}"}
-
-    def conclude(self, metrics: Metrics, was_recovered: bool = False) -> None:
-        """End a step whose weights are final: validate, log, save."""
-        self.finished, score = self.state(pending=metrics), None
-        self.add_to_trace()  # not before: a full disk ends the run with what is finished
-        if is_due(self.config.trainer.test_freq, self.step, self.total_steps):
-            metrics |= self.validate()
-            score = self.note_best(metrics)
-        metrics |= self.reward.observe(self.step, metrics)
-        self.tracking.log(metrics, self.step)
-        self.finished = self.state(score=score)
-        if was_recovered:
-            self.save_trusted()
-        elif self.save_plan.is_due(self.step):
-            self.save()
-
-    def add_to_trace(self) -> None:
-        """Write what the last step did when, once."""
-        if self.untraced is not None:
-            self.trace.add_step(*self.untraced)
-            self.untraced = None
-
-    def note_best(self, metrics: Metrics) -> float | None:
-        """The best metric's value at this step, remembered if it is the highest so far."""
-        name = self.config.trainer.best_metric
-        score = metrics.get(name)
-        if score is None:
-            known = ", ".join(sorted(key for key in metrics if key.startswith("val/")))
-            logger.warning("trainer.best_metric: no %s was measured, only %s", name, known)
-        elif self.best is None or score > self.best["value"]:
-            self.best = {"metric": name, "value": score, "step": self.step}
-        return score
+                # The only collection of a step (see `steady_memory`), when its objects are unused.
+                gc.collect()
 
     def train_step(self) -> Metrics:
-        """One step: sample, score, estimate advantages, update, sync the weights."""
+        """Run one step: sample, score, estimate advantages, update, sync the weights."""
         timings = Timings(self.ranks.take_peak_memory)
         with self.stopper.interruptible():
             samples, metrics = self.collector.collect(self.step, timings)
         with one_thread():
             batch = assemble(samples, self.config)
-            with self.recording(samples, batch, timings):
+            with self.recording_rollouts(samples, batch, timings):
                 self.learner.compute_log_probs_and_values(batch, timings)
                 with timings.phase("adv"):
                     metrics |= add_advantages(batch, self.config, self.kl_controller)
@@ -216,18 +179,23 @@ class RayPPOTrainer:
         with timings.phase("guard"):
             metrics |= self.learner.measure_drift(batch)
         with timings.phase("update_weights"):
-            parts = self.update_weights()
-        timings.seconds |= {f"update_weights/{part}": s for part, s in parts.items()}
+            seconds = self.sync_weights()
+        timings.seconds |= {f"update_weights/{part}": s for part, s in seconds.items()}
         calls = self.ranks.take_calls()
         if self.learner.has_separate_critic:
             timings.concurrent |= critic_seconds(calls)
-        self.untraced = self.step, timings, samples.trajectories, calls
-        return {**metrics, **self.performance(batch, timings), **self.faults()}
+        self.pending_trace = self.step, timings, samples.trajectories, calls
+        return {**metrics, **self.performance_metrics(batch, timings), **self.faults()}
 
     @contextlib.contextmanager
-    def recording(self, samples: Samples, batch: TokenBatch, timings: Timings) -> Iterator[None]:
-        """Write the step's trajectories, with what the body finds of their tokens, if it ends or
-        not: before the updates, so that a step whose record cannot be written is run again."""
+    def recording_rollouts(
+        self, samples: Samples, batch: TokenBatch, timings: Timings
+    ) -> Iterator[None]:
+        """Write the step's trajectories with the token columns that the body adds to the batch.
+
+        Also written if the body fails, and always before the updates: a step whose rollouts cannot
+        be written is then run again from the weights it started with.
+        """
         try:
             yield
         finally:
@@ -235,41 +203,50 @@ class RayPPOTrainer:
                 with timings.phase("rollout_data"):
                     self.collector.record(self.step, samples, token_signals(batch, self.config))
 
-    def performance(self, batch: TokenBatch, timings: Timings) -> Metrics:
-        """How fast the step was, and what it took of the devices."""
-        ranks = (self.config.num_ranks, self.config.num_critic_ranks)
-        seconds = timings.seconds | timings.concurrent
-        speed = speed_metrics(self.learner.work.take(), seconds, ranks, self.peak_flops)
-        own = throughput_metrics(batch, timings, self.config.num_gpus)
-        busy = busy_metrics(timings, self.replicas.busy_share())
-        return {**own, **speed, **busy, **self.ranks.take_transfer_metrics(), **timings.metrics()}
+    def sync_weights(self) -> dict[str, float]:
+        """Transfer the policy's weights to the engines; returns the seconds of each part."""
+        start = time.perf_counter()
+        self.replicas.wake_up()
+        awake = time.perf_counter()
+        return {"wake_up": awake - start, **self.replicas.update_weights(self.ranks)}
 
-    def recover(self, verdict: Verdict, metrics: Metrics) -> None:
-        """After a collapse: go on from the last healthy weights, with a lower learning rate.
+    def roll_back(self, verdict: Verdict, metrics: Metrics) -> None:
+        """Return to the last healthy weights after a collapse, with a lower learning rate.
 
-        Steps, prompts and metrics go on, so that nothing is repeated; optimizer, schedule and
-        controllers are those of the healthy checkpoint. What the collapsed weights sampled ahead is
-        sampled again. Raises CollapseError where a run must end.
+        Step count, prompt order and metrics continue, so that nothing is repeated; the optimizer,
+        its schedule and the controllers are restored from the healthy checkpoint. Trajectories that
+        the collapsed weights sampled ahead of time are sampled again. Raises CollapseError if the
+        run must end.
         """
         try:
             folder = self.guard.roll_back(self.step, verdict)
         except CollapseError:
             self.tracking.log(metrics, self.step)
-            with contextlib.suppress(OSError):  # the collapse is what ends the run
-                self.add_to_trace()
+            with contextlib.suppress(OSError):  # the error to raise is the collapse
+                self.write_trace()
             raise
-        self.collector.restart()
+        self.collector.discard_prefetched()
         self.replicas.sleep()
-        self.load(folder)
+        self.load_checkpoint(folder)
         self.ranks.scale_lr(self.guard.lr_scale)
-        self.update_weights()
+        self.sync_weights()
 
-    def update_weights(self) -> dict[str, float]:
-        """Bring the policy's weights into the engines; returns the seconds of each part."""
-        start = time.perf_counter()
-        self.replicas.wake_up()
-        awake = time.perf_counter()
-        return {"wake_up": awake - start, **self.replicas.update_weights(self.ranks)}
+    def finish_step(self, metrics: Metrics, was_rolled_back: bool = False) -> None:
+        """Finish a step whose weights are final: validate, log, save."""
+        self.finished_state = self.current_state(pending=metrics)
+        # After the step is recorded as finished, so that a full disk here cannot lose it.
+        self.write_trace()
+        score = None
+        if is_due(self.config.trainer.test_freq, self.step, self.total_steps):
+            metrics |= self.validate()
+            score = self.update_best(metrics)
+        metrics |= self.reward.observe(self.step, metrics)
+        self.tracking.log(metrics, self.step)
+        self.finished_state = self.current_state(score=score)
+        if was_rolled_back:
+            self.save_healthy()
+        elif self.save_plan.is_due(self.step):
+            self.save()
 
     def validate(self) -> Metrics:
         """Score every validation row; dialogues go to `validation/step_N.jsonl`."""
@@ -277,10 +254,48 @@ class RayPPOTrainer:
         with self.stopper.interruptible():
             return validate(self.config, self.rollout, self.val_prompts, self.reward, path)
 
-    def state(
+    def update_best(self, metrics: Metrics) -> float | None:
+        """Return `trainer.best_metric` at this step, and remember it if it is the best so far."""
+        name = self.config.trainer.best_metric
+        score = metrics.get(name)
+        if score is None:
+            measured = ", ".join(sorted(key for key in metrics if key.startswith("val/")))
+            logger.warning("trainer.best_metric: no %s was measured, only %s", name, measured)
+        elif self.best is None or score > self.best["value"]:
+            self.best = {"metric": name, "value": score, "step": self.step}
+        return score
+
+    def performance_metrics(self, batch: TokenBatch, timings: Timings) -> Metrics:
+        """Return the step's throughput, utilization, device memory and seconds by phase."""
+        num_ranks = (self.config.num_ranks, self.config.num_critic_ranks)
+        seconds = timings.seconds | timings.concurrent
+        flops = self.learner.work.take()
+        return {
+            **throughput_metrics(batch, timings, self.config.num_gpus),
+            **speed_metrics(flops, seconds, num_ranks, self.peak_flops),
+            **busy_metrics(timings, self.replicas.busy_share()),
+            **self.ranks.take_transfer_metrics(),
+            **timings.metrics(),
+        }
+
+    def write_trace(self) -> None:
+        """Write the last step's events to the trace, unless that is done."""
+        if self.pending_trace is not None:
+            self.trace.add_step(*self.pending_trace)
+            self.pending_trace = None
+
+    def gpu_hours(self, bar: tqdm[NoReturn]) -> dict[str, str]:
+        """Return the GPU-hours used and the expected total, for the progress bar; empty on CPU."""
+        if not uses_gpus(self.config):
+            return {}
+        hours = self.config.num_gpus * bar.format_dict["elapsed"] / 3600
+        share = (self.step - bar.initial) / (self.total_steps - bar.initial)
+        return {"gpu_h": f"{hours:.2f}/{hours / share:.2f}"}
+
+    def current_state(
         self, score: float | None = None, pending: Mapping[str, float] | None = None
     ) -> RunState:
-        """Where the run stands now; see `RunState` for `score` and `pending`."""
+        """Return the current state of the run; see `RunState` for `score` and `pending`."""
         return RunState(
             step=self.step,
             version=self.replicas.version,
@@ -295,74 +310,80 @@ class RayPPOTrainer:
         )
 
     def save(self, wait: bool = False) -> None:
-        """Write the checkpoint of the last finished step; it exists whole or not at all."""
-        self.guard.add_pending(self.finished.step)
-        self.finished = replace(self.finished, guard=self.guard.state_dict())
+        """Write an atomic checkpoint of the last finished step."""
+        self.guard.add_pending(self.finished_state.step)
+        self.finished_state = replace(self.finished_state, guard=self.guard.state_dict())
         self.save_plan.record_save()
-        newest = self.finished.version or 0
-        self.saver.save(self.finished, wait, self.collector.writer(self.finished.ahead, newest))
+        newest = self.finished_state.version or 0
+        write_prefetched = self.collector.prefetched_writer(self.finished_state.ahead, newest)
+        self.saver.save(self.finished_state, wait, write_prefetched)
 
-    def save_trusted(self) -> None:
-        """Write a checkpoint that a rollback may go back to from now on."""
-        self.finished = self.state(self.finished.score)
+    def save_healthy(self) -> None:
+        """Write a checkpoint that counts as healthy at once, for later rollbacks."""
+        self.finished_state = self.current_state(self.finished_state.score)
         self.save(wait=True)
         self.guard.mark_healthy(self.step)
 
     @contextlib.contextmanager
-    def saving_what_is_finished(self) -> Iterator[None]:
-        """Save the last finished step when the body is interrupted, or tool or plugin fail it."""
+    def saving_on_interruption(self) -> Iterator[None]:
+        """Save the last finished step if the body is interrupted, or if tools, user code or a file
+        system fail; the error that is raised says how to continue."""
         try:
             yield
         except KeyboardInterrupt:
             if not self.stopper.reason or self.stopper.is_urgent:
                 raise
-            raise Interrupted(self.save_at_the_end(self.stopper.reason)) from None
+            raise Interrupted(self.save_before_exit(self.stopper.reason)) from None
         except (Interrupted, ToolOutage, ToolRefused, PluginError) as error:
-            raise type(error)(self.save_at_the_end(str(error))) from error
-        except ResourceError as error:  # no room for weights: every rank lives
-            if self.step == self.finished.step:
-                raise Interrupted(self.save_at_the_end(str(error))) from error
-            self.saver.close()  # the ranks' weights are a step ahead of what is finished
-            raise Interrupted(self.how_to_go_on(str(error))) from error
+            raise type(error)(self.save_before_exit(str(error))) from error
+        except ResourceError as error:  # no space for transferred weights: all ranks are alive
+            if self.step == self.finished_state.step:
+                raise Interrupted(self.save_before_exit(str(error))) from error
+            # The ranks' weights are already one step ahead of the finished state.
+            self.saver.close()
+            raise Interrupted(self.with_resume_hint(str(error))) from error
         except Exception as error:
             if isinstance(error, OSError) and is_file_error(error):
-                reason = f"the run could not write what it has to: {error}"
-                raise Interrupted(self.save_at_the_end(reason)) from error
+                reason = f"the run could not write its files: {error}"
+                raise Interrupted(self.save_before_exit(reason)) from error
             self.saver.close(None if isinstance(error, CollapseError) else LOST_RANK_TIMEOUT_S)
             if self.stopper.reason and isinstance(error, (RankLost, ReplicaLost)):
-                # Slurm signals all processes of a job: their end is no loss to recover from.
-                raise Interrupted(self.how_to_go_on(self.stopper.reason)) from error
+                # Slurm signals all processes of a job, so lost processes are part of the stop.
+                raise Interrupted(self.with_resume_hint(self.stopper.reason)) from error
             raise
 
-    def save_at_the_end(self, reason: str) -> str:
-        """Save what is finished unless it was; returns the reason and how to go on."""
-        if self.finished.step == 0 or self.config.trainer.val_only:
+    def save_before_exit(self, reason: str) -> str:
+        """Save the last finished step if needed; returns the reason and how to continue."""
+        if self.finished_state.step == 0 or self.config.trainer.val_only:
             return f"{reason}; nothing was learned yet: start again with the same command"
         try:
             self.saver.finish_pending()
-            if self.saver.last_step != self.finished.step or self.finished.pending is not None:
+            is_saved = self.saver.last_step == self.finished_state.step
+            if not is_saved or self.finished_state.pending is not None:
                 self.save(wait=True)
         except (RankLost, SaveError) as error:
             self.saver.close(LOST_RANK_TIMEOUT_S)
             logger.error("the last finished step could not be saved: %s", error)
-        return self.how_to_go_on(reason)
+        return self.with_resume_hint(reason)
 
-    def how_to_go_on(self, reason: str) -> str:
-        """The reason of an end, the last checkpoint, and what goes on from it."""
-        found = folders.latest(self.directory)
-        if found is None:
+    def with_resume_hint(self, reason: str) -> str:
+        """Return the reason for stopping, with the last checkpoint and how to continue from it."""
+        last = folders.latest(self.directory)
+        if last is None:
             return f"{reason}; there is no checkpoint: start again with the same command"
-        return f"{reason}; saved {found}: go on with the same command and trainer.resume_mode=auto"
+        return (
+            f"{reason}; saved {last}: continue with the same command and trainer.resume_mode=auto"
+        )
 
     def resume(self) -> None:
-        """Go on from the checkpoint that `trainer.resume_mode` names, if any."""
+        """Resume from the checkpoint that `trainer.resume_mode` refers to, if any."""
         folders.clean_up(self.directory)
         folder = folders.resume_folder(self.config.trainer.resume_mode, self.directory)
         if folder is not None:
-            state = self.load(folder)
+            state = self.load_checkpoint(folder)
             self.step, self.best = state.step, state.best
             version = state.step + 1 if state.version is None else state.version
-            self.replicas.version = version - 1
+            self.replicas.version = version - 1  # `fit` transfers the weights as the next version
             finished = prefetched.read(folder)
             with checkpoint_errors(folder / folders.STATE_FILE):
                 self.collector.sampler.load_state_dict(state.sampler)
@@ -372,25 +393,25 @@ class RayPPOTrainer:
             if state.guard is not None:
                 self.ranks.scale_lr(self.guard.lr_scale)
             read_driver_random(folder)
-            self.finished = state
+            self.finished_state = state
             self.saver.record_resume(folder)
             logger.info("resumed from %s", folder)
-        self.rewind(folder is not None)
+        self.rewind_trackers(was_resumed=folder is not None)
         if not self.config.trainer.val_only:
             folders.set_aside(self.directory, after=self.step if folder else -1)
 
-    def rewind(self, was_resumed: bool) -> None:
-        """Remove from the trackers the steps that are run again; with val_only there are none."""
+    def rewind_trackers(self, was_resumed: bool) -> None:
+        """Remove the steps that will be run again from the trackers."""
         if self.config.trainer.val_only:
             return
-        comes_again = self.step == 0 or self.finished.pending is not None
+        repeats_step = self.step == 0 or self.finished_state.pending is not None
         if was_resumed or self.config.trainer.resume_mode == "auto":
-            self.tracking.rewind(self.step - comes_again)
+            self.tracking.rewind(self.step - repeats_step)
         else:
             self.tracking.rewind(None)
 
-    def load(self, folder: Path) -> RunState:
-        """Load weights, optimizers, controller and reward; returns the driver's state."""
+    def load_checkpoint(self, folder: Path) -> RunState:
+        """Load weights, optimizers, KL controller and reward; returns the driver's state."""
         self.saver.finish_pending()
         self.ranks.load_checkpoint(folder)
         state = RunState.read(folder)
@@ -400,7 +421,7 @@ class RayPPOTrainer:
         return state
 
     def export(self) -> None:
-        """Write the trained policy as Hugging Face folders: `model/`, its adapter as `adapter/`."""
+        """Write the trained policy as a Hugging Face folder `model/`, its adapter to `adapter/`."""
         folder = self.directory / "model"
         self.ranks.save_policy(folder, self.replicas.dtype)
         if self.config.actor_rollout_ref.model.has_adapter:

@@ -1,8 +1,8 @@
-"""Learning from recorded trajectories: what gives a step its samples where nothing is sampled.
+"""Training from recorded trajectories instead of sampling.
 
 `RecordedCollector` has the interface of `verl.trainer.collection.RolloutCollector`, so that the
-trainer takes either. It reads a run's `trainer.rollout_data_dir` step by step, in the order of the
-record.
+trainer can use either. It reads another run's `trainer.rollout_data_dir` step by step, in the
+recorded order.
 """
 
 from __future__ import annotations
@@ -30,38 +30,40 @@ from verl.data.trajectories import (
 from verl.errors import ConfigError, DataError, explain
 from verl.rewards.interface import RewardManager
 from verl.rollout.pool import RetryingRollout
-from verl.trainer.collection import RolloutCollector, Samples, chosen
+from verl.trainer.collection import RolloutCollector, Samples, select_for_training
 from verl.trainer.learning import NO_LOG_PROBS_FIX
 from verl.trainer.metrics import Timings, reward_metrics, rollout_metrics
 from verl.types import Metrics, Origin, Prompt
 
 KEY = "data.rollouts"
 ROLLOUT = "actor_rollout_ref.rollout"
+CORRECTION = "actor_rollout_ref.actor.old_log_probs=engine, or actor.rollout_is=token"
+"""Options that correct for trajectories of other weights, in an error message."""
 
 
 class RecordedOrder:
-    """Stands for the order of the data, which is that of the record: it has no state."""
+    """Replaces the `PromptSampler`: the order of the data is that of the record, without state."""
 
     def state_dict(self) -> dict[str, int]:
-        """No position."""
+        """Return a position with the keys of `PromptSampler`, all 0."""
         return {"epoch": 0, "position": 0, "num_rows": 0, "batch_size": 0}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Whatever the order of the run was that is gone on with, the record has it."""
+        """Do nothing: the order is in the record."""
 
 
 @dataclass
 class RecordedCollector:
-    """Gives each step the trajectories that were recorded for it."""
+    """Provides each step with the trajectories that were recorded for it."""
 
     config: Config
     reward: RewardManager
     sampler: RecordedOrder = field(default_factory=RecordedOrder)
 
     def collect(self, step: int, timings: Timings) -> tuple[Samples, Metrics]:
-        """The step's trajectories with their scores, and metrics of all that were recorded.
+        """Return the step's trajectories with their scores, and metrics of all recorded ones.
 
-        Dynamic sampling chooses among them again. Raises DataError.
+        Dynamic sampling selects among them again. Raises DataError.
         """
         data = self.config.data
         assert data.rollouts is not None
@@ -75,31 +77,31 @@ class RecordedCollector:
         if data.rescore:
             with timings.phase("reward"):
                 samples.rewards = self.reward(samples.trajectories)
-        rounds = math.ceil(len(samples.groups()) / data.train_batch_size)
-        kept, counts = chosen(samples, self.config, step, rounds)
-        found = rollout_metrics(samples.trajectories) | reward_metrics(samples.rewards)
-        return kept, found | counts
+        num_batches = math.ceil(len(samples.groups()) / data.train_batch_size)
+        selected, selection_metrics = select_for_training(samples, self.config, step, num_batches)
+        metrics = rollout_metrics(samples.trajectories) | reward_metrics(samples.rewards)
+        return selected, metrics | selection_metrics
 
     def record(self, step: int, samples: Samples, signals: Sequence[Signals]) -> None:
-        """It is recorded."""
+        """Do nothing: the trajectories are recorded already."""
 
-    def restart(self) -> None:
-        """Nothing was begun for later steps."""
+    def discard_prefetched(self) -> None:
+        """Do nothing: nothing is sampled ahead of time."""
 
     def state_dict(self) -> list[dict[str, Any]]:
-        """No prompts are drawn ahead."""
+        """Return no batches: none are drawn ahead of time."""
         return []
 
     def load_state_dict(
         self, state: Sequence[Mapping[str, Any]], finished: object = None, version: int = 0
     ) -> None:
-        """What a run had drawn and finished ahead is in the record of its later steps."""
+        """Do nothing: what a run had sampled ahead of time is in the record of its later steps."""
 
-    def writer(self, batches: Sequence[Mapping[str, Any]], newest: int) -> None:
-        """Nothing is finished ahead."""
+    def prefetched_writer(self, batches: Sequence[Mapping[str, Any]], newest: int) -> None:
+        """Return None: there is nothing to write into a checkpoint."""
 
 
-def collector_of(
+def build_collector(
     config: Config,
     rollout: RetryingRollout,
     prompts: Sequence[Prompt],
@@ -107,7 +109,7 @@ def collector_of(
     with_greedy: bool,
     last_step: int,
 ) -> RolloutCollector | RecordedCollector:
-    """What gives a run's steps their samples: its engines, or the record that it names."""
+    """Build the collector of a run: one that samples, or one that reads `data.rollouts`."""
     if not config.samples_rollouts:
         return RecordedCollector(config, reward)
     sampler = PromptSampler(
@@ -120,74 +122,80 @@ def collector_of(
 
 
 def check_record(config: Config, tokenizer: HasVocabulary, model: str, done: int) -> int:
-    """The last step of a run that learns from a record, of which each step to come was read.
+    """Read and check every recorded step after `done`, the run's last finished step.
 
-    `model`: the fingerprint of the weights that the run begins with; `done`: the step that it goes
-    on from. Raises ConfigError or DataError, before anything is started.
+    `model` is the fingerprint of the run's initial weights. Returns the last step of the run.
+    Raises ConfigError or DataError.
     """
     folder = config.data.rollouts
     assert folder is not None
-    _refuse_others(config, read_fingerprints(folder), fingerprint(tokenizer), model)
+    _check_model(config, read_fingerprints(folder), fingerprint(tokenizer), model)
     steps = recorded_steps(folder)
     if not steps:
-        raise DataError(explain(KEY, f"{folder}, without any step", "step_00000001.jsonl and "
-                                "those after it", "name a folder that a run wrote"))  # fmt: skip
+        got, expected = f"{folder}, without any step", "step_00000001.jsonl and later steps"
+        raise DataError(explain(KEY, got, expected, "name a folder that a run wrote"))
     last = config.trainer.total_training_steps or steps[-1]
     if missing := sorted(set(range(done + 1, last + 1)) - set(steps)):
         got = f"{folder}, which has {len(steps)} steps, and not step {missing[0]}"
-        fewer = f", or trainer.total_training_steps={missing[0] - 1}" * (missing[0] > done + 1)
         expected = f"every step from {done + 1} to {last}"
-        raise DataError(explain(KEY, got, expected, f"restore it{fewer}"))
+        fix = "restore it"
+        if missing[0] > done + 1:
+            fix += f", or trainer.total_training_steps={missing[0] - 1}"
+        raise DataError(explain(KEY, got, expected, fix))
     for step in range(done + 1, last + 1):
         _check_step(config, step, read_step(folder, step))
     return last
 
 
-def _refuse_others(config: Config, made: Mapping[str, str], tokenizer: str, model: str) -> None:
-    """Refuse ids of another tokenizer, and weights that did not sample, without a correction."""
+def _check_model(config: Config, recorded: Mapping[str, str], tokenizer: str, model: str) -> None:
+    """Refuse a record of another tokenizer, and, without off-policy correction, other weights.
+
+    `recorded` holds the record's fingerprints.
+    """
     folder, key = config.data.rollouts, "actor_rollout_ref.model.path"
-    if made[TOKENIZER] != tokenizer:
-        got = f"{folder}, with ids of another tokenizer than {config.actor_rollout_ref.model.path}"
+    path = config.actor_rollout_ref.model.path
+    if recorded[TOKENIZER] != tokenizer:
+        got = f"{folder}, with token ids of another tokenizer than {path}"
         raise ConfigError(explain(KEY, got, "its ids", f"{key}=the model of that run"))
-    actor = config.actor_rollout_ref.actor
-    is_corrected = config.old_log_probs == "engine" or actor.rollout_is != "none"
-    if made[MODEL] != model and not is_corrected:
-        got = f"{config.actor_rollout_ref.model.path}, other weights than {folder} was begun with"
+    is_corrected = (
+        config.old_log_probs == "engine" or config.actor_rollout_ref.actor.rollout_is != "none"
+    )
+    if recorded[MODEL] != model and not is_corrected:
+        got = f"{path}, other weights than those that {folder} started with"
         fix = f"{key}=the model of that run, or a correction: {CORRECTION}"
         raise ConfigError(explain(key, got, "the weights that sampled", fix))
 
 
-CORRECTION = "actor_rollout_ref.actor.old_log_probs=engine, or actor.rollout_is=token"
-
-
 def _check_step(config: Config, step: int, rows: Sequence[RecordedTrajectory]) -> None:
-    """Refuse a step of other sizes, or of older weights, than the options say."""
+    """Refuse a step whose group sizes, weight versions or scores do not fit the options."""
     data, rollout = config.data, config.actor_rollout_ref.rollout
     where = f"step {step} of {data.rollouts}"
     sizes = list(Counter(row.trajectory.group for row in rows).values())
-    other = next((size for size in sizes if size != rollout.n_agent), None)
-    if other is not None:
+    other_size = next((size for size in sizes if size != rollout.n_agent), None)
+    if other_size is not None:
         key = f"{ROLLOUT}.n_agent"
-        expected = f"{other}, as a group of {where} has"
-        raise ConfigError(explain(key, rollout.n_agent, expected, f"{key}={other}"))
-    filters, size = config.algorithm.filter_groups, data.train_batch_size
-    most = size * filters.max_num_gen_batches if filters.enable else size
-    if not (1 - config.trainer.max_lost_share) * size <= len(sizes) <= most:
+        expected = f"{other_size}, as a group of {where} has"
+        raise ConfigError(explain(key, rollout.n_agent, expected, f"{key}={other_size}"))
+    filters, batch_size = config.algorithm.filter_groups, data.train_batch_size
+    min_groups = (1 - config.trainer.max_lost_share) * batch_size
+    max_groups = batch_size * filters.max_num_gen_batches if filters.enable else batch_size
+    if not min_groups <= len(sizes) <= max_groups:
         key, expected = "data.train_batch_size", f"{len(sizes)}, the prompts of {where}"
-        raise ConfigError(explain(key, size, expected, f"{key}={len(sizes)}"))
-    spoken = [s for r in rows for s in r.trajectory.segments if s.origin is Origin.POLICY]
-    age = step - min((v for s in spoken for v, _ in s.version_runs), default=step)
-    if age > rollout.max_staleness:
-        key, got = f"{ROLLOUT}.max_staleness", f"tokens of {where} that are {age} versions old"
+        raise ConfigError(explain(key, batch_size, expected, f"{key}={len(sizes)}"))
+    sampled = [s for r in rows for s in r.trajectory.segments if s.origin is Origin.POLICY]
+    staleness = step - min((v for s in sampled for v, _ in s.version_runs), default=step)
+    if staleness > rollout.max_staleness:
+        key = f"{ROLLOUT}.max_staleness"
+        got = f"tokens of {where} that are {staleness} versions old"
         expected = f"at most {key}={rollout.max_staleness}"
-        raise ConfigError(explain(KEY, got, expected, f"{key}={age}"))
+        raise ConfigError(explain(KEY, got, expected, f"{key}={staleness}"))
     if config.reads_engine_log_probs and not all(
-        math.isfinite(x) for s in spoken for x in s.log_probs
+        math.isfinite(x) for s in sampled for x in s.log_probs
     ):
-        got = f"{where}, whose engine told no log-probs"
-        raise ConfigError(explain(KEY, got, "those of each token", NO_LOG_PROBS_FIX))
+        got = f"{where}, whose engine reported no log-probs"
+        raise ConfigError(explain(KEY, got, "a log-prob for each token", NO_LOG_PROBS_FIX))
     estimator = config.algorithm.adv_estimator
     if ADVANTAGES[estimator].needs_greedy and any(row.greedy_score is None for row in rows):
         got = f"{where}, without scores of greedy trajectories"
-        raise ConfigError(explain(KEY, got, f"those that {estimator} compares with",
-                                  "algorithm.adv_estimator=grpo"))  # fmt: skip
+        expected = f"the scores that {estimator} uses as its baseline"
+        raise ConfigError(explain(KEY, got, expected, "algorithm.adv_estimator=grpo"))

@@ -1,7 +1,7 @@
-"""The early end of a run: on a signal, or before its time limit.
+"""Stops a run early: on a signal, or before its time limit.
 
-It comes as `Interrupted`, between two steps or while trajectories are sampled, when the weights are
-those of a finished step. The trainer then saves.
+Raises `Interrupted` between two steps or while trajectories are sampled, when the weights are those
+of a finished step, so that the trainer can save them.
 """
 
 from __future__ import annotations
@@ -23,18 +23,21 @@ from verl.errors import Interrupted
 
 logger = logging.getLogger(__name__)
 
-ASKING = (signal.SIGTERM, signal.SIGINT)
-SIGNALS = (*ASKING, signal.SIGUSR1)
+ESCALATING_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+"""Signals that end the run at once when one of them is received a second time."""
+SIGNALS = (*ESCALATING_SIGNALS, signal.SIGUSR1)
+"""Signals that make the run save and stop."""
 JOB_END = "SLURM_JOB_END_TIME"
-"""Where Slurm tells a job its end, in seconds since the epoch."""
+"""Environment variable with the end of a Slurm job, in seconds since the epoch."""
 MARGIN_S = 15.0
-"""Left between the end of a save and the end of the time, for taking everything down."""
+"""Seconds between the end of the last save and the deadline, to shut everything down."""
 
 
-def end_of_time(time_limit: float | None, environ: Mapping[str, str] = os.environ) -> float | None:
-    """When this process must be over, in seconds since the epoch; None for no limit.
+def run_deadline(time_limit: float | None, environ: Mapping[str, str] = os.environ) -> float | None:
+    """Return when this process must have ended, in seconds since the epoch; None for no limit.
 
-    `time_limit`: minutes from the start of the process; None reads the job's end from Slurm.
+    `time_limit` is in minutes from the start of the process; with None, the deadline is the end of
+    the Slurm job, if there is one.
     """
     if time_limit is not None:
         return psutil.Process().create_time() + 60 * time_limit
@@ -43,66 +46,70 @@ def end_of_time(time_limit: float | None, environ: Mapping[str, str] = os.enviro
 
 @dataclass
 class Stopper:
-    """Knows whether the run was asked to stop, and whether another step fits into its time."""
+    """Decides when the run must stop: on a signal, or if another step would exceed the deadline."""
 
-    end: float | None = None
-    """When the run must be over, in seconds since the epoch; None for no limit."""
+    deadline: float | None = None
+    """When the run must have ended, in seconds since the epoch; None for no limit."""
     save_s: Callable[[], float] = lambda: 0.0
-    """How long the checkpoint of the end may take."""
+    """Returns the expected seconds of the final checkpoint."""
     clock: Callable[[], float] = time.time
     longest_step_s: float = 0.0
     reason: str = ""
-    """Why the run was asked to stop; empty while it was not."""
+    """Why the run must stop; empty while there is no reason."""
     is_urgent: bool = False
-    """It was asked twice: nothing is saved any more."""
+    """Whether a second signal was received, so that the run ends without saving."""
     _is_interruptible: bool = field(init=False, default=False)
-    _was_asked: bool = field(init=False, default=False)
-    _previous: dict[int, Any] = field(init=False, default_factory=dict)
+    _has_signal: bool = field(init=False, default=False)
+    """Whether one of `ESCALATING_SIGNALS` was received."""
+    _previous_handlers: dict[int, Any] = field(init=False, default_factory=dict)
 
     @contextlib.contextmanager
-    def listening(self) -> Iterator[None]:
-        """Take SIGTERM, SIGUSR1 and Ctrl-C for a request to save and stop.
+    def handling_signals(self) -> Iterator[None]:
+        """Handle SIGTERM, SIGUSR1 and Ctrl-C as requests to save and stop, within the body.
 
-        A second SIGTERM or Ctrl-C ends at once. Only a process's main thread can listen; elsewhere
-        signals do what they did before, as one does that is ignored (Ctrl-C, in the background).
+        A second SIGTERM or Ctrl-C ends the run at once. Signals that are ignored, such as Ctrl-C in
+        a background job, stay ignored. Outside of the main thread, where Python cannot set signal
+        handlers, nothing changes.
         """
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        heard = (one for one in SIGNALS if signal.getsignal(one) != signal.SIG_IGN)
-        self._previous = {number: signal.signal(number, self._receive) for number in heard}
+        handled = [number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
+        self._previous_handlers = {
+            number: signal.signal(number, self._handle) for number in handled
+        }
         try:
             yield
         finally:
             self._restore()
 
     def _restore(self) -> None:
-        for number, handler in self._previous.items():
+        for number, handler in self._previous_handlers.items():
             signal.signal(number, handler)
-        self._previous = {}
+        self._previous_handlers = {}
 
-    def _receive(self, number: int, frame: FrameType | None) -> None:
-        if number in ASKING and self._was_asked:
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if number in ESCALATING_SIGNALS and self._has_signal:
             self.is_urgent = True
             self._restore()
             signal.raise_signal(number)
             return
-        self._was_asked |= number in ASKING
-        if number == signal.SIGINT:  # written past the log, whose lock may be held here
-            os.write(2, b"\nsaving what is finished, then stopping; Ctrl-C again ends at once\n")
-        self.reason = self.reason or f"the run got {signal.Signals(number).name}"
+        self._has_signal |= number in ESCALATING_SIGNALS
+        if number == signal.SIGINT:  # not logged: the interrupted code may hold the logging lock
+            os.write(2, b"\nsaving the finished steps, then stopping; Ctrl-C again ends at once\n")
+        self.reason = self.reason or f"the run received {signal.Signals(number).name}"
         if self._is_interruptible:
             self._is_interruptible = False
-            # While Ray waits for actors, this is the only exception that it lets through.
+            # The only exception that Ray lets pass while it waits for actors.
             raise KeyboardInterrupt(self.reason)
 
     @contextlib.contextmanager
     def interruptible(self) -> Iterator[None]:
-        """A signal ends the body at once, in KeyboardInterrupt: its weights are a finished step's.
+        """Let a signal end the body at once by KeyboardInterrupt; the body must not change weights.
 
-        Raises Interrupted when a signal came before.
+        Raises Interrupted if a signal was received before.
         """
-        self._raise_if_asked()
+        self._raise_if_stopping()
         self._is_interruptible = True
         try:
             yield
@@ -111,23 +118,24 @@ class Stopper:
 
     @contextlib.contextmanager
     def timing_step(self) -> Iterator[None]:
-        """Remember how long the longest step took."""
+        """Measure the body as one step, and remember the longest."""
         start = self.clock()
         yield
         self.longest_step_s = max(self.longest_step_s, self.clock() - start)
 
     def check(self) -> None:
-        """Raise Interrupted when the run was asked to stop, or its time is nearly over."""
-        self._raise_if_asked()
-        if self.end is None or not self.longest_step_s:
+        """Raise Interrupted after a signal, or if the time is too short for another step."""
+        self._raise_if_stopping()
+        if self.deadline is None or not self.longest_step_s:
             return
-        left, needed = self.end - self.clock(), self.longest_step_s + self.save_s()
+        left = self.deadline - self.clock()
+        needed = self.longest_step_s + self.save_s()
         if left < needed + MARGIN_S:
             raise Interrupted(
-                f"the run's time is over in {left:.0f} s, and another step and its checkpoint may "
-                f"take {needed:.0f} s"
+                f"the run's time limit is reached in {left:.0f} s, and another step and its "
+                f"checkpoint may take {needed:.0f} s"
             )
 
-    def _raise_if_asked(self) -> None:
+    def _raise_if_stopping(self) -> None:
         if self.reason:
             raise Interrupted(self.reason)

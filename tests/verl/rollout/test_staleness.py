@@ -220,7 +220,7 @@ class Saved:
     def of(cls, run: World, folder: Path, ticks: int = 20) -> Saved:
         run.group.run(ticks)  # while the last step is trained
         state, version = run.collector.state_dict(), run.replicas.version
-        write = run.collector.writer(state, version)
+        write = run.collector.prefetched_writer(state, version)
         folder.mkdir(parents=True)
         if write is not None:
             write(folder)
@@ -369,7 +369,7 @@ def test_after_a_rollback_nothing_comes_from_the_collapsed_weights() -> None:
         with world(seed, staleness=3) as run:
             for step in range(1, 4):
                 run.step(step, ticks=3)
-            run.collector.restart()
+            run.collector.discard_prefetched()
             run.replicas.update_weights(run.folders)  # the healthy ones
             healthy = run.replicas.version
             samples, _ = run.collector.collect(4, Timings())

@@ -104,7 +104,7 @@ class InlineEngine(TransformersEngine):
 
     async def update_weights(self, folder: str, version: int, is_adapter: bool = False) -> None:
         await pause(self.draw, 5)
-        self._forget()
+        self._reset_cache()
         self.model, self.weight_version = self._load(folder), version
 
 

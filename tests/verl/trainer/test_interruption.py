@@ -313,7 +313,7 @@ def test_no_room_for_the_engines_weights_waits_for_the_last_checkpoint(
         lack_room() if stopped.step == 2 else update(ranks)
     )
     stopped.ranks.finish_checkpoint = lambda: time.sleep(0.3)
-    with pytest.raises(Interrupted, match=r"No space left.*global_step_1: go on"):
+    with pytest.raises(Interrupted, match=r"No space left.*global_step_1: continue"):
         stopped.fit()
 
 
@@ -364,7 +364,7 @@ def test_a_signal_that_ended_the_ranks_too_stops_the_run(config: Config) -> None
     config.trainer.save_freq = 1
 
     def end_everything() -> None:
-        trainer.stopper.reason = "the run got SIGTERM"
+        trainer.stopper.reason = "the run received SIGTERM"
         raise RankLost("rank 0 died")
 
     trainer = build(config, 5, end_everything)
@@ -383,7 +383,7 @@ def test_ranks_that_die_while_a_stopped_run_is_saved_do_not_hide_why_it_stopped(
         raise RankLost("rank 0 died")
 
     trainer.ranks.save_checkpoint, trainer.ranks.start_checkpoint = die, lambda directory: None
-    with pytest.raises(Interrupted, match="global_step_2: go on"):
+    with pytest.raises(Interrupted, match="global_step_2: continue"):
         trainer.fit()
     folder = Path(config.trainer.default_local_dir)
     assert [path.name for path in folder.glob("global_step_*")] == ["global_step_2"]

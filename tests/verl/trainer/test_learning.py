@@ -481,7 +481,7 @@ def test_an_engine_that_tells_no_log_probs_is_neither_old_policy_nor_corrected(
     setattr(config.actor_rollout_ref.actor, option, value)
     batch = assemble(samples_of(DIALOGUES, [1.0] * 4), config)
     batch.tokens["rollout_log_probs"] *= torch.nan
-    with pytest.raises(ConfigError, match=r"does not tell.*old_log_probs=recompute"):
+    with pytest.raises(ConfigError, match=r"does not report.*old_log_probs=recompute"):
         Learner(config, NoRanks()).compute_log_probs(batch)  # type: ignore[arg-type]
 
 

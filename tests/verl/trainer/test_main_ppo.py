@@ -30,7 +30,7 @@ def test_a_mistyped_option_imports_nothing_heavy() -> None:
 @pytest.mark.parametrize(
     ("error", "status", "told"),
     [
-        (KeyboardInterrupt(), 130, "stopped; trainer.resume_mode=auto goes on"),
+        (KeyboardInterrupt(), 130, "stopped; trainer.resume_mode=auto continues"),
         (PermissionError(13, "Permission denied", "runs"), 2, "Permission denied: 'runs'"),
         (OSError(28, "No space left on device"), 2, "No space left on device"),
     ],

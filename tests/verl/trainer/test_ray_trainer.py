@@ -151,9 +151,9 @@ def test_the_bar_tells_gpu_hours_from_the_first_step(
     """Those since this start, and those of all its steps at this pace; nothing on CPU."""
     bar: Any = SimpleNamespace(initial=4, format_dict={"elapsed": 1800.0})
     trainer.step, trainer.total_steps = 5, 8
-    assert trainer.spent(bar) == {}
+    assert trainer.gpu_hours(bar) == {}
     monkeypatch.setattr(ray_trainer, "uses_gpus", lambda config: True)
-    assert trainer.spent(bar) == {"gpu_h": "4.00/16.00"}
+    assert trainer.gpu_hours(bar) == {"gpu_h": "4.00/16.00"}
 
 
 def test_line_15_n_steps_make_n_updates(trainer: RayPPOTrainer, log: list[str]) -> None:

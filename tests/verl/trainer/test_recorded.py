@@ -316,7 +316,7 @@ def test_older_weights_want_the_option_that_says_so(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"2 versions old.*fix: .*max_staleness=2"):
         check(config)
     config.actor_rollout_ref.rollout.max_staleness = 2
-    with pytest.raises(ConfigError, match="whose engine told no log-probs"):
+    with pytest.raises(ConfigError, match="whose engine reported no log-probs"):
         check(config)
     config.actor_rollout_ref.actor.old_log_probs = "recompute"
     assert check(config) == 3

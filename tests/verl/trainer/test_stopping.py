@@ -1,4 +1,4 @@
-"""Signals and the end of the time: a run ends between steps, or while it samples."""
+"""Signals and the deadline: a run ends between steps, or while it samples."""
 
 import os
 import signal
@@ -7,15 +7,15 @@ import psutil
 import pytest
 
 from verl.errors import Interrupted
-from verl.trainer.stopping import MARGIN_S, Stopper, end_of_time
+from verl.trainer.stopping import MARGIN_S, Stopper, run_deadline
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
 def test_a_signal_waits_for_the_weights_to_be_those_of_a_finished_step(number: int) -> None:
-    """Outside of sampling nothing happens until the next check; handlers are put back after."""
+    """Outside of sampling nothing happens until the next check; handlers are restored after."""
     before = signal.getsignal(number)
     stopper = Stopper()
-    with stopper.listening():
+    with stopper.handling_signals():
         stopper.check()
         os.kill(os.getpid(), number)
         reached = True
@@ -28,20 +28,20 @@ def test_a_signal_waits_for_the_weights_to_be_those_of_a_finished_step(number: i
 
 
 def test_a_signal_ends_sampling_at_once() -> None:
-    """A generation of minutes is not waited for; Ctrl-C's exception is the one that Ray passes."""
+    """A generation of minutes is interrupted; the exception is Ctrl-C's, which Ray lets pass."""
     stopper = Stopper()
-    with stopper.listening(), pytest.raises(KeyboardInterrupt), stopper.interruptible():
+    with stopper.handling_signals(), pytest.raises(KeyboardInterrupt), stopper.interruptible():
         os.kill(os.getpid(), signal.SIGTERM)
         pytest.fail("the signal should have ended this")
-    assert stopper.reason == "the run got SIGTERM"
+    assert stopper.reason == "the run received SIGTERM"
 
 
 def test_only_a_second_sigterm_does_what_it_did_before() -> None:
-    """Slurm sends SIGUSR1, then SIGTERM: both ask to save; what ends at once is asking twice."""
+    """Slurm sends SIGUSR1, then SIGTERM: both request a save; a second SIGTERM ends at once."""
     ended: list[int] = []
     before = signal.signal(signal.SIGTERM, lambda number, frame: ended.append(number))
     try:
-        with Stopper().listening():
+        with Stopper().handling_signals():
             os.kill(os.getpid(), signal.SIGUSR1)
             os.kill(os.getpid(), signal.SIGUSR1)
             os.kill(os.getpid(), signal.SIGTERM)
@@ -52,10 +52,10 @@ def test_only_a_second_sigterm_does_what_it_did_before() -> None:
         signal.signal(signal.SIGTERM, before)
 
 
-def test_a_step_that_might_not_fit_is_not_begun() -> None:
-    """The longest step and save so far decide, with a margin; the first step is always begun."""
+def test_a_step_that_might_not_fit_is_not_started() -> None:
+    """The longest step and save so far decide, with a margin; the first step is always started."""
     now = 1000.0
-    stopper = Stopper(end=2000.0, save_s=lambda: 100.0, clock=lambda: now)
+    stopper = Stopper(deadline=2000.0, save_s=lambda: 100.0, clock=lambda: now)
     now = 1999.0
     stopper.check()
     now = 1000.0
@@ -68,9 +68,9 @@ def test_a_step_that_might_not_fit_is_not_begun() -> None:
         stopper.check()
 
 
-def test_the_end_is_an_option_or_slurms(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Minutes count from the start of the process; Slurm's end is asked where nothing is given."""
+def test_the_deadline_is_an_option_or_slurms(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Minutes count from the start of the process; without the option, Slurm's job end is used."""
     started = psutil.Process().create_time()
-    assert end_of_time(2.0, {"SLURM_JOB_END_TIME": "5"}) == pytest.approx(started + 120.0)
-    assert end_of_time(None, {"SLURM_JOB_END_TIME": "1700000000"}) == 1.7e9
-    assert end_of_time(None, {}) is None
+    assert run_deadline(2.0, {"SLURM_JOB_END_TIME": "5"}) == pytest.approx(started + 120.0)
+    assert run_deadline(None, {"SLURM_JOB_END_TIME": "1700000000"}) == 1.7e9
+    assert run_deadline(None, {}) is None
