@@ -1,4 +1,4 @@
-"""Numbers of every command line: none may be what it cannot be."""
+"""Numeric options of every command line refuse impossible values."""
 
 import dataclasses
 import importlib
@@ -18,41 +18,41 @@ from verl.config.reward import PlateauConfig, StageConfig
 from verl.sft.rejection_sampling import Options
 from verl.sft.trainer import SftConfig
 
-NEVER = (math.nan, math.inf, -math.inf, 2**63, -(2**63), 1e300, -1e300)
+IMPOSSIBLE = (math.nan, math.inf, -math.inf, 2**63, -(2**63), 1e300, -1e300)
 MAY_BE_ZERO = {
-    "it turns off what the option is of": "lora_rank lr_warmup_steps_ratio weight_decay "
+    "0 turns the feature off": "lora_rank lr_warmup_steps_ratio weight_decay "
     "entropy_coeff kl_loss_coef llds_coef kl_coef penalty_factor critic_warmup save_freq keep_best "
     "test_freq memory_watch_seconds memory_low drift_trajectories min_delta warmup_steps rescore "
     "cache_entries cache_bytes inject_failures inject_hangs test_share samples",
-    "no momentum, discount at once, one-step estimates": "betas gamma lam",
-    "greedy; training refuses it by a rule of its own": "temperature",
+    "no momentum, full discount, one-step estimates": "betas gamma lam",
+    "greedy; training refuses it by a separate rule": "temperature",
     "never again, or at once": "node_timeout max_restarts max_retries max_outage max_turns "
     "online_retries batch_wait_ms drain max_lost_share",
-    "no change at all is borne": "drift_drop drift_crash shift_bound malformed_rise no_answer_rise "
+    "no change is tolerated": "drift_drop drift_crash shift_bound malformed_rise no_answer_rise "
     "length_clip_rise search_share entropy_share entropy_rise grad_norm_growth skipped_updates",
     "no ratio is too small": "rollout_is_floor rollout_mask_floor",
     "no part of the score": "format_score structure_format_score final_format_score "
     "retrieval_score correct_answer",
     "of either sign": "search_penalty invalid_format weights min_score",
     "the first seed; any free port": "seed inject_seed port",
-    "in turns; no devices of its own": "max_staleness rollout_gpus",
+    "alternating; no separate devices": "max_staleness rollout_gpus",
     "no time at all": "search_p50 search_p99 step_ms publish_s adopt_s switch_s",
-    "memory is not looked at; no trajectory in the file": "card_gb export_trajectories",
+    "memory is not checked; no trajectory in the file": "card_gb export_trajectories",
 }
 MAY_BE_NEGATIVE = {
-    "-1 is the end of the run only": "save_freq test_freq",
-    "entropy may be held down, too": "entropy_coeff",
+    "-1 means only at the end of the run": "save_freq test_freq",
+    "entropy may also be lowered": "entropy_coeff",
     "of either sign": MAY_BE_ZERO["of either sign"],
 }
 
 
 def is_number(hint: object) -> bool:
-    """Whether a type has numbers in it."""
+    """Whether a type is or contains a number."""
     return hint in (int, float) or any(map(is_number, typing.get_args(hint)))
 
 
-def of_verl() -> Iterator[tuple[str, Callable[[float], bool]]]:
-    """Each numeric option of training, and whether it takes a number."""
+def training_options() -> Iterator[tuple[str, Callable[[float], bool]]]:
+    """Yield each numeric training option with a function that says whether it allows a number."""
     stage = StageConfig(plateau=PlateauConfig())
     whole = Config(reward_model=RewardConfig(stages=[stage]))
     for section in (whole, SftConfig(), Options(rollouts="", out="")):
@@ -61,8 +61,8 @@ def of_verl() -> Iterator[tuple[str, Callable[[float], bool]]]:
                 yield f"{type(section).__name__}.{key}", field.metadata["limits"].allows
 
 
-def of_search() -> Iterator[tuple[str, Callable[[float], bool]]]:
-    """Each numeric flag of the commands of search_r1, and whether it takes a number."""
+def command_flags() -> Iterator[tuple[str, Callable[[float], bool]]]:
+    """Yield each numeric flag of the search_r1 commands in the same way."""
     root = Path(search_r1.__file__).parent
     for path in sorted(root.rglob("*.py")):
         if "from search_r1.options import" not in path.read_text(encoding="utf-8"):
@@ -76,27 +76,27 @@ def of_search() -> Iterator[tuple[str, Callable[[float], bool]]]:
 
 
 def flags_of(kind: type) -> Iterator[tuple[str, Callable[[float], bool]]]:
-    """The numeric fields of one dataclass of flags."""
+    """Yield the numeric fields of one dataclass of flags in the same way."""
     hints = typing.get_type_hints(kind, include_extras=True)
     for name in (f.name for f in dataclasses.fields(kind) if is_number(hints[f.name])):
-        one = dataclasses.make_dataclass("One", [(name, hints[name])])
-        yield f"{kind.__name__}.{name}", lambda given, one=one: not [*problems(one(given))]
+        single = dataclasses.make_dataclass("Single", [(name, hints[name])])
+        yield f"{kind.__name__}.{name}", lambda value, kind=single: not [*problems(kind(value))]
 
 
-OPTIONS = dict([*of_verl(), *of_search()])
+OPTIONS = dict([*training_options(), *command_flags()])
 
 
 @pytest.mark.parametrize("key", OPTIONS)
-def test_no_number_is_taken_that_cannot_be(key: str) -> None:
-    """What is not finite or too large is refused; so are 0 and -1, without a reason above."""
+def test_impossible_numbers_are_refused(key: str) -> None:
+    """Non-finite and too large numbers are refused; 0 and -1 too, unless listed above."""
     allows, name = OPTIONS[key], key.rpartition(".")[2]
-    assert [number for number in NEVER if allows(number)] == []
+    assert [number for number in IMPOSSIBLE if allows(number)] == []
     for number, reasons in ((0, MAY_BE_ZERO), (-1, MAY_BE_NEGATIVE)):
         assert allows(number) == (name in " ".join(reasons.values()).split()), number
 
 
-def test_the_error_says_what_would_be_taken() -> None:
-    """A number past the end that all have is told that end; the stated bounds are told always."""
+def test_the_error_describes_the_bounds() -> None:
+    """Stated bounds are always described, the default limit only for numbers that exceed it."""
     for bounds, number, expected in (
         (Bounds(1), 0, "1 or more"),
         (Bounds(1), 2**31, f"1 or more, a finite number of at most {MAX_NUMBER}"),

@@ -1,4 +1,4 @@
-"""A file is there whole or as it was; a folder has one writer."""
+"""Atomic writes, append-only files, and locks on output folders."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from verl.training.weights import whole_folder
 
 @pytest.mark.parametrize("is_durable", [True, False])
 @pytest.mark.parametrize("fails_in", ["body", "fsync", "replace", None])
-def test_a_file_is_whole_or_as_it_was(
+def test_atomic_write_replaces_the_file_or_leaves_it_unchanged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails_in: str | None, is_durable: bool
 ) -> None:
-    """The body, the disk or the rename may fail: the old content stays, and nothing else does."""
+    """If the body, fsync or rename fails, the old content stays and no temporary file remains."""
 
     def fail(*_: object) -> None:
         raise KeyboardInterrupt
@@ -46,12 +46,12 @@ def test_a_file_is_whole_or_as_it_was(
     assert list(tmp_path.iterdir()) == [path]
 
 
-@pytest.mark.parametrize("room", [0, 1, 5])
-def test_a_line_is_there_whole_or_not_at_all(tmp_path: Path, room: int) -> None:
-    """A disk that fills up in the midst of a line leaves the lines before it, and its name."""
+@pytest.mark.parametrize("num_bytes", [0, 1, 5])
+def test_a_line_is_appended_completely_or_not_at_all(tmp_path: Path, num_bytes: int) -> None:
+    """If the disk fills up within a line, earlier lines stay and the error names the file."""
     lines = LineWriter(tmp_path / "f")
     lines.append("first")
-    with files_up_to(6 + room), pytest.raises(OSError, match="f'") as caught:
+    with files_up_to(6 + num_bytes), pytest.raises(OSError, match="f'") as caught:
         lines.append("second")
     assert is_file_error(caught.value) and not is_file_error(ConnectionResetError(104, "reset"))
     lines.append("third \ud800")
@@ -59,8 +59,8 @@ def test_a_line_is_there_whole_or_not_at_all(tmp_path: Path, room: int) -> None:
     assert (tmp_path / "f").read_text() == "first\nthird \\ud800\n"
 
 
-def test_a_whole_file_that_has_no_room_is_named(tmp_path: Path) -> None:
-    """The old content stays, and the error says which file was to be written."""
+def test_atomic_write_names_the_file_if_the_disk_is_full(tmp_path: Path) -> None:
+    """The old content stays, and the error names the target file."""
     (tmp_path / "f").write_text("old")
     with (
         files_up_to(2),
@@ -74,8 +74,8 @@ def test_a_whole_file_that_has_no_room_is_named(tmp_path: Path) -> None:
 FORK = multiprocessing.get_context("fork")
 
 
-def test_a_folder_belongs_to_one_living_process(tmp_path: Path) -> None:
-    """A second one in the same folder is refused, until the first has ended, however it ends."""
+def test_a_folder_is_locked_until_its_process_ends(tmp_path: Path) -> None:
+    """A second process is refused until the first has ended, even if it was killed."""
     held = FORK.Event()
 
     def hold() -> None:
@@ -90,7 +90,7 @@ def test_a_folder_belongs_to_one_living_process(tmp_path: Path) -> None:
         pytest.raises(ConfigError, match=r"--out: .* another run"),
         exclusive_lock(tmp_path, "--out"),
     ):
-        raise AssertionError("entered a folder that is held")
+        raise AssertionError("entered a locked folder")
     assert first.pid is not None
     os.kill(first.pid, signal.SIGKILL)
     first.join(60)
@@ -124,7 +124,7 @@ def evaluate(out: Path) -> int:
 def test_a_second_run_is_refused_before_any_work(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], command: Callable[[Path], int]
 ) -> None:
-    """Status 2 and one line, though model and questions are not there either; no file appears."""
+    """Status 2 and one line, before missing models or questions are noticed; no file appears."""
     out = tmp_path / "out"
     holder = whole_folder(out, "") if command is fine_tune else exclusive_lock(out, "")
     with holder:
@@ -139,10 +139,10 @@ def test_a_second_run_is_refused_before_any_work(
 
 @pytest.mark.parametrize("command", [train, evaluate, fine_tune])
 @pytest.mark.parametrize("place", ["file/out", "/proc/out"])
-def test_a_folder_that_cannot_be_made_is_one_line(
+def test_a_folder_that_cannot_be_created_gives_a_one_line_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], command: Callable[[Path], int], place: str
 ) -> None:
-    """Below a file, or where nothing can be written."""
+    """Inside a file, or where nothing can be written."""
     (tmp_path / "file").touch()
     assert command(tmp_path / place) == 2
     (line,) = capsys.readouterr().err.splitlines()
@@ -150,13 +150,13 @@ def test_a_folder_that_cannot_be_made_is_one_line(
 
 
 @pytest.mark.parametrize("files", [["thesis.txt"], ["a/b.txt"]])
-def test_only_a_models_folder_is_replaced(tmp_path: Path, files: Sequence[str]) -> None:
-    """What holds anything else is not deleted for a model; an older model, or nothing, is."""
+def test_only_a_model_folder_is_replaced(tmp_path: Path, files: Sequence[str]) -> None:
+    """A folder with other content is never deleted; an older model is replaced."""
     for name in files:
         (tmp_path / "out" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "out" / name).write_text("years of work")
     with pytest.raises(ConfigError, match="other content"), whole_folder(tmp_path / "out", "--out"):
-        raise AssertionError("about to delete it")
+        raise AssertionError("about to delete the folder")
     for name in ("new", "new"):
         with whole_folder(tmp_path / name, "--out") as part:
             (part / "config.json").write_text("{}")

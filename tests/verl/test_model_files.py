@@ -1,4 +1,4 @@
-"""Bad model folders end in one line before anything is loaded; whole ones of many kinds pass."""
+"""Bad model folders are refused with a one-line error before loading; good ones pass."""
 
 from __future__ import annotations
 
@@ -51,12 +51,12 @@ from verl.rollout.weight_loading import WeightLoading
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-def test_one_value_is_enough(bad: float, dtype: torch.dtype) -> None:
-    """At any place, in any dtype that weights have."""
-    for place in (0, 41, 99):
+def test_a_single_non_finite_value_is_found(bad: float, dtype: torch.dtype) -> None:
+    """At any position, in any dtype of weights."""
+    for position in (0, 41, 99):
         values = torch.randn(100, dtype=dtype).clamp(-3, 3)
         assert is_finite(values)
-        values[place] = bad
+        values[position] = bad
         assert not is_finite(values.view(10, 10))
 
 
@@ -70,13 +70,13 @@ def test_one_value_is_enough(bad: float, dtype: torch.dtype) -> None:
         torch.tensor([torch.finfo(torch.float16).max, torch.finfo(torch.float16).min]).half(),
     ],
 )
-def test_what_cannot_be_or_is_not_at_fault_passes(values: Tensor) -> None:
-    """Nothing, whole numbers, packed ones, and the largest that a dtype has."""
+def test_finite_values_pass(values: Tensor) -> None:
+    """Empty tensors, integers, packed values, and the largest values of a dtype."""
     assert is_finite(values)
 
 
-def test_tensors_are_named_with_their_number() -> None:
-    """The first few in order, in one line."""
+def test_the_error_names_the_first_tensors_and_their_number() -> None:
+    """Three names in order, in one line."""
     bad, good = torch.tensor([torch.nan]), torch.ones(2)
     named = [*((f"w{i}", bad) for i in range(5, 0, -1)), ("fine", good)]
     with pytest.raises(ModelError) as caught:
@@ -86,8 +86,8 @@ def test_tensors_are_named_with_their_number() -> None:
     )
 
 
-def test_an_engine_s_worker_names_the_weights_that_are_no_numbers() -> None:
-    """Of the model that it has loaded."""
+def test_an_engine_worker_names_its_non_finite_weights() -> None:
+    """The weights of the model that it has loaded."""
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
     worker = WeightLoading()
     worker.model_runner = SimpleNamespace(get_model=lambda: model)
@@ -109,8 +109,8 @@ def test_an_engine_s_worker_names_the_weights_that_are_no_numbers() -> None:
         (MambaConfig(), None),
     ],
 )  # fmt: skip
-def test_positions_are_those_of_the_config(config: PretrainedConfig, expected: int | None) -> None:
-    """Stretched ones count, and a model without positions has no bound."""
+def test_context_length_is_from_the_config(config: PretrainedConfig, expected: int | None) -> None:
+    """RoPE scaling counts, and a model without positions has no limit."""
     assert num_positions(config) == expected
 
 
@@ -124,30 +124,30 @@ SIZES: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder that every case changes."""
+    """A valid model folder."""
     return whole_model(tmp_path_factory.mktemp("whole") / "model")
 
 
 @pytest.fixture
 def copy(whole: Path, tmp_path: Path) -> Path:
-    """One to change."""
+    """A copy of the folder that a test may change."""
     return Path(shutil.copytree(whole, tmp_path / "model"))
 
 
 @pytest.fixture(autouse=True)
 def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is asked of anybody, and a template that loops is given little time."""
+    """Fail on network access, and give chat templates little time."""
 
-    def refuse(*_: Any) -> None:
+    def fail(*_: Any) -> None:
         raise AssertionError("a model's folder needs no network")
 
-    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setattr(socket.socket, "connect", fail)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr(model_files, "TEMPLATE_S", 0.2)
 
 
 def refusal(path: Path | str, **options: Any) -> str:
-    """The one line of a refusal."""
+    """Check a model that must be refused, and return the one-line error."""
     with pytest.raises(ModelError) as caught:
         check_model("some.option", str(path), **options)
     text = str(caught.value)
@@ -158,29 +158,29 @@ def refusal(path: Path | str, **options: Any) -> str:
 
 @pytest.mark.parametrize("case", BAD)
 def test_a_bad_folder_is_refused_in_one_line(case: str, copy: Path) -> None:
-    """Without traceback, network or waiting, and in words of what is wrong."""
-    change, words = BAD[case]
+    """Without network access or waiting, and with the problem in the message."""
+    change, message = BAD[case]
     change(copy)
-    assert words in refusal(copy)
+    assert message in refusal(copy)
 
 
 @pytest.mark.parametrize(
     "path", ["/nowhere/at/all", "", ".", "~nobody/x", "~no such user/x", "a\0b", "x" * 260]
 )
-def test_what_is_no_folder_is_refused(path: str) -> None:
-    """Nothing there, no name, or a folder of something else."""
+def test_a_path_that_is_not_a_model_folder_is_refused(path: str) -> None:
+    """A missing path, an invalid name, or a folder with other content."""
     assert refusal(path)
 
 
 def test_a_file_in_place_of_a_folder_is_refused(copy: Path) -> None:
-    """Such as the weights themselves."""
+    """For example the path of the config."""
     assert "a file" in refusal(copy / "config.json")
 
 
 @pytest.mark.parametrize("name", ["", "config.json", "tokenizer.json", SHARD])
-def test_what_may_not_be_read_is_refused(name: str, whole: Path) -> None:
-    """The folder, or a file of it."""
-    with tempfile.TemporaryDirectory() as outside:  # others may not enter pytest's own
+def test_unreadable_files_are_refused(name: str, whole: Path) -> None:
+    """The folder itself, or a file in it."""
+    with tempfile.TemporaryDirectory() as outside:  # other users may not enter pytest's own folders
         Path(outside).chmod(0o755)
         copy = Path(shutil.copytree(whole, Path(outside) / "model"))
         for file in copy.iterdir():
@@ -215,16 +215,16 @@ def gpt2() -> PreTrainedModel:
 
 
 def with_tensors(folder: Path, **tensors: Tensor) -> None:
-    """A model with more tensors than it needs."""
+    """Add tensors to the weights file of a model."""
     file = folder / "model.safetensors"
     save_file(load_file(file) | tensors, file, metadata={"format": "pt"})
 
 
 MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "a tied head": lambda: qwen2(True),
-    "a head of its own": lambda: qwen2(False),
+    "an untied head": lambda: qwen2(False),
     "norms with an offset": gemma,
-    "experts, converted": experts,
+    "mixture of experts": experts,
     "learned positions": gpt2,
     "half precision": lambda: qwen2(False).half(),
     "bfloat16": lambda: qwen2(True).bfloat16(),
@@ -233,7 +233,7 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
 
 @pytest.mark.parametrize("kind", MODELS)
 def test_a_whole_model_passes(kind: str, copy: Path) -> None:
-    """In one file or several, and in torch's older format."""
+    """In one file, in several files, and in torch's older format."""
     lm = MODELS[kind]()
     gone("model*")(copy)
     for size in ("1GB", "5KB"):
@@ -245,7 +245,7 @@ def test_a_whole_model_passes(kind: str, copy: Path) -> None:
 
 
 def test_known_extras_pass(copy: Path) -> None:
-    """A tied head that is written too, and buffers that old files hold."""
+    """A tied head that is also saved, and buffers that old files contain."""
     gone("model*")(copy)
     lm = qwen2(True)
     lm.save_pretrained(copy)
@@ -261,12 +261,13 @@ def test_a_folder_without_template_or_defaults_passes(copy: Path) -> None:
     check_model("model", str(copy))
 
 
-def test_a_special_token_beyond_the_embedding_passes_unless_it_is_written(copy: Path) -> None:
-    """Gemma 3 of text alone has one for images; an end that has no row would be a fault."""
+def test_an_unused_special_token_beyond_the_embedding_passes(copy: Path) -> None:
+    """Text-only Gemma 3 has one for images; an end-of-sequence token beyond it is refused."""
 
-    def add(found: dict[str, Any]) -> None:
-        token = {**found["added_tokens"][0], "id": ROWS, "content": "<image>", "special": True}
-        found["added_tokens"].append(token)
+    def add(tokenizer: dict[str, Any]) -> None:
+        first = tokenizer["added_tokens"][0]
+        token = {**first, "id": ROWS, "content": "<image>", "special": True}
+        tokenizer["added_tokens"].append(token)
 
     in_tokenizer(add)(copy)
     check_model("model", str(copy))
@@ -275,8 +276,8 @@ def test_a_special_token_beyond_the_embedding_passes_unless_it_is_written(copy: 
 
 
 def test_a_critic_needs_neither_head_nor_tokenizer(copy: Path, whole: Path) -> None:
-    """It brings a head of its own, whatever the folder has; its trunk must be whole, and know all
-    tokens that the policy's tokenizer makes."""
+    """It has its own head, whatever the folder contains; its trunk must be complete, and its
+    embedding must cover all tokens of the policy's tokenizer."""
     gone("model*", "tokenizer*", "chat_template*")(copy)
     qwen2(False).save_pretrained(copy)
     file = copy / "model.safetensors"
@@ -294,8 +295,8 @@ def test_a_critic_needs_neither_head_nor_tokenizer(copy: Path, whole: Path) -> N
     assert "ids up to 256 over an embedding of 256 rows" in refusal(copy, **critic)
 
 
-def test_what_only_an_engine_knows_may_be_asked_but_not_trained(copy: Path) -> None:
-    """An encoder with a decoder, and weights of another precision."""
+def test_a_model_unknown_to_transformers_passes_only_for_engines(copy: Path) -> None:
+    """For example an encoder-decoder model, which cannot be trained."""
     gone("model*")(copy)
     small = {"d_model": 16, "d_ff": 16, "d_kv": 4, "num_layers": 1, "num_heads": 4}
     T5ForConditionalGeneration(T5Config(vocab_size=ROWS, **small)).save_pretrained(copy)
@@ -303,21 +304,21 @@ def test_what_only_an_engine_knows_may_be_asked_but_not_trained(copy: Path) -> N
     assert "T5Config" in refusal(copy)
 
 
-def test_refusal_of_a_name_that_is_not_there(no_network: None) -> None:
-    """Of the hub, without network."""
+def test_an_unknown_hub_name_is_refused(no_network: None) -> None:
+    """In one line, without network access."""
     with pytest.raises(ModelError, match="nobody/nothing") as caught:
         load_tokenizer("nobody/nothing")
     assert "\n" not in str(caught.value)
 
 
-def test_a_tokenizer_is_known_by_what_it_does(copy: Path, whole: Path) -> None:
-    """Not by how its files are written; template and tokenizer are told apart."""
+def test_tokenizer_identity_depends_on_behaviour(copy: Path, whole: Path) -> None:
+    """It does not depend on how the files are written; the template has its own fingerprint."""
 
     def identity() -> dict[str, str]:
         return tokenizer_identity(load_tokenizer(str(copy)))
 
     first = identity()
-    found = [first]
+    seen = [first]
     AutoTokenizer.from_pretrained(copy).save_pretrained(copy)
     assert identity() == first
     (copy / "chat_template.jinja").write_text("{{ messages[0].content }}")
@@ -331,22 +332,22 @@ def test_a_tokenizer_is_known_by_what_it_does(copy: Path, whole: Path) -> None:
     ):
         shutil.copy(whole / "tokenizer.json", copy)
         in_tokenizer(change)(copy)
-        assert identity() not in found
-        assert identity()["chat_template"] == found[0]["chat_template"]
-        found.append(identity())
+        assert identity() not in seen
+        assert identity()["chat_template"] == first["chat_template"]
+        seen.append(identity())
 
 
-def test_a_limit_on_memory_that_stands_already_stays(
+def test_an_existing_memory_limit_is_respected(
     whole: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A scheduler's hard limit, which nobody but root may raise, makes no template refused."""
+    """A scheduler's hard limit, which only root may raise, does not make a template fail."""
     before = resource.setrlimit
 
-    def as_a_user(kind: int, limits: tuple[int, int]) -> None:
+    def setrlimit_as_user(kind: int, limits: tuple[int, int]) -> None:
         if limits[1] != 1 << 45:
             raise ValueError("not allowed to raise maximum limit")
         before(kind, limits)
 
     monkeypatch.setattr(resource, "getrlimit", lambda _: (1 << 45, 1 << 45))
-    monkeypatch.setattr(resource, "setrlimit", as_a_user)
+    monkeypatch.setattr(resource, "setrlimit", setrlimit_as_user)
     model_files.check_template(load_tokenizer(str(whole)), str(whole))

@@ -1,4 +1,4 @@
-"""Parameters are counted as transformers builds the models."""
+"""Model sizes are compared with the models that transformers builds."""
 
 from pathlib import Path
 from typing import Any
@@ -48,15 +48,15 @@ def on_meta(config: PretrainedConfig) -> Any:
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_every_tensor_is_counted(name: str) -> None:
-    """The list of tensor sizes is that of the model without weights."""
+    """The tensor sizes equal those of the model on the meta device."""
     shape = ModelShape.of(CONFIGS[name])
     numels = sorted(p.numel() for p in on_meta(CONFIGS[name]).parameters())
     assert sorted(shape.tensors()) == numels
     assert shape.layers * shape.block_parameters + shape.root() == shape.parameters()
 
 
-def test_a_shape_is_that_of_the_published_model() -> None:
-    """Qwen2.5-7B by hand: 28 query and 4 key heads of 128, MLPs of 18,944."""
+def test_the_shape_of_a_published_model() -> None:
+    """Qwen2.5-7B, computed by hand: 28 query and 4 key heads of 128, MLPs of 18,944."""
     shape = shape_of("Qwen2.5-7B")
     assert (shape.query_size, shape.kv_heads * shape.head_dim) == (3584, 512)
     assert shape.max_outputs == 18944
@@ -66,15 +66,15 @@ def test_a_shape_is_that_of_the_published_model() -> None:
 
 
 def test_any_architecture_is_counted() -> None:
-    """Also one that we never heard of, with other names for its parts."""
+    """Also one with other names for its parts."""
     config = Gemma2Config(**SMALL, head_dim=32)
     shape = ModelShape.of(config)
     assert shape.parameters() == sum(p.numel() for p in on_meta(config).parameters())
     assert (shape.layers, shape.query_size, len(shape.linears)) == (3, 6 * 32, 3 * 7)
 
 
-def test_what_is_no_model_has_no_shape(tmp_path: Path) -> None:
-    """A folder without config.json, a config of nothing that is known, a mixture of experts."""
+def test_unsupported_folders_have_no_shape(tmp_path: Path) -> None:
+    """A folder without config.json, an unknown config, a mixture of experts."""
     assert read_shape(str(tmp_path)) is None
     (tmp_path / "config.json").write_text("{}")
     assert read_shape(str(tmp_path)) is None
@@ -85,8 +85,8 @@ def test_what_is_no_model_has_no_shape(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("targets", ["all-linear", ["q_proj", "down_proj"]])
-def test_adapters_are_counted_as_peft_makes_them(targets: Any) -> None:
-    """LoRA of all linear layers, or of some."""
+def test_adapter_size_equals_that_of_peft(targets: Any) -> None:
+    """LoRA on all linear layers, or on some."""
     lm = on_meta(CONFIGS["llama"])
     options = AdapterConfig(lora_rank=8, target_modules=targets)
     inject_adapter_in_model(peft_config(lm, options), lm)
@@ -96,7 +96,7 @@ def test_adapters_are_counted_as_peft_makes_them(targets: Any) -> None:
 
 
 def test_the_critic_has_no_output_head() -> None:
-    """An untied head is not in a value model; a tied one is its embedding."""
+    """A critic lacks an untied head; a tied one is part of the embedding."""
     untied, tied = shape_of("Qwen2.5-7B"), shape_of("Qwen2.5-3B")
     assert untied.parameters() - untied.parameters(with_head=False) == 152064 * 3584
     assert tied.parameters(with_head=False) == tied.parameters()

@@ -1,4 +1,4 @@
-"""Code in a model's folder runs where an option said so, and nobody is asked at a terminal."""
+"""Code in a model's folder runs only with trust_remote_code, and nothing prompts at a terminal."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ class Tokenizer(PreTrainedTokenizer):
 
 @pytest.fixture
 def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder whose config, model and tokenizer are classes of its own, at a terminal."""
+    """A folder whose config, model and tokenizer are defined by code in it."""
 
-    def asked(prompt: str = "") -> str:
-        raise AssertionError(f"asked: {prompt}")
+    def refuse_prompt(prompt: str = "") -> str:
+        raise AssertionError(f"prompted: {prompt}")
 
-    monkeypatch.setattr(builtins, "input", asked)
+    monkeypatch.setattr(builtins, "input", refuse_prompt)
     monkeypatch.setattr(
         "transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules")
     )
@@ -74,7 +74,7 @@ def fine_tune(path: str) -> object:
 
 
 def export(path: str) -> object:
-    """A checkpoint that brings the folder as its config and tokenizer."""
+    """Export a checkpoint whose config and tokenizer are those of the folder."""
     step_dir = Path(path).with_name("global_step_1")
     (step_dir / "shards").mkdir(parents=True)
     (step_dir / folders.MARKER).touch()
@@ -107,7 +107,7 @@ LOADERS: list[Callable[[str], object]] = [
 def test_code_of_a_model_does_not_run(
     model: Path, tmp_path: Path, load: Callable[[str], object]
 ) -> None:
-    """Each loader refuses in one line that names the option, and asks nobody."""
+    """Each loader refuses with an error that names the option, without a prompt."""
     with pytest.raises(UserError, match=r"trust[_-]remote[_-]code") as caught:
         load(str(model))
     assert not (tmp_path / "acted").exists() and not (tmp_path / "modules").exists()
@@ -115,40 +115,40 @@ def test_code_of_a_model_does_not_run(
 
 
 @pytest.mark.parametrize("command", [export, ask])
-def test_no_command_runs_it(
+def test_commands_do_not_run_the_code(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str],
     command: Callable[[str], object],
 ) -> None:  # fmt: skip
-    """Status 2 and one line."""
+    """They end with status 2 and an error that names the option."""
     try:
         status = command(str(model))
-    except SystemExit as ended:
-        status = ended.code
+    except SystemExit as error:
+        status = error.code
     assert status == 2 and "trust_remote_code" in capsys.readouterr().err
     assert not (tmp_path / "acted").exists()
 
 
-def test_an_estimate_does_not_run_it(model: Path, tmp_path: Path) -> None:
-    """Of a model that cannot be read there is no estimate."""
+def test_a_memory_estimate_does_not_run_the_code(model: Path, tmp_path: Path) -> None:
+    """A model that cannot be read has no shape."""
     assert read_shape(str(model)) is None
     assert not (tmp_path / "acted").exists()
 
 
-def test_an_estimate_asks_nobody_who_has_said_yes(
+def test_a_memory_estimate_does_not_prompt_if_code_is_trusted(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A run that trusts its model does not wait at a terminal for the same answer again."""
-    asked: list[str] = []
-    monkeypatch.setattr(builtins, "input", asked.append)
+    """A run with trust_remote_code does not wait at a terminal for the same answer."""
+    prompts: list[str] = []
+    monkeypatch.setattr(builtins, "input", prompts.append)
     set_trust(True)
     assert read_shape(str(model)) is None
-    assert asked == []
+    assert prompts == []
 
 
-def test_an_option_lets_it_run(
+def test_the_option_allows_the_code_to_run(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In this process, in those that it starts, and in vLLM's engine."""
+    """In this process, in its children, and in vLLM."""
     config = Config()
     config.actor_rollout_ref.model.path = str(model)
     assert VllmSettings(config).arguments()["trust_remote_code"] is False
@@ -159,8 +159,8 @@ def test_an_option_lets_it_run(
     assert VllmSettings(config).arguments()["trust_remote_code"] is True
 
 
-def test_tools_that_a_model_names_are_not_files_of_code(model: Path) -> None:
-    """What a foreign model says of its dialogue is data, unless an option said otherwise."""
+def test_tools_named_by_a_model_are_not_loaded_from_files(model: Path) -> None:
+    """Without the option, a model's settings cannot name code files."""
     (model / "search_r1.json").write_text(json.dumps({"tools": ["/x/evil.py:Tool"]}))
     with pytest.raises(UserError, match="trust-remote-code"):
         run_config(InferOptions(), str(model))

@@ -1,4 +1,4 @@
-"""The command line: presets, overrides, refusals, and what it prints."""
+"""The command line: presets, overrides, refused settings, and its output."""
 
 import dataclasses
 import logging
@@ -24,26 +24,26 @@ REQUIRED = [
 
 ENGINES = "actor_rollout_ref.actor.old_log_probs=engine"
 URL = "[http://a:1,http://b:2]"
-RECOMPUTED = "actor_rollout_ref.actor.old_log_probs=recompute"
+RECOMPUTE = "actor_rollout_ref.actor.old_log_probs=recompute"
 ADAPTIVE = "algorithm.kl_ctrl.type=adaptive"
 ROLLOUT = "actor_rollout_ref.rollout"
-GUESS = f"{ROLLOUT}.speculative_config"
+DRAFTS = f"{ROLLOUT}.speculative_config"
 
 
 def compose(*arguments: str) -> Config:
-    """A composed config with what has no default given."""
+    """Compose a configuration, with values for the options that have no default."""
     return cli.compose([*REQUIRED, *arguments])
 
 
 def test_last_of_two_values_wins() -> None:
-    """A script's own value and a user's later one may name the same key."""
+    """A script and a later argument of the user may set the same key."""
     assert compose("max_turns=2", "+max_turns=5", "++max_turns=4").max_turns == 4
 
 
-@pytest.mark.parametrize("typed", ["trainer.logger=wandb", "trainer.logger=['wandb']"])
-def test_logger_is_a_name_or_a_list(typed: str) -> None:
-    """Both spellings of the original's scripts are taken."""
-    assert backend_names(compose(typed).trainer.logger) == ["wandb"]
+@pytest.mark.parametrize("argument", ["trainer.logger=wandb", "trainer.logger=['wandb']"])
+def test_logger_is_a_name_or_a_list(argument: str) -> None:
+    """Both spellings of the original's scripts are accepted."""
+    assert backend_names(compose(argument).trainer.logger) == ["wandb"]
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ def test_logger_is_a_name_or_a_list(typed: str) -> None:
     ],
 )
 def test_unknown_key_names_the_nearest(wrong: str, near: str) -> None:
-    """A mistyped key fails with the key that was probably meant."""
+    """The error for a mistyped key suggests a known one."""
     with pytest.raises(ConfigError, match=f"did you mean {near}"):
         compose(wrong)
 
@@ -77,7 +77,7 @@ def test_unknown_key_names_the_nearest(wrong: str, near: str) -> None:
     ],
 )
 def test_wrong_value_says_got_and_expected(wrong: str, expected: str) -> None:
-    """A value that cannot be taken is refused before Hydra's own wording appears."""
+    """An invalid value is refused with our message instead of Hydra's."""
     with pytest.raises(ConfigError) as caught:
         compose(wrong)
     assert expected in str(caught.value)
@@ -85,13 +85,13 @@ def test_wrong_value_says_got_and_expected(wrong: str, expected: str) -> None:
 
 
 def test_missing_options_are_listed() -> None:
-    """Options without default must be given, and all absent ones are named at once."""
+    """All missing options without a default are listed in one error."""
     with pytest.raises(ConfigError, match=r"model\.path=… data\.train_files=… data\.val_files=…"):
         cli.compose([])
 
 
 def test_aliases_reach_their_option() -> None:
-    """Other names of the original mean the option here."""
+    """Alternative names of the original set the option."""
     config = compose("data.shuffle=false", "actor_rollout_ref.rollout.n=4")
     assert config.data.shuffle_train_dataloader is False
     assert config.actor_rollout_ref.rollout.n_agent == 4
@@ -116,7 +116,7 @@ def test_n_of_one_leaves_n_agent_alone() -> None:
 def test_option_without_effect_warns_once(
     option: str, advice: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What does nothing any more says so once, with what to use."""
+    """An option without effect is logged once, with advice."""
     monkeypatch.setattr(overrides, "_warned", set())
     with caplog.at_level(logging.WARNING):
         compose(option)
@@ -129,7 +129,7 @@ def test_option_without_effect_warns_once(
 def test_defaults_warn_of_nothing(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Options that ask for nothing stay silent, also where the original's scripts give them."""
+    """Values that ask for the usual behaviour, as in the original's scripts, do not warn."""
     monkeypatch.setattr(overrides, "_warned", set())
     compose("actor_rollout_ref.model.use_remove_padding=True", "trainer.default_hdfs_dir=null")
     assert caplog.messages == []
@@ -185,10 +185,10 @@ def test_defaults_warn_of_nothing(
         ),
         *(
             (
-                f"actor_rollout_ref.rollout.weight_sync=ipc {apart}",
+                f"actor_rollout_ref.rollout.weight_sync=ipc {option}",
                 f"weight_sync: got ipc, expected files with {name}",
             )
-            for apart, name in (
+            for option, name in (
                 ("actor_rollout_ref.rollout.max_staleness=1", "max_staleness"),
                 ("trainer.rollout_gpus=1", "trainer.rollout_gpus"),
                 (f"actor_rollout_ref.rollout.url={URL}", "url"),
@@ -274,14 +274,20 @@ def test_defaults_warn_of_nothing(
         ("actor_rollout_ref.actor.rollout_is_floor=3", "at most rollout_is_threshold=2.0"),
         (f"{ENGINES} actor_rollout_ref.actor.state_masking=false", "that no engine sampled"),
         (
-            f"{RECOMPUTED} actor_rollout_ref.rollout.max_staleness=2",
+            f"{RECOMPUTE} actor_rollout_ref.rollout.max_staleness=2",
             "up to 2 weight versions old",
         ),
         (f"{ENGINES} actor_rollout_ref.actor.rollout_is=token", "need no correction"),
-        (f"{GUESS}.method=ngram trainer.deterministic=true", "the proposals decide"),
-        (f"{GUESS}.method=ngram {ROLLOUT}.name=transformers", "vLLM engines that the run starts"),
-        (f"{GUESS}.method=ngram {GUESS}.prompt_lookup_max=2", "at most prompt_lookup_max=2"),
-        (f"{GUESS}.method=medusa", "speculative_config.method: got medusa"),
+        (f"{DRAFTS}.method=ngram trainer.deterministic=true", "the proposals decide"),
+        (
+            f"{DRAFTS}.method=ngram {ROLLOUT}.name=transformers",
+            "vLLM engines that the run starts",
+        ),
+        (
+            f"{DRAFTS}.method=ngram {DRAFTS}.prompt_lookup_max=2",
+            "at most prompt_lookup_max=2",
+        ),
+        (f"{DRAFTS}.method=medusa", "speculative_config.method: got medusa"),
         (f"{ROLLOUT}.quantization=fp8", "a correction as well"),
         (f"{ROLLOUT}.kv_cache_dtype=fp8", "a correction as well"),
         (f"{ROLLOUT}.kv_cache_dtype=fp8 {ROLLOUT}.url=http://a:1", "give it to vllm serve"),
@@ -305,35 +311,35 @@ def test_defaults_warn_of_nothing(
     ],
 )
 def test_settings_that_cannot_work_are_refused(arguments: str, subject: str) -> None:
-    """A rule between options is checked before any work, naming option and fix."""
+    """The error names the option and the fix."""
     with pytest.raises(ConfigError) as caught:
         compose(*shlex.split(arguments))
     assert subject in str(caught.value)
     assert "fix:" in str(caught.value)
 
 
-def test_partial_scores_belong_to_the_rewards_that_read_them() -> None:
-    """A stage or a part of a sum may be their reader as well; each is an option, and read."""
+def test_partial_scores_belong_to_the_rewards_that_use_them() -> None:
+    """A reward in a stage or in a sum counts as used; the options match the rewards' parameters."""
     stages = "reward_model.stages=[{name: em_cost, until_step: 3}, {name: em}]"
     assert compose(stages, "reward_model.search_penalty=0.1").reward_model.search_penalty == 0.1
     weights = "reward_model.weights={em_format: 1.0, f1: 0.5}"
     assert compose(weights, "reward_model.retrieval_score=0.1").reward_model.weights["f1"] == 0.5
     scores = {field.name for field in dataclasses.fields(RewardScores)}
     assert scores == set(SCORE_REWARDS)
-    for name, reader in SCORE_REWARDS.items():
+    for name, reward in SCORE_REWARDS.items():
         doc = known_options()[f"reward_model.{name}"].doc
-        assert doc.startswith(f"{reader}:")
+        assert doc.startswith(f"{reward}:")
 
 
 def test_check_lists_every_problem() -> None:
-    """Two mistakes are told at once."""
+    """Two mistakes give two lines."""
     with pytest.raises(ConfigError) as caught:
         compose("max_turns=-1", "retriever.topk=0")
     assert len(str(caught.value).splitlines()) == 2
 
 
 def test_greedy_validation_only_is_allowed() -> None:
-    """Rules about training do not stop a validation run."""
+    """Rules about training do not apply to a validation run."""
     grpo = ("algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.temperature=0")
     assert compose("trainer.val_only=true", *grpo).trainer.val_only
 
@@ -341,12 +347,12 @@ def test_greedy_validation_only_is_allowed() -> None:
 def test_cfg_job_prints_resolved_yaml_and_exits(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`--cfg job` prints what would run, starts nothing and leaves no folder behind."""
+    """`--cfg job` prints the options, starts nothing and creates no folder."""
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit) as left:
+    with pytest.raises(SystemExit) as caught:
         cli.compose(["max_turns=7", "--cfg", "job", "trainer.experiment_name=e"])
     printed = yaml.safe_load(capsys.readouterr().out)
-    assert left.value.code == 0
+    assert caught.value.code == 0
     assert printed["max_turns"] == 7
     assert printed["trainer"]["default_local_dir"] == "runs/Search-R1/e"
     assert os.listdir(tmp_path) == []
@@ -363,20 +369,20 @@ def test_help_explains_options(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_grpo_preset() -> None:
-    """The shipped preset is a sound GRPO run."""
+    """The shipped preset is a valid GRPO run."""
     config = compose("--config-name", "grpo_trainer")
     assert config.algorithm.adv_estimator == "grpo"
     assert config.actor_rollout_ref.rollout.n_agent == 5
 
 
-def test_unknown_preset_lists_those_there_are() -> None:
-    """A mistyped preset fails with the presets."""
+def test_unknown_preset_lists_the_known_ones() -> None:
+    """The error for a mistyped preset lists the presets of the folder."""
     with pytest.raises(ConfigError, match="grpo_trainer, ppo_trainer"):
         compose("--config-name", "nope")
 
 
 def test_preset_of_the_user_builds_on_a_shipped_one(tmp_path: Path) -> None:
-    """A folder of presets may inherit, and an unknown key in it is refused."""
+    """A user's preset may inherit from a shipped one; an unknown key in it is refused."""
     text = "defaults: [grpo_trainer, _self_]\nmax_turns: 9\n"
     (tmp_path / "mine.yaml").write_text(text)
     config = compose("--config-dir", str(tmp_path), "--config-name", "mine")
@@ -387,7 +393,7 @@ def test_preset_of_the_user_builds_on_a_shipped_one(tmp_path: Path) -> None:
 
 
 def test_resolved_config_composes_again(tmp_path: Path) -> None:
-    """The config written beside a run is a preset that gives the same run."""
+    """The config.yaml of a run is a preset that gives the same configuration."""
     config = compose("max_turns=3", "trainer.experiment_name=e")
     path = cli.write_resolved(config, tmp_path / "run")
     text = "defaults: [config_schema, _self_]\n" + path.read_text()
@@ -396,7 +402,7 @@ def test_resolved_config_composes_again(tmp_path: Path) -> None:
 
 
 def test_a_mapping_is_given_as_one_option() -> None:
-    """Weights by name compose into a dictionary, and a weight that is no number is refused."""
+    """Weights by name become a dictionary; a weight that is not a number is refused."""
     config = compose("reward_model.weights={em: 1.0, f1: 0.5}")
     assert config.reward_model.weights == {"em": 1.0, "f1": 0.5}
     with pytest.raises(ConfigError, match=r"reward_model\.weights"):
@@ -404,16 +410,16 @@ def test_a_mapping_is_given_as_one_option() -> None:
 
 
 def test_a_reward_of_a_file_is_part_of_a_sum() -> None:
-    """Its name has slashes, and a colon that Hydra wants a backslash before."""
+    """Its name has slashes, and a colon that Hydra requires to be escaped."""
     config = compose(r"reward_model.weights={em: 1.0, own/brief.py\:brief: -0.5}")
     assert config.reward_model.weights == {"em": 1.0, "own/brief.py:brief": -0.5}
 
 
-def test_a_home_is_known_where_no_shell_looks(
+def test_home_folder_is_expanded_in_presets(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """veRL's YAML files name paths by `~`; what is no path keeps its words, and code its name,
-    which exported models and the state of stages have too."""
+    """veRL's YAML files use `~` in paths. Other texts stay unchanged, and so do references to code,
+    which exported models and the state of stages contain too."""
     monkeypatch.setenv("HOME", "/home/ann")
     preset = "data: {train_files: [~/t.parquet, b.parquet], val_files: ~/v.parquet}\n"
     preset += "actor_rollout_ref: {model: {path: ~/models/m}}\n"

@@ -1,4 +1,4 @@
-"""The options of verl/config/: every name of the original parses, with and without a plus."""
+"""Options of verl/config/: names of the original, defaults, descriptions, limits, and the page."""
 
 import typing
 from pathlib import Path
@@ -85,12 +85,11 @@ ORIGINAL = {
     "retriever.url": ("http://127.0.0.1:8000/retrieve", "http://127.0.0.1:8000/retrieve"),
     "retriever.topk": ("5", 5),
 }
-"""Each key of the original's scripts, and the reward that reads its scores: a value as typed there,
-and what it must become."""
+"""Each key of the original's scripts: a value as written there, and the value it must become."""
 
 
 def read(config: object, key: str) -> object:
-    """The option at a dotted key."""
+    """Return the option at a dotted key."""
     for name in key.split("."):
         config = getattr(config, name)
     return config
@@ -99,29 +98,29 @@ def read(config: object, key: str) -> object:
 @pytest.mark.parametrize("plus", ["", "+", "++"])
 @pytest.mark.parametrize("key", ORIGINAL)
 def test_original_key_parses_and_keeps_its_meaning(key: str, plus: str) -> None:
-    """An option of the original's scripts reaches its field, whatever pluses lead it."""
-    typed, expected = ORIGINAL[key]
-    arguments = overrides.normalise([f"{plus}{key}={typed}"])
-    assert arguments == [f"{key}={typed}"]
+    """An option of the original's scripts sets its field, with or without leading plus signs."""
+    text, expected = ORIGINAL[key]
+    arguments = overrides.normalise([f"{plus}{key}={text}"])
+    assert arguments == [f"{key}={text}"]
     assert overrides.parse(arguments[0]).value() == expected
     assert key in known_options()
 
 
 def test_all_original_keys_together() -> None:
-    """One command line with every option of the original gives every value in the typed config."""
-    arguments = [f"+{key}={typed}" for key, (typed, _) in ORIGINAL.items()]
+    """One command line may set every option of the original."""
+    arguments = [f"+{key}={text}" for key, (text, _) in ORIGINAL.items()]
     config = cli.compose(arguments)
     for key, (_, expected) in ORIGINAL.items():
         assert read(config, key) == expected, key
 
 
 def test_defaults_of_the_dataclasses_pass_their_own_check() -> None:
-    """The shipped defaults are a run that could start."""
+    """The defaults form a valid configuration."""
     cli.compose(REQUIRED)
 
 
-def test_every_option_says_what_it_is() -> None:
-    """Each field has a sentence, which --help shows, and a resume class; its own default fits."""
+def test_every_option_is_described() -> None:
+    """Each field has a description, which --help prints, a resume class, and a valid default."""
     for key, section, field, value in settings(Config(reward_model=RewardConfig(stages=[STAGE]))):
         assert known._field_doc(type(section), field.name), key
         limits = field.metadata["limits"]
@@ -129,9 +128,9 @@ def test_every_option_says_what_it_is() -> None:
         assert value is None or limits.allows(value), key
 
 
-def test_bounds_are_kept_whatever_they_are() -> None:
-    """A value at each bound passes, one beyond it is refused with the bounds in words."""
-    for limits, inside, outside, words in (
+def test_limits_allow_and_describe_values() -> None:
+    """Values at the bounds are allowed, values beyond them are not; the bounds are described."""
+    for limits, inside, outside, description in (
         (Limits("free", Bounds(ge=1)), (1, 2), (0, float("nan"), 2**31), "1 or more"),
         (Limits("free", Bounds(gt=0, le=1)), (0.1, 1), (0, 1.1), "more than 0, at most 1"),
         (Limits("free", Bounds(ge=0, le=1)), (0, 1), (-0.1, 1.1), "from 0 to 1"),
@@ -142,19 +141,19 @@ def test_bounds_are_kept_whatever_they_are() -> None:
     ):
         assert [limits.allows(value) for value in inside] == [True] * len(inside)
         assert [limits.allows(value) for value in outside] == [False] * len(outside)
-        assert limits.expected().startswith(words)
+        assert limits.expected().startswith(description)
 
 
-def test_words_of_the_configuration_are_those_of_the_packages() -> None:
-    """Formats and adapter ranks are written here again, so that no option imports torch or vLLM."""
+def test_choices_agree_with_the_packages() -> None:
+    """Dtypes and adapter ranks are repeated in the options, which must not import torch or vLLM."""
     options = known_options()
     for key in ("trainer.compute_dtype", "actor_rollout_ref.rollout.dtype"):
         assert options[key].limits.allowed_words == ("auto", *DTYPES)
     assert options["actor_rollout_ref.model.lora_rank"].limits.bounds.le == VLLM_LORA_RANKS[-1]
 
 
-def test_the_page_of_options_keeps_up_with_the_code() -> None:
-    """docs/options.md is what `python -m scripts.option_pages options` prints."""
+def test_the_page_of_options_is_up_to_date() -> None:
+    """docs/options.md is the output of `python -m scripts.option_pages options`."""
     path = Path(__file__).parents[3] / "docs" / "options.md"
     stale = "print it again: python -m scripts.option_pages options > docs/options.md"
     assert path.read_text() == option_pages.options(), stale
@@ -165,7 +164,7 @@ def test_the_page_of_options_keeps_up_with_the_code() -> None:
     "wrong", [{"lora_rank": -1}, {"lora_rank": 513}, {"lora_rank": 8, "lora_alpha": 0}], ids=str
 )
 def test_adapters_that_cannot_work_are_refused(section: str, wrong: dict[str, int]) -> None:
-    """A rank that vLLM has no room for, and a scale that leaves nothing to learn."""
+    """A rank that vLLM does not support, and a scale of 0."""
     key = f"{section}.{list(wrong)[-1]}"
     with pytest.raises(ConfigError, match=key):
         cli.compose([*REQUIRED, *(f"{section}.{name}={value}" for name, value in wrong.items())])

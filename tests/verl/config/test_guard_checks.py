@@ -1,4 +1,4 @@
-"""Settings of the collapse guard that cannot work are refused before a run."""
+"""Invalid options of the collapse guard are refused before a run."""
 
 import pytest
 
@@ -24,7 +24,7 @@ REQUIRED = ["data.train_files=t", "data.val_files=v", "actor_rollout_ref.model.p
         ),
     ],
 )
-def test_a_guard_that_cannot_work_is_refused(options: str, message: str) -> None:
+def test_invalid_guard_options_are_refused(options: str, message: str) -> None:
     """Each message names the option and the fix."""
     with pytest.raises(ConfigError) as caught:
         cli.compose([*REQUIRED, *options.split()])
@@ -40,6 +40,6 @@ def test_a_guard_that_cannot_work_is_refused(options: str, message: str) -> None
         "trainer.guard.enable=false trainer.guard.action=rollback",
     ],
 )
-def test_a_guard_that_works_is_taken(options: str) -> None:
-    """Rules may be turned off one by one, or all at once."""
+def test_valid_guard_options_are_accepted(options: str) -> None:
+    """Rules may be turned off individually or all at once."""
     cli.compose([*REQUIRED, *options.split()])

@@ -1,4 +1,4 @@
-"""Presets: veRL's names in a user's YAML, groups for machines, and sweeps."""
+"""Presets with names of veRL, preset groups for hardware, and sweeps."""
 
 from pathlib import Path
 
@@ -36,15 +36,15 @@ compat: search_r1
 
 
 def preset(folder: Path, text: str, *arguments: str) -> list[str]:
-    """The command line that starts from a preset of this text."""
+    """Write a preset, and return a command line that starts from it."""
     (folder / "mine.yaml").write_text(text)
     return ["--config-dir", str(folder), "--config-name", "mine", *arguments]
 
 
-def test_a_preset_in_the_words_of_verl_composes(
+def test_a_preset_with_names_of_verl_composes(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Names become ours, what asks for nothing is quiet, what lost its effect says so once."""
+    """Names are translated, and options without effect warn once unless their value is silent."""
     monkeypatch.setattr(overrides, "_warned", set())
     config = cli.compose(preset(tmp_path, VERL))
     policy = config.actor_rollout_ref
@@ -59,8 +59,8 @@ def test_a_preset_in_the_words_of_verl_composes(
     ]
 
 
-def test_what_came_last_wins_under_either_name(tmp_path: Path) -> None:
-    """A preset's alias beats the preset that it builds on, an argument beats both."""
+def test_the_last_value_wins_under_either_name(tmp_path: Path) -> None:
+    """An alias in a preset overrides the preset it builds on; an argument overrides both."""
     text = "defaults: [grpo_trainer, _self_]\nactor_rollout_ref: {rollout: {n: 8}}\n"
     line = preset(tmp_path, text, *REQUIRED)
     assert cli.compose(line).actor_rollout_ref.rollout.n_agent == 8
@@ -76,21 +76,21 @@ def test_what_came_last_wins_under_either_name(tmp_path: Path) -> None:
         ("max_turns: many", "max_turns"),
     ],
 )
-def test_a_wrong_key_of_a_preset_is_answered_as_an_argument_is(
+def test_a_wrong_key_of_a_preset_is_refused_like_an_argument(
     tmp_path: Path, text: str, message: str
 ) -> None:
-    """With the nearest name, or with what to give instead."""
+    """With a known name, or with advice."""
     with pytest.raises(ConfigError, match=message):
         cli.compose(preset(tmp_path, text, *REQUIRED))
 
 
-MACHINES = sorted(path.stem for path in (PRESETS / "hardware").glob("*.yaml"))
+HARDWARE = sorted(path.stem for path in (PRESETS / "hardware").glob("*.yaml"))
 
 
 @pytest.mark.parametrize("algorithm", ["ppo", "grpo"])
-@pytest.mark.parametrize("name", MACHINES)
-def test_a_machine_has_one_meaning(name: str, algorithm: str, tmp_path: Path) -> None:
-    """`+hardware=X` sets what `PRESET=X` of the recipes does, and the group composes with both."""
+@pytest.mark.parametrize("name", HARDWARE)
+def test_hardware_presets_agree_with_the_recipes(name: str, algorithm: str, tmp_path: Path) -> None:
+    """`+hardware=X` sets the same options as `PRESET=X` of the recipes."""
     line = ["--config-name", f"{algorithm}_trainer", *REQUIRED[:2], f"+hardware={name}"]
     group = cli.compose(line)
     recipe = config_of(f"train_{algorithm}.sh", tmp_path, PRESET=name)
@@ -98,56 +98,56 @@ def test_a_machine_has_one_meaning(name: str, algorithm: str, tmp_path: Path) ->
     compared += [group.actor_rollout_ref.actor.ppo_max_token_len_per_gpu]
     compared += [group.actor_rollout_ref.actor.optim.lr]
     compared += [group.actor_rollout_ref.rollout.gpu_memory_utilization]
-    theirs = [recipe.trainer.n_gpus_per_node, recipe.actor_rollout_ref.model]
-    theirs += [recipe.actor_rollout_ref.actor.ppo_max_token_len_per_gpu]
-    theirs += [recipe.actor_rollout_ref.actor.optim.lr]
-    theirs += [recipe.actor_rollout_ref.rollout.gpu_memory_utilization]
+    expected = [recipe.trainer.n_gpus_per_node, recipe.actor_rollout_ref.model]
+    expected += [recipe.actor_rollout_ref.actor.ppo_max_token_len_per_gpu]
+    expected += [recipe.actor_rollout_ref.actor.optim.lr]
+    expected += [recipe.actor_rollout_ref.rollout.gpu_memory_utilization]
     if algorithm == "ppo":
-        for config, found in ((group, compared), (recipe, theirs)):
+        for config, values in ((group, compared), (recipe, expected)):
             critic = config.critic
             adapter = (critic.model.lora_rank, critic.model.lora_alpha)
-            found += [config.critic_path, critic.ppo_max_token_len_per_gpu, critic.optim.lr]
-            found += [adapter if critic.model.has_adapter else 0]
-    assert compared == theirs
+            values += [config.critic_path, critic.ppo_max_token_len_per_gpu, critic.optim.lr]
+            values += [adapter if critic.model.has_adapter else 0]
+    assert compared == expected
     changed = cli.compose([*line, "actor_rollout_ref.rollout.gpu_memory_utilization=0.3"])
     assert changed.actor_rollout_ref.rollout.gpu_memory_utilization == 0.3
 
 
-def test_every_machine_of_the_recipes_is_a_group() -> None:
-    """None is known to one of the two only."""
+def test_recipes_and_group_have_the_same_hardware_presets() -> None:
+    """An unknown one is refused with the known ones."""
     scripts = PRESETS.parents[2] / "scripts" / "presets"
-    assert sorted(path.stem for path in scripts.glob("*.sh")) == MACHINES
+    assert sorted(path.stem for path in scripts.glob("*.sh")) == HARDWARE
     with pytest.raises(ConfigError, match="1x80"):
         cli.compose([*REQUIRED, "+hardware=9x80"])
 
 
-def test_a_sweep_is_a_run_of_each(capsys: pytest.CaptureFixture[str]) -> None:
-    """Every combination once, each with a name and a folder of its own, of which none is shared."""
+def test_a_sweep_makes_one_run_per_combination(capsys: pytest.CaptureFixture[str]) -> None:
+    """Every combination occurs once, with its own name and folder."""
     line = [*REQUIRED, "-m", "trainer.seed=0,1", "+max_turns=range(1,4)", "trainer.nnodes=1"]
     runs = cli.compose_runs(line)
-    assert [(one.trainer.seed, one.max_turns) for one in runs] == [
+    assert [(config.trainer.seed, config.max_turns) for config in runs] == [
         (seed, turns) for seed in (0, 1) for turns in (1, 2, 3)
     ]
-    folders = [one.trainer.default_local_dir for one in runs]
+    folders = [config.trainer.default_local_dir for config in runs]
     assert folders[1] == "runs/Search-R1/default/trainer.seed=0,max_turns=2"
-    assert len({*folders}) == len({one.trainer.experiment_name for one in runs}) == 6
+    assert len({*folders}) == len({config.trainer.experiment_name for config in runs}) == 6
     assert runs[1].reward_model.judge.cache_path == f"{folders[1]}/judge.sqlite"
     with pytest.raises(SystemExit):
         cli.compose([*line, "--cfg", "job"])
     printed = list(yaml.safe_load_all(capsys.readouterr().out))
-    assert [one["trainer"]["default_local_dir"] for one in printed] == folders
+    assert [options["trainer"]["default_local_dir"] for options in printed] == folders
 
 
-def test_values_with_commas_need_the_word_for_a_sweep() -> None:
-    """Nobody starts nine runs by a typing mistake; one bad value of many stops all at once."""
+def test_several_values_need_multirun() -> None:
+    """A typing mistake cannot start several runs; one bad value refuses the whole sweep."""
     with pytest.raises(ConfigError, match=r"--multirun starts one run per value"):
         cli.compose_runs([*REQUIRED, "trainer.seed=0,1"])
     with pytest.raises(ConfigError, match="max_turns: got -1"):
         cli.compose_runs([*REQUIRED, "-m", "max_turns=1,-1"])
 
 
-def test_a_sweep_goes_on_after_a_failed_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its status is the first failure's; being asked to stop ends all."""
+def test_a_sweep_continues_after_a_failed_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its status is that of the first failure; an interrupt ends the whole sweep."""
     seeds: list[int] = []
 
     def train(config: object) -> None:

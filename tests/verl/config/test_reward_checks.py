@@ -25,8 +25,8 @@ def stages(text: str) -> str:
     return f"reward_model.stages=[{text}]"
 
 
-def test_stages_arrive_typed() -> None:
-    """Stages of the command line become dataclasses with their defaults."""
+def test_stages_become_dataclasses() -> None:
+    """Stages given on the command line get the defaults of their fields."""
     first, last = compose(
         stages("{name: a, until_step: 5, plateau: {metric: val/em}}, {weights: {f1: 0.5}}"),
         "trainer.test_freq=5",
@@ -59,15 +59,15 @@ def test_stages_arrive_typed() -> None:
         ((*JUDGE, "reward_model.judge.max_concurrency=0"), "1 or more"),
     ],
 )
-def test_what_cannot_work_is_refused(arguments: tuple[str, ...], expected: str) -> None:
-    """Each mistake is named before anything starts, with its fix."""
+def test_invalid_reward_options_are_refused(arguments: tuple[str, ...], expected: str) -> None:
+    """The error names the problem and the fix."""
     with pytest.raises(ConfigError, match=expected) as caught:
         compose(*arguments)
     assert "fix:" in str(caught.value)
 
 
-def test_a_complete_judge_passes() -> None:
-    """Its cache lies beside the run; without llm_judge nobody must be there to ask."""
+def test_a_complete_judge_is_accepted() -> None:
+    """Its cache is in the run's folder; without llm_judge no endpoint is required."""
     judge = compose(*JUDGE, "trainer.default_local_dir=x").reward_model.judge
     assert judge.cache_path == "x/judge.sqlite"
     compose("reward_model.judge.verdict=score")

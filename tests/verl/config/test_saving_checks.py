@@ -1,4 +1,4 @@
-"""Settings of saving that cannot work are refused before a run."""
+"""Invalid options of saving are refused before a run."""
 
 import pytest
 
@@ -18,7 +18,7 @@ REQUIRED = ["data.train_files=t", "data.val_files=v", "actor_rollout_ref.model.p
         ("trainer.best_metric=score", "a metric of validation"),
     ],
 )
-def test_saving_that_cannot_work_is_refused(option: str, message: str) -> None:
+def test_invalid_saving_options_are_refused(option: str, message: str) -> None:
     """Each message names the option and the fix."""
     with pytest.raises(ConfigError) as caught:
         cli.compose([*REQUIRED, option])
@@ -26,8 +26,8 @@ def test_saving_that_cannot_work_is_refused(option: str, message: str) -> None:
     assert "fix:" in str(caught.value)
 
 
-def test_saving_that_works_is_taken() -> None:
-    """Options are read with their types, a list of what may differ too."""
+def test_valid_saving_options_are_accepted() -> None:
+    """Options arrive with their types, including lists."""
     options = ["trainer.save_minutes=30", "trainer.keep_last=3", "trainer.best_metric=val/em",
                "trainer.resume_anyway=[data,corpus]", "trainer.async_save=false"]  # fmt: skip
     config = cli.compose([*REQUIRED, *options])

@@ -1,4 +1,4 @@
-"""Question files that cannot be used: each is told in one line, with its row where it has one."""
+"""Unusable question files give a one-line error, with the row number if a row is at fault."""
 
 import datetime
 import io
@@ -31,7 +31,7 @@ def row(**parts: object) -> bytes:
     return json.dumps({**GOOD, **parts}).encode()
 
 
-def said(content: object) -> list[dict[str, object]]:
+def user_message(content: object) -> list[dict[str, object]]:
     return [{"role": "user", "content": content}]
 
 
@@ -41,7 +41,7 @@ def truth(target: object) -> dict[str, object]:
 
 ROWS = {
     "half a character in a prompt": row(prompt="\ud800"),
-    "in a message": row(prompt=said("\udfff")),
+    "in a message": row(prompt=user_message("\udfff")),
     "in a role": row(prompt=[{"role": "\ud800", "content": "x"}]),
     "in a source": row(data_source="\ud800"),
     "in an answer": row(reward_model=truth(["\ud800"])),
@@ -57,21 +57,24 @@ ROWS = {
     "a long number": b"9" * 5000,
     "a long number below": row(extra_info={"n": 0}).replace(b'"n": 0', b'"n": ' + b"9" * 5000),
     "cut": LINE[:-10],
-    "two in one line": LINE.strip() * 2,
+    "two in value line": LINE.strip() * 2,
     "text": b"hello",
     "single quotes": str(GOOD).encode(),
-    **{f"a row that is {one}": one.encode() for one in ("[1]", '"x"', "null", "3", "true", "NaN")},
+    **{f"a row that is {value}": value.encode()
+       for value in ("[1]", '"x"', "null", "3", "true", "NaN")},
     "no prompt": b'{"data_source": "a"}',
-    **{f"prompt {one!r}": row(prompt=one)
-       for one in (3, None, [], "", ["x"], [said("x")], {"role": "user"}, [{"content": "x"}])},
-    **{f"content {one!r}": row(prompt=said(one)) for one in (None, 3, [{"type": "text"}])},
-    **{f"source {one!r}": row(data_source=one) for one in (None, 3, ["a"], "")},
-    **{f"reward_model {one!r}": row(reward_model=one) for one in (None, "x", [1], {})},
-    **{f"answer {one!r}": row(reward_model=truth(one))
-       for one in (None, 3, [], "", [""], ["  "], [1, 2], [["a"]], {"a": 1}, ["a", 1])},
-    **{f"extra_info {one!r}": row(extra_info=one) for one in ([1], "x", 3)},
+    **{f"prompt {value!r}": row(prompt=value)
+       for value in (3, None, [], "", ["x"], [user_message("x")], {"role": "user"},
+                     [{"content": "x"}])},
+    **{f"content {value!r}": row(prompt=user_message(value))
+       for value in (None, 3, [{"type": "text"}])},
+    **{f"source {value!r}": row(data_source=value) for value in (None, 3, ["a"], "")},
+    **{f"reward_model {value!r}": row(reward_model=value) for value in (None, "x", [1], {})},
+    **{f"answer {value!r}": row(reward_model=truth(value))
+       for value in (None, 3, [], "", [""], ["  "], [1, 2], [["a"]], {"a": 1}, ["a", 1])},
+    **{f"extra_info {value!r}": row(extra_info=value) for value in ([1], "x", 3)},
 }  # fmt: skip
-"""The second line of a file whose first is good."""
+"""Bad second lines of a file whose first line is good."""
 
 
 def table(**columns: object) -> bytes:
@@ -112,11 +115,11 @@ FILES = {
     "folder.jsonl": None,
     "folder.parquet": None,
 }
-"""Whole files; None is a folder."""
+"""Contents of bad files; None stands for a folder."""
 
 
-def refused(path: Path) -> str:
-    """The one line that a run, a file of questions and the report of a file all say."""
+def refusal(path: Path) -> str:
+    """Return the one-line error of a run; `infer` and `validate` must refuse the file as well."""
     with pytest.raises(DataError) as caught:
         load_rows(str(path))
     with pytest.raises(DataError):
@@ -128,41 +131,41 @@ def refused(path: Path) -> str:
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_a_bad_row_is_told_with_its_number(name: str, tmp_path: Path) -> None:
-    """Whatever a line holds, the error names its row, and is text that can be written."""
+def test_a_bad_row_is_refused_with_its_number(name: str, tmp_path: Path) -> None:
+    """For any content, the error names the row and can be encoded in UTF-8."""
     path = tmp_path / "q.jsonl"
     path.write_bytes(LINE + ROWS[name] + b"\n" + LINE)
-    assert "row 1 (counted from 0)" in refused(path).encode().decode()
+    assert "row 1 (counted from 0)" in refusal(path).encode().decode()
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_bad_file_is_told(name: str, tmp_path: Path) -> None:
-    """What is no file of questions is told before any row of it is used."""
+def test_a_bad_file_is_refused(name: str, tmp_path: Path) -> None:
+    """Files that do not contain questions are refused."""
     path, content = tmp_path / name, FILES[name]
     path.mkdir() if content is None else path.write_bytes(content)
-    refused(path)
+    refusal(path)
 
 
 @pytest.mark.parametrize(
     "path", ["", "no.jsonl", "a\0b.jsonl", "\ud800.jsonl", "x" * 5000 + ".jsonl"]
 )
-def test_a_path_that_cannot_be_is_no_file(path: str) -> None:
-    """Whatever text stands for a file, it is told that there is none."""
+def test_an_impossible_path_is_refused(path: str) -> None:
+    """Any text may be given as a path; the error is the usual one."""
     with pytest.raises(DataError, match="expected"):
         load_rows(path)
     with pytest.raises(DataError, match="expected"):
         read_questions(path)
 
 
-def test_odd_files_that_are_sound_are_read(tmp_path: Path) -> None:
-    """A mark of byte order, ends of lines of Windows and characters of two halves do no harm."""
+def test_unusual_but_valid_files_are_read(tmp_path: Path) -> None:
+    """A byte order mark, Windows line ends and surrogate pairs in JSON are accepted."""
     path = tmp_path / "q.jsonl"
     path.write_bytes(b"\xef\xbb\xbf" + LINE.replace(b"\n", b"\r\n") + row(prompt="\U0001f600"))
     assert load_rows(str(path))[1].prompt == "\U0001f600"
 
 
-class Strict(ByteTokenizer):
-    """A tokenizer whose chat template takes nothing."""
+class RejectingTokenizer(ByteTokenizer):
+    """A tokenizer whose chat template rejects every conversation."""
 
     chat_template = "a template"
 
@@ -170,15 +173,15 @@ class Strict(ByteTokenizer):
         raise TemplateError("roles must alternate")
 
 
-def test_a_prompt_that_the_template_refuses_is_told_with_its_row() -> None:
-    """A chat template may raise over roles that a row mixes; that is the row's fault."""
+def test_a_prompt_rejected_by_the_template_names_its_row() -> None:
+    """A chat template may raise for the roles of a row; the error is about the row."""
     bad = Row("q.jsonl", 7, ({"role": "wizard", "content": "x"},), "nq", ("a",))
     with pytest.raises(DataError, match=r"q\.jsonl#7: got \['wizard'\] \(roles must alternate\)"):
-        render(bad, Strict())
+        render(bad, RejectingTokenizer())
 
 
-def test_a_demonstration_that_cannot_be_is_told(tmp_path: Path) -> None:
-    """Supervised training reads its lines by the same reader, which tells the row."""
+def test_a_bad_demonstration_is_refused_with_its_row(tmp_path: Path) -> None:
+    """Demonstrations are read by the same reader."""
     path, tokenizer = tmp_path / "d.jsonl", ByteTokenizer()
     for line in (
         *ROWS.values(),

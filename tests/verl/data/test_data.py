@@ -1,4 +1,4 @@
-"""Rows, prompts and batches: nothing is dropped, doubled or misread in silence."""
+"""Rows, prompts and batches: nothing is silently dropped, duplicated or misread."""
 
 import itertools
 import json
@@ -21,7 +21,7 @@ from verl.sft.demonstrations import load_demonstrations
 
 
 class ByteTokenizer:
-    """Ids are bytes; 256 starts plain text, 257 stands for what a chat template adds."""
+    """Token ids are bytes; 256 is the special token before plain text."""
 
     def __init__(self, chat_template: str | None = None) -> None:
         self.chat_template = chat_template
@@ -37,7 +37,7 @@ class ByteTokenizer:
 
 
 def record(question: str = "Who?", target: Any = "Ada", **changes: Any) -> dict[str, Any]:
-    """A sound row, with parts replaced."""
+    """Return a valid row, with parts replaced."""
     row = {
         "data_source": "nq",
         "prompt": [{"role": "user", "content": question}],
@@ -49,14 +49,14 @@ def record(question: str = "Who?", target: Any = "Ada", **changes: Any) -> dict[
 
 
 def write_jsonl(path: Path, records: Sequence[Any]) -> str:
-    """A jsonl file of the records."""
+    """Write the records as a jsonl file and return its path."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(r) + "\n" for r in records))
     return str(path)
 
 
 def test_parquet_and_jsonl_give_the_same_rows(tmp_path: Path) -> None:
-    """The format of the file changes nothing but its name."""
+    """The file format changes only the file name in uids."""
     records = [record("a", ["x", "y"]), record("b", ["z"])]
     pd.DataFrame(records).to_parquet(tmp_path / "f.parquet")
     parquet = load_rows(str(tmp_path / "f.parquet"))
@@ -69,8 +69,8 @@ def test_parquet_and_jsonl_give_the_same_rows(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("truth", ["Ada", ["Ada"], {"target": "Ada"}, {"target": ["Ada"]}], ids=str)
-def test_the_truth_may_be_the_answers_themselves(tmp_path: Path, truth: Any) -> None:
-    """veRL's builders write plain text, Search-R1's a target: both formats of files take each."""
+def test_ground_truth_may_be_the_answers_or_a_target(tmp_path: Path, truth: Any) -> None:
+    """veRL's builders write plain text, Search-R1's a target; both file formats accept both."""
     records = [record(reward_model={"style": "rule", "ground_truth": truth})]
     pd.DataFrame(records).to_parquet(tmp_path / "f.parquet")
     jsonl = write_jsonl(tmp_path / "f.jsonl", records)
@@ -80,7 +80,7 @@ def test_the_truth_may_be_the_answers_themselves(tmp_path: Path, truth: Any) -> 
 
 
 def test_line_11_uids_differ_between_data_sets_with_the_same_index(tmp_path: Path) -> None:
-    """Two data sets with one file name and one extra_info.index are different prompts."""
+    """Two data sets with the same file name and extra_info.index give different uids."""
     files = [write_jsonl(tmp_path / part / "train.jsonl", [record()] * 3) for part in "ab"]
     uids = [row.uid for row in load_rows(files)]
     assert len(set(uids)) == 6
@@ -105,7 +105,7 @@ def test_line_11_uids_differ_between_data_sets_with_the_same_index(tmp_path: Pat
     ],
 )
 def test_malformed_row_is_refused_with_its_number(tmp_path: Path, bad: Any, part: str) -> None:
-    """A bad row names file, number, part, and what was expected there."""
+    """The error names the file, row number, part, and what was expected."""
     path = write_jsonl(tmp_path / "t.jsonl", [record(), record(), bad])
     with pytest.raises(DataError) as caught:
         load_rows(path)
@@ -115,8 +115,8 @@ def test_malformed_row_is_refused_with_its_number(tmp_path: Path, bad: Any, part
     assert "fix:" in message
 
 
-def test_line_that_is_no_json_is_refused_with_its_number(tmp_path: Path) -> None:
-    """A torn line names itself."""
+def test_invalid_json_is_refused_with_its_line_number(tmp_path: Path) -> None:
+    """The error for a truncated line names the line."""
     path = tmp_path / "t.jsonl"
     path.write_text(json.dumps(record()) + '\n{"data_sou\n')
     with pytest.raises(DataError, match=r"row 1 .*correct line 2"):
@@ -124,7 +124,7 @@ def test_line_that_is_no_json_is_refused_with_its_number(tmp_path: Path) -> None
 
 
 def test_malformed_parquet_row_is_refused_with_its_number(tmp_path: Path) -> None:
-    """The number of a bad row counts over parquet's row groups."""
+    """Row numbers continue across the row groups of a parquet file."""
     records = [record(target=["x"]) for _ in range(50)]
     records[33]["reward_model"]["ground_truth"]["target"] = []
     pd.DataFrame(records).to_parquet(tmp_path / "f.parquet", row_group_size=10)
@@ -133,7 +133,7 @@ def test_malformed_parquet_row_is_refused_with_its_number(tmp_path: Path) -> Non
 
 
 def test_missing_column_is_refused(tmp_path: Path) -> None:
-    """A parquet file of another layout says which column is absent and which are there."""
+    """The error for a parquet file names the missing column and those that exist."""
     pd.DataFrame([{"question": "q"}]).to_parquet(tmp_path / "f.parquet")
     with pytest.raises(DataError, match="got columns question, expected a column prompt"):
         load_rows(str(tmp_path / "f.parquet"))
@@ -151,7 +151,7 @@ def test_missing_column_is_refused(tmp_path: Path) -> None:
 def test_unusable_file_is_refused(
     tmp_path: Path, name: str, content: str | None, message: str
 ) -> None:
-    """A file that cannot be read names itself and the reason."""
+    """The error names the file and the reason."""
     if content is not None:
         (tmp_path / name).write_text(content)
     with pytest.raises(DataError, match=message):
@@ -159,14 +159,14 @@ def test_unusable_file_is_refused(
 
 
 def test_file_given_twice_is_refused(tmp_path: Path) -> None:
-    """Rows of one file twice would share their uids."""
+    """Otherwise two rows would have the same uid."""
     path = write_jsonl(tmp_path / "t.jsonl", [record()])
     with pytest.raises(DataError, match="twice"):
         load_rows([path, path])
 
 
 def test_render_follows_the_tokenizer(tmp_path: Path) -> None:
-    """Instruct models get their template without added specials; base models plain text with."""
+    """A chat template gets no extra special tokens; plain text for base models does."""
     chat, plain = load_rows(
         write_jsonl(tmp_path / "t.jsonl", [record("Who?"), record(prompt="Who?")])
     )
@@ -178,7 +178,7 @@ def test_render_follows_the_tokenizer(tmp_path: Path) -> None:
 
 
 def load(path: object, tokenizer: ByteTokenizer, limit: int, is_filtered: bool = True) -> list[Any]:
-    """The prompts of a run with these `data` options."""
+    """Load the prompts of a run with these `data` options."""
     config = Config()
     config.data.max_start_length, config.data.filter_overlong_prompts = limit, is_filtered
     return load_prompts(config, str(path), None, tokenizer)
@@ -187,7 +187,7 @@ def load(path: object, tokenizer: ByteTokenizer, limit: int, is_filtered: bool =
 def test_line_16_overlong_prompts_are_counted_or_refused(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Over-long rows go before training: dropped with the count, or refused with their rows."""
+    """Over-long prompts are dropped and counted, or refused with their rows."""
     path = write_jsonl(tmp_path / "t.jsonl", [record("q" * n) for n in (5, 50, 9, 60)])
     tokenizer = ByteTokenizer()
     with caplog.at_level(logging.WARNING):
@@ -200,25 +200,25 @@ def test_line_16_overlong_prompts_are_counted_or_refused(
         load(path, tokenizer, 2)
 
 
-class Counting(ByteTokenizer):
-    """Counts the characters that it was given."""
+class CountingTokenizer(ByteTokenizer):
+    """Counts the characters that it encodes."""
 
-    given = 0
+    num_chars = 0
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
-        self.given += len(text)
+        self.num_chars += len(text)
         return list(text.encode())
 
 
 @pytest.mark.parametrize("length", [*range(0, 80, 3), 10**6])
-def test_of_a_long_text_no_more_is_tokenized_than_tells(length: int, tmp_path: Path) -> None:
-    """Whatever fits has all its ids; what does not costs no more than the limit allows."""
-    limit, tokenizer = 2, Counting()
+def test_only_the_beginning_of_a_long_text_is_tokenised(length: int, tmp_path: Path) -> None:
+    """A text within the limit gets all its ids; encoding a longer one costs a bounded time."""
+    limit, tokenizer = 2, CountingTokenizer()
     text = "q" * length
     ids = encode_within(tokenizer, text, limit, add_special_tokens=False)
     assert (len(ids) > limit) is (length > limit)
     assert length > limit or ids == list(text.encode())
-    assert tokenizer.given <= CHARS_PER_TOKEN * limit
+    assert tokenizer.num_chars <= CHARS_PER_TOKEN * limit
     if length == 10**6:
         rows, lines = tmp_path / "r.jsonl", tmp_path / "d.jsonl"
         write_jsonl(rows, [record("Who?"), record(text)])
@@ -228,11 +228,11 @@ def test_of_a_long_text_no_more_is_tokenized_than_tells(length: int, tmp_path: P
             lines.write_text(json.dumps({"prompt": prompt, "segments": segments}))
             with pytest.raises(DataError, match="expected at most max_length=50"):
                 load_demonstrations(str(lines), tokenizer, 50)
-        assert tokenizer.given < 10_000
+        assert tokenizer.num_chars < 10_000
 
 
 def test_subset_is_chosen_by_seed(tmp_path: Path) -> None:
-    """`train_data_num` rows: the same for one seed, others for another, all where it is large."""
+    """The rows depend on the seed; a large number selects all rows."""
     rows = load_rows(write_jsonl(tmp_path / "t.jsonl", [record(str(n)) for n in range(100)]))
     first = choose(rows, 10, seed=1)
     assert first == choose(rows, 10, seed=1) != choose(rows, 10, seed=2)
@@ -246,7 +246,7 @@ SIZES = [(7, 3), (8, 4), (5, 5), (5, 4), (10, 7), (64, 24), (3, 1)]
 @pytest.mark.parametrize(("num_rows", "batch_size"), SIZES)
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_sampler_sees_each_row_once_an_epoch(num_rows: int, batch_size: int, shuffle: bool) -> None:
-    """Epochs are permutations laid end to end, and no batch holds a row twice."""
+    """Epochs are consecutive permutations, and no batch contains a row twice."""
     sampler = PromptSampler(num_rows, batch_size, shuffle, seed=3)
     batches = [sampler.next_batch() for _ in range(6 * num_rows)]
     assert all(len(set(batch)) == batch_size for batch in batches)
@@ -257,7 +257,7 @@ def test_sampler_sees_each_row_once_an_epoch(num_rows: int, batch_size: int, shu
 
 @pytest.mark.parametrize(("num_rows", "batch_size"), SIZES)
 def test_sampler_resumes_at_every_step(num_rows: int, batch_size: int) -> None:
-    """A sampler restored from its state goes on with the very same batches (line 21)."""
+    """A sampler restored from its state continues with the same batches (line 21)."""
     sampler = PromptSampler(num_rows, batch_size, seed=5)
     for _ in range(12):
         state = sampler.state_dict()
@@ -273,26 +273,26 @@ def test_sampler_resumes_at_every_step(num_rows: int, batch_size: int) -> None:
 
 
 def test_sampler_order_depends_on_seed_and_epoch() -> None:
-    """Seeds and epochs give different orders; without shuffling it is file order."""
+    """Seeds and epochs give different orders; without shuffling, rows are in file order."""
     first, same, other = (PromptSampler(50, 50, seed=s) for s in (1, 1, 2))
-    one = first.next_batch()
-    assert one == same.next_batch() != other.next_batch()
-    assert one != first.next_batch()
-    plain = PromptSampler(5, 2, shuffle=False)
-    assert [plain.next_batch() for _ in range(3)] == [[0, 1], [2, 3], [4, 0]]
+    batch = first.next_batch()
+    assert batch == same.next_batch() != other.next_batch()
+    assert batch != first.next_batch()
+    ordered = PromptSampler(5, 2, shuffle=False)
+    assert [ordered.next_batch() for _ in range(3)] == [[0, 1], [2, 3], [4, 0]]
 
 
-def test_sampler_refuses_what_cannot_work() -> None:
-    """A batch larger than the data, and a state of other data, are told."""
+def test_sampler_refuses_invalid_sizes_and_states() -> None:
+    """A batch larger than the data, and a state of other data, raise ConfigError."""
     with pytest.raises(ConfigError, match=r"data\.train_batch_size: got 9, expected at most the 8"):
         PromptSampler(8, 9)
-    for rows, size, said in ((9, 4, "8 num_rows"), (7, 4, "8 num_rows"), (8, 3, "4 batch_size"),
-                             (8, 5, "4 batch_size")):  # fmt: skip
-        with pytest.raises(ConfigError, match=f"resumed data order: got {said}"):
+    for rows, size, got in ((9, 4, "8 num_rows"), (7, 4, "8 num_rows"), (8, 3, "4 batch_size"),
+                            (8, 5, "4 batch_size")):  # fmt: skip
+        with pytest.raises(ConfigError, match=f"resumed data order: got {got}"):
             PromptSampler(8, 4).load_state_dict(PromptSampler(rows, size).state_dict())
 
 
 def test_num_batches_covers_the_epochs() -> None:
-    """Steps of an epoch count: enough that every row is seen that often."""
+    """Enough batches for every row to be seen in each epoch."""
     assert num_batches(10, 4, 1) == 3
     assert num_batches(10, 4, 2) == 5

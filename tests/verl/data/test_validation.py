@@ -1,4 +1,4 @@
-"""`python -m verl.data validate` tells everything at once, and its status says what a run would."""
+"""`python -m verl.data validate` lists all problems, and its status predicts a run's behaviour."""
 
 import json
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from verl.errors import DataError
 
 
 class ByteTokenizer:
-    """Ids are bytes; no chat template, no special tokens."""
+    """Token ids are bytes; no chat template, no special tokens."""
 
     chat_template = None
 
@@ -35,20 +35,20 @@ class ByteTokenizer:
 
 
 def record(prompt: Any, target: Any = "Ada", source: Any = "nq") -> dict[str, Any]:
-    """A row; sound unless a part says otherwise."""
+    """Return a row, which is valid unless a part is replaced."""
     truth = {"style": "rule", "ground_truth": {"target": target}}
     return {"data_source": source, "prompt": prompt, "reward_model": truth}
 
 
 def jsonl(path: Path, rows: Sequence[Any]) -> str:
-    """A file of one row a line; a string is written as it is."""
+    """Write one row per line; a string is written unchanged."""
     texts = [row if isinstance(row, str) else json.dumps(row) for row in rows]
     path.write_text("\n".join(texts) + "\n")
     return str(path)
 
 
 def test_every_bad_row_is_named(tmp_path: Path) -> None:
-    """Bad rows of all kinds in all files are told, each with its number, and hide no sound row."""
+    """All kinds of bad rows in all files are reported with numbers; valid rows are counted."""
     rows = [record("a"), "{torn", record("b", target=[]), record("c"), record([]), "[1]"]
     first = jsonl(tmp_path / "first.jsonl", rows)
     table = pyarrow.Table.from_pylist([record("d"), record("e", source="")])
@@ -67,17 +67,17 @@ def test_every_bad_row_is_named(tmp_path: Path) -> None:
 
 
 def test_line_that_is_not_utf8_is_a_bad_row(tmp_path: Path) -> None:
-    """A line in another encoding is told with its number, and the next one is read."""
+    """A line in another encoding is reported with its number, and the next one is read."""
     path = tmp_path / "latin.jsonl"
-    sound = json.dumps(record("a")).encode()
-    path.write_bytes(sound + b'\n{"prompt": "caf\xe9"}\n' + sound + b"\n")
+    valid = json.dumps(record("a")).encode()
+    path.write_bytes(valid + b'\n{"prompt": "caf\xe9"}\n' + valid + b"\n")
     report = validate([str(path)])
     assert [row.number for row in report.files[0].bad_rows] == [1]
     assert report.files[0].data_sources == {"nq": 2}
 
 
 def test_lengths_agree_with_what_a_run_filters(tmp_path: Path) -> None:
-    """Counts over each budget are those that a run leaves out; statistics by hand."""
+    """The counts over each budget equal what a run leaves out; statistics are computed by hand."""
     path = jsonl(tmp_path / "t.jsonl", [record("q" * n) for n in (5, 50, 9, 60, 10)])
     tokenizer = ByteTokenizer()
     lengths = validate([path], tokenizer, [9, 10, 59, 60]).lengths
@@ -91,7 +91,7 @@ def test_lengths_agree_with_what_a_run_filters(tmp_path: Path) -> None:
 
 
 def test_the_shown_prompt_is_what_the_model_reads(tmp_path: Path) -> None:
-    """The first sound row is shown from its ids; without a tokenizer as messages with roles."""
+    """The first valid row is decoded from its ids; without a tokenizer it is shown as messages."""
     message = [{"role": "user", "content": "Who was Ada?"}]
     path = jsonl(tmp_path / "t.jsonl", ["{", record(message)])
     assert validate([path], ByteTokenizer()).sample == "Who was Ada?"
@@ -100,41 +100,41 @@ def test_the_shown_prompt_is_what_the_model_reads(tmp_path: Path) -> None:
     assert bare.lengths is not None and (bare.lengths.unit, bare.lengths.over) == ("characters", {})
 
 
-def test_prompts_of_several_rows_are_noted(tmp_path: Path) -> None:
-    """A training question in the validation file is seen, and is no fault."""
+def test_duplicate_prompts_are_reported(tmp_path: Path) -> None:
+    """For example a training question in the validation file; it is not an error."""
     (tmp_path / "a").mkdir()
     train = jsonl(tmp_path / "a" / "t.jsonl", [record("x"), record("y"), record("x")])
     test = jsonl(tmp_path / "t.jsonl", [record("z"), record("y")])
     report = validate([train, test])
-    assert [one.uids for one in report.repeated] == [
+    assert [prompt.uids for prompt in report.repeated] == [
         (f"{train}#0", f"{train}#2"), (f"{train}#1", f"{test}#1"),
     ]  # fmt: skip
     assert report.is_sound
 
 
 @pytest.mark.parametrize("last", [record("b"), record("b", target=[3])])
-def test_status_is_what_a_run_would_say(
+def test_status_agrees_with_a_run(
     tmp_path: Path, last: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Status 0 exactly where loading the rows succeeds; `--json` says the same."""
+    """Status 0 exactly if a run can load the rows; `--json` agrees."""
     path = jsonl(tmp_path / "t.jsonl", [record("a"), last])
     status = main(["validate", path, "--json"])
-    told = json.loads(capsys.readouterr().out)
+    printed = json.loads(capsys.readouterr().out)
     try:
         load_prompts(Config(), path, None, ByteTokenizer())
     except DataError as error:
-        assert status == 1 and not told["is_sound"]
-        problem = told["files"][0]["bad_rows"][0]["problem"]
+        assert status == 1 and not printed["is_sound"]
+        problem = printed["files"][0]["bad_rows"][0]["problem"]
         assert str(error) == f"{problem} (all of them: python -m verl.data validate {path})"
     else:
-        assert status == 0 and told["is_sound"]
-    assert told == json.loads(json.dumps(to_json(validate([path]))))
+        assert status == 0 and printed["is_sound"]
+    assert printed == json.loads(json.dumps(to_json(validate([path]))))
 
 
 def test_unknown_tokenizer_and_budgets_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A model folder that is none, and a budget of nothing, end with status 2 and a reason."""
+    """A folder without a model, and a budget of 0, end with status 2 and a message."""
     path = jsonl(tmp_path / "t.jsonl", [record("a")])
     assert main(["validate", path, "--model", str(tmp_path)]) == 2
     assert "(tokenizer: " in capsys.readouterr().err
@@ -148,19 +148,19 @@ def test_unknown_tokenizer_and_budgets_are_refused(
 def test_a_model_s_bad_text_parts_are_refused_in_one_line(
     case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Tokenizers and chat templates that no prompt can go through (`tests/bad_models.py`)."""
+    """Tokenizers and chat templates that cannot render a prompt (`tests/bad_models.py`)."""
     monkeypatch.setattr(model_files, "TEMPLATE_S", 0.2)
     BAD[case][0](whole_model(tmp_path / "model"))
     assert main(["validate", "none.jsonl", "--model", str(tmp_path / "model")]) in (1, 2)
-    found = capsys.readouterr()
-    if "ids up to" not in BAD[case][1]:  # too many for the embedding, which is not looked at here
-        assert "validate: --model: got " in found.err.splitlines()[-1]
+    printed = capsys.readouterr()
+    if "ids up to" not in BAD[case][1]:  # too many for the embedding, which is not read here
+        assert "validate: --model: got " in printed.err.splitlines()[-1]
 
 
-def test_messages_that_the_template_does_not_take_are_a_bad_row(
+def test_messages_that_the_template_rejects_are_a_bad_row(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As a run would refuse them; they hide no other row."""
+    """As in a run; other rows are still checked."""
     model = whole_model(tmp_path / "model")
     refuses = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
     (model / "chat_template.jinja").write_text(refuses + "{{ messages[0].content }}")
@@ -172,10 +172,10 @@ def test_messages_that_the_template_does_not_take_are_a_bad_row(
     assert "no system" in file["bad_rows"][0]["problem"]
 
 
-def test_a_file_that_cannot_be_read_hides_no_other(tmp_path: Path) -> None:
-    """A disk that fails, or missing rights: told of that file."""
+def test_an_unreadable_file_does_not_hide_others(tmp_path: Path) -> None:
+    """A read error is reported for its file."""
     broken = tmp_path / "broken.jsonl"
-    broken.symlink_to("/proc/self/mem")  # whose first page is an error to read
+    broken.symlink_to("/proc/self/mem")  # reading its first page fails
     report = validate([str(broken), jsonl(tmp_path / "t.jsonl", [record("a")])])
     assert "Input/output error" in str(report.files[0].problem)
     assert report.files[1].num_rows == 1 and not report.is_sound

@@ -1,4 +1,4 @@
-"""From a run's trajectories to demonstrations: exact tokens, what is accepted, and why not."""
+"""From recorded trajectories to demonstrations: exact tokens, criteria and reasons."""
 
 import dataclasses
 import json
@@ -32,8 +32,8 @@ from verl.trainer.metrics import Timings
 from verl.types import Origin, Prompt, Segment, Status, TokenBatch, Trajectory, start_trajectory
 
 
-class Bytes(ByteTokenizer):
-    """Bytes with a vocabulary to tell tokenizers apart by."""
+class BytesWithVocabulary(ByteTokenizer):
+    """A byte tokenizer with a vocabulary, of which a fingerprint can be made."""
 
     extra: tuple[str, ...] = ()
 
@@ -42,15 +42,15 @@ class Bytes(ByteTokenizer):
         return {word: i for i, word in enumerate(words)}
 
 
-class OtherBytes(Bytes):
+class OtherBytes(BytesWithVocabulary):
     extra = ("more",)
 
 
-TOKENIZER = Bytes()
+TOKENIZER = BytesWithVocabulary()
 
 
-def policy(text: str, *odd: int) -> Segment:
-    ids = (*odd, *text.encode())
+def policy(text: str, *leading_ids: int) -> Segment:
+    ids = (*leading_ids, *text.encode())
     return Segment(Origin.POLICY, ids, text, (-0.5,) * len(ids))
 
 
@@ -61,77 +61,78 @@ def observation(text: str) -> Segment:
 def trajectory(uid: str, *segments: Segment, searches: int = 0, **fields: Any) -> Trajectory:
     prompt = Prompt(uid, tuple(f"{uid}?".encode()), "nq", ("x",), {}, f"{uid}?")
     started = start_trajectory(prompt, group=f"1/{uid}")
-    done = dataclasses.replace(
+    finished = dataclasses.replace(
         started, segments=[*started.segments, *segments], status=Status.ANSWERED, **fields
     )
-    done.stats |= {"valid_actions": searches + 1.0, "answered": 1.0}
-    return done
+    finished.stats |= {"valid_actions": searches + 1.0, "answered": 1.0}
+    return finished
 
 
-def keep(folder: Path, step: int, *scored: tuple[Trajectory, float]) -> None:
+def record(folder: Path, step: int, *scored: tuple[Trajectory, float]) -> None:
+    """Write the trajectories of a step with their scores."""
     prepare_folder(folder, TOKENIZER)
     write_step(folder, step, [t for t, _ in scored], [Reward(s, {"em": s}) for _, s in scored])
 
 
 def texts(folder: Path, **criteria: Any) -> list[str]:
-    """The policy's last words in each chosen trajectory."""
+    """Return the last policy text of each chosen trajectory."""
     kept, _ = choose(folder, Criteria(**criteria))
     return [str(c.segments[-1]["text"]) for c in kept]
 
 
 def test_masks_and_ids_are_those_of_the_run(tmp_path: Path) -> None:
-    """Ids that no encoding gives come back as sampled, with the trajectory's own masks."""
+    """Ids that no encoding produces are kept as sampled, with the trajectory's masks."""
     opening = Segment(Origin.PROMPT, (200, 201), "<think>")
     made = trajectory(
         "a", opening, policy("<search>q", EOS, 255), observation("docs"), policy("answer", 254)
     )
-    keep(tmp_path / "rollouts", 1, (made, 1.0))
+    record(tmp_path / "rollouts", 1, (made, 1.0))
     out = tmp_path / "sft.jsonl"
     arguments = ["--rollouts", str(tmp_path / "rollouts"), "--out", str(out)]
     assert rejection_sampling.main(arguments) == 0
-    learned = TokenBatch.from_trajectories(load_demonstrations(str(out), TOKENIZER, 100))
+    loaded = TokenBatch.from_trajectories(load_demonstrations(str(out), TOKENIZER, 100))
     sampled = TokenBatch.from_trajectories([made])
     for name in ("input_ids", "policy_mask", "response_mask"):
-        assert torch.equal(learned.tokens[name], sampled.tokens[name])
-    assert learned.offsets.tolist() == sampled.offsets.tolist()
+        assert torch.equal(loaded.tokens[name], sampled.tokens[name])
+    assert loaded.offsets.tolist() == sampled.offsets.tolist()
 
 
-def test_what_was_sampled_says_by_which_weights_and_with_what_log_probs(tmp_path: Path) -> None:
-    """Exactly, so that a loss can be computed again; an engine that tells none leaves null."""
+def test_sampled_segments_have_weight_versions_and_log_probs(tmp_path: Path) -> None:
+    """They are exact, so that a loss can be computed again; unknown log-probs are null."""
     prepare_folder(tmp_path, TOKENIZER)
-    told = Segment(Origin.POLICY, (5, 6), "x", (-0.1, -2.5e-7), weight_version=3)
-    untold = Segment(Origin.POLICY, (5,), "x", (float("nan"),), weight_version=4)
-    made = trajectory("a", observation("docs"), told, untold)
+    known = Segment(Origin.POLICY, (5, 6), "x", (-0.1, -2.5e-7), weight_version=3)
+    unknown = Segment(Origin.POLICY, (5,), "x", (float("nan"),), weight_version=4)
+    made = trajectory("a", observation("docs"), known, unknown)
     write_step(tmp_path, 1, [made], [Reward(1.0)])
     ((_, row),) = read_rows(tmp_path)
-    prompt, seen, first, second = row["segments"]
-    assert not {"log_probs", "weight_version"} & {*prompt, *seen}
+    prompt, docs, first, second = row["segments"]
+    assert not {"log_probs", "weight_version"} & {*prompt, *docs}
     assert (first["log_probs"], first["weight_version"]) == ([-0.1, -2.5e-7], 3)
     assert (second["log_probs"], second["weight_version"]) == ([None], 4)
 
 
 def test_an_end_of_turn_is_added_once(tmp_path: Path) -> None:
-    """The last policy segment is closed where the policy did not close it."""
+    """It is appended to the last policy segment only if the policy did not write it."""
     out = tmp_path / "sft.jsonl"
     open_turn, closed = policy("x"), policy("y<eos>")
     closed = dataclasses.replace(closed, ids=(*b"y", EOS), log_probs=(0.0,) * 2)
-    keep(tmp_path, 1, (trajectory("a", open_turn), 1.0), (trajectory("b", closed), 1.0))
+    record(tmp_path, 1, (trajectory("a", open_turn), 1.0), (trajectory("b", closed), 1.0))
     assert rejection_sampling.main(["--rollouts", str(tmp_path), "--out", str(out)]) == 0
     found = load_demonstrations(str(out), TOKENIZER, 100, end_of_turn="<eos>")
     assert [t.segments[-1].ids for t in found] == [(*b"x", EOS), (*b"y", EOS)]
 
 
-def test_choice_by_hand(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Score, ending, length, repetition and the bound a prompt drop theirs and are counted."""
+def test_reasons_and_choice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Trajectories are dropped and counted by score, status, length, duplicates and per_prompt."""
     once = trajectory("a", policy("right"))
-    keep(
+    record(
         tmp_path, 1,
         (once, 1.0),
         (trajectory("a", policy("righter")), 1.0),
         (trajectory("a", policy("wrong")), 0.0),
         (trajectory("b", policy("x" * 60)), 1.0),
     )  # fmt: skip
-    keep(
+    record(
         tmp_path, 2,
         (once, 1.0),
         (trajectory("b", policy("fine")), 1.5),
@@ -150,8 +151,8 @@ def test_choice_by_hand(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert [(r["uid"], r["score"], r["step"]) for r in rows] == [("a", 1.0, 1), ("b", 1.5, 2)]
 
 
-def test_a_component_can_be_judged_instead_of_the_score(tmp_path: Path) -> None:
-    """A reward that pays for searching alone makes no demonstration of a wrong answer."""
+def test_a_component_can_decide_instead_of_the_score(tmp_path: Path) -> None:
+    """If the score also rewards searching, `measure=em` rejects wrong answers."""
     prepare_folder(tmp_path, TOKENIZER)
     made = [trajectory("a", policy("wrong")), trajectory("b", policy("right"))]
     write_step(tmp_path, 1, made, [Reward(1.0, {"em": 0.0}), Reward(0.5, {"em": 1.0})])
@@ -162,8 +163,8 @@ def test_a_component_can_be_judged_instead_of_the_score(tmp_path: Path) -> None:
 
 
 def test_preferences(tmp_path: Path) -> None:
-    """Short counts what the policy wrote, few_searches searches first; random goes by seed."""
-    keep(
+    """short sorts by policy tokens, few_searches by searches first, random by seed."""
+    record(
         tmp_path, 1,
         (trajectory("a", policy("short"), searches=2), 1.0),
         (trajectory("a", policy("longer"), searches=1), 1.0),
@@ -176,8 +177,8 @@ def test_preferences(tmp_path: Path) -> None:
     assert {choice for (choice,) in random} == {"short", "longer", "tiny"}
 
 
-def test_the_collector_keeps_what_it_scored(tmp_path: Path) -> None:
-    """Every scored trajectory of a step is written, none that failed; a step again replaces it."""
+def test_the_collector_records_scored_trajectories(tmp_path: Path) -> None:
+    """Failed trajectories are not recorded; a repeated step replaces its file."""
     config = Config()
     config.data.train_batch_size = 4
     config.actor_rollout_ref.rollout.n_agent = 3
@@ -205,11 +206,11 @@ def test_the_collector_keeps_what_it_scored(tmp_path: Path) -> None:
 
 
 def test_another_tokenizer_is_refused(tmp_path: Path) -> None:
-    """Ids of one tokenizer are neither learned by another nor mixed with another's."""
-    keep(tmp_path, 1, (trajectory("a", policy("x")), 1.0))
+    """Ids of another tokenizer are neither loaded nor mixed into a folder."""
+    record(tmp_path, 1, (trajectory("a", policy("x")), 1.0))
     out = tmp_path / "sft.jsonl"
     assert rejection_sampling.main(["--rollouts", str(tmp_path), "--out", str(out)]) == 0
-    assert fingerprint(OtherBytes()) != fingerprint(TOKENIZER) == fingerprint(Bytes())
+    assert fingerprint(OtherBytes()) != fingerprint(TOKENIZER) == fingerprint(BytesWithVocabulary())
     with pytest.raises(DataError, match="row 0: got ids of tokenizer"):
         load_demonstrations(str(out), OtherBytes(), 100)
     with pytest.raises(ConfigError, match="another tokenizer"):
@@ -217,8 +218,8 @@ def test_another_tokenizer_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "[]", "null", "{}", "[" * 100_000, "\0"])
-def test_a_folder_of_rollouts_with_a_damaged_header_is_told(text: str, tmp_path: Path) -> None:
-    """It is named, and what a run writes is expected."""
+def test_a_damaged_header_is_refused(text: str, tmp_path: Path) -> None:
+    """The error names the header."""
     (tmp_path / HEADER).write_text(text)
     with pytest.raises(DataError, match=f"{HEADER}: got .*expected fingerprints as a run"):
         read_header(tmp_path)
@@ -236,7 +237,7 @@ def test_a_folder_of_rollouts_with_a_damaged_header_is_told(text: str, tmp_path:
 def test_malformed_exact_rows_are_refused(
     tmp_path: Path, change: dict[str, Any], expected: str
 ) -> None:
-    """A row with ids must have a prompt, and ids for every segment."""
+    """A row with ids must have a prompt, and ids in every segment."""
     path = tmp_path / "sft.jsonl"
     path.write_text(json.dumps({"tokenizer": fingerprint(TOKENIZER), **change}))
     with pytest.raises(DataError, match=expected):
@@ -244,11 +245,11 @@ def test_malformed_exact_rows_are_refused(
 
 
 def test_nothing_to_keep_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A folder without trajectories, a broken file and strict criteria exit with 2 and a reason."""
+    """An empty folder, strict criteria, a broken file and a bad option end with status 2."""
     arguments = ["--rollouts", str(tmp_path), "--out", str(tmp_path / "out.jsonl")]
     assert rejection_sampling.main(arguments) == 2
     assert "run.json" in capsys.readouterr().err
-    keep(tmp_path, 1, (trajectory("a", policy("x")), 0.5))
+    record(tmp_path, 1, (trajectory("a", policy("x")), 0.5))
     assert rejection_sampling.main(arguments) == 2
     assert "dropped {'below_min_score': 1}" in capsys.readouterr().err
     (tmp_path / "step_00000002.jsonl").write_text('{"uid": "a"}\n')
@@ -259,13 +260,13 @@ def test_nothing_to_keep_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert not (tmp_path / "out.jsonl").exists()
 
 
-def test_a_file_that_cannot_be_written_is_told(
+def test_an_output_that_cannot_be_written_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """In one line with its name, and exit status 2."""
-    keep(tmp_path / "rollouts", 1, (trajectory("a", policy("x")), 1.0))
+    """With one line that names the file, and exit status 2."""
+    record(tmp_path / "rollouts", 1, (trajectory("a", policy("x")), 1.0))
     (tmp_path / "file").touch()
     out = str(tmp_path / "file" / "sft.jsonl")
     assert rejection_sampling.main(["--rollouts", str(tmp_path / "rollouts"), "--out", out]) == 2
-    told = capsys.readouterr().err
-    assert str(tmp_path / "file") in told and told.count("\n") == 1
+    message = capsys.readouterr().err
+    assert str(tmp_path / "file") in message and message.count("\n") == 1

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning against a loop written by hand, and its treatment of bad input."""
+"""Supervised fine-tuning compared with a hand-written loop, and its errors for bad input."""
 
 import json
 import os
@@ -28,7 +28,7 @@ TEMPLATE = (
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A tiny model with a tokenizer of whole words."""
+    """A tiny model with a word-level tokenizer."""
     folder = tmp_path_factory.mktemp("model")
     words = Tokenizer(models.WordLevel({w: i for i, w in enumerate(WORDS)}, unk_token="<unk>"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -41,7 +41,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def demonstrations(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Four dialogues of differing length."""
+    """A file of four dialogues of different lengths."""
     path = tmp_path_factory.mktemp("data") / "sft.jsonl"
     rows = [
         {
@@ -63,7 +63,7 @@ def words(model: str, text: str) -> list[int]:
 
 
 def test_segments_become_masked_tokens(model: str, demonstrations: str) -> None:
-    """Only the policy's words are learned; the end of turn is added where asked for."""
+    """Only policy tokens are trained on; the end of turn is appended if configured."""
     tokenizer = AutoTokenizer.from_pretrained(model)
     found = load_demonstrations(demonstrations, tokenizer, 100, end_of_turn=" <end>")
     batch = TokenBatch.from_trajectories(found[:1])
@@ -72,21 +72,21 @@ def test_segments_become_masked_tokens(model: str, demonstrations: str) -> None:
     assert batch.tokens["policy_mask"].int().tolist() == [0, 0, 0, 0, 1, 1, 0, 0, 1, 1, 1]
 
 
-def test_a_row_ends_with_its_line_and_not_before(model: str, tmp_path: Path) -> None:
-    """Documents hold line and paragraph separators that JSON may leave as they are."""
-    seen = "sea\u2028sea\u2029sea\u0085sea"
-    parts = [{"origin": "observation", "text": seen}, {"origin": "policy", "text": "say one"}]
+def test_unicode_line_separators_do_not_end_a_row(model: str, tmp_path: Path) -> None:
+    """Documents contain line and paragraph separators, which JSON may leave unescaped."""
+    document = "sea\u2028sea\u2029sea\u0085sea"
+    parts = [{"origin": "observation", "text": document}, {"origin": "policy", "text": "say one"}]
     row = {"prompt": [{"role": "user", "content": "ask one"}], "segments": parts}
     path = tmp_path / "sft.jsonl"
     path.write_text(2 * (json.dumps(row, ensure_ascii=False) + "\n"), encoding="utf-8")
     found = load_demonstrations(str(path), AutoTokenizer.from_pretrained(model), 100)
-    assert [t.segments[1].text for t in found] == [seen, seen]
+    assert [t.segments[1].text for t in found] == [document, document]
 
 
 def hand_written(
     model: str, demonstrations: str, steps: int
 ) -> tuple[list[float], torch.nn.Module]:
-    """Two rows a step in file order, AdamW, one forward per row, no packing."""
+    """Train on two rows per step in file order with AdamW, one forward pass per row, no packing."""
     lm = tiny_llama(len(WORDS))
     optimizer = torch.optim.AdamW(lm.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.0)
     rows = [json.loads(line) for line in Path(demonstrations).read_text().splitlines()]
@@ -123,7 +123,7 @@ def options(model: str, demonstrations: str, out: Path) -> list[str]:
 def test_losses_and_weights_equal_a_hand_written_loop(
     model: str, demonstrations: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Packing, micro-batches and sharding change nothing; the folder loads with its tokenizer."""
+    """Packing, micro-batches and sharding change nothing; the result loads with its tokenizer."""
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         monkeypatch.setenv(name, "restored afterwards")
         monkeypatch.delenv(name)
@@ -142,7 +142,7 @@ def test_losses_and_weights_equal_a_hand_written_loop(
 def test_two_ranks_under_torchrun_write_the_same_weights(
     model: str, demonstrations: str, tmp_path: Path
 ) -> None:
-    """The number of processes is no option of the result."""
+    """The number of processes does not change the result."""
     out = tmp_path / "out"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     command += ["-m", "verl.sft.trainer", *options(model, demonstrations, out)]
@@ -155,10 +155,10 @@ def test_two_ranks_under_torchrun_write_the_same_weights(
         torch.testing.assert_close(x, lm.get_parameter(name), rtol=1e-3, atol=1e-4)
 
 
-def test_an_adapter_is_learned_merged_and_written(
+def test_an_adapter_is_trained_merged_and_saved(
     model: str, demonstrations: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It starts as the base, and the folder's weights are the base plus alpha / r · B A."""
+    """It starts as zero, and the saved weights are the base plus alpha / r · B A."""
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         monkeypatch.setenv(name, "restored afterwards")
         monkeypatch.delenv(name)
@@ -173,14 +173,14 @@ def test_an_adapter_is_learned_merged_and_written(
         key = f"base_model.model.{name.removesuffix('.weight')}"
         expected = lm.get_parameter(name).detach()
         if "q_proj" in name or "up_proj" in name:
-            moved = 3 * adapter[f"{key}.lora_B.weight"] @ adapter[f"{key}.lora_A.weight"]
-            assert moved.abs().max() > 1e-4
-            expected = expected + moved
+            delta = 3 * adapter[f"{key}.lora_B.weight"] @ adapter[f"{key}.lora_A.weight"]
+            assert delta.abs().max() > 1e-4
+            expected = expected + delta
         torch.testing.assert_close(x.detach(), expected, rtol=0, atol=1e-6)
 
 
-def test_a_seed_chooses_the_order() -> None:
-    """Every epoch visits each row once; seeds differ; without shuffling seed 0 is file order."""
+def test_the_order_depends_on_the_seed() -> None:
+    """Every epoch contains each row once; without shuffling, seed 0 gives file order."""
     data = TokenBatch(torch.arange(0, 9), {"policy_mask": torch.ones(8, dtype=torch.bool)})
     data.columns["row"] = list(range(8))
 
@@ -194,7 +194,7 @@ def test_a_seed_chooses_the_order() -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "what"),
+    ("line", "message"),
     [
         ("{", "row 1.*Expecting property name"),
         ('{"prompt": []}', "row 1.*segments"),
@@ -203,24 +203,24 @@ def test_a_seed_chooses_the_order() -> None:
     ],
 )
 def test_a_bad_row_is_refused_with_its_number(
-    model: str, demonstrations: str, tmp_path: Path, line: str, what: str
+    model: str, demonstrations: str, tmp_path: Path, line: str, message: str
 ) -> None:
-    """The message names the row, what it is and what it should be."""
+    """The error names the row, its problem and the expected form."""
     good = Path(demonstrations).read_text().splitlines()[0]
     path = tmp_path / "bad.jsonl"
     path.write_text(f"{good}\n{line}\n")
-    with pytest.raises(DataError, match=what):
+    with pytest.raises(DataError, match=message):
         load_demonstrations(str(path), AutoTokenizer.from_pretrained(model), 100)
 
 
 def test_an_over_long_row_is_refused(model: str, demonstrations: str) -> None:
-    """Nothing is cut silently."""
+    """Rows are not truncated silently."""
     with pytest.raises(DataError, match=r"row 3.*max_length=12"):
         load_demonstrations(demonstrations, AutoTokenizer.from_pretrained(model), 12)
 
 
 @pytest.mark.parametrize(
-    ("word", "what"),
+    ("argument", "message"),
     [
         ("step=3", "steps"),
         ("steps=0", "1 or more"),
@@ -230,23 +230,23 @@ def test_an_over_long_row_is_refused(model: str, demonstrations: str) -> None:
         ("lora_alpha=0", "more than 0"),
     ],
 )
-def test_bad_options_are_refused(word: str, what: str) -> None:
-    """An unknown key names the nearest one; a bad value names what is allowed."""
-    with pytest.raises(ConfigError, match=what):
-        sft.parse(["model_path=m", "train_file=t", "output_dir=o", word])
+def test_bad_options_are_refused(argument: str, message: str) -> None:
+    """The error suggests a known key, or describes the allowed values."""
+    with pytest.raises(ConfigError, match=message):
+        sft.parse(["model_path=m", "train_file=t", "output_dir=o", argument])
 
 
-def test_a_home_is_known_and_targets_are_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No shell puts a home after `key=`; a number names no layer."""
+def test_home_folder_is_expanded_and_targets_are_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shells do not expand `~` after `key=`; a number is not a name of a layer."""
     monkeypatch.setenv("HOME", "/home/ann")
-    words = ["model_path=~/m", "train_file=t", "output_dir=o"]
-    assert sft.parse(words).model_path == "/home/ann/m"
+    arguments = ["model_path=~/m", "train_file=t", "output_dir=o"]
+    assert sft.parse(arguments).model_path == "/home/ann/m"
     with pytest.raises(ConfigError, match="target_modules: got 5, expected a text"):
-        sft.parse([*words, "lora_rank=2", "target_modules=5"])
+        sft.parse([*arguments, "lora_rank=2", "target_modules=5"])
 
 
 def test_missing_options_are_named() -> None:
-    """A run without its model, data or output says which, before it starts."""
+    """The error names a missing option without a default."""
     with pytest.raises(ConfigError, match="model_path"):
         sft.parse(["train_file=x", "output_dir=y"])
 
@@ -255,7 +255,7 @@ def test_missing_options_are_named() -> None:
 def test_a_bad_model_is_refused_before_the_ranks_join(
     case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """In the one line that training answers with, too (`tests/bad_models.py`)."""
+    """With the same one-line error as in RL training (`tests/bad_models.py`)."""
     BAD[case][0](whole_model(tmp_path / "model"))
     words = {"model_path": "model", "train_file": "none.jsonl", "output_dir": "out"}
     assert sft.main([f"{key}={tmp_path / name}" for key, name in words.items()]) == 2
