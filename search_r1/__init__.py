@@ -1,6 +1,6 @@
-"""Search agents: the dialogue loop, its rewards, and the retriever; the API for Python programs.
+"""Search agents: dialogue loop, rewards, retriever, and the Python API (docs/python_api.md).
 
-What the API offers is imported when it is used (docs/python_api.md).
+The names of the API are imported on first use, to keep `import search_r1` fast.
 """
 
 import importlib
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Config", "Trainer", "evaluate", "load_agent"]
 
-_PLACES = {
+_MODULES = {
     "Config": "verl.config",
     "Trainer": "search_r1.trainer",
     "evaluate": "search_r1.asking",
@@ -22,10 +22,10 @@ _PLACES = {
 
 
 def __getattr__(name: str) -> object:
-    """What `__all__` names, imported now."""
-    if name not in _PLACES:
+    """Import a name of `__all__` on first use."""
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_PLACES[name]), name)
+    return getattr(importlib.import_module(_MODULES[name]), name)
 
 
 def __dir__() -> list[str]:

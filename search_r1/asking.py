@@ -1,6 +1,6 @@
-"""A trained agent from Python: questions answered, and evaluations with their rows.
+"""The Python API for trained agents: answering questions and running evaluations.
 
-What `search-r1 infer` and `search-r1 evaluate` do, with their options as keywords.
+Equivalent to `search-r1 infer` and `search-r1 evaluate`, with their options as keywords.
 """
 
 import asyncio
@@ -9,7 +9,7 @@ import difflib
 import json
 import re
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Self, TypeVar
@@ -24,40 +24,35 @@ from search_r1.inference.dialogue import SILENCE, DialogueListener, Reply
 from search_r1.inference.opening import open_session
 from search_r1.inference.options import AgentOptions, InferenceOptions
 from search_r1.loops import LoopThread
-from search_r1.python_objects import Finder, PythonObjects
+from search_r1.python_objects import PythonObjects, RetrieverLike, ToolLike
 from search_r1.search.local_server import LocalServer
-from search_r1.search.retrieval import Retrieval
 from verl import plugins
-from verl.agent.interface import Tool
-from verl.config import Config
 from verl.config.overrides import short_repr
 from verl.errors import ConfigError, ToolError, explain
 from verl.types import Status
 
 Options = TypeVar("Options", bound=AgentOptions)
-OwnTool = Tool | Callable[[Config], Tool]
-OwnRetriever = Retrieval | Finder | LocalServer
 
 
 class SearchAgent:
     """A running agent; `close` it, or use it as a context manager."""
 
-    def __init__(self, options: InferenceOptions, given: PythonObjects, retriever: Any) -> None:
-        """`load_agent` makes one. Raises UserError."""
+    def __init__(self, options: InferenceOptions, passed: PythonObjects, retriever: Any) -> None:
+        """Start the agent; use `load_agent` instead. Raises UserError."""
         with contextlib.ExitStack() as stack:
-            options = served(options, retriever, stack)
+            options = with_local_server(options, retriever, stack)
             self._loop = stack.enter_context(LoopThread())
             session = contextlib.AsyncExitStack()
-            with plugins.registered(given.objects):
+            with plugins.registered(passed.objects):
                 self._session = self._loop.run(session.enter_async_context(open_session(options)))
             stack.callback(lambda: self._loop.run(session.aclose()))
             self._stack = stack.pop_all()
 
     def ask(self, question: str, listener: DialogueListener = SILENCE) -> Reply:
-        """Play one dialogue: the answer, its searches with what they found, and the trajectory.
+        """Answer a question; the reply has the answer, the searches and the trajectory.
 
-        `listener` hears it as it happens, in another thread. Raises ToolError where a search failed
-        for good, and UserError where the engine did.
+        `listener` receives the dialogue's events as they happen, in another thread. Raises
+        ToolError if a search fails after all retries, and UserError if the engine fails.
         """
         reply = self._loop.run(self._ask(question, listener))
         if reply.status is Status.FAILED:
@@ -67,23 +62,23 @@ class SearchAgent:
     __call__ = ask
 
     def ask_all(self, questions: Sequence[str]) -> list[Reply]:
-        """A reply to each, many at once; one that failed has `status` FAILED and an `error`."""
-        places = asyncio.Semaphore(self._session.num_at_once)
+        """Answer questions concurrently; a failed reply has `status` FAILED and an `error`."""
+        slots = asyncio.Semaphore(self._session.num_at_once)
 
-        async def one(question: str) -> Reply:
-            async with places:
+        async def answer(question: str) -> Reply:
+            async with slots:
                 return await self._ask(question)
 
-        async def all_of_them() -> list[Reply]:
-            return await asyncio.gather(*map(one, questions))
+        async def answer_all() -> list[Reply]:
+            return await asyncio.gather(*map(answer, questions))
 
-        return self._loop.run(all_of_them())
+        return self._loop.run(answer_all())
 
     async def _ask(self, question: str, listener: DialogueListener = SILENCE) -> Reply:
         return await self._session.ask(question, self._session.prompt(question), listener)
 
     def close(self) -> None:
-        """End the engine; a second call does nothing."""
+        """Shut down the engine; further calls do nothing."""
         self._stack.close()
 
     def __enter__(self) -> Self:
@@ -96,33 +91,34 @@ class SearchAgent:
 def load_agent(
     model: str | Path = "",
     *,
-    retriever: str | OwnRetriever | None = None,
-    tools: Sequence[str | OwnTool] | None = None,
+    retriever: str | RetrieverLike | None = None,
+    tools: Sequence[str | ToolLike] | None = None,
     **options: Any,
 ) -> SearchAgent:
-    """The agent of a model folder, a hub name, a checkpoint `global_step_N`, or a run's folder.
+    """Start the agent of a model folder, hub name, checkpoint `global_step_N`, or run folder.
 
     `options` are those of `search-r1 infer` (`InferenceOptions`): `engine="vllm"`, `topk=5`, ….
-    `retriever` is an address, "empty", a server to be started, or what finds documents here;
-    `tools` are names, classes or objects in place of the model's own. Raises UserError.
+    `retriever` is an address, "empty", a `LocalServer` to start, or a function or object that finds
+    documents; `tools` are names, classes or objects that replace the model's own tools. Raises
+    UserError.
     """
-    given, words = _given(retriever, tools)
-    chosen = typed_options(InferenceOptions, {"model": str(model), **words, **options})
-    return SearchAgent(chosen, given, retriever)
+    passed, names = _register(retriever, tools)
+    agent_options = typed_options(InferenceOptions, {"model": str(model), **names, **options})
+    return SearchAgent(agent_options, passed, retriever)
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What an evaluation found."""
+    """The results of an evaluation."""
 
     scores: Mapping[str, Mapping[str, float | None]]
-    """By set of questions ("all rows" among them), then by measure; None where undefined."""
+    """By set of questions (including "all rows"), then by measure; None if undefined."""
     intervals: Mapping[str, Mapping[str, tuple[float, float] | None]]
-    """Bounds of 95 %, likewise."""
+    """95 % intervals, by set and measure; None if undefined."""
     rows: Sequence[Sample]
-    """Each dialogue with its question, answer, searches and measures."""
+    """Each dialogue with its question, answer, searches and scores."""
     folder: Path | None
-    """Where it is kept; None for one that was given no folder."""
+    """The folder of the evaluation, if `out` was passed."""
 
 
 def evaluate(
@@ -130,65 +126,69 @@ def evaluate(
     data: str | Path | Sequence[str | Path],
     *,
     out: str | Path | None = None,
-    retriever: str | OwnRetriever | None = None,
-    tools: Sequence[str | OwnTool] | None = None,
+    retriever: str | RetrieverLike | None = None,
+    tools: Sequence[str | ToolLike] | None = None,
     **options: Any,
 ) -> Evaluation:
-    """Play and score every row of the data. Raises UserError.
+    """Run and score every row of the data. Raises UserError.
 
-    `options` are those of `search-r1 evaluate` (`EvaluationOptions`). With `out`, an evaluation
-    that was interrupted goes on, and its tables can be made from there; `None` keeps nothing.
+    `options` are those of `search-r1 evaluate` (`EvaluationOptions`). With `out`, the evaluation is
+    kept in that folder, and an interrupted one is resumed; without it, no files are kept.
     """
-    given, words = _given(retriever, tools)
-    files = [str(one) for one in ([data] if isinstance(data, str | Path) else data)]
+    passed, values = _register(retriever, tools)
+    files = [str(file) for file in ([data] if isinstance(data, str | Path) else data)]
     with contextlib.ExitStack() as stack:
         folder = Path(out or stack.enter_context(tempfile.TemporaryDirectory()) + "/evaluation")
-        words |= {"model": str(model), "data": files, "out": str(folder), **options}
-        chosen = typed_options(EvaluationOptions, words)
-        chosen = served(chosen, retriever, stack)
-        stack.enter_context(plugins.registered(given.objects))
-        running.evaluate(chosen)
+        values |= {"model": str(model), "data": files, "out": str(folder), **options}
+        evaluation_options = typed_options(EvaluationOptions, values)
+        evaluation_options = with_local_server(evaluation_options, retriever, stack)
+        stack.enter_context(plugins.registered(passed.objects))
+        running.evaluate(evaluation_options)
         estimates = json.loads((folder / METRICS).read_bytes())["estimates"]
         _, rows = read_evaluation(folder)
-    scores = {name: {m: e["value"] for m, e in found.items()} for name, found in estimates.items()}
-    bounds = {
-        name: {m: (i["low"], i["high"]) if (i := e["interval"]) else None for m, e in found.items()}
-        for name, found in estimates.items()
-    }
-    return Evaluation(scores, bounds, rows, Path(out) if out else None)
+    scores: dict[str, dict[str, float | None]] = {}
+    intervals: dict[str, dict[str, tuple[float, float] | None]] = {}
+    for name, measures in estimates.items():
+        scores[name] = {measure: e["value"] for measure, e in measures.items()}
+        intervals[name] = {measure: _bounds(e["interval"]) for measure, e in measures.items()}
+    return Evaluation(scores, intervals, rows, Path(out) if out else None)
 
 
-def _given(retriever: Any, tools: Sequence[Any] | None) -> tuple[PythonObjects, dict[str, Any]]:
-    """The objects, and the options that name them."""
-    given, words = PythonObjects(), dict[str, Any]()
+def _bounds(interval: Mapping[str, float] | None) -> tuple[float, float] | None:
+    return (interval["low"], interval["high"]) if interval else None
+
+
+def _register(retriever: Any, tools: Sequence[Any] | None) -> tuple[PythonObjects, dict[str, Any]]:
+    """Register passed objects; return them, and the option values that name them."""
+    passed, values = PythonObjects(), dict[str, Any]()
     if retriever is not None and not isinstance(retriever, LocalServer):
-        words["retriever_url"] = given.retriever(retriever)
+        values["retriever_url"] = passed.retriever(retriever)
     if tools is not None:
-        words["tools"] = given.tools("tools", tools)
-    return given, words
+        values["tools"] = passed.tools("tools", tools)
+    return passed, values
 
 
-def served(options: Options, retriever: Any, stack: contextlib.ExitStack) -> Options:
-    """The options with the address of a server that was given, which runs with the stack."""
+def with_local_server(options: Options, retriever: Any, stack: contextlib.ExitStack) -> Options:
+    """Start a passed `LocalServer`, which `stack` stops, and set the options to its address."""
     if not isinstance(retriever, LocalServer):
         return options
     url = stack.enter_context(retriever).url
     return type(options)(**{**vars(options), "retriever_url": url})
 
 
-def typed_options(kind: type[Options], given: Mapping[str, Any]) -> Options:
-    """The options of a command from keywords. Raises ConfigError in the words of Python."""
+def typed_options(kind: type[Options], values: Mapping[str, Any]) -> Options:
+    """Build a command's options from keywords. Raises ConfigError that names the keywords."""
     names = [field.name for field in fields(kind)]
-    for name in given.keys() - names:
+    for name in values.keys() - names:
         near = difflib.get_close_matches(name, names, n=1)
         fix = f"did you mean {near[0]}?" if near else "leave it out"
-        raise ConfigError(explain(name, given[name], f"one of {', '.join(names)}", fix))
+        raise ConfigError(explain(name, values[name], f"one of {', '.join(names)}", fix))
     try:
-        return TypeAdapter(kind).validate_python(dict(given))
+        return TypeAdapter(kind).validate_python(dict(values))
     except ValidationError as error:
         first = error.errors()[0]
         key, got = str(first["loc"][0]) if first["loc"] else "options", short_repr(first["input"])
         raise ConfigError(explain(key, got, first["msg"], "correct it")) from error
-    except ConfigError as error:
+    except ConfigError as error:  # with the command line's --flags
         text = re.sub(r"--([a-z][a-z-]*)", lambda flag: flag[1].replace("-", "_"), str(error))
         raise ConfigError(text) from error

@@ -1,6 +1,6 @@
 """`python -m search_r1.evaluate`: the command `search-r1 evaluate`.
 
-To be run only: an import would hide the function of this name that the package offers.
+Do not import this module: it would hide the package's function `search_r1.evaluate`.
 """
 
 import sys

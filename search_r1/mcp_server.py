@@ -1,6 +1,7 @@
-"""The retriever as a tool of the Model Context Protocol.
+"""Serve the retriever as a tool of the Model Context Protocol (MCP).
 
-The tool `search` asks a `/retrieve` server, over standard input and output or streamable HTTP.
+Clients call the tool `search` over standard input and output or streamable HTTP; it queries a
+`/retrieve` server.
 """
 
 import sys
@@ -15,23 +16,23 @@ from verl.errors import ConfigError, explain
 
 @dataclass(frozen=True, kw_only=True)
 class McpOptions:
-    """Where the tool searches, and how it is served."""
+    """The retrieval server, and how the tool is served."""
 
     retriever_url: str = "http://127.0.0.1:8000"
-    """search server(s), with commas between them"""
+    """retrieval server(s), separated by commas"""
     transport: Literal["stdio", "streamable-http"] = "stdio"
-    """how clients speak to it"""
+    """transport to clients"""
     host: str = "127.0.0.1"
-    """for streamable-http"""
+    """address to listen on, for streamable-http"""
     port: Port = 8002
-    """for streamable-http"""
+    """port to listen on, for streamable-http"""
 
 
 def start(options: McpOptions) -> int:
-    """Serve; returns the exit code. Raises ConfigError without the package of the protocol."""
-    try:  # an extra, and heavy
+    """Serve and return the exit code. Raises ConfigError if the MCP package is not installed."""
+    try:  # optional and slow to import
         from search_r1.mcp_tool import start as serve  # noqa: PLC0415
-    except ImportError as error:  # of an older one too
+    except ImportError as error:  # not installed, or too old
         expected = "the package of the Model Context Protocol"
         raise ConfigError(explain("mcp", str(error), expected, install_command("mcp"))) from error
     return serve(**vars(options))

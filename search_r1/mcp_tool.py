@@ -1,4 +1,4 @@
-"""The tool `search` of the Model Context Protocol, which asks a `/retrieve` server."""
+"""The MCP tool `search`, which queries a `/retrieve` server."""
 
 import functools
 import logging
@@ -19,7 +19,7 @@ from verl.errors import redact
 
 MAX_TOPK = 100
 MAX_RETRIES = 2
-"""Further attempts of a search: somebody is waiting."""
+"""Retries of a search; few, since a client is waiting."""
 
 
 class Found(BaseModel):
@@ -35,13 +35,13 @@ class Results(BaseModel):
 
 
 def build_server(url: str) -> MCPServer:
-    """The server of one retriever; raises ValueError for a url that is none."""
+    """Build the MCP server over a retrieval server. Raises ValueError for an invalid url."""
 
     @functools.cache
     def client(topk: int) -> RetrievalClient:
         return RetrievalClient(url, topk, max_retries=MAX_RETRIES)
 
-    client(1)  # a url that is none is refused at once
+    client(1)  # refuse an invalid url before serving
     server = MCPServer(
         "search-r1",
         version=__version__,
@@ -69,7 +69,7 @@ def build_server(url: str) -> MCPServer:
 
 
 def start(retriever_url: str, transport: str, host: str, port: int) -> int:
-    """Serve until the client leaves or the process is ended; returns the exit code."""
+    """Serve until the client disconnects or the process ends; return the exit code."""
     # Logs go to standard error, since the protocol uses standard output.
     configure_logging(logging.WARNING, logging.BASIC_FORMAT)
     try:
@@ -80,9 +80,9 @@ def start(retriever_url: str, transport: str, host: str, port: int) -> int:
     if transport == "stdio":
         server.run("stdio")
     else:
-        with bind(host, port) as bound:  # SetupError for a port that is taken
-            warn_if_open(bound, None, fix="put a proxy that wants a token in front of it")
-            port = bound.getsockname()[1]  # of --port 0, the one that it came to
+        with bind(host, port) as bound:  # raises SetupError if the port is in use
+            warn_if_open(bound, None, fix="put a proxy that requires a token in front of it")
+            port = bound.getsockname()[1]  # the actual port for --port 0
             sys.stderr.write(f"the tool search is served at http://{address(bound)}/mcp\n")
         server.run("streamable-http", host=host, port=port)
     return 0

@@ -1,7 +1,7 @@
-"""Objects that are given from Python where an option names code: what they are called there.
+"""Objects passed from Python where an option names code, and the names they get in the options.
 
-A class or function of a file has the name that a command line has for it, `path/file.py:Name`, so
-that a checkpoint made from Python is that command line's too. Anything else is `python:NAME`.
+A class or function defined in a file is named `path/file.py:Name`, as on a command line, so that a
+checkpoint made from Python can be resumed from the command line. Other objects are `python:NAME`.
 """
 
 import asyncio
@@ -12,90 +12,105 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from search_r1.search.local_server import LocalServer
+from search_r1.search.retrieval import Retrieval
 from search_r1.search.schema import Document
+from verl.agent.interface import Tool
+from verl.config import Config
 from verl.errors import ConfigError, explain
 from verl.plugins import PYTHON_PREFIX, FixedInstance
 
-Finder = Callable[[str], Sequence[Document | str]]
-"""Documents, or their contents alone, for one query, best first; it may block."""
-
+SearchFunction = Callable[[str], Sequence[Document | str]]
+"""A function that returns documents, or their contents, for a query, best first; it may block."""
+RetrieverLike = Retrieval | SearchFunction | LocalServer
+ToolLike = Tool | Callable[[Config], Tool]
 
 URL = "retriever.url"
 
 
 @dataclass
 class PythonObjects:
-    """What was given, by its name in the options."""
+    """The passed objects by their names in the options."""
 
     objects: dict[str, Any] = field(default_factory=dict)
 
-    def name(self, option: str, one: Any, needs: str) -> str:
-        """The value of `option`: a text as it is, the name of a class, function or object.
+    def name(self, option: str, value: Any, attribute: str) -> str:
+        """Return the value of `option`: a string unchanged, or the name of the passed object.
 
-        A class or function is called with the options of the run, which gives an object with the
-        part `needs`; an object has it already. Raises ConfigError.
+        A class or function is later called with the run's options and returns an object with
+        `attribute`; any other object must have it already. Raises ConfigError.
         """
-        return one if isinstance(one, str) else self._keep(one, _maker(option, one, needs))
+        if isinstance(value, str):
+            return value
+        return self._register(value, _factory(option, value, attribute))
 
-    def tools(self, option: str, some: Any) -> list[str]:
-        """The values of `option` for several tools, or for one by itself. Raises ConfigError."""
-        listed = [some] if isinstance(some, str) or not isinstance(some, Iterable) else some
-        return [self.name(option, tool, "label") for tool in listed]
+    def tools(self, option: str, value: Any) -> list[str]:
+        """Return the names of one tool or several. Raises ConfigError."""
+        is_single = isinstance(value, str) or not isinstance(value, Iterable)
+        return [self.name(option, tool, "label") for tool in ([value] if is_single else value)]
 
-    def retriever(self, one: Any) -> str:
-        """The value of `retriever.url`: an address, or the name of what finds documents here."""
-        if isinstance(one, str):
-            return one
-        is_function = inspect.isroutine(one)
-        own = FixedInstance(FunctionRetrieval(one)) if is_function else _maker(URL, one, "search")
-        return self._keep(one, own, in_file=False)  # an address is never that of a file
+    def retriever(self, value: Any) -> str:
+        """Return the value of `retriever.url`: an address, or the name of the passed retriever."""
+        if isinstance(value, str):
+            return value
+        if inspect.isroutine(value):
+            factory: Any = FixedInstance(FunctionRetrieval(value))
+        else:
+            factory = _factory(URL, value, "search")
+        return self._register(value, factory, may_use_path=False)  # an address cannot name a file
 
-    def reward(self, one: Any) -> str:
-        """The value of `reward_model.name`: a name, or that of a function or reward manager."""
-        if isinstance(one, str) or callable(one):
-            return one if isinstance(one, str) else self._keep(one, one)
+    def reward(self, value: Any) -> str:
+        """Return the value of `reward_model.name`: a name, or that of a function or manager."""
+        if isinstance(value, str):
+            return value
+        if callable(value):
+            return self._register(value, value)
         expected = "a name, a function of one dialogue, or a RewardManager"
-        raise ConfigError(explain("reward_model.name", repr(one), expected, "give one of them"))
+        raise ConfigError(explain("reward_model.name", repr(value), expected, "give one of them"))
 
-    def _keep(self, one: Any, kept: Any, in_file: bool = True) -> str:
-        called = getattr(one, "__name__", None) or type(one).__name__
-        name = (place_of(one) if in_file else "") or f"{PYTHON_PREFIX}{called}"
-        if self.objects.get(name, kept) is not kept:  # another one of that name
+    def _register(self, value: Any, registered: Any, may_use_path: bool = True) -> str:
+        """Store `registered` under the name of `value`, made unique if necessary; return it."""
+        short_name = getattr(value, "__name__", None) or type(value).__name__
+        name = (path_name(value) if may_use_path else "") or f"{PYTHON_PREFIX}{short_name}"
+        if self.objects.get(name, registered) is not registered:  # the name is taken
             name = f"{name}_{sum(other.startswith(name) for other in self.objects) + 1}"
-        self.objects[name] = kept
+        self.objects[name] = registered
         return name
 
 
-def _maker(option: str, one: Any, needs: str) -> Any:
-    """What gives the object in each process. Raises ConfigError."""
-    if inspect.isclass(one) or inspect.isroutine(one):
-        return one
-    if hasattr(one, needs):
-        return FixedInstance(one)
-    expected = f"a name, a class, or an object with {needs}"
-    raise ConfigError(explain(option, repr(one), expected, "give one of them"))
+def _factory(option: str, value: Any, attribute: str) -> Any:
+    """Return the function of the options that gives the object. Raises ConfigError."""
+    if inspect.isclass(value) or inspect.isroutine(value):
+        return value
+    if hasattr(value, attribute):
+        return FixedInstance(value)
+    expected = f"a name, a class, or an object with {attribute}"
+    raise ConfigError(explain(option, repr(value), expected, "give one of them"))
 
 
-def place_of(one: Any) -> str:
-    """`path/file.py:Name` of a class or function that stands there; else an empty text."""
-    name, module = getattr(one, "__qualname__", ""), sys.modules.get(getattr(one, "__module__", ""))
+def path_name(value: Any) -> str:
+    """Return `path/file.py:Name` of a class or function defined in a file; else ''."""
+    name = getattr(value, "__qualname__", "")
+    module = sys.modules.get(getattr(value, "__module__", ""))
     file = getattr(module, "__file__", None) or ""
-    if not file.endswith(".py") or getattr(module, name, None) is not one:
+    if not file.endswith(".py") or getattr(module, name, None) is not value:
         return ""
     path = Path(file).resolve()
-    return f"{path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path}:{name}"
+    if path.is_relative_to(Path.cwd()):
+        path = path.relative_to(Path.cwd())
+    return f"{path}:{name}"
 
 
 @dataclass(frozen=True)
 class FunctionRetrieval:
-    """A function of one query as what an agent searches."""
+    """A retriever that calls a user's search function in a thread."""
 
-    find: Finder
+    find: SearchFunction
 
     async def search(self, query: str) -> list[Document]:
-        """What the function finds; texts are numbered by their place."""
-        found = await asyncio.to_thread(self.find, query)
+        """Return the function's documents; plain texts get their rank as id."""
+        results = await asyncio.to_thread(self.find, query)
         return [
-            one if isinstance(one, Document) else Document.from_contents(str(number), one)
-            for number, one in enumerate(found)
+            result if isinstance(result, Document) else Document.from_contents(str(number), result)
+            for number, result in enumerate(results)
         ]

@@ -1,4 +1,4 @@
-"""The agent behind an OpenAI-compatible server and a chat page; docs/inference.md."""
+"""Serve the agent with an OpenAI-compatible API and a chat page; docs/inference.md."""
 
 import re
 import sys
@@ -13,36 +13,36 @@ from search_r1.options import Bounds, Port, run
 from verl.errors import explain
 
 ORIGIN = re.compile(r"https?://[A-Za-z0-9.-]+(:\d+)?")
-"""How a page's policy names a server."""
+"""A server's origin as in a content security policy."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServingOptions(InferenceOptions):
-    """An agent behind a port."""
+    """The agent, and the address of its server."""
 
     engine: Literal["vllm", "transformers"] = "vllm"
-    """what generates"""
+    """library that generates"""
     concurrency: Dialogues = 256
-    """dialogues at once"""
+    """maximum concurrent dialogues"""
     name: str = "search-r1"
-    """what clients call the model"""
+    """model name for clients"""
     host: str = "127.0.0.1"
     """address to listen on"""
     port: Port = 8001
     """port to listen on; 0 for any free one"""
     port_file: Path | None = None
-    """write the port here once it is served"""
+    """file to which the port is written once the server is ready"""
     allowed_hosts: tuple[str, ...] = ()
-    """names in a request's Host, beside addresses and localhost; bound to this machine alone no
-    others are taken, elsewhere all are until some are given (*: any)"""
+    """accepted host names in a request's Host header, in addition to IP addresses and localhost;
+    default: none if bound to this machine only, else all (*: any)"""
     chat_peers: tuple[str, ...] = ()
-    """http://HOST:PORT of other agent servers that the chat page may ask, and whose pages may
-    ask this one"""
+    """http://HOST:PORT of other agent servers; the chat pages of these servers may call each
+    other"""
     max_body_bytes: Annotated[int, Bounds(64)] = 8 * 2**20
-    """longest request body, in bytes"""
+    """maximum size of a request body in bytes"""
 
     def conflicts(self) -> Iterator[str]:
-        """Those of the agent, and a name that no client could give."""
+        """Yield problems of the agent's options, the name and the peers."""
         yield from super().conflicts()
         if not self.name.strip() or not self.name.isprintable():
             yield explain("--name", repr(self.name), "a printable name", "--name search-r1")

@@ -1,4 +1,4 @@
-"""A trained agent from Python: asked, evaluated, and its options."""
+"""The Python API for trained agents: answering questions, evaluations, options."""
 
 import asyncio
 import threading
@@ -23,19 +23,19 @@ SHORT = {"device": "cpu", "dtype": "float32", "max_response_length": 4}
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random model whose folder says how it talks."""
+    """A random model whose folder has dialogue settings."""
     folder = tiny_model(tmp_path_factory.mktemp("model"))
     (folder / "search_r1.json").write_text('{"template": "short", "max_turns": 1, "topk": 2}')
     return folder
 
 
 def find(query: str) -> list[Document]:
-    """Always the same."""
+    """Always return the same document."""
     return [Document.from_title("1", "Oslo", "A city.")]
 
 
-class Words(DialogueListener):
-    """Hears what is said."""
+class TextRecorder(DialogueListener):
+    """Records the policy's text."""
 
     def __init__(self) -> None:
         self.text = ""
@@ -45,32 +45,32 @@ class Words(DialogueListener):
 
 
 def test_an_agent_answers_also_within_a_running_loop(model: Path) -> None:
-    """A reply has the searches and the trajectory; several are asked at once; no thread stays."""
-    before, heard = threading.active_count(), Words()
+    """An agent works inside a running event loop, and its thread ends when it is closed."""
+    num_threads, recorder = threading.active_count(), TextRecorder()
 
     async def notebook() -> None:
         with load_agent(model, retriever=find, max_turns=0, **SHORT) as agent:
-            reply = agent.ask("Where?", heard)
+            reply = agent.ask("Where?", recorder)
             assert reply.question == "Where?" and reply.status is not Status.FAILED
-            assert heard.text and reply.turns == [heard.text]
-            assert [one.turns for one in agent.ask_all(["Where?", "Where?"])] == [reply.turns] * 2
+            assert recorder.text and reply.turns == [recorder.text]
+            assert [r.turns for r in agent.ask_all(["Where?", "Where?"])] == [reply.turns] * 2
             assert agent("Where?").to_json() == reply.to_json()
             with pytest.raises(ConfigError.__base__, match="shorten it"):
                 agent.ask("why " * 4000)
         agent.close()
 
     asyncio.run(notebook())
-    assert threading.active_count() <= before + 1  # asyncio's own pool of the loop above
+    assert threading.active_count() <= num_threads + 1  # the thread pool of the loop above
 
 
 def test_the_retriever_is_reached_first() -> None:
-    """An address without a server is told before the model, which is not there."""
+    """An unavailable retriever is reported before the missing model."""
     with pytest.raises(ToolError, match=r"retrieval_launch\.sh"):
         load_agent("no/such", retriever="http://127.0.0.1:9")
 
 
 def test_an_evaluation_gives_scores_and_rows(model: Path, tmp_path: Path) -> None:
-    """As its folder has them; the same evaluation again goes on from there."""
+    """The result has the folder's scores and rows; repeating the evaluation runs nothing."""
     rows = [
         {"data_source": "nq", "prompt": [{"role": "user", "content": f"Question: {i}?"}],
          "reward_model": {"ground_truth": {"target": ["a"]}}}
@@ -89,7 +89,7 @@ def test_an_evaluation_gives_scores_and_rows(model: Path, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("given", "told"),
+    ("values", "message"),
     [
         ({"topk": "many"}, "topk: got 'many'"),
         ({"top_k": 3}, "top_k: got 3, expected one of .*did you mean top_p|topk"),
@@ -98,17 +98,17 @@ def test_an_evaluation_gives_scores_and_rows(model: Path, tmp_path: Path) -> Non
         ({"served_model": "m"}, "^served_model: got no endpoint"),
     ],
 )
-def test_options_are_told_by_their_keywords(given: dict[str, object], told: str) -> None:
-    """In one line, without the dashes of the command line."""
-    with pytest.raises(ConfigError, match=told) as error:
-        typed_options(InferenceOptions, {"model": "m", **given})
+def test_options_are_told_by_their_keywords(values: dict[str, object], message: str) -> None:
+    """Errors are one line with the keyword, without the dashes of the command line."""
+    with pytest.raises(ConfigError, match=message) as error:
+        typed_options(InferenceOptions, {"model": "m", **values})
     assert "--" not in str(error.value) and "\n" not in str(error.value)
 
 
 def test_keywords_are_the_flags() -> None:
-    """Equal options from both."""
-    given = {"model": "m", "data": ["a.parquet"], "out": "o", "pass_k": (1,), "tools": ["search"]}
-    made = typed_options(EvaluationOptions, given)
-    assert made == EvaluationOptions(
+    """Keywords give the same options as the dataclass."""
+    values = {"model": "m", "data": ["a.parquet"], "out": "o", "pass_k": (1,), "tools": ["search"]}
+    options = typed_options(EvaluationOptions, values)
+    assert options == EvaluationOptions(
         model="m", data=("a.parquet",), out="o", pass_k=(1,), tools=("search",)
     )

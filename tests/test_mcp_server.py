@@ -1,4 +1,4 @@
-"""The retriever as an MCP tool, asked by the SDK's own client over both transports."""
+"""The retriever as an MCP tool, called by the SDK's own client over both transports."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def words(url: str, *more: str) -> list[str]:
 
 
 def call(url: str, **arguments: Any) -> CallToolResult:
-    """One call over standard input and output."""
+    """Call the tool over standard input and output."""
     environment = {"PYTHONPATH": str(ROOT), "PATH": os.environ["PATH"]}
     program = StdioServerParameters(command=sys.executable, args=words(url), env=environment)
 
@@ -61,7 +61,7 @@ def call(url: str, **arguments: Any) -> CallToolResult:
 
 
 def test_the_tool_returns_documents(retriever: str) -> None:
-    """Structured, best first, as many as asked for, and as text for clients that read text."""
+    """The result has topk documents, best first, as structured content and as text."""
     got = call(retriever, query="capital of Norway", topk=2)
     expected = {
         "documents": [
@@ -81,7 +81,7 @@ def test_the_tool_returns_documents(retriever: str) -> None:
 def test_a_bad_call_is_an_error_that_the_model_can_read(
     retriever: str, arguments: dict[str, Any], message: str
 ) -> None:
-    """It says which argument is at fault."""
+    """The error names the invalid argument."""
     got = call(retriever, **arguments)
     assert got.is_error
     assert isinstance(got.content[0], TextContent)
@@ -89,7 +89,7 @@ def test_a_bad_call_is_an_error_that_the_model_can_read(
 
 
 def test_a_retriever_that_is_away_is_an_error_too() -> None:
-    """Not an empty result."""
+    """An unavailable retriever gives an error, not an empty result."""
     got = call("http://127.0.0.1:9", query="a")
     assert got.is_error
     assert isinstance(got.content[0], TextContent)
@@ -97,7 +97,7 @@ def test_a_retriever_that_is_away_is_an_error_too() -> None:
 
 
 def test_it_is_served_over_http(retriever: str) -> None:
-    """Streamable HTTP at /mcp."""
+    """The tool is served by streamable HTTP at /mcp."""
     command = [sys.executable, *words(retriever, "--transport", "streamable-http", "--port", "0")]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
 
@@ -108,8 +108,8 @@ def test_it_is_served_over_http(retriever: str) -> None:
     with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as program:
         try:
             assert program.stderr is not None
-            said = next(line for line in program.stderr if "served at" in line)
-            url = said.split()[-1]
+            line = next(line for line in program.stderr if "served at" in line)
+            url = line.split()[-1]
             _wait(int(url.removesuffix("/mcp").rpartition(":")[2]), program)
             got = asyncio.run(ask(url))
         finally:
@@ -118,18 +118,18 @@ def test_it_is_served_over_http(retriever: str) -> None:
 
 
 def _wait(port: int, program: subprocess.Popen[str]) -> None:
-    """Until somebody listens."""
+    """Wait until the port accepts connections."""
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline and program.poll() is None:
         with socket.socket() as probe:
             if probe.connect_ex(("127.0.0.1", port)) == 0:
                 return
         time.sleep(0.1)
-    raise AssertionError("nobody listens")
+    raise AssertionError(f"port {port} does not accept connections")
 
 
 def test_a_url_that_is_none_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    """Before anything is served."""
+    """An invalid url is refused before anything is served."""
     assert mcp_server.main(["--retriever-url", "ftp://x"]) == 2
     assert "--retriever-url ftp://x" in capsys.readouterr().err
 
@@ -137,7 +137,7 @@ def test_a_url_that_is_none_is_refused(capsys: pytest.CaptureFixture[str]) -> No
 def test_a_port_that_is_taken_and_an_open_address(
     capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture, monkeypatch: Any
 ) -> None:
-    """One line and status 2; a network's address is served with a warning."""
+    """A port in use gives one line and status 2; an address open to the network gives a warning."""
     monkeypatch.setattr(MCPServer, "run", lambda *_, **__: None)
     http = ["--transport", "streamable-http", "--port"]
     with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -151,8 +151,8 @@ def test_a_port_that_is_taken_and_an_open_address(
 def test_without_its_package_it_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It is an extra of ours."""
+    """Without the optional MCP package, the message has the install command."""
     monkeypatch.delitem(sys.modules, "search_r1.mcp_tool", raising=False)
-    monkeypatch.setitem(sys.modules, "mcp.server", None)  # as an import finds what is not there
+    monkeypatch.setitem(sys.modules, "mcp.server", None)  # makes the import fail
     assert mcp_server.main([]) == 2
     assert "fix: pip install" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""docs/python_api.md as a reader would run it, and one run begun and gone on with both ways."""
+"""The code of docs/python_api.md, and a run resumed from Python and from the command line."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ PAGE = ROOT / "docs" / "python_api.md"
 
 
 def blocks(language: str) -> list[str]:
-    """The page's blocks of code in that language, in order."""
+    """Return the page's code blocks in that language, in order."""
     return re.findall(rf"^```{language}\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
 
 
 def stand_in(config: Config, trackers: Sequence[Tracker]) -> None:
-    """In a run's place: logs two steps, and leaves a model and the configuration as a run does."""
+    """Replace a run: log two steps, and write a model and the configuration."""
     out = Path(config.trainer.default_local_dir)
     with Tracking.from_config(config, trackers) as tracking:
         for step in (1, 2):
@@ -42,7 +42,7 @@ def stand_in(config: Config, trackers: Sequence[Tracker]) -> None:
 def test_the_page_runs_from_top_to_bottom(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """All blocks in one program; only the training itself is a stand-in, which costs minutes."""
+    """All blocks of the page run as one program; only the slow training is replaced."""
     tiny_model(tmp_path / "model")
     for name in ("train", "test"):
         write_rows(tmp_path / f"{name}.parquet")
@@ -56,9 +56,9 @@ def test_the_page_runs_from_top_to_bottom(
     monkeypatch.setattr("search_r1.search.local_server.LocalServer.start", lambda self: self)
     monkeypatch.setattr("search_r1.search.local_server.LocalServer.stop", lambda self: None)
     exec("".join(blocks("python")), {"__name__": "__main__"})
-    said = capsys.readouterr().out
-    assert "2 None runs/mine/model" in said and "1 0.5" in said
-    assert "'origin': 'policy'" in said
+    output = capsys.readouterr().out
+    assert "2 None runs/mine/model" in output and "1 0.5" in output
+    assert "'origin': 'policy'" in output
     assert json.loads((tmp_path / "runs/mine/metrics.jsonl").read_text().splitlines()[0])
 
 
@@ -123,7 +123,7 @@ if __name__ == "__main__":
 @pytest.mark.slow
 @pytest.mark.vllm_cpu
 def test_python_and_the_command_line_go_on_with_each_others_runs(tmp_path: Path) -> None:
-    """Steps 1 and 2 from a program in a running event loop, 3 from the shell, 4 from Python."""
+    """Steps 1 and 2 run from Python in an event loop, 3 from the shell, 4 from Python again."""
     tiny_model(tmp_path / "model")
     write_rows(tmp_path / "rows.parquet")
     (tmp_path / "program.py").write_text(PROGRAM)
@@ -136,8 +136,8 @@ def test_python_and_the_command_line_go_on_with_each_others_runs(tmp_path: Path)
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
         return done.stdout
 
-    said = start("program.py")
-    assert said.endswith("[0, 1, 2] [1, 2] [0] run/global_step_2 run/model\n")
+    output = start("program.py")
+    assert output.endswith("[0, 1, 2] [1, 2] [0] run/global_step_2 run/model\n")
     words = ["-m", "search_r1.cli", "train", "--config-dir", "run", "--config-name", "config"]
     more = ["trainer.total_training_steps=3", "trainer.resume_mode=auto", "retriever.url=empty"]
     start(*words, *more)

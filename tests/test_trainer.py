@@ -1,4 +1,4 @@
-"""Training from Python: what is checked, what options objects become, what callbacks hear."""
+"""The Python API for training: configuration checks, passed objects, callbacks."""
 
 import asyncio
 import logging
@@ -33,21 +33,21 @@ OSLO = Document.from_title("7", "Oslo", "The capital of Norway.")
 
 
 def config(folder: Path | str = "run") -> Config:
-    """Options that lack nothing."""
-    made = Config()
-    made.data.train_files = made.data.val_files = "rows.parquet"
-    made.actor_rollout_ref.model.path = "model"
-    made.trainer.default_local_dir = str(folder)
-    return made
+    """Return a complete configuration."""
+    options = Config()
+    options.data.train_files = options.data.val_files = "rows.parquet"
+    options.actor_rollout_ref.model.path = "model"
+    options.trainer.default_local_dir = str(folder)
+    return options
 
 
 def brevity(dialogue: RewardInput) -> float:
-    """A reward of a file."""
+    """Score a dialogue; a reward function defined in a file."""
     return 1.0 / (1 + len(dialogue.policy_texts))
 
 
 class Shout(Tool):
-    """A tool that cannot be made without words."""
+    """A tool whose constructor needs an argument."""
 
     name = "shout"
     parameters = text_arguments(text="what")
@@ -60,7 +60,7 @@ class Shout(Tool):
 
 
 def logging_run(*steps: tuple[dict[str, float], int]) -> object:
-    """Stands for a run: logs the steps as the trainer does."""
+    """Return a replacement for a run that logs these steps."""
 
     def stand_in(config: Config, trackers: Sequence[Tracker]) -> None:
         with Tracking.from_config(config, trackers) as tracking:
@@ -71,7 +71,7 @@ def logging_run(*steps: tuple[dict[str, float], int]) -> object:
 
 
 def test_the_import_is_light_and_each_name_is_there() -> None:
-    """`import search_r1` brings neither torch nor Ray; a command's module hides no function."""
+    """`import search_r1` imports neither torch nor Ray; no module hides a function of the API."""
     code = (
         "import sys, search_r1; heavy = {'torch', 'ray', 'hydra', 'transformers', 'pydantic'}; "
         "print(heavy & set(sys.modules)); search_r1.Config; print(heavy & set(sys.modules)); "
@@ -82,7 +82,7 @@ def test_the_import_is_light_and_each_name_is_there() -> None:
 
 
 def test_options_are_those_of_the_command_line(tmp_path: Path) -> None:
-    """Attributes, and the same as words, give equal options, defaults made of others included."""
+    """Attributes and command-line words give equal configurations, derived defaults included."""
     own = config(tmp_path)
     own.algorithm.adv_estimator = "grpo"
     own.actor_rollout_ref.rollout.n_agent = 5
@@ -93,7 +93,7 @@ def test_options_are_those_of_the_command_line(tmp_path: Path) -> None:
     made = Trainer(own)
     assert made.config == Trainer(words).config == cli.compose(words)
     assert made.config.reward_model.judge.cache_path == f"{tmp_path}/judge.sqlite"
-    assert own.data.train_files == Path("rows.parquet")  # the caller's own stays as it is
+    assert own.data.train_files == Path("rows.parquet")  # the caller's configuration is unchanged
     more = ["+trainer.seed=3", "compat=search_r1", "trainer.logger=[jsonl]"]
     assert Trainer(own, overrides=more).config == cli.compose([*words, *more])
     with pytest.raises(ConfigError, match=r"did you mean trainer\.seed"):
@@ -101,7 +101,7 @@ def test_options_are_those_of_the_command_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("section", "name", "value", "told"),
+    ("section", "name", "value", "message"),
     [
         ("data", "train_fles", "x", r"data\.train_fles.*did you mean data\.train_files"),
         ("trainer", "seed", "three", r"trainer\.seed: got 'three', expected int; fix: "),
@@ -113,23 +113,23 @@ def test_options_are_those_of_the_command_line(tmp_path: Path) -> None:
     ],
 )
 def test_what_cannot_be_is_told_in_one_line(
-    section: str, name: str, value: object, told: str | None
+    section: str, name: str, value: object, message: str | None
 ) -> None:
-    """As the Trainer is made; an object of another process when its tools are."""
+    """Errors are one line, raised by the Trainer, or when the tools are built."""
     own = config()
     setattr(getattr(own, section), name, value)
-    if told is None:
+    if message is None:
         made = Trainer(own)
         with pytest.raises(ConfigError, match="registered in this process; fix: pass it in"):
             build_environment(made.config)
         return
-    with pytest.raises(ConfigError, match=told) as error:
+    with pytest.raises(ConfigError, match=message) as error:
         Trainer(own)
     assert "\n" not in str(error.value)
 
 
 def test_code_of_a_file_has_the_name_that_a_command_line_gives_it(tmp_path: Path) -> None:
-    """So that the checkpoints of one are the other's; it is not run a second time."""
+    """Classes and functions in files get command-line names, and the file is not run again."""
     (tmp_path / "rows.parquet").write_bytes(b"rows")
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
@@ -148,7 +148,7 @@ def test_code_of_a_file_has_the_name_that_a_command_line_gives_it(tmp_path: Path
 
 
 def test_objects_reach_other_processes(tmp_path: Path) -> None:
-    """What an actor unpickles makes the tools there, from copies of what was given."""
+    """An unpickled factory builds the tools from copies of the passed objects."""
     retriever = InMemoryRetrieval({"capital of Norway": [OSLO]})
     own = config(tmp_path)
     own.agent.name = "dialogue"
@@ -159,8 +159,8 @@ def test_objects_reach_other_processes(tmp_path: Path) -> None:
     assert plugins.registered_object("python:Shout") is None
     try:
         search, shout = pickle.loads(sent)(made.config).tools
-        found = asyncio.run(search.call(query="capital of Norway"))
-        assert found.items[0].source == OSLO and search.preflight(1.0) is not None
+        observation = asyncio.run(search.call(query="capital of Norway"))
+        assert observation.items[0].source == OSLO and search.preflight(1.0) is not None
         assert asyncio.run(shout.call(text="oslo")).items[0].text == "OSLO!"
         assert retriever.queries == [] and search.retrieval.queries == ["capital of Norway"]
     finally:
@@ -168,7 +168,7 @@ def test_objects_reach_other_processes(tmp_path: Path) -> None:
 
 
 def test_a_function_may_find_documents(tmp_path: Path) -> None:
-    """It may give plain texts, and may block."""
+    """A search function may return plain texts, and may block."""
     made = Trainer(config(tmp_path), retriever=lambda query: [f"About {query}\nIt is so."])
     with plugins.registered(made._objects):
         [search] = build_environment(made.config).tools
@@ -177,14 +177,14 @@ def test_a_function_may_find_documents(tmp_path: Path) -> None:
 
 
 class OwnRetrieval(InMemoryRetrieval):
-    """Made from the options of a run."""
+    """A retriever that is built from a run's options."""
 
     def __init__(self, options: Config) -> None:
         super().__init__([OSLO], options.retriever.topk)
 
 
 def test_a_class_may_find_documents(tmp_path: Path) -> None:
-    """It is called with the options, and is no address of a file."""
+    """A retriever class is called with the options, and never named by its file."""
     made = Trainer(config(tmp_path), retriever=OwnRetrieval, tools=["search", "visit"])
     assert made.config.retriever.url == "python:OwnRetrieval"
     with plugins.registered(made._objects):
@@ -194,21 +194,21 @@ def test_a_class_may_find_documents(tmp_path: Path) -> None:
 
 
 def test_what_is_no_callback_is_refused_before_any_step(tmp_path: Path) -> None:
-    """A run would end by it minutes later."""
+    """A callback that is not callable is refused by the Trainer."""
     with pytest.raises(ConfigError, match=r"^on_step: got 3, expected a function"):
         Trainer(config(tmp_path), on_step=3)  # type: ignore[arg-type]
     assert Trainer(config(tmp_path), overrides="trainer.seed=1").config.trainer.seed == 1
 
 
 def test_one_tool_needs_no_list(tmp_path: Path) -> None:
-    """A name is not taken letter by letter."""
+    """A single tool is accepted as a name or an object."""
     assert Trainer(config(tmp_path), tools="visit").config.agent.tools == ["visit"]
     made = Trainer(config(tmp_path), tools=Calculator)  # type: ignore[arg-type]
     assert made.config.agent.tools == ["example/tools/calculator.py:Calculator"]
 
 
 def test_a_tool_given_twice_is_refused_and_two_of_a_kind_are_not(tmp_path: Path) -> None:
-    """Names are those of objects, each its own."""
+    """The same tool twice is refused; two objects of one class get different names."""
     made = Trainer(config(tmp_path), tools=[Calculator, Calculator])
     with plugins.registered(made._objects), pytest.raises(ConfigError, match="each tool once"):
         build_environment(made.config)
@@ -220,14 +220,14 @@ def test_a_tool_given_twice_is_refused_and_two_of_a_kind_are_not(tmp_path: Path)
 
 
 class Agent:
-    """Plays nothing."""
+    """An agent that does nothing."""
 
     async def run(self, start: Trajectory, engine: object, sampling: object) -> Trajectory:
         return start
 
 
 def test_an_agent_is_an_object_or_a_factory(tmp_path: Path) -> None:
-    """The object itself, or what the class gives for the options."""
+    """An agent is passed as an object, or as a function of the options."""
     agent = Agent()
     made = Trainer(config(tmp_path), agent=agent)
     with plugins.registered(made._objects):
@@ -238,7 +238,7 @@ def test_an_agent_is_an_object_or_a_factory(tmp_path: Path) -> None:
 
 
 class Constant(RewardManager):
-    """Scores a whole batch."""
+    """A reward manager with a constant score."""
 
     def __init__(self, options: Config | None = None) -> None:
         self.options = options
@@ -248,7 +248,7 @@ class Constant(RewardManager):
 
 
 def test_a_reward_is_a_function_or_a_manager(tmp_path: Path) -> None:
-    """A function is checked as one of a file is; a manager is taken as it is, a class is called."""
+    """A reward is passed as a function, a manager, or a manager's class."""
     manager = Constant()
     made = Trainer(config(tmp_path), reward=manager)
     with plugins.registered(made._objects):
@@ -270,25 +270,28 @@ def test_a_reward_is_a_function_or_a_manager(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "told"),
+    ("arguments", "message"),
     [
-        ({"tools": [Shout(threading.Lock())]}, "python:Shout.*pickle.*expected what cloudpickle"),
+        (
+            {"tools": [Shout(threading.Lock())]},
+            "python:Shout.*pickle.*that cloudpickle accepts",
+        ),
         ({"tools": [3]}, r"agent\.tools: got 3, expected a name, a class, or an object with"),
         ({"agent": object()}, r"agent\.name: got .*an object with run"),
         ({"retriever": 3}, r"retriever\.url: got 3"),
         ({"reward": 3}, r"reward_model\.name: got 3"),
     ],
 )
-def test_what_cannot_travel_or_act_is_refused(given: dict[str, object], told: str) -> None:
-    """Before anything starts."""
-    with pytest.raises(ConfigError, match=told):
-        Trainer(config(), **given)  # type: ignore[arg-type]
+def test_what_cannot_travel_or_act_is_refused(arguments: dict[str, object], message: str) -> None:
+    """Objects that cannot be pickled, or have a wrong type, are refused by the Trainer."""
+    with pytest.raises(ConfigError, match=message):
+        Trainer(config(), **arguments)  # type: ignore[arg-type]
 
 
 def test_callbacks_hear_each_step_and_the_history_holds_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`on_step` gets steps of training, `on_validation` the scores; both are in `metrics.jsonl`."""
+    """`on_step` gets training steps, `on_validation` validation scores; the history has both."""
     first, second = {"val/em": 0.25}, {"actor/lr": 1.0, "val/em": 0.5}
     monkeypatch.setattr(run, "run", logging_run((first, 0), ({"actor/lr": 1.0}, 1), (second, 2)))
     steps: list[tuple[int, Mapping[str, float]]] = []
@@ -310,7 +313,7 @@ def test_callbacks_hear_each_step_and_the_history_holds_them(
 def test_a_callback_that_fails_ends_the_run_with_its_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As the user's own code, for which the trainer saves; the history is kept."""
+    """An error in a callback is reported as the user's code, and the history is kept."""
     monkeypatch.setattr(run, "run", logging_run(({"actor/lr": 1.0}, 1)))
     made = Trainer(config(tmp_path), on_step=lambda step, metrics: metrics["no"])
     with pytest.raises(PluginError, match=r"on_step: got step 1 \(KeyError: 'no'; line \d+ of .*"):
@@ -319,18 +322,18 @@ def test_a_callback_that_fails_ends_the_run_with_its_line(
 
 
 def test_steps_that_come_again_are_heard_anew(tmp_path: Path) -> None:
-    """After a lost rank the history has each step once."""
+    """After a restart from a checkpoint the history has each step once."""
     made = Trainer(config(tmp_path))
     for step in (1, 2, 3):
-        made._heard.log({"actor/lr": 1.0}, step)
-    made._heard.rewind(1)
-    assert [row["step"] for row in made._heard.rows] == [1]
-    made._heard.rewind(None)
-    assert made._heard.rows == []
+        made._recorder.log({"actor/lr": 1.0}, step)
+    made._recorder.rewind(1)
+    assert [row["step"] for row in made._recorder.rows] == [1]
+    made._recorder.rewind(None)
+    assert made._recorder.rows == []
 
 
 def test_coroutines_run_beside_a_running_loop() -> None:
-    """As in a notebook; what they raise is raised, and no thread stays."""
+    """Coroutines run from inside a running loop; errors are raised, and no thread is left."""
 
     async def work(value: int) -> int:
         await asyncio.sleep(0)
@@ -351,8 +354,8 @@ def test_coroutines_run_beside_a_running_loop() -> None:
 def test_a_program_with_a_ray_session_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`ray.init` a second time would end in Ray's own words."""
+    """An existing Ray session is reported before `ray.init` would fail."""
     monkeypatch.setattr("ray.is_initialized", lambda: True)
-    with pytest.raises(ConfigError, match=r"fix: ray\.shutdown\(\)"):
+    with pytest.raises(ConfigError, match=r"fix: call ray\.shutdown\(\)"):
         Trainer(config(tmp_path)).train()
     logging.getLogger("httpx").setLevel(logging.NOTSET)

@@ -1,4 +1,4 @@
-"""The short API: what its arguments become, and its code as printed, run on the CPU."""
+"""The short API: conversion of its arguments to options, and a real run on the CPU."""
 
 import json
 import os
@@ -26,7 +26,7 @@ PAYS = {"correct_answer": 10.0, "search_penalty": -0.1, "invalid_format": -5.0}
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An index of the example corpus by an encoder without a model, questions, a model's config."""
+    """An index of the example corpus by the `hash` encoder, questions, and a model's config."""
     folder = tmp_path_factory.mktemp("world")
     lines = (ROOT / "example" / "corpus.jsonl").read_text(encoding="utf-8").splitlines(True)[:50]
     (folder / "corpus.jsonl").write_text("".join(lines), encoding="utf-8")
@@ -38,10 +38,10 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def trainer(world: Path, **more: Any) -> SearchR1Trainer:
-    """A trainer with one argument or another of its own."""
+    """Build a trainer with default arguments."""
     backend = DenseRetriever(world / "index", "hash", top_k=2, chunk_size=100)
-    given = {"model_name": world / "config", "search_backend": backend, "devices": 1, **more}
-    return SearchR1Trainer(**given)
+    arguments = {"model_name": world / "config", "search_backend": backend, "devices": 1, **more}
+    return SearchR1Trainer(**arguments)
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,7 @@ def trainer(world: Path, **more: Any) -> SearchR1Trainer:
     [("ppo", "gae", 1), ("GRPO", "grpo", 5), ("reinforce",) * 2 + (1,)],
 )
 def test_arguments_become_options(name: str, estimator: str, n_agent: int, world: Path) -> None:
-    """Each under its name here; what remains is the preset's."""
+    """Arguments set their options; the others come from the preset."""
     config = trainer(world, rl_algorithm=name, reward_config=PAYS, max_search_turns=4).config
     assert config.algorithm.adv_estimator == estimator
     assert config.actor_rollout_ref.rollout.n_agent == n_agent
@@ -62,26 +62,26 @@ def test_arguments_become_options(name: str, estimator: str, n_agent: int, world
 
 
 def test_overrides_win(world: Path) -> None:
-    """Over what the arguments make, and together with it they must be sound."""
+    """Overrides take precedence over the options set by arguments."""
     words = ["data.max_start_length=128", "data.max_prompt_length=300"]
     config = trainer(world, max_search_turns=1, overrides=words).config
     assert (config.data.max_prompt_length, config.data.max_obs_length) == (300, 264)
 
 
 def test_a_budget_beyond_the_model_is_its_context(world: Path) -> None:
-    """Ten turns of long passages do not fit, so that the dialogue ends where the context does."""
+    """The prompt budget is limited to the model's context."""
     config = trainer(world, max_search_turns=100).config
     assert config.data.max_model_len == 8192
 
 
 def dialogue(answer: str, num_searches: int, num_invalid: int) -> RewardInput:
-    """A dialogue that ends with an answer."""
+    """Build a dialogue that ends with an answer."""
     texts = [f"<answer>{answer}</answer>"]
     return RewardInput(texts, [("policy", texts[0])], ["here"], "", num_searches, num_invalid)
 
 
 def test_signs_mean_what_is_written(world: Path) -> None:
-    """The score is the sum of the amounts, and a search or a broken form never pays."""
+    """The score is the sum of the signed amounts."""
     options = trainer(world, reward_config=PAYS).config.reward_model
     rule = build_reward(
         options.name,
@@ -93,7 +93,7 @@ def test_signs_mean_what_is_written(world: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "told"),
+    ("arguments", "message"),
     [
         ({"reward_config": {"search_penalty": 0.1}}, "got 0.1, expected 0 or less.*=-0.1"),
         ({"reward_config": {"invalid_format": 5}}, "got 5, expected 0 or less.*=-5"),
@@ -109,47 +109,49 @@ def test_signs_mean_what_is_written(world: Path) -> None:
     ],
 )
 def test_what_cannot_be_meant_is_refused(
-    given: dict[str, Any], told: str | None, world: Path, tmp_path: Path
+    arguments: dict[str, Any], message: str | None, world: Path, tmp_path: Path
 ) -> None:
-    """In one line, before anything starts."""
-    if told is None:
-        made = trainer(world, output_dir=tmp_path, **given)
+    """Invalid arguments are refused before anything starts."""
+    if message is None:
+        late = trainer(world, output_dir=tmp_path, **arguments)
         with pytest.raises(ConfigError, match=r"retriever\.url: got 7"):
-            made.train(world / "train.jsonl", 1, 2)
+            late.train(world / "train.jsonl", 1, 2)
         return
-    with pytest.raises(ConfigError, match=told):
-        trainer(world, **given)
+    with pytest.raises(ConfigError, match=message):
+        trainer(world, **arguments)
 
 
 @pytest.mark.parametrize(
-    ("given", "told"),
+    ("arguments", "message"),
     [
         ({"index_path": "no.index"}, "index_path: got .*no.index.*search-r1 index"),
         ({"top_k": 0}, "top_k: got 0"),
         ({"chunk_size": -1}, "chunk_size: got -1"),
     ],
 )
-def test_a_backend_that_cannot_be_is_refused(given: dict[str, Any], told: str, world: Path) -> None:
-    """Before its server is started."""
-    with pytest.raises(ConfigError, match=told):
-        DenseRetriever(**{"index_path": world / "index", "embedding_model": "hash", **given})
+def test_a_backend_that_cannot_be_is_refused(
+    arguments: dict[str, Any], message: str, world: Path
+) -> None:
+    """Invalid arguments of a backend are refused before its server is started."""
+    with pytest.raises(ConfigError, match=message):
+        DenseRetriever(**{"index_path": world / "index", "embedding_model": "hash", **arguments})
 
 
 def test_devices_are_ranks_and_servers_engines(world: Path) -> None:
-    """As many ranks as are named; the servers of rollouts are those of `rollout.url`."""
+    """`devices` sets the number of ranks, and `vllm_server` the addresses of `rollout.url`."""
     assert trainer(world, devices=[0, 1]).config.trainer.n_gpus_per_node == 2
     assert trainer(world, devices="cuda:3").config.trainer.n_gpus_per_node == 1
     assert trainer(world, devices="cpu").config.trainer.device == "cpu"
     assert not trainer(world).config.is_external
-    for given in ("http://a:8001", ("http://a:8001", "http://b:8001")):
-        config = trainer(world, vllm_server=given).config
-        assert config.servers == ([given] if isinstance(given, str) else list(given))
+    for servers in ("http://a:8001", ("http://a:8001", "http://b:8001")):
+        config = trainer(world, vllm_server=servers).config
+        assert config.servers == ([servers] if isinstance(servers, str) else list(servers))
 
 
 def test_questions_become_rows(
     world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """jsonl of questions is put in the paper's wording; the run has as many steps as asked."""
+    """Questions become rows with the paper's prompt; steps and batch size are set."""
     seen: list[Trainer] = []
     monkeypatch.setattr(Trainer, "train", lambda self: seen.append(self))
     trainer(world, output_dir=tmp_path).train(world / "train.jsonl", 7, 2)
@@ -199,7 +201,7 @@ SMALL = [
 @pytest.mark.slow
 @pytest.mark.vllm_cpu
 def test_the_code_as_printed_trains(world: Path) -> None:
-    """Dense retrieval, ranks and a server of vLLM for real, from questions to a model."""
+    """A real run with dense retrieval, ranks and a vLLM server trains a model from questions."""
     tiny_model(world / "model")
     paths = [str(ROOT), str(ROOT / "search_r1" / "compat"), os.environ.get("PYTHONPATH", "")]
     server = Served(world / "model", world / "server.log", 460).start()

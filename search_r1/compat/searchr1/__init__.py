@@ -1,4 +1,4 @@
-"""The short API of another Search-R1, over this one's trainer.
+"""A short training API, compatible with another Search-R1, on top of `search_r1.Trainer`.
 
-In the wheel it is the top-level package `searchr1`. See docs/python_api.md.
+The wheel installs it as the top-level package `searchr1`. See docs/python_api.md.
 """

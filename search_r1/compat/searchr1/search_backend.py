@@ -1,4 +1,4 @@
-"""What finds documents, as `SearchR1Trainer` takes it."""
+"""Search backends for `SearchR1Trainer`."""
 
 from pathlib import Path
 
@@ -6,12 +6,12 @@ from search_r1.search.encoders.families import family_of, model_name
 from search_r1.search.local_server import LocalServer
 from verl.errors import ConfigError, explain
 
-LOADING_S = 3600.0
-"""Longest that a server may take to load its index."""
+LOADING_TIMEOUT_S = 3600.0
+"""Maximum seconds for the server to load its index."""
 
 
 class DenseRetriever(LocalServer):
-    """A FAISS index of a corpus, served on this machine while a run lasts."""
+    """A FAISS index of a corpus, served on this machine during a run."""
 
     def __init__(
         self,
@@ -21,11 +21,11 @@ class DenseRetriever(LocalServer):
         chunk_size: int | None = None,
         corpus_path: str | Path | None = None,
     ) -> None:
-        """Nothing is started yet. Raises ConfigError.
+        """Check the arguments without starting the server. Raises ConfigError.
 
-        `index_path` is what `search-r1 index` built, or a bare FAISS file; `embedding_model` (a
-        folder or hub name) its encoder. `chunk_size`: tokens of the policy's tokenizer that each
-        passage may take of a dialogue. `corpus_path`: default: the one jsonl file beside the index.
+        `index_path`: output of `search-r1 index`, or a plain FAISS file. `embedding_model`: folder
+        or hub name of its encoder. `chunk_size`: maximum tokens per passage, in the policy's
+        tokenizer. `corpus_path`: by default the only jsonl corpus near the index.
         """
         for name, number in (("top_k", top_k), ("chunk_size", chunk_size or 1)):
             if not isinstance(number, int) or number < 1:
@@ -40,26 +40,26 @@ class DenseRetriever(LocalServer):
                 f"--corpus_path CORPUS.jsonl --save_dir {index}"
             )
             raise ConfigError(explain("index_path", index, "an index that exists", fix))
-        corpus = Path(corpus_path) if corpus_path is not None else corpus_beside(index)
-        indexes = list(index.glob("*_*.index"))  # none where the path is an index itself
+        corpus = Path(corpus_path) if corpus_path is not None else find_corpus(index)
+        indexes = list(index.glob("*_*.index"))  # empty if the path is an index file itself
         name = indexes[0].name.rpartition("_")[0] if len(indexes) == 1 else name
         args = ["--retriever_name", name, "--index_path", str(index),
                 "--corpus_path", str(corpus), "--retriever_model", embedding_model,
                 "--topk", str(top_k), "--max_topk", str(max(100, top_k))]  # fmt: skip
-        super().__init__(args, timeout=LOADING_S)
+        super().__init__(args, timeout=LOADING_TIMEOUT_S)
 
 
-def corpus_beside(index: Path) -> Path:
-    """The only corpus in the folder of an index, or in one of the two around it."""
+def find_corpus(index: Path) -> Path:
+    """Find the only corpus in the folder of an index, its parent or its grandparent."""
     start = index.absolute() if index.is_dir() else index.absolute().parent
     for folder in (start, *start.parents[:2]):
-        found = [path for path in sorted(folder.glob("*.jsonl")) if _is_corpus(path)]
-        if len(found) == 1:
-            return found[0]
-        if found:
+        corpora = [path for path in sorted(folder.glob("*.jsonl")) if _is_corpus(path)]
+        if len(corpora) == 1:
+            return corpora[0]
+        if corpora:
             break
-    got = ", ".join(path.name for path in found) or "none"
-    expected = "one jsonl file of passages beside the index"
+    got = ", ".join(path.name for path in corpora) or "none"
+    expected = "one jsonl file of passages near the index"
     raise ConfigError(explain(f"corpus of {index}", got, expected, "name it: corpus_path=FILE"))
 
 

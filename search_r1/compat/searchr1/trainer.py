@@ -1,4 +1,4 @@
-"""`SearchR1Trainer`: a run in ten arguments, translated into `search_r1.Trainer`'s options."""
+"""`SearchR1Trainer`: a run in ten arguments, translated to the options of `search_r1.Trainer`."""
 
 import copy
 import math
@@ -18,7 +18,8 @@ from search_r1.datasets.question import (
     write_rows,
 )
 from search_r1.datasets.wording import PromptStyle, prompt_writer
-from search_r1.trainer import History, Listener, OwnRetriever, Trainer
+from search_r1.python_objects import RetrieverLike
+from search_r1.trainer import Callback, History, Trainer
 from verl.config import Config, cli
 from verl.data.rows import read_records
 from verl.errors import ConfigError, explain
@@ -29,11 +30,12 @@ ALGORITHMS = {
     "grpo": ("grpo_trainer", "grpo"),
     "reinforce": ("ppo_trainer", "reinforce"),
 }
-"""The preset that a run starts from, and its estimator."""
+"""The preset and the advantage estimator of each algorithm."""
 COSTS = ("search_penalty", "invalid_format")
-TAGS = 32
-"""Tokens that a passage takes beside its text: its number, its title, the marks around it."""
-UNKNOWN = ["data.train_files=later", "data.val_files=later"]
+PASSAGE_OVERHEAD = 32
+"""Tokens of a passage in addition to its text: number, title and tags."""
+PLACEHOLDERS = ["data.train_files=later", "data.val_files=later"]
+"""Required options that `train` sets."""
 
 
 class SearchR1Trainer:
@@ -42,7 +44,7 @@ class SearchR1Trainer:
     def __init__(
         self,
         model_name: str | Path,
-        search_backend: str | OwnRetriever,
+        search_backend: str | RetrieverLike,
         rl_algorithm: str = "ppo",
         reward_config: Mapping[str, float] | None = None,
         max_search_turns: int = 2,
@@ -51,20 +53,20 @@ class SearchR1Trainer:
         output_dir: str | Path | None = None,
         overrides: Sequence[str] = (),
     ) -> None:
-        """Raises ConfigError for what cannot be meant.
+        """Build and check the run's options. Raises ConfigError.
 
-        `search_backend`: a `DenseRetriever`, an address, or what `search_r1.Trainer` takes.
-        `reward_config`: amounts that are added to a dialogue's score, so that a penalty is below 0;
-        None is exact match. `devices`: how many, or which; None takes every GPU. `vllm_server`:
-        addresses of vLLM servers that sample, and take each step's weights (docs/placement.md);
-        None starts engines on the `devices`. `overrides`: `key=value` options, which win.
+        `search_backend`: a `DenseRetriever`, an address, or any retriever of `search_r1.Trainer`.
+        `reward_config`: amounts that are added to the score, so penalties are negative; None is
+        exact match. `devices`: their number, or which; None uses all GPUs. `vllm_server`: addresses
+        of vLLM servers that sample and receive each step's weights (docs/placement.md); None starts
+        engines on the `devices`. `overrides`: `key=value` options, which take precedence.
         """
         if str(rl_algorithm).lower() not in ALGORITHMS:
             expected = f"one of {', '.join(ALGORITHMS)}"
             fix = "name one; search_r1.Trainer has all estimators"
             raise ConfigError(explain("rl_algorithm", repr(rl_algorithm), expected, fix))
         preset, estimator = ALGORITHMS[rl_algorithm.lower()]
-        words = ["--config-name", preset, "actor_rollout_ref.model.path=later", *UNKNOWN]
+        words = ["--config-name", preset, "actor_rollout_ref.model.path=later", *PLACEHOLDERS]
         config = cli.compose(words)
         config.algorithm.adv_estimator = estimator
         config.actor_rollout_ref.model.path = str(model_name)
@@ -74,13 +76,13 @@ class SearchR1Trainer:
         config.trainer.default_local_dir, config.trainer.experiment_name = str(folder), label
         if reward_config is not None:
             config.reward_model.name = "em_cost"
-            for name, size in scores_of(reward_config).items():
-                setattr(config.reward_model, name, size)
-        self._visible = place(config, devices)
-        give_room(config, search_backend)
+            for name, amount in cost_options(reward_config).items():
+                setattr(config.reward_model, name, amount)
+        self._visible_devices = set_devices(config, devices)
+        set_search_budgets(config, search_backend)
         if vllm_server is not None:
-            given = vllm_server if isinstance(vllm_server, str) else list(vllm_server)
-            config.actor_rollout_ref.rollout.url = given
+            servers = vllm_server if isinstance(vllm_server, str) else list(vllm_server)
+            config.actor_rollout_ref.rollout.url = servers
         self.config = cli.resolve_config(config, overrides)
         self.search_backend = search_backend
 
@@ -90,30 +92,31 @@ class SearchR1Trainer:
         num_iterations: int,
         batch_size: int,
         val_data: str | Path | None = None,
-        on_step: Listener | None = None,
+        on_step: Callback | None = None,
     ) -> History:
         """Train on a jsonl file of `question` and `answer` (or `golden_answers`). Raises UserError.
 
-        `num_iterations` steps of `batch_size` questions; without `val_data` nothing is validated.
+        Runs `num_iterations` steps of `batch_size` questions, without validation if `val_data` is
+        None.
         """
         config, folder = copy.deepcopy(self.config), Path(self.config.trainer.default_local_dir)
-        config.data.train_files = rows_of(train_data, folder / "data" / "train.parquet")
+        config.data.train_files = prepare_rows(train_data, folder / "data" / "train.parquet")
         config.data.val_files = config.data.train_files
         if val_data is None:
             config.trainer.val_before_train, config.trainer.test_freq = False, 0
         else:
-            config.data.val_files = rows_of(val_data, folder / "data" / "val.parquet")
+            config.data.val_files = prepare_rows(val_data, folder / "data" / "val.parquet")
         config.data.train_batch_size = batch_size
         config.trainer.total_training_steps = num_iterations
         trainer = Trainer(config, retriever=self.search_backend, on_step=on_step)
-        if self._visible is not None:  # Ray and the ranks read it
-            os.environ["CUDA_VISIBLE_DEVICES"] = self._visible
+        if self._visible_devices is not None:  # read by Ray and the ranks
+            os.environ["CUDA_VISIBLE_DEVICES"] = self._visible_devices
         return trainer.train()
 
 
-def scores_of(amounts: Mapping[str, float]) -> dict[str, float]:
-    """The options of `em_cost`. Raises ConfigError for a sign under which a mistake would pay."""
-    found = {}
+def cost_options(amounts: Mapping[str, float]) -> dict[str, float]:
+    """Convert signed amounts to the options of `em_cost`. Raises ConfigError for a wrong sign."""
+    options = {}
     for name, amount in amounts.items():
         is_cost = name in COSTS
         if not is_cost and name != "correct_answer":
@@ -124,59 +127,65 @@ def scores_of(amounts: Mapping[str, float]) -> dict[str, float]:
             expected = f"{'0 or less' if is_cost else 'more than 0'}: it is added to the score"
             fix = f"{name}={-amount}" if is_number and amount else f"leave {name} out"
             raise ConfigError(explain(f"reward_config, {name}", repr(amount), expected, fix))
-        found[name] = abs(float(amount))
-    return found
+        options[name] = abs(float(amount))
+    return options
 
 
-def place(config: Config, devices: Any) -> str | None:
-    """Set device and ranks; returns what CUDA_VISIBLE_DEVICES is to be, None to leave it."""
+def set_devices(config: Config, devices: Any) -> str | None:
+    """Set device and number of ranks; return CUDA_VISIBLE_DEVICES, or None to leave it as it is."""
     if devices is None:
         devices = max(1, torch.cuda.device_count())
     if isinstance(devices, int) and not isinstance(devices, bool) and devices >= 1:
         config.trainer.n_gpus_per_node = devices
         return None
-    given = [devices] if isinstance(devices, str) else devices
-    listed = given if isinstance(given, list | tuple | range) else ()
-    ids = [str(one).removeprefix("cuda").removeprefix(":") for one in listed]
-    if ids and all(one == "cpu" for one in ids):
+    names = [devices] if isinstance(devices, str) else devices
+    if not isinstance(names, list | tuple | range):
+        names = ()
+    ids = [str(name).removeprefix("cuda").removeprefix(":") for name in names]
+    if ids and all(id == "cpu" for id in ids):
         config.trainer.device = "cpu"
-    elif ids == [""]:  # cuda
+    elif ids == [""]:  # "cuda" without a number
         ids = ["0"]
-    elif not ids or not all(one.isdigit() for one in ids) or len(set(ids)) < len(ids):
+    elif not ids or not all(id.isdigit() for id in ids) or len(set(ids)) < len(ids):
         expected = "a number of devices, a list such as [0, 1], cuda:0, or cpu"
         raise ConfigError(explain("devices", repr(devices), expected, "devices=1"))
     config.trainer.n_gpus_per_node = len(ids)
     return ",".join(ids) if torch.cuda.is_available() and ids[0] != "cpu" else None
 
 
-def give_room(config: Config, backend: object) -> None:
-    """Set the documents of a search, and the budgets for passages of `chunk_size` tokens."""
+def set_search_budgets(config: Config, backend: object) -> None:
+    """Set topk, and the token budgets for passages of the backend's `chunk_size`, if it has one."""
     data = config.data
     config.retriever.topk = getattr(backend, "top_k", config.retriever.topk)
     chunk = getattr(backend, "chunk_size", None)
     if chunk is None:
         return
-    data.max_obs_length = config.retriever.topk * (chunk + TAGS)
+    data.max_obs_length = config.retriever.topk * (chunk + PASSAGE_OVERHEAD)
     turn = data.max_obs_length + data.max_response_length
-    wanted = max(data.max_prompt_length, data.max_start_length + config.max_turns * turn)
+    length = max(data.max_prompt_length, data.max_start_length + config.max_turns * turn)
     try:
-        most = num_positions(AutoConfig.from_pretrained(config.actor_rollout_ref.model.path))
-    except (OSError, ValueError):  # the run tells what is wrong with its model
-        most = None
-    longest = wanted if most is None else min(wanted, most - data.max_response_length)
-    data.max_prompt_length = longest
+        context = num_positions(AutoConfig.from_pretrained(config.actor_rollout_ref.model.path))
+    except (OSError, ValueError):  # the run itself reports what is wrong with its model
+        context = None
+    if context is not None:
+        length = min(length, context - data.max_response_length)
+    data.max_prompt_length = length
 
 
-def rows_of(file: str | Path, out: Path) -> str:
-    """A file of rows as the trainer reads it: the file itself, or one made of its questions."""
+def prepare_rows(file: str | Path, out: Path) -> str:
+    """Return a file of rows for the trainer: `file` itself, or `out`, written from questions."""
     records = list(read_records(str(file), ()))
-    if any(
-        isinstance(one, dict) and {"prompt", "reward_model"} <= one.keys() for _, one in records
-    ):
+    has_rows = any(
+        isinstance(record, dict) and {"prompt", "reward_model"} <= record.keys()
+        for _, record in records
+    )
+    if has_rows:
         return str(file)
     source = Path(file).stem
-    found = (
-        read_question(one, RecordLocation(str(file), number, source, "")) for number, one in records
+    questions = (
+        read_question(record, RecordLocation(str(file), number, source, ""))
+        for number, record in records
     )
-    write_rows(make_rows(valid_questions(found), prompt_writer(PromptStyle.SEARCH), out.stem), out)
+    rows = make_rows(valid_questions(questions), prompt_writer(PromptStyle.SEARCH), out.stem)
+    write_rows(rows, out)
     return str(out)
