@@ -1,1 +1,1 @@
-"""The retrieval service and its client; imports nothing of ours outside itself."""
+"""The retrieval server, its backends and its client."""

@@ -1,8 +1,9 @@
-"""CRC-32 of every block of an index's files, kept beside them, so that later damage is noticed.
+"""CRC-32 checksums of an index's or corpus's files, by block, to detect later damage.
 
-A folder has them in `checksums.json`, a single file in `FILE.checksums.json`. A start compares at
-most SAMPLED blocks, others each time; `whole` compares all of them, and finds any flipped bit, also
-in the checksums themselves. Small files are always compared whole.
+They are stored in `checksums.json` inside a folder, or beside a single file in
+`FILE.checksums.json`. At start a server compares at most SAMPLED blocks, chosen anew each time;
+with `whole` it compares all of them, which finds any flipped bit, also in the checksums. Small
+files are always compared completely.
 """
 
 import logging
@@ -22,14 +23,14 @@ logger = logging.getLogger(__name__)
 
 BLOCK_BYTES = 1 << 20
 SAMPLED = 64
-"""Blocks that a start reads at most of an index, and of a corpus: 64 MB."""
+"""Largest number of blocks (MB) of an index, and of a corpus, that are compared at start."""
 IGNORED = {"checksums.json", "write.lock"}
-"""Files of a folder without checksums: these ones, and the lock that Lucene leaves."""
+"""Files of a folder that have no checksums: the checksums themselves, and Lucene's lock file."""
 
 
 @dataclass(frozen=True)
 class FileChecksums:
-    """One file."""
+    """Size and block checksums of one file."""
 
     size: int
     crc32: str
@@ -38,31 +39,31 @@ class FileChecksums:
 
 @dataclass(frozen=True)
 class Checksums:
-    """The files of one index or corpus."""
+    """Checksums of the files of one index or corpus."""
 
     files: dict[str, FileChecksums]
-    """By what follows the target in their paths: `/vectors.faiss` in a folder, else `` itself."""
+    """Keys are paths without the target's: `/vectors.faiss` in a folder, `""` for a single file."""
     corpus: str = ""
-    """Hash of the corpus that an index without a manifest belongs to; empty: not known."""
+    """Hash of the corpus of an index that has no manifest; empty if unknown."""
     version: int = 1
 
     def save(self, target: Path) -> None:
-        """Write them beside `target`, whole or not at all."""
+        """Write the checksums of `target` atomically."""
         with atomic_write(path_for(target)) as part:
             part.write_bytes(self._text())
 
     @classmethod
     def load(cls, target: Path) -> "Checksums":
-        """Those of `target`; raises IndexMismatch for a file that is not as `save` wrote it."""
+        """Read the checksums of `target`; raises IndexMismatch if their file was changed."""
         path = path_for(target)
         try:
             text = regular_file(path).read_bytes()
-            found = READER.validate_json(text)
-            if found._text() != text or found.version != 1:
+            checksums = READER.validate_json(text)
+            if checksums._text() != text or checksums.version != 1:
                 raise ValueError("changed since it was written, or of another version")
         except (OSError, ValueError) as error:
-            raise IndexMismatch(_wrong(path, textwrap.shorten(str(error), 300), target)) from error
-        return found
+            raise _damaged(path, textwrap.shorten(str(error), 300), target) from error
+        return checksums
 
     def _text(self) -> bytes:
         return orjson.dumps(asdict(self))
@@ -72,24 +73,24 @@ READER = TypeAdapter(Checksums)
 
 
 def path_for(target: Path) -> Path:
-    """Where the checksums of a folder or file are."""
+    """Return the path of the checksums of a folder or file."""
     return target / "checksums.json" if target.is_dir() else Path(f"{target}.checksums.json")
 
 
 def add_command(target: Path) -> str:
-    """The command line that keeps the checksums of an index, or of a corpus, as it is now."""
+    """Return the command line that stores the current checksums of an index or corpus."""
     is_corpus = Path(f"{target}.offsets.npy").exists()
     return f"search-r1 index checksums --{'corpus' if is_corpus else 'index'}_path {target}"
 
 
 def block_checksums(data: bytes | memoryview) -> str:
-    """The checksums of consecutive blocks, of which only the last may be short."""
+    """Return the checksums of consecutive blocks; only the last block may be short."""
     starts = range(0, len(data), BLOCK_BYTES)
     return "".join(f"{zlib.crc32(data[start : start + BLOCK_BYTES]):08x}" for start in starts)
 
 
 def file_checksums(path: Path) -> FileChecksums:
-    """The checksums of a file as it is now."""
+    """Compute the checksums of a file."""
     parts, size = [], 0
     with path.open("rb") as file:
         while data := file.read(16 * BLOCK_BYTES):
@@ -99,63 +100,63 @@ def file_checksums(path: Path) -> FileChecksums:
 
 
 def add(target: Path, corpus: str = "") -> None:
-    """Keep the checksums of a folder's files, or of one file, as they are now."""
+    """Compute and store the checksums of a file, or of the files of a folder."""
     inside = sorted(path for path in target.rglob("*") if path.is_file())
     names = [f"/{path.relative_to(target).as_posix()}" for path in inside] or [""]
     names = [name for name in names if Path(name).name not in IGNORED]
-    Checksums({name: file_checksums(Path(f"{target}{name}")) for name in names}, corpus).save(
-        target
-    )
+    files = {name: file_checksums(Path(f"{target}{name}")) for name in names}
+    Checksums(files, corpus).save(target)
 
 
 def check(target: Path, *, whole: bool = False) -> Checksums | None:
-    """Raise IndexMismatch for a file that has changed; None, and a warning, without checksums."""
+    """Raise IndexMismatch for a damaged file; without checksums warn and return None."""
     if not path_for(target).exists():
         if target.exists():
             logger.warning("%s has no checksums; add them: %s", target, add_command(target))
         return None
-    known = Checksums.load(target)
+    checksums = Checksums.load(target)
     path = target
     try:
-        for name, sums in known.files.items():
+        for name, expected in checksums.files.items():
             path = Path(f"{target}{name}")
-            if (size := path.stat().st_size) != sums.size:
-                raise IndexMismatch(_wrong(path, f"{size} bytes instead of {sums.size}", target))
-        for name, number in _blocks(known, whole):
-            path, digits = Path(f"{target}{name}"), known.files[name].crc32
+            if (size := path.stat().st_size) != expected.size:
+                got = f"{size} bytes instead of {expected.size}"
+                raise _damaged(path, got, target)
+        for name, block in _blocks_to_compare(checksums, whole):
+            path, start = Path(f"{target}{name}"), block * BLOCK_BYTES
+            expected_crc = checksums.files[name].crc32[8 * block : 8 * block + 8]
             with path.open("rb") as file:
-                file.seek(number * BLOCK_BYTES)
-                if block_checksums(file.read(BLOCK_BYTES)) != digits[8 * number : 8 * number + 8]:
-                    start = number * BLOCK_BYTES
+                file.seek(start)
+                if block_checksums(file.read(BLOCK_BYTES)) != expected_crc:
                     got = f"other content in the {BLOCK_BYTES} bytes from byte {start} on"
-                    raise IndexMismatch(_wrong(path, got, target))
+                    raise _damaged(path, got, target)
     except OSError as error:
-        raise IndexMismatch(_wrong(path, str(error), target)) from error
-    return known
+        raise _damaged(path, str(error), target) from error
+    return checksums
 
 
-def sample_indices(count: int, most: int = SAMPLED) -> list[int]:
-    """At most `most` of range(count) in order: the first, the last, and others by chance."""
-    if count <= most:
+def sample_indices(count: int, max_samples: int = SAMPLED) -> list[int]:
+    """Return up to `max_samples` of range(count), sorted: the first, the last and random others."""
+    if count <= max_samples:
         return list(range(count))
-    return sorted({0, count - 1, *random.sample(range(count), most - 2)})
+    return sorted({0, count - 1, *random.sample(range(count), max_samples - 2)})
 
 
-def _blocks(known: Checksums, whole: bool) -> list[tuple[str, int]]:
-    """The blocks to compare, file by file: all, or some with the first and last of every file."""
-    ends = {name: -(-sums.size // BLOCK_BYTES) for name, sums in known.files.items()}
-    blocks = [(name, i) for name, end in ends.items() for i in range(end)]
-    some = set() if whole else set(sample_indices(len(blocks)))
+def _blocks_to_compare(checksums: Checksums, whole: bool) -> list[tuple[str, int]]:
+    """Return (file, block number): all, or a sample with the first and last block of every file."""
+    num_blocks = {name: -(-file.size // BLOCK_BYTES) for name, file in checksums.files.items()}
+    blocks = [(name, i) for name, count in num_blocks.items() for i in range(count)]
+    if whole:
+        return blocks
+    sampled = {blocks[i] for i in sample_indices(len(blocks))}
     return [
-        block
-        for i, block in enumerate(blocks)
-        if whole or i in some or block[1] in (0, ends[block[0]] - 1)
+        (name, i) for name, i in blocks if (name, i) in sampled or i in (0, num_blocks[name] - 1)
     ]
 
 
-def _wrong(path: Path, got: str, target: Path) -> str:
-    return (
+def _damaged(path: Path, got: str, target: Path) -> IndexMismatch:
+    return IndexMismatch(
         f"{path} is damaged or was changed: got {got}, expected the file that the checksums of "
-        f"{target} were made of; fix: build or download it again, or, if the change is wanted, "
-        f"`{add_command(target)}`"
+        f"{target} were computed from; fix: build or download it again, or, if the change is "
+        f"intended, `{add_command(target)}`"
     )

@@ -1,6 +1,6 @@
-"""Text to vectors: what an encoder is, and the choice of one.
+"""The encoder interface, which turns text into vectors, and `open_encoder`, which selects one.
 
-torch and transformers are loaded only when a model is opened, so BM25 needs neither.
+torch and transformers are imported only when a model is opened, so that BM25 needs neither.
 """
 
 import re
@@ -16,7 +16,7 @@ from search_r1.search.settings import EncoderConfig
 
 
 class Encoder(Protocol):
-    """Anything that embeds queries and passages into one space, compared by inner product."""
+    """Embeds queries and passages into one vector space, to be compared by inner product."""
 
     name: str
     pooling: str
@@ -26,20 +26,20 @@ class Encoder(Protocol):
     passage_prefix: str
 
     def encode_queries(self, queries: Sequence[str]) -> Vectors:
-        """(num_queries, dim) float32, contiguous, in the order of `queries`."""
+        """Return contiguous float32 vectors (num_queries, dim) in the order of `queries`."""
         ...
 
     def encode_passages(self, passages: Sequence[str]) -> Vectors:
-        """(num_passages, dim) float32, contiguous, in the order of `passages`."""
+        """Return contiguous float32 vectors (num_passages, dim) in the order of `passages`."""
         ...
 
     def info(self) -> dict[str, Any]:
-        """JSON-ready facts that decide a vector: name, pooling, prefixes, dtype, weights ..."""
+        """Return JSON-serializable facts that determine the vectors: name, pooling, dtype ..."""
         ...
 
 
 class HashEncoder:
-    """Counts words in hashed dimensions: an encoder without a model, for trials and tests."""
+    """Bag of words with hashed dimensions: an encoder without a model, for trials and tests."""
 
     name = "hash"
     pooling = "sum"
@@ -51,7 +51,7 @@ class HashEncoder:
         self._dim = dim
 
     def encode_queries(self, queries: Sequence[str]) -> Vectors:
-        """(num_queries, dim) float32, L2-normalised."""
+        """Return L2-normalised float32 vectors (num_queries, dim)."""
         if not queries:
             return np.zeros((0, self._dim), dtype=np.float32)
         return np.stack([self._encode(query) for query in queries])
@@ -59,7 +59,7 @@ class HashEncoder:
     encode_passages = encode_queries
 
     def info(self) -> dict[str, Any]:
-        """Name and dimensions."""
+        """Return name and dimensions."""
         return {"name": self.name, "dim": self._dim}
 
     def _encode(self, text: str) -> Vectors:
@@ -71,10 +71,10 @@ class HashEncoder:
 
 
 class PairEncoder:
-    """Two encoders of one space: one for queries, another for passages, as dpr has."""
+    """Two encoders of one vector space, one for queries and one for passages, as in DPR."""
 
     def __init__(self, queries: Encoder, passages: Encoder) -> None:
-        """Raises SetupError when their vectors cannot be compared."""
+        """Raises SetupError if their vectors cannot be compared."""
         self._queries, self._passages = queries, passages
         self.name = passages.name
         self.pooling, self.normalizes = passages.pooling, passages.normalizes
@@ -82,37 +82,37 @@ class PairEncoder:
         dims = [len(e.encode_passages(["a"])[0]) for e in (queries, passages)]
         if dims[0] != dims[1] or queries.normalizes != passages.normalizes:
             raise SetupError(
-                f"--query_model {queries.name} gives {_kind(queries, dims[0])}, but "
-                f"--retriever_model {passages.name} {_kind(passages, dims[1])}; expected two "
-                "encoders of one training"
+                f"--query_model {queries.name} gives {_describe(queries, dims[0])}, but "
+                f"--retriever_model {passages.name} {_describe(passages, dims[1])}; expected two "
+                "encoders that were trained together"
             )
 
     def encode_queries(self, queries: Sequence[str]) -> Vectors:
-        """(num_queries, dim) float32 of the encoder of queries."""
+        """Return the query encoder's float32 vectors (num_queries, dim)."""
         return self._queries.encode_queries(queries)
 
     def encode_passages(self, passages: Sequence[str]) -> Vectors:
-        """(num_passages, dim) float32 of the encoder of passages."""
+        """Return the passage encoder's float32 vectors (num_passages, dim)."""
         return self._passages.encode_passages(passages)
 
     def info(self) -> dict[str, Any]:
-        """What decides a vector, of both encoders."""
+        """Return the facts of both encoders."""
         return {"queries": self._queries.info(), "passages": self._passages.info()}
 
 
 def open_encoder(config: EncoderConfig, max_length: int | None = None) -> Encoder:
-    """The encoder of the settings; `max_length`: tokens of a passage. Raises SetupError."""
-    passages = _open_one(config, config.retriever_model, max_length)
+    """Open the configured encoder; `max_length`: tokens of a passage. Raises SetupError."""
+    passages = _open_checked(config, config.retriever_model, max_length)
     if config.query_model is None:
         return passages
-    return PairEncoder(_open_one(config, config.query_model, max_length), passages)
+    return PairEncoder(_open_checked(config, config.query_model, max_length), passages)
 
 
-def _open_one(config: EncoderConfig, path: str | None, max_length: int | None) -> Encoder:
-    """The encoder of one model, once it has given a vector."""
-    assert path is not None, "the caller names a model"
+def _open_checked(config: EncoderConfig, path: str | None, max_length: int | None) -> Encoder:
+    """Open one model's encoder and check that it computes finite vectors."""
+    assert path is not None, "the caller checks that a model is named"
     encoder = _load(config, path, max_length)
-    # as a passage, which dpr's encoder of passages takes alone
+    # A passage: DPR's passage encoder takes no queries.
     if not np.isfinite(encoder.encode_passages(["a"])).all():
         raise SetupError(
             f"encoder {encoder.name}: got a vector that is not finite, expected numbers; fix: "
@@ -149,5 +149,5 @@ def _load(config: EncoderConfig, path: str, max_length: int | None) -> Encoder:
         return SentenceEncoder(path, family, config, max_length)
 
 
-def _kind(encoder: Encoder, dim: int) -> str:
+def _describe(encoder: Encoder, dim: int) -> str:
     return f"{dim} dimensions, {'' if encoder.normalizes else 'not '}normalised"

@@ -1,17 +1,17 @@
-"""Every exception the retrieval service and its client raise on purpose, a branch of `verl.errors`.
+"""The exceptions of the retrieval service and its client, a branch of the tree in `verl.errors`.
 
 SearchError
-├── RetrieverUnavailable   no answer: connection, timeout, 429 or 5xx, after all retries
-├── RetrieverRefused       a 4xx, or an answer outside the wire contract: retrying is useless
-├── Overloaded             the queue is full: ask again after `retry_after` seconds
-├── DeadlineExceeded       the time that the request allowed was over before its turn
+├── RetrieverUnavailable   no response: connection error, timeout, 429 or 5xx, after all retries
+├── RetrieverRefused       a 4xx, or a response outside the wire contract: a retry is useless
+├── Overloaded             the queue is full: retry after `retry_after` seconds
+├── DeadlineExceeded       the request's time was over before it was answered
 ├── UpstreamUnavailable    an online service failed or limits the rate, after all retries
-│   └── UpstreamInvalid    it answers, but never in its documented form
-├── UpstreamRefused        an online service refused for good: a wrong key, a spent quota
-├── QueryNotRecorded       a replay has no record of this query
-├── CorpusError            a corpus that is missing or has a malformed row
-├── IndexMismatch          an index that was not built from this corpus or encoder
-└── SetupError             something to load is not there: package, GPU, model, index
+│   └── UpstreamInvalid    it responds, but never in its documented format
+├── UpstreamRefused        an online service refused permanently: wrong key, exhausted quota
+├── QueryNotRecorded       the replayed record does not contain this query
+├── CorpusError            the corpus is missing or has a malformed row
+├── IndexMismatch          the index is damaged or was not built from this corpus or encoder
+└── SetupError             something that the settings ask for is missing: package, GPU, model
 """
 
 from pathlib import Path
@@ -19,28 +19,28 @@ from pathlib import Path
 from verl.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
-"""The checkout, or the folder of an installed copy."""
+"""The root of the checkout, or the folder of installed packages."""
 
 
 class SearchError(UserError):
-    """Base of all errors of the retrieval service."""
+    """Base class of all errors of the retrieval service."""
 
 
 class RetrieverUnavailable(SearchError):
-    """The server did not answer within the allowed retries; an infrastructure failure."""
+    """No server responded within the allowed retries; an infrastructure failure."""
 
     def __init__(self, message: str, num_retries: int = 0, reason: str = "") -> None:
-        """`num_retries`: further attempts made, in vain; `reason`: the message without advice."""
+        """`num_retries`: failed attempts after the first; `reason`: the message without advice."""
         super().__init__(message)
         self.num_retries = num_retries
         self.reason = reason or message
 
 
 class RetrieverRefused(SearchError):
-    """The server understood and refused, or answered something outside the contract."""
+    """The server refused the request, or its response is outside the wire contract."""
 
     def __init__(self, message: str, status: int | None = None) -> None:
-        """`status`: of the HTTP answer; None for an answer outside the contract."""
+        """`status`: the HTTP status; None for a response outside the wire contract."""
         super().__init__(message)
         self.status = status
 
@@ -49,29 +49,29 @@ class Overloaded(SearchError):
     """The server's queue is full."""
 
     def __init__(self, message: str, retry_after: float) -> None:
-        """`retry_after`: seconds after which there is likely room."""
+        """`retry_after`: seconds after which the queue probably has free slots."""
         super().__init__(message)
         self.retry_after = retry_after
 
 
 class DeadlineExceeded(SearchError):
-    """The request's time was over before it could be searched."""
+    """The request's time was over before it was answered."""
 
 
 class UpstreamUnavailable(SearchError):
-    """An online search service did not answer within the allowed retries."""
+    """An online search service did not respond within the allowed retries."""
 
 
 class UpstreamInvalid(UpstreamUnavailable):
-    """An online search service answered something outside its documented form, each time."""
+    """Every response of an online search service was outside its documented format."""
 
 
 class UpstreamRefused(SearchError):
-    """An online search service refused for good; its message says why."""
+    """An online search service refused permanently; the message says why."""
 
 
 class QueryNotRecorded(SearchError):
-    """The record that is replayed does not hold this query."""
+    """The replayed record does not contain this query."""
 
 
 class CorpusError(SearchError):
@@ -79,7 +79,7 @@ class CorpusError(SearchError):
 
 
 class IndexMismatch(SearchError):
-    """The index does not belong to the corpus or the encoder it was opened with."""
+    """The index is damaged, or does not match the corpus or encoder it was opened with."""
 
 
 class SetupError(SearchError):
@@ -87,7 +87,7 @@ class SetupError(SearchError):
 
 
 def install_command(extra: str) -> str:
-    """The command that installs an extra of pyproject.toml; the project is on no registry."""
+    """Return the command that installs an extra; the project is not on a package index."""
     if (ROOT / "pyproject.toml").is_file():
         return f"pip install -e '{ROOT}[{extra}]'"
     return f"pip install '.[{extra}]' in a checkout of Search-R1"

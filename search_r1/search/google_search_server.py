@@ -1,11 +1,11 @@
-"""The original Search-R1's start of Google search; it calls our server: docs/migration.md."""
+"""Google search under the original Search-R1's name and flags; see docs/migration.md."""
 
 import argparse
 import os
 import sys
 from pathlib import Path
 
-if not __package__:  # started as a file: the checkout may not be installed
+if not __package__:  # run as a file: the project may not be installed
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 from search_r1.search import retrieval_server
@@ -17,10 +17,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--api_key", help="sets GOOGLE_API_KEY")
     parser.add_argument("--cse_id", help="sets GOOGLE_CSE_ID")
     parser.add_argument("--snippet_only", action="store_true", help="do not fetch the pages")
-    given, others = parser.parse_known_args(argv)
-    keys = {"GOOGLE_API_KEY": given.api_key, "GOOGLE_CSE_ID": given.cse_id}
+    args, others = parser.parse_known_args(argv)
+    keys = {"GOOGLE_API_KEY": args.api_key, "GOOGLE_CSE_ID": args.cse_id}
     os.environ.update({name: key for name, key in keys.items() if key})
-    pages = [] if given.snippet_only else ["--page_text"]
+    pages = [] if args.snippet_only else ["--page_text"]
     return retrieval_server.main(["--retriever_name", "google", *pages, *others])
 
 

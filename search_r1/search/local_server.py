@@ -1,4 +1,4 @@
-"""A retrieval server as a child process, for scripts and tests: started, awaited, stopped."""
+"""Runs a retrieval server as a child process, for scripts and tests."""
 
 import os
 import subprocess
@@ -18,7 +18,7 @@ LOG_TAIL_BYTES = 2000
 
 
 class LocalServer:
-    """Runs the server's command line on a free port while the context is open.
+    """Context manager that runs a retrieval server on a free port.
 
     Example: `with LocalServer(["--corpus_path", "example/corpus.jsonl"]) as server: server.url`
     """
@@ -32,10 +32,10 @@ class LocalServer:
         log_path: str | Path | None = None,
         module: str = MODULE,
     ) -> None:
-        """`args`: flags without host and port (0: any free one); `timeout`: to listen, in s.
+        """`args` are the server's flags without host and port; port 0 selects a free port.
 
-        Another `module` takes host, port and port_file likewise, and writes the last when it
-        accepts connections.
+        `timeout` (s) limits the start, until the server listens. Another `module` must accept
+        --host, --port and --port_file as well, and write that file when it accepts connections.
         """
         self._args = args
         self._timeout = timeout
@@ -45,7 +45,7 @@ class LocalServer:
 
     @property
     def url(self) -> str:
-        """Base address, once started."""
+        """Base address; valid after `start`."""
         return f"http://127.0.0.1:{self.port}"
 
     @property
@@ -59,7 +59,7 @@ class LocalServer:
         return self._process.poll()
 
     def start(self) -> Self:
-        """Start and wait until it listens; raises RetrieverUnavailable with the log."""
+        """Start the server and wait until it listens; raises RetrieverUnavailable with its log."""
         self._folder = tempfile.TemporaryDirectory(prefix="retriever-")
         self._log = Path(self._log_path or Path(self._folder.name) / "server.log")
         self._log.parent.mkdir(parents=True, exist_ok=True)
@@ -74,7 +74,7 @@ class LocalServer:
             )
         try:
             deadline = time.monotonic() + self._timeout
-            while not port_file.exists():  # it comes once requests are accepted
+            while not port_file.exists():  # written once requests are accepted
                 self._check_alive(deadline)
                 time.sleep(POLL_S)
             self.port = int(port_file.read_text())
@@ -84,7 +84,7 @@ class LocalServer:
         return self
 
     def stop(self) -> None:
-        """Ask the server to finish, and kill it if it has not within ten seconds."""
+        """Terminate the server; kill it if it has not ended after ten seconds."""
         self._process.terminate()
         try:
             self._process.wait(STOP_S)
@@ -94,7 +94,7 @@ class LocalServer:
         self._folder.cleanup()
 
     def kill(self) -> None:
-        """End it as a crash would: at once, whatever it was doing. `start` uses the port again."""
+        """Kill the server at once, as a crash would. A later `start` uses the same port."""
         self._process.kill()
         self._process.wait()
         self._folder.cleanup()
@@ -109,8 +109,8 @@ class LocalServer:
         status = self._process.poll()
         if status is None and time.monotonic() < deadline:
             return
-        fate = "did not become healthy in time" if status is None else f"exited with {status}"
+        outcome = "did not start to listen in time" if status is None else f"exited with {status}"
         log = self._log.read_bytes()[-LOG_TAIL_BYTES:].decode(errors="replace")
         raise RetrieverUnavailable(
-            f"the retrieval server {fate} (limit {self._timeout} s); its last words:\n{log}"
+            f"the retrieval server {outcome} (limit {self._timeout} s); end of its log:\n{log}"
         )

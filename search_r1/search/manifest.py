@@ -1,4 +1,4 @@
-"""Where corpus and index lie, what the index was built from, and whether they belong together."""
+"""Index manifests, and checks that an index matches its corpus and encoder."""
 
 import math
 import textwrap
@@ -20,34 +20,34 @@ FILE_NAME = "manifest.json"
 
 @dataclass(frozen=True)
 class Manifest:
-    """The facts that decide whether an index fits a corpus and an encoder."""
+    """What an index was built from; decides whether it matches a corpus and an encoder."""
 
     __pydantic_config__: ClassVar = ConfigDict(extra="forbid", allow_inf_nan=False)
 
     engine: str
     corpus: Fingerprint
     count: int
-    """Documents in the index."""
+    """Number of documents in the index."""
     dtype: str = "float32"
-    """Of the embeddings that were indexed."""
+    """Data type of the indexed embeddings."""
     encoder: str = ""
-    """Name of the encoder's folder; empty for BM25. Informative: `probe` is what is compared."""
+    """Name of the encoder's folder, for messages only: `probe` is compared. Empty for BM25."""
     pooling: str = ""
     dim: int = 0
     probe: tuple[float, ...] = ()
-    """Embedding of `PROBE_TEXT` as a passage: another encoder, prefix or pooling gives another."""
+    """Embedding of `PROBE_TEXT` as a passage; differs for another encoder, prefix or pooling."""
     factory: str = "Flat"
-    """What FAISS made of the vectors; without meaning for BM25."""
+    """FAISS factory string of the index; unused for BM25."""
     max_length: int | None = None
-    """Tokens of a passage that were encoded; the model's own limit if None."""
+    """Number of encoded tokens of a passage; None: the model's own limit."""
     query_prefix: str = ""
     passage_prefix: str = ""
     normalizes: bool = True
-    """Whether the vectors have length 1."""
+    """Whether the vectors have unit length."""
     created: str = ""
-    """UTC time; empty in manifests of before it was written."""
+    """UTC time of the build; empty in manifests of early versions."""
     made_with: str = ""
-    """The indexing package and its version."""
+    """Indexing package and its version."""
 
     def save(self, folder: Path) -> None:
         """Write `manifest.json` into `folder`."""
@@ -56,7 +56,7 @@ class Manifest:
 
     @classmethod
     def load(cls, folder: Path) -> "Manifest":
-        """Read `manifest.json` of `folder`; raises IndexMismatch if it is missing or unreadable."""
+        """Read `manifest.json` from `folder`; raises IndexMismatch if it is missing or invalid."""
         path = folder / FILE_NAME
         try:
             return TypeAdapter(cls).validate_json(path.read_bytes())
@@ -77,11 +77,11 @@ class Manifest:
             )
 
     def check_probe(self, folder: Path, encoder: str, probe: Sequence[float]) -> None:
-        """Raise IndexMismatch unless the encoder embeds the probe as at indexing (cos > 0.99)."""
+        """Raise IndexMismatch unless `probe` equals the embedding at indexing (cosine >= 0.99)."""
         scale = math.hypot(*self.probe) * math.hypot(*probe)
         product = sum(x * y for x, y in zip(self.probe, probe, strict=False))
         similarity = product / scale if scale else 0.0
-        if len(probe) != self.dim or not similarity >= 0.99:  # so that nan fits nothing
+        if len(probe) != self.dim or not similarity >= 0.99:  # also true for NaN
             raise IndexMismatch(
                 f"index {folder} was built with encoder {self.encoder!r} ({self.dim} dimensions), "
                 f"but {encoder!r} ({len(probe)} dimensions) embeds a probe text differently "
@@ -93,12 +93,12 @@ PROBE_TEXT = '"Paris"\nParis is the capital of France.'
 
 
 def utc_now() -> str:
-    """The UTC time, for `created`."""
+    """Return the current UTC time, for `created`."""
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def build_command(corpus: str, save_dir: str, method: str = "bm25") -> str:
-    """The command line that builds an index, for error messages."""
+    """Return the command line that builds an index, for error messages."""
     model = "" if method == "bm25" else " --model_path <model>"
     return (
         f"python -m search_r1.search.index_builder --retrieval_method {method}"
@@ -107,7 +107,7 @@ def build_command(corpus: str, save_dir: str, method: str = "bm25") -> str:
 
 
 def open_corpus(config: RetrieverConfig) -> Corpus:
-    """The corpus that the settings name, checked; raises SetupError without one."""
+    """Open and check the corpus of the settings; raises SetupError if they name none."""
     if config.corpus_path is None:
         raise SetupError(
             f"--retriever_name {config.retriever_name} without --corpus_path; expected a jsonl "
@@ -119,7 +119,7 @@ def open_corpus(config: RetrieverConfig) -> Corpus:
 
 
 def check_files(config: RetrieverConfig, index: Path, corpus: Corpus | None) -> None:
-    """Raise IndexMismatch for a damaged index, or one whose checksums name another corpus."""
+    """Raise IndexMismatch if the index is damaged or its checksums name another corpus."""
     known = checksums.check(index, whole=config.verify)
     if known and known.corpus and corpus and known.corpus != corpus.fingerprint.digest:
         raise IndexMismatch(
@@ -129,7 +129,10 @@ def check_files(config: RetrieverConfig, index: Path, corpus: Corpus | None) -> 
 
 
 def locate(config: RetrieverConfig, index_name: str) -> Path:
-    """The index itself, when `index_path` is it or the folder around it."""
+    """Return the path of the index; `index_path` may be the index or the folder that contains it.
+
+    Raises SetupError if it is missing.
+    """
     command = build_command(str(config.corpus_path), "<folder>", config.retriever_name)
     if not config.index_path:
         raise SetupError(

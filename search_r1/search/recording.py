@@ -1,8 +1,8 @@
-"""What a server answered, kept as jsonl: written by `--record`, served again by `replay`.
+"""Recorded search results in a jsonl file: written by `--record`, served by the backend `replay`.
 
-The first line names the format and the engine; each further line is one query with its hits and the
-seconds they took. A kill leaves at most one half-written last line: readers leave it out and the
-next Recorder cuts it off. Numbers are written so that they read back bit for bit.
+The first line holds the format and the backend's facts; each further line is one query with its
+hits and the search time. A killed server leaves at most one incomplete last line: readers skip it,
+and the next Recorder removes it. Numbers are read back exactly.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ VERSION = 1
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """The hits of a query at `k`, and the seconds that the search took."""
+    """The hits of a query for one `k`, and the search time in seconds."""
 
     query: str
     k: int
@@ -38,17 +38,17 @@ class Record:
 
 
 class Recorder:
-    """Appends records to a file; safe to use from several threads, refused to two processes."""
+    """Appends records to a file; thread-safe. Only one process can use a file at a time."""
 
     def __init__(self, path: str | Path, facts: Mapping[str, Any]) -> None:
-        """Create or continue the record of the engine with these `facts`; raises SetupError."""
+        """Create the file, or continue it if its backend has equal `facts`; raises SetupError."""
         self._path = Path(path)
         self._lock = threading.Lock()
         with contextlib.ExitStack() as stack:
             try:
                 self._file = stack.enter_context(self._path.open("ab+"))
                 self._lines = stack.enter_context(contextlib.closing(LineWriter(self._path)))
-                self._known = self._continue(facts)
+                self._recorded_keys = self._open_record(facts)
             except BlockingIOError as error:
                 raise SetupError(
                     f"{path} is being recorded by another server; give each server its own "
@@ -57,19 +57,19 @@ class Recorder:
             except OSError as error:
                 raise SetupError(
                     f"cannot record into {path} ({error}); expected a file in a folder that exists "
-                    "and may be written, on a disk with room"
+                    "and may be written, on a disk with free space"
                 ) from error
             stack.pop_all()
 
     def write(self, records: Sequence[Record]) -> None:
-        """Append the records whose query and k are not there yet."""
+        """Append the records whose query and k are not in the file yet."""
         with self._lock:
             new: dict[tuple[str, int], bytes] = {}
             for record in records:
-                if (key := (record.query, record.k)) not in self._known:
+                if (key := (record.query, record.k)) not in self._recorded_keys:
                     new.setdefault(key, to_line(record))
             self._lines.append_bytes(b"".join(new.values()))
-            self._known |= new.keys()
+            self._recorded_keys |= new.keys()
 
     def close(self) -> None:
         """Close the file; writing afterwards is an error."""
@@ -77,27 +77,26 @@ class Recorder:
             self._lines.close()
             self._file.close()
 
-    def _continue(self, facts: Mapping[str, Any]) -> set[tuple[str, int]]:
-        """Write the header, or check it and cut off a half-written line; what is known already."""
-        fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until it is closed
-        text = json.dumps(facts)  # facts as they read back
-        if _cut(self._file) == 0:
-            header = {"format": FORMAT, "version": VERSION, "facts": json.loads(text)}
-            self._lines.append_bytes(
-                _encode({**header, "fingerprint": fingerprint(json.loads(text))})
-            )
+    def _open_record(self, facts: Mapping[str, Any]) -> set[tuple[str, int]]:
+        """Write or check the header; return the (query, k) pairs that are already recorded."""
+        fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until the file is closed
+        text = json.dumps(facts)
+        facts = json.loads(text)  # as a reader gets them: lists instead of tuples
+        if _remove_partial_line(self._file) == 0:
+            header = {"format": FORMAT, "version": VERSION, "facts": facts}
+            self._lines.append_bytes(_to_json_line({**header, "fingerprint": fingerprint(facts)}))
             return set()
         recorded = read_facts(self._path)
-        if fingerprint(recorded) != fingerprint(json.loads(text)):
+        if fingerprint(recorded) != fingerprint(facts):
             raise SetupError(
-                f"{self._path} is a record of another engine: {json.dumps(recorded)}, but this "
-                f"one is {text}; record into a new file, or serve the engine of that record"
+                f"{self._path} is a record of another backend: {json.dumps(recorded)}, but this "
+                f"one is {text}; record into a new file, or serve the backend of that record"
             )
         return {(row["query"], row["k"]) for _, row in read_rows(self._path)}
 
 
 def read_facts(path: str | Path) -> dict[str, Any]:
-    """The recorded engine's info(); raises SetupError for a file that is no record."""
+    """Return the recorded backend's info(); raises SetupError if the file is not a record."""
     path = Path(path)
     try:
         with regular_file(path).open("rb") as file:
@@ -111,7 +110,7 @@ def read_facts(path: str | Path) -> dict[str, Any]:
         header = None
     if not isinstance(header, dict) or header.get("format") != FORMAT:
         raise SetupError(
-            f"{path} is no record: its first line is {line[:80]!r}; expected a file of --record"
+            f"{path} is not a record: its first line is {line[:80]!r}; expected a file of --record"
         )
     if header.get("version") != VERSION:
         raise SetupError(
@@ -123,21 +122,21 @@ def read_facts(path: str | Path) -> dict[str, Any]:
 
 
 def read_rows(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Byte offset and fields of every line but a half-written last one; raises SetupError."""
+    """Yield byte offset and fields of every complete line; raises SetupError."""
     path = Path(path)
     read_facts(path)
     with path.open("rb") as file:
         offset = len(file.readline())
         for number, line in enumerate(file, start=2):
             if not line.endswith(b"\n"):
-                logger.warning("%s: left out its half-written last line", path)
+                logger.warning("%s: skipped its incomplete last line", path)
                 return
             try:
                 row = json.loads(line)
                 to_record(row)
             except (ValueError, KeyError, TypeError) as error:
                 raise SetupError(
-                    f"{path} line {number} is no record ({type(error).__name__}: {error}), got "
+                    f"{path} line {number} is not a record ({type(error).__name__}: {error}), got "
                     f"{line[:80]!r}; drop this line, or record again"
                 ) from error
             yield offset, row
@@ -145,13 +144,13 @@ def read_rows(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def to_record(row: Mapping[str, Any]) -> Record:
-    """The record that a line's fields hold."""
+    """Convert the fields of a line to a Record."""
     hits = [Hit(Document.from_mapping(item), item["score"]) for item in row["hits"]]
     return Record(row["query"], row["k"], hits, row["seconds"])
 
 
 def to_line(record: Record) -> bytes:
-    """A record as one line; titles and texts only where `contents` do not give them."""
+    """Encode a record as one line; title and text are left out if they follow from `contents`."""
     hits = []
     for hit in record.hits:
         document = hit.document
@@ -160,16 +159,16 @@ def to_line(record: Record) -> bytes:
             item |= {"title": document.title, "text": document.text}
         hits.append(item)
     row = {"query": record.query, "k": record.k, "seconds": float(record.seconds), "hits": hits}
-    return _encode(row)
+    return _to_json_line(row)
 
 
-def _encode(row: Mapping[str, Any]) -> bytes:
-    """ASCII JSON: no character of a query or a document can break the line."""
+def _to_json_line(row: Mapping[str, Any]) -> bytes:
+    # ASCII, so that no character of a query or document is a line break.
     return json.dumps(row, separators=(",", ":")).encode() + b"\n"
 
 
-def _cut(file: BinaryIO) -> int:
-    """Remove what follows the last newline; the bytes that stay."""
+def _remove_partial_line(file: BinaryIO) -> int:
+    """Remove the bytes after the last newline; return the size of the remaining file."""
     size = end = file.seek(0, os.SEEK_END)
     tail = b""
     while end > 0 and b"\n" not in tail:
@@ -179,7 +178,7 @@ def _cut(file: BinaryIO) -> int:
         end = start
     kept = end + tail.rfind(b"\n") + 1
     if kept < size:
-        logger.warning("%s: cut off %d bytes of a half-written line", file.name, size - kept)
+        logger.warning("%s: removed %d bytes of an incomplete line", file.name, size - kept)
         file.truncate(kept)
     file.seek(0, os.SEEK_END)
     return kept

@@ -1,12 +1,12 @@
-"""The original Search-R1's start of search with a reranker: our server with its default models.
+"""Search with a reranker under the original Search-R1's name, flags and default models.
 
-`--reranking_topk` is the server's `--topk`; see docs/migration.md.
+`--reranking_topk` is the same as `--topk`; see docs/migration.md.
 """
 
 import sys
 from pathlib import Path
 
-if not __package__:  # started as a file: the checkout may not be installed
+if not __package__:  # run as a file: the project may not be installed
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 from search_r1.search import retrieval_server

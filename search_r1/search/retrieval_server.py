@@ -1,7 +1,7 @@
-"""The retrieval server: one wire contract over any engine, built for many clients at once.
+"""Retrieval server: searches a corpus with any backend, for many clients at once.
 
-A bearer token is read from the environment variable RETRIEVER_TOKEN only, since flags show in the
-list of processes; clients then send `Authorization: Bearer TOKEN`. See docs/retriever.md.
+A bearer token is taken from the environment variable RETRIEVER_TOKEN only, since flags are visible
+in the process list; clients then send `Authorization: Bearer TOKEN`. See docs/retriever.md.
 """
 
 import faulthandler
@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-if not __package__:  # started as a file: the checkout may not be installed
+if not __package__:  # run as a file: the project may not be installed
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 from search_r1.options import Port, run
@@ -38,29 +38,31 @@ __all__ = ["bind", "create_app", "main", "serve"]
 logger = logging.getLogger(__name__)
 
 WATCH_S = 1.0
+"""Seconds between two checks of the mapped files."""
 MAPS = Path("/proc/self/maps")
+"""List of the files that this process maps (Linux)."""
 
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """Every flag of the server."""
+    """The command-line options of the server."""
 
     host: str = "127.0.0.1"
     """address to bind to"""
     port: Port = 8000
-    """0 picks a free port"""
+    """port to bind to; 0 picks a free port"""
     port_file: Path | None = None
-    """file that receives the port once requests are accepted"""
+    """file to which the port is written once requests are accepted"""
     allowed_hosts: tuple[str, ...] = ()
-    """names in a request's Host, beside addresses and localhost; bound to this machine alone no
-    others are taken, elsewhere all are until some are given (*: any)"""
+    """host names accepted in the Host header, besides IP addresses and localhost (*: any); default:
+    none if bound to this machine only, otherwise any"""
     service: ServiceConfig = field(default_factory=ServiceConfig)
     retriever: RetrieverConfig = field(default_factory=RetrieverConfig)
     faults: FaultConfig = field(default_factory=FaultConfig)
 
 
 def _run(options: ServerOptions) -> int:
-    """Serve until stopped; the exit status."""
+    """Serve until stopped; returns the exit status."""
     service, faults = options.service, options.faults
     service.check()
     faults.check()
@@ -72,13 +74,13 @@ def _run(options: ServerOptions) -> int:
             retriever = build_retriever(options.retriever)
         except OSError as error:
             raise SetupError(
-                f"{error}; expected files and folders that may be read: correct their permissions"
+                f"{error}; expected readable files and folders: correct their permissions"
             ) from error
-        if retriever.num_threads == 1:  # asks no network: no client shall wait for a first search
+        if retriever.num_threads == 1:  # a local index: load it before the first request
             retriever.search(["warm up"], service.topk)
         logger.info("%s: %d documents", retriever.name, retriever.num_documents)
         recorder = None if service.record is None else Recorder(service.record, retriever.info())
-        find = _finder(retriever, options.retriever.corpus_path)
+        find = _document_finder(retriever, options.retriever.corpus_path)
         app = create_app(retriever, service, token=token, recorder=recorder, find=find)
         if faults.is_on:
             logger.warning("TEST FAULTS: requests fail on purpose: %s", faults)
@@ -89,31 +91,34 @@ def _run(options: ServerOptions) -> int:
         try:
             with watching((options.retriever.index_path, corpus, default_index)):
                 is_idle = serve(app, bound, options.port_file, options.allowed_hosts)
-        except IndexMismatch as error:  # logged when it was seen
+        except IndexMismatch as error:  # already logged by `watching`
             if is_idle:
                 raise
             status = error.exit_code
     if not is_idle:
         logger.warning("stopped in the middle of a search that did not end in time")
         logging.shutdown()
-        os._exit(status)  # the thread that searches cannot be stopped otherwise
+        os._exit(status)  # a thread that is still searching would keep the process alive
     return 0
 
 
-def _finder(
+def _document_finder(
     retriever: Retriever, corpus_path: str | None
 ) -> Callable[[str], Document | None] | None:
-    """Finds documents by id: in the corpus that is searched, in one that a backend does not read
-    once it is asked for; None without a file."""
-    if isinstance(searched := getattr(retriever, "corpus", None), Corpus):
-        return searched.find
+    """Return a function that finds documents by id, or None without a corpus file.
+
+    It uses the backend's own corpus. If the backend reads none, `corpus_path` is opened at the
+    first call.
+    """
+    if isinstance(corpus := getattr(retriever, "corpus", None), Corpus):
+        return corpus.find
     if corpus_path is None or not Path(corpus_path).is_file():
         return None
-    opening, opened = threading.Lock(), functools.cache(Corpus.open)
+    lock, open_cached = threading.Lock(), functools.cache(Corpus.open)
 
     def find(id: str) -> Document | None:
-        with opening:
-            corpus = opened(corpus_path)
+        with lock:
+            corpus = open_cached(corpus_path)
         return corpus.find(id)
 
     return find
@@ -121,30 +126,32 @@ def _finder(
 
 @contextmanager
 def watching(roots: Iterable[str | None]) -> Iterator[None]:
-    """Send SIGTERM when a file below `roots` that is mapped changes; IndexMismatch on leaving.
+    """Stop the server when a mapped file below `roots` is changed in place (Linux only).
 
-    Builders rename a new index into its place, which leaves a server its own files. What else
-    writes into them (`cp`, `rsync --inplace`) is seen within WATCH_S, on Linux. A search that reads
-    beyond the end of a file that was cut off meanwhile ends the process at once (SIGBUS).
+    Sends SIGTERM to this process within WATCH_S, and raises IndexMismatch when the context ends.
+    Index builders rename a new file into place, which does not affect a running server; `cp` or
+    `rsync --inplace` write into the mapped file. If a file is truncated, a search that reads beyond
+    its end kills the process at once (SIGBUS).
     """
-    before = {path: _state(path) for path in _mapped([Path(r).resolve() for r in roots if r])}
+    initial = {path: _state(path) for path in _mapped([Path(r).resolve() for r in roots if r])}
     problems: list[str] = []
     ended = threading.Event()
 
-    def look() -> None:
+    def watch() -> None:
         while not ended.wait(WATCH_S):
-            for path, was in before.items():
+            for path, before in initial.items():
                 now = _state(path)
-                if was and now and now[0] == was[0] and now != was and not problems:
+                is_same_file = before and now and now[0] == before[0]
+                if is_same_file and now != before and not problems:
                     problems.append(
                         f"{path} was changed in place while it was served, expected the file that "
-                        "was opened; fix: rename a new file into its place, start the server again"
+                        "was opened; fix: rename a new file into its place, and restart the server"
                     )
                     logger.error("stopping: %s", problems[0])
             if problems:
                 os.kill(os.getpid(), signal.SIGTERM)
 
-    thread = threading.Thread(target=look, name="watch-files", daemon=True)
+    thread = threading.Thread(target=watch, name="watch-files", daemon=True)
     thread.start()
     try:
         yield
@@ -156,6 +163,7 @@ def watching(roots: Iterable[str | None]) -> Iterator[None]:
 
 
 def _mapped(roots: list[Path]) -> set[Path]:
+    """Return the files below `roots` that this process maps."""
     if not MAPS.exists():
         return set()
     lines = MAPS.read_text(errors="surrogateescape").splitlines()
@@ -164,7 +172,7 @@ def _mapped(roots: list[Path]) -> set[Path]:
 
 
 def _state(path: Path) -> tuple[int, int, int] | None:
-    """The file's number, size and time of change; None where it is gone."""
+    """Return inode number, size and mtime of a file; None if it does not exist."""
     try:
         status = path.stat()
     except OSError:
@@ -175,9 +183,9 @@ def _state(path: Path) -> tuple[int, int, int] | None:
 def main(argv: list[str] | None = None) -> int:
     """Command-line entry; returns the exit status."""
     configure_logging(logging.INFO, "%(asctime)s %(levelname)s %(message)s")
-    faulthandler.enable(sys.__stderr__ or sys.stderr)  # a file that was cut off: SIGBUS
-    work = "search_r1.search.retrieval_server:_run"
-    return run(work, ServerOptions, argv, prog="retrieval_server", description=__doc__)
+    faulthandler.enable(sys.__stderr__ or sys.stderr)  # prints a traceback at SIGBUS
+    target = "search_r1.search.retrieval_server:_run"
+    return run(target, ServerOptions, argv, prog="retrieval_server", description=__doc__)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""Every option of a server and of its backends, as data and as flags; the token is never a flag.
+"""The options of a retrieval server and its backends, which are also its command-line flags.
 
-This module loads nothing heavy, so that `--help` and BM25 need neither torch nor FAISS.
+The bearer token is never a flag. Nothing heavy is imported, so `--help` and BM25 need no torch.
 """
 
 from dataclasses import dataclass, field
@@ -17,26 +17,26 @@ class EncoderConfig:
     """The encoder of dense backends."""
 
     retriever_model: str | None = None
-    """encoder: a folder, a hub name, or `hash` (no model, for trials)"""
+    """encoder model: folder, Hugging Face name, or `hash` (no model, for trials)"""
     query_model: str | None = None
-    """another encoder for queries alone, as dpr has; default: retriever_model"""
+    """separate encoder for queries, as DPR has; default: --retriever_model"""
     pooling_method: str | None = None
-    """mean, cls or pooler; default: what the model folder or its family declares"""
+    """mean, cls or pooler; default: as declared by the model folder or its family"""
     query_max_length: Annotated[int, Bounds(1)] = 256
-    """tokens of a query that are encoded"""
+    """longest query in tokens; the rest is cut off"""
     encoder_dtype: str = "float32"
-    """float32, float16 or bfloat16"""
+    """data type of the encoder: float32, float16 or bfloat16"""
     encoder_batch_size: Annotated[int, Bounds(1)] | None = None
     """texts per encoder call; default: 64 on a GPU, 16 on a CPU"""
     encoder_device: str | None = None
-    """cpu, cuda:1 ...; default: a GPU if there is one"""
+    """device of the encoder: cpu, cuda:1 ...; default: a GPU if available"""
     compile_encoder: bool = False
-    """torch.compile the encoder"""
+    """compile the encoder with torch.compile"""
     trust_remote_code: bool = False
     """run Python code that comes with a model"""
     encoder_family: str | None = None
-    """e5, e5-instruct, bge-en, bge, dpr, contriever or other: decides prefixes and pooling;
-    default: by the model's name"""
+    """family of the model: e5, e5-instruct, bge-en, bge, dpr, contriever or other; determines
+    prefixes and pooling; default: from the model's name"""
 
 
 @dataclass(frozen=True)
@@ -46,9 +46,9 @@ class FaissConfig:
     faiss_gpu: bool = False
     """search on all GPUs: sharded, in half precision"""
     nprobe: Annotated[int, Bounds(1)] | None = None
-    """IVF: lists searched per query"""
+    """IVF: number of lists searched per query"""
     ef_search: Annotated[int, Bounds(1)] | None = None
-    """HNSW: candidates kept while searching"""
+    """HNSW: number of candidates kept during a search"""
 
 
 @dataclass(frozen=True)
@@ -64,25 +64,25 @@ class TorchConfig:
     tile_rows: Annotated[int, Bounds(1)] = 65536
     """torch backend: rows scored at a time"""
     rescore: Annotated[int, Bounds(0)] = 0
-    """torch backend: candidates per query scored again in float32 (0: none)"""
+    """torch backend: candidates per query that are scored again in float32 (0: none)"""
 
 
 @dataclass(frozen=True)
 class RerankConfig:
-    """A cross-encoder over any backend."""
+    """Reranking of any backend's results with a cross-encoder."""
 
     reranker_model: str | None = None
-    """cross-encoder that orders what the backend finds"""
+    """cross-encoder that reranks the backend's results"""
     retrieval_topk: Annotated[int, Bounds(1)] = 10
-    """documents given to the reranker"""
+    """documents passed to the reranker"""
     reranker_batch_size: Annotated[int, Bounds(1)] = 32
     """pairs per reranker call"""
     reranker_max_length: Annotated[int, Bounds(8)] = 512
-    """tokens of a pair that are read"""
+    """longest pair of query and document in tokens; the rest is cut off"""
     reranker_dtype: str = "float32"
-    """float32, float16 or bfloat16"""
+    """data type of the reranker: float32, float16 or bfloat16"""
     reranker_device: str | None = None
-    """cpu, cuda:1 ...; default: a GPU if there is one"""
+    """device of the reranker: cpu, cuda:1 ...; default: a GPU if available"""
 
 
 @dataclass(frozen=True)
@@ -90,50 +90,50 @@ class OnlineConfig:
     """Online search services; their keys come from the environment only."""
 
     online_url: str | None = None
-    """address of the service, in place of its own"""
+    """address to use instead of the service's default"""
     requests_per_second: Annotated[float, Bounds(0.01)] = 5.0
-    """most requests sent to the service"""
+    """highest rate of requests to the service"""
     online_retries: Annotated[int, Bounds(0)] = 4
-    """further tries after a failed request"""
+    """retries of a failed request"""
     online_timeout: Annotated[float, Bounds(0.1)] = 15.0
     """seconds for one request, or for all pages of one search"""
     online_cache: str | None = None
-    """sqlite file that keeps the service's answers"""
+    """sqlite file that caches the service's responses"""
     page_text: bool = False
-    """fetch the pages and pass their text instead of the snippet"""
+    """fetch the pages and return their text instead of the snippets"""
     page_bytes: Annotated[int, Bounds(1)] = 2_000_000
-    """bytes read of a page"""
+    """largest number of bytes read from a page"""
     page_chars: Annotated[int, Bounds(1)] = 2_000
-    """characters of a page's text in a document"""
+    """largest number of characters of a page's text in a document"""
 
 
 @dataclass(frozen=True)
 class DiagnosticConfig:
-    """The backends that an agent is judged against."""
+    """Backends for comparisons and diagnosis: oracle, replay and random."""
 
     oracle_path: str | None = None
-    """oracle: jsonl rows of a question and its supporting passages"""
+    """oracle: jsonl file with questions and their supporting passages"""
     replay_path: str | None = None
-    """replay: what a server recorded with --record"""
+    """replay: file that a server recorded with --record"""
     replay_latency: bool = False
     """replay: wait as long as the recorded search took"""
     seed: Seed = 0
-    """random: which documents a query gets"""
+    """random: seed that determines which documents a query gets"""
 
 
 @dataclass(frozen=True)
 class RetrieverConfig:
-    """What is searched and by which backend."""
+    """What is searched, and by which backend."""
 
     retriever_name: str = "bm25"
-    """a backend's name, or any name of a dense index such as e5 with --retriever_model"""
+    """name of a backend, or any other name, such as e5, for a dense index with --retriever_model"""
     corpus_path: str | None = None
-    """jsonl with id and contents"""
+    """jsonl file with id and contents"""
     index_path: str | None = None
-    """an index, or the folder around it; bm25 builds one beside the corpus if absent"""
+    """index, or the folder that contains it; bm25 builds one beside the corpus if it is missing"""
     verify: bool = False
-    """compare all of index and corpus with their checksums first, not blocks by chance; and read
-    every row"""
+    """before serving, read every row and compare all of index and corpus with their checksums,
+    instead of a random sample"""
     encoder: EncoderConfig = field(default_factory=EncoderConfig)
     faiss: FaissConfig = field(default_factory=FaissConfig)
     torch: TorchConfig = field(default_factory=TorchConfig)
@@ -144,39 +144,39 @@ class RetrieverConfig:
 
 @dataclass(frozen=True)
 class ServiceConfig:
-    """The service: limits, batches, caches, record."""
+    """The service: limits, batching, caches and recording."""
 
     topk: Annotated[int, Bounds(1), tyro.conf.arg(aliases=("--reranking-topk",))] = 3
-    """documents for a request without topk"""
+    """documents per query for requests without topk"""
     max_topk: Annotated[int, Bounds(1)] = 100
-    """largest topk of a request"""
+    """largest topk that a request may ask for"""
     max_queries: Annotated[int, Bounds(1)] = 4096
-    """most queries in one request"""
+    """largest number of queries in a request"""
     max_query_chars: Annotated[int, Bounds(1)] = 16384
     """longest query, in characters"""
     max_body_bytes: Annotated[int, Bounds(64)] = 8 * 2**20
-    """longest request body, in bytes"""
+    """largest request body, in bytes"""
     max_pending: Annotated[int, Bounds(1)] = 8192
-    """queries waiting or searching; beyond it 503"""
+    """queries waiting or being searched; beyond this, requests get 503"""
     max_batch: Annotated[int, Bounds(1)] = 256
-    """most queries in one search of the engine"""
+    """largest number of queries in one search of the backend"""
     batch_wait_ms: Annotated[float, Bounds(0)] = 2.0
-    """how long an idle engine waits for more queries (ms)"""
+    """milliseconds that an idle backend waits for more queries"""
     cache_entries: Annotated[int, Bounds(0)] = 100_000
-    """results kept in memory, the last used (0: none)"""
+    """most recently used results kept in memory (0: none)"""
     cache_bytes: Annotated[int, Bounds(0, 2**50)] = 768 * 2**20
-    """memory of these results, in bytes (0: none)"""
+    """largest memory of these results, in bytes (0: none)"""
     cache_path: str | None = None
     """sqlite file that keeps results across restarts"""
     deadline: Annotated[float, Bounds(0.001)] = 60.0
-    """seconds a request may take before 504"""
+    """seconds that a request may take; then it gets 504"""
     drain: Annotated[float, Bounds(0)] = 20.0
     """seconds to finish accepted requests at shutdown"""
     record: str | None = None
-    """jsonl file that receives every search, for `replay`"""
+    """jsonl file to which every search is appended, for the backend `replay`"""
 
     def check(self) -> None:
-        """Raise SetupError for limits that contradict each other."""
+        """Raise SetupError for contradictory limits."""
         if self.topk > self.max_topk:
             raise SetupError(
                 f"--topk {self.topk}; expected --max_topk ({self.max_topk}) or less: raise that"
@@ -195,22 +195,22 @@ class ServiceConfig:
 
 @dataclass(frozen=True)
 class FaultConfig:
-    """Test faults (never in production): requests that fail on purpose."""
+    """Injected faults, for tests of clients (never in production)."""
 
     inject_failures: Annotated[float, Bounds(0, 1)] = 0.0
-    """share of requests to fail, for tests"""
+    """share of requests that fail, for tests"""
     inject_hangs: Annotated[float, Bounds(0, 1)] = 0.0
-    """share of requests never to answer, for tests"""
+    """share of requests that are never answered, for tests"""
     inject_seed: Seed = 0
-    """which requests those are"""
+    """seed of the faults: the n-th request always has the same outcome"""
 
     @property
     def is_on(self) -> bool:
-        """Whether any request is to fail."""
+        """Whether any request can fail on purpose."""
         return self.inject_failures > 0 or self.inject_hangs > 0
 
     def check(self) -> None:
-        """Raise SetupError for shares that leave nothing to answer."""
+        """Raise SetupError if the shares add up to more than 1."""
         if not self.inject_failures + self.inject_hangs <= 1:
             raise SetupError(
                 f"--inject_failures {self.inject_failures:g} and --inject_hangs "

@@ -1,4 +1,4 @@
-"""The words of BM25, the same for corpus and query."""
+"""Word tokenization for BM25, identical for corpus and queries."""
 
 from collections.abc import Sequence
 
@@ -6,7 +6,7 @@ import bm25s
 
 
 def tokenize(texts: Sequence[str]) -> list[list[str]]:
-    """Lower-case words of two or more characters without English stop words, per text."""
+    """Return each text's lower-case words of two or more characters, without English stop words."""
     words: list[list[str]] = bm25s.tokenize(
         list(texts), stopwords="en", return_ids=False, show_progress=False
     )

@@ -1,4 +1,4 @@
-"""A small corpus with ties and odd characters, its indexes, and real servers on real ports."""
+"""A small corpus with ties and unusual characters, its indexes, and servers on real ports."""
 
 import json
 from collections.abc import Callable
@@ -41,7 +41,7 @@ QUERIES = [
 
 
 def write_corpus(path: Path, texts: list[tuple[str, str]] = TEXTS) -> Path:
-    """A jsonl corpus with ids d0, d1 ..."""
+    """Write a jsonl corpus with ids d0, d1 ..."""
     rows = [{"id": f"d{i}", "contents": f'"{t}"\n{x}'} for i, (t, x) in enumerate(texts)]
     lines = [json.dumps(row, ensure_ascii=i % 2 == 0) for i, row in enumerate(rows)]
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
@@ -50,13 +50,13 @@ def write_corpus(path: Path, texts: list[tuple[str, str]] = TEXTS) -> Path:
 
 @pytest.fixture(scope="session")
 def corpus_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The small corpus on disk."""
+    """Path of the small corpus."""
     return write_corpus(tmp_path_factory.mktemp("corpus") / "corpus.jsonl")
 
 
 @pytest.fixture(scope="session")
 def open_engine(corpus_path: Path) -> Callable[[str], Retriever]:
-    """Builds and opens an engine over the small corpus by name; `torch` is exact over `hash`."""
+    """A function that opens a backend over the small corpus by name; builds its index if needed."""
 
     def open_by_name(name: str) -> Retriever:
         folder = corpus_path.parent / "built"
@@ -78,7 +78,7 @@ def open_engine(corpus_path: Path) -> Callable[[str], Retriever]:
 def _diagnostics(
     corpus_path: Path, name: str, open_by_name: Callable[[str], Retriever]
 ) -> DiagnosticConfig:
-    """The files that `oracle` and `replay` answer from."""
+    """Create the files that the backends `oracle` and `replay` need."""
     if name == "oracle":
         path = corpus_path.with_name("oracle.jsonl")
         documents = [{"id": "d0", "contents": '"Paris"\nParis is the capital of France.'}]
@@ -100,11 +100,11 @@ def _diagnostics(
 
 @pytest.fixture(scope="session")
 def serve() -> Callable[..., Any]:
-    """`running`, for tests that start servers of their own."""
+    """The context manager `running`, for tests that start servers."""
     return running
 
 
 @pytest.fixture(scope="session")
 def queries() -> list[str]:
-    """Queries with ties, repeated words, no match, stop words only, nothing, and no ASCII."""
+    """Queries with ties, repeated words, no match, only stop words, no text, and non-ASCII text."""
     return QUERIES

@@ -1,4 +1,4 @@
-"""Checksums: every flipped bit is found, samples differ, indexes without any are served."""
+"""Checksums: every flipped bit is found, samples vary, indexes without checksums are served."""
 
 import logging
 import os
@@ -45,7 +45,7 @@ FILES = [
 
 
 def test_all_files_are_listed(built: Path) -> None:
-    """The table of files above is what a corpus and its indexes consist of."""
+    """The table above lists all files of a corpus and its indexes."""
     found = {path.relative_to(built).as_posix() for path in built.rglob("*") if path.is_file()}
     assert found == {name for _, name in FILES}
 
@@ -53,7 +53,7 @@ def test_all_files_are_listed(built: Path) -> None:
 @given(st.sampled_from(FILES), st.integers(0), st.integers(0, 7))
 @settings(max_examples=150)
 def test_any_flipped_bit_is_found(built: Path, file: tuple[str, str], place: int, bit: int) -> None:
-    """A single flipped bit of any file fails the comparison of the whole."""
+    """A single flipped bit in any file is found by the complete comparison."""
     target, path = built / file[0], built / file[1]
     whole = path.read_bytes()
     damaged = bytearray(whole)
@@ -68,7 +68,7 @@ def test_any_flipped_bit_is_found(built: Path, file: tuple[str, str], place: int
 
 
 def test_every_bit_of_the_checksums_counts(built: Path) -> None:
-    """No bit of the checksums themselves, of which one in 29 is tried, changes unnoticed."""
+    """A flipped bit in the checksums themselves is found; every 29th is tested."""
     path = built / "bm25" / "checksums.json"
     whole = path.read_bytes()
     for place in range(0, 8 * len(whole), 29):
@@ -80,10 +80,10 @@ def test_every_bit_of_the_checksums_counts(built: Path) -> None:
     path.write_bytes(whole)
 
 
-def test_a_start_compares_ends_and_blocks_by_chance(
+def test_a_start_compares_ends_and_random_blocks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Damage at an end is found at once, within a file in some starts, and always by the whole."""
+    """Damage at an end is always found, elsewhere in some starts, and always with `whole`."""
     monkeypatch.setattr(checksums, "BLOCK_BYTES", 8)
     for name in "ab":
         (tmp_path / name).write_bytes(random.Random(0).randbytes(8 * 400 + 3))
@@ -112,11 +112,12 @@ def flip(path: Path, place: int) -> None:
 
 
 @given(st.integers(0, 300), st.integers(2, 70))
-def test_chosen_are_few_with_both_ends(count: int, most: int) -> None:
-    """All of few; of many as many as allowed, in order, with the first and the last."""
-    found = sample_indices(count, most)
-    assert found == sorted(set(found)) and min(count, most - 2) <= len(found) <= min(count, most)
-    assert not count or (found[0], found[-1]) == (0, count - 1)
+def test_sampled_indices_include_both_ends(count: int, max_samples: int) -> None:
+    """All indices of a small range; of a large one a sorted sample with both ends."""
+    indices = sample_indices(count, max_samples)
+    assert indices == sorted(set(indices))
+    assert min(count, max_samples - 2) <= len(indices) <= min(count, max_samples)
+    assert not count or (indices[0], indices[-1]) == (0, count - 1)
 
 
 def config(folder: Path, name: str) -> RetrieverConfig:
@@ -128,9 +129,9 @@ def config(folder: Path, name: str) -> RetrieverConfig:
 def test_old_and_downloaded_indexes(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Without checksums: served with one warning, whose command adds them, also the corpus's hash.
+    """An index without checksums is served with a warning that names the command to add them.
 
-    From then on damage and another corpus of as many documents are refused.
+    After that, damage and another corpus with as many documents are refused.
     """
     corpus = write_corpus(tmp_path / "corpus.jsonl")
     flags = ["--corpus_path", str(corpus), "--save_dir", str(tmp_path)]
@@ -163,7 +164,7 @@ def test_old_and_downloaded_indexes(
 def test_an_index_is_served_from_within_its_folder(
     built: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_checksums: bool
 ) -> None:
-    """`--index_path .` has no name of its own."""
+    """`--index_path .` works, although this path has no file name."""
     shutil.copytree(built, tmp_path / "copy")
     monkeypatch.chdir(tmp_path / "copy" / "bm25")
     if not has_checksums:
@@ -172,8 +173,8 @@ def test_an_index_is_served_from_within_its_folder(
     assert main(["checksums", "--index_path", "."]) == 0
 
 
-def test_a_folder_of_lucene_gets_checksums(tmp_path: Path) -> None:
-    """Its lock file does not count; a folder without files, or none at all, is refused."""
+def test_a_lucene_folder_gets_checksums(tmp_path: Path) -> None:
+    """Lucene's lock file is ignored; an empty or missing folder is refused."""
     for name in ("nowhere", "empty"):
         assert main(["checksums", "--index_path", str(tmp_path / name)]) == 2
         (tmp_path / "empty").mkdir(exist_ok=True)
@@ -183,8 +184,8 @@ def test_a_folder_of_lucene_gets_checksums(tmp_path: Path) -> None:
     assert check(tmp_path, whole=True) is not None
 
 
-def test_a_corpus_edited_within_its_time_is_refused(tmp_path: Path) -> None:
-    """Equal size and time, other content: refused, until the checksums are made again."""
+def test_a_corpus_edited_with_equal_mtime_is_refused(tmp_path: Path) -> None:
+    """Equal size and mtime but other content is refused until the checksums are computed again."""
     path = write_corpus(tmp_path / "c.jsonl")
     Corpus.open(path)
     time = path.stat().st_mtime_ns
@@ -199,7 +200,7 @@ def test_a_corpus_edited_within_its_time_is_refused(tmp_path: Path) -> None:
 def test_a_corpus_scanned_by_an_earlier_version(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Row offsets without checksums get them by one scan, or a warning where nothing is written."""
+    """Offsets without checksums cause one scan, which adds them, or a warning if read-only."""
     path = write_corpus(tmp_path / "c.jsonl")
     Corpus.open(path)
     checksums.path_for(path).unlink()
@@ -211,8 +212,8 @@ def test_a_corpus_scanned_by_an_earlier_version(
     assert check(path, whole=True) is not None
 
 
-def test_a_rebuild_leaves_a_server_its_files(tmp_path: Path) -> None:
-    """What was opened answers as before while a new index takes the place of its files."""
+def test_a_rebuild_does_not_affect_an_opened_index(tmp_path: Path) -> None:
+    """An opened index answers as before while a new build replaces its files."""
     corpus = write_corpus(tmp_path / "corpus.jsonl")
     flags = ["--retrieval_method", "hash", "--model_path", "hash", "--corpus_path", str(corpus)]
     assert main([*flags, "--save_dir", str(tmp_path)]) == 0

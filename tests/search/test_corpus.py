@@ -1,4 +1,4 @@
-"""The corpus: rows by offset, fingerprints, sidecars, and malformed rows."""
+"""The corpus: rows by offset, fingerprints, stored offsets, and malformed rows."""
 
 import json
 import os
@@ -17,7 +17,7 @@ def write(path: Path, text: str) -> Path:
 
 
 def test_rows_equal_a_plain_parse(corpus_path: Path) -> None:
-    """Reading by offset gives what parsing the file line by line gives."""
+    """Reading by offset equals parsing the file line by line."""
     lines = corpus_path.read_bytes().split(b"\n")[:-1]
     expected = [json.loads(line) for line in lines]
     corpus = Corpus.open(corpus_path)
@@ -35,7 +35,7 @@ def test_rows_equal_a_plain_parse(corpus_path: Path) -> None:
     ],
 )
 def test_line_ends(tmp_path: Path, text: str, ids: list[str]) -> None:
-    """Missing last newlines, blank lines and CRLF change no document."""
+    """A missing last newline, blank lines and CRLF make no difference."""
     path = tmp_path / "c.jsonl"
     path.write_bytes(text.encode())
     assert [document.id for document in Corpus.open(path)] == ids
@@ -52,13 +52,13 @@ def test_line_ends(tmp_path: Path, text: str, ids: list[str]) -> None:
     ],
 )
 def test_title_and_text(row: dict[str, str], expected: tuple[str, str]) -> None:
-    """Title and text are derived from contents unless the row has its own."""
+    """Title and text are derived from contents unless the row has them."""
     document = Document.from_mapping(row)
     assert (document.title, document.text) == expected
 
 
 def test_contents_are_joined_from_title_and_text() -> None:
-    """A row without contents gets them in the form of wiki-18."""
+    """A row without contents gets them in the format of wiki-18."""
     document = Document.from_mapping({"id": 7, "title": "T", "text": "x"})
     assert document == Document("7", "T", "x", '"T"\nx')
 
@@ -75,8 +75,8 @@ def test_contents_are_joined_from_title_and_text() -> None:
         ('{"id": "1", "contents": "a \\ud800"}', "surrogates not allowed"),
     ],
 )
-def test_malformed_row_is_named(tmp_path: Path, row: str, problem: str) -> None:
-    """A malformed row is refused with its number, what was got and what was expected."""
+def test_malformed_row_is_reported_with_its_number(tmp_path: Path, row: str, problem: str) -> None:
+    """A malformed row is an error with its number, what was got and what was expected."""
     good = '{"id": "0", "contents": "fine"}\n'
     corpus = Corpus.open(write(tmp_path / "c.jsonl", good + row + "\n" + good))
     assert corpus[0].contents == corpus[2].contents == "fine"
@@ -95,7 +95,7 @@ def test_malformed_row_is_named(tmp_path: Path, row: str, problem: str) -> None:
     ],
 )
 def test_rows_that_only_python_reads(tmp_path: Path, row: str) -> None:
-    """What the fast parser refuses but json takes is still a document."""
+    """A row that orjson refuses but json accepts is still a document."""
     expected = str(json.loads(row.lstrip("\ufeff"))["id"])
     document = Corpus.open(write(tmp_path / "c.jsonl", row + "\n"))[0]
     assert (document.id, document.contents) == (expected, "a")
@@ -103,13 +103,13 @@ def test_rows_that_only_python_reads(tmp_path: Path, row: str) -> None:
 
 @pytest.mark.parametrize("name", ["missing.jsonl", "empty.jsonl"])
 def test_no_corpus(tmp_path: Path, name: str) -> None:
-    """A missing or an empty file is refused by name."""
+    """A missing or empty file is refused with its name."""
     write(tmp_path / "empty.jsonl", "")
     with pytest.raises(CorpusError, match=name):
         Corpus.open(tmp_path / name)
 
 
-def test_sidecar_is_used_and_outdated(tmp_path: Path) -> None:
+def test_stored_offsets_are_used_unless_outdated(tmp_path: Path) -> None:
     """A changed file, even of equal size, is scanned again and has another fingerprint."""
     path = write(tmp_path / "c.jsonl", '{"id": "1", "contents": "ab"}\n')
     first = Corpus.open(path).fingerprint
@@ -122,14 +122,14 @@ def test_sidecar_is_used_and_outdated(tmp_path: Path) -> None:
     assert changed.digest != first.digest
 
 
-def test_broken_sidecar_is_replaced(tmp_path: Path) -> None:
-    """A sidecar that is no array does not stop the corpus from opening."""
+def test_broken_offsets_are_replaced(tmp_path: Path) -> None:
+    """An offsets file that is not an array is computed again."""
     path = write(tmp_path / "c.jsonl", '{"id": "1", "contents": "ab"}\n')
     write(tmp_path / "c.jsonl.offsets.npy", "not an array")
     assert len(Corpus.open(path)) == 1
 
 
-def test_fingerprint_does_not_depend_on_the_place(tmp_path: Path) -> None:
+def test_fingerprint_does_not_depend_on_the_path(tmp_path: Path) -> None:
     """A copied corpus is the same corpus."""
     text = '{"id": "1", "contents": "ab"}\n'
     (tmp_path / "x").mkdir()

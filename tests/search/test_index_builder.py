@@ -1,4 +1,4 @@
-"""Building indexes: manifests, mismatches, atomicity, and what the settings lack."""
+"""Building indexes: manifests, mismatches, atomicity, and missing settings."""
 
 import json
 import subprocess
@@ -24,7 +24,7 @@ def write(path: Path, ids: str) -> Path:
 
 @pytest.mark.parametrize("method", ["bm25", "hash"])
 def test_another_corpus_is_refused(tmp_path: Path, method: str) -> None:
-    """An index of another corpus of equal size is refused, naming both and the fix."""
+    """An index of another corpus of equal size is refused; the message names both and the fix."""
     corpus, other = write(tmp_path / "a.jsonl", "123"), write(tmp_path / "b.jsonl", "132")
     build_index(BuildConfig(method, str(corpus), str(tmp_path), model_path="hash"))
     config = RetrieverConfig(method, str(other), str(tmp_path), encoder=EncoderConfig("hash"))
@@ -38,7 +38,7 @@ def test_another_corpus_is_refused(tmp_path: Path, method: str) -> None:
 
 @pytest.mark.parametrize("dim", [32, 63])
 def test_another_encoder_is_refused(tmp_path: Path, dim: int) -> None:
-    """An index is served with the encoder that built it only."""
+    """An index is only served with the encoder that built it."""
     corpus = write(tmp_path / "a.jsonl", "123")
     build_index(BuildConfig("e5", str(corpus), str(tmp_path), model_path="hash"))
     config = RetrieverConfig("e5", str(corpus), str(tmp_path), encoder=EncoderConfig(f"hash:{dim}"))
@@ -47,7 +47,7 @@ def test_another_encoder_is_refused(tmp_path: Path, dim: int) -> None:
 
 
 def test_bare_index_of_another_size_is_refused(tmp_path: Path) -> None:
-    """Without a manifest the number of vectors must be the number of documents."""
+    """Without a manifest, the number of vectors must equal the number of documents."""
     corpus = write(tmp_path / "a.jsonl", "123")
     folder = build_index(BuildConfig("e5", str(corpus), str(tmp_path), model_path="hash"))
     other = write(tmp_path / "b.jsonl", "12")
@@ -57,7 +57,7 @@ def test_bare_index_of_another_size_is_refused(tmp_path: Path) -> None:
 
 
 def test_failed_build_leaves_the_old_index(tmp_path: Path) -> None:
-    """A build that fails on a malformed row neither replaces the index nor leaves rubbish."""
+    """A build that fails on a malformed row keeps the old index and leaves no other files."""
     corpus = write(tmp_path / "a.jsonl", "123")
     folder = build_index(BuildConfig("bm25", str(corpus), str(tmp_path / "out")))
     before = Manifest.load(folder)
@@ -70,7 +70,7 @@ def test_failed_build_leaves_the_old_index(tmp_path: Path) -> None:
 
 
 def test_default_index_follows_the_corpus(tmp_path: Path) -> None:
-    """Without an index path BM25 builds one, and builds again when the corpus has changed."""
+    """Without an index path, BM25 builds an index, and rebuilds it if the corpus has changed."""
     corpus = write(tmp_path / "a.jsonl", "123")
     config = RetrieverConfig("bm25", str(corpus))
     assert build_retriever(config).num_documents == 3
@@ -81,8 +81,8 @@ def test_default_index_follows_the_corpus(tmp_path: Path) -> None:
     assert build_retriever(config).search(["some words"], 9)[0][4].document.id == "5"
 
 
-def test_command_line_with_the_familiar_flags(tmp_path: Path) -> None:
-    """The module runs as a command, and writes a manifest that names corpus and count."""
+def test_command_line_with_the_original_flags(tmp_path: Path) -> None:
+    """The module runs as a command and writes a manifest with corpus and count."""
     corpus = write(tmp_path / "a.jsonl", "123")
     command = [sys.executable, "-m", "search_r1.search.index_builder", "--faiss_type", "Flat"]
     command += ["--retrieval_method", "bm25", "--corpus_path", str(corpus)]
@@ -107,7 +107,7 @@ def test_command_line_with_the_familiar_flags(tmp_path: Path) -> None:
 def test_bad_settings_are_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: list[str], problem: str
 ) -> None:
-    """A user's mistake ends with status 2 and one line that names it."""
+    """An invalid setting ends with status 2 and a one-line message."""
     defaults = ["--corpus_path", str(write(tmp_path / "a.jsonl", "1"))]
     assert main([*defaults, "--save_dir", str(tmp_path), *flags]) == 2
     assert problem in capsys.readouterr().err.splitlines()[-1]
@@ -138,8 +138,8 @@ def test_a_full_disk_is_one_line(tmp_path: Path, method: str) -> None:
         (RetrieverConfig("e5", "CORPUS", encoder=EncoderConfig("m")), "without --index_path"),
     ],
 )
-def test_missing_pieces_are_named(tmp_path: Path, config: RetrieverConfig, problem: str) -> None:
-    """Each missing setting is refused with the flag that fixes it."""
+def test_missing_settings_are_named(tmp_path: Path, config: RetrieverConfig, problem: str) -> None:
+    """The error for a missing setting names the flag that fixes it."""
     path = write(tmp_path / "a.jsonl", "1") if config.corpus_path else None
     values = {**vars(config), "corpus_path": path and str(path)}
     with pytest.raises(SetupError, match=problem):
@@ -150,7 +150,7 @@ def test_missing_pieces_are_named(tmp_path: Path, config: RetrieverConfig, probl
 def test_a_download_is_not_replaced(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], method: str, name: str
 ) -> None:
-    """The published indexes have the names that a build would give its own: they stay."""
+    """A downloaded index, which has the same name as a build, is not overwritten."""
     corpus, published = write(tmp_path / "a.jsonl", "123"), tmp_path / name
     published.parent.mkdir(exist_ok=True)
     published.write_bytes(b"64 GB")
@@ -161,14 +161,14 @@ def test_a_download_is_not_replaced(
 
 
 def test_folder_without_manifest_is_refused(tmp_path: Path) -> None:
-    """A half-made index folder is never served."""
+    """An incomplete index folder is never served."""
     corpus = write(tmp_path / "a.jsonl", "1")
     (tmp_path / "bm25").mkdir()
     with pytest.raises(SearchError, match=r"manifest\.json cannot be read"):
         build_retriever(RetrieverConfig("bm25", str(corpus), str(tmp_path)))
 
 
-KILLED_AT_A_SYNC = """
+BUILD_WITH_KILLS = """
 import os, signal, sys
 from search_r1.search.index_builder import main
 left, sync = 0, os.fsync
@@ -188,15 +188,16 @@ for moment in sys.argv[1].split(","):
     there = os.path.isdir(sys.argv[-1]) and [n for n in os.listdir(sys.argv[-1]) if n[0] != "."]
     print(len(there or []), flush=True)
 """
-"""The builder, killed for good just before its n-th write reaches the disk, for each n in a process
-of its own; says how it ended, and how many indexes one can see then."""
+"""Runs the builder in child processes, each killed with SIGKILL before its n-th fsync.
+
+Prints each exit code, and the number of visible indexes after it."""
 
 
 @pytest.mark.parametrize(
     ("method", "moments"), [("bm25", [1, 0, 3, 4, 9, 1]), ("e5", [1, 3, 0, 5, 10, 2])]
 )
-def test_a_killed_build_goes_on(tmp_path: Path, method: str, moments: list[int]) -> None:
-    """Killed again and again at different moments, a build ends as an undisturbed one does."""
+def test_a_killed_build_resumes(tmp_path: Path, method: str, moments: list[int]) -> None:
+    """A build that is killed repeatedly gives the same index as an undisturbed one."""
     corpus = tmp_path / "c.jsonl"
     corpus.write_text("".join(ROW.format(i) for i in range(61)))
     flags = ["--retrieval_method", method, "--corpus_path", str(corpus), "--model_path", "hash"]
@@ -204,14 +205,14 @@ def test_a_killed_build_goes_on(tmp_path: Path, method: str, moments: list[int])
     undisturbed = tmp_path / "undisturbed"
     assert main([*flags, str(undisturbed)]) == 0
     times = ",".join(map(str, [*moments, 1000]))
-    command = [sys.executable, "-c", KILLED_AT_A_SYNC, times, *flags, str(tmp_path / "killed")]
+    command = [sys.executable, "-c", BUILD_WITH_KILLS, times, *flags, str(tmp_path / "killed")]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
     ends = [word for word in done.stdout.split() if word.lstrip("-").isdigit()]
     assert ends == ["-9", "0"] * len(moments) + ["0", "1"], "half an index is visible"
     assert "resuming the work" in done.stderr
-    (whole,), (pieced,) = undisturbed.iterdir(), (tmp_path / "killed").iterdir()
-    for path in whole.iterdir():
+    (reference,), (resumed,) = undisturbed.iterdir(), (tmp_path / "killed").iterdir()
+    for path in reference.iterdir():
         if path.name not in ("manifest.json", "checksums.json"):
-            assert (pieced / path.name).read_bytes() == path.read_bytes(), path.name
-    facts = [json.loads((p / "manifest.json").read_text()) for p in (whole, pieced)]
+            assert (resumed / path.name).read_bytes() == path.read_bytes(), path.name
+    facts = [json.loads((p / "manifest.json").read_text()) for p in (reference, resumed)]
     assert facts[0] | {"created": ""} == facts[1] | {"created": ""}

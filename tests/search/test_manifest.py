@@ -1,4 +1,4 @@
-"""Manifests: old ones are read, and encoders are compared whatever the length of their vectors."""
+"""Manifests: old versions are read; encoders are compared by the direction of a vector."""
 
 import json
 from pathlib import Path
@@ -19,11 +19,11 @@ OLD = {
     "dim": 2,
     "probe": [0.6, 0.8],
 }
-"""The fields of the first version."""
+"""A manifest of the first version."""
 
 
 def test_manifests_of_the_first_version_load(tmp_path: Path) -> None:
-    """What they lack has the value that held at their time."""
+    """Fields added later get the values that applied to the first version."""
     (tmp_path / "manifest.json").write_text(json.dumps(OLD))
     manifest = Manifest.load(tmp_path)
     assert manifest.corpus == Fingerprint(3, 99, "ab") and manifest.probe == (0.6, 0.8)
@@ -39,7 +39,7 @@ def test_manifests_of_the_first_version_load(tmp_path: Path) -> None:
 def test_probes_are_compared_by_their_direction(
     tmp_path: Path, probe: tuple[float, ...], fits: bool
 ) -> None:
-    """Vectors without length 1 are no reason to take another encoder, or to refuse the same."""
+    """The comparison does not depend on the length of the vectors."""
     manifest = Manifest("x", Fingerprint(1, 1, ""), 1, dim=2, probe=(3.0, 4.0))
     if fits:
         manifest.check_probe(tmp_path, "x", probe)

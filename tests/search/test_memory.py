@@ -1,4 +1,4 @@
-"""Sizes of matrices and models, the free memory of a container, and what a process holds."""
+"""Sizes of matrices and models, free memory, and the memory of a process."""
 
 import json
 import struct
@@ -16,18 +16,18 @@ from search_r1.search.memory import Host, bytes_of_matrix, bytes_of_model, resid
     [("float32", 3072), ("float16", 1536), ("bfloat16", 1536), ("int8", 768 + 4)],
 )
 def test_matrix_of_wiki_18(dtype: str, per_row: int) -> None:
-    """21,015,324 × 768 takes its values, and int8 one scale per row."""
+    """A 21,015,324 × 768 matrix needs its values, and with int8 one scale per row."""
     assert bytes_of_matrix(dtype, 21_015_324, 768) == 21_015_324 * per_row
 
 
 def test_unknown_dtypes_are_refused() -> None:
-    """A dtype without a size is an error, not a guess."""
+    """A dtype of unknown size is an error."""
     with pytest.raises(SetupError, match="dtype 'fp16'; expected float32, float16"):
         bytes_of_matrix("fp16", 10, 8)
 
 
 def write_safetensors(path: Path, shapes: list[list[int]]) -> None:
-    """A file in the published layout: header length, JSON header, float32 zeros."""
+    """Write a safetensors file: header length, JSON header, float32 zeros."""
     header, end = {}, 0
     for i, shape in enumerate(shapes):
         size = 4 * int(np.prod(shape))
@@ -38,7 +38,7 @@ def write_safetensors(path: Path, shapes: list[list[int]]) -> None:
 
 
 def test_model_bytes_are_its_parameters_in_the_dtype(tmp_path: Path) -> None:
-    """Parameters count once, whatever they are stored as; .bin only without safetensors."""
+    """The stored dtype does not matter; .bin files count only without safetensors files."""
     (tmp_path / "pytorch_model.bin").write_bytes(bytes(400))
     assert bytes_of_model(str(tmp_path), "float16") == 200
     (tmp_path / "2_Dense").mkdir()
@@ -50,20 +50,20 @@ def test_model_bytes_are_its_parameters_in_the_dtype(tmp_path: Path) -> None:
 
 
 def test_damaged_model_is_refused(tmp_path: Path) -> None:
-    """A download that stopped is named before anything loads."""
+    """An incomplete download is an error before anything is loaded."""
     (tmp_path / "model.safetensors").write_bytes(b"\0\0")
     with pytest.raises(SetupError, match=r"model\.safetensors is not a safetensors file"):
         bytes_of_model(str(tmp_path), "float32")
 
 
 def test_this_machine_has_free_memory() -> None:
-    """Measured without GPUs, so without torch."""
+    """Without GPUs, the host's free memory is measured without torch."""
     host = Host.measure(with_gpus=False)
     assert 1 << 20 < host.free < 1 << 50 and host.gpus == ()
 
 
-def test_a_process_holds_its_own_memory_and_mapped_files(tmp_path: Path) -> None:
-    """Touched pages of a mapped file are counted apart from the process's own memory."""
+def test_own_memory_and_mapped_files_of_a_process(tmp_path: Path) -> None:
+    """Resident pages of a mapped file are counted separately from the process's own memory."""
     path, size = tmp_path / "index", 40 << 20
     path.write_bytes(bytes(size))
     before = resident()

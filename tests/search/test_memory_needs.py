@@ -1,4 +1,4 @@
-"""Machines that are large enough, and machines that are not."""
+"""The memory check accepts sufficient machines and refuses small ones."""
 
 import logging
 import subprocess
@@ -25,7 +25,7 @@ GB = 10**9
 
 @pytest.fixture(scope="module")
 def wiki(tmp_path_factory: pytest.TempPathFactory) -> RetrieverConfig:
-    """Settings for an index as large as wiki-18's: its header, then a hole in the file."""
+    """Settings for an index as large as wiki-18's, stored as a header and a sparse file."""
     folder = tmp_path_factory.mktemp("wiki")
     header = HEADER.pack(b"IxFI", DIM, ROWS, 1 << 20, 1 << 20, True, 0, ROWS * DIM)
     with (folder / "e5_Flat.index").open("wb") as file:
@@ -38,7 +38,7 @@ def wiki(tmp_path_factory: pytest.TempPathFactory) -> RetrieverConfig:
 
 
 def with_torch(config: RetrieverConfig, dtype: str, *devices: str) -> RetrieverConfig:
-    """The torch engine on `devices`."""
+    """Return the settings with the torch backend on `devices`."""
     torch = TorchConfig(dense_engine="torch", matrix_dtype=dtype, matrix_devices=devices)
     return replace(config, torch=torch)
 
@@ -47,7 +47,7 @@ def with_torch(config: RetrieverConfig, dtype: str, *devices: str) -> RetrieverC
     ("dtype", "per_row"), [("float32", 4 * DIM), ("bfloat16", 2 * DIM), ("int8", DIM + 4)]
 )
 def test_matrix_is_shared_by_the_devices(wiki: RetrieverConfig, dtype: str, per_row: int) -> None:
-    """Shards are equal, and a device that is named twice holds two."""
+    """Shards are equal; a device that is named twice gets two."""
     config = with_torch(wiki, dtype, "cuda:0", "cuda:1", "cuda", "cpu")
     sizes = {n.device: n.bytes for n in estimate(config, 2) if n.what.startswith("matrix")}
     total = ROWS * per_row
@@ -59,7 +59,7 @@ def test_matrix_is_shared_by_the_devices(wiki: RetrieverConfig, dtype: str, per_
 
 
 def test_matrix_is_on_all_gpus_by_default(wiki: RetrieverConfig) -> None:
-    """Without --matrix_devices every GPU has a share, and the host one tile."""
+    """Without --matrix_devices every GPU gets a shard, and the host one tile."""
     needs = estimate(with_torch(wiki, "float16"), 4)
     matrix = [n for n in needs if n.what.startswith("matrix")]
     assert [n.device for n in matrix] == [f"cuda:{i}" for i in range(4)]
@@ -70,7 +70,7 @@ def test_matrix_is_on_all_gpus_by_default(wiki: RetrieverConfig) -> None:
 def test_large_machine_passes_with_a_table(
     wiki: RetrieverConfig, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What is needed and what is free is logged before anything loads."""
+    """Needed and free memory are logged before anything is loaded."""
     caplog.set_level(logging.INFO)
     check_memory(wiki, Host(128 * GB))
     assert "64.6 GB  index (FAISS)" in caplog.text
@@ -78,7 +78,7 @@ def test_large_machine_passes_with_a_table(
 
 
 def test_small_machine_is_refused_with_hints(wiki: RetrieverConfig) -> None:
-    """The refusal says what is needed and free, and what would take less."""
+    """The error has the needed and free memory, and settings that need less."""
     with pytest.raises(SetupError) as caught:
         check_memory(with_torch(wiki, "float32"), Host(24 * GB))
     text = str(caught.value)
@@ -89,7 +89,7 @@ def test_small_machine_is_refused_with_hints(wiki: RetrieverConfig) -> None:
 
 
 def test_small_gpus_are_refused(wiki: RetrieverConfig) -> None:
-    """FAISS shards a Flat index over GPUs in float16, 32.3 GB in all."""
+    """FAISS shards a Flat index over GPUs in float16, 32.3 GB in total."""
     gpu = replace(wiki, faiss=FaissConfig(faiss_gpu=True))
     with pytest.raises(SetupError) as caught:
         check_memory(gpu, Host(16 * GB, (24 * GB,)))
@@ -99,17 +99,17 @@ def test_small_gpus_are_refused(wiki: RetrieverConfig) -> None:
 
 
 def test_missing_gpu_is_named(wiki: RetrieverConfig) -> None:
-    """--matrix_devices cuda:1 on a machine without it says which devices there are."""
+    """The error for a missing --matrix_devices cuda:1 lists the available devices."""
     with pytest.raises(
         SetupError, match=r"does not exist here \(there are cpu, cuda:0\)"
     ) as caught:
         check_memory(with_torch(wiki, "int8", "cuda:1"), Host(200 * GB, (80 * GB,)))
     assert str(caught.value).startswith("cuda:1, for matrix (int8)")
-    assert "free memory" not in str(caught.value), "more of it would be of no use"
+    assert "free memory" not in str(caught.value), "more memory would not help"
 
 
-def test_unknown_model_is_said_to_be_unknown(wiki: RetrieverConfig) -> None:
-    """A hub name has no size yet; the table says so and nothing is refused for it."""
+def test_unknown_model_size_is_reported(wiki: RetrieverConfig) -> None:
+    """A model that is not downloaded has unknown size in the table and causes no refusal."""
     config = replace(wiki, encoder=EncoderConfig("intfloat/e5-base-v2"))
     rerank = RerankConfig("BAAI/bge-reranker-base", reranker_device="cpu")
     config = replace(config, rerank=rerank)
@@ -122,7 +122,7 @@ def test_unknown_model_is_said_to_be_unknown(wiki: RetrieverConfig) -> None:
 
 
 def test_mapped_files_are_optional(tmp_path: Path) -> None:
-    """BM25 serves from disk, so a machine without room for its files passes."""
+    """BM25 can serve from disk, so a machine with too little memory for its files passes."""
     corpus, folder = tmp_path / "corpus.jsonl", tmp_path / "bm25"
     corpus.write_bytes(bytes(3000))
     folder.mkdir()
@@ -133,8 +133,8 @@ def test_mapped_files_are_optional(tmp_path: Path) -> None:
     check_memory(config, Host(100))
 
 
-def test_missing_files_are_left_to_whoever_opens_them() -> None:
-    """The check never hides the better error of a corpus or index that is not there."""
+def test_missing_files_are_ignored() -> None:
+    """Missing files are ignored: opening them raises a better error."""
     check_memory(
         RetrieverConfig("e5", "/no/corpus", "/no/index", encoder=EncoderConfig("hash")), Host(1)
     )
@@ -142,7 +142,7 @@ def test_missing_files_are_left_to_whoever_opens_them() -> None:
 
 
 def test_bm25_is_checked_without_torch(tmp_path: Path) -> None:
-    """The memory check loads neither torch nor FAISS unless an engine needs them."""
+    """The memory check loads neither torch nor FAISS unless a backend needs them."""
     code = (
         "import sys; from search_r1.search.memory import check_memory;"
         "from search_r1.search.settings import RetrieverConfig;"

@@ -1,4 +1,4 @@
-"""Records: what was written reads back bit for bit, also after a kill."""
+"""Records: values are read back exactly, also after a kill."""
 
 import json
 import math
@@ -35,7 +35,7 @@ def fill(path: Path, *records: Record) -> None:
 
 
 def test_reads_back_what_was_written(tmp_path: Path) -> None:
-    """Queries, documents with odd titles, order and facts survive the file."""
+    """Queries, documents with unusual titles, order and facts are read back."""
     fill(tmp_path / "r", FIRST, SECOND)
     assert read_records(tmp_path / "r") == [FIRST, SECOND]
     assert read_facts(tmp_path / "r") == FACTS
@@ -43,7 +43,7 @@ def test_reads_back_what_was_written(tmp_path: Path) -> None:
 
 @given(st.floats(), st.floats(allow_nan=False), st.text())
 def test_numbers_and_text_are_exact(score: float, seconds: float, text: str) -> None:
-    """Scores come back with the same bits (any NaN as NaN), any text unchanged, on one line."""
+    """Scores keep their bits (any NaN is NaN) and text is unchanged, on a single line."""
     line = to_line(Record(text, 1, [Hit(Document.from_contents("1", text), score)], seconds))
     assert line.count(b"\n") == 1 and len(line.splitlines()) == 1
     row = json.loads(line)
@@ -53,16 +53,16 @@ def test_numbers_and_text_are_exact(score: float, seconds: float, text: str) -> 
     assert (row["query"], row["hits"][0]["contents"]) == (text, text)
 
 
-def test_is_on_disk_before_it_is_closed(tmp_path: Path) -> None:
-    """A write can be read at once, so a kill loses nothing that was written."""
+def test_records_are_on_disk_before_closing(tmp_path: Path) -> None:
+    """A record can be read at once after `write`, so a kill does not lose it."""
     recorder = Recorder(tmp_path / "r", FACTS)
     recorder.write([FIRST])
     assert read_records(tmp_path / "r") == [FIRST]
     recorder.close()
 
 
-def test_a_kill_at_any_byte_costs_the_last_line_only(tmp_path: Path) -> None:
-    """Wherever the file ends, complete lines are read, and a new Recorder continues after them."""
+def test_a_kill_at_any_byte_loses_the_last_line_only(tmp_path: Path) -> None:
+    """Of a file cut at any byte, complete lines are read, and a new Recorder continues there."""
     path = tmp_path / "r"
     fill(path, FIRST, SECOND)
     whole = path.read_bytes()
@@ -75,8 +75,8 @@ def test_a_kill_at_any_byte_costs_the_last_line_only(tmp_path: Path) -> None:
         assert path.read_bytes() == whole
 
 
-def test_long_half_written_lines_are_cut_off(tmp_path: Path) -> None:
-    """A half-written line longer than a read buffer goes, and only it."""
+def test_long_incomplete_lines_are_removed(tmp_path: Path) -> None:
+    """An incomplete line that is longer than a read buffer is removed, and nothing else."""
     path = tmp_path / "r"
     fill(path, FIRST)
     whole = path.read_bytes()
@@ -86,7 +86,7 @@ def test_long_half_written_lines_are_cut_off(tmp_path: Path) -> None:
 
 
 def test_a_query_is_written_once_per_k(tmp_path: Path) -> None:
-    """The first answer of a query and k stays, within a write, across writes and across runs."""
+    """The first result of a query and k is kept, within a write, across writes and across runs."""
     other = Record(FIRST.query, FIRST.k, [], 9.0)
     larger = Record(FIRST.query, 5, [], 9.0)
     fill(tmp_path / "r", FIRST, other)
@@ -94,18 +94,18 @@ def test_a_query_is_written_once_per_k(tmp_path: Path) -> None:
     assert read_records(tmp_path / "r") == [FIRST, larger]
 
 
-def test_refuses_another_engines_record(tmp_path: Path) -> None:
-    """Answers of two engines never mix in a file, and the file stays as it was."""
+def test_refuses_another_backends_record(tmp_path: Path) -> None:
+    """Results of two backends are never mixed in a file, and the file is unchanged."""
     fill(tmp_path / "r", FIRST)
     before = (tmp_path / "r").read_bytes()
-    with pytest.raises(SetupError, match="another engine"):
+    with pytest.raises(SetupError, match="another backend"):
         Recorder(tmp_path / "r", {**FACTS, "k1": 1.2})
     assert (tmp_path / "r").read_bytes() == before
     fill(tmp_path / "r", SECOND)
 
 
 def test_refuses_a_second_writer(tmp_path: Path) -> None:
-    """Two servers cannot write one file at once; when the first is done the second may."""
+    """Two servers cannot write a file at the same time, only one after the other."""
     recorder = Recorder(tmp_path / "r", FACTS)
     with pytest.raises(SetupError, match="another server"):
         Recorder(tmp_path / "r", FACTS)
@@ -114,42 +114,42 @@ def test_refuses_a_second_writer(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "message"),
     [
         (None, "cannot be read"),
-        (b"", "is no record"),
-        (b'{"format": "search-r1-record"', "is no record"),
-        (b'{"id": "1", "contents": "a corpus"}\n', "is no record"),
-        (b"\xff\xfe\n", "is no record"),
+        (b"", "is not a record"),
+        (b'{"format": "search-r1-record"', "is not a record"),
+        (b'{"id": "1", "contents": "a corpus"}\n', "is not a record"),
+        (b"\xff\xfe\n", "is not a record"),
         (b'{"format": "search-r1-record", "version": 99, "facts": {}}\n', "version 99"),
     ],
 )
-def test_refuses_what_is_no_record(tmp_path: Path, content: bytes | None, said: str) -> None:
-    """A missing, empty or foreign file is a setup error that says what was expected."""
+def test_refuses_other_files(tmp_path: Path, content: bytes | None, message: str) -> None:
+    """A missing, empty or foreign file is a SetupError."""
     if content is not None:
         (tmp_path / "r").write_bytes(content)
-    with pytest.raises(SetupError, match=said):
+    with pytest.raises(SetupError, match=message):
         read_records(tmp_path / "r")
 
 
 def test_never_appends_to_a_foreign_file(tmp_path: Path) -> None:
-    """--record naming a corpus by mistake leaves the corpus alone."""
+    """A corpus passed to --record by mistake is unchanged."""
     (tmp_path / "corpus").write_bytes(b'{"id": "1", "contents": "text"}\n')
-    with pytest.raises(SetupError, match="is no record"):
+    with pytest.raises(SetupError, match="is not a record"):
         Recorder(tmp_path / "corpus", FACTS)
     assert (tmp_path / "corpus").read_bytes() == b'{"id": "1", "contents": "text"}\n'
 
 
 def test_names_a_malformed_line(tmp_path: Path) -> None:
-    """A damaged line in the middle is an error with its number, not a silent gap."""
+    """A malformed line is an error with its number, and not skipped."""
     fill(tmp_path / "r", FIRST)
     with (tmp_path / "r").open("ab") as file:
         file.write(b'{"query": "a"}\n')
-    with pytest.raises(SetupError, match="line 3 is no record"):
+    with pytest.raises(SetupError, match="line 3 is not a record"):
         read_records(tmp_path / "r")
 
 
-def test_a_missing_folder_is_said_at_once(tmp_path: Path) -> None:
-    """A record in a folder that is not there fails before a search is made."""
+def test_a_missing_folder_is_refused_at_once(tmp_path: Path) -> None:
+    """A record in a missing folder is an error before any search."""
     with pytest.raises(SetupError, match="folder that exists"):
         Recorder(tmp_path / "none" / "r", FACTS)

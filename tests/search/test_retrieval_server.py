@@ -1,4 +1,4 @@
-"""The wire contract over every engine on real ports, and the server's command line."""
+"""The wire contract with every backend on real ports, and the server's command line."""
 
 import json
 import os
@@ -28,7 +28,7 @@ from tests.search.conftest import write_corpus
 
 FIELDS = {"id", "title", "text", "contents"}
 HTTP = httpx.Client(timeout=30, trust_env=False)
-"""Opens a connection per concurrent request, up to 100."""
+"""Client that opens up to 100 connections."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -38,7 +38,7 @@ def _close_connections() -> Iterator[None]:
 
 
 ENGINES = ["bm25", "hash", "torch", "empty", "random", "oracle", "replay"]
-"""Every engine that opens without a network or a model."""
+"""Every backend that needs neither a network nor a model."""
 
 
 @pytest.fixture(scope="module", params=ENGINES)
@@ -59,10 +59,10 @@ def post(url: str, body: Any) -> httpx.Response:
 
 
 @pytest.mark.parametrize("num_queries", [0, 1, 2, 3])
-def test_line_18_both_forms_for_every_count(
+def test_line_18_both_formats_for_every_count(
     url: str, engine: Retriever, queries: list[str], num_queries: int
 ) -> None:
-    """Correctness line 18: with and without scores, for 0 to 3 queries, the same documents."""
+    """Correctness line 18: the same documents with and without scores, for 0 to 3 queries."""
     asked = queries[:num_queries]
     scored = post(url, {"queries": asked, "topk": 3, "return_scores": True}).json()["result"]
     plain = post(url, {"queries": asked, "topk": 3, "return_scores": False}).json()["result"]
@@ -77,10 +77,10 @@ def test_line_18_both_forms_for_every_count(
         assert isinstance(hit["score"], float)
 
 
-def test_a_whole_turn_of_the_originals_client_is_one_request(
+def test_one_request_of_the_original_client_has_2560_queries(
     open_engine: Callable[[str], Retriever], serve: Callable[..., Any]
 ) -> None:
-    """512 prompts with 5 dialogues each: 2,560 queries in one body, searched 256 at a time."""
+    """512 prompts with 5 dialogues each, in one request, are searched in batches of 256."""
     engine = open_engine("bm25")
     words = ["capital", "France", "Danube", "river", "Seine"]
     asked = [f"{words[i % 5]} {words[i % 3]} {i}" for i in range(2560)]
@@ -95,7 +95,7 @@ def test_a_whole_turn_of_the_originals_client_is_one_request(
 
 
 def test_topk(url: str, engine: Retriever, queries: list[str]) -> None:
-    """A null or absent topk is the server's own; more than the corpus is all that is found."""
+    """Without topk the server's default applies; a topk above the corpus size returns all hits."""
     for topk, body in [(2, {}), (2, {"topk": None}), (1, {"topk": 1}), (99, {"topk": 99})]:
         found = post(url, {"queries": queries, **body}).json()["result"]
         expected = engine.search(queries, topk)
@@ -122,14 +122,14 @@ def test_topk(url: str, engine: Retriever, queries: list[str]) -> None:
     ],
 )
 def test_bad_requests_are_422(url: str, body: Any) -> None:
-    """A request outside the contract is refused with the place of the mistake, never a 500."""
+    """An invalid request is refused with the location of the error, never with a 500."""
     answer = post(url, body)
     assert answer.status_code in (400, 422)
     assert answer.json()["detail"]
 
 
-def test_odd_queries_are_answered(url: str, engine: Retriever, queries: list[str]) -> None:
-    """Empty, huge, non-ASCII and ill-formed queries have answers; unknown fields are ignored."""
+def test_unusual_queries_are_answered(url: str, engine: Retriever, queries: list[str]) -> None:
+    """Empty, huge, non-ASCII and ill-formed queries are answered; unknown fields are ignored."""
     odd = ["", " ", "a" * 16_000, "湖\u2028\x00", "bad \ud800 half", *queries]
     answer = post(url, {"queries": odd, "unknown": 1})
     if engine.name == "replay":
@@ -141,7 +141,7 @@ def test_odd_queries_are_answered(url: str, engine: Retriever, queries: list[str
 
 
 def test_health_and_info(url: str, engine: Retriever) -> None:
-    """Health names engine and number of documents, info adds what is served."""
+    """/health has the backend and the number of documents, /info all facts about it."""
     health = httpx.get(f"{url}/health").json()
     expected = {"retriever": engine.name, "num_documents": engine.num_documents}
     assert health == {"status": "ok", **expected}
@@ -153,7 +153,7 @@ def test_health_and_info(url: str, engine: Retriever) -> None:
 
 
 class Fragile:
-    """An engine that notices when two threads, or two calls at once, use it."""
+    """A backend that fails for concurrent calls and records the calling threads."""
 
     name = "fragile"
     num_documents = 1
@@ -176,8 +176,8 @@ class Fragile:
         return {}
 
 
-def test_the_engine_is_used_by_one_thread(serve: Callable[..., Any]) -> None:
-    """Concurrent requests reach the engine one at a time, always from the same thread."""
+def test_the_backend_is_used_by_one_thread(serve: Callable[..., Any]) -> None:
+    """Concurrent requests call the backend one at a time, always from the same thread."""
     engine = Fragile()
     with serve(create_app(engine)) as address, ThreadPoolExecutor(16) as pool:
         answers = list(pool.map(lambda i: post(address, {"queries": [f"q{i}"]}), range(64)))
@@ -186,7 +186,7 @@ def test_the_engine_is_used_by_one_thread(serve: Callable[..., Any]) -> None:
 
 
 def test_a_failing_search_is_a_500_with_its_reason(serve: Callable[..., Any]) -> None:
-    """A malformed row met while serving is reported, and the next request is answered."""
+    """A malformed row is reported, and the next request is answered."""
     with serve(create_app(Fragile())) as address:
         answer = post(address, {"queries": ["broken"]})
         assert (answer.status_code, answer.json()["detail"]) == (500, "row 5 is malformed")
@@ -196,7 +196,7 @@ def test_a_failing_search_is_a_500_with_its_reason(serve: Callable[..., Any]) ->
 def test_line_18_concurrent_clients_get_serial_answers(
     corpus_path: Path, queries: list[str], tmp_path: Path
 ) -> None:
-    """Correctness line 18: 64 clients at once read, byte for byte, what one reads alone."""
+    """Correctness line 18: 64 concurrent clients get exactly the bytes of a single client."""
     bodies = [
         {
             "queries": [queries[i % 7], queries[i % 5]],
@@ -221,7 +221,7 @@ def test_line_18_concurrent_clients_get_serial_answers(
 
 
 def test_launch_script(corpus_path: Path, tmp_path: Path) -> None:
-    """The launch script serves the corpus of its environment and passes arguments on."""
+    """The launch script uses environment variables and passes its arguments on."""
     root = Path(__file__).resolve().parents[2]
     port_file = tmp_path / "port"
     environment = {"PATH": "/usr/bin:/bin", "PYTHON": sys.executable, "PORT": "0"}
@@ -241,10 +241,10 @@ def test_launch_script(corpus_path: Path, tmp_path: Path) -> None:
     assert status in (0, -signal.SIGTERM)
 
 
-def test_shutdown_finishes_what_was_accepted(corpus_path: Path, tmp_path: Path) -> None:
-    """SIGTERM under load: every connection is answered or closed, nothing is half-written.
+def test_shutdown_finishes_accepted_requests(corpus_path: Path, tmp_path: Path) -> None:
+    """After SIGTERM under load, every request has a complete response or a closed connection.
 
-    The log has no traceback, the status is 0, and the record holds what was searched.
+    The log has no traceback, the exit status is 0, and the record contains the answered queries.
     """
     record, log = tmp_path / "record.jsonl", tmp_path / "server.log"
     flags = ["--corpus_path", str(corpus_path), "--record", str(record)]
@@ -270,15 +270,17 @@ def test_shutdown_finishes_what_was_accepted(corpus_path: Path, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("is_changed", [False, True])
-def test_shutdown_leaves_a_search_that_takes_too_long(tmp_path: Path, is_changed: bool) -> None:
-    """After --drain its request gets 503, and the process ends, though other threads are free;
-    also where the end came from a file that changed in place."""
+def test_shutdown_abandons_a_search_that_takes_too_long(tmp_path: Path, is_changed: bool) -> None:
+    """After --drain its request gets 503 and the process ends.
+
+    This also holds when the server stops because a file was changed in place.
+    """
     record = tmp_path / "record.jsonl"
     recorder = Recorder(record, {"engine": "slow"})
     recorder.write([Record("slow", 3, [], seconds=60)])
     recorder.close()
     flags = ["--retriever_name", "replay", "--replay_path", str(record), "--replay_latency"]
-    flags += ["--index_path", str(record)]  # which is watched then
+    flags += ["--index_path", str(record)]  # so that the file is watched
     log = tmp_path / "server.log"
     with (
         LocalServer([*flags, "--drain", "0.1"], log_path=log) as server,
@@ -296,8 +298,8 @@ def test_shutdown_leaves_a_search_that_takes_too_long(tmp_path: Path, is_changed
     assert server.status == 1 + is_changed and "in the middle of a search" in log.read_text()
 
 
-def test_documents_by_id_are_those_that_are_searched(tmp_path: Path) -> None:
-    """Also after another corpus took the place of the file."""
+def test_documents_by_id_come_from_the_searched_corpus(tmp_path: Path) -> None:
+    """They come from the opened corpus, even if the file is replaced later."""
     corpus = write_corpus(tmp_path / "c.jsonl")
     with LocalServer(["--corpus_path", str(corpus), "--retriever_name", "random"]) as server:
         write_corpus(tmp_path / "other.jsonl", [("Other", "another text")]).replace(corpus)
@@ -305,18 +307,18 @@ def test_documents_by_id_are_those_that_are_searched(tmp_path: Path) -> None:
     assert found.json()["document"]["title"] == "Paris"
 
 
-def test_a_corpus_that_is_not_searched_is_opened_when_it_is_asked_for(tmp_path: Path) -> None:
-    """A backend without one serves beside a file that is no corpus."""
+def test_a_corpus_that_is_not_searched_is_opened_lazily(tmp_path: Path) -> None:
+    """A backend without a corpus starts even if the corpus file is invalid."""
     (tmp_path / "c.jsonl").touch()
     flags = ["--corpus_path", str(tmp_path / "c.jsonl"), "--retriever_name", "empty"]
     with LocalServer(flags) as server:
         assert HTTP.get(f"{server.url}/document", params={"id": "d0"}).status_code == 500
 
 
-def test_a_token_is_wanted_and_given_by_the_environment(
+def test_the_token_comes_from_the_environment(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """The server takes RETRIEVER_TOKEN, does not log it, and LocalServer waits for it as before."""
+    """The server uses RETRIEVER_TOKEN and does not log it; LocalServer can still start it."""
     monkeypatch.setenv("RETRIEVER_TOKEN", "hush-hush")
     log = tmp_path / "server.log"
     with LocalServer(["--retriever_name", "empty"], log_path=log) as server:
@@ -326,17 +328,17 @@ def test_a_token_is_wanted_and_given_by_the_environment(
     assert "hush" not in log.read_text()
 
 
-def test_a_port_file_replaces_no_device(tmp_path: Path) -> None:
-    """It is renamed over what is there, which may be a file alone."""
+def test_a_port_file_replaces_only_files(tmp_path: Path) -> None:
+    """The port file is renamed over an existing path, which must be a regular file."""
     os.mkfifo(tmp_path / "fifo")
-    with pytest.raises(SetupError, match="is no file"):
+    with pytest.raises(SetupError, match="is not a file"):
         bind("127.0.0.1", 0, tmp_path / "fifo")
     (tmp_path / "file").write_text("1")
     bind("127.0.0.1", 0, tmp_path / "file").close()
 
 
 def test_serving_a_network_without_a_token_warns(caplog: pytest.LogCaptureFixture) -> None:
-    """Bound elsewhere than to this machine, a server without a token says who may search."""
+    """A server without a token warns unless it is bound to this machine only."""
     with bind("0.0.0.0", 0) as everywhere, bind("127.0.0.1", 0) as here:
         warn_if_open(everywhere, "token")
         warn_if_open(here, None)
@@ -372,7 +374,7 @@ def test_launch_script_without_corpus() -> None:
 
 
 def test_a_server_that_cannot_start_says_why() -> None:
-    """LocalServer reports the server's own words, and does not wait for the time limit."""
+    """LocalServer reports the server's error message at once."""
     start = time.monotonic()
     with pytest.raises(RetrieverUnavailable, match=r"nowhere\.jsonl does not exist"):
         LocalServer(["--corpus_path", "nowhere.jsonl"]).start()
@@ -402,13 +404,13 @@ def test_a_server_that_cannot_start_says_why() -> None:
     ],
 )
 def test_bad_flags(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    """A port, file or number that cannot be is refused before anything is served or replaced."""
+    """An impossible port, file or number is refused before anything is served or replaced."""
     with bind("127.0.0.1", 0) as taken:
         taken.listen()
         port = str(taken.getsockname()[1])
         argv = [port if flag == "PORT" else flag for flag in flags]
         try:
             assert main(["--retriever_name", "empty", *argv]) == 2
-        except SystemExit as ended:
-            assert ended.code == 2
+        except SystemExit as error:
+            assert error.code == 2
     assert "expected" in capsys.readouterr().err

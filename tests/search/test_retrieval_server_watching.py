@@ -1,4 +1,4 @@
-"""Mapped files that are rewritten in place end the server; renamed ones do not."""
+"""The server stops if a mapped file is rewritten in place, but not if it is replaced."""
 
 import mmap
 import os
@@ -14,8 +14,8 @@ from search_r1.search.errors import IndexMismatch
 
 
 @pytest.fixture
-def asked_to_stop(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """Set by SIGTERM."""
+def sigterm(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """An event that is set by SIGTERM."""
     event = threading.Event()
     monkeypatch.setattr(retrieval_server, "WATCH_S", 0.01)
     before = signal.signal(signal.SIGTERM, lambda *_: event.set())
@@ -31,10 +31,10 @@ def mapped(path: Path) -> mmap.mmap:
 
 @pytest.mark.skipif(not retrieval_server.MAPS.exists(), reason="no list of mapped files")
 @pytest.mark.parametrize("content", [b"b" * 9000, b"short"])
-def test_a_rewrite_in_place_ends_the_server(
-    tmp_path: Path, asked_to_stop: threading.Event, content: bytes
+def test_a_rewrite_in_place_stops_the_server(
+    tmp_path: Path, sigterm: threading.Event, content: bytes
 ) -> None:
-    """Another time or size of the mapped file sends SIGTERM, and its name is in the error."""
+    """A changed mtime or size of a mapped file sends SIGTERM; the error names the file."""
     held = mapped(tmp_path / "index 1")
     with (
         pytest.raises(IndexMismatch, match=r"index 1 was changed in place"),
@@ -42,14 +42,12 @@ def test_a_rewrite_in_place_ends_the_server(
     ):
         (tmp_path / "index 1").write_bytes(content)
         os.utime(tmp_path / "index 1", ns=(1, 1))
-        assert asked_to_stop.wait(10)
+        assert sigterm.wait(10)
     held.close()
 
 
-def test_a_new_file_in_its_place_is_none_of_ours(
-    tmp_path: Path, asked_to_stop: threading.Event
-) -> None:
-    """A file renamed over the mapped one, its removal, and files that are not mapped are let be."""
+def test_replaced_files_are_ignored(tmp_path: Path, sigterm: threading.Event) -> None:
+    """Replacing or removing a mapped file, or changing an unmapped one, has no effect."""
     held = [mapped(tmp_path / "index"), mapped(tmp_path / "gone")]
     (tmp_path / "other").write_bytes(b"a")
     with retrieval_server.watching([str(tmp_path)]):
@@ -57,5 +55,5 @@ def test_a_new_file_in_its_place_is_none_of_ours(
         (tmp_path / "new").replace(tmp_path / "index")
         (tmp_path / "gone").unlink()
         (tmp_path / "other").write_bytes(b"bc")
-        assert not asked_to_stop.wait(0.1)
+        assert not sigterm.wait(0.1)
     assert held[0][:1] == b"a"

@@ -1,4 +1,4 @@
-"""The wire contract: how hits are written, also where a document holds what UTF-8 cannot."""
+"""The wire contract: serialization of hits, also of text that UTF-8 cannot encode."""
 
 import json
 from dataclasses import asdict
@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from search_r1.search.schema import Document, Hit, from_wire, json_parts, written
+from search_r1.search.schema import Document, Hit, from_wire, response_chunks, serialize_hits
 
 TEXTS = st.text(st.characters(exclude_categories=()))  # lone surrogates too
 DOCUMENTS = st.builds(Document, TEXTS, TEXTS, TEXTS, TEXTS)
@@ -18,33 +18,35 @@ HITS = st.lists(
 
 
 def to_wire(hits: list[list[Hit]], return_scores: bool) -> dict[str, Any]:
-    """The answer as plain data, by the library's way."""
+    """Return the response as plain data, built with dataclasses."""
     if return_scores:
         return {"result": [[asdict(hit) for hit in found] for found in hits]}
     return {"result": [[asdict(hit.document) for hit in found] for found in hits]}
 
 
 def to_json(hits: list[list[Hit]], return_scores: bool, size: int = 99) -> bytes:
-    """The answer, written in parts of so many queries."""
-    return b"".join(json_parts(list(map(written, hits)), return_scores, size))
+    """Return the serialized response, joined from chunks of `size` queries."""
+    return b"".join(response_chunks(list(map(serialize_hits, hits)), return_scores, size))
 
 
 def replaced(value: object) -> object:
-    """`value` after a passage through UTF-8 with `?` for what it cannot hold."""
+    """Return `value` with lone surrogates replaced by `?`."""
     text = json.dumps(value, ensure_ascii=False)
     return json.loads(text.encode("utf-8", "replace"))
 
 
 @pytest.mark.parametrize("return_scores", [True, False])
 @given(hits=HITS)
-def test_json_is_the_wire(hits: list[list[Hit]], return_scores: bool) -> None:
-    """The fast writer says what the plain one says, and never fails on a lone surrogate."""
-    written = json.loads(to_json(hits, return_scores))
-    assert written == replaced(to_wire(hits, return_scores))
+def test_fast_serialization_equals_the_plain_one(
+    hits: list[list[Hit]], return_scores: bool
+) -> None:
+    """The fast serialization equals the plain one and never fails on a lone surrogate."""
+    response = json.loads(to_json(hits, return_scores))
+    assert response == replaced(to_wire(hits, return_scores))
 
 
-def test_written_documents_are_read_again() -> None:
-    """A client gets the server's documents, with and without scores."""
+def test_serialized_documents_are_parsed() -> None:
+    """A client parses the server's documents, with and without scores."""
     documents = [Document("1", "T", "x", "other contents"), Document("2", "", "y", "y")]
     hits = [[Hit(document, 0.5) for document in documents], []]
     for return_scores in (True, False):
@@ -53,8 +55,8 @@ def test_written_documents_are_read_again() -> None:
 
 @pytest.mark.parametrize("return_scores", [True, False])
 @pytest.mark.parametrize("text", ["plain", "湖 \ud800 half"])
-def test_parts_are_the_whole(return_scores: bool, text: str) -> None:
-    """However many queries a part has, empty results and lone surrogates included."""
+def test_chunks_add_up_to_the_response(return_scores: bool, text: str) -> None:
+    """Chunks of any size add up to the same response, also with empty results and surrogates."""
     hits = [[Hit(Document.from_contents(f"{i}", text), 0.5)] * (i % 3) for i in range(7)]
     for num_hits in range(8):
         whole = to_json(hits[:num_hits], return_scores)

@@ -1,4 +1,4 @@
-"""The manual against the flags, the statuses and the metrics that there are."""
+"""docs/retriever.md lists all flags, statuses and metrics."""
 
 import ast
 import dataclasses
@@ -18,7 +18,7 @@ MANUAL = (Path(__file__).parents[2] / "docs" / "retriever.md").read_text()
 
 
 def test_the_manual_lists_every_flag() -> None:
-    """Name, default and meaning of every option of the service."""
+    """The page has the name, default and meaning of every service option."""
     body = ast.parse(inspect.getsource(ServiceConfig)).body[0].body  # type: ignore[attr-defined]
     docs = {
         field.target.id: doc.value.value
@@ -31,7 +31,7 @@ def test_the_manual_lists_every_flag() -> None:
 
 
 def test_the_manual_lists_every_status_and_metric() -> None:
-    """Statuses of errors, and names of metrics as Prometheus reads them."""
+    """The page has every error status, and every metric under its Prometheus name."""
     for status in STATUSES:
         assert f"\n| {status} | " in MANUAL
     text = create_app(Watched()).state.service.metrics.text().decode()
@@ -41,7 +41,7 @@ def test_the_manual_lists_every_status_and_metric() -> None:
 
 
 def test_help_says_where_the_token_comes_from(capsys: pytest.CaptureFixture[str]) -> None:
-    """No flag takes the token; the help names the environment variable."""
+    """There is no flag for the token; the help names the environment variable."""
     with pytest.raises(SystemExit, match="0"):
         main(["--help"])
     text = capsys.readouterr().out

@@ -24,7 +24,7 @@ from search_r1.search.schema import (
     DocumentResponse,
     Health,
     RetrieveResponse,
-    json_parts,
+    response_chunks,
     well_formed,
 )
 from search_r1.search.server.batching import Batcher, Claim, Searcher, open_store
@@ -152,7 +152,7 @@ class Service:
         hits = [claim.found[query] for query in asked.queries]
         headers = {"Server-Timing": self._timing(claim, start)}
         longest = max(map(len, hits), default=0)
-        parts = json_parts(hits, asked.return_scores, max(1, WHOLE // max(1, longest)))
+        parts = response_chunks(hits, asked.return_scores, max(1, WHOLE // max(1, longest)))
         if sum(map(len, hits)) <= WHOLE:
             return Response(b"".join(parts), headers=headers, media_type="application/json")
         return StreamingResponse(_one_by_one(parts), headers=headers, media_type="application/json")

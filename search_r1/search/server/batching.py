@@ -24,7 +24,7 @@ from cachetools import LRUCache
 from search_r1.search.backends.base import Retriever, Seconds, collect, fingerprint, stage
 from search_r1.search.errors import Overloaded, SearchError, SetupError, UpstreamUnavailable
 from search_r1.search.recording import Record, Recorder
-from search_r1.search.schema import Document, Hit, Written, written
+from search_r1.search.schema import Document, Hit, SerializedHits, serialize_hits
 from search_r1.search.server.metrics import Metrics
 from search_r1.search.settings import ServiceConfig
 from search_r1.storage import FileStore, Key, StorageError
@@ -42,7 +42,7 @@ SMOOTHING = 0.2
 LONGEST_RETRY_S = 60.0
 
 
-Result = Written | SearchError
+Result = SerializedHits | SearchError
 
 
 @dataclass(eq=False)
@@ -72,14 +72,14 @@ class Claim:
     """A request's claim on the results of its queries; `done` ends with all, or an error."""
 
     done: asyncio.Future[None]
-    found: dict[str, Written] = field(default_factory=dict)
+    found: dict[str, SerializedHits] = field(default_factory=dict)
     jobs: dict[str, Job] = field(default_factory=dict)
     """Queries without a result yet."""
     batches: set[Outcome] = field(default_factory=set)
     """Searches that answered it."""
     start: float = field(default_factory=time.perf_counter)
 
-    def take(self, job: Job, result: Written, batch: Outcome) -> None:
+    def take(self, job: Job, result: SerializedHits, batch: Outcome) -> None:
         """One result."""
         self.found[job.query] = result
         self.batches.add(batch)
@@ -126,7 +126,9 @@ class Searcher:
                     for (*_, query), hits in rows.items():
                         kept[str(query)] = [Hit(Document(*row[:-1]), row[-1]) for row in hits]
             missing = [query for query in queries if query not in kept]
-            results: dict[str, Result] = {query: written(hits) for query, hits in kept.items()}
+            results: dict[str, Result] = {
+                query: serialize_hits(hits) for query, hits in kept.items()
+            }
             if missing:
                 results |= zip(missing, self._search(missing, k), strict=True)
         elapsed = time.perf_counter() - start
@@ -157,7 +159,7 @@ class Searcher:
         if self._disk is not None or self._recorder is not None:
             seconds = time.perf_counter() - start
             self._writer.submit(self._keep, queries, k, found, seconds).add_done_callback(_report)
-        return list(map(written, found))
+        return list(map(serialize_hits, found))
 
     def _search_apart(self, queries: list[str], k: int) -> list[Result]:
         """One search for each query, until two in a row find that a service is away: each takes as
@@ -211,7 +213,7 @@ class Batcher:
         self._metrics = metrics
         # An entry counts as its share of the bytes at least: one number holds both limits.
         self._share = config.cache_bytes // max(1, config.cache_entries)
-        self._cache: LRUCache[tuple[str, int], tuple[int, Written]] = LRUCache(
+        self._cache: LRUCache[tuple[str, int], tuple[int, SerializedHits]] = LRUCache(
             config.cache_bytes if config.cache_entries else 0, getsizeof=itemgetter(0)
         )
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="search")
@@ -356,6 +358,6 @@ class Batcher:
         self._linger = min(LINGER * outcome.elapsed, MAX_LINGER)
 
 
-def num_bytes(query: str, hits: Written) -> int:
+def num_bytes(query: str, hits: SerializedHits) -> int:
     """About the memory of a result and its query."""
     return ENTRY_BYTES + getsizeof(query) + getsizeof(hits) + sum(map(getsizeof, hits))

@@ -103,15 +103,15 @@ def bind(host: str, port: int, port_file: Path | None = None) -> socket.socket:
     """A bound socket; raises SetupError if it is taken or `port_file` could not be written."""
     if not host:
         raise SetupError("--host is empty; expected an address, as 127.0.0.1, or 0.0.0.0 for all")
-    # a port file replaces what is there: never a device, nor anything that is no file
+    # The port file is renamed over an existing path, which must not be a device or a folder.
     if port_file is not None and (
         not os.access(port_file.parent, os.W_OK)
         or (port_file.exists() and not port_file.is_file())
         or not port_file.parent.is_dir()
     ):
         raise SetupError(
-            f"--port_file {port_file} is no file, or {port_file.parent} no folder that may be "
-            "written; expected a new file, or one to replace"
+            f"--port_file {port_file} is not a file, or {port_file.parent} is not a writable "
+            "folder; expected a new file, or one to replace"
         )
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     bound = socket.socket(family, socket.SOCK_STREAM)

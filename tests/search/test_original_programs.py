@@ -1,4 +1,4 @@
-"""The original Search-R1's starts, as its users run them: a file, from anywhere, uninstalled."""
+"""The original Search-R1's programs, run as files from any folder without installation."""
 
 import json
 import os
@@ -23,7 +23,7 @@ ITEM = {"link": "http://a", "title": "A", "snippet": "found"}
 
 
 def start(file: str, *flags: str, path: str = SITE) -> subprocess.Popen[str]:
-    """The file under a Python that sees other packages, but no editable install of this one."""
+    """Run a file with a Python that has other packages, but not this project, installed."""
     return subprocess.Popen(
         [sys.executable, "-S", str(ROOT / file), *flags],
         env={**os.environ, "PYTHONPATH": path, "NO_PROXY": "*"},
@@ -35,7 +35,7 @@ def start(file: str, *flags: str, path: str = SITE) -> subprocess.Popen[str]:
 
 
 def outcome(file: str, *flags: str, path: str = SITE) -> tuple[int, str]:
-    """Exit status and errors of a command that ends by itself."""
+    """Return exit status and standard error of a command."""
     process = start(file, *flags, path=path)
     errors = process.communicate(timeout=60)[1]
     return process.returncode, errors
@@ -43,7 +43,7 @@ def outcome(file: str, *flags: str, path: str = SITE) -> tuple[int, str]:
 
 @pytest.fixture
 def service() -> Iterator[tuple[str, list[str]]]:
-    """A search service in place of both, and the paths that it was asked for."""
+    """The url of a fake for both search services, and the paths that were requested."""
     asked: list[str] = []
 
     class Handler(BaseHTTPRequestHandler):
@@ -76,7 +76,7 @@ def service() -> Iterator[tuple[str, list[str]]]:
 def test_an_online_server_starts_with_the_originals_flags(
     name: str, keys: list[str], service: tuple[str, list[str]], tmp_path: Path
 ) -> None:
-    """It asks its service with the key of the command line, and answers by our contract."""
+    """It sends the key of the command line to the service, and serves our wire contract."""
     url, asked = service
     port_file = tmp_path / "port"
     file = f"search_r1/search/{name}_search_server.py"
@@ -98,8 +98,8 @@ def test_an_online_server_starts_with_the_originals_flags(
     assert "key=K" in asked[0] and "q=who" in asked[0]
 
 
-def test_the_server_as_a_file_says_how_to_install_what_it_lacks(tmp_path: Path) -> None:
-    """The command that it prints installs from this checkout, which is on no registry."""
+def test_the_server_as_a_file_says_how_to_install_a_missing_package(tmp_path: Path) -> None:
+    """The printed command installs from this checkout, since the project is on no package index."""
     (tmp_path / "faiss.py").write_text("raise ImportError('no faiss here')\n")
     status, errors = outcome(
         "search_r1/search/retrieval_server.py",
@@ -111,29 +111,29 @@ def test_the_server_as_a_file_says_how_to_install_what_it_lacks(tmp_path: Path) 
 
 
 def test_the_reranking_server_takes_the_originals_flags() -> None:
-    """--reranking_topk is the server's topk, with its bound, and the corpus is looked for."""
-    door = "search_r1/search/retrieval_rerank_server.py"
-    status, errors = outcome(door, "--reranking_topk", "101", "--retrieval_topk", "20")
+    """--reranking_topk is the server's --topk, with the same bound."""
+    file = "search_r1/search/retrieval_rerank_server.py"
+    status, errors = outcome(file, "--reranking_topk", "101", "--retrieval_topk", "20")
     assert (status, "--topk 101; expected --max_topk" in errors) == (2, True), errors
 
 
 def test_the_module_retrieval_names_the_server() -> None:
-    """It holds the agent's seam; started, it says what serves instead of ending without a word."""
+    """It is not a program; run as one, it names the server instead of ending silently."""
     command = [sys.executable, "-m", "search_r1.search.retrieval"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode != 0
     assert "search_r1.search.retrieval_server" in done.stderr
 
 
-def test_builders_start_as_files() -> None:
-    """The questions' scripts and the index builder find this project by their own place."""
+def test_builders_run_as_files() -> None:
+    """Data scripts and the index builder find the project by their own path."""
     for file in ("scripts/data_process/nq_search.py", "search_r1/search/index_builder.py"):
         status, errors = outcome(file, "--help")
         assert status == 0, errors
 
 
-def test_the_migration_page_names_what_is_there(capsys: pytest.CaptureFixture[str]) -> None:
-    """Its files exist, and the flags that it calls the same are taken."""
+def test_the_migration_page_is_correct(capsys: pytest.CaptureFixture[str]) -> None:
+    """The files on the page exist, and the flags that it calls the same are accepted."""
     page = (ROOT / "docs" / "migration.md").read_text(encoding="utf-8")
     rows = [row.split("|")[1:3] for row in page.splitlines() if row.startswith("| `")]
     scripts = [old if "same" in new else new for old, new in rows]
@@ -141,15 +141,15 @@ def test_the_migration_page_names_what_is_there(capsys: pytest.CaptureFixture[st
         r"`((?:scripts|search_r1|example)/[\w/]+\.(?:py|sh))", " ".join(scripts)
     ):
         assert (ROOT / path).is_file(), path
-    doors = "".join(path.read_text() for path in (ROOT / "search_r1/search").glob("*_server.py"))
+    programs = "".join(path.read_text() for path in (ROOT / "search_r1/search").glob("*_server.py"))
     helps = ""
     for main in (retrieval_server.main, index_builder.main):
         with pytest.raises(SystemExit, match="0"):
             main(["--help"])
         helps += capsys.readouterr().out
-    taken = {
+    accepted = {
         flag.replace("-", "_").replace("__", "--", 1) for flag in re.findall(r"--[\w-]+", helps)
     }
-    taken |= {"--save_path", *re.findall(r'"(--\w+)"', doors)}
+    accepted |= {"--save_path", *re.findall(r'"(--\w+)"', programs)}
     flags = [flag for old, new in rows if "same" in new for flag in re.findall(r"`(--\w+)`", old)]
-    assert len(flags) > 20 and set(flags) <= taken
+    assert len(flags) > 20 and set(flags) <= accepted
