@@ -69,7 +69,7 @@ class Groups:
         return torch.where(others.any(1), best, 0.0)
 
     def std(self, x: Tensor) -> Tensor:
-        """Return each sequence's unbiased group deviation of ``x``; 1 with fewer than two."""
+        """Return each sequence's unbiased group deviation of ``x``; 1 without a second member."""
         sizes = self.sizes(x)
         squares = self.total((x - self.mean(x)).square())
         return torch.where(sizes > 1, (squares / (sizes - 1).clamp(min=1)).sqrt(), 1.0)

@@ -1,4 +1,4 @@
-"""Advantages against slow, obvious loops in double precision."""
+"""Advantage estimators, compared with plain loops in double precision."""
 
 import math
 from collections.abc import Hashable, Sequence
@@ -28,7 +28,7 @@ from verl.core_algos.jagged import (
 def gae_by_loop(
     rewards: list[float], values: list[float], gamma: float, lam: float
 ) -> tuple[list[float], list[float]]:
-    """Advantages as the sum of discounted TD errors, straight from the definition."""
+    """Compute advantages by definition, as sums of discounted TD errors."""
     n = len(rewards)
     after = [*values[1:], 0.0]
     deltas = [rewards[t] + gamma * after[t] - values[t] for t in range(n)]
@@ -37,7 +37,7 @@ def gae_by_loop(
 
 
 def permuted(batch: Batch, order: Sequence[int]) -> tuple[Batch, Tensor]:
-    """The sequences in another order, and the flat index that brings columns along."""
+    """Reorder the sequences; also return the flat index that reorders token columns."""
     spans = batch.spans
     index = torch.tensor([t for i in order for t in range(*spans[i])], dtype=torch.int64)
     masks = [batch.mask[slice(*spans[i])].tolist() for i in order]
@@ -66,7 +66,7 @@ def test_line_04_gae_is_that_of_the_compressed_sequence(
 
 
 def test_line_04_outcome_decays_by_policy_tokens_only() -> None:
-    """With values 0 the first token sees the outcome through γλ per later policy token."""
+    """With values of 0, the first token gets the outcome times γλ per later policy token."""
     rewards = outcome_to_tokens(
         torch.tensor([1.0, 0.0, 7.0, 7.0]), DIALOGUES.mask, DIALOGUES.offsets
     )
@@ -80,7 +80,7 @@ def test_line_04_outcome_decays_by_policy_tokens_only() -> None:
 @pytest.mark.parametrize("junk", [1e3, math.nan, math.inf])
 @pytest.mark.parametrize("name", list(ADVANTAGES))
 def test_line_03_observation_values_change_no_advantage(name: str, junk: float) -> None:
-    """Values, and rewards of tokens off the policy, are never read by any estimator."""
+    """No estimator reads values and rewards of tokens off the policy."""
     estimator = ADVANTAGES[name]
     inputs = AdvantageInputs(
         token_rewards=DIALOGUES.column(1),
@@ -105,14 +105,14 @@ def test_line_03_observation_values_change_no_advantage(name: str, junk: float) 
 
 
 def group_of(scores: Sequence[float], ids: Sequence[Hashable], i: int) -> list[int]:
-    """The members of i's group, by a plain search."""
+    """Return the members of i's group, by a plain search."""
     return [j for j in range(len(scores)) if ids[j] == ids[i] and not math.isnan(scores[j])]
 
 
 def sequence_advantage(
     name: str, scores: Sequence[float], ids: Sequence[Hashable], lengths: Sequence[int], i: int
 ) -> float:
-    """One sequence's advantage by the published formula, with numpy; nan scores are no members."""
+    """Compute a sequence's advantage by the published formula in numpy; nan scores do not count."""
     group = group_of(scores, ids, i)
     own, others = scores[i], [scores[j] for j in group if j != i]
     several = len(group) > 1
@@ -159,7 +159,7 @@ def test_group_estimators_follow_their_formulas(
 
 
 def whitened(x: Tensor, mask: Tensor) -> Tensor:
-    """(x - mean) / sqrt(var + 1e-8) of the masked entries by numpy, 0 elsewhere."""
+    """Compute (x - mean) / sqrt(var + 1e-8) of the masked entries in numpy, 0 elsewhere."""
     out, chosen = torch.zeros_like(x), x[mask].numpy()
     if chosen.size:
         variance = chosen.var(ddof=1) if chosen.size > 1 else 0.0
@@ -171,7 +171,7 @@ def whitened(x: Tensor, mask: Tensor) -> Tensor:
 @fast
 @given(batches)
 def test_reinforce_estimators_follow_their_formulas(gamma: float, batch: Batch) -> None:
-    """Returns to go by a loop; less the batch's mean score; whitened; or less the greedy score."""
+    """Returns by a loop: plain, less the batch's mean score, whitened, or less the greedy score."""
     positions, rewards = batch.policy_positions(), batch.column(1)
     returns, seen = torch.zeros_like(rewards), []
     for own in positions:
@@ -201,7 +201,7 @@ def test_reinforce_estimators_follow_their_formulas(gamma: float, batch: Batch) 
 def test_reinforce_plus_plus_baseline_whitens_centred_scores(
     batch: Batch, data: st.DataObject
 ) -> None:
-    """Scores less their group's mean, then whitened over all policy tokens of the batch."""
+    """Scores less their group's mean are whitened over all policy tokens of the batch."""
     ids = data.draw(
         st.lists(st.sampled_from("abc"), min_size=batch.num_seqs, max_size=batch.num_seqs)
     )
@@ -217,7 +217,7 @@ def test_reinforce_plus_plus_baseline_whitens_centred_scores(
 
 
 def test_pass_at_k_rewards_the_best_by_its_lead() -> None:
-    """Of (3, 1, 2) only the first counts, by 1; of two best neither does."""
+    """Of (3, 1, 2) only the first gets an advantage, of 1; of two best scores neither does."""
     batch = make_batch([[True]] * 6)
     scores = torch.tensor([3.0, 1.0, 2.0, 1.0, 1.0, 0.0], dtype=torch.float64)
     got = by_scores(scores, list("aaabbb"), batch, "grpo_passk")
@@ -227,10 +227,10 @@ def test_pass_at_k_rewards_the_best_by_its_lead() -> None:
 @pytest.mark.parametrize("over_all", [(False, False), (True, False), (True, True)])
 @fast
 @given(batch=batches, data=st.data())
-def test_gae_row_whitens_over_the_tokens_it_is_told(
+def test_gae_whitens_over_the_given_tokens(
     over_all: tuple[bool, bool], batch: Batch, data: st.DataObject
 ) -> None:
-    """The row is GAE and whitening, each by a loop over policy tokens, or over more of them."""
+    """The estimator is GAE with whitening, over policy tokens or over more tokens, by loops."""
     size = batch.mask.numel()
     extra = data.draw(st.lists(st.booleans(), min_size=size, max_size=size))
     wider = batch.mask | torch.tensor(extra, dtype=torch.bool)
@@ -252,14 +252,14 @@ def test_gae_row_whitens_over_the_tokens_it_is_told(
 
 
 def by_scores(scores: Tensor, ids: Sequence[Hashable] | Tensor, batch: Batch, name: str) -> Tensor:
-    """A group estimator's advantages when each sequence's score sits on its last policy token."""
+    """Compute a group estimator's advantages with each score on the last policy token."""
     rewards = outcome_to_tokens(scores, batch.mask, batch.offsets)
     inputs = AdvantageInputs(rewards, batch.mask, batch.offsets, group_ids=ids)
     return ADVANTAGES[name].compute(inputs).advantages
 
 
-def test_grpo_leaves_failed_trajectories_out_of_their_group() -> None:
-    """A sequence without policy tokens (infrastructure failed) does not move its group's mean."""
+def test_grpo_ignores_failed_trajectories_of_a_group() -> None:
+    """A sequence without policy tokens (infrastructure failed) does not change the group's mean."""
     batch = make_batch([[True], [True], [False]])
     scores = torch.tensor([1.0, 0.0, -50.0], dtype=torch.float64)
     got = by_scores(scores, [0, 0, 0], batch, "dr_grpo")
@@ -267,7 +267,7 @@ def test_grpo_leaves_failed_trajectories_out_of_their_group() -> None:
 
 
 def test_grpo_group_of_one_keeps_its_score() -> None:
-    """A lone sample has mean 0 and deviation 1 by convention; a constant group gets 0."""
+    """A single sample has mean 0 and deviation 1 by convention; a constant group gets 0."""
     batch = make_batch([[True], [True], [True]])
     scores = torch.tensor([0.7, 1.0, 1.0], dtype=torch.float64)
     got = by_scores(scores, ["x", "y", "y"], batch, "grpo")
@@ -283,7 +283,7 @@ def test_grpo_group_of_one_keeps_its_score() -> None:
     ],
 )
 def test_line_11_same_index_of_two_data_sets_is_two_groups(ids: Sequence[Hashable]) -> None:
-    """Groups are told apart by the whole id, whatever its type."""
+    """Groups are distinguished by the whole id, whatever its type."""
     batch = make_batch([[True]] * 4)
     scores = torch.tensor([0.0, 1.0, 10.0, 30.0], dtype=torch.float64)
     got = by_scores(scores, ids, batch, "dr_grpo")
@@ -311,14 +311,14 @@ def test_advantages_do_not_depend_on_the_order_of_sequences(
 
     plain = run(batch, rewards, values, ids)
     moved = run(other, rewards[index], values[index], [ids[i] for i in order])
-    # Summation order may differ; whitening two nearly equal numbers magnifies that.
+    # The order of sums may differ; whitening amplifies the difference of nearly equal numbers.
     torch.testing.assert_close(moved.advantages, plain.advantages[index], rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(moved.returns, plain.returns[index], rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("row", ADVANTAGES.values(), ids=list(ADVANTAGES))
-def test_registry_rows_name_what_they_need(row: AdvantageEstimator) -> None:
-    """A row computes from what it names, and fails at once without any of it."""
+def test_registry_entries_declare_their_inputs(row: AdvantageEstimator) -> None:
+    """An estimator works with the inputs it declares, and fails without any of them."""
     optional = {
         "needs_critic": ("values", DIALOGUES.column(2)),
         "needs_groups": ("group_ids", ["g", "g", "g", "h"]),
@@ -335,15 +335,15 @@ def test_registry_rows_name_what_they_need(row: AdvantageEstimator) -> None:
 @fast
 @given(batches)
 def test_the_grid_of_gae_is_as_wide_as_the_longest_sequence(batch: Batch) -> None:
-    """Columns begin anew with each sequence: else memory grows with the square of the batch."""
+    """Columns restart at each sequence: else memory would grow with the square of the batch."""
     rows, columns = _policy_grid(batch.mask, batch.offsets)
     spans = enumerate(batch.spans)
     cells = [(row, n) for row, span in spans for n in range(int(batch.mask[slice(*span)].sum()))]
     assert list(zip(rows.tolist(), columns.tolist(), strict=True)) == cells
 
 
-def test_remax_learns_nothing_without_a_baseline() -> None:
-    """Where the greedy dialogue failed its score is NaN, which reaches no other sequence."""
+def test_remax_is_zero_without_a_baseline() -> None:
+    """If the greedy dialogue failed, its score is NaN, which affects no other sequence."""
     batch = make_batch([[True, False, True], [True]])
     rewards = torch.tensor([0.0, 0.0, 3.0, 2.0])
     greedy = torch.tensor([torch.nan, 0.5])

@@ -53,7 +53,7 @@ def log_probs() -> Tensor:
 
 
 def gradient(loss: Callable[[Tensor], Tensor], at: Tensor) -> Tensor:
-    """Of the sum of a loss by token."""
+    """Return the gradient of the sum of a loss per token."""
     (found,) = torch.autograd.grad(loss(at).sum(), at)
     return found
 
@@ -63,17 +63,17 @@ def by_token(name: str, **options: float) -> Callable[[Tensor], Tensor]:
 
 
 STOPPED = {"gspo", "cispo"}
-"""Losses part of whose ratio has no gradient."""
+"""Losses with a ratio that is partly detached from the gradient."""
 
 
 @pytest.mark.parametrize("name", sorted(set(POLICY_LOSSES) - STOPPED))
 def test_policy_losses_by_finite_differences(name: str) -> None:
-    """Inside the clip, beyond it on either side, by the dual clip, at the bound of the ratio."""
+    """Inside the clip, beyond it on either side, beyond the dual clip, and at the ratio's bound."""
     assert gradcheck(by_token(name), log_probs())
 
 
-def test_ppo_gradient_is_that_of_the_ratio_or_0_where_a_clip_decides() -> None:
-    """-A ρ inside; 0 above for good tokens, below for bad ones, and beyond the dual clip."""
+def test_ppo_gradient_is_that_of_the_ratio_or_0_if_clipped() -> None:
+    """It is -A ρ inside; 0 above for A > 0, below for A < 0, and beyond the dual clip."""
     expected = -column(ADVANTAGES) * column(LOG_RATIO).exp()
     for clipped in (2, 5, 6, 7):  # above, below, dual, bounded to exp(-20)
         expected[clipped] = 0.0
@@ -81,13 +81,13 @@ def test_ppo_gradient_is_that_of_the_ratio_or_0_where_a_clip_decides() -> None:
 
 
 def test_gpg_gradient_is_minus_the_advantage() -> None:
-    """-A log π."""
+    """The loss is -A log π."""
     found = gradient(lambda x: gpg(inputs(x))[0], log_probs())
     torch.testing.assert_close(found, -column(ADVANTAGES))
 
 
 def geometric_mean(x: Tensor) -> Tensor:
-    """Each token's s = exp(mean of log ρ over its sequence), by a loop."""
+    """Compute each token's s = exp(mean of log ρ over its sequence), by a loop."""
     d, found = x - OLD, torch.zeros_like(x)
     for sequence in set(IDS):
         members = torch.tensor([i == sequence for i in IDS])
@@ -96,7 +96,7 @@ def geometric_mean(x: Tensor) -> Tensor:
 
 
 def test_gspo_gradient_is_the_sequences_ratio_times_the_advantage() -> None:
-    """-A s at the token itself where the clip does not decide, else 0 (Zheng et al. 2025)."""
+    """It is -A s at the token itself unless clipped, else 0 (Zheng et al. 2025)."""
     x, a = log_probs(), column(ADVANTAGES)
     s = geometric_mean(x.detach())
     decided = torch.where(a > 0, s > 1.2, s < 0.8) | (s < 3e-9)
@@ -106,13 +106,13 @@ def test_gspo_gradient_is_the_sequences_ratio_times_the_advantage() -> None:
 
 
 def test_gspo_surrogate_by_finite_differences() -> None:
-    """With sg[s] and sg[π] held at the present policy's, the loss is ordinary: s π / π_now."""
+    """With sg[s] and sg[π] fixed at the current policy, the loss is differentiable: s π / π_now."""
     now = log_probs().detach()
-    # `gspo` of the point itself, moved: the mean of the log-ratio is held by moving π_old along.
+    # `gspo` at a moved point: moving π_old along keeps the mean of the log-ratio.
     s = geometric_mean(now)
 
     def surrogate(x: Tensor) -> Tensor:
-        ids = torch.arange(len(x))  # a token a sequence: the mean is the token's own log-ratio
+        ids = torch.arange(len(x))  # one token per sequence: the mean is the token's own log-ratio
         held = PolicyLossInputs(x, now - s.log(), column(ADVANTAGES), ids, clip_c=1e12)
         return ppo(held)[0]
 
@@ -142,13 +142,13 @@ def test_gspo_of_one_advantage_a_sequence_has_the_sequence_objectives_gradient()
 
 
 def test_cispo_gradient_is_the_clipped_ratio_times_the_advantage() -> None:
-    """-A clip(ρ) at every token: none is lost to the clip (MiniMax 2025, eq. 4)."""
+    """It is -A clip(ρ) at every token, clipped or not (MiniMax 2025, eq. 4)."""
     expected = -column(ADVANTAGES) * column(LOG_RATIO).exp().clamp(0.8, 1.2)
     torch.testing.assert_close(gradient(by_token("cispo"), log_probs()), expected)
 
 
 def test_cispo_surrogate_by_finite_differences() -> None:
-    """With the weight held at the present policy's, the loss is a weighed log-prob."""
+    """With the weight fixed at the current policy's, the loss is a weighted log-prob."""
     weight = column(LOG_RATIO).exp().clamp(0.8, 1.2)
     surrogate = lambda x: -weight * column(ADVANTAGES) * x  # noqa: E731
     assert gradcheck(surrogate, log_probs())
@@ -159,14 +159,14 @@ def test_cispo_surrogate_by_finite_differences() -> None:
 
 @pytest.mark.parametrize("name", sorted(STOPPED))
 def test_finite_differences_refuse_the_losses_with_a_stopped_gradient(name: str) -> None:
-    """So that the exceptions above are exceptions: the stopped ratio does move."""
+    """The exceptions above are necessary: the detached ratio does change."""
     assert not gradcheck(by_token(name), log_probs(), raise_exception=False)
 
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
 @pytest.mark.parametrize("name", sorted(POLICY_LOSSES))
 def test_importance_weights_scale_the_gradient(name: str, level: str) -> None:
-    """Weights of trainer against engine are constants of the loss, whatever the loss."""
+    """The weights for the engine's mismatch are constants of any loss."""
     rollout = OLD + column([0.1, -0.8, 0.3, -1.0, 0.2, 0.5, 1.0, -0.1])
     weights = importance_weights(OLD, rollout, torch.tensor(IDS), level, 2.0, 2.5)
     assert (weights == 0).any() and (weights == 2.0).any()
@@ -177,26 +177,26 @@ def test_importance_weights_scale_the_gradient(name: str, level: str) -> None:
 
 
 def test_value_loss_by_finite_differences() -> None:
-    """Inside the range, where the plain error is the larger, and where the clipped one is."""
+    """Inside the range, where the plain error is larger, and where the clipped one is."""
     old = column([0.0, 0.0, 0.0, 0.0])
     returns = column([1.0, 2.0, -1.0, 0.1])
     values = column([0.2, 0.9, 0.9, -0.8]).requires_grad_()
     loss = lambda x: value_loss(x, old, returns, 0.5)  # noqa: E731
     assert gradcheck(loss, values)
-    # The second is clipped to 0.5, whose error is the larger, so that it has no gradient.
+    # The second is clipped to 0.5, whose error is larger, so it has no gradient.
     torch.testing.assert_close(gradient(loss, values), column([-0.8, 0.0, 1.9, -0.9]))
 
 
 @pytest.mark.parametrize("kind", KL_KINDS)
 def test_kl_estimators_by_finite_differences(kind: str) -> None:
-    """Near, far, beyond the bound of the estimate, and beyond that of the log-ratio."""
+    """At small and large ratios, and beyond the bounds of the estimate and of the log-ratio."""
     reference = torch.zeros(6, dtype=torch.float64)
     policy = column([0.3, -0.4, 1.7, -2.0, -5.0, 25.0]).requires_grad_()
     assert gradcheck(lambda x: kl_penalty(x, reference, kind), policy)
 
 
 def test_k3_gradient_vanishes_at_its_bounds() -> None:
-    """1 - exp(-d) within; 0 where the estimate or the log-ratio is bounded."""
+    """It is 1 - exp(-d) inside, and 0 where the estimate or the log-ratio is bounded."""
     policy = column([0.3, -0.4, -5.0, 25.0]).requires_grad_()
     found = gradient(lambda x: kl_penalty(x, torch.zeros_like(x), "k3"), policy)
     expected = 1.0 - (-policy.detach()).exp()
@@ -205,11 +205,11 @@ def test_k3_gradient_vanishes_at_its_bounds() -> None:
 
 
 def test_llds_by_finite_differences() -> None:
-    """Gates that lost likelihood and gates that gained; tokens that fell and tokens that rose."""
+    """With gates and tokens whose likelihood dropped or rose."""
     kept = torch.tensor([True, True, False, True, True, True, True, True])
     loss = lambda x: likelihood_loss(x, OLD, kept, torch.tensor(IDS))  # noqa: E731
     assert gradcheck(loss, log_probs())
-    # Gates 0 and 3 fell in sum, 1 and 2 rose, though tokens of theirs fell.
+    # Gates 0 and 3 dropped in sum; 1 and 2 rose, though some of their tokens dropped.
     torch.testing.assert_close(
         gradient(loss, log_probs()), column([0.0, -1.0, 0.0, 0.0, 0.0, 0.0, 0.0, -1.0])
     )
@@ -233,11 +233,11 @@ def some_logits() -> Tensor:
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_trainers_log_probs_and_entropy_by_finite_differences(temperature: float) -> None:
-    """The chunk of logits that the policy computes both from."""
+    """For a chunk of logits, from which the policy computes both."""
     assert gradcheck(lambda x: chunk_of_logits(x, [0, 5, 2, 2], temperature), some_logits())
 
 
-def test_entropy_carries_no_gradient_unless_it_is_learned() -> None:
+def test_entropy_has_no_gradient_unless_requested() -> None:
     """An entropy that is only logged costs no backward."""
     _, entropy = chunk_of_logits(some_logits(), [0, 5, 2, 2], learn_entropy=False)
     assert not entropy.requires_grad

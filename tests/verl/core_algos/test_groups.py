@@ -1,4 +1,4 @@
-"""Groups and their sums, means, spread and best, against plain loops."""
+"""Groups and their sums, means, deviations and maxima, compared with plain loops."""
 
 import math
 
@@ -15,15 +15,15 @@ from verl.core_algos.groups import Groups, dense_group_ids
 IDS = st.sampled_from(["a", "b", 1, ("a", 1)])
 
 
-def test_ids_are_told_apart_by_equality() -> None:
-    """The number 1, its text and its tuple are three groups; equal tensors' entries are one."""
+def test_ids_are_compared_by_equality() -> None:
+    """1, "1" and (1,) are three groups; equal entries of a tensor are one."""
     cpu = torch.device("cpu")
     assert dense_group_ids([1, "1", (1,), "1"], cpu).tolist() == [0, 1, 2, 1]
     assert dense_group_ids(torch.tensor([7, 7, 2]), cpu).tolist() == [0, 0, 1]
 
 
 def test_ids_that_do_not_fit_are_refused() -> None:
-    """One id a sequence, or an error that says so."""
+    """Anything but one id per sequence is an error that says so."""
     batch = make_batch([[True], [True]])
     with pytest.raises(ValueError, match="got 1 group ids for 2 sequences"):
         Groups.of(["x"], batch.mask, batch.offsets)
@@ -32,7 +32,7 @@ def test_ids_that_do_not_fit_are_refused() -> None:
 @fast
 @given(batches, st.data())
 def test_group_figures_follow_loops(batch: Batch, data: st.DataObject) -> None:
-    """Sums, sizes, (weighted) means, deviations and the others' best, of members only."""
+    """Sums, sizes, (weighted) means, deviations and the others' maxima, over members only."""
     count = batch.num_seqs
     ids = data.draw(st.lists(IDS, min_size=count, max_size=count))
     numbers = st.lists(st.floats(-5, 5), min_size=count, max_size=count)

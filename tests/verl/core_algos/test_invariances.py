@@ -1,4 +1,4 @@
-"""What must not change a loss: order, packing, ranks, and anything at observation tokens.
+"""Losses do not depend on order, packing, number of ranks, and values at observation tokens.
 
 Every row of every registry is a case. A loss is computed as the trainer does it: weights over the
 whole mini-batch, losses on the policy tokens of whatever sequences are at hand.
@@ -23,7 +23,7 @@ from verl.packing import pack, split_by_work
 from verl.types import TokenBatch
 
 TokenLoss = Callable[[TokenBatch], Tensor]
-"""Losses of a batch's policy tokens, (num_policy_tokens,)."""
+"""Losses by name, computed for a batch's policy tokens, (num_policy_tokens,)."""
 
 
 def at_policy(batch: TokenBatch, name: str) -> Tensor:
@@ -35,7 +35,7 @@ def ids_at_policy(batch: TokenBatch) -> Tensor:
 
 
 def turns(batch: TokenBatch) -> Tensor:
-    """Numbers of the runs of policy tokens within sequences, by a loop over tokens."""
+    """Number the runs of policy tokens within sequences, by a loop over tokens."""
     numbers, current, previous = [], -1, (-1, False)
     mask = batch.tokens["policy_mask"].tolist()
     for sequence, is_policy in zip(sequence_ids(batch.offsets).tolist(), mask, strict=True):
@@ -87,7 +87,7 @@ every_case = pytest.mark.parametrize("case", list(CASES))
 
 
 def data_of(batch: Batch, aggregation: str) -> TokenBatch:
-    """A mini-batch with random columns, weights of the whole, and a leaf `log_probs`."""
+    """Make a mini-batch with random columns, loss weights, and a leaf tensor `log_probs`."""
     near = batch.column(1)
     columns = {
         "policy_mask": batch.mask,
@@ -103,13 +103,13 @@ def data_of(batch: Batch, aggregation: str) -> TokenBatch:
 
 
 def total(parts: Sequence[TokenBatch], case: str) -> Tensor:
-    """The loss of a mini-batch that was divided into `parts`."""
+    """Compute the loss of a mini-batch that was split into `parts`."""
     losses = (weighted_sum(CASES[case](part), at_policy(part, "weights")) for part in parts)
     return torch.stack(list(losses)).sum()
 
 
 def assert_same(parts: Sequence[TokenBatch], whole: TokenBatch, case: str) -> None:
-    """Loss and gradient of the parts are those of the whole."""
+    """Assert that loss and gradient of the parts are those of the whole."""
     leaf, results = whole.tokens["log_probs"], []
     for batch in (parts, [whole]):
         loss = total(batch, case)
@@ -135,7 +135,7 @@ def test_order_of_sequences_changes_nothing(case: str, batch: Batch, data: st.Da
 @fast
 @given(batch=batches, data=st.data())
 def test_packing_changes_nothing(case: str, batch: Batch, data: st.DataObject) -> None:
-    """Micro-batches of any token budget, empty ones among them, add up to the whole."""
+    """Micro-batches of any token budget, including empty ones, add up to the whole."""
     whole = draw_batch(batch, data)
     bins = pack(whole.lengths.tolist(), data.draw(st.integers(1, 30)), min_count=3)
     assert_same([whole.select(indices) for indices in bins], whole, case)
@@ -145,7 +145,7 @@ def test_packing_changes_nothing(case: str, batch: Batch, data: st.DataObject) -
 @fast
 @given(batch=batches, data=st.data())
 def test_the_number_of_ranks_changes_nothing(case: str, batch: Batch, data: st.DataObject) -> None:
-    """Any number of ranks, more than there are sequences included, adds up to the whole."""
+    """Any number of ranks, even more than sequences, adds up to the whole."""
     whole = draw_batch(batch, data)
     shards = split_by_work(whole, data.draw(st.integers(1, 8))).shards
     assert_same(shards, whole, case)
@@ -154,7 +154,7 @@ def test_the_number_of_ranks_changes_nothing(case: str, batch: Batch, data: st.D
 @every_case
 @pytest.mark.parametrize("junk", [1e3, math.nan, math.inf])
 def test_line_03_no_loss_reads_an_observation(case: str, junk: float) -> None:
-    """Whatever stands at tokens off the policy, loss and gradient are the same, and 0 there."""
+    """Values at tokens off the policy change neither loss nor gradient, which is 0 there."""
     plain = data_of(DIALOGUES, "token-mean")
     mask = DIALOGUES.mask
     spoilt = {

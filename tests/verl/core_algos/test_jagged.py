@@ -1,4 +1,4 @@
-"""Sums, last tokens, placement and whitening in jagged batches, against loops and numpy."""
+"""Sums, last tokens, outcomes and whitening in jagged batches, compared with loops and numpy."""
 
 import numpy as np
 import torch

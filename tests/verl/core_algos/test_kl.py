@@ -1,4 +1,4 @@
-"""KL estimators, KL in the reward and its controllers against hand-written formulas."""
+"""KL estimators, KL in the reward and controllers, compared with manual formulas."""
 
 import math
 from collections.abc import Callable
@@ -19,8 +19,8 @@ from verl.core_algos.kl import (
 )
 
 
-def test_line_03_observations_take_no_part_in_kl_reward_or_its_mean() -> None:
-    """KL in the reward, and the KL that steers the controller, read policy tokens only."""
+def test_line_03_observations_do_not_affect_kl_reward_or_its_mean() -> None:
+    """KL in the reward, and the KL for the controller, are computed from policy tokens only."""
     mask = DIALOGUES.mask
     rewards, ref = DIALOGUES.column(1), DIALOGUES.column(3)
     log_probs = torch.where(mask, DIALOGUES.column(2), math.nan)
@@ -46,7 +46,7 @@ KL_BY_HAND: dict[str, Callable[[float], float]] = {
 
 @pytest.mark.parametrize("kind", KL_KINDS)
 def test_kl_estimators_follow_their_formulas(kind: str) -> None:
-    """Every estimator is its formula, clamped k3 included."""
+    """Every estimator equals its formula, including the clamped k3."""
     differences = [-1000.0, -25.0, -2.0, -0.5, 0.0, 0.3, 1.5, 9.0, 25.0]
     log_probs = torch.tensor(differences, dtype=torch.float64)
     got = kl_penalty(log_probs - 1.0, torch.full_like(log_probs, -1.0), kind)
@@ -54,8 +54,8 @@ def test_kl_estimators_follow_their_formulas(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["low_var_kl", "k3"])
-def test_k3_pulls_at_nothing_beyond_its_limits(kind: str) -> None:
-    """Where exp would be infinite its gradient would be none at all, and spoil the whole step."""
+def test_k3_has_no_gradient_beyond_its_limits(kind: str) -> None:
+    """Where exp would be infinite, its gradient would be NaN and spoil the whole step."""
     log_probs = torch.tensor([-1000.0, -100.0, 0.5, 100.0, 1000.0], requires_grad=True)
     kl_penalty(log_probs, torch.zeros(5), kind).sum().backward()
     assert log_probs.grad is not None
@@ -73,7 +73,7 @@ def test_kl_estimators_are_right_on_average() -> None:
 
 
 def test_kl_controllers_follow_ziegler() -> None:
-    """The adaptive coefficient moves by the clipped error, the fixed one not at all."""
+    """The adaptive coefficient changes by the clipped error, the fixed one never."""
     adaptive = AdaptiveKLController(value=0.2, target=6.0, horizon=100)
     adaptive.update(current_kl=6.6, num_seqs=10)
     assert adaptive.value == pytest.approx(0.2 * (1 + 0.1 * 10 / 100))
@@ -92,7 +92,7 @@ def test_kl_controllers_follow_ziegler() -> None:
 @fast
 @given(batch=batches)
 def test_kl_reward_and_its_mean_follow_loops(kind: str, batch: Batch) -> None:
-    """Each policy token pays its own KL; the controller sees the mean of sequences' means."""
+    """Each policy token is penalised by its KL; the controller gets the mean of sequence means."""
     rewards, log_probs, ref = batch.column(1), batch.column(2, 2.0), batch.column(3, 2.0)
     got = apply_kl_in_reward(rewards, log_probs, ref, batch.mask, 0.3, kind)
     expected, means = rewards.clone(), []
@@ -107,7 +107,7 @@ def test_kl_reward_and_its_mean_follow_loops(kind: str, batch: Batch) -> None:
 
 
 def test_unknown_estimators_and_targets_are_refused() -> None:
-    """A misspelt estimator names what exists; a target that would be divided by must be > 0."""
+    """The error for a misspelt estimator lists the known ones; a target must be > 0."""
     x = torch.zeros(1)
     with pytest.raises(ValueError, match="'k4'; expected one of kl, k1"):
         kl_penalty(x, x, "k4")

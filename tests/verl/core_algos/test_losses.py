@@ -1,4 +1,4 @@
-"""Aggregation, value loss and entropy against hand-written formulas."""
+"""Aggregation, value loss and entropy, compared with manual formulas."""
 
 import math
 from collections.abc import Callable
@@ -22,7 +22,7 @@ from verl.core_algos.losses import (
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 def test_line_03_observation_log_probs_get_exactly_no_gradient(aggregation: str) -> None:
-    """Policy, KL and value losses give tokens off the policy no gradient, even extreme ones."""
+    """Policy, KL and value losses have no gradient at tokens off the policy, even extreme ones."""
     mask, offsets = DIALOGUES.mask, DIALOGUES.offsets
     log_probs = torch.where(mask, DIALOGUES.column(1), -1e4).requires_grad_()
     values = torch.where(mask, DIALOGUES.column(2), 1e3).requires_grad_()
@@ -39,7 +39,7 @@ def test_line_03_observation_log_probs_get_exactly_no_gradient(aggregation: str)
 
 
 def test_unknown_names_are_refused_with_the_known_ones() -> None:
-    """A misspelt aggregation names what exists; a missing length what to give."""
+    """The error for a misspelt aggregation lists the known ones; one for a length says the fix."""
     mask, offsets = torch.ones(1, dtype=torch.bool), torch.tensor([0, 1])
     with pytest.raises(ValueError, match="'mean'; expected one of token-mean"):
         loss_weights(mask, offsets, "mean")
@@ -47,14 +47,14 @@ def test_unknown_names_are_refused_with_the_known_ones() -> None:
         loss_weights(mask, offsets, "seq-mean-token-sum-norm")
 
 
-def test_what_has_no_weight_is_not_read() -> None:
-    """An observation's loss may be infinite or none at all."""
+def test_losses_of_weight_0_are_not_read() -> None:
+    """An observation's loss may be infinite or NaN."""
     losses, weights = torch.tensor([math.nan, 2.0, math.inf]), torch.tensor([0.0, 0.5, 0.0])
     assert float(weighted_sum(losses, weights)) == 1.0
 
 
 def aggregate_by_loop(losses: Tensor, batch: Batch, aggregation: str, norm_length: int) -> float:
-    """The aggregations as their names say them, sequence by sequence."""
+    """Aggregate as the name says, sequence by sequence."""
     own = [[float(losses[t]) for t in p] for p in batch.policy_positions() if p]
     if not own:
         return 0.0
@@ -98,7 +98,7 @@ def test_loss_weights_give_the_named_mean_and_any_split_adds_up(
 def test_value_loss_is_the_larger_of_plain_and_clipped(
     rows: list[tuple[float, float, float]], clip_range: float
 ) -> None:
-    """Each loss is half the larger squared error of the value and its clipped version."""
+    """Each loss is half the larger squared error of the value and the clipped value."""
     values, old, returns = torch.tensor(rows, dtype=torch.float64).T
     got = value_loss(values, old, returns, clip_range)
     expected = [

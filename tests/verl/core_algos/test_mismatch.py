@@ -1,4 +1,4 @@
-"""Importance weights against the engine's log-probs."""
+"""Importance weights for the mismatch with the engine's log-probs."""
 
 import math
 
@@ -17,7 +17,7 @@ LEVELS = ("none", "token", "sequence", "geometric")
 
 
 def ratio(level: str, rows: list[tuple[float, int]], row: tuple[float, int]) -> float:
-    """π_old/π_rollout of one token of `rows` (log-ratio, sequence), by a loop."""
+    """Compute π_old/π_rollout of one token of `rows` (log-ratio, sequence), by a loop."""
     own = [d for d, i in rows if i == row[1]]
     total = {"none": 0.0, "token": row[0], "sequence": sum(own), "geometric": sum(own) / len(own)}
     return math.exp(total[level])
@@ -27,10 +27,10 @@ def ratio(level: str, rows: list[tuple[float, int]], row: tuple[float, int]) -> 
 @pytest.mark.parametrize("level", LEVELS)
 @fast
 @given(rows=ROWS)
-def test_weights_are_cut_ratios(
+def test_weights_are_clipped_ratios(
     level: str, mask_level: str | None, rows: list[tuple[float, int]]
 ) -> None:
-    """Ratios cut above and below by a loop; 0 where the mask's own ratio is outside its bounds."""
+    """Ratios are clipped above and below; 0 where the mask's ratio is outside its bounds."""
     log_ratio = torch.tensor([d for d, _ in rows], dtype=torch.float64)
     ids = torch.tensor([i for _, i in rows], dtype=torch.int64)
     given = (log_ratio, torch.zeros_like(log_ratio), ids, level)
@@ -55,7 +55,7 @@ def test_unknown_level_is_refused() -> None:
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
 def test_a_ratio_beyond_float32_is_bounded(level: str) -> None:
-    """At 20 nats to either side, however far the threshold is: exp(200) is infinite."""
+    """The log-ratio is bounded to ±20 whatever the threshold, since exp(200) is infinite."""
     log_ratio, ids = torch.tensor([-200.0, 200.0]), torch.tensor([0, 1])
     got = importance_weights(log_ratio, torch.zeros(2), ids, level, 1e10)
     assert got.tolist() == pytest.approx([math.exp(-20), math.exp(20)])
@@ -63,7 +63,7 @@ def test_a_ratio_beyond_float32_is_bounded(level: str) -> None:
 
 @pytest.mark.parametrize("mask_floor", [None, 1.0])
 def test_a_ratio_at_the_bounds_of_a_mask_is_within(mask_floor: float | None) -> None:
-    """Where engine and trainer agree, no mask leaves a token out."""
+    """If engine and trainer agree, no mask drops a token."""
     zeros, ids = torch.zeros(2), torch.tensor([0, 1])
     got = importance_weights(zeros, zeros, ids, "token", 2.0, 1.0, mask_floor=mask_floor)
     assert got.tolist() == [1.0, 1.0]

@@ -1,4 +1,4 @@
-"""Policy losses against their published objectives, in double precision."""
+"""Policy losses, compared with their published objectives in double precision."""
 
 import math
 from collections.abc import Sequence
@@ -25,8 +25,8 @@ from verl.core_algos.policy_losses import (
 )
 
 
-def policy_loss_by_hand(log_ratio: float, a: float, low: float, high: float, c: float) -> float:
-    """Dual-clip PPO in the form in which it is published: an objective, negated."""
+def published_policy_loss(log_ratio: float, a: float, low: float, high: float, c: float) -> float:
+    """Compute dual-clip PPO in its published form: an objective, negated."""
     ratio = math.exp(log_ratio)
     objective = min(ratio * a, min(max(ratio, 1 - low), 1 + high) * a)
     return -(max(objective, c * a) if a < 0 else objective)
@@ -41,17 +41,17 @@ def policy_loss_by_hand(log_ratio: float, a: float, low: float, high: float, c: 
 def test_policy_loss_agrees_with_the_published_objective(
     pairs: list[tuple[float, float]], low: float, high: float
 ) -> None:
-    """Losses are the dual-clip objective's, and diagnostics say which bound decided."""
+    """Losses are the dual-clip objective's, and diagnostics tell which bound applied."""
     log_ratio, advantages = torch.tensor(pairs, dtype=torch.float64).T
     old = torch.full_like(log_ratio, -2.0)
     losses, diagnostics = ppo_losses(old + log_ratio, old, advantages, low, high)
-    expected = [policy_loss_by_hand(d, a, low, high, 3.0) for d, a in pairs]
+    expected = [published_policy_loss(d, a, low, high, 3.0) for d, a in pairs]
     assert losses.tolist() == pytest.approx(expected, rel=1e-9, abs=1e-12)
     torch.testing.assert_close(diagnostics.approx_kl, -log_ratio, **CLOSE)
 
 
-def test_policy_loss_diagnostics_and_dead_gradients_by_hand() -> None:
-    """Clip counts where it decides, and the gradient is 0 there; extreme ratios stay finite."""
+def test_policy_loss_diagnostics_and_zero_gradients() -> None:
+    """Clipped tokens are counted and have a gradient of 0; extreme ratios stay finite."""
     #                          inside  above   below   below   dual  extreme
     ratio = torch.tensor([1.1, 1.5, 0.5, 0.5, 4.0, 1e30], dtype=torch.float64)
     advantages = torch.tensor([1.0, 1.0, 1.0, -1.0, -1.0, -1.0], dtype=torch.float64)
@@ -76,7 +76,7 @@ def test_a_dual_clip_that_would_bound_every_loss_is_refused() -> None:
 
 
 def test_policy_loss_at_ratio_one_has_the_policy_gradient() -> None:
-    """On the first pass the gradient is exactly -A, ties between the two bounds included."""
+    """In the first pass the gradient is exactly -A, even where both bounds tie."""
     log_probs = torch.zeros(3, dtype=torch.float64, requires_grad=True)
     advantages = torch.tensor([2.0, -3.0, 0.0], dtype=torch.float64)
     losses, _ = ppo_losses(log_probs, log_probs.detach(), advantages, 0.2, 0.2)
@@ -86,7 +86,7 @@ def test_policy_loss_at_ratio_one_has_the_policy_gradient() -> None:
 
 
 def inputs_of(batch: Batch, scale: float = 0.3) -> tuple[PolicyLossInputs, Tensor]:
-    """The policy tokens of a batch with random log-probs, and their weights by sequence."""
+    """Return a batch's policy tokens with random log-probs, and their loss weights."""
     mask = batch.mask
     old = batch.column(1)[mask]
     log_probs = (old + batch.column(2, scale)[mask]).requires_grad_()
@@ -125,7 +125,7 @@ def test_gspo_is_the_objective_of_sequence_ratios_with_its_gradient(batch: Batch
 @fast
 @given(batches)
 def test_cispo_and_gpg_have_the_gradients_of_their_papers(batch: Batch) -> None:
-    """d/dlogπ is -clip(ratio) A for CISPO, with no token left out, and -A for GPG."""
+    """d/dlogπ is -clip(ratio) A for CISPO, at all tokens, and -A for GPG."""
     inputs, _ = inputs_of(batch)
     ratio = (inputs.log_probs - inputs.old_log_probs).exp().detach()
     bounded = ratio.clamp(0.9, 1.2)
@@ -140,13 +140,13 @@ def test_cispo_and_gpg_have_the_gradients_of_their_papers(batch: Batch) -> None:
 def loss_by_loop(
     name: str, log_ratios: Sequence[float], k: int, log_prob: float, a: float
 ) -> float:
-    """The loss of token k of a sequence as each paper has it; clips 0.1, 0.2 and (ppo) 3."""
+    """Compute the loss of a sequence's token k as in each paper; clips 0.1, 0.2 and (ppo) 3."""
     ratio = math.exp(log_ratios[k])
     match name:
         case "ppo":
-            return policy_loss_by_hand(log_ratios[k], a, 0.1, 0.2, 3.0)
+            return published_policy_loss(log_ratios[k], a, 0.1, 0.2, 3.0)
         case "gspo":
-            return policy_loss_by_hand(float(np.mean(log_ratios)), a, 0.1, 0.2, math.inf)
+            return published_policy_loss(float(np.mean(log_ratios)), a, 0.1, 0.2, math.inf)
         case "cispo":
             return -min(max(ratio, 0.9), 1.2) * a * log_prob
         case "gpg":
@@ -158,7 +158,7 @@ def loss_by_loop(
 @fast
 @given(batch=batches)
 def test_every_loss_follows_its_loop(name: str, batch: Batch) -> None:
-    """Each row of the registry is its published objective, token by token."""
+    """Each entry of the registry is its published objective, token by token."""
     inputs, _ = inputs_of(batch)
     losses = POLICY_LOSSES[name](inputs)[0].tolist()
     log_ratio = (inputs.log_probs - inputs.old_log_probs).tolist()
@@ -178,7 +178,7 @@ def test_every_loss_follows_its_loop(name: str, batch: Batch) -> None:
 @fast
 @given(batch=batches)
 def test_every_loss_starts_at_the_policy_gradient(name: str, batch: Batch) -> None:
-    """Where the policy has not moved, each loss has the gradient -A (GSPO: its sequence's mean)."""
+    """For an unchanged policy, each loss has the gradient -A (GSPO: its sequence's mean)."""
     inputs, weights = inputs_of(batch, scale=0.0)
     losses, _ = POLICY_LOSSES[name](inputs)
     (gradient,) = torch.autograd.grad(weighted_sum(losses, weights), inputs.log_probs)
@@ -186,7 +186,7 @@ def test_every_loss_starts_at_the_policy_gradient(name: str, batch: Batch) -> No
 
 
 def test_gspo_does_not_mix_sequences() -> None:
-    """Moving one sequence's log-probs leaves the other's losses as they are."""
+    """Changing one sequence's log-probs does not change another's losses."""
     old = torch.tensor([-1.0, -2.0, -3.0], dtype=torch.float64)
     ids, ones = torch.tensor([0, 0, 1]), torch.ones(3, dtype=torch.float64)
     before, _ = gspo(PolicyLossInputs(old, old, ones, ids))
@@ -196,8 +196,8 @@ def test_gspo_does_not_mix_sequences() -> None:
 
 @fast
 @given(st.lists(st.tuples(st.floats(-2, 2), st.booleans(), st.integers(0, 3)), max_size=20))
-def test_likelihood_loss_costs_what_good_turns_lost(rows: list[tuple[float, bool, int]]) -> None:
-    """LLDS by a loop: tokens that fell, of preserved turns that fell as a whole, cost the fall."""
+def test_likelihood_loss_penalises_drops_of_good_turns(rows: list[tuple[float, bool, int]]) -> None:
+    """LLDS by a loop: in preserved turns that dropped as a whole, tokens cost their drop."""
     drops = torch.tensor([d for d, _, _ in rows], dtype=torch.float64)
     kept = torch.tensor([k for _, k, _ in rows], dtype=torch.bool)
     gates = torch.tensor([g for _, _, g in rows], dtype=torch.int64)
@@ -209,7 +209,7 @@ def test_likelihood_loss_costs_what_good_turns_lost(rows: list[tuple[float, bool
 
 
 def test_likelihood_loss_gradient_passes_gradcheck() -> None:
-    """The gradient pulls fallen tokens of a fallen turn back up and leaves the others alone."""
+    """The gradient raises dropped tokens of a dropped turn and is 0 for the others."""
     old = torch.zeros(4, dtype=torch.float64)
     start = torch.tensor([-0.5, 0.1, 0.7, -0.2], dtype=torch.float64, requires_grad=True)
     kept, gates = torch.ones(4, dtype=torch.bool), torch.tensor([0, 0, 1, 1])
@@ -234,8 +234,8 @@ def test_a_ratio_beyond_float32_leaves_loss_and_gradient_finite(
     assert bool(losses.isfinite().all())
 
 
-def test_ratios_are_bounded_at_20_nats_and_clipped_as_the_options_have_it() -> None:
-    """What a caller leaves out is what a run has that sets nothing."""
+def test_ratios_are_bounded_at_20_nats_and_clipped_by_default_options() -> None:
+    """The defaults of the function are those of the options."""
     old, ids = torch.zeros(3), torch.zeros(3, dtype=torch.int64)
     inputs = PolicyLossInputs(torch.tensor([-200.0, 0.0, 200.0]), old, old, ids)
     assert inputs.ratio.tolist() == pytest.approx([math.exp(-20), 1.0, math.exp(20)])

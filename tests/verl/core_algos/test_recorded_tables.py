@@ -1,4 +1,4 @@
-"""Our functions against what verl answered, recorded in tests/oracles; and where they differ.
+"""Our functions compared with recorded results of verl (tests/oracles), and known differences.
 
 Figures agree to 1e-6 in double precision (verl adds 1e-8 to the denominators of its means, we do
 not), and to 2e-5 where the library computed in float32.
@@ -37,7 +37,7 @@ def parametrised(cases: list[Case]) -> pytest.MarkDecorator:
 
 
 def assert_agree(ours: Tensor, theirs: Tensor, single: bool = False) -> None:
-    """Equal to 1e-6, or to 2e-5 where either was computed in float32."""
+    """Assert equality to 1e-6, or to 2e-5 if either was computed in float32."""
     close = 2e-5 if single or theirs.dtype == torch.float32 else 1e-6
     torch.testing.assert_close(
         ours.detach().double(), theirs.double(), rtol=close, atol=close, check_dtype=False
@@ -45,7 +45,7 @@ def assert_agree(ours: Tensor, theirs: Tensor, single: bool = False) -> None:
 
 
 def estimate(name: str, batch: RecordedBatch, **options: object) -> Tensor:
-    """Our advantages at policy tokens; those elsewhere are asserted to be 0."""
+    """Return our advantages at policy tokens; assert that the others are 0."""
     advantages = ADVANTAGES[name].compute(batch.inputs(**options)).advantages
     assert not advantages[~batch.policy_mask].any()
     return advantages[batch.policy_mask]
@@ -56,14 +56,14 @@ def estimate(name: str, batch: RecordedBatch, **options: object) -> Tensor:
 
 @parametrised(VERL.cases("advantage/gae"))
 def test_gae_agrees_with_verl(case: Case) -> None:
-    """Whitened advantages and returns, a failed trajectory among them; no step over documents."""
+    """Whitened advantages and returns, with a failed trajectory; documents add no step."""
     found = ADVANTAGES["gae"].compute(case.batch.inputs(**case.settings))
     mask = case.batch.policy_mask
     assert_agree(found.advantages[mask], case.on_policy("advantages"))
     assert_agree(found.returns[mask], case.on_policy("returns"))
 
 
-def test_gae_over_all_tokens_agrees_with_verl_told_that_all_are_the_policys() -> None:
+def test_gae_over_all_tokens_agrees_with_verl_with_a_full_policy_mask() -> None:
     """The masks behind `compat.gae_over_all_tokens` and `compat.whiten_over_all_tokens`."""
     case = VERL.case("gae_over_all_tokens")
     everything = torch.ones_like(case.batch.policy_mask)
@@ -77,7 +77,7 @@ def test_gae_over_all_tokens_agrees_with_verl_told_that_all_are_the_policys() ->
 
 
 @parametrised(VERL.cases("advantage/gae", batches="dialogues"))
-def test_gae_off_the_policy_is_0_where_verl_carries_figures(case: Case) -> None:
+def test_gae_off_the_policy_is_0_unlike_verls(case: Case) -> None:
     """verl gives an observation the advantage of the next policy token; ours is 0."""
     found = ADVANTAGES["gae"].compute(case.batch.inputs(**case.settings))
     off = ~case.batch.policy_mask
@@ -89,7 +89,7 @@ def test_gae_off_the_policy_is_0_where_verl_carries_figures(case: Case) -> None:
 @parametrised(VERL.cases("advantage/grpo", batches=WHOLE)
               + VERL.cases("advantage/grpo_vectorized", batches=WHOLE))  # fmt: skip
 def test_grpo_agrees_with_verl(case: Case) -> None:
-    """With and without the deviation, a group of one included; without, it is Dr.GRPO's."""
+    """With and without the deviation (Dr.GRPO), including a group of one."""
     single = case.quantity.endswith("vectorized")  # computed in float32
     theirs = case.on_policy("advantages")
     assert_agree(estimate("grpo", case.batch, **case.settings), theirs, single)
@@ -102,14 +102,14 @@ def test_grpo_agrees_with_verl(case: Case) -> None:
     batches=WHOLE,
 ))  # fmt: skip
 def test_group_estimators_agree_with_verl(case: Case) -> None:
-    """RLOO, OPO and REINFORCE++ with baseline, a group of one included."""
+    """RLOO, OPO and REINFORCE++ with baseline, including a group of one."""
     ours = estimate(case.quantity.removeprefix("advantage/"), case.batch)
     assert_agree(ours, case.on_policy("advantages"))
 
 
 @parametrised(VERL.cases("advantage/grpo_passk"))
 def test_passk_agrees_with_verl(case: Case) -> None:
-    """The best of a group gets its lead; verl refuses a group of one, which we let pass."""
+    """The best of a group gets its lead; verl refuses a group of one, which we accept."""
     ours = estimate("grpo_passk", case.batch, **case.settings)
     assert_agree(ours, case.on_policy("advantages"))
 
@@ -128,19 +128,19 @@ def test_reinforce_plus_plus_agrees_with_verl(case: Case) -> None:
 
 @parametrised(VERL.cases("advantage/remax"))
 def test_remax_differs_from_verl_by_the_rewards_already_received(case: Case) -> None:
-    """Ours is the whole score less the greedy one on each token; verl counts what is still due."""
+    """Ours is the score less the greedy one on each token; verl uses the remaining rewards."""
     batch = case.batch
     greedy = torch.tensor(case.settings["greedy_scores"], dtype=batch.dtype)
     ours = estimate("remax", batch, greedy_scores=greedy)
     rewards = batch.padded("rewards")
     received = (rewards.cumsum(1) - rewards)[batch.mask]
     assert_agree(ours, case.on_policy("advantages") + received)
-    assert received.any()  # of an outcome reward alone nothing is received before the last token
+    assert received.any()  # without process rewards, nothing is received before the last token
 
 
 @parametrised(VERL.cases("advantage/rloo_vectorized", batches=WHOLE))
-def test_a_group_of_one_keeps_its_score_where_verls_vectorised_rloo_drops_it(case: Case) -> None:
-    """Elsewhere both agree, as does verl's plain RLOO in the group of one too."""
+def test_a_group_of_one_keeps_its_score_unlike_in_verls_vectorised_rloo(case: Case) -> None:
+    """Otherwise both agree; verl's plain RLOO agrees for a group of one too."""
     ours = estimate("rloo", case.batch)
     alone = torch.tensor([case.batch.index.count(i) == 1 for i in case.batch.index])
     is_alone = alone[case.batch.sequence_ids]
@@ -163,15 +163,15 @@ def test_verls_gpg_estimator_is_dr_grpo_times_the_share_of_scores_that_are_not_0
 @pytest.mark.parametrize(
     "name", ["grpo", "rloo", "opo", "reinforce_plus_plus_baseline", "grpo_passk"]
 )
-def test_a_failed_trajectory_is_no_member_of_its_group(name: str) -> None:
-    """Ours on a batch with one equals verl's on the batch without it."""
+def test_a_failed_trajectory_does_not_count_in_its_group(name: str) -> None:
+    """Ours on a batch with a failed trajectory equals verl's on the batch without it."""
     failed, kept = VERL.batches["failed"], VERL.case(f"advantage/{name}", "pairs")
     assert_agree(estimate(name, failed), kept.on_policy("advantages"))
 
 
 @pytest.mark.parametrize("name", ["grpo", "rloo", "opo"])
 def test_verl_counts_a_failed_trajectory_as_a_member_that_scored_0(name: str) -> None:
-    """Its answer is that of our formula with every trajectory a member."""
+    """Its result is that of our formula if every trajectory counts."""
     batch, case = VERL.batches["failed"], VERL.case(f"advantage/{name}", "failed")
     x = batch.inputs()
     everyone = Groups(torch.tensor(batch.index), torch.ones(len(batch.index), dtype=torch.bool))
@@ -183,12 +183,12 @@ def test_verl_counts_a_failed_trajectory_as_a_member_that_scored_0(name: str) ->
     }[name]()
     assert_agree(ours[batch.sequence_ids], case.on_policy("advantages"))
     differs = not torch.allclose(estimate(name, batch), case.on_policy("advantages"))
-    assert differs is (name != "opo")  # which weighs it by its length, 0
+    assert differs is (name != "opo")  # opo weights it by its length, 0
 
 
 @parametrised(VERL.cases("whiten"))
 def test_whitening_agrees_with_verl_on_policy_tokens(case: Case) -> None:
-    """Elsewhere ours is 0, verl's not."""
+    """At other tokens ours is 0, verl's is not."""
     mask = case.batch.policy_mask
     ours = masked_whiten(case.batch["values"], mask)
     assert_agree(ours[mask], case.on_policy("whitened"))
@@ -196,7 +196,7 @@ def test_whitening_agrees_with_verl_on_policy_tokens(case: Case) -> None:
     assert case.padded("whitened")[~case.batch.mask].all()
 
 
-def test_one_policy_token_whitens_to_0_where_verl_refuses() -> None:
+def test_one_policy_token_whitens_to_0_and_verl_refuses_it() -> None:
     """A batch of one token has no variance."""
     assert VERL.case("whiten_one", "dialogues").outputs["error"] == "ValueError"
     assert masked_whiten(torch.tensor([3.0, 5.0]), torch.tensor([True, False])).tolist() == [0, 0]
@@ -208,7 +208,7 @@ def test_one_policy_token_whitens_to_0_where_verl_refuses() -> None:
 def policy_loss(
     case: Case, log_probs: Tensor, weights: Tensor | None = None
 ) -> tuple[Tensor, PolicyDiagnostics]:
-    """Our aggregated loss on a case's batch."""
+    """Compute our aggregated loss on a case's batch."""
     batch, clips = case.batch, case.settings["clip"]
     inputs = PolicyLossInputs(
         log_probs, batch.on_policy("old_log_probs"), batch.on_policy("advantages"),
@@ -248,19 +248,19 @@ def test_policy_losses_and_their_gradients_agree_with_verl(case: Case) -> None:
 
 
 def test_tables_reach_every_branch_of_the_clip() -> None:
-    """The recorded batches clip above, below and by the dual clip, so that agreement means much."""
+    """The recorded batches are clipped above, below and by the dual clip."""
     case = VERL.case("policy_loss/vanilla", "dialogues", clip=[0.1, 0.3, 1.5])
     assert case.outputs["pg_clipfrac"] > 0.2 and case.outputs["pg_clipfrac_lower"] > 0.0
 
 
 def extremes(precision: str) -> tuple[Case, Tensor]:
-    """Log-ratios of up to ±30, a sequence a token, and what verl answered."""
+    """Return log-ratios of up to ±30, one token per sequence, and verl's results."""
     (case,) = VERL.cases("extremes", dtype=precision)
     return case, torch.tensor(case.settings["differences"], dtype=getattr(torch, precision))
 
 
 def extreme_loss(name: str, ratio: Tensor, sign: float) -> tuple[float, Tensor]:
-    """Our mean loss and its gradient where all advantages are ±1."""
+    """Compute our mean loss and its gradient with all advantages ±1."""
     log_probs, ids = ratio.clone().requires_grad_(), torch.arange(len(ratio))
     zero = torch.zeros_like(ratio)
     inputs = PolicyLossInputs(log_probs, zero, zero + sign, ids, 0.2, 0.2, 3.0)
@@ -297,7 +297,7 @@ def test_gspos_ratio_is_bounded_by_e_20_and_verls_by_e_10() -> None:
 
 
 def test_approx_kl_is_not_bounded_where_verls_is() -> None:
-    """verl logs the bounded log-ratio, ours the true one."""
+    """verl logs the bounded log-ratio, we log the true one."""
     case, ratio = extremes("float64")
     assert case.outputs["vanilla_good_kl"] == pytest.approx(-ratio.clamp(-20, 20).mean().item())
     zero = torch.zeros_like(ratio)
@@ -305,8 +305,8 @@ def test_approx_kl_is_not_bounded_where_verls_is() -> None:
     assert seen.approx_kl.mean().item() == pytest.approx(-ratio.mean().item())
 
 
-def test_a_loss_without_tokens_is_0_where_verls_is_not_a_number() -> None:
-    """0 / 0 of `token-mean`."""
+def test_a_loss_without_tokens_is_0_and_nan_in_verl() -> None:
+    """verl computes 0 / 0 for `token-mean`."""
     assert VERL.case("empty_mean").outputs["loss"] == "nan"
     weights = loss_weights(torch.zeros(3, dtype=torch.bool), torch.tensor([0, 3]), "token-mean")
     assert weighted_sum(torch.ones(3), weights).item() == 0
@@ -386,7 +386,7 @@ def test_kl_in_the_reward_agrees_with_verl(case: Case) -> None:
 
 
 def test_entropy_and_log_probs_agree_with_verl() -> None:
-    """Of whole rows of logits; the log-prob is that of the trainer's chunk."""
+    """For whole rows of logits; the log-prob is that of the trainer's chunk."""
     case = VERL.case("logits")
     logits = torch.tensor(case.settings["logits"], dtype=torch.float64)
     log_probs, entropy = chunk_of_logits(logits, case.settings["labels"])
@@ -394,7 +394,7 @@ def test_entropy_and_log_probs_agree_with_verl() -> None:
     assert_agree(log_probs, case.padded("log_probs"), single=True)
 
 
-# Engine against trainer
+# Mismatch of engine and trainer
 
 
 def ratio_weights(batch: RecordedBatch, level: str, threshold: float, mask: float | None) -> Tensor:
@@ -404,7 +404,7 @@ def ratio_weights(batch: RecordedBatch, level: str, threshold: float, mask: floa
 
 @parametrised(VERL.cases("importance/token", "importance/sequence"))
 def test_importance_weights_agree_with_verl(case: Case) -> None:
-    """Truncated at 2; and verl's "0.5_2.0", which drops what is outside, is our mask threshold."""
+    """Truncated at 2; verl's "0.5_2.0", which drops tokens outside, is our mask threshold."""
     is_masked = isinstance(case.settings["threshold"], str)
     ours = ratio_weights(
         case.batch, case.quantity.removeprefix("importance/"), 2.0, 2.0 if is_masked else None
@@ -414,7 +414,7 @@ def test_importance_weights_agree_with_verl(case: Case) -> None:
 
 @parametrised(VERL.cases("importance/token", threshold=2.0))
 def test_mismatch_kl_agrees_with_verl(case: Case) -> None:
-    """KL(engine || trainer) by k3, a mean over tokens."""
+    """KL(engine || trainer) by k3, as a mean over tokens."""
     batch = case.batch
     kl = kl_penalty(batch.on_policy("rollout_log_probs"), batch.on_policy("old_log_probs"), "k3")
     assert_agree(kl.mean(), torch.tensor(case.outputs["k3_kl"], dtype=batch.dtype))
@@ -422,7 +422,7 @@ def test_mismatch_kl_agrees_with_verl(case: Case) -> None:
 
 @parametrised(VERL.cases("rejection/token", "rejection/sequence"))
 def test_masking_drops_what_verl_rejects_and_keeps_the_loss_weights(case: Case) -> None:
-    """The same tokens; verl then averages over the rest, ours divides by all of them."""
+    """The same tokens are dropped; verl then averages over the rest, we divide by all tokens."""
     batch = case.batch
     weights = ratio_weights(batch, case.quantity.removeprefix("rejection/"), math.inf, 2.0)
     kept = weights > 0
@@ -438,23 +438,23 @@ def test_masking_drops_what_verl_rejects_and_keeps_the_loss_weights(case: Case) 
     assert_agree(ours, theirs * kept.sum() / len(kept))
 
 
-# What is offered
+# Defaults and coverage
 
 
 def test_defaults_are_those_of_verl() -> None:
-    """Clips, aggregation, KL and GAE start at the same figures."""
+    """Clips, aggregation, KL and GAE have the same default values."""
     theirs, actor, algorithm = VERL.case("defaults").outputs, ActorConfig(), AlgorithmConfig()
     assert {name: getattr(actor, name) for name in theirs["actor"]} == theirs["actor"]
     assert {n: getattr(algorithm, n) for n in theirs["algorithm"]} == theirs["algorithm"]
 
 
 def test_verls_lower_clip_does_not_follow_its_clip_ratio() -> None:
-    """`clip_ratio_low` has a default of its own there; here `clip_ratio` is the lower clip."""
+    """There, `clip_ratio_low` has its own default; here `clip_ratio` is the lower clip."""
     assert VERL.case("defaults").outputs["low_of_a_clip_ratio_of_a_tenth"] == 0.2
 
 
-def test_what_verl_offers_and_we_do_not_is_listed() -> None:
-    """A new version's addition is noticed when the table is recorded again."""
+def test_functions_that_only_verl_has_are_listed() -> None:
+    """Additions in a new version are noticed when the table is recorded again."""
     theirs = VERL.case("defaults").outputs
     assert set(theirs["losses"]) - set(OUR_LOSS) == {
         "bypass_mode", "clip_cov", "dppo_kl", "dppo_tv", "dro", "geo_mean", "kl_cov", "sapo",

@@ -1,4 +1,4 @@
-"""Our functions against what TRL answered, recorded in tests/oracles; and where they differ.
+"""Our functions compared with recorded results of TRL (tests/oracles), and known differences.
 
 Figures agree to 1e-6 in double precision and to 2e-5 where either side computes in float32.
 """
@@ -22,9 +22,9 @@ from verl.core_algos.policy_losses import POLICY_LOSSES, PolicyLossInputs
 TRL = RecordedTable.read("trl")
 AGGREGATION = {"grpo": "seq-mean-token-mean", "bnpo": "token-mean", "dapo": "token-mean",
                "dr_grpo": "seq-mean-token-sum-norm", "cispo": "token-mean"}  # fmt: skip
-"""Ours, by the name of TRL's loss."""
+"""Our losses by the names of TRL's."""
 PER_ROW = ("grpo", "dr_grpo")
-"""Losses that TRL averages over all rows, those without a token included."""
+"""Losses that TRL averages over all rows, including those without a token."""
 MAX_LENGTH = 8.0
 WHOLE = "dialogues float32"
 
@@ -34,19 +34,19 @@ def parametrised(cases: list[Case]) -> pytest.MarkDecorator:
 
 
 def assert_agree(ours: Tensor, theirs: Tensor | float) -> None:
-    """Equal to 1e-6, or to 2e-5 where TRL computed in float32."""
+    """Assert equality to 1e-6, or to 2e-5 if TRL computed in float32."""
     theirs = torch.as_tensor(theirs, dtype=ours.dtype)
     close = 2e-5 if ours.dtype == torch.float32 else 1e-6
     torch.testing.assert_close(ours.detach(), theirs, rtol=close, atol=close)
 
 
 def our_loss(case: Case, log_probs: Tensor) -> Tensor:
-    """The same objective by our functions: TRL's `delta` is our dual clip, which it lacks else."""
+    """Compute TRL's objective by ours; its `delta` is our dual clip, without it unbounded."""
     batch, options = case.batch, case.settings
     old, ids = batch.on_policy("old_log_probs"), batch.sequence_ids
     advantages = batch.padded("advantages")[:, :1].expand(batch.mask.shape)[batch.mask]
     kind = options["loss_type"]
-    # TRL bounds cispo's weight above alone, by the ratio itself; others by its distance from 1.
+    # TRL bounds cispo's weight only above, by the ratio itself; others by its distance from 1.
     low = 1.0 if kind == "cispo" else 0.2
     high = options.get("epsilon_high", 0.2) - (1.0 if kind == "cispo" else 0.0)
     name = "cispo" if kind == "cispo" else "ppo"
@@ -60,7 +60,7 @@ def our_loss(case: Case, log_probs: Tensor) -> Tensor:
         losses = losses * importance_weights(old, rollout, ids, "token", 2.0)
     if options.get("beta"):
         kl = kl_penalty(log_probs, batch.on_policy("ref_log_probs"), "k3")
-        if options.get("corrected"):  # TRL weighs KL by the ratio; ours never is
+        if options.get("corrected"):  # TRL multiplies KL by the ratio, we do not
             kl = kl * (log_probs - old).exp()
         losses = losses + options["beta"] * kl
     weights = loss_weights(batch.policy_mask, batch.offsets, AGGREGATION[kind], MAX_LENGTH)
@@ -86,7 +86,7 @@ def test_losses_and_their_gradients_agree_with_trl(case: Case) -> None:
 
 
 def test_without_delta_trl_has_no_dual_clip() -> None:
-    """Our default bound of 3 changes a loss whose ratio is beyond it; TRL's goes on growing."""
+    """Our default bound of 3 limits a loss beyond it; TRL's keeps growing."""
     case = TRL.case("grpo_loss", "dialogues", loss_type="dapo", delta=1.5)
     plain = TRL.case("grpo_loss", "dialogues", loss_type="dapo")
     assert "delta" not in plain.settings
@@ -94,7 +94,7 @@ def test_without_delta_trl_has_no_dual_clip() -> None:
 
 
 def our_advantages(case: Case, name: str, norm_by_std: bool = False) -> Tensor:
-    """Of the same scores, a token a trajectory; one that could not be scored has no token."""
+    """Compute advantages of TRL's scores, one token per trajectory, none for unscored ones."""
     scores, size = case.settings["scores"], case.settings["group_size"]
     mask = torch.tensor([score is not None for score in scores])
     inputs = AdvantageInputs(
@@ -108,15 +108,15 @@ def our_advantages(case: Case, name: str, norm_by_std: bool = False) -> Tensor:
 
 
 def test_advantages_agree_with_a_step_of_trls_trainers() -> None:
-    """RLOO, and GRPO without the deviation; a trajectory without a score is no member in both."""
+    """RLOO, and GRPO without the deviation; in both, unscored trajectories do not count."""
     rloo, plain = TRL.case("advantage/rloo"), TRL.case("advantage/grpo", scale_rewards="none")
     assert None in rloo.settings["scores"]
     assert_agree(our_advantages(rloo, "rloo"), rloo.padded("advantages"))
     assert_agree(our_advantages(plain, "dr_grpo"), plain.padded("advantages"))
 
 
-def test_grpo_differs_from_trl_by_what_is_added_to_the_deviation() -> None:
-    """1e-6 here as in verl, 1e-4 there."""
+def test_grpo_differs_from_trl_by_the_epsilon_of_the_deviation() -> None:
+    """It is 1e-6 here, as in verl, and 1e-4 in TRL."""
     case = TRL.case("advantage/grpo", scale_rewards="group")
     plain = TRL.case("advantage/grpo", scale_rewards="none").padded("advantages")
     ours, theirs = our_advantages(case, "grpo", norm_by_std=True), case.padded("advantages")
@@ -129,7 +129,7 @@ def test_grpo_differs_from_trl_by_what_is_added_to_the_deviation() -> None:
 
 @parametrised(TRL.cases("rloo_loss", batches=WHOLE))
 def test_rloo_at_a_ratio_of_1_agrees_with_trl(case: Case) -> None:
-    """TRL clips the ratio of whole trajectories; at the first update it is ours, tokens summed."""
+    """TRL clips ratios of whole trajectories; in the first update both agree, tokens summed."""
     batch = case.batch
     log_probs = batch.on_policy("old_log_probs").requires_grad_()
     advantages = batch.padded("advantages")[:, :1].expand(batch.mask.shape)[batch.mask]
@@ -145,7 +145,7 @@ def test_rloo_at_a_ratio_of_1_agrees_with_trl(case: Case) -> None:
 
 @parametrised(TRL.cases("logits"))
 def test_log_probs_entropy_and_their_gradient_agree_with_trl(case: Case) -> None:
-    """The trainer's chunk, at two temperatures."""
+    """For the trainer's chunk, at two temperatures."""
     x = case.settings
     logits = torch.tensor(x["logits"], dtype=torch.float64, requires_grad=True)
     log_probs, entropy = chunk_of_logits(logits, x["labels"], x["temperature"])
@@ -157,7 +157,7 @@ def test_log_probs_entropy_and_their_gradient_agree_with_trl(case: Case) -> None
 
 
 def test_a_groups_deviation_agrees_with_trl() -> None:
-    """Unbiased, in both."""
+    """Both are unbiased."""
     case = TRL.case("group_std")
     scores = torch.tensor(case.settings["scores"], dtype=torch.float64)
     ids = torch.arange(len(scores)).repeat_interleave(scores.shape[1])
@@ -167,7 +167,7 @@ def test_a_groups_deviation_agrees_with_trl() -> None:
 
 
 def test_defaults_that_differ_from_trls_are_listed() -> None:
-    """docs/algorithms.md says so: KL, engine's correction, dual clip."""
+    """docs/algorithms.md lists them: KL, correction of the mismatch, dual clip."""
     theirs, ours = TRL.case("defaults").outputs["grpo"], ActorConfig()
     assert theirs["epsilon"] == ours.clip_ratio
     assert AGGREGATION[theirs["loss_type"]] == ours.loss_agg_mode

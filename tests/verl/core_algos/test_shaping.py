@@ -1,4 +1,4 @@
-"""Overlong shaping and advantage clipping against their formulas."""
+"""Overlong penalty and advantage clipping, compared with their formulas."""
 
 import pytest
 import torch
@@ -28,14 +28,14 @@ def dapo_length_reward(length: int, longest: int, buffer: int) -> float:
 def test_overlong_penalty_is_that_of_dapo(
     lengths: list[int], buffer: int, free: int, factor: float
 ) -> None:
-    """The three cases of the published formula, negated and weighed."""
+    """It is the published formula with its three cases, negated and weighted."""
     got = overlong_penalty(torch.tensor(lengths), free + buffer, buffer, factor)
     expected = [-factor * dapo_length_reward(n, free + buffer, buffer) for n in lengths]
     assert got.tolist() == pytest.approx(expected, rel=1e-6, abs=1e-6)
 
 
-def test_overlong_penalty_by_hand() -> None:
-    """Nothing up to 8 of 10 tokens, half at 9, all from 10 on."""
+def test_overlong_penalty_of_some_lengths() -> None:
+    """It is 0 up to 8 of 10 tokens, half at 9, and full from 10 on."""
     got = overlong_penalty(torch.tensor([0, 8, 9, 10, 99]), 10, 2, 0.5)
     assert got.tolist() == [0.0, 0.0, 0.25, 0.5, 0.5]
 
@@ -43,7 +43,7 @@ def test_overlong_penalty_by_hand() -> None:
 @fast
 @given(batches, st.floats(0.1, 3))
 def test_clipping_bounds_advantages_and_counts_policy_tokens(batch: Batch, bound: float) -> None:
-    """Each advantage is brought within the bound; the share is of policy tokens."""
+    """Each advantage is clipped to the bound; the share is of policy tokens."""
     advantages = batch.column(1, 2.0)
     got, share = clip_advantages(advantages, batch.mask, bound)
     assert got.tolist() == [max(-bound, min(bound, a)) for a in advantages.tolist()]
