@@ -68,7 +68,7 @@ def model_errors(
     path: str, part: str = "", subject: str = "model path",
     expected: str = "a whole folder of a Hugging Face causal language model", fix: str = FIX,
 ) -> Iterator[None]:  # fmt: skip
-    """Turn any error of the body into a ModelError of one line about a model, or `part` of it."""
+    """Turn any error of the body into a one-line ModelError about a model, or `part` of it."""
     try:
         yield
     except UserError:
@@ -77,7 +77,7 @@ def model_errors(
     except Exception as error:
         got = f"{path} ({part + ': ' if part else ''}{describe_error(error)})"
         if "custom code" in str(error):
-            expected = "a model that brings no code of its own, which would act as you"
+            expected = "a model without code of its own, which would run with your permissions"
             fix = "trust_remote_code=true (--trust-remote-code), once you have read that code"
         raise ModelError(explain(subject, got, expected, fix)) from error
 
@@ -97,7 +97,7 @@ def summarise(names: Iterable[str]) -> str:
 
 @contextlib.contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Silence transformers, whose long tables our own error messages of one line replace."""
+    """Silence the tables that transformers logs; our own one-line errors replace them."""
     before = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()  # bars of many actors would overwrite each other

@@ -1,9 +1,9 @@
-"""Every option of a training run: one dataclass a section, one home for each default.
+"""The options of a training run, one dataclass per section, with their defaults and limits.
 
-Hydra composes these (see `verl/config/cli.py`), `check` refuses settings that cannot work
-before anything starts. Nothing here starts work, and nobody mutates a config after start. Option
-names are those of the original scripts; those that have no effect any more are listed in
-`verl/config/legacy.yaml`, and a run that sets one is warned.
+Hydra composes them to a `Config` (`verl/config/cli.py`), and `verl.config.known.check` refuses
+settings that cannot work before anything starts. A config is not changed after the start of a run.
+Option names are those of the original scripts; options without effect are listed in
+`verl/config/legacy.yaml`, and setting one logs a warning.
 """
 
 from verl.config.agent import AgentConfig, ServerConfig

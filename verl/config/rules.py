@@ -106,16 +106,16 @@ def _budgets(config: Config) -> Iterator[Rule]:
 
 def _sequence_parallel(config: Config) -> Iterator[Rule]:
     """Group sizes that divide the ranks, and mini-batches with a trajectory for each group."""
-    actor, critic, name = config.actor_rollout_ref.actor, config.critic, "trainer.n_gpus_per_node"
-    holders = [(ACTOR, name, "", config.num_ranks, actor.ulysses_sequence_parallel_size)]
+    actor, critic, gpus = config.actor_rollout_ref.actor, config.critic, "trainer.n_gpus_per_node"
+    models = [(ACTOR, gpus, "", config.num_ranks, actor.ulysses_sequence_parallel_size)]
     if config.has_own_critic:
-        name, whose = "critic.n_gpus_per_node", "the critic's "
-        holders.append(("critic", name, whose, config.num_critic_ranks, config.critic_sp_size))
+        gpus, owner = "critic.n_gpus_per_node", "the critic's "
+        models.append(("critic", gpus, owner, config.num_critic_ranks, config.critic_sp_size))
     elif critic.ulysses_sequence_parallel_size:
-        holders.append(("critic", name, "", config.num_ranks, config.critic_sp_size))
-    for section, gpus, whose, ranks, size in holders:
+        models.append(("critic", gpus, "", config.num_ranks, config.critic_sp_size))
+    for section, gpus, owner, ranks, size in models:
         key, num_groups = f"{section}.ulysses_sequence_parallel_size", max(1, ranks // size)
-        yield (ranks % size, key, size, f"a divisor of {whose}{ranks} ranks",
+        yield (ranks % size, key, size, f"a divisor of {owner}{ranks} ranks",
                f"{key}=1, or another {gpus}")
         batch = actor.ppo_mini_batch_size
         if section == "critic":
@@ -124,7 +124,7 @@ def _sequence_parallel(config: Config) -> Iterator[Rule]:
         if size > 1:
             number = f"{num_groups} sequence-parallel groups of {size}"
         yield (batch < num_groups and not config.trainer.val_only, f"{section}.ppo_mini_batch_size",
-               batch, f"one trajectory or more for each of {whose}{number} ranks",
+               batch, f"one trajectory or more for each of {owner}{number} ranks",
                f"{section}.ppo_mini_batch_size={num_groups}, or fewer {gpus}")
 
 

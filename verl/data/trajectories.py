@@ -254,7 +254,7 @@ def _make_segment(segment: Segment) -> dict[str, Any]:
 
 
 def parse_row(location: str, row: Any) -> RecordedTrajectory:
-    """Convert a row of `make_row` back. Raises DataError, which names `location`, if malformed."""
+    """Parse a row of `make_row`. Raises DataError with `location` for a malformed one."""
     try:
         segments = [_parse_segment(segment) for segment in row["segments"]]
         start, greedy = segments[0], row["greedy_score"]

@@ -259,5 +259,5 @@ def test_a_bad_model_is_refused_before_the_ranks_join(
     BAD[case][0](whole_model(tmp_path / "model"))
     words = {"model_path": "model", "train_file": "none.jsonl", "output_dir": "out"}
     assert sft.main([f"{key}={tmp_path / name}" for key, name in words.items()]) == 2
-    line = capsys.readouterr().err.splitlines()[-1]  # behind the bar of what wrote the model
+    line = capsys.readouterr().err.splitlines()[-1]  # after the progress bar of save_pretrained
     assert "model_path: got " in line and BAD[case][1] in line
