@@ -1,7 +1,6 @@
 """Serve the retriever as a tool of the Model Context Protocol (MCP).
 
-Clients call the tool `search` over standard input and output or streamable HTTP; it queries a
-`/retrieve` server.
+The tool `search` queries a `/retrieve` server; transports are stdio and streamable HTTP.
 """
 
 import sys

@@ -70,10 +70,7 @@ def reward_input(trajectory: Trajectory, grammar: Grammar) -> RewardInput:
 
 
 def build_reward_manager(config: Config) -> RewardManager:
-    """Build the run's reward; a judge is tested with one question.
-
-    Raises ConfigError for invalid options, and for a judge that does not answer.
-    """
+    """Build the run's reward and test its judge, if any, with one question. Raises ConfigError."""
     options = config.reward_model
     grammar = build_tag_format(config, build_environment(config).tools).tags
     sections: Sequence[RewardConfig | StageConfig] = options.stages or [options]

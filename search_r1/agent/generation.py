@@ -65,10 +65,7 @@ def build_environment(config: Config) -> Environment:
 def build_format(
     config: Config, environment: Environment, tokenizer: ChatTokenizer
 ) -> DialogueFormat:
-    """Build the run's dialogue format for its tools.
-
-    Raises ConfigError for an unknown template, or one that cannot work with the run's options.
-    """
+    """Build the run's dialogue format. Raises ConfigError if it cannot work with the options."""
     tools = environment.tools
     is_native = config.template == native.NAME
     format = NativeFormat(tokenizer, tools) if is_native else build_tag_format(config, tools)

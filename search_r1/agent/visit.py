@@ -64,10 +64,7 @@ class VisitTool(RetrieverTool):
         open_page: Callable[[str], Page] | None = None,
         options: ServerConfig | None = None,
     ) -> None:
-        """`documents` may be None (no server).
-
-        `open_page` may block; None uses the fetcher of `search_r1.online`.
-        """
+        """`documents`: None without a server; `open_page`: may block, default `open_online`."""
         super().__init__(options)
         self.documents = documents
         self._open_page = open_page or open_online

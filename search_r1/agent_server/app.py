@@ -113,10 +113,7 @@ class Service:
         return JSONResponse(envelope.completion(reply, reasoning))
 
     async def respond_streaming(self, request: AgentRequest, envelope: Envelope) -> Response:
-        """Start the stream once its first delta is there, so that an early error sets the status.
-
-        Raises ApiError if the dialogue fails before its first delta.
-        """
+        """Start the stream with the first delta; an error before it sets the HTTP status."""
         reasoning = ReasoningFilter(self._tags, self._special_tokens)
         listener = StreamListener(reasoning, request.stream_options.include_documents)
         dialogue = self.start_dialogue(request, listener)

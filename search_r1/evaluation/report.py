@@ -211,10 +211,7 @@ def table(
     num_resamples: int = NUM_RESAMPLES,
     seed: int = 0,
 ) -> str:
-    """Format tables of the evaluations' settings, the measure by set, and the search utility.
-
-    Raises DataError or ConfigError as `read_all` does.
-    """
+    """Format settings, the measure by set, and search utility. Raises errors as `read_all` does."""
     evaluations = read_all(folders, is_mixed=is_mixed)
     parts = [_legend(evaluations), _measure_table(evaluations, measure, num_resamples, seed)]
     utilities = _utilities(evaluations, num_resamples, seed)

@@ -155,9 +155,10 @@ class Runner:
 
         def record(call: ToolCall, observation: Observation) -> None:
             if call.tool == "search":
-                found = [i.source for i in observation.items if isinstance(i.source, Document)]
-                text = "\n".join(document.contents for document in found)
-                ids = tuple(document.id for document in found)
+                sources = [item.source for item in observation.items]
+                documents = [source for source in sources if isinstance(source, Document)]
+                text = "\n".join(document.contents for document in documents)
+                ids = tuple(document.id for document in documents)
                 has_answer = contains_answer(text, task.row.ground_truth)
                 searches.append(Search(query_of(call), ids, has_answer))
 
@@ -186,10 +187,7 @@ class Runner:
     async def _score(
         self, end: Trajectory, searches: Sequence[Search], num_document_tokens: int
     ) -> Sample:
-        """Score a finished dialogue.
-
-        `num_document_tokens` of the prompt are documents, which count as observation tokens.
-        """
+        """Score a dialogue; `num_document_tokens` of its prompt count as observation tokens."""
         question = str(end.prompt.extra_info["question"])
         tags = self.agent.format.tags
         dialogue = replace(reward_input(end, tags), question=question)

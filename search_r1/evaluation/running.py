@@ -121,10 +121,7 @@ def open_judge(options: EvaluationOptions) -> Judge | None:
 async def run_all(
     tasks: Sequence[Task], runner: Runner, engine: RolloutEngine, store: Store, concurrency: int
 ) -> None:
-    """Run all tasks with this concurrency and store the samples.
-
-    Raises ToolError after `MAX_FAILURES_IN_A_ROW` consecutive failures.
-    """
+    """Run all tasks and store the samples. Raises ToolError after too many failures in a row."""
     waiting = iter(tasks)
     num_correct, num_failures = 0.0, 0
 

@@ -75,7 +75,7 @@ def _claim(folder: Path, manifest: Manifest) -> None:
         changes = differences(_read_manifest(file), new)
         if changes:
             raise ConfigError(
-                explain(f"evaluation in {folder}", f"another one: {'; '.join(changes[:5])}",
+                explain(f"evaluation in {folder}", f"another evaluation: {'; '.join(changes[:5])}",
                         "the evaluation that was started there",
                         "give another --out, or resume with the same options")
             )  # fmt: skip

@@ -149,10 +149,7 @@ def set_ratios(
 
 
 def _with_averages(totals: Mapping[str, Array]) -> dict[str, Array]:
-    """Compute the ratios of each set, their average over sets, and the ratios over all rows.
-
-    The columns of `totals` are the parts, then the wholes.
-    """
+    """Add the averages over sets and rows to the ratios; columns are the parts, then the wholes."""
     ratios = {name: ratio(*np.hsplit(total, 2)) for name, total in totals.items()}
     rows = ratio(*np.hsplit(np.sum(list(totals.values()), axis=0), 2))
     return ratios | {MACRO: np.mean(list(ratios.values()), axis=0), ROWS: rows}
@@ -169,18 +166,18 @@ def summarize(
     names = list(titles(pass_k))
     sums = {name: question_sums(group, names, pass_k) for name, group in by_set(samples).items()}
     values, resampled = set_ratios(sums, num_resamples, seed)
-    estimates: dict[str, dict[str, Estimate]] = {}
-    for where in values:
-        estimates[where] = {}
-        for i, name in enumerate(names):
-            value = values[where][0, i]
-            estimates[where][name] = (
-                Estimate(float(value), interval(resampled[where][:, i]))
-                if np.isfinite(value)
-                else Estimate(None, None)
-            )
+    estimates = {
+        where: {name: _estimate(values[where][0, i], resampled[where][:, i])
+                for i, name in enumerate(names)}
+        for where in values
+    }  # fmt: skip
     counts = {name: len(set_sums.uids) for name, set_sums in sums.items()}
     return Summary(counts | {ROWS: sum(counts.values())}, estimates)
+
+
+def _estimate(value: float, resampled: Array) -> Estimate:
+    is_defined = np.isfinite(value)
+    return Estimate(float(value), interval(resampled)) if is_defined else Estimate(None, None)
 
 
 @dataclass(frozen=True)
@@ -238,10 +235,7 @@ def _question_key(sample: Sample) -> tuple[str, str, str]:
 def _difference(
     where: str, values: Array, resampled: Array, pairs: dict[str, QuestionSums]
 ) -> Difference:
-    """Compute the difference in one set or average.
-
-    `values` (2,) and `resampled` (num_resamples, 2) are those of the two evaluations.
-    """
+    """Compute the difference in a set from `values` (2,) and `resampled` (num_resamples, 2)."""
     sums = [pairs[where]] if where in pairs else list(pairs.values())
     parts = np.vstack([set_sums.parts for set_sums in sums])
     wholes = np.vstack([set_sums.wholes for set_sums in sums])
@@ -249,8 +243,7 @@ def _difference(
     differences = resampled[:, 0] - resampled[:, 1]
     result = (where, len(parts), first, second, first - second, interval(differences),
               p_value(differences))  # fmt: skip
-    # McNemar's test needs questions that are right or wrong, and does not apply to an average of
-    # sets, which weights them.
+    # McNemar's test needs unweighted questions that are right or wrong.
     if where == MACRO or not (wholes == 1).all() or not np.isin(parts, (0, 1)).all():
         return Difference(*result)
     only_first = int((parts[:, 0] > parts[:, 1]).sum())

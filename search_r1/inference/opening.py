@@ -162,10 +162,7 @@ MAX_RETRIES = 2
 
 
 def with_default_model(options: Options) -> Options:
-    """Fill in a missing model: the shipped one, the demo's, or an adapter's base.
-
-    Raises ModelError if there is none.
-    """
+    """Fill in a missing model: shipped, the demo's, or an adapter's base. Raises ModelError."""
     if options.endpoint and not options.model and not options.adapter:
         expected = "the model whose tokenizer --endpoint serves"
         raise ModelError(explain("--model", "nothing", expected, "give --model its folder or name"))

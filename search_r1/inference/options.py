@@ -23,13 +23,13 @@ class AgentOptions:
     """The agent to run; lengths are in tokens."""
 
     model: str = ""
-    """model folder, hub name, checkpoint global_step_N, or a run's folder for its last one"""
+    """model folder, hub name, checkpoint global_step_N, or run folder for its latest checkpoint"""
     trust_remote_code: bool = False
     """run code from the model's folder, including its tools"""
     adapter: str | None = None
     """folder of a LoRA adapter over the model"""
     retriever_url: str = Config().retriever.url
-    """search server(s), with commas between them, or: empty"""
+    """retrieval server(s), separated by commas, or: empty"""
     topk: Annotated[int, DOCUMENTS] | None = None
     """documents per search; default: the model's own setting"""
     tools: tuple[str, ...] | None = None

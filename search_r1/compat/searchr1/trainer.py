@@ -96,8 +96,7 @@ class SearchR1Trainer:
     ) -> History:
         """Train on a jsonl file of `question` and `answer` (or `golden_answers`). Raises UserError.
 
-        Runs `num_iterations` steps of `batch_size` questions, without validation if `val_data` is
-        None.
+        Runs `num_iterations` steps of `batch_size` questions; validates only with `val_data`.
         """
         config, folder = copy.deepcopy(self.config), Path(self.config.trainer.default_local_dir)
         config.data.train_files = prepare_rows(train_data, folder / "data" / "train.parquet")
