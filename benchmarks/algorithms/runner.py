@@ -29,7 +29,7 @@ from search_r1.search.local_server import LocalServer
 from verl.config import cli
 from verl.files import atomic_write
 from verl.trainer.ray_trainer import RayPPOTrainer
-from verl.trainer.run import building
+from verl.trainer.run import built_trainer
 from verl.trainer.validation import VALIDATION_STREAM, trajectory_seed
 from verl.types import Sampling, Trajectory, start_trajectory
 
@@ -121,7 +121,7 @@ def run_variant(
                 *options,
             ]
         )
-        with building(config) as trainer:
+        with built_trainer(config) as trainer:
             trainer.fit()
             trajectories = sampled_answers(trainer)
             sampled_em = fmean(r.components["em"] for r in trainer.reward(trajectories))

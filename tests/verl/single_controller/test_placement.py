@@ -17,7 +17,7 @@ from verl.single_controller.placement import (
 )
 from verl.single_controller.reaper import KEEP_ENVIRONMENT, MARK
 from verl.trainer.cluster import JOB_CONFIG
-from verl.trainer.groups import gpu_threads
+from verl.trainer.groups import gpu_env
 
 pytestmark = pytest.mark.pretend_cuda
 KEPT = ("2", "3", "0", "1")
@@ -46,7 +46,7 @@ def ranks() -> Iterator[RayWorkerGroup]:
             "local", include_dashboard=False, num_cpus=CORES, num_gpus=RANKS, logging_level="error"
         )
         placement = reserve(RANKS, 1, use_gpu=True, timeout_s=60)
-        env = {MARK: "test", **gpu_threads(nodes_of(placement), RANKS)}
+        env = {MARK: "test", **gpu_env(nodes_of(placement), RANKS)}
         group = create_trainer_group(placement, RANKS, use_gpu=True, env=env)
         yield group
         group.shutdown()
@@ -101,5 +101,5 @@ def test_threads_are_the_users_where_the_user_says_so(ranks: RayWorkerGroup) -> 
         ({"OMP_NUM_THREADS": "1", JOB_CONFIG: "{}"}, "3"),
         ({}, "3"),
     ):
-        assert gpu_threads(nodes, RANKS, environment) == {"OMP_NUM_THREADS": expected}
-    assert gpu_threads(nodes, CORES + 1, {}) == {"OMP_NUM_THREADS": "1"}
+        assert gpu_env(nodes, RANKS, environment) == {"OMP_NUM_THREADS": expected}
+    assert gpu_env(nodes, CORES + 1, {}) == {"OMP_NUM_THREADS": "1"}

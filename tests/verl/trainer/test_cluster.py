@@ -16,15 +16,15 @@ from verl.errors import ConfigError, PreflightError, ResourceError
 from verl.rollout.interface import engine_takes_adapter
 from verl.trainer import cluster
 from verl.trainer.cluster import (
-    anchored,
-    appears,
+    check_run_folder,
+    config_for_actors,
     file_problems,
     inspect_node,
-    join,
+    join_cluster,
     package_problems,
     probe_file,
-    refuse_job_folder,
     shared_memory_problems,
+    wait_for_file,
 )
 
 REQUIRED = ["data.train_files=t.parquet", "data.val_files=v.parquet"]
@@ -40,10 +40,10 @@ def test_folders_of_models_get_absolute_paths_and_names_stay(
     """Workers start in another folder than the driver; a hub name is no folder."""
     (tmp_path / "m").mkdir()
     monkeypatch.chdir(tmp_path)
-    found = anchored(config_with("critic.model.path=org/name"), use_gpu=False)
+    found = config_for_actors(config_with("critic.model.path=org/name"), use_gpu=False)
     assert found.actor_rollout_ref.model.path == str(tmp_path / "m")
     assert found.critic.model.path == "org/name"
-    assert anchored(config_with(), use_gpu=False).critic.model.path is None
+    assert config_for_actors(config_with(), use_gpu=False).critic.model.path is None
 
 
 def test_files_that_options_name_get_absolute_paths(
@@ -58,7 +58,7 @@ def test_files_that_options_name_get_absolute_paths(
         "actor_rollout_ref.rollout.replay=run/schedule",
         "trainer.resume_mode=runs/step",
     ]
-    found, plain = (anchored(config_with(*given), use_gpu=False) for given in (named, []))
+    found, plain = (config_for_actors(config_with(*given), use_gpu=False) for given in (named, []))
     assert found.template == str(tmp_path / "mine.yaml") and plain.template == "search_r1"
     assert found.actor_rollout_ref.rollout.replay == str(tmp_path / "run/schedule")
     assert plain.actor_rollout_ref.rollout.replay is None
@@ -74,14 +74,14 @@ def test_an_address_of_no_cluster_is_told(address: str, monkeypatch: pytest.Monk
     """Ray has another kind of error for what is no host and port."""
     monkeypatch.setenv("RAY_ADDRESS", address)
     with pytest.raises(ResourceError, match=f"RAY_ADDRESS: got {address} .*expected a running Ray"):
-        join(address)
+        join_cluster(address)
 
 
 def test_a_driver_without_gpus_hands_over_what_its_engines_take() -> None:
     """On a cluster of GPUs engines take the adapter, whatever the driver's own machine has."""
     config = config_with("actor_rollout_ref.model.lora_rank=8", "trainer.device=auto")
-    assert engine_takes_adapter(anchored(config, use_gpu=True))
-    assert not engine_takes_adapter(anchored(config, use_gpu=False))
+    assert engine_takes_adapter(config_for_actors(config, use_gpu=True))
+    assert not engine_takes_adapter(config_for_actors(config, use_gpu=False))
 
 
 def test_one_folder_for_all_is_no_problem(tmp_path: Path) -> None:
@@ -95,21 +95,21 @@ def test_a_folder_that_is_another_one_there_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A node without the driver's file has a folder of its own, and the error names the folder."""
-    monkeypatch.setattr(cluster, "SHARED_SECONDS", 0.0)
+    monkeypatch.setattr(cluster, "FILE_TIMEOUT_S", 0.0)
     with probe_file(tmp_path / "run") as probe:
         elsewhere = tmp_path / "elsewhere" / probe.name
         elsewhere.parent.mkdir()
         [problem] = file_problems(config_with(), elsewhere)
-        assert f"{elsewhere.parent}, which is another folder there or none" in str(problem)
+        assert f"{elsewhere.parent}, which is missing or a different folder there" in str(problem)
 
 
 def test_a_file_that_comes_late_is_waited_for(tmp_path: Path) -> None:
     """Network file systems show a new file to other nodes after seconds."""
     late = threading.Timer(0.3, (tmp_path / "late").touch)
     late.start()
-    assert appears(tmp_path / "late", seconds=30)
+    assert wait_for_file(tmp_path / "late", seconds=30)
     start = time.monotonic()
-    assert not appears(tmp_path / "never", seconds=0.3)
+    assert not wait_for_file(tmp_path / "never", seconds=0.3)
     assert time.monotonic() - start >= 0.3
 
 
@@ -135,7 +135,7 @@ def test_the_folder_of_the_weights_is_looked_for_on_each_node(tmp_path: Path) ->
         (tmp_path / "weights").mkdir()
         assert file_problems(config, probe) == []
     config = config_with(url, "actor_rollout_ref.rollout.weights_dir=weights")
-    found = anchored(config, use_gpu=False).actor_rollout_ref.rollout.weights_dir
+    found = config_for_actors(config, use_gpu=False).actor_rollout_ref.rollout.weights_dir
     assert found == str(Path("weights").absolute())
 
 
@@ -146,8 +146,8 @@ def test_the_drivers_own_versions_are_compared_too(
     config = config_with(f"trainer.default_local_dir={tmp_path}/run")
     context = SimpleNamespace(get_node_id=lambda: "own")
     monkeypatch.setattr(cluster.ray, "get_runtime_context", lambda: context)
-    older = {**cluster.installed(), "torch": "1.0"}
-    monkeypatch.setattr(cluster, "_report", lambda *_: cluster.NodeReport((), older))
+    older = {**cluster.installed_versions(), "torch": "1.0"}
+    monkeypatch.setattr(cluster, "_inspect", lambda *_: cluster.NodeReport((), older))
     cluster.check_nodes(config, no_tools, {"b": "10.0.0.2"})
     told = r"node 10\.0\.0\.2: got torch 1\.0, expected .*node 10\.0\.0\.1"
     with pytest.raises(PreflightError, match=told):
@@ -185,13 +185,13 @@ def test_results_of_a_ray_job_do_not_go_with_it(
     """Ray deletes the copy of the checkout that a job runs in: folders in it are refused."""
     copy = tmp_path / "runtime_resources" / "working_dir_files" / "_ray_pkg_1"
     copy.mkdir(parents=True)
-    refuse_job_folder(config_with("trainer.default_local_dir=out"))
+    check_run_folder(config_with("trainer.default_local_dir=out"))
     monkeypatch.chdir(copy)
-    refuse_job_folder(config_with(f"trainer.default_local_dir={tmp_path}/out"))
+    check_run_folder(config_with(f"trainer.default_local_dir={tmp_path}/out"))
     with pytest.raises(ConfigError, match=r"trainer\.default_local_dir: got out"):
-        refuse_job_folder(config_with("trainer.default_local_dir=out"))
+        check_run_folder(config_with("trainer.default_local_dir=out"))
     with pytest.raises(ConfigError, match="in Ray's copy of the job"):
-        refuse_job_folder(config_with(f"trainer.default_local_dir={copy}/out"))
+        check_run_folder(config_with(f"trainer.default_local_dir={copy}/out"))
 
 
 def test_a_tool_that_is_not_on_a_node_is_told_as_that(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from verl.errors import ConfigError
 from verl.preflight.memory.check import with_options
 from verl.single_controller.actors import ActorLocation, Restarts
 from verl.trainer import groups
-from verl.trainer.groups import refuse_crowded_cards
+from verl.trainer.groups import check_engine_gpus
 
 
 class Built(Exception):
@@ -89,8 +89,8 @@ def test_an_engine_has_as_many_gpus_as_its_tensors_are_divided_over(
     config.trainer.n_gpus_per_node = 4
     config.actor_rollout_ref.rollout.tensor_model_parallel_size = 2
     for name, answer in {
-        "uses_gpus": use_gpu, "anchored": config, "reserve": None, "nodes_of": {},
-        "check_nodes": None, "start_node_reapers": None, "gpu_threads": {},
+        "uses_gpus": use_gpu, "config_for_actors": config, "reserve": None, "nodes_of": {},
+        "check_nodes": None, "start_node_reapers": None, "gpu_env": {},
         "create_trainer_group": Answers(["rank"]),
     }.items():  # fmt: skip
         monkeypatch.setattr(groups, name, lambda *_, answer=answer: answer)
@@ -130,13 +130,13 @@ def test_engines_that_share_cards_cannot_sample_ahead() -> None:
     config = Config()
     config.actor_rollout_ref.rollout.max_staleness = 2
     with pytest.raises(ConfigError, match=r"got 2, expected 0: engines share.*rollout_gpus=N"):
-        refuse_crowded_cards(config, use_gpu=True)
-    refuse_crowded_cards(config, use_gpu=False)
+        check_engine_gpus(config, use_gpu=True)
+    check_engine_gpus(config, use_gpu=False)
     config.trainer.rollout_gpus = 1
-    refuse_crowded_cards(config, use_gpu=True)
+    check_engine_gpus(config, use_gpu=True)
     config.trainer.rollout_gpus = 0
     config.actor_rollout_ref.rollout.url = ["http://a:1"]  # a server has cards of its own
-    refuse_crowded_cards(config, use_gpu=True)
+    check_engine_gpus(config, use_gpu=True)
 
 
 @pytest.mark.parametrize(
@@ -161,9 +161,9 @@ def test_threads_spin_where_their_process_has_its_cores_to_itself(
     """Ranks and engines that take turns, or are pinned apart; what the user set wins."""
     config = with_options(Config(), {"trainer.n_gpus_per_node": 1, **change})
     monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
-    assert groups.cpu_env(groups._is_crowded(config))["GOMP_SPINCOUNT"] == spins
+    assert groups.cpu_env(groups._shares_cores(config))["GOMP_SPINCOUNT"] == spins
     monkeypatch.setenv("GOMP_SPINCOUNT", "7")
-    assert groups.cpu_env(groups._is_crowded(config))["GOMP_SPINCOUNT"] == "7"
+    assert groups.cpu_env(groups._shares_cores(config))["GOMP_SPINCOUNT"] == "7"
 
 
 IN_A_THREAD = """

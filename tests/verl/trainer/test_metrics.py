@@ -8,7 +8,7 @@ import torch
 from verl.monitor.guard import LENGTH_CLIP, MALFORMED, NO_ANSWER, TOOL_USE
 from verl.trainer.metrics import (
     Timings,
-    conduct_metrics,
+    behaviour_metrics,
     engine_metrics,
     rollout_metrics,
     staleness_metrics,
@@ -62,20 +62,20 @@ def test_conduct_is_counted_over_turns_and_trajectories() -> None:
         played(Status.FAILED, 9, 9, 9, 9),
     ]
     expected = {NO_ANSWER: 2 / 3, TOOL_USE: 2 / 3, MALFORMED: 4 / 8, LENGTH_CLIP: 2 / 8}
-    assert conduct_metrics(found) == expected
+    assert behaviour_metrics(found) == expected
     assert rollout_metrics(found).items() >= expected.items()
 
 
 def test_an_agent_without_such_counts_has_fewer_metrics() -> None:
     """The trainer knows no tags: what an agent does not count is not guessed."""
-    assert conduct_metrics([played(Status.ANSWERED), played(Status.OUT_OF_TURNS)]) == {
+    assert behaviour_metrics([played(Status.ANSWERED), played(Status.OUT_OF_TURNS)]) == {
         NO_ANSWER: 0.5
     }
 
 
 def test_a_batch_of_failures_has_no_conduct() -> None:
     """Infrastructure alone never looks like a collapse."""
-    assert conduct_metrics([played(Status.FAILED, 1)]) == {}
+    assert behaviour_metrics([played(Status.FAILED, 1)]) == {}
 
 
 def test_parts_of_a_phase_do_not_count_twice() -> None:

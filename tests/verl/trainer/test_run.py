@@ -23,7 +23,7 @@ from verl.errors import (
 from verl.monitor.tracking import Tracking
 from verl.single_controller.actors import Restarts
 from verl.trainer import run as root
-from verl.trainer.run import Prepared, prepare, supervise
+from verl.trainer.run import PreparedRun, prepare, supervise
 
 
 @pytest.mark.parametrize("option", ["reward_model.name", "agent.tools"])
@@ -51,7 +51,9 @@ def test_a_run_leaves_a_report_also_where_it_was_stopped(
     config.trainer.logger = ["jsonl"]
 
     @contextmanager
-    def processes(prepared: Prepared, tracking: Tracking, restarts: object) -> Iterator[Any]:
+    def running_trainer(
+        prepared: PreparedRun, tracking: Tracking, restarts: object
+    ) -> Iterator[Any]:
         def fit() -> None:
             tracking.log({"timing_s/step": 2.0, "critic/score/mean": 0.5}, 1)
             if is_interrupted:
@@ -62,7 +64,7 @@ def test_a_run_leaves_a_report_also_where_it_was_stopped(
     prepared = SimpleNamespace(config=config)
     monkeypatch.setattr(root, "prepare", lambda config: prepared)
     monkeypatch.setattr(root, "replace", lambda prepared, config: prepared)
-    monkeypatch.setattr(root, "processes", processes)
+    monkeypatch.setattr(root, "running_trainer", running_trainer)
     if is_interrupted:
         with pytest.raises(Interrupted, match="out of time"):
             root.run(config)
