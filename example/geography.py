@@ -172,26 +172,15 @@ def training_world(corpus: Path = CORPUS) -> World:
             facts.setdefault(match[2], {})[Fact(match[1])] = match[3]
         elif match := re.fullmatch(r"(\w+) is a city in (.+)\. Its population is (\d+)\.", text):
             cities.append((match[1], int(match[3]), match[2]))
-    countries = {
-        name: Country(name, of_country)
-        for name, of_country in facts.items()
-        if not is_validation(name)
-    }
+    countries = {n: Country(n, known) for n, known in facts.items() if not is_validation(n)}
     return World(
         tuple(countries.values()),
-        tuple(
-            City(name, population, countries[country])
-            for name, population, country in cities
-            if country in countries
-        ),
+        tuple(City(n, size, countries[where]) for n, size, where in cities if where in countries),
     )
 
 
 def build_questions(world: World, seed: int) -> list[Question]:
-    """Return NUM_QUESTIONS about a world, alternately of one and of two searches.
-
-    They depend only on the world and the seed.
-    """
+    """Return NUM_QUESTIONS, alternately of one and two searches; depends only on world and seed."""
     rng = random.Random(f"questions-{seed}-train")
     num_each = NUM_QUESTIONS // 2
     num_city = round(num_each * CITY_SHARE)
@@ -250,10 +239,7 @@ def _hop(country: Country, fact: Fact) -> tuple[str, Document]:
 
 
 def build_dialogue(question: Question, num_searches: int, rng: random.Random) -> Dialogue:
-    """Return a dialogue with `num_searches` searches and an answer.
-
-    The answer is correct after all searches of the plan, otherwise it is guessed.
-    """
+    """Return a dialogue that answers correctly after all planned searches and guesses otherwise."""
     segments = []
     for turn, (query, passage) in enumerate(question.plan[:num_searches]):
         thought = f"I need to look up {question.subject}."

@@ -35,10 +35,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def gguf_folder() -> Path:
-    """Return the folder of the installed package with the GGUF file.
-
-    Raises FileNotFoundError with the command that installs the package.
-    """
+    """Return the folder with the GGUF file; raises FileNotFoundError with the install command."""
     spec = importlib.util.find_spec(PACKAGE)
     folder = Path(spec.origin).parent if spec is not None and spec.origin else None
     if folder is None or not (folder / GGUF_FILE).is_file():

@@ -75,10 +75,7 @@ def combine(first: Factors, second: Factors) -> Factors:
 def write(
     adapter: Factors, out: Path, base: str, dialogue: Mapping[str, Any], dtype: torch.dtype
 ) -> None:
-    """Write a peft folder, with the settings of the agent's dialogues.
-
-    Raises ModelError for more than LIMIT_BYTES.
-    """
+    """Write a peft folder with the agent's settings; raises ModelError above LIMIT_BYTES."""
     adapter = adapter.scaled()
     size = sum(t.numel() for t in adapter.tensors.values()) * dtype.itemsize
     if size > LIMIT_BYTES:

@@ -101,10 +101,7 @@ class Dialogue:
 
 
 async def make_dialogues(rows: Sequence[Row], agent: DialogueAgent, seed: int) -> list[Dialogue]:
-    """Return a dialogue for each row that the rules can answer, in order.
-
-    Each depends only on its row and the seed.
-    """
+    """Return dialogues for the rows that the rules can answer; each depends on row and seed."""
     semaphore = asyncio.Semaphore(MAX_CONCURRENT)
 
     async def process(row: Row) -> Dialogue | None:

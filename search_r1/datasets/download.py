@@ -193,10 +193,7 @@ class Plan:
 
 
 def make_plan(item: Item, save_dir: Path, *, may_estimate: bool) -> Plan:
-    """List the files of an item; raises DownloadError if the hub does not answer.
-
-    With `may_estimate` an unavailable hub is a warning, and the plan has no files.
-    """
+    """List an item's files; with `may_estimate`, an unavailable hub is only a warning."""
     retries = RetryPolicy(max_attempts=1) if may_estimate else RetryPolicy()
     try:
         files = tuple(list_files(item.repo, item.prefix, retries))

@@ -75,10 +75,7 @@ class RetryPolicy:
 
 
 def list_files(repo: str, prefix: str, retries: RetryPolicy = RetryPolicy()) -> list[HubFile]:
-    """Return the files of a data set whose paths start with `prefix`, sorted by path.
-
-    Raises DownloadError.
-    """
+    """Return the files whose paths start with `prefix`, sorted by path. Raises DownloadError."""
     try:
         entries = [_read_entry(entry, prefix) for entry in _list_entries(repo, retries)]
     except LISTING_ERRORS as error:
@@ -94,10 +91,7 @@ def list_files(repo: str, prefix: str, retries: RetryPolicy = RetryPolicy()) -> 
 
 
 def _read_entry(entry: Any, prefix: str) -> HubFile | None:
-    """Return the file of an entry of the listing, or None for other entries.
-
-    Raises LISTING_ERRORS and DownloadError.
-    """
+    """Return the file of a listing's entry, or None. Raises LISTING_ERRORS and DownloadError."""
     path, size, lfs = entry["path"], entry.get("size"), entry.get("lfs") or {}
     if entry["type"] != "file" or not path.startswith(prefix):
         return None
@@ -115,10 +109,7 @@ def _read_entry(entry: Any, prefix: str) -> HubFile | None:
 
 
 def fetch(repo: str, file: HubFile, folder: Path, retries: RetryPolicy = RetryPolicy()) -> Path:
-    """Download a file into `folder`, verify it and return its path.
-
-    Resumes an interrupted download. Raises DownloadError.
-    """
+    """Download or resume a file, verify it and return its path. Raises DownloadError."""
     path = folder / file.path
     incomplete = path.with_name(path.name + INCOMPLETE)
     if path.exists():
@@ -193,7 +184,6 @@ def _short_message(error: object) -> str:
 
 
 def _list_entries(repo: str, retries: RetryPolicy) -> Iterator[Any]:
-    """Yield all entries of a repository, page by page."""
     url = f"{_hub_url()}/api/datasets/{repo}/tree/main?recursive=true"
     for _ in range(MAX_PAGES):
         body, next_url = retries.call(partial(_get_page, url))
@@ -222,10 +212,7 @@ def _get_page(url: str) -> tuple[bytes, str | None]:
 
 @contextmanager
 def _open_stream(url: str, start: int = 0) -> Iterator[httpx.Response]:
-    """Request a file from byte `start` on, without a token, and yield the response.
-
-    Raises TransientError or an error of httpx.
-    """
+    """Request a file from byte `start` on, without a token; raises TransientError or HTTPError."""
     headers = {"Accept-Encoding": "identity"} | ({"Range": f"bytes={start}-"} if start else {})
     options: Any = {"headers": headers, "timeout": TIMEOUT, "follow_redirects": True}
     try:

@@ -43,10 +43,15 @@ from verl.data.rows import BadRow, Record, read_records
 from verl.errors import ConfigError, DataError, ToolError, explain, first_line
 from verl.files import regular_file
 
+logger = logging.getLogger(__name__)
+
 MAX_CONCURRENT = 512
 """Maximum number of concurrent queries to the server."""
-
-
+SUFFIXES = (".jsonl", ".parquet")
+COLUMNS = ("id", "question", *ANSWER_COLUMNS)
+"""Columns to read from the hub's tables; the column `metadata` is large and not needed."""
+TEST_SPLITS = ("test", "dev", "train")
+"""Splits for tests, most preferred first, as in the original scripts."""
 Finder = Callable[[Sequence[Question]], list[list[Document]]]
 """Returns the documents of each question, best first."""
 
@@ -87,10 +92,7 @@ async def _ask(client: RetrievalClient, texts: Sequence[str]) -> list[list[Docum
 
 
 def cache_finder(caches: Sequence[Path], corpus: Path, topk: int) -> Finder:
-    """Return a finder that looks up `topk` passages per question in caches and their corpus.
-
-    Both this function and the finder raise DataError.
-    """
+    """Return a finder of `topk` passages in caches and their corpus; both raise DataError."""
     hits: dict[str, list[str]] = {}
     for cache in caches:
         hits |= {as_question(text): ids for text, ids in _read_cache(cache, topk)}
@@ -133,11 +135,6 @@ def _read_documents(path: Path, ids: set[str]) -> dict[str, Document]:
         fix = "give the corpus that the caches were made of by --corpus_path"
         raise DataError(explain(str(path), got, "the caches' passages", fix))
     return documents
-
-
-TEST_SPLITS = ("test", "dev", "train")
-"""Splits in order of preference for tests; the first one that a set has is used, as in the
-original scripts."""
 
 
 @dataclass(frozen=True)
@@ -186,13 +183,6 @@ def find_sets(names: Sequence[str]) -> list[QuestionSet]:
     return [SETS[name] for name in names]
 
 
-logger = logging.getLogger(__name__)
-
-SUFFIXES = (".jsonl", ".parquet")
-COLUMNS = ("id", "question", *ANSWER_COLUMNS)
-"""Columns to read from the hub's tables; the column `metadata` is large and not needed."""
-
-
 def build(
     options: SetOptions,
     style: PromptStyle = PromptStyle.SEARCH,
@@ -223,10 +213,7 @@ def read_all(splits: Sequence[tuple[QuestionSet, str]], options: SetOptions) -> 
 
 
 def make_finder(options: RagOptions) -> Finder:
-    """Return a finder for the configured caches, else for the server.
-
-    Raises ConfigError and DataError.
-    """
+    """Return a finder for the caches, or else the server. Raises ConfigError, DataError."""
     caches = [c for c in (options.train_retrieval_cache, options.test_retrieval_cache) if c]
     if not caches:
         return server_finder(options.retriever_url, options.topk)

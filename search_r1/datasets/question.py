@@ -22,9 +22,14 @@ from verl.data.rows import BadRow, short_repr
 from verl.errors import DataError, explain, first_line
 from verl.files import atomic_write
 
+logger = logging.getLogger(__name__)
+
 ABILITY = "fact-reasoning"
 ANSWER_COLUMNS = ("golden_answers", "answers", "answer")
-OWN_COLUMNS = frozenset({*ANSWER_COLUMNS, "question", "id", "data_source", "split"})
+READ_COLUMNS = frozenset({*ANSWER_COLUMNS, "question", "id", "data_source", "split"})
+"""Columns that are read; all others are `Question.extra`."""
+MAX_LISTED = 20
+"""Maximum number of bad rows that an error lists; further rows are counted."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +100,7 @@ def read_question(record: Any, location: RecordLocation) -> Question | BadRow:
     extra = {
         key: value
         for key, value in record.items()
-        if key not in OWN_COLUMNS and isinstance(value, str | int | float | bool)
+        if key not in READ_COLUMNS and isinstance(value, str | int | float | bool)
     }
     return Question(question_id, as_question(text), answers, source, split, location, extra)
 
@@ -107,7 +112,7 @@ def as_question(text: str) -> str:
 
 
 def read_answers(value: Any) -> tuple[str, ...]:
-    """Return the accepted answers without empty ones; () if `value` is not text or texts."""
+    """Return the accepted answers without empty ones; () for values of other types."""
     answers = [value] if isinstance(value, str) else value
     if not isinstance(answers, Sequence) or not all(isinstance(item, str) for item in answers):
         return ()
@@ -117,11 +122,7 @@ def read_answers(value: Any) -> tuple[str, ...]:
 def to_row(
     question: Question, prompt: str, role: str, index: int, *, keep_extra: bool = False
 ) -> dict[str, Any]:
-    """Return the row of a question file.
-
-    `role` (train or test) and `index` become `extra_info.split` and `extra_info.index`, as in the
-    original's files.
-    """
+    """Return the row of a question file, with `role` and `index` in `extra_info`."""
     extra = question.extra if keep_extra else {}
     return {
         "id": question.id,
@@ -140,12 +141,6 @@ def to_row(
             "source_split": question.split,
         },
     }
-
-
-logger = logging.getLogger(__name__)
-
-MAX_LISTED = 20
-"""Maximum number of bad rows that an error lists; further rows are counted."""
 
 
 def valid_questions(

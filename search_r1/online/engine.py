@@ -48,8 +48,7 @@ class OnlineRetriever:
         self.name = upstream.service.name
         self._upstream = upstream
         self._config = config
-        self._answers = answers
-        self._texts = texts
+        self._answers, self._texts = answers, texts
         self._pages = PageFetcher(policy, config.page_bytes) if config.page_text else None
         self._page_scope = fingerprint({"page_bytes": config.page_bytes})
         self._scope = fingerprint(self._service_facts())
@@ -147,10 +146,7 @@ def open_retriever(config: RetrieverConfig) -> Retriever:
 
 
 def open_online(name: str, config: OnlineConfig, policy: AddressPolicy) -> OnlineRetriever:
-    """Open the service `name`; `policy` restricts where pages are fetched from.
-
-    Raises SetupError.
-    """
+    """Open service `name`; pages are fetched as `policy` allows. Raises SetupError."""
     service = SERVICES[name]
     upstream = Upstream(service, read_credentials(service), config)
     answers: Storage = MemoryStore(NUM_RECENT_ANSWERS)  # a failed batch is not paid for twice
@@ -166,10 +162,7 @@ def open_online(name: str, config: OnlineConfig, policy: AddressPolicy) -> Onlin
 def _run_all(
     pool: ThreadPoolExecutor, function: Callable[[str], T], items: Sequence[str]
 ) -> list[T]:
-    """Call `function` on all items concurrently and return the results in order.
-
-    A failure cancels the calls that have not started.
-    """
+    """Call `function` on all items concurrently; a failure cancels calls that have not started."""
     futures = [pool.submit(function, item) for item in items]
     try:
         return [future.result() for future in futures]
@@ -179,10 +172,7 @@ def _run_all(
 
 
 def _hits(results: Sequence[SearchResult], texts: dict[str, str]) -> list[Hit]:
-    """Return results as hits, best first.
-
-    Scores are those of the service, or 1, 1/2, 1/3 ... by rank if any result has none.
-    """
+    """Return hits, best first; scores are 1, 1/2, 1/3 ... by rank if the service has none."""
     has_scores = all(result.score is not None for result in results)
     hits = []
     for rank, result in enumerate(results, 1):

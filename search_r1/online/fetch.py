@@ -75,8 +75,7 @@ class PageFetcher:
 
     def __init__(self, policy: AddressPolicy, max_bytes: int) -> None:
         """At most `max_bytes` of a page are read."""
-        self._policy = policy
-        self._max_bytes = max_bytes
+        self._policy, self._max_bytes = policy, max_bytes
         self._tls = httpcore.default_ssl_context()
         self._lookups = ThreadPoolExecutor(NUM_LOOKUPS, thread_name_prefix="lookup")
         self._open = contextlib.ExitStack()
@@ -138,14 +137,10 @@ class PageFetcher:
 
 
 class _CheckedBackend(httpcore.AnyIOBackend):
-    """Network backend of httpcore that connects only to addresses that the policy has checked.
-
-    TLS certificates are still verified for the host name.
-    """
+    """Connects httpcore to addresses checked by the policy; TLS still verifies the host name."""
 
     def __init__(self, policy: AddressPolicy, lookups: ThreadPoolExecutor) -> None:
-        self._policy = policy
-        self._lookups = lookups
+        self._policy, self._lookups = policy, lookups
         self._opened: list[httpcore.AsyncNetworkStream] = []
 
     async def aclose(self) -> None:

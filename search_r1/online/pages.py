@@ -51,10 +51,7 @@ class _Extractor:
         self._is_ready = False
 
     def extract(self, page: Page, with_title: bool, deadline: Deadline) -> dict[str, str]:
-        """Return the answer of the process.
-
-        Raises EOFError, OSError or TimeoutError, after which the process must be killed.
-        """
+        """Return the answer; after EOFError, OSError or TimeoutError the process must be killed."""
         if not self._is_ready:
             self._receive(deadline.remaining())
             self._is_ready = True

@@ -105,10 +105,7 @@ def text_of(item: Mapping[str, Json], name: str) -> str:
 
 
 def read_items(items: Json, url: str, title: str, snippet: str) -> list[SearchResult]:
-    """Read results from a list of objects; the other parameters are the names of their fields.
-
-    Results without URL are dropped. Raises TypeError.
-    """
+    """Read results with URL from objects, given the names of their fields; raises TypeError."""
     if not isinstance(items, list):
         raise TypeError(f"the results are {type(items).__name__}, expected a list")
     results = [
@@ -181,7 +178,6 @@ def _ask_tavily(credentials: Credentials, request: SearchRequest) -> HttpRequest
 
 
 def _read_tavily(answer: Json) -> list[SearchResult]:
-    """Read `results`, which have scores."""
     items = [item for item in answer["results"][:MAX_RESULTS] if item.get("url")]
     results = read_items(items, "url", "title", "content")
     scores = [float(item["score"]) for item in items]

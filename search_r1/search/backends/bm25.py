@@ -44,18 +44,14 @@ class Bm25Retriever:
 
     def __init__(self, index: bm25s.BM25, corpus: Corpus) -> None:
         self._index = index
-        self.corpus = corpus
-        self.num_documents = len(corpus)
+        self.corpus, self.num_documents = corpus, len(corpus)
         # Plain arrays over the same map: slicing a np.memmap costs as much as reading a short
         # posting list.
         index.scores |= {name: np.asarray(index.scores[name]) for name in POSTINGS}
 
     @classmethod
     def open(cls, folder: Path, corpus: Corpus, config: RetrieverConfig) -> "Bm25Retriever":
-        """Memory-map the index in `folder`.
-
-        Raises IndexMismatch if the index is damaged or belongs to another corpus.
-        """
+        """Memory-map the index; raises IndexMismatch if damaged or of another corpus."""
         check_files(config, folder, corpus)
         manifest = Manifest.load(folder)
         manifest.check_corpus(folder, corpus.path, corpus.fingerprint)
@@ -82,7 +78,6 @@ class Bm25Retriever:
             ]
 
     def _rank(self, words: list[str], k: int) -> tuple[list[int], list[float]]:
-        """Return the best rows and their scores."""
         word_ids = self._index.get_tokens_ids(words)
         if not word_ids:
             return [], []
@@ -93,8 +88,8 @@ class Bm25Retriever:
     def _score_lower_bound(self, word_ids: list[int], scores: Scores, k: int) -> float:
         """Return a lower bound of the k-th best score, or 0.0 if there is none.
 
-        It is the k-th best score among the documents of the rarest word that has at least `k`
-        of them, so that only documents that reach it have to be sorted.
+        It is the k-th best score among the documents of the rarest word that at least `k`
+        documents have. Only documents that reach it have to be sorted.
         """
         starts = self._index.scores["indptr"]
         sizes = [(int(starts[word + 1] - starts[word]), word) for word in word_ids]
@@ -112,10 +107,7 @@ class Bm25Retriever:
 
 
 def open_retriever(config: RetrieverConfig) -> Retriever:
-    """Open the index at `index_path`, or else the one beside the corpus.
-
-    The index beside the corpus is built if it is missing or does not fit the corpus.
-    """
+    """Open the index at `index_path`, or else one beside the corpus, built again if outdated."""
     corpus = open_corpus(config)
     if config.index_path is not None:
         return Bm25Retriever.open(locate(config, "bm25"), corpus, config)
@@ -132,10 +124,7 @@ def open_retriever(config: RetrieverConfig) -> Retriever:
 
 
 def _check_arrays(index: bm25s.BM25, num_documents: int, whole: bool) -> None:
-    """Raise ValueError unless the arrays form a valid index of `num_documents` documents.
-
-    Checks all postings if `whole`, otherwise a sample of blocks.
-    """
+    """Raise ValueError for arrays that are no valid index; checks samples unless `whole`."""
     word_ids = np.array([id for word, id in index.vocab_dict.items() if word] or [0])
     data, indices, indptr = (np.asarray(index.scores[name]) for name in POSTINGS)
     if (data.dtype.kind, indices.dtype.kind, indptr.dtype.kind) != ("f", "i", "i"):
@@ -162,10 +151,7 @@ def _check_arrays(index: bm25s.BM25, num_documents: int, whole: bool) -> None:
 
 
 def top_rows(scores: Scores, k: int, floor: float = 0.0) -> list[int]:
-    """Return the rows of the `k` highest scores, ties by row.
-
-    `floor`: a lower bound of the k-th best score, if known.
-    """
+    """Return the rows of the `k` highest scores, ties by row; `floor`: a bound of the k-th."""
     rows = np.flatnonzero(scores >= floor if floor > 0 else scores > 0)
     values = scores[rows]
     if len(rows) > k:

@@ -58,12 +58,9 @@ class DenseRetriever:
         self, name: str, index: VectorIndex, digest: str, corpus: Corpus, encoder: Encoder
     ) -> None:
         """`digest` identifies the index file."""
-        self.name = name
-        self.num_documents = len(corpus)
-        self.corpus = corpus
-        self._index = index
-        self._digest = digest
-        self._encoder = encoder
+        self.name, self.num_documents = name, len(corpus)
+        self.corpus, self._encoder = corpus, encoder
+        self._index, self._digest = index, digest
 
     def search(self, queries: Sequence[str], k: int) -> list[list[Hit]]:
         """Return at most `k` hits per query, best first, ties by row."""
@@ -87,10 +84,7 @@ class DenseRetriever:
 def open_dense(
     config: RetrieverConfig, open_index: Callable[[Path], VectorIndex]
 ) -> DenseRetriever:
-    """Open the configured corpus, encoder and index.
-
-    Raises IndexMismatch if they do not belong together.
-    """
+    """Open the configured corpus, encoder and index; raises IndexMismatch if they do not match."""
     corpus = open_corpus(config)
     path = locate_index(config)
     check_files(config, path, corpus)
@@ -175,10 +169,7 @@ def read_ahead(file: Path) -> threading.Thread:
 
 
 def index_digest(file: Path) -> str:
-    """Return a 64-bit hash (hex) of a file's size and of samples of its bytes.
-
-    Samples suffice to tell indexes apart: another encoder changes nearly every vector.
-    """
+    """Return a 64-bit hash (hex) of size and samples; other encoders change nearly all vectors."""
     size = file.stat().st_size
     hasher = hashlib.blake2b(str(size).encode(), digest_size=8)
     last = max(0, size - SAMPLE_BYTES)

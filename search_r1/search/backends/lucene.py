@@ -64,7 +64,6 @@ class LuceneRetriever:
             return [[Hit(self._read(hit), float(hit.score)) for hit in hits] for hits in results]
 
     def _search_all(self, queries: Sequence[str], k: int) -> list[Any]:
-        """Return a list of Java `ScoredDoc` objects per query."""
         if len(queries) < 2:  # batch_search would start a thread pool
             return [self._index.search(well_formed(query), k) for query in queries]
         texts, keys = self._new_list(), self._new_list()
@@ -82,10 +81,7 @@ class LuceneRetriever:
 
 
 def open_retriever(config: RetrieverConfig) -> Retriever:
-    """Open the index at `index_path`, and the corpus if the index stores no passages.
-
-    Raises SearchError.
-    """
+    """Open the index, and the corpus if the index stores no passages; raises SearchError."""
     folder = _locate(config.index_path)
     check_files(config, folder, None)
     index = _open_index(folder)
@@ -165,13 +161,11 @@ def _stored_field(index: Any, folder: Path) -> str | None:
 
 
 def _raw(hit: Any) -> Document:
-    """Return the passage of a corpus row that the index stores unchanged (`--storeRaw`)."""
     row = json.loads(hit.lucene_document.get("raw"))
     return Document.from_mapping({**row, "id": hit.docid})
 
 
 def _contents(hit: Any) -> Document:
-    """Return the passage of the contents that the index stores (`--storeContents`)."""
     return Document.from_contents(hit.docid, hit.lucene_document.get("contents"))
 
 

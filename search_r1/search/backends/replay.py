@@ -26,10 +26,7 @@ class ReplayRetriever:
     num_threads = 64
 
     def __init__(self, path: str | Path, with_latency: bool = False) -> None:
-        """Read the record; raises SetupError.
-
-        `with_latency`: let a search take as long as it took when it was recorded.
-        """
+        """Read the record; raises SetupError. `with_latency`: repeat the recorded duration."""
         self._path = Path(path)
         self._with_latency = with_latency
         self._recorded = read_facts(path)
@@ -48,10 +45,7 @@ class ReplayRetriever:
             self._lines = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
     def search(self, queries: Sequence[str], k: int) -> list[list[Hit]]:
-        """Return the recorded hits; raises QueryNotRecorded.
-
-        With latency, waits as long as the slowest of the recorded searches took.
-        """
+        """Return the recorded hits, after the slowest recorded latency; raises QueryNotRecorded."""
         with stage("search"):
             start = time.monotonic()
             records = [self._find(query, k) for query in queries]

@@ -61,10 +61,7 @@ class RerankingRetriever:
         return {**self._retriever.info(), "rerank": rerank}
 
     def _score(self, pairs: list[Pair]) -> list[float]:
-        """Return one score per pair; equal pairs get equal scores.
-
-        They are scored once, since scores differ in their last bits between batches.
-        """
+        """Score equal pairs once, since scores differ in their last bits between batches."""
         distinct = list(dict.fromkeys(pairs))
         if not distinct:
             return []

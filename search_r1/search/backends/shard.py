@@ -41,10 +41,7 @@ class Shard:
         return len(self._values)
 
     def store(self, start: int, tile: Tensor) -> bool:
-        """Store float32 rows (n, dim) at row `start` of this shard.
-
-        Returns whether all stored values are finite.
-        """
+        """Store float32 rows (n, dim) from `start` on; returns whether all values are finite."""
         rows = slice(start, start + len(tile))
         if self._scales is not None:
             tile, self._scales[rows] = quantize(tile)
@@ -143,20 +140,14 @@ def _add_tile(best: TopK | None, scores: Tensor, first_row: int, k: int) -> TopK
 
 
 def quantize(vectors: Tensor) -> tuple[Tensor, Tensor]:
-    """Return symmetric int8 codes (n, dim) and scales (n,), so that vector ≈ code · scale.
-
-    A scale is the largest magnitude of its vector over 127.
-    """
+    """Return int8 codes (n, dim) and scales (n,): the largest magnitude of a vector over 127."""
     scales = vectors.abs().amax(dim=1) / 127
     scales = torch.where(scales == 0, torch.ones_like(scales), scales)  # keeps nan, for `store`
     return (vectors / scales[:, None]).round().clamp(-127, 127).to(torch.int8), scales
 
 
 def top_columns(scores: Tensor, k: int) -> TopK:
-    """Return the k highest of (num_queries, n) scores and their columns, ties by column.
-
-    torch.topk leaves the order of ties undefined.
-    """
+    """Return the k highest of (num_queries, n) scores, ties by column, unlike torch.topk."""
     if k >= scores.shape[1]:
         return _sort_descending(scores, torch.arange(scores.shape[1], device=scores.device))
     values, columns = scores.topk(k + 1, dim=1)

@@ -52,10 +52,8 @@ class TorchFlatIndex:
         """Allocates nothing yet; raises SetupError for an unknown dtype."""
         if config.matrix_dtype not in DTYPES:
             raise SetupError(f"--matrix_dtype {config.matrix_dtype}; expected {', '.join(DTYPES)}")
-        self._flat = flat
-        self._config = config
-        self.num_rows = flat.num_rows
-        self.dim = flat.dim
+        self._flat, self._config = flat, config
+        self.num_rows, self.dim = flat.num_rows, flat.dim
         self.shards: list[Shard] = []
 
     def _allocate(self) -> None:
@@ -190,10 +188,7 @@ def open_retriever(config: RetrieverConfig) -> Retriever:
 
 
 def probe_queries(corpus: Corpus, encoder: Encoder) -> Vectors:
-    """Return embeddings (at most NUM_PROBES, dim) of titles and first words of random documents.
-
-    The choice of documents is the same in every run.
-    """
+    """Return embeddings (at most NUM_PROBES, dim) of texts from a fixed sample of documents."""
     rows = random.Random(0).sample(range(len(corpus)), min(NUM_PROBES, len(corpus)))
     documents = corpus.documents(sorted(rows))
     return encoder.encode_queries(

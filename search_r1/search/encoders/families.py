@@ -55,10 +55,7 @@ def model_name(model_path: str) -> str:
 
 
 def family_of(name: str, family_name: str | None = None) -> Family:
-    """Return the family `family_name`, or else the family that matches the name of the model.
-
-    Raises SetupError for an unknown `family_name`.
-    """
+    """Return family `family_name`, or else the one that matches model `name`; raises SetupError."""
     if family_name is not None and family_name not in NAMES:
         raise SetupError(f"--encoder_family {family_name}; expected {', '.join(NAMES)}")
     for family in FAMILIES:

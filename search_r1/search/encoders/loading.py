@@ -38,10 +38,7 @@ def torch_dtype(flag: str, name: str) -> torch.dtype:
 
 
 def pick_device(flag: str, name: str | None) -> str:
-    """Return the device `name`, or by default a GPU if there is one, else the CPU.
-
-    Raises SetupError if torch cannot use the device.
-    """
+    """Return device `name`, by default a GPU if there is one; raises SetupError if unusable."""
     device = name or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
         torch.zeros(1, device=device)

@@ -216,11 +216,7 @@ class SentenceEncoder:
 def batches(
     lengths: Sequence[int], max_rows: int, max_tokens: int | None = None
 ) -> Iterator[slice]:
-    """Yield consecutive slices of rows, which are sorted from longest to shortest.
-
-    A slice has at most `max_rows` rows and `max_tokens` tokens, padding included, but at least one
-    row.
-    """
+    """Yield slices of rows, longest first, within both limits, but of at least one row."""
     start = 0
     while start < len(lengths):
         fitting = max_tokens // max(lengths[start], 1) if max_tokens else max_rows

@@ -46,10 +46,7 @@ def work_folder(target: Path, key: Mapping[str, Any]) -> Iterator[Path]:
 
 
 def publish(work: Path, target: Path) -> None:
-    """Add checksums and move the finished index to `target`, in place of an older one.
-
-    Readers of the older index keep its files open.
-    """
+    """Replace `target` by the finished index, with checksums; readers keep the older files open."""
     ready = work / READY_NAME
     checksums.add(ready)
     fsync(*ready.rglob("*"), ready)
@@ -133,10 +130,7 @@ def _resume_or_start(work: Path, key: dict[str, Any]) -> None:
 
 
 def _is_close(first: Any, second: Any) -> bool:
-    """Return whether two entries of a key are equal.
-
-    Lists of numbers may differ slightly, since devices round the embedding of a probe differently.
-    """
+    """Return whether entries of keys match; devices round the embedding of a probe differently."""
     if isinstance(first, list) and isinstance(second, list) and len(first) == len(second):
         return all(abs(a - b) < 0.005 for a, b in zip(first, second, strict=True))
     return bool(first == second)

@@ -101,7 +101,6 @@ def _encoder_settings(config: BuildConfig) -> list[EncoderConfig]:
 
 
 def _manifest(config: BuildConfig, corpus: Corpus, encoder: Encoder) -> Manifest:
-    """Return the manifest of the index that is to be built."""
     probe_vector = probe(encoder)
     return Manifest(
         config.retrieval_method,
@@ -155,17 +154,13 @@ def _embed(
 
 
 def _check_disk(config: BuildConfig, work: Path, manifest: Manifest, embedded_bytes: int) -> None:
-    """Raise SetupError unless embeddings and index fit on the disk."""
     index = manifest.count * bytes_per_vector(config.faiss_type, manifest.dim)
     parts = f"embeddings {format_bytes(embedded_bytes)}, index about {format_bytes(index)}"
     check_disk(work, embedded_bytes + index, parts)
 
 
 def _load_embeddings(path: Path, corpus: Corpus, encoder: Encoder, dim: int) -> Matrix:
-    """Open existing embeddings of the corpus.
-
-    Raises IndexMismatch if the first or last row differs from what `encoder` computes.
-    """
+    """Open embeddings; raises IndexMismatch if the first or last row is not the encoder's."""
     matrix = open_embeddings(path, len(corpus), dim)
     rows = [0, len(corpus) - 1]
     expected = encoder.encode_passages([corpus[row].contents for row in rows])

@@ -96,10 +96,7 @@ def encode(
     settings: Sequence[EncoderConfig],
     max_length: int | None,
 ) -> None:
-    """Encode the missing shards, in this process or, with several `settings`, one process for each.
-
-    The first failure of a process ends all of them.
-    """
+    """Encode the missing shards, in one process for each of several `settings`."""
     missing = file.missing()
     with progress("encode", "documents", len(corpus), file.num_done) as report:
         if len(settings) < 2:

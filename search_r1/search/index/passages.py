@@ -62,10 +62,7 @@ def split_file(name: str, text: str, max_words: int = MAX_WORDS) -> Iterator[Doc
 
 
 def split_text(text: str, max_words: int = MAX_WORDS) -> list[str]:
-    """Split into passages of whole sentences, at most `max_words` words each.
-
-    Only a longer sentence is split.
-    """
+    """Split into passages of whole sentences up to `max_words`; splits only longer sentences."""
     passages: list[list[str]] = []
     for sentence in _sentences(text):
         for start in range(0, len(sentence), max_words):

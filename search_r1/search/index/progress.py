@@ -17,26 +17,23 @@ Report = Callable[[int], None]
 
 
 @contextmanager
-def progress(what: str, unit: str, total: int, done: int = 0) -> Iterator[Report]:
-    """Yield a function that reports progress of the job `what`; an earlier run did `done` units."""
+def progress(job: str, unit: str, total: int, done: int = 0) -> Iterator[Report]:
+    """Yield a function that reports progress of a job; an earlier run did `done` units."""
     if sys.stderr.isatty():
-        with tqdm(total=total, initial=done, desc=what, unit=unit, unit_scale=True) as bar:
+        with tqdm(total=total, initial=done, desc=job, unit=unit, unit_scale=True) as bar:
 
             def report(now: int) -> None:
                 bar.update(now - bar.n)
 
             yield report
     else:
-        yield log_lines(what, unit, total, done)
+        yield log_lines(job, unit, total, done)
 
 
 def log_lines(
-    what: str, unit: str, total: int, before: int, clock: Callable[[], float] = time.monotonic
+    job: str, unit: str, total: int, before: int, clock: Callable[[], float] = time.monotonic
 ) -> Report:
-    """Return a function that logs progress, at most every SECONDS_BETWEEN_LINES and at the end.
-
-    `before`: units that were done when the clock (seconds) started, which do not count in the rate.
-    """
+    """Return a function that logs progress; the rate excludes `before`, done by an earlier run."""
     start = last = clock()
 
     def report(done: int) -> None:
@@ -49,7 +46,7 @@ def log_lines(
         left = f", {tqdm.format_interval((total - done) / rate)} left" if rate > 0 else ""
         share = 100 * done / total if total else 100.0
         logger.info(
-            "%s: %d of %d %s (%.1f %%), %.1f a second%s", what, done, total, unit, share, rate, left
+            "%s: %d of %d %s (%.1f %%), %.1f a second%s", job, done, total, unit, share, rate, left
         )
 
     return report
