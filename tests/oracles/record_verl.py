@@ -16,10 +16,10 @@ from verl.trainer.config import AlgoConfig
 from verl.trainer.ppo import core_algos
 from verl.trainer.ppo.ray_trainer import apply_kl_penalty
 from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_rejection_mask
-from verl.training.config import ActorConfig
 from verl.utils import torch_functional
+from verl.workers.config import ActorConfig
 
-from verl import TokenBatch
+from verl import DataProto
 
 AGGREGATIONS = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean")
 NORM = "seq-mean-token-sum-norm"
@@ -114,7 +114,7 @@ def kl(table: Table, b: Padded) -> None:
         found.sum().backward()
         table.add(f"kl/{kind}", b.name, {}, kl=found, grad=log_probs.grad)
     for kind in ("kl", "low_var_kl"):
-        data = TokenBatch.from_dict({
+        data = DataProto.from_dict({
             "response_mask": b.mask, "token_level_scores": b["rewards"],
             "old_log_probs": b["old_log_probs"], "ref_log_prob": b["ref_log_probs"],
         })  # fmt: skip

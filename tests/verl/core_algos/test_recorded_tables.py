@@ -4,6 +4,7 @@ Figures agree to 1e-6 in double precision (verl adds 1e-8 to the denominators of
 not), and to 2e-5 where the library computed in float32.
 """
 
+import ast
 import math
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tests.oracles.chunk import chunk_of_logits
-from tests.oracles.tables import Case, RecordedBatch, RecordedTable
+from tests.oracles.tables import FOLDER, Case, RecordedBatch, RecordedTable
 from verl.config import ActorConfig, AlgorithmConfig
 from verl.core_algos.advantages import ADVANTAGES, discounted_returns, grpo, opo, rloo
 from verl.core_algos.groups import Groups
@@ -463,3 +464,23 @@ def test_functions_that_only_verl_has_are_listed() -> None:
         "gdpo", "gpg", "grpo_vectorized", "optimal_token_baseline", "rloo_vectorized",
         "tir_optimal_token_baseline",
     }  # fmt: skip
+
+
+def test_the_recorder_imports_names_of_verl_rather_than_ours() -> None:
+    """Both packages are called `verl`: a rename in ours must not change these imports."""
+    source = (FOLDER / "record_verl.py").read_text()
+    imported = {
+        (node.module, alias.name)
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "verl"
+        for alias in node.names
+    }
+    assert imported == {
+        ("verl", "DataProto"),
+        ("verl.trainer.config", "AlgoConfig"),
+        ("verl.trainer.ppo", "core_algos"),
+        ("verl.trainer.ppo.ray_trainer", "apply_kl_penalty"),
+        ("verl.trainer.ppo.rollout_corr_helper", "compute_rollout_correction_and_rejection_mask"),
+        ("verl.utils", "torch_functional"),
+        ("verl.workers.config", "ActorConfig"),
+    }
