@@ -1,4 +1,4 @@
-"""The trainer's log-probs and entropies of logits that are given instead of a model's."""
+"""The trainer's log-probs and entropies for given logits instead of a model's."""
 
 from collections.abc import Sequence
 
@@ -18,6 +18,6 @@ class GivenLogits(nn.Module):
 def chunk_of_logits(
     logits: Tensor, labels: Sequence[int], temperature: float = 1.0, learn_entropy: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """What `LogProbModel` computes of one chunk: log-probs and entropies, (num_tokens,) each."""
+    """Compute log-probs and entropies, (num_tokens,) each, by a chunk of `LogProbModel`."""
     model = LogProbModel(GivenLogits())
     return model._chunk(logits, torch.tensor(labels), temperature, learn_entropy)

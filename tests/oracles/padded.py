@@ -1,7 +1,7 @@
-"""Random padded batches, and the file that a recorder writes. Imports nothing of ours.
+"""Random padded batches, and the file that a recorder writes. Imports none of our packages.
 
-The recorders run in an environment of their own, in which `verl` is the other library: this module
-is found because it lies beside them.
+The recorders run in a separate environment, in which `verl` is the other library; they find this
+module because it is in their folder.
 """
 
 import json
@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-# Policy tokens 1; observations and padding 0. Rows of unlike length, observations inside.
+# Policy tokens are 1; observations and padding 0. Rows have different lengths.
 DIALOGUES = (
     (1, 1, 0, 0, 1, 1, 1, 0),
     (1, 1, 1, 1, 1, 1, 1, 1),
@@ -25,7 +25,7 @@ DIALOGUES = (
 )
 FAILED = (
     (1, 1, 0, 1, 1, 0),
-    (0, 0, 0, 0, 0, 0),  # the trajectory that is left out
+    (0, 0, 0, 0, 0, 0),  # the failed trajectory
     (1, 1, 1, 1, 1, 1),
     (0, 1, 1, 0, 0, 0),
     (1, 0, 0, 1, 1, 0),
@@ -49,7 +49,7 @@ class Padded:
         return np.array(self.index)
 
     def without(self, row: int, name: str) -> "Padded":
-        """The batch with a row left out."""
+        """Return the batch without a row."""
         kept = [i for i in range(len(self.index)) if i != row]
         columns = {word: x[kept] for word, x in self.columns.items()}
         return Padded(name, self.mask[kept], [self.index[i] for i in kept], columns)
@@ -62,12 +62,12 @@ def random_batch(
     dtype: torch.dtype = torch.float64,
     seed: int = 0,
 ) -> Padded:
-    """A batch with figures everywhere, off the policy too, save rewards, which are 0 there."""
+    """Make a batch with random values at all tokens; rewards are 0 off the policy."""
     generator = torch.Generator().manual_seed(seed)
     mask = torch.tensor(rows, dtype=dtype)
 
     def normal(scale: float = 1.0) -> Tensor:
-        # Rounded: the table stays small.
+        # Rounded, to keep the table small.
         numbers = scale * torch.randn(mask.shape, generator=generator).double()
         return numbers.round(decimals=4).to(dtype)
 
@@ -88,7 +88,7 @@ def random_batch(
 
 
 def figures(x: Any) -> Any:
-    """A tensor as nested lists of the shortest decimals that read back the same; else unchanged."""
+    """Convert a tensor to nested lists of the shortest exact decimals; return others unchanged."""
     if not isinstance(x, Tensor):
         return x
     if x.ndim:
@@ -98,7 +98,7 @@ def figures(x: Any) -> Any:
 
 @dataclass
 class Table:
-    """What a library of one version answered."""
+    """Results of one version of a library."""
 
     library: str
     version: str
@@ -106,14 +106,14 @@ class Table:
     cases: list[dict[str, Any]] = field(default_factory=list)
 
     def add(self, quantity: str, batch: str, settings: dict[str, Any], **outputs: Any) -> None:
-        """One call of the library."""
-        found = {name: figures(x) for name, x in outputs.items()}
+        """Add the results of a call of the library."""
+        results = {name: figures(x) for name, x in outputs.items()}
         self.cases.append(
-            {"quantity": quantity, "batch": batch, "settings": settings, "outputs": found}
+            {"quantity": quantity, "batch": batch, "settings": settings, "outputs": results}
         )
 
     def write(self, folder: Path) -> Path:
-        """Write LIBRARY_VERSION.json: a case a line."""
+        """Write LIBRARY_VERSION.json, with one case per line."""
         batches = {
             b.name: {
                 "dtype": str(b.mask.dtype).removeprefix("torch."),

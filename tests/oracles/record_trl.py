@@ -1,8 +1,8 @@
-"""Record what TRL's functions answer on random padded batches; see README.md here.
+"""Record the results of TRL's functions on random padded batches; see README.md here.
 
-Its losses live in methods of trainers. They are called with a stand-in for the trainer that holds
-the options they read, and whose model is a column of log-probs: so gradients with respect to those
-are recorded. It calls that library and holds none of its code.
+Its losses are methods of trainers. They are called with a fake trainer that has the options they
+read, and whose model is a column of log-probs, so that gradients with respect to these are
+recorded. This script calls the library and contains none of its code.
 """
 
 import importlib.metadata
@@ -27,7 +27,7 @@ MAX_LENGTH = 8
 
 
 def trainer(log_probs: Tensor, **options: Any) -> Any:
-    """What the loss of a GRPOTrainer or RLOOTrainer reads of its trainer, in one process."""
+    """Make a fake trainer with all that the loss of a GRPOTrainer or RLOOTrainer reads."""
     own = {"beta": 0.0, "loss_type": "dapo", "epsilon_low": 0.2, "epsilon_high": 0.2,
            "importance_sampling_level": "token", "use_vllm": False} | options  # fmt: skip
     args = SimpleNamespace(
@@ -50,7 +50,7 @@ def trainer(log_probs: Tensor, **options: Any) -> Any:
 
 
 def inputs(b: Padded) -> dict[str, Tensor]:
-    """A batch whose completions are its rows: observations are TRL's `tool_mask`."""
+    """Convert a batch to TRL's inputs: rows are completions, observations the `tool_mask`."""
     ids = torch.zeros(b.mask.shape, dtype=torch.int64)
     return {
         "prompt_ids": ids[:, :1], "prompt_mask": ids[:, :1] + 1,
@@ -66,12 +66,12 @@ def grpo_loss(table: Table, b: Padded, **options: Any) -> None:
     if options.get("use_vllm"):
         ratio = (b["old_log_probs"] - b["rollout_log_probs"]).exp().clamp(max=2.0)
         batch["importance_sampling_ratio"] = ratio
-    held = trainer(log_probs, **options)
-    loss = GRPOTrainer._compute_loss(held, None, batch)
+    fake = trainer(log_probs, **options)
+    loss = GRPOTrainer._compute_loss(fake, None, batch)
     loss.backward()
-    seen = {name.replace("/", "_"): x[0] for name, x in held._metrics["train"].items()
-            if name in ("kl", "clip_ratio/region_mean")}  # fmt: skip
-    table.add("grpo_loss", b.name, options, loss=loss.item(), grad=log_probs.grad, **seen)
+    metrics = {name.replace("/", "_"): x[0] for name, x in fake._metrics["train"].items()
+               if name in ("kl", "clip_ratio/region_mean")}  # fmt: skip
+    table.add("grpo_loss", b.name, options, loss=loss.item(), grad=log_probs.grad, **metrics)
 
 
 def grpo_losses(table: Table, b: Padded) -> None:
@@ -87,7 +87,7 @@ def grpo_losses(table: Table, b: Padded) -> None:
 
 
 def rloo_loss(table: Table, b: Padded) -> None:
-    """Of the policy that sampled: its ratio is 1."""
+    """Record the loss for the policy that sampled, whose ratio is 1."""
     log_probs = b["old_log_probs"].requires_grad_()
     batch = inputs(b) | {"completion_mask": b.mask}
     batch["old_logps"] = (b["old_log_probs"] * b.mask).sum(1)
@@ -115,7 +115,7 @@ def logits(table: Table) -> None:
 
 
 def group_advantages(table: Table) -> None:
-    """Groups of three: unlike, equal, and with a trajectory that could not be scored."""
+    """Record groups of three: with different scores, equal scores, and a missing score."""
     scores = [0.3, 1.0, -0.2, 1.0, 1.0, 1.0, 0.7, None, 0.1]
     for name, options in (
         ("grpo", {"scale_rewards": "group"}),

@@ -1,7 +1,7 @@
-"""Record what verl's public functions answer on random padded batches; see README.md here.
+"""Record the results of verl's public functions on random padded batches; see README.md here.
 
-Run it in an environment with the PyPI package `verl`, from any folder but the repository's root:
-there our own `verl` would be found. It calls that library and holds none of its code.
+Run it in an environment with the PyPI package `verl`, from any folder but the repository's root,
+where our own `verl` would be imported. It calls that library and contains none of its code.
 """
 
 import importlib.metadata
@@ -44,7 +44,7 @@ def advantages(table: Table, b: Padded) -> None:
 
     for gamma, lam in ((1.0, 1.0), (1.0, 0.95), (0.9, 0.9)):
         add("gae", {"gamma": gamma, "lam": lam}, b["values"], b.mask, gamma, lam)
-    if b.name == "dialogues":  # as if observations were the policy's
+    if b.name == "dialogues":  # with observations as policy tokens
         response = b.mask.flip(1).cumsum(1).flip(1).clamp(max=1)
         found = estimators["gae"](b["rewards"], b["values"], response, 1.0, 0.95)
         table.add("gae_over_all_tokens", b.name, {"gamma": 1.0, "lam": 0.95},
@@ -136,7 +136,7 @@ def whitening(table: Table, b: Padded) -> None:
 
 
 def refusal(function: Callable[..., Any], *args: Any) -> str:
-    """The name of the exception that a call raises; empty where it raises none."""
+    """Return the name of the exception that a call raises, or an empty string."""
     try:
         function(*args)
     except (ValueError, NotImplementedError) as error:
@@ -179,7 +179,7 @@ def logits(table: Table) -> None:
 
 
 def extremes(table: Table) -> None:
-    """Where bounds are reached: one row, log-ratios of up to ±30."""
+    """Record values beyond the bounds: one row with log-ratios of up to ±30."""
     differences = [-30.0, -15.0, -3.0, -1e-4, 0.0, 1e-4, 3.0, 9.0, 11.0, 15.0, 30.0]
     for dtype in (torch.float64, torch.float32):
         found = {}
@@ -191,7 +191,7 @@ def extremes(table: Table) -> None:
         found["k3"], found["k3_grad"] = k3, new.grad
         for name in ("vanilla", "gspo", "cispo"):
             for sign in (1.0, -1.0):
-                # A row a token: gspo's ratio is then the token's own.
+                # One token per row, so that gspo's ratio is the token's own.
                 column = d.T.clone().requires_grad_()
                 loss, metrics = core_algos.get_policy_loss_fn(name)(
                     torch.zeros_like(d.T), column, sign * mask.T, mask.T, "token-mean",

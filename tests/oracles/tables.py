@@ -1,4 +1,4 @@
-"""Read a recorded table, and its padded batches as the jagged ones that our functions take."""
+"""Reading of recorded tables; converts padded batches to jagged ones for our functions."""
 
 import json
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ FOLDER = Path(__file__).parent
 
 @dataclass(frozen=True)
 class RecordedBatch:
-    """A padded batch; a jagged one keeps each row up to its last policy token."""
+    """A padded batch; converted to a jagged one, a row ends at its last policy token."""
 
     name: str
     figures: dict[str, Any]
@@ -37,13 +37,13 @@ class RecordedBatch:
 
     @cached_property
     def lengths(self) -> Tensor:
-        """Tokens kept of each row; a row without policy tokens keeps two."""
+        """Tokens of each row that are kept; two for a row without policy tokens."""
         last = (self.mask.long().cumsum(1).argmax(1) + 1) * self.mask.any(1)
         return torch.where(self.mask.any(1), last, 2)
 
     @cached_property
     def kept(self) -> Tensor:
-        """All but padding, (batch, response) bool: observations inside a row stay."""
+        """(batch, response) bool: all but padding; observations inside a row are kept."""
         return torch.arange(self.mask.shape[1]) < self.lengths[:, None]
 
     @property
@@ -57,18 +57,18 @@ class RecordedBatch:
 
     @property
     def sequence_ids(self) -> Tensor:
-        """Of the policy tokens, as a loss sees them."""
+        """The sequence of each policy token, as a loss reads it."""
         return sequence_ids(self.offsets)[self.policy_mask]
 
     def padded(self, column: str) -> Tensor:
         return torch.tensor(self.figures[column], dtype=self.dtype)
 
     def __getitem__(self, column: str) -> Tensor:
-        """A column, (num_tokens,)."""
+        """Return a column, (num_tokens,)."""
         return self.padded(column)[self.kept]
 
     def on_policy(self, column: str) -> Tensor:
-        """A column at the policy tokens."""
+        """Return a column at the policy tokens."""
         return self.padded(column)[self.mask]
 
     def inputs(self, **options: Any) -> AdvantageInputs:
@@ -80,7 +80,7 @@ class RecordedBatch:
 
 @dataclass(frozen=True)
 class Case:
-    """One call of the library: what it was given beyond the batch, and what it answered."""
+    """A call of the library: its batch, other arguments, and results."""
 
     quantity: str
     batch: RecordedBatch
@@ -93,23 +93,23 @@ class Case:
         return "-".join([self.quantity, self.batch.name, *options])
 
     def padded(self, output: str) -> Tensor:
-        """An output, (batch, response)."""
+        """Return an output, (batch, response)."""
         return torch.tensor(self.outputs[output], dtype=self.batch.dtype)
 
     def on_policy(self, output: str) -> Tensor:
-        """An output at the policy tokens."""
+        """Return an output at the policy tokens."""
         return self.padded(output)[self.batch.mask]
 
 
 @dataclass(frozen=True)
 class RecordedTable:
-    """All that one library answered."""
+    """All recorded results of a library."""
 
     figures: dict[str, Any]
 
     @classmethod
     def read(cls, library: str) -> "RecordedTable":
-        """The only table of a library; its version is in the file's name."""
+        """Read the only table of a library; its version is in the file's name."""
         (path,) = FOLDER.glob(f"{library}_*.json")
         return cls(json.loads(path.read_text()))
 
@@ -117,7 +117,7 @@ class RecordedTable:
     def batches(self) -> dict[str, RecordedBatch]:
         figures = self.figures["batches"].items()
         return {"": RecordedBatch("", {"dtype": "float64"})} | {
-            name: RecordedBatch(name, found) for name, found in figures
+            name: RecordedBatch(name, values) for name, values in figures
         }
 
     @cached_property
@@ -128,17 +128,17 @@ class RecordedTable:
         ]
 
     def cases(self, *quantities: str, batches: str = "", **settings: Any) -> list[Case]:
-        """The cases of some quantities, batches (names, parted by spaces) and settings."""
-        found = [
+        """Return the cases with these quantities, batches (names separated by spaces), settings."""
+        cases = [
             case
             for case in self.all
             if case.quantity in quantities
             and (not batches or case.batch.name in batches.split())
             and all(case.settings.get(name) == x for name, x in settings.items())
         ]
-        assert found, f"the table has no {quantities} {batches} {settings}"
-        return found
+        assert cases, f"the table has no {quantities} {batches} {settings}"
+        return cases
 
     def case(self, quantity: str, batch: str = "", **settings: Any) -> Case:
-        """The first such case."""
+        """Return the first of the `cases`."""
         return self.cases(quantity, batches=batch, **settings)[0]

@@ -1,6 +1,6 @@
-"""One step of TRL's own trainers with scores that are given, for the advantages they make of them.
+"""One step of TRL's trainers with given scores, to get the advantages that they compute.
 
-The policy is a random model of a few thousand parameters; what it says does not matter.
+The policy is a random model of a few thousand parameters, whose outputs do not matter.
 """
 
 import tempfile
@@ -32,9 +32,9 @@ def tiny_model() -> tuple[Qwen2ForCausalLM, PreTrainedTokenizerFast]:
 def advantages(
     name: str, scores: Sequence[float | None], num_generations: int, **options: Any
 ) -> list[float]:
-    """The advantage of each trajectory; a score of None is a trajectory that could not be scored.
+    """Return the advantage of each trajectory; a score of None means that it could not be scored.
 
-    Trajectories of one prompt are neighbours.
+    Trajectories of the same prompt are adjacent.
     """
     trainer_class, config_class = TRAINERS[name]
     model, tokenizer = tiny_model()

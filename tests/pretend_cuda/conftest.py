@@ -1,4 +1,4 @@
-"""Starts the matrix of trials with the session: it computes on the core that other tests leave."""
+"""Starts the matrix of trials with the session, on cores that other tests leave idle."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ MATRIX = pytest.StashKey[Trials]()
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Begin at once, if a test of the matrix was chosen; of several processes one does."""
-    is_chosen = any("test_trainer_matrix" in item.nodeid for item in session.items)
-    if is_chosen and not session.config.option.collectonly:
+    """Start the trials if a test of the matrix is selected; only one of several processes does."""
+    is_selected = any("test_trainer_matrix" in item.nodeid for item in session.items)
+    if is_selected and not session.config.option.collectonly:
         session.stash[MATRIX] = Trials(Path(os.environ["PRETENDED"]), CASES)
 
 
 @pytest.fixture(scope="session")
 def matrix(request: pytest.FixtureRequest) -> Outcomes:
-    """The outcome of each of `CASES`."""
+    """Outcomes of `CASES`, in order."""
     return request.session.stash[MATRIX].outcomes()

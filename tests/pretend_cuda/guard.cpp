@@ -1,6 +1,6 @@
-// A CUDA that is there and does nothing. A CPU build of torch has no device guard for CUDA, and
-// autograd aborts on the first tensor of that device without one; with this one it walks on.
-// Loading the library registers it; torch asks once, so that must be before torch is imported.
+// A CUDA device guard that does nothing. A CPU build of torch has none, and without one autograd
+// aborts at the first tensor on that device. Loading the library registers the guard; torch looks it
+// up only once, so the library must be loaded before torch is imported.
 #include <ATen/core/Generator.h>
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>

@@ -1,4 +1,4 @@
-"""Bytes of pretended device memory: what lives, its peak, and the FLOPs that went by."""
+"""Accounting of simulated device memory (bytes in use, and their peak) and of FLOPs."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from torch.utils._pytree import tree_leaves
 
 
 class Ledger:
-    """Follows storages by the operations that make them; hand it to `PretendCuda` as watcher."""
+    """Tracks the storages that operations create; pass it to `PretendCuda` as watcher."""
 
     def __init__(self) -> None:
         self.live = self.peak = 0
         self.flops: collections.Counter[str] = collections.Counter()
         self._sizes: dict[int, int] = {}
         self._alive: dict[int, Any] = {}
-        self._follow_resizing()
+        self._track_resizing()
 
-    def _follow_resizing(self) -> None:
-        """FSDP frees gathered weights by resizing their storage to nothing."""
+    def _track_resizing(self) -> None:
+        """Patch `resize_`: FSDP frees gathered weights by resizing their storage to 0 bytes."""
         resize = torch.UntypedStorage.resize_
 
         def resize_(storage: torch.UntypedStorage, size: int) -> Any:
@@ -36,28 +36,28 @@ class Ledger:
         torch.UntypedStorage.resize_ = resize_
 
     def __call__(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        self.see(tree_leaves(result))
+        self.track(tree_leaves(result))
         self._count_flops(func.__name__.partition(".")[0], args)
 
-    def see(self, values: Iterable[Any]) -> None:
-        """Count the storages of CUDA tensors among `values` that were not seen before."""
+    def track(self, values: Iterable[Any]) -> None:
+        """Count the storages of CUDA tensors among `values` that are not tracked yet."""
         for value in values:
             value = getattr(value, "_local_tensor", value)
             if isinstance(value, FakeTensor) and value.device.type == "cuda":
-                self._see(value.untyped_storage())
+                self._track(value.untyped_storage())
 
-    def _see(self, storage: torch.UntypedStorage) -> None:
+    def _track(self, storage: torch.UntypedStorage) -> None:
         key = id(storage)
         if key in self._sizes:
             return
         self._sizes[key] = storage.nbytes()
         self._add(storage.nbytes())
 
-        def gone(_: object) -> None:
+        def on_free(_: object) -> None:
             self._add(-self._sizes.pop(key))
             del self._alive[key]
 
-        self._alive[key] = weakref.ref(storage, gone)
+        self._alive[key] = weakref.ref(storage, on_free)
 
     def _add(self, size: int) -> None:
         self.live += size
@@ -75,5 +75,6 @@ class Ledger:
 
 
 def _scores(query: Tensor, longest: int) -> int:
-    """FLOPs of a causal product of queries (num_tokens, heads, head_dim) with equal lengths."""
+    """Count the FLOPs of causal scores of queries (num_tokens, heads, head_dim), all of length
+    `longest`."""
     return query.numel() * longest

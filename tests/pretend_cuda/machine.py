@@ -1,6 +1,6 @@
-"""A machine with CUDA but no card: what `torch.cuda` answers there, and the guard autograd needs.
+"""A simulated machine with GPUs: fake functions of `torch.cuda`, and the guard autograd needs.
 
-`install` changes torch for the whole process, so it belongs into a process of its own.
+`install` patches torch for the whole process, so it must run in a separate process.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from verl.training.attention import cuda_kernel
 
 GUARD = Path(__file__).with_name("guard.cpp")
 CAPABILITIES = {"bfloat16": (9, 0), "float16": (7, 0)}
-"""Of a card whose best 16-bit format is the key."""
+"""Compute capability of a GPU by its best 16-bit dtype."""
 CALLS: collections.Counter[str] = collections.Counter()
-"""How often the functions that cost time on a card were called."""
+"""Number of calls of functions that cost time on a GPU."""
 
 
 class Stream:
-    """The only stream: whatever is waited for has happened."""
+    """The only stream; all its work is always finished."""
 
     device = torch.device("cuda", 0)
     stream_id = device_index = cuda_stream = 0
@@ -53,7 +53,7 @@ class Stream:
 
 
 class Event:
-    """A point on the stream, already passed."""
+    """An event on the stream that has always happened."""
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
 
@@ -69,7 +69,7 @@ class Event:
 
 
 def build_guard(folder: Path) -> Path:
-    """Compile guard.cpp against this torch; returns the library."""
+    """Compile guard.cpp against this torch; return the library's path."""
     library, torch_folder = folder / "guard.so", Path(torch.__file__).parent
     command = [
         "g++", "-O0", "-std=c++20", "-shared", "-fPIC", str(GUARD), "-o", str(library),
@@ -81,18 +81,18 @@ def build_guard(folder: Path) -> Path:
 
 
 def install(num_devices: int, dtype: str) -> None:
-    """Have `torch.cuda` answer as on a machine of cards whose best 16-bit format is `dtype`."""
+    """Let `torch.cuda` behave as with `num_devices` GPUs whose best 16-bit dtype is `dtype`."""
     cuda, stream = torch.cuda, Stream()
-    answers: dict[str, Any] = {
+    results: dict[str, Any] = {
         "is_available": True, "is_initialized": True, "device_count": num_devices,
         "current_device": 0, "init": None, "_lazy_init": None, "set_device": None,
         "current_stream": stream, "default_stream": stream, "set_stream": None,
         "manual_seed": None, "manual_seed_all": None, "set_rng_state": None,
-        "get_device_capability": CAPABILITIES[dtype], "get_device_name": "Pretended card",
+        "get_device_capability": CAPABILITIES[dtype], "get_device_name": "Simulated GPU",
         "mem_get_info": (140 << 30, 141 << 30),
     }  # fmt: skip
-    for name, answer in answers.items():
-        setattr(cuda, name, lambda *_, _answer=answer, **__: _answer)
+    for name, result in results.items():
+        setattr(cuda, name, lambda *_, _result=result, **__: _result)
     cuda.is_bf16_supported = lambda including_emulation=True: (
         including_emulation or dtype == "bfloat16"
     )
@@ -101,29 +101,29 @@ def install(num_devices: int, dtype: str) -> None:
     cuda.get_rng_state = lambda *_: torch.zeros(16, dtype=torch.uint8)
     cuda.synchronize = lambda *_: CALLS.update(["synchronize"])
     cuda.empty_cache = lambda: CALLS.update(["empty_cache"])
-    # Pinning needs a driver; what is pinned on a card is plain memory here.
+    # Pinning needs a driver; here pinned memory is plain memory.
     torch.Tensor.pin_memory = lambda self, *_: self
     torch.Tensor.is_pinned = lambda *_: False
-    FakeTensor.__deepcopy__ = lambda self, _: self.clone()  # torch's own would look at the storage
+    FakeTensor.__deepcopy__ = lambda self, _: self.clone()  # torch's version reads the storage
     torch.nn.Module._apply = apply_to_tensors
-    cuda_kernel.cache_clear()  # another card, another kernel
+    cuda_kernel.cache_clear()  # the choice depends on the GPU
 
 
 def apply_to_tensors(module: nn.Module, change: Any, recurse: bool = True) -> nn.Module:
-    """As `nn.Module._apply`, but with new parameters: a pretended tensor cannot take the place of
-    a real one inside its parameter. Tied parameters stay tied."""
+    """Replace `nn.Module._apply`: create new parameters, since a fake tensor cannot replace the
+    data of a real parameter. Tied parameters stay tied."""
     changed: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def of(tensor: Tensor) -> Tensor:
+    def replacement(tensor: Tensor) -> Tensor:
         if id(tensor) not in changed:
             with torch.no_grad():
                 new = change(tensor)
             if isinstance(tensor, nn.Parameter):
                 new = nn.Parameter(new, tensor.requires_grad)
-            changed[id(tensor)] = tensor, new  # with the old one, so that no other gets its id
+            changed[id(tensor)] = tensor, new  # keeps the old one, so that its id is not reused
         return changed[id(tensor)][1]
 
     for part in module.modules() if recurse else [module]:
         for tensors in (part._parameters, part._buffers):
-            tensors.update({name: of(x) for name, x in tensors.items() if x is not None})
+            tensors.update({name: replacement(x) for name, x in tensors.items() if x is not None})
     return module

@@ -1,4 +1,4 @@
-"""The cases of tier T0: each algorithm, offload, world and dtype, and one that must fail."""
+"""Cases of tier T0: each algorithm, offload, world size and dtype, and one that must fail."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ STEPS: list[dict[str, Any]] = [
         ("grpo", "ppo", "lora", "sft"), OFFLOADS, (1, 2, 8), ("bfloat16", "float16")
     )
     if algorithm != "sft" or offload == "none"  # SFT has no such option
-    if dtype != "float16" or world != 2  # its scale is shared by 8 ranks as by 2
+    if dtype != "float16" or world != 2  # loss scaling is the same for 2 ranks as for 8
 ]  # fmt: skip
 ONLY_NCCL = {"algorithm": "grpo", "offload": "param", "world": 2, "dtype": "bfloat16",
              "budget": 512, "micro_batches": 1, "only_nccl": True}  # fmt: skip
@@ -38,7 +38,7 @@ CASES = [*STEPS, ONLY_NCCL, WHOLE, *APART, *SEQUENCE_PARALLEL, *SELECTIVE]
 
 
 def name(case: dict[str, Any]) -> str:
-    """Of a case, for people."""
+    """Return a readable name of a case."""
     words = [case[key] for key in ("algorithm", "offload", "world", "dtype")]
     flags = ("only_nccl", "reshard_each", "sp_size", "recompute")
     return "-".join(map(str, [*words, *(flag for flag in flags if flag in case)]))

@@ -1,8 +1,8 @@
-"""The dispatch mode of a pretended card: CUDA tensors have shape and dtype but no numbers.
+"""The dispatch mode of a simulated GPU: CUDA tensors have a shape and dtype but no values.
 
-CPU tensors are real. What mixes devices is an error, as on a card, and so is a collective whose
-tensor lies on a device that the process group has no backend for. What would cost time on a card
-is counted: waits of the host for the device, copies between them, collectives.
+CPU tensors are real. Mixing devices is an error, as on a GPU, and so is a collective with a tensor
+on a device that the process group has no backend for. What would cost time on a GPU is counted:
+waits of the host for the device, copies between them, and collectives.
 """
 
 from __future__ import annotations
@@ -24,31 +24,31 @@ ATEN = torch.ops.aten
 COLLECTIVES = ("c10d", "_c10d_functional")
 PLAIN = (Tensor, FakeTensor, torch.nn.Parameter)
 Watcher = Callable[[Any, Any, Any, Any], None]
-"""Sees each operation on CUDA tensors: the operation, its arguments, its result."""
+"""Called for each operation on CUDA tensors, with its function, args, kwargs and result."""
 
 
 @dataclass
 class Costs:
-    """What would take time on a card, since the last `take`."""
+    """Counts of what would take time on a GPU, since the last `take`."""
 
     syncs: collections.Counter[str] = field(default_factory=collections.Counter)
-    """Waits of the host, by kind and by the line of `verl` that asked."""
+    """Waits of the host, by kind and by the function in `verl` that waited."""
     collectives: collections.Counter[str] = field(default_factory=collections.Counter)
     collective_bytes: collections.Counter[str] = field(default_factory=collections.Counter)
-    """Of the largest tensor of each collective."""
+    """Bytes of the largest tensor of each collective."""
     bytes_to_device: int = 0
     bytes_to_host: int = 0
 
     def take(self) -> dict[str, Any]:
-        """The counts so far, which begin anew."""
-        found = {name: value if isinstance(value, int) else dict(value)
-                 for name, value in vars(self).items()}  # fmt: skip
+        """Return the counts and reset them."""
+        counts = {name: value if isinstance(value, int) else dict(value)
+                  for name, value in vars(self).items()}  # fmt: skip
         self.__init__()
-        return found
+        return counts
 
 
 class PretendCuda(TorchDispatchMode):
-    """Inside this mode the product's code runs as on a card."""
+    """Within this mode, code runs as on a GPU."""
 
     def __init__(self, watcher: Watcher | None = None) -> None:
         super().__init__()
@@ -61,27 +61,27 @@ class PretendCuda(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         if any(t not in PLAIN and hasattr(t, "__tensor_flatten__") for t in types):
-            return NotImplemented  # DTensor comes back with its local tensors
+            return NotImplemented  # DTensor calls again with its local tensors
         if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
-            return func(*args, **kwargs)  # DTensor works out shapes in a fake mode of its own
-        if not any(map(is_pretended, tree_leaves((args, kwargs)))):
+            return func(*args, **kwargs)  # DTensor infers shapes in its own fake mode
+        if not any(map(is_simulated, tree_leaves((args, kwargs)))):
             if func.namespace in COLLECTIVES:
                 check_devices(args, kwargs)
             return func(*args, **kwargs)
         if func.namespace in COLLECTIVES:
             check_devices(args, kwargs)
             self._count_collective(func, args)
-        answer = self._answer(func, args, kwargs)
-        if answer is not None:
-            return answer
+        transferred = self._transfer(func, args, kwargs)
+        if transferred is not None:
+            return transferred
         with self.fake:
             result = func(*args, **kwargs)
         if self.watcher is not None:
             self.watcher(func, args, kwargs, result)
         return result
 
-    def _answer(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Where values leave the device or come to it; None for all other operations."""
+    def _transfer(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run operations that move values to or from the device; return None for all others."""
         first = args[0] if args else None
         match func:
             case ATEN._local_scalar_dense.default:
@@ -109,14 +109,14 @@ class PretendCuda(TorchDispatchMode):
         return None
 
     def _to_host(self, source: Tensor, kwargs: dict[str, Any]) -> Tensor:
-        """Ones, so that no loss or norm looks as if it were not finite."""
+        """Return ones, so that losses and norms are finite."""
         if not kwargs.get("non_blocking"):
             self._wait("copy to host")
         self.costs.bytes_to_host += source.nbytes
         dtype = kwargs.get("dtype") or source.dtype
         if source.nbytes < 1 << 24:
             return torch.ones(source.shape, dtype=dtype)
-        with self.fake:  # shards of large models: their numbers would fill the machine
+        with self.fake:  # shards of large models would not fit into memory
             return torch.empty(source.shape, dtype=dtype, device="cpu")
 
     def _to_device(self, source: Tensor, kwargs: dict[str, Any]) -> Tensor:
@@ -135,24 +135,24 @@ class PretendCuda(TorchDispatchMode):
         self.costs.collectives[name] += 1
         self.costs.collective_bytes[name] += max(sizes, default=0)
 
-    def _wait(self, what: str) -> None:
+    def _wait(self, kind: str) -> None:
         frame = sys._getframe(2)
         while frame is not None and "/verl/" not in frame.f_code.co_filename:
             frame = frame.f_back
-        place = frame.f_code.co_filename.rpartition("/verl/")[2] if frame is not None else "torch"
+        file = frame.f_code.co_filename.rpartition("/verl/")[2] if frame is not None else "torch"
         function = f":{frame.f_code.co_name}" if frame is not None else ""
-        self.costs.syncs[f"{what} in {place}{function}"] += 1
+        self.costs.syncs[f"{kind} in {file}{function}"] += 1
 
 
-def is_pretended(value: Any) -> bool:
-    """Whether an argument is a CUDA tensor, or names the device."""
+def is_simulated(value: Any) -> bool:
+    """Return whether an argument is a simulated CUDA tensor or a CUDA device."""
     if isinstance(value, torch.device):
         return value.type == "cuda"
     return isinstance(value, FakeTensor)
 
 
 def check_devices(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Raise as torch does when a collective's tensor is on a device without a backend."""
+    """Raise torch's error if a collective's tensor is on a device without a backend."""
     group = dist.distributed_c10d._get_default_group()
     served = {device.type for device in group._device_types}
     for value in tree_leaves((args, kwargs)):

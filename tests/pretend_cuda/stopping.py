@@ -1,4 +1,4 @@
-"""Ending trials on pretended cards, whoever began them. Without torch: every session does it."""
+"""Stops trials on simulated GPUs. It does not import torch, since every session uses it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 def stop(folder: Path) -> None:
-    """End what is still under way in it, and remove it."""
+    """Kill the trials that still run in `folder`, and remove it."""
     for pid in folder.glob("*.pid"):
         if not pid.with_suffix(".rc").exists():
             with contextlib.suppress(ProcessLookupError):

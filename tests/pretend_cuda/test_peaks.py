@@ -1,4 +1,4 @@
-"""Tier T1: real shapes on pretended cards, and what we say of their peaks, FLOPs and waits."""
+"""Tier T1: real model shapes on simulated GPUs: peaks, FLOPs and waits are as expected."""
 
 from __future__ import annotations
 
@@ -29,9 +29,8 @@ SEQUENCE_PARALLEL: list[dict[str, Any]] = [
      "sp_size": size}
     for size in (1, 2, 4, 8)
 ]  # fmt: skip
-SELECTIVE = {**CASES[1], "recompute": "selective"}
-"""The 3B model's."""
-EVERY = [*CASES, *SEQUENCE_PARALLEL, SELECTIVE]
+SELECTIVE = {**CASES[1], "recompute": "selective"}  # of the 3B model
+ALL_CASES = [*CASES, *SEQUENCE_PARALLEL, SELECTIVE]
 PHASES = {
     "log_probs": (Phase.LOG_PROBS,),
     "ref_log_probs": (Phase.REF_LOG_PROBS,),
@@ -39,8 +38,8 @@ PHASES = {
     "update_critic": (Phase.UPDATE_CRITIC, Phase.STEP_CRITIC),
     "update_actor": (Phase.UPDATE_ACTOR, Phase.STEP_ACTOR),
 }
-NOT_OURS = ("rank's context", "engine, asleep")
-"""Needs that no operation of the trainer makes."""
+NOT_SIMULATED = ("rank's context", "engine, asleep")
+"""Needs that no operation of the trainer causes."""
 
 
 def name(case: dict[str, Any]) -> str:
@@ -51,28 +50,28 @@ def name(case: dict[str, Any]) -> str:
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
-    """Outcome of each case."""
+    """Outcomes by the names of the cases."""
     folder = tmp_path_factory.mktemp("trials")
-    trials = Trials(folder, EVERY)
-    yield dict(zip(map(name, EVERY), trials.outcomes(), strict=True))
+    trials = Trials(folder, ALL_CASES)
+    yield dict(zip(map(name, ALL_CASES), trials.outcomes(), strict=True))
     stop(folder)
 
 
 def expected_peak(case: Case, phases: tuple[Phase, ...]) -> int:
-    """What `verl.preflight.memory` says a rank holds of its device in the worst of `phases`."""
+    """Return the peak of device memory that `verl.preflight.memory` estimates for `phases`."""
     assert ASLEEP.issuperset(phases)
     shape = ModelShape.of(SHAPES[case.shape].facts())
     setting = Setting(shape, shape, True, machine(8, 80, 1000), case.dtype)
     found = estimate(case.config(), setting)
     return max(
-        sum(n.bytes for n in found.needs_in(Memory.DEVICE, phase) if n.name not in NOT_OURS)
+        sum(n.bytes for n in found.needs_in(Memory.DEVICE, phase) if n.name not in NOT_SIMULATED)
         for phase in phases
     )
 
 
-@pytest.mark.parametrize("case", EVERY, ids=name)
+@pytest.mark.parametrize("case", ALL_CASES, ids=name)
 def test_peaks_are_those_of_the_estimate(case: dict[str, Any], outcomes: dict[str, Any]) -> None:
-    """Each pass takes at most 15 % more or less than the memory estimate says."""
+    """The peak of each pass is within 15 % of the memory estimate."""
     found = outcomes[name(case)]
     assert not found["error"]
     ratios = {
@@ -83,16 +82,16 @@ def test_peaks_are_those_of_the_estimate(case: dict[str, Any], outcomes: dict[st
 
 
 @pytest.mark.parametrize("case", CASES, ids=name)
-def test_an_update_waits_and_gathers_no_more_than_it_must(
+def test_an_update_has_the_expected_waits_and_collectives(
     case: dict[str, Any], outcomes: dict[str, Any]
 ) -> None:
-    """The table of what costs time on a card; whoever adds a wait or a gather changes it here."""
+    """These cost time on a GPU; who adds a wait or a collective must change this test."""
     made = Case(**case)
     minis, groups = made.micro_batches, SHAPES[made.shape].layers + 1  # blocks, and the rest
     found = outcomes[name(case)]["phases"]["update_actor"]
     costs, tokens = found["costs"], minis * (made.budget // LONGEST) * LONGEST
     if made.world > 1:
-        # Forward gathers each group, backward all but the last, which is still there.
+        # Forward gathers each FSDP group, backward all but the last, which is still gathered.
         assert costs["collectives"]["allgather_base"] == minis * (2 * groups - 1)
         assert costs["collectives"]["reduce_scatter_base"] == minis * groups
         assert costs["collectives"]["all_reduce"] == 1, "the gradient's norm"
@@ -101,7 +100,7 @@ def test_an_update_waits_and_gathers_no_more_than_it_must(
         "copy to device in training/fsdp.py:all_reduced": 1,
         "copy to host in training/fsdp.py:all_reduced": 3,
         "item in training/fsdp.py:step": 1,
-    }  # none for a micro-batch: the next is sent while the device computes
+    }  # none per micro-batch: the next one is copied while the device computes
     assert costs["syncs"] == waits
     assert costs["bytes_to_device"] < 48 * tokens, "ids, and a few columns of the loss"
     assert found["calls"].get("empty_cache", 0) == 0
@@ -109,19 +108,19 @@ def test_an_update_waits_and_gathers_no_more_than_it_must(
 
 @pytest.mark.parametrize("case", CASES, ids=name)
 def test_flops_of_an_update(case: dict[str, Any], outcomes: dict[str, Any]) -> None:
-    """Two a weight and token forward, four backward and two to recompute, but for each block's last
-    product, whose result nobody needs again; the head only where tokens are learned from."""
+    """Per weight and token: 2 forward, 4 backward and 2 for recomputation, except for each block's
+    last product, whose result is not needed again; the head is computed at target tokens only."""
     made, shape = Case(**case), SHAPES[case["shape"]]
     minis = made.micro_batches
     sequences = minis * (made.budget // LONGEST)
-    learned, tokens = 400 * sequences, LONGEST * sequences
+    targets, tokens = 400 * sequences, LONGEST * sequences
     facts = ModelShape.of(shape.facts())
     trunk = tokens * (8 * facts.linear_weights - 2 * facts.last_linear_weights)
-    again = learned - minis * (LOGITS_PER_CHUNK // shape.vocab)
-    assert again > 0, "the head is recomputed chunk by chunk, but for the last"
-    expected = trunk + (6 * learned + 2 * again) * shape.vocab * shape.hidden
+    recomputed = targets - minis * (LOGITS_PER_CHUNK // shape.vocab)
+    assert recomputed > 0, "all chunks of the head but the last are recomputed"
+    expected = trunk + (6 * targets + 2 * recomputed) * shape.vocab * shape.hidden
     found = outcomes[name(case)]["phases"]["update_actor"]["flops"]
     assert found["products"] == pytest.approx(expected, rel=0.01)
-    # A product forward and its like again, and five backward, each of half a square.
+    # Two products forward, two recomputed and five backward, each of half a square.
     squares = shape.layers * facts.query_size * tokens * LONGEST
     assert found["attention"] == pytest.approx((2 + 2 + 5) * squares, rel=0.01)

@@ -1,7 +1,7 @@
-"""Tier T0: each way of training on a card without a number in it, through the unmodified worker.
+"""Tier T0: each way of training on a simulated GPU without values, with the unmodified worker.
 
-What a card refuses is refused here too: operations on tensors of two devices, and collectives on a
-device that the process group has no backend for.
+As on a GPU, operations on tensors of two devices are errors, and so are collectives on a device
+that the process group has no backend for.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ pytestmark = pytest.mark.pretend_cuda
 
 @pytest.fixture(scope="module")
 def outcomes(matrix: Outcomes) -> dict[str, Any]:
-    """Outcome of each case."""
+    """Outcomes by the names of the cases."""
     return dict(zip(map(name, CASES), matrix, strict=True))
 
 
 @pytest.mark.parametrize("case", [*STEPS, *APART, WHOLE, *SEQUENCE_PARALLEL, *SELECTIVE], ids=name)
-def test_a_step_runs_and_leaves_nothing_on_the_device(
+def test_a_step_runs_and_frees_its_device_memory(
     case: dict[str, Any], outcomes: dict[str, Any]
 ) -> None:
-    """Every pass and update works with the devices that a card has, and frees what it took."""
+    """Every pass and update runs on the right devices and frees the memory it allocated."""
     found = outcomes[name(case)]
     assert not found["error"]
     assert {"update_actor", "update_critic"} & set(found["phases"])
@@ -44,29 +44,29 @@ def test_a_step_runs_and_leaves_nothing_on_the_device(
 
 
 def test_float16_scales_the_loss(outcomes: dict[str, Any]) -> None:
-    """On a card that only emulates bfloat16, whatever is offloaded; elsewhere there is no scale."""
+    """On a GPU that only emulates bfloat16, with any offloading; elsewhere there is no scale."""
     metrics = {name: found["metrics"] for name, found in outcomes.items() if "sft" not in name}
     scaled = {name for name, found in metrics.items() if found.get("actor/loss_scale") == 65536}
     assert scaled == {name for name in metrics if name.endswith("-float16")}
 
 
 def test_offloaded_state_is_not_on_the_device(outcomes: dict[str, Any]) -> None:
-    """Each offload takes off the device between steps what it says; the ledger counts bytes."""
+    """Between steps, each kind of offloading frees the device memory it should."""
     held = {offload: outcomes[f"ppo-{offload}-2-bfloat16"]["held"] for offload in OFFLOADS}
     assert held["param"] < 0.05 * held["none"]
     assert held["none"] > held["reference"] > held["optimizer"]
 
 
 @pytest.mark.parametrize("offload", OFFLOADS)
-def test_what_is_saved_has_arrived(offload: str, outcomes: dict[str, Any]) -> None:
-    """Moments go to the host while that goes on; who reads them waits for the device, once for the
-    actor and once for the critic."""
+def test_state_is_read_after_its_copy_to_the_host(offload: str, outcomes: dict[str, Any]) -> None:
+    """Moments are copied asynchronously; reading them synchronises, once for actor and critic
+    each."""
     found = outcomes[f"ppo-{offload}-2-bfloat16"]["phases"]["tensors"]
     assert found["calls"] == {"synchronize": 2}
 
 
-def test_a_critic_on_a_card_of_its_own_takes_it_off_the_actors(outcomes: dict[str, Any]) -> None:
-    """GRPO's rank and the critic's hold together what PPO's rank does."""
+def test_a_critic_with_its_own_gpu_frees_the_actors(outcomes: dict[str, Any]) -> None:
+    """Ranks of GRPO and of a critic hold in total what a rank of PPO holds."""
     together = outcomes["ppo-none-2-bfloat16"]["held"]
     apart = [outcomes[f"{kind}-none-2-bfloat16"]["held"] for kind in ("grpo", "critic")]
     assert sum(apart) == pytest.approx(together, rel=0.01)
@@ -74,22 +74,22 @@ def test_a_critic_on_a_card_of_its_own_takes_it_off_the_actors(outcomes: dict[st
 
 
 def test_more_ranks_hold_less(outcomes: dict[str, Any]) -> None:
-    """A rank of eight holds an eighth of the weights and their moments."""
+    """Each of eight ranks holds an eighth of the weights and their moments."""
     one, eight = (outcomes[f"grpo-none-{world}-bfloat16"]["held"] for world in (1, 8))
     assert eight == pytest.approx(one / 8, rel=0.05)
 
 
-def test_a_group_without_gloo_is_found_out(outcomes: dict[str, Any]) -> None:
-    """The defect that this tier was made for: the norm of offloaded gradients, reduced by NCCL."""
+def test_a_process_group_without_gloo_is_an_error(outcomes: dict[str, Any]) -> None:
+    """The reason for this tier: the norm of offloaded gradients cannot be reduced by NCCL."""
     found = outcomes["grpo-param-2-bfloat16-only_nccl"]
     assert "No backend type associated with device type cpu" in found["error"]
 
 
 @pytest.mark.parametrize(("phase", "groups"), [("update_actor", 3), ("update_critic", 4)])
-def test_what_stays_whole_is_gathered_and_reduced_once_an_update(
+def test_without_resharding_collectives_run_once_per_update(
     phase: str, groups: int, outcomes: dict[str, Any]
 ) -> None:
-    """Not in each of two micro-batches; a card then holds more at its peak."""
+    """Not in each of two micro-batches; the peak of device memory is higher then."""
     each, once = (outcomes[key]["phases"][phase] for key in ("ppo-none-8-bfloat16", name(WHOLE)))
     counts = [found["costs"]["collectives"] for found in (each, once)]
     assert [count["reduce_scatter_base"] for count in counts] == [2 * groups, groups]
@@ -98,7 +98,7 @@ def test_what_stays_whole_is_gathered_and_reduced_once_an_update(
 
 
 def test_selective_recomputation_repeats_no_product(outcomes: dict[str, Any]) -> None:
-    """For more memory than blocks that keep nothing; who gathers what stays as it is."""
+    """It needs more memory than full recomputation; collectives are the same."""
     for algorithm, phase in (("ppo", "update_critic"), ("lora", "update_actor")):
         every, some = (
             outcomes[f"{algorithm}-none-8-bfloat16{end}"]["phases"][phase]
@@ -110,8 +110,8 @@ def test_selective_recomputation_repeats_no_product(outcomes: dict[str, Any]) ->
 
 
 def test_sequence_parallel_ranks_exchange_twice_a_pass_of_a_block(outcomes: dict[str, Any]) -> None:
-    """Tokens for heads and back: forward, again where the block is recomputed, and backward; what
-    the ranks answer is put together once a forward."""
+    """Tokens are exchanged for heads and back: in forward, recomputation and backward; results of
+    the ranks are collected once per forward."""
     alone, grouped = (
         {phase: cost["costs"]["collectives"] for phase, cost in outcomes[key]["phases"].items()}
         for key in ("ppo-none-8-bfloat16", "ppo-none-8-bfloat16-sp_size")
@@ -126,8 +126,8 @@ def test_sequence_parallel_ranks_exchange_twice_a_pass_of_a_block(outcomes: dict
 
 
 @pytest.mark.parametrize("phase", ["log_probs", "values", "update_critic", "update_actor"])
-def test_no_micro_batch_is_waited_for(phase: str, outcomes: dict[str, Any]) -> None:
-    """The host waits for their number before the first, and after the last for what they found."""
+def test_the_host_does_not_wait_for_micro_batches(phase: str, outcomes: dict[str, Any]) -> None:
+    """It waits for their number before the first, and for their results after the last."""
     waits = {
         "copy to device in training/fsdp.py:all_reduced": 1,
         "copy to host in training/fsdp.py:all_reduced": 1,

@@ -1,7 +1,7 @@
-"""Training ranks on a pretended card: each case of a JSON list, run and told as a JSON line.
+"""Runs training ranks on a simulated GPU: a JSON list of cases in, a JSON line per outcome out.
 
-Rank 0 of a world whose other ranks never answer and need not: its collectives return at once.
-Only where weights come from is ours; worker, engines and losses are the product's.
+It runs rank 0 only; its collectives return at once, without other ranks. Only the source of the
+weights is fake; worker, models and losses are the real ones.
 """
 
 from __future__ import annotations
@@ -84,19 +84,19 @@ class Case:
     budget: int = 4096
     """Tokens of one packed forward."""
     micro_batches: int = 2
-    """Of an update."""
+    """Micro-batches of an update."""
     layers: int = 0
-    """Instead of the shape's own; 0 keeps them."""
+    """Number of layers in place of the shape's; 0 keeps the shape's."""
     only_nccl: bool = False
-    """Serve no tensors of the host, whatever the product asks for."""
+    """Let the process group refuse tensors on the host."""
     reshard_each: bool = True
-    """Spread weights and gradients in each micro-batch."""
+    """Reshard weights and reduce gradients in each micro-batch."""
     recompute: bool | str = True
     """`enable_gradient_checkpointing` of policy and critic."""
     sp_size: int = 1
     """Ranks that compute a forward together."""
     longest: int = LONGEST
-    """Tokens of a sequence at most."""
+    """Upper limit of a sequence's tokens."""
 
     def config(self) -> Config:
         config = Config()
@@ -111,10 +111,10 @@ class Case:
         section.actor.ulysses_sequence_parallel_size = self.sp_size
         section.actor.ppo_max_token_len_per_gpu = self.budget // self.sp_size
         config.critic.ppo_max_token_len_per_gpu = self.budget // self.sp_size
-        for held in (section.actor, config.critic.model):
-            held.fsdp_config.param_offload = self.offload == "param"
-            held.fsdp_config.optimizer_offload = self.offload == "optimizer"
-            held.fsdp_config.reshard_each = self.reshard_each
+        for trained in (section.actor, config.critic.model):
+            trained.fsdp_config.param_offload = self.offload == "param"
+            trained.fsdp_config.optimizer_offload = self.offload == "optimizer"
+            trained.fsdp_config.reshard_each = self.reshard_each
         for model in (section.model, config.critic.model):
             model.enable_gradient_checkpointing = self.recompute
         section.ref.fsdp_config.param_offload = self.offload in ("param", "reference")
@@ -128,22 +128,22 @@ class Case:
 
 @dataclass
 class Phase:
-    """What one call of the worker cost."""
+    """Cost of one call of the worker."""
 
     seconds: float
     peak: int
-    """Bytes on the device at most."""
+    """Peak bytes on the device."""
     left: int
-    """Bytes more on the device than before the call."""
+    """Additional bytes on the device after the call."""
     flops: dict[str, int]
     costs: dict[str, Any]
     calls: dict[str, int]
-    """Of `torch.cuda` functions."""
+    """Calls of `torch.cuda` functions."""
 
 
 @dataclass
 class Outcome:
-    """What a trial found."""
+    """Outcome of a trial."""
 
     case: Case
     error: str = ""
@@ -155,7 +155,7 @@ class Outcome:
 
 @dataclass
 class Trial:
-    """A card, and what happens on it."""
+    """A case running on a simulated GPU."""
 
     case: Case
     ledger: Ledger
@@ -163,7 +163,7 @@ class Trial:
     outcome: Outcome
 
     def phase(self, name: str, call: Callable[[], Any]) -> Any:
-        """Run one call of the product and note its costs."""
+        """Run a call and record its costs."""
         ledger, before, start = self.ledger, self.ledger.live, time.perf_counter()
         ledger.peak = before
         ledger.flops.clear()
@@ -180,18 +180,18 @@ class Trial:
     def run(self) -> None:
         match self.case.algorithm:
             case "sft":
-                self.supervised()
+                self.run_sft()
             case "critic":
-                self.valued()
+                self.run_critic()
             case _:
-                self.reinforced()
+                self.run_actor()
 
-    def reinforced(self) -> None:
-        """What a step asks of a rank."""
+    def run_actor(self) -> None:
+        """Run the calls of a training step on a rank of the actor."""
         config, world = self.case.config(), self.case.world
         with self.mode:
             worker = TrainerWorker(config, 0, world, "127.0.0.1", 1, 100)
-        self.see(worker.models.values())
+        self.track(worker.models.values())
         batch = make_batch(self.case)
         self.phase("log_probs", lambda: worker.actor.log_probs(batch))
         self.phase("ref_log_probs", lambda: worker.reference.log_probs(batch))
@@ -201,17 +201,17 @@ class Trial:
         found = self.phase("update_actor", lambda: worker.actor.update(batch))
         self.outcome.metrics = {name: float(value) for name, value in found.items()}
         if self.case.shape == "tiny":
-            self.phase("tensors", lambda: [e.state_tensors() for e in worker.models.values()])
+            self.phase("tensors", lambda: [m.state_tensors() for m in worker.models.values()])
             with tempfile.TemporaryDirectory() as folder:
                 self.phase("save_weights", lambda: worker.save_policy(folder, self.case.dtype))
         self.outcome.held = self.ledger.live
         worker.shutdown()
 
-    def valued(self) -> None:
-        """What a step asks of a critic on devices of its own."""
+    def run_critic(self) -> None:
+        """Run the calls of a training step on a rank of a critic with its own devices."""
         with self.mode:
             worker = CriticWorker(self.case.config(), 0, self.case.world, "127.0.0.1", 1, 100)
-        self.see(worker.models.values())
+        self.track(worker.models.values())
         batch = make_batch(self.case)
         self.phase("values", lambda: worker.critic.values(batch))
         found = self.phase("update_critic", lambda: worker.critic.update(batch))
@@ -219,8 +219,8 @@ class Trial:
         self.outcome.held = self.ledger.live
         worker.shutdown()
 
-    def supervised(self) -> None:
-        """A step of supervised fine-tuning."""
+    def run_sft(self) -> None:
+        """Run a step of supervised fine-tuning."""
         device = torch.device("cuda", 0)
         config = sft.SftConfig(
             model_path="pretended", train_file="none", output_dir="none", steps=4,
@@ -229,24 +229,24 @@ class Trial:
         with self.mode:
             join_process_group(device, 0, self.case.world)
             lm = sft.load_causal_lm("pretended")
-            engine = sft.build_engine(config, lm, device)
-        self.see([engine])
+            model = sft.build_model(config, lm, device)
+        self.track([model])
         batch = make_batch(self.case)
-        self.phase("update_actor", lambda: sft.train_step(engine, batch, self.case.budget))
+        self.phase("update_actor", lambda: sft.train_step(model, batch, self.case.budget))
         self.outcome.held = self.ledger.live
         dist.destroy_process_group()
 
-    def see(self, engines: Any) -> None:
-        """Count what was built before the ledger could see it being made."""
+    def track(self, built: Any) -> None:
+        """Count tensors that were created before the ledger tracked operations."""
         gc.collect()
-        for engine in engines:
-            self.ledger.see([*engine.module.parameters(), *engine.module.buffers()])
-            states = engine.optimizer.state.values() if engine.optimizer is not None else ()
-            self.ledger.see(value for state in states for value in state.values())
+        for model in built:
+            self.ledger.track([*model.module.parameters(), *model.module.buffers()])
+            states = model.optimizer.state.values() if model.optimizer is not None else ()
+            self.ledger.track(value for state in states for value in state.values())
 
 
 def make_batch(case: Case) -> TokenBatch:
-    """Sequences with an observation each, as long as a budget of the case allows."""
+    """Make sequences with an observation each, as long as the case's budget allows."""
     longest = min(case.longest, case.budget)
     lengths = [longest] * (case.micro_batches * (case.budget // longest))
     offsets = torch.tensor([0, *lengths]).cumsum(0)
@@ -267,16 +267,16 @@ def make_batch(case: Case) -> TokenBatch:
 
 
 @contextlib.contextmanager
-def card(case: Case, mode: PretendCuda) -> Iterator[None]:
-    """Weights come from nowhere, and NCCL and gloo are torch's fake process group."""
+def simulated_gpu(case: Case, mode: PretendCuda) -> Iterator[None]:
+    """Fake the loading of weights, and replace NCCL and gloo by torch's fake process group."""
     shape = SHAPES[case.shape]
     facts = shape.facts()
     facts.num_hidden_layers = case.layers or shape.layers
     join = dist.init_process_group
 
     def fake_join(backend: str, rank: int, world_size: int, **_: Any) -> None:
-        served = "cuda:fake" if case.only_nccl else BACKENDS[backend]
-        join(served, rank=rank, world_size=world_size, store=FakeStore())
+        backends = "cuda:fake" if case.only_nccl else BACKENDS[backend]
+        join(backends, rank=rank, world_size=world_size, store=FakeStore())
 
     def fake_load(path: str, dtype: torch.dtype = torch.float32) -> Any:
         with mode.fake:
@@ -284,7 +284,7 @@ def card(case: Case, mode: PretendCuda) -> Iterator[None]:
                 facts, dtype=dtype, attn_implementation=models.PACKED
             ).to("cuda:0")
         lm.tie_weights()
-        # Rows come from the host; these take no memory there.
+        # Sources of the weights are on the host; these take no memory there.
         replace_parameters(lm, lambda p: Placeholder(
             torch.zeros((), dtype=p.dtype).expand(p.shape), p.dtype, p.requires_grad
         ))  # fmt: skip
@@ -312,24 +312,26 @@ def card(case: Case, mode: PretendCuda) -> Iterator[None]:
 
 
 def run(case: Case, ledger: Ledger) -> Outcome:
-    """One trial; what fails in it is part of the outcome."""
+    """Run a trial; an error becomes part of the outcome."""
     outcome, mode = Outcome(case), PretendCuda(ledger)
     machine.install(case.world, case.dtype)
     gc.collect()
-    with card(case, mode):
+    with simulated_gpu(case, mode):
         try:
             Trial(case, ledger, mode, outcome).run()
-        except Exception as error:  # noqa: BLE001 - reported, and the next trial goes on
+        except Exception as error:  # noqa: BLE001 - reported; the next trial runs
             frames = traceback.extract_tb(error.__traceback__)
-            ours = [f"{Path(f.filename).name}:{f.lineno}" for f in frames if "/verl/" in f.filename]
-            said = str(error).partition("\n")[0]
-            outcome.error = f"{type(error).__name__}: {said} at {' > '.join(ours)}"
+            lines = [
+                f"{Path(f.filename).name}:{f.lineno}" for f in frames if "/verl/" in f.filename
+            ]
+            message = str(error).partition("\n")[0]
+            outcome.error = f"{type(error).__name__}: {message} at {' > '.join(lines)}"
     return outcome
 
 
 def main() -> None:
     ledger = Ledger()
-    gc.freeze()  # collecting what a trial left need not walk through all of torch
+    gc.freeze()  # collections after trials need not traverse all of torch
     for facts in json.loads(sys.argv[2]):
         sys.stdout.write(json.dumps(asdict(run(Case(**facts), ledger))) + "\n")
         sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""Trials on pretended cards, in processes of their own: `machine` changes torch for good."""
+"""Runs trials on simulated GPUs in subprocesses, since `machine` patches torch irreversibly."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ Outcomes = list[dict[str, Any]]
 
 
 SHELL = '"$@" > "$0" 2> "$0.err"; echo $? > "$0.part"; mv "$0.part" "$0.rc"'
-"""Runs a command for what it says and its status, which is there when it has ended."""
+"""Runs a command, with its output, errors and, once it has ended, exit status in files."""
 
 
 class Trials:
-    """Cases (`trial.Case` as dictionaries) under way, in two processes that give way to others."""
+    """Running trials of cases (`trial.Case` as dictionaries), in two low-priority processes."""
 
     def __init__(self, folder: Path, cases: Sequence[Any]) -> None:
-        """In `folder`; where another process has begun them there, they are the same ones."""
+        """Start the trials in `folder`, unless another process has started them there."""
         self.halves = [folder / f"half_{i}" for i in (0, 1)]
         self._processes: list[subprocess.Popen[bytes]] = []
         try:
@@ -37,22 +37,22 @@ class Trials:
         for i, half in enumerate(self.halves):
             self._processes.append(self._start(guard, cases[i::2], half))
 
-    def _start(self, guard: Path, cases: Sequence[Any], said: Path) -> subprocess.Popen[bytes]:
+    def _start(self, guard: Path, cases: Sequence[Any], output: Path) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-m", "tests.pretend_cuda", str(guard), json.dumps(cases)]
         process = subprocess.Popen(
-            ["nice", "sh", "-c", SHELL, str(said), *command], cwd=ROOT, start_new_session=True,
+            ["nice", "sh", "-c", SHELL, str(output), *command], cwd=ROOT, start_new_session=True,
             env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         )  # fmt: skip
-        said.with_suffix(".pid").write_text(str(process.pid))
+        output.with_suffix(".pid").write_text(str(process.pid))
         return process
 
     def outcomes(self) -> Outcomes:
-        """The outcome of each case; waits for the last."""
-        found = []
+        """Wait for all trials; return their outcomes in the order of the cases."""
+        outcomes = []
         for half in self.halves:
             while not half.with_suffix(".rc").exists():
                 time.sleep(0.1)
-            ended = half.with_suffix(".rc").read_text().strip()
-            assert ended == "0", half.with_suffix(".err").read_text()
-            found.append([json.loads(line) for line in half.read_text().splitlines()])
-        return [one for pair in zip_longest(*found) for one in pair if one is not None]
+            status = half.with_suffix(".rc").read_text().strip()
+            assert status == "0", half.with_suffix(".err").read_text()
+            outcomes.append([json.loads(line) for line in half.read_text().splitlines()])
+        return [x for pair in zip_longest(*outcomes) for x in pair if x is not None]
