@@ -160,10 +160,7 @@ def num_positions(config: PretrainedConfig) -> int | None:
 def check_context(
     config: PretrainedConfig, path: str, data: DataConfig, prompt: str, response: str
 ) -> None:
-    """Raise ConfigError if the longest dialogue exceeds the model's context.
-
-    `prompt` and `response` are the names of the options that set the two lengths.
-    """
+    """Raise ConfigError if dialogues exceed the context; `prompt`, `response`: option names."""
     with model_errors(path, "config.json"):
         context = num_positions(config)
     if context is not None and data.max_model_len > context:
@@ -187,11 +184,9 @@ def check_weights(
         single, index = folder / SAFE_WEIGHTS_NAME, folder / SAFE_WEIGHTS_INDEX_NAME
         if single.exists() and index.exists() and indexed_files(index) != {single.name}:
             raise ModelProblem(f"both {single.name} and {index.name}: only one of them is read")
-        dtypes = {
-            name: dtype
-            for file in sorted(folder.glob(MAPPED_FILES))
-            for name, dtype in _header(file, subject)
-        }
+        dtypes: dict[str, str] = {}
+        for file in sorted(folder.glob(MAPPED_FILES)):
+            dtypes.update(_header(file, subject))
         is_known = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
         if getattr(config, "quantization_config", None) or not (by_transformers or is_known):
             return int(config.get_text_config().vocab_size)
@@ -231,10 +226,8 @@ def check_loading_report(lm: PreTrainedModel, report: Mapping[str, Any], needs_h
     def is_relevant(name: str) -> bool:
         return needs_head or name.startswith(f"{lm.base_model_prefix}.")
 
-    shapes = {
-        name: f"{name} {list(actual)} instead of {list(expected)}"
-        for name, actual, expected in report["mismatched_keys"]
-    }
+    shapes = {name: f"{name} {list(actual)} instead of {list(expected)}"
+              for name, actual, expected in report["mismatched_keys"]}  # fmt: skip
     for problem, names in (
         ("missing", report["missing_keys"]),
         ("unexpected", report["unexpected_keys"]),
@@ -329,10 +322,7 @@ def load_tokenizer(path: str, subject: str = "model path") -> Any:
 
 
 def tokenizer_identity(tokenizer: Any) -> dict[str, str]:
-    """Return fingerprints of a tokenizer's behaviour and its chat template.
-
-    They depend on the ids that a prompt becomes, not on how the tokenizer's files are written.
-    """
+    """Return fingerprints of the ids that a prompt becomes, however the files are written."""
     vocabulary = sorted(tokenizer.get_vocab().items())
     behaviour = [vocabulary, tokenizer.special_tokens_map, tokenizer.encode(SAMPLE)]
     parts = {"tokenizer": behaviour, "chat_template": tokenizer.chat_template}

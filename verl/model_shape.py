@@ -58,14 +58,9 @@ class ModelShape:
         with torch.device("meta"):  # without trust_remote_code=False transformers asks the terminal
             lm: PreTrainedModel = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
         layers = blocks(lm, lm)
-        linears = [
-            [
-                Linear(name.rpartition(".")[2], module.in_features, module.out_features)
-                for name, module in block.named_modules()
-                if isinstance(module, nn.Linear)
-            ]
-            for block in layers
-        ]
+        linears = [[Linear(name.rpartition(".")[2], m.in_features, m.out_features)
+                    for name, m in block.named_modules() if isinstance(m, nn.Linear)]
+                   for block in layers]  # fmt: skip
         inside = {id(p): p.numel() for block in layers for p in block.parameters()}
         embedding, head = lm.get_input_embeddings().weight, lm.get_output_embeddings().weight
         outside = [p for p in lm.parameters() if id(p) not in inside and p is not head]
@@ -117,8 +112,7 @@ class ModelShape:
     def adapter(self, rank: int, targets: str | Sequence[str] = ALL_LINEAR) -> int:
         """Return the size of a LoRA adapter: rank · (inputs + outputs) for each target layer."""
         names = [targets] if isinstance(targets, str) else list(targets)
-        is_all = names == [ALL_LINEAR]
-        chosen = [linear for linear in self.linears if is_all or linear.name in names]
+        chosen = [x for x in self.linears if names == [ALL_LINEAR] or x.name in names]
         return rank * sum(linear.inputs + linear.outputs for linear in chosen)
 
 

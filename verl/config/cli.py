@@ -78,8 +78,7 @@ def _interpolation_errors() -> Iterator[None]:
     try:
         yield
     except OmegaConfBaseException as error:
-        got = " ".join(str(error).split())
-        fix = "correct the ${…} of that option"
+        got, fix = " ".join(str(error).split()), "correct the ${…} of that option"
         raise ConfigError(explain("options", got, "references to options", fix)) from error
 
 
@@ -270,10 +269,9 @@ def _translate_preset(preset: Container, is_primary: bool) -> DictConfig:
         hydra_options.setdefault("defaults", ["config_schema", "_self_"])
     translated = OmegaConf.create(hydra_options)
 
-    def is_option(key: str) -> bool:
-        return overrides.current_name(key) in known_options()
-
-    for given, given_value in flatten(options, is_whole=is_option):
+    for given, given_value in flatten(
+        options, is_whole=lambda key: overrides.current_name(key) in known_options()
+    ):
         for key, value in overrides.translate(given, given_value).items():
             OmegaConf.update(translated, key, value, force_add=True)
     return translated

@@ -76,9 +76,8 @@ def settings(
 def expand_home(section: Any) -> None:
     """Replace a leading `~` by the user's home folder in all text options below a section.
 
-    Shells do not expand it after `key=`, and YAML does not either. References to code
-    (`~/file.py:Name`) stay unchanged, because exported models contain them; `verl.plugins` expands
-    them.
+    Neither shells after `key=` nor YAML expand it. References to code (`~/file.py:Name`) stay
+    unchanged, because exported models contain them; `verl.plugins` expands them.
     """
     for _, owner, field, value in settings(section):
         if isinstance(value, str):
@@ -94,10 +93,7 @@ def _expand_home(text: str) -> str:
 def flatten(
     config: Mapping[str, Any], prefix: str = "", is_whole: Callable[[str], bool] = lambda _: False
 ) -> Iterator[tuple[str, Any]]:
-    """Yield (dotted name, value) for each leaf of a nested mapping.
-
-    A mapping whose name satisfies `is_whole` counts as a leaf, and so does an empty one.
-    """
+    """Yield (dotted name, value) of each leaf; a mapping is one if empty or `is_whole(name)`."""
     for key, value in config.items():
         name = f"{prefix}{key}"
         if isinstance(value, Mapping) and value and not is_whole(name):
@@ -129,10 +125,7 @@ def _field_doc(kind: type, name: str) -> str:
 
 @functools.cache
 def _field_docs() -> dict[tuple[str, str], str]:
-    """Return the docstrings below the fields of all classes in `verl.config`, by class and field.
-
-    They are read from the source files, because Python does not keep them.
-    """
+    """Read the strings below fields from the source of `verl.config`, by class and field."""
     docs = {}
     trees = [ast.parse(file.read_text("utf-8")) for file in Path(__file__).parent.glob("*.py")]
     for node in (node for tree in trees for node in tree.body if isinstance(node, ast.ClassDef)):

@@ -29,23 +29,20 @@ Resume = Literal["fixed", "experiment", "logged", "free"]
 
 @dataclass(frozen=True)
 class Limits:
-    """Allowed values of an option, and its resume class. Null is allowed where the type allows
-    it."""
+    """Allowed values of an option, and its resume class; null is allowed where the type has it."""
 
     resume: Resume
     bounds: Bounds = FINITE
     """Bounds of a number, or of each number in a list or mapping."""
     choices: tuple[str | bool, ...] | str = ()
-    """The allowed words (true and false are possible), or a registry `module:NAME` whose keys they
-    are. A registry is imported only when a value is checked, because those of algorithms import
-    torch."""
+    """The allowed words or booleans, or a registry `module:NAME` whose keys they are. A registry is
+    imported only when a value is checked, because those of algorithms import torch."""
     or_file: bool = False
     """Whether `path/to/file.py:Name` is allowed as well."""
 
     @property
     def allowed_words(self) -> tuple[str | bool, ...]:
-        """The allowed words, looked up in the registry if there is one; empty if any value is
-        allowed."""
+        """The allowed words, read from the registry if there is one; empty if there are none."""
         if isinstance(self.choices, tuple):
             return self.choices
         module, _, name = self.choices.partition(":")
@@ -85,8 +82,7 @@ def option(
     or_file: bool = False,
     **bounds: float,
 ) -> Any:
-    """Return a dataclass field for an option. `bounds` are the fields of `Bounds`, the rest
-    `Limits`."""
+    """Return a dataclass field; see `Limits` for the arguments, and `Bounds` for `bounds`."""
     metadata = {"limits": Limits(resume, Bounds(**bounds), choices, or_file)}
     if factory is not None:
         return dataclasses.field(default_factory=factory, metadata=metadata)

@@ -44,14 +44,12 @@ class Legacy:
     """Options of the original or veRL that have no effect here, with common advice."""
 
     names: str
-    """Dotted names separated by spaces; `x.{a,b}` means `x.a` and `x.b`. A name covers all options
-    below it."""
+    """Dotted names of options or whole sections, with spaces between; `x.{a,b}`: `x.a`, `x.b`."""
     advice: str
     silent: tuple[Any, ...]
     """Values that need no warning, because they ask for what is done anyway."""
     is_refused: bool
-    """Whether other values are an error instead of a warning, because ignoring them would change
-    the meaning of the run."""
+    """Whether other values are an error: ignoring them would change the meaning of the run."""
 
 
 def expand(names: str) -> Iterator[str]:
@@ -69,12 +67,7 @@ def expand(names: str) -> Iterator[str]:
 
 
 LEGACY_OPTIONS = [
-    Legacy(
-        entry["names"],
-        entry["advice"],
-        silent=(*entry.get("silent", ()), None),
-        is_refused="refused" in entry,
-    )
+    Legacy(entry["names"], entry["advice"], (*entry.get("silent", ()), None), "refused" in entry)
     for entry in _FILE["without_effect"]
 ]
 LEGACY: Mapping[str, Legacy] = {
@@ -109,12 +102,8 @@ def normalise(arguments: Sequence[str], groups: Collection[str] = ()) -> list[st
 
 
 def runs(arguments: Sequence[str]) -> Iterator[tuple[list[str], str]]:
-    """Yield each run of a sweep (`trainer.seed=0,1,2`): its arguments, and a label of its choices.
-
-    The label holds the swept arguments of the run: `trainer.seed=0`.
-    """
-    choices: list[list[str]] = []
-    is_swept: list[bool] = []
+    """Yield each run of a sweep (`trainer.seed=0,1,2`): all its arguments, and the swept ones."""
+    choices, is_swept = list[list[str]](), list[bool]()
     for argument in arguments:
         override = parse(argument, may_sweep=True)
         values = [str(override.input_line)]
@@ -129,8 +118,7 @@ def runs(arguments: Sequence[str]) -> Iterator[tuple[list[str], str]]:
 
 
 def parse(argument: str, may_sweep: bool = False) -> Override:
-    """Parse `key=value` by Hydra's grammar. Raises ConfigError, also for a sweep unless
-    `may_sweep`."""
+    """Parse `key=value` with Hydra. Raises ConfigError, also for a sweep unless `may_sweep`."""
     if "=" not in argument or argument.startswith("~"):
         fix = "see --help for the keys"
         raise ConfigError(explain("argument", repr(argument), "key=value", fix))
@@ -202,9 +190,8 @@ def _compat(name: Any) -> dict[str, Any]:
 def unknown_key(key: str) -> ConfigError:
     """Return the error for an unknown key, which suggests the nearest known one."""
     names = [*known_options(), *ALIASES]
-    same_field = [name for name in names if name.rpartition(".")[2] == key.rpartition(".")[2]]
-    cutoff = 0.0 if same_field else 0.5
-    near = difflib.get_close_matches(key, same_field or names, n=1, cutoff=cutoff)
+    alike = [name for name in names if name.rpartition(".")[2] == key.rpartition(".")[2]]
+    near = difflib.get_close_matches(key, alike or names, n=1, cutoff=0.0 if alike else 0.5)
     hint = f"did you mean {near[0]}?" if near else "see --help for all keys"
     return ConfigError(explain("unknown option", key, "a key of verl/config/", hint))
 

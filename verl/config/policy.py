@@ -26,8 +26,7 @@ class AdapterConfig:
     lora_alpha: float = option(16.0, resume="fixed", gt=0)
     """Numerator of the adapter's scale; twice the rank is usual."""
     target_modules: Any = option(ALL_LINEAR, resume="fixed")
-    """Layers with an adapter: all-linear (every linear layer except the output head), or a list
-    such as [q_proj,v_proj]."""
+    """all-linear (every linear layer except the output head), or a list such as [q_proj,v_proj]."""
 
     @property
     def has_adapter(self) -> bool:
@@ -62,8 +61,7 @@ class FsdpConfig:
     """Keep parameters, gradients and optimizer state in host memory (CPU offload of FSDP2), which
     costs seconds per step; null does so where the device lacks the memory."""
     optimizer_offload: bool | None = option(None, resume="free")
-    """Move optimizer state to the host between updates; null does so where the device lacks the
-    memory."""
+    """Move optimizer state to the host between updates; null does so if the device lacks memory."""
     reshard_each: bool | None = option(True, resume="free")
     """Shard weights and gradients again after every micro-batch of an update. false keeps both
     unsharded until the last micro-batch, which saves collectives; null does so where the memory
@@ -111,9 +109,8 @@ class ActorConfig:
     """Full-length trajectories per forward pass, over all ranks; sets the token budget if
     `ppo_max_token_len_per_gpu` is null."""
     ppo_max_token_len_per_gpu: int | None = option(None, resume="free", ge=1)
-    """Token budget of one packed forward pass on one rank; null derives it from
-    `ppo_micro_batch_size`, else 16,384. A sequence-parallel group has this budget times its
-    number of ranks."""
+    """Token budget of one packed forward pass per rank (a sequence-parallel group adds up its
+    ranks'); null derives it from `ppo_micro_batch_size`, else 16,384."""
     ulysses_sequence_parallel_size: int = option(1, resume="free", ge=1)
     """Size of a sequence-parallel group: ranks that compute each dialogue together, including the
     reference log-probs, so that its activations are divided among them (docs/memory.md). Must
@@ -167,8 +164,8 @@ class ActorConfig:
     """Level of the ratio that decides which tokens are masked out: token, sequence or geometric;
     null uses the level of `rollout_is`."""
     rollout_mask_threshold: float | None = option(None, resume="logged", gt=1)
-    """Mask out tokens (or sequences) whose ratio is above this or below `rollout_mask_floor`; null
-    masks none."""
+    """Mask out tokens (sequences) with a ratio above this or below `rollout_mask_floor`; null:
+    none."""
     rollout_mask_floor: float | None = option(None, resume="logged", ge=0, le=1)
     """Minimum ratio that is not masked out; null is the inverse of `rollout_mask_threshold`."""
     skip_zero_advantages: bool = option(True, resume="logged")
@@ -211,27 +208,24 @@ class RolloutConfig:
 
     name: str = option("vllm", resume="logged")
     """Rollout engine: vllm, transformers (small models, one request at a time), remote (a server
-    whose weights cannot be updated: not for training), or path/file.py:Name
-    (docs/rollout_engines.md)."""
+    with fixed weights: not for training), or path/file.py:Name (docs/rollout_engines.md)."""
     url: Any = option(None, resume="free")
-    """Addresses of vLLM servers that you started: each is one engine and loads every new version of
-    the weights (docs/placement.md). With name=remote, the address of an OpenAI-compatible server.
+    """Addresses of your vLLM servers, each of which is one engine and loads every weight version
+    (docs/placement.md). With name=remote, the address of an OpenAI-compatible server.
     """
     weights_dir: str | None = option(None, resume="free")
     """Folder through which ranks pass new weights to the servers of `url`; must have the same path
     on both sides. null uses shared memory, for servers on this machine."""
     weight_sync: str = option("files", resume="free", choices=("files", "ipc", "nccl"))
-    """Transfer of new weights to engines: files (in shared memory), ipc (through the memory of the
-    device that ranks and engines share) or nccl (gloo on CPU; to engines on devices of their own,
-    trainer.rollout_gpus)."""
+    """Transfer of new weights: files (in shared memory), ipc (memory of the device that ranks and
+    engines share) or nccl (to engines on their own devices, trainer.rollout_gpus; gloo on CPU)."""
     weight_delta: bool = option(False, resume="free")
     """With nccl, send only the values that changed in the engines' dtype, except in the first
     transfer; the first rank and each engine's worker keep a copy of the weights in host memory."""
     served_model: str | None = option(None, resume="free")
-    """Name of the model at `url`; null uses whatever the server has, or the model's path with
-    name=remote."""
+    """Model name at `url`; null uses the server's model, or with name=remote the model's path."""
     api_key_env: str | None = option(None, resume="free")
-    """Environment variable with the server's API key; null sends OPENAI_API_KEY, and only to
+    """Variable with the server's API key; null sends OPENAI_API_KEY only to
     https://api.openai.com."""
     n_agent: int = option(1, resume="experiment", ge=1)
     """Trajectories sampled per prompt (GRPO's group size)."""
@@ -240,8 +234,7 @@ class RolloutConfig:
     top_p: float = option(1.0, resume="logged", gt=0, le=1)
     """Top-p (nucleus) threshold of training; below 1, log-probs of engine and trainer differ."""
     gpu_memory_utilization: float = option(0.6, resume="free", gt=0, le=1)
-    """Fraction of a GPU's memory that vLLM may use; 0.9 is usual on a GPU of its own
-    (trainer.rollout_gpus)."""
+    """Fraction of a GPU's memory that vLLM may use; 0.9 is usual with trainer.rollout_gpus."""
     cpu_kv_cache_gib: int = option(2, resume="free", ge=1)
     """KV cache of one engine on CPU, in GiB."""
     tensor_model_parallel_size: int = option(1, resume="free", ge=1)
@@ -252,22 +245,20 @@ class RolloutConfig:
     """Maximum age of a token in weight versions when it is trained on; 0 alternates sampling and
     training, more samples up to that many steps ahead (docs/asynchrony.md)."""
     replay: str | None = option(None, resume="free")
-    """Folder `schedule` of another run to replay: each turn is sampled by the weight version that
-    sampled it there."""
+    """Folder `schedule` of a run to replay: each turn is sampled by the same weight version as
+    there."""
     partial: bool = option(True, resume="logged")
-    """Let a trajectory continue with newer weights at its next turn; false samples each trajectory
-    with one version."""
+    """Let trajectories continue with newer weights at their next turn; false keeps one version
+    each."""
     interrupt_turns: bool = option(False, resume="logged")
-    """Load new weights at once: running turns are interrupted and continued with the new weights;
-    false lets them finish first."""
+    """Interrupt running turns and continue them with new weights; false lets them finish first."""
     dtype: str = option("auto", resume="logged", choices=("auto", "bfloat16", "float16", "float32"))
     """Number format of the engine: auto (the trainer's), bfloat16, float16, float32."""
     quantization: str | None = option(None, resume="logged", choices=("fp8",))
-    """fp8 computes the linear layers of the blocks in 8 bits in vLLM and quantizes each version of
-    the weights again (GPUs only; needs a correction, docs/rollout_engines.md); null computes in
-    `dtype`."""
+    """fp8: vLLM computes the blocks' linear layers in 8 bits and quantizes each version of the
+    weights (GPUs only; needs a correction, docs/rollout_engines.md); null computes in `dtype`."""
     kv_cache_dtype: str = option("auto", resume="logged", choices=("auto", "fp8"))
-    """Number format of vLLM's KV cache: auto (`dtype`), or fp8, one byte per value (needs a
+    """Format of vLLM's KV cache: auto (`dtype`), or fp8, one byte per value (needs a
     correction)."""
     max_num_seqs: int | None = option(None, resume="free", ge=1)
     """Maximum trajectories that one engine decodes at once; null is its share of a step or of a

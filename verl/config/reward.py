@@ -20,8 +20,7 @@ class JudgeConfig:
     verdict: str = option("yes_no", resume="logged", choices=("yes_no", "score"))
     """Reply that the judge must give: yes_no, or score (a number from 0 to 1)."""
     prompt: str | None = option(None, resume="logged")
-    """Custom prompt with {question}, {accepted} and {answer}, which are inserted as JSON; null uses
-    the built-in prompt."""
+    """Custom prompt with {question}, {accepted} and {answer}, inserted as JSON; null: built-in."""
     timeout: float = option(60.0, resume="logged", gt=0)
     """Time limit of one request in seconds, to the last byte of the response."""
     max_retries: int = option(3, resume="logged", ge=0)
@@ -41,8 +40,7 @@ class PlateauConfig:
     """End of a stage when a metric stops rising."""
 
     metric: str = option("critic/score/mean", resume="experiment")
-    """Metric of the training step, or of validation (val/em) in steps that validate; higher is
-    better."""
+    """Metric of the training step or of a validation (val/em); higher is better."""
     patience: int = option(10, resume="experiment", ge=1)
     """Number of consecutive values without a new best after which the stage ends."""
     min_delta: float = option(0.0, resume="experiment", ge=0)
@@ -60,8 +58,7 @@ class StageConfig:
     until_step: int | None = option(None, resume="experiment", ge=1)
     """Last step of the stage; null ends it by `plateau`, or never for the last stage."""
     plateau: PlateauConfig | None = option(None, resume="experiment")
-    """Ends the stage when a metric stops rising, at `until_step` at the latest; null ends it by
-    `until_step` only."""
+    """Ends the stage when a metric stops rising, even before `until_step`."""
 
 
 @dataclass
@@ -83,8 +80,7 @@ class RewardConfig:
     final_format_score: float = option(0.0, resume="logged", ge=0, le=1)
     """em_format: score of a wrong answer in an invalid structure."""
     retrieval_score: float = option(0.0, resume="logged", ge=0, le=1)
-    """em_format: added to structure_format_score when a returned document contains an accepted
-    answer."""
+    """em_format: added for a valid structure if a returned document contains an accepted answer."""
     correct_answer: float = option(1.0, resume="logged", ge=0, le=1000)
     """em_cost: score of a correct answer."""
     search_penalty: float = option(0.0, resume="logged", le=1000)

@@ -33,8 +33,7 @@ class Config:
     max_turns: int = option(2, resume="experiment", ge=0, le=10_000)
     """Maximum turns of a trajectory that may call tools; one last turn without tools follows."""
     do_search: bool = option(True, resume="experiment")
-    """Give the policy its tools; false runs without tools and their servers, so that a tool call is
-    an invalid action."""
+    """Use the tools; false runs without them and their servers, and a call is an invalid action."""
     template: str = option("search_r1", resume="experiment")
     """Wording of prompts and observations: a template of docs/tools.md, or `tools`, which builds it
     from the descriptions of the tools."""

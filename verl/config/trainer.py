@@ -16,28 +16,23 @@ class GuardConfig:
     enable: bool = option(True, resume="free")
     """Check every training step for signs of collapse."""
     action: str = option("warn", resume="free", choices=("warn", "stop", "rollback"))
-    """Reaction to a collapse: warn (log only, as for every warning), stop (exit status 3; the
-    message names the last healthy checkpoint) or rollback (continue from that checkpoint with a
-    lower learning rate)."""
+    """Reaction to a collapse: warn (log only), stop (exit status 3, naming the last healthy
+    checkpoint) or rollback (continue from that checkpoint with a lower learning rate)."""
     patience: int = option(3, resume="free", ge=1)
-    """Number of consecutive steps beyond a threshold that count as a collapse; fewer are a
-    warning."""
+    """Consecutive steps beyond a threshold that count as a collapse; fewer are a warning."""
     baseline_steps: int = option(10, resume="free", ge=1)
     """Number of latest healthy steps whose median is the baseline of relative thresholds."""
     drift_trajectories: int = option(16, resume="free", ge=0)
-    """Correct trajectories per step whose log-probs are computed again after the update; 0 turns
-    the check off."""
+    """Correct trajectories per step whose log-probs are recomputed after the update; 0: none."""
     drift_drop: float | None = option(0.3, resume="free", ge=0)
-    """Maximum drop of the log-prob of correct trajectories by the updates of one step, in nats per
-    token."""
+    """Maximum drop of correct trajectories' log-prob by a step's updates, in nats per token."""
     drift_crash: float | None = option(1.0, resume="free", ge=0)
     """The same drop at which a single step counts as a collapse."""
     shift_bound: float | None = option(0.015, resume="free", ge=0)
     """Maximum KL(before ‖ after) of one step on correct trajectories, in nats per token. Two
     consecutive steps beyond it count as a collapse."""
     malformed_rise: float | None = option(0.3, resume="free", ge=0)
-    """Maximum rise over the baseline of the share of turns with broken tags or without an
-    action."""
+    """Maximum rise over the baseline of the share of turns without action or with broken tags."""
     no_answer_rise: float | None = option(0.3, resume="free", ge=0)
     """Maximum rise over the baseline of the share of trajectories that end without an answer."""
     length_clip_rise: float | None = option(0.3, resume="free", ge=0)
@@ -72,8 +67,8 @@ class TrainerConfig:
         resume="free",
         choices="verl.monitor.tracking:BACKENDS",
     )
-    """Trackers: any of console, jsonl, wandb, tensorboard, mlflow, swanlab, trackio; a name or a
-    list (docs/tracking.md)."""
+    """One or a list of console, jsonl, wandb, tensorboard, mlflow, swanlab, trackio
+    (docs/tracking.md)."""
     default_local_dir: str = option(
         "runs/${trainer.project_name}/${trainer.experiment_name}", resume="free"
     )
@@ -118,35 +113,29 @@ class TrainerConfig:
     """Steps between checkpoints; -1 saves only at the end, 0 never. A run that is interrupted saves
     in any case (docs/checkpoints.md)."""
     save_minutes: float | None = option(None, resume="free", gt=0)
-    """Also save the first step that finishes this many minutes after the last checkpoint; null
-    saves by steps only."""
+    """Also save at the first step end this many minutes after the last checkpoint; null: never."""
     async_save: bool = option(True, resume="free")
     """Write checkpoints in the background, from a copy of each rank's shards in host memory.
     Training waits instead where the host lacks the memory for the copy, or with false."""
     keep_last: int | None = option(None, resume="free", ge=1)
-    """Number of newest checkpoints to keep; null keeps all. Older ones stay if the guard needs them
-    or `keep_best` selects them."""
+    """Newest checkpoints to keep (the guard and `keep_best` may keep others); null keeps all."""
     keep_best: int = option(1, resume="free", ge=0)
-    """Number of further checkpoints to keep: those with the highest `best_metric` among the
-    validated ones."""
+    """Further checkpoints to keep: the validated ones with the highest `best_metric`."""
     best_metric: str = option("val/score", resume="free")
     """Validation metric that ranks checkpoints; higher is better."""
     time_limit: float | None = option(None, resume="free", gt=0)
     """Time limit of this process in minutes: the run saves and stops when another step might not
     fit. null uses SLURM_JOB_END_TIME if Slurm sets it."""
     test_freq: int = option(-1, resume="free", ge=-1)
-    """Steps between validations; -1 validates only at the start and the end, 0 never after the
-    start."""
+    """Steps between validations; -1 validates only at start and end, 0 never after the start."""
     val_before_train: bool = option(True, resume="free")
     """Validate before the first step."""
     val_only: bool = option(False, resume="free")
     """Validate, then stop."""
     resume_mode: str = option("disable", resume="free")
-    """Checkpoint to resume from: disable (none), auto (the latest complete one, if any), or the
-    path of one."""
+    """Checkpoint to resume from: disable, auto (the latest complete one, if any), or a path."""
     resume_anyway: list[str] = option(factory=list, resume="free")
-    """Differences from the resumed checkpoint to accept, by the names that the refusal lists: data,
-    corpus, algorithm …"""
+    """Accepted differences from the checkpoint, as the refusal names them: data, corpus …"""
     seed: int = option(0, resume="experiment", ge=0, le=MAX_SEED)
     """Random seed of data order, sampling and the initial value head."""
     max_restarts: int = option(3, resume="free", ge=0)
@@ -157,18 +146,15 @@ class TrainerConfig:
     """Maximum share of a step's trajectories, or of a validation's rows, lost to tool calls that
     fail for good; beyond it the run saves and stops with exit status 4 (docs/failures.md)."""
     hang_timeout: float | None = option(600.0, resume="free", gt=0)
-    """Seconds without a sign of life after which a rollout replica counts as dead; null sets no
-    limit."""
+    """Seconds without a sign of life after which a rollout replica counts as dead; null: never."""
     deterministic: bool = option(False, resume="logged")
-    """Make metrics reproducible: the same seed on the same machine gives the same metrics, bit for
-    bit on CPU. Slow, since each engine decodes one dialogue at a time; meant for comparing runs
-    (docs/determinism.md)."""
+    """Same metrics for the same seed on the same machine, bit for bit on CPU; for comparing runs.
+    Slow: each engine decodes one dialogue at a time (docs/determinism.md)."""
     memory_preflight: str = option("refuse", resume="free", choices=("refuse", "warn", "off"))
     """Reaction when the memory estimate says that this machine lacks the memory for the run: refuse
     to start or warn; off skips the estimate."""
     memory_watch_seconds: float = option(5.0, resume="free", ge=0)
     """Seconds between checks of the host's memory during a run; 0 turns them off."""
     memory_low: float = option(0.1, resume="free", ge=0, le=1)
-    """Free share of host memory below which the log reports what uses it; Ray kills processes at
-    0.05."""
+    """Free share of host memory below which the log says what uses it; Ray kills at 0.05."""
     guard: GuardConfig = field(default_factory=GuardConfig)

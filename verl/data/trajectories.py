@@ -40,8 +40,8 @@ STEP_FILE = re.compile(r"step_(\d+)\.jsonl")
 EXPECTED_ROW = "a row as trainer.rollout_data_dir writes it"
 SIGNALS = ("old_log_probs", "ref_log_probs", "values", "advantages", "rollout_weights")
 """The trainer's values per token: log-probs of policy and reference, the critic's value, the
-advantage, and the importance weight of trainer against engine. They are keys of a recorded segment
-and columns of a `TokenBatch`."""
+advantage, and the importance weight of trainer against engine. Keys of segments, columns of
+`TokenBatch`."""
 Signals = Mapping[str, NDArray[np.float32]]
 """Each signal by name, as one number per token of a trajectory; NaN where it is undefined."""
 NON_ASCII = re.compile(r"[^\x00-\x7f]+")
@@ -168,10 +168,7 @@ def read_header(directory: str | Path) -> str:
 
 
 def read_fingerprints(directory: str | Path) -> Mapping[str, str]:
-    """Return the fingerprints of the tokenizer and of the initial weights. Raises DataError.
-
-    The latter is "" if it was not recorded.
-    """
+    """Read the fingerprints of tokenizer and initial weights ("" if unknown). Raises DataError."""
     header = Path(directory) / HEADER
     if not header.is_file():
         expected = f"a folder with {HEADER}, as trainer.rollout_data_dir names it"
@@ -186,10 +183,7 @@ def read_fingerprints(directory: str | Path) -> Mapping[str, str]:
 
 
 def read_rows(directory: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield (location, row) for the rows of all steps in order; the location is for messages.
-
-    Raises DataError for a malformed row.
-    """
+    """Yield (location for messages, row) of all steps in order. Raises DataError if malformed."""
     for path in sorted(Path(directory).glob("step_*.jsonl")):
         yield from _read_step_rows(path)
 

@@ -94,8 +94,7 @@ def validate(
 
     `budgets` are values of `data.max_start_length` (tokens); the prompts over each are counted.
     """
-    reports: list[FileReport] = []
-    rows: list[Row] = []
+    reports, rows = list[FileReport](), list[Row]()
     prompts: list[tuple[int, ...]] = []
     for file in dict.fromkeys(files):
         report, file_rows, file_prompts = _read_file(file, prompt_key, tokenizer)
@@ -108,8 +107,7 @@ def validate(
     uids_by_text: dict[str, list[str]] = defaultdict(list)
     for row, text in zip(rows, texts, strict=True):
         uids_by_text[text].append(row.uid)
-    same_prompt = (tuple(uids) for uids in uids_by_text.values() if len(uids) > 1)
-    repeated = tuple(map(DuplicatePrompt, same_prompt))
+    repeated = tuple(DuplicatePrompt(tuple(u)) for u in uids_by_text.values() if len(u) > 1)
     if tokenizer is None:
         lengths, sample = _lengths("characters", [len(text) for text in texts], ()), texts[0]
     else:
@@ -122,10 +120,8 @@ def _read_file(
     file: str, prompt_key: str, tokenizer: Tokenizer | None
 ) -> tuple[FileReport, list[Row], list[tuple[int, ...]]]:
     """Return a file's report, its valid rows and, with a tokenizer, the ids of their prompts."""
-    problem = None
-    bad_rows: list[BadRow] = []
-    rows: list[Row] = []
-    prompts: list[tuple[int, ...]] = []
+    problem, bad_rows = None, list[BadRow]()
+    rows, prompts = list[Row](), list[tuple[int, ...]]()
     try:
         for row in scan_rows(file, prompt_key):
             if isinstance(row, BadRow):
@@ -148,14 +144,9 @@ def _read_file(
 def _lengths(unit: str, counts: Sequence[int], budgets: Sequence[int]) -> Lengths:
     values = np.asarray(counts)
     percentiles = {p: int(np.percentile(values, p, method="inverted_cdf")) for p in PERCENTILES}
-    return Lengths(
-        unit,
-        smallest=int(values.min()),
-        mean=float(values.mean()),
-        percentiles=percentiles,
-        largest=int(values.max()),
-        over={budget: int((values > budget).sum()) for budget in sorted(set(budgets))},
-    )
+    smallest, mean, largest = int(values.min()), float(values.mean()), int(values.max())
+    over = {budget: int((values > budget).sum()) for budget in sorted(set(budgets))}
+    return Lengths(unit, smallest, mean, percentiles, largest, over)
 
 
 def _plain_text(row: Row) -> str:
@@ -177,10 +168,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"validate: {error}\n")
         return 2
     report = validate(options.files, tokenizer, options.budgets, options.prompt_key)
+    text = "\n".join(lines(report))
     if options.json:
         text = json.dumps(to_json(report), ensure_ascii=False, indent=2)
-    else:
-        text = "\n".join(lines(report))
     sys.stdout.write(f"{text}\n")
     return 0 if report.is_sound else 1
 
@@ -188,8 +178,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     result = argparse.ArgumentParser(prog="python -m verl.data", description=__doc__)
     commands = result.add_subparsers(required=True, metavar="validate")
-    command = commands.add_parser("validate", help="check files and show what a run would read")
-    add = command.add_argument
+    add = commands.add_parser("validate", help="check files, show what a run reads").add_argument
     add("files", nargs="+", metavar="FILE", help="parquet or jsonl file")
     add("--model", help="model folder or hub name, whose tokenizer gives lengths in tokens")
     help = f"values of data.max_start_length to try (default {BUDGETS})"

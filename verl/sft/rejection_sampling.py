@@ -64,15 +64,13 @@ class Criteria:
     min_score: float = option(1.0, resume="free")
     """Minimum value of the measure."""
     measure: str = "score"
-    """Measure that decides: score, or one of its components such as em, if the score also rewards
-    other things than right answers."""
+    """Measure that decides: score, or a component such as em if the score rewards other things."""
     per_prompt: int = option(1, resume="free", ge=1)
     """Maximum trajectories to keep per question, over all steps."""
     max_tokens: int | None = option(None, resume="free", ge=1)
     """Maximum tokens of a trajectory, including prompt and observations."""
     prefer: Literal["short", "few_searches", "random"] = "short"
-    """Preferred trajectories of a question: with the fewest policy tokens, with the fewest tool
-    calls, or random ones."""
+    """Preference among a question's trajectories: fewest policy tokens, fewest calls, or random."""
     seed: int = option(0, resume="free", ge=0, le=MAX_SEED)
     """Seed of random choices, also among equally preferred trajectories."""
 
@@ -99,8 +97,7 @@ class Report:
 
 def choose(directory: str | Path, criteria: Criteria) -> tuple[list[Candidate], Report]:
     """Choose the trajectories to train on, by question in order of appearance. Raises DataError."""
-    report = Report()
-    by_prompt: dict[str, list[Candidate]] = defaultdict(list)
+    report, by_prompt = Report(), defaultdict[str, list[Candidate]](list)
     seen: set[tuple[int, ...]] = set()
     for location, row in read_rows(directory):
         report.read += 1
@@ -128,15 +125,10 @@ def write(path: str | Path, tokenizer: str, candidates: Sequence[Candidate]) -> 
     out = Path(path)
     out.parent.mkdir(parents=True, exist_ok=True)
     rows = [
-        {
-            "uid": candidate.uid,
-            "score": candidate.score,
-            "step": candidate.step,
-            TOKENIZER: tokenizer,
-            "segments": list(candidate.segments),
-        }
-        for candidate in candidates
-    ]
+        {"uid": c.uid, "score": c.score, "step": c.step, TOKENIZER: tokenizer,
+         "segments": list(c.segments)}
+        for c in candidates
+    ]  # fmt: skip
     write_jsonl(out, rows)
 
 

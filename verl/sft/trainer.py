@@ -96,18 +96,16 @@ class SftConfig(AdapterConfig):
     gradient_checkpointing: bool = False
     """Recompute block activations in backward."""
     end_of_turn: str = ""
-    """Text to append to the last policy segment, for example <|im_end|>; rollouts that stop at tags
-    lack it."""
+    """Text to append to the last policy segment, such as <|im_end|>; rollouts stop at tags."""
     shuffle: bool = True
-    """Shuffle every epoch by `seed`; false keeps the file's order and starts seed · steps batches
-    into it."""
+    """Shuffle every epoch by `seed`; false keeps file order, starting seed · steps batches into
+    it."""
     seed: int = bounded(0, ge=0, le=MAX_SEED)
     """Seed of the data order."""
     device: str = bounded("auto", choices=("auto", "cuda", "cpu"))
     """Device: auto, cuda or cpu."""
     compute_dtype: str = bounded("auto", choices=("auto", *DTYPES))
-    """Number format of forward and backward passes: auto, bfloat16, float16 or float32. Master
-    weights are float32."""
+    """Compute dtype: auto, bfloat16, float16 or float32; master weights are float32."""
     save_dtype: str = bounded("bfloat16", choices=tuple(DTYPES))
     """Number format of the saved weights: bfloat16, float16 or float32."""
 
