@@ -34,7 +34,7 @@ from search_r1.search.server.app import create_app
 from search_r1.search.settings import RetrieverConfig, ServiceConfig
 from tests.apps import running
 from tests.fakes import ByteTokenizer, RecitingEngine
-from tests.search.server.engines import Slow
+from tests.search.server.fake_backends import SlowBackend
 from verl.agent.dialogue import DialogueAgent, Limits, derived_seed
 from verl.agent.environment import Environment
 from verl.config.agent import ServerConfig
@@ -78,7 +78,7 @@ def latency(query: str) -> float:
 
 
 async def play(
-    make: Make, engine: RolloutEngine, starts: Sequence[Trajectory], backend: Slow, url: str,
+    make: Make, engine: RolloutEngine, starts: Sequence[Trajectory], backend: SlowBackend, url: str,
     topk: int, speculate: bool,
 ) -> Played:  # fmt: skip
     """All dialogues at once."""
@@ -158,11 +158,13 @@ HEAD = (
 
 
 @contextlib.asynccontextmanager
-async def served() -> AsyncIterator[tuple[Slow, str]]:
+async def served() -> AsyncIterator[tuple[SlowBackend, str]]:
     """BM25 over the example's corpus, as slow as a service; each query by itself, no cache."""
     with tempfile.TemporaryDirectory() as folder:
         build_index(BuildConfig("bm25", str(CORPUS), folder))
-        backend = Slow(build_retriever(RetrieverConfig("bm25", str(CORPUS), folder)), latency)
+        backend = SlowBackend(
+            build_retriever(RetrieverConfig("bm25", str(CORPUS), folder)), latency
+        )
         with running(create_app(backend, ServiceConfig(max_batch=1, cache_entries=0))) as url:
             yield backend, url
 

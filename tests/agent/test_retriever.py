@@ -21,7 +21,7 @@ from search_r1.search.server.app import create_app
 from search_r1.search.settings import ServiceConfig
 from tests.apps import running
 from tests.bad_models import whole_model
-from tests.search.server.engines import Watched
+from tests.search.server.fake_backends import FakeBackend
 from verl.config import Config, cli
 from verl.config.agent import EMPTY_URL, ServerConfig
 from verl.errors import ConfigError, ToolError, ToolRefused
@@ -66,7 +66,7 @@ def test_a_run_that_its_retriever_refuses_ends_before_it_begins(
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     sound = run_options(tmp_path)
     capsys.readouterr()
-    with running(create_app(Watched(), ServiceConfig(**service), token=token)) as url:
+    with running(create_app(FakeBackend(), ServiceConfig(**service), token=token)) as url:
         own = (f"retriever.url={url}/retrieve", *(option.format(url=url) for option in options))
         assert main([*sound, *own]) == 2
     head, *lines = capsys.readouterr().err.strip().splitlines()
@@ -84,7 +84,9 @@ def test_a_run_that_its_retriever_serves_may_begin(
     def find(id: str) -> Document:
         return Document.from_title(id, "T", "text")
 
-    with running(create_app(Watched(), ServiceConfig(max_topk=3), token=TOKEN, find=find)) as url:
+    with running(
+        create_app(FakeBackend(), ServiceConfig(max_topk=3), token=TOKEN, find=find)
+    ) as url:
         own = (f"retriever.url={url}/retrieve", "agent.tools=[search,visit]")
         assert list(tools_of(run_options(tmp_path), *own).preflight(30.0)) == []
 
@@ -265,7 +267,7 @@ def test_processes_of_other_nodes_get_the_token(monkeypatch: pytest.MonkeyPatch)
     sent, shown = pickle.dumps(WithToken(build_environment)), repr(WithToken(build_environment))
     monkeypatch.delenv("RETRIEVER_TOKEN")
     config = Config()
-    with running(create_app(Watched(), token=TOKEN)) as url:
+    with running(create_app(FakeBackend(), token=TOKEN)) as url:
         config.retriever.url = url
         [error] = build_environment(config).preflight(30.0)
         assert "401" in str(error) and TOKEN not in f"{error}{shown}"

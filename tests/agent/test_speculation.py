@@ -34,7 +34,7 @@ from search_r1.search.settings import RetrieverConfig, ServiceConfig
 from tests.apps import running
 from tests.fakes import ByteTokenizer, RecitingEngine
 from tests.search.conftest import write_corpus
-from tests.search.server.engines import Slow
+from tests.search.server.fake_backends import SlowBackend
 from verl.agent.dialogue import DialogueAgent, Limits
 from verl.agent.environment import Environment
 from verl.config.agent import ServerConfig
@@ -96,7 +96,7 @@ def test_dialogues_are_the_same_to_the_last_bit(tmp_path: Path) -> None:
     corpus = write_corpus(tmp_path / "corpus.jsonl")
     build_index(BuildConfig("bm25", str(corpus), str(tmp_path / "built")))
     backend = build_retriever(RetrieverConfig("bm25", str(corpus), str(tmp_path / "built")))
-    engine = Slow(backend, lambda query: random.Random(query).random() / 10)
+    engine = SlowBackend(backend, lambda query: random.Random(query).random() / 10)
     with running(create_app(engine, ServiceConfig(cache_entries=0))) as url:
         plain = play(url, speculate=False)
         num_plain = len(engine.queries)

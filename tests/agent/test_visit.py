@@ -15,7 +15,7 @@ from search_r1.search.errors import RetrieverUnavailable
 from search_r1.search.schema import Document
 from search_r1.search.server.app import create_app
 from tests.apps import running
-from tests.search.server.engines import Watched
+from tests.search.server.fake_backends import FakeBackend
 from verl.agent.interface import Observation
 from verl.errors import ToolError
 
@@ -43,13 +43,15 @@ def visit(tool: VisitTool, target: str) -> Observation:
 
 def test_a_document_comes_whole_by_its_id(corpus: Corpus) -> None:
     """Ids with any characters are found over HTTP; the policy sees a message for unknown ids."""
-    with running(create_app(Watched(), find=corpus.find)) as url:
+    with running(create_app(FakeBackend(), find=corpus.find)) as url:
         tool = VisitTool(RetrievalClient(url))
         (item,) = visit(tool, "a/b c").items
         assert (item.title, item.text, item.id) == ("A/B C", "About a/b c.", "a/b c")
         assert visit(tool, "é").items[0].text == "About é."
         assert visit(tool, "nothing").items[0].text == "Error: no document has the id 'nothing'"
-    with running(create_app(Watched())) as url:  # like a server without a corpus, or an older one
+    with running(
+        create_app(FakeBackend())
+    ) as url:  # like a server without a corpus, or an older one
         tool = VisitTool(RetrievalClient(url))
         assert visit(tool, "1").items[0].text.startswith("Error: no document")
 

@@ -7,18 +7,18 @@ from fastapi import FastAPI
 
 from search_r1.agent.search import retriever_identity
 from search_r1.search.server.app import create_app
-from tests.search.server.engines import Watched
+from tests.search.server.fake_backends import FakeBackend
 
 FACTS = {"engine": "flat", "index": "i1", "corpus": {"sha256": "c1"}, "encoder": {"model": "e1"}}
 
 
 def test_each_part_has_a_fingerprint_of_its_own(serve: Callable[..., Any]) -> None:
     """Another corpus, index or encoder changes only its fingerprint; server limits change none."""
-    engine = Watched()
+    backend = FakeBackend()
 
     def found(**facts: Any) -> dict[str, str]:
-        engine.facts = {**FACTS, **facts}
-        with serve(create_app(engine)) as url:
+        backend.facts = {**FACTS, **facts}
+        with serve(create_app(backend)) as url:
             return retriever_identity(f"{url}/retrieve", timeout=30.0)
 
     first = found()
@@ -31,7 +31,7 @@ def test_each_part_has_a_fingerprint_of_its_own(serve: Callable[..., Any]) -> No
     for name, facts in changes.items():
         second = found(**facts)
         assert {key for key in first if first[key] != second[key]} == {name}
-    engine.num_documents += 1
+    backend.num_documents += 1
     assert found() == first
 
 

@@ -1,4 +1,4 @@
-"""The search page in real headless Chromium against the real application on a real port."""
+"""The search page in headless Chromium with the real application on a real port."""
 
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -26,8 +26,8 @@ HOSTILE = [
 ERRORS = {"busy": Overloaded("the queue is full", 7.0), "unseen": QueryNotRecorded("no record")}
 
 
-class Scripted:
-    """Answers hostile passages for `fish`, nothing for `void`, and errors for other words."""
+class ScriptedBackend:
+    """A backend with hostile passages for `fish`, none for `void`, and errors for other words."""
 
     name = "scripted"
     num_threads = 1
@@ -48,20 +48,19 @@ class Scripted:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    """Of the module."""
-    with chromium() as found:
-        yield found
+    with chromium() as browser:
+        yield browser
 
 
 class Visit(tabs.Visit):
-    """A tab on the page."""
+    """A browser tab with the search page."""
 
     def open(self, address: str = "/") -> None:
         self.tab.goto(self.url + address)
         self.tab.wait_for_selector("#server:not([data-state=waiting])")
 
     def search(self, query: str, topk: int | None = None) -> None:
-        """As a person: type, press Enter."""
+        """Type a query and press Enter, as a person does."""
         self.tab.get_by_label("Question").fill(query)
         self.tab.get_by_label("Passages", exact=True).and_(self.tab.locator("input")).fill(
             "" if topk is None else str(topk)
@@ -69,17 +68,17 @@ class Visit(tabs.Visit):
         self.tab.get_by_label("Question").press("Enter")
 
     def see(self, selector: str, text: str | re.Pattern[str]) -> None:
-        """Wait until the element, the only one, shows the text."""
+        """Wait until the only matching element shows the text."""
         playwright.expect(self.tab.locator(selector)).to_contain_text(text, timeout=TIMEOUT_MS)
 
 
 @pytest.fixture
 def visit(browser: Any, serve: Callable[..., Any]) -> Iterator[Callable[..., Visit]]:
-    """Opens a tab on an application of its own, on request."""
+    """A function that starts an application and opens a tab on it."""
     contexts, servers = [], []
 
     def visit_app(engine: Retriever | None = None, **settings: Any) -> Visit:
-        server = serve(create_app(engine or Scripted(), **settings))
+        server = serve(create_app(engine or ScriptedBackend(), **settings))
         url = server.__enter__()
         servers.append(server)
         contexts.append(browser.new_context())
@@ -95,7 +94,7 @@ def visit(browser: Any, serve: Callable[..., Any]) -> Iterator[Callable[..., Vis
 def test_the_page_shows_what_retrieve_returns(
     visit: Callable[..., Visit], open_engine: Callable[[str], Retriever]
 ) -> None:
-    """Ids, titles, texts and scores are those of POST /retrieve, for the topk that was chosen."""
+    """Ids, titles, texts and scores equal those of POST /retrieve with the same topk."""
     page = visit(open_engine("bm25"))
     page.open()
     for query, topk in (("capital of France", 2), ("Danube river", None), ("Zürich 湖", 5)):
@@ -112,14 +111,14 @@ def test_the_page_shows_what_retrieve_returns(
 
 
 def test_timings_and_facts_are_shown(visit: Callable[..., Visit]) -> None:
-    """Stages of Server-Timing, round trip, a cache hit, and the facts of /info."""
+    """The page shows stages of Server-Timing, round trip, cache hits, and facts of /info."""
     page = visit()
     page.open()
     page.see("#server", "scripted · 1,234 passages")
     page.search("fish")
     page.see("#stages", "round trip")
-    shown = page.texts("#stages dt")
-    assert {"queue", "encode", "search", "total", "network", "round trip"} <= set(shown)
+    stages = page.texts("#stages dt")
+    assert {"queue", "encode", "search", "total", "network", "round trip"} <= set(stages)
     assert all(re.fullmatch(r"[\d.]+ ms", text) for text in page.texts("#stages dd"))
     page.tab.get_by_role("button", name="Search").click()
     page.see("#stages .badge", "hit")
@@ -130,7 +129,7 @@ def test_timings_and_facts_are_shown(visit: Callable[..., Visit]) -> None:
 
 
 def test_html_in_a_passage_is_text(visit: Callable[..., Visit]) -> None:
-    """Scripts and images in titles, texts, ids or the query show as text; words are marked."""
+    """Scripts and images in titles, texts, ids or the query are shown as text."""
     page = visit()
     page.open("/?q=" + "fish %3Cimg src=x%3E")
     page.see(".passage >> nth=0", "<script>boom()</script>")
@@ -144,7 +143,7 @@ def test_html_in_a_passage_is_text(visit: Callable[..., Visit]) -> None:
 
 
 def test_empty_results_and_empty_questions(visit: Callable[..., Visit]) -> None:
-    """No passage is said in words; no question asks nothing and clears the page."""
+    """An empty result is stated; an empty question sends nothing and clears the page."""
     page = visit()
     page.open()
     page.search("fish")
@@ -169,7 +168,7 @@ def test_empty_results_and_empty_questions(visit: Callable[..., Visit]) -> None:
 def test_errors_are_shown_in_words(
     visit: Callable[..., Visit], query: str, topk: int | None, words: list[str]
 ) -> None:
-    """503, 424 and 422 say what happened and what is allowed; old passages do not stay."""
+    """503, 424 and 422 show what happened and what is allowed; old passages disappear."""
     page = visit(config=ServiceConfig(max_query_chars=200, max_topk=10))
     page.open("/?q=fish")
     page.see("#summary", "3 passages")
@@ -183,7 +182,7 @@ def test_errors_are_shown_in_words(
 
 
 def test_an_unreachable_server_is_shown(visit: Callable[..., Visit]) -> None:
-    """Offline is an error in words, and searching works again afterwards."""
+    """Offline, the page shows an error; afterwards searching works again."""
     page = visit()
     page.open()
     page.tab.context.set_offline(True)
@@ -195,7 +194,7 @@ def test_an_unreachable_server_is_shown(visit: Callable[..., Visit]) -> None:
 
 
 def test_a_token_is_asked_for_and_kept_in_memory(visit: Callable[..., Visit]) -> None:
-    """401 shows a token field; a wrong token is told; a right one answers; nothing is stored."""
+    """401 shows a token field; a wrong token is reported; a right one works; none is stored."""
     page = visit(token="s3cret")
     page.open("/?q=fish")
     field = page.tab.get_by_label("Access token")
@@ -213,7 +212,7 @@ def test_a_token_is_asked_for_and_kept_in_memory(visit: Callable[..., Visit]) ->
 
 
 def test_a_link_holds_the_question(visit: Callable[..., Visit]) -> None:
-    """`/?q=` searches at once; searching changes the address; back and forward follow."""
+    """`/?q=` searches at once; searching changes the address; back restores the question."""
     page = visit()
     page.open("/?q=fish&topk=1")
     page.see("#summary", "1 passage in")
@@ -227,7 +226,7 @@ def test_a_link_holds_the_question(visit: Callable[..., Visit]) -> None:
 
 
 def test_keyboard_and_phone(visit: Callable[..., Visit]) -> None:
-    """`/` goes to the question; every field has a label; nothing is wider than a phone."""
+    """`/` focuses the question; every field has a label; the page fits a phone."""
     page = visit()
     page.tab.set_viewport_size({"width": 360, "height": 700})
     page.open("/?q=fish")

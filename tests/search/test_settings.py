@@ -12,7 +12,7 @@ from search_r1.search.retrieval_server import main
 from search_r1.search.server.app import create_app
 from search_r1.search.server.requests import STATUSES
 from search_r1.search.settings import ServiceConfig
-from tests.search.server.engines import Watched
+from tests.search.server.fake_backends import FakeBackend
 
 MANUAL = (Path(__file__).parents[2] / "docs" / "retriever.md").read_text()
 
@@ -34,7 +34,7 @@ def test_the_manual_lists_every_status_and_metric() -> None:
     """The page has every error status, and every metric under its Prometheus name."""
     for status in STATUSES:
         assert f"\n| {status} | " in MANUAL
-    text = create_app(Watched()).state.service.metrics.text().decode()
+    text = create_app(FakeBackend()).state.service.metrics.text().decode()
     for line in text.splitlines():
         if line.startswith("# TYPE") and not line.split()[2].endswith("_created"):
             assert line.split()[2] in MANUAL

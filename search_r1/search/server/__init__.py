@@ -1,1 +1,1 @@
-"""The HTTP server over any backend: batches, caches, limits, errors, metrics, the page."""
+"""The HTTP server for any backend: batches, caches, limits, errors, metrics, search page."""

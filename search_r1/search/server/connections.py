@@ -1,7 +1,7 @@
-"""What a client may do before its request is known: so many connections, so large a head, so long.
+"""Limits on connections: their number, the size of requests, and the time of slow clients.
 
-uvicorn's protocol bounds neither, and uvloop drops connections without a word once descriptors run
-out.
+uvicorn's protocol has none of these limits, and uvloop silently drops connections when the process
+runs out of file descriptors.
 """
 
 import asyncio
@@ -17,29 +17,36 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 logger = logging.getLogger(__name__)
 
 MAX_HEAD_BYTES = 64 * 2**10
+"""Largest request line with headers."""
 MAX_HEADERS = 100
 HEAD_S = 30.0
-"""A request's head must arrive in so many seconds after the connection, or after its first byte."""
+"""Seconds for the complete headers of a request, after the connection or the first byte."""
 SEND_S = 120.0
-"""So long in all, over its pauses, an answer waits for its client to take it."""
+"""Total seconds that a response may wait for its client to read."""
 KEEP_ALIVE_S = 75
-ENOUGH = 65_536
+MAX_DESCRIPTORS = 65_536
+"""File descriptors to ask for if the hard limit is higher."""
 SPARE_DESCRIPTORS = 64
-"""Of these, for files and for the connections that are told that there is no room."""
-PER_BYTE = 8
-"""Bytes that a byte of a body may take on its way, in chunks of its own."""
-QUIET_S = 60.0
-"""Between two lines about clients that were turned away."""
-FULL = b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nConnection: close\r\n\r\n"
-FULL_TEXT = "%d connections are open, all that descriptors allow: others get 503; raise ulimit -n"
+"""File descriptors kept for files, and for connections that are refused with 503."""
+BYTES_PER_BODY_BYTE = 8
+"""Bytes sent per byte of the body, if each one is a chunk of its own (chunked encoding)."""
+LOG_INTERVAL_S = 60.0
+"""Seconds between two equal warnings about clients."""
+FULL_RESPONSE = b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nConnection: close\r\n\r\n"
+FULL_MESSAGE = (
+    "%d connections are open, the limit of file descriptors: others get 503; raise ulimit -n"
+)
 
 
 def configure(app: ASGIApp, max_body_bytes: int, drain: float) -> uvicorn.Config:
-    """uvicorn's settings for `app`; at its end accepted requests have `drain` seconds more."""
-    limits = {"most": num_connections(), "max_bytes": MAX_HEAD_BYTES + PER_BYTE * max_body_bytes}
+    """Return uvicorn's settings for `app`; at shutdown accepted requests have `drain` seconds."""
+    limits = {
+        "max_connections": max_connections(),
+        "max_bytes": MAX_HEAD_BYTES + BYTES_PER_BODY_BYTE * max_body_bytes,
+    }
     return uvicorn.Config(
         app,
-        http=type("Protocol", (Bounded,), limits),
+        http=type("Protocol", (LimitedProtocol,), limits),
         ws="none",
         log_level="warning",
         log_config=None,
@@ -51,78 +58,84 @@ def configure(app: ASGIApp, max_body_bytes: int, drain: float) -> uvicorn.Config
     )
 
 
-def num_connections() -> int:
-    """How many this process can hold, its limit of descriptors raised as far as it may."""
+def max_connections() -> int:
+    """Raise the limit of file descriptors, and return the number of connections it allows."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = min(hard, ENOUGH) if hard != resource.RLIM_INFINITY else ENOUGH
-    if 0 <= soft < most:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-    return max(1, max(soft, most) - psutil.Process().num_fds() - SPARE_DESCRIPTORS)
+    limit = min(hard, MAX_DESCRIPTORS) if hard != resource.RLIM_INFINITY else MAX_DESCRIPTORS
+    if 0 <= soft < limit:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+    return max(1, max(soft, limit) - psutil.Process().num_fds() - SPARE_DESCRIPTORS)
 
 
-class Bounded(HttpToolsProtocol):
-    """A connection, one of `most` at once, with `max_bytes` for a request as it is sent."""
+class LimitedProtocol(HttpToolsProtocol):
+    """A connection with limits on its number, its requests' size, and slow clients."""
 
-    most: int
+    max_connections: int
+    """Largest number of open connections."""
     max_bytes: int
-    _timer: asyncio.TimerHandle | None = None
+    """Largest number of bytes that a client may send for one request."""
+    _head_timer: asyncio.TimerHandle | None = None
     _send_timer: asyncio.TimerHandle | None = None
-    _wait_left = _waits_since = 0.0
-    """Seconds that this answer may still wait, and when its last wait began."""
+    _wait_left_s = 0.0
+    """Seconds that this response may still wait for its client."""
+    _wait_start = 0.0
+    """Start of the current wait (event loop time)."""
     _is_in_head = True
-    """No request has begun, or its headers are not all here."""
+    """Whether no request has begun, or its headers are incomplete."""
     _num_bytes = 0
-    """What this request's client has sent so far."""
+    """Bytes received for the current request."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._wait_left = SEND_S
-        if len(self.connections) > self.most:
-            logger.warning(FULL_TEXT, self.most)
-            transport.write(FULL)
+        self._wait_left_s = SEND_S
+        if len(self.connections) > self.max_connections:
+            logger.warning(FULL_MESSAGE, self.max_connections)
+            transport.write(FULL_RESPONSE)
             transport.close()
         else:
-            self._timer = self.loop.call_later(HEAD_S, self.timeout_keep_alive_handler)
+            self._head_timer = self.loop.call_later(HEAD_S, self.timeout_keep_alive_handler)
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
-        self._stop_timer()
+        self._stop_head_timer()
         if self._send_timer is not None:
             self._send_timer.cancel()
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._waits_since = self.loop.time()
-        self._send_timer = self.loop.call_later(self._wait_left, self._give_up)
+        self._wait_start = self.loop.time()
+        self._send_timer = self.loop.call_later(self._wait_left_s, self._abort)
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        self._wait_left -= self.loop.time() - self._waits_since
+        self._wait_left_s -= self.loop.time() - self._wait_start
         if self._send_timer is not None:
             self._send_timer.cancel()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        self._wait_left = SEND_S
+        self._wait_left_s = SEND_S
 
-    def _give_up(self) -> None:
-        logger.warning("a client did not take its answer within %g s: it is left", SEND_S)
+    def _abort(self) -> None:
+        logger.warning(
+            "a client did not read its response within %g s: closing the connection", SEND_S
+        )
         self.transport.abort()
 
     def data_received(self, data: bytes) -> None:
-        """Feed the parser; what is too much ends the connection."""
+        """Feed the parser; a request that is too large ends the connection."""
         self._num_bytes += len(data)
         super().data_received(data)
         if self._is_in_head:
-            is_too_much = self._num_bytes > MAX_HEAD_BYTES
-        else:  # trailers of a body are headers, too
-            is_too_much = self._num_bytes > self.max_bytes or len(self.headers) > MAX_HEADERS
-        if is_too_much:
+            is_too_large = self._num_bytes > MAX_HEAD_BYTES
+        else:  # trailers after the body are added to the headers
+            is_too_large = self._num_bytes > self.max_bytes or len(self.headers) > MAX_HEADERS
+        if is_too_large:
             self.send_400_response("The request is too large.")
         if not self._is_in_head and not self.cycle.response_complete:
-            self._stop_timer()  # a request is under way: the application bounds its time
-        elif self._timer is None:
-            self._timer = self.loop.call_later(HEAD_S, self.timeout_keep_alive_handler)
+            self._stop_head_timer()  # now the application limits the time
+        elif self._head_timer is None:
+            self._head_timer = self.loop.call_later(HEAD_S, self.timeout_keep_alive_handler)
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -134,30 +147,30 @@ class Bounded(HttpToolsProtocol):
         super().on_headers_complete()
         self._is_in_head = False
 
-    def _stop_timer(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+    def _stop_head_timer(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
 
 
-class Seldom(logging.Filter):
-    """Lets a warning through once in a while: clients could fill a disk with the same line."""
+class RateLimitFilter(logging.Filter):
+    """Suppresses repeated warnings: clients could fill a disk with the same line."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._told: dict[str, float] = {}
+        self._logged_at: dict[str, float] = {}
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Whether `record` is worse than a warning, or its wording was not seen for QUIET_S."""
+        """Whether `record` is an error, or its message was not logged for LOG_INTERVAL_S."""
         now = time.monotonic()
         if (
             record.levelno > logging.WARNING
-            or now - self._told.get(record.msg, -QUIET_S) >= QUIET_S
+            or now - self._logged_at.get(record.msg, -LOG_INTERVAL_S) >= LOG_INTERVAL_S
         ):
-            self._told[record.msg] = now
+            self._logged_at[record.msg] = now
             return True
         return False
 
 
 for noisy in (logger, logging.getLogger("uvicorn.error")):
-    noisy.addFilter(Seldom())
+    noisy.addFilter(RateLimitFilter())

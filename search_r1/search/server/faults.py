@@ -1,7 +1,7 @@
-"""Test faults: requests that fail or hang on purpose, to try out a client or a run.
+"""Injected faults: requests that fail or hang on purpose, to test a client or a training run.
 
-Whether a search fails is drawn from the seed, request by request. The other routes, `/health`
-included, always answer.
+The outcome of each search request is drawn from a seeded generator. Other routes, such as
+`/health`, always work.
 """
 
 import logging
@@ -15,54 +15,53 @@ from search_r1.search.settings import FaultConfig
 
 logger = logging.getLogger(__name__)
 
-HANG = "hang"
 ANSWER = "answer"
-GARBLED = "garbled"
-TORN = "torn"
-FAILURES = ("500", "503", GARBLED, TORN)
-"""Ways to fail: two statuses, a good status with what is no answer, and half an answer."""
+HANG = "hang"
+INVALID = "invalid body"
+TRUNCATED = "truncated"
+FAILURES = ("500", "503", INVALID, TRUNCATED)
+"""Failures: an HTTP status, a 200 with a body outside the contract, or a 200 with half a body."""
 LOG_EVERY = 100
-"""Requests between two lines that say what was done so far."""
+"""Number of requests between two log lines with the counts of outcomes."""
 
 
 class FaultInjector:
-    """Spoils some requests to `/retrieve` before they reach `app`."""
+    """ASGI middleware that lets some requests to `/retrieve` fail before they reach `app`."""
 
     def __init__(self, app: ASGIApp, config: FaultConfig) -> None:
-        """The n-th request has the same fate in every run of the same settings."""
+        """With equal settings, the n-th request has the same outcome in every run."""
         self._app = app
         self._config = config
         self._random = random.Random(config.inject_seed)
-        self.fates: Counter[str] = Counter()
+        self._outcomes: Counter[str] = Counter()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer, fail or hang."""
+        """Pass the request on, fail it or let it hang."""
         is_search = scope["type"] == "http" and scope["path"].rstrip("/") == "/retrieve"
-        fate = self._draw() if is_search else ANSWER
-        if fate == ANSWER:
+        outcome = self._draw_outcome() if is_search else ANSWER
+        if outcome == ANSWER:
             await self._app(scope, receive, send)
-        elif fate == HANG:
+        elif outcome == HANG:
             while (await receive())["type"] != "http.disconnect":
                 pass
-        elif fate == TORN:
+        elif outcome == TRUNCATED:
             await send({"type": "http.response.start", "status": 200,
                         "headers": [(b"content-length", b"20")]})  # fmt: skip
             half = {"type": "http.response.body", "body": b'{"result": [', "more_body": True}
             await send(half)
-        elif fate == GARBLED:
-            garbled = Response("<html>spoilt on purpose (--inject_failures)</html>")
-            await garbled(scope, receive, send)
+        elif outcome == INVALID:
+            response = Response("<html>invalid on purpose (--inject_failures)</html>")
+            await response(scope, receive, send)
         else:
             problem = {"detail": "failed on purpose (--inject_failures)"}
-            await JSONResponse(problem, int(fate))(scope, receive, send)
+            await JSONResponse(problem, int(outcome))(scope, receive, send)
 
-    def _draw(self) -> str:
-        """The next request's fate."""
-        lot, fate = self._random.random(), self._random.choice(FAILURES)
-        if lot >= self._config.inject_failures:
-            lot -= self._config.inject_failures
-            fate = HANG if lot < self._config.inject_hangs else ANSWER
-        self.fates[fate] += 1
-        if self.fates.total() % LOG_EVERY == 0:
-            logger.warning("test faults: of %d requests %s", self.fates.total(), dict(self.fates))
-        return fate
+    def _draw_outcome(self) -> str:
+        number, outcome = self._random.random(), self._random.choice(FAILURES)
+        if number >= self._config.inject_failures:
+            number -= self._config.inject_failures
+            outcome = HANG if number < self._config.inject_hangs else ANSWER
+        self._outcomes[outcome] += 1
+        if (total := self._outcomes.total()) % LOG_EVERY == 0:
+            logger.warning("test faults: of %d requests %s", total, dict(self._outcomes))
+        return outcome

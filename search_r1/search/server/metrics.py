@@ -1,4 +1,4 @@
-"""The figures of `/metrics`, in a registry of each app's own."""
+"""The Prometheus metrics of `/metrics`, in a separate registry for each app."""
 
 from collections.abc import Callable
 from functools import partial
@@ -8,11 +8,11 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from search_r1.search.backends.base import Seconds
 
 SECONDS = (5e-4, 1e-3, 2.5e-3, 5e-3, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
-BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 
 
 class Metrics:
-    """Counters that the service feeds; names begin with `retriever_`."""
+    """The metrics of one service; their names begin with `retriever_`."""
 
     def __init__(self) -> None:
         self._registry = registry = CollectorRegistry()
@@ -21,13 +21,13 @@ class Metrics:
         self.requests = counter("retriever_requests", "Requests to /retrieve by status", ["status"])
         self._queries = counter(
             "retriever_queries",
-            "Queries by how they were answered: hit (memory), joined (a search under way, or an "
+            "Queries by how they were answered: hit (memory), joined (a running search, or an "
             "equal query of the request), miss (queued)",
             ["cache"],
         )
-        self._cached = counter("retriever_cache_file_hits", "Queries answered by the cache file")
-        self.dropped = counter("retriever_dropped_queries", "Queries given up before their search")
-        self._batch = histogram("retriever_batch_size", "Queries per batch", buckets=BATCHES)
+        self._file_hits = counter("retriever_cache_file_hits", "Queries answered by the cache file")
+        self.dropped = counter("retriever_dropped_queries", "Queries dropped before their search")
+        self._batch = histogram("retriever_batch_size", "Queries per batch", buckets=BATCH_SIZES)
         self._stages = histogram(
             "retriever_stage_seconds", "Time of a batch by stage", ["stage"], buckets=SECONDS
         )
@@ -37,25 +37,25 @@ class Metrics:
         self.queue_wait = self._stages.labels("queue")
 
     def watch(self, waiting: Callable[[], int], pending: Callable[[], int]) -> None:
-        """Read the lengths of the queue when they are asked for."""
+        """Set the functions that return the numbers of waiting and of pending queries."""
         queue = Gauge("retriever_queue_length", "Queries waiting", registry=self._registry)
         queue.set_function(waiting)
-        both = Gauge("retriever_pending", "Queries waiting or searching", registry=self._registry)
-        both.set_function(pending)
+        gauge = Gauge("retriever_pending", "Queries waiting or searched", registry=self._registry)
+        gauge.set_function(pending)
 
     def count_queries(self, hits: int, joined: int, misses: int) -> None:
-        """The queries of a request; those repeated within it count as joined."""
+        """Count the queries of a request; repetitions within it count as joined."""
         for how, count in (("hit", hits), ("joined", joined), ("miss", misses)):
             if count:
                 self._queries.labels(how).inc(count)
 
     def observe(self, num_queries: int, num_searched: int, stages: Seconds) -> None:
-        """A batch that was searched."""
+        """Count a batch of queries and observe the seconds of its stages."""
         self._batch.observe(num_queries)
-        self._cached.inc(num_queries - num_searched)
+        self._file_hits.inc(num_queries - num_searched)
         for stage, seconds in stages.items():
             self._stages.labels(stage).observe(seconds)
 
     def text(self) -> bytes:
-        """Prometheus' text format."""
+        """Return the metrics in Prometheus' text format."""
         return generate_latest(self._registry)

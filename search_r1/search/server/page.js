@@ -1,20 +1,20 @@
-// The search page: asks /retrieve, shows passages, scores and where the time went.
-// Whatever a server or a passage says is put in as text, never as HTML.
+// The search page: queries /retrieve and shows passages, scores and timings.
+// Text from servers and passages is always inserted as text, never as HTML.
 
 const STAGES = ["queue", "encode", "search", "documents", "rerank"];
 const STOP_WORDS = new Set(
   "a an and are as at be by did do does for from has have how in is it its of on or that the this to was were what when where which who whom whose why will with".split(" "),
 );
 const LONG_TEXT = 1200;
-const PATIENCE_MS = 120_000;
+const TIMEOUT_MS = 120_000;
 
 const at = (id) => document.getElementById(id);
 let token = ""; // in memory only
-let running = null; // the AbortController of the search under way
+let running = null; // AbortController of the search in progress
 
 // ---- elements ----------------------------------------------------------------------------------
 
-/** An element with a class and children; strings become text nodes. */
+/** Create an element with a class and children; strings become text nodes. */
 function make(tag, className = "", ...children) {
   const element = document.createElement(tag);
   if (className) element.className = className;
@@ -22,7 +22,7 @@ function make(tag, className = "", ...children) {
   return element;
 }
 
-/** `text` as nodes, with the words of `query` marked. */
+/** Return `text` as nodes, with the words of `query` marked. */
 function highlighted(text, query) {
   const words = [...new Set(query.toLowerCase().match(/[\p{L}\p{N}]{2,}/gu) ?? [])]
     .filter((word) => !STOP_WORDS.has(word))
@@ -36,7 +36,7 @@ const milliseconds = (ms) => `${ms < 10 ? ms.toFixed(2) : ms < 100 ? ms.toFixed(
 const plural = (count, noun) => `${count.toLocaleString("en")} ${noun}${count === 1 ? "" : "s"}`;
 const scoreText = (score) => (Number.isFinite(score) ? score.toFixed(Math.abs(score) < 100 ? 4 : 2) : String(score));
 
-// ---- what the server says ----------------------------------------------------------------------
+// ---- requests and errors ------------------------------------------------------------------------
 
 /** A failure to show: a headline and details, both plain text. */
 class Problem extends Error {
@@ -46,57 +46,57 @@ class Problem extends Error {
   }
 }
 
-/** The JSON answer and its headers; network failures and error statuses become a Problem. */
-async function ask(path, options = {}) {
+/** Return the JSON response and its headers; network failures and error statuses become a Problem. */
+async function request(path, options = {}) {
   const headers = { ...options.headers, ...(token && { Authorization: `Bearer ${token}` }) };
-  let answer, text;
+  let response, text;
   try {
-    answer = await fetch(path, { ...options, headers, cache: "no-store" });
-    text = await answer.text();
+    response = await fetch(path, { ...options, headers, cache: "no-store" });
+    text = await response.text();
   } catch (error) {
     if (error.name === "AbortError") throw error;
-    if (error.name === "TimeoutError") throw new Problem("The server took too long.", [`No answer within ${PATIENCE_MS / 1000} s.`]);
+    if (error.name === "TimeoutError") throw new Problem("The server took too long.", [`No answer within ${TIMEOUT_MS / 1000} s.`]);
     throw new Problem("The server cannot be reached.", ["Is it still running, and this machine online?"]);
   }
-  if (!answer.ok) throw problemOf(answer, text);
+  if (!response.ok) throw toProblem(response, text);
   try {
-    return { body: JSON.parse(text), headers: answer.headers };
+    return { body: JSON.parse(text), headers: response.headers };
   } catch {
     throw new Problem("The answer is not a retriever's.", [text.slice(0, 200)]);
   }
 }
 
-/** An error answer in words. */
-function problemOf(answer, text) {
-  const said = details(text.slice(0, 2000));
-  const wait = answer.headers.get("Retry-After");
-  switch (answer.status) {
+/** Describe an error response for the user. */
+function toProblem(response, text) {
+  const details = errorDetails(text.slice(0, 2000));
+  const wait = response.headers.get("Retry-After");
+  switch (response.status) {
     case 401:
     case 403:
       return new Problem(token ? "The server does not accept this token." : "The server asks for an access token.", [], true);
     case 413:
-      return new Problem("The question is too large for this server.", said);
+      return new Problem("The question is too large for this server.", details);
     case 400:
     case 422:
-      return new Problem("The server does not accept this question.", said);
+      return new Problem("The server does not accept this question.", details);
     case 424:
-      return new Problem("The server has no record of this question.", said);
+      return new Problem("The server has no record of this question.", details);
     case 429:
     case 503:
-      return new Problem(`The server is busy or not ready; try again ${wait ? `in ${wait} s` : "soon"}.`, said);
+      return new Problem(`The server is busy or not ready; try again ${wait ? `in ${wait} s` : "soon"}.`, details);
     case 504:
-      return new Problem("The search took too long.", said);
+      return new Problem("The search took too long.", details);
     default:
-      return new Problem(`The search failed (status ${answer.status}).`, said);
+      return new Problem(`The search failed (status ${response.status}).`, details);
   }
 }
 
-/** What an error body says: FastAPI's `detail`, a text or a list. */
-function details(text) {
+/** Return the messages in an error body: FastAPI's `detail`, a string or a list. */
+function errorDetails(text) {
   try {
     const { detail } = JSON.parse(text);
     if (Array.isArray(detail)) {
-      return detail.map((one) => `${(one.loc ?? []).filter((part) => part !== "body").join(" ")}: ${one.msg}`.replace(/^: /, ""));
+      return detail.map((item) => `${(item.loc ?? []).filter((part) => part !== "body").join(" ")}: ${item.msg}`.replace(/^: /, ""));
     }
     return detail === undefined ? [] : [typeof detail === "string" ? detail : JSON.stringify(detail)];
   } catch {
@@ -104,7 +104,7 @@ function details(text) {
   }
 }
 
-/** The `Server-Timing` header as {durations: {stage: ms}, isCached}. */
+/** Parse a `Server-Timing` header to {durations: {stage: ms}, isCached}. */
 function readTimings(header) {
   const durations = {};
   let isCached = false;
@@ -117,7 +117,7 @@ function readTimings(header) {
   return { durations, isCached };
 }
 
-// ---- what is shown -----------------------------------------------------------------------------
+// ---- rendering ---------------------------------------------------------------------------------
 
 function showProblem(problem) {
   at("problem").replaceChildren(make("strong", "", problem.message));
@@ -162,20 +162,20 @@ function showTimings({ durations, isCached }, roundTrip) {
   at("timings").hidden = false;
 }
 
-function passage({ document: found, score }, rank, query) {
-  const title = found.title
-    ? make("h2", "", ...highlighted(found.title, query))
+function passage({ document: source, score }, rank, query) {
+  const title = source.title
+    ? make("h2", "", ...highlighted(source.title, query))
     : make("h2", "untitled", "untitled");
-  const shown = make("span", "score", make("small", "", "score "), scoreText(score));
-  const text = make("p", "text", ...highlighted(found.text ?? found.contents ?? "", query));
+  const scoreLabel = make("span", "score", make("small", "", "score "), scoreText(score));
+  const text = make("p", "text", ...highlighted(source.text ?? source.contents ?? "", query));
   const item = make("li", "passage");
-  item.append(make("header", "", make("span", "rank", `${rank}.`), title, shown), text);
+  item.append(make("header", "", make("span", "rank", `${rank}.`), title, scoreLabel), text);
   if (text.textContent.length > LONG_TEXT) item.append(expander(text));
-  item.append(make("p", "id", "id ", make("code", "", String(found.id))));
+  item.append(make("p", "id", "id ", make("code", "", String(source.id))));
   return item;
 }
 
-/** A button that shows a long text in full. */
+/** Create a button that expands and collapses a long text. */
 function expander(text) {
   const button = make("button", "more", "Show all");
   button.type = "button";
@@ -189,7 +189,7 @@ function expander(text) {
   return button;
 }
 
-/** Nested facts as rows `corpus · num_documents`, `3855`. */
+/** Yield nested facts as [name, value], for example ["corpus · num_documents", "3855"]. */
 function* flat(facts, path = []) {
   for (const [name, value] of Object.entries(facts)) {
     if (value !== null && typeof value === "object" && !Array.isArray(value)) yield* flat(value, [...path, name]);
@@ -201,8 +201,8 @@ function* flat(facts, path = []) {
 
 async function showServer() {
   try {
-    const facts = (await ask("info")).body;
-    const health = (await ask("health")).body;
+    const facts = (await request("info")).body;
+    const health = (await request("health")).body;
     const count = health.num_documents ? ` · ${plural(health.num_documents, "passage")}` : "";
     at("server").textContent = `${facts.retriever ?? health.retriever}${count}`;
     at("server").dataset.state = "ready";
@@ -212,28 +212,28 @@ async function showServer() {
   } catch (error) {
     if (!(error instanceof Problem)) throw error;
     at("server").textContent = error.needsToken ? "needs a token" : "not reachable";
-    at("server").dataset.state = "away";
+    at("server").dataset.state = "unavailable";
     if (error.needsToken) showProblem(error);
   }
 }
 
-/** Search for what the form says and show it; a search under way is given up. */
+/** Search for the question in the form and show the results; aborts a search in progress. */
 async function search() {
   const query = at("query").value;
   running?.abort();
   at("problem").hidden = true;
   document.title = query ? `${query} · Search-R1 retriever` : "Search-R1 retriever";
   if (!query.trim()) return clear();
-  const mine = (running = new AbortController());
+  const controller = (running = new AbortController());
   setBusy(true);
   try {
-    await retrieve(query, mine.signal);
+    await retrieve(query, controller.signal);
   } catch (error) {
     if (error.name === "AbortError") return;
     clear();
     showProblem(error instanceof Problem ? error : new Problem("The answer is not a retriever's.", [String(error)]));
   } finally {
-    if (running === mine) setBusy(false);
+    if (running === controller) setBusy(false);
   }
 }
 
@@ -241,18 +241,18 @@ async function retrieve(query, signal) {
   const topk = at("topk").valueAsNumber;
   const body = { queries: [query], topk: Number.isNaN(topk) ? null : topk, return_scores: true };
   const start = performance.now();
-  const answer = await ask("retrieve", {
+  const response = await request("retrieve", {
     method: "POST",
     headers: { "Content-Type": "application/json" },
     body: JSON.stringify(body),
-    signal: AbortSignal.any([signal, AbortSignal.timeout(PATIENCE_MS)]),
+    signal: AbortSignal.any([signal, AbortSignal.timeout(TIMEOUT_MS)]),
   });
-  const found = answer.body.result[0];
+  const hits = response.body.result[0];
   const roundTrip = performance.now() - start;
-  at("results").replaceChildren(...found.map((hit, i) => passage(hit, i + 1, query)));
-  showTimings(readTimings(answer.headers.get("Server-Timing")), roundTrip);
-  at("summary").textContent = found.length
-    ? `${plural(found.length, "passage")} in ${milliseconds(roundTrip)}`
+  at("results").replaceChildren(...hits.map((hit, i) => passage(hit, i + 1, query)));
+  showTimings(readTimings(response.headers.get("Server-Timing")), roundTrip);
+  at("summary").textContent = hits.length
+    ? `${plural(hits.length, "passage")} in ${milliseconds(roundTrip)}`
     : "No passage fits this question.";
   at("access").hidden = true;
 }
@@ -262,15 +262,15 @@ function setBusy(isBusy) {
   at("go").setAttribute("aria-busy", String(isBusy));
 }
 
-/** The form as an address, `?q=...&topk=...`. */
-function address() {
+/** Return the query string for the form, `?q=...&topk=...`. */
+function queryString() {
   const parameters = new URLSearchParams({ q: at("query").value });
   if (at("topk").value) parameters.set("topk", at("topk").value);
   return `?${parameters}`;
 }
 
-/** The form as the address says; searches at once if there is a question. */
-function follow() {
+/** Fill the form from the address, and search if there is a question. */
+function loadFromAddress() {
   const parameters = new URLSearchParams(location.search);
   at("query").value = parameters.get("q") ?? "";
   at("topk").value = parameters.get("topk") ?? "";
@@ -279,7 +279,7 @@ function follow() {
 
 at("search").addEventListener("submit", (event) => {
   event.preventDefault();
-  if (address() !== location.search) history.pushState(null, "", address());
+  if (queryString() !== location.search) history.pushState(null, "", queryString());
   search();
 });
 
@@ -300,6 +300,6 @@ document.addEventListener("keydown", (event) => {
   }
 });
 
-addEventListener("popstate", follow);
+addEventListener("popstate", loadFromAddress);
 showServer();
-follow();
+loadFromAddress();

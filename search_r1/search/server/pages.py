@@ -1,4 +1,4 @@
-"""Pages for a browser: fixed files, read when an app is made; no request opens a path."""
+"""Routes for a web page, whose files are read once; no request can open a path."""
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -7,7 +7,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-KINDS = {
+MEDIA_TYPES = {
     ".html": "text/html; charset=utf-8",
     ".css": "text/css; charset=utf-8",
     ".js": "text/javascript; charset=utf-8",
@@ -25,16 +25,20 @@ HEADERS = {
 
 
 def page_routes(files: Iterable[Path], servers: Sequence[str] = ()) -> list[Route]:
-    """A route for each file under its name, for the HTML at `/`; `servers`: others that it asks."""
-    more = f"; connect-src 'self' {' '.join(servers)}" if servers else ""
-    return [_route(file, HEADERS | {"Content-Security-Policy": POLICY + more}) for file in files]
+    """Return a route for each file, at its name, or at `/` for the HTML file.
+
+    `servers` are other origins that the page may send requests to.
+    """
+    connect = f"; connect-src 'self' {' '.join(servers)}" if servers else ""
+    headers = HEADERS | {"Content-Security-Policy": POLICY + connect}
+    return [_route(file, headers) for file in files]
 
 
 def _route(file: Path, headers: dict[str, str]) -> Route:
-    content, kind = file.read_bytes(), KINDS[file.suffix]
+    content, media_type = file.read_bytes(), MEDIA_TYPES[file.suffix]
 
     async def show(request: Request) -> Response:
-        return Response(content, media_type=kind, headers=headers)
+        return Response(content, media_type=media_type, headers=headers)
 
     path = "/" if file.suffix == ".html" else f"/{file.name}"
     return Route(path, show, methods=["GET"], include_in_schema=False)

@@ -1,4 +1,4 @@
-"""A service on a port: bound early, announced when ready, drained at SIGTERM; its names."""
+"""Runs the service: binds its port early, reports when it is ready, and drains it at SIGTERM."""
 
 import contextlib
 import functools
@@ -28,12 +28,13 @@ from verl.files import atomic_write
 logger = logging.getLogger(__name__)
 
 BACKLOG = 2048
-ANY = "*"
+ANY_HOST = "*"
 LOOPBACK = ("127.", "::1")
+"""Prefixes of addresses that only this machine can reach."""
 
 
 class _Server(uvicorn.Server):
-    """A uvicorn server that writes its port to a file, and drains its service before it stops."""
+    """A uvicorn server that writes its port to a file and drains its service at shutdown."""
 
     def __init__(
         self, config: uvicorn.Config, service: Service, port_file: Path | None, port: int
@@ -44,18 +45,18 @@ class _Server(uvicorn.Server):
         self._port = port
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start to listen, then write the port."""
+        """Start to accept requests, then write the port file."""
         await super().startup(sockets=sockets)
         if self._port_file is not None and self.started:
             write_port(self._port_file, self._port)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """From now on new requests are refused; uvicorn then waits for those accepted."""
+        """Refuse new requests from now on; uvicorn then waits for accepted ones."""
         self._service.is_draining = True
         super().handle_exit(sig, frame)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Answer what was accepted, within the seconds allowed."""
+        """Finish accepted requests within the drain time."""
         self._service.drain()
         await super().shutdown(sockets=sockets)
 
@@ -66,43 +67,48 @@ def serve(
     port_file: Path | None = None,
     allowed_hosts: Collection[str] = (),
 ) -> bool:
-    """Serve until SIGINT or SIGTERM; whether no search was left running. Raises SetupError."""
+    """Serve until SIGINT or SIGTERM; return whether no search is still running.
+
+    Raises SetupError if the port is taken.
+    """
     service: Service = app.state.service
     guarded = with_host_check(app, bound.getsockname()[0], allowed_hosts, misdirected)
     config = configure(guarded, service.config.max_body_bytes, service.config.drain)
     logger.info("serving on http://%s", listen(bound))
-    # uvicorn raises the signal again when it is done, which would skip the closing of files; from
-    # here on the process ends by itself. Unlike a handler, this also holds while Python finalises.
+    # uvicorn raises the signal again after its shutdown, which would skip the closing of files. Now
+    # only uvicorn handles SIGTERM. SIG_IGN, unlike a handler, also holds while Python finalises.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     gc.collect()
-    gc.freeze()  # what is loaded stays: no collection goes through it again
+    gc.freeze()  # exclude all that is loaded now from later collections
     with contextlib.suppress(KeyboardInterrupt):
         _Server(config, service, port_file, bound.getsockname()[1]).run(sockets=[bound])
     return service.close()
 
 
 def listen(bound: socket.socket) -> str:
-    """Take connections at the address that is returned; SetupError if another server does."""
-    if sys.platform == "linux":  # ends a connection, also a closed one, whose peer takes nothing
+    """Start to listen and return the address; raises SetupError if another server listens there."""
+    if sys.platform == "linux":  # ends connections, also closed ones, whose peer reads nothing
         bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * SEND_S))
     try:
         bound.listen(BACKLOG)
     except OSError as error:
         host, port = bound.getsockname()[:2]
-        raise _taken(host, port, error) from error
+        raise _cannot_serve(host, port, error) from error
     return address(bound)
 
 
 def address(bound: socket.socket) -> str:
-    """Where a bound socket is reached, as it stands in a URL."""
+    """Return the `host:port` of a bound socket as in a URL."""
     host, port = bound.getsockname()[:2]
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def bind(host: str, port: int, port_file: Path | None = None) -> socket.socket:
-    """A bound socket; raises SetupError if it is taken or `port_file` could not be written."""
+    """Return a bound socket; raises SetupError if this fails or `port_file` is not writable."""
     if not host:
-        raise SetupError("--host is empty; expected an address, as 127.0.0.1, or 0.0.0.0 for all")
+        raise SetupError(
+            "--host is empty; expected an address, such as 127.0.0.1, or 0.0.0.0 for all"
+        )
     # The port file is renamed over an existing path, which must not be a device or a folder.
     if port_file is not None and (
         not os.access(port_file.parent, os.W_OK)
@@ -118,21 +124,21 @@ def bind(host: str, port: int, port_file: Path | None = None) -> socket.socket:
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         bound.bind((host, port))
-    except (OSError, OverflowError, TypeError) as error:  # TypeError: no host name at all
+    except (OSError, OverflowError, TypeError) as error:  # TypeError: not a host name
         bound.close()
-        raise _taken(host, port, error) from error
+        raise _cannot_serve(host, port, error) from error
     return bound
 
 
-def _taken(host: str, port: int, error: Exception) -> SetupError:
+def _cannot_serve(host: str, port: int, error: Exception) -> SetupError:
     return SetupError(
-        f"cannot serve on {host}:{port} ({error}); expected a free port of this machine, at an "
-        "address that it has: give another --port, or --port 0 for any free one, or --host"
+        f"cannot serve on {host}:{port} ({error}); expected a free port of this machine, at one "
+        "of its addresses: give another --port, or --port 0 for any free one, or another --host"
     )
 
 
 def write_port(file: Path, port: int) -> None:
-    """Say in a file which port is served; it appears whole or not at all."""
+    """Write the port to a file atomically."""
     try:
         with atomic_write(file) as part:
             part.write_text(f"{port}\n")
@@ -141,7 +147,7 @@ def write_port(file: Path, port: int) -> None:
 
 
 def read_token(variable: str) -> str | None:
-    """The token of the environment; raises SetupError for one that no header can hold."""
+    """Read the token from the environment; raises SetupError if no header can hold it."""
     token = os.environ.get(variable)
     if token and not (token.isascii() and token.isprintable() and " " not in token):
         raise SetupError(
@@ -154,11 +160,11 @@ def read_token(variable: str) -> str | None:
 def warn_if_open(
     bound: socket.socket, token: str | None, fix: str = f"set {TOKEN_VARIABLE}"
 ) -> None:
-    """Say when anyone in the network may search."""
+    """Warn if the server is reachable from the network without a token."""
     host = bound.getsockname()[0]
     if not token and not host.startswith(LOOPBACK):
         logger.warning(
-            "bound to %s without a token: whoever reaches this address may search; %s, "
+            "bound to %s without a token: anyone who can reach this address can search; %s, "
             "or bind to 127.0.0.1",
             host,
             fix,
@@ -166,21 +172,22 @@ def warn_if_open(
 
 
 def with_host_check(
-    app: ASGIApp, address: str, allowed: Collection[str], refuse: Callable[[str], Response]
+    app: ASGIApp, bound_to: str, allowed: Collection[str], refuse: Callable[[str], Response]
 ) -> ASGIApp:
-    """`app` behind a look at `Host`, where it is bound to this machine alone or names are given.
+    """Return `app` with a check of the `Host` header, against DNS rebinding.
 
-    A page of a browser can have its own name lead to this machine (DNS rebinding), and would then
-    read what is answered: its requests carry that name. Addresses and `localhost` cannot be made
-    to lead elsewhere. `address`: what it is bound to. `refuse`: the answer to another name.
+    A web page could let its own host name resolve to this machine and then read the responses; its
+    requests have that name in `Host`. IP addresses and `localhost` are always accepted, since they
+    cannot be rebound. There is no check if the app is bound to a network address and `allowed` is
+    empty, or if it contains `*`. `refuse` creates the response to a request for another name.
     """
-    if ANY in allowed or not (allowed or address.startswith(LOOPBACK)):
+    if ANY_HOST in allowed or not (allowed or bound_to.startswith(LOOPBACK)):
         return app
     names = {name.lower().rstrip(".") for name in allowed}
 
     @functools.lru_cache(1024)
-    def is_mine(host: bytes) -> bool:
-        """Whether it is an address, `localhost`, or one of `names`, at any port."""
+    def is_own(host: bytes) -> bool:
+        """Whether `host` is an IP address, `localhost`, or one of `names`, with any port."""
         name = host.decode("latin-1").strip().lower()
         if name.startswith("["):
             name = name[1:].partition("]")[0]
@@ -196,9 +203,9 @@ def with_host_check(
 
     async def check(scope: Scope, receive: Receive, send: Send) -> None:
         for name, host in scope.get("headers", ()):
-            if name == b"host" and not is_mine(host):
-                shown = ascii(host.decode("latin-1")[:100])
-                text = f"this server has no name {shown}; its --allowed_hosts can give it one"
+            if name == b"host" and not is_own(host):
+                got = ascii(host.decode("latin-1")[:100])
+                text = f"{got} is not a name of this server; its --allowed_hosts can add it"
                 await refuse(text)(scope, receive, send)
                 return
         await app(scope, receive, send)

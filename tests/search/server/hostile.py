@@ -1,4 +1,4 @@
-"""Bodies made to cost a server time or memory: each class as large as asked."""
+"""Request bodies that are expensive to parse, in classes; each can have any size."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -12,8 +12,8 @@ ITEMS = {
     "longest": b'"' + b"a" * 16_384 + b'"', "quotes": b'"' + b'\\"' * 200 + b'"',
     "nothing": b"",
 }  # fmt: skip
-"""What a body repeats."""
-PLACES = {
+"""Items that a body repeats."""
+TEMPLATES = {
     "queries": b'{"queries":[%s]}',
     "after a good one": b'{"queries":["a",%s]}',
     "before half a character": b'{"queries":[%s,"\\ud800"]}',
@@ -27,7 +27,8 @@ PLACES = {
     "without an end": b'{"queries":[%s',
     "fields": b'{"x":%s,"queries":["a"]}',
 }
-WHOLE = {
+"""Bodies in which the items are repeated."""
+REPEATED = {
     "lists": (b"", b"[", b""), "objects": (b"", b'{"a":', b""), "spaces": (b"", b" ", b"{}"),
     "one query": (b'{"queries":["', b"a", b'"]}'), "no list": (b'{"queries":"', b"a", b'"}'),
     "escapes": (b'{"queries":["', b"\\u0041", b'"]}'), "bytes": (b"", b"\xff", b""),
@@ -45,33 +46,33 @@ WHOLE = {
     "backslashes": (b"[" * 250_001 + b'"', b"\\", b""), "commas": (b'{"queries":[', b",", b"]}"),
     "colons": (b"{", b":", b"}"), "line ends": (b"", b"\n", b""), "text": (b'"', b"a", b'"'),
 }  # fmt: skip
-"""Beginning, what is repeated, end."""
+"""Start of the body, part that is repeated, end."""
 KEYS = {
     "unknown": b"{%s}", "queries": b'{"queries":{%s}}', "half": b'{%s,"queries":["\\ud800"]}',
     "an answer": b'{%s,"queries":["a"]}', "topk": b'{"queries":["a"],"topk":{%s}}',
 }  # fmt: skip
-NUM_CLASSES = len(ITEMS) * len(PLACES) + len(WHOLE) + len(KEYS) * 3
+NUM_CLASSES = len(ITEMS) * len(TEMPLATES) + len(REPEATED) + len(KEYS) * 3
 
 
 def classes() -> Iterator[tuple[str, Callable[[int], bytes]]]:
-    """Each class by name, with what makes a body of at most about so many bytes."""
+    """Yield the name of each class, and a function that makes a body of about a given size."""
     for what, item in ITEMS.items():
-        for where, place in PLACES.items():
-            yield f"{what} in {where}", partial(_repeated, place, item)
-    for what, parts in WHOLE.items():
+        for where, template in TEMPLATES.items():
+            yield f"{what} in {where}", partial(_repeated, template, item)
+    for what, parts in REPEATED.items():
         yield f"one of {what}", partial(_long, *parts)
-    for what, place in KEYS.items():
+    for what, template in KEYS.items():
         for value in (b"1", b"[]", b'"a"'):
-            yield f"keys in {what}, {value!r}", partial(_keyed, place, value)
+            yield f"keys in {what}, {value!r}", partial(_keyed, template, value)
 
 
-def _repeated(place: bytes, item: bytes, size: int) -> bytes:
-    return place % b",".join([item] * max(1, (size - 80) // (len(item) + 1)))
+def _repeated(template: bytes, item: bytes, size: int) -> bytes:
+    return template % b",".join([item] * max(1, (size - 80) // (len(item) + 1)))
 
 
 def _long(start: bytes, middle: bytes, end: bytes, size: int) -> bytes:
     return start + middle * max(1, (size - len(start) - len(end)) // len(middle)) + end
 
 
-def _keyed(place: bytes, value: bytes, size: int) -> bytes:
-    return place % b",".join(b'"%d":%s' % (i, value) for i in range(size // 16))
+def _keyed(template: bytes, value: bytes, size: int) -> bytes:
+    return template % b",".join(b'"%d":%s' % (i, value) for i in range(size // 16))

@@ -1,4 +1,4 @@
-"""Admission, statuses, token, draining, facts and the page of the app."""
+"""Limits, statuses, token, draining, facts and page of the app."""
 
 import asyncio
 import json
@@ -17,10 +17,10 @@ from search_r1.search.errors import (
     UpstreamUnavailable,
 )
 from search_r1.search.server.app import create_app
-from search_r1.search.server.batching import Outcome
+from search_r1.search.server.batching import BatchResult
 from search_r1.search.server.requests import STATUSES
 from search_r1.search.settings import ServiceConfig
-from tests.search.server.engines import Watched, ask, client, ids, metric, until
+from tests.search.server.fake_backends import FakeBackend, ask, client, ids, metric, until
 
 SMALL = ServiceConfig(
     topk=2, max_topk=4, max_queries=3, max_query_chars=10, max_body_bytes=200, max_pending=3,
@@ -29,7 +29,7 @@ SMALL = ServiceConfig(
 
 
 @pytest.mark.parametrize(
-    ("body", "place", "allowed"),
+    ("body", "location", "allowed"),
     [
         ({"queries": ["a"] * 4}, ["body", "queries"], "at most 3"),
         ({"queries": ["a", "b" * 11]}, ["body", "queries", 1], "at most 10"),
@@ -39,17 +39,17 @@ SMALL = ServiceConfig(
         ({"queries": ["a"], "deadline_s": float("inf")}, ["body", "deadline_s"], "finite"),
     ],
 )
-def test_beyond_a_limit(body: Any, place: list[Any], allowed: str) -> None:
-    """422 names the place and what is allowed, and nothing is searched; at the limit it is."""
-    engine = Watched()
+def test_beyond_a_limit(body: Any, location: list[Any], allowed: str) -> None:
+    """Beyond a limit, 422 names the location and the limit, and nothing is searched."""
+    backend = FakeBackend()
 
     async def main() -> None:
-        async with client(create_app(engine, SMALL)) as http:
+        async with client(create_app(backend, SMALL)) as http:
             answer = await http.post("/retrieve", content=json.dumps(body))
             assert answer.status_code == 422
             (detail,) = answer.json()["detail"]
-            assert detail["loc"] == place and allowed in detail["msg"]
-            assert engine.calls == []
+            assert detail["loc"] == location and allowed in detail["msg"]
+            assert backend.calls == []
             assert (await ask(http, "a", "b", "c" * 10, topk=4)).status_code == 200
 
     asyncio.run(main())
@@ -58,7 +58,7 @@ def test_beyond_a_limit(body: Any, place: list[Any], allowed: str) -> None:
 @pytest.mark.parametrize("size", [200, 201, 700, 5000])
 @pytest.mark.parametrize("has_length", [True, False])
 def test_body_size(size: int, has_length: bool) -> None:
-    """A body over the limit is 413 with the limit, with and without Content-Length."""
+    """A body over the limit gets 413 with the limit, with and without Content-Length."""
     content = json.dumps({"queries": ["a"]}).ljust(size).encode()
 
     async def chunks() -> Any:
@@ -66,7 +66,7 @@ def test_body_size(size: int, has_length: bool) -> None:
             yield content[start : start + 50]
 
     async def main() -> None:
-        async with client(create_app(Watched(), SMALL)) as http:
+        async with client(create_app(FakeBackend(), SMALL)) as http:
             answer = await http.post("/retrieve", content=content if has_length else chunks())
         assert answer.status_code == (200 if size <= 200 else 413)
         if size > 200:
@@ -75,21 +75,21 @@ def test_body_size(size: int, has_length: bool) -> None:
     asyncio.run(main())
 
 
-def test_a_full_queue_is_503_with_the_time_to_wait() -> None:
-    """Beyond max_pending requests are refused, until there is room; joined queries need none."""
-    engine = Watched()
-    app = create_app(engine, SMALL)
+def test_a_full_queue_is_503_with_retry_after() -> None:
+    """Beyond max_pending, requests are refused until there are free slots; joined ones are not."""
+    backend = FakeBackend()
+    app = create_app(backend, SMALL)
 
     async def main() -> None:
         async with client(app) as http:
-            engine.gate.clear()
+            backend.gate.clear()
             waiting = [asyncio.ensure_future(ask(http, f"q{i}")) for i in range(3)]
             await until(lambda: app.state.service.batcher.num_pending == 3)
             answer = await ask(http, "one more")
             assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
             assert "3 may wait" in answer.json()["detail"]
             joined = asyncio.ensure_future(ask(http, "q0", "q1"))
-            engine.gate.set()
+            backend.gate.set()
             answers = await asyncio.gather(*waiting, joined)
             assert {a.status_code for a in answers} == {200}
             assert (await ask(http, "one more")).status_code == 200
@@ -108,35 +108,35 @@ def test_a_full_queue_is_503_with_the_time_to_wait() -> None:
 def test_retry_after_is_the_excess_over_the_measured_rate(
     num_queries: int, seconds: float, excess: int, expected: float
 ) -> None:
-    """Seconds until the excess is answered, between 1 and 60."""
+    """Retry-After is the time to answer the excess queries, between 1 and 60 s."""
     config = ServiceConfig(max_pending=100, max_queries=100)
-    batcher = create_app(Watched(), config).state.service.batcher
-    batcher._learn(num_queries, Outcome([[]] * num_queries, elapsed=seconds))
-    batcher._admit(100)
+    batcher = create_app(FakeBackend(), config).state.service.batcher
+    batcher._update_estimates(num_queries, BatchResult([[]] * num_queries, elapsed=seconds))
+    batcher._check_capacity(100)
     with pytest.raises(Overloaded) as caught:
-        batcher._admit(100 + excess)
+        batcher._check_capacity(100 + excess)
     assert caught.value.retry_after == pytest.approx(expected)
 
 
-def test_a_deadline_is_504() -> None:
-    """The request's own deadline and the server's both end the waiting."""
-    engine = Watched()
+def test_deadlines_are_504() -> None:
+    """Both the request's deadline and the server's end the wait."""
+    backend = FakeBackend()
 
     async def main() -> None:
         config = ServiceConfig(deadline=0.02, batch_wait_ms=0)
-        async with client(create_app(engine, config)) as http:
-            engine.gate.clear()
+        async with client(create_app(backend, config)) as http:
+            backend.gate.clear()
             own = await ask(http, "a", deadline_s=0.01)
             capped = await ask(http, "a", deadline_s=1000.0)
             assert (own.status_code, capped.status_code) == (504, 504)
             assert "0.01 s" in own.json()["detail"] and "0.02 s" in capped.json()["detail"]
-            engine.gate.set()
+            backend.gate.set()
 
     asyncio.run(main())
 
 
 def test_a_body_that_never_ends_is_504() -> None:
-    """A client that stops in the middle of its body does not hold a request for ever."""
+    """A client that stops in the middle of its body does not keep a request open forever."""
     sent: list[Any] = []
     messages = [{"type": "http.request", "body": b"{", "more_body": True}]
 
@@ -146,7 +146,7 @@ def test_a_body_that_never_ends_is_504() -> None:
     async def send(message: Any) -> None:
         sent.append(message)
 
-    app = create_app(Watched(), ServiceConfig(deadline=0.02))
+    app = create_app(FakeBackend(), ServiceConfig(deadline=0.02))
     scope = {
         "type": "http",
         "method": "POST",
@@ -169,11 +169,11 @@ def test_a_body_that_never_ends_is_504() -> None:
 def test_an_online_service_that_fails(
     error: Exception, status: int, retry_after: str | None
 ) -> None:
-    """Only what another attempt may cure is a 503 or 502."""
+    """A 503 or 502 is sent only if a retry can help."""
 
     async def main() -> None:
-        engine = Watched(num_threads=4, failures={"q": error})
-        async with client(create_app(engine)) as http:
+        backend = FakeBackend(num_threads=4, failures={"q": error})
+        async with client(create_app(backend)) as http:
             answer = await ask(http, "q")
             assert (answer.status_code, answer.headers.get("retry-after")) == (status, retry_after)
             assert answer.json() == {"detail": str(error)}
@@ -181,14 +181,14 @@ def test_an_online_service_that_fails(
     asyncio.run(main())
 
 
-def test_a_malformed_document_is_told() -> None:
-    """`GET /document` of a row that cannot be read is a 500 that says which, as of a search."""
+def test_a_malformed_document_is_reported() -> None:
+    """`GET /document` of a malformed row is a 500 that names the row, as for a search."""
 
     def find(id: str) -> None:
         raise CorpusError(f"row of {id} is malformed")
 
     async def main() -> None:
-        async with client(create_app(Watched(), find=find)) as http:
+        async with client(create_app(FakeBackend(), find=find)) as http:
             answer = await http.get("/document?id=7")
             assert answer.status_code == 500
             assert answer.json() == {"detail": "row of 7 is malformed"}
@@ -197,9 +197,9 @@ def test_a_malformed_document_is_told() -> None:
 
 
 def test_the_deadline_counts_from_the_first_byte() -> None:
-    """What a slow body has used up is not allowed again for its search."""
-    engine = Watched()
-    engine.gate.clear()
+    """The time that a slow body takes is subtracted from the time for its search."""
+    backend = FakeBackend()
+    backend.gate.clear()
 
     async def body() -> AsyncIterator[bytes]:
         yield b'{"queries": '
@@ -207,32 +207,32 @@ def test_the_deadline_counts_from_the_first_byte() -> None:
         yield b'["a"]}'
 
     async def main() -> None:
-        async with client(create_app(engine, ServiceConfig(deadline=2.0))) as http:
+        async with client(create_app(backend, ServiceConfig(deadline=2.0))) as http:
             start = time.monotonic()
             try:
                 assert (await http.post("/retrieve", content=body())).status_code == 504
                 assert time.monotonic() - start < 3.5
             finally:
-                engine.gate.set()
+                backend.gate.set()
 
     asyncio.run(main())
 
 
 def test_draining() -> None:
-    """What was accepted is finished; new requests and /health are 503 with Retry-After."""
-    engine = Watched()
-    app = create_app(engine, ServiceConfig(batch_wait_ms=0))
+    """Accepted requests are finished; new requests and /health get 503 with Retry-After."""
+    backend = FakeBackend()
+    app = create_app(backend, ServiceConfig(batch_wait_ms=0))
 
     async def main() -> None:
         async with client(app) as http:
             assert (await http.get("/health")).json()["status"] == "ok"
-            engine.gate.clear()
+            backend.gate.clear()
             accepted = asyncio.ensure_future(ask(http, "a"))
-            await asyncio.to_thread(engine.entered.acquire)
+            await asyncio.to_thread(backend.entered.acquire)
             app.state.service.drain()
             for answer in (await ask(http, "b"), await http.get("/health")):
                 assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
-            engine.gate.set()
+            backend.gate.set()
             assert (await accepted).status_code == 200
 
     asyncio.run(main())
@@ -240,37 +240,37 @@ def test_draining() -> None:
 
 
 def test_draining_ends_in_time() -> None:
-    """A search that does not end is answered 503 after the seconds allowed."""
-    engine = Watched()
-    app = create_app(engine, ServiceConfig(batch_wait_ms=0, drain=0.01))
+    """The request of a search that does not end gets 503 after the drain time."""
+    backend = FakeBackend()
+    app = create_app(backend, ServiceConfig(batch_wait_ms=0, drain=0.01))
 
     async def main() -> None:
         async with client(app) as http:
-            engine.gate.clear()
+            backend.gate.clear()
             accepted = asyncio.ensure_future(ask(http, "a"))
-            await asyncio.to_thread(engine.entered.acquire)
+            await asyncio.to_thread(backend.entered.acquire)
             app.state.service.drain()
             assert (await accepted).status_code == 503
             assert not app.state.service.close()
-            engine.gate.set()
+            backend.gate.set()
 
     asyncio.run(main())
 
 
 @pytest.mark.parametrize("path", ["/retrieve", "/info", "/metrics"])
-@pytest.mark.parametrize("given", [None, "", "Bearer", "Bearer wrong", "Basic secret", "secret"])
-def test_without_the_token(path: str, given: str | None) -> None:
-    """401 that says how, before a search; with the token in any case of the scheme, an answer."""
-    engine = Watched()
+@pytest.mark.parametrize("header", [None, "", "Bearer", "Bearer wrong", "Basic secret", "secret"])
+def test_the_token_is_required(path: str, header: str | None) -> None:
+    """Without the token: 401 before any search. The scheme may have any case."""
+    backend = FakeBackend()
 
     async def main() -> None:
-        async with client(create_app(engine, token="secret")) as http:
+        async with client(create_app(backend, token="secret")) as http:
             method = "POST" if path == "/retrieve" else "GET"
             body = b'{"queries": ["a"]}'
-            headers = {} if given is None else {"Authorization": given}
+            headers = {} if header is None else {"Authorization": header}
             answer = await http.request(method, path, content=body, headers=headers)
             assert (answer.status_code, answer.headers["www-authenticate"]) == (401, "Bearer")
-            assert "secret" not in answer.text and engine.calls == []
+            assert "secret" not in answer.text and backend.calls == []
             for scheme in ("Bearer", "bearer"):
                 headers = {"Authorization": f"{scheme} secret"}
                 answer = await http.request(method, path, content=body, headers=headers)
@@ -280,21 +280,21 @@ def test_without_the_token(path: str, given: str | None) -> None:
 
 
 @pytest.mark.parametrize("path", ["/health", "/", "/page.js", "/page.css", "/openapi.json"])
-def test_what_needs_no_token(path: str) -> None:
-    """The page, the contract and whether the server lives are open."""
+def test_routes_without_a_token(path: str) -> None:
+    """The page, the OpenAPI contract and the health check need no token."""
 
     async def main() -> None:
-        async with client(create_app(Watched(), token="secret")) as http:
+        async with client(create_app(FakeBackend(), token="secret")) as http:
             assert (await http.get(path)).status_code == 200
 
     asyncio.run(main())
 
 
-def test_the_page_is_closed_in(tmp_path: Any) -> None:
-    """The page loads nothing from elsewhere, and a path of a request opens no file."""
+def test_the_page_is_isolated(tmp_path: Any) -> None:
+    """The page loads nothing from other hosts, and no request path opens a file."""
 
     async def main() -> None:
-        async with client(create_app(Watched())) as http:
+        async with client(create_app(FakeBackend())) as http:
             page = await http.get("/")
             assert page.headers["content-type"].startswith("text/html")
             assert page.headers["content-security-policy"].startswith("default-src 'self';")
@@ -305,13 +305,13 @@ def test_the_page_is_closed_in(tmp_path: Any) -> None:
 
 
 def test_info_and_metrics() -> None:
-    """Facts, limits and a fingerprint that changes with the facts; stages appear by name."""
-    engine = Watched()
+    """/info has facts, limits and a fingerprint of the facts; /metrics has stages by name."""
+    backend = FakeBackend()
 
     async def main() -> Iterator[str]:
-        async with client(create_app(engine, SMALL)) as http:
+        async with client(create_app(backend, SMALL)) as http:
             info = (await http.get("/info")).json()
-            assert info["engine"] == info["retriever"] == "watched"
+            assert info["engine"] == info["retriever"] == "fake"
             assert info["default_topk"] == 2
             assert info["limits"]["max_queries"] == 3
             assert info["memory"]["own"] > 1 << 20 and info["memory"]["mapped"] > 0
@@ -322,15 +322,15 @@ def test_info_and_metrics() -> None:
 
     first = asyncio.run(main())
     assert asyncio.run(main()) == first
-    engine.facts = {"engine": "watched", "nprobe": 1}
+    backend.facts = {"engine": "fake", "nprobe": 1}
     assert asyncio.run(main()) != first
 
 
-def test_openapi_describes_what_is_served() -> None:
-    """Request with this server's limits, answer, every error status; only POST is taken."""
+def test_openapi_describes_the_service() -> None:
+    """OpenAPI has the request with this server's limits and every error status; only POST works."""
 
     async def main() -> None:
-        async with client(create_app(Watched(), SMALL)) as http:
+        async with client(create_app(FakeBackend(), SMALL)) as http:
             document = (await http.get("/openapi.json")).json()
             operation = document["paths"]["/retrieve"]["post"]
             assert set(operation["responses"]) == {"200", *map(str, STATUSES)}
@@ -345,26 +345,26 @@ def test_openapi_describes_what_is_served() -> None:
 
 
 def test_contradicting_limits() -> None:
-    """Limits that would refuse every full request are refused when the app is made."""
+    """Limits that would refuse every full request are refused when the app is created."""
     for config in (ServiceConfig(topk=9, max_topk=8), ServiceConfig(max_queries=9, max_pending=8)):
         with pytest.raises(SetupError, match="expected"):
-            create_app(Watched(), config)
+            create_app(FakeBackend(), config)
 
 
-def test_ids_of_a_plain_answer() -> None:
-    """An answer without scores has the documents themselves."""
+def test_a_response_without_scores() -> None:
+    """A response without scores has plain documents."""
 
     async def main() -> None:
-        async with client(create_app(Watched())) as http:
+        async with client(create_app(FakeBackend())) as http:
             assert ids(await ask(http, "a", topk=1)) == [["a/1/0"]]
 
     asyncio.run(main())
 
 
-def test_a_long_answer_comes_in_parts() -> None:
-    """One query as often as allowed: the same bytes, none of them made at once."""
-    engine = Watched()
-    app = create_app(engine, ServiceConfig(batch_wait_ms=0))
+def test_a_long_response_is_sent_in_chunks() -> None:
+    """A response to the largest request has the same bytes, in small chunks."""
+    backend = FakeBackend()
+    app = create_app(backend, ServiceConfig(batch_wait_ms=0))
 
     async def main() -> None:
         sent: list[Any] = []

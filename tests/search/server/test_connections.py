@@ -1,4 +1,4 @@
-"""Connections of a real server: heads, times, numbers, and the port that two servers want."""
+"""Connections of a real server: header limits, timeouts, their number, and a taken port."""
 
 import asyncio
 import contextlib
@@ -18,19 +18,18 @@ import uvicorn
 from search_r1.search.errors import SetupError
 from search_r1.search.server import connections, running
 from search_r1.search.server.app import create_app
-from search_r1.search.server.connections import MAX_HEADERS, configure, num_connections
+from search_r1.search.server.connections import MAX_HEADERS, configure, max_connections
 from search_r1.search.server.running import bind, listen
-from tests.search.server.engines import Watched
+from tests.search.server.fake_backends import FakeBackend
 
 HEAD = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
-LIMIT = 1000
-"""Bytes of a body."""
+MAX_BODY_BYTES = 1000
 
 
 @contextlib.contextmanager
 def served() -> Iterator[int]:
-    """The port of a server with our protocol."""
-    server = uvicorn.Server(configure(create_app(Watched()), LIMIT, 1))
+    """Run a server with LimitedProtocol; yields its port."""
+    server = uvicorn.Server(configure(create_app(FakeBackend()), MAX_BODY_BYTES, 1))
     with bind("127.0.0.1", 0) as bound:
         listen(bound)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]})
@@ -43,7 +42,7 @@ def served() -> Iterator[int]:
 
 
 def exchange(port: int, *parts: bytes, pause: float = 0.0) -> bytes:
-    """The status line that follows these bytes; nothing where the server just closes."""
+    """Send these bytes and return the status line; empty if the server only disconnects."""
     with socket.create_connection(("127.0.0.1", port), 20) as client:
         with contextlib.suppress(ConnectionError):
             for part in parts:
@@ -54,12 +53,12 @@ def exchange(port: int, *parts: bytes, pause: float = 0.0) -> bytes:
 
 
 NUM_BYTES = 16 << 20
-"""An answer has more, and no system's buffers have room for so many."""
+"""Less than the long response has, and more than the system's socket buffers hold."""
 
 
 @contextlib.contextmanager
-def long_answer(port: int) -> Iterator[socket.socket]:
-    """A client that asked for it."""
+def long_response(port: int) -> Iterator[socket.socket]:
+    """Connect and request the long response; yields the client's socket."""
     queries = [f"{i}" + "a" * 85 for i in range(600)]
     body = json.dumps({"queries": queries, "topk": 100}).encode()
     head = f"POST /retrieve HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
@@ -97,8 +96,8 @@ POST = b"POST /retrieve HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunke
         ([b"\x16\x03\x01\x02"], BAD),
     ],
 )  # fmt: skip
-def test_heads(port: int, parts: list[bytes], expected: bytes) -> None:
-    """Their number and size are bounded, trailers and chunks' own words too."""
+def test_header_limits(port: int, parts: list[bytes], expected: bytes) -> None:
+    """Number and size of headers are limited, including trailers and chunk extensions."""
     assert exchange(port, *parts) in (expected, b"" if expected is BAD else expected)
 
 
@@ -106,8 +105,8 @@ def test_heads(port: int, parts: list[bytes], expected: bytes) -> None:
     "parts",
     [[], [b"G"], [b"\r\n"] * 9, [HEAD] + [b"A: b\r\n"] * 9, [HEAD + b"\r\n"] + [b"\r\n"] * 9],
 )
-def test_a_head_that_does_not_end(monkeypatch: pytest.MonkeyPatch, parts: list[bytes]) -> None:
-    """Its connection is closed after the seconds allowed, however it drips, also the second one."""
+def test_headers_that_do_not_end(monkeypatch: pytest.MonkeyPatch, parts: list[bytes]) -> None:
+    """Incomplete headers end the connection after HEAD_S, also those of a second request."""
     monkeypatch.setattr(connections, "HEAD_S", 0.3)
     with served() as port, socket.create_connection(("127.0.0.1", port), 20) as client:
         start = time.monotonic()
@@ -120,8 +119,8 @@ def test_a_head_that_does_not_end(monkeypatch: pytest.MonkeyPatch, parts: list[b
         assert time.monotonic() - start < 5
 
 
-def test_a_slow_request_is_none_of_a_heads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither a body that takes longer than a head may, nor a pause between two requests."""
+def test_slow_bodies_are_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """HEAD_S limits neither the time of a body nor the pause between two requests."""
     monkeypatch.setattr(connections, "HEAD_S", 0.1)
     body = b'{"queries": ["a"]}'
     head = f"POST /retrieve HTTP/1.1\r\nContent-Length: {len(body)}\r\n\r\n".encode()
@@ -135,28 +134,28 @@ def test_a_slow_request_is_none_of_a_heads(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize("pause", [0.02, 30.0])
-def test_a_client_that_does_not_take_its_answer(
+def test_a_client_that_does_not_read_its_response(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, pause: float
 ) -> None:
-    """Its connection ends after the seconds allowed, also if it reads a little now and then."""
+    """Its connection is closed after SEND_S, even if it reads a little from time to time."""
     monkeypatch.setattr(connections, "SEND_S", 0.5)
     connections.logger.filters[0].__init__()  # type: ignore[misc]
-    with served() as port, long_answer(port) as client:
+    with served() as port, long_response(port) as client:
         ended, taken = time.monotonic() + 10, 0
-        while "take its answer" not in caplog.text and time.monotonic() < ended:
+        while "read its response" not in caplog.text and time.monotonic() < ended:
             taken += len(client.recv(1000)) if pause < 1 else 0
             time.sleep(0.02)
         with contextlib.suppress(ConnectionError):
             while data := client.recv(1 << 20):
                 taken += len(data)
-    assert caplog.text.count("did not take its answer within 0.5 s") == 1
+    assert caplog.text.count("did not read its response within 0.5 s") == 1
     assert taken < NUM_BYTES
 
 
-def test_a_client_that_is_slow_takes_all_of_its_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What counts is how long an answer waits, not how long it takes in all."""
+def test_a_slow_client_gets_its_whole_response(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SEND_S limits the time that a response waits, not its total time."""
     monkeypatch.setattr(connections, "SEND_S", 10.0)
-    with served() as port, long_answer(port) as client:
+    with served() as port, long_response(port) as client:
         taken, end = 0, b""
         while not end.endswith(b"\r\n0\r\n\r\n"):
             data = client.recv(1 << 20)
@@ -168,16 +167,18 @@ def test_a_client_that_is_slow_takes_all_of_its_answer(monkeypatch: pytest.Monke
 
 @pytest.mark.skipif(sys.platform != "linux", reason="TCP_USER_TIMEOUT")
 @pytest.mark.parametrize("size", [1 << 10, 1 << 24])
-def test_a_closed_connection_whose_peer_takes_nothing(
+def test_a_closed_connection_whose_peer_reads_nothing(
     monkeypatch: pytest.MonkeyPatch, size: int
 ) -> None:
-    """The system ends it: closing waits for what is buffered, for ever."""
+    """The operating system closes it; otherwise closing would wait forever for buffered data."""
     monkeypatch.setattr(running, "SEND_S", 0.5)
     ended = threading.Event()
 
     class Closing(asyncio.Protocol):
         def connection_made(self, transport: asyncio.BaseTransport) -> None:
-            writing = cast(asyncio.WriteTransport, transport)  # uvloop's own kind is no subclass
+            writing = cast(
+                asyncio.WriteTransport, transport
+            )  # uvloop's transport is not a subclass
             writing.write(b"a" * size)
             writing.close()
 
@@ -197,8 +198,8 @@ def test_a_closed_connection_whose_peer_takes_nothing(
 def test_connections_beyond_the_descriptors(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """503 with one line in the log, however many they are; there is room again when some leave."""
-    monkeypatch.setattr(connections, "num_connections", lambda: 5)
+    """Too many connections get 503 and one log line; new ones succeed when others have closed."""
+    monkeypatch.setattr(connections, "max_connections", lambda: 5)
     connections.logger.filters[0].__init__()  # type: ignore[misc]
     with served() as port, caplog.at_level(logging.WARNING), contextlib.ExitStack() as stack:
         for _ in range(5):
@@ -212,22 +213,22 @@ def test_connections_beyond_the_descriptors(
         while exchange(port, HEAD + b"\r\n") != OK:
             assert time.monotonic() < deadline
     assert [r.getMessage() for r in caplog.records if "5 connections" in r.getMessage()] == [
-        connections.FULL_TEXT % 5
+        connections.FULL_MESSAGE % 5
     ]
 
 
 def test_the_limit_of_descriptors_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
-    """To what is allowed, never beyond, and some are kept for files."""
-    told: list[tuple[int, int]] = []
-    monkeypatch.setattr(resource, "setrlimit", lambda _, limits: told.append(limits))
-    for soft, hard, most in [(1024, 4096, 4096), (512, -1, 65_536), (100_000, 100_000, 100_000)]:
+    """The limit is raised as far as allowed, and some descriptors are kept for files."""
+    limits_set: list[tuple[int, int]] = []
+    monkeypatch.setattr(resource, "setrlimit", lambda _, limits: limits_set.append(limits))
+    for soft, hard, limit in [(1024, 4096, 4096), (512, -1, 65_536), (100_000, 100_000, 100_000)]:
         monkeypatch.setattr(resource, "getrlimit", lambda _, soft=soft, hard=hard: (soft, hard))
-        assert most - 1000 < num_connections() < most
-    assert told == [(4096, 4096), (65_536, -1)]
+        assert limit - 1000 < max_connections() < limit
+    assert limits_set == [(4096, 4096), (65_536, -1)]
 
 
 def test_one_port_has_one_server() -> None:
-    """Two may be bound to it, as neither listens while it loads; the second to listen is told."""
+    """Two servers can bind to it before either listens; the second to listen gets an error."""
     with bind("127.0.0.1", 0) as first:
         port = first.getsockname()[1]
         with bind("127.0.0.1", port) as second:

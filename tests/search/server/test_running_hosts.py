@@ -1,4 +1,4 @@
-"""Which names of a server are its own, bound to this machine alone or to a network."""
+"""Which host names a server accepts, bound to this machine only or to a network."""
 
 import asyncio
 
@@ -36,21 +36,21 @@ def status(address: str, allowed: tuple[str, ...], *hosts: str | None) -> int:
 
 @pytest.mark.parametrize("host", [*OWN, None])
 @pytest.mark.parametrize("address", ["127.0.0.1", "::1", "127.0.0.2"])
-def test_addresses_and_localhost_are_taken(address: str, host: str | None) -> None:
-    """So curl by address works; a client without a Host is no browser."""
+def test_addresses_and_localhost_are_accepted(address: str, host: str | None) -> None:
+    """Addresses work, for example with curl; a client without a Host header is not a browser."""
     assert status(address, (), host) == 200
 
 
 @pytest.mark.parametrize("host", OTHERS)
 def test_other_names_are_refused_on_loopback(host: str) -> None:
-    """Whatever they look like, and beside one that would do; a network's server takes them."""
+    """They are refused even beside a valid one; a server bound to a network accepts them."""
     assert status("127.0.0.1", (), host) == status("::1", (), host) == 421
     assert status("127.0.0.1", (), "localhost", host) == 421
     assert status("0.0.0.0", (), host) == status("10.0.0.5", (), host) == 200
 
 
-def test_names_that_are_given() -> None:
-    """They are taken at any port and in any case, and bind a network's server too."""
+def test_allowed_names() -> None:
+    """They are accepted with any port and case, and restrict a server on a network as well."""
     for address in ("127.0.0.1", "0.0.0.0"):
         assert status(address, ("Node17", "b.example"), "node17:8000") == 200
         assert status(address, ("Node17", "b.example"), "10.0.0.5:8000") == 200

@@ -14,7 +14,7 @@ from search_r1.search.retrieval_server import create_app
 from search_r1.search.server.faults import FaultInjector
 from search_r1.search.settings import FaultConfig
 from tests.apps import running
-from tests.search.server.engines import Watched
+from tests.search.server.fake_backends import FakeBackend
 from tests.verl.trainer.playing import InProcess
 from tests.verl.trainer.recording import RecordingReplicas, prompts
 from verl.agent.environment import Environment
@@ -255,7 +255,7 @@ def play(
     faults: FaultConfig, timeout: float
 ) -> tuple[list[Trajectory], InProcess, RetryingRollout]:
     """Run 60 dialogues with a server that injects `faults`; `timeout` is the client's."""
-    with running(FaultInjector(create_app(Watched()), faults)) as url:
+    with running(FaultInjector(create_app(FakeBackend()), faults)) as url:
         replicas = InProcess(url, timeout)
         config = Config()
         config.retriever.url, config.retriever.topk = url, 1
@@ -293,7 +293,7 @@ def test_a_tool_that_refuses_the_run_ends_it_at_once() -> None:
     with pytest.raises(ToolRefused, match="RETRIEVER_TOKEN") as caught:
         RetryingRollout(replicas, Environment((Refusing(),))).generate(starts(), SAMPLING)
     assert caught.value.exit_code == 2 and len(replicas.requests) == 1
-    with running(create_app(Watched(), token="x")) as url:
+    with running(create_app(FakeBackend(), token="x")) as url:
         elsewhere = InProcess(url, 5.0)
         with pytest.raises(ToolRefused, match=rf"{url}.*401.*RETRIEVER_TOKEN"):
             RetryingRollout(elsewhere, Environment()).generate(starts(), SAMPLING)

@@ -14,7 +14,7 @@ from search_r1.search.client import EmptyRetrieval
 from search_r1.search.retrieval_server import create_app
 from tests.apps import running
 from tests.fakes import ScriptedEngine
-from tests.search.server.engines import Watched
+from tests.search.server.fake_backends import FakeBackend
 from tests.verl.trainer.playing import InProcess
 from tests.verl.trainer.recording import RecordingRanks, prompts, score_by_sample
 from verl.agent.environment import Environment
@@ -39,7 +39,7 @@ class Server:
         self.start()
 
     def start(self, token: str | None = None) -> None:
-        app = create_app(Watched(), token=token)
+        app = create_app(FakeBackend(), token=token)
         self.url = self._open.enter_context(running(app, self.port))
         self.port = int(self.url.rpartition(":")[2])
 

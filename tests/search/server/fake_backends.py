@@ -1,4 +1,4 @@
-"""Engines whose calls can be seen and held."""
+"""Fake backends whose calls are recorded and can be blocked, and helpers for requests."""
 
 import asyncio
 import threading
@@ -13,17 +13,17 @@ from search_r1.search.schema import Document, Hit
 
 
 def hits_of(query: str, k: int) -> list[Hit]:
-    """What the engine below answers: k documents that name query, k and rank."""
+    """Return the hits of FakeBackend: k documents with ids of query, k and rank."""
     return [
         Hit(Document.from_title(f"{query}/{k}/{rank}", query, "text"), 1 / (rank + 3))
         for rank in range(k)
     ]
 
 
-class Watched:
-    """Keeps the batches that it was asked; may be held, and may fail for some queries."""
+class FakeBackend:
+    """Records its calls; blocks while `gate` is cleared, and fails for some queries."""
 
-    name = "watched"
+    name = "fake"
     num_documents = 1
 
     def __init__(self, *, num_threads: int = 1, failures: dict[str, Exception] | None = None):
@@ -33,7 +33,7 @@ class Watched:
         self.gate.set()
         self.entered = threading.Semaphore(0)
         self.failures = failures or {}
-        self.facts: dict[str, Any] = {"engine": "watched"}
+        self.facts: dict[str, Any] = {"engine": "fake"}
 
     def search(self, queries: Sequence[str], k: int) -> list[list[Hit]]:
         self.calls.append((list(queries), k))
@@ -48,8 +48,8 @@ class Watched:
         return self.facts
 
 
-class Slow:
-    """A backend with the latency of a service, which depends on the query; many are at work."""
+class SlowBackend:
+    """Adds a latency that depends on the query to a backend; 64 searches run at once."""
 
     num_threads = 64
 
@@ -72,24 +72,24 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 def client(app: Any, token: str | None = None) -> httpx.AsyncClient:
-    """A client of the app in this process."""
+    """Return a client of an app in this process."""
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     transport = httpx.ASGITransport(app)
     return httpx.AsyncClient(transport=transport, base_url="http://test", headers=headers)
 
 
 async def ask(http: httpx.AsyncClient, *queries: str, **fields: Any) -> httpx.Response:
-    """One request to /retrieve."""
+    """Send a request to /retrieve."""
     return await http.post("/retrieve", json={"queries": queries, **fields})
 
 
-def ids(answer: httpx.Response) -> list[list[str]]:
-    """The documents' ids, by query."""
-    return [[document["id"] for document in found] for found in answer.json()["result"]]
+def ids(response: httpx.Response) -> list[list[str]]:
+    """Return the document ids of each query."""
+    return [[document["id"] for document in hits] for hits in response.json()["result"]]
 
 
 def metric(app: Any, sample: str) -> float:
-    """The value of one line of /metrics; 0 if it is not there."""
+    """Return the value of one line of /metrics, or 0 if it is missing."""
     for line in app.state.service.metrics.text().decode().splitlines():
         if line.startswith(f"{sample} "):
             return float(line.rpartition(" ")[2])
