@@ -40,9 +40,9 @@ COLUMNS: Mapping[str, Callable[[Sequence[Result]], str]] = {
     "final EM": lambda found: mean_and_range([r.final_em for r in found], 3),
     f"steps to {THRESHOLD} EM": steps_cell,
     "sampled EM": lambda found: mean_and_range([r.sampled_em for r in found], 3),
-    "KL, nats a token": lambda found: mean_and_range([r.kl for r in found], 3),
-    "entropy, nats a token": lambda found: mean_and_range([r.entropy for r in found], 3),
-    "searches an answer": lambda found: mean_and_range([r.searches for r in found], 2),
+    "KL, nats per token": lambda found: mean_and_range([r.kl for r in found], 3),
+    "entropy, nats per token": lambda found: mean_and_range([r.entropy for r in found], 3),
+    "searches per answer": lambda found: mean_and_range([r.searches for r in found], 2),
     "wall s": lambda found: mean_and_range([r.wall_seconds for r in found], 0),
 }
 
@@ -65,7 +65,7 @@ def markdown(results: Mapping[str, Sequence[Result]]) -> str:
 
 
 def mask_verdict(results: Mapping[str, Sequence[Result]], masked: str, unmasked: str) -> str:
-    """In what training on documents is visibly worse: every seed than every seed with the mask."""
+    """In what training on documents is clearly worse: every seed than every seed with the mask."""
     with_mask, without = results.get(masked), results.get(unmasked)
     if not with_mask or not without:
         return ""
@@ -74,6 +74,6 @@ def mask_verdict(results: Mapping[str, Sequence[Result]], masked: str, unmasked:
         is_worse = max(map(goodness, without)) < min(map(goodness, with_mask))
         findings[is_worse].append(f"{name} ({shown(without)} against {shown(with_mask)})")
     worse, other = (", ".join(findings[key]) for key in (True, False))
-    said = [f"visibly worse than `{masked}` in {worse}"] if worse else []
-    said += [f"**not** visibly worse in {other}"] if other else []
+    said = [f"clearly worse than `{masked}` in {worse}"] if worse else []
+    said += [f"**not** clearly worse in {other}"] if other else []
     return f"- `{unmasked}` is {', and '.join(said)}."

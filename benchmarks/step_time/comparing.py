@@ -81,7 +81,7 @@ def report(cases: Sequence[Case], rows: Rows, calibrate: int) -> str:
         f"{fitted.train_tokens_s:,.0f} tokens/s trained",
         "",
         "| prompts x group | engines | slots | turns | searches | search p50, p99 | turn | found "
-        "| prompt | rollout s | foreseen | step s | foreseen | error |",
+        "| prompt | rollout s | predicted | step s | predicted | error |",
         "|" + " --- |" * 14,
     ]
     names = ("rollout", "rollout, from the description alone", "training", "step")

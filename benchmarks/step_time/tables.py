@@ -66,7 +66,7 @@ def row(name: str, folder: str, searches: str, hand_over: str) -> str:
 def main(words: Sequence[str]) -> None:
     """Print a row for each model, retriever and hand-over."""
     head = ("model", "searches", "weights", "shared, 0", "split, 0", "split, 1",
-            "split, 4", "best, staleness", "times as fast as shared, 0", "cards idle",
+            "split, 4", "best placement, staleness", "speedup over shared, 0", "cards idle",
             "GB of rank, engine")  # fmt: skip
     print(f"| {' | '.join(head)} |\n|{' --- |' * len(head)}", flush=True)  # noqa: T201
     for name, folder in (word.split("=", 1) for word in words):

@@ -50,9 +50,9 @@ def test_the_mask_counts_as_better_only_if_every_seed_is():
     """Overlapping seeds must be reported as no visible difference."""
     high, middle, low = (result([(8, em)]) for em in (0.9, 0.7, 0.3))
     worse = mask_verdict({"grpo": [high, middle], "b": [low]}, "grpo", "b")
-    assert worse.startswith("- `b` is visibly worse than `grpo` in final EM (0.300 against 0.800")
+    assert worse.startswith("- `b` is clearly worse than `grpo` in final EM (0.300 against 0.800")
     overlapping = mask_verdict({"grpo": [high, low], "b": [middle]}, "grpo", "b")
-    assert "`b` is **not** visibly worse in final EM" in overlapping
+    assert "`b` is **not** clearly worse in final EM" in overlapping
     assert mask_verdict({"grpo": [high]}, "grpo", "b") == ""
 
 
@@ -60,7 +60,7 @@ def test_a_slower_run_without_the_mask_is_worse_in_steps_alone():
     """Both may end at the same EM: what it took to get there still counts."""
     fast, slow = result([(0, 0.2), (4, 0.8)]), result([(0, 0.2), (4, 0.5), (8, 0.8)])
     never = result([(0, 0.2), (8, 0.7)])
-    assert "in steps (8 against 4), and **not** visibly" in mask_verdict(
+    assert "in steps (8 against 4), and **not** clearly" in mask_verdict(
         {"grpo": [fast], "b": [slow]}, "grpo", "b"
     )
     assert "steps (4 against never)" in mask_verdict({"grpo": [never], "b": [fast]}, "grpo", "b")
