@@ -113,7 +113,7 @@ class RunState:
         with checkpoint_errors(step_dir / STATE_FILE):
             state = TypeAdapter(cls).validate_python(read_state(step_dir))
             if state.step != step_of(step_dir) or not math.isfinite(state.kl_coef):
-                raise ValueError(f"it says step {state.step}, KL coefficient {state.kl_coef}")
+                raise ValueError(f"step {state.step}, KL coefficient {state.kl_coef}")
             return state
 
 

@@ -1,1 +1,1 @@
-"""The single controller: one driver process that hands batches to Ray actors and joins answers."""
+"""The single controller: one driver process sends batches to Ray actors and joins their results."""

@@ -27,8 +27,10 @@ from verl.trainer.ranks import TrainerRanks
 from verl.training.actor import rollout_correction
 from verl.types import Metrics, TokenBatch
 
-NO_LOG_PROBS_FIX = ("actor_rollout_ref.actor.old_log_probs=recompute, actor.rollout_is=none and no "
-          "actor.rollout_mask_threshold")  # fmt: skip
+NO_LOG_PROBS_FIX = (
+    "actor_rollout_ref.actor.old_log_probs=recompute, actor.rollout_is=none and no "
+    "actor.rollout_mask_threshold"
+)
 """Options that do not need the engines' log-probs, for the fix in error messages."""
 CRITIC_WAIT = "wait_critic"
 """Name of the phase in which the actor's ranks wait for a critic on its own devices."""
@@ -174,7 +176,7 @@ def mini_batches(
 
 
 def drop_zero_advantages(mini_batch: TokenBatch) -> TokenBatch:
-    """Return the sequences with a non-zero advantage; the others would have no gradient.
+    """Return the sequences with a non-zero advantage; the others add nothing to the policy loss.
 
     The token weights in the loss stay those of the whole mini-batch.
     """
@@ -242,7 +244,8 @@ class Learner:
             self.compute_log_probs(batch)
         with timings.phase("values" if pending is None else CRITIC_WAIT):
             if self.estimator.needs_critic:
-                batch.tokens["values"] = (pending or self.ranks.begin_values(batch))()
+                wait_for_values = pending or self.ranks.begin_values(batch)
+                batch.tokens["values"] = wait_for_values()
                 self.work.add_forward("values", self.work.critic, batch)
         if pending is not None:
             timings.record_peak("values", self.ranks.take_critic_peak_memory())
