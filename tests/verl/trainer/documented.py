@@ -1,4 +1,4 @@
-"""The metrics that docs/metrics.md lists."""
+"""Compares metric names with the list in docs/metrics.md."""
 
 import re
 from collections.abc import Iterable
@@ -8,7 +8,7 @@ PAGE = Path(__file__).parents[3] / "docs" / "metrics.md"
 
 
 def undocumented(names: Iterable[str]) -> list[str]:
-    """Those of `names` that are in no table of the page; a word in capitals stands for any name."""
+    """Return the `names` that are in no table of the page, where a word in capitals matches any."""
     cells = [line.split("|")[1] for line in PAGE.read_text().splitlines() if line[:1] == "|"]
     listed = [name for cell in cells for name in re.findall(r"`([\w/]+)`", cell)]
     patterns = [re.sub(r"[A-Z]+", "[^/]+", name) for name in listed]

@@ -1,18 +1,18 @@
-"""A whole run in this process: one real rank, engines of transformers, the shipped trainer.
+"""A complete run in this process: one real rank, transformers engines, the real trainer.
 
-Nothing runs beside anything else: what comes first is decided by delays that are drawn, so that a
-test says what happens when things take longer or shorter.
+Nothing runs in parallel: the order of events is decided by random delays from a seed, so that tests
+can cover any order.
 """
 
 from __future__ import annotations
 
 import asyncio
-import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -40,11 +40,11 @@ PROMPTS = [Prompt(f"nq#{i}", (5 + i, 20 + i, 11), "nq", ("gold",)) for i in rang
 
 
 class Killed(BaseException):
-    """The end of a process that nothing in it notices."""
+    """Simulates SIGKILL: no handler of the trainer catches it."""
 
 
 class LocalRanks:
-    """The actors of a group of ranks, here one rank in this process."""
+    """Replaces a group of Ray actors by one rank in this process."""
 
     name = "rank"
 
@@ -64,20 +64,20 @@ class LocalRanks:
         return [attrgetter(method)(self.worker)(shard, *more) for shard in shards]
 
     def begin_scatter(self, method: str, shards: Sequence[Any]) -> Callable[[], list[Any]]:
-        found = self.scatter(method, shards)
-        return lambda: found
+        results = self.scatter(method, shards)
+        return lambda: results
 
     def call(self, method: str, *arguments: Any) -> list[Any]:
         return [attrgetter(method)(self.worker)(*arguments)]
 
     def begin(self, method: str, *arguments: Any) -> Callable[[], list[Any]]:
-        found = self.call(method, *arguments)
-        return lambda: found
+        results = self.call(method, *arguments)
+        return lambda: results
 
 
-async def pause(draw: random.Random, longest: int) -> None:
-    """Some turns of the loop."""
-    for _ in range(draw.randrange(longest)):
+async def pause(random: Random, max_ticks: int) -> None:
+    """Wait for a random number of iterations of the event loop."""
+    for _ in range(random.randrange(max_ticks)):
         await asyncio.sleep(0)
 
 
@@ -93,50 +93,51 @@ class Letters:
 class InlineEngine(TransformersEngine):
     """Computes in the event loop, after a delay."""
 
-    draw: random.Random
+    random: Random
 
     async def start(self) -> None:
         self.model, self.tokenizer = self._load(self.path), Letters()
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
-        await pause(self.draw, 5)
+        await pause(self.random, 5)
         return self._generate(list(prompt_ids), sampling, lambda text: None, lambda: False)
 
     async def update_weights(self, folder: str, version: int, is_adapter: bool = False) -> None:
-        await pause(self.draw, 5)
+        await pause(self.random, 5)
         self._reset_cache()
         self.model, self.weight_version = self._load(folder), version
 
 
 class TalkingAgent:
-    """One to four turns, with a tool between them that answers after a while."""
+    """An agent of one to four turns, with a tool between them that answers after a delay."""
 
-    def __init__(self, draw: random.Random) -> None:
-        self._draw = draw
+    def __init__(self, random: Random) -> None:
+        self._random = random
 
     async def run(self, start: Trajectory, engine: RolloutEngine, sampling: Sampling) -> Trajectory:
         assert start.seed is not None
         done = replace(start, segments=list(start.segments), status=Status.ANSWERED)
         for turn in range(1 + start.seed % 4):
-            wanted = replace(sampling, max_tokens=4, seed=start.seed + turn)
-            said = await engine.generate(done.ids, wanted)
-            spoken = (said.ids, said.text, said.log_probs, said.weight_version)
-            await pause(self._draw, 200)
-            heard = Segment(Origin.OBSERVATION, (30 + said.ids[-1] % 5, 12))
-            done.segments += [Segment(Origin.POLICY, *spoken), heard]
+            turn_sampling = replace(sampling, max_tokens=4, seed=start.seed + turn)
+            completion = await engine.generate(done.ids, turn_sampling)
+            policy = Segment(Origin.POLICY, completion.ids, completion.text, completion.log_probs,
+                             completion.weight_version)  # fmt: skip
+            await pause(self._random, 200)
+            observation = Segment(Origin.OBSERVATION, (30 + completion.ids[-1] % 5, 12))
+            done.segments += [policy, observation]
             done.stats["turns"] = turn + 1.0
         return done
 
 
 def score(trajectory: Trajectory) -> Reward:
-    """By what was said."""
-    spoken = (s.ids for s in trajectory.segments if s.origin is Origin.POLICY)
-    value = sum(map(sum, spoken)) % 4 / 3
+    """Score by the sum of the policy's token ids."""
+    policy_ids = (s.ids for s in trajectory.segments if s.origin is Origin.POLICY)
+    value = sum(map(sum, policy_ids)) % 4 / 3
     return Reward(value, {"em": value})
 
 
 def run_config(model: str, out: Path, *options: str) -> Config:
-    """Two updates a step on four trajectories, as a user would ask for them."""
+    """Two updates per step on four trajectories, composed as from a command line."""
     actor = "actor_rollout_ref.actor"
     return fill_undecided(cli.compose([
         "data.train_files=none.parquet", "data.val_files=none.parquet", "data.train_batch_size=2",
@@ -154,13 +155,13 @@ def run_config(model: str, out: Path, *options: str) -> Config:
 
 @contextmanager
 def local_ranks(config: Config, num_steps: int) -> Iterator[TrainerRanks]:
-    """One rank; the process is as before in the end."""
+    """Yield one rank; afterwards the process is in its previous state."""
     with pytest.MonkeyPatch.context() as patch:
         for name in ("MASTER_ADDR", "MASTER_PORT"):
             patch.setenv(name, "")
         updates = num_steps * config.updates_per_step
         worker = TrainerWorker(config, 0, 1, "127.0.0.1", free_port(), updates)
-        torch.set_num_threads(1)  # threads that share so little wait for each other
+        torch.set_num_threads(1)  # more threads would only wait for each other on tiny models
         try:
             yield TrainerRanks(LocalRanks(worker))  # type: ignore[arg-type]
         finally:
@@ -168,10 +169,10 @@ def local_ranks(config: Config, num_steps: int) -> Iterator[TrainerRanks]:
             torch.use_deterministic_algorithms(False)
 
 
-def engine_of(config: Config, draw: random.Random, number: int = 0) -> InlineEngine:
-    """A started engine."""
+def start_engine(config: Config, random: Random, number: int = 0) -> InlineEngine:
+    """Build and start an engine."""
     engine = InlineEngine.from_config(config, number)
-    engine.draw = draw
+    engine.random = random
     asyncio.run(engine.start())
     return engine
 
@@ -179,25 +180,25 @@ def engine_of(config: Config, draw: random.Random, number: int = 0) -> InlineEng
 def train(
     config: Config, num_steps: int, delays: int, num_replicas: int = 1, killed_in: int = 0
 ) -> list[dict[str, float]]:
-    """Run the shipped trainer, be it killed in a step; returns the metrics of its steps."""
-    draw, tracker, hosts = random.Random(delays), MemoryTracker(), []
+    """Run the real trainer, optionally killed in a step; returns the metrics of its steps."""
+    random, tracker, hosts = Random(delays), MemoryTracker(), []
     for number in range(num_replicas):
-        hosts.append(RolloutReplica(config, lambda _: TalkingAgent(draw), number))
-        hosts[-1].engine = engine_of(config, draw, number)
+        hosts.append(RolloutReplica(config, lambda _: TalkingAgent(random), number))
+        hosts[-1].engine = start_engine(config, random, number)
 
-    def judge(trajectory: Trajectory) -> Reward:
+    def reward(trajectory: Trajectory) -> Reward:
         if trajectory.group.startswith(f"{killed_in}/"):
             raise Killed
         return score(trajectory)
 
-    group: Any = LocalGroup(hosts, draw)
-    is_ahead = config.actor_rollout_ref.rollout.max_staleness > 0
+    group: Any = LocalGroup(hosts, random)
+    overlaps = config.actor_rollout_ref.rollout.max_staleness > 0
     is_divided = config.actor_rollout_ref.rollout.replay is not None
-    replicas = RolloutReplicas(group, [], Restarts(0), overlaps=is_ahead, is_divided=is_divided)
+    replicas = RolloutReplicas(group, [], Restarts(0), overlaps=overlaps, is_divided=is_divided)
     with local_ranks(config, num_steps) as ranks:
         trainer = RayPPOTrainer(
             config=config, ranks=ranks, replicas=replicas, train_prompts=PROMPTS,
-            val_prompts=PROMPTS, reward_fn=judge, kl_controller=FixedKLController(0.01),
+            val_prompts=PROMPTS, reward_fn=reward, kl_controller=FixedKLController(0.01),
             total_steps=num_steps,
             tracking=Tracking("p", "e", [tracker], config.trainer.default_local_dir),
         )  # fmt: skip

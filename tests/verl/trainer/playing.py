@@ -1,4 +1,4 @@
-"""Dialogues with the real agent and client, without Ray or a model."""
+"""Dialogues with the real agent and retrieval client, without Ray or a model."""
 
 import asyncio
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from verl.types import Sampling, Trajectory
 
 
 class InProcess(RolloutPool):
-    """Plays dialogues with the real agent and client: each searches twice, then answers."""
+    """Runs dialogues with the real agent and client; each searches twice, then answers."""
 
     version = 0
 
@@ -22,29 +22,29 @@ class InProcess(RolloutPool):
         self.timeout = timeout
         self.num_failed = 0
 
-    def generate(self, begun: Sequence[Trajectory], sampling: Sampling) -> list[Trajectory]:
-        finished = asyncio.run(self._play(begun, sampling))
+    def generate(self, starts: Sequence[Trajectory], sampling: Sampling) -> list[Trajectory]:
+        finished = asyncio.run(self._play(starts, sampling))
         self.num_failed += len(pool.failed_positions(finished))
         return finished
 
     def sleep(self) -> None: ...
 
     def policy(self, start: Trajectory) -> RolloutEngine:
-        """What speaks in that dialogue, by the present weights."""
+        """Return the scripted policy of a dialogue, with the current weight version."""
         policy = policy_of(start)
         policy.weight_version = self.version
         return policy
 
-    async def _play(self, begun: Sequence[Trajectory], sampling: Sampling) -> list[Trajectory]:
+    async def _play(self, starts: Sequence[Trajectory], sampling: Sampling) -> list[Trajectory]:
         client = RetrievalClient(
             self.url, 1, timeout=self.timeout, max_retries=1, backoff=0.01, max_batch=2
         )  # fmt: skip
         async with client:
             agent = search_agent(client, ByteTokenizer())
-            return await asyncio.gather(*(agent.run(s, self.policy(s), sampling) for s in begun))
+            return await asyncio.gather(*(agent.run(s, self.policy(s), sampling) for s in starts))
 
 
 def policy_of(start: Trajectory) -> ScriptedEngine:
-    """What is said in the dialogue of that seed."""
-    asked = [f"<search>what of {start.seed}-{turn}</search>" for turn in (1, 2)]
-    return ScriptedEngine([*asked, "<answer>a</answer>"])
+    """Return the scripted policy of the dialogue with this seed."""
+    searches = [f"<search>what of {start.seed}-{turn}</search>" for turn in (1, 2)]
+    return ScriptedEngine([*searches, "<answer>a</answer>"])

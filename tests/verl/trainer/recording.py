@@ -1,4 +1,4 @@
-"""Groups that record what the driver asks of them, instead of Ray actors."""
+"""Replacements for the groups of Ray actors that record the driver's calls."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -31,11 +31,11 @@ class RecordingReplicas(RolloutPool):
 
     def answer(self, start: Trajectory) -> Trajectory:
         ids = tuple(range(10, 11 + start.sample))
-        spoken = Segment(Origin.POLICY, ids, "x", (-1.0,) * len(ids), self.version)
-        seen = Segment(Origin.OBSERVATION, (7, 7), "doc")
+        policy = Segment(Origin.POLICY, ids, "x", (-1.0,) * len(ids), self.version)
+        observation = Segment(Origin.OBSERVATION, (7, 7), "doc")
         status = Status.FAILED if self.fail(start) else Status.ANSWERED
         return dataclasses.replace(
-            start, segments=[*start.segments, spoken, seen], status=status, error="down"
+            start, segments=[*start.segments, policy, observation], status=status, error="down"
         )
 
     def update_weights(self, ranks: object) -> dict[str, float]:
@@ -49,7 +49,7 @@ class RecordingReplicas(RolloutPool):
 
 
 class RecordingRanks:
-    """Answers with zeros and keeps every mini-batch."""
+    """Returns zeros and keeps every mini-batch."""
 
     def __init__(self, log: list[str]) -> None:
         self.log = log
@@ -70,8 +70,8 @@ class RecordingRanks:
     has_own_critic = False
 
     def begin_values(self, batch: TokenBatch) -> Callable[[], torch.Tensor]:
-        found = self._zeros("values", batch)
-        return lambda: found
+        values = self._zeros("values", batch)
+        return lambda: values
 
     def update_actor(self, mini: TokenBatch) -> dict[str, float]:
         self.log.append("update_actor")
@@ -127,7 +127,7 @@ def score_by_sample(trajectory: Trajectory) -> Reward:
 
 
 def prompts(count: int) -> list[Prompt]:
-    """Prompts of two data sets that use the same indices."""
+    """Return prompts of two data sets that use the same indices."""
     return [
         Prompt(f"{source}#{i}", (1, 2, 3), source, ("gold",), {"index": i})
         for i in range(count // 2)

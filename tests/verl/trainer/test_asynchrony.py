@@ -1,4 +1,4 @@
-"""Theorems of asynchronous runs, over a real rank and real engines, bit for bit in float32."""
+"""Guarantees of asynchronous runs, with a real rank and real engines, bit for bit in float32."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from tests.proofs.kills.compare import is_computed, same_weights
 from tests.verl.trainer.local_run import (
     PROMPTS,
     TalkingAgent,
-    engine_of,
     local_ranks,
     run_config,
     score,
+    start_engine,
     train,
 )
 from tests.verl.training.ranks import save_tiny
@@ -44,17 +44,17 @@ Plain = Callable[[str], tuple[list[Metrics], Path]]
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The policy that all runs start from."""
+    """Path of the policy that all runs start from."""
     return save_tiny(tmp_path_factory.mktemp("model"))
 
 
 def plain_loop(config: Config, num_steps: int) -> list[Metrics]:
-    """The synchronous algorithm, one thing after the other: draw, sample, score, learn, hand over.
+    """Run the synchronous algorithm in a plain loop, as the oracle for the trainer.
 
-    Weights go to `model/`. Nothing of the collector, the replicas, the gate or the trainer is used.
+    Uses neither collector, replicas nor trainer. The weights are written to `model/`.
     """
     seed, folder = config.trainer.seed, Path(config.trainer.default_local_dir)
-    engine, agent = engine_of(config, random.Random(0)), TalkingAgent(random.Random(0))
+    engine, agent = start_engine(config, random.Random(0)), TalkingAgent(random.Random(0))
     sampler = PromptSampler(len(PROMPTS), config.data.train_batch_size, seed=seed)
     size, kl = config.actor_rollout_ref.rollout.n_agent, FixedKLController(0.01)
     sampling, rows = Sampling(config.data.max_response_length), []
@@ -67,34 +67,34 @@ def plain_loop(config: Config, num_steps: int) -> list[Metrics]:
         for step in range(1, num_steps + 1):
             ranks.save_policy(folder / "model", "float32")
             asyncio.run(engine.update_weights(str(folder / "model"), step))
-            ended = asyncio.run(play([
+            trajectories = asyncio.run(play([
                 start_trajectory(
-                    PROMPTS[row], f"{step}/{place}", n, trajectory_seed(seed, step, place, n)
+                    PROMPTS[row], f"{step}/{position}", n, trajectory_seed(seed, step, position, n)
                 )
-                for place, row in enumerate(sampler.next_batch()) for n in range(size)
+                for position, row in enumerate(sampler.next_batch()) for n in range(size)
             ]))  # fmt: skip
-            rewards = [score(trajectory) for trajectory in ended]
-            batch = assemble(Samples(ended, rewards), config)
+            rewards = [score(trajectory) for trajectory in trajectories]
+            batch = assemble(Samples(trajectories, rewards), config)
             learner.compute_log_probs_and_values(batch, Timings())
-            found = add_advantages(batch, config, kl) | advantage_metrics(batch)
-            found |= learner.update(batch, step, Timings())
-            found |= rollout_metrics(ended) | reward_metrics(rewards)
-            found["perf/total_num_tokens"] = float(batch.num_tokens)
-            rows.append(found)
+            metrics = add_advantages(batch, config, kl) | advantage_metrics(batch)
+            metrics |= learner.update(batch, step, Timings())
+            metrics |= rollout_metrics(trajectories) | reward_metrics(rewards)
+            metrics["perf/total_num_tokens"] = float(batch.num_tokens)
+            rows.append(metrics)
         ranks.save_policy(folder / "model", "float32")
     return rows
 
 
 @pytest.fixture(scope="module")
 def plain(model: str, tmp_path_factory: pytest.TempPathFactory) -> Plain:
-    """The plain loop of an algorithm, done once: its metrics and its folder."""
+    """Returns the metrics and the folder of an algorithm's plain loop, which runs once."""
 
     @cache
-    def found(algorithm: str) -> tuple[list[Metrics], Path]:
+    def result(algorithm: str) -> tuple[list[Metrics], Path]:
         out = tmp_path_factory.mktemp(algorithm)
         return plain_loop(run_config(model, out, *ALGORITHMS[algorithm]), NUM_STEPS), out
 
-    return found
+    return result
 
 
 @pytest.mark.parametrize("num_replicas", [1, 2])
@@ -102,7 +102,7 @@ def plain(model: str, tmp_path_factory: pytest.TempPathFactory) -> Plain:
 def test_without_staleness_a_run_is_the_plain_loop(
     model: str, plain: Plain, algorithm: str, num_replicas: int, tmp_path: Path
 ) -> None:
-    """Every metric of every step and the trained weights, whatever takes how long."""
+    """Every metric of every step, and the trained weights, are equal whatever the delays."""
     config = run_config(model, tmp_path, *ALGORITHMS[algorithm])
     rows = train(config, NUM_STEPS, delays=num_replicas, num_replicas=num_replicas)
     expected, folder = plain(algorithm)
@@ -115,25 +115,25 @@ def test_without_staleness_a_run_is_the_plain_loop(
 def test_a_schedule_cut_by_a_kill_is_repeated_to_the_same_weights(
     model: str, tmp_path: Path
 ) -> None:
-    """Recorded over a kill and a resume, repeated in one go with other delays and replicas."""
+    """Recorded with a kill and a resume, replayed without, and with other delays and replicas."""
     num_steps, out = 6, tmp_path / "recorded"
     options = [*ALGORITHMS["ppo"], "actor_rollout_ref.rollout.max_staleness=2"]
     saving = run_config(model, out, *options, "trainer.save_freq=2", "trainer.resume_mode=auto")
     train(saving, num_steps, delays=1, num_replicas=2, killed_in=4)
-    rest = train(saving, num_steps, delays=2, num_replicas=2)
-    assert len(rest) == 4  # from the checkpoint of step 2
+    resumed = train(saving, num_steps, delays=2, num_replicas=2)
+    assert len(resumed) == 4  # from the checkpoint of step 2
     replay = f"actor_rollout_ref.rollout.replay={out / schedule.FOLDER}"
-    again = train(run_config(model, tmp_path / "again", *options, replay), num_steps, delays=3)
+    replayed = train(run_config(model, tmp_path / "again", *options, replay), num_steps, delays=3)
     free = train(run_config(model, tmp_path / "free", *options), num_steps, delays=3)
-    assert computed(rest) == computed(again[2:]) != computed(free[2:])
+    assert computed(resumed) == computed(replayed[2:]) != computed(free[2:])
     assert same_weights(out / "model", tmp_path / "again" / "model")
     assert not same_weights(out / "model", tmp_path / "free" / "model")
     shares = [
-        x for row in rest for name, x in row.items() if name.startswith("rollout/staleness/s")
+        x for row in resumed for name, x in row.items() if name.startswith("rollout/staleness/s")
     ]
-    assert any(0 < share < 1 for share in shares)  # of a batch of several versions
+    assert any(0 < share < 1 for share in shares)  # some batches have tokens of several versions
 
 
 def computed(rows: Sequence[Metrics]) -> list[Metrics]:
-    """Without what clocks and machines make."""
+    """Return the metrics that depend on neither time nor machine."""
     return [{name: x for name, x in row.items() if is_computed(name)} for row in rows]

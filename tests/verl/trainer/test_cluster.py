@@ -1,4 +1,4 @@
-"""What is asked of a cluster and its nodes, as far as one machine can tell."""
+"""Checks of a Ray cluster and its nodes, as far as one machine allows."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def config_with(*options: str) -> Config:
 def test_folders_of_models_get_absolute_paths_and_names_stay(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Workers start in another folder than the driver; a hub name is no folder."""
+    """Workers have another working directory than the driver; a hub name is not a folder."""
     (tmp_path / "m").mkdir()
     monkeypatch.chdir(tmp_path)
     found = config_for_actors(config_with("critic.model.path=org/name"), use_gpu=False)
@@ -49,7 +49,7 @@ def test_folders_of_models_get_absolute_paths_and_names_stay(
 def test_files_that_options_name_get_absolute_paths(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Replicas read wording and schedule where they start; a node looks for the checkpoint."""
+    """Replicas read template and schedule on their nodes; each node checks the checkpoint."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs/step").mkdir(parents=True)
     named = [
@@ -58,7 +58,7 @@ def test_files_that_options_name_get_absolute_paths(
         "actor_rollout_ref.rollout.replay=run/schedule",
         "trainer.resume_mode=runs/step",
     ]
-    found, plain = (config_for_actors(config_with(*given), use_gpu=False) for given in (named, []))
+    found, plain = (config_for_actors(config_with(*o), use_gpu=False) for o in (named, []))
     assert found.template == str(tmp_path / "mine.yaml") and plain.template == "search_r1"
     assert found.actor_rollout_ref.rollout.replay == str(tmp_path / "run/schedule")
     assert plain.actor_rollout_ref.rollout.replay is None
@@ -70,31 +70,33 @@ def test_files_that_options_name_get_absolute_paths(
 
 
 @pytest.mark.parametrize("address", ["here", "here:there"])
-def test_an_address_of_no_cluster_is_told(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ray has another kind of error for what is no host and port."""
+def test_an_address_without_a_cluster_is_an_error(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray raises another kind of error if the address has no host and port."""
     monkeypatch.setenv("RAY_ADDRESS", address)
     with pytest.raises(ResourceError, match=f"RAY_ADDRESS: got {address} .*expected a running Ray"):
         join_cluster(address)
 
 
-def test_a_driver_without_gpus_hands_over_what_its_engines_take() -> None:
-    """On a cluster of GPUs engines take the adapter, whatever the driver's own machine has."""
+def test_a_driver_without_gpus_sends_the_adapter_that_gpu_engines_take() -> None:
+    """On a GPU cluster, engines take the adapter, whatever devices the driver's machine has."""
     config = config_with("actor_rollout_ref.model.lora_rank=8", "trainer.device=auto")
     assert engine_takes_adapter(config_for_actors(config, use_gpu=True))
     assert not engine_takes_adapter(config_for_actors(config, use_gpu=False))
 
 
 def test_one_folder_for_all_is_no_problem(tmp_path: Path) -> None:
-    """What the driver writes is seen, a file can be written beside it, and nothing is left."""
+    """The driver's file is seen, another file can be written, and both are removed."""
     with probe_file(tmp_path / "run") as probe:
         assert file_problems(config_with(), probe) == []
     assert list((tmp_path / "run").iterdir()) == []
 
 
-def test_a_folder_that_is_another_one_there_is_told(
+def test_a_folder_that_is_not_shared_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A node without the driver's file has a folder of its own, and the error names the folder."""
+    """A node that does not see the driver's file has a different folder; the error names it."""
     monkeypatch.setattr(cluster, "FILE_TIMEOUT_S", 0.0)
     with probe_file(tmp_path / "run") as probe:
         elsewhere = tmp_path / "elsewhere" / probe.name
@@ -113,8 +115,8 @@ def test_a_file_that_comes_late_is_waited_for(tmp_path: Path) -> None:
     assert time.monotonic() - start >= 0.3
 
 
-def test_a_checkpoint_to_resume_from_is_looked_for_on_each_node(tmp_path: Path) -> None:
-    """A path of the driver's alone would fail in the ranks, after everything was loaded."""
+def test_each_node_must_see_the_checkpoint_to_resume_from(tmp_path: Path) -> None:
+    """A path that only the driver has would fail in the ranks, after everything was loaded."""
     step = tmp_path / "global_step_3"
     with probe_file(tmp_path / "run") as probe:
         config = config_with(f"trainer.resume_mode={step}")
@@ -125,8 +127,8 @@ def test_a_checkpoint_to_resume_from_is_looked_for_on_each_node(tmp_path: Path) 
         assert file_problems(config, probe) == []
 
 
-def test_the_folder_of_the_weights_is_looked_for_on_each_node(tmp_path: Path) -> None:
-    """By one path, whichever folder the driver was started in."""
+def test_each_node_must_see_the_folder_of_the_weights(tmp_path: Path) -> None:
+    """By its absolute path, whatever the driver's working directory."""
     url = "actor_rollout_ref.rollout.url=http://a:1"
     config = config_with(url, f"actor_rollout_ref.rollout.weights_dir={tmp_path}/weights")
     with probe_file(tmp_path / "run") as probe:
@@ -142,20 +144,20 @@ def test_the_folder_of_the_weights_is_looked_for_on_each_node(tmp_path: Path) ->
 def test_the_drivers_own_versions_are_compared_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of two nodes it is one; a driver beside the nodes of the run may have what it likes."""
+    """If the driver's node is part of the run; otherwise its versions do not matter."""
     config = config_with(f"trainer.default_local_dir={tmp_path}/run")
     context = SimpleNamespace(get_node_id=lambda: "own")
     monkeypatch.setattr(cluster.ray, "get_runtime_context", lambda: context)
     older = {**cluster.installed_versions(), "torch": "1.0"}
     monkeypatch.setattr(cluster, "_inspect", lambda *_: cluster.NodeReport((), older))
     cluster.check_nodes(config, no_tools, {"b": "10.0.0.2"})
-    told = r"node 10\.0\.0\.2: got torch 1\.0, expected .*node 10\.0\.0\.1"
-    with pytest.raises(PreflightError, match=told):
+    message = r"node 10\.0\.0\.2: got torch 1\.0, expected .*node 10\.0\.0\.1"
+    with pytest.raises(PreflightError, match=message):
         cluster.check_nodes(config, no_tools, {"own": "10.0.0.1", "b": "10.0.0.2"})
 
 
-def test_other_versions_on_a_node_are_told() -> None:
-    """Ray compares itself and Python; torch, transformers and vLLM must agree as well."""
+def test_other_versions_on_a_node_are_reported() -> None:
+    """Ray checks its own version and Python's; torch, transformers and vLLM must agree too."""
     versions = {"torch": "2.13.0", "vllm": "0.32.0"}
     assert package_problems({"a": versions, "b": dict(versions)}) == []
     problems = package_problems({"a": versions, "b": {"torch": "2.11.0"}})
@@ -165,21 +167,21 @@ def test_other_versions_on_a_node_are_told() -> None:
 
 
 def test_shared_memory_must_hold_the_weights(tmp_path: Path) -> None:
-    """A container's 64 MiB are told before a model is loaded; an adapter needs no room."""
+    """Too little is reported before a model is loaded; an adapter needs no space."""
     with (tmp_path / "model.safetensors").open("wb") as file:
-        file.truncate(1 << 43)  # a hole: takes no room
+        file.truncate(1 << 43)  # a sparse file, which takes no space
     config = config_with(f"actor_rollout_ref.model.path={tmp_path}", "trainer.device=cuda")
     [problem] = shared_memory_problems(config)
     assert "8192.0 GiB for the weights" in str(problem)
     section = config.actor_rollout_ref
     stale = replace(section, rollout=replace(section.rollout, max_staleness=1))
     [problem] = shared_memory_problems(replace(config, actor_rollout_ref=stale))
-    assert "16384.0 GiB for the weights" in str(problem)  # engines still read the version before
+    assert "16384.0 GiB for the weights" in str(problem)  # engines still read the previous version
     adapted = replace(section, model=replace(section.model, lora_rank=8))
     assert shared_memory_problems(replace(config, actor_rollout_ref=adapted)) == []
 
 
-def test_results_of_a_ray_job_do_not_go_with_it(
+def test_results_of_a_ray_job_are_not_deleted_with_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ray deletes the copy of the checkout that a job runs in: folders in it are refused."""
@@ -194,13 +196,13 @@ def test_results_of_a_ray_job_do_not_go_with_it(
         check_run_folder(config_with(f"trainer.default_local_dir={copy}/out"))
 
 
-def test_a_tool_that_is_not_on_a_node_is_told_as_that(tmp_path: Path) -> None:
-    """And not as an environment that lacks verl, which is what a check that fails comes of."""
+def test_a_tool_that_is_missing_on_a_node_is_reported_as_such(tmp_path: Path) -> None:
+    """And not as an environment that lacks verl, as an error of the check itself would be."""
 
-    def away(config: Config) -> Environment:
+    def missing(config: Config) -> Environment:
         raise ConfigError("agent.tools: got /own.py, expected a Python file that exists")
 
     with probe_file(tmp_path / "run") as probe:
-        report = inspect_node._function(config_with(), away, probe, {})
+        report = inspect_node._function(config_with(), missing, probe, {})
     assert "agent.tools: got /own.py" in "".join(map(str, report.problems))
     assert "torch" in report.packages

@@ -1,4 +1,4 @@
-"""Which trajectories a step is made of."""
+"""The trajectories that a step trains on: dynamic sampling, and failed trajectories."""
 
 from collections import Counter
 
@@ -32,7 +32,7 @@ def make_collector(
 
 
 def score_hotpotqa_only(trajectory: Trajectory) -> Reward:
-    """The samples of a question of nq are all wrong; those of hotpotqa differ."""
+    """Score 0 for all samples of nq; samples of hotpotqa have different scores."""
     is_hotpotqa = trajectory.prompt.data_source == "hotpotqa"
     return Reward(float(is_hotpotqa and trajectory.sample == 1))
 
@@ -50,9 +50,9 @@ def test_dynamic_sampling_fills_the_batch_with_groups_that_differ() -> None:
 
 
 def test_dynamic_sampling_ends() -> None:
-    """When nothing differs a step samples max_num_gen_batches batches and takes one of them.
+    """If all scores are equal, a step samples max_num_gen_batches batches and uses one of them.
 
-    A larger batch than usual would make more updates than the step has old log-probs for.
+    Using all of them would make more updates than the step has old log-probs for.
     """
     replicas = RecordingReplicas([])
     samples, metrics = make_collector(replicas, lambda t: Reward(0.0)).collect(1, Timings())
@@ -64,31 +64,31 @@ def test_dynamic_sampling_ends() -> None:
 
 
 def test_without_filter_every_group_is_kept() -> None:
-    """One batch of prompts, n_agent samples each, whatever they score."""
+    """One batch of prompts, n_agent samples each, whatever their scores."""
     collector = make_collector(RecordingReplicas([]), lambda t: Reward(0.0))
     collector.config.algorithm.filter_groups.enable = False
     samples, metrics = collector.collect(1, Timings())
     assert len(samples.trajectories) == 12 and "rollout/kept_groups" not in metrics
 
 
-FOR_GOOD = 10_000
+PERMANENTLY = 10_000
 FAILURES = st.dictionaries(
     st.tuples(st.integers(0, 3), st.integers(0, 2), st.booleans()),
-    st.sampled_from([1, 2, MAX_VAIN_ROUNDS, FOR_GOOD]),
+    st.sampled_from([1, 2, MAX_VAIN_ROUNDS, PERMANENTLY]),
     max_size=6,
 )
-"""In how many rounds a trajectory fails, by group, sample, and whether it is the greedy one."""
+"""Number of rounds in which a trajectory fails, by group, sample, and whether it is greedy."""
 
 
 @settings(max_examples=60)
 @given(failures=FAILURES, max_share=st.sampled_from([0.0, 0.3, 0.6, 1.0]))
-def test_after_any_failures_a_step_is_made_of_whole_groups(
+def test_after_any_failures_a_step_has_complete_groups_only(
     failures: dict[tuple[int, int, bool], int], max_share: float
 ) -> None:
-    """Those that failed for a while are in it, those that failed for good take their group along,
-    and a step that would lose more than the share is not made."""
+    """Trajectories that failed temporarily are used, those that failed permanently remove their
+    group, and a step that would lose more than the allowed share raises an error."""
     left = {(f"1/{g}", s * (not greedy), greedy): n for (g, s, greedy), n in failures.items()}
-    lost = {group for (group, _, _), num_rounds in left.items() if num_rounds == FOR_GOOD}
+    lost = {group for (group, _, _), num_rounds in left.items() if num_rounds == PERMANENTLY}
     replicas = RecordingReplicas([])
 
     def fail(start: Trajectory) -> bool:
@@ -113,7 +113,7 @@ def test_after_any_failures_a_step_is_made_of_whole_groups(
 
 
 def test_a_group_with_a_failure_is_left_out_whole() -> None:
-    """Its siblings are those that did without the tool; so is one whose greedy baseline failed."""
+    """The other members may have done without the tool. A failed greedy baseline counts too."""
     replicas = RecordingReplicas([])
 
     def fail(start: Trajectory) -> bool:

@@ -1,4 +1,4 @@
-"""Scores that are equal teach nothing, whatever float can hold: every estimator, by fractions."""
+"""Equal scores give advantages of exactly 0 despite rounding: every estimator, by fractions."""
 
 import math
 from collections.abc import Sequence
@@ -19,12 +19,12 @@ from verl.trainer.collection import Samples
 from verl.trainer.learning import add_advantages, assemble, drop_zero_advantages
 
 Score = tuple[float, Fraction]
-"""As a reward computes it, and as it is."""
+"""A score as a reward computes it in floats, and its exact value."""
 NAMES = [name for name, row in ADVANTAGES.items() if not row.needs_critic]
 
 
 def costly(correct: int, searches: int, invalid: int) -> Score:
-    """1 for a right answer, less 0.1 a search and 0.3 an invalid turn."""
+    """Return 1 for a correct answer, minus 0.1 per search and 0.3 per invalid turn."""
     exact = correct - Fraction(searches, 10) - Fraction(3 * invalid, 10)
     return correct - 0.1 * searches - 0.3 * invalid, exact
 
@@ -46,12 +46,12 @@ groups = st.lists(
 
 
 def samples_of(scores: Sequence[Sequence[Score]]) -> Samples:
-    """A trajectory of one policy token for each score, and a greedy one as good as the first."""
-    found = [(i, own, group[0]) for i, group in enumerate(scores) for own in group]
+    """Return a trajectory of one token per score; the first score is the greedy one's, too."""
+    rows = [(i, score, group[0]) for i, group in enumerate(scores) for score in group]
     return Samples(
-        [trajectory([(1, 0)], group=f"g{i}") for i, _, _ in found],
-        [Reward(score) for _, (score, _), _ in found],
-        [first for _, _, (first, _) in found],
+        [trajectory([(1, 0)], group=f"g{i}") for i, _, _ in rows],
+        [Reward(score) for _, (score, _), _ in rows],
+        [first for _, _, (first, _) in rows],
     )
 
 
@@ -61,19 +61,22 @@ def deviation(x: Sequence[Fraction]) -> float:
 
 
 def by_fractions(name: str, scores: Sequence[Sequence[Score]]) -> list[tuple[Fraction, float]]:
-    """What is divided, exactly, and by what, of each trajectory; all are of one length."""
+    """Return the exact numerator and the denominator of each trajectory's advantage.
+
+    All trajectories have one policy token.
+    """
     exact = [[value for _, value in group] for group in scores]
     means = [Fraction(sum(group), len(group)) for group in exact]
     centred = [one - mean for group, mean in zip(exact, means, strict=True) for one in group]
-    everyone = [one for group in exact for one in group]
+    all_scores = [one for group in exact for one in group]
     sizes = [len(group) for group in exact for _ in group]
     if name in ("grpo", "grpo_passk"):
         below = [deviation(group) + STD_EPSILON for group in exact for _ in group]
     elif name.startswith("reinforce_plus_plus"):
-        whole = centred if name.endswith("baseline") else everyone
+        whole = centred if name.endswith("baseline") else all_scores
         below = [math.sqrt(deviation(whole) ** 2 + 1e-8)] * len(whole)
     else:
-        below = [1.0] * len(everyone)
+        below = [1.0] * len(all_scores)
     match name:
         case "grpo" | "dr_grpo" | "opo" | "reinforce_plus_plus_baseline":
             above = centred
@@ -87,9 +90,9 @@ def by_fractions(name: str, scores: Sequence[Sequence[Score]]) -> list[tuple[Fra
         case "remax":
             above = [own - group[0] for group in exact for own in group]
         case "reinforce":
-            above = everyone
+            above = all_scores
         case "reinforce_baseline" | "reinforce_plus_plus":
-            above = [own - Fraction(sum(everyone), len(everyone)) for own in everyone]
+            above = [own - Fraction(sum(all_scores), len(all_scores)) for own in all_scores]
         case _:
             raise AssertionError(name)
     return list(zip(above, below, strict=True))
@@ -98,9 +101,10 @@ def by_fractions(name: str, scores: Sequence[Sequence[Score]]) -> list[tuple[Fra
 @settings(fast, max_examples=30)
 @given(groups)
 def test_advantages_are_those_of_fractions(scores: list[list[Score]]) -> None:
-    """An advantage is 0 exactly where it is by fractions, and close to them elsewhere.
+    """An advantage is 0 exactly if the fraction is 0, and close to the fraction otherwise.
 
-    What has none is not sent to the ranks, and dynamic sampling keeps the groups that have some.
+    Trajectories without advantage are not sent to the ranks, and dynamic sampling drops groups
+    without advantages.
     """
     config, samples = Config(), samples_of(scores)
     batch = assemble(samples, config)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.verl.trainer.test_ranks import Answers
+from tests.verl.trainer.test_ranks import FakeGroup
 from verl.config import Config
 from verl.errors import ConfigError
 from verl.preflight.memory.check import with_options
@@ -20,13 +20,13 @@ from verl.trainer.groups import check_engine_gpus
 
 
 class Built(Exception):
-    """The ranks' watchdogs were asked for."""
+    """Raised when the nodes' watchdogs are started."""
 
 
-def test_each_node_but_the_drivers_has_a_watchdog_of_its_own(
+def test_each_node_but_the_drivers_gets_its_own_watchdog(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """One for the node, by its first rank, before anything is built; the driver's has the run's."""
+    """One per node, started by its first rank before anything is built; the driver has one."""
     guarded: list[tuple[int, str]] = []
 
     def host(rank: int) -> SimpleNamespace:
@@ -44,7 +44,7 @@ def test_each_node_but_the_drivers_has_a_watchdog_of_its_own(
     monkeypatch.setattr(groups.ray, "get_runtime_context", lambda: context)
     for name, answer in {"reserve": None, "nodes_of": {}, "check_nodes": None,
                          "create_trainer_group": group}.items():  # fmt: skip
-        monkeypatch.setattr(groups, name, lambda *given, answer=answer: answer)
+        monkeypatch.setattr(groups, name, lambda *_, answer=answer: answer)
     config = Config()
     config.trainer.device = "cpu"
     reaper = SimpleNamespace(mark="mark")
@@ -54,7 +54,7 @@ def test_each_node_but_the_drivers_has_a_watchdog_of_its_own(
 
 
 def test_a_node_of_both_groups_has_one_watchdog(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the critic's ranks, those on nodes without ranks of the actor start one."""
+    """The critic's ranks start one only on nodes without ranks of the actor."""
     guarded: list[str] = []
 
     def group(name: str, nodes: str) -> Any:
@@ -74,15 +74,15 @@ def test_a_node_of_both_groups_has_one_watchdog(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize(("use_gpu", "per_replica", "replicas"), [(True, 2, 2), (False, 0, 1)])
-def test_an_engine_has_as_many_gpus_as_its_tensors_are_divided_over(
+def test_an_engine_gets_as_many_gpus_as_its_tensor_parallel_size(
     use_gpu: bool, per_replica: int, replicas: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And on CPU none, and one for each node."""
+    """On CPU, engines get no GPUs, and there is one engine per node."""
 
     class Placed(Exception):
-        """Nothing is to be built."""
+        """Raised instead of building the engines."""
 
-    def place(locations: object, number: int, gpus: int, *_: object) -> None:
+    def create_rollout_group(locations: object, number: int, gpus: int, *_: object) -> None:
         raise Placed(number, gpus)
 
     config = Config()
@@ -91,42 +91,43 @@ def test_an_engine_has_as_many_gpus_as_its_tensors_are_divided_over(
     for name, answer in {
         "uses_gpus": use_gpu, "config_for_actors": config, "reserve": None, "nodes_of": {},
         "check_nodes": None, "start_node_reapers": None, "gpu_env": {},
-        "create_trainer_group": Answers(["rank"]),
+        "create_trainer_group": FakeGroup(["rank"]),
     }.items():  # fmt: skip
         monkeypatch.setattr(groups, name, lambda *_, answer=answer: answer)
-    monkeypatch.setattr(groups, "create_rollout_group", place)
+    monkeypatch.setattr(groups, "create_rollout_group", create_rollout_group)
     with pytest.raises(Placed) as placed:
         groups.build_groups(config, None, None, 1, SimpleNamespace(mark="m"), None)  # type: ignore[arg-type]
     assert placed.value.args == (replicas, per_replica)
 
 
-@pytest.mark.parametrize(("own", "most"), [(0, 4), (2, 2)])
-def test_more_engines_than_gpus_hold_are_refused(
-    own: int, most: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("rollout_gpus", "max_engines"), [(0, 4), (2, 2)])
+def test_more_engines_than_fit_on_the_gpus_are_refused(
+    rollout_gpus: int, max_engines: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before anything is placed, also where the device was left to the machine."""
+    """Before anything is placed, also if the device is `auto`."""
 
     class Reserved(Exception):
-        """No problem was found."""
+        """Raised if no problem was found."""
 
     def reserve(*_: object) -> None:
         raise Reserved
 
     config = Config()
     config.trainer.n_gpus_per_node, config.trainer.nnodes = 4, 2
-    config.trainer.rollout_gpus = own
+    config.trainer.rollout_gpus = rollout_gpus
     config.actor_rollout_ref.rollout.tensor_model_parallel_size = 2
     monkeypatch.setattr(groups, "uses_gpus", lambda config: True)
     monkeypatch.setattr(groups, "reserve", reserve)
     reaper: Any = SimpleNamespace(mark="m")
-    for number, error in ((most, Reserved), (most + 1, ConfigError)):
+    for number, error in ((max_engines, Reserved), (max_engines + 1, ConfigError)):
         config.actor_rollout_ref.rollout.num_replicas = number
-        with pytest.raises(error, match=None if error is Reserved else f"at most {most}:"):
+        message = None if error is Reserved else f"at most {max_engines}:"
+        with pytest.raises(error, match=message):
             groups.build_groups(config, lambda _: None, lambda _: None, 1, reaper, Restarts(0))  # type: ignore[arg-type, return-value]
 
 
-def test_engines_that_share_cards_cannot_sample_ahead() -> None:
-    """They sleep while the ranks train; on a CPU, or with cards of their own, they need not."""
+def test_engines_that_share_gpus_cannot_sample_ahead_of_time() -> None:
+    """They sleep while the ranks train; on CPU, or on their own GPUs, they do not."""
     config = Config()
     config.actor_rollout_ref.rollout.max_staleness = 2
     with pytest.raises(ConfigError, match=r"got 2, expected 0: engines share.*rollout_gpus=N"):
@@ -135,7 +136,7 @@ def test_engines_that_share_cards_cannot_sample_ahead() -> None:
     config.trainer.rollout_gpus = 1
     check_engine_gpus(config, use_gpu=True)
     config.trainer.rollout_gpus = 0
-    config.actor_rollout_ref.rollout.url = ["http://a:1"]  # a server has cards of its own
+    config.actor_rollout_ref.rollout.url = ["http://a:1"]  # a server has its own GPUs
     check_engine_gpus(config, use_gpu=True)
 
 
@@ -155,10 +156,10 @@ def test_engines_that_share_cards_cannot_sample_ahead() -> None:
     ],
     ids=str,
 )
-def test_threads_spin_where_their_process_has_its_cores_to_itself(
+def test_threads_spin_unless_processes_share_cores(
     change: dict[str, Any], spins: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ranks and engines that take turns, or are pinned apart; what the user set wins."""
+    """Ranks and engines that take turns, or have other cores; a user's setting takes precedence."""
     config = with_options(Config(), {"trainer.n_gpus_per_node": 1, **change})
     monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
     assert groups.cpu_env(groups._shares_cores(config))["GOMP_SPINCOUNT"] == spins
@@ -186,7 +187,7 @@ thread.join()
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the variables are glibc's")
 def test_a_thread_touches_pages_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ray calls actors in a thread, for which glibc would have an arena of its own."""
+    """Ray calls actors in a thread, for which glibc would create a separate arena."""
     monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
     env = os.environ | groups.cpu_env()
     command = [sys.executable, "-c", IN_A_THREAD]

@@ -1,4 +1,4 @@
-"""A run stopped in mid-step saves the last finished one, and goes on as if never stopped."""
+"""A run stopped within a step saves the last finished one, and resumes as if never stopped."""
 
 import contextlib
 import dataclasses
@@ -39,7 +39,7 @@ from verl.types import Sampling, Trajectory
 
 
 class DisturbedReplicas(RecordingReplicas):
-    """Replicas during whose n-th request something happens."""
+    """Calls `disturb` during the n-th request."""
 
     def __init__(self, log: list[str], number: int, disturb: Callable[[], None]) -> None:
         super().__init__(log)
@@ -53,7 +53,7 @@ class DisturbedReplicas(RecordingReplicas):
 
 @pytest.fixture
 def config(tmp_path: Path) -> Config:
-    """Four steps, each validated; KL in the reward moves the controller."""
+    """Four steps, each validated; KL in the reward changes the controller."""
     config = Config()
     config.trainer.default_local_dir = str(tmp_path)
     config.actor_rollout_ref.model.path = str(tmp_path)
@@ -73,7 +73,7 @@ OPEN = contextlib.ExitStack()
 
 @pytest.fixture(autouse=True)
 def closed_files() -> Iterator[None]:
-    """Trackers are closed, as the program that builds a trainer does."""
+    """Close the trackers, as a program that builds a trainer does."""
     yield
     OPEN.close()
 
@@ -114,12 +114,12 @@ def lose_a_token() -> None:
     raise ToolRefused("refused with 401")
 
 
-def fail_in_own_code() -> None:
+def fail_in_user_code() -> None:
     raise PluginError("reward own.py:f at nq#1: got None")
 
 
 def logged(config: Config) -> list[dict[str, Any]]:
-    """All metrics but times."""
+    """Return all logged metrics without times."""
     path = Path(config.trainer.default_local_dir) / "metrics.jsonl"
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     timed = ("perf/", "timing_")
@@ -132,24 +132,25 @@ def seeds(trainer: Any) -> list[list[int]]:
 
 @pytest.fixture
 def undisturbed(config: Config, tmp_path: Path) -> tuple[list[dict[str, Any]], list[list[int]]]:
-    """Metrics and requests of the run that nothing stops."""
-    own = dataclasses.replace(config.trainer, default_local_dir=str(tmp_path / "whole"))
-    whole = dataclasses.replace(config, trainer=own)
-    trainer = build(whole)
+    """Metrics and requests of the run that is not stopped."""
+    folder = str(tmp_path / "undisturbed")
+    options = dataclasses.replace(config.trainer, default_local_dir=folder)
+    config = dataclasses.replace(config, trainer=options)
+    trainer = build(config)
     trainer.fit()
-    return logged(whole), seeds(trainer)
+    return logged(config), seeds(trainer)
 
 
 @pytest.mark.parametrize("number", [3, 4], ids=["sampling", "validating"])
 @pytest.mark.parametrize(
     ("disturb", "error"),
     [(terminate, Interrupted), (lose_a_tool, ToolOutage), (lose_a_token, ToolRefused),
-     (fail_in_own_code, PluginError)],
+     (fail_in_user_code, PluginError)],
 )  # fmt: skip
 def test_a_run_stopped_anywhere_ends_as_the_undisturbed_one(
     config: Config, undisturbed: Any, number: int, disturb: Any, error: Any
 ) -> None:
-    """Stopped while step 2 is sampled or validated: every step is logged once, as it would be."""
+    """Stopped while step 2 is sampled or validated: each step is logged once, as without."""
     stopped = build(config, number, disturb)
     with pytest.raises(error, match=r"global_step_\d.*resume_mode=auto"):
         stopped.fit()
@@ -165,7 +166,7 @@ def test_a_run_stopped_anywhere_ends_as_the_undisturbed_one(
     assert resumed.best == {"metric": "val/score", "value": rows[0]["val/score"], "step": 1}
 
 
-def test_a_step_that_is_learned_from_is_never_cut(config: Config) -> None:
+def test_an_update_is_never_interrupted(config: Config) -> None:
     """A signal during the update waits for the end of the step."""
     trainer = build(config)
     update = trainer.ranks.update_actor
@@ -174,11 +175,11 @@ def test_a_step_that_is_learned_from_is_never_cut(config: Config) -> None:
         trainer.fit()
     assert trainer.ranks.log.count("update_actor") == 1
     state = folders.read_state(trainer.directory / "global_step_1")
-    assert state["pending"] is not None  # its validation is the next run's first work
+    assert state["pending"] is not None  # the resumed run starts with its validation
 
 
 def test_nothing_is_saved_before_the_first_step(config: Config) -> None:
-    """There is nothing to lose, and the message says so."""
+    """Nothing was learned, and the message says so."""
     with pytest.raises(Interrupted, match="nothing was learned yet"):
         build(config, 1, terminate).fit()
     assert folders.latest(Path(config.trainer.default_local_dir)) is None
@@ -195,8 +196,8 @@ def test_a_step_that_was_saved_is_not_saved_again(config: Config) -> None:
     ]
 
 
-def test_ctrl_c_stays_what_it_is(config: Config) -> None:
-    """KeyboardInterrupt of the user is no request to save."""
+def test_a_keyboard_interrupt_without_a_signal_is_not_handled(config: Config) -> None:
+    """A KeyboardInterrupt that no signal handler raised is not a request to save."""
 
     def ctrl_c() -> None:
         raise KeyboardInterrupt
@@ -206,7 +207,7 @@ def test_ctrl_c_stays_what_it_is(config: Config) -> None:
 
 
 def test_a_second_ctrl_c_ends_at_once(config: Config) -> None:
-    """Who asks twice does not wait for a checkpoint, in whatever the run is busy with."""
+    """A second Ctrl-C does not wait for a checkpoint, whatever the run is doing."""
     trainer = build(config, 3, press_ctrl_c)
     trainer.ranks.save_checkpoint = lambda folder: press_ctrl_c()
     with pytest.raises(KeyboardInterrupt):
@@ -216,7 +217,7 @@ def test_a_second_ctrl_c_ends_at_once(config: Config) -> None:
 
 
 def test_a_disk_that_is_full_at_the_metrics_loses_nothing(config: Config, undisturbed: Any) -> None:
-    """A line that does not fit whole is not there at all; the resumed run writes it."""
+    """A line that does not fit completely is not written; the resumed run writes it."""
     stopped = build(config)
     file = Path(config.trainer.default_local_dir) / "metrics.jsonl"
     log = stopped.tracking.log
@@ -236,7 +237,7 @@ def test_a_disk_that_is_full_at_the_metrics_loses_nothing(config: Config, undist
 def test_a_disk_that_is_full_at_the_trace_saves_the_step_that_was_learned(
     config: Config, undisturbed: Any
 ) -> None:
-    """Its weights are not saved as those of the step before, which would learn it twice."""
+    """Its weights are not saved as those of the step before, which would repeat its updates."""
     stopped = build(config)
 
     def full(step: int, *_: Any) -> None:
@@ -254,15 +255,15 @@ def test_a_disk_that_is_full_at_the_trace_saves_the_step_that_was_learned(
 def test_a_callback_that_fails_or_stops_loses_nothing(
     error: Exception, config: Config, undisturbed: Any
 ) -> None:
-    """The step that it heard of is saved, and ends in the resumed run, logged once."""
+    """The step that it was called for is saved, and finished and logged once by the resumed run."""
 
-    class Heard(Tracker):
+    class Callback(Tracker):
         def log(self, metrics: Any, step: int) -> None:
             if step == 2:
                 raise error
 
     stopped = build(config)
-    stopped.tracking = Tracking("p", "e", ["jsonl", Heard()], config.trainer.default_local_dir)
+    stopped.tracking = Tracking("p", "e", ["jsonl", Callback()], config.trainer.default_local_dir)
     with stopped.tracking, pytest.raises(type(error), match="global_step_2"):
         stopped.fit()
     build(config).fit()
@@ -270,7 +271,7 @@ def test_a_callback_that_fails_or_stops_loses_nothing(
 
 
 def test_a_full_disk_names_the_last_checkpoint(config: Config) -> None:
-    """Where what is finished cannot be saved either, the run stops in one line all the same."""
+    """The run stops with one line even if the finished step cannot be saved either."""
     config.trainer.save_freq, config.trainer.async_save = 1, False
     trainer = build(config, 5, fill_the_disk)
     save = trainer.ranks.save_checkpoint
@@ -285,32 +286,32 @@ def test_a_full_disk_names_the_last_checkpoint(config: Config) -> None:
         trainer.fit()
 
 
-def lack_room(*_: Any) -> Any:
+def lack_space(*_: Any) -> Any:
     raise ResourceError("model: got No space left on device")
 
 
 def test_a_disk_that_is_full_at_the_export_saves_what_was_learned(
     config: Config, undisturbed: Any
 ) -> None:
-    """Also where no save was due; the resumed run has only the model to write."""
+    """Even if no save was due; the resumed run only has to write the model."""
     stopped = build(config)
-    stopped.ranks.save_policy = lack_room
+    stopped.ranks.save_policy = lack_space
     with pytest.raises(Interrupted, match=r"No space left.*global_step_4.*resume_mode=auto"):
         stopped.fit()
     build(config).fit()
     assert logged(config) == undisturbed[0]
 
 
-def test_no_room_for_the_engines_weights_waits_for_the_last_checkpoint(
+def test_no_space_for_the_engines_weights_waits_for_the_last_checkpoint(
     config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However long its writing takes; what ranks have learned since is not saved as it."""
+    """However long that takes; the ranks' newer weights are not saved as the finished step."""
     monkeypatch.setattr(ray_trainer, "LOST_RANK_TIMEOUT_S", 0.0)
     config.trainer.save_freq = 1
     stopped = build(config)
     update = stopped.replicas.update_weights
     stopped.replicas.update_weights = lambda ranks: (
-        lack_room() if stopped.step == 2 else update(ranks)
+        lack_space() if stopped.step == 2 else update(ranks)
     )
     stopped.ranks.finish_checkpoint = lambda: time.sleep(0.3)
     with pytest.raises(Interrupted, match=r"No space left.*global_step_1: continue"):
@@ -318,7 +319,7 @@ def test_no_room_for_the_engines_weights_waits_for_the_last_checkpoint(
 
 
 def test_a_lost_rank_keeps_what_was_written(config: Config) -> None:
-    """The background write of the step before is waited for; nothing new is saved."""
+    """The run waits for the background write of the step before; nothing new is saved."""
     config.trainer.save_freq = 1
 
     def lose_a_rank() -> None:
@@ -331,7 +332,7 @@ def test_a_lost_rank_keeps_what_was_written(config: Config) -> None:
 
 
 def test_a_run_started_anew_never_resumes_from_another(config: Config) -> None:
-    """Steps 1 to 4 of a first run are out of the way of a second one's restart."""
+    """Steps 1 to 4 of a first run are set aside when a second run starts in its folder."""
     config.trainer.save_freq = 1
     build(config).fit()
     config.trainer.resume_mode = "disable"
@@ -342,15 +343,15 @@ def test_a_run_started_anew_never_resumes_from_another(config: Config) -> None:
     assert len(list(folder.glob("set_aside/*/global_step_*"))) == 4
 
 
-def test_an_unknown_best_metric_is_told(config: Config, caplog: pytest.LogCaptureFixture) -> None:
-    """The run goes on, and the log names what was measured."""
+def test_an_unknown_best_metric_is_logged(config: Config, caplog: pytest.LogCaptureFixture) -> None:
+    """The run continues, and the log names the metrics that were measured."""
     config.trainer.best_metric = "val/emm"
     build(config).fit()
     assert "no val/emm was measured, only val/" in caplog.text
 
 
-def test_a_validation_alone_moves_nothing(config: Config) -> None:
-    """`val_only` in the folder of a run leaves its checkpoints to be resumed from."""
+def test_a_validation_alone_changes_nothing(config: Config) -> None:
+    """`val_only` in the folder of a run keeps its checkpoints, so that it can be resumed."""
     config.trainer.save_freq = 2
     build(config).fit()
     config.trainer.resume_mode, config.trainer.val_only = "disable", True
@@ -360,7 +361,7 @@ def test_a_validation_alone_moves_nothing(config: Config) -> None:
 
 
 def test_a_signal_that_ended_the_ranks_too_stops_the_run(config: Config) -> None:
-    """Nobody builds them again: the status says that the run goes on later, from what there is."""
+    """They are not restarted: the run is interrupted, to be resumed from its last checkpoint."""
     config.trainer.save_freq = 1
 
     def end_everything() -> None:
@@ -372,10 +373,10 @@ def test_a_signal_that_ended_the_ranks_too_stops_the_run(config: Config) -> None
         trainer.fit()
 
 
-def test_ranks_that_die_while_a_stopped_run_is_saved_do_not_hide_why_it_stopped(
+def test_ranks_that_die_while_a_stopped_run_saves_do_not_hide_why_it_stopped(
     config: Config,
 ) -> None:
-    """The last whole checkpoint is named, not the one that could not be written."""
+    """The error names the last complete checkpoint, not the one that could not be written."""
     config.trainer.save_freq = 2
     trainer = build(config, 7, terminate)
 

@@ -1,4 +1,4 @@
-"""From scores to advantages: shaping, clipping, and what `compat` brings back."""
+"""From scores to advantages and updates: shaping, clipping, `compat`, mini-batches, passes."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -26,16 +26,16 @@ from verl.types import Origin, Prompt, Segment, TokenBatch, Trajectory
 
 PROMPT = Prompt("nq#0", (1, 2), "nq", ("gold",))
 Turns = Sequence[tuple[int, int]]
-"""Of one trajectory: policy tokens and, before the next turn, observation tokens."""
+"""For each turn of a trajectory: its policy tokens, and the observation tokens after it."""
 
 
 def trajectory(turns: Turns, group: str = "g") -> Trajectory:
-    """Prompt, then turn by turn what the policy said and what it saw; it ends with the policy."""
+    """Return a trajectory of a prompt and turns; the observation of the last turn is left out."""
     segments = [Segment(Origin.PROMPT, PROMPT.ids)]
-    for number, (said, seen) in enumerate(turns):
-        segments.append(Segment(Origin.POLICY, (5,) * said, "x", (-1.0,) * said))
+    for number, (num_policy, num_observed) in enumerate(turns):
+        segments.append(Segment(Origin.POLICY, (5,) * num_policy, "x", (-1.0,) * num_policy))
         if number + 1 < len(turns):
-            segments.append(Segment(Origin.OBSERVATION, (7,) * seen, "doc"))
+            segments.append(Segment(Origin.OBSERVATION, (7,) * num_observed, "doc"))
     return Trajectory(PROMPT, segments, group=group)
 
 
@@ -45,12 +45,12 @@ def samples_of(dialogues: Sequence[Turns], scores: Sequence[float]) -> Samples:
 
 
 def prepared(config: Config, samples: Samples, seed: int = 0) -> TokenBatch:
-    """The assembled batch with the columns that ranks would have filled in."""
+    """Return the assembled batch with random values in the columns that ranks would compute."""
     batch = assemble(samples, config)
     generator = torch.Generator().manual_seed(seed)
-    seen = batch.tokens.get("value_mask", batch.tokens["loss_mask"])
+    value_mask = batch.tokens.get("value_mask", batch.tokens["loss_mask"])
     for name, mask in (
-        ("values", seen),
+        ("values", value_mask),
         ("old_log_probs", batch.tokens["loss_mask"]),
         ("ref_log_probs", batch.tokens["loss_mask"]),
     ):
@@ -61,14 +61,14 @@ def prepared(config: Config, samples: Samples, seed: int = 0) -> TokenBatch:
 
 @dataclass
 class OriginalGae:
-    """The original Search-R1's PPO advantages: loops over a response, observations as any token."""
+    """Advantages of the original Search-R1's PPO, by loops over responses with observations."""
 
     gamma: float
     lam: float
     beta: float
 
     def of(self, batch: TokenBatch) -> tuple[Tensor, Tensor]:
-        """Whitened advantages and returns, (num_tokens,), 0 in the prompt."""
+        """Return whitened advantages and returns, (num_tokens,), 0 in the prompt."""
         names = ("response_mask", "policy_mask", "values", "old_log_probs", "ref_log_probs")
         columns = {name: batch.tokens[name].double().tolist() for name in names}
         raw, returns = torch.zeros(2, batch.num_tokens, dtype=torch.float64)
@@ -101,7 +101,7 @@ turns = st.lists(st.tuples(st.integers(1, 4), st.integers(1, 5)), min_size=1, ma
 def test_compat_brings_the_originals_advantages_back(
     dialogues: list[Turns], data: st.DataObject
 ) -> None:
-    """Advantages and returns are those of a loop over the whole response, whitened over it."""
+    """They equal those of a loop over whole responses, whitened over whole responses."""
     config = Config()
     config.algorithm.gamma, config.algorithm.lam = 0.99, 0.95
     config.compat.gae_over_all_tokens = config.compat.whiten_over_all_tokens = True
@@ -124,7 +124,7 @@ DIALOGUES: list[Turns] = [[(2, 3), (1, 0)], [(4, 0)], [(1, 2), (2, 5), (3, 0)], 
 
 
 def test_without_compat_observations_stay_out() -> None:
-    """By default neither critic nor advantages know an observation, whatever stands there."""
+    """By default the values at observation tokens change neither advantages nor returns."""
     results = []
     for junk in (0.0, 1e3):
         config = Config()
@@ -141,7 +141,7 @@ def test_without_compat_observations_stay_out() -> None:
 
 
 def test_each_switch_changes_what_it_names() -> None:
-    """GAE alone changes returns; whitening besides changes the scale of advantages only."""
+    """`gae` changes returns; adding `whiten` changes only scale and shift of the advantages."""
     columns = {}
     for name, gae, whiten in (("ours", 0, 0), ("gae", 1, 0), ("both", 1, 1)):
         config = Config()
@@ -163,7 +163,7 @@ def test_each_switch_changes_what_it_names() -> None:
 
 
 def test_compat_changes_nothing_without_a_critic() -> None:
-    """Group estimators never read an observation: all switches leave them as they are."""
+    """Group estimators never use observations, so the switches do not change them."""
     results = []
     for on in (False, True):
         config = Config()
@@ -176,8 +176,8 @@ def test_compat_changes_nothing_without_a_critic() -> None:
     assert torch.equal(*results)
 
 
-def test_policy_and_critic_have_weights_of_their_own() -> None:
-    """With GAE over all tokens the critic is weighed over the response, the policy as ever."""
+def test_policy_and_critic_have_separate_token_weights() -> None:
+    """With GAE over all tokens, the critic has weights on all tokens of the response."""
     config = Config()
     config.compat.gae_over_all_tokens = True
     batch = prepared(config, samples_of(DIALOGUES, [1, 0, 0, 1]))
@@ -188,7 +188,7 @@ def test_policy_and_critic_have_weights_of_their_own() -> None:
 
 
 def test_overlong_trajectories_lose_score_by_policy_tokens() -> None:
-    """The penalty counts what the policy said, not what it saw, and is logged."""
+    """The penalty counts policy tokens only, not observations, and is logged."""
     config = Config()
     config.algorithm.adv_estimator, config.algorithm.kl_ctrl.kl_coef = "reinforce", 0.0
     shaping = config.algorithm.overlong_buffer
@@ -205,7 +205,7 @@ def test_overlong_trajectories_lose_score_by_policy_tokens() -> None:
 
 
 def test_overlong_bounds_follow_the_budgets() -> None:
-    """By default: all turns at their longest, at most the context; the buffer is a fifth of it."""
+    """Default maximum: all turns at full length, up to the context; the buffer is a fifth of it."""
     config = Config()
     config.max_turns, config.data.max_response_length = 2, 500
     assert (config.overlong_max_length, config.overlong_length) == (1500, 300)
@@ -214,7 +214,7 @@ def test_overlong_bounds_follow_the_budgets() -> None:
 
 
 def test_advantages_are_clipped_after_whitening() -> None:
-    """The bound cuts whitened advantages, leaves returns alone, and says how many it cut."""
+    """The bound clips whitened advantages, not returns, and the clipped share is logged."""
     results = []
     for bound in (None, 0.5):
         config = Config()
@@ -233,7 +233,7 @@ def test_advantages_are_clipped_after_whitening() -> None:
 
 
 def test_the_norm_length_is_what_a_whole_trajectory_may_sample() -> None:
-    """Dr.GRPO's constant counts all turns: each token weighs the same in every batch."""
+    """Dr.GRPO's constant counts all turns, so each token has the same weight in every batch."""
     config = Config()
     config.actor_rollout_ref.actor.loss_agg_mode = "seq-mean-token-sum-norm"
     config.max_turns, config.data.max_response_length = 3, 25
@@ -244,12 +244,12 @@ def test_the_norm_length_is_what_a_whole_trajectory_may_sample() -> None:
 
 
 def small(scores: Sequence[float]) -> TokenBatch:
-    """A batch of one-token dialogues in groups of two, all of one data source."""
+    """Return a batch of one-token dialogues in groups of two, all of one data source."""
     return prepared(Config(), samples_of([[(1, 0)]] * len(scores), scores))
 
 
 def test_mini_batches_are_each_epoch_s_own_permutation() -> None:
-    """Every sequence once an epoch, shuffled, in an order of seed and step alone."""
+    """Every sequence once per epoch, in an order that depends only on seed and step."""
     batch, config = small([0.0] * 10), Config()
     batch.tokens["position"] = torch.arange(batch.num_tokens)
 
@@ -258,8 +258,8 @@ def test_mini_batches_are_each_epoch_s_own_permutation() -> None:
         minis = mini_batches(batch, config, 4, epochs, step)
         assert [len(mini) for mini in minis] == [4, 4, 2] * epochs
         drawn = [int(m.tokens["position"][start]) for m in minis for start in m.offsets[:-1]]
-        places = [batch.offsets[:-1].tolist().index(position) for position in drawn]
-        return [places[i : i + 10] for i in range(0, len(places), 10)]
+        indices = [batch.offsets[:-1].tolist().index(position) for position in drawn]
+        return [indices[i : i + 10] for i in range(0, len(indices), 10)]
 
     first = orders(1)
     assert all(sorted(order) == list(range(10)) for order in first)
@@ -268,7 +268,7 @@ def test_mini_batches_are_each_epoch_s_own_permutation() -> None:
 
 
 class Ranks:
-    """Ranks that remember the mini-batches that they were to learn from, and what came when."""
+    """Records the sizes of mini-batches, and the order of calls and waits."""
 
     has_own_critic = False
 
@@ -286,14 +286,14 @@ class Ranks:
     ) -> Callable[[], list[dict[str, float]]]:
         self.sizes["critic"] += map(len, minis)
         self.log.append("critic begins")
-        return self.answer([{"value": 2.0 * len(mini)} for mini in minis])
+        return self.pending([{"value": 2.0 * len(mini)} for mini in minis])
 
-    def answer(self, found: Any) -> Callable[[], Any]:
-        def answer() -> Any:
-            self.log.append("critic is waited for")
-            return found
+    def pending(self, result: Any) -> Callable[[], Any]:
+        def wait() -> Any:
+            self.log.append("wait for critic")
+            return result
 
-        return answer
+        return wait
 
     def log_probs(self, batch: TokenBatch) -> Tensor:
         self.log.append("log-probs")
@@ -304,7 +304,7 @@ class Ranks:
 
     def begin_values(self, batch: TokenBatch) -> Callable[[], Tensor]:
         self.log.append("values begin")
-        return self.answer(torch.full((batch.num_tokens,), -3.0))
+        return self.pending(torch.full((batch.num_tokens,), -3.0))
 
     def take_critic_peak_memory(self) -> PeakMemory:
         return PeakMemory(1, 2)
@@ -318,8 +318,8 @@ def learner_of(estimator: str = "gae") -> tuple[Learner, Ranks]:
     return Learner(config, ranks), ranks  # type: ignore[arg-type]
 
 
-def test_policy_and_critic_learn_for_their_own_epochs() -> None:
-    """In mini-batches of their own sizes."""
+def test_policy_and_critic_have_separate_epochs() -> None:
+    """And separate mini-batch sizes."""
     learner, ranks = learner_of()
     actor, critic = learner.config.actor_rollout_ref.actor, learner.config.critic
     actor.ppo_epochs = 3
@@ -340,10 +340,10 @@ def test_policy_and_critic_learn_for_their_own_epochs() -> None:
         ("gae", 1, False, 0.0, {"values": -3.0}),
     ],
 )
-def test_each_pass_is_made_where_it_is_needed_by_the_model_that_it_is_about(
+def test_each_pass_is_made_only_if_needed_and_by_the_right_model(
     estimator: str, epochs: int, in_loss: bool, kl_coef: float, expected: dict[str, float]
 ) -> None:
-    """Reference log-probs are the reference's; a single update needs no old ones."""
+    """Reference log-probs come from the reference; a single update needs no old ones."""
     learner, _ = learner_of(estimator)
     actor = learner.config.actor_rollout_ref.actor
     actor.ppo_epochs, actor.use_kl_loss, actor.kl_loss_coef = epochs, in_loss, 0.1
@@ -369,7 +369,7 @@ class Counted:
 
 
 def test_all_work_of_the_ranks_is_counted() -> None:
-    """Each pass and each mini-batch, under its phase and for its model."""
+    """Each pass and each mini-batch is counted under its phase and for its model."""
     learner, _ = learner_of()
     config, counted = learner.config, Counted()
     learner.work = counted  # type: ignore[assignment]
@@ -388,37 +388,37 @@ def test_all_work_of_the_ranks_is_counted() -> None:
 
 @pytest.mark.parametrize(("estimator", "updates"), [("gae", [0, 0, 1]), ("grpo", [1, 1, 1])])
 def test_the_policy_waits_while_a_critic_warms_up(estimator: str, updates: list[int]) -> None:
-    """For that many steps, and only where there is a critic."""
+    """For `critic_warmup` steps, and only if there is a critic."""
     learner, ranks = learner_of(estimator)
     learner.config.trainer.critic_warmup = 2
     batch = small([1.0, 0.0, 2.0, 0.0])
     batch.tokens |= {"advantages": torch.ones(batch.num_tokens)}
-    found = []
+    num_updates = []
     for step in (1, 2, 3):
         ranks.sizes["actor"].clear()
         learner.update_actor(batch, step)
-        found.append(len(ranks.sizes["actor"]))
-    assert found == updates
+        num_updates.append(len(ranks.sizes["actor"]))
+    assert num_updates == updates
 
 
 @pytest.mark.parametrize(("entropy_coeff", "sizes", "mean"), [(0.0, [2, 0], 2), (0.1, [2, 2], 2)])
-def test_what_has_no_gradient_is_not_asked_for(
+def test_trajectories_without_gradient_are_skipped(
     entropy_coeff: float, sizes: list[int], mean: float
 ) -> None:
-    """A mini-batch without any trajectory is still an update, but says nothing of the metrics."""
+    """An empty mini-batch is still an update, but does not count in the metrics."""
     learner, ranks = learner_of("grpo")
     actor = learner.config.actor_rollout_ref.actor
     actor.ppo_mini_batch_size, actor.entropy_coeff = 2, entropy_coeff
     batch = small([1.0, 0.0, 2.0, 0.0])
     first, *_ = mini_batches(batch, learner.config, 2, 1, step=1)
-    learns = torch.isin(batch.tokens["values"], first.tokens["values"])
-    batch.tokens["advantages"] = (learns & batch.tokens["policy_mask"]).float()
+    has_gradient = torch.isin(batch.tokens["values"], first.tokens["values"])
+    batch.tokens["advantages"] = (has_gradient & batch.tokens["policy_mask"]).float()
     assert learner.update_actor(batch, step=1) == {"size": mean}
     assert ranks.sizes["actor"] == sizes
 
 
-def test_drift_is_looked_at_where_the_guard_is_on() -> None:
-    """What is correct moved from the engine's -1 to -1: not at all."""
+def test_drift_is_measured_if_the_guard_is_enabled() -> None:
+    """The log-probs of the correct trajectories stay at the engine's -1, so the drift is 0."""
     learner, _ = learner_of("grpo")
     batch = small([1.0, 0.0, 2.0, 0.0])
     learner.config.trainer.guard.enable = True
@@ -428,37 +428,37 @@ def test_drift_is_looked_at_where_the_guard_is_on() -> None:
 
 
 def test_a_step_s_kl_is_weighed_by_the_coefficient_from_before_it() -> None:
-    """The controller follows what was seen; it is not ahead when that is taken off."""
+    """The controller is updated with the step's KL only after that KL was subtracted."""
     controller, batch = AdaptiveKLController(0.5, target=0.001, horizon=10), small([1.0] * 4)
     rewards = torch.zeros(batch.num_tokens)
-    lowered, metrics = subtract_kl(rewards, batch, "kl", controller)
+    penalised, metrics = subtract_kl(rewards, batch, "kl", controller)
     kl = batch.tokens["old_log_probs"] - batch.tokens["ref_log_probs"]
-    assert torch.allclose(lowered, -0.5 * kl * batch.tokens["loss_mask"])
+    assert torch.allclose(penalised, -0.5 * kl * batch.tokens["loss_mask"])
     assert metrics["critic/kl_coef"] == 0.5 != controller.value
 
 
 def test_advantages_compare_the_trajectories_of_one_prompt() -> None:
-    """Not those of one data source: all are of `nq` here."""
+    """And not those of one data source: all are of `nq` here."""
     config = Config()
     config.algorithm.adv_estimator = "dr_grpo"
     batch = small([0.0, 1.0, 10.0, 30.0])
     add_advantages(batch, config, FixedKLController(0.0))
-    found = batch.tokens["advantages"][batch.tokens["policy_mask"]]
-    assert found.tolist() == [-0.5, 0.5, -10.0, 10.0]
+    advantages = batch.tokens["advantages"][batch.tokens["policy_mask"]]
+    assert advantages.tolist() == [-0.5, 0.5, -10.0, 10.0]
 
 
 class NoRanks:
-    """Ranks that are not to be asked for log-probs."""
+    """Ranks on which no log-probs of the policy may be computed."""
 
     def log_probs(self, batch: TokenBatch) -> Tensor:
-        raise AssertionError("a pass for what the engine has told")
+        raise AssertionError("a forward pass although the engine reported the log-probs")
 
     def ref_log_probs(self, batch: TokenBatch) -> Tensor:
         return torch.zeros(batch.num_tokens)
 
 
 def test_the_engine_s_log_probs_are_the_old_ones_without_a_pass() -> None:
-    """With several updates a step, and with KL in the reward, as with none."""
+    """Also with several updates per step and KL in the reward."""
     config = Config()
     config.actor_rollout_ref.actor.old_log_probs = "engine"
     config.actor_rollout_ref.actor.ppo_mini_batch_size = 1
@@ -473,10 +473,10 @@ def test_the_engine_s_log_probs_are_the_old_ones_without_a_pass() -> None:
     ("option", "value"),
     [("old_log_probs", "engine"), ("rollout_is", "token"), ("rollout_mask_threshold", 2.0)],
 )
-def test_an_engine_that_tells_no_log_probs_is_neither_old_policy_nor_corrected(
+def test_an_engine_without_log_probs_is_refused_where_they_are_needed(
     option: str, value: object
 ) -> None:
-    """One line instead of a loss that is not a number, or of one that masks every token."""
+    """One error line instead of a NaN loss, or of a loss that masks every token."""
     config = Config()
     setattr(config.actor_rollout_ref.actor, option, value)
     batch = assemble(samples_of(DIALOGUES, [1.0] * 4), config)
@@ -487,7 +487,7 @@ def test_an_engine_that_tells_no_log_probs_is_neither_old_policy_nor_corrected(
 
 @pytest.mark.parametrize("is_on", [True, False])
 def test_prompts_of_groups_are_shared_unless_that_is_off(is_on: bool) -> None:
-    """Two of every six tokens are the prompt, which both of a group have."""
+    """Two of every six tokens are the prompt, which both members of a group share."""
     config = Config()
     config.trainer.share_prompts = is_on
     batch = assemble(samples_of([[(4, 0)]] * 4, [0.0] * 4), config)

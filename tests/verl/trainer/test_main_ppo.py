@@ -1,4 +1,4 @@
-"""The command line of training answers a mistake before it imports what trains."""
+"""The command line of training: option mistakes are reported before heavy imports."""
 
 import subprocess
 import sys
@@ -20,7 +20,7 @@ print(status, sorted(heavy))
 
 
 def test_a_mistyped_option_imports_nothing_heavy() -> None:
-    """The answer comes in under a second: torch, Ray, transformers and vLLM stay out of it."""
+    """The error comes in under a second: torch, Ray, transformers and vLLM are not imported."""
     command = [sys.executable, "-c", PROGRAM, "trainer.totl_epochs=1"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.stdout == "2 []\n", done.stderr
@@ -28,7 +28,7 @@ def test_a_mistyped_option_imports_nothing_heavy() -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "status", "told"),
+    ("error", "status", "message"),
     [
         (KeyboardInterrupt(), 130, "stopped; trainer.resume_mode=auto continues"),
         (PermissionError(13, "Permission denied", "runs"), 2, "Permission denied: 'runs'"),
@@ -38,28 +38,28 @@ def test_a_mistyped_option_imports_nothing_heavy() -> None:
 def test_what_ends_a_run_from_outside_is_one_line(
     error: BaseException,
     status: int,
-    told: str,
+    message: str,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """A second Ctrl-C, or a disk, in whatever the run was busy with; other errors are bugs."""
+    """A second Ctrl-C or a disk error, whatever the run was doing; other errors are bugs."""
 
     def fail(argv: object) -> None:
         raise error
 
     monkeypatch.setattr(cli, "compose_runs", fail)
     assert main_ppo.main([]) == status
-    found = capsys.readouterr().err
-    assert told in found and found.count("\n") == 1
+    output = capsys.readouterr().err
+    assert message in output and output.count("\n") == 1
     error = ConnectionResetError(104, "reset")
     with pytest.raises(ConnectionResetError):
         main_ppo.main([])
 
 
-def test_each_run_of_a_sweep_that_fails_is_told(
+def test_each_run_of_a_sweep_that_fails_is_reported(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The status is the first one's; no later error is swallowed."""
+    """The exit status is that of the first failure; later errors are printed too."""
 
     def fail(config: Config) -> None:
         raise DataError(f"seed {config.trainer.seed}")

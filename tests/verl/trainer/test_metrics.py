@@ -1,4 +1,4 @@
-"""The shares that the collapse guard watches and the rates of a step, counted by hand."""
+"""Metrics of a step, compared with values computed by hand."""
 
 import time
 
@@ -20,8 +20,8 @@ from verl.types import EngineCounts, Prompt, Status, TokenBatch, Trajectory, Tur
 PROMPT = Prompt("q", (1,), "nq", ("a",))
 
 
-def played(status: Status, *counts: float) -> Trajectory:
-    """A trajectory whose agent reports `counts`: turns, calls, malformed, truncated turns."""
+def make_trajectory(status: Status, *counts: float) -> Trajectory:
+    """Return a trajectory with the agent's counts: turns, calls, malformed and truncated turns."""
     names = ("turns", "valid_actions", "malformed_turns", "truncated_turns")
     stats = dict(zip(names, counts, strict=False))
     if "valid_actions" in stats:
@@ -31,8 +31,8 @@ def played(status: Status, *counts: float) -> Trajectory:
 
 
 def test_each_wait_is_a_mean_over_trajectories() -> None:
-    """Between turns, before weights, in the engine's queue, and after the end; by hand."""
-    one, two, untimed = (played(Status.ANSWERED, 1) for _ in range(3))
+    """Waits for tools, weights, a slot in the engine, and the other trajectories."""
+    one, two, untimed = (make_trajectory(Status.ANSWERED, 1) for _ in range(3))
     one.turn_times = [TurnTimes(0, 1, 4, 0, 0.5), TurnTimes(6, 6, 9, 1, 1.5)]
     two.turn_times = [TurnTimes(0, 3, 8)]
     assert wait_metrics([one, two, untimed], now=10.0) == {
@@ -42,9 +42,9 @@ def test_each_wait_is_a_mean_over_trajectories() -> None:
     assert wait_metrics([untimed], now=10.0) == {}
 
 
-def test_hits_are_a_share_of_all_tokens_that_turns_began_with() -> None:
-    """Long prompts count as their tokens do; engines that tell nothing give no metric."""
-    one, two = played(Status.ANSWERED, 1), played(Status.ANSWERED, 1)
+def test_prefix_hits_are_a_share_of_all_prompt_tokens_of_turns() -> None:
+    """Prompts count by their tokens; engines that report no counts give no metric."""
+    one, two = make_trajectory(Status.ANSWERED, 1), make_trajectory(Status.ANSWERED, 1)
     one.turn_times = [TurnTimes(0, 1, 4, 0, counts=EngineCounts(100, 0)),
                       TurnTimes(6, 6, 9, 1, counts=EngineCounts(300, 96))]  # fmt: skip
     two.turn_times = [TurnTimes(0, 3, 8, counts=EngineCounts(100, 96))]
@@ -53,33 +53,33 @@ def test_hits_are_a_share_of_all_tokens_that_turns_began_with() -> None:
     assert engine_metrics([two]) == {}
 
 
-def test_conduct_is_counted_over_turns_and_trajectories() -> None:
-    """Tags and length by turn; calls and answers by trajectory; failed ones do not count."""
-    found = [
-        played(Status.ANSWERED, 3, 2, 0, 0),
-        played(Status.OUT_OF_TURNS, 4, 0, 3, 2),
-        played(Status.OUT_OF_BUDGET, 1, 1, 1, 0),
-        played(Status.FAILED, 9, 9, 9, 9),
+def test_behaviour_is_counted_over_turns_and_trajectories() -> None:
+    """Malformed and truncated by turn, calls and answers by trajectory, without failed ones."""
+    trajectories = [
+        make_trajectory(Status.ANSWERED, 3, 2, 0, 0),
+        make_trajectory(Status.OUT_OF_TURNS, 4, 0, 3, 2),
+        make_trajectory(Status.OUT_OF_BUDGET, 1, 1, 1, 0),
+        make_trajectory(Status.FAILED, 9, 9, 9, 9),
     ]
     expected = {NO_ANSWER: 2 / 3, TOOL_USE: 2 / 3, MALFORMED: 4 / 8, LENGTH_CLIP: 2 / 8}
-    assert behaviour_metrics(found) == expected
-    assert rollout_metrics(found).items() >= expected.items()
+    assert behaviour_metrics(trajectories) == expected
+    assert rollout_metrics(trajectories).items() >= expected.items()
 
 
 def test_an_agent_without_such_counts_has_fewer_metrics() -> None:
-    """The trainer knows no tags: what an agent does not count is not guessed."""
-    assert behaviour_metrics([played(Status.ANSWERED), played(Status.OUT_OF_TURNS)]) == {
-        NO_ANSWER: 0.5
-    }
+    """The trainer does not derive counts that the agent does not report."""
+    assert behaviour_metrics(
+        [make_trajectory(Status.ANSWERED), make_trajectory(Status.OUT_OF_TURNS)]
+    ) == {NO_ANSWER: 0.5}
 
 
-def test_a_batch_of_failures_has_no_conduct() -> None:
-    """Infrastructure alone never looks like a collapse."""
-    assert behaviour_metrics([played(Status.FAILED, 1)]) == {}
+def test_a_batch_of_failures_has_no_behaviour() -> None:
+    """Failures of the infrastructure never look like a collapse."""
+    assert behaviour_metrics([make_trajectory(Status.FAILED, 1)]) == {}
 
 
 def test_parts_of_a_phase_do_not_count_twice() -> None:
-    """The throughput divides by the phases' seconds, in which those of their parts are."""
+    """The throughput divides by the seconds of phases, which include those of their parts."""
     timings = Timings()
     timings.seconds |= {"gen": 2.0, "update_weights": 1.0, "update_weights/load": 0.75}
     batch = TokenBatch(torch.tensor([0, 4, 12]))
@@ -88,7 +88,7 @@ def test_parts_of_a_phase_do_not_count_twice() -> None:
 
 
 def test_tokens_of_a_gpu_are_over_the_whole_step() -> None:
-    """What lies between the phases counts too, and the ranks share the tokens."""
+    """Time between the phases counts too, and tokens are divided by the number of GPUs."""
     timings, batch = Timings(), TokenBatch(torch.tensor([0, 4, 12]))
     time.sleep(0.02)
     earlier = timings.elapsed
@@ -97,7 +97,7 @@ def test_tokens_of_a_gpu_are_over_the_whole_step() -> None:
 
 
 def test_staleness_is_counted_in_versions_of_policy_tokens() -> None:
-    """Prompt and observation tokens have no version: shares are of what was sampled."""
+    """Prompt and observation tokens have no version; shares are of policy tokens."""
     batch = TokenBatch(
         torch.tensor([0, 3, 6]),
         {

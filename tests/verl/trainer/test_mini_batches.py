@@ -1,4 +1,4 @@
-"""Which trajectories an update sees together."""
+"""How a batch is divided into mini-batches with `trainer.keep_groups`."""
 
 import torch
 
@@ -8,7 +8,7 @@ from verl.trainer.learning import mini_batches
 
 
 def test_mini_batches_can_keep_groups_together() -> None:
-    """Every sequence once an epoch, groups in an order of their own, two cut at most."""
+    """Every sequence once per epoch, groups in random order, at most two groups cut per batch."""
     batch, config = small([0.0] * 30), Config()
     batch.columns["group"] = [f"g{i // 5}" for i in range(30)]
     batch.tokens["position"] = torch.arange(batch.num_tokens)

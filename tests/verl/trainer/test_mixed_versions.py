@@ -1,4 +1,4 @@
-"""What a batch of several weight versions learns, against a loop over its tokens in float64."""
+"""Loss and gradient of a batch of several weight versions, against a loop in float64."""
 
 from __future__ import annotations
 
@@ -39,30 +39,30 @@ CORRECTIONS: dict[str, dict[str, Any]] = {
 
 
 def dialogue(group: int, sample: int, draw: random.Random, is_mixed: bool) -> Trajectory:
-    """One to three turns with an observation after each, each turn by another version."""
+    """Return one to three turns, each followed by an observation and of another weight version."""
     start = start_trajectory(Prompt(f"q{group}", (1, 2, 3), "nq", ("a",)), f"4/{group}", sample)
     for version in range(draw.randint(1, 3)):
         ids = tuple(draw.randrange(90) for _ in range(draw.randint(1, 4)))
         log_probs = tuple(-draw.random() for _ in ids)
-        spoken = Segment(Origin.POLICY, ids, "x", log_probs, 2 + version * is_mixed)
-        start.segments += [spoken, Segment(Origin.OBSERVATION, (7, 8), "d")]
+        policy = Segment(Origin.POLICY, ids, "x", log_probs, 2 + version * is_mixed)
+        start.segments += [policy, Segment(Origin.OBSERVATION, (7, 8), "d")]
     return start
 
 
 class Ranks:
-    """Ranks whose present weights say a little else of each token than those that sampled."""
+    """Ranks whose current log-probs differ a little from those of the weights that sampled."""
 
-    def __init__(self, spread: float) -> None:
-        self._spread = spread
+    def __init__(self, noise_scale: float) -> None:
+        self._noise_scale = noise_scale
 
     def log_probs(self, batch: TokenBatch) -> Tensor:
         noise = torch.randn(batch.num_tokens, generator=torch.Generator().manual_seed(1))
-        return batch.tokens["rollout_log_probs"] + self._spread * noise
+        return batch.tokens["rollout_log_probs"] + self._noise_scale * noise
 
 
 @pytest.fixture
 def config(tmp_path: Path) -> Config:
-    """Four groups of three in one mini-batch, sampled up to two versions ahead."""
+    """Four groups of three in one mini-batch, sampled by weights up to two versions old."""
     tiny_llama(97).config.save_pretrained(tmp_path)
     config = Config()
     config.actor_rollout_ref.model.path = str(tmp_path)
@@ -73,8 +73,8 @@ def config(tmp_path: Path) -> Config:
     return config
 
 
-def learned_from(config: Config, is_mixed: bool = True) -> TokenBatch:
-    """The mini-batch as a step makes it."""
+def make_mini_batch(config: Config, is_mixed: bool = True) -> TokenBatch:
+    """Return the mini-batch as a training step makes it."""
     draw = random.Random(5)
     dialogues = [dialogue(g, n, draw, is_mixed) for g in range(4) for n in range(GROUP)]
     rewards = [Reward(draw.random()) for _ in dialogues]
@@ -88,17 +88,17 @@ def learned_from(config: Config, is_mixed: bool = True) -> TokenBatch:
 
 
 def loss_of(actor: ActorConfig, batch: TokenBatch, log_probs: Tensor) -> Tensor:
-    """What the shipped actor makes of a mini-batch whose tokens have these log-probs."""
+    """Return the real actor's loss of a mini-batch whose tokens have these log-probs."""
     device = torch.device("cpu")
     inputs = PackedInputs.of(batch, batch.tokens["loss_mask"], device)
-    found = log_probs[inputs.target_positions], torch.zeros(len(inputs.target_positions))
-    engine: Any = SimpleNamespace(device=device, forward=lambda *_: found)
-    loss, _, _ = Actor(engine, actor, TokenBudgets())._loss(batch, inputs)
+    outputs = log_probs[inputs.target_positions], torch.zeros(len(inputs.target_positions))
+    model: Any = SimpleNamespace(device=device, forward=lambda *_: outputs)
+    loss, _, _ = Actor(model, actor, TokenBudgets())._loss(batch, inputs)
     return loss
 
 
 def correction(actor: ActorConfig, own: float, all_own: list[float]) -> float:
-    """The weight of a token whose log-ratio is `own`, of a sequence with such log-ratios."""
+    """Return the weight of a token with log-ratio `own` in a sequence with log-ratios `all_own`."""
     if actor.rollout_is == "none":
         return 1.0
     logs = {"token": own, "sequence": sum(all_own), "geometric": fmean(all_own)}
@@ -112,15 +112,15 @@ def correction(actor: ActorConfig, own: float, all_own: list[float]) -> float:
 def plain_loss(
     actor: ActorConfig, batch: TokenBatch, log_probs: Tensor
 ) -> tuple[Tensor, set[float]]:
-    """The loss by a loop over sequences and their tokens; and the corrections that it used."""
+    """Return the loss by a loop over sequences and tokens, and the correction weights it used."""
     groups, scores = batch.columns["group"], batch.rows["scores"].tolist()
     total, used = log_probs.new_zeros(()), set[float]()
     old, rollout = (batch.tokens[f"{name}_log_probs"].double() for name in ("old", "rollout"))
     num_tokens = int(batch.tokens["policy_mask"].sum())
     for i, (start, end) in enumerate(zip(batch.offsets[:-1], batch.offsets[1:], strict=True)):
         peers = [score for score, group in zip(scores, groups, strict=True) if group == groups[i]]
-        spread = pstdev(peers) * math.sqrt(GROUP / (GROUP - 1))
-        advantage = (scores[i] - fmean(peers)) / (spread + STD_EPSILON)
+        std = pstdev(peers) * math.sqrt(GROUP / (GROUP - 1))
+        advantage = (scores[i] - fmean(peers)) / (std + STD_EPSILON)
         own = [t for t in range(start, end) if batch.tokens["policy_mask"][t]]
         logs = [float(old[t] - rollout[t]) for t in own]
         for t, log in zip(own, logs, strict=True):
@@ -139,14 +139,14 @@ def plain_loss(
 def test_loss_and_gradient_are_those_of_a_loop_over_tokens(
     config: Config, level: str, kind: str
 ) -> None:
-    """With the engine's log-probs as the old ones (level none), and with those of the present
-    weights and each correction, which does something in each case."""
+    """With the engine's log-probs as the old ones (level none), and with recomputed ones and each
+    correction, which has an effect in each case."""
     actor = config.actor_rollout_ref.actor
     if level != "none":
         actor.old_log_probs, actor.rollout_is = "recompute", level
         for name, value in CORRECTIONS[kind].items():
             setattr(actor, name, value)
-    mini = learned_from(config)
+    mini = make_mini_batch(config)
     rollout, old = mini.tokens["rollout_log_probs"], mini.tokens["old_log_probs"]
     assert torch.equal(old, rollout) is (level == "none")
     moved = torch.randn(len(rollout), generator=torch.Generator().manual_seed(2))
@@ -154,15 +154,15 @@ def test_loss_and_gradient_are_those_of_a_loop_over_tokens(
     expected, used = plain_loss(actor, mini, log_probs)
     (gradient,) = torch.autograd.grad(expected, log_probs)
     loss = loss_of(actor, mini, log_probs)
-    (found,) = torch.autograd.grad(loss, log_probs)
+    (actual,) = torch.autograd.grad(loss, log_probs)
     assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
-    torch.testing.assert_close(found, gradient, rtol=1e-5, atol=1e-9)
+    torch.testing.assert_close(actual, gradient, rtol=1e-5, atol=1e-9)
     assert gradient.any() and (level == "none" or len(used) > 1)
 
 
-def test_a_groups_advantage_does_not_care_who_sampled_its_members(config: Config) -> None:
-    """It is that of their scores, the same as if one version had sampled all of them."""
-    mixed, alike = learned_from(config), learned_from(config, is_mixed=False)
+def test_a_groups_advantage_does_not_depend_on_weight_versions(config: Config) -> None:
+    """It depends only on the scores, as if one version had sampled all members."""
+    mixed, alike = make_mini_batch(config), make_mini_batch(config, is_mixed=False)
     assert torch.equal(mixed.rows["scores"], alike.rows["scores"])
     assert torch.equal(mixed.tokens["advantages"], alike.tokens["advantages"])
     assert mixed.tokens["advantages"].any()

@@ -1,4 +1,4 @@
-"""A whole run whose retriever dies in mid-step: real agent, client, server; recorded learning."""
+"""A complete run whose retriever stops within a step: real agent, client and server, fake ranks."""
 
 import contextlib
 import dataclasses
@@ -27,11 +27,11 @@ from verl.rollout import pool
 from verl.trainer.ray_trainer import RayPPOTrainer
 from verl.types import Completion, Sampling, Trajectory
 
-NOT_THE_RUNS = ("perf/", "timing_", "fault/", "val/fault/")
+DISTURBED = ("perf/", "timing_", "fault/", "val/fault/")
 
 
 class Server:
-    """A retriever that can be stopped, and started again on its port."""
+    """A retriever that can be stopped and started again on the same port."""
 
     def __init__(self) -> None:
         self._open = contextlib.ExitStack()
@@ -48,37 +48,37 @@ class Server:
 
 
 @dataclasses.dataclass
-class LastWords:
-    """A policy in whose second turn the server stops."""
+class StoppingPolicy:
+    """A policy during whose second turn the server stops."""
 
     policy: ScriptedEngine
     server: Server
-    then: str | None
-    """The token that it wants from then on; None: it stays away."""
+    new_token: str | None
+    """The server restarts and requires this token; None: it stays stopped."""
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
         completion = await self.policy.generate(prompt_ids, sampling)
         if len(self.policy.requests) == 2:
             self.server.stop()
-            if self.then:
-                self.server.start(self.then)
+            if self.new_token:
+                self.server.start(self.new_token)
         return completion
 
 
 class Engines(InProcess):
-    """What the trainer asks of replicas; while one group of step 2 is sampled the server stops."""
+    """Replaces the replicas; the server stops while one group of step 2 is sampled."""
 
     dtype = "float32"
 
-    def __init__(self, server: Server, stops: bool, then: str | None) -> None:
+    def __init__(self, server: Server, stops: bool, new_token: str | None) -> None:
         super().__init__(server.url, 60.0)
-        self.server, self.stops, self.then = server, stops, then
+        self.server, self.stops, self.new_token = server, stops, new_token
 
     def policy(self, start: Trajectory) -> Any:
         if not (self.stops and start.group == "2/1" and start.sample == 1):
             return super().policy(start)
         self.stops = False
-        return LastWords(super().policy(start), self.server, self.then)
+        return StoppingPolicy(super().policy(start), self.server, self.new_token)
 
     def update_weights(self, ranks: object) -> dict[str, float]:
         self.version += 1
@@ -97,9 +97,9 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
 
 def train(
     folder: Path, server: Server, *, stops: bool = False, comes_back: bool = False,
-    then: str | None = None,
+    new_token: str | None = None,
 ) -> Any:  # fmt: skip
-    """Three validated steps; a server that comes back does so after the run found it away."""
+    """Run three validated steps; with `comes_back`, the server restarts when a probe fails."""
     config = Config()
     config.trainer.default_local_dir = config.actor_rollout_ref.model.path = str(folder)
     config.trainer.save_freq, config.trainer.test_freq = 0, 1
@@ -112,7 +112,7 @@ def train(
     config.retriever.url = server.url
     config.retriever.max_outage = 60.0 if comes_back else 0.1
 
-    class Watching(SearchTool):
+    class RestartingSearch(SearchTool):
         def probe(self, seconds: float) -> str:
             problem = super().probe(seconds)
             if problem and comes_back:
@@ -123,23 +123,23 @@ def train(
         trainer: Any = RayPPOTrainer(
             config=config,
             ranks=RecordingRanks([]),  # type: ignore[arg-type]
-            replicas=Engines(server, stops, then),  # type: ignore[arg-type]
+            replicas=Engines(server, stops, new_token),  # type: ignore[arg-type]
             train_prompts=prompts(8),
             val_prompts=prompts(4),
             reward_fn=score_by_sample,
             kl_controller=FixedKLController(0.1),
             tracking=tracking,
             total_steps=3,
-            environment=Environment((Watching(EmptyRetrieval(), config.retriever),)),
+            environment=Environment((RestartingSearch(EmptyRetrieval(), config.retriever),)),
         )
         trainer.fit()
     return trainer
 
 
 def logged(folder: Path) -> list[dict[str, Any]]:
-    """All metrics of the run, not those of the machine or the disturbance."""
+    """Return all metrics except those of the machine and of the disturbance."""
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in row.items() if not k.startswith(NOT_THE_RUNS)} for row in rows]
+    return [{k: v for k, v in row.items() if not k.startswith(DISTURBED)} for row in rows]
 
 
 def faults(folder: Path) -> list[dict[str, float]]:
@@ -150,20 +150,20 @@ def faults(folder: Path) -> list[dict[str, float]]:
 def test_line_19_a_retriever_that_comes_back_leaves_the_run_as_it_was(
     server: Server, tmp_path: Path
 ) -> None:
-    """Stopped while step 2 is sampled, back on its port later: each metric as without."""
-    train(tmp_path / "whole", server)
+    """Stopped while step 2 is sampled, later back on its port: all metrics are equal."""
+    train(tmp_path / "undisturbed", server)
     train(tmp_path / "disturbed", server, stops=True, comes_back=True)
-    assert logged(tmp_path / "disturbed") == logged(tmp_path / "whole")
+    assert logged(tmp_path / "disturbed") == logged(tmp_path / "undisturbed")
     counts = faults(tmp_path / "disturbed")
     assert counts[2]["fault/outage_s"] > 0 == counts[2]["fault/trajectories_dropped"]
     assert counts[2]["fault/trajectories_resampled"] == counts[2]["fault/searches_failed"] > 0
-    for calm in (*faults(tmp_path / "whole")[1:], counts[1], counts[3]):
-        assert set(calm.values()) == {0}
+    for undisturbed in (*faults(tmp_path / "undisturbed")[1:], counts[1], counts[3]):
+        assert set(undisturbed.values()) == {0}
 
 
 def test_a_retriever_that_stays_away_costs_the_step_only(server: Server, tmp_path: Path) -> None:
-    """The first step is saved; with the server back, the same run makes the other two."""
-    train(tmp_path / "whole", server)
+    """The first step is saved; with the server back, the same command runs the other two."""
+    train(tmp_path / "undisturbed", server)
     folder = tmp_path / "disturbed"
     with pytest.raises(ToolOutage, match=r"max_outage=0\.1.*global_step_1.*resume_mode=auto"):
         train(folder, server, stops=True)
@@ -171,18 +171,18 @@ def test_a_retriever_that_stays_away_costs_the_step_only(server: Server, tmp_pat
     assert found is not None and folders.step_of(found) == 1
     server.start()
     train(folder, server)
-    assert logged(folder) == logged(tmp_path / "whole")
+    assert logged(folder) == logged(tmp_path / "undisturbed")
 
 
 def test_a_retriever_that_begins_to_refuse_costs_the_step_only(
     server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It wants a token in the midst of step 2: one line, a checkpoint; with the token, the rest."""
+    """It requires a token within step 2: one line and a checkpoint; with the token, the rest."""
     monkeypatch.delenv("RETRIEVER_TOKEN", raising=False)
-    train(tmp_path / "whole", server)
+    train(tmp_path / "undisturbed", server)
     folder = tmp_path / "refused"
     with pytest.raises(ToolRefused, match=r"401.*RETRIEVER_TOKEN.*global_step_1.*resume_mode=auto"):
-        train(folder, server, stops=True, then="planted-93")
+        train(folder, server, stops=True, new_token="planted-93")
     monkeypatch.setenv("RETRIEVER_TOKEN", "planted-93")
     train(folder, server)
-    assert logged(folder) == logged(tmp_path / "whole")
+    assert logged(folder) == logged(tmp_path / "undisturbed")

@@ -1,4 +1,4 @@
-"""The algorithm's order of work, guarded with recording groups instead of Ray actors."""
+"""The algorithm's order of work, tested with recording groups instead of Ray actors."""
 
 import dataclasses
 import json
@@ -41,7 +41,7 @@ def trainer(tmp_path: Path, log: list[str]) -> RayPPOTrainer:
     config.actor_rollout_ref.model.path = str(tmp_path)
     config.trainer.save_freq = 0
     config.trainer.test_freq = 0
-    config.trainer.guard.drift_trajectories = 0  # its second look: see test_guard_in_trainer.py
+    config.trainer.guard.drift_trajectories = 0  # tested in test_guard_in_trainer.py
     config.data.train_batch_size = 4
     config.data.val_batch_size = 4
     config.actor_rollout_ref.rollout.n_agent = 3
@@ -72,7 +72,7 @@ def build(
 
 
 def test_line_11_groups_are_prompt_instances_with_n_members(trainer: RayPPOTrainer) -> None:
-    """Equal indices of two data sets are two groups; each keeps its n members through shuffling."""
+    """Equal indices of two data sets are two groups; each keeps its n members when shuffled."""
     trainer.fit()
     for step in (0, 1):
         minis = trainer.ranks.mini_batches[2 * step : 2 * step + 2]
@@ -86,7 +86,7 @@ def test_line_11_groups_are_prompt_instances_with_n_members(trainer: RayPPOTrain
     assert all(len(uids) == 1 for uids in by_group.values())
 
 
-def test_line_12_every_trajectory_has_a_seed_of_its_own(trainer: RayPPOTrainer) -> None:
+def test_line_12_every_trajectory_has_its_own_seed(trainer: RayPPOTrainer) -> None:
     """No two samples of a run share a seed, and the same run draws the same seeds."""
     trainer.fit()
     seeds = [start.seed for starts, _ in trainer.replicas.requests for start in starts]
@@ -97,7 +97,7 @@ def test_line_12_every_trajectory_has_a_seed_of_its_own(trainer: RayPPOTrainer) 
 
 
 def test_line_13_validation_is_greedy_and_scores_every_row(trainer: RayPPOTrainer) -> None:
-    """Validation asks for temperature 0 and drops no tail (10 rows in requests of 4)."""
+    """Validation uses temperature 0 and includes the last, smaller request (10 rows by 4)."""
     metrics = trainer.validate()
     assert [len(starts) for starts, _ in trainer.replicas.requests] == [4, 4, 2]
     assert {sampling.temperature for _, sampling in trainer.replicas.requests} == {0.0}
@@ -109,25 +109,25 @@ def test_line_13_validation_is_greedy_and_scores_every_row(trainer: RayPPOTraine
 def test_line_14_one_log_prob_pass_and_one_weight_update_per_step(
     trainer: RayPPOTrainer, log: list[str]
 ) -> None:
-    """However many mini-batches a step has, it looks back once and hands weights over once."""
+    """A step computes log-probs once and transfers weights once, whatever its mini-batches."""
     trainer.config.trainer.val_before_train = False
     trainer.fit()
     step = ["generate", "log_probs", "ref_log_probs", "update_actor", "update_actor"]
     assert log == ["update_weights", *(2 * [*step, "update_weights"])]
 
 
-def test_the_old_policy_pass_is_spared_when_there_is_one_update(
+def test_the_old_policy_pass_is_skipped_when_there_is_one_update(
     trainer: RayPPOTrainer, log: list[str]
 ) -> None:
-    """With a single mini-batch the updating policy is the old one."""
+    """With a single mini-batch, the policy being updated is the old one."""
     trainer.config.actor_rollout_ref.actor.ppo_mini_batch_size = 12
     trainer.fit()
     assert "log_probs" not in log
     assert all("old_log_probs" not in mini.tokens for mini in trainer.ranks.mini_batches)
 
 
-def test_a_step_says_what_the_machine_did(trainer: RayPPOTrainer, tmp_path: Path) -> None:
-    """Utilisation, each phase's memory and the hand-over's parts, all listed in docs/metrics.md."""
+def test_a_step_reports_the_machines_performance(trainer: RayPPOTrainer, tmp_path: Path) -> None:
+    """Utilization, memory by phase and parts of the weight transfer, listed in docs/metrics.md."""
     tiny_llama(97).config.save_pretrained(tmp_path)
     tracker, ranks = MemoryTracker(), RecordingRanks([])
     ranks.card, ranks.peak = 1e12, PeakMemory(3_000_000_000, 4_000_000_000)
@@ -145,10 +145,10 @@ def test_a_step_says_what_the_machine_did(trainer: RayPPOTrainer, tmp_path: Path
         assert len(parts) == 4 and sum(parts) <= row["timing_s/update_weights"]
 
 
-def test_the_bar_tells_gpu_hours_from_the_first_step(
+def test_the_bar_shows_gpu_hours_from_the_first_step(
     trainer: RayPPOTrainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those since this start, and those of all its steps at this pace; nothing on CPU."""
+    """Hours since the start of this process, and expected hours of all its steps; none on CPU."""
     bar: Any = SimpleNamespace(initial=4, format_dict={"elapsed": 1800.0})
     trainer.step, trainer.total_steps = 5, 8
     assert trainer.gpu_hours(bar) == {}
@@ -157,14 +157,14 @@ def test_the_bar_tells_gpu_hours_from_the_first_step(
 
 
 def test_line_15_n_steps_make_n_updates(trainer: RayPPOTrainer, log: list[str]) -> None:
-    """`total_training_steps=2` makes two weight hand-overs after the first."""
+    """Two steps make two weight transfers after the initial one."""
     trainer.fit()
     assert log.count("update_weights") == 1 + 2
     assert trainer.step == 2
 
 
 def test_a_group_with_a_failure_is_left_out_of_the_loss(trainer: RayPPOTrainer) -> None:
-    """What infrastructure broke reaches no mini-batch, nor do its siblings."""
+    """Neither failed trajectories nor other members of their groups are in a mini-batch."""
     trainer.config.trainer.max_lost_share = 0.5
     trainer.replicas.fail = lambda start: start.sample == 0 and start.group in ("1/0", "2/0")
     trainer.fit()
@@ -173,7 +173,7 @@ def test_a_group_with_a_failure_is_left_out_of_the_loss(trainer: RayPPOTrainer) 
 
 
 def test_a_step_without_any_success_stops_the_run(trainer: RayPPOTrainer) -> None:
-    """When everything fails the message says with what."""
+    """If all trajectories fail, the message names the last error."""
     trainer.replicas.fail = lambda start: True
     trainer.config.trainer.val_before_train = False
     with pytest.raises(ToolError, match=r"with: down; 12 of 12 are lost"):
@@ -181,7 +181,7 @@ def test_a_step_without_any_success_stops_the_run(trainer: RayPPOTrainer) -> Non
 
 
 def test_loss_weights_and_advantages_exist_on_policy_tokens_only(trainer: RayPPOTrainer) -> None:
-    """Observation tokens carry neither weight nor advantage."""
+    """Observation tokens have neither weight nor advantage."""
     trainer.fit()
     for mini in trainer.ranks.mini_batches:
         outside = ~mini.tokens["policy_mask"]
@@ -190,8 +190,8 @@ def test_loss_weights_and_advantages_exist_on_policy_tokens_only(trainer: RayPPO
         assert mini.tokens["loss_weights"].sum().item() == pytest.approx(1.0, abs=1e-6)
 
 
-def test_without_state_masking_documents_are_learned_from(trainer: RayPPOTrainer) -> None:
-    """The ablation puts observation tokens into the loss, and prompts never."""
+def test_without_state_masking_documents_are_trained_on(trainer: RayPPOTrainer) -> None:
+    """The ablation adds observation tokens to the loss, but never prompts."""
     trainer.config.actor_rollout_ref.actor.state_masking = False
     trainer.fit()
     mini = trainer.ranks.mini_batches[0]
@@ -200,7 +200,7 @@ def test_without_state_masking_documents_are_learned_from(trainer: RayPPOTrainer
 
 
 def test_the_critic_warms_up_alone(trainer: RayPPOTrainer, log: list[str]) -> None:
-    """`critic_warmup=1` leaves the policy alone in the first step only."""
+    """With `critic_warmup=1`, the policy is not updated in the first step."""
     trainer.config.trainer.critic_warmup = 1
     trainer.config.algorithm.adv_estimator = "gae"
     ppo = build(trainer.config, log)
@@ -218,10 +218,10 @@ def test_validation_only_makes_no_update(trainer: RayPPOTrainer, log: list[str])
     assert "update_actor" not in log
 
 
-def test_remax_compares_with_one_greedy_trajectory_a_prompt(
+def test_remax_compares_with_one_greedy_trajectory_per_prompt(
     trainer: RayPPOTrainer, log: list[str]
 ) -> None:
-    """Each prompt gets one greedy rollout more, which is scored but not trained on."""
+    """Each prompt gets an additional greedy rollout, which is scored but not trained on."""
     trainer.config.algorithm.adv_estimator = "remax"
     trainer = build(trainer.config, log)
     trainer.replicas.answer = lambda start, answer=trainer.replicas.answer: answer(
@@ -234,15 +234,15 @@ def test_remax_compares_with_one_greedy_trajectory_a_prompt(
     assert [t.group for t in greedy] == [f"1/{i}" for i in range(4)]
     minis = trainer.ranks.mini_batches
     assert sum(len(mini) for mini in minis) == 12
-    # Greedy ones are sample 1 here (score 1), the sampled ones 1, 2, 3 (scores 1, 0, 1).
-    found = {float(a) for mini in minis for a in mini.tokens["advantages"].unique()}
-    assert found == {0.0, -1.0}
+    # The greedy trajectories are sample 1 here (score 1), the others 1, 2, 3 (scores 1, 0, 1).
+    advantages = {float(a) for mini in minis for a in mini.tokens["advantages"].unique()}
+    assert advantages == {0.0, -1.0}
 
 
 def test_a_failed_greedy_trajectory_leaves_its_group_out(
     trainer: RayPPOTrainer, log: list[str]
 ) -> None:
-    """There is nothing to compare its samples with; the other groups learn."""
+    """Its samples have no baseline; the other groups are trained on."""
     trainer.config.algorithm.adv_estimator = "remax"
     trainer.config.trainer.max_lost_share = 0.5
     trainer = build(trainer.config, log)

@@ -1,4 +1,4 @@
-"""Learning from a record: it is the run that was recorded, to the bit, or it is refused."""
+"""Training from a record equals the recorded run, bit for bit, or is refused."""
 
 from __future__ import annotations
 
@@ -32,24 +32,26 @@ from verl.trainer.recorded import RecordedCollector, check_record
 from verl.types import Origin, Prompt, Sampling, Segment, Status, Trajectory
 
 
-class Babbling(RolloutPool):
-    """Says what the seed says, with log-probs that no model would give twice."""
+class RandomRollouts(RolloutPool):
+    """Finishes trajectories with random tokens and log-probs from their seeds."""
 
     dtype, version = "float32", 0
 
     def generate(self, starts: Sequence[Trajectory], sampling: Sampling) -> list[Trajectory]:
-        return [self.speak(start, np.random.default_rng((start.seed or 0, 1))) for start in starts]
+        return [
+            self.finish_one(start, np.random.default_rng((start.seed or 0, 1))) for start in starts
+        ]
 
-    def speak(self, start: Trajectory, random: np.random.Generator) -> Trajectory:
-        def spoken() -> Segment:
+    def finish_one(self, start: Trajectory, random: np.random.Generator) -> Trajectory:
+        def policy() -> Segment:
             ids = tuple(map(int, random.integers(0, VOCAB, size=random.integers(2, 6))))
-            told = tuple(-5.0 + float(x) for x in random.normal(size=len(ids)) / 3)
-            return Segment(Origin.POLICY, ids, f"{ids}", told, self.version)
+            log_probs = tuple(-5.0 + float(x) for x in random.normal(size=len(ids)) / 3)
+            return Segment(Origin.POLICY, ids, f"{ids}", log_probs, self.version)
 
-        seen = Segment(Origin.OBSERVATION, (7, 7, 8), "doc\u2028")
+        observation = Segment(Origin.OBSERVATION, (7, 7, 8), "doc\u2028")
         stats = {"turns": 2.0, "valid_searches": float(random.integers(3))}
         return dataclasses.replace(
-            start, segments=[*start.segments, spoken(), seen, spoken()],
+            start, segments=[*start.segments, policy(), observation, policy()],
             status=Status.ANSWERED, stats=stats,
         )  # fmt: skip
 
@@ -63,14 +65,14 @@ class Babbling(RolloutPool):
 
 
 def score(trajectory: Trajectory) -> Reward:
-    """A number of many digits; the same for whole groups of odd prompts."""
+    """Return a score of many digits; equal within the groups of odd prompts."""
     seed = 7 if trajectory.prompt.uid.endswith("1") else trajectory.seed or 0
     value = float(np.random.default_rng(seed).normal()) / 3
     return Reward(value, {"em": value})
 
 
 def learn(config: Config, engines: RolloutPool, num_steps: int) -> list[dict[str, float]]:
-    """A whole run; what the seed alone determines of its metrics."""
+    """Run the trainer; returns the metrics that depend only on the seed."""
     tracker = MemoryTracker()
     with local_ranks(config, num_steps) as ranks:
         RayPPOTrainer(
@@ -83,7 +85,7 @@ def learn(config: Config, engines: RolloutPool, num_steps: int) -> list[dict[str
 
 
 def make_config(folder: Path, estimator: str = "grpo") -> Config:
-    """Two updates a step, so that the old policy is looked at, and KL in the loss."""
+    """Two updates per step, so that old log-probs are computed, and KL in the loss."""
     config = tiny_config(save_tiny(folder / "start"), adv_estimator=estimator)
     config.data.train_batch_size, config.actor_rollout_ref.rollout.n_agent = 4, 3
     config.actor_rollout_ref.actor.ppo_mini_batch_size = 6
@@ -97,7 +99,7 @@ def make_config(folder: Path, estimator: str = "grpo") -> Config:
 
 
 def as_recorded(config: Config, folder: Path) -> Config:
-    """The same run, offline."""
+    """Return the options of the same run, trained from the record."""
     trainer = dataclasses.replace(
         config.trainer, rollout_data_dir=None, default_local_dir=str(folder / "offline")
     )
@@ -105,51 +107,53 @@ def as_recorded(config: Config, folder: Path) -> Config:
     return dataclasses.replace(config, trainer=trainer, data=data)
 
 
-def plain(config: Config) -> None:
-    """The options as they are."""
+def unchanged(config: Config) -> None:
+    """Keep the options as they are."""
 
 
-def by_engine(config: Config) -> None:
-    """The engine's log-probs are the old ones, and groups of equal scores are replaced."""
+def with_engine_log_probs(config: Config) -> None:
+    """Use the engine's log-probs as the old ones, and replace groups of equal scores."""
     config.actor_rollout_ref.actor.old_log_probs = "engine"
     config.algorithm.filter_groups.enable = True
     config.algorithm.filter_groups.max_num_gen_batches = 3
 
 
-def corrected(config: Config) -> None:
-    """Truncated importance sampling, and KL in the reward."""
+def with_correction(config: Config) -> None:
+    """Use truncated importance sampling, and KL in the reward."""
     actor = config.actor_rollout_ref.actor
     actor.rollout_is, actor.rollout_is_threshold, actor.use_kl_loss = "token", 1.5, False
     config.algorithm.kl_ctrl.kl_coef = 0.01
 
 
-def known_of_tokens(path: Path) -> tuple[set[str], list[tuple[float, float, float | None]]]:
-    """The names of what a recorded step says beside the engine's log-probs; and of each sampled
-    token the engine's log-prob, the trainer's and the correction."""
+def recorded_signals(path: Path) -> tuple[set[str], list[tuple[float, float, float | None]]]:
+    """Return the names of a recorded step's signals, and for each policy token the engine's
+    log-prob, the trainer's log-prob and the correction weight."""
     names: set[str] = set()
     tokens: list[tuple[float, float, float | None]] = []
     for line in path.read_text().splitlines():
-        for one in json.loads(line)["segments"]:
-            own = {name for name in SIGNALS if name in one}
-            assert one["origin"] == "policy" or not own
+        for segment in json.loads(line)["segments"]:
+            own = {name for name in SIGNALS if name in segment}
+            assert segment["origin"] == "policy" or not own
             names |= own
             if "old_log_probs" in own:
-                weights = one.get("rollout_weights", [None] * len(one["ids"]))
-                many = weights if isinstance(weights, list) else [weights] * len(one["ids"])
-                tokens += zip(one["log_probs"], one["old_log_probs"], many, strict=True)
+                weights = segment.get("rollout_weights")
+                if not isinstance(weights, list):  # one number if all tokens share it
+                    weights = [weights] * len(segment["ids"])
+                log_probs = segment["log_probs"], segment["old_log_probs"]
+                tokens += zip(*log_probs, weights, strict=True)
     return names, tokens
 
 
-LOOKED = {"old_log_probs", "advantages"}
+COMPUTED = {"old_log_probs", "advantages"}
 
 
 @pytest.mark.parametrize(
     ("estimator", "change", "num_steps", "names"),
     [
-        ("grpo", plain, 1, {*LOOKED, "ref_log_probs"}),
-        ("grpo", by_engine, 3, {"ref_log_probs", "advantages"}),
-        ("gae", corrected, 3, {*LOOKED, "ref_log_probs", "values", "rollout_weights"}),
-        ("remax", plain, 1, {*LOOKED, "ref_log_probs"}),
+        ("grpo", unchanged, 1, {*COMPUTED, "ref_log_probs"}),
+        ("grpo", with_engine_log_probs, 3, {"ref_log_probs", "advantages"}),
+        ("gae", with_correction, 3, {*COMPUTED, "ref_log_probs", "values", "rollout_weights"}),
+        ("remax", unchanged, 1, {*COMPUTED, "ref_log_probs"}),
     ],
 )
 def test_a_recorded_step_is_the_step_that_was_sampled_to_the_bit(
@@ -159,16 +163,16 @@ def test_a_recorded_step_is_the_step_that_was_sampled_to_the_bit(
     names: set[str],
     tmp_path: Path,
 ) -> None:
-    """From the same weights, with lag 0: every metric that is computed, and the weights.
+    """From the same weights, without staleness: all computed metrics, and the weights.
 
-    The record also has what the trainer found of the tokens: what its algorithm looks at.
+    The record also has the token columns that the algorithm computes.
     """
     config = make_config(tmp_path, estimator)
     change(config)
     prepare_folder(tmp_path / "rollouts", TOKENIZER)
-    sampled = learn(config, Babbling(), num_steps)
-    found, tokens = known_of_tokens(step_path(tmp_path / "rollouts", num_steps))
-    assert found == names
+    sampled = learn(config, RandomRollouts(), num_steps)
+    found_names, tokens = recorded_signals(step_path(tmp_path / "rollouts", num_steps))
+    assert found_names == names
     for engine, trainer, weight in tokens:
         assert weight is None or weight == pytest.approx(min(math.exp(trainer - engine), 1.5), 1e-5)
     offline = as_recorded(config, tmp_path)
@@ -180,7 +184,7 @@ def test_a_recorded_step_is_the_step_that_was_sampled_to_the_bit(
 
 
 def record(folder: Path, steps: Sequence[int] = (1, 2), size: int = 2, n: int = 2) -> Config:
-    """A folder of recorded steps, and the options of a run that may learn from it."""
+    """Write a folder of recorded steps; returns the options of a run that can train from it."""
     rollouts = folder / "rollouts"
     prepare_folder(rollouts, TOKENIZER, "weights")
     for step in steps:
@@ -193,7 +197,7 @@ def record(folder: Path, steps: Sequence[int] = (1, 2), size: int = 2, n: int = 
             )
             for group in range(size) for sample in range(n)
         ]  # fmt: skip
-        rewards = [Reward(one.sample / 3, {"em": 1.0}) for one in trajectories]
+        rewards = [Reward(t.sample / 3, {"em": 1.0}) for t in trajectories]
         write_step(rollouts, step, trajectories, rewards)
     config = Config()
     config.data.rollouts, config.data.train_batch_size = str(rollouts), size
@@ -206,7 +210,7 @@ def check(config: Config, model: str = "weights", done: int = 0) -> int:
 
 
 def test_what_was_written_is_read(tmp_path: Path) -> None:
-    """Ids, masks, log-probs, versions, seeds, scores, and what a reward reads."""
+    """Ids, masks, log-probs, versions, seeds, scores, and the fields that a reward reads."""
     config = record(tmp_path)
     samples, metrics = RecordedCollector(config, None).collect(2, Timings())  # type: ignore[arg-type]
     first = samples.trajectories[1]
@@ -220,22 +224,22 @@ def test_what_was_written_is_read(tmp_path: Path) -> None:
     assert metrics["critic/score/max"] == 1 / 3 and metrics["rollout/answered"] == 1.0
 
 
-def test_it_can_be_scored_anew(tmp_path: Path) -> None:
-    """By the reward of the run, of all trajectories at once."""
+def test_it_can_be_scored_again(tmp_path: Path) -> None:
+    """The run's reward is called once with all trajectories."""
     config = record(tmp_path)
     config.data.rescore = True
-    asked: list[int] = []
+    batch_sizes: list[int] = []
 
     def reward(trajectories: Sequence[Trajectory]) -> list[Reward]:
-        asked.append(len(trajectories))
-        return [Reward(9.0 + one.sample) for one in trajectories]
+        batch_sizes.append(len(trajectories))
+        return [Reward(9.0 + t.sample) for t in trajectories]
 
     samples, _ = RecordedCollector(config, reward).collect(1, Timings())  # type: ignore[arg-type]
-    assert [one.score for one in samples.rewards] == [9.0, 10.0] * 2 and asked == [4]
+    assert [r.score for r in samples.rewards] == [9.0, 10.0] * 2 and batch_sizes == [4]
 
 
-def test_a_run_may_go_on_from_a_checkpoint_of_the_recorded_one(tmp_path: Path) -> None:
-    """Steps before it need not be there, and all until the last are learned from."""
+def test_a_run_may_continue_from_a_checkpoint_of_the_recorded_one(tmp_path: Path) -> None:
+    """Earlier steps may be missing; all later ones are trained on."""
     config = record(tmp_path, steps=(3, 4, 5))
     assert check(config, done=2) == 5
     config.trainer.total_training_steps = 4
@@ -274,12 +278,12 @@ def of_an_earlier_version(folder: Path) -> None:
 def test_a_damaged_record_is_one_clear_line(
     damage: Callable[[Path], object], says: str, tmp_path: Path
 ) -> None:
-    """It is refused before anything starts, with the file and what mends it."""
+    """It is refused before anything starts, with the file and the fix."""
     config = record(tmp_path)
     damage(tmp_path / "rollouts")
-    with pytest.raises(DataError, match=says) as told:
+    with pytest.raises(DataError, match=says) as error:
         check(config)
-    assert "\n" not in str(told.value)
+    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -297,16 +301,16 @@ def test_a_damaged_record_is_one_clear_line(
 def test_options_of_another_run_are_one_clear_line(
     change: Callable[[Config], None], says: str, tmp_path: Path
 ) -> None:
-    """The one that the record has is named."""
+    """The error names the value of the recorded run."""
     config = record(tmp_path)
     change(config)
-    with pytest.raises(UserError, match=says) as told:
+    with pytest.raises(UserError, match=says) as error:
         check(config)
-    assert "\n" not in str(told.value)
+    assert "\n" not in str(error.value)
 
 
-def test_older_weights_want_the_option_that_says_so(tmp_path: Path) -> None:
-    """With it the engine's log-probs correct for them, and must be there."""
+def test_older_weights_require_max_staleness(tmp_path: Path) -> None:
+    """With it, the engine's log-probs are used to correct for them, and must be recorded."""
     config = record(tmp_path, steps=(1, 2, 3))
     rollouts = tmp_path / "rollouts"
     rows = [json.loads(line) for line in step_path(rollouts, 3).read_text().splitlines()]
@@ -323,12 +327,12 @@ def test_older_weights_want_the_option_that_says_so(tmp_path: Path) -> None:
 
 
 def test_other_models_are_refused(tmp_path: Path) -> None:
-    """Of another tokenizer always; other weights learn with a correction alone."""
+    """Another tokenizer always, other weights unless a correction is configured."""
     config = record(tmp_path)
-    others = SimpleNamespace(get_vocab=lambda: {"a": 0})
+    other_tokenizer = SimpleNamespace(get_vocab=lambda: {"a": 0})
     with pytest.raises(ConfigError, match="ids of another tokenizer"):
-        check_record(config, others, "weights", 0)
+        check_record(config, other_tokenizer, "weights", 0)
     with pytest.raises(ConfigError, match=r"expected the weights that sampled.*rollout_is=token"):
-        check(config, model="others")
+        check(config, model="other weights")
     config.actor_rollout_ref.actor.rollout_is = "token"
-    assert check(config, model="others") == 2
+    assert check(config, model="other weights") == 2

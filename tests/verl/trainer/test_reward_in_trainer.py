@@ -1,4 +1,4 @@
-"""How the trainer deals with a reward that changes during the run."""
+"""Rewards in the trainer that change during the run, or fail."""
 
 from pathlib import Path
 
@@ -20,14 +20,14 @@ from verl.trainer.ray_trainer import RayPPOTrainer
 def build(
     config: Config, total_steps: int, reward: RewardManager | None = None
 ) -> tuple[RayPPOTrainer, MemoryTracker]:
-    """A run of two stages: the first pays 1 until val/em stood still twice, the second 2."""
+    """Build a run of two stages: score 1 until val/em has not risen twice, then score 2."""
     tracker = MemoryTracker()
     stages = [StageConfig("a", plateau=PlateauConfig("val/em", patience=2)), StageConfig("b")]
 
-    def paying(score: float) -> EachAlone:
+    def constant(score: float) -> EachAlone:
         return EachAlone(lambda t: Reward(score + t.sample, {"em": 0.5}))
 
-    staged = StagedReward(stages, [paying(1.0), paying(2.0)])
+    staged = StagedReward(stages, [constant(1.0), constant(2.0)])
     trainer = RayPPOTrainer(
         config=config,
         ranks=RecordingRanks([]),
@@ -60,7 +60,7 @@ def stages_and_scores(tracker: MemoryTracker) -> list[tuple[float, float]]:
 
 
 def test_stages_switch_on_validation_and_survive_a_resume(tmp_path: Path) -> None:
-    """Validation's metric ends the stage; a run cut in two is staged like an uncut one."""
+    """A validation metric ends the stage; an interrupted run has the same stages."""
     whole, tracker = build(config_of(tmp_path / "whole"), 5)
     whole.fit()
     expected = [(1, 1), (1, 1), (1, 1), (2, 2), (2, 2)]
@@ -72,7 +72,7 @@ def test_stages_switch_on_validation_and_survive_a_resume(tmp_path: Path) -> Non
     assert stages_and_scores(before) + stages_and_scores(after) == expected
 
 
-OWN = """from pathlib import Path
+USER_REWARD = """from pathlib import Path
 from search_r1.rewards import RewardOutput
 def f(dialogue):
     seen = Path(__file__).with_name("seen")
@@ -84,18 +84,18 @@ def f(dialogue):
 
 
 @pytest.mark.parametrize("bad", ["None", "float('nan')", "'0.5'", "1 / 0"])
-def test_an_own_reward_that_fails_in_mid_run_costs_its_step_only(tmp_path: Path, bad: str) -> None:
-    """Step 1 is saved; the function mended, the same run goes on with step 2."""
+def test_a_user_reward_that_fails_costs_its_step_only(tmp_path: Path, bad: str) -> None:
+    """Step 1 is saved; with the function fixed, the same command continues with step 2."""
     config, file = config_of(tmp_path / "run"), tmp_path / "own.py"
     config.trainer.save_freq, config.trainer.test_freq = -1, -1
     config.reward_model.name = f"{file}:f"
-    file.write_text(OWN.replace("BAD", bad))
+    file.write_text(USER_REWARD.replace("BAD", bad))
     stopped, before = build(config, 2, build_reward_manager(config))
     message = r"own.py:f at \w+#\d: got .*; fix: .*; saved .*global_step_1: continue with the same"
     with pytest.raises(PluginError, match=message) as caught:
         stopped.fit()
     assert "\n" not in str(caught.value)
-    file.write_text(OWN.replace("BAD", "0.0"))
+    file.write_text(USER_REWARD.replace("BAD", "0.0"))
     resumed, after = build(config, 2, build_reward_manager(config))
     resumed.fit()
     assert [step for step, _ in before.records + after.records] == [1, 2]

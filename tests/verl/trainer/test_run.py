@@ -1,5 +1,5 @@
-"""What a run is told before anything of it starts; one that lost a rank begins again from the right
-checkpoint, and not for ever."""
+"""Checks before a run starts, and restarts after a lost rank: from the right checkpoint, and not
+for ever."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,8 +27,8 @@ from verl.trainer.run import PreparedRun, prepare, supervise
 
 
 @pytest.mark.parametrize("option", ["reward_model.name", "agent.tools"])
-def test_own_code_that_is_missing_is_told_first(option: str, tmp_path: Path) -> None:
-    """A reward or tool that is not there ends the run before its model or machine is looked at."""
+def test_missing_user_code_is_reported_first(option: str, tmp_path: Path) -> None:
+    """A missing reward or tool ends the run before its model or machine is checked."""
     config = Config()
     config.trainer.default_local_dir = str(tmp_path / "run")
     missing = str(tmp_path / "nowhere.py:f")
@@ -42,10 +42,10 @@ def test_own_code_that_is_missing_is_told_first(option: str, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("is_interrupted", [False, True])
-def test_a_run_leaves_a_report_also_where_it_was_stopped(
+def test_a_run_writes_a_report_even_if_it_was_stopped(
     is_interrupted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of what it logged until then; the reason of its end is still told."""
+    """The report has what was logged until then; the reason of the stop is still raised."""
     config = Config()
     config.trainer.default_local_dir = str(tmp_path / "run")
     config.trainer.logger = ["jsonl"]
@@ -75,18 +75,18 @@ def test_a_run_leaves_a_report_also_where_it_was_stopped(
 
 
 class Script:
-    """An attempt that saves and fails as it is told, and notes how it was started."""
+    """Scripted attempts: each saves steps until it raises an error; records `resume_mode`."""
 
-    def __init__(self, root: Path, *deeds: int | Exception) -> None:
-        self.root, self.deeds, self.resumed = root, list(deeds), list[str]()
+    def __init__(self, root: Path, *actions: int | Exception) -> None:
+        self.root, self.actions, self.resumed = root, list(actions), list[str]()
 
     def __call__(self, config: Config) -> None:
         self.resumed.append(config.trainer.resume_mode)
-        while self.deeds:
-            deed = self.deeds.pop(0)
-            if isinstance(deed, Exception):
-                raise deed
-            save(self.root, deed)
+        while self.actions:
+            action = self.actions.pop(0)
+            if isinstance(action, Exception):
+                raise action
+            save(self.root, action)
 
 
 def save(root: Path, step: int) -> None:
@@ -102,7 +102,7 @@ def config_for(root: Path, resume_mode: str = "disable") -> Config:
 
 
 def test_a_lost_rank_costs_the_steps_since_the_last_checkpoint(tmp_path: Path) -> None:
-    """Even where resuming is disabled; a second loss goes on from a later checkpoint."""
+    """Even if resuming is disabled; after a second loss, from a later checkpoint."""
     script = Script(tmp_path, 1, 2, RankLost("rank 1"), 3, RankLost("rank 0"))
     supervise(script, config_for(tmp_path), Restarts(3))
     expected = ["disable", str(tmp_path / "global_step_2"), str(tmp_path / "global_step_3")]
@@ -110,7 +110,7 @@ def test_a_lost_rank_costs_the_steps_since_the_last_checkpoint(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("mode", ["disable", "auto"])
-def test_without_a_checkpoint_it_begins_as_it_began(tmp_path: Path, mode: str) -> None:
+def test_without_a_checkpoint_it_starts_as_before(tmp_path: Path, mode: str) -> None:
     """Checkpoints of an earlier run in the same folder are not this run's."""
     save(tmp_path, 7)
     script = Script(tmp_path, RankLost("rank 1"), 1, ReplicaLost("replica 0"))
@@ -118,8 +118,8 @@ def test_without_a_checkpoint_it_begins_as_it_began(tmp_path: Path, mode: str) -
     assert script.resumed == [mode, mode, str(tmp_path / "global_step_1")]
 
 
-def test_a_checkpoint_that_was_written_anew_is_this_runs(tmp_path: Path) -> None:
-    """The step of an earlier run's checkpoint says nothing; when it was written does."""
+def test_a_checkpoint_that_was_written_again_is_this_runs(tmp_path: Path) -> None:
+    """An earlier run may have a checkpoint of the same step; the time of writing decides."""
     save(tmp_path, 1)
     script = Script(tmp_path, 1, RankLost("rank 1"))
     supervise(script, config_for(tmp_path), Restarts(3))
@@ -127,7 +127,7 @@ def test_a_checkpoint_that_was_written_anew_is_this_runs(tmp_path: Path) -> None
 
 
 def test_restarts_are_used_up(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """After max_restarts the loss ends the run, with its own exit status; each one has a line."""
+    """After max_restarts, the loss ends the run with its exit status; each restart is logged."""
     script = Script(tmp_path, *(RankLost(f"rank {i} died") for i in range(9)))
     with pytest.raises(RankLost, match=r"rank 2 died.*max_restarts=2.*resume_mode=auto") as caught:
         supervise(script, config_for(tmp_path), Restarts(2))
@@ -138,7 +138,7 @@ def test_restarts_are_used_up(tmp_path: Path, caplog: pytest.LogCaptureFixture) 
 
 
 def test_replicas_and_runs_share_one_count() -> None:
-    """A run that loses replica after replica cannot go on for ever by restarting in between."""
+    """A run that keeps losing replicas cannot continue for ever by restarting in between."""
     restarts = Restarts(3)
     restarts.spend_on_replicas(ReplicaLost("replica 0"))
     restarts.spend_on_run(RankLost("rank 0"), "the beginning")
@@ -153,8 +153,8 @@ def test_replicas_and_runs_share_one_count() -> None:
     [ConfigError("x"), CollapseError("x"), Interrupted("x"), ToolOutage("x"),
      UserError("x"), RuntimeError("a bug")],
 )  # fmt: skip
-def test_nothing_else_is_tried_again(tmp_path: Path, error: Exception) -> None:
-    """What would come again, or was asked for, ends the run at once."""
+def test_other_errors_are_not_retried(tmp_path: Path, error: Exception) -> None:
+    """Errors that would occur again, or were requested, end the run at once."""
     script = Script(tmp_path, error)
     with pytest.raises(type(error)):
         supervise(script, config_for(tmp_path), Restarts(3))

@@ -1,4 +1,4 @@
-"""What the trainer knows of each token, as the record has it."""
+"""The trainer's per-token columns that are written to the record."""
 
 import math
 
@@ -12,9 +12,9 @@ from verl.trainer.learning import token_signals
 
 @pytest.mark.parametrize("level", ["none", "token", "sequence"])
 @pytest.mark.parametrize("masking", [True, False])
-def test_signals_are_the_numbers_of_the_learned_tokens(level: str, masking: bool) -> None:
-    """By a plain loop over tokens; nothing is told of others, and no correction that is not asked
-    for. Without masking, observations are learned from, and no engine sampled them."""
+def test_signals_are_the_columns_at_the_trained_tokens(level: str, masking: bool) -> None:
+    """Compared with a plain loop. Other tokens are NaN, and `rollout_weights` exist only with a
+    correction. Without masking, observations are trained on, which no engine sampled."""
     config = Config()
     actor = config.actor_rollout_ref.actor
     actor.rollout_is, actor.rollout_is_threshold, actor.state_masking = level, 1.5, masking
@@ -27,12 +27,12 @@ def test_signals_are_the_numbers_of_the_learned_tokens(level: str, masking: bool
         ratios = {}
         for t in own:
             old = float(batch.tokens["old_log_probs"][t])
-            told = float(batch.tokens["rollout_log_probs"][t])
-            ratios[t] = old - told if batch.tokens["policy_mask"][t] else 0.0
-            learned = bool(batch.tokens["loss_mask"][t])
+            rollout = float(batch.tokens["rollout_log_probs"][t])
+            ratios[t] = old - rollout if batch.tokens["policy_mask"][t] else 0.0
+            is_trained = bool(batch.tokens["loss_mask"][t])
             for name in ("old_log_probs", "ref_log_probs", "values"):
-                seen = float(signals[name][t - own[0]])
-                assert seen == float(batch.tokens[name][t]) if learned else math.isnan(seen)
+                value = float(signals[name][t - own[0]])
+                assert value == float(batch.tokens[name][t]) if is_trained else math.isnan(value)
         assert ("rollout_weights" in signals) == (level != "none")
         whole = sum(ratios[t] for t in own if batch.tokens["loss_mask"][t])
         for t in own if level != "none" else ():
@@ -45,7 +45,7 @@ def test_signals_are_the_numbers_of_the_learned_tokens(level: str, masking: bool
 
 
 def test_the_engines_log_probs_are_not_the_trainers() -> None:
-    """Where they stand for the old ones, the record has them once."""
+    """If they are used as the old log-probs, they are recorded only once."""
     config = Config()
     config.actor_rollout_ref.actor.old_log_probs = "engine"
     batch = prepared(config, samples_of([[(3, 0)]], [1.0]))

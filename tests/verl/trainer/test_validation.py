@@ -1,4 +1,4 @@
-"""How validation samples."""
+"""How validation samples and scores."""
 
 import json
 from pathlib import Path
@@ -16,14 +16,14 @@ from verl.types import Metrics, Trajectory
 
 
 def requested(config: Config) -> set[tuple[float, float]]:
-    """Temperature and top_p of every request of a validation."""
+    """Return temperature and top_p of every request of a validation."""
     replicas = RecordingReplicas([])
     sample(config, replicas, prompts(4))
     return {(sampling.temperature, sampling.top_p) for _, sampling in replicas.requests}
 
 
 def test_line_13_validation_is_greedy_unless_the_original_is_asked_for() -> None:
-    """`compat.sampled_validation` samples as training does; else val_kwargs decide."""
+    """`compat.sampled_validation` samples as in training; otherwise val_kwargs decide."""
     config = Config()
     rollout = config.actor_rollout_ref.rollout
     rollout.temperature, rollout.top_p = 0.7, 0.9
@@ -35,8 +35,8 @@ def test_line_13_validation_is_greedy_unless_the_original_is_asked_for() -> None
     assert requested(config) == {(0.3, 1.0)}
 
 
-def validated(replicas: RecordingReplicas, dialogues: Path, max_share: float = 0.5) -> Metrics:
-    """Six rows of scores 1 and -0.5, of which `max_share` may fail."""
+def run_validation(replicas: RecordingReplicas, dialogues: Path, max_share: float = 0.5) -> Metrics:
+    """Validate six rows of scores 1 and -0.5, of which a share of `max_share` may fail."""
     config = Config()
     config.trainer.max_lost_share = max_share
     rollout = RetryingRollout(replicas, Environment())
@@ -48,11 +48,11 @@ def validated(replicas: RecordingReplicas, dialogues: Path, max_share: float = 0
     return validate(config, rollout, prompts(6), EachAlone(score), dialogues)
 
 
-def test_rows_that_infrastructure_broke_count_with_the_lowest_score(tmp_path: Path) -> None:
-    """No row is left out of a mean, which what did not search would raise; they are counted."""
+def test_failed_rows_count_with_the_lowest_score(tmp_path: Path) -> None:
+    """No row is left out of a mean, and failed rows are counted."""
     replicas = RecordingReplicas([])
     replicas.fail = lambda start: start.group in ("val/1", "val/4")
-    found = validated(replicas, tmp_path / "step_1.jsonl")
+    found = run_validation(replicas, tmp_path / "step_1.jsonl")
     assert (found["val/em"], found["val/num_rows"]) == (3 / 6, 6)
     assert found["val/score"] == pytest.approx((3 * 1.0 + 3 * -0.5) / 6)
     assert found["val/fault/trajectories_failed"] == 2
@@ -65,16 +65,16 @@ def test_rows_that_infrastructure_broke_count_with_the_lowest_score(tmp_path: Pa
 
 
 def test_a_validation_of_too_few_rows_ends_the_run(tmp_path: Path) -> None:
-    """The share is bounded as that of a step is."""
+    """The share of lost rows is limited as in a training step."""
     replicas = RecordingReplicas([])
     replicas.fail = lambda start: start.group in ("val/1", "val/4")
     with pytest.raises(ToolOutage, match=r"validation: .* 2 of 6 .* trainer.max_lost_share=0.3"):
-        validated(replicas, tmp_path / "step_1.jsonl", max_share=0.3)
+        run_validation(replicas, tmp_path / "step_1.jsonl", max_share=0.3)
 
 
-def test_a_validation_without_any_row_is_no_measurement(tmp_path: Path) -> None:
-    """It ends the run, with the reason, rather than with a score of 0."""
+def test_a_validation_whose_rows_all_failed_ends_the_run(tmp_path: Path) -> None:
+    """With the reason, instead of a score of 0."""
     replicas = RecordingReplicas([])
     replicas.fail = lambda start: True
     with pytest.raises(ToolOutage, match=r"validation: 6 trajectories .* 6 of 6"):
-        validated(replicas, tmp_path / "step_1.jsonl", max_share=1.0)
+        run_validation(replicas, tmp_path / "step_1.jsonl", max_share=1.0)
