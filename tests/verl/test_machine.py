@@ -1,4 +1,4 @@
-"""What a machine has, as a run asks it."""
+"""The memory of this machine, as a run reads it."""
 
 import os
 import subprocess
@@ -6,9 +6,11 @@ import sys
 from pathlib import Path
 
 
-def test_a_script_without_a_main_guard_asks_for_devices_once(tmp_path: Path) -> None:
-    """The process that asks the GPUs does not begin the user's script again, and bears what that
-    put into sys.path and what every Python prints here as it starts."""
+def test_reading_devices_does_not_run_the_script_again(tmp_path: Path) -> None:
+    """The child process that reads the GPUs does not execute the user's script again.
+
+    It works with sys.path entries that are no strings, and with output of a sitecustomize.py.
+    """
     (tmp_path / "sitecustomize.py").write_text("print('hello')\n")
     script = tmp_path / "own.py"
     script.write_text(

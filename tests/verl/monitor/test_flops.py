@@ -1,4 +1,4 @@
-"""FLOPs against torch's own counter over real modules, and the cards' peaks by name."""
+"""FLOPs against torch's own counter on real modules, and the peak FLOP/s of cards by name."""
 
 from __future__ import annotations
 
@@ -55,10 +55,10 @@ def inputs() -> PackedInputs:
 
 
 def counted(module: nn.Module, *arguments: Any) -> tuple[int, int]:
-    """torch's count of a forward, and of the backward after it.
+    """Return torch's count of a forward pass and of its backward pass.
 
-    Attention is spelled out as products, or the counter would not see the CPU's kernel. They are
-    the whole square of each sequence, of which a causal kernel computes half.
+    Attention is written as matrix products, since the counter does not see the CPU kernel. They
+    compute the whole square of each sequence, of which a causal kernel computes half.
     """
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         answer = module(inputs(), *arguments)
@@ -74,7 +74,7 @@ def attention(counter: FlopCounterMode) -> int:
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_policy_costs_what_torch_counts(name: str) -> None:
-    """Forward and backward, to the last operation, with logits for the target token alone."""
+    """Forward and backward match exactly, with logits for target tokens only."""
     lm, shape = build(CONFIGS[name])
     flops, wanted = ModelFlops(shape), len(inputs().target_positions)
     assert 0 < wanted < sum(LENGTHS) - len(LENGTHS)
@@ -83,8 +83,9 @@ def test_a_policy_costs_what_torch_counts(name: str) -> None:
 
 
 def test_a_shared_prompt_costs_what_torch_counts() -> None:
-    """A forward less those of the copies that are spared, attention apart: the counter sees the
-    whole rectangle of a response and its keys."""
+    """A forward pass without the skipped prompt copies matches, except for attention: the counter
+    sees the whole rectangle of a response and its keys.
+    """
     lm, shape = build(CONFIGS["qwen2, tied"])
     batch = make_groups([(7, [5, 2, 10]), (4, [1])])
     batch.rows[SHARED_PROMPT] = common_prompts(batch)
@@ -102,8 +103,8 @@ def test_a_shared_prompt_costs_what_torch_counts() -> None:
     assert found == counter.get_total_flops() - attention(counter) + halves
 
 
-def test_work_is_the_share_of_a_sequence_in_all_flops() -> None:
-    """By which ranks are balanced: a token costs 1, attention `pair_cost` for the square."""
+def test_pair_cost_gives_the_share_of_a_sequence_in_all_flops() -> None:
+    """Ranks are balanced by it: a token costs 1, attention `pair_cost` times the squared length."""
     flops = ModelFlops(build(CONFIGS["qwen2, tied"])[1], adapter=1000)
     packing = Packing(LENGTHS, [0] * len(LENGTHS), [])
     share = packing.work([0, 2], flops.pair_cost) / packing.work(range(4), flops.pair_cost)
@@ -119,7 +120,7 @@ def test_a_critic_has_a_value_for_a_head() -> None:
 
 
 def test_selective_recomputation_repeats_no_matrix_product() -> None:
-    """Attention alone, and only here, where it is spelled out as products of queries and keys."""
+    """Only attention is recomputed, which consists of matrix products only in this test."""
     lm, shape = build(CONFIGS["qwen2, tied"])
     recompute(lm, SELECTIVE)
     flops, wanted = ModelFlops(shape), len(inputs().target_positions)
@@ -128,8 +129,8 @@ def test_selective_recomputation_repeats_no_matrix_product() -> None:
 
 
 @pytest.mark.parametrize("name", ["qwen2, tied", "llama, head of its own"])
-def test_what_checkpointing_computes_again_is_counted_apart(name: str) -> None:
-    """The model's FLOPs stay what they are; backward is longer by `recomputed`."""
+def test_recomputed_flops_are_counted_separately(name: str) -> None:
+    """The model FLOPs stay the same; the backward pass is longer by `recomputed`."""
     lm, shape = build(CONFIGS[name])
     lm.gradient_checkpointing_enable({"use_reentrant": False})
     flops, wanted = ModelFlops(shape, has_checkpointing=True), len(inputs().target_positions)
@@ -137,8 +138,8 @@ def test_what_checkpointing_computes_again_is_counted_apart(name: str) -> None:
     assert counted(LogProbModel(lm), 1.0) == (flops.forward(LENGTHS, wanted), backward)
 
 
-def test_logits_that_come_in_chunks_are_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All but the last, which is whole: their tokens are `recomputed`'s `num_targets`."""
+def test_chunked_logits_are_recomputed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All chunks but the last, which is kept; their tokens are `recomputed`'s `num_targets`."""
     monkeypatch.setattr("verl.training.models.LOGITS_PER_CHUNK", 8 * VOCAB)
     lm, shape = build(CONFIGS["qwen2, tied"])
     flops, wanted = ModelFlops(shape), len(inputs().target_positions)
@@ -148,7 +149,7 @@ def test_logits_that_come_in_chunks_are_computed_again(monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("role", [Role.ACTOR, Role.CRITIC])
 def test_below_an_adapter_frozen_weights_cost_half_the_backward(role: Role) -> None:
-    """All but the first block's q, k and v: nothing that learns comes before them."""
+    """Except the first block's q, k and v: nothing before them is trained."""
     lm, shape = build(CONFIGS["qwen2, tied"])
     module = AdaptedModel(lm, {role: AdapterConfig(lora_rank=RANK)})
     module.use(role)
@@ -185,5 +186,5 @@ def test_below_an_adapter_frozen_weights_cost_half_the_backward(role: Role) -> N
     ],
 )
 def test_a_card_is_known_by_its_name(card: str, dtype: str, tera: float | None) -> None:
-    """Torch's names; what is a slice, slower under the same name, or unknown has no peak."""
+    """By torch's names; MIG slices, slower variants and unknown cards have no peak."""
     assert peak_flops(card, dtype) == (None if tera is None else tera * 1e12)

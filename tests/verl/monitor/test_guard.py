@@ -1,4 +1,4 @@
-"""The guard's rules, on series written by hand; which trajectories it looks at again."""
+"""The guard's rules on hand-written series, and its choice of correct trajectories."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def new(config: GuardConfig) -> CollapseGuard:
     return CollapseGuard(config, Path("no checkpoints"))
 
 
-def watch(guard: CollapseGuard, steps: Iterable[Mapping[str, float]]) -> list[str]:
+def healths(guard: CollapseGuard, steps: Iterable[Mapping[str, float]]) -> list[str]:
     return [guard.observe(metrics).health for metrics in steps]
 
 
@@ -60,32 +60,32 @@ def watch(guard: CollapseGuard, steps: Iterable[Mapping[str, float]]) -> list[st
 def test_three_steps_beyond_a_bound_are_a_collapse(
     name: str, metric: str, beyond: float, within: float
 ) -> None:
-    """Two steps warn, the third is a collapse; a value just within the bound is neither."""
+    """Two steps warn, the third is a collapse; a value just within the bound does nothing."""
     guard = new(GuardConfig())
-    assert watch(guard, [USUAL] * 5) == ["healthy"] * 5
+    assert healths(guard, [USUAL] * 5) == ["healthy"] * 5
     assert not guard.observe({**USUAL, metric: within}).reasons
     verdicts = [guard.observe({**USUAL, metric: beyond}) for _ in range(3)]
     assert [v.health for v in verdicts] == ["warning", "warning", "collapsed"]
-    for words in (metric, name, f"{beyond:.3g}", "3 of 3"):
-        assert words in str(verdicts[-1])
+    for part in (metric, name, f"{beyond:.3g}", "3 of 3"):
+        assert part in str(verdicts[-1])
 
 
 def test_every_rule_is_tried() -> None:
-    """The table above names all rules but those that need less patience."""
+    """The table above has all rules except the two that need less patience."""
     names = {rule.name for rule in rules(GuardConfig())}
     assert names == {b[0] for b in BREAKS} | {"drift_crash", "shift_bound"}
 
 
-def test_two_large_steps_of_the_policy_are_a_collapse() -> None:
-    """Trained too fast: no baseline is needed, and the third such step would be too late."""
+def test_two_large_policy_shifts_are_a_collapse() -> None:
+    """No baseline is needed, and a third such step would be too late."""
     guard = new(GuardConfig())
     steps = ({**USUAL, SHIFT: shift} for shift in (0.02, 0.014, 0.016, 0.016))
     expected = ["warning", "healthy", "warning", "collapsed"]
-    assert watch(guard, steps) == expected
+    assert healths(guard, steps) == expected
 
 
 def test_a_crash_of_correct_trajectories_is_a_collapse_at_once() -> None:
-    """One nat a token is gone: the very first step of a run can say so, without a baseline."""
+    """A loss of one nat per token counts even in the first step of a run, without a baseline."""
     verdict = new(GuardConfig()).observe({DRIFT: -1.1})
     assert verdict.is_collapsed
     assert "drift_crash" in str(verdict)
@@ -93,9 +93,9 @@ def test_a_crash_of_correct_trajectories_is_a_collapse_at_once() -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_a_noisy_healthy_run_is_never_called_collapsed(seed: int) -> None:
-    """Small batches, falling entropy, more searches, single spikes: warnings at most, and rare.
+    """Small batches, falling entropy, more searches and spikes rarely warn, and never collapse.
 
-    36 trajectories of two turns a step; entropy falls to a tenth over the run, the gradient norm
+    36 trajectories of two turns per step; entropy falls to a tenth over the run, the gradient norm
     varies by a factor of five and spikes once.
     """
     rng = random.Random(seed)
@@ -116,63 +116,63 @@ def test_a_noisy_healthy_run_is_never_called_collapsed(seed: int) -> None:
         }
         for t in range(200)
     ]
-    found = watch(new(GuardConfig()), steps)
+    found = healths(new(GuardConfig()), steps)
     assert "collapsed" not in found
     assert found.count("warning") <= 3
     assert found[100] == "warning"
 
 
 def test_a_base_model_that_does_not_know_the_tags_yet_is_healthy() -> None:
-    """Rates near 1 at the start trip nothing; falling back to them after learning does."""
+    """Rates near 1 at the start break no rule; a return to them after learning does."""
     guard = new(GuardConfig())
     at_start = {MALFORMED: 0.95, NO_ANSWER: 0.9, LENGTH_CLIP: 0.8}
-    assert set(watch(guard, [at_start] * 5)) == {"healthy"}
+    assert set(healths(guard, [at_start] * 5)) == {"healthy"}
     learning = [{MALFORMED: 0.95 * 0.7**t} for t in range(20)]
-    assert set(watch(guard, learning)) == {"healthy"}
-    assert watch(guard, [at_start] * 3)[-1] == "collapsed"
+    assert set(healths(guard, learning)) == {"healthy"}
+    assert healths(guard, [at_start] * 3)[-1] == "collapsed"
 
 
 def test_a_sudden_loss_of_form_is_caught_however_early() -> None:
-    """One healthy step is baseline enough."""
+    """One healthy step suffices as a baseline."""
     guard = new(GuardConfig())
-    found = watch(guard, [USUAL, *([{**USUAL, MALFORMED: 1.0}] * 3)])
+    found = healths(guard, [USUAL, *([{**USUAL, MALFORMED: 1.0}] * 3)])
     assert found == ["healthy", "warning", "warning", "collapsed"]
 
 
-def test_a_good_step_starts_the_count_anew() -> None:
+def test_a_good_step_resets_the_count() -> None:
     """Three bad steps that are not in a row are no collapse."""
     bad = {**USUAL, NO_ANSWER: 0.9}
-    found = watch(new(GuardConfig()), [USUAL, bad, bad, USUAL, bad, bad, USUAL])
+    found = healths(new(GuardConfig()), [USUAL, bad, bad, USUAL, bad, bad, USUAL])
     assert "collapsed" not in found
 
 
 def test_bad_steps_do_not_become_the_baseline() -> None:
-    """However long it lasts, a collapse stays one."""
+    """A collapse stays one, however long it lasts."""
     guard = new(GuardConfig(baseline_steps=2))
-    found = watch(guard, [USUAL, *([{**USUAL, MALFORMED: 0.9}] * 20)])
+    found = healths(guard, [USUAL, *([{**USUAL, MALFORMED: 0.9}] * 20)])
     assert set(found[3:]) == {"collapsed"}
     assert guard.baseline(MALFORMED) == USUAL[MALFORMED]
 
 
 def test_the_baseline_is_the_median_of_the_latest_healthy_steps() -> None:
-    """It follows slow change, and single values do not move it."""
+    """It follows slow changes, and single values do not move it."""
     guard = new(GuardConfig(baseline_steps=3))
-    watch(guard, [{ENTROPY: entropy} for entropy in (0.9, 0.8, 0.7, 0.1, 0.6)])
+    healths(guard, [{ENTROPY: entropy} for entropy in (0.9, 0.8, 0.7, 0.1, 0.6)])
     assert guard.baseline(ENTROPY) == 0.6
 
 
-def test_what_a_step_lacks_neither_counts_nor_clears() -> None:
-    """Without a correct trajectory there is no drift to judge; the next one goes on counting."""
+def test_a_missing_metric_neither_counts_nor_resets() -> None:
+    """Without a correct trajectory there is no drift to judge; the next one continues the count."""
     falling, without = {DRIFT: -0.5}, {MALFORMED: 0.1}
-    found = watch(new(GuardConfig()), [falling, without, falling, without, falling])
+    found = healths(new(GuardConfig()), [falling, without, falling, without, falling])
     expected = ["warning", "healthy", "warning", "healthy", "collapsed"]
     assert found == expected
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("metric", [DRIFT, GRAD_NORM, ENTROPY])
-def test_what_is_not_finite_is_beyond_every_bound(metric: str, value: float) -> None:
-    """Also on the first step, and it never enters a baseline."""
+def test_a_value_that_is_not_finite_breaks_every_rule(metric: str, value: float) -> None:
+    """Also in the first step, and it never enters a baseline."""
     guard = new(GuardConfig())
     verdict = guard.observe({metric: value})
     assert verdict.reasons
@@ -181,31 +181,31 @@ def test_what_is_not_finite_is_beyond_every_bound(metric: str, value: float) -> 
 
 
 def test_null_turns_a_rule_off() -> None:
-    """Each threshold can be taken away alone."""
+    """Each limit can be removed separately."""
     quiet = GuardConfig(malformed_rise=None, drift_crash=None)
     assert {"malformed_rise", "drift_crash"}.isdisjoint(rule.name for rule in rules(quiet))
-    found = watch(new(quiet), [USUAL, *([{**USUAL, MALFORMED: 1.0}] * 5)])
+    found = healths(new(quiet), [USUAL, *([{**USUAL, MALFORMED: 1.0}] * 5)])
     assert set(found) == {"healthy"}
 
 
-def test_a_resumed_guard_says_what_an_unbroken_one_does() -> None:
+def test_a_resumed_guard_judges_like_an_uninterrupted_one() -> None:
     """Baselines and counts go through JSON, as in a checkpoint."""
     series = [USUAL] * 3 + [{**USUAL, TOOL_USE: 0.0}] * 2
     unbroken, resumed = new(GuardConfig()), new(GuardConfig())
-    watch(unbroken, series)
+    healths(unbroken, series)
     resumed.load_state_dict(json.loads(json.dumps(unbroken.state_dict())))
     assert unbroken.observe(series[-1]) == resumed.observe(series[-1])
     assert resumed.observe(series[-1]).is_collapsed
 
 
 def test_growth_from_nothing_is_no_collapse() -> None:
-    """While no sample is right there is no gradient; the first ones that learn are healthy."""
-    found = watch(new(GuardConfig()), [{GRAD_NORM: 0.0}] * 10 + [{GRAD_NORM: 0.5}] * 5)
+    """While no sample is correct there is no gradient; the first gradients are healthy."""
+    found = healths(new(GuardConfig()), [{GRAD_NORM: 0.0}] * 10 + [{GRAD_NORM: 0.5}] * 5)
     assert set(found) == {"healthy"}
 
 
 def batch(scores: list[float]) -> TokenBatch:
-    """One trajectory a score: prompt, policy (log-prob -1), observation, policy (-2)."""
+    """Return one trajectory per score: prompt, policy (log-prob -1), observation, policy (-2)."""
     prompt = Prompt("q", (1, 2), "nq", ("a",))
     segments = [
         Segment(Origin.PROMPT, prompt.ids),
@@ -213,9 +213,9 @@ def batch(scores: list[float]) -> TokenBatch:
         Segment(Origin.OBSERVATION, (4, 5), "doc"),
         Segment(Origin.POLICY, (6,), "y", (-2.0,)),
     ]
-    found = TokenBatch.from_trajectories([Trajectory(prompt, segments) for _ in scores])
-    found.rows["scores"] = torch.tensor(scores)
-    return found
+    trajectories = TokenBatch.from_trajectories([Trajectory(prompt, segments) for _ in scores])
+    trajectories.rows["scores"] = torch.tensor(scores)
+    return trajectories
 
 
 @pytest.mark.parametrize(
@@ -232,29 +232,29 @@ def batch(scores: list[float]) -> TokenBatch:
 def test_correct_is_half_the_best_score_and_positive(
     scores: list[float], limit: int, expected: list[int]
 ) -> None:
-    """Format scores of wrong answers, penalties and empty batches give no trajectory."""
+    """Format scores of wrong answers, penalties and empty batches yield no trajectory."""
     assert correct_sequences(torch.tensor(scores), limit) == expected
 
 
-def test_drift_is_the_mean_over_policy_tokens_alone() -> None:
-    """Prompt and observation tokens, whatever their log-probs, are not in it."""
+def test_drift_is_the_mean_over_policy_tokens() -> None:
+    """Prompt and observation tokens are not included, whatever their log-probs."""
     again = correct_trajectories(batch([1.0, 0.0, 1.0]), 16)
     assert len(again) == 2
     after = torch.tensor([9.0, 9.0, -1.5, 9.0, 9.0, -4.0] * 2)
     assert drift_and_shift(again, after)[0] == pytest.approx((-0.5 - 2.0) / 2)
 
 
-def test_an_engine_that_tells_no_log_probs_makes_no_collapse() -> None:
-    """There is nothing to compare with: such trajectories are not looked at, others are."""
-    untold = batch([1.0, 1.0])
-    untold.tokens["rollout_log_probs"][2] = math.nan
-    assert len(correct_trajectories(untold, 16)) == 1
-    untold.tokens["rollout_log_probs"][8] = math.nan
-    assert len(correct_trajectories(untold, 16)) == 0
+def test_trajectories_without_engine_log_probs_are_left_out() -> None:
+    """There is nothing to compare with; other trajectories are still used."""
+    trajectories = batch([1.0, 1.0])
+    trajectories.tokens["rollout_log_probs"][2] = math.nan
+    assert len(correct_trajectories(trajectories, 16)) == 1
+    trajectories.tokens["rollout_log_probs"][8] = math.nan
+    assert len(correct_trajectories(trajectories, 16)) == 0
 
 
-def test_the_shift_sees_what_cancels_in_the_drift() -> None:
-    """Tokens that gain and lose alike leave the drift at 0; the shift is e^m − 1 − m of each."""
+def test_the_shift_includes_changes_that_cancel_in_the_drift() -> None:
+    """Equal gains and losses leave the drift at 0; the shift is the mean of e^m − 1 − m."""
     again = correct_trajectories(batch([1.0]), 16)
     moves = [0.4, -0.4]
     mask, before = again.tokens["policy_mask"], again.tokens["rollout_log_probs"]
@@ -265,8 +265,8 @@ def test_the_shift_sees_what_cancels_in_the_drift() -> None:
     assert drift_and_shift(again, after)[1] == pytest.approx(expected, rel=1e-5)
 
 
-def test_the_second_look_needs_no_column_of_the_loss() -> None:
-    """Only ids, origin and the engine's log-probs travel, so the mask of the loss has no effect."""
+def test_the_second_forward_pass_needs_no_column_of_the_loss() -> None:
+    """Only ids, origin and engine log-probs are sent, so the loss mask has no effect."""
     full = batch([1.0])
     full.tokens["loss_mask"] = torch.zeros(full.num_tokens, dtype=torch.bool)
     assert correct_trajectories(full, 16).tokens.keys() == {

@@ -1,4 +1,4 @@
-"""What the trainer does with a verdict: warn, stop, roll back, keep healthy checkpoints."""
+"""How the trainer acts on a verdict: warn, stop, roll back, keep healthy checkpoints."""
 
 import logging
 from pathlib import Path
@@ -31,7 +31,7 @@ FELL = -5.0
 
 
 class FragileRanks(RecordingRanks):
-    """Ranks whose policy is destroyed by the update of the given training steps."""
+    """Ranks whose policy is destroyed by the updates of the given training steps."""
 
     def __init__(self, log: list[str], collapsing: set[int]) -> None:
         super().__init__(log)
@@ -55,7 +55,7 @@ def log() -> list[str]:
 
 @pytest.fixture
 def config(tmp_path: Path) -> Config:
-    """One update a step, a checkpoint each, proven by one healthy step."""
+    """One update and one checkpoint per step; one healthy step confirms a checkpoint."""
     config = Config()
     config.trainer.default_local_dir = str(tmp_path)
     config.actor_rollout_ref.model.path = str(tmp_path)
@@ -91,12 +91,12 @@ def build(
 
 
 def logged(trainer: RayPPOTrainer) -> list[tuple[int, float]]:
-    """(step, `guard/health`) of each step that was logged."""
+    """Return (step, `guard/health`) of each logged step."""
     return [(step, row["guard/health"]) for step, row in rows(trainer) if "guard/health" in row]
 
 
 def rows(trainer: RayPPOTrainer) -> list[tuple[int, dict[str, float]]]:
-    """Every (step, metrics) that was logged."""
+    """Return all logged (step, metrics)."""
     tracker = trainer.tracking._trackers[0]
     assert isinstance(tracker, MemoryTracker)
     return tracker.records
@@ -106,10 +106,10 @@ def marked(folder: Path) -> list[str]:
     return sorted(path.parent.name for path in folder.glob(f"*/{folders.HEALTHY}"))
 
 
-def test_warn_goes_on_and_names_metric_and_value(
+def test_warn_continues_and_names_metric_and_value(
     config: Config, log: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The default action changes nothing about the run."""
+    """The default action does not change the run."""
     trainer = build(config, log, {3})
     with caplog.at_level(logging.WARNING):
         trainer.fit()
@@ -119,10 +119,10 @@ def test_warn_goes_on_and_names_metric_and_value(
     assert not [event for event in log if event.startswith(("load", "scale_lr"))]
 
 
-def test_the_second_look_is_at_a_few_correct_trajectories_after_the_update(
+def test_the_second_forward_pass_has_a_few_correct_trajectories(
     config: Config, log: list[str]
 ) -> None:
-    """Of four correct trajectories two are looked at, before the engines get weights."""
+    """Two of four correct trajectories, after the update and before the engines get weights."""
     config.trainer.guard.drift_trajectories = 2
     config.trainer.save_freq = 0
     build(config, log, set(), steps=1).fit()
@@ -131,22 +131,22 @@ def test_the_second_look_is_at_a_few_correct_trajectories_after_the_update(
 
 
 def test_a_checkpoint_is_healthy_when_the_next_steps_are(config: Config, log: list[str]) -> None:
-    """Step 2's checkpoint made step 3, which collapsed; step 1's made step 2, which did not."""
+    """Step 3, which collapsed, started from step 2's checkpoint; step 2 started from step 1's."""
     trainer = build(config, log, {3}, steps=3)
     trainer.fit()
     assert marked(trainer.directory) == ["global_step_1"]
 
 
 def test_a_checkpoint_waits_for_as_many_steps_as_patience(config: Config, log: list[str]) -> None:
-    """With three to wait for, five steps prove the checkpoints of the first two."""
+    """With a patience of three, five steps confirm the checkpoints of the first two."""
     config.trainer.guard.patience = 3
     trainer = build(config, log, set(), steps=5)
     trainer.fit()
     assert marked(trainer.directory) == ["global_step_1", "global_step_2"]
 
 
-def test_stop_names_the_healthy_checkpoint_and_how_to_go_on(config: Config, log: list[str]) -> None:
-    """The collapsed step is logged, its weights are not saved, and the exit status is its own."""
+def test_stop_names_the_checkpoint_to_continue_from(config: Config, log: list[str]) -> None:
+    """The collapsed step is logged, its weights are not saved, and the exit status is distinct."""
     config.trainer.guard.action = "stop"
     trainer = build(config, log, {3})
     with pytest.raises(CollapseError) as caught:
@@ -164,7 +164,7 @@ def test_stop_names_the_healthy_checkpoint_and_how_to_go_on(config: Config, log:
 def test_the_trace_has_the_step_that_ends_the_run(
     config: Config, log: list[str], is_full: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is the one to be looked at; a disk that has no room for it does not hide the collapse."""
+    """A full disk that prevents this does not hide the collapse."""
     config.trainer.guard.action, config.trainer.trace = "stop", True
     trainer, add = build(config, log, {3}), Trace.add_step
 
@@ -180,16 +180,16 @@ def test_the_trace_has_the_step_that_ends_the_run(
 
 
 def test_stop_without_a_healthy_checkpoint_says_so(config: Config, log: list[str]) -> None:
-    """A collapse in the first step leaves only the model that training started from."""
+    """After a collapse in the first step there is only the model that training started from."""
     config.trainer.guard.action = "stop"
     with pytest.raises(CollapseError, match="no checkpoint is known to be healthy"):
         build(config, log, {1}).fit()
 
 
-def test_rollback_goes_on_from_healthy_weights_with_a_lower_rate(
+def test_rollback_continues_from_healthy_weights_with_a_lower_rate(
     config: Config, log: list[str]
 ) -> None:
-    """Steps and prompts go on, and what the run goes on from can be resumed and gone back to."""
+    """Steps and prompts continue, and the restored weights can be resumed from later."""
     config.trainer.guard.action = "rollback"
     trainer = build(config, log, {3})
     trainer.fit()
@@ -205,7 +205,7 @@ def test_rollback_goes_on_from_healthy_weights_with_a_lower_rate(
 
 
 def test_refused_weights_are_never_validated(config: Config, log: list[str]) -> None:
-    """The validation of the collapsed step is that of the weights the run went back to."""
+    """The collapsed step is validated with the weights that the run rolled back to."""
     config.trainer.guard.action, config.trainer.test_freq = "rollback", 1
     trainer = build(config, log, {2}, steps=2)
     trainer.fit()
@@ -218,7 +218,7 @@ def test_refused_weights_are_never_validated(config: Config, log: list[str]) -> 
 def test_a_collapse_in_the_first_step_goes_back_to_the_start(
     config: Config, log: list[str]
 ) -> None:
-    """Under rollback the start is saved, so that there is always something to go back to."""
+    """With action=rollback the initial weights are saved, so that a rollback is always possible."""
     config.trainer.guard.action = "rollback"
     build(config, log, {1}).fit()
     assert log[:2] == ["update_weights", "save global_step_0"]
@@ -226,7 +226,7 @@ def test_a_collapse_in_the_first_step_goes_back_to_the_start(
 
 
 def test_rollbacks_run_out(config: Config, log: list[str]) -> None:
-    """What collapses again and again is stopped, at a rate lowered each time."""
+    """A run that collapses repeatedly is stopped; each rollback lowers the learning rate."""
     config.trainer.guard.action, config.trainer.guard.max_rollbacks = "rollback", 2
     with pytest.raises(CollapseError, match=r"at step 3 after 2 rollbacks"):
         build(config, log, {1, 2, 3, 4, 5}).fit()
@@ -234,7 +234,7 @@ def test_rollbacks_run_out(config: Config, log: list[str]) -> None:
 
 
 def test_a_resumed_run_remembers_baselines_and_rollbacks(config: Config, log: list[str]) -> None:
-    """The lowered rate and what is known to be healthy outlive the process."""
+    """The lowered learning rate and the healthy checkpoint survive a restart."""
     config.trainer.guard.action = "rollback"
     first = build(config, log, {2}, steps=3)
     first.fit()
@@ -248,7 +248,7 @@ def test_a_resumed_run_remembers_baselines_and_rollbacks(config: Config, log: li
 
 
 def test_an_older_checkpoint_without_a_guard_can_be_resumed(config: Config, log: list[str]) -> None:
-    """What was saved before there was a guard starts it anew."""
+    """Its run starts with a new guard."""
     first = build(config, log, set(), steps=1)
     first.fit()
     folder = first.directory / "global_step_1"
@@ -262,7 +262,7 @@ def test_an_older_checkpoint_without_a_guard_can_be_resumed(config: Config, log:
 
 
 def test_a_guard_that_is_off_costs_nothing(config: Config, log: list[str]) -> None:
-    """No second look, no metrics, no verdict."""
+    """There is no second forward pass, no metric and no verdict."""
     config.trainer.guard.enable = False
     config.trainer.guard.action = "stop"
     trainer = build(config, log, {1, 2, 3, 4, 5})
@@ -272,7 +272,7 @@ def test_a_guard_that_is_off_costs_nothing(config: Config, log: list[str]) -> No
 
 
 def test_an_update_without_any_trajectory_reports_nothing(config: Config, log: list[str]) -> None:
-    """When all scores are equal the policy learns nothing, and its entropy has not collapsed."""
+    """If all scores are equal nothing is trained, and the entropy is not logged."""
     config.actor_rollout_ref.actor.use_kl_loss = False
     config.algorithm.kl_ctrl.kl_coef = 0.0
     trainer = build(config, log, set(), steps=1, reward_fn=lambda trajectory: Reward(1.0))
@@ -282,10 +282,10 @@ def test_an_update_without_any_trajectory_reports_nothing(config: Config, log: l
     assert "actor/entropy" not in row
 
 
-def test_the_program_ends_with_a_status_of_its_own(
+def test_a_collapse_has_its_own_exit_status(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A launcher can tell a collapse (3) from a mistake in the options (2)."""
+    """A launcher can distinguish a collapse (3) from invalid options (2)."""
 
     def collapse(config: Config) -> None:
         raise CollapseError("the policy collapsed at step 7")

@@ -1,7 +1,7 @@
-"""MLflow, SwanLab and Trackio: without account or network all is on this disk, and is gone on with.
+"""MLflow, SwanLab and Trackio: without account or network, runs are local and can be resumed.
 
-Their packages are optional: what the trackers ask of them is held on stand-ins, and, where they are
-installed, on the real ones (`slow`).
+The packages are optional: the trackers' calls are tested on fakes and, where installed, on the real
+packages (`slow`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ VARIABLES = ("MLFLOW_TRACKING_URI", "SWANLAB_MODE", "SWANLAB_LOG_DIR", "SWANLAB_
 
 @pytest.fixture(autouse=True)
 def nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A user without accounts or variables."""
+    """Remove all accounts and variables of the libraries."""
     for name in VARIABLES:
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
@@ -40,11 +40,11 @@ def nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class MlflowError(Exception):
-    """What MLflow raises."""
+    """Fake of MLflow's exception."""
 
 
 class Client:
-    """MLflow's, over a dict; `is_away`: every call fails."""
+    """Fake of MLflow's client over a dict; with `is_away`, every call fails."""
 
     runs: dict[str, dict[str, Any]] = {}  # noqa: RUF012 - one server
     is_away = False
@@ -78,7 +78,7 @@ class Client:
 
 @pytest.fixture
 def mlflow(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A module in the place of MLflow."""
+    """Install a fake MLflow module."""
     entities = SimpleNamespace(Metric=lambda *given: given, Param=lambda *given: given)
     module = SimpleNamespace(
         MlflowClient=Client,
@@ -92,7 +92,7 @@ def mlflow(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_mlflow_gets_options_once_and_every_step(mlflow: Any, tmp_path: Path) -> None:
-    """In the run's folder unless told otherwise; names without what it refuses; gone on with."""
+    """In the run's folder, with valid names; a resumed run continues the same MLflow run."""
     with Tracking("p", "e", "mlflow", tmp_path, {"a": {"b": 1}, "c": []}) as tracking:
         tracking.log({"val/em@2": 0.5}, 1)
     with Tracking("p", "e", "mlflow", tmp_path, is_resumed=True) as tracking:
@@ -105,10 +105,10 @@ def test_mlflow_gets_options_once_and_every_step(mlflow: Any, tmp_path: Path) ->
                    "metrics": [("val/em_2", 0.5, 1), ("x", 1.0, 2)]}  # fmt: skip
 
 
-def test_a_server_that_goes_away_is_told_once_and_gets_all_later(
+def test_an_unavailable_server_is_reported_once_and_gets_all_steps_later(
     mlflow: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Beside metrics.jsonl the run goes on; at the start it is a mistake, in one line."""
+    """With metrics.jsonl the run continues; at the start it is a one-line error."""
     with Tracking("p", "e", ["mlflow", "jsonl"], tmp_path) as tracking:
         Client.is_away = True
         tracking.log({"x": 1.0}, 1)
@@ -124,7 +124,7 @@ def test_a_server_that_goes_away_is_told_once_and_gets_all_later(
 
 
 class Session:
-    """A module with `init`, `log` and `finish`, as SwanLab and Trackio have them."""
+    """Fake module with `init`, `log` and `finish`, as SwanLab and Trackio have them."""
 
     def __init__(self) -> None:
         self.begun: list[dict[str, Any]] = []
@@ -153,7 +153,7 @@ def test_a_session_is_begun_logged_to_and_ended(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Below the run's folder, offline, and again in the same run; the way to see it is told."""
+    """Below the run's folder, offline, and resumed as the same run; how to view it is logged."""
     session = Session()
     monkeypatch.setitem(sys.modules, name, session)  # type: ignore[arg-type]
     places = SimpleNamespace(TRACKIO_DIR=tmp_path)
@@ -172,7 +172,7 @@ def test_a_session_is_begun_logged_to_and_ended(
 
 
 def test_variables_of_the_libraries_decide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As their own users expect; a key makes SwanLab online."""
+    """The libraries' own variables override the defaults; a key makes SwanLab online."""
     session = Session()
     monkeypatch.setitem(sys.modules, "swanlab", session)  # type: ignore[arg-type]
     monkeypatch.setenv("SWANLAB_LOG_DIR", str(tmp_path / "elsewhere"))
@@ -185,7 +185,7 @@ def test_variables_of_the_libraries_decide(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the command that installs it, whichever it is."""
+    """The error has the command that installs it."""
     for name in PACKAGES:
         monkeypatch.setitem(sys.modules, name.replace("tensorboard", "tensorboard.summary"), None)
     for name in ("mlflow", "swanlab", "trackio"):
@@ -195,7 +195,7 @@ def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 @pytest.fixture
 def steps(tmp_path: Path) -> Iterator[Any]:
-    """Two starts of one run by a real library."""
+    """Log two steps from two starts of the same run."""
 
     def log(name: str) -> None:
         for number in (1, 2):
@@ -209,7 +209,7 @@ def steps(tmp_path: Path) -> Iterator[Any]:
 
 @pytest.mark.slow
 def test_the_real_mlflow(steps: Any, tmp_path: Path) -> None:
-    """One run of the database has both steps and the options."""
+    """One run in the database has both steps and the options."""
     mlflow = pytest.importorskip("mlflow")
     steps("mlflow")
     client = mlflow.MlflowClient(f"sqlite:///{tmp_path / 'mlflow.db'}")
@@ -223,7 +223,7 @@ def test_the_real_mlflow(steps: Any, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_real_swanlab(steps: Any, tmp_path: Path) -> None:
-    """A folder for each start, which its own `sync` uploads, with the values in it."""
+    """There is a folder per start with the values, which SwanLab's own `sync` uploads."""
     pytest.importorskip("swanlab")
     steps("swanlab")
     held = [path.read_bytes() for path in (tmp_path / "swanlog").rglob("*") if path.is_file()]

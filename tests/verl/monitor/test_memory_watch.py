@@ -1,4 +1,4 @@
-"""The host's memory is watched, and whoever uses it is named before anything is killed."""
+"""The host's memory is monitored, and a warning names its users before a process is killed."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ HOLD = "x = bytearray({size}); x[::4096] = b'1' * len(x[::4096]); print('held');
 
 
 def readings(*free: float) -> HostWatch:
-    """A watch that reads these free amounts, in GiB of 100, one after another."""
+    """Return a watch that reads these free amounts, in GiB of 100, one after another."""
     values = iter(free)
     return HostWatch(low=0.1, read=lambda: HostMemory(100 * GIB, int(next(values) * GIB)))
 
 
 def test_a_warning_names_the_users(caplog: pytest.LogCaptureFixture) -> None:
-    """Below the threshold one line has this process, with what it holds, and what to lower."""
+    """Below the threshold one line has this process, its memory, and what to lower."""
     readings(50, 9).metrics()
     assert not caplog.records
     watch = readings(9)
@@ -52,17 +52,17 @@ def test_a_warning_names_the_users(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_a_warning_is_not_repeated_until_it_is_worse(caplog: pytest.LogCaptureFixture) -> None:
-    """Once below the threshold, again at half of that, and anew after it was better."""
+    """It is logged once below the threshold, again at half of that, and again after a recovery."""
     watch = readings(50, 9, 8, 5, 4, 50, 9)
-    told = []
+    counts = []
     for _ in range(7):
         watch.check()
-        told.append(len(caplog.records))
-    assert told == [0, 1, 1, 1, 2, 2, 3]
+        counts.append(len(caplog.records))
+    assert counts == [0, 1, 1, 1, 2, 2, 3]
 
 
 def test_it_warns_before_ray_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever threshold Ray was given, the line comes earlier."""
+    """Whatever Ray's threshold is, the warning comes earlier."""
     monkeypatch.setenv("RAY_memory_usage_threshold", "0.8")
     assert HostWatch(low=0.1).low == pytest.approx(0.23)
     assert HostWatch(low=0.5).low == 0.5
@@ -79,24 +79,24 @@ def test_metrics_are_the_worst_since_the_last() -> None:
     assert second["perf/host_memory_used_share"] == pytest.approx(0.2)
 
 
-def test_the_thread_looks_and_ends() -> None:
+def test_the_thread_reads_and_stops() -> None:
     """It reads by itself until it is stopped."""
-    looked = threading.Event()
+    was_read = threading.Event()
 
     def read() -> HostMemory:
-        looked.set()
+        was_read.set()
         return HostMemory(100, 50)
 
     watch = HostWatch(seconds=0.001, read=read)
     watch.start()
-    assert looked.wait(30)
+    assert was_read.wait(30)
     watch.stop()
     assert not any(thread.name == "host-memory" for thread in threading.enumerate())
 
 
 @pytest.fixture
 def helper() -> Iterator[subprocess.Popen[str]]:
-    """A process that holds 300 MB, started as a replica of a run marked `test-run` is."""
+    """A process that holds 300 MB, started like a replica of a run marked `test-run`."""
     process = subprocess.Popen(
         [sys.executable, "-c", HOLD.format(size=300_000_000)],
         stdin=subprocess.PIPE,
@@ -112,8 +112,8 @@ def helper() -> Iterator[subprocess.Popen[str]]:
     process.stdout.close()
 
 
-def test_processes_are_told_apart_by_their_marks(helper: subprocess.Popen[str]) -> None:
-    """A replica by its mark, a rank by the name it was given; memory is what it holds."""
+def test_processes_are_identified_by_their_marks(helper: subprocess.Popen[str]) -> None:
+    """A replica by its mark, a rank by its given name; the memory is private memory."""
     by_mark = {usage.name: usage for usage in memory_by_process()}
     assert by_mark["replica-3"].is_ours
     assert 300e6 < by_mark["replica-3"].bytes < 400e6
@@ -125,7 +125,7 @@ def test_processes_are_told_apart_by_their_marks(helper: subprocess.Popen[str]) 
 def test_another_runs_processes_are_not_ours(
     helper: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A process that is neither marked nor a child is of another program."""
+    """A process that is neither marked nor a child belongs to another program."""
     monkeypatch.setattr(psutil.Process, "children", lambda self, recursive=False: [])
     monkeypatch.setenv(MARK, "another-run")
     assert not any(usage.is_ours and usage.name == "replica-3" for usage in memory_by_process())
@@ -133,8 +133,8 @@ def test_another_runs_processes_are_not_ours(
     assert any(usage.is_ours and usage.name == "replica-3" for usage in memory_by_process())
 
 
-def test_ranks_of_other_nodes_are_not_looked_for_here() -> None:
-    """A process id means something on its own node only."""
+def test_ranks_of_other_nodes_are_left_out() -> None:
+    """A process id is only valid on its own node."""
     locations = [
         ActorLocation("a", "h1", (), 11),
         ActorLocation("b", "h2", (), 12),
@@ -148,13 +148,13 @@ def test_ranks_of_other_nodes_are_not_looked_for_here() -> None:
     [("rank 0", "lora_rank"), ("replica-0", "kv_cache"), ("python server.py", "another machine")],
 )
 def test_advice_is_about_the_largest(name: str, advice: str) -> None:
-    """What to lower depends on who holds most."""
+    """What to lower depends on the process with most memory."""
     line = describe(HostMemory(100, 5), [Usage(name, 60 * GIB), Usage("driver", GIB)])
     assert advice in line.rpartition("to need less: ")[2]
 
 
 def test_a_lost_rank_gets_the_report(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its error says what used the memory; other errors, and losses without a report, stay."""
+    """Its error ends with a recent report; other errors, and losses without one, are unchanged."""
     config = Config()
     config.trainer.memory_watch_seconds = 0
     monkeypatch.setattr(module.HostWatch, "recent_report", "host memory is nearly used up: x")
@@ -175,7 +175,7 @@ def group(folder: Path, **files: str) -> None:
 
 
 def test_the_limit_of_a_container_counts(tmp_path: Path) -> None:
-    """Version 2: each enclosing group with a limit, pages that can be dropped being free."""
+    """cgroup v2: each enclosing group with a limit counts, and droppable pages are free."""
     (tmp_path / "membership").write_text("0::/outer/inner\n")
     group(tmp_path / "outer", memory__max="1000", memory__current="700",
           memory__stat="anon 600\ninactive_file 50\n")  # fmt: skip
@@ -185,7 +185,7 @@ def test_the_limit_of_a_container_counts(tmp_path: Path) -> None:
 
 
 def test_the_limit_of_an_older_container_counts(tmp_path: Path) -> None:
-    """Version 1: limits in bytes, where an unlimited group has an absurd one."""
+    """cgroup v1: limits are in bytes, and an unlimited group has an enormous one."""
     (tmp_path / "membership").write_text("5:cpu:/a\n4:memory:/a\n")
     group(tmp_path / "memory/a", memory__limit_in_bytes="1000", memory__usage_in_bytes="400",
           memory__stat="total_inactive_file 100\n")  # fmt: skip
@@ -196,7 +196,7 @@ def test_the_limit_of_an_older_container_counts(tmp_path: Path) -> None:
 
 
 def test_this_machine_has_memory() -> None:
-    """What is read here is possible."""
+    """The values read on this machine are plausible."""
     memory = HostMemory.now()
     assert 0 < memory.free <= memory.total <= psutil.virtual_memory().total
     assert 0 <= memory.used_share < 1

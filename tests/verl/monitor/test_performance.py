@@ -1,4 +1,4 @@
-"""Utilisation and memory of a step, worked out by hand for a given batch and seconds."""
+"""Utilisation and memory of a step, computed by hand for a given batch and seconds."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from verl.trainer.learning import Learner
 from verl.training.devices import PeakMemory
 from verl.types import TokenBatch
 
-LENGTHS, WANTED = [5, 8, 6], [3, 4, 2]
+LENGTHS, TARGETS = [5, 8, 6], [3, 4, 2]
 MATRICES = 2 * (2 * 128 * 128 + 2 * 128 * 64 + 3 * 128 * 256)
-"""Of the tiny Llama: two blocks with q and o, k and v, and the three of the MLP."""
+"""Matrix weights of the tiny Llama: two blocks with q and o, k and v, and three of the MLP."""
 
 
 def batch() -> TokenBatch:
-    """Three sequences that end with what the policy said; the second has no advantage."""
-    masks = [torch.arange(n) >= n - k for n, k in zip(LENGTHS, WANTED, strict=True)]
+    """Three sequences that end with policy tokens; the second has no advantage."""
+    masks = [torch.arange(n) >= n - k for n, k in zip(LENGTHS, TARGETS, strict=True)]
     mask = torch.cat(masks)
     advantages = torch.cat([m * float(i != 1) for i, m in enumerate(masks)])
     tokens = {"loss_mask": mask, "advantages": advantages}
@@ -34,14 +34,14 @@ def batch() -> TokenBatch:
 
 
 def forward(lengths: list[int], head: int, adapter: int = 0) -> float:
-    """By the formula: 2 a weight and token, half of each square for 4 heads of 32, and the head."""
+    """Return 2 FLOPs per weight and token, half of each square for 4 heads of 32, and the head."""
     squares = sum(n**2 for n in lengths)
     return 2 * (MATRICES + adapter) * sum(lengths) + 2 * (4 * 32 * 4 * squares / 2) + 2 * 128 * head
 
 
 @pytest.fixture
 def config(tmp_path: Path) -> Config:
-    """GRPO of a model of which only the shape is there, in one update and without recomputing."""
+    """GRPO with one update per step, without recomputation; only the model's config exists."""
     tiny_llama(VOCAB).config.save_pretrained(tmp_path)
     config = Config()
     config.actor_rollout_ref.model.path = str(tmp_path)
@@ -54,8 +54,8 @@ def config(tmp_path: Path) -> Config:
     return config
 
 
-def done(config: Config, seen: TokenBatch | None = None) -> dict[str, Work]:
-    """What a step over the batch comes to."""
+def work_of(config: Config, seen: TokenBatch | None = None) -> dict[str, Work]:
+    """Run a learner's step over the batch; returns the counted work."""
     learner = Learner(config, RecordingRanks([]))  # type: ignore[arg-type]
     seen = seen or batch()
     learner.compute_log_probs_and_values(seen, Timings())
@@ -65,52 +65,58 @@ def done(config: Config, seen: TokenBatch | None = None) -> dict[str, Work]:
     return found
 
 
-def test_a_step_of_grpo_is_a_look_of_the_reference_and_an_update(config: Config) -> None:
-    """Logits for the policy's tokens alone; backward is twice the forward."""
-    once = forward(LENGTHS, VOCAB * sum(WANTED))
-    assert done(config) == {"old_log_prob": Work(once), "update_actor": Work(3 * once)}
+def test_a_grpo_step_is_a_reference_pass_and_an_update(config: Config) -> None:
+    """Logits are computed for policy tokens only; backward costs twice the forward."""
+    forward_flops = forward(LENGTHS, VOCAB * sum(TARGETS))
+    assert work_of(config) == {
+        "old_log_prob": Work(forward_flops),
+        "update_actor": Work(3 * forward_flops),
+    }
 
 
-def test_what_is_spared_is_not_counted(config: Config) -> None:
-    """A sequence without advantage costs nothing where nothing but the advantage is in the loss."""
+def test_skipped_sequences_are_not_counted(config: Config) -> None:
+    """A sequence without advantage costs nothing if the loss has no other term."""
     config.actor_rollout_ref.actor.use_kl_loss = False
     config.algorithm.kl_ctrl.kl_coef = 0.0
-    once = forward([5, 6], VOCAB * (3 + 2))
-    assert done(config) == {"update_actor": Work(3 * once)}
+    forward_flops = forward([5, 6], VOCAB * (3 + 2))
+    assert work_of(config) == {"update_actor": Work(3 * forward_flops)}
 
 
 @pytest.mark.parametrize(("num_ranks", "copies"), [(1, 2), (2, 1)])
-def test_a_prompt_that_is_shared_is_counted_as_often_as_it_is_computed(
+def test_a_shared_prompt_is_counted_as_often_as_it_is_computed(
     config: Config, num_ranks: int, copies: int
 ) -> None:
-    """Once for each rank that has members of the group: by the look, and by the update."""
+    """Once for each rank with members of the group, in the reference pass and in the update."""
     seen = batch()
     seen.rows[SHARED_PROMPT], seen.columns["group"] = torch.tensor([2, 2, 2]), ["g"] * 3
     config.trainer.n_gpus_per_node = num_ranks
-    once = forward(LENGTHS, VOCAB * sum(WANTED)) - forward([2] * copies, 0)
-    assert done(config, seen) == {"old_log_prob": Work(once), "update_actor": Work(3 * once)}
+    forward_flops = forward(LENGTHS, VOCAB * sum(TARGETS)) - forward([2] * copies, 0)
+    assert work_of(config, seen) == {
+        "old_log_prob": Work(forward_flops),
+        "update_actor": Work(3 * forward_flops),
+    }
 
 
-def test_a_critic_on_ranks_of_its_own_shares_prompts_by_them(config: Config) -> None:
-    """Two ranks of the critic compute the prompt twice, the one of the actor once."""
+def test_separate_critic_ranks_share_prompts_per_rank(config: Config) -> None:
+    """Two critic ranks compute the prompt twice, the actor's one rank forward_flops."""
     seen = batch()
     seen.rows[SHARED_PROMPT], seen.columns["group"] = torch.tensor([2, 2, 2]), ["g"] * 3
     config.algorithm.adv_estimator, config.actor_rollout_ref.actor.use_kl_loss = "gae", False
     config.actor_rollout_ref.actor.skip_zero_advantages = False
     config.trainer.n_gpus_per_node, config.critic.n_gpus_per_node = 1, 2
-    found = done(config, seen)
-    values = forward(LENGTHS, sum(WANTED)) - forward([2], 0)
+    found = work_of(config, seen)
+    values = forward(LENGTHS, sum(TARGETS)) - forward([2], 0)
     assert found["values"] == Work(values) and found["update_critic"] == Work(3 * values)
-    policy = forward(LENGTHS, VOCAB * sum(WANTED)) - forward([2, 2], 0)
+    policy = forward(LENGTHS, VOCAB * sum(TARGETS)) - forward([2, 2], 0)
     assert found["update_actor"] == Work(3 * policy)
 
 
 def test_a_step_of_ppo_has_a_critic_too(config: Config) -> None:
-    """Twice the policy's tokens are looked at where KL is in the reward; a value has one output."""
+    """With KL in the reward, the policy tokens have two forward passes; a value has one output."""
     config.algorithm.adv_estimator, config.actor_rollout_ref.actor.use_kl_loss = "gae", False
     config.actor_rollout_ref.actor.skip_zero_advantages = False
-    policy, critic = forward(LENGTHS, VOCAB * sum(WANTED)), forward(LENGTHS, sum(WANTED))
-    assert done(config) == {
+    policy, critic = forward(LENGTHS, VOCAB * sum(TARGETS)), forward(LENGTHS, sum(TARGETS))
+    assert work_of(config) == {
         "old_log_prob": Work(2 * policy),
         "values": Work(critic),
         "update_critic": Work(3 * critic),
@@ -118,26 +124,29 @@ def test_a_step_of_ppo_has_a_critic_too(config: Config) -> None:
     }
 
 
-def test_recomputation_is_apart_and_a_frozen_base_costs_less(config: Config) -> None:
+def test_recomputation_is_separate_and_a_frozen_base_costs_less(config: Config) -> None:
     """With LoRA the reference is the base alone, and the base's weights have no gradient."""
     model, rank = config.actor_rollout_ref.model, 4
     model.lora_rank, model.enable_gradient_checkpointing = rank, True
     adapter = 2 * rank * (2 * (128 + 128) + 2 * (128 + 64) + 3 * (128 + 256))
-    head = VOCAB * sum(WANTED)
-    once, spared = forward(LENGTHS, head, adapter), 2 * MATRICES * sum(LENGTHS) + 2 * 128 * head
-    assert done(config) == {
+    head = VOCAB * sum(TARGETS)
+    forward_flops, saved = (
+        forward(LENGTHS, head, adapter),
+        2 * MATRICES * sum(LENGTHS) + 2 * 128 * head,
+    )
+    assert work_of(config) == {
         "old_log_prob": Work(forward(LENGTHS, head)),
-        "update_actor": Work(3 * once - spared, forward(LENGTHS, 0, adapter)),
+        "update_actor": Work(3 * forward_flops - saved, forward(LENGTHS, 0, adapter)),
     }
 
 
 def test_a_model_of_unknown_shape_is_not_counted(config: Config, tmp_path: Path) -> None:
-    """No figure rather than a guess."""
+    """There are no figures rather than guesses."""
     config.actor_rollout_ref.model.path = str(tmp_path / "elsewhere")
-    assert done(config) == {}
+    assert work_of(config) == {}
 
 
-def test_utilisation_is_a_share_of_what_the_cards_could_have_done() -> None:
+def test_utilisation_is_a_share_of_the_peak() -> None:
     """6e12 FLOPs in 3 s on 4 cards of 1e12 FLOP/s are 0.5 TFLOP/s each, half of the peak."""
     work = {"update_actor": Work(6e12, 3e12), "values": Work(3e12)}
     seconds = {"update_actor": 3.0, "values": 1.5, "gen": 9.0}
@@ -148,14 +157,14 @@ def test_utilisation_is_a_share_of_what_the_cards_could_have_done() -> None:
 
 
 def test_without_a_known_card_there_is_no_utilisation() -> None:
-    """On CPU, say: the speed alone."""
+    """On CPU, for example, there is only the speed."""
     assert speed_metrics({"values": Work(3e12)}, {"values": 1.5}, (1, 1), None) == {
         "perf/tflops/values": 2.0
     }
 
 
-def test_a_critic_on_devices_of_its_own_has_its_own_seconds_and_ranks() -> None:
-    """Those of its slowest rank, which are in the metrics and not in what the phases took."""
+def test_a_critic_on_separate_devices_has_its_own_seconds_and_ranks() -> None:
+    """The seconds of its slowest rank are in the metrics but not in the total of the phases."""
     calls = {
         "rank 0": [Call("actor.update", 0.0, 9.0)],
         "critic rank 0": [Call("critic.values", 1.0, 2.0), Call("critic.updates", 2.0, 4.0)],
@@ -176,7 +185,7 @@ def peaks(*gigabytes: float) -> Iterator[PeakMemory]:
 
 
 def test_each_phase_of_the_ranks_has_its_own_peak() -> None:
-    """What came before the step is in none, nor is a phase in the next; the engines' have none."""
+    """Peaks before the step or in another phase are not included; engine phases have none."""
     readings = peaks(99, 3, 7, 88, 5)
     timings = Timings(lambda: next(readings))
     for name in ("gen", "old_log_prob", "adv", "update_actor", "guard", "update_weights"):
@@ -193,7 +202,7 @@ def test_each_phase_of_the_ranks_has_its_own_peak() -> None:
 
 
 def test_ranks_on_cpu_have_no_device_memory() -> None:
-    """No keys rather than zeros."""
+    """The keys are absent rather than zero."""
     timings = Timings(lambda: None)
     with timings.phase("update_actor"):
         pass

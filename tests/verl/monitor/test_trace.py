@@ -1,4 +1,4 @@
-"""The trace of a run: valid for its viewers, every turn where it was, no two on one spot."""
+"""The trace of a run: valid for its viewers, complete, and without overlaps in a row."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TURNS = st.lists(st.integers(0, 50), min_size=3, max_size=9).map(sorted)
 
 
 def trajectory(marks: list[int], replica: int = 0) -> Trajectory:
-    """Of turns that are asked for, begin and end at these times."""
+    """Return a trajectory whose turns are requested, started and finished at these times."""
     whole = marks[: len(marks) // 3 * 3]
     times = [TurnTimes(*map(float, whole[i : i + 3]), turn=i // 3) for i in range(0, len(whole), 3)]
     start = start_trajectory(Prompt("q", (1,), "nq", ("a",)), group="1/0")
@@ -30,12 +30,12 @@ def trajectory(marks: list[int], replica: int = 0) -> Trajectory:
 
 
 def events(folder: Path) -> list[dict[str, Any]]:
-    """The file as viewers read it: with the bracket that is missing, after the last comma."""
+    """Read the file as viewers do: without the last comma, with the missing bracket added."""
     return list(json.loads((folder / "trace.json").read_text().rstrip().rstrip(",") + "]"))
 
 
-def test_a_trace_has_phases_engines_and_turns_and_goes_on_after_a_resume(tmp_path: Path) -> None:
-    """Two processes write one file; the second appends to what the first left."""
+def test_a_trace_has_phases_engines_and_turns_and_continues_after_a_resume(tmp_path: Path) -> None:
+    """Two processes write one file; the second appends to the first one's events."""
     for step in (1, 2):
         timings, trace = Timings(), Trace(tmp_path)
         with timings.phase("gen"):
@@ -55,7 +55,7 @@ def test_a_trace_has_phases_engines_and_turns_and_goes_on_after_a_resume(tmp_pat
 
 
 def test_a_wait_for_a_slot_comes_before_the_turn_that_it_delays(tmp_path: Path) -> None:
-    """Within the time in which the turn had its weights; without one there is no such span."""
+    """It follows the wait for weights; without a wait there is no such span."""
     delayed = trajectory([1, 2, 6])
     delayed.turn_times[0] = dataclasses.replace(delayed.turn_times[0], queued_s=1.5)
     Trace(tmp_path).add_step(1, Timings(), [delayed, trajectory([1, 2, 6], 1)], {})
@@ -66,12 +66,12 @@ def test_a_wait_for_a_slot_comes_before_the_turn_that_it_delays(tmp_path: Path) 
     ]  # fmt: skip
 
 
-def test_each_rank_has_a_row_of_what_it_was_called_for(tmp_path: Path) -> None:
-    """Beside the trainer's phases, by the rank's own clock; waiting for a file is not work."""
+def test_each_rank_has_a_row_with_its_calls(tmp_path: Path) -> None:
+    """Timed by the rank's own clock; waiting for a file to be written is left out."""
     trace = Trace(tmp_path)
-    learns, waits = Call("actor.update", 7.0, 7.5), Call("finish_checkpoint", 6.0, 9.0)
+    update, waiting = Call("actor.update", 7.0, 7.5), Call("finish_checkpoint", 6.0, 9.0)
     for step in (1, 2):
-        calls = {"rank 0": [waits, learns], "critic rank 0": [Call("critic.values", 2.0, 4.0)]}
+        calls = {"rank 0": [waiting, update], "critic rank 0": [Call("critic.values", 2.0, 4.0)]}
         trace.add_step(step, Timings(), [], calls)
     found = events(tmp_path)
     rows = {e["tid"]: e["args"]["name"] for e in found if e["name"] == "thread_name"}
@@ -88,14 +88,14 @@ def test_each_rank_has_a_row_of_what_it_was_called_for(tmp_path: Path) -> None:
 
 
 def test_without_a_folder_nothing_is_written() -> None:
-    """A run that does not trace pays for no file."""
+    """A run without tracing writes no file."""
     Trace(None).add_step(1, Timings(), [trajectory([1, 2, 3])], {})
 
 
 @settings(max_examples=60)
 @given(st.lists(TURNS, min_size=1, max_size=8))
 def test_a_row_holds_one_dialogue_at_a_time(all_marks: list[list[int]]) -> None:
-    """Rows are used again when they are free; viewers would nest what overlaps."""
+    """Rows are reused once they are free; viewers would nest overlapping spans."""
     with tempfile.TemporaryDirectory() as folder:
         trace = Trace(Path(folder))
         trace.add_step(1, Timings(), [trajectory(marks) for marks in all_marks], {})
@@ -110,12 +110,12 @@ def test_a_row_holds_one_dialogue_at_a_time(all_marks: list[list[int]]) -> None:
 
 @given(st.lists(TURNS, max_size=6))
 def test_an_engine_is_busy_when_any_turn_is_sampled(all_marks: list[list[int]]) -> None:
-    """Half seconds are counted one by one."""
+    """Compared with a check at every half second."""
     dialogues = [trajectory(marks) for marks in all_marks]
-    stretches = busy_intervals(dialogues)
-    turns = [turn for one in dialogues for turn in one.turn_times]
+    intervals = busy_intervals(dialogues)
+    turns = [turn for dialogue in dialogues for turn in dialogue.turn_times]
     for half in range(101):
         at = half / 2 + 0.25
         is_busy = any(turn.started <= at < turn.finished for turn in turns)
-        assert is_busy == any(begin <= at < end for begin, end in stretches)
-    assert all(a[1] < b[0] for a, b in itertools.pairwise(stretches))
+        assert is_busy == any(begin <= at < end for begin, end in intervals)
+    assert all(a[1] < b[0] for a, b in itertools.pairwise(intervals))

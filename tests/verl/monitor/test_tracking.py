@@ -1,4 +1,4 @@
-"""Trackers: what is logged arrives, one record a step."""
+"""Trackers: everything logged arrives, with one record per step."""
 
 import json
 import logging
@@ -14,8 +14,8 @@ from verl.monitor.library_trackers import ID_FILE
 from verl.monitor.tracking import Tracking, backend_names, compact
 
 
-def test_jsonl_holds_one_flushed_line_a_step(tmp_path: Path) -> None:
-    """A killed run keeps every step it logged, and a resumed one appends."""
+def test_jsonl_has_one_flushed_line_per_step(tmp_path: Path) -> None:
+    """A killed run keeps every logged step, and a resumed one appends."""
     path = tmp_path / "run" / "metrics.jsonl"
     tracking = Tracking("p", "e", ["jsonl"], tmp_path / "run")
     tracking.log({"loss": 0.5, "count": 3}, 1)
@@ -29,14 +29,14 @@ def test_jsonl_holds_one_flushed_line_a_step(tmp_path: Path) -> None:
 
 
 def test_unknown_backend_is_refused_before_any_opens(tmp_path: Path) -> None:
-    """A mistyped backend names those there are and leaves no file."""
+    """The error for a mistyped backend lists the valid ones; no file is written."""
     with pytest.raises(ConfigError, match="got wandbb, expected one of console, jsonl"):
         Tracking("p", "e", ["jsonl", "wandbb"], tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_every_backend_gets_every_step() -> None:
-    """Several trackers see the same records."""
+    """Several trackers receive the same records."""
     first, second = MemoryTracker(), MemoryTracker()
     with Tracking("p", "e", [first, second], ".") as tracking:
         tracking.log({"a": 1}, 1)
@@ -52,7 +52,7 @@ def test_console_line_is_compact(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_compact_shows_all_where_none_is_key() -> None:
-    """Unknown metrics are not hidden when they are all there is."""
+    """If a step has no key metrics, all are shown."""
     assert compact({"x": 1.0, "y": 2.0}) == "x 1  y 2"
 
 
@@ -71,12 +71,12 @@ def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("option", ["wandb", ["wandb"]])
 def test_backend_names_takes_a_name_or_a_list(option: str | list[str]) -> None:
-    """Both spellings of trainer.logger mean one backend."""
+    """Both forms of trainer.logger are accepted."""
     assert backend_names(option) == ["wandb"]
 
 
 def test_a_resumed_run_has_each_step_once(tmp_path: Path) -> None:
-    """Steps after the checkpoint come again: their lines, and a torn one, are put aside."""
+    """Lines of steps that are logged again, and an incomplete line, are moved to another file."""
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3, "x": 1.0}\n{"step": 4, "x"')
     with Tracking("p", "e", ["jsonl"], tmp_path) as tracking:
@@ -88,8 +88,8 @@ def test_a_resumed_run_has_each_step_once(tmp_path: Path) -> None:
     assert aside == '{"step": 3, "x": 1.0}\n{"step": 4, "x"'
 
 
-def test_a_run_that_begins_anew_forgets_its_own_steps_only(tmp_path: Path) -> None:
-    """What an earlier run logged in the same folder is not this one's to forget."""
+def test_a_run_that_starts_over_drops_only_its_own_steps(tmp_path: Path) -> None:
+    """Steps that an earlier run logged in the same folder are kept."""
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 5}\n')
     with Tracking("p", "e", ["jsonl"], tmp_path) as tracking:
@@ -99,8 +99,8 @@ def test_a_run_that_begins_anew_forgets_its_own_steps_only(tmp_path: Path) -> No
     assert path.read_text() == '{"step": 5}\n{"step": 1}\n'
 
 
-def test_nothing_is_rewritten_where_nothing_comes_again(tmp_path: Path) -> None:
-    """The log of a run that goes on where it stopped is the same file."""
+def test_nothing_is_rewritten_without_superseded_steps(tmp_path: Path) -> None:
+    """The file of a run that continues from its last step is not replaced."""
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 5}\n')
     inode = path.stat().st_ino
@@ -111,14 +111,14 @@ def test_nothing_is_rewritten_where_nothing_comes_again(tmp_path: Path) -> None:
 
 
 def scalars(folder: Path) -> list[tuple[int, float]]:
-    """What TensorBoard itself reads."""
+    """Read the events with TensorBoard's own reader."""
     module = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     found = module.EventAccumulator(str(folder / "tensorboard")).Reload()
     return [(event.step, event.value) for event in found.Scalars("a/b")]
 
 
 def test_tensorboard_reads_each_step_once(tmp_path: Path) -> None:
-    """Over two starts, of which the second does the last step again."""
+    """Over two starts, of which the second logs the last step again."""
     pytest.importorskip("tensorboard")
     with Tracking("p", "e", "tensorboard", tmp_path) as tracking:
         tracking.rewind(None)
@@ -130,12 +130,12 @@ def test_tensorboard_reads_each_step_once(tmp_path: Path) -> None:
     assert scalars(tmp_path) == [(1, 0.5), (2, 2.5)]
 
 
-def test_tensorboard_on_a_full_disk_is_told_once(
+def test_tensorboard_on_a_full_disk_is_reported_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Beside metrics.jsonl the run goes on, and TensorBoard too once there is room; alone it ends.
+    """With metrics.jsonl the run continues, and so does TensorBoard once there is space.
 
-    No half record is left, after which TensorBoard would read no more.
+    Without it the run ends. No partial record is left, after which TensorBoard could not read on.
     """
     pytest.importorskip("tensorboard")
     with Tracking("p", "e", ["tensorboard", "jsonl"], tmp_path) as tracking:

@@ -1,4 +1,4 @@
-"""wandb where there is no network: nothing fails, nothing hangs, nothing is lost."""
+"""wandb without network: nothing fails, nothing hangs, nothing is lost."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ KEY = "0123456789" * 4
 
 @pytest.fixture(autouse=True)
 def nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A user without account, settings or variables of wandb's."""
+    """Remove wandb's account, settings and variables."""
     home = tmp_path / "home"
     home.mkdir()
     for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_RUN_ID", "WANDB_DIR", "NETRC"):
@@ -42,7 +42,7 @@ def nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def closed_port() -> Iterator[int]:
-    """A port where nobody answers."""
+    """A port on which nothing listens."""
     with socket.socket() as held:
         held.bind(("127.0.0.1", 0))
         yield int(held.getsockname()[1])
@@ -52,15 +52,15 @@ def parts(folder: Path) -> list[Path]:
     return sorted((folder / "wandb").glob("offline-run-*"))
 
 
-def said(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """What our tracker logged, without wandb's own lines."""
+def our_messages(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """Return the messages of our tracker, without wandb's own."""
     return [r.getMessage() for r in caplog.records if r.name == "verl.monitor.library_trackers"]
 
 
 def test_no_key_means_offline_with_the_command_to_upload(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Without an account the run goes on, says so once, and names the way to upload at its end."""
+    """Without an account the run continues offline; the upload command is logged at the end."""
     out = tmp_path / "run"
     with caplog.at_level(logging.INFO):
         tracker = WandbTracker("p", "e", out, {"seed": 1})
@@ -71,14 +71,14 @@ def test_no_key_means_offline_with_the_command_to_upload(
     [part] = parts(out)
     written = next(part.glob("run-*.wandb")).read_bytes()
     assert written.index(b"0.512") < written.index(b"0.256")
-    first, last = said(caplog)
+    first, last = our_messages(caplog)
     assert first.startswith("wandb: no API key")
     assert last.endswith(f"wandb sync --id {tracker.run_id} {part}")
 
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A disk of 4 MB of its own, which only root may make."""
+    """A file system of 4 MB, which only root may create."""
     folder = tmp_path / "disk"
     folder.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(folder)]
@@ -88,12 +88,12 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
-def test_a_full_disk_is_told_once_and_not_left_to_wandb(
+def test_a_full_disk_is_reported_once_and_not_left_to_wandb(
     tmp_path: Path, small_disk: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
-    """wandb says nothing of what it loses: alone it ends the run, beside metrics.jsonl it does not.
+    """wandb loses steps silently: the tracker ends the run, but not one with metrics.jsonl.
 
-    With room again it gets the steps that follow.
+    With space again, wandb gets the steps that follow.
     """
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_DIR", str(small_disk))
@@ -119,7 +119,7 @@ def test_a_full_disk_is_told_once_and_not_left_to_wandb(
 def test_a_server_out_of_reach_means_offline(
     tmp_path: Path, closed_port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With an account but without network a run neither fails nor waits for the server."""
+    """With an account but without network, the run neither fails nor waits for the server."""
     monkeypatch.setenv("WANDB_API_KEY", KEY)
     monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{closed_port}")
     assert offline_reason(wandb) == f"http://127.0.0.1:{closed_port} does not answer (ConnectError)"
@@ -129,23 +129,23 @@ def test_a_server_out_of_reach_means_offline(
     assert len(parts(tmp_path)) == 1
 
 
-def test_what_the_user_said_is_not_asked_about(
+def test_wandb_mode_is_not_overridden(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """WANDB_MODE=disabled writes nothing, and nobody looks for a key or a network."""
+    """WANDB_MODE=disabled writes nothing, and neither key nor network is checked."""
     monkeypatch.setenv("WANDB_MODE", "disabled")
     with caplog.at_level(logging.INFO):
         tracker = WandbTracker("p", "e", tmp_path, {})
         tracker.log({"loss": 1.0}, 1)
         tracker.close()
-    assert said(caplog) == []
+    assert our_messages(caplog) == []
     assert parts(tmp_path) == []
 
 
-def test_a_resumed_run_goes_on_in_the_same_run(
+def test_a_resumed_run_continues_the_same_wandb_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Both parts bear one id, and one command uploads both, the older first."""
+    """Both parts have one id, and one command uploads both, the older first."""
     monkeypatch.setenv("WANDB_MODE", "offline")
     first = WandbTracker("p", "e", tmp_path, {})
     first.log({"loss": 1.0}, 1)
@@ -158,13 +158,13 @@ def test_a_resumed_run_goes_on_in_the_same_run(
     [older, newer] = parts(tmp_path)
     assert older == renamed
     assert second.run_id == first.run_id
-    assert said(caplog)[-1].endswith(f"wandb sync --id {first.run_id} {older} {newer}")
+    assert our_messages(caplog)[-1].endswith(f"wandb sync --id {first.run_id} {older} {newer}")
 
 
-def test_the_folder_that_the_user_names_receives_the_files(
+def test_wandb_dir_receives_the_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """WANDB_DIR moves wandb's files and the upload command; the id stays with the run."""
+    """WANDB_DIR moves files and changes the upload command; the id stays in the run's folder."""
     elsewhere = tmp_path / "scratch" / "logs"
     monkeypatch.setenv("WANDB_DIR", str(elsewhere))
     monkeypatch.setenv("WANDB_MODE", "offline")
@@ -173,13 +173,13 @@ def test_the_folder_that_the_user_names_receives_the_files(
         tracker.close()
     [part] = parts(elsewhere)
     assert [path.name for path in (tmp_path / "run").iterdir()] == [ID_FILE]
-    assert said(caplog)[-1].endswith(f"wandb sync --id {tracker.run_id} {part}")
+    assert our_messages(caplog)[-1].endswith(f"wandb sync --id {tracker.run_id} {part}")
 
 
-def test_a_run_from_the_beginning_is_another_run(
+def test_a_run_from_the_beginning_has_a_new_id(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The id in the folder is taken up by a resumed run only, and never against the user's."""
+    """Only a resumed run uses the stored id, and WANDB_RUN_ID always overrides it."""
     first = run_id(tmp_path, is_resumed=True)
     assert run_id(tmp_path, is_resumed=True) == first == (tmp_path / ID_FILE).read_text().strip()
     assert run_id(tmp_path, is_resumed=False) != first
@@ -187,8 +187,8 @@ def test_a_run_from_the_beginning_is_another_run(
     assert run_id(tmp_path, is_resumed=True) == "mine"
 
 
-def test_what_is_uploaded_is_not_named_again(tmp_path: Path) -> None:
-    """Parts with wandb's own mark of an upload are left out, and so are other runs' parts."""
+def test_uploaded_parts_are_not_listed_again(tmp_path: Path) -> None:
+    """Parts that wandb has marked as uploaded, and parts of other runs, are left out."""
     names = ("20260101_000000-a", "20260102_000000-a", "20260103_000000-b")
     done, waiting, _ = (tmp_path / "wandb" / f"offline-run-{name}" for name in names)
     for part in (done, waiting, tmp_path / "wandb" / f"offline-run-{names[2]}"):
