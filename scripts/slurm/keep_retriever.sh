@@ -15,7 +15,7 @@ while true; do
   wait "$server" || status=$?
   if [[ -s $file.port ]]; then
     port=$(<"$file.port")
-  elif ! tail -n 2 "$file.log" | grep -q 'another builder is making'; then
+  elif ! tail -n 2 "$file.log" | grep -q 'another builder'; then # see search/index/build_folder.py
     exit "$status" # it was never healthy: wrong settings
   fi
   echo "the retriever ended with status $status; restarting it in 5 s" >&2

@@ -1,8 +1,9 @@
-"""Binds every call that our files make of torch, Ray, transformers, peft and vLLM to what is here.
+"""Checks every call that our sources make of torch, Ray, transformers, peft and vLLM.
 
-A script for an environment that has those packages and none of ours: `calls.py ROOT`. It reads the
-sources, so that a call which is written tomorrow is checked too. Calls are found by their names:
-those of imports, and of attributes that `RECEIVERS` says the class of. It prints JSON.
+A script for an environment that has those packages but not ours: `calls.py ROOT`. It binds the
+arguments of each call in the sources to the signature of the installed version, so that new calls
+are checked too. Calls are found by name: of imports, and of attributes whose class is in
+`RECEIVERS`. It prints JSON.
 """
 
 from __future__ import annotations
@@ -27,15 +28,15 @@ RECEIVERS = {
     "self.model_runner": [f"{V1}.GPUModelRunner", f"{V2}.GPUModelRunner"],
     "placement": ["ray.util.placement_group.PlacementGroup"],
 }
-"""Attributes and variables that hold something of those packages, and what it is."""
+"""Attributes and variables that hold an object of the packages, with its class or function."""
 
 
 def load(path: str) -> Any:
-    """The module or attribute of that dotted path. Raises ImportError or AttributeError."""
+    """Return the module or attribute of a dotted path. Raises ImportError or AttributeError."""
     module, rest = path, []
     while True:
         try:
-            found = importlib.import_module(module)
+            value = importlib.import_module(module)
             break
         except ModuleNotFoundError as error:
             if error.name is None or not path.startswith(error.name) or "." not in module:
@@ -43,12 +44,12 @@ def load(path: str) -> Any:
             module, _, last = module.rpartition(".")
             rest.insert(0, last)
     for name in rest:
-        found = getattr(found, name)
-    return found
+        value = getattr(value, name)
+    return value
 
 
 def imported(tree: ast.AST) -> dict[str, str]:
-    """Paths of the packages' modules and names, by the name they have in a file."""
+    """Return the paths of imported modules and names of the packages, by their name in the file."""
     names: dict[str, str] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -63,7 +64,7 @@ def imported(tree: ast.AST) -> dict[str, str]:
 
 
 def undo_aliases(tree: ast.AST, names: dict[str, str]) -> None:
-    """Have calls of a variable that a function set to an imported name call that name."""
+    """Rename calls of variables that a function set to an imported name to that name."""
     for function in (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)):
         aliases = {
             ast.unparse(node.targets[0]): node.value.id
@@ -78,10 +79,10 @@ def undo_aliases(tree: ast.AST, names: dict[str, str]) -> None:
 
 
 def targets(call: ast.Call, names: dict[str, str]) -> list[tuple[str, str]]:
-    """What a call may reach: the path of its owner, and the rest; nothing if it is not theirs."""
+    """Return the path of the owner of the called object, and the rest; empty if unknown."""
     text = ast.unparse(call.func)
     if not text.replace(".", "").replace("_", "").isalnum():
-        return []  # of what a call returned: nobody knows its class
+        return []  # the class of a call's result is not known
     for name, owners in {**RECEIVERS, **{n: [p] for n, p in names.items()}}.items():
         if text == name or text.startswith(f"{name}."):
             return [(owner, text[len(name) :].strip(".")) for owner in owners]
@@ -89,43 +90,45 @@ def targets(call: ast.Call, names: dict[str, str]) -> list[tuple[str, str]]:
 
 
 def bind(call: ast.Call, owner: str, rest: str) -> str:
-    """`bound`, or `unsigned` where what is called does not tell its parameters.
+    """Return `bound`, or `unsigned` if the called object has no signature.
 
-    Raises TypeError, ImportError or AttributeError where the call would.
+    Raises TypeError, ImportError or AttributeError if the call would.
     """
-    found = load(owner)
+    target = load(owner)
     method = rest
     while "." in method:  # an attribute of a module, or of a class
         step, _, method = method.partition(".")
-        found = getattr(found, step)
-    has_self = bool(method) and inspect.isclass(found)
+        target = getattr(target, step)
+    has_self = bool(method) and inspect.isclass(target)
     if has_self:
-        has_self = not isinstance(inspect.getattr_static(found, method), classmethod | staticmethod)
-    found = getattr(found, method) if method else found
+        has_self = not isinstance(
+            inspect.getattr_static(target, method), classmethod | staticmethod
+        )
+    target = getattr(target, method) if method else target
     has_self |= owner.endswith("reload_weights")
-    inner = getattr(getattr(found, "__func__", None), "__wrapped__", None)
-    found = (
-        inner if inspect.ismethod(inner) else found
+    inner = getattr(getattr(target, "__func__", None), "__wrapped__", None)
+    target = (
+        inner if inspect.ismethod(inner) else target
     )  # transformers binds its `from_config` twice
     try:
-        signature = inspect.signature(found)
+        signature = inspect.signature(target)
     except ValueError:
         return "unsigned"
-    places = [None] * (has_self + sum(not isinstance(arg, ast.Starred) for arg in call.args))
+    positional = [None] * (has_self + sum(not isinstance(arg, ast.Starred) for arg in call.args))
     keys = {word.arg: None for word in call.keywords if word.arg}
     is_open = len(keys) < len(call.keywords) or any(isinstance(a, ast.Starred) for a in call.args)
-    (signature.bind_partial if is_open else signature.bind)(*places, **keys)
+    (signature.bind_partial if is_open else signature.bind)(*positional, **keys)
     return "bound"
 
 
 def ray_options() -> set[str]:
-    """What actors and tasks of this Ray may be given."""
+    """Return the options that actors and tasks of this Ray accept."""
     known = load("ray._common.ray_option_utils")
     return {*known.actor_options, *known.task_options}
 
 
 def check(file: Path, root: Path) -> Iterator[tuple[str, str]]:
-    """Each import and call of a file: what became of it, and where it is."""
+    """Yield the result and the position of each import and call in a file."""
     tree = ast.parse(file.read_text(encoding="utf-8"))
     names = imported(tree)
     undo_aliases(tree, names)
@@ -137,24 +140,32 @@ def check(file: Path, root: Path) -> Iterator[tuple[str, str]]:
     for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
         if "ray" in names and ast.unparse(call.func).endswith(".options"):
             wrong = {word.arg for word in call.keywords} - ray_options()
-            place = f"{file.relative_to(root)}:{call.lineno}: {ast.unparse(call.func)}"
-            yield (f"Ray knows no {wrong}" if wrong else "bound"), place
+            position = f"{file.relative_to(root)}:{call.lineno}: {ast.unparse(call.func)}"
+            yield (f"Ray knows no {wrong}" if wrong else "bound"), position
         for owner, rest in targets(call, names):
-            place = f"{file.relative_to(root)}:{call.lineno}: {ast.unparse(call.func)}"
+            position = f"{file.relative_to(root)}:{call.lineno}: {ast.unparse(call.func)}"
             try:
-                yield bind(call, owner, rest), place
+                yield bind(call, owner, rest), position
             except (TypeError, ImportError, AttributeError) as error:
-                yield f"{type(error).__name__}: {error}", place
+                yield f"{type(error).__name__}: {error}", position
 
 
 def main(root: Path) -> None:
-    """Print what was bound, what does not tell its parameters, and what is wrong."""
+    """Print the bound calls, those without signature, and the wrong ones."""
     files = sorted([*root.glob("verl/**/*.py"), *root.glob("search_r1/**/*.py")])
-    found = [item for file in files for item in check(file, root)]
+    results = [item for file in files for item in check(file, root)]
     report = {
-        "bound": sorted(place.rpartition(" ")[2] for result, place in found if result == "bound"),
-        "unsigned": sorted({place.rpartition(" ")[2] for how, place in found if how == "unsigned"}),
-        "wrong": [f"{place}: {how}" for how, place in found if how not in ("bound", "unsigned")],
+        "bound": sorted(
+            position.rpartition(" ")[2] for result, position in results if result == "bound"
+        ),
+        "unsigned": sorted(
+            {position.rpartition(" ")[2] for result, position in results if result == "unsigned"}
+        ),
+        "wrong": [
+            f"{position}: {result}"
+            for result, position in results
+            if result not in ("bound", "unsigned")
+        ],
     }
     print(json.dumps(report))  # noqa: T201
 

@@ -1,8 +1,8 @@
-"""What vLLM's GPU wheel makes of an engine's options on a card that is pretended.
+"""Resolves an engine's options with vLLM's GPU wheel on a simulated card.
 
 A script for an environment of that wheel, with a stub of libcuda: `settings.py CASES`, where CASES
-is a JSON list of {card: {...}, engine: {...}}: a card's facts, and options by dotted name. Prints
-one JSON list: for each case what `VllmConfig` resolves to, or the error that it ends in.
+is a JSON list of {card: {...}, engine: {...}}: a card's facts, and options by dotted name. It
+prints one JSON list: for each case the resolved `VllmConfig`, or the error.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ QWEN_3B = {
 }  # fmt: skip
 
 
-def pretend(card: dict[str, Any]) -> None:
-    """Have torch and vLLM see cards of these facts; before vLLM is imported any further."""
+def simulate(card: dict[str, Any]) -> None:
+    """Make torch and vLLM see simulated cards; must run before vLLM is imported further."""
     from vllm import platforms  # noqa: PLC0415
     from vllm.platforms.cuda import NonNvmlCudaPlatform  # noqa: PLC0415
     from vllm.platforms.interface import DeviceCapability  # noqa: PLC0415
 
     capability = tuple(card["capability"])
 
-    class Pretended(NonNvmlCudaPlatform):  # type: ignore[misc]
+    class SimulatedPlatform(NonNvmlCudaPlatform):  # type: ignore[misc]
         @classmethod
         def get_device_capability(cls, device_id: int = 0) -> Any:
             return DeviceCapability(*capability)
 
         @classmethod
-        def has_device_capability(cls, wanted: Any, device_id: int = 0) -> bool:
-            return capability >= (wanted if isinstance(wanted, tuple) else divmod(wanted, 10))
+        def has_device_capability(cls, required: Any, device_id: int = 0) -> bool:
+            return capability >= (required if isinstance(required, tuple) else divmod(required, 10))
 
         @classmethod
         def get_device_name(cls, device_id: int = 0) -> str:
@@ -59,21 +59,21 @@ def pretend(card: dict[str, Any]) -> None:
         def is_fully_connected(cls, ids: list[int]) -> bool:
             return True
 
-    facts = types.SimpleNamespace(
+    properties = types.SimpleNamespace(
         name=card["name"], total_memory=card["gib"] << 30, major=capability[0],
         minor=capability[1], multi_processor_count=100,
     )  # fmt: skip
-    platforms._current_platform = Pretended()
+    platforms._current_platform = SimulatedPlatform()
     torch.cuda.is_available = lambda: True
     torch.cuda.device_count = lambda: int(card["count"])
     torch.cuda.current_device = lambda: 0
-    torch.cuda.get_device_properties = lambda device=None: facts
+    torch.cuda.get_device_properties = lambda device=None: properties
     torch.cuda.get_device_capability = lambda device=None: capability
 
 
 def resolve(case: dict[str, Any]) -> dict[str, Any]:
-    """The settings that an engine of this case starts with."""
-    pretend(case["card"])
+    """Return the settings with which an engine of this case starts."""
+    simulate(case["card"])
     from verl.config import Config  # noqa: PLC0415
     from verl.preflight.memory.check import with_options  # noqa: PLC0415
     from verl.rollout.vllm_engine import VllmSettings  # noqa: PLC0415
@@ -83,62 +83,66 @@ def resolve(case: dict[str, Any]) -> dict[str, Any]:
         options = {"trainer.device": "cuda", "actor_rollout_ref.model.path": folder}
         ours = VllmSettings(with_options(Config(), options | case["engine"]))
         os.environ |= ours.environment()
-        found = read(ours.arguments())
-    return {"kernels": has_kernels(case["card"]), "batch_invariant": ours.batch_invariant, **found}
+        resolved = read(ours.arguments())
+    return {
+        "kernels": has_kernels(case["card"]),
+        "batch_invariant": ours.batch_invariant,
+        **resolved,
+    }
 
 
 def has_kernels(card: dict[str, Any]) -> bool:
-    """Whether this torch was built for the card: for its generation, no later minor number."""
+    """Return whether this torch was built for the card: same major, no later minor number."""
     major, minor = card["capability"]
     built = [divmod(int(a.removeprefix("sm_")), 10) for a in torch._C._cuda_getArchFlags().split()]
-    return any(one[0] == major and one[1] <= minor for one in built)
+    return any(arch[0] == major and arch[1] <= minor for arch in built)
 
 
 def read(arguments: dict[str, Any]) -> dict[str, Any]:
-    """What vLLM resolves our arguments to, as JSON."""
+    """Return the values to which vLLM resolves our arguments, as JSON."""
     import vllm  # noqa: PLC0415
     from vllm.platforms import current_platform  # noqa: PLC0415
     from vllm.usage.usage_lib import UsageContext  # noqa: PLC0415
     from vllm.v1.attention.selector import get_attn_backend  # noqa: PLC0415
 
     options = vllm.AsyncEngineArgs(**arguments, skip_tokenizer_init=True)
-    found = options.create_engine_config(UsageContext.ENGINE_CONTEXT)
-    current_platform.check_if_supports_dtype(found.model_config.dtype)
-    scheduler, compilation = found.scheduler_config, found.compilation_config
-    heads = found.model_config.get_head_size()
-    with vllm.config.set_current_vllm_config(found):
+    config = options.create_engine_config(UsageContext.ENGINE_CONTEXT)
+    current_platform.check_if_supports_dtype(config.model_config.dtype)
+    scheduler, compilation = config.scheduler_config, config.compilation_config
+    heads = config.model_config.get_head_size()
+    with vllm.config.set_current_vllm_config(config):
         backend = get_attn_backend(heads, getattr(torch, arguments["dtype"]), "auto")
     return {
         "vllm": vllm.__version__,
-        "dtype": str(found.model_config.dtype).removeprefix("torch."),
+        "dtype": str(config.model_config.dtype).removeprefix("torch."),
         "max_num_batched_tokens": scheduler.max_num_batched_tokens,
         "max_num_seqs": scheduler.max_num_seqs,
         "chunked_prefill": scheduler.enable_chunked_prefill,
         "async_scheduling": scheduler.async_scheduling,
-        "prefix_caching": found.cache_config.enable_prefix_caching,
-        "sleep_mode": found.model_config.enable_sleep_mode,
-        "executor": str(found.parallel_config.distributed_executor_backend),
-        "tensor_parallel": found.parallel_config.tensor_parallel_size,
-        "custom_all_reduce": not found.parallel_config.disable_custom_all_reduce,
+        "prefix_caching": config.cache_config.enable_prefix_caching,
+        "sleep_mode": config.model_config.enable_sleep_mode,
+        "executor": str(config.parallel_config.distributed_executor_backend),
+        "tensor_parallel": config.parallel_config.tensor_parallel_size,
+        "custom_all_reduce": not config.parallel_config.disable_custom_all_reduce,
         "cudagraph_mode": compilation.cudagraph_mode.name,
         "largest_graph": compilation.max_cudagraph_capture_size,
         "attention": backend.get_name(),
-        "lora_rank": found.lora_config.max_lora_rank if found.lora_config else 0,
-        "runner": "v2" if found.use_v2_model_runner else "v1",
-        "quantization": str(found.model_config.quantization),
-        "kv_cache": found.cache_config.cache_dtype,
-        "guesses": found.speculative_config.method if found.speculative_config else "none",
+        "lora_rank": config.lora_config.max_lora_rank if config.lora_config else 0,
+        "runner": "v2" if config.use_v2_model_runner else "v1",
+        "quantization": str(config.model_config.quantization),
+        "kv_cache": config.cache_config.cache_dtype,
+        "guesses": config.speculative_config.method if config.speculative_config else "none",
     }
 
 
 def in_child(case: dict[str, Any]) -> dict[str, Any]:
-    """`resolve` in a process of its own: platform and environment are of one case."""
+    """Run `resolve` in its own process, since a process has one platform and environment."""
     reader, writer = os.pipe()
     child = os.fork()
     if not child:
         try:
             answer = resolve(case)
-        except Exception as error:  # noqa: BLE001 (it is the answer)
+        except Exception as error:  # noqa: BLE001 (any error is the result)
             answer = {"error": f"{type(error).__name__}: {error}"}
         os.write(writer, json.dumps(answer).encode())
         os._exit(0)
@@ -150,7 +154,7 @@ def in_child(case: dict[str, Any]) -> dict[str, Any]:
 
 
 def main(cases: list[dict[str, Any]]) -> None:
-    """Print the answers to all cases."""
+    """Print the results of all cases."""
     import vllm  # noqa: F401, PLC0415 - once, for all children
 
     print(json.dumps([in_child(case) for case in cases]))  # noqa: T201

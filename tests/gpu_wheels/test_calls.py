@@ -1,4 +1,4 @@
-"""Every call that we make of torch, Ray, transformers, peft and vLLM exists in what is allowed."""
+"""Every call that we make of torch, Ray, transformers, peft and vLLM is valid there."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ COUNTED_ON = (
 @pytest.mark.parametrize("wheel", WHEELS)
 def test_every_call_binds(wheel: str) -> None:
     """By name and parameters, in the oldest and the newest environment; none is overlooked."""
-    found = run(wheel, "calls.py", str(ROOT))
-    assert found["wrong"] == []
-    bound = Counter(found["bound"])
+    report = run(wheel, "calls.py", str(ROOT))
+    assert report["wrong"] == []
+    bound = Counter(report["bound"])
     assert [name for name in COUNTED_ON if not bound[name]] == []

@@ -1,4 +1,4 @@
-"""What vLLM's GPU wheels, oldest and newest allowed, make of our options on each kind of card."""
+"""How vLLM's oldest and newest allowed GPU wheels resolve our options on each kind of card."""
 
 from __future__ import annotations
 
@@ -14,12 +14,10 @@ RUNNING = [case for case in CASES if case[:2] != ("T4", "bfloat16")]
 
 @pytest.mark.parametrize("wheel", WHEELS)
 @pytest.mark.parametrize(("card", "dtype", "variant"), RUNNING)
-def test_settings_are_those_that_we_count_on(
-    wheel: str, card: str, dtype: str, variant: str
-) -> None:
-    """Steps and dialogues as estimated, graphs, a sleep mode, processes where there are ranks."""
-    found = settings(wheel)[card, dtype, variant]
-    assert "error" not in found
+def test_settings_are_as_expected(wheel: str, card: str, dtype: str, variant: str) -> None:
+    """Steps and dialogues as estimated, graphs, sleep mode, and processes where there are ranks."""
+    resolved = settings(wheel)[card, dtype, variant]
+    assert "error" not in resolved
     wanted: dict[str, Any] = VARIANTS[variant]
     is_new = CARDS[card]["capability"] >= [8, 0]
     is_alone = "trainer.deterministic" in wanted and not is_new
@@ -42,15 +40,15 @@ def test_settings_are_those_that_we_count_on(
         "guesses": "ngram" if variant == "ngram" else "none",
         "attention": "FLASH_ATTN" if is_new and dtype != "float32" else "TRITON_ATTN",
     }
-    assert {key: found[key] for key in expected} == expected
+    assert {key: resolved[key] for key in expected} == expected
 
 
 @pytest.mark.parametrize("wheel", WHEELS)
-def test_what_old_cards_cannot_do(wheel: str) -> None:
-    """No bfloat16 below capability 8.0; and the wheels have no kernels for a V100 at all."""
-    found = settings(wheel)
-    assert "Bfloat16 is only supported" in found["T4", "bfloat16", "plain"]["error"]
+def test_limits_of_old_cards(wheel: str) -> None:
+    """No bfloat16 below capability 8.0, and no kernels for a V100 in the wheels."""
+    resolved = settings(wheel)
+    assert "Bfloat16 is only supported" in resolved["T4", "bfloat16", "plain"]["error"]
     has_kernels = {
-        card: answer["kernels"] for (card, *_), answer in found.items() if "kernels" in answer
+        card: answer["kernels"] for (card, *_), answer in resolved.items() if "kernels" in answer
     }
     assert has_kernels == {card: card != "V100" for card in CARDS}

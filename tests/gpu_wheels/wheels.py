@@ -1,4 +1,4 @@
-"""Environments of vLLM's GPU wheel, scripts that run in them, and the cards they are asked about.
+"""Environments of vLLM's GPU wheel, scripts that run in them, and the simulated cards.
 
 `python -m tests.gpu_wheels.wheels` prints docs/evidence/vllm_settings.md.
 """
@@ -24,7 +24,7 @@ DRIVER_FUNCTIONS = (
     "cuMemCreate", "cuMemGetAllocationGranularity", "cuMemMap", "cuMemRelease", "cuMemSetAccess",
     "cuMemUnmap", "cuPointerGetAttribute", "cuTensorMapEncodeTiled",
 )  # fmt: skip
-"""What vLLM's libraries want of libcuda when they are loaded; none of it is called."""
+"""Functions of libcuda that vLLM's libraries need when they are loaded; none is called."""
 CARDS = {
     "T4": {"name": "Tesla T4", "gib": 16, "capability": [7, 5], "count": 2},
     "V100": {"name": "Tesla V100", "gib": 32, "capability": [7, 0], "count": 8},
@@ -37,7 +37,7 @@ OLD, NEW = ("T4", "V100"), ("RTX 4090", "A100", "H100", "H200")
 """Cards without and with bfloat16 (capability 8.0 and up)."""
 ROLLOUT = "actor_rollout_ref.rollout"
 SEQS = 320
-"""Dialogues of one engine of the GRPO recipe on 8 GPUs."""
+"""Dialogues per engine in the GRPO recipe on 8 GPUs."""
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "TP 2": {f"{ROLLOUT}.tensor_model_parallel_size": 2},
@@ -49,7 +49,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 SAVING = ("ngram", "fp8")
-"""Asked of new cards alone."""
+"""Variants for new cards only."""
 Case = tuple[str, str, str]
 """Card, dtype, variant."""
 CASES: list[Case] = [
@@ -63,7 +63,7 @@ CASES: list[Case] = [
 
 @cache
 def stub_folder() -> tempfile.TemporaryDirectory[str]:
-    """A folder with a libcuda that answers "no device" (100) to everything."""
+    """Return a folder with a libcuda that answers "no device" (100) to every call."""
     folder = tempfile.TemporaryDirectory()
     source = Path(folder.name) / "libcuda.c"
     source.write_text("".join(f"int {name}(void) {{ return 100; }}\n" for name in DRIVER_FUNCTIONS))
@@ -73,7 +73,7 @@ def stub_folder() -> tempfile.TemporaryDirectory[str]:
 
 
 def run(wheel: str, script: str, argument: str) -> Any:
-    """The JSON that a script of this folder prints last, run by an environment's Python."""
+    """Run a script of this folder in an environment; returns the JSON on its last line."""
     python = ENVIRONMENTS / wheel / "bin" / "python"
     assert python.exists(), f"there is no {python}: make test-gpu-wheels, or set GPU_WHEELS"
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("VLLM_", "CUDA_"))}
@@ -86,8 +86,8 @@ def run(wheel: str, script: str, argument: str) -> Any:
 
 @cache
 def settings(wheel: str) -> dict[Case, dict[str, Any]]:
-    """What each case resolves to."""
-    asked = [
+    """Return the resolved settings of each case."""
+    cases = [
         {
             "card": CARDS[card],
             "engine": {
@@ -98,14 +98,14 @@ def settings(wheel: str) -> dict[Case, dict[str, Any]]:
         }
         for card, dtype, variant in CASES
     ]
-    return dict(zip(CASES, run(wheel, "settings.py", json.dumps(asked)), strict=True))
+    return dict(zip(CASES, run(wheel, "settings.py", json.dumps(cases)), strict=True))
 
 
 def page() -> str:
-    """The settings of both wheels as a page: one row a case, a second where they differ."""
-    found = {wheel: settings(wheel) for wheel in WHEELS}
-    versions = [next(iter(found[wheel].values()))["vllm"] for wheel in WHEELS]
-    first = next(iter(found["newest"].values()))
+    """Return the settings of both wheels as a page: one row per case, two where they differ."""
+    resolved = {wheel: settings(wheel) for wheel in WHEELS}
+    versions = [next(iter(resolved[wheel].values()))["vllm"] for wheel in WHEELS]
+    first = next(iter(resolved["newest"].values()))
     columns = [key for key in first if key not in ("vllm", "dtype")]
     lines = [
         "# What vLLM makes of our options",
@@ -120,7 +120,7 @@ def page() -> str:
         "|---" * (4 + len(columns)) + "|",
     ]
     for case in CASES:
-        answers = [{**found[wheel][case], "vllm": ""} for wheel in WHEELS]
+        answers = [{**resolved[wheel][case], "vllm": ""} for wheel in WHEELS]
         rows = [("both", answers[0])]
         if answers[0] != answers[1]:
             rows = list(zip(versions, answers, strict=True))

@@ -1,4 +1,4 @@
-"""Stands in for `scripts.gpu_checks` in tests of its runner: a check's name says what it does."""
+"""Replaces `scripts.gpu_checks` in tests of its runner; a check's name is its behaviour."""
 
 from __future__ import annotations
 

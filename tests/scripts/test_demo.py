@@ -1,4 +1,4 @@
-"""The demo's choice of device and what follows from it; nothing is trained."""
+"""The demo's choice of device and its consequences; nothing is trained."""
 
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from verl.errors import ResourceError
 def test_the_card_is_used_where_there_is_one(
     wanted: str, has_card: bool, installed: str, expected: str
 ) -> None:
-    """`auto` takes the card; what is named is what is taken."""
+    """`auto` takes the card if there is one; an explicit device is used as given."""
     assert choose_device(wanted, has_card, installed) == expected
 
 
@@ -48,12 +48,12 @@ def test_an_engine_for_another_device_is_refused_at_once(
 def test_both_phases_compute_on_the_chosen_device(
     device: str, algorithm: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Warm start and training are told the same device; a card is shared with the engine."""
+    """Warm start and training get the same device; the trainer shares a card with the engine."""
     commands: list[list[str]] = []
     monkeypatch.setattr(demo, "run", lambda command, *_: commands.append(command))
-    one = Demo(algorithm, 0, device, tmp_path, 0.0)
-    one.warm_start()
-    one.train(tmp_path, "empty", tmp_path / "warm_start")
+    run = Demo(algorithm, 0, device, tmp_path, 0.0)
+    run.warm_start()
+    run.train(tmp_path, "empty", tmp_path / "warm_start")
     warm_start, training = commands
     assert f"device={device}" in warm_start
     config = cli.compose([f"actor_rollout_ref.model.path={tmp_path}", *training[2:]])
@@ -64,10 +64,10 @@ def test_both_phases_compute_on_the_chosen_device(
     assert rollout.max_staleness == 0
 
 
-def test_ahead_of_training_where_there_is_room(
+def test_sampling_ahead_is_refused_on_a_shared_card(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`ASYNC=K` is `max_staleness` of the training; on the one card it is refused at once."""
+    """`ASYNC=K` is the training's `max_staleness`; on the single card it is refused at once."""
     commands: list[list[str]] = []
     monkeypatch.setattr(demo, "run", lambda command, *_: commands.append(command))
     Demo("grpo", 0, "cpu", tmp_path, 0.0, staleness=2).train(tmp_path, "empty", tmp_path)

@@ -1,4 +1,4 @@
-"""The demo's report says what the run's files say."""
+"""The demo's report agrees with the files of the run."""
 
 import json
 from pathlib import Path

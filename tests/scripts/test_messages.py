@@ -1,4 +1,4 @@
-"""The list of messages is what the code would say."""
+"""The table of messages equals what the code produces."""
 
 import ast
 
@@ -16,7 +16,7 @@ def check(key, path, ok):
 
 
 def test_explained_rows_and_raised_texts_are_found() -> None:
-    """Names stand for their texts, what is only known at run time for three dots."""
+    """Variables are replaced by their texts, and what is only known at run time by an ellipsis."""
     assert sorted(messages(ast.parse(MODULE))) == [
         "index … is gone; expected a file: build it",
         "max_turns: got 0, expected 1 or more; fix: set max_turns=2",
@@ -25,7 +25,7 @@ def test_explained_rows_and_raised_texts_are_found() -> None:
 
 
 def test_our_sources_have_hundreds() -> None:
-    """Those of the trainer and of the servers."""
+    """Messages of the trainer and of the servers are found."""
     modules = [module for _, module in rows()]
     assert len(modules) > 300 and {"verl/config/rules.py", "search_r1/search/transport.py"} <= {
         *modules

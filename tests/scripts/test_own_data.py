@@ -1,4 +1,4 @@
-"""The five commands of docs/data.md, from a csv and a folder of texts to searching and prompts."""
+"""The five commands in docs/data.md, from a CSV and a folder of texts to a search server."""
 
 import asyncio
 from pathlib import Path
@@ -27,7 +27,7 @@ Through which town does the Ilm flow?,Weimar
 
 
 class WordTokenizer:
-    """A token for each word."""
+    """Tokenizes by words."""
 
     chat_template = None
 
@@ -41,7 +41,7 @@ class WordTokenizer:
 
 
 def test_five_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Each question's passage is found by the served index, and a run takes the rows."""
+    """The served index finds each question's passage, and a run accepts the rows."""
     for name, text in TEXTS.items():
         (tmp_path / "texts" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "texts" / name).write_text(text)
@@ -71,7 +71,7 @@ def test_five_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
 
 
 async def search(url: str, questions: list[str]) -> list[str]:
-    """The best passage's contents for each question."""
+    """Return the best passage's contents for each question."""
     async with RetrievalClient(url) as client:
         found = await asyncio.gather(*(client.search(question) for question in questions))
     return [documents[0].contents for documents in found]

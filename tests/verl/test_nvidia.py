@@ -36,10 +36,10 @@ def test_no_nvidia_smi_is_no_driver(path: Path) -> None:
 def test_eight_cards(path: Path) -> None:
     """Each card is listed with memory and capability, and equal cards are counted."""
     nvidia_smi.write_nvidia_smi(path, [nvidia_smi.H100] * 8)
-    found = ask_driver()
-    assert found == Nvidia("580.65.06", (13, 0), (H100,) * 8)
-    assert driver_problem(found) == card_problem(found) == "" and found.num_devices == 8
-    assert describe_cards(found) == "8 x NVIDIA H100 80GB HBM3, 79.6 GiB, capability 9.0"
+    nvidia = ask_driver()
+    assert nvidia == Nvidia("580.65.06", (13, 0), (H100,) * 8)
+    assert driver_problem(nvidia) == card_problem(nvidia) == "" and nvidia.num_devices == 8
+    assert describe_cards(nvidia) == "8 x NVIDIA H100 80GB HBM3, 79.6 GiB, capability 9.0"
 
 
 @pytest.mark.parametrize(
@@ -59,17 +59,17 @@ def test_a_driver_must_run_the_wheels_cuda(
 ) -> None:
     """The CUDA version of `nvidia-smi` decides; if it is missing, the driver's number does."""
     nvidia_smi.write_nvidia_smi(path, driver=driver, header=header)
-    found = ask_driver()
-    assert found is not None and (driver_problem(found) == "") is is_supported
-    assert is_supported or "fix: upgrade the driver" in driver_problem(found)
+    nvidia = ask_driver()
+    assert nvidia is not None and (driver_problem(nvidia) == "") is is_supported
+    assert is_supported or "fix: upgrade the driver" in driver_problem(nvidia)
 
 
 def test_a_mig_slice_is_one_device(path: Path) -> None:
     """A process computes on one slice; a card with MIG but no slice is unusable."""
     nvidia_smi.write_nvidia_smi(path, [nvidia_smi.SLICED], listed=nvidia_smi.SLICES)
-    found = ask_driver()
-    assert found is not None and (found.slices, found.num_devices) == (("1g.10gb",), 1)
-    assert card_problem(found) == "" and describe_cards(found).endswith("MIG: 1g.10gb")
+    nvidia = ask_driver()
+    assert nvidia is not None and (nvidia.slices, nvidia.num_devices) == (("1g.10gb",), 1)
+    assert card_problem(nvidia) == "" and describe_cards(nvidia).endswith("MIG: 1g.10gb")
     nvidia_smi.write_nvidia_smi(path, [nvidia_smi.SLICED], listed="GPU 0: NVIDIA H100")
     without = ask_driver()
     assert without is not None and "MIG on without a slice" in card_problem(without)

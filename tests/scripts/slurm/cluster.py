@@ -1,7 +1,7 @@
-"""A real Slurm for tests: munged, slurmctld and one slurmd a simulated node, all on this machine.
+"""A real Slurm for tests: munged, slurmctld and one slurmd per simulated node on this machine.
 
-Debian's packages run it, by their programs and without a service manager; nothing outside a
-temporary folder is touched, and every process is ended by its id.
+The programs of Debian's packages run without a service manager; nothing outside a temporary folder
+is changed, and every process is ended by its id.
 """
 
 from __future__ import annotations
@@ -52,17 +52,17 @@ NODE = "NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=
 
 
 def search_path() -> str:
-    """PATH with the folders of daemons, which a user's lacks."""
+    """Return PATH with the folders of daemons, which a user's PATH lacks."""
     return os.pathsep.join([os.environ["PATH"], "/usr/sbin", "/usr/local/sbin"])
 
 
 def missing_programs() -> list[str]:
-    """The programs of Slurm that this machine lacks."""
+    """Return the programs of Slurm that this machine lacks."""
     return [name for name in PROGRAMS if shutil.which(name, path=search_path()) is None]
 
 
 def free_ports(num: int) -> list[int]:
-    """Different ports that nobody listens on."""
+    """Return different ports on which nothing listens."""
     ports: set[int] = set()
     while len(ports) < num:
         ports.add(free_port())
@@ -70,7 +70,7 @@ def free_ports(num: int) -> list[int]:
 
 
 def wait_until(condition: Callable[[], bool], seconds: float, what: str) -> None:
-    """Return when `condition` holds; fails with `what` after `seconds`."""
+    """Wait until `condition` holds; fail with `what` after `seconds`."""
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, f"{what}: not within {seconds:.0f} s"
@@ -79,13 +79,13 @@ def wait_until(condition: Callable[[], bool], seconds: float, what: str) -> None
 
 @dataclass(frozen=True)
 class Cluster:
-    """A running Slurm and the environment in which its commands find it."""
+    """A running Slurm, and the environment for its commands."""
 
     folder: Path
     environment: dict[str, str]
 
     def command(self, *command: str, env: Mapping[str, str] | None = None) -> str:
-        """The output of one of Slurm's commands."""
+        """Return the output of one of Slurm's commands."""
         done = subprocess.run(
             command,
             cwd=ROOT,
@@ -98,48 +98,48 @@ class Cluster:
         return done.stdout
 
     def list(self, *command: str) -> list[str]:
-        """The words that sinfo or squeue print; none while slurmctld does not answer yet."""
+        """Return the words that sinfo or squeue print; none while slurmctld does not answer yet."""
         line, environment = [*command, "--noheader"], self.environment
         done = subprocess.run(line, env=environment, capture_output=True, text=True, timeout=60)
         return sorted(done.stdout.split())
 
     def resume(self, node: str) -> None:
-        """Take a node back into service; one that has registered since is there already."""
+        """Put a node back into service, unless it has registered by itself."""
         if node in self.list("sinfo", "--states=down", "--Node", "--format=%N"):
             self.command("scontrol", "update", f"NodeName={node}", "State=RESUME")
 
     def submit(self, recipe: str, *arguments: str, options: Sequence[str] = (),
                env: Mapping[str, str] | None = None) -> str:  # fmt: skip
-        """Give a recipe of scripts/slurm to sbatch; returns the job's id."""
+        """Submit a recipe of scripts/slurm; returns the job's id."""
         output = f"--output={self.folder}/%j.out"
         line = ["sbatch", "--parsable", output, *options, f"scripts/slurm/{recipe}", *arguments]
         return self.command(*line, env=env).strip()
 
     def facts(self, job: str) -> dict[str, str]:
-        """What Slurm says of a job: JobState, Restarts, ExitCode, Reason ..."""
-        words = self.command("scontrol", "show", "job", job, "--oneliner").split()
-        return dict(word.split("=", 1) for word in words if "=" in word)
+        """Return Slurm's description of a job: JobState, Restarts, ExitCode, Reason ..."""
+        fields = self.command("scontrol", "show", "job", job, "--oneliner").split()
+        return dict(field.split("=", 1) for field in fields if "=" in field)
 
     def state(self, job: str) -> str:
         return self.facts(job)["JobState"]
 
     def log(self, job: str) -> str:
-        """What the job has printed."""
+        """Return the output of the job so far."""
         path = self.folder / f"{job}.out"
         return path.read_text(errors="replace") if path.exists() else ""
 
     def wait_log(self, job: str, text: str, seconds: float = 240) -> None:
-        """Return when the job has printed `text`."""
+        """Wait until the job has printed `text`."""
         self._wait(job, lambda: text in self.log(job), seconds, f"log with {text!r}")
 
     def wait_state(self, job: str, state: str, seconds: float = 240) -> None:
-        """Return when the job is in a state."""
+        """Wait until a job is in a state."""
         self._wait(job, lambda: self.state(job) == state, seconds, state)
 
     def wait_restart(self, job: str, restarts: int, seconds: float = 240) -> None:
-        """Return when the job is in the queue again; there it need not wait Slurm's two minutes.
+        """Wait until the job is requeued, and release it before Slurm's delay of two minutes.
 
-        Some seconds it must: a node refuses a start in the second in which the last one ended.
+        Some seconds are needed: a node refuses a start in the second in which the last one ended.
         """
 
         def is_back() -> bool:
@@ -163,7 +163,7 @@ class Cluster:
 @contextlib.contextmanager
 def start_cluster(folder: Path, nodes: Sequence[str] = ("n1", "n2"), cpus: int = 8
                   ) -> Iterator[Cluster]:  # fmt: skip
-    """A Slurm of simulated nodes, each `cpus` wide, until the context ends."""
+    """Run a Slurm with simulated nodes of `cpus` CPUs each until the context ends."""
     environment = {**os.environ, "PATH": search_path(), "SLURM_CONF": str(folder / "slurm.conf")}
     cluster = Cluster(folder, environment)
     write_configuration(folder, nodes, cpus)
@@ -185,14 +185,14 @@ def start_cluster(folder: Path, nodes: Sequence[str] = ("n1", "n2"), cpus: int =
 
 
 def end_jobs(cluster: Cluster) -> None:
-    """Cancel what a failed test left, since jobs outlive the daemons that started them."""
+    """Cancel the jobs of a failed test, since jobs outlive the daemons that started them."""
     if cluster.list("squeue", "--format=%A"):
         cluster.command("scancel", f"--user={os.getuid()}")
         wait_until(lambda: not cluster.list("squeue", "--format=%A"), 60, "end of all jobs")
 
 
 def write_configuration(folder: Path, nodes: Sequence[str], cpus: int) -> None:
-    """slurm.conf and munge's key; several slurmd on one machine differ by name and port."""
+    """Write slurm.conf and munge's key; slurmds on one machine differ by name and port."""
     host, user = socket.gethostname(), pwd.getpwuid(os.getuid()).pw_name
     control, *ports = free_ports(1 + len(nodes))
     text = CONFIGURATION.format(host=host, port=control, user=user, folder=folder)
@@ -206,7 +206,7 @@ def write_configuration(folder: Path, nodes: Sequence[str], cpus: int) -> None:
 
 
 def munge_files(folder: Path) -> list[str]:
-    """munged's flags: its files all in our folder."""
+    """Return munged's flags that put all its files into our folder."""
     names = {"key-file": "key", "socket": "sock", "pid-file": "pid", "log-file": "log",
              "seed-file": "seed"}  # fmt: skip
     return [f"--{flag}={folder}/munge.{suffix}" for flag, suffix in names.items()]
@@ -214,7 +214,7 @@ def munge_files(folder: Path) -> list[str]:
 
 @contextlib.contextmanager
 def daemon(cluster: Cluster, name: str, *flags: str) -> Iterator[None]:
-    """A daemon of Slurm in the foreground, until the context ends."""
+    """Run a daemon of Slurm in the foreground until the context ends."""
     with (cluster.folder / f"{name}{flags[-1].strip('-')[:3]}.log").open("wb") as log:
         # In a session of its own: ctrl-c in a terminal must not end it before its jobs are ended.
         process = subprocess.Popen(

@@ -1,4 +1,4 @@
-"""A real Slurm for the tests of this folder that ask for one."""
+"""A real Slurm for the tests in this folder that request it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.scripts.slurm.cluster import PACKAGES, Cluster, missing_programs, sta
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """Two nodes of Slurm."""
+    """A Slurm with two nodes."""
     missing = missing_programs()
     assert not missing, f"these tests want a Slurm, and {missing} are missing: {PACKAGES}"
     with start_cluster(tmp_path_factory.mktemp("slurm")) as started:

@@ -1,7 +1,7 @@
-"""In the trainer's place (`ENTRY`), where a test is about the shell around it.
+"""Replaces the trainer (`ENTRY`) in tests of the shell scripts around it.
 
-It keeps the trainer's contract: options as key=value, a checkpoint folder and exit status 75 after
-SIGUSR1 or SIGTERM, steps that go on from the newest checkpoint. And it misbehaves where asked to.
+It behaves like the trainer: options as key=value, a checkpoint folder and exit status 75 after
+SIGUSR1 or SIGTERM, steps that continue from the newest checkpoint. It misbehaves on request.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def say(text: str) -> None:
 
 
 def main() -> int:
-    """A start without end, but for the one that finds the last but one step done."""
+    """Run until a signal, unless all steps but the last are done."""
     options = dict(option.split("=", 1) for option in sys.argv[1:])
     folder = Path(options["trainer.default_local_dir"])
     step = newest(folder) + 1

@@ -1,4 +1,4 @@
-"""The recipes of scripts/slurm in a real Slurm; the trainer's place is held by a stand-in."""
+"""The recipes of scripts/slurm in a real Slurm, with a fake trainer."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def settings(tmp_path: Path) -> dict[str, str]:
 
 
 def processes_of(job: str) -> list[str]:
-    """Command lines of what a job started and has not ended."""
+    """Return the command lines of the job's processes that still run."""
     found = []
     for process in psutil.process_iter(["cmdline"]):
         try:
@@ -49,15 +49,15 @@ def processes_of(job: str) -> list[str]:
 
 
 def assert_clean(job: str) -> None:
-    """Nothing of the job runs, and nothing is left in the nodes' temporary folder."""
+    """Assert that no process of the job runs, and that the temporary folder is empty."""
     wait_until(lambda: processes_of(job) == [], 60, f"end of {processes_of(job)}")
     assert not Path(f"/tmp/sr1-{job}").exists()
 
 
-def test_the_warning_saves_and_the_job_goes_on_until_it_is_done(
+def test_a_warned_job_saves_and_continues_until_it_is_done(
     cluster: Cluster, settings: dict[str, str], tmp_path: Path
 ) -> None:
-    """Twice warned, the job twice saves, goes back into the queue, and goes on; then it is done."""
+    """After two warnings the job has saved, was requeued and continued twice; then it is done."""
     job = cluster.submit("train.sbatch", env=settings)
     for step in (1, 2):
         cluster.wait_log(job, f"stand-in: step {step} auto nodes=1")
@@ -73,7 +73,7 @@ def test_the_warning_saves_and_the_job_goes_on_until_it_is_done(
 
 
 def test_the_time_limit_warns_by_itself(cluster: Cluster, settings: dict[str, str]) -> None:
-    """Slurm's own clock sends the signal that the recipe asks for before the time is over."""
+    """Slurm sends the signal that the recipe requests before the time is over."""
     options = ["--time=2", "--signal=B:USR1@30"]
     job = cluster.submit("train.sbatch", options=options, env=settings)
     cluster.wait_log(job, "time is nearly over: asking for a checkpoint")
@@ -86,7 +86,7 @@ def test_the_time_limit_warns_by_itself(cluster: Cluster, settings: dict[str, st
 def test_a_cancelled_job_saves_and_leaves_nothing(
     cluster: Cluster, settings: dict[str, str]
 ) -> None:
-    """scancel: the trainer may save, the job stays cancelled, and even orphans are ended."""
+    """After scancel the trainer may save, the job stays cancelled, and even orphans are killed."""
     job = cluster.submit("train.sbatch", env={**settings, "STAND_IN_LEAVES": "1"})
     cluster.wait_log(job, "stand-in: step 1")
     assert any("sleep 4321" in line for line in processes_of(job))
@@ -102,7 +102,7 @@ def test_a_cancelled_job_saves_and_leaves_nothing(
 def test_a_retriever_that_does_not_start_fails_the_job(
     cluster: Cluster, settings: dict[str, str]
 ) -> None:
-    """The job fails before any training, with the server's own words, and leaves nothing."""
+    """The job fails before training, with the server's own message, and leaves nothing."""
     job = cluster.submit("train.sbatch", env={**settings, "CORPUS_PATH": "/no/corpus.jsonl"})
     cluster.wait_state(job, "FAILED")
     assert "| corpus /no/corpus.jsonl does not exist" in cluster.log(job)
@@ -113,7 +113,7 @@ def test_a_retriever_that_does_not_start_fails_the_job(
 def test_two_jobs_on_one_node_do_not_disturb_each_other(
     cluster: Cluster, settings: dict[str, str], tmp_path: Path
 ) -> None:
-    """Each has its own retriever; the end of one leaves the other's processes alone."""
+    """Each has its own retriever; the end of one leaves the other's processes running."""
     options = ["--nodelist=n1", "--cpus-per-task=4"]
     jobs = [
         cluster.submit(
@@ -136,10 +136,10 @@ def test_two_jobs_on_one_node_do_not_disturb_each_other(
     assert_clean(jobs[1])
 
 
-def test_a_dead_retriever_is_started_again_where_it_was(
+def test_a_dead_retriever_is_restarted_at_its_address(
     cluster: Cluster, settings: dict[str, str]
 ) -> None:
-    """The address that the trainer was given answers again after the server was killed."""
+    """The trainer's address answers again after the server was killed."""
     job = cluster.submit("train.sbatch", env=settings)
     cluster.wait_log(job, "stand-in: step 1")
     (url,) = re.findall(r"retriever='(http\S+)'", cluster.log(job))
@@ -164,10 +164,10 @@ def answers(url: str) -> bool:
         return False
 
 
-def test_a_retriever_in_a_job_of_its_own(
+def test_a_retriever_in_a_separate_job(
     cluster: Cluster, settings: dict[str, str], tmp_path: Path
 ) -> None:
-    """Training waits for its address, and the address goes when the retriever's job does."""
+    """Training waits for its address, which is removed with the retriever's job."""
     file = tmp_path / "retriever.url"
     env = {**settings, "RETRIEVER_FILE": str(file)}
     training = cluster.submit("train.sbatch", env=env)
@@ -182,7 +182,7 @@ def test_a_retriever_in_a_job_of_its_own(
 
 
 def test_several_nodes_share_one_ray(cluster: Cluster, settings: dict[str, str]) -> None:
-    """Two nodes: one cluster of Ray and a retriever on each, and all of it goes with the job."""
+    """Two nodes have one Ray cluster and a retriever each, all of which end with the job."""
     env = {**settings, "RETRIEVER_NODES": "all"}
     job = cluster.submit("train.sbatch", options=["--nodes=2"], env=env)
     cluster.wait_log(job, "stand-in: step 1")
@@ -197,8 +197,8 @@ def test_several_nodes_share_one_ray(cluster: Cluster, settings: dict[str, str])
     cluster.command("scancel", job)
 
 
-def test_a_failed_node_has_the_job_start_again(cluster: Cluster, settings: dict[str, str]) -> None:
-    """Slurm ends the job and queues it again by itself; it starts when the node is back."""
+def test_a_job_with_a_failed_node_starts_again(cluster: Cluster, settings: dict[str, str]) -> None:
+    """Slurm ends and requeues the job by itself; it starts when the node is back."""
     job = cluster.submit("train.sbatch", options=["--nodelist=n1"], env=settings)
     cluster.wait_log(job, "stand-in: step 1")
     cluster.command("scontrol", "update", "NodeName=n1", "State=DOWN", "Reason=test")

@@ -1,6 +1,6 @@
-"""The shell of scripts/slurm without a Slurm: its two commands are stand-ins on the PATH.
+"""The scripts in scripts/slurm without a Slurm: fakes of its two commands are on the PATH.
 
-What a real Slurm does with the recipes is in test_jobs.py, which is slow.
+The recipes in a real Slurm are tested in test_jobs.py, which is slow.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SQUEUE = """#!/bin/bash
 
 @pytest.fixture
 def environment(tmp_path: Path) -> dict[str, str]:
-    """What Slurm and the user give a job of one node, number 42, that needs no retriever."""
+    """The variables that Slurm and the user set for job 42 on one node, without a retriever."""
     programs = tmp_path / "bin"
     programs.mkdir()
     for name, text in {"scontrol": SCONTROL, "squeue": SQUEUE}.items():
@@ -56,7 +56,7 @@ def environment(tmp_path: Path) -> dict[str, str]:
 
 
 def job(environment: dict[str, str], *signals: int, **variables: str) -> tuple[int, str]:
-    """Exit status and output of train.sbatch; each signal is sent to its shell while it trains."""
+    """Run train.sbatch, sending each signal to its shell in training; returns status and output."""
     process = subprocess.Popen(
         ["bash", str(RECIPES / "train.sbatch")],
         env={**environment, **variables},
@@ -81,8 +81,8 @@ def finish(environment: dict[str, str]) -> None:
     (Path(environment["OUTPUT_DIR"]) / "global_step_2").mkdir(parents=True)
 
 
-def test_a_run_that_finishes_is_not_queued_again(environment: dict[str, str]) -> None:
-    """Status 0, resume by itself, nothing left of the job's temporary folder."""
+def test_a_finished_run_is_not_requeued(environment: dict[str, str]) -> None:
+    """Status 0, automatic resume, and nothing left in the job's temporary folder."""
     finish(environment)
     status, output = job(environment)
     assert status == 0
@@ -91,31 +91,31 @@ def test_a_run_that_finishes_is_not_queued_again(environment: dict[str, str]) ->
     assert not Path(environment["RAY_TMP"], "sr1-42").exists()
 
 
-def test_a_warned_run_saves_and_is_queued_again(environment: dict[str, str]) -> None:
-    """SIGUSR1 reaches the trainer; its status 75 puts the job back into the queue."""
+def test_a_warned_run_saves_and_is_requeued(environment: dict[str, str]) -> None:
+    """SIGUSR1 reaches the trainer; its status 75 requeues the job."""
     status, output = job(environment, signal.SIGUSR1)
     assert status == 75
     assert "saved step 1" in output
     assert output.index("continues after step 1") < output.index("scontrol requeue 42")
 
 
-def test_a_cancelled_run_is_not_queued_again(environment: dict[str, str]) -> None:
-    """After SIGTERM the same status 75 means that the run may be submitted again, by a person."""
+def test_a_cancelled_run_is_not_requeued(environment: dict[str, str]) -> None:
+    """After SIGTERM, status 75 means that a person may submit the run again."""
     status, output = job(environment, signal.SIGTERM)
     assert status == 75
     assert "saved step 1" in output
     assert "scontrol requeue" not in output
 
 
-def test_a_crash_is_not_queued_again(environment: dict[str, str]) -> None:
-    """A mistake of the user or a bug would only be met again."""
+def test_a_crash_is_not_requeued(environment: dict[str, str]) -> None:
+    """A mistake of the user or a bug would only happen again."""
     status, output = job(environment, STAND_IN_STATUS="2")
     assert status == 2
     assert "scontrol requeue" not in output
 
 
-def test_a_lost_retriever_is_looked_for_by_the_next_start(environment: dict[str, str]) -> None:
-    """Status 4 is queued again: the start waits for the retriever with a limit of its own."""
+def test_a_run_without_its_retriever_is_requeued(environment: dict[str, str]) -> None:
+    """Status 4 requeues the job: the next start waits for the retriever with its own limit."""
     (Path(environment["LOG_DIR"]) / "42").mkdir(parents=True)
     status, output = job(environment, STAND_IN_STATUS="4")
     assert status == 4
@@ -123,7 +123,7 @@ def test_a_lost_retriever_is_looked_for_by_the_next_start(environment: dict[str,
 
 
 def test_requeues_are_bounded(environment: dict[str, str]) -> None:
-    """The last allowed start is not queued again."""
+    """The last allowed start is not requeued."""
     for restarts, queued in (("4", True), ("5", False)):
         output = job(environment, signal.SIGUSR1, SLURM_RESTART_COUNT=restarts, MAX_REQUEUES="5")[1]
         assert ("scontrol requeue 42" in output) is queued
@@ -131,14 +131,14 @@ def test_requeues_are_bounded(environment: dict[str, str]) -> None:
 
 
 def test_starts_without_progress_are_bounded(environment: dict[str, str]) -> None:
-    """A job whose time never suffices for a step stops asking, and says why."""
+    """A job whose time never suffices for a step stops requeueing, and reports why."""
     outputs = [job(environment, signal.SIGUSR1, STAND_IN_SAVES_NOTHING="1")[1] for _ in range(3)]
     assert ["scontrol requeue" in output for output in outputs] == [True, True, False]
     assert "3 starts in a row without a new checkpoint" in outputs[2]
 
 
 def test_two_jobs_do_not_write_into_one_folder(environment: dict[str, str]) -> None:
-    """The job that runs keeps the folder; one that ended does not."""
+    """A running job keeps the folder; an ended one does not."""
     finish(environment)
     owner = Path(environment["OUTPUT_DIR"]) / "slurm_job"
     owner.write_text("7\n")
@@ -149,7 +149,7 @@ def test_two_jobs_do_not_write_into_one_folder(environment: dict[str, str]) -> N
     assert owner.read_text() == "42\n"
 
 
-def test_orphans_of_the_job_are_ended(environment: dict[str, str]) -> None:
+def test_orphans_of_the_job_are_killed(environment: dict[str, str]) -> None:
     """A process whose parent is gone is found by the job's mark."""
     finish(environment)
     status, output = job(environment, STAND_IN_LEAVES="1")
@@ -158,7 +158,7 @@ def test_orphans_of_the_job_are_ended(environment: dict[str, str]) -> None:
 
 
 def test_another_recipe_may_be_named(environment: dict[str, str], tmp_path: Path) -> None:
-    """It is told the run's folder and number of nodes, and gets the options."""
+    """It gets the run's folder, the number of nodes and the options."""
     recipe = program(tmp_path / "train_9b.sh", 'echo "recipe: $OUTPUT_DIR $N_NODES $*"')
     run = tmp_path / "runs"
     status, output = job(environment, RECIPE=str(recipe), OUTPUT_DIR=str(run))
@@ -168,8 +168,8 @@ def test_another_recipe_may_be_named(environment: dict[str, str], tmp_path: Path
     assert (status, "RECIPE=no.sh: no such file" in output) == (2, True)
 
 
-def test_a_job_without_gpus_says_so(environment: dict[str, str]) -> None:
-    """Neither GPUs from Slurm nor N_GPUS."""
+def test_a_job_without_gpus_is_refused(environment: dict[str, str]) -> None:
+    """There are neither GPUs from Slurm nor N_GPUS."""
     del environment["N_GPUS"]
     status, output = job(environment)
     assert status == 2
@@ -179,7 +179,7 @@ def test_a_job_without_gpus_says_so(environment: dict[str, str]) -> None:
 def test_engines_with_gpus_of_their_own_leave_the_others_to_ranks(
     environment: dict[str, str], tmp_path: Path
 ) -> None:
-    """Slurm counts the GPUs of a node, of which the run's ranks have those that are left."""
+    """Slurm counts the GPUs of a node; the ranks get those that engines do not."""
     del environment["N_GPUS"]
     recipe = str(program(tmp_path / "train_x.sh", 'echo "ranks: $N_GPUS engines: $ROLLOUT_GPUS"'))
     status, output = job(environment, RECIPE=recipe, SLURM_GPUS_ON_NODE="8", ROLLOUT_GPUS="2")
@@ -187,7 +187,7 @@ def test_engines_with_gpus_of_their_own_leave_the_others_to_ranks(
 
 
 def test_an_absent_retriever_has_a_limit(environment: dict[str, str]) -> None:
-    """Nothing trains when the retriever is not there in time; the line names its address."""
+    """Without the retriever in time nothing trains; the message has its address."""
     began = time.monotonic()
     status, output = job(
         environment, RETRIEVER_URL="http://127.0.0.1:9/retrieve", RETRIEVER_WAIT="1"
@@ -199,7 +199,7 @@ def test_an_absent_retriever_has_a_limit(environment: dict[str, str]) -> None:
 
 
 def test_a_retriever_that_cannot_start_ends_the_job(environment: dict[str, str]) -> None:
-    """Its own words are in the job's log."""
+    """Its own message is in the job's log."""
     del environment["RETRIEVER_URL"]
     status, output = job(environment, CORPUS_PATH="/no/corpus.jsonl")
     assert status == 1
@@ -207,10 +207,10 @@ def test_a_retriever_that_cannot_start_ends_the_job(environment: dict[str, str])
     assert "| corpus /no/corpus.jsonl does not exist" in output
 
 
-def test_the_retriever_of_a_job_may_have_an_interpreter_of_its_own(
+def test_the_retriever_may_have_its_own_interpreter(
     environment: dict[str, str], tmp_path: Path
 ) -> None:
-    """faiss-gpu and vLLM want different environments: RETRIEVER_PYTHON serves, PYTHON trains."""
+    """faiss-gpu and vLLM need different environments: RETRIEVER_PYTHON serves, PYTHON trains."""
     del environment["RETRIEVER_URL"]
     python = program(tmp_path / "other" / "python", 'echo "the other one: $*"; exit 1')
     status, output = job(environment, RETRIEVER_PYTHON=str(python))
@@ -221,7 +221,7 @@ def test_the_retriever_of_a_job_may_have_an_interpreter_of_its_own(
 def test_a_job_too_small_for_trainer_and_retriever_is_refused(
     environment: dict[str, str], tmp_path: Path
 ) -> None:
-    """Both are counted before anything trains; the account names the fix, and what is mapped."""
+    """Their memory is checked before training; the message has the fix and the mapped bytes."""
     finish(environment)
     del environment["RETRIEVER_URL"]
     corpus = tmp_path / "corpus.jsonl"
@@ -235,12 +235,12 @@ def test_a_job_too_small_for_trainer_and_retriever_is_refused(
     assert status == 0 and "left for the trainer: 0." in output
 
 
-def test_an_index_that_does_not_stay_in_memory_is_told() -> None:
-    """64 GiB of mapped vectors beside a trainer of 90 in a job of 128: it runs, but slowly."""
-    found = Held(private=2 * GIB, hot=10 * GIB, mapped=64 * GIB)
-    fits, words = report(found, 128 * GIB, 90 * GIB)
-    assert fits and "does not stay in memory" in words and "retriever.sbatch" in words
-    assert "does not stay" not in report(found, 256 * GIB, 90 * GIB)[1]
+def test_an_index_that_does_not_stay_in_memory_is_reported() -> None:
+    """64 GiB of mapped vectors and a trainer of 90 in a job of 128: it runs, but slowly."""
+    retriever = Held(private=2 * GIB, hot=10 * GIB, mapped=64 * GIB)
+    fits, message = report(retriever, 128 * GIB, 90 * GIB)
+    assert fits and "does not stay in memory" in message and "retriever.sbatch" in message
+    assert "does not stay" not in report(retriever, 256 * GIB, 90 * GIB)[1]
     assert not report(Held(64 * GIB, 0, 0), 128 * GIB, 90 * GIB)[0]
 
 
@@ -254,7 +254,7 @@ def program(path: Path, text: str) -> Path:
 def test_modules_a_virtual_environment_and_a_command_make_the_environment(
     environment: dict[str, str], tmp_path: Path
 ) -> None:
-    """In this order, and the python of the virtual environment trains."""
+    """They are loaded in this order, and the virtual environment's python trains."""
     finish(environment)
     del environment["PYTHON"]
     binaries = tmp_path / "venv" / "bin"
@@ -268,13 +268,13 @@ def test_modules_a_virtual_environment_and_a_command_make_the_environment(
         SETUP="echo setup",
     )
     assert status == 0
-    said = [line for line in output.splitlines() if "slurm:" not in line]
-    assert said[:3] == ["module load cuda/12.4 gcc", "activate", "setup"]
-    assert said.index("venv python") < next(i for i, x in enumerate(said) if "stand-in" in x)
+    printed = [line for line in output.splitlines() if "slurm:" not in line]
+    assert printed[:3] == ["module load cuda/12.4 gcc", "activate", "setup"]
+    assert printed.index("venv python") < next(i for i, x in enumerate(printed) if "stand-in" in x)
 
 
 def test_a_conda_environment_is_activated(environment: dict[str, str], tmp_path: Path) -> None:
-    """By the conda that the user names, or the one on the PATH."""
+    """With the conda that the user names, or the one on the PATH."""
     finish(environment)
     conda = program(tmp_path / "conda", "echo 'conda() { echo conda $*; }'")
     status, output = job(environment, CONDA_EXE=str(conda), CONDA_ENV="search")
@@ -282,8 +282,8 @@ def test_a_conda_environment_is_activated(environment: dict[str, str], tmp_path:
     assert "conda activate search" in output
 
 
-def test_an_environment_that_is_not_there_ends_the_job(environment: dict[str, str]) -> None:
-    """With the name of the variable that is wrong."""
+def test_a_missing_environment_ends_the_job(environment: dict[str, str]) -> None:
+    """The message names the wrong variable."""
     for name, value in (("VENV", "/no/venv"), ("MODULES", "cuda"), ("SETUP", "false")):
         status, output = job(environment, **{name: value})
         assert status == 2
@@ -291,7 +291,7 @@ def test_an_environment_that_is_not_there_ends_the_job(environment: dict[str, st
 
 
 def submit(*arguments: str, env: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    """submit.sh, which prints its command, and nothing else unless `env` says DRY_RUN=""."""
+    """Run submit.sh, which only prints its command, unless `env` has DRY_RUN=""."""
     return subprocess.run(
         [str(RECIPES / "submit.sh"), *arguments],
         env={"DRY_RUN": "1", **env},
@@ -302,7 +302,7 @@ def submit(*arguments: str, env: dict[str, str]) -> subprocess.CompletedProcess[
 
 
 def test_submit_translates_a_file_of_settings(environment: dict[str, str], tmp_path: Path) -> None:
-    """Slurm's settings become options of sbatch, which a dry run needs not; -- precedes others."""
+    """Settings become options of sbatch, which a dry run does not need; -- precedes others."""
     for name in ("bash", "dirname"):
         (tmp_path / "bin" / name).symlink_to(str(shutil.which(name)))
     environment["PATH"] = str(tmp_path / "bin")  # holds no sbatch
@@ -311,20 +311,20 @@ def test_submit_translates_a_file_of_settings(environment: dict[str, str], tmp_p
         'WARNING=60\nPARTITION=gpu\nNODES=2\nGPUS=8\nTIME=1:00:00\nSBATCH_ARGS="--exclusive"\n'
     )
     done = submit("train", str(conf), "--nice=5", "--", "max_turns=4", env=environment)
-    words = done.stdout.split()
-    assert words[0] == "sbatch"
+    command = done.stdout.split()
+    assert command[0] == "sbatch"
     assert {"--partition=gpu", "--nodes=2", "--gpus-per-node=8", "--time=1:00:00", "--exclusive",
-            "--nice=5"} <= set(words)  # fmt: skip
-    assert "--signal=B:USR1@60" in words
-    assert words[-2:] == ["scripts/slurm/train.sbatch", "max_turns=4"]
-    words = submit("retriever", str(conf), "--mem=9G", env=environment).stdout.split()
-    assert "--mem=9G" in words
-    assert "--gpus-per-node=8" not in words
-    assert words[-1] == "scripts/slurm/retriever.sbatch"
+            "--nice=5"} <= set(command)  # fmt: skip
+    assert "--signal=B:USR1@60" in command
+    assert command[-2:] == ["scripts/slurm/train.sbatch", "max_turns=4"]
+    command = submit("retriever", str(conf), "--mem=9G", env=environment).stdout.split()
+    assert "--mem=9G" in command
+    assert "--gpus-per-node=8" not in command
+    assert command[-1] == "scripts/slurm/retriever.sbatch"
 
 
 def test_submit_names_what_is_missing(environment: dict[str, str], tmp_path: Path) -> None:
-    """A recipe, a file of settings and sbatch are needed."""
+    """A recipe, a settings file and sbatch are required."""
     assert "usage:" in submit("both", env=environment).stderr
     assert "no such file" in submit("train", "no.conf", env=environment).stderr
     if shutil.which("sbatch") is None:
@@ -335,7 +335,7 @@ def test_submit_names_what_is_missing(environment: dict[str, str], tmp_path: Pat
 @pytest.mark.parametrize(
     "path", sorted(p for p in RECIPES.iterdir() if p.is_file()), ids=lambda path: path.name
 )
-def test_the_shell_can_read_its_files(path: Path) -> None:
-    """No syntax error in a branch that no test runs."""
+def test_the_scripts_have_no_syntax_errors(path: Path) -> None:
+    """Not even in branches that no test runs."""
     done = subprocess.run(["bash", "-n", str(path)], capture_output=True, text=True, timeout=30)
     assert done.returncode == 0, done.stderr

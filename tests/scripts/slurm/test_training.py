@@ -75,7 +75,7 @@ def settings(tmp_path: Path) -> dict[str, str]:
 
 
 def steps(settings: dict[str, str]) -> list[int]:
-    """The steps whose metrics the run has logged, in order."""
+    """Return the steps whose metrics the run has logged, in order."""
     path = Path(settings["OUTPUT_DIR"]) / "metrics.jsonl"
     lines = path.read_text().splitlines() if path.exists() else []
     return [row["step"] for row in map(json.loads, lines) if row["step"] > 0]
@@ -100,7 +100,7 @@ def test_a_run_out_of_time_is_saved_requeued_resumed_and_finished(
 
 
 def test_two_nodes_train_together(cluster: Cluster, settings: dict[str, str]) -> None:
-    """A rank on each of two nodes, in one cluster of Ray that the job started."""
+    """There is one rank on each of two nodes, in one Ray cluster that the job started."""
     settings |= {"TOTAL_STEPS": "2", "RETRIEVER_NODES": "all"}
     job = cluster.submit("train.sbatch", *OPTIONS, options=["--nodes=2"], env=settings)
     cluster.wait_state(job, "COMPLETED", 600)

@@ -116,10 +116,10 @@ def test_a_noisy_healthy_run_is_never_called_collapsed(seed: int) -> None:
         }
         for t in range(200)
     ]
-    found = healths(new(GuardConfig()), steps)
-    assert "collapsed" not in found
-    assert found.count("warning") <= 3
-    assert found[100] == "warning"
+    verdicts = healths(new(GuardConfig()), steps)
+    assert "collapsed" not in verdicts
+    assert verdicts.count("warning") <= 3
+    assert verdicts[100] == "warning"
 
 
 def test_a_base_model_that_does_not_know_the_tags_yet_is_healthy() -> None:
@@ -135,22 +135,22 @@ def test_a_base_model_that_does_not_know_the_tags_yet_is_healthy() -> None:
 def test_a_sudden_loss_of_form_is_caught_however_early() -> None:
     """One healthy step suffices as a baseline."""
     guard = new(GuardConfig())
-    found = healths(guard, [USUAL, *([{**USUAL, MALFORMED: 1.0}] * 3)])
-    assert found == ["healthy", "warning", "warning", "collapsed"]
+    verdicts = healths(guard, [USUAL, *([{**USUAL, MALFORMED: 1.0}] * 3)])
+    assert verdicts == ["healthy", "warning", "warning", "collapsed"]
 
 
 def test_a_good_step_resets_the_count() -> None:
     """Three bad steps that are not in a row are no collapse."""
     bad = {**USUAL, NO_ANSWER: 0.9}
-    found = healths(new(GuardConfig()), [USUAL, bad, bad, USUAL, bad, bad, USUAL])
-    assert "collapsed" not in found
+    verdicts = healths(new(GuardConfig()), [USUAL, bad, bad, USUAL, bad, bad, USUAL])
+    assert "collapsed" not in verdicts
 
 
 def test_bad_steps_do_not_become_the_baseline() -> None:
     """A collapse stays one, however long it lasts."""
     guard = new(GuardConfig(baseline_steps=2))
-    found = healths(guard, [USUAL, *([{**USUAL, MALFORMED: 0.9}] * 20)])
-    assert set(found[3:]) == {"collapsed"}
+    verdicts = healths(guard, [USUAL, *([{**USUAL, MALFORMED: 0.9}] * 20)])
+    assert set(verdicts[3:]) == {"collapsed"}
     assert guard.baseline(MALFORMED) == USUAL[MALFORMED]
 
 
@@ -164,9 +164,9 @@ def test_the_baseline_is_the_median_of_the_latest_healthy_steps() -> None:
 def test_a_missing_metric_neither_counts_nor_resets() -> None:
     """Without a correct trajectory there is no drift to judge; the next one continues the count."""
     falling, without = {DRIFT: -0.5}, {MALFORMED: 0.1}
-    found = healths(new(GuardConfig()), [falling, without, falling, without, falling])
+    verdicts = healths(new(GuardConfig()), [falling, without, falling, without, falling])
     expected = ["warning", "healthy", "warning", "healthy", "collapsed"]
-    assert found == expected
+    assert verdicts == expected
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
@@ -184,8 +184,8 @@ def test_null_turns_a_rule_off() -> None:
     """Each limit can be removed separately."""
     quiet = GuardConfig(malformed_rise=None, drift_crash=None)
     assert {"malformed_rise", "drift_crash"}.isdisjoint(rule.name for rule in rules(quiet))
-    found = healths(new(quiet), [USUAL, *([{**USUAL, MALFORMED: 1.0}] * 5)])
-    assert set(found) == {"healthy"}
+    verdicts = healths(new(quiet), [USUAL, *([{**USUAL, MALFORMED: 1.0}] * 5)])
+    assert set(verdicts) == {"healthy"}
 
 
 def test_a_resumed_guard_judges_like_an_uninterrupted_one() -> None:
@@ -200,8 +200,8 @@ def test_a_resumed_guard_judges_like_an_uninterrupted_one() -> None:
 
 def test_growth_from_nothing_is_no_collapse() -> None:
     """While no sample is correct there is no gradient; the first gradients are healthy."""
-    found = healths(new(GuardConfig()), [{GRAD_NORM: 0.0}] * 10 + [{GRAD_NORM: 0.5}] * 5)
-    assert set(found) == {"healthy"}
+    verdicts = healths(new(GuardConfig()), [{GRAD_NORM: 0.0}] * 10 + [{GRAD_NORM: 0.5}] * 5)
+    assert set(verdicts) == {"healthy"}
 
 
 def batch(scores: list[float]) -> TokenBatch:

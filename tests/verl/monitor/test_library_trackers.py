@@ -79,7 +79,7 @@ class Client:
 @pytest.fixture
 def mlflow(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Install a fake MLflow module."""
-    entities = SimpleNamespace(Metric=lambda *given: given, Param=lambda *given: given)
+    entities = SimpleNamespace(Metric=lambda *args: args, Param=lambda *args: args)
     module = SimpleNamespace(
         MlflowClient=Client,
         entities=entities,
@@ -156,8 +156,8 @@ def test_a_session_is_begun_logged_to_and_ended(
     """Below the run's folder, offline, and resumed as the same run; how to view it is logged."""
     session = Session()
     monkeypatch.setitem(sys.modules, name, session)  # type: ignore[arg-type]
-    places = SimpleNamespace(TRACKIO_DIR=tmp_path)
-    monkeypatch.setitem(sys.modules, "trackio.utils", places)  # type: ignore[arg-type]
+    utils = SimpleNamespace(TRACKIO_DIR=tmp_path)
+    monkeypatch.setitem(sys.modules, "trackio.utils", utils)  # type: ignore[arg-type]
     with caplog.at_level(logging.INFO):
         for is_resumed in (False, True):
             with Tracking("p", "e", name, tmp_path, {"a": 1}, is_resumed) as tracking:
@@ -180,7 +180,7 @@ def test_variables_of_the_libraries_decide(tmp_path: Path, monkeypatch: pytest.M
     SwanlabTracker("p", "e", tmp_path, {})
     monkeypatch.setenv("SWANLAB_MODE", "local")
     SwanlabTracker("p", "e", tmp_path, {})
-    assert [one["mode"] for one in session.begun] == ["online", "local"]
+    assert [options["mode"] for options in session.begun] == ["online", "local"]
     assert session.begun[0]["log_dir"] == str(tmp_path / "elsewhere")
 
 
@@ -200,8 +200,10 @@ def steps(tmp_path: Path) -> Iterator[Any]:
     def log(name: str) -> None:
         for number in (1, 2):
             resumed = number == 2
-            with Tracking("p", "e", [name, "jsonl"], tmp_path, {"a": {"b": 1}}, resumed) as one:
-                one.log({"val/em": number / 4, "n": float("nan")}, number)
+            with Tracking(
+                "p", "e", [name, "jsonl"], tmp_path, {"a": {"b": 1}}, resumed
+            ) as tracking:
+                tracking.log({"val/em": number / 4, "n": float("nan")}, number)
         assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
 
     yield log
@@ -228,7 +230,7 @@ def test_the_real_swanlab(steps: Any, tmp_path: Path) -> None:
     steps("swanlab")
     held = [path.read_bytes() for path in (tmp_path / "swanlog").rglob("*") if path.is_file()]
     for value in (0.25, 0.5):
-        assert any(b"val/em" in one and struct.pack("<d", value) in one for one in held)
+        assert any(b"val/em" in data and struct.pack("<d", value) in data for data in held)
 
 
 @pytest.mark.slow

@@ -180,8 +180,8 @@ def test_the_limit_of_a_container_counts(tmp_path: Path) -> None:
     group(tmp_path / "outer", memory__max="1000", memory__current="700",
           memory__stat="anon 600\ninactive_file 50\n")  # fmt: skip
     group(tmp_path / "outer/inner", memory__max="max", memory__current="1", memory__stat="anon 1\n")
-    found = list(control_groups(tmp_path / "membership", tmp_path))
-    assert found == [HostMemory(1000, 350)]
+    limits = list(control_groups(tmp_path / "membership", tmp_path))
+    assert limits == [HostMemory(1000, 350)]
 
 
 def test_the_limit_of_an_older_container_counts(tmp_path: Path) -> None:
@@ -191,8 +191,8 @@ def test_the_limit_of_an_older_container_counts(tmp_path: Path) -> None:
           memory__stat="total_inactive_file 100\n")  # fmt: skip
     group(tmp_path / "memory", memory__limit_in_bytes=str(2**63 - 4096),
           memory__usage_in_bytes="400", memory__stat="total_inactive_file 0\n")  # fmt: skip
-    found = list(control_groups(tmp_path / "membership", tmp_path))
-    assert found == [HostMemory(1000, 700)]
+    limits = list(control_groups(tmp_path / "membership", tmp_path))
+    assert limits == [HostMemory(1000, 700)]
 
 
 def test_this_machine_has_memory() -> None:

@@ -73,10 +73,10 @@ def test_each_rank_has_a_row_with_its_calls(tmp_path: Path) -> None:
     for step in (1, 2):
         calls = {"rank 0": [waiting, update], "critic rank 0": [Call("critic.values", 2.0, 4.0)]}
         trace.add_step(step, Timings(), [], calls)
-    found = events(tmp_path)
-    rows = {e["tid"]: e["args"]["name"] for e in found if e["name"] == "thread_name"}
+    trace_events = events(tmp_path)
+    rows = {e["tid"]: e["args"]["name"] for e in trace_events if e["name"] == "thread_name"}
     spans = [(rows[e["tid"]], e["name"], e["ts"], e["dur"], e["args"]["step"])
-             for e in found if e["ph"] == "X" and e["pid"] == 0]  # fmt: skip
+             for e in trace_events if e["ph"] == "X" and e["pid"] == 0]  # fmt: skip
     assert spans == [
         row
         for step in (1, 2)
@@ -99,8 +99,8 @@ def test_a_row_holds_one_dialogue_at_a_time(all_marks: list[list[int]]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         trace = Trace(Path(folder))
         trace.add_step(1, Timings(), [trajectory(marks) for marks in all_marks], {})
-        found = events(Path(folder))
-    spans = [e for e in found if e["ph"] == "X" and e["tid"] > 0]
+        trace_events = events(Path(folder))
+    spans = [e for e in trace_events if e["ph"] == "X" and e["tid"] > 0]
     for _, row in itertools.groupby(sorted(spans, key=lambda e: e["tid"]), lambda e: e["tid"]):
         ends = 0
         for event in row:

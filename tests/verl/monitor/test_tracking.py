@@ -113,8 +113,8 @@ def test_nothing_is_rewritten_without_superseded_steps(tmp_path: Path) -> None:
 def scalars(folder: Path) -> list[tuple[int, float]]:
     """Read the events with TensorBoard's own reader."""
     module = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    found = module.EventAccumulator(str(folder / "tensorboard")).Reload()
-    return [(event.step, event.value) for event in found.Scalars("a/b")]
+    accumulator = module.EventAccumulator(str(folder / "tensorboard")).Reload()
+    return [(event.step, event.value) for event in accumulator.Scalars("a/b")]
 
 
 def test_tensorboard_reads_each_step_once(tmp_path: Path) -> None:

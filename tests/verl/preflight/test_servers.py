@@ -1,4 +1,4 @@
-"""The servers of a run are asked before it starts; what they lack is told with what starts them."""
+"""External servers are checked before a run starts; problems come with the right command."""
 
 from pathlib import Path
 from typing import Any
@@ -15,12 +15,12 @@ from verl.rollout.vllm_engine import WORKER_EXTENSION
 
 @pytest.fixture(autouse=True)
 def no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the ranks are is where the driver is."""
+    """The ranks run on the driver's machine."""
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
 
 
 def config_of(folder: Path, url: str = "http://127.0.0.1:8000", **rollout: Any) -> Config:
-    """A run with one server."""
+    """Return a run with one server."""
     config = tiny_config(folder / "model")
     config.actor_rollout_ref.rollout.url = [url]
     for name, value in {"weights_dir": str(folder / "weights"), **rollout}.items():
@@ -29,19 +29,19 @@ def config_of(folder: Path, url: str = "http://127.0.0.1:8000", **rollout: Any) 
 
 
 def problems(config: Config, server: VllmDouble) -> list[str]:
-    return [str(one) for one in server_problems(config, httpx.MockTransport(server))]
+    return [str(problem) for problem in server_problems(config, httpx.MockTransport(server))]
 
 
-def test_a_server_that_fits_is_asked_and_left_as_it_is(tmp_path: Path) -> None:
-    """On a card or on the CPU; the token file that it was to see is gone afterwards."""
+def test_a_suitable_server_is_checked_and_left_unchanged(tmp_path: Path) -> None:
+    """With a GPU or on the CPU; the token file that it had to read is removed."""
     for server in (VllmDouble(), VllmDouble(device="cpu"), VllmDouble(extension="")):
         assert problems(config_of(tmp_path), server) == []
         assert "/update_weight_version" not in server.paths()
         assert list((tmp_path / "weights").iterdir()) == []
 
 
-def test_a_server_that_goes_away_while_it_is_asked_is_told(tmp_path: Path) -> None:
-    """Whatever the last question to it was."""
+def test_a_server_that_fails_during_the_check_is_reported(tmp_path: Path) -> None:
+    """Also in the last request of the check."""
 
     def goes_away(request: httpx.Request) -> httpx.Response:
         if request.url.path == "/collective_rpc":
@@ -54,7 +54,7 @@ def test_a_server_that_goes_away_while_it_is_asked_is_told(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("server", "told"),
+    ("server", "message"),
     [
         (VllmDouble(is_away=True), "got ConnectError: refused, expected a server that answers"),
         (VllmDouble(max_model_len=100), "at most 100 tokens, expected 528"),
@@ -65,12 +65,12 @@ def test_a_server_that_goes_away_while_it_is_asked_is_told(tmp_path: Path) -> No
     ],
     ids=["away", "short", "dtype", "cpu", "plain", "broken"],
 )
-def test_what_a_start_mends_comes_with_the_command(
-    server: VllmDouble, told: str, tmp_path: Path
+def test_problems_of_a_start_come_with_the_right_command(
+    server: VllmDouble, message: str, tmp_path: Path
 ) -> None:
-    """In one line; the command fits all that the run needs."""
+    """On one line; the command has all settings that the run needs."""
     (line,) = problems(config_of(tmp_path), server)
-    assert told in line and "\n" not in line
+    assert message in line and "\n" not in line
     assert "actor_rollout_ref.rollout.url http://127.0.0.1:8000: got" in line
     start = "python -m vllm.entrypoints.openai.api_server --model"
     command = f"VLLM_SERVER_DEV_MODE=1 {start} {tmp_path / 'model'} --port 8000"
@@ -78,8 +78,8 @@ def test_what_a_start_mends_comes_with_the_command(
     assert f"{command} {rest} --worker-extension-cls {WORKER_EXTENSION}" in line
 
 
-def test_log_probs_are_those_that_are_sampled_from(tmp_path: Path) -> None:
-    """vLLM's default leaves temperature out, which is the same at temperature 1 alone."""
+def test_log_probs_must_be_of_the_sampled_distribution(tmp_path: Path) -> None:
+    """vLLM's default ignores the temperature, which is the same only at temperature 1."""
     warm = config_of(tmp_path, temperature=0.8)
     (line,) = problems(warm, VllmDouble())
     assert "got --logprobs-mode raw_logprobs, expected processed_logprobs" in line
@@ -89,17 +89,17 @@ def test_log_probs_are_those_that_are_sampled_from(tmp_path: Path) -> None:
 
 
 def test_the_named_model_must_be_served(tmp_path: Path) -> None:
-    """Without a name it is whichever the server has."""
+    """Without a name, any model of the server is accepted."""
     assert problems(config_of(tmp_path, served_model="policy"), VllmDouble()) == []
     (line,) = problems(config_of(tmp_path, served_model="other"), VllmDouble())
     assert "['policy'], expected rollout.served_model=other" in line
     assert "--served-model-name other" in line
 
 
-def test_a_key_is_that_of_the_named_variable(
+def test_the_key_comes_from_the_named_variable(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A server that wants one, and a variable that is not set, are told with the option."""
+    """A missing key, and a variable that is not set, are reported with the option."""
     monkeypatch.setenv("OWN_KEY", "secret")
     server = VllmDouble(key="secret")
     assert problems(config_of(tmp_path, api_key_env="OWN_KEY"), server) == []
@@ -109,14 +109,14 @@ def test_a_key_is_that_of_the_named_variable(
     assert "export NOT_SET=KEY" in line
 
 
-def test_a_text_that_is_no_address_is_told_with_its_option(tmp_path: Path) -> None:
-    """By the name that it has in a training run."""
+def test_an_invalid_address_is_reported_with_its_option(tmp_path: Path) -> None:
+    """By its name in a training run."""
     (line,) = problems(config_of(tmp_path, "http://[::1"), VllmDouble())
     assert line.startswith("actor_rollout_ref.rollout.url: got http://[::1")
 
 
-def test_a_server_must_see_the_folder_of_the_weights(tmp_path: Path) -> None:
-    """One on another machine needs a shared one, named; one that does not see it is refused."""
+def test_a_server_must_be_able_to_read_the_weights_folder(tmp_path: Path) -> None:
+    """On another machine it needs a shared folder; one that cannot read the folder is refused."""
     (line,) = problems(config_of(tmp_path), VllmDouble(sees_files=False))
     assert f"cannot read files in {tmp_path / 'weights'}" in line and "weights_dir=/shared" in line
     far = config_of(tmp_path, "http://192.0.2.1:8000", weights_dir=None)
@@ -126,8 +126,8 @@ def test_a_server_must_see_the_folder_of_the_weights(tmp_path: Path) -> None:
     assert problems(far, VllmDouble()) == []
 
 
-def test_a_folder_that_cannot_be_is_refused(tmp_path: Path) -> None:
-    """Before any server is asked."""
+def test_an_impossible_weights_folder_is_refused(tmp_path: Path) -> None:
+    """Before any request to a server."""
     (tmp_path / "file").touch()
     server = VllmDouble()
     (line,) = problems(config_of(tmp_path, weights_dir=str(tmp_path / "file" / "w")), server)

@@ -1,4 +1,4 @@
-"""The published sizes of models, for tests of the estimate: facts, no weights."""
+"""Published model sizes for tests of the estimate, without weights."""
 
 from __future__ import annotations
 
@@ -15,6 +15,6 @@ FACTS = json.loads((Path(__file__).parent / "models.json").read_text())
 
 @functools.cache
 def shape_of(name: str) -> ModelShape:
-    """The model of that name, such as Qwen2.5-7B or Qwen/Qwen2.5-7B-Instruct."""
+    """Return the shape of a model by name, such as Qwen2.5-7B or Qwen/Qwen2.5-7B-Instruct."""
     facts = FACTS[name.removeprefix("Qwen/").removesuffix("-Instruct")]
     return ModelShape.of(Qwen2Config(**facts))

@@ -1,4 +1,4 @@
-"""A run that this machine has not the memory for is told so before anything is loaded."""
+"""A run that does not fit this machine's memory is refused before anything is loaded."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ GIB = 1 << 30
 
 @pytest.fixture(autouse=True)
 def no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No cluster is joined."""
+    """Tests run without a Ray cluster."""
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
 
 
@@ -51,12 +51,12 @@ def config(tmp_path: Path) -> Config:
 
 
 def memory_problems(config: Config) -> list[UserError]:
-    """What the preflight finds in this machine's memory."""
+    """Return the problems that the memory preflight reports on this machine."""
     return list(memory.memory_problems(config, read_setting(config)))
 
 
 def with_memory(monkeypatch: pytest.MonkeyPatch, free: int) -> None:
-    """A host of 64 GiB of which `free` bytes are free."""
+    """Pretend a host of 64 GiB with `free` bytes free."""
     machine = Machine(HostMemory(64 * GIB, free), 32 * GIB)
     monkeypatch.setattr(memory.Machine, "now", lambda with_devices: machine)
 
@@ -64,7 +64,7 @@ def with_memory(monkeypatch: pytest.MonkeyPatch, free: int) -> None:
 def test_a_run_that_fits_logs_its_needs(
     config: Config, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The table is in the log, nothing stands in the way."""
+    """The table is logged, and there is no problem."""
     with_memory(monkeypatch, 60 * GIB)
     with caplog.at_level(logging.INFO):
         assert memory_problems(config) == []
@@ -73,7 +73,7 @@ def test_a_run_that_fits_logs_its_needs(
 
 
 def test_a_run_that_cannot_fit_is_refused(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With what is needed, what is free, which options need less, and how to start all the same."""
+    """The error has needed and free memory, options that need less, and how to start anyway."""
     config.actor_rollout_ref.rollout.cpu_kv_cache_gib = 40
     with_memory(monkeypatch, 5 * GIB)
     (problem,) = memory_problems(config)
@@ -83,20 +83,20 @@ def test_a_run_that_cannot_fit_is_refused(config: Config, monkeypatch: pytest.Mo
     assert "trainer.memory_preflight=warn" in text and "cpu_kv_cache_gib=1" in text
 
 
-def test_a_small_shared_memory_has_a_fix_of_its_own(
+def test_a_small_shared_memory_has_its_own_fix(
     config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No option makes /dev/shm larger."""
+    """No option enlarges /dev/shm."""
     machine = Machine(HostMemory(64 * GIB, 60 * GIB), 1 << 10)
     monkeypatch.setattr(memory.Machine, "now", lambda with_devices: machine)
     (problem,) = memory_problems(config)
     assert "/dev/shm needs about" in str(problem) and "--shm-size" in str(problem)
 
 
-def test_nothing_is_refused_for_its_processes(
+def test_no_run_is_refused_for_the_guess_for_processes(
     config: Config, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What Python and Ray take is a guess: a busy machine gets a warning."""
+    """The memory of Python and Ray is a guess: a busy machine only gets a warning."""
     with_memory(monkeypatch, 4 * GIB)
     assert memory_problems(config) == []
     assert "host needs about" in caplog.text
@@ -106,7 +106,7 @@ def test_nothing_is_refused_for_its_processes(
 def test_a_refusal_can_become_a_warning(
     way: str, config: Config, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """By option, and on a cluster, whose other nodes are not seen from here."""
+    """By an option, and on a cluster, where the memory of other nodes is unknown."""
     config.actor_rollout_ref.rollout.cpu_kv_cache_gib = 40
     with_memory(monkeypatch, 5 * GIB)
     if way == "warn":
@@ -121,7 +121,7 @@ def test_a_refusal_can_become_a_warning(
 def test_it_can_be_switched_off(
     config: Config, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Nothing is read, nothing said."""
+    """Nothing is read and nothing is logged."""
     with_memory(monkeypatch, 0)
     config.trainer.memory_preflight = "off"
     with caplog.at_level(logging.INFO):
@@ -132,7 +132,7 @@ def test_it_can_be_switched_off(
 def test_an_unknown_model_is_not_judged(
     config: Config, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A model that is not on this disk is said not to be estimated."""
+    """For a model that is not on this disk, the log says that nothing was estimated."""
     with_memory(monkeypatch, 0)
     config.actor_rollout_ref.model.path = "nobody/nothing"
     with caplog.at_level(logging.INFO):
@@ -140,10 +140,10 @@ def test_an_unknown_model_is_not_judged(
     assert "not estimated" in caplog.text
 
 
-def test_a_model_that_reads_its_values_is_not_judged(
+def test_a_model_that_reads_tensor_values_is_not_judged(
     config: Config, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Fake tensors have none; the run is not stopped for it, and its offload is decided."""
+    """Fake tensors have none; the run is not refused, and its offload options are decided."""
 
     def reads(*_: object) -> Estimate:
         raise DataDependentOutputException("aten._local_scalar_dense")
@@ -155,8 +155,8 @@ def test_a_model_that_reads_its_values_is_not_judged(
     assert undecided(decide_offload(config, None)) == []
 
 
-def test_words_and_shares_are_checked(config: Config) -> None:
-    """Options of memory take what they say."""
+def test_memory_options_are_checked(config: Config) -> None:
+    """Invalid words and shares are refused."""
     config.trainer.memory_preflight = "maybe"
     config.trainer.memory_low = 2.0
     with pytest.raises(ConfigError) as caught:
@@ -166,23 +166,23 @@ def test_words_and_shares_are_checked(config: Config) -> None:
 
 
 def open_run(device: str) -> Config:
-    """PPO of Qwen2.5-3B on 8 devices, by options that leave offload open."""
+    """PPO of Qwen2.5-3B on 8 devices, with undecided offload options."""
     config = run(8, "gae")
     config.trainer.device, config.trainer.compute_dtype = device, "bfloat16"
     return config
 
 
 def outlook(gib: float) -> Setting:
-    """Eight GPUs of this size in a host of 1 TB."""
+    """Return a setting with eight GPUs of this size in a host of 1 TB."""
     here, shape = machine(8, gib, 1000), shape_of("Qwen2.5-3B")
     return Setting(shape, shape, True, here)
 
 
 @pytest.mark.parametrize("address", ["", "10.0.0.1:6379"])
-def test_offload_is_chosen_by_the_gpus_that_are_seen(
+def test_offload_is_chosen_by_the_gpus_of_this_node(
     address: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Also on a cluster, by those of the driver's node; one line tells what and why."""
+    """Also on a cluster; one log line has the choice and the reason."""
     monkeypatch.setenv("RAY_ADDRESS", address)
     config, seen = open_run("cuda"), outlook(39.5)
     with caplog.at_level(logging.INFO):
@@ -196,10 +196,10 @@ def test_offload_is_chosen_by_the_gpus_that_are_seen(
 
 @pytest.mark.parametrize("device", ["cuda", "auto"])
 @pytest.mark.parametrize("sees", ["no estimate", "no GPU"])
-def test_what_cannot_be_estimated_is_offloaded(
+def test_everything_is_offloaded_without_an_estimate(
     device: str, sees: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """An unknown model, and GPUs that only other nodes have; the line says how to choose."""
+    """For an unknown model, and for GPUs on other nodes only; the log says how to choose."""
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
     config = open_run(device)
     seen = outlook(39.5)
@@ -215,15 +215,15 @@ def test_what_cannot_be_estimated_is_offloaded(
 def test_nothing_is_offloaded_from_a_cpu(
     config: Config, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Null becomes false without a word, estimate or not, on a cluster too."""
+    """Null becomes false without a log line, with or without an estimate, on a cluster too."""
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
     with caplog.at_level(logging.INFO):
         chosen = decide_offload(open_run("cpu"), None)
     assert chosen == fill_undecided(open_run("cpu")) and caplog.text == ""
 
 
-def test_what_is_set_is_left_alone(caplog: pytest.LogCaptureFixture) -> None:
-    """A command line that decides all itself gets its own values and no line."""
+def test_options_that_are_set_are_kept(caplog: pytest.LogCaptureFixture) -> None:
+    """A command line that sets all options keeps its values, and nothing is logged."""
     config = offload_everything(open_run("cuda"))
     assert decide_offload(config, outlook(140.0)) == config
     assert decide_offload(config, None) == config
@@ -246,21 +246,21 @@ SHAPES = [("Qwen2.5-1.5B", 1, 1), ("Qwen2.5-3B", 8, 1), ("Qwen2.5-7B", 8, 1), ("
 
 
 def on_host(config: Config) -> list[str]:
-    """The options that are on."""
+    """Return the offload options that are true."""
     return sorted(key for key in OFFLOAD_KEYS if attrgetter(key)(config))
 
 
 def search(config: Config, what: Setting, here: Machine) -> list[str]:
-    """By trying every combination of the parts that the run has, in the order of their cost."""
+    """Find the choice by trying every combination for the models of the run, by increasing cost."""
     with_critic = config.algorithm.adv_estimator == "gae"
     keys = [key for key in COSTS if with_critic or not key.startswith(CRITIC)]
     sets = [set(some) for n in range(6) for some in itertools.combinations(keys, n)]
     held: list[set[str]] = []
     for some in sorted(sets, key=lambda some: sum(COSTS[key] for key in some)):
-        found = estimate(with_options(config, {key: key in some for key in OFFLOAD_KEYS}), what)
-        if found.peak_bytes(Memory.HOST) <= here.host.free:
+        estimated = estimate(with_options(config, {key: key in some for key in OFFLOAD_KEYS}), what)
+        if estimated.peak_bytes(Memory.HOST) <= here.host.free:
             held.append(some)
-            if found.peak_bytes(Memory.DEVICE) <= 0.9 * here.devices[0].free:
+            if estimated.peak_bytes(Memory.DEVICE) <= 0.9 * here.devices[0].free:
                 return sorted(some)
     return sorted(held[-1]) if held else []
 
@@ -271,7 +271,7 @@ def search(config: Config, what: Setting, here: Machine) -> list[str]:
 def test_the_choice_is_the_cheapest_that_fits(
     size: str, gpus: int, nodes: int, gpu_gib: float, estimator: str
 ) -> None:
-    """As an exhaustive search by cost finds it, on hosts with and without room."""
+    """It equals an exhaustive search by cost, on hosts with much and little memory."""
     config = run(gpus, estimator)
     config.trainer.nnodes = nodes
     config.actor_rollout_ref.actor.use_kl_loss = True
@@ -283,7 +283,7 @@ def test_the_choice_is_the_cheapest_that_fits(
 
 
 def test_choices_differ_with_the_device() -> None:
-    """The smaller the device, the more waits on the host; with room, nothing does."""
+    """The smaller the device, the more is offloaded; on a large one, nothing is."""
     config, counts = run(8, "gae"), []
     for gib in (140.0, 79.0, 39.5, 23.5):
         here = machine(8, gib, 1000)
@@ -292,7 +292,7 @@ def test_choices_differ_with_the_device() -> None:
 
 
 def test_a_host_without_room_gets_as_much_as_it_holds() -> None:
-    """Where nothing fits the GPU, the host is not filled beyond its memory for it."""
+    """If nothing fits the GPU, the host is still not filled beyond its memory."""
     config, here = run(2, "gae"), machine(2, 23.5, 256)
     what = setting("Qwen2.5-7B", here)
     chosen = choose_offload(config, what)
@@ -303,8 +303,8 @@ def test_a_host_without_room_gets_as_much_as_it_holds() -> None:
 
 
 @pytest.mark.parametrize("value", [True, False])
-def test_what_a_user_set_stays(value: bool) -> None:
-    """On a device that is far too small, and on one with room for all."""
+def test_a_users_choice_is_kept(value: bool) -> None:
+    """On a device that is far too small, and on one that is large enough for everything."""
     explicit = with_options(run(8, "gae"), {f"{ACTOR}.param_offload": value})
     for gib in (23.5, 140.0):
         here = machine(8, gib, 1000)
@@ -316,8 +316,8 @@ def test_what_a_user_set_stays(value: bool) -> None:
     )
 
 
-def test_parts_that_a_run_lacks_are_not_offloaded() -> None:
-    """GRPO has no critic, a run without KL no reference, and below an adapter there is none."""
+def test_models_that_a_run_lacks_are_not_offloaded() -> None:
+    """GRPO has no critic; a run without KL, or with an adapter, has no reference model."""
     grpo = run(8)
     grpo.algorithm.kl_ctrl.kl_coef = 0.0
     assert on_host(offload_everything(grpo)) == [
@@ -328,8 +328,8 @@ def test_parts_that_a_run_lacks_are_not_offloaded() -> None:
     assert on_host(offload_everything(adapted)) == on_host(offload_everything(grpo))
 
 
-def test_a_critic_goes_with_the_base_that_it_shares() -> None:
-    """Its adapter's optimizer state must lie where the base's offload puts its weights."""
+def test_a_critic_is_offloaded_with_the_base_that_it_shares() -> None:
+    """Its adapter's optimizer state must be on the device of the shared weights."""
     ranks = {"actor_rollout_ref.model.lora_rank": 8, "critic.model.lora_rank": 8}
     config = with_options(run(8, "gae"), ranks)
     assert not [key for key in undecided_offloads(config) if key.startswith(CRITIC)]
@@ -339,8 +339,8 @@ def test_a_critic_goes_with_the_base_that_it_shares() -> None:
     assert fixed.critic.model.fsdp_config.param_offload is True
 
 
-def test_the_line_says_what_and_why(caplog: pytest.LogCaptureFixture) -> None:
-    """What waits on the host, what a GPU then needs, and what it would need otherwise."""
+def test_the_line_has_the_choice_and_the_reason(caplog: pytest.LogCaptureFixture) -> None:
+    """What is offloaded, the need of each GPU, and the need without offloading."""
     config = run(8, "gae")
     config.trainer.device = "cuda"
     for gib in (39.5, 140.0):

@@ -1,4 +1,4 @@
-"""The estimate adds up what a run holds by phase, and follows the options."""
+"""The estimate sums up the needs of a run by phase, and follows the options."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MODEL, ROLLOUT = "actor_rollout_ref.model", "actor_rollout_ref.rollout"
 
 
 def options(**changes: Any) -> Config:
-    """PPO on 8 GPUs; `changes` are options with `__` for dots."""
+    """Return PPO on 8 GPUs; `changes` are options with `__` for dots."""
     config = Config()
     config.actor_rollout_ref.model.path = "m"
     return with_options(config, {key.replace("__", "."): value for key, value in changes.items()})
@@ -33,17 +33,18 @@ def of(config: Config, size: str = "Qwen2.5-7B", on_gpu: bool = True) -> Estimat
     return estimate(config, Setting(shape, shape, on_gpu, machine(8, 80, 1000), dtype))
 
 
-def held(found: Estimate, what: str, memory: Memory) -> int:
-    return sum(n.bytes for n in found.needs if n.name == what and n.memory is memory)
+def held(estimated: Estimate, what: str, memory: Memory) -> int:
+    return sum(n.bytes for n in estimated.needs if n.name == what and n.memory is memory)
 
 
 def test_full_training_holds_sixteen_bytes_a_parameter() -> None:
-    """Master weights, gradient and two moments in float32, spread over the ranks."""
+    """Float32 master weights, gradient and two moments, sharded over the ranks."""
     parameters = shape_of("Qwen2.5-7B").parameters()
     for ranks in (1, 2, 8):
-        found = of(options(trainer__n_gpus_per_node=ranks))
+        estimated = of(options(trainer__n_gpus_per_node=ranks))
         parts = [
-            held(found, f"actor: {x}", Memory.DEVICE) for x in ("weights", "gradients", "moments")
+            held(estimated, f"actor: {x}", Memory.DEVICE)
+            for x in ("weights", "gradients", "moments")
         ]
         assert parts == [
             4 * (parameters // ranks),
@@ -52,39 +53,39 @@ def test_full_training_holds_sixteen_bytes_a_parameter() -> None:
         ]
 
 
-def test_the_reference_is_weights_alone_and_only_where_it_is_needed() -> None:
-    """KL needs one; it has neither gradient nor moments."""
-    found = of(options())
+def test_a_reference_has_only_weights_and_needs_kl() -> None:
+    """It has neither gradient nor moments, and exists only if KL is used."""
+    estimated = of(options())
     assert (
-        held(found, "reference: weights", Memory.DEVICE)
+        held(estimated, "reference: weights", Memory.DEVICE)
         == 4 * shape_of("Qwen2.5-7B").parameters() // 8
     )
-    assert held(found, "reference: moments", Memory.DEVICE) == 0
+    assert held(estimated, "reference: moments", Memory.DEVICE) == 0
     assert (
         held(of(options(algorithm__kl_ctrl__kl_coef=0.0)), "reference: weights", Memory.DEVICE) == 0
     )
 
 
 def test_only_gae_has_a_critic() -> None:
-    """Of GRPO nothing of one is counted."""
+    """With GRPO no critic is counted."""
     assert held(of(options()), "critic: weights", Memory.DEVICE) > 0
     grpo = of(options(algorithm__adv_estimator="grpo"))
     assert not [need for need in grpo.needs if need.name.startswith("critic")]
 
 
 def test_an_adapter_shares_one_base() -> None:
-    """Policy, reference and critic are one frozen bfloat16 model; little is learned."""
+    """Policy, reference and critic share one frozen bfloat16 model; few values are trained."""
     shape = shape_of("Qwen2.5-7B")
-    found = of(options(**{f"{MODEL}.lora_rank": 64, "critic__model__lora_rank": 64}))
-    learned = 2 * shape.adapter(64) + shape.hidden
-    weights = held(found, "actor: weights", Memory.DEVICE)
-    assert weights == 2 * shape.parameters() // 8 + 4 * (learned // 8)
-    assert held(found, "actor: moments", Memory.DEVICE) == 8 * (learned // 8)
-    assert not [n for n in found.needs if n.name.startswith(("reference", "critic"))]
+    estimated = of(options(**{f"{MODEL}.lora_rank": 64, "critic__model__lora_rank": 64}))
+    trained = 2 * shape.adapter(64) + shape.hidden
+    weights = held(estimated, "actor: weights", Memory.DEVICE)
+    assert weights == 2 * shape.parameters() // 8 + 4 * (trained // 8)
+    assert held(estimated, "actor: moments", Memory.DEVICE) == 8 * (trained // 8)
+    assert not [n for n in estimated.needs if n.name.startswith(("reference", "critic"))]
 
 
 def test_offloading_moves_memory_to_the_host() -> None:
-    """What leaves the device is on the host, rounded up where it is pinned."""
+    """Memory freed on the device is needed on the host, rounded up if pinned."""
     plain, config = of(options()), options(**{f"{ACTOR}.fsdp_config.param_offload": True})
     moved = of(config)
     for what in ("weights", "moments"):
@@ -99,19 +100,19 @@ def test_offloading_moves_memory_to_the_host() -> None:
 
 
 def test_the_peak_is_the_worst_phase_not_the_sum() -> None:
-    """Engine and activations are never there together."""
-    found = of(options())
-    totals = [found.total(Memory.DEVICE, phase) for phase in Phase]
-    everything = sum(n.bytes for n in found.needs if n.memory is Memory.DEVICE)
-    assert found.peak_bytes(Memory.DEVICE) == max(totals) < everything
-    names = {n.name for n in found.needs_in(Memory.DEVICE, Phase.UPDATE_ACTOR)}
+    """Engine and activations are never needed at the same time."""
+    estimated = of(options())
+    totals = [estimated.total(Memory.DEVICE, phase) for phase in Phase]
+    everything = sum(n.bytes for n in estimated.needs if n.memory is Memory.DEVICE)
+    assert estimated.peak_bytes(Memory.DEVICE) == max(totals) < everything
+    names = {n.name for n in estimated.needs_in(Memory.DEVICE, Phase.UPDATE_ACTOR)}
     assert "activations and logits" in names and "engine, awake" not in names
-    names = {n.name for n in found.needs_in(Memory.DEVICE, Phase.GENERATE)}
+    names = {n.name for n in estimated.needs_in(Memory.DEVICE, Phase.GENERATE)}
     assert "activations and logits" not in names and "engine, awake" in names
 
 
 def test_the_engine_takes_its_share_and_caches_in_the_rest() -> None:
-    """A key and a value of 4 heads of 128 in 28 layers, 2 bytes each, is 57,344 bytes a token."""
+    """A key and a value of 4 heads of 128 in 28 layers, 2 bytes each: 57,344 bytes per token."""
     assert kv_bytes(shape_of("Qwen2.5-7B"), 2) == 57344
     small, large = (of(options(**{f"{ROLLOUT}.gpu_memory_utilization": u})) for u in (0.5, 0.6))
     assert held(small, "engine, awake", Memory.DEVICE) == 40 * GIB
@@ -121,9 +122,10 @@ def test_the_engine_takes_its_share_and_caches_in_the_rest() -> None:
     )
 
 
-def test_eight_bits_leave_the_engine_more_room() -> None:
-    """A byte instead of two: of each matrix in the blocks of 7 billion values, 6.53 of them by
-    its config, and of each key and value."""
+def test_eight_bits_leave_the_engine_more_memory() -> None:
+    """One byte instead of two for each matrix value in the blocks (6.53 of 7 billion, by config)
+    and for each key and value.
+    """
     plain, rounded, cached = (
         of(options(**given)).engine
         for given in ({}, {f"{ROLLOUT}.quantization": "fp8"}, {f"{ROLLOUT}.kv_cache_dtype": "fp8"})
@@ -143,16 +145,16 @@ def test_eight_bits_leave_the_engine_more_room() -> None:
         ("trainer.nnodes", 2, 1),
     ],
 )
-def test_what_needs_more_is_estimated_so(key: str, less: Any, more: Any) -> None:
-    """Each option that changes the update's memory does so in the right direction."""
+def test_options_change_the_estimate_in_the_right_direction(key: str, less: Any, more: Any) -> None:
+    """For each option that changes the memory of the update."""
     amounts = [
         of(options(**{key: x})).total(Memory.DEVICE, Phase.UPDATE_ACTOR) for x in (less, more)
     ]
     assert amounts[0] < amounts[1]
 
 
-def test_sampling_ahead_keeps_the_version_before_in_shared_memory() -> None:
-    """A whole one: engines may still read it while the next is written."""
+def test_sampling_ahead_keeps_the_previous_weights_in_shared_memory() -> None:
+    """A whole version: engines may still read it while the next one is written."""
     of_turns, ahead = (of(options(**{f"{ROLLOUT}.max_staleness": k})) for k in (0, 1))
     size = held(of_turns, "weights for the engines", Memory.SHARED)
     assert held(ahead, "previous version of the weights", Memory.SHARED) == size
@@ -160,9 +162,10 @@ def test_sampling_ahead_keeps_the_version_before_in_shared_memory() -> None:
     assert of_turns.total(Memory.SHARED, Phase.UPDATE_ACTOR) == size
 
 
-def test_both_ends_keep_the_weights_that_changes_are_of() -> None:
-    """A copy for the first rank and one for each worker of the node's engines, and room to
-    compare; without changes neither."""
+def test_a_weight_delta_keeps_the_last_sent_weights_on_both_ends() -> None:
+    """One copy for the first rank and one for each worker of the node's engines, plus device memory
+    to compare; without deltas, neither.
+    """
     split = {"trainer__n_gpus_per_node": 4, "trainer__rollout_gpus": 4}
     sync = {f"{ROLLOUT}.weight_sync": "nccl", f"{ROLLOUT}.tensor_model_parallel_size": 2}
     whole, delta = (of(options(**split, **sync, **{f"{ROLLOUT}.weight_delta": x}))
@@ -173,27 +176,27 @@ def test_both_ends_keep_the_weights_that_changes_are_of() -> None:
 
 
 def test_loading_needs_no_memory_of_its_own() -> None:
-    """Ranks read the rows they keep: the node's peak is not while it loads, whatever the model."""
+    """Ranks only read the rows they keep: the node's peak is never the loading phase."""
     for ranks in (1, 4):
-        found = of(options(algorithm__adv_estimator="grpo", trainer__n_gpus_per_node=ranks))
-        held_after = found.total(Memory.HOST, Phase.UPDATE_ACTOR)
-        assert found.total(Memory.HOST, Phase.LOAD) <= held_after
+        estimated = of(options(algorithm__adv_estimator="grpo", trainer__n_gpus_per_node=ranks))
+        held_after = estimated.total(Memory.HOST, Phase.UPDATE_ACTOR)
+        assert estimated.total(Memory.HOST, Phase.LOAD) <= held_after
 
 
-def test_on_cpu_everything_is_the_hosts() -> None:
-    """No need names a device; ranks multiply, and the KV cache is what was asked for."""
+def test_on_cpu_everything_is_on_the_host() -> None:
+    """No need names a device; ranks multiply the needs; the KV cache has its given size."""
     config = options(**{"trainer.n_gpus_per_node": 2, f"{ROLLOUT}.cpu_kv_cache_gib": 3})
-    found = of(config, "Qwen2.5-0.5B", on_gpu=False)
-    assert found.peak_bytes(Memory.DEVICE) == 0 and found.engine is None
+    estimated = of(config, "Qwen2.5-0.5B", on_gpu=False)
+    assert estimated.peak_bytes(Memory.DEVICE) == 0 and estimated.engine is None
     parameters = shape_of("Qwen2.5-0.5B").parameters()
-    assert held(found, "actor: weights", Memory.HOST) == 2 * 4 * (parameters // 2)
-    assert held(found, "engines: KV cache", Memory.HOST) == 3 * GIB
-    gradients = held(found, "actor: gradients", Memory.HOST)
+    assert held(estimated, "actor: weights", Memory.HOST) == 2 * 4 * (parameters // 2)
+    assert held(estimated, "engines: KV cache", Memory.HOST) == 3 * GIB
+    gradients = held(estimated, "actor: gradients", Memory.HOST)
     assert gradients == int(CPU_HEAP * 2 * 4 * (parameters // 2))
 
 
-def test_only_a_base_below_an_adapter_waits_on_the_host() -> None:
-    """Whole weights are dropped in sleep: new ones come before the next request."""
+def test_a_sleeping_engine_keeps_only_the_base_of_an_adapter_on_the_host() -> None:
+    """Whole weights are dropped in sleep: new ones arrive before the next request."""
     what, shape = "sleeping engines' weights", shape_of("Qwen2.5-7B")
     assert held(of(options()), what, Memory.HOST) == 0
     kept, merged = (
@@ -205,7 +208,7 @@ def test_only_a_base_below_an_adapter_waits_on_the_host() -> None:
 
 
 def test_the_estimate_counts_the_dialogues_that_the_engine_decodes() -> None:
-    """The derived number and the same number typed need the same; half of it needs less."""
+    """The derived number and the same explicit number need the same; half of it needs less."""
     derived = of(options(**{f"{ROLLOUT}.n_agent": 5})).engine
     typed = of(options(**{f"{ROLLOUT}.n_agent": 5, f"{ROLLOUT}.max_num_seqs": 320})).engine
     fewer = of(options(**{f"{ROLLOUT}.n_agent": 5, f"{ROLLOUT}.max_num_seqs": 160})).engine
@@ -215,15 +218,15 @@ def test_the_estimate_counts_the_dialogues_that_the_engine_decodes() -> None:
     assert derived.working - fewer.working == SAMPLING_COPIES * 4 * 160 * vocabulary
 
 
-def test_an_engine_in_float16_holds_two_bytes_a_value() -> None:
-    """As in bfloat16, whatever the ranks compute in."""
+def test_an_engine_in_float16_has_two_bytes_per_value() -> None:
+    """As in bfloat16, whatever dtype the ranks use."""
     half, brain = (of(options(**{f"{ROLLOUT}.dtype": d})).engine for d in ("float16", "bfloat16"))
     assert half == brain
 
 
 @given(st.integers(1, 1 << 40))
 def test_pinned_memory_is_a_power_of_two(count: int) -> None:
-    """The smallest that is enough."""
+    """The smallest power that is large enough."""
     rounded = pinned([count], 1)
     assert rounded & (rounded - 1) == 0
     assert count <= rounded < 2 * count
@@ -236,8 +239,8 @@ def test_pinned_shards_are_rounded_one_by_one() -> None:
 
 
 @pytest.mark.parametrize("on_gpu", [True, False])
-def test_servers_of_the_users_hold_nothing_here(on_gpu: bool) -> None:
-    """Neither on the ranks' devices nor on the host; weights in a named folder are in no memory."""
+def test_external_servers_need_no_memory_here(on_gpu: bool) -> None:
+    """Neither on devices nor on the host; with `weights_dir`, not in /dev/shm either."""
     usual = {f"{ROLLOUT}.url": ["http://a:1"]}
     own, theirs = of(options(), on_gpu=on_gpu), of(with_options(options(), usual), on_gpu=on_gpu)
     assert theirs.engine is None and not [n for n in theirs.needs if n.name.startswith("engine")]

@@ -1,4 +1,4 @@
-"""What the memory that is left on GPUs is spent on, where the options leave it open."""
+"""Undecided options use free GPU memory to save time."""
 
 from __future__ import annotations
 
@@ -29,40 +29,43 @@ def open_run() -> Config:
     return config
 
 
-def test_time_is_saved_where_there_is_room_for_it() -> None:
-    """On the largest cards everything, on the smallest nothing, and a tenth of each stays free."""
+def test_free_memory_is_used_to_save_time() -> None:
+    """On the largest cards for everything, on the smallest for nothing; a tenth stays free."""
     chosen = []
     for gib in (23.5, 79.0, 500.0):
         here = setting("Qwen2.5-3B", machine(8, gib, 1000))
-        found = decide_memory(open_run(), here)
-        spent = [key for key in KEYS if attrgetter(key)(found) is False]
+        decided = decide_memory(open_run(), here)
+        spent = [key for key in KEYS if attrgetter(key)(decided) is False]
         assert (
             not spent
-            or peak_rank_bytes(estimate(found, here)) <= 0.9 * here.machine.devices[0].free
+            or peak_rank_bytes(estimate(decided, here)) <= 0.9 * here.machine.devices[0].free
         )
         chosen.append(len(spent))
     assert chosen == sorted(chosen) and (chosen[0], chosen[-1]) == (0, len(KEYS))
 
 
-def test_between_all_and_nothing_products_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a micro-batch's activations do not fit but half of them do; not in blocks that are
-    compiled, whose products are not seen, or have liger's rotation, which writes over them."""
+def test_selective_checkpointing_is_used_between_all_and_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """If half of a micro-batch's activations fit; not with compiled blocks, whose products are not
+    visible, nor with liger's rotary embedding, which works in place.
+    """
     monkeypatch.setattr(kernels, "version_of", lambda _: "0.6")
     key, option = KEYS[0], "actor_rollout_ref.model.kernels"
     for kind, expected in (("torch", SELECTIVE), ("compile", True), ("liger", True)):
         config = with_options(open_run(), {option: kind})
-        found = decide_memory(config, setting("Qwen2.5-3B", machine(8, 79.0, 1000)))
-        assert attrgetter(key)(found) == expected
+        decided = decide_memory(config, setting("Qwen2.5-3B", machine(8, 79.0, 1000)))
+        assert attrgetter(key)(decided) == expected
         if kind != "torch":
             (problem,) = kernels.kernel_problems(with_options(config, {key: SELECTIVE}))
             assert f"{key}: got selective" in str(problem) and "kernels=torch" in str(problem)
 
 
-def test_nothing_is_spent_where_nothing_is_known_or_chosen() -> None:
-    """Without an estimate, on a CPU, and where the user said so; what a user gave away is gone."""
-    for found in (decide_memory(open_run(), None), fill_undecided(open_run())):
-        assert all(attrgetter(key)(found) is True for key in KEYS)
+def test_no_memory_is_used_without_an_estimate_or_against_the_user() -> None:
+    """Without an estimate, on a CPU, and where the user has set the options."""
+    for decided in (decide_memory(open_run(), None), fill_undecided(open_run())):
+        assert all(attrgetter(key)(decided) is True for key in KEYS)
     here = setting("Qwen2.5-3B", machine(8, 500.0, 1000))
     for value in (True, False):
-        found = decide_memory(with_options(open_run(), dict.fromkeys(KEYS, value)), here)
-        assert all(attrgetter(key)(found) is value for key in KEYS)
+        decided = decide_memory(with_options(open_run(), dict.fromkeys(KEYS, value)), here)
+        assert all(attrgetter(key)(decided) is value for key in KEYS)

@@ -1,4 +1,4 @@
-"""What cannot fit is found out, and said with the options that need less."""
+"""Memory that is too small is reported with options that need less."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ GIB = 1 << 30
 
 
 def run(gpus: int, estimator: str = "grpo") -> Config:
-    """A run without adapters on so many GPUs."""
+    """Return a run without adapters on `gpus` GPUs."""
     config = Config()
     config.actor_rollout_ref.model.path = "m"
     config.data.train_files = config.data.val_files = "rows.parquet"
@@ -34,58 +34,60 @@ def setting(size: str, here: Machine) -> Setting:
 
 
 def test_a_small_shared_memory_is_found() -> None:
-    """A container's 64 MB of /dev/shm do not hold the weights; elsewhere there is plenty."""
+    """A container's 64 MB of /dev/shm cannot hold the weights; other memories are large enough."""
     here, config = machine(8, 79, 1024), run(8)
     small = Machine(here.host, 64 << 20, here.devices)
-    found = estimate(config, setting("Qwen2.5-0.5B", here))
-    (short,) = found.shortages(config, small, REFUSE_ABOVE)
+    estimated = estimate(config, setting("Qwen2.5-0.5B", here))
+    (short,) = estimated.shortages(config, small, REFUSE_ABOVE)
     assert short.memory is Memory.SHARED
-    assert "/dev/shm needs about 1.98 GB" in shortage_line(short, found)
+    assert "/dev/shm needs about 1.98 GB" in shortage_line(short, estimated)
 
 
 def test_an_engine_without_room_for_one_dialogue_is_found() -> None:
-    """Weights alone fill its share: vLLM would refuse to start."""
+    """Its weights fill its share: vLLM would refuse to start."""
     here, config = machine(1, 79, 1024), run(1)
     config.actor_rollout_ref.model.lora_rank = 8
     config.actor_rollout_ref.rollout.gpu_memory_utilization = 0.2
-    found = estimate(config, setting("Qwen2.5-7B", here))
-    (short,) = found.shortages(config, here, REFUSE_ABOVE)
-    assert "KV cache for one trajectory of 4596 tokens" in shortage_line(short, found)
+    estimated = estimate(config, setting("Qwen2.5-7B", here))
+    (short,) = estimated.shortages(config, here, REFUSE_ABOVE)
+    assert "KV cache for one trajectory of 4596 tokens" in shortage_line(short, estimated)
 
 
-def test_an_engine_of_its_own_takes_nothing_of_a_rank() -> None:
-    """A rank's card has the ranks' needs alone, an engine's its share, awake or not; host the rest.
+def test_a_separate_engine_needs_nothing_on_a_ranks_card() -> None:
+    """A rank's card has only the rank's needs, an engine's its share, awake or not.
 
-    The oracle for a rank is a run whose engine shares its card, less what that engine holds.
+    The oracle for a rank is a run whose engine shares its card, without the engine's needs.
     """
     here, config = machine(8, 79, 1024), run(4)
     config.actor_rollout_ref.rollout.gpu_memory_utilization = 0.9
     config.trainer.device = "cuda"
     config.actor_rollout_ref.model.lora_rank = 8
-    beside = estimate(config, setting("Qwen2.5-7B", here))
+    shared_cards = estimate(config, setting("Qwen2.5-7B", here))
     config.trainer.rollout_gpus = 4
     alone = estimate(config, setting("Qwen2.5-7B", here))
     assert (
         alone.shortages(config, here, WARN_ABOVE)
         == []
-        != beside.shortages(config, here, WARN_ABOVE)
+        != shared_cards.shortages(config, here, WARN_ABOVE)
     )
     for phase in Phase:
         rank = [
-            n for n in beside.needs_in(Memory.DEVICE, phase) if not n.name.startswith("engine, ")
+            n
+            for n in shared_cards.needs_in(Memory.DEVICE, phase)
+            if not n.name.startswith("engine, ")
         ]
         assert alone.needs_in(Memory.DEVICE, phase) == rank
         assert alone.total(Memory.ENGINE, phase) == int(0.9 * here.devices[0].total)
     gone = "sleeping engines' weights"
-    assert gone in {need.name for need in beside.needs} - {need.name for need in alone.needs}
+    assert gone in {need.name for need in shared_cards.needs} - {need.name for need in alone.needs}
     lines = table(alone, here).splitlines()
     assert any(line.startswith("  engine's GPU") and "KV cache" in line for line in lines)
 
 
-def test_a_critic_on_gpus_of_its_own_takes_nothing_of_the_actors() -> None:
-    """The actor's card has what a run without critic has there, and the critic's its own needs.
+def test_a_separate_critic_needs_nothing_on_the_actors_cards() -> None:
+    """The actor's card has the needs of a run without critic, and the critic's card its own needs.
 
-    The oracle is PPO on shared cards, whose needs are those of both.
+    The oracle is PPO on shared cards, which have the needs of both.
     """
     here, config = machine(8, 79, 1024), run(4, "gae")
     together = estimate(config, setting("Qwen2.5-7B", here))
@@ -103,14 +105,16 @@ def test_a_critic_on_gpus_of_its_own_takes_nothing_of_the_actors() -> None:
     assert apart.peak_bytes(Memory.CRITIC) > apart.total(Memory.CRITIC, Phase.GENERATE) > 20 * GIB
     full = Machine(here.host, here.shared_free, (DeviceMemory(80 * GIB, 70 * GIB),))
     small = with_options(config, {"critic.n_gpus_per_node": 1})
-    found = estimate(small, setting("Qwen2.5-7B", here))
-    (short,) = [s for s in found.shortages(small, full, REFUSE_ABOVE) if s.memory is Memory.CRITIC]
-    assert hint(short, found).startswith("more critic.n_gpus_per_node")
-    assert "critic's GPU needs about" in shortage_line(short, found)
+    estimated = estimate(small, setting("Qwen2.5-7B", here))
+    (short,) = [
+        s for s in estimated.shortages(small, full, REFUSE_ABOVE) if s.memory is Memory.CRITIC
+    ]
+    assert hint(short, estimated).startswith("more critic.n_gpus_per_node")
+    assert "critic's GPU needs about" in shortage_line(short, estimated)
 
 
 def test_on_cpu_actor_and_critic_hold_their_needs_at_the_same_time() -> None:
-    """With processes of its own, the critic's backward is beside the actor's, not after it."""
+    """With separate processes, the critic's backward overlaps with the actor's."""
     here, config = machine(8, 79, 1024), run(1, "gae")
     shape = shape_of("Qwen2.5-0.5B")
     shared, apart = (
@@ -121,8 +125,8 @@ def test_on_cpu_actor_and_critic_hold_their_needs_at_the_same_time() -> None:
         for own in (None, 1)
     )
     at = [
-        found.total(Memory.HOST, Phase.UPDATE_CRITIC, with_guesses=False)
-        for found in (shared, apart)
+        estimated.total(Memory.HOST, Phase.UPDATE_CRITIC, with_guesses=False)
+        for estimated in (shared, apart)
     ]
     assert at[0] == at[1]
     for phase in (Phase.UPDATE_ACTOR, Phase.LOG_PROBS):
@@ -130,34 +134,42 @@ def test_on_cpu_actor_and_critic_hold_their_needs_at_the_same_time() -> None:
         assert totals[1] > totals[0]
 
 
-def test_an_engine_that_finds_less_than_its_share_is_found() -> None:
-    """As vLLM itself would refuse to start: what is free of its card decides, to the byte."""
+def test_an_engine_with_less_than_its_share_is_found() -> None:
+    """vLLM itself would refuse to start: the free memory of its card decides, to the byte."""
     here, config = machine(8, 80, 1024), run(4)
     config.trainer.rollout_gpus = 4
     config.actor_rollout_ref.rollout.gpu_memory_utilization = 0.75
-    found = estimate(config, setting("Qwen2.5-7B", here))
-    needed = found.peak_bytes(Memory.ENGINE)
+    estimated = estimate(config, setting("Qwen2.5-7B", here))
+    needed = estimated.peak_bytes(Memory.ENGINE)
     tight = Machine(here.host, here.shared_free, (DeviceMemory(80 * GIB, needed - 1),))
     exact = Machine(here.host, here.shared_free, (DeviceMemory(80 * GIB, needed),))
-    shorts = [s for s in found.shortages(config, tight, REFUSE_ABOVE) if s.memory is Memory.ENGINE]
-    assert [hint(short, found) for short in shorts] == ["a smaller rollout.gpu_memory_utilization"]
-    assert "engine's GPU needs about 64.4 GB in loading" in shortage_line(shorts[0], found)
-    assert not any(s.memory is Memory.ENGINE for s in found.shortages(config, exact, REFUSE_ABOVE))
+    shorts = [
+        s for s in estimated.shortages(config, tight, REFUSE_ABOVE) if s.memory is Memory.ENGINE
+    ]
+    assert [hint(short, estimated) for short in shorts] == [
+        "a smaller rollout.gpu_memory_utilization"
+    ]
+    assert "engine's GPU needs about 64.4 GB in loading" in shortage_line(shorts[0], estimated)
+    assert not any(
+        s.memory is Memory.ENGINE for s in estimated.shortages(config, exact, REFUSE_ABOVE)
+    )
 
 
 def test_the_table_adds_up() -> None:
-    """The lines of a place sum to its total, and the phase of the peak is named."""
+    """The lines of a memory sum up to its total, and the peak phase is named."""
     here, config = machine(8, 79, 1024), run(8)
-    found = estimate(config, setting("Qwen2.5-7B", here))
-    lines = table(found, here).splitlines()
+    estimated = estimate(config, setting("Qwen2.5-7B", here))
+    lines = table(estimated, here).splitlines()
     device = [line.split() for line in lines if line.startswith("  each GPU")]
     parts = [float(words[2]) for words in device[:-2]]
     assert sum(parts) == pytest.approx(float(device[-2][2]), abs=0.2)
-    assert lines[len(device) - 2].endswith(f"of 84.8 GB free, in {found.peak_phase(Memory.DEVICE)}")
+    assert lines[len(device) - 2].endswith(
+        f"of 84.8 GB free, in {estimated.peak_phase(Memory.DEVICE)}"
+    )
 
 
-def test_amounts_read_well() -> None:
-    """Three digits."""
+def test_sizes_are_formatted_for_people() -> None:
+    """With three digits."""
     assert [format_bytes(n) for n in (5e6, 0.5e9, 2e9, 61.25e9)] == [
         "5 MB",
         "0.5 GB",
@@ -167,29 +179,30 @@ def test_amounts_read_well() -> None:
 
 
 def test_the_hosts_limit_counts() -> None:
-    """Offloading to a host without room is refused for the host's sake."""
+    """Offloading to a host with too little memory is refused."""
     here = machine(8, 79, 1024)
     config = with_options(run(8), {"actor_rollout_ref.actor.fsdp_config.param_offload": True})
     tight = Machine(HostMemory(64 * GIB, 64 * GIB), here.shared_free, here.devices)
-    found = estimate(config, setting("Qwen2.5-7B", here))
-    (short,) = found.shortages(config, tight, REFUSE_ABOVE)
+    estimated = estimate(config, setting("Qwen2.5-7B", here))
+    (short,) = estimated.shortages(config, tight, REFUSE_ABOVE)
     assert short.memory is Memory.HOST
 
 
 @pytest.mark.parametrize("on_gpu", [True, False])
-def test_an_engine_that_is_not_vllm_takes_no_share(on_gpu: bool) -> None:
-    """It has the weights and one dialogue's cache, 2 x 28 layers x 4 heads x 128 values a token;
-    a server elsewhere has nothing here."""
+def test_an_engine_other_than_vllm_takes_no_share(on_gpu: bool) -> None:
+    """It needs its weights and a dialogue's cache, 2 x 28 layers x 4 heads x 128 values per token;
+    an external server needs nothing here.
+    """
     here, config = machine(1, 79, 1024), run(1)
     config.actor_rollout_ref.rollout.gpu_memory_utilization = 0.1  # too little for vLLM
     given = replace(setting("Qwen2.5-7B", here), on_gpu=on_gpu)
-    found = {}
+    estimated = {}
     for name in ("remote", "transformers", "own.py:Engine"):
         config.actor_rollout_ref.rollout.name = name
-        found[name] = estimate(config, given)
-        needs = [need for need in found[name].needs if need.name.startswith("engine")]
+        estimated[name] = estimate(config, given)
+        needs = [need for need in estimated[name].needs if need.name.startswith("engine")]
         size = 2 * (given.policy.parameters() + 4596 * 2 * 28 * 4 * 128)
         assert [need.bytes for need in needs] == ([] if name == "remote" else [size])
-        assert found[name].engine is None
-    assert not any("KV" in short.cause for short in found["transformers"].shortages(
+        assert estimated[name].engine is None
+    assert not any("KV" in short.cause for short in estimated["transformers"].shortages(
         config, here, REFUSE_ABOVE))  # fmt: skip

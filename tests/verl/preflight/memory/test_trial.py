@@ -1,4 +1,4 @@
-"""What a trial on fake tensors finds is what autograd keeps, whatever the depth."""
+"""A measurement on fake tensors equals what autograd keeps, at any depth."""
 
 from __future__ import annotations
 
@@ -31,23 +31,23 @@ WAYS = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_two_depths_tell_of_all(way: str) -> None:
-    """The whole model followed block by block needs the same, of any architecture."""
+def test_two_depths_predict_all_depths(way: str) -> None:
+    """Measuring the whole model gives the same, for any architecture."""
     work = WAYS[way]
     assert activation_bytes(work) == trial._at_depth(work, work.shape.layers)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("recompute", [False, True])
-def test_a_block_more_holds_what_autograd_keeps_of_it(dtype: str, recompute: bool) -> None:
-    """As hooks on the tensors that a real forward saves count them."""
+def test_one_more_block_adds_what_autograd_keeps_for_it(dtype: str, recompute: bool) -> None:
+    """Counted by hooks on the tensors that a real forward pass saves."""
     work = dataclasses.replace(PASS, dtype=dtype, has_backward=True, recompute=recompute)
     more = trial._at_depth(work, 6) - trial._at_depth(work, 5)
     assert more == saved(work, 6) - saved(work, 5)
 
 
 def saved(work: Pass, layers: int) -> int:
-    """Bytes of the tensors that autograd saves in a packed forward, weights left out."""
+    """Return the bytes of the tensors that autograd saves in a packed forward, without weights."""
     config = Qwen2Config(**SMALL | {"num_hidden_layers": layers})
     lm = AutoModelForCausalLM.from_config(config, attn_implementation=PACKED)
     lm = lm.to(getattr(torch, work.dtype)).train()
@@ -68,9 +68,10 @@ def saved(work: Pass, layers: int) -> int:
     return sum(n for address, n in storages.items() if address not in weights)
 
 
-def test_a_selective_block_holds_the_results_of_products_and_attention() -> None:
-    """By the formula: of each token the block's input, query, key, value, what attention gives and
-    its logarithm of sums for each head, and the results of the four other matrices."""
+def test_a_selective_block_keeps_the_results_of_products_and_attention() -> None:
+    """By the formula, per token: the block's input, query, key, value, the attention's output and
+    its log-sum-exp per head, and the results of the four other matrices.
+    """
     work = dataclasses.replace(WAYS["selective"], dtype="float32")
     more = trial._at_depth(work, 6) - trial._at_depth(work, 5)
     hidden, keys, inner, heads = 64, 32, 160, 4
@@ -78,15 +79,15 @@ def test_a_selective_block_holds_the_results_of_products_and_attention() -> None
 
 
 @pytest.mark.parametrize("way", ["forward", "update", "recomputed", "critic", "adapter"])
-def test_ranks_that_compute_together_divide_what_is_held(way: str) -> None:
-    """Two take half each and what they exchange; their two key heads are enough for both."""
+def test_a_sequence_parallel_group_divides_the_activations(way: str) -> None:
+    """Two ranks have half each and what they exchange; their two key heads suffice for both."""
     alone = dataclasses.replace(WAYS[way], tokens=3000, longest=400)
     half = activation_bytes(dataclasses.replace(alone, sp_size=2)) / activation_bytes(alone)
     assert 0.5 <= half < 0.6
 
 
 def test_logits_stop_growing_at_a_chunk() -> None:
-    """Twice the tokens are far from twice the memory where logits are most of it."""
+    """With twice the tokens, memory grows far less than twice if it is mostly logits."""
     facts = SMALL | {"vocab_size": 1 << 18, "hidden_size": 16, "intermediate_size": 16}
     shape = ModelShape.of(Qwen2Config(**facts | {"head_dim": 16}))
     full = LOGITS_PER_CHUNK // shape.vocab
@@ -95,7 +96,7 @@ def test_logits_stop_growing_at_a_chunk() -> None:
 
 
 def test_a_temperature_costs_a_copy_of_the_logits() -> None:
-    """300 tokens of 200 values, float32."""
+    """300 tokens of 200 float32 values."""
     hot = dataclasses.replace(PASS, temperature=0.5, dtype="float32")
     plain = dataclasses.replace(hot, temperature=1.0)
     assert activation_bytes(hot) >= activation_bytes(plain)
