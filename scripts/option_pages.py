@@ -13,9 +13,9 @@ from verl.config.overrides import ALIASES, LEGACY_OPTIONS
 
 OPTIONS_HEAD = """# Every option
 
-Printed by `python -m scripts.option_pages options` from the dataclasses of `verl/config/`.
-[configuration.md](configuration.md) says how they are given, [checkpoints.md](checkpoints.md) what
-the last column is: what another value leads to when a run is resumed. `???` has no default.
+Printed by `python -m scripts.option_pages options` from the dataclasses in `verl/config/`.
+[configuration.md](configuration.md) explains how to set options. The last column is what another
+value does when a run is resumed ([checkpoints.md](checkpoints.md)). `???` means no default.
 """
 
 

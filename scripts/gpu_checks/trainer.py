@@ -133,14 +133,14 @@ def config_of(model: str, device: str, size: int, dtype: str = "float32") -> Con
 
 
 def run_cases(
-    report: Report, cases: dict[str, Config], size: int, judge: Callable[[str, Results], None]
+    report: Report, cases: dict[str, Config], size: int, check_case: Callable[[str, Results], None]
 ) -> None:
-    """Run and judge the cases; one rank continues after a failed case, several run all together."""
+    """Run and check the cases: on one rank separately, on several ranks all together."""
     groups = [{n: c} for n, c in cases.items()] if size == 1 else [cases]
     for group in groups:
         with report.part(", ".join(group) if size == 1 else f"{size} ranks"):
             for name, got in play_ranks(group, size, report.folder).items():
-                judge(name, got)
+                check_case(name, got)
 
 
 def compare(report: Report, name: str, got: Results, expected: dict[str, Results]) -> None:

@@ -17,7 +17,7 @@ GIB = 1 << 30
 LARGE = 64 << 20
 """Minimum bytes of a mapped file that counts as an index or corpus; smaller ones are libraries."""
 FIX = (
-    "give sbatch more --mem, run the retriever in a job of its own (retriever.sbatch, "
+    "give sbatch more --mem, run the retriever in a separate job (retriever.sbatch, "
     "RETRIEVER_FILE), or take a smaller index (docs/backends.md)"
 )
 
@@ -78,10 +78,10 @@ def report(retriever: Held, total: int, trainer: int) -> tuple[bool, str]:
     ]
     if left < trainer:
         got, expected = f"{left / GIB:.1f} GiB", f"TRAINER_MEM={trainer / GIB:.0f} GiB"
-        lines.append(f"memory beside the retriever: got {got}, expected {expected}; fix: {FIX}")
+        lines.append(f"memory left by the retriever: got {got}, expected {expected}; fix: {FIX}")
     elif left < trainer + retriever.mapped:
         lines.append(
-            f"beside a trainer of {trainer / GIB:.0f} GiB the mapped index does not stay in "
+            f"with a trainer of {trainer / GIB:.0f} GiB the mapped index does not stay in "
             f"memory, so searches will read the disk; to avoid it: {FIX}"
         )
     return left >= trainer, "\n".join(lines)

@@ -112,8 +112,8 @@ class Estimate:
         engine, longest = self.engine, config.data.max_model_len
         if engine is not None and engine.cached_tokens < longest:
             needed = engine.share - engine.cache + longest * engine.per_token
-            what = f"an engine with KV cache for one trajectory of {longest} tokens"
-            short.append(Shortage(engine.memory, what, needed, engine.share))
+            cause = f"an engine with KV cache for one trajectory of {longest} tokens"
+            short.append(Shortage(engine.memory, cause, needed, engine.share))
         return short
 
 

@@ -93,7 +93,7 @@ ENGINE_OTHER = 2 * GIB
 """Device bytes of an awake engine in addition to weights, activations and KV cache."""
 
 
-def pinned(numels: Sequence[int], item: int, shards: int = 1) -> int:
+def pinned_bytes(numels: Sequence[int], item: int, shards: int = 1) -> int:
     """Return pinned host bytes of tensors of `numels` values of `item` bytes, split in `shards`.
 
     torch rounds each shard up to a power of two: PowerOf2Ceil in ATen/core/CachingHostAllocator.h.
@@ -188,7 +188,7 @@ def shard_needs(model: HeldModel, num_ranks: int, local: int) -> Iterator[Need]:
     weights, gradients = FLOAT * trained + model.frozen // num_ranks, FLOAT * trained
     moments = MOMENTS * FLOAT * trained
     numels = model.shape.tensors(model.has_head)
-    on_host = local * pinned(numels, FLOAT, num_ranks) * num_ranks / (FLOAT * sum(numels))
+    on_host = local * pinned_bytes(numels, FLOAT, num_ranks) * num_ranks / (FLOAT * sum(numels))
     if model.fsdp.param_offload:
         sizes = {"weights": weights * on_host}
         if trained:
@@ -350,7 +350,7 @@ def gpu_engine_needs(config: Config, shape: ModelShape, item: int, share: int) -
     yield Need(Memory.DEVICE, "engine, asleep", ENGINE_ASLEEP, ASLEEP)
     if engine_takes_adapter(config):
         size = config.actor_rollout_ref.rollout.tensor_model_parallel_size
-        base_bytes = config.trainer.n_gpus_per_node * pinned(shape.tensors(), item, size)
+        base_bytes = config.trainer.n_gpus_per_node * pinned_bytes(shape.tensors(), item, size)
         yield Need(Memory.HOST, "sleeping engines' weights", base_bytes)
 
 

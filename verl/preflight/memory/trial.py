@@ -142,16 +142,16 @@ def _inputs(work: Pass) -> PackedInputs:
     """Build inputs whose targets are all tokens but the first; in a parallel group, all tokens."""
     full, rest = divmod(work.tokens, work.longest)
     spans = ((0, work.longest),) * full + (((0, rest),) if rest else ())
-    nowhere = torch.zeros(len(spans) + 1, dtype=torch.int32)
+    offsets = torch.zeros(len(spans) + 1, dtype=torch.int32)
     ids, targets = torch.zeros(1, work.tokens, dtype=torch.int64), torch.arange(1, work.tokens)
     if work.sp_size == 1:
-        bounds = SequenceBounds(spans, nowhere, nowhere)
+        bounds = SequenceBounds(spans, offsets, offsets)
         return PackedInputs(ids, bounds, targets, ids[0, targets], targets - 1)
     sp_group = LoneRank(work.sp_size, 0)
     own = sp_group.local_slice(ids)
     every = torch.arange(work.sp_size * sp_group.slice_size(work.tokens))
     answers = TargetGather(sp_group, [own.shape[1]] * sp_group.size, every)
-    bounds = SequenceBounds(spans, nowhere, nowhere, sp_group)
+    bounds = SequenceBounds(spans, offsets, offsets, sp_group)
     return PackedInputs(own, bounds, every, own[0], every[: own.shape[1]], answers)
 
 

@@ -13,7 +13,14 @@ from tests.verl.preflight.memory.test_presets import machine
 from verl.config import Config
 from verl.preflight.memory.check import with_options
 from verl.preflight.memory.estimate import Estimate, Setting, estimate
-from verl.preflight.memory.needs import CPU_HEAP, SAMPLING_COPIES, Memory, Phase, kv_bytes, pinned
+from verl.preflight.memory.needs import (
+    CPU_HEAP,
+    SAMPLING_COPIES,
+    Memory,
+    Phase,
+    kv_bytes,
+    pinned_bytes,
+)
 
 GIB = 1 << 30
 ACTOR, REF = "actor_rollout_ref.actor", "actor_rollout_ref.ref"
@@ -227,15 +234,15 @@ def test_an_engine_in_float16_has_two_bytes_per_value() -> None:
 @given(st.integers(1, 1 << 40))
 def test_pinned_memory_is_a_power_of_two(count: int) -> None:
     """The smallest power that is large enough."""
-    rounded = pinned([count], 1)
+    rounded = pinned_bytes([count], 1)
     assert rounded & (rounded - 1) == 0
     assert count <= rounded < 2 * count
 
 
 def test_pinned_shards_are_rounded_one_by_one() -> None:
     """Three shards of 7 values of 4 bytes are 16 bytes each: 12 bytes, rounded up."""
-    assert pinned([7], 4, shards=3) == 16
-    assert pinned([7, 7], 4, shards=3) == 32
+    assert pinned_bytes([7], 4, shards=3) == 16
+    assert pinned_bytes([7, 7], 4, shards=3) == 32
 
 
 @pytest.mark.parametrize("on_gpu", [True, False])
