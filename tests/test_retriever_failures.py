@@ -122,13 +122,13 @@ def has_step_one(out: Path) -> bool:
 
 def compare(out: Path, undisturbed: Path) -> list[dict[str, Any]]:
     """Check that every metric equals that of the undisturbed run; return the metrics."""
-    found, expected = metrics(out), metrics(undisturbed)
-    assert [row["step"] for row in found] == [row["step"] for row in expected] == [0, 1, 2, 3, 4]
-    for actual, reference in zip(found, expected, strict=True):
+    rows, expected = metrics(out), metrics(undisturbed)
+    assert [row["step"] for row in rows] == [row["step"] for row in expected] == [0, 1, 2, 3, 4]
+    for actual, reference in zip(rows, expected, strict=True):
         names = {name for name in actual | reference if not name.startswith(IGNORED_METRICS)}
         for name in names:
             assert actual[name] == pytest.approx(reference[name], rel=1e-3, abs=1e-5), name
-    return found
+    return rows
 
 
 def test_line_19_a_run_survives_failures_of_its_retriever(

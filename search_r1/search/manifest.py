@@ -120,11 +120,11 @@ def open_corpus(config: RetrieverConfig) -> Corpus:
 
 def check_files(config: RetrieverConfig, index: Path, corpus: Corpus | None) -> None:
     """Raise IndexMismatch if the index is damaged or its checksums name another corpus."""
-    known = checksums.check(index, whole=config.verify)
-    if known and known.corpus and corpus and known.corpus != corpus.fingerprint.digest:
+    stored = checksums.check(index, whole=config.verify)
+    if stored and stored.corpus and corpus and stored.corpus != corpus.fingerprint.digest:
         raise IndexMismatch(
             f"index {index}: got the corpus {corpus.path} with hash {corpus.fingerprint.digest}, "
-            f"expected hash {known.corpus}; fix: give the corpus that its checksums were made with"
+            f"expected hash {stored.corpus}; fix: give the corpus that its checksums were made with"
         )
 
 

@@ -90,8 +90,8 @@ def _diagnostics(
         engine = open_by_name("bm25")
         recorder = Recorder(path, engine.info())
         for k in (3, 100):
-            found = engine.search(QUERIES, k)
-            pairs = zip(QUERIES, found, strict=True)
+            results = engine.search(QUERIES, k)
+            pairs = zip(QUERIES, results, strict=True)
             recorder.write([Record(query, k, hits, 0.001) for query, hits in pairs])
         recorder.close()
         return DiagnosticConfig(replay_path=str(path))

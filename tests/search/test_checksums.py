@@ -46,8 +46,8 @@ FILES = [
 
 def test_all_files_are_listed(built: Path) -> None:
     """The table above lists all files of a corpus and its indexes."""
-    found = {path.relative_to(built).as_posix() for path in built.rglob("*") if path.is_file()}
-    assert found == {name for _, name in FILES}
+    files = {path.relative_to(built).as_posix() for path in built.rglob("*") if path.is_file()}
+    assert files == {name for _, name in FILES}
 
 
 @given(st.sampled_from(FILES), st.integers(0), st.integers(0, 7))
@@ -94,13 +94,13 @@ def test_a_start_compares_ends_and_random_blocks(
             check(tmp_path)
         flip(tmp_path / "b", place)
     flip(tmp_path / "b", 1000)
-    found = 0
+    num_found = 0
     for _ in range(200):
         try:
             check(tmp_path)
         except IndexMismatch:
-            found += 1
-    assert 2 <= found < 60  # 62 of 800 blocks: 15 expected
+            num_found += 1
+    assert 2 <= num_found < 60  # 62 of 800 blocks: 15 expected
     with pytest.raises(IndexMismatch, match="from byte 1000 on"):
         check(tmp_path, whole=True)
 

@@ -99,15 +99,15 @@ async def health(client: RetrievalClient) -> dict[str, Any]:
         return await client.health()
 
 
-def texts(found: list[Any]) -> list[str]:
-    return [documents[0].text for documents in found]
+def texts(results: list[Any]) -> list[str]:
+    return [documents[0].text for documents in results]
 
 
 def test_concurrent_searches_share_requests(url: str, script: Script) -> None:
     """Concurrent searches share requests of at most max_batch queries; each gets its own result."""
     queries = [f"q{i}" for i in range(10)]
-    found = ask(RetrievalClient(url, 4, max_batch=4), *queries)
-    assert texts(found) == queries
+    results = ask(RetrievalClient(url, 4, max_batch=4), *queries)
+    assert texts(results) == queries
     assert sorted(len(r["queries"]) for r in script.requests) == [2, 4, 4]
     assert {r["topk"] for r in script.requests} == {4}
 
@@ -127,10 +127,10 @@ def test_url_without_scheme_is_refused() -> None:
 
 def test_equal_searches_are_sent_once(url: str, script: Script) -> None:
     """Each of several equal searches gets the documents in a separate list."""
-    found = ask(RetrievalClient(url), "a", "b", "a", "a\ud800", "a?")
-    assert texts(found) == ["a", "b", "a", "a?", "a?"]
+    results = ask(RetrievalClient(url), "a", "b", "a", "a\ud800", "a?")
+    assert texts(results) == ["a", "b", "a", "a?", "a?"]
     assert [r["queries"] for r in script.requests] == [["a", "b", "a?"]]
-    assert found[0] is not found[2]
+    assert results[0] is not results[2]
 
 
 @pytest.mark.parametrize("failures", [[500], [503, 502], [429], [429, 500, 504]])
@@ -146,9 +146,9 @@ def test_transient_failures_are_retried(url: str, script: Script, failures: list
 def test_retries_are_bounded(url: str, script: Script) -> None:
     """A permanent failure is a RetrieverUnavailable that names the server, for every search."""
     script.statuses = [503] * 99
-    found = ask(RetrievalClient(url, backoff=0.01, max_retries=2), "a", "b")
-    assert [type(error) for error in found] == [RetrieverUnavailable] * 2
-    assert url in str(found[0]) and "503" in str(found[0]) and "3 attempts" in str(found[0])
+    results = ask(RetrievalClient(url, backoff=0.01, max_retries=2), "a", "b")
+    assert [type(error) for error in results] == [RetrieverUnavailable] * 2
+    assert url in str(results[0]) and "503" in str(results[0]) and "3 attempts" in str(results[0])
     assert len(script.requests) == 3
 
 
@@ -245,11 +245,13 @@ def test_the_token_is_sent_and_never_shown(
 def test_line_19_refusals_are_not_retried(url: str, script: Script, status: int) -> None:
     """A 3xx or 4xx fails at once; only what a query can have caused is asked one by one."""
     script.statuses = [status] * 9
-    found = ask(RetrievalClient(url), "a", "b")
-    assert [type(error) for error in found] == [RetrieverRefused] * 2
-    assert [error.status for error in found if isinstance(error, RetrieverRefused)] == [status] * 2
+    results = ask(RetrievalClient(url), "a", "b")
+    assert [type(error) for error in results] == [RetrieverRefused] * 2
+    assert [error.status for error in results if isinstance(error, RetrieverRefused)] == [
+        status
+    ] * 2
     assert len(script.requests) == (3 if status in (413, 422, 424) else 1)
-    assert ("RETRIEVER_TOKEN" in str(found[0])) == (status == 401)
+    assert ("RETRIEVER_TOKEN" in str(results[0])) == (status == 401)
 
 
 def test_timeouts_are_retried(url: str, script: Script) -> None:
@@ -285,9 +287,9 @@ def test_the_server_may_come_later(script: Script, serve: Callable[..., Any]) ->
         search = asyncio.create_task(client.search("q"))
         await asyncio.sleep(0.15)
         with serve(scripted(script), port):
-            found = await search
+            results = await search
             await client.aclose()
-            return found
+            return results
 
     assert asyncio.run(search_then_start())[0].text == "q"
 
@@ -295,9 +297,9 @@ def test_the_server_may_come_later(script: Script, serve: Callable[..., Any]) ->
 def test_a_refused_query_does_not_fail_others(url: str, script: Script) -> None:
     """A refused batch is sent query by query, so that only the invalid query fails."""
     script.poison = "bad"
-    found = ask(RetrievalClient(url), "a", "bad", "b")
-    assert texts([found[0], found[2]]) == ["a", "b"]
-    assert isinstance(found[1], RetrieverRefused) and "422" in str(found[1])
+    results = ask(RetrievalClient(url), "a", "bad", "b")
+    assert texts([results[0], results[2]]) == ["a", "b"]
+    assert isinstance(results[1], RetrieverRefused) and "422" in str(results[1])
     assert len(script.requests) == 4
 
 
@@ -368,10 +370,10 @@ def test_line_18_merged_answers_are_serial_answers(
     asked = queries * 10
     with serve(create_app(engine)) as address:
         client = RetrievalClient(address, topk=2, max_batch=16)
-        found = ask(client, *asked)
+        results = ask(client, *asked)
         assert asyncio.run(health(client))["retriever"] == name
     expected = [[hit.document for hit in engine.search([query], 2)[0]] for query in asked]
-    assert found == expected
+    assert results == expected
 
 
 def test_in_memory_retrievals_need_no_server() -> None:
@@ -380,10 +382,10 @@ def test_in_memory_retrievals_need_no_server() -> None:
 
     async def search_all() -> list[list[Document]]:
         listed, mapped = InMemoryRetrieval([paris, lyon], topk=1), InMemoryRetrieval({"q": [lyon]})
-        found = [await listed.search("city Lyon"), await listed.search("zebra")]
-        found += [await mapped.search("q"), await mapped.search("x")]
+        results = [await listed.search("city Lyon"), await listed.search("zebra")]
+        results += [await mapped.search("q"), await mapped.search("x")]
         assert (listed.queries, mapped.queries) == (["city Lyon", "zebra"], ["q", "x"])
-        return [*found, await EmptyRetrieval().search("q")]
+        return [*results, await EmptyRetrieval().search("q")]
 
     assert asyncio.run(search_all()) == [[lyon], [], [lyon], [], []]
 

@@ -126,8 +126,8 @@ async def from_raw(answer: bytes) -> BaseException | list[Any]:
         url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
         options = {"timeout": 5.0, "max_retries": 1, "backoff": 0.01, "max_retry_after": 0.1}
         async with RetrievalClient(url, **options) as client:  # type: ignore[arg-type]
-            [found] = await asyncio.gather(client.search("q"), return_exceptions=True)
-            return found
+            [result] = await asyncio.gather(client.search("q"), return_exceptions=True)
+            return result
 
 
 def test_any_bytes_from_a_port_are_reported_in_one_line() -> None:
@@ -136,9 +136,9 @@ def test_any_bytes_from_a_port_are_reported_in_one_line() -> None:
     async def play() -> list[BaseException | list[Any]]:
         return await asyncio.gather(*map(from_raw, RAW))
 
-    for answer, found in zip(RAW, asyncio.run(play()), strict=True):
-        assert isinstance(found, RetrieverRefused | RetrieverUnavailable), (answer[:80], found)
-        assert str(found).isprintable(), answer[:80]
+    for answer, result in zip(RAW, asyncio.run(play()), strict=True):
+        assert isinstance(result, RetrieverRefused | RetrieverUnavailable), (answer[:80], result)
+        assert str(result).isprintable(), answer[:80]
 
 
 @pytest.mark.parametrize("name", [*CALLS, "health"])
@@ -187,8 +187,8 @@ def test_socket_options_detect_a_dead_peer() -> None:
         assert made.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
         names = ("TCP_USER_TIMEOUT", "TCP_KEEPIDLE", "TCP_KEEPINTVL")
         options = [getattr(socket, name) for name in names]
-        found = [made.getsockopt(socket.IPPROTO_TCP, option) for option in options]
-    assert found == [10_000, 5, 5]
+        values = [made.getsockopt(socket.IPPROTO_TCP, option) for option in options]
+    assert values == [10_000, 5, 5]
 
 
 def test_a_connection_that_does_not_open_ends_soon(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,8 +232,8 @@ async def silent(scope, receive, send):
     await asyncio.sleep(600)
 
 async def play(url):
-    async with client.RetrievalClient(url, 1, max_retries=0) as found:
-        search = asyncio.create_task(found.search("q"))
+    async with client.RetrievalClient(url, 1, max_retries=0) as retriever:
+        search = asyncio.create_task(retriever.search("q"))
         while not num_asked:
             await asyncio.sleep(0.01)
         loopback("down")

@@ -147,14 +147,14 @@ def is_echo(documents: list[Document], query: str) -> bool:
 
 def scripted_documents(responses: list[ScriptedResponse]) -> list[list[str]]:
     """Return the ids in valid scripted bodies, which a search may correctly return."""
-    found = []
+    results = []
     for response in responses:
         try:
             result = json.loads(response.body or b"")["result"]
-            found += [[str(item.get("document", item)["id"]) for item in hits] for hits in result]
+            results += [[str(item.get("document", item)["id"]) for item in hits] for hits in result]
         except (ValueError, TypeError, KeyError, AttributeError):
             continue
-    return found
+    return results
 
 
 @settings(max_examples=120)
@@ -180,18 +180,18 @@ def test_line_19_every_search_ends_with_documents_or_a_typed_error(
                 deadline=deadline,
             )
             async with asyncio.timeout(bound + SLACK_S):
-                found = await asyncio.gather(*map(client.search, queries), return_exceptions=True)
+                results = await asyncio.gather(*map(client.search, queries), return_exceptions=True)
             await client.aclose()  # not after a timeout: it would wait for the same requests
-            return found
+            return results
 
     scripted_ids = scripted_documents(responses)
-    for query, found in zip(queries, asyncio.run(search_all()), strict=True):
-        event(type(found).__name__)
-        if isinstance(found, BaseException):
-            assert isinstance(found, SearchError), repr(found)
+    for query, result in zip(queries, asyncio.run(search_all()), strict=True):
+        event(type(result).__name__)
+        if isinstance(result, BaseException):
+            assert isinstance(result, SearchError), repr(result)
         else:
-            ids = [document.id for document in found]
-            assert is_echo(found, query) or ids in scripted_ids, (query, ids)
+            ids = [document.id for document in result]
+            assert is_echo(result, query) or ids in scripted_ids, (query, ids)
 
 
 def test_line_19_a_response_that_trickles_is_too_late() -> None:
@@ -202,9 +202,9 @@ def test_line_19_a_response_that_trickles_is_too_late() -> None:
         async with scripted([trickle] * 2) as url:
             client = RetrievalClient(url, timeout=TIMEOUT_S, max_retries=1, backoff=0.001)
             async with asyncio.timeout(2 * TIMEOUT_S + SLACK_S):
-                found = await asyncio.gather(client.search("q"), return_exceptions=True)
+                results = await asyncio.gather(client.search("q"), return_exceptions=True)
             await client.aclose()
-            return found
+            return results
 
     [error] = asyncio.run(search())
     assert isinstance(error, RetrieverUnavailable)

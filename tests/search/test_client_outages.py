@@ -48,13 +48,13 @@ async def search_all(
     client: RetrievalClient, queries: list[str], interrupt: Callable[[], None]
 ) -> list[list[Document]]:
     """Search for all queries in a few concurrent loops; call `interrupt` halfway."""
-    found: dict[int, list[Document]] = {}
+    results: dict[int, list[Document]] = {}
     half = asyncio.Event()
 
     async def search_every(first: int) -> None:
         for i in range(first, len(queries), NUM_CLIENTS):
-            found[i] = await client.search(queries[i])
-            if len(found) >= len(queries) // 2:
+            results[i] = await client.search(queries[i])
+            if len(results) >= len(queries) // 2:
                 half.set()
 
     async def cut() -> None:
@@ -63,7 +63,7 @@ async def search_all(
 
     async with client:
         await asyncio.gather(cut(), *map(search_every, range(NUM_CLIENTS)))
-    return [found[i] for i in range(len(queries))]
+    return [results[i] for i in range(len(queries))]
 
 
 def test_line_19_a_killed_server_that_returns_is_waited_for(
@@ -78,10 +78,10 @@ def test_line_19_a_killed_server_that_returns_is_waited_for(
             again.append(pool.submit(server.start))
 
         client = RetrievalClient(server.url, 3, max_retries=100, max_backoff=0.5)
-        found = asyncio.run(search_all(client, searches(queries), kill_and_start_again))
+        results = asyncio.run(search_all(client, searches(queries), kill_and_start_again))
         again[0].result()
         assert server.status is None and server.pid != first
-    assert found == expected
+    assert results == expected
 
 
 def test_line_19_another_server_stands_in_for_a_killed_one(
@@ -94,11 +94,11 @@ def test_line_19_another_server_stands_in_for_a_killed_one(
             f"{one.url},{other.url}", 3, max_retries=1, backoff=600, max_backoff=600, deadline=60
         )
         in_use = client.urls[0]
-        found = asyncio.run(
+        results = asyncio.run(
             search_all(client, searches(queries), lambda: os.kill(pids[in_use], signal.SIGKILL))
         )
         assert [one.status, other.status].count(None) == 1
-    assert found == expected
+    assert results == expected
 
 
 def test_line_19_an_outage_of_all_names_every_server() -> None:

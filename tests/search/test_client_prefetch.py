@@ -38,8 +38,8 @@ def test_prefetches_have_requests_of_their_own() -> None:
 
     async def body(client: RetrievalClient) -> None:
         calls = (client.search("q"), client.prefetch("bad"), client.prefetch("good"))
-        found, refused, good = await asyncio.gather(*calls, return_exceptions=True)
-        assert found[0].text == "q" and good[0].text == "good"
+        searched, refused, good = await asyncio.gather(*calls, return_exceptions=True)
+        assert searched[0].text == "q" and good[0].text == "good"
         assert isinstance(refused, RetrieverRefused)
 
     with_client(script, body)
@@ -82,7 +82,7 @@ def test_prefetches_leave_connections_to_searches(monkeypatch: pytest.MonkeyPatc
         second = asyncio.ensure_future(client.prefetch("c"))
         await asyncio.sleep(0.1)
         assert not client.can_prefetch
-        assert [found[0].text for found in (await first, await second)] == ["b", "c"]
+        assert [documents[0].text for documents in (await first, await second)] == ["b", "c"]
 
     with_client(script, body)
 

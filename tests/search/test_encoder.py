@@ -106,8 +106,8 @@ def test_a_real_encoder_from_index_to_search(corpus_path: Path, tmp_path: Path) 
     flags = ["--retriever_name", "minilm", "--retriever_model", model_path]
     flags += ["--corpus_path", str(corpus_path), "--index_path", str(folder)]
     with LocalServer(flags) as server:
-        found = asyncio.run(search(server.url, "the seat of Hungary's government"))
-    assert found[0].title == "Budapest"
+        documents = asyncio.run(search(server.url, "the seat of Hungary's government"))
+    assert documents[0].title == "Budapest"
     settings = RetrieverConfig(
         "minilm", str(corpus_path), str(folder), encoder=EncoderConfig(model_path)
     )

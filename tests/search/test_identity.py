@@ -16,12 +16,12 @@ def test_each_part_has_a_fingerprint_of_its_own(serve: Callable[..., Any]) -> No
     """Another corpus, index or encoder changes only its fingerprint; server limits change none."""
     backend = FakeBackend()
 
-    def found(**facts: Any) -> dict[str, str]:
+    def identity(**facts: Any) -> dict[str, str]:
         backend.facts = {**FACTS, **facts}
         with serve(create_app(backend)) as url:
             return retriever_identity(f"{url}/retrieve", timeout=30.0)
 
-    first = found()
+    first = identity()
     assert set(first) == {"corpus", "index", "encoder"}
     changes: dict[str, dict[str, Any]] = {
         "corpus": {"corpus": {"sha256": "c2"}},
@@ -29,10 +29,10 @@ def test_each_part_has_a_fingerprint_of_its_own(serve: Callable[..., Any]) -> No
         "encoder": {"encoder": {"model": "e2"}},
     }
     for name, facts in changes.items():
-        second = found(**facts)
+        second = identity(**facts)
         assert {key for key in first if first[key] != second[key]} == {name}
     backend.num_documents += 1
-    assert found() == first
+    assert identity() == first
 
 
 def test_a_server_without_info_has_no_fingerprints(serve: Callable[..., Any]) -> None:

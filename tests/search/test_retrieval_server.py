@@ -66,12 +66,10 @@ def test_line_18_both_formats_for_every_count(
     asked = queries[:num_queries]
     scored = post(url, {"queries": asked, "topk": 3, "return_scores": True}).json()["result"]
     plain = post(url, {"queries": asked, "topk": 3, "return_scores": False}).json()["result"]
-    assert [[hit["document"] for hit in found] for found in scored] == plain
+    assert [[hit["document"] for hit in hits] for hits in scored] == plain
     hits = engine.search(asked, 3) if asked else []
-    assert [[d["id"] for d in found] for found in plain] == [
-        [h.document.id for h in f] for f in hits
-    ]
-    for hit in (hit for found in scored for hit in found):
+    assert [[d["id"] for d in hits] for hits in plain] == [[h.document.id for h in f] for f in hits]
+    for hit in (hit for hits in scored for hit in hits):
         assert set(hit) == {"document", "score"}
         assert set(hit["document"]) == FIELDS
         assert isinstance(hit["score"], float)
@@ -88,8 +86,8 @@ def test_one_request_of_the_original_client_has_2560_queries(
         answer = post(address, {"queries": asked, "topk": 3, "return_scores": True})
         metrics = HTTP.get(f"{address}/metrics").text
     assert answer.status_code == 200, answer.text
-    ids = [[hit["document"]["id"] for hit in found] for found in answer.json()["result"]]
-    assert ids == [[hit.document.id for hit in found] for found in engine.search(asked, 3)]
+    ids = [[hit["document"]["id"] for hit in hits] for hits in answer.json()["result"]]
+    assert ids == [[hit.document.id for hit in hits] for hits in engine.search(asked, 3)]
     sizes = dict(re.findall(r'batch\w*_bucket\{le="([^"]+)"\} (\d+)', metrics))
     assert sizes["256.0"] == sizes["+Inf"] != "0"
 
@@ -97,9 +95,9 @@ def test_one_request_of_the_original_client_has_2560_queries(
 def test_topk(url: str, engine: Retriever, queries: list[str]) -> None:
     """Without topk the server's default applies; a topk above the corpus size returns all hits."""
     for topk, body in [(2, {}), (2, {"topk": None}), (1, {"topk": 1}), (99, {"topk": 99})]:
-        found = post(url, {"queries": queries, **body}).json()["result"]
+        results = post(url, {"queries": queries, **body}).json()["result"]
         expected = engine.search(queries, topk)
-        assert [[d["id"] for d in f] for f in found] == [
+        assert [[d["id"] for d in hits] for hits in results] == [
             [h.document.id for h in f] for f in expected
         ]
 
@@ -303,8 +301,8 @@ def test_documents_by_id_come_from_the_searched_corpus(tmp_path: Path) -> None:
     corpus = write_corpus(tmp_path / "c.jsonl")
     with LocalServer(["--corpus_path", str(corpus), "--retriever_name", "random"]) as server:
         write_corpus(tmp_path / "other.jsonl", [("Other", "another text")]).replace(corpus)
-        found = HTTP.get(f"{server.url}/document", params={"id": "d0"})
-    assert found.json()["document"]["title"] == "Paris"
+        response = HTTP.get(f"{server.url}/document", params={"id": "d0"})
+    assert response.json()["document"]["title"] == "Paris"
 
 
 def test_a_corpus_that_is_not_searched_is_opened_lazily(tmp_path: Path) -> None:

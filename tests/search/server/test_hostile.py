@@ -89,7 +89,7 @@ def test_a_string_full_of_brackets_is_a_query() -> None:
     async def main() -> None:
         async with client(create_app(FakeBackend(), ServiceConfig(max_query_chars=20_000))) as http:
             body = json.dumps({"queries": queries, "topk": 1}).encode()
-            found = (await http.post("/retrieve", content=body)).json()["result"]
-            assert [row[0]["title"] for row in found] == queries
+            results = (await http.post("/retrieve", content=body)).json()["result"]
+            assert [row[0]["title"] for row in results] == queries
 
     asyncio.run(main())
