@@ -40,7 +40,7 @@ class Metrics:
         """Set the functions that return the numbers of waiting and of pending queries."""
         queue = Gauge("retriever_queue_length", "Queries waiting", registry=self._registry)
         queue.set_function(waiting)
-        gauge = Gauge("retriever_pending", "Queries waiting or in a search", registry=self._registry)
+        gauge = Gauge("retriever_pending", "Queries waiting or in search", registry=self._registry)
         gauge.set_function(pending)
 
     def count_queries(self, hits: int, joined: int, misses: int) -> None:
