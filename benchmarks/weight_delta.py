@@ -1,9 +1,9 @@
-"""`python -m benchmarks.weight_delta MODEL`: bytes and seconds of weights handed over as changes.
+"""`python -m benchmarks.weight_delta MODEL`: bytes and seconds of whole and changed weights.
 
 The trainer's own updates (one rank on the CPU, AdamW on float32 weights, gradients of a policy loss
 with random advantages on text) move the model; after each one the rank broadcasts it in bfloat16 to
 another process, once whole and once as changes (`rollout.weight_delta`), by gloo on this machine. A
-hand-over ends when that process has copied all tensors, in place of an engine.
+transfer ends when that process has copied all tensors, in place of an engine.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def batches(model: str, num_trajectories: int) -> Iterator[TokenBatch]:
 
 
 def measure(model: str, lr: float, args: argparse.Namespace, link: Connection) -> None:
-    """A run at one learning rate: a hand-over of each kind before it and after each update."""
+    """A run at one learning rate: transfers of each kind before it and after each update."""
     lm = load_causal_lm(model, torch.float32)
     options = FsdpOptions(torch.float32, num_updates=args.steps, optim=OptimConfig(lr=lr))
     policy = FsdpModel(LogProbModel(lm), blocks(lm, lm), CPU, options)

@@ -1,8 +1,8 @@
-"""`python -m benchmarks.weights`: how fast ranks hand weights over to an engine.
+"""`python -m benchmarks.weights`: how fast ranks transfer weights to an engine.
 
-Two ranks on the CPU hold a model of random weights in float32 and hand it over as bfloat16, in
+Two ranks on the CPU hold a model of random weights in float32 and transfer it as bfloat16, in
 turns: one rank writes what was gathered in float32 into shared memory, all write what was cast
-before, or it is sent (`rollout.weight_sync=ipc`). A hand-over ends when another process, in place
+before, or it is sent (`rollout.weight_sync=ipc`). A transfer ends when another process, in place
 of an engine, has copied all tensors into its own memory.
 """
 

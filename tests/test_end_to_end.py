@@ -136,7 +136,7 @@ def test_every_row_is_validated_each_time(ppo_run: Path) -> None:
 
 
 def test_every_metric_is_listed_with_its_unit(ppo_run: Path) -> None:
-    """docs/metrics.md has all that a run logs, and the parts of the hand-over are within it."""
+    """docs/metrics.md has all that a run logs, including the parts of the weight transfer."""
     first, *steps = metrics(ppo_run)
     assert undocumented({name for row in (first, *steps) for name in row} - {"step"}) == []
     for row in steps:

@@ -173,7 +173,7 @@ class Rollout:
 
 
 class Handed:
-    """Hands over the weights of a model's folder, as the ranks of one node do."""
+    """Sends the weights of a model's folder, as the ranks of one node do."""
 
     def __init__(self, model: Path) -> None:
         self.model = model
@@ -255,7 +255,7 @@ def test_a_replica_that_hangs_is_replaced(rollout: Rollout) -> None:
 
 
 def test_a_replica_killed_between_steps_gets_the_next_weights(rollout: Rollout) -> None:
-    """Its death shows when the weights are handed over; then all have the same again."""
+    """Its death shows when the weights are sent; then all have the same again."""
     undisturbed, version = rollout.generate(), rollout.replicas.version
     rollout.engine_core(0).kill()
     rollout.actor(1).kill()

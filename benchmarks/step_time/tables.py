@@ -64,7 +64,7 @@ def row(name: str, folder: str, searches: str, hand_over: str) -> str:
 
 
 def main(words: Sequence[str]) -> None:
-    """Print a row for each model, retriever and hand-over."""
+    """Print a row for each model, retriever and weight transfer."""
     head = ("model", "searches", "weights", "shared, 0", "split, 0", "split, 1",
             "split, 4", "best placement, staleness", "speedup over shared, 0", "cards idle",
             "GB of rank, engine")  # fmt: skip

@@ -21,7 +21,7 @@ LOAD = Workload(
 
 
 def test_a_step_of_shared_cards_is_the_sum_of_its_parts() -> None:
-    """Nothing overlaps: rollout, driver, switch, training, hand-over."""
+    """Nothing overlaps: rollout, driver, switch, training, weight transfer."""
     found = simulate(Setup(RATES, 1, COSTS), [ONE])
     assert found.rollout_s == pytest.approx(ROLLOUT)
     assert found.step_s == pytest.approx(ROLLOUT + 3 + 4 + 20 + 2 + 1)
