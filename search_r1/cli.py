@@ -19,10 +19,7 @@ COMMANDS = {
     ),
     "view": ("search_r1.view.command", "show runs and their trajectories in a browser"),
     "replay": ("search_r1.replay.command", "replay a recorded trajectory, as it was or edited"),
-    "credit": (
-        "search_r1.credit.command",
-        "measure what each retrieved document contributed to the answer",
-    ),
+    "credit": ("search_r1.credit.command", "measure each document's contribution to the answer"),
     "infer": ("search_r1.infer", "ask one question, a conversation, or a file of questions"),
     "serve": ("search_r1.serve", "serve the agent to OpenAI clients, with a chat page"),
     "mcp": ("search_r1.mcp_server", "serve the retriever as a tool of the Model Context Protocol"),

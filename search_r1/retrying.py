@@ -18,10 +18,7 @@ _random = random.SystemRandom()
 
 
 class TransientError(Exception):
-    """A failed attempt that is worth repeating.
-
-    `retry_after` is the delay in seconds that the server asked for, or 0.
-    """
+    """A failed attempt that is worth repeating, after `retry_after` s if the server asks for it."""
 
     def __init__(self, reason: str, retry_after: float = 0.0) -> None:
         super().__init__(reason)
@@ -54,10 +51,7 @@ def call_with_retries(
     backoff: Backoff,
     sleep: Callable[[float], None] = time.sleep,
 ) -> T:
-    """Return the result of `attempt`, called again after each TransientError.
-
-    After `num_retries` further calls the last TransientError is raised.
-    """
+    """Return the result of `attempt`, repeated up to `num_retries` times after a TransientError."""
     for num_delays in range(num_retries):
         try:
             return attempt()

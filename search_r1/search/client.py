@@ -128,10 +128,7 @@ class _LoopState:
 
 
 class RetrievalClient:
-    """A `Retrieval` over HTTP, usable from any number of event loops.
-
-    `async with` and `aclose` close the connections of the current event loop.
-    """
+    """A `Retrieval` over HTTP for any event loop; `async with` closes the current loop's part."""
 
     def __init__(
         self,
@@ -255,24 +252,19 @@ class RetrievalClient:
         return await self._get("/info", _parse_object)
 
     async def document(self, id: str) -> Document | None:
-        """Return the document with this id, or None if the server has none.
-
-        Raises RetrieverUnavailable or RetrieverRefused.
-        """
+        """Return the document with this id, or None; raises the same errors as `search`."""
         path = f"/document?{urllib.parse.urlencode({'id': well_formed(id)})}"
         try:
-            return await self._get(path, _parse_document, with_retries=True)
+            return await self._get(path, _parse_document, retry=True)
         except RetrieverRefused as error:
             if error.status == NOT_FOUND:
                 return None
             raise
 
-    async def _get(
-        self, path: str, parse: Callable[[Response], T], with_retries: bool = False
-    ) -> T:
+    async def _get(self, path: str, parse: Callable[[Response], T], retry: bool = False) -> T:
         """Return the parsed response to a GET; without retries, each server is asked once."""
         transport, deadline = self._transport, time.monotonic() + self._deadline
-        max_retries = None if with_retries else len(transport.servers) - 1
+        max_retries = None if retry else len(transport.servers) - 1
         result, _ = await transport.exchange(
             self._state().http, "GET", path, parse=parse, max_retries=max_retries, deadline=deadline
         )
@@ -321,9 +313,8 @@ class RetrievalClient:
             connector = aiohttp.TCPConnector(
                 limit=MAX_REQUESTS + MAX_PREFETCH_REQUESTS, socket_factory=_open_socket
             )
-            self._states[loop] = _LoopState(
-                aiohttp.ClientSession(connector=connector, headers=headers)
-            )
+            http = aiohttp.ClientSession(connector=connector, headers=headers)
+            self._states[loop] = _LoopState(http)
         return self._states[loop]
 
     def _send(self, queue: _BatchQueue) -> None:
@@ -333,13 +324,9 @@ class RetrievalClient:
             queue.timer = None
         batches, queue.batches = queue.batches, []
         for batch in batches:
-            futures = {
-                query: waiting
-                for query, waiting in batch.futures.items()
-                if not all(future.done() for future in waiting)
-            }
-            if futures:
-                task = asyncio.ensure_future(self._request(queue, batch.deadline, futures))
+            by_query = {q: fs for q, fs in batch.futures.items() if not all(f.done() for f in fs)}
+            if by_query:
+                task = asyncio.ensure_future(self._request(queue, batch.deadline, by_query))
                 queue.tasks.add(task)
                 task.add_done_callback(queue.tasks.discard)
 

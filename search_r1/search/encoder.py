@@ -51,7 +51,6 @@ class HashEncoder:
         self._dim = dim
 
     def encode_queries(self, queries: Sequence[str]) -> Vectors:
-        """Return L2-normalised float32 vectors (num_queries, dim)."""
         if not queries:
             return np.zeros((0, self._dim), dtype=np.float32)
         return np.stack([self._encode(query) for query in queries])
@@ -59,7 +58,6 @@ class HashEncoder:
     encode_passages = encode_queries
 
     def info(self) -> dict[str, Any]:
-        """Return name and dimensions."""
         return {"name": self.name, "dim": self._dim}
 
     def _encode(self, text: str) -> Vectors:
@@ -88,15 +86,12 @@ class PairEncoder:
             )
 
     def encode_queries(self, queries: Sequence[str]) -> Vectors:
-        """Return the query encoder's float32 vectors (num_queries, dim)."""
         return self._queries.encode_queries(queries)
 
     def encode_passages(self, passages: Sequence[str]) -> Vectors:
-        """Return the passage encoder's float32 vectors (num_passages, dim)."""
         return self._passages.encode_passages(passages)
 
     def info(self) -> dict[str, Any]:
-        """Return the facts of both encoders."""
         return {"queries": self._queries.info(), "passages": self._passages.info()}
 
 

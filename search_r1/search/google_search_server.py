@@ -12,7 +12,6 @@ from search_r1.search import retrieval_server
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Command-line entry; returns the exit status."""
     parser = argparse.ArgumentParser(prog="google_search_server", description=__doc__)
     parser.add_argument("--api_key", help="sets GOOGLE_API_KEY")
     parser.add_argument("--cse_id", help="sets GOOGLE_CSE_ID")

@@ -94,10 +94,7 @@ def index_folder(save_dir: str | Path, method: str, faiss_type: str = "Flat") ->
 
 
 def build_index(config: BuildConfig) -> Path:
-    """Build the index, replacing an earlier build, and return its folder.
-
-    Raises CorpusError or SetupError.
-    """
+    """Build or replace the index and return its folder; raises CorpusError or SetupError."""
     corpus = Corpus.open(config.corpus_path)
     folder = index_folder(config.save_dir, config.retrieval_method, config.faiss_type)
     is_free = not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))
@@ -117,10 +114,7 @@ def build_index(config: BuildConfig) -> Path:
 
 
 def run_checksums(config: ChecksumConfig) -> int:
-    """Store or compare the checksums of index and corpus; raises SearchError for any damage.
-
-    Returns the exit status.
-    """
+    """Store or compare checksums; returns the exit status, raises SearchError for any damage."""
     digest = ""
     for target in (Path(p) for p in (config.corpus_path, config.index_path) if p):
         if config.verify and target.exists() and not checksums.path_for(target).exists():
@@ -157,7 +151,6 @@ def _build(config: BuildConfig) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Command-line entry; returns the exit status."""
     configure_logging(logging.INFO, "%(levelname)s %(message)s")
     arguments = sys.argv[1:] if argv is None else argv
     module = "search_r1.search.index_builder"

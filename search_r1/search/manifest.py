@@ -129,10 +129,7 @@ def check_files(config: RetrieverConfig, index: Path, corpus: Corpus | None) -> 
 
 
 def locate(config: RetrieverConfig, index_name: str) -> Path:
-    """Return the path of the index; `index_path` may be the index or the folder that contains it.
-
-    Raises SetupError if it is missing.
-    """
+    """Return the index at `index_path` or inside of it; raises SetupError if it is missing."""
     command = build_command(str(config.corpus_path), "<folder>", config.retriever_name)
     if not config.index_path:
         raise SetupError(

@@ -51,13 +51,11 @@ def item_bytes(dtype: str) -> int:
 
 
 def bytes_of_model(name: str, dtype: str) -> int | None:
-    """Return the bytes of a model folder's weights in `dtype`; None if it is not a local folder.
-
-    `.bin` files, which have no header to read, count as float32.
-    """
+    """Return the bytes of a model's weights in `dtype`; None if the model is not a local folder."""
     folder = Path(name).expanduser()
     counts = [_num_values(path) for path in folder.rglob("*.safetensors")]
-    counts = counts or [path.stat().st_size // 4 for path in folder.rglob("*.bin")]
+    if not counts:  # `.bin` files have no header: assume float32
+        counts = [path.stat().st_size // 4 for path in folder.rglob("*.bin")]
     return sum(counts) * item_bytes(dtype) if counts else None
 
 
@@ -69,8 +67,7 @@ def _num_values(path: Path) -> int:
             return sum(math.prod(file.get_slice(name).get_shape()) for name in names)
     except SafetensorError as error:
         raise SetupError(
-            f"{path} is not a safetensors file ({error}); expected a complete one: download it "
-            "again"
+            f"{path} is not a safetensors file ({error}); expected a complete one: fetch it again"
         ) from error
 
 
@@ -118,10 +115,7 @@ class MemoryNeed:
 
 
 def check_memory(config: RetrieverConfig, host: Host | None = None) -> None:
-    """Log the memory that is needed and free; raises SetupError if it is too little.
-
-    `host` is the free memory; None: measure this machine.
-    """
+    """Log needed and free memory of `host` (None: this machine); raises SetupError if short."""
     host = host or Host.measure(with_gpus=needs_torch(config))
     needs = estimate(config, len(host.gpus))
     logger.info("memory needed and free:\n%s", table(needs, host))

@@ -20,7 +20,6 @@ class EmptyRetrieval:
     """Finds nothing; measures an agent without documents."""
 
     async def search(self, query: str) -> list[Document]:
-        """Return no documents."""
         return []
 
 

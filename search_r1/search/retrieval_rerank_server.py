@@ -16,7 +16,6 @@ DEFAULTS += ["--reranker_model", "cross-encoder/ms-marco-MiniLM-L12-v2"]
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Command-line entry; returns the exit status."""
     return retrieval_server.main(DEFAULTS + (sys.argv[1:] if argv is None else argv))
 
 

@@ -181,7 +181,6 @@ def _state(path: Path) -> tuple[int, int, int] | None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Command-line entry; returns the exit status."""
     configure_logging(logging.INFO, "%(asctime)s %(levelname)s %(message)s")
     faulthandler.enable(sys.__stderr__ or sys.stderr)  # prints a traceback at SIGBUS
     target = "search_r1.search.retrieval_server:_run"

@@ -12,13 +12,10 @@ from search_r1.search import retrieval_server
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Command-line entry; returns the exit status."""
     parser = argparse.ArgumentParser(prog="serp_search_server", description=__doc__)
     parser.add_argument("--search_url", help="same as --online_url")
     parser.add_argument("--serp_api_key", help="sets SERPAPI_API_KEY")
-    parser.add_argument(
-        "--serp_engine", choices=["google"], help="search engine that SerpAPI queries"
-    )
+    parser.add_argument("--serp_engine", choices=["google"], help="engine that SerpAPI queries")
     args, others = parser.parse_known_args(argv)
     if args.serp_api_key:
         os.environ["SERPAPI_API_KEY"] = args.serp_api_key

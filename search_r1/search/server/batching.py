@@ -164,10 +164,9 @@ class Searcher:
         return list(map(serialize_hits, results))
 
     def _search_individually(self, queries: list[str], k: int) -> list[QueryResult]:
-        """Search for each query, until two in a row report that an online service is unavailable.
+        """Search for each query, until two in a row find an online service unavailable.
 
-        The remaining queries get the same error: each of them would take as long as all its
-        retries.
+        The remaining queries get the same error, since each would take the time of all retries.
         """
         results: list[QueryResult] = []
         for query in queries:
@@ -288,10 +287,7 @@ class Batcher:
         return self._num_free == self._num_threads
 
     def _check_capacity(self, num_new: int) -> None:
-        """Raise Overloaded if the queue cannot take `num_new` more queries.
-
-        Its `retry_after` is the time for the excess queries at the measured rate.
-        """
+        """Raise Overloaded if the queue is full, with the time to answer the excess queries."""
         excess = self.num_pending + num_new - self._config.max_pending
         if num_new and excess > 0:
             seconds = excess / self._rate if self._rate else 1.0

@@ -40,10 +40,8 @@ FULL_MESSAGE = (
 
 def configure(app: ASGIApp, max_body_bytes: int, drain: float) -> uvicorn.Config:
     """Return uvicorn's settings for `app`; at shutdown accepted requests have `drain` seconds."""
-    limits = {
-        "max_connections": max_connections(),
-        "max_bytes": MAX_HEAD_BYTES + BYTES_PER_BODY_BYTE * max_body_bytes,
-    }
+    max_bytes = MAX_HEAD_BYTES + BYTES_PER_BODY_BYTE * max_body_bytes
+    limits = {"max_connections": max_connections(), "max_bytes": max_bytes}
     return uvicorn.Config(
         app,
         http=type("Protocol", (LimitedProtocol,), limits),

@@ -25,10 +25,7 @@ HEADERS = {
 
 
 def page_routes(files: Iterable[Path], servers: Sequence[str] = ()) -> list[Route]:
-    """Return a route for each file, at its name, or at `/` for the HTML file.
-
-    `servers` are other origins that the page may send requests to.
-    """
+    """Return a route for each file (HTML: at `/`); the page may send requests to `servers`."""
     connect = f"; connect-src 'self' {' '.join(servers)}" if servers else ""
     headers = HEADERS | {"Content-Security-Policy": POLICY + connect}
     return [_route(file, headers) for file in files]

@@ -67,10 +67,7 @@ def serve(
     port_file: Path | None = None,
     allowed_hosts: Collection[str] = (),
 ) -> bool:
-    """Serve until SIGINT or SIGTERM; return whether no search is still running.
-
-    Raises SetupError if the port is taken.
-    """
+    """Serve until SIGINT or SIGTERM; return whether all searches ended. Raises SetupError."""
     service: Service = app.state.service
     guarded = with_host_check(app, bound.getsockname()[0], allowed_hosts, misdirected)
     config = configure(guarded, service.config.max_body_bytes, service.config.drain)
