@@ -1,4 +1,4 @@
-"""Checkpoints written by hand."""
+"""Helper that writes checkpoints in tests."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,7 +9,7 @@ from verl.checkpoint import folders
 
 @contextmanager
 def writing(root: Path, step: int) -> Iterator[Path]:
-    """A folder that becomes `global_step_N` when the body is done, as a `Saver` makes it."""
-    part = folders.begin(root, step)
-    yield part.folder
-    folders.publish(part)
+    """Yield a folder that becomes `global_step_N` after the body, as with a `Saver`."""
+    pending = folders.begin(root, step)
+    yield pending.folder
+    folders.publish(pending)

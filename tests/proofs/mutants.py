@@ -84,7 +84,7 @@ HEART: Mapping[str, Sequence[str]] = MappingProxyType(
             f"{CHECKPOINTS}/test_folders.py",
             f"{CHECKPOINTS}/test_saver.py",
             f"{CHECKPOINTS}/test_contents.py::test_a_sound_checkpoint_is_read",
-            f"{CHECKPOINTS}/test_contents.py::test_no_damaged_file_is_started_from",
+            f"{CHECKPOINTS}/test_contents.py::test_no_damaged_file_is_resumed_from",
         ],
         "verl/checkpoint/saver.py": [f"{CHECKPOINTS}/test_saver.py"],
     }

@@ -1,4 +1,4 @@
-"""Options that name code."""
+"""Options that name code: built-in entries, objects in files, and errors of user code."""
 
 import os
 import pickle
@@ -14,8 +14,8 @@ from verl import plugins
 from verl.errors import ConfigError, ToolError
 
 
-def test_a_name_is_a_row_or_an_object_of_a_file(tmp_path: Path) -> None:
-    """A built-in is taken as it is, a file is executed once."""
+def test_a_name_is_a_built_in_entry_or_an_object_of_a_file(tmp_path: Path) -> None:
+    """A built-in entry is returned as it is; a file is executed once."""
     file = tmp_path / "mine.py"
     file.write_text(
         "from __future__ import annotations\nfrom dataclasses import dataclass\n"
@@ -28,7 +28,7 @@ def test_a_name_is_a_row_or_an_object_of_a_file(tmp_path: Path) -> None:
 
 
 def test_a_file_that_two_options_name_is_executed_once(tmp_path: Path) -> None:
-    """An agent and a tool of one file share what it holds, and their objects can be pickled."""
+    """An agent and a tool of one file share its module, and their objects can be pickled."""
     file = tmp_path / "both.py"
     file.write_text("class Agent: ...\nclass Tool: ...\n")
     agent = plugins.resolve("agent.name", f"{file}:Agent", {})
@@ -38,7 +38,7 @@ def test_a_file_that_two_options_name_is_executed_once(tmp_path: Path) -> None:
 
 
 def test_a_second_thread_waits_for_a_file_that_is_executed(tmp_path: Path) -> None:
-    """It never sees a module before all its names are there."""
+    """It never sees a partly executed module."""
     file = tmp_path / "slow.py"
     file.write_text("import time\ntime.sleep(0.3)\nclass Mine: ...\n")
     with ThreadPoolExecutor(2) as threads:
@@ -46,8 +46,8 @@ def test_a_second_thread_waits_for_a_file_that_is_executed(tmp_path: Path) -> No
     assert first is second
 
 
-def test_every_process_names_a_file_alike(tmp_path: Path) -> None:
-    """So that what another process pickled is found by the name of its module."""
+def test_a_file_has_the_same_module_name_in_every_process(tmp_path: Path) -> None:
+    """So that objects pickled in another process are found by the name of their module."""
     file = tmp_path / "mine.py"
     file.write_text("class Mine: ...\n")
     code = f"from verl.plugins import resolve; print(resolve('x', '{file}:Mine', {{}}).__module__)"
@@ -60,8 +60,8 @@ def test_every_process_names_a_file_alike(tmp_path: Path) -> None:
 
 
 def test_a_file_that_failed_is_read_again(tmp_path: Path) -> None:
-    """Once it is corrected, in a notebook for example."""
-    file = tmp_path / "mended.py"
+    """After it was corrected, for example in a notebook."""
+    file = tmp_path / "fixed.py"
     file.write_text("raise RuntimeError('not yet')")
     with pytest.raises(ConfigError, match="not yet"):
         plugins.resolve("x.name", f"{file}:Mine", {})
@@ -78,10 +78,10 @@ def test_a_file_that_failed_is_read_again(tmp_path: Path) -> None:
         ("other.py:Mine", r"got 'Mine', expected a name in .*other.py \(Yours\)"),
     ],
 )
-def test_what_is_not_there_is_told(
+def test_an_unknown_name_is_one_clear_line(
     name: str, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The message has the nearest name, or what the file holds."""
+    """The message has the nearest name, or the names that the file defines."""
     monkeypatch.chdir(tmp_path)
     Path("broken.py").write_text("def (")
     Path("other.py").write_text("import os\nclass Yours: ...\n")
@@ -89,7 +89,7 @@ def test_what_is_not_there_is_told(
         plugins.resolve("x.name", name, {"search": 1})
 
 
-OWN = {
+USER_FILES = {
     "raises.py": "raise RuntimeError('one\\ntwo')",
     "ends.py": "raise SystemExit(3)",
     "unknown.py": "undefined_name",
@@ -101,26 +101,26 @@ OWN = {
     "nothing.py": "def f(config): return None",
     "fails.py": "def f(config): raise KeyError('x')",
 }
-"""Files of users, none of which gives a tool, an agent or a reward."""
+"""User files, none of which provides a tool, an agent or a reward."""
 
 
-@pytest.mark.parametrize("file", OWN)
-def test_whatever_own_code_does_is_told_in_one_line(
+@pytest.mark.parametrize("file", USER_FILES)
+def test_any_error_of_user_code_is_one_line(
     file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A file that cannot run, or gives something else, is the user's to mend."""
+    """A file that fails, or provides another kind of object, is for the user to fix."""
     monkeypatch.chdir(tmp_path)
-    Path(file).write_text(OWN[file])
+    Path(file).write_text(USER_FILES[file])
     with pytest.raises(ConfigError) as caught:
         plugins.build("x.name", f"{file}:f", {}, None, needs="run")
     assert str(caught.value).startswith("x.name: got ") and "\n" not in str(caught.value)
-    if file not in ("nothing.py", "fails.py"):  # which show themselves when they are called
+    if file not in ("nothing.py", "fails.py"):  # which fail only when they are called
         with pytest.raises(ValueError, match=file):
             load_function(f"{file}:f")
 
 
-def test_own_code_may_refuse_in_its_own_words(tmp_path: Path) -> None:
-    """What an own tool says to its user, and what it makes, arrive as they are."""
+def test_user_code_may_raise_its_own_user_errors(tmp_path: Path) -> None:
+    """UserErrors of user code, and its results, are passed on unchanged."""
     file = tmp_path / "mine.py"
     file.write_text(
         "from verl.errors import ToolError\n"
@@ -131,7 +131,7 @@ def test_own_code_may_refuse_in_its_own_words(tmp_path: Path) -> None:
     assert plugins.build("x.name", f"{file}:f", {}, 3, needs="pop") == [3]
 
 
-def test_a_path_holds_in_another_folder() -> None:
-    """Built-in names stay, paths become absolute."""
+def test_an_absolute_name_is_valid_in_another_folder() -> None:
+    """Built-in names stay unchanged, paths become absolute."""
     assert plugins.absolute("search") == "search"
     assert plugins.absolute("a/b.py:C") == f"{Path.cwd()}/a/b.py:C"

@@ -1,4 +1,4 @@
-"""Files of a checkpoint that are damaged, of something else, or made to harm: one line, no deed."""
+"""Checkpoint files that are damaged, foreign or malicious: one error line, no code is executed."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folders.step_folder(root, 3)
 
 
-class Deed:
-    """Pickled, it makes a file in the working folder when it is loaded."""
+class Attack:
+    """Creates a file in the working folder when it is unpickled."""
 
     def __reduce__(self) -> Any:
         return Path.touch, (Path("acted"),)
@@ -64,7 +64,7 @@ def flip(path: Path) -> None:
     path.write_bytes(content)
 
 
-def in_its_place(path: Path) -> None:
+def replace_by_folder(path: Path) -> None:
     path.unlink()
     path.mkdir()
 
@@ -76,25 +76,25 @@ def dangling_link(path: Path) -> None:
 
 def torch_pickle(path: Path) -> None:
     with path.open("wb") as file:
-        torch.save({"random": Deed()}, file)
+        torch.save({"random": Attack()}, file)
 
 
 DAMAGES: dict[str, Callable[[Path], object]] = {
     "cut off": lambda path: os.truncate(path, path.stat().st_size // 3),
     "empty": lambda path: path.write_bytes(b""),
-    "a folder": in_its_place,
+    "a folder": replace_by_folder,
     "missing": Path.unlink,
     "text": lambda path: path.write_text("<html>404</html>\n" * 9),
     "a list": lambda path: path.write_text("[1, 2]"),
     "noise": lambda path: path.write_bytes(bytes(range(256)) * 40),
-    "a pickle": lambda path: path.write_bytes(pickle.dumps(Deed())),
+    "a pickle": lambda path: path.write_bytes(pickle.dumps(Attack())),
     "torch's pickle": torch_pickle,
     "a dangling link": dangling_link,
 }
 
 
 def refusal(step_dir: Path) -> str:
-    """Why a run does not go on from a checkpoint; empty where all of it could be read."""
+    """Return the error of reading all of a checkpoint; empty if there is none."""
     config = Config()
     config.trainer.resume_mode = str(step_dir)
     try:
@@ -109,13 +109,13 @@ def refusal(step_dir: Path) -> str:
 @pytest.mark.parametrize("is_listed", [True, False])
 @pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.parametrize("file", FILES)
-def test_no_damaged_file_is_started_from(
+def test_no_damaged_file_is_resumed_from(
     sound: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     file: str, damage: str, is_listed: bool,
 ) -> None:  # fmt: skip
-    """Each file, damaged in each way: one line that names it, and nothing in it acts.
+    """Each file, damaged in each way: one line that names it, and none of its code is executed.
 
-    Older checkpoints list no files in their marker, and may lack their driver's random states.
+    Older checkpoints list no files in their marker, and may lack the driver's random states.
     """
     monkeypatch.chdir(tmp_path)
     step_dir = Path(shutil.copytree(sound, tmp_path / "global_step_3"))
@@ -135,21 +135,21 @@ def test_no_damaged_file_is_started_from(
 
 
 def test_a_sound_checkpoint_is_read(sound: Path, tmp_path: Path) -> None:
-    """Of today and of before files were listed; where it was moved, too."""
+    """With and without a list of files in its marker, and after being moved."""
     step_dir = Path(shutil.copytree(sound, tmp_path / "global_step_3"))
     assert refusal(step_dir) == ""
     (step_dir / folders.MARKER).write_text("3\n")
     assert refusal(step_dir) == ""
-    found = {name: torch.zeros_like(x) for name, x in WEIGHTS.items()}
-    load_tensors(found, step_dir / "shards", alone=True)
-    assert all(torch.equal(found[name], x) for name, x in WEIGHTS.items())
+    loaded = {name: torch.zeros_like(x) for name, x in WEIGHTS.items()}
+    load_tensors(loaded, step_dir / "shards", alone=True)
+    assert all(torch.equal(loaded[name], x) for name, x in WEIGHTS.items())
     assert read_state_file(step_dir / "ranks/rank_0.pt").keys() == {"schedules", "random"}
 
 
 @pytest.mark.parametrize("is_listed", [True, False])
 @pytest.mark.parametrize("file", [name for name in FILES if name != folders.MARKER])
 def test_a_flipped_bit_is_found(sound: Path, tmp_path: Path, file: str, is_listed: bool) -> None:
-    """In any file that is listed; in tensors by their own checksums, which torch does not read."""
+    """In any listed file; in tensors by their own checksums, which torch does not check."""
     step_dir = Path(shutil.copytree(sound, tmp_path / "global_step_3"))
     if not is_listed:
         (step_dir / folders.MARKER).write_text("3\n")
@@ -169,7 +169,7 @@ def test_a_flipped_bit_is_found(sound: Path, tmp_path: Path, file: str, is_liste
 def test_a_state_of_other_types_is_refused(
     sound: Path, tmp_path: Path, change: dict[str, Any]
 ) -> None:
-    """What the driver would stumble over after all engines are up."""
+    """It would make the driver fail after all engines have started."""
     step_dir = Path(shutil.copytree(sound, tmp_path / "global_step_3"))
     (step_dir / folders.MARKER).write_text("3\n")
     folders.write_state(step_dir, {**STATE, **change})
@@ -181,16 +181,16 @@ def bytes_for_a_tensor(metadata: Any, shards: Path) -> None:
 
 
 def another_folder(metadata: Any, shards: Path) -> None:
-    torch.save(Deed(), shards.parent / "outside")
-    for place in metadata.storage_data.values():
-        place.relative_path = "../outside"
+    torch.save(Attack(), shards.parent / "outside")
+    for location in metadata.storage_data.values():
+        location.relative_path = "../outside"
 
 
 def no_chunk(metadata: Any, shards: Path) -> None:
     metadata.state_dict_metadata["actor.optim.m"].chunks.clear()
 
 
-def no_place(metadata: Any, shards: Path) -> None:
+def no_location(metadata: Any, shards: Path) -> None:
     del metadata.storage_data[MetadataIndex("actor.optim.m", torch.Size([0]))]
 
 
@@ -213,13 +213,13 @@ def no_metadata(metadata: Any, shards: Path) -> None:
 
 @pytest.mark.parametrize(
     "forge",
-    [bytes_for_a_tensor, another_folder, no_chunk, no_place, a_longer_file, another_tensor,
+    [bytes_for_a_tensor, another_folder, no_chunk, no_location, a_longer_file, another_tensor,
      another_size, no_metadata],
 )  # fmt: skip
 def test_a_forged_table_of_tensors_is_refused(
     sound: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forge: Callable[[Any, Path], None]
 ) -> None:
-    """Objects that torch would unpickle, files elsewhere, and tensors that are not all there."""
+    """Objects that torch would unpickle, files elsewhere, and incomplete tensors."""
     monkeypatch.chdir(tmp_path)
     step_dir = Path(shutil.copytree(sound, tmp_path / "global_step_3"))
     (step_dir / folders.MARKER).write_text("3\n")
@@ -232,7 +232,7 @@ def test_a_forged_table_of_tensors_is_refused(
 
 @pytest.mark.parametrize("content", ["[1]", "{", '{"actor": 5}', '{"actor": {}}'])
 def test_damaged_adapters_are_refused(sound: Path, tmp_path: Path, content: str) -> None:
-    """By the export, which needs all of it."""
+    """By the export, which needs them."""
     step_dir = Path(shutil.copytree(sound, tmp_path / "global_step_3"))
     (step_dir / ADAPTERS_FILE).write_text(content)
     with pytest.raises(UserError, match=ADAPTERS_FILE):
@@ -240,7 +240,7 @@ def test_damaged_adapters_are_refused(sound: Path, tmp_path: Path, content: str)
 
 
 def test_an_earlier_checkpoint_is_named(sound: Path, tmp_path: Path) -> None:
-    """A run whose newest checkpoint is damaged is told which one to go on from."""
+    """The error of a damaged newest checkpoint names an earlier one to resume from."""
     for step in (2, 3):
         shutil.copytree(sound, tmp_path / f"global_step_{step}")
     (tmp_path / "global_step_3/ranks/rank_0.pt").write_bytes(b"")
@@ -251,10 +251,10 @@ def test_an_earlier_checkpoint_is_named(sound: Path, tmp_path: Path) -> None:
     assert json.loads((tmp_path / "global_step_2" / folders.MARKER).read_text())["files"]
 
 
-def test_a_run_is_told_before_any_work(
+def test_a_damaged_checkpoint_is_reported_before_any_work(
     sound: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As a user meets it: status 2 and one line from the command, before Ray is started."""
+    """As users see it: status 2 and one line from the command, before Ray is started."""
     monkeypatch.setattr(run, "start_ray", None)
     write_rows(tmp_path / "rows.parquet")
     model = tiny_model(tmp_path / "model")

@@ -1,4 +1,4 @@
-"""Folders of checkpoints: whole or absent at every moment; the driver's state comes back."""
+"""Checkpoint folders: complete or absent at every moment; the driver's state is restored."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FORK = multiprocessing.get_context("fork")
 
 
 def run_and_die(work: Callable[[], object]) -> None:
-    """Run `work`, which kills its own process."""
+    """Run `work`, which kills its own process, in a fork."""
     process = FORK.Process(target=work)
     process.start()
     process.join(60)
@@ -31,14 +31,14 @@ def run_and_die(work: Callable[[], object]) -> None:
 
 
 def save(root: Path, step: int) -> Path:
-    """A checkpoint that holds its step."""
+    """Write a checkpoint that contains its step."""
     with writing(root, step) as folder:
         folders.write_state(folder, {"step": step})
     return folders.step_folder(root, step)
 
 
-def test_only_whole_checkpoints_are_found(tmp_path: Path) -> None:
-    """Folders without marker, or still under their temporary name, are never picked up."""
+def test_only_complete_checkpoints_are_found(tmp_path: Path) -> None:
+    """Folders without marker, or with a temporary name, are never resumed from."""
     assert folders.latest(tmp_path) is None
     for step in (2, 10):
         with writing(tmp_path, step) as folder:
@@ -55,7 +55,7 @@ def test_only_whole_checkpoints_are_found(tmp_path: Path) -> None:
 
 
 def test_line_21_a_run_killed_while_saving_leaves_the_previous_checkpoint(tmp_path: Path) -> None:
-    """A process that dies in the middle of writing costs that checkpoint only."""
+    """A process that dies while writing loses only that checkpoint."""
     with writing(tmp_path, 1) as folder:
         folders.write_state(folder, {"step": 1})
 
@@ -71,11 +71,13 @@ def test_line_21_a_run_killed_while_saving_leaves_the_previous_checkpoint(tmp_pa
         assert list(folder.iterdir()) == []
 
 
-def test_the_rest_of_a_killed_run_is_removed_at_the_next_start(tmp_path: Path) -> None:
-    """What a dead process left half-written goes; whole checkpoints and other folders stay."""
+def test_half_written_checkpoints_are_removed_at_the_next_start(tmp_path: Path) -> None:
+    """Complete checkpoints and other folders stay."""
     save(tmp_path, 1)
     run_and_die(lambda: (folders.begin(tmp_path, 2), os.kill(os.getpid(), signal.SIGKILL)))
-    (tmp_path / "global_step_7").mkdir()  # another framework's: no marker, but not ours to delete
+    (
+        tmp_path / "global_step_7"
+    ).mkdir()  # another framework's checkpoint: it has no marker, but must not be deleted
     (tmp_path / "model.tmp").mkdir()
     assert len(list(tmp_path.glob("global_step_2.*.tmp"))) == 1
     folders.clean_up(tmp_path)
@@ -87,7 +89,7 @@ def test_the_rest_of_a_killed_run_is_removed_at_the_next_start(tmp_path: Path) -
 def test_no_moment_of_a_replacement_loses_both(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Killed at any rename while step 1 is saved again, the next start finds a whole step 1."""
+    """Killed at any rename while step 1 is saved again, the next start finds a complete step 1."""
     real, calls = os.replace, 0
 
     def dying(*names: Path) -> None:
@@ -104,10 +106,10 @@ def test_no_moment_of_a_replacement_loses_both(
         save(root, 1)
         calls = 0
         monkeypatch.setattr(folders.os, "replace", dying)
-        part = folders.begin(root, 1)
-        folders.write_state(part.folder, {"step": 1, "again": True})
+        pending = folders.begin(root, 1)
+        folders.write_state(pending.folder, {"step": 1, "again": True})
         with pytest.raises(KeyboardInterrupt):
-            folders.publish(part)
+            folders.publish(pending)
         monkeypatch.setattr(folders.os, "replace", real)
         folders.clean_up(root)
         found = folders.latest(root)
@@ -115,41 +117,41 @@ def test_no_moment_of_a_replacement_loses_both(
         assert len(list(root.iterdir())) == 1
 
 
-def test_a_whole_checkpoint_gives_way_to_none_that_was_not_published(tmp_path: Path) -> None:
-    """Killed with both whole, before the older one lost its marker: that one stays as it was."""
+def test_a_complete_checkpoint_is_not_replaced_by_an_unpublished_one(tmp_path: Path) -> None:
+    """Killed when both are complete, before the older one lost its marker: the older one stays."""
     save(tmp_path, 1)
-    part = folders.begin(tmp_path, 1)
-    folders.write_state(part.folder, {"step": 1, "again": True})
-    (part.folder / folders.MARKER).touch()
+    pending = folders.begin(tmp_path, 1)
+    folders.write_state(pending.folder, {"step": 1, "again": True})
+    (pending.folder / folders.MARKER).touch()
     folders.clean_up(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["global_step_1"]
     assert folders.read_state(tmp_path / "global_step_1") == {"step": 1}
 
 
-def test_what_a_marker_vouches_for_is_on_disk(
+def test_all_files_are_on_disk_before_the_marker(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Files and folders before the marker, it and its folder before the name, then the name."""
+    """Files and folders before the marker, the marker and its folder before the rename, then it."""
     events: list[tuple[str, str]] = []
     fsync, replace = os.fsync, os.replace
-    part = folders.begin(tmp_path, 1)
-    (part.folder / "shards").mkdir()
+    pending = folders.begin(tmp_path, 1)
+    (pending.folder / "shards").mkdir()
     for name in ("shards/a.distcp", folders.STATE_FILE):
-        (part.folder / name).write_text("{}")
+        (pending.folder / name).write_text("{}")
 
-    def noted_fsync(handle: int) -> None:
-        state = "marked" if (part.folder / folders.MARKER).exists() else "unmarked"
+    def recording_fsync(handle: int) -> None:
+        state = "marked" if (pending.folder / folders.MARKER).exists() else "unmarked"
         path = os.readlink(f"/proc/self/fd/{handle}")
-        events.append((path.removeprefix(str(part.folder)), state))
+        events.append((path.removeprefix(str(pending.folder)), state))
         fsync(handle)
 
-    def noted_replace(old: Path, new: Path) -> None:
+    def recording_replace(old: Path, new: Path) -> None:
         events.append(("replace", ""))
         replace(old, new)
 
-    monkeypatch.setattr(folders.os, "fsync", noted_fsync)
-    monkeypatch.setattr(folders.os, "replace", noted_replace)
-    folders.publish(part)
+    monkeypatch.setattr(folders.os, "fsync", recording_fsync)
+    monkeypatch.setattr(folders.os, "replace", recording_replace)
+    folders.publish(pending)
     inside = {"/shards", "/shards/a.distcp", f"/{folders.STATE_FILE}"}
     assert {(path, "unmarked") for path in inside} == set(events[: len(inside)])
     assert events[len(inside) :] == [
@@ -161,7 +163,7 @@ def test_what_a_marker_vouches_for_is_on_disk(
 def test_files_are_compared_by_content_up_to_a_size(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """That size included; of a larger one its bytes are counted, and tensors have checksums."""
+    """Including that size; for larger files only the size, since tensors have checksums."""
     monkeypatch.setattr(folders, "HASHED_BYTES", 3)
     with writing(tmp_path, 1) as folder:
         (folder / "small").write_text("abc")
@@ -175,7 +177,7 @@ def test_files_are_compared_by_content_up_to_a_size(
 
 
 def test_later_steps_of_an_earlier_run_are_set_aside(tmp_path: Path) -> None:
-    """A run that starts at step 2 is never resumed from another run's step 5, which is kept."""
+    """A run that starts at step 2 never resumes from another run's step 5, which is kept."""
     for step in (1, 2, 5):
         save(tmp_path, step)
     (tmp_path / "validation").mkdir()
@@ -187,8 +189,8 @@ def test_later_steps_of_an_earlier_run_are_set_aside(tmp_path: Path) -> None:
     assert len(list(tmp_path.glob("set_aside/*"))) == 1
 
 
-def test_a_run_that_begins_anew_has_no_validations_of_another(tmp_path: Path) -> None:
-    """Dialogues of an earlier run are set aside with its checkpoints."""
+def test_a_fresh_run_has_no_validations_of_another(tmp_path: Path) -> None:
+    """Validation dialogues of an earlier run are set aside with its checkpoints."""
     save(tmp_path, 1)
     (tmp_path / "validation").mkdir()
     (tmp_path / "validation" / "step_3.jsonl").touch()
@@ -201,8 +203,8 @@ def draw() -> tuple[float, float, float]:
     return random.random(), float(np.random.random()), float(torch.rand(()))
 
 
-def test_random_states_of_the_driver_come_back(tmp_path: Path) -> None:
-    """Python, NumPy and torch draw again what they drew after the save."""
+def test_random_states_of_the_driver_are_restored(tmp_path: Path) -> None:
+    """Python, NumPy and torch draw the same numbers again."""
     write_driver_random(tmp_path)
     drawn = draw()
     assert draw() != drawn
@@ -211,7 +213,7 @@ def test_random_states_of_the_driver_come_back(tmp_path: Path) -> None:
 
 
 def test_a_state_goes_through_json(tmp_path: Path) -> None:
-    """Every part of it, with the run's identity beside."""
+    """Every field, stored together with the run's identity."""
     state = RunState(
         3, {"epoch": 1}, 0.5, {"stage": 2}, {"healthy": 1}, {"value": 0.25, "step": 2}, 0.125,
         {"loss": 1.5},
@@ -223,7 +225,7 @@ def test_a_state_goes_through_json(tmp_path: Path) -> None:
 
 
 def test_an_older_state_is_read(tmp_path: Path) -> None:
-    """Checkpoints from before the guard and the best metric have less."""
+    """Checkpoints from before the guard and the best metric lack those keys."""
     step_dir = tmp_path / "global_step_2"
     step_dir.mkdir()
     write_state(step_dir, {"step": 2, "sampler": {}, "kl_coef": 0.1})

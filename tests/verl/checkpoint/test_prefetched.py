@@ -1,4 +1,4 @@
-"""Finished trajectories in a checkpoint: what comes back is what was there."""
+"""Finished trajectories of later steps in a checkpoint are read back unchanged."""
 
 import math
 from pathlib import Path
@@ -14,41 +14,45 @@ START = start_trajectory(Prompt("q", (1, 2), "nq", ("a",), text="who"), "3/0", s
 
 
 def finished(version: int = 5, status: Status = Status.ANSWERED) -> Trajectory:
-    """Two turns, the second of which new weights cut; not all log-probs were told."""
-    said = Segment(Origin.POLICY, (3, 4), "é\n", (-0.1, math.nan), version)
-    seen = Segment(Origin.OBSERVATION, (7,), "doc")
-    cut = Segment(Origin.POLICY, (8, 9), "b", (-1 / 3, -np.float32(0.7).item()), version,
+    """Return two turns, the second interrupted by new weights, with one log-prob missing."""
+    first = Segment(Origin.POLICY, (3, 4), "é\n", (-0.1, math.nan), version)
+    observation = Segment(Origin.OBSERVATION, (7,), "doc")
+    interrupted = Segment(Origin.POLICY, (8, 9), "b", (-1 / 3, -np.float32(0.7).item()), version,
                   (version - 1, version))  # fmt: skip
     stats = {"turns": 2.0, "wait_s": np.float32(0.5), "none": math.nan}
-    return Trajectory(START.prompt, [*START.segments, said, seen, cut], status, stats,
-                      {"retries": 1}, "3/0", 1, 9, replica=2)  # fmt: skip
+    segments = [*START.segments, first, observation, interrupted]
+    return Trajectory(START.prompt, segments, status, stats, {"retries": 1}, "3/0", 1, 9, replica=2)
 
 
 def test_a_trajectory_comes_back_to_the_last_bit(tmp_path: Path) -> None:
-    """Its tokens, log-probs, versions and counts, on the prompt and seed of its start."""
-    name = ("3/0", 1, False)
-    prefetched.write(tmp_path, {name: finished()}, newest=5)
-    (row,) = prefetched.read(tmp_path).values()
-    assert row.versions == {4, 5}
-    again = row.to_trajectory(START)
-    assert again is not None and repr(again) == repr(finished()).replace("np.float32(0.5)", "0.5")
+    """Its tokens, log-probs, versions and counts, with the prompt and seed of its start."""
+    key = ("3/0", 1, False)
+    prefetched.write(tmp_path, {key: finished()}, newest=5)
+    (entry,) = prefetched.read(tmp_path).values()
+    assert entry.versions == {4, 5}
+    trajectory = entry.to_trajectory(START)
+    assert trajectory is not None and repr(trajectory) == repr(finished()).replace(
+        "np.float32(0.5)", "0.5"
+    )
     other = start_trajectory(Prompt("q", (1, 3), "nq", ("a",)), "3/0", sample=1)
-    assert row.to_trajectory(other) is None  # the data say something else now
+    assert entry.to_trajectory(other) is None  # the prompt in the data has changed
 
 
-def test_what_broke_is_of_later_weights_or_cannot_be_written_is_left_out(tmp_path: Path) -> None:
-    """It is sampled again after a resume."""
-    broken, late, strange = finished(status=Status.FAILED), finished(6), finished()
-    strange.stats["own"] = object()  # type: ignore[assignment]
-    found = {(f"3/{i}", 0, False): t for i, t in enumerate((broken, late, strange, finished()))}
-    prefetched.write(tmp_path, found, newest=5)
+def test_failed_too_new_and_unwritable_trajectories_are_left_out(tmp_path: Path) -> None:
+    """They are sampled again after a resume."""
+    failed, late, unwritable = finished(status=Status.FAILED), finished(6), finished()
+    unwritable.stats["own"] = object()  # type: ignore[assignment]
+    trajectories = {
+        (f"3/{i}", 0, False): t for i, t in enumerate((failed, late, unwritable, finished()))
+    }
+    prefetched.write(tmp_path, trajectories, newest=5)
     assert list(prefetched.read(tmp_path)) == [("3/3", 0, False)]
 
 
-def test_a_checkpoint_without_the_file_has_none_and_a_damaged_one_is_refused(
+def test_a_missing_file_means_no_trajectories_and_a_damaged_one_is_refused(
     tmp_path: Path,
 ) -> None:
-    """In one line that names the file."""
+    """With one line that names the file."""
     assert prefetched.read(tmp_path) == {}
     prefetched.write(tmp_path, {("3/0", 1, False): finished()}, newest=5)
     text = (tmp_path / prefetched.FILE).read_text()

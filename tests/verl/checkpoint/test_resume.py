@@ -1,4 +1,4 @@
-"""A run goes on from its own checkpoints; another run's are refused with every difference."""
+"""A run resumes from its own checkpoints; others are refused with every difference."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -37,7 +37,7 @@ def config(tmp_path: Path) -> Iterator[Config]:
 
 
 def differences(config: Config, served: dict[str, str] = SERVED) -> str:
-    """What the refusal says; empty where the run may go on."""
+    """Return the error of a resume; empty if the run may resume."""
     try:
         check_resume(config, identity(config, served))
     except ConfigError as error:
@@ -53,8 +53,8 @@ def set_option(config: Config, key: str, value: Any) -> None:
     setattr(target, name, value)
 
 
-def test_the_same_run_goes_on_elsewhere(config: Config, tmp_path: Path) -> None:
-    """Files that moved with the same content, and other devices, are no difference."""
+def test_the_same_run_may_resume_elsewhere(config: Config, tmp_path: Path) -> None:
+    """Moved files with the same content, and other devices, are no difference."""
     for name in ("train", "val"):
         moved = tmp_path / "moved" / f"{name}.parquet"
         moved.parent.mkdir(exist_ok=True)
@@ -68,16 +68,16 @@ def test_the_same_run_goes_on_elsewhere(config: Config, tmp_path: Path) -> None:
 
 
 def test_another_offload_is_no_difference(config: Config, caplog: pytest.LogCaptureFixture) -> None:
-    """A run that goes on with other devices may choose otherwise: neither refused nor told."""
+    """A run on other devices may choose other offloading: neither refused nor logged."""
     for chosen in (offload_everything(config), fill_undecided(config)):
         assert differences(chosen) == ""
     assert caplog.text == ""
 
 
-def test_a_home_that_a_checkpoint_has_as_typed_is_no_difference(
+def test_an_unexpanded_home_in_a_checkpoint_is_no_difference(
     config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Paths were kept with their `~`; today's stand there, alone, in lists and in stages."""
+    """Older checkpoints stored paths with `~`: as values, in lists and in stages."""
     stage = {"name": "~/r.py:f", "steps": 3}
     monkeypatch.setenv("HOME", str(tmp_path))
     present, saved = identity(config, SERVED), identity(config, SERVED)
@@ -94,7 +94,7 @@ def test_a_home_that_a_checkpoint_has_as_typed_is_no_difference(
 def test_other_content_is_refused_by_name_and_may_be_accepted(
     config: Config, tmp_path: Path, name: str
 ) -> None:
-    """Each fingerprint is told with what accepts it; accepting one accepts no other."""
+    """The error has the option that accepts each fingerprint; it accepts no other one."""
     files = {"data": "train.parquet", "validation": "val.parquet",
              "model": "model/model.safetensors"}  # fmt: skip
     served = {**SERVED, name: "other"} if name in SERVED else SERVED
@@ -111,7 +111,7 @@ def test_other_content_is_refused_by_name_and_may_be_accepted(
 
 
 def test_another_experiment_is_refused_with_every_difference(config: Config) -> None:
-    """All differing options are listed at once, and can be accepted one by one."""
+    """All differing options are listed at once and can be accepted individually."""
     config.trainer.seed, config.max_turns = 5, 4
     config.reward_model.weights = {"em": 1.0}
     text = differences(config)
@@ -132,20 +132,20 @@ def test_another_experiment_is_refused_with_every_difference(config: Config) -> 
         ("algorithm.adv_estimator", "gae"),
     ],
 )
-def test_what_the_saved_state_cannot_serve_is_never_accepted(
+def test_options_that_the_saved_state_does_not_fit_are_never_accepted(
     config: Config, key: str, value: Any
 ) -> None:
-    """Another data order, adapter, or a critic that was not saved: no option helps."""
+    """Another data order, adapter, or a critic that was not saved cannot be accepted."""
     set_option(config, key, value)
     config.trainer.resume_anyway = [key]
     assert f"{key}: got" in differences(config)
     assert "cannot be used with another value" in differences(config)
 
 
-def test_a_changed_learning_rate_is_told_and_taken(
+def test_a_changed_learning_rate_is_logged_and_used(
     config: Config, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The guard advises a lower rate after a collapse: it must not be refused, nor go unsaid."""
+    """The guard advises a lower rate after a collapse, so it must not be refused."""
     config.actor_rollout_ref.actor.optim.lr = 1e-7
     assert differences(config) == ""
     assert "actor_rollout_ref.actor.optim.lr: got 1e-07, the checkpoint has 1e-06" in caplog.text
@@ -154,8 +154,8 @@ def test_a_changed_learning_rate_is_told_and_taken(
     assert 'trainer.compute_dtype: got "float32", the checkpoint has "auto"' in caplog.text
 
 
-def test_what_cannot_be_compared_is_told(config: Config, caplog: pytest.LogCaptureFixture) -> None:
-    """What an older checkpoint did not keep; but a retriever that says no more is another one."""
+def test_a_missing_fingerprint_is_logged(config: Config, caplog: pytest.LogCaptureFixture) -> None:
+    """If an older checkpoint lacks it; but if the retriever no longer reports it, it is refused."""
     assert differences(config, {**SERVED, "tokenizer": "t1"}) == ""
     assert "tokenizer: got t1, the checkpoint has None" in caplog.text
     text = differences(config, {})
@@ -163,7 +163,7 @@ def test_what_cannot_be_compared_is_told(config: Config, caplog: pytest.LogCaptu
 
 
 def test_a_new_run_is_compared_with_nothing(config: Config) -> None:
-    """`disable`, and a folder without checkpoint, start whatever the options."""
+    """`disable`, and a folder without checkpoint, allow any options."""
     config.trainer.seed = 9
     own = dataclasses.replace(config.trainer, default_local_dir="nowhere")
     assert differences(dataclasses.replace(config, trainer=own)) == ""
@@ -175,7 +175,7 @@ def test_a_new_run_is_compared_with_nothing(config: Config) -> None:
 def test_every_option_is_compared_as_its_field_says(
     config: Config, key: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The four kinds: refused for good, refused until accepted, logged, or neither."""
+    """The four kinds: always refused, refused until accepted, logged, or neither."""
     kind, option = known_options()[key].limits.resume, known_options()[key]
     present = identity(config, SERVED)
     *sections, name = key.split(".")
@@ -195,8 +195,8 @@ def test_every_option_is_compared_as_its_field_says(
         check_resume(config, present)
 
 
-def test_what_only_the_machine_decides_is_free() -> None:
-    """Nobody is refused for other devices; the sections of a machine stay so as options come."""
+def test_options_about_the_machine_may_differ() -> None:
+    """Other devices are never refused, also with options that are added to these sections."""
     kinds = {key: option.limits.resume for key, option in known_options().items()}
     assert set(flat(dataclasses.asdict(Config()))) == set(kinds)
     devices = ("actor_rollout_ref.actor.fsdp_config", "critic.model.fsdp_config", "trainer.guard")

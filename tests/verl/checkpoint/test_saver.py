@@ -1,4 +1,4 @@
-"""When checkpoints are due, which are kept, and what a failed write does."""
+"""When checkpoints are due, which are kept, and what happens after a failed write."""
 
 import threading
 from pathlib import Path
@@ -13,7 +13,7 @@ from verl.errors import SaveError
 
 
 class SlowRanks:
-    """Ranks whose background write ends when it is let go, and may fail."""
+    """Ranks whose background write ends when `go_on` is set, and may fail."""
 
     def __init__(self) -> None:
         self.go_on = threading.Event()
@@ -66,7 +66,7 @@ def names(root: Path) -> list[str]:
 
 
 def test_a_checkpoint_appears_when_all_have_written_it(saver: Saver, ranks: SlowRanks) -> None:
-    """While ranks write, training goes on and nothing is there to resume from."""
+    """While ranks write, training continues and there is nothing to resume from."""
     saver.save(state(1))
     assert folders.latest(saver.root) is None
     saver.poll()
@@ -77,11 +77,11 @@ def test_a_checkpoint_appears_when_all_have_written_it(saver: Saver, ranks: Slow
     assert folders.read_state(saver.root / "global_step_1")["step"] == 1
 
 
-def test_what_lies_beside_is_written_with_the_ranks_part(saver: Saver, ranks: SlowRanks) -> None:
-    """In the background, when they have written theirs; before anybody can resume from it."""
+def test_extra_files_are_written_with_the_ranks_shards(saver: Saver, ranks: SlowRanks) -> None:
+    """In the background, after the shards and before the checkpoint can be resumed from."""
     saver.save(state(1), write_extra=lambda folder: (folder / "own").touch())
-    (part,) = saver.root.iterdir()
-    assert not (part / "own").exists()
+    (pending,) = saver.root.iterdir()
+    assert not (pending / "own").exists()
     ranks.go_on.set()
     saver.finish_pending()
     saver.save(state(2), wait=True, write_extra=lambda folder: (folder / "own").touch())
@@ -89,8 +89,8 @@ def test_what_lies_beside_is_written_with_the_ranks_part(saver: Saver, ranks: Sl
     assert len(listed) == 2 and all('"own"' in text for text in listed)
 
 
-def test_a_write_does_not_hold_the_process_back(saver: Saver, ranks: SlowRanks) -> None:
-    """Where the run ends in the midst of one, its thread ends with it."""
+def test_a_write_does_not_keep_the_process_from_exiting(saver: Saver, ranks: SlowRanks) -> None:
+    """If the run ends during a write, its thread ends too."""
     saver.save(state(1))
     [thread] = [thread for thread in threading.enumerate() if thread.name == "checkpoint"]
     assert thread.daemon
@@ -99,7 +99,7 @@ def test_a_write_does_not_hold_the_process_back(saver: Saver, ranks: SlowRanks) 
 
 
 def test_the_first_write_of_a_run_may_fail(saver: Saver, ranks: SlowRanks) -> None:
-    """As any later one that comes alone."""
+    """Like any later single failure."""
     ranks.go_on.set()
     ranks.problem = "full"
     saver.save(state(1))
@@ -108,15 +108,15 @@ def test_the_first_write_of_a_run_may_fail(saver: Saver, ranks: SlowRanks) -> No
 
 
 @pytest.mark.parametrize(
-    ("place", "last_step"), [("b", 3), ("b/../b", 3), ("a", None), ("c", None), ("b/x", None)]
+    ("folder", "last_step"), [("b", 3), ("b/../b", 3), ("a", None), ("c", None), ("b/x", None)]
 )
-def test_only_a_checkpoint_of_its_own_need_not_be_written_again(
-    place: str, last_step: int | None, ranks: SlowRanks, tmp_path: Path
+def test_only_the_runs_own_checkpoint_is_not_written_again(
+    folder: str, last_step: int | None, ranks: SlowRanks, tmp_path: Path
 ) -> None:
-    """A run that goes on from another folder writes that step into its own."""
+    """A run that resumes from another folder writes that step into its own folder."""
     saver = Saver(TrainerConfig(), tmp_path / "b", ranks)
     saver.root.mkdir()
-    saver.record_resume(tmp_path / place / "global_step_3")
+    saver.record_resume(tmp_path / folder / "global_step_3")
     assert saver.last_step == last_step
 
 
@@ -130,10 +130,10 @@ def test_the_next_save_waits_for_the_one_before(saver: Saver, ranks: SlowRanks) 
 
 
 @pytest.mark.parametrize(("can_copy", "is_async"), [(False, True), (True, False)])
-def test_without_room_for_a_copy_training_waits(
+def test_without_memory_for_a_copy_training_waits(
     saver: Saver, ranks: SlowRanks, can_copy: bool, is_async: bool
 ) -> None:
-    """A host whose memory does not hold the copy is not brought down by it."""
+    """A host whose memory is too small for the copy does not run out of memory."""
     ranks.can_copy, saver.config.async_save = can_copy, is_async
     saver.save(state(1))
     assert ranks.calls == ["save"]
@@ -144,7 +144,7 @@ def test_without_room_for_a_copy_training_waits(
 def test_a_failed_write_does_not_end_the_run_but_a_second_does(
     saver: Saver, ranks: SlowRanks, is_async: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The first is told, with the checkpoint that is left; nothing of it stays on disk."""
+    """The first is logged with the last good checkpoint, and its files are removed."""
     saver.config.async_save = is_async
     ranks.go_on.set()
     lost: list[int] = []
@@ -165,28 +165,28 @@ def test_a_failed_write_does_not_end_the_run_but_a_second_does(
     saver.save(state(4))
     saver.finish_pending()
     ranks.problem = "again"
-    saver.save(state(5))  # a success in between: the count begins anew
+    saver.save(state(5))  # a success in between restarts the count
     saver.finish_pending()
 
 
 def test_the_last_save_of_a_run_may_not_fail(saver: Saver, ranks: SlowRanks) -> None:
-    """An interrupted run does not say it was saved when it was not."""
+    """An interrupted run must not report that it was saved if it was not."""
     ranks.problem = "full"
     with pytest.raises(SaveError, match="there is none before it"):
         saver.save(state(1), wait=True)
     assert names(saver.root) == []
 
 
-@pytest.mark.parametrize("begins", [True, False])
+@pytest.mark.parametrize("is_started", [True, False])
 def test_an_interrupted_write_leaves_nothing(
-    saver: Saver, ranks: SlowRanks, begins: bool, monkeypatch: pytest.MonkeyPatch
+    saver: Saver, ranks: SlowRanks, is_started: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ctrl-C while ranks write, or before there is a folder, goes on as what it is."""
+    """Ctrl-C while ranks write, or before there is a folder, is raised unchanged."""
 
     def interrupted(*_: object) -> PendingCheckpoint:
         raise KeyboardInterrupt
 
-    if begins:
+    if is_started:
         monkeypatch.setattr(ranks, "save_checkpoint", interrupted)
     else:
         monkeypatch.setattr(folders, "begin", interrupted)
@@ -202,19 +202,19 @@ def fill(saver: Saver, ranks: SlowRanks, scores: list[float | None]) -> None:
 
 
 def test_the_newest_and_the_best_are_kept(saver: Saver, ranks: SlowRanks) -> None:
-    """Of six checkpoints, two newest and two best by score stay; the later of equals is better."""
+    """Of six checkpoints, the newest two and the best two stay; the later of equals is better."""
     saver.config.keep_last, saver.config.keep_best = 2, 2
     fill(saver, ranks, [0.5, 0.9, None, 0.5, 0.1, 0.2])
     assert names(saver.root) == [f"global_step_{step}" for step in (2, 4, 5, 6)]
 
 
-def test_what_the_guard_needs_is_kept(saver: Saver, ranks: SlowRanks) -> None:
-    """The newest healthy one on disk, and the steps that the guard names, outlive `keep_last`."""
+def test_checkpoints_that_the_guard_needs_are_kept(saver: Saver, ranks: SlowRanks) -> None:
+    """The newest healthy one, and the steps that the guard protects, whatever `keep_last`."""
     saver.config.keep_last, saver.config.keep_best = 1, 0
     saver.protected = lambda: {3}
     fill(saver, ranks, [None])
     folders.mark_healthy(saver.root / "global_step_1")
-    fill(saver, ranks, [None])  # step 1 again, unproven: nothing is healthy now
+    fill(saver, ranks, [None])  # step 1 is written again without the mark: nothing is healthy now
     saver.protected = set
     for step in (2, 3):
         saver.save(state(step), wait=True)
@@ -225,8 +225,8 @@ def test_what_the_guard_needs_is_kept(saver: Saver, ranks: SlowRanks) -> None:
     assert names(saver.root) == [f"global_step_{step}" for step in (3, 4, 6)]
 
 
-def test_how_long_a_save_takes_is_known_from_the_first_on(saver: Saver, ranks: SlowRanks) -> None:
-    """By size at first (6 GB at 200 MB/s), then as the longest took, to the end of its writing."""
+def test_the_expected_duration_of_a_save(saver: Saver, ranks: SlowRanks) -> None:
+    """At first by size (6 GB at 200 MB/s), then that of the longest save, with its write."""
     assert saver.expected_s() == 30.0
     ranks.go_on.set()
     saver.save(state(1))
@@ -259,13 +259,13 @@ def test_checkpoints_are_due_by_steps_and_by_minutes() -> None:
     assert not plan.is_due(10)
 
 
-def test_an_old_checkpoint_that_stays_is_no_failed_write(
+def test_a_failed_deletion_is_not_a_failed_write(
     saver: Saver,
     ranks: SlowRanks,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Where one cannot be deleted, that is said of it; the run goes on with the new ones."""
+    """A checkpoint that cannot be deleted is logged, and the run continues."""
 
     def denied(step_dir: Path) -> None:
         if step_dir.exists():
@@ -279,10 +279,10 @@ def test_an_old_checkpoint_that_stays_is_no_failed_write(
     assert "could not be written" not in caplog.text
 
 
-def test_a_write_that_a_lost_rank_holds_up_is_told_as_that(
+def test_a_write_that_a_lost_rank_delays_is_reported_as_such(
     saver: Saver, ranks: SlowRanks, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The end of the run waits for it a little, and blames no disk."""
+    """The end of the run waits for a limited time, and the message does not blame the disk."""
     saver.save(state(1))
     saver.close(timeout_s=0.01)
     assert "step 1 was not completed within 0.01 s" in caplog.text

@@ -1,4 +1,4 @@
-"""Checkpoints: whole or absent, and resumed as if nothing had happened. One and two real ranks."""
+"""Checkpoints of one and two real ranks: complete, exact, and resumed as if never stopped."""
 
 import os
 from pathlib import Path
@@ -19,14 +19,14 @@ from verl.packing import split_by_work
 
 
 def publish(root: Path) -> None:
-    """What the driver does when all ranks have written."""
+    """Publish the checkpoint as the driver does when all ranks have written."""
     (root / "global_step_3.tmp" / folders.MARKER).touch()
     os.replace(root / "global_step_3.tmp", root / "global_step_3")
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
-    """The same training by one rank and by two, each with a checkpoint."""
+    """The same training on one rank and on two, each with a checkpoint."""
     root = tmp_path_factory.mktemp("runs")
     model = save_tiny(root / "model")
     found = SimpleNamespace(model=model, root=root)
@@ -38,7 +38,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     return found
 
 
-def test_two_ranks_learn_as_one_does(runs: SimpleNamespace) -> None:
+def test_two_ranks_train_as_one_does(runs: SimpleNamespace) -> None:
     """Losses, gradient norms and updated weights do not depend on the number of ranks."""
     for one, two in zip(runs.one[0]["metrics"], runs.two[0]["metrics"], strict=True):
         uneven = {k for k in one if k.endswith("num_micro_batches")}
@@ -52,8 +52,8 @@ def test_two_ranks_learn_as_one_does(runs: SimpleNamespace) -> None:
         torch.testing.assert_close(two[name], x, rtol=1e-3, atol=2e-4)
 
 
-def test_two_ranks_answer_as_one_does(runs: SimpleNamespace) -> None:
-    """Log-probs and values of the shards are those of the whole batch; the reference is frozen."""
+def test_two_ranks_compute_as_one_does(runs: SimpleNamespace) -> None:
+    """Log-probs and values of shards equal those of the whole batch; the reference is frozen."""
     parts = split_by_work(make_batch(rank_bodies.LENGTHS, 0), 2).parts
     for name, tolerance in (("log_probs", 1e-4), ("values", 1e-3)):
         whole = torch.split(runs.one[0][name], rank_bodies.LENGTHS)
@@ -69,7 +69,7 @@ def test_two_ranks_answer_as_one_does(runs: SimpleNamespace) -> None:
 def test_line_21_a_resumed_run_goes_on_as_if_never_stopped(
     runs: SimpleNamespace, saved: str
 ) -> None:
-    """The next update's metrics are the uninterrupted run's, also with another number of ranks."""
+    """The next update has the same metrics, also with another number of ranks."""
     root = runs.root / saved
     resumed = run_ranks(1, rank_bodies.resume, runs.model, str(root))
     assert resumed[0]["random"] == getattr(runs, saved)[0]["random"]
@@ -83,21 +83,21 @@ def test_line_21_a_resumed_run_goes_on_as_if_never_stopped(
     assert all(torch.equal(after[name], x) for name, x in before.items())
 
 
-@pytest.mark.parametrize("way", ["shared", "sent"])
+@pytest.mark.parametrize("method", ["shared", "sent"])
 @pytest.mark.parametrize("size", ["one", "two"])
-def test_engines_are_given_the_weights_that_are_saved(
-    runs: SimpleNamespace, size: str, way: str
+def test_engines_receive_the_weights_that_are_saved(
+    runs: SimpleNamespace, size: str, method: str
 ) -> None:
-    """All ranks write a part each, or one sends all, cast before it is gathered: the same bits as
-    if after."""
+    """Each rank writes a part, or one rank sends all. They are cast before they are gathered, which
+    gives the same bits as casting them afterwards."""
     saved = load_file(runs.root / size / "weights/model.safetensors")
-    shared = getattr(runs, size)[0][way]
+    shared = getattr(runs, size)[0][method]
     assert shared.keys() == saved.keys()
     assert all(torch.equal(shared[name], x.bfloat16()) for name, x in saved.items())
 
 
 def test_export_is_a_folder_that_transformers_loads(runs: SimpleNamespace, tmp_path: Path) -> None:
-    """The export of two ranks' shards holds the weights they saved, without any rank."""
+    """The export of two ranks' shards has the weights they saved, and needs no rank."""
     out = export(runs.root / "two/global_step_3", tmp_path / "hf", dtype="float32")
     model = AutoModelForCausalLM.from_pretrained(out)
     assert model.dtype == torch.float32
@@ -107,17 +107,15 @@ def test_export_is_a_folder_that_transformers_loads(runs: SimpleNamespace, tmp_p
 
 
 @pytest.mark.parametrize("size", ["one", "two"])
-def test_what_is_written_in_the_background_is_what_was_there_at_the_start(
-    runs: SimpleNamespace, size: str
-) -> None:
-    """Training changes weights and moments in place meanwhile; the copy is that of the start."""
+def test_a_background_write_has_the_state_at_its_start(runs: SimpleNamespace, size: str) -> None:
+    """Training meanwhile changes weights and moments in place, but not the copy."""
     assert all(answer["problems"] == "" for answer in getattr(runs, size))
-    at_once, later = (
+    foreground, background = (
         read_all(runs.root / size / name / "shards") for name in ("global_step_3", "in_background")
     )
-    assert at_once.keys() == later.keys()
-    assert any(key.endswith("exp_avg_sq") for key in later)
-    assert all(torch.equal(at_once[key], x) for key, x in later.items())
+    assert foreground.keys() == background.keys()
+    assert any(key.endswith("exp_avg_sq") for key in background)
+    assert all(torch.equal(foreground[key], x) for key, x in background.items())
     states = [
         torch.load(runs.root / size / name / "ranks/rank_0.pt", weights_only=False)
         for name in ("global_step_3", "in_background")
@@ -126,29 +124,29 @@ def test_what_is_written_in_the_background_is_what_was_there_at_the_start(
 
 
 def test_each_rank_writes_its_own_half(runs: SimpleNamespace) -> None:
-    """No rank's file, nor what it copies, is larger than its shard by more than padding."""
+    """Neither a rank's file nor its copy is larger than its shard, except for padding."""
     whole = runs.one[0]["num_bytes"]
     assert sum(answer["num_bytes"] for answer in runs.two) == pytest.approx(whole, rel=0.02)
     for name in ("global_step_3", "in_background"):
         for rank in (0, 1):
             written = (runs.root / "two" / name / f"shards/__{rank}_0.distcp").stat().st_size
-            assert written == pytest.approx(whole / 2, rel=0.25)  # small tensors' headers besides
+            assert written == pytest.approx(whole / 2, rel=0.25)  # with headers of small tensors
 
 
-def test_what_cannot_be_written_is_said_by_every_rank(runs: SimpleNamespace) -> None:
-    """No rank waits for one that failed; at once and in the background."""
+def test_every_rank_reports_a_failed_write(runs: SimpleNamespace) -> None:
+    """No rank waits for one that failed, neither in the foreground nor in the background."""
     for answer in runs.two:
         assert len(answer["refused"]) == 2
         assert all("NotADirectoryError" in problem for problem in answer["refused"])
 
 
 def read_all(shards: Path) -> dict[str, torch.Tensor]:
-    """Every tensor of a distributed checkpoint, whole."""
+    """Read every tensor of a distributed checkpoint."""
     metadata = dcp.FileSystemReader(shards).read_metadata().state_dict_metadata
-    found = {
+    tensors = {
         key: torch.empty(entry.size, dtype=entry.properties.dtype)
         for key, entry in metadata.items()
         if isinstance(entry, TensorStorageMetadata)
     }
-    dcp.load(found, checkpoint_id=shards, no_dist=True)
-    return found
+    dcp.load(tensors, checkpoint_id=shards, no_dist=True)
+    return tensors

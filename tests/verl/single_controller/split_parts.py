@@ -1,4 +1,4 @@
-"""A rank and an engine that only look where they are; in a module that Ray's workers load fast."""
+"""Fake ranks and engines that only report where they run; a module that Ray's workers load fast."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LIMIT_S = 60.0
 
 
 class Part:
-    """One side; its load ends only when the other side's has begun."""
+    """A rank or an engine, whose `load` ends only after the other kind has started loading."""
 
     def __init__(self, config: Config, own: str, other: str) -> None:
         self.folder, self.own, self.other = Path(config.trainer.default_local_dir), own, other
@@ -25,7 +25,7 @@ class Part:
         (self.folder / self.own).touch()
         end = time.monotonic() + LIMIT_S
         while not (self.folder / self.other).exists():
-            assert time.monotonic() < end, f"no {self.other} loads while the {self.own} does"
+            assert time.monotonic() < end, f"{self.other} do not load while {self.own} do"
             time.sleep(0.05)
 
     def cards(self) -> tuple[str, ...]:
@@ -33,28 +33,28 @@ class Part:
 
 
 class Rank(Part):
-    """Takes what `TrainerWorker` takes."""
+    """Takes the arguments of `TrainerWorker`."""
 
     side = "ranks"
 
     def __init__(self, config: Config, rank: int, size: int, *rest: Any) -> None:
         super().__init__(config, self.side, "engines")
-        self.number, self.beside = (rank, size), rest[-1]
+        self.number, self.num_others = (rank, size), rest[-1]
         self.load()
 
     def facts(self) -> tuple[int, int, int]:
-        """Number, ranks of the group, and ranks of the other one on this node."""
-        return *self.number, self.beside
+        """Return rank, size of the group, and ranks of the other group on this node."""
+        return *self.number, self.num_others
 
 
 class Critic(Rank):
-    """Takes what `CriticWorker` takes."""
+    """Takes the arguments of `CriticWorker`."""
 
     side = "critics"
 
 
 class Replica(Part):
-    """Its engine fails when it is to sleep or to wake."""
+    """An engine that fails when it is told to sleep or to wake up."""
 
     def __init__(self, config: Config, *_: Any) -> None:
         super().__init__(config, "engines", "ranks")
@@ -62,7 +62,7 @@ class Replica(Part):
                                       sleep=self.refuse, wake_up=self.refuse)  # fmt: skip
 
     def refuse(self) -> None:
-        raise AssertionError("an engine with cards of its own neither sleeps nor wakes")
+        raise AssertionError("an engine on its own GPUs neither sleeps nor wakes up")
 
     def is_in_placement_group(self) -> bool:
         return get_current_placement_group() is not None

@@ -1,4 +1,4 @@
-"""Which errors mean that a process is gone, and the words for it."""
+"""Which errors mean that a process is gone, and how the cause is described."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ def raised_by_a_rank(error: Exception) -> RayTaskError:
         RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:3"),
     ],
 )
-def test_a_rank_that_could_not_reach_another_is_told_from_a_bug(error: Exception) -> None:
-    """Such an error is the news of somebody else's death; any other is the rank's own."""
+def test_a_rank_that_could_not_reach_another_is_not_a_bug(error: Exception) -> None:
+    """Such an error means that another rank died; any other error is the rank's own."""
     assert broke_collective(raised_by_a_rank(error))
 
 
 @pytest.mark.parametrize("error", [RuntimeError("shapes differ"), ValueError("nccl")])
 def test_a_bug_is_a_bug(error: Exception) -> None:
-    """A run with a bug is not started again and again."""
+    """A run with a bug is not restarted again and again."""
     assert not broke_collective(raised_by_a_rank(error))
     assert not isinstance(raised_by_a_rank(error), DEATHS)
 
 
 def test_causes_are_short_and_true() -> None:
-    """One line; the list of what might have been that Ray adds is no cause."""
+    """One line, without Ray's list of possible causes."""
     text = (
         "The actor died unexpectedly before finishing this task.\n"
         "The actor is dead because its worker process has died. Worker exit type: SYSTEM_ERROR "
@@ -45,8 +45,8 @@ def test_causes_are_short_and_true() -> None:
         "high memory usage, (2) ray stop --force was called."
     )
     context = ActorDiedErrorContext(error_message=text, actor_id=bytes(16))
-    found = cause_of(ActorDiedError(context))
-    assert found == "Worker unexpectedly exits with a connection error code 2"
+    cause = cause_of(ActorDiedError(context))
+    assert cause == "Worker unexpectedly exits with a connection error code 2"
     assert "node is lost" in cause_of(NodeDiedError("The node has died: x"))
     assert "memory" in cause_of(
         OutOfMemoryError("Task was killed due to the node running low on memory")
@@ -55,7 +55,7 @@ def test_causes_are_short_and_true() -> None:
 
 
 def test_a_users_mistake_found_by_a_rank_is_one_line() -> None:
-    """What a rank says to the user comes without the traceback that Ray gives to it."""
+    """A rank's error for the user is raised without the traceback that Ray adds."""
     error = raised_by_a_rank(ModelError("checkpoint x: got y")).as_instanceof_cause()
     with pytest.raises(ModelError) as caught:
         RayWorkerGroup([], "rank", RankLost)._raise(error, [], 0)
@@ -63,15 +63,15 @@ def test_a_users_mistake_found_by_a_rank_is_one_line() -> None:
 
 
 @pytest.mark.parametrize(
-    ("dead", "said"),
+    ("dead", "message"),
     [((0, "killed"), "replica 0 is lost: killed"), (None, "replica 1 is lost: cut off from the")],
 )
-def test_who_asked_a_dead_one_is_not_dead(
-    dead: tuple[int, str] | None, said: str, monkeypatch: pytest.MonkeyPatch
+def test_an_actor_that_called_a_dead_peer_is_not_dead(
+    dead: tuple[int, str] | None, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A replica claims of the first one: where that dies, the error names it and its cause."""
+    """Replicas claim groups from the first one; if it dies, the error names it and the cause."""
     error = raised_by_a_rank(NodeDiedError("gone")).as_instanceof_cause()
     group = RayWorkerGroup([], "replica", ReplicaLost)
     monkeypatch.setattr(group, "_find_dead", lambda *_: dead)
-    with pytest.raises(ReplicaLost, match=said):
+    with pytest.raises(ReplicaLost, match=message):
         group._raise(error, {}, 1)

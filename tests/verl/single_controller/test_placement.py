@@ -1,4 +1,4 @@
-"""Where ranks and engines land on GPUs, which they see and with how many threads: logical GPUs."""
+"""Placement of ranks and engines on (logical) GPUs: visible devices and numbers of threads."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from verl.trainer.groups import gpu_env
 
 pytestmark = pytest.mark.pretend_cuda
 KEPT = ("2", "3", "0", "1")
-"""The user's CUDA_VISIBLE_DEVICES, in an order of their own."""
+"""The user's CUDA_VISIBLE_DEVICES, not in ascending order."""
 CORES, RANKS = 14, 4
 Seen = tuple[str, str]
 
 
-def look(group: RayWorkerGroup) -> list[Seen]:
-    """What each actor finds in its environment; it hosts the module `os`, so that it loads fast."""
+def seen_by(group: RayWorkerGroup) -> list[Seen]:
+    """Return visible devices and threads of each actor; they host the module `os` to load fast."""
     group.gather(group.start_build(importlib.import_module, [("os",)] * len(group)))
     names = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS")
     return list(zip(*(group.call("getenv", name) for name in names), strict=True))
@@ -35,7 +35,7 @@ def look(group: RayWorkerGroup) -> list[Seen]:
 
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[RayWorkerGroup]:
-    """Four ranks on a node of four logical GPUs, as `build_groups` makes them."""
+    """Four ranks on a node of four logical GPUs, as `build_groups` creates them."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CUDA_VISIBLE_DEVICES", ",".join(KEPT))
         patch.setenv("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
@@ -53,47 +53,47 @@ def ranks() -> Iterator[RayWorkerGroup]:
         ray.shutdown()
 
 
-def test_each_rank_has_a_gpu_of_its_own_and_its_share_of_the_cores(ranks: RayWorkerGroup) -> None:
-    """All that the user left visible, each once; Ray alone would give one thread."""
-    seen = look(ranks)
+def test_each_rank_has_its_own_gpu_and_its_share_of_the_cores(ranks: RayWorkerGroup) -> None:
+    """All visible GPUs are used once; Ray alone would set one thread."""
+    seen = seen_by(ranks)
     assert sorted(gpu for gpu, _ in seen) == sorted(KEPT)
     assert [location.gpu_ids for location in ranks.locations()] == [(gpu,) for gpu, _ in seen]
     assert {threads for _, threads in seen} == {str(CORES // RANKS)}
 
 
 def test_an_engine_sees_the_gpus_of_its_ranks(ranks: RayWorkerGroup) -> None:
-    """In the ranks' order, for each tensor parallel size; its successor after a death too."""
+    """In the ranks' order, for each tensor parallel size, and after a restart."""
     env = {MARK: "test", "OMP_NUM_THREADS": "5"}
     gpus = [gpu for location in ranks.locations() for gpu in location.gpu_ids]
-    groups = {  # all at once: they start side by side
+    groups = {  # all before the first use, so that they start in parallel
         size: create_rollout_group(ranks.locations(), count, size, env)
         for size, count in {1: 1, 2: 2, 4: 1}.items()
     }
     try:
         for size, engines in groups.items():
             seen = [",".join(gpus[i * size : (i + 1) * size]) for i in range(len(engines))]
-            assert look(engines) == [(devices, "5") for devices in seen]
+            assert seen_by(engines) == [(devices, "5") for devices in seen]
         groups[4].restart()
-        assert look(groups[4]) == [(",".join(gpus), "5")]
+        assert seen_by(groups[4]) == [(",".join(gpus), "5")]
     finally:
         for engines in groups.values():
             engines.shutdown()
 
 
 def test_what_actors_start_keeps_its_mark(ranks: RayWorkerGroup) -> None:
-    """Also below a Ray that the user started, which has nothing of the driver's environment: vLLM
-    gives its processes titles, which are else written over the mark."""
+    """Also in a user's own Ray cluster, which does not have the driver's environment: the titles of
+    vLLM's processes would otherwise overwrite the mark."""
     engines = create_rollout_group(ranks.locations(), 1, 1, {MARK: "test"})
     try:
         for group in (ranks, engines):
-            look(group)
+            seen_by(group)
             assert set(group.call("getenv", KEEP_ENVIRONMENT)) == {"1"}
     finally:
         engines.shutdown()
 
 
-def test_threads_are_the_users_where_the_user_says_so(ranks: RayWorkerGroup) -> None:
-    """But Ray's own 1, in the driver of a job, is no wish; and nobody gets none."""
+def test_the_users_number_of_threads_takes_precedence(ranks: RayWorkerGroup) -> None:
+    """But not the 1 that Ray itself sets in the driver of a job; there is at least one thread."""
     nodes = [node["NodeID"] for node in ray.nodes()]
     for environment, expected in (
         ({"OMP_NUM_THREADS": "6"}, "6"),

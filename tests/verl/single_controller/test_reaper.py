@@ -1,4 +1,4 @@
-"""What a run starts goes down with it, and nothing else does."""
+"""All processes that a run started end with it, and no others do."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ ROOT = Path(__file__).resolve().parents[3]
 DRIVER = """
 import subprocess, sys, time
 from verl.single_controller.reaper import OrphanReaper
-lifeline = OrphanReaper()
+reaper = OrphanReaper()
 subprocess.Popen(["sh", "-c", "setsid sleep 600 & exec sleep 600"])
-print(lifeline.mark, flush=True)
+print(reaper.mark, flush=True)
 time.sleep(600)
 """
 
 
 def wait_until(holds: Callable[[], bool]) -> None:
-    """Poll; a test that waits in vain ends with the suite's own time limit."""
+    """Poll until the condition holds; the suite's time limit ends a test that waits for ever."""
     while not holds():
         time.sleep(0.05)
 
 
 def start_driver(program: str = DRIVER) -> tuple[subprocess.Popen[str], str]:
-    """A process with a lifeline, a child, and a grandchild in a session of its own."""
+    """Start a process with a reaper, a child, and a grandchild in a separate session."""
     driver = subprocess.Popen(
         [sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE, text=True
     )
@@ -53,14 +53,14 @@ def start_driver(program: str = DRIVER) -> tuple[subprocess.Popen[str], str]:
 
 
 def watchdogs(mark: str) -> list[int]:
-    """The watchdogs of a mark."""
-    found = psutil.process_iter(["cmdline"])
-    return [p.pid for p in found if mark in (p.info["cmdline"] or [])]
+    """Return the process ids of a mark's watchdogs."""
+    processes = psutil.process_iter(["cmdline"])
+    return [p.pid for p in processes if mark in (p.info["cmdline"] or [])]
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 def test_all_is_gone_after_the_driver(number: signal.Signals) -> None:
-    """However the driver ends, what it started goes, detached or not, and the watchdog last."""
+    """However the driver ends, its processes end, detached or not, and the watchdog last."""
     driver, mark = start_driver()
     other, other_mark = start_driver()
     assert len(watchdogs(mark)) == 1
@@ -74,7 +74,7 @@ def test_all_is_gone_after_the_driver(number: signal.Signals) -> None:
 
 
 def test_a_forked_child_does_not_keep_the_watchdog_waiting() -> None:
-    """It inherits the driver's end of the pipe, which stays open then."""
+    """The child inherits the driver's end of the pipe, which then stays open."""
     fork = "import os\nos.fork() or print(os.getpid(), flush=True)\ntime.sleep(600)"
     driver, mark = start_driver(DRIVER.replace("time.sleep(600)", fork))
     assert driver.stdout is not None
@@ -87,7 +87,7 @@ def test_a_forked_child_does_not_keep_the_watchdog_waiting() -> None:
 
 
 def test_a_process_that_gave_itself_a_title_is_found() -> None:
-    """Titles, as Ray and vLLM give them, must not be written over the mark."""
+    """Process titles, as Ray and vLLM set them, must not overwrite the mark."""
     setproctitle = pytest.importorskip("setproctitle")
     mark = f"titled-{os.getpid()}"
     program = "import time, setproctitle as s; s.setproctitle('a title'); time.sleep(600)"
@@ -102,8 +102,8 @@ def test_a_process_that_gave_itself_a_title_is_found() -> None:
     assert titled.wait() == -signal.SIGKILL
 
 
-def test_signals_that_stop_a_run_do_not_stop_its_cleaning() -> None:
-    """A batch system sends SIGTERM to all processes: the watchdog stays for what ignores it."""
+def test_signals_that_stop_a_run_do_not_stop_its_cleanup() -> None:
+    """A batch system sends SIGTERM to all processes; the watchdog ignores it and cleans up."""
     driver, mark = start_driver()
     (watchdog,) = watchdogs(mark)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
@@ -113,8 +113,8 @@ def test_signals_that_stop_a_run_do_not_stop_its_cleaning() -> None:
     wait_until(lambda: not find_marked(MARK, mark) and not watchdogs(mark))
 
 
-def test_closing_ends_what_is_left_and_restores_the_environment() -> None:
-    """A second attempt begins without processes of the first, and this one lives on."""
+def test_closing_kills_what_is_left_and_restores_the_environment() -> None:
+    """A second attempt starts without processes of the first; this process is not killed."""
     assert MARK not in os.environ
     with OrphanReaper() as first:
         assert os.environ[KEEP_ENVIRONMENT] == "1"
@@ -135,11 +135,11 @@ files = [open(name, "r+b") for name in sys.argv[1:]]
 maps = [mmap.mmap(file.fileno(), 0) for file in files]
 time.sleep(600)
 """
-"""Makes the files that are missing, and maps all."""
+"""Creates the missing files and maps all files."""
 
 
-def test_a_sweep_removes_the_shared_memory_of_the_killed_alone() -> None:
-    """What killed processes made and nobody else has open goes; what lay there before stays."""
+def test_only_the_shared_memory_of_the_killed_is_removed() -> None:
+    """Files that killed processes created and no other process has mapped; older files stay."""
     made, shared, older = (
         Path(f"/dev/shm/search-r1-test-{os.getpid()}-{what}") for what in ("a", "b", "c")
     )
@@ -147,29 +147,29 @@ def test_a_sweep_removes_the_shared_memory_of_the_killed_alone() -> None:
     time.sleep(2 * CLOCK_TOLERANCE_S + 0.5)
     mark = f"test-{os.getpid()}"
     names = [str(path) for path in (made, shared, older)]
-    swept = subprocess.Popen([sys.executable, "-c", MAPPER, *names], env={MARK: mark})
+    marked = subprocess.Popen([sys.executable, "-c", MAPPER, *names], env={MARK: mark})
     keeper = None
     try:
         wait_until(lambda: any(len(shared_memory(p)) == 3 for p in find_marked(MARK, mark)))
         keeper = subprocess.Popen([sys.executable, "-c", MAPPER, str(shared)])
         wait_until(lambda: shared in shared_memory(psutil.Process(keeper.pid)))
         assert kill_marked(MARK, mark) == 1
-        assert swept.wait() == -signal.SIGKILL
+        assert marked.wait() == -signal.SIGKILL
         assert [path.exists() for path in (made, shared, older)] == [False, True, True]
     finally:
-        for process in filter(None, (swept, keeper)):
+        for process in filter(None, (marked, keeper)):
             process.kill()
             process.wait()
         for path in (made, shared, older):
             path.unlink(missing_ok=True)
 
 
-def test_shared_memory_of_what_died_on_the_way_goes_with_the_run() -> None:
-    """The watchdog has noted it while it was in use: an engine's semaphores, say."""
+def test_shared_memory_of_a_process_that_died_before_is_removed_with_the_run() -> None:
+    """The watchdog recorded it while it was in use; for example, an engine's semaphores."""
     made = Path(f"/dev/shm/search-r1-test-{os.getpid()}-died")
-    with OrphanReaper() as lifeline:
-        (watchdog,) = watchdogs(lifeline.mark)
-        environment = {MARK: lifeline.mark}
+    with OrphanReaper() as reaper:
+        (watchdog,) = watchdogs(reaper.mark)
+        environment = {MARK: reaper.mark}
         died = subprocess.Popen([sys.executable, "-c", MAPPER, str(made)], env=environment)
         wait_until(lambda: made in shared_memory(psutil.Process(died.pid)))
         time.sleep(RECORD_INTERVAL_S + 1)
@@ -180,8 +180,8 @@ def test_shared_memory_of_what_died_on_the_way_goes_with_the_run() -> None:
     assert not made.exists()
 
 
-def test_a_sweep_leaves_semaphores_to_pythons_own_cleaner() -> None:
-    """Those of a process that was killed before the sweep are unlinked, and the cleaner ends."""
+def test_semaphores_are_left_to_pythons_resource_tracker() -> None:
+    """It unlinks the semaphores of a process that was killed before, and then ends."""
     program = (
         "import multiprocessing, time\n"
         "lock = multiprocessing.get_context('spawn').Lock()\n"
@@ -203,8 +203,8 @@ def test_a_sweep_leaves_semaphores_to_pythons_own_cleaner() -> None:
     assert find_marked(MARK, mark) == []
 
 
-def test_a_cleaner_that_does_not_end_is_killed() -> None:
-    """It has its time; after that nothing of the run is left all the same."""
+def test_a_resource_tracker_that_does_not_end_is_killed() -> None:
+    """After its grace period; nothing of the run is left."""
     mark = f"test-{os.getpid()}"
     program = "import time; time.sleep(600)  # multiprocessing.resource_tracker"
     stubborn = subprocess.Popen([sys.executable, "-c", program], env={MARK: mark})

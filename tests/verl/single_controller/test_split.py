@@ -1,4 +1,4 @@
-"""Engines on GPUs of their own, over two nodes of logical GPUs: no card has two users."""
+"""Engines on their own GPUs, on two nodes of logical GPUs: no GPU is used twice."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from verl.single_controller.reaper import MARK
 from verl.trainer import groups
 
 NODES, RANKS, OWN, CRITIC = 2, 1, 2, 1
-"""Nodes, and on each of them GPUs of the actor's ranks, of engines and of a critic's ranks."""
+"""Number of nodes, and on each node GPUs of the actor's ranks, engines and critic's ranks."""
 
 
 @pytest.fixture
 def two_nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Ray over two nodes of logical GPUs."""
+    """Start Ray with two nodes of logical GPUs."""
     cards = RANKS + OWN + CRITIC
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(cards))))
     monkeypatch.setenv("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-    # Ray tells its makers that its reports are off.
+    # Even with usage reports off, Ray reports that they are off.
     monkeypatch.setenv("RAY_USAGE_STATS_REPORT_URL", "http://127.0.0.1:9/")
     node = {"num_cpus": cards, "num_gpus": cards, "object_store_memory": 80 << 20}
     head = {**node, "include_dashboard": False}
@@ -43,16 +43,16 @@ def two_nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def users(group: RayWorkerGroup) -> list[tuple[str, str]]:
-    """Node and card of each use by the group."""
+    """Return node and GPU of each use by the group."""
     pairs = zip(group.locations(), group.call("cards"), strict=True)
     return [(location.node_id, card) for location, cards in pairs for card in cards]
 
 
 @pytest.mark.pretend_cuda
-def test_no_card_is_used_by_a_rank_and_an_engine(
+def test_no_gpu_is_used_by_a_rank_and_an_engine(
     two_nodes: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every card has one user, an engine's lie on one node; all sides load at the same time."""
+    """Each GPU has one user, an engine's GPUs are on one node, and all load concurrently."""
     config = Config()
     config.trainer.device, config.trainer.nnodes = "cuda", NODES
     config.trainer.n_gpus_per_node, config.trainer.rollout_gpus = RANKS, OWN
@@ -63,17 +63,17 @@ def test_no_card_is_used_by_a_rank_and_an_engine(
                            "TrainerWorker": Rank, "CriticWorker": Critic,
                            "RolloutReplica": Replica}.items():  # fmt: skip
         monkeypatch.setattr(groups, name, replaced)
-    given: Any = (lambda _: None, lambda _: None, 1, SimpleNamespace(mark="test"), Restarts(0))
-    ranks, replicas = groups.build_groups(config, *given)
+    arguments: Any = (lambda _: None, lambda _: None, 1, SimpleNamespace(mark="test"), Restarts(0))
+    ranks, replicas = groups.build_groups(config, *arguments)
     try:
-        every = [(node["NodeID"], str(card)) for node in ray.nodes() for card in range(4)]
-        found = [user for group in (*ranks.groups, replicas.group) for user in users(group)]
-        assert Counter(found) == Counter(every)
+        all_gpus = [(node["NodeID"], str(card)) for node in ray.nodes() for card in range(4)]
+        used = [user for group in (*ranks.groups, replicas.group) for user in users(group)]
+        assert Counter(used) == Counter(all_gpus)
         assert (
             ranks.critic_group.call("facts") == [(0, 2, 1), (1, 2, 1)] == ranks.group.call("facts")
         )
         assert [len(cards) for cards in replicas.group.call("cards")] == [2, 2]
-        # In one, vLLM would start its tensor parallel workers as Ray actors on the ranks' cards.
+        # Inside one, vLLM would start its tensor-parallel workers as Ray actors on the ranks' GPUs.
         assert replicas.group.call("is_in_placement_group") == [False, False]
         replicas.wake_up()
         replicas.sleep()
@@ -83,12 +83,12 @@ def test_no_card_is_used_by_a_rank_and_an_engine(
 
 
 @pytest.mark.parametrize(("size", "devices"), [(1, ["6", "7", "4", "5"]), (2, ["6,7", "4,5"])])
-def test_an_engine_lies_within_a_node(
+def test_an_engine_is_within_one_node(
     size: int, devices: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each has `size` of the cards beside the ranks', of one node."""
-    given: list[dict[str, Any]] = []
-    host = SimpleNamespace(options=lambda **options: given.append(options))
+    """Each engine has `size` of the engines' own GPUs on one node."""
+    actor_options: list[dict[str, Any]] = []
+    host = SimpleNamespace(options=lambda **options: actor_options.append(options))
     monkeypatch.setattr(placement, "ActorHost", host)
     monkeypatch.setattr(placement, "RayWorkerGroup", lambda *_, **__: None)
     ids = {"a" * 56: ("6", "7"), "b" * 56: ("4", "5")}
@@ -96,6 +96,6 @@ def test_an_engine_lies_within_a_node(
         ActorLocation(node, "host", (card,)) for node, cards in ids.items() for card in cards
     ]
     placement.create_rollout_group(locations, 4 // size, size, {MARK: "m"})
-    seen = [one["runtime_env"]["env_vars"]["CUDA_VISIBLE_DEVICES"] for one in given]
-    nodes = [one["scheduling_strategy"].node_id for one in given]
+    seen = [o["runtime_env"]["env_vars"]["CUDA_VISIBLE_DEVICES"] for o in actor_options]
+    nodes = [o["scheduling_strategy"].node_id for o in actor_options]
     assert (seen, nodes) == (devices, sorted(nodes)) and len(set(nodes)) == 2
