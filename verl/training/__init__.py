@@ -1,1 +1,1 @@
-"""What runs in Ray actors: training ranks and rollout replicas."""
+"""Training ranks: sharded models, actor and critic, LoRA, checkpoint shards, weight transfer."""
