@@ -145,7 +145,7 @@ def test_a_port_that_is_taken_and_an_open_address(
     assert "another --port" in capsys.readouterr().err
     assert mcp_server.main([*http, "0"]) == 0 and not caplog.records
     assert mcp_server.main([*http, "0", "--host", "0.0.0.0"]) == 0
-    assert "whoever reaches this address may search" in caplog.text
+    assert "anyone who can reach this address can search" in caplog.text
 
 
 def test_without_its_package_it_says_what_to_install(
