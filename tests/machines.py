@@ -126,7 +126,7 @@ def cut(machine: Machine) -> None:
     machine.run("ip", "link", "set", CABLE, "down")
 
 
-def mend(machine: Machine) -> None:
+def reconnect(machine: Machine) -> None:
     """Put the cable back."""
     machine.run("ip", "link", "set", CABLE, "up")
 

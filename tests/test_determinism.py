@@ -1,4 +1,4 @@
-"""The same seed twice, by the real trainer: what must be the same, bit for bit."""
+"""Two runs of the real trainer with the same seed: what must be equal, bit for bit."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def first(world: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Pa
 def test_a_run_is_computed_again_bit_for_bit(
     world: dict[str, str], first: Path, tmp_path: Path
 ) -> None:
-    """All metrics but clocks, at every step and validation, and the trained weights."""
+    """All metrics except times, at every step and validation, and the trained weights."""
     again = tmp_path / "again"
     rows = train(world, again, *PPO, "trainer.save_freq=0")
     assert list(differences(read_rows(first / "metrics.jsonl"), rows)) == []
@@ -47,7 +47,7 @@ def test_a_run_is_computed_again_bit_for_bit(
 def test_weights_that_are_streamed_are_those_of_files(
     world: dict[str, str], first: Path, tmp_path: Path
 ) -> None:
-    """`weight_sync=ipc`, two ranks and two engines on one machine: the same run, bit for bit."""
+    """`weight_sync=ipc` with two ranks and engines on one machine: equal runs, bit for bit."""
     again, ipc = tmp_path / "again", "actor_rollout_ref.rollout.weight_sync=ipc"
     rows = train(world, again, *PPO, "trainer.save_freq=0", ipc)
     assert list(differences(read_rows(first / "metrics.jsonl"), rows)) == []
@@ -58,7 +58,7 @@ def test_weights_that_are_streamed_are_those_of_files(
 def test_weights_that_are_broadcast_are_those_of_files(
     world: dict[str, str], tmp_path: Path
 ) -> None:
-    """`weight_sync=nccl` (gloo here), an engine on cores of its own: the same run, bit for bit."""
+    """`weight_sync=nccl` (gloo here), with an engine on its own cores: equal runs, bit for bit."""
     split, sync = (
         ("trainer.n_gpus_per_node=1", "trainer.rollout_gpus=1"),
         "actor_rollout_ref.rollout.weight_sync=",
@@ -70,12 +70,12 @@ def test_weights_that_are_broadcast_are_those_of_files(
 
 
 @pytest.mark.slow
-def test_weights_that_are_broadcast_as_changes_are_the_whole_ones(
+def test_weights_that_are_broadcast_as_changes_are_complete(
     world: dict[str, str], tmp_path: Path
 ) -> None:
-    """`weight_delta=true`, for engines in bfloat16: the same run, bit for bit, for fewer bytes.
+    """`weight_delta=true` with engines in bfloat16: equal runs, bit for bit, with fewer bytes.
 
-    Resumed too, when engines that are new get all of them first.
+    Also after a resume, where new engines first receive all weights.
     """
     rollout = "actor_rollout_ref.rollout."
     split = (
@@ -86,15 +86,15 @@ def test_weights_that_are_broadcast_as_changes_are_the_whole_ones(
         f"{rollout}weight_sync=nccl",
         f"{rollout}dtype=bfloat16",
         "actor_rollout_ref.actor.optim.lr=1e-6",
-        "actor_rollout_ref.actor.entropy_coeff=0.1",  # a random model earns nothing to learn from
+        "actor_rollout_ref.actor.entropy_coeff=0.1",  # a random model gets no reward to train on
     )
     whole, delta = (train(world, tmp_path / way, *split, f"{rollout}weight_delta={way}")
                     for way in ("false", "true"))  # fmt: skip
     assert list(differences(whole, delta)) == []
     assert same_weights(tmp_path / "false/model", tmp_path / "true/model")
-    for one, other in zip(whole[1:], delta[1:], strict=True):
-        assert 0 < other["perf/weights_changed_share"] < 0.2
-        assert other["perf/weights_sent_bytes"] < 0.5 * one["perf/weights_sent_bytes"]
+    for full_row, delta_row in zip(whole[1:], delta[1:], strict=True):
+        assert 0 < delta_row["perf/weights_changed_share"] < 0.2
+        assert delta_row["perf/weights_sent_bytes"] < 0.5 * full_row["perf/weights_sent_bytes"]
     mode = f"trainer.resume_mode={tmp_path / 'true' / 'global_step_3'}"
     rest = train(world, tmp_path / "rest", *split, f"{rollout}weight_delta=true", mode)
     assert list(differences([row for row in delta if row["step"] in (4, 5)], rest)) == []
@@ -102,7 +102,7 @@ def test_weights_that_are_broadcast_as_changes_are_the_whole_ones(
 
 
 @pytest.mark.slow
-def test_a_resumed_run_is_the_unbroken_one_bit_for_bit(
+def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(
     world: dict[str, str], first: Path, tmp_path: Path
 ) -> None:
     """Steps 4 and 5 from step 3's checkpoint, validations included, and the trained weights."""
@@ -124,9 +124,9 @@ AHEAD = (
 @pytest.mark.slow
 @pytest.mark.asynchrony
 def test_a_schedule_cut_by_a_kill_is_repeated_bit_for_bit(tmp_path: Path) -> None:
-    """PPO two steps ahead on two engines, whose turns new weights cut, killed and resumed from its
-    third step or its sixth; then once more by its schedule, in one go, with searches that take
-    longer and shorter."""
+    """PPO with a staleness of two on two engines, whose turns are interrupted by new weights, is
+    killed and resumed from its third or sixth step. Then its schedule is replayed without
+    interruption, with searches of other durations."""
     base, recorded = Path(searching_model(tmp_path / "base")), tmp_path / "recorded"
     kept = f"trainer.rollout_data_dir={tmp_path / 'rollouts'}"
     with slow_retriever(0.05, seed=1) as url:
@@ -156,6 +156,6 @@ def test_a_schedule_cut_by_a_kill_is_repeated_bit_for_bit(tmp_path: Path) -> Non
     assert len(steps) == 8
     assert any(0 < (row.get("rollout/staleness/share_0") or 0) < 1 for row in steps)
     rows = [row for _, row in read_trajectories(tmp_path / "rollouts")]
-    turns = [one.get("weight_versions", []) for row in rows for one in row["segments"]]
-    cut = [versions for versions in turns if len(set(versions)) > 1]
-    assert cut and all(versions == sorted(versions) for versions in cut)
+    turns = [segment.get("weight_versions", []) for row in rows for segment in row["segments"]]
+    mixed = [versions for versions in turns if len(set(versions)) > 1]
+    assert mixed and all(versions == sorted(versions) for versions in mixed)

@@ -1,4 +1,4 @@
-"""The whole system for real: Ray, FSDP ranks, vLLM, the HTTP retriever, from rows to a model."""
+"""The complete system: Ray, FSDP ranks, vLLM and the HTTP retriever, from rows to a model."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 @contextlib.contextmanager
 def start_world(folder: Path) -> Iterator[dict[str, str]]:
-    """A tiny random model, a few rows, and a running retriever over the example corpus."""
+    """Yield a tiny random model, a few rows, and a running retriever over the example corpus."""
     model = tiny_model(folder / "model")
     write_rows(folder / "rows.parquet")
     corpus = folder / "corpus.jsonl"
@@ -42,7 +42,7 @@ def start_world(folder: Path) -> Iterator[dict[str, str]]:
 
 
 def write_rows(path: Path, answer: str = "a") -> None:
-    """Four questions each of two data sets, with one answer."""
+    """Write four questions of each of two data sets, with one answer."""
     rows = [
         {
             "data_source": source,
@@ -58,7 +58,7 @@ def write_rows(path: Path, answer: str = "a") -> None:
 
 
 def command_of(world: dict[str, str], out: Path, *options: str) -> list[str]:
-    """The command line of a small run, as a user gives it."""
+    """Return the command line of a small run."""
     return [
         sys.executable, "-m", "verl.trainer.main_ppo",
         f"data.train_files={world['rows']}", f"data.val_files={world['rows']}",
@@ -70,7 +70,7 @@ def command_of(world: dict[str, str], out: Path, *options: str) -> list[str]:
         "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=512",
         "trainer.device=cpu", "trainer.compute_dtype=float32", "trainer.logger=[jsonl]",
         f"trainer.default_local_dir={out}", f"retriever.url={world['url']}/retrieve",
-        "actor_rollout_ref.actor.skip_zero_advantages=false",  # a random model earns nothing
+        "actor_rollout_ref.actor.skip_zero_advantages=false",  # a random model gets no reward
         "retriever.topk=1", "template=short", "+max_turns=1", *options,
     ]  # fmt: skip
 
@@ -99,8 +99,8 @@ def ppo_run(
 ) -> Path:
     """PPO on two ranks: critic, KL in the reward, two steps with a checkpoint each.
 
-    Beside its folder lie its preset, its `log`, and what command lines `showed` of the secrets that
-    it is given.
+    Next to its folder are its preset, its `log`, and in `showed` the secrets that command lines
+    showed.
     """
     folder = tmp_path_factory.mktemp("ppo")
     out, log, showed = folder / "out", folder / "log", set()
@@ -123,7 +123,7 @@ def metrics(out: Path) -> list[dict[str, Any]]:
 
 
 def test_engine_and_trainer_agree_after_every_update(ppo_run: Path) -> None:
-    """Log-probs of fresh samples, by the engine and by two FSDP ranks, differ by under 1e-3."""
+    """Log-probs of new samples from the engine and from two FSDP ranks differ by less than 1e-3."""
     steps = [row for row in metrics(ppo_run) if row["step"] > 0]
     assert [row["step"] for row in steps] == [1, 2]
     assert all(0 < row["actor/rollout_mismatch"] < 1e-3 for row in steps)
@@ -131,12 +131,12 @@ def test_engine_and_trainer_agree_after_every_update(ppo_run: Path) -> None:
 
 
 def test_every_row_is_validated_each_time(ppo_run: Path) -> None:
-    """Eight rows in requests of five: none is dropped, before training and after each step."""
+    """All eight rows in requests of five, before training and after each step."""
     assert [row["val/num_rows"] for row in metrics(ppo_run)] == [8, 8, 8]
 
 
-def test_every_metric_is_listed_with_its_unit(ppo_run: Path) -> None:
-    """docs/metrics.md has all that a run logs, including the parts of the weight transfer."""
+def test_every_metric_is_documented(ppo_run: Path) -> None:
+    """docs/metrics.md lists all metrics of a run, including parts of the weight transfer."""
     first, *steps = metrics(ppo_run)
     assert undocumented({name for row in (first, *steps) for name in row} - {"step"}) == []
     for row in steps:
@@ -148,7 +148,7 @@ def test_every_metric_is_listed_with_its_unit(ppo_run: Path) -> None:
 
 
 def test_the_export_is_the_trained_model(world: dict[str, str], ppo_run: Path) -> None:
-    """transformers loads `model/`, which differs from where training started."""
+    """transformers loads `model/`, whose weights differ from the initial ones."""
     trained = AutoModelForCausalLM.from_pretrained(ppo_run / "model", dtype=torch.float32)
     start = AutoModelForCausalLM.from_pretrained(world["model"], dtype=torch.float32)
     pairs = zip(trained.parameters(), start.parameters(), strict=True)
@@ -156,7 +156,7 @@ def test_the_export_is_the_trained_model(world: dict[str, str], ppo_run: Path) -
 
 
 def test_a_run_leaves_no_secret(ppo_run: Path, ray_folder: Path) -> None:
-    """Neither in its folder, Ray's, its log, nor its command lines."""
+    """Neither in its folder, in Ray's folder, in its log, nor on command lines."""
     log, showed = ((ppo_run.parent / name).read_text() for name in ("log", "showed"))
     assert showed == "" and not any(secret in log for secret in SECRETS)
     assert any(ray_folder.rglob("*.log"))
@@ -165,25 +165,25 @@ def test_a_run_leaves_no_secret(ppo_run: Path, ray_folder: Path) -> None:
         assert "***@127.0.0.1" in (ppo_run / saved).read_text()
 
 
-def test_line_21_a_resumed_run_goes_on_with_the_next_step(
+def test_line_21_a_resumed_run_continues_with_the_next_step(
     world: dict[str, str], ppo_run: Path
 ) -> None:
-    """From step 1's checkpoint, on the same ranks, step 2 has the metrics of the unbroken run."""
-    rest = ppo_run.parent / "resumed"
+    """From step 1's checkpoint, step 2 has the metrics of the uninterrupted run."""
+    out = ppo_run.parent / "resumed"
     resumed = train(
-        world, rest, "-cd", str(ppo_run.parent), "-cn", "own", "trainer.save_freq=0",
+        world, out, "-cd", str(ppo_run.parent), "-cn", "own", "trainer.save_freq=0",
         f"trainer.resume_mode={ppo_run / 'global_step_1'}",
-        TORCHDYNAMO_DISABLE="1",  # in the first run vLLM compiles what it does by default
+        TORCHDYNAMO_DISABLE="1",  # the first run compiles, as vLLM does by default
     )  # fmt: skip
     assert [row["step"] for row in resumed] == [2]
-    unbroken = metrics(ppo_run)[-1]
+    uninterrupted = metrics(ppo_run)[-1]
     for name in ("actor/pg_loss", "critic/vf_loss", "actor/grad_norm", "critic/kl",
                  "response_length/mean", "perf/total_num_tokens"):  # fmt: skip
-        assert resumed[0][name] == pytest.approx(unbroken[name], rel=1e-4, abs=1e-6), name
+        assert resumed[0][name] == pytest.approx(uninterrupted[name], rel=1e-4, abs=1e-6), name
 
 
 def test_nothing_is_left_running(ppo_run: Path) -> None:
-    """No engine, rank or Ray process of a finished run survives it, nor weights in memory."""
+    """No engine, rank or Ray process of a finished run survives it."""
     out = str(ppo_run)
     left = [p.info["cmdline"] for p in psutil.process_iter(["cmdline"])
             if p.info["cmdline"] and out in " ".join(p.info["cmdline"])]  # fmt: skip

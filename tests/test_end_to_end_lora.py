@@ -1,4 +1,4 @@
-"""The whole system with adapters, for real: Ray, FSDP ranks, vLLM serving LoRA, the retriever."""
+"""The complete system with adapters: Ray, FSDP ranks, vLLM serving LoRA, the retriever."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ OPTIONS = (
     "actor_rollout_ref.model.lora_rank=6", "actor_rollout_ref.model.lora_alpha=12",
     "critic.model.lora_rank=4",
     "actor_rollout_ref.actor.optim.lr=1e-2", "critic.optim.lr=1e-2",
-    # A random model earns nothing: costs teach the critic, and entropy the policy.
+    # A random model gets no reward: the critic is trained by costs, the policy by entropy.
     "reward_model.name=em_cost", "reward_model.invalid_format=0.5",
     "actor_rollout_ref.actor.entropy_coeff=0.1",
 )  # fmt: skip
@@ -31,7 +31,7 @@ OPTIONS = (
 
 @dataclass
 class Run:
-    """A finished run and what it was given."""
+    """A finished run, its inputs and metrics."""
 
     world: dict[str, str]
     out: Path
@@ -41,7 +41,7 @@ class Run:
 @pytest.fixture(scope="module", params=["adapter", "merged"])
 def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     """PPO on two ranks, policy and critic as adapters, two steps with a checkpoint each; the engine
-    computes with the adapter, or is given the sum."""
+    computes with the adapter, or receives the merged weights."""
     merges = f"actor_rollout_ref.rollout.merge_adapter={request.param == 'merged'}"
     out = tmp_path_factory.mktemp("lora")
     with start_world(tmp_path_factory.mktemp("world")) as world:
@@ -50,18 +50,18 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 
 
 def test_engine_and_trainer_agree_after_every_update(run: Run) -> None:
-    """Log-probs of samples under each new adapter, by vLLM and by the ranks, differ by < 1e-3."""
+    """Log-probs of samples with each new adapter differ by < 1e-3 between vLLM and the ranks."""
     steps = [row for row in run.rows if row["step"] > 0]
     assert [row["step"] for row in steps] == [1, 2]
     assert all(0 < row["actor/rollout_mismatch_max"] < 1e-3 for row in steps)
     assert all(row["actor/grad_norm"] > 0 and row["critic/grad_norm"] > 0 for row in steps)
     assert all(row["actor/skipped_updates"] == row["critic/skipped_updates"] == 0 for row in steps)
-    # Two updates a step: by the second the policy has left the base, which is the reference.
+    # Two updates per step: in the second, the policy differs from the base, its reference.
     assert all(row["actor/kl_loss"] > 1e-3 for row in steps)
 
 
 def test_the_end_of_a_run_is_merged_model_and_adapter(run: Run, tmp_path: Path) -> None:
-    """`model/` answers as `adapter/` over the base does, and as the last checkpoint's export."""
+    """`model/` and the last checkpoint's export give the log-probs of `adapter/` on the base."""
     dtype, ids = torch.float32, torch.arange(5, 90)[None]
     base = AutoModelForCausalLM.from_pretrained(run.world["model"], dtype=dtype)
     exported = export(run.out / "global_step_2", tmp_path / "hf", dtype="float32")
@@ -77,13 +77,13 @@ def test_the_end_of_a_run_is_merged_model_and_adapter(run: Run, tmp_path: Path) 
     assert (adapted - plain).abs().max() > 1e-2
 
 
-def test_a_resumed_run_goes_on_with_the_next_step(run: Run, tmp_path: Path) -> None:
-    """From step 1's adapters over the base, step 2 has the metrics of the unbroken run."""
+def test_a_resumed_run_continues_with_the_next_step(run: Run, tmp_path: Path) -> None:
+    """From step 1's adapters on the base, step 2 has the metrics of the uninterrupted run."""
     resumed = train(
         run.world, tmp_path, *OPTIONS, "trainer.save_freq=0",
         f"trainer.resume_mode={run.out / 'global_step_1'}",
     )  # fmt: skip
     assert [row["step"] for row in resumed] == [2]
-    unbroken = metrics(run.out)[-1]
+    uninterrupted = metrics(run.out)[-1]
     for name in ("actor/pg_loss", "actor/kl_loss", "critic/vf_loss", "actor/grad_norm"):
-        assert resumed[0][name] == pytest.approx(unbroken[name], rel=1e-4, abs=1e-6), name
+        assert resumed[0][name] == pytest.approx(uninterrupted[name], rel=1e-4, abs=1e-6), name

@@ -1,7 +1,6 @@
-"""Processes of real runs are killed, and the runs go on as if nothing had happened.
+"""Processes of real runs are killed, and the runs continue as if nothing had happened.
 
-Every test here is about death, so nothing is a stand-in: Ray's actors, the engines and the ranks
-are those of a run.
+No fakes for what is killed: Ray's actors, the engines and the ranks are those of a real run.
 """
 
 from __future__ import annotations
@@ -44,15 +43,15 @@ SAMPLING = Sampling(max_tokens=8)
 
 
 def wait_until(holds: Callable[[], bool], seconds: float = 300.0) -> None:
-    """Poll until something holds; a run that never gets there fails the test."""
+    """Poll until a condition holds; fails the test if it does not hold in time."""
     end = time.monotonic() + seconds
     while not holds():
-        assert time.monotonic() < end, f"in vain for {seconds} s"
+        assert time.monotonic() < end, f"waited {seconds} s in vain"
         time.sleep(0.1)
 
 
 def is_alive(process: psutil.Process) -> bool:
-    """Whether it runs still; one that nobody has asked for its status does not."""
+    """Whether a process is still running; zombies are not."""
     with contextlib.suppress(psutil.NoSuchProcess):
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     return False
@@ -60,15 +59,15 @@ def is_alive(process: psutil.Process) -> bool:
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[OrphanReaper]:
-    """A Ray cluster of our own, and what ends it."""
-    with OrphanReaper() as lifeline:
+    """Start a local Ray cluster, with the reaper that ends it."""
+    with OrphanReaper() as reaper:
         ray.init("local", include_dashboard=False, num_cpus=4, logging_level="error")
-        yield lifeline
+        yield reaper
         ray.shutdown()
 
 
 class Rank:
-    """Hosted in place of a training rank: it waits for its peers, or fails, as a rank does."""
+    """Replaces a training rank: waits for its peers, or fails, as a rank does."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
@@ -87,7 +86,7 @@ class Rank:
 
 @pytest.fixture
 def ranks(cluster: OrphanReaper) -> Iterator[RayWorkerGroup]:
-    """Two hosts of ranks."""
+    """Two actors that host ranks."""
     env = cpu_env() | {MARK: cluster.mark, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
     group = create_trainer_group(reserve(2, 1, use_gpu=False), 2, use_gpu=False, env=env)
     group.locations()
@@ -100,20 +99,20 @@ def ranks(cluster: OrphanReaper) -> Iterator[RayWorkerGroup]:
 def test_a_dead_rank_is_named_though_its_peers_wait_or_fail_first(
     ranks: RayWorkerGroup, how: str
 ) -> None:
-    """The driver does not wait for those that wait for the dead, nor blames who noticed first."""
+    """The driver neither waits for the peers, nor names the rank whose error came first."""
     pid = ranks.locations()[1].pid
     with pytest.raises(RankLost, match=rf"rank 1 on node \S+ \(process {pid}\) is lost"):
         ranks.call("meet", how)
 
 
-def test_a_bug_of_one_rank_is_no_loss(ranks: RayWorkerGroup) -> None:
-    """It ends the run with its own traceback, though the other rank waits for ever."""
+def test_a_bug_in_one_rank_is_not_a_lost_rank(ranks: RayWorkerGroup) -> None:
+    """It ends the run with its own traceback, although the other rank waits for ever."""
     with pytest.raises(ValueError, match="a bug"):
         ranks.call("meet", "bug")
 
 
 class GatedAgent:
-    """Generates twice; in between it says so, and waits for the gate to open."""
+    """Generates twice; after each turn it reports so by a file, and waits for the gate to open."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -133,11 +132,11 @@ class GatedAgent:
 
 @dataclass
 class Rollout:
-    """Two replicas on a tiny model, with what is needed to disturb them."""
+    """Two replicas on a tiny model, and helpers to disturb them."""
 
     replicas: RolloutReplicas
     folder: Path
-    weights: Handed
+    weights: ModelFolder
 
     def starts(self) -> list[Trajectory]:
         prompts = [Prompt(f"p#{i}", (5 + i, 9, 17 + i), "test", ("x",)) for i in range(4)]
@@ -152,7 +151,7 @@ class Rollout:
         (self.folder / "open").touch() if is_open else (self.folder / "open").unlink()
 
     def disturbed(self, disturb: Callable[[], None]) -> list[Trajectory]:
-        """What comes out when `disturb` happens after every dialogue's first turn."""
+        """Return the result if `disturb` is called after every dialogue's first turn."""
         self.gate(is_open=False)
         answers: list[list[Trajectory]] = []
         thread = threading.Thread(target=lambda: answers.append(self.generate()))
@@ -167,13 +166,13 @@ class Rollout:
         return psutil.Process(self.replicas.group.locations()[replica].pid)
 
     def engine_core(self, replica: int) -> psutil.Process:
-        (found,) = [p for p in self.actor(replica).children() if "EngineCore" in p.name()
-                    or "EngineCore" in " ".join(p.cmdline())]  # fmt: skip
-        return found
+        (core,) = [p for p in self.actor(replica).children() if "EngineCore" in p.name()
+                   or "EngineCore" in " ".join(p.cmdline())]  # fmt: skip
+        return core
 
 
-class Handed:
-    """Sends the weights of a model's folder, as the ranks of one node do."""
+class ModelFolder:
+    """Sends the weights of a model folder, as the ranks of one node do."""
 
     def __init__(self, model: Path) -> None:
         self.model = model
@@ -209,10 +208,10 @@ def tiny_config(model: Path) -> Config:
 
 @pytest.fixture(scope="module")
 def rollout(cluster: OrphanReaper, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rollout]:
-    """Replicas that start with one model and were handed another."""
+    """Replicas that started with one model and then received the weights of another."""
     folder = tmp_path_factory.mktemp("gate")
     (folder / "open").touch()
-    start, present = tiny_model(folder / "a", seed=0), tiny_model(folder / "b", seed=1)
+    start, current = tiny_model(folder / "a", seed=0), tiny_model(folder / "b", seed=1)
     env = cpu_env() | {MARK: cluster.mark, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
     ranks = create_trainer_group(reserve(1, 1, use_gpu=False), 1, use_gpu=False, env=env)
     group = create_rollout_group(ranks.locations(), 2, 0, env, (EngineDied,))
@@ -221,7 +220,7 @@ def rollout(cluster: OrphanReaper, tmp_path_factory: pytest.TempPathFactory) -> 
     group.gather(group.start_build(RolloutReplica, arguments))
     group.call("engine.start")
     replicas = RolloutReplicas(group, arguments, Restarts(99), hang_timeout=30.0)
-    weights = Handed(present)
+    weights = ModelFolder(current)
     replicas.update_weights(weights)
     yield Rollout(replicas, folder, weights)
     weights.close()
@@ -234,8 +233,8 @@ def ids(trajectories: Sequence[Trajectory]) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("victim", ["actor", "engine core"])
-def test_a_replica_killed_in_mid_generation_changes_nothing(rollout: Rollout, victim: str) -> None:
-    """All engines start again: the same ids, from the present weights."""
+def test_a_replica_killed_while_generating_changes_nothing(rollout: Rollout, victim: str) -> None:
+    """All engines restart and generate the same ids, with the current weights."""
     undisturbed = rollout.generate()
     before, core = rollout.replicas.restarts.of_replicas, rollout.engine_core(0)
     process = rollout.actor(0) if victim == "actor" else core
@@ -248,14 +247,14 @@ def test_a_replica_killed_in_mid_generation_changes_nothing(rollout: Rollout, vi
 
 
 def test_a_replica_that_hangs_is_replaced(rollout: Rollout) -> None:
-    """An engine that stands still gives no sign of life, and is killed with its actor."""
+    """A suspended engine does not answer probes, and is killed with its actor."""
     undisturbed, core = rollout.generate(), rollout.engine_core(1)
     assert ids(rollout.disturbed(core.suspend)) == ids(undisturbed)
     assert not is_alive(core)
 
 
 def test_a_replica_killed_between_steps_gets_the_next_weights(rollout: Rollout) -> None:
-    """Its death shows when the weights are sent; then all have the same again."""
+    """Its death is noticed at the weight transfer; afterwards all replicas have the weights."""
     undisturbed, version = rollout.generate(), rollout.replicas.version
     rollout.engine_core(0).kill()
     rollout.actor(1).kill()
@@ -266,8 +265,8 @@ def test_a_replica_killed_between_steps_gets_the_next_weights(rollout: Rollout) 
     assert {t.stats["version"] for t in again} == {version + 1}
 
 
-def test_a_replica_lost_too_often_is_the_runs_loss(rollout: Rollout) -> None:
-    """Without restarts left the error names the replica and its node."""
+def test_a_replica_lost_too_often_ends_the_run(rollout: Rollout) -> None:
+    """Without restarts left, the error names the replica and its node."""
     rollout.replicas.restarts, kept = Restarts(0), rollout.replicas.restarts
     rollout.actor(0).kill()
     with pytest.raises(ReplicaLost, match=r"rollout replica 0 on node .*max_restarts=0"):
@@ -277,7 +276,7 @@ def test_a_replica_lost_too_often_is_the_runs_loss(rollout: Rollout) -> None:
 
 
 def environ(process: psutil.Process) -> dict[str, str]:
-    """A process's environment, empty where it has just ended."""
+    """Return a process's environment; empty if it has just ended."""
     try:
         return process.environ()
     except psutil.Error:
@@ -286,7 +285,7 @@ def environ(process: psutil.Process) -> dict[str, str]:
 
 @dataclass
 class Run:
-    """A run of main_ppo under way."""
+    """A running process of main_ppo."""
 
     process: subprocess.Popen[str]
     out: Path
@@ -314,7 +313,7 @@ class Run:
 
 
 def start(world: dict[str, str], out: Path, *options: str) -> Run:
-    """main_ppo as a user starts it: GRPO, a checkpoint each step."""
+    """Start main_ppo as a user does: GRPO, with a checkpoint at each step."""
     out.mkdir()
     command = [
         sys.executable, "-m", "verl.trainer.main_ppo",
@@ -337,23 +336,23 @@ def start(world: dict[str, str], out: Path, *options: str) -> Run:
 def test_two_runs_at_once_one_of_which_loses_everything(
     world: dict[str, str], tmp_path: Path
 ) -> None:
-    """Both end; the one that lost a replica and a rank has the other's metrics, each step once."""
-    calm = start(world, tmp_path / "calm", "trainer.total_training_steps=6")
-    shaken = start(world, tmp_path / "shaken", "trainer.total_training_steps=6")
-    wait_until(lambda: shaken.has(1))
-    shaken.actors(is_replica=True)[0].kill()
-    wait_until(lambda: shaken.has(3))
-    shaken.actors(is_replica=False)[1].kill()
-    for run in (calm, shaken):
+    """Both end; the one that lost a replica and a rank has the same metrics, each step once."""
+    undisturbed = start(world, tmp_path / "undisturbed", "trainer.total_training_steps=6")
+    disturbed = start(world, tmp_path / "disturbed", "trainer.total_training_steps=6")
+    wait_until(lambda: disturbed.has(1))
+    disturbed.actors(is_replica=True)[0].kill()
+    wait_until(lambda: disturbed.has(3))
+    disturbed.actors(is_replica=False)[1].kill()
+    for run in (undisturbed, disturbed):
         assert run.process.wait(500) == 0, run.log()
-    expected, got = calm.rows(), shaken.rows()
+    expected, got = undisturbed.rows(), disturbed.rows()
     assert [row["step"] for row in got] == [row["step"] for row in expected] == [1, 2, 3, 4, 5, 6]
     for row, other in zip(got, expected, strict=True):
         for name in ("actor/pg_loss", "actor/grad_norm", "response_length/mean",
                      "perf/total_num_tokens", "critic/score/mean"):  # fmt: skip
             assert row[name] == pytest.approx(other[name], rel=1e-4, abs=1e-6), name
     assert got[-1]["fault/replica_restarts"] == 1 and got[-1]["fault/run_restarts"] == 1
-    assert "is lost" in shaken.log() and "the run starts again from" in shaken.log()
+    assert "is lost" in disturbed.log() and "the run starts again from" in disturbed.log()
 
 
 def memory_folders() -> set[str]:
@@ -364,7 +363,7 @@ def memory_folders() -> set[str]:
 def test_nothing_of_a_killed_run_remains(
     world: dict[str, str], tmp_path: Path, number: signal.Signals
 ) -> None:
-    """No process, port or shared memory, whatever ended it; and its ports were its processes'."""
+    """No process, and thus no port, and no shared memory, whatever signal ended the run."""
     before = memory_folders()
     run = start(world, tmp_path / "run", "trainer.total_training_steps=99")
     wait_until(lambda: run.has(1))

@@ -1,4 +1,4 @@
-"""Runs over two machines with a Ray node each: namespaces stand in for the machines."""
+"""Runs on two machines with a Ray node each; the machines are simulated by namespaces."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pandas as pd
 import pytest
 
 from example.tiny import tiny_model
-from tests.machines import Machine, are_possible, cut, mend, plug, two_machines
+from tests.machines import Machine, are_possible, cut, plug, reconnect, two_machines
 
 pytestmark = [
     pytest.mark.slow,
@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parent.parent
 RETRIEVER = "http://127.0.0.1:8000/retrieve"
 RAY_PORT = 6379
 LIMIT_S = 900.0
-"""How long anything may take before a test gives up."""
+"""Seconds after which a test gives up waiting."""
 ENV = {
     "RAY": str(Path(sys.executable).with_name("ray")),
     "RAY_AUTH_MODE": "disabled",
@@ -47,7 +47,7 @@ ENV = {
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny random model, eight questions and a corpus, in a folder that both machines see."""
+    """A folder that both machines see, with a tiny random model, eight questions and a corpus."""
     folder = tmp_path_factory.mktemp("world")
     tiny_model(folder / "model")
     rows = [
@@ -66,16 +66,16 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def wait_until(machine: Machine, script: str, what: str, seconds: float = LIMIT_S) -> None:
-    """Run a shell line on the machine until it succeeds."""
+def wait_until(machine: Machine, script: str, name: str, seconds: float = LIMIT_S) -> None:
+    """Run a shell command on the machine until it succeeds; `name` describes the condition."""
     end = time.monotonic() + seconds
     while subprocess.run(machine.command("sh", "-c", script), capture_output=True).returncode:
-        assert time.monotonic() < end, f"no {what}: {machine.log.read_text()[-3000:]}"
+        assert time.monotonic() < end, f"no {name}: {machine.log.read_text()[-3000:]}"
         time.sleep(0.5)
 
 
 def start_retriever(machine: Machine, world: Path) -> None:
-    """A retriever of the machine's own, at the address that means something else on each."""
+    """Start the machine's own retriever, at a local address that is the same on all machines."""
     machine.start(
         sys.executable, "-m", "search_r1.search.retrieval_server", "--retriever_name", "bm25",
         "--corpus_path", str(world / "corpus.jsonl"), "--port", "8000", env=ENV,
@@ -84,7 +84,7 @@ def start_retriever(machine: Machine, world: Path) -> None:
 
 
 def start_worker(first: Machine, second: Machine) -> None:
-    """The second machine joins the first's cluster, again and again where it is cut off."""
+    """Let the second machine join the first's cluster, and rejoin it after each disconnection."""
     script = str(ROOT / "example/multinode/worker.sh")
     second.start("bash", script, env={**ENV, "HEAD_ADDRESS": first.address})
 
@@ -98,7 +98,7 @@ def wait_for_log(machine: Machine, text: str, seconds: float = LIMIT_S) -> None:
 
 
 def start_cluster(first: Machine, second: Machine) -> None:
-    """Ray on both machines, as docs/multinode.md says it."""
+    """Start Ray on both machines as docs/multinode.md describes."""
     script = str(ROOT / "example/multinode/head.sh")
     first.start("bash", script, env={**ENV, "NODE_ADDRESS": first.address})
     wait_until(first, f"ss -ltn | grep -q :{RAY_PORT}", "Ray head")
@@ -106,7 +106,7 @@ def start_cluster(first: Machine, second: Machine) -> None:
 
 
 def options(world: Path, out: Path, *more: str) -> list[str]:
-    """A run of two ranks and two engines."""
+    """Return the command of a run with two ranks and two engines."""
     return [
         sys.executable, "-m", "verl.trainer.main_ppo",
         f"data.train_files={world}/rows.parquet", f"data.val_files={world}/rows.parquet",
@@ -116,7 +116,7 @@ def options(world: Path, out: Path, *more: str) -> list[str]:
         "actor_rollout_ref.rollout.n_agent=2", "actor_rollout_ref.actor.ppo_mini_batch_size=4",
         "actor_rollout_ref.actor.optim.lr=1e-3", "actor_rollout_ref.rollout.cpu_kv_cache_gib=1",
         "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=512",
-        "actor_rollout_ref.actor.skip_zero_advantages=false",  # a random model earns nothing
+        "actor_rollout_ref.actor.skip_zero_advantages=false",  # a random model gets no reward
         "actor_rollout_ref.rollout.num_replicas=2", "actor_rollout_ref.actor.use_kl_loss=true",
         "trainer.device=cpu", "trainer.compute_dtype=float32", "trainer.logger=[jsonl]",
         f"trainer.default_local_dir={out}", f"retriever.url={RETRIEVER}", "retriever.topk=1",
@@ -131,13 +131,13 @@ ONE_NODE = ("trainer.nnodes=1", "trainer.n_gpus_per_node=2")
 
 
 def metrics(out: Path) -> list[dict[str, Any]]:
-    """What a run logged, a row a step."""
+    """Return the metrics that a run logged, one row per step."""
     path = out / "metrics.jsonl"
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def finish(run: subprocess.Popen[bytes], machine: Machine) -> None:
-    """Wait for a run to end well."""
+    """Wait for a run to end successfully."""
     status = run.wait(LIMIT_S)
     assert status == 0, machine.log.read_text()[-8000:]
 
@@ -146,7 +146,7 @@ def finish(run: subprocess.Popen[bytes], machine: Machine) -> None:
 def machines(
     world: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[Machine, Machine]]:
-    """Two machines with a retriever each, joined to one Ray cluster."""
+    """Start two machines with a retriever each, in one Ray cluster."""
     with two_machines(tmp_path_factory.mktemp("machines")) as (first, second):
         start_retriever(first, world)
         start_retriever(second, world)
@@ -155,14 +155,14 @@ def machines(
 
 
 def start_run(machine: Machine, world: Path, out: Path, *more: str) -> subprocess.Popen[bytes]:
-    """The run's driver, on `machine`."""
+    """Start a run's driver on `machine`."""
     env = {**ENV, "RAY_ADDRESS": f"{machine.address}:{RAY_PORT}"}
     return machine.start(*options(world, out, *TWO_NODES, *more), env=env)
 
 
 @pytest.fixture(scope="module")
 def undisturbed(world: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """The metrics of three steps on one machine alone."""
+    """Metrics of three steps on a single machine."""
     out = tmp_path_factory.mktemp("one")
     with two_machines(tmp_path_factory.mktemp("alone")) as (first, _):
         start_retriever(first, world)
@@ -180,7 +180,7 @@ SAME = (
 
 
 def assert_same(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
-    """The same steps with the same numbers, up to the order of additions."""
+    """Assert equal steps and metrics, up to rounding by the order of additions."""
     assert [row["step"] for row in found] == [row["step"] for row in expected]
     for ours, theirs in zip(found, expected, strict=True):
         for name in SAME:
@@ -190,22 +190,22 @@ def assert_same(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> 
 def test_a_node_that_lacks_something_is_named_before_any_work(
     world: Path, machines: tuple[Machine, Machine], tmp_path: Path
 ) -> None:
-    """Model and results that only one machine sees are told at once, with node and path."""
+    """Model and results that only one machine sees are reported at once, with node and path."""
     first, second = machines
     folders = (world / "model", tmp_path)
     for folder in folders:
         second.hide(folder)
-    begun = first.log.stat().st_size
+    log_start = first.log.stat().st_size
     try:
         run = start_run(first, world, tmp_path, "trainer.total_training_steps=1")
         assert run.wait(LIMIT_S) == 2
     finally:
         for folder in folders:
             second.run("umount", str(folder))
-    told = first.log.read_text()[begun:]
-    assert "the run cannot start, 2 problem(s):" in told
+    log = first.log.read_text()[log_start:]
+    assert "the run cannot start, 2 problem(s):" in log
     for folder in folders:
-        assert re.search(rf"node {second.address}: .*{re.escape(str(folder))}", told), told
+        assert re.search(rf"node {second.address}: .*{re.escape(str(folder))}", log), log
     assert metrics(tmp_path) == []
 
 
@@ -215,7 +215,7 @@ def test_two_nodes_compute_what_one_does(
     undisturbed: list[dict[str, Any]],
     tmp_path: Path,
 ) -> None:
-    """Two ranks and two engines on two machines have the metrics of two on one, step by step."""
+    """Two ranks and engines on two machines have the same metrics as on one, step by step."""
     first, _ = machines
     finish(start_run(first, world, tmp_path, "trainer.total_training_steps=3"), first)
     assert_same(metrics(tmp_path), undisturbed)
@@ -224,7 +224,7 @@ def test_two_nodes_compute_what_one_does(
 
 
 def disturb_after_step_one(first: Machine, world: Path, out: Path) -> subprocess.Popen[bytes]:
-    """Start a run of three steps and wait until the first is saved and the second on its way."""
+    """Start a run of three steps and wait until the first is saved and the second has started."""
     run = start_run(first, world, out, "trainer.total_training_steps=3")
     end = time.monotonic() + LIMIT_S
     while not (out / "global_step_1" / "COMPLETE").exists():
@@ -240,12 +240,12 @@ def test_a_node_that_is_cut_off_and_comes_back(
     undisturbed: list[dict[str, Any]],
     tmp_path: Path,
 ) -> None:
-    """A pulled cable stops the run; put back, node and run go on by themselves to the same end."""
+    """Without the network the run stops; with it, node and run continue to the same result."""
     first, second = machines
     run = disturb_after_step_one(first, world, tmp_path)
     cut(second)
     wait_for_log(first, "waiting for 2 x")
-    mend(second)
+    reconnect(second)
     finish(run, first)
     assert_same(metrics(tmp_path), undisturbed)
 
@@ -256,7 +256,7 @@ def test_a_node_that_loses_power_is_replaced(
     undisturbed: list[dict[str, Any]],
     tmp_path: Path,
 ) -> None:
-    """A machine that is switched off and on again, with Ray started anew, takes its place again."""
+    """A machine that is switched off and on, with Ray restarted, rejoins the run."""
     first, second = machines
     run = disturb_after_step_one(first, world, tmp_path)
     second.switch_off()

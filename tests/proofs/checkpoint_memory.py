@@ -1,10 +1,10 @@
-"""Memory that saving takes: each rank's peak resident set while a checkpoint is written.
+"""Memory for saving: each rank's peak resident set while a checkpoint is written.
 
 `python -m tests.proofs.checkpoint_memory` shards models over 1, 2 and 4 real processes (gloo,
 CPU), weights and AdamW moments in float32, and saves them in place, in the background (from a copy)
-and, to compare with, as earlier systems do: gathered on the first rank. The kernel's own high-water
-mark is read, after it was reset and freed memory was given back, so no short peak is missed. Every
-rank is a fresh process for each model.
+and, for comparison, as earlier systems do: gathered on the first rank. The kernel's high-water mark
+is reset after freed memory is returned, so that no short peak is missed. Every rank is a new
+process for each model.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import os
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from multiprocessing.queues import Queue
 from pathlib import Path
 
@@ -33,32 +34,32 @@ from verl.training.shards import ShardWriter, save_shards, shard_bytes
 
 MIB = 1 << 20
 SIZES = {"small": (256, 8), "large": (512, 8)}
-"""Width and layers of the models: the second has four times the weights in its layers."""
+"""Width and number of layers of the models: the second has four times the weights per layer."""
 VOCABULARY = 8192
-WAYS = ("in place", "background", "gathered")
+METHODS = ("in place", "background", "gathered")
 
 
 @dataclass(frozen=True)
 class Figure:
-    """What one way of saving took."""
+    """Measurement of one method of saving."""
 
     model: str
     parameters: int
     num_ranks: int
-    way: str
+    method: str
     shard_mib: float
-    """The largest shard of a rank."""
+    """Size of the largest shard of a rank."""
     extra_mib: float
-    """The largest growth of a rank's resident set."""
+    """Largest growth of a rank's resident set."""
 
     @property
     def ratio(self) -> float:
-        """Growth in shards."""
+        """Growth relative to the shard."""
         return self.extra_mib / self.shard_mib
 
 
 def build_engine(width: int, layers: int) -> FsdpModel:
-    """A random model with optimizer state, sharded over all ranks."""
+    """Build a random model with optimizer state, sharded over all ranks."""
     config = LlamaConfig(
         vocab_size=VOCABULARY, hidden_size=width, intermediate_size=4 * width,
         num_hidden_layers=layers, num_attention_heads=width // 64, num_key_value_heads=width // 64,
@@ -68,30 +69,32 @@ def build_engine(width: int, layers: int) -> FsdpModel:
     lm = LlamaForCausalLM(config)
     options = FsdpOptions(torch.float32, num_updates=1, optim=OptimConfig())
     engine = FsdpModel(LogProbModel(lm), blocks(lm, lm), torch.device("cpu"), options)
-    for tensor in engine.state_tensors().values():  # zeros that were never written take no memory
+    for (
+        tensor
+    ) in engine.state_tensors().values():  # pages of zeros that were never written use no memory
         if tensor.ndim:
             tensor.add_(1e-3)
     return engine
 
 
 def gather(engine: FsdpModel, folder: Path) -> None:
-    """Whole tensors on the first rank, then one file: what this project does not do."""
-    whole = {}
+    """Gather whole tensors on the first rank and write one file, as this project does not do."""
+    gathered = {}
     for name, tensor in engine.state_tensors().items():
         full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
         if dist.get_rank() == 0:
-            whole[name] = full
-    if whole:
+            gathered[name] = full
+    if gathered:
         folder.mkdir(parents=True)
-        torch.save(whole, folder / "all.pt")
+        torch.save(gathered, folder / "all.pt")
     dist.barrier()
 
 
-def save(engine: FsdpModel, way: str, folder: Path, lm_config: LlamaConfig) -> None:
-    """Write the engine's state in one of WAYS, to the end."""
-    if way == "gathered":
+def save(engine: FsdpModel, method: str, folder: Path, lm_config: LlamaConfig) -> None:
+    """Write the engine's state by one of METHODS, and wait for its completion."""
+    if method == "gathered":
         gather(engine, folder)
-    elif way == "in place":
+    elif method == "in place":
         problem = save_shards(folder, {"actor": engine}, lm_config)
         assert not problem, problem
     else:
@@ -102,16 +105,16 @@ def save(engine: FsdpModel, way: str, folder: Path, lm_config: LlamaConfig) -> N
 
 
 def growth_mib(work: Callable[[], None]) -> float:
-    """How far the resident set of this process rises above where it is now during `work`."""
+    """Return the growth of this process's resident set above its current size during `work`."""
     ctypes.CDLL("libc.so.6").malloc_trim(0)
-    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark begins anew
+    Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark
     before = _status("VmRSS")
     work()
     return (_status("VmHWM") - before) / 1024
 
 
 def _status(name: str) -> int:
-    """A figure of this process, in KiB."""
+    """Return a value of /proc/self/status, in KiB."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
 
@@ -119,7 +122,7 @@ def _status(name: str) -> int:
 def run_rank(
     rank: int, size: int, port: int, shape: tuple[int, int], folder: Path, answers: Queue[object]
 ) -> None:
-    """One rank's growth and shard, for each way."""
+    """Measure one rank's growth and shard for each method."""
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=size)
@@ -127,20 +130,20 @@ def run_rank(
     source = folder / "tokenizer"
     source.mkdir(exist_ok=True)
     lm_config = LlamaConfig(name_or_path=str(source))
-    # The first of each way loads code and opens connections, whatever the model's size.
-    save_all = [(way, number) for number in (0, 1) for way in WAYS]
-    found = {
-        way: growth_mib(lambda w=way, n=number: save(engine, w, folder / f"{w} {n}", lm_config))
-        for way, number in save_all
-    }
+    # Each method runs twice and the second counts: the first loads code and opens connections.
+    growths = {}
+    for number in (0, 1):
+        for method in METHODS:
+            target = folder / f"{method} {number}"
+            growths[method] = growth_mib(partial(save, engine, method, target, lm_config))
     count = sum(parameter.numel() for parameter in engine.module.parameters())
-    answers.put((shard_bytes({"actor": engine}) / MIB, found, count))
+    answers.put((shard_bytes({"actor": engine}) / MIB, growths, count))
     dist.barrier()
     dist.destroy_process_group()
 
 
 def measure(name: str, num_ranks: int) -> list[Figure]:
-    """The figures of one model on a number of ranks."""
+    """Return the figures of one model on a number of ranks."""
     port = free_port()
     context = multiprocessing.get_context("fork")
     answers: Queue[object] = context.Queue()
@@ -158,15 +161,18 @@ def measure(name: str, num_ranks: int) -> list[Figure]:
             process.join()
     shard = max(row[0] for row in rows)
     return [
-        Figure(name, rows[0][2], num_ranks, way, shard, max(row[1][way] for row in rows))
-        for way in WAYS
+        Figure(name, rows[0][2], num_ranks, method, shard, max(row[1][method] for row in rows))
+        for method in METHODS
     ]
 
 
 def table(figures: Sequence[Figure]) -> str:
-    """The figures as Markdown."""
-    lines = ["| parameters | ranks | shard, MiB | " + " | ".join(f"{w}, MiB" for w in WAYS) + " |",
-             "|---|---|---|" + "---|" * len(WAYS)]  # fmt: skip
+    """Return the figures as a Markdown table."""
+    columns = " | ".join(f"{method}, MiB" for method in METHODS)
+    lines = [
+        f"| parameters | ranks | shard, MiB | {columns} |",
+        "|---|---|---|" + "---|" * len(METHODS),
+    ]
     for key in dict.fromkeys((f.model, f.num_ranks) for f in figures):
         own = [f for f in figures if (f.model, f.num_ranks) == key]
         cells = " | ".join(f"{f.extra_mib:.0f} ({f.ratio:.2f} shards)" for f in own)
@@ -176,7 +182,7 @@ def table(figures: Sequence[Figure]) -> str:
 
 
 def main() -> None:
-    """The command line."""
+    """Measure and print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--sizes", nargs="+", choices=tuple(SIZES), default=list(SIZES))

@@ -1,10 +1,10 @@
-"""Make a run collapse, and see when the guard says so: `python -m tests.proofs.collapse --out DIR`.
+"""Make a run collapse and see when the guard notices: `python -m tests.proofs.collapse --out DIR`.
 
-A policy is trained by GRPO twice, with a good learning rate and with a multiple of it, and
+A policy is trained with GRPO twice, with a good learning rate and with a multiple of it, and
 validated after every step. The guard only warns, so that the table also shows what it would have
-spared. It passes when the healthy run draws no verdict of collapse, and the other one is caught
-while every validation so far is above three quarters of the best. A third run, with
-`trainer.guard.action=rollback`, shows what is left of the policy then.
+prevented. The proof passes if the healthy run gets no verdict of collapse, and the other run gets
+one while every validation so far is above three quarters of the best. A third run, with
+`trainer.guard.action=rollback`, shows the policy after rollbacks.
 
 The policy is the tiny one of `benchmarks.algorithms`, or another (`--base`, `--lr`, options):
 
@@ -29,11 +29,11 @@ from benchmarks.algorithms.variants import GRPO, POLICY_LR
 from verl.monitor.guard import DRIFT, MALFORMED, NO_ANSWER, SHIFT
 
 COLLAPSED = 2.0
-"""`guard/health` of a collapse."""
-LEAST_EM = 0.1
-"""A policy that answers less than this before training has nothing to lose."""
+"""Value of `guard/health` for a collapse."""
+MIN_EM = 0.1
+"""Validation EM below which the initial policy has nothing to lose."""
 SHARE = 0.75
-"""Of the best validation EM so far: below it the collapse was caught too late."""
+"""Share of the best validation EM so far, below which a collapse was caught too late."""
 COLUMNS = {
     "val/em": "EM", DRIFT: "drift", SHIFT: "shift", MALFORMED: "malformed", NO_ANSWER: "no answer",
     "actor/entropy": "entropy", "actor/grad_norm": "grad norm", "actor/lr": "lr",
@@ -43,33 +43,31 @@ COLUMNS = {
 
 @dataclass(frozen=True)
 class Course:
-    """What a run logged, step by step; step 0 is the validation before training."""
+    """Metrics that a run logged, step by step; step 0 is the validation before training."""
 
     name: str
     rows: list[dict[str, float]]
 
     @property
     def caught(self) -> int | None:
-        """The first step that was called a collapse."""
-        found = (int(row["step"]) for row in self.rows if row.get("guard/health") == COLLAPSED)
-        return next(found, None)
+        """The first step with a verdict of collapse."""
+        steps = (int(row["step"]) for row in self.rows if row.get("guard/health") == COLLAPSED)
+        return next(steps, None)
 
     def em(self, before: int) -> list[float]:
-        """Validation EM at the steps before `before`."""
+        """Return the validation EM at the steps before `before`."""
         return [row["val/em"] for row in self.rows if row["step"] < before and "val/em" in row]
 
     @property
     def is_caught_in_time(self) -> bool:
-        """Every validation that came before the verdict is near the best one."""
+        """Whether every validation before the verdict is near the best one so far."""
         if self.caught is None:
             return False
-        found = self.em(self.caught)
-        return found[0] >= LEAST_EM and all(
-            em >= SHARE * max(found[: i + 1]) for i, em in enumerate(found)
-        )
+        ems = self.em(self.caught)
+        return ems[0] >= MIN_EM and all(em >= SHARE * max(ems[: i + 1]) for i, em in enumerate(ems))
 
     def table(self) -> Table:
-        """One line a step."""
+        """Return a table with one line per step."""
         table = Table("step", *COLUMNS.values(), title=self.name)
         for row in self.rows:
             cells = (_cell(row.get(name)) for name in COLUMNS)
@@ -81,36 +79,36 @@ def _cell(value: float | None) -> str:
     return "" if value is None else f"{value:.3g}"
 
 
-def course(name: str, options: list[str], given: argparse.Namespace, url: str) -> Course:
-    """Train with `options` on top of the benchmark's GRPO and read back what was logged."""
-    out = given.out.resolve() / name
-    common = [*GRPO, f"trainer.total_training_steps={given.steps}", "trainer.test_freq=1"]
+def course(name: str, options: list[str], args: argparse.Namespace, url: str) -> Course:
+    """Train with `options` on top of the benchmark's GRPO; returns the logged metrics."""
+    out = args.out.resolve() / name
+    common = [*GRPO, f"trainer.total_training_steps={args.steps}", "trainer.test_freq=1"]
     run_variant(
-        [*common, *options, *given.options], given.seed, out, url=url, base=given.base.resolve()
+        [*common, *options, *args.options], args.seed, out, url=url, base=args.base.resolve()
     )
     lines = (out / "metrics.jsonl").read_text().splitlines()
     return Course(name, [json.loads(line) for line in lines])
 
 
 def main() -> int:
-    """The command line; the exit status is 0 if the guard did what it should."""
-    given = _parser().parse_args()
-    if given.core is not None:
-        stay_on(given.core)
+    """Run the proof; returns 0 if the guard behaved as it should."""
+    args = _parser().parse_args()
+    if args.core is not None:
+        stay_on(args.core)
     logging.basicConfig(level=logging.WARNING)
     optim = "actor_rollout_ref.actor.optim"
-    good, bad = (f"{optim}.lr={given.lr * factor}" for factor in (1.0, given.factor))
-    warm = f"{optim}.lr_warmup_steps_ratio={given.warmup}"
+    good, bad = (f"{optim}.lr={args.lr * factor}" for factor in (1.0, args.factor))
+    warm = f"{optim}.lr_warmup_steps_ratio={args.warmup}"
     rollback = ["trainer.guard.action=rollback", "trainer.save_freq=1"]
     console = Console(width=120)
-    with retriever(given.url) as url:
-        healthy = course("healthy", [good, warm], given, url)
+    with retriever(args.url) as url:
+        healthy = course("healthy", [good, warm], args, url)
         console.print(healthy.table())
-        collapsed = course("collapsed", [bad, warm], given, url)
+        collapsed = course("collapsed", [bad, warm], args, url)
         console.print(collapsed.table())
-        console.print(course("rolled_back", [bad, warm, *rollback], given, url).table())
-    console.print(f"healthy run called collapsed at step: {healthy.caught}")
-    console.print(f"learning rate x {given.factor:g} called collapsed at step: {collapsed.caught}")
+        console.print(course("rolled_back", [bad, warm, *rollback], args, url).table())
+    console.print(f"healthy run judged collapsed at step: {healthy.caught}")
+    console.print(f"learning rate x {args.factor:g} judged collapsed at step: {collapsed.caught}")
     console.print(f"before its EM had fallen by a quarter: {collapsed.is_caught_in_time}")
     return 0 if healthy.caught is None and collapsed.is_caught_in_time else 1
 

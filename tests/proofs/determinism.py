@@ -1,8 +1,8 @@
-"""`python -m tests.proofs.determinism`: does a greedy dialogue depend on who is decoded beside it?
+"""`python -m tests.proofs.determinism`: does a greedy dialogue depend on others in its batch?
 
 The example's held-out questions are answered by the tiny policy (or `--model`) with vLLM and a
-BM25 server, in requests of several sizes, twice each, and once as `trainer.deterministic=true` has
-it. What is compared are whole dialogues, documents included, and the log-probs of their tokens.
+BM25 server, in requests of several sizes, twice each, and once with `trainer.deterministic=true`.
+Complete dialogues, documents included, and the log-probs of their tokens are compared.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ console = Console(soft_wrap=True)
 
 
 @dataclass(frozen=True)
-class Game:
-    """All questions, played once."""
+class Pass:
+    """One pass over all questions."""
 
     trajectories: list[Trajectory]
     seconds: float
@@ -51,26 +51,26 @@ class Game:
 
 @dataclass(frozen=True)
 class Row:
-    """What requests of one size came to, against the first row of the same number format."""
+    """Result of one request size, compared with the first row of the same number format."""
 
     dtype: str
     size: int
-    """Dialogues started together."""
+    """Dialogues per request."""
     deterministic: bool
     num_dialogues: int
     num_changed: int
-    """Dialogues that are not those of the first row."""
+    """Dialogues that differ from the first row."""
     num_unrepeated: int
-    """Dialogues that are not those of the second time, with the same engine."""
+    """Dialogues that differ from the second pass with the same engine."""
     max_difference: float
-    """Of a token's log-prob, in dialogues that are the same, from the first row; nats."""
+    """Maximum difference of a log-prob from the first row, in equal dialogues; nats."""
     exact_match: float
     seconds: float
-    """For all questions, the first time."""
+    """Duration of the first pass."""
 
 
-def play(config: Config, sizes: Sequence[int], sampled: bool, times: int) -> list[list[Game]]:
-    """The games of one engine, `times` of each size."""
+def play(config: Config, sizes: Sequence[int], sampled: bool, times: int) -> list[list[Pass]]:
+    """Run passes with one engine, `times` for each size."""
     tokenizer = AutoTokenizer.from_pretrained(config.actor_rollout_ref.model.path)
     prompts = load_prompts(config, config.data.val_files, config.data.val_data_num, tokenizer)
     starts = [
@@ -78,44 +78,46 @@ def play(config: Config, sizes: Sequence[int], sampled: bool, times: int) -> lis
         for row, prompt in enumerate(prompts)
     ]
     sampling = Sampling(config.data.max_response_length, 1.0 if sampled else 0.0, 1.0)
-    return asyncio.run(_games(config, starts, sampling, sizes, times))
+    return asyncio.run(_passes(config, starts, sampling, sizes, times))
 
 
-async def _games(
+async def _passes(
     config: Config,
     starts: Sequence[Trajectory],
     sampling: Sampling,
     sizes: Sequence[int],
     times: int,
-) -> list[list[Game]]:
+) -> list[list[Pass]]:
     replica = RolloutReplica(config, build_agent, 0)
     await replica.engine.start()
-    await replica.rollout(starts[:2], sampling)  # whatever is made at the first request
+    await replica.rollout(
+        starts[:2], sampling
+    )  # a warm-up for everything that the first request initializes
     try:
         return [
-            [await _game(replica, starts, sampling, size) for _ in range(times)] for size in sizes
+            [await _pass(replica, starts, sampling, size) for _ in range(times)] for size in sizes
         ]
     finally:
         await replica.engine.shutdown()
 
 
-async def _game(
+async def _pass(
     replica: RolloutReplica, starts: Sequence[Trajectory], sampling: Sampling, size: int
-) -> Game:
-    began = time.perf_counter()
+) -> Pass:
+    start = time.perf_counter()
     done: list[Trajectory] = []
     for first in range(0, len(starts), size):
         done += (await replica.rollout(starts[first : first + size], sampling)).values()
-    return Game(done, time.perf_counter() - began)
+    return Pass(done, time.perf_counter() - start)
 
 
 def num_changed(one: Sequence[Trajectory], other: Sequence[Trajectory]) -> int:
-    """Dialogues whose tokens are not the same."""
+    """Return the number of dialogues whose tokens differ."""
     return sum(a.ids != b.ids for a, b in zip(one, other, strict=True))
 
 
 def max_difference(one: Sequence[Trajectory], other: Sequence[Trajectory]) -> float:
-    """The largest difference of a token's log-prob in dialogues that are the same, nats."""
+    """Return the maximum difference of a token's log-prob in equal dialogues, in nats."""
     pairs = [
         (x, y)
         for a, b in zip(one, other, strict=True)
@@ -129,30 +131,30 @@ def max_difference(one: Sequence[Trajectory], other: Sequence[Trajectory]) -> fl
 def measure(
     dtype: str, sizes: Sequence[int], options: Sequence[str], sampled: bool, times: int = 2
 ) -> list[Row]:
-    """One row a size, then one of a deterministic engine that is given all at once."""
+    """Return one row per size, then one of a deterministic engine with the largest size."""
     rows: list[Row] = []
     first: list[Trajectory] = []
     for deterministic in (False, True):
-        wanted = [max(sizes)] if deterministic else sizes
-        own = [
+        own_sizes = [max(sizes)] if deterministic else sizes
+        own_options = [
             f"actor_rollout_ref.rollout.dtype={dtype}",
             f"trainer.deterministic={str(deterministic).lower()}",
         ]
-        config = cli.compose([*options, *own])
+        config = cli.compose([*options, *own_options])
         reward = build_reward_manager(config)
-        for size, games in zip(wanted, play(config, wanted, sampled, times), strict=True):
-            found = games[0].trajectories
-            first = first or found
+        for size, passes in zip(own_sizes, play(config, own_sizes, sampled, times), strict=True):
+            trajectories = passes[0].trajectories
+            first = first or trajectories
             row = Row(
                 dtype=dtype,
                 size=size,
                 deterministic=deterministic,
-                num_dialogues=len(found),
-                num_changed=num_changed(first, found),
-                num_unrepeated=num_changed(found, games[-1].trajectories),
-                max_difference=max_difference(first, found),
-                exact_match=fmean(scored.components["em"] for scored in reward(found)),
-                seconds=games[0].seconds,
+                num_dialogues=len(trajectories),
+                num_changed=num_changed(first, trajectories),
+                num_unrepeated=num_changed(trajectories, passes[-1].trajectories),
+                max_difference=max_difference(first, trajectories),
+                exact_match=fmean(scored.components["em"] for scored in reward(trajectories)),
+                seconds=passes[0].seconds,
             )
             rows.append(row)
             console.print(row)
@@ -160,7 +162,7 @@ def measure(
 
 
 def product_rows(dtype: torch.dtype, inputs: int, outputs: int) -> list[int]:
-    """The numbers of rows whose product by vLLM's CPU kernel is not that of the same rows in 64."""
+    """Return the row counts whose product in vLLM's CPU kernel differs from the same rows of 64."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(64, inputs, generator=generator).to(dtype)
     weight = (torch.randn(outputs, inputs, generator=generator) / inputs**0.5).to(dtype)
@@ -172,17 +174,18 @@ def product_rows(dtype: torch.dtype, inputs: int, outputs: int) -> list[int]:
 
 
 def print_products() -> None:
-    """What the matrix products of two models, alone, make of the number of rows."""
+    """Print how the matrix products of two models depend on the number of rows."""
     shapes = ((128, 384), (256, 128), (960, 960), (960, 2560), (2560, 960), (960, 49152))
-    console.print(f"{torch.get_num_threads()} threads; rows whose product is not that of 64 rows:")
+    threads = torch.get_num_threads()
+    console.print(f"{threads} threads; numbers of rows whose product differs from that of 64 rows:")
     for dtype in (torch.float32, torch.bfloat16):
         for inputs, outputs in shapes:
-            found = product_rows(dtype, inputs, outputs) or "none"
-            console.print(f"{dtype} {inputs} x {outputs}: {found}")
+            sizes = product_rows(dtype, inputs, outputs) or "none"
+            console.print(f"{dtype} {inputs} x {outputs}: {sizes}")
 
 
 def markdown(rows: Sequence[Row]) -> str:
-    """The rows as a table for docs/evidence/determinism.md."""
+    """Return the rows as a table for docs/evidence/determinism.md."""
     names = ("format", "dialogues at once", "changed", "changed when repeated",
              "log-probs differ by", "exact match", "seconds")  # fmt: skip
     lines = ["| " + " | ".join(names) + " |", "| --- " * len(names) + "|"]
@@ -196,7 +199,7 @@ def markdown(rows: Sequence[Row]) -> str:
 
 
 def main() -> None:
-    """The command line."""
+    """Run the measurement and write its results."""
     parser = argparse.ArgumentParser(description="Greedy dialogues in batches of several sizes.")
     parser.add_argument("--model", type=Path, default=BASE, help="policy; the tiny one if left out")
     parser.add_argument("--sizes", nargs="+", type=int, default=[1, 8, 64])
@@ -206,29 +209,29 @@ def main() -> None:
     parser.add_argument("--products", action="store_true", help="matrix products alone; no engine")
     parser.add_argument("--out", type=Path, default=BASE.parent / "determinism")
     parser.add_argument("options", nargs="*", help="options of the trainer, key=value")
-    given = parser.parse_args()
-    if given.products:
+    args = parser.parse_args()
+    if args.products:
         print_products()
         return
-    if not (given.model / "config.json").exists():
-        sys.exit(f"no model at {given.model}: write it by python -m example.tiny_policy --out DIR")
+    if not (args.model / "config.json").exists():
+        sys.exit(f"no model at {args.model}: write it by python -m example.tiny_policy --out DIR")
     logging.basicConfig(level=logging.WARNING)
-    given.out.mkdir(parents=True, exist_ok=True)
+    args.out.mkdir(parents=True, exist_ok=True)
     rows: list[Row] = []
     with LocalServer(["--retriever_name", "bm25", "--corpus_path", str(CORPUS)]) as server:
         options = [
-            f"actor_rollout_ref.model.path={given.model.resolve()}",
+            f"actor_rollout_ref.model.path={args.model.resolve()}",
             f"data.train_files={DATA / 'train.parquet'}",
             f"data.val_files={DATA / 'val.parquet'}",
-            f"data.val_data_num={given.rows}",
+            f"data.val_data_num={args.rows}",
             f"retriever.url={server.url}/retrieve",
             *COMMON,
-            *given.options,
+            *args.options,
         ]
-        for dtype in given.dtypes:
-            rows += measure(dtype, given.sizes, options, given.sampled)
-    (given.out / "rows.json").write_text(json.dumps([asdict(r) for r in rows], indent=1) + "\n")
-    (given.out / "table.md").write_text(markdown(rows))
+        for dtype in args.dtypes:
+            rows += measure(dtype, args.sizes, options, args.sampled)
+    (args.out / "rows.json").write_text(json.dumps([asdict(r) for r in rows], indent=1) + "\n")
+    (args.out / "table.md").write_text(markdown(rows))
     console.print(markdown(rows), markup=False)
 
 

@@ -1,8 +1,8 @@
 """LoRA against full training: parameters, bytes and time of one rank's PPO step, by measurement.
 
 `python -m tests.proofs.lora` builds a model of SmolLM2-135M's shape and runs the same updates
-of policy and critic, with KL to the reference, in a fresh process for each way of training. No
-engine runs beside them. Times are processor seconds, which other work disturbs less than a clock's.
+of policy and critic, with KL to the reference, in a new process for each way of training, without
+an engine. Times are processor seconds, which other processes disturb less than wall-clock time.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ WAYS = {
     "LoRA policy, full critic": (32, 0),
     "LoRA, shared base": (32, 32),
 }
-"""Ranks of policy and critic adapter."""
+"""LoRA ranks of policy and critic for each way of training; 0 for full training."""
 
 
 def write_model(folder: Path) -> None:
-    """A random model of SmolLM2-135M's shape, 134.5M parameters, in bfloat16 as it is published."""
+    """Write a random model of SmolLM2-135M's shape: 134.5M parameters in bfloat16."""
     config = LlamaConfig(
         vocab_size=49152, hidden_size=576, intermediate_size=1536, num_hidden_layers=30,
         num_attention_heads=9, num_key_value_heads=3, max_position_embeddings=2048,
@@ -51,7 +51,7 @@ def write_model(folder: Path) -> None:
 
 
 def make_config(model: str, ranks: tuple[int, int]) -> Config:
-    """PPO with KL in the loss, on one rank."""
+    """Return the options of PPO with KL in the loss, on one rank."""
     config = Config()
     config.actor_rollout_ref.model.path = model
     config.actor_rollout_ref.actor.use_kl_loss = True
@@ -61,7 +61,7 @@ def make_config(model: str, ranks: tuple[int, int]) -> Config:
 
 
 def make_batch(num_seqs: int, length: int) -> TokenBatch:
-    """Random tokens, half of them the policy's, with every column that an update reads."""
+    """Return random tokens, half of them the policy's, with every column that an update reads."""
     generator = torch.Generator().manual_seed(0)
     total, offsets = num_seqs * length, torch.arange(num_seqs + 1) * length
     mask = torch.arange(total) % length >= length // 2
@@ -75,19 +75,19 @@ def make_batch(num_seqs: int, length: int) -> TokenBatch:
 
 
 def seconds(action: Callable[[], object]) -> float:
-    """Processor time of `action`, over all threads."""
+    """Return the processor time of `action` over all threads."""
     start = time.process_time()
     action()
     return time.process_time() - start
 
 
 def folder_mib(folder: Path) -> float:
-    """MiB of all files below a folder."""
+    """Return the MiB of all files below a folder."""
     return sum(f.stat().st_size for f in folder.rglob("*") if f.is_file()) / MIB
 
 
 def measure(model: str, ranks: tuple[int, int], steps: int, batch: TokenBatch, out: str) -> None:
-    """One way of training, in this process; the figures go to the file `out`."""
+    """Measure one way of training in this process; the figures are written to the file `out`."""
     own = psutil.Process()
     before = own.memory_info().rss
     port = free_port()
@@ -105,7 +105,7 @@ def measure(model: str, ranks: tuple[int, int], steps: int, batch: TokenBatch, o
         folder = Path(name)
         save = seconds(lambda: worker.save_checkpoint(folder / "checkpoint"))
         sync = functools.partial(worker.save_policy, is_adapter=bool(ranks[0]))
-        hand_over = seconds(lambda: sync(folder / "update"))
+        transfer = seconds(lambda: sync(folder / "update"))
         figures: Figures = {
             "trained parameters, million": sum(x.numel() for x in learned) / 1e6,
             "resident after steps, MiB": (own.memory_info().rss - before) / MIB,
@@ -115,7 +115,7 @@ def measure(model: str, ranks: tuple[int, int], steps: int, batch: TokenBatch, o
             "checkpoint, MiB": folder_mib(folder / "checkpoint"),
             "checkpoint, CPU s": save,
             "weights to engine, MiB": folder_mib(folder / "update"),
-            "weights to engine, CPU s": hand_over,
+            "weights to engine, CPU s": transfer,
         }
     worker.shutdown()
     Path(out).write_text(json.dumps(figures))

@@ -1,8 +1,8 @@
-"""`make mutants`: change the heart of the code in small ways, and see whether its tests notice.
+"""`make mutants`: mutation tests of the core modules.
 
-cosmic-ray makes the changes, one at a time, in a copy of the checkout; a mutant that the tests of
-its module let pass is printed with its line. Modules are drawn from by a seed. Nothing is changed
-in the checkout itself.
+cosmic-ray makes the changes, one at a time, in a copy of the checkout. A mutant that passes the
+tests of its module is printed with its line. The mutants of each module are sampled by a seed. The
+checkout itself is not changed.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ CUT = (
 )
 TOOL = "tests/agent/test_retriever.py"
 REFUSED = f"{TOOL}::test_a_run_that_its_retriever_refuses_ends_before_it_begins"
-"""Slow, and not needed to notice."""
-HEART: Mapping[str, Sequence[str]] = MappingProxyType(
+"""A slow test that is not needed to detect mutants."""
+CORE_MODULES: Mapping[str, Sequence[str]] = MappingProxyType(
     {
         "verl/core_algos/advantages.py": [f"{ALGORITHMS}/test_advantages.py"],
         "verl/core_algos/groups.py": [f"{ALGORITHMS}/test_groups.py"],
@@ -89,15 +89,16 @@ HEART: Mapping[str, Sequence[str]] = MappingProxyType(
         "verl/checkpoint/saver.py": [f"{CHECKPOINTS}/test_saver.py"],
     }
 )
-"""Modules, and the tests that are to notice a change in them, as arguments of pytest."""
+"""Modules, and the tests that must detect a change in them, as arguments of pytest."""
 WARM = (
     "transformers.models.qwen2.modeling_qwen2", "torch.distributed.fsdp",
     "torch.distributed.tensor", "hypothesis", "pandas", "pyarrow", "pydantic", "ray", "httpx",
     "aiohttp", "hydra", "yaml", "fastapi", "uvicorn", "tyro", "peft", "bm25s",
 )  # fmt: skip
-"""Imported once, before a process is forked for each mutant, as are the plugins of pytest."""
-TIMEOUT_S, TIMES = 20.0, 5.0
-"""A mutant whose tests take that and so many times as long as without it is found: it hangs."""
+"""Modules to import once, before a process is forked for each mutant, like pytest's plugins."""
+TIMEOUT_S, TIMEOUT_FACTOR = 20.0, 5.0
+"""A mutant counts as detected if its tests take longer than TIMEOUT_S plus TIMEOUT_FACTOR times the
+duration without it."""
 
 
 @dataclass(frozen=True)
@@ -108,10 +109,10 @@ class Mutant:
     line: int
     operator: str
     code: str
-    """The module as changed."""
+    """Source of the changed module."""
 
     def diff(self, original: str) -> str:
-        """The lines that differ."""
+        """Return the lines that differ."""
         lines = difflib.unified_diff(
             original.splitlines(), self.code.splitlines(), n=0, lineterm=""
         )
@@ -121,7 +122,7 @@ class Mutant:
 
 
 def mutants_of(module: str, source: str) -> Iterator[Mutant]:
-    """All that cosmic-ray can do to a module, annotations apart: no test can see those change."""
+    """Yield all mutants of a module, except of annotations, whose changes no test can detect."""
     from cosmic_ray.ast import ast_nodes, get_ast  # noqa: PLC0415 - `make mutants` installs it
     from cosmic_ray.mutating import mutate_code  # noqa: PLC0415
     from cosmic_ray.plugins import get_operator, operator_names  # noqa: PLC0415
@@ -141,21 +142,21 @@ def mutants_of(module: str, source: str) -> Iterator[Mutant]:
 
 
 def lines_without_effect(source: str) -> set[int]:
-    """Lines of imports, raised messages, decorators, signatures and fields without a value."""
-    found: set[int] = set()
+    """Return lines of imports, raise statements, decorators, signatures and bare fields."""
+    lines: set[int] = set()
     for node in ast.walk(ast.parse(source)):
         is_bare = isinstance(node, ast.AnnAssign) and node.value is None
         if is_bare or isinstance(node, ast.ImportFrom | ast.Import | ast.Raise):
-            found |= set(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+            lines |= set(range(node.lineno, (node.end_lineno or node.lineno) + 1))
         elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            found |= {decorator.lineno for decorator in node.decorator_list}
-            found |= set(range(node.lineno, node.body[0].lineno)) - {node.body[0].lineno}
-    return found
+            lines |= {decorator.lineno for decorator in node.decorator_list}
+            lines |= set(range(node.lineno, node.body[0].lineno)) - {node.body[0].lineno}
+    return lines
 
 
 @contextlib.contextmanager
 def copied() -> Iterator[Path]:
-    """A copy of the checkout's sources, which is the working directory."""
+    """Yield a copy of the checkout's sources, which is the working directory."""
     with tempfile.TemporaryDirectory(prefix="mutants-") as name:
         folder = Path(name)
         for part in COPIED:
@@ -172,7 +173,7 @@ def copied() -> Iterator[Path]:
 
 
 def warm_up() -> None:
-    """Load what the tests load that is not ours, and have no collector look at it again."""
+    """Import the tests' third-party modules, and exempt them from garbage collection."""
     for name in WARM:
         importlib.import_module(name)
     for plugin in entry_points(group="pytest11"):
@@ -181,7 +182,7 @@ def warm_up() -> None:
 
 
 def passes(tests: Sequence[str], seconds: float) -> bool:
-    """Whether the tests pass, in a process of their own, and in so many seconds."""
+    """Whether the tests pass within `seconds`, in a forked process."""
     pid = os.fork()
     if pid == 0:
         os.setsid()
@@ -201,30 +202,34 @@ def passes(tests: Sequence[str], seconds: float) -> bool:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; returns 0 if at least `--bar` of the mutants were found."""
-    parser = argparse.ArgumentParser(description="Small changes of the heart, and who notices.")
-    parser.add_argument("modules", nargs="*", default=list(HEART), help="of those listed in HEART")
+    """Run the mutation tests; returns 0 if a share of at least `--bar` was detected."""
+    parser = argparse.ArgumentParser(description="Mutation tests of the core modules.")
+    parser.add_argument(
+        "modules", nargs="*", default=list(CORE_MODULES), help="of those in CORE_MODULES"
+    )
     parser.add_argument("--sample", type=int, default=12, help="mutants of each module; 0 for all")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--bar", type=float, default=0.95, help="share that is to be found")
-    given = parser.parse_args(arguments)
+    parser.add_argument(
+        "--bar", type=float, default=0.95, help="share of mutants that must be detected"
+    )
+    args = parser.parse_args(arguments)
     warm_up()
     num_found, survivors = 0, []
     with copied() as folder:
-        for module in given.modules:
+        for module in args.modules:
             path = folder / module
             original = path.read_text(encoding="utf-8")
             start = time.monotonic()
-            if not passes(HEART[module], math.inf):
-                sys.exit(f"{module}: {' '.join(HEART[module])} fail without any change")
-            seconds = TIMEOUT_S + TIMES * (time.monotonic() - start)
+            if not passes(CORE_MODULES[module], math.inf):
+                sys.exit(f"{module}: {' '.join(CORE_MODULES[module])} fail without any change")
+            seconds = TIMEOUT_S + TIMEOUT_FACTOR * (time.monotonic() - start)
             mutants = list(mutants_of(module, original))
-            draw = random.Random(f"{given.seed} {module}")
-            chosen = draw.sample(mutants, min(given.sample or len(mutants), len(mutants)))
+            draw = random.Random(f"{args.seed} {module}")
+            chosen = draw.sample(mutants, min(args.sample or len(mutants), len(mutants)))
             before = len(survivors)
             for mutant in chosen:
                 path.write_text(mutant.code, encoding="utf-8")
-                if passes(HEART[module], seconds):
+                if passes(CORE_MODULES[module], seconds):
                     survivors.append(mutant)
                     say(f"{module}:{mutant.line} {mutant.operator}\n{mutant.diff(original)}")
             path.write_text(original, encoding="utf-8")
@@ -233,12 +238,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             say(f"{module}: {found} of {len(chosen)} found ({len(mutants)} possible)")
     total = num_found + len(survivors)
     share = num_found / max(total, 1)
-    say(f"{num_found} of {total} found ({share:.1%}), seed {given.seed}")
-    return 0 if share >= given.bar else 1
+    say(f"{num_found} of {total} found ({share:.1%}), seed {args.seed}")
+    return 0 if share >= args.bar else 1
 
 
 def say(text: str) -> None:
-    """Print at once: a run takes long."""
+    """Print and flush, since a run takes long."""
     sys.stdout.write(text + "\n")
     sys.stdout.flush()
 

@@ -1,4 +1,4 @@
-"""What counts as caught in time, on courses written by hand."""
+"""When a collapse counts as caught in time, on example courses."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from tests.proofs.collapse import Course
 
 
 def course(ems: list[float], health: list[float]) -> Course:
-    """Validation at steps 0, 1 …; verdicts from step 1 on."""
+    """Return a course with validations at steps 0, 1 … and verdicts from step 1 on."""
     rows = [{"step": float(i), "val/em": em} for i, em in enumerate(ems)]
     for row, verdict in zip(rows[1:], health, strict=True):
         row["guard/health"] = verdict
@@ -26,12 +26,12 @@ def course(ems: list[float], health: list[float]) -> Course:
 def test_caught_in_time_is_before_a_quarter_is_lost(
     ems: list[float], health: list[float], caught: int | None, in_time: bool
 ) -> None:
-    """Every validation that came before the verdict counts, none that came after."""
-    found = course(ems, health)
-    assert found.caught == caught
-    assert found.is_caught_in_time is in_time
+    """Validations before the verdict count, later ones do not."""
+    result = course(ems, health)
+    assert result.caught == caught
+    assert result.is_caught_in_time is in_time
 
 
-def test_the_table_has_a_line_a_step() -> None:
-    """What a step did not log stays empty."""
+def test_the_table_has_a_line_per_step() -> None:
+    """Metrics that a step did not log are empty."""
     assert course([0.4, 0.0], [2]).table().row_count == 2

@@ -1,1 +1,1 @@
-"""Faults of every kind over real runs: what each did, and what came of the training."""
+"""Faults of every kind during real runs: what each did, and the result of the training."""

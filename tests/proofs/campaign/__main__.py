@@ -1,15 +1,15 @@
 """`python -m tests.proofs.campaign --faults 200 --seed 0 --out DIR` (`make campaign`).
 
-One run is left alone; the same run then meets faults of every kind, and is begun again by the same
-command wherever it stops. At the end: a table of what each kind of fault did, metrics and weights
-against those of the run that was left alone, the trajectories trained on that a fault had touched,
-and what was left on the machine. Full disks, lost permissions and lost nodes need root, a clock
-that jumps a C compiler; without it they are reported as not run.
+One run is undisturbed. The same run then meets faults of every kind, and is started again with the
+same command whenever it stops. The result is a table of what each kind of fault did, a comparison
+of metrics and weights with the undisturbed run, the trajectories trained on that a fault had
+changed, and what was left on the machine. Full disks, lost permissions and lost nodes need root; a
+clock that jumps needs a C compiler. Without them, these faults are reported as not run.
 
-With `--staleness K` (`make campaign STALENESS=K`) the runs sample K steps ahead. Then two runs
-differ by timing alone, so a third repeats the schedule of the disturbed one undisturbed, and it is
-this one's metrics and weights that must be the same; the prompts of each step are still those of
-the run that was left alone, and no token is older than K versions.
+With `--staleness K` (`make campaign STALENESS=K`) the runs sample K steps ahead of time. Then two
+runs differ by timing alone. So a third run replays the schedule of the disturbed one undisturbed,
+and its metrics and weights must be equal; the prompts of each step must still be those of the
+undisturbed run, and no token may be older than K versions.
 """
 
 from __future__ import annotations
@@ -30,7 +30,14 @@ from rich.console import Console
 
 from benchmarks.algorithms.runner import BASE
 from tests.proofs.campaign.faults import Kind, plan
-from tests.proofs.campaign.run import Campaign, Effect, Watched, oldest, other_prompts, touched
+from tests.proofs.campaign.run import (
+    Campaign,
+    Effect,
+    RecordedTraining,
+    changed_trajectories,
+    max_age,
+    other_prompts,
+)
 from tests.proofs.campaign.world import LEGS
 from tests.proofs.kills.__main__ import KillsError, left_over, undisturbed
 from tests.proofs.kills.compare import differences, read_rows, same_weights
@@ -41,12 +48,12 @@ from verl.rollout import schedule
 
 OPTIONS = ("trainer.n_gpus_per_node=1", "retriever.timeout=3", "retriever.max_retries=3",
            "trainer.test_freq=0", "trainer.keep_last=2")  # fmt: skip
-"""One rank starts sooner than two; a hang is to be noticed within the fault."""
-OF_A_PROCESS = (Kind.KILL, Kind.FREEZE)
+"""One rank starts faster than two; timeouts are short, so that hangs are noticed in time."""
+ON_A_PROCESS = (Kind.KILL, Kind.FREEZE)
 SHARES = {"retriever": 0.71, "machine": 0.27, "nodes": 0.02}
-"""Of the faults; a lost node costs a minute."""
+"""Share of the faults in each leg; a lost node takes a minute."""
 STEPS = {"retriever": 0.7, "machine": 1.6, "nodes": 4.0}
-"""For each fault, so that the run is not over before its last."""
+"""Steps per fault, so that the run does not end before its last fault."""
 
 console = Console(soft_wrap=True)
 AnyTraining = TypeVar("AnyTraining", bound=Training)
@@ -54,7 +61,7 @@ AnyTraining = TypeVar("AnyTraining", bound=Training)
 
 @dataclass
 class Report:
-    """What came of a campaign, and on what grounds."""
+    """Result of a campaign, with the evidence."""
 
     leg: str
     seed: int
@@ -65,23 +72,23 @@ class Report:
     not_run: list[str]
     missing_steps: list[int]
     differences: int
-    """Metrics that are not those of the run that was left alone, or repeated the schedule."""
+    """Number of metrics that differ from the undisturbed run, or from the replay."""
     same_weights: bool
     touched: list[str]
-    """Trajectories trained on that a fault had touched."""
+    """Trajectories trained on that a fault had changed."""
     broken: list[str]
-    """Checkpoints that were taken up although they were never whole."""
+    """Checkpoints that were resumed from although they were never complete."""
     left: list[str]
     """Processes and shared memory that outlived the run."""
     other_prompts: list[str] = field(default_factory=list)
-    """Steps that trained on other prompts than those of the run that was left alone."""
+    """Steps that trained on other prompts than the undisturbed run."""
     staleness: int = 0
     oldest: int = 0
-    """By how many versions a token that was trained on was older than the weights of its step."""
+    """Maximum age of a token that was trained on, in weight versions."""
     holds: bool = field(init=False)
 
     def __post_init__(self) -> None:
-        """Rounding is allowed to faults of the retriever alone."""
+        """Decide the result; only faults of the retriever may leave rounding differences."""
         lost = self.missing_steps or self.touched or self.broken or self.left or self.other_prompts
         lost = lost or self.oldest > self.staleness
         exact = self.leg == "retriever" or (self.same_weights and not self.differences)
@@ -92,8 +99,8 @@ class Report:
 def campaign(
     leg: str, num_faults: int, seed: int, out: Path, steps: int, patience: float, staleness: int
 ) -> Report:
-    """The runs of one leg and their comparison. Raises KillsError where one cannot be ended."""
-    began, before = time.monotonic(), shared_memory()
+    """Do the runs of one leg and compare them. Raises KillsError if one does not finish."""
+    started, before = time.monotonic(), shared_memory()
     base = Path(searching_model(out / "base"))
     make_world, kinds = LEGS[leg]
     with make_world(out) as world:
@@ -104,21 +111,21 @@ def campaign(
             words = world.command(command(folder, base, world.url, steps, options))
             return kind(folder, words, patience=patience)
 
-        possible = [kind for kind in kinds if kind in world.strikes or kind in OF_A_PROCESS]
-        calm, disturbed = training(Training, out / "calm"), training(Watched, world.folder)
+        possible = [kind for kind in kinds if kind in world.strikes or kind in ON_A_PROCESS]
+        calm, disturbed = training(Training, out / "calm"), training(RecordedTraining, world.folder)
         replay = f"actor_rollout_ref.rollout.replay={world.folder / schedule.FOLDER}"
         same = training(Training, out / "repeated", replay) if staleness else calm
         effects = []
         try:
             step_seconds = undisturbed(calm)
-            console.print(f"left alone: {steps} steps of {step_seconds:.1f} s")
+            console.print(f"undisturbed: {steps} steps of {step_seconds:.1f} s")
             faults = plan(num_faults, seed, possible, step_seconds)
             for effect in Campaign(disturbed, world.strikes).effects(faults):
                 console.print(f"{effect.number:4} step {effect.step:4} {effect.kind} "
                               f"{effect.victim}: {effect.outcome} {effect.log}")  # fmt: skip
                 effects.append(effect)
             if same is not calm:
-                console.print(f"schedule repeated: {undisturbed(same):.1f} s a step")
+                console.print(f"schedule replayed: {undisturbed(same):.1f} s a step")
             left = [line for run in (calm, disturbed, same) for line in left_over(run, before)]
         finally:
             for run in (calm, disturbed, same):
@@ -127,29 +134,29 @@ def campaign(
                 shutil.copy(log, out)
         rows = disturbed.rows()
         logged = {int(row["step"] or 0) for row in rows}
-        # What a run ahead of its engines did again it sampled by a schedule that no longer counts.
+        # With staleness, repeated steps were sampled by a schedule that was superseded.
         counted = read_rows(disturbed.folder / "metrics.jsonl") if staleness else rows
         different = list(differences(same.rows(), counted))
-        for one in different:
-            console.print(f"step {one.step} {one.name}: {one.got}, expected {one.expected}")
-        whole = disturbed.complete() | {f"global_step_{step}" for step in logged}
+        for d in different:
+            console.print(f"step {d.step} {d.name}: {d.got}, expected {d.expected}")
+        complete = disturbed.complete() | {f"global_step_{step}" for step in logged}
         return Report(
-            leg=leg, seed=seed, seconds=time.monotonic() - began, starts=disturbed.starts,
+            leg=leg, seed=seed, seconds=time.monotonic() - started, starts=disturbed.starts,
             steps=steps, effects=effects,
             not_run=[kind.value for kind in kinds if kind not in possible],
             missing_steps=sorted(set(range(1, steps + 1)) - logged),
             differences=len(different),
             same_weights=same_weights(same.folder / "model", disturbed.folder / "model"),
-            touched=touched(same.folder / "rollouts", disturbed.folder / "rollouts"),
-            broken=[name for name in disturbed.resumed() if name not in whole],
+            touched=changed_trajectories(same.folder / "rollouts", disturbed.folder / "rollouts"),
+            broken=[name for name in disturbed.resumed() if name not in complete],
             left=sorted(set(left)), staleness=staleness,
             other_prompts=other_prompts(calm.folder / "rollouts", disturbed.folder / "rollouts"),
-            oldest=oldest(disturbed.folder / "rollouts"),
+            oldest=max_age(disturbed.folder / "rollouts"),
         )  # fmt: skip
 
 
 def markdown(report: Report) -> str:
-    """The faults by kind, and what came of them."""
+    """Return the faults by kind as a table, and the result."""
     by_kind = Counter((effect.kind, effect.outcome) for effect in report.effects)
     lines = ["| fault | what happened | times |", "| --- | --- | --- |"]
     lines += [f"| {kind} | {outcome} | {n} |" for (kind, outcome), n in sorted(by_kind.items())]
@@ -160,8 +167,8 @@ def markdown(report: Report) -> str:
         f"{report.starts} starts, {report.seconds / 60:.1f} minutes. Steps that are missing: "
         f"{len(report.missing_steps)}; metrics that differ: {report.differences}; weights "
         f"{'the same, bit for bit' if report.same_weights else 'not the same bit for bit'}; "
-        f"trajectories trained on that a fault had touched: {len(report.touched)}; broken "
-        f"checkpoints taken up: {len(report.broken)}; steps with other prompts: "
+        f"trajectories trained on that a fault had changed: {len(report.touched)}; broken "
+        f"checkpoints resumed from: {len(report.broken)}; steps with other prompts: "
         f"{len(report.other_prompts)}; oldest token: {report.oldest} versions, of "
         f"{report.staleness} allowed; left on the machine: "
         f"{', '.join(report.left) or 'nothing'}. {'HOLDS' if report.holds else 'DOES NOT HOLD'}.",
@@ -170,7 +177,7 @@ def markdown(report: Report) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; returns 0 if nothing was lost."""
+    """Run the campaign; returns 0 if nothing was lost."""
     parser = argparse.ArgumentParser(description="Faults of every kind over real runs.")
     parser.add_argument("--faults", type=int, default=200, help="in all, over the legs")
     parser.add_argument("--seed", type=int, default=0, help="of kinds and moments")
@@ -179,27 +186,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, help="of each run; enough if left out")
     parser.add_argument("--patience", type=float, default=300.0, help="seconds to wait for a step")
     parser.add_argument("--out", type=Path, default=BASE.parent / "campaign")
-    given = parser.parse_args(arguments)
-    if given.out.exists():
-        sys.exit(f"{given.out} holds another campaign: remove it or give another --out")
-    whole = sum(SHARES[leg] for leg in given.legs)
+    args = parser.parse_args(arguments)
+    if args.out.exists():
+        sys.exit(f"{args.out} holds another campaign: remove it or give another --out")
+    total_share = sum(SHARES[leg] for leg in args.legs)
     held = True
-    for leg in given.legs:
-        out = (given.out / leg).resolve()
+    for leg in args.legs:
+        out = (args.out / leg).resolve()
         out.mkdir(parents=True)
-        num_faults = round(SHARES[leg] / whole * given.faults)
-        steps = given.steps or 5 + round(STEPS[leg] * num_faults)
+        num_faults = round(SHARES[leg] / total_share * args.faults)
+        steps = args.steps or 5 + round(STEPS[leg] * num_faults)
         try:
-            report = campaign(
-                leg, num_faults, given.seed, out, steps, given.patience, given.staleness
-            )
+            report = campaign(leg, num_faults, args.seed, out, steps, args.patience, args.staleness)
         except KillsError as error:
             sys.exit(str(error))
         (out / "report.json").write_text(json.dumps(asdict(report), indent=1) + os.linesep)
         (out / "table.md").write_text(markdown(report))
         console.print(markdown(report), markup=False)
         held = held and report.holds
-    console.print(f"seed {given.seed}: {'nothing was lost' if held else 'see above'}")
+    console.print(f"seed {args.seed}: {'nothing was lost' if held else 'see above'}")
     return 0 if held else 1
 
 

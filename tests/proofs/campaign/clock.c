@@ -1,6 +1,6 @@
-/* A wall clock that is wrong by as many seconds as the file $CLOCK_OFFSET says (int64, mapped).
-   Preloaded; monotonic time is left alone, and the kernel, which knows the true time, is told
-   deadlines of wall time in its own. */
+/* A wall clock that is wrong by the number of seconds in the file $CLOCK_OFFSET (int64, mapped).
+   Preloaded. Monotonic time stays correct, and deadlines in wall time are converted to the correct
+   time for the kernel. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <fcntl.h>

@@ -1,4 +1,4 @@
-"""A wall clock of the run's own, which can be set while it runs. Needs a C compiler and Linux."""
+"""A separate wall clock for a run, which can be set while it runs. Needs a C compiler and Linux."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ SOURCE = Path(__file__).with_name("clock.c")
 
 
 class Clock:
-    """The clock of all processes begun by `command`; `available` is False without a compiler."""
+    """The clock of all processes started with `command`; not `available` without a compiler."""
 
     def __init__(self, folder: Path) -> None:
-        """Compile it to `folder`."""
+        """Compile the clock library into `folder`."""
         self.library, self.offset = folder / "clock.so", folder / "clock_offset"
         self.offset.write_bytes(struct.pack("<q", 0))
         compiler = shutil.which("cc")
@@ -24,13 +24,13 @@ class Clock:
             words = [compiler, "-shared", "-fPIC", "-O2", str(SOURCE), "-o", str(self.library)]
             subprocess.run([*words, "-ldl"], check=True)
 
-    def set_wrong(self, seconds: int) -> None:
-        """Let it be wrong by so many seconds, at once and in every process."""
-        with self.offset.open("r+b") as file:  # in place: the processes have it mapped
+    def set_offset(self, seconds: int) -> None:
+        """Set the clock wrong by `seconds`, immediately and in every process."""
+        with self.offset.open("r+b") as file:  # in place, since the processes have it mapped
             file.write(struct.pack("<q", seconds))
 
     def command(self, words: Sequence[str]) -> list[str]:
-        """What runs `words` by this clock; monotonic time is the true one."""
+        """Return the command `words` with this clock; monotonic time stays correct."""
         if not self.available:
             return list(words)
         return ["env", f"LD_PRELOAD={self.library}", f"CLOCK_OFFSET={self.offset}", *words]

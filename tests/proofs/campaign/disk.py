@@ -1,4 +1,4 @@
-"""A small disk of the run's own, which can be filled and made read-only. Needs root and Linux."""
+"""A small disk for a run, which can be filled and made read-only. Needs root and Linux."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ FILLER = "filler"
 
 
 class SmallDisk:
-    """A tmpfs at `folder` while the context is open; `available` is False where none may be made.
+    """A tmpfs at `folder` within the context; not `available` without the permission to mount.
 
-    Without it `folder` is a plain folder.
+    Then `folder` is a plain folder.
     """
 
     def __init__(self, folder: Path) -> None:
-        """Nothing is mounted yet."""
+        """The disk is mounted when the context is entered."""
         self.folder = folder
         self.available = False
 
@@ -34,19 +34,19 @@ class SmallDisk:
             subprocess.run(["umount", "--lazy", str(self.folder)], check=False)
 
     def fill(self) -> None:
-        """Leave not a byte free."""
+        """Use all free space."""
         with (self.folder / FILLER).open("wb") as file:
-            for size in (1 << 24, 1 << 12):  # the run writes too: what is free is not known before
+            for size in (1 << 24, 1 << 12):  # large, then small pieces
                 with contextlib.suppress(OSError):
                     while True:
                         os.posix_fallocate(file.fileno(), file.seek(0, os.SEEK_END), size)
 
     def free(self) -> None:
-        """Give back what `fill` took."""
+        """Release the space that `fill` used."""
         (self.folder / FILLER).unlink(missing_ok=True)
 
     def lock(self, run: Path) -> None:
-        """Nothing may be made, renamed or removed in `run`, not even by root."""
+        """Prevent creating, renaming and removing files in `run`, even for root."""
         subprocess.run(["chattr", "+i", str(run)], check=True)
 
     def unlock(self, run: Path) -> None:

@@ -1,4 +1,4 @@
-"""The kinds of faults, and a plan of them drawn from a seed before the run begins."""
+"""The kinds of faults, and a plan of faults drawn from a seed before the run starts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.proofs.kills.schedule import Moment, Victim
 
 
 class Kind(StrEnum):
-    """What is done to a run, or to what it depends on."""
+    """A fault of a run, or of a service that it depends on."""
 
     KILL = "SIGKILL"
     FREEZE = "SIGSTOP"
@@ -35,7 +35,7 @@ SHARES = {
     Kind.REFUSES: 12, Kind.RESETS: 12, Kind.HANGS: 8, Kind.GARBAGE: 10, Kind.LIES: 8,
     Kind.TRUNCATES: 8, Kind.DIES: 5, Kind.OTHER_CORPUS: 1, Kind.NODE_OFF: 1, Kind.NODE_CUT: 1,
 }  # fmt: skip
-"""Of about a hundred faults. A kill, a full disk, another corpus and a node cost a start each."""
+"""Weight of each kind. A kill, a full disk, another corpus and a lost node cost a start each."""
 AT_THE_RETRIEVER = tuple(kind for kind in Kind if kind.value.startswith("retriever"))
 OF_A_NODE = tuple(kind for kind in Kind if kind.value.startswith("node"))
 ON_THE_MACHINE = tuple(kind for kind in Kind if kind not in AT_THE_RETRIEVER + OF_A_NODE)
@@ -43,30 +43,30 @@ SECONDS = {
     Kind.FREEZE: (0.2, 4.0), Kind.HANGS: (0.5, 6.0), Kind.DIES: (0.5, 5.0), Kind.CLOCK: (0.5, 4.0),
     Kind.NODE_OFF: (1.0, 10.0), Kind.NODE_CUT: (6.0, 15.0),
 }  # fmt: skip
-"""How long a fault lasts, at least and at most; `SHORT` where nothing is said."""
+"""Minimum and maximum seconds of a fault; `SHORT` for all other kinds."""
 SHORT = (0.2, 2.0)
 
 
 @dataclass(frozen=True)
 class Fault:
-    """One fault of the plan."""
+    """A planned fault."""
 
     number: int
     kind: Kind
     victim: Victim | None
-    """Of a kill or a freeze."""
+    """The victim of a kill or a freeze."""
     moment: Moment
     delay: float
     """Seconds after the moment."""
     seconds: float
-    """How long it lasts."""
+    """Duration of the fault."""
 
 
 def plan(num_faults: int, seed: int, kinds: Sequence[Kind], step_seconds: float) -> list[Fault]:
-    """`num_faults` faults of `kinds` by their `SHARES`, at least one of each while they suffice.
+    """Plan faults of `kinds` by their `SHARES`, with each kind at least once if there are enough.
 
-    Those at the retriever follow one another; the others come after a step has ended, a quarter of
-    those on the machine while a checkpoint is half written.
+    Faults of the retriever follow one another immediately. The others come after the end of a step,
+    a quarter of those of the machine while a checkpoint is half written.
     """
     draw = random.Random(seed)
     total = sum(SHARES[kind] for kind in kinds)
@@ -83,7 +83,7 @@ def _fault(number: int, kind: Kind, step_seconds: float, draw: random.Random) ->
     victim = draw.choice(list(Victim)) if kind in (Kind.KILL, Kind.FREEZE) else None
     moment = Moment.START if kind in AT_THE_RETRIEVER else Moment.STEP
     if kind is Kind.OTHER_CORPUS:
-        moment = Moment.STEP  # it ends the run, which is to stand again before the next fault
+        moment = Moment.STEP  # it ends the run, which must be running again before the next fault
     if kind in ON_THE_MACHINE and draw.random() < 0.25:
         moment = Moment.SAVING
     delay = draw.uniform(0, 0.2 if moment is Moment.SAVING else step_seconds)

@@ -1,4 +1,4 @@
-"""A proxy between a run and its retriever that misbehaves when it is told to."""
+"""A proxy between a run and its retriever that can simulate faults."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from tests.proofs.campaign.faults import Kind
 
 
 class FaultyProxy:
-    """Hands requests on to `port`; under a fault it answers POSTs as that fault would.
+    """Forwards requests to `port`; during a fault it answers POST requests accordingly.
 
-    `struck` counts the requests that met the present fault.
+    `struck` counts the requests that met the current fault.
     """
 
     def __init__(self, port: int) -> None:
-        """`port` of the true server on this machine; it may be changed at any time."""
+        """`port` is that of the real server on this machine, and may be changed at any time."""
         self.port = port
         self.fault: Kind | None = None
         self.struck = 0
@@ -37,14 +37,14 @@ class FaultyProxy:
 
     @property
     def url(self) -> str:
-        """Where the run searches."""
+        """The address where the run searches."""
         return f"http://127.0.0.1:{self._server.server_port}/retrieve"
 
-    def break_for(self, kind: Kind, seconds: float, patience: float = 30.0) -> int:
-        """Misbehave for `seconds` from the first request on; returns how many requests met it."""
+    def break_for(self, kind: Kind, seconds: float, timeout_s: float = 30.0) -> int:
+        """Simulate a fault for `seconds` from the first request on; returns the affected number."""
         self.struck, self.fault = 0, kind
         self._healed.clear()
-        deadline = time.monotonic() + patience
+        deadline = time.monotonic() + timeout_s
         while not self.struck and time.monotonic() < deadline:
             time.sleep(0.01)
         time.sleep(seconds)
@@ -53,7 +53,7 @@ class FaultyProxy:
         return self.struck
 
     def wait_healed(self) -> None:
-        """As long as the fault lasts."""
+        """Wait until the fault is over."""
         self._healed.wait()
 
     def __enter__(self) -> Self:
@@ -67,21 +67,21 @@ class FaultyProxy:
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """One connection of the run."""
+    """Handles a connection of the run."""
 
     protocol_version = "HTTP/1.1"
     owner: FaultyProxy
 
     def do_GET(self) -> None:
-        """Questions about the server itself are always handed on."""
-        self._answer(*self._ask("GET", b""))
+        """Forward requests about the server itself, also during a fault."""
+        self._answer(*self._forward("GET", b""))
 
     def do_POST(self) -> None:
-        """A search."""
+        """Handle a search."""
         body = self.rfile.read(int(self.headers.get("content-length", 0)))
         fault = self.owner.fault
         if fault is None:
-            self._answer(*self._ask("POST", body))
+            self._answer(*self._forward("POST", body))
             return
         self.owner.struck += 1
         match fault:
@@ -90,23 +90,23 @@ class _Handler(BaseHTTPRequestHandler):
             case Kind.GARBAGE:
                 self._answer(200, b"<html>not a search engine</html>")
             case Kind.LIES:
-                self._answer(200, self._one_short(body))
+                self._answer(200, self._without_last_result(body))
             case Kind.HANGS:
                 self.owner.wait_healed()
                 self.close_connection = True
             case Kind.TRUNCATES:
-                status, answer = self._ask("POST", body)
+                status, answer = self._forward("POST", body)
                 self._answer(status, answer, keep=len(answer) // 2)
             case _:
                 self.close_connection = True
 
-    def _one_short(self, body: bytes) -> bytes:
-        status, answer = self._ask("POST", body)
+    def _without_last_result(self, body: bytes) -> bytes:
+        status, answer = self._forward("POST", body)
         results = json.loads(answer) if status == 200 else {"result": []}
         return json.dumps({**results, "result": results["result"][:-1]}).encode()
 
-    def _ask(self, method: str, body: bytes) -> tuple[int, bytes]:
-        """What the true server answers; 502 where there is none."""
+    def _forward(self, method: str, body: bytes) -> tuple[int, bytes]:
+        """Return the real server's response; 502 if there is no server."""
         connection = http.client.HTTPConnection("127.0.0.1", self.owner.port, timeout=30)
         headers = {"content-type": "application/json"}
         try:
@@ -127,4 +127,4 @@ class _Handler(BaseHTTPRequestHandler):
         self.close_connection = self.close_connection or keep is not None
 
     def log_message(self, format: str, *args: object) -> None:
-        """Nothing: the run says itself what it met."""
+        """Log nothing: the run logs what it meets."""

@@ -1,4 +1,4 @@
-"""A campaign over one run: wait for each fault's moment, strike, and see what follows."""
+"""Runs a campaign: waits for each fault's moment, causes it, and records what happens."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TRACEBACK = "Traceback (most recent call last)"
 
 @dataclass(frozen=True)
 class Effect:
-    """A fault as it came about, and what followed."""
+    """A fault that was caused, and what happened."""
 
     number: int
     kind: str
@@ -32,32 +32,32 @@ class Effect:
     step: int
     """The last step whose metrics were logged."""
     met: bool
-    """False where nothing of the run came across it."""
+    """Whether the run was affected by it."""
     status: int | None
-    """Exit status of the run if it ended; None where it went on."""
+    """Exit status of the run if it ended; None if it continued."""
     traceback: bool
-    """Whether it ended with one, where a line is due."""
+    """Whether it ended with a traceback instead of one line."""
     log: str
 
     @property
     def outcome(self) -> str:
-        """In words."""
+        """Description of what happened."""
         if not self.met:
             return "missed"
         if self.status is None:
-            return "went on"
+            return "continued"
         return f"ended ({self.status}) {'with a traceback' if self.traceback else 'in one line'}"
 
 
 @dataclass
-class Watched(Training):
-    """A run that keeps how each of its starts ended."""
+class RecordedTraining(Training):
+    """A run that records how each of its starts ended."""
 
     ends: list[tuple[int, bool, str]] = field(default_factory=list)
     """Exit status, whether a traceback was printed, and the log."""
 
     def start(self) -> None:
-        """Keep how the last start ended, and begin again."""
+        """Record how the last start ended, and start again."""
         if self.process is not None:
             log = self.log_path(self.starts)
             text = log.read_text(errors="replace")
@@ -75,13 +75,13 @@ def ends_badly(log: str) -> bool:
 
 @dataclass
 class Campaign:
-    """One run and what can be done to the world that it stands on."""
+    """A run, and the faults that its world can cause."""
 
-    training: Watched
+    training: RecordedTraining
     strikes: Mapping[Kind, Strike]
 
     def strike(self, fault: Fault) -> bool:
-        """Do what the fault says and undo it; whether the run can have met it."""
+        """Cause a fault and undo it; returns whether the run may have been affected."""
         if fault.kind in self.strikes:
             return self.strikes[fault.kind](fault, self.training)
         assert fault.victim is not None, f"nothing here does {fault.kind}"
@@ -102,9 +102,9 @@ class Campaign:
         return True
 
     def effects(self, faults: Sequence[Fault]) -> Iterator[Effect]:
-        """Do the run under `faults`; yields each and what followed. Raises KillsError.
+        """Run under `faults`; yields each fault with what happened. Raises KillsError.
 
-        A run that ends well before its last fault ends the campaign.
+        The campaign ends if the run finishes before its last fault.
         """
         training, open_effect = self.training, None
         training.start()
@@ -112,7 +112,7 @@ class Campaign:
             with contextlib.suppress(OverError):
                 wait_for(training, self._due(fault))
             if open_effect is not None:
-                yield self._settled(*open_effect)
+                yield self._effect(*open_effect)
                 open_effect = None
             if training.status == 0:
                 return
@@ -122,17 +122,17 @@ class Campaign:
             open_effect = (fault, step, self.strike(fault), ends)
         until_over(training)
         if open_effect is not None:
-            yield self._settled(*open_effect)
+            yield self._effect(*open_effect)
 
     def _due(self, fault: Fault) -> Fault:
-        """At once only in a run that stands: one fault is not to be met by start after start."""
+        """Delay a fault to the next step if the run is starting, so that it hits only one start."""
         self.training.rows()
-        stands = self.training.status is None and self.training.since_row() is not None
-        return (
-            fault if stands or fault.moment is Moment.SAVING else replace(fault, moment=Moment.STEP)
-        )
+        is_training = self.training.status is None and self.training.since_row() is not None
+        if is_training or fault.moment is Moment.SAVING:
+            return fault
+        return replace(fault, moment=Moment.STEP)
 
-    def _settled(self, fault: Fault, step: int, met: bool, ends: int) -> Effect:
+    def _effect(self, fault: Fault, step: int, met: bool, ends: int) -> Effect:
         ended = self.training.ends[ends:]
         status, traceback, log = ended[0] if ended else (None, False, "")
         victim = fault.victim.value if fault.victim else ""
@@ -140,26 +140,26 @@ class Campaign:
                       any(trace for _, trace, _ in ended) or traceback, log)  # fmt: skip
 
 
-def touched(calm: Path, disturbed: Path) -> list[str]:
-    """Trajectories trained on whose observations are not what was found without faults.
+def changed_trajectories(calm: Path, disturbed: Path) -> list[str]:
+    """Return the trajectories trained on whose observations were changed by a fault.
 
-    Both folders hold a run's `trainer.rollout_data_dir`. Compared is the first segment that
-    differs: an observation after equal text of the policy was touched; another text of the policy
-    is another sample, after which nothing can be compared.
+    Both folders are a run's `trainer.rollout_data_dir`. The first segment that differs decides: an
+    observation after equal policy text was changed by a fault; other policy text is another sample,
+    after which nothing can be compared.
     """
-    found = []
+    changed = []
     for path in sorted(disturbed.glob("step_*.jsonl")):
         expected = {_key(row): row["segments"] for row in _rows(calm / path.name)}
         for row in _rows(path):
             pairs = zip(expected.get(_key(row), []), row["segments"], strict=False)
             different = next((b for a, b in pairs if a["ids"] != b["ids"]), None)
             if different is not None and different["origin"] == "observation":
-                found.append(f"{path.stem} {row['uid']}/{row['sample']}")
-    return found
+                changed.append(f"{path.stem} {row['uid']}/{row['sample']}")
+    return changed
 
 
 def other_prompts(calm: Path, disturbed: Path) -> list[str]:
-    """Steps whose prompts, groups and samples are not the same in both folders."""
+    """Return the steps whose prompts, groups and samples differ between the folders."""
     return [path.stem for path in sorted(calm.glob("step_*.jsonl"))
             if _starts(path) != _starts(disturbed / path.name)]  # fmt: skip
 
@@ -168,10 +168,11 @@ def _starts(path: Path) -> Counter[tuple[object, ...]]:
     return Counter((*_key(row), row["uid"]) for row in _rows(path))
 
 
-def oldest(rollouts: Path) -> int:
-    """By how many versions a token was older than the weights that its step began with.
+def max_age(rollouts: Path) -> int:
+    """Return the maximum age of a token in weight versions, when its step was trained.
 
-    Those have the step's number. Prompts and observations have no version.
+    The version of the weights at the start of a step is the step's number. Prompts and observations
+    have no version.
     """
     ages = [0]
     for path in rollouts.glob("step_*.jsonl"):

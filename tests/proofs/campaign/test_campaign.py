@@ -1,4 +1,4 @@
-"""The campaign's own parts: its plan, its proxy, and what it counts as touched by a fault."""
+"""The parts of the campaign: its plan, its proxy, and the trajectories that a fault changed."""
 
 from __future__ import annotations
 
@@ -20,14 +20,20 @@ from tests.proofs.campaign.__main__ import SHARES, STEPS, Report, markdown
 from tests.proofs.campaign.clock import Clock
 from tests.proofs.campaign.faults import Kind, plan
 from tests.proofs.campaign.proxy import FaultyProxy
-from tests.proofs.campaign.run import Effect, ends_badly, oldest, other_prompts, touched
+from tests.proofs.campaign.run import (
+    Effect,
+    changed_trajectories,
+    ends_badly,
+    max_age,
+    other_prompts,
+)
 from tests.proofs.campaign.world import LEGS
 
 ANSWER = json.dumps({"result": [[{"id": "1"}], [{"id": "2"}]]}).encode()
 
 
-def test_a_plan_follows_from_its_seed_and_holds_every_kind() -> None:
-    """The same faults at the same moments; none of the kinds is left out of a full campaign."""
+def test_a_plan_depends_on_its_seed_and_has_every_kind() -> None:
+    """Equal faults at equal moments; a full campaign has every kind."""
     assert set(LEGS) == set(SHARES) == set(STEPS)
     assert {kind for _, kinds in LEGS.values() for kind in kinds} == set(Kind)
     for _, kinds in LEGS.values():
@@ -50,12 +56,12 @@ class _Server(BaseHTTPRequestHandler):
         self.wfile.write(ANSWER)
 
     def log_message(self, format: str, *args: object) -> None:
-        """Nothing."""
+        """Log nothing."""
 
 
 @pytest.fixture
 def proxy() -> Iterator[FaultyProxy]:
-    """A proxy before a server that gives one answer."""
+    """A proxy in front of a server with a fixed response."""
     server = HTTPServer(("127.0.0.1", 0), _Server)
     thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
     thread.start()
@@ -76,8 +82,8 @@ def ask(proxy: FaultyProxy) -> tuple[int, bytes]:
         connection.close()
 
 
-def test_a_proxy_hands_on_what_the_server_says(proxy: FaultyProxy) -> None:
-    """Without a fault a run cannot tell it from its retriever."""
+def test_a_proxy_forwards_the_servers_response(proxy: FaultyProxy) -> None:
+    """Without a fault, it behaves like the retriever."""
     assert ask(proxy) == (200, ANSWER)
 
 
@@ -95,7 +101,7 @@ def test_a_proxy_hands_on_what_the_server_says(proxy: FaultyProxy) -> None:
 def test_a_fault_is_what_its_name_says(
     proxy: FaultyProxy, kind: Kind, expected: tuple[int, bytes] | type[Exception]
 ) -> None:
-    """A request meets the fault and counts; the next one after it is answered again."""
+    """A request during the fault is affected and counted; a later one is answered."""
     struck: list[int] = []
     fault = threading.Thread(target=lambda: struck.append(proxy.break_for(kind, 0.2)))
     fault.start()
@@ -114,14 +120,14 @@ def test_a_fault_is_what_its_name_says(
 SHOW_TIME = """
 import sys, threading, time
 for line in sys.stdin:
-    began = time.monotonic()
+    start = time.monotonic()
     threading.Event().wait(0.05)
-    print(time.time(), time.monotonic() - began, flush=True)
+    print(time.time(), time.monotonic() - start, flush=True)
 """
 
 
-def test_a_clock_jumps_while_a_process_looks_at_it(tmp_path: Path) -> None:
-    """Wall time is wrong at once, by as much as it was set, and waits take as long as ever."""
+def test_a_clock_jumps_while_a_process_reads_it(tmp_path: Path) -> None:
+    """Wall time is wrong immediately and by the offset; waits take as long as before."""
     clock = Clock(tmp_path)
     if not clock.available:
         pytest.skip("needs a C compiler")
@@ -130,7 +136,7 @@ def test_a_clock_jumps_while_a_process_looks_at_it(tmp_path: Path) -> None:
         assert process.stdin is not None
         assert process.stdout is not None
         for wrong in (0, 86_400, -86_400, 0):
-            clock.set_wrong(wrong)
+            clock.set_offset(wrong)
             process.stdin.write("\n")
             wall, waited = (float(word) for word in process.stdout.readline().split())
             assert wall == pytest.approx(time.time() + wrong, abs=60)
@@ -144,7 +150,7 @@ def row(sample: int, *segments: tuple[str, list[int]]) -> str:
 
 
 def test_an_observation_of_a_fault_is_found_and_another_sample_is_not(tmp_path: Path) -> None:
-    """Only what the environment said differently after the same words of the policy counts."""
+    """Only a different observation after equal policy tokens counts."""
     calm, disturbed = tmp_path / "calm", tmp_path / "disturbed"
     calm.mkdir()
     disturbed.mkdir()
@@ -153,24 +159,24 @@ def test_an_observation_of_a_fault_is_found_and_another_sample_is_not(tmp_path: 
     error = row(0, ("policy", [1]), ("observation", [9]))
     sample = row(1, ("policy", [7]), ("observation", [9]))
     (disturbed / "step_1.jsonl").write_text(error + sample)
-    assert touched(calm, disturbed) == ["step_1 q/0"]
+    assert changed_trajectories(calm, disturbed) == ["step_1 q/0"]
 
 
 def test_other_prompts_and_old_tokens_are_found(tmp_path: Path) -> None:
-    """A row that is missing or doubled; the age of the oldest of the policy's tokens."""
+    """Missing and repeated rows, and the maximum age of a policy token."""
     calm, disturbed = tmp_path / "calm", tmp_path / "disturbed"
     for folder in (calm, disturbed):
         folder.mkdir()
         (folder / "step_1.jsonl").write_text(row(0) + row(1))
         (folder / "step_2.jsonl").write_text(row(0) + row(1))
     (disturbed / "step_1.jsonl").write_text(row(1) + row(0))
-    assert other_prompts(calm, disturbed) == [] and oldest(disturbed) == 0
+    assert other_prompts(calm, disturbed) == [] and max_age(disturbed) == 0
     (disturbed / "step_2.jsonl").write_text(row(0) + row(0))
     (calm / "step_3.jsonl").write_text(row(0))
     assert other_prompts(calm, disturbed) == ["step_2", "step_3"]
-    spoken = [{"origin": "prompt"}, {"origin": "policy", "weight_version": 5}]
-    (disturbed / "step_7.jsonl").write_text(json.dumps({"step": 7, "segments": spoken}) + "\n")
-    assert oldest(disturbed) == 2
+    segments = [{"origin": "prompt"}, {"origin": "policy", "weight_version": 5}]
+    (disturbed / "step_7.jsonl").write_text(json.dumps({"step": 7, "segments": segments}) + "\n")
+    assert max_age(disturbed) == 2
 
 
 @pytest.mark.parametrize(
@@ -183,7 +189,7 @@ def test_other_prompts_and_old_tokens_are_found(tmp_path: Path) -> None:
     ],
 )
 def test_a_traceback_is_the_run_s_own(log: str, is_bad: bool) -> None:
-    """vLLM writes one into the log when its engine core is killed, and the run goes on."""
+    """vLLM logs a traceback when its engine core is killed, and the run continues."""
     assert ends_badly(log) is is_bad
 
 
@@ -194,7 +200,7 @@ def effect(**changes: object) -> Effect:
 
 
 @pytest.mark.parametrize(
-    ("found", "holds"),
+    ("changes", "holds"),
     [
         ({}, True),
         ({"differences": 1}, False),
@@ -210,13 +216,13 @@ def effect(**changes: object) -> Effect:
         ({"effects": [effect(status=4), effect(met=False)]}, True),
     ],
 )
-def test_a_campaign_holds_only_if_nothing_was_lost(found: dict[str, object], holds: bool) -> None:
-    """Faults of the retriever may leave rounding; none may leave a traceback or lose anything."""
+def test_a_campaign_holds_only_if_nothing_was_lost(changes: dict[str, object], holds: bool) -> None:
+    """Faults of the retriever may leave rounding; no fault may leave a traceback or lose data."""
     values = {"leg": "machine", "seed": 0, "seconds": 1.0, "starts": 1, "steps": 3,
               "effects": [effect()], "not_run": ["disk full"], "missing_steps": [],
               "differences": 0, "same_weights": True, "touched": [], "broken": [],
               "left": []}  # fmt: skip
-    report = Report(**{**values, **found})  # type: ignore[arg-type]
+    report = Report(**{**values, **changes})  # type: ignore[arg-type]
     assert report.holds is holds
     assert ("DOES NOT HOLD" in markdown(report)) is not holds
     assert "| disk full | not run: needs root or a compiler | 0 |" in markdown(report)

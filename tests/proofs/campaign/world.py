@@ -1,4 +1,4 @@
-"""What a run of the campaign stands on, and how each part of it is broken."""
+"""The services and machines of a campaign's run, and how each of them is disturbed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Protocol
 from example.geography import CORPUS
 from search_r1.search.local_server import LocalServer
 from tests import test_multinode as multinode
-from tests.machines import Machine, are_possible, cut, mend, plug, two_machines
+from tests.machines import Machine, are_possible, cut, plug, reconnect, two_machines
 from tests.proofs.campaign.clock import Clock
 from tests.proofs.campaign.disk import SmallDisk
 from tests.proofs.campaign.faults import AT_THE_RETRIEVER, OF_A_NODE, ON_THE_MACHINE, Fault, Kind
@@ -21,11 +21,11 @@ from tests.proofs.campaign.proxy import FaultyProxy
 
 DAY_S = 86_400
 UNTIL_ENDED_S = 60.0
-"""How long a full or read-only disk, or another corpus, is left to a run that does not stop."""
+"""Maximum seconds of a full or read-only disk, or another corpus, if the run does not stop."""
 
 
 class Run(Protocol):
-    """What a fault needs of the run that it strikes."""
+    """The attributes of a run that faults use."""
 
     folder: Path
 
@@ -36,26 +36,26 @@ class Run(Protocol):
 
 
 Strike = Callable[[Fault, Run], bool]
-"""Does what a fault says and undoes it; returns whether the run can have met it."""
+"""Causes a fault and undoes it; returns whether the run may have been affected."""
 
 
 @dataclass
 class World:
-    """Where runs are begun, and what can be done to them."""
+    """The environment of runs, and the faults that it can cause."""
 
     url: str
-    """Where they search."""
+    """Address of the retriever."""
     folder: Path
-    """Where the disturbed one is kept."""
+    """Folder of the disturbed run."""
     options: tuple[str, ...]
     strikes: Mapping[Kind, Strike]
-    """Without those that this machine cannot do."""
+    """Function for each kind of fault that this machine can cause."""
     command: Callable[[list[str]], list[str]] = list
-    """What runs a command there."""
+    """Adapts a command to run in this environment."""
 
 
 def wait_for_end(run: Run, seconds: float) -> None:
-    """Wait until the run has ended, or as long as that."""
+    """Wait until the run has ended, up to `seconds`."""
     deadline = time.monotonic() + seconds
     while run.status is None and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -63,7 +63,7 @@ def wait_for_end(run: Run, seconds: float) -> None:
 
 @contextlib.contextmanager
 def retriever(out: Path) -> Iterator[World]:
-    """A proxy before the retriever, and another retriever over half of its corpus."""
+    """A proxy in front of the retriever, and another retriever with half of the corpus."""
     half = out / "other_corpus.jsonl"
     lines = CORPUS.read_text(encoding="utf-8").splitlines(keepends=True)
     half.write_text("".join(lines[::2]), encoding="utf-8")
@@ -71,16 +71,16 @@ def retriever(out: Path) -> Iterator[World]:
     other = LocalServer([*flags, str(half)])
     with LocalServer([*flags, str(CORPUS)]) as server, FaultyProxy(server.port) as proxy:
 
-        def breaks(fault: Fault, _: Run) -> bool:
+        def break_proxy(fault: Fault, _: Run) -> bool:
             return proxy.break_for(fault.kind, fault.seconds) > 0
 
-        def dies(fault: Fault, _: Run) -> bool:
+        def kill_server(fault: Fault, _: Run) -> bool:
             server.kill()
             met = proxy.break_for(fault.kind, fault.seconds)
             server.start()
             return met > 0
 
-        def is_another(fault: Fault, run: Run) -> bool:
+        def change_corpus(fault: Fault, run: Run) -> bool:
             with other:
                 met = proxy.break_for(Kind.DIES, 0.5)
                 proxy.port = other.port
@@ -88,59 +88,59 @@ def retriever(out: Path) -> Iterator[World]:
                 proxy.port = server.port
             return met > 0
 
-        strikes: dict[Kind, Strike] = dict.fromkeys(AT_THE_RETRIEVER, breaks)
-        strikes |= {Kind.DIES: dies, Kind.OTHER_CORPUS: is_another}
+        strikes: dict[Kind, Strike] = dict.fromkeys(AT_THE_RETRIEVER, break_proxy)
+        strikes |= {Kind.DIES: kill_server, Kind.OTHER_CORPUS: change_corpus}
         yield World(proxy.url, out / "disturbed", (), strikes)
 
 
 @contextlib.contextmanager
 def machine(out: Path) -> Iterator[World]:
-    """A disk and a clock of the run's own; kills and stops need nothing more than its processes."""
+    """A separate disk and clock for the run; kills and freezes need only its processes."""
     clock = Clock(out)
     server = LocalServer(["--retriever_name", "bm25", "--corpus_path", str(CORPUS)])
     with server, SmallDisk(out / "disk") as disk:
 
-        def is_full(_: Fault, run: Run) -> bool:
+        def fill_disk(_: Fault, run: Run) -> bool:
             disk.fill()
             wait_for_end(run, UNTIL_ENDED_S)
             disk.free()
             return True
 
-        def is_locked(_: Fault, run: Run) -> bool:
+        def lock_folder(_: Fault, run: Run) -> bool:
             disk.lock(run.folder)
             wait_for_end(run, UNTIL_ENDED_S)
             disk.unlock(run.folder)
             return True
 
-        def jumps(fault: Fault, _: Run) -> bool:
-            clock.set_wrong(DAY_S if fault.number % 2 else -DAY_S)
+        def change_clock(fault: Fault, _: Run) -> bool:
+            clock.set_offset(DAY_S if fault.number % 2 else -DAY_S)
             time.sleep(fault.seconds)
-            clock.set_wrong(0)
+            clock.set_offset(0)
             return True
 
         strikes: dict[Kind, Strike] = {}
         if disk.available:
-            strikes |= {Kind.DISK_FULL: is_full, Kind.READ_ONLY: is_locked}
+            strikes |= {Kind.DISK_FULL: fill_disk, Kind.READ_ONLY: lock_folder}
         if clock.available:
-            strikes[Kind.CLOCK] = jumps
+            strikes[Kind.CLOCK] = change_clock
         yield World(f"{server.url}/retrieve", disk.folder / "run", (), strikes, clock.command)
 
 
 @contextlib.contextmanager
 def nodes(out: Path) -> Iterator[World]:
-    """A cluster of two machines with a rank and an engine each; the second is lost."""
+    """A cluster of two machines with a rank and an engine each; faults hit the second."""
     if not are_possible():
         yield World("", out, (), {})
         return
     shutil.copy(CORPUS, out / "corpus.jsonl")
     with two_machines(out) as (first, second):
-        # The second machine takes the cable along; the head's address is to stay.
+        # The head must keep its address when the cable goes away with the second machine.
         first.run("ip", "address", "add", f"{first.address}/32", "dev", "lo")
         multinode.start_retriever(first, out)
         multinode.start_retriever(second, out)
         multinode.start_cluster(first, second)
 
-        def loses_power(fault: Fault, _: Run) -> bool:
+        def power_off(fault: Fault, _: Run) -> bool:
             second.switch_off()
             time.sleep(fault.seconds)
             second.switch_on()
@@ -149,19 +149,19 @@ def nodes(out: Path) -> Iterator[World]:
             multinode.start_worker(first, second)
             return True
 
-        def is_cut_off(fault: Fault, _: Run) -> bool:
+        def disconnect(fault: Fault, _: Run) -> bool:
             cut(second)
             time.sleep(fault.seconds)
-            mend(second)
+            reconnect(second)
             return True
 
         options = ("trainer.nnodes=2", "actor_rollout_ref.rollout.num_replicas=2")
-        strikes: dict[Kind, Strike] = {Kind.NODE_OFF: loses_power, Kind.NODE_CUT: is_cut_off}
+        strikes: dict[Kind, Strike] = {Kind.NODE_OFF: power_off, Kind.NODE_CUT: disconnect}
         yield World(multinode.RETRIEVER, out / "disturbed", options, strikes, on(first))
 
 
 def on(head: Machine) -> Callable[[list[str]], list[str]]:
-    """What runs a command on a machine that is head of a cluster."""
+    """Return a function that adapts a command to run on the head of a cluster."""
     env = {**multinode.ENV, "RAY_ADDRESS": f"{head.address}:{multinode.RAY_PORT}"}
     settings = [f"{name}={value}" for name, value in env.items()]
     return lambda words: head.command("env", *settings, *words)
@@ -172,5 +172,5 @@ LEGS = {
     "machine": (machine, ON_THE_MACHINE),
     "nodes": (nodes, OF_A_NODE),
 }
-"""Faults of machine and nodes leave every figure as it was; those of the retriever leave the
-rounding behind that comes of other requests sharing a batch."""
+"""World and kinds of faults of each leg. Faults of machine and nodes change no result; faults of
+the retriever leave rounding differences, because requests share batches with other requests."""

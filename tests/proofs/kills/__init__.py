@@ -1,1 +1,1 @@
-"""Kill a training run again and again, and hold it against one that was left alone."""
+"""Kill a training run again and again, and compare it with an undisturbed one."""

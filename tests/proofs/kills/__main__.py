@@ -1,9 +1,9 @@
 """`python -m tests.proofs.kills --kills 20 --seed 0 --out DIR`: the proof that nothing is lost.
 
-One run is left alone; the same run is then killed with SIGKILL again and again, and begun again by
-the same command wherever it does not mend itself. At the end the metrics of every step must be
-those of the run that was left alone, bit for bit, and so must the trained weights; no half-written
-checkpoint may ever have been taken up, and nothing of the run may be left on the machine.
+One run is undisturbed. The same run is then killed with SIGKILL again and again, and started again
+with the same command whenever it does not recover by itself. At the end, the metrics of every step
+and the trained weights must equal those of the undisturbed run, bit for bit; no half-written
+checkpoint may have been resumed from, and nothing of the run may be left on the machine.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from verl.machine import SHARED_MEMORY
 
 POLL_S = 0.02
 GONE_S = 60.0
-"""How long processes may outlive their run."""
+"""Seconds that processes may outlive their run."""
 
 console = Console(soft_wrap=True)
 
 
 @dataclass(frozen=True)
 class Death:
-    """A kill as it came about."""
+    """A kill that was carried out."""
 
     number: int
     victim: str
@@ -47,25 +47,25 @@ class Death:
     """The last step whose metrics were logged."""
     phase: str
     newest: str
-    """The newest whole checkpoint at that moment; empty for none."""
+    """The newest complete checkpoint at that moment; empty for none."""
     was_saving: bool
     pid: int
 
 
 @dataclass
 class Report:
-    """Everything that is claimed, and on what grounds."""
+    """Result of the proof, with the evidence."""
 
     command: list[str]
     deaths: list[Death]
     outcomes: list[str]
-    """What followed each kill."""
+    """What happened after each kill."""
     starts: int
     resumed: list[str]
     broken: list[str]
-    """Checkpoints that were taken up although they were never whole."""
+    """Checkpoints that were resumed from although they were never complete."""
     num_rows: int
-    """Logged steps, those done again included."""
+    """Number of logged steps, including repeated ones."""
     differences: list[Difference]
     same_weights: bool
     left: list[str]
@@ -79,15 +79,15 @@ class Report:
 
 
 class KillsError(Exception):
-    """The run could not be brought to its end."""
+    """The run did not finish."""
 
 
 class OverError(KillsError):
-    """The run ended well before the moment that was waited for."""
+    """The run finished before the moment of the next fault."""
 
 
 class Due(Protocol):
-    """A fault that has a number and the moment at which it is due."""
+    """A fault with its number and the moment at which it is due."""
 
     @property
     def number(self) -> int: ...
@@ -98,7 +98,7 @@ class Due(Protocol):
 
 
 def until_over(training: Training) -> None:
-    """Begin the run as often as it takes until it ends well. Raises KillsError if it does not."""
+    """Start the run as often as necessary until it succeeds. Raises KillsError if it does not."""
     deadline = time.monotonic() + training.patience
     while training.status != 0:
         if time.monotonic() > deadline:
@@ -110,9 +110,9 @@ def until_over(training: Training) -> None:
 
 
 def undisturbed(training: Training) -> float:
-    """Do the run in one go; returns the seconds of a step.
+    """Run without interruption; returns the median seconds of a step.
 
-    Raises KillsError if it fails, or takes more than its patience for one step.
+    Raises KillsError if the run fails, or takes longer than its patience for a step.
     """
     training.start()
     deadline, rows = time.monotonic() + training.patience, 0
@@ -121,15 +121,15 @@ def undisturbed(training: Training) -> float:
             deadline, rows = time.monotonic() + training.patience, len(training.rows())
         time.sleep(POLL_S)
     if training.status != 0:
-        what = (
+        problem = (
             f"had no step within {training.patience:.0f} s" if training.status is None else "failed"
         )
-        raise KillsError(f"the undisturbed run {what}; see {training.log_path(1)}")
+        raise KillsError(f"the undisturbed run {problem}; see {training.log_path(1)}")
     return median(float(row.get("timing_s/step") or 0) for row in training.rows()[1:])
 
 
 def wait_for(training: Training, kill: Due) -> None:
-    """Let the run come to the moment of the kill, beginning it again if it is down."""
+    """Wait for the moment of a fault, starting the run again if it has ended."""
     rows, deadline = len(training.rows()), time.monotonic() + training.patience
     while time.monotonic() < deadline:
         if training.status == 0:
@@ -148,7 +148,7 @@ def wait_for(training: Training, kill: Due) -> None:
 
 
 def strike(training: Training, kill: Kill) -> Death:
-    """Kill a process of the wanted kind, as soon as there is one."""
+    """Kill a process of the planned kind, as soon as there is one."""
     deadline = time.monotonic() + training.patience
     while not (found := training.find(kill.victim)):
         if time.monotonic() > deadline or training.status == 0:
@@ -166,7 +166,7 @@ def strike(training: Training, kill: Kill) -> Death:
 
 
 def disturbed(training: Training, kills: Sequence[Kill]) -> Iterator[tuple[Death, str]]:
-    """Do the run under `kills`; yields each of them and what followed."""
+    """Run under `kills`; yields each of them and what happened afterwards."""
     training.start()
     death, starts = None, 1
     for kill in kills:
@@ -184,18 +184,18 @@ def disturbed(training: Training, kills: Sequence[Kill]) -> Iterator[tuple[Death
 
 
 def _outcome(training: Training, starts: int) -> str:
-    return "mended by itself" if training.starts == starts else "begun again by the command"
+    return "recovered by itself" if training.starts == starts else "restarted by the command"
 
 
 def left_over(training: Training, before: set[str]) -> list[str]:
-    """What is still there of the run a while after its end: processes, then shared memory."""
+    """Return the processes and shared memory that are left some time after the end of the run."""
     deadline = time.monotonic() + GONE_S
-    found = []
+    remains = []
     for family in training.relatives:
         left = family.wait_gone(max(0.0, deadline - time.monotonic()))
-        found += [f"process {process.pid}: {_name(process)}" for process in left]
+        remains += [f"process {process.pid}: {_name(process)}" for process in left]
     new = shared_memory() - before
-    return found + [str(SHARED_MEMORY / name) for name in sorted(new - held(new))]
+    return remains + [str(SHARED_MEMORY / name) for name in sorted(new - held(new))]
 
 
 def _name(process: psutil.Process) -> str:
@@ -210,8 +210,8 @@ def _step_of(name: str) -> int:
 
 
 def prove(calm: Training, killed: Training, num_kills: int, seed: int) -> Report:
-    """Both runs and their comparison. Raises KillsError where one cannot be brought to its end."""
-    began, before = time.monotonic(), shared_memory()
+    """Do both runs and compare them. Raises KillsError if one does not finish."""
+    started, before = time.monotonic(), shared_memory()
     deaths, outcomes = [], []
     try:
         step_seconds = undisturbed(calm)
@@ -223,7 +223,7 @@ def prove(calm: Training, killed: Training, num_kills: int, seed: int) -> Report
     finally:
         calm.stop()
         killed.stop()
-    once_whole = killed.complete() | {death.newest for death in deaths}
+    once_complete = killed.complete() | {death.newest for death in deaths}
     resumed, rows = killed.resumed(), killed.rows()
     return Report(
         command=list(killed.command),
@@ -231,17 +231,17 @@ def prove(calm: Training, killed: Training, num_kills: int, seed: int) -> Report
         outcomes=outcomes,
         starts=killed.starts,
         resumed=resumed,
-        broken=[name for name in resumed if name not in once_whole],
+        broken=[name for name in resumed if name not in once_complete],
         num_rows=len(rows),
         differences=list(differences(calm.rows(), rows)),
         same_weights=same_weights(calm.folder / "model", killed.folder / "model"),
         left=left,
-        seconds=time.monotonic() - began,
+        seconds=time.monotonic() - started,
     )
 
 
 def markdown(report: Report) -> str:
-    """The kills as a table, and what came of it."""
+    """Return the kills as a table, and the result."""
     lines = ["| kill | last step | victim | phase | what happened |", "| --- " * 5 + "|"]
     for death, outcome in zip(report.deaths, report.outcomes, strict=True):
         lines.append(
@@ -251,16 +251,16 @@ def markdown(report: Report) -> str:
         "",
         f"{len(report.deaths)} kills, {report.starts} starts, "
         f"{report.seconds / 60:.0f} minutes. {report.num_rows} rows of metrics (steps that were "
-        f"done again count twice), {len(report.differences)} metrics that differ; trained weights "
+        f"repeated count twice), {len(report.differences)} metrics that differ; trained weights "
         f"{'the same, bit for bit' if report.same_weights else 'DIFFER'}; "
-        f"{len(report.resumed)} checkpoints taken up, {len(report.broken)} of them broken; "
+        f"{len(report.resumed)} checkpoints resumed from, {len(report.broken)} of them broken; "
         f"left on the machine: {', '.join(report.left) or 'nothing'}.",
     ]
     return "\n".join(lines) + "\n"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; returns 0 if nothing was lost."""
+    """Run the proof; returns 0 if nothing was lost."""
     parser = argparse.ArgumentParser(description="Kill a training run again and again.")
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0, help="of victims and moments")
@@ -270,23 +270,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--out", type=Path, default=BASE.parent / "kills")
     parser.add_argument("options", nargs="*", help="options of the trainer, key=value")
-    given = parser.parse_args(arguments)
-    out = given.out.resolve()
+    args = parser.parse_args(arguments)
+    out = args.out.resolve()
     if (out / "killed").exists():
         sys.exit(f"{out} holds another proof: remove it or give another --out")
-    num_steps = given.steps or max(5, 3 * given.kills)
+    num_steps = args.steps or max(5, 3 * args.kills)
     base = prepare(BASE)
     with retriever() as url:
         calm, killed = (
             Training(
                 folder,
-                command(folder, base, url, num_steps, given.options),
-                patience=given.patience,
+                command(folder, base, url, num_steps, args.options),
+                patience=args.patience,
             )
             for folder in (out / "undisturbed", out / "killed")
         )
         try:
-            report = prove(calm, killed, given.kills, given.seed)
+            report = prove(calm, killed, args.kills, args.seed)
         except KillsError as error:
             sys.exit(str(error))
     (out / "report.json").write_text(json.dumps(asdict(report), indent=1) + os.linesep)

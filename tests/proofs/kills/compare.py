@@ -1,4 +1,4 @@
-"""Two runs held against each other, step by step, and their trained weights."""
+"""Compares two runs step by step, and their trained weights."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ MEASURED = (
     "timing_s/", "timing_per_token_ms/", "perf/", "memory/", "fault/", "rollout/wait_s/",
     "rollout/prefix_hit_share", "rollout/draft_accepted_share",
 )  # fmt: skip
-"""Beginnings of the names of metrics that clocks, machines and mishaps make, not the seed."""
+"""Prefixes of metrics that depend on time, machine or faults, not only on the seed."""
 COMPUTED = ("perf/total_num_tokens",)
-"""Metrics that begin so and are the seed's all the same."""
+"""Metrics with such a prefix that nevertheless depend only on the seed."""
 
 Row = Mapping[str, float | None]
 
 
 @dataclass(frozen=True)
 class Difference:
-    """A metric that is not what it was without kills."""
+    """A metric that differs from the undisturbed run."""
 
     step: int
     name: str
@@ -33,14 +33,14 @@ class Difference:
 
     @property
     def size(self) -> float:
-        """Absolute; infinite where one of the two is no number."""
+        """Absolute difference; infinite if one of the two is missing."""
         if self.expected is None or self.got is None:
             return math.inf
         return abs(self.expected - self.got)
 
 
 def read_rows(path: Path) -> list[dict[str, float | None]]:
-    """The rows of a `metrics.jsonl`; a line that a kill tore is left out."""
+    """Read the rows of a `metrics.jsonl`, without a line that a kill left incomplete."""
     rows = []
     for line in path.read_text().splitlines() if path.exists() else []:
         try:
@@ -51,16 +51,16 @@ def read_rows(path: Path) -> list[dict[str, float | None]]:
 
 
 def is_computed(name: str) -> bool:
-    """Whether the seed alone determines the metric."""
+    """Whether a metric depends only on the seed."""
     return name in COMPUTED or not name.startswith(MEASURED)
 
 
 def differences(
     expected: Sequence[Row], got: Sequence[Row], tolerance: float = 0.0
 ) -> Iterator[Difference]:
-    """Where `got` is off by more than `tolerance`, or lacks a step or a metric.
+    """Yield where `got` differs by more than `tolerance`, or lacks a step or a metric.
 
-    A step that was done again after a kill is in `got` more than once; each time counts.
+    A step that was repeated after a kill is in `got` more than once; all of them are compared.
     """
     steps = {_step(row): row for row in expected}
     seen = {_step(row) for row in got}
@@ -68,11 +68,11 @@ def differences(
         yield Difference(step, "step", float(step), None)
     for row in got:
         step = _step(row)
-        right = steps.get(step, {})
-        for name in sorted(filter(is_computed, right.keys() | row.keys())):
-            found = Difference(step, name, right.get(name), row.get(name))
-            if found.expected != found.got and not found.size <= tolerance:
-                yield found
+        reference = steps.get(step, {})
+        for name in sorted(filter(is_computed, reference.keys() | row.keys())):
+            difference = Difference(step, name, reference.get(name), row.get(name))
+            if difference.expected != difference.got and not difference.size <= tolerance:
+                yield difference
 
 
 def _step(row: Row) -> int:
@@ -80,7 +80,7 @@ def _step(row: Row) -> int:
 
 
 def same_weights(one: Path, other: Path) -> bool:
-    """Whether two Hugging Face folders hold the same tensors, bit for bit."""
+    """Whether two Hugging Face folders have equal tensors, bit for bit."""
     first, second = _tensors(one), _tensors(other)
     return first.keys() == second.keys() and all(
         torch.equal(first[name], second[name]) for name in first

@@ -1,4 +1,4 @@
-"""A run without a model: it counts, keeps checkpoints, and has processes to kill."""
+"""A fake run without a model, with steps, checkpoints and processes to kill."""
 
 import json
 import os
@@ -32,10 +32,10 @@ def child(code: str) -> "subprocess.Popen[bytes]":
 
 
 def resume(folder: Path, loads_broken: bool) -> tuple[int, float]:
-    """Step and value to go on from."""
-    found = [p for p in folder.glob("global_step_*") if loads_broken or (p / "COMPLETE").exists()]
-    found = [p for p in found if loads_broken or p.suffix != ".tmp"]
-    newest = max(found, key=lambda p: int(p.stem.rpartition("_")[2]), default=None)
+    """Return the step and value to resume from."""
+    folders = [p for p in folder.glob("global_step_*") if loads_broken or (p / "COMPLETE").exists()]
+    folders = [p for p in folders if loads_broken or p.suffix != ".tmp"]
+    newest = max(folders, key=lambda p: int(p.stem.rpartition("_")[2]), default=None)
     if newest is None:
         return 0, 1.0
     sys.stdout.write(f"INFO: resumed from {newest}\n")

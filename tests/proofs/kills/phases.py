@@ -1,4 +1,4 @@
-"""In which phase of a step a run is, from the clocks of the step before."""
+"""Estimates the current phase of a run's step from the timings of the step before."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from itertools import accumulate
 
 PHASES = ("gen", "reward", "old_log_prob", "values", "adv", "update_critic", "update_actor",
           "guard", "update_weights")  # fmt: skip
-"""In the order of a step."""
+"""Phases in the order of a step."""
 
 
 def phase_of(
     since: float | None, rows: Sequence[Mapping[str, float | None]], is_saving: bool
 ) -> str:
-    """What a run does `since` seconds after its last row, if it is as fast as before.
+    """Return the phase `since` seconds after the last row, if the step takes as long as before.
 
-    `since` is None before the first row of a start. Past the end of a step a run validates, saves,
-    or is being built again.
+    `since` is None before the first row after a start. After the end of a step, a run validates,
+    saves, or restarts.
     """
     if is_saving:
         return "saving"

@@ -1,4 +1,4 @@
-"""The processes of a run: all that its driver ever started, and which of them is what."""
+"""The processes of a run: all descendants of its driver, and their roles."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ POLL_S = 0.2
 ACTOR = "ray::ActorHost"
 ENGINE_CORE = "VLLM::EngineCore"
 MAPPED = re.compile(rf"\s(\d+)\s+{SHARED_MEMORY}/")
-"""The inode in a line of /proc/PID/maps."""
+"""Finds the inode in a line of /proc/PID/maps."""
 
 
 class Family:
-    """Everything that descends from one process, as far as anybody saw it live for `POLL_S`.
+    """All descendants of a process, as far as they are found by polling every `POLL_S`.
 
-    A child whose parent was killed is remembered; so are the children that it then has.
+    A child whose parent was killed is remembered, and so are its later children.
     """
 
     def __init__(self, pid: int) -> None:
-        """Watch `pid` and its descendants until `close`."""
+        """Watch `pid` and its descendants until `end`."""
         self.driver = psutil.Process(pid)
         self._known: dict[tuple[int, float], psutil.Process] = {}
         self._lock = threading.Lock()
@@ -43,12 +43,12 @@ class Family:
         while not self._closed.wait(POLL_S):
             self.refresh()
             if not any(map(is_alive, list(self._known.values()))):
-                return  # the dead have no more children
+                return  # no living process can have further children
 
     def refresh(self) -> None:
-        """Take in the processes that were started since."""
+        """Add the processes that were started since the last time."""
         children: dict[int, list[psutil.Process]] = {}
-        for process in psutil.process_iter(["ppid"]):  # one look at all, not one for each parent
+        for process in psutil.process_iter(["ppid"]):  # a single scan of all processes
             children.setdefault(process.info["ppid"], []).append(process)
         with self._lock:
             left = [process for process in self._known.values() if is_alive(process)]
@@ -60,14 +60,14 @@ class Family:
                             left.append(child)
 
     def alive(self) -> list[psutil.Process]:
-        """All of them that run; the dead that nobody has waited for don't count."""
+        """Return all running processes, without zombies."""
         self.refresh()
         return [process for process in list(self._known.values()) if is_alive(process)]
 
     def find(self, victim: Victim) -> list[psutil.Process]:
-        """The processes of that kind; none where the run has not come so far.
+        """Return the processes of a kind; empty if the run has not started them yet.
 
-        A replica is the actor that is an engine core's parent, a rank any other.
+        An actor is a replica if it is the parent of an engine core, and a rank otherwise.
         """
         if victim is Victim.DRIVER:
             return [self.driver] if is_alive(self.driver) else []
@@ -76,21 +76,21 @@ class Family:
         if victim is Victim.ENGINE:
             return engines
         if not engines:
-            return []  # replicas and ranks look alike before there is one
+            return []  # without one, replicas and ranks cannot be distinguished
         parents = {parent_of(engine) for engine in engines}
         actors = [process for process, name in named if name.startswith(ACTOR)]
         is_replica = victim is Victim.REPLICA
         return [process for process in actors if (process.pid in parents) is is_replica]
 
     def wait_gone(self, seconds: float) -> list[psutil.Process]:
-        """Wait until none runs; returns those that still do after `seconds`."""
+        """Wait until none is running; returns those that still are after `seconds`."""
         deadline = time.monotonic() + seconds
         while (left := self.alive()) and time.monotonic() < deadline:
             time.sleep(POLL_S)
         return left
 
     def end(self) -> None:
-        """Kill whatever is left, by force, and watch no longer."""
+        """Kill all remaining processes and stop watching."""
         self._closed.set()
         self._thread.join()
         for process in self.alive():
@@ -99,7 +99,7 @@ class Family:
 
 
 def is_alive(process: psutil.Process) -> bool:
-    """Whether it runs, and is not merely unburied."""
+    """Whether a process is running and not a zombie."""
     try:
         return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
@@ -107,7 +107,7 @@ def is_alive(process: psutil.Process) -> bool:
 
 
 def title(process: psutil.Process) -> str:
-    """Its command line, or the title that it gave itself."""
+    """Return a process's command line, or its title if it has set one."""
     try:
         return " ".join(process.cmdline()) or process.name()
     except psutil.NoSuchProcess:
@@ -115,7 +115,7 @@ def title(process: psutil.Process) -> str:
 
 
 def parent_of(process: psutil.Process) -> int | None:
-    """The id of its parent; None where it is gone."""
+    """Return the id of a process's parent; None if the process is gone."""
     try:
         return int(process.ppid())
     except psutil.NoSuchProcess:
@@ -123,14 +123,14 @@ def parent_of(process: psutil.Process) -> int | None:
 
 
 def shared_memory() -> set[str]:
-    """The names in shared memory."""
+    """Return the names in shared memory."""
     return {path.name for path in SHARED_MEMORY.iterdir()} if SHARED_MEMORY.exists() else set()
 
 
 def held(names: set[str]) -> set[str]:
-    """Those of the names in shared memory that a living process has open or mapped.
+    """Return the names in shared memory that a living process has open or mapped.
 
-    What is mapped is known by its inode: a semaphore is mapped under another name.
+    Mapped files are compared by inode, since a semaphore is mapped under another name.
     """
     inside: set[str] = set()
     mapped: set[int] = set()
@@ -142,12 +142,12 @@ def held(names: set[str]) -> set[str]:
 
 
 def _open_files(process: Path) -> list[str]:
-    found = []
+    files = []
     with contextlib.suppress(OSError):  # gone by now, or another user's
         for link in (process / "fd").iterdir():
             with contextlib.suppress(OSError):
-                found.append(str(link.readlink()))
-    return found
+                files.append(str(link.readlink()))
+    return files
 
 
 def _mapped_inodes(process: Path) -> set[int]:

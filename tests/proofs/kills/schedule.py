@@ -1,4 +1,4 @@
-"""Whom to kill, and when: drawn from a seed before the run begins."""
+"""The plan of processes to kill and moments, drawn from a seed before the run starts."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class Victim(StrEnum):
 
 
 class Moment(StrEnum):
-    """What is waited for before the delay."""
+    """The event to wait for before the delay."""
 
     START = "start"
-    """The run was begun, or is being repaired."""
+    """The run was started, or is restarting by itself."""
     STEP = "step"
     """Another step has ended."""
     SAVING = "saving"
@@ -29,7 +29,7 @@ class Moment(StrEnum):
 
 @dataclass(frozen=True)
 class Kill:
-    """One SIGKILL of the plan."""
+    """A planned SIGKILL."""
 
     number: int
     victim: Victim
@@ -39,24 +39,26 @@ class Kill:
 
 
 START_STEPS = 10
-"""Longest delay in the course of a start, in steps' time."""
+"""Maximum delay during a start, in durations of a step."""
 SAVING_DELAY = 0.2
-"""Longest delay after a checkpoint was begun, seconds."""
+"""Maximum seconds after the start of writing a checkpoint."""
 START_SHARE = 0.15
-"""Of the kills that don't wait for saving: those that don't wait for a step either."""
+"""Share of kills during a start, among the kills that are not during saving."""
 
 
 def plan(num_kills: int, seed: int, step_seconds: float) -> list[Kill]:
-    """`num_kills` kills: of every five, one each of driver, rank, replica, engine core, saving.
+    """Plan kills: of every five, one each of driver, rank, replica, engine core, and during saving.
 
-    Those in the course of saving hit the driver or a rank. Those after a step come within two
-    steps' time, so that they fall into any phase.
+    Kills during saving hit the driver or a rank. Kills after a step come within the duration of two
+    steps, so that they fall into any phase.
     """
     draw = random.Random(seed)
     kinds: list[Victim | Moment] = [*Victim, Moment.SAVING]
     rounds = [draw.sample(kinds, len(kinds)) for _ in range(0, num_kills, len(kinds))]
     kills = []
-    for number, kind in enumerate([kind for one in rounds for kind in one][:num_kills], 1):
+    for number, kind in enumerate(
+        [kind for kinds_of_round in rounds for kind in kinds_of_round][:num_kills], 1
+    ):
         if isinstance(kind, Moment):
             victim = draw.choice([Victim.DRIVER, Victim.RANK])
             kills.append(Kill(number, victim, kind, draw.uniform(0, SAVING_DELAY)))

@@ -1,4 +1,4 @@
-"""The processes of a run."""
+"""The search for the processes of a run."""
 
 import multiprocessing.shared_memory
 import subprocess
@@ -32,8 +32,8 @@ def wait_for_child(family: Family) -> psutil.Process:
     return alive[1]
 
 
-def test_an_orphan_is_still_of_the_family() -> None:
-    """Who lost its parent to a kill is found, and ended."""
+def test_an_orphan_still_belongs_to_the_family() -> None:
+    """A process whose parent was killed is found and ended."""
     process, family = start("x")
     child = wait_for_child(family)
     process.kill()
@@ -45,7 +45,7 @@ def test_an_orphan_is_still_of_the_family() -> None:
 
 
 def test_victims_are_known_by_their_titles() -> None:
-    """Driver and engine core are found, and no rank where there is none."""
+    """Driver and engine core are found, and no rank, because there is none."""
     process, family = start("VLLM::EngineCore")
     child = wait_for_child(family)
     try:
@@ -59,10 +59,10 @@ def test_victims_are_known_by_their_titles() -> None:
 
 
 @pytest.mark.skipif(not SHARED_MEMORY.exists(), reason="no /dev/shm on this system")
-def test_shared_memory_that_is_in_use_is_told_from_what_was_left() -> None:
-    """What somebody has mapped is held, under whatever name; what nobody has is not."""
+def test_shared_memory_in_use_is_distinguished_from_leftovers() -> None:
+    """Memory that a process has mapped is in use, under any of its names; other memory is not."""
     block = multiprocessing.shared_memory.SharedMemory(create=True, size=64)
-    left, other = (SHARED_MEMORY / f"{block.name}-{what}" for what in ("left", "other"))
+    left, other = (SHARED_MEMORY / f"{block.name}-{name}" for name in ("left", "other"))
     left.touch()
     other.hardlink_to(SHARED_MEMORY / block.name)
     try:

@@ -1,4 +1,4 @@
-"""The proof itself, over a run without a model: what it lets through, and what it finds."""
+"""The proof itself, on a fake run without a model: what passes and what is found."""
 
 import sys
 from pathlib import Path
@@ -11,7 +11,7 @@ from tests.proofs.kills.training import Training
 pytestmark = pytest.mark.slow
 FAKE = Path(__file__).with_name("fake_run.py")
 SAVING_FIRST, DRIVER_FIRST = 6, 2
-"""Seeds whose first kill comes while a checkpoint is half written, and after a step."""
+"""Seeds whose first kill is while a checkpoint is half written, or after a step."""
 
 
 def run(folder: Path, num_kills: int, fault: str) -> Training:
@@ -24,7 +24,7 @@ def prove(tmp_path: Path, num_kills: int, seed: int = 0, fault: str = "none") ->
 
 
 def test_a_run_that_loses_nothing_passes(tmp_path: Path) -> None:
-    """An engine after a step, a rank in mid-saving, a driver: the same rows at the end."""
+    """An engine after a step, a rank during saving, a driver: the rows are equal at the end."""
     report = prove(tmp_path, 3)
     assert report.holds, kills.markdown(report)
     assert [death.victim for death in report.deaths] == ["engine", "rank", "driver"]
@@ -32,16 +32,18 @@ def test_a_run_that_loses_nothing_passes(tmp_path: Path) -> None:
     assert len(report.outcomes) == 3
 
 
-def test_a_run_that_takes_up_half_a_checkpoint_is_found(tmp_path: Path) -> None:
-    """A folder that was never whole is named, and the metrics that follow are not the same."""
+def test_a_resume_from_a_half_written_checkpoint_is_found(tmp_path: Path) -> None:
+    """The incomplete folder is named, and the later metrics differ."""
     report = prove(tmp_path, 1, SAVING_FIRST, "loads_broken")
     assert report.broken
     assert report.differences
     assert not report.holds
 
 
-def test_what_outlives_a_run_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank that does not notice the end of its driver is named, and ended by the proof."""
+def test_processes_that_outlive_a_run_are_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank that does not end with its driver is named, and ended by the proof."""
     monkeypatch.setattr(kills, "GONE_S", 0.5)
     report = prove(tmp_path, 1, DRIVER_FIRST, "leaves_orphans")
     assert any("ray::ActorHost" in name for name in report.left)

@@ -1,4 +1,4 @@
-"""A run of the real trainer on the example, begun by one command as often as it takes."""
+"""A run of the real trainer on the example, started by the same command as often as needed."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ OPTIONS = (
     "trainer.save_freq=1",
     "trainer.test_freq=5",
 )
-"""PPO on two ranks, with all that a checkpoint holds: critic, KL controller, schedules."""
+"""PPO on two ranks, with everything that a checkpoint stores: critic, KL controller, schedules."""
 
 
 def command(folder: Path, base: Path, url: str, num_steps: int, extra: Sequence[str]) -> list[str]:
-    """A run from the policy `base` that searches at `url` and keeps everything in `folder`."""
+    """Return the command of a run in `folder`, from the policy `base`, that searches at `url`."""
     return [
         sys.executable, "-m", "verl.trainer.main_ppo", *OPTIONS,
         f"actor_rollout_ref.model.path={base}",
@@ -63,15 +63,15 @@ def command(folder: Path, base: Path, url: str, num_steps: int, extra: Sequence[
 
 @dataclass
 class Training:
-    """One run in `folder`, which outlives the processes that work on it."""
+    """A run in `folder`, over all starts of its command."""
 
     folder: Path
     command: Sequence[str]
-    """The same for each start."""
+    """The command of every start."""
     patience: float = 300.0
-    """Seconds that it may take to its next step, or to its end."""
+    """Maximum seconds until its next step, or its end."""
     starts: int = 0
-    """How often the command was given."""
+    """Number of starts so far."""
     process: subprocess.Popen[bytes] | None = None
     family: Family | None = None
     relatives: list[Family] = field(default_factory=list)
@@ -84,7 +84,7 @@ class Training:
     row_start: int = 0
 
     def start(self) -> None:
-        """Give the command; its output goes to `start_N.log`."""
+        """Run the command; its output goes to `start_N.log`."""
         self.starts += 1
         self.folder.mkdir(parents=True, exist_ok=True)
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -96,25 +96,27 @@ class Training:
         self.relatives.append(self.family)
 
     def log_path(self, start: int) -> Path:
-        """Where the output of a start goes."""
+        """Return the path of a start's output."""
         return self.folder / f"start_{start}.log"
 
     @property
     def status(self) -> int | None:
-        """Exit status of the present start; None while it runs."""
+        """Exit status of the current start; None while it runs."""
         assert self.process is not None, "call start() first"
         return self.process.poll()
 
     def find(self, victim: Victim) -> list[psutil.Process]:
-        """The processes of that kind that work on the run now."""
+        """Return the run's current processes of a kind."""
         assert self.family is not None, "call start() first"
         return self.family.find(victim)
 
     def rows(self) -> list[dict[str, float | None]]:
-        """The metrics logged so far, those of steps that were done again first."""
+        """Return the metrics logged so far; rows of repeated steps come first."""
         paths = [self.folder / name for name in ("metrics.superseded.jsonl", "metrics.jsonl")]
         sizes = [path.stat().st_size if path.exists() else 0 for path in paths]
-        if sizes != self.sizes:  # asked many times a second
+        if (
+            sizes != self.sizes
+        ):  # read again only if changed, as this is called many times per second
             self.known_rows = [row for path in paths for row in read_rows(path)]
             self.sizes = sizes
         rows = self.known_rows
@@ -123,7 +125,7 @@ class Training:
         return list(rows)
 
     def since_row(self) -> float | None:
-        """Seconds since `rows` first saw the last one; None if that was of an earlier start."""
+        """Return the seconds since the last row appeared; None if that was before this start."""
         return time.monotonic() - self.row_time if self.row_start == self.starts else None
 
     def is_saving(self) -> bool:
@@ -131,18 +133,18 @@ class Training:
         return any(self.folder.glob("global_step_*.tmp"))
 
     def complete(self) -> set[str]:
-        """Names of the checkpoints that are whole; one with its marker still has to be renamed."""
-        found = {path.parent.name for path in self.folder.glob(f"global_step_*/{COMPLETE}")}
-        return {name for name in found if not name.endswith(".tmp")}
+        """Return the names of complete checkpoints, without those not renamed yet."""
+        names = {path.parent.name for path in self.folder.glob(f"global_step_*/{COMPLETE}")}
+        return {name for name in names if not name.endswith(".tmp")}
 
     def resumed(self) -> list[str]:
-        """Names of the checkpoints that were taken up, start after start."""
+        """Return the names of the checkpoints that were resumed from, over all starts."""
         logs = [self.log_path(start) for start in range(1, self.starts + 1)]
-        found = [RESUMED.findall(log.read_text(errors="replace")) for log in logs]
-        return [Path(name).name for names in found for name in names]
+        names = [name for log in logs for name in RESUMED.findall(log.read_text(errors="replace"))]
+        return [Path(name).name for name in names]
 
     def stop(self) -> None:
-        """End whatever still runs."""
+        """Kill all processes that are still running."""
         if self.process is not None and self.process.poll() is None:
             self.process.send_signal(signal.SIGKILL)
             self.process.wait()
