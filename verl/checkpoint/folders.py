@@ -191,10 +191,8 @@ def resume_folder(resume_mode: str, root: Path) -> Path | None:
 
 
 def begin(root: Path, step: int) -> PendingCheckpoint:
-    """Create a folder for the checkpoint of `step`, under a unique temporary name.
-
-    The name is unique because ranks of an earlier attempt may still be writing to its folder.
-    """
+    """Create a folder for the checkpoint of `step` under a temporary name."""
+    # The name is unique, because ranks of an earlier attempt may still be writing to its folder.
     folder = root / f"global_step_{step}.{uuid.uuid4().hex[:8]}.tmp"
     folder.mkdir(parents=True)
     return PendingCheckpoint(root, step, folder)
@@ -250,8 +248,7 @@ def clean_up(root: Path) -> None:
 
 
 def set_aside(root: Path, after: int) -> None:
-    """Move checkpoints of steps above `after` into `set_aside/`, so that the run that starts at
-    `after` is not confused with the earlier one that wrote them.
+    """Move checkpoints of steps above `after` into `set_aside/`, since an earlier run wrote them.
 
     With a negative `after`, validation dialogues are moved too.
     """

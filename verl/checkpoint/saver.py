@@ -29,6 +29,8 @@ SLOW_DISK = 200e6
 """Assumed write speed in bytes per second, until a checkpoint has been timed."""
 MAX_FAILURES = 2
 """Number of failed checkpoints in a row that ends the run."""
+ExtraWriter = Callable[[Path], None]
+"""Writes additional files into a checkpoint's folder."""
 
 
 class Ranks(Protocol):
@@ -99,16 +101,12 @@ class Saver:
     _num_failures: int = field(init=False, default=0)
 
     def save(
-        self,
-        state: RunState,
-        wait: bool = False,
-        write_extra: Callable[[Path], None] | None = None,
+        self, state: RunState, wait: bool = False, write_extra: ExtraWriter | None = None
     ) -> None:
-        """Write the checkpoint of `state`; waits for its completion with `wait` or without
-        `async_save`, and always for the previous one.
+        """Write the checkpoint of `state`, after the previous one is completed.
 
-        `write_extra` writes additional files into the checkpoint's folder, also in the background.
-        Raises SaveError if writing failed twice in a row, or at once with `wait`.
+        Waits for its completion with `wait` or without `async_save`. Raises SaveError if writing
+        failed twice in a row, or at once with `wait`.
         """
         self.finish_pending()
         pending: PendingCheckpoint | None = None
@@ -173,15 +171,11 @@ class Saver:
             discard(pending)
             raise
 
-    def _finish(
-        self, pending: PendingCheckpoint, write_extra: Callable[[Path], None] | None
-    ) -> Path:
+    def _finish(self, pending: PendingCheckpoint, write_extra: ExtraWriter | None) -> Path:
         self.ranks.finish_checkpoint()
         return self._publish(pending, write_extra)
 
-    def _publish(
-        self, pending: PendingCheckpoint, write_extra: Callable[[Path], None] | None
-    ) -> Path:
+    def _publish(self, pending: PendingCheckpoint, write_extra: ExtraWriter | None) -> Path:
         if write_extra is not None:
             write_extra(pending.folder)
         folder = folders.publish(pending)
@@ -216,10 +210,8 @@ class Saver:
         """Delete the checkpoints that no option asks to keep; see `checkpoints_to_keep`."""
         if self.config.keep_last is None:
             return
-        complete = folders.all_complete(self.root)
-        kept = checkpoints_to_keep(
-            complete, self.config.keep_last, self.config.keep_best, self.protected()
-        )
+        complete, keep_best = folders.all_complete(self.root), self.config.keep_best
+        kept = checkpoints_to_keep(complete, self.config.keep_last, keep_best, self.protected())
         for step_dir in complete:
             if step_dir not in kept:
                 logger.info("%s is no longer needed: removed", step_dir)
@@ -230,8 +222,7 @@ class Saver:
                     logger.warning("%s could not be removed: %s", step_dir, error)
 
     def close(self, timeout_s: float | None = None) -> None:
-        """Wait for the background write; only logs its failure, since the run ends for another
-        reason."""
+        """Wait for the background write and only log its failure, as the run ends anyway."""
         try:
             self.finish_pending(is_final=True, timeout_s=timeout_s)
         except UserError as error:

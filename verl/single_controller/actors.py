@@ -76,8 +76,7 @@ class ActorLocation:
 
 
 class Call(NamedTuple):
-    """A finished call of a hosted object: method, begin and end (seconds since the epoch, by the
-    actor's clock)."""
+    """A finished call of a hosted object; times are seconds since the epoch by its clock."""
 
     method: str
     begin: float
@@ -88,9 +87,8 @@ def current_location() -> ActorLocation:
     """Return the location of the calling actor or task."""
     context = ray.get_runtime_context()
     gpu_ids = tuple(str(gpu) for gpu in context.get_accelerator_ids().get("GPU", []))
-    return ActorLocation(
-        context.get_node_id(), ray.util.get_node_ip_address(), gpu_ids, os.getpid()
-    )
+    address = ray.util.get_node_ip_address()
+    return ActorLocation(context.get_node_id(), address, gpu_ids, os.getpid())
 
 
 @ray.remote
@@ -117,8 +115,7 @@ class ActorHost:
         self._reaper = OrphanReaper(mark)
 
     async def kill_leftovers(self) -> int:
-        """Kill what is left on this node of the actor that this one replaces; returns the number
-        of processes."""
+        """Kill the remaining processes of the replaced actor; returns their number."""
         return kill_marked(REPLICA_MARK, os.environ[REPLICA_MARK])
 
     async def free_port(self) -> int:
@@ -133,8 +130,7 @@ class ActorHost:
             gc.enable()
 
     async def call(self, method: str, *args: Any) -> Any:
-        """Call a method, sync or async, of the hosted object or (`attribute.method`) of one of its
-        attributes."""
+        """Call a sync or async method of the hosted object, or of an attribute (`name.method`)."""
         begin = time.time()
         result = operator.attrgetter(method)(self.hosted)(*args)
         answer = await result if inspect.isawaitable(result) else result
@@ -167,8 +163,7 @@ class RayWorkerGroup:
         self, options: Sequence[Any], name: str, lost: type[UserError],
         placement: PlacementGroup | None = None, deaths: tuple[type[Exception], ...] = (),
     ) -> None:  # fmt: skip
-        """`name` is what messages call one of the actors, `lost` the error to raise when an actor
-        is gone.
+        """`name` is what messages call an actor, `lost` the error to raise when an actor is gone.
 
         `deaths` are further errors that mean that a hosted object is dead though its actor lives.
         """
@@ -297,8 +292,7 @@ class RayWorkerGroup:
         raise error
 
     def _find_dead(self, actors: Mapping[Any, int], seconds: float) -> tuple[int, str] | None:
-        """Return the first actor found dead and the cause; None if all have answered or the time is
-        up."""
+        """Return the first dead actor and the cause; None if all respond or the time is up."""
         actors = {**actors, **{host.location.remote(): i for i, host in enumerate(self.hosts)}}
         pending, end = list(actors), time.monotonic() + seconds
         while pending and time.monotonic() < end:

@@ -102,17 +102,18 @@ def config_for_actors(config: Config, use_gpu: bool) -> Config:
     Paths of models, files and user code are absolute, and the device is decided, because `auto`
     might mean different devices for driver, ranks and engines.
     """
-    section, critic, resumed = config.actor_rollout_ref, config.critic, config.trainer.resume_mode
-    policy_model = replace(section.model, path=_absolute(section.model.path))
+    section, critic = config.actor_rollout_ref, config.critic
+    template, resume_mode = config.template, config.trainer.resume_mode
+    policy_model = replace(section.model, path=_absolute_model(section.model.path))
     critic_model = critic.model
     if critic_model.path is not None:
-        critic_model = replace(critic_model, path=_absolute(critic_model.path))
+        critic_model = replace(critic_model, path=_absolute_model(critic_model.path))
     weights, replay = section.rollout.weights_dir, section.rollout.replay
     rollout = replace(
         section.rollout,
         name=plugins.absolute(section.rollout.name),
-        weights_dir=None if weights is None else str(Path(weights).absolute()),
-        replay=None if replay is None else str(Path(replay).absolute()),
+        weights_dir=None if weights is None else _absolute(weights),
+        replay=None if replay is None else _absolute(replay),
     )
     agent = replace(
         config.agent,
@@ -122,12 +123,11 @@ def config_for_actors(config: Config, use_gpu: bool) -> Config:
     trainer = replace(
         config.trainer,
         device="cuda" if use_gpu else "cpu",
-        resume_mode=resumed if resumed in MODES_WITHOUT_FOLDER else str(Path(resumed).absolute()),
+        resume_mode=resume_mode if resume_mode in MODES_WITHOUT_FOLDER else _absolute(resume_mode),
     )
-    template = config.template
     return replace(
         config,
-        template=str(Path(template).absolute()) if is_file(template) else template,
+        template=_absolute(template) if is_file(template) else template,
         agent=agent,
         actor_rollout_ref=replace(section, model=policy_model, rollout=rollout),
         critic=replace(critic, model=critic_model),
@@ -136,8 +136,12 @@ def config_for_actors(config: Config, use_gpu: bool) -> Config:
 
 
 def _absolute(path: str) -> str:
+    return str(Path(path).absolute())
+
+
+def _absolute_model(path: str) -> str:
     folder = Path(path).expanduser()
-    return str(folder.absolute()) if folder.is_dir() else path
+    return str(folder.absolute()) if folder.is_dir() else path  # else a name of the hub
 
 
 @dataclass(frozen=True)
@@ -179,17 +183,12 @@ def check_nodes(
 
 
 def _inspect(
-    node_id: str,
-    address: str,
-    config: Config,
-    environment_factory: EnvironmentFactory,
-    probe: Path,
+    node_id: str, address: str, config: Config, environment: EnvironmentFactory, probe: Path
 ) -> NodeReport:
     strategy = NodeAffinitySchedulingStrategy(node_id, soft=False)
     task = inspect_node.options(num_cpus=0, scheduling_strategy=strategy, max_retries=0)
     try:
-        secrets = secret_variables(os.environ)
-        return ray.get(task.remote(config, environment_factory, probe, secrets))
+        return ray.get(task.remote(config, environment, probe, secret_variables(os.environ)))
     except RayError as error:
         cause = str(error).strip().splitlines()[-1]
         fix = f"use one environment on all nodes, and the project at {ROOT} or installed in it"

@@ -157,8 +157,7 @@ class RolloutCollector:
         filters, size = self.config.algorithm.filter_groups, self.config.data.train_batch_size
         sampled = Samples()
         trajectories: list[Trajectory] = []
-        num_kept_groups = 0
-        num_batches = 0
+        num_batches = num_kept_groups = 0
         self._current_batches = []
         while num_batches == 0 or (
             filters.enable and num_kept_groups < size and num_batches < filters.max_num_gen_batches
