@@ -1,5 +1,5 @@
 # shellcheck shell=bash
-# Sourced by head.sh and worker.sh: what both have in common. Every value may come from the environment.
+# Sourced by head.sh and worker.sh: their common parts. Every value may be set in the environment.
 
 : "${RAY_PORT:=6379}"
 if [[ -z ${RAY:-} ]]; then
@@ -8,7 +8,7 @@ if [[ -z ${RAY:-} ]]; then
   [[ -x $root/.venv/bin/ray ]] && RAY=$root/.venv/bin/ray
 fi
 
-# Ray's head asks for a token where one exists; workers and runs must then be told to show it.
+# Ray's head requires a token if one exists; workers and runs must then be configured to send it.
 if [[ -z ${RAY_AUTH_MODE:-} ]]; then
   if [[ -n ${RAY_AUTH_TOKEN:-} || -e ${RAY_AUTH_TOKEN_PATH:-$HOME/.ray/auth_token} ]]; then
     RAY_AUTH_MODE=token
@@ -18,7 +18,7 @@ if [[ -z ${RAY_AUTH_MODE:-} ]]; then
   export RAY_AUTH_MODE
 fi
 
-# The address of this node that packets to $1 leave from.
+# Prints the address of this node from which packets to $1 are sent.
 address_towards() {
   python3 -c 'import socket, sys
 probe = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
@@ -26,10 +26,10 @@ probe.connect((sys.argv[1], 9))
 print(probe.getsockname()[0])' "$1"
 }
 
-# node_options ARRAY: options of `ray start` that hold for head and workers.
+# node_options ARRAY: stores the options of `ray start` that head and workers share in ARRAY.
 node_options() {
   local -n options=$1
-  # With its reports off, Ray still tells its makers that they are off; here nobody listens.
+  # With usage reports off, Ray still reports that they are off; nothing listens at this address.
   export RAY_USAGE_STATS_REPORT_URL=http://127.0.0.1:9/
   options=(--block --disable-usage-stats "--node-ip-address=$NODE_ADDRESS")
   [[ -z ${NUM_CPUS:-} ]] || options+=("--num-cpus=$NUM_CPUS")

@@ -1,16 +1,16 @@
 #!/usr/bin/env bash
-# The first node of a Ray cluster; stays in the foreground until it is stopped (ctrl-c, SIGTERM).
+# Starts the first node of a Ray cluster; runs in the foreground until stopped (ctrl-c, SIGTERM).
 #
 #   NODE_ADDRESS=10.0.0.1 bash example/multinode/head.sh
 #
-# NODE_ADDRESS  the address that the other nodes reach this one by (needed)
-# RAY_PORT      6379
-# NUM_CPUS, OBJECT_STORE_MEMORY   what Ray may use; found by itself where unset
-# DASHBOARD     true: the dashboard on 127.0.0.1:8265, which `ray job submit` needs
+# NODE_ADDRESS  address at which the other nodes reach this node (required)
+# RAY_PORT      default: 6379
+# NUM_CPUS, OBJECT_STORE_MEMORY   resources that Ray may use; default: detected by Ray
+# DASHBOARD     default: true, the dashboard on 127.0.0.1:8265, which `ray job submit` needs
 set -euo pipefail
 # shellcheck source=example/multinode/cluster.sh
 source "$(dirname "${BASH_SOURCE[0]}")/cluster.sh"
-: "${NODE_ADDRESS:?set it to the address that the other nodes reach this one by}"
+: "${NODE_ADDRESS:?set it to the address at which the other nodes reach this node}"
 
 start=()
 node_options start

@@ -1,18 +1,18 @@
 # shellcheck shell=bash
-# Sourced by train_7b.sh, train_32b.sh and train_72b.sh, which set the sizes: starts the run on the
-# Ray cluster of RAY_ADDRESS (head.sh, worker.sh), with the paper's hyper-parameters.
+# Sourced by train_7b.sh, train_32b.sh and train_72b.sh, which set the sizes. Starts a run on the Ray
+# cluster at RAY_ADDRESS (head.sh, worker.sh) with the paper's hyper-parameters.
 #
-# ALGO           grpo or ppo: grpo
-# RETRIEVER_URL  one retriever for all (http://HOST:8000/retrieve), or one on each node, which
-#                http://127.0.0.1:8000/retrieve means on each
-# OUTPUT_DIR     on a file system that all nodes see; the same folder is the same run
-# and those of train_grpo.sh, train_ppo.sh and scripts/train_common.sh.
+# ALGO           grpo (default) or ppo
+# RETRIEVER_URL  one retriever for all nodes (http://HOST:8000/retrieve), or
+#                http://127.0.0.1:8000/retrieve for a retriever on each node
+# OUTPUT_DIR     folder on a file system that all nodes share; the same folder continues the same run
+# and the variables of train_grpo.sh, train_ppo.sh and scripts/train_common.sh.
 
 recipes=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 # shellcheck source=example/multinode/cluster.sh
-source "$recipes/cluster.sh" # tells the run, too, whether Ray asks for a token
+source "$recipes/cluster.sh" # also tells the run whether Ray requires a token
 
-# OFFLOAD is not left to the memory estimate: the head may have no GPU to look at.
+# OFFLOAD is set here because the memory estimate needs a GPU, which the head may not have.
 : "${ALGO:=grpo}" "${N_GPUS:=8}" "${OFFLOAD:=false}" "${SAVE_FREQ:=25}"
 : "${EXPERIMENT_NAME:=multinode-$ALGO-$(basename "$BASE_MODEL")}"
 : "${OUTPUT_DIR:=$PWD/runs/Search-R1/$EXPERIMENT_NAME}"

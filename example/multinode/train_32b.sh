@@ -3,13 +3,13 @@
 #
 #   RAY_ADDRESS=HEAD:6379 bash example/multinode/train_32b.sh              # GRPO
 #   ALGO=ppo RAY_ADDRESS=HEAD:6379 bash example/multinode/train_32b.sh     # PPO, with a critic
-#   bash example/multinode/train_32b.sh --cfg job                          # print, start nothing
+#   bash example/multinode/train_32b.sh --cfg job                          # print the options, start nothing
 #
-# Variables: those below, in recipe.sh, and those of train_grpo.sh and train_ppo.sh.
+# Variables: the ones below, and those of recipe.sh, train_grpo.sh and train_ppo.sh.
 set -euo pipefail
 : "${BASE_MODEL:=Qwen/Qwen2.5-32B}"
 : "${N_NODES:=4}"
-: "${TENSOR_PARALLEL:=4}" # GPUs of one engine
+: "${TENSOR_PARALLEL:=4}" # GPUs per engine
 : "${GPU_MEMORY_UTILIZATION:=0.45}"
 # shellcheck source=example/multinode/recipe.sh
 source "$(dirname "${BASH_SOURCE[0]}")/recipe.sh"

@@ -3,13 +3,13 @@
 #
 #   RAY_ADDRESS=HEAD:6379 bash example/multinode/train_72b.sh              # GRPO
 #   ALGO=ppo RAY_ADDRESS=HEAD:6379 bash example/multinode/train_72b.sh     # PPO, with a critic
-#   bash example/multinode/train_72b.sh --cfg job                          # print, start nothing
+#   bash example/multinode/train_72b.sh --cfg job                          # print the options, start nothing
 #
-# Variables: those below, in recipe.sh, and those of train_grpo.sh and train_ppo.sh.
+# Variables: the ones below, and those of recipe.sh, train_grpo.sh and train_ppo.sh.
 set -euo pipefail
 : "${BASE_MODEL:=Qwen/Qwen2.5-72B}"
 : "${N_NODES:=8}"
-: "${TENSOR_PARALLEL:=8}" # GPUs of one engine
+: "${TENSOR_PARALLEL:=8}" # GPUs per engine
 : "${GPU_MEMORY_UTILIZATION:=0.4}"
 # shellcheck source=example/multinode/recipe.sh
 source "$(dirname "${BASH_SOURCE[0]}")/recipe.sh"

@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# A further node of a Ray cluster; joins again by itself whenever it was cut off. Ends with SIGTERM.
+# Adds this node to a Ray cluster, and rejoins whenever the connection is lost. Ends on SIGTERM.
 #
 #   HEAD_ADDRESS=10.0.0.1 bash example/multinode/worker.sh
 #
-# HEAD_ADDRESS  NODE_ADDRESS of head.sh (needed)
-# NODE_ADDRESS  this node's own; found by the route to the head where unset
-# RAY_PORT      6379
-# NUM_CPUS, OBJECT_STORE_MEMORY   what Ray may use; found by itself where unset
-# REJOIN        seconds between two attempts: 5
+# HEAD_ADDRESS  NODE_ADDRESS of head.sh (required)
+# NODE_ADDRESS  this node's own address; default: the one on the route to the head
+# RAY_PORT      default: 6379
+# NUM_CPUS, OBJECT_STORE_MEMORY   resources that Ray may use; default: detected by Ray
+# REJOIN        seconds between two attempts; default: 5
 set -euo pipefail
 # shellcheck source=example/multinode/cluster.sh
 source "$(dirname "${BASH_SOURCE[0]}")/cluster.sh"
@@ -21,7 +21,7 @@ trap '[[ -z $child ]] || { kill -TERM "$child" && wait "$child"; }; exit 0' TERM
 while true; do
   "$RAY" start "--address=$HEAD_ADDRESS:$RAY_PORT" "${start[@]}" &
   child=$!
-  wait "$child" || echo "not in the cluster of $HEAD_ADDRESS:$RAY_PORT (status $?); again in ${REJOIN:-5} s" >&2
+  wait "$child" || echo "not in the cluster of $HEAD_ADDRESS:$RAY_PORT (status $?); trying again in ${REJOIN:-5} s" >&2
   child=
   sleep "${REJOIN:-5}"
 done

@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
-# Real questions, a real model: data, cold start, GRPO, evaluation; see README.md beside this file.
+# Real questions, a real model: data, cold start, GRPO, evaluation; see README.md in this folder.
 #
 #   python scripts/data_process/small_hotpotqa.py      # builds the default DATA_DIR
-#   bash example/smollm2/run.sh                        # BUDGET=short, on a GPU where there is one
+#   bash example/smollm2/run.sh                        # BUDGET=short, on a GPU if there is one
 #   BUDGET=full DATA_DIR=/data/qa bash example/smollm2/run.sh
-#   bash example/smollm2/run.sh --stage evaluate       # only these stages, of those below
+#   bash example/smollm2/run.sh --stage evaluate       # only these of the stages below
 #   bash example/smollm2/run.sh --set rl_steps=40 rl_lr=5e-5
 #
 # Variables: BUDGET (short, full), DEVICE (auto, cpu, cuda), DATA_DIR, OUT, SEED, PYTHON.
-# The same command goes on where an earlier one stopped; finished stages are skipped.
+# The same command continues after an interruption; finished stages are skipped.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
@@ -69,9 +69,9 @@ known=(data dialogues sft rl adapters evaluate ship)
 for name in "${stages[@]}"; do
   [[ " ${known[*]} " == *" $name "* ]] || die "--stage: got $name, expected one of ${known[*]}"
 done
-((${#stages[@]})) || stages=("${known[@]:0:6}") # ship changes the repository: only when named
+((${#stages[@]})) || stages=("${known[@]:0:6}") # not ship, which changes the repository
 
-# What has decided something that is there stays as it was: sft_ and so on, once their folder is.
+# Settings that affected existing results cannot change: sft_* and so on once their folder exists.
 for name in corpus train dev; do
   [[ -f $data_dir/$name.jsonl || -d $out/data ]] || die "data folder $data_dir: no $name.jsonl; \
 fix: python scripts/data_process/small_hotpotqa.py, or name the folder that has it: DATA_DIR=..."
@@ -98,7 +98,7 @@ talk=(--template "${s[template]}" --max-turns "${s[max_turns]}" --topk "${s[topk
 servers=()
 trap '((${#servers[@]} == 0)) || kill "${servers[@]}" 2>/dev/null || true' EXIT
 
-# serve KIND: a server over the corpus; sets `url`.
+# serve KIND: starts a retrieval server over the corpus; sets `url`.
 serve() {
   local file=$out/logs/$1.port
   rm -f "$file"
@@ -136,8 +136,8 @@ stage_sft() {
     lora_alpha=$((2 * s[sft_rank])) device="$DEVICE" seed="$SEED" save_dtype=float32
 }
 
-# A second adapter over the merged first. Where the collapse guard ends the run (status 3), the last
-# checkpoint that it trusts is taken.
+# Trains a second adapter on the merged first one. If the collapse guard stops the run (status 3), the
+# last checkpoint that it trusts is used.
 stage_rl() {
   local batch=$((s[rl_prompts] * s[rl_group])) status=0 healthy
   serve bm25
@@ -165,7 +165,7 @@ stage_rl() {
 
 stage_adapters() { "$PYTHON" -m example.smollm2.adapters --out "$out" --base "$base" "${talk[@]}"; }
 
-# evaluate NAME URL METHOD [ADAPTER]: the base never learned the tags, so its replies are read.
+# evaluate NAME URL METHOD [ADAPTER]. The base never learned the tags, so its untagged replies count.
 evaluate() {
   local start=${s[max_start_length]} response=${s[max_response_length]} more=(--untagged read)
   if [[ $3 != agent ]]; then start=$max_prompt response=256; fi # documents are in RAG's prompt
