@@ -51,9 +51,9 @@ SIGMA = math.log(P99_S / MEDIAN_S) / 2.3263
 TOKEN_S = 0.025
 NUM_GROUPS, NUM_SAMPLES, NUM_SEARCHES, NUM_WORDS = 10, 5, 3, 30
 CASES = {
-    "no query twice": (0.0, 0.0),
-    "half of the queries are a sibling's": (0.5, 0.0),
-    "and a quarter of the first ones the question": (0.5, 0.25),
+    "no repeated query": (0.0, 0.0),
+    "half of the queries repeat another sample's": (0.5, 0.0),
+    "and a quarter of the first queries are the question": (0.5, 0.25),
 }
 """Shares of queries that are one of the group's three, and of first ones that are the question."""
 
@@ -152,8 +152,8 @@ def row(case: str, plain: Played, ahead: Played) -> str:
 
 
 HEAD = (
-    "| case | waiting hidden | mean dialogue, off/on | slowest, off/on | server's searches, on/off "
-    "| sent ahead | used | shared | same dialogues |\n|" + " --- |" * 9
+    "| case | hidden waiting | mean dialogue, off/on | slowest, off/on | server's searches, on/off "
+    "| predicted | used | shared | identical dialogues |\n|" + " --- |" * 9
 )
 
 

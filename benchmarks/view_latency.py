@@ -33,7 +33,7 @@ QUESTIONS = {
     "list": "trajectories?step_from={low}",
     "last page": "trajectories?page=2000&step_to={high}",
     "words": "trajectories?words={word}+{other}",
-    "words that nothing has": "trajectories?words=zyzzyva{low}",
+    "words without a match": "trajectories?words=zyzzyva{low}",
     "in documents, not given": "trajectories?outcome=missed&step_from={low}",
     "lowest score of a range": "trajectories?order=score_low&searches_from=1&step_from={low}",
     "least expected tokens": "trajectories?order=log_prob_low&page=500&step_to={high}",
@@ -169,7 +169,7 @@ def measure(client: httpx.Client, steps: int, size: int) -> Iterator[str]:
             break
         time.sleep(0.5)
     yield f"index of {steps * size:,} trajectories built in {time.perf_counter() - start:.0f} s\n"
-    yield "| page | p50 | p95 | worst | p95 while it is built | worst then |"
+    yield "| page | p50 | p95 | worst | p95 during indexing | worst during indexing |"
     yield "| --- | ---: | ---: | ---: | ---: | ---: |"
     for name, early in while_building.items():
         late = [ask(client, choose, name, steps, size) for _ in range(REPEATS)]

@@ -56,5 +56,5 @@ def shares(collapsed: str) -> dict[str, float]:
 def profile_figures(path: Path, top: int = 12) -> list[Figure]:
     """The functions that hold the interpreter most often."""
     found = list(shares(path.read_text()).items())[:top]
-    note = "of samples that hold the interpreter"
+    note = "of samples that hold the GIL"
     return [Figure(f"profile: {name}", 100 * share, "%", note=note) for name, share in found]

@@ -22,7 +22,7 @@ def clients(bench: Bench, corpus: str) -> list[Figure]:
 
 
 def batch(bench: Bench, corpus: str) -> list[Figure]:
-    """One client that asks 512 distinct queries in one request."""
+    """One client that sends 512 distinct queries in one request."""
     num_requests = max(1, len(slow_asked(bench, corpus)) // BATCH)
     queries = bench.questions[: BATCH * num_requests]
     runs = contest(bench, corpus, queries, queries, batch=min(BATCH, len(queries)))
@@ -30,7 +30,7 @@ def batch(bench: Bench, corpus: str) -> list[Figure]:
 
 
 def repeats(bench: Bench, corpus: str) -> list[Figure]:
-    """Every query five times within a second, as a group of GRPO asks them."""
+    """Every query five times within a second, as the samples of a GRPO group send them."""
     asked = repeated(bench.asked[: bench.num_queries // REPEATS])
     runs = contest(bench, corpus, asked, asked[: len(slow_asked(bench, corpus))])
     return compare(bench, runs, rate_bar=20)
@@ -98,11 +98,11 @@ def _equal_figure(name: str, runs: Mapping[str, Sequence[Run]]) -> Figure:
     theirs = _answers(runs[BASELINES[0]][0])
     count = differences(ours[: len(theirs)], theirs)
     return Figure(
-        f"{name}: answers unlike the baseline's",
+        f"{name}: answers that differ from the baseline's",
         count,
         "queries",
         at_most=0,
-        note=f"of {len(theirs)}; order of scores within 1e-5 aside",
+        note=f"of {len(theirs)}; the order of scores within 1e-5 is ignored",
     )
 
 
@@ -110,7 +110,7 @@ def _recall_figure(name: str, runs: Mapping[str, Sequence[Run]]) -> Figure:
     """How many of the baseline's documents an encoder of lower precision finds."""
     ours, theirs = _answers(runs[name][0]), _answers(runs[BASELINES[0]][0])
     share = recall(ours[: len(theirs)], theirs)
-    return Figure(f"{name}: of the baseline's documents", 100 * share, "%")
+    return Figure(f"{name}: share of the baseline's documents", 100 * share, "%")
 
 
 def _answers(run: Run) -> list[list[dict[str, object]] | None]:

@@ -131,7 +131,7 @@ def read(arguments: dict[str, Any]) -> dict[str, Any]:
         "runner": "v2" if config.use_v2_model_runner else "v1",
         "quantization": str(config.model_config.quantization),
         "kv_cache": config.cache_config.cache_dtype,
-        "guesses": config.speculative_config.method if config.speculative_config else "none",
+        "speculation": config.speculative_config.method if config.speculative_config else "none",
     }
 
 

@@ -37,7 +37,7 @@ def test_settings_are_as_expected(wheel: str, card: str, dtype: str, variant: st
         "lora_rank": wanted.get("actor_rollout_ref.model.lora_rank", 0),
         "quantization": "fp8_per_tensor" if variant == "fp8" else "None",
         "kv_cache": "fp8" if variant == "fp8" else "auto",
-        "guesses": "ngram" if variant == "ngram" else "none",
+        "speculation": "ngram" if variant == "ngram" else "none",
         "attention": "FLASH_ATTN" if is_new and dtype != "float32" else "TRITON_ATTN",
     }
     assert {key: resolved[key] for key in expected} == expected

@@ -108,13 +108,13 @@ def page() -> str:
     first = next(iter(resolved["newest"].values()))
     columns = [key for key in first if key not in ("vllm", "dtype")]
     lines = [
-        "# What vLLM makes of our options",
+        "# How vLLM interprets our options",
         "",
-        f"vLLM's GPU wheels {versions[0]} and {versions[1]} on pretended cards, no kernel run; "
-        f"{SEQS} dialogues an engine,",
-        f"a Qwen2.5-3B's shape. Made on {datetime.date.today()} by `GPU_WHEELS=... python -m "
-        "tests.gpu_wheels.wheels`;",
-        "`make test-gpu-wheels` holds the values. `kernels`: torch was built for the card.",
+        f"vLLM's GPU wheels {versions[0]} and {versions[1]} on simulated GPUs, without running any "
+        f"kernel; {SEQS} dialogues per",
+        "engine, the shape of Qwen2.5-3B. Printed on "
+        f"{datetime.date.today()} by `GPU_WHEELS=... python -m tests.gpu_wheels.wheels`;",
+        "`make test-gpu-wheels` checks the values. `kernels`: whether torch supports the card.",
         "",
         "| card | dtype | engine | vLLM | " + " | ".join(columns) + " |",
         "|---" * (4 + len(columns)) + "|",
