@@ -1,11 +1,12 @@
-"""What stands out in a run: the guard's alarms with their reasons, and what to try next.
+"""What a reader of a run's report should know: alarms of the guard, and what to try next.
 
-`metrics.jsonl` says how healthy each step was; the guard's rules, asked again over the same
-numbers, say why.
+`metrics.jsonl` contains the health of each step but not the reasons; they are found by applying
+the guard's rules to the logged metrics again.
 """
 
+import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,23 +22,23 @@ HEALTH, ROLLBACKS = "guard/health", "guard/rollbacks"
 
 @dataclass(frozen=True)
 class Alarm:
-    """A step that the guard had something to say about."""
+    """A step at which the guard warned or found a collapse."""
 
     step: int
     health: str
     reasons: tuple[str, ...]
-    """Empty where the rules, asked again, find none: they were others, or began elsewhere."""
+    """Empty if the rules find none now: the run used other rules, or another first step."""
     is_rollback: bool
-    """The run went back to a healthy checkpoint after it."""
+    """Whether the run then went back to a healthy checkpoint."""
 
 
 def alarms(log: MetricsLog, config: Mapping[str, Any]) -> list[Alarm]:
-    """Every alarm, in the order of the steps."""
-    given = (config.get("trainer") or {}).get("guard") or {}
+    """Return every alarm, in the order of the steps."""
+    section = (config.get("trainer") or {}).get("guard") or {}
     known = {field.name for field in fields(GuardConfig)}
-    options = GuardConfig(**{name: value for name, value in given.items() if name in known})
+    options = GuardConfig(**{name: value for name, value in section.items() if name in known})
     guard = CollapseGuard(options, Path())
-    found: list[Alarm] = []
+    raised: list[Alarm] = []
     rollbacks = 0.0
     for step, row in sorted(log.rows.items()):
         health = row.get(HEALTH)
@@ -46,81 +47,75 @@ def alarms(log: MetricsLog, config: Mapping[str, Any]) -> list[Alarm]:
         if (row.get(ROLLBACKS) or 0.0) > rollbacks:
             rollbacks = row[ROLLBACKS] or 0.0
             guard.broken.clear()
-            found[-1:] = [Alarm(a.step, a.health, a.reasons, True) for a in found[-1:]]
-        numbers = {name: float("nan") if v is None else v for name, v in row.items()}
-        verdict = guard.observe(numbers)
+            if raised:
+                raised[-1] = replace(raised[-1], is_rollback=True)
+        metrics = {name: float("nan") if v is None else v for name, v in row.items()}
+        verdict = guard.observe(metrics)
         if health > 0:
             word = "collapsed" if health >= 2 else "warning"
-            found.append(Alarm(step, word, verdict.reasons, False))
-    return found
+            raised.append(Alarm(step, word, verdict.reasons, False))
+    return raised
 
 
-LATEST = 10
-"""Steps that stand for the end of a run."""
-FEW, MANY = 0.1, 0.2
-"""Shares that are few, and many."""
+NUM_LAST_STEPS = 10
+"""Steps at the end of a run over which a metric is averaged."""
+LOW_SHARE, HIGH_SHARE = 0.1, 0.2
+"""Shares below and above which a suggestion is made."""
 
 
 def advice(run: Run) -> Iterator[str]:
-    """Sentences, the most pressing first; one that says so where nothing stands out."""
-    found = [*_health(run), *_learning(run), *_answers(run), *_time(run)]
-    yield from found or ["Nothing stands out: train longer, or try a larger model."]
+    """Yield suggestions, the most urgent first, or a sentence that there are none."""
+    hints = [*_health(run), *_learning(run), *_answers(run), *_time(run)]
+    yield from hints or ["Nothing stands out: train longer, or try a larger model."]
 
 
-def end_of(run: Run, name: str) -> float | None:
-    """A metric's mean over the last steps."""
-    values = [value for value in run.metrics.curve(name)[1] if value is not None][-LATEST:]
-    return float(np.mean(values)) if values else None
-
-
-def _is(run: Run, name: str, above: float | None = None, below: float | None = None) -> bool:
-    value = end_of(run, name)
-    if value is None:
-        return False
-    return (above is None or value > above) and (below is None or value < below)
+def final_mean(run: Run, name: str) -> float:
+    """Return the mean of a metric over the last steps, or NaN if the run does not have it."""
+    values = [value for value in run.metrics.curve(name)[1] if value is not None][-NUM_LAST_STEPS:]
+    return float(np.mean(values)) if values else math.nan
 
 
 def _health(run: Run) -> Iterator[str]:
-    """What went wrong."""
-    found = alarms(run.metrics, run.config)
-    if found:
-        last = found[-1]
-        yield (f"The guard raised {len(found)} alarms, the last at step {last.step}: a lower "
-               "actor.optim.lr, or trainer.guard.action=rollback (docs/guard.md).")  # fmt: skip
-    if _is(run, "actor/rollout_mismatch", above=0.1):
+    """Yield hints about alarms, mismatching log-probs and failing tools."""
+    raised = alarms(run.metrics, run.config)
+    if raised:
+        yield (f"The guard raised {len(raised)} alarms, the last at step {raised[-1].step}: lower "
+               "actor.optim.lr, or set trainer.guard.action=rollback (docs/guard.md).")  # fmt: skip
+    if final_mean(run, "actor/rollout_mismatch") > 0.1:
         yield ("Engine and trainer disagree about log-probs (actor/rollout_mismatch above 0.1): "
-               "actor.rollout_is=token, or the same dtype on both sides.")  # fmt: skip
-    if _is(run, "rollout/failed", above=0.01):
-        yield "Trajectories fail because of their tools: look at the retriever (docs/failures.md)."
+               "set actor.rollout_is=token, or use the same dtype for both.")  # fmt: skip
+    if final_mean(run, "rollout/failed") > 0.01:
+        yield "Trajectories fail because of their tools: check the retriever (docs/failures.md)."
 
 
 def _learning(run: Run) -> Iterator[str]:
-    """Whether it learned, and still does."""
-    if _is(run, "env/valid_searches", below=FEW):
-        yield ("The policy hardly searches: a warm start on demonstrations (verl.sft), another "
-               "template, or a reward for finding (reward_model.retrieval_score).")  # fmt: skip
-    if _is(run, "critic/score/mean", below=0.02):
-        yield ("Almost nothing is rewarded, so there is little to learn from: easier questions "
-               "first, more samples a prompt (rollout.n_agent), or a warm start.")  # fmt: skip
+    """Yield hints about whether the policy learned, and whether it is still improving."""
+    if final_mean(run, "env/valid_searches") < LOW_SHARE:
+        yield ("The policy rarely searches: start from SFT on demonstrations (verl.sft), use "
+               "another template, or reward retrieval (reward_model.retrieval_score).")  # fmt: skip
+    if final_mean(run, "critic/score/mean") < 0.02:
+        yield ("Almost nothing is rewarded, so there is little to learn from: use easier questions "
+               "first, more samples per prompt (rollout.n_agent), or start from SFT.")  # fmt: skip
     name = "val/em" if "val/em" in run.metrics.names() else "val/score"
     steps, values = run.metrics.curve(name)
     scores = [value for value in values if value is not None]
     if len(scores) > 2:
         best = int(np.argmax(scores))
         if best == len(scores) - 1:
-            yield f"{name} was highest at the end: it still learns; train on (trainer.resume_mode)."
+            yield (f"{name} was highest at the end, so the policy is still improving: continue "
+                   "training (trainer.resume_mode).")  # fmt: skip
         elif scores[-1] < scores[best] - 0.02:
             yield (f"{name} was highest at step {steps[best]} ({scores[best]:.3f}, at the end "
-                   f"{scores[-1]:.3f}): take that checkpoint (trainer.keep_best).")  # fmt: skip
+                   f"{scores[-1]:.3f}): use that checkpoint (trainer.keep_best).")  # fmt: skip
 
 
 def _answers(run: Run) -> Iterator[str]:
-    """What stands between the policy and right answers."""
+    """Yield hints about why trajectories end early or answers are wrong."""
     for name, option in (("rollout/out_of_turns", "max_turns"),
                          ("rollout/out_of_budget", "data.max_prompt_length"),
                          ("env/truncated_turns", "data.max_response_length")):  # fmt: skip
-        if _is(run, name, above=MANY):
-            yield f"{end_of(run, name):.0%} of trajectories end early ({name}): raise {option}."
+        if final_mean(run, name) > HIGH_SHARE:
+            yield f"{final_mean(run, name):.0%} of trajectories end early ({name}): raise {option}."
     where = (
         "FROM trajectories WHERE kind = ? AND step = (SELECT max(step) FROM trajectories "
         "WHERE kind = ?) AND NOT is_given"
@@ -128,17 +123,18 @@ def _answers(run: Run) -> Iterator[str]:
     row = run.index.db.execute(f"SELECT count(*) AS wrong, sum(is_found) AS missed {where}",
                                (VALIDATION, VALIDATION)).fetchone()  # fmt: skip
     if row["wrong"] and row["missed"] > row["wrong"] / 2:
-        yield (f"{row['missed']} of {row['wrong']} wrong answers stood in the documents: reading "
-               "is lacking; a larger model, a smaller retriever.topk, a reranker.")  # fmt: skip
+        yield (f"{row['missed']} of {row['wrong']} wrong answers were given although the documents "
+               "contained an accepted one: try a larger model, a smaller retriever.topk, or a "
+               "reranker.")  # fmt: skip
     elif row["wrong"]:
-        lost = row["wrong"] - row["missed"]
-        yield (f"{lost} of {row['wrong']} wrong answers were in no document that was found: a "
-               "better retriever, a larger retriever.topk, more turns.")  # fmt: skip
+        yield (f"{row['wrong'] - row['missed']} of {row['wrong']} wrong answers were given without "
+               "an accepted one in the documents: try a better retriever, a larger "
+               "retriever.topk, or more turns.")  # fmt: skip
 
 
 def _time(run: Run) -> Iterator[str]:
-    """Where the time went."""
-    step, sampling = end_of(run, "timing_s/step"), end_of(run, "timing_s/gen")
-    if step and sampling and sampling > 0.7 * step:
-        yield (f"Sampling takes {sampling / step:.0%} of a step: search-r1 plan, "
+    """Yield a hint if sampling dominates the time of a step."""
+    step, sampling = final_mean(run, "timing_s/step"), final_mean(run, "timing_s/gen")
+    if step > 0 and sampling > 0.7 * step:
+        yield (f"Sampling takes {sampling / step:.0%} of a step: try search-r1 plan, "
                "rollout.max_staleness (docs/asynchrony.md), or a faster retriever.")  # fmt: skip

@@ -1,7 +1,7 @@
-"""The page's application: what it asks for, as JSON, and its files. It answers GET only, but
-for replays, of which each is a process of its own that ends with it.
+"""The application behind the page: its files, and JSON about the runs.
 
-A request names a run by its number, never a path.
+Everything is GET except replays, each of which runs in a process that ends with it. A request
+names a run by its number, never by a path.
 """
 
 import asyncio
@@ -23,78 +23,81 @@ from search_r1.bearer import has_token
 from search_r1.search.server.pages import page_routes
 from search_r1.view.advice import alarms
 from search_r1.view.dialogue import read_dialogue
-from search_r1.view.index import Wanted, Whole, find, over_steps
-from search_r1.view.run import Run, compared
+from search_r1.view.index import NonNegative, TrajectoryQuery, find_trajectories, question_history
+from search_r1.view.run import Run, compare_options
 
-MOST_S = 1800.0
-"""A replay that takes longer is ended."""
+REPLAY_TIMEOUT_S = 1800.0
 Text = Annotated[str, Field(max_length=100_000, pattern=r"^[^\x00]*$")]
 
 
-class Document(BaseModel):
-    """What a search is to bring."""
+class ReplacementDocument(BaseModel):
+    """A document that a search returns in a replay."""
 
     title: Text | None = None
     text: Text
     id: Text | None = None
 
 
-class Asked(BaseModel):
-    """A trajectory, and what is changed of it: the options of `search-r1 replay`."""
+class ReplayRequest(BaseModel):
+    """A trajectory and the edit to replay it with: the options of `search-r1 replay`."""
 
-    run: Whole = 0
-    step: Whole
-    line: Whole
+    run: NonNegative = 0
+    step: NonNegative
+    line: NonNegative
     turn: Annotated[int, Field(ge=1)] = 1
     query: Text | None = None
     text: Text | None = None
-    documents: list[list[Document]] | None = None
+    documents: list[list[ReplacementDocument]] | None = None
     gradient: bool = False
 
-    def words(self) -> list[str]:
-        """The command line; documents come by its standard input."""
+    def arguments(self) -> list[str]:
+        """Return the command-line arguments; the documents are passed on standard input."""
         edits = {"query": self.query, "text": self.text}
         words = [f"--{name}={value}" for name, value in edits.items() if value is not None]
-        words += ["--documents=/dev/stdin"] * (self.documents is not None)
-        words += ["--gradient"] * self.gradient
+        if self.documents is not None:
+            words.append("--documents=/dev/stdin")
+        if self.gradient:
+            words.append("--gradient")
         return [f"--trajectory={self.step}:{self.line}", f"--turn={self.turn}", *words, "--json"]
 
 
 class Replays:
-    """Carries out one at a time, so that a replay never takes from another's memory."""
+    """Runs one replay at a time, so that replays never compete for memory."""
 
     def __init__(self) -> None:
         self._lock = asyncio.Lock()
 
-    async def replay(self, run: Run, asked: Asked) -> dict[str, Any]:
-        """What `search-r1 replay` says, and the dialogue as the page shows one, or its error."""
+    async def replay(self, run: Run, request: ReplayRequest) -> dict[str, Any]:
+        """Return the output of `search-r1 replay`, or raise a 422 with its error message."""
         if run.rollouts is None:
-            raise HTTPException(422, "the run keeps no training trajectories to be replayed")
+            raise HTTPException(422, "the run has no recorded training trajectories to replay")
         if self._lock.locked():
-            raise HTTPException(409, "another replay is under way; ask again when it has ended")
+            raise HTTPException(409, "another replay is in progress; try again when it has ended")
         async with self._lock:
-            command = [str(run.folder), f"--rollouts={run.rollouts}", *asked.words()]
-            out, err = await _said(command, asked)
+            command = [str(run.folder), f"--rollouts={run.rollouts}", *request.arguments()]
+            out, err = await _run_replay(command, request)
         if not out:
             lines = [line for line in err.decode(errors="replace").splitlines() if line.strip()]
-            raise HTTPException(422, lines[-1].strip() if lines else "the replay was ended")
-        found: dict[str, Any] = orjson.loads(out)
-        row = found.pop("row")
-        return {**found, "status": row["status"], **run.shown(row, read_dialogue(row, run.tags))}
+            raise HTTPException(422, lines[-1].strip() if lines else "the replay was killed")
+        result: dict[str, Any] = orjson.loads(out)
+        row = result.pop("row")
+        dialogue = run.dialogue_json(row, read_dialogue(row, run.tags))
+        return {**result, "status": row["status"], **dialogue}
 
 
-async def _said(command: list[str], asked: Asked) -> tuple[bytes, bytes]:
-    """What the command wrote; all that it started ends with it."""
+async def _run_replay(command: list[str], request: ReplayRequest) -> tuple[bytes, bytes]:
+    """Return the command's output and errors; kills its whole process group at the end."""
     pipe = asyncio.subprocess.PIPE
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "search_r1.replay.command", *command,
         stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True,
     )  # fmt: skip
-    documents = orjson.dumps([[d.model_dump() for d in one] for one in asked.documents or ()])
+    documents = orjson.dumps([[d.model_dump() for d in call] for call in request.documents or ()])
     try:
-        return await asyncio.wait_for(process.communicate(documents), MOST_S)
+        return await asyncio.wait_for(process.communicate(documents), REPLAY_TIMEOUT_S)
     except TimeoutError as error:
-        raise HTTPException(504, f"the replay took over {MOST_S:g} s and was ended") from error
+        problem = f"the replay took over {REPLAY_TIMEOUT_S:g} s and was killed"
+        raise HTTPException(504, problem) from error
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
@@ -102,27 +105,27 @@ async def _said(command: list[str], asked: Asked) -> tuple[bytes, bytes]:
 
 PAGE = Path(__file__).parent / "page"
 TOKEN_VARIABLE = "VIEW_TOKEN"
-MOST_POINTS = 600
-"""Points of a curve on the page; of more, the peaks of each stretch are kept."""
-MOST_STEPS = 60
-"""Trajectories of one question side by side."""
-PRIVATE = {"X-Content-Type-Options": "nosniff", "Cache-Control": "no-store"}
+MAX_POINTS = 600
+"""Points of a curve on the page; longer curves keep the peaks of each stretch."""
+MAX_PER_QUESTION = 60
+"""Trajectories of one question shown side by side."""
+HEADERS = {"X-Content-Type-Options": "nosniff", "Cache-Control": "no-store"}
 
 
 class Runs:
-    """What can be asked of the runs; `search_r1.view.export` asks the same for its file."""
+    """The data that the page requests; `search_r1.view.export` writes the same into its file."""
 
     def __init__(self, runs: Sequence[Run]) -> None:
         self._runs = runs
 
     def __getitem__(self, number: int) -> Run:
-        """The run of a number. Raises a 404."""
+        """Raise a 404 if there is no run with this number."""
         if not 0 <= number < len(self._runs):
             raise HTTPException(404, f"there is no run {number}")
         return self._runs[number]
 
-    def about(self) -> list[dict[str, Any]]:
-        return [run.about() for run in self._runs]
+    def summaries(self) -> list[dict[str, Any]]:
+        return [run.summary() for run in self._runs]
 
     def names(self) -> list[str]:
         return sorted({name for run in self._runs for name in run.metrics.names()})
@@ -130,78 +133,82 @@ class Runs:
     def curves(
         self,
         name: Annotated[list[str], Query(max_length=64)],
-        most: Annotated[int, Query(ge=4)] = MOST_POINTS,
+        most: Annotated[int, Query(ge=4)] = MAX_POINTS,
     ) -> dict[str, Any]:
-        """Steps and values of each metric, of every run."""
-        return {one: [run.metrics.curve(one, most) for run in self._runs] for one in name}
+        """Return for each metric the steps and values of every run, at most `most` points each."""
+        return {metric: [run.metrics.curve(metric, most) for run in self._runs] for metric in name}
 
     def alarms(self) -> list[list[dict[str, Any]]]:
-        return [[asdict(one) for one in alarms(run.metrics, run.config)] for run in self._runs]
+        return [[asdict(alarm) for alarm in alarms(run.metrics, run.config)] for run in self._runs]
 
     def config(self) -> list[dict[str, Any]]:
-        return compared([run.config for run in self._runs])
+        return compare_options([run.config for run in self._runs])
 
-    def trajectories(self, wanted: Annotated[Wanted, Depends()], run: int = 0) -> dict[str, Any]:
-        """One page of a run's trajectories."""
-        return find(self[run].index, wanted)
+    def trajectories(
+        self, query: Annotated[TrajectoryQuery, Depends()], run: int = 0
+    ) -> dict[str, Any]:
+        """Return one page of a run's trajectories."""
+        return find_trajectories(self[run].index, query)
 
     def question(self, uid: str, kind: str = "", run: int = 0) -> list[dict[str, Any]]:
-        """One question's trajectories over the steps, without their tokens."""
-        rows = over_steps(self[run].index, uid, kind, MOST_STEPS)
-        read = (
+        """Return the trajectories of one question over the steps, without their tokens."""
+        rows = question_history(self[run].index, uid, kind, MAX_PER_QUESTION)
+        trajectories = (
             self[run].trajectory(row["kind"], row["step"], row["line"], is_brief=True)
             for row in rows
         )
-        return [one for one in read if one is not None]
+        return [trajectory for trajectory in trajectories if trajectory is not None]
 
-    def trajectory(self, kind: str, step: Whole, line: Whole, run: int = 0) -> dict[str, Any]:
-        """One trajectory by token. Raises a 404."""
-        found = self[run].trajectory(kind, step, line)
-        if found is None:
-            raise HTTPException(404, f"there is no trajectory {kind} {step} {line}, or it was "
-                                     "replaced this moment")  # fmt: skip
-        return found
+    def trajectory(
+        self, kind: str, step: NonNegative, line: NonNegative, run: int = 0
+    ) -> dict[str, Any]:
+        """Return one trajectory token by token. Raises a 404."""
+        trajectory = self[run].trajectory(kind, step, line)
+        if trajectory is None:
+            raise HTTPException(404, f"there is no trajectory {kind} {step} {line}, or its file "
+                                     "has just been replaced")  # fmt: skip
+        return trajectory
 
 
 def create_app(runs: Runs, token: str | None = None) -> FastAPI:
-    """The application; `token` is wanted from every client for what the runs hold."""
+    """Return the application; with a `token`, it requires the token for all data of the runs."""
 
-    def admit(request: Request) -> None:
+    def check_token(request: Request) -> None:
         if token and not has_token(request.headers.get("Authorization", ""), token):
             text = f"a bearer token is needed: the value of {TOKEN_VARIABLE} on the server"
             raise HTTPException(401, text, {"WWW-Authenticate": "Bearer"})
 
-    async def replay(asked: Asked, request: Request) -> Response:
-        # No page of another site can send this without asking first, and that is never allowed.
+    async def replay(body: ReplayRequest, request: Request) -> Response:
+        # A page of another site cannot send this type without a CORS preflight, which fails.
         if request.headers.get("Content-Type", "").partition(";")[0] != "application/json":
-            raise HTTPException(415, "a replay is asked for as application/json")
-        return _answer(await replays.replay(runs[asked.run], asked))
+            raise HTTPException(415, "a replay must be requested as application/json")
+        return _json_response(await replays.replay(runs[body.run], body))
 
     replays = Replays()
     app = FastAPI(title="Search-R1 view", docs_url=None, redoc_url=None, openapi_url=None)
-    api = APIRouter(prefix="/api", dependencies=[Depends(admit)])
-    answers: dict[str, Callable[..., Any]] = {
-        "runs": runs.about, "metrics": runs.names, "curves": runs.curves, "alarms": runs.alarms,
+    api = APIRouter(prefix="/api", dependencies=[Depends(check_token)])
+    handlers: dict[str, Callable[..., Any]] = {
+        "runs": runs.summaries, "metrics": runs.names, "curves": runs.curves, "alarms": runs.alarms,
         "config": runs.config, "trajectories": runs.trajectories, "question": runs.question,
         "trajectory": runs.trajectory,
     }  # fmt: skip
-    for name, answer in answers.items():
-        api.get(f"/{name}", response_model=None)(_as_json(answer))
+    for name, handler in handlers.items():
+        api.get(f"/{name}", response_model=None)(_as_json(handler))
     api.post("/replay", response_model=None)(replay)
     app.include_router(api)
     app.router.routes.extend(page_routes(sorted(PAGE.iterdir())))
     return app
 
 
-def _as_json(answer: Callable[..., Any]) -> Callable[..., Response]:
-    """A route's function; FastAPI's own way would go through every token's numbers once more."""
+def _as_json(handler: Callable[..., Any]) -> Callable[..., Response]:
+    """Wrap a route's function with orjson: FastAPI's encoder visits every token's numbers again."""
 
-    @functools.wraps(answer)
-    def say(*given: Any, **named: Any) -> Response:
-        return _answer(answer(*given, **named))
+    @functools.wraps(handler)
+    def respond(*args: Any, **kwargs: Any) -> Response:
+        return _json_response(handler(*args, **kwargs))
 
-    return say
+    return respond
 
 
-def _answer(found: Any) -> Response:
-    return Response(orjson.dumps(found), media_type="application/json", headers=PRIVATE)
+def _json_response(data: Any) -> Response:
+    return Response(orjson.dumps(data), media_type="application/json", headers=HEADERS)

@@ -1,4 +1,4 @@
-"""See runs in the browser: curves, configuration, and every trajectory by token; docs/view.md."""
+"""Show runs in a browser: curves, configuration, every trajectory token by token; docs/view.md."""
 
 import sys
 from dataclasses import dataclass
@@ -13,28 +13,28 @@ from search_r1.options import Bounds, Port, run
 
 @dataclass(frozen=True, kw_only=True)
 class ViewOptions:
-    """Runs behind a page."""
+    """Which runs the page shows, and where it is served or written."""
 
     runs: tyro.conf.Positional[tuple[Path, ...]]
     """folders of runs (trainer.default_local_dir), training or finished; several are overlaid"""
     rollouts: Path | None = None
-    """the first run's training trajectories, where its trainer.rollout_data_dir has moved"""
+    """the first run's training trajectories, if its trainer.rollout_data_dir has moved"""
     host: str = "127.0.0.1"
-    """address to listen on; any but this machine's own wants a token in VIEW_TOKEN"""
+    """address to listen on; any other than this machine's requires a token in VIEW_TOKEN"""
     port: Port = 8002
-    """port to listen on; 0 for any free one"""
+    """port to listen on; 0: any free port"""
     port_file: Path | None = None
-    """write the port here once it is served"""
+    """file to write the port to once the server listens"""
     allowed_hosts: tuple[str, ...] = ()
-    """names in a request's Host, beside addresses and localhost (*: any)"""
+    """accepted names in a request's Host, besides IP addresses and localhost (*: any)"""
     index_dir: Path = Path("~/.cache/search-r1/view")
-    """folder of the indexes over trajectories; they may be deleted"""
+    """folder of the trajectory indexes; it may be deleted"""
     export: Path | None = None
-    """write one HTML file that opens without a server, and end"""
+    """write one HTML file that opens without a server, and exit"""
     report: bool = False
     """write report.html and report.md into the folder of each run, as a run does at its end"""
     export_trajectories: Annotated[int, Bounds(0, 20_000)] = 200
-    """most trajectories of each run in that file, spread over its steps"""
+    """maximum number of trajectories of each run in the exported file, spread over its steps"""
 
 
 main = partial(run, "search_r1.view.running:start", ViewOptions, prog="search-r1 view",

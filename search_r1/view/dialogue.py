@@ -1,7 +1,7 @@
-"""One dumped dialogue, read for people: its turns, what was searched and found, what was answered.
+"""Parse one recorded dialogue for display: its turns, searches, documents and answer.
 
-Takes the rows of `verl.data.trajectories`, with ids and log-probs, and those of a validation, which
-hold text only. Pure: no files.
+Reads rows of `verl.data.trajectories`, with ids and log-probs, and rows of a validation, which
+contain only text. Opens no files.
 """
 
 import itertools
@@ -22,20 +22,20 @@ Row = Mapping[str, Any]
 
 POLICY, OBSERVATION = "policy", "observation"
 QUESTION = "Question:"
-END = re.compile(r"\n|<\|")
-"""What a question in a prompt ends with: the line, or a token of the chat template."""
+QUESTION_END = re.compile(r"\n|<\|")
+"""End of the question in a prompt: end of line, or a token of the chat template."""
 DOCUMENT = re.compile(
     r'^Doc \d+\(Title: "(?P<title>.*?)"(?:, id: (?P<id>[^)]*))?\) ?', re.MULTILINE
 )
-UNKNOWN = re.compile(r"<(\w+)>([^<]*)</\1>\s*\Z")
-"""A call of a tool that the configuration does not name."""
-MOST_QUESTION = 300
-"""Characters of a prompt that stand for a question which cannot be told from it."""
+UNKNOWN_CALL = re.compile(r"<(\w+)>([^<]*)</\1>\s*\Z")
+"""Call of a tool that is not in the configuration."""
+MAX_QUESTION_CHARS = 300
+"""Characters from the end of a prompt that are shown if it marks no question."""
 
 
 @dataclass(frozen=True)
-class Found:
-    """A document that a search brought, as the policy read it."""
+class FoundDocument:
+    """A document in a search result, as the policy read it."""
 
     title: str
     text: str
@@ -45,71 +45,71 @@ class Found:
 
 @dataclass(frozen=True)
 class Search:
-    """One call of a tool, and what came back."""
+    """One tool call and its result."""
 
     tool: str
     query: str
-    documents: tuple[Found, ...]
+    documents: tuple[FoundDocument, ...]
     segment: int
-    """Which of the dialogue's segments holds the call."""
+    """Index of the segment that contains the call."""
 
 
 @dataclass(frozen=True)
 class Dialogue:
-    """What a row of a dump says, whichever kind of dump it is."""
+    """A parsed row, of a training trajectory or of a validation."""
 
     question: str
     answer: str | None
     gold: tuple[str, ...]
     searches: tuple[Search, ...]
     segments: tuple[Mapping[str, Any], ...]
-    """`origin` and `text` of each; of a training trajectory also what is known of its tokens."""
+    """`origin` and `text` of each segment; for training also the ids and columns of its tokens."""
     components: Mapping[str, float]
 
     @property
     def is_found(self) -> bool:
-        """An accepted answer stands in some document."""
-        return any(one.has_answer for search in self.searches for one in search.documents)
+        """Whether some document contains an accepted answer."""
+        return any(doc.has_answer for search in self.searches for doc in search.documents)
 
     @property
     def is_given(self) -> bool:
-        """The answer is an accepted one."""
+        """Whether the policy gave an accepted answer."""
         return self.answer is not None and matches_exactly(self.answer, self.gold)
 
 
 def tags_of(config: Row) -> Grammar:
-    """The tags of a run's dialogues, by its `config.yaml`; Search-R1's where it does not say."""
+    """Return the tags of a run's dialogues from its `config.yaml`; by default Search-R1's."""
     template = str(config.get("template") or NAMES[0])
     if template == native.NAME:
         return native.GRAMMAR
     tools = (config.get("agent") or {}).get("tools") or ["search"]
     try:
         tags = Grammar() if template == PLAIN else named_format(template).tags
-    except UserError:  # a file that was moved since
+    except UserError:  # the template's file has been moved since
         tags = SEARCH_R1
     return tags.with_tools(name for name in map(str, tools) if name.isidentifier())
 
 
 def read_dialogue(row: Row, tags: Grammar) -> Dialogue:
-    """A row of either kind. Raises KeyError, TypeError or AttributeError for something else."""
-    is_whole = "segments" in row
-    segments = tuple(row["segments"]) if is_whole else tuple(_cut(row["dialogue"], tags))
+    """Parse a row of either kind. Raises KeyError, TypeError or AttributeError if it is neither."""
+    has_segments = "segments" in row
+    segments = tuple(row["segments"]) if has_segments else tuple(_split_text(row["dialogue"], tags))
     gold = tuple(map(str, row["ground_truth"]))
-    texts = [one["text"] for one in segments if one["origin"] == POLICY]
-    # A validation's row has the parts of its reward beside the score.
-    parts = {k: v for k, v in row.items() if isinstance(v, float) and k != "score"}
+    texts = [segment["text"] for segment in segments if segment["origin"] == POLICY]
+    # A row of a validation has the components of its reward as keys next to the score.
+    components = {k: v for k, v in row.items() if isinstance(v, float) and k != "score"}
     return Dialogue(
         question=str(row.get("question") or _question(segments)),
         answer=extract_answer(texts, tags),
         gold=gold,
         searches=tuple(_searches(segments, tags, gold)),
         segments=segments,
-        components=row["components"] if is_whole else parts,
+        components=row["components"] if has_segments else components,
     )
 
 
-def _cut(text: str, tags: Grammar) -> Iterator[dict[str, str]]:
-    """A dialogue that is text only, by what stands between information tags."""
+def _split_text(text: str, tags: Grammar) -> Iterator[dict[str, str]]:
+    """Split a dialogue's text: text between information tags is an observation."""
     opening, closing = map(re.escape, (tags.information.opening, tags.information.closing))
     for number, part in enumerate(re.split(f"({opening}.*?{closing})", text, flags=re.DOTALL)):
         if part:
@@ -117,30 +117,32 @@ def _cut(text: str, tags: Grammar) -> Iterator[dict[str, str]]:
 
 
 def _question(segments: Sequence[Row]) -> str:
-    """The last question that the prompt words, or else the prompt's end."""
-    prompt = "".join(one["text"] for one in segments if one["origin"] == "prompt")
-    _, is_named, last = prompt.rpartition(QUESTION)
-    return END.split(last.lstrip(), maxsplit=1)[0].strip() if is_named else prompt[-MOST_QUESTION:]
+    """Return the last question in the prompt, or the prompt's end if it marks none."""
+    prompt = "".join(segment["text"] for segment in segments if segment["origin"] == "prompt")
+    _, marker, last = prompt.rpartition(QUESTION)
+    if not marker:
+        return prompt[-MAX_QUESTION_CHARS:]
+    return QUESTION_END.split(last.lstrip(), maxsplit=1)[0].strip()
 
 
 def _searches(segments: Sequence[Row], tags: Grammar, gold: Sequence[str]) -> Iterator[Search]:
-    """Each call that was answered with information, from the turn before it."""
+    """Yield each call that was answered with information."""
     opening, closing = map(re.escape, (tags.information.opening, tags.information.closing))
     between = re.compile(f"{opening}(.*?){closing}", re.DOTALL)
-    for place, (turn, after) in enumerate(itertools.pairwise(segments)):
+    for index, (turn, after) in enumerate(itertools.pairwise(segments)):
         if turn["origin"] != POLICY or after["origin"] != OBSERVATION:
             continue
-        brought = between.findall(after["text"])
-        calls = list(_calls(turn["text"], tags)) or UNKNOWN.findall(turn["text"])
-        for (tool, query), information in zip(calls[-len(brought) :], brought, strict=False):
-            yield Search(tool, query, tuple(_documents(information, gold)), place)
+        results = between.findall(after["text"])
+        calls = list(_calls(turn["text"], tags)) or UNKNOWN_CALL.findall(turn["text"])
+        for (tool, query), information in zip(calls[-len(results) :], results, strict=False):
+            yield Search(tool, query, tuple(_documents(information, gold)), index)
 
 
 def _calls(text: str, tags: Grammar) -> Iterator[tuple[str, str]]:
-    """The calls of a turn: the tool and what it was asked."""
-    for found in action_pattern(tags).finditer(text):
+    """Yield tool and query of each call in a turn."""
+    for match in action_pattern(tags).finditer(text):
         for number, (name, _) in enumerate(tags.tools):
-            content = found[f"tool{number}"]
+            content = match[f"tool{number}"]
             if content is not None:
                 call = native.read_call(content) if tags is native.GRAMMAR else None
                 if call is None:
@@ -149,13 +151,13 @@ def _calls(text: str, tags: Grammar) -> Iterator[tuple[str, str]]:
                     yield call.tool, str(call.arguments)
 
 
-def _documents(information: str, gold: Sequence[str]) -> Iterator[Found]:
-    """The passages as they were worded; what has no heading is one without a title."""
-    starts = list(DOCUMENT.finditer(information))
-    if not starts and information.strip():
-        yield Found("", information.strip(), "", covers(information, gold))
-    ends = [*(one.start() for one in starts[1:]), None]
-    for one, end in zip(starts, ends, strict=False):
-        text = information[one.end() : end].strip()
-        has_answer = covers(f"{one['title']}\n{text}", gold)
-        yield Found(one["title"], text, one["id"] or "", has_answer)
+def _documents(information: str, gold: Sequence[str]) -> Iterator[FoundDocument]:
+    """Yield the documents of a result; text without headings is one document without a title."""
+    headings = list(DOCUMENT.finditer(information))
+    if not headings and information.strip():
+        yield FoundDocument("", information.strip(), "", covers(information, gold))
+    ends = [*(heading.start() for heading in headings[1:]), None]
+    for heading, end in zip(headings, ends, strict=False):
+        text = information[heading.end() : end].strip()
+        has_answer = covers(f"{heading['title']}\n{text}", gold)
+        yield FoundDocument(heading["title"], text, heading["id"] or "", has_answer)

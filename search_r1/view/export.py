@@ -1,7 +1,7 @@
-"""One HTML file over runs that opens without a server: the page, and what it would have asked for.
+"""Export runs as one HTML file that opens without a server: the page and the data it requests.
 
-The page's modules become one script, since a browser loads no modules from files. The policy of the
-file allows that script and its style by their hashes, and nothing else.
+Browsers do not load modules from files, so the page's modules become one script. The file's content
+security policy allows this script and the style by their hashes, and nothing else.
 """
 
 import base64
@@ -14,62 +14,73 @@ from typing import Any
 import orjson
 
 from search_r1.view.app import PAGE, Runs
-from search_r1.view.index import SHOWN
+from search_r1.view.index import ROW_COLUMNS
 from search_r1.view.run import Run
 from verl.files import atomic_write
 
 MODULES = ("elements", "ask", "chart", "curves", "config", "trajectories", "replay", "trajectory",
            "question", "report", "main")  # fmt: skip
-"""In the order in which each needs only those before it."""
+"""The page's modules, each after those it imports."""
 IMPORT = re.compile(r"^import [^;]*;\n", re.MULTILINE)
 EXPORT = re.compile(r"^export (?=async|function|const|class)", re.MULTILINE)
-MOST_POINTS = 300
-Place = tuple[str, int, int]
+MAX_POINTS = 300
+TrajectoryKey = tuple[str, int, int]
 """Kind, step and line of a trajectory."""
 
 
 def write_export(
-    runs: Sequence[Run], path: Path, most: int, reports: Sequence[Mapping[str, Any]] = ()
-) -> int:
-    """Write the file with `most` trajectories of a run, and reports first; its size in bytes."""
-    text = page(snapshot(runs, most, reports))
+    runs: Sequence[Run], path: Path, max_trajectories: int,
+    reports: Sequence[Mapping[str, Any]] = (),
+) -> int:  # fmt: skip
+    """Write the file and return its size in bytes.
+
+    Reports (one per run, or none) are shown first; their examples come in addition to
+    `max_trajectories` of each run.
+    """
+    text = page(snapshot(runs, max_trajectories, reports))
     with atomic_write(path) as part:
         return part.write_text(text, encoding="utf-8", errors="replace")
 
 
 def snapshot(
-    runs: Sequence[Run], most: int, reports: Sequence[Mapping[str, Any]] = ()
+    runs: Sequence[Run], max_trajectories: int, reports: Sequence[Mapping[str, Any]] = ()
 ) -> dict[str, Any]:
-    """What the page may ask for: by the name of the question and, of a trajectory, its place."""
-    asked, none = Runs(runs), [set[Place]()] * len(runs)
-    shown = [[row for e in r["examples"] for row in (e["before"], e["after"])] for r in reports]
-    named = [{(o["kind"], o["step"], o["line"]) for o in rows if o} for rows in shown] or none
-    rows = [chosen(run, most, own) for run, own in zip(runs, named, strict=True)]
+    """Return the data that the page can request, by the names of the requests."""
+    data = Runs(runs)
+    required: list[set[TrajectoryKey]] = [set() for _ in runs]
+    for keys, report in zip(required, reports, strict=False):
+        for example in report["examples"]:
+            shown = [row for row in (example["before"], example["after"]) if row]
+            keys |= {(row["kind"], row["step"], row["line"]) for row in shown}
+    rows = [
+        select_rows(run, max_trajectories, keys) for run, keys in zip(runs, required, strict=True)
+    ]
     return ({"report": list(reports)} if reports else {}) | {
-        "runs": asked.about(),
-        "metrics": asked.names(),
-        "curves": asked.curves(asked.names(), MOST_POINTS),
-        "alarms": asked.alarms(),
-        "config": asked.config(),
+        "runs": data.summaries(),
+        "metrics": data.names(),
+        "curves": data.curves(data.names(), MAX_POINTS),
+        "alarms": data.alarms(),
+        "config": data.config(),
         "rows": rows,
         "trajectories": [
-            [run.trajectory(row["kind"], row["step"], row["line"]) for row in own]
-            for run, own in zip(runs, rows, strict=True)
+            [run.trajectory(row["kind"], row["step"], row["line"]) for row in of_run]
+            for run, of_run in zip(runs, rows, strict=True)
         ],
     }
 
 
-def chosen(run: Run, most: int, named: Collection[Place] = ()) -> list[dict[str, Any]]:
-    """At most `most` trajectories at even distances, from the first step to the last; and those
-    that are named."""
-    count = run.index.report()["count"]
-    num = min(most, count)
-    places = {i * (count - 1) // max(1, num - 1) for i in range(num)}
-    rows = run.index.db.execute(f"SELECT {SHOWN} FROM trajectories ORDER BY step, kind, line")
+def select_rows(
+    run: Run, max_trajectories: int, required: Collection[TrajectoryKey] = ()
+) -> list[dict[str, Any]]:
+    """Return index rows: the `required` ones, and at most `max_trajectories` at even distances."""
+    count = run.index.summary()["count"]
+    num = min(max_trajectories, count)
+    chosen = {i * (count - 1) // max(1, num - 1) for i in range(num)}
+    rows = run.index.db.execute(f"SELECT {ROW_COLUMNS} FROM trajectories ORDER BY step, kind, line")
     return [
         dict(row)
         for number, row in enumerate(rows)
-        if number in places or (row["kind"], row["step"], row["line"]) in named
+        if number in chosen or (row["kind"], row["step"], row["line"]) in required
     ]
 
 
@@ -80,12 +91,12 @@ def page(data: dict[str, Any]) -> str:
     script = "".join(EXPORT.sub("", IMPORT.sub("", module)) for module in modules)
     policy = (f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}; "
               "base-uri 'none'; form-action 'none'")  # fmt: skip
-    # "<" is escaped, so that no text of a trajectory can end the element.
-    held = orjson.dumps(data).decode().replace("<", r"\u003c")
+    # "<" is escaped, so that no text of a trajectory can close the script element.
+    json_text = orjson.dumps(data).decode().replace("<", r"\u003c")
     head = (
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
         f"<style>{style}</style>\n"
-        f'<script type="application/json" id="snapshot">{held}</script>\n'
+        f'<script type="application/json" id="snapshot">{json_text}</script>\n'
         f'<script type="module">{script}</script>\n'
     )
     start, end = html.index("<!-- files -->"), html.index("<!-- end of files -->")

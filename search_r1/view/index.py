@@ -1,7 +1,7 @@
-"""Every trajectory of one run in an index on disk: what it is found by, and where its line is.
+"""An SQLite index of one run's trajectories: the columns to search by, and each line's position.
 
 The lines stay in the files that the run wrote. A file is read again when it has changed, so the
-index follows a run that is still writing; what is not a whole line yet waits.
+index follows a run that is still writing; incomplete last lines are left for the next read.
 """
 
 import contextlib
@@ -24,11 +24,12 @@ from verl.errors import ConfigError, explain
 
 TRAIN, VALIDATION = "train", "val"
 STEP = re.compile(r"step_(\d+)\.jsonl")
-TELL_S = 2.0
-"""While many files are read, what is kept is looked up anew this often."""
-MOST_KEPT = 64
-"""Answers in memory, of at most a few bytes a trajectory each."""
-# by_words and by_score also hold what is filtered in their order, so that no wide row is read.
+INVALIDATE_EVERY_S = 2.0
+"""Seconds after which cached query results are dropped while many files are read."""
+MAX_CACHED = 64
+"""Cached query results; each takes at most a few bytes per trajectory."""
+# by_words and by_score also contain the columns filtered in their order, so that queries need not
+# read the wide rows.
 LAYOUT = """
 CREATE TABLE IF NOT EXISTS files (
     kind TEXT, step INTEGER, path TEXT, state TEXT, num_bad INTEGER, PRIMARY KEY (kind, step));
@@ -54,34 +55,38 @@ INSERT = """INSERT INTO trajectories VALUES (NULL, :kind, :step, :line, :uid, :s
 
 
 class TrajectoryIndex:
-    """The trajectories of one run; safe to read from several threads."""
+    """Index of one run's trajectories; safe to read from several threads."""
 
     def __init__(
         self,
         file: Path,
         folders: dict[str, Path],
         tags: Grammar,
-        only: Callable[[Collection[int]], Collection[int]] = lambda steps: steps,
+        select_steps: Callable[[Collection[int]], Collection[int]] = lambda steps: steps,
     ) -> None:
-        """`folders`: of each kind, of which `only` some steps are read. Raises ConfigError."""
-        self.folders, self._tags, self._file, self._only = folders, tags, file, only
+        """Open or create the index in `file`. Raises ConfigError if that is not possible.
+
+        `folders` maps each kind to its folder, of which only the steps that `select_steps` returns
+        are read.
+        """
+        self.folders = folders
+        self._tags = tags
+        self._file = file
+        self._select_steps = select_steps
         self._threads = threading.local()
         self.num_pending = 0
-        """Files that are not read yet."""
-        self._kept: dict[tuple[Any, ...], list[Any]] = {}
+        """Files not read yet."""
+        self._cache: dict[tuple[Any, ...], list[Any]] = {}
         self._generation = 0
-        """Grows with changes; what is kept belongs to one."""
-        self._left: dict[tuple[str, int], str] = {}
-        """The files' states as they were known last; another viewer may have gone on since."""
+        """Incremented with each change of the index; part of the cache's keys."""
+        self._last_states: dict[tuple[str, int], str] = {}
+        """File states at the last refresh; another viewer may have updated the index since."""
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
             self.db.executescript(LAYOUT)
         except (OSError, sqlite3.Error) as error:
-            expected = "a folder that can be written"
-            fix = "name another with --index-dir"
-            raise ConfigError(
-                explain("--index-dir", f"{file.parent}: {error}", expected, fix)
-            ) from error
+            got, fix = f"{file.parent}: {error}", "name another with --index-dir"
+            raise ConfigError(explain("--index-dir", got, "a writable folder", fix)) from error
 
     @property
     def db(self) -> sqlite3.Connection:
@@ -94,40 +99,45 @@ class TrajectoryIndex:
         return self._threads.db  # type: ignore[no-any-return]
 
     def refresh(self, ended: threading.Event | None = None) -> bool:
-        """Read files that are new or changed, forget those gone, until `ended`; whether any."""
-        found = dict(self._files())
+        """Read new and changed files, drop deleted ones, and return whether anything changed.
+
+        Stops early when `ended` is set.
+        """
+        files = dict(self._files())
         known = self._states()
-        changed = [key for key, (_, state) in found.items() if known.get(key) != state]
-        gone = known.keys() - found.keys()
-        self.num_pending, told = len(changed), time.monotonic()
-        for key in (*gone, *sorted(changed, key=lambda one: one[1])):
+        changed = [key for key, (_, state) in files.items() if known.get(key) != state]
+        deleted = known.keys() - files.keys()
+        self.num_pending = len(changed)
+        invalidated = time.monotonic()
+        for key in (*deleted, *sorted(changed, key=lambda kind_and_step: kind_and_step[1])):
             if ended is not None and ended.is_set():
                 break
-            self._replace(*key, *found.get(key, (None, "")))
-            self.num_pending -= key in found
-            if time.monotonic() - told > TELL_S:
-                self._generation, told = self._generation + 1, time.monotonic()
-        is_changed = bool(changed or gone or known != self._left)
+            self._replace(*key, *files.get(key, (None, "")))
+            self.num_pending -= key in files
+            if time.monotonic() - invalidated > INVALIDATE_EVERY_S:
+                self._generation += 1
+                invalidated = time.monotonic()
+        is_changed = bool(changed or deleted or known != self._last_states)
         if is_changed:
-            self._left = self._states()
+            self._last_states = self._states()
             self._generation += 1
         return is_changed
 
     def _states(self) -> dict[tuple[str, int], str]:
-        """Each file that is in the index, as it was when it was read."""
+        """Return the state in which each indexed file was read."""
         rows = self.db.execute("SELECT kind, step, state FROM files")
         return {(kind, step): state for kind, step, state in rows}
 
     def read(
         self, kind: str, step: int, line: int
     ) -> tuple[dict[str, Any], Path, dict[str, Any], Dialogue] | None:
-        """A trajectory's facts, file, row and dialogue; None where it is not there any more."""
-        found = self.db.execute(
+        """Return a trajectory's indexed facts, file, row and dialogue; None if it is gone."""
+        indexed = self.db.execute(
             "SELECT t.*, f.path FROM trajectories t JOIN files f USING (kind, step) "
             "WHERE step = ? AND kind = ? AND line = ?", (step, kind, line)).fetchone()  # fmt: skip
-        if found is None:
+        if indexed is None:
             return None
-        facts = dict(found)
+        facts = dict(indexed)
         path, start, length = Path(facts.pop("path")), facts.pop("start"), facts.pop("length")
         try:
             with path.open("rb") as file:
@@ -137,28 +147,28 @@ class TrajectoryIndex:
         except (FileNotFoundError, orjson.JSONDecodeError, KeyError, TypeError, AttributeError):
             return None
 
-    def kept(self, query: str, values: tuple[Any, ...] = ()) -> list[Any]:
-        """The first column of a query's rows, kept until the index changes."""
+    def column(self, query: str, values: tuple[Any, ...] = ()) -> list[Any]:
+        """Return the first column of a query's result, cached until the index changes."""
         key = (self._generation, query, values)
-        found = self._kept.get(key)  # another thread may clear what is kept at any moment
-        if found is None:
-            if len(self._kept) >= MOST_KEPT:
-                self._kept.clear()
-            found = self._kept[key] = [row[0] for row in self.db.execute(query, values)]
-        return found
+        column = self._cache.get(key)  # another thread may clear the cache at any moment
+        if column is None:
+            if len(self._cache) >= MAX_CACHED:
+                self._cache.clear()
+            column = self._cache[key] = [row[0] for row in self.db.execute(query, values)]
+        return column
 
-    def report(self) -> dict[str, Any]:
-        """What there is to choose from."""
+    def summary(self) -> dict[str, Any]:
+        """Return the extent of the index and the values that a query can filter by."""
         names = ("count(*)", "min(step)", "max(step)", "max(searches)")
-        numbers = [self.kept(f"SELECT {name} FROM trajectories")[0] for name in names]
+        numbers = [self.column(f"SELECT {name} FROM trajectories")[0] for name in names]
         choices = {
-            name: self.kept(f"SELECT DISTINCT {name} FROM trajectories ORDER BY 1")
+            name: self.column(f"SELECT DISTINCT {name} FROM trajectories ORDER BY 1")
             for name in ("kind", "status", "source")
         }
         return {
             **dict(zip(("count", "first", "last", "searches"), numbers, strict=True)),
             **choices,
-            "bad": self.kept("SELECT sum(num_bad) FROM files")[0] or 0,
+            "bad": self.column("SELECT sum(num_bad) FROM files")[0] or 0,
             "pending": self.num_pending,
         }
 
@@ -166,17 +176,17 @@ class TrajectoryIndex:
         for kind, folder in self.folders.items():
             if not folder.is_dir():
                 continue
-            named = ((path, STEP.fullmatch(path.name)) for path in folder.iterdir())
-            steps = {int(name[1]): path for path, name in named if name}
-            for step in self._only(steps):
+            matches = ((path, STEP.fullmatch(path.name)) for path in folder.iterdir())
+            steps = {int(match[1]): path for path, match in matches if match}
+            for step in self._select_steps(steps):
                 path = steps[step]
-                with contextlib.suppress(FileNotFoundError):  # replaced between the two looks
-                    about = path.stat()
-                    state = f"{path} {about.st_ino} {about.st_size} {about.st_mtime_ns}"
+                with contextlib.suppress(FileNotFoundError):  # deleted since iterdir
+                    stat = path.stat()
+                    state = f"{path} {stat.st_ino} {stat.st_size} {stat.st_mtime_ns}"
                     yield (kind, step), (path, state)
 
     def _replace(self, kind: str, step: int, path: Path | None, state: str) -> None:
-        """Put a file's rows in the place of those that it had."""
+        """Replace the index rows of a file; without a path, delete them."""
         try:
             rows, num_bad = self._rows(kind, step, path) if path else ([], 0)
         except FileNotFoundError:
@@ -196,26 +206,26 @@ class TrajectoryIndex:
             raise
 
     def _rows(self, kind: str, step: int, path: Path) -> tuple[list[dict[str, Any]], int]:
-        """The facts of each whole line, and how many lines hold no trajectory."""
+        """Return the facts of each complete line, and the number of lines without a trajectory."""
         rows, start, num_bad = [], 0, 0
         for number, line in enumerate(path.read_bytes().splitlines(keepends=True)):
             if line.endswith(b"\n"):
                 facts = _facts(line, self._tags)
                 num_bad += facts is None
                 if facts is not None:
-                    place = {"kind": kind, "step": step, "line": number}
-                    rows.append(facts | place | {"start": start, "length": len(line)})
+                    key = {"kind": kind, "step": step, "line": number}
+                    rows.append(facts | key | {"start": start, "length": len(line)})
             start += len(line)
         return rows, num_bad
 
 
 def _facts(line: bytes, tags: Grammar) -> dict[str, Any] | None:
-    """What a trajectory is found by; None for a line that holds none."""
+    """Return the indexed columns of a trajectory; None if the line contains none."""
     try:
         row = orjson.loads(line)
         dialogue = read_dialogue(row, tags)
         policy = [s for s in dialogue.segments if s["origin"] == "policy"]
-        known = [x for s in policy for x in s.get("log_probs", ()) if x is not None]
+        log_probs = [x for s in policy for x in s.get("log_probs", ()) if x is not None]
         queries = "\n".join(search.query for search in dialogue.searches)
         words = (dialogue.question, queries, dialogue.answer or "")
         return {
@@ -228,7 +238,7 @@ def _facts(line: bytes, tags: Grammar) -> dict[str, Any] | None:
             "searches": len(dialogue.searches),
             "turns": int(row["stats"].get("turns", len(policy))),
             "tokens": sum(len(s.get("ids", ())) for s in policy) or None,
-            "log_prob": sum(known) / len(known) if known else None,
+            "log_prob": sum(log_probs) / len(log_probs) if log_probs else None,
             "question": dialogue.question,
             "answer": dialogue.answer,
             "gold": " | ".join(dialogue.gold),
@@ -250,47 +260,51 @@ ORDERS: dict[str, str] = {
     "searches_most": "searches DESC, step DESC",
     "log_prob_low": "log_prob IS NULL, log_prob, step DESC",
 }
-SHOWN = ('kind, step, line, uid, source, "group", sample, status, score, searches, turns, tokens, '
-         "log_prob, question, answer, gold, queries, is_found, is_given")  # fmt: skip
-MOST = 2**31
-Whole = Annotated[int, Query(ge=0, le=MOST)]
-Count = Annotated[int | None, Query(ge=0, le=MOST)]
+ROW_COLUMNS = (
+    'kind, step, line, uid, source, "group", sample, status, score, searches, turns, tokens, '
+    "log_prob, question, answer, gold, queries, is_found, is_given"
+)
+MAX_INT = 2**31
+NonNegative = Annotated[int, Query(ge=0, le=MAX_INT)]
+Bound = Annotated[int | None, Query(ge=0, le=MAX_INT)]
 OUTCOMES = {
     "given": "is_given = 1",
     "missed": "is_found = 1 AND is_given = 0",
     "not_found": "is_found = 0 AND is_given = 0",
     "known": "is_found = 0 AND is_given = 1",
 }
-"""missed: the answer stood in the documents and was not given; known: given, though not found."""
+"""missed: the documents contained the answer, but it was not given; known: given though not in any
+document."""
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """Which trajectories are wanted; None or an empty text asks for nothing."""
+class TrajectoryQuery:
+    """Filters, order and page of a list of trajectories; None or "" does not filter."""
 
     words: Annotated[str, Query(max_length=500)] = ""
-    """Each word occurs in the question, in a query or in the answer."""
+    """Words that all occur in the question, the queries or the answer."""
     kind: str = ""
     status: str = ""
     source: str = ""
     group: str = ""
     uid: str = ""
     outcome: Literal["", "given", "missed", "not_found", "known"] = ""
-    step_from: Count = None
-    step_to: Count = None
+    step_from: Bound = None
+    step_to: Bound = None
     score_from: float | None = None
     score_to: float | None = None
-    searches_from: Count = None
-    searches_to: Count = None
+    searches_from: Bound = None
+    searches_to: Bound = None
     order: Order = "newest"
-    page: Annotated[int, Query(ge=1, le=MOST)] = 1
+    page: Annotated[int, Query(ge=1, le=MAX_INT)] = 1
     size: Annotated[int, Query(ge=1, le=200)] = 50
 
     def condition(self) -> tuple[str, list[Any]]:
-        """The WHERE clause and its values."""
+        """Return the WHERE clause and its values."""
         parts, values = [], []
         for field in fields(self):
-            value, (name, _, end) = getattr(self, field.name), field.name.partition("_")
+            value = getattr(self, field.name)
+            name, _, end = field.name.partition("_")
             if end in ("from", "to") and value is not None:
                 parts.append(f"{name} {'>=' if end == 'from' else '<='} ?")
                 values.append(value)
@@ -306,31 +320,35 @@ class Wanted:
         return " AND ".join(parts) or "1", values
 
 
-def find(index: TrajectoryIndex, wanted: Wanted) -> dict[str, Any]:
-    """One page of what is wanted, and how many there are in all."""
-    where, values = wanted.condition()
-    order = ORDERS[wanted.order]
-    # All ids in one pass, which tells the count too; in one row, since each row would wait for
-    # the interpreter anew while another thread reads files.
-    # sqlite by itself takes the narrower by_newest, and then reads every row for its words.
-    by = "INDEXED BY by_words" if wanted.words.split() and wanted.order == "newest" else ""
+def find_trajectories(index: TrajectoryIndex, query: TrajectoryQuery) -> dict[str, Any]:
+    """Return one page of the matching trajectories, and the number of all matches."""
+    where, values = query.condition()
+    order = ORDERS[query.order]
+    # All ids are read in one pass, which also gives the count, and in one row, since each row would
+    # wait for the interpreter lock again while another thread reads files.
+    # By itself SQLite chooses the narrower by_newest and then reads every row for its words.
+    by = "INDEXED BY by_words" if query.words.split() and query.order == "newest" else ""
     inner = f"SELECT id FROM trajectories {by} WHERE {where} ORDER BY {order} LIMIT -1"
-    [joined] = index.kept(f"SELECT group_concat(id) FROM ({inner})", tuple(values))
+    [joined] = index.column(f"SELECT group_concat(id) FROM ({inner})", tuple(values))
     ids = joined.split(",") if joined else []
-    pages = max(1, math.ceil(len(ids) / wanted.size))
-    page = min(wanted.page, pages)
-    own = ids[(page - 1) * wanted.size : page * wanted.size]
+    pages = max(1, math.ceil(len(ids) / query.size))
+    page = min(query.page, pages)
+    on_page = ids[(page - 1) * query.size : page * query.size]
     rows = index.db.execute(
-        f"SELECT {SHOWN} FROM trajectories WHERE id IN ({', '.join('?' * len(own))}) "
-        f"ORDER BY {order}", own)  # fmt: skip
+        f"SELECT {ROW_COLUMNS} FROM trajectories WHERE id IN ({', '.join('?' * len(on_page))}) "
+        f"ORDER BY {order}", on_page)  # fmt: skip
     return {"count": len(ids), "page": page, "pages": pages, "rows": [dict(row) for row in rows]}
 
 
-def over_steps(index: TrajectoryIndex, uid: str, kind: str, most: int) -> list[dict[str, Any]]:
-    """One question's trajectories in the order of the steps, at most `most` spread over them."""
+def question_history(
+    index: TrajectoryIndex, uid: str, kind: str, limit: int
+) -> list[dict[str, Any]]:
+    """Return one question's trajectories in the order of the steps, at most `limit` of them."""
     where = "uid = ? AND (? = '' OR kind = ?)"
     rows = index.db.execute(
-        f"SELECT {SHOWN} FROM trajectories WHERE {where} ORDER BY step, kind DESC, line",
+        f"SELECT {ROW_COLUMNS} FROM trajectories WHERE {where} ORDER BY step, kind DESC, line",
         (uid, kind, kind)).fetchall()  # fmt: skip
-    chosen = sorted({round(i * (len(rows) - 1) / max(1, most - 1)) for i in range(most)})
-    return [dict(rows[i]) for i in (chosen if len(rows) > most else range(len(rows)))]
+    if len(rows) > limit:
+        chosen = {round(i * (len(rows) - 1) / max(1, limit - 1)) for i in range(limit)}
+        rows = [rows[i] for i in sorted(chosen)]
+    return [dict(row) for row in rows]

@@ -1,4 +1,4 @@
-"""One run as the page sees it: its folder, its options, its metrics, and its trajectories."""
+"""The data of one run: its options, its metrics and its trajectories."""
 
 import hashlib
 import math
@@ -22,25 +22,25 @@ from verl.errors import ConfigError, explain, first_line
 
 Point = tuple[int, float | None]
 Curve = tuple[list[int], list[float | None]]
-"""Steps and values, in the order of the steps."""
+"""Steps in ascending order, and their values."""
 
 
 class MetricsLog:
-    """Every metric of one run by its step; a step that comes again replaces the old one."""
+    """A run's `metrics.jsonl`; numbers that are logged again for a step replace the old ones."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.rows: dict[int, dict[str, float | None]] = {}
         self._read: tuple[int, int] = (0, 0)
-        """The file's inode, and how many of its bytes are in `rows`."""
+        """Inode of the file, and number of bytes already in `rows`."""
 
     def refresh(self) -> bool:
-        """Read what was added; whether anything was. A last line without its end waits."""
+        """Read new complete lines, and return whether the rows changed."""
         try:
             with self.path.open("rb") as file:
-                about = os.fstat(file.fileno())
+                stat = os.fstat(file.fileno())
                 inode, offset = self._read
-                is_new = about.st_ino != inode or about.st_size < offset
+                is_new = stat.st_ino != inode or stat.st_size < offset
                 offset = 0 if is_new else offset
                 file.seek(offset)
                 added = file.read()
@@ -53,27 +53,28 @@ class MetricsLog:
             if row is not None:
                 step = row.pop("step")
                 rows[step] = {**rows.get(step, {}), **row}
-        self._read = (about.st_ino, offset + end)
-        self.rows = rows  # rows too are replaced, never changed: requests read them meanwhile
+        self._read = (stat.st_ino, offset + end)
+        # Replaced, never modified: requests in other threads may be reading the old dictionaries.
+        self.rows = rows
         return bool(end) or is_new
 
     def names(self) -> list[str]:
         return sorted({name for row in self.rows.values() for name in row})
 
-    def curve(self, name: str, most: int | None = None) -> Curve:
-        """One metric; of more than `most` points, the least and the largest of each stretch."""
+    def curve(self, name: str, max_points: int | None = None) -> Curve:
+        """Return one metric, downsampled to `max_points` if it has more."""
         points = [(step, row[name]) for step, row in sorted(self.rows.items()) if name in row]
-        if most and len(points) > most:
-            points = thinned(points, most)
+        if max_points and len(points) > max_points:
+            points = downsample(points, max_points)
         return [step for step, _ in points], [value for _, value in points]
 
 
-def thinned(points: list[Point], most: int) -> list[Point]:
-    """At most `most` points that keep the first, the last, and the peaks of every stretch."""
-    num = max(1, (most - 2) // 2)
+def downsample(points: list[Point], max_points: int) -> list[Point]:
+    """Keep the first point, the last, and minimum and maximum of each of equally long stretches."""
+    num = max(1, (max_points - 2) // 2)
     chosen = {0, len(points) - 1}
-    for one in range(num):
-        stretch = range(one * len(points) // num, (one + 1) * len(points) // num)
+    for number in range(num):
+        stretch = range(number * len(points) // num, (number + 1) * len(points) // num)
         known = [(value, i) for i in stretch if (value := points[i][1]) is not None]
         if known:
             chosen |= {min(known)[1], max(known)[1]}
@@ -81,7 +82,7 @@ def thinned(points: list[Point], most: int) -> list[Point]:
 
 
 def _row(line: bytes) -> dict[str, Any] | None:
-    """A line's numbers with its step; None for a line that is none."""
+    """Return the step and the numbers of a line; None if it is not a line of metrics."""
     try:
         row = orjson.loads(line)
     except orjson.JSONDecodeError:
@@ -91,39 +92,38 @@ def _row(line: bytes) -> dict[str, Any] | None:
     return {k: v for k, v in row.items() if v is None or isinstance(v, int | float)}
 
 
-SIGNS = ("config.yaml", "metrics.jsonl", "validation", HEADER)
-"""What tells the folder of a run, or of its trajectories, from any other."""
+RUN_FILES = ("config.yaml", "metrics.jsonl", "validation", HEADER)
+"""Files by which the folder of a run, or of its trajectories, is recognized."""
 LAYOUT_VERSION = 2
-"""Of the index; another one has a file of its own."""
+"""Layout of the index; another version uses another file."""
 CREDIT = "credit"
-"""Folder of a run with what its documents were worth, as `search-r1 credit` writes it."""
-Worths = Mapping[tuple[int, ...], Mapping[str, float]]
-"""By the numbers of the search and of the document."""
+"""Subfolder of a run in which `search-r1 credit` writes the worth of documents."""
+Worth = Mapping[tuple[int, ...], Mapping[str, float]]
+"""Worth of each document, by the numbers of its search and of its rank."""
 ENGINE, TRAINER, REFERENCE = "log_probs", "old_log_probs", "ref_log_probs"
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """A run's `config.yaml`; empty where there is none. Raises ConfigError for one that is none."""
+    """Return a run's `config.yaml`, or {} if there is none. Raises ConfigError if it is damaged."""
     path = folder / "config.yaml"
     try:
-        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+        config = yaml.safe_load(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, yaml.YAMLError) as error:
         problem, fix = first_line(error), "restore the file, or delete it"
-        raise ConfigError(explain(str(path), problem, "what a run writes", fix)) from error
-    return found if isinstance(found, dict) else {}
+        raise ConfigError(explain(str(path), problem, "a file that a run wrote", fix)) from error
+    return config if isinstance(config, dict) else {}
 
 
-def compared(configs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Each option with every run's value as text (None: the run has no such option)."""
+def compare_options(configs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return each option with its values in all runs as text (None: not an option of that run)."""
     runs = [dict(flatten(config)) for config in configs]
-    names = dict.fromkeys(name for run in runs for name in run)
-    return [
-        {"name": name, "values": values, "differs": len(set(values)) > 1}
-        for name in names
-        for values in [[yaml_text(run[name]) if name in run else None for run in runs]]
-    ]
+    rows = []
+    for name in dict.fromkeys(name for run in runs for name in run):
+        values = [yaml_text(run[name]) if name in run else None for run in runs]
+        rows.append({"name": name, "values": values, "differs": len(set(values)) > 1})
+    return rows
 
 
 def yaml_text(value: Any) -> str:
@@ -132,48 +132,53 @@ def yaml_text(value: Any) -> str:
 
 
 class Run:
-    """A run that is training or finished."""
+    """The files of a run that is training or finished."""
 
     def __init__(
         self,
         folder: Path,
         index_dir: Path,
         rollouts: Path | None = None,
-        only: Callable[[Collection[int]], Collection[int]] = lambda steps: steps,
+        select_steps: Callable[[Collection[int]], Collection[int]] = lambda steps: steps,
     ) -> None:
-        """`rollouts`: its training trajectories, where the configuration does not lead there;
-        `only`: some steps of each kind are read.
+        """Open a run. Raises ConfigError if `folder` is not one, or the index cannot be written.
 
-        Raises ConfigError for a folder that is no run's, or an index that cannot be written.
+        `rollouts` is the folder of its training trajectories, if not the one in its configuration.
+        Only the steps that `select_steps` returns are read.
         """
         self.folder = folder.resolve()
-        if not any((self.folder / sign).exists() for sign in SIGNS):
-            expected = f"a run's trainer.default_local_dir, with {', '.join(SIGNS[:3])}"
+        if not any((self.folder / name).exists() for name in RUN_FILES):
+            expected = f"a run's trainer.default_local_dir, with {', '.join(RUN_FILES[:3])}"
             raise ConfigError(explain("RUN", folder, expected, "name the folder of a run"))
         self.name = self.folder.name
         self.metrics = MetricsLog(self.folder / "metrics.jsonl")
         self.version = 0
-        """Grows with each change that was read."""
-        self._index_dir, self._given, self._only = index_dir, rollouts, only
+        """Incremented with each change that was read."""
+        self._index_dir = index_dir
+        self._rollouts_option = rollouts
+        self._select_steps = select_steps
         self._reading = threading.Lock()
         self._configure(read_config(self.folder))
 
     def _configure(self, config: Mapping[str, Any]) -> None:
-        """Find what a configuration leads to; it may come after the page was opened."""
+        """Set what depends on the configuration, which may appear after the page was opened."""
         self.config = config
         self.tags = tags_of(config)
-        self.rollouts = self._given or find_rollouts(self.folder, config)
+        self.rollouts = self._rollouts_option or find_rollouts(self.folder, config)
         folders = {VALIDATION: self.folder / "validation"}
         if self.rollouts is not None:
             folders[TRAIN] = self.rollouts
         key = f"{LAYOUT_VERSION} {self.folder} {self.rollouts}".encode()
         file = self._index_dir / f"{hashlib.sha256(key).hexdigest()[:24]}.sqlite"
-        self.index = TrajectoryIndex(file, folders, self.tags, self._only)
+        self.index = TrajectoryIndex(file, folders, self.tags, self._select_steps)
         self.tokenizer = find_tokenizer(self.folder, self.rollouts, config)
-        """The tokenizer of the dump, or why there is none."""
+        """The tokenizer of the trajectories, or None and the reason."""
 
     def refresh(self, ended: threading.Event | None = None) -> None:
-        """Read what the run wrote since, until `ended`; the configuration along with metrics."""
+        """Read what the run has written since; stops early when `ended` is set.
+
+        The configuration is read again whenever metrics were added.
+        """
         with self._reading:
             if self.metrics.refresh():
                 self.version += 1
@@ -185,7 +190,7 @@ class Run:
                 if self.tokenizer[0] is None:
                     self.tokenizer = find_tokenizer(self.folder, self.rollouts, self.config)
 
-    def about(self) -> dict[str, Any]:
+    def summary(self) -> dict[str, Any]:
         steps = list(self.metrics.rows)
         return {
             "name": self.name,
@@ -193,28 +198,28 @@ class Run:
             "rollouts": None if self.rollouts is None else str(self.rollouts),
             "version": self.version,
             "last_step": max(steps, default=None),
-            "trajectories": self.index.report(),
+            "trajectories": self.index.summary(),
         }
 
     def trajectory(
         self, kind: str, step: int, line: int, *, is_brief: bool = False
     ) -> dict[str, Any] | None:
-        """One trajectory, by token unless `is_brief`; None where it is not there any more."""
-        found = self.index.read(kind, step, line)
-        if found is None:
+        """Return one trajectory, without its tokens if `is_brief`; None if it is gone."""
+        record = self.index.read(kind, step, line)
+        if record is None:
             return None
-        facts, path, row, dialogue = found
-        shown = self.shown(row, dialogue, is_brief=is_brief)
-        worths = self._worths(path, step, line)
-        for number, call in enumerate(shown["calls"]):
+        facts, path, row, dialogue = record
+        data = self.dialogue_json(row, dialogue, is_brief=is_brief)
+        worth = self._document_worth(path, step, line)
+        for number, call in enumerate(data["calls"]):
             for rank, document in enumerate(call["documents"]):
-                document["worth"] = worths.get((number, rank))
-        return {**facts, **shown}
+                document["worth"] = worth.get((number, rank))
+        return {**facts, **data}
 
-    def shown(
+    def dialogue_json(
         self, row: Mapping[str, Any], dialogue: Dialogue, *, is_brief: bool = False
     ) -> dict[str, Any]:
-        """What the page shows of a row of a dump, recorded or replayed."""
+        """Return the data that the page shows of a recorded or replayed trajectory."""
         tokenizer, problem = self.tokenizer if "segments" in row else (None, "")
         return {
             "accepted": dialogue.gold,
@@ -222,64 +227,67 @@ class Run:
             "stats": row["stats"],
             "problem": problem,
             "segments": [
-                {"origin": one["origin"], "text": one["text"]}
+                {"origin": segment["origin"], "text": segment["text"]}
                 if is_brief
-                else _segment(one, tokenizer)
-                for one in dialogue.segments
+                else _segment(segment, tokenizer)
+                for segment in dialogue.segments
             ],
             "calls": [asdict(search) for search in dialogue.searches],
         }
 
-    def _worths(self, recorded: Path, step: int, line: int) -> Worths:
-        """What documents were worth, unless the step was run again since."""
+    def _document_worth(self, recorded: Path, step: int, line: int) -> Worth:
+        """Return the worth of a trajectory's documents; {} if the step was run again since."""
         path = self.folder / CREDIT / recorded.name
         try:
             if path.stat().st_mtime_ns < recorded.stat().st_mtime_ns:
                 return {}
-            rows = [orjson.loads(one) for one in path.read_bytes().splitlines()]
+            rows = [orjson.loads(text) for text in path.read_bytes().splitlines()]
             return {
-                tuple(at): row["worth"]
+                tuple(place): row["worth"]
                 for row in rows
                 if (row["step"], row["line"]) == (step, line)
-                for at in row["places"]
+                for place in row["places"]
             }
-        except (OSError, orjson.JSONDecodeError, LookupError, TypeError):  # of something else
+        except (OSError, orjson.JSONDecodeError, LookupError, TypeError):  # missing or not ours
             return {}
 
 
 def find_rollouts(folder: Path, config: Mapping[str, Any]) -> Path | None:
-    """Where a run keeps its training trajectories, also after its folder was moved."""
+    """Return the folder of a run's training trajectories, also if the run's folder was moved."""
     if (folder / HEADER).is_file():
         return folder
     named = (config.get("trainer") or {}).get("rollout_data_dir")
     if not named:
         return None
     path = Path(named)
-    places = (path, folder / path, folder / path.name, folder.parent / path.name)
-    return next((one.resolve() for one in places if (one / HEADER).is_file()), path.absolute())
+    candidates = (path, folder / path, folder / path.name, folder.parent / path.name)
+    return next((c.resolve() for c in candidates if (c / HEADER).is_file()), path.absolute())
 
 
 def _segment(segment: Mapping[str, Any], tokenizer: Tokenizer | None) -> dict[str, Any]:
-    """A segment with the text of each token, and every column that has one number a token.
+    """Return a segment with the text of each token and every column of one number per token.
 
-    What the trainer found (`SIGNALS`) is one number where all tokens have the same. Its log-probs
-    against the engine's give the ratio, and against the reference's the KL by one sample (k1).
+    Columns of the trainer (`SIGNALS`) are recorded as one number if all tokens have the same. The
+    ratio is computed from the log-probs of trainer and engine, and the one-sample estimate of the
+    KL (k1) from those of trainer (or engine) and reference.
     """
     ids = segment.get("ids") or []
-    spread = {
+    expanded = {
         name: [value] * len(ids) if name in SIGNALS and isinstance(value, float | int) else value
         for name, value in segment.items()
     }
     columns = {
         name: values
-        for name, values in spread.items()
+        for name, values in expanded.items()
         if name != "ids" and isinstance(values, list) and len(values) == len(ids) > 0
     }
-    own = columns.get(TRAINER, columns.get(ENGINE, []))
+    policy = columns.get(TRAINER, columns.get(ENGINE, []))
     if TRAINER in columns and ENGINE in columns:
-        columns["ratio"] = _by_token(lambda a, b: math.exp(min(a - b, 80.0)), own, columns[ENGINE])
-    if REFERENCE in columns and own:
-        columns["kl"] = _by_token(lambda a, b: a - b, own, columns[REFERENCE])
+        columns["ratio"] = _map_tokens(
+            lambda a, b: math.exp(min(a - b, 80.0)), policy, columns[ENGINE]
+        )
+    if REFERENCE in columns and policy:
+        columns["kl"] = _map_tokens(lambda a, b: a - b, policy, columns[REFERENCE])
     return {
         "origin": segment["origin"],
         "text": segment["text"],
@@ -290,9 +298,9 @@ def _segment(segment: Mapping[str, Any], tokenizer: Tokenizer | None) -> dict[st
     }
 
 
-def _by_token(
+def _map_tokens(
     function: Callable[[float, float], float], *columns: Sequence[float | None]
 ) -> list[float | None]:
-    """What the function says of each pair of numbers; None where one is not known."""
+    """Apply `function` to each pair of numbers; None if either is None."""
     pairs = zip(*columns, strict=True)
     return [None if a is None or b is None else function(a, b) for a, b in pairs]

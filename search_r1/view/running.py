@@ -1,4 +1,4 @@
-"""The page as a process: what it reads again and again, its port, and an orderly end."""
+"""The page's process: it polls the runs' files, serves a port, and shuts down in order."""
 
 import logging
 import signal
@@ -29,16 +29,16 @@ from verl.errors import ConfigError, explain
 
 logger = logging.getLogger(__name__)
 
-EVERY_S = 2.0
-"""Between two looks at what the runs wrote."""
+POLL_S = 2.0
+"""Seconds between two checks for new files of the runs."""
 SWITCH_S = 0.001
-"""How long the reader may keep a request waiting for the interpreter, each time."""
+"""Interpreter switch interval: how long the reader thread may delay a request at a time."""
 MAX_BODY_BYTES = 2**20
-"""Of an edit that is replayed; no other request has a body."""
+"""Size of a replay request; no other request has a body."""
 
 
 def start(options: ViewOptions) -> int:
-    """Serve or export; returns the exit code. Raises UserError or SetupError."""
+    """Serve, export or write reports; return the exit code. Raises UserError or SetupError."""
     configure_logging(logging.INFO, "%(message)s")
     if not options.runs:
         fix = "search-r1 view RUN"
@@ -46,9 +46,9 @@ def start(options: ViewOptions) -> int:
     if options.report:
         written = [write_report(folder) for folder in options.runs]
         return 0 if all(written) else 2
-    folder = options.index_dir.expanduser()
+    index_dir = options.index_dir.expanduser()
     first, *others = options.runs
-    runs = [Run(first, folder, options.rollouts), *(Run(one, folder) for one in others)]
+    runs = [Run(first, index_dir, options.rollouts), *(Run(run, index_dir) for run in others)]
     if options.export is not None:
         for run in runs:
             run.refresh()
@@ -59,14 +59,15 @@ def start(options: ViewOptions) -> int:
 
 
 def serve(options: ViewOptions, runs: Sequence[Run]) -> int:
-    """Serve until SIGINT or SIGTERM; meanwhile follow what the runs write."""
+    """Serve until SIGINT or SIGTERM, and meanwhile read what the runs write."""
     token = read_token(TOKEN_VARIABLE)
-    with bind(options.host, options.port, options.port_file) as bound:
-        host = bound.getsockname()[0]
+    with bind(options.host, options.port, options.port_file) as server_socket:
+        host = server_socket.getsockname()[0]
         if token is None and not host.startswith(LOOPBACK):
             got = f"{options.host} without a token"
-            fix = f"set {TOKEN_VARIABLE}, or leave --host out and forward the port by ssh -L"
-            raise ConfigError(explain("--host", got, "a token beyond this machine", fix))
+            fix = f"set {TOKEN_VARIABLE}, or omit --host and forward the port with ssh -L"
+            expected = "a token for an address that other machines can reach"
+            raise ConfigError(explain("--host", got, expected, fix))
         app = with_host_check(
             create_app(Runs(runs), token), host, options.allowed_hosts, misdirected
         )
@@ -74,17 +75,17 @@ def serve(options: ViewOptions, runs: Sequence[Run]) -> int:
         ended = threading.Event()
         reader = threading.Thread(target=follow, args=(runs, ended), name="view-reader")
 
-        address = listen(bound)
+        address = listen(server_socket)
         if options.port_file is not None:
-            write_port(options.port_file, bound.getsockname()[1])
+            write_port(options.port_file, server_socket.getsockname()[1])
         logger.info("http://%s shows %s", address, ", ".join(str(run.folder) for run in runs))
         sys.setswitchinterval(SWITCH_S)
         reader.start()
-        # uvicorn raises the signal again once it is done, which would cut short what follows.
-        for ending in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(ending, signal.SIG_IGN)
+        # uvicorn raises the signal again when it has shut down; that would skip the lines below.
+        for shutdown_signal in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(shutdown_signal, signal.SIG_IGN)
         try:
-            server.run(sockets=[bound])
+            server.run(sockets=[server_socket])
         finally:
             ended.set()
             reader.join()
@@ -92,14 +93,14 @@ def serve(options: ViewOptions, runs: Sequence[Run]) -> int:
 
 
 def follow(runs: Sequence[Run], ended: threading.Event) -> None:
-    """Read what the runs write until `ended`; what cannot be read is told and tried again."""
-    told: set[str] = set()
+    """Read what the runs write until `ended` is set; log each error once and try again."""
+    logged: set[str] = set()
     while not ended.is_set():
         for run in runs:
             try:
                 run.refresh(ended)
             except (OSError, ConfigError, sqlite3.Error) as error:
-                if str(error) not in told:
-                    told.add(str(error))
+                if str(error) not in logged:
+                    logged.add(str(error))
                     logger.warning("%s: %s", run.folder, error)
-        ended.wait(EVERY_S)
+        ended.wait(POLL_S)

@@ -1,4 +1,4 @@
-"""A run to look at."""
+"""Fixtures with a recorded run."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -11,13 +11,13 @@ from tests.view import runs
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """The folder of a run of two steps."""
+    """A run's folder with two steps and a validation."""
     return runs.write_run(tmp_path / "run")
 
 
 @pytest.fixture
 def open_run(tmp_path: Path) -> Callable[[Path], Run]:
-    """Opens a run, read to its end."""
+    """A function that opens the run in a folder and reads it to the end."""
 
     def opened(folder: Path) -> Run:
         run = Run(folder, tmp_path / "index")
@@ -29,5 +29,5 @@ def open_run(tmp_path: Path) -> Callable[[Path], Run]:
 
 @pytest.fixture
 def run(folder: Path, open_run: Callable[[Path], Run]) -> Run:
-    """That run, read."""
+    """The run in `folder`, opened and read."""
     return open_run(folder)

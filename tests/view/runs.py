@@ -1,4 +1,4 @@
-"""Runs as the trainer writes them, by its own writers, with dialogues that the tests name."""
+"""Write runs with the trainer's own functions, with dialogues that the tests specify."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ HOSTILE = "<script>boom()</script><img src=x onerror=boom()></script>\u202e&amp;
 
 
 def byte_tokenizer() -> Tokenizer:
-    """One token for each byte."""
+    """A tokenizer with one token per byte."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    made = Tokenizer(models.BPE({one: i for i, one in enumerate(alphabet)}, []))
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = decoders.ByteLevel()
-    return made
+    tokenizer = Tokenizer(models.BPE({character: i for i, character in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
 
 
 TOKENIZER = byte_tokenizer()
 
 
 def segment(origin: Origin, text: str, version: int = 0) -> Segment:
-    """A text with its tokens; the log-prob of token i of a policy is −i / 8."""
+    """A segment of one token per byte; the log-prob of token i of a policy segment is -i / 8."""
     ids = tuple(TOKENIZER.encode(text).ids)
     log_probs = tuple(-i / 8 for i in range(len(ids))) if origin is Origin.POLICY else ()
     return Segment(origin, ids, text, log_probs, version)
@@ -49,12 +49,12 @@ def dialogue(
     group: str = "",
     version: int = 0,
 ) -> Trajectory:
-    """A trajectory that searched for queries and found documents of (title, text)."""
+    """A trajectory with the given searches: pairs of a query and its documents, (title, text)."""
     prompt = Prompt(f"train.parquet#{row}", (), "nq", tuple(gold), {"question": question})
     segments = [segment(Origin.PROMPT, f"Question: {question}\n")]
-    for query, found in searches:
+    for query, results in searches:
         segments.append(segment(Origin.POLICY, f"<search> {query} </search>", version))
-        documents = [Document.from_title(str(i), *one) for i, one in enumerate(found)]
+        documents = [Document.from_title(str(i), *result) for i, result in enumerate(results)]
         segments.append(segment(Origin.OBSERVATION, SEARCH_R1.observation(documents)))
     last = "<think> no </think>" if answer is None else f"<answer> {answer} </answer>"
     segments.append(segment(Origin.POLICY, last, version))
@@ -63,30 +63,31 @@ def dialogue(
     return Trajectory(prompt, segments, status, stats, group=group, sample=sample)
 
 
-def scored(trajectory: Trajectory, score: float) -> Reward:
+def reward_of(score: float) -> Reward:
     return Reward(score, {"em": score})
 
 
-def write_rollouts(folder: Path, step: int, found: Sequence[tuple[Trajectory, float]]) -> None:
-    """One step's training trajectories, each with its score."""
-    given = [one for one, _ in found]
-    write_step(folder / "rollouts", step, given, [scored(*one) for one in found])
+def write_rollouts(folder: Path, step: int, scored: Sequence[tuple[Trajectory, float]]) -> None:
+    """Write the training trajectories of one step, each with its score."""
+    rewards = [reward_of(score) for _, score in scored]
+    write_step(folder / "rollouts", step, [trajectory for trajectory, _ in scored], rewards)
 
 
-def write_validation(folder: Path, step: int, found: Sequence[tuple[Trajectory, float]]) -> None:
-    """One validation."""
+def write_validation(folder: Path, step: int, scored: Sequence[tuple[Trajectory, float]]) -> None:
+    """Write the dialogues of one validation."""
     path = folder / "validation" / f"step_{step}.jsonl"
-    write_dialogues(path, [one for one, _ in found], [scored(*one) for one in found])
+    rewards = [reward_of(score) for _, score in scored]
+    write_dialogues(path, [trajectory for trajectory, _ in scored], rewards)
 
 
 def add_metrics(folder: Path, step: int, **numbers: float | None) -> None:
-    """A line of `metrics.jsonl`."""
+    """Append a line to `metrics.jsonl`."""
     with (folder / "metrics.jsonl").open("a") as file:
         file.write(json.dumps({"step": step, **numbers}) + "\n")
 
 
 def start_run(folder: Path, **options: object) -> Path:
-    """A run that has begun: its configuration, model and empty folder of trajectories."""
+    """Write a run that has just started: configuration, tokenizer, empty trajectory folder."""
     (folder / "model").mkdir(parents=True)
     TOKENIZER.save(str(folder / "model" / "tokenizer.json"))
     prepare_folder(folder / "rollouts", TOKENIZER)
@@ -106,7 +107,7 @@ ROME = ("Italy", "Its capital is Rome.")
 
 
 def write_run(folder: Path, **options: object) -> Path:
-    """Two steps and a validation: right, missed in the documents, not found, known, hostile."""
+    """Write two steps and a validation, with every outcome of an answer and a hostile text."""
     start_run(folder, **options)
     question, gold = "What is the capital of France?", ["Paris"]
     write_rollouts(folder, 1, [

@@ -1,4 +1,4 @@
-"""The application by its routes."""
+"""The routes of the application."""
 
 import json
 from collections.abc import Callable
@@ -18,26 +18,27 @@ def client(run: Run) -> TestClient:
 
 
 def test_a_trajectory_by_token(client: TestClient, run: Run) -> None:
-    """Pieces join to the text; mask, log-probs and versions are those that were written."""
+    """Token texts join to the segment's text; log-probs and versions are the recorded ones."""
     found = client.get("/api/trajectory?kind=train&step=1&line=2").json()
-    made = runs.dialogue("Who is 100% _real_?", ["El Niño"], "El Niño 😀")
+    written = runs.dialogue("Who is 100% _real_?", ["El Niño"], "El Niño 😀")
     assert found["accepted"] == ["El Niño"] and found["components"] == {"em": 0.5}
-    for got, one in zip(found["segments"], made.segments, strict=True):
+    for got, expected in zip(found["segments"], written.segments, strict=True):
         assert (got["origin"], got["text"], got["ids"]) == (
-            one.origin.name.lower(), one.text, list(one.ids))  # fmt: skip
-        assert "".join(got["pieces"]) == one.text and len(got["pieces"]) == len(one.ids)
-        expected = {"log_probs": list(one.log_probs)} if one.log_probs else {}
-        assert got["columns"] == expected
-        assert got["weight_version"] == (0 if one.log_probs else None)
+            expected.origin.name.lower(), expected.text, list(expected.ids))  # fmt: skip
+        assert "".join(got["pieces"]) == expected.text
+        assert len(got["pieces"]) == len(expected.ids)
+        columns = {"log_probs": list(expected.log_probs)} if expected.log_probs else {}
+        assert got["columns"] == columns
+        assert got["weight_version"] == (0 if expected.log_probs else None)
     assert client.get("/api/trajectory?kind=train&step=1&line=3").status_code == 404
     assert client.get("/api/trajectory?kind=train&step=1&line=0&run=1").status_code == 404
 
 
-def test_columns_of_a_later_dump_are_shown_with_the_ratio(
+def test_the_trainers_columns_are_shown_with_ratio_and_kl(
     folder: Path, open_run: Callable[[Path], Run]
 ) -> None:
-    """A list as long as the ids is a column, and so is one number of the trainer for all tokens;
-    its log-probs against the engine's give the ratio, against the reference's the KL."""
+    """A list as long as the ids is a column, and a single number of the trainer is one, repeated.
+    Ratio and KL follow from the log-probs of trainer, engine and reference."""
     path = folder / "rollouts" / "step_00000001.jsonl"
     row = json.loads(path.read_text().splitlines()[2])
     policy = row["segments"][-1]
@@ -56,7 +57,7 @@ def test_columns_of_a_later_dump_are_shown_with_the_ratio(
 def test_curves_and_options_of_several_runs(
     tmp_path: Path, folder: Path, open_run: Callable[[Path], Run]
 ) -> None:
-    """Each metric for each run, also where one lacks it; options with what differs."""
+    """Curves contain every run, also one without the metric; differing options are marked."""
     other = runs.start_run(tmp_path / "other", template="short")
     runs.add_metrics(other, 7, **{"val/em": 0.5})
     client = TestClient(create_app(Runs([open_run(folder), open_run(other)])))
@@ -72,9 +73,9 @@ def test_curves_and_options_of_several_runs(
 
 
 def test_one_question_over_the_steps(client: TestClient) -> None:
-    """Training and validation in the order of the steps, without tokens."""
+    """Trajectories of training and validation in the order of the steps, without tokens."""
     found = client.get("/api/question?uid=train.parquet%231").json()
-    assert [(one["step"], one["line"]) for one in found] == [(1, 0), (1, 1), (2, 0), (2, 1)]
+    assert [(row["step"], row["line"]) for row in found] == [(1, 0), (1, 1), (2, 0), (2, 1)]
     assert set(found[0]["segments"][0]) == {"origin", "text"}
     assert client.get("/api/question?uid=none").json() == []
 
@@ -86,13 +87,13 @@ def test_one_question_over_the_steps(client: TestClient) -> None:
     "trajectory?kind=train&step=99999999999999999999&line=0", "trajectories?words=" + "a" * 501,
     "trajectories?run=99999999999999999999",
 ])  # fmt: skip
-def test_bad_questions_are_refused(client: TestClient, query: str) -> None:
-    """By a status of the client's, never by an error of the server."""
+def test_invalid_requests_are_refused(client: TestClient, query: str) -> None:
+    """The status is a client error, never a server error."""
     assert client.get(f"/api/{query}").status_code in (404, 422)
 
 
-def test_the_token_is_wanted_for_what_a_run_holds(run: Run) -> None:
-    """The page's own files hold nothing of the run; every question does."""
+def test_the_token_is_required_for_all_data_of_a_run(run: Run) -> None:
+    """Every route of the API requires it; the page's own files contain no data and do not."""
     client = TestClient(create_app(Runs([run]), "secret"))
     for route in ("runs", "metrics", "curves?name=a", "alarms", "config", "trajectories",
                   "question?uid=a", "trajectory?kind=train&step=1&line=0"):  # fmt: skip
@@ -100,13 +101,13 @@ def test_the_token_is_wanted_for_what_a_run_holds(run: Run) -> None:
         assert answer.status_code == 401 and answer.headers["WWW-Authenticate"] == "Bearer"
         wrong = client.get(f"/api/{route}", headers={"Authorization": "Bearer secre"})
         assert wrong.status_code == 401
-        given = client.get(f"/api/{route}", headers={"Authorization": "Bearer secret"})
-        assert given.status_code == 200
+        admitted = client.get(f"/api/{route}", headers={"Authorization": "Bearer secret"})
+        assert admitted.status_code == 200
     assert client.get("/").status_code == 200
 
 
-def test_files_of_the_page_are_all_that_is_served(client: TestClient) -> None:
-    """Under a policy that runs the page's own scripts only; nothing takes another method."""
+def test_only_files_of_the_page_are_served(client: TestClient) -> None:
+    """Their content security policy allows only the page's own scripts; POST is refused."""
     for path in PAGE.iterdir():
         address = "/" if path.name == "page.html" else f"/{path.name}"
         answer = client.get(address)
@@ -119,8 +120,8 @@ def test_files_of_the_page_are_all_that_is_served(client: TestClient) -> None:
     assert client.post("/api/runs").status_code == 405
 
 
-def test_the_page_puts_data_in_as_text_only() -> None:
-    """No script of the page makes HTML, code or addresses out of strings, or loads anything."""
+def test_the_page_inserts_data_as_text_only() -> None:
+    """No script of the page creates HTML, code or addresses from strings, or loads anything."""
     for path in PAGE.glob("*.js"):
         text = path.read_text(encoding="utf-8")
         for word in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(",
@@ -131,7 +132,7 @@ def test_the_page_puts_data_in_as_text_only() -> None:
 
 
 def test_hostile_texts_come_as_json(client: TestClient) -> None:
-    """Whatever a dialogue holds, an answer is JSON that no browser takes for a page."""
+    """An answer with hostile texts is JSON, which no browser interprets as a page."""
     answer = client.get("/api/trajectory?kind=train&step=2&line=2")
     assert answer.headers["Content-Type"] == "application/json"
     assert answer.headers["X-Content-Type-Options"] == "nosniff"

@@ -1,4 +1,4 @@
-"""What a dumped row is read as."""
+"""Parsing of recorded rows."""
 
 import json
 from pathlib import Path
@@ -19,29 +19,30 @@ def rows(path: Path) -> list[dict[str, Any]]:
 
 
 def test_a_training_row_and_a_validation_row_read_alike(tmp_path: Path) -> None:
-    """Queries, titles, texts, which document holds the answer, what was answered."""
-    made = runs.dialogue("Q?", ["Paris"], "paris.", [("a b", [runs.ROME, runs.PARIS])])
+    """Both give the same queries, documents, documents with the answer, and answer."""
+    written = runs.dialogue("Q?", ["Paris"], "paris.", [("a b", [runs.ROME, runs.PARIS])])
     runs.start_run(tmp_path / "run")
-    runs.write_rollouts(tmp_path / "run", 1, [(made, 1.0)])
-    runs.write_validation(tmp_path / "run", 1, [(made, 1.0)])
-    whole = read_dialogue(*rows(tmp_path / "run/rollouts/step_00000001.jsonl"), TAGS)
-    short = read_dialogue(*rows(tmp_path / "run/validation/step_1.jsonl"), TAGS)
-    for one in (whole, short):
-        assert (one.question, one.answer, one.gold) == ("Q?", "paris.", ("Paris",))
-        assert one.is_found and one.is_given and one.components == {"em": 1.0}
-        [search] = one.searches
+    runs.write_rollouts(tmp_path / "run", 1, [(written, 1.0)])
+    runs.write_validation(tmp_path / "run", 1, [(written, 1.0)])
+    training = read_dialogue(*rows(tmp_path / "run/rollouts/step_00000001.jsonl"), TAGS)
+    validation = read_dialogue(*rows(tmp_path / "run/validation/step_1.jsonl"), TAGS)
+    for dialogue in (training, validation):
+        assert (dialogue.question, dialogue.answer) == ("Q?", "paris.")
+        assert dialogue.gold == ("Paris",) and dialogue.components == {"em": 1.0}
+        assert dialogue.is_found and dialogue.is_given
+        [search] = dialogue.searches
         assert (search.tool, search.query) == ("search", "a b")
         found = [(d.title, d.text, d.has_answer) for d in search.documents]
         assert found == [(*runs.ROME, False), (*runs.PARIS, True)]
-    assert "".join(s["text"] for s in short.segments) == made.text
+    assert "".join(s["text"] for s in validation.segments) == written.text
 
 
 @pytest.mark.parametrize(("prompt", "question"), [
     ("Question: one? <x> Question: two?<|im_end|>\nassistant", "two?"),
     ("no heading " * 40, ("no heading " * 40)[-300:]),
 ])  # fmt: skip
-def test_an_old_dump_has_its_question_in_the_prompt(prompt: str, question: str) -> None:
-    """Dumps without `question` say it by the last `Question:`, or by the prompt's end."""
+def test_a_question_is_found_in_the_prompt(prompt: str, question: str) -> None:
+    """Rows without `question` show the text after the last `Question:`, or the prompt's end."""
     row = {"segments": [{"origin": "prompt", "text": prompt}], "ground_truth": ["x"],
            "components": {}}  # fmt: skip
     assert read_dialogue(row, TAGS).question == question
@@ -54,8 +55,8 @@ def _calls(turn: str, information: str, tags: Any) -> list[tuple[str, str]]:
     return [(search.tool, search.query) for search in read_dialogue(row, tags).searches]
 
 
-def test_calls_are_told_by_the_tags_of_the_run() -> None:
-    """Other tags, native calls (several in a turn), and tools that the configuration names."""
+def test_calls_are_recognized_by_the_tags_of_the_run() -> None:
+    """Other tags, native calls (several in a turn), and configured and unknown tools."""
     other = tags_of({"template": "r1_searcher"})
     assert other == R1_SEARCHER.tags
     text = "<|begin_of_query|> q <|end_of_query|>"
@@ -72,6 +73,6 @@ def test_calls_are_told_by_the_tags_of_the_run() -> None:
     assert tags_of({}) == TAGS and tags_of({"template": "moved.yaml"}).tools == TAGS.tools
 
 
-def test_what_brought_nothing_is_no_search() -> None:
-    """Feedback on an invalid turn holds no information."""
+def test_a_call_without_a_result_is_no_search() -> None:
+    """Feedback on an invalid turn contains no information tags."""
     assert _calls("<search> q </search>", "That was not valid.", TAGS) == []

@@ -1,15 +1,15 @@
-"""Curves out of a log that grows, is cut and begins anew."""
+"""Curves from a log that grows, is truncated and is rewritten."""
 
 import json
 import os
 from pathlib import Path
 
-from search_r1.view.run import MetricsLog, thinned
+from search_r1.view.run import MetricsLog, downsample
 from verl.monitor.tracking import JsonlTracker
 
 
-def test_a_torn_last_line_waits_for_its_end(tmp_path: Path) -> None:
-    """What is written in two parts is read once, when its end is there."""
+def test_an_incomplete_last_line_waits_for_its_end(tmp_path: Path) -> None:
+    """A line that is written in two parts is read once, when it is complete."""
     log = MetricsLog(tmp_path / "metrics.jsonl")
     assert not log.refresh() and log.names() == []
     line = json.dumps({"step": 1, "a": 0.5, "b": None}) + "\n"
@@ -23,7 +23,7 @@ def test_a_torn_last_line_waits_for_its_end(tmp_path: Path) -> None:
 
 
 def test_a_run_that_went_back_shows_its_new_steps_only(tmp_path: Path) -> None:
-    """The tracker rewrites the file at a resume; what it took back is gone here too."""
+    """The tracker rewrites the file when a run resumes; steps that it removed disappear."""
     tracker, log = JsonlTracker(tmp_path), MetricsLog(tmp_path / "metrics.jsonl")
     for step in (1, 2, 3):
         tracker.log({"a": float(step)}, step)
@@ -36,8 +36,8 @@ def test_a_run_that_went_back_shows_its_new_steps_only(tmp_path: Path) -> None:
     assert log.refresh() and log.names() == []
 
 
-def test_what_a_request_reads_never_changes(tmp_path: Path) -> None:
-    """A step's validation may come after its training was read, while names are collected."""
+def test_rows_that_a_request_reads_never_change(tmp_path: Path) -> None:
+    """Metrics added to a step that was already read go into a new dictionary."""
     log = MetricsLog(tmp_path / "metrics.jsonl")
     log.path.write_text('{"step": 1, "a": 0.5}\n')
     log.refresh()
@@ -47,11 +47,11 @@ def test_what_a_request_reads_never_changes(tmp_path: Path) -> None:
     assert log.refresh() and seen == {"a": 0.5} and log.rows[1] == {"a": 0.5, "val/em": 1.0}
 
 
-def test_a_thinned_curve_keeps_ends_and_peaks() -> None:
-    """No more points than wanted; the first, the last, the largest and the least are there."""
+def test_a_downsampled_curve_keeps_ends_and_peaks() -> None:
+    """It has at most the requested points, with the first, the last, maximum and minimum."""
     points = [(i, float(i % 7)) for i in range(1000)]
     points[400], points[700] = (400, 99.0), (700, -99.0)
     points[5] = (5, None)
-    found = thinned(points, 50)
+    found = downsample(points, 50)
     assert len(found) <= 50 and found == sorted(found)
     assert {points[0], points[-1], points[400], points[700]} <= set(found)

@@ -1,4 +1,4 @@
-"""The page in real headless Chromium against the real application on a real port."""
+"""The page in headless Chromium, with the real application on a real port."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -9,14 +9,14 @@ import pytest
 from playwright import sync_api as playwright
 
 from search_r1.view import app
-from search_r1.view.app import Asked, Runs, create_app
+from search_r1.view.app import ReplayRequest, Runs, create_app
 from search_r1.view.export import write_export
 from search_r1.view.report import write_report
 from search_r1.view.run import Run
 from tests.apps import running
 from tests.tabs import Visit, chromium
 from tests.view import runs
-from tests.view.test_replaying import replayed
+from tests.view.test_replaying import replay_output
 from verl.types import Status
 
 pytestmark = pytest.mark.browser
@@ -24,14 +24,14 @@ pytestmark = pytest.mark.browser
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    """One for all tests."""
-    with chromium() as found:
-        yield found
+    """One browser for all tests."""
+    with chromium() as opened:
+        yield opened
 
 
 @pytest.fixture
 def visit(browser: Any, run: Run) -> Iterator[Callable[..., Visit]]:
-    """Opens a tab on an application of its own, or on an address."""
+    """A function that opens a tab on a new application, or on an address."""
     contexts, servers = [], []
 
     def open_tab(url: str | None = None, token: str | None = None, *others: Run) -> Visit:
@@ -49,7 +49,7 @@ def visit(browser: Any, run: Run) -> Iterator[Callable[..., Visit]]:
 
 
 def test_curves_follow_a_run(visit: Callable[..., Visit], run: Run, folder: Path) -> None:
-    """A new step moves the readout without a reload; the arrows read along the curve."""
+    """A new step changes the readout without a reload; arrow keys move along the curve."""
     page = visit()
     page.open()
     page.see("figure:has-text('actor/entropy') .readout", "0.5")
@@ -62,16 +62,16 @@ def test_curves_follow_a_run(visit: Callable[..., Visit], run: Run, folder: Path
     figure.press("ArrowLeft")
     page.see("figure:has-text('actor/entropy') .readout", "step 2")
     figure.press("Enter")
-    playwright.expect(page.tab.locator(".place.wide figure").first).to_be_focused()
+    playwright.expect(page.tab.locator(".chart-slot.wide figure").first).to_be_focused()
     page.tab.get_by_label("Metrics").fill("no such")
     page.see(".curves", "No metric has such a name")
     assert page.complaints == []
 
 
-def test_two_runs_are_overlaid_and_what_differs_is_marked(
+def test_two_runs_are_overlaid_and_differences_are_marked(
     visit: Callable[..., Visit], open_run: Callable[[Path], Run], tmp_path: Path
 ) -> None:
-    """A line of each in a chart, the options that differ alone, the dialogues of either."""
+    """A chart has a line of each run; differing options and each run's trajectories are shown."""
     page = visit(None, None, open_run(runs.write_run(tmp_path / "other", template="short")))
     page.open()
     page.see("figure:has-text('actor/entropy')", "actor/entropy")
@@ -81,7 +81,7 @@ def test_two_runs_are_overlaid_and_what_differs_is_marked(
     page.see("tr.differs:has-text('template')", "short")
     shown = dict(zip(page.texts("tbody th"), page.texts("tbody td:last-child"), strict=True))
     assert shown["template"] == "short" and "agent.tools" not in shown
-    page.tab.get_by_label("Only what differs").uncheck()
+    page.tab.get_by_label("Only differences").uncheck()
     page.see("tbody", "agent.tools")
     page.tab.keyboard.press("2")
     page.tab.locator("#run").select_option("1")
@@ -90,7 +90,7 @@ def test_two_runs_are_overlaid_and_what_differs_is_marked(
 
 
 def test_a_trajectory_is_found_and_read_by_keys_alone(visit: Callable[..., Visit]) -> None:
-    """From the list by a word to a token's log-prob, then the same question over the steps."""
+    """A search leads from the list to a token's log-prob, and to the question over the steps."""
     page = visit()
     page.open()
     keys = page.tab.keyboard
@@ -104,25 +104,25 @@ def test_a_trajectory_is_found_and_read_by_keys_alone(visit: Callable[..., Visit
     page.see("h2.question", "Who is 100% _real_?")
     page.tab.locator(".dialogue").focus()
     keys.press("End")
-    made = runs.dialogue("Who is 100% _real_?", ["El Niño"], "El Niño 😀").segments[-1]
+    written = runs.dialogue("Who is 100% _real_?", ["El Niño"], "El Niño 😀").segments[-1]
     shown = page.texts("aside .facts dd")
-    assert shown[:4] == ['">"', str(made.ids[-1]), "policy", "1"]
+    assert shown[:4] == ['">"', str(written.ids[-1]), "policy", "1"]
     page.see("aside .facts", "log-prob of the engine")
-    assert "".join(page.texts(".segment.policy .token")) == made.text
+    assert "".join(page.texts(".segment.policy .token")) == written.text
     page.tab.get_by_role("link", name="This question over the steps").click()
     page.see(".cards", "step 1, sample 0")
     assert page.complaints == []
 
 
 def test_filters_pages_and_side_by_side(visit: Callable[..., Visit]) -> None:
-    """The missed answer is found, its document marked, and what was learned stands beside it."""
+    """A missed answer is found, its document is marked, and later trajectories are next to it."""
     page = visit()
     page.open("#/trajectories")
     page.tab.locator("select[name=outcome]").select_option("missed")
     page.see(".count", "1–1 of 1 trajectory")
     page.tab.locator("a.question").first.click()
-    page.see(".searches", "holds the answer")
-    assert page.texts("details.holds summary") == ["Franceholds the answer"]
+    page.see(".searches", "contains the answer")
+    assert page.texts("details.has-answer summary") == ["Francecontains the answer"]
     page.tab.get_by_role("link", name="This question over the steps").click()
     page.see("figure .readout", "1")
     assert len(page.texts("article.card")) == 2 + 2
@@ -130,11 +130,11 @@ def test_filters_pages_and_side_by_side(visit: Callable[..., Visit]) -> None:
     assert page.complaints == []
 
 
-def test_a_validation_is_not_said_to_be_trained_on(visit: Callable[..., Visit]) -> None:
-    """Its turns are text without a mask; a training trajectory's say what is in the loss."""
+def test_a_validation_is_not_shown_as_trained_on(visit: Callable[..., Visit]) -> None:
+    """Its turns have no loss mask; those of a training trajectory show what is in the loss."""
     page = visit()
     page.open("#/trajectory?run=0&kind=val&step=2&line=0")
-    page.see("aside .facts", "a validation keeps text only")
+    page.see("aside .facts", "validations are recorded as text only")
     page.see(".segment.policy header", "policy · search: France")
     page.open("#/trajectory?run=0&kind=train&step=2&line=0")
     page.see(".segment.policy header", "policy · in the loss")
@@ -143,7 +143,7 @@ def test_a_validation_is_not_said_to_be_trained_on(visit: Callable[..., Visit]) 
 
 
 def test_the_list_follows_a_run(visit: Callable[..., Visit], run: Run, folder: Path) -> None:
-    """New trajectories come into the list, and what they bring into the choices."""
+    """New trajectories appear in the list, and their values among the filters' choices."""
     page = visit()
     page.open("#/trajectories?status=out_of_turns")
     page.see(".count", "1–1 of 1 trajectory")
@@ -159,11 +159,11 @@ def test_the_list_follows_a_run(visit: Callable[..., Visit], run: Run, folder: P
 
 
 def test_hostile_texts_stay_texts(visit: Callable[..., Visit], run: Run, tmp_path: Path) -> None:
-    """On every page, served and exported: shown letter by letter, never run or loaded."""
+    """On every page, served and exported, they are shown literally, never run or loaded."""
     write_export([run], tmp_path / "run.html", 20)
     for page in (visit(), visit((tmp_path / "run.html").as_uri())):
         loaded: list[str] = []
-        page.tab.on("request", lambda one, loaded=loaded: loaded.append(one.url))
+        page.tab.on("request", lambda request, loaded=loaded: loaded.append(request.url))
         shown = runs.HOSTILE.replace("\u202e", "\\u202e")
         for address in ("#/trajectories", "#/trajectory?run=0&kind=train&step=2&line=2",
                         "#/question?uid=train.parquet%233", "#/config", "#/curves"):  # fmt: skip
@@ -180,7 +180,7 @@ def test_hostile_texts_stay_texts(visit: Callable[..., Visit], run: Run, tmp_pat
 def test_an_exported_file_answers_as_the_server_does(
     visit: Callable[..., Visit], run: Run, tmp_path: Path
 ) -> None:
-    """The same filters find the same trajectories; curves and tokens are there."""
+    """The same filters find the same trajectories; curves and tokens are shown."""
     write_export([run], tmp_path / "run.html", 20)
     served, exported = visit(), visit((tmp_path / "run.html").as_uri())
     for query in ("", "words=niño", "words=italy", "outcome=missed", "outcome=known",
@@ -201,8 +201,8 @@ def test_an_exported_file_answers_as_the_server_does(
     assert served.complaints == exported.complaints == []
 
 
-def test_a_report_opens_in_front(visit: Callable[..., Visit], folder: Path) -> None:
-    """Table, curves, examples side by side and advice; a card leads to its trajectory."""
+def test_a_report_opens_first(visit: Callable[..., Visit], folder: Path) -> None:
+    """It shows the table, curves and examples; a card leads to its trajectory."""
     for step in (0, 9):
         hostile = runs.dialogue(runs.HOSTILE, [runs.HOSTILE], runs.HOSTILE, row=5)
         runs.write_validation(folder, step, [(hostile, float(step))])
@@ -219,8 +219,8 @@ def test_a_report_opens_in_front(visit: Callable[..., Visit], folder: Path) -> N
     assert page.complaints == [] and "boom" not in page.tab.title()
 
 
-def test_a_token_is_asked_for(visit: Callable[..., Visit]) -> None:
-    """Nothing of the run is shown before it is given."""
+def test_a_token_is_required(visit: Callable[..., Visit]) -> None:
+    """Nothing of the run is shown before the token is entered."""
     page = visit(token="secret")
     page.open("#/trajectories")
     assert page.tab.locator("tbody tr").count() == 0
@@ -232,7 +232,7 @@ def test_a_token_is_asked_for(visit: Callable[..., Visit]) -> None:
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_both_schemes_are_readable(browser: Any, run: Run, scheme: str) -> None:
-    """Text stands out from its paper: a contrast of 4.5 or more, by WCAG's formula."""
+    """The contrast of text and background is 4.5 or more, by WCAG's formula."""
     with running(create_app(Runs([run]))) as url:
         context = browser.new_context(color_scheme=scheme)
         page = Visit(context.new_page(), url + "/")
@@ -259,29 +259,29 @@ def luminance(color: str) -> float:
 def test_a_turn_is_edited_and_replayed_by_keys_alone(
     visit: Callable[..., Visit], run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Only what was changed is asked for; the outcome is shown as text, and has the focus."""
-    asked: list[Asked] = []
+    """The request contains only the changes; the result is shown as text and gets the focus."""
+    requests: list[ReplayRequest] = []
 
-    async def said(command: list[str], one: Asked) -> tuple[bytes, bytes]:
-        asked.append(one)
-        if one.turn == 3:
+    async def run_replay(command: list[str], request: ReplayRequest) -> tuple[bytes, bytes]:
+        requests.append(request)
+        if request.turn == 3:
             return b"", b"--turn: got 3, expected another\n"
         gradient: dict[str, Any] = dict.fromkeys(
             ("norm_recorded", "norm_replayed", "norm_of_change"), 0.5
         )
         gradient |= {"cosine": None, "cosine_of_change": -0.25}
         pair = {"recorded": -1.0, "replayed": None}
-        return replayed(run, notes=[runs.HOSTILE], advantage=pair, gradient=gradient), b""
+        return replay_output(run, notes=[runs.HOSTILE], advantage=pair, gradient=gradient), b""
 
-    monkeypatch.setattr(app, "_said", said)
+    monkeypatch.setattr(app, "_run_replay", run_replay)
     page = visit()
     page.open("#/trajectory?run=0&kind=train&step=1&line=0")
-    summary = page.tab.locator("details.travel summary")
+    summary = page.tab.locator("details.edit summary")
     assert summary.count() == 3
     summary.first.focus()
     keys = page.tab.keyboard
     keys.press("Enter")
-    page.tab.locator("details.travel[open] input[name=query]").focus()
+    page.tab.locator("details.edit[open] input[name=query]").focus()
     keys.press("Home")
     keys.type("old ")
     keys.press("Enter")
@@ -289,17 +289,17 @@ def test_a_turn_is_edited_and_replayed_by_keys_alone(
     page.see(".replayed .facts", "-0.25")
     page.see(".replayed ul", runs.HOSTILE.replace("\u202e", "\\u202e"))
     playwright.expect(page.tab.locator(".replayed h2")).to_be_focused()
-    page.tab.locator("details.travel[open] button").click()
-    page.tab.locator("details.travel").nth(1).locator("summary").click()
-    page.tab.locator("details.travel").nth(1).locator("textarea").nth(1).fill("It rains.")
-    page.tab.locator("details.travel").nth(1).locator("button").click()
+    page.tab.locator("details.edit[open] button").click()
+    page.tab.locator("details.edit").nth(1).locator("summary").click()
+    page.tab.locator("details.edit").nth(1).locator("textarea").nth(1).fill("It rains.")
+    page.tab.locator("details.edit").nth(1).locator("button").click()
     playwright.expect(page.tab.locator(".replayed")).to_have_count(3)
-    page.tab.locator("details.travel").nth(2).locator("summary").click()
-    page.tab.locator("details.travel").nth(2).locator("button").click()
-    page.see("details.travel:nth-of-type(1) >> nth=2", "--turn: got 3, expected another")
-    edits = [one.model_dump(exclude_none=True, exclude_defaults=True) for one in asked]
-    for one, line in zip(edits, range(4), strict=True):
-        assert (one.pop("step"), one.pop("line"), one.pop("turn", 1)) == (1, 0, (1, 1, 2, 3)[line])
+    page.tab.locator("details.edit").nth(2).locator("summary").click()
+    page.tab.locator("details.edit").nth(2).locator("button").click()
+    page.see("details.edit:nth-of-type(1) >> nth=2", "--turn: got 3, expected another")
+    edits = [request.model_dump(exclude_none=True, exclude_defaults=True) for request in requests]
+    for edit, turn in zip(edits, (1, 1, 2, 3), strict=True):
+        assert (edit.pop("step"), edit.pop("line"), edit.pop("turn", 1)) == (1, 0, turn)
     assert edits[:2] == [{"query": "old capital"}] * 2 and edits[3] == {}
     assert [d["text"] for d in edits[2]["documents"][0]] == ["It rains.", "Its capital is Rome."]
     assert page.tab.locator("main img, main script").count() == 0 and "boom" not in page.tab.title()

@@ -1,4 +1,4 @@
-"""A run's own report: figures that can be computed by hand, examples, advice, and no live HTML."""
+"""A run's report: figures against hand-computed ones, examples, advice, escaped text."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ import pytest
 from search_r1.view.report import report, write_report
 from search_r1.view.run import Run
 from tests.view import runs
-from tests.view.test_export import held
+from tests.view.test_export import snapshot_of
 from verl.types import Trajectory
 
 PARIS = ("France", "Its capital is Paris.")
 
 
-def asked(row: int, answer: str, searches: int = 0) -> Trajectory:
+def trajectory(row: int, answer: str, searches: int = 0) -> Trajectory:
     found = [("capital", [PARIS])] * searches
     return runs.dialogue(f"Question {row}?", ["Paris"], answer, found, row=row)
 
 
 @pytest.fixture
 def learned(folder: Path) -> Path:
-    """A run that learned to search: 1 of 10 right at first, 7 at the end."""
+    """A run that learned to search: 1 of 10 answers right at first, 7 at the end."""
     (folder / "validation" / "step_2.jsonl").unlink()
     (folder / "metrics.jsonl").unlink()
     for step, right in ((0, 1), (5, 4), (10, 7)):
-        rows = [(asked(i, "Paris" if i < right else "Rome", int(i < right)), float(i < right))
+        rows = [(trajectory(i, "Paris" if i < right else "Rome", int(i < right)), float(i < right))
                 for i in range(10)]  # fmt: skip
         runs.write_validation(folder, step, rows)
     for step in range(1, 11):
@@ -53,10 +53,18 @@ def learned(folder: Path) -> Path:
 def test_the_table_has_intervals_by_resampling(
     learned: Path, open_run: Callable[[Path], Run]
 ) -> None:
-    """Exact means; the interval of a share of ten is the one of ten draws."""
-    made = report(open_run(learned))
-    assert made.heads == ["set", "questions", "measure", "step 0", "step 5", "step 10", "change"]
-    em, found, searches = made.rows
+    """Means are exact; the interval of a share of ten equals that of ten binomial draws."""
+    contents = report(open_run(learned))
+    assert contents.heads == [
+        "set",
+        "questions",
+        "measure",
+        "step 0",
+        "step 5",
+        "step 10",
+        "change",
+    ]
+    em, found, searches = contents.rows
     assert em[:3] == ["nq", "10", "EM"] and found[2:] != em[2:] and searches[2] == "searches"
     assert em[3].startswith("0.100") and em[5].startswith("0.700") and em[6].startswith("+0.600")
     low, high = map(float, re.findall(r"[-\d.]+", em[5])[1:])
@@ -65,17 +73,17 @@ def test_the_table_has_intervals_by_resampling(
 
 
 def test_costs_add_up(learned: Path, open_run: Callable[[Path], Run]) -> None:
-    """Ten steps of 36 s on 8 GPUs, 20 trajectories each."""
+    """Ten steps of 36 s on 8 GPUs with 20 trajectories each."""
     cost = dict(report(open_run(learned)).cost)
     assert cost["time in steps"] == "0.10 h (36.0 s a step)"
     assert cost["GPU-hours"] == "0.80 on 8 GPUs"
     assert cost["tokens learned from"] == "10,000" and cost["tokens sampled"] == "2,000"
     assert cost["searches"] == "100" and cost["share of the time: sampling"] == "83%"
-    assert cost["tokens/s for a GPU"] == "50" and cost["MFU of the policy's update"] == "25.0%"
+    assert cost["tokens/s per GPU"] == "50" and cost["MFU of the policy's update"] == "25.0%"
 
 
-def test_a_critic_of_its_own_costs_gpus_too(learned: Path, open_run: Callable[[Path], Run]) -> None:
-    """Four more on each of two nodes, or on one."""
+def test_gpus_of_a_separate_critic_count(learned: Path, open_run: Callable[[Path], Run]) -> None:
+    """It takes four more GPUs on each of two nodes, or on one."""
     config = learned / "config.yaml"
     config.write_text(config.read_text() + "critic: {n_gpus_per_node: 4, nnodes: null}\n")
     assert dict(report(open_run(learned)).cost)["GPU-hours"] == "1.60 on 16 GPUs"
@@ -83,35 +91,35 @@ def test_a_critic_of_its_own_costs_gpus_too(learned: Path, open_run: Callable[[P
     assert dict(report(open_run(learned)).cost)["GPU-hours"] == "1.20 on 12 GPUs"
 
 
-def test_examples_are_of_questions_that_were_learned(
+def test_examples_are_questions_that_were_learned(
     learned: Path, open_run: Callable[[Path], Run]
 ) -> None:
-    """Wrong before and right after, spread; with the turns of both."""
-    made = report(open_run(learned))
-    assert [one.question for one in made.examples] == [f"Question {i}?" for i in (1, 3, 5)]
-    for one in made.examples:
-        assert one.before is not None and one.before["answer"] == "Rome"
-        assert one.after["answer"] == "Paris" and one.after["step"] == 10
+    """They are wrong before and right after, and spread over the learned questions."""
+    examples = report(open_run(learned)).examples
+    assert [example.question for example in examples] == [f"Question {i}?" for i in (1, 3, 5)]
+    for example in examples:
+        assert example.before is not None and example.before["answer"] == "Rome"
+        assert example.after["answer"] == "Paris" and example.after["step"] == 10
 
 
 def test_advice_follows_from_the_figures(learned: Path, open_run: Callable[[Path], Run]) -> None:
-    """The better checkpoint, the documents that were lacking, and where the time went."""
+    """It names the better checkpoint, the missing documents, and the time of sampling."""
     best, answers, time = report(open_run(learned)).advice
     assert best.startswith("val/em was highest at step 5 (0.800, at the end 0.700)")
-    assert answers.startswith("3 of 3 wrong answers were in no document")
+    assert answers.startswith("3 of 3 wrong answers were given without")
     assert time.startswith("Sampling takes 83% of a step")
 
 
-def test_a_run_has_both_files_and_nothing_in_them_is_live(folder: Path) -> None:
-    """The page opens on the report, holds its examples, and its texts are data alone."""
+def test_both_files_are_written_and_contain_no_active_text(folder: Path) -> None:
+    """The page contains report and examples; hostile texts are data in it, and code in Markdown."""
     hostile = runs.dialogue(runs.HOSTILE, [runs.HOSTILE], runs.HOSTILE + "\n```\n<b>")
     for step in (0, 9):
         runs.write_validation(folder, step, [(hostile, float(step))])
     write_report(folder)
     page = (folder / "report.html").read_text()
-    data = held(page)
-    [made] = data["report"]
-    assert made["examples"][0]["question"] == runs.HOSTILE
+    data = snapshot_of(page)
+    [contents] = data["report"]
+    assert contents["examples"][0]["question"] == runs.HOSTILE
     shown = {(r["kind"], r["step"], r["line"]) for r in data["rows"][0]}
     assert {("val", 0, 0), ("val", 9, 0)} <= shown
     assert {step for kind, step, _ in shown} == {0, 1, 2, 9}  # the ends of each kind
@@ -123,7 +131,7 @@ def test_a_run_has_both_files_and_nothing_in_them_is_live(folder: Path) -> None:
 
 
 def test_a_run_without_validation_or_steps(tmp_path: Path) -> None:
-    """It says so; where nothing was logged there is no report; a damaged one is a line."""
+    """A missing validation is mentioned; without metrics, or if damaged, there is no report."""
     empty = runs.start_run(tmp_path / "empty")
     assert not write_report(empty)
     assert not (empty / "report.html").exists()

@@ -1,10 +1,11 @@
-"""`search-r1 view` as a process of its own."""
+"""`search-r1 view` as a process, and its command line."""
 
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import httpx
@@ -15,7 +16,7 @@ from tests.view import runs
 
 
 def test_a_run_that_is_training_is_followed(folder: Path, tmp_path: Path) -> None:
-    """Served on a port, a new step appears; another name in Host is refused; SIGTERM ends it."""
+    """A new step appears in the answers; another name in Host is refused; SIGTERM ends it."""
     port_file = tmp_path / "port"
     command = [sys.executable, "-m", "search_r1.cli", "view", str(folder), "--port", "0",
                "--port-file", str(port_file), "--index-dir", str(tmp_path / "index")]  # fmt: skip
@@ -39,9 +40,9 @@ def test_a_run_that_is_training_is_followed(folder: Path, tmp_path: Path) -> Non
         assert server.stderr is not None and str(folder) in server.stderr.read()
 
 
-def until(holds, seconds: float = 30) -> None:
+def until(is_true: Callable[[], bool], seconds: float = 30) -> None:
     end = time.monotonic() + seconds
-    while not holds():
+    while not is_true():
         assert time.monotonic() < end
         time.sleep(0.05)
 
@@ -53,24 +54,24 @@ def until(holds, seconds: float = 30) -> None:
     (["--report"], "RUN: got nothing, expected the folder of at least one run"),
     (["{run}", "--export", "{run}/none/run.html"], "No such file"),
 ])  # fmt: skip
-def test_mistakes_are_told_in_one_line(
+def test_mistakes_are_reported_in_one_line(
     folder: Path, tmp_path: Path, words: list[str], message: str,
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """Before anything is served."""
+    """The command ends before anything is served."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("VIEW_TOKEN", raising=False)
-    given = [word.format(run=folder) for word in words]
+    options = [word.format(run=folder) for word in words]
     try:
-        status = main([*given, "--index-dir", str(tmp_path / "index")])
+        status = main([*options, "--index-dir", str(tmp_path / "index")])
     except SystemExit as error:
         status = error.code
     assert status == 2
-    assert message in (said := capsys.readouterr().err) and said.count("\n") == 1
+    assert message in (logged := capsys.readouterr().err) and logged.count("\n") == 1
 
 
 def test_an_export_is_written(folder: Path, tmp_path: Path) -> None:
-    """By the command; nothing is served, and the run's folder stays as it was."""
+    """Nothing is served, and the run's folder stays unchanged."""
     before = sorted(os.listdir(folder))
     out = tmp_path / "run.html"
     assert main([str(folder), "--export", str(out), "--index-dir", str(tmp_path / "index")]) == 0
@@ -78,6 +79,6 @@ def test_an_export_is_written(folder: Path, tmp_path: Path) -> None:
 
 
 def test_a_report_that_is_not_written_is_a_failure(folder: Path, tmp_path: Path) -> None:
-    """Of the command; a run that ends never fails by it."""
+    """The command's exit code is 2, although a run that writes its report never fails."""
     assert main([str(folder), "--report"]) == 0 and (folder / "report.html").is_file()
     assert main([str(folder), str(tmp_path / "nothing"), "--report"]) == 2

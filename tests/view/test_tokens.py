@@ -1,4 +1,4 @@
-"""Tokens as text."""
+"""Texts of tokens, and the choice of the tokenizer."""
 
 import json
 from pathlib import Path
@@ -9,7 +9,7 @@ from verl.data.trajectories import HEADER
 
 
 def test_pieces_join_to_the_text(folder: Path) -> None:
-    """Also where one character takes several tokens: the last of them has it."""
+    """Also if a character takes several tokens: the last of them has it."""
     text = "El Niño 😀\n\n湖 x"
     ids = TOKENIZER.encode(text).ids
     found = pieces(TOKENIZER, ids)
@@ -18,8 +18,8 @@ def test_pieces_join_to_the_text(folder: Path) -> None:
     assert pieces(TOKENIZER, ids[:-3])[-1] != "" and pieces(TOKENIZER, []) == []
 
 
-def test_another_tokenizer_is_not_taken(tmp_path: Path) -> None:
-    """By its fingerprint; and the reason is told where there is none at all."""
+def test_another_tokenizer_is_not_used(tmp_path: Path) -> None:
+    """Tokenizers are compared by their fingerprint; the reason is given if none is found."""
     run = start_run(tmp_path / "run")
     rollouts = run / "rollouts"
     config = {"actor_rollout_ref": {"model": {"path": str(run / "model")}}}

@@ -1,25 +1,25 @@
-// Curves as SVG: one drawing for one metric, a line for each run.
+// Charts as SVG: one for each metric, with a line for each run.
 
-import { drawn, make, short } from "./elements.js";
+import { makeSvg, make, short } from "./elements.js";
 
-const SPACE = { left: 46, right: 10, top: 8, bottom: 22 };
+const MARGIN = { left: 46, right: 10, top: 8, bottom: 22 };
 
-/** Round numbers from `low` to `high`, about `count` of them. */
+/** Return about `count` round numbers from `low` to `high`. */
 export function ticks(low, high, count) {
   const rough = (high - low) / Math.max(1, count);
   const power = 10 ** Math.floor(Math.log10(rough));
-  const size = [1, 2, 5, 10].map((one) => one * power).find((one) => one >= 0.8 * rough) ?? rough;
-  const found = [];
-  for (let one = Math.ceil(low / size); one * size <= high + size * 1e-9; one++) found.push(one * size);
-  return found;
+  const size = [1, 2, 5, 10].map((factor) => factor * power).find((candidate) => candidate >= 0.8 * rough) ?? rough;
+  const values = [];
+  for (let i = Math.ceil(low / size); i * size <= high + size * 1e-9; i++) values.push(i * size);
+  return values;
 }
 
-/** Each value as a mean of those before it, the latest ones most. */
-export function smoothed(values, share) {
+/** Return the exponential moving average of the values; `weight` is that of the past. */
+export function smoothed(values, weight) {
   let mean = null;
   return values.map((value) => {
     if (value === null) return null;
-    mean = mean === null ? value : share * mean + (1 - share) * value;
+    mean = mean === null ? value : weight * mean + (1 - weight) * value;
     return mean;
   });
 }
@@ -37,56 +37,56 @@ function range(values, isWhole) {
 }
 
 /**
- * A figure: `lines` are {name, color, steps, values}; a null value is a gap. It has the keyboard:
- * arrows move along the steps, Enter makes it wide.
+ * Return a figure of `lines`: {name, color, steps, values}, where a null value is a gap. The arrow
+ * keys move along the steps.
  */
-export function chart(title, lines, { width = 340, height = 170, share = 0 } = {}) {
+export function chart(title, lines, { width = 340, height = 170, smoothing = 0 } = {}) {
   const figure = make("figure", "chart");
   const readout = make("output", "readout");
   const caption = make("figcaption", "", make("span", "name", title), readout);
-  const [x0, x1] = range(lines.flatMap((one) => one.steps), true);
-  const [y0, y1] = range(lines.flatMap((one) => one.values), false);
-  const x = (step) => SPACE.left + ((step - x0) / (x1 - x0)) * (width - SPACE.left - SPACE.right);
-  const y = (value) => height - SPACE.bottom - ((value - y0) / (y1 - y0)) * (height - SPACE.top - SPACE.bottom);
-  const svg = drawn("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": summary(title, lines) });
+  const [x0, x1] = range(lines.flatMap((line) => line.steps), true);
+  const [y0, y1] = range(lines.flatMap((line) => line.values), false);
+  const x = (step) => MARGIN.left + ((step - x0) / (x1 - x0)) * (width - MARGIN.left - MARGIN.right);
+  const y = (value) => height - MARGIN.bottom - ((value - y0) / (y1 - y0)) * (height - MARGIN.top - MARGIN.bottom);
+  const svg = makeSvg("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": summary(title, lines) });
   for (const value of ticks(y0, y1, 4)) {
     svg.append(
-      drawn("line", { class: "grid", x1: SPACE.left, x2: width - SPACE.right, y1: y(value), y2: y(value) }),
-      drawn("text", { class: "tick", x: SPACE.left - 6, y: y(value) + 3.5, "text-anchor": "end" }, short(value)),
+      makeSvg("line", { class: "grid", x1: MARGIN.left, x2: width - MARGIN.right, y1: y(value), y2: y(value) }),
+      makeSvg("text", { class: "tick", x: MARGIN.left - 6, y: y(value) + 3.5, "text-anchor": "end" }, short(value)),
     );
   }
   for (const step of ticks(x0, x1, width / 60).filter(Number.isInteger)) {
-    svg.append(drawn("text", { class: "tick", x: x(step), y: height - 6, "text-anchor": "middle" }, short(step)));
+    svg.append(makeSvg("text", { class: "tick", x: x(step), y: height - 6, "text-anchor": "middle" }, short(step)));
   }
   for (const line of lines) {
-    const isSmooth = share > 0 && line.values.length > 2;
-    svg.append(...path(line, line.values, isSmooth ? "faint" : "", x, y));
-    if (isSmooth) svg.append(...path(line, smoothed(line.values, share), "", x, y));
+    const isSmooth = smoothing > 0 && line.values.length > 2;
+    svg.append(...drawLine(line, line.values, isSmooth ? "faint" : "", x, y));
+    if (isSmooth) svg.append(...drawLine(line, smoothed(line.values, smoothing), "", x, y));
   }
-  const cursor = drawn("line", { class: "cursor", y1: SPACE.top, y2: height - SPACE.bottom, visibility: "hidden" });
+  const cursor = makeSvg("line", { class: "cursor", y1: MARGIN.top, y2: height - MARGIN.bottom, visibility: "hidden" });
   svg.append(cursor);
-  const steps = [...new Set(lines.flatMap((one) => one.steps))].sort((a, b) => a - b);
+  const steps = [...new Set(lines.flatMap((line) => line.steps))].sort((a, b) => a - b);
   const last = steps.length - 1;
-  let at = last;
-  const point = (place) => {
-    at = Math.max(0, Math.min(last, place));
-    const step = steps[at];
+  let current = last;
+  const select = (index) => {
+    current = Math.max(0, Math.min(last, index));
+    const step = steps[current];
     cursor.setAttribute("x1", x(step));
     cursor.setAttribute("x2", x(step));
     cursor.setAttribute("visibility", "visible");
-    tellValues(readout, lines, step);
+    showValues(readout, lines, step);
   };
   const leave = () => {
-    at = last;
+    current = last;
     cursor.setAttribute("visibility", "hidden");
-    tellValues(readout, lines, null);
+    showValues(readout, lines, null);
   };
   svg.addEventListener("pointermove", (event) => {
     const box = svg.getBoundingClientRect();
-    const wanted = x0 + (((event.clientX - box.left) / box.width) * width - SPACE.left) / (width - SPACE.left - SPACE.right) * (x1 - x0);
+    const target = x0 + (((event.clientX - box.left) / box.width) * width - MARGIN.left) / (width - MARGIN.left - MARGIN.right) * (x1 - x0);
     let nearest = 0;
-    steps.forEach((step, i) => { if (Math.abs(step - wanted) < Math.abs(steps[nearest] - wanted)) nearest = i; });
-    if (steps.length) point(nearest);
+    steps.forEach((step, i) => { if (Math.abs(step - target) < Math.abs(steps[nearest] - target)) nearest = i; });
+    if (steps.length) select(nearest);
   });
   svg.addEventListener("pointerleave", leave);
   figure.addEventListener("blur", leave);
@@ -94,7 +94,7 @@ export function chart(title, lines, { width = 340, height = 170, share = 0 } = {
     const move = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
     if (move === undefined || !steps.length) return;
     event.preventDefault();
-    point(at + move);
+    select(current + move);
   });
   figure.tabIndex = 0;
   figure.append(caption, svg);
@@ -102,28 +102,28 @@ export function chart(title, lines, { width = 340, height = 170, share = 0 } = {
   return figure;
 }
 
-/** A line in pieces, cut where a value is missing; a lone point as a dot. */
-function path(line, values, className, x, y) {
+/** Return the pieces of a line, which is cut where a value is missing; single points are dots. */
+function drawLine(line, values, className, x, y) {
   const pieces = [[]];
   values.forEach((value, i) => (value === null ? pieces.push([]) : pieces.at(-1).push([x(line.steps[i]), y(value)])));
   return pieces.filter((piece) => piece.length).map((piece) =>
     piece.length === 1
-      ? drawn("circle", { class: `dot run-${line.color} ${className}`, cx: piece[0][0], cy: piece[0][1], r: 3 })
-      : drawn("polyline", { class: `line run-${line.color} ${className}`, points: piece.map(([a, b]) => `${a.toFixed(1)},${b.toFixed(1)}`).join(" ") }),
+      ? makeSvg("circle", { class: `dot run-${line.color} ${className}`, cx: piece[0][0], cy: piece[0][1], r: 3 })
+      : makeSvg("polyline", { class: `line run-${line.color} ${className}`, points: piece.map(([a, b]) => `${a.toFixed(1)},${b.toFixed(1)}`).join(" ") }),
   );
 }
 
-/** Each line's value at a step, or its last one. */
-function tellValues(readout, lines, step) {
-  const parts = lines.filter((one) => one.steps.length).map((line) => {
-    const place = step === null ? line.steps.length - 1 : line.steps.indexOf(step);
-    const words = place < 0 ? "–" : short(line.values[place]);
-    return make("span", `value run-${line.color}`, words);
+/** Show each line's value at a step, or its last value if `step` is null. */
+function showValues(readout, lines, step) {
+  const parts = lines.filter((line) => line.steps.length).map((line) => {
+    const index = step === null ? line.steps.length - 1 : line.steps.indexOf(step);
+    const text = index < 0 ? "–" : short(line.values[index]);
+    return make("span", `value run-${line.color}`, text);
   });
   readout.replaceChildren(...(step === null ? [] : [make("span", "step", `step ${step}`)]), ...parts);
 }
 
 function summary(title, lines) {
-  return `${title}: ` + lines.filter((one) => one.values.length)
-    .map((one) => `${one.name} from ${short(one.values[0])} to ${short(one.values.at(-1))}`).join("; ");
+  return `${title}: ` + lines.filter((line) => line.values.length)
+    .map((line) => `${line.name} from ${short(line.values[0])} to ${short(line.values.at(-1))}`).join("; ");
 }

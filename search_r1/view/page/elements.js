@@ -1,23 +1,23 @@
-// Elements and words. Whatever a run says is put in as text, never as HTML.
+// Helpers for elements and labels. Text of a run is inserted as text, never as HTML.
 
 const SVG = "http://www.w3.org/2000/svg";
 const HIDDEN = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff]/g;
 
-/** Characters that act instead of being seen, written out. */
+/** Return the text with control characters and invisible ones escaped. */
 export function visible(text) {
-  return String(text).replace(HIDDEN, (one) => `\\u${one.charCodeAt(0).toString(16).padStart(4, "0")}`);
+  return String(text).replace(HIDDEN, (character) => `\\u${character.charCodeAt(0).toString(16).padStart(4, "0")}`);
 }
 
-/** An element with a class and children; strings become text. */
+/** Return a new element with a class and children; strings become text. */
 export function make(tag, className = "", ...children) {
   const element = document.createElement(tag);
   if (className) element.className = className;
-  element.append(...children.map((one) => (one instanceof Node ? one : visible(one))));
+  element.append(...children.map((child) => (child instanceof Node ? child : visible(child))));
   return element;
 }
 
-/** An element of a drawing. */
-export function drawn(tag, attributes = {}, ...children) {
+/** Return a new SVG element. */
+export function makeSvg(tag, attributes = {}, ...children) {
   const element = document.createElementNS(SVG, tag);
   for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
   element.append(...children);
@@ -32,18 +32,18 @@ export function link(page, params, className, ...children) {
 }
 
 export function address(page, params = {}) {
-  const given = Object.entries(params).filter(([, value]) => value !== "" && value !== null && value !== undefined);
-  const query = new URLSearchParams(given).toString();
+  const set = Object.entries(params).filter(([, value]) => value !== "" && value !== null && value !== undefined);
+  const query = new URLSearchParams(set).toString();
   return `#/${page}${query ? `?${query}` : ""}`;
 }
 
-/** A choice of [value, words]. */
+/** Return a <select>; `options` are pairs of value and label. */
 export function choice(name, options, value = "") {
   const element = make("select");
   element.name = name;
-  for (const [given, words] of options) {
-    const option = make("option", "", words);
-    option.value = given;
+  for (const [optionValue, label] of options) {
+    const option = make("option", "", label);
+    option.value = optionValue;
     element.append(option);
   }
   element.value = value;
@@ -56,14 +56,14 @@ export function input(name, type, value = "", hint = "") {
   return element;
 }
 
-export function labelled(words, field, className = "") {
-  return make("label", className, make("span", "", words), field);
+export function labelled(label, field, className = "") {
+  return make("label", className, make("span", "", label), field);
 }
 
 export const plural = (count, noun, nouns = `${noun}s`) =>
   `${count.toLocaleString("en")} ${count === 1 ? noun : nouns}`;
 
-/** A number in at most five characters or so. */
+/** Format a number in about five characters. */
 export function short(value) {
   if (value === null || value === undefined || !Number.isFinite(value)) return "–";
   const size = Math.abs(value);
@@ -72,8 +72,8 @@ export function short(value) {
   return String(Number(value.toPrecision(size < 1 ? 3 : 4)));
 }
 
-/** What became of the answer, in words. */
+/** Describe whether the answer is right, and whether the documents contain an accepted one. */
 export function outcome(row) {
-  if (row.is_given) return row.is_found ? "given" : "given, not in documents";
-  return row.is_found ? "in documents, not given" : "not found";
+  if (row.is_given) return row.is_found ? "right" : "right, not in documents";
+  return row.is_found ? "in documents, not given" : "not in documents, not given";
 }

@@ -1,28 +1,28 @@
-// One question over the steps: its trajectories side by side, and how its score went.
+// One question over the steps: its trajectories side by side, and its score and searches by step.
 
 import { ask } from "./ask.js";
 import { chart } from "./chart.js";
 import { choice, labelled, link, make, short } from "./elements.js";
-import { placeOf } from "./trajectories.js";
+import { keyOf } from "./trajectories.js";
 
 const BOTH_KINDS = [["", "training and validation"], ["train", "training"], ["val", "validation"]];
 
 export async function showQuestion(root, { params, go }) {
-  const found = await ask("question", params);
+  const rows = await ask("question", params);
   const kind = choice("kind", BOTH_KINDS, params.kind ?? "");
   kind.addEventListener("change", () => go("question", { ...params, kind: kind.value }));
-  const first = found[0];
+  const first = rows[0];
   const head = make("section", "head", make("p", "quiet", params.uid ?? ""), make("h2", "question", first?.question ?? "No such question"));
   if (first) head.append(make("p", "", "Accepted: ", make("strong", "", first.gold)));
-  head.append(make("div", "bar", labelled("Of", kind)));
+  head.append(make("div", "bar", labelled("Kind", kind)));
   const charts = make("div", "grid-of-charts");
-  if (found.length > 1) {
+  if (rows.length > 1) {
     for (const name of ["score", "searches"]) {
-      const line = { name, color: 0, ...means(found, name) };
-      charts.append(make("div", "place", chart(name, [line], { height: 120 })));
+      const line = { name, color: 0, ...means(rows, name) };
+      charts.append(make("div", "chart-slot", chart(name, [line], { height: 120 })));
     }
   }
-  const cards = make("div", "cards", ...found.map((one) => card(one, params.run)));
+  const cards = make("div", "cards", ...rows.map((row) => card(row, params.run)));
   cards.tabIndex = 0;
   cards.setAttribute("role", "group");
   cards.setAttribute("aria-label", "Trajectories by step");
@@ -30,23 +30,23 @@ export async function showQuestion(root, { params, go }) {
   return null;
 }
 
-/** The mean of a number at each step. */
+/** Return the mean of a column at each step. */
 function means(rows, name) {
   const steps = [...new Set(rows.map((row) => row.step))];
   const values = steps.map((step) => {
-    const own = rows.filter((row) => row.step === step && row[name] !== null).map((row) => row[name]);
-    return own.length ? own.reduce((a, b) => a + b) / own.length : null;
+    const known = rows.filter((row) => row.step === step && row[name] !== null).map((row) => row[name]);
+    return known.length ? known.reduce((a, b) => a + b) / known.length : null;
   });
   return { steps, values };
 }
 
-export function card(one, run) {
-  const title = link("trajectory", placeOf(one, run), "", `step ${one.step}${one.kind === "val" ? ", validation" : `, sample ${one.sample}`}`);
-  const said = make("p", "", "answer ", make("strong", one.is_given ? "right" : "", one.answer ?? "none"), ` · score ${short(one.score)}`);
-  const turns = one.segments.filter((part) => part.origin !== "prompt").map((part, i) => {
-    const text = make("div", `turn ${part.origin}`, part.text.trim());
+export function card(row, run) {
+  const title = link("trajectory", keyOf(row, run), "", `step ${row.step}${row.kind === "val" ? ", validation" : `, sample ${row.sample}`}`);
+  const answer = make("p", "", "answer ", make("strong", row.is_given ? "right" : "", row.answer ?? "none"), ` · score ${short(row.score)}`);
+  const turns = row.segments.filter((segment) => segment.origin !== "prompt").map((segment, i) => {
+    const text = make("div", `turn ${segment.origin}`, segment.text.trim());
     if (i === 0) text.classList.add("first");
     return text;
   });
-  return make("article", `card ${one.is_given ? "right" : ""}`, make("h3", "", title), said, ...turns);
+  return make("article", `card ${row.is_given ? "right" : ""}`, make("h3", "", title), answer, ...turns);
 }

@@ -1,73 +1,75 @@
-// Time travel: a turn edited and replayed, and what came of it beside the record.
+// Time travel: forms that edit and replay a turn, and the results.
 
 import { send } from "./ask.js";
 import { input, labelled, make, short } from "./elements.js";
 
-/** The forms of a trajectory's policy turns, by segment. `show` is given what a replay found. */
-export function replayForms(found, params, show) {
-  const turns = found.segments.flatMap((one, place) => (one.origin === "policy" ? [place] : []));
-  return new Map(turns.map((place, i) => [place, form(found, place, i + 1, params, show)]));
+/** Return a form for each policy turn, by the index of its segment; results go to `showResult`. */
+export function replayForms(trajectory, params, showResult) {
+  const turns = trajectory.segments.flatMap((segment, index) => (segment.origin === "policy" ? [index] : []));
+  return new Map(turns.map((index, i) => [index, form(trajectory, index, i + 1, params, showResult)]));
 }
 
-function form(found, place, turn, params, show) {
-  const calls = found.calls.filter((call) => call.segment === place);
-  const text = area(found.segments[place].text, Math.min(8, 2 + found.segments[place].text.split("\n").length));
+function form(trajectory, index, turn, params, showResult) {
+  const calls = trajectory.calls.filter((call) => call.segment === index);
+  const turnText = trajectory.segments[index].text;
+  const text = textarea(turnText, Math.min(8, 2 + turnText.split("\n").length));
   const query = calls.length === 1 ? input("query", "text", calls[0].query) : null;
-  const documents = calls.map((call) => call.documents.map((one) => ({ id: one.id, title: input("title", "text", one.title), text: area(one.text, 4) })));
+  const documents = calls.map((call) => call.documents.map((document) => ({ id: document.id, title: input("title", "text", document.title), text: textarea(document.text, 4) })));
   const gradient = input("gradient", "checkbox");
   const state = make("p", "quiet");
   state.setAttribute("role", "status");
   const button = make("button", "", "Replay from here");
-  const fields = make("form", "replay", labelled("The policy says (it goes on from a text that closes no call or answer)", text));
-  if (query) fields.append(labelled("or it asks for", query));
-  documents.flat().forEach((one, i) => fields.append(fieldset(`Document ${i + 1} that it finds (none if both are empty)`, one)));
+  const fields = make("form", "replay", labelled("Text of the turn (the policy continues it if it closes neither a call nor an answer)", text));
+  if (query) fields.append(labelled("or query of the turn", query));
+  documents.flat().forEach((document, i) => fields.append(documentFields(`Document ${i + 1} of the result (removed if both fields are empty)`, document)));
   fields.append(make("div", "bar", button, labelled("Compare gradients", gradient, "check")), state);
-  const before = [text.value, query?.value, JSON.stringify(given(documents))]; // as fields keep them
+  // The originals are read from the fields, which normalize line ends.
+  const before = { text: text.value, query: query?.value, documents: JSON.stringify(valuesOf(documents)) };
   fields.addEventListener("submit", async (event) => {
     event.preventDefault();
-    const body = { run: Number(params.run ?? 0), step: found.step, line: found.line, turn, gradient: gradient.checked };
-    if (text.value !== before[0]) body.text = text.value;
-    if (query && query.value !== before[1]) body.query = query.value;
-    if (JSON.stringify(given(documents)) !== before[2]) body.documents = given(documents).map((one) => one.filter((d) => d.title || d.text));
+    const body = { run: Number(params.run ?? 0), step: trajectory.step, line: trajectory.line, turn, gradient: gradient.checked };
+    if (text.value !== before.text) body.text = text.value;
+    if (query && query.value !== before.query) body.query = query.value;
+    if (JSON.stringify(valuesOf(documents)) !== before.documents) body.documents = valuesOf(documents).map((call) => call.filter((d) => d.title || d.text));
     button.disabled = true;
-    state.textContent = "Replaying. The weights are loaded first, which takes seconds to minutes …";
+    state.textContent = "Replaying. Loading the weights takes seconds to minutes …";
     try {
-      show(await send("replay", body), turn);
-      state.textContent = "Replayed: see below the dialogue.";
+      showResult(await send("replay", body), turn);
+      state.textContent = "Replayed: the result is below the dialogue.";
     } catch (error) {
       state.textContent = error.message || "The access token is missing: reload the page.";
     }
     button.disabled = false;
   });
-  return make("details", "travel", make("summary", "", `Edit or replay from turn ${turn}`), fields);
+  return make("details", "edit", make("summary", "", `Edit or replay from turn ${turn}`), fields);
 }
 
-const given = (documents) => documents.map((call) => call.map((one) => ({ id: one.id, title: one.title.value, text: one.text.value })));
+const valuesOf = (documents) => documents.map((call) => call.map((document) => ({ id: document.id, title: document.title.value, text: document.text.value })));
 
-function area(value, rows) {
+function textarea(value, rows) {
   const element = make("textarea");
   Object.assign(element, { value, rows, spellcheck: false });
   return element;
 }
 
-function fieldset(words, one) {
-  one.text.setAttribute("aria-label", `Text of ${words}`);
-  return make("div", "document", labelled(words, one.title), one.text);
+function documentFields(label, document) {
+  document.text.setAttribute("aria-label", `Text of ${label}`);
+  return make("div", "document", labelled(label, document.title), document.text);
 }
 
-/** What came of a replay: the verdict, what it was worth, and its dialogue as `segments` draws it. */
-export function outcomeOf(result, turn, segments) {
-  const pair = (one) => `${short(one.recorded)} → ${short(one.replayed)}`;
+/** Return a section with the verdict, score, advantage and gradients of a replay, and its `dialogue`. */
+export function replayResult(result, turn, dialogue) {
+  const pair = (values) => `${short(values.recorded)} → ${short(values.replayed)}`;
   const facts = [["score", pair(result.score)]];
   if (result.advantage) facts.push(["advantage", pair(result.advantage)]);
   if (result.gradient) {
     const { norm_recorded, norm_replayed, norm_of_change, cosine, cosine_of_change } = result.gradient;
-    facts.push(["gradient's norm", `${short(norm_recorded)} → ${short(norm_replayed)}`], ["norm of its change", short(norm_of_change)],
-      ["cosine with the recorded one", short(cosine)], ["of the change", short(cosine_of_change)]);
+    facts.push(["gradient norm", `${short(norm_recorded)} → ${short(norm_replayed)}`], ["norm of the change", short(norm_of_change)],
+      ["cosine of replayed and recorded", short(cosine)], ["cosine of change and recorded", short(cosine_of_change)]);
   }
   const list = make("dl", "facts inline", ...facts.map(([name, value]) => make("div", "", make("dt", "", name), make("dd", "", value))));
   const title = make("h2", "", `Replayed from turn ${turn}`);
   title.tabIndex = -1;
   return make("section", `replayed ${result.identical ? "same" : ""}`, title, make("p", "verdict", result.verdict),
-    list, make("ul", "quiet", ...result.notes.map((note) => make("li", "", note))), segments);
+    list, make("ul", "quiet", ...result.notes.map((note) => make("li", "", note))), dialogue);
 }

@@ -1,4 +1,4 @@
-// The page of a run's own report: what it learned, examples, cost, what to try next.
+// The page of a run's report: evaluation, suggestions, curves, cost, examples.
 
 import { ask } from "./ask.js";
 import { chart } from "./chart.js";
@@ -7,21 +7,21 @@ import { card } from "./question.js";
 
 export async function showReport(root, { runs }) {
   const reports = await ask("report");
-  for (const [i, one] of reports.entries()) {
-    const found = await ask("curves", { name: one.curves });
-    const charts = one.curves.map((name) => {
-      const [steps, values] = found[name][i];
-      return make("div", "place", chart(name, [{ name: runs[i].name, color: i % 8, steps, values }], { share: steps.length > 20 ? 0.6 : 0 }));
+  for (const [i, report] of reports.entries()) {
+    const curves = await ask("curves", { name: report.curves });
+    const charts = report.curves.map((name) => {
+      const [steps, values] = curves[name][i];
+      return make("div", "chart-slot", chart(name, [{ name: runs[i].name, color: i % 8, steps, values }], { smoothing: steps.length > 20 ? 0.6 : 0 }));
     });
     root.append(
-      make("h2", "question", one.title),
-      facts(one.facts),
-      section("Evaluation", evaluation(one)),
-      section("What to try next", make("ul", "", ...one.advice.map((line) => make("li", "", line)))),
+      make("h2", "question", report.title),
+      facts(report.facts),
+      section("Evaluation", evaluation(report)),
+      section("What to try next", make("ul", "", ...report.advice.map((line) => make("li", "", line)))),
       section("Curves", make("div", "grid-of-charts", ...charts), make("p", "quiet", link("curves", {}, "", "all curves"),
-        one.alarms ? ` and ${plural(one.alarms, "alarm")} of the guard` : "")),
-      section("Cost", facts(one.cost)),
-      section("Before and after", ...examples(one, i)),
+        report.alarms ? ` and ${plural(report.alarms, "alarm")} of the guard` : "")),
+      section("Cost", facts(report.cost)),
+      section("Before and after", ...examples(report, i)),
     );
   }
   return null;
@@ -37,17 +37,17 @@ function facts(pairs) {
 
 const isNumber = (column) => column === 1 || column > 2;
 
-function evaluation(one) {
-  if (!one.rows.length) return make("p", "quiet", "There was no validation (trainer.test_freq); search-r1 evaluate measures the model.");
-  const head = make("tr", "", ...one.heads.map((name, i) => make("th", isNumber(i) ? "number" : "", name)));
-  const rows = one.rows.map((row) => make("tr", "", ...row.map((cell, i) => make("td", isNumber(i) ? "number" : "", cell))));
+function evaluation(report) {
+  if (!report.rows.length) return make("p", "quiet", "There was no validation (trainer.test_freq); search-r1 evaluate measures the model.");
+  const head = make("tr", "", ...report.heads.map((name, i) => make("th", isNumber(i) ? "number" : "", name)));
+  const rows = report.rows.map((row) => make("tr", "", ...row.map((cell, i) => make("td", isNumber(i) ? "number" : "", cell))));
   const table = make("table", "", make("thead", "", head), make("tbody", "", ...rows));
-  return make("div", "", make("div", "scroll", table), make("p", "quiet", "Answers of the validation; in brackets 95 % intervals, by resampling questions."));
+  return make("div", "", make("div", "scroll", table), make("p", "quiet", "Answers of the validation; in brackets: 95 % intervals from resampling the questions."));
 }
 
-function examples(one, run) {
-  if (!one.examples.length) return [make("p", "quiet", "No validation kept its dialogues.")];
-  return one.examples.flatMap((example) => [
+function examples(report, run) {
+  if (!report.examples.length) return [make("p", "quiet", "No validation recorded its dialogues.")];
+  return report.examples.flatMap((example) => [
     make("h3", "", example.question),
     make("p", "", "Accepted: ", make("strong", "", example.accepted)),
     make("div", "cards pair", ...[example.before, example.after].filter(Boolean).map((row) => card(row, run))),

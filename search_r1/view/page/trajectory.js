@@ -1,116 +1,121 @@
-// One trajectory: its dialogue by token, what is known of each token, its searches.
+// One trajectory: its dialogue token by token, the data of each token, its searches.
 
 import { ask, isExport } from "./ask.js";
 import { choice, labelled, link, make, outcome, short, visible } from "./elements.js";
-import { outcomeOf, replayForms } from "./replay.js";
+import { replayResult, replayForms } from "./replay.js";
 import { neighbour } from "./trajectories.js";
 
 const LABELS = { log_probs: "log-prob of the engine", old_log_probs: "log-prob of the trainer", ref_log_probs: "log-prob of the reference",
   ratio: "ratio trainer / engine", rollout_weights: "weight of the correction", kl: "KL to the reference (k1)", advantages: "advantage",
   values: "value by the critic", weight_versions: "weight version by token" };
-const tokenLook = { color: "log_probs" }; // kept from one trajectory to the next
+const tokenState = { color: "log_probs" }; // kept from one trajectory to the next
 
 export async function showTrajectory(root, { params, runs }) {
   const run = runs[Number(params.run ?? 0)] ?? runs[0];
-  const found = await ask("trajectory", params);
-  const columns = [...new Set(found.segments.flatMap((one) => Object.keys(one.columns ?? {})))];
-  const versions = [...new Set(found.segments.filter((one) => one.weight_version !== null && one.weight_version !== undefined).map((one) => one.weight_version))];
+  const trajectory = await ask("trajectory", params);
+  const columns = [...new Set(trajectory.segments.flatMap((part) => Object.keys(part.columns ?? {})))];
+  const versions = [...new Set(trajectory.segments.map((part) => part.weight_version).filter(isKnown))];
   const color = choice("color", [["origin", "origin"], ...columns.map((name) => [name, LABELS[name] ?? name]), ["weight_version", "weight version"]],
-    columns.includes(tokenLook.color) || tokenLook.color === "weight_version" ? tokenLook.color : columns.length ? columns[0] : "origin");
+    columns.includes(tokenState.color) || tokenState.color === "weight_version" ? tokenState.color : columns.length ? columns[0] : "origin");
   const detail = make("dl", "facts");
   const dialogue = make("div", "dialogue");
   const replays = make("div");
   const bar = make("div", "bar");
   if (columns.length) bar.append(labelled("Tokens coloured by", color), make("p", "scale"));
-  const side = make("aside", "", make("h2", "", "Token"), detail, make("h2", "", `Searches`, make("small", "", ` ${found.calls.length}`)), searches(found));
-  root.replaceChildren(head(found, params, run), make("div", "columns", make("section", "", bar, dialogue, replays), side));
-  const show = (result, turn) => {
-    const again = make("div", "dialogue", ...result.segments.map((one, i) => segment(one, i, result, tokenLook.color, versions)));
-    follow(again, (place, index) => tell(detail, result.segments[place], index, true));
-    replays.prepend(outcomeOf(result, turn, again));
+  const side = make("aside", "", make("h2", "", "Token"), detail, make("h2", "", `Searches`, make("small", "", ` ${trajectory.calls.length}`)), searches(trajectory));
+  root.replaceChildren(head(trajectory, params, run), make("div", "columns", make("section", "", bar, dialogue, replays), side));
+  const showReplay = (result, turn) => {
+    const replayed = make("div", "dialogue", ...result.segments.map((_, i) => segmentArticle(result, i, tokenState.color, versions)));
+    followTokens(replayed, (segment, token) => showToken(detail, result.segments[segment], token, true));
+    replays.prepend(replayResult(result, turn, replayed));
     replays.querySelector("h2").focus();
   };
-  const forms = isExport || found.kind === "val" ? new Map() : replayForms(found, params, show);
+  const forms = isExport || trajectory.kind === "val" ? new Map() : replayForms(trajectory, params, showReplay);
   const draw = () => {
-    tokenLook.color = color.value;
-    dialogue.replaceChildren(...found.segments.map((one, i) => {
-      const article = segment(one, i, found, color.value, versions);
+    tokenState.color = color.value;
+    dialogue.replaceChildren(...trajectory.segments.map((_, i) => {
+      const article = segmentArticle(trajectory, i, color.value, versions);
       article.append(forms.get(i) ?? "");
       return article;
     }));
-    scale(bar, color.value, columns, found, versions);
+    showLegend(bar, color.value, columns, trajectory, versions);
   };
   color.addEventListener("change", draw);
   draw();
-  follow(dialogue, (place, index) => tell(detail, found.segments[place], index, isTrained(found)));
-  tell(detail, null, 0);
-  if (found.kind === "val") detail.replaceChildren(make("dt", "", "a validation keeps text only"));
+  followTokens(dialogue, (segment, token) => showToken(detail, trajectory.segments[segment], token, isTrained(trajectory)));
+  const hint = trajectory.kind === "val" ? "validations are recorded as text only" : "point at a token, or use the arrow keys";
+  detail.replaceChildren(make("dt", "", hint));
   return null;
 }
 
-function head(found, params, run) {
+function head(trajectory, params, run) {
   const facts = [
-    ["answer", found.answer ?? "none", found.is_given ? "right" : ""], ["accepted", found.gold], ["outcome", outcome(found)],
-    ["score", short(found.score)], ...Object.entries(found.components).map(([name, value]) => [name, short(value)]),
-    ["ended", found.status.replaceAll("_", " ")], ["source", found.source],
+    ["answer", trajectory.answer ?? "none", trajectory.is_given ? "right" : ""], ["accepted", trajectory.gold], ["outcome", outcome(trajectory)],
+    ["score", short(trajectory.score)], ...Object.entries(trajectory.components).map(([name, value]) => [name, short(value)]),
+    ["status", trajectory.status.replaceAll("_", " ")], ["source", trajectory.source],
   ];
   const list = make("dl", "facts inline", ...facts.map(([name, value, className]) => make("div", "", make("dt", "", name), make("dd", className ?? "", value))));
   const nav = make("p", "links",
-    link("question", { run: params.run, uid: found.uid, kind: found.kind }, "button", "This question over the steps"),
-    link("trajectories", { run: params.run, step_from: found.step, step_to: found.step, kind: found.kind }, "button", `All of step ${found.step}`));
-  if (found.group) nav.append(link("trajectories", { run: params.run, step_from: found.step, step_to: found.step, group: found.group }, "button", `Its group ${found.group}`));
-  for (const [key, by, words] of [["[", -1, "previous"], ["]", 1, "next"]]) {
-    const where = neighbour(params, by);
-    if (!where) continue;
-    const element = make("a", "button", words);
-    element.href = where;
+    link("question", { run: params.run, uid: trajectory.uid, kind: trajectory.kind }, "button", "This question over the steps"),
+    link("trajectories", { run: params.run, step_from: trajectory.step, step_to: trajectory.step, kind: trajectory.kind }, "button", `All of step ${trajectory.step}`));
+  if (trajectory.group) nav.append(link("trajectories", { run: params.run, step_from: trajectory.step, step_to: trajectory.step, group: trajectory.group }, "button", `Its group ${trajectory.group}`));
+  for (const [key, offset, text] of [["[", -1, "previous"], ["]", 1, "next"]]) {
+    const target = neighbour(params, offset);
+    if (!target) continue;
+    const element = make("a", "button", text);
+    element.href = target;
     element.dataset.key = key;
     nav.append(element);
   }
-  const place = `${run.name} · step ${found.step} · ${found.kind === "val" ? "validation" : "training"} · ${found.uid}${found.kind === "val" ? "" : ` · sample ${found.sample}`}`;
-  return make("section", "head", make("p", "quiet", place), make("h2", "question", found.question || "(no question)"), list, nav);
+  const title = `${run.name} · step ${trajectory.step} · ${trajectory.kind === "val" ? "validation" : "training"} · ${trajectory.uid}${trajectory.kind === "val" ? "" : ` · sample ${trajectory.sample}`}`;
+  return make("section", "head", make("p", "quiet", title), make("h2", "question", trajectory.question || "(no question)"), list, nav);
 }
 
-/** One segment: what it is, then its tokens, or its text where only that was kept. */
-function segment(one, place, found, color, versions) {
-  const call = found.calls.find((search) => search.segment === place);
-  const notes = [{ prompt: "prompt", policy: "policy", observation: "observation" }[one.origin] ?? one.origin];
-  if (isTrained(found)) notes.push(inLoss(one) ? "in the loss" : "masked");
-  if (one.ids?.length) notes.push(`${one.ids.length} tokens`);
-  if (one.weight_version !== null && one.weight_version !== undefined) notes.push(`weights ${one.weight_version}`);
+/** Return a segment with a header and its tokens, or its text if only that was recorded. */
+function segmentArticle(trajectory, index, color, versions) {
+  const segment = trajectory.segments[index];
+  const call = trajectory.calls.find((search) => search.segment === index);
+  const notes = [segment.origin];
+  if (isTrained(trajectory)) notes.push(isInLoss(segment) ? "in the loss" : "masked");
+  if (segment.ids?.length) notes.push(`${segment.ids.length} tokens`);
+  if (isKnown(segment.weight_version)) notes.push(`weights ${segment.weight_version}`);
   if (call) notes.push(`${call.tool}: ${call.query}`);
   const body = make("div", "text");
-  if (one.ids?.length) {
-    const hasWords = one.pieces.length === one.ids.length;
-    if (!hasWords) body.append(make("p", "whole", one.text));
-    one.ids.forEach((id, i) => body.append(tokenSpan(one, i, place, color, versions, hasWords)));
+  if (segment.ids?.length) {
+    if (!hasPieces(segment)) body.append(make("p", "whole", segment.text));
+    segment.ids.forEach((id, i) => body.append(tokenSpan(segment, index, i, color, versions)));
   } else {
-    body.append(visible(one.text));
+    body.append(visible(segment.text));
   }
-  return make("article", `segment ${one.origin}`, make("header", "", notes.join(" · ")), body);
+  return make("article", `segment ${segment.origin}`, make("header", "", notes.join(" · ")), body);
 }
 
-/** Validations are not learned from, nor is what infrastructure broke. */
-function isTrained(found) {
-  return found.kind !== "val" && found.status !== "failed";
+const isKnown = (value) => value !== null && value !== undefined;
+
+/** Whether the text of each token is known. */
+const hasPieces = (segment) => segment.pieces.length === segment.ids.length;
+
+/** The loss contains neither validations nor trajectories that failed because of infrastructure. */
+function isTrained(trajectory) {
+  return trajectory.kind !== "val" && trajectory.status !== "failed";
 }
 
-/** Of a segment: what has an advantage is learned from, which without state masking an observation is too. */
-function inLoss(one) {
-  return one.origin === "policy" || "advantages" in (one.columns ?? {});
+/** Segments with advantages are in the loss: without state masking also observations. */
+function isInLoss(segment) {
+  return segment.origin === "policy" || "advantages" in (segment.columns ?? {});
 }
 
-function tokenSpan(one, i, place, color, versions, hasWords) {
+function tokenSpan(segment, index, i, color, versions) {
   const element = document.createElement("span");
   element.className = "token";
-  element.textContent = hasWords ? inSight(one.pieces[i]) : `#${one.ids[i]}`;
-  if (!hasWords) element.classList.add("bare");
-  element.dataset.place = `${place}.${i}`;
+  element.textContent = hasPieces(segment) ? withMarks(segment.pieces[i]) : `#${segment.ids[i]}`;
+  if (!hasPieces(segment)) element.classList.add("bare");
+  element.dataset.position = `${index}.${i}`;
   element.tabIndex = -1;
-  const value = one.columns[color]?.[i];
-  if (color === "weight_version" && one.weight_version !== null && one.weight_version !== undefined) {
-    element.classList.add("version", `run-${versions.indexOf(one.weight_version) % 8}`);
-  } else if (value !== null && value !== undefined) {
+  const value = segment.columns[color]?.[i];
+  if (color === "weight_version" && isKnown(segment.weight_version)) {
+    element.classList.add("version", `run-${versions.indexOf(segment.weight_version) % 8}`);
+  } else if (isKnown(value)) {
     const heat = strength(color, value);
     element.classList.add(heat < 0 ? "below" : "above");
     element.style.setProperty("--heat", `${Math.round(Math.abs(heat) * 100)}%`);
@@ -118,82 +123,82 @@ function tokenSpan(one, i, place, color, versions, hasWords) {
   return element;
 }
 
-/** From -1 to 1: how far a token is from the expected. */
+/** Return from -1 (red) to 1 (green) how strongly a token is coloured. */
 function strength(name, value) {
   if (["ratio", "rollout_weights"].includes(name)) return Math.max(-1, Math.min(1, Math.log(value) / 0.5));
   if (name.includes("log_prob")) return Math.max(-1, value / 5);
   return Math.max(-1, Math.min(1, value / 2));
 }
 
-function inSight(piece) {
+function withMarks(piece) {
   return visible(piece).replaceAll("\n", "⏎\n").replaceAll("\t", "⇥\t");
 }
 
-function scale(bar, color, columns, found, versions) {
-  const words = color === "origin" ? "policy, observation and prompt by their own paper"
+function showLegend(bar, color, columns, trajectory, versions) {
+  const text = color === "origin" ? "segments of policy, observation and prompt look different"
     : color === "weight_version" ? `sampled with ${versions.length === 1 ? `weights ${versions[0]}` : `weights ${versions.join(", ")}`}`
     : color.includes("log_prob") ? "the redder, the less expected (full at −5 nats)" : "red below, green above";
   const missing = ["old_log_probs", "ref_log_probs", "advantages"].filter((name) => !columns.includes(name)).map((name) => LABELS[name]);
   const line = bar.querySelector(".scale");
   if (!line) return;
-  line.textContent = words;
-  if (missing.length && columns.length) line.append(make("span", "quiet", ` · not in this dump: ${missing.join(", ")}`));
-  if (found.problem) line.append(make("span", "quiet", ` · ${found.problem}`));
+  line.textContent = text;
+  if (missing.length && columns.length) line.append(make("span", "quiet", ` · not recorded: ${missing.join(", ")}`));
+  if (trajectory.problem) line.append(make("span", "quiet", ` · ${trajectory.problem}`));
 }
 
-/** Pointing at tokens, and going from one to the next with the arrows. */
-function follow(dialogue, tell_of) {
-  const at = (element) => {
-    const [place, index] = element.dataset.place.split(".").map(Number);
-    dialogue.querySelector(".token.at")?.classList.remove("at");
-    element.classList.add("at");
-    tell_of(place, index);
+/** Select a token with the pointer or the arrow keys; `onToken` gets its segment and its index. */
+function followTokens(dialogue, onToken) {
+  const select = (element) => {
+    const [segment, token] = element.dataset.position.split(".").map(Number);
+    dialogue.querySelector(".token.selected")?.classList.remove("selected");
+    element.classList.add("selected");
+    onToken(segment, token);
   };
-  dialogue.addEventListener("pointerover", (event) => event.target.classList.contains("token") && at(event.target));
-  dialogue.addEventListener("focusin", (event) => event.target.classList.contains("token") && at(event.target));
+  dialogue.addEventListener("pointerover", (event) => event.target.classList.contains("token") && select(event.target));
+  dialogue.addEventListener("focusin", (event) => event.target.classList.contains("token") && select(event.target));
   dialogue.tabIndex = 0;
   dialogue.setAttribute("role", "group");
-  dialogue.setAttribute("aria-label", "The dialogue by token; arrows go from token to token");
+  dialogue.setAttribute("aria-label", "The dialogue token by token; the arrow keys move between tokens");
   dialogue.addEventListener("keydown", (event) => {
-    const by = { ArrowLeft: -1, ArrowRight: 1, Home: -Infinity, End: Infinity }[event.key];
-    if (by === undefined || event.target.matches("input, textarea")) return;
+    const offset = { ArrowLeft: -1, ArrowRight: 1, Home: -Infinity, End: Infinity }[event.key];
+    if (offset === undefined || event.target.matches("input, textarea")) return;
     event.preventDefault();
     const tokens = [...dialogue.querySelectorAll(".token")];
-    const now = tokens.indexOf(dialogue.querySelector(".token.at"));
-    tokens[Math.max(0, Math.min(tokens.length - 1, now + by))]?.focus();
+    const current = tokens.indexOf(dialogue.querySelector(".token.selected"));
+    tokens[Math.max(0, Math.min(tokens.length - 1, current + offset))]?.focus();
   });
 }
 
-function tell(detail, one, i, isInLoss = false) {
-  const facts = one === null ? [["", "point at a token, or use the arrows"]] : [
-    ["text", one.pieces.length === one.ids.length ? JSON.stringify(one.pieces[i]) : "unknown"], ["id", String(one.ids[i])],
-    ["origin", one.origin], ["loss mask", isInLoss && inLoss(one) ? "1" : "0"],
-    ...(one.weight_version !== null && one.weight_version !== undefined ? [["weight version", String(one.weight_version)]] : []),
-    ...Object.entries(one.columns).map(([name, values]) => [LABELS[name] ?? name, short(values[i])]),
-    ...(one.columns.log_probs ? [["probability", short(Math.exp(one.columns.log_probs[i] ?? NaN))]] : []),
+function showToken(detail, segment, i, isTrainedOn) {
+  const facts = [
+    ["text", hasPieces(segment) ? JSON.stringify(segment.pieces[i]) : "unknown"], ["id", String(segment.ids[i])],
+    ["origin", segment.origin], ["loss mask", isTrainedOn && isInLoss(segment) ? "1" : "0"],
+    ...(isKnown(segment.weight_version) ? [["weight version", String(segment.weight_version)]] : []),
+    ...Object.entries(segment.columns).map(([name, values]) => [LABELS[name] ?? name, short(values[i])]),
+    ...(segment.columns.log_probs ? [["probability", short(Math.exp(segment.columns.log_probs[i] ?? NaN))]] : []),
   ];
   detail.replaceChildren(...facts.flatMap(([name, value]) => [make("dt", "", name), make("dd", "", value)]));
 }
 
-function searches(found) {
-  if (!found.calls.length) return make("p", "quiet", "None brought anything.");
-  return make("ol", "searches", ...found.calls.map((call) => make("li", "",
+function searches(trajectory) {
+  if (!trajectory.calls.length) return make("p", "quiet", "No call returned a result.");
+  return make("ol", "searches", ...trajectory.calls.map((call) => make("li", "",
     make("p", "query", make("span", "badge", call.tool), " ", call.query),
-    make("ul", "", ...call.documents.map((one) => {
-      const title = make("summary", "", one.title || one.text.slice(0, 80) || "(empty)");
-      if (one.has_answer) title.append(make("span", "badge holds", "holds the answer"));
-      if (one.worth) title.append(worth(one.worth));
-      const box = make("details", one.has_answer ? "holds" : "", title, make("p", "", one.text));
-      if (one.id) box.append(make("p", "quiet", `id ${one.id}`));
+    make("ul", "", ...call.documents.map((document) => {
+      const title = make("summary", "", document.title || document.text.slice(0, 80) || "(empty)");
+      if (document.has_answer) title.append(make("span", "badge has-answer", "contains the answer"));
+      if (document.worth) title.append(worthBadge(document.worth));
+      const box = make("details", document.has_answer ? "has-answer" : "", title, make("p", "", document.text));
+      if (document.id) box.append(make("p", "quiet", `id ${document.id}`));
       return make("li", "", box);
     })))));
 }
 
-/** What a document was worth to the answer: how much more likely it made the recorded tokens. */
-function worth(found) {
-  const badge = make("span", "badge", `${found.answer < 0 ? "−" : "+"}${short(Math.abs(found.answer))} nats`);
-  const parts = [`the answer is ${short(found.answer)} nats more likely with it`, `its whole turn ${short(found.turn)}`];
-  if ("reward" in found) parts.push(`reward of answers sampled anew ${short(found.reward)}`);
+/** Show the worth of a document: how much more likely it made the recorded answer. */
+function worthBadge(worth) {
+  const badge = make("span", "badge", `${worth.answer < 0 ? "−" : "+"}${short(Math.abs(worth.answer))} nats`);
+  const parts = [`with this document the answer is ${short(worth.answer)} nats more likely`, `its whole turn ${short(worth.turn)} nats`];
+  if ("reward" in worth) parts.push(`the mean reward of sampled answers is higher by ${short(worth.reward)}`);
   badge.title = parts.join(", ");
   return badge;
 }

@@ -1,4 +1,4 @@
-"""Filters against the same said in Python."""
+"""Filters of the index against the same filters in Python."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from search_r1.view.index import Wanted, find, over_steps
+from search_r1.view.index import TrajectoryQuery, find_trajectories, question_history
 from search_r1.view.run import Run
 from tests.view import runs
 
@@ -37,21 +37,21 @@ CASES: list[tuple[dict[str, Any], Callable[[Row], bool]]] = [
 
 @pytest.fixture
 def rows(run: Run) -> list[Row]:
-    return find(run.index, Wanted())["rows"]
+    return find_trajectories(run.index, TrajectoryQuery())["rows"]
 
 
-@pytest.mark.parametrize(("given", "is_wanted"), CASES, ids=[str(given) for given, _ in CASES])
-def test_a_filter_finds_what_it_says(
-    run: Run, rows: list[Row], given: dict[str, Any], is_wanted: Callable[[Row], bool]
+@pytest.mark.parametrize(("filters", "is_match"), CASES, ids=[str(filters) for filters, _ in CASES])
+def test_a_filter_finds_the_matching_rows(
+    run: Run, rows: list[Row], filters: dict[str, Any], is_match: Callable[[Row], bool]
 ) -> None:
-    """Count and rows, in the order of the steps."""
-    found = find(run.index, Wanted(**given))
-    assert found["rows"] == [row for row in rows if is_wanted(row)]
+    """Count and rows equal those of the filter in Python, in the default order."""
+    found = find_trajectories(run.index, TrajectoryQuery(**filters))
+    assert found["rows"] == [row for row in rows if is_match(row)]
     assert found["count"] == len(found["rows"])
 
 
-def test_pages_divide_what_is_found(run: Run, rows: list[Row]) -> None:
-    """Each row on one page, in each order; a page beyond the last is the last."""
+def test_pages_divide_the_matches(run: Run, rows: list[Row]) -> None:
+    """In each order every row is on one page; a page number beyond the last gives the last."""
     orders: dict[str, Callable[[Row], Any]] = {
         "newest": lambda r: -r["step"], "oldest": lambda r: r["step"],
         "score_low": lambda r: r["score"], "score_high": lambda r: -r["score"],
@@ -59,21 +59,24 @@ def test_pages_divide_what_is_found(run: Run, rows: list[Row]) -> None:
         "log_prob_low": lambda r: (r["log_prob"] is None, r["log_prob"] or 0.0),
     }  # fmt: skip
     for order, key in orders.items():
-        pages = [find(run.index, Wanted(order=order, size=3, page=i)) for i in (1, 2, 3)]
+        pages = [
+            find_trajectories(run.index, TrajectoryQuery(order=order, size=3, page=i))
+            for i in (1, 2, 3)
+        ]
         got = [row for page in pages for row in page["rows"]]
         assert sorted(map(str, got)) == sorted(map(str, rows)) and pages[0]["pages"] == 3
         assert [key(row) for row in got] == sorted(key(row) for row in rows)
-    assert find(run.index, Wanted(size=3, page=99))["page"] == 3
+    assert find_trajectories(run.index, TrajectoryQuery(size=3, page=99))["page"] == 3
 
 
 def test_one_question_is_spread_over_the_steps(
     folder: Path, open_run: Callable[[Path], Run]
 ) -> None:
-    """Of many trajectories, the first and the last step are among those shown."""
+    """A selection of many trajectories includes the first and the last step."""
     for step in range(3, 60):
         runs.write_rollouts(folder, step, [(runs.dialogue("Q?", ["x"], "y", row=1), 0.0)])
     run = open_run(folder)
-    found = over_steps(run.index, "train.parquet#1", "", 10)
+    found = question_history(run.index, "train.parquet#1", "", 10)
     assert len(found) == 10 and [found[0]["step"], found[-1]["step"]] == [1, 59]
-    assert len(over_steps(run.index, "train.parquet#1", "", 100)) == 4 + 57
-    assert over_steps(run.index, "train.parquet#1", "val", 100) == []
+    assert len(question_history(run.index, "train.parquet#1", "", 100)) == 4 + 57
+    assert question_history(run.index, "train.parquet#1", "val", 100) == []
