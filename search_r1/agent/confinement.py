@@ -26,10 +26,11 @@ X32_FIRST_CALL = 0x40000000
 """First number of the x32 ABI's system calls on x86-64, which this project never uses."""
 CALLS = {
     # The kernel's AUDIT_ARCH value, then the numbers of: socket, ptrace, process_vm_writev,
-    # io_uring_setup (which can create sockets too), kill, tkill, tgkill, pidfd_send_signal, setpgid
-    # and setsid (the caller kills the program and its children by session, so they must not leave).
-    "x86_64": (0xC000003E, (41, 101, 311, 425, 62, 200, 234, 424, 109, 112)),
-    "aarch64": (0xC00000B7, (198, 117, 271, 425, 129, 130, 131, 424, 154, 157)),
+    # io_uring_setup (which can create sockets too), kill, tkill, tgkill, rt_sigqueueinfo,
+    # rt_tgsigqueueinfo, pidfd_send_signal, setpgid and setsid (the caller kills the program and its
+    # children by session, so they must not leave).
+    "x86_64": (0xC000003E, (41, 101, 311, 425, 62, 200, 234, 129, 297, 424, 109, 112)),
+    "aarch64": (0xC00000B7, (198, 117, 271, 425, 129, 130, 131, 138, 240, 424, 154, 157)),
 }
 
 

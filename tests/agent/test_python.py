@@ -79,6 +79,8 @@ def test_other_processes_are_out_of_reach() -> None:
     sleeper = subprocess.Popen(["sleep", "60"])
     try:
         assert "PermissionError" in run(f"import os; os.kill({sleeper.pid}, 9)")
+        queue = f"import ctypes; print(ctypes.CDLL(None).sigqueue({sleeper.pid}, 9, None))"
+        assert run(queue) == "-1"
         assert "PermissionError" in run("import os; os.setsid()")
         left = int(run("import os, time\npid = os.fork()\nif not pid: time.sleep(60)\nprint(pid)"))
         assert sleeper.poll() is None
