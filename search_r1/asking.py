@@ -62,7 +62,10 @@ class SearchAgent:
     __call__ = ask
 
     def ask_all(self, questions: Sequence[str]) -> list[Reply]:
-        """Answer questions concurrently; a failed reply has `status` FAILED and an `error`."""
+        """Answer questions concurrently; a failed search gives `status` FAILED and an `error`.
+
+        Raises UserError, without the other replies, if a question is too long or the engine fails.
+        """
         slots = asyncio.Semaphore(self._session.num_at_once)
 
         async def answer(question: str) -> Reply:
@@ -70,7 +73,13 @@ class SearchAgent:
                 return await self._ask(question)
 
         async def answer_all() -> list[Reply]:
-            return await asyncio.gather(*map(answer, questions))
+            tasks = [asyncio.ensure_future(answer(question)) for question in questions]
+            try:
+                return await asyncio.gather(*tasks)
+            finally:  # an error must not leave dialogues running on the engine
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
 
         return self._loop.run(answer_all())
 

@@ -63,6 +63,19 @@ def test_an_agent_answers_also_within_a_running_loop(model: Path) -> None:
     assert threading.active_count() <= num_threads + 1  # the thread pool of the loop above
 
 
+def test_an_error_ends_all_dialogues(model: Path) -> None:
+    """After an error in `ask_all` no other dialogue keeps running."""
+
+    async def count_tasks() -> int:
+        return len(asyncio.all_tasks())
+
+    with load_agent(model, retriever=find, max_turns=0, **SHORT) as agent:
+        before = agent._loop.run(count_tasks())
+        with pytest.raises(ConfigError.__base__, match="shorten it"):
+            agent.ask_all(["why " * 4000, "Where?"])
+        assert agent._loop.run(count_tasks()) == before
+
+
 def test_the_retriever_is_reached_first() -> None:
     """An unavailable retriever is reported before the missing model."""
     with pytest.raises(ToolError, match=r"retrieval_launch\.sh"):
