@@ -8,6 +8,7 @@ the `id` of a passage of the corpus.
 """
 
 import asyncio
+import contextlib
 import functools
 import itertools
 import json
@@ -36,7 +37,7 @@ from search_r1.datasets.question import (
 from search_r1.datasets.wording import PromptStyle, prompt_writer
 from search_r1.search.client import RetrievalClient
 from search_r1.search.corpus import Corpus
-from search_r1.search.errors import SearchError
+from search_r1.search.errors import RetrieverRefused, SearchError
 from search_r1.search.index.progress import progress
 from search_r1.search.schema import Document
 from verl.data.rows import BadRow, Record, read_records
@@ -82,7 +83,8 @@ def server_finder(url: str, topk: int) -> Finder:
 async def _ask(client: RetrievalClient, texts: Sequence[str]) -> list[list[Document]]:
     documents: list[list[Document]] = []
     async with client:
-        await client.health()
+        with contextlib.suppress(RetrieverRefused):  # other implementations have no /health
+            await client.health()
         with progress("find documents", "questions", len(texts)) as report:
             for start in range(0, len(texts), MAX_CONCURRENT):
                 block = texts[start : start + MAX_CONCURRENT]

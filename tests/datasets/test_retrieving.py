@@ -4,9 +4,11 @@ import asyncio
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pyarrow.parquet
 import pytest
+from fastapi import FastAPI
 
 from search_r1.agent.tags import SEARCH_R1
 from search_r1.datasets.command import build as build_named
@@ -14,6 +16,7 @@ from search_r1.datasets.wording import RAG
 from search_r1.search.client import RetrievalClient
 from search_r1.search.local_server import LocalServer
 from search_r1.search.schema import Document
+from tests.apps import running
 from tests.datasets.collection import write_jsonl
 
 PASSAGES = [
@@ -80,6 +83,20 @@ def test_prompts_hold_what_the_server_finds(
             assert prompt == RAG + SEARCH_R1.observation(documents) + f"Question: {text}\n"
     assert 'Doc 1(Title: "Togo")' in of_split[0] and "Doc 3" not in of_split[0]
     assert "< answer> Paris" in of_split[0] and "<answer> Paris" not in of_split[0]
+
+
+def test_a_server_may_have_the_search_route_only(source: Path, tmp_path: Path) -> None:
+    """A server like the original's, which has no `/health`, can find the documents."""
+    app = FastAPI()
+
+    @app.post("/retrieve")
+    async def retrieve(request: dict[str, Any]) -> dict[str, Any]:
+        hit = {"document": {"id": "7", "contents": PASSAGES[0][1]}, "score": 1.0}
+        return {"result": [[hit] for _ in request["queries"]]}
+
+    with running(app) as url:
+        assert build(source, tmp_path, "--retriever_url", url) == 0
+    assert all('Doc 1(Title: "Ghana")' in prompt for prompt in prompts(tmp_path / "test.parquet"))
 
 
 def test_caches_give_the_same_prompts_as_a_server(
