@@ -7,8 +7,6 @@ example's settings, evaluates it once more without documents, and writes `summar
 stopped at the end, also after an error.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json

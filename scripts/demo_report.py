@@ -1,7 +1,5 @@
 """Writes the demo's report: summary.json, a learning curve, a table and sample dialogues."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -4,8 +4,6 @@ MkDocs needs all pages below one folder. README, `docs/` and pages of other fold
 `build/pages` at the same relative paths, with the files they link to, so that links stay valid.
 """
 
-from __future__ import annotations
-
 import re
 import shutil
 from collections.abc import MutableMapping

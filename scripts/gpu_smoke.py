@@ -5,8 +5,6 @@ Standard output has one line of JSON per check, standard error a table at the en
 check failed, and none was skipped for lack of time.
 """
 
-from __future__ import annotations
-
 import argparse
 import signal
 import sys

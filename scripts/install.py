@@ -12,8 +12,6 @@ therefore it is installed without dependencies, and its other requirements are r
 metadata.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import subprocess

@@ -1,7 +1,5 @@
 """Prints the licence of every installed package from its metadata: `make licences`."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterable
 from importlib.metadata import Distribution, distributions

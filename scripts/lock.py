@@ -4,8 +4,6 @@ The lock describes the environment in which the test suite ran, so it is read fr
 resolved again. It has names and versions only: no index, no folder, no machine-specific build.
 """
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

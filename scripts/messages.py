@@ -5,8 +5,6 @@ fix)`, rows of the rules between options, and texts of raised errors that state 
 Parts that are only known at run time appear as `…`.
 """
 
-from __future__ import annotations
-
 import ast
 import sys
 from collections.abc import Iterable, Iterator, Mapping

@@ -4,8 +4,6 @@
 docs/configuration.md.
 """
 
-from __future__ import annotations
-
 import sys
 
 from verl.config.known import Option, known_options, to_argument

@@ -1,7 +1,5 @@
 """Runs child processes of command-line programs."""
 
-from __future__ import annotations
-
 import contextlib
 import subprocess
 from collections.abc import Mapping, Sequence

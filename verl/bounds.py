@@ -3,8 +3,6 @@
 This module imports nothing of the package, so that servers can use it without the trainer.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 MAX_NUMBER = 2**31 - 1

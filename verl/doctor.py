@@ -4,8 +4,6 @@ Exit status 0: training can start here; 1: a requirement is missing. Starts no r
 without torch or vLLM. Whether a run's options fit the machine is checked by its preflight.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

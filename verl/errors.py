@@ -22,8 +22,6 @@ Commands print the message and exit with `exit_code`; any other exception is a b
 traceback. Messages say what was got, what was expected, and the fix.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 

@@ -1,7 +1,5 @@
 """Atomic file writes, append-only line files, file locks, and bounded reads of user files."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import hashlib

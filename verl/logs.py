@@ -1,7 +1,5 @@
 """Logging of commands to standard error, without secrets of URLs, and their exit status."""
 
-from __future__ import annotations
-
 import logging
 import sys
 from collections.abc import Callable

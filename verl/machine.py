@@ -1,7 +1,5 @@
 """Reads the current memory of this machine: host (within container limits), /dev/shm, GPUs."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess
@@ -9,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 import psutil
 
@@ -37,7 +36,7 @@ class HostMemory:
         return 1 - self.free / self.total
 
     @classmethod
-    def now(cls, membership: Path = Path("/proc/self/cgroup")) -> HostMemory:
+    def now(cls, membership: Path = Path("/proc/self/cgroup")) -> "HostMemory":
         """Return this machine's memory; `membership` lists this process's control groups."""
         physical = psutil.virtual_memory()
         limits = [cls(physical.total, physical.available), *control_groups(membership)]
@@ -94,7 +93,7 @@ class Machine:
     devices: tuple[DeviceMemory, ...] = ()
 
     @classmethod
-    def now(cls, with_devices: bool) -> Machine:
+    def now(cls, with_devices: bool) -> Self:
         """Return this machine's memory, including its GPUs if `with_devices`."""
         shared = shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.exists() else None
         return cls(HostMemory.now(), shared, _devices_by_child() if with_devices else ())

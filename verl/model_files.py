@@ -6,8 +6,6 @@ values are checked where they are loaded anyway (`check_finite`). No code of the
 `trust_remote_code` allows it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

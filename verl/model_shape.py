@@ -1,9 +1,8 @@
 """Tensor sizes of any dense decoder, read from the model built on the meta device."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Self
 
 import torch
 from torch import nn
@@ -53,7 +52,7 @@ class ModelShape:
     """Number of weights of the last linear layer of each block, summed over the blocks."""
 
     @classmethod
-    def of(cls, config: PretrainedConfig) -> ModelShape:
+    def of(cls, config: PretrainedConfig) -> Self:
         """Return the shape of the model that transformers builds from `config`."""
         with torch.device("meta"):  # without trust_remote_code=False transformers asks the terminal
             lm: PreTrainedModel = AutoModelForCausalLM.from_config(config, trust_remote_code=False)

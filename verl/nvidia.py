@@ -4,8 +4,6 @@ Standard library only: `scripts/install.py` imports this module before anything 
 driver is queried through `nvidia-smi`, which works without a CUDA installation.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -4,8 +4,6 @@ A run that is started from Python may register objects under such names. They ar
 and travel to the run's other processes with the factories that need them (`PortableFactory`).
 """
 
-from __future__ import annotations
-
 import contextlib
 import difflib
 import hashlib

@@ -1,7 +1,5 @@
 """Free TCP ports of this machine, and whether an address belongs to it."""
 
-from __future__ import annotations
-
 import itertools
 import random
 import socket

@@ -1,7 +1,5 @@
 """Whether this process may run code from a model's folder, which requires `trust_remote_code`."""
 
-from __future__ import annotations
-
 import os
 
 TRUST = "SEARCH_R1_TRUST_REMOTE_CODE"

@@ -1,7 +1,5 @@
 """Runs one check in this process: `python -m scripts.gpu_checks NAME DEVICE OUT`."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Compares the installed packed attention kernels with attention per sequence in float32."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 import itertools

@@ -1,7 +1,5 @@
 """Checks that a checkpoint written in the background is resumed bit for bit."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 from pathlib import Path

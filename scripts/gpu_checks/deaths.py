@@ -1,7 +1,5 @@
 """Checks that a run survives the death of an engine core during generation."""
 
-from __future__ import annotations
-
 import contextlib
 import subprocess
 import time

@@ -1,7 +1,5 @@
 """Checks vLLM on random weights: seeds, log-probs, weight updates, sleep and adapters."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Records what this machine has, and checks that everything a run imports can be imported."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import subprocess

@@ -1,7 +1,5 @@
 """The report of one check: figures, failures, and the reason if the check was skipped."""
 
-from __future__ import annotations
-
 import json
 import math
 import shutil

@@ -1,7 +1,5 @@
 """Runs checks one after another, each in its own process with a time limit."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

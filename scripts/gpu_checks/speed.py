@@ -1,7 +1,5 @@
 """Measures the speed and memory of a rank on real model shapes with random weights."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """The checks by name, in the order in which they run, and their time limits."""
 
-from __future__ import annotations
-
 import importlib
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Runs and resumes the recipes' scripts on a tiny policy that searches a real retriever."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math

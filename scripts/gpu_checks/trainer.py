@@ -1,7 +1,5 @@
 """Compares training ranks on the device with a rank on the CPU."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Creates models, a tokenizer, batches and questions without the hub or a network."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

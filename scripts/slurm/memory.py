@@ -4,8 +4,6 @@ It sums the memory of PID and its descendants on this node, with the standard li
 status 1: less than TRAINER_GIB is left next to the retriever's private memory.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import sys

@@ -1,7 +1,5 @@
 """Options of the agent, its tools, and the document server that the built-in tool queries."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from verl.config.option import option

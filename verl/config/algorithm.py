@@ -1,7 +1,5 @@
 """Options that turn scores into advantages, and switches for the original's behaviour."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 

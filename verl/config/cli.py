@@ -7,8 +7,6 @@ reports a user's mistake with its own text and status 1, creates a folder `outpu
 the logging.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import functools

@@ -1,7 +1,5 @@
 """Options of the questions and their token budgets."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

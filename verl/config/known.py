@@ -7,8 +7,6 @@ configuration against the limits of its options, then against the rules between 
 `verl.preflight.checks`.
 """
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import functools

@@ -6,8 +6,6 @@
 The string below the field describes the option in `--help` and docs/options.md.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import importlib
 from collections.abc import Callable, Collection, Mapping

@@ -5,8 +5,6 @@ another name here (`ALIASES`); others have no effect, which is logged once, or a
 advice (`LEGACY`). `legacy.yaml` lists them all.
 """
 
-from __future__ import annotations
-
 import difflib
 import functools
 import itertools

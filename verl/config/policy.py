@@ -1,7 +1,5 @@
 """Options of the policy (weights, update, rollout, reference) and of the critic."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Options of the reward: a rule, a judge, a weighted sum, or stages that follow each other."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 from verl.config.option import option

@@ -5,8 +5,6 @@ one is refused as well, so that nobody mistakes what a run does. Unknown reward 
 `search_r1.rewards`, which alone knows them, before the run starts.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator, Sequence
 

@@ -1,7 +1,5 @@
 """The configuration of a training run: all sections, and values derived from several options."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 from verl.config.agent import AgentConfig, ServerConfig

@@ -1,7 +1,5 @@
 """Options of the run as a whole: devices, length, checkpoints, validation, logging, failures."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

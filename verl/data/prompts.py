@@ -3,8 +3,6 @@
 Files and their row format are read in `verl.data.rows`.
 """
 
-from __future__ import annotations
-
 import logging
 import sys
 from collections.abc import Mapping, Sequence

@@ -6,15 +6,13 @@ numbered from 0 within their file, and every error names file and row. `read_rec
 any format. This module needs no tokenizer.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import pyarrow
 import pyarrow.parquet
@@ -59,7 +57,7 @@ class BadRow:
     @classmethod
     def at(
         cls, file: str, number: int, part: str, got: object, expected: str, fix: str = ""
-    ) -> BadRow:
+    ) -> Self:
         """Return the error about one `part` of a row ("" for the whole row)."""
         where = f"{file}, row {number} (counted from 0){f', {part}' if part else ''}"
         return cls(file, number, explain(where, got, expected, fix or "correct or drop the row"))

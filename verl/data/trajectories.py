@@ -6,8 +6,6 @@ run. A step that runs again after a resume replaces its file. The files are read
 values of each token (`SIGNALS`) are written for inspection only and never read back.
 """
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import json

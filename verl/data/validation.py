@@ -5,8 +5,6 @@ All rows of all files are checked, even after an error. Exit status 0: every row
 some file or row cannot; 2: a wrong command line or model.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import json

@@ -6,8 +6,6 @@ norms, rotary embeddings, activations and softmax are not, and an embedding is a
 attention counts half of the square that PaLM counts, since a causal kernel skips the other half.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -10,8 +10,6 @@ weights and continued training from them. Its folder is then marked `HEALTHY`. T
 which a run under `action=rollback` starts or resumes are marked healthy at once.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import statistics

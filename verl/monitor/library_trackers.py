@@ -6,8 +6,6 @@ stored in the run's folder. A tracker that cannot write raises OSError, which `T
 if the run also writes `metrics.jsonl`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import importlib

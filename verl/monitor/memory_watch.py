@@ -4,8 +4,6 @@ Ray kills a process of its choice when a node's memory use reaches RAY_memory_us
 kernel kills one at the limit. Neither reports who used the memory; the warning from here does.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import math
@@ -49,6 +47,16 @@ ADVICE = {
 }  # fmt: skip
 """Options to lower, by the prefix of the name of the process that uses most memory."""
 OTHERS = "end other programs, or run them (a tool's server) on another machine"
+
+
+@dataclass(frozen=True)
+class Usage:
+    """The memory of one process, or of several processes with the same name."""
+
+    name: str
+    bytes: int
+    is_ours: bool = True
+    """Whether the process is part of the run, not another program on this machine."""
 
 
 @dataclass
@@ -157,16 +165,6 @@ def watch_host_memory(config: Config) -> Iterator[HostWatch]:
         raise type(error)(f"{error}; {watch.recent_report}") from error
     finally:
         watch.stop()
-
-
-@dataclass(frozen=True)
-class Usage:
-    """The memory of one process, or of several processes with the same name."""
-
-    name: str
-    bytes: int
-    is_ours: bool = True
-    """Whether the process is part of the run, not another program on this machine."""
 
 
 def memory_by_process(names: Mapping[int, str] | None = None) -> list[Usage]:

@@ -4,8 +4,6 @@ Everything is measured on the driver: FLOPs are computed from the sequences it s
 shapes; seconds are wall-clock time.
 """
 
-from __future__ import annotations
-
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -98,7 +96,7 @@ class Work:
     recomputed: float = 0.0
     """FLOPs of what was computed a second time to save memory."""
 
-    def __add__(self, other: Work) -> Work:
+    def __add__(self, other: "Work") -> "Work":
         return Work(self.model + other.model, self.recomputed + other.recomputed)
 
 

@@ -4,8 +4,6 @@
 can simply append. Times are those of the machines' clocks, in microseconds.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 from collections.abc import Iterator, Mapping, Sequence

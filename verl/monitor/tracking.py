@@ -3,8 +3,6 @@
 It does not interpret the metrics; it only selects the few that the console shows.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

@@ -4,8 +4,6 @@ Model, adapters, questions, tools, devices, disk and tracking packages are check
 every problem on its own line. Rules between options are in `verl.config.rules`.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 import logging

@@ -4,8 +4,6 @@ Each server must answer, accept the longest trajectory, compute in the run's dty
 load new weights from the folder that the ranks write.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import shlex

@@ -6,8 +6,6 @@ its tokenizer, as `verl.sft.rejection_sampling` writes them, contains the token 
 including the prompt, and these are used unchanged.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

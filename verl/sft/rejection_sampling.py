@@ -5,8 +5,6 @@ and writes them for `verl.sft.trainer` with their exact token ids, so that nothi
 again and the masks are those of the run.
 """
 
-from __future__ import annotations
-
 import json
 import random
 import sys

@@ -4,8 +4,6 @@ Uses the FSDP model, masks and packing of the RL trainer, so that only policy to
 Runs in one process, or on several ranks under `torchrun`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import difflib
 import functools

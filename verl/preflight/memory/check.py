@@ -6,8 +6,6 @@ a warning; both with options that need less. On a cluster nothing is refused, si
 the other nodes is not known here.
 """
 
-from __future__ import annotations
-
 import copy
 import itertools
 import logging

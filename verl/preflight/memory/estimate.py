@@ -1,7 +1,5 @@
 """Sums all needs of a run by phase: the peak is the largest phase, not the sum over all phases."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 

@@ -4,8 +4,6 @@ The constants are round numbers for memory outside our tensors (contexts, librar
 those for the CPU were measured, those for GPUs are taken from published logs (docs/memory.md).
 """
 
-from __future__ import annotations
-
 import enum
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace

@@ -4,8 +4,6 @@ The model that the ranks run is executed on fake tensors (shapes without data) a
 `PeakTracker` counts the bytes; each further block is assumed to add as much as the last one did.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import weakref
