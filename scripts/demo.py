@@ -35,13 +35,7 @@ MODEL = ROOT / "models" / "SmolLM2-135M-Instruct"
 TEMPLATE = "short"
 
 RETRIEVER = ["--retriever_name", "bm25", "--corpus_path", str(ROOT / "example" / "corpus.jsonl")]
-SFT_OPTIONS = [
-    "steps=20",
-    "batch_size=8",
-    "lr=2e-4",
-    "schedule=linear",
-    "shuffle=false",
-]
+SFT_OPTIONS = ["steps=20", "batch_size=8", "lr=2e-4", "schedule=linear", "shuffle=false"]
 CONTROL = ["trainer.val_only=true"]
 ON_DEVICE = {
     "cpu": ["trainer.device=cpu"],
@@ -96,10 +90,8 @@ OPTIONS = {
 
 
 def choose_device(requested: str, has_card: bool, installed: str) -> str:
-    """Return cpu or cuda; `installed` is the device of the installed vLLM build.
-
-    Raises ResourceError if the build does not match, or if cuda is requested without a card.
-    """
+    """Return cpu or cuda. Raises ResourceError if cuda has no card, or if `installed`, the device
+    of vLLM's build, is the other one."""
     device = ("cuda" if has_card else "cpu") if requested == "auto" else requested
     if device == "cuda" and not has_card:
         got, expected = "cuda without a GPU that torch sees", "a GPU"
@@ -169,14 +161,11 @@ class Demo:
     def warm_start(self) -> None:
         """Train a few supervised steps on demonstrations that search too rarely."""
         self.python(
-            "verl.sft.trainer",
-            f"model_path={MODEL}",
+            "verl.sft.trainer", f"model_path={MODEL}",
             f"train_file={ROOT / 'example' / 'data' / 'sft.jsonl'}",
-            f"output_dir={self.out / 'warm_start'}",
-            f"seed={self.seed}",
-            f"device={self.device}",
-            *SFT_OPTIONS,
-        )
+            f"output_dir={self.out / 'warm_start'}", f"seed={self.seed}",
+            f"device={self.device}", *SFT_OPTIONS,
+        )  # fmt: skip
 
     def train(self, out: Path, url: str, model: Path, extra: Sequence[str] = ()) -> None:
         """Run the recipe's script with the example's settings and output folder `out`."""
@@ -199,8 +188,7 @@ class Demo:
             *extra,
             *self.extra,
         ]
-        script = f"train_{self.algorithm}.sh"
-        run(["bash", script, *options], ROOT, environment)
+        run(["bash", f"train_{self.algorithm}.sh", *options], ROOT, environment)
 
 
 def fresh_directory(out: Path) -> None:
@@ -222,9 +210,7 @@ def main() -> None:
     )
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "demo")
-    parser.add_argument(
-        "--started-at", type=float, default=time.time(), help="Unix time of the start"
-    )
+    parser.add_argument("--started-at", type=float, default=time.time(), help="Unix time of start")
     parser.add_argument("extra", nargs="*", help="further key=value options of the training")
     arguments = parser.parse_args()
     try:
@@ -234,15 +220,8 @@ def main() -> None:
         sys.exit(f"make demo: {error}")
     fresh_directory(arguments.out)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    demo = Demo(
-        arguments.algorithm,
-        arguments.seed,
-        device,
-        arguments.out.resolve(),
-        arguments.started_at,
-        arguments.extra,
-        arguments.staleness,
-    )
+    demo = Demo(arguments.algorithm, arguments.seed, device, arguments.out.resolve(),
+                arguments.started_at, arguments.extra, arguments.staleness)  # fmt: skip
     try:
         demo.run()
     except RetrieverUnavailable as error:

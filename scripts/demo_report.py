@@ -99,7 +99,6 @@ def dialogues(out: Path, last_step: int, count: int = 3) -> str:
 def render(summary: Row, out: Path) -> str:
     """Return the report as Markdown."""
     phases = "\n".join(f"| {name} | {value:.0f} s |" for name, value in summary["phases_s"].items())
-    model = out / "model"
     return f"""# {summary["algorithm"].upper()}, {summary["steps"]} steps, seed {summary["seed"]}
 
 | held-out questions ({summary["val_rows"]}, greedy) | exact match |
@@ -126,7 +125,7 @@ Per step, the trainer was busy for {summary["trainer_busy_share"]:.2f} and idle 
 {dialogues(out, summary["steps"])}
 
 Learning curve: `{out / "learning_curve.png"}`
-Model: `{model}` (checkpoint to resume from: `{out}/global_step_{summary["steps"]}`)
+Model: `{out / "model"}` (checkpoint to resume from: `{out}/global_step_{summary["steps"]}`)
 
 Ask it (start the retriever first, `bash retrieval_launch.sh` in another terminal):
 
@@ -135,13 +134,9 @@ Ask it (start the retriever first, `bash retrieval_launch.sh` in another termina
 
 
 def write_report(
-    out: Path,
-    algorithm: str,
-    seed: int,
-    seconds: Mapping[str, float],
-    wall_s: float,
+    out: Path, algorithm: str, seed: int, seconds: Mapping[str, float], wall_s: float,
     console: Console,
-) -> None:
+) -> None:  # fmt: skip
     """Write summary.json, learning_curve.png and report.md, and print the report."""
     summary = summarise(out, algorithm, seed, seconds, wall_s)
     plot(read_jsonl(out / "metrics.jsonl"), out / "learning_curve.png")

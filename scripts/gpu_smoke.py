@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from scripts.gpu_checks.runner import Row, run_all
-from scripts.gpu_checks.table import ALL, CHECKS, Check
+from scripts.gpu_checks.table import ALL, CHECKS
 
 MARKS = {True: "passed", False: "FAILED", None: "skipped"}
 
@@ -26,9 +26,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--only", nargs="+", choices=CHECKS, metavar="NAME", help="run only these")
     parser.add_argument("--skip", nargs="+", choices=CHECKS, metavar="NAME", default=[])
     parser.add_argument("--list", action="store_true", help="list the checks and exit")
-    parser.add_argument(
-        "--out", type=Path, default=Path("runs/gpu_smoke"), help="folder for logs and runs"
-    )
+    parser.add_argument("--out", type=Path, default=Path("runs/gpu_smoke"), help="folder of logs")
     parser.add_argument("--minutes", type=float, default=60.0, help="limit for all checks")
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
     return parser.parse_args(arguments)
@@ -45,11 +43,8 @@ def summary(rows: Sequence[Row], console: Console) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; returns the exit status."""
     options = parse(arguments)
-    chosen: list[Check] = [
-        check
-        for check in ALL
-        if check.name in (options.only or CHECKS) and check.name not in options.skip
-    ]
+    names = set(options.only or CHECKS) - set(options.skip)
+    chosen = [check for check in ALL if check.name in names]
     if options.list:
         for check in chosen:
             sys.stdout.write(f"{check.name:15} {check.seconds:4.0f} s  {check.about}\n")

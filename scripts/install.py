@@ -61,10 +61,7 @@ READ_INCLUDE = "import sysconfig; print(sysconfig.get_path('include'))"
 
 
 def choose_build(wants_cpu: bool) -> tuple[str, str]:
-    """Return the build, GPU or CPU, and the reason.
-
-    Raises ResourceError if the driver or the cards are not supported.
-    """
+    """Return the build, GPU or CPU, and why. Raises ResourceError for an old driver or card."""
     if wants_cpu:
         return "CPU", "requested by --cpu"
     nvidia = ask_driver()
@@ -92,9 +89,8 @@ def check_environment(environment: Path, build: str) -> None:
     if marker.exists() and marker.read_text().strip() != build:
         got = f"{environment} with the {marker.read_text().strip()} build"
         fix = f"remove {environment}, or name another (make VENV=…)"
-        raise ResourceError(
-            explain("environment", got, f"none, or one with the {build} build", fix)
-        )
+        expected = f"none, or one with the {build} build"
+        raise ResourceError(explain("environment", got, expected, fix))
 
 
 def make_environment(folder: Path) -> None:
@@ -141,13 +137,9 @@ def main() -> None:
     """Create the environment if needed, install into it, and mark it as complete."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("environment", type=Path)
-    parser.add_argument(
-        "--cpu", action="store_true", help="install the CPU build even on a GPU machine"
-    )
+    parser.add_argument("--cpu", action="store_true", help="CPU build even on a GPU machine")
     parser.add_argument("--newest", action="store_true", help="CPU build: ignore the lock")
-    parser.add_argument(
-        "--hashes", action="store_true", help="CPU build: only files with known hashes"
-    )
+    parser.add_argument("--hashes", action="store_true", help="CPU build: files with known hashes")
     parser.add_argument("--with", dest="more", action="append", default=[], help="another extra")
     arguments = parser.parse_args()
     python = arguments.environment.resolve() / "bin" / "python"

@@ -1,7 +1,5 @@
-"""Bounds of numeric options. Every number must be finite, even if its field states no bounds.
-
-This module imports nothing of the package, so that servers can use it without the trainer.
-"""
+"""Bounds of numeric options, without other imports of `verl`, since servers use them too. Every
+number must be finite, even if its field states no bounds."""
 
 from dataclasses import dataclass
 

@@ -102,9 +102,7 @@ class Line:
 
 def gather_facts() -> Facts:
     """Inspect this machine and this Python environment."""
-    driver, driver_failure = None, ""
-    flash_failure = ""
-    host = None
+    driver, driver_failure, flash_failure, host = None, "", "", None
     try:
         driver = ask_driver()
     except ResourceError as error:
@@ -144,8 +142,7 @@ def _torch() -> Torch:
         import torch  # noqa: PLC0415 - may be missing or broken
     except (ImportError, OSError) as error:
         return Torch(version_of("torch"), failure=str(error))
-    cuda = torch.version.cuda or ""
-    units = torch.cpu.get_capabilities()
+    cuda, units = torch.version.cuda or "", torch.cpu.get_capabilities()
     nccl = ".".join(map(str, torch.cuda.nccl.version())) if cuda else ""
     has_bfloat16 = bool(units.get("avx512_bf16") or units.get("amx_bf16"))
     return Torch(torch.__version__, "", cuda, torch.cuda.device_count(), nccl, has_bfloat16)
@@ -190,7 +187,6 @@ def gpu_lines(facts: Facts) -> Iterator[Line]:
 
 
 def memory_lines(facts: Facts) -> Iterator[Line]:
-    """Yield the lines of host memory, within the container's limit, and of /dev/shm."""
     found = f"{_gib(facts.physical)}; limits unknown without psutil"
     if facts.host is not None:
         total, free = facts.host
@@ -208,7 +204,6 @@ def memory_lines(facts: Facts) -> Iterator[Line]:
 
 
 def torch_line(facts: Facts) -> Line:
-    """Return the line of torch, its CUDA version, and NCCL or gloo."""
     torch = facts.torch
     if not torch.version or torch.failure:
         return package_line("torch", torch.version, torch.failure)
@@ -220,7 +215,6 @@ def torch_line(facts: Facts) -> Line:
 
 
 def vllm_line(facts: Facts) -> Line:
-    """Return the line of vLLM; a note if a card is unused because of the CPU build."""
     if not facts.vllm:
         return package_line("vLLM", "")
     if facts.vllm_device == "cuda":
@@ -233,7 +227,6 @@ def vllm_line(facts: Facts) -> Line:
 
 
 def package_line(name: str, version: str, failure: str = "") -> Line:
-    """Return the line of a package that training imports."""
     got = f"{version} that cannot be imported ({failure})" if version else "none"
     problem = "" if version and not failure else explain(name, got, "an installed one", INSTALL)
     return Line(name, version or "not installed", problem)

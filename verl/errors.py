@@ -98,12 +98,10 @@ class PluginError(UserError):
 
 
 class Interrupted(UserError):
-    """The run was asked to stop, or its time is nearly over; it was saved and can be continued.
+    """The run was asked to stop, or its time is nearly over; it was saved, and the same command
+    with `trainer.resume_mode=auto` continues it."""
 
-    The exit status is EX_TEMPFAIL. The same command with `trainer.resume_mode=auto` continues it.
-    """
-
-    exit_code = 75
+    exit_code = 75  # EX_TEMPFAIL
 
 
 class SaveError(UserError):

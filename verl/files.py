@@ -39,7 +39,7 @@ def regular_file(path: str | Path) -> Path:
 def read_text(path: str | Path, max_chars: int = MAX_CHARS) -> str:
     """Return the UTF-8 text of a regular file or an inherited pipe.
 
-    Raises ValueError if it is not text, and OSError if it has more than `max_chars` characters.
+    Raises ValueError if it is not text, OSError for another kind of file or over `max_chars`.
     """
     if not str(path).startswith(PIPE_PREFIXES):
         regular_file(path)

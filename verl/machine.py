@@ -61,7 +61,7 @@ def control_groups(membership: Path, mount: Path = CONTROL_GROUPS) -> Iterator[H
 
 
 def _group_memory(folder: Path, limit: str, usage: str, droppable: str) -> HostMemory | None:
-    """Return a group's memory from its three files; None if it has no limit or is unreadable."""
+    """Return the memory of a group; None if it has no limit or is unreadable."""
     try:
         limit_text = (folder / limit).read_text().strip()
         used = int((folder / usage).read_text())
@@ -108,10 +108,8 @@ def device_memory() -> tuple[DeviceMemory, ...]:
 
 
 def _devices_by_child() -> tuple[DeviceMemory, ...]:
-    """Return `device_memory()` from a child process, so that its CUDA contexts end with it.
-
-    Not by `multiprocessing`, which would execute the user's script, and so start the run, again.
-    """
+    """Return `device_memory()` of a child process, with which its CUDA contexts end. It is not one
+    of `multiprocessing`, which would execute the user's script, and so start the run, again."""
     path = [folder for folder in sys.path if isinstance(folder, str)]  # import ignores other types
     child = [sys.executable, "-c", f"import sys; sys.path[:] = {path!r}; {PRINT_DEVICES}"]
     done = subprocess.run(child, stdout=subprocess.PIPE, check=True)

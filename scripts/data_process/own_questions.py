@@ -8,7 +8,5 @@ if not __package__:  # run as a script: the checkout may not be installed
 
 from search_r1.datasets.command import build
 
-NAME = "own_questions"
-
 if __name__ == "__main__":
-    sys.exit(build(NAME))
+    sys.exit(build("own_questions"))

@@ -45,9 +45,8 @@ def kernels() -> dict[str, VarlenKernel]:
             function = getattr(importlib.import_module(module), function_name)
         except (ImportError, AttributeError):
             continue
-        installed[name] = functools.partial(
-            getattr(attention, wrapper), **{function_name: function}
-        )
+        attend = getattr(attention, wrapper)
+        installed[name] = functools.partial(attend, **{function_name: function})
     return installed
 
 
@@ -57,12 +56,8 @@ def compare(report: Report, name: str, kernel: VarlenKernel, dtype: torch.dtype)
     The layouts are separate sequences and responses that share a prompt; key heads are grouped or
     as many as query heads; the sliding window is on or off; heads have size 64 or 128.
     """
-    device = torch.device(report.device)
-    layouts = (
-        SequenceBounds.of([(0, n) for n in LENGTHS], device),
-        SequenceBounds.of(SHARED, device),
-    )
-    worst = {"forward": 0.0, "backward": 0.0}
+    device, worst = torch.device(report.device), {"forward": 0.0, "backward": 0.0}
+    layouts = [SequenceBounds.of(spans, device) for spans in ([(0, n) for n in LENGTHS], SHARED)]
     cases = itertools.product(layouts, (2, 8), (0, 64), (64, 128))
     for bounds, kv_heads, window, size in cases:
         generator = torch.Generator().manual_seed(kv_heads + window + size)
@@ -86,10 +81,7 @@ def compare(report: Report, name: str, kernel: VarlenKernel, dtype: torch.dtype)
 def run(
     kernel: VarlenKernel, tensors: list[Tensor], bounds: SequenceBounds, window: int
 ) -> list[Tensor]:
-    """Return the output and the gradients of query, key and value.
-
-    `tensors`: query, key, value, and the gradient of the output.
-    """
+    """Return the output and the gradients of `tensors`: query, key, value, output's gradient."""
     *inputs, gradient = tensors
     leaves = [x.detach().requires_grad_() for x in inputs]
     query, key, value = leaves

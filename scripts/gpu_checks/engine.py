@@ -14,15 +14,7 @@ from scripts.gpu_checks.world import random_batch, small_run, write_model
 from verl.config import Config
 from verl.rollout.vllm_engine import VllmEngine
 from verl.training.worker import TrainerWorker
-from verl.types import (
-    Origin,
-    Prompt,
-    Sampling,
-    Segment,
-    TokenBatch,
-    Trajectory,
-    start_trajectory,
-)
+from verl.types import Origin, Prompt, Sampling, Segment, TokenBatch, Trajectory, start_trajectory
 
 NUM_PROMPTS = 16
 SHORT = 12
@@ -151,10 +143,8 @@ async def check_seeds(report: Report, engine: VllmEngine) -> None:
 def check_log_probs(
     report: Report, config: Config, dialogues: dict[str, list[Trajectory]], others: list[Trajectory]
 ) -> None:
-    """Check that the log-probs of `dialogues` match the trainer's, and those of `others` do not.
-
-    `others` were sampled with other weights than those of `config`.
-    """
+    """Check that the log-probs of `dialogues` match the trainer's with the weights of `config`, and
+    those of `others`, sampled with other weights, do not."""
     tolerance = TOLERANCES[config.trainer.compute_dtype]
     with training_rank(config) as worker:
         for name, trajectories in dialogues.items():

@@ -17,10 +17,8 @@ class Skipped(Exception):
 
 
 class Report:
-    """Figures and failures of a check, written to a file after each change.
-
-    The file is complete at any time, so that the findings of a killed check are not lost.
-    """
+    """Figures and failures of a check, in a file that is complete after each change, so that the
+    findings of a killed check are not lost."""
 
     def __init__(self, out: Path, name: str, device: str) -> None:
         """`device` is cuda or cpu. Files of an earlier run of the check are removed."""
@@ -50,23 +48,16 @@ class Report:
         self.write()
 
     def expect(
-        self,
-        name: str,
-        value: float,
-        below: float = math.inf,
-        above: float = -math.inf,
+        self, name: str, value: float, below: float = math.inf, above: float = -math.inf,
         equal: float | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Record a figure, and a failure if it violates a bound or is not finite."""
         self.record(name, value)
         if equal is not None and value != equal:
             self.fail(f"{name}: got {_plain(value)}, expected {equal}")
         if not above < value < below:
-            bounds = " and ".join(
-                f"{word} {bound}"
-                for word, bound in (("above", above), ("below", below))
-                if math.isfinite(bound)
-            )
+            limits = {"above": above, "below": below}.items()
+            bounds = " and ".join(f"{word} {x}" for word, x in limits if math.isfinite(x))
             self.fail(f"{name}: got {_plain(value)}, expected {bounds or 'a finite number'}")
 
     def fail(self, message: str) -> None:

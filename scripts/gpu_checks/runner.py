@@ -46,8 +46,7 @@ def run_all(
     for check in checks:
         left = end - time.monotonic()
         if left < check.seconds:
-            needed = f"it needs about {check.seconds:.0f} s"
-            reason = f"no time: {needed}, {max(left, 0):.0f} s are left"
+            reason = f"no time: needs about {check.seconds:.0f} s, {max(left, 0):.0f} s are left"
             yield Row(check.name, None, 0.0, skipped=reason, is_missing=True)
         else:
             yield run_one(check, device, out, min(check.limit, left), interpreter)

@@ -94,13 +94,9 @@ def estimates(config: Config, shape: ModelShape) -> dict[str, int]:
 
 
 def measure_pass(
-    report: Report,
-    name: str,
-    call: Callable[[TokenBatch], Any],
-    batch: TokenBatch,
-    flops: int,
-    estimate: int,
-) -> None:
+    report: Report, name: str, call: Callable[[TokenBatch], Any], batch: TokenBatch,
+    flops: int, estimate: int,
+) -> None:  # fmt: skip
     """Record seconds per call, after a warm-up call, and the peak of torch's allocations."""
     call(batch)
     if report.on_card:

@@ -78,9 +78,8 @@ def play(config: Config, rank: int = 0, size: int = 1, port: int | None = None) 
 
 def weights(worker: TrainerWorker) -> Tensor:
     """Return all trained weights of policy and critic as one float64 vector."""
-    tensors = [
-        x for model in worker.models.values() for x in model.full_trained_parameters().values()
-    ]
+    parameters = [model.full_trained_parameters() for model in worker.models.values()]
+    tensors = [x for named in parameters for x in named.values()]
     return torch.cat([x.detach().cpu().double().flatten() for x in tensors])
 
 
@@ -146,8 +145,7 @@ def compare(report: Report, name: str, got: Results, expected: dict[str, Results
     want = expected[name.rsplit("_", 2)[0]]
     columns = [key for key in ("log_probs", "ref_log_probs", "values") if key in want]
     column = max(float((got[key] - want[key]).abs().max()) for key in columns)
-    norms = zip(got["norms"], want["norms"], strict=True)
-    norm = max(abs(a - b) / b for a, b in norms)
+    norm = max(abs(a - b) / b for a, b in zip(got["norms"], want["norms"], strict=True))
     moved = float((want["weights"] - want["start"]).norm() / want["start"].norm())
     weight = float((got["weights"] - want["weights"]).norm() / want["weights"].norm())
     report.expect(f"{name}_columns", column, below=TOLERANCE)

@@ -65,10 +65,8 @@ def write_tokenizer(folder: Path) -> None:
 
 
 def small_run(model: str, device: str, dtype: str = "float32", **changes: Any) -> Config:
-    """Return options for one rank with KL and entropy in the loss, without offloading.
-
-    `changes`: further options, with `__` for dots.
-    """
+    """Return options for one rank with KL and entropy in the loss, without offloading; `changes`
+    have `__` for dots."""
     base = {
         "actor_rollout_ref.model.path": model,
         "actor_rollout_ref.model.enable_gradient_checkpointing": False,
@@ -111,30 +109,23 @@ def random_batch(lengths: list[int], vocab: int = 250, seed: int = 0) -> TokenBa
 
 def write_questions(path: Path, count: int = 8) -> None:
     """Write questions in the format of the training data."""
+    truth = {"style": "rule", "ground_truth": {"target": ["Accra"]}}
     rows = [
-        {
-            "data_source": "nq",
-            "prompt": [{"role": "user", "content": f"Question {i}?"}],
-            "ability": "fact-reasoning",
-            "reward_model": {"style": "rule", "ground_truth": {"target": ["Accra"]}},
-            "extra_info": {"split": "train", "index": i},
-        }
+        {"data_source": "nq", "prompt": [{"role": "user", "content": f"Question {i}?"}],
+         "ability": "fact-reasoning", "reward_model": truth,
+         "extra_info": {"split": "train", "index": i}}
         for i in range(count)
-    ]
+    ]  # fmt: skip
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
 
 
 def write_demonstrations(path: Path, count: int = 8) -> None:
     """Write dialogues with one search, for the supervised training of the tiny policy."""
-    rows = [
-        {
-            "prompt": [{"role": "user", "content": f"Question {i}?"}],
-            "segments": [
-                {"origin": "policy", "text": "<search> capital of Ghana </search>"},
-                {"origin": "observation", "text": "\n\n<information>Doc 1</information>\n\n"},
-                {"origin": "policy", "text": "<answer> Accra </answer>"},
-            ],
-        }
-        for i in range(count)
+    segments = [
+        {"origin": "policy", "text": "<search> capital of Ghana </search>"},
+        {"origin": "observation", "text": "\n\n<information>Doc 1</information>\n\n"},
+        {"origin": "policy", "text": "<answer> Accra </answer>"},
     ]
+    prompts = ([{"role": "user", "content": f"Question {i}?"}] for i in range(count))
+    rows = [{"prompt": prompt, "segments": segments} for prompt in prompts]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))

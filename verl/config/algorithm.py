@@ -76,8 +76,7 @@ class AlgorithmConfig:
 class CompatConfig:
     """Switches that restore behaviour of the original Search-R1; all are off by default.
 
-    `compat=search_r1` turns all of them on, for comparisons (docs/algorithms.md); a switch given
-    after it wins.
+    `compat=search_r1` turns all on, for comparisons (docs/algorithms.md); a later switch wins.
     """
 
     gae_over_all_tokens: bool = option(False, resume="experiment")

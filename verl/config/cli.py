@@ -1,10 +1,9 @@
 """The command line of a training run: a preset and `key=value` overrides become a `Config`.
 
 Hydra composes `verl.config.Config` from a preset of `verl/config/presets/`, preset groups
-(`+hardware=8x80`) and the overrides. The options `--cfg job`, `--config-name`, `--config-dir` and
-`--multirun` work as in Hydra. `hydra.compose` is used instead of `hydra.main`, because the latter
-reports a user's mistake with its own text and status 1, creates a folder `outputs/` and replaces
-the logging.
+(`+hardware=8x80`) and the overrides. `--cfg job`, `--config-name`, `--config-dir` and `--multirun`
+work as in Hydra. `hydra.main` is not used, because it reports a user's mistake with its own text
+and status 1, creates a folder `outputs/` and replaces the logging.
 """
 
 import argparse
@@ -115,7 +114,6 @@ def _plain(value: Any) -> Any:
 
 
 def _check_composed(config: DictConfig) -> Config:
-    """Convert a composed configuration to `Config` and check it. Raises ConfigError."""
     _set_offline_defaults(config)
     if missing := sorted(OmegaConf.missing_keys(config)):
         fix = "add " + " ".join(f"{key}=…" for key in missing)
@@ -159,8 +157,7 @@ def public_options(config: Config) -> dict[str, Any]:
 
 
 def _to_yaml(config: DictConfig) -> str:
-    """Return YAML with interpolations resolved; missing values stay `???`."""
-    return OmegaConf.to_yaml(config, resolve=True)
+    return OmegaConf.to_yaml(config, resolve=True)  # missing values stay `???`
 
 
 def _parser() -> argparse.ArgumentParser:

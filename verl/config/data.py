@@ -29,8 +29,7 @@ class DataConfig:
     max_response_length: int = option(500, resume="logged", ge=1)
     """Maximum tokens that the policy may sample in one turn."""
     max_start_length: int = option(2048, resume="logged", ge=1)
-    """Maximum tokens of the initial prompt; longer rows are left out, and their number is
-    logged."""
+    """Maximum tokens of the initial prompt; longer rows are left out and counted in the log."""
     max_obs_length: int = option(500, resume="logged", ge=1)
     """Maximum tokens of one observation, including the text that wraps it."""
     shuffle_train_dataloader: bool = option(True, resume="experiment")
@@ -44,8 +43,7 @@ class DataConfig:
     prompt_key: str = option("prompt", resume="experiment")
     """Column that holds the prompt: chat messages, or a plain string for base models."""
     filter_overlong_prompts: bool = option(True, resume="experiment")
-    """Leave out prompts over `max_start_length` and log their number; false refuses them by
-    name."""
+    """Leave out prompts over `max_start_length` and log their number; false raises an error."""
 
     @property
     def max_model_len(self) -> int:

@@ -1,10 +1,9 @@
 """Names, types, defaults, descriptions and limits of all options, and the check of a configuration.
 
-They are read from the dataclasses of `verl.config` by reflection, so that each option is described
-in one place only; `scripts/option_pages.py` prints docs/options.md from them. `check` tests a
-configuration against the limits of its options, then against the rules between options
-(`verl.config.rules`). Checks that need the machine (files, devices, tools) are in
-`verl.preflight.checks`.
+Options are described in one place only, the dataclasses of `verl.config`, and read from there by
+reflection; `scripts/option_pages.py` prints docs/options.md from them. `check` tests each option
+against its limits, then the rules between options (`verl.config.rules`). Checks that need the
+machine (files, devices, tools) are in `verl.preflight.checks`.
 """
 
 import ast
@@ -14,7 +13,7 @@ import itertools
 import os
 import typing
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import Field, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -53,9 +52,7 @@ def known_sections() -> frozenset[str]:
     return frozenset(".".join(path[:depth]) for path in paths for depth in range(1, len(path)))
 
 
-def settings(
-    section: Any, prefix: str = ""
-) -> Iterator[tuple[str, Any, dataclasses.Field[Any], Any]]:
+def settings(section: Any, prefix: str = "") -> Iterator[tuple[str, Any, Field[Any], Any]]:
     """Yield (dotted key, section, field, value) for each option below a section, depth first.
 
     A list of sections is followed by the options of its items: `reward_model.stages[0].name`.

@@ -171,8 +171,7 @@ def _normalise_override(override: Override, groups: Collection[str]) -> Iterator
         # Hydra adds new keys to a mapping only after ++.
         plus = "++" if isinstance(value, dict) and key in known_options() else ""
         # The user's own text keeps its quotes and interpolations for Hydra.
-        written = text.split("=", 1)[1] if value is given else to_argument(value)
-        yield f"{plus}{key}={written}"
+        yield f"{plus}{key}={text.split('=', 1)[1] if value is given else to_argument(value)}"
 
 
 def _compat(name: Any) -> dict[str, Any]:

@@ -50,9 +50,8 @@ class OptimConfig:
 class FsdpConfig:
     """Offloading and resharding of an FSDP2 model; offloading has no effect on CPU.
 
-    Null options are decided before the run starts, from the memory estimate
-    (`verl.preflight.memory.check`): offloading is on where the device lacks the memory, and where
-    no estimate is possible.
+    Null options are decided from the memory estimate before the run starts
+    (`verl.preflight.memory.check`). Without an estimate, offloading is on.
     """
 
     param_offload: bool | None = option(None, resume="free")
@@ -162,8 +161,7 @@ class ActorConfig:
     """Level of the ratio that decides which tokens are masked out: token, sequence or geometric;
     null uses the level of `rollout_is`."""
     rollout_mask_threshold: float | None = option(None, resume="logged", gt=1)
-    """Mask out tokens (sequences) with a ratio above this or below `rollout_mask_floor`; null:
-    none."""
+    """Mask tokens (sequences) with ratios above this or below `rollout_mask_floor`; null: none."""
     rollout_mask_floor: float | None = option(None, resume="logged", ge=0, le=1)
     """Minimum ratio that is not masked out; null is the inverse of `rollout_mask_threshold`."""
     skip_zero_advantages: bool = option(True, resume="logged")
@@ -189,9 +187,8 @@ class SpeculativeConfig:
     verifies several at once. The sampling distribution does not change."""
 
     method: str | None = option(None, resume="logged", choices=("ngram", "suffix"))
-    """Source of proposals: ngram (what followed the last tokens earlier in the dialogue) or suffix
-    (what most often followed them in the dialogue and in earlier answers; needs arctic-inference);
-    null turns it off."""
+    """Source of proposals: ngram (what followed the last tokens earlier in the dialogue), suffix
+    (what mostly followed them, also in earlier answers; needs arctic-inference) or null (off)."""
     num_speculative_tokens: int = option(5, resume="logged", ge=1, le=32)
     """Maximum tokens proposed at once."""
     prompt_lookup_min: int = option(3, resume="logged", ge=1, le=32)
@@ -223,8 +220,7 @@ class RolloutConfig:
     served_model: str | None = option(None, resume="free")
     """Model name at `url`; null uses the server's model, or with name=remote the model's path."""
     api_key_env: str | None = option(None, resume="free")
-    """Variable with the server's API key; null sends OPENAI_API_KEY only to
-    https://api.openai.com."""
+    """Variable with the server's API key; null: OPENAI_API_KEY, only for https://api.openai.com."""
     n_agent: int = option(1, resume="experiment", ge=1)
     """Trajectories sampled per prompt (GRPO's group size)."""
     temperature: float = option(1.0, resume="logged", ge=0, le=10)
@@ -243,11 +239,9 @@ class RolloutConfig:
     """Maximum age of a token in weight versions when it is trained on; 0 alternates sampling and
     training, more samples up to that many steps ahead (docs/asynchrony.md)."""
     replay: str | None = option(None, resume="free")
-    """Folder `schedule` of a run to replay: each turn is sampled by the same weight version as
-    there."""
+    """Folder `schedule` of a run to replay: each turn uses the same weight version as there."""
     partial: bool = option(True, resume="logged")
-    """Let trajectories continue with newer weights at their next turn; false keeps one version
-    each."""
+    """Continue trajectories with newer weights at their next turn; false keeps one version each."""
     interrupt_turns: bool = option(False, resume="logged")
     """Interrupt running turns and continue them with new weights; false lets them finish first."""
     dtype: str = option("auto", resume="logged", choices=("auto", "bfloat16", "float16", "float32"))
@@ -256,8 +250,7 @@ class RolloutConfig:
     """fp8: vLLM computes the blocks' linear layers in 8 bits and quantizes each version of the
     weights (GPUs only; needs a correction, docs/rollout_engines.md); null computes in `dtype`."""
     kv_cache_dtype: str = option("auto", resume="logged", choices=("auto", "fp8"))
-    """Format of vLLM's KV cache: auto (`dtype`), or fp8, one byte per value (needs a
-    correction)."""
+    """Format of vLLM's KV cache: auto (`dtype`) or fp8, a byte per value (needs a correction)."""
     max_num_seqs: int | None = option(None, resume="free", ge=1)
     """Maximum trajectories that one engine decodes at once; null is its share of a step or of a
     validation request, whichever is larger, up to 512 (256 on CPU)."""

@@ -74,11 +74,12 @@ class RewardConfig:
     format_score: float = option(0.0, resume="logged", ge=0, le=1)
     """em: score of a wrong but well-formed answer."""
     structure_format_score: float = option(0.0, resume="logged", ge=0, le=1)
-    """em_format: score of a valid dialogue structure without a correct answer."""
+    """em_format: score of a wrong answer, or none, in a valid dialogue structure; taken off the
+    score of a correct answer in an invalid structure."""
     final_format_score: float = option(0.0, resume="logged", ge=0, le=1)
     """em_format: score of a wrong answer in an invalid structure."""
     retrieval_score: float = option(0.0, resume="logged", ge=0, le=1)
-    """em_format: added for a valid structure if a returned document contains an accepted answer."""
+    """em_format: added to `structure_format_score` if a document contains an accepted answer."""
     correct_answer: float = option(1.0, resume="logged", ge=0, le=1000)
     """em_cost: score of a correct answer."""
     search_penalty: float = option(0.0, resume="logged", le=1000)

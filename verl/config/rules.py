@@ -118,9 +118,7 @@ def _sequence_parallel(config: Config) -> Iterator[Rule]:
         batch = actor.ppo_mini_batch_size
         if section == "critic":
             batch = critic.ppo_mini_batch_size or batch
-        number = str(num_groups)
-        if size > 1:
-            number = f"{num_groups} sequence-parallel groups of {size}"
+        number = f"{num_groups} sequence-parallel groups of {size}" if size > 1 else num_groups
         yield (batch < num_groups and not config.trainer.val_only, f"{section}.ppo_mini_batch_size",
                batch, f"one trajectory or more for each of {owner}{number} ranks",
                f"{section}.ppo_mini_batch_size={num_groups}, or fewer {gpus}")
@@ -137,8 +135,8 @@ def _recorded(config: Config) -> Iterator[Rule]:
            "false: greedy trajectories cannot be scored again, only their scores are recorded",
            "data.rescore=false")
     unused = {"trainer.val_only": trainer.val_only, "trainer.rollout_gpus": trainer.rollout_gpus,
-            "trainer.rollout_data_dir": trainer.rollout_data_dir,
-            f"{ROLLOUT}.replay": rollout.replay}
+              "trainer.rollout_data_dir": trainer.rollout_data_dir,
+              f"{ROLLOUT}.replay": rollout.replay}
     for name, value in unused.items():
         yield (is_recorded and bool(value), name, value,
                f"nothing: {key} trains on recorded trajectories, without engines", "leave it out")

@@ -158,8 +158,7 @@ class Config:
     @property
     def num_critic_ranks(self) -> int:
         """Number of ranks that hold the critic: its own, or the actor's."""
-        own = self.critic_gpus_per_node * self.critic_nodes
-        return own or self.num_ranks
+        return self.critic_gpus_per_node * self.critic_nodes or self.num_ranks
 
     @property
     def is_split(self) -> bool:
@@ -176,8 +175,7 @@ class Config:
     def servers(self) -> list[str]:
         """Addresses of the user's servers, one engine each; empty if the run starts its own."""
         url = self.actor_rollout_ref.rollout.url
-        addresses = url if isinstance(url, list) else [str(url)]
-        return addresses if self.is_external else []
+        return (url if isinstance(url, list) else [str(url)]) if self.is_external else []
 
     @property
     def streams_weights(self) -> bool:

@@ -65,8 +65,7 @@ class TrainerConfig:
         resume="free",
         choices="verl.monitor.tracking:BACKENDS",
     )
-    """One or a list of console, jsonl, wandb, tensorboard, mlflow, swanlab, trackio
-    (docs/tracking.md)."""
+    """Any of console, jsonl, wandb, tensorboard, mlflow, swanlab, trackio: a name or a list."""
     default_local_dir: str = option(
         "runs/${trainer.project_name}/${trainer.experiment_name}", resume="free"
     )
@@ -84,8 +83,7 @@ class TrainerConfig:
     Master weights are always float32."""
     share_prompts: bool = option(True, resume="logged")
     """Compute the common prompt of a group only once in forward passes and updates, where that
-    saves a twentieth of the step's tokens or more; gradients differ only by rounding. false
-    computes it for each trajectory."""
+    saves at least a twentieth of the step's tokens; gradients differ only by rounding."""
     keep_groups: bool = option(False, resume="logged")
     """Draw whole groups into mini-batches, so that a mini-batch splits at most two: `share_prompts`
     then saves nearly as much in updates as in forward passes. false draws single trajectories."""

@@ -104,7 +104,7 @@ def load_prompts(
 ) -> list[Prompt]:  # fmt: skip
     """Load the training or validation prompts of a run by its `data` options, in file order.
 
-    Prompts over `max_start_length` tokens are left out and counted in the log. Raises DataError for
+    Prompts over `max_start_length` are left out and counted in the log. Raises DataError for
     malformed rows, for over-long ones if filtering is off, and if no prompt is left.
     """
     data, limit = config.data, config.data.max_start_length
@@ -178,11 +178,8 @@ class PromptSampler:
             self._order = self._epoch_order(number, tail)
 
     def _epoch_order(self, epoch: int, tail: Sequence[int]) -> list[int]:
-        """Return the row order of an epoch.
-
-        `tail` holds the rows that the previous epoch left in a partial batch. They are swapped out
-        of the rows that complete that batch.
-        """
+        """Return the row order of an epoch, in which rows of `tail`, the partial batch that the
+        previous epoch left, are swapped out of the rows that complete that batch."""
         if not self._shuffle:
             return list(range(self.num_rows))
         generator = np.random.default_rng([self._seed, epoch])

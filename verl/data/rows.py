@@ -165,10 +165,7 @@ def _rows_of(batch: pyarrow.RecordBatch, path: str, start: int) -> Iterator[Reco
 
 
 def read_jsonl(path: str) -> Iterator[Record]:
-    """Yield the rows of a jsonl file with their line numbers. Blank lines are counted but skipped.
-
-    Raises DataError for a file that cannot be read.
-    """
+    """Yield (line number from 0, row) of a jsonl file, without blank lines. Raises DataError."""
     try:
         with open(path, "rb") as lines:
             for number, line in enumerate(iter(partial(lines.readline, MAX_CHARS), b"")):
@@ -180,7 +177,6 @@ def read_jsonl(path: str) -> Iterator[Record]:
 
 
 def _parse_line(path: str, number: int, line: bytes) -> Any:
-    """Parse a line of JSON, or return a `BadRow`."""
     try:
         row = json.loads(line)
         if rb"\u" in line:  # JSON escapes can denote half a character, which UTF-8 cannot encode
@@ -196,10 +192,8 @@ def _check_row(record: Any, path: str, name: str, number: int, prompt_key: str) 
     if not isinstance(record, dict):
         return BadRow.at(path, number, "", short_repr(record), "an object")
     source, extra = record.get("data_source") or "", record.get("extra_info") or {}
-    prompt, targets = (
-        parse_prompt(record.get(prompt_key)),
-        _parse_targets(record.get("reward_model")),
-    )
+    prompt = parse_prompt(record.get(prompt_key))
+    targets = _parse_targets(record.get("reward_model"))
     for part, is_valid, expected in (
         ("data_source", source and isinstance(source, str), "a name"),
         (prompt_key, prompt, "a string, or a list of messages {role, content} that is not empty"),
@@ -228,12 +222,9 @@ def parse_prompt(prompt: Any) -> str | tuple[Message, ...]:
 
 
 def _parse_targets(reward_model: Any) -> tuple[str, ...]:
-    """Return the accepted answers, or () if they are not in the expected form.
-
-    The data builders of veRL write `ground_truth` as plain text, the original's as
-    `{"target": …}`.
-    """
+    """Return the accepted answers, or () if they are not in the expected form."""
     truth = reward_model.get("ground_truth") if isinstance(reward_model, dict) else None
+    # Builders of veRL write `ground_truth` as plain text, those of Search-R1 as `{"target": …}`.
     target = truth.get("target") if isinstance(truth, dict) else truth
     targets = [target] if isinstance(target, str) else target
     if not isinstance(targets, list) or not all(isinstance(t, str) and t.strip() for t in targets):

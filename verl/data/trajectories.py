@@ -37,9 +37,8 @@ TOKENIZER, MODEL = "tokenizer", "model"
 STEP_FILE = re.compile(r"step_(\d+)\.jsonl")
 EXPECTED_ROW = "a row as trainer.rollout_data_dir writes it"
 SIGNALS = ("old_log_probs", "ref_log_probs", "values", "advantages", "rollout_weights")
-"""The trainer's values per token: log-probs of policy and reference, the critic's value, the
-advantage, and the importance weight of trainer against engine. Keys of segments, columns of
-`TokenBatch`."""
+"""The trainer's values per token, named as in `TokenBatch`: log-probs of policy and reference, the
+critic's value, the advantage, and the importance weight of trainer against engine."""
 Signals = Mapping[str, NDArray[np.float32]]
 """Each signal by name, as one number per token of a trajectory; NaN where it is undefined."""
 NON_ASCII = re.compile(r"[^\x00-\x7f]+")
@@ -65,7 +64,7 @@ class HasVocabulary(Protocol):
 
 
 def fingerprint(tokenizer: HasVocabulary) -> str:
-    """Return a hash of the vocabulary: with equal hashes, tokenizers map the same ids to text."""
+    """Return a hash of the vocabulary: tokenizers with equal hashes give each id the same token."""
     vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda item: (item[1], item[0]))
     return hashlib.sha256(json.dumps(vocabulary).encode()).hexdigest()
 
@@ -112,10 +111,8 @@ def write_step(
     rewards: Sequence[Reward], greedy_scores: Sequence[float] = (),
     signals: Mapping[tuple[str, int], Signals] | None = None,
 ) -> None:  # fmt: skip
-    """Write one step's trajectories with their scores, atomically.
-
-    `signals` holds the trainer's values by (group, sample); trajectories may be missing from it.
-    """
+    """Write one step's trajectories with their scores, atomically; `signals` has the trainer's
+    values by (group, sample), for all or some of them."""
     step_size = len(trajectories)
     baselines: Sequence[float | None] = greedy_scores or [None] * step_size
     rows = []
@@ -143,10 +140,7 @@ def recorded_files(directory: str | Path) -> list[str]:
 
 
 def read_step(directory: str | Path, step: int) -> list[RecordedTrajectory]:
-    """Read one step's trajectories as they were written; log-probs that the engine omitted are NaN.
-
-    Raises DataError for a malformed or incomplete file.
-    """
+    """Read one step's trajectories; log-probs that the engine omitted are NaN. Raises DataError."""
     path = step_path(directory, step)
     rows = list(_read_step_rows(path))
     trajectories = [parse_row(location, row) for location, row in rows]

@@ -83,15 +83,10 @@ class Report:
 
 
 def validate(
-    files: Sequence[str],
-    tokenizer: Tokenizer | None = None,
-    budgets: Sequence[int] = (),
+    files: Sequence[str], tokenizer: Tokenizer | None = None, budgets: Sequence[int] = (),
     prompt_key: str = "prompt",
-) -> Report:
-    """Check every row of every file.
-
-    `budgets` are values of `data.max_start_length` (tokens); the prompts over each are counted.
-    """
+) -> Report:  # fmt: skip
+    """Check every row of every file; counts the prompts over each of `budgets`, in tokens."""
     reports, rows = list[FileReport](), list[Row]()
     prompts: list[tuple[int, ...]] = []
     for file in dict.fromkeys(files):
@@ -227,7 +222,6 @@ def _length_lines(lengths: Lengths) -> Iterator[str]:
 
 
 def _budgets(text: str) -> tuple[int, ...]:
-    """Parse token counts such as `512,1024`."""
     budgets = tuple(int(part) for part in text.split(","))
     if min(budgets) < 1:
         raise argparse.ArgumentTypeError(f"got {text}, expected counts of 1 or more")

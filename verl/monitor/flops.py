@@ -38,8 +38,7 @@ class ModelFlops:
         return self._attention([1]) / (2 * (self.shape.linear_weights + self.adapter))
 
     def _head(self, num_targets: int) -> int:
-        outputs = 1 if self.is_critic else self.shape.vocab
-        return 2 * outputs * self.shape.hidden * num_targets
+        return 2 * (1 if self.is_critic else self.shape.vocab) * self.shape.hidden * num_targets
 
     def forward(self, lengths: Sequence[int], num_targets: int) -> int:
         """Return 2 FLOPs per token and matrix weight, plus attention and head."""
@@ -49,8 +48,8 @@ class ModelFlops:
     def backward(self, lengths: Sequence[int], num_targets: int) -> int:
         """Return twice the forward FLOPs: gradients of each product's input and of its weight.
 
-        A frozen weight has no gradient, so it costs 2 per token instead of 4. With an adapter the
-        first block's inputs need no gradient either, but it is counted anyway.
+        Frozen weights have no gradient and cost 2 per token instead of 4. The gradient of the first
+        block's inputs, which a frozen model does not need, is counted anyway.
         """
         full = 2 * self.forward(lengths, num_targets)
         if not self.adapter:
@@ -83,8 +82,7 @@ PEAK_TFLOPS = {
 }  # fmt: skip
 """TFLOP/s of dense 16-bit matrix products with float32 accumulation, by a part of the card's name.
 
-From NVIDIA's data sheets (half of the figures with sparsity); for GeForce and RTX cards, from its
-architecture white papers.
+From NVIDIA's data sheets (half of the figures with sparsity) and architecture white papers (RTX).
 """
 FLOAT16_ONLY = ("V100", "T4", "RTX 2080 Ti")
 """Cards without bfloat16 support."""

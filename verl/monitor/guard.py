@@ -182,8 +182,7 @@ class CollapseGuard:
     def observe(self, metrics: Mapping[str, float]) -> Verdict:
         """Return the verdict on one step's metrics; steps must be given in order.
 
-        Rules on a metric that the step lacks (no correct trajectory, no update) are not checked,
-        and their counts stay as they are.
+        A metric that the step lacks (no correct trajectory, no update) leaves its rules' counts.
         """
         reasons, is_collapsed = [], False
         for rule in self.rules:
@@ -293,8 +292,8 @@ class CollapseGuard:
 def correct_sequences(scores: Tensor, limit: int) -> list[int]:
     """Return indices of at most `limit` correct trajectories, spread evenly over the batch.
 
-    A trajectory is correct if its score is positive and at least half the batch's best.
-    `scores` (num_seqs,).
+    A trajectory is correct if its entry of `scores` (num_seqs,) is positive and at least half the
+    batch's best.
     """
     if not len(scores):
         return []

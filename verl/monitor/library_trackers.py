@@ -59,9 +59,8 @@ class Tracker:
     def rewind(self, step: int | None) -> None:
         """Drop the steps after `step`, which will be logged again; None: all steps it has logged.
 
-        Output that cannot be changed stays: lines on a console, and metrics passed to a library. If
-        a step is logged twice, wandb and SwanLab keep the first values, MLflow shows the last ones,
-        Trackio both.
+        A console's lines and a library's metrics stay. Of a step that is logged twice, wandb and
+        SwanLab keep the first values, MLflow shows the last ones, Trackio both.
         """
 
     def close(self) -> None:
@@ -93,8 +92,7 @@ class WandbTracker(Tracker):
         obstacle = None if mode else offline_reason(wandb)
         if obstacle is None:
             try:
-                resume = None if mode == "offline" else "allow"
-                self._run = wandb.init(**options, resume=resume)
+                self._run = wandb.init(**options, resume=None if mode == "offline" else "allow")
             except wandb.errors.Error as error:
                 if mode:
                     raise
@@ -122,9 +120,9 @@ class WandbTracker(Tracker):
 
 def run_id(directory: Path, is_resumed: bool) -> str:
     """Return wandb's id of the run in `directory`; `WANDB_RUN_ID` overrides it if set."""
-    from_environment = os.environ.get("WANDB_RUN_ID")
-    is_continued = is_resumed and from_environment is None
-    return stored_id(directory / ID_FILE, is_continued, from_environment or secrets.token_hex(4))
+    chosen = os.environ.get("WANDB_RUN_ID")
+    new = chosen or secrets.token_hex(4)
+    return stored_id(directory / ID_FILE, is_resumed and chosen is None, new)
 
 
 def stored_id(file: Path, is_resumed: bool, new: str) -> str:
@@ -187,12 +185,9 @@ class MlflowTracker(Tracker):
                 self.run_id = id_file.read_text().strip()
                 self._client.update_run(self.run_id, status="RUNNING")
                 return
-            existing = self._client.get_experiment_by_name(project)
-            if existing:
-                experiment_id = existing.experiment_id
-            else:
-                experiment_id = self._client.create_experiment(project)
-            self.run_id = self._client.create_run(experiment_id, run_name=experiment).info.run_id
+            found = self._client.get_experiment_by_name(project)
+            number = found.experiment_id if found else self._client.create_experiment(project)
+            self.run_id = self._client.create_run(number, run_name=experiment).info.run_id
             self._log_options(mlflow, config or {})
         except self._error as error:
             expected = "a server or database that MLflow can use"
@@ -230,7 +225,6 @@ class MlflowTracker(Tracker):
 
 
 def _mlflow_name(name: str) -> str:
-    """Return the name of a metric or option with only characters that MLflow allows."""
     return MLFLOW_INVALID.sub("_", name)
 
 
@@ -245,19 +239,17 @@ class SwanlabTracker(Tracker):
         self, project: str, experiment: str, directory: Path, config: Any, is_resumed: bool = False
     ) -> None:
         swanlab = load("swanlab", "swanlab")
-        log_dir = os.environ.get("SWANLAB_LOG_DIR") or directory / "swanlog"
-        self._folder = Path(log_dir).absolute()
+        self._folder = Path(os.environ.get("SWANLAB_LOG_DIR") or directory / "swanlog").absolute()
         self._folder.mkdir(parents=True, exist_ok=True)
         mode = os.environ.get("SWANLAB_MODE") or ("online" if has_swanlab_key() else "offline")
         letters = string.ascii_lowercase + string.digits
         new = "".join(secrets.choice(letters) for _ in range(SWANLAB_ID_LENGTH))
         self.run_id = stored_id(directory / "swanlab_run_id", is_resumed, new)
-        self._swanlab = swanlab
+        self._swanlab, self.is_offline = swanlab, mode == "offline"
         swanlab.init(
             project=project, name=experiment, config=config, log_dir=str(self._folder), mode=mode,
             id=self.run_id, resume="allow", reinit=True,
         )  # fmt: skip
-        self.is_offline = mode == "offline"
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         self._swanlab.log(dict(metrics), step=step)

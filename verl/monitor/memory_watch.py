@@ -125,11 +125,7 @@ def rank_names(
     locations: Sequence[ActorLocation], node_id: str, kind: str = "rank"
 ) -> dict[int, str]:
     """Return the names of the ranks on this node, such as `rank 0`, by process id."""
-    return {
-        location.pid: f"{kind} {i}"
-        for i, location in enumerate(locations)
-        if location.node_id == node_id
-    }
+    return {x.pid: f"{kind} {i}" for i, x in enumerate(locations) if x.node_id == node_id}
 
 
 def describe(memory: HostMemory, usages: Sequence[Usage]) -> str:
@@ -193,7 +189,6 @@ def memory_by_process(names: Mapping[int, str] | None = None) -> list[Usage]:
 
 
 def _name(process: psutil.Process, variables: Sequence[bytes]) -> str:
-    """Return the part of the run that a process is, or the beginning of its command line."""
     if process.pid == os.getpid():
         return "driver"
     parts = [entry.decode() for entry in variables if entry.startswith(REPLICA_MARK.encode())]

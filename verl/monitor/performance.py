@@ -33,8 +33,7 @@ CRITIC_PHASES = {"values": "critic.values", "update_critic": "critic.updates"}
 class Timings:
     """Wall-clock seconds of the named phases of one step, and the ranks' peak memory per phase.
 
-    The times of a phase that is entered twice add up. `PHASE/PART` is a part of a phase; the
-    phase's seconds include it.
+    The seconds of a phase entered twice add up, and include those of its parts, `PHASE/PART`.
     """
 
     def __init__(self, take_peak: Callable[[], PeakMemory | None] = lambda: None) -> None:
@@ -52,8 +51,7 @@ class Timings:
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Time the body under `name`; after a phase of the ranks, record their peak memory."""
-        start = time.perf_counter()
-        begin = time.time()
+        start, begin = time.perf_counter(), time.time()
         try:
             yield
         finally:
@@ -144,7 +142,6 @@ class WorkCounter:
         return (critic_budgets if model.is_critic else actor_budgets)(self.config)
 
     def _skipped_prompts(self, model: ModelFlops, batch: TokenBatch, budget: int) -> list[int]:
-        """Return the lengths of the prompt copies that the ranks do not compute."""
         config = self.config
         num_sp_groups = config.num_critic_sp_groups if model.is_critic else config.num_sp_groups
         return Packing.of(batch).skipped_prompts(num_sp_groups, budget, model.pair_cost)
@@ -173,10 +170,7 @@ def sizes(model: ModelFlops, batch: TokenBatch) -> tuple[list[int], int]:
 
 
 def critic_seconds(calls: Mapping[str, Sequence[Call]]) -> dict[str, float]:
-    """Return the seconds of the critic's phases on its slowest rank.
-
-    `calls`: the calls of each rank in a step.
-    """
+    """Return the seconds of the critic's phases on its slowest rank, by its `calls` in a step."""
 
     def rank_seconds(rank_calls: Sequence[Call], method: str) -> float:
         return sum(call.end - call.begin for call in rank_calls if call.method == method)

@@ -34,19 +34,15 @@ class Trace:
         self, step: int, timings: Timings, trajectories: Sequence[Trajectory],
         calls: Mapping[str, Sequence[Call]],
     ) -> None:  # fmt: skip
-        """Append the events of one step.
-
-        They are the step's phases, its trajectories, whenever they were sampled, and the `calls` of
-        each training rank since the previous step, timed by the rank.
-        """
+        """Append one step's phases, its trajectories, whenever they were sampled, and the `calls`
+        of each training rank since the previous step, timed by the rank."""
         if self._path is None:
             return
         self._path.parent.mkdir(parents=True, exist_ok=True)
         begin = [] if self._path.exists() else ["["]
         events = [*self._events(step, timings, trajectories), *_rank_events(step, calls)]
-        lines = (json.dumps(event) + "," for event in events)
         with contextlib.closing(LineWriter(self._path)) as file:
-            file.append("\n".join([*begin, *lines]))
+            file.append("\n".join([*begin, *(json.dumps(event) + "," for event in events)]))
 
     def _events(
         self, step: int, timings: Timings, trajectories: Sequence[Trajectory]
@@ -97,7 +93,6 @@ def busy_intervals(trajectories: Sequence[Trajectory]) -> list[tuple[float, floa
 
 
 def _rank_events(step: int, calls: Mapping[str, Sequence[Call]]) -> Iterator[Event]:
-    """Yield a row for each rank, below the trainer's phases."""
     for row, (name, rank_calls) in enumerate(calls.items(), 1):
         yield _name(TRAINER, name, row)
         for call in rank_calls:
@@ -111,6 +106,5 @@ def _span(name: str, process: int, row: int, begin: float, end: float, **about: 
 
 
 def _name(process: int, name: str, row: int | None = None) -> Event:
-    """Return the event that names a process or one of its rows."""
     kind = {"name": "process_name"} if row is None else {"name": "thread_name", "tid": row}
     return {**kind, "ph": "M", "pid": process, "args": {"name": name}}

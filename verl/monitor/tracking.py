@@ -133,8 +133,7 @@ class Tracking:
         """Open `backends`: names of backends, which write below `directory`, or Tracker objects.
 
         `config` is a plain dict of the run's options; with `is_resumed` the backends continue the
-        run that an earlier start left in `directory`. Raises ConfigError for an unknown name before
-        any backend is opened.
+        run in `directory`. Raises ConfigError for an unknown name before a backend is opened.
         """
         chosen = [backends] if isinstance(backends, str) else list(backends)
         for name in chosen:
@@ -163,10 +162,7 @@ class Tracking:
 
     @contextlib.contextmanager
     def _tolerate_write_errors(self, tracker: Tracker) -> Iterator[None]:
-        """Turn a tracker's write error into one warning, if `metrics.jsonl` has the metrics.
-
-        The error is raised if the tracker writes `metrics.jsonl` itself, or the run has none.
-        """
+        """Turn a tracker's write errors into one warning, if `metrics.jsonl` has the metrics."""
         try:
             yield
         except OSError as error:

@@ -58,7 +58,7 @@ MIN_FREE_BYTES = 1 << 30
 
 
 def preflight(config: Config, environment: Environment) -> Config:
-    """Check that the run can start; returns the options, with those left to the machine decided.
+    """Check that the run can start, and return its options with those left to the machine decided.
 
     Raises PreflightError with all problems.
     """
@@ -96,17 +96,14 @@ def model_problems(config: Config) -> Iterator[UserError]:
 
 
 def _sequence_parallel_problems(config: Config) -> Iterator[UserError]:
-    """Yield attention heads that cannot be split over a sequence-parallel group.
-
-    A model that is not downloaded yet is checked by the ranks.
-    """
+    """Check that sequence-parallel sizes divide the attention heads of each downloaded model."""
     policy, actor = config.actor_rollout_ref.model, config.actor_rollout_ref.actor
     sp_sizes = [("actor_rollout_ref.actor", policy.path, actor.ulysses_sequence_parallel_size)]
     if has_critic(config):
         sp_sizes.append(("critic", config.critic_path, config.critic_sp_size))
     for section, path, size in sp_sizes:
         folder = model_folder(path)
-        if size > 1 and folder is not None:
+        if size > 1 and folder is not None:  # the ranks check a model that they download
             try:
                 check_heads(read_config(str(folder)), size, section)
             except ConfigError as error:
@@ -118,8 +115,7 @@ def _path_problems(
 ) -> Iterator[UserError]:
     """Check that `path` is a complete model: a folder, a cached hub model, or a known hub name.
 
-    `policy_path`: for a critic, the model whose tokenizer it must share. `data`: lengths that must
-    fit the model's context.
+    A critic must share the tokenizer of `policy_path`; lengths of `data` must fit the context.
     """
     is_name = re.fullmatch(r"\w[\w.-]{0,95}(/[\w.-]{1,96})?", path) and not Path(path).exists()
     problem = _hub_problem(path) if is_name else ""
@@ -132,8 +128,8 @@ def _path_problems(
         if not is_name or is_cached(path):  # the ranks check a model that they download
             folder = str(model_folder(path) or path)
             tokenizer = policy_path and str(model_folder(policy_path) or policy_path)
-            is_policy = policy_path is None
-            model = check_model(key, folder, needs_head=is_policy, tokenizer_of=tokenizer)
+            needs_head = policy_path is None
+            model = check_model(key, folder, needs_head=needs_head, tokenizer_of=tokenizer)
             if data is not None:
                 names = ("data.max_prompt_length", "data.max_response_length")
                 check_context(model, folder, data, *names)
@@ -187,8 +183,7 @@ def _device_problems(config: Config) -> Iterator[UserError]:
     """Check that this machine has enough devices; on a cluster (RAY_ADDRESS) Ray checks it."""
     if os.environ.get("RAY_ADDRESS"):
         return
-    trainer, key = config.trainer, "trainer.n_gpus_per_node"
-    num_gpus = torch.cuda.device_count()
+    trainer, key, num_gpus = config.trainer, "trainer.n_gpus_per_node", torch.cuda.device_count()
     rollout_gpus, critic_gpus = trainer.rollout_gpus, config.critic_gpus_per_node
     for name, nodes in (("trainer", trainer.nnodes), ("critic", config.critic.nnodes or 1)):
         if nodes > 1:
@@ -206,8 +201,7 @@ def _device_problems(config: Config) -> Iterator[UserError]:
             got = f"{' and '.join(counts)} with {num_gpus} GPUs here"
             yield ResourceError(explain(key, got, "as many", fix))
         return
-    num_cores = os.cpu_count() or 1
-    num_ranks = trainer.n_gpus_per_node + critic_gpus
+    num_cores, num_ranks = os.cpu_count() or 1, trainer.n_gpus_per_node + critic_gpus
     try:
         cores_for(rollout_gpus, is_engine=False)
     except ResourceError as error:
@@ -248,8 +242,7 @@ def _tracking_problems(config: Config) -> Iterator[UserError]:
     """Check that the packages of the chosen trackers are installed."""
     for name in backend_names(config.trainer.logger):
         spec = importlib.util.find_spec(name) if name in PACKAGES else None
-        # A folder left by an earlier run, such as wandb/, is found as a namespace package, which
-        # has no origin.
+        # A folder of an earlier run, such as wandb/, counts as a namespace package without origin.
         if name in PACKAGES and (spec is None or spec.origin is None):
             fix = f"pip install {name}, or trainer.logger=[console,jsonl]"
             expected = "an installed package"
@@ -270,11 +263,8 @@ def adapter_problems(config: Config) -> Iterator[UserError]:
     if not all(Path(path).expanduser().is_dir() for _, _, path in sections.values()):
         return
     try:
-        records = {
-            role: _record(key, options, path)
-            for role, (key, options, path) in sections.items()
-            if options.has_adapter
-        }
+        adapted = {role: section for role, section in sections.items() if section[1].has_adapter}
+        records = {role: _record(*section) for role, section in adapted.items()}
         folder = Path(config.trainer.default_local_dir)
         step_dir = folders.resume_folder(config.trainer.resume_mode, folder)
         if step_dir is not None:

@@ -81,8 +81,6 @@ def _folder_problem(config: Config) -> ResourceError | None:
 
 
 class _ServerCheck:
-    """Checks one server."""
-
     def __init__(self, config: Config, url: str, transport: httpx.BaseTransport | None) -> None:
         self.config, self.url = config, url
         self.rollout = config.actor_rollout_ref.rollout
@@ -111,9 +109,9 @@ class _ServerCheck:
     def _status_problem(self, answer: httpx.Response) -> ConfigError:
         path, status = answer.url.path, answer.status_code
         if status in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN):
+            got = f"{status} for {path}"
             fix = "name the variable that holds it: actor_rollout_ref.rollout.api_key_env=NAME"
-            subject = f"{URL} {self.url}"
-            return ConfigError(explain(subject, f"{status} for {path}", "its key", fix))
+            return ConfigError(explain(f"{URL} {self.url}", got, "its key", fix))
         expected = "a vLLM server, 0.32 or newer, in development mode, which loads weights"
         return self._problem(f"{status} for {path}", expected)
 
@@ -159,8 +157,8 @@ class _ServerCheck:
             expected = f"{PROCESSED}, of the distribution that is sampled from"
             yield self._problem(f"--logprobs-mode {facts.logprobs_mode}", expected)
         if facts.device == "cpu" and not facts.loads_in_place:
-            expected = "our weight loader: on the CPU, vLLM's own does not update a tied head"
             got = f"a server on the CPU with {facts.extension or 'its own'}"
+            expected = "our weight loader: on the CPU, vLLM's own does not update a tied head"
             yield self._problem(got, expected)
             return
         yield from self._folder_problems(facts)
@@ -168,11 +166,8 @@ class _ServerCheck:
                     model.max_model_len, dtype)  # fmt: skip
 
     def _folder_problems(self, facts: ServerInfo) -> Iterator[ConfigError]:
-        """Check that the server can read files written here.
-
-        A server without our weight loader cannot be asked; there, the first weight transfer fails
-        before anything is sampled.
-        """
+        """Check that the server can read files written here. One without our weight loader cannot
+        be asked; there, the first weight transfer fails before anything is sampled."""
         weights_dir = self.rollout.weights_dir
         key, fix = f"{URL} {self.url}", f"{WEIGHTS_DIR}=/shared/weights, which both can read"
         if weights_dir is None and os.environ.get("RAY_ADDRESS"):

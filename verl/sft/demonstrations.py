@@ -30,11 +30,8 @@ class _Malformed(ValueError):
 def load_demonstrations(
     path: str, tokenizer: Tokenizer, max_length: int, end_of_turn: str = ""
 ) -> list[Trajectory]:
-    """Load all rows of a jsonl file as trajectories.
-
-    `end_of_turn` is appended to the last policy segment. Raises DataError with the row's number for
-    malformed rows and for rows over `max_length` tokens.
-    """
+    """Load all rows of a jsonl file as trajectories, with `end_of_turn` after the last policy
+    segment. Raises DataError for malformed rows and for rows over `max_length` tokens."""
     file, own_fingerprint = Path(path), ""
     if not file.is_file():
         raise DataError(explain("train_file", path, "a jsonl file", "give one that exists"))
@@ -68,7 +65,6 @@ def load_demonstrations(
 
 
 def _check_tokenizer(location: str, recorded: object, own: str) -> None:
-    """Raise DataError if the ids of a row were made by another tokenizer."""
     if recorded != own:
         fix = "set model_path to the model whose run made the rows, or to one with its tokenizer"
         expected = f"{own[:12]}…, the tokenizer of model_path: other tokenizers use other ids"
@@ -76,7 +72,7 @@ def _check_tokenizer(location: str, recorded: object, own: str) -> None:
 
 
 def _exact_row(uid: str, parts: Any, tokenizer: Tokenizer, end: str) -> Trajectory:
-    """Convert a row with token ids. The end of turn is not added if the policy wrote it itself."""
+    """Convert a row with token ids; `end` is not added if the policy wrote it itself."""
     origins = {"prompt": Origin.PROMPT, **ORIGINS}
     segments = [
         _segment(origins[part["origin"]], tuple(map(int, part["ids"])), part["text"])
@@ -96,7 +92,7 @@ def _exact_row(uid: str, parts: Any, tokenizer: Tokenizer, end: str) -> Trajecto
 
 
 def _text_row(row: Row, parts: Any, tokenizer: Tokenizer, end: str, limit: int) -> Trajectory:
-    """Convert a row of text. The end of turn is appended to the last policy segment."""
+    """Convert a row of text; `end` is appended to the last policy segment."""
     texts = [(ORIGINS[part["origin"]], part["text"]) for part in parts]
     if not all(isinstance(text, str) for _, text in texts):
         raise _Malformed("a text that is not a string")

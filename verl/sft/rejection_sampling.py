@@ -19,14 +19,8 @@ import tyro
 from verl.bounds import MAX_SEED
 from verl.config.known import limit_problems, raise_problems
 from verl.config.option import option
-from verl.data.trajectories import (
-    TOKENIZER,
-    num_calls,
-    read_header,
-    read_rows,
-    to_float,
-    write_jsonl,
-)
+from verl.data import trajectories
+from verl.data.trajectories import TOKENIZER, num_calls, to_float
 from verl.errors import DataError, explain
 from verl.logs import exit_status
 from verl.types import Status
@@ -97,7 +91,7 @@ def choose(directory: str | Path, criteria: Criteria) -> tuple[list[Candidate], 
     """Choose the trajectories to train on, by question in order of appearance. Raises DataError."""
     report, by_prompt = Report(), defaultdict[str, list[Candidate]](list)
     seen: set[tuple[int, ...]] = set()
-    for location, row in read_rows(directory):
+    for location, row in trajectories.read_rows(directory):
         report.read += 1
         candidate = _parse_candidate(location, row, criteria.measure)
         reason = _rejection_reason(candidate, criteria)
@@ -127,7 +121,7 @@ def write(path: str | Path, tokenizer: str, candidates: Sequence[Candidate]) -> 
          "segments": list(c.segments)}
         for c in candidates
     ]  # fmt: skip
-    write_jsonl(out, rows)
+    trajectories.write_jsonl(out, rows)
 
 
 def _parse_candidate(location: str, row: Any, measure: str) -> Candidate:
@@ -165,7 +159,7 @@ def _rejection_reason(candidate: Candidate, criteria: Criteria) -> str:
 
 def run(options: Options) -> Report:
     """Choose and write demonstrations. Raises DataError if there are none to read or to keep."""
-    tokenizer = read_header(options.rollouts)
+    tokenizer = trajectories.read_header(options.rollouts)
     kept, report = choose(options.rollouts, options)
     if not kept:
         got = f"{report.read} trajectories, dropped {dict(report.dropped)}"

@@ -71,8 +71,7 @@ class SftConfig(AdapterConfig):
     train_file: str = MISSING
     """Demonstrations: jsonl file, one JSON object per line."""
     output_dir: str = MISSING
-    """Hugging Face folder to write, atomically. An adapter is merged into the model, and also saved
-    in `adapter/` inside the folder."""
+    """Hugging Face folder to write, atomically. An adapter is merged, and saved in `adapter/`."""
     steps: int = bounded(20, ge=1)
     """Optimizer steps."""
     batch_size: int = bounded(8, ge=1)
@@ -96,8 +95,7 @@ class SftConfig(AdapterConfig):
     end_of_turn: str = ""
     """Text to append to the last policy segment, such as <|im_end|>; rollouts stop at tags."""
     shuffle: bool = True
-    """Shuffle every epoch by `seed`; false keeps file order, starting seed · steps batches into
-    it."""
+    """Shuffle every epoch by `seed`; false keeps file order, from batch seed · steps on."""
     seed: int = bounded(0, ge=0, le=MAX_SEED)
     """Seed of the data order."""
     device: str = bounded("auto", choices=("auto", "cuda", "cpu"))
@@ -181,7 +179,6 @@ def train_step(model: FsdpModel, batch: TokenBatch, budget: int) -> tuple[float,
 
 
 def build_model(config: SftConfig, lm: Any, device: torch.device) -> FsdpModel:
-    """Build the FSDP model of this rank."""
     options = FsdpOptions(
         compute_dtype=resolve_dtype(config.compute_dtype, device),
         num_updates=config.steps,

@@ -1,9 +1,9 @@
 """Checks a run's estimated memory against this machine's, before anything is loaded.
 
 Where options are null, the estimate decides what is offloaded to the host between uses, and whether
-free device memory is used to save time. A run that cannot fit is refused; one that hardly fits gets
-a warning; both with options that need less. On a cluster nothing is refused, since the memory of
-the other nodes is not known here.
+free device memory is used to save time. A run that cannot fit is refused, one that hardly fits gets
+a warning, both with options that need less. On a cluster, whose other nodes are not known here,
+nothing is refused.
 """
 
 import copy
@@ -84,8 +84,7 @@ MEMORY_FOR_SPEED: dict[str, dict[bool | str, str]] = {
     f"{ACTOR}.reshard_each": {False: "the actor's weights and gradients stay whole in an update"},
     f"{CRITIC}.reshard_each": {False: "the critic's weights and gradients stay whole in an update"},
 }
-"""Options that trade memory for time, by the time they save, with the values and their effects,
-fastest first."""
+"""Options that use memory to save time, with their values and effects; both fastest first."""
 
 
 def read_setting(config: Config) -> Setting | None:
@@ -115,8 +114,7 @@ def decide_memory(config: Config, setting: Setting | None) -> Config:
 
     Without an estimate, no free memory is used to save time.
     """
-    keys = undecided(config, MEMORY_FOR_SPEED)
-    chosen = decide_offload(config, setting)
+    keys, chosen = undecided(config, MEMORY_FOR_SPEED), decide_offload(config, setting)
     if keys and setting is not None and setting.machine.devices:
         chosen = spend_free_memory(chosen, setting, keys)
         values = [(MEMORY_FOR_SPEED[key], attrgetter(key)(chosen)) for key in keys]
@@ -172,13 +170,11 @@ def memory_problems(config: Config, setting: Setting | None) -> Iterator[UserErr
 
 def verdict(word: str, config: Config, machine: Machine, estimated: Estimate, limit: float) -> str:
     """Return the message about all needs above the share `limit`, with options that need less."""
-    head = (f"memory: this machine is {word} (refused above {REFUSE_ABOVE:.0%} of what is free; "
-            "trainer.memory_preflight=warn starts it):")  # fmt: skip
-    shortages = estimated.shortages(config, machine, limit)
-    lines = [
-        f"  {shortage_line(s, estimated)}; to need less: {hint(s, estimated)}" for s in shortages
-    ]
-    return "\n".join([head, *lines])
+    lines = [f"memory: this machine is {word} (refused above {REFUSE_ABOVE:.0%} of what is free; "
+             "trainer.memory_preflight=warn starts it):"]  # fmt: skip
+    for short in estimated.shortages(config, machine, limit):
+        lines.append(f"  {shortage_line(short, estimated)}; to need less: {hint(short, estimated)}")
+    return "\n".join(lines)
 
 
 def shortage_line(short: Shortage, estimated: Estimate) -> str:
@@ -246,11 +242,8 @@ def undecided_offloads(config: Config) -> list[str]:
         sections.append(REFERENCE)
     if has_critic(config) and not config.shares_base:
         sections.append(CRITIC)
-    return [
-        key
-        for key in undecided(config)
-        if key in OFFLOAD_OPTIONS and key.startswith(tuple(sections))
-    ]
+    prefixes = tuple(sections)
+    return [k for k in undecided(config) if k in OFFLOAD_OPTIONS and k.startswith(prefixes)]
 
 
 def fill_undecided(config: Config, chosen: Mapping[str, Any] | None = None) -> Config:
@@ -269,8 +262,7 @@ def fill_undecided(config: Config, chosen: Mapping[str, Any] | None = None) -> C
 def spend_free_memory(config: Config, setting: Setting, keys: Sequence[str]) -> Config:
     """Return a copy in which each of `keys` has its fastest value that fits the GPUs, if any does.
 
-    `config` has no undecided memory options. The values are tried in the order of
-    `MEMORY_FOR_SPEED`; those that the chosen kernels do not support are skipped.
+    `config` has no undecided memory options. Values that the kernels do not support are skipped.
     """
     limit = WARN_ABOVE * free_memory(setting.machine)[Memory.DEVICE]
     for key in keys:
@@ -290,22 +282,15 @@ def offload_everything(config: Config) -> Config:
 
 
 def choose_offload(config: Config, setting: Setting) -> Config:
-    """Return the cheapest offloading that the host can hold and that fits each GPU with a margin.
-
-    If none fits, the one that offloads most of what the host can hold.
-    """
+    """Return the cheapest offloading that the host can hold and that fits each GPU with a margin;
+    if none does, the one that offloads most of what the host can hold."""
     keys, free = undecided_offloads(config)[::-1], free_memory(setting.machine)
     values = itertools.product((False, True), repeat=len(keys))  # the last, cheapest, varies most
     candidates = [fill_undecided(config, dict(zip(keys, flags, strict=True))) for flags in values]
     estimates = [(candidate, estimate(candidate, setting)) for candidate in candidates]
-    on_host = [
-        (candidate, needed)
-        for candidate, needed in estimates
-        if needed.peak_bytes(Memory.HOST) <= free[Memory.HOST]
-    ]
-    limit = WARN_ABOVE * free[Memory.DEVICE]
+    on_host = [x for x in estimates if x[1].peak_bytes(Memory.HOST) <= free[Memory.HOST]]
     for candidate, needed in on_host:
-        if peak_rank_bytes(needed) <= limit:
+        if peak_rank_bytes(needed) <= WARN_ABOVE * free[Memory.DEVICE]:
             return candidate
     return on_host[-1][0] if on_host else candidates[0]
 

@@ -77,8 +77,7 @@ class Estimate:
 
     needs: tuple[Need, ...]
     engine: EngineMemory | None
-    """Memory of a vLLM engine on GPUs; None on CPU, for external servers and other engines, and if
-    the run does not sample."""
+    """Memory of a vLLM engine that the run starts on GPUs; None if there is none."""
 
     def needs_in(self, memory: Memory, phase: Phase) -> list[Need]:
         """Return the needs of `memory` in `phase`, largest first; /dev/shm is host memory too."""
@@ -181,9 +180,8 @@ def node_needs(config: Config, policy: ModelShape, item: int, on_gpu: bool) -> I
     if config.is_external or config.actor_rollout_ref.rollout.name != "vllm":
         engine = PROCESSES["cpu"][0]  # a replica without vLLM's engine processes
     local = config.trainer.n_gpus_per_node + config.critic_gpus_per_node
-    replicas = (
-        -(-config.num_engines(on_gpu) // config.trainer.nnodes) if config.samples_rollouts else 0
-    )
+    engines = config.num_engines(on_gpu) if config.samples_rollouts else 0
+    replicas = -(-engines // config.trainer.nnodes)
     for name, size in (
         ("processes of the ranks", local * rank),
         ("processes of the engines", replicas * engine),
@@ -219,10 +217,9 @@ def node_needs(config: Config, policy: ModelShape, item: int, on_gpu: bool) -> I
 
 
 def _on_host(need: Need, config: Config) -> Need:
-    """Return a need of a device as a need of the host, for runs on CPU.
+    """Return a need of a device as a need of the host, which a node's ranks share, for runs on CPU.
 
-    All ranks of the node share the host. Separate critic ranks compute while the actor's ranks do,
-    so their needs also count in the actor's phases.
+    Separate critic ranks compute at the same time, so their needs count in the actor's phases too.
     """
     if need.memory not in (Memory.DEVICE, Memory.CRITIC):
         return need
@@ -231,5 +228,4 @@ def _on_host(need: Need, config: Config) -> Need:
     if need.memory is Memory.CRITIC:
         local = config.critic_gpus_per_node
         phases = phases.union(*(CONCURRENT_PHASES.get(phase, ()) for phase in phases))
-    size = int(factor * local * need.bytes)
-    return replace(need, memory=Memory.HOST, bytes=size, phases=phases)
+    return replace(need, memory=Memory.HOST, bytes=int(factor * local * need.bytes), phases=phases)

@@ -163,9 +163,8 @@ def held_models(
     if has_critic(config) and not config.shares_base:
         has_adapter = critic_options.has_adapter
         frozen = item * critic.parameters() if has_adapter else 0
-        trained = critic.parameters(with_head=False) + critic.hidden
-        if has_adapter:
-            trained = critic_adapter
+        all_values = critic.parameters(with_head=False) + critic.hidden
+        trained = critic_adapter if has_adapter else all_values
         models.append(
             HeldModel("critic", critic, has_adapter, frozen, trained, critic_options.fsdp_config,
                       critic_phases, Phase.UPDATE_CRITIC, Phase.STEP_CRITIC,
@@ -238,8 +237,7 @@ def activation_needs(
     def needs(base: Pass, budgets: TokenBudgets, mini_batch: int, num_groups: int,
               model: BlocksConfig, reads: frozenset[Phase],
               update: Phase) -> Iterator[Need]:  # fmt: skip
-        """The largest micro-batch has the budget's tokens, or all there are, but at least one
-        trajectory."""
+        # The largest micro-batch: the budget's tokens, or all there are; at least one trajectory.
         name = "activations" if base.is_critic else "activations and logits"
         memory = Memory.CRITIC if base.is_critic and config.has_own_critic else Memory.DEVICE
         recompute = model.enable_gradient_checkpointing or False
@@ -372,8 +370,7 @@ def cpu_engine_needs(config: Config, shape: ModelShape, item: int) -> Iterator[N
     """Yield the needs of vLLM engines on CPU, which never sleep; their KV cache size is fixed."""
     count = -(-config.num_engines(on_gpu=False) // config.trainer.nnodes)
     seqs = config.max_num_seqs(on_gpu=False)
-    max_tokens = batched_tokens(seqs, config.data.max_model_len)
-    working = _working_bytes(shape, item, seqs, max_tokens)
+    working = _working_bytes(shape, item, seqs, batched_tokens(seqs, config.data.max_model_len))
     cache = config.actor_rollout_ref.rollout.cpu_kv_cache_gib << 30
     yield Need(Memory.HOST, "engines: weights", count * item * shape.parameters())
     yield Need(Memory.HOST, "engines: KV cache", count * cache)
