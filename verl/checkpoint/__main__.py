@@ -20,13 +20,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command = commands.add_parser("export", help="write a Hugging Face folder")
     command.add_argument("step_dir", type=Path, help="a global_step_N folder")
     command.add_argument("--out", type=Path, required=True, help="folder to write")
-    command.add_argument("--base", help="model whose config and tokenizer (and base) to take")
     command.add_argument(
-        "--adapter", action="store_true", help="write the adapter alone, as peft reads it"
+        "--base", help="model of which to use config, tokenizer and, below an adapter, the weights"
     )
+    command.add_argument("--adapter", action="store_true", help="write only the adapter, for peft")
     command.add_argument("--dtype", choices=tuple(DTYPES), default="bfloat16")
     command.add_argument(
-        "--trust-remote-code", action="store_true", help="run the code that a model's folder brings"
+        "--trust-remote-code", action="store_true", help="run the Python code in the model's folder"
     )
     options = parser.parse_args(arguments)
     set_trust(options.trust_remote_code)

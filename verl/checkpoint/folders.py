@@ -41,8 +41,7 @@ STATE_FILE, DRIVER_FILE = "trainer_state.json", "ranks/driver.pt"
 EXPECTED = f"global_step_N with {MARKER} inside"
 """Describes a checkpoint in error messages."""
 HASHED_BYTES = 64 << 20
-"""Size up to which a checkpoint's files are compared by content; tensors have their own checksums.
-"""
+"""Largest size of files that are compared by content; tensors have their own checksums."""
 STEP_NAME = re.compile(r"global_step_(\d+)")
 TEMPORARY_NAME = re.compile(r"global_step_(\d+)\.([0-9a-f]{8}\.)?tmp")
 VALIDATION = "validation"
@@ -96,7 +95,7 @@ class RunState:
     best: Mapping[str, Any] | None = None
     """`metric`, `value` and `step` of the best validation so far."""
     score: float | None = None
-    """Value of the best metric at this step; None if the step was not validated."""
+    """Value of `trainer.best_metric` at this step; None if the step was not validated."""
     pending: Mapping[str, float] | None = None
     """Metrics of a step whose updates are done but which is not yet validated and logged."""
     ahead: Sequence[Mapping[str, Any]] = field(default_factory=list)
@@ -132,10 +131,8 @@ def read_driver_random(step_dir: Path) -> None:
 
 
 def check_files(step_dir: Path) -> None:
-    """Raise ModelError if a checkpoint's files are not as its marker lists them.
-
-    The marker of an older checkpoint lists no files; those are not checked.
-    """
+    """Raise ModelError if a checkpoint's files are not as its marker lists them; the marker of an
+    old checkpoint lists none."""
     marker = step_dir / MARKER
     with checkpoint_errors(marker):
         content = json.loads(marker.read_text())
@@ -147,7 +144,7 @@ def check_files(step_dir: Path) -> None:
 
 
 def _size_and_hash(file: Path) -> list[Any]:
-    """Return the size of a file and its SHA-256, which is None for files above HASHED_BYTES."""
+    """Return the size of a file and its SHA-256, None above HASHED_BYTES."""
     size = file.stat().st_size
     with file.open("rb") as content:
         is_small = size <= HASHED_BYTES
@@ -175,10 +172,8 @@ def latest(root: Path) -> Path | None:
 
 
 def resume_folder(resume_mode: str, root: Path) -> Path | None:
-    """Return the checkpoint that `trainer.resume_mode` (disable, auto or a path) refers to.
-
-    None means a fresh start. Raises ConfigError if a path is not a complete checkpoint.
-    """
+    """Return the checkpoint that `trainer.resume_mode` (disable, auto or a path) refers to; None
+    for a fresh start. Raises ConfigError if the path is not a complete checkpoint."""
     if resume_mode == "disable":
         return None
     if resume_mode == "auto":
@@ -191,8 +186,8 @@ def resume_folder(resume_mode: str, root: Path) -> Path | None:
 
 
 def begin(root: Path, step: int) -> PendingCheckpoint:
-    """Create a folder for the checkpoint of `step` under a temporary name."""
-    # The name is unique, because ranks of an earlier attempt may still be writing to its folder.
+    """Create a folder for the checkpoint of `step` under a temporary name, which is unique because
+    ranks of an earlier attempt may still be writing to their folder."""
     folder = root / f"global_step_{step}.{uuid.uuid4().hex[:8]}.tmp"
     folder.mkdir(parents=True)
     return PendingCheckpoint(root, step, folder)
@@ -229,10 +224,8 @@ def remove(step_dir: Path) -> None:
 
 
 def clean_up(root: Path) -> None:
-    """Remove the half-written checkpoints of killed runs below `root`, whose lock the caller holds.
-
-    A folder that has its marker but was not renamed yet becomes a checkpoint.
-    """
+    """Remove the half-written checkpoints of killed runs below `root`, whose lock the caller holds;
+    a folder that has its marker but was not renamed yet becomes a checkpoint."""
     for folder in sorted(root.glob("global_step_*.tmp")):
         match = TEMPORARY_NAME.fullmatch(folder.name)
         if match is None or not folder.is_dir():
@@ -248,10 +241,8 @@ def clean_up(root: Path) -> None:
 
 
 def set_aside(root: Path, after: int) -> None:
-    """Move checkpoints of steps above `after` into `set_aside/`, since an earlier run wrote them.
-
-    With a negative `after`, validation dialogues are moved too.
-    """
+    """Move an earlier run's checkpoints of steps above `after` into `set_aside/`; with a negative
+    `after`, its validation dialogues too."""
     later = [step_dir for step_dir in all_complete(root) if step_of(step_dir) > after]
     if after < 0 and (root / VALIDATION).is_dir():
         later.append(root / VALIDATION)

@@ -35,7 +35,7 @@ class FinishedTrajectory(BaseModel, ser_json_inf_nan="constants"):
 
     @classmethod
     def from_trajectory(cls, key: TrajectoryKey, trajectory: Trajectory) -> Self:
-        """Raises ValidationError if a user's own agent put values of other types in."""
+        """Raise ValidationError if a user's own agent put values of other types in."""
         group, sample, greedy = key
         return cls(
             group=group, sample=sample, greedy=greedy, replica=trajectory.replica,
@@ -69,10 +69,7 @@ def write(step_dir: Path, finished: Mapping[TrajectoryKey, Trajectory], newest: 
 
 
 def read(step_dir: Path) -> dict[TrajectoryKey, FinishedTrajectory]:
-    """Return the finished trajectories in a checkpoint; empty if it has no file of them.
-
-    Raises ModelError.
-    """
+    """Read the finished trajectories of a checkpoint, if it has any. Raises ModelError."""
     path = step_dir / FILE
     if not path.exists():
         return {}

@@ -1,7 +1,7 @@
 """When a run saves a checkpoint, how it is written, and which checkpoints are kept.
 
 All ranks write their shards, in the background with `trainer.async_save`; the checkpoint appears
-when the last rank has finished. The driver's part of it is one `RunState`.
+when the last rank has finished. The driver adds a `RunState`.
 """
 
 from __future__ import annotations
@@ -44,10 +44,8 @@ class Ranks(Protocol):
 
 
 def is_due(frequency: int, step: int, total_steps: int) -> bool:
-    """Whether an action is due that happens every `frequency` steps, and at the last step.
-
-    A `frequency` of 0 means never, a negative one only at the last step.
-    """
+    """Whether an action is due that happens every `frequency` steps and at the last one; a
+    `frequency` of 0 means never, a negative one only at the last step."""
     if step == total_steps:
         return frequency != 0
     return frequency > 0 and step % frequency == 0
@@ -103,10 +101,10 @@ class Saver:
     def save(
         self, state: RunState, wait: bool = False, write_extra: ExtraWriter | None = None
     ) -> None:
-        """Write the checkpoint of `state`, after the previous one is completed.
+        """Write the checkpoint of `state`, once the previous one is complete.
 
-        Waits for its completion with `wait` or without `async_save`. Raises SaveError if writing
-        failed twice in a row, or at once with `wait`.
+        Waits until it is written with `wait` or without `async_save`. Raises SaveError if writing
+        failed twice in a row or, with `wait`, once.
         """
         self.finish_pending()
         pending: PendingCheckpoint | None = None
@@ -141,7 +139,8 @@ class Saver:
         return False
 
     def record_resume(self, folder: Path) -> None:
-        """Note the checkpoint that the run resumed from; one of its own is not written again."""
+        """Note the checkpoint that the run resumed from, which need not be written again unless it
+        is in another folder."""
         if folder.resolve().parent == self.root.resolve():
             self.last_step = folders.step_of(folder)
 
@@ -151,10 +150,8 @@ class Saver:
             self.finish_pending()
 
     def finish_pending(self, is_final: bool = False, timeout_s: float | None = None) -> None:
-        """Wait for the background write, if there is one, up to `timeout_s` seconds.
-
-        Raises SaveError if it failed and is the second failure in a row, or `is_final`.
-        """
+        """Wait for the background write, if there is one, up to `timeout_s` seconds. Raises
+        SaveError if it failed, for the second time in a row or with `is_final`."""
         if self._pending is None:
             return
         pending, written = self._pending
@@ -232,11 +229,9 @@ class Saver:
 def checkpoints_to_keep(
     complete: Sequence[Path], keep_last: int, keep_best: int, protected: set[int]
 ) -> set[Path]:
-    """Return the checkpoints among `complete` (oldest first) that must not be deleted.
-
-    These are the newest `keep_last` (at least one), the `keep_best` with the highest scores, the
-    newest healthy one, and those of the protected steps.
-    """
+    """Return the checkpoints among `complete` (oldest first) that must not be deleted: the newest
+    `keep_last` (at least one), the `keep_best` with the highest scores, the newest healthy one, and
+    those of the `protected` steps."""
     scores = {path: _score(path) for path in complete}
     scored = [path for path in complete if scores[path] is not None]
     best = sorted(scored, key=lambda path: (scores[path], folders.step_of(path)), reverse=True)
@@ -255,10 +250,8 @@ def _score(step_dir: Path) -> float | None:
 
 
 def _run_in_background(work: Callable[[], Path]) -> Future[Path]:
-    """Run `work` in a daemon thread, which does not keep the process from exiting.
-
-    The threads of a ThreadPoolExecutor would: Python joins them at exit.
-    """
+    """Run `work` in a daemon thread, which does not keep the process from exiting as the threads
+    of a ThreadPoolExecutor would."""
     done: Future[Path] = Future()
 
     def run() -> None:

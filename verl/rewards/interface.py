@@ -1,7 +1,7 @@
 """The interface between trainer and rewards.
 
-The trainer passes a `RewardManager` all trajectories of a batch at once, so that one that calls a
-server can send them together. A plain function of one trajectory is wrapped in a manager.
+The trainer passes a `RewardManager` all trajectories of a batch at once, so that a manager which
+calls a server can send them together. A function of one trajectory is wrapped in a manager.
 """
 
 from __future__ import annotations

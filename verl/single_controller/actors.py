@@ -2,9 +2,8 @@
 
 An `ActorHost` is an empty Ray actor that first reports where it was placed and only later builds
 the object it hosts, so that a group knows its addresses and devices before any heavy work starts.
-
 A rank that dies breaks the collective operation its peers are in, and their errors may arrive
-before Ray reports the death. Such an error only means that some rank is missing, not which one.
+before Ray reports the death. They do not say which rank is missing.
 """
 
 from __future__ import annotations
@@ -47,9 +46,9 @@ NODE_DEATH_NOTICE_S = 60.0
 POLL_S = 5.0
 """Seconds that `RayWorkerGroup.poll` waits for a result."""
 MAX_RECORDED_CALLS = 1000
-"""Number of its latest calls that an actor remembers until they are taken."""
+"""Number of calls that an actor remembers until they are taken, the latest ones."""
 SHUTDOWN_CALL_S = 30.0
-"""Seconds that actors get to shut down in an orderly way before they are killed."""
+"""Seconds that actors may take to shut down in an orderly way, before they are killed."""
 DEATHS = (RayActorError, ActorUnschedulableError, NodeDiedError, ObjectLostError, OutOfMemoryError)
 """Errors of a call whose process or node is gone."""
 CAUSES = (
@@ -96,8 +95,7 @@ class ActorHost:
     """An actor that hosts one object, built on request."""
 
     def __init__(self) -> None:
-        # Until the object is built: its imports create a million objects that are never freed.
-        gc.disable()
+        gc.disable()  # until `build`, whose imports create a million objects that are never freed
         self.hosted: Any = None
         self._calls: deque[Call] = deque(maxlen=MAX_RECORDED_CALLS)
         self._reaper: OrphanReaper | None = None
@@ -133,12 +131,12 @@ class ActorHost:
         """Call a sync or async method of the hosted object, or of an attribute (`name.method`)."""
         begin = time.time()
         result = operator.attrgetter(method)(self.hosted)(*args)
-        answer = await result if inspect.isawaitable(result) else result
+        value = await result if inspect.isawaitable(result) else result
         self._calls.append(Call(method, begin, time.time()))
-        return answer
+        return value
 
     async def take_calls(self) -> list[Call]:
-        """Return the calls finished since the last time; the latest `MAX_RECORDED_CALLS` only."""
+        """Return the calls finished since the last time, at most `MAX_RECORDED_CALLS`."""
         calls, self._calls = list(self._calls), deque(maxlen=MAX_RECORDED_CALLS)
         return calls
 
@@ -168,7 +166,7 @@ class RayWorkerGroup:
         `deaths` are further errors that mean that a hosted object is dead though its actor lives.
         """
         self.name = name
-        self._lost_error, self._deaths = lost, (*DEATHS, *deaths)
+        self._lost, self._deaths = lost, (*DEATHS, *deaths)
         self._options = list(options)
         self._placement = placement
         self._locations: list[ActorLocation] = []
@@ -247,7 +245,7 @@ class RayWorkerGroup:
     def poll(
         self, actors: Mapping[Any, int], check: Callable[[], None] = lambda: None
     ) -> dict[Any, Any]:
-        """Wait up to `POLL_S` for pending calls; return the results of those that finished.
+        """Wait up to `POLL_S` for one of the calls to finish; return its result, if it did.
 
         `actors` maps each call to the index of its actor. Raises, and calls `check`, as `gather`.
         """
@@ -275,7 +273,8 @@ class RayWorkerGroup:
             ray.cancel(call)
 
     def _raise(self, error: RayError, actors: Mapping[Any, int], index: int) -> NoReturn:
-        """Raise what an error of actor `index` comes from: an actor's death, or itself."""
+        """Raise the group's error if an actor's death caused an error of actor `index`, else the
+        error itself."""
         # If the actor's own call of a `Peer` failed, the peer is dead, not the actor.
         is_from_peer = isinstance(error, RayTaskError) and isinstance(error.cause, DEATHS)
         if isinstance(error, self._deaths) and not is_from_peer:
@@ -308,11 +307,9 @@ class RayWorkerGroup:
 
     def lost_error(self, index: int, cause: str) -> UserError:
         """Return the error for a lost actor, with its node and process if known."""
-        where = ""
-        if self._locations:
-            location = self._locations[index]
-            where = f" on node {location.host} (process {location.pid})"
-        return self._lost_error(f"{self.name} {index}{where} is lost: {cause}")
+        location = self._locations[index] if self._locations else None
+        where = f" on node {location.host} (process {location.pid})" if location else ""
+        return self._lost(f"{self.name} {index}{where} is lost: {cause}")
 
     def restart(self) -> None:
         """Replace every actor by an empty one, after killing all that is left of the old ones.
@@ -327,7 +324,7 @@ class RayWorkerGroup:
         self.locations()
 
     def call_before_shutdown(self, method: str) -> None:
-        """Call a method on every actor and wait up to `SHUTDOWN_CALL_S`, whatever its outcome."""
+        """Call a method on every actor and wait up to `SHUTDOWN_CALL_S`; ignores its outcome."""
         calls = [self.submit(i, method) for i in range(len(self))]
         ray.wait(calls, num_returns=len(calls), timeout=SHUTDOWN_CALL_S)
 
@@ -348,8 +345,7 @@ def cause_of(error: BaseException) -> str:
     for pattern, description in CAUSES:
         if pattern.search(text):
             return description
-    detail = EXIT_DETAIL.search(text)
-    if detail:
+    if detail := EXIT_DETAIL.search(text):
         return detail.group(1)
     return text.splitlines()[0] if text else type(error).__name__
 
@@ -360,9 +356,9 @@ def broke_collective(error: BaseException) -> bool:
         return False
     cause = error.cause
     # By name, without importing torch: an actor that hosts nothing yet starts without it.
-    is_dist_error = any(kind.__name__ == "DistError" for kind in type(cause).__mro__)
-    is_runtime_error = isinstance(cause, RuntimeError) and bool(COLLECTIVE.search(str(cause)))
-    return is_dist_error or is_runtime_error
+    if any(kind.__name__ == "DistError" for kind in type(cause).__mro__):
+        return True
+    return isinstance(cause, RuntimeError) and bool(COLLECTIVE.search(str(cause)))
 
 
 @dataclass

@@ -36,13 +36,13 @@ KEEP_VISIBLE_DEVICES = {
     "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
 }
-"""Have Ray leave CUDA_VISIBLE_DEVICES as we set it, for actors that share GPUs with others."""
+"""Variables by which Ray leaves CUDA_VISIBLE_DEVICES as we set it, for actors that share GPUs."""
 SET_VISIBLE_DEVICES = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "0"}
-"""Have Ray show each rank only its own GPU, even if the user's shell exports the opposite (as other
-trainers require)."""
+"""Variable by which Ray shows each rank only its own GPU, even if the user's shell exports the
+opposite, as other trainers require."""
 MARKED = {KEEP_ENVIRONMENT: "1"}
-"""Keeps the mark readable in the processes that actors start; set explicitly because actors in a
-user's own Ray cluster do not inherit the driver's environment."""
+"""Keeps the mark of processes that actors start readable; actors in a user's own Ray cluster do not
+inherit this variable from the driver."""
 
 
 def reserve(
@@ -50,8 +50,8 @@ def reserve(
 ) -> PlacementGroup:
     """Reserve resources for the training ranks on `num_nodes` nodes, waiting for missing nodes.
 
-    Also reserves `engine_gpus` GPUs per node for engines alone (`engine_gpu_locations`). Raises
-    ResourceError if the cluster cannot place the group within `timeout_s`.
+    Also reserves `engine_gpus` GPUs per node for engines (`engine_gpu_locations`). Raises
+    ResourceError if the cluster cannot provide all of it within `timeout_s`.
     """
     per_node = num_ranks // num_nodes
     bundle = {"CPU": float(per_node), **({"GPU": float(per_node + engine_gpus)} if use_gpu else {})}
@@ -93,10 +93,8 @@ def create_trainer_group(
     placement: PlacementGroup, num_ranks: int, use_gpu: bool, env: Mapping[str, str],
     name: str = "rank",
 ) -> RayWorkerGroup:  # fmt: skip
-    """Create one actor per training rank in the placement group, in order; a GPU each if `use_gpu`.
-
-    `name` is what messages call one of the actors.
-    """
+    """Create one actor per training rank in the placement group, in order; with `use_gpu`, each has
+    a GPU. `name` is what messages call an actor."""
     per_node = num_ranks // placement.bundle_count
     options = [
         ActorHost.options(  # type: ignore[attr-defined]  # Ray's decorator adds it
@@ -117,16 +115,13 @@ def engine_gpu_locations(placement: PlacementGroup, engine_gpus: int) -> list[Ac
     stay outside the placement group, because vLLM would start its own workers inside a group that
     it runs in.
     """
-    tasks = []
+    task = ray.remote(current_location)
+    calls = []
     for bundle in range(placement.bundle_count):
-        strategy = PlacementGroupSchedulingStrategy(placement, bundle)
-        task = ray.remote(current_location).options(
-            num_cpus=0, num_gpus=engine_gpus, scheduling_strategy=strategy
-        )
-        tasks.append(task.remote())
-    return [
-        replace(location, gpu_ids=(gpu,)) for location in ray.get(tasks) for gpu in location.gpu_ids
-    ]
+        node = PlacementGroupSchedulingStrategy(placement, bundle)
+        options = {"num_cpus": 0, "num_gpus": engine_gpus, "scheduling_strategy": node}
+        calls.append(task.options(**options).remote())
+    return [replace(node, gpu_ids=(gpu,)) for node in ray.get(calls) for gpu in node.gpu_ids]
 
 
 def first_index_per_node(locations: Sequence[ActorLocation]) -> list[int]:
@@ -136,25 +131,19 @@ def first_index_per_node(locations: Sequence[ActorLocation]) -> list[int]:
 
 
 def create_rollout_group(
-    locations: Sequence[ActorLocation],
-    num_replicas: int,
-    gpus_per_replica: int,
-    env: Mapping[str, str],
-    deaths: tuple[type[Exception], ...] = (),
-) -> RayWorkerGroup:
-    """Create one actor per engine on the GPUs of `locations`: those of the ranks, or of
-    `engine_gpu_locations`.
+    locations: Sequence[ActorLocation], num_replicas: int, gpus_per_replica: int,
+    env: Mapping[str, str], deaths: tuple[type[Exception], ...] = (),
+) -> RayWorkerGroup:  # fmt: skip
+    """Create one actor per engine; `locations` are the ranks' or those of `engine_gpu_locations`.
 
-    Replica i gets the GPUs of `gpus_per_replica` locations from `i * gpus_per_replica` on. Without
-    GPUs (`gpus_per_replica` 0), replicas are distributed round-robin over the nodes. `deaths`: see
-    RayWorkerGroup.
+    Replica i gets the GPUs of `gpus_per_replica` locations from `i * gpus_per_replica` on; with 0,
+    on CPU, replicas are distributed round-robin over the nodes. `deaths`: see RayWorkerGroup.
     """
     options = []
     node_firsts = first_index_per_node(locations)
     for replica in range(num_replicas):
-        if gpus_per_replica:
-            first = replica * gpus_per_replica
-        else:
+        first = replica * gpus_per_replica
+        if not gpus_per_replica:
             first = node_firsts[replica % len(node_firsts)]
         gpu_locations = locations[first : first + gpus_per_replica]
         variables = {**env, **MARKED, REPLICA_MARK: f"{env[MARK]}/replica-{replica}"}

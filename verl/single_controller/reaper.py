@@ -7,8 +7,7 @@ end the driver holds. When the driver ends, even by SIGKILL, the pipe closes, an
 all processes that have the mark and removes the shared memory they created. Processes of other runs
 have other marks and are never touched.
 
-This file is also the watchdog's program. It imports little, so that it starts at once and stays
-small.
+This file is also the watchdog's program; it imports little, so that it starts fast and stays small.
 """
 
 from __future__ import annotations
@@ -31,31 +30,30 @@ import psutil
 MARK = "SEARCH_R1_RUN"
 """Environment variable with the mark of the attempt that a process belongs to."""
 REPLICA_MARK = "SEARCH_R1_PART"
-"""Environment variable of processes of one replica, which can be replaced alone; its value is
-`MARK/replica-N`."""
+"""Environment variable of a replica's processes, which can be replaced alone: `MARK/replica-N`."""
 KEEP_ENVIRONMENT = "SPT_NOENV"
 """Keeps Ray and vLLM from overwriting the environment when they set process titles."""
 MAPPED_FILE = re.compile(r"\s(/dev/shm/[^/\s]+)$", re.MULTILINE)
 """A file directly in /dev/shm, in a line of /proc/PID/maps; folders there have other owners."""
 RESOURCE_TRACKER = "multiprocessing.resource_tracker"
-"""Part of the command line of Python's resource tracker, which unlinks the semaphores of killed
-processes and ends when the last of them is gone."""
+"""In the command line of Python's resource trackers, which unlink the semaphores of killed
+processes and end when the last of these is gone."""
 TRACKER_GRACE_S = 2.0
-"""Seconds that resource trackers get to do so before they are killed too."""
+"""Seconds that resource trackers get for it before they are killed too."""
 POLL_S = 0.1
 """Seconds between two scans for marked processes while killing them."""
 OWNER_POLL_S = 1.0
 """Seconds between two checks of the watchdog whether its owner is still its parent."""
 RECORD_INTERVAL_S = 5.0
-"""Seconds between the watchdog's recordings of the run's shared memory. They are needed because a
-process that dies before the others are killed can no longer be asked what it had mapped."""
+"""Seconds between the watchdog's recordings of the run's shared memory, without which the memory of
+a process that died before the others would not be known."""
 IGNORE_SIGNALS = 'trap "" INT TERM HUP USR1 USR2; exec "$@"'
 """Shell code that runs a command with signals ignored from the start. A signal that stops a run may
 be sent to all processes of a job, and must not stop its cleanup."""
 CLOCK_TOLERANCE_S = 1.0
-"""Precision, in seconds, of a process's start time."""
+"""Precision of a process's start time, in seconds."""
 CLOSE_TIMEOUT_S = 60.0
-"""Seconds that `close` may wait for the cleanup; the watchdog itself never gives up."""
+"""Seconds that `close` waits for the cleanup; the watchdog itself never gives up."""
 
 
 def find_marked(variable: str, value: str) -> list[psutil.Process]:
@@ -87,14 +85,14 @@ def kill_marked(
     """
     killed: set[int] = set()
     files = set(recorded)
-    last_others = time.monotonic()
-    end = last_others + seconds
+    only_trackers_since = time.monotonic()
+    end = only_trackers_since + seconds
     while (marked := find_marked(variable, value)) and (now := time.monotonic()) < end:
         files |= {path for process in marked for path in created_shared_memory(process)}
         targets = [process for process in marked if not is_tracker(process)]
         if targets:
-            last_others = now
-        elif now - last_others > TRACKER_GRACE_S:
+            only_trackers_since = now
+        elif now - only_trackers_since > TRACKER_GRACE_S:
             targets = marked
         for process in targets:
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -126,7 +124,7 @@ def shared_memory(process: psutil.Process) -> set[Path]:
 
 
 def created_shared_memory(process: psutil.Process) -> set[Path]:
-    """Return the mapped files that are younger than the process; older ones are from others."""
+    """Return the files of /dev/shm that a process has mapped and that are younger than itself."""
     created = set()
     for path in shared_memory(process):
         with contextlib.suppress(OSError, psutil.NoSuchProcess):
@@ -142,10 +140,8 @@ class OrphanReaper:
     """
 
     def __init__(self, mark: str | None = None) -> None:
-        """Start the watchdog; processes started from now on inherit the mark.
-
-        `mark` is passed on the further machines of an attempt, and created otherwise.
-        """
+        """Start the watchdog; processes started from now on inherit the mark. `mark` is given on
+        the further machines of an attempt."""
         self.mark = mark or f"{os.getpid()}-{secrets.token_hex(8)}"
         unmarked = {k: v for k, v in os.environ.items() if k not in (MARK, REPLICA_MARK)}
         watchdog = [sys.executable, "-P", __file__, self.mark, str(os.getpid())]

@@ -57,21 +57,21 @@ def start_ray(config: Config) -> None:
     ranks = config.num_ranks + (config.num_critic_ranks if config.has_own_critic else 0)
     num_cpus = max(len(os.sched_getaffinity(0)), ranks)
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # no usage reports to Ray without consent
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     ray.init("local", include_dashboard=False, num_cpus=num_cpus, logging_level=logging.WARNING)
 
 
 def join_cluster(address: str) -> None:
-    """Connect to a running cluster as a driver; its workers import this checkout if they see it."""
-    if os.environ.get(JOB_CONFIG):  # Ray sets up the job's environment on all nodes
+    """Connect to a running cluster; its workers import this checkout if they see it."""
+    if os.environ.get(JOB_CONFIG):  # Ray has set up the job's environment on all nodes
         ray.init()
         return
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     try:
         ray.init(runtime_env={"env_vars": {"PYTHONPATH": path}})
     except (ConnectionError, ValueError) as error:  # ValueError: the address has no host and port
-        is_refused = isinstance(error, ConnectionError)
-        got = f"{address} ({'no answer, or access denied' if is_refused else error})"
+        has_failed = isinstance(error, ConnectionError)
+        got = f"{address} ({'no answer, or access denied' if has_failed else error})"
         fix = (
             "start Ray there (docs/multinode.md); if the lines above say InvalidAuthToken, "
             "export RAY_AUTH_MODE=token and give every node the same ~/.ray/auth_token"
@@ -105,9 +105,9 @@ def config_for_actors(config: Config, use_gpu: bool) -> Config:
     section, critic = config.actor_rollout_ref, config.critic
     template, resume_mode = config.template, config.trainer.resume_mode
     policy_model = replace(section.model, path=_absolute_model(section.model.path))
-    critic_model = critic.model
-    if critic_model.path is not None:
-        critic_model = replace(critic_model, path=_absolute_model(critic_model.path))
+    critic_path = critic.model.path
+    if critic_path is not None:
+        critic_path = _absolute_model(critic_path)
     weights, replay = section.rollout.weights_dir, section.rollout.replay
     rollout = replace(
         section.rollout,
@@ -130,7 +130,7 @@ def config_for_actors(config: Config, use_gpu: bool) -> Config:
         template=_absolute(template) if is_file(template) else template,
         agent=agent,
         actor_rollout_ref=replace(section, model=policy_model, rollout=rollout),
-        critic=replace(critic, model=critic_model),
+        critic=replace(critic, model=replace(critic.model, path=critic_path)),
         trainer=trainer,
     )
 
@@ -158,8 +158,8 @@ def check_nodes(
 ) -> None:
     """Check the nodes of a run; `nodes` maps their ids to addresses.
 
-    The driver's node has been checked before; only its package versions are compared with the
-    others'. `environment_factory` makes the agents' tools. Raises PreflightError with all problems.
+    Of the driver's node, which has been checked before, only the package versions are compared.
+    `environment_factory` makes the agents' tools. Raises PreflightError with all problems.
     """
     own = ray.get_runtime_context().get_node_id()
     others = {node: address for node, address in nodes.items() if node != own}
@@ -201,10 +201,8 @@ def _inspect(
 def inspect_node(
     config: Config, environment_factory: EnvironmentFactory, probe: Path, secrets: Mapping[str, str]
 ) -> NodeReport:
-    """Check models, tools, memory and files on the node where this task runs.
-
-    `secrets` are environment variables of the driver.
-    """
+    """Check models, tools, memory and files on the node where this task runs, with the driver's
+    environment variables `secrets`."""
     os.environ |= secrets
     set_trust(config.actor_rollout_ref.model.trust_remote_code)
     problems = [
@@ -242,8 +240,8 @@ def probe_file(folder: Path) -> Iterator[Path]:
 
 
 def file_problems(config: Config, probe: Path) -> list[UserError]:
-    """Check that this node sees the run's folder with the driver's probe file, and can write to it;
-    likewise `rollout.weights_dir` and the checkpoint to resume from."""
+    """Check that this node sees the run's folder with the driver's probe file and can write to it,
+    and that it sees `rollout.weights_dir` and the checkpoint to resume from."""
     key = "trainer.default_local_dir"
     expected = "a folder shared by all nodes, since each rank writes its part of a checkpoint"
     fix = f"set {key} to a folder of a shared file system"
@@ -257,11 +255,9 @@ def file_problems(config: Config, probe: Path) -> list[UserError]:
         problems.append(ResourceError(explain(key, f"{probe.parent} ({error})", expected, fix)))
     weights = config.actor_rollout_ref.rollout.weights_dir
     if weights is not None and not Path(weights).is_dir():
-        got = f"{weights} (no such folder)"
-        weights_fix = "name a folder of a shared file system"
-        problems.append(
-            ResourceError(explain(WEIGHTS_DIR, got, "a folder that every node sees", weights_fix))
-        )
+        got, expected = f"{weights} (no such folder)", "a folder that every node sees"
+        other_fix = "name a folder of a shared file system"
+        problems.append(ResourceError(explain(WEIGHTS_DIR, got, expected, other_fix)))
     resumed = Path(config.trainer.resume_mode)
     if config.trainer.resume_mode not in MODES_WITHOUT_FOLDER and not resumed.is_dir():
         got, expected = f"{resumed} (no such folder)", "a checkpoint that every node sees"
@@ -269,9 +265,12 @@ def file_problems(config: Config, probe: Path) -> list[UserError]:
     return problems
 
 
-def wait_for_file(path: Path, seconds: float | None = None) -> bool:
-    """Return whether a file exists within `seconds` (FILE_TIMEOUT_S by default)."""
-    end = time.monotonic() + (FILE_TIMEOUT_S if seconds is None else seconds)
+def wait_for_file(path: Path) -> bool:
+    """Whether a file appears within FILE_TIMEOUT_S.
+
+    Lists its folder, since a network file system may remember for a while that a file is missing.
+    """
+    end = time.monotonic() + FILE_TIMEOUT_S
     while path.parent.is_dir() and path.name not in os.listdir(path.parent):
         if time.monotonic() > end:
             return False
@@ -294,21 +293,15 @@ def shared_memory_problems(config: Config) -> list[UserError]:
 
 
 def package_problems(packages: Mapping[str, Mapping[str, str]]) -> list[UserError]:
-    """Return a problem for each version that differs from the first node's.
-
-    `packages` maps each node's address to its versions by name.
-    """
+    """Return a problem for each version that differs from the first node's; `packages` maps each
+    node's address to its versions by name."""
     (first, expected), *others = packages.items()
-    return [
-        ResourceError(
-            explain(
-                f"node {address}",
-                f"{name} {versions.get(name, 'missing')}",
-                f"{expected.get(name, 'none')}, as on node {first}",
-                "install the same versions on all nodes",
-            )
-        )
-        for address, versions in others
-        for name in sorted({*expected, *versions})
-        if versions.get(name) != expected.get(name)
-    ]
+    problems: list[UserError] = []
+    for address, versions in others:
+        for name in sorted({*expected, *versions}):
+            if versions.get(name) != expected.get(name):
+                got = f"{name} {versions.get(name, 'missing')}"
+                same = f"{expected.get(name, 'none')}, as on node {first}"
+                fix = "install the same versions on all nodes"
+                problems.append(ResourceError(explain(f"node {address}", got, same, fix)))
+    return problems

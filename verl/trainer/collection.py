@@ -12,15 +12,15 @@ from pathlib import Path
 from typing import Any
 
 from verl.checkpoint import prefetched
-from verl.checkpoint.prefetched import FinishedTrajectory
 from verl.config import Config
 from verl.core_algos.jagged import ROUNDING
 from verl.data import PromptSampler
 from verl.data.trajectories import Signals, write_step
+from verl.monitor.performance import Timings
 from verl.rewards.interface import Reward, RewardManager
 from verl.rollout import schedule
 from verl.rollout.pool import RetryingRollout, RolloutRequest, complete_groups, trajectory_keys
-from verl.trainer.metrics import Timings, reward_metrics, rollout_metrics
+from verl.trainer.metrics import reward_metrics, rollout_metrics
 from verl.trainer.validation import trajectory_seed
 from verl.types import (
     Metrics,
@@ -45,7 +45,7 @@ class Samples:
     """For ReMax: the score of the greedy trajectory of the same prompt, for each trajectory."""
 
     def extend(self, other: Samples) -> None:
-        """Append the trajectories of `other`."""
+        """Append `other`."""
         self.trajectories += other.trajectories
         self.rewards += other.rewards
         self.greedy_scores += other.greedy_scores
@@ -60,7 +60,7 @@ class Samples:
         )
 
     def groups(self) -> list[str]:
-        """Return the names of all groups, in order of appearance."""
+        """Return all groups, in order of appearance."""
         return list(dict.fromkeys(t.group for t in self.trajectories))
 
     def groups_with_reward_variance(self) -> list[str]:
@@ -73,26 +73,21 @@ class Samples:
 
 
 def select_for_training(
-    sampled: Samples, config: Config, step: int, num_sampled_batches: int
+    sampled: Samples, config: Config, step: int, num_batches: int
 ) -> tuple[Samples, Metrics]:
     """Return the samples that a step trains on, and metrics of the selection.
 
-    Without dynamic sampling (`algorithm.filter_groups`) these are all `sampled`, and there are no
-    metrics. With it, these are the first `data.train_batch_size` groups with unequal scores; if
-    there is no such group, the first groups.
+    Without dynamic sampling (`algorithm.filter_groups`), these are all samples, without metrics.
+    With it, these are the first `data.train_batch_size` groups with unequal scores or, if there is
+    none, the first groups. `num_batches` is the number of batches that were sampled.
     """
     if not config.algorithm.filter_groups.enable:
         return sampled, {}
     size = config.data.train_batch_size
     groups = sampled.groups_with_reward_variance()[:size]
-    metrics = {
-        "rollout/gen_batches": float(num_sampled_batches),
-        "rollout/kept_groups": float(len(groups)),
-    }
+    metrics = {"rollout/gen_batches": float(num_batches), "rollout/kept_groups": float(len(groups))}
     if not groups:
-        logger.warning(
-            "step %d: every group of %d batches has equal scores", step, num_sampled_batches
-        )
+        logger.warning("step %d: every group of %d batches has equal scores", step, num_batches)
         groups = sampled.groups()[:size]
     return sampled.select_groups(set(groups)), metrics
 
@@ -109,7 +104,7 @@ class PromptBatch:
     first: int
     rows: list[int]
     requests: list[RolloutRequest] = field(default_factory=list)
-    """Request of the trajectories and, if needed, of the greedy trajectories."""
+    """The request for the trajectories and, if needed, the one for the greedy trajectories."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint stores; the same trajectories are started again from it."""
@@ -140,7 +135,7 @@ class RolloutCollector:
     """`step` and `first` of the last batch that was drawn."""
     _current_batches: list[PromptBatch] = field(default_factory=list)
     """Batches that the current step uses."""
-    _resumed: dict[TrajectoryKey, FinishedTrajectory] = field(default_factory=dict)
+    _resumed: dict[TrajectoryKey, prefetched.FinishedTrajectory] = field(default_factory=dict)
     """Trajectories from a checkpoint, of batches that are not started yet."""
     _schedule_entries: list[schedule.ScheduleEntry] = field(default_factory=list)
     """Schedule of the current step's trajectories, until it is written."""
@@ -262,8 +257,7 @@ class RolloutCollector:
             finished |= {request_keys[i]: t for i, t in request.finished.items()}
 
         def write(step_dir: Path) -> None:
-            fetched = fetch_finished()
-            fetched = {key: fetched[key] for key in fetched if key in keys}
+            fetched = {key: t for key, t in fetch_finished().items() if key in keys}
             prefetched.write(step_dir, finished | fetched, newest)
 
         return write
@@ -271,10 +265,10 @@ class RolloutCollector:
     def load_state_dict(
         self,
         state: Sequence[Mapping[str, Any]],
-        finished: Mapping[TrajectoryKey, FinishedTrajectory] | None = None,
+        finished: Mapping[TrajectoryKey, prefetched.FinishedTrajectory] | None = None,
         version: int = 0,
     ) -> None:
-        """Continue with the batches of a checkpoint and its `finished` trajectories of them.
+        """Continue with the batches of a checkpoint and their `finished` trajectories.
 
         The next step starts with the weights of `version`. Trajectories that would be too stale for
         their step, because `max_staleness` was lowered, are sampled again.

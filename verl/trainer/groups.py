@@ -1,7 +1,4 @@
-"""Starts a run's groups of Ray actors: training ranks and rollout replicas.
-
-`TrainerRanks` and `RolloutReplicas`, which are returned, divide the work over the actors.
-"""
+"""Starts a run's groups of Ray actors: training ranks and rollout replicas."""
 
 from __future__ import annotations
 
@@ -46,7 +43,6 @@ class PlacedRanks:
 
     config: Config
     """The configuration for the actors (`config_for_actors`)."""
-    use_gpu: bool
     placement: PlacementGroup
     """Placement group of the actor's ranks and of the engines' own GPUs."""
     env: Mapping[str, str]
@@ -79,7 +75,7 @@ def place_ranks(
         critic=BatchSharding(critic_cost, config.critic_sp_size),
     )
     start_node_reapers(ranks.groups, reaper.mark)
-    return PlacedRanks(config, use_gpu, placements[0], env, ranks)
+    return PlacedRanks(config, placements[0], env, ranks)
 
 
 def build_ranks(
@@ -104,21 +100,18 @@ def build_groups(
     restarts: Restarts,
 ) -> tuple[TrainerRanks, RolloutReplicas]:
     """Place and build all actors; engines and ranks load concurrently unless they share GPUs."""
-    check_engine_gpus(config, uses_gpus(config))
+    use_gpu = uses_gpus(config)
+    check_engine_gpus(config, use_gpu)
     placed = place_ranks(config, environment_factory, reaper)
-    config, use_gpu, ranks = placed.config, placed.use_gpu, placed.ranks
+    config, ranks = placed.config, placed.ranks
     trainer, rollout = config.trainer, config.actor_rollout_ref.rollout
     num_replicas = config.num_engines(use_gpu)
-    gpus_per_replica = 0
-    if use_gpu and not config.is_external:
-        gpus_per_replica = rollout.tensor_model_parallel_size
+    num_gpus = rollout.tensor_model_parallel_size if use_gpu and not config.is_external else 0
     locations = ranks.group.locations()
     if use_gpu and trainer.rollout_gpus:
         locations = engine_gpu_locations(placed.placement, trainer.rollout_gpus)
-    replicas = create_rollout_group(
-        locations, num_replicas, gpus_per_replica, placed.env, (EngineDied,)
-    )
-    replicas.locations()
+    replicas = create_rollout_group(locations, num_replicas, num_gpus, placed.env, (EngineDied,))
+    replicas.locations()  # known from now on, for messages about lost replicas
     arguments = [(config, agent_factory, replica) for replica in range(num_replicas)]
     replica_calls = replicas.start_build(RolloutReplica, arguments)
     pending = start_building_ranks(ranks, ranks.groups[1:], CriticWorker, config, total_updates)
@@ -147,8 +140,8 @@ def build_groups(
 
 
 def check_engine_gpus(config: Config, use_gpu: bool) -> None:
-    """Raise ConfigError if engines would sample while ranks train on the same GPUs, or if there
-    are more engines than fit on the GPUs."""
+    """Raise ConfigError if engines would sample while ranks train on the same GPUs, or if the GPUs
+    are too few for the engines."""
     if not use_gpu or config.is_external:
         return
     rollout, section = config.actor_rollout_ref.rollout, "actor_rollout_ref.rollout"
@@ -174,7 +167,8 @@ def start_node_reapers(groups: Sequence[RayWorkerGroup], mark: str) -> None:
 
 
 def reserve_placements(config: Config, use_gpu: bool) -> list[PlacementGroup]:
-    """Reserve resources for the actor's ranks, engines' own GPUs, and the ranks of a critic."""
+    """Reserve resources for the actor's ranks and the engines' own GPUs, and for a critic's ranks
+    if they are separate."""
     trainer, timeout_s = config.trainer, config.trainer.node_timeout
     actor = reserve(config.num_ranks, trainer.nnodes, use_gpu, timeout_s, trainer.rollout_gpus)
     if not config.has_own_critic:
@@ -197,18 +191,11 @@ def start_building_ranks(
     ranks: TrainerRanks, groups: Sequence[RayWorkerGroup], kind: type[TrainingRank],
     config: Config, total_updates: int,
 ) -> list[tuple[RayWorkerGroup, list[Any]]]:  # fmt: skip
-    """Start building ranks, which rendezvous at the first of their group.
-
-    Returns each group with the Ray references of its calls.
-    """
+    """Start building ranks, which rendezvous at the first of their group; returns each group with
+    the Ray references of its calls."""
     pending = []
     for group in groups:
-        others = [
-            location.node_id
-            for one in ranks.groups
-            if one is not group
-            for location in one.locations()
-        ]
+        others = [loc.node_id for g in ranks.groups if g is not group for loc in g.locations()]
         address = (group.locations()[0].host, group.free_port())
         arguments = [
             (config, rank, len(group), *address, total_updates, others.count(location.node_id))
@@ -219,7 +206,7 @@ def start_building_ranks(
 
 
 def start_engines(replicas: RayWorkerGroup, calls: Sequence[object], then_sleep: bool) -> None:
-    """Wait for the replicas' build `calls`, load the engines, and optionally put them to sleep."""
+    """Wait for the replicas' build `calls`, load the engines, and put them to sleep if asked."""
     replicas.gather(calls)
     replicas.call("engine.start")
     if then_sleep:
@@ -229,7 +216,7 @@ def start_engines(replicas: RayWorkerGroup, calls: Sequence[object], then_sleep:
 def gpu_env(
     nodes: Collection[str], per_node: int, environment: Mapping[str, str] = os.environ
 ) -> dict[str, str]:
-    """Return the number of threads of each rank and engine on GPU hosts, as environment variables.
+    """Return the environment variables that set the number of threads of actors on GPU hosts.
 
     Each gets a GPU's share of the smallest node's cores, where Ray would set one thread; offloaded
     AdamW and writing weights profit from more. `nodes` are Ray's node ids. The user's own setting

@@ -31,7 +31,7 @@ NO_LOG_PROBS_FIX = (
     "actor_rollout_ref.actor.old_log_probs=recompute, actor.rollout_is=none and no "
     "actor.rollout_mask_threshold"
 )
-"""Options that do not need the engines' log-probs, for the fix in error messages."""
+"""Options that need no log-probs of the engines, for error messages."""
 CRITIC_WAIT = "wait_critic"
 """Name of the phase in which the actor's ranks wait for a critic on its own devices."""
 
@@ -108,15 +108,12 @@ def shaped_scores(batch: TokenBatch, config: Config) -> tuple[Tensor, Metrics]:
 def subtract_kl(
     rewards: Tensor, batch: TokenBatch, kind: str, controller: KLController
 ) -> tuple[Tensor, Metrics]:
-    """Subtract the KL to the reference from rewards (num_tokens,), then update the controller.
-
-    Returns the penalised rewards, and metrics with the coefficient that was used.
-    """
+    """Subtract the KL to the reference from rewards (num_tokens,), then update the controller."""
     mask = batch.tokens["loss_mask"]
     log_probs = (batch.tokens["old_log_probs"], batch.tokens["ref_log_probs"])
     kl = float(mean_sequence_kl(*log_probs, mask, batch.offsets, kind))
     penalised = apply_kl_in_reward(rewards, *log_probs, mask, controller.value, kind)
-    metrics = {"critic/kl": kl, "critic/kl_coef": controller.value}
+    metrics = {"critic/kl": kl, "critic/kl_coef": controller.value}  # before the update
     controller.update(kl, len(batch))
     return penalised, metrics
 
@@ -149,9 +146,9 @@ def mini_batches(
 ) -> list[TokenBatch]:
     """Split `epochs` passes over a batch into shuffled mini-batches of `size` sequences.
 
-    The order depends only on seed and step. With `trainer.keep_groups`, groups are shuffled as a
-    whole, and then cut by `size`. Each mini-batch gets the weight of every token in its loss:
-    `loss_weights` for the policy and, if there is a `value_mask`, `value_weights` for the critic.
+    The order depends only on seed and step. With `trainer.keep_groups`, whole groups are shuffled
+    before the sequences are cut into mini-batches. Each mini-batch gets the weight of every token
+    in its loss: `loss_weights` and, if there is a `value_mask`, `value_weights` for the critic.
     """
     random = np.random.default_rng((config.trainer.seed, step))
     mode = config.actor_rollout_ref.actor.loss_agg_mode
@@ -176,30 +173,25 @@ def mini_batches(
 
 
 def drop_zero_advantages(mini_batch: TokenBatch) -> TokenBatch:
-    """Return the sequences with a non-zero advantage; the others add nothing to the policy loss.
-
-    The token weights in the loss stay those of the whole mini-batch.
-    """
+    """Return the sequences with a non-zero advantage; the others add nothing to the policy loss,
+    whose token weights stay those of the whole mini-batch."""
     advantages = mini_batch.sequences("advantages")
     return mini_batch.select([i for i, a in enumerate(advantages) if bool(a.any())])
 
 
 def require_engine_log_probs(batch: TokenBatch) -> None:
-    """Raise ConfigError if a policy token has no finite log-prob of the engine, but needs one."""
+    """Raise ConfigError if the engine did not report the log-probs of all policy tokens."""
     log_probs = batch.tokens["rollout_log_probs"]
-    if not bool(log_probs[batch.tokens["policy_mask"]].isfinite().all()):
-        got = "an engine that does not report the log-probs of the tokens it samples"
-        expected = (
-            "a log-prob for each token, for old_log_probs=engine, rollout_is and rollout_mask"
-        )
-        raise ConfigError(
-            explain("actor_rollout_ref.rollout.name", got, expected, NO_LOG_PROBS_FIX)
-        )
+    if bool(log_probs[batch.tokens["policy_mask"]].isfinite().all()):
+        return
+    got = "an engine that does not report the log-probs of the tokens it samples"
+    expected = "a log-prob for each token, for old_log_probs=engine, rollout_is and rollout_mask"
+    raise ConfigError(explain("actor_rollout_ref.rollout.name", got, expected, NO_LOG_PROBS_FIX))
 
 
 @dataclass
 class Learner:
-    """Runs the forward passes and updates that the algorithm needs on the ranks, batch by batch."""
+    """Runs the forward passes and updates that the algorithm needs on the ranks."""
 
     config: Config
     ranks: TrainerRanks
@@ -218,8 +210,8 @@ class Learner:
         """Add the old and reference log-probs to the batch, if the algorithm needs them.
 
         With a single update per step, the old policy is the one being updated and needs no forward
-        pass: the ratio is exp(log_prob - log_prob.detach()). No pass is needed either if the
-        engine's log-probs are used as the old ones.
+        pass: the ratio is exp(log_prob - log_prob.detach()). Nor is a pass needed if the engine's
+        log-probs are used as the old ones.
         """
         if self.config.reads_engine_log_probs:
             require_engine_log_probs(batch)
@@ -269,10 +261,8 @@ class Learner:
         return mean_by_key(critic_metrics) | actor_metrics
 
     def begin_critic_update(self, batch: TokenBatch, step: int) -> Callable[[], list[Metrics]]:
-        """Start the critic's epochs on the batch; returns a function that waits for their metrics.
-
-        Without a critic, the function returns no metrics.
-        """
+        """Start the critic's epochs on the batch; returns a function that waits for their metrics,
+        which are empty without a critic."""
         if not self.estimator.needs_critic:
             return list
         critic = self.config.critic

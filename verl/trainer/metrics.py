@@ -12,7 +12,7 @@ from torch import Tensor
 
 from verl.data.trajectories import num_calls
 from verl.monitor.guard import LENGTH_CLIP, MALFORMED, NO_ANSWER, TOOL_USE
-from verl.monitor.performance import Timings as Timings
+from verl.monitor.performance import Timings
 from verl.packing import saved_token_share
 from verl.rewards.interface import Reward
 from verl.types import EngineCounts, Metrics, Origin, Status, TokenBatch, Trajectory
@@ -39,14 +39,13 @@ def mean_by_key(rows: Sequence[Mapping[str, float]]) -> Metrics:
 
 def rollout_metrics(trajectories: Sequence[Trajectory]) -> Metrics:
     """Return lengths, statuses, waits and agent counts over all trajectories, failed ones too."""
-    lengths = [t.num_policy_tokens for t in trajectories]
     observation_lengths = [t.num_tokens_of(Origin.OBSERVATION) for t in trajectories]
     status_shares = {
         f"rollout/{status.value}": float(np.mean([t.status is status for t in trajectories]))
         for status in Status
     }
     return {
-        **min_mean_max("response_length", lengths),
+        **min_mean_max("response_length", [t.num_policy_tokens for t in trajectories]),
         **min_mean_max("observation_length", observation_lengths),
         "prompt_length/mean": float(np.mean([len(t.prompt.ids) for t in trajectories])),
         **status_shares,
@@ -78,12 +77,9 @@ def wait_metrics(trajectories: Sequence[Trajectory], now: float) -> Metrics:
 
 
 def engine_metrics(trajectories: Sequence[Trajectory]) -> Metrics:
-    """Return the shares of tokens that engines took from the prefix cache and from accepted drafts.
-
-    Shares that the engines do not report are left out.
-    """
-    turn_counts = (turn.counts for t in trajectories for turn in t.turn_times)
-    counts = sum(turn_counts, EngineCounts())
+    """Return the shares of prompt tokens in the prefix cache and of draft tokens that were
+    accepted, as far as the engines report them."""
+    counts = sum((turn.counts for t in trajectories for turn in t.turn_times), EngineCounts())
     shares = {
         "rollout/prefix_hit_share": (counts.cached, counts.prompt),
         "rollout/draft_accepted_share": (counts.accepted, counts.drafted),
@@ -92,10 +88,10 @@ def engine_metrics(trajectories: Sequence[Trajectory]) -> Metrics:
 
 
 def hidden_wait_metrics(trajectories: Sequence[Trajectory]) -> Metrics:
-    """Return `rollout/NAME_hidden_share`: the share of waiting time that was hidden.
+    """Return `rollout/NAME_hidden_share`, the share of `NAME_hidden_s` in its sum with `NAME_s`.
 
-    An agent reports `NAME_s`, the seconds that its dialogue waited, and `NAME_hidden_s`, the
-    seconds that it did not have to wait because the work was done concurrently.
+    Agents report `NAME_s`, the seconds that a dialogue waited, and `NAME_hidden_s`, the seconds
+    that it did not have to wait because the work was done concurrently.
     """
     seconds: Counter[str] = Counter()
     for trajectory in trajectories:
@@ -111,7 +107,7 @@ def hidden_wait_metrics(trajectories: Sequence[Trajectory]) -> Metrics:
 def behaviour_metrics(trajectories: Sequence[Trajectory]) -> Metrics:
     """Return the policy's behaviour for the collapse guard, as shares of turns or trajectories.
 
-    Failed trajectories are ignored. Shares whose counts the agent does not report are left out.
+    Failed trajectories are ignored. Shares of counts that the agent does not report are left out.
     """
     completed = [t for t in trajectories if t.status is not Status.FAILED]
     if not completed:
@@ -190,6 +186,5 @@ def validation_metrics(trajectories: Sequence[Trajectory], rewards: Sequence[Rew
     metrics = {f"val/{name}": value for name, value in mean_by_key(rows).items()}
     for source in dict.fromkeys(sources):
         source_rows = [row for row, s in zip(rows, sources, strict=True) if s == source]
-        means = mean_by_key(source_rows)
-        metrics |= {f"val/{source}/{name}": value for name, value in means.items()}
+        metrics |= {f"val/{source}/{key}": v for key, v in mean_by_key(source_rows).items()}
     return {**metrics, "val/num_rows": float(len(rows))}

@@ -23,7 +23,7 @@ from verl.training.weight_stream import TransferStats
 from verl.types import Metrics, TokenBatch
 
 FORWARD_COLUMNS = frozenset({"input_ids", "policy_mask", "loss_mask", "value_mask"})
-"""Token columns that a forward pass reads; no others are sent to the ranks for one."""
+"""Token columns that a forward pass reads; only these are sent to the ranks for it."""
 
 
 @dataclass(frozen=True)
@@ -68,10 +68,8 @@ class TrainerRanks:
         return begin_per_token(self.group, "reference.log_probs", batch, self._policy)()
 
     def begin_values(self, batch: TokenBatch) -> Callable[[], Tensor]:
-        """Start computing the critic's values, (num_tokens,), 0 outside the loss mask.
-
-        Returns a function that waits for them.
-        """
+        """Start computing the critic's values, (num_tokens,), 0 outside the critic's loss; returns
+        a function that waits for them."""
         return begin_per_token(self.critic_group, "critic.values", batch, self._critic)
 
     def update_actor(self, mini_batch: TokenBatch) -> Metrics:
@@ -80,11 +78,9 @@ class TrainerRanks:
         return dict(self.group.begin_scatter("actor.update", shards)()[0])
 
     def begin_update_critic(self, minis: Sequence[TokenBatch]) -> Callable[[], list[Metrics]]:
-        """Start the critic's optimizer steps on the mini-batches, in order.
-
-        Returns a function that waits for their metrics. All steps are one call of each rank, since
-        several concurrent calls might start in a different order on each rank.
-        """
+        """Start the critic's optimizer steps on the mini-batches, in order; returns a function that
+        waits for their metrics."""
+        # One call per rank: several pending calls might run in a different order on each rank.
         shards = [self._critic.shard(mini, len(self.critic_group))[1] for mini in minis]
         by_rank = list(zip(*shards, strict=True))
         results = self.critic_group.begin_scatter("critic.updates", by_rank)
@@ -109,12 +105,11 @@ class TrainerRanks:
     ) -> float:
         """Write the policy, or its adapter, on each node for the engines there (`replicas.Policy`).
 
-        Returns the seconds of writing files on the slowest node.
+        Returns the seconds that the slowest rank spent writing.
         """
         folders = [str(on_node(directory, location.node_id)) for location in self.group.locations()]
         options = (version, needed, dtype, is_adapter)
-        seconds: list[float] = self.group.scatter("share_policy", folders, *options)
-        return max(seconds)
+        return float(max(self.group.scatter("share_policy", folders, *options)))
 
     def open_broadcast(self, num_receivers: int) -> str:
         """Open a broadcast from the first rank that engines' workers can join; returns its name."""
@@ -123,16 +118,14 @@ class TrainerRanks:
         return str(self.group.gather([call])[0])
 
     def send_policy(self, stream: str, cards: Sequence[str], dtype: str) -> float:
-        """Send the policy to the engines' workers on `cards`.
+        """Send the policy to the engines' workers; `cards` has the card of each worker.
 
         A broadcast `stream` goes from the first rank to all workers that joined it; otherwise each
-        worker receives from the first rank on its own card. Returns the packing seconds of the
-        slowest rank; see also `take_transfer_metrics`. Raises ConfigError if a card has no rank.
+        worker receives from the first rank on its own card. Returns the seconds that the slowest
+        rank spent packing and sending. Raises ConfigError if a card has no rank.
         """
-        if stream.startswith(SCHEME):
-            num_receivers = [0] * len(self.group)
-        else:
-            num_receivers = self._receivers_per_rank(cards)
+        is_broadcast = stream.startswith(SCHEME)
+        num_receivers = [0] * len(self.group) if is_broadcast else self._receivers_per_rank(cards)
         stats: list[TransferStats] = self.group.scatter("send_policy", num_receivers, stream, dtype)
         num_bytes = sum(rank.num_bytes for rank in stats)
         self._transfer_metrics = {"perf/weights_sent_bytes": float(num_bytes)}
@@ -142,14 +135,14 @@ class TrainerRanks:
         return max(rank.seconds for rank in stats)
 
     def take_transfer_metrics(self) -> Metrics:
-        """Return bytes and changed share of the last `send_policy`, once."""
+        """Return the bytes and changed share of the last `send_policy`, once."""
         metrics, self._transfer_metrics = self._transfer_metrics, {}
         return metrics
 
     def _receivers_per_rank(self, cards: Sequence[str]) -> list[int]:
-        """Return the number of workers that each rank sends to; `cards` has each worker's card."""
+        """Return the number of workers that each rank sends to: the first rank on a card serves all
+        workers there."""
         left = Counter(cards)
-        # The first rank on a card takes all of its workers.
         num_receivers = [left.pop(card, 0) for card in self.group.call("device_key")]
         if left:
             got = f"an engine on {', '.join(left)}, which has no rank"
@@ -191,8 +184,13 @@ class TrainerRanks:
         return [results() for results in pending]
 
     def _raise_first_problem(self, problems: Sequence[Sequence[str]]) -> None:
+        """Raise SaveError with the first rank's problem that is not empty."""
         for group, group_problems in zip(self.groups, problems, strict=True):
-            raise_first_problem(group_problems, group.name)
+            for rank, problem in enumerate(group_problems):
+                if problem.startswith("rank "):  # torch's checkpoint errors name the rank
+                    raise SaveError(problem)
+                if problem:
+                    raise SaveError(f"{group.name} {rank}: {problem}")
 
     def load_checkpoint(self, directory: Path) -> None:
         """Have every rank read its shards from `directory`."""
@@ -227,10 +225,8 @@ class TrainerRanks:
 def begin_per_token(
     group: RayWorkerGroup, method: str, batch: TokenBatch, sharding: BatchSharding
 ) -> Callable[[], Tensor]:
-    """Start a per-token computation on a batch divided over a group's ranks.
-
-    Returns a function that waits for the result, (num_tokens,).
-    """
+    """Start a per-token computation on a batch divided over a group's ranks; returns a function
+    that waits for the result, (num_tokens,)."""
     columns = {name: column for name, column in batch.tokens.items() if name in FORWARD_COLUMNS}
     split, shards = sharding.shard(replace(batch, tokens=columns), len(group))
     results = group.begin_scatter(method, shards)
@@ -244,10 +240,3 @@ def max_peak(peaks: Sequence[PeakMemory | None]) -> PeakMemory | None:
     if not known:
         return None
     return PeakMemory(max(p.allocated for p in known), max(p.reserved for p in known))
-
-
-def raise_first_problem(problems: Sequence[str], name: str = "rank") -> None:
-    """Raise SaveError with the first problem, if any rank reported one."""
-    for rank, problem in enumerate(problems):
-        if problem:
-            raise SaveError(problem if problem.startswith("rank ") else f"{name} {rank}: {problem}")

@@ -1,8 +1,8 @@
 """The training algorithm, run by one driver process.
 
 Each step samples a group of trajectories per prompt, scores them, estimates advantages, updates
-critic and policy, and transfers the new weights to the rollout engines. The trainer knows nothing
-about tools: agents run inside the rollout replicas, and the reward is passed in as a function.
+critic and policy, and transfers the new weights to the rollout engines. Agents and their tools run
+inside the rollout replicas; the reward is passed in.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class RayPPOTrainer:
     best: Mapping[str, Any] | None = None
     """`metric`, `value` and `step` of the best validation so far."""
     finished_state: RunState = field(init=False)
-    """State after the last finished step; this is what a checkpoint stores."""
+    """State after the last finished step, which the next checkpoint stores."""
 
     def __post_init__(self) -> None:
         trainer = self.config.trainer
@@ -107,8 +107,8 @@ class RayPPOTrainer:
         self.learner = Learner(self.config, self.ranks)
         self.peak_flops = self.ranks.peak_flops()
         self.trace = Trace(self.directory if trainer.trace else None)
-        # Arguments of `Trace.add_step` for the last step, until they are written.
         self.pending_trace: tuple[Any, ...] | None = None
+        """Arguments of `Trace.add_step` for the last step, until they are written."""
         self.reward = adapted(self.reward_fn)
         self.rollout = RetryingRollout(
             self.replicas, self.environment, self.stopper.check,
@@ -124,7 +124,7 @@ class RayPPOTrainer:
         """Train to `total_steps` updates, with validation and checkpoints on the way.
 
         Raises Interrupted, ToolOutage, ToolRefused or PluginError after saving the last finished
-        step, and CollapseError.
+        step; CollapseError, RankLost, ReplicaLost and SaveError without saving it.
         """
         trainer = self.config.trainer
         with steady_memory(), self.stopper.handling_signals(), self.saving_on_interruption():
@@ -160,8 +160,7 @@ class RayPPOTrainer:
                 score = f"{metrics['critic/score/mean']:.3f}"
                 bar.set_postfix({"score": score, **self.gpu_hours(bar)})
                 bar.update()
-                # The only collection of a step (see `steady_memory`), when its objects are unused.
-                gc.collect()
+                gc.collect()  # the only collection of a step, see `steady_memory`
 
     def train_step(self) -> Metrics:
         """Run one step: sample, score, estimate advantages, update, sync the weights."""
@@ -181,11 +180,7 @@ class RayPPOTrainer:
         with timings.phase("update_weights"):
             seconds = self.sync_weights()
         timings.seconds |= {f"update_weights/{part}": s for part, s in seconds.items()}
-        calls = self.ranks.take_calls()
-        if self.learner.has_separate_critic:
-            timings.concurrent |= critic_seconds(calls)
-        self.pending_trace = self.step, timings, samples.trajectories, calls
-        return {**metrics, **self.performance_metrics(batch, timings), **self.faults()}
+        return metrics | self.performance_metrics(samples, batch, timings) | self.faults()
 
     @contextlib.contextmanager
     def recording_rollouts(
@@ -193,8 +188,8 @@ class RayPPOTrainer:
     ) -> Iterator[None]:
         """Write the step's trajectories with the token columns that the body adds to the batch.
 
-        Also written if the body fails, and always before the updates: a step whose rollouts cannot
-        be written is then run again from the weights it started with.
+        They are also written if the body fails, and always before the updates: a step whose
+        rollouts cannot be written is run again from the weights that it started with.
         """
         try:
             yield
@@ -213,10 +208,10 @@ class RayPPOTrainer:
     def roll_back(self, verdict: Verdict, metrics: Metrics) -> None:
         """Return to the last healthy weights after a collapse, with a lower learning rate.
 
-        Step count, prompt order and metrics continue, so that nothing is repeated; the optimizer,
-        its schedule and the controllers are restored from the healthy checkpoint. Trajectories that
-        the collapsed weights sampled ahead of time are sampled again. Raises CollapseError if the
-        run must end.
+        Step count, prompt order and metrics continue, so that no step is repeated. Optimizer,
+        schedule, KL controller and reward are restored from the healthy checkpoint. Trajectories
+        that the collapsed weights sampled ahead of time are sampled again. Raises CollapseError if
+        the run must end.
         """
         try:
             folder = self.guard.roll_back(self.step, verdict)
@@ -234,8 +229,7 @@ class RayPPOTrainer:
     def finish_step(self, metrics: Metrics, was_rolled_back: bool = False) -> None:
         """Finish a step whose weights are final: validate, log, save."""
         self.finished_state = self.current_state(pending=metrics)
-        # After the step is recorded as finished, so that a full disk here cannot lose it.
-        self.write_trace()
+        self.write_trace()  # only now, so that a full disk cannot lose the step
         score = None
         if is_due(self.config.trainer.test_freq, self.step, self.total_steps):
             metrics |= self.validate()
@@ -265,8 +259,15 @@ class RayPPOTrainer:
             self.best = {"metric": name, "value": score, "step": self.step}
         return score
 
-    def performance_metrics(self, batch: TokenBatch, timings: Timings) -> Metrics:
-        """Return the step's throughput, utilization, device memory and seconds by phase."""
+    def performance_metrics(self, samples: Samples, batch: TokenBatch, timings: Timings) -> Metrics:
+        """Return the step's throughput, utilization, device memory and seconds by phase.
+
+        Also keeps the step's events for `write_trace`.
+        """
+        calls = self.ranks.take_calls()
+        if self.learner.has_separate_critic:
+            timings.concurrent |= critic_seconds(calls)
+        self.pending_trace = self.step, timings, samples.trajectories, calls
         num_ranks = (self.config.num_ranks, self.config.num_critic_ranks)
         seconds = timings.seconds | timings.concurrent
         flops = self.learner.work.take()
@@ -279,13 +280,13 @@ class RayPPOTrainer:
         }
 
     def write_trace(self) -> None:
-        """Write the last step's events to the trace, unless that is done."""
+        """Write the last step's events to the trace, once."""
         if self.pending_trace is not None:
             self.trace.add_step(*self.pending_trace)
             self.pending_trace = None
 
     def gpu_hours(self, bar: tqdm[NoReturn]) -> dict[str, str]:
-        """Return the GPU-hours used and the expected total, for the progress bar; empty on CPU."""
+        """Return GPU-hours used and their expected total, for the progress bar; empty on CPU."""
         if not uses_gpus(self.config):
             return {}
         hours = self.config.num_gpus * bar.format_dict["elapsed"] / 3600
@@ -314,9 +315,9 @@ class RayPPOTrainer:
         self.guard.add_pending(self.finished_state.step)
         self.finished_state = replace(self.finished_state, guard=self.guard.state_dict())
         self.save_plan.record_save()
-        newest = self.finished_state.version or 0
-        write_prefetched = self.collector.prefetched_writer(self.finished_state.ahead, newest)
-        self.saver.save(self.finished_state, wait, write_prefetched)
+        state = self.finished_state
+        write_prefetched = self.collector.prefetched_writer(state.ahead, state.version or 0)
+        self.saver.save(state, wait, write_prefetched)
 
     def save_healthy(self) -> None:
         """Write a checkpoint that counts as healthy at once, for later rollbacks."""
@@ -327,7 +328,7 @@ class RayPPOTrainer:
     @contextlib.contextmanager
     def saving_on_interruption(self) -> Iterator[None]:
         """Save the last finished step if the body is interrupted, or if tools, user code or a file
-        system fail; the error that is raised says how to continue."""
+        system fail. The error that is raised says how to continue."""
         try:
             yield
         except KeyboardInterrupt:
@@ -371,9 +372,8 @@ class RayPPOTrainer:
         last = folders.latest(self.directory)
         if last is None:
             return f"{reason}; there is no checkpoint: start again with the same command"
-        return (
-            f"{reason}; saved {last}: continue with the same command and trainer.resume_mode=auto"
-        )
+        hint = "continue with the same command and trainer.resume_mode=auto"
+        return f"{reason}; saved {last}: {hint}"
 
     def resume(self) -> None:
         """Resume from the checkpoint that `trainer.resume_mode` refers to, if any."""
@@ -396,19 +396,16 @@ class RayPPOTrainer:
             self.finished_state = state
             self.saver.record_resume(folder)
             logger.info("resumed from %s", folder)
-        self.rewind_trackers(was_resumed=folder is not None)
         if not self.config.trainer.val_only:
-            folders.set_aside(self.directory, after=self.step if folder else -1)
+            self.rewind_trackers(was_resumed=folder is not None)
+            folders.set_aside(self.directory, after=-1 if folder is None else self.step)
 
     def rewind_trackers(self, was_resumed: bool) -> None:
-        """Remove the steps that will be run again from the trackers."""
-        if self.config.trainer.val_only:
-            return
-        repeats_step = self.step == 0 or self.finished_state.pending is not None
-        if was_resumed or self.config.trainer.resume_mode == "auto":
-            self.tracking.rewind(self.step - repeats_step)
-        else:
-            self.tracking.rewind(None)
+        """Remove the steps that will be logged again from the trackers."""
+        logs_step_again = self.step == 0 or self.finished_state.pending is not None
+        last_step = self.step - 1 if logs_step_again else self.step
+        starts_over = not was_resumed and self.config.trainer.resume_mode != "auto"
+        self.tracking.rewind(None if starts_over else last_step)
 
     def load_checkpoint(self, folder: Path) -> RunState:
         """Load weights, optimizers, KL controller and reward; returns the driver's state."""

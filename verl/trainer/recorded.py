@@ -28,21 +28,22 @@ from verl.data.trajectories import (
     recorded_steps,
 )
 from verl.errors import ConfigError, DataError, explain
+from verl.monitor.performance import Timings
 from verl.rewards.interface import RewardManager
 from verl.rollout.pool import RetryingRollout
 from verl.trainer.collection import RolloutCollector, Samples, select_for_training
 from verl.trainer.learning import NO_LOG_PROBS_FIX
-from verl.trainer.metrics import Timings, reward_metrics, rollout_metrics
+from verl.trainer.metrics import reward_metrics, rollout_metrics
 from verl.types import Metrics, Origin, Prompt
 
 KEY = "data.rollouts"
 ROLLOUT = "actor_rollout_ref.rollout"
 CORRECTION = "actor_rollout_ref.actor.old_log_probs=engine, or actor.rollout_is=token"
-"""Options that correct for trajectories of other weights, in an error message."""
+"""Options that correct for trajectories of other weights, for error messages."""
 
 
 class RecordedOrder:
-    """Replaces the `PromptSampler`: the order of the data is that of the record, without state."""
+    """Replaces the `PromptSampler`: the order is that of the record, without state."""
 
     def state_dict(self) -> dict[str, int]:
         """Return a position with the keys of `PromptSampler`, all 0."""
@@ -148,18 +149,13 @@ def check_record(config: Config, tokenizer: HasVocabulary, model: str, done: int
 
 
 def _check_model(config: Config, recorded: Mapping[str, str], tokenizer: str, model: str) -> None:
-    """Refuse a record of another tokenizer, and, without off-policy correction, other weights.
-
-    `recorded` holds the record's fingerprints.
-    """
+    """Refuse a record of another tokenizer or, without off-policy correction, of other weights."""
     folder, key = config.data.rollouts, "actor_rollout_ref.model.path"
-    path = config.actor_rollout_ref.model.path
+    path, actor = config.actor_rollout_ref.model.path, config.actor_rollout_ref.actor
     if recorded[TOKENIZER] != tokenizer:
         got = f"{folder}, with token ids of another tokenizer than {path}"
         raise ConfigError(explain(KEY, got, "its ids", f"{key}=the model of that run"))
-    is_corrected = (
-        config.old_log_probs == "engine" or config.actor_rollout_ref.actor.rollout_is != "none"
-    )
+    is_corrected = config.old_log_probs == "engine" or actor.rollout_is != "none"
     if recorded[MODEL] != model and not is_corrected:
         got = f"{path}, other weights than those that {folder} started with"
         fix = f"{key}=the model of that run, or a correction: {CORRECTION}"
@@ -173,8 +169,7 @@ def _check_step(config: Config, step: int, rows: Sequence[RecordedTrajectory]) -
     sizes = list(Counter(row.trajectory.group for row in rows).values())
     other_size = next((size for size in sizes if size != rollout.n_agent), None)
     if other_size is not None:
-        key = f"{ROLLOUT}.n_agent"
-        expected = f"{other_size}, as a group of {where} has"
+        key, expected = f"{ROLLOUT}.n_agent", f"{other_size}, as a group of {where} has"
         raise ConfigError(explain(key, rollout.n_agent, expected, f"{key}={other_size}"))
     filters, batch_size = config.algorithm.filter_groups, data.train_batch_size
     min_groups = (1 - config.trainer.max_lost_share) * batch_size
@@ -185,10 +180,9 @@ def _check_step(config: Config, step: int, rows: Sequence[RecordedTrajectory]) -
     sampled = [s for r in rows for s in r.trajectory.segments if s.origin is Origin.POLICY]
     staleness = step - min((v for s in sampled for v, _ in s.version_runs), default=step)
     if staleness > rollout.max_staleness:
-        key = f"{ROLLOUT}.max_staleness"
         got = f"tokens of {where} that are {staleness} versions old"
-        expected = f"at most {key}={rollout.max_staleness}"
-        raise ConfigError(explain(KEY, got, expected, f"{key}={staleness}"))
+        expected = f"at most {ROLLOUT}.max_staleness={rollout.max_staleness}"
+        raise ConfigError(explain(KEY, got, expected, f"{ROLLOUT}.max_staleness={staleness}"))
     if config.reads_engine_log_probs and not all(
         math.isfinite(x) for s in sampled for x in s.log_probs
     ):

@@ -1,4 +1,4 @@
-"""`python -m verl.trainer.rejection_sampling`: alias of `verl.sft.rejection_sampling`."""
+"""`python -m verl.trainer.rejection_sampling`: the former path of `verl.sft.rejection_sampling`."""
 
 from __future__ import annotations
 

@@ -1,14 +1,13 @@
 """The composition root: the only module that connects the trainer with the agent and its tools.
 
-`run(config)` is a complete training run. Its command line is `verl.trainer.main_ppo`, which imports
-this module, and with it torch, Ray and transformers, only after the options have been checked.
+Its command line is `verl.trainer.main_ppo`, which imports this module, and with it torch, Ray and
+transformers, only after the options have been checked.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
-import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -50,8 +49,6 @@ from verl.trainer.ray_trainer import RayPPOTrainer
 from verl.trainer.recorded import check_record
 from verl.types import Prompt
 
-logger = logging.getLogger(__name__)
-
 Prompts = tuple[Sequence[Prompt], Sequence[Prompt]]
 """Training prompts and validation prompts."""
 
@@ -65,7 +62,7 @@ def build_kl_controller(config: Config) -> KLController:
 
 
 def count_steps(config: Config, num_rows: int) -> int:
-    """Return the number of steps: `total_training_steps`, or as many as `total_epochs` need."""
+    """Return the number of steps: `total_training_steps`, or the batches of `total_epochs`."""
     trainer = config.trainer
     if trainer.total_training_steps is not None:
         return trainer.total_training_steps
@@ -98,9 +95,8 @@ def prepare(config: Config) -> PreparedRun:
     replica builds its own. A run on recorded trajectories calls no tools and reads no questions.
     """
     set_trust(config.actor_rollout_ref.model.trust_remote_code)
-    environment = replace(
-        build_environment(config), enabled=config.do_search and config.samples_rollouts
-    )
+    calls_tools = config.do_search and config.samples_rollouts
+    environment = replace(build_environment(config), enabled=calls_tools)
     build_reward(config)
     config = preflight(config, environment)
     tokenizer = load_tokenizer(config.actor_rollout_ref.model.path)
@@ -109,18 +105,18 @@ def prepare(config: Config) -> PreparedRun:
     check_resume(config, run_identity)
     cli.write_resolved(config, config.trainer.default_local_dir)
     model = run_identity["fingerprints"]["model"]
+    step = resumed_step(config)
     prompts: Prompts = ([], [])
     if config.samples_rollouts:
         prompts = read_prompts(config, environment, tokenizer)
         build_agent(config)
         total_steps = count_steps(config, len(prompts[0]))
     else:
-        total_steps = check_record(config, tokenizer, model, resumed_step(config))
+        total_steps = check_record(config, tokenizer, model, step)
     if config.trainer.rollout_data_dir is not None and not config.trainer.val_only:
-        after = resumed_step(config)
-        if after > 0 and config.trainer.resume_mode == "auto":
-            after = max(after, total_steps)  # the run replaces its own later steps one by one
-        prepare_folder(config.trainer.rollout_data_dir, tokenizer, model, after)
+        if step > 0 and config.trainer.resume_mode == "auto":
+            step = max(step, total_steps)  # the run replaces its own later steps one by one
+        prepare_folder(config.trainer.rollout_data_dir, tokenizer, model, after=step)
     return PreparedRun(config, environment, run_identity, *prompts, total_steps)
 
 
@@ -151,15 +147,10 @@ def running_trainer(
     with OrphanReaper() as reaper, watch_host_memory(config) as host_memory:
         start_ray(config)
         try:
+            agent = WithToken(PortableFactory(build_agent))
+            environment = WithToken(PortableFactory(build_environment))
             ranks, replicas = (
-                build_groups(
-                    config,
-                    WithToken(PortableFactory(build_agent)),
-                    WithToken(PortableFactory(build_environment)),
-                    updates,
-                    reaper,
-                    restarts,
-                )
+                build_groups(config, agent, environment, updates, reaper, restarts)
                 if config.samples_rollouts
                 else build_ranks(config, updates, reaper)
             )
@@ -226,7 +217,7 @@ def run(config: Config, trackers: Sequence[Tracker] = ()) -> None:
 
 
 def _run(prepared: PreparedRun, trackers: Sequence[Tracker]) -> None:
-    """Execute the attempts of a run whose folders are locked."""
+    """Execute a run whose folders are locked, with restarts."""
     restarts = Restarts(prepared.config.trainer.max_restarts)
     with Tracking.from_config(prepared.config, trackers) as tracking:
 
@@ -255,14 +246,12 @@ def supervise(attempt: Callable[[Config], None], config: Config, restarts: Resta
             new = [folder for folder in times if times_before.get(folder) != times[folder]]
             newest = max(new, key=folders.step_of, default=None)
             if newest is not None:
-                start = str(newest)
-            elif config.trainer.resume_mode == "disable":
-                start = "the beginning"
-            else:
-                start = "where it began"
-            restarts.spend_on_run(error, start)
-            if newest is not None:
+                restarts.spend_on_run(error, str(newest))
                 config = replace(config, trainer=replace(config.trainer, resume_mode=str(newest)))
+            elif config.trainer.resume_mode == "disable":
+                restarts.spend_on_run(error, "the beginning")
+            else:
+                restarts.spend_on_run(error, "where it began")
 
 
 def checkpoint_times(root: Path) -> Mapping[Path, int]:

@@ -1,4 +1,4 @@
-"""`python -m verl.trainer.sft`: alias of `verl.sft.trainer`, which was here before."""
+"""`python -m verl.trainer.sft`: the former path of `verl.sft.trainer`."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Stops a run early: on a signal, or before its time limit.
 
-Raises `Interrupted` between two steps or while trajectories are sampled, when the weights are those
+A run is interrupted between two steps or while trajectories are sampled, when the weights are those
 of a finished step, so that the trainer can save them.
 """
 
@@ -74,10 +74,9 @@ class Stopper:
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        handled = [number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
-        self._previous_handlers = {
-            number: signal.signal(number, self._handle) for number in handled
-        }
+        for number in SIGNALS:
+            if signal.getsignal(number) != signal.SIG_IGN:
+                self._previous_handlers[number] = signal.signal(number, self._handle)
         try:
             yield
         finally:
@@ -105,7 +104,7 @@ class Stopper:
 
     @contextlib.contextmanager
     def interruptible(self) -> Iterator[None]:
-        """Let a signal end the body at once by KeyboardInterrupt; the body must not change weights.
+        """Let a signal end the body at once, by KeyboardInterrupt; it must not change weights.
 
         Raises Interrupted if a signal was received before.
         """
@@ -118,7 +117,7 @@ class Stopper:
 
     @contextlib.contextmanager
     def timing_step(self) -> Iterator[None]:
-        """Measure the body as one step, and remember the longest."""
+        """Measure the duration of a step, the body."""
         start = self.clock()
         yield
         self.longest_step_s = max(self.longest_step_s, self.clock() - start)

@@ -17,7 +17,7 @@ from verl.trainer.metrics import validation_metrics
 from verl.types import Metrics, Prompt, Sampling, Status, Trajectory, start_trajectory
 
 VALIDATION_STREAM = 1 << 31
-"""Stands in for the step in validation seeds, so that they differ from those of training steps."""
+"""Replaces the step in validation seeds, so that they differ from those of training steps."""
 
 
 def trajectory_seed(*key: int) -> int:
@@ -35,8 +35,8 @@ def validate(
     """Score every prompt and write one JSON line for each to `dialogues`.
 
     A row whose tools or engine still failed after all retries gets the lowest score, and is counted
-    in `val/fault/trajectories_failed`. Leaving it out would raise the score, because mostly rows
-    that need a tool fail. Raises ToolOutage as `check_lost_share`.
+    in `val/fault/trajectories_failed`. Leaving it out would raise the score, because the rows that
+    fail are mostly those that need a tool. Raises ToolOutage, see `check_lost_share`.
     """
     trajectories = sample(config, rollout, prompts)
     failed = [t for t in trajectories if t.status is Status.FAILED]
@@ -49,10 +49,8 @@ def validate(
 
 
 def score_all(trajectories: Sequence[Trajectory], reward: RewardManager) -> list[Reward]:
-    """Return a reward for each trajectory.
-
-    A failed one gets the lowest score of all, at most 0, and 0 in each component.
-    """
+    """Return a reward for each trajectory; failed ones get the lowest score of all, at most 0, and
+    components of 0."""
     rewards = reward([t for t in trajectories if t.status is not Status.FAILED])
     components = dict.fromkeys((name for r in rewards for name in r.components), 0.0)
     lowest = Reward(min(0.0, *(r.score for r in rewards)), components)

@@ -21,6 +21,7 @@ from verl.agent.environment import Environment
 from verl.checkpoint import prefetched
 from verl.config import Config
 from verl.data import PromptSampler
+from verl.monitor.performance import Timings
 from verl.rewards.interface import EachAlone, Reward
 from verl.rollout import schedule
 from verl.rollout.interface import INTERRUPTED, RolloutEngine
@@ -29,7 +30,6 @@ from verl.rollout.replica import RolloutReplica
 from verl.rollout.replicas import RolloutReplicas
 from verl.single_controller.actors import Restarts
 from verl.trainer.collection import RolloutCollector
-from verl.trainer.metrics import Timings
 from verl.types import Completion, Origin, Sampling, Status, Trajectory, start_trajectory
 
 pytestmark = pytest.mark.asynchrony

@@ -22,13 +22,13 @@ from verl.data.trajectories import (
     write_step,
 )
 from verl.errors import ConfigError, DataError
+from verl.monitor.performance import Timings
 from verl.rewards.interface import EachAlone, Reward
 from verl.rollout.pool import RetryingRollout
 from verl.sft import rejection_sampling
 from verl.sft.demonstrations import load_demonstrations
 from verl.sft.rejection_sampling import Criteria, choose
 from verl.trainer.collection import RolloutCollector
-from verl.trainer.metrics import Timings
 from verl.types import Origin, Prompt, Segment, Status, TokenBatch, Trajectory, start_trajectory
 
 

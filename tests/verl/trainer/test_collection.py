@@ -11,10 +11,10 @@ from verl.agent.environment import Environment
 from verl.config import Config
 from verl.data import PromptSampler
 from verl.errors import ToolOutage
+from verl.monitor.performance import Timings
 from verl.rewards.interface import EachAlone, Reward, RewardFn
 from verl.rollout.pool import MAX_VAIN_ROUNDS, RetryingRollout
 from verl.trainer.collection import RolloutCollector
-from verl.trainer.metrics import Timings
 from verl.types import Trajectory
 
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from verl.monitor.guard import LENGTH_CLIP, MALFORMED, NO_ANSWER, TOOL_USE
+from verl.monitor.performance import Timings
 from verl.trainer.metrics import (
-    Timings,
     behaviour_metrics,
     engine_metrics,
     rollout_metrics,

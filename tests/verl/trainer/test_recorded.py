@@ -23,10 +23,10 @@ from verl.config import Config
 from verl.core_algos.kl import FixedKLController
 from verl.data.trajectories import SIGNALS, prepare_folder, step_path, write_jsonl, write_step
 from verl.errors import ConfigError, DataError, UserError
+from verl.monitor.performance import Timings
 from verl.monitor.tracking import Tracking
 from verl.rewards.interface import Reward
 from verl.rollout.pool import NullRolloutPool, RolloutPool
-from verl.trainer.metrics import Timings
 from verl.trainer.ray_trainer import RayPPOTrainer
 from verl.trainer.recorded import RecordedCollector, check_record
 from verl.types import Origin, Prompt, Sampling, Segment, Status, Trajectory
