@@ -5,6 +5,8 @@ import importlib
 import sys
 from collections.abc import Sequence
 
+from verl.logs import exit_status
+
 COMMANDS = {
     "train": ("verl.trainer.main_ppo", "train a policy with PPO or GRPO; takes Hydra overrides"),
     "serve-retriever": ("search_r1.search.retrieval_server", "serve a corpus to the agents"),
@@ -42,11 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"search-r1: got {name}, expected a command; fix: {fix}\n")
         return 2
     # A command may return None for success, or raise SystemExit.
-    try:
-        return importlib.import_module(COMMANDS[name][0]).main(others) or 0
-    except KeyboardInterrupt:
-        sys.stderr.write("stopped\n")
-        return 130
+    return exit_status(lambda: importlib.import_module(COMMANDS[name][0]).main(others))
 
 
 def usage() -> str:

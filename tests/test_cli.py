@@ -116,3 +116,16 @@ def test_a_wheel_answers_outside_the_checkout(tmp_path: Path) -> None:
                                env={"PYTHONPATH": str(tmp_path / "site")})  # fmt: skip
         assert result.returncode == status, result.stderr
         assert expected in result.stdout + result.stderr, result.stderr
+
+
+@pytest.mark.parametrize("command", ["infer --help", "data --help", "train --help"])
+def test_a_reader_that_leaves_early_causes_no_traceback(command: str) -> None:
+    """`search-r1 … | head` ends silently: argparse ignores a broken pipe, the rest report it."""
+    program = [sys.executable, "-m", "search_r1.cli", *command.split()]
+    with subprocess.Popen(
+        program, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == (0 if command.startswith("train") else 141)
