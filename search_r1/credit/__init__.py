@@ -1,1 +1,1 @@
-"""`search-r1 credit`: what each document that a search brought was worth to the answer."""
+"""`search-r1 credit`: the worth of each found document to the answer; docs/view.md."""

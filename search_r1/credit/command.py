@@ -1,7 +1,7 @@
-"""What each found document was worth: the answer of a recorded dialogue, with and without it.
+"""Measure what each found document was worth to the answer of a recorded dialogue.
 
-A document is left out of what the searches brought, wherever it stands, and the recorded answer is
-looked at again by the same weights; docs/view.md.
+A document is removed from all search results, and the log-prob of the recorded answer is computed
+again with the same weights; docs/view.md.
 """
 
 import sys
@@ -17,31 +17,31 @@ from search_r1.options import Bounds, Seed, run
 
 @dataclass(frozen=True, kw_only=True)
 class CreditOptions:
-    """Which trajectories, by which weights."""
+    """Which trajectories to measure, and with which weights."""
 
     run: tyro.conf.Positional[Path]
-    """a run's folder, or that of its training trajectories; the figures go into its credit/"""
+    """folder of a run or of its training trajectories; results are written into its credit/"""
     rollouts: Path | None = None
-    """the run's training trajectories, where its trainer.rollout_data_dir has moved"""
+    """the run's training trajectories, if its trainer.rollout_data_dir has moved"""
     checkpoint: str = ""
-    """weights that judge: global_step_N, a model's folder or hub name; default: those that sampled,
-    or what the run has kept next to them"""
+    """weights to use: global_step_N, a model's folder or hub name; default: those that sampled the
+    step, or the nearest that the run saved"""
     steps: tuple[Annotated[int, Bounds(1)], ...] = ()
-    """of the record; default: the last one"""
+    """recorded steps; default: the last one"""
     limit: Annotated[int, Bounds(1)] | None = None
-    """trajectories of each step, at most"""
+    """maximum number of trajectories per step"""
     samples: Annotated[int, Bounds(0, 1000)] = 0
-    """answers sampled anew with and without each document, and scored by the run's reward"""
+    """answers to sample with and without each document, scored by the run's reward"""
     temperature: Annotated[float, Bounds(0, 10)] = 1.0
-    """of those answers; 0 is greedy"""
+    """temperature of the sampled answers; 0: greedy"""
     seed: Seed = 0
-    """of those answers"""
+    """seed of the sampled answers"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """where the model computes"""
+    """device of the model"""
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
-    """what it computes in"""
+    """dtype of the computation"""
     trust_remote_code: bool = False
-    """run the code that the model's folder brings"""
+    """run code that comes with the model"""
 
 
 main = partial(run, "search_r1.credit.running:start", CreditOptions, prog="search-r1 credit",

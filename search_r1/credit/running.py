@@ -1,4 +1,4 @@
-"""From a run's record to a line for each trajectory and document: `RUN/credit/step_N.jsonl`."""
+"""Compute the worth of documents in recorded trajectories, written to `RUN/credit/step_N.jsonl`."""
 
 import asyncio
 import contextlib
@@ -20,7 +20,7 @@ from search_r1.credit.command import CreditOptions
 from search_r1.inference.model import at_latest_checkpoint, compute_dtype, model_folder
 from search_r1.inference.options import AgentOptions
 from search_r1.plain import configure_logging
-from search_r1.replay.running import nearest, read_run, weights_of
+from search_r1.replay.running import find_weights, nearest_version, read_run_config
 from search_r1.scoring import build_reward_manager
 from search_r1.view.dialogue import DOCUMENT, OBSERVATION, Dialogue, read_dialogue, tags_of
 from search_r1.view.run import CREDIT, find_rollouts, read_config
@@ -51,59 +51,62 @@ RANK = re.compile(r"^Doc \d+")
 
 @dataclass(frozen=True)
 class Document:
-    """A document of a dialogue, wherever it stands."""
+    """A document of a dialogue, with all positions at which it occurs."""
 
     title: str
     text: str
     id: str
     has_answer: bool
     places: tuple[tuple[int, int], ...]
-    """Numbers of the search and of the document among those it brought, from 0."""
+    """Pairs of the search's number and the document's rank in its result, from 0."""
 
 
 def documents_of(dialogue: Dialogue) -> list[Document]:
-    """Each document once, in the order in which they were read."""
-    found: dict[tuple[str, str], Document] = {}
+    """Return each document once, in the order in which the policy read them."""
+    documents: dict[tuple[str, str], Document] = {}
     for number, search in enumerate(dialogue.searches):
-        for rank, one in enumerate(search.documents):
-            known = found.get((one.title, one.text))
+        for rank, doc in enumerate(search.documents):
+            known = documents.get((doc.title, doc.text))
             places = (*(known.places if known else ()), (number, rank))
-            found[one.title, one.text] = Document(
-                one.title, one.text, one.id, one.has_answer, places
-            )
-    return list(found.values())
+            document = Document(doc.title, doc.text, doc.id, doc.has_answer, places)
+            documents[doc.title, doc.text] = document
+    return list(documents.values())
 
 
-def without(dialogue: Dialogue, document: Document, tags: Grammar) -> dict[int, str]:
-    """Observations as they would be without a document, by segment; others move up a rank."""
+def remove_document(dialogue: Dialogue, document: Document, tags: Grammar) -> dict[int, str]:
+    """Return the observations that change if a document is removed, by segment.
+
+    Documents after it move up a rank.
+    """
     opening, closing = map(re.escape, (tags.information.opening, tags.information.closing))
     between = re.compile(f"(?<={opening})(.*?)(?={closing})", re.DOTALL)
     texts = {
-        number: between.sub(lambda found: _kept(found[1], document), one["text"])
-        for number, one in enumerate(dialogue.segments)
-        if one["origin"] == OBSERVATION
+        number: between.sub(lambda m: _remove_from_result(m[1], document), segment["text"])
+        for number, segment in enumerate(dialogue.segments)
+        if segment["origin"] == OBSERVATION
     }
     return {n: text for n, text in texts.items() if text != dialogue.segments[n]["text"]}
 
 
-def _kept(information: str, document: Document) -> str:
-    starts = list(DOCUMENT.finditer(information))
-    if not starts:
+def _remove_from_result(information: str, document: Document) -> str:
+    headings = list(DOCUMENT.finditer(information))
+    if not headings:
         return "" if information.strip() == document.text else information
-    ends = [*(one.start() for one in starts[1:]), len(information)]
+    ends = [*(heading.start() for heading in headings[1:]), len(information)]
     kept = [
-        information[one.start() : end]
-        for one, end in zip(starts, ends, strict=True)
-        if (one["title"], information[one.end() : end].strip()) != (document.title, document.text)
+        information[heading.start() : end]
+        for heading, end in zip(headings, ends, strict=True)
+        if (heading["title"], information[heading.end() : end].strip())
+        != (document.title, document.text)
     ]
-    ranks = (RANK.match(one[0]) for one in starts)
-    moved = (RANK.sub(rank[0], one) for rank, one in zip(ranks, kept, strict=False) if rank)
-    return information[: starts[0].start()] + "".join(moved)
+    ranks = (RANK.match(heading[0]) for heading in headings)
+    moved = (RANK.sub(rank[0], text) for rank, text in zip(ranks, kept, strict=False) if rank)
+    return information[: headings[0].start()] + "".join(moved)
 
 
 def answer_tokens(pieces: Sequence[str], tags: Grammar) -> range:
-    """Which tokens of a turn, given by their texts, spell what stands in its last answer tag; a
-    token that reaches beyond the tag counts. Empty where there is none."""
+    """Return the tokens of a turn, given as texts, that are in its last answer tag, even partly;
+    an empty range if there is none."""
     text = "".join(pieces)
     start = text.rfind(tags.answer.opening)
     end = text.find(tags.answer.closing, start)
@@ -123,20 +126,20 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Judge:
-    """The weights that look at an answer again, and what scores those that they sample."""
+class AnswerScorer:
+    """A model that computes log-probs of recorded answers, and samples and scores new ones."""
 
     engine: TransformersEngine
     tags: Grammar
     reward: RewardManager | None
-    """None where nothing is sampled."""
+    """None if no answers are sampled."""
     sampling: Sampling
     samples: int
     seed: int
 
     @torch.inference_mode()
     def log_probs(self, context: Sequence[int], ids: Sequence[int]) -> list[float]:
-        """The log-prob of each of `ids` behind the context, at temperature 1."""
+        """Return the log-prob of each of `ids` after the context, at temperature 1."""
         model = self.engine.model
         row = torch.tensor([[*context, *ids]], device=model.device)
         logits = model(row, logits_to_keep=len(ids) + 1).logits[0, :-1].float()
@@ -144,95 +147,104 @@ class Judge:
         return [float(x) for x in chosen[:, 0]]
 
     def mean_reward(self, before: Trajectory) -> float:
-        """Of answers that are sampled behind a dialogue; the same seeds whatever it is."""
+        """Sample answers after a dialogue and return their mean reward.
+
+        The seeds do not depend on the documents in the dialogue.
+        """
         assert self.reward is not None
-        ended = []
+        trajectories = []
         for number in range(self.samples):
             seed = derived_seed(self.seed, before.group, before.sample, number)
-            said = asyncio.run(self.engine.generate(before.ids, replace(self.sampling, seed=seed)))
-            turn = Segment(Origin.POLICY, said.ids, said.text, said.log_probs)
-            ended.append(replace(before, segments=[*before.segments, turn]))
-        return fmean(one.score for one in self.reward(ended))
+            out = asyncio.run(self.engine.generate(before.ids, replace(self.sampling, seed=seed)))
+            turn = Segment(Origin.POLICY, out.ids, out.text, out.log_probs)
+            trajectories.append(replace(before, segments=[*before.segments, turn]))
+        return fmean(reward.score for reward in self.reward(trajectories))
 
 
 def start(options: CreditOptions) -> int:
-    """Write what the documents of the record were worth; returns the exit code."""
+    """Write the worth of the documents in the selected steps; return the exit code."""
     configure_logging(logging.INFO, "%(message)s")
-    found = read_config(options.run)
-    rollouts = options.rollouts or find_rollouts(options.run, found)
+    raw_config = read_config(options.run)
+    rollouts = options.rollouts or find_rollouts(options.run, raw_config)
     if rollouts is None or not (rollouts / HEADER).is_file():
-        expected = f"a run that kept its trajectories, or their folder with {HEADER}"
+        expected = f"a run that recorded its trajectories, or their folder with {HEADER}"
         fix = "name it, or --rollouts, or train with trainer.rollout_data_dir=FOLDER"
         raise ConfigError(explain("RUN", options.run, expected, fix))
     known = recorded_steps(rollouts)
     steps = options.steps or known[-1:]
     if not steps or not set(steps) <= set(known):
         got = ", ".join(map(str, sorted(set(steps) - set(known)))) or "none"
-        span = f"steps that {rollouts} has: {known[0]} to {known[-1]}" if known else "a record"
-        raise DataError(explain("--steps", got, span, "name one of those"))
-    config = read_run(options.run) if found else None
+        expected = f"recorded steps of {rollouts}"
+        expected += f": {known[0]} to {known[-1]}" if known else ", which has none"
+        raise DataError(explain("--steps", got, expected, "name recorded steps"))
+    config = read_run_config(options.run) if raw_config else None
     if config is None and not options.checkpoint:
-        expected = f"weights, as {options.run} has no config.yaml"
+        expected = f"weights, since {options.run} has no config.yaml"
         raise ConfigError(explain("--checkpoint", "none", expected, "--checkpoint FOLDER"))
     set_trust(options.trust_remote_code)
-    judge: Judge | None = None
+    scorer: AnswerScorer | None = None
     loaded = ""
     with contextlib.ExitStack() as stack:
         for step in steps:
             recorded = read_step(rollouts, step)
-            weights = options.checkpoint or _weights_of(options.run, config, recorded)
-            if judge is None or weights != loaded:
-                judge = None  # the memory need not hold two models
+            weights = options.checkpoint or _choose_weights(options.run, config, recorded)
+            if scorer is None or weights != loaded:
+                scorer = None  # free the first model before the second is loaded
                 stack.close()
-                judging = _judging(options, rollouts, weights, tags_of(found), config)
-                judge, loaded = stack.enter_context(judging), weights
-            rows = _step(judge, recorded, step, options.limit, weights)
+                opened = _open_scorer(options, rollouts, weights, tags_of(raw_config), config)
+                scorer, loaded = stack.enter_context(opened), weights
+            rows = _step_rows(scorer, recorded, step, options.limit, weights)
             out = options.run / CREDIT / step_path("", step).name
             out.parent.mkdir(exist_ok=True)
             write_jsonl(out, rows)
-            logger.info("%s, by %s: %s", out, weights, _summary(rows))
+            logger.info("%s, with %s: %s", out, weights, _summary(rows))
     return 0
 
 
-def _weights_of(run: Path, config: Config | None, recorded: Sequence[RecordedTrajectory]) -> str:
-    """Those that sampled most of the step, or what the run has kept next to them."""
-    assert config is not None, "else --checkpoint is wanted"
-    wanted = Counter(one.trajectory.segments[-1].weight_version for one in recorded)
-    kept = weights_of(run, config)
-    return kept[nearest(kept, wanted.most_common(1)[0][0])]
+def _choose_weights(
+    run: Path, config: Config | None, recorded: Sequence[RecordedTrajectory]
+) -> str:
+    """Return the weights that sampled most answers of the step, or the nearest that were saved."""
+    assert config is not None, "--checkpoint is required without a config"
+    versions = Counter(row.trajectory.segments[-1].weight_version for row in recorded)
+    saved = find_weights(run, config)
+    return saved[nearest_version(saved, versions.most_common(1)[0][0])]
 
 
 @contextlib.contextmanager
-def _judging(
+def _open_scorer(
     options: CreditOptions, rollouts: Path, weights: str, tags: Grammar, config: Config | None
-) -> Iterator[Judge]:
-    """The judge with these weights, under the run's own options, or else the defaults."""
+) -> Iterator[AnswerScorer]:
+    """Load the weights, with the run's options or, without a `config`, the default ones."""
     config = config or Config()
-    wanted = AgentOptions(model=weights, device=options.device, dtype=options.dtype)
-    wanted, dtype = at_latest_checkpoint(wanted), compute_dtype(wanted)
+    agent = AgentOptions(model=weights, device=options.device, dtype=options.dtype)
+    agent, dtype = at_latest_checkpoint(agent), compute_dtype(agent)
     sampling = Sampling(config.data.max_response_length, options.temperature,
                         config.actor_rollout_ref.rollout.top_p, tags.stop)  # fmt: skip
     reward = build_reward_manager(config) if options.samples else None
-    with model_folder(wanted.model, dtype) as folder:
+    with model_folder(agent.model, dtype) as folder:
         engine = TransformersEngine(str(folder), device_type(options.device), dtype)
         asyncio.run(engine.start())
         if fingerprint(engine.tokenizer) != read_header(rollouts):
             got = f"{weights}, with another tokenizer than {rollouts}"
-            fix = "--checkpoint with weights of that run"
-            raise ConfigError(explain("--checkpoint", got, "its ids", fix))
-        yield Judge(engine, tags, reward, sampling, options.samples, options.seed)
+            fix = "name weights of that run"
+            raise ConfigError(explain("--checkpoint", got, "the same tokenizer", fix))
+        yield AnswerScorer(engine, tags, reward, sampling, options.samples, options.seed)
 
 
-def _step(
-    judge: Judge, recorded: Sequence[RecordedTrajectory], step: int, limit: int | None, model: str
+def _step_rows(
+    scorer: AnswerScorer,
+    recorded: Sequence[RecordedTrajectory],
+    step: int,
+    limit: int | None,
+    model: str,
 ) -> list[dict[str, Any]]:
-    """The lines of a step's trajectories: those that searched, and end with an answer."""
-    read = (read_dialogue(make_row(step, len(recorded), one), judge.tags) for one in recorded)
-    chosen = [
-        (line, one.trajectory, one.reward.score, dialogue)
-        for line, (one, dialogue) in enumerate(zip(recorded, read, strict=True))
-        if one.trajectory.status is Status.ANSWERED and documents_of(dialogue)
-    ]
+    """Return the output rows of a step, for its trajectories with documents and an answer."""
+    chosen = []
+    for line, row in enumerate(recorded):
+        dialogue = read_dialogue(make_row(step, len(recorded), row), scorer.tags)
+        if row.trajectory.status is Status.ANSWERED and documents_of(dialogue):
+            chosen.append((line, row.trajectory, row.reward.score, dialogue))
     rows = []
     for line, trajectory, score, dialogue in tqdm(chosen[:limit], desc=f"step {step}"):
         facts = {
@@ -240,43 +252,45 @@ def _step(
             "sample": trajectory.sample, "answer": dialogue.answer, "score": score,
             "model": model,
         }  # fmt: skip
-        rows += [facts | one for one in credit(judge, trajectory, dialogue)]
+        rows += [facts | worth for worth in document_worths(scorer, trajectory, dialogue)]
     return rows
 
 
-def credit(judge: Judge, trajectory: Trajectory, dialogue: Dialogue) -> Iterator[dict[str, Any]]:
-    """What each document was worth to the answer turn: to all of it, and to the answer alone.
+def document_worths(
+    scorer: AnswerScorer, trajectory: Trajectory, dialogue: Dialogue
+) -> Iterator[dict[str, Any]]:
+    """Yield the worth of each document to the last turn, and to the answer in it.
 
-    In nats: by how much the recorded tokens are more likely with the document than without it. What
-    the policy said in between stays as it was.
+    The worth is the increase of the recorded tokens' log-prob, in nats, due to the document. All
+    text of the policy stays the same.
     """
     *before, last = trajectory.segments
-    inside = answer_tokens(pieces(judge.engine.tokenizer, last.ids), judge.tags)
+    inside = answer_tokens(pieces(scorer.engine.tokenizer, last.ids), scorer.tags)
 
-    def looked(segments: Sequence[Segment]) -> dict[str, float]:
+    def score(segments: Sequence[Segment]) -> dict[str, float]:
         context = [i for segment in segments for i in segment.ids]
-        found = judge.log_probs(context, last.ids)
-        sums = {"turn": sum(found), "answer": sum(found[i] for i in inside)}
-        if judge.samples:
-            sums["reward"] = judge.mean_reward(replace(trajectory, segments=list(segments)))
-        return sums
+        log_probs = scorer.log_probs(context, last.ids)
+        values = {"turn": sum(log_probs), "answer": sum(log_probs[i] for i in inside)}
+        if scorer.samples:
+            values["reward"] = scorer.mean_reward(replace(trajectory, segments=list(segments)))
+        return values
 
     def encoded(text: str) -> tuple[int, ...]:
-        return tuple(judge.engine.tokenizer.encode(text, add_special_tokens=False))
+        return tuple(scorer.engine.tokenizer.encode(text, add_special_tokens=False))
 
-    whole = looked(before)
-    told = {"turn": sum(last.log_probs), "answer": sum(last.log_probs[i] for i in inside)}
+    complete = score(before)
+    recorded = {"turn": sum(last.log_probs), "answer": sum(last.log_probs[i] for i in inside)}
     for document in documents_of(dialogue):
-        changed = without(dialogue, document, judge.tags)
-        part = looked([
+        changed = remove_document(dialogue, document, scorer.tags)
+        reduced = score([
             Segment(segment.origin, encoded(changed[n]), changed[n]) if n in changed else segment
             for n, segment in enumerate(before)
         ])  # fmt: skip
         yield {
             **{name: value for name, value in asdict(document).items() if name != "text"},
-            "worth": {name: value - part[name] for name, value in whole.items()},
-            "with": whole, "without": part,
-            "recorded": {n: x if math.isfinite(x) else None for n, x in told.items()},
+            "worth": {name: value - reduced[name] for name, value in complete.items()},
+            "with": complete, "without": reduced,
+            "recorded": {n: x if math.isfinite(x) else None for n, x in recorded.items()},
         }  # fmt: skip
 
 
@@ -287,10 +301,10 @@ def _summary(rows: Sequence[Mapping[str, Any]]) -> str:
     for has_answer, words in ((True, "with an accepted answer"), (False, "without one")):
         worth = [row["worth"] for row in rows if row["has_answer"] is has_answer]
         if worth:
-            figures = [f"{fmean(one['answer'] for one in worth):+.3f} nats"]
+            figures = [f"{fmean(values['answer'] for values in worth):+.3f} nats"]
             if "reward" in worth[0]:
-                figures.append(f"{fmean(one['reward'] for one in worth):+.3f} of reward")
+                figures.append(f"{fmean(values['reward'] for values in worth):+.3f} of reward")
             means.append(f"{' and '.join(figures)} for each of {len(worth)} documents {words}")
-    off = [abs(r["with"]["turn"] - r["recorded"]["turn"]) for r in rows if r["recorded"]["turn"]]
-    apart = f"; {fmean(off):.3f} nats from what the engine recorded" if off else ""
-    return f"worth to the answer {', '.join(means)}{apart}"
+    gaps = [abs(r["with"]["turn"] - r["recorded"]["turn"]) for r in rows if r["recorded"]["turn"]]
+    gap = f"; log-probs of turns differ from the record by {fmean(gaps):.3f} nats" if gaps else ""
+    return f"mean worth to the answer: {', '.join(means)}{gap}"

@@ -1,1 +1,1 @@
-"""`search-r1 replay`: recorded trajectories played again, as they were or edited; docs/view.md."""
+"""`search-r1 replay`: replay recorded trajectories, unchanged or edited; docs/view.md."""

@@ -1,6 +1,6 @@
-"""Replay recorded trajectories by the weights that sampled them, as they were or with an edit.
+"""Replay recorded trajectories with the weights that sampled them, unchanged or with an edit.
 
-Without an edit it says whether every token and log-prob is the recorded one; see docs/view.md.
+Without an edit, reports whether every token and log-prob equals the recorded one; see docs/view.md.
 """
 
 import sys
@@ -16,30 +16,30 @@ from search_r1.options import Bounds, run
 
 @dataclass(frozen=True, kw_only=True)
 class ReplayOptions:
-    """Which trajectories, and what is changed."""
+    """Which trajectories to replay, and the edit."""
 
     run: tyro.conf.Positional[Path]
     """the run's folder (trainer.default_local_dir), with its checkpoints"""
     trajectory: tuple[str, ...]
     """STEP:LINE, lines counted from 0 as in the addresses of search-r1 view; STEP: all of a step"""
     rollouts: Path | None = None
-    """the run's trajectories, where its trainer.rollout_data_dir has moved"""
+    """the run's trajectories, if its trainer.rollout_data_dir has moved"""
     turn: Annotated[int, Bounds(1)] = 1
-    """the policy's turn to go on from, counted from 1; those before it stay as they were"""
+    """the policy's turn to replay from, counted from 1; earlier turns stay unchanged"""
     query: str | None = None
-    """what that turn asks for instead"""
+    """new query of this turn"""
     text: str | None = None
-    """what the policy says in it instead; it goes on from a text that closes no call or answer"""
+    """new text of this turn; the policy continues it if it closes neither a call nor an answer"""
     documents: Path | None = None
-    """JSON file with what that turn's call brings instead: a list of {"title", "text"}"""
+    """JSON file with the new results of this turn's call: a list of {"title", "text"}"""
     gradient: bool = False
-    """also compare the gradients of the recorded trajectory and of the replayed one"""
+    """also compare the gradients of the recorded and the replayed trajectory"""
     retriever_url: str | None = None
-    """asked for what was never recorded, instead of the run's retriever.url"""
+    """retriever for calls without a recorded result, instead of the run's retriever.url"""
     device: str | None = None
     """cpu or cuda, instead of the run's trainer.device"""
     json: bool = False
-    """print one JSON object a trajectory, the replayed one's tokens included"""
+    """print one JSON object per trajectory, with the replayed tokens"""
 
 
 main = partial(run, "search_r1.replay.running:start", ReplayOptions, prog="search-r1 replay",

@@ -1,8 +1,7 @@
-"""What came of a replay, as data and in words: how like the record it is, and what it is worth.
+"""The result of a replay, as JSON and as text: comparison with the record, score and gradient.
 
-Its advantage and its gradient are those of the recorded step with the one trajectory put in the
-place of the other. The gradient is that of the policy loss where the weights that sampled are the
-ones being trained.
+Advantage and gradient are those of the recorded step with the replayed trajectory in place of the
+recorded one. The gradient is that of the policy loss at the weights that sampled the step.
 """
 
 import copy
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor
 
 from search_r1.inference.model import model_folder
-from search_r1.replay.playing import Edit, Likeness, compared, turns_of
+from search_r1.replay.playing import Comparison, Edit, turns_of
 from verl.config import Config
 from verl.core_algos.advantages import ADVANTAGES
 from verl.core_algos.kl import FixedKLController
@@ -35,32 +34,34 @@ from verl.types import Origin, Status, TokenBatch, Trajectory
 
 @dataclass(frozen=True)
 class Gradients:
-    """Of the recorded trajectory and of the replayed one; cosines are null beside a zero."""
+    """Comparison of two gradients; a cosine with a zero gradient is None."""
 
     norm_recorded: float
     norm_replayed: float
     norm_of_change: float
     cosine: float | None
     cosine_of_change: float | None
-    """Of the change with the recorded one: below 0 where it takes away from it."""
+    """Cosine of the change and the recorded gradient."""
 
 
-def without_advantage(config: Config) -> str:
-    """What cannot be told from the record alone; empty where all of the advantage can."""
+def advantage_caveat(config: Config) -> str:
+    """Return what the replayed advantage lacks because it is not recorded, or ""."""
     estimator = config.algorithm.adv_estimator
     if ADVANTAGES[estimator].needs_critic:
         return f"no advantage: {estimator} needs the critic's values, which are not recorded"
-    return "the advantage is that of the scores, without the KL in the reward" * config.kl_in_reward
+    if config.kl_in_reward:
+        return "the advantage is computed from the scores, without the KL in the reward"
+    return ""
 
 
-def learned(
-    config: Config, step: Sequence[RecordedTrajectory], place: int, one: RecordedTrajectory
+def training_batch(
+    config: Config, step: Sequence[RecordedTrajectory], line: int, trajectory: RecordedTrajectory
 ) -> TokenBatch:
-    """The trajectory at `place` of its step as the run would learn from it, be it another `one`.
+    """Return the training data of one sequence of a step, with `trajectory` put at its line.
 
-    One sequence, with `advantages` and its `loss_weights` within all that the step sampled.
+    Its `advantages` and `loss_weights` are computed over the whole step.
     """
-    rows = [one if i == place else row for i, row in enumerate(step)]
+    rows = [*step[:line], trajectory, *step[line + 1 :]]
     greedy = [row.greedy_score for row in rows if row.greedy_score is not None]
     config = copy.deepcopy(config)
     config.trainer.share_prompts, config.algorithm.kl_ctrl.kl_coef = False, 0.0
@@ -71,23 +72,25 @@ def learned(
         batch.tokens["loss_mask"], batch.offsets, config.actor_rollout_ref.actor.loss_agg_mode,
         float(config.max_policy_tokens),
     )  # fmt: skip
-    return batch.select([place])
+    return batch.select([line])
 
 
-def advantage(batch: TokenBatch) -> float:
-    """The mean over the tokens that are learned from."""
-    found = batch.tokens["advantages"][loss_mask(batch)]
-    return float(found.mean()) if len(found) else math.nan
+def mean_advantage(batch: TokenBatch) -> float:
+    """Return the mean advantage of the tokens in the loss; NaN if there are none."""
+    values = batch.tokens["advantages"][loss_mask(batch)]
+    return float(values.mean()) if len(values) else math.nan
 
 
-def gradients(config: Config, folder: Path, recorded: TokenBatch, other: TokenBatch) -> Gradients:
-    """The two at the weights of a Hugging Face folder, computed in float32."""
+def gradients(
+    config: Config, folder: Path, recorded: TokenBatch, replayed: TokenBatch
+) -> Gradients:
+    """Compute both gradients in float32 at the weights in a Hugging Face folder."""
     device = resolve_device(config.trainer.device)
     model = LogProbModel(load_causal_lm(str(folder)))
     model.to(device)
-    before, after = (_gradient(config, model, one, device) for one in (recorded, other))
+    before, after = (_gradient(config, model, batch, device) for batch in (recorded, replayed))
     change = [b - a for a, b in zip(before, after, strict=True)]
-    norms = [math.sqrt(_dot(one, one)) for one in (before, after, change)]
+    norms = [math.sqrt(_dot(tensors, tensors)) for tensors in (before, after, change)]
     return Gradients(
         norms[0], norms[1], norms[2],
         _cosine(_dot(before, after), norms[0] * norms[1]),
@@ -98,25 +101,25 @@ def gradients(config: Config, folder: Path, recorded: TokenBatch, other: TokenBa
 def _gradient(
     config: Config, model: LogProbModel, batch: TokenBatch, device: torch.device
 ) -> list[Tensor]:
-    """Of the sequence's share of the policy loss, by parameter."""
+    """Return the gradient of the batch's policy loss for each parameter."""
     actor = config.actor_rollout_ref.actor
     inputs = PackedInputs.of(batch, loss_mask(batch), device)
     columns = TargetColumns(batch, inputs)
     log_probs, _ = model(inputs, config.actor_rollout_ref.rollout.temperature or 1.0)
     high = actor.clip_ratio if actor.clip_ratio_high is None else actor.clip_ratio_high
-    given = PolicyLossInputs(
+    loss_inputs = PolicyLossInputs(
         log_probs, log_probs.detach(), columns["advantages"], columns.sequence_ids,
         actor.clip_ratio, high, actor.clip_ratio_c,
     )  # fmt: skip
-    losses, _ = POLICY_LOSSES[actor.policy_loss](given)
+    losses, _ = POLICY_LOSSES[actor.policy_loss](loss_inputs)
     model.zero_grad(set_to_none=True)
     weighted_sum(losses, columns["loss_weights"]).backward()
     return [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]
 
 
-def _dot(one: Sequence[Tensor], other: Sequence[Tensor]) -> float:
-    """Summed in float64."""
-    return sum(float((a.double() * b.double()).sum()) for a, b in zip(one, other, strict=True))
+def _dot(first: Sequence[Tensor], second: Sequence[Tensor]) -> float:
+    """Return the dot product, summed in float64."""
+    return sum(float((a.double() * b.double()).sum()) for a, b in zip(first, second, strict=True))
 
 
 def _cosine(product: float, norms: float) -> float | None:
@@ -124,8 +127,8 @@ def _cosine(product: float, norms: float) -> float | None:
 
 
 @dataclass(frozen=True)
-class Place:
-    """A recorded trajectory: the line in its step's file, with all of the step."""
+class TrajectoryRef:
+    """A recorded trajectory: its step, its line in the step's file, and all rows of the step."""
 
     step: int
     line: int
@@ -141,48 +144,49 @@ class Place:
 
 @dataclass(frozen=True)
 class Replay:
-    place: Place
+    ref: TrajectoryRef
     trajectory: Trajectory
-    wanted: int
-    """The version of the weights that sampled the turn that is replayed first."""
-    used: int
-    """The same, or the nearest that there is."""
-    source: str
-    """Where those are: a checkpoint, or the model that the run began with."""
-    num_asked: int
-    """Calls that were never recorded, and so asked of the tools now."""
+    sampled_version: int
+    """Version of the weights that sampled the first replayed turn."""
+    used_version: int
+    """Version of the weights of the replay: the same, or the nearest that was saved."""
+    weights: str
+    """Where the used weights are: a checkpoint, or the model that the run started from."""
+    num_new_calls: int
+    """Calls without a recorded result, which were sent to the tools."""
 
 
-def findings(
-    config: Config, one: Replay, edit: Edit, reward: RewardManager, with_gradient: bool
+def replay_report(
+    config: Config, replay: Replay, edit: Edit, reward: RewardManager, with_gradient: bool
 ) -> dict[str, Any]:
-    """A replay as JSON: `row` is the trajectory as a run records it."""
-    place, recorded, trajectory = one.place, one.place.recorded, one.trajectory
-    likeness = compared(recorded.trajectory, trajectory, edit.turn)
-    has_failed, problem = trajectory.status is Status.FAILED, without_advantage(config)
-    found = Reward(math.nan) if has_failed else reward([trajectory])[0]
-    new = RecordedTrajectory(trajectory, found, recorded.greedy_score)
-    notes, worth = list(remarks(config, one, edit, likeness)), dict[str, Any]()
-    if problem:
-        notes.append(f"{problem[0].upper()}{problem[1:]}.")
+    """Return the result of a replay as JSON; `row` is the trajectory as a run records it."""
+    ref, recorded, trajectory = replay.ref, replay.ref.recorded, replay.trajectory
+    comparison = Comparison.of(recorded.trajectory, trajectory, edit.turn)
+    has_failed = trajectory.status is Status.FAILED
+    new_reward = Reward(math.nan) if has_failed else reward([trajectory])[0]
+    replayed = RecordedTrajectory(trajectory, new_reward, recorded.greedy_score)
+    notes = list(replay_notes(config, replay, edit, comparison))
+    if caveat := advantage_caveat(config):
+        notes.append(f"{caveat[0].upper()}{caveat[1:]}.")
+    effects: dict[str, Any] = {}
     if not has_failed and not ADVANTAGES[config.algorithm.adv_estimator].needs_critic:
-        batches = [learned(config, place.rows, place.line, row) for row in (recorded, new)]
-        worth["advantage"] = _pair(*map(advantage, batches))
+        batches = [training_batch(config, ref.rows, ref.line, t) for t in (recorded, replayed)]
+        effects["advantage"] = _pair(*map(mean_advantage, batches))
         if with_gradient:
-            with model_folder(one.source, "float32") as folder:
-                worth["gradient"] = dataclasses.asdict(gradients(config, folder, *batches))
+            with model_folder(replay.weights, "float32") as folder:
+                effects["gradient"] = dataclasses.asdict(gradients(config, folder, *batches))
     return {
-        "trajectory": str(place),
+        "trajectory": str(ref),
         "turn": edit.turn,
         "edited": edit.changes,
-        "verdict": verdict(edit, likeness, trajectory),
+        "verdict": verdict(edit, comparison, trajectory),
         "notes": notes,
-        "identical": likeness.differs_at is None and likeness.largest == 0,
-        **dataclasses.asdict(likeness),
-        "score": _pair(recorded.reward.score, found.score),
-        **worth,
-        "row": make_row(place.step, len(place.rows), new)
-        | {"score": None if has_failed else found.score},
+        "identical": comparison.is_identical,
+        **dataclasses.asdict(comparison),
+        "score": _pair(recorded.reward.score, new_reward.score),
+        **effects,
+        "row": make_row(ref.step, len(ref.rows), replayed)
+        | {"score": None if has_failed else new_reward.score},
     }
 
 
@@ -191,59 +195,63 @@ def _pair(recorded: float, replayed: float) -> dict[str, float | None]:
     return {name: value if math.isfinite(value) else None for name, value in pair.items()}
 
 
-def verdict(edit: Edit, likeness: Likeness, trajectory: Trajectory) -> str:
-    """How like the record it is, in one sentence."""
+def verdict(edit: Edit, comparison: Comparison, trajectory: Trajectory) -> str:
+    """Say in one sentence how far the replay matches the record."""
     if trajectory.status is Status.FAILED:
         return f"The replay ends where a tool failed: {trajectory.error}"
     where = f" from turn {edit.turn} on" if edit.turn > 1 else ""
-    count = likeness.num_tokens
+    count = comparison.num_tokens
     tokens = f"{count} token{'s' * (count != 1)} of the policy{where}"
-    if likeness.differs_at is not None:
-        segment, token = likeness.differs_at
-        spoken = [s.origin is Origin.POLICY for s in trajectory.segments[: segment + 1]]
-        is_turn = len(spoken) > segment and spoken[-1]
-        place = f"{'' if is_turn else 'what followed '}turn {sum(spoken)}"
+    if comparison.differs_at is not None:
+        segment, token = comparison.differs_at
+        is_policy = [s.origin is Origin.POLICY for s in trajectory.segments[: segment + 1]]
+        is_in_turn = len(is_policy) > segment and is_policy[-1]
+        position = f"{'' if is_in_turn else 'the response to '}turn {sum(is_policy)}"
         cause = (
             f"With the edited {' and '.join(edit.changes)}" if edit.changes else "Without an edit"
         )
-        return f"{cause} it differs first at token {token + 1} of {place}, after {tokens}."
-    if likeness.largest == 0:
+        return (f"{cause} the replay first differs at token {token + 1} of {position}, "
+                f"after {tokens}.")  # fmt: skip
+    if comparison.largest == 0:
         return f"Bit-identical to the record: all {tokens}, and their log-probs."
-    return f"The record's tokens: all {tokens}; log-probs differ by up to {likeness.largest:.1e}."
+    return f"The same tokens: all {tokens}; log-probs differ by up to {comparison.largest:.1e}."
 
 
-def remarks(config: Config, one: Replay, edit: Edit, likeness: Likeness) -> Iterator[str]:
-    """What a reader must know of how it was replayed, and why an unedited one may differ."""
-    if one.used != one.wanted:
-        yield (f"The run keeps no checkpoint with weights {one.wanted} (trainer.save_freq=1 keeps "
-               f"each): replayed by the nearest, {one.used} ({one.source}).")  # fmt: skip
-    turns = turns_of(one.place.recorded.trajectory)[edit.turn - 1 :]
-    versions = sorted({version for said, _ in turns for version, _ in said.version_runs})
-    if versions != [one.wanted]:
-        yield f"Weights {', '.join(map(str, versions))} sampled these turns; one version replays."
-    if one.num_asked:
-        yield f"Calls that were never recorded, and so asked of the tools now: {one.num_asked}."
-    is_same = likeness.differs_at is None and likeness.largest == 0
-    if is_same or edit.changes:
+def replay_notes(
+    config: Config, replay: Replay, edit: Edit, comparison: Comparison
+) -> Iterator[str]:
+    """Yield notes on how the replay was made, and on why an unedited one may differ."""
+    if replay.used_version != replay.sampled_version:
+        yield (f"The run saved no checkpoint of weights {replay.sampled_version} "
+               f"(trainer.save_freq=1 saves all): replayed with the nearest, "
+               f"{replay.used_version} ({replay.weights}).")  # fmt: skip
+    turns = turns_of(replay.ref.recorded.trajectory)[edit.turn - 1 :]
+    versions = sorted({version for turn, _ in turns for version, _ in turn.version_runs})
+    if versions != [replay.sampled_version]:
+        yield (f"Weights {', '.join(map(str, versions))} sampled these turns; the replay uses "
+               "one version.")  # fmt: skip
+    if replay.num_new_calls:
+        yield f"Calls without a recorded result, sent to the tools now: {replay.num_new_calls}."
+    if comparison.is_identical or edit.changes:
         return
     if not config.trainer.deterministic:
-        yield ("The run sampled several dialogues at once (trainer.deterministic=false): what is "
-               "computed together, or cached, changes last bits.")  # fmt: skip
+        yield ("The run sampled several dialogues at once (trainer.deterministic=false): batching "
+               "and caching change the last bits.")  # fmt: skip
     if (dtype := rollout_dtype(config)) != "float32":
-        yield f"The engine computes in {dtype}, whose last bits are large."
+        yield f"The engine computes in {dtype}, so the last bits are large."
     if config.actor_rollout_ref.model.has_adapter:
-        yield "The adapter is merged here, where the run's engine may add it to each answer."
-    yield "Another machine, device, number of threads or library changes last bits, too."
+        yield "The adapter is merged here; the run's engine may have applied it unmerged."
+    yield "Another machine, device, number of threads or library version changes the last bits too."
 
 
-def in_words(found: Mapping[str, Any]) -> str:
-    lines = [f"{found['trajectory']}: {found['verdict']}", *found["notes"]]
+def as_text(report: Mapping[str, Any]) -> str:
+    lines = [f"{report['trajectory']}: {report['verdict']}", *report["notes"]]
     for name in ("score", "advantage"):
-        if name in found:
-            lines.append(f"{name}: {found[name]['recorded']} → {found[name]['replayed']}")
-    for name, value in found.get("gradient", {}).items():
+        if name in report:
+            lines.append(f"{name}: {report[name]['recorded']} → {report[name]['replayed']}")
+    for name, value in report.get("gradient", {}).items():
         lines.append(f"gradient, {name.replace('_', ' ')}: {value}")
-    if not found["identical"]:
-        segments = found["row"]["segments"]
+    if not report["identical"]:
+        segments = report["row"]["segments"]
         lines += [f"[{s['origin']}] {s['text']}" for s in segments if s["origin"] != "prompt"]
     return "\n  ".join(lines) + "\n"

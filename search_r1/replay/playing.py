@@ -1,8 +1,7 @@
-"""One recorded dialogue played again: the loop of the run, with its past told instead of made.
+"""Replay one recorded dialogue with the run's agent, from a given turn on.
 
-What the policy said before the turn in question comes from the record, and so does what tools
-brought, wherever the same was asked in this trajectory or another of the run. The rest is sampled,
-with the seeds of the recorded turns.
+Earlier turns come from the record, and so do the results of all calls that some trajectory of the
+run also made. The rest is sampled, with the seeds of the recorded turns.
 """
 
 import itertools
@@ -21,217 +20,234 @@ from verl.errors import DataError, ToolError, explain
 from verl.rollout.replica import Decode, PartialTurn
 from verl.types import Completion, Origin, Sampling, Segment, Status, Trajectory, start_trajectory
 
-Said = tuple[Segment, Segment | None]
-"""A policy turn, and what the environment answered; nothing after the last one."""
-Find = Callable[[Turn], Segment | None]
-"""Looks for what calls brought in other trajectories of the run."""
+RecordedTurn = tuple[Segment, Segment | None]
+"""A policy turn and the environment's response, which is None after the last turn."""
+FindResponse = Callable[[Turn], Segment | None]
+"""Looks up the response to a turn's calls in other trajectories of the run."""
 
 
 @dataclass(frozen=True)
 class Edit:
-    """What is changed of a trajectory; nothing replays it as it was."""
+    """The change to a trajectory; without one it is replayed unchanged."""
 
     turn: int = 1
-    """The policy's turn, counted from 1."""
+    """The policy's turn from which it is replayed, counted from 1."""
     query: str | None = None
-    """Asked instead of the turn's call."""
+    """New query of the turn's call."""
     text: str | None = None
-    """Said instead of the turn; the policy goes on from it unless it ends a turn."""
+    """New text of the turn; the policy continues it unless it ends a turn."""
     documents: Sequence[Sequence[Item]] | None = None
-    """What each call of the turn brings instead."""
+    """New results of each call of the turn."""
 
     @property
     def changes(self) -> list[str]:
-        """What is edited, by name."""
+        """Names of the edited parts."""
         return [n for n in ("query", "text", "documents") if getattr(self, n) is not None]
 
 
-def turns_of(trajectory: Trajectory) -> list[Said]:
-    """The policy's turns in order, each with what followed it."""
-    after = [*trajectory.segments[1:], None]
+def turns_of(trajectory: Trajectory) -> list[RecordedTurn]:
+    """Return the policy's turns in order, each with the environment's response."""
+    following = [*trajectory.segments[1:], None]
     return [
-        (one, then if then is not None and then.origin is Origin.OBSERVATION else None)
-        for one, then in zip(trajectory.segments, after, strict=True)
-        if one.origin is Origin.POLICY
+        (turn, after if after is not None and after.origin is Origin.OBSERVATION else None)
+        for turn, after in zip(trajectory.segments, following, strict=True)
+        if turn.origin is Origin.POLICY
     ]
 
 
 @dataclass(frozen=True)
 class ReplayAgent(DialogueAgent):
-    """The run's agent; its tools are asked only for what was never recorded."""
+    """The run's agent; it calls tools only if the run has no recorded result of the same call."""
 
     recorded: Trajectory = field(kw_only=True)
     edit: Edit = field(kw_only=True)
-    find: Find = field(kw_only=True)
+    find_response: FindResponse = field(kw_only=True)
 
     async def _respond(self, trajectory: Trajectory, turn: Turn, acts: bool) -> Segment:
-        """What was recorded, was put in its place, or is asked for now."""
+        """Return the recorded response, the edited one, or a new one from the tools."""
         turns, documents = turns_of(self.recorded), self.edit.documents
         number = len(turns_of(trajectory)) - 1
-        if number < self.edit.turn - 1 and (brought := turns[number][1]) is not None:
-            return brought
+        if number < self.edit.turn - 1 and (response := turns[number][1]) is not None:
+            return response
         if number == self.edit.turn - 1 and documents is not None:
             if len(turn.calls) != len(documents):
-                got = f"documents for {len(documents)} calls"
-                expected = f"those of the {len(turn.calls)} that turn {number + 1} makes"
+                got = f"{len(documents)} lists"
+                expected = f"{len(turn.calls)}, one for each call of turn {number + 1}"
                 raise DataError(explain("documents", got, expected, "name a turn that searches"))
             return self._encoded_segment(
                 Origin.OBSERVATION, self._response_text(turn, self.fit(turn, documents))
             )
-        is_same = self.recorded.status is Status.OUT_OF_BUDGET
-        if acts and is_same and trajectory.ids == self.recorded.ids:
-            # What was too long then, and so was not recorded, is too long now.
+        was_too_long = self.recorded.status is Status.OUT_OF_BUDGET
+        if acts and was_too_long and trajectory.ids == self.recorded.ids:
+            # The response exceeded the budget and was not recorded: return one that does, too.
             return Segment(Origin.OBSERVATION, (0,) * (self.limits.max_prompt_length + 1))
-        known = acts and (
-            brought_by(turn, [*turns[number:], *turns[:number]], self.format) or self.find(turn)
-        )
+        if acts:
+            own_turns = [*turns[number:], *turns[:number]]
+            response = recorded_response(turn, own_turns, self.format) or self.find_response(turn)
+            if response:
+                return response
         try:
-            return known or await super()._respond(trajectory, turn, acts)
+            return await super()._respond(trajectory, turn, acts)
         except ToolError as error:
-            asked = "; ".join(f"{call.tool} {call.arguments}" for call in turn.calls)
-            others = "or name another by --retriever-url, or edit the documents"
-            text = f"{asked} was never recorded, and {error}; {others}"
-            raise ToolError(text, error.faults) from error
+            calls = "; ".join(f"{call.tool} {call.arguments}" for call in turn.calls)
+            fix = "name another retriever by --retriever-url, or edit the documents"
+            raise ToolError(
+                f"{calls} was never recorded, and {error}; {fix}", error.faults
+            ) from error
 
 
 @dataclass
 class ReplayEngine(RolloutEngine):
-    """Tells the turns that were said, begins the next one as it is told, and samples the rest."""
+    """Returns recorded turns, then the edited one, completed if needed, and samples the rest."""
 
     engine: RolloutEngine
-    said: Sequence[Completion]
-    opening: Completion | None
-    """What the turn after those begins with."""
+    recorded: Sequence[Completion]
+    edited: Completion | None
+    """Text of the turn after the recorded ones, or the beginning of it."""
     decode: Decode
     num_turns: int = 0
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
         number, self.num_turns = self.num_turns, self.num_turns + 1
-        if number < len(self.said):
-            return self.said[number]
-        opening = self.opening
-        if number > len(self.said) or opening is None:
+        if number < len(self.recorded):
+            return self.recorded[number]
+        edited = self.edited
+        if number > len(self.recorded) or edited is None:
             return await self.engine.generate(prompt_ids, sampling)
-        if opening.finish_reason == "stop":
-            return opening
-        if len(opening.ids) >= sampling.max_tokens:
-            got, fix = f"{len(opening.ids)} tokens that end no turn", "shorten it"
-            expected = f"less than {sampling.max_tokens}, as data.max_response_length says"
+        if edited.finish_reason == "stop":
+            return edited
+        if len(edited.ids) >= sampling.max_tokens:
+            got, fix = f"{len(edited.ids)} tokens that do not end the turn", "shorten it"
+            expected = f"fewer than {sampling.max_tokens} (data.max_response_length)"
             raise DataError(explain("the edited text", got, expected, fix))
-        turn = PartialTurn(prompt_ids, sampling, self.decode, [opening], opening.text)
-        whole = await turn.resume(self.engine.generate)
-        assert whole is not None, "nothing interrupts a replay"
-        return whole
+        turn = PartialTurn(prompt_ids, sampling, self.decode, [edited], edited.text)
+        completed = await turn.resume(self.engine.generate)
+        assert completed is not None, "nothing interrupts a replay"
+        return completed
 
 
-async def play(
+async def replay_trajectory(
     agent: DialogueAgent, engine: RolloutEngine, recorded: Trajectory, edit: Edit,
-    sampling: Sampling, version: int, find: Find = lambda turn: None,
+    sampling: Sampling, version: int, find_response: FindResponse = lambda turn: None,
 ) -> Trajectory:  # fmt: skip
-    """The trajectory played again from the edit's turn on. Raises DataError for no such turn."""
+    """Replay a trajectory from the edit's turn on. Raises DataError if there is no such turn."""
     turns, tokenizer = turns_of(recorded), agent.tokenizer
     if edit.turn > len(turns):
-        fix, expected = f"--turn {len(turns)}", f"one of the {len(turns)} that the policy took"
+        fix, expected = f"--turn {len(turns)}", f"one of the policy's {len(turns)} turns"
         raise DataError(explain("--turn", edit.turn, expected, fix))
-    text = edited_text(agent.format, turns[edit.turn - 1][0], edit)
-    is_kept = text is None and edit.documents is not None
-    said = [_completion(one, agent) for one, _ in turns[: edit.turn - (not is_kept)]]
-    opening = None if text is None else _written(text, agent, version)
+    text = edited_turn_text(agent.format, turns[edit.turn - 1][0], edit)
+    edits_only_documents = text is None and edit.documents is not None
+    num_recorded = edit.turn if edits_only_documents else edit.turn - 1
+    completions = [_completion(turn, agent) for turn, _ in turns[:num_recorded]]
+    edited = None if text is None else _edited_completion(text, agent, version)
     parts = (agent.limits, agent.format, agent.environment, tokenizer)
-    player = ReplayAgent(*parts, recorded=recorded, edit=edit, find=find)
+    player = ReplayAgent(*parts, recorded=recorded, edit=edit, find_response=find_response)
     start = start_trajectory(recorded.prompt, recorded.group, recorded.sample, recorded.seed)
-    decode: Decode = tokenizer.decode  # type: ignore[attr-defined]  # as all of transformers
-    return await player.run(start, ReplayEngine(engine, said, opening, decode), sampling)
+    decode: Decode = tokenizer.decode  # type: ignore[attr-defined]  # transformers' tokenizers have it
+    return await player.run(start, ReplayEngine(engine, completions, edited, decode), sampling)
 
 
-def edited_text(format: DialogueFormat, said: Segment, edit: Edit) -> str | None:
-    """What the turn says or begins with instead; None where it is left as it is."""
+def edited_turn_text(format: DialogueFormat, recorded: Segment, edit: Edit) -> str | None:
+    """Return the new text of a turn, or the beginning of it; None if it stays as recorded."""
     if edit.text is not None or edit.query is None:
         return edit.text
-    calls = format.parse(_completion(said)).calls
+    calls = format.parse(_completion(recorded)).calls
     old, new = "", edit.query
     if len(calls) == 1:
-        asked = calls[0].arguments
-        old = asked if isinstance(asked, str) else json.dumps(next(iter(asked.values()), ""))[1:-1]
-        new = new if isinstance(asked, str) else json.dumps(new)[1:-1]
-    before, found, after = said.text.rpartition(old) if old else ("", "", "")
-    if not found:
-        got = f"a turn with {len(calls)} calls, none of them to be edited this way"
-        raise DataError(explain("query", got, "a turn that asks once", "edit its text instead"))
+        query = calls[0].arguments
+        if isinstance(query, str):
+            old = query
+        else:  # a native call: the query is its first argument, written as a JSON string
+            old, new = json.dumps(next(iter(query.values()), ""))[1:-1], json.dumps(new)[1:-1]
+    before, match, after = recorded.text.rpartition(old) if old else ("", "", "")
+    if not match:
+        got = f"a turn with {len(calls)} calls, whose query cannot be replaced"
+        raise DataError(explain("query", got, "a turn with one call", "edit its text instead"))
     return before + new + after
 
 
-def _completion(said: Segment, agent: DialogueAgent | None = None) -> Completion:
-    """A recorded turn as the engine gave it; by its length, whether it was cut."""
-    is_cut = agent is not None and len(said.ids) == agent.limits.max_response_length
-    is_cut = is_cut and not cut_at_stop(said.text, agent.format.stop)[1] if agent else False
-    return Completion(said.ids, said.log_probs, said.text, "length" if is_cut else "stop",
-                      said.weight_version, said.weight_versions)  # fmt: skip
+def _completion(turn: Segment, agent: DialogueAgent | None = None) -> Completion:
+    """Return a recorded turn as the engine returned it; `agent` tells whether it was truncated."""
+    is_truncated = (
+        agent is not None
+        and len(turn.ids) == agent.limits.max_response_length
+        and not cut_at_stop(turn.text, agent.format.stop)[1]
+    )
+    return Completion(turn.ids, turn.log_probs, turn.text, "length" if is_truncated else "stop",
+                      turn.weight_version, turn.weight_versions)  # fmt: skip
 
 
-def _written(text: str, agent: DialogueAgent, version: int) -> Completion:
-    """What somebody wrote instead of a turn: it has no log-probs."""
+def _edited_completion(text: str, agent: DialogueAgent, version: int) -> Completion:
+    """Return a user's text of a turn as a completion; its log-probs are NaN."""
     tokenizer: Any = agent.tokenizer
-    text, is_over = cut_at_stop(text, agent.format.stop)
+    text, is_complete = cut_at_stop(text, agent.format.stop)
     ids = tuple(tokenizer.encode(text, add_special_tokens=False))
-    is_over = is_over or ids[-1:] == (tokenizer.eos_token_id,)
-    none = (math.nan,) * len(ids)
-    return Completion(ids, none, text, "stop" if is_over else "length", version)
+    is_complete = is_complete or ids[-1:] == (tokenizer.eos_token_id,)
+    log_probs = (math.nan,) * len(ids)
+    return Completion(ids, log_probs, text, "stop" if is_complete else "length", version)
 
 
-def brought_by(turn: Turn, turns: Sequence[Said], format: DialogueFormat) -> Segment | None:
-    """What the same calls brought in one of these turns."""
-    for said, brought in turns:
-        other = format.parse(_completion(said))
-        if brought is not None and (other.calls, other.is_open) == (turn.calls, turn.is_open):
-            return brought
+def recorded_response(
+    turn: Turn, turns: Sequence[RecordedTurn], format: DialogueFormat
+) -> Segment | None:
+    """Return the response to the same calls in one of these turns, or None."""
+    for recorded, response in turns:
+        other = format.parse(_completion(recorded))
+        if response is not None and (other.calls, other.is_open) == (turn.calls, turn.is_open):
+            return response
     return None
 
 
-def finder(folder: Path, format: DialogueFormat) -> Find:
-    """Looks in every trajectory of a run's folder, in the order of its steps."""
+def response_finder(folder: Path, format: DialogueFormat) -> FindResponse:
+    """Return a function that searches all trajectories in a folder, in the order of the steps."""
 
-    def find(turn: Turn) -> Segment | None:
-        asked = [call.arguments for call in turn.calls]
-        values = [v for one in asked for v in ([one] if isinstance(one, str) else one.values())]
+    def find_response(turn: Turn) -> Segment | None:
+        # Only lines that contain every argument are parsed.
+        values: list[Any] = []
+        for arguments in (call.arguments for call in turn.calls):
+            values += [arguments] if isinstance(arguments, str) else arguments.values()
         needles = [json.dumps(value).strip('"').encode() for value in values]
         for path in (step_path(folder, step) for step in recorded_steps(folder)):
             with path.open("rb") as lines:
                 for line in lines:
                     if all(needle in line for needle in needles):
-                        found = turns_of(parse_row(str(path), json.loads(line)).trajectory)
-                        if (brought := brought_by(turn, found, format)) is not None:
-                            return brought
+                        turns = turns_of(parse_row(str(path), json.loads(line)).trajectory)
+                        if (response := recorded_response(turn, turns, format)) is not None:
+                            return response
         return None
 
-    return find
+    return find_response
 
 
 @dataclass(frozen=True)
-class Likeness:
-    """How far a replay is the recorded trajectory."""
+class Comparison:
+    """How far a replay matches the recorded trajectory."""
 
     num_tokens: int
-    """Policy tokens that are the same, before the first that differs."""
+    """Equal policy tokens before the first difference, from the replayed turn on."""
     differs_at: tuple[int, int] | None
-    """Segment and token within it of the first difference; None where there is none."""
+    """Segment of the first different token and its index in it; None if all are equal."""
     largest: float
-    """The largest difference of a log-prob among the tokens that are the same, nats."""
+    """Largest difference of log-probs among the equal tokens, in nats."""
 
+    @property
+    def is_identical(self) -> bool:
+        return self.differs_at is None and self.largest == 0
 
-def compared(recorded: Trajectory, replayed: Trajectory, turn: int = 1) -> Likeness:
-    """The two held against each other, token by token; those before `turn` do not count."""
-    number, num_tokens, largest = 0, 0, 0.0
-    none = Segment(Origin.OBSERVATION, ())
-    pairs = itertools.zip_longest(recorded.segments, replayed.segments, fillvalue=none)
-    for place, (one, other) in enumerate(pairs):
-        ids = list(itertools.zip_longest(one.ids, other.ids))
-        same = next((i for i, (a, b) in enumerate(ids) if a != b), len(ids))
-        if one.origin is Origin.POLICY:
-            number += 1
-            num_tokens += same * (number >= turn)
-            both = list(zip(one.log_probs, other.log_probs, strict=False))[:same]
-            largest = max([largest, *(abs(a - b) for a, b in both if math.isfinite(a - b))])
-        if same < len(ids):
-            return Likeness(num_tokens, (place, same), largest)
-    return Likeness(num_tokens, None, largest)
+    @classmethod
+    def of(cls, recorded: Trajectory, replayed: Trajectory, turn: int = 1) -> "Comparison":
+        """Compare token by token; tokens of turns before `turn` are not counted."""
+        number, num_tokens, largest = 0, 0, 0.0
+        nothing = Segment(Origin.OBSERVATION, ())
+        pairs = itertools.zip_longest(recorded.segments, replayed.segments, fillvalue=nothing)
+        for index, (one, other) in enumerate(pairs):
+            ids = list(itertools.zip_longest(one.ids, other.ids))
+            num_equal = next((i for i, (a, b) in enumerate(ids) if a != b), len(ids))
+            if one.origin is Origin.POLICY:
+                number += 1
+                num_tokens += num_equal if number >= turn else 0
+                both = list(zip(one.log_probs, other.log_probs, strict=False))[:num_equal]
+                largest = max([largest, *(abs(a - b) for a, b in both if math.isfinite(a - b))])
+            if num_equal < len(ids):
+                return cls(num_tokens, (index, num_equal), largest)
+        return cls(num_tokens, None, largest)

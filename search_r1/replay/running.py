@@ -1,4 +1,4 @@
-"""Replays carried out: what a command line names, the weights that sampled, and their engine."""
+"""Run replays: read the command line and the run, load the weights, replay, and print."""
 
 import asyncio
 import contextlib
@@ -19,8 +19,8 @@ from search_r1.agent.generation import build_agent
 from search_r1.inference.model import model_folder, running_engine
 from search_r1.plain import escape_controls, json_line
 from search_r1.replay.command import ReplayOptions
-from search_r1.replay.findings import Place, Replay, findings, in_words
-from search_r1.replay.playing import Edit, finder, play, turns_of
+from search_r1.replay.findings import Replay, TrajectoryRef, as_text, replay_report
+from search_r1.replay.playing import Edit, replay_trajectory, response_finder, turns_of
 from search_r1.scoring import build_reward_manager
 from search_r1.view.run import find_rollouts, read_config
 from verl.agent.dialogue import DialogueAgent
@@ -37,24 +37,26 @@ from verl.types import Sampling, Status
 
 DOCUMENTS: TypeAdapter[Any] = TypeAdapter(list[list[Item]] | list[Item])
 MAX_RETRIES, DEADLINE_S = 2, 20.0
-"""Of a search: somebody is waiting."""
+"""Limits for searches during a replay, since a user is waiting."""
 
 
-def read_run(folder: Path, device: str | None = None, retriever_url: str | None = None) -> Config:
-    """A run's options, as one dialogue at a time needs them. Raises ConfigError."""
-    found = read_config(folder)
-    if not found:
+def read_run_config(
+    folder: Path, device: str | None = None, retriever_url: str | None = None
+) -> Config:
+    """Return a run's options, adapted to replaying one dialogue at a time. Raises ConfigError."""
+    recorded = read_config(folder)
+    if not recorded:
         expected = "a run's trainer.default_local_dir, with config.yaml"
         raise ConfigError(explain("RUN", folder, expected, "name the folder of a run"))
     try:
-        merged = OmegaConf.merge(OmegaConf.structured(Config), found)
+        merged = OmegaConf.merge(OmegaConf.structured(Config), recorded)
         config: Any = OmegaConf.to_object(merged)
     except OmegaConfBaseException as error:
         got, expected = " ".join(str(error).split()), "options that this release knows"
-        fix = "replay by the release that made the run"
+        fix = "replay with the release that made the run"
         raise ConfigError(explain(f"{folder}/config.yaml", got, expected, fix)) from error
     rollout, retriever = config.actor_rollout_ref.rollout, config.retriever
-    rollout.url = rollout.replay = None  # servers of the user's are not given other weights
+    rollout.url = rollout.replay = None  # the user's servers must not receive other weights
     rollout.interrupt_turns, rollout.merge_adapter = False, True
     retriever.speculate = False
     retriever.max_retries = min(MAX_RETRIES, retriever.max_retries)
@@ -65,35 +67,35 @@ def read_run(folder: Path, device: str | None = None, retriever_url: str | None 
 
 
 def read_edit(options: ReplayOptions) -> Edit:
-    """What is changed. Raises ConfigError or DataError."""
+    """Return the edit that the options describe. Raises ConfigError or DataError."""
     if options.query is not None and options.text is not None:
         fix = "write the query into the text"
-        raise ConfigError(explain("--query", "--text beside it", "one of them", fix))
+        raise ConfigError(explain("--query", "--text as well", "one of them", fix))
     documents = None
     if options.documents is not None:
         try:
-            found = DOCUMENTS.validate_json(options.documents.read_bytes())
+            content = DOCUMENTS.validate_json(options.documents.read_bytes())
         except (OSError, ValueError) as error:
             expected = 'a list of {"title": ..., "text": ...}, or one such list for each call'
             got = f"{options.documents} ({' '.join(str(error).split())[:200]})"
             raise DataError(explain("--documents", got, expected, "write such a file")) from error
-        documents = found if list in map(type, found) else [found]
+        documents = content if list in map(type, content) else [content]
     return Edit(options.turn, options.query, options.text, documents)
 
 
 def rollouts_of(options: ReplayOptions) -> Path:
-    """Where the run's trajectories are. Raises ConfigError."""
-    found = options.rollouts or find_rollouts(options.run, read_config(options.run))
-    if found is None:
+    """Return the folder of the run's trajectories. Raises ConfigError."""
+    folder = options.rollouts or find_rollouts(options.run, read_config(options.run))
+    if folder is None:
         fix = "trainer.rollout_data_dir=FOLDER in the next run, or --rollouts FOLDER"
-        expected = "a run that keeps its trajectories"
+        expected = "a run that records its trajectories"
         raise ConfigError(explain("RUN", options.run, expected, fix))
-    return found
+    return folder
 
 
-def read_places(options: ReplayOptions) -> list[Place]:
-    """The trajectories that are named. Raises ConfigError, or DataError for a file that was cut."""
-    folder, found = rollouts_of(options), list[Place]()
+def read_trajectories(options: ReplayOptions) -> list[TrajectoryRef]:
+    """Read the selected trajectories. Raises ConfigError, or DataError for a truncated file."""
+    folder, refs = rollouts_of(options), list[TrajectoryRef]()
     for name in options.trajectory:
         step, colon, line = name.partition(":")
         if not (step.isdecimal() and (line.isdecimal() or not colon)):
@@ -102,97 +104,99 @@ def read_places(options: ReplayOptions) -> list[Place]:
         has_step = step_path(folder, int(step)).is_file()
         rows = read_step(folder, int(step)) if has_step else []
         if not has_step or (colon and int(line) >= len(rows)):
-            fix = "name one that was recorded, or --rollouts FOLDER where they are now"
+            fix = "name a recorded one, or the folder of the trajectories by --rollouts"
             expected = f"a line below {len(rows)}" if has_step else f"a step in {folder}"
             raise ConfigError(explain("--trajectory", name, expected, fix))
         lines = [int(line)] if colon else range(len(rows))
-        found += [Place(int(step), one, rows) for one in lines]
-    if len(found) > 1 and (options.gradient or read_edit(options).changes):
-        got, expected = f"{len(found)} of them", "one, with an edit or --gradient"
-        raise ConfigError(explain("--trajectory", got, expected, f"--trajectory {found[0]}"))
-    return found
+        refs += [TrajectoryRef(int(step), number, rows) for number in lines]
+    if len(refs) > 1 and (options.gradient or read_edit(options).changes):
+        got, expected = f"{len(refs)} trajectories", "one, with an edit or --gradient"
+        raise ConfigError(explain("--trajectory", got, expected, f"--trajectory {refs[0]}"))
+    return refs
 
 
-FIRST = 1
-"""The version of the weights that a run begins with."""
+FIRST_VERSION = 1
+"""Version of the weights that a run starts from."""
 
 
 def start(options: ReplayOptions) -> int:
-    """Replay and print; 2 where a tool failed. Raises UserError."""
-    config = read_run(options.run, options.device, options.retriever_url)
-    edit, places = read_edit(options), read_places(options)
+    """Replay and print; return 0, or 2 if a tool failed. Raises UserError."""
+    config = read_run_config(options.run, options.device, options.retriever_url)
+    edit, refs = read_edit(options), read_trajectories(options)
     set_trust(config.actor_rollout_ref.model.trust_remote_code)
     reward = build_reward_manager(config)
-    # This process computes as a replica of the run does on this machine.
+    # As many threads as a replica of a run on this machine, so that sums have the same order.
     threads = os.environ.setdefault("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0))))
     torch.set_num_threads(int(threads))
     if config.trainer.deterministic:
         os.environ.update(DETERMINISTIC_ENV)
     with contextlib.ExitStack() as stack:
-        if device_type(config.trainer.device) == "cuda":  # a run that trains needs all of its cards
+        if device_type(config.trainer.device) == "cuda":  # a training run needs all of its GPUs
             stack.enter_context(exclusive_lock(options.run, "RUN, without --device cpu"))
-        replays = asyncio.run(replayed(options, config, places, edit))
-        found = [findings(config, one, edit, reward, options.gradient) for one in replays]
-    for one in found:
-        sys.stdout.write(json_line(one) if options.json else escape_controls(in_words(one)))
-    if len(found) > 1 and not options.json:
-        same = sum(one["identical"] for one in found)
-        sys.stdout.write(f"{same} of {len(found)} are the recorded ones bit for bit\n")
-    return 2 if any(one.trajectory.status is Status.FAILED for one in replays) else 0
+        replays = asyncio.run(run_replays(options, config, refs, edit))
+        reports = [replay_report(config, r, edit, reward, options.gradient) for r in replays]
+    for report in reports:
+        sys.stdout.write(json_line(report) if options.json else escape_controls(as_text(report)))
+    if len(reports) > 1 and not options.json:
+        num_identical = sum(report["identical"] for report in reports)
+        sys.stdout.write(f"{num_identical} of {len(reports)} equal the record bit for bit\n")
+    return 2 if any(replay.trajectory.status is Status.FAILED for replay in replays) else 0
 
 
-async def replayed(
-    options: ReplayOptions, config: Config, places: Sequence[Place], edit: Edit
+async def run_replays(
+    options: ReplayOptions, config: Config, refs: Sequence[TrajectoryRef], edit: Edit
 ) -> list[Replay]:
-    """Each trajectory played again, by the versions that sampled them. Raises UserError."""
-    known, done, agent, engine = weights_of(options.run, config), list[Replay](), None, None
-    rollout, heard = config.actor_rollout_ref.rollout, list[ToolCall]()
+    """Replay each trajectory with the weights that sampled it. Raises UserError."""
+    known, agent, engine = find_weights(options.run, config), None, None
+    replays: list[Replay] = []
+    new_calls: list[ToolCall] = []
+    rollout = config.actor_rollout_ref.rollout
     sampling = Sampling(config.data.max_response_length, rollout.temperature, rollout.top_p)
 
-    def version_of(place: Place) -> int:
-        turns = turns_of(place.recorded.trajectory)
+    def version_of(ref: TrajectoryRef) -> int:
+        turns = turns_of(ref.recorded.trajectory)
         return turns[min(edit.turn, len(turns)) - 1][0].version_runs[0][0]
 
     async with contextlib.AsyncExitStack() as stack:
-        for version, group in groupby(sorted(places, key=version_of), key=version_of):
-            used = nearest(known, version)
+        for version, group in groupby(sorted(refs, key=version_of), key=version_of):
+            used = nearest_version(known, version)
             folder = stack.enter_context(model_folder(known[used], rollout_dtype(config)))
             if agent is None or engine is None:
                 config.actor_rollout_ref.model.path = str(folder)
-                agent = dialogue_agent(config, lambda call, _: heard.append(call))
+                agent = dialogue_agent(config, lambda call, _: new_calls.append(call))
                 stack.push_async_callback(agent.environment.aclose)
                 engine = await stack.enter_async_context(running_engine(config))
             await engine.update_weights(str(folder), used)
-            for place in group:
-                asked = len(heard)
-                trajectory = await play(
-                    agent, engine, place.recorded.trajectory, edit, sampling, used,
-                    finder(rollouts_of(options), agent.format),
+            for ref in group:
+                num_calls = len(new_calls)
+                trajectory = await replay_trajectory(
+                    agent, engine, ref.recorded.trajectory, edit, sampling, used,
+                    response_finder(rollouts_of(options), agent.format),
                 )  # fmt: skip
-                num_asked = len(heard) - asked
-                done.append(Replay(place, trajectory, version, used, known[used], num_asked))
-    return done
+                num_new = len(new_calls) - num_calls
+                replays.append(Replay(ref, trajectory, version, used, known[used], num_new))
+    return replays
 
 
-def dialogue_agent(config: Config, heard: ObservationListener) -> DialogueAgent:
-    """The run's agent. Raises ConfigError for one that is not ours: its turns are not known."""
+def dialogue_agent(config: Config, on_observation: ObservationListener) -> DialogueAgent:
+    """Return the run's agent. Raises ConfigError for a custom one, whose turns are not known."""
     agent = build_agent(config)
     if not isinstance(agent, DialogueAgent):
         fix = "replay a run of agent.name=dialogue"
         raise ConfigError(explain("agent.name", config.agent.name, "dialogue", fix))
-    return replace(agent, environment=replace(agent.environment, on_observation=heard))
+    return replace(agent, environment=replace(agent.environment, on_observation=on_observation))
 
 
-def weights_of(run: Path, config: Config) -> dict[int, str]:
-    """Where the weights of each version are: a checkpoint, or the model that the run began with."""
-    begun = Path(config.trainer.resume_mode)
-    found = {FIRST: config.actor_rollout_ref.model.path}
-    for folder in [*all_complete(run), *([begun] if is_complete(begun) else [])]:
+def find_weights(run: Path, config: Config) -> dict[int, str]:
+    """Return the path of each version's weights: checkpoints, and the model of the run's start."""
+    resumed_from = Path(config.trainer.resume_mode)
+    paths = {FIRST_VERSION: config.actor_rollout_ref.model.path}
+    for folder in [*all_complete(run), *([resumed_from] if is_complete(resumed_from) else [])]:
         state = RunState.read(folder)
-        found[state.step + 1 if state.version is None else state.version] = str(folder)
-    return found
+        paths[state.step + 1 if state.version is None else state.version] = str(folder)
+    return paths
 
 
-def nearest(known: Iterable[int], version: int) -> int:
-    """The version of those that is next to another, the older of two."""
-    return min(known, key=lambda one: (abs(one - version), one))
+def nearest_version(known: Iterable[int], version: int) -> int:
+    """Return the known version closest to `version`; of two, the older."""
+    return min(known, key=lambda other: (abs(other - version), other))

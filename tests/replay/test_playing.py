@@ -1,4 +1,4 @@
-"""Replays by an engine whose every turn follows from its context: what is told, what is sampled."""
+"""Replays with a scripted engine: which parts are recorded, and which are sampled."""
 
 from __future__ import annotations
 
@@ -9,19 +9,26 @@ from pathlib import Path
 
 import pytest
 
-from search_r1.replay.playing import Edit, Find, compared, finder, play, turns_of
+from search_r1.replay.playing import (
+    Comparison,
+    Edit,
+    FindResponse,
+    replay_trajectory,
+    response_finder,
+    turns_of,
+)
 from search_r1.search.client import InMemoryRetrieval
 from search_r1.search.errors import RetrieverUnavailable
 from search_r1.search.schema import Document
-from tests.replay.talking import (
-    FOUND,
-    SAID,
+from tests.replay.scripted import (
+    RESULTS,
     SAMPLING,
     TOKENIZER,
-    TalkingEngine,
+    TURNS,
+    ScriptedEngine,
     agent_of,
     record,
-    searching,
+    record_with_search,
 )
 from tests.view.runs import TOKENIZER as VOCABULARY
 from verl.agent.dialogue import DialogueAgent, derived_seed
@@ -32,159 +39,161 @@ from verl.rewards.interface import Reward
 from verl.types import Origin, Segment, Status, Trajectory
 
 
-class Away:
-    """A retriever that may not be asked."""
+class UnavailableRetriever:
+    """A retriever whose every search fails."""
 
     async def search(self, query: str) -> list[Document]:
-        raise RetrieverUnavailable(f"nobody answers {query}")
+        raise RetrieverUnavailable(f"no answer to {query}")
 
 
 def replay(
     recorded: Trajectory, edit: Edit, agent: DialogueAgent | None = None,
-    engine: TalkingEngine | None = None, find: Find = lambda turn: None,
+    engine: ScriptedEngine | None = None, find_response: FindResponse = lambda turn: None,
 ) -> Trajectory:  # fmt: skip
-    agent, engine = agent or agent_of(Away()), engine or TalkingEngine()
-    return asyncio.run(play(agent, engine, recorded, edit, SAMPLING, 4, find))
+    agent, engine = agent or agent_of(UnavailableRetriever()), engine or ScriptedEngine()
+    return asyncio.run(replay_trajectory(agent, engine, recorded, edit, SAMPLING, 4, find_response))
 
 
-def fresh(ids: Sequence[int], seed: int, number: int) -> list[int]:
-    """What a new dialogue says from a context on, turn `number` being next: by hand."""
-    agent, known = agent_of(), list(ids)
+def continue_dialogue(ids: Sequence[int], seed: int, number: int) -> list[int]:
+    """Return the token ids of a new dialogue that continues `ids` with turn `number`."""
+    agent, context = agent_of(), list(ids)
     for turn in range(number, agent.limits.max_turns + 1):
         sampling = agent._request(SAMPLING, seed, turn)
         assert sampling.seed == derived_seed(seed, turn)
-        said = asyncio.run(TalkingEngine().generate(known, sampling))
-        known += said.ids
-        asked = agent.format.parse(said)
-        if asked.answer is not None or turn == agent.limits.max_turns:
+        completion = asyncio.run(ScriptedEngine().generate(context, sampling))
+        context += completion.ids
+        parsed = agent.format.parse(completion)
+        if parsed.answer is not None or turn == agent.limits.max_turns:
             break
-        documents = [FOUND[call.arguments] for call in asked.calls]
-        items = [[Item(d.text, d.title) for d in found] for found in documents] or None
-        known += TOKENIZER.encode(agent.format.respond(asked, items, TOKENIZER.all_special_tokens))
-    return known
+        results = [RESULTS[call.arguments] for call in parsed.calls]
+        items = [[Item(d.text, d.title) for d in documents] for documents in results] or None
+        text = agent.format.respond(parsed, items, TOKENIZER.all_special_tokens)
+        context += TOKENIZER.encode(text)
+    return context
 
 
 @pytest.mark.parametrize("turn", [1, 2])
-def test_without_an_edit_it_is_the_record_and_no_tool_is_asked(turn: int) -> None:
-    """Fifty dialogues, to the last bit of each log-prob, statistics and status included."""
+def test_without_an_edit_the_replay_equals_the_record(turn: int) -> None:
+    """Fifty dialogues are equal in every log-prob, statistics and status, without a tool call."""
     for seed in range(50):
         recorded = record(seed)
-        again = replay(recorded, Edit(min(turn, len(turns_of(recorded)))))
-        assert again.segments == recorded.segments and again.status is recorded.status
-        assert again.stats == recorded.stats
-        likeness = compared(recorded, again)
-        assert likeness.differs_at is None and likeness.largest == 0
-        assert likeness.num_tokens == recorded.num_policy_tokens
+        replayed = replay(recorded, Edit(min(turn, len(turns_of(recorded)))))
+        assert replayed.segments == recorded.segments and replayed.status is recorded.status
+        assert replayed.stats == recorded.stats
+        comparison = Comparison.of(recorded, replayed)
+        assert comparison.differs_at is None and comparison.largest == 0
+        assert comparison.num_tokens == recorded.num_policy_tokens
 
 
-def test_turns_before_the_edit_are_told_not_sampled() -> None:
-    """The engine is asked for the third turn first, with its own seed."""
-    recorded, engine = searching(), TalkingEngine()
-    again = replay(recorded, Edit(3), engine=engine)
+def test_turns_before_the_edit_are_not_sampled() -> None:
+    """The engine's first request is the third turn, with that turn's seed."""
+    recorded, engine = record_with_search(), ScriptedEngine()
+    replayed = replay(recorded, Edit(3), engine=engine)
     before = recorded.segments[:5]
     assert engine.requests[0][0] == tuple(i for s in before for i in s.ids)
     assert engine.requests[0][1].seed == derived_seed(recorded.seed or 0, 2)
-    assert again.segments == recorded.segments
+    assert replayed.segments == recorded.segments
 
 
-def test_another_query_is_asked_and_the_rest_is_a_fresh_dialogue() -> None:
-    """Its documents come from the retriever now; later turns are those of that very prefix."""
-    recorded = searching()
-    retrieval = InMemoryRetrieval(FOUND)
-    again = replay(recorded, Edit(1, query="sea"), agent_of(retrieval))
-    said, brought = again.segments[1:3]
-    assert said.text == SAID[0].replace("oslo", "sea") and "Bergen lies" in brought.text
-    assert all(map(math.isnan, said.log_probs)) and retrieval.queries[0] == "sea"
-    ids = [i for segment in again.segments[:3] for i in segment.ids]
-    assert again.ids == fresh(ids, recorded.seed or 0, 1)
-    likeness = compared(recorded, again)
-    at = SAID[0].index("oslo")
-    assert likeness.differs_at == (1, at) and likeness.num_tokens == at
+def test_an_edited_query_is_searched_and_the_dialogue_continues() -> None:
+    """The retriever returns new documents, and later turns are those of this new prefix."""
+    recorded = record_with_search()
+    retrieval = InMemoryRetrieval(RESULTS)
+    replayed = replay(recorded, Edit(1, query="sea"), agent_of(retrieval))
+    turn, response = replayed.segments[1:3]
+    assert turn.text == TURNS[0].replace("oslo", "sea") and "Bergen lies" in response.text
+    assert all(map(math.isnan, turn.log_probs)) and retrieval.queries[0] == "sea"
+    ids = [i for segment in replayed.segments[:3] for i in segment.ids]
+    assert replayed.ids == continue_dialogue(ids, recorded.seed or 0, 1)
+    comparison = Comparison.of(recorded, replayed)
+    at = TURNS[0].index("oslo")
+    assert comparison.differs_at == (1, at) and comparison.num_tokens == at
 
 
-def test_other_documents_take_the_place_of_those_that_were_found() -> None:
-    """The policy's turn stays with its log-probs; what follows is that of the new context."""
-    recorded = searching()
-    again = replay(recorded, Edit(1, documents=[[Item("It rains.", "Sky")]]), agent_of())
-    assert again.segments[:2] == recorded.segments[:2]
+def test_edited_documents_replace_the_results() -> None:
+    """The policy's turn keeps its log-probs; later turns follow from the new context."""
+    recorded = record_with_search()
+    replayed = replay(recorded, Edit(1, documents=[[Item("It rains.", "Sky")]]), agent_of())
+    assert replayed.segments[:2] == recorded.segments[:2]
     assert (
-        again.segments[2].text
+        replayed.segments[2].text
         == '\n\n<information>Doc 1(Title: "Sky") It rains.\n</information>\n\n'
     )
-    ids = [i for segment in again.segments[:3] for i in segment.ids]
-    assert again.ids == fresh(ids, recorded.seed or 0, 1)
+    ids = [i for segment in replayed.segments[:3] for i in segment.ids]
+    assert replayed.ids == continue_dialogue(ids, recorded.seed or 0, 1)
 
 
-def test_the_policy_goes_on_from_a_text_that_ends_no_turn() -> None:
-    """Within the same turn and its budget; a text with a closing tag is all of it."""
-    recorded, engine = searching(), TalkingEngine()
-    again = replay(recorded, Edit(1, text="<think> I would "), agent_of(), engine)
+def test_the_policy_continues_a_text_that_does_not_end_the_turn() -> None:
+    """It does so within the turn's token budget; a text with a closing tag ends the turn."""
+    recorded, engine = record_with_search(), ScriptedEngine()
+    replayed = replay(recorded, Edit(1, text="<think> I would "), agent_of(), engine)
     ids, sampling = engine.requests[0]
     opening = TOKENIZER.encode("<think> I would ")
     assert ids == (*recorded.prompt.ids, *opening) and sampling.max_tokens == 200 - len(opening)
-    assert again.segments[1].text.startswith("<think> I would <")
-    known = [math.isnan(x) for x in again.segments[1].log_probs]
+    assert replayed.segments[1].text.startswith("<think> I would <")
+    known = [math.isnan(x) for x in replayed.segments[1].log_probs]
     assert known == [True] * len(opening) + [False] * (len(known) - len(opening))
     closed = replay(recorded, Edit(1, text="<answer> Rome </answer> and more"), agent_of())
     assert closed.text == "<answer> Rome </answer>" and closed.status is Status.ANSWERED
 
 
-def test_what_another_trajectory_found_is_known(tmp_path: Path) -> None:
-    """A query that only another dialogue of the run asked brings what it brought then."""
-    recorded, others = searching(), [record(seed) for seed in range(20)]
+def test_results_of_other_trajectories_are_used(tmp_path: Path) -> None:
+    """A query that only another dialogue of the run made gets its recorded result."""
+    recorded, others = record_with_search(), [record(seed) for seed in range(20)]
     prepare_folder(tmp_path, VOCABULARY)
     write_step(tmp_path, 1, others, [Reward(0.0)] * len(others))
-    find = finder(tmp_path, agent_of().format)
-    again = replay(recorded, Edit(1, query="both"), find=find)
-    assert again.status is not Status.FAILED and "Bergen" in again.segments[2].text
+    find_response = response_finder(tmp_path, agent_of().format)
+    replayed = replay(recorded, Edit(1, query="both"), find_response=find_response)
+    assert replayed.status is not Status.FAILED and "Bergen" in replayed.segments[2].text
 
 
-def test_an_unrecorded_query_that_nobody_answers_is_one_line() -> None:
-    """The dialogue so far is kept; the error says what to do."""
-    again = replay(searching(), Edit(1, query="fjords"))
-    assert again.status is Status.FAILED and len(again.segments) == 2
-    assert "\n" not in again.error and "search fjords was never recorded, and" in again.error
-    assert "--retriever-url" in again.error
+def test_a_failed_search_ends_the_replay_with_an_error_of_one_line() -> None:
+    """The dialogue so far is kept, and the error says how to fix it."""
+    replayed = replay(record_with_search(), Edit(1, query="fjords"))
+    assert replayed.status is Status.FAILED and len(replayed.segments) == 2
+    assert "\n" not in replayed.error and "search fjords was never recorded, and" in replayed.error
+    assert "--retriever-url" in replayed.error
 
 
-def test_what_did_not_fit_then_does_not_fit_now() -> None:
-    """Documents that ended a dialogue were not recorded, and need not be asked for."""
+def test_a_response_over_the_budget_is_over_it_in_the_replay() -> None:
+    """It was not recorded, and is not requested again."""
     narrow = {"max_prompt_length": 150}
-    ended = [record(seed, agent_of(**narrow)) for seed in range(50)]
-    found = [one for one in ended if one.status is Status.OUT_OF_BUDGET]
-    assert len(found) > 5
-    for one in found:
-        assert replay(one, Edit(), agent_of(Away(), **narrow)).segments == one.segments
+    trajectories = [record(seed, agent_of(**narrow)) for seed in range(50)]
+    out_of_budget = [t for t in trajectories if t.status is Status.OUT_OF_BUDGET]
+    assert len(out_of_budget) > 5
+    for recorded in out_of_budget:
+        replayed = replay(recorded, Edit(), agent_of(UnavailableRetriever(), **narrow))
+        assert replayed.segments == recorded.segments
 
 
 @pytest.mark.parametrize(("edit", "problem"), [
-    (Edit(9), "--turn: got 9, expected one of the"),
-    (Edit(1, documents=[[], []]), "got documents for 2 calls, expected those of the 1"),
-    (Edit(1, text="x" * 300), "got 300 tokens that end no turn"),
+    (Edit(9), "--turn: got 9, expected one of the policy's"),
+    (Edit(1, documents=[[], []]), "documents: got 2 lists, expected 1, one for each call"),
+    (Edit(1, text="x" * 300), "got 300 tokens that do not end the turn"),
 ])  # fmt: skip
 def test_an_edit_that_does_not_fit_is_refused_in_one_line(edit: Edit, problem: str) -> None:
-    """Saying what was got, what was expected, and the fix."""
+    """The error says what was got, what was expected, and the fix."""
     with pytest.raises(DataError) as caught:
-        replay(searching(), edit)
+        replay(record_with_search(), edit)
     assert problem in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_a_turn_that_asks_nothing_has_no_query_to_edit() -> None:
-    """Its text can be edited instead."""
-    silent = next(one for one in map(record, range(99)) if turns_of(one)[0][0].text == SAID[2])
+def test_a_turn_without_a_call_has_no_query_to_edit() -> None:
+    """The error suggests editing its text."""
+    without_call = next(t for t in map(record, range(99)) if turns_of(t)[0][0].text == TURNS[2])
     with pytest.raises(DataError, match="edit its text instead"):
-        replay(silent, Edit(1, query="x"))
+        replay(without_call, Edit(1, query="x"))
 
 
-def test_the_first_difference_is_named() -> None:
-    """A token, a missing segment, or a log-prob alone."""
-    recorded = searching()
+def test_the_first_difference_is_found() -> None:
+    """A missing segment is a difference of tokens; log-probs may differ alone."""
+    recorded = record_with_search()
     shorter = Trajectory(recorded.prompt, recorded.segments[:-1])
     last = len(recorded.segments) - 1
-    assert compared(recorded, shorter).differs_at == (last, 0)
-    said = recorded.segments[1]
-    log_probs = (said.log_probs[0] - 0.25, *said.log_probs[1:])
-    other = Segment(Origin.POLICY, said.ids, said.text, log_probs, said.weight_version)
-    moved = Trajectory(recorded.prompt, [recorded.segments[0], other, *recorded.segments[2:]])
-    likeness = compared(recorded, moved)
-    assert likeness.differs_at is None and likeness.largest == pytest.approx(0.25)
+    assert Comparison.of(recorded, shorter).differs_at == (last, 0)
+    turn = recorded.segments[1]
+    log_probs = (turn.log_probs[0] - 0.25, *turn.log_probs[1:])
+    other = Segment(Origin.POLICY, turn.ids, turn.text, log_probs, turn.weight_version)
+    changed = Trajectory(recorded.prompt, [recorded.segments[0], other, *recorded.segments[2:]])
+    comparison = Comparison.of(recorded, changed)
+    assert comparison.differs_at is None and comparison.largest == pytest.approx(0.25)

@@ -1,5 +1,5 @@
-"""Real runs replayed by the command: fifty trajectories bit for bit, and an edit against a fresh
-dialogue from the same prefix."""
+"""Real runs replayed by the command: fifty trajectories bit for bit, and an edit against a new
+dialogue with the same prefix."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 
 from search_r1.agent.generation import build_dialogue
 from search_r1.inference.model import model_folder
-from search_r1.replay.running import read_run
+from search_r1.replay.running import read_run_config
 from tests.test_end_to_end import ROOT, train
 from tests.test_retriever_failures import COUNTRIES, retriever, searching_world
 from verl.agent.dialogue import derived_seed
@@ -35,17 +35,17 @@ OPTIONS = (
     "data.max_response_length=24",
     "trainer.deterministic=true", "data.max_prompt_length=512", "data.max_obs_length=96",
 )  # fmt: skip
-"""Two steps of 25 trajectories each, the second by trained weights."""
+"""Two steps of 25 trajectories each, the second sampled with trained weights."""
 
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """A model that searches, and a retriever that is gone before anything is replayed."""
+    """A model that searches; its retriever ends before anything is replayed."""
     return searching_world(tmp_path_factory.mktemp("world"), answer="b")
 
 
 def recorded(world: dict[str, str], out: Path, *options: str) -> Path:
-    """A run that keeps its trajectories."""
+    """Train a run that records its trajectories, and return its folder."""
     with retriever(Path(world["folder"])) as server:
         train({**world, "url": server.url}, out, *OPTIONS, *options,
               f"trainer.rollout_data_dir={out}/rollouts")  # fmt: skip
@@ -53,48 +53,49 @@ def recorded(world: dict[str, str], out: Path, *options: str) -> Path:
 
 
 def replay(run: Path, *words: str) -> list[dict[str, Any]]:
-    """What the command says in JSON."""
+    """Return the command's JSON output."""
     command = [sys.executable, "-m", "search_r1.replay.command", str(run), *words, "--json"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500)
+    assert process.returncode == 0, process.stderr[-4000:]
+    return [json.loads(line) for line in process.stdout.splitlines()]
 
 
 @pytest.mark.parametrize("engine", ["transformers", "vllm"])
-def test_fifty_trajectories_are_the_record_bit_for_bit(
+def test_fifty_trajectories_equal_the_record_bit_for_bit(
     world: dict[str, str], tmp_path: Path, engine: str
 ) -> None:
-    """Of a deterministic run in float32: ids and log-probs."""
+    """A deterministic run in float32 has the same ids and log-probs."""
     run = recorded(world, tmp_path / "run", f"actor_rollout_ref.rollout.name={engine}")
-    found = replay(run, "--trajectory", "1", "2")
-    assert len(found) == 50 and [one["verdict"] for one in found if not one["identical"]] == []
-    assert {one["num_tokens"] > 0 for one in found} == {True}
-    assert {s["weight_version"] for one in found for s in one["row"]["segments"]
+    reports = replay(run, "--trajectory", "1", "2")
+    assert len(reports) == 50
+    assert [report["verdict"] for report in reports if not report["identical"]] == []
+    assert all(report["num_tokens"] > 0 for report in reports)
+    assert {s["weight_version"] for report in reports for s in report["row"]["segments"]
             if s["origin"] == "policy"} == {1, 2}  # fmt: skip
-    note = "The advantage is that of the scores, without the KL in the reward."
-    assert all(one["notes"] == [note] for one in found)
-    assert all(one["score"]["recorded"] == one["score"]["replayed"] for one in found)
+    note = "The advantage is computed from the scores, without the KL in the reward."
+    assert all(report["notes"] == [note] for report in reports)
+    assert all(r["score"]["recorded"] == r["score"]["replayed"] for r in reports)
     steps = {step: read_step(run / "rollouts", step) for step in (1, 2)}
     assert any(row.trajectory.stats["searches"] for row in steps[2])
 
 
 def test_an_edit_and_the_wrong_weights(world: dict[str, str], tmp_path: Path) -> None:
-    """An edited replay is a fresh dialogue from the same prefix; without its checkpoint a replay
-    says so, and where it differs."""
+    """An edited replay equals a new dialogue with the same prefix; a replay without the checkpoint
+    of its weights says so."""
     run = recorded(world, tmp_path / "run", "actor_rollout_ref.rollout.name=transformers")
-    place = next(i for i, row in enumerate(read_step(run / "rollouts", 2))
-                 if row.trajectory.stats["searches"] == 3)  # fmt: skip
-    name = f"2:{place}"
+    line = next(i for i, row in enumerate(read_step(run / "rollouts", 2))
+                if row.trajectory.stats["searches"] == 3)  # fmt: skip
+    name = f"2:{line}"
     [plain] = replay(run, "--trajectory", name)
     first = plain["row"]["segments"][1]["text"]
-    asked = next(one for one in COUNTRIES if one in first)
-    other = next(one for one in COUNTRIES if one != asked)
+    query = next(country for country in COUNTRIES if country in first)
+    other = next(country for country in COUNTRIES if country != query)
     [edited] = replay(run, "--trajectory", name, "--query", other)
     segments = edited["row"]["segments"]
-    assert segments[1]["text"] == first.replace(asked, other) and edited["differs_at"][0] == 1
+    assert segments[1]["text"] == first.replace(query, other) and edited["differs_at"][0] == 1
     assert segments[2]["origin"] == "observation" and other in segments[2]["text"]
-    row, before = read_step(run / "rollouts", 2)[place], [i for s in segments[:3] for i in s["ids"]]
-    assert [s["ids"] for s in segments[3:]] == fresh(run, row, before)
+    row, before = read_step(run / "rollouts", 2)[line], [i for s in segments[:3] for i in s["ids"]]
+    assert [s["ids"] for s in segments[3:]] == continue_dialogue(run, row, before)
 
     [answered] = replay(run, "--trajectory", name, "--text", "<answer> b </answer>", "--gradient")
     assert answered["score"] == {"recorded": 0.0, "replayed": 1.0}
@@ -103,12 +104,12 @@ def test_an_edit_and_the_wrong_weights(world: dict[str, str], tmp_path: Path) ->
 
     (run / "global_step_1").rename(tmp_path / "elsewhere")
     [wrong] = replay(run, "--trajectory", name)
-    assert not wrong["identical"] and "no checkpoint with weights 2" in wrong["notes"][0]
+    assert not wrong["identical"] and "no checkpoint of weights 2" in wrong["notes"][0]
 
 
-def fresh(run: Path, row: RecordedTrajectory, ids: list[int]) -> list[list[int]]:
-    """What a new engine with the step's weights says and reads after `ids`, turn by turn."""
-    config, parts = read_run(run), []
+def continue_dialogue(run: Path, row: RecordedTrajectory, ids: list[int]) -> list[list[int]]:
+    """Return the ids of the turns and responses that a new engine of step 1 gives after `ids`."""
+    config, parts = read_run_config(run), []
     seed = row.trajectory.seed or 0
     with model_folder(str(run / "global_step_1"), "float32") as folder:
         config.actor_rollout_ref.model.path = str(folder)
@@ -117,24 +118,24 @@ def fresh(run: Path, row: RecordedTrajectory, ids: list[int]) -> list[list[int]]
         asyncio.run(engine.start())
         for turn in (1, 2):
             request = Sampling(24, stop=agent.format.stop, seed=derived_seed(seed, turn))
-            said = asyncio.run(engine.generate(ids, request))
-            parts.append(list(said.ids))
-            ids = [*ids, *said.ids]
+            completion = asyncio.run(engine.generate(ids, request))
+            parts.append(list(completion.ids))
+            ids = [*ids, *completion.ids]
             if turn == 1:
-                asked = agent.format.parse(said).calls
-                heard = brought(run, str(asked[0].arguments)) if asked else None
-                text = heard or agent.format.respond(Turn(), None, ())
+                calls = agent.format.parse(completion).calls
+                result = recorded_result(run, str(calls[0].arguments)) if calls else None
+                text = result or agent.format.respond(Turn(), None, ())
                 parts.append(agent.tokenizer.encode(text, add_special_tokens=False))
                 ids += parts[-1]
     return parts
 
 
-def brought(run: Path, query: str) -> str:
-    """What the run found for a query, from the text of its record."""
+def recorded_result(run: Path, query: str) -> str:
+    """Return the recorded text of a query's result."""
     for path in sorted((run / "rollouts").glob("step_*.jsonl")):
         for line in path.read_text().splitlines():
             segments = json.loads(line)["segments"]
-            for said, then in itertools.pairwise(segments):
-                if said["text"].endswith(f"<search>{query}</search>"):
-                    return str(then["text"])
-    raise AssertionError(f"nobody asked for {query}")
+            for turn, response in itertools.pairwise(segments):
+                if turn["text"].endswith(f"<search>{query}</search>"):
+                    return str(response["text"])
+    raise AssertionError(f"no recorded search for {query}")

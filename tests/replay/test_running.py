@@ -1,4 +1,4 @@
-"""A run's folder replayed: its options, its checkpoints, its trajectories."""
+"""Replays from a run's folder: its options, checkpoints and trajectories."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from transformers import PreTrainedTokenizerFast
 from example.tiny import tiny_llama
 from search_r1.agent.generation import build_dialogue
 from search_r1.replay import command
-from search_r1.replay.running import weights_of
+from search_r1.replay.running import find_weights
 from tests.checkpoints import writing
-from tests.replay.talking import record
+from tests.replay.scripted import record
 from tests.view.runs import TOKENIZER, byte_tokenizer
 from verl.checkpoint import folders
 from verl.config import Config, cli
@@ -42,7 +42,7 @@ def run(tmp_path: Path) -> Path:
 
 
 def test_the_checkpoint_of_a_version_is_found(tmp_path: Path) -> None:
-    """Version 1 is what the run began with; a checkpoint knows its own, or its step tells it."""
+    """Version 1 is the model at the start; a checkpoint's version is recorded, or its step + 1."""
     config = Config()
     config.actor_rollout_ref.model.path = "base"
     for step, version in ((2, None), (5, 9)):
@@ -50,7 +50,7 @@ def test_the_checkpoint_of_a_version_is_found(tmp_path: Path) -> None:
             folders.write_state(folder, {"step": step, "version": version, "kl_coef": 0.0,
                                          "sampler": {}})  # fmt: skip
     steps = {v: str(folders.step_folder(tmp_path, step)) for v, step in ((3, 2), (9, 5))}
-    assert weights_of(tmp_path, config) == {1: "base", **steps}
+    assert find_weights(tmp_path, config) == {1: "base", **steps}
 
 
 @pytest.mark.parametrize(("words", "problem"), [
@@ -59,8 +59,8 @@ def test_the_checkpoint_of_a_version_is_found(tmp_path: Path) -> None:
     (["--trajectory=3:4"], "--trajectory: got 3:4, expected a line below 4"),
     (["--trajectory=x"], "--trajectory: got x, expected STEP:LINE"),
     (["--trajectory=3:"], "--trajectory: got 3:, expected STEP:LINE"),
-    (["--trajectory=3", "--query=q"], "--trajectory: got 4 of them, expected one"),
-    (["--trajectory=3:0", "--query=q", "--text=t"], "--query: got --text beside it"),
+    (["--trajectory=3", "--query=q"], "--trajectory: got 4 trajectories, expected one"),
+    (["--trajectory=3:0", "--query=q", "--text=t"], "--query: got --text as well"),
     (["--trajectory=3:0", "--documents=none.json"], "--documents: got none.json"),
     (["--trajectory=3:0", "--turn=0"], "--turn: got 0, expected 1 or more"),
     (["--trajectory=3:0", "--rollouts=none"], "expected a step in none"),
@@ -68,30 +68,30 @@ def test_the_checkpoint_of_a_version_is_found(tmp_path: Path) -> None:
 def test_a_mistake_is_one_line_before_anything_is_loaded(
     run: Path, words: list[str], problem: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With status 2: what was got, what was expected, and the fix."""
+    """The exit code is 2, and the message says what was got, what was expected, and the fix."""
     try:
         status = command.main([str(run), *words])
     except SystemExit as ended:
         status = int(str(ended.code))
-    told = capsys.readouterr().err
-    assert status == 2 and problem in told and told.count("\n") == 1 and "fix: " in told
+    message = capsys.readouterr().err
+    assert status == 2 and problem in message and message.count("\n") == 1 and "fix: " in message
 
 
 @pytest.mark.parametrize("text", ["[", "{}", "3", "[3]", '[{"title": "x"}]', '[[{"text": 1}], 2]'])
 def test_documents_of_another_form_are_refused(
     run: Path, tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Whatever the file holds."""
+    """Any other content of the file gives the same error."""
     path = tmp_path / "documents.json"
     path.write_text(text)
     assert command.main([str(run), "--trajectory=3:0", f"--documents={path}"]) == 2
     assert 'expected a list of {"title"' in capsys.readouterr().err
 
 
-def test_a_folder_that_is_no_runs_is_refused(
+def test_a_folder_without_a_known_configuration_is_refused(
     tmp_path: Path, run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One without options, and one with options of another release."""
+    """A folder without options, and one with options of another release."""
     assert command.main([str(tmp_path / "none"), "--trajectory=1"]) == 2
     assert "expected a run's trainer.default_local_dir" in capsys.readouterr().err
     with (run / "config.yaml").open("a") as file:
@@ -101,7 +101,7 @@ def test_a_folder_that_is_no_runs_is_refused(
 
 
 def small_model(folder: Path) -> str:
-    """One token a byte."""
+    """Save a small model with one token per byte, and return its path."""
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=byte_tokenizer(), eos_token="<eos>")
     tokenizer.save_pretrained(folder)
     tiny_llama(258, eos_token_id=tokenizer.eos_token_id).save_pretrained(folder)
@@ -110,7 +110,7 @@ def small_model(folder: Path) -> str:
 
 @pytest.fixture
 def one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The number of threads that run and replay compute with, here in one process."""
+    """Run and replay compute with one thread, since they share a process here."""
     before = torch.get_num_threads()
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     torch.set_num_threads(1)
@@ -119,10 +119,10 @@ def one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("one_thread")
-def test_a_recorded_step_is_replayed_to_the_bit_by_the_whole_command(
+def test_the_command_replays_a_recorded_step_bit_for_bit(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """By the model that the run began with; then a text in place of a turn, with gradients."""
+    """It uses the model that the run started from; then a text is edited, with gradients."""
     config, rollouts = Config(), tmp_path / "rollouts"
     config.data.train_files = config.data.val_files = ["none.parquet"]
     config.data.max_response_length, config.max_turns, config.retriever.url = 50, 1, "empty"
@@ -144,9 +144,9 @@ def test_a_recorded_step_is_replayed_to_the_bit_by_the_whole_command(
     write_step(rollouts, 1, done, [Reward(0.0)] * 3)
 
     assert command.main([str(tmp_path / "run"), "--trajectory=1"]) == 0
-    told = capsys.readouterr().out
-    assert told.count("Bit-identical to the record: all") == 3
-    assert told.endswith("3 of 3 are the recorded ones bit for bit\n")
+    message = capsys.readouterr().out
+    assert message.count("Bit-identical to the record: all") == 3
+    assert message.endswith("3 of 3 equal the record bit for bit\n")
     words = ["--trajectory=1:1", "--text=<answer> Oslo </answer>", "--gradient", "--json"]
     assert command.main([str(tmp_path / "run"), *words]) == 0
     found = json.loads(capsys.readouterr().out)

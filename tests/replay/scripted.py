@@ -1,4 +1,4 @@
-"""An engine whose every turn follows from all it was given, and dialogues that it recorded."""
+"""An engine whose turns are a function of context and seed, and dialogues recorded with it."""
 
 from __future__ import annotations
 
@@ -21,48 +21,49 @@ TOKENIZER = ByteTokenizer()
 SAMPLING = Sampling(200)
 OSLO = Document.from_title("1", "Oslo", "Oslo is a city in Norway.")
 BERGEN = Document.from_title("2", "Bergen", "Bergen lies by the sea.")
-FOUND = {"oslo": [OSLO], "both": [OSLO, BERGEN], "sea": [BERGEN]}
-SAID = (
+RESULTS = {"oslo": [OSLO], "both": [OSLO, BERGEN], "sea": [BERGEN]}
+TURNS = (
     "<think> hm </think><search> oslo </search>", "<search> both </search>",
     "<think> what now </think>", "<answer> Norway </answer>",
 )  # fmt: skip
 
 
 @dataclass
-class TalkingEngine(RolloutEngine):
-    """Says one of `SAID`, by context and seed; so do its log-probs."""
+class ScriptedEngine(RolloutEngine):
+    """Returns one of `TURNS`; context and seed determine the turn and its log-probs."""
 
     requests: list[tuple[tuple[int, ...], Sampling]] = field(default_factory=list)
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
         self.requests.append((tuple(prompt_ids), sampling))
         draw = random.Random(repr((tuple(prompt_ids), sampling.seed)))
-        text, _ = cut_at_stop(draw.choice(SAID), sampling.stop)
+        text, _ = cut_at_stop(draw.choice(TURNS), sampling.stop)
         ids = TOKENIZER.encode(text)[: sampling.max_tokens]
         log_probs = tuple(-draw.random() for _ in ids)
         return Completion(tuple(ids), log_probs, TOKENIZER.decode(ids), "stop", 4)
 
 
 def agent_of(retrieval: Retrieval | None = None, **limits: int) -> DialogueAgent:
-    """Two searches and an answer, over three queries that are known."""
-    own = Limits(
+    """An agent over the documents in `RESULTS`, with changes to its limits."""
+    all_limits = Limits(
         **{"max_turns": 3, "max_response_length": 200, "max_prompt_length": 2000, **limits}
     )
-    return search_agent(retrieval or InMemoryRetrieval(FOUND), TOKENIZER, own, TEMPLATES["short"])
+    retrieval = retrieval or InMemoryRetrieval(RESULTS)
+    return search_agent(retrieval, TOKENIZER, all_limits, TEMPLATES["short"])
 
 
 def record(seed: int, agent: DialogueAgent | None = None) -> Trajectory:
-    """A dialogue of a question of its own."""
+    """A dialogue about a question that depends on the seed."""
     prompt = Prompt("f#1", tuple(TOKENIZER.encode(f"Where {seed}? ")), "nq", ("Norway",))
     start = start_trajectory(prompt, group="1/0", sample=seed, seed=seed)
-    return asyncio.run((agent or agent_of()).run(start, TalkingEngine(), SAMPLING))
+    return asyncio.run((agent or agent_of()).run(start, ScriptedEngine(), SAMPLING))
 
 
-def searching(turn: int = 1, least: int = 3) -> Trajectory:
-    """One that searches for oslo in a turn and goes on."""
+def record_with_search(turn: int = 1, min_turns: int = 3) -> Trajectory:
+    """A dialogue with at least `min_turns` turns that searches for oslo in the given turn."""
     for seed in range(1000):
-        found = record(seed)
-        turns = turns_of(found)
-        if len(turns) >= least and turns[turn - 1][0].text == SAID[0]:
-            return found
+        trajectory = record(seed)
+        turns = turns_of(trajectory)
+        if len(turns) >= min_turns and turns[turn - 1][0].text == TURNS[0]:
+            return trajectory
     raise AssertionError("no such dialogue")
