@@ -31,8 +31,9 @@ def rows() -> list[tuple[str, str]]:
 def messages(tree: ast.Module) -> Iterator[str]:
     """Yield the messages of a module."""
     module_texts = assigned_texts(tree.body)
-    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
-    for function in functions:
+    for function in ast.walk(tree):
+        if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
         texts = {**module_texts, **assigned_texts(ast.walk(function))}
         for node in ast.walk(function):
             if isinstance(node, ast.Call) and ast.unparse(node.func) == "explain":

@@ -12,6 +12,9 @@ def check(key, path, ok):
     yield (not ok, "max_turns", 0, "1 or more", "set max_turns=2")
     raise SetupError(f"index {path} is gone; expected " "a file: build it")
     raise ValueError("no message for users")
+
+async def ask(url):
+    raise ToolError(explain("url", url, "an address", "correct it"))
 """
 
 
@@ -20,6 +23,7 @@ def test_explained_rows_and_raised_texts_are_found() -> None:
     assert sorted(messages(ast.parse(MODULE))) == [
         "index … is gone; expected a file: build it",
         "max_turns: got 0, expected 1 or more; fix: set max_turns=2",
+        "url: got …, expected an address; fix: correct it",
         "…: got … (no such folder), expected a folder; fix: correct it",
     ]
 
