@@ -4,6 +4,7 @@ It sums the memory of PID and its descendants on this node, with the standard li
 status 1: less than TRAINER_GIB is left next to the retriever's private memory.
 """
 
+import contextlib
 import os
 import re
 import sys
@@ -36,8 +37,9 @@ def family(pid: int, proc: Path = Path("/proc")) -> Iterator[int]:
     """Yield the ids of a process and all its descendants."""
     yield pid
     for task in (proc / str(pid) / "task").glob("*"):
-        for child in (task / "children").read_text().split():
-            yield from family(int(child), proc)
+        with contextlib.suppress(OSError):  # the thread has ended
+            for child in (task / "children").read_text().split():
+                yield from family(int(child), proc)
 
 
 def held(pids: Iterator[int], proc: Path = Path("/proc")) -> Held:
@@ -45,14 +47,15 @@ def held(pids: Iterator[int], proc: Path = Path("/proc")) -> Held:
     private = hot = 0
     files: dict[str, int] = {}
     for pid in pids:
-        status = (proc / str(pid) / "status").read_text()
+        try:
+            status, maps = ((proc / str(pid) / name).read_text() for name in ("status", "maps"))
+        except OSError:  # the process has ended
+            continue
         sizes = {n: int(kb) << 10 for n, kb in re.findall(r"^(\w+):\s+(\d+) kB", status, re.M)}
         private += sizes.get("RssAnon", 0) + sizes.get("RssShmem", 0)
         hot += sizes.get("RssFile", 0)
-        for start, end, path in re.findall(
-            r"^(\w+)-(\w+) \S+ \S+ \S+ [1-9]\d*\s+(/.*)$",
-            (proc / str(pid) / "maps").read_text(), re.M,
-        ):  # fmt: skip
+        mapping = r"^(\w+)-(\w+) \S+ \S+ \S+ [1-9]\d*\s+(/.*)$"
+        for start, end, path in re.findall(mapping, maps, re.M):
             files[path] = max(files.get(path, 0), int(end, 16) - int(start, 16))
     return Held(private, hot, sum(size for size in files.values() if size >= LARGE))
 
