@@ -96,8 +96,8 @@ class HostWatch:
 
     def check(self) -> HostMemory:
         """Read the memory now and warn if it is low."""
-        memory = self.read()
-        if self._worst is None or memory.free < self._worst.free:
+        memory, worst = self.read(), self._worst  # read once: `metrics` resets it in another thread
+        if worst is None or memory.free < worst.free:
             self._worst = memory
         if memory.free >= self.low * memory.total:
             self._warned_free = math.inf

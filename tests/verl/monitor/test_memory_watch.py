@@ -79,6 +79,15 @@ def test_metrics_are_the_worst_since_the_last() -> None:
     assert second["perf/host_memory_used_share"] == pytest.approx(0.2)
 
 
+def test_a_reset_in_another_thread_does_not_end_the_watch() -> None:
+    """`metrics` may reset the worst reading at any point of a check."""
+    worst = iter([HostMemory(100, 50), None])
+    racing = type(
+        "Racing", (HostWatch,), {"_worst": property(lambda _: next(worst), lambda *_: None)}
+    )
+    racing(read=lambda: HostMemory(100, 40)).check()
+
+
 def test_the_thread_reads_and_stops() -> None:
     """It reads by itself until it is stopped."""
     was_read = threading.Event()
