@@ -135,7 +135,7 @@ def describe(memory: HostMemory, usages: Sequence[Usage]) -> str:
     in_shared = shutil.disk_usage(SHARED_MEMORY).used if SHARED_MEMORY.exists() else 0
     shared = f"; /dev/shm {format_bytes(in_shared)} (weights, Ray's objects)" if in_shared else ""
     foreign = f"; not part of this run: {', '.join(others[:5])}" if others else ""
-    largest = usages[0].name if usages else ""
+    largest = usages[0].name if usages and usages[0].is_ours else ""
     advice = next((text for prefix, text in ADVICE.items() if largest.startswith(prefix)), OTHERS)
     return (
         f"host memory is nearly used up: {format_bytes(memory.free)} of "

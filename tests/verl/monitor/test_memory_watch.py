@@ -153,12 +153,17 @@ def test_ranks_of_other_nodes_are_left_out() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "advice"),
-    [("rank 0", "lora_rank"), ("replica-0", "kv_cache"), ("python server.py", "another machine")],
+    ("name", "is_ours", "advice"),
+    [
+        ("rank 0", True, "lora_rank"),
+        ("replica-0", True, "kv_cache"),
+        ("replica-0", False, "another machine"),
+        ("python server.py", True, "another machine"),
+    ],
 )
-def test_advice_is_about_the_largest(name: str, advice: str) -> None:
-    """What to lower depends on the process with most memory."""
-    line = describe(HostMemory(100, 5), [Usage(name, 60 * GIB), Usage("driver", GIB)])
+def test_advice_is_about_the_largest(name: str, is_ours: bool, advice: str) -> None:
+    """What to lower depends on the process with most memory; not on a replica of another run."""
+    line = describe(HostMemory(100, 5), [Usage(name, 60 * GIB, is_ours), Usage("driver", GIB)])
     assert advice in line.rpartition("to need less: ")[2]
 
 
