@@ -215,7 +215,7 @@ def _device_problems(config: Config) -> Iterator[UserError]:
 def _disk_problems(config: Config) -> Iterator[UserError]:
     """Check that the results folder is writable and has space for one checkpoint."""
     key, target = "trainer.default_local_dir", Path(config.trainer.default_local_dir).absolute()
-    existing = next(folder for folder in (target, *target.parents) if folder.exists())
+    existing = next(folder for folder in (target, *target.parents) if os.path.exists(folder))
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         expected = "a folder that can be written"
         fix = f"set {key} to another folder"

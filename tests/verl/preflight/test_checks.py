@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -280,6 +281,25 @@ def test_hub_is_asked_for_a_name(
             preflight(config)
         else:
             assert expected in problems(config)[0]
+
+
+def test_a_folder_below_one_that_may_not_be_entered_is_refused(
+    valid_run: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The system refuses to look for it, which is a problem of the preflight, not an exception."""
+    closed = tmp_path / "closed"
+    closed.mkdir()
+    stat, access = os.stat, os.access
+
+    def refusing(path: Any, *args: Any, **options: Any) -> os.stat_result:
+        if str(path).startswith(f"{closed}/"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return stat(path, *args, **options)
+
+    monkeypatch.setattr(os, "stat", refusing)
+    monkeypatch.setattr(os, "access", lambda path, mode: path != closed and access(path, mode))
+    config = cli.compose([*valid_run, f"trainer.default_local_dir={closed}/run"])
+    assert f"({closed} is not writable)" in problems(config)[0]
 
 
 def test_full_disk_is_refused(valid_run: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
