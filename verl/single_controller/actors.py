@@ -299,10 +299,10 @@ class RayWorkerGroup:
             for call in done:
                 try:
                     ray.get(call)
-                except DEATHS as error:
-                    return actors[call], cause_of(error)
-                except RayError:
-                    continue  # the call failed, but its actor lives
+                except RayError as error:
+                    # A RayTaskError, even with a death as its cause, comes from a living actor.
+                    if isinstance(error, DEATHS) and not isinstance(error, RayTaskError):
+                        return actors[call], cause_of(error)
         return None
 
     def lost_error(self, index: int, cause: str) -> UserError:

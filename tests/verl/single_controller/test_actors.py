@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch.distributed as dist
 from ray.core.generated.common_pb2 import ActorDiedErrorContext
 from ray.exceptions import ActorDiedError, NodeDiedError, OutOfMemoryError, RayTaskError
 
 from verl.errors import ModelError, RankLost, ReplicaLost
+from verl.single_controller import actors
 from verl.single_controller.actors import DEATHS, RayWorkerGroup, broke_collective, cause_of
 
 
@@ -75,3 +78,23 @@ def test_an_actor_that_called_a_dead_peer_is_not_dead(
     monkeypatch.setattr(group, "_find_dead", lambda *_: dead)
     with pytest.raises(ReplicaLost, match=message):
         group._raise(error, {}, 1)
+
+
+def test_the_dead_peer_is_found_and_not_its_caller(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error of the caller is an instance of the peer's death, but the caller still responds."""
+    failed: dict[str, Exception] = {
+        "call 1": raised_by_a_rank(NodeDiedError("gone")).as_instanceof_cause()
+    }
+
+    def get(call: str) -> None:
+        if call in failed:
+            raise failed[call]
+
+    monkeypatch.setattr(actors.ray, "wait", lambda calls, timeout: (calls[:1], calls[1:]))
+    monkeypatch.setattr(actors.ray, "get", get)
+    group = RayWorkerGroup([], "replica", ReplicaLost)
+    locations = [SimpleNamespace(remote=lambda i=i: f"location {i}") for i in range(2)]
+    group.hosts = [SimpleNamespace(location=location) for location in locations]
+    assert group._find_dead({"call 1": 1}, 10.0) is None
+    failed["location 0"] = NodeDiedError("The node has died: x")
+    assert group._find_dead({"call 1": 1}, 10.0) == (0, "its node is lost")
