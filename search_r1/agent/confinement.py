@@ -38,8 +38,8 @@ def refuse_network_and_signals() -> None:
     """Install a seccomp filter against sockets and access to other processes. Raises OSError."""
     if platform.machine() not in CALLS:
         raise OSError(f"no list of system calls for {platform.machine()}; have {', '.join(CALLS)}")
-    architecture, refused = CALLS[platform.machine()]
-    lines = [
+    architecture, refused_calls = CALLS[platform.machine()]
+    instructions = [
         (LOAD_WORD, 0, 0, ARCHITECTURE_OFFSET),
         (EQUAL, 1, 0, architecture),
         (RETURN, 0, 0, KILL),
@@ -47,20 +47,17 @@ def refuse_network_and_signals() -> None:
         (AT_LEAST, 0, 1, X32_FIRST_CALL),
         (RETURN, 0, 0, KILL),
     ]
-    for number in refused:
-        lines += [(EQUAL, 0, 1, number), (RETURN, 0, 0, REFUSE)]
-    lines.append((RETURN, 0, 0, ALLOW))
-    program = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *line) for line in lines))
+    for number in refused_calls:
+        instructions += [(EQUAL, 0, 1, number), (RETURN, 0, 0, REFUSE)]
+    instructions.append((RETURN, 0, 0, ALLOW))
+    code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *i) for i in instructions))
     # struct sock_fprog: the number of instructions and a pointer to them.
-    header = ctypes.create_string_buffer(
-        struct.pack("HxxxxxxP", len(lines), ctypes.addressof(program))
-    )
+    fprog = struct.pack("HxxxxxxP", len(instructions), ctypes.addressof(code))
+    header = ctypes.create_string_buffer(fprog)
+    filter_arguments = (PR_SET_SECCOMP, SECCOMP_MODE_FILTER, ctypes.addressof(header), 0, 0)
     libc = ctypes.CDLL(None, use_errno=True)
-    for call in (
-        (PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0),
-        (PR_SET_SECCOMP, SECCOMP_MODE_FILTER, ctypes.addressof(header), 0, 0),
-    ):
-        if libc.prctl(*(ctypes.c_ulong(argument) for argument in call)):
+    for arguments in ((PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), filter_arguments):
+        if libc.prctl(*map(ctypes.c_ulong, arguments)):
             raise OSError(ctypes.get_errno(), "the kernel has no seccomp filters")
 
 
@@ -86,7 +83,7 @@ def print_exception(
 def main() -> None:
     """Restrict this process, then run the program on standard input."""
     source = sys.stdin.read()
-    set_limits(*(int(argument) for argument in sys.argv[1:4]))
+    set_limits(*map(int, sys.argv[1:4]))
     refuse_network_and_signals()
     sys.argv, sys.excepthook = ["program.py"], print_exception
     sys.path.insert(0, os.getcwd())

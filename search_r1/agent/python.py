@@ -7,6 +7,7 @@ files, so a run that offers this tool should have a container or an operating-sy
 
 import asyncio
 import contextlib
+import math
 import os
 import signal
 import sys
@@ -75,7 +76,7 @@ class PythonTool(Tool):
         return "" if printed == "42" else f"a program that prints 42 printed {printed[-300:]!r}"
 
     async def _run(self, code: str) -> str:
-        """Return a program's stdout and stderr, plus a note if it did not end by itself."""
+        """Return the stdout and stderr of a program, plus a note if it ended abnormally."""
         with tempfile.TemporaryDirectory(prefix="search-r1-python-") as folder:
             output = Path(folder) / "output"
             with output.open("wb") as sink:
@@ -89,18 +90,17 @@ class PythonTool(Tool):
 
     async def _start(self, folder: str, sink: int) -> asyncio.subprocess.Process:
         """Start the sandboxed interpreter in a new session with an empty environment."""
-        bounds = self.bounds
-        limits = (-(-bounds.seconds // 1), bounds.memory, bounds.files)
+        limits = (math.ceil(self.bounds.seconds), self.bounds.memory, self.bounds.files)
         try:
             return await asyncio.create_subprocess_exec(
-                sys.executable, "-I", str(CONFINEMENT), *(str(int(limit)) for limit in limits),
+                sys.executable, "-I", str(CONFINEMENT), *map(str, limits),
                 stdin=asyncio.subprocess.PIPE, stdout=sink, stderr=sink, cwd=folder,
                 env={"PATH": os.defpath, "LANG": "C.UTF-8", "OPENBLAS_NUM_THREADS": "1"},
                 start_new_session=True,
             )  # fmt: skip
         except OSError as error:
-            expected = "a process for a program"
-            raise ToolError(explain("tool python", error, expected, self.fix)) from error
+            message = explain("tool python", error, "a process for a program", self.fix)
+            raise ToolError(message) from error
 
     async def _finish(self, process: asyncio.subprocess.Process, code: str) -> str:
         """Send the program, wait until it ends, and return a note if it ended abnormally."""

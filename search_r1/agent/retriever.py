@@ -28,7 +28,7 @@ UNRECORDED_QUERY, REPLAY = 424, "replay"
 
 
 class RetrieverTool(Tool):
-    """Base class of tools that use the retrieval server; a subclass defines the test request."""
+    """Base class of tools over a retrieval server; a subclass defines the test request."""
 
     max_outage_option = "retriever.max_outage"
     fix = FIX
@@ -47,15 +47,12 @@ class RetrieverTool(Tool):
         raise NotImplementedError
 
     def probe(self, seconds: float) -> str:
-        """Send a test request; return the problem, or ''; see `Tool.probe`."""
+        """Send the test request; see `Tool.probe`."""
         url = self.options.url
         return "" if url == EMPTY_URL else self._find_problem(url, seconds)
 
     def preflight(self, seconds: float) -> Iterator[ToolError]:
-        """Yield an error for each server address that cannot serve this run.
-
-        Sends a real request: `/health` would check neither the token nor the limits.
-        """
+        """Yield an error per address that fails the test request, which checks token and limits."""
         if self.options.url == EMPTY_URL:
             return
         # The first search after a server's start may be slow.
@@ -72,7 +69,7 @@ class RetrieverTool(Tool):
                 yield ToolError(explain(f"retriever.url={address}", problem, expected, fix))
 
     def _find_problem(self, url: str, seconds: float) -> str:
-        """Test a server; return the problem, or ''; takes at most `seconds`. Raises ToolRefused."""
+        """Return the problem of a server, or ''; takes at most `seconds`. Raises ToolRefused."""
         try:
             loops.run(self._test(url, seconds))
         except RetrieverUnavailable as error:
@@ -121,7 +118,7 @@ def build_client(options: ServerConfig) -> RetrievalClient:
 
 
 def python_retriever(config: Config) -> Any:
-    """Return the retriever that was passed from Python; None if `retriever.url` is an address."""
+    """Return the retriever that was passed from Python; None if `retriever.url` names none."""
     url = config.retriever.url
     if not url.startswith(plugins.PYTHON_PREFIX):
         return None
@@ -130,10 +127,7 @@ def python_retriever(config: Config) -> Any:
 
 @dataclass(frozen=True)
 class WithToken(Generic[Built]):
-    """A factory that takes the retriever's token along to other nodes.
-
-    The token is pickled with the factory because Ray logs the environment variables of actors.
-    """
+    """A factory that carries the retriever's token; Ray would log an environment variable."""
 
     make: Callable[[Config], Built]
     token: str | None = field(default_factory=lambda: os.environ.get(TOKEN_VARIABLE), repr=False)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 from weakref import WeakValueDictionary
@@ -80,10 +80,23 @@ class SearchTool(RetrieverTool):
         await client.search(TEST_QUERY)
 
     def identity(self) -> Mapping[str, str]:
-        """Return fingerprints of corpus, index and encoder, as far as the server reports them."""
+        """Return fingerprints of `corpus`, `index` (the backend's settings) and `encoder`.
+
+        Empty for servers without this form of `/info`, such as the original Search-R1 server, and
+        if the request fails.
+        """
         if self.options.url == EMPTY_URL:
             return {}
-        return retriever_identity(self.options.url, min(self.options.timeout, PROBE_TIMEOUT_S))
+        try:
+            return info_fingerprints(loops.run(self._fetch_info()))
+        except SearchError:
+            return {}
+
+    async def _fetch_info(self) -> dict[str, Any]:
+        timeout = min(self.options.timeout, PROBE_TIMEOUT_S)
+        url = self.options.url
+        async with RetrievalClient(url, timeout=timeout, max_retries=1, deadline=timeout) as client:
+            return await client.info()
 
     def settings(self) -> Mapping[str, Any]:
         return {"topk": self.options.topk}
@@ -128,23 +141,6 @@ def build_search(config: Config) -> SearchTool:
         return SearchTool(retriever, replace(options, url=EMPTY_URL))
     is_empty = options.url == EMPTY_URL
     return SearchTool(EmptyRetrieval() if is_empty else build_client(options), options)
-
-
-def retriever_identity(url: str | Sequence[str], timeout: float) -> dict[str, str]:
-    """Fetch fingerprints of `corpus`, `index` (the backend's settings) and `encoder`, if known.
-
-    Empty for servers without this form of `/info`, such as the original Search-R1 server, and if
-    the request fails. `timeout` in seconds.
-    """
-
-    async def fetch_info() -> dict[str, Any]:
-        async with RetrievalClient(url, timeout=timeout, max_retries=1, deadline=timeout) as client:
-            return await client.info()
-
-    try:
-        return info_fingerprints(loops.run(fetch_info()))
-    except SearchError:
-        return {}
 
 
 def info_fingerprints(info: Mapping[str, Any]) -> dict[str, str]:

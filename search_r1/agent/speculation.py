@@ -69,10 +69,7 @@ class SpeculativeRetrieval:
         self.wait_s = self.hidden_s = 0.0
 
     def predict(self, query: str) -> TrackedSearch | None:
-        """Send a search that the policy may ask for; None if it is known or there is no capacity.
-
-        The client limits predictions so that they never delay searches that a policy waits for.
-        """
+        """Send a search that the policy may ask for; None if it is known or would delay others."""
         if not query.strip() or query in self.group.by_query:
             return None
         if len(self.open) >= MAX_OPEN or not self.client.can_prefetch:
@@ -132,9 +129,8 @@ class QuestionPredictor:
 
     def predict(self, retrieval: SpeculativeRetrieval, question: str) -> TrackedSearch | None:
         """Send a search for the question, unless recent dialogues did not search for theirs."""
-        is_full = len(self.outcomes) == OUTCOME_WINDOW
-        is_useless = is_full and all(search.is_unused_prediction for search in self.outcomes)
-        if is_useless and self.num_skipped < RETRY_EVERY - 1:
+        num_unused = sum(search.is_unused_prediction for search in self.outcomes)
+        if num_unused == OUTCOME_WINDOW and self.num_skipped < RETRY_EVERY - 1:
             self.num_skipped += question not in retrieval.group.by_query
             return None
         self.num_skipped = 0

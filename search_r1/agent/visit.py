@@ -66,8 +66,7 @@ class VisitTool(RetrieverTool):
     ) -> None:
         """`documents`: None without a server; `open_page`: may block, default `open_online`."""
         super().__init__(options)
-        self.documents = documents
-        self._open_page = open_page or open_online
+        self.documents, self._open_page = documents, open_page or open_online
 
     async def call(self, *, target: str) -> Observation:  # type: ignore[override]
         """Return the document or page. Raises ToolError if the retrieval server does not answer."""
@@ -91,15 +90,12 @@ class VisitTool(RetrieverTool):
 
     async def send_test_request(self, client: RetrievalClient) -> None:
         """Open the first document that a search returns. Raises ToolRefused if it is missing."""
-        documents = await client.search(TEST_QUERY)
-        if not documents or documents[0].id.startswith(PAGES):
+        ids = [document.id for document in await client.search(TEST_QUERY)]
+        if not ids or ids[0].startswith(PAGES) or await client.document(ids[0]) is not None:
             return
-        id = documents[0].id
-        if await client.document(id) is None:
-            got = f"no document with the id {id!r}, which its search returned"
-            fix = "start it with --corpus_path, or leave visit out of agent.tools"
-            subject = f"visit: retriever.url={self.label}"
-            raise ToolRefused(explain(subject, got, "that document", fix))
+        got = f"no document with the id {ids[0]!r}, which its search returned"
+        fix = "start it with --corpus_path, or leave visit out of agent.tools"
+        raise ToolRefused(explain(f"visit: retriever.url={self.label}", got, "that document", fix))
 
     async def aclose(self) -> None:
         if isinstance(self.documents, RetrievalClient):
@@ -131,5 +127,4 @@ def build_visit(config: Config) -> VisitTool:
     if retriever is not None:
         documents = retriever if hasattr(retriever, "document") else None
         return VisitTool(documents, options=replace(options, url=EMPTY_URL))
-    documents = None if options.url == EMPTY_URL else build_client(options)
-    return VisitTool(documents, options=options)
+    return VisitTool(None if options.url == EMPTY_URL else build_client(options), options=options)

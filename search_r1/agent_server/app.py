@@ -54,6 +54,9 @@ from verl import __version__
 
 logger = logging.getLogger(__name__)
 
+TOKEN_VARIABLE = "AGENT_TOKEN"
+GRACE_S = 8
+"""Seconds that running dialogues may take to finish at shutdown."""
 CLIENT_CLOSED = 499
 """Conventional status (from nginx) for a client that closed the connection; nobody receives it."""
 VIEW = Path(__file__).parents[1] / "view" / "page"
@@ -89,8 +92,8 @@ class Service:
     async def check_token(self, request: Request) -> None:
         """Raise ApiError for a request without the token."""
         if self.token and not has_token(request.headers.get("authorization", ""), self.token):
-            text = "missing or wrong API key: send the server's token"
-            raise ApiError(401, text, "invalid_api_key")
+            message = "missing or wrong API key: send the server's token"
+            raise ApiError(401, message, "invalid_api_key")
 
     def start_dialogue(
         self, request: AgentRequest, listener: DialogueListener
@@ -109,13 +112,13 @@ class Service:
 
     async def respond_whole(self, request: AgentRequest, envelope: Envelope) -> Response:
         reply = await wait_for_reply(self.start_dialogue(request, SILENCE))
-        reasoning = extract_reasoning(reply.turns, self._tags, self._special_tokens)
+        reasoning = extract_reasoning(reply.turns, self._reasoning_filter())
         return JSONResponse(envelope.completion(reply, reasoning))
 
     async def respond_streaming(self, request: AgentRequest, envelope: Envelope) -> Response:
         """Start the stream with the first delta; an error before it sets the HTTP status."""
-        reasoning = ReasoningFilter(self._tags, self._special_tokens)
-        listener = StreamListener(reasoning, request.stream_options.include_documents)
+        include_documents = request.stream_options.include_documents
+        listener = StreamListener(self._reasoning_filter(), include_documents)
         dialogue = self.start_dialogue(request, listener)
         dialogue.add_done_callback(lambda _: listener.close())
         try:
@@ -140,13 +143,9 @@ class Service:
         except RetrieverUnavailable as error:
             raise ApiError(503, str(error), "retriever_unavailable") from error
 
-    @property
-    def _tags(self) -> Any:
-        return self.session.agent.format.tags
-
-    @property
-    def _special_tokens(self) -> list[str]:
-        return self.session.agent.tokenizer.all_special_tokens
+    def _reasoning_filter(self) -> ReasoningFilter:
+        agent = self.session.agent
+        return ReasoningFilter(agent.format.tags, agent.tokenizer.all_special_tokens)
 
 
 def build_app(service: Service) -> FastAPI:
@@ -198,11 +197,6 @@ def _v1_router(service: Service) -> APIRouter:
     return router
 
 
-TOKEN_VARIABLE = "AGENT_TOKEN"
-GRACE_S = 8
-"""Seconds that running dialogues may take to finish at shutdown."""
-
-
 async def serve(options: ServingOptions, bound: socket.socket) -> None:
     """Serve until SIGINT or SIGTERM. Raises UserError if the agent cannot be started."""
     token = read_token(TOKEN_VARIABLE)
@@ -220,8 +214,8 @@ async def serve(options: ServingOptions, bound: socket.socket) -> None:
         running = asyncio.ensure_future(server.serve(sockets=[bound]))
         while not server.started and not running.done():
             await asyncio.sleep(0.05)
-        message = "%s is served at http://%s/v1; chat page: http://%s"
-        logger.info(message, options.name, address, address)
+        url = f"http://{address}"
+        logger.info("%s is served at %s/v1; chat page: %s", options.name, url, url)
         if options.port_file is not None:
             write_port(options.port_file, bound.getsockname()[1])
         await running

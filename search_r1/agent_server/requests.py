@@ -96,8 +96,8 @@ async def read_request(receive: Receive, max_bytes: int) -> ChatRequest:
             raise ApiError(error.status_code, error.detail) from error
         first: dict[str, Any] = error.detail[0]
         param = ".".join(str(part) for part in first["loc"] if part != "body")
-        text = f"{param or 'body'}: {first['msg']}"
-        raise ApiError(400, text, None, param or None) from error
+        message = f"{param or 'body'}: {first['msg']}"
+        raise ApiError(400, message, param=param or None) from error
 
 
 def to_agent_request(body: ChatRequest, session: AgentSession) -> AgentRequest:
@@ -108,12 +108,11 @@ def to_agent_request(body: ChatRequest, session: AgentSession) -> AgentRequest:
             raise ApiError(400, message, "unsupported_parameter", name)
     *before, last = body.messages
     if last.role != "user":
-        raise ApiError(
-            400, f"the last message is of role {last.role}, expected user", None, "messages"
-        )
+        message = f"the last message is of role {last.role}, expected user"
+        raise ApiError(400, message, param="messages")
     question = _text(last)
     if not question.strip():
-        raise ApiError(400, "the last message is empty, expected a question", None, "messages")
+        raise ApiError(400, "the last message is empty, expected a question", param="messages")
     # `developer` is OpenAI's newer name for `system`, but chat templates only know `system`.
     earlier = tuple(
         {"role": "system" if m.role == "developer" else m.role, "content": _text(m)} for m in before
@@ -137,8 +136,8 @@ def _text(message: ChatMessage) -> str:
     """Return the message's text. Raises ApiError for images and other content."""
     if message.content is None or isinstance(message.content, str):
         return well_formed(message.content or "")
-    other_types = [part.type for part in message.content if part.type != "text"]
-    if other_types:
-        text = f"content of type {other_types[0]}, expected text"
-        raise ApiError(400, text, "unsupported_content", "messages")
+    for part in message.content:
+        if part.type != "text":
+            text = f"content of type {part.type}, expected text"
+            raise ApiError(400, text, "unsupported_content", "messages")
     return well_formed("\n".join(part.text for part in message.content))

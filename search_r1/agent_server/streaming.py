@@ -71,11 +71,8 @@ class ReasoningFilter:
         return 0
 
 
-def extract_reasoning(
-    turns: Iterable[str], tags: Grammar, special_tokens: Iterable[str] = ()
-) -> str:
-    """Return the reasoning of a finished dialogue."""
-    reasoning = ReasoningFilter(tags, special_tokens)
+def extract_reasoning(turns: Iterable[str], reasoning: ReasoningFilter) -> str:
+    """Return the reasoning of a finished dialogue with a new filter."""
     return "".join(reasoning.feed(turn) + reasoning.end_turn() for turn in turns)
 
 
@@ -150,10 +147,7 @@ async def events(
     dialogue: asyncio.Task[Reply],
     includes_usage: bool,
 ) -> AsyncIterator[str]:
-    """Yield the events: role, reasoning and searches, answer, finish reason, usage.
-
-    An error is sent as the last event. `first` is the delta that was already taken from `listener`.
-    """
+    """Yield the events: role, `first` and further deltas, answer, end, usage; or an error."""
     try:
         yield _event(envelope.chunk({"role": "assistant", "content": ""}))
         delta = first
@@ -163,8 +157,7 @@ async def events(
         reply = await wait_for_reply(dialogue)
         if reply.answer:
             yield _event(envelope.chunk({"content": reply.answer}))
-        field = search_r1_field(reply)
-        yield _event(envelope.chunk({"search_r1": field}, finish_reason(reply)))
+        yield _event(envelope.chunk({"search_r1": search_r1_field(reply)}, finish_reason(reply)))
         if includes_usage:
             yield _event(envelope.usage_chunk(reply))
         yield DONE

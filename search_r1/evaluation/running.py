@@ -75,7 +75,8 @@ def evaluate(options: EvaluationOptions) -> Path:
 async def _evaluate(options: EvaluationOptions, config: Config) -> None:
     method = METHODS[options.method]
     rows = choose(load_rows(options.data, options.prompt_key), options.num_rows, options.seed)
-    facts = await retriever_facts(config) if method.needs_documents else NO_RETRIEVER
+    url = config.retriever.url
+    facts = await retriever_facts(url) if method.needs_documents else NO_RETRIEVER
     agent = method_agent(load_agent(config), method)
     tokenizer: Any = agent.tokenizer
     sampling = Sampling(options.max_response_length, options.temperature, options.top_p)

@@ -54,12 +54,8 @@ def read_questions(file: str) -> list[BatchQuestion]:
     except (OSError, ValueError) as error:
         fix = "give a text file in UTF-8, or rows as .parquet or .jsonl"
         raise DataError(explain(f"--file {file}", str(error), "questions", fix)) from error
-    name = Path(file).name
-    questions = [
-        BatchQuestion(f"{name}#{number}", line.strip())
-        for number, line in enumerate(lines)
-        if line.strip()
-    ]
+    name, texts = Path(file).name, map(str.strip, lines)
+    questions = [BatchQuestion(f"{name}#{n}", text) for n, text in enumerate(texts) if text]
     if not questions:
         fix = "write one question per line, or give rows as .parquet or .jsonl"
         raise DataError(explain(f"--file {file}", "no question", "questions", fix))
@@ -90,17 +86,14 @@ async def answer_all(questions: Sequence[BatchQuestion], session: AgentSession, 
 
 async def _answer(question: BatchQuestion, session: AgentSession) -> dict[str, Any]:
     """Return the reply as JSON, or a failed status with the error."""
-    text = question.question
+    uid, text, messages = question.uid, question.question, question.messages
     try:
-        if question.messages is None:
-            prompt = session.prompt(text)
-        else:
-            prompt = session.render(question.messages, question.uid)
+        prompt = session.prompt(text) if messages is None else session.render(messages, uid)
         reply = await session.ask(text, prompt)
     except UserError as error:
         failed = {"status": Status.FAILED.value, "error": str(error), "answer": None}
-        return {"uid": question.uid, "question": text, **failed}
-    return {"uid": question.uid, **reply.to_json()}
+        return {"uid": uid, "question": text, **failed}
+    return {"uid": uid, **reply.to_json()}
 
 
 def answer(options: InferOptions) -> int:

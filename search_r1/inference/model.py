@@ -64,8 +64,7 @@ WEIGHTS = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_IND
 def at_latest_checkpoint(options: Options) -> Options:
     """Point `--model` to the latest checkpoint if it names a run's folder, or its `actor/` folder.
 
-    Checkpoints are this project's `global_step_N`, or the original's `actor/global_step_N`, which
-    are Hugging Face folders.
+    The original's checkpoints, `actor/global_step_N`, are Hugging Face folders.
     """
     run = Path(options.model)
     if STEP_NAME.fullmatch(run.name) or (run / "config.json").is_file():
@@ -176,16 +175,11 @@ def merge(base: Path, adapter: Path, out: Path, dtype: str) -> Path:
     `search_r1.json` is copied from the adapter, or else from the base. Raises ModelError if the
     folder has no adapter, or an adapter of another model.
     """
-    _peft_settings(adapter)
-    subject = f"--adapter {adapter}"
-    fix = (
-        f"give --model the model that it was trained on: {base_model_of(adapter) or 'not recorded'}"
-    )
+    subject, expected = f"--adapter {adapter}", f"an adapter that fits {base}"
+    trained_on = base_model_of(adapter) or "not recorded"
+    fix = f"give --model the model that it was trained on: {trained_on}"
     lm = load_causal_lm(str(base), attention=None)
-    with (
-        model_errors(str(base), "", subject, f"an adapter that fits {base}", fix),
-        quiet_transformers(),
-    ):
+    with model_errors(str(base), "", subject, expected, fix), quiet_transformers():
         settings = PeftConfig.from_pretrained(str(adapter))
         settings.inference_mode = True
         adapted: Any = PeftModel(lm, settings)

@@ -47,26 +47,23 @@ CONTROLS = ("none", "empty", "random", "oracle")
 """Control retrievers, used for diagnostics instead of a real search."""
 
 
-async def retriever_facts(config: Config) -> Facts:
-    """Fetch `/info` of the retriever, which must agree for all its addresses. Raises ToolError."""
-    if config.retriever.url == EMPTY_URL:
+async def retriever_facts(url: str) -> Facts:
+    """Fetch `/info` of a `retriever.url`; all its addresses must agree. Raises ToolError."""
+    if url == EMPTY_URL:
         return EMPTY_RETRIEVER
-    if config.retriever.url.startswith(plugins.PYTHON_PREFIX):
-        return {"retriever": config.retriever.url}
-    first: Facts | None = None
+    if url.startswith(plugins.PYTHON_PREFIX):
+        return {"retriever": url}
     try:
-        addresses = read_urls(config.retriever.url)
-        clients = [RetrievalClient(url, max_retries=1) for url in addresses]
+        clients = {address: RetrievalClient(address, max_retries=1) for address in read_urls(url)}
     except ValueError as error:
         fix = "correct it, or use no retriever: --retriever-url empty"
         raise ConfigError(f"--retriever-url: {error}; fix: {fix}") from error
-    for url, client in zip(addresses, clients, strict=True):
-        facts = await _server_facts(url, client)
-        if first is not None and facts != first:
+    facts = {address: await _server_facts(address, client) for address, client in clients.items()}
+    first = next(iter(facts.values()))
+    for address, other in facts.items():
+        if other != first:
             fix = "give addresses of servers with the same corpus and index"
-            raise ToolError(explain(f"retriever {url}", facts, f"the same as {first}", fix))
-        first = facts
-    assert first is not None, "read_urls returns at least one address"
+            raise ToolError(explain(f"retriever {address}", other, f"the same as {first}", fix))
     return first
 
 
@@ -92,10 +89,9 @@ BOUNDS = {"max_turns": TURNS, "topk": DOCUMENTS}
 
 
 def run_config(options: AgentOptions, model: str) -> Config:
-    """Build the run configuration under which the agent acts as it did in training.
+    """Build a run's configuration; options that are not set come from the model's settings.
 
-    `model` is the folder of the weights. Options that are not set come from its `search_r1.json`,
-    which training writes.
+    `model` is the folder of the weights; training writes its settings, `search_r1.json`.
     """
     config = Config()
     saved = _read_settings(model)
@@ -137,11 +133,9 @@ def _read_settings(model: str) -> dict[str, Any]:
     with model_errors(model, SETTINGS_FILE, "--model", "what training writes"):
         settings = dict(json.loads(file.read_text(encoding="utf-8")))
         for name, kind in SETTING_TYPES.items():
-            value = settings.get(name)
-            if value is None:
-                continue
-            has_type = type(value) is kind  # not `isinstance`, which accepts a bool as an int
-            if not has_type or (name in BOUNDS and value not in BOUNDS[name]):
+            value, bounds = settings.get(name), BOUNDS.get(name)
+            is_kind = type(value) is kind  # not `isinstance`, which accepts a bool as an int
+            if value is not None and (not is_kind or (bounds and value not in bounds)):
                 raise ModelProblem(f"{name}={value!r}")
         if not all(isinstance(tool, str) for tool in settings.get("tools") or ()):
             raise ModelProblem(f"tools={settings['tools']!r}")
@@ -181,8 +175,7 @@ def default_model(adapter: str | None) -> str:
     if adapter is not None:
         base = base_model_of(Path(adapter))
         if not base:
-            fix = "name the base model with --model"
-            got = "no base model in its config"
+            got, fix = "no base model in its config", "name the base model with --model"
             raise ModelError(explain(f"--adapter {adapter}", got, "a base model", fix))
         return base
     if not DEMO_MODEL.is_dir():
@@ -194,11 +187,12 @@ def default_model(adapter: str | None) -> str:
 @contextlib.asynccontextmanager
 async def open_session(options: AgentOptions) -> AsyncIterator[AgentSession]:
     """Start the agent and its engine, after checking the retriever. Raises UserError."""
-    await retriever_facts(_with_retriever(Config(), options))
+    await retriever_facts(options.retriever_url)
     set_trust(options.trust_remote_code)
     options = at_latest_checkpoint(with_default_model(options))
     with open_model_folder(options) as folder:
-        config = _with_retriever(run_config(options, str(folder)), options)
+        config = run_config(options, str(folder))
+        config.retriever.max_retries = MAX_RETRIES
         agent = load_agent(config)
         tokenizer: Any = agent.tokenizer
         sampling = Sampling(options.max_response_length, options.temperature, options.top_p)
@@ -209,9 +203,3 @@ async def open_session(options: AgentOptions) -> AsyncIterator[AgentSession]:
                                    options.num_at_once)  # fmt: skip
         finally:
             await agent.environment.aclose()
-
-
-def _with_retriever(config: Config, options: AgentOptions) -> Config:
-    config.retriever.url = options.retriever_url
-    config.retriever.max_retries = MAX_RETRIES
-    return config

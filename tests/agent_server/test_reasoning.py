@@ -26,13 +26,13 @@ TAGS = grammar.SEARCH_R1
 )  # fmt: skip
 def test_thinking_without_tags_searches_and_answers(turns: list[str], expected: str) -> None:
     """A blank line separates turns; incomplete searches and answers stay visible."""
-    assert extract_reasoning(turns, TAGS, ["<|im_end|>"]) == expected
+    assert extract_reasoning(turns, ReasoningFilter(TAGS, ["<|im_end|>"])) == expected
 
 
 def test_a_template_brings_its_own_tags() -> None:
     """R1-Searcher's searches are inside the think block."""
     turns = ["<think> a <|begin_of_query|> q <|end_of_query|>", " b </think> <answer> c </answer>"]
-    assert extract_reasoning(turns, grammar.R1_SEARCHER) == "a\n\nb"
+    assert extract_reasoning(turns, ReasoningFilter(grammar.R1_SEARCHER)) == "a\n\nb"
 
 
 @pytest.mark.parametrize("seed", range(100))
@@ -49,7 +49,7 @@ def test_streamed_in_any_pieces_it_is_the_same(seed: int) -> None:
             shown += reasoning.feed(turn[:count])
             turn = turn[count:]
         shown += reasoning.end_turn()
-    assert shown == extract_reasoning(turns, TAGS, ["<|im_end|>"])
+    assert shown == extract_reasoning(turns, ReasoningFilter(TAGS, ["<|im_end|>"]))
 
 
 def test_words_are_shown_at_once() -> None:

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from search_r1.inference.opening import retriever_facts
-from verl.config import Config
 from verl.errors import ConfigError, ToolError
 
 FACTS = {"retriever": "bm25", "corpus": {"count": 2, "digest": "ab"}}
@@ -41,9 +40,7 @@ def serving(answer: Any, status: int = 200) -> Iterator[str]:
 
 
 def facts(*urls: str) -> dict[str, Any]:
-    config = Config()
-    config.retriever.url = ",".join(urls)
-    return dict(asyncio.run(retriever_facts(config)))
+    return dict(asyncio.run(retriever_facts(",".join(urls))))
 
 
 def test_allowances_are_no_part_of_what_is_searched() -> None:

@@ -1,25 +1,33 @@
 """Fingerprints identify a retriever's corpus, its index with the backend, and its encoder."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from fastapi import FastAPI
 
-from search_r1.agent.search import retriever_identity
+from search_r1.agent.search import SearchTool
+from search_r1.search.retrieval import EmptyRetrieval
 from search_r1.search.server.app import create_app
 from tests.search.server.fake_backends import FakeBackend
+from verl.config.agent import ServerConfig
 
 FACTS = {"engine": "flat", "index": "i1", "corpus": {"sha256": "c1"}, "encoder": {"model": "e1"}}
+
+
+def read_identity(url: str, timeout: float = 30.0) -> Mapping[str, str]:
+    """Return the fingerprints that the search tool fetches from a server."""
+    options = ServerConfig(url=f"{url}/retrieve", timeout=timeout)
+    return SearchTool(EmptyRetrieval(), options).identity()
 
 
 def test_each_part_has_a_fingerprint_of_its_own(serve: Callable[..., Any]) -> None:
     """Another corpus, index or encoder changes only its fingerprint; server limits change none."""
     backend = FakeBackend()
 
-    def identity(**facts: Any) -> dict[str, str]:
+    def identity(**facts: Any) -> Mapping[str, str]:
         backend.facts = {**FACTS, **facts}
         with serve(create_app(backend)) as url:
-            return retriever_identity(f"{url}/retrieve", timeout=30.0)
+            return read_identity(url)
 
     first = identity()
     assert set(first) == {"corpus", "index", "encoder"}
@@ -38,5 +46,5 @@ def test_each_part_has_a_fingerprint_of_its_own(serve: Callable[..., Any]) -> No
 def test_a_server_without_info_has_no_fingerprints(serve: Callable[..., Any]) -> None:
     """The original server, or no server, gives no fingerprints and no error."""
     with serve(FastAPI()) as url:
-        assert retriever_identity(f"{url}/retrieve", timeout=30.0) == {}
-    assert retriever_identity(f"{url}/retrieve", timeout=5.0) == {}
+        assert read_identity(url) == {}
+    assert read_identity(url, timeout=5.0) == {}

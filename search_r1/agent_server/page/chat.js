@@ -1,4 +1,4 @@
-// The chat page: sends questions to OpenAI's streaming route and shows the agent's steps as they arrive.
+// The chat page: sends questions to the OpenAI-compatible route and shows the agent's steps as they arrive.
 // Data from servers is always inserted as text, never as HTML.
 
 import { choice, make, visible } from "./elements.js";
