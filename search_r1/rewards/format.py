@@ -23,12 +23,7 @@ from search_r1.agent.grammar import (
     think_ending_patterns,
 )
 from search_r1.rewards.f1 import compare_answer
-from search_r1.rewards.interface import (
-    Origin,
-    RewardInput,
-    RewardOutput,
-    RewardScores,
-)
+from search_r1.rewards.interface import Origin, RewardInput, RewardOutput, RewardScores
 from search_r1.rewards.normalize import covers, matches_exactly
 
 END_OF_SEQUENCE = (
@@ -60,11 +55,10 @@ def _tag_letters(grammar: Grammar) -> Mapping[str, str]:
 
 def _strip_end_of_sequence(text: str) -> str:
     """Strip end-of-sequence texts and white space from the end."""
-    stripped = text.rstrip()
-    while stripped.endswith(END_OF_SEQUENCE):
-        token = next(t for t in END_OF_SEQUENCE if stripped.endswith(t))
-        stripped = stripped.removesuffix(token).rstrip()
-    return stripped
+    text = text.rstrip()
+    while token := next(filter(text.endswith, END_OF_SEQUENCE), None):
+        text = text.removesuffix(token).rstrip()
+    return text
 
 
 def _encode_segment(origin: Origin, text: str, grammar: Grammar) -> str:
@@ -83,11 +77,7 @@ def _encode_segment(origin: Origin, text: str, grammar: Grammar) -> str:
 
 
 def is_valid_dialogue(segments: Sequence[tuple[Origin, str]], grammar: Grammar = SEARCH_R1) -> bool:
-    """Whether the response has the form think → (search → information → think)* → answer.
-
-    In grammars that search inside the think block: think[(search → information)*] → answer. An
-    end-of-sequence text may follow the answer but not precede it.
-    """
+    """Whether a dialogue is valid as defined above; end-of-sequence texts may follow the answer."""
     letters, last = "", len(segments) - 1
     for index, (origin, text) in enumerate(segments):
         if index == last and origin == "policy":

@@ -19,8 +19,7 @@ def extract_answer(policy_texts: Sequence[str], grammar: Grammar = SEARCH_R1) ->
     Example: ``["<search>q</search>", "<answer> Paris </answer>"]`` gives ``"Paris"``.
     """
     for text in reversed(policy_texts):
-        answers = answer_pattern(grammar).findall(text)
-        if answers:
+        if answers := answer_pattern(grammar).findall(text):
             return str(answers[-1]).strip()
     return None
 

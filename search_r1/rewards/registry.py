@@ -32,7 +32,6 @@ from search_r1.rewards.judge.options import JudgeOptions
 
 def per_dialogue(rule: RewardFn) -> BatchRewardFn:
     """Return a batch reward that applies `rule` to each dialogue."""
-
     return lambda dialogues: [rule(dialogue) for dialogue in dialogues]
 
 
@@ -82,8 +81,8 @@ def wrap_user_reward(
 ) -> RewardFn:
     """Wrap a user's function, which returns a number or a ``RewardOutput``, with checks.
 
-    `spec` is its name in messages. Raises TypeError if it cannot be called with one dialogue. The
-    wrapped function raises OwnRewardError if it raises or returns anything else.
+    `spec` is its name in messages. Raises TypeError for a function that cannot be called with one
+    dialogue. The result raises OwnRewardError if the function raises or returns anything else.
     """
     inspect.signature(function).bind(None)
     if inspect.iscoroutinefunction(function):
@@ -163,22 +162,22 @@ def build_batch_reward(
 
     ``name`` is a key of ``REWARDS``, ``llm_judge`` (which returns ``judge``), a key of
     ``user_rewards``, or a user's ``path/to/file.py:function``. With ``weights``, build the weighted
-    sum of the rewards named there instead. Raises ValueError for unknown names, and for a negative
-    weight of a built-in reward, which would invert it.
+    sum of the rewards named there instead. Raises ValueError for unknown names, for weights that
+    are not finite or all 0, and for a negative weight of a built-in reward, which would invert it.
     """
     scores = scores or RewardScores()
-    for part, weight in (weights or {}).items():
+    if not weights:
+        return _build_one(name, scores, judge, user_rewards)
+    for part, weight in weights.items():
         if not (math.isfinite(weight) and (weight >= 0 or ":" in part)):
             raise ValueError(
                 f"weights: got {weight} for {part}, expected 0 or more: below 0 a wrong answer "
                 "could score more than a right one; fix: write a custom function for the cost"
             )
-    if weights and not any(weights.values()):
+    if not any(weights.values()):
         raise ValueError(f"weights: got {weights}, expected one above 0: every score would be 0")
-    if weights:
-        parts = {part: _build_one(part, scores, judge, user_rewards) for part in weights}
-        return weighted_sum(parts, weights)
-    return _build_one(name, scores, judge, user_rewards)
+    parts = {part: _build_one(part, scores, judge, user_rewards) for part in weights}
+    return weighted_sum(parts, weights)
 
 
 def build_reward(
@@ -186,7 +185,6 @@ def build_reward(
 ) -> RewardFn:
     """Build the reward of that name for single dialogues; see ``build_batch_reward``."""
     rule = build_batch_reward(name, scores, weights)
-
     return lambda dialogue: rule([dialogue])[0]
 
 
@@ -205,10 +203,9 @@ def _build_one(
     if name not in REWARDS:
         near = difflib.get_close_matches(name, [*REWARDS, LLM_JUDGE], n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
-        known = ", ".join(REWARDS)
         raise ValueError(
-            f"got reward {name!r}, expected one of {known}, {LLM_JUDGE} (with its options), or "
-            f"path/to/file.py:function{hint}"
+            f"got reward {name!r}, expected one of {', '.join(REWARDS)}, {LLM_JUDGE} (with its "
+            f"options), or path/to/file.py:function{hint}"
         )
     rule = REWARDS[name]
     return per_dialogue(lambda dialogue: rule(dialogue, scores))

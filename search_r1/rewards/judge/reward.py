@@ -7,6 +7,7 @@ Requests use httpx instead of the openai client, which would read keys and heade
 environment, follow redirects, and not retry a reply that is not a verdict.
 """
 
+import contextlib
 import hashlib
 import json
 import logging
@@ -67,10 +68,9 @@ def build_message(
 
 
 def parse_verdict(reply: str, verdict: str) -> float | None:
-    """Parse a reply to a score from 0 to 1; None if it is not a verdict.
+    """Parse a reply to a score from 0 to 1; None if it is not a verdict, such as a sentence.
 
-    A leading think block, quotation marks and a final full stop are ignored; a sentence is not a
-    verdict.
+    A leading think block, quotation marks and a full stop after yes or no are ignored.
     """
     word = _THOUGHTS.sub("", reply).strip().strip("\"'*`").lower()
     if verdict == "yes_no":
@@ -102,8 +102,7 @@ class JudgeEndpoint:
         key = {"Authorization": f"Bearer {options.api_key}"} if options.api_key else {}
         limits = httpx.Limits(max_connections=options.max_concurrency)
         self._client = BoundedHttpClient(options.timeout, MAX_BYTES, headers=key, limits=limits)
-        self._num_failures = 0
-        """Failed messages since the last verdict."""
+        self._num_failures = 0  # failed messages since the last verdict
         self._lock = threading.Lock()
 
     def __enter__(self) -> Self:
@@ -165,24 +164,20 @@ class JudgeEndpoint:
 
 
 class LlmJudge:
-    """Scores a batch of dialogues; equal messages are sent only once.
+    """Scores a batch of dialogues; equal messages are sent only once, and no verdict scores 0.
 
-    Without a verdict the score is that of exact match, which is then 0. Components: ``judge`` (the
-    score), ``em``, ``has_answer``, ``judge_asked`` (a verdict was needed), ``judge_failed``.
+    Components: ``judge`` (the score), ``em``, ``has_answer``, ``judge_asked`` (a verdict was
+    needed), ``judge_failed`` (it was needed but not given).
     """
 
     def __init__(self, options: JudgeOptions) -> None:
         """Open the cache. Raises ValueError if the file is not a cache or cannot be written."""
         self._options = options
         self._cache = None
-        path, option = options.cache_path, "reward_model.judge.cache_path"
-        if path:
-            try:
-                Path(path).parent.mkdir(parents=True, exist_ok=True)
-            except OSError as error:
-                expected = "expected a path to write to"
-                raise ValueError(f"got {option}={path} ({error}), {expected}") from error
-            self._cache = FileStore(path, option)
+        if options.cache_path:
+            with contextlib.suppress(OSError):  # FileStore raises the error
+                Path(options.cache_path).parent.mkdir(parents=True, exist_ok=True)
+            self._cache = FileStore(options.cache_path, "reward_model.judge.cache_path")
 
     def __call__(self, dialogues: Sequence[RewardInput]) -> list[RewardOutput]:
         messages = [self._message(dialogue) for dialogue in dialogues]
@@ -204,7 +199,7 @@ class LlmJudge:
             ["<answer>the city of Paris</answer>"], [], ["Paris"], question="Capital of France?"
         )
         message = self._message(example)
-        assert message is not None
+        assert message is not None, "the example is no exact match"
         try:
             with JudgeEndpoint(self._options) as endpoint:
                 endpoint.judge(message)
