@@ -133,8 +133,8 @@ def map_causal_lm(path: str, dtype: torch.dtype, needs_head: bool) -> PreTrained
     """Return the model in `dtype` with memory-mapped weights; None where they must be loaded."""
     with model_errors(path):
         config = AutoConfig.from_pretrained(path, trust_remote_code=trusts_remote_code())
-        folder = model_folder(path)
-        if folder is None:  # a hub model that is not in the cache yet
+        folder = Path(path).expanduser()
+        if not folder.is_dir():  # a hub model, of which the cache may have config.json only
             folder = Path(snapshot_download(path, allow_patterns=["*.json", MAPPED_FILES]))
         stored = stored_dtype(folder)
     if stored is None or get_checkpoint_conversion_mapping(config.model_type) is not None:

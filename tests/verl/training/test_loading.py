@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 import threading
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +29,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
+from tests.hub import serving_hub
 from tests.verl.training import loading_bodies
 from tests.verl.training.ranks import VOCAB, run_ranks
 from verl.errors import ModelError
@@ -169,6 +173,24 @@ def test_a_mapped_model_holds_no_values(mapped: dict[str, str]) -> None:
         with open_causal_lm(path, torch.float32, 2) as lm:
             is_float32 = "float32" in kind
             assert all(isinstance(p, Placeholder) is not is_float32 for p in lm.parameters())
+
+
+def test_a_hub_model_is_mapped_at_its_first_use(tmp_path: Path) -> None:
+    """Its configuration, which is read first, must not count as the whole model in the cache."""
+    qwen2(tmp_path / "model")
+    files = {f"org/tiny/{path.name}": path.read_bytes() for path in (tmp_path / "model").iterdir()}
+    program = (
+        "import torch\n"
+        "from verl.training.loading import Placeholder, open_causal_lm\n"
+        "with open_causal_lm('org/tiny', torch.float32, 1) as lm:\n"
+        "    print(all(isinstance(p, Placeholder) for p in lm.parameters()))\n"
+    )
+    with serving_hub(files) as url:
+        environment = os.environ | {"HF_ENDPOINT": url, "HF_HOME": str(tmp_path / "cache")}
+        environment.pop("HF_HUB_OFFLINE", None)
+        command = [sys.executable, "-c", program]
+        output = subprocess.run(command, env=environment, check=True, capture_output=True)
+    assert output.stdout.split() == [b"True"]
 
 
 def without(folder: Path, name: str) -> None:
