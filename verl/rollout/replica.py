@@ -436,7 +436,7 @@ class TurnEngine(RolloutEngine):
 
         async def generate_counted(ids: Sequence[int], sampling: Sampling) -> Completion:
             completion = await generate(ids, sampling)
-            self._queued_s = completion.queued_s
+            self._queued_s += completion.queued_s
             self._counts += completion.counts
             return completion
 

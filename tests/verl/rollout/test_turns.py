@@ -272,6 +272,24 @@ def test_each_part_has_a_seed_of_its_own_and_a_schedule_repeats_it(
         assert len(set(seeds)) == len(seeds) >= 3 and seeds[0] == 3
 
 
+class QueueingTypist(Typist):
+    """A typist whose requests each wait for a slot."""
+
+    async def generate(self, ids: Sequence[int], sampling: Sampling) -> Completion:
+        return replace(await super().generate(ids, sampling), queued_s=0.25)
+
+
+def test_the_waiting_times_of_a_parts_requests_are_added(
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    """Within a stop string, each token of the second part is a request of its own."""
+    ids = tokenizer.encode("it </answer>")
+    typist: Any = QueueingTypist(tokenizer, ids, [len(ids) - 2])
+    engine = TurnEngine(typist, BusyClock(), None, 0, decode=tokenizer.decode)
+    asyncio.run(engine.generate(PROMPT, Sampling(100, stop=STOP)))
+    assert [part.queued_s for part in engine.times] == [0.25, 0.5]
+
+
 def test_a_partial_stop_string_is_found_at_the_end_only() -> None:
     """A complete stop string does not count."""
     found = [
