@@ -22,7 +22,7 @@ from verl.types import Completion, Origin, Sampling, Segment, Status, Trajectory
 Results = Sequence[Sequence[Item]]
 """The items of each call of a turn."""
 CHARS_PER_TOKEN = 16
-"""More characters than a token has in prose; long texts are cut to this length before encoding."""
+"""More characters than a token has in prose, to tell from a prefix that a text is too long."""
 
 
 class Tokenizer(Protocol):
@@ -69,14 +69,9 @@ class DialogueAgent:
         ):
             needed = len(self._encode(self._response_text(turn, results)))
             if needed > self.limits.max_obs_length:
-                raise ConfigError(
-                    explain(
-                        "data.max_obs_length",
-                        self.limits.max_obs_length,
-                        f"at least {needed} for the {name} of template {self.format.name!r}",
-                        f"set data.max_obs_length={needed} or more",
-                    )
-                )
+                got, fix = self.limits.max_obs_length, f"set data.max_obs_length={needed} or more"
+                expected = f"at least {needed} for the {name} of template {self.format.name!r}"
+                raise ConfigError(explain("data.max_obs_length", got, expected, fix))
 
     async def run(self, start: Trajectory, engine: RolloutEngine, sampling: Sampling) -> Trajectory:
         """Run one dialogue to its end; see `verl.agent.interface.Agent`."""
@@ -99,11 +94,7 @@ class DialogueAgent:
         return trajectory
 
     async def _play(
-        self,
-        trajectory: Trajectory,
-        engine: RolloutEngine,
-        sampling: Sampling,
-        counts: Counter[str],
+        self, trajectory: Trajectory, engine: RolloutEngine, sampling: Sampling, counts: Counter[str]
     ) -> Status:
         """Run turns until one of them ends the dialogue; return the trajectory's status."""
         for number in range(self.limits.max_turns + 1):
@@ -189,18 +180,14 @@ class DialogueAgent:
 
     async def consult(self, call: ToolCall) -> tuple[Observation, str]:
         """Execute one call outside of a dialogue; return the observation and its text, cut to fit.
-
-        Raises ToolError.
-        """
+        Raises ToolError."""
         observation, turn = await self.environment.call(call), Turn((call,))
         return observation, self._response_text(turn, self.fit(turn, [observation.items]))
 
     def fit(self, turn: Turn, results: Results) -> Results:
-        """Return the items that fit into `max_obs_length` tokens: whole items, best first.
-
-        If not even the first item of each call fits, these are cut at a word; if their titles alone
-        do not fit either, no items are left.
-        """
+        """Return the items that fit into `max_obs_length` tokens: whole ones, best first. If not even
+        the first item of each call fits, these are cut at a word; if their titles alone do not fit
+        either, no items are left."""
         for count in range(max(map(len, results), default=0), 0, -1):
             first_items = [items[:count] for items in results]
             if self._fits(turn, first_items):
@@ -218,8 +205,8 @@ class DialogueAgent:
     def _fits(self, turn: Turn, results: Results) -> bool:
         """Whether the response is within its budget.
 
-        Long responses are rejected by a prefix: if it has more than twice the tokens of the budget,
-        the whole exceeds the budget, wherever the prefix was cut. Otherwise a longer prefix is
+        A long response is rejected by a prefix with more than twice the tokens of the budget, since
+        the whole then exceeds the budget wherever the prefix was cut. Otherwise a longer prefix is
         tried, since some texts have few tokens, such as a run of spaces.
         """
         max_tokens = self.limits.max_obs_length
@@ -233,12 +220,12 @@ class DialogueAgent:
         return len(self._encode(self._response_text(turn, results))) <= max_tokens
 
     def _response_text(self, turn: Turn, results: Results | None) -> str:
-        """Return the format's response, followed by the closed thinking part if there is one."""
         special_tokens = self.tokenizer.all_special_tokens
         return self.format.respond(turn, results, special_tokens) + self._opening
 
     @property
     def _opening(self) -> str:
+        """The closed thinking part before each policy turn, if configured."""
         return self.format.closed_think if self.limits.no_think_rl else ""
 
     def _encoded_segment(self, origin: Origin, text: str) -> Segment:

@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from verl import plugins
 from verl.agent.interface import Item, Observation, Tool, ToolCall
 from verl.config import Config
 from verl.errors import ToolError, ToolRefused, explain
+from verl.plugins import user_file_errors
 from verl.types import Trajectory
 
 TYPES: dict[str, type | tuple[type, ...]] = {
@@ -46,7 +46,7 @@ class Environment:
         return tuple(dict.fromkeys(fault for tool in self.tools for fault in tool.faults))
 
     def find(self, name: str) -> Tool | None:
-        """Return the tool called `name`, if there is one."""
+        """Return the tool `name`, or None."""
         return next((tool for tool in self.tools if tool.name == name), None)
 
     @property
@@ -58,7 +58,7 @@ class Environment:
         """Return the environment for one dialogue."""
         tools = []
         for tool in self.active:
-            with plugins.user_file_errors(f"for_dialogue of {tool.label}", ToolRefused, "a tool"):
+            with user_file_errors(f"for_dialogue of {tool.label}", ToolRefused, "a tool"):
                 tools.append(tool.for_dialogue(start))
         is_same = all(new is old for new, old in zip(tools, self.active, strict=True))
         return self if is_same else replace(self, tools=tuple(tools))
@@ -71,16 +71,14 @@ class Environment:
                 continue
             arguments = read_arguments(tool, call)
             if not isinstance(arguments, str):
-                with plugins.user_file_errors(
-                    f"anticipate of {tool.label}", ToolRefused, "no error"
-                ):
+                with user_file_errors(f"anticipate of {tool.label}", ToolRefused, "no error"):
                     tool.anticipate(**arguments)
 
     def ended(self) -> dict[str, float]:
         """Return the numbers that the tools counted in the dialogue that has ended."""
         numbers: dict[str, float] = {}
         for tool in self.active:
-            with plugins.user_file_errors(f"ended of {tool.label}", ToolRefused, "numbers by name"):
+            with user_file_errors(f"ended of {tool.label}", ToolRefused, "numbers by name"):
                 numbers |= tool.ended()
         return numbers
 
@@ -102,7 +100,7 @@ class Environment:
         if tool is None or isinstance(arguments, str):
             return Observation((Item(f"Error: {arguments}"),))
         subject = f"{tool.label}, called with {str(arguments)[:300]}"
-        with plugins.user_file_errors(subject, ToolRefused, OBSERVATION):
+        with user_file_errors(subject, ToolRefused, OBSERVATION):
             observation = await tool.call(**arguments)
         if not is_observation(observation):
             got = " ".join(repr(observation).split())[:300]
@@ -116,12 +114,9 @@ class Environment:
         return tool is not None and not isinstance(read_arguments(tool, call), str)
 
     def probe(self, seconds: float) -> tuple[Tool, str] | None:
-        """Return the first tool that does not answer and the problem, or None.
-
-        Raises ToolRefused.
-        """
+        """Return the first unavailable tool and its problem, or None. Raises ToolRefused."""
         for tool in self.active:
-            with plugins.user_file_errors(f"probe of {tool.label}", ToolRefused, "a text"):
+            with user_file_errors(f"probe of {tool.label}", ToolRefused, "a text"):
                 problem = tool.probe(seconds)
             if problem:
                 return tool, problem
@@ -130,18 +125,14 @@ class Environment:
     def preflight(self, seconds: float) -> Iterator[ToolError]:
         """Yield the problems of all tools that must be fixed before a run can start."""
         for tool in self.active:
-            with plugins.user_file_errors(
-                f"preflight of {tool.label}", ToolRefused, "what is wrong"
-            ):
+            with user_file_errors(f"preflight of {tool.label}", ToolRefused, "what is wrong"):
                 yield from tool.preflight(seconds)
 
     def identity(self) -> dict[str, str]:
         """Return the fingerprints of all tools."""
         fingerprints: dict[str, str] = {}
         for tool in self.active:
-            with plugins.user_file_errors(
-                f"identity of {tool.label}", ToolRefused, "fingerprints by name"
-            ):
+            with user_file_errors(f"identity of {tool.label}", ToolRefused, "fingerprints by name"):
                 fingerprints |= tool.identity()
         return fingerprints
 
@@ -180,11 +171,8 @@ def unknown_tool(call: ToolCall, tools: Sequence[Tool]) -> str:
 
 
 def read_arguments(tool: Tool, call: ToolCall) -> dict[str, Any] | str:
-    """Return the arguments by name, or a message if they are invalid.
-
-    Names and types are checked against the schema; the tool itself checks ranges. A plain text is
-    parsed as JSON if the schema does not accept a text.
-    """
+    """Return the arguments by name, or a message if their names or types do not match the schema;
+    the tool itself checks ranges. A plain text is parsed as JSON if the schema accepts no text."""
     properties = tool.properties
     if isinstance(call.arguments, str):
         name, value = tool.main_argument, call.arguments
