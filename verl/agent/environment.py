@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -175,23 +176,20 @@ def read_arguments(tool: Tool, call: ToolCall) -> dict[str, Any] | str:
     the tool itself checks ranges. A plain text is parsed as JSON if the schema accepts no text."""
     properties = tool.properties
     if isinstance(call.arguments, str):
-        name, value = tool.main_argument, call.arguments
-        types = schema_types(properties[name])
-        if "string" in types:
-            return {name: value}
-        try:
-            return {name: json.loads(value)}
-        except ValueError:
-            return f"{name} of {tool.name}: got {value!r}, expected {' or '.join(types)}"
-    missing = [name for name in tool.parameters.get("required", ()) if name not in call.arguments]
-    unknown = [name for name in call.arguments if name not in properties]
-    if missing or unknown:
-        return f"{tool.name} takes {', '.join(properties)}: got {', '.join(call.arguments)}"
-    for name, value in call.arguments.items():
+        arguments: dict[str, Any] = {tool.main_argument: call.arguments}
+        if "string" not in schema_types(properties[tool.main_argument]):
+            with contextlib.suppress(ValueError):
+                arguments[tool.main_argument] = json.loads(call.arguments)
+    else:
+        arguments = dict(call.arguments)
+        required = tool.parameters.get("required", ())
+        if not properties.keys() >= arguments.keys() >= set(required):
+            return f"{tool.name} takes {', '.join(properties)}: got {', '.join(arguments)}"
+    for name, value in arguments.items():
         types = schema_types(properties[name])
         if not any(isinstance(value, TYPES.get(type_name, object)) for type_name in types):
             return f"{name} of {tool.name}: got {value!r}, expected {' or '.join(types)}"
-    return dict(call.arguments)
+    return arguments
 
 
 def schema_types(schema: Mapping[str, Any]) -> list[str]:

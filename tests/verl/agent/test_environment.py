@@ -138,3 +138,13 @@ def test_an_argument_may_have_one_of_several_types(
     assert found == expected or (isinstance(expected, str) and expected in found)
     of_text = read_arguments(Ours(), ToolCall("own", "4"))
     assert of_text == {"x": "4" if "string" in str(schema) else 4}
+
+
+@pytest.mark.parametrize("text", ['"4"', "[4]", "four"])
+def test_a_plain_text_must_have_a_type_of_the_schema_too(text: str) -> None:
+    """Valid JSON of another type is the policy's mistake, like a text that is no JSON."""
+
+    class Ours(Tool):
+        name, parameters = "own", {"properties": {"x": {"type": "integer"}}}
+
+    assert "expected integer" in read_arguments(Ours(), ToolCall("own", text))
