@@ -178,7 +178,7 @@ def read_arguments(tool: Tool, call: ToolCall) -> dict[str, Any] | str:
     if isinstance(call.arguments, str):
         arguments: dict[str, Any] = {tool.main_argument: call.arguments}
         if "string" not in schema_types(properties[tool.main_argument]):
-            with contextlib.suppress(ValueError):
+            with contextlib.suppress(ValueError, RecursionError):  # no JSON, or nested too deeply
                 arguments[tool.main_argument] = json.loads(call.arguments)
     else:
         arguments = dict(call.arguments)

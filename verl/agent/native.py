@@ -179,7 +179,7 @@ def read_call(content: str, load: Callable[[str], Any] = json.loads) -> ToolCall
     """Parse the JSON object of a call; return None if it is not a valid call."""
     try:
         call = load(content)
-    except ValueError:
+    except (ValueError, RecursionError):  # no JSON, or nested too deeply
         return None
     if not isinstance(call, dict) or not isinstance(call.get("name"), str):
         return None

@@ -132,6 +132,7 @@ def test_llama_calls_are_bare_json(prefix: str) -> None:
         ("<answer> Lima </answer>", 0, False),
         ("nothing to see", 0, True),
         ("<tool_call>{not json}</tool_call>", 0, True),
+        (f'<tool_call>{{"name": {"[" * 9999}</tool_call>', 0, True),
         ('<tool_call>["capital"]</tool_call>', 0, True),
         ('<tool_call>{"name": "capital", "arguments": "Peru"}</tool_call>', 0, True),
         (tagged("Peru") + "<tool_call>", 1, True),
