@@ -94,8 +94,9 @@ class DialogueAgent:
         return trajectory
 
     async def _play(
-        self, trajectory: Trajectory, engine: RolloutEngine, sampling: Sampling, counts: Counter[str]
-    ) -> Status:
+        self, trajectory: Trajectory, engine: RolloutEngine, sampling: Sampling,
+        counts: Counter[str],
+    ) -> Status:  # fmt: skip
         """Run turns until one of them ends the dialogue; return the trajectory's status."""
         for number in range(self.limits.max_turns + 1):
             if trajectory.num_tokens > self.limits.max_prompt_length:
@@ -185,9 +186,9 @@ class DialogueAgent:
         return observation, self._response_text(turn, self.fit(turn, [observation.items]))
 
     def fit(self, turn: Turn, results: Results) -> Results:
-        """Return the items that fit into `max_obs_length` tokens: whole ones, best first. If not even
-        the first item of each call fits, these are cut at a word; if their titles alone do not fit
-        either, no items are left."""
+        """Return the items that fit into `max_obs_length` tokens: whole ones, best first. If not
+        even the first item of each call fits, these are cut at a word; if their titles alone do not
+        fit either, no items are left."""
         for count in range(max(map(len, results), default=0), 0, -1):
             first_items = [items[:count] for items in results]
             if self._fits(turn, first_items):

@@ -107,11 +107,9 @@ class NativeFormat:
 
     @property
     def schemas(self) -> list[dict[str, Any]]:
-        """Tool schemas for the chat template, which are part of every prompt."""
         return [tool.schema for tool in self.tools]
 
     def user_prompt(self, question: str) -> str:
-        """Return the user's message for a question; the template adds the tools."""
         return self.wording.user_prompt(question)
 
     def parse(self, completion: Completion) -> Turn:
@@ -128,12 +126,8 @@ class NativeFormat:
         is_unbalanced = text.count(CALL.opening) != text.count(CALL.closing)
         is_malformed = is_unbalanced or None in parsed or GRAMMAR.information.opening in text
         answer = None if calls else answer_pattern(self.tags).search(text)
-        return Turn(
-            calls,
-            answer["answer"].strip() if answer else None,
-            is_malformed or not (calls or answer),
-            is_open,
-        )
+        answer_text = answer["answer"].strip() if answer else None
+        return Turn(calls, answer_text, is_malformed or not (calls or answer), is_open)
 
     def begun(self, text: str) -> tuple[ToolCall, ...]:
         """Return every call with its complete argument values; see `DialogueFormat.begun`."""
@@ -164,15 +158,11 @@ class NativeFormat:
         return following if turn.is_open else following.removeprefix(end)
 
     def _content(self, items: Sequence[Item], reserved: Sequence[str]) -> str:
-        """Return the content of one tool message, with tags and reserved strings neutralized."""
         return self.wording.items_text(items, reserved).rstrip("\n")
 
     def _render(self, messages: Sequence[Mapping[str, str]], **options: Any) -> str:
-        return str(
-            self.tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=True, **options
-            )
-        )
+        render = self.tokenizer.apply_chat_template
+        return str(render(messages, tokenize=False, add_generation_prompt=True, **options))
 
 
 def read_call(content: str, load: Callable[[str], Any] = json.loads) -> ToolCall | None:

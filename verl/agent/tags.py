@@ -87,7 +87,7 @@ class TagFormat:
     def begun(self, text: str) -> tuple[ToolCall, ...]:
         """Return the unclosed call once its last word is complete; see `DialogueFormat.begun`.
 
-        A word is complete when white space or the beginning of the closing tag follows. While the
+        A word is complete if white space or the beginning of the closing tag follows. While the
         next word is being written, the text before it cannot be the whole call, so there is none.
         """
         openings = [(text.rfind(tag.opening), name, tag) for name, tag in self.tags.tools]
@@ -110,11 +110,9 @@ class TagFormat:
         return self.observation([item for items in results for item in items], reserved)
 
     def observation(self, passages: Sequence[Passage], reserved: Iterable[str] = ()) -> str:
-        """Return the text of the passages in information tags.
-
-        Tags in the passages are neutralized, and so are the strings in `reserved`, such as the
-        special tokens of the policy's tokenizer.
-        """
+        """Return the text of the passages in information tags. Tags in the passages are
+        neutralized, as are the strings `reserved`, such as the special tokens of the policy's
+        tokenizer."""
         information = self.tags.information.wrap(self.items_text(passages, reserved))
         return self.around.replace("{information}", information)
 
@@ -195,10 +193,8 @@ def neutralize(text: str, tags: Grammar, reserved: Iterable[str] = ()) -> str:
 
 @functools.cache
 def _reserved(tags: Grammar) -> tuple[re.Pattern[str], tuple[str, ...]]:
-    """Return a pattern of the `<` before tag names and control tokens, and all other tags.
-
-    The control tokens are those of common chat formats. Other tags are not of the form `<name>`.
-    """
+    """Return a pattern of the `<` before tag names and the control tokens of common chat formats,
+    and the tags that are not of the form `<name>`."""
     texts = [text for tag in tags.tags for text in (tag.opening, tag.closing)]
     matches = [re.fullmatch(r"</?(\w+)>", text) for text in texts]
     names = "|".join(dict.fromkeys(re.escape(match[1]) for match in matches if match))

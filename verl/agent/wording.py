@@ -82,9 +82,7 @@ def _grammar(where: str, content: Any) -> Grammar:
     texts = Counter(text for tag in tags for text in (tag.opening, tag.closing))
     text, count = texts.most_common(1)[0]
     if count > 1:
-        raise _error(
-            where, f"{text} {count} times", "each once", "use different tags for each part"
-        )
+        raise _error(where, f"{text} {count} times", "each once", "use other tags for each part")
     return grammar
 
 
@@ -115,6 +113,5 @@ def _keys(
 
 
 def _error(where: str, got: Any, expected: str, fix: str) -> ConfigError:
-    return ConfigError(
-        explain(where, repr(got) if not isinstance(got, str) else got, expected, fix)
-    )
+    got = got if isinstance(got, str) else repr(got)
+    return ConfigError(explain(where, got, expected, fix))
