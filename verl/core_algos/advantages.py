@@ -22,10 +22,8 @@ STD_EPSILON = 1e-6
 
 
 def _policy_grid(policy_mask: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
-    """Return each policy token's (row, column) in a grid of the sequences without other tokens.
-
-    Both have shape (num_policy_tokens,), in the tokens' flat order; rows are sequences.
-    """
+    """Return each policy token's row and column in a grid with a row per sequence, which has policy
+    tokens only; both (num_policy_tokens,), in the tokens' flat order."""
     rows = sequence_ids(offsets)[policy_mask]
     lengths = segment_sum(policy_mask.long(), offsets)
     starts = lengths.cumsum(0) - lengths
@@ -34,12 +32,7 @@ def _policy_grid(policy_mask: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def compute_gae_advantage(
-    rewards: Tensor,
-    values: Tensor,
-    policy_mask: Tensor,
-    offsets: Tensor,
-    gamma: float,
-    lam: float,
+    rewards: Tensor, values: Tensor, policy_mask: Tensor, offsets: Tensor, gamma: float, lam: float
 ) -> tuple[Tensor, Tensor]:
     """Generalised advantage estimation over policy tokens only (Schulman et al. 2016).
 
@@ -73,10 +66,8 @@ def compute_gae_advantage(
 def discounted_returns(
     rewards: Tensor, policy_mask: Tensor, offsets: Tensor, gamma: float
 ) -> Tensor:
-    """Return each policy token's return, discounted per policy token; 0 elsewhere.
-
-    All (num_tokens,). It is the advantage of GAE with lambda 1 and a value of 0 everywhere.
-    """
+    """Return each policy token's return, discounted per policy token; 0 elsewhere, (num_tokens,).
+    It is the advantage of GAE with lambda 1 and a value of 0 everywhere."""
     values = torch.zeros_like(rewards)
     return compute_gae_advantage(rewards, values, policy_mask, offsets, gamma, 1.0)[0]
 
@@ -115,11 +106,9 @@ def opo(scores: Tensor, groups: Groups, lengths: Tensor) -> Tensor:
 
 
 def grpo_passk(scores: Tensor, groups: Groups, norm_by_std: bool = True) -> Tensor:
-    """Return advantages for pass@n of a group (Tang et al. 2025, arXiv 2503.19595), (num_seqs,).
-
-    They are ``max - second max`` for the best score, and 0 for all others and where two scores are
-    best; divided as in ``grpo``.
-    """
+    """Return advantages for pass@n of a group (Tang et al. 2025, arXiv 2503.19595), (num_seqs,):
+    ``max - second max`` for the best score, and 0 for all others and where two scores are best;
+    divided as in ``grpo``."""
     lead = difference(scores, groups.best_of_others(scores))
     lead = torch.where(groups.sizes(scores) > 1, lead.clamp(min=0.0), lead)
     return lead / (groups.std(scores) + STD_EPSILON) if norm_by_std else lead
@@ -161,7 +150,7 @@ class AdvantageInputs:
 
     @property
     def groups(self) -> Groups:
-        """The groups; raises ValueError unless there is one id per sequence."""
+        """The groups of ``group_ids``; raises ValueError unless there is one id per sequence."""
         assert self.group_ids is not None, "give each sequence its prompt's id as group_ids"
         return Groups.of(self.group_ids, self.policy_mask, self.offsets)
 
@@ -234,9 +223,10 @@ def _reinforce_baseline(inputs: AdvantageInputs) -> Tensor:
     return difference(inputs.returns_to_go(), inputs.per_token(baseline))
 
 
-def _critic_free(
-    name: str, estimate: Callable[[AdvantageInputs], Tensor], **needs: bool
-) -> AdvantageEstimator:
+Estimate = Callable[[AdvantageInputs], Tensor]
+
+
+def _critic_free(name: str, estimate: Estimate, **needs: bool) -> AdvantageEstimator:
     """Build an estimator whose ``estimate`` (num_tokens,) is both advantage and return."""
 
     def compute(inputs: AdvantageInputs) -> Advantages:
@@ -246,27 +236,18 @@ def _critic_free(
     return AdvantageEstimator(name, compute, **needs)
 
 
+def _group_based(name: str, estimate: Estimate) -> AdvantageEstimator:
+    """Build an estimator that compares groups, from an ``estimate`` per sequence (num_seqs,)."""
+    return _critic_free(name, lambda x: x.per_token(estimate(x)), needs_groups=True)
+
+
 _ESTIMATORS = (
     AdvantageEstimator("gae", _gae, needs_critic=True),
-    _critic_free(
-        "grpo",
-        lambda x: x.per_token(grpo(x.scores, x.groups, x.norm_by_std)),
-        needs_groups=True,
-    ),
-    _critic_free(
-        "dr_grpo",
-        lambda x: x.per_token(grpo(x.scores, x.groups, norm_by_std=False)),
-        needs_groups=True,
-    ),
-    _critic_free("rloo", lambda x: x.per_token(rloo(x.scores, x.groups)), needs_groups=True),
-    _critic_free(
-        "opo", lambda x: x.per_token(opo(x.scores, x.groups, x.lengths)), needs_groups=True
-    ),
-    _critic_free(
-        "grpo_passk",
-        lambda x: x.per_token(grpo_passk(x.scores, x.groups, x.norm_by_std)),
-        needs_groups=True,
-    ),
+    _group_based("grpo", lambda x: grpo(x.scores, x.groups, x.norm_by_std)),
+    _group_based("dr_grpo", lambda x: grpo(x.scores, x.groups, norm_by_std=False)),
+    _group_based("rloo", lambda x: rloo(x.scores, x.groups)),
+    _group_based("opo", lambda x: opo(x.scores, x.groups, x.lengths)),
+    _group_based("grpo_passk", lambda x: grpo_passk(x.scores, x.groups, x.norm_by_std)),
     _critic_free("reinforce", lambda x: x.returns_to_go()),
     _critic_free("reinforce_baseline", _reinforce_baseline),
     _critic_free("reinforce_plus_plus", lambda x: x.whiten(x.returns_to_go())),

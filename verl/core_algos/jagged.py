@@ -24,10 +24,8 @@ def segment_sum(x: Tensor, offsets: Tensor) -> Tensor:
 
 
 def sum_by_id(x: Tensor, ids: Tensor) -> Tensor:
-    """Return for each token the sum of ``x`` over all tokens with its id. All (num_tokens,).
-
-    ``ids`` are int64 from 0: sequences, or turns, of tokens that need not be neighbours.
-    """
+    """Return for each token the sum of ``x`` over all tokens with its id. All (num_tokens,);
+    ``ids`` are int64 from 0, such as sequences or turns, in any order."""
     num_ids = int(ids.max()) + 1 if ids.numel() else 0
     return x.new_zeros(num_ids).index_add(0, ids, x)[ids]
 

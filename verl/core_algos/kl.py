@@ -45,10 +45,8 @@ def apply_kl_in_reward(
     coef: float,
     kind: str,
 ) -> Tensor:
-    """Subtract ``coef * KL`` from the reward of each policy token. All (num_tokens,); no gradient.
-
-    Rewards of other tokens are unchanged.
-    """
+    """Subtract ``coef * KL``, without gradient, from the reward of each policy token; rewards of
+    other tokens are unchanged. All (num_tokens,)."""
     penalty = kl_penalty(log_probs.detach(), ref_log_probs.detach(), kind)
     return token_rewards - coef * torch.where(policy_mask, penalty, 0.0)
 
@@ -56,7 +54,7 @@ def apply_kl_in_reward(
 def mean_sequence_kl(
     log_probs: Tensor, ref_log_probs: Tensor, policy_mask: Tensor, offsets: Tensor, kind: str
 ) -> Tensor:
-    """Return the mean over sequences of the mean KL over policy tokens, the controllers' input."""
+    """Return the mean over sequences of the mean KL over policy tokens, as controllers need it."""
     weights = loss_weights(policy_mask, offsets, "seq-mean-token-mean")
     return weighted_sum(kl_penalty(log_probs.detach(), ref_log_probs.detach(), kind), weights)
 
