@@ -59,10 +59,17 @@ class Groups:
 
     def best_of_others(self, x: Tensor) -> Tensor:
         """Return each sequence's largest ``x`` of the other members; 0 without one. (num_seqs,)"""
-        others = (self.ids[:, None] == self.ids) & self.members
-        others.fill_diagonal_(False)
-        best = x.expand(len(x), -1).masked_fill(~others, -torch.inf).amax(1)
-        return torch.where(others.any(1), best, 0.0)
+        best = self._largest(x, self.members)
+        is_best = self.members & (x == best)
+        is_only_best = is_best & (self.total(is_best.to(x.dtype)) == 1)
+        best = torch.where(is_only_best, self._largest(x, self.members & ~is_best), best)
+        return best.masked_fill(best.isneginf(), 0.0)
+
+    def _largest(self, x: Tensor, mask: Tensor) -> Tensor:
+        """Return the largest ``x`` where ``mask`` in each sequence's group, -inf without one."""
+        num_groups = int(self.ids.max()) + 1 if self.ids.numel() else 0
+        largest = x.new_full((num_groups,), -torch.inf)
+        return largest.scatter_reduce(0, self.ids[mask], x[mask], "amax")[self.ids]
 
     def std(self, x: Tensor) -> Tensor:
         """Return each sequence's unbiased group deviation of ``x``; 1 without a second member."""

@@ -1,6 +1,7 @@
 """Groups and their sums, means, deviations and maxima, compared with plain loops."""
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -8,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.verl.jagged_batches import CLOSE, Batch, batches, fast, make_batch
 from verl.core_algos.groups import Groups, dense_group_ids
@@ -27,6 +29,28 @@ def test_ids_that_do_not_fit_are_refused() -> None:
     batch = make_batch([[True], [True]])
     with pytest.raises(ValueError, match="got 1 group ids for 2 sequences"):
         Groups.of(["x"], batch.mask, batch.offsets)
+
+
+class Sizes(TorchDispatchMode):
+    """Records the number of elements of the largest tensor that is computed."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        if isinstance(output, Tensor):
+            self.largest = max(self.largest, output.numel())
+        return output
+
+
+def test_memory_is_linear_in_the_number_of_sequences() -> None:
+    """A table of all pairs would take gigabytes in a step of 20,000 sequences."""
+    count = 100
+    batch = make_batch([[True]] * count)
+    groups = Groups.of([i // 5 for i in range(count)], batch.mask, batch.offsets)
+    with Sizes() as sizes:
+        groups.best_of_others(torch.arange(float(count)))
+    assert sizes.largest <= count
 
 
 @fast
