@@ -114,11 +114,9 @@ class Packing:
         return sum(group.work(pair_cost) for group in self.prefix_groups(indices))
 
     def split_over_ranks(self, num_ranks: int, pair_cost: float = 0.0) -> list[list[int]]:
-        """Divide the sequences over ranks so that the slowest rank has the least work.
-
-        Whole groups compute each prompt once, but smaller parts can be balanced better; so all
-        group sizes are tried. A rank may get no sequences.
-        """
+        """Divide the sequences over ranks so that the slowest rank has the least work. Whole groups
+        compute each prompt once, but smaller parts can be balanced better: groups are also tried in
+        halves, quarters and so on. A rank may get no sequences."""
         whole = self.prefix_groups(range(len(self.lengths)))
         size = max((len(group.members) for group in whole), default=1)
         divisions = []
@@ -132,11 +130,9 @@ class Packing:
     def micro_batches(
         self, indices: Sequence[int], budget: int, min_count: int = 1
     ) -> list[list[int]]:
-        """Divide sequences into micro-batches of at most `budget` tokens.
-
-        Groups are split only if they exceed the budget. At least `min_count` micro-batches are
-        returned, the last ones perhaps empty, so that every rank can run the same number.
-        """
+        """Divide sequences into micro-batches of at most `budget` tokens; groups are split only if
+        they exceed it. At least `min_count` micro-batches are returned, the last ones perhaps
+        empty, so that every rank can run the same number."""
         units = [part for g in self.prefix_groups(indices) for part in g.split_to_budget(budget)]
         return [_members(units, b) for b in pack([u.cost for u in units], budget, min_count)]
 
@@ -174,10 +170,8 @@ def saved_token_share(batch: TokenBatch) -> float:
 
 def common_prompts(batch: TokenBatch) -> Tensor:
     """Count the prompt tokens that each sequence has in common with its whole group, (num_seqs,).
-
     Prompts are compared by token id, since a group's prompts may differ. Each sequence keeps at
-    least one token of its own.
-    """
+    least one token of its own."""
     ids, starts = batch.tokens["input_ids"].numpy(), batch.offsets.tolist()
     lengths = prompt_lengths(batch)
     groups: dict[str, list[int]] = {}
@@ -215,11 +209,8 @@ class Split:
 
 def split_by_work(batch: TokenBatch, num_sp_groups: int, pair_cost: float = 0.0) -> Split:
     """Divide sequences over sequence-parallel groups (by default one rank each) so that all have
-    nearly the same work: a token costs 1, each pair of tokens of a sequence `pair_cost`.
-
-    With fewer sequences than groups, some groups get an empty shard; their ranks still take part
-    in every collective call.
-    """
+    nearly the same work, as `PrefixGroup.work` defines it. Groups without sequences get an empty
+    shard; their ranks still take part in every collective call."""
     parts = Packing.of(batch).split_over_ranks(num_sp_groups, pair_cost)
     return Split(parts, [batch.select(part) for part in parts])
 
@@ -253,11 +244,9 @@ def join_tokens(outputs: Sequence[Tensor], split: Split, batch: TokenBatch) -> T
 
 
 def balance(lengths: Sequence[float], num_parts: int) -> list[list[int]]:
-    """Divide sequence indices into `num_parts` parts with nearly equal sums of `lengths`.
-
-    The longest sequence goes first, each to the lightest part. Indices ascend within a part; parts
-    may be empty if there are fewer sequences than parts.
-    """
+    """Divide sequence indices into `num_parts` parts with nearly equal sums of `lengths`: longest
+    first, each to the lightest part. Indices ascend within a part. Parts may be empty if there are
+    fewer sequences than parts."""
     parts: list[list[int]] = [[] for _ in range(num_parts)]
     heap = [(0.0, part) for part in range(num_parts)]
     for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
@@ -268,12 +257,9 @@ def balance(lengths: Sequence[float], num_parts: int) -> list[list[int]]:
 
 
 def pack(lengths: Sequence[int], budget: int, min_count: int = 1) -> list[list[int]]:
-    """Group sequence indices into micro-batches of at most `budget` tokens, first-fit decreasing.
-
-    A sequence longer than the budget gets a micro-batch of its own. At least `min_count`
-    micro-batches are returned, the last ones perhaps empty, so that every rank can run the same
-    number.
-    """
+    """Group sequence indices into micro-batches of at most `budget` tokens, first-fit decreasing; a
+    longer sequence gets a micro-batch of its own. At least `min_count` micro-batches are returned,
+    the last ones perhaps empty, so that every rank can run the same number."""
     bins: list[list[int]] = []
     free = np.empty(len(lengths), dtype=np.int64)
     for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):

@@ -59,18 +59,15 @@ class Sampling:
 
 @dataclass(frozen=True)
 class EngineCounts:
-    """Token counts of prefix caching and speculative decoding, for one or several requests.
-
-    All are 0 if the engine does not report them.
-    """
+    """Token counts of prefix caching and speculative decoding, for one or several requests. All are
+    0 if the engine does not report them."""
 
     prompt: int = 0
     """Prompt tokens, that is, the dialogue so far."""
     cached: int = 0
     """Prompt tokens that were already in the prefix cache."""
     drafted: int = 0
-    """Draft tokens (`rollout.speculative_config`) of the whole engine since the previously finished
-    request."""
+    """Draft tokens (`rollout.speculative_config`) of all requests since the last one finished."""
     accepted: int = 0
     """Draft tokens that were accepted."""
 
@@ -164,11 +161,9 @@ class Segment:
 
 @dataclass(frozen=True)
 class _UnpackedColumn:
-    """Descriptor that unpacks a column of a `Segment` on first access and stores it there.
-
-    It defines no `__set__`, so an instance attribute of the same name takes precedence: later
-    accesses, and segments that were never pickled, do not come here.
-    """
+    """Descriptor that unpacks a column of a `Segment` on first access and stores it there. Without
+    `__set__`, an instance attribute of the same name takes precedence: later accesses, and segments
+    that were never pickled, do not come here."""
 
     name: str
 
@@ -188,11 +183,9 @@ ID_BYTES = array(Segment.TYPECODES["ids"]).itemsize
 
 @dataclass(frozen=True)
 class TurnTimes:
-    """Timestamps of one turn: requested, started (once its weights were loaded), and finished.
-
-    All are seconds since the epoch by the clock of the replica's machine. A turn that was
-    interrupted by new weights has one entry per part.
-    """
+    """Timestamps of one turn: requested, started (once its weights were loaded), and finished. All
+    are seconds since the epoch by the clock of the replica's machine. A turn that was interrupted
+    by new weights has one entry per part."""
 
     requested: float
     started: float
@@ -200,7 +193,7 @@ class TurnTimes:
     turn: int = 0
     """Number of the turn within the dialogue, from 0."""
     queued_s: float = 0.0
-    """Seconds after `started` during which the engine had no free slot."""
+    """Seconds after `started` during which its requests waited for a slot of the engine."""
     counts: EngineCounts = EngineCounts()
 
 

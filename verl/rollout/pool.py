@@ -78,10 +78,8 @@ class RolloutPool:
         self, starts: Sequence[Trajectory], sampling: Sampling,
         finished: Mapping[int, Trajectory] | None = None,
     ) -> RolloutRequest:  # fmt: skip
-        """Start to finish `starts` and return immediately.
-
-        `finished` are trajectories that are finished already, by position.
-        """
+        """Start to finish `starts` and return immediately; `finished` are those that are finished
+        already, by position."""
         return RolloutRequest(starts, sampling, dict(finished or {}))
 
     def finish(self, request: RolloutRequest) -> list[Trajectory]:
@@ -96,10 +94,8 @@ class RolloutPool:
         return self.finish(self.start(starts, sampling))
 
     def fetch_finished(self) -> Callable[[], Mapping[TrajectoryKey, Trajectory]]:
-        """Ask for the finished trajectories of unfinished requests.
-
-        Returns a function that waits for them; it may be called in another thread.
-        """
+        """Ask for the finished trajectories of unfinished requests; return a function that waits
+        for them and may be called in another thread."""
         return dict
 
     def abandon(self, request: RolloutRequest) -> None:
@@ -136,12 +132,9 @@ class Claims:
     async def take(
         self, slots: Slots, num_running: Callable[[], int], run: Callable[[Sequence[int]], None]
     ) -> None:
-        """Claim and start groups until none are left.
-
-        Waits for free slots; claims at least one group at a time. `num_running` counts this
-        request's running trajectories, `run` starts the given positions. An earlier request goes
-        first, unless it already runs its share.
-        """
+        """Claim and start groups until none are left: as many as there are free slots, at least one
+        at a time. `num_running` counts this request's running trajectories, `run` starts those at
+        the given positions. An earlier request goes first, unless it already runs its share."""
         if self.call_counter is None:
             run(self.assigned)
             return
@@ -163,11 +156,9 @@ class Claims:
 
 
 class Slots:
-    """The free slots of a replica.
-
-    A slot is held by each turn, and by each trajectory before its first turn. A trajectory that
-    waits for a tool holds none, so that the engine stays busy however slow the tools are.
-    """
+    """The free slots of a replica. A slot is held by each turn, and by each trajectory before its
+    first turn. A trajectory that waits for a tool holds none, so that the engine stays busy however
+    slow the tools are."""
 
     def __init__(self, size: float = math.inf) -> None:
         self.num_free = size
@@ -193,10 +184,8 @@ class Slots:
 
 
 class NullRolloutPool(RolloutPool):
-    """A pool for training on recorded trajectories: it has no engines and never samples.
-
-    It counts weight versions, since the versions of recorded trajectories are compared with them.
-    """
+    """A pool without engines, for training on recorded trajectories. It counts weight versions,
+    since those of the recorded trajectories are compared with them."""
 
     def __init__(self, dtype: str) -> None:
         """`dtype`: the format in which the trained policy is written."""
@@ -225,12 +214,10 @@ class Outage:
 
     def wait(self, num_failed: int) -> float:
         """Wait until all tools answer; return the seconds waited, 0 if they answered at once.
-
-        Raises ToolOutage when a tool has been unavailable for its `max_outage` seconds.
-        """
-        entered, next_line = time.monotonic(), -math.inf
+        Raises ToolOutage when a tool has been unavailable for its `max_outage` seconds."""
+        entered, next_line, timeout = time.monotonic(), -math.inf, PROBE_S
         tool: Tool | None = None
-        while failure := self.environment.probe(self._probe_timeout(tool, entered)):
+        while failure := self.environment.probe(timeout):
             tool, problem = failure
             now = time.monotonic()
             self.started = entered if self.started is None else self.started
@@ -251,19 +238,13 @@ class Outage:
                 next_line = now + LINE_S
             self.check()
             time.sleep(min(POLL_S, tool.max_outage - elapsed))
+            left = tool.max_outage - (time.monotonic() - self.started)
+            timeout = max(1.0, min(PROBE_S, left))  # at least 1 s, so that the probe can succeed
         if tool is None:
             return 0.0
         waited = time.monotonic() - entered
         logger.warning("%s answers again after %.0f s; the run continues", tool.label, waited)
         return waited
-
-    def _probe_timeout(self, tool: Tool | None, entered: float) -> float:
-        """Seconds for the next probe: what is left of the outage, at least 1 so it can succeed."""
-        if tool is None:
-            return PROBE_S
-        started = entered if self.started is None else self.started
-        left = tool.max_outage - (time.monotonic() - started)
-        return max(1.0, min(PROBE_S, left))
 
 
 @dataclass
@@ -288,15 +269,14 @@ class RetryingRollout(RolloutPool):
         """Wait until all trajectories are finished; sample failed ones again from their start.
 
         Seeds are kept, so that the result is that of a run without faults. Only trajectories that
-        fail although all tools answer are FAILED in the result. Raises ToolOutage when a tool stays
-        unavailable for `max_outage` seconds, or answers again for as long without any trajectory
-        finishing, and ToolRefused when a tool refuses this run or serves something else than at the
-        start of the run.
+        fail although all tools answer are FAILED in the result. Raises ToolOutage when a tool has
+        been unavailable for `max_outage` seconds, in which it may have answered now and then but no
+        trajectory has finished, and ToolRefused when a tool refuses this run or serves something
+        else than at the start of the run.
         """
         starts, sampling = request.starts, request.sampling
         trajectories = self._count_faults(self.replicas.finish(request))
-        failed = failed_positions(trajectories)
-        vain_rounds = 0
+        failed, vain_rounds = failed_positions(trajectories), 0
         outage = Outage(self.environment, self.check)
         while failed and vain_rounds < MAX_VAIN_ROUNDS:
             logger.warning("%d of %d trajectories failed and are sampled again: %s",
@@ -319,15 +299,11 @@ class RetryingRollout(RolloutPool):
         return trajectories
 
     def _check_identity(self) -> None:
-        """Raise ToolRefused if a tool serves something else than when the run began.
-
-        A server that was restarted with another corpus would otherwise go unnoticed.
-        """
+        """Raise ToolRefused if a tool serves something else than when the run began: a server that
+        was restarted with another corpus would otherwise go unnoticed."""
         expected = self.expected_identity
         identity = self.environment.identity() if expected else {}
-        changed = [
-            name for name in identity if expected.get(name, identity[name]) != identity[name]
-        ]
+        changed = [name for name, value in identity.items() if expected.get(name, value) != value]
         if changed:
             raise ToolRefused(
                 f"what the tools serve changed since the run began: got another "
@@ -351,10 +327,8 @@ class RetryingRollout(RolloutPool):
         return {f"fault/{name}": float(count) for name, count in counts.items()}
 
     def _count_faults(self, trajectories: list[Trajectory]) -> list[Trajectory]:
-        """Add the trajectories' fault counts to `faults`, even if they are sampled again.
-
-        Returns the trajectories. Raises ToolRefused if a tool refused one of them.
-        """
+        """Add the trajectories' fault counts to `faults`, even if they are sampled again; return
+        the trajectories. Raises ToolRefused if a tool refused one of them."""
         for trajectory in trajectories:
             if trajectory.is_refused:
                 raise ToolRefused(f"{trajectory.prompt.uid}: {trajectory.error}")
@@ -374,8 +348,8 @@ def complete_groups(
     """Return the trajectories of all groups without a failure.
 
     A group with a failure is dropped as a whole: mostly trajectories that call tools fail, and the
-    remaining ones, which called none, would misrepresent the group. `label` names the trajectories
-    in messages, as in `step 3`. Raises ToolOutage as `check_lost_share` does.
+    others alone would misrepresent the group. `label` names the trajectories in messages, as in
+    `step 3`. Raises ToolOutage as `check_lost_share` does.
     """
     incomplete = {trajectory.group for trajectory in failed}
     kept = [t for t in trajectories if t.group not in incomplete]
@@ -387,9 +361,7 @@ def check_lost_share(
     failed: Sequence[Trajectory], num_lost: int, num_total: int, label: str, max_share: float
 ) -> None:
     """Log the failed trajectories, with which `num_lost` of `num_total` trajectories are lost.
-
-    Raises ToolOutage if more than `max_share` of them are lost, or all.
-    """
+    Raises ToolOutage if more than `max_share` of them are lost, or all."""
     if not failed:
         return
     message = (
