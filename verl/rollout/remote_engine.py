@@ -71,11 +71,9 @@ class RemoteEngine(RolloutEngine):
         api_key_env: str | None = None,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
-        """`base_url` may end with `/v1`; `api_key_env` is the environment variable with the key.
-
-        If it is None, OPENAI_API_KEY is sent to OpenAI's own address, and no key elsewhere. Raises
-        ConfigError for a variable that is not set.
-        """
+        """`base_url` may end with `/v1`; `api_key_env` is the environment variable with the key. If
+        it is None, OPENAI_API_KEY is sent to OpenAI's own address, and no key elsewhere. Raises
+        ConfigError for a variable that is not set."""
         self.url = server_root(base_url) + COMPLETIONS
         self._model = model
         self._tokenizer = tokenizer
@@ -94,11 +92,8 @@ class RemoteEngine(RolloutEngine):
         return cls(section.rollout.url, served, tokenizer, section.rollout.api_key_env)
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
-        """Continue `prompt_ids`.
-
-        Raises ConfigError if the endpoint is unavailable or rejects the request, AnswerInvalid if
-        the response is not a completion.
-        """
+        """Continue `prompt_ids`. Raises ConfigError if the endpoint is unavailable or rejects the
+        request, AnswerInvalid if the response is not a completion."""
         body = {"model": self._model, **request_body(prompt_ids, sampling)}
         try:
             async with (
@@ -133,16 +128,13 @@ class RemoteEngine(RolloutEngine):
         return Completion(tuple(ids), tuple(log_probs), text, reason)
 
     def _error(self, error_type: type[ConfigError], got: str) -> ConfigError:
-        return error_type(
-            explain(
-                f"endpoint {self.url}",
-                " ".join(got.split()),
-                "a completion of token ids",
-                "start an OpenAI-compatible server there (vllm serve MODEL) or correct --endpoint "
-                "(for a run: rollout.url); if it requires a key, name the variable that holds it: "
-                "--api-key-env (rollout.api_key_env)",
-            )
+        fix = (
+            "start an OpenAI-compatible server there (vllm serve MODEL) or correct --endpoint "
+            "(for a run: rollout.url); if it requires a key, name the variable that holds it: "
+            "--api-key-env (rollout.api_key_env)"
         )
+        subject, got = f"endpoint {self.url}", " ".join(got.split())
+        return error_type(explain(subject, got, "a completion of token ids", fix))
 
 
 def server_root(base_url: str, option: str = "endpoint") -> str:

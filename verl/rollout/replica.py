@@ -112,9 +112,7 @@ class RolloutReplica:
         self, folder: str, version: int, is_adapter: bool = False, num_calls: int = 0
     ) -> None:
         """Load new weights once the running turns or trajectories have finished or are interrupted.
-
-        `num_calls` is the number of calls of `rollout` that were made before this one.
-        """
+        `num_calls` is the number of calls of `rollout` that were made before this one."""
         async with self.gate.changing(version, num_calls):
             # Ray may start calls out of order, so newer weights may be loaded already.
             if version > self.gate.version:
@@ -156,7 +154,6 @@ class RolloutReplica:
         self, starts: Sequence[Trajectory], keys: Sequence[TrajectoryKey], sampling: Sampling,
         version: int, gate: WeightGate | None, position: int,
     ) -> Trajectory:  # fmt: skip
-        """Play one trajectory; raise PluginError unless the agent continues that trajectory."""
         start, key = starts[position], keys[position]
         engine = TurnEngine(self.engine, self.clock, gate, version, key, self._decode, self.slots)
         subject = f"agent.name={self.config.agent.name} at {start.prompt.uid}"
@@ -192,10 +189,8 @@ class WeightGate:
         schedule: Schedule | None = None,
         interrupt: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
-        """`interrupt` ends running requests, so that a change need not wait for them.
-
-        It is not used with a schedule, which determines itself where turns are interrupted.
-        """
+        """`interrupt` ends running requests, so that a change need not wait for them; not used with
+        a schedule, which determines itself where turns are interrupted."""
         self._schedule = schedule
         self._interrupt = None if schedule else interrupt
         self.version = 0
@@ -226,12 +221,10 @@ class WeightGate:
     async def sampling(
         self, min_version: int = 0, part: TurnPart | None = None
     ) -> AsyncIterator[int | None]:
-        """Keep the weights fixed in the body, at version `min_version` or later.
-
-        If the schedule contains `part`, wait for the weights that it names, or use the present ones
-        if those are gone, as after a resume. Yields the number of the turn's tokens at which the
-        schedule interrupts it, or None.
-        """
+        """Keep the weights fixed in the body, at version `min_version` or later. If the schedule
+        contains `part`, wait for the weights that it names, or use the current ones if those are
+        gone, as after a resume. Yields the number of the turn's tokens at which the schedule
+        interrupts it, or None."""
         planned, end = None, None
         if self._schedule is not None and part is not None:
             planned, end = self._schedule.version(part), self._schedule.end(part)
@@ -259,10 +252,8 @@ class WeightGate:
 
     @contextlib.asynccontextmanager
     async def changing(self, version: int, num_calls: int = 0) -> AsyncIterator[None]:
-        """Change the weights to `version` in the body, during which nothing samples.
-
-        With a schedule, first waits until `num_calls` calls of `rollout` have been registered.
-        """
+        """Change the weights to `version` in the body, during which nothing samples. With a
+        schedule, first wait until `num_calls` calls of `rollout` have been registered."""
         async with self._changes:
             self._is_changing = True
             try:
@@ -309,16 +300,9 @@ class PartialTurn:
         """The ids sampled so far."""
         return tuple(i for part in self.parts for i in part.ids)
 
-    @property
-    def num_tokens(self) -> int:
-        """Number of tokens sampled so far."""
-        return sum(len(part.ids) for part in self.parts)
-
     async def resume(self, generate: Generate, end: int | None = None) -> Completion | None:
         """Sample with fixed weights until the turn is complete, interrupted, or `end` tokens long.
-
-        Returns the completion of the whole turn, or None if it is not complete.
-        """
+        Returns the completion of the whole turn, or None if it is not complete."""
         max_tokens = self.sampling.max_tokens
         end = max_tokens if end is None else min(end, max_tokens)
         while True:
@@ -328,15 +312,13 @@ class PartialTurn:
             if new.ids:
                 self.parts.append(new)
             whole = self._joined(new.finish_reason)
-            if whole or new.finish_reason == INTERRUPTED or self.num_tokens >= end:
+            if whole or new.finish_reason == INTERRUPTED or len(self.ids) >= end:
                 return whole
 
     def _request(self, end: int) -> tuple[Sequence[int], Sampling]:
-        """Return prompt and sampling for the tokens that are missing to `end` tokens of the turn.
-
-        A later part gets a seed of its own: the first part's seed would repeat its random numbers.
-        """
-        num, sampling = self.num_tokens, self.sampling
+        """Return prompt and sampling for the tokens that are missing to `end` tokens of the turn. A
+        later part gets a seed of its own: the first part's seed would repeat its random numbers."""
+        num, sampling = len(self.ids), self.sampling
         if not num:
             return self.prompt_ids, replace(sampling, max_tokens=end)
         max_tokens = 1 if ends_with_partial_stop(self._text, sampling.stop) else end - num
@@ -344,10 +326,8 @@ class PartialTurn:
         return [*self.prompt_ids, *self.ids], replace(sampling, max_tokens=max_tokens, seed=seed)
 
     def _joined(self, finish_reason: str) -> Completion | None:
-        """Return all parts as one completion, or None if the turn is not complete.
-
-        `finish_reason` is that of the last part.
-        """
+        """Return all parts as one completion, or None if the turn is not complete; `finish_reason`
+        is that of the last part."""
         ids = self.ids
         before = list(self.prompt_ids[-NUM_BEFORE:])
         text = self.decode([*before, *ids])[len(self.decode(before)) :]
@@ -394,11 +374,8 @@ class TurnEngine(RolloutEngine):
         self, engine: RolloutEngine, clock: BusyClock, gate: WeightGate | None, min_version: int,
         key: TrajectoryKey = ("", 0, False), decode: Decode = str, slots: Slots | None = None,
     ) -> None:  # fmt: skip
-        """Take a slot for the trajectory.
-
-        A schedule finds the trajectory's turns by `key`; `decode` makes the text of turns that are
-        interrupted by new weights.
-        """
+        """Take a slot for the trajectory. A schedule finds the trajectory's turns by `key`;
+        `decode` makes the text of turns that are interrupted by new weights."""
         self._engine, self._clock = engine, clock
         self._gate, self._min_version, self._key = gate, min_version, key
         self._decode, self._num_turns = decode, 0
@@ -443,7 +420,7 @@ class TurnEngine(RolloutEngine):
         self._set_slot(True)
         try:
             while True:
-                async with self._fixed_weights(number, turn.num_tokens) as end:
+                async with self._fixed_weights(number, len(turn.ids)) as end:
                     completion = await turn.resume(generate_counted, end)
                 if completion is not None:
                     return completion
@@ -452,10 +429,8 @@ class TurnEngine(RolloutEngine):
 
     @contextlib.asynccontextmanager
     async def _fixed_weights(self, number: int, num_tokens: int) -> AsyncIterator[int | None]:
-        """Keep the weights fixed for the part of turn `number` that starts after `num_tokens`.
-
-        Records the part's times. Yields the number of tokens at which a schedule interrupts it.
-        """
+        """Keep the weights fixed for the part of turn `number` that starts after `num_tokens`, and
+        record its times. Yields the number of tokens at which a schedule interrupts it."""
         requested, gate = time.time(), self._gate
         part = (*self._key, number, num_tokens)
         held = gate.sampling(self._min_version, part) if gate else contextlib.nullcontext()

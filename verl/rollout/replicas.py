@@ -38,10 +38,8 @@ class Policy(Protocol):
     def share_policy(
         self, directory: Path, version: int, needed: Sequence[int], dtype: str, is_adapter: bool
     ) -> float:
-        """Write the weights to `on_node(directory)/version` on each node.
-
-        Versions there that are not `needed` are removed first. Returns the seconds of writing.
-        """
+        """Write the weights to `on_node(directory)/version` on each node, after removing versions
+        that are not `needed` there. Returns the seconds of writing."""
 
     def open_broadcast(self, num_receivers: int) -> str:
         """Open a broadcast for `num_receivers` engine workers; return the name of the stream."""
@@ -105,10 +103,9 @@ class RolloutReplicas(RolloutPool):
         self, starts: Sequence[Trajectory], sampling: Sampling,
         finished: Mapping[int, Trajectory] | None = None,
     ) -> RolloutRequest:  # fmt: skip
-        """Ask the replicas to finish `starts`, with the current weights or later ones.
-
-        One replica samples a whole group. Trajectories in `finished` are not sampled.
-        """
+        """Ask the replicas to finish `starts`, except for those `finished` already, with the
+        current weights or later ones. One replica samples a whole group, if there are enough
+        groups."""
         request = RolloutRequest(starts, sampling, dict(finished or {}))
         self._requests.append(request)
         self._submit(request)
@@ -121,11 +118,9 @@ class RolloutReplicas(RolloutPool):
         return request.in_order()
 
     def fetch_finished(self) -> Callable[[], Mapping[TrajectoryKey, Trajectory]]:
-        """Store the results of completed calls; ask replicas for those of pending calls.
-
-        A call returns only when its slowest trajectory is finished. Replicas that are lost or do
-        not answer are ignored here; `finish` raises for them.
-        """
+        """Store the results of completed calls; ask replicas for the trajectories that are finished
+        in pending calls, which return only with their slowest trajectory. Replicas that are lost or
+        do not answer are ignored here; `finish` raises for them."""
         pending = [item for request in self._requests for item in request.calls.items()]
         for call, replica in pending:
             if self.group.is_done(call):
@@ -153,9 +148,9 @@ class RolloutReplicas(RolloutPool):
     def update_weights(self, policy: Policy) -> dict[str, float]:
         """Transfer the policy's current weights (or its adapter alone) to all engines.
 
-        A replica loads them once its running turns have finished. At most one earlier version may
-        still be loading when a new one is written. Returns the seconds of each phase: ranks gather
-        and write, engines load.
+        A replica loads them as `RolloutReplica.update_weights` describes. At most one earlier
+        version may still be loading when a new one is written. Returns the seconds of each phase:
+        waiting for earlier versions, gathering and writing by the ranks, loading by the engines.
         """
         start = time.perf_counter()
         self._wait_for_weight_updates(max_pending=1)
@@ -179,22 +174,17 @@ class RolloutReplicas(RolloutPool):
         self._call_all("pause", self._version_and_num_calls)
         paused = time.perf_counter()
         calls, packed = self._send_weights(policy, cards)
-        self._weight_updates |= {
-            call: (replica, self.version) for replica, call in enumerate(calls)
-        }
+        for replica, call in enumerate(calls):
+            self._weight_updates[call] = replica, self.version
         sent = time.perf_counter()
         self._wait_for_weight_updates(max_pending=0)
         loaded = time.perf_counter()
         return {"wait": paused - start, "gather": sent - paused - packed, "write": packed,
                 "load": loaded - sent}  # fmt: skip
 
-    def _send_weights(
-        self, policy: Policy, cards: Sequence[Sequence[str]]
-    ) -> tuple[list[Any], float]:
-        """Have the ranks send the current weights; `cards` are the devices of each replica.
-
-        Returns the replicas' pending calls and the seconds of packing.
-        """
+    def _send_weights(self, policy: Policy, cards: list[list[str]]) -> tuple[list[Any], float]:
+        """Have the ranks send the current weights; `cards` are the devices of each replica. Returns
+        the replicas' pending calls and the seconds of packing."""
         workers = list(itertools.chain(*cards))
         stream = secrets.token_hex(8)
         if self._weight_sync == "nccl":
@@ -237,10 +227,8 @@ class RolloutReplicas(RolloutPool):
     def _call_all(
         self, method: str, arguments: Callable[[int], tuple[Any, ...]] = lambda replica: ()
     ) -> list[Any]:
-        """Call `method` on every replica i with `arguments(i)`; repeat after a restart.
-
-        Raises ReplicaLost if the replicas do not start again, or `restarts` are used up.
-        """
+        """Call `method` on every replica i with `arguments(i)`; repeat after a restart. Raises
+        ReplicaLost if the replicas do not start again, or `restarts` are used up."""
         while True:
             with self._restarting_after_loss():
                 replicas = range(len(self.group))
@@ -338,11 +326,8 @@ class RolloutReplicas(RolloutPool):
 
 
 class _Liveness:
-    """Probes the engines of busy replicas.
-
-    The engine itself answers, so that neither a long dialogue nor an unavailable tool looks like a
-    hang.
-    """
+    """Probes the engines of busy replicas. The engine itself answers, so that neither a long
+    dialogue nor an unavailable tool looks like a hang."""
 
     def __init__(self, group: RayWorkerGroup, hang_timeout: float) -> None:
         self._group, self._hang_timeout = group, hang_timeout

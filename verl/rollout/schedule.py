@@ -103,10 +103,8 @@ class Schedule:
         return self._versions.get(part)
 
     def end(self, part: TurnPart) -> int | None:
-        """Return the number of the turn's tokens at which it was interrupted after this part.
-
-        None if the part was the last one of its turn.
-        """
+        """Return the number of the turn's tokens at which it was interrupted after this part; None
+        if the part was the last one of its turn."""
         return self._ends.get(part)
 
     def start(self, key: TrajectoryKey) -> None:
