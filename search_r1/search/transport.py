@@ -342,7 +342,7 @@ class Transport:
             raise
         except RetrieverRefused as error:
             self._record_success(server)
-            if server.accepts_deadline and body is not None and DEADLINE_FIELD in str(error):
+            if DEADLINE_FIELD in (body or ()) and DEADLINE_FIELD in str(error):
                 server.accepts_deadline = False  # an older server; the next attempt omits the field
                 raise TransientError(f"does not know the field {DEADLINE_FIELD}") from error
             raise

@@ -220,6 +220,14 @@ def test_servers_get_the_timeout_of_an_attempt(url: str, script: Script) -> None
     assert ["deadline_s" in request for request in script.requests] == [True, False, False]
 
 
+def test_concurrent_requests_may_all_have_a_refused_deadline(url: str, script: Script) -> None:
+    """Each of several requests that a server refuses because of `deadline_s` is sent again."""
+    script.refuses = "deadline_s"
+    client = RetrievalClient(url, max_batch=1)
+    assert texts(ask(client, *"abcd")) == [*"abcd"]
+    assert len(script.requests) > len("abcd") + 1
+
+
 def test_the_token_is_sent_and_never_shown(
     url: str, script: Script, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
