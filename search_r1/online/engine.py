@@ -50,7 +50,11 @@ class OnlineRetriever:
         self._config = config
         self._answers, self._texts = answers, texts
         self._pages = PageFetcher(policy, config.page_bytes) if config.page_text else None
-        self._page_scope = fingerprint({"page_bytes": config.page_bytes})
+        self._max_cached_chars = max(MAX_CACHED_CHARS, config.page_chars)
+        facts = {"page_bytes": config.page_bytes}
+        if config.page_chars > MAX_CACHED_CHARS:  # other settings may have cached shorter texts
+            facts["page_chars"] = config.page_chars
+        self._page_scope = fingerprint(facts)
         self._scope = fingerprint(self._service_facts())
         self._requests = ThreadPoolExecutor(NUM_REQUESTS, thread_name_prefix="online")
         self._fetches = ThreadPoolExecutor(NUM_FETCHES, thread_name_prefix="pages")
@@ -127,7 +131,6 @@ class OnlineRetriever:
     def _page_text(self, pages: PageFetcher, url: str, deadline: Deadline) -> str | None:
         """Return the first characters of the page's text, or None if it cannot be read."""
         key = ("page", self._page_scope, url)
-        max_chars = self._config.page_chars
         text = self._texts.get([key]).get(key)
         if text is None:
             try:
@@ -135,9 +138,9 @@ class OnlineRetriever:
             except PageError as error:
                 logger.info("no text of page %r: %s", url, error)
                 return None
-            text = truncate(full_text, max(MAX_CACHED_CHARS, max_chars))
+            text = truncate(full_text, self._max_cached_chars)
             self._texts.put({key: text})
-        return truncate(text, max_chars)
+        return truncate(text, self._config.page_chars)
 
 
 def open_retriever(config: RetrieverConfig) -> Retriever:

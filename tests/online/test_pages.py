@@ -111,6 +111,20 @@ def test_pages_are_cached_too(service: Any, tmp_path: Path) -> None:
     second.close()
 
 
+def test_longer_texts_than_the_cached_ones_are_fetched_again(
+    service: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A text that was cut for the cache is not returned when more characters are requested."""
+    monkeypatch.setattr(online_engine, "MAX_CACHED_CHARS", 50)
+    lengths = []
+    for page_chars in (20, 50, 300):
+        engine = open_with_pages(service, online_cache=str(tmp_path / "c"), page_chars=page_chars)
+        lengths.append(len(engine.search(["danube"], 1)[0][0].document.text))
+        engine.close()
+    assert 20 >= lengths[0] and 50 >= lengths[1] > 20 and 300 >= lengths[2] > 50
+    assert [request.path for request in service.requests].count("/good") == 2
+
+
 def test_the_default_policy_fetches_no_local_page(service: Any) -> None:
     """By default no page on 127.0.0.1 is requested, so all results keep their snippets."""
     config = OnlineConfig(online_url=service.url, requests_per_second=1000.0, page_text=True)
