@@ -76,13 +76,14 @@ class TorchFlatIndex:
         if self._config.matrix_dtype == "float32":
             self.read_rows()
             return
-        recall_of_dtype = load_and_measure_recall(self, self._flat, probe_queries(corpus, encoder))
+        queries = probe_queries(corpus, encoder)
+        recall_of_dtype = load_and_measure_recall(self, self._flat, queries)
         logger.info(
             "recall@%d of %s (rescore %d) against float32 on %d probe queries: %.4f",
             PROBE_TOPK,
             self._config.matrix_dtype,
             self._config.rescore,
-            NUM_PROBES,
+            len(queries),
             recall_of_dtype,
         )
 

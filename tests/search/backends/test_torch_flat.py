@@ -81,7 +81,7 @@ def test_recall_of_a_smaller_dtype_is_logged(
     config = replace(settings, torch=replace(settings.torch, matrix_dtype="int8"))
     assert build_retriever(config).info()["dtype"] == "int8"
     logged = re.search(
-        r"recall@3 of int8 \(rescore 0\) against float32 on 64 probe queries: ([\d.]+)", caplog.text
+        r"recall@3 of int8 \(rescore 0\) against float32 on 8 probe queries: ([\d.]+)", caplog.text
     )
     assert logged is not None and 0.9 < float(logged[1]) <= 1
 
