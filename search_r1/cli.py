@@ -15,10 +15,7 @@ COMMANDS = {
     "data": ("search_r1.datasets.command", "build question files and corpora"),
     "plan": ("search_r1.plan.command", "simulate the step time of each placement of the GPUs"),
     "sft": ("verl.sft.trainer", "supervised training on dialogues; takes Hydra overrides"),
-    "evaluate": (
-        "search_r1.evaluation.__main__",
-        "score a model or a baseline; compare evaluations",
-    ),
+    "evaluate": ("search_r1.evaluation.__main__", "score a model or baseline; compare evaluations"),
     "view": ("search_r1.view.command", "show runs and their trajectories in a browser"),
     "replay": ("search_r1.replay.command", "replay a recorded trajectory, as it was or edited"),
     "credit": ("search_r1.credit.command", "measure each document's contribution to the answer"),

@@ -1,8 +1,7 @@
 """A thread-safe HTTP client that bounds the total time and the size of every exchange.
 
-A synchronous client can only bound each single read, so a server that sends its headers byte by
-byte could occupy it for hours. Redirects are not followed, since they would send the API key to
-another host.
+A synchronous client can only bound each read, so a server that sends its headers byte by byte could
+occupy it for hours. Redirects are not followed, since they would send a key to another host.
 """
 
 import asyncio
@@ -44,8 +43,7 @@ class BoundedHttpClient:
     def send(self, method: str, url: str, **fields: Any) -> Response:
         """Send a request and return the response.
 
-        Raises httpx.HTTPError if there is no response, ValueError if it is too large or cannot be
-        decompressed.
+        Raises httpx.HTTPError without a response, ValueError if it is too large or broken.
         """
         response = self._loop.run(self._send(method, url, fields))
         encoding = response.headers.get("Content-Encoding", "")

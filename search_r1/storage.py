@@ -59,10 +59,9 @@ class FileStore:
     """Persistent store in a sqlite file; several threads and processes may use it at once."""
 
     def __init__(self, path: str | Path, option: str) -> None:
-        """Create or open the file; `option` is the flag that names it, for error messages.
+        """Create or open the file, which the flag `option` names.
 
-        Raises StorageError, for example for a damaged file or one of another program, which stays
-        unchanged.
+        Raises StorageError; a damaged file, or one of another program, stays unchanged.
         """
         self._path = path
         self._lock = threading.Lock()

@@ -3,10 +3,10 @@
 import importlib.util
 import logging
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import astuple
-from typing import Any, TypeVar
+from typing import Any
 
 from search_r1.online.addresses import AddressPolicy
 from search_r1.online.fetch import Deadline, PageError, PageFetcher
@@ -23,7 +23,6 @@ from verl.errors import redact
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
 MAX_CACHED_CHARS = 100_000
 """Maximum number of characters of a page's text in the cache, unless more are requested."""
 NUM_RECENT_ANSWERS = 4096
@@ -63,7 +62,7 @@ class OnlineRetriever:
         """Return at most `k` results per query, best first; raises an Upstream error."""
         distinct = list(dict.fromkeys(queries))
         with stage("search"):
-            results = _run_all(self._requests, lambda query: self._find(query, k), distinct)
+            results = list(self._requests.map(lambda query: self._find(query, k), distinct))
         results_of = dict(zip(distinct, results, strict=True))
         texts = self._page_texts(result.url for found in results for result in found)
         return [_hits(results_of[query], texts) for query in queries]
@@ -86,8 +85,9 @@ class OnlineRetriever:
     def _service_facts(self) -> dict[str, Any]:
         """Return facts that affect answers; a setting, such as Google's engine id, is hashed."""
         facts = {"engine": self.name, "url": redact(self._upstream.url)}
-        setting = self._upstream.setting
-        return {**facts, "setting": fingerprint({"setting": setting})} if setting else facts
+        if setting := self._upstream.setting:
+            facts["setting"] = fingerprint({"setting": setting})
+        return facts
 
     def _find(self, query: str, k: int) -> list[SearchResult]:
         """Return the results of one query, from the cache if possible."""
@@ -123,10 +123,10 @@ class OnlineRetriever:
         distinct = list(dict.fromkeys(urls))
         pages, deadline = self._pages, Deadline(self._config.online_timeout)
         with stage("fetch"):
-            texts = _run_all(
-                self._fetches, lambda url: self._page_text(pages, url, deadline), distinct
-            )
-        return {url: text for url, text in zip(distinct, texts, strict=True) if text is not None}
+            texts = self._fetches.map(lambda url: self._page_text(pages, url, deadline), distinct)
+            return {
+                url: text for url, text in zip(distinct, texts, strict=True) if text is not None
+            }
 
     def _page_text(self, pages: PageFetcher, url: str, deadline: Deadline) -> str | None:
         """Return the first characters of the page's text, or None if it cannot be read."""
@@ -150,28 +150,15 @@ def open_retriever(config: RetrieverConfig) -> Retriever:
 
 def open_online(name: str, config: OnlineConfig, policy: AddressPolicy) -> OnlineRetriever:
     """Open service `name`; pages are fetched as `policy` allows. Raises SetupError."""
+    if config.page_text and importlib.util.find_spec("trafilatura") is None:
+        raise SetupError(f"--page_text needs trafilatura; install it: {install_command('online')}")
     service = SERVICES[name]
     upstream = Upstream(service, read_credentials(service), config)
     answers: Storage = MemoryStore(NUM_RECENT_ANSWERS)  # a failed batch is not paid for twice
     texts: Storage = MemoryStore(NUM_RECENT_PAGES)
     if config.online_cache is not None:
         answers = texts = open_store(config.online_cache, "--online_cache")
-    if config.page_text and importlib.util.find_spec("trafilatura") is None:
-        command = install_command("online")
-        raise SetupError(f"--page_text needs trafilatura; install it: {command}")
     return OnlineRetriever(upstream, config, policy, answers, texts)
-
-
-def _run_all(
-    pool: ThreadPoolExecutor, function: Callable[[str], T], items: Sequence[str]
-) -> list[T]:
-    """Call `function` on all items concurrently; a failure cancels calls that have not started."""
-    futures = [pool.submit(function, item) for item in items]
-    try:
-        return [future.result() for future in futures]
-    finally:
-        for future in futures:
-            future.cancel()
 
 
 def _hits(results: Sequence[SearchResult], texts: dict[str, str]) -> list[Hit]:

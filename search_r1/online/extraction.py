@@ -26,11 +26,7 @@ MAX_MEMORY = 512 << 20
 META_CHARSET = re.compile(rb"""<meta[^>]+charset\s*=\s*["']?\s*([\w-]+)""", re.IGNORECASE)
 META_BYTES = 2048
 """Number of bytes in which a `<meta charset>` is searched."""
-BYTE_ORDER_MARKS = (
-    (b"\xef\xbb\xbf", "utf-8-sig"),
-    (b"\xff\xfe", "utf-16"),
-    (b"\xfe\xff", "utf-16"),
-)
+BYTE_ORDER_MARKS = {b"\xef\xbb\xbf": "utf-8-sig", b"\xff\xfe": "utf-16", b"\xfe\xff": "utf-16"}
 LATIN1_LABELS = ("iso-8859-1", "iso8859-1", "latin-1", "latin1", "ascii", "us-ascii")
 """Charset labels that browsers treat as Windows-1252, a superset of these charsets."""
 PARSE_ERRORS = (ValueError, ArithmeticError, TypeError, AttributeError, LookupError, AssertionError,
@@ -65,7 +61,7 @@ def extract_title(page: Page) -> str:
 
 def decode(page: Page) -> str:
     """Decode by byte order mark, declared charset, UTF-8 or Windows-1252, as browsers do."""
-    for mark, charset in BYTE_ORDER_MARKS:
+    for mark, charset in BYTE_ORDER_MARKS.items():
         if page.body.startswith(mark):
             return page.body.decode(charset, "replace")
     meta = META_CHARSET.search(page.body[:META_BYTES])
@@ -89,9 +85,8 @@ def _decode_as(body: bytes, charset: str) -> str | None:
 
 def main() -> None:
     """Extract pages received over the descriptor until it is closed or memory is exhausted."""
-    logging.getLogger("trafilatura").setLevel(
-        logging.CRITICAL
-    )  # a page without text is not an error
+    # trafilatura logs errors for pages without text.
+    logging.getLogger("trafilatura").setLevel(logging.CRITICAL)
     hard = resource.getrlimit(resource.RLIMIT_AS)[1]
     limit = MAX_MEMORY if hard == resource.RLIM_INFINITY else min(hard, MAX_MEMORY)
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))

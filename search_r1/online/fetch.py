@@ -69,8 +69,7 @@ class Page:
 class PageFetcher:
     """Fetches pages without proxies and cookies; safe to use from several threads.
 
-    An event loop in a separate thread bounds the total time of a page. A synchronous client could
-    bound only each read, and a server that sends a byte now and then would occupy it for hours.
+    An event loop in a separate thread bounds the total time of a page, as in `exchange`.
     """
 
     def __init__(self, policy: AddressPolicy, max_bytes: int) -> None:

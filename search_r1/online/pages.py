@@ -37,11 +37,10 @@ class _Extractor:
     def __init__(self) -> None:
         self._connection, child_connection = multiprocessing.Pipe()
         handle = child_connection.fileno()
-        command = [sys.executable, "-m", WORKER, str(handle)]
         # The child must find the same modules.
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         self._process = subprocess.Popen(
-            command,
+            [sys.executable, "-m", WORKER, str(handle)],
             pass_fds=[handle],
             stdin=subprocess.DEVNULL,
             env=environment,
@@ -105,7 +104,6 @@ class ExtractorPool:
         return Article(answer["title"], answer["text"])
 
     def close(self) -> None:
-        """Kill the idle processes."""
         while self._idle:
             self._idle.pop().kill()
 
@@ -121,10 +119,9 @@ def visit(
     max_bytes: int = 2_000_000,
     timeout: float = 15.0,
 ) -> Article:
-    """Return title and text of a page, of which at most `max_bytes` are read.
+    """Return title and text of a page, of which at most `max_bytes` are read in `timeout` seconds.
 
-    Takes at most `timeout` seconds. Pages are fetched from public addresses only, unless `policy`
-    allows others. Raises PageError.
+    Only public addresses are allowed, unless `policy` allows others. Raises PageError.
     """
     fetcher, deadline = PageFetcher(policy or AddressPolicy(), max_bytes), Deadline(timeout)
     try:

@@ -1,7 +1,6 @@
 """The search services: how to build a request for each of them and how to read its answer.
 
-A new service needs a function that builds a request, a function that reads an answer, an entry in
-`ALL`, and its name in `search.backends.registry`.
+A new service needs these two functions, an entry in `ALL`, and a name in the backends' `registry`.
 """
 
 import html
@@ -90,7 +89,6 @@ class Service:
 
     @property
     def variables(self) -> tuple[str, ...]:
-        """The environment variables that the service needs."""
         return tuple(v for v in (self.key_variable, self.setting_variable) if v is not None)
 
 
@@ -236,4 +234,3 @@ ALL = (
     ),
 )
 SERVICES = {service.name: service for service in ALL}
-"""Services by --retriever_name."""

@@ -89,7 +89,7 @@ def _redact_record(record: logging.LogRecord) -> bool:
 
 
 class RateLimit:
-    """A token bucket for one token, shared by threads, so that requests are evenly spaced."""
+    """A token bucket that holds one token, so that the requests of threads are evenly spaced."""
 
     def __init__(
         self,
@@ -146,8 +146,7 @@ class Upstream:
     def search(self, request: SearchRequest) -> list[SearchResult]:
         """Send a request, with retries, and return its results.
 
-        Raises UpstreamUnavailable after all retries (UpstreamInvalid, if the last answer did not
-        have the documented form), and UpstreamRefused without a retry for a refusal.
+        Raises UpstreamRefused at once, UpstreamUnavailable or UpstreamInvalid after all retries.
         """
         http_request = self.service.build(self._credentials, request)
         try:
@@ -162,7 +161,6 @@ class Upstream:
             ) from error
 
     def close(self) -> None:
-        """Close the connections."""
         self._client.close()
 
     def _attempt(self, request: HttpRequest) -> list[SearchResult]:
@@ -188,7 +186,7 @@ class Upstream:
             ) from None
 
     def _error_of(self, response: Response) -> Exception:
-        """Return the error to raise for a status other than 200; pauses the rate limit."""
+        """Return the error to raise for a status other than 200; obeys `Retry-After`."""
         status = response.status
         text = response.body[:MAX_ERROR_BYTES].decode("utf-8", "replace")
         is_transient = (

@@ -1,15 +1,15 @@
 """CRC-32 checksums of an index's or corpus's files, by block, to detect later damage.
 
-They are stored in `checksums.json` inside a folder, or beside a single file in
-`FILE.checksums.json`. At start a server compares at most SAMPLED blocks, chosen anew each time;
-with `whole` it compares all of them, which finds any flipped bit, also in the checksums. Small
-files are always compared completely.
+They are in `checksums.json` inside a folder, or in `FILE.checksums.json` beside a single file. At
+start a server compares SAMPLED random blocks, and the first and last block of each file; with
+`whole` it compares all blocks, which finds any flipped bit, also in the checksums.
 """
 
 import logging
 import random
 import textwrap
 import zlib
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 BLOCK_BYTES = 1 << 20
 SAMPLED = 64
-"""Largest number of blocks (MB) of an index, and of a corpus, that are compared at start."""
+"""Number of random blocks (MB) of an index, and of a corpus, that are compared at start."""
 IGNORED = {"checksums.json", "write.lock"}
 """Files of a folder that have no checksums: the checksums themselves, and Lucene's lock file."""
 
@@ -120,8 +120,7 @@ def check(target: Path, *, whole: bool = False) -> Checksums | None:
         for name, expected in checksums.files.items():
             path = Path(f"{target}{name}")
             if (size := path.stat().st_size) != expected.size:
-                got = f"{size} bytes instead of {expected.size}"
-                raise _damaged(path, got, target)
+                raise _damaged(path, f"{size} bytes instead of {expected.size}", target)
         for name, block in _blocks_to_compare(checksums, whole):
             path, start = Path(f"{target}{name}"), block * BLOCK_BYTES
             expected_crc = checksums.files[name].crc32[8 * block : 8 * block + 8]
@@ -135,10 +134,10 @@ def check(target: Path, *, whole: bool = False) -> Checksums | None:
     return checksums
 
 
-def sample_indices(count: int, max_samples: int = SAMPLED) -> list[int]:
-    """Return up to `max_samples` of range(count), sorted: the first, the last and random others."""
-    if count <= max_samples:
-        return list(range(count))
+def sample_indices(count: int, max_samples: int = SAMPLED, *, whole: bool = False) -> Sequence[int]:
+    """Return up to `max_samples` sorted indices of range(count), with both ends; or the `whole`."""
+    if whole or count <= max_samples:
+        return range(count)
     return sorted({0, count - 1, *random.sample(range(count), max_samples - 2)})
 
 
@@ -146,9 +145,7 @@ def _blocks_to_compare(checksums: Checksums, whole: bool) -> list[tuple[str, int
     """Return (file, block number): all, or a sample with the first and last block of every file."""
     num_blocks = {name: -(-file.size // BLOCK_BYTES) for name, file in checksums.files.items()}
     blocks = [(name, i) for name, count in num_blocks.items() for i in range(count)]
-    if whole:
-        return blocks
-    sampled = {blocks[i] for i in sample_indices(len(blocks))}
+    sampled = {blocks[i] for i in sample_indices(len(blocks), whole=whole)}
     return [
         (name, i) for name, i in blocks if (name, i) in sampled or i in (0, num_blocks[name] - 1)
     ]

@@ -1,10 +1,9 @@
 """Asynchronous client of `POST /retrieve`: pooled connections, merged requests, typed errors.
 
 Searches that coroutines of one event loop start within a few milliseconds share a request, in which
-each distinct query appears once. Prefetches, whose results may never be needed, have requests of
-their own. Retries and fail-over are in `transport`. How many searches of a task needed retries is
-counted in a context variable: a request serves the searches of many tasks, and `search` returns
-nothing but documents.
+each distinct query appears once. Prefetches, whose results may never be needed, have separate
+requests. Retries and fail-over are in `transport`; retries are counted in a context variable, since
+a request serves many tasks.
 """
 
 import asyncio
@@ -53,7 +52,7 @@ NOT_FOUND = 404
 REQUEST_LEVEL_STATUSES = frozenset({301, 302, 303, 307, 308, 401, 403, 404, 405, 421})
 """Statuses that refuse a request as a whole, which no single query can have caused."""
 MAX_REQUESTS, MAX_PREFETCH_REQUESTS = 100, 32
-"""Connections for searches and for prefetches; no prefetch is sent while either are all in use."""
+"""Requests in progress from which on `can_prefetch` is false; their sum limits the connections."""
 SAME_DEADLINE_S = 0.5
 """Largest difference between the deadlines of searches that share a request."""
 DEAD_PEER_S = 10
@@ -80,7 +79,7 @@ Futures = list[asyncio.Future[SearchResult]]
 
 @dataclass
 class _Batch:
-    """Searches that will share a request, and with it a deadline."""
+    """Searches that will share a request."""
 
     deadline: float
     """The earliest deadline of these searches (`time.monotonic`)."""
@@ -109,15 +108,9 @@ class _BatchQueue:
 
 @dataclass
 class _LoopState:
-    """The connections and searches of one event loop."""
-
     http: aiohttp.ClientSession
-    searches: _BatchQueue = field(init=False)
-    prefetches: _BatchQueue = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.searches = _BatchQueue(self.http)
-        self.prefetches = _BatchQueue(self.http, max_retries=0)
+    searches: _BatchQueue
+    prefetches: _BatchQueue
 
     def __del__(self) -> None:
         """Close the connections of a client that nobody closed: aiohttp would log two errors."""
@@ -151,12 +144,12 @@ class RetrievalClient:
         `url` is the base address of a server, with or without `/retrieve`; several, as a sequence
         or separated by commas, replace each other when one fails. `topk` None leaves the number of
         documents to the server. `timeout` (s) limits one attempt, `deadline` (s) the whole search,
-        and `max_retries` the number of further attempts, on whichever server. The delay before the
-        n-th retry is `backoff` * 2^n s, at most `max_backoff`, shortened by up to a half at random,
-        but not below the server's `Retry-After`, of which at most `max_retry_after` s count. At
-        most `max_batch` distinct queries, started within `merge_window` s, share a request. `token`
-        is sent as bearer token; its default is the environment variable RETRIEVER_TOKEN.
-        `log_level` is the level of the log line about each failed attempt.
+        and `max_retries` the number of further attempts, on whichever server. The first delay is
+        `backoff` s, each further one twice as long up to `max_backoff`; it is shortened by up to a
+        half at random, but not below the server's `Retry-After`, at most `max_retry_after` s. Up to
+        `max_batch` distinct queries, started within `merge_window` s, share a request. `token` is
+        sent as bearer token; its default is the environment variable RETRIEVER_TOKEN. `log_level`
+        is the level of the log line about each failed attempt.
         """
         if deadline is not None and not deadline > 0:
             raise ValueError(f"deadline {deadline}; expected more than 0 seconds, or None")
@@ -227,7 +220,6 @@ class RetrievalClient:
     async def _enqueue(
         self, queue: _BatchQueue, query: str, start: float | None = None
     ) -> SearchResult:
-        """Add a search to a batch of `queue` and wait for its result."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[SearchResult] = loop.create_future()
         deadline = (time.monotonic() if start is None else start) + self._deadline
@@ -278,9 +270,7 @@ class RetrievalClient:
         self._send(state.searches)
         self._send(state.prefetches)
         await asyncio.gather(*state.searches.tasks)
-        # A task that is cancelled before its first step never runs the `finally` that ends its
-        # futures: let the prefetches begin first.
-        await asyncio.sleep(0)
+        await asyncio.sleep(0)  # Only tasks that have begun run their `finally` when cancelled.
         for task in state.prefetches.tasks:
             task.cancel()
         await asyncio.gather(*state.prefetches.tasks, return_exceptions=True)
@@ -300,11 +290,7 @@ class RetrievalClient:
         )
 
     def _state(self) -> _LoopState:
-        """Return the running event loop's connections, created at the first call.
-
-        Proxies in environment variables are ignored: the retriever is in the local network, and a
-        proxy would see the token and every query.
-        """
+        """Return the running event loop's connections, which ignore proxies of the environment."""
         loop = asyncio.get_running_loop()
         if loop not in self._states:
             headers = {}
@@ -314,7 +300,8 @@ class RetrievalClient:
                 limit=MAX_REQUESTS + MAX_PREFETCH_REQUESTS, socket_factory=_open_socket
             )
             http = aiohttp.ClientSession(connector=connector, headers=headers)
-            self._states[loop] = _LoopState(http)
+            queues = _BatchQueue(http), _BatchQueue(http, max_retries=0)
+            self._states[loop] = _LoopState(http, *queues)
         return self._states[loop]
 
     def _send(self, queue: _BatchQueue) -> None:
@@ -333,11 +320,8 @@ class RetrievalClient:
     async def _request(
         self, queue: _BatchQueue, deadline: float, by_query: Mapping[str, Futures]
     ) -> None:
-        """Send one request and give each future its documents or an error.
-
-        If the server refuses several queries together, each of them is sent separately. Scores are
-        requested because the original Search-R1 server fails without them.
-        """
+        """Send one request, or one for each query if it is refused, and complete all futures."""
+        # With scores, since the original Search-R1 server fails without them.
         body = {"queries": list(by_query), "topk": self._topk, "return_scores": True}
         all_futures = [future for futures in by_query.values() for future in futures]
         parse = partial(_parse_documents, len(by_query))
@@ -367,13 +351,13 @@ class RetrievalClient:
 
 def _open_socket(address: aiohttp.AddrInfoType) -> socket.socket:
     """Create a socket whose connection breaks DEAD_PEER_S after its peer has disappeared."""
-    result = socket.socket(*address[:3])
-    result.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    opened = socket.socket(*address[:3])
+    opened.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     if sys.platform == "linux":
-        result.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * DEAD_PEER_S)
-        result.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, DEAD_PEER_S // 2)
-        result.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, DEAD_PEER_S // 2)
-    return result
+        opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * DEAD_PEER_S)
+        opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, DEAD_PEER_S // 2)
+        opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, DEAD_PEER_S // 2)
+    return opened
 
 
 def _check_token(text: str | None) -> SecretStr | None:
@@ -389,7 +373,6 @@ def _check_token(text: str | None) -> SecretStr | None:
 
 
 def _parse_documents(num_queries: int, response: Response) -> list[list[Document]]:
-    """Return the documents of each query; raises InvalidResponse."""
     parsed = _parse_object(response)
     try:
         if not all(isinstance(documents, list) for documents in parsed["result"]):
@@ -405,7 +388,6 @@ def _parse_documents(num_queries: int, response: Response) -> list[list[Document
 
 
 def _parse_document(response: Response) -> Document:
-    """Return the document in a response of `/document`; raises InvalidResponse."""
     try:
         return Document.from_mapping(_parse_object(response)["document"]).well_formed()
     except (KeyError, TypeError, AttributeError) as error:

@@ -31,7 +31,7 @@ Offsets = npt.NDArray[np.int64]
 NEWLINE = 10
 CHUNK_BYTES = 1 << 24
 MAX_ROW_BYTES = 1 << 24
-"""Longer rows are refused: they are more than any agent can read."""
+"""Longer rows are refused, since no agent can read them."""
 MAX_CHECKED_ROWS, SAMPLED_ROWS = 1 << 14, 256
 """At start, all rows of a corpus of up to MAX_CHECKED_ROWS are read, else SAMPLED_ROWS of them."""
 OFFSETS = ".offsets.npy"
@@ -64,10 +64,10 @@ class Corpus:
 
     @classmethod
     def open(cls, path: str | Path, *, whole: bool = False) -> "Corpus":
-        """Map the file at `path`; scan it unless valid row offsets are stored beside it.
+        """Map the file, and scan it unless valid row offsets are stored beside it.
 
-        Compares a sample of its blocks, or with `whole` all of them, with the checksums. Raises
-        CorpusError for a missing or empty file, IndexMismatch for a damaged one.
+        Compares checksums of a sample of its blocks, or of the `whole`. Raises CorpusError for a
+        missing or empty file, IndexMismatch for a damaged one.
         """
         path = Path(path)
         try:
@@ -87,7 +87,7 @@ class Corpus:
     def check_rows(self, *, whole: bool = False) -> None:
         """Raise CorpusError for a malformed row or a repeated id, in a sample or in the `whole`."""
         is_all = whole or len(self) <= MAX_CHECKED_ROWS
-        rows = range(len(self)) if is_all else sample_indices(len(self), SAMPLED_ROWS)
+        rows = sample_indices(len(self), SAMPLED_ROWS, whole=is_all)
         hashes = np.fromiter((hash(self[row].id) for row in rows), np.int64, len(rows))
         order = np.argsort(hashes, kind="stable")
         for i in np.flatnonzero(np.diff(hashes[order]) == 0):
@@ -134,7 +134,7 @@ class Corpus:
 
     @functools.cached_property
     def _rows_by_id(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Hashes of all ids in ascending order, and the row of each hash."""
+        """Sorted hashes of all ids, and the row of each hash."""
         hashes = np.fromiter((hash(document.id) for document in self), np.int64, len(self))
         order = np.argsort(hashes, kind="stable")
         return hashes[order], order
@@ -155,7 +155,6 @@ class Corpus:
 
 
 def _parse(line: bytes) -> Document:
-    """Parse one row; raises ValueError, KeyError or TypeError."""
     try:
         return Document.from_mapping(orjson.loads(line))
     except (ValueError, KeyError, TypeError, AttributeError):

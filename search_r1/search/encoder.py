@@ -27,15 +27,12 @@ class Encoder(Protocol):
 
     def encode_queries(self, queries: Sequence[str]) -> Vectors:
         """Return contiguous float32 vectors (num_queries, dim) in the order of `queries`."""
-        ...
 
     def encode_passages(self, passages: Sequence[str]) -> Vectors:
         """Return contiguous float32 vectors (num_passages, dim) in the order of `passages`."""
-        ...
 
     def info(self) -> dict[str, Any]:
-        """Return JSON-serializable facts that determine the vectors: name, pooling, dtype ..."""
-        ...
+        """Return JSON-ready facts that determine the vectors: name, pooling, dtype ..."""
 
 
 class HashEncoder:

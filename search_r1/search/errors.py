@@ -1,18 +1,4 @@
-"""The exceptions of the retrieval service and its client, a branch of the tree in `verl.errors`.
-
-SearchError
-├── RetrieverUnavailable   no response: connection error, timeout, 429 or 5xx, after all retries
-├── RetrieverRefused       a 4xx, or a response outside the wire contract: a retry is useless
-├── Overloaded             the queue is full: retry after `retry_after` seconds
-├── DeadlineExceeded       the request's time was over before it was answered
-├── UpstreamUnavailable    an online service failed or limits the rate, after all retries
-│   └── UpstreamInvalid    it responds, but never in its documented format
-├── UpstreamRefused        an online service refused permanently: wrong key, exhausted quota
-├── QueryNotRecorded       the replayed record does not contain this query
-├── CorpusError            the corpus is missing or has a malformed row
-├── IndexMismatch          the index is damaged or was not built from this corpus or encoder
-└── SetupError             something that the settings ask for is missing: package, GPU, model
-"""
+"""The exceptions of the retrieval service and its client, a branch of the tree in `verl.errors`."""
 
 from pathlib import Path
 
@@ -27,7 +13,7 @@ class SearchError(UserError):
 
 
 class RetrieverUnavailable(SearchError):
-    """No server responded within the allowed retries; an infrastructure failure."""
+    """No server responded within the allowed retries: no connection, a timeout, 429 or 5xx."""
 
     def __init__(self, message: str, num_retries: int = 0, reason: str = "") -> None:
         """`num_retries`: failed attempts after the first; `reason`: the message without advice."""
@@ -37,7 +23,7 @@ class RetrieverUnavailable(SearchError):
 
 
 class RetrieverRefused(SearchError):
-    """The server refused the request, or its response is outside the wire contract."""
+    """A 4xx, or a response outside the wire contract; a retry is useless."""
 
     def __init__(self, message: str, status: int | None = None) -> None:
         """`status`: the HTTP status; None for a response outside the wire contract."""
@@ -46,7 +32,7 @@ class RetrieverRefused(SearchError):
 
 
 class Overloaded(SearchError):
-    """The server's queue is full."""
+    """The server's queue is full, or it is stopping."""
 
     def __init__(self, message: str, retry_after: float) -> None:
         """`retry_after`: seconds after which the queue probably has free slots."""
@@ -59,7 +45,7 @@ class DeadlineExceeded(SearchError):
 
 
 class UpstreamUnavailable(SearchError):
-    """An online search service did not respond within the allowed retries."""
+    """An online search service failed, or limited the rate, in all allowed retries."""
 
 
 class UpstreamInvalid(UpstreamUnavailable):
@@ -67,7 +53,7 @@ class UpstreamInvalid(UpstreamUnavailable):
 
 
 class UpstreamRefused(SearchError):
-    """An online search service refused permanently; the message says why."""
+    """An online search service refused permanently: a wrong key, an exhausted quota."""
 
 
 class QueryNotRecorded(SearchError):
@@ -75,7 +61,7 @@ class QueryNotRecorded(SearchError):
 
 
 class CorpusError(SearchError):
-    """The corpus cannot be read as jsonl documents."""
+    """The corpus is missing or has a malformed row."""
 
 
 class IndexMismatch(SearchError):

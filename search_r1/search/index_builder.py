@@ -131,9 +131,7 @@ def run_checksums(config: ChecksumConfig) -> int:
     if config.index_path is not None:
         index = Path(config.index_path)
         if not index.exists() or not (index.is_file() or any(p.is_file() for p in index.glob("*"))):
-            raise SetupError(
-                f"--index_path {index} is not an index; expected a file, or its folder"
-            )
+            raise SetupError(f"--index_path {index} is not an index; expected a file or folder")
         file = vectors_file(index)
         if file.is_file() and is_flat(file):
             FlatFile.open(file).check_finite(whole=True)
@@ -158,9 +156,8 @@ def main(argv: list[str] | None = None) -> int:
         about = "Stores checksums of an index and a corpus, or compares them."
         target = f"{module}:run_checksums"
         return run(target, ChecksumConfig, arguments[1:], prog="checksums", description=about)
-    return run(
-        f"{module}:_build", BuildConfig, arguments, prog="index_builder", description=__doc__
-    )
+    target = f"{module}:_build"
+    return run(target, BuildConfig, arguments, prog="index_builder", description=__doc__)
 
 
 if __name__ == "__main__":

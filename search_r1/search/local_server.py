@@ -50,7 +50,6 @@ class LocalServer:
 
     @property
     def pid(self) -> int:
-        """Process id of the server."""
         return self._process.pid
 
     @property

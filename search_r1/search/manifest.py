@@ -27,7 +27,6 @@ class Manifest:
     engine: str
     corpus: Fingerprint
     count: int
-    """Number of documents in the index."""
     dtype: str = "float32"
     """Data type of the indexed embeddings."""
     encoder: str = ""
@@ -43,14 +42,12 @@ class Manifest:
     query_prefix: str = ""
     passage_prefix: str = ""
     normalizes: bool = True
-    """Whether the vectors have unit length."""
     created: str = ""
     """UTC time of the build; empty in manifests of early versions."""
     made_with: str = ""
     """Indexing package and its version."""
 
     def save(self, folder: Path) -> None:
-        """Write `manifest.json` into `folder`."""
         text = TypeAdapter(Manifest).dump_json(self, indent=2)
         (folder / FILE_NAME).write_bytes(text + b"\n")
 

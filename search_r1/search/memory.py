@@ -26,7 +26,6 @@ logger = logging.getLogger(__name__)
 OFFSET_BYTES = 8
 """Bytes of a row offset of the corpus."""
 ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "int8": 1}
-"""Bytes per value."""
 QUERY_BLOCK = 256
 """Queries that the torch backend scores against a tile at once."""
 
@@ -101,7 +100,6 @@ class MemoryNeed:
     device: str
     """`cpu`, `cuda:0` ..."""
     what: str
-    """Name of the component."""
     bytes: int | None
     """None if unknown before it is loaded or downloaded."""
     optional: bool = False
@@ -109,7 +107,6 @@ class MemoryNeed:
 
     @property
     def amount(self) -> str:
-        """The formatted size, in brackets if optional."""
         text = "unknown" if self.bytes is None else format_bytes(self.bytes)
         return f"({text})" if self.optional else text
 
@@ -180,7 +177,6 @@ def _index_file(config: RetrieverConfig) -> Path | None:
 
 
 def _mapped_index(config: RetrieverConfig) -> Iterator[MemoryNeed]:
-    """Yield the mapped files of a bm25 or Lucene index."""
     path = Path(config.index_path or "")
     if config.index_path is not None and path.is_dir() and not _is_dense(config):
         total = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
@@ -202,7 +198,7 @@ def _vectors(config: RetrieverConfig, file: Path, num_gpus: int) -> Iterator[Mem
 
 
 def _matrix(config: RetrieverConfig, file: Path, num_gpus: int) -> Iterator[MemoryNeed]:
-    """Yield the torch backend's matrix in equal shards, and the scores of one tile."""
+    """Yield the torch backend's matrix in equal shards, and a tile with its scores."""
     rows, dim, _ = read_shape(file)
     dtype, tile = config.torch.matrix_dtype, min(config.torch.tile_rows, rows)
     devices = [_with_index(device) for device in config.torch.matrix_devices]
@@ -221,7 +217,6 @@ def _with_index(device: str) -> str:
 
 
 def _models(config: RetrieverConfig, num_gpus: int) -> Iterator[MemoryNeed]:
-    """Yield the weights of encoder and reranker."""
     encoder, rerank = config.encoder, config.rerank
     models = []
     if _is_dense(config):
@@ -258,7 +253,6 @@ def _total(needs: list[MemoryNeed]) -> int:
 
 
 def _shortages(needs: list[MemoryNeed], host: Host) -> list[str]:
-    """Return a sentence for each device with too little free memory."""
     free, sentences = _devices(host), []
     for device in dict.fromkeys(need.device for need in needs):
         required = [n for n in needs if n.device == device and not n.optional]
@@ -272,12 +266,10 @@ def _shortages(needs: list[MemoryNeed], host: Host) -> list[str]:
 
 
 def _hints(file: Path | None) -> str:
-    """Return advice for less memory: a smaller dtype for a Flat index, or a compressed index."""
     if file is None or not is_flat(file):
         return ""
-    rows, dim, _ = read_shape(file)
-    half = format_bytes(bytes_of_matrix("bfloat16", rows, dim))
-    quarter = format_bytes(bytes_of_matrix("int8", rows, dim))
+    shape = read_shape(file)[:2]
+    half, quarter = (format_bytes(bytes_of_matrix(t, *shape)) for t in ("bfloat16", "int8"))
     return (
         f", use --dense_engine torch with --matrix_dtype bfloat16 ({half}) or int8 ({quarter}), "
         "more GPUs or --matrix_devices cpu, or build a smaller index with index_builder "

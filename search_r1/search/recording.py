@@ -72,7 +72,6 @@ class Recorder:
             self._recorded_keys |= new.keys()
 
     def close(self) -> None:
-        """Close the file; writing afterwards is an error."""
         with self._lock:
             self._lines.close()
             self._file.close()
@@ -144,7 +143,6 @@ def read_rows(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def to_record(row: Mapping[str, Any]) -> Record:
-    """Convert the fields of a line to a Record."""
     hits = [Hit(Document.from_mapping(item), item["score"]) for item in row["hits"]]
     return Record(row["query"], row["k"], hits, row["seconds"])
 

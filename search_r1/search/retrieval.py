@@ -13,7 +13,6 @@ class Retrieval(Protocol):
 
     async def search(self, query: str) -> list[Document]:
         """Return the documents, best first; raises SearchError for an infrastructure failure."""
-        ...
 
 
 class EmptyRetrieval:
@@ -29,7 +28,7 @@ class InMemoryRetrieval:
     def __init__(
         self, documents: Mapping[str, Sequence[Document]] | Sequence[Document], topk: int = 3
     ) -> None:
-        """Find at most `topk` documents per query. The attribute `queries` lists all queries."""
+        """At most `topk` documents are found per query; `queries` lists all queries so far."""
         self._documents = documents
         self._topk = topk
         self.queries: list[str] = []

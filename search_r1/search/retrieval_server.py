@@ -62,7 +62,6 @@ class ServerOptions:
 
 
 def _run(options: ServerOptions) -> int:
-    """Serve until stopped; returns the exit status."""
     service, faults = options.service, options.faults
     service.check()
     faults.check()
@@ -107,8 +106,7 @@ def _document_finder(
 ) -> Callable[[str], Document | None] | None:
     """Return a function that finds documents by id, or None without a corpus file.
 
-    It uses the backend's own corpus. If the backend reads none, `corpus_path` is opened at the
-    first call.
+    It reads the backend's corpus, or else `corpus_path`, which is opened at the first call.
     """
     if isinstance(corpus := getattr(retriever, "corpus", None), Corpus):
         return corpus.find
@@ -129,9 +127,8 @@ def watching(roots: Iterable[str | None]) -> Iterator[None]:
     """Stop the server when a mapped file below `roots` is changed in place (Linux only).
 
     Sends SIGTERM to this process within WATCH_S, and raises IndexMismatch when the context ends.
-    Index builders rename a new file into place, which does not affect a running server; `cp` or
-    `rsync --inplace` write into the mapped file. If a file is truncated, a search that reads beyond
-    its end kills the process at once (SIGBUS).
+    Index builders rename new files into place, which does no harm; `cp` and `rsync --inplace` do.
+    A search that reads beyond the end of a truncated file kills the process at once (SIGBUS).
     """
     initial = {path: _state(path) for path in _mapped([Path(r).resolve() for r in roots if r])}
     problems: list[str] = []
@@ -163,7 +160,6 @@ def watching(roots: Iterable[str | None]) -> Iterator[None]:
 
 
 def _mapped(roots: list[Path]) -> set[Path]:
-    """Return the files below `roots` that this process maps."""
     if not MAPS.exists():
         return set()
     lines = MAPS.read_text(errors="surrogateescape").splitlines()

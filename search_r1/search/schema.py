@@ -145,7 +145,5 @@ def _text(row: Mapping[str, Any], name: str) -> str:
 
 
 def _unquote(line: str) -> str:
-    """Return `line` without a pair of double quotes around it."""
     line = line.strip()
-    is_quoted = len(line) >= 2 and line[0] == line[-1] == '"'
-    return line[1:-1] if is_quoted else line
+    return line[1:-1] if len(line) >= 2 and line[0] == line[-1] == '"' else line

@@ -206,7 +206,6 @@ class FaultConfig:
 
     @property
     def is_on(self) -> bool:
-        """Whether any request can fail on purpose."""
         return self.inject_failures > 0 or self.inject_hangs > 0
 
     def check(self) -> None:

@@ -1,8 +1,11 @@
 """Word tokenization for BM25, identical for corpus and queries."""
 
+import logging
 from collections.abc import Sequence
 
 import bm25s
+
+logging.getLogger("bm25s").setLevel(logging.INFO)  # bm25s sets its own logger to DEBUG
 
 
 def tokenize(texts: Sequence[str]) -> list[list[str]]:

@@ -1,9 +1,8 @@
 """HTTP requests to one of several retrieval servers, with retries, timeouts and fail-over.
 
 The preferred server is used while it responds, otherwise the next one. Servers on this machine come
-first; the others are shuffled per process to spread the load. A server that failed has a cooldown,
-after which a single request tests it before it is used again. What is requested and how responses
-are parsed is in `client`.
+first; the others are shuffled per process to spread the load. After a failure a server has a
+cooldown, then a single request tests it before it is used again.
 """
 
 import asyncio
@@ -70,7 +69,6 @@ class Server:
 
     @property
     def cooldown(self) -> float:
-        """Seconds of cooldown after the current number of failures."""
         return min(MAX_COOLDOWN_S, COOLDOWN_S * 2.0 ** min(self.num_failures - 1, 10))
 
 
@@ -78,12 +76,10 @@ class Servers:
     """The servers of one client in order of preference; never empty."""
 
     def __init__(self, urls: Sequence[str]) -> None:
-        """`urls` are base addresses as returned by `read_urls`."""
         self._servers = [Server(url) for url in order_by_preference(urls)]
 
     @property
     def urls(self) -> tuple[str, ...]:
-        """Base addresses, most preferred first."""
         return tuple(server.url for server in self._servers)
 
     def __len__(self) -> int:
@@ -114,10 +110,9 @@ class Servers:
         server.cooldown_until = -math.inf
 
     def record_failure(self, server: Server, start: float, retry_after: float) -> None:
-        """Note that an attempt begun at `start` failed, and begin a cooldown.
+        """Note a failed attempt begun at `start`, and begin a cooldown, of `retry_after` s if set.
 
-        The cooldown is `retry_after` s if the server asked for that. Attempts that were already
-        under way at the last failure do not count as further failures.
+        Attempts that were already in progress at the last failure are not counted again.
         """
         now = time.monotonic()
         if start >= server.failed_at:
@@ -218,7 +213,6 @@ class Failures:
     """Attempts that ended with an InvalidResponse."""
 
     def add(self, url: str, error: TransientError) -> None:
-        """Add one failed attempt."""
         self.reasons[url] = str(error)
         self.counts[url] += 1
         self.num_invalid += isinstance(error, InvalidResponse)
@@ -314,7 +308,6 @@ class Transport:
             self._outage_until = time.monotonic() + OUTAGE_S
 
     def _record_success(self, server: Server) -> None:
-        """Note that `server` responded, which ends any outage."""
         self.servers.record_success(server)
         self._responded_at = time.monotonic()
         self._outage_until = -math.inf

@@ -121,7 +121,7 @@ def test_longer_texts_than_the_cached_ones_are_fetched_again(
         engine = open_with_pages(service, online_cache=str(tmp_path / "c"), page_chars=page_chars)
         lengths.append(len(engine.search(["danube"], 1)[0][0].document.text))
         engine.close()
-    assert 20 >= lengths[0] and 50 >= lengths[1] > 20 and 300 >= lengths[2] > 50
+    assert lengths[0] <= 20 < lengths[1] <= 50 < lengths[2] <= 300
     assert [request.path for request in service.requests].count("/good") == 2
 
 

@@ -114,7 +114,7 @@ def flip(path: Path, place: int) -> None:
 @given(st.integers(0, 300), st.integers(2, 70))
 def test_sampled_indices_include_both_ends(count: int, max_samples: int) -> None:
     """All indices of a small range; of a large one a sorted sample with both ends."""
-    indices = sample_indices(count, max_samples)
+    indices = list(sample_indices(count, max_samples))
     assert indices == sorted(set(indices))
     assert min(count, max_samples - 2) <= len(indices) <= min(count, max_samples)
     assert not count or (indices[0], indices[-1]) == (0, count - 1)

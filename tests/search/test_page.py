@@ -160,7 +160,7 @@ def test_empty_results_and_empty_questions(visit: Callable[..., Visit]) -> None:
     ("query", "topk", "words"),
     [
         ("busy", None, ["busy", "in 7 s", "the queue is full"]),
-        ("unseen", None, ["no record of this question"]),
+        ("unseen", None, ["cannot answer this question", "no record"]),
         ("x" * 201, None, ["does not accept this question", "at most 200"]),
         ("fish", 99, ["does not accept this question", "topk"]),
     ],

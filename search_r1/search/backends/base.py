@@ -29,11 +29,9 @@ class Retriever(Protocol):
 
     def search(self, queries: Sequence[str], k: int) -> list[list[Hit]]:
         """Return at most `k` hits for each query in turn, best first, ties by row."""
-        ...
 
     def info(self) -> dict[str, Any]:
         """Return JSON-ready facts for `/info`: all that affects results, but no times or paths."""
-        ...
 
 
 def fingerprint(facts: Mapping[str, Any]) -> str:

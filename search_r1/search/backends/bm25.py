@@ -22,7 +22,6 @@ from search_r1.search.settings import RetrieverConfig
 from search_r1.search.tokenization import tokenize
 
 logger = logging.getLogger(__name__)
-logging.getLogger("bm25s").setLevel(logging.INFO)  # bm25s sets its own logger to DEBUG
 
 Scores = npt.NDArray[np.float32]  # (num_documents,)
 METHODS = ("lucene", "robertson", "atire", "bm25l", "bm25+")
@@ -45,8 +44,7 @@ class Bm25Retriever:
     def __init__(self, index: bm25s.BM25, corpus: Corpus) -> None:
         self._index = index
         self.corpus, self.num_documents = corpus, len(corpus)
-        # Plain arrays over the same map: slicing a np.memmap costs as much as reading a short
-        # posting list.
+        # Plain arrays, since slicing a np.memmap costs as much as reading a short posting list.
         index.scores |= {name: np.asarray(index.scores[name]) for name in POSTINGS}
 
     @classmethod
@@ -67,7 +65,6 @@ class Bm25Retriever:
         return cls(index, corpus)
 
     def search(self, queries: Sequence[str], k: int) -> list[list[Hit]]:
-        """Return at most `k` hits per query, best first, ties by row."""
         with stage("search"):
             ranked = [self._rank(words, k) for words in tokenize(queries)]
         with stage("documents"):
@@ -86,10 +83,9 @@ class Bm25Retriever:
         return rows, scores[rows].tolist()
 
     def _score_lower_bound(self, word_ids: list[int], scores: Scores, k: int) -> float:
-        """Return a lower bound of the k-th best score, or 0.0 if there is none.
+        """Return a lower bound of the k-th best score, so that few scores are sorted; 0.0: unknown.
 
-        It is the k-th best score among the documents of the rarest word that at least `k`
-        documents have. Only documents that reach it have to be sorted.
+        It is the k-th best among the documents of the rarest word that at least `k` of them have.
         """
         starts = self._index.scores["indptr"]
         sizes = [(int(starts[word + 1] - starts[word]), word) for word in word_ids]
@@ -101,7 +97,6 @@ class Bm25Retriever:
         return float(np.partition(sample, len(sample) - k)[len(sample) - k])
 
     def info(self) -> dict[str, Any]:
-        """Return the engine, its parameters and the corpus."""
         parameters = {"k1": self._index.k1, "b": self._index.b, "method": self._index.method}
         return {"engine": self.name, **parameters, "corpus": asdict(self.corpus.fingerprint)}
 
@@ -124,7 +119,7 @@ def open_retriever(config: RetrieverConfig) -> Retriever:
 
 
 def _check_arrays(index: bm25s.BM25, num_documents: int, whole: bool) -> None:
-    """Raise ValueError for arrays that are no valid index; checks samples unless `whole`."""
+    """Raise ValueError for arrays that are not a valid index; checks samples unless `whole`."""
     word_ids = np.array([id for word, id in index.vocab_dict.items() if word] or [0])
     data, indices, indptr = (np.asarray(index.scores[name]) for name in POSTINGS)
     if (data.dtype.kind, indices.dtype.kind, indptr.dtype.kind) != ("f", "i", "i"):
@@ -133,17 +128,16 @@ def _check_arrays(index: bm25s.BM25, num_documents: int, whole: bool) -> None:
         raise ValueError(f"{index.scores['num_docs']} documents")
     if index.method not in METHODS or not np.isfinite([index.k1, index.b]).all():
         raise ValueError(f"method {index.method!r}, k1 {index.k1!r} and b {index.b!r}")
-    is_complete = indptr[0] == 0 and indptr[-1] == len(data) == len(indices)
-    if not is_complete or (np.diff(indptr) < 0).any():
+    is_partition = indptr[0] == 0 and indptr[-1] == len(data) == len(indices)
+    if not is_partition or (np.diff(indptr) < 0).any():
         raise ValueError("its arrays do not belong together")
     has_valid_ids = (
         word_ids.dtype.kind == "i" and word_ids.min() >= 0 and word_ids.max() == len(indptr) - 2
     )
     if not has_valid_ids or len(np.unique(word_ids)) != len(word_ids):
         raise ValueError("its words do not belong to its arrays")
-    starts = range(0, len(data), CHECK_BLOCK)
-    for start in starts if whole else [starts[i] for i in sample_indices(len(starts))]:
-        block = slice(start, start + CHECK_BLOCK)
+    for i in sample_indices(-(-len(data) // CHECK_BLOCK), whole=whole):
+        block = slice(i * CHECK_BLOCK, (i + 1) * CHECK_BLOCK)
         if not (np.isfinite(data[block]).all() and (data[block] >= 0).all()):
             raise ValueError("scores that are negative or not finite")
         if not ((indices[block] >= 0).all() and (indices[block] < num_documents).all()):

@@ -1,8 +1,7 @@
 """Dense retrieval: an encoder, an index of vectors, and the corpus documents of its rows.
 
 An index is a folder written by `index_builder` (`vectors.faiss` and a manifest) or a bare FAISS
-file such as the published `e5_Flat.index`. The search engines are in `faiss_index` and
-`torch_flat`; this module imports neither.
+file such as the published `e5_Flat.index`. The engines that search it are not imported here.
 """
 
 import hashlib
@@ -38,15 +37,12 @@ class VectorIndex(Protocol):
 
     def load(self, corpus: Corpus, encoder: Encoder) -> None:
         """Prepare for searching; called once the index is known to fit corpus and encoder."""
-        ...
 
     def search(self, queries: Vectors, k: int) -> tuple[list[list[float]], list[list[int]]]:
         """Return scores and rows of at most `k` vectors per query, best first, ties by row."""
-        ...
 
     def info(self) -> dict[str, Any]:
         """Return JSON-ready facts that affect the scores."""
-        ...
 
 
 class DenseRetriever:
@@ -57,13 +53,11 @@ class DenseRetriever:
     def __init__(
         self, name: str, index: VectorIndex, digest: str, corpus: Corpus, encoder: Encoder
     ) -> None:
-        """`digest` identifies the index file."""
         self.name, self.num_documents = name, len(corpus)
         self.corpus, self._encoder = corpus, encoder
         self._index, self._digest = index, digest
 
     def search(self, queries: Sequence[str], k: int) -> list[list[Hit]]:
-        """Return at most `k` hits per query, best first, ties by row."""
         if not queries:
             return []
         with stage("encode"):
@@ -75,7 +69,6 @@ class DenseRetriever:
             return [[Hit(next(documents), score) for score in ranked] for ranked in scores]
 
     def info(self) -> dict[str, Any]:
-        """Return facts about the backend, the index, the encoder and the corpus."""
         index = {**self._index.info(), "index": self._digest}
         corpus = asdict(self.corpus.fingerprint)
         return {**index, "encoder": self._encoder.info(), "corpus": corpus}
@@ -98,10 +91,7 @@ def open_dense(
 
 
 def locate_index(config: RetrieverConfig) -> Path:
-    """Return the index (a folder or a bare file) at or inside `index_path`.
-
-    Inside a folder that is `<name>_Flat.index`, or else the only `<name>_*.index`.
-    """
+    """Return `index_path`, or `<name>_Flat.index` or else the only `<name>_*.index` inside it."""
     flat = f"{config.retriever_name}_Flat.index"
     parent = Path(config.index_path or "")
     prefix = f"{config.retriever_name}_"
@@ -148,10 +138,9 @@ def probe(encoder: Encoder) -> tuple[float, ...]:
 
 
 def read_ahead(file: Path) -> threading.Thread:
-    """Read a file from start to end in the background, so that it is cached when it is needed.
+    """Read a file in the background, while the encoder loads, so that it is in the page cache.
 
-    The encoder takes seconds to load in the meantime. A search that is the first to touch a mapped
-    file reads it page by page, several times slower than sequentially.
+    A search that is the first to touch a mapped file reads it page by page, several times slower.
     """
 
     def read() -> None:

@@ -6,7 +6,6 @@ every search found the supporting passages.
 
 import hashlib
 import json
-import logging
 import random
 import re
 import unicodedata
@@ -28,8 +27,6 @@ from search_r1.search.settings import RetrieverConfig
 from search_r1.search.tokenization import tokenize
 from verl.files import read_text
 
-logging.getLogger("bm25s").setLevel(logging.INFO)  # bm25s sets its own logger to DEBUG
-
 EXPECTED = (
     'expected {"question": "...", "documents": [{"id": "7", "contents": "..."}]}, or '
     '{"question": "...", "ids": ["7"]} with --corpus_path'
@@ -46,11 +43,9 @@ class EmptyRetriever:
     num_documents = 0
 
     def search(self, queries: Sequence[str], k: int) -> list[list[Hit]]:
-        """Return one empty list per query."""
         return [[] for _ in queries]
 
     def info(self) -> dict[str, Any]:
-        """Return the backend's name."""
         return {"engine": self.name}
 
 
@@ -75,7 +70,6 @@ class RandomRetriever:
         return results
 
     def info(self) -> dict[str, Any]:
-        """Return the backend's name, the seed and the corpus."""
         corpus = asdict(self.corpus.fingerprint)
         return {"engine": self.name, "seed": self._seed, "corpus": corpus}
 
@@ -140,7 +134,6 @@ class OracleRetriever:
         return list(passages.values())
 
     def info(self) -> dict[str, Any]:
-        """Return the backend's name, the number of questions, and a hash of all rows."""
         hasher = hashlib.blake2b(digest_size=8)
         for question, passages in self._passages.items():
             fields = [[d.id, d.title, d.text, d.contents] for d in passages.values()]
@@ -216,7 +209,7 @@ def _find_documents(
 
 
 def open_retriever(config: RetrieverConfig) -> Retriever:
-    """Open the configured diagnostic backend: `empty`, `random` or `oracle`."""
+    """Open `empty`, `random` or `oracle`."""
     if config.retriever_name == "empty":
         return EmptyRetriever()
     if config.retriever_name == "random":

@@ -4,7 +4,6 @@ Scores are inner products, or negative squared distances if the index was made f
 """
 
 import logging
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +26,8 @@ logger = logging.getLogger(__name__)
 Rows = npt.NDArray[np.int64]
 METRICS = {faiss.METRIC_INNER_PRODUCT: "ip", faiss.METRIC_L2: "l2"}
 BLAS_QUERIES = 4
-"""Minimum number of queries for which a Flat index multiplies matrices. FAISS 1.15 defaults to
-128,000 and computes one pair of vectors at a time below that: with a million vectors, 64 queries
-took 7 times as long."""
+"""Queries from which on a Flat index multiplies matrices. With single pairs of vectors, below the
+128,000 of FAISS 1.15, 64 queries of a million vectors took 7 times as long."""
 MARGIN = 32
 """Candidates beyond k of a Flat index whose scores are computed again in float64."""
 RESCORE_QUERIES = 64
@@ -83,11 +81,9 @@ class FaissIndex:
             self._index = _to_gpus(self._index)
 
     def info(self) -> dict[str, Any]:
-        """Return backend, kind, dim, metric and search parameters."""
         return self._facts
 
     def search(self, queries: Vectors, k: int) -> tuple[list[list[float]], list[list[int]]]:
-        """Return scores and rows of at most `k` vectors per query, best first, ties by row."""
         num_candidates = min(k + MARGIN if self._is_exact else k, self.num_rows)
         scores, rows = self._index.search(queries, num_candidates)
         if self._is_exact:
@@ -100,8 +96,7 @@ class FaissIndex:
     def _exact_scores(self, queries: Vectors, rows: Rows) -> Vectors:
         """Return scores (num_queries, n) of candidate rows, summed in float64.
 
-        Equal vectors then have equal scores: the order in which FAISS sums depends on the number
-        of queries and on their position in a block.
+        FAISS sums in an order that depends on the batch, so equal vectors could differ in score.
         """
         scores = np.empty(rows.shape, dtype=np.float32)
         for start in range(0, len(queries), RESCORE_QUERIES):
@@ -122,17 +117,17 @@ def _check_rows(path: Path, index: Any, whole: bool) -> None:
     if inverted is not None:
         lists = inverted.invlists
         vector = np.empty(inverted.d, dtype=np.float32)
-        for list_id in _indices_to_check(inverted.nlist, whole):
+        for list_id in sample_indices(inverted.nlist, whole=whole):
             size = lists.list_size(list_id)
             if not size:
                 continue
             list_ids = faiss.rev_swig_ptr(lists.get_ids(list_id), size)
             ids.append(list_ids)
-            for offset in _indices_to_check(size, whole):
+            for offset in sample_indices(size, whole=whole):
                 inverted.reconstruct_from_offset(list_id, offset, faiss.swig_ptr(vector))
                 check_finite(path, int(list_ids[offset]), vector[None])
     elif not ids:
-        for row in _indices_to_check(count, whole):
+        for row in sample_indices(count, whole=whole):
             check_finite(path, row, index.reconstruct(row)[None])
     if any(((part < 0) | (part >= count)).any() for part in ids):
         raise IndexMismatch(
@@ -144,10 +139,6 @@ def _check_rows(path: Path, index: Any, whole: bool) -> None:
             f"{path}: got {num_listed} of {count} vectors in its lists, expected all: FAISS drops "
             "vectors that are not finite; fix: encode the corpus again"
         )
-
-
-def _indices_to_check(count: int, whole: bool) -> Sequence[int]:
-    return range(count) if whole else sample_indices(count)
 
 
 def _rank(scores: Vectors, rows: Rows, k: int) -> tuple[list[float], list[int]]:
@@ -191,7 +182,7 @@ def _search_parameters(index: Any) -> dict[str, int]:
 
 
 def check_gpu(verb: str) -> int:
-    """Return the number of GPUs for FAISS, to `verb` (search or train) on; raises SetupError."""
+    """Return the number of GPUs that FAISS sees, to `verb` on; raises SetupError if none."""
     num_gpus = faiss.get_num_gpus() if hasattr(faiss, "get_num_gpus") else 0
     if num_gpus == 0:
         other = "use --dense_engine torch, which needs neither, " if verb == "search" else ""
@@ -220,8 +211,6 @@ def _to_gpus(index: Any) -> Any:
 
 
 def open_retriever(config: RetrieverConfig) -> Retriever:
-    """Open the configured FAISS index and encoder."""
-
     def open_index(file: Path) -> FaissIndex:
         return FaissIndex.open(file, config.faiss, whole=config.verify)
 

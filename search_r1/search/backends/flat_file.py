@@ -1,8 +1,7 @@
 """Memory-mapped access to the rows of a FAISS Flat index file, without FAISS.
 
-The layout is that of `faiss.write_index`: `HEADER`, which starts with a four-letter kind and ends
-with the number of values, then the float32 rows. The rows begin at byte 45, so they are never
-aligned in memory.
+The layout is that of `faiss.write_index`: `HEADER`, then the float32 rows, which begin at byte 45,
+so that they are never aligned in memory.
 """
 
 import struct
@@ -58,12 +57,10 @@ class FlatFile:
 
     @property
     def num_rows(self) -> int:
-        """Number of vectors in the index."""
         return int(self.vectors.shape[0])
 
     @property
     def dim(self) -> int:
-        """Number of values of a vector."""
         return int(self.vectors.shape[1])
 
     def tiles(self, tile_rows: int, start: int = 0, end: int | None = None) -> Iterator[Vectors]:
@@ -75,9 +72,8 @@ class FlatFile:
     def check_finite(self, *, whole: bool = False) -> None:
         """Raise IndexMismatch for a value that is not finite; checks samples unless `whole`."""
         size = max(1, BLOCK_BYTES // (4 * self.dim))
-        starts = range(0, self.num_rows, size)
-        for start in starts if whole else [starts[i] for i in sample_indices(len(starts))]:
-            check_finite(self.path, start, next(self.tiles(size, start)))
+        for i in sample_indices(-(-self.num_rows // size), whole=whole):
+            check_finite(self.path, i * size, next(self.tiles(size, i * size)))
 
     def rows(self, rows: npt.NDArray[np.int64]) -> Vectors:
         """Return a copy of the vectors of `rows`, of shape rows.shape + (dim,)."""
@@ -99,9 +95,7 @@ def read_shape(path: Path) -> tuple[int, int, str]:
     if not path.is_file():
         raise SetupError(f"index {path} does not exist; expected a FAISS index: set --index_path")
     header = _read_header(path)
-    kind = header[:4]
-    size = path.stat().st_size
-    expected = HEADER.size
+    kind, expected = header[:4], HEADER.size
     if kind not in KINDS:
         raise SetupError(_wrong_kind(path, kind))
     if len(header) == HEADER.size:
@@ -117,7 +111,7 @@ def read_shape(path: Path) -> tuple[int, int, str]:
                 "expected a file that faiss.write_index wrote: build or download it again"
             )
         expected += 4 * count
-    if size != expected:
+    if (size := path.stat().st_size) != expected:
         raise SetupError(
             f"{path} has {size} bytes, but its header promises {expected}; expected a complete "
             "index: download it again, or join all of its parts in order"

@@ -31,7 +31,6 @@ class Java:
 
     @property
     def options(self) -> list[str]:
-        """Options for the JVM."""
         # -Xrs leaves the handling of signals to Python.
         options = [HEAP, "-Xrs", "--enable-native-access=ALL-UNNAMED"]
         if VECTOR_MODULE in self.modules:
@@ -56,8 +55,7 @@ def read_java(home: Path) -> Java | None:
 
 def choose_java(java_home: str | None, bundled: Path | None) -> Java:
     """Return the runtime in JAVA_HOME if new enough, else `bundled`; raises SetupError."""
-    homes = [Path(java_home)] if java_home else []
-    homes += [bundled] if bundled is not None else []
+    homes = [Path(home) for home in (java_home, bundled) if home]
     runtimes = [read_java(home) for home in homes]
     for java in runtimes:
         if java is not None and java.version >= MIN_VERSION:

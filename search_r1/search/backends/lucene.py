@@ -75,7 +75,6 @@ class LuceneRetriever:
         return [results.get(str(i)) for i in range(len(queries))]
 
     def info(self) -> dict[str, Any]:
-        """Return the engine, its parameters, the index and the source of its passages."""
         parameters = {"k1": K1, "b": B, "num_documents": self.num_documents}
         return {"engine": self.name, **parameters, **self._facts}
 
@@ -132,7 +131,7 @@ def _configure() -> None:
 def _open_index(folder: Path) -> Any:
     """Open the index with Anserini; raises SetupError if this Lucene version cannot read it."""
     open_searcher = _java("io.anserini.search.SimpleSearcher")
-    from jnius import JavaException  # noqa: PLC0415  (importing it starts the JVM)
+    from jnius import JavaException  # noqa: PLC0415  (needs the JVM of `_java`)
 
     try:
         index = open_searcher(str(folder))

@@ -6,6 +6,7 @@ imported only when its backend is chosen, so that only its users need the packag
 
 import importlib
 import logging
+from collections.abc import Callable
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from types import ModuleType
@@ -41,14 +42,8 @@ DIAGNOSTICS = Backend(f"{PACKAGE}.diagnostics", reads=("diagnostics",))
 BACKENDS = {
     "bm25": Backend(f"{PACKAGE}.bm25", "pip install bm25s"),
     "lucene": LUCENE,
-    "google": ONLINE,
-    "serpapi": ONLINE,
-    "brave": ONLINE,
-    "serper": ONLINE,
-    "tavily": ONLINE,
-    "empty": DIAGNOSTICS,
-    "random": DIAGNOSTICS,
-    "oracle": DIAGNOSTICS,
+    **dict.fromkeys(("google", "serpapi", "brave", "serper", "tavily"), ONLINE),
+    **dict.fromkeys(("empty", "random", "oracle"), DIAGNOSTICS),
     "replay": Backend(f"{PACKAGE}.replay", reads=("diagnostics",)),
 }
 """Backends by --retriever_name; any other name is a dense index."""
@@ -56,9 +51,7 @@ BACKENDS = {
 
 def build_retriever(config: RetrieverConfig) -> Retriever:
     """Open the configured backend; raises a SearchError that says what to fix."""
-    backend = _choose(config)
-    settings = config.rerank
-    scorer = None
+    backend, rerank = _choose(config), config.rerank
     if unread := _unread_flags(config, backend):
         logger.warning(
             "--retriever_name %s does not read %s: leave them out, or choose the backend that does "
@@ -66,13 +59,12 @@ def build_retriever(config: RetrieverConfig) -> Retriever:
             config.retriever_name,
             ", ".join(unread),
         )
-    module = _import(backend)
-    if settings.reranker_model is not None:  # before opening an index, which can take minutes
-        scorer = _import(RERANKER, "--reranker_model").CrossEncoder.open(settings)
-    retriever: Retriever = module.open_retriever(config)
-    if scorer is not None:
-        retriever = RerankingRetriever(retriever, scorer, settings.retrieval_topk)
-    return retriever
+    open_retriever: Callable[[RetrieverConfig], Retriever] = _import(backend).open_retriever
+    if rerank.reranker_model is None:
+        return open_retriever(config)
+    # Open the reranker first, since opening an index can take minutes.
+    scorer = _import(RERANKER, "--reranker_model").CrossEncoder.open(rerank)
+    return RerankingRetriever(open_retriever(config), scorer, rerank.retrieval_topk)
 
 
 def _choose(config: RetrieverConfig) -> Backend:

@@ -45,7 +45,7 @@ class ReplayRetriever:
             self._lines = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
     def search(self, queries: Sequence[str], k: int) -> list[list[Hit]]:
-        """Return the recorded hits, after the slowest recorded latency; raises QueryNotRecorded."""
+        """Return the recorded hits; latency is that of the slowest. Raises QueryNotRecorded."""
         with stage("search"):
             start = time.monotonic()
             records = [self._find(query, k) for query in queries]
@@ -67,14 +67,12 @@ class ReplayRetriever:
         return to_record(json.loads(self._lines[start : self._lines.find(b"\n", start)]))
 
     def info(self) -> dict[str, Any]:
-        """Return the facts of the recorded backend and a hash of the recorded answers."""
         count = sum(len(recorded) for recorded in self._offsets.values())
         answers = {"count": count, "digest": self._digest}
         return {"engine": self.name, "recorded": self._recorded, "answers": answers}
 
 
 def open_retriever(config: RetrieverConfig) -> Retriever:
-    """Open the configured record."""
     path = config.diagnostics.replay_path
     if path is None:
         raise SetupError(

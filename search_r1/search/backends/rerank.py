@@ -20,11 +20,9 @@ class PairScorer(Protocol):
 
     def scores(self, pairs: Sequence[Pair]) -> list[float]:
         """Return one score per pair, in order; higher is better."""
-        ...
 
     def info(self) -> dict[str, Any]:
         """Return JSON-ready facts that affect the scores."""
-        ...
 
 
 class RerankingRetriever:
@@ -56,7 +54,6 @@ class RerankingRetriever:
             return [sorted(hits, key=lambda hit: -hit.score)[:k] for hits in scored]
 
     def info(self) -> dict[str, Any]:
-        """Return the backend's facts and the reranker's."""
         rerank = {"retrieval_topk": self._retrieval_topk, **self._scorer.info()}
         return {**self._retriever.info(), "rerank": rerank}
 

@@ -10,12 +10,7 @@ from torch import Tensor
 
 from search_r1.search.backends.flat_file import FlatFile
 
-DTYPES = {
-    "float32": torch.float32,
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-    "int8": torch.int8,
-}
+DTYPES = {name: getattr(torch, name) for name in ("float32", "float16", "bfloat16", "int8")}
 CPU_TILE_ROWS = 8192
 """Maximum number of rows that a CPU scores at a time, so that their scores stay in its cache."""
 
@@ -92,9 +87,8 @@ class Shard:
     def _int8_inner_products(self, queries: Tensor, scales: Tensor) -> InnerProducts:
         """Return a function that computes inner products with the int8 codes.
 
-        A CPU multiplies integers, several times as fast as float32, for which the queries are
-        quantized too. A GPU multiplies in float16, which represents every int8 exactly, and sums
-        in float32.
+        A CPU multiplies integers, several times as fast as float32; the queries are quantized too.
+        A GPU multiplies in float16, which represents every int8 exactly, and sums in float32.
         """
         if self.device.type == "cpu":
             codes, query_scales = quantize(queries)
@@ -124,8 +118,7 @@ def _add_tile(best: TopK | None, scores: Tensor, first_row: int, k: int) -> TopK
     """Update the k best rows with the scores (num_queries, n) of one more tile.
 
     All rows of the tile come after those of `best`, so an equal score does not replace an earlier
-    row, and only queries with a score above their k-th best have to be updated. In late tiles these
-    are few.
+    row. Only queries with a score above their k-th best are updated: few in late tiles.
     """
     if best is None or best[0].shape[1] < k:
         values, columns = top_columns(scores, k)

@@ -1,9 +1,8 @@
 """Exact dense search with torch over a FAISS Flat index, on CPU or GPUs, without FAISS.
 
-The index file is memory-mapped and read into shards of float32, float16, bfloat16 or int8; the loss
-of recall of a smaller dtype is measured while it loads. Scores of all rows, tile by tile, only
-choose candidates, since their rounding depends on tile and batch. The scores of the candidates are
-then summed in float64, so that a result is the same for any tiling, sharding and batching.
+The file is read into shards of float32, float16, bfloat16 or int8; the recall of a smaller dtype is
+measured meanwhile. Scores of all rows only choose candidates, since their rounding depends on tile
+and batch. The candidates' scores are summed in float64, so that a result depends on neither.
 """
 
 import logging
@@ -88,7 +87,6 @@ class TorchFlatIndex:
         )
 
     def info(self) -> dict[str, Any]:
-        """Return engine, dimensions, metric, dtype and number of rescored candidates."""
         facts = {"engine": "torch-flat", "dim": self.dim, "metric": self._flat.metric}
         return {**facts, "dtype": self._config.matrix_dtype, "rescore": self._config.rescore}
 
@@ -116,13 +114,9 @@ class TorchFlatIndex:
         """Return scores (negative squared distances for L2) and rows of the k best per query."""
         k = min(k, self.num_rows)
         vectors = torch.from_numpy(np.ascontiguousarray(queries))
-        all_scores: list[list[float]] = []
-        all_rows: list[list[int]] = []
-        for start in range(0, len(vectors), QUERY_BLOCK):
-            scores, rows = self._search_block(vectors[start : start + QUERY_BLOCK], k)
-            all_scores += scores.tolist()
-            all_rows += rows.tolist()
-        return all_scores, all_rows
+        blocks = [self._search_block(block, k) for block in vectors.split(QUERY_BLOCK)]
+        scores, rows = (torch.cat(parts).tolist() for parts in zip(*blocks, strict=True))
+        return scores, rows
 
     @torch.inference_mode()
     def _search_block(self, queries: Tensor, k: int) -> TopK:
@@ -165,8 +159,7 @@ def rescore(
         block = slice(start, start + step)
         vectors = read(candidates[block].flatten()).double().view(-1, num_candidates, dim)
         query = queries[block].double()[:, None]
-        is_l2 = metric == "l2"
-        terms = -(query - vectors).square() if is_l2 else query * vectors
+        terms = -(query - vectors).square() if metric == "l2" else query * vectors
         scores[block] = terms.sum(dim=2).float()
     return select_top_k(scores, candidates, k)
 
@@ -184,7 +177,6 @@ def recall(found: list[list[int]], expected: list[list[int]]) -> float:
 
 
 def open_retriever(config: RetrieverConfig) -> Retriever:
-    """Open the configured Flat index and encoder."""
     return open_dense(config, lambda file: TorchFlatIndex(FlatFile.open(file), config.torch))
 
 

@@ -7,15 +7,8 @@ import sentence_transformers
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
+from search_r1.search.encoders import loading
 from search_r1.search.encoders.families import model_name
-from search_r1.search.encoders.loading import (
-    check_weights,
-    explain_load_errors,
-    longest_input,
-    pick_device,
-    torch_dtype,
-    weights_digest,
-)
 from search_r1.search.errors import SetupError
 from search_r1.search.settings import RerankConfig
 
@@ -25,9 +18,9 @@ class CrossEncoder:
 
     def __init__(self, path: str, config: RerankConfig) -> None:
         """Load the model; raises SetupError if it is not a classifier with one or two outputs."""
-        device = pick_device("reranker_device", config.reranker_device)
-        dtype = torch_dtype("reranker_dtype", config.reranker_dtype)
-        check_weights(AutoModelForSequenceClassification, path, trust_remote_code=False)
+        device = loading.pick_device("reranker_device", config.reranker_device)
+        dtype = loading.torch_dtype("reranker_dtype", config.reranker_dtype)
+        loading.check_weights(AutoModelForSequenceClassification, path, trust_remote_code=False)
         self._model: Any = sentence_transformers.CrossEncoder(
             path, device=device, model_kwargs={"dtype": dtype}
         )
@@ -37,7 +30,7 @@ class CrossEncoder:
                 f"--reranker_model {path} has {num_labels} outputs; expected a cross-encoder with "
                 "one, such as BAAI/bge-reranker-base, or with two (no, yes)"
             )
-        limit = longest_input(
+        limit = loading.longest_input(
             AutoTokenizer.from_pretrained(path, trust_remote_code=False), self._model.config
         )
         self._model.max_seq_length = min(config.reranker_max_length, limit)
@@ -46,7 +39,7 @@ class CrossEncoder:
             "name": model_name(path),
             "dtype": config.reranker_dtype,
             "max_length": self._model.max_seq_length,
-            "weights": weights_digest(self._model.model),
+            "weights": loading.weights_digest(self._model.model),
         }
 
     @classmethod
@@ -54,7 +47,7 @@ class CrossEncoder:
         """Load the configured model; raises SetupError with the fix."""
         path = config.reranker_model
         assert path is not None, "the caller has checked that a model is configured"
-        with explain_load_errors("reranker_model", path):
+        with loading.explain_load_errors("reranker_model", path):
             return cls(path, config)
 
     def scores(self, pairs: Sequence[tuple[str, str]]) -> list[float]:
@@ -70,5 +63,4 @@ class CrossEncoder:
         return scores
 
     def info(self) -> dict[str, Any]:
-        """Return JSON-ready facts that affect the scores."""
         return self._facts

@@ -86,20 +86,17 @@ def _check_hub(flag: str, model_path: str) -> None:
 def check_weights(
     model_class: Any, model_path: str, *, optional_prefix: str = "", **options: Any
 ) -> None:
-    """Raise SetupError if the checkpoint lacks weights of `model_class`.
+    """Raise SetupError for missing weights, except those that begin with `optional_prefix`, if any.
 
-    Weights whose names start with `optional_prefix`, if any, may be missing. Libraries initialise
-    missing weights at random, which sentence-transformers does not report; so the model is loaded
-    once more here, on the meta device without memory.
+    Libraries initialise missing weights at random, which sentence-transformers does not report. So
+    the model is loaded once more, on the meta device without memory.
     """
     _, report = model_class.from_pretrained(
         model_path, output_loading_info=True, device_map="meta", **options
     )
-    missing = [
-        key
-        for key in report["missing_keys"]
-        if not (optional_prefix and key.startswith(optional_prefix))
-    ]
+    missing = set(report["missing_keys"])
+    if optional_prefix:
+        missing = {key for key in missing if not key.startswith(optional_prefix)}
     if missing:
         raise SetupError(
             f"model {model_path!r} has no weights for {', '.join(sorted(missing)[:3])} "

@@ -17,13 +17,7 @@ from bm25s.tokenization import Tokenized
 
 from search_r1.search.corpus import Corpus
 from search_r1.search.errors import SetupError
-from search_r1.search.index.build_folder import (
-    READY_NAME,
-    check_disk,
-    fresh_folder,
-    publish,
-    work_folder,
-)
+from search_r1.search.index import build_folder
 from search_r1.search.index.progress import progress
 from search_r1.search.index_builder import BuildConfig
 from search_r1.search.manifest import Manifest, utc_now
@@ -76,20 +70,19 @@ def build(config: BuildConfig, corpus: Corpus, folder: Path) -> None:
             "a dense index, for example --retrieval_method e5 --model_path intfloat/e5-base-v2"
         )
     key = {"corpus": asdict(corpus.fingerprint), "tokenizer": TOKENIZER}
-    with work_folder(folder, key | {"shard_rows": config.shard_rows}) as work:
-        check_disk(work, 2 * corpus.fingerprint.size, "at most twice the corpus")
+    with build_folder.work_folder(folder, key | {"shard_rows": config.shard_rows}) as work:
+        build_folder.check_disk(work, 2 * corpus.fingerprint.size, "at most twice the corpus")
         if not any(work.glob("words-*")):
             corpus.check_rows(whole=True)
         tokens = merge_shards(_tokenize_corpus(corpus, work, config.shard_rows))
         index = bm25s.BM25()
         index.index(tokens, show_progress=sys.stderr.isatty())
-        ready = fresh_folder(work / READY_NAME)
+        ready = build_folder.fresh_folder(work / build_folder.READY_NAME)
         index.save(ready, show_progress=False)
-        made = Manifest(
+        Manifest(
             "bm25", corpus.fingerprint, len(corpus), created=utc_now(), made_with=MADE_WITH
-        )
-        made.save(ready)
-        publish(work, folder)
+        ).save(ready)
+        build_folder.publish(work, folder)
 
 
 def merge_shards(shards: Iterator[Shard]) -> Tokenized:

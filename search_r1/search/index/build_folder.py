@@ -29,20 +29,19 @@ READY_NAME = "ready"
 
 @contextmanager
 def work_folder(target: Path, key: Mapping[str, Any]) -> Iterator[Path]:
-    """Lock and yield the work folder, with the files that earlier runs of this build left.
+    """Lock and yield the work folder, which is removed when the body succeeds.
 
-    Raises SetupError if another builder uses it. The folder is removed when the body succeeds.
+    It has the files of earlier runs of this build. Raises SetupError if another builder uses it.
     """
     work = target.with_name(f".{target.name}.partial")
     with _locked(target):
-        shutil.rmtree(f"{work}.trash", ignore_errors=True)  # left by versions before 2026-11-24
         _resume_or_start(work, json.loads(json.dumps(key)))
         try:
             yield work
         except CorpusError:
             shutil.rmtree(work)  # useless: a corrected corpus has another key
             raise
-        shutil.rmtree(work)
+        shutil.rmtree(work)  # if killed midway, the next build redoes what is missing
 
 
 def publish(work: Path, target: Path) -> None:
@@ -69,13 +68,11 @@ def check_disk(folder: Path, need: int, parts: str) -> None:
     """Log the `need` of the build in bytes; raises SetupError if the disk has less."""
     existing = next(path for path in [folder, *folder.parents] if path.exists())
     free = shutil.disk_usage(existing).free
-    logger.info(
-        "disk: %s needed in %s (%s), %s free", format_bytes(need), folder, parts, format_bytes(free)
-    )
+    needed, available = format_bytes(need), format_bytes(free)
+    logger.info("disk: %s needed in %s (%s), %s free", needed, folder, parts, available)
     if need > free:
         raise SetupError(
-            f"{folder} has {format_bytes(free)} free, but the build needs {format_bytes(need)} "
-            f"({parts}); expected "
+            f"{folder} has {available} free, but the build needs {needed} ({parts}); expected "
             "enough free space: free some, or give a --save_dir on another disk"
         )
 

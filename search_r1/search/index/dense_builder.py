@@ -17,13 +17,7 @@ from search_r1.search.backends.faiss_index import check_gpu
 from search_r1.search.corpus import Corpus
 from search_r1.search.encoder import Encoder, HashEncoder, open_encoder
 from search_r1.search.errors import IndexMismatch, SetupError
-from search_r1.search.index.build_folder import (
-    READY_NAME,
-    check_disk,
-    fresh_folder,
-    publish,
-    work_folder,
-)
+from search_r1.search.index import build_folder
 from search_r1.search.index.embeddings import (
     DTYPES,
     EmbeddingFile,
@@ -55,17 +49,17 @@ def build(config: BuildConfig, corpus: Corpus, folder: Path) -> None:
     encoder = open_encoder(settings[0], config.max_length)
     manifest = _manifest(config, corpus, encoder)
     check_factory(config.faiss_type, manifest.dim, len(corpus))
-    with work_folder(folder, _build_key(config, manifest)) as work:
+    with build_folder.work_folder(folder, _build_key(config, manifest)) as work:
         if config.embedding_path is None:
             matrix = _embed(config, corpus, manifest, encoder, settings, work)
         else:
             corpus.check_rows(whole=True)
             matrix = _load_embeddings(Path(config.embedding_path), corpus, encoder, manifest.dim)
             _check_disk(config, work, manifest, embedded_bytes=0)
-        ready = fresh_folder(work / READY_NAME)
+        ready = build_folder.fresh_folder(work / build_folder.READY_NAME)
         build_faiss(matrix, config.faiss_type, ready / VECTORS_NAME, on_gpu=config.faiss_gpu)
         replace(manifest, dtype=str(matrix.dtype)).save(ready)
-        publish(work, folder)
+        build_folder.publish(work, folder)
         embeddings = work / "embeddings.npy"
         if config.save_embedding and embeddings.exists():
             saved = Path(config.save_dir) / f"{config.retrieval_method}_embeddings.npy"
@@ -126,10 +120,8 @@ def _build_key(config: BuildConfig, manifest: Manifest) -> dict[str, object]:
     facts = asdict(manifest)
     names = ("corpus", "encoder", "probe", "pooling", "dtype", "max_length")
     precision = "float16" if config.use_fp16 else "float32"
-    return {name: facts[name] for name in names} | {
-        "precision": precision,
-        "shard_rows": config.shard_rows,
-    }
+    key = {name: facts[name] for name in names}
+    return key | {"precision": precision, "shard_rows": config.shard_rows}
 
 
 def _embed(
@@ -156,7 +148,7 @@ def _embed(
 def _check_disk(config: BuildConfig, work: Path, manifest: Manifest, embedded_bytes: int) -> None:
     index = manifest.count * bytes_per_vector(config.faiss_type, manifest.dim)
     parts = f"embeddings {format_bytes(embedded_bytes)}, index about {format_bytes(index)}"
-    check_disk(work, embedded_bytes + index, parts)
+    build_folder.check_disk(work, embedded_bytes + index, parts)
 
 
 def _load_embeddings(path: Path, corpus: Corpus, encoder: Encoder, dim: int) -> Matrix:
@@ -269,8 +261,8 @@ def _create_index(factory: str, dim: int) -> Any:
 def _write_flat(matrix: Matrix, path: Path) -> None:
     """Write a Flat index as a stream, with the bytes of FAISS but without the matrix in memory.
 
-    In the bytes of an empty index, the row count is bytes 8 to 15, after the kind (4 bytes) and the
-    dimensions (4 bytes), and the value count is the last 8 bytes.
+    In an empty index the row count is bytes 8 to 15 (after kind and dimensions), the value count
+    the last 8.
     """
     empty = faiss.serialize_index(faiss.IndexFlatIP(matrix.shape[1])).tobytes()
     assert empty[8:16] == empty[-8:] == bytes(8), "unexpected format of a FAISS Flat index"

@@ -40,7 +40,6 @@ class EmbeddingFile:
     """The embeddings of a corpus in a work folder, with the shards that are done."""
 
     def __init__(self, folder: Path, shard_rows: int) -> None:
-        """Open the files that `create` made in `folder`."""
         self._folder, self._shard_rows = folder, shard_rows
         self.matrix: np.memmap[Any, Any] = np.load(folder / FILE_NAME, mmap_mode="r+")
         self._done = np.memmap(folder / DONE_NAME, np.bool_, "r+")
@@ -62,12 +61,10 @@ class EmbeddingFile:
         return cls(folder, shard_rows)
 
     def missing(self) -> list[int]:
-        """Return the shards that are not done, in order."""
         shards: list[int] = np.flatnonzero(~self._done).tolist()
         return shards
 
     def rows(self, shard: int) -> range:
-        """Return the rows of a shard."""
         start = shard * self._shard_rows
         return range(start, min(start + self._shard_rows, len(self.matrix)))
 
@@ -109,8 +106,7 @@ def encode(
         with ProcessPoolExecutor(len(settings), spawn, _start_worker, (stop,)) as pool:
             pending = set()
             for i, worker_settings in enumerate(settings):
-                shards = missing[i :: len(settings)]
-                job = (file, corpus.path, worker_settings, shards, max_length)
+                job = (file, corpus.path, worker_settings, missing[i :: len(settings)], max_length)
                 pending.add(pool.submit(_encode_shards, *job))
             try:
                 while pending:

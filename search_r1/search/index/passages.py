@@ -4,8 +4,6 @@ The id of a passage is the path of its file within the folder and its number in 
 changing or adding a file changes no id of another file. Words are separated by white space.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import re

@@ -47,8 +47,8 @@ logger = logging.getLogger(__name__)
 CLIENT_CLOSED = 499
 """Conventional status, for metrics only, of a request whose client has disconnected."""
 CHUNK_DOCUMENTS = 2000
-"""Documents in one chunk of a response. Without chunks, half a gigabyte (4,096 queries, topk 100)
-would be serialized while all other requests wait."""
+"""Documents in a chunk of a response, since serializing half a gigabyte (4,096 queries, topk 100)
+at once would make all other requests wait."""
 FOLDER = Path(__file__).parent
 LIMITS = ("max_topk", "max_queries", "max_query_chars", "max_body_bytes", "max_pending", "deadline")
 
@@ -76,7 +76,6 @@ class Service:
         self.batcher = Batcher(self._searcher, retriever.num_threads, config, self.metrics)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve `POST /retrieve` as an ASGI application."""
         response = await self.retrieve(Request(scope, receive))
         if response.status_code != CLIENT_CLOSED:
             await response(scope, receive, send)
@@ -159,20 +158,15 @@ class Service:
         return StreamingResponse(_stream(chunks), headers=headers, media_type="application/json")
 
     def _timing(self, pending: PendingRequest, start: float) -> str:
-        """Return the value of the header `Server-Timing`, in milliseconds."""
         stages = pending.stage_seconds()
         if stages:
             self.metrics.queue_wait.observe(stages["queue"])
-        parts = [f"{name};dur={1000 * seconds:.3f}" for name, seconds in stages.items()]
-        parts = parts or ["cache;desc=hit"]
+        parts = [f"{name};dur={1000 * s:.3f}" for name, s in stages.items()] or ["cache;desc=hit"]
         return ", ".join([*parts, f"total;dur={1000 * (time.perf_counter() - start):.3f}"])
 
 
 async def _wait(pending: PendingRequest, request: Request, seconds: float, start: float) -> None:
-    """Wait for the results.
-
-    Raises DeadlineExceeded `seconds` after `start`, and ClientDisconnect if the client leaves.
-    """
+    """Wait for the results; raises DeadlineExceeded `seconds` after `start`, ClientDisconnect."""
 
     async def wait_for_disconnect() -> None:
         while (await request.receive())["type"] != "http.disconnect":
@@ -184,8 +178,7 @@ async def _wait(pending: PendingRequest, request: Request, seconds: float, start
         async with asyncio.timeout(seconds - (time.perf_counter() - start)):
             await pending.done
     except TimeoutError as error:
-        text = f"no result within the allowed {seconds:g} s"
-        raise DeadlineExceeded(text) from error
+        raise DeadlineExceeded(f"no result within the allowed {seconds:g} s") from error
     finally:
         watch.cancel()
 
@@ -206,21 +199,20 @@ def create_app(
 ) -> FastAPI:
     """Create the application that serves `retriever`; its Service is at `app.state.service`.
 
-    `token` is required from every client, unless it is None. `find` returns the document with an
-    id, for `GET /document`; None: the server has no corpus. Raises SetupError.
+    `token`: required from every client, unless None. `find`: returns the document with an id, for
+    `GET /document`; None: the server has no corpus. Raises SetupError.
     """
     service = Service(retriever, config, recorder, token)
     guard = [Depends(service.check_token)]
     unauthorized: dict[int | str, Any] = {401: {"model": Problem}}
     app = FastAPI(title="Search-R1 retriever", docs_url=None, redoc_url=None)  # they load scripts
     app.state.service = service
-    # FastAPI's request handling takes twice as long as a cached search. This plain route, without
-    # dependencies and response validation, comes first; FastAPI's own below is for OpenAPI only.
+    # FastAPI's request handling takes twice as long as a cached search. This plain route comes
+    # first; FastAPI's below is for OpenAPI only.
     app.router.routes.insert(0, Route("/retrieve", service, methods=["POST"]))
     app.router.routes.extend(page_routes(sorted(FOLDER.glob("page.*"))))
     app.get("/health", responses={503: {"model": Problem}})(service.health)
     app.get("/info", responses=unauthorized, dependencies=guard)(service.info)
-    # Only for OpenAPI, since the route reads the body itself, to limit its size and time.
     body = {"application/json": {"schema": service.request_model.model_json_schema()}}
     app.post(
         "/retrieve",

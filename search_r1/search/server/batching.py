@@ -2,10 +2,10 @@
 
 Everything here runs on the event loop, except the searches, which run in threads. An idle backend
 waits for more queries before it searches: a few milliseconds, or a small fraction of the last
-search's duration, in which the clients that have just been answered send their next queries.
-Without this wait, the clients split into two halves that take turns, and batches are half as large.
-Queries that arrive while a backend is busy form the next batch. All queries of a batch have the
-same k, since a backend may rank documents differently for k and 2k.
+search's duration, in which the clients that were just answered send their next queries. Without
+this wait, the clients split into two halves that take turns, with batches of half the size. Queries
+that arrive while a backend is busy form the next batch. A batch has one k, since a backend may rank
+documents differently for k and 2k.
 """
 
 import asyncio
@@ -32,10 +32,8 @@ from search_r1.storage import FileStore, Key, StorageError
 
 logger = logging.getLogger(__name__)
 
-LINGER_FRACTION = 1 / 16
-"""Fraction of the last search's duration that a backend waits for more queries."""
-MAX_LINGER_S = 0.05
-"""Upper bound of this wait."""
+LINGER_FRACTION, MAX_LINGER_S = 1 / 16, 0.05
+"""Fraction of the last search's duration that a backend waits for more queries, and its limit."""
 ENTRY_OVERHEAD_BYTES = 500
 """Memory of a cached result without its query and hits."""
 SMOOTHING = 0.2
@@ -82,7 +80,6 @@ class PendingRequest:
     start: float = field(default_factory=time.perf_counter)
 
     def add_result(self, job: Job, result: SerializedHits, batch: BatchResult) -> None:
-        """Take the result of one job."""
         self.results[job.query] = result
         self.batches.add(batch)
         del self.jobs[job.query]
@@ -90,7 +87,6 @@ class PendingRequest:
             self.done.set_result(None)
 
     def fail(self, error: Exception) -> None:
-        """Complete the request with an error, unless it is done."""
         if not self.done.done():
             self.done.set_exception(error)
 
@@ -136,7 +132,6 @@ class Searcher:
         return BatchResult(ordered, start, seconds, len(missing), elapsed)
 
     def close(self) -> None:
-        """Finish pending writes and close the files."""
         self._writer.shutdown(wait=True)
         for file in (self._disk, self._recorder):
             if file is not None:
@@ -164,9 +159,9 @@ class Searcher:
         return list(map(serialize_hits, results))
 
     def _search_individually(self, queries: list[str], k: int) -> list[QueryResult]:
-        """Search for each query, until two in a row find an online service unavailable.
+        """Search for each query, until an online service is unavailable for two in a row.
 
-        The remaining queries get the same error, since each would take the time of all retries.
+        The other queries get the same error, since each of them would wait for all retries.
         """
         results: list[QueryResult] = []
         for query in queries:
@@ -214,7 +209,6 @@ class Batcher:
     def __init__(
         self, searcher: Searcher, num_threads: int, config: ServiceConfig, metrics: Metrics
     ) -> None:
-        """Run up to `num_threads` searches at once."""
         self._searcher = searcher
         self._config = config
         self._metrics = metrics
@@ -235,12 +229,10 @@ class Batcher:
 
     @property
     def num_pending(self) -> int:
-        """Number of distinct queries that wait or are being searched."""
         return len(self._jobs)
 
     @property
     def num_waiting(self) -> int:
-        """Number of distinct queries that wait."""
         return sum(map(len, self._waiting.values()))
 
     def submit(self, queries: Sequence[str], k: int) -> PendingRequest:
@@ -266,7 +258,7 @@ class Batcher:
         return request
 
     def release(self, request: PendingRequest) -> None:
-        """Drop the results that a request still waits for, and queries that no other one needs."""
+        """Stop waiting for a request's missing results; drop queries that no other one needs."""
         for job in request.jobs.values():
             job.requests.discard(request)
             if not job.requests and not job.is_started:
@@ -307,7 +299,6 @@ class Batcher:
             self._timer = asyncio.get_running_loop().call_later(wait, self._start_batches)
 
     def _start_batches(self) -> None:
-        """Start a batch in every free thread while queries wait."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

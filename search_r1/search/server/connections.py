@@ -31,11 +31,8 @@ SPARE_DESCRIPTORS = 64
 BYTES_PER_BODY_BYTE = 8
 """Bytes sent per byte of the body, if each one is a chunk of its own (chunked encoding)."""
 LOG_INTERVAL_S = 60.0
-"""Seconds between two equal warnings about clients."""
 FULL_RESPONSE = b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nConnection: close\r\n\r\n"
-FULL_MESSAGE = (
-    "%d connections are open, the limit of file descriptors: others get 503; raise ulimit -n"
-)
+FULL_MESSAGE = "%d connections are open, the descriptors' limit: others get 503; raise ulimit -n"
 
 
 def configure(app: ASGIApp, max_body_bytes: int, drain: float) -> uvicorn.Config:
@@ -69,7 +66,6 @@ class LimitedProtocol(HttpToolsProtocol):
     """A connection with limits on its number, its requests' size, and slow clients."""
 
     max_connections: int
-    """Largest number of open connections."""
     max_bytes: int
     """Largest number of bytes that a client may send for one request."""
     _head_timer: asyncio.TimerHandle | None = None
@@ -115,9 +111,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._wait_left_s = SEND_S
 
     def _abort(self) -> None:
-        logger.warning(
-            "a client did not read its response within %g s: closing the connection", SEND_S
-        )
+        logger.warning("a client did not read its response within %g s: disconnected", SEND_S)
         self.transport.abort()
 
     def data_received(self, data: bytes) -> None:
@@ -152,22 +146,18 @@ class LimitedProtocol(HttpToolsProtocol):
 
 
 class RateLimitFilter(logging.Filter):
-    """Suppresses repeated warnings: clients could fill a disk with the same line."""
+    """Passes equal warnings once in LOG_INTERVAL_S: clients could fill a disk with them."""
 
     def __init__(self) -> None:
         super().__init__()
         self._logged_at: dict[str, float] = {}
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Whether `record` is an error, or its message was not logged for LOG_INTERVAL_S."""
         now = time.monotonic()
-        if (
-            record.levelno > logging.WARNING
-            or now - self._logged_at.get(record.msg, -LOG_INTERVAL_S) >= LOG_INTERVAL_S
-        ):
+        is_due = now - self._logged_at.get(record.msg, -LOG_INTERVAL_S) >= LOG_INTERVAL_S
+        if is_due:
             self._logged_at[record.msg] = now
-            return True
-        return False
+        return is_due or record.levelno > logging.WARNING
 
 
 for noisy in (logger, logging.getLogger("uvicorn.error")):

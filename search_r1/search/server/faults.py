@@ -1,7 +1,6 @@
 """Injected faults: requests that fail or hang on purpose, to test a client or a training run.
 
-The outcome of each search request is drawn from a seeded generator. Other routes, such as
-`/health`, always work.
+The outcome of each search request is drawn from a seeded generator. Other routes always work.
 """
 
 import logging
@@ -36,7 +35,6 @@ class FaultInjector:
         self._outcomes: Counter[str] = Counter()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on, fail it or let it hang."""
         is_search = scope["type"] == "http" and scope["path"].rstrip("/") == "/retrieve"
         outcome = self._draw_outcome() if is_search else ANSWER
         if outcome == ANSWER:

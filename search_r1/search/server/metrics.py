@@ -57,5 +57,4 @@ class Metrics:
             self._stages.labels(stage).observe(seconds)
 
     def text(self) -> bytes:
-        """Return the metrics in Prometheus' text format."""
         return generate_latest(self._registry)

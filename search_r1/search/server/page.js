@@ -68,27 +68,23 @@ async function request(path, options = {}) {
 
 /** Describe an error response for the user. */
 function toProblem(response, text) {
-  const details = errorDetails(text.slice(0, 2000));
   const wait = response.headers.get("Retry-After");
-  switch (response.status) {
-    case 401:
-    case 403:
-      return new Problem(token ? "The server does not accept this token." : "The server asks for an access token.", [], true);
-    case 413:
-      return new Problem("The question is too large for this server.", details);
-    case 400:
-    case 422:
-      return new Problem("The server does not accept this question.", details);
-    case 424:
-      return new Problem("The server has no record of this question.", details);
-    case 429:
-    case 503:
-      return new Problem(`The server is busy or not ready; try again ${wait ? `in ${wait} s` : "soon"}.`, details);
-    case 504:
-      return new Problem("The search took too long.", details);
-    default:
-      return new Problem(`The search failed (status ${response.status}).`, details);
-  }
+  const busy = `The server is busy or not ready; try again ${wait ? `in ${wait} s` : "soon"}.`;
+  const noToken = token ? "The server does not accept this token." : "The server asks for an access token.";
+  const headlines = {
+    400: "The server does not accept this question.",
+    401: noToken,
+    403: noToken,
+    413: "The question is too large for this server.",
+    422: "The server does not accept this question.",
+    424: "The server or its search service cannot answer this question.",
+    429: busy,
+    503: busy,
+    504: "The search took too long.",
+  };
+  const headline = headlines[response.status] ?? `The search failed (status ${response.status}).`;
+  const needsToken = headline === noToken;
+  return new Problem(headline, needsToken ? [] : errorDetails(text.slice(0, 2000)), needsToken);
 }
 
 /** Return the messages in an error body: FastAPI's `detail`, a string or a list. */

@@ -145,7 +145,6 @@ async def read_body(receive: Receive, max_bytes: int, seconds: float) -> bytes:
 
 
 async def _read_rest(message: Message, receive: Receive, body: bytearray, max_bytes: int) -> None:
-    """Append what follows `message` to `body`, until it has more than `max_bytes`."""
     while message.get("more_body", False) and len(body) <= max_bytes:
         message = await receive()
         body += message.get("body", b"")

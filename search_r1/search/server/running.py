@@ -45,18 +45,15 @@ class _Server(uvicorn.Server):
         self._port = port
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start to accept requests, then write the port file."""
         await super().startup(sockets=sockets)
         if self._port_file is not None and self.started:
             write_port(self._port_file, self._port)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Refuse new requests from now on; uvicorn then waits for accepted ones."""
         self._service.is_draining = True
         super().handle_exit(sig, frame)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Finish accepted requests within the drain time."""
         self._service.drain()
         await super().shutdown(sockets=sockets)
 
@@ -103,9 +100,7 @@ def address(bound: socket.socket) -> str:
 def bind(host: str, port: int, port_file: Path | None = None) -> socket.socket:
     """Return a bound socket; raises SetupError if this fails or `port_file` is not writable."""
     if not host:
-        raise SetupError(
-            "--host is empty; expected an address, such as 127.0.0.1, or 0.0.0.0 for all"
-        )
+        raise SetupError("--host is empty; expected an address: 127.0.0.1, or 0.0.0.0 for all")
     # The port file is renamed over an existing path, which must not be a device or a folder.
     if port_file is not None and (
         not os.access(port_file.parent, os.W_OK)
@@ -135,7 +130,6 @@ def _cannot_serve(host: str, port: int, error: Exception) -> SetupError:
 
 
 def write_port(file: Path, port: int) -> None:
-    """Write the port to a file atomically."""
     try:
         with atomic_write(file) as part:
             part.write_text(f"{port}\n")
@@ -175,8 +169,8 @@ def with_host_check(
 
     A web page could let its own host name resolve to this machine and then read the responses; its
     requests have that name in `Host`. IP addresses and `localhost` are always accepted, since they
-    cannot be rebound. There is no check if the app is bound to a network address and `allowed` is
-    empty, or if it contains `*`. `refuse` creates the response to a request for another name.
+    cannot be rebound. There is no check if `allowed` contains `*`, or if it is empty and the app is
+    bound to a network address. `refuse` creates the response to a request for another name.
     """
     if ANY_HOST in allowed or not (allowed or bound_to.startswith(LOOPBACK)):
         return app
