@@ -13,7 +13,7 @@ import time
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import httpx
 from pydantic import AliasPath, BaseModel, Field
@@ -35,6 +35,8 @@ from verl.training.devices import device_type
 from verl.types import Completion, Sampling
 
 logger = logging.getLogger(__name__)
+
+ResponseT = TypeVar("ResponseT", bound=BaseModel)
 
 CONNECT_S = 30.0
 HEALTH_S = 60.0
@@ -144,7 +146,7 @@ class VllmServer(RolloutEngine):
                 )
             logger.warning("waiting for the server at %s", redact(self.url))
             await asyncio.sleep(POLL_S)
-        self._info = ServerInfo.model_validate_json(await self._call("GET", SERVER_INFO_PATH))
+        self._info = await self._read(ServerInfo, "GET", SERVER_INFO_PATH)
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
         """Continue `prompt_ids`; ids and log-probs are exactly those that were sampled.
@@ -210,15 +212,14 @@ class VllmServer(RolloutEngine):
         finally:
             self._is_interrupting = False
 
-    async def _complete(self, body: dict[str, Any]) -> bytes:
+    async def _complete(self, body: dict[str, Any]) -> CompletionResponse:
         """Send a request and return the response; registers its id so that it can be aborted."""
         request_id = uuid.uuid4().hex
         vllm_id = f"cmpl-{request_id}-0"  # vLLM's id for the first prompt of a request
         self._running.add(vllm_id)
         try:
-            return await self._call("POST", COMPLETIONS, {**body, "request_id": request_id})
-        except (httpx.DecodingError, ValueError) as error:
-            raise self._invalid(f"{type(error).__name__}: {error}") from error
+            body = {**body, "request_id": request_id}
+            return await self._read(CompletionResponse, "POST", COMPLETIONS, body)
         finally:
             self._running.discard(vllm_id)
 
@@ -232,11 +233,8 @@ class VllmServer(RolloutEngine):
         if self._http is not None:
             await self._http.aclose()
 
-    def _choice(self, content: bytes) -> Choice:
-        try:
-            choice = CompletionResponse.model_validate_json(content).choices[0]
-        except ValueError as error:
-            raise self._invalid(f"{type(error).__name__}: {error}") from error
+    def _choice(self, response: CompletionResponse) -> Choice:
+        choice = response.choices[0]
         is_interrupted = choice.finish_reason == "abort" and self._is_interrupting
         if not is_interrupted and choice.finish_reason not in ("stop", "length"):
             # The server is shutting down.
@@ -244,17 +242,18 @@ class VllmServer(RolloutEngine):
         log_probs = (choice.logprobs and choice.logprobs.token_logprobs) or []
         ids = choice.token_ids
         if None in log_probs or ids is None or len(log_probs) != len(ids):
-            raise self._invalid("a completion without ids and log-probs of its tokens")
+            raise self._invalid(COMPLETIONS, "a completion without ids and log-probs of its tokens")
         return choice
 
-    def _invalid(self, got: str) -> AnswerInvalid:
-        expected = "a completion of token ids, as vLLM's server returns it"
+    def _invalid(self, path: str, got: str) -> AnswerInvalid:
+        expected = "a response of vLLM's own server, with the ids of sampled tokens"
         fix = "start it with vllm serve (docs/placement.md)"
-        return AnswerInvalid(explain(f"{URL} {self.url}", " ".join(got.split()), expected, fix))
+        subject = f"{URL} {self.url}{path}"
+        return AnswerInvalid(explain(subject, " ".join(got.split()), expected, fix))
 
     async def _check_weights(self, weights: str) -> None:
         """Raise EngineDied if the server has other weights than `weights`."""
-        info = WeightInfo.model_validate_json(await self._call("GET", "/weight_info"))
+        info = await self._read(WeightInfo, "GET", "/weight_info")
         if info.weight_version != weights:
             raise EngineDied(
                 f"{redact(self.url)} has the weights {info.weight_version!r}, not {weights!r}: it "
@@ -267,6 +266,15 @@ class VllmServer(RolloutEngine):
         except (EngineDied, HttpError):
             return False
         return True
+
+    async def _read(
+        self, form: type[ResponseT], method: str, path: str, body: Any = None
+    ) -> ResponseT:
+        """Like `_call`, but parse the response. Raises AnswerInvalid if it has another form."""
+        try:
+            return form.model_validate_json(await self._call(method, path, body))
+        except (httpx.DecodingError, ValueError) as error:
+            raise self._invalid(path, f"{type(error).__name__}: {error}") from error
 
     async def _call(self, method: str, path: str, body: Any = None) -> bytes:
         """Like `_request`, but raise ConfigError for client and EngineDied for server errors."""

@@ -121,26 +121,31 @@ def test_tokens_without_log_probs_are_not_trained_on(part: dict[str, Any]) -> No
     """The response of a server of another kind is reported in one line."""
     server = VllmDouble()
     server.choice |= part
-    with pytest.raises(AnswerInvalid, match="expected a completion of token ids") as caught:
+    with pytest.raises(AnswerInvalid, match="expected a response of vLLM's own server") as caught:
         use(server, sample)
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("headers", [{}, {"Content-Encoding": "gzip"}], ids=["long", "encoding"])
+@pytest.mark.parametrize("path", ["/v1/completions", "/server_info", "/weight_info"])
+@pytest.mark.parametrize(
+    ("headers", "size"),
+    [({}, 1001), ({"Content-Encoding": "gzip"}, 9), ({}, 9)],
+    ids=["long", "encoding", "no JSON"],
+)
 def test_an_unreadable_response_is_reported_in_one_line(
-    monkeypatch: pytest.MonkeyPatch, headers: dict[str, str]
+    monkeypatch: pytest.MonkeyPatch, headers: dict[str, str], size: int, path: str
 ) -> None:
-    """One that is too long, or not encoded as its header says."""
+    """One that is too long, not encoded as its header says, or not what vLLM returns."""
     monkeypatch.setattr(remote_engine, "MAX_BYTES", 1000)
     server = VllmDouble()
 
     def answer(request: httpx.Request) -> httpx.Response:
-        if request.url.path == "/v1/completions":
-            stream = httpx.ByteStream(b"x" * 1001)
+        if request.url.path == path:
+            stream = httpx.ByteStream(b"x" * size)
             return httpx.Response(200, headers=headers, stream=stream)
         return server(request)
 
-    with pytest.raises(AnswerInvalid, match="expected a completion of token ids") as caught:
+    with pytest.raises(AnswerInvalid, match="expected a response of vLLM's own server") as caught:
         use(answer, sample)
     assert "\n" not in str(caught.value)
 
