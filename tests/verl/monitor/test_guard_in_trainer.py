@@ -10,17 +10,16 @@ import torch
 from tests.memory_tracker import MemoryTracker
 from tests.verl.trainer.recording import (
     RecordingRanks,
-    RecordingReplicas,
+    build_trainer,
+    grpo_config,
     prompts,
     score_by_sample,
 )
 from verl.checkpoint import folders
-from verl.config import Config
-from verl.core_algos.kl import FixedKLController
+from verl.config import Config, GuardConfig
 from verl.errors import CollapseError
 from verl.monitor.guard import DRIFT
 from verl.monitor.trace import Trace
-from verl.monitor.tracking import Tracking
 from verl.rewards.interface import Reward, RewardFn
 from verl.trainer import main_ppo, run
 from verl.trainer.ray_trainer import RayPPOTrainer
@@ -56,38 +55,23 @@ def log() -> list[str]:
 @pytest.fixture
 def config(tmp_path: Path) -> Config:
     """One update and one checkpoint per step; one healthy step confirms a checkpoint."""
-    config = Config()
-    config.trainer.default_local_dir = str(tmp_path)
-    config.actor_rollout_ref.model.path = str(tmp_path)
+    config = grpo_config(tmp_path)
     config.trainer.save_freq, config.trainer.test_freq = 1, 0
     config.trainer.val_before_train = False
-    config.trainer.guard.patience = 1
-    config.data.train_batch_size = 4
-    config.actor_rollout_ref.rollout.n_agent = 2
+    config.trainer.guard = GuardConfig(patience=1)
     config.actor_rollout_ref.actor.ppo_mini_batch_size = 8
     config.actor_rollout_ref.actor.use_kl_loss = True
-    config.algorithm.adv_estimator = "grpo"
     return config
 
 
 def build(
-    config: Config,
-    log: list[str],
-    collapsing: set[int],
-    steps: int = 5,
+    config: Config, log: list[str], collapsing: set[int], steps: int = 5,
     reward_fn: RewardFn = score_by_sample,
-) -> RayPPOTrainer:
-    return RayPPOTrainer(
-        config=config,
-        ranks=FragileRanks(log, collapsing),
-        replicas=RecordingReplicas(log),
-        train_prompts=prompts(64),
-        val_prompts=prompts(2),
-        reward_fn=reward_fn,
-        kl_controller=FixedKLController(0.001),
-        tracking=Tracking("p", "e", [MemoryTracker()], config.trainer.default_local_dir),
-        total_steps=steps,
-    )
+) -> Any:  # fmt: skip
+    return build_trainer(
+        config, log, ranks=FragileRanks(log, collapsing), train_prompts=prompts(64),
+        val_prompts=prompts(2), reward_fn=reward_fn, total_steps=steps,
+    )  # fmt: skip
 
 
 def logged(trainer: RayPPOTrainer) -> list[tuple[int, float]]:

@@ -3,12 +3,18 @@
 import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from tests.memory_tracker import MemoryTracker
+from verl.config import Config
+from verl.core_algos.kl import FixedKLController
+from verl.monitor.tracking import Tracking
 from verl.rewards.interface import Reward
 from verl.rollout.pool import RolloutPool
 from verl.single_controller.actors import Call
+from verl.trainer.ray_trainer import RayPPOTrainer
 from verl.training.devices import PeakMemory
 from verl.types import Origin, Prompt, Sampling, Segment, Status, TokenBatch, Trajectory
 
@@ -133,3 +139,26 @@ def prompts(count: int) -> list[Prompt]:
         for i in range(count // 2)
         for source in ("nq", "hotpotqa")
     ]
+
+
+def grpo_config(folder: Path, n_agent: int = 2) -> Config:
+    """Return the options of a run in `folder`: GRPO on four prompts a step, saved at no step."""
+    config = Config()
+    config.trainer.default_local_dir = config.actor_rollout_ref.model.path = str(folder)
+    config.trainer.save_freq = 0
+    config.trainer.guard.drift_trajectories = 0  # tested in test_guard_in_trainer.py
+    config.data.train_batch_size = 4
+    config.actor_rollout_ref.rollout.n_agent = n_agent
+    config.algorithm.adv_estimator = "grpo"
+    return config
+
+
+def build_trainer(config: Config, log: list[str], **changes: Any) -> Any:
+    """Build a trainer that records its calls in `log`; `changes` replace its arguments."""
+    arguments = {
+        "ranks": RecordingRanks(log), "replicas": RecordingReplicas(log),
+        "train_prompts": prompts(8), "val_prompts": prompts(4), "reward_fn": score_by_sample,
+        "kl_controller": FixedKLController(0.001),
+        "tracking": Tracking("p", "e", [MemoryTracker()], config.trainer.default_local_dir),
+    }  # fmt: skip
+    return RayPPOTrainer(config=config, **arguments | changes)

@@ -14,12 +14,7 @@ from typing import Any
 import pytest
 
 from tests.full_disk import files_up_to
-from tests.verl.trainer.recording import (
-    RecordingRanks,
-    RecordingReplicas,
-    prompts,
-    score_by_sample,
-)
+from tests.verl.trainer.recording import RecordingReplicas, build_trainer, grpo_config
 from verl.checkpoint import folders
 from verl.config import Config
 from verl.core_algos.kl import AdaptiveKLController
@@ -34,7 +29,6 @@ from verl.errors import (
 )
 from verl.monitor.tracking import JsonlTracker, Tracker, Tracking
 from verl.trainer import ray_trainer
-from verl.trainer.ray_trainer import RayPPOTrainer
 from verl.types import Sampling, Trajectory
 
 
@@ -54,17 +48,12 @@ class DisturbedReplicas(RecordingReplicas):
 @pytest.fixture
 def config(tmp_path: Path) -> Config:
     """Four steps, each validated; KL in the reward changes the controller."""
-    config = Config()
-    config.trainer.default_local_dir = str(tmp_path)
-    config.actor_rollout_ref.model.path = str(tmp_path)
-    config.trainer.save_freq, config.trainer.test_freq = 0, 1
-    config.trainer.guard.drift_trajectories = 0
+    config = grpo_config(tmp_path)
+    config.trainer.test_freq = 1
     config.trainer.val_before_train = False
     config.trainer.resume_mode = "auto"
-    config.data.train_batch_size, config.data.val_batch_size = 4, 8
-    config.actor_rollout_ref.rollout.n_agent = 2
+    config.data.val_batch_size = 8
     config.actor_rollout_ref.actor.ppo_mini_batch_size = 8
-    config.algorithm.adv_estimator = "grpo"
     return config
 
 
@@ -79,19 +68,12 @@ def closed_files() -> Iterator[None]:
 
 
 def build(config: Config, number: int = 0, disturb: Callable[[], None] = lambda: None) -> Any:
-    log: list[str] = []
     folder = Path(config.trainer.default_local_dir)
-    return RayPPOTrainer(
-        config=config,
-        ranks=RecordingRanks(log),
-        replicas=DisturbedReplicas(log, number, disturb),
-        train_prompts=prompts(8),
-        val_prompts=prompts(4),
-        reward_fn=score_by_sample,
+    return build_trainer(
+        config, [], replicas=DisturbedReplicas([], number, disturb), total_steps=4,
         kl_controller=AdaptiveKLController(0.1, 0.01, 100),
         tracking=OPEN.enter_context(Tracking("p", "e", [JsonlTracker(folder)], str(folder))),
-        total_steps=4,
-    )
+    )  # fmt: skip
 
 
 def terminate() -> None:

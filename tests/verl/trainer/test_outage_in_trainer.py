@@ -16,15 +16,12 @@ from tests.apps import running
 from tests.fakes import ScriptedEngine
 from tests.search.server.fake_backends import FakeBackend
 from tests.verl.trainer.playing import InProcess
-from tests.verl.trainer.recording import RecordingRanks, prompts, score_by_sample
+from tests.verl.trainer.recording import build_trainer, grpo_config
 from verl.agent.environment import Environment
 from verl.checkpoint import folders
-from verl.config import Config
-from verl.core_algos.kl import FixedKLController
 from verl.errors import ToolOutage, ToolRefused
 from verl.monitor.tracking import JsonlTracker, Tracking
 from verl.rollout import pool
-from verl.trainer.ray_trainer import RayPPOTrainer
 from verl.types import Completion, Sampling, Trajectory
 
 DISTURBED = ("perf/", "timing_", "fault/", "val/fault/")
@@ -98,17 +95,12 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
 def train(
     folder: Path, server: Server, *, stops: bool = False, comes_back: bool = False,
     new_token: str | None = None,
-) -> Any:  # fmt: skip
+) -> None:  # fmt: skip
     """Run three validated steps; with `comes_back`, the server restarts when a probe fails."""
-    config = Config()
-    config.trainer.default_local_dir = config.actor_rollout_ref.model.path = str(folder)
-    config.trainer.save_freq, config.trainer.test_freq = 0, 1
-    config.trainer.guard.drift_trajectories = 0
+    config = grpo_config(folder)
+    config.trainer.test_freq = 1
     config.trainer.resume_mode = "auto"
-    config.data.train_batch_size = 4
-    config.actor_rollout_ref.rollout.n_agent = 2
     config.actor_rollout_ref.actor.ppo_mini_batch_size = 8
-    config.algorithm.adv_estimator = "grpo"
     config.retriever.url = server.url
     config.retriever.max_outage = 60.0 if comes_back else 0.1
 
@@ -120,20 +112,11 @@ def train(
             return problem
 
     with Tracking("p", "e", [JsonlTracker(folder)], str(folder)) as tracking:
-        trainer: Any = RayPPOTrainer(
-            config=config,
-            ranks=RecordingRanks([]),  # type: ignore[arg-type]
-            replicas=Engines(server, stops, new_token),  # type: ignore[arg-type]
-            train_prompts=prompts(8),
-            val_prompts=prompts(4),
-            reward_fn=score_by_sample,
-            kl_controller=FixedKLController(0.1),
-            tracking=tracking,
-            total_steps=3,
+        build_trainer(
+            config, [], replicas=Engines(server, stops, new_token), tracking=tracking,
             environment=Environment((RestartingSearch(EmptyRetrieval(), config.retriever),)),
-        )
-        trainer.fit()
-    return trainer
+            total_steps=3,
+        ).fit()  # fmt: skip
 
 
 def logged(folder: Path) -> list[dict[str, Any]]:

@@ -13,14 +13,8 @@ import torch
 from example.tiny import tiny_llama
 from tests.memory_tracker import MemoryTracker
 from tests.verl.trainer.documented import undocumented
-from tests.verl.trainer.recording import (
-    RecordingRanks,
-    RecordingReplicas,
-    prompts,
-    score_by_sample,
-)
+from tests.verl.trainer.recording import RecordingRanks, build_trainer, grpo_config, prompts
 from verl.config import Config
-from verl.core_algos.kl import FixedKLController
 from verl.errors import ToolError
 from verl.monitor.performance import RANK_PHASES
 from verl.monitor.tracking import Tracking
@@ -36,39 +30,16 @@ def log() -> list[str]:
 
 @pytest.fixture
 def trainer(tmp_path: Path, log: list[str]) -> RayPPOTrainer:
-    config = Config()
-    config.trainer.default_local_dir = str(tmp_path)
-    config.actor_rollout_ref.model.path = str(tmp_path)
-    config.trainer.save_freq = 0
+    config = grpo_config(tmp_path, n_agent=3)
     config.trainer.test_freq = 0
-    config.trainer.guard.drift_trajectories = 0  # tested in test_guard_in_trainer.py
-    config.data.train_batch_size = 4
     config.data.val_batch_size = 4
-    config.actor_rollout_ref.rollout.n_agent = 3
     config.actor_rollout_ref.actor.ppo_mini_batch_size = 6
     config.actor_rollout_ref.actor.use_kl_loss = True
-    config.algorithm.adv_estimator = "grpo"
     return build(config, log)
 
 
-def build(
-    config: Config,
-    log: list[str],
-    ranks: RecordingRanks | None = None,
-    tracker: MemoryTracker | None = None,
-) -> RayPPOTrainer:
-    tracker = tracker or MemoryTracker()
-    return RayPPOTrainer(
-        config=config,
-        ranks=ranks or RecordingRanks(log),
-        replicas=RecordingReplicas(log),
-        train_prompts=prompts(8),
-        val_prompts=prompts(10),
-        reward_fn=score_by_sample,
-        kl_controller=FixedKLController(0.001),
-        tracking=Tracking("p", "e", [tracker], config.trainer.default_local_dir),
-        total_steps=2,
-    )
+def build(config: Config, log: list[str], **changes: Any) -> Any:
+    return build_trainer(config, log, val_prompts=prompts(10), total_steps=2, **changes)
 
 
 def test_line_11_groups_are_prompt_instances_with_n_members(trainer: RayPPOTrainer) -> None:
@@ -131,7 +102,8 @@ def test_a_step_reports_the_machines_performance(trainer: RayPPOTrainer, tmp_pat
     tiny_llama(97).config.save_pretrained(tmp_path)
     tracker, ranks = MemoryTracker(), RecordingRanks([])
     ranks.card, ranks.peak = 1e12, PeakMemory(3_000_000_000, 4_000_000_000)
-    build(trainer.config, [], ranks, tracker).fit()
+    tracking = Tracking("p", "e", [tracker], str(tmp_path))
+    build(trainer.config, [], ranks=ranks, tracking=tracking).fit()
     rows = [row for step, row in tracker.records if step]
     assert undocumented({name for row in rows for name in row}) == []
     for row in rows:
@@ -237,19 +209,3 @@ def test_remax_compares_with_one_greedy_trajectory_per_prompt(
     # The greedy trajectories are sample 1 here (score 1), the others 1, 2, 3 (scores 1, 0, 1).
     advantages = {float(a) for mini in minis for a in mini.tokens["advantages"].unique()}
     assert advantages == {0.0, -1.0}
-
-
-def test_a_failed_greedy_trajectory_leaves_its_group_out(
-    trainer: RayPPOTrainer, log: list[str]
-) -> None:
-    """Its samples have no baseline; the other groups are trained on."""
-    trainer.config.algorithm.adv_estimator = "remax"
-    trainer.config.trainer.max_lost_share = 0.5
-    trainer = build(trainer.config, log)
-    trainer.replicas.fail = lambda start: (
-        trainer.replicas.requests[-1][1].temperature == 0 and start.group == "1/0"
-    )
-    trainer.step = 1
-    trainer.train_step()
-    groups = {group for mini in trainer.ranks.mini_batches for group in mini.columns["group"]}
-    assert groups == {"1/1", "1/2", "1/3"}

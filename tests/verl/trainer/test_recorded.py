@@ -163,10 +163,8 @@ def test_a_recorded_step_is_the_step_that_was_sampled_to_the_bit(
     names: set[str],
     tmp_path: Path,
 ) -> None:
-    """From the same weights, without staleness: all computed metrics, and the weights.
-
-    The record also has the token columns that the algorithm computes.
-    """
+    """From the same weights, without staleness: all computed metrics, and the weights. The record
+    also has the token columns that the algorithm computes."""
     config = make_config(tmp_path, estimator)
     change(config)
     prepare_folder(tmp_path / "rollouts", TOKENIZER)

@@ -6,10 +6,9 @@ import pytest
 
 from search_r1.scoring import build_reward_manager
 from tests.memory_tracker import MemoryTracker
-from tests.verl.trainer.recording import RecordingRanks, RecordingReplicas, prompts
+from tests.verl.trainer.recording import build_trainer, grpo_config
 from verl.config import Config
 from verl.config.reward import PlateauConfig, StageConfig
-from verl.core_algos.kl import FixedKLController
 from verl.errors import PluginError
 from verl.monitor.tracking import Tracking
 from verl.rewards.interface import EachAlone, Reward, RewardManager
@@ -28,30 +27,16 @@ def build(
         return EachAlone(lambda t: Reward(score + t.sample, {"em": 0.5}))
 
     staged = StagedReward(stages, [constant(1.0), constant(2.0)])
-    trainer = RayPPOTrainer(
-        config=config,
-        ranks=RecordingRanks([]),
-        replicas=RecordingReplicas([]),
-        train_prompts=prompts(8),
-        val_prompts=prompts(4),
-        reward_fn=reward or staged,
-        kl_controller=FixedKLController(0.001),
-        tracking=Tracking("p", "e", [tracker], config.trainer.default_local_dir),
-        total_steps=total_steps,
-    )  # type: ignore[arg-type]
-    return trainer, tracker
+    tracking = Tracking("p", "e", [tracker], config.trainer.default_local_dir)
+    changes = {"reward_fn": reward or staged, "tracking": tracking, "total_steps": total_steps}
+    return build_trainer(config, [], **changes), tracker
 
 
 def config_of(folder: Path) -> Config:
-    config = Config()
-    config.trainer.default_local_dir = str(folder)
-    config.actor_rollout_ref.model.path = str(folder)
+    config = grpo_config(folder)
     config.trainer.save_freq, config.trainer.test_freq = 1, 1
     config.trainer.resume_mode = "auto"
     config.trainer.val_before_train = False
-    config.data.train_batch_size = 4
-    config.actor_rollout_ref.rollout.n_agent = 2
-    config.algorithm.adv_estimator = "grpo"
     return config
 
 
