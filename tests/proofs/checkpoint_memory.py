@@ -69,11 +69,9 @@ def build_engine(width: int, layers: int) -> FsdpModel:
     lm = LlamaForCausalLM(config)
     options = FsdpOptions(torch.float32, num_updates=1, optim=OptimConfig())
     engine = FsdpModel(LogProbModel(lm), blocks(lm, lm), torch.device("cpu"), options)
-    for (
-        tensor
-    ) in engine.state_tensors().values():  # pages of zeros that were never written use no memory
+    for tensor in engine.state_tensors().values():
         if tensor.ndim:
-            tensor.add_(1e-3)
+            tensor.add_(1e-3)  # pages of zeros that were never written use no memory
     return engine
 
 
@@ -92,16 +90,16 @@ def gather(engine: FsdpModel, folder: Path) -> None:
 
 def save(engine: FsdpModel, method: str, folder: Path, lm_config: LlamaConfig) -> None:
     """Write the engine's state by one of METHODS, and wait for its completion."""
+    problem = ""
     if method == "gathered":
         gather(engine, folder)
     elif method == "in place":
         problem = save_shards(folder, {"actor": engine}, lm_config)
-        assert not problem, problem
     else:
         writer = ShardWriter()
         writer.start(folder, {"actor": engine}, lm_config)
         problem = writer.finish()
-        assert not problem, problem
+    assert not problem, problem
 
 
 def growth_mib(work: Callable[[], None]) -> float:
@@ -148,12 +146,8 @@ def measure(name: str, num_ranks: int) -> list[Figure]:
     context = multiprocessing.get_context("fork")
     answers: Queue[object] = context.Queue()
     with tempfile.TemporaryDirectory() as folder:
-        ranks = [
-            context.Process(
-                target=run_rank, args=(r, num_ranks, port, SIZES[name], Path(folder), answers)
-            )
-            for r in range(num_ranks)
-        ]
+        shared = num_ranks, port, SIZES[name], Path(folder), answers
+        ranks = [context.Process(target=run_rank, args=(r, *shared)) for r in range(num_ranks)]
         for process in ranks:
             process.start()
         rows: list[tuple[float, dict[str, float], int]] = [answers.get() for _ in ranks]  # type: ignore[misc]
@@ -169,10 +163,7 @@ def measure(name: str, num_ranks: int) -> list[Figure]:
 def table(figures: Sequence[Figure]) -> str:
     """Return the figures as a Markdown table."""
     columns = " | ".join(f"{method}, MiB" for method in METHODS)
-    lines = [
-        f"| parameters | ranks | shard, MiB | {columns} |",
-        "|---|---|---|" + "---|" * len(METHODS),
-    ]
+    lines = [f"| parameters | ranks | shard, MiB | {columns} |", "|---" * (3 + len(METHODS)) + "|"]
     for key in dict.fromkeys((f.model, f.num_ranks) for f in figures):
         own = [f for f in figures if (f.model, f.num_ranks) == key]
         cells = " | ".join(f"{f.extra_mib:.0f} ({f.ratio:.2f} shards)" for f in own)

@@ -70,22 +70,17 @@ class Course:
         """Return a table with one line per step."""
         table = Table("step", *COLUMNS.values(), title=self.name)
         for row in self.rows:
-            cells = (_cell(row.get(name)) for name in COLUMNS)
+            cells = (f"{row[name]:.3g}" if name in row else "" for name in COLUMNS)
             table.add_row(str(int(row["step"])), *cells)
         return table
-
-
-def _cell(value: float | None) -> str:
-    return "" if value is None else f"{value:.3g}"
 
 
 def course(name: str, options: list[str], args: argparse.Namespace, url: str) -> Course:
     """Train with `options` on top of the benchmark's GRPO; returns the logged metrics."""
     out = args.out.resolve() / name
     common = [*GRPO, f"trainer.total_training_steps={args.steps}", "trainer.test_freq=1"]
-    run_variant(
-        [*common, *options, *args.options], args.seed, out, url=url, base=args.base.resolve()
-    )
+    options = [*common, *options, *args.options]
+    run_variant(options, args.seed, out, url=url, base=args.base.resolve())
     lines = (out / "metrics.jsonl").read_text().splitlines()
     return Course(name, [json.loads(line) for line in lines])
 

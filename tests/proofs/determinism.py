@@ -82,17 +82,13 @@ def play(config: Config, sizes: Sequence[int], sampled: bool, times: int) -> lis
 
 
 async def _passes(
-    config: Config,
-    starts: Sequence[Trajectory],
-    sampling: Sampling,
-    sizes: Sequence[int],
+    config: Config, starts: Sequence[Trajectory], sampling: Sampling, sizes: Sequence[int],
     times: int,
-) -> list[list[Pass]]:
+) -> list[list[Pass]]:  # fmt: skip
     replica = RolloutReplica(config, build_agent, 0)
     await replica.engine.start()
-    await replica.rollout(
-        starts[:2], sampling
-    )  # a warm-up for everything that the first request initializes
+    # A warm-up for everything that the first request initializes.
+    await replica.rollout(starts[:2], sampling)
     try:
         return [
             [await _pass(replica, starts, sampling, size) for _ in range(times)] for size in sizes
@@ -136,10 +132,8 @@ def measure(
     first: list[Trajectory] = []
     for deterministic in (False, True):
         own_sizes = [max(sizes)] if deterministic else sizes
-        own_options = [
-            f"actor_rollout_ref.rollout.dtype={dtype}",
-            f"trainer.deterministic={str(deterministic).lower()}",
-        ]
+        own_options = (f"actor_rollout_ref.rollout.dtype={dtype}",
+                       f"trainer.deterministic={str(deterministic).lower()}")  # fmt: skip
         config = cli.compose([*options, *own_options])
         reward = build_reward_manager(config)
         for size, passes in zip(own_sizes, play(config, own_sizes, sampled, times), strict=True):

@@ -31,11 +31,7 @@ from verl.types import TokenBatch
 
 Figures = dict[str, float]
 MIB = 1 << 20
-WAYS = {
-    "full": (0, 0),
-    "LoRA policy, full critic": (32, 0),
-    "LoRA, shared base": (32, 32),
-}
+WAYS = {"full": (0, 0), "LoRA policy, full critic": (32, 0), "LoRA, shared base": (32, 32)}
 """LoRA ranks of policy and critic for each way of training; 0 for full training."""
 
 

@@ -48,10 +48,7 @@ CORE_MODULES: Mapping[str, Sequence[str]] = MappingProxyType(
         "verl/core_algos/mismatch.py": [f"{ALGORITHMS}/test_mismatch.py"],
         "verl/core_algos/policy_losses.py": [f"{ALGORITHMS}/test_policy_losses.py"],
         "verl/core_algos/shaping.py": [f"{ALGORITHMS}/test_shaping.py"],
-        "verl/types.py": [
-            "tests/verl/test_types.py",
-            "tests/verl/test_packing.py",
-        ],
+        "verl/types.py": ["tests/verl/test_types.py", "tests/verl/test_packing.py"],
         "verl/data/prompts.py": ["tests/verl/data/test_data.py"],
         "verl/trainer/learning.py": ["tests/verl/trainer/test_learning.py"],
         "verl/training/actor.py": ["tests/verl/training/test_actor.py"],
@@ -72,10 +69,7 @@ CORE_MODULES: Mapping[str, Sequence[str]] = MappingProxyType(
             "tests/verl/rollout/test_retry.py",
             "tests/verl/rollout/test_pool.py",
         ],
-        "search_r1/agent/retriever.py": [
-            TOOL,
-            f"--deselect={REFUSED}",
-        ],
+        "search_r1/agent/retriever.py": [TOOL, f"--deselect={REFUSED}"],
         "search_r1/search/client.py": [
             "tests/search/test_client.py",
             "tests/search/test_client_connections.py",
@@ -113,12 +107,11 @@ class Mutant:
 
     def diff(self, original: str) -> str:
         """Return the lines that differ."""
-        lines = difflib.unified_diff(
-            original.splitlines(), self.code.splitlines(), n=0, lineterm=""
-        )
-        return "\n".join(
-            line for line in lines if line[:3] not in ("---", "+++") and line[0] != "@"
-        )
+        before, after = original.splitlines(), self.code.splitlines()
+        lines = list(difflib.unified_diff(before, after, n=0, lineterm=""))[
+            2:
+        ]  # without file names
+        return "\n".join(line for line in lines if line[0] != "@")
 
 
 def mutants_of(module: str, source: str) -> Iterator[Mutant]:
@@ -204,14 +197,11 @@ def passes(tests: Sequence[str], seconds: float) -> bool:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the mutation tests; returns 0 if a share of at least `--bar` was detected."""
     parser = argparse.ArgumentParser(description="Mutation tests of the core modules.")
-    parser.add_argument(
-        "modules", nargs="*", default=list(CORE_MODULES), help="of those in CORE_MODULES"
-    )
+    modules = list(CORE_MODULES)
+    parser.add_argument("modules", nargs="*", default=modules, help="of those in CORE_MODULES")
     parser.add_argument("--sample", type=int, default=12, help="mutants of each module; 0 for all")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--bar", type=float, default=0.95, help="share of mutants that must be detected"
-    )
+    parser.add_argument("--bar", type=float, default=0.95, help="share of mutants to detect")
     args = parser.parse_args(arguments)
     warm_up()
     num_found, survivors = 0, []

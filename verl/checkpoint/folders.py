@@ -7,7 +7,6 @@ so that no other run can still be writing what looks half-written.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import math
@@ -25,7 +24,7 @@ import torch
 from pydantic import TypeAdapter
 
 from verl.errors import ConfigError, explain
-from verl.files import fsync, move_aside
+from verl.files import fsync, move_aside, sha256
 from verl.training.checkpoint_files import (
     checkpoint_errors,
     random_states,
@@ -105,10 +104,8 @@ class RunState:
 
     @classmethod
     def read(cls, step_dir: Path) -> Self:
-        """Read the state of a checkpoint. Raises ModelError.
-
-        Unknown keys are ignored, and old checkpoints may lack those that have a default.
-        """
+        """Read the state of a checkpoint. Raises ModelError. Unknown keys are ignored, and old
+        checkpoints may lack those that have a default."""
         with checkpoint_errors(step_dir / STATE_FILE):
             state = TypeAdapter(cls).validate_python(read_state(step_dir))
             if state.step != step_of(step_dir) or not math.isfinite(state.kl_coef):
@@ -146,9 +143,7 @@ def check_files(step_dir: Path) -> None:
 def _size_and_hash(file: Path) -> list[Any]:
     """Return the size of a file and its SHA-256, None above HASHED_BYTES."""
     size = file.stat().st_size
-    with file.open("rb") as content:
-        is_small = size <= HASHED_BYTES
-        return [size, hashlib.file_digest(content, "sha256").hexdigest() if is_small else None]
+    return [size, sha256(file) if size <= HASHED_BYTES else None]
 
 
 def mark_healthy(step_dir: Path) -> None:

@@ -33,9 +33,7 @@ logger = logging.getLogger(__name__)
 
 def identity(config: Config, served: Mapping[str, str]) -> dict[str, Any]:
     """Return what a checkpoint stores to compare at a resume, as JSON: `config`, `fingerprints`.
-
-    `served` has the fingerprints of what the tools serve, such as corpus and index, if any.
-    """
+    `served` has the fingerprints of what the tools serve, such as corpus and index, if any."""
     rollouts = config.data.rollouts
     data_files = config.data.train_files if rollouts is None else recorded_files(rollouts)
     fingerprints = {
@@ -60,9 +58,7 @@ def hash_files(files: str | Sequence[str]) -> str:
 
 def check_resume(config: Config, present: Mapping[str, Any]) -> None:
     """Refuse to resume from a checkpoint of another experiment; `present` is this run's `identity`.
-
-    Raises ConfigError with every difference and the option that would accept it.
-    """
+    Raises ConfigError with every difference and the option that would accept it."""
     root = Path(config.trainer.default_local_dir)
     step_dir = folders.resume_folder(config.trainer.resume_mode, root)
     if step_dir is None:

@@ -153,9 +153,7 @@ class Peer:
 
 class RayWorkerGroup:
     """Actors that are called together; results are in the order of the actors.
-
-    `options[i].remote()` creates actor i.
-    """
+    `options[i].remote()` creates actor i."""
 
     def __init__(
         self, options: Sequence[Any], name: str, lost: type[UserError],
@@ -313,9 +311,7 @@ class RayWorkerGroup:
 
     def restart(self) -> None:
         """Replace every actor by an empty one, after killing all that is left of the old ones.
-
-        Raises the group's error if an actor can no longer be placed.
-        """
+        Raises the group's error if an actor can no longer be placed."""
         for host in self.hosts:
             ray.kill(host)
         self.hosts = self._start()

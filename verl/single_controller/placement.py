@@ -20,12 +20,7 @@ from ray.util.scheduling_strategies import (
 )
 
 from verl.errors import RankLost, ReplicaLost, ResourceError
-from verl.single_controller.actors import (
-    ActorHost,
-    ActorLocation,
-    RayWorkerGroup,
-    current_location,
-)
+from verl.single_controller.actors import ActorHost, ActorLocation, RayWorkerGroup, current_location
 from verl.single_controller.reaper import KEEP_ENVIRONMENT, MARK, REPLICA_MARK
 
 logger = logging.getLogger(__name__)
@@ -121,7 +116,8 @@ def engine_gpu_locations(placement: PlacementGroup, engine_gpus: int) -> list[Ac
         node = PlacementGroupSchedulingStrategy(placement, bundle)
         options = {"num_cpus": 0, "num_gpus": engine_gpus, "scheduling_strategy": node}
         calls.append(task.options(**options).remote())
-    return [replace(node, gpu_ids=(gpu,)) for node in ray.get(calls) for gpu in node.gpu_ids]
+    locations: list[ActorLocation] = ray.get(calls)
+    return [replace(location, gpu_ids=(gpu,)) for location in locations for gpu in location.gpu_ids]
 
 
 def first_index_per_node(locations: Sequence[ActorLocation]) -> list[int]:

@@ -64,10 +64,8 @@ def find_marked(variable: str, value: str) -> list[psutil.Process]:
 
 
 def environment(process: psutil.Process) -> list[bytes]:
-    """Return the entries of a process's environment; empty if it is gone or another user's.
-
-    Reads all entries, since a process that sets its title may have overwritten the first ones.
-    """
+    """Return the entries of a process's environment; empty if it is gone or another user's. Reads
+    all entries, since a process that sets its title may have overwritten the first ones."""
     try:
         return Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0")
     except OSError:
@@ -176,10 +174,8 @@ class OrphanReaper:
 
 
 def watch(mark: str, owner: int) -> None:
-    """Wait for process `owner`, the parent of this one, to end, then kill all marked processes.
-
-    The closed pipe reports the end at once, unless a forked child of the owner holds it open.
-    """
+    """Wait for process `owner`, the parent of this one, to end, then kill all marked processes. The
+    closed pipe reports the end at once, unless a forked child of the owner holds it open."""
     recorded: set[Path] = set()
     next_recording = 0.0
     while os.getppid() == owner:

@@ -105,9 +105,7 @@ def config_for_actors(config: Config, use_gpu: bool) -> Config:
     section, critic = config.actor_rollout_ref, config.critic
     template, resume_mode = config.template, config.trainer.resume_mode
     policy_model = replace(section.model, path=_absolute_model(section.model.path))
-    critic_path = critic.model.path
-    if critic_path is not None:
-        critic_path = _absolute_model(critic_path)
+    critic_path = None if critic.model.path is None else _absolute_model(critic.model.path)
     weights, replay = section.rollout.weights_dir, section.rollout.replay
     rollout = replace(
         section.rollout,
@@ -266,10 +264,8 @@ def file_problems(config: Config, probe: Path) -> list[UserError]:
 
 
 def wait_for_file(path: Path) -> bool:
-    """Whether a file appears within FILE_TIMEOUT_S.
-
-    Lists its folder, since a network file system may remember for a while that a file is missing.
-    """
+    """Whether a file appears within FILE_TIMEOUT_S. Lists its folder, since a network file system
+    may remember for a while that a file is missing."""
     end = time.monotonic() + FILE_TIMEOUT_S
     while path.parent.is_dir() and path.name not in os.listdir(path.parent):
         if time.monotonic() > end:

@@ -243,7 +243,7 @@ def cpu_env(shares_cores: bool = False) -> dict[str, str]:
     Threads: all cores, where Ray would set one thread. Idle threads spin for some ten microseconds
     before they sleep, because a layer consists of a dozen small operations, and waking a thread for
     each takes longer than the operation (docs/evidence/updates.md). With `shares_cores`, they sleep
-    at once. The user's own settings take precedence.
+    at once. The user's own GOMP_SPINCOUNT and GLIBC_TUNABLES take precedence.
 
     Memory: malloc keeps freed memory, because returning it to the system after each forward pass
     costs more in page faults than the pass itself. There is a single arena, because Ray calls an

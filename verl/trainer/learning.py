@@ -243,10 +243,8 @@ class Learner:
             timings.record_peak("values", self.ranks.take_critic_peak_memory())
 
     def update(self, batch: TokenBatch, step: int, timings: Timings) -> Metrics:
-        """Update critic and actor on the batch; returns their metrics.
-
-        The two updates are independent, so a separate critic is updated concurrently.
-        """
+        """Update critic and actor on the batch; returns their metrics. The two updates are
+        independent, so a separate critic is updated concurrently."""
         if not self.has_separate_critic:
             with timings.phase("update_critic"):
                 critic_metrics = self.begin_critic_update(batch, step)()

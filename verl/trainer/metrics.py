@@ -175,9 +175,7 @@ def throughput_metrics(batch: TokenBatch, timings: Timings, num_gpus: int) -> Me
 
 def validation_metrics(trajectories: Sequence[Trajectory], rewards: Sequence[Reward]) -> Metrics:
     """Return the means of score, components and agent's counts, over all rows and per data source.
-
-    `val/score` is the score itself; `val/em` and others are components.
-    """
+    `val/score` is the score itself; `val/em` and others are components."""
     rows = [
         {"score": r.score, **r.components, **{f"env/{k}": v for k, v in t.stats.items()}}
         for t, r in zip(trajectories, rewards, strict=True)

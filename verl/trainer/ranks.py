@@ -104,9 +104,7 @@ class TrainerRanks:
         self, directory: Path, version: int, needed: Sequence[int], dtype: str, is_adapter: bool
     ) -> float:
         """Write the policy, or its adapter, on each node for the engines there (`replicas.Policy`).
-
-        Returns the seconds that the slowest rank spent writing.
-        """
+        Returns the seconds that the slowest rank spent writing."""
         folders = [str(on_node(directory, location.node_id)) for location in self.group.locations()]
         options = (version, needed, dtype, is_adapter)
         return float(max(self.group.scatter("share_policy", folders, *options)))

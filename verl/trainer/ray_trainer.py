@@ -260,10 +260,8 @@ class RayPPOTrainer:
         return score
 
     def performance_metrics(self, samples: Samples, batch: TokenBatch, timings: Timings) -> Metrics:
-        """Return the step's throughput, utilization, device memory and seconds by phase.
-
-        Also keeps the step's events for `write_trace`.
-        """
+        """Return the step's throughput, utilization, device memory and seconds by phase. Also keeps
+        the step's events for `write_trace`."""
         calls = self.ranks.take_calls()
         if self.learner.has_separate_critic:
             timings.concurrent |= critic_seconds(calls)

@@ -63,9 +63,7 @@ class RecordedCollector:
 
     def collect(self, step: int, timings: Timings) -> tuple[Samples, Metrics]:
         """Return the step's trajectories with their scores, and metrics of all recorded ones.
-
-        Dynamic sampling selects among them again. Raises DataError.
-        """
+        Dynamic sampling selects among them again. Raises DataError."""
         data = self.config.data
         assert data.rollouts is not None
         with timings.phase("gen"):

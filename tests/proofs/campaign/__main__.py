@@ -92,8 +92,7 @@ class Report:
         lost = self.missing_steps or self.touched or self.broken or self.left or self.other_prompts
         lost = lost or self.oldest > self.staleness
         exact = self.leg == "retriever" or (self.same_weights and not self.differences)
-        clean = not any(effect.traceback for effect in self.effects)
-        self.holds = exact and clean and not lost
+        self.holds = exact and not lost and not any(effect.traceback for effect in self.effects)
 
 
 def campaign(

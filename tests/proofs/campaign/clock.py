@@ -18,11 +18,10 @@ class Clock:
         """Compile the clock library into `folder`."""
         self.library, self.offset = folder / "clock.so", folder / "clock_offset"
         self.offset.write_bytes(struct.pack("<q", 0))
-        compiler = shutil.which("cc")
-        self.available = compiler is not None
-        if compiler is not None:
-            words = [compiler, "-shared", "-fPIC", "-O2", str(SOURCE), "-o", str(self.library)]
-            subprocess.run([*words, "-ldl"], check=True)
+        self.available = shutil.which("cc") is not None
+        if self.available:
+            words = ["cc", "-shared", "-fPIC", "-O2", str(SOURCE), "-o", str(self.library), "-ldl"]
+            subprocess.run(words, check=True)
 
     def set_offset(self, seconds: int) -> None:
         """Set the clock wrong by `seconds`, immediately and in every process."""

@@ -13,10 +13,8 @@ FILLER = "filler"
 
 
 class SmallDisk:
-    """A tmpfs at `folder` within the context; not `available` without the permission to mount.
-
-    Then `folder` is a plain folder.
-    """
+    """A tmpfs at `folder` within the context; not `available` without the permission to mount. Then
+    `folder` is a plain folder."""
 
     def __init__(self, folder: Path) -> None:
         """The disk is mounted when the context is entered."""

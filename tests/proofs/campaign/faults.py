@@ -87,5 +87,4 @@ def _fault(number: int, kind: Kind, step_seconds: float, draw: random.Random) ->
     if kind in ON_THE_MACHINE and draw.random() < 0.25:
         moment = Moment.SAVING
     delay = draw.uniform(0, 0.2 if moment is Moment.SAVING else step_seconds)
-    seconds = draw.uniform(*SECONDS.get(kind, SHORT))
-    return Fault(number, kind, victim, moment, delay, seconds)
+    return Fault(number, kind, victim, moment, delay, draw.uniform(*SECONDS.get(kind, SHORT)))

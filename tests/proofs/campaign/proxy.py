@@ -13,10 +13,8 @@ from tests.proofs.campaign.faults import Kind
 
 
 class FaultyProxy:
-    """Forwards requests to `port`; during a fault it answers POST requests accordingly.
-
-    `struck` counts the requests that met the current fault.
-    """
+    """Forwards requests to `port`; during a fault it answers POST requests accordingly. `struck`
+    counts the requests that met the current fault."""
 
     def __init__(self, port: int) -> None:
         """`port` is that of the real server on this machine, and may be changed at any time."""
@@ -31,9 +29,6 @@ class FaultyProxy:
 
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self._server.daemon_threads = True
-        self._thread = threading.Thread(
-            target=self._server.serve_forever, args=(0.01,), daemon=True
-        )
 
     @property
     def url(self) -> str:
@@ -57,7 +52,7 @@ class FaultyProxy:
         self._healed.wait()
 
     def __enter__(self) -> Self:
-        self._thread.start()
+        threading.Thread(target=self._server.serve_forever, args=(0.01,), daemon=True).start()
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -66,10 +66,8 @@ class RecordedTraining(Training):
 
 
 def ends_badly(log: str) -> bool:
-    """Whether the run itself printed a traceback.
-
-    vLLM logs one of its own, marked with its process, when its engine core was killed.
-    """
+    """Whether the run itself printed a traceback. vLLM logs one of its own, marked with its
+    process, when its engine core was killed."""
     return any(line.startswith(TRACEBACK) for line in log.replace("\r", "\n").split("\n"))
 
 
@@ -102,10 +100,8 @@ class Campaign:
         return True
 
     def effects(self, faults: Sequence[Fault]) -> Iterator[Effect]:
-        """Run under `faults`; yields each fault with what happened. Raises KillsError.
-
-        The campaign ends if the run finishes before its last fault.
-        """
+        """Run under `faults`; yields each fault with what happened. Raises KillsError. The campaign
+        ends if the run finishes before its last fault."""
         training, open_effect = self.training, None
         training.start()
         for fault in faults:
@@ -116,9 +112,7 @@ class Campaign:
                 open_effect = None
             if training.status == 0:
                 return
-            rows = training.rows()
-            step = int(rows[-1]["step"] or 0) if rows else 0
-            ends = len(training.ends)
+            step, ends = training.last_step(), len(training.ends)
             open_effect = (fault, step, self.strike(fault), ends)
         until_over(training)
         if open_effect is not None:
@@ -134,10 +128,10 @@ class Campaign:
 
     def _effect(self, fault: Fault, step: int, met: bool, ends: int) -> Effect:
         ended = self.training.ends[ends:]
-        status, traceback, log = ended[0] if ended else (None, False, "")
+        status, _, log = ended[0] if ended else (None, False, "")
         victim = fault.victim.value if fault.victim else ""
         return Effect(fault.number, fault.kind.value, victim, step, met, status,
-                      any(trace for _, trace, _ in ended) or traceback, log)  # fmt: skip
+                      any(trace for _, trace, _ in ended), log)  # fmt: skip
 
 
 def changed_trajectories(calm: Path, disturbed: Path) -> list[str]:

@@ -41,8 +41,7 @@ def test_a_plan_depends_on_its_seed_and_has_every_kind() -> None:
         assert faults == plan(100, 3, kinds, 1.0) != plan(100, 4, kinds, 1.0)
         assert [fault.number for fault in faults] == list(range(1, 101))
         assert set(kinds) == {fault.kind for fault in faults}
-        counts = Counter(fault.kind for fault in plan(len(kinds), 0, kinds, 1.0))
-        assert counts == Counter(kinds)
+        assert Counter(f.kind for f in plan(len(kinds), 0, kinds, 1.0)) == Counter(kinds)
 
 
 class _Server(BaseHTTPRequestHandler):
@@ -63,8 +62,7 @@ class _Server(BaseHTTPRequestHandler):
 def proxy() -> Iterator[FaultyProxy]:
     """A proxy in front of a server with a fixed response."""
     server = HTTPServer(("127.0.0.1", 0), _Server)
-    thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
-    thread.start()
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     with FaultyProxy(server.server_port) as proxy:
         yield proxy
     server.shutdown()
@@ -157,8 +155,7 @@ def test_an_observation_of_a_fault_is_found_and_another_sample_is_not(tmp_path: 
     same = row(0, ("policy", [1]), ("observation", [2]))
     (calm / "step_1.jsonl").write_text(same + same.replace('"sample": 0', '"sample": 1'))
     error = row(0, ("policy", [1]), ("observation", [9]))
-    sample = row(1, ("policy", [7]), ("observation", [9]))
-    (disturbed / "step_1.jsonl").write_text(error + sample)
+    (disturbed / "step_1.jsonl").write_text(error + row(1, ("policy", [7]), ("observation", [9])))
     assert changed_trajectories(calm, disturbed) == ["step_1 q/0"]
 
 

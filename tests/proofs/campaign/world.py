@@ -30,9 +30,7 @@ class Run(Protocol):
     folder: Path
 
     @property
-    def status(self) -> int | None:
-        """Exit status; None while it runs."""
-        ...
+    def status(self) -> int | None: ...
 
 
 Strike = Callable[[Fault, Run], bool]

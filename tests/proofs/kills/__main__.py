@@ -110,10 +110,8 @@ def until_over(training: Training) -> None:
 
 
 def undisturbed(training: Training) -> float:
-    """Run without interruption; returns the median seconds of a step.
-
-    Raises KillsError if the run fails, or takes longer than its patience for a step.
-    """
+    """Run without interruption; returns the median seconds of a step. Raises KillsError if the run
+    fails, or takes longer than its patience for a step."""
     training.start()
     deadline, rows = time.monotonic() + training.patience, 0
     while training.status is None and time.monotonic() < deadline:
@@ -121,9 +119,8 @@ def undisturbed(training: Training) -> float:
             deadline, rows = time.monotonic() + training.patience, len(training.rows())
         time.sleep(POLL_S)
     if training.status != 0:
-        problem = (
-            f"had no step within {training.patience:.0f} s" if training.status is None else "failed"
-        )
+        late = f"had no step within {training.patience:.0f} s"
+        problem = late if training.status is None else "failed"
         raise KillsError(f"the undisturbed run {problem}; see {training.log_path(1)}")
     return median(float(row.get("timing_s/step") or 0) for row in training.rows()[1:])
 
@@ -160,8 +157,8 @@ def strike(training: Training, kill: Kill) -> Death:
     rows, newest = training.rows(), max(training.complete(), key=_step_of, default="")
     was_saving = training.is_saving()
     phase = phase_of(training.since_row(), rows, was_saving)
+    step = training.last_step()
     victim.kill()
-    step = int(rows[-1]["step"] or 0) if rows else 0
     return Death(kill.number, kill.victim.value, step, phase, newest, was_saving, victim.pid)
 
 
@@ -226,27 +223,19 @@ def prove(calm: Training, killed: Training, num_kills: int, seed: int) -> Report
     once_complete = killed.complete() | {death.newest for death in deaths}
     resumed, rows = killed.resumed(), killed.rows()
     return Report(
-        command=list(killed.command),
-        deaths=deaths,
-        outcomes=outcomes,
-        starts=killed.starts,
-        resumed=resumed,
-        broken=[name for name in resumed if name not in once_complete],
-        num_rows=len(rows),
-        differences=list(differences(calm.rows(), rows)),
+        command=list(killed.command), deaths=deaths, outcomes=outcomes, starts=killed.starts,
+        resumed=resumed, broken=[name for name in resumed if name not in once_complete],
+        num_rows=len(rows), differences=list(differences(calm.rows(), rows)),
         same_weights=same_weights(calm.folder / "model", killed.folder / "model"),
-        left=left,
-        seconds=time.monotonic() - started,
-    )
+        left=left, seconds=time.monotonic() - started,
+    )  # fmt: skip
 
 
 def markdown(report: Report) -> str:
     """Return the kills as a table, and the result."""
     lines = ["| kill | last step | victim | phase | what happened |", "| --- " * 5 + "|"]
-    for death, outcome in zip(report.deaths, report.outcomes, strict=True):
-        lines.append(
-            f"| {death.number} | {death.step} | {death.victim} | {death.phase} | {outcome} |"
-        )
+    for d, outcome in zip(report.deaths, report.outcomes, strict=True):
+        lines.append(f"| {d.number} | {d.step} | {d.victim} | {d.phase} | {outcome} |")
     lines += [
         "",
         f"{len(report.deaths)} kills, {report.starts} starts, "
@@ -265,9 +254,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0, help="of victims and moments")
     parser.add_argument("--steps", type=int, help="of the run; 3 for each kill if left out")
-    parser.add_argument(
-        "--patience", type=float, default=300.0, help="seconds to wait for a step, or a start"
-    )
+    parser.add_argument("--patience", type=float, default=300.0, help="seconds for a step or start")
     parser.add_argument("--out", type=Path, default=BASE.parent / "kills")
     parser.add_argument("options", nargs="*", help="options of the trainer, key=value")
     args = parser.parse_args(arguments)
@@ -278,11 +265,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     base = prepare(BASE)
     with retriever() as url:
         calm, killed = (
-            Training(
-                folder,
-                command(folder, base, url, num_steps, args.options),
-                patience=args.patience,
-            )
+            Training(folder, command(folder, base, url, num_steps, args.options), args.patience)
             for folder in (out / "undisturbed", out / "killed")
         )
         try:

@@ -54,11 +54,11 @@ def plan(num_kills: int, seed: int, step_seconds: float) -> list[Kill]:
     """
     draw = random.Random(seed)
     kinds: list[Victim | Moment] = [*Victim, Moment.SAVING]
-    rounds = [draw.sample(kinds, len(kinds)) for _ in range(0, num_kills, len(kinds))]
+    drawn: list[Victim | Moment] = []
+    while len(drawn) < num_kills:
+        drawn += draw.sample(kinds, len(kinds))
     kills = []
-    for number, kind in enumerate(
-        [kind for kinds_of_round in rounds for kind in kinds_of_round][:num_kills], 1
-    ):
+    for number, kind in enumerate(drawn[:num_kills], 1):
         if isinstance(kind, Moment):
             victim = draw.choice([Victim.DRIVER, Victim.RANK])
             kills.append(Kill(number, victim, kind, draw.uniform(0, SAVING_DELAY)))

@@ -114,15 +114,18 @@ class Training:
         """Return the metrics logged so far; rows of repeated steps come first."""
         paths = [self.folder / name for name in ("metrics.superseded.jsonl", "metrics.jsonl")]
         sizes = [path.stat().st_size if path.exists() else 0 for path in paths]
-        if (
-            sizes != self.sizes
-        ):  # read again only if changed, as this is called many times per second
+        if sizes != self.sizes:  # this is called many times per second
             self.known_rows = [row for path in paths for row in read_rows(path)]
             self.sizes = sizes
         rows = self.known_rows
         if len(rows) > self.num_rows:
             self.num_rows, self.row_time, self.row_start = len(rows), time.monotonic(), self.starts
         return list(rows)
+
+    def last_step(self) -> int:
+        """Return the last logged step; 0 before the first."""
+        rows = self.rows()
+        return int(rows[-1]["step"] or 0) if rows else 0
 
     def since_row(self) -> float | None:
         """Return the seconds since the last row appeared; None if that was before this start."""
