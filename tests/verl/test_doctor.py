@@ -80,9 +80,7 @@ def test_a_cpu_machine_has_no_problem() -> None:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )  # fmt: skip
-def test_a_missing_requirement_is_named_with_its_fix(
-    change: dict[str, object], name: str, fix: str
-) -> None:
+def test_a_missing_requirement_has_a_fix(change: dict[str, object], name: str, fix: str) -> None:
     """One missing requirement is one line that prevents training, with the fix."""
     broken = replace(COMPLETE, **change)
     assert problems(broken) == [name]

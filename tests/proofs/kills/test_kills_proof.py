@@ -40,9 +40,7 @@ def test_a_resume_from_a_half_written_checkpoint_is_found(tmp_path: Path) -> Non
     assert not report.holds
 
 
-def test_processes_that_outlive_a_run_are_found(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_leftover_processes_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank that does not end with its driver is named, and ended by the proof."""
     monkeypatch.setattr(kills, "GONE_S", 0.5)
     report = prove(tmp_path, 1, DRIVER_FIRST, "leaves_orphans")

@@ -41,8 +41,7 @@ def test_only_complete_checkpoints_are_found(tmp_path: Path) -> None:
     """Folders without marker, or with a temporary name, are never resumed from."""
     assert folders.latest(tmp_path) is None
     for step in (2, 10):
-        with writing(tmp_path, step) as folder:
-            folders.write_state(folder, {"step": step})
+        save(tmp_path, step)
     (tmp_path / "global_step_11").mkdir()
     (tmp_path / "global_step_12.tmp").mkdir()
     (tmp_path / "global_step_12.tmp" / folders.MARKER).touch()
@@ -56,8 +55,7 @@ def test_only_complete_checkpoints_are_found(tmp_path: Path) -> None:
 
 def test_line_21_a_run_killed_while_saving_leaves_the_previous_checkpoint(tmp_path: Path) -> None:
     """A process that dies while writing loses only that checkpoint."""
-    with writing(tmp_path, 1) as folder:
-        folders.write_state(folder, {"step": 1})
+    save(tmp_path, 1)
 
     def die_while_writing() -> None:
         with writing(tmp_path, 2) as folder:
@@ -75,9 +73,8 @@ def test_half_written_checkpoints_are_removed_at_the_next_start(tmp_path: Path) 
     """Complete checkpoints and other folders stay."""
     save(tmp_path, 1)
     run_and_die(lambda: (folders.begin(tmp_path, 2), os.kill(os.getpid(), signal.SIGKILL)))
-    (
-        tmp_path / "global_step_7"
-    ).mkdir()  # another framework's checkpoint: it has no marker, but must not be deleted
+    # Another framework's checkpoint: it has no marker, but must not be deleted.
+    (tmp_path / "global_step_7").mkdir()
     (tmp_path / "model.tmp").mkdir()
     assert len(list(tmp_path.glob("global_step_2.*.tmp"))) == 1
     folders.clean_up(tmp_path)
@@ -86,9 +83,7 @@ def test_half_written_checkpoints_are_removed_at_the_next_start(tmp_path: Path) 
     ]  # fmt: skip
 
 
-def test_no_moment_of_a_replacement_loses_both(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_replacement_never_loses_both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Killed at any rename while step 1 is saved again, the next start finds a complete step 1."""
     real, calls = os.replace, 0
 
@@ -160,9 +155,7 @@ def test_all_files_are_on_disk_before_the_marker(
     ]  # fmt: skip
 
 
-def test_files_are_compared_by_content_up_to_a_size(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_small_files_are_compared_by_hash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Including that size; for larger files only the size, since tensors have checksums."""
     monkeypatch.setattr(folders, "HASHED_BYTES", 3)
     with writing(tmp_path, 1) as folder:

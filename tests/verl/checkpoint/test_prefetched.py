@@ -26,14 +26,11 @@ def finished(version: int = 5, status: Status = Status.ANSWERED) -> Trajectory:
 
 def test_a_trajectory_comes_back_to_the_last_bit(tmp_path: Path) -> None:
     """Its tokens, log-probs, versions and counts, with the prompt and seed of its start."""
-    key = ("3/0", 1, False)
-    prefetched.write(tmp_path, {key: finished()}, newest=5)
+    prefetched.write(tmp_path, {("3/0", 1, False): finished()}, newest=5)
     (entry,) = prefetched.read(tmp_path).values()
     assert entry.versions == {4, 5}
     trajectory = entry.to_trajectory(START)
-    assert trajectory is not None and repr(trajectory) == repr(finished()).replace(
-        "np.float32(0.5)", "0.5"
-    )
+    assert repr(trajectory) == repr(finished()).replace("np.float32(0.5)", "0.5")
     other = start_trajectory(Prompt("q", (1, 3), "nq", ("a",)), "3/0", sample=1)
     assert entry.to_trajectory(other) is None  # the prompt in the data has changed
 
@@ -42,16 +39,12 @@ def test_failed_too_new_and_unwritable_trajectories_are_left_out(tmp_path: Path)
     """They are sampled again after a resume."""
     failed, late, unwritable = finished(status=Status.FAILED), finished(6), finished()
     unwritable.stats["own"] = object()  # type: ignore[assignment]
-    trajectories = {
-        (f"3/{i}", 0, False): t for i, t in enumerate((failed, late, unwritable, finished()))
-    }
-    prefetched.write(tmp_path, trajectories, newest=5)
+    trajectories = enumerate((failed, late, unwritable, finished()))
+    prefetched.write(tmp_path, {(f"3/{i}", 0, False): t for i, t in trajectories}, newest=5)
     assert list(prefetched.read(tmp_path)) == [("3/3", 0, False)]
 
 
-def test_a_missing_file_means_no_trajectories_and_a_damaged_one_is_refused(
-    tmp_path: Path,
-) -> None:
+def test_a_missing_file_means_no_trajectories_and_a_damaged_one_is_refused(tmp_path: Path) -> None:
     """With one line that names the file."""
     assert prefetched.read(tmp_path) == {}
     prefetched.write(tmp_path, {("3/0", 1, False): finished()}, newest=5)

@@ -260,11 +260,9 @@ def test_checkpoints_are_due_by_steps_and_by_minutes() -> None:
 
 
 def test_a_failed_deletion_is_not_a_failed_write(
-    saver: Saver,
-    ranks: SlowRanks,
-    monkeypatch: pytest.MonkeyPatch,
+    saver: Saver, ranks: SlowRanks, monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
-) -> None:
+) -> None:  # fmt: skip
     """A checkpoint that cannot be deleted is logged, and the run continues."""
 
     def denied(step_dir: Path) -> None:

@@ -85,9 +85,7 @@ def test_line_21_a_resumed_run_goes_on_as_if_never_stopped(
 
 @pytest.mark.parametrize("method", ["shared", "sent"])
 @pytest.mark.parametrize("size", ["one", "two"])
-def test_engines_receive_the_weights_that_are_saved(
-    runs: SimpleNamespace, size: str, method: str
-) -> None:
+def test_engines_receive_the_saved_weights(runs: SimpleNamespace, size: str, method: str) -> None:
     """Each rank writes a part, or one rank sends all. They are cast before they are gathered, which
     gives the same bits as casting them afterwards."""
     saved = load_file(runs.root / size / "weights/model.safetensors")

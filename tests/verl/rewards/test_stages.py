@@ -51,9 +51,7 @@ def test_a_stage_ends_after_its_step() -> None:
         ([math.nan, math.nan, 0.5], [1, 1, 2]),
     ],
 )
-def test_a_stage_ends_where_its_metric_stops_rising(
-    values: list[float | None], expected: list[float]
-) -> None:
+def test_a_stage_ends_at_a_plateau(values: list[float | None], expected: list[float]) -> None:
     """Two values without a new best end the stage; steps without a value do not count."""
     plateau = PlateauConfig("val/em", patience=2, min_delta=0.05)
     assert play(staged(StageConfig("a", plateau=plateau), StageConfig("b")), values) == expected

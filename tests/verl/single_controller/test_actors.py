@@ -47,13 +47,11 @@ def test_causes_are_short_and_true() -> None:
         "file. Some common causes include: (1) the process was killed by the OOM killer due to "
         "high memory usage, (2) ray stop --force was called."
     )
-    context = ActorDiedErrorContext(error_message=text, actor_id=bytes(16))
-    cause = cause_of(ActorDiedError(context))
-    assert cause == "Worker unexpectedly exits with a connection error code 2"
+    died = ActorDiedError(ActorDiedErrorContext(error_message=text, actor_id=bytes(16)))
+    assert cause_of(died) == "Worker unexpectedly exits with a connection error code 2"
     assert "node is lost" in cause_of(NodeDiedError("The node has died: x"))
-    assert "memory" in cause_of(
-        OutOfMemoryError("Task was killed due to the node running low on memory")
-    )
+    text = "Task was killed due to the node running low on memory"
+    assert "memory" in cause_of(OutOfMemoryError(text))
     assert cause_of(RuntimeError()) == "RuntimeError"
 
 

@@ -91,11 +91,8 @@ def test_a_process_that_gave_itself_a_title_is_found() -> None:
     setproctitle = pytest.importorskip("setproctitle")
     mark = f"titled-{os.getpid()}"
     program = "import time, setproctitle as s; s.setproctitle('a title'); time.sleep(600)"
-    environment = {
-        KEEP_ENVIRONMENT: "1",
-        MARK: mark,
-        "PYTHONPATH": str(Path(setproctitle.__file__).parents[1]),
-    }
+    path = str(Path(setproctitle.__file__).parents[1])
+    environment = {KEEP_ENVIRONMENT: "1", MARK: mark, "PYTHONPATH": path}
     titled = subprocess.Popen([sys.executable, "-c", program], env=environment)
     wait_until(lambda: "a title" in "".join(psutil.Process(titled.pid).cmdline()))
     assert kill_marked(MARK, mark) == 1
@@ -169,8 +166,7 @@ def test_shared_memory_of_a_process_that_died_before_is_removed_with_the_run() -
     made = Path(f"/dev/shm/search-r1-test-{os.getpid()}-died")
     with OrphanReaper() as reaper:
         (watchdog,) = watchdogs(reaper.mark)
-        environment = {MARK: reaper.mark}
-        died = subprocess.Popen([sys.executable, "-c", MAPPER, str(made)], env=environment)
+        died = subprocess.Popen([sys.executable, "-c", MAPPER, str(made)], env={MARK: reaper.mark})
         wait_until(lambda: made in shared_memory(psutil.Process(died.pid)))
         time.sleep(RECORD_INTERVAL_S + 1)
         assert psutil.pid_exists(watchdog)

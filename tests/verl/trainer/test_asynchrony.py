@@ -110,9 +110,7 @@ def test_without_staleness_a_run_is_the_plain_loop(
     assert len({row["actor/grad_norm"] for row in rows}) == NUM_STEPS
 
 
-def test_a_schedule_cut_by_a_kill_is_repeated_to_the_same_weights(
-    model: str, tmp_path: Path
-) -> None:
+def test_a_schedule_cut_by_a_kill_gives_the_same_weights(model: str, tmp_path: Path) -> None:
     """Recorded with a kill and a resume, replayed without, and with other delays and replicas."""
     num_steps, out = 6, tmp_path / "recorded"
     options = [*ALGORITHMS["ppo"], "actor_rollout_ref.rollout.max_staleness=2"]

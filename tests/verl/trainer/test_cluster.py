@@ -46,9 +46,7 @@ def test_folders_of_models_get_absolute_paths_and_names_stay(
     assert config_for_actors(config_with(), use_gpu=False).critic.model.path is None
 
 
-def test_files_that_options_name_get_absolute_paths(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_named_files_get_absolute_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Replicas read template and schedule on their nodes; each node checks the checkpoint."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs/step").mkdir(parents=True)
@@ -70,9 +68,7 @@ def test_files_that_options_name_get_absolute_paths(
 
 
 @pytest.mark.parametrize("address", ["here", "here:there"])
-def test_an_address_without_a_cluster_is_an_error(
-    address: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wrong_address_is_an_error(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ray raises another kind of error if the address has no host and port."""
     monkeypatch.setenv("RAY_ADDRESS", address)
     with pytest.raises(ResourceError, match=f"RAY_ADDRESS: got {address} .*expected a running Ray"):
@@ -93,9 +89,7 @@ def test_one_folder_for_all_is_no_problem(tmp_path: Path) -> None:
     assert list((tmp_path / "run").iterdir()) == []
 
 
-def test_a_folder_that_is_not_shared_is_reported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unshared_folder_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A node that does not see the driver's file has a different folder; the error names it."""
     monkeypatch.setattr(cluster, "FILE_TIMEOUT_S", 0.0)
     with probe_file(tmp_path / "run") as probe:
@@ -105,9 +99,7 @@ def test_a_folder_that_is_not_shared_is_reported(
         assert f"{elsewhere.parent}, which is missing or a different folder there" in str(problem)
 
 
-def test_a_file_that_comes_late_is_waited_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_late_file_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Network file systems show a new file to other nodes after seconds."""
     late = threading.Timer(0.3, (tmp_path / "late").touch)
     late.start()
@@ -144,9 +136,7 @@ def test_each_node_must_see_the_folder_of_the_weights(tmp_path: Path) -> None:
     assert found == str(Path("weights").absolute())
 
 
-def test_the_drivers_own_versions_are_compared_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_drivers_versions_are_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """If the driver's node is part of the run; otherwise its versions do not matter."""
     config = config_with(f"trainer.default_local_dir={tmp_path}/run")
     context = SimpleNamespace(get_node_id=lambda: "own")
@@ -184,9 +174,7 @@ def test_shared_memory_must_hold_the_weights(tmp_path: Path) -> None:
     assert shared_memory_problems(replace(config, actor_rollout_ref=adapted)) == []
 
 
-def test_results_of_a_ray_job_are_not_deleted_with_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_ray_job_does_not_delete_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ray deletes the copy of the checkout that a job runs in: folders in it are refused."""
     copy = tmp_path / "runtime_resources" / "working_dir_files" / "_ray_pkg_1"
     copy.mkdir(parents=True)

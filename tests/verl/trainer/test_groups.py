@@ -4,7 +4,7 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,24 +23,30 @@ class Built(Exception):
     """Raised when the nodes' watchdogs are started."""
 
 
-def test_each_node_but_the_drivers_gets_its_own_watchdog(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """One per node, started by its first rank before anything is built; the driver has one."""
-    guarded: list[tuple[int, str]] = []
+def group_on(
+    nodes: str, guarded: list[tuple[str, str]], gather: Callable[[Sequence[Any]], Any] = list,
+    name: str = "rank",
+) -> Any:  # fmt: skip
+    """Return a group with an actor on each of `nodes`, which records the watchdogs it starts."""
 
     def host(rank: int) -> SimpleNamespace:
-        reaper = SimpleNamespace(remote=lambda mark: guarded.append((rank, mark)))
+        reaper = SimpleNamespace(remote=lambda mark: guarded.append((f"{name} {rank}", mark)))
         return SimpleNamespace(start_reaper=reaper)
+
+    locations = [ActorLocation(node, "host", ()) for node in nodes]
+    hosts = [host(rank) for rank in range(len(nodes))]
+    return SimpleNamespace(locations=lambda: locations, hosts=hosts, gather=gather)
+
+
+def test_each_node_but_the_drivers_gets_its_own_watchdog(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One per node, started by its first rank before anything is built; the driver has one."""
+    guarded: list[tuple[str, str]] = []
 
     def gather(calls: Sequence[Any]) -> None:
         raise Built
 
-    nodes = ["own", "own", "b", "b", "c"]
-    locations = [ActorLocation(node, "host", ()) for node in nodes]
-    hosts = [host(rank) for rank in range(len(nodes))]
-    group = SimpleNamespace(locations=lambda: locations, hosts=hosts, gather=gather)
-    context = SimpleNamespace(get_node_id=lambda: "own")
+    group = group_on("aabbc", guarded, gather)
+    context = SimpleNamespace(get_node_id=lambda: "a")
     monkeypatch.setattr(groups.ray, "get_runtime_context", lambda: context)
     for name, answer in {"reserve": None, "nodes_of": {}, "check_nodes": None,
                          "create_trainer_group": group}.items():  # fmt: skip
@@ -50,27 +56,17 @@ def test_each_node_but_the_drivers_gets_its_own_watchdog(
     reaper = SimpleNamespace(mark="mark")
     with pytest.raises(Built):
         groups.build_groups(config, lambda _: None, lambda _: None, 1, reaper, Restarts(0))
-    assert guarded == [(2, "mark"), (4, "mark")]
+    assert guarded == [("rank 2", "mark"), ("rank 4", "mark")]
 
 
 def test_a_node_of_both_groups_has_one_watchdog(monkeypatch: pytest.MonkeyPatch) -> None:
     """The critic's ranks start one only on nodes without ranks of the actor."""
-    guarded: list[str] = []
-
-    def group(name: str, nodes: str) -> Any:
-        def host(rank: int) -> SimpleNamespace:
-            return SimpleNamespace(
-                start_reaper=SimpleNamespace(remote=lambda _: guarded.append(f"{name} {rank}"))
-            )
-
-        hosts = [host(rank) for rank in range(len(nodes))]
-        locations = [ActorLocation(node, "host", ()) for node in nodes]
-        return SimpleNamespace(locations=lambda: locations, hosts=hosts, gather=list)
-
+    guarded: list[tuple[str, str]] = []
     context = SimpleNamespace(get_node_id=lambda: "a")
     monkeypatch.setattr(groups.ray, "get_runtime_context", lambda: context)
-    groups.start_node_reapers([group("rank", "abb"), group("critic rank", "abbcc")], "mark")
-    assert guarded == ["rank 1", "critic rank 3"]
+    critic = group_on("abbcc", guarded, name="critic rank")
+    groups.start_node_reapers([group_on("abb", guarded), critic], "mark")
+    assert guarded == [("rank 1", "mark"), ("critic rank 3", "mark")]
 
 
 @pytest.mark.parametrize(("use_gpu", "per_replica", "replicas"), [(True, 2, 2), (False, 0, 1)])

@@ -143,8 +143,7 @@ def test_a_run_stopped_anywhere_ends_as_the_undisturbed_one(
     resumed.fit()
     rows, requests = undisturbed
     assert logged(config) == rows
-    done = seeds(stopped)
-    assert done + seeds(resumed) == requests
+    assert seeds(stopped) + seeds(resumed) == requests
     assert resumed.best == {"metric": "val/score", "value": rows[0]["val/score"], "step": 1}
 
 
@@ -173,9 +172,8 @@ def test_a_step_that_was_saved_is_not_saved_again(config: Config) -> None:
     trainer = build(config, 3, lose_a_tool)
     with pytest.raises(ToolOutage, match="global_step_1"):
         trainer.fit()
-    assert [entry for entry in trainer.ranks.log if entry.startswith("save")] == [
-        "save global_step_1"
-    ]
+    saved = [entry for entry in trainer.ranks.log if entry.startswith("save")]
+    assert saved == ["save global_step_1"]
 
 
 def test_a_keyboard_interrupt_without_a_signal_is_not_handled(config: Config) -> None:
@@ -198,7 +196,7 @@ def test_a_second_ctrl_c_ends_at_once(config: Config) -> None:
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_a_disk_that_is_full_at_the_metrics_loses_nothing(config: Config, undisturbed: Any) -> None:
+def test_a_full_disk_at_the_metrics_loses_nothing(config: Config, undisturbed: Any) -> None:
     """A line that does not fit completely is not written; the resumed run writes it."""
     stopped = build(config)
     file = Path(config.trainer.default_local_dir) / "metrics.jsonl"
@@ -216,9 +214,7 @@ def test_a_disk_that_is_full_at_the_metrics_loses_nothing(config: Config, undist
     assert logged(config) == undisturbed[0]
 
 
-def test_a_disk_that_is_full_at_the_trace_saves_the_step_that_was_learned(
-    config: Config, undisturbed: Any
-) -> None:
+def test_a_full_disk_at_the_trace_saves_the_learned_step(config: Config, undisturbed: Any) -> None:
     """Its weights are not saved as those of the step before, which would repeat its updates."""
     stopped = build(config)
 
@@ -272,9 +268,7 @@ def lack_space(*_: Any) -> Any:
     raise ResourceError("model: got No space left on device")
 
 
-def test_a_disk_that_is_full_at_the_export_saves_what_was_learned(
-    config: Config, undisturbed: Any
-) -> None:
+def test_a_full_disk_at_the_export_saves_what_was_learned(config: Config, undisturbed: Any) -> None:
     """Even if no save was due; the resumed run only has to write the model."""
     stopped = build(config)
     stopped.ranks.save_policy = lack_space
@@ -292,9 +286,7 @@ def test_no_space_for_the_engines_weights_waits_for_the_last_checkpoint(
     config.trainer.save_freq = 1
     stopped = build(config)
     update = stopped.replicas.update_weights
-    stopped.replicas.update_weights = lambda ranks: (
-        lack_space() if stopped.step == 2 else update(ranks)
-    )
+    stopped.replicas.update_weights = lambda r: lack_space() if stopped.step == 2 else update(r)
     stopped.ranks.finish_checkpoint = lambda: time.sleep(0.3)
     with pytest.raises(Interrupted, match=r"No space left.*global_step_1: continue"):
         stopped.fit()
@@ -355,9 +347,7 @@ def test_a_signal_that_ended_the_ranks_too_stops_the_run(config: Config) -> None
         trainer.fit()
 
 
-def test_ranks_that_die_while_a_stopped_run_saves_do_not_hide_why_it_stopped(
-    config: Config,
-) -> None:
+def test_ranks_that_die_while_a_stopped_run_saves_do_not_hide_the_reason(config: Config) -> None:
     """The error names the last complete checkpoint, not the one that could not be written."""
     config.trainer.save_freq = 2
     trainer = build(config, 7, terminate)

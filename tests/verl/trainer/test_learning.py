@@ -49,12 +49,9 @@ def prepared(config: Config, samples: Samples, seed: int = 0) -> TokenBatch:
     batch = assemble(samples, config)
     generator = torch.Generator().manual_seed(seed)
     value_mask = batch.tokens.get("value_mask", batch.tokens["loss_mask"])
-    for name, mask in (
-        ("values", value_mask),
-        ("old_log_probs", batch.tokens["loss_mask"]),
-        ("ref_log_probs", batch.tokens["loss_mask"]),
-    ):
+    for name in ("values", "old_log_probs", "ref_log_probs"):
         noise = torch.randn(batch.num_tokens, generator=generator)
+        mask = value_mask if name == "values" else batch.tokens["loss_mask"]
         batch.tokens[name] = torch.where(mask, noise, 0.0)
     return batch
 
@@ -98,24 +95,19 @@ turns = st.lists(st.tuples(st.integers(1, 4), st.integers(1, 5)), min_size=1, ma
 
 @fast
 @given(st.lists(turns, min_size=2, max_size=5), st.data())
-def test_compat_brings_the_originals_advantages_back(
-    dialogues: list[Turns], data: st.DataObject
-) -> None:
+def test_compat_gives_the_originals_advantages(dialogues: list[Turns], data: st.DataObject) -> None:
     """They equal those of a loop over whole responses, whitened over whole responses."""
     config = Config()
     config.algorithm.gamma, config.algorithm.lam = 0.99, 0.95
     config.compat.gae_over_all_tokens = config.compat.whiten_over_all_tokens = True
-    scores = data.draw(
-        st.lists(st.sampled_from([0.0, 1.0]), min_size=len(dialogues), max_size=len(dialogues))
-    )
+    scores = [data.draw(st.sampled_from([0.0, 1.0])) for _ in dialogues]
     batch = prepared(config, samples_of(dialogues, scores))
     advantages, returns = OriginalGae(0.99, 0.95, 0.1).of(batch)
     add_advantages(batch, config, FixedKLController(0.1))
     policy = batch.tokens["policy_mask"]
     close = {"rtol": 1e-4, "atol": 1e-4}
-    torch.testing.assert_close(
-        batch.tokens["advantages"][policy].double(), advantages[policy], **close
-    )
+    found = batch.tokens["advantages"].double()
+    torch.testing.assert_close(found[policy], advantages[policy], **close)
     torch.testing.assert_close(batch.tokens["returns"].double(), returns, **close)
     assert not batch.tokens["advantages"][~policy].any()
 
@@ -473,9 +465,7 @@ def test_the_engine_s_log_probs_are_the_old_ones_without_a_pass() -> None:
     ("option", "value"),
     [("old_log_probs", "engine"), ("rollout_is", "token"), ("rollout_mask_threshold", 2.0)],
 )
-def test_an_engine_without_log_probs_is_refused_where_they_are_needed(
-    option: str, value: object
-) -> None:
+def test_an_engine_without_log_probs_is_refused_where_needed(option: str, value: object) -> None:
     """One error line instead of a NaN loss, or of a loss that masks every token."""
     config = Config()
     setattr(config.actor_rollout_ref.actor, option, value)

@@ -36,12 +36,9 @@ def test_a_mistyped_option_imports_nothing_heavy() -> None:
     ],
 )
 def test_what_ends_a_run_from_outside_is_one_line(
-    error: BaseException,
-    status: int,
-    message: str,
-    monkeypatch: pytest.MonkeyPatch,
+    error: BaseException, status: int, message: str, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-) -> None:
+) -> None:  # fmt: skip
     """A second Ctrl-C or a disk error, whatever the run was doing; other errors are bugs."""
 
     def fail(argv: object) -> None:

@@ -136,9 +136,7 @@ def plain_loss(
 @pytest.mark.parametrize(
     ("level", "kind"), [("none", "truncate"), *product(LEVELS[1:], CORRECTIONS)]
 )
-def test_loss_and_gradient_are_those_of_a_loop_over_tokens(
-    config: Config, level: str, kind: str
-) -> None:
+def test_loss_and_gradient_equal_a_loop_over_tokens(config: Config, level: str, kind: str) -> None:
     """With the engine's log-probs as the old ones (level none), and with recomputed ones and each
     correction, which has an effect in each case."""
     actor = config.actor_rollout_ref.actor

@@ -80,9 +80,7 @@ def test_the_peak_is_that_of_the_worst_rank() -> None:
 @pytest.mark.parametrize(
     ("card", "peak"), [(("NVIDIA H200", "bfloat16"), 989e12), (("", "float32"), None)]
 )
-def test_the_peak_flops_are_those_of_the_ranks_card(
-    card: tuple[str, str], peak: float | None
-) -> None:
+def test_peak_flops_are_those_of_the_ranks_card(card: tuple[str, str], peak: float | None) -> None:
     """The driver itself may have no card."""
     assert ranks_of(FakeGroup([card, card])).peak_flops() == peak
 
@@ -130,9 +128,7 @@ def test_the_ranks_of_a_group_get_the_same_shard_and_are_read_once() -> None:
     group, batch = FakeGroup([]), make_batch([3, 2])
     ranks = TrainerRanks(group, policy=BatchSharding(sp_size=2))  # type: ignore[arg-type]
     first, second = (ids.tolist() for ids in batch.sequences("input_ids"))
-    group.results = [
-        torch.tensor([float(i) for i in ids]) for ids in (first, first, second, second)
-    ]
+    group.results = [torch.tensor(ids).float() for ids in (first, first, second, second)]
     assert ranks.log_probs(batch).tolist() == [*first, *second]
     assert group.ids == [first, first, second, second]
     group.results = [{}] * 4
@@ -145,10 +141,8 @@ def test_the_ranks_of_a_group_get_the_same_shard_and_are_read_once() -> None:
 def test_a_critic_gets_all_mini_batches_in_one_call() -> None:
     """In order. With several calls, small ones may overtake others, differently on each rank, and
     the ranks would add up gradients of different mini-batches."""
-    group, minis = (
-        FakeGroup([[{"a": 1.0}, {"a": 2.0}]] * 2),
-        [make_batch([2, 2]), make_batch([2, 2])],
-    )
+    group = FakeGroup([[{"a": 1.0}, {"a": 2.0}]] * 2)
+    minis = [make_batch([2, 2]), make_batch([2, 2])]
     minis[1].tokens["input_ids"] += 100
     pending = ranks_of(group).begin_update_critic(minis)
     assert group.called == ["critic.updates"] and pending() == [{"a": 1.0}, {"a": 2.0}]

@@ -87,9 +87,7 @@ def test_line_14_one_log_prob_pass_and_one_weight_update_per_step(
     assert log == ["update_weights", *(2 * [*step, "update_weights"])]
 
 
-def test_the_old_policy_pass_is_skipped_when_there_is_one_update(
-    trainer: RayPPOTrainer, log: list[str]
-) -> None:
+def test_one_update_needs_no_old_policy_pass(trainer: RayPPOTrainer, log: list[str]) -> None:
     """With a single mini-batch, the policy being updated is the old one."""
     trainer.config.actor_rollout_ref.actor.ppo_mini_batch_size = 12
     trainer.fit()
@@ -190,9 +188,7 @@ def test_validation_only_makes_no_update(trainer: RayPPOTrainer, log: list[str])
     assert "update_actor" not in log
 
 
-def test_remax_compares_with_one_greedy_trajectory_per_prompt(
-    trainer: RayPPOTrainer, log: list[str]
-) -> None:
+def test_remax_compares_with_a_greedy_trajectory(trainer: RayPPOTrainer, log: list[str]) -> None:
     """Each prompt gets an additional greedy rollout, which is scored but not trained on."""
     trainer.config.algorithm.adv_estimator = "remax"
     trainer = build(trainer.config, log)

@@ -38,9 +38,7 @@ class RandomRollouts(RolloutPool):
     dtype, version = "float32", 0
 
     def generate(self, starts: Sequence[Trajectory], sampling: Sampling) -> list[Trajectory]:
-        return [
-            self.finish_one(start, np.random.default_rng((start.seed or 0, 1))) for start in starts
-        ]
+        return [self.finish_one(s, np.random.default_rng((s.seed or 0, 1))) for s in starts]
 
     def finish_one(self, start: Trajectory, random: np.random.Generator) -> Trajectory:
         def policy() -> Segment:
@@ -157,12 +155,9 @@ COMPUTED = {"old_log_probs", "advantages"}
     ],
 )
 def test_a_recorded_step_is_the_step_that_was_sampled_to_the_bit(
-    estimator: str,
-    change: Callable[[Config], None],
-    num_steps: int,
-    names: set[str],
+    estimator: str, change: Callable[[Config], None], num_steps: int, names: set[str],
     tmp_path: Path,
-) -> None:
+) -> None:  # fmt: skip
     """From the same weights, without staleness: all computed metrics, and the weights. The record
     also has the token columns that the algorithm computes."""
     config = make_config(tmp_path, estimator)

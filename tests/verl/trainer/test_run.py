@@ -51,9 +51,7 @@ def test_a_run_writes_a_report_even_if_it_was_stopped(
     config.trainer.logger = ["jsonl"]
 
     @contextmanager
-    def running_trainer(
-        prepared: PreparedRun, tracking: Tracking, restarts: object
-    ) -> Iterator[Any]:
+    def running_trainer(prepared: PreparedRun, tracking: Tracking, _: object) -> Iterator[Any]:
         def fit() -> None:
             tracking.log({"timing_s/step": 2.0, "critic/score/mean": 0.5}, 1)
             if is_interrupted:
