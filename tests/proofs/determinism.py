@@ -90,9 +90,7 @@ async def _passes(
     # A warm-up for everything that the first request initializes.
     await replica.rollout(starts[:2], sampling)
     try:
-        return [
-            [await _pass(replica, starts, sampling, size) for _ in range(times)] for size in sizes
-        ]
+        return [[await _pass(replica, starts, sampling, n) for _ in range(times)] for n in sizes]
     finally:
         await replica.engine.shutdown()
 

@@ -91,8 +91,7 @@ WARM = (
 )  # fmt: skip
 """Modules to import once, before a process is forked for each mutant, like pytest's plugins."""
 TIMEOUT_S, TIMEOUT_FACTOR = 20.0, 5.0
-"""A mutant counts as detected if its tests take longer than TIMEOUT_S plus TIMEOUT_FACTOR times the
-duration without it."""
+"""A mutant is detected if its tests exceed TIMEOUT_S + TIMEOUT_FACTOR times their usual time."""
 
 
 @dataclass(frozen=True)
@@ -108,10 +107,8 @@ class Mutant:
     def diff(self, original: str) -> str:
         """Return the lines that differ."""
         before, after = original.splitlines(), self.code.splitlines()
-        lines = list(difflib.unified_diff(before, after, n=0, lineterm=""))[
-            2:
-        ]  # without file names
-        return "\n".join(line for line in lines if line[0] != "@")
+        lines = list(difflib.unified_diff(before, after, n=0, lineterm=""))
+        return "\n".join(line for line in lines[2:] if line[0] != "@")  # without file names
 
 
 def mutants_of(module: str, source: str) -> Iterator[Mutant]:

@@ -120,9 +120,8 @@ def test_this_machine_as_json(
 def test_it_works_before_anything_is_installed() -> None:
     """Without site-packages each missing package has its line, and there is no traceback."""
     command = [sys.executable, "-S", "-m", "verl.doctor"]
-    done = subprocess.run(
-        command, capture_output=True, text=True, cwd=ROOT, check=False, env={"PATH": "/nowhere"}
-    )
+    env = {"PATH": "/nowhere"}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=env)
     assert done.returncode == 1 and done.stderr == ""
     for name in ("torch", "vLLM", "ray", "transformers"):
         assert f"{name}: got none, expected an installed one; fix: make install" in done.stdout

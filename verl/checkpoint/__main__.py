@@ -30,11 +30,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     options = parser.parse_args(arguments)
     set_trust(options.trust_remote_code)
-
-    def work() -> None:
-        print(export(options.step_dir, options.out, options.base, options.dtype, options.adapter))  # noqa: T201
-
-    return exit_status(work)
+    inputs = options.step_dir, options.out, options.base, options.dtype, options.adapter
+    return exit_status(lambda: print(export(*inputs)))  # noqa: T201
 
 
 if __name__ == "__main__":

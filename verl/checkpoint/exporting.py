@@ -39,10 +39,9 @@ def export(
         raise ConfigError(explain("checkpoint", step_dir, EXPECTED, fix))
     record = read_adapters(step_dir).get("actor")
     if adapter_only and record is None:
-        expected, fix = "a checkpoint of a run with lora_rank above 0", "leave --adapter out"
-        raise ConfigError(
-            explain("--adapter", step_dir, expected, f"{fix}: all weights were trained")
-        )
+        expected = "a checkpoint of a run with lora_rank above 0"
+        fix = "leave --adapter out: all weights were trained"
+        raise ConfigError(explain("--adapter", step_dir, expected, fix))
     with whole_folder(out, "--out") as part:
         if adapter_only and record is not None:
             _read_adapter(step_dir, record, base).write(part)

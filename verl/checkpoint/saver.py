@@ -139,8 +139,7 @@ class Saver:
         return False
 
     def record_resume(self, folder: Path) -> None:
-        """Note the checkpoint that the run resumed from, which need not be written again unless it
-        is in another folder."""
+        """Note the resumed checkpoint; if it is in the run's folder, it need not be saved again."""
         if folder.resolve().parent == self.root.resolve():
             self.last_step = folders.step_of(folder)
 

@@ -271,8 +271,7 @@ class RayWorkerGroup:
             ray.cancel(call)
 
     def _raise(self, error: RayError, actors: Mapping[Any, int], index: int) -> NoReturn:
-        """Raise the group's error if an actor's death caused an error of actor `index`, else the
-        error itself."""
+        """Raise the group's error if an actor's death caused the error of `index`, else itself."""
         # If the actor's own call of a `Peer` failed, the peer is dead, not the actor.
         is_from_peer = isinstance(error, RayTaskError) and isinstance(error.cause, DEATHS)
         if isinstance(error, self._deaths) and not is_from_peer:
@@ -284,8 +283,7 @@ class RayWorkerGroup:
         if dead is not None:
             raise self.lost_error(*dead) from error
         if is_collective or is_from_peer:
-            cause = f"cut off from the others ({cause_of(error)})"
-            raise self.lost_error(index, cause) from error
+            raise self.lost_error(index, f"cut off from the others ({cause_of(error)})") from error
         raise error
 
     def _find_dead(self, actors: Mapping[Any, int], seconds: float) -> tuple[int, str] | None:

@@ -107,8 +107,7 @@ def engine_gpu_locations(placement: PlacementGroup, engine_gpus: int) -> list[Ac
     """Return a location for each GPU that was reserved for engines, node by node.
 
     Call it once every rank has its GPU: those left over are the engines'. The engines themselves
-    stay outside the placement group, because vLLM would start its own workers inside a group that
-    it runs in.
+    stay outside the placement group, inside which vLLM would also start its own workers.
     """
     task = ray.remote(current_location)
     calls = []

@@ -190,9 +190,8 @@ def _inspect(
     except RayError as error:
         cause = str(error).strip().splitlines()[-1]
         fix = f"use one environment on all nodes, and the project at {ROOT} or installed in it"
-        raise ResourceError(
-            explain(f"node {address}", cause, "a node that can import verl", fix)
-        ) from error
+        expected = "a node that can import verl"
+        raise ResourceError(explain(f"node {address}", cause, expected, fix)) from error
 
 
 @ray.remote

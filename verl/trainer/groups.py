@@ -167,8 +167,7 @@ def start_node_reapers(groups: Sequence[RayWorkerGroup], mark: str) -> None:
 
 
 def reserve_placements(config: Config, use_gpu: bool) -> list[PlacementGroup]:
-    """Reserve resources for the actor's ranks and the engines' own GPUs, and for a critic's ranks
-    if they are separate."""
+    """Reserve resources for the actor's ranks with the engines' own GPUs, and a separate critic."""
     trainer, timeout_s = config.trainer, config.trainer.node_timeout
     actor = reserve(config.num_ranks, trainer.nnodes, use_gpu, timeout_s, trainer.rollout_gpus)
     if not config.has_own_critic:

@@ -66,6 +66,7 @@ def add_advantages(batch: TokenBatch, config: Config, kl_controller: KLControlle
     if config.kl_in_reward:
         rewards, kl_metrics = subtract_kl(rewards, batch, algorithm.kl_penalty, kl_controller)
         metrics |= kl_metrics
+    whiten_mask = batch.tokens["response_mask"] if config.compat.whiten_over_all_tokens else None
     estimate = ADVANTAGES[algorithm.adv_estimator].compute(
         AdvantageInputs(
             token_rewards=rewards,
@@ -78,9 +79,7 @@ def add_advantages(batch: TokenBatch, config: Config, kl_controller: KLControlle
             norm_by_std=algorithm.norm_adv_by_std_in_grpo,
             greedy_scores=batch.rows.get("greedy_scores"),
             gae_mask=batch.tokens.get("value_mask"),
-            whiten_mask=(
-                batch.tokens["response_mask"] if config.compat.whiten_over_all_tokens else None
-            ),
+            whiten_mask=whiten_mask,
         )
     )
     advantages, clip_fraction = clip_advantages(estimate.advantages, mask, algorithm.adv_clip)

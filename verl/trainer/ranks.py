@@ -138,8 +138,7 @@ class TrainerRanks:
         return metrics
 
     def _receivers_per_rank(self, cards: Sequence[str]) -> list[int]:
-        """Return the number of workers that each rank sends to: the first rank on a card serves all
-        workers there."""
+        """Return how many workers each rank sends to: the first rank on a card serves all there."""
         left = Counter(cards)
         num_receivers = [left.pop(card, 0) for card in self.group.call("device_key")]
         if left:

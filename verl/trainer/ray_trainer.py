@@ -210,8 +210,7 @@ class RayPPOTrainer:
 
         Step count, prompt order and metrics continue, so that no step is repeated. Optimizer,
         schedule, KL controller and reward are restored from the healthy checkpoint. Trajectories
-        that the collapsed weights sampled ahead of time are sampled again. Raises CollapseError if
-        the run must end.
+        sampled ahead of time are sampled again. Raises CollapseError if the run must end.
         """
         try:
             folder = self.guard.roll_back(self.step, verdict)

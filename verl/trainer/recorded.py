@@ -1,8 +1,7 @@
 """Training from recorded trajectories instead of sampling.
 
-`RecordedCollector` has the interface of `verl.trainer.collection.RolloutCollector`, so that the
-trainer can use either. It reads another run's `trainer.rollout_data_dir` step by step, in the
-recorded order.
+`RecordedCollector` has the interface of `verl.trainer.collection.RolloutCollector`, but reads the
+steps of another run's `trainer.rollout_data_dir` in the recorded order.
 """
 
 from __future__ import annotations
@@ -181,9 +180,8 @@ def _check_step(config: Config, step: int, rows: Sequence[RecordedTrajectory]) -
         got = f"tokens of {where} that are {staleness} versions old"
         expected = f"at most {ROLLOUT}.max_staleness={rollout.max_staleness}"
         raise ConfigError(explain(KEY, got, expected, f"{ROLLOUT}.max_staleness={staleness}"))
-    if config.reads_engine_log_probs and not all(
-        math.isfinite(x) for s in sampled for x in s.log_probs
-    ):
+    has_log_probs = all(math.isfinite(x) for s in sampled for x in s.log_probs)
+    if config.reads_engine_log_probs and not has_log_probs:
         got = f"{where}, whose engine reported no log-probs"
         raise ConfigError(explain(KEY, got, "a log-prob for each token", NO_LOG_PROBS_FIX))
     estimator = config.algorithm.adv_estimator

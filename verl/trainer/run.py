@@ -228,8 +228,7 @@ def supervise(attempt: Callable[[Config], None], config: Config, restarts: Resta
 
     Each attempt shuts down all its processes. The next one continues from the newest checkpoint
     that this command wrote, whatever `trainer.resume_mode` says, or, if there is none yet, starts
-    as the first attempt did. Raises the last loss when `restarts` are used up; other errors are
-    raised at once.
+    as the first attempt did. Raises the last loss when `restarts` are used up, others at once.
     """
     root = Path(config.trainer.default_local_dir)
     times_before = checkpoint_times(root)

@@ -165,8 +165,7 @@ def _starts(path: Path) -> Counter[tuple[object, ...]]:
 def max_age(rollouts: Path) -> int:
     """Return the maximum age of a token in weight versions, when its step was trained.
 
-    The version of the weights at the start of a step is the step's number. Prompts and observations
-    have no version.
+    A step starts with weights of its own number. Prompts and observations have no version.
     """
     ages = [0]
     for path in rollouts.glob("step_*.jsonl"):

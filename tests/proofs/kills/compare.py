@@ -81,7 +81,7 @@ def same_weights(one: Path, other: Path) -> bool:
     """Whether two Hugging Face folders have equal tensors, bit for bit."""
     first, second = _tensors(one), _tensors(other)
     return first.keys() == second.keys() and all(
-        torch.equal(first[name], second[name]) for name in first
+        torch.equal(x, second[n]) for n, x in first.items()
     )
 
 

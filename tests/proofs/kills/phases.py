@@ -15,8 +15,7 @@ def phase_of(
 ) -> str:
     """Return the phase `since` seconds after the last row, if the step takes as long as before.
 
-    `since` is None before the first row after a start. After the end of a step, a run validates,
-    saves, or restarts.
+    `since` is None before a start's first row. Between steps, a run validates, saves or restarts.
     """
     if is_saving:
         return "saving"

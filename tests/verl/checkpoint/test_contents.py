@@ -254,12 +254,11 @@ def test_a_damaged_checkpoint_is_reported_before_any_work(
 ) -> None:
     """As users see it: status 2 and one line from the command, before Ray is started."""
     monkeypatch.setattr(run, "start_ray", None)
-    write_rows(tmp_path / "rows.parquet")
+    rows = tmp_path / "rows.parquet"
+    write_rows(rows)
     model = tiny_model(tmp_path / "model")
-    (tmp_path / "run").mkdir()
     step_dir = Path(shutil.copytree(sound, tmp_path / "run/global_step_3"))
     os.truncate(step_dir / "shards/__0_0.distcp", 100)
-    rows = tmp_path / "rows.parquet"
     status = main_ppo.main([
         f"data.train_files={rows}", f"data.val_files={rows}", "data.train_batch_size=2",
         f"actor_rollout_ref.model.path={model}", "algorithm.adv_estimator=grpo",

@@ -94,10 +94,8 @@ def test_a_replacement_never_loses_both(tmp_path: Path, monkeypatch: pytest.Monk
             raise KeyboardInterrupt
         real(*names)
 
-    monkeypatch.setattr(folders.os, "replace", dying)
     for fatal in (1, 2):
         root = tmp_path / str(fatal)
-        monkeypatch.setattr(folders.os, "replace", real)
         save(root, 1)
         calls = 0
         monkeypatch.setattr(folders.os, "replace", dying)

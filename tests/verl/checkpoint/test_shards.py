@@ -55,13 +55,11 @@ def test_two_ranks_train_as_one_does(runs: SimpleNamespace) -> None:
 def test_two_ranks_compute_as_one_does(runs: SimpleNamespace) -> None:
     """Log-probs and values of shards equal those of the whole batch; the reference is frozen."""
     parts = split_by_work(make_batch(rank_bodies.LENGTHS, 0), 2).parts
-    for name, tolerance in (("log_probs", 1e-4), ("values", 1e-3)):
+    for name, tol in (("log_probs", 1e-4), ("values", 1e-3)):
         whole = torch.split(runs.one[0][name], rank_bodies.LENGTHS)
         for rank, part in enumerate(parts):
             expected = torch.cat([whole[i] for i in part])
-            torch.testing.assert_close(
-                runs.two[rank][name], expected, rtol=tolerance, atol=tolerance
-            )
+            torch.testing.assert_close(runs.two[rank][name], expected, rtol=tol, atol=tol)
     assert torch.equal(runs.one[0]["log_probs"], runs.one[0]["ref_log_probs"])
 
 

@@ -80,9 +80,8 @@ def test_an_actor_that_called_a_dead_peer_is_not_dead(
 
 def test_the_dead_peer_is_found_and_not_its_caller(monkeypatch: pytest.MonkeyPatch) -> None:
     """The error of the caller is an instance of the peer's death, but the caller still responds."""
-    failed: dict[str, Exception] = {
-        "call 1": raised_by_a_rank(NodeDiedError("gone")).as_instanceof_cause()
-    }
+    gone = raised_by_a_rank(NodeDiedError("gone")).as_instanceof_cause()
+    failed: dict[str, Exception] = {"call 1": gone}
 
     def get(call: str) -> None:
         if call in failed:

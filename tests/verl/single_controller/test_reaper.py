@@ -43,9 +43,8 @@ def wait_until(holds: Callable[[], bool]) -> None:
 
 def start_driver(program: str = DRIVER) -> tuple[subprocess.Popen[str], str]:
     """Start a process with a reaper, a child, and a grandchild in a separate session."""
-    driver = subprocess.Popen(
-        [sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE, text=True
-    )
+    words = [sys.executable, "-c", program]
+    driver = subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     assert driver.stdout is not None
     mark = driver.stdout.readline().strip()
     wait_until(lambda: len(find_marked(MARK, mark)) == 2)
@@ -137,9 +136,7 @@ time.sleep(600)
 
 def test_only_the_shared_memory_of_the_killed_is_removed() -> None:
     """Files that killed processes created and no other process has mapped; older files stay."""
-    made, shared, older = (
-        Path(f"/dev/shm/search-r1-test-{os.getpid()}-{what}") for what in ("a", "b", "c")
-    )
+    made, shared, older = (Path(f"/dev/shm/search-r1-test-{os.getpid()}-{x}") for x in "abc")
     older.write_bytes(b"x" * 4096)
     time.sleep(2 * CLOCK_TOLERANCE_S + 0.5)
     mark = f"test-{os.getpid()}"

@@ -91,9 +91,7 @@ def test_an_engine_is_within_one_node(
     monkeypatch.setattr(placement, "ActorHost", host)
     monkeypatch.setattr(placement, "RayWorkerGroup", lambda *_, **__: None)
     ids = {"a" * 56: ("6", "7"), "b" * 56: ("4", "5")}
-    locations = [
-        ActorLocation(node, "host", (card,)) for node, cards in ids.items() for card in cards
-    ]
+    locations = [ActorLocation(node, "host", (gpu,)) for node, gpus in ids.items() for gpu in gpus]
     placement.create_rollout_group(locations, 4 // size, size, {MARK: "m"})
     seen = [o["runtime_env"]["env_vars"]["CUDA_VISIBLE_DEVICES"] for o in actor_options]
     nodes = [o["scheduling_strategy"].node_id for o in actor_options]

@@ -1,7 +1,6 @@
 """A complete run in this process: one real rank, transformers engines, the real trainer.
 
-Nothing runs in parallel: the order of events is decided by random delays from a seed, so that tests
-can cover any order.
+Nothing runs in parallel: random delays from a seed decide the order of events.
 """
 
 from __future__ import annotations

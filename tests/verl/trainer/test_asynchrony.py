@@ -124,9 +124,8 @@ def test_a_schedule_cut_by_a_kill_gives_the_same_weights(model: str, tmp_path: P
     assert computed(resumed) == computed(replayed[2:]) != computed(free[2:])
     assert same_weights(out / "model", tmp_path / "again" / "model")
     assert not same_weights(out / "model", tmp_path / "free" / "model")
-    shares = [
-        x for row in resumed for name, x in row.items() if name.startswith("rollout/staleness/s")
-    ]
+    prefix = "rollout/staleness/share_"
+    shares = [x for row in resumed for name, x in row.items() if name.startswith(prefix)]
     assert any(0 < share < 1 for share in shares)  # some batches have tokens of several versions
 
 

@@ -50,12 +50,9 @@ def test_named_files_get_absolute_paths(tmp_path: Path, monkeypatch: pytest.Monk
     """Replicas read template and schedule on their nodes; each node checks the checkpoint."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs/step").mkdir(parents=True)
-    named = [
-        "template=mine.yaml",
-        "actor_rollout_ref.rollout.max_staleness=1",
-        "actor_rollout_ref.rollout.replay=run/schedule",
-        "trainer.resume_mode=runs/step",
-    ]
+    rollout = "actor_rollout_ref.rollout"
+    named = ["template=mine.yaml", f"{rollout}.max_staleness=1", f"{rollout}.replay=run/schedule",
+             "trainer.resume_mode=runs/step"]  # fmt: skip
     found, plain = (config_for_actors(config_with(*o), use_gpu=False) for o in (named, []))
     assert found.template == str(tmp_path / "mine.yaml") and plain.template == "search_r1"
     assert found.actor_rollout_ref.rollout.replay == str(tmp_path / "run/schedule")
@@ -116,8 +113,7 @@ def test_each_node_must_see_the_checkpoint_to_resume_from(tmp_path: Path) -> Non
     with probe_file(tmp_path / "run") as probe:
         config = config_with(f"trainer.resume_mode={step}")
         [problem] = file_problems(config, probe)
-        assert "trainer.resume_mode" in str(problem)
-        assert str(step) in str(problem)
+        assert "trainer.resume_mode" in str(problem) and str(step) in str(problem)
         step.mkdir()
         assert file_problems(config, probe) == []
 
@@ -153,8 +149,7 @@ def test_other_versions_on_a_node_are_reported() -> None:
     """Ray checks its own version and Python's; torch, transformers and vLLM must agree too."""
     versions = {"torch": "2.13.0", "vllm": "0.32.0"}
     assert package_problems({"a": versions, "b": dict(versions)}) == []
-    problems = package_problems({"a": versions, "b": {"torch": "2.11.0"}})
-    first, second = map(str, problems)
+    first, second = map(str, package_problems({"a": versions, "b": {"torch": "2.11.0"}}))
     assert first.startswith("node b: got torch 2.11.0, expected 2.13.0, as on node a")
     assert second.startswith("node b: got vllm missing, expected 0.32.0, as on node a")
 

@@ -101,7 +101,9 @@ def test_after_any_failures_a_step_has_complete_groups_only(
     collector.with_greedy = True
     if lost and (len(lost) == 4 or len(lost) / 4 > max_share):
         limit = f"trainer.max_lost_share={max_share:g}"
-        with pytest.raises(ToolOutage, match=rf"step 1: .* {3 * len(lost)} of 12 .* {limit}"):
+        with pytest.raises(
+            ToolOutage, match=rf"step 1: .*: down; {3 * len(lost)} of 12 .* {limit}"
+        ):
             collector.collect(1, Timings())
         return
     samples, metrics = collector.collect(1, Timings())

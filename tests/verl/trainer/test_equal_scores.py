@@ -38,11 +38,8 @@ a_score = st.one_of(
     st.builds(f1_less_2, st.integers(0, 5), st.integers(1, 7)),
 )
 some_scores = st.lists(a_score, min_size=1, max_size=2)
-groups = st.lists(
-    some_scores.flatmap(lambda few: st.lists(st.sampled_from(few), min_size=2, max_size=16)),
-    min_size=1,
-    max_size=3,
-)
+a_group = some_scores.flatmap(lambda few: st.lists(st.sampled_from(few), min_size=2, max_size=16))
+groups = st.lists(a_group, min_size=1, max_size=3)
 
 
 def samples_of(scores: Sequence[Sequence[Score]]) -> Samples:
@@ -101,8 +98,7 @@ def by_fractions(name: str, scores: Sequence[Sequence[Score]]) -> list[tuple[Fra
 def test_advantages_are_those_of_fractions(scores: list[list[Score]]) -> None:
     """An advantage is 0 exactly if the fraction is 0, and close to the fraction otherwise.
 
-    Trajectories without advantage are not sent to the ranks, and dynamic sampling drops groups
-    without advantages.
+    The ranks get no trajectories without advantage; dynamic sampling drops groups without any.
     """
     config, samples = Config(), samples_of(scores)
     batch = assemble(samples, config)

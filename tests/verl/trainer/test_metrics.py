@@ -68,9 +68,8 @@ def test_behaviour_is_counted_over_turns_and_trajectories() -> None:
 
 def test_an_agent_without_such_counts_has_fewer_metrics() -> None:
     """The trainer does not derive counts that the agent does not report."""
-    assert behaviour_metrics(
-        [make_trajectory(Status.ANSWERED), make_trajectory(Status.OUT_OF_TURNS)]
-    ) == {NO_ANSWER: 0.5}
+    trajectories = [make_trajectory(Status.ANSWERED), make_trajectory(Status.OUT_OF_TURNS)]
+    assert behaviour_metrics(trajectories) == {NO_ANSWER: 0.5}
 
 
 def test_a_batch_of_failures_has_no_behaviour() -> None:
@@ -98,15 +97,10 @@ def test_tokens_of_a_gpu_are_over_the_whole_step() -> None:
 
 def test_staleness_is_counted_in_versions_of_policy_tokens() -> None:
     """Prompt and observation tokens have no version; shares are of policy tokens."""
-    batch = TokenBatch(
-        torch.tensor([0, 3, 6]),
-        {
-            "policy_mask": torch.tensor([False, True, True, True, False, True]),
-            "weight_versions": torch.tensor([0, 4, 5, 5, 0, 5], dtype=torch.int32),
-        },
-    )
-    found = staleness_metrics(batch, 5)
-    assert found == {
+    mask = torch.tensor([False, True, True, True, False, True])
+    versions = torch.tensor([0, 4, 5, 5, 0, 5], dtype=torch.int32)
+    columns = {"policy_mask": mask, "weight_versions": versions}
+    assert staleness_metrics(TokenBatch(torch.tensor([0, 3, 6]), columns), 5) == {
         "rollout/staleness/mean": 0.25,
         "rollout/staleness/share_0": 0.75,
         "rollout/staleness/share_1": 0.25,

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from search_r1.search.client import EmptyRetrieval
 from search_r1.search.retrieval_server import create_app
 from tests.apps import running
 from tests.fakes import ScriptedEngine
+from tests.proofs.kills.compare import read_rows
 from tests.search.server.fake_backends import FakeBackend
 from tests.verl.trainer.playing import InProcess
 from tests.verl.trainer.recording import build_trainer, grpo_config
@@ -121,12 +121,12 @@ def train(
 
 def logged(folder: Path) -> list[dict[str, Any]]:
     """Return all metrics except those of the machine and of the disturbance."""
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rows = read_rows(folder / "metrics.jsonl")
     return [{k: v for k, v in row.items() if not k.startswith(DISTURBED)} for row in rows]
 
 
-def faults(folder: Path) -> list[dict[str, float]]:
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+def faults(folder: Path) -> list[dict[str, Any]]:
+    rows = read_rows(folder / "metrics.jsonl")
     return [{k: v for k, v in row.items() if k.startswith("fault/")} for row in rows]
 
 

@@ -20,9 +20,8 @@ def test_signals_are_the_columns_at_the_trained_tokens(level: str, masking: bool
     actor.rollout_is, actor.rollout_is_threshold, actor.state_masking = level, 1.5, masking
     batch = prepared(config, samples_of([[(3, 2), (1, 0)], [(2, 0)], [(2, 1), (2, 0)]], [0, 1, 1]))
     batch.tokens["rollout_log_probs"] = torch.linspace(-1.0, 1.0, batch.num_tokens)
-    found = token_signals(batch, config)
     starts = batch.offsets.tolist()
-    for number, signals in enumerate(found):
+    for number, signals in enumerate(token_signals(batch, config)):
         own = range(starts[number], starts[number + 1])
         ratios = {}
         for t in own:
