@@ -71,9 +71,11 @@ class PythonObjects:
     def _register(self, value: Any, registered: Any, may_use_path: bool = True) -> str:
         """Store `registered` under the name of `value`, made unique if necessary; return it."""
         short_name = getattr(value, "__name__", None) or type(value).__name__
-        name = (path_name(value) if may_use_path else "") or f"{PYTHON_PREFIX}{short_name}"
-        if self.objects.get(name, registered) is not registered:  # the name is taken
-            name = f"{name}_{sum(other.startswith(name) for other in self.objects) + 1}"
+        stem = (path_name(value) if may_use_path else "") or f"{PYTHON_PREFIX}{short_name}"
+        name, number = stem, 1
+        while self.objects.get(name, registered) is not registered:  # the name is taken
+            number += 1
+            name = f"{stem}_{number}"
         self.objects[name] = registered
         return name
 

@@ -15,6 +15,7 @@ from ray import cloudpickle
 from example.tools.calculator import Calculator
 from search_r1 import Config, Trainer, loops
 from search_r1.agent.generation import build_agent, build_environment
+from search_r1.python_objects import PythonObjects
 from search_r1.rewards import RewardInput, RewardOutput
 from search_r1.scoring import build_reward_manager
 from search_r1.search.retrieval import InMemoryRetrieval
@@ -174,6 +175,16 @@ def test_a_function_may_find_documents(tmp_path: Path) -> None:
         [search] = build_environment(made.config).tools
     [item] = asyncio.run(search.call(query="Oslo")).items
     assert (item.title, item.text) == ("About Oslo", "It is so.")
+
+
+def test_objects_of_one_name_get_different_names() -> None:
+    """A number is added to a name that is taken, and to one that has that number already."""
+    functions = [type(name, (Shout,), {})("!") for name in ("F", "F_3", "F")]
+    passed = PythonObjects()
+    names = passed.tools("tools", functions)
+    assert names == ["python:F", "python:F_3", "python:F_2"]
+    assert passed.tools("tools", [*functions]) == ["python:F_4", "python:F_3_2", "python:F_5"]
+    assert len(passed.objects) == 6
 
 
 class OwnRetrieval(InMemoryRetrieval):
