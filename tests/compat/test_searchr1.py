@@ -127,6 +127,7 @@ def test_what_cannot_be_meant_is_refused(
         ({"index_path": "no.index"}, "index_path: got .*no.index.*search-r1 index"),
         ({"top_k": 0}, "top_k: got 0"),
         ({"chunk_size": -1}, "chunk_size: got -1"),
+        ({"chunk_size": 0}, "chunk_size: got 0"),
     ],
 )
 def test_a_backend_that_cannot_be_is_refused(

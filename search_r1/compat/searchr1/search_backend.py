@@ -27,8 +27,8 @@ class DenseRetriever(LocalServer):
         or hub name of its encoder. `chunk_size`: maximum tokens per passage, in the policy's
         tokenizer. `corpus_path`: by default the only jsonl corpus near the index.
         """
-        for name, number in (("top_k", top_k), ("chunk_size", chunk_size or 1)):
-            if not isinstance(number, int) or number < 1:
+        for name, number in (("top_k", top_k), ("chunk_size", chunk_size)):
+            if number is not None and (not isinstance(number, int) or number < 1):
                 expected = "a whole number, 1 or more"
                 raise ConfigError(explain(name, repr(number), expected, "give one"))
         self.top_k, self.chunk_size = top_k, chunk_size
