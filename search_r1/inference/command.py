@@ -142,8 +142,8 @@ async def ask_file(options: InferenceOptions, file: str, out: Path | None) -> in
 
 @contextlib.contextmanager
 def _open_output(out: Path | None) -> Iterator[TextIO]:
-    """Open `out`, or standard output for None. Raises DataError if it cannot be written."""
-    problem = ""
+    """Open `out`, or standard output for None. Raises DataError if `out` cannot be written."""
+    problem: Exception | None = None
     try:
         if out is None:
             yield sys.stdout
@@ -151,7 +151,10 @@ def _open_output(out: Path | None) -> Iterator[TextIO]:
             with out.open("w", encoding="utf-8") as file:
                 yield file
     except* OSError as errors:  # raised directly, or by a task group as an exception group
-        problem = str(errors.exceptions[0])
-    if problem:
-        fix = "name another file, or free disk space"
-        raise DataError(explain(f"--out {out or ''}", problem, "a file that can be written", fix))
+        problem = errors.exceptions[0]
+    if problem is None:
+        return
+    if out is None:
+        raise problem  # such as a closed pipe, which ends a command as in a shell
+    fix = "name another file, or free disk space"
+    raise DataError(explain(f"--out {out}", str(problem), "a file that can be written", fix))

@@ -10,7 +10,12 @@ from typing import Any
 
 import pytest
 
-from search_r1.inference.command import BatchQuestion, answer_all, read_questions
+from search_r1.inference.command import (
+    BatchQuestion,
+    _open_output,
+    answer_all,
+    read_questions,
+)
 from search_r1.inference.dialogue import AgentSession
 from tests.fakes import ByteTokenizer, ScriptedEngine
 from tests.inference.scripted import SHORT, session
@@ -98,3 +103,15 @@ def test_a_file_without_questions_is_refused(tmp_path: Path, content: bytes | No
         file.write_bytes(content)
     with pytest.raises(DataError, match=r"--file .*fix:"):
         read_questions(str(file))
+
+
+@pytest.mark.parametrize("name", [None, "answers.jsonl"])
+def test_output_that_cannot_be_written(tmp_path: Path, name: str | None) -> None:
+    """A closed pipe is raised as it is, and an unwritable file as an error of `--out`."""
+    problem = BrokenPipeError("closed")
+    expected = (BrokenPipeError, "closed") if name is None else (DataError, "--out .*: got closed")
+    with (
+        pytest.raises(expected[0], match=expected[1]),
+        _open_output(tmp_path / name if name else None),
+    ):
+        raise ExceptionGroup("of a task group", [problem])
