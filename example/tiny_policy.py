@@ -52,17 +52,9 @@ NUM_LAYERS = 4
 # Fractions of the dialogues that make all searches; the others guess instead of the last one.
 CITY_SHARE, COUNTRY_SHARE, TWO_HOP_SHARE = 0.9, 0.4, 0.3
 BATCH_SIZE = 32
-SFT_OPTIONS = (
-    f"batch_size={BATCH_SIZE}",
-    "lr=2e-3",
-    "warmup_steps=100",
-    "schedule=linear",
-    "shuffle=false",
-    "device=cpu",
-    "compute_dtype=float32",
-    "save_dtype=float32",
-    "max_tokens_per_micro_batch=16384",
-)
+SFT_OPTIONS = (f"batch_size={BATCH_SIZE}", "lr=2e-3", "warmup_steps=100", "schedule=linear",
+               "shuffle=false", "device=cpu", "compute_dtype=float32", "save_dtype=float32",
+               "max_tokens_per_micro_batch=16384")  # fmt: skip
 # For a machine with other load: no spinning threads, and no returning of memory to the system.
 SFT_ENVIRONMENT = {
     "OMP_THREAD_LIMIT": "1",
@@ -183,12 +175,9 @@ def train_tokenizer(demonstrations: Sequence[Dialogue]) -> PreTrainedTokenizerFa
     occur several times in a number, would make that ambiguous.
     """
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(r"\d{1,2}"), behavior="isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False),
-        ]
-    )
+    digits = pre_tokenizers.Split(Regex(r"\d{1,2}"), behavior="isolated")
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, byte_level])
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=VOCAB_SIZE - 2 * len(TAGS),

@@ -10,9 +10,9 @@ import json
 import re
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -21,8 +21,9 @@ from search_r1.evaluation.options import EvaluationOptions
 from search_r1.evaluation.samples import Sample
 from search_r1.evaluation.store import METRICS, read_evaluation
 from search_r1.inference.dialogue import SILENCE, DialogueListener, Reply
+from search_r1.inference.model import Options
 from search_r1.inference.opening import open_session
-from search_r1.inference.options import AgentOptions, InferenceOptions
+from search_r1.inference.options import InferenceOptions
 from search_r1.loops import LoopThread
 from search_r1.python_objects import PythonObjects, RetrieverLike, ToolLike
 from search_r1.search.local_server import LocalServer
@@ -30,8 +31,6 @@ from verl import plugins
 from verl.config.overrides import short_repr
 from verl.errors import ConfigError, ToolError, explain
 from verl.types import Status
-
-Options = TypeVar("Options", bound=AgentOptions)
 
 
 class SearchAgent:
@@ -149,10 +148,9 @@ def evaluate(
     with contextlib.ExitStack() as stack:
         folder = Path(out or stack.enter_context(tempfile.TemporaryDirectory()) + "/evaluation")
         values |= {"model": str(model), "data": files, "out": str(folder), **options}
-        evaluation_options = typed_options(EvaluationOptions, values)
-        evaluation_options = with_local_server(evaluation_options, retriever, stack)
+        chosen = with_local_server(typed_options(EvaluationOptions, values), retriever, stack)
         stack.enter_context(plugins.registered(passed.objects))
-        running.evaluate(evaluation_options)
+        running.evaluate(chosen)
         estimates = json.loads((folder / METRICS).read_bytes())["estimates"]
         _, rows = read_evaluation(folder)
     scores: dict[str, dict[str, float | None]] = {}
@@ -181,8 +179,7 @@ def with_local_server(options: Options, retriever: Any, stack: contextlib.ExitSt
     """Start a passed `LocalServer`, which `stack` stops, and set the options to its address."""
     if not isinstance(retriever, LocalServer):
         return options
-    url = stack.enter_context(retriever).url
-    return type(options)(**{**vars(options), "retriever_url": url})
+    return replace(options, retriever_url=stack.enter_context(retriever).url)
 
 
 def typed_options(kind: type[Options], values: Mapping[str, Any]) -> Options:

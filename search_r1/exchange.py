@@ -75,7 +75,7 @@ class BoundedHttpClient:
 
 
 def decompress(body: bytes, encoding: str, max_bytes: int) -> bytes:
-    """Return at most `max_bytes` of `body`, decompressed according to its `Content-Encoding`.
+    """Return `body`, or at most `max_bytes` of what it is when decompressed from `encoding`.
 
     Raises ValueError for an encoding other than gzip, and for broken gzip data.
     """

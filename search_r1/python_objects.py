@@ -25,8 +25,6 @@ SearchFunction = Callable[[str], Sequence[Document | str]]
 RetrieverLike = Retrieval | SearchFunction | LocalServer
 ToolLike = Tool | Callable[[Config], Tool]
 
-URL = "retriever.url"
-
 
 @dataclass
 class PythonObjects:
@@ -53,10 +51,8 @@ class PythonObjects:
         """Return the value of `retriever.url`: an address, or the name of the passed retriever."""
         if isinstance(value, str):
             return value
-        if inspect.isroutine(value):
-            factory: Any = FixedInstance(FunctionRetrieval(value))
-        else:
-            factory = _factory(URL, value, "search")
+        source = FunctionRetrieval(value) if inspect.isroutine(value) else value
+        factory = _factory("retriever.url", source, "search")
         return self._register(value, factory, may_use_path=False)  # an address cannot name a file
 
     def reward(self, value: Any) -> str:

@@ -24,7 +24,7 @@ from search_r1.rewards.interface import OwnRewardError
 from search_r1.rewards.judge.options import read_key
 from verl import plugins
 from verl.config import Config
-from verl.config.reward import JudgeConfig, RewardConfig, StageConfig
+from verl.config.reward import RewardConfig, StageConfig
 from verl.config.rules import reward_names
 from verl.errors import ConfigError, PluginError
 from verl.rewards.interface import Reward, RewardManager
@@ -84,9 +84,7 @@ def build_reward_manager(config: Config) -> RewardManager:
         scores = RewardScores(**amounts)
         judge = None
         if LLM_JUDGE in names:
-            settings = {
-                f.name: getattr(options.judge, f.name) for f in dataclasses.fields(JudgeConfig)
-            }
+            settings = dataclasses.asdict(options.judge)
             key = read_key(settings.pop("api_key_env"), "judge.api_key_env")
             judge = build_judge(JudgeOptions(**settings, api_key=key))
             judge.check()

@@ -80,14 +80,11 @@ class Dialogue:
     @property
     def segments(self) -> Iterator[tuple[str, str]]:
         """Origin and text of the segments after the prompt."""
-        for search in self.searches:
-            thought, query = search.thought, search.query
-            text = f"<think> {thought} </think> <search> {query} </search>"
-            yield "policy", text
-            yield "observation", search.observation
-        thought, answer = self.conclusion, self.evidence.answer
-        text = f"<think> {thought} </think> <answer> {answer} </answer>"
-        yield "policy", text
+        for s in self.searches:
+            yield "policy", f"<think> {s.thought} </think> <search> {s.query} </search>"
+            yield "observation", s.observation
+        answer = self.evidence.answer
+        yield "policy", f"<think> {self.conclusion} </think> <answer> {answer} </answer>"
 
     def record(self) -> dict[str, object]:
         """Return the row for `verl.sft.demonstrations`, with its source."""

@@ -59,25 +59,14 @@ class Item:
 
 
 ITEMS = {
-    "corpus": Item(
-        "PeterJinGo/wiki-18-corpus", "wiki-18.jsonl.gz", "wiki-18.jsonl", "gzip", 14_000_000_000
-    ),
-    "e5": Item(
-        "PeterJinGo/wiki-18-e5-index",
-        "part_",
-        "e5_Flat.index",
-        "parts",
-        ROWS * DIM * 4 + HEADER_BYTES,
-    ),
-    "e5-hnsw64": Item(
-        "PeterJinGo/wiki-18-e5-index-HNSW64",
-        "part_",
-        "e5_HNSW64.index",
-        "parts",
-        ROWS * (DIM * 4 + 4 * 2 * 64 + 20),
-    ),
+    "corpus": Item("PeterJinGo/wiki-18-corpus", "wiki-18.jsonl.gz", "wiki-18.jsonl", "gzip",
+                   14_000_000_000),
+    "e5": Item("PeterJinGo/wiki-18-e5-index", "part_", "e5_Flat.index", "parts",
+               ROWS * DIM * 4 + HEADER_BYTES),
+    "e5-hnsw64": Item("PeterJinGo/wiki-18-e5-index-HNSW64", "part_", "e5_HNSW64.index", "parts",
+                      ROWS * (DIM * 4 + 4 * 2 * 64 + 20)),
     "bm25": Item("PeterJinGo/wiki-18-bm25-index", "bm25/", "bm25", "folder", 3_000_000_000),
-}
+}  # fmt: skip
 MAX_COMPRESSION_RATIO = 20
 """Text does not compress better; a larger ratio means a decompression bomb."""
 TYPICAL_COMPRESSION_RATIO = 3
@@ -144,7 +133,7 @@ def unpack(archive: Path, target: Path) -> None:
                     raise EOFError(f"it unpacks to more than {max_bytes} bytes")
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         archive.unlink()
-        raise DownloadError(f"{archive} is no complete .gz ({error}): fetch it again") from error
+        raise DownloadError(f"{archive} is not a complete .gz ({error}): fetch it again") from error
     archive.unlink()
 
 
@@ -280,7 +269,8 @@ def start(options: DownloadOptions) -> int:
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
     if options.save_path is not None:
-        return _download_unchanged(options.save_path, is_dry=options.dry_run)
+        _download_unchanged(options.save_path, is_dry=options.dry_run)
+        return 0
     _download([ITEMS[name] for name in options.items], options.save_dir, is_dry=options.dry_run)
     indexes = [name for name in options.items if name in SERVE_FLAGS]
     if indexes and not options.dry_run:
@@ -288,7 +278,7 @@ def start(options: DownloadOptions) -> int:
     return 0
 
 
-def _download_unchanged(save_path: Path, *, is_dry: bool) -> int:
+def _download_unchanged(save_path: Path, *, is_dry: bool) -> None:
     """Download as the original's command does; the user joins and unpacks the files."""
     items = [replace(ITEMS[name], kind="files", target=".") for name in ("corpus", "e5")]
     _download(items, save_path, is_dry=is_dry)
@@ -299,7 +289,6 @@ def _download_unchanged(save_path: Path, *, is_dry: bool) -> int:
             f"gzip -d {save_path / ITEMS['corpus'].prefix}",
             serve_command("e5", save_path),
         )
-    return 0
 
 
 def _download(items: list[Item], folder: Path, *, is_dry: bool) -> None:

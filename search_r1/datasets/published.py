@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import datasets
-import huggingface_hub.errors
 
 from search_r1.datasets.command import MergeOptions, RagOptions, SetOptions
 from search_r1.datasets.hub import FLASHRAG
@@ -116,9 +115,8 @@ def _read_cache(path: Path, topk: int) -> Iterator[tuple[str, list[str]]]:
     """Yield questions with the ids of their `topk` best passages."""
     try:
         content: Mapping[str, Any] = json.loads(regular_file(path).read_bytes())
-        yield from (
-            (text, [str(hit["id"]) for hit in hits[:topk]]) for text, hits in content.items()
-        )
+        for text, hits in content.items():
+            yield text, [str(hit["id"]) for hit in hits[:topk]]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         got = f"{type(error).__name__}: {error}"
         expected = '{"question": [{"id": "7"}, ...], ...}'
@@ -179,8 +177,8 @@ def find_sets(names: Sequence[str]) -> list[QuestionSet]:
             fix = "correct it; own_questions.py builds your own sets (docs/data.md)"
             expected = f"names among {', '.join(SETS)}"
             raise ConfigError(explain("--data_sources", repr(name), expected, fix))
-        if list(names).count(name) > 1:
-            got = f"{name} {list(names).count(name)} times"
+        if names.count(name) > 1:
+            got = f"{name} {names.count(name)} times"
             raise ConfigError(explain("--data_sources", got, "each set once", "drop the repeats"))
     return [SETS[name] for name in names]
 
@@ -264,12 +262,7 @@ def _read_hub(question_set: QuestionSet, split: str) -> tuple[str, Iterator[Reco
     logger.info("loading %s", name)
     try:
         table = datasets.load_dataset(FLASHRAG, question_set.name, split=split)
-    except (
-        OSError,
-        ValueError,
-        datasets.exceptions.DatasetsError,
-        huggingface_hub.errors.HfHubHTTPError,
-    ) as error:
+    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         fix = (
             "check the network, name a mirror (HF_ENDPOINT=https://...), or give files: "
             "--local_dataset_path FOLDER (docs/data.md)"

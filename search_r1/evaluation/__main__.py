@@ -30,8 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     kind, prog = COMMANDS.get(words[0]) if words else None, "search-r1 evaluate"
     if kind is None:
         return run(RUN_COMMAND, ALL, words, prog=prog, description=__doc__)
-    # Parsed as a separate command, since tyro's help would otherwise show only the first word of
-    # `prog`.
+    # Parsed as a separate command, since tyro's help shows only the first word of `prog`.
     return run(RUN_COMMAND, kind, words[1:], prog=f"{prog} {words[0]}", description=kind.__doc__)
 
 

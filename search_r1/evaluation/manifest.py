@@ -1,5 +1,6 @@
 """The manifest of an evaluation: model and data hashes, retriever, template, decoding options."""
 
+import contextlib
 import hashlib
 import importlib.metadata
 import platform
@@ -38,14 +39,11 @@ def build_manifest(
     and the hash of the tokenizer are recorded instead.
     """
     method = METHODS[options.method]
-    files = [Path(file) for file in options.data]
-    names = [path.name for path in files]
+    names = [Path(file).name for file in options.data]
     template = method.template or build_tag_format(config, build_environment(config).tools)
     template_text = repr(sorted(asdict(template).items()))
-    turns = {
-        "max_turns": 0 if method.template else config.max_turns,
-        "topk": config.retriever.topk,
-    }
+    turns = {"max_turns": 0 if method.template else config.max_turns, "topk": config.retriever.topk}
+    engine = {"name": "endpoint"} if options.endpoint else {"name": options.engine, "dtype": dtype}
     judge = {"model": options.judge_model, "verdict": options.judge_verdict}
     return {
         "format": FORMAT,
@@ -53,8 +51,8 @@ def build_manifest(
         "data": {
             # The key is the file's name, or its path if several files have that name.
             "files": {
-                path.name if names.count(path.name) == 1 else file: sha256(path)
-                for file, path in zip(options.data, files, strict=True)
+                name if names.count(name) == 1 else file: sha256(Path(file))
+                for file, name in zip(options.data, names, strict=True)
             },
             "prompt_key": options.prompt_key,
             "num_rows": num_rows,
@@ -64,9 +62,7 @@ def build_manifest(
         "method": options.method,
         "template": {"name": template.name, "sha256": _digest(template_text)},
         "decoding": {name: getattr(options, name) for name in DECODING} | turns,
-        "engine": {"name": "endpoint"}
-        if options.endpoint
-        else {"name": options.engine, "dtype": dtype},
+        "engine": engine,
         "judge": judge if options.judge_url else None,
         "versions": versions(),
     }
@@ -96,8 +92,6 @@ def versions() -> dict[str, str]:
     """Return the versions of Python, this project, and the installed packages of `PACKAGES`."""
     versions = {"python": platform.python_version(), "search_r1": verl.__version__}
     for package in PACKAGES:
-        try:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     return versions

@@ -7,7 +7,7 @@ import json
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,10 +38,7 @@ COUNTS = ("searches", "turns", "policy_tokens", "observation_tokens", "searches_
 
 
 def write_report(
-    folder: Path,
-    pass_k: Sequence[int] = (),
-    num_resamples: int = NUM_RESAMPLES,
-    seed: int = 0,
+    folder: Path, pass_k: Sequence[int] = (), num_resamples: int = NUM_RESAMPLES, seed: int = 0
 ) -> Summary:
     """Write `metrics.json` and `report.md` of a finished evaluation into its folder.
 
@@ -58,7 +55,7 @@ def write_report(
                        "evaluation again to repeat them", len(failed), len(samples),
                        failed[0].error)  # fmt: skip
     summary = summarize(samples, pass_k, num_resamples=num_resamples, seed=seed)
-    metrics = json.dumps(summary.to_json(), indent=1) + "\n"
+    metrics = json.dumps(asdict(summary), indent=1) + "\n"
     for name, text in ((METRICS, metrics), (REPORT, as_markdown(manifest, summary, pass_k))):
         with atomic_write(folder / name) as part:
             part.write_text(text, encoding="utf-8")

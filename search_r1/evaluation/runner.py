@@ -23,34 +23,26 @@ from verl.errors import DataError, ToolError, explain
 from verl.rollout.interface import RolloutEngine
 from verl.types import Origin, Sampling, Status, Trajectory, start_trajectory
 
-_NO_SECOND_TURN = "\n\nNo answer was given.\n\n"
-
 DIRECT = TagFormat(
     name="direct",
     instruction=direct_prompt("{question}"),
-    invalid_action=_NO_SECOND_TURN,
+    invalid_action="\n\nNo answer was given.\n\n",  # a baseline has no second turn
     tags=SEARCH_R1,
 )
 """Baseline: reasoning and answer from memory, with the prompt of `scripts/data_process/nq.py`."""
 
-COT = TagFormat(
+COT = replace(
+    DIRECT,
     name="cot",
     instruction=(
         "Work out the answer to the question below from what you know. Reason step by step between "
         "<think> and </think>, then write just the answer between <answer> and </answer>. For "
         "example, <answer> Beijing </answer>. Question: {question}\n"
     ),
-    invalid_action=_NO_SECOND_TURN,
-    tags=SEARCH_R1,
 )
 """Baseline: chain of thought, then the answer, from memory."""
 
-RAG = TagFormat(
-    name="rag",
-    instruction=rag_prompt("{question}", "\n\n{documents}\n\n"),
-    invalid_action=_NO_SECOND_TURN,
-    tags=SEARCH_R1,
-)
+RAG = replace(DIRECT, name="rag", instruction=rag_prompt("{question}", "\n\n{documents}\n\n"))
 """Baseline: naive retrieval-augmented generation, with the documents for the question in the
 prompt, which is that of `scripts/data_process/nq_rag.py`."""
 
@@ -155,8 +147,7 @@ class Runner:
 
         def record(call: ToolCall, observation: Observation) -> None:
             if call.tool == "search":
-                sources = [item.source for item in observation.items]
-                documents = [source for source in sources if isinstance(source, Document)]
+                documents = [i.source for i in observation.items if isinstance(i.source, Document)]
                 text = "\n".join(document.contents for document in documents)
                 ids = tuple(document.id for document in documents)
                 has_answer = contains_answer(text, task.row.ground_truth)

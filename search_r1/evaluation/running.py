@@ -66,17 +66,15 @@ def evaluate(options: EvaluationOptions) -> Path:
                 loops.run(_evaluate(options, run_config(options, str(folder))))
             write_report(out, options.pass_k, options.num_resamples, options.seed)
         finally:
-            names = [file.name for file in out.iterdir()]
-            if names == [LOCK_NAME]:  # refused before anything was written
-                shutil.rmtree(out)
+            if [file.name for file in out.iterdir()] == [LOCK_NAME]:
+                shutil.rmtree(out)  # refused before anything was written
     return out
 
 
 async def _evaluate(options: EvaluationOptions, config: Config) -> None:
     method = METHODS[options.method]
     rows = choose(load_rows(options.data, options.prompt_key), options.num_rows, options.seed)
-    url = config.retriever.url
-    facts = await retriever_facts(url) if method.needs_documents else NO_RETRIEVER
+    facts = await retriever_facts(config.retriever.url) if method.needs_documents else NO_RETRIEVER
     agent = method_agent(load_agent(config), method)
     tokenizer: Any = agent.tokenizer
     sampling = Sampling(options.max_response_length, options.temperature, options.top_p)
@@ -101,12 +99,11 @@ def open_judge(options: EvaluationOptions) -> Judge | None:
     """Build the judge and check that it answers; None without one. Raises ConfigError."""
     if options.judge_url is None or options.judge_model is None:
         return None
-    cache = str(Path(options.out) / CACHE)
     try:
         key = read_key(options.judge_api_key_env, "--judge-api-key-env")
         judge = build_judge(
             JudgeOptions(options.judge_url, options.judge_model, key, options.judge_verdict,
-                         cache_path=cache)
+                         cache_path=str(Path(options.out) / CACHE))
         )  # fmt: skip
         judge.check()
     except ValueError as error:

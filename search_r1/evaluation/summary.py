@@ -5,8 +5,7 @@ bootstrap over questions and from McNemar's exact test.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -101,15 +100,11 @@ class Summary:
     estimates: Mapping[str, Mapping[str, Estimate]]
     """Estimates by set (followed by `MACRO` and `ROWS`), then by measure."""
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 @dataclass(frozen=True)
 class QuestionSums:
     """The sums Σ part and Σ whole of each question of one set."""
 
-    uids: tuple[str, ...]
     parts: Array
     """(num_questions, num_measures)"""
     wholes: Array
@@ -126,10 +121,9 @@ def question_sums(
     samples: Sequence[Sample], names: Sequence[str], pass_k: Sequence[int] = ()
 ) -> QuestionSums:
     """Compute the sums of the named measures per question, ordered by uid."""
-    questions = dict(sorted(by_question(samples).items()))
-    rows = [measure_sums(group, pass_k) for group in questions.values()]
+    rows = [measure_sums(group, pass_k) for _, group in sorted(by_question(samples).items())]
     table = np.array([[row[name] for name in names] for row in rows], dtype=np.float64)
-    return QuestionSums(tuple(questions), table[:, :, 0], table[:, :, 1])
+    return QuestionSums(table[:, :, 0], table[:, :, 1])
 
 
 def set_ratios(
@@ -171,7 +165,7 @@ def summarize(
                 for i, name in enumerate(names)}
         for where in values
     }  # fmt: skip
-    counts = {name: len(set_sums.uids) for name, set_sums in sums.items()}
+    counts = {name: len(set_sums.parts) for name, set_sums in sums.items()}
     return Summary(counts | {ROWS: sum(counts.values())}, estimates)
 
 
@@ -220,7 +214,7 @@ def compare(
         second_sums = question_sums(second_sets[name], [measure])
         parts = np.hstack([first_sums.parts, second_sums.parts])
         wholes = np.hstack([first_sums.wholes, second_sums.wholes])
-        pairs[name] = QuestionSums(first_sums.uids, parts, wholes)
+        pairs[name] = QuestionSums(parts, wholes)
     values, resampled = set_ratios(pairs, num_resamples, seed)
     return [
         _difference(where, values[where][0], resampled[where], pairs)

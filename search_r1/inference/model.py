@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import torch
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from huggingface_hub.errors import HFValidationError
 from peft import PeftConfig, PeftModel
 from transformers.utils import (
     SAFE_WEIGHTS_INDEX_NAME,
@@ -105,7 +105,7 @@ def model_folder(
         elif not path.is_dir():
             try:
                 path = Path(snapshot_download(name, allow_patterns=list(files)))
-            except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+            except (HFValidationError, OSError) as error:  # the hub's errors are OSErrors
                 got = f"no such folder, and no model on the hub ({first_line(error)[:200]})"
                 raise _no_model(name, got) from error
         elif not (path / "config.json").is_file():

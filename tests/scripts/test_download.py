@@ -280,7 +280,7 @@ def test_a_truncated_archive_is_refused(tmp_path: Path) -> None:
     """A truncated .gz is an error, not a smaller corpus."""
     archive = tmp_path / "c.gz"
     archive.write_bytes(gzip.compress(os.urandom(999))[:500])
-    with pytest.raises(DownloadError, match=r"no complete \.gz"):
+    with pytest.raises(DownloadError, match=r"not a complete \.gz"):
         unpack(archive, tmp_path / "c")
     assert not (tmp_path / "c").exists()
 
