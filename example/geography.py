@@ -60,13 +60,8 @@ WORDINGS: dict[Fact | None, tuple[str, ...]] = {
 }
 """Wordings of questions about a fact; None stands for the population of a city."""
 COUNTRY_OF_CITY = ("the country where {name} lies", "the country of {name}")
-GUESS_DIGITS = {
-    None: (5, 6),
-    Fact.CALLING_CODE: (2, 3),
-    Fact.ISO_NUMBER: (3, 3),
-    Fact.AREA: (5, 6),
-    Fact.DENSITY: (2, 3),
-}
+GUESS_DIGITS = {None: (5, 6), Fact.CALLING_CODE: (2, 3), Fact.ISO_NUMBER: (3, 3),
+                Fact.AREA: (5, 6), Fact.DENSITY: (2, 3)}  # fmt: skip
 """Minimum and maximum number of digits of a plausible wrong answer."""
 
 

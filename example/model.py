@@ -89,7 +89,6 @@ def _clean_config(source: LlamaConfig, dtype: torch.dtype) -> LlamaConfig:
 
 
 def main() -> None:
-    """Run the command line."""
     parser = argparse.ArgumentParser(description="Write SmolLM2-135M-Instruct as a HF folder.")
     parser.add_argument("--out", type=Path, required=True, help="folder to write to")
     parser.add_argument("--dtype", choices=sorted(DTYPES), default="float32")

@@ -228,7 +228,6 @@ def write_tiny_policy(out: Path, seed: int = 0) -> Path:
 
 
 def main() -> None:
-    """Run the command line."""
     parser = argparse.ArgumentParser(description="Train a tiny policy that searches too little.")
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "tiny_policy")
     parser.add_argument("--seed", type=int, default=0)

@@ -93,7 +93,6 @@ def write(
 
 
 def main() -> None:
-    """Run the command line."""
     parser = argparse.ArgumentParser(description="Both adapters of a run for its first base.")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--base", required=True, help="name of the base in the adapters")

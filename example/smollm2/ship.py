@@ -49,7 +49,6 @@ def ship(out: Path, target: Path = SHIPPED) -> str:
 
 
 def main() -> None:
-    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True, help="output folder of run.sh")
     print(f"shipped {ship(parser.parse_args().out)} to {SHIPPED}")  # noqa: T201

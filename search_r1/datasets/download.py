@@ -71,11 +71,8 @@ MAX_COMPRESSION_RATIO = 20
 """Text does not compress better; a larger ratio means a decompression bomb."""
 TYPICAL_COMPRESSION_RATIO = 3
 """Approximate compression ratio of the corpus."""
-SERVE_FLAGS = {
-    "e5": "--retriever_name e5 --retriever_model intfloat/e5-base-v2",
-    "e5-hnsw64": "--retriever_name e5 --retriever_model intfloat/e5-base-v2",
-    "bm25": "--retriever_name bm25",
-}
+E5_FLAGS = "--retriever_name e5 --retriever_model intfloat/e5-base-v2"
+SERVE_FLAGS = {"e5": E5_FLAGS, "e5-hnsw64": E5_FLAGS, "bm25": "--retriever_name bm25"}
 
 
 class JoinedFile:
@@ -198,11 +195,9 @@ def describe(plan: Plan) -> str:
     """Return the files to download and the disk space, as text."""
     item = plan.item
     source = "" if plan.files else " (by published size; the hub did not answer)"
-    lines = [
-        f"{item.repo} -> {plan.target}{source}",
-        f"  fetch {plan.fetched_bytes / 1e9:.2f} GB, disk {plan.disk_bytes / 1e9:.2f} GB",
-    ]
-    return "\n".join(lines + [f"  {file.path}  {file.size} bytes" for file in plan.files])
+    sizes = f"  fetch {plan.fetched_bytes / 1e9:.2f} GB, disk {plan.disk_bytes / 1e9:.2f} GB"
+    files = [f"  {file.path}  {file.size} bytes" for file in plan.files]
+    return "\n".join([f"{item.repo} -> {plan.target}{source}", sizes, *files])
 
 
 def execute(plan: Plan) -> None:
@@ -229,11 +224,10 @@ def execute(plan: Plan) -> None:
 
 
 def serve_command(name: str, save_dir: Path) -> str:
-    target = save_dir / ITEMS[name].target
     corpus = save_dir / ITEMS["corpus"].target
     return (
         f"python -m search_r1.search.retrieval_server {SERVE_FLAGS[name]} "
-        f"--index_path {target} --corpus_path {corpus}"
+        f"--index_path {save_dir / ITEMS[name].target} --corpus_path {corpus}"
     )
 
 

@@ -9,7 +9,7 @@ are divided into `train.parquet` and `test.parquet`.
 import csv
 import hashlib
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -90,9 +90,8 @@ def assign_splits(
     ]
 
 
-def select(questions: Iterable[Question], names: Sequence[str]) -> list[Question]:
+def select(questions: Sequence[Question], names: Sequence[str]) -> list[Question]:
     """Return the questions of the named sets, or all without names. Raises ConfigError."""
-    questions = list(questions)
     known = sorted({question.data_source for question in questions})
     unknown = [name for name in names if name not in known]
     if unknown:

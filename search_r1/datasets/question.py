@@ -123,7 +123,6 @@ def to_row(
     question: Question, prompt: str, role: str, index: int, *, keep_extra: bool = False
 ) -> dict[str, Any]:
     """Return the row of a question file, with `role` and `index` in `extra_info`."""
-    extra = question.extra if keep_extra else {}
     return {
         "id": question.id,
         "question": question.text,
@@ -133,7 +132,7 @@ def to_row(
         "ability": ABILITY,
         "reward_model": {"style": "rule", "ground_truth": {"target": list(question.answers)}},
         "extra_info": {
-            **extra,
+            **(question.extra if keep_extra else {}),
             "split": role,
             "index": index,
             "id": question.id,

@@ -88,10 +88,7 @@ MEASURES: tuple[Measure, ...] = (
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
-    """Estimate without bias the chance that one of k samples is correct: 1 − C(n−c, k) / C(n, k).
-
-    Source: Chen et al. 2021. Needs k <= n.
-    """
+    """Return the unbiased estimate 1 − C(n−c, k) / C(n, k) of pass@k (Chen et al. 2021)."""
     assert 1 <= k <= num_samples, f"got k={k} of {num_samples} samples, expected 1 <= k <= n"
     return 1.0 - math.comb(num_samples - num_correct, k) / math.comb(num_samples, k)
 

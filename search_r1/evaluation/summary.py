@@ -71,10 +71,7 @@ def p_value(differences: Array) -> float | None:
 
 
 def mcnemar(only_first: int, only_second: int) -> float:
-    """Return the exact two-sided p-value of McNemar's test.
-
-    The arguments count the questions that only the first or only the second evaluation got right.
-    """
+    """Return the exact two-sided p-value of McNemar's test on questions that only one got right."""
     discordant = only_first + only_second
     return float(binomtest(only_first, discordant, 0.5).pvalue) if discordant else 1.0
 

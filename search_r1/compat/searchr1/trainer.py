@@ -174,11 +174,8 @@ def set_search_budgets(config: Config, backend: object) -> None:
 def prepare_rows(file: str | Path, out: Path) -> str:
     """Return a file of rows for the trainer: `file` itself, or `out`, written from questions."""
     records = list(read_records(str(file), ()))
-    has_rows = any(
-        isinstance(record, dict) and {"prompt", "reward_model"} <= record.keys()
-        for _, record in records
-    )
-    if has_rows:
+    columns = {"prompt", "reward_model"}
+    if any(isinstance(record, dict) and columns <= record.keys() for _, record in records):
         return str(file)
     source = Path(file).stem
     questions = (
