@@ -87,7 +87,8 @@ def apply_method(row: Row, method: Method, documents: str = "") -> Row:
     if not question:
         fix = "add the column extra_info.question, or a prompt that ends in «Question: …»"
         raise DataError(explain(f"question of {row.uid}", "none found", "a question", fix))
-    text = method.template.user_prompt(question).replace("{documents}", documents)
+    texts = {"{question}": question, "{documents}": documents}  # which may contain placeholders
+    text = re.sub(r"\{(question|documents)\}", lambda m: texts[m[0]], method.template.instruction)
     prompt = text if isinstance(row.prompt, str) else ({"role": "user", "content": text},)
     return replace(row, prompt=prompt, extra_info=extra)
 

@@ -42,6 +42,15 @@ def test_baselines_put_the_same_question(method: str) -> None:
     assert apply_method(plain, METHODS[method], "DOCS").prompt == text
 
 
+@pytest.mark.parametrize("method", ["direct", "rag"])
+def test_placeholders_in_questions_and_documents_stay(method: str) -> None:
+    """Only the placeholders of the template are filled in, not those of its texts."""
+    asked = replace(row(1), prompt="Question: What is {documents}?")
+    prompt = str(apply_method(asked, METHODS[method], "the {question}").prompt)
+    assert prompt.endswith("Question: What is {documents}?\n")
+    assert ("the {question}" in prompt) is (method == "rag")
+
+
 def test_a_baseline_needs_the_question() -> None:
     """Baselines refuse rows without a question; the agent accepts them."""
     unknown: Row = replace(row(3), prompt="who?")
