@@ -51,7 +51,6 @@ prompt, which is that of `scripts/data_process/nq_rag.py`."""
 class Method:
     """A way to answer questions: the agent or a baseline."""
 
-    name: str
     template: TagFormat | None = None
     """The prompt template of a baseline; None for the agent, which uses the prompts of the data."""
     needs_documents: bool = False
@@ -63,15 +62,8 @@ class Method:
         return self.template is not None and self.needs_documents
 
 
-METHODS: dict[str, Method] = {
-    method.name: method
-    for method in (
-        Method("agent", needs_documents=True),
-        Method("direct", DIRECT),
-        Method("cot", COT),
-        Method("rag", RAG, needs_documents=True),
-    )
-}
+METHODS = {"agent": Method(needs_documents=True), "direct": Method(DIRECT), "cot": Method(COT),
+           "rag": Method(RAG, needs_documents=True)}  # fmt: skip
 
 
 def apply_method(row: Row, method: Method, documents: str = "") -> Row:
