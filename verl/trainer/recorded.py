@@ -180,8 +180,8 @@ def _check_step(config: Config, step: int, rows: Sequence[RecordedTrajectory]) -
         got = f"tokens of {where} that are {staleness} versions old"
         expected = f"at most {ROLLOUT}.max_staleness={rollout.max_staleness}"
         raise ConfigError(explain(KEY, got, expected, f"{ROLLOUT}.max_staleness={staleness}"))
-    has_log_probs = all(math.isfinite(x) for s in sampled for x in s.log_probs)
-    if config.reads_engine_log_probs and not has_log_probs:
+    log_probs = (x for s in sampled for x in s.log_probs)
+    if config.reads_engine_log_probs and not all(map(math.isfinite, log_probs)):
         got = f"{where}, whose engine reported no log-probs"
         raise ConfigError(explain(KEY, got, "a log-prob for each token", NO_LOG_PROBS_FIX))
     estimator = config.algorithm.adv_estimator
