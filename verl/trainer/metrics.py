@@ -177,7 +177,7 @@ def validation_metrics(trajectories: Sequence[Trajectory], rewards: Sequence[Rew
     """Return the means of score, components and agent's counts, over all rows and per data source.
     `val/score` is the score itself; `val/em` and others are components."""
     rows = [
-        {"score": r.score, **r.components, **{f"env/{k}": v for k, v in t.stats.items()}}
+        {**r.components, "score": r.score, **{f"env/{k}": v for k, v in t.stats.items()}}
         for t, r in zip(trajectories, rewards, strict=True)
     ]
     sources = [t.prompt.data_source for t in trajectories]

@@ -94,7 +94,7 @@ def write_dialogues(
                 "dialogue": t.text,
                 "status": t.status.value,
                 "score": r.score,
-                **r.components,
                 "stats": t.stats,
             }
+            row |= {name: x for name, x in r.components.items() if name not in row}
             file.write(json.dumps(row, ensure_ascii=False) + "\n")

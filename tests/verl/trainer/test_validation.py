@@ -64,6 +64,16 @@ def test_failed_rows_count_with_the_lowest_score(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
+def test_a_component_replaces_neither_the_score_nor_other_fields(tmp_path: Path) -> None:
+    """A user's reward may name its components like fields of the file."""
+    reward = EachAlone(lambda t: Reward(0.5, {"score": 9.0, "status": 9.0, "own": 2.0}))
+    rollout = RetryingRollout(RecordingReplicas([]), Environment())
+    found = validate(Config(), rollout, prompts(2), reward, tmp_path / "step_1.jsonl")
+    assert found["val/score"] == 0.5 and found["val/own"] == 2.0
+    row = json.loads((tmp_path / "step_1.jsonl").read_text().splitlines()[0])
+    assert (row["score"], row["status"], row["own"]) == (0.5, "answered", 2.0)
+
+
 def test_a_validation_of_too_few_rows_ends_the_run(tmp_path: Path) -> None:
     """The share of lost rows is limited as in a training step."""
     replicas = RecordingReplicas([])
