@@ -10,7 +10,7 @@ from fastapi import HTTPException
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from starlette.requests import ClientDisconnect
-from starlette.types import Message, Receive
+from starlette.types import Receive
 
 from search_r1.search.errors import (
     DeadlineExceeded,
@@ -130,26 +130,21 @@ def request_model(config: ServiceConfig) -> type[RetrieveRequest]:
 
 async def read_body(receive: Receive, max_bytes: int, seconds: float) -> bytes:
     """Read a body; raises a 413, ClientDisconnect, or DeadlineExceeded after `seconds`."""
-    message = await receive()
-    body = bytearray(message.get("body", b""))
-    if message.get("more_body", False) or message["type"] == "http.disconnect":
-        try:
-            async with asyncio.timeout(seconds):
-                await _read_rest(message, receive, body, MAX_READ_FACTOR * max_bytes)
-        except TimeoutError as error:
-            raise DeadlineExceeded(f"the body did not arrive within {seconds:g} s") from error
+    body, is_complete = bytearray(), False
+    try:
+        async with asyncio.timeout(seconds):
+            while not is_complete and len(body) <= MAX_READ_FACTOR * max_bytes:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise ClientDisconnect
+                body += message.get("body", b"")
+                is_complete = not message.get("more_body", False)
+    except TimeoutError as error:
+        raise DeadlineExceeded(f"the body did not arrive within {seconds:g} s") from error
     if len(body) > max_bytes:
         text = f"the body is too large; at most {max_bytes} bytes are allowed"
         raise HTTPException(413, text, {"Connection": "close"})
     return bytes(body)
-
-
-async def _read_rest(message: Message, receive: Receive, body: bytearray, max_bytes: int) -> None:
-    while message.get("more_body", False) and len(body) <= max_bytes:
-        message = await receive()
-        body += message.get("body", b"")
-    if message["type"] == "http.disconnect":
-        raise ClientDisconnect
 
 
 def parse(body: bytes, model: type[Model]) -> Model:

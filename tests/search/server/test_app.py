@@ -135,10 +135,11 @@ def test_deadlines_are_504() -> None:
     asyncio.run(main())
 
 
-def test_a_body_that_never_ends_is_504() -> None:
-    """A client that stops in the middle of its body does not keep a request open forever."""
+@pytest.mark.parametrize("parts", [[], [b"{"]])
+def test_a_body_that_never_ends_is_504(parts: list[bytes]) -> None:
+    """A client that stops before or within its body does not keep a request open forever."""
     sent: list[Any] = []
-    messages = [{"type": "http.request", "body": b"{", "more_body": True}]
+    messages = [{"type": "http.request", "body": part, "more_body": True} for part in parts]
 
     async def receive() -> Any:
         return messages.pop() if messages else await asyncio.Event().wait()
@@ -154,7 +155,7 @@ def test_a_body_that_never_ends_is_504() -> None:
         "headers": [],
         "query_string": b"",
     }
-    asyncio.run(app(scope, receive, send))
+    asyncio.run(asyncio.wait_for(app(scope, receive, send), 10))
     assert sent[0]["status"] == 504
 
 
