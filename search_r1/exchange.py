@@ -43,7 +43,7 @@ class BoundedHttpClient:
     def send(self, method: str, url: str, **fields: Any) -> Response:
         """Send a request and return the response.
 
-        Raises httpx.HTTPError without a response, ValueError if it is too large or broken.
+        Raises httpx.HTTPError without a response, ValueError if it is too large or undecodable.
         """
         response = self._loop.run(self._send(method, url, fields))
         encoding = response.headers.get("Content-Encoding", "")

@@ -52,7 +52,7 @@ NOT_FOUND = 404
 REQUEST_LEVEL_STATUSES = frozenset({301, 302, 303, 307, 308, 401, 403, 404, 405, 421})
 """Statuses that refuse a request as a whole, which no single query can have caused."""
 MAX_REQUESTS, MAX_PREFETCH_REQUESTS = 100, 32
-"""Requests in progress from which on `can_prefetch` is false; their sum limits the connections."""
+"""Numbers of requests at which `can_prefetch` becomes false; their sum limits the connections."""
 SAME_DEADLINE_S = 0.5
 """Largest difference between the deadlines of searches that share a request."""
 DEAD_PEER_S = 10
@@ -290,7 +290,10 @@ class RetrievalClient:
         )
 
     def _state(self) -> _LoopState:
-        """Return the running event loop's connections, which ignore proxies of the environment."""
+        """Return the running event loop's connections.
+
+        They ignore proxies of the environment, which would see the token and every query.
+        """
         loop = asyncio.get_running_loop()
         if loop not in self._states:
             headers = {}
