@@ -15,6 +15,7 @@ from tests.memory_tracker import MemoryTracker
 from tests.verl.trainer.documented import undocumented
 from tests.verl.trainer.recording import RecordingRanks, build_trainer, grpo_config, prompts
 from verl.config import Config
+from verl.errors import ToolError
 from verl.monitor.performance import RANK_PHASES
 from verl.monitor.tracking import Tracking
 from verl.trainer import ray_trainer
@@ -139,6 +140,14 @@ def test_a_group_with_a_failure_is_left_out_of_the_loss(trainer: RayPPOTrainer) 
     trainer.fit()
     groups = {group for mini in trainer.ranks.mini_batches for group in mini.columns["group"]}
     assert groups == {f"{step}/{row}" for step in (1, 2) for row in (1, 2, 3)}
+
+
+def test_a_step_without_any_success_stops_the_run(trainer: RayPPOTrainer) -> None:
+    """If all trajectories fail, the message names the last error."""
+    trainer.replicas.fail = lambda start: True
+    trainer.config.trainer.val_before_train = False
+    with pytest.raises(ToolError, match=r"with: down; 12 of 12 are lost"):
+        trainer.fit()
 
 
 def test_loss_weights_and_advantages_exist_on_policy_tokens_only(trainer: RayPPOTrainer) -> None:
