@@ -303,7 +303,9 @@ def _eos_ids(folder: Path, config: PretrainedConfig) -> list[Any]:
     else:
         generation = GenerationConfig.from_model_config(config)
     ids = generation.eos_token_id
-    return ids if isinstance(ids, list) else [id for id in (ids,) if id is not None]
+    if ids is None:
+        return []
+    return ids if isinstance(ids, list) else [ids]
 
 
 def load_tokenizer(path: str, subject: str = "model path") -> Any:

@@ -119,10 +119,11 @@ def _run(*arguments: str) -> str:
 
 def driver_problem(nvidia: Nvidia) -> str:
     """Return why the wheels cannot run on this driver, with the fix; empty if they can."""
-    number = nvidia.driver.partition(".")[0]
-    is_new_enough = number.isdigit() and int(number) >= FIRST_DRIVER
     if nvidia.cuda:
         is_new_enough = nvidia.cuda[0] >= WHEEL_CUDA[0]
+    else:
+        number = nvidia.driver.partition(".")[0]
+        is_new_enough = number.isdigit() and int(number) >= FIRST_DRIVER
     if is_new_enough:
         return ""
     got = f"{nvidia.driver} (CUDA {dotted(nvidia.cuda)})"

@@ -70,8 +70,9 @@ def build_format(
     is_native = config.template == native.NAME
     format = NativeFormat(tokenizer, tools) if is_native else build_tag_format(config, tools)
     refuse_closed_think(format, config.algorithm.no_think_rl)
-    for tool in () if is_native else tools:
-        _ = tool.main_argument  # raises ConfigError if the tool has no arguments
+    if not is_native:
+        for tool in tools:
+            _ = tool.main_argument  # raises ConfigError if the tool has no arguments
     return format
 
 

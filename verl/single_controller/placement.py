@@ -137,8 +137,9 @@ def create_rollout_group(
     options = []
     node_firsts = first_index_per_node(locations)
     for replica in range(num_replicas):
-        first = replica * gpus_per_replica
-        if not gpus_per_replica:
+        if gpus_per_replica:
+            first = replica * gpus_per_replica
+        else:
             first = node_firsts[replica % len(node_firsts)]
         gpu_locations = locations[first : first + gpus_per_replica]
         variables = {**env, **MARKED, REPLICA_MARK: f"{env[MARK]}/replica-{replica}"}

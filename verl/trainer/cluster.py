@@ -70,8 +70,8 @@ def join_cluster(address: str) -> None:
     try:
         ray.init(runtime_env={"env_vars": {"PYTHONPATH": path}})
     except (ConnectionError, ValueError) as error:  # ValueError: the address has no host and port
-        has_failed = isinstance(error, ConnectionError)
-        got = f"{address} ({'no answer, or access denied' if has_failed else error})"
+        is_connection_error = isinstance(error, ConnectionError)
+        got = f"{address} ({'no answer, or access denied' if is_connection_error else error})"
         fix = (
             "start Ray there (docs/multinode.md); if the lines above say InvalidAuthToken, "
             "export RAY_AUTH_MODE=token and give every node the same ~/.ray/auth_token"

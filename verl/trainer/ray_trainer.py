@@ -180,7 +180,11 @@ class RayPPOTrainer:
         with timings.phase("update_weights"):
             seconds = self.sync_weights()
         timings.seconds |= {f"update_weights/{part}": s for part, s in seconds.items()}
-        return metrics | self.performance_metrics(samples, batch, timings) | self.faults()
+        calls = self.ranks.take_calls()
+        if self.learner.has_separate_critic:
+            timings.concurrent |= critic_seconds(calls)
+        self.pending_trace = self.step, timings, samples.trajectories, calls
+        return metrics | self.performance_metrics(batch, timings) | self.faults()
 
     @contextlib.contextmanager
     def recording_rollouts(
@@ -258,13 +262,8 @@ class RayPPOTrainer:
             self.best = {"metric": name, "value": score, "step": self.step}
         return score
 
-    def performance_metrics(self, samples: Samples, batch: TokenBatch, timings: Timings) -> Metrics:
-        """Return the step's throughput, utilization, device memory and seconds by phase. Also keeps
-        the step's events for `write_trace`."""
-        calls = self.ranks.take_calls()
-        if self.learner.has_separate_critic:
-            timings.concurrent |= critic_seconds(calls)
-        self.pending_trace = self.step, timings, samples.trajectories, calls
+    def performance_metrics(self, batch: TokenBatch, timings: Timings) -> Metrics:
+        """Return the step's throughput, utilization, device memory and seconds by phase."""
         num_ranks = (self.config.num_ranks, self.config.num_critic_ranks)
         seconds = timings.seconds | timings.concurrent
         flops = self.learner.work.take()

@@ -83,7 +83,7 @@ function toProblem(response, text) {
     504: "The search took too long.",
   };
   const headline = headlines[response.status] ?? `The search failed (status ${response.status}).`;
-  const needsToken = headline === noToken;
+  const needsToken = [401, 403].includes(response.status);
   return new Problem(headline, needsToken ? [] : errorDetails(text.slice(0, 2000)), needsToken);
 }
 

@@ -288,7 +288,11 @@ def choose_offload(config: Config, setting: Setting) -> Config:
     values = itertools.product((False, True), repeat=len(keys))  # the last, cheapest, varies most
     candidates = [fill_undecided(config, dict(zip(keys, flags, strict=True))) for flags in values]
     estimates = [(candidate, estimate(candidate, setting)) for candidate in candidates]
-    on_host = [x for x in estimates if x[1].peak_bytes(Memory.HOST) <= free[Memory.HOST]]
+    on_host = [
+        (candidate, needed)
+        for candidate, needed in estimates
+        if needed.peak_bytes(Memory.HOST) <= free[Memory.HOST]
+    ]
     for candidate, needed in on_host:
         if peak_rank_bytes(needed) <= WARN_ABOVE * free[Memory.DEVICE]:
             return candidate
