@@ -75,7 +75,7 @@ class BoundedHttpClient:
 
 
 def decompress(body: bytes, encoding: str, max_bytes: int) -> bytes:
-    """Return `body`, or at most `max_bytes` of what it is when decompressed from `encoding`.
+    """Return at most `max_bytes` of the decompressed `body`; all of a body without `encoding`.
 
     Raises ValueError for an encoding other than gzip, and for broken gzip data.
     """

@@ -127,9 +127,9 @@ def watching(roots: Iterable[str | None]) -> Iterator[None]:
     """Stop the server when a mapped file below `roots` is changed in place (Linux only).
 
     Sends SIGTERM to this process within WATCH_S, and raises IndexMismatch when the context ends.
-    Index builders rename new files into place, which does no harm; `cp` and `rsync --inplace` write
-    into the mapped file.
-    A search that reads beyond the end of a truncated file kills the process at once (SIGBUS).
+    Index builders rename a new file into place, which does no harm; `cp` and `rsync --inplace`
+    write into the mapped file. A search that reads beyond the end of a truncated file kills the
+    process at once (SIGBUS).
     """
     initial = {path: _state(path) for path in _mapped([Path(r).resolve() for r in roots if r])}
     problems: list[str] = []

@@ -21,7 +21,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command.add_argument("step_dir", type=Path, help="a global_step_N folder")
     command.add_argument("--out", type=Path, required=True, help="folder to write")
     command.add_argument(
-        "--base", help="model of which to use config, tokenizer and, below an adapter, the weights"
+        "--base", help="model whose config and tokenizer to use, and to merge an adapter into"
     )
     command.add_argument("--adapter", action="store_true", help="write only the adapter, for peft")
     command.add_argument("--dtype", choices=tuple(DTYPES), default="bfloat16")

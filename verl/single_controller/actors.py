@@ -271,7 +271,7 @@ class RayWorkerGroup:
             ray.cancel(call)
 
     def _raise(self, error: RayError, actors: Mapping[Any, int], index: int) -> NoReturn:
-        """Raise the group's error if an actor's death caused the error of `index`, else itself."""
+        """Raise the group's error if a death caused the error of actor `index`, else that error."""
         # If the actor's own call of a `Peer` failed, the peer is dead, not the actor.
         is_from_peer = isinstance(error, RayTaskError) and isinstance(error.cause, DEATHS)
         if isinstance(error, self._deaths) and not is_from_peer:

@@ -164,10 +164,10 @@ class JudgeEndpoint:
 
 
 class LlmJudge:
-    """Scores a batch of dialogues; equal messages are sent only once, and no verdict scores 0.
+    """Scores a batch of dialogues; equal messages are sent only once.
 
-    Components: ``judge`` (the score), ``em``, ``has_answer``, ``judge_asked`` (a verdict was
-    needed), ``judge_failed`` (it was needed but not given).
+    Without a verdict the score is 0. Components: ``judge`` (the score), ``em``, ``has_answer``,
+    ``judge_asked`` (a verdict was needed), ``judge_failed`` (it was needed but not given).
     """
 
     def __init__(self, options: JudgeOptions) -> None:

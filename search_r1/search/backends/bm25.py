@@ -83,9 +83,10 @@ class Bm25Retriever:
         return rows, scores[rows].tolist()
 
     def _score_lower_bound(self, word_ids: list[int], scores: Scores, k: int) -> float:
-        """Return a lower bound of the k-th best score, so that few scores are sorted; 0.0: unknown.
+        """Return a lower bound of the k-th best score, or 0.0 if there is none.
 
-        It is the k-th best among the documents of the rarest word that at least `k` of them have.
+        It is the k-th best score among the documents of the rarest word that at least `k`
+        documents have. Only documents that reach it have to be sorted.
         """
         starts = self._index.scores["indptr"]
         sizes = [(int(starts[word + 1] - starts[word]), word) for word in word_ids]

@@ -26,8 +26,9 @@ logger = logging.getLogger(__name__)
 Rows = npt.NDArray[np.int64]
 METRICS = {faiss.METRIC_INNER_PRODUCT: "ip", faiss.METRIC_L2: "l2"}
 BLAS_QUERIES = 4
-"""Queries from which on a Flat index multiplies matrices. With single pairs of vectors, below the
-128,000 of FAISS 1.15, 64 queries of a million vectors took 7 times as long."""
+"""Minimum number of queries for which a Flat index multiplies matrices. FAISS 1.15 defaults to
+128,000 and computes one pair of vectors at a time below that: with a million vectors, 64 queries
+took 7 times as long."""
 MARGIN = 32
 """Candidates beyond k of a Flat index whose scores are computed again in float64."""
 RESCORE_QUERIES = 64

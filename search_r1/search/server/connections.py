@@ -32,7 +32,9 @@ BYTES_PER_BODY_BYTE = 8
 """Bytes sent per byte of the body, if each one is a chunk of its own (chunked encoding)."""
 LOG_INTERVAL_S = 60.0
 FULL_RESPONSE = b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nConnection: close\r\n\r\n"
-FULL_MESSAGE = "%d connections are open, the descriptors' limit: others get 503; raise ulimit -n"
+FULL_MESSAGE = (
+    "%d connections are open, the limit of file descriptors: others get 503; raise ulimit -n"
+)
 
 
 def configure(app: ASGIApp, max_body_bytes: int, drain: float) -> uvicorn.Config:
