@@ -180,6 +180,13 @@ def test_the_critic_warms_up_alone(trainer: RayPPOTrainer, log: list[str]) -> No
     assert "update_actor" in second
 
 
+def test_validation_only_makes_no_update(trainer: RayPPOTrainer, log: list[str]) -> None:
+    """`val_only` validates once and stops."""
+    trainer.config.trainer.val_only = True
+    trainer.fit()
+    assert "update_actor" not in log
+
+
 def test_remax_compares_with_a_greedy_trajectory(trainer: RayPPOTrainer, log: list[str]) -> None:
     """Each prompt gets an additional greedy rollout, which is scored but not trained on."""
     trainer.config.algorithm.adv_estimator = "remax"
@@ -197,3 +204,19 @@ def test_remax_compares_with_a_greedy_trajectory(trainer: RayPPOTrainer, log: li
     # The greedy trajectories are sample 1 here (score 1), the others 1, 2, 3 (scores 1, 0, 1).
     advantages = {float(a) for mini in minis for a in mini.tokens["advantages"].unique()}
     assert advantages == {0.0, -1.0}
+
+
+def test_a_failed_greedy_trajectory_leaves_its_group_out(
+    trainer: RayPPOTrainer, log: list[str]
+) -> None:
+    """Its samples have no baseline; the other groups are trained on."""
+    trainer.config.algorithm.adv_estimator = "remax"
+    trainer.config.trainer.max_lost_share = 0.5
+    trainer = build(trainer.config, log)
+    trainer.replicas.fail = lambda start: (
+        trainer.replicas.requests[-1][1].temperature == 0 and start.group == "1/0"
+    )
+    trainer.step = 1
+    trainer.train_step()
+    groups = {group for mini in trainer.ranks.mini_batches for group in mini.columns["group"]}
+    assert groups == {"1/1", "1/2", "1/3"}
