@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 
 from benchmarks.step_time.cases import Case
-from search_r1.plan.planning import Observation, fit_engine, rollout_s
+from search_r1.plan.planning import Observation, fit_engine, simulate_rollout
 from search_r1.plan.simulation import EngineRates
-from search_r1.plan.workload import Batch, Dialogue, LogNormal, Turn, with_waits
+from search_r1.plan.workload import Batch, Dialogue, LogNormal, Turn, add_search_times
 
 GUESS = EngineRates(step_s=0.03, sequence_s=0.0004, prefill_tokens_s=20_000, slots=1)
 """Where fitting begins: twice too slow, half, and 2.5 times too fast."""
@@ -46,7 +46,7 @@ def recorded(row: Mapping[str, Any]) -> list[Dialogue]:
 def timed(case: Case, dialogues: Sequence[Dialogue], seed: int) -> Batch:
     """Those dialogues with times of searches as the case describes them."""
     waits = LogNormal(case.search_p50, case.search_p99)
-    return Batch(tuple(with_waits(dialogues, waits, np.random.default_rng(seed))), case.group)
+    return Batch(tuple(add_search_times(dialogues, waits, np.random.default_rng(seed))), case.group)
 
 
 def fit(cases: Sequence[Case], rows: Rows) -> Fitted:
@@ -56,8 +56,8 @@ def fit(cases: Sequence[Case], rows: Rows) -> Fitted:
         batch = timed(case, recorded(row), number)
         observed.append(Observation(batch, case.engines, case.slots, row["rollout_s"]))
         tokens += sum(batch.lengths)
-        seen = [turn.observed for one in batch.dialogues for turn in one.turns if turn.observed]
-        extra += [count - case.letters for count in seen]
+        seen = [turn.observation_tokens for one in batch.dialogues for turn in one.turns]
+        extra += [count - case.letters for count in seen if count]
     seconds = sum(row["train_s"] for row in rows)
     return Fitted(fit_engine(observed, GUESS), tokens / seconds, fmean(extra))
 
@@ -66,7 +66,7 @@ def foresee(case: Case, batches: Sequence[Batch], fitted: Fitted) -> list[tuple[
     """Seconds of rollout and of training of each batch."""
     found = []
     for batch in batches:
-        rollout = rollout_s(fitted.engine, Observation(batch, case.engines, case.slots, 0.0))
+        rollout = simulate_rollout(fitted.engine, Observation(batch, case.engines, case.slots, 0.0))
         found.append((rollout, sum(batch.lengths) / fitted.train_tokens_s))
     return found
 

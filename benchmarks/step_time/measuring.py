@@ -123,7 +123,9 @@ def measure(case: Case) -> dict[str, Any]:
         trajectories = asyncio.run(play(case, url, seed=1))
         rollout_s = time.perf_counter() - begin
     played = [dialogue(one) for one in trajectories]
-    counts = [[d.prompt, [[t.tokens, t.observed] for t in d.turns]] for d in played]
+    counts = [
+        [d.prompt_tokens, [[t.tokens, t.observation_tokens] for t in d.turns]] for d in played
+    ]
     return {"rollout_s": rollout_s, "dialogues": counts}
 
 
@@ -131,11 +133,11 @@ def batch_of(dialogues: Sequence[Dialogue]) -> TokenBatch:
     """What the trainer learns from, with any ids: dialogues of such lengths."""
     trajectories = []
     for number, one in enumerate(dialogues):
-        segments = [Segment(Origin.PROMPT, (1,) * one.prompt)]
+        segments = [Segment(Origin.PROMPT, (1,) * one.prompt_tokens)]
         for turn in one.turns:
             segments.append(Segment(Origin.POLICY, (2,) * turn.tokens, "", (0.0,) * turn.tokens))
-            segments.append(Segment(Origin.OBSERVATION, (3,) * turn.observed))
-        prompt = Prompt(f"f#{number}", (1,) * one.prompt, "nq", ("x",))
+            segments.append(Segment(Origin.OBSERVATION, (3,) * turn.observation_tokens))
+        prompt = Prompt(f"f#{number}", (1,) * one.prompt_tokens, "nq", ("x",))
         trajectories.append(Trajectory(prompt, segments))
     batch = TokenBatch.from_trajectories(trajectories)
     mask = batch.tokens["policy_mask"]

@@ -11,8 +11,8 @@ from __future__ import annotations
 import sys
 
 from search_r1.plan.command import PlanOptions
-from search_r1.plan.placements import Costs, Placement, plan, room
-from search_r1.plan.planning import compose, workload
+from search_r1.plan.placements import Costs, Placement, estimate_capacity, simulate_placement
+from search_r1.plan.planning import build_workload, compose
 from search_r1.plan.simulation import EngineRates, Setup, StepCosts, simulate
 from search_r1.plan.workload import Batch, Dialogue, Turn
 from verl.machine import GB
@@ -33,7 +33,8 @@ def turns(batch: Batch) -> list[Batch]:
         for one in batch.dialogues:
             if number < len(one.turns):
                 before = one.turns[:number]
-                context = one.prompt + sum(turn.tokens + turn.observed for turn in before)
+                added = sum(turn.tokens + turn.observation_tokens for turn in before)
+                context = one.prompt_tokens + added
                 alone.append(Dialogue(context, (Turn(one.turns[number].tokens),)))
         found.append(Batch(tuple(alone), 1))
     return found
@@ -53,10 +54,12 @@ def main(path: str) -> None:
     options = PlanOptions(options=(f"actor_rollout_ref.model.path={path}",))
     config, shape = compose(options), read_shape(path)
     assert shape is not None, f"no config.json in {path}"
-    costs, batch = Costs(config, options.rates, shape), workload(options, config, None).draw(0)
+    costs = Costs(config, options.rates, shape)
+    batch = build_workload(options, config, None).draw(0)
     placement = Placement(0, CARDS, 0, None, 1)
-    ours = plan(placement, costs, [batch], room(placement, costs, batch, options.card_gb), 1)
-    rates = costs.engine(batch, 1, ours.room.slots)
+    capacity = estimate_capacity(placement, costs, batch, options.card_gb)
+    ours = simulate_placement(placement, costs, [batch], capacity, 1)
+    rates = costs.engine_rates(batch, 1, ours.capacity.slots)
     train_s, driver_s = costs.train_s(batch), costs.driver_s(batch)
     moved = 2 * HELD * shape.parameters() / CARDS / (options.rates.host_gb_s * GB)
     tokens = sum(batch.lengths) / len(batch.lengths)

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 
 from search_r1.plan.command import DialogueOptions, PlanOptions, RateOptions
-from search_r1.plan.placements import Planned
+from search_r1.plan.placements import PlacementResult
 from search_r1.plan.planning import choose, margins, plan_all
 
 SEARCHES = {
@@ -22,12 +22,12 @@ HAND_OVER = {"files": (None, None), "1 + 0.5 s": (1.0, 0.5)}
 """Seconds until weights are written and until engines have them; None: through files."""
 
 
-def fastest(planned: Sequence[Planned], staleness: int, is_shared: bool) -> str:
+def fastest(planned: Sequence[PlacementResult], staleness: int, is_shared: bool) -> str:
     """Seconds of the fastest that fits, and how it divides the cards."""
     fitting = [
         one
         for one in planned
-        if one.room.fits
+        if one.capacity.fits
         and one.placement.staleness == staleness
         and one.placement.shares_cards == is_shared
     ]
@@ -58,7 +58,7 @@ def row(name: str, folder: str, searches: str, hand_over: str) -> str:
         name, searches, hand_over, fastest(planned, 0, True),
         *(fastest(planned, staleness, False) for staleness in (0, 1, 4)),
         f"{placed.name}, {placed.staleness}", f"{1 + gain:.2f}", f"{best.card_idle:.0%}",
-        f"{best.room.rank_gb:.0f}, {best.room.engine_gb:.0f}",
+        f"{best.capacity.rank_gb:.0f}, {best.capacity.engine_gb:.0f}",
     ]  # fmt: skip
     return f"| {' | '.join(cells)} |"
 

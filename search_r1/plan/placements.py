@@ -80,7 +80,7 @@ class Costs:
     decode: tuple[float, float] | None = None
     """`step_s` and `sequence_s` as measured."""
 
-    def engine(self, batch: Batch, size: int, slots: int) -> EngineRates:
+    def engine_rates(self, batch: Batch, size: int, slots: int) -> EngineRates:
         """Of an engine on `size` cards."""
         step_s, sequence_s = self.decode or self._decode(batch, size)
         prefill = self.rates.prefill_tokens_s
@@ -138,7 +138,7 @@ class Costs:
         self, model: ModelFlops, batch: Batch, budget: int, ranks: int, reads: int, epochs: int
     ) -> float:
         """Forwards and updates of one model; a micro-batch takes as long as gathering for it."""
-        lengths, wanted = batch.lengths, batch.sampled
+        lengths, wanted = batch.lengths, batch.policy_tokens
         forward = model.forward(lengths, wanted)
         update = model.update(lengths, wanted) + model.recomputed(lengths)
         per_rank, speed = sum(lengths) / ranks, 1e12 * self.rates.train_tflops * ranks
@@ -229,7 +229,7 @@ class Placement:
 
 
 @dataclass(frozen=True)
-class Room:
+class Capacity:
     """What a placement needs of a card, and what is left for dialogues; GB of 10^9 bytes."""
 
     slots: int
@@ -245,11 +245,11 @@ class Room:
 
 
 @dataclass(frozen=True)
-class Planned:
+class PlacementResult:
     """A placement with what it comes to."""
 
     placement: Placement
-    room: Room
+    capacity: Capacity
     outcome: Outcome
     card_idle: float
     """Share of card-seconds in which neither an engine nor a rank computes."""
@@ -270,13 +270,13 @@ def divisions(
                     yield Placement(rollout, train, stale, budget, size, critics)
 
 
-def room(placement: Placement, costs: Costs, batch: Batch, card_gb: float) -> Room:
+def estimate_capacity(placement: Placement, costs: Costs, batch: Batch, card_gb: float) -> Capacity:
     """Memory by the preflight's estimate, and how many requests an engine runs at once."""
     in_flight = (placement.staleness + 1) * len(batch.dialogues)
     most = costs.config.actor_rollout_ref.rollout.max_num_seqs or MAX_SEQS_ON_GPU
     slots = min(most, -(-in_flight // placement.num_engines))
     if not card_gb or costs.shape is None:
-        return Room(slots)
+        return Capacity(slots)
     config, card = options_of(placement, costs.config), int(card_gb * GB)
     config = with_options(config, {f"{ROLLOUT}.max_num_seqs": slots})
     devices = (DeviceMemory(card, card),) * placement.cards
@@ -288,7 +288,7 @@ def room(placement: Placement, costs: Costs, batch: Batch, card_gb: float) -> Ro
     held, engine = found.peak_bytes(Memory.DEVICE), found.peak_bytes(found.engine.memory)
     moved = sum(n.bytes for n in found.needs if n.memory is Memory.HOST and ": " in n.name)
     cached = int(found.engine.cached_tokens * len(batch.lengths) / sum(batch.lengths))
-    return Room(
+    return Capacity(
         max(1, min(slots, cached)),
         rank_gb=held / GB,
         engine_gb=engine / GB,
@@ -320,16 +320,16 @@ def options_of(placement: Placement, config: Config) -> Config:
     return with_options(config, {**single, **changes(placement)})
 
 
-def plan(
-    placement: Placement, costs: Costs, batches: Sequence[Batch], room: Room, steps: int
-) -> Planned:
+def simulate_placement(
+    placement: Placement, costs: Costs, batches: Sequence[Batch], capacity: Capacity, steps: int
+) -> PlacementResult:
     """Simulate a placement."""
     costs = replace(costs, config=options_of(placement, costs.config))
     setup = Setup(
-        costs.engine(batches[0], placement.tensor_parallel, room.slots),
+        costs.engine_rates(batches[0], placement.tensor_parallel, capacity.slots),
         placement.num_engines,
         StepCosts(
-            train_s=cache(partial(costs.train_s, offloaded=room.offloaded)),
+            train_s=cache(partial(costs.train_s, offloaded=capacity.offloaded)),
             driver_s=cache(costs.driver_s),
             publish_s=costs.publish_s,
             adopt_s=costs.adopt_s,
@@ -341,4 +341,4 @@ def plan(
     outcome = simulate(setup, batches, steps)
     engines = placement.num_engines * placement.tensor_parallel * outcome.engine_busy
     busy = engines + (placement.train_cards + placement.critic_cards) * outcome.trainer_busy
-    return Planned(placement, room, outcome, 1 - busy / placement.cards)
+    return PlacementResult(placement, capacity, outcome, 1 - busy / placement.cards)

@@ -18,9 +18,17 @@ import numpy as np
 from scipy.optimize import minimize
 
 from search_r1.plan.command import PlanOptions, RateOptions
-from search_r1.plan.placements import Costs, Placement, Planned, changes, divisions, plan, room
+from search_r1.plan.placements import (
+    Costs,
+    Placement,
+    PlacementResult,
+    changes,
+    divisions,
+    estimate_capacity,
+    simulate_placement,
+)
 from search_r1.plan.simulation import EngineRates, Setup, StepCosts, simulate
-from search_r1.plan.workload import Batch, Dialogue, LogNormal, Turn, Workload, with_waits
+from search_r1.plan.workload import Batch, Dialogue, LogNormal, Turn, Workload, add_search_times
 from verl.bounds import MAX_NUMBER
 from verl.config import Config, cli
 from verl.data.rows import BadRow, read_jsonl
@@ -48,7 +56,7 @@ class Observation:
     seconds: float
 
 
-def rollout_s(rates: EngineRates, observed: Observation) -> float:
+def simulate_rollout(rates: EngineRates, observed: Observation) -> float:
     """The seconds that engines so fast would take."""
     nothing = StepCosts(lambda batch: 1e-9, lambda batch: 0.0, 0.0, 0.0)
     setup = Setup(replace(rates, slots=observed.slots), observed.num_engines, nothing)
@@ -70,7 +78,7 @@ def fit_engine(
         return replace(start, step_s=step_s, sequence_s=sequence_s, prefill_tokens_s=prefill)
 
     def loss(logs: np.ndarray) -> float:
-        errors = [math.log(rollout_s(at(logs), one) / one.seconds) for one in observations]
+        errors = [math.log(simulate_rollout(at(logs), one) / one.seconds) for one in observations]
         return fmean(error**2 for error in errors) + float(np.sum((TRUST * (logs - origin)) ** 2))
 
     values = (start.step_s, start.sequence_s, start.prefill_tokens_s)
@@ -120,7 +128,7 @@ class Run:
         for row in self.metrics[-MOST_STEPS:]:
             dialogues = self.steps.get(int(row["step"]))
             if dialogues:
-                batch = Batch(tuple(with_waits(dialogues, search_s, random)), group)
+                batch = Batch(tuple(add_search_times(dialogues, search_s, random)), group)
                 found.append(Observation(batch, engines, slots, row["timing_s/gen"]))
         return found
 
@@ -155,7 +163,8 @@ def _dialogue(place: str, row: Mapping[str, Any]) -> tuple[int, Dialogue]:
             if segment["origin"] == "policy":
                 turns.append(Turn(max(1, count)))
             elif segment["origin"] == "observation":
-                turns[-1] = replace(turns[-1], observed=turns[-1].observed + count)
+                observed = turns[-1].observation_tokens + count
+                turns[-1] = replace(turns[-1], observation_tokens=observed)
             else:
                 prompt += count
         return int(row["step"]), Dialogue(prompt, tuple(turns) or (Turn(1),))
@@ -170,9 +179,9 @@ COLUMNS = ("cards", "engines", "stale", "budget", "slots", "step s", "rollout s"
            "ranks idle", "cards idle", "rank GB", "engine GB", "waits on the host")  # fmt: skip
 
 
-def choose(planned: Sequence[Planned]) -> Planned | None:
+def choose(planned: Sequence[PlacementResult]) -> PlacementResult | None:
     """The least stale of those that fit and are as fast as the fastest; None where none fits."""
-    fitting = [one for one in planned if one.room.fits]
+    fitting = [one for one in planned if one.capacity.fits]
     if not fitting:
         return None
     limit = (1 + EQUAL) * min(one.outcome.step_s for one in fitting)
@@ -180,12 +189,12 @@ def choose(planned: Sequence[Planned]) -> Planned | None:
     return min(equal, key=lambda one: (one.placement.staleness, one.outcome.step_s))
 
 
-def margins(best: Planned | None, planned: Sequence[Planned]) -> dict[str, float]:
+def margins(best: PlacementResult | None, planned: Sequence[PlacementResult]) -> dict[str, float]:
     """By how much others that fit take longer, as a share: `next`, the fastest with other cards,
     `fresh`, the fastest without staleness, and `today`, shared cards without staleness."""
     if best is None:
         return {}
-    others = [one for one in planned if one.room.fits]
+    others = [one for one in planned if one.capacity.fits]
     groups = {
         "next": [o for o in others if o.placement.rollout_cards != best.placement.rollout_cards],
         "fresh": [o for o in others if not o.placement.staleness],
@@ -198,32 +207,32 @@ def margins(best: Planned | None, planned: Sequence[Planned]) -> dict[str, float
     }
 
 
-def table(planned: Sequence[Planned]) -> str:
+def table(planned: Sequence[PlacementResult]) -> str:
     rows = [COLUMNS, ("---",) * len(COLUMNS), *map(_row, planned)]
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
-def _row(one: Planned) -> tuple[str, ...]:
-    placement, room, outcome = one.placement, one.room, one.outcome
+def _row(one: PlacementResult) -> tuple[str, ...]:
+    placement, capacity, outcome = one.placement, one.capacity, one.outcome
     size = f" x {placement.tensor_parallel}" if placement.tensor_parallel > 1 else ""
     return (
         placement.name,
         f"{placement.num_engines}{size}",
         str(placement.staleness),
         "-" if placement.token_budget is None else f"{placement.token_budget:,}",
-        str(room.slots),
+        str(capacity.slots),
         f"{outcome.step_s:.1f}",
         f"{outcome.rollout_s:.1f}",
         f"{outcome.engine_idle:.0%}",
         f"{outcome.trainer_idle:.0%}",
         f"{one.card_idle:.0%}",
-        "-" if room.rank_gb is None else f"{room.rank_gb:.0f}",
-        "-" if room.engine_gb is None else f"{room.engine_gb:.0f}",
-        ("" if room.fits else "does not fit; ") + (", ".join(room.waits) or "nothing"),
+        "-" if capacity.rank_gb is None else f"{capacity.rank_gb:.0f}",
+        "-" if capacity.engine_gb is None else f"{capacity.engine_gb:.0f}",
+        ("" if capacity.fits else "does not fit; ") + (", ".join(capacity.waits) or "nothing"),
     )
 
 
-def verdict(planned: Sequence[Planned]) -> str:
+def verdict(planned: Sequence[PlacementResult]) -> str:
     """The best in a sentence, and what it gains."""
     best = choose(planned)
     if best is None:
@@ -242,9 +251,9 @@ def verdict(planned: Sequence[Planned]) -> str:
     return f"{line}\noptions: {options}"
 
 
-def as_json(one: Planned) -> dict[str, Any]:
+def as_json(one: PlacementResult) -> dict[str, Any]:
     """All that is known of a placement; seconds, shares, and GB of 10^9 bytes."""
-    return {**asdict(one.placement), **asdict(one.room), **asdict(one.outcome),
+    return {**asdict(one.placement), **asdict(one.capacity), **asdict(one.outcome),
             "num_engines": one.placement.num_engines, "card_idle": one.card_idle}  # fmt: skip
 
 
@@ -268,22 +277,24 @@ def start(options: PlanOptions) -> int:
     return 0
 
 
-def plan_all(options: PlanOptions) -> list[Planned]:
+def plan_all(options: PlanOptions) -> list[PlacementResult]:
     """Every placement that was asked for, the fastest that fit first. Raises UserError."""
     if problems := list(options.dialogue.conflicts()):
         raise ConfigError("\n".join(problems))
     config = compose(options)
     placements = _placements(options, config)
     run = None if options.run is None else read_run(options.run, config)
-    load = workload(options, config, run)
+    load = build_workload(options, config, run)
     batches = [load.draw(options.seed + i) for i in range(min(options.steps, 4))]
     costs = _costs(options, config, run, load)
     card_gb = 0.0 if config.trainer.device == "cpu" else options.card_gb
     found = [
-        plan(one, costs, batches, room(one, costs, batches[0], card_gb), options.steps)
+        simulate_placement(
+            one, costs, batches, estimate_capacity(one, costs, batches[0], card_gb), options.steps
+        )
         for one in placements
     ]
-    return sorted(found, key=lambda one: (not one.room.fits, one.outcome.step_s))
+    return sorted(found, key=lambda one: (not one.capacity.fits, one.outcome.step_s))
 
 
 def compose(options: PlanOptions) -> Config:
@@ -300,7 +311,7 @@ def compose(options: PlanOptions) -> Config:
     return cli.compose(["--config-name=config", f"--config-dir={options.run}", *options.options])
 
 
-def workload(options: PlanOptions, config: Config, run: Run | None) -> Workload:
+def build_workload(options: PlanOptions, config: Config, run: Run | None) -> Workload:
     """What the dialogues of a step are like. Raises ConfigError."""
     given = options.dialogue
     most = config.max_turns + 1
@@ -338,7 +349,7 @@ def _costs(options: PlanOptions, config: Config, run: Run | None, load: Workload
     if not observed or options.rates.decode or is_stale:
         return costs
     size = config.actor_rollout_ref.rollout.tensor_model_parallel_size
-    begin = costs.engine(observed[0].batch, size, observed[0].slots)
+    begin = costs.engine_rates(observed[0].batch, size, observed[0].slots)
     fitted = fit_engine(observed, begin, options.rates.prefill_tokens_s is not None)
     rates = replace(costs.rates, prefill_tokens_s=fitted.prefill_tokens_s)
     return replace(costs, rates=rates, decode=(fitted.step_s, fitted.sequence_s))

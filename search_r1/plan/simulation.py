@@ -246,9 +246,9 @@ class _Run:
         flight = _Flight(batch, self.clock.now, len(batch.dialogues))
         self._flights[number] = flight
         ended = partial(self._dialogue_ended, number)
-        for first in range(0, len(batch.dialogues), batch.group):
+        for first in range(0, len(batch.dialogues), batch.group_size):
             engine = min(self.engines, key=lambda engine: engine.dialogues)
-            siblings = batch.dialogues[first : first + batch.group]
+            siblings = batch.dialogues[first : first + batch.group_size]
             engine.dialogues += len(siblings)
             for i, dialogue in enumerate(siblings):
                 _Playing(dialogue, engine, self.clock, ended, shares_prompt=i > 0).turn()
@@ -347,11 +347,12 @@ class _Playing:
         """Tokens that the engine has not cached under its present weights."""
         has_cached, self.version = self.version == self.engine.version, self.engine.version
         if self.number == 0:
-            return 0 if self.shares_prompt else self.dialogue.prompt
+            return 0 if self.shares_prompt else self.dialogue.prompt_tokens
         before = self.dialogue.turns[: self.number]
         if has_cached:
-            return before[-1].observed
-        return self.dialogue.prompt + sum(turn.tokens + turn.observed for turn in before)
+            return before[-1].observation_tokens
+        sampled_and_observed = sum(turn.tokens + turn.observation_tokens for turn in before)
+        return self.dialogue.prompt_tokens + sampled_and_observed
 
     def _sampled(self) -> None:
         turn = self.dialogue.turns[self.number]

@@ -33,7 +33,7 @@ class Turn:
     """What the policy samples, what the environment adds to it, and the seconds of that."""
 
     tokens: int
-    observed: int = 0
+    observation_tokens: int = 0
     search_s: float = 0.0
 
 
@@ -41,16 +41,17 @@ class Turn:
 class Dialogue:
     """One trajectory, as far as its time depends on it."""
 
-    prompt: int
+    prompt_tokens: int
     turns: tuple[Turn, ...]
 
     @property
-    def sampled(self) -> int:
+    def policy_tokens(self) -> int:
         return sum(turn.tokens for turn in self.turns)
 
     @property
     def length(self) -> int:
-        return self.prompt + self.sampled + sum(turn.observed for turn in self.turns)
+        observed = sum(turn.observation_tokens for turn in self.turns)
+        return self.prompt_tokens + self.policy_tokens + observed
 
 
 @dataclass(frozen=True)
@@ -58,34 +59,34 @@ class Batch:
     """The dialogues of one training step; siblings of a group follow each other."""
 
     dialogues: tuple[Dialogue, ...]
-    group: int
+    group_size: int
 
     @property
     def lengths(self) -> list[int]:
         return [dialogue.length for dialogue in self.dialogues]
 
     @property
-    def sampled(self) -> int:
-        return sum(dialogue.sampled for dialogue in self.dialogues)
+    def policy_tokens(self) -> int:
+        return sum(dialogue.policy_tokens for dialogue in self.dialogues)
 
 
 @dataclass(frozen=True)
 class Workload:
     """Distributions of the dialogues of a run."""
 
-    prompts: int
+    num_prompts: int
     """Of a training step."""
-    group: int
+    group_size: int
     """Dialogues of a prompt."""
     prompt_tokens: LogNormal
     turn_tokens: LogNormal
     """Sampled in one turn."""
     observation_tokens: LogNormal
-    searches: tuple[float, ...]
+    search_shares: tuple[float, ...]
     """How many of the dialogues search 0, 1, 2 ... times, as weights."""
     search_s: LogNormal
-    longest_turn: int
-    longest_observation: int
+    max_turn_tokens: int
+    max_observation_tokens: int
     recorded: tuple[Dialogue, ...] = ()
     """Dialogues of a run, drawn instead of the distributions; searches without time take theirs."""
 
@@ -93,26 +94,26 @@ class Workload:
         """The dialogues of one step; equal seeds give equal ones."""
         random = np.random.default_rng(seed)
         if self.recorded:
-            chosen = random.integers(len(self.recorded), size=self.prompts * self.group)
-            some = with_waits([self.recorded[i] for i in chosen], self.search_s, random)
+            chosen = random.integers(len(self.recorded), size=self.num_prompts * self.group_size)
+            some = add_search_times([self.recorded[i] for i in chosen], self.search_s, random)
         else:
             some = self._drawn(random)
-        return Batch(tuple(some), self.group)
+        return Batch(tuple(some), self.group_size)
 
     def _drawn(self, random: np.random.Generator) -> list[Dialogue]:
-        count = self.prompts * self.group
-        shares = np.array(self.searches) / sum(self.searches)
+        count = self.num_prompts * self.group_size
+        shares = np.array(self.search_shares) / sum(self.search_shares)
         searches = random.choice(len(shares), size=count, p=shares).tolist()
-        prompts = _tokens(self.prompt_tokens.draw(self.prompts, random))
+        prompts = _tokens(self.prompt_tokens.draw(self.num_prompts, random))
         total = sum(searches) + count
-        tokens = iter(_tokens(self.turn_tokens.draw(total, random), self.longest_turn))
+        tokens = iter(_tokens(self.turn_tokens.draw(total, random), self.max_turn_tokens))
         observed = iter(
-            _tokens(self.observation_tokens.draw(total, random), self.longest_observation)
+            _tokens(self.observation_tokens.draw(total, random), self.max_observation_tokens)
         )
         waits = iter(self.search_s.draw(total, random).tolist())
         return [
             Dialogue(
-                prompts[i // self.group],
+                prompts[i // self.group_size],
                 (
                     *(Turn(next(tokens), next(observed), next(waits)) for _ in range(number)),
                     Turn(next(tokens)),
@@ -127,15 +128,15 @@ def _tokens(values: np.ndarray, longest: int | None = None) -> list[int]:
     return [int(n) for n in np.clip(np.rint(values), 1, longest)]
 
 
-def with_waits(
+def add_search_times(
     dialogues: Sequence[Dialogue], search_s: LogNormal, random: np.random.Generator
 ) -> list[Dialogue]:
     """Recorded dialogues with seconds for each search: a turn to which something was added."""
     waits = iter(search_s.draw(sum(len(d.turns) for d in dialogues), random).tolist())
     return [
         Dialogue(
-            one.prompt,
-            tuple(replace(t, search_s=next(waits) * (t.observed > 0)) for t in one.turns),
+            one.prompt_tokens,
+            tuple(replace(t, search_s=next(waits) * (t.observation_tokens > 0)) for t in one.turns),
         )
         for one in dialogues
     ]

@@ -38,7 +38,10 @@ def test_steps_of_a_known_engine_are_foreseen() -> None:
     for case in cases:
         batch = case.workload(50.0).draw(5)
         (rollout_s, train_s), *_ = foresee(case, [batch], truth)
-        turns = [[d.prompt, [[t.tokens, t.observed] for t in d.turns]] for d in batch.dialogues]
+        turns = [
+            [d.prompt_tokens, [[t.tokens, t.observation_tokens] for t in d.turns]]
+            for d in batch.dialogues
+        ]
         rows.append(json.loads(json.dumps(
             {"rollout_s": rollout_s, "train_s": train_s, "dialogues": turns})))  # fmt: skip
     lines = report(cases, rows, calibrate=4).splitlines()

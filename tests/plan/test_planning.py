@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from search_r1.plan.command import RateOptions, main
-from search_r1.plan.placements import ROLLOUT, Costs, Placement, room
+from search_r1.plan.placements import ROLLOUT, Costs, Placement, estimate_capacity
 from search_r1.plan.workload import Batch, Dialogue, Turn
 from tests.verl.preflight.memory.shapes import FACTS, shape_of
 from verl.config import cli
@@ -130,14 +130,14 @@ def test_memory_decides_what_fits() -> None:
     """Ranks that share no card need less of it; some cards are too small; caches limit requests."""
     load = batch(1300)
     small = costs_of("Qwen2.5-3B")
-    shared = room(Placement(0, 8, 0, None, 1), small, load, 84.8)
-    split = room(Placement(4, 4, 0, None, 1), small, load, 84.8)
+    shared = estimate_capacity(Placement(0, 8, 0, None, 1), small, load, 84.8)
+    split = estimate_capacity(Placement(4, 4, 0, None, 1), small, load, 84.8)
     assert shared.fits and split.fits
     assert shared.rank_gb is not None and split.rank_gb is not None
     assert split.rank_gb < shared.rank_gb
     assert split.engine_gb == pytest.approx(0.9 * 84.8)
-    assert not room(Placement(0, 8, 0, None, 1), small, load, 10.0).fits
-    tight = room(Placement(0, 8, 0, None, 1), small, batch(30_000), 84.8)
+    assert not estimate_capacity(Placement(0, 8, 0, None, 1), small, load, 10.0).fits
+    tight = estimate_capacity(Placement(0, 8, 0, None, 1), small, batch(30_000), 84.8)
     assert tight.slots < shared.slots == 320
 
 
@@ -150,4 +150,6 @@ def test_a_run_of_other_engines_is_planned_with_vllms(word: str) -> None:
     placement, load = Placement(0, 8, 0, None, 1), batch(1300)
     config = costs_of("Qwen2.5-3B")
     other = costs_of("Qwen2.5-3B", word)
-    assert room(placement, other, load, 84.8) == room(placement, config, load, 84.8)
+    assert estimate_capacity(placement, other, load, 84.8) == estimate_capacity(
+        placement, config, load, 84.8
+    )

@@ -8,7 +8,7 @@ import pytest
 
 from search_r1.plan.command import RateOptions
 from search_r1.plan.placements import fit_decode, read_decode
-from search_r1.plan.planning import Observation, fit_engine, read_run, rollout_s
+from search_r1.plan.planning import Observation, fit_engine, read_run, simulate_rollout
 from search_r1.plan.simulation import EngineRates
 from search_r1.plan.workload import Dialogue, LogNormal, Turn, Workload
 from verl.config import Config
@@ -27,15 +27,17 @@ LOAD = Workload(
 def test_fitted_rates_foresee_other_loads() -> None:
     """From four rollouts, of engines three times as slow as thought, to within 3 % of others."""
     seen = [
-        Observation(replace(LOAD, prompts=prompts).draw(prompts), 1, slots, 0.0)
+        Observation(replace(LOAD, num_prompts=prompts).draw(prompts), 1, slots, 0.0)
         for prompts, slots in ((2, 4), (4, 16), (16, 8), (16, 32))
     ]
-    told = [replace(one, seconds=rollout_s(TRUE, one)) for one in seen]
+    told = [replace(one, seconds=simulate_rollout(TRUE, one)) for one in seen]
     start = replace(TRUE, step_s=0.004, sequence_s=0.0001, prefill_tokens_s=10_000)
     fitted = fit_engine(told, start)
     for prompts, slots in ((3, 12), (8, 24), (24, 48)):
-        other = Observation(replace(LOAD, prompts=prompts).draw(100 + prompts), 1, slots, 0.0)
-        assert rollout_s(fitted, other) == pytest.approx(rollout_s(TRUE, other), rel=0.03)
+        other = Observation(replace(LOAD, num_prompts=prompts).draw(100 + prompts), 1, slots, 0.0)
+        assert simulate_rollout(fitted, other) == pytest.approx(
+            simulate_rollout(TRUE, other), rel=0.03
+        )
     known = fit_engine(told, replace(start, prefill_tokens_s=3000), knows_prefill=True)
     assert known.prefill_tokens_s == 3000
     assert known.step_s == pytest.approx(TRUE.step_s, rel=0.1)

@@ -55,7 +55,7 @@ def test_batches_begin_with_weights_of_the_allowed_age(
         flying.append(len(run._flights))
 
     monkeypatch.setattr(simulation._Run, "_start", noted)
-    batches = [replace(LOAD, prompts=8).draw(seed) for seed in range(3)]
+    batches = [replace(LOAD, num_prompts=8).draw(seed) for seed in range(3)]
     simulate(Setup(RATES, 2, COSTS, shares_cards, staleness), batches, steps=6)
     assert max(ages) == staleness
     assert max(flying) == staleness + 1
