@@ -54,12 +54,13 @@ def batches(model: str, num_trajectories: int) -> Iterator[TokenBatch]:
     ids = torch.tensor(AutoTokenizer.from_pretrained(model)(text)["input_ids"])
     draw, num_tokens = torch.Generator().manual_seed(0), num_trajectories * LENGTH
     mask = (torch.arange(LENGTH) >= PROMPT).repeat(num_trajectories)
-    for part in ids.split(num_tokens):
+    for start in range(0, len(ids) - num_tokens + 1, num_tokens):
         advantages = torch.randn(num_trajectories, generator=draw).repeat_interleave(LENGTH)
         yield TokenBatch(
             torch.arange(num_trajectories + 1) * LENGTH,
             tokens={
-                "input_ids": part, "policy_mask": mask, "loss_mask": mask,
+                "input_ids": ids[start : start + num_tokens],
+                "policy_mask": mask, "loss_mask": mask,
                 "rollout_log_probs": torch.zeros(num_tokens), "advantages": advantages * mask,
                 "loss_weights": mask / mask.sum(),
             },
