@@ -34,10 +34,13 @@ from typing import Self
 import httpx
 from fastapi import FastAPI, Request, Response
 from rich.console import Console
+from scipy.stats import t as student_t
 
 from benchmarks.algorithms.runner import BASE, ROOT, Result, prepare, retriever
 from benchmarks.algorithms.variants import VARIANTS
 from tests.apps import running
+from verl.errors import ConfigError
+from verl.logs import exit_status
 
 SIGMA = math.log(10) / 2.3263
 """Of the latency's logarithm: the 99th percentile is ten times the median."""
@@ -47,8 +50,6 @@ KEPT_SHARE = 0.75
 """Of the best EM so far: a validation below it is a collapse, as in tests.proofs.collapse."""
 LONG = ("trainer.test_freq=10", "trainer.guard.action=warn")
 UNVALIDATED = ("trainer.test_freq=-1", "trainer.val_before_train=false")
-STUDENT_T = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78}
-"""95 % quantiles by degrees of freedom."""
 console = Console(soft_wrap=True, highlight=False)
 
 
@@ -113,8 +114,16 @@ def rows_of(folder: Path) -> list[dict[str, float]]:
 
 def measured(folder: Path, least: float) -> Way:
     """From the folders `curve` and `timed` of one way and seed."""
-    reached = (row["step"] for row in rows_of(folder / "curve") if row.get("val/em", 0.0) >= least)
-    steps = int(next(reached))
+    validations = [row for row in rows_of(folder / "curve") if "val/em" in row]
+    reached = next((row for row in validations if row["val/em"] >= least), None)
+    if reached is None or reached["step"] == 0:
+        found = ", ".join(f"{row['val/em']:.3g}" for row in validations)
+        raise ConfigError(
+            f"got --em {least:g}, but the validations of {folder / 'curve'} have EM {found}; "
+            "expected an EM that a run reaches by training; fix: choose another --em, or train "
+            "longer (trainer.total_training_steps=…) into another --out"
+        )
+    steps = int(reached["step"])
     timed = [row for row in rows_of(folder / "timed") if "timing_s/step" in row]
     total = sum(row["timing_s/step"] for row in timed)
     waiting = sum(row["timing_s/gen"] for row in timed)
@@ -127,7 +136,8 @@ def interval(values: Sequence[float]) -> list[float]:
     """The 95 % interval of a mean, by Student's t."""
     if len(values) < 2:
         return [values[0], values[0]]
-    half = STUDENT_T[len(values) - 1] * stdev(values) / math.sqrt(len(values))
+    quantile = float(student_t.ppf(0.975, df=len(values) - 1))
+    half = quantile * stdev(values) / math.sqrt(len(values))
     return [fmean(values) - half, fmean(values) + half]
 
 
@@ -226,4 +236,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_status(main))

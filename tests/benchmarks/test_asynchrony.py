@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.asynchrony import Course
+from benchmarks.asynchrony import Course, compare, interval
+from verl.errors import ConfigError
 
 
 def step(number: int, **more: float) -> dict[str, float]:
@@ -27,3 +28,41 @@ def test_a_collapse_is_what_the_guard_or_a_fallen_em_says(
     course = Course.of(7, tmp_path)
     assert (course.seed, course.steps, course.em[:2]) == (7, 3, [0.2, 1.0])
     assert (course.collapses, course.seconds, course.staleness) == (collapses, 6.0, 3.0)
+
+
+def write_metrics(folder: Path, rows: list[dict[str, float]]) -> None:
+    folder.mkdir(parents=True)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def write_pair(out: Path, seconds: dict[str, float]) -> None:
+    """Write the runs of seed 0: a validation after each of three steps, and the timed steps."""
+    for name, step_s in seconds.items():
+        folder = out / name / "seed_0"
+        write_metrics(
+            folder / "curve", [{"step": n, "val/em": em} for n, em in enumerate((0.2, 0.5, 0.8))]
+        )
+        times = {"timing_s/step": step_s, "timing_s/gen": 1.0, "perf/engine_busy_share": 0.5}
+        write_metrics(folder / "timed", [{"step": n, **times} for n in (1, 2)])
+
+
+def test_the_speedup_is_the_ratio_of_the_seconds_until_both_reach_the_em(tmp_path: Path) -> None:
+    """Two steps of 6 s against two of 3 s; the interval of one seed is its value."""
+    write_pair(tmp_path, {"sync": 6.0, "async": 3.0})
+    result = compare(tmp_path, [0], 0.8)
+    assert (result["speedup_to_equal_em"], result["interval_95"]) == (2.0, [2.0, 2.0])
+
+
+@pytest.mark.parametrize("em", [0.9, 0.2])
+def test_an_em_that_training_does_not_reach_is_reported(tmp_path: Path, em: float) -> None:
+    """Neither an EM that no validation has, nor one that the initial policy has."""
+    write_pair(tmp_path, {"sync": 6.0, "async": 3.0})
+    with pytest.raises(ConfigError, match=r"EM 0\.2, 0\.5, 0\.8; expected.*fix: choose another"):
+        compare(tmp_path, [0], em)
+
+
+def test_the_interval_of_any_number_of_seeds_is_students() -> None:
+    """Seven seeds: the 97.5 % quantile with six degrees of freedom is 2.447 (from a table)."""
+    low, high = interval([1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0])
+    half = 2.447 * (28 / 6) ** 0.5 / 7**0.5
+    assert (low, high) == pytest.approx((4 - half, 4 + half), abs=1e-3)
