@@ -122,10 +122,10 @@ class Costs:
         budget = actor_budgets(config).update * config.num_sp_groups // ranks
         seconds = self._passes(policy, batch, budget, ranks, reads, actor.ppo_epochs)
         if has_critic(config):
-            own = config.critic
+            own, shape = config.critic, self.critic or self._shape()
             critic = ModelFlops(
-                self.critic or self._shape(), is_critic=True,
-                adapter=self._shape().adapter(own.model.lora_rank, own.model.target_modules),
+                shape, is_critic=True,
+                adapter=shape.adapter(own.model.lora_rank, own.model.target_modules),
                 has_checkpointing=own.model.enable_gradient_checkpointing in (True, None),
             )  # fmt: skip
             ranks = config.num_critic_ranks

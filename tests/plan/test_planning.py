@@ -1,6 +1,7 @@
 """The command: rates from a model or by hand, memory, the table, the best, and mistakes."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -105,6 +106,18 @@ def test_ranks_that_compute_together_take_as_long(capsys: pytest.CaptureFixture[
     assert costs_of("Qwen2.5-3B", grouped).train_s(load) == pytest.approx(usual)
     rows = planned(capsys, SMALL[0], grouped, *SMALL[1:], *BY_HAND)["placements"]
     assert isinstance(rows, list) and {row["train_cards"] for row in rows} == {4}
+
+
+def test_the_critics_time_does_not_depend_on_the_policys_sizes() -> None:
+    """A critic that is another model has an adapter of that model's sizes."""
+    load, critic = batch(1300), shape_of("Qwen2.5-0.5B")
+    ppo = ("algorithm.adv_estimator=gae", "critic.model.path=other", "critic.model.lora_rank=64")
+    seconds = [
+        replace(costs_of(policy, *ppo), critic=critic).train_s(load)
+        - costs_of(policy).train_s(load)
+        for policy in ("Qwen2.5-3B", "Qwen2.5-7B")
+    ]
+    assert seconds[0] == pytest.approx(seconds[1])
 
 
 def test_a_critic_on_cards_of_its_own_works_beside_the_actor() -> None:
