@@ -120,7 +120,9 @@ class Costs:
             has_checkpointing=model.enable_gradient_checkpointing in (True, None),
         )
         budget = actor_budgets(config).update * config.num_sp_groups // ranks
-        seconds = self._passes(policy, batch, budget, ranks, reads, actor.ppo_epochs)
+        seconds = self._passes(
+            policy, batch, budget, ranks, reads, actor.ppo_epochs, config.updates_per_step
+        )
         if has_critic(config):
             own, shape = config.critic, self.critic or self._shape()
             critic = ModelFlops(
@@ -130,12 +132,21 @@ class Costs:
             )  # fmt: skip
             ranks = config.num_critic_ranks
             budget = critic_budgets(config).update * config.num_critic_sp_groups // ranks
-            values = self._passes(critic, batch, budget, ranks, 1, own.ppo_epochs)
+            size = own.ppo_mini_batch_size or actor.ppo_mini_batch_size
+            updates = -(-config.num_trajectories // size) * own.ppo_epochs
+            values = self._passes(critic, batch, budget, ranks, 1, own.ppo_epochs, updates)
             seconds = max(seconds, values) if config.has_own_critic else seconds + values
         return seconds + moved
 
     def _passes(
-        self, model: ModelFlops, batch: Batch, budget: int, ranks: int, reads: int, epochs: int
+        self,
+        model: ModelFlops,
+        batch: Batch,
+        budget: int,
+        ranks: int,
+        reads: int,
+        epochs: int,
+        updates: int,
     ) -> float:
         """Forwards and updates of one model; a micro-batch takes as long as gathering for it."""
         lengths, wanted = batch.lengths, batch.policy_tokens
@@ -147,7 +158,7 @@ class Costs:
         spread = 0 if model.adapter else REDUCED * parameters / (self.rates.link_gb_s * GB)
         micro = max(1, -(-per_rank // (2 * budget)))
         seconds = reads * max(forward / speed, micro * gather)
-        micro = max(self.config.updates_per_step, -(-per_rank * epochs // budget))
+        micro = max(updates, -(-per_rank * epochs // budget))
         return seconds + max(epochs * update / speed, micro * (2 * gather + spread))
 
     def driver_s(self, batch: Batch) -> float:

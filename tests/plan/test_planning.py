@@ -120,6 +120,16 @@ def test_the_critics_time_does_not_depend_on_the_policys_sizes() -> None:
     assert seconds[0] == pytest.approx(seconds[1])
 
 
+def test_a_critic_has_its_own_number_of_updates() -> None:
+    """Which decides how often weights are gathered if its mini-batches are small."""
+    load, ppo = batch(4), ("algorithm.adv_estimator=gae", "critic.n_gpus_per_node=8")
+    few, many = (
+        costs_of("Qwen2.5-3B", *ppo, f"critic.ppo_mini_batch_size={size}").train_s(load)
+        for size in (256, 64)
+    )
+    assert many > 2 * few
+
+
 def test_a_critic_on_cards_of_its_own_works_beside_the_actor() -> None:
     """As many cards for each take as long as the slower of both, not as both in turn."""
     load, ppo = batch(1300), "algorithm.adv_estimator=gae"
