@@ -102,7 +102,8 @@ class Costs:
     def train_s(self, batch: Batch, offloaded: float = 0) -> float:
         """Of all passes; `offloaded` bytes of each rank go to the card and back at each update.
 
-        A critic on cards of its own works while the actor does: the slower of both counts.
+        A critic on cards of its own computes values while the actor and the reference compute
+        log-probs, and is updated while the actor is: each time the slower of both counts.
         """
         config, tokens = self.config, sum(batch.lengths)
         ranks = config.num_ranks
@@ -120,7 +121,7 @@ class Costs:
             has_checkpointing=model.enable_gradient_checkpointing in (True, None),
         )
         budget = actor_budgets(config).update * config.num_sp_groups // ranks
-        seconds = self._passes(
+        forward_s, update_s = self._passes(
             policy, batch, budget, ranks, reads, actor.ppo_epochs, config.updates_per_step
         )
         if has_critic(config):
@@ -134,9 +135,13 @@ class Costs:
             budget = critic_budgets(config).update * config.num_critic_sp_groups // ranks
             size = own.ppo_mini_batch_size or actor.ppo_mini_batch_size
             updates = -(-config.num_trajectories // size) * own.ppo_epochs
-            values = self._passes(critic, batch, budget, ranks, 1, own.ppo_epochs, updates)
-            seconds = max(seconds, values) if config.has_own_critic else seconds + values
-        return seconds + moved
+            values_s, critic_s = self._passes(
+                critic, batch, budget, ranks, 1, own.ppo_epochs, updates
+            )
+            if config.has_own_critic:
+                return max(forward_s, values_s) + max(update_s, critic_s) + moved
+            moved += values_s + critic_s
+        return forward_s + update_s + moved
 
     def _passes(
         self,
@@ -147,8 +152,8 @@ class Costs:
         reads: int,
         epochs: int,
         updates: int,
-    ) -> float:
-        """Forwards and updates of one model; a micro-batch takes as long as gathering for it."""
+    ) -> tuple[float, float]:
+        """Seconds of one model's forward passes and updates, at least those of gathering."""
         lengths, wanted = batch.lengths, batch.policy_tokens
         forward = model.forward(lengths, wanted)
         update = model.update(lengths, wanted) + model.recomputed(lengths)
@@ -159,7 +164,7 @@ class Costs:
         micro = max(1, -(-per_rank // (2 * budget)))
         seconds = reads * max(forward / speed, micro * gather)
         micro = max(updates, -(-per_rank * epochs // budget))
-        return seconds + max(epochs * update / speed, micro * (2 * gather + spread))
+        return seconds, max(epochs * update / speed, micro * (2 * gather + spread))
 
     def driver_s(self, batch: Batch) -> float:
         given = self.rates.driver_tokens_s

@@ -130,6 +130,18 @@ def test_a_critic_has_its_own_number_of_updates() -> None:
     assert many > 2 * few
 
 
+def test_the_actor_waits_for_the_values_of_a_critic_on_its_own_cards() -> None:
+    """Also if the critic's update is so fast that values and update take less time than its own."""
+    actor = (
+        "actor_rollout_ref.actor.old_log_probs=engine", "actor_rollout_ref.actor.use_kl_loss=false",
+        "algorithm.kl_ctrl.kl_coef=0", "trainer.n_gpus_per_node=2",
+    )  # fmt: skip
+    critic = ("algorithm.adv_estimator=gae", "critic.n_gpus_per_node=6")
+    load = batch(1300)
+    both = costs_of("Qwen2.5-3B", *actor, *critic).train_s(load)
+    assert both > 1.05 * costs_of("Qwen2.5-3B", *actor).train_s(load)
+
+
 def test_a_critic_on_cards_of_its_own_works_beside_the_actor() -> None:
     """As many cards for each take as long as the slower of both, not as both in turn."""
     load, ppo = batch(1300), "algorithm.adv_estimator=gae"
