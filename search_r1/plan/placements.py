@@ -17,7 +17,6 @@ from search_r1.plan.command import RateOptions
 from search_r1.plan.simulation import EngineRates, Outcome, Setup, StepCosts, simulate
 from search_r1.plan.workload import Batch
 from verl.config import Config
-from verl.config.run import MAX_SEQS_ON_GPU
 from verl.errors import ConfigError, explain
 from verl.machine import GB, DeviceMemory, HostMemory, Machine
 from verl.model_shape import ModelShape
@@ -288,13 +287,11 @@ def divisions(
 
 def estimate_capacity(placement: Placement, costs: Costs, batch: Batch, card_gb: float) -> Capacity:
     """Memory by the preflight's estimate, and how many requests an engine runs at once."""
-    in_flight = (placement.staleness + 1) * len(batch.dialogues)
-    most = costs.config.actor_rollout_ref.rollout.max_num_seqs or MAX_SEQS_ON_GPU
-    slots = min(most, -(-in_flight // placement.num_engines))
+    config = options_of(placement, costs.config)
+    slots = config.max_num_seqs(on_gpu=True)
     if not card_gb or costs.shape is None:
         return Capacity(slots)
-    config, card = options_of(placement, costs.config), int(card_gb * GB)
-    config = with_options(config, {f"{ROLLOUT}.max_num_seqs": slots})
+    card = int(card_gb * GB)
     devices = (DeviceMemory(card, card),) * placement.cards
     machine = Machine(HostMemory(AMPLE, AMPLE), AMPLE, devices)
     setting = Setting(costs.shape, costs.critic or costs.shape, True, machine)

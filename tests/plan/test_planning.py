@@ -176,6 +176,14 @@ def test_memory_decides_what_fits() -> None:
     assert tight.slots < shared.slots == 320
 
 
+def test_an_engine_has_the_slots_of_the_run() -> None:
+    """Its share of one step, in whole groups, also with more steps in progress."""
+    costs = costs_of("Qwen2.5-3B", "data.train_batch_size=16", "data.val_batch_size=1")
+    for card_gb in (0, 84.8):
+        capacity = estimate_capacity(Placement(3, 5, 4, None, 1), costs, batch(1300), card_gb)
+        assert capacity.slots == 6 * 5
+
+
 @pytest.mark.parametrize(
     "word",
     [f"{ROLLOUT}.name=transformers", f"{ROLLOUT}.url=[http://a:8000]", "data.rollouts=r"],
