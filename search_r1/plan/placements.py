@@ -21,7 +21,12 @@ from verl.errors import ConfigError, explain
 from verl.machine import GB, DeviceMemory, HostMemory, Machine
 from verl.model_shape import ModelShape
 from verl.monitor.flops import ModelFlops
-from verl.preflight.memory.check import OFFLOAD_OPTIONS, choose_offload, with_options
+from verl.preflight.memory.check import (
+    OFFLOAD_OPTIONS,
+    choose_offload,
+    peak_rank_bytes,
+    with_options,
+)
 from verl.preflight.memory.estimate import WARN_ABOVE, Setting, estimate
 from verl.preflight.memory.needs import Memory, has_critic, kv_bytes
 from verl.training.budgets import actor_budgets, critic_budgets
@@ -298,12 +303,12 @@ def estimate_capacity(placement: Placement, costs: Costs, batch: Batch, card_gb:
     chosen = choose_offload(config, setting)
     found = estimate(chosen, setting)
     assert found.engine is not None, "there are engines on GPUs"
-    held, engine = found.peak_bytes(Memory.DEVICE), found.peak_bytes(found.engine.memory)
+    engine = found.peak_bytes(found.engine.memory)
     moved = sum(n.bytes for n in found.needs if n.memory is Memory.HOST and ": " in n.name)
     cached = int(found.engine.cached_tokens * len(batch.lengths) / sum(batch.lengths))
     return Capacity(
         max(1, min(slots, cached)),
-        rank_gb=held / GB,
+        rank_gb=peak_rank_bytes(found) / GB,
         engine_gb=engine / GB,
         fits=not found.shortages(chosen, machine, WARN_ABOVE),
         waits=tuple(what for key, what in OFFLOAD_OPTIONS.items() if attrgetter(key)(chosen)),

@@ -184,6 +184,14 @@ def test_an_engine_has_the_slots_of_the_run() -> None:
         assert capacity.slots == 6 * 5
 
 
+def test_a_critics_own_card_counts_among_those_of_the_ranks() -> None:
+    """A critic that is larger than the policy decides how much memory a rank needs."""
+    ppo = ("algorithm.adv_estimator=gae", "critic.model.path=other", "critic.n_gpus_per_node=2")
+    costs = replace(costs_of("Qwen2.5-0.5B", *ppo), critic=shape_of("Qwen2.5-7B"))
+    capacity = estimate_capacity(Placement(2, 4, 0, None, 1, 2), costs, batch(1300), 300)
+    assert capacity.rank_gb is not None and capacity.rank_gb > 16 * 7.6 / 2
+
+
 @pytest.mark.parametrize(
     "word",
     [f"{ROLLOUT}.name=transformers", f"{ROLLOUT}.url=[http://a:8000]", "data.rollouts=r"],
