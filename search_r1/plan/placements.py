@@ -28,7 +28,8 @@ from verl.preflight.memory.check import (
     with_options,
 )
 from verl.preflight.memory.estimate import WARN_ABOVE, Setting, estimate
-from verl.preflight.memory.needs import Memory, has_critic, kv_bytes
+from verl.preflight.memory.needs import FLOAT, Memory, has_critic, kv_bytes
+from verl.rollout.interface import engine_takes_adapter
 from verl.training.budgets import actor_budgets, critic_budgets
 
 ITEM = 2
@@ -192,6 +193,9 @@ class Costs:
         return self._weight_bytes() / (READ_GB_S * GB) if given is None else given
 
     def _weight_bytes(self) -> int:
+        model = self.config.actor_rollout_ref.model
+        if engine_takes_adapter(self.config):
+            return FLOAT * self._shape().adapter(model.lora_rank, model.target_modules)
         return ITEM * self._shape().parameters()
 
     def _shape(self) -> ModelShape:
@@ -335,6 +339,8 @@ def options_of(placement: Placement, config: Config) -> Config:
     rates are computed."""
     single = {"trainer.nnodes": 1, f"{ROLLOUT}.num_replicas": None, f"{ROLLOUT}.name": "vllm",
               f"{ROLLOUT}.url": None, "data.rollouts": None}  # fmt: skip
+    if config.trainer.device == "auto":  # the cards need not be on this machine
+        single["trainer.device"] = "cuda"
     return with_options(config, {**single, **changes(placement)})
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from search_r1.plan.command import RateOptions, main
-from search_r1.plan.placements import ROLLOUT, Costs, Placement, estimate_capacity
+from search_r1.plan.placements import ROLLOUT, Costs, Placement, estimate_capacity, options_of
 from search_r1.plan.workload import Batch, Dialogue, Turn
 from tests.verl.preflight.memory.shapes import FACTS, shape_of
 from verl.config import cli
@@ -190,6 +190,14 @@ def test_a_critics_own_card_counts_among_those_of_the_ranks() -> None:
     costs = replace(costs_of("Qwen2.5-0.5B", *ppo), critic=shape_of("Qwen2.5-7B"))
     capacity = estimate_capacity(Placement(2, 4, 0, None, 1, 2), costs, batch(1300), 300)
     assert capacity.rank_gb is not None and capacity.rank_gb > 16 * 7.6 / 2
+
+
+def test_engines_of_a_lora_run_receive_the_adapter() -> None:
+    """In float32, through files, instead of the whole model."""
+    lora = costs_of("Qwen2.5-3B", "actor_rollout_ref.model.lora_rank=16")
+    placed = replace(lora, config=options_of(Placement(0, 8, 0, None, 1), lora.config))
+    size = 4 * shape_of("Qwen2.5-3B").adapter(16)
+    assert (placed.publish_s, placed.adopt_s) == pytest.approx((size / 0.54e9, size / 1.4e9))
 
 
 @pytest.mark.parametrize(
