@@ -38,6 +38,8 @@ from verl.model_shape import read_shape
 
 TRAINING = ("old_log_prob", "values", "update_critic", "update_actor")
 """Phases of the ranks' passes."""
+CRITIC_OVERLAPS = ("old_log_prob", "update_actor", "wait_critic")
+"""The phases with a critic on its own cards, whose other seconds are the actor's too."""
 PUBLISHING = ("gather", "write")
 """Parts of `update_weights` before the engines read."""
 MOST_STEPS = 8
@@ -101,10 +103,11 @@ class Run:
     def dialogues(self) -> tuple[Dialogue, ...]:
         return tuple(itertools.chain.from_iterable(self.steps.values()))
 
-    def rates(self, given: RateOptions, ranks: int) -> RateOptions:
+    def rates(self, given: RateOptions, config: Config) -> RateOptions:
         """`given`, completed by what was measured where nothing was given."""
         tokens = self._mean("perf/total_num_tokens")
-        training = sum(self._mean(f"timing_s/{phase}") for phase in TRAINING)
+        phases = CRITIC_OVERLAPS if config.has_own_critic else TRAINING
+        training = sum(self._mean(f"timing_s/{phase}") for phase in phases)
         weights = self._mean("timing_s/update_weights")
         publish = sum(self._mean(f"timing_s/update_weights/{part}") for part in PUBLISHING)
         switch = self._mean("timing_s/update_weights/wake_up")
@@ -113,7 +116,7 @@ class Run:
         return replace(
             given,
             train_tokens_s=given.train_tokens_s
-            or (tokens / training / ranks if training else None),
+            or (tokens / training / config.num_ranks if training else None),
             publish_s=publish if given.publish_s is None else given.publish_s,
             adopt_s=adopt if given.adopt_s is None else given.adopt_s,
             switch_s=switch if given.switch_s is None else given.switch_s,
@@ -342,7 +345,7 @@ def _costs(options: PlanOptions, config: Config, run: Run | None, load: Workload
     costs = Costs(config, options.rates, shape, critic)
     if run is None:
         return costs
-    costs = replace(costs, rates=run.rates(options.rates, config.num_ranks))
+    costs = replace(costs, rates=run.rates(options.rates, config))
     observed = run.observations(config, load.search_s, config.trainer.device != "cpu")
     is_stale = config.actor_rollout_ref.rollout.max_staleness > 0
     # Of a run that samples ahead, timing_s/gen is what is left of the wait, not the rollout.

@@ -91,15 +91,33 @@ def test_a_run_tells_dialogues_and_rates(tmp_path: Path) -> None:
     config = run_folder(tmp_path)
     run = read_run(tmp_path, config)
     assert run.dialogues == (Dialogue(30, (Turn(12, 50), Turn(8))),) * 12
-    rates = run.rates(RateOptions(adopt_s=9.0), config.num_ranks)
+    rates = run.rates(RateOptions(adopt_s=9.0), config)
     assert rates.train_tokens_s == pytest.approx(400 / 5 / 2)
     assert (rates.publish_s, rates.adopt_s, rates.switch_s) == (1.5, 9.0, 0.25)
     assert rates.driver_tokens_s == pytest.approx(400 / 0.5)
-    given = run.rates(RateOptions(switch_s=5.0, driver_tokens_s=9e5), config.num_ranks)
+    given = run.rates(RateOptions(switch_s=5.0, driver_tokens_s=9e5), config)
     assert (given.switch_s, given.driver_tokens_s) == (5.0, 9e5)
     observed = run.observations(config, LogNormal(0.5, 0.5), on_gpu=True)
     assert [one.seconds for one in observed] == [2.0, 2.0]
     assert observed[0].batch.dialogues[0].turns == (Turn(12, 50, 0.5), Turn(8))
+
+
+def rewrite_metrics(folder: Path, **changes: float) -> None:
+    """Set metrics of every step of a run."""
+    path = folder / "metrics.jsonl"
+    rows = [{**json.loads(line), **changes} for line in path.read_text().splitlines()]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def test_seconds_in_which_a_critic_works_beside_the_actor_count_once(tmp_path: Path) -> None:
+    """A critic on its own cards adds only the time for which the actor waits for it."""
+    config = run_folder(tmp_path)
+    config.critic.n_gpus_per_node = 2
+    concurrent = {"timing_s/values": 3.0, "timing_s/update_critic": 4.0}
+    rewrite_metrics(tmp_path, **concurrent, **{"timing_s/wait_critic": 0.25})
+    rates = read_run(tmp_path, config).rates(RateOptions(), config)
+    assert rates.train_tokens_s == pytest.approx(400 / 5.25 / 2)
+    assert rates.driver_tokens_s == pytest.approx(400 / 0.25)
 
 
 def test_a_folder_without_steps_is_refused(tmp_path: Path) -> None:
