@@ -112,16 +112,21 @@ class Run:
         publish = sum(self._mean(f"timing_s/update_weights/{part}") for part in PUBLISHING)
         switch = self._mean("timing_s/update_weights/wake_up")
         rest = self._mean("timing_s/step") - self._mean("timing_s/gen") - training - weights
-        adopt = weights - publish - switch
         return replace(
             given,
             train_tokens_s=given.train_tokens_s
             or (tokens / training / config.num_ranks if training else None),
             publish_s=publish if given.publish_s is None else given.publish_s,
-            adopt_s=adopt if given.adopt_s is None else given.adopt_s,
+            adopt_s=self._adopt_s(config) if given.adopt_s is None else given.adopt_s,
             switch_s=switch if given.switch_s is None else given.switch_s,
             driver_tokens_s=given.driver_tokens_s or tokens / max(rest, 1e-3),
         )
+
+    def _adopt_s(self, config: Config) -> float | None:
+        """None if engines load while the ranks train: nobody waits for it, so it is not timed."""
+        if config.actor_rollout_ref.rollout.max_staleness and not config.streams_weights:
+            return None
+        return self._mean("timing_s/update_weights/load")
 
     def observations(self, config: Config, search_s: LogNormal, on_gpu: bool) -> list[Observation]:
         """The rollouts of its latest steps."""

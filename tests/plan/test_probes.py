@@ -75,7 +75,8 @@ def run_folder(folder: Path) -> Config:
             "step": step, "timing_s/gen": 2.0, "timing_s/update_actor": 30.0 if step == 1 else 4.0,
             "timing_s/old_log_prob": 1.0, "timing_s/update_weights": 2.5, "timing_s/values": None,
             "timing_s/update_weights/gather": 0.5, "timing_s/update_weights/write": 1.0,
-            "timing_s/update_weights/wake_up": 0.25, "timing_s/step": 10.0,
+            "timing_s/update_weights/wake_up": 0.25,
+            "timing_s/update_weights/load": 0.75, "timing_s/step": 10.0,
             "perf/total_num_tokens": 400.0,
         })  # fmt: skip
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -118,6 +119,14 @@ def test_seconds_in_which_a_critic_works_beside_the_actor_count_once(tmp_path: P
     rates = read_run(tmp_path, config).rates(RateOptions(), config)
     assert rates.train_tokens_s == pytest.approx(400 / 5.25 / 2)
     assert rates.driver_tokens_s == pytest.approx(400 / 0.25)
+
+
+def test_a_run_whose_engines_load_while_it_trains_has_no_time_of_loading(tmp_path: Path) -> None:
+    """Its metrics contain the time that ranks wait for an earlier version instead."""
+    config = run_folder(tmp_path)
+    config.actor_rollout_ref.rollout.max_staleness = 1
+    rates = read_run(tmp_path, config).rates(RateOptions(), config)
+    assert (rates.publish_s, rates.adopt_s) == (1.5, None)
 
 
 def test_a_folder_without_steps_is_refused(tmp_path: Path) -> None:
