@@ -133,7 +133,7 @@ class Run:
         engines, slots = config.num_engines(on_gpu), config.max_num_seqs(on_gpu)
         random, group = np.random.default_rng(0), config.actor_rollout_ref.rollout.n_agent
         found = []
-        for row in self.metrics[-MOST_STEPS:]:
+        for row in self.metrics[-MOST_STEPS:] if config.samples_rollouts else ():
             dialogues = self.steps.get(int(row["step"]))
             if dialogues:
                 batch = Batch(tuple(add_search_times(dialogues, search_s, random)), group)

@@ -129,6 +129,14 @@ def test_a_run_whose_engines_load_while_it_trains_has_no_time_of_loading(tmp_pat
     assert (rates.publish_s, rates.adopt_s) == (1.5, None)
 
 
+def test_reading_recorded_trajectories_is_no_rollout(tmp_path: Path) -> None:
+    """A run that samples nothing says nothing about the speed of engines."""
+    config = run_folder(tmp_path)
+    run = read_run(tmp_path, config)
+    config.data.rollouts = config.trainer.rollout_data_dir
+    assert run.observations(config, LogNormal(0.5, 0.5), on_gpu=True) == []
+
+
 def test_a_folder_without_steps_is_refused(tmp_path: Path) -> None:
     """And a trajectory that no run wrote."""
     with pytest.raises(DataError, match=r"^--run: got .*, expected metrics.jsonl"):
