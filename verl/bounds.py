@@ -1,5 +1,4 @@
-"""Bounds of numeric options, without other imports of `verl`, since servers use them too. Every
-number must be finite, even if its field states no bounds."""
+"""Bounds of numeric options. Imports nothing else of `verl`, since servers use them too."""
 
 from dataclasses import dataclass
 

@@ -65,8 +65,10 @@ class RolloutEngine(ABC):
     async def stream(
         self, prompt_ids: Sequence[int], sampling: Sampling, listener: Listener
     ) -> Completion:
-        """Like `generate`, but call `listener` with new text as it is sampled; by default once, at
-        the end, with the whole text."""
+        """Like `generate`, but call `listener` with new text as it is sampled.
+
+        By default it is called once, at the end, with the whole text.
+        """
         completion = await self.generate(prompt_ids, sampling)
         listener(completion.text)
         return completion
@@ -89,8 +91,11 @@ class RolloutEngine(ABC):
         raise NotImplementedError(f"{type(self).__name__} cannot receive weights")
 
     async def interrupt(self) -> None:
-        """End all running requests: each returns a completion of the tokens sampled so far,
-        possibly none, with finish reason INTERRUPTED. No new request is made until this returns."""
+        """End all running requests; no new request is made until this returns.
+
+        Each returns a completion of the tokens sampled so far, possibly none, with finish reason
+        INTERRUPTED.
+        """
         raise NotImplementedError(f"{type(self).__name__} cannot interrupt requests")
 
     async def sleep(self) -> None:

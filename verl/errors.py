@@ -32,10 +32,7 @@ URL_SECRETS = re.compile(
 
 
 def redact(text: str) -> str:
-    """Return the text with the secrets of all URLs in it replaced by `***`.
-
-    Example: `redact("http://ann:pw@host/?key=1")` is `http://***@host/?key=***`.
-    """
+    """Replace the secrets of all URLs in a text by `***`, as in `http://***@host/?key=***`."""
     return URL_SECRETS.sub(lambda match: f"{match[1]}=***" if match[1] else "***@", text)
 
 
@@ -98,8 +95,7 @@ class PluginError(UserError):
 
 
 class Interrupted(UserError):
-    """The run was asked to stop, or its time is nearly over; it was saved, and the same command
-    with `trainer.resume_mode=auto` continues it."""
+    """The run was asked to stop or is nearly out of time; it was saved and can be resumed."""
 
     exit_code = 75  # EX_TEMPFAIL
 

@@ -37,8 +37,10 @@ def regular_file(path: str | Path) -> Path:
 
 
 def read_text(path: str | Path, max_chars: int = MAX_CHARS) -> str:
-    """Return the UTF-8 text of a regular file or an inherited pipe. Raises ValueError if it is not
-    text, OSError for another kind of file or over `max_chars`."""
+    """Return the UTF-8 text of a regular file or an inherited pipe.
+
+    Raises ValueError if it is not text, OSError for another kind of file or over `max_chars`.
+    """
     if not str(path).startswith(PIPE_PREFIXES):
         regular_file(path)
     with open(path, encoding="utf-8-sig") as file:
@@ -80,8 +82,10 @@ class LineWriter:
 
 @contextmanager
 def atomic_write(path: Path, *, is_durable: bool = False) -> Iterator[Path]:
-    """Yield a temporary path to write to, and rename it to `path` when the body has succeeded.
-    `is_durable` flushes the file to disk first, so that it is complete even after a power cut."""
+    """Yield a temporary path to write to; rename it to `path` when the body has succeeded.
+
+    `is_durable` flushes the file to disk first, so that it is complete even after a power cut.
+    """
     # With the process id, so that concurrent writers use different temporary files.
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:

@@ -65,8 +65,10 @@ def resolve(option: str, name: str, builtin: Mapping[str, Entry]) -> Entry:
 
 
 def build(option: str, name: str, builtin: Mapping[str, Any], config: Any, needs: str) -> Any:
-    """Call the object that an option names with `config`, and return the result. Raises ConfigError
-    for any exception of a user's code, and if its result has no attribute `needs`."""
+    """Call the object that an option names with `config`, and return the result.
+
+    Raises ConfigError for any exception of user code, or a result without attribute `needs`.
+    """
     factory = resolve(option, name, builtin)
     if name in builtin:
         return factory(config)

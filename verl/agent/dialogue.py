@@ -180,15 +180,16 @@ class DialogueAgent:
         return self._encoded_segment(Origin.OBSERVATION, self._response_text(turn, fitting))
 
     async def consult(self, call: ToolCall) -> tuple[Observation, str]:
-        """Execute one call outside of a dialogue; return the observation and its text, cut to fit.
-        Raises ToolError."""
+        """Return the observation of a single call and its text, cut to fit. Raises ToolError."""
         observation, turn = await self.environment.call(call), Turn((call,))
         return observation, self._response_text(turn, self.fit(turn, [observation.items]))
 
     def fit(self, turn: Turn, results: Results) -> Results:
-        """Return the items that fit into `max_obs_length` tokens: whole ones, best first. If not
-        even the first item of each call fits, these are cut at a word; if their titles alone do not
-        fit either, no items are left."""
+        """Return the best items of each call, equally many, that fit into `max_obs_length` tokens.
+
+        If not even the first item of each call fits, these are cut at a word; if their titles alone
+        do not fit either, no items are left.
+        """
         for count in range(max(map(len, results), default=0), 0, -1):
             first_items = [items[:count] for items in results]
             if self._fits(turn, first_items):

@@ -172,8 +172,10 @@ def unknown_tool(call: ToolCall, tools: Sequence[Tool]) -> str:
 
 
 def read_arguments(tool: Tool, call: ToolCall) -> dict[str, Any] | str:
-    """Return the arguments by name, or a message if their names or types do not match the schema;
-    the tool itself checks ranges. A plain text is parsed as JSON if the schema accepts no text."""
+    """Return the arguments by name, or a message if their names or types violate the schema.
+
+    The tool itself checks ranges. A plain text is parsed as JSON if the schema accepts no text.
+    """
     properties = tool.properties
     if isinstance(call.arguments, str):
         arguments: dict[str, Any] = {tool.main_argument: call.arguments}

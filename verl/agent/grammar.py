@@ -64,9 +64,9 @@ class Grammar:
 
 
 def _content(tag: Tag, name: str) -> str:
-    """Return a pattern of the tag with its content as group `name`. The content does not contain
-    the opening again, so an unclosed opening is skipped."""
+    """Return a pattern of the tag with its content as group `name`."""
     opening, closing = re.escape(tag.opening), re.escape(tag.closing)
+    # The content does not contain the opening again, so an unclosed opening is skipped.
     return f"{opening}(?P<{name}>(?:(?!{opening}).)*?){closing}"
 
 
@@ -78,8 +78,10 @@ def answer_pattern(tags: Grammar) -> re.Pattern[str]:
 
 @functools.cache
 def action_pattern(tags: Grammar) -> re.Pattern[str]:
-    """Return the pattern of a complete call or answer. Group `toolN` is the content of a call of
-    `tags.tools[N]`, group `answer` that of an answer."""
+    """Return the pattern of a complete call or answer.
+
+    Group `toolN` is the content of a call of `tags.tools[N]`, group `answer` that of an answer.
+    """
     calls = (_content(tag, f"tool{number}") for number, tag in enumerate(tags.calls))
     return re.compile("|".join((*calls, _content(tags.answer, "answer"))), re.DOTALL)
 

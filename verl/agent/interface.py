@@ -133,8 +133,7 @@ class Tool:
 
     @property
     def main_argument(self) -> str:
-        """The argument that a plain text is passed as: the first required one, or the first. Raises
-        ConfigError for a tool without arguments."""
+        """The argument for a plain text: the first required or first one. Raises ConfigError."""
         names = [*self.parameters.get("required", ()), *self.properties]
         if not names:
             expected = "at least one: the text between the tags of a call"
@@ -147,21 +146,29 @@ class Tool:
         return self
 
     def anticipate(self, **arguments: Any) -> None:
-        """Prepare for a call that the policy may be about to make; needs `anticipates`. Must return
-        immediately and not change the result of `call`."""
+        """Prepare for a call that the policy may be about to make; needs `anticipates`.
+
+        Must return immediately and not change the result of `call`.
+        """
 
     def ended(self) -> Mapping[str, float]:
         """Return numbers for the statistics of the dialogue that has ended."""
         return {}
 
     async def call(self, **arguments: Any) -> Observation:
-        """Execute one call. Raises ToolError if infrastructure fails permanently, and ToolRefused,
-        which ends the run, if no call of this run can succeed."""
+        """Execute one call.
+
+        Raises ToolError if infrastructure fails permanently, and ToolRefused, which ends the run,
+        if no call of this run can succeed.
+        """
         raise NotImplementedError
 
     def probe(self, seconds: float) -> str:
-        """Return what is wrong, or an empty text if the tool answers; takes at most `seconds`.
-        Raises ToolRefused if the tool answers but refuses this run, so that waiting cannot help."""
+        """Return the problem that makes the tool unavailable, or an empty text if it answers.
+
+        Takes at most `seconds`. Raises ToolRefused if the tool answers but refuses this run, so
+        that waiting cannot help.
+        """
         return ""
 
     def preflight(self, seconds: float) -> Iterator[ToolError]:
@@ -175,8 +182,10 @@ class Tool:
             yield ToolError(f"{self.label}: {problem}; fix: {self.fix}")
 
     def identity(self) -> Mapping[str, str]:
-        """Return fingerprints of what the tool serves, which are stored with checkpoints; empty if
-        the tool cannot tell. Names must be unique over all tools."""
+        """Return fingerprints of the content that the tool serves; empty if it cannot tell.
+
+        They are stored with checkpoints. Names must be unique over all tools.
+        """
         return {}
 
     def settings(self) -> Mapping[str, Any]:
@@ -220,8 +229,10 @@ class DialogueFormat(Protocol):
         """Parse one policy turn."""
 
     def begun(self, text: str) -> Sequence[ToolCall]:
-        """Return calls that a partial turn may be about to make, for tools that anticipate. A call
-        that will certainly be different in the end is left out."""
+        """Return calls that a partial turn may be about to make, for tools that anticipate.
+
+        A call that will certainly be different in the end is left out.
+        """
 
     def respond(
         self, turn: Turn, results: Sequence[Sequence[Item]] | None, reserved: Sequence[str]

@@ -110,9 +110,10 @@ class TagFormat:
         return self.observation([item for items in results for item in items], reserved)
 
     def observation(self, passages: Sequence[Passage], reserved: Iterable[str] = ()) -> str:
-        """Return the text of the passages in information tags. Tags in the passages are
-        neutralized, as are the strings `reserved`, such as the special tokens of the policy's
-        tokenizer."""
+        """Return the text of the passages in information tags; tags in them are neutralized.
+
+        `reserved`: other strings to neutralize, such as the tokenizer's special tokens.
+        """
         information = self.tags.information.wrap(self.items_text(passages, reserved))
         return self.around.replace("{information}", information)
 
@@ -193,14 +194,13 @@ def neutralize(text: str, tags: Grammar, reserved: Iterable[str] = ()) -> str:
 
 @functools.cache
 def _reserved(tags: Grammar) -> tuple[re.Pattern[str], tuple[str, ...]]:
-    """Return a pattern of the `<` before tag names and the control tokens of common chat formats,
-    and the tags that are not of the form `<name>`."""
+    """Return a pattern of each `<` to neutralize, and the tags that are not like `<name>`."""
     texts = [text for tag in tags.tags for text in (tag.opening, tag.closing)]
     matches = [re.fullmatch(r"</?(\w+)>", text) for text in texts]
     names = "|".join(dict.fromkeys(re.escape(match[1]) for match in matches if match))
     pattern = re.compile(
         rf"<(?=/?\s*(?:{names})\b"
-        r"|\|"
+        r"|\|"  # this and the next: control tokens of common chat formats
         r"|/?(?:s|bos|eos|pad|unk|start_of_turn|end_of_turn)>)",
         re.IGNORECASE,
     )

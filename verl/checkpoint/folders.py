@@ -83,7 +83,7 @@ def read_state(step_dir: Path) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class RunState:
-    """State of a run after a finished step; all values are JSON."""
+    """State of a run after a finished step, as JSON; old checkpoints may lack optional fields."""
 
     step: int
     sampler: Mapping[str, Any]
@@ -104,8 +104,7 @@ class RunState:
 
     @classmethod
     def read(cls, step_dir: Path) -> Self:
-        """Read the state of a checkpoint. Raises ModelError. Unknown keys are ignored, and old
-        checkpoints may lack those that have a default."""
+        """Read the state of a checkpoint, ignoring unknown keys. Raises ModelError."""
         with checkpoint_errors(step_dir / STATE_FILE):
             state = TypeAdapter(cls).validate_python(read_state(step_dir))
             if state.step != step_of(step_dir) or not math.isfinite(state.kl_coef):
@@ -128,12 +127,11 @@ def read_driver_random(step_dir: Path) -> None:
 
 
 def check_files(step_dir: Path) -> None:
-    """Raise ModelError if a checkpoint's files are not as its marker lists them; the marker of an
-    old checkpoint lists none."""
+    """Raise ModelError if a checkpoint's files are not as its marker lists them."""
     marker = step_dir / MARKER
     with checkpoint_errors(marker):
         content = json.loads(marker.read_text())
-        listed = {} if content == step_of(step_dir) else content["files"]
+        listed = {} if content == step_of(step_dir) else content["files"]  # {}: an old checkpoint
         for name, expected in listed.items():
             file = step_dir / name
             if not file.is_file() or _size_and_hash(file) != expected:
@@ -167,8 +165,7 @@ def latest(root: Path) -> Path | None:
 
 
 def resume_folder(resume_mode: str, root: Path) -> Path | None:
-    """Return the checkpoint that `trainer.resume_mode` (disable, auto or a path) refers to; None
-    for a fresh start. Raises ConfigError if the path is not a complete checkpoint."""
+    """Return the checkpoint that `trainer.resume_mode` refers to, or None. Raises ConfigError."""
     if resume_mode == "disable":
         return None
     if resume_mode == "auto":
@@ -181,8 +178,8 @@ def resume_folder(resume_mode: str, root: Path) -> Path | None:
 
 
 def begin(root: Path, step: int) -> PendingCheckpoint:
-    """Create a folder for the checkpoint of `step` under a temporary name, which is unique because
-    ranks of an earlier attempt may still be writing to their folder."""
+    """Create a folder for the checkpoint of `step` under a temporary name."""
+    # Unique, because ranks of an earlier attempt may still be writing to their folder.
     folder = root / f"global_step_{step}.{uuid.uuid4().hex[:8]}.tmp"
     folder.mkdir(parents=True)
     return PendingCheckpoint(root, step, folder)
@@ -219,8 +216,7 @@ def remove(step_dir: Path) -> None:
 
 
 def clean_up(root: Path) -> None:
-    """Remove the half-written checkpoints of killed runs below `root`, whose lock the caller holds;
-    a folder that has its marker but was not renamed yet becomes a checkpoint."""
+    """Remove the half-written checkpoints of killed runs; the caller holds the lock of `root`."""
     for folder in sorted(root.glob("global_step_*.tmp")):
         match = TEMPORARY_NAME.fullmatch(folder.name)
         if match is None or not folder.is_dir():
@@ -236,10 +232,9 @@ def clean_up(root: Path) -> None:
 
 
 def set_aside(root: Path, after: int) -> None:
-    """Move an earlier run's checkpoints of steps above `after` into `set_aside/`; with a negative
-    `after`, its validation dialogues too."""
+    """Move an earlier run's checkpoints of steps above `after` into `set_aside/`."""
     later = [step_dir for step_dir in all_complete(root) if step_of(step_dir) > after]
-    if after < 0 and (root / VALIDATION).is_dir():
+    if after < 0 and (root / VALIDATION).is_dir():  # a fresh start
         later.append(root / VALIDATION)
     if later:
         folder = move_aside(root, later)

@@ -1,4 +1,4 @@
-"""Checks whether a run may resume from a checkpoint: is it intact, and from the same experiment?
+"""Checks whether a run may resume from a checkpoint: intact, and of the same experiment.
 
 Each option's field declares what happens if its value differs from the checkpoint's
 (`verl.config.option`). Other data, tools or models, compared by fingerprint, are refused unless
@@ -32,8 +32,10 @@ logger = logging.getLogger(__name__)
 
 
 def identity(config: Config, served: Mapping[str, str]) -> dict[str, Any]:
-    """Return what a checkpoint stores to compare at a resume, as JSON: `config`, `fingerprints`.
-    `served` has the fingerprints of what the tools serve, such as corpus and index, if any."""
+    """Return the `config` and `fingerprints` that a checkpoint stores for comparison, as JSON.
+
+    `served`: fingerprints of the content that the tools serve, such as corpus and index.
+    """
     rollouts = config.data.rollouts
     data_files = config.data.train_files if rollouts is None else recorded_files(rollouts)
     fingerprints = {
@@ -57,8 +59,11 @@ def hash_files(files: str | Sequence[str]) -> str:
 
 
 def check_resume(config: Config, present: Mapping[str, Any]) -> None:
-    """Refuse to resume from a checkpoint of another experiment; `present` is this run's `identity`.
-    Raises ConfigError with every difference and the option that would accept it."""
+    """Raise ConfigError if the checkpoint to resume from belongs to another experiment.
+
+    `present` is this run's `identity`. The error lists every difference and, where there is
+    one, the option that would accept it.
+    """
     root = Path(config.trainer.default_local_dir)
     step_dir = folders.resume_folder(config.trainer.resume_mode, root)
     if step_dir is None:
@@ -82,8 +87,10 @@ def check_resume(config: Config, present: Mapping[str, Any]) -> None:
 
 
 def check_contents(config: Config) -> None:
-    """Read everything but the tensors of the checkpoint that a run resumes from, if any. Raises
-    ModelError, which names an earlier checkpoint to use instead."""
+    """Read everything but the tensors of the checkpoint to resume from, if any.
+
+    Raises ModelError, which names an earlier checkpoint to use instead, if there is one.
+    """
     root = Path(config.trainer.default_local_dir)
     step_dir = folders.resume_folder(config.trainer.resume_mode, root)
     if step_dir is None:

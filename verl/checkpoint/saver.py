@@ -44,8 +44,7 @@ class Ranks(Protocol):
 
 
 def is_due(frequency: int, step: int, total_steps: int) -> bool:
-    """Whether an action is due that happens every `frequency` steps and at the last one; a
-    `frequency` of 0 means never, a negative one only at the last step."""
+    """Whether to act: every `frequency` steps and at the end; 0: never, < 0: only at the end."""
     if step == total_steps:
         return frequency != 0
     return frequency > 0 and step % frequency == 0
@@ -149,8 +148,10 @@ class Saver:
             self.finish_pending()
 
     def finish_pending(self, is_final: bool = False, timeout_s: float | None = None) -> None:
-        """Wait for the background write, if there is one, up to `timeout_s` seconds. Raises
-        SaveError if it failed, for the second time in a row or with `is_final`."""
+        """Wait for the background write, if there is one, up to `timeout_s` seconds.
+
+        Raises SaveError if it failed, for the second time in a row or with `is_final`.
+        """
         if self._pending is None:
             return
         pending, written = self._pending
@@ -228,9 +229,11 @@ class Saver:
 def checkpoints_to_keep(
     complete: Sequence[Path], keep_last: int, keep_best: int, protected: set[int]
 ) -> set[Path]:
-    """Return the checkpoints among `complete` (oldest first) that must not be deleted: the newest
-    `keep_last` (at least one), the `keep_best` with the highest scores, the newest healthy one, and
-    those of the `protected` steps."""
+    """Return the checkpoints among `complete` (oldest first) that must not be deleted.
+
+    These are the newest `keep_last` (at least one), the `keep_best` with the highest scores, the
+    newest healthy one, and those of the `protected` steps.
+    """
     scores = {path: _score(path) for path in complete}
     scored = [path for path in complete if scores[path] is not None]
     best = sorted(scored, key=lambda path: (scores[path], folders.step_of(path)), reverse=True)
@@ -249,8 +252,7 @@ def _score(step_dir: Path) -> float | None:
 
 
 def _run_in_background(work: Callable[[], Path]) -> Future[Path]:
-    """Run `work` in a daemon thread, which does not keep the process from exiting as the threads
-    of a ThreadPoolExecutor would."""
+    """Run `work` in a daemon thread, which, unlike an executor's, lets the process exit."""
     done: Future[Path] = Future()
 
     def run() -> None:

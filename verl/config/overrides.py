@@ -51,10 +51,7 @@ class Legacy:
 
 
 def expand(names: str) -> Iterator[str]:
-    """Yield the dotted names of a `Legacy.names` string, with braces expanded.
-
-    *Example*: `"x.{a,b} y"` gives `x.a`, `x.b` and `y`.
-    """
+    """Yield the names of a `Legacy.names` string: `"x.{a,b} y"` gives `x.a`, `x.b` and `y`."""
     for name in names.split():
         braces = re.search(r"\{(.*?)\}", name)
         if braces is None:

@@ -183,8 +183,7 @@ class ValSamplingConfig:
 
 @dataclass
 class SpeculativeConfig:
-    """Speculative decoding in vLLM without a draft model: it proposes tokens from existing text and
-    verifies several at once. The sampling distribution does not change."""
+    """Speculative decoding in vLLM from existing text, which keeps the sampling distribution."""
 
     method: str | None = option(None, resume="logged", choices=("ngram", "suffix"))
     """Source of proposals: ngram (what followed the last tokens earlier in the dialogue), suffix

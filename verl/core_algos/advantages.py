@@ -22,8 +22,7 @@ STD_EPSILON = 1e-6
 
 
 def _policy_grid(policy_mask: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
-    """Return each policy token's row and column in a grid with a row per sequence, which has policy
-    tokens only; both (num_policy_tokens,), in the tokens' flat order."""
+    """Return each policy token's sequence and its index among that sequence's policy tokens."""
     rows = sequence_ids(offsets)[policy_mask]
     lengths = segment_sum(policy_mask.long(), offsets)
     starts = lengths.cumsum(0) - lengths
@@ -66,9 +65,8 @@ def compute_gae_advantage(
 def discounted_returns(
     rewards: Tensor, policy_mask: Tensor, offsets: Tensor, gamma: float
 ) -> Tensor:
-    """Return each policy token's return, discounted per policy token; 0 elsewhere, (num_tokens,).
-    It is the advantage of GAE with lambda 1 and a value of 0 everywhere."""
-    values = torch.zeros_like(rewards)
+    """Return each policy token's return, discounted per policy token; 0 elsewhere (num_tokens,)."""
+    values = torch.zeros_like(rewards)  # GAE with these and lambda 1 gives the returns
     return compute_gae_advantage(rewards, values, policy_mask, offsets, gamma, 1.0)[0]
 
 
@@ -106,9 +104,11 @@ def opo(scores: Tensor, groups: Groups, lengths: Tensor) -> Tensor:
 
 
 def grpo_passk(scores: Tensor, groups: Groups, norm_by_std: bool = True) -> Tensor:
-    """Return advantages for pass@n of a group (Tang et al. 2025, arXiv 2503.19595), (num_seqs,):
+    """Return advantages for pass@n of a group, (num_seqs,) (Tang et al. 2025, arXiv 2503.19595).
+
     ``max - second max`` for the best score, and 0 for all others and where two scores are best;
-    divided as in ``grpo``."""
+    divided as in ``grpo``.
+    """
     lead = difference(scores, groups.best_of_others(scores))
     lead = torch.where(groups.sizes(scores) > 1, lead.clamp(min=0.0), lead)
     return lead / (groups.std(scores) + STD_EPSILON) if norm_by_std else lead

@@ -10,8 +10,8 @@ from verl.core_algos.jagged import has_policy_token
 
 
 def dense_group_ids(group_ids: Sequence[Hashable] | Tensor, device: torch.device) -> Tensor:
-    """Number groups 0, 1, … in order of first appearance, (num_seqs,) int64. Ids are compared by
-    equality, so that ``("nq", 3)`` and ``("hotpotqa", 3)`` differ."""
+    """Number groups 0, 1, … in order of first appearance, (num_seqs,) int64."""
+    # Ids are compared by equality, so that ("nq", 3) and ("hotpotqa", 3) differ.
     keys = group_ids.tolist() if isinstance(group_ids, Tensor) else group_ids
     numbers: dict[Hashable, int] = {}
     dense = [numbers.setdefault(key, len(numbers)) for key in keys]
@@ -51,14 +51,14 @@ class Groups:
         return self.total(torch.ones_like(like))
 
     def mean(self, x: Tensor, weights: Tensor | None = None) -> Tensor:
-        """Return each sequence's (weighted) group mean of ``x``; 0 with fewer than two members: as
-        in veRL, a single score minus this mean is unchanged."""
+        """Return each sequence's (weighted) group mean of ``x``; 0 with fewer than two members."""
         weights = torch.ones_like(x) if weights is None else weights.to(x.dtype)
         means = self.total(x * weights) / self.total(weights).clamp(min=1e-12)
+        # As in veRL, a single score minus this mean is unchanged.
         return torch.where(self.sizes(x) > 1, means, 0.0)
 
     def best_of_others(self, x: Tensor) -> Tensor:
-        """Return each sequence's largest ``x`` of the other members; 0 without one. (num_seqs,)"""
+        """Return each sequence's largest ``x`` of the other members (num_seqs,), 0 without one."""
         best = self._largest(x, self.members)
         is_best = self.members & (x == best)
         is_only_best = is_best & (self.total(is_best.to(x.dtype)) == 1)

@@ -24,14 +24,13 @@ def segment_sum(x: Tensor, offsets: Tensor) -> Tensor:
 
 
 def sum_by_id(x: Tensor, ids: Tensor) -> Tensor:
-    """Return for each token the sum of ``x`` over all tokens with its id. All (num_tokens,);
-    ``ids`` are int64 from 0, such as sequences or turns, in any order."""
+    """Return each token's sum of ``x`` over all tokens with its id (int64 from 0, any order)."""
     num_ids = int(ids.max()) + 1 if ids.numel() else 0
     return x.new_zeros(num_ids).index_add(0, ids, x)[ids]
 
 
 def last_policy_token(policy_mask: Tensor, offsets: Tensor) -> Tensor:
-    """Return the flat index of each sequence's last policy token, -1 without one. (num_seqs,)"""
+    """Return the flat index of each sequence's last policy token (num_seqs,), -1 without one."""
     positions = torch.arange(policy_mask.numel(), device=policy_mask.device)
     candidates = torch.where(policy_mask, positions, -1)
     last = torch.full((offsets.numel() - 1,), -1, device=policy_mask.device)

@@ -45,8 +45,7 @@ def apply_kl_in_reward(
     coef: float,
     kind: str,
 ) -> Tensor:
-    """Subtract ``coef * KL``, without gradient, from the reward of each policy token; rewards of
-    other tokens are unchanged. All (num_tokens,)."""
+    """Subtract ``coef * KL``, without gradient, from policy tokens' rewards. All (num_tokens,)."""
     penalty = kl_penalty(log_probs.detach(), ref_log_probs.detach(), kind)
     return token_rewards - coef * torch.where(policy_mask, penalty, 0.0)
 

@@ -53,7 +53,9 @@ def weighted_sum(losses: Tensor, weights: Tensor) -> Tensor:
 
 
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip_range: float) -> Tensor:
-    """Return half the squared error, plain or clipped, whichever is larger: (num_tokens,). The
-    clipped prediction stays within ``clip_range`` of ``old_values`` (PPO's reference code)."""
+    """Return half the squared error, plain or clipped, whichever is larger: (num_tokens,).
+
+    The clipped prediction stays within ``clip_range`` of ``old_values`` (PPO's reference code).
+    """
     near = old_values + (values - old_values).clamp(-clip_range, clip_range)
     return 0.5 * torch.maximum((values - returns).square(), (near - returns).square())

@@ -65,8 +65,11 @@ PolicyLoss = Callable[[PolicyLossInputs], tuple[Tensor, PolicyDiagnostics]]
 
 
 def ppo(inputs: PolicyLossInputs) -> tuple[Tensor, PolicyDiagnostics]:
-    """Clipped surrogate (Schulman et al. 2017) with dual clip (Ye et al. 2020): where the advantage
-    A is negative the loss is at most ``-clip_c * A``. Raises ValueError when ``clip_c`` <= 1."""
+    """Clipped surrogate (Schulman et al. 2017) with dual clip (Ye et al. 2020).
+
+    Where the advantage A is negative, the loss is at most ``-clip_c * A``. Raises ValueError
+    when ``clip_c`` <= 1.
+    """
     if inputs.clip_c <= 1.0:
         raise ValueError(
             f"got clip_c={inputs.clip_c}; the dual clip needs a bound above 1, such as 3.0"
@@ -93,11 +96,10 @@ def gspo(inputs: PolicyLossInputs) -> tuple[Tensor, PolicyDiagnostics]:
 
 
 def cispo(inputs: PolicyLossInputs) -> tuple[Tensor, PolicyDiagnostics]:
-    """REINFORCE weighted by the clipped ratio, which has no gradient (MiniMax 2025, eq. 4). So
-    clipped tokens keep a gradient."""
+    """REINFORCE weighted by the clipped ratio, which has no gradient (MiniMax 2025, eq. 4)."""
     ratio = inputs.ratio.detach()
     weight = inputs.clip(ratio)
-    losses = -weight * inputs.advantages * inputs.log_probs
+    losses = -weight * inputs.advantages * inputs.log_probs  # clipped tokens keep a gradient
     return losses, _diagnose(inputs, clipped=weight != ratio)
 
 

@@ -19,8 +19,7 @@ def overlong_penalty(
 def clip_advantages(
     advantages: Tensor, policy_mask: Tensor, bound: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Clip advantages to ±``bound`` (None: unchanged), (num_tokens,); also return the share of
-    policy tokens that were clipped, a scalar."""
+    """Clip advantages to ±``bound``, (num_tokens,); also return the share of policy tokens cut."""
     if bound is None:
         return advantages, advantages.new_zeros(())
     is_cut = (advantages.abs() > bound) & policy_mask

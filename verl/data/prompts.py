@@ -178,8 +178,11 @@ class PromptSampler:
             self._order = self._epoch_order(number, tail)
 
     def _epoch_order(self, epoch: int, tail: Sequence[int]) -> list[int]:
-        """Return the row order of an epoch, in which rows of `tail`, the partial batch that the
-        previous epoch left, are swapped out of the rows that complete that batch."""
+        """Return the row order of an epoch, which begins by completing the batch with `tail`.
+
+        `tail` are the rows of the partial batch that the previous epoch left. Those that would
+        complete it are swapped with later rows.
+        """
         if not self._shuffle:
             return list(range(self.num_rows))
         generator = np.random.default_rng([self._seed, epoch])
@@ -195,5 +198,5 @@ class PromptSampler:
 
 
 def num_batches(num_rows: int, batch_size: int, num_epochs: int) -> int:
-    """Number of batches until a `PromptSampler` has returned each row `num_epochs` times."""
+    """Return after how many batches a `PromptSampler` has returned each row `num_epochs` times."""
     return -(-num_rows * num_epochs // batch_size)

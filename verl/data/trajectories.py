@@ -111,8 +111,10 @@ def write_step(
     rewards: Sequence[Reward], greedy_scores: Sequence[float] = (),
     signals: Mapping[tuple[str, int], Signals] | None = None,
 ) -> None:  # fmt: skip
-    """Write one step's trajectories with their scores, atomically; `signals` has the trainer's
-    values by (group, sample), for all or some of them."""
+    """Write one step's trajectories with their scores, atomically.
+
+    `signals`: the trainer's values by (group, sample), for all or some of the trajectories.
+    """
     step_size = len(trajectories)
     baselines: Sequence[float | None] = greedy_scores or [None] * step_size
     rows = []

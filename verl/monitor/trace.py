@@ -34,8 +34,10 @@ class Trace:
         self, step: int, timings: Timings, trajectories: Sequence[Trajectory],
         calls: Mapping[str, Sequence[Call]],
     ) -> None:  # fmt: skip
-        """Append one step's phases, its trajectories, whenever they were sampled, and the `calls`
-        of each training rank since the previous step, timed by the rank."""
+        """Append one step's phases and trajectories, and each rank's `calls` since the last step.
+
+        The trajectories may have been sampled earlier; calls are timed by the rank.
+        """
         if self._path is None:
             return
         self._path.parent.mkdir(parents=True, exist_ok=True)

@@ -166,8 +166,7 @@ class _ServerCheck:
                     model.max_model_len, dtype)  # fmt: skip
 
     def _folder_problems(self, facts: ServerInfo) -> Iterator[ConfigError]:
-        """Check that the server can read files written here. One without our weight loader cannot
-        be asked; there, the first weight transfer fails before anything is sampled."""
+        """Check that the server can read files written here."""
         weights_dir = self.rollout.weights_dir
         key, fix = f"{URL} {self.url}", f"{WEIGHTS_DIR}=/shared/weights, which both can read"
         if weights_dir is None and os.environ.get("RAY_ADDRESS"):
@@ -175,7 +174,7 @@ class _ServerCheck:
         if weights_dir is None and not is_local_host(httpx.URL(self.url).host):
             expected = "a server on this machine: weights go through its memory"
             yield ConfigError(explain(key, "another machine", expected, fix))
-        elif facts.loads_in_place:
+        elif facts.loads_in_place:  # others cannot be asked: their first weight transfer fails
             root = None if weights_dir is None else Path(weights_dir).absolute()
             with closing(NodeFolder(new_path(root))) as folder:
                 token = folder.path / "token"

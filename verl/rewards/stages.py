@@ -33,7 +33,9 @@ class StagedReward(RewardManager):
 
     def observe(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
         """Enter the next stage if the step, or the plateau of the metric, ends the current one.
-        Returns `reward/stage`, the number (from 1) of the stage that scored this step."""
+
+        Returns `reward/stage`, the number (from 1) of the stage that scored this step.
+        """
         stage_metrics = {"reward/stage": float(self._index + 1)}
         is_over = self._reached_plateau(metrics)
         for number, stage in enumerate(self._stages[self._index : -1], self._index + 1):
@@ -89,8 +91,8 @@ class StagedReward(RewardManager):
         return self._stale >= plateau.patience
 
     def _warn_of_missing(self, metric: str, metrics: Mapping[str, float]) -> None:
-        """Warn once per stage that a step lacks the metric, whose name may be misspelled.
-        Validation metrics are expected only in steps that were validated."""
+        """Warn once per stage that a step lacks the metric, whose name may be misspelled."""
+        # Validation metrics are expected only in steps that were validated.
         is_due = not metric.startswith("val/") or "val/num_rows" in metrics
         if is_due and not self._has_warned:
             self._has_warned = True

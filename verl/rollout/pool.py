@@ -78,8 +78,7 @@ class RolloutPool:
         self, starts: Sequence[Trajectory], sampling: Sampling,
         finished: Mapping[int, Trajectory] | None = None,
     ) -> RolloutRequest:  # fmt: skip
-        """Start to finish `starts` and return immediately; `finished` are those that are finished
-        already, by position."""
+        """Start to finish `starts`, except for those `finished` (by position); return at once."""
         return RolloutRequest(starts, sampling, dict(finished or {}))
 
     def finish(self, request: RolloutRequest) -> list[Trajectory]:
@@ -94,8 +93,7 @@ class RolloutPool:
         return self.finish(self.start(starts, sampling))
 
     def fetch_finished(self) -> Callable[[], Mapping[TrajectoryKey, Trajectory]]:
-        """Ask for the finished trajectories of unfinished requests; return a function that waits
-        for them and may be called in another thread."""
+        """Ask for finished trajectories; returns a function that waits for them, in any thread."""
         return dict
 
     def abandon(self, request: RolloutRequest) -> None:
@@ -132,9 +130,11 @@ class Claims:
     async def take(
         self, slots: Slots, num_running: Callable[[], int], run: Callable[[Sequence[int]], None]
     ) -> None:
-        """Claim and start groups until none are left: as many as there are free slots, at least one
-        at a time. `num_running` counts this request's running trajectories, `run` starts those at
-        the given positions. An earlier request goes first, unless it already runs its share."""
+        """Claim and start groups until none are left: as many as have free slots, at least one.
+
+        `num_running` counts this request's running trajectories, `run` starts those at the given
+        positions. An earlier request goes first, unless it already runs its share.
+        """
         if self.call_counter is None:
             run(self.assigned)
             return
@@ -156,9 +156,11 @@ class Claims:
 
 
 class Slots:
-    """The free slots of a replica. A slot is held by each turn, and by each trajectory before its
-    first turn. A trajectory that waits for a tool holds none, so that the engine stays busy however
-    slow the tools are."""
+    """The free slots of a replica.
+
+    A slot is held by each turn, and by each trajectory before its first turn. A trajectory that
+    waits for a tool holds none, so that the engine stays busy however slow the tools are.
+    """
 
     def __init__(self, size: float = math.inf) -> None:
         self.num_free = size
@@ -184,15 +186,14 @@ class Slots:
 
 
 class NullRolloutPool(RolloutPool):
-    """A pool without engines, for training on recorded trajectories. It counts weight versions,
-    since those of the recorded trajectories are compared with them."""
+    """A pool without engines, for training on recorded trajectories."""
 
     def __init__(self, dtype: str) -> None:
         """`dtype`: the format in which the trained policy is written."""
         self.version, self.dtype = 0, dtype
 
     def update_weights(self, policy: object) -> dict[str, float]:
-        """Count the new version; no weights are transferred."""
+        """Count the version, to compare recorded ones with; no weights are transferred."""
         self.version += 1
         return {}
 
@@ -213,8 +214,7 @@ class Outage:
     """Start of the outage by `time.monotonic`; None while all tools answer."""
 
     def wait(self, num_failed: int) -> float:
-        """Wait until all tools answer; return the seconds waited, 0 if they answered at once.
-        Raises ToolOutage when a tool has been unavailable for its `max_outage` seconds."""
+        """Wait until all tools answer; return the seconds. Raises ToolOutage after `max_outage`."""
         entered, next_line, timeout = time.monotonic(), -math.inf, PROBE_S
         tool: Tool | None = None
         while failure := self.environment.probe(timeout):
@@ -299,9 +299,8 @@ class RetryingRollout(RolloutPool):
         return trajectories
 
     def _check_identity(self) -> None:
-        """Raise ToolRefused if a tool serves something else than when the run began: a server that
-        was restarted with another corpus would otherwise go unnoticed."""
-        expected = self.expected_identity
+        """Raise ToolRefused if a tool serves something else than when the run began."""
+        expected = self.expected_identity  # otherwise a restart with another corpus goes unnoticed
         identity = self.environment.identity() if expected else {}
         changed = [name for name, value in identity.items() if expected.get(name, value) != value]
         if changed:
@@ -327,8 +326,7 @@ class RetryingRollout(RolloutPool):
         return {f"fault/{name}": float(count) for name, count in counts.items()}
 
     def _count_faults(self, trajectories: list[Trajectory]) -> list[Trajectory]:
-        """Add the trajectories' fault counts to `faults`, even if they are sampled again; return
-        the trajectories. Raises ToolRefused if a tool refused one of them."""
+        """Add the fault counts to `faults` and return the trajectories. Raises ToolRefused."""
         for trajectory in trajectories:
             if trajectory.is_refused:
                 raise ToolRefused(f"{trajectory.prompt.uid}: {trajectory.error}")
@@ -360,8 +358,7 @@ def complete_groups(
 def check_lost_share(
     failed: Sequence[Trajectory], num_lost: int, num_total: int, label: str, max_share: float
 ) -> None:
-    """Log the failed trajectories, with which `num_lost` of `num_total` trajectories are lost.
-    Raises ToolOutage if more than `max_share` of them are lost, or all."""
+    """Log the failed trajectories; raise ToolOutage if all or more than `max_share` are lost."""
     if not failed:
         return
     message = (

@@ -71,9 +71,11 @@ class RemoteEngine(RolloutEngine):
         api_key_env: str | None = None,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
-        """`base_url` may end with `/v1`; `api_key_env` is the environment variable with the key. If
-        it is None, OPENAI_API_KEY is sent to OpenAI's own address, and no key elsewhere. Raises
-        ConfigError for a variable that is not set."""
+        """`base_url` may end with `/v1`; `api_key_env` is the environment variable with the key.
+
+        If it is None, OPENAI_API_KEY is sent to OpenAI's own address, and no key elsewhere. Raises
+        ConfigError for a variable that is not set.
+        """
         self.url = server_root(base_url) + COMPLETIONS
         self._model = model
         self._tokenizer = tokenizer
@@ -92,8 +94,11 @@ class RemoteEngine(RolloutEngine):
         return cls(section.rollout.url, served, tokenizer, section.rollout.api_key_env)
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
-        """Continue `prompt_ids`. Raises ConfigError if the endpoint is unavailable or rejects the
-        request, AnswerInvalid if the response is not a completion."""
+        """Continue `prompt_ids`.
+
+        Raises ConfigError if the endpoint is unavailable or rejects the request, AnswerInvalid if
+        the response is not a completion.
+        """
         body = {"model": self._model, **request_body(prompt_ids, sampling)}
         try:
             async with (

@@ -111,8 +111,10 @@ class RolloutReplica:
     async def update_weights(
         self, folder: str, version: int, is_adapter: bool = False, num_calls: int = 0
     ) -> None:
-        """Load new weights once the running turns or trajectories have finished or are interrupted.
-        `num_calls` is the number of calls of `rollout` that were made before this one."""
+        """Load new weights once running turns or trajectories have finished or are interrupted.
+
+        `num_calls` is the number of calls of `rollout` that were made before this one.
+        """
         async with self.gate.changing(version, num_calls):
             # Ray may start calls out of order, so newer weights may be loaded already.
             if version > self.gate.version:
@@ -189,10 +191,9 @@ class WeightGate:
         schedule: Schedule | None = None,
         interrupt: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
-        """`interrupt` ends running requests, so that a change need not wait for them; not used with
-        a schedule, which determines itself where turns are interrupted."""
+        """`interrupt` ends running requests, so that a change need not wait for them."""
         self._schedule = schedule
-        self._interrupt = None if schedule else interrupt
+        self._interrupt = None if schedule else interrupt  # a schedule says where turns end
         self.version = 0
         """Version of the loaded weights."""
         self._num_sampling = self._num_calls = 0
@@ -221,10 +222,12 @@ class WeightGate:
     async def sampling(
         self, min_version: int = 0, part: TurnPart | None = None
     ) -> AsyncIterator[int | None]:
-        """Keep the weights fixed in the body, at version `min_version` or later. If the schedule
-        contains `part`, wait for the weights that it names, or use the current ones if those are
-        gone, as after a resume. Yields the number of the turn's tokens at which the schedule
-        interrupts it, or None."""
+        """Keep the weights fixed in the body, at version `min_version` or later.
+
+        If the schedule contains `part`, wait for the weights that it names, or use the current ones
+        if those are gone, as after a resume. Yields the number of the turn's tokens at which the
+        schedule interrupts it, or None.
+        """
         planned, end = None, None
         if self._schedule is not None and part is not None:
             planned, end = self._schedule.version(part), self._schedule.end(part)
@@ -252,8 +255,10 @@ class WeightGate:
 
     @contextlib.asynccontextmanager
     async def changing(self, version: int, num_calls: int = 0) -> AsyncIterator[None]:
-        """Change the weights to `version` in the body, during which nothing samples. With a
-        schedule, first wait until `num_calls` calls of `rollout` have been registered."""
+        """Change the weights to `version` in the body, during which nothing samples.
+
+        With a schedule, first wait until `num_calls` calls of `rollout` have been registered.
+        """
         async with self._changes:
             self._is_changing = True
             try:
@@ -302,7 +307,9 @@ class PartialTurn:
 
     async def resume(self, generate: Generate, end: int | None = None) -> Completion | None:
         """Sample with fixed weights until the turn is complete, interrupted, or `end` tokens long.
-        Returns the completion of the whole turn, or None if it is not complete."""
+
+        Returns the completion of the whole turn, or None if it is not complete.
+        """
         max_tokens = self.sampling.max_tokens
         end = max_tokens if end is None else min(end, max_tokens)
         while True:
@@ -316,18 +323,17 @@ class PartialTurn:
                 return whole
 
     def _request(self, end: int) -> tuple[Sequence[int], Sampling]:
-        """Return prompt and sampling for the tokens that are missing to `end` tokens of the turn. A
-        later part gets a seed of its own: the first part's seed would repeat its random numbers."""
+        """Return prompt and sampling for the tokens that the turn lacks to have `end` tokens."""
         num, sampling = len(self.ids), self.sampling
         if not num:
             return self.prompt_ids, replace(sampling, max_tokens=end)
         max_tokens = 1 if ends_with_partial_stop(self._text, sampling.stop) else end - num
+        # The first part's seed would repeat its random numbers.
         seed = None if sampling.seed is None else derived_seed(sampling.seed, num)
         return [*self.prompt_ids, *self.ids], replace(sampling, max_tokens=max_tokens, seed=seed)
 
     def _joined(self, finish_reason: str) -> Completion | None:
-        """Return all parts as one completion, or None if the turn is not complete; `finish_reason`
-        is that of the last part."""
+        """Join the parts, the last with `finish_reason`, to one completion; None if incomplete."""
         ids = self.ids
         before = list(self.prompt_ids[-NUM_BEFORE:])
         text = self.decode([*before, *ids])[len(self.decode(before)) :]
@@ -374,8 +380,7 @@ class TurnEngine(RolloutEngine):
         self, engine: RolloutEngine, clock: BusyClock, gate: WeightGate | None, min_version: int,
         key: TrajectoryKey = ("", 0, False), decode: Decode = str, slots: Slots | None = None,
     ) -> None:  # fmt: skip
-        """Take a slot for the trajectory. A schedule finds the trajectory's turns by `key`;
-        `decode` makes the text of turns that are interrupted by new weights."""
+        """Take a slot. A schedule finds turns by `key`; `decode` is for interrupted turns."""
         self._engine, self._clock = engine, clock
         self._gate, self._min_version, self._key = gate, min_version, key
         self._decode, self._num_turns = decode, 0
@@ -429,8 +434,7 @@ class TurnEngine(RolloutEngine):
 
     @contextlib.asynccontextmanager
     async def _fixed_weights(self, number: int, num_tokens: int) -> AsyncIterator[int | None]:
-        """Keep the weights fixed for the part of turn `number` that starts after `num_tokens`, and
-        record its times. Yields the number of tokens at which a schedule interrupts it."""
+        """Enter `gate.sampling` for turn `number` after `num_tokens`; record the part's times."""
         requested, gate = time.time(), self._gate
         part = (*self._key, number, num_tokens)
         held = gate.sampling(self._min_version, part) if gate else contextlib.nullcontext()

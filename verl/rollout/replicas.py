@@ -1,8 +1,8 @@
 """The trainer's side of the rollout replicas; if one is lost, all of them are restarted.
 
-A replica has no state that cannot be recreated: its weights are in a folder that the ranks wrote,
-and each trajectory is determined by its prompt and seed. So after a loss, the engines restart, load
-the current weights, and are sent the unfinished trajectories again.
+A replica has no state that cannot be recreated: its weights are in a folder that the ranks wrote or
+are sent again, and each trajectory is determined by its prompt and seed. So after a loss, the
+engines restart, load the current weights, and are sent the unfinished trajectories again.
 """
 
 from __future__ import annotations
@@ -38,8 +38,10 @@ class Policy(Protocol):
     def share_policy(
         self, directory: Path, version: int, needed: Sequence[int], dtype: str, is_adapter: bool
     ) -> float:
-        """Write the weights to `on_node(directory)/version` on each node, after removing versions
-        that are not `needed` there. Returns the seconds of writing."""
+        """Write the weights to `on_node(directory)/version` on each node; return the seconds.
+
+        Versions that are not `needed` there are removed first.
+        """
 
     def open_broadcast(self, num_receivers: int) -> str:
         """Open a broadcast for `num_receivers` engine workers; return the name of the stream."""
@@ -103,9 +105,11 @@ class RolloutReplicas(RolloutPool):
         self, starts: Sequence[Trajectory], sampling: Sampling,
         finished: Mapping[int, Trajectory] | None = None,
     ) -> RolloutRequest:  # fmt: skip
-        """Ask the replicas to finish `starts`, except for those `finished` already, with the
-        current weights or later ones. One replica samples a whole group, if there are enough
-        groups."""
+        """Ask the replicas to finish `starts`, except for those `finished` already.
+
+        They sample with the current weights or later ones. One replica samples a whole group, if
+        there are enough groups.
+        """
         request = RolloutRequest(starts, sampling, dict(finished or {}))
         self._requests.append(request)
         self._submit(request)
@@ -118,9 +122,11 @@ class RolloutReplicas(RolloutPool):
         return request.in_order()
 
     def fetch_finished(self) -> Callable[[], Mapping[TrajectoryKey, Trajectory]]:
-        """Store the results of completed calls; ask replicas for the trajectories that are finished
-        in pending calls, which return only with their slowest trajectory. Replicas that are lost or
-        do not answer are ignored here; `finish` raises for them."""
+        """Store the results of completed calls, and ask for finished trajectories of pending calls.
+
+        A call returns only with its slowest trajectory. Replicas that are lost or do not answer are
+        ignored here; `finish` raises for them.
+        """
         pending = [item for request in self._requests for item in request.calls.items()]
         for call, replica in pending:
             if self.group.is_done(call):
@@ -183,8 +189,7 @@ class RolloutReplicas(RolloutPool):
                 "load": loaded - sent}  # fmt: skip
 
     def _send_weights(self, policy: Policy, cards: list[list[str]]) -> tuple[list[Any], float]:
-        """Have the ranks send the current weights; `cards` are the devices of each replica. Returns
-        the replicas' pending calls and the seconds of packing."""
+        """Send the weights to the replicas' devices; returns pending calls and packing seconds."""
         workers = list(itertools.chain(*cards))
         stream = secrets.token_hex(8)
         if self._weight_sync == "nccl":
@@ -227,8 +232,10 @@ class RolloutReplicas(RolloutPool):
     def _call_all(
         self, method: str, arguments: Callable[[int], tuple[Any, ...]] = lambda replica: ()
     ) -> list[Any]:
-        """Call `method` on every replica i with `arguments(i)`; repeat after a restart. Raises
-        ReplicaLost if the replicas do not start again, or `restarts` are used up."""
+        """Call `method` on every replica i with `arguments(i)`; repeat after a restart.
+
+        Raises ReplicaLost if the replicas do not start again, or `restarts` are used up.
+        """
         while True:
             with self._restarting_after_loss():
                 replicas = range(len(self.group))
@@ -326,8 +333,7 @@ class RolloutReplicas(RolloutPool):
 
 
 class _Liveness:
-    """Probes the engines of busy replicas. The engine itself answers, so that neither a long
-    dialogue nor an unavailable tool looks like a hang."""
+    """Probes busy replicas' engines, which answer even during long dialogues and tool outages."""
 
     def __init__(self, group: RayWorkerGroup, hang_timeout: float) -> None:
         self._group, self._hang_timeout = group, hang_timeout

@@ -103,8 +103,7 @@ class Schedule:
         return self._versions.get(part)
 
     def end(self, part: TurnPart) -> int | None:
-        """Return the number of the turn's tokens at which it was interrupted after this part; None
-        if the part was the last one of its turn."""
+        """Return after how many tokens of its turn this part was interrupted, or None."""
         return self._ends.get(part)
 
     def start(self, key: TrajectoryKey) -> None:

@@ -102,8 +102,10 @@ class VllmServer(RolloutEngine):
         start_timeout: float = 600.0,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
-        """`max_num_seqs`: maximum number of concurrent requests; `start_timeout`: seconds for which
-        `start` waits for the server. Raises ConfigError as `auth_headers` does."""
+        """`max_num_seqs`: maximum concurrent requests; `start_timeout`: seconds to wait in `start`.
+
+        Raises ConfigError as `auth_headers` does.
+        """
         self.url = server_root(url, URL)
         self._start_timeout, self._transport = start_timeout, transport
         self._headers = auth_headers(url, api_key_env)

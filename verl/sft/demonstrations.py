@@ -30,8 +30,10 @@ class _Malformed(ValueError):
 def load_demonstrations(
     path: str, tokenizer: Tokenizer, max_length: int, end_of_turn: str = ""
 ) -> list[Trajectory]:
-    """Load all rows of a jsonl file as trajectories, with `end_of_turn` after the last policy
-    segment. Raises DataError for malformed rows and for rows over `max_length` tokens."""
+    """Load all rows of a jsonl file, with `end_of_turn` after the last policy segment of each.
+
+    Raises DataError for malformed rows and for rows over `max_length` tokens.
+    """
     file, own_fingerprint = Path(path), ""
     if not file.is_file():
         raise DataError(explain("train_file", path, "a jsonl file", "give one that exists"))

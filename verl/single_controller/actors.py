@@ -152,16 +152,16 @@ class Peer:
 
 
 class RayWorkerGroup:
-    """Actors that are called together; results are in the order of the actors.
-    `options[i].remote()` creates actor i."""
+    """Actors that are called together; results are in their order."""
 
     def __init__(
         self, options: Sequence[Any], name: str, lost: type[UserError],
         placement: PlacementGroup | None = None, deaths: tuple[type[Exception], ...] = (),
     ) -> None:  # fmt: skip
-        """`name` is what messages call an actor, `lost` the error to raise when an actor is gone.
+        """`options[i].remote()` creates actor i; `name` is what messages call an actor.
 
-        `deaths` are further errors that mean that a hosted object is dead though its actor lives.
+        `lost` is the error to raise when an actor is gone, `deaths` are further errors that mean
+        that a hosted object is dead though its actor lives.
         """
         self.name = name
         self._lost, self._deaths = lost, (*DEATHS, *deaths)
@@ -309,7 +309,9 @@ class RayWorkerGroup:
 
     def restart(self) -> None:
         """Replace every actor by an empty one, after killing all that is left of the old ones.
-        Raises the group's error if an actor can no longer be placed."""
+
+        Raises the group's error if an actor can no longer be placed.
+        """
         for host in self.hosts:
             ray.kill(host)
         self.hosts = self._start()

@@ -88,8 +88,7 @@ def create_trainer_group(
     placement: PlacementGroup, num_ranks: int, use_gpu: bool, env: Mapping[str, str],
     name: str = "rank",
 ) -> RayWorkerGroup:  # fmt: skip
-    """Create one actor per training rank in the placement group, in order; with `use_gpu`, each has
-    a GPU. `name` is what messages call an actor."""
+    """Create one actor per training rank, in order; messages call an actor `name`."""
     per_node = num_ranks // placement.bundle_count
     options = [
         ActorHost.options(  # type: ignore[attr-defined]  # Ray's decorator adds it

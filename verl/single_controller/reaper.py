@@ -64,9 +64,8 @@ def find_marked(variable: str, value: str) -> list[psutil.Process]:
 
 
 def environment(process: psutil.Process) -> list[bytes]:
-    """Return the entries of a process's environment; empty if it is gone or another user's. Reads
-    all entries, since a process that sets its title may have overwritten the first ones."""
-    try:
+    """Return the entries of a process's environment; empty if it is gone or another user's."""
+    try:  # not only the first entries, which a process that sets its title may have overwritten
         return Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0")
     except OSError:
         return []
@@ -138,8 +137,10 @@ class OrphanReaper:
     """
 
     def __init__(self, mark: str | None = None) -> None:
-        """Start the watchdog; processes started from now on inherit the mark. `mark` is given on
-        the further machines of an attempt."""
+        """Start the watchdog; processes started from now on inherit the mark.
+
+        `mark` is given on the further machines of an attempt.
+        """
         self.mark = mark or f"{os.getpid()}-{secrets.token_hex(8)}"
         unmarked = {k: v for k, v in os.environ.items() if k not in (MARK, REPLICA_MARK)}
         watchdog = [sys.executable, "-P", __file__, self.mark, str(os.getpid())]
@@ -174,8 +175,7 @@ class OrphanReaper:
 
 
 def watch(mark: str, owner: int) -> None:
-    """Wait for process `owner`, the parent of this one, to end, then kill all marked processes. The
-    closed pipe reports the end at once, unless a forked child of the owner holds it open."""
+    """Wait for process `owner`, the parent of this one, to end, then kill all marked processes."""
     recorded: set[Path] = set()
     next_recording = 0.0
     while os.getppid() == owner:
@@ -183,6 +183,7 @@ def watch(mark: str, owner: int) -> None:
             marked = find_marked(MARK, mark)
             recorded |= {path for process in marked for path in created_shared_memory(process)}
             next_recording = time.monotonic() + RECORD_INTERVAL_S
+        # The pipe closes when the owner ends, unless a forked child of it holds the pipe open.
         if select.select([0], [], [], OWNER_POLL_S)[0] and not os.read(0, 1):
             break
     kill_marked(MARK, mark, recorded=recorded)

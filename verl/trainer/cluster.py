@@ -198,8 +198,7 @@ def _inspect(
 def inspect_node(
     config: Config, environment_factory: EnvironmentFactory, probe: Path, secrets: Mapping[str, str]
 ) -> NodeReport:
-    """Check models, tools, memory and files on the node where this task runs, with the driver's
-    environment variables `secrets`."""
+    """Check models, tools, memory and files on this node, with the driver's variables `secrets`."""
     os.environ |= secrets
     set_trust(config.actor_rollout_ref.model.trust_remote_code)
     problems = [
@@ -237,8 +236,11 @@ def probe_file(folder: Path) -> Iterator[Path]:
 
 
 def file_problems(config: Config, probe: Path) -> list[UserError]:
-    """Check that this node sees the run's folder with the driver's probe file and can write to it,
-    and that it sees `rollout.weights_dir` and the checkpoint to resume from."""
+    """Return the problems of this node with the run's shared folders.
+
+    It must see the run's folder with the driver's probe file and be able to write to it, and see
+    `rollout.weights_dir` and the checkpoint to resume from.
+    """
     key = "trainer.default_local_dir"
     expected = "a folder shared by all nodes, since each rank writes its part of a checkpoint"
     fix = f"set {key} to a folder of a shared file system"
@@ -263,9 +265,9 @@ def file_problems(config: Config, probe: Path) -> list[UserError]:
 
 
 def wait_for_file(path: Path) -> bool:
-    """Whether a file appears within FILE_TIMEOUT_S. Lists its folder, since a network file system
-    may remember for a while that a file is missing."""
+    """Whether a file appears within FILE_TIMEOUT_S."""
     end = time.monotonic() + FILE_TIMEOUT_S
+    # Lists the folder: a network file system may remember for a while that a file is missing.
     while path.parent.is_dir() and path.name not in os.listdir(path.parent):
         if time.monotonic() > end:
             return False
@@ -288,8 +290,10 @@ def shared_memory_problems(config: Config) -> list[UserError]:
 
 
 def package_problems(packages: Mapping[str, Mapping[str, str]]) -> list[UserError]:
-    """Return a problem for each version that differs from the first node's; `packages` maps each
-    node's address to its versions by name."""
+    """Return a problem for each version that differs from the first node's.
+
+    `packages` maps each node's address to its versions by name.
+    """
     (first, expected), *others = packages.items()
     problems: list[UserError] = []
     for address, versions in others:

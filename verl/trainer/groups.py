@@ -140,8 +140,7 @@ def build_groups(
 
 
 def check_engine_gpus(config: Config, use_gpu: bool) -> None:
-    """Raise ConfigError if engines would sample while ranks train on the same GPUs, or if the GPUs
-    are too few for the engines."""
+    """Raise ConfigError if engines sample while their GPUs train, or have too few GPUs."""
     if not use_gpu or config.is_external:
         return
     rollout, section = config.actor_rollout_ref.rollout, "actor_rollout_ref.rollout"
@@ -190,8 +189,10 @@ def start_building_ranks(
     ranks: TrainerRanks, groups: Sequence[RayWorkerGroup], kind: type[TrainingRank],
     config: Config, total_updates: int,
 ) -> list[tuple[RayWorkerGroup, list[Any]]]:  # fmt: skip
-    """Start building ranks, which rendezvous at the first of their group; returns each group with
-    the Ray references of its calls."""
+    """Start building ranks, which rendezvous at the first of their group.
+
+    Returns each group with the Ray references of its calls.
+    """
     pending = []
     for group in groups:
         others = [loc.node_id for g in ranks.groups if g is not group for loc in g.locations()]

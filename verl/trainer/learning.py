@@ -172,8 +172,10 @@ def mini_batches(
 
 
 def drop_zero_advantages(mini_batch: TokenBatch) -> TokenBatch:
-    """Return the sequences with a non-zero advantage; the others add nothing to the policy loss,
-    whose token weights stay those of the whole mini-batch."""
+    """Return the sequences with a non-zero advantage: only these add to the policy loss.
+
+    The token weights stay those of the whole mini-batch.
+    """
     advantages = mini_batch.sequences("advantages")
     return mini_batch.select([i for i, a in enumerate(advantages) if bool(a.any())])
 
@@ -242,8 +244,7 @@ class Learner:
             timings.record_peak("values", self.ranks.take_critic_peak_memory())
 
     def update(self, batch: TokenBatch, step: int, timings: Timings) -> Metrics:
-        """Update critic and actor on the batch; returns their metrics. The two updates are
-        independent, so a separate critic is updated concurrently."""
+        """Update critic and actor on the batch, concurrently if separate; returns their metrics."""
         if not self.has_separate_critic:
             with timings.phase("update_critic"):
                 critic_metrics = self.begin_critic_update(batch, step)()
@@ -258,8 +259,7 @@ class Learner:
         return mean_by_key(critic_metrics) | actor_metrics
 
     def begin_critic_update(self, batch: TokenBatch, step: int) -> Callable[[], list[Metrics]]:
-        """Start the critic's epochs on the batch; returns a function that waits for their metrics,
-        which are empty without a critic."""
+        """Start the critic's epochs, if any; returns a function that waits for their metrics."""
         if not self.estimator.needs_critic:
             return list
         critic = self.config.critic

@@ -77,8 +77,7 @@ def wait_metrics(trajectories: Sequence[Trajectory], now: float) -> Metrics:
 
 
 def engine_metrics(trajectories: Sequence[Trajectory]) -> Metrics:
-    """Return the shares of prompt tokens in the prefix cache and of draft tokens that were
-    accepted, as far as the engines report them."""
+    """Return the shares of cached prompt tokens and of accepted draft tokens, where reported."""
     counts = sum((turn.counts for t in trajectories for turn in t.turn_times), EngineCounts())
     shares = {
         "rollout/prefix_hit_share": (counts.cached, counts.prompt),
@@ -142,8 +141,10 @@ def advantage_metrics(batch: TokenBatch) -> Metrics:
 
 
 def staleness_metrics(batch: TokenBatch, version: int) -> Metrics:
-    """Return by how many weight versions policy tokens are older than the trainer's `version`: the
-    mean, and the share of tokens for each age."""
+    """Return how many weight versions policy tokens are older than the trainer's `version`.
+
+    The metrics are the mean, and the share of tokens for each age.
+    """
     versions = batch.tokens["weight_versions"][batch.tokens["policy_mask"]]
     ages, counts = np.unique(version - versions.numpy(), return_counts=True)
     shares = counts / max(1, counts.sum())
@@ -175,7 +176,9 @@ def throughput_metrics(batch: TokenBatch, timings: Timings, num_gpus: int) -> Me
 
 def validation_metrics(trajectories: Sequence[Trajectory], rewards: Sequence[Reward]) -> Metrics:
     """Return the means of score, components and agent's counts, over all rows and per data source.
-    `val/score` is the score itself; `val/em` and others are components."""
+
+    `val/score` is the score itself; `val/em` and others are components.
+    """
     rows = [
         {**r.components, "score": r.score, **{f"env/{k}": v for k, v in t.stats.items()}}
         for t, r in zip(trajectories, rewards, strict=True)

@@ -68,8 +68,10 @@ class TrainerRanks:
         return begin_per_token(self.group, "reference.log_probs", batch, self._policy)()
 
     def begin_values(self, batch: TokenBatch) -> Callable[[], Tensor]:
-        """Start computing the critic's values, (num_tokens,), 0 outside the critic's loss; returns
-        a function that waits for them."""
+        """Start computing the critic's values; returns a function that waits for them.
+
+        They are (num_tokens,), and 0 outside the critic's loss.
+        """
         return begin_per_token(self.critic_group, "critic.values", batch, self._critic)
 
     def update_actor(self, mini_batch: TokenBatch) -> Metrics:
@@ -78,8 +80,7 @@ class TrainerRanks:
         return dict(self.group.begin_scatter("actor.update", shards)()[0])
 
     def begin_update_critic(self, minis: Sequence[TokenBatch]) -> Callable[[], list[Metrics]]:
-        """Start the critic's optimizer steps on the mini-batches, in order; returns a function that
-        waits for their metrics."""
+        """Start the critic's optimizer steps; returns a function that waits for their metrics."""
         # One call per rank: several pending calls might run in a different order on each rank.
         shards = [self._critic.shard(mini, len(self.critic_group))[1] for mini in minis]
         by_rank = list(zip(*shards, strict=True))
@@ -103,8 +104,7 @@ class TrainerRanks:
     def share_policy(
         self, directory: Path, version: int, needed: Sequence[int], dtype: str, is_adapter: bool
     ) -> float:
-        """Write the policy, or its adapter, on each node for the engines there (`replicas.Policy`).
-        Returns the seconds that the slowest rank spent writing."""
+        """As `replicas.Policy.share_policy`; returns the seconds of writing of the slowest rank."""
         folders = [str(on_node(directory, location.node_id)) for location in self.group.locations()]
         options = (version, needed, dtype, is_adapter)
         return float(max(self.group.scatter("share_policy", folders, *options)))
@@ -222,8 +222,7 @@ class TrainerRanks:
 def begin_per_token(
     group: RayWorkerGroup, method: str, batch: TokenBatch, sharding: BatchSharding
 ) -> Callable[[], Tensor]:
-    """Start a per-token computation on a batch divided over a group's ranks; returns a function
-    that waits for the result, (num_tokens,)."""
+    """Start a computation per token; returns a function that waits for its (num_tokens,) result."""
     columns = {name: column for name, column in batch.tokens.items() if name in FORWARD_COLUMNS}
     split, shards = sharding.shard(replace(batch, tokens=columns), len(group))
     results = group.begin_scatter(method, shards)

@@ -323,8 +323,10 @@ class RayPPOTrainer:
 
     @contextlib.contextmanager
     def saving_on_interruption(self) -> Iterator[None]:
-        """Save the last finished step if the body is interrupted, or if tools, user code or a file
-        system fail. The error that is raised says how to continue."""
+        """Save the last finished step if the body is interrupted, or tools, user code or disk fail.
+
+        The error that is raised says how to continue.
+        """
         try:
             yield
         except KeyboardInterrupt:

@@ -61,8 +61,7 @@ class RecordedCollector:
     sampler: RecordedOrder = field(default_factory=RecordedOrder)
 
     def collect(self, step: int, timings: Timings) -> tuple[Samples, Metrics]:
-        """Return the step's trajectories with their scores, and metrics of all recorded ones.
-        Dynamic sampling selects among them again. Raises DataError."""
+        """Return the step's selected samples, and metrics of all recorded. Raises DataError."""
         data = self.config.data
         assert data.rollouts is not None
         with timings.phase("gen"):

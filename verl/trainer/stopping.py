@@ -105,7 +105,9 @@ class Stopper:
     @contextlib.contextmanager
     def interruptible(self) -> Iterator[None]:
         """Let a signal end the body at once, by KeyboardInterrupt; it must not change weights.
-        Raises Interrupted if a signal was received before."""
+
+        Raises Interrupted if a signal was received before.
+        """
         self._raise_if_stopping()
         self._is_interruptible = True
         try:

@@ -49,8 +49,7 @@ def validate(
 
 
 def score_all(trajectories: Sequence[Trajectory], reward: RewardManager) -> list[Reward]:
-    """Return a reward for each trajectory; failed ones get the lowest score of all, at most 0, and
-    components of 0."""
+    """Return rewards; failed trajectories get the lowest score, at most 0, and components of 0."""
     rewards = reward([t for t in trajectories if t.status is not Status.FAILED])
     components = dict.fromkeys((name for r in rewards for name in r.components), 0.0)
     lowest = Reward(min(0.0, *(r.score for r in rewards)), components)

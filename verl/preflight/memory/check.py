@@ -282,8 +282,7 @@ def offload_everything(config: Config) -> Config:
 
 
 def choose_offload(config: Config, setting: Setting) -> Config:
-    """Return the cheapest offloading that the host can hold and that fits each GPU with a margin;
-    if none does, the one that offloads most of what the host can hold."""
+    """Return the cheapest offloading that fits the host's memory and, with a margin, each GPU's."""
     keys, free = undecided_offloads(config)[::-1], free_memory(setting.machine)
     values = itertools.product((False, True), repeat=len(keys))  # the last, cheapest, varies most
     candidates = [fill_undecided(config, dict(zip(keys, flags, strict=True))) for flags in values]
@@ -296,6 +295,7 @@ def choose_offload(config: Config, setting: Setting) -> Config:
     for candidate, needed in on_host:
         if peak_rank_bytes(needed) <= WARN_ABOVE * free[Memory.DEVICE]:
             return candidate
+    # None fits the GPUs: offload the most that the host can hold.
     return on_host[-1][0] if on_host else candidates[0]
 
 
