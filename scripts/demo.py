@@ -90,8 +90,10 @@ OPTIONS = {
 
 
 def choose_device(requested: str, has_card: bool, installed: str) -> str:
-    """Return cpu or cuda. Raises ResourceError if cuda has no card, or if `installed`, the device
-    of vLLM's build, is the other one."""
+    """Return cpu or cuda; `installed` is the device of vLLM's build.
+
+    Raises ResourceError if cuda has no card, or if vLLM's build is for the other device.
+    """
     device = ("cuda" if has_card else "cpu") if requested == "auto" else requested
     if device == "cuda" and not has_card:
         got, expected = "cuda without a GPU that torch sees", "a GPU"

@@ -49,8 +49,10 @@ def start(command: list[str]) -> tuple[int, int]:
 
 @pytest.mark.parametrize("times", [1, 2])
 def test_ctrl_c_saves_and_a_second_one_ends(tmp_path: Path, times: int) -> None:
-    """Once: what is finished is saved, status 75. Twice: at once, 130. Both in one line, and of
-    the run's processes and shared memory nothing stays."""
+    """One Ctrl-C saves what is finished (status 75), two end the run at once (status 130).
+
+    Both do so without a traceback, and leave neither processes nor shared memory of the run.
+    """
     out = tmp_path / "run"
     out.mkdir()
     before = weights_in_memory()

@@ -124,9 +124,11 @@ AHEAD = (
 @pytest.mark.slow
 @pytest.mark.asynchrony
 def test_a_schedule_cut_by_a_kill_is_repeated_bit_for_bit(tmp_path: Path) -> None:
-    """PPO with a staleness of two on two engines, whose turns are interrupted by new weights, is
-    killed and resumed from its third or sixth step. Then its schedule is replayed without
-    interruption, with searches of other durations."""
+    """The schedule of a run that was killed and resumed is repeated without interruption.
+
+    The run is PPO with a staleness of two on two engines, whose turns are interrupted by new
+    weights; it is resumed from its third or sixth step. Searches take other times in the replay.
+    """
     base, recorded = Path(searching_model(tmp_path / "base")), tmp_path / "recorded"
     kept = f"trainer.rollout_data_dir={tmp_path / 'rollouts'}"
     with slow_retriever(0.05, seed=1) as url:

@@ -40,8 +40,10 @@ class Run:
 
 @pytest.fixture(scope="module", params=["adapter", "merged"])
 def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
-    """PPO on two ranks, policy and critic as adapters, two steps with a checkpoint each; the engine
-    computes with the adapter, or receives the merged weights."""
+    """Run PPO on two ranks, policy and critic as adapters, two steps with a checkpoint each.
+
+    The engine computes with the adapter, or receives the merged weights.
+    """
     merges = f"actor_rollout_ref.rollout.merge_adapter={request.param == 'merged'}"
     out = tmp_path_factory.mktemp("lora")
     with start_world(tmp_path_factory.mktemp("world")) as world:

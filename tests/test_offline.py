@@ -35,10 +35,11 @@ def computed(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def test_offline_steps_are_the_recorded_ones(tmp_path: Path) -> None:
-    """Three steps of PPO on two ranks, and the third again from a checkpoint of the recorded run;
-    but for rounding also where the two compute each dialogue together.
+    """Training on a record repeats the recorded run: three steps of PPO on two ranks.
 
-    A record that was cut is refused with status 2 and one line, before Ray starts.
+    The third step is also repeated from a checkpoint of the recorded run. Where two ranks compute
+    each dialogue together, results are equal but for rounding. A record that was cut is refused
+    with status 2 and one line, before Ray starts.
     """
     with start_world(tmp_path) as world:
         recorded, rollouts = tmp_path / "recorded", tmp_path / "rollouts"

@@ -73,8 +73,10 @@ def rows_of(out: Path) -> list[dict[str, Any]]:
 def test_servers_take_each_version_and_one_may_die(
     world: dict[str, str], servers: list[Served], tmp_path: Path
 ) -> None:
-    """Log-probs of sampling are those of the ranks at each step, before and after one server was
-    killed and started again; in the end both serve the exported model."""
+    """Servers sample with the ranks' weights at each step, also after one was killed.
+
+    In the end both serve the exported model.
+    """
     assert_serves(servers[0], Path(world["model"]))
     out = tmp_path / "run"
     command = command_of(world, out, *of(servers, 4))

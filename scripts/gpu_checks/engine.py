@@ -143,8 +143,10 @@ async def check_seeds(report: Report, engine: VllmEngine) -> None:
 def check_log_probs(
     report: Report, config: Config, dialogues: dict[str, list[Trajectory]], others: list[Trajectory]
 ) -> None:
-    """Check that the log-probs of `dialogues` match the trainer's with the weights of `config`, and
-    those of `others`, sampled with other weights, do not."""
+    """Check that the log-probs of `dialogues` match the trainer's with the weights of `config`.
+
+    Those of `others`, which were sampled with other weights, must not match.
+    """
     tolerance = TOLERANCES[config.trainer.compute_dtype]
     with training_rank(config) as worker:
         for name, trajectories in dialogues.items():

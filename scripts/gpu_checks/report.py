@@ -17,8 +17,10 @@ class Skipped(Exception):
 
 
 class Report:
-    """Figures and failures of a check, in a file that is complete after each change, so that the
-    findings of a killed check are not lost."""
+    """Figures and failures of a check, in a file that is complete after each change.
+
+    So the findings of a killed check are not lost.
+    """
 
     def __init__(self, out: Path, name: str, device: str) -> None:
         """`device` is cuda or cpu. Files of an earlier run of the check are removed."""

@@ -65,8 +65,10 @@ def write_tokenizer(folder: Path) -> None:
 
 
 def small_run(model: str, device: str, dtype: str = "float32", **changes: Any) -> Config:
-    """Return options for one rank with KL and entropy in the loss, without offloading; `changes`
-    have `__` for dots."""
+    """Return options for one rank with KL and entropy in the loss, without offloading.
+
+    `changes` are further options by key, with `__` for dots.
+    """
     base = {
         "actor_rollout_ref.model.path": model,
         "actor_rollout_ref.model.enable_gradient_checkpointing": False,

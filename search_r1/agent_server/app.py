@@ -1,5 +1,4 @@
-"""The agent server: routes (chat completions, models, health, the chat page at `/`), startup and
-shutdown."""
+"""The agent server: chat completions, models, health, the chat page at `/`, startup, shutdown."""
 
 import asyncio
 import logging

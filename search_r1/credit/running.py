@@ -105,8 +105,10 @@ def _remove_from_result(information: str, document: Document) -> str:
 
 
 def answer_tokens(pieces: Sequence[str], tags: Grammar) -> range:
-    """Return the tokens of a turn, given as texts, that are in its last answer tag, even partly;
-    an empty range if there is none."""
+    """Return the range of a turn's tokens that are in its last answer tag, even partly.
+
+    `pieces` are the tokens as texts. The range is empty if there is no closed answer tag.
+    """
     text = "".join(pieces)
     start = text.rfind(tags.answer.opening)
     end = text.find(tags.answer.closing, start)

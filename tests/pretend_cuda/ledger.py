@@ -75,6 +75,8 @@ class Ledger:
 
 
 def _scores(query: Tensor, longest: int) -> int:
-    """Count the FLOPs of causal scores of queries (num_tokens, heads, head_dim), all of length
-    `longest`."""
+    """Count the FLOPs of causal scores of queries (num_tokens, heads, head_dim).
+
+    All sequences have the length `longest`.
+    """
     return query.numel() * longest

@@ -110,8 +110,10 @@ def install(num_devices: int, dtype: str) -> None:
 
 
 def apply_to_tensors(module: nn.Module, change: Any, recurse: bool = True) -> nn.Module:
-    """Replace `nn.Module._apply`: create new parameters, since a fake tensor cannot replace the
-    data of a real parameter. Tied parameters stay tied."""
+    """Replace `nn.Module._apply` by a version that creates new parameters.
+
+    A fake tensor cannot replace the data of a real parameter. Tied parameters stay tied.
+    """
     changed: dict[int, tuple[Tensor, Tensor]] = {}
 
     def replacement(tensor: Tensor) -> Tensor:

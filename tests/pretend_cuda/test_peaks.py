@@ -108,8 +108,11 @@ def test_an_update_has_the_expected_waits_and_collectives(
 
 @pytest.mark.parametrize("case", CASES, ids=name)
 def test_flops_of_an_update(case: dict[str, Any], outcomes: dict[str, Any]) -> None:
-    """Per weight and token: 2 forward, 4 backward and 2 for recomputation, except for each block's
-    last product, whose result is not needed again; the head is computed at target tokens only."""
+    """An update takes 8 FLOPs per weight and token: 2 forward, 4 backward, 2 for recomputation.
+
+    Each block's last product is not recomputed, since its result is not needed again; the head is
+    computed at target tokens only.
+    """
     made, shape = Case(**case), SHAPES[case["shape"]]
     minis = made.micro_batches
     sequences = minis * (made.budget // LONGEST)

@@ -59,8 +59,7 @@ def test_offloaded_state_is_not_on_the_device(outcomes: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("offload", OFFLOADS)
 def test_state_is_read_after_its_copy_to_the_host(offload: str, outcomes: dict[str, Any]) -> None:
-    """Moments are copied asynchronously; reading them synchronises, once for actor and critic
-    each."""
+    """Moments are copied asynchronously; reading them synchronises once per actor and critic."""
     found = outcomes[f"ppo-{offload}-2-bfloat16"]["phases"]["tensors"]
     assert found["calls"] == {"synchronize": 2}
 
@@ -110,8 +109,10 @@ def test_selective_recomputation_repeats_no_product(outcomes: dict[str, Any]) ->
 
 
 def test_sequence_parallel_ranks_exchange_twice_a_pass_of_a_block(outcomes: dict[str, Any]) -> None:
-    """Tokens are exchanged for heads and back: in forward, recomputation and backward; results of
-    the ranks are collected once per forward."""
+    """Tokens are exchanged for heads and back, in forward, recomputation and backward.
+
+    The results of the ranks are collected once per forward.
+    """
     alone, grouped = (
         {phase: cost["costs"]["collectives"] for phase, cost in outcomes[key]["phases"].items()}
         for key in ("ppo-none-8-bfloat16", "ppo-none-8-bfloat16-sp_size")

@@ -1,4 +1,4 @@
-"""`python -m tests.proofs.determinism`: does a greedy dialogue depend on others in its batch?
+"""`python -m tests.proofs.determinism`: whether a greedy dialogue depends on its batch.
 
 The example's held-out questions are answered by the tiny policy (or `--model`) with vLLM and a
 BM25 server, in requests of several sizes, twice each, and once with `trainer.deterministic=true`.

@@ -1,5 +1,7 @@
-"""Real runs replayed by the command: fifty trajectories bit for bit, and an edit against a new
-dialogue with the same prefix."""
+"""Real runs replayed by the command.
+
+Fifty trajectories are repeated bit for bit; an edit equals a new dialogue with the same prefix.
+"""
 
 from __future__ import annotations
 
@@ -80,8 +82,7 @@ def test_fifty_trajectories_equal_the_record_bit_for_bit(
 
 
 def test_an_edit_and_the_wrong_weights(world: dict[str, str], tmp_path: Path) -> None:
-    """An edited replay equals a new dialogue with the same prefix; a replay without the checkpoint
-    of its weights says so."""
+    """An edited replay equals a new dialogue; a replay without its weights' checkpoint says so."""
     run = recorded(world, tmp_path / "run", "actor_rollout_ref.rollout.name=transformers")
     line = next(i for i, row in enumerate(read_step(run / "rollouts", 2))
                 if row.trajectory.stats["searches"] == 3)  # fmt: skip

@@ -37,8 +37,10 @@ def test_a_trajectory_by_token(client: TestClient, run: Run) -> None:
 def test_the_trainers_columns_are_shown_with_ratio_and_kl(
     folder: Path, open_run: Callable[[Path], Run]
 ) -> None:
-    """A list as long as the ids is a column, and a single number of the trainer is one, repeated.
-    Ratio and KL follow from the log-probs of trainer, engine and reference."""
+    """A list as long as the ids is a column, and so is a single number of the trainer, repeated.
+
+    Ratio and KL follow from the log-probs of trainer, engine and reference.
+    """
     path = folder / "rollouts" / "step_00000001.jsonl"
     row = json.loads(path.read_text().splitlines()[2])
     policy = row["segments"][-1]

@@ -92,8 +92,7 @@ def test_a_bad_request_starts_nothing(
 def test_no_other_site_can_request_a_replay(
     run: Run, replay_returns: Callable[..., list[list[str]]]
 ) -> None:
-    """Requests that a form or script of another site can send are refused, as are those without
-    the token."""
+    """Requests that another site's form or script can send, or without a token, are refused."""
     commands, body = replay_returns(b""), json.dumps(KEY)
     client = TestClient(create_app(Runs([run])))
     for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data", ""):

@@ -13,8 +13,10 @@ FILLER = "filler"
 
 
 class SmallDisk:
-    """A tmpfs at `folder` within the context; not `available` without the permission to mount. Then
-    `folder` is a plain folder."""
+    """A tmpfs at `folder` within the context.
+
+    Without the permission to mount, it is not `available`, and `folder` is a plain folder.
+    """
 
     def __init__(self, folder: Path) -> None:
         """The disk is mounted when the context is entered."""

@@ -13,8 +13,10 @@ from tests.proofs.campaign.faults import Kind
 
 
 class FaultyProxy:
-    """Forwards requests to `port`; during a fault it answers POST requests accordingly. `struck`
-    counts the requests that met the current fault."""
+    """Forwards requests to `port`; during a fault it answers POST requests accordingly.
+
+    `struck` counts the requests that met the current fault.
+    """
 
     def __init__(self, port: int) -> None:
         """`port` is that of the real server on this machine, and may be changed at any time."""

@@ -66,8 +66,10 @@ class RecordedTraining(Training):
 
 
 def ends_badly(log: str) -> bool:
-    """Whether the run itself printed a traceback. vLLM logs one of its own, marked with its
-    process, when its engine core was killed."""
+    """Whether the run itself printed a traceback.
+
+    vLLM logs one of its own, marked with its process, when its engine core was killed.
+    """
     return any(line.startswith(TRACEBACK) for line in log.replace("\r", "\n").split("\n"))
 
 
@@ -100,8 +102,10 @@ class Campaign:
         return True
 
     def effects(self, faults: Sequence[Fault]) -> Iterator[Effect]:
-        """Run under `faults`; yields each fault with what happened. Raises KillsError. The campaign
-        ends if the run finishes before its last fault."""
+        """Run under `faults`; yield each fault with what happened. Raises KillsError.
+
+        The campaign ends if the run finishes before its last fault.
+        """
         training, open_effect = self.training, None
         training.start()
         for fault in faults:

@@ -110,8 +110,10 @@ def until_over(training: Training) -> None:
 
 
 def undisturbed(training: Training) -> float:
-    """Run without interruption; returns the median seconds of a step. Raises KillsError if the run
-    fails, or takes longer than its patience for a step."""
+    """Run without interruption; return the median seconds of a step.
+
+    Raises KillsError if the run fails, or takes longer than its patience for a step.
+    """
     training.start()
     deadline, rows = time.monotonic() + training.patience, 0
     while training.status is None and time.monotonic() < deadline:

@@ -58,8 +58,10 @@ def is_computed(name: str) -> bool:
 def differences(
     expected: Sequence[Row], got: Sequence[Row], tolerance: float = 0.0
 ) -> Iterator[Difference]:
-    """Yield where `got` differs by more than `tolerance`, or lacks a step or a metric. A step that
-    was repeated after a kill is in `got` more than once; all of them are compared."""
+    """Yield where `got` differs by more than `tolerance`, or lacks a step or a metric.
+
+    A step that was repeated after a kill is in `got` more than once; all of them are compared.
+    """
     steps = {_step(row): row for row in expected}
     seen = {_step(row) for row in got}
     for step in steps.keys() - seen:

@@ -21,8 +21,10 @@ MAPPED = re.compile(rf"\s(\d+)\s+{SHARED_MEMORY}/")
 
 
 class Family:
-    """All descendants of a process, as far as they are found by polling every `POLL_S`. A child
-    whose parent was killed is remembered, and so are its later children."""
+    """All descendants of a process, as far as they are found by polling every `POLL_S`.
+
+    A child whose parent was killed is remembered, and so are its later children.
+    """
 
     def __init__(self, pid: int) -> None:
         """Watch `pid` and its descendants until `end`."""
@@ -63,8 +65,10 @@ class Family:
         return [process for process in list(self._known.values()) if is_alive(process)]
 
     def find(self, victim: Victim) -> list[psutil.Process]:
-        """Return the processes of a kind; empty if the run has not started them yet. An actor is a
-        replica if it is the parent of an engine core, and a rank otherwise."""
+        """Return the processes of a kind; empty if the run has not started them yet.
+
+        An actor is a replica if it is the parent of an engine core, and a rank otherwise.
+        """
         if victim is Victim.DRIVER:
             return [self.driver] if is_alive(self.driver) else []
         named = [(process, title(process)) for process in self.alive()]
@@ -124,8 +128,10 @@ def shared_memory() -> set[str]:
 
 
 def held(names: set[str]) -> set[str]:
-    """Return the names in shared memory that a living process has open or mapped. Mapped files are
-    compared by inode, since a semaphore is mapped under another name."""
+    """Return the names in shared memory that a living process has open or mapped.
+
+    Mapped files are compared by inode, since a semaphore is mapped under another name.
+    """
     inside: set[str] = set()
     mapped: set[int] = set()
     for process in Path("/proc").glob("[0-9]*"):

@@ -142,8 +142,7 @@ def test_an_argument_may_have_one_of_several_types(
 
 @pytest.mark.parametrize("text", ['"4"', "[4]", "four", "[" * 9999])
 def test_a_plain_text_must_have_a_type_of_the_schema_too(text: str) -> None:
-    """Valid JSON of another type is the policy's mistake, like a text that is no JSON or that is
-    nested too deeply for the parser."""
+    """JSON of another type is the policy's mistake, like a text that cannot be parsed as JSON."""
 
     class Ours(Tool):
         name, parameters = "own", {"properties": {"x": {"type": "integer"}}}

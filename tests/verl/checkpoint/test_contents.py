@@ -113,8 +113,10 @@ def test_no_damaged_file_is_resumed_from(
     sound: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     file: str, damage: str, is_listed: bool,
 ) -> None:  # fmt: skip
-    """Each file, damaged in each way: one line that names it, and none of its code is executed.
-    Older checkpoints list no files in their marker, and may lack the driver's random states."""
+    """Each file, damaged in each way, gives one line that names it; none of its code is executed.
+
+    Older checkpoints list no files in their marker, and may lack the driver's random states.
+    """
     monkeypatch.chdir(tmp_path)
     step_dir = Path(shutil.copytree(sound, tmp_path / "global_step_3"))
     if not is_listed:

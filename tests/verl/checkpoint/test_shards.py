@@ -84,8 +84,10 @@ def test_line_21_a_resumed_run_goes_on_as_if_never_stopped(
 @pytest.mark.parametrize("method", ["shared", "sent"])
 @pytest.mark.parametrize("size", ["one", "two"])
 def test_engines_receive_the_saved_weights(runs: SimpleNamespace, size: str, method: str) -> None:
-    """Each rank writes a part, or one rank sends all. They are cast before they are gathered, which
-    gives the same bits as casting them afterwards."""
+    """Engines receive the saved weights, whether each rank writes a part or one rank sends all.
+
+    Casting them before they are gathered gives the same bits as casting them afterwards.
+    """
     saved = load_file(runs.root / size / "weights/model.safetensors")
     shared = getattr(runs, size)[0][method]
     assert shared.keys() == saved.keys()

@@ -418,8 +418,10 @@ def test_a_reward_of_a_file_is_part_of_a_sum() -> None:
 def test_home_folder_is_expanded_in_presets(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """veRL's YAML files use `~` in paths. Other texts stay unchanged, and so do references to code,
-    which exported models and the state of stages contain too."""
+    """`~` is expanded in paths, as in veRL's YAML files, but not in other texts.
+
+    References to code stay unchanged too: exported models and the state of stages contain them.
+    """
     monkeypatch.setenv("HOME", "/home/ann")
     preset = "data: {train_files: [~/t.parquet, b.parquet], val_files: ~/v.parquet}\n"
     preset += "actor_rollout_ref: {model: {path: ~/models/m}}\n"

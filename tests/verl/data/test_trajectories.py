@@ -57,8 +57,10 @@ def write_segments(
 
 
 def test_each_segment_has_its_part_of_the_signals(tmp_path: Path) -> None:
-    """One number if all its tokens have the same value, no key if all are unknown. Training on
-    recorded trajectories ignores the signals."""
+    """A segment has one number if its tokens share the value, and no key if all are unknown.
+
+    Training on recorded trajectories ignores the signals.
+    """
     numbers = {
         "advantages": (NAN, NAN, 0.1, 0.1, 0.1, NAN, 0.1, -2.0),
         "values": (NAN, NAN, 0.5, NAN, 0.25, NAN, NAN, NAN),

@@ -83,8 +83,9 @@ def test_a_policy_costs_what_torch_counts(name: str) -> None:
 
 
 def test_a_shared_prompt_costs_what_torch_counts() -> None:
-    """A forward pass without the skipped prompt copies matches, except for attention: the counter
-    sees the whole rectangle of a response and its keys.
+    """A forward pass without the skipped prompt copies costs what torch counts, but for attention.
+
+    There, torch counts the whole rectangle of a response and its keys.
     """
     lm, shape = build(CONFIGS["qwen2, tied"])
     batch = make_groups([(7, [5, 2, 10]), (4, [1])])

@@ -194,8 +194,9 @@ def test_gpus_of_a_separate_critic_add_up(
 
 
 def test_heads_must_be_divisible_by_the_sequence_parallel_group(valid_run: list[str]) -> None:
-    """Of policy and critic, by config.json: the tiny model's 4 query heads cannot be divided by 8;
-    its 2 key-value heads can be repeated.
+    """Groups must divide the query heads in config.json of policy and critic, here 4.
+
+    The tiny model's 2 key-value heads can be repeated.
     """
     key, actor = "ulysses_sequence_parallel_size", "actor_rollout_ref.actor"
     options = [*valid_run, "trainer.n_gpus_per_node=8", "trainer.memory_preflight=off"]

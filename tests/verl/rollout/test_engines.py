@@ -100,8 +100,10 @@ def test_concurrent_requests_do_not_affect_each_other(running: Running) -> None:
 
 
 def test_an_interrupted_turn_continues_with_new_weights(running: Running, tmp_path: Path) -> None:
-    """Each token's log-prob is that of the weights that sampled it, given all tokens before it. No
-    token of the first part is lost; a turn without tokens starts with the new weights."""
+    """Each token's log-prob is that of the weights that sampled it, given all tokens before it.
+
+    No token of the first part is lost; a turn without tokens starts with the new weights.
+    """
     save_model(tmp_path, seed=5)
     prompt, started = running.tokenizer.encode("The capital of France is " * 60), asyncio.Event()
     assert 256 < len(prompt) < 400  # several cache blocks

@@ -118,8 +118,10 @@ def shares(finished: Sequence[Trajectory]) -> Counter[int]:
 
 
 def test_every_trajectory_is_sampled_once_with_its_group() -> None:
-    """For any timing of several requests, all trajectories come back in order and none is started
-    twice. A group stays on one replica if there are at least as many groups as replicas."""
+    """For any timing of several requests, each trajectory is sampled once and returned in order.
+
+    A group stays on one replica if there are at least as many groups as replicas.
+    """
     for seed in range(100):
         draw, started = random.Random(seed), list[tuple[str, int]]()
         number, size = draw.randint(1, 4), draw.randint(1, 4)
@@ -157,8 +159,10 @@ def test_groups_of_lost_replicas_are_claimed_again() -> None:
 
 
 def test_a_replica_with_short_dialogues_claims_more() -> None:
-    """One group of long dialogues among short ones: its replica claims little else. If the batch is
-    divided beforehand, half of the short dialogues wait behind the long ones."""
+    """The replica of one group of long dialogues among short ones claims little else.
+
+    If the batch is divided beforehand, half of the short dialogues wait behind the long ones.
+    """
     lengths = [900] + [10] * 19
     for is_divided, expected in ((False, {2, 38}), (True, {20})):
         replicas = replicas_of(2, 2, Planned([]), is_divided)
@@ -175,8 +179,10 @@ def test_with_enough_slots_each_replica_takes_its_share_at_once() -> None:
 
 
 def test_a_dialogue_that_waits_for_a_tool_frees_its_slot() -> None:
-    """With two slots and slow tools, an engine starts further dialogues, so that it always has two
-    turns; with tools that answer immediately, a dialogue keeps its slot to its end."""
+    """With two slots and slow tools, an engine starts further dialogues and always has two turns.
+
+    With tools that answer immediately, a dialogue keeps its slot to its end.
+    """
     num_started = {}
     for tool in (0, 400):
         started = list[tuple[str, int]]()
@@ -203,8 +209,10 @@ def test_an_earlier_request_goes_first() -> None:
 
 
 def test_a_request_that_runs_its_share_lets_the_next_request_start() -> None:
-    """With slots for both, the second request (such as ReMax's greedy dialogues) does not wait for
-    a dialogue of the first to end."""
+    """With slots for both, a second request does not wait for a dialogue of the first to end.
+
+    Such a request is that of ReMax's greedy dialogues.
+    """
     started = list[tuple[str, int]]()
     replicas = replicas_of(2, 8, Planned(started))
     for first in (0, 10):

@@ -200,8 +200,10 @@ def stream(vllm: Running, model: LlamaForCausalLM, version: int) -> None:
 def test_weights_that_were_dropped_by_sleep_are_loaded_completely(
     vllm: Running, tmp_path: Path, is_streamed: bool
 ) -> None:
-    """Sleep level 2 keeps only buffers: a folder or a stream must contain all weights, including a
-    tied head, and cached prefixes of older weights are dropped."""
+    """After sleep level 2, which keeps only buffers, a folder or a stream must have all weights.
+
+    A tied head is one of them. Cached prefixes of older weights are dropped.
+    """
     dropping = vllm.engine._llm.collective_rpc("forget_weights")
     (num_dropped,) = vllm.loop.run_until_complete(dropping)
     assert num_dropped > 10

@@ -130,8 +130,10 @@ class Sending(SlowRanks):
 
 @pytest.mark.parametrize("weight_sync", ["ipc", "nccl"])
 def test_replicas_wait_for_weights_before_ranks_send_them(weight_sync: str) -> None:
-    """No files are written. Restarted engines are sent the current version again; with NCCL they
-    join a new stream."""
+    """No files are written; restarted engines are sent the current version again.
+
+    With NCCL, restarted engines join a new stream.
+    """
     log: list[str] = []
     engines = one_replica(log, weight_sync=weight_sync)
     opened = ["open_broadcast"] if weight_sync == "nccl" else []

@@ -59,9 +59,11 @@ def test_the_options_of_speculative_decoding() -> None:
 
 @pytest.mark.vllm_cpu
 def test_verified_tokens_have_the_targets_distribution(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM's rejection sampler on the CPU, with 6,000 requests of three temperatures and the most
-    likely tokens as drafts: first tokens have the right frequencies and exact log-probs; greedy
-    requests have the most likely token."""
+    """vLLM's rejection sampler gives first tokens the right frequencies and exact log-probs.
+
+    It runs on the CPU with 6,000 requests of three temperatures and the most likely tokens as
+    drafts. Greedy requests have the most likely token.
+    """
     from vllm.platforms import current_platform  # noqa: PLC0415
     from vllm.triton_utils.dispatcher import KernelOverride  # noqa: PLC0415
     from vllm.utils import cpu_triton_utils  # noqa: PLC0415
@@ -162,8 +164,10 @@ async def play(method: str | None, folders: list[Path]) -> Played:
 @pytest.mark.slow
 @pytest.mark.vllm_cpu
 def test_speculative_decoding_does_not_change_what_an_engine_samples(tmp_path: Path) -> None:
-    """1,920 tokens of each model have the distribution and log-probs of transformers. Greedy ids
-    and stop strings are those without speculation, and a seed repeats its ids."""
+    """1,920 tokens of each model have the distribution and log-probs of transformers.
+
+    Greedy ids and stop strings are those without speculation, and a seed repeats its ids.
+    """
     folders = [tmp_path / "0", tmp_path / "1"]
     for seed, folder in enumerate(folders):
         save_talker(folder, seed)

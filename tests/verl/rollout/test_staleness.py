@@ -182,8 +182,11 @@ def ages(step: int, trajectories: Sequence[Trajectory]) -> set[int]:
 
 @pytest.mark.parametrize("staleness", range(5))
 def test_a_step_trains_on_tokens_no_older_than_max_staleness(staleness: int) -> None:
-    """In 1,000 random worlds: any timing, 1 to 3 replicas, weights loaded at once, between turns or
-    between trajectories, with and without dynamic sampling and failures. The bound is tight."""
+    """In 1,000 random worlds, no token is older than the bound, which is tight.
+
+    Worlds have any timing, 1 to 3 replicas, weights loaded at once, between turns or between
+    trajectories, with and without dynamic sampling and failures.
+    """
     seen: set[int] = set()
     for seed in range(200):
         filters, failed_share = seed % 5 == 0, 0.1 * (seed % 7 == 0)
@@ -256,8 +259,10 @@ def test_a_killed_run_resumes_the_batches_it_had_drawn(with_filter: bool, tmp_pa
 
 @pytest.mark.parametrize(("before", "after"), [(1, 1), (2, 2), (4, 4), (4, 1), (3, 0)])
 def test_a_resumed_run_uses_finished_trajectories(before: int, after: int, tmp_path: Path) -> None:
-    """They are not sampled again, and the bound holds, also for another max_staleness. If there was
-    time to finish all trajectories that were started ahead of time, all are kept."""
+    """Finished trajectories are not sampled again, and the bound holds for another max_staleness.
+
+    If there was time to finish all trajectories that were started ahead of time, all are kept.
+    """
     num_kept = num_all = 0
     for seed in range(20):
         with world(seed, before, failed_share=0.1 * (seed % 5 == 0)) as run:
@@ -289,8 +294,10 @@ def start_of(trajectory: Trajectory) -> Trajectory:
 
 @pytest.mark.parametrize("staleness", [0, 3])
 def test_every_started_group_is_trained_on_or_counted(staleness: int, tmp_path: Path) -> None:
-    """With permanent failures and a kill: each epoch has every row once, except for the dropped
-    groups, which the metrics count."""
+    """With permanent failures and a kill, each epoch has every row once, except for dropped groups.
+
+    The metrics count the dropped groups.
+    """
     num_dropped = 0
     for seed in range(20):
         trained: list[Trajectory] = []
@@ -335,9 +342,11 @@ def turns_of(trajectories: Sequence[Trajectory]) -> dict[tuple[str, int], list[A
 
 
 def test_a_recorded_schedule_is_repeated_with_any_timing(tmp_path: Path) -> None:
-    """Each token is sampled by the recorded weights, and turns are interrupted at the same tokens,
-    whatever the timing and the number of replicas, and although the recorded run was killed and
-    resumed. Without the schedule, timing makes a difference."""
+    """Each token is sampled by the recorded weights, and turns are interrupted at the same tokens.
+
+    This holds whatever the timing and the number of replicas, and although the recorded run was
+    killed and resumed. Without the schedule, timing makes a difference.
+    """
     num_equal = num_interrupted = 0
     for seed in range(0, 60, 2):
         out, played = tmp_path / str(seed), list[Trajectory]()

@@ -127,8 +127,10 @@ def test_concurrent_requests_do_not_share_a_cache(model: LlamaForCausalLM) -> No
 def test_without_a_cache_no_request_depends_on_the_one_before(
     model: LlamaForCausalLM, caches: bool
 ) -> None:
-    """To the last bit, as `trainer.deterministic` requires: a partly cached context is summed in
-    another order."""
+    """Without a cache, results are equal to the last bit, as `trainer.deterministic` requires.
+
+    A partly cached context is summed in another order.
+    """
     engine = TransformersEngine("", "cpu", "float32", caches=caches)
     engine.model, engine.tokenizer = model, Latin()
     prompt, differs = list(PROMPT), False

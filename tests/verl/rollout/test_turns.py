@@ -133,8 +133,11 @@ def test_weights_wait_for_calls_that_were_made_before_them() -> None:
 
 
 def test_weights_do_not_wait_for_turns_that_never_come() -> None:
-    """Of trajectories that this engine does not get, as after a resume or the loss of another
-    engine, or of a trajectory that ends with fewer turns than recorded."""
+    """New weights do not wait for turns of trajectories that this engine does not get.
+
+    There are such after a resume or the loss of another engine. Nor do weights wait for the missing
+    turns of a trajectory that ends with fewer turns than recorded.
+    """
 
     async def play() -> None:
         gate = gate_of(first=(3, 3, 4), second=(3,))
@@ -151,8 +154,10 @@ def test_weights_do_not_wait_for_turns_that_never_come() -> None:
 def test_a_turn_whose_weights_are_gone_is_logged_and_sampled(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """The run then differs from the recorded one, which a warning says. The turn still waits while
-    weights are loaded."""
+    """A warning says that the run differs from the recorded one if a turn's weights are gone.
+
+    The turn still waits while weights are loaded.
+    """
 
     async def play() -> None:
         gate = gate_of(first=(3, 6))
@@ -243,8 +248,11 @@ def play(typist: Typist, max_tokens: int = 100, ends: Sequence[int] = ()) -> Com
 def test_an_interrupted_turn_equals_the_uninterrupted_one(
     tokenizer: PreTrainedTokenizerBase, text: str
 ) -> None:
-    """With two interruptions anywhere, also before the first token, within a stop string or within
-    a letter: ids, text and finish reason are equal; each token has its log-prob and version."""
+    """With two interruptions anywhere, ids, text and finish reason are those of a whole turn.
+
+    They may fall before the first token, within a stop string or within a letter. Each token has
+    its log-prob and version.
+    """
     ids = [*tokenizer.encode(text), tokenizer.eos_token_id]
     for max_tokens in (len(ids) // 2, 100):
         whole = play(Typist(tokenizer, ids, []), max_tokens)
@@ -261,8 +269,10 @@ def test_an_interrupted_turn_equals_the_uninterrupted_one(
 def test_each_part_has_a_seed_of_its_own_and_a_schedule_repeats_it(
     tokenizer: PreTrainedTokenizerBase,
 ) -> None:
-    """The first part's seed would repeat its random numbers. Interrupted by a schedule at the same
-    tokens, the turn makes the same requests."""
+    """Each part has its own seed, since the first part's would repeat its random numbers.
+
+    Interrupted by a schedule at the same tokens, the turn makes the same requests.
+    """
     ids = tokenizer.encode(TEXTS[0])
     for cuts in itertools.combinations(range(1, len(ids)), 2):
         interrupted, repeated = Typist(tokenizer, ids, list(cuts)), Typist(tokenizer, ids, [])

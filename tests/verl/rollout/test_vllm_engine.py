@@ -166,8 +166,10 @@ def test_a_request_reports_how_long_it_waited_for_a_slot(vllm: Running) -> None:
 
 @pytest.mark.vllm_cpu
 def test_a_request_reports_how_much_of_its_prompt_was_cached(vllm: Running) -> None:
-    """For a second sample the prompt, for the next turn the dialogue so far, in whole blocks;
-    nothing after a weight update."""
+    """A second sample's prompt, and the next turn's dialogue so far, are cached in whole blocks.
+
+    Nothing is cached after a weight update.
+    """
     prompt = [5 + i % 50 for i in range(300)]
     first, second = vllm.generate(prompt), vllm.generate(prompt)
     context = [*prompt, *first.ids]

@@ -81,8 +81,10 @@ def test_an_engine_sees_the_gpus_of_its_ranks(ranks: RayWorkerGroup) -> None:
 
 
 def test_what_actors_start_keeps_its_mark(ranks: RayWorkerGroup) -> None:
-    """Also in a user's own Ray cluster, which does not have the driver's environment: the titles of
-    vLLM's processes would otherwise overwrite the mark."""
+    """Processes of actors keep the mark, also in a Ray cluster without the driver's environment.
+
+    There, the titles of vLLM's processes would otherwise overwrite the mark.
+    """
     engines = create_rollout_group(ranks.locations(), 1, 1, {MARK: "test"})
     try:
         for group in (ranks, engines):

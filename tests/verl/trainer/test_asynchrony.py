@@ -49,8 +49,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def plain_loop(config: Config, num_steps: int) -> list[Metrics]:
-    """Run the synchronous algorithm in a plain loop, as the oracle for the trainer. Uses neither
-    collector, replicas nor trainer. The weights are written to `model/`."""
+    """Run the synchronous algorithm in a plain loop, as the oracle for the trainer.
+
+    Uses neither collector, replicas nor trainer. The weights are written to `model/`.
+    """
     seed, folder = config.trainer.seed, Path(config.trainer.default_local_dir)
     engine, agent = start_engine(config, random.Random(0)), TalkingAgent(random.Random(0))
     sampler = PromptSampler(len(PROMPTS), config.data.train_batch_size, seed=seed)

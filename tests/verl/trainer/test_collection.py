@@ -51,7 +51,9 @@ def test_dynamic_sampling_fills_the_batch_with_groups_that_differ() -> None:
 
 def test_dynamic_sampling_ends() -> None:
     """If all scores are equal, a step samples max_num_gen_batches batches and uses one of them.
-    Using all of them would make more updates than the step has old log-probs for."""
+
+    Using all of them would make more updates than the step has old log-probs for.
+    """
     replicas = RecordingReplicas([])
     samples, metrics = make_collector(replicas, lambda t: Reward(0.0)).collect(1, Timings())
     assert (len(replicas.requests), metrics["rollout/kept_groups"]) == (3, 0)
@@ -83,8 +85,10 @@ FAILURES = st.dictionaries(
 def test_after_any_failures_a_step_has_complete_groups_only(
     failures: dict[tuple[int, int, bool], int], max_share: float
 ) -> None:
-    """Trajectories that failed temporarily are used; those that failed permanently, greedy ones
-    too, remove their group. A step that would lose more than the allowed share raises an error."""
+    """Trajectories that failed temporarily are used; permanent failures remove their group.
+
+    That includes greedy ones. A step that would lose more than the allowed share raises an error.
+    """
     left = {(f"1/{g}", s * (not greedy), greedy): n for (g, s, greedy), n in failures.items()}
     lost = {group for (group, _, _), num_rounds in left.items() if num_rounds == PERMANENTLY}
     replicas = RecordingReplicas([])

@@ -58,8 +58,10 @@ def deviation(x: Sequence[Fraction]) -> float:
 
 
 def by_fractions(name: str, scores: Sequence[Sequence[Score]]) -> list[tuple[Fraction, float]]:
-    """Return the exact numerator and the denominator of each trajectory's advantage. All
-    trajectories have one policy token."""
+    """Return the exact numerator and the denominator of each trajectory's advantage.
+
+    All trajectories have one policy token.
+    """
     exact = [[value for _, value in group] for group in scores]
     means = [Fraction(sum(group), len(group)) for group in exact]
     centred = [one - mean for group, mean in zip(exact, means, strict=True) for one in group]

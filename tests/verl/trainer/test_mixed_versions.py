@@ -137,8 +137,10 @@ def plain_loss(
     ("level", "kind"), [("none", "truncate"), *product(LEVELS[1:], CORRECTIONS)]
 )
 def test_loss_and_gradient_equal_a_loop_over_tokens(config: Config, level: str, kind: str) -> None:
-    """With the engine's log-probs as the old ones (level none), and with recomputed ones and each
-    correction, which has an effect in each case."""
+    """Loss and gradient equal a loop, with engine log-probs as the old ones (level none).
+
+    The same holds with recomputed ones and each correction, which has an effect in each case.
+    """
     actor = config.actor_rollout_ref.actor
     if level != "none":
         actor.old_log_probs, actor.rollout_is = "recompute", level

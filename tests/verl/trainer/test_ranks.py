@@ -139,8 +139,11 @@ def test_the_ranks_of_a_group_get_the_same_shard_and_are_read_once() -> None:
 
 
 def test_a_critic_gets_all_mini_batches_in_one_call() -> None:
-    """In order. With several calls, small ones may overtake others, differently on each rank, and
-    the ranks would add up gradients of different mini-batches."""
+    """A critic gets its mini-batches in one call, in order.
+
+    With several calls, small ones may overtake others, differently on each rank, and the ranks
+    would add up gradients of different mini-batches.
+    """
     group = FakeGroup([[{"a": 1.0}, {"a": 2.0}]] * 2)
     minis = [make_batch([2, 2]), make_batch([2, 2])]
     minis[1].tokens["input_ids"] += 100

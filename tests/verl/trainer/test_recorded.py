@@ -124,8 +124,10 @@ def with_correction(config: Config) -> None:
 
 
 def recorded_signals(path: Path) -> tuple[set[str], list[tuple[float, float, float | None]]]:
-    """Return the names of a recorded step's signals, and for each policy token the engine's
-    log-prob, the trainer's log-prob and the correction weight."""
+    """Return the names of a recorded step's signals, and three numbers for each policy token.
+
+    These are the engine's log-prob, the trainer's log-prob and the correction weight.
+    """
     names: set[str] = set()
     tokens: list[tuple[float, float, float | None]] = []
     for line in path.read_text().splitlines():
@@ -158,8 +160,10 @@ def test_a_recorded_step_is_the_step_that_was_sampled_to_the_bit(
     estimator: str, change: Callable[[Config], None], num_steps: int, names: set[str],
     tmp_path: Path,
 ) -> None:  # fmt: skip
-    """From the same weights, without staleness: all computed metrics, and the weights. The record
-    also has the token columns that the algorithm computes."""
+    """From the same weights, without staleness, all computed metrics and the weights are equal.
+
+    The record also has the token columns that the algorithm computes.
+    """
     config = make_config(tmp_path, estimator)
     change(config)
     prepare_folder(tmp_path / "rollouts", TOKENIZER)

@@ -13,8 +13,11 @@ from verl.trainer.learning import token_signals
 @pytest.mark.parametrize("level", ["none", "token", "sequence"])
 @pytest.mark.parametrize("masking", [True, False])
 def test_signals_are_the_columns_at_the_trained_tokens(level: str, masking: bool) -> None:
-    """Compared with a plain loop. Other tokens are NaN, and `rollout_weights` exist only with a
-    correction. Without masking, observations are trained on, which no engine sampled."""
+    """Signals are those of a plain loop; other tokens are NaN.
+
+    `rollout_weights` exist only with a correction. Without masking, observations are trained on,
+    which no engine sampled.
+    """
     config = Config()
     actor = config.actor_rollout_ref.actor
     actor.rollout_is, actor.rollout_is_threshold, actor.state_masking = level, 1.5, masking

@@ -18,8 +18,10 @@ RANK, ALPHA = 4, 6.0
 
 
 def lora_config(model: str, num_ranks: int) -> Config:
-    """Return PPO options with KL in the loss; policy and critic are adapters of one base. With two
-    ranks, activations are recomputed selectively."""
+    """Return PPO options with KL in the loss; policy and critic are adapters of one base.
+
+    With two ranks, activations are recomputed selectively.
+    """
     config = tiny_config(model, num_ranks)
     config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu = 20
     config.actor_rollout_ref.actor.optim.lr = config.critic.optim.lr = 1e-2

@@ -47,8 +47,10 @@ def language_model(shape: str) -> PreTrainedModel:
 
 
 def rows() -> Iterator[TokenBatch]:
-    """Yield rows whose middle is inside a sequence, or inside a shared prompt; a row of odd length,
-    one without targets in its second half, and one without any token."""
+    """Yield rows whose middle is inside a sequence, or inside a shared prompt.
+
+    One row has an odd length, one has no targets in its second half, and one has no token.
+    """
     yield make_batch([9, 21, 2, 6])
     yield make_batch([7, 1, 5])
     groups = make_groups([(3, [4]), (13, [5, 2, 4])])
@@ -63,8 +65,10 @@ def rows() -> Iterator[TokenBatch]:
 def gradients(
     module: nn.Module, sp_group: SequenceParallelGroup | None, is_critic: bool
 ) -> list[list[Tensor]]:
-    """Return the outputs for each row, and each parameter's gradient of a loss over all of them, as
-    far as it flows through this rank's slices."""
+    """Return the outputs for each row, and each parameter's gradient of a loss over all of them.
+
+    The gradients are those that flow through this rank's slices.
+    """
     outputs, weights = [], torch.arange(40, dtype=torch.float64).sin()
     for batch in rows():
         inputs = PackedInputs.of(batch, batch.tokens["policy_mask"], CPU, sp_group)

@@ -194,8 +194,10 @@ def attend_by_matrix(
     query: Tensor, key: Tensor, value: Tensor, bounds: SequenceBounds, window: int,
     score_dtype: torch.dtype = torch.float64,
 ) -> Tensor:  # fmt: skip
-    """Compute the attention of a whole row by one matrix, in float64; products of queries and keys
-    are rounded to `score_dtype`."""
+    """Compute the attention of a whole row by one matrix, in float64.
+
+    Products of queries and keys are rounded to `score_dtype`.
+    """
     owner = [(p, r) for r, (start, end) in enumerate(bounds.spans) for p in range(start, end)]
     seen = [(p, r) for r, (_, end) in enumerate(bounds.spans) for p in range(end)]
     sees = torch.tensor([
@@ -235,8 +237,10 @@ def test_long_and_short_runs_have_the_same_attention(
 
 
 def test_scores_of_short_runs_are_not_rounded() -> None:
-    """Large scores rounded to bfloat16 would change the weights by a hundredth. The setting for
-    other matrix products of the process is restored."""
+    """Large scores rounded to bfloat16 would change the weights by a hundredth.
+
+    The setting for other matrix products of the process is restored.
+    """
     torch.manual_seed(0)
     query, key, value = (4 * torch.randn(100, heads, 16).bfloat16() for heads in (6, 2, 2))
     bounds = SequenceBounds.of([(0, 100)], query.device)

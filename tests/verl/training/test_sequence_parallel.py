@@ -23,8 +23,10 @@ from verl.training.budgets import actor_budgets, critic_budgets
 def test_a_group_holds_as_many_tokens_as_its_ranks(
     options: dict[str, int], actor: tuple[int, int], critic: tuple[int, int]
 ) -> None:
-    """Token budgets are per rank; trajectories per micro-batch are divided over groups. The
-    critic's budgets, with groups of 2, are twice the actor's per rank."""
+    """Token budgets are per rank; trajectories per micro-batch are divided over groups.
+
+    The critic's budgets, with groups of 2, are twice the actor's per rank.
+    """
     config = Config()
     for name, value in options.items():
         setattr(config.actor_rollout_ref.actor, name, value)
@@ -37,8 +39,11 @@ def test_a_group_holds_as_many_tokens_as_its_ranks(
 
 
 def test_a_group_has_the_results_and_the_gradient_of_one_rank() -> None:
-    """In float64, for policy and critic, with few key heads, a window, shared prompts, rows of any
-    length, and slices without targets."""
+    """A group's results and gradients are those of one rank, in float64, for policy and critic.
+
+    The cases have few key heads, a window, shared prompts, rows of any length, and slices without
+    targets.
+    """
     for found in run_ranks(2, sequence_parallel_bodies.compare):
         assert len(found) == len(sequence_parallel_bodies.CASES)
         for name, (alone, together) in found.items():
@@ -50,8 +55,11 @@ def test_a_group_has_the_results_and_the_gradient_of_one_rank() -> None:
 
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_groups_learn_what_one_rank_does(size: int, tmp_path: Path) -> None:
-    """Outputs, metrics and weights after updates of actor and critic, in float32 on real ranks:
-    with one group, and with two that have different sequences, one of them none at first."""
+    """Outputs, metrics and weights after updates equal one rank's, in float32 on real ranks.
+
+    Actor and critic are updated with one group, and with two that have different sequences, one of
+    them none at first.
+    """
     model = save_tiny(tmp_path)
     (one,) = run_ranks(1, sequence_parallel_bodies.learn, model, 1)
     found = run_ranks(size, sequence_parallel_bodies.learn, model, 2)

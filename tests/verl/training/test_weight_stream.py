@@ -47,8 +47,10 @@ def exchange(named: Named, num_receivers: int, dtype: torch.dtype) -> list[Named
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("num_receivers", [1, 3])
 def test_every_receiver_has_every_tensor(dtype: torch.dtype, num_receivers: int) -> None:
-    """In order, in the engine's dtype, and copied, so that later contents of the buffers do not
-    change them."""
+    """Receivers have all tensors in order, in the engine's dtype, and as copies.
+
+    So later contents of the buffers do not change them.
+    """
     named = tensors()
     received = exchange(named, num_receivers, dtype)
     assert len(received) == num_receivers

@@ -130,8 +130,9 @@ def test_the_engine_takes_its_share_and_caches_in_the_rest() -> None:
 
 
 def test_eight_bits_leave_the_engine_more_memory() -> None:
-    """One byte instead of two for each matrix value in the blocks (6.53 of 7 billion, by config)
-    and for each key and value.
+    """Each matrix value in the blocks, and each key and value, takes one byte instead of two.
+
+    By the model's config, the blocks have 6.53 of its 7 billion values.
     """
     plain, rounded, cached = (
         of(options(**given)).engine
@@ -170,8 +171,9 @@ def test_sampling_ahead_keeps_the_previous_weights_in_shared_memory() -> None:
 
 
 def test_a_weight_delta_keeps_the_last_sent_weights_on_both_ends() -> None:
-    """One copy for the first rank and one for each worker of the node's engines, plus device memory
-    to compare; without deltas, neither.
+    """With deltas, the first rank and each worker of the node's engines keep a copy of the weights.
+
+    Device memory is needed to compare them. Without deltas, neither is needed.
     """
     split = {"trainer__n_gpus_per_node": 4, "trainer__rollout_gpus": 4}
     sync = {f"{ROLLOUT}.weight_sync": "nccl", f"{ROLLOUT}.tensor_model_parallel_size": 2}

@@ -47,8 +47,10 @@ def test_free_memory_is_used_to_save_time() -> None:
 def test_selective_checkpointing_is_used_between_all_and_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """If half of a micro-batch's activations fit; not with compiled blocks, whose products are not
-    visible, nor with liger's rotary embedding, which works in place.
+    """Checkpointing is selective if half of a micro-batch's activations fit.
+
+    It is not with compiled blocks, whose products are not visible, nor with liger's rotary
+    embedding, which works in place.
     """
     monkeypatch.setattr(kernels, "version_of", lambda _: "0.6")
     key, option = KEYS[0], "actor_rollout_ref.model.kernels"

@@ -190,8 +190,9 @@ def test_the_hosts_limit_counts() -> None:
 
 @pytest.mark.parametrize("on_gpu", [True, False])
 def test_an_engine_other_than_vllm_takes_no_share(on_gpu: bool) -> None:
-    """It needs its weights and a dialogue's cache, 2 x 28 layers x 4 heads x 128 values per token;
-    an external server needs nothing here.
+    """Another engine than vLLM needs its weights and a dialogue's cache; a server needs nothing.
+
+    The cache has 2 x 28 layers x 4 heads x 128 values per token. The server is external.
     """
     here, config = machine(1, 79, 1024), run(1)
     config.actor_rollout_ref.rollout.gpu_memory_utilization = 0.1  # too little for vLLM

@@ -69,8 +69,10 @@ def saved(work: Pass, layers: int) -> int:
 
 
 def test_a_selective_block_keeps_the_results_of_products_and_attention() -> None:
-    """By the formula, per token: the block's input, query, key, value, the attention's output and
-    its log-sum-exp per head, and the results of the four other matrices.
+    """A selective block keeps as many bytes per token as the formula says.
+
+    These are the block's input, query, key, value, the attention's output and its log-sum-exp per
+    head, and the results of the four other matrices.
     """
     work = dataclasses.replace(WAYS["selective"], dtype="float32")
     more = trial._at_depth(work, 6) - trial._at_depth(work, 5)
