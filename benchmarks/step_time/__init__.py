@@ -1,1 +1,1 @@
-"""The step-time model of `search-r1 plan` against measured steps; docs/evidence/step_time.md."""
+"""Compares the step-time model of `search-r1 plan` with measured steps (evidence/step_time.md)."""

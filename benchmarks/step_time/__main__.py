@@ -1,9 +1,10 @@
-"""`python -m benchmarks.step_time`: measure configurations, predict them, compare. Prints Markdown.
+"""Compare predicted with measured step times: `python -m benchmarks.step_time`. Prints Markdown.
 
-Each finished configuration is a line of `--out`; a run that was cut off goes on with the others.
-Several may measure at once, each its `--part` of `--parts`: engines and searches sleep. The last
-one measures the training of all. The first `--calibrate` are what engine and trainer rates are
-fitted to, all others what is foreseen.
+Each finished configuration is a line of `--out`; an interrupted run continues with the missing
+ones. Several processes may measure at the same time, each with its own `--part` of `--parts`,
+because engines and searches only sleep. The process that finishes last measures training for all
+configurations. Engine and trainer rates are fitted to the first `--calibrate` configurations; the
+others are predicted.
 """
 
 from __future__ import annotations
@@ -16,27 +17,27 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.step_time.cases import draw_cases
-from benchmarks.step_time.comparing import recorded, report
+from benchmarks.step_time.comparing import recorded_dialogues, report
 from benchmarks.step_time.measuring import measure, running_rank, train_s
 
 
 def read(path: Path) -> dict[int, dict[str, Any]]:
-    """What is known of each configuration, by its number."""
-    found: dict[int, dict[str, Any]] = {}
+    """Return the measurements of each configuration by its number, merged over the file's lines."""
+    rows: dict[int, dict[str, Any]] = {}
     for line in path.read_text().splitlines() if path.is_file() else ():
         row = json.loads(line)
-        found.setdefault(row["number"], {}).update(row)
-    return found
+        rows.setdefault(row["number"], {}).update(row)
+    return rows
 
 
 def write(path: Path, number: int, row: Mapping[str, Any]) -> None:
-    """Add a line, whole, whoever else adds some."""
+    """Append one line; safe while other processes append to the same file."""
     with path.open("a") as file:
         file.write(json.dumps({"number": number, **row}) + "\n")
 
 
 def main() -> None:
-    """Command-line entry."""
+    """Measure the missing configurations; print the report once all of them are measured."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("runs/benchmarks/step_time.jsonl"))
     parser.add_argument("--count", type=int, default=44)
@@ -51,11 +52,11 @@ def main() -> None:
             write(options.out, i, {"case": asdict(cases[i]), **measure(cases[i])})
     rows = read(options.out)
     if len(rows) < len(cases):
-        return  # other parts are not there yet; training is measured after all of them, alone
+        return  # Other parts are not finished. Training is measured after them, without their load.
     with running_rank() as worker:
-        train_s(worker, recorded(rows[0]))  # a first one, in which everything is new
+        train_s(worker, recorded_dialogues(rows[0]))  # warm-up
         for i in [i for i in range(len(cases)) if "train_s" not in rows[i]]:
-            write(options.out, i, {"train_s": train_s(worker, recorded(rows[i]))})
+            write(options.out, i, {"train_s": train_s(worker, recorded_dialogues(rows[i]))})
     rows = read(options.out)
     print(report(cases, [rows[i] for i in range(len(cases))], options.calibrate))  # noqa: T201
 

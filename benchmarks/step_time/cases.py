@@ -1,4 +1,4 @@
-"""The configurations that are measured: drawn once, at random, from the ranges below."""
+"""The measured configurations: drawn at random, with a fixed seed, from the ranges below."""
 
 from __future__ import annotations
 
@@ -9,12 +9,10 @@ from dataclasses import dataclass
 from benchmarks.step_time.paced import Pace
 from search_r1.plan.workload import P99, LogNormal, Workload
 
-LEAST, MOST = 40, 96
-"""Dialogues of a step."""
+MIN_DIALOGUES, MAX_DIALOGUES = 40, 96
+"""Bounds of the number of dialogues per step."""
 STEP_S, SEQUENCE_S, PREFILL_TOKENS_S, SIGMA = 0.015, 0.0008, 8_000.0, 0.6
-"""Of the paced engine; the model is told none of the first three."""
-ACT = 30
-"""Letters of a search or an answer, the shortest turn."""
+"""Settings of the paced engine. The model is given only SIGMA, the spread of turn lengths."""
 
 
 @dataclass(frozen=True)
@@ -31,33 +29,37 @@ class Case:
     search_p99: float
     words_p50: float
     letters: int
-    """Of a document."""
+    """Characters of a document."""
     prompt: int
-    """Tokens."""
+    """Tokens of a prompt."""
 
     @property
     def pace(self) -> Pace:
-        """Of its engines."""
+        """The pace of its engines."""
         return Pace(STEP_S, SEQUENCE_S, PREFILL_TOKENS_S, self.slots, self.words_p50, SIGMA,
                     self.search_share)  # fmt: skip
 
-    def workload(self, wrapping: float) -> Workload:
-        """What the model is told of it; `wrapping` letters stand around a document."""
+    def workload(self, wrapper_letters: float) -> Workload:
+        """Describe the configuration to the model.
+
+        `wrapper_letters`: characters that an observation adds around its document.
+        """
         turns = LogNormal(self.words_p50, self.words_p50 * math.exp(SIGMA * P99))
         share = self.search_share
         searches = [share**n * (1 - share) for n in range(self.max_turns)]
         return Workload(
             self.prompts, self.group, LogNormal(self.prompt, self.prompt), turns,
-            LogNormal(self.letters + wrapping, self.letters + wrapping),
+            LogNormal(self.letters + wrapper_letters, self.letters + wrapper_letters),
             (*searches, share**self.max_turns), LogNormal(self.search_p50, self.search_p99),
             2000, 2000,
         )  # fmt: skip
 
 
 def draw_cases(count: int, seed: int = 0) -> list[Case]:
-    """Distinct configurations of LEAST to MOST dialogues."""
-    draw, found = random.Random(seed), dict[Case, None]()
-    while len(found) < count:
+    """Draw `count` distinct configurations of MIN_DIALOGUES to MAX_DIALOGUES dialogues."""
+    draw = random.Random(seed)
+    cases = dict[Case, None]()
+    while len(cases) < count:
         p50, p99 = draw.choice([(0.02, 0.1), (0.1, 0.8), (0.3, 2.0), (0.5, 4.0)])
         case = Case(
             prompts=draw.choice([8, 12, 16, 24, 40]), group=draw.choice([2, 4, 5, 8]),
@@ -66,6 +68,6 @@ def draw_cases(count: int, seed: int = 0) -> list[Case]:
             search_p50=p50, search_p99=p99, words_p50=draw.choice([40.0, 60.0, 80.0]),
             letters=draw.choice([50, 150, 400]), prompt=draw.choice([100, 300]),
         )  # fmt: skip
-        if LEAST <= case.prompts * case.group <= MOST:
-            found[case] = None
-    return list(found)
+        if MIN_DIALOGUES <= case.prompts * case.group <= MAX_DIALOGUES:
+            cases[case] = None
+    return list(cases)

@@ -1,4 +1,4 @@
-"""The parts of a real step: dialogues with searches over HTTP, and the trainer's passes."""
+"""Measures the parts of a real step: dialogues that search over HTTP, and the trainer's passes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -42,15 +41,16 @@ from verl.types import (
 TINY: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 1,
         "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 258,
         "tie_word_embeddings": True}  # fmt: skip
-MINI = 32
+MINI_BATCH = 32
 """Trajectories of an optimizer step."""
-LIMIT = 2000
+MAX_TOKENS = 2000
+"""Limit of the tokens of a turn and of an observation."""
 REPEATS = 2
-"""Of training, the least of which counts: others on this machine take the core's caches."""
+"""Measurements of training; the fastest counts, since other processes use the core's caches."""
 
 
-def rank(folder: str) -> TrainerWorker:
-    """A training rank with a tiny policy."""
+def start_rank(folder: str) -> TrainerWorker:
+    """Start a training rank with a tiny policy, which is saved in `folder`."""
     model = AutoModelForCausalLM.from_config(LlamaConfig(**TINY))
     model.save_pretrained(folder)
     config = Config()
@@ -63,9 +63,9 @@ def rank(folder: str) -> TrainerWorker:
 
 @contextmanager
 def retriever(case: Case) -> Iterator[str]:
-    """The address of a server with the case's times."""
-    words = [str(case.search_p50), str(case.search_p99), str(case.letters)]
-    command = [sys.executable, "-m", "benchmarks.step_time.retriever", *words]
+    """Run a server with the case's search times; yields its URL."""
+    arguments = [str(case.search_p50), str(case.search_p99), str(case.letters)]
+    command = [sys.executable, "-m", "benchmarks.step_time.retriever", *arguments]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         try:
@@ -74,37 +74,37 @@ def retriever(case: Case) -> Iterator[str]:
             process.kill()
 
 
-def starts(case: Case, seed: int) -> list[Trajectory]:
-    """Prompts that share no block, each `group` times."""
-    found = []
+def start_all(case: Case, seed: int) -> list[Trajectory]:
+    """Start `group` trajectories for each prompt. Prompts share no block of the prefix cache."""
+    trajectories = []
     for number in range(case.prompts):
         text = f"{seed} {number} ".ljust(case.prompt, "q")
         prompt = Prompt(f"f#{number}", tuple(text.encode()), "nq", ("x",), text=text)
         for sample in range(case.group):
-            own = (seed * 1000 + number) * 1000 + sample
-            found.append(start_trajectory(prompt, str(number), sample, own))
-    return found
+            trajectory_seed = (seed * 1000 + number) * 1000 + sample
+            trajectories.append(start_trajectory(prompt, str(number), sample, trajectory_seed))
+    return trajectories
 
 
-async def play(case: Case, url: str, seed: int) -> list[Trajectory]:
-    """As replicas do it: groups divided over engines, a coroutine for each trajectory."""
-    limits = Limits(case.max_turns, LIMIT, LIMIT, 20 * LIMIT)
+async def rollout(case: Case, url: str, seed: int) -> list[Trajectory]:
+    """Finish the trajectories as replicas do: groups divided over engines, all concurrently."""
+    limits = Limits(case.max_turns, MAX_TOKENS, MAX_TOKENS, 20 * MAX_TOKENS)
     async with RetrievalClient(url, 1) as client:
         agent = search_agent(client, cast(Tokenizer, ByteTokenizer()), limits)
-        begun = starts(case, seed)
+        starts = start_all(case, seed)
         engines = [PacedEngine(case.pace) for _ in range(case.engines)]
-        parts = split_groups([one.group for one in begun], case.engines)
+        parts = split_groups([start.group for start in starts], case.engines)
         return await asyncio.gather(
             *(
-                agent.run(begun[i], engine, Sampling(LIMIT))
+                agent.run(starts[i], engine, Sampling(MAX_TOKENS))
                 for engine, part in zip(engines, parts, strict=True)
                 for i in part
             )
         )
 
 
-def dialogue(trajectory: Trajectory) -> Dialogue:
-    """Its token counts."""
+def dialogue_of(trajectory: Trajectory) -> Dialogue:
+    """Count the tokens of a trajectory."""
     prompt, turns = 0, list[Turn]()
     for segment in trajectory.segments:
         if segment.origin is Origin.PROMPT:
@@ -117,27 +117,27 @@ def dialogue(trajectory: Trajectory) -> Dialogue:
 
 
 def measure(case: Case) -> dict[str, Any]:
-    """Wall seconds of a rollout, and its dialogues."""
+    """Measure the wall-clock seconds of a rollout; returns them and the dialogues' token counts."""
     with retriever(case) as url:
-        begin = time.perf_counter()
-        trajectories = asyncio.run(play(case, url, seed=1))
-        rollout_s = time.perf_counter() - begin
-    played = [dialogue(one) for one in trajectories]
+        began = time.perf_counter()
+        trajectories = asyncio.run(rollout(case, url, seed=1))
+        rollout_s = time.perf_counter() - began
+    dialogues = [dialogue_of(trajectory) for trajectory in trajectories]
     counts = [
-        [d.prompt_tokens, [[t.tokens, t.observation_tokens] for t in d.turns]] for d in played
+        [d.prompt_tokens, [[t.tokens, t.observation_tokens] for t in d.turns]] for d in dialogues
     ]
     return {"rollout_s": rollout_s, "dialogues": counts}
 
 
 def batch_of(dialogues: Sequence[Dialogue]) -> TokenBatch:
-    """What the trainer learns from, with any ids: dialogues of such lengths."""
+    """Return a training batch of dialogues with these lengths, with arbitrary token ids."""
     trajectories = []
-    for number, one in enumerate(dialogues):
-        segments = [Segment(Origin.PROMPT, (1,) * one.prompt_tokens)]
-        for turn in one.turns:
+    for number, dialogue in enumerate(dialogues):
+        segments = [Segment(Origin.PROMPT, (1,) * dialogue.prompt_tokens)]
+        for turn in dialogue.turns:
             segments.append(Segment(Origin.POLICY, (2,) * turn.tokens, "", (0.0,) * turn.tokens))
             segments.append(Segment(Origin.OBSERVATION, (3,) * turn.observation_tokens))
-        prompt = Prompt(f"f#{number}", (1,) * one.prompt_tokens, "nq", ("x",))
+        prompt = Prompt(f"f#{number}", (1,) * dialogue.prompt_tokens, "nq", ("x",))
         trajectories.append(Trajectory(prompt, segments))
     batch = TokenBatch.from_trajectories(trajectories)
     mask = batch.tokens["policy_mask"]
@@ -146,29 +146,29 @@ def batch_of(dialogues: Sequence[Dialogue]) -> TokenBatch:
 
 
 def train_s(worker: TrainerWorker, dialogues: Sequence[Dialogue]) -> float:
-    """Old log-probs and the updates of one step, as the trainer asks for them; seconds of CPU.
+    """Compute the old log-probs and the updates of one step; returns the CPU seconds.
 
-    One thread computes: these are the wall seconds of a core that nobody else uses.
+    One thread computes, so these are the wall-clock seconds on a core without other load.
     """
     batch, seconds = batch_of(dialogues), []
     for _ in range(REPEATS):
-        start = time.process_time()
+        began = time.process_time()
         batch.tokens["old_log_probs"] = worker.actor.log_probs(batch)
-        for first in range(0, len(batch), MINI):
-            mini = batch.select(range(first, min(first + MINI, len(batch))))
+        for first in range(0, len(batch), MINI_BATCH):
+            mini = batch.select(range(first, min(first + MINI_BATCH, len(batch))))
             mini.tokens["loss_weights"] = loss_weights(
                 mini.tokens["loss_mask"], mini.offsets, "token-mean", 1.0
             )
             worker.actor.update(mini)
-        seconds.append(time.process_time() - start)
+        seconds.append(time.process_time() - began)
     return min(seconds)
 
 
 @contextmanager
 def running_rank() -> Iterator[TrainerWorker]:
-    """A rank that has computed before."""
+    """Run a training rank."""
     with tempfile.TemporaryDirectory() as folder:
-        worker = rank(str(Path(folder)))
+        worker = start_rank(folder)
         try:
             yield worker
         finally:

@@ -1,4 +1,4 @@
-"""A retriever over HTTP that takes log-normal times; prints its port and serves until killed."""
+"""An HTTP retriever with log-normal response times; prints its port and serves until killed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from search_r1.plan.workload import LogNormal
 
 
 async def serve(p50: float, p99: float, letters: int) -> None:
-    """Answer each request, of any number of queries, after a time of its own."""
+    """Serve until killed. Each request waits a random time, whatever its number of queries.
+
+    `p50` and `p99`: seconds of a request; `letters`: characters of the document in the response.
+    """
     latency, draw = LogNormal(p50, p99), random.Random(0)
 
     async def retrieve(request: web.Request) -> web.Response:
@@ -23,8 +26,8 @@ async def serve(p50: float, p99: float, letters: int) -> None:
         await asyncio.sleep(wait)
         text = "b" * letters
         document = {"id": "1", "title": "t", "text": text, "contents": f"t\n{text}"}
-        found = [{"document": document, "score": 1.0}]
-        return web.json_response({"result": [found for _ in queries]})
+        hits = [{"document": document, "score": 1.0}]
+        return web.json_response({"result": [hits for _ in queries]})
 
     app = web.Application()
     app.router.add_post("/retrieve", retrieve)
