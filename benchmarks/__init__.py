@@ -1,1 +1,1 @@
-"""Every figure that docs/ gives, measured: retrieval, algorithms, memory, checkpoints, kills."""
+"""Measures the figures that docs/ states: retrieval, algorithms, memory, speed, asynchrony."""

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.kills`: the proof in tests/proofs/kills, under its old name."""
+"""The old name of the proof in tests/proofs/kills: `python -m benchmarks.kills`."""
 
 import sys
 

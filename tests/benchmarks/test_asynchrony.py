@@ -1,17 +1,23 @@
-"""What a long run's metrics say of a collapse."""
+"""The figures that the asynchrony benchmark reads from the metrics of its runs."""
 
 import json
 from pathlib import Path
 
 import pytest
 
-from benchmarks.asynchrony import Course, compare, interval
+from benchmarks.asynchrony import LongRun, compare, interval
 from verl.errors import ConfigError
 
 
-def step(number: int, **more: float) -> dict[str, float]:
+def step(number: int, **metrics: float) -> dict[str, float]:
+    """Return the logged row of one step; `val_em` stands for the metric `val/em`."""
     row = {"step": number, "timing_s/step": 2.0, "rollout/staleness/mean": 3.0, "guard/health": 0.0}
-    return row | {name.replace("_", "/"): x for name, x in more.items()}
+    return row | {name.replace("_", "/"): value for name, value in metrics.items()}
+
+
+def write_metrics(folder: Path, rows: list[dict[str, float]]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 @pytest.mark.parametrize(
@@ -19,20 +25,15 @@ def step(number: int, **more: float) -> dict[str, float]:
     [({"val_em": 0.76}, []), ({"val_em": 0.74}, [3]), ({"guard_health": 2.0}, [3]),
      ({"guard_health": 1.0}, [])],
 )  # fmt: skip
-def test_a_collapse_is_what_the_guard_or_a_fallen_em_says(
+def test_a_collapse_is_a_verdict_of_the_guard_or_a_fallen_em(
     tmp_path: Path, third: dict[str, float], collapses: list[int]
 ) -> None:
-    """Below three quarters of the best so far; a warning is none."""
+    """An EM below three quarters of the best is a collapse; a warning of the guard is not."""
     rows = [{"step": 0, "val/em": 0.2}, step(1), step(2, val_em=1.0), step(3, **third)]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    course = Course.of(7, tmp_path)
-    assert (course.seed, course.steps, course.em[:2]) == (7, 3, [0.2, 1.0])
-    assert (course.collapses, course.seconds, course.staleness) == (collapses, 6.0, 3.0)
-
-
-def write_metrics(folder: Path, rows: list[dict[str, float]]) -> None:
-    folder.mkdir(parents=True)
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_metrics(tmp_path, rows)
+    result = LongRun.read(7, tmp_path)
+    assert (result.seed, result.steps, result.em[:2]) == (7, 3, [0.2, 1.0])
+    assert (result.collapses, result.seconds, result.staleness) == (collapses, 6.0, 3.0)
 
 
 def write_pair(out: Path, seconds: dict[str, float]) -> None:
@@ -55,7 +56,7 @@ def test_the_speedup_is_the_ratio_of_the_seconds_until_both_reach_the_em(tmp_pat
 
 @pytest.mark.parametrize("em", [0.9, 0.2])
 def test_an_em_that_training_does_not_reach_is_reported(tmp_path: Path, em: float) -> None:
-    """Neither an EM that no validation has, nor one that the initial policy has."""
+    """Neither an EM that no validation reaches nor one that the initial policy has is accepted."""
     write_pair(tmp_path, {"sync": 6.0, "async": 3.0})
     with pytest.raises(ConfigError, match=r"EM 0\.2, 0\.5, 0\.8; expected.*fix: choose another"):
         compare(tmp_path, [0], em)
