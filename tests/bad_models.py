@@ -1,4 +1,4 @@
-"""Model folders that nobody should train or ask: each a change of one tiny whole folder."""
+"""Broken model folders, each made by one change of a small complete model."""
 
 # ruff: noqa: E501 - a table reads best with a case a line
 from __future__ import annotations
@@ -24,7 +24,7 @@ NORM, UP = "model.norm.weight", "model.layers.1.mlp.up_proj.weight"
 
 
 def whole_model(folder: Path, max_shard_size: int = 20_000, seed: int = 0) -> Path:
-    """A model of two layers, by default in two files, with a tokenizer of bytes and a chat template."""
+    """Save a complete model: two layers, by default two files, byte tokenizer, chat template."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {letter: i for i, letter in enumerate(alphabet)} | {"</s>": len(alphabet)}
     tokenizer = Tokenizer(models.BPE(vocab, []))
@@ -42,12 +42,12 @@ Change = Callable[[Path], object]
 
 
 def text(name: str, content: str) -> Change:
-    """A file with other content."""
+    """Replace the content of a file."""
     return lambda folder: (folder / name).write_text(content)
 
 
 def entry(name: str, key: str, value: Any) -> Change:
-    """Another value in a JSON file."""
+    """Replace a value of a JSON file."""
     return lambda folder: edit(folder / name, lambda found: {**found, key: value})
 
 
@@ -56,7 +56,7 @@ def edit(file: Path, change: Callable[[dict[str, Any]], Any]) -> None:
 
 
 def gone(*names: str) -> Change:
-    """Without some files."""
+    """Delete files by pattern."""
 
     def remove(folder: Path) -> None:
         for name in names:
@@ -75,7 +75,7 @@ def template(content: str) -> Change:
 
 
 def weights(change: Callable[[dict[str, Tensor]], object]) -> Change:
-    """Other tensors, in one file."""
+    """Change the tensors and write them to one file."""
 
     def rewrite(folder: Path) -> None:
         tensors: dict[str, Tensor] = {}
@@ -89,7 +89,7 @@ def weights(change: Callable[[dict[str, Tensor]], object]) -> Change:
 
 
 def bytes_of(pattern: str, change: Callable[[bytes], bytes]) -> Change:
-    """Other bytes in the first file of a pattern."""
+    """Change the bytes of the first file that matches `pattern`."""
 
     def rewrite(folder: Path) -> None:
         file = sorted(folder.glob(pattern))[0]
@@ -103,7 +103,7 @@ def index(change: Callable[[dict[str, Any]], Any]) -> Change:
 
 
 def directory(name: str) -> Change:
-    """A folder in place of a file."""
+    """Replace a file by a folder."""
 
     def make(folder: Path) -> None:
         (folder / name).unlink()
@@ -117,7 +117,7 @@ def tokenizer(change: Callable[[dict[str, Any]], Any]) -> Change:
 
 
 def in_tokenizer(change: Callable[[dict[str, Any]], object]) -> Change:
-    """The same with a change in place."""
+    """Change `tokenizer.json` in place, without using the result of `change`."""
     return tokenizer(lambda found: (change(found), found)[1])
 
 
@@ -127,14 +127,14 @@ def renamed(tensors: dict[str, Tensor], old: str, new: str) -> None:
 
 
 def old_format(folder: Path) -> None:
-    """A model of torch's format that lacks a tensor."""
+    """Replace the weights by a file in torch's older format that lacks a tensor."""
     weights(lambda tensors: tensors.pop(UP))(folder)
     torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
     (folder / "model.safetensors").unlink()
 
 
 def pickled(folder: Path) -> None:
-    """A model in torch's format that would call something when it is read."""
+    """Replace the weights by a pickle that would execute code when it is read."""
     gone("model*")(folder)
     torch.save({NORM: Path("x")}, folder / "pytorch_model.bin")
 
@@ -275,4 +275,4 @@ BAD: Mapping[str, tuple[Change, str]] = {
     "template a list": (then(gone("chat_template.jinja"), entry("tokenizer_config.json", "chat_template", [1])), "tokenizer: "),
     "template no text": (bytes_of("chat_template.jinja", lambda x: b"\xff\xfe\xff"), "tokenizer: "),
 }  # fmt: skip
-"""What was done, and words that the one line has."""
+"""By name: the change of the model, and a part of the one-line error that it causes."""

@@ -1,4 +1,4 @@
-"""What holds for all tests."""
+"""Hooks and fixtures of all tests: no network, no GPU, slow tests, shared processes."""
 
 import gc
 import os
@@ -17,42 +17,42 @@ from xdist.scheduler import LoadFileScheduling
 from tests.pretend_cuda.stopping import stop
 from verl.nvidia import vllm_device
 
-# A shell that starts the tests in the background has them ignore ctrl-c, which some are about;
-# processes that they start would inherit it.
+# A shell lets background processes ignore Ctrl-C. Some tests send it, and the processes that they
+# start would inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
-# Two test processes share the cores: threads of small operations would mostly spin for one another.
-# Ranks and engines of runs have the threads that the product gives them.
+# Two test processes share the cores: threads of small operations would mostly wait for each other.
+# Ranks and engines of real runs set their own number of threads.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("GOMP_SPINCOUNT", "0")
-# The same examples in every run, however long other work on the cores makes them.
+# The same examples in every run, and no deadline, since other work on the cores may slow them down.
 settings.register_profile("suite", deadline=None, derandomize=True, database=None)
 settings.load_profile("suite")
 
 
 SLOW = Path(__file__).with_name("slow.txt")
-"""What `--fast` leaves out: tests, and files whose fixtures take long. `make slow` writes it."""
+"""List of slow tests, and of files with slow fixtures; `make slow` writes it."""
 SLOW_S = 1.0
 BESIDE = "tests/pretend_cuda/test_trainer_matrix.py"
-"""Computed beside the other tests, on what they leave of the cores, and so the last file: slow,
-however short the wait for it is then."""
+"""The last file: its results are computed in the background, on cores that other tests leave idle.
+It counts as slow, however short the remaining wait is."""
 TOGETHER = (
     ("tests/verl/rollout/",),
     ("tests/verl/checkpoint/test_shards.py", "tests/verl/training/"),
 )
-"""Files that one process runs, since they share what takes long to start: engines, ranks."""
+"""Groups of files that one process runs, since they share engines or ranks that start slowly."""
 GUARD = Path(__file__).with_name("network_guard") / "sitecustomize.py"
 TRIED = pytest.StashKey[list[str]]()
-"""Addresses and names beyond this machine that somebody asked for."""
+"""Addresses and names of other machines that the suite tried to reach."""
 seconds: Counter[str] = Counter()
-"""Of this run, by test (all of its parameters) and, for fixtures, by file."""
+"""Seconds of this run, by test (all of its parameters) and, for fixtures, by file."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Refuse every address but this machine's, here and in what the tests start."""
+    """Refuse connections to other machines, in this process and in those that tests start."""
     gc.disable()
     if hasattr(config, "workerinput"):
-        return  # a process of xdist has it from its parent's environment
+        return  # a worker of xdist inherits the environment of its parent
     descriptor, name = tempfile.mkstemp(prefix="network-tried-")
     os.close(descriptor)
     os.environ["NETWORK_TRIED"] = name
@@ -60,7 +60,7 @@ def pytest_configure(config: pytest.Config) -> None:
         prefix="pretended-"
     )  # all processes share the trials
     os.environ["HF_UPDATE_DOWNLOAD_COUNTS"] = "0"  # `datasets` counts the reading of local files
-    # Else Ray's processes get what other tests leave of the cores, and a run takes six minutes.
+    # By default Ray lowers its processes' priority; beside other tests a run would take 6 minutes.
     os.environ.setdefault("RAY_worker_niceness", "0")
     paths = [str(GUARD.parent), os.environ.get("PYTHONPATH", "")]
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
@@ -68,7 +68,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """A suite that tried to leave the machine has failed, whoever swallowed the error."""
+    """Fail the session if anything tried to reach another machine, even if the error was caught."""
     if hasattr(session.config, "workerinput"):
         return
     stop(Path(os.environ["PRETENDED"]))
@@ -81,15 +81,15 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """`--fast` for the inner loop, `--record-slow` to measure what it leaves out."""
+    """Add `--fast`, which leaves out slow tests, and `--record-slow`, which lists them."""
     parser.addoption("--fast", action="store_true", help=f"without the tests of {SLOW.name}")
     parser.addoption("--record-slow", action="store_true", help=f"write {SLOW.name} anew")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what was measured to be slow, or start with it: two processes then end together.
+    """Leave out slow tests with `--fast`; else start with them, so that two processes end together.
 
-    A test that nobody measured yet counts as fast.
+    A test that was never measured counts as fast.
     """
     slow = set(SLOW.read_text(encoding="utf-8").split())
     files = {scope_of(name) for name in slow}
@@ -102,7 +102,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 class Together(LoadFileScheduling):
-    """Files go to processes one by one, but those of `TOGETHER` to the same."""
+    """Assigns test files to processes one by one, but the files of a group to the same process."""
 
     def _split_scope(self, nodeid: str) -> str:
         return scope_of(nodeid)
@@ -110,48 +110,49 @@ class Together(LoadFileScheduling):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileScheduling | None:
-    """Where files are divided among processes."""
+    """Return the scheduler for `--dist loadfile`."""
     return Together(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
 def scope_of(nodeid: str) -> str:
-    """What one process runs: a file, or the first of those that are run together."""
+    """Return what one process runs as a whole: a file, or the first path of its group."""
     scopes = [paths[0] for paths in TOGETHER if nodeid.startswith(paths)]
     return scopes[0] if scopes else names_of(nodeid)[1]
 
 
 def turn_of(file: str, slow: set[str]) -> int:
-    """When a file is run: the lower, the earlier; `slow` are scopes."""
+    """Return the rank of a file in the order of execution, lowest first; `slow` are scopes."""
     return 2 if file == BESIDE else int(scope_of(file) not in slow)
 
 
 def names_of(nodeid: str) -> tuple[str, str]:
-    """A test without its parameters, and its file."""
+    """Return a test's name without parameters, and its file."""
     return nodeid.partition("[")[0], nodeid.partition("::")[0]
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtestloop() -> None:
-    """What was imported so far stays: no collection of garbage need walk through it."""
+    """Exclude imported objects from garbage collection, which would traverse them every time."""
     gc.freeze()
     gc.enable()
 
 
 def pytest_unconfigure() -> None:
-    """At the interpreter's end all is let go; libraries complain of what is not."""
+    """Include them again: some libraries complain at exit about objects that are not freed."""
     gc.unfreeze()
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """Count a test's own seconds for it, and those of fixtures for its file."""
+    """Add up the seconds of a test, and those of its fixtures for its file."""
     test, file = names_of(report.nodeid)
     seconds[test if report.when == "call" else file] += report.duration
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Write the list, or say that it no longer holds."""
+    """Write the list of slow tests, or report slow tests that it lacks."""
     config = terminalreporter.config
-    bound = 2 * SLOW_S if config.getoption("--fast") else SLOW_S  # not what varies around it
+    # Twice the limit with --fast, so that tests whose times vary around it are not reported.
+    bound = 2 * SLOW_S if config.getoption("--fast") else SLOW_S
     found = sorted(name for name, spent in seconds.items() if spent > bound or name == BESIDE)
     for line in config.stash.get(TRIED, []):
         terminalreporter.write_line(f"the suite uses no network: {line}", red=True)
@@ -162,9 +163,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Hide the cards, unless a test marked `gpu` was chosen; skip what vLLM's GPU build cannot do.
+    """Hide the GPUs unless a selected test is marked `gpu`; skip tests that need vLLM's CPU build.
 
-    `device=auto` is then the CPU in the tests and in all that they start.
+    `device=auto` is then the CPU, in the tests and in all processes that they start.
     """
     if not any(item.get_closest_marker("gpu") for item in session.items):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
@@ -177,7 +178,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    """A tiny random model, eight rows, and a running retriever, for all real runs of a file."""
+    """Provide a tiny random model, eight rows, and a running retriever for the runs of a file."""
     # Imports torch and transformers, which most files can do without.
     from tests.test_end_to_end import start_world  # noqa: PLC0415
 
@@ -187,6 +188,6 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
 
 @pytest.fixture(scope="module")
 def ray_folder() -> Iterator[Path]:
-    """For Ray's files: its sockets must have short paths."""
+    """Provide a folder for Ray's files; its path is short, as Ray's sockets require."""
     with tempfile.TemporaryDirectory(prefix="r", ignore_cleanup_errors=True) as name:
         yield Path(name)

@@ -1,4 +1,4 @@
-"""A server whose answers do not end: head or body drips, or goes on as fast as it can."""
+"""A server whose responses never end: head or body arrive in drips, or at full speed."""
 
 import contextlib
 import socket
@@ -12,13 +12,13 @@ DRIPS = {
     "head": (OK, b"A: b\r\n"),
     "body": (CHUNKED, b"1\r\n \r\n"),
 }
-"""What is sent at once, and what then comes every 50 ms."""
+"""The bytes sent at once, and those then sent every 50 ms."""
 FLOOD = (CHUNKED, b"10000\r\n%b\r\n" % (b" " * 65_536))
 
 
 @contextlib.contextmanager
 def endless(start: bytes, part: bytes, pause: float = 0.05) -> Iterator[tuple[str, list[int]]]:
-    """Its address, and the number of connections that it had, in a list of one."""
+    """Serve endless responses; yield the address and a list with the number of connections."""
     closing, count = threading.Event(), [0]
 
     def answer(client: socket.socket) -> None:

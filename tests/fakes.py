@@ -1,4 +1,4 @@
-"""Stand-ins used everywhere: a byte tokenizer, and engines that say what they are told to."""
+"""Stand-ins for tests: a byte tokenizer, and engines that return given texts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PAD = 257
 
 
 class ByteTokenizer:
-    """One id per UTF-8 byte, then end of sequence and padding; an exact inverse of itself."""
+    """One id per UTF-8 byte, then those of end of sequence and padding; decoding is exact."""
 
     all_special_tokens = ("<eos>", "<pad>")
     eos_token_id = EOS
@@ -25,7 +25,7 @@ class ByteTokenizer:
     chat_template = None
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
-        """Special tokens written as text become special ids, as real tokenizers do it."""
+        """Encode a text; special tokens written in it become special ids, as in real tokenizers."""
         marked = text.encode()
         ids: list[int] = []
         while marked:
@@ -46,7 +46,7 @@ class ByteTokenizer:
 
 @dataclass(frozen=True)
 class Request:
-    """What an engine was asked."""
+    """The arguments of one `generate` call."""
 
     prompt_ids: tuple[int, ...]
     sampling: Sampling
@@ -54,9 +54,9 @@ class Request:
 
 @dataclass
 class ScriptedEngine(RolloutEngine):
-    """Answers request after request with the script's texts, cut at the first stop string.
+    """Returns the script's texts, one per request, cut at the first stop string.
 
-    An entry may be ids instead of text, which are then given as they are. Requests are recorded.
+    An entry may be ids instead of a text, which are then returned unchanged. Requests are recorded.
     """
 
     script: Sequence[str | Sequence[int]]
@@ -87,9 +87,9 @@ class ScriptedEngine(RolloutEngine):
 
 @dataclass
 class RecitingEngine(RolloutEngine):
-    """Recites each dialogue's turns, which the first line of its prompt names, piece by piece.
+    """Returns the turns of the dialogue that the first line of the prompt names, in pieces.
 
-    Log-probs depend on all that the policy was given, so that no other context has the same.
+    Log-probs depend on all ids of the prompt, so that no two contexts have the same.
     """
 
     turns: Mapping[str, Sequence[str]]
@@ -123,21 +123,21 @@ class RecitingEngine(RolloutEngine):
 
 
 def pieces(text: str) -> list[str]:
-    """About what a tokenizer makes of a text: words with the space before them, cut in sixes."""
+    """Split a text about as a tokenizer does: words with the space before them, in sixes."""
     return re.findall(r"\s?\w{1,6}|\s?[^\w\s]+|\s", text)
 
 
 def cut_at_stop(text: str, stop: Sequence[str]) -> tuple[str, str]:
-    """`text` up to the end of the stop string that ends first, and the finish reason."""
+    """Return `text` up to the end of the stop string that ends first, and the finish reason."""
     ends = [text.index(tag) + len(tag) for tag in stop if tag in text]
     return (text[: min(ends)], "stop") if ends else (text, "stop")
 
 
 def texts(trajectory: Trajectory, origin: int) -> list[str]:
-    """The texts of a trajectory's segments of one origin."""
+    """Return the texts of a trajectory's segments of one origin."""
     return [segment.text for segment in trajectory.segments if segment.origin == origin]
 
 
 def ids_of(segments: Sequence[Segment]) -> list[int]:
-    """All ids of `segments`, in order."""
+    """Return all ids of `segments`, in order."""
     return [i for segment in segments for i in segment.ids]

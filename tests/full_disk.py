@@ -1,4 +1,4 @@
-"""A disk without room, as the system itself reports it."""
+"""A simulated full disk, which the operating system itself reports."""
 
 import contextlib
 import resource
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def files_up_to(size: int) -> Iterator[None]:
-    """No file of this process grows beyond `size` bytes; captured output is a file, too."""
+    """Let no file of this process grow beyond `size` bytes, captured output included."""
     usual = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, usual[1]))
     try:

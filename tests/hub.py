@@ -1,4 +1,4 @@
-"""A Hugging Face hub on this machine: facts, trees and files of repositories, in memory."""
+"""A Hugging Face hub on this machine, which serves files of repositories from memory."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def _entry(path: str, data: bytes) -> dict[str, object]:
 
 @contextmanager
 def serving_hub(files: Files) -> Iterator[str]:
-    """The address of a hub with these files, for `HF_ENDPOINT`."""
+    """Serve these files; yield the address for `HF_ENDPOINT`."""
     handler = type("Handler", (_Handler,), {"files": files})
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)

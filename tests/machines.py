@@ -1,8 +1,8 @@
-"""Two machines on this one, each with a network, processes and shared memory of its own.
+"""Two simulated machines with separate networks, processes and shared memory.
 
-Linux namespaces give each of them what it would have in a cluster; the files below `/` are common,
-as on a network file system, where nothing else is mounted. Needs root. A machine that is switched
-off takes all of its processes along.
+Linux namespaces separate them as in a cluster. Files below `/` are common, as on a network file
+system, unless something else is mounted there. Needs root. Switching a machine off kills all of
+its processes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ OWN_MEMORY = ("/dev/shm", "/tmp/ray")
 
 
 def are_possible() -> bool:
-    """Whether this process may make namespaces, and has the tools."""
+    """Whether this process may create namespaces, and the tools are installed."""
     tools = ("unshare", "nsenter", "setpriv", "ip", "mount", "taskset")
     if os.geteuid() != 0 or not all(shutil.which(tool) for tool in tools):
         return False
@@ -34,7 +34,7 @@ def are_possible() -> bool:
 
 @dataclass
 class Machine:
-    """Machine `number`, 1 or 2; what it runs writes to `log`."""
+    """Machine `number`, 1 or 2; its commands write their output to `log`."""
 
     number: int
     log: Path
@@ -47,15 +47,15 @@ class Machine:
 
     @property
     def pid(self) -> int:
-        """The machine's first process, as the outside knows it."""
+        """The process id of the machine's first process, outside of its namespace."""
         assert self.holder is not None, "the machine is off"
         children = Path(f"/proc/{self.holder.pid}/task/{self.holder.pid}/children")
         return int(children.read_text().split()[0])
 
     def switch_on(self) -> None:
-        """Namespaces with loopback and memory of their own; the cable comes later."""
+        """Create the namespaces, with loopback and separate memory but no connection yet."""
         flags = ["--net", "--mount", "--pid", "--ipc", "--fork", "--mount-proc", "--kill-child"]
-        # Killed tests leave no machine behind: its first process goes with them.
+        # The machine's first process is killed with the tests, so that no machine remains.
         with_parent = ["setpriv", "--pdeathsig", "KILL"]
         self.holder = subprocess.Popen([*with_parent, "unshare", *flags, "sleep", "infinity"])
         end = time.monotonic() + 20
@@ -74,23 +74,23 @@ class Machine:
             return False
 
     def hide(self, folder: Path, size: str = "1m") -> None:
-        """Mount an empty folder of this machine's own over `folder`."""
+        """Mount an empty folder over `folder`, on this machine only."""
         self.run("mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder))
 
     def command(self, *words: str) -> list[str]:
-        """What runs `words` on the machine, on a core of its own where there are two."""
+        """Return the command to run `words` on the machine, on a separate core if there are two."""
         core = sorted(os.sched_getaffinity(0))[(self.number - 1) % len(os.sched_getaffinity(0))]
         enter = ["nsenter", "--target", str(self.pid), "--net", "--mount", "--pid", "--ipc"]
         return [*enter, "taskset", "-c", str(core), *words]
 
     def run(self, *words: str) -> str:
-        """Run a short command there to its end; returns what it printed."""
+        """Run a short command on the machine until it ends; return its output."""
         done = subprocess.run(self.command(*words), capture_output=True, text=True, timeout=60)
         assert done.returncode == 0, f"{words}: {done.stdout}{done.stderr}"
         return done.stdout
 
     def start(self, *words: str, env: Mapping[str, str]) -> subprocess.Popen[bytes]:
-        """Start a command there with `env` added; it ends with the machine at the latest."""
+        """Start a command on the machine with `env` added; it is killed when the machine is."""
         with self.log.open("ab") as log:
             process = subprocess.Popen(
                 self.command(*words), stdout=log, stderr=log, env={**os.environ, **env}
@@ -99,7 +99,7 @@ class Machine:
         return process
 
     def switch_off(self) -> None:
-        """As if power failed: every process there is gone at once."""
+        """Kill every process of the machine at once, as a power failure does."""
         if self.holder is None:
             return
         os.kill(self.pid, signal.SIGKILL)
@@ -110,7 +110,7 @@ class Machine:
 
 
 def plug(first: Machine, second: Machine) -> None:
-    """Join two machines that are on by a cable; what is left of an earlier one goes first."""
+    """Connect two machines that are on, after removing an earlier connection."""
     for machine in (first, second):
         machine.run("sh", "-c", f"ip link delete {CABLE} 2> /dev/null; true")
     ends = ["ip", "link", "add", CABLE, "netns", str(first.pid), "type", "veth",
@@ -122,18 +122,18 @@ def plug(first: Machine, second: Machine) -> None:
 
 
 def cut(machine: Machine) -> None:
-    """Pull the cable: nothing arrives, nobody is told."""
+    """Disconnect the machine without notice: packets are lost."""
     machine.run("ip", "link", "set", CABLE, "down")
 
 
 def reconnect(machine: Machine) -> None:
-    """Put the cable back."""
+    """Connect the machine again."""
     machine.run("ip", "link", "set", CABLE, "up")
 
 
 @contextmanager
 def two_machines(logs: Path) -> Iterator[tuple[Machine, Machine]]:
-    """Two machines that reach each other, off again when the context ends."""
+    """Yield two connected machines, and switch them off at the end."""
     first, second = Machine(1, logs / "machine1.log"), Machine(2, logs / "machine2.log")
     try:
         first.switch_on()

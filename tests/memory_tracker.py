@@ -1,4 +1,4 @@
-"""A tracker whose records tests read back."""
+"""A tracker that keeps its records for the test to read."""
 
 from collections.abc import Mapping
 

@@ -1,4 +1,4 @@
-"""A stand-in for `nvidia-smi`: a shell script that answers as a given machine's would."""
+"""A stand-in for `nvidia-smi`: a shell script that prints a given machine's output."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,7 +13,7 @@ BROKEN = (
 
 
 def write_program(path: Path, body: str) -> Path:
-    """An executable shell script that uses the shell's own commands only."""
+    """Write an executable shell script that uses only the shell's own commands."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(f"#!/bin/sh\n{body}\n")
     path.chmod(0o755)
@@ -38,5 +38,5 @@ esac'''
 
 
 def write_broken_nvidia_smi(folder: Path) -> None:
-    """What remains of a driver after an update without a reboot."""
+    """Write an `nvidia-smi` that fails as after a driver update without a reboot."""
     write_program(folder / "nvidia-smi", f'printf "%s\\n" "{BROKEN}"; exit 9')

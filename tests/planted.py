@@ -1,4 +1,4 @@
-"""Secrets to be looked for in what ran with them."""
+"""Secrets to plant in the environment and then look for in what a run wrote."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SECRETS = (*PLANTED.values(), PASSWORD)
 
 
 def leaks(*folders: Path) -> list[str]:
-    """Files with a secret in name or content."""
+    """Return the files whose name or content has a secret."""
     found = []
     for path in (path for folder in folders for path in folder.rglob("*") if path.is_file()):
         content = path.read_bytes() + str(path).encode()
@@ -24,6 +24,6 @@ def leaks(*folders: Path) -> list[str]:
 
 
 def shown() -> list[str]:
-    """Command lines with a secret."""
+    """Return the command lines of running processes that have a secret."""
     lines = [" ".join(p.info["cmdline"] or ()) for p in psutil.process_iter(["cmdline"])]
     return [line for line in lines if any(secret in line for secret in SECRETS)]

@@ -13,7 +13,7 @@ TIMEOUT_MS = 15_000
 
 @contextmanager
 def chromium() -> Iterator[Any]:
-    """Chromium of this machine; where there is none these tests fail, as the marker says."""
+    """Yield this machine's Chromium; without one the tests fail, as the `browser` marker says."""
     path = shutil.which("chromium") or shutil.which("chromium-browser")
     with playwright.sync_playwright() as driver:
         found = driver.chromium.launch(executable_path=path, args=["--no-sandbox"])
@@ -22,7 +22,7 @@ def chromium() -> Iterator[Any]:
 
 
 class Visit:
-    """A tab, and every complaint of the browser about it."""
+    """A browser tab and the errors that the browser reported in it."""
 
     def __init__(self, tab: Any, url: str) -> None:
         self.tab, self.url, self.complaints = tab, url, list[str]()

@@ -52,7 +52,7 @@ def sources() -> list[Path]:
 
 
 def imported(path: Path) -> set[str]:
-    """Full names of the modules that a file imports, wherever in the file."""
+    """Return the full names of the modules that a file imports, anywhere in it."""
     names: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -64,7 +64,7 @@ def imported(path: Path) -> set[str]:
 
 
 def imported_from_root(path: Path) -> set[str]:
-    """Packages that a file imports as `from verl import NAME`."""
+    """Return the packages that a file imports as `from verl import NAME`."""
     nodes = ast.walk(ast.parse(path.read_text()))
     found = (n for n in nodes if isinstance(n, ast.ImportFrom) and n.module == "verl")
     return {alias.name for node in found for alias in node.names}
@@ -90,9 +90,9 @@ def test_verl_knows_nothing_of_search() -> None:
 
 
 def test_verl_hardly_speaks_of_search() -> None:
-    """Names of options and metrics that users know, and no more of it.
+    """verl mentions search only in names of options and metrics that users know.
 
-    Regular expressions, Hydra's search path and the product's name are not meant.
+    Regular expressions, Hydra's search path and the product's name do not count.
     """
     other = re.compile(r"\.search\(|search.?path|search[-_]r1", re.IGNORECASE)
     found = [
@@ -106,7 +106,7 @@ def test_verl_hardly_speaks_of_search() -> None:
 
 
 def test_no_two_packages_of_verl_import_each_other() -> None:
-    """Each package can be read after those that it imports, never together with them."""
+    """Each package can be read after those that it imports: there are no cycles."""
     imports: dict[str, set[str]] = {}
     for path in (ROOT / "verl").rglob("*.py"):
         own = path.relative_to(ROOT / "verl").with_suffix("").parts[0]
@@ -122,7 +122,7 @@ def test_no_two_packages_of_verl_import_each_other() -> None:
 
 
 def test_the_retriever_stands_alone() -> None:
-    """The server needs neither trainer, agent, Ray nor vLLM; it shares what needs none."""
+    """The server imports no trainer, agent, Ray or vLLM, only shared modules that import none."""
     found = offenders(
         "search_r1/search", "verl", "ray", "vllm", "example", "scripts",
         "search_r1.agent", "search_r1.rewards", allowed=SHARED,
@@ -134,7 +134,7 @@ def test_the_retriever_stands_alone() -> None:
 
 
 def test_an_actor_starts_without_torch() -> None:
-    """It tells where it landed, and loads what it hosts when it is asked to."""
+    """An actor reports its location quickly, and imports heavy modules only when it builds."""
     code = "import sys, verl.single_controller.actors; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"
@@ -146,7 +146,7 @@ def test_rewards_read_plain_text() -> None:
 
 
 def test_agents_do_not_reach_into_the_trainer() -> None:
-    """The loop knows the protocol and the options, not the trainer, its workers or Ray."""
+    """The dialogue loop imports protocol and options, not the trainer, its workers or Ray."""
     forbidden = ("verl.trainer", "verl.training", "verl.single_controller", "ray", "vllm")
     assert offenders("search_r1/agent", *forbidden) == []
     forbidden += ("verl.rollout", "transformers")
@@ -154,20 +154,20 @@ def test_agents_do_not_reach_into_the_trainer() -> None:
 
 
 def test_evaluation_is_no_part_of_training() -> None:
-    """It shares configuration, data, checkpoints and rollout, not the trainer or Ray."""
+    """Evaluation shares configuration, data, checkpoints and rollout, not the trainer or Ray."""
     forbidden = ("verl.trainer", "verl.single_controller", "ray", "example", "scripts")
     assert offenders("search_r1/evaluation", *forbidden) == []
 
 
 def test_asking_knows_one_dialogue_only() -> None:
-    """Evaluation and the server are built on it, not the other way round."""
+    """Evaluation and the agent server import `inference`, which imports neither of them."""
     forbidden = ("verl.trainer", "verl.single_controller", "ray", "example", "scripts",
                  "search_r1.evaluation", "search_r1.agent_server")  # fmt: skip
     assert offenders("search_r1/inference", *forbidden) == []
 
 
 def test_measures_and_intervals_are_plain_numbers() -> None:
-    """What is measured, and how surely, can be read without tensors."""
+    """Measures and intervals import no tensor library."""
     for name in ("samples", "measures", "summary"):
         names = imported(ROOT / f"search_r1/evaluation/{name}.py")
         assert not any(starts(m, p) for m in names for p in ("torch", "transformers")), name
@@ -175,26 +175,26 @@ def test_measures_and_intervals_are_plain_numbers() -> None:
 
 @pytest.mark.parametrize("name", sorted(PURE))
 def test_pure_modules_import_tensors_only(name: str) -> None:
-    """The maths and the protocol have no configuration, no Ray and no I/O."""
+    """The maths and the protocol import no configuration, no Ray and no I/O."""
     modules = {m for m in imported(ROOT / name) if not m.startswith("verl.core_algos.")}
     tops = {module.split(".")[0] for module in modules}
     assert tops <= PURE[name] | STANDARD
 
 
 def test_no_file_is_over_500_lines() -> None:
-    """A file past 500 lines is two files."""
+    """A longer file should be split."""
     long = {str(p): n for p in sources() if (n := len(p.read_text().splitlines())) > 500}
     assert long == {}
 
 
 def test_every_file_says_what_lives_in_it() -> None:
-    """Each module of the product opens with its docstring."""
+    """Each module of the product has a docstring."""
     product = [p for p in sources() if p.relative_to(ROOT).parts[0] != "tests"]
     assert [str(p) for p in product if not ast.get_docstring(ast.parse(p.read_text()))] == []
 
 
 def test_the_top_level_holds_nothing_but_the_project() -> None:
-    """What a run left where it was begun is not committed with the change that it was run for."""
+    """Files that a run leaves in the top folder are not committed by mistake."""
     words = ["git", "-C", str(ROOT), "ls-files"]
     listed = subprocess.run(words, capture_output=True, text=True, check=False)
     if listed.returncode:

@@ -1,4 +1,4 @@
-"""What the tests see of a machine with a GPU."""
+"""The hooks of `conftest.py`: hidden GPUs, skipped and slow tests, and files of one process."""
 
 import os
 from functools import partial
@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def item(*marks: str) -> Mock:
-    """A collected test with these markers."""
+    """Return a collected test with these markers."""
     return Mock(get_closest_marker=lambda name: name if name in marks else None)
 
 
@@ -22,7 +22,7 @@ def item(*marks: str) -> Mock:
 def test_cards_are_hidden_unless_a_gpu_test_was_chosen(
     marks: tuple[str, ...], seen: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`device=auto` in a CPU test would take card 0 from whoever uses it."""
+    """Otherwise `device=auto` in a CPU test would take GPU 0 from another process."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     conftest.pytest_collection_finish(SimpleNamespace(items=[item(), item(*marks)]))
     assert os.environ["CUDA_VISIBLE_DEVICES"] == seen
@@ -32,7 +32,7 @@ def test_cards_are_hidden_unless_a_gpu_test_was_chosen(
 def test_engines_on_the_cpu_need_the_cpu_build(
     build: str, skipped: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Beside vLLM's GPU build such a test is skipped with the reason; the others run."""
+    """With vLLM's GPU build, tests of CPU engines are skipped with the reason; the others run."""
     monkeypatch.setattr(conftest, "vllm_device", lambda: build)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     plain, engine = item(), item("vllm_cpu")
@@ -43,7 +43,7 @@ def test_engines_on_the_cpu_need_the_cpu_build(
 def test_the_fast_run_leaves_out_slow_tests_and_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the list, whatever the parameters; what it does not name is run."""
+    """`--fast` leaves out the listed tests with any parameters; tests not in the list run."""
     slow = tmp_path / "slow.txt"
     slow.write_text("tests/a.py::test_long\ntests/ray.py\n")
     monkeypatch.setattr(conftest, "SLOW", slow)
@@ -58,9 +58,9 @@ def test_the_fast_run_leaves_out_slow_tests_and_files(
 
 
 def test_slow_files_come_first_and_what_is_computed_beside_them_last() -> None:
-    """So that two processes end together, and nobody waits for the trials on pretended cards.
+    """With slow files first, two processes end together and none waits for the simulated GPUs.
 
-    Files of one process keep their order: the last of an engine's kills it.
+    Files of one process keep their order: the last test of an engine kills it.
     """
     shared = conftest.TOGETHER[0][0]
     files = [conftest.BESIDE, "tests/fast.py", f"{shared}a.py", "tests/slow.py", f"{shared}b.py"]
@@ -71,7 +71,7 @@ def test_slow_files_come_first_and_what_is_computed_beside_them_last() -> None:
 
 
 def test_files_that_share_an_engine_go_to_one_process() -> None:
-    """And those of the ranks; each other file is a unit of its own, and all paths exist."""
+    """Files that share ranks do too; each other file is a unit of its own, and all paths exist."""
     scope = partial(conftest.Together._split_scope, Mock())
     engines = {scope(f"tests/verl/rollout/test_{name}.py::test_x[1]") for name in "ab"}
     ranks = {scope(f"tests/verl/{name}.py::test_x")

@@ -1,4 +1,4 @@
-"""What earlier systems got wrong, in 21 lines: each has tests here that carry its number."""
+"""The 21 numbered mistakes of earlier systems each have tests that carry their number."""
 
 import ast
 import re
@@ -32,7 +32,7 @@ LINES = {
 
 
 def numbered_tests() -> Counter[int]:
-    """How many test functions carry each line's number: `test_line_NN_…`, two digits."""
+    """Return the number of tests of each line, by their names `test_line_NN_…` (two digits)."""
     names = [
         node.name
         for path in sorted(TESTS.rglob("test_*.py"))
@@ -44,5 +44,5 @@ def numbered_tests() -> Counter[int]:
 
 
 def test_every_line_has_a_test_of_its_number() -> None:
-    """No line is without a test, and no test carries a number that is no line's."""
+    """Each line has a test, and no test carries a number without a line."""
     assert sorted(numbered_tests()) == sorted(LINES)

@@ -1,4 +1,4 @@
-"""Ctrl-C at a terminal, in the middle of a step of a real run: the terminal sends it to all."""
+"""Ctrl-C at a terminal during a step of a real run; the terminal signals all its processes."""
 
 import os
 import pty
@@ -22,7 +22,7 @@ CTRL_C = b"\x03"
 
 
 def read(terminal: int, text: bytearray) -> bool:
-    """Add what comes to the terminal within a moment; false once nobody is there who writes."""
+    """Add the terminal's output of a moment to `text`; return false once no process writes."""
     if not select.select([terminal], [], [], 0.2)[0]:
         return True
     try:
@@ -34,12 +34,12 @@ def read(terminal: int, text: bytearray) -> bool:
 
 
 def weights_in_memory() -> set[Path]:
-    """Where runs on this machine hand weights over."""
+    """Return the shared-memory folders of all runs' weight transfers on this machine."""
     return set(SHARED_MEMORY.glob(f"{PREFIX}*"))
 
 
 def start(command: list[str]) -> tuple[int, int]:
-    """A process in the foreground of a terminal of its own; its id, and the terminal."""
+    """Start a process in the foreground of a new terminal; return its id and the terminal."""
     process, terminal = pty.fork()
     if process == 0:
         os.chdir(ROOT)

@@ -1,4 +1,4 @@
-"""Two runs of the real trainer with the same seed: what must be equal, bit for bit."""
+"""Runs of the real trainer with the same seed are equal, bit for bit."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PPO = ("algorithm.adv_estimator=gae", "trainer.n_gpus_per_node=2", "trainer.dete
 
 @pytest.fixture(scope="module")
 def first(world: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Five steps of PPO on two ranks, with a checkpoint in the middle."""
+    """Run five steps of PPO on two ranks, with a checkpoint in the middle."""
     out = tmp_path_factory.mktemp("first")
     train(world, out, *PPO, "trainer.save_freq=3")
     return out
@@ -34,7 +34,7 @@ def first(world: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Pa
 def test_a_run_is_computed_again_bit_for_bit(
     world: dict[str, str], first: Path, tmp_path: Path
 ) -> None:
-    """All metrics except times, at every step and validation, and the trained weights."""
+    """A second run has the same metrics except times, at every step, and the same weights."""
     again = tmp_path / "again"
     rows = train(world, again, *PPO, "trainer.save_freq=0")
     assert list(differences(read_rows(first / "metrics.jsonl"), rows)) == []
@@ -47,7 +47,7 @@ def test_a_run_is_computed_again_bit_for_bit(
 def test_weights_that_are_streamed_are_those_of_files(
     world: dict[str, str], first: Path, tmp_path: Path
 ) -> None:
-    """`weight_sync=ipc` with two ranks and engines on one machine: equal runs, bit for bit."""
+    """Runs with `weight_sync=ipc` equal those with files; two ranks and engines on one machine."""
     again, ipc = tmp_path / "again", "actor_rollout_ref.rollout.weight_sync=ipc"
     rows = train(world, again, *PPO, "trainer.save_freq=0", ipc)
     assert list(differences(read_rows(first / "metrics.jsonl"), rows)) == []
@@ -58,7 +58,7 @@ def test_weights_that_are_streamed_are_those_of_files(
 def test_weights_that_are_broadcast_are_those_of_files(
     world: dict[str, str], tmp_path: Path
 ) -> None:
-    """`weight_sync=nccl` (gloo here), with an engine on its own cores: equal runs, bit for bit."""
+    """Runs with `weight_sync=nccl` (gloo here) equal those with files; the engine has own cores."""
     split, sync = (
         ("trainer.n_gpus_per_node=1", "trainer.rollout_gpus=1"),
         "actor_rollout_ref.rollout.weight_sync=",
@@ -73,9 +73,9 @@ def test_weights_that_are_broadcast_are_those_of_files(
 def test_weights_that_are_broadcast_as_changes_are_complete(
     world: dict[str, str], tmp_path: Path
 ) -> None:
-    """`weight_delta=true` with engines in bfloat16: equal runs, bit for bit, with fewer bytes.
+    """Runs with `weight_delta=true` are equal, with fewer bytes; engines compute in bfloat16.
 
-    Also after a resume, where new engines first receive all weights.
+    So is a resumed run, where new engines first receive all weights.
     """
     rollout = "actor_rollout_ref.rollout."
     split = (
@@ -105,7 +105,7 @@ def test_weights_that_are_broadcast_as_changes_are_complete(
 def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(
     world: dict[str, str], first: Path, tmp_path: Path
 ) -> None:
-    """Steps 4 and 5 from step 3's checkpoint, validations included, and the trained weights."""
+    """Steps 4 and 5 from step 3's checkpoint are equal, with validations and trained weights."""
     rest = tmp_path / "rest"
     mode = f"trainer.resume_mode={first / 'global_step_3'}"
     rows = train(world, rest, *PPO, "trainer.save_freq=0", mode)

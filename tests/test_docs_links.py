@@ -1,4 +1,4 @@
-"""The pages for readers: what they link to is there, and so is every file that they name."""
+"""Links and names of files, modules and commands in the documentation exist."""
 
 import re
 from pathlib import Path
@@ -28,12 +28,12 @@ MADE = {"example/index/corpus/bm25"}
 
 
 def prose(page: Path) -> str:
-    """The page without its blocks of code."""
+    """Return the page without its blocks of code."""
     return re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.M)
 
 
 def anchors(page: Path) -> set[str]:
-    """The anchors of the page's headings, as GitHub makes them."""
+    """Return the anchors of the page's headings, as GitHub makes them."""
     headings = re.findall(r"^#+ (.*)", prose(page), re.MULTILINE)
     plain = (re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading) for heading in headings)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in plain}
@@ -41,7 +41,7 @@ def anchors(page: Path) -> set[str]:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_relative_links_lead_somewhere(name: str) -> None:
-    """Files exist, and pages have the headings that anchors name."""
+    """Linked files exist, and pages have the headings of linked anchors."""
     page = ROOT / name
     broken = []
     for link in LINK.findall(prose(page)):
@@ -54,13 +54,13 @@ def test_relative_links_lead_somewhere(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name in NAMES if "migration" not in name])
 def test_source_files_that_are_named_exist(name: str) -> None:
-    """A path in backticks is here; the migration page also names the original's."""
+    """Paths in backticks exist; the migration page also names paths of the original."""
     named = set(SOURCE.findall(prose(ROOT / name))) - MADE
     assert [path for path in named if not (ROOT / path).exists()] == []
 
 
 def is_there(dotted: str) -> bool:
-    """Whether the name is a module, or one and what follows it; a package's names are its own."""
+    """Whether a name is a module, or a module and an attribute; packages must define theirs."""
     place, *parts = dotted.split(".")
     folder = ROOT / place
     for part in parts:
@@ -74,7 +74,7 @@ def is_there(dotted: str) -> bool:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_modules_that_are_named_exist(name: str) -> None:
-    """A dotted name begins with a module; what follows it is a class, a function or an option."""
+    """A dotted name is a module, optionally followed by a class, a function or an option."""
     named = MODULE.findall((ROOT / name).read_text(encoding="utf-8"))
     assert [dotted for dotted in named if dotted not in FIELDS and not is_there(dotted)] == []
 

@@ -97,10 +97,9 @@ PRESET = {
 def ppo_run(
     world: dict[str, str], ray_folder: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Path:
-    """PPO on two ranks: critic, KL in the reward, two steps with a checkpoint each.
+    """Run PPO on two ranks: critic, KL in the reward, two steps with a checkpoint each.
 
-    Next to its folder are its preset, its `log`, and in `showed` the secrets that command lines
-    showed.
+    Next to its folder are its preset, its `log`, and `showed`, the secrets seen in command lines.
     """
     folder = tmp_path_factory.mktemp("ppo")
     out, log, showed = folder / "out", folder / "log", set()
@@ -156,7 +155,7 @@ def test_the_export_is_the_trained_model(world: dict[str, str], ppo_run: Path) -
 
 
 def test_a_run_leaves_no_secret(ppo_run: Path, ray_folder: Path) -> None:
-    """Neither in its folder, in Ray's folder, in its log, nor on command lines."""
+    """No secret is in the run's folder, in Ray's folder, in the log, or on command lines."""
     log, showed = ((ppo_run.parent / name).read_text() for name in ("log", "showed"))
     assert showed == "" and not any(secret in log for secret in SECRETS)
     assert any(ray_folder.rglob("*.log"))

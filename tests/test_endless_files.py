@@ -1,4 +1,4 @@
-"""Files that never end, or are none: each reader of what a command line names refuses them."""
+"""Files that never end, or are no files, are refused by each reader of a user's path."""
 
 import os
 import signal
@@ -46,7 +46,7 @@ READERS: dict[str, Reader] = {
 
 @pytest.fixture(autouse=True)
 def no_waiting() -> Iterator[None]:
-    """A reader that waits for what never comes fails after some seconds."""
+    """Fail a reader that still waits after some seconds."""
 
     def too_long(_: int, __: FrameType | None) -> None:
         raise AssertionError("it is still reading")
@@ -61,7 +61,7 @@ def no_waiting() -> Iterator[None]:
 @pytest.mark.parametrize("kind", ["device", "pipe", "folder"])
 @pytest.mark.parametrize("name", READERS)
 def test_what_has_no_end_is_not_read(name: str, kind: str, tmp_path: Path) -> None:
-    """A device under any name, a pipe without a writer and a folder are told in one line."""
+    """A device, a pipe without a writer and a folder are refused in one line."""
     path = tmp_path / name
     if kind == "device":
         path.symlink_to("/dev/zero")
@@ -78,7 +78,7 @@ def test_what_has_no_end_is_not_read(name: str, kind: str, tmp_path: Path) -> No
 @pytest.mark.parametrize("name", ["tokenizer.json", "chat_template.jinja", "model.safetensors"])
 @pytest.mark.parametrize("kind", ["device", "pipe"])
 def test_no_file_of_a_model_is_without_end(name: str, kind: str, tmp_path: Path) -> None:
-    """It would be read for ever, or the model be loaded without it."""
+    """Otherwise it would be read for ever, or the model be loaded without it."""
     folder = whole_model(tmp_path / "model", 1_000_000)
     (folder / name).unlink()
     if kind == "device":
@@ -90,7 +90,7 @@ def test_no_file_of_a_model_is_without_end(name: str, kind: str, tmp_path: Path)
 
 
 def test_a_text_is_read_up_to_its_bound(tmp_path: Path) -> None:
-    """A file of that many characters is whole; one with more is refused, and named."""
+    """A file of the maximum length is read whole; a longer one is refused by name."""
     path = tmp_path / "f"
     path.write_text("ä" * 10)
     assert read_text(path, 10) == "ä" * 10
@@ -100,7 +100,7 @@ def test_a_text_is_read_up_to_its_bound(tmp_path: Path) -> None:
 
 
 def test_a_pipe_that_was_given_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A shell's `<(command)` brings questions, but no more than is bounded."""
+    """A shell's `<(command)` may provide questions, up to the same maximum."""
     monkeypatch.setattr(command, "MAX_CHARS", 10)
     for text, is_taken in ((b"Who?\nWhy?", True), (b"Who?\n" * 10, False)):
         read, write = os.pipe()

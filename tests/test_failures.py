@@ -106,7 +106,7 @@ def test_a_dead_rank_is_named_though_its_peers_wait_or_fail_first(
 
 
 def test_a_bug_in_one_rank_is_not_a_lost_rank(ranks: RayWorkerGroup) -> None:
-    """It ends the run with its own traceback, although the other rank waits for ever."""
+    """A bug ends the run with its own traceback, although the other rank waits for ever."""
     with pytest.raises(ValueError, match="a bug"):
         ranks.call("meet", "bug")
 
@@ -336,7 +336,7 @@ def start(world: dict[str, str], out: Path, *options: str) -> Run:
 def test_two_runs_at_once_one_of_which_loses_everything(
     world: dict[str, str], tmp_path: Path
 ) -> None:
-    """Both end; the one that lost a replica and a rank has the same metrics, each step once."""
+    """Both runs end; the one that lost a replica and a rank has equal metrics, each step once."""
     undisturbed = start(world, tmp_path / "undisturbed", "trainer.total_training_steps=6")
     disturbed = start(world, tmp_path / "disturbed", "trainer.total_training_steps=6")
     wait_until(lambda: disturbed.has(1))

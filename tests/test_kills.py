@@ -1,4 +1,4 @@
-"""A run that is killed again and again ends as the run that is left alone."""
+"""A run that is killed repeatedly ends with the result of an undisturbed run."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ pytestmark = pytest.mark.vllm_cpu
 
 @pytest.mark.slow
 def test_nothing_is_lost_to_kills(tmp_path: Path) -> None:
-    """Five kills, one of each kind: the same metrics and weights, nothing broken, nothing left.
+    """Five kills, one of each kind of process, leave metrics, weights and machine unharmed.
 
     The full proof is `python -m tests.proofs.kills --kills 20`.
     """

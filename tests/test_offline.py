@@ -1,4 +1,4 @@
-"""The recorded run and the run that learns from its record, by the real command, bit for bit."""
+"""Training on a recorded run repeats it with the real command, bit for bit."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PPO = ("algorithm.adv_estimator=gae", "trainer.n_gpus_per_node=2", "trainer.save
 
 
 def offline(out: Path, rollouts: Path, model: str, *options: str) -> list[str]:
-    """The command with neither questions nor a retriever that answers."""
+    """Return the command of a run without questions and with a retriever that never answers."""
     nowhere = {"rows": "no-such.parquet", "url": "http://127.0.0.1:9", "model": model}
     return command_of(nowhere, out, *PPO, f"data.rollouts={rollouts}", *options)
 
@@ -29,7 +29,7 @@ def run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
 
 
 def computed(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Without what counts waits, and what only an engine tells."""
+    """Return the rows without metrics of waits and those that only an engine reports."""
     told = ("rollout/wait_s", "rollout/prefix_hit_share")
     return [{k: v for k, v in row.items() if not k.startswith(told)} for row in rows]
 

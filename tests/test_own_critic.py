@@ -1,4 +1,4 @@
-"""PPO by the real trainer with the critic on ranks of its own: the same run, and nothing lost."""
+"""PPO by the real trainer with the critic on separate ranks gives the same run."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ APART = "critic.n_gpus_per_node=1"
 def test_a_critic_apart_is_the_shared_run_bit_for_bit(
     world: dict[str, str], tmp_path: Path
 ) -> None:
-    """All metrics but clocks, and the weights; also on shared ranks from a checkpoint of it."""
+    """All metrics but times, and the weights, are equal; so is a resumed run on shared ranks."""
     shared, apart, rest = (tmp_path / name for name in ("shared", "apart", "rest"))
     rows = train(world, shared, *PPO, "trainer.save_freq=0")
     found = train(world, apart, *PPO, "trainer.save_freq=2", "trainer.trace=true", APART)
@@ -48,7 +48,7 @@ def test_a_critic_apart_is_the_shared_run_bit_for_bit(
 def test_a_lost_rank_of_the_critic_starts_the_run_again(
     world: dict[str, str], tmp_path: Path
 ) -> None:
-    """From its last checkpoint, with a line that names the rank; the critic has its own core."""
+    """The run restarts from its last checkpoint and names the rank, which has its own core."""
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2:
         pytest.skip("actor and critic share one core")

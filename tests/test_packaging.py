@@ -1,4 +1,4 @@
-"""What the code imports is what `pyproject.toml` declares, and its files travel with a wheel."""
+"""`pyproject.toml` declares the packages that the code imports and the files it reads."""
 
 import ast
 import re
@@ -20,19 +20,19 @@ INSIDE_EXTRAS = {"jnius": "pyjnius", "jnius_config": "pyjnius", "pyserini": "pys
 
 
 def plain(name: str) -> str:
-    """A distribution's name as package indexes compare it."""
+    """Return a distribution's name in the form in which package indexes compare it."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def declared() -> set[str]:
-    """The distributions of the dependencies and of all extras."""
+    """Return the distributions of the dependencies and of all extras."""
     project = PROJECT["project"]
     lists = [project["dependencies"], *project["optional-dependencies"].values()]
     return {plain(re.split(r"[\[<>=!~ ;]", line)[0]) for lines in lists for line in lines}
 
 
 def imported() -> dict[str, Path]:
-    """The top module of every import outside the standard library, with a file that has it."""
+    """Return the top module of every import outside the standard library, with a file of it."""
     found: dict[str, Path] = {}
     for path in [*ROOT.glob("verl/**/*.py"), *ROOT.glob("search_r1/**/*.py")]:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -66,7 +66,7 @@ def test_requirements_bring_an_engine() -> None:
 
 
 def test_files_of_packages_are_declared() -> None:
-    """Whatever a package reads beside its modules is in its package-data."""
+    """Files that a package reads next to its modules are in its package-data."""
     patterns = PROJECT["tool"]["setuptools"]["package-data"]
     given = {
         file

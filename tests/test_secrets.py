@@ -1,6 +1,7 @@
-"""Secrets of the environment and of addresses are in nothing that is written, logged or shown.
+"""Secrets of the environment and of addresses are never written, logged or shown.
 
-`tests/test_end_to_end.py` looks for them in what a real run leaves."""
+`tests/test_end_to_end.py` looks for them in the files of a real run.
+"""
 
 from __future__ import annotations
 
@@ -38,21 +39,21 @@ from verl.training.network import forwarded_variables
     ],
 )
 def test_passwords_of_addresses_are_masked(text: str, expected: str) -> None:
-    """And nothing else."""
+    """Passwords and keys are masked, and nothing else is."""
     assert redact(text) == expected
     assert redact(redact(text)) == expected
 
 
 @pytest.mark.parametrize("kind", [ConfigError, ToolError])
 def test_no_error_shows_a_password(kind: type[ConfigError] | type[ToolError]) -> None:
-    """Whoever words it; a list of several neither."""
+    """No error message has a password, nor has a list of several errors."""
     error = kind(explain("retriever.url", URL, "x", "y"))
     assert PASSWORD not in str(error) + repr(error) + str(PreflightError([error]))
 
 
 @pytest.mark.parametrize("formatter", [MaskedFormatter, PlainFormatter])
 def test_no_log_line_shows_a_password(formatter: type[logging.Formatter]) -> None:
-    """Of another library's logger neither, nor in its traceback."""
+    """No log line has one, whatever library's logger wrote it, nor has its traceback."""
     try:
         raise OSError(f"cannot reach {URL}")
     except OSError:
@@ -62,7 +63,7 @@ def test_no_log_line_shows_a_password(formatter: type[logging.Formatter]) -> Non
 
 
 def test_no_saved_configuration_holds_a_password(tmp_path: Path) -> None:
-    """In the folder, in a checkpoint, and in what a client says of itself."""
+    """The run's folder, checkpoints and the description of a client have no password."""
     for name in ("train", "val"):
         (tmp_path / name).touch()
     config = Config()
@@ -77,7 +78,7 @@ def test_no_saved_configuration_holds_a_password(tmp_path: Path) -> None:
 def test_an_actor_has_the_hubs_token_and_ray_logs_it_nowhere(
     ray_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It has come before anything else is asked of an actor, which hosts a module that is light."""
+    """The token arrives before any other call of an actor; here the hosted module is `os`."""
     for name, value in {**PLANTED, "RAY_TMPDIR": str(ray_folder)}.items():
         monkeypatch.setenv(name, value)
     ray.init("local", include_dashboard=False, num_cpus=1, logging_level=logging.ERROR)
@@ -98,7 +99,7 @@ def test_an_actor_has_the_hubs_token_and_ray_logs_it_nowhere(
 def test_a_refused_run_shows_no_secret(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A retriever's address with a password beside its token ends in one line."""
+    """A retriever address with a password next to its token ends in one line without secrets."""
     monkeypatch.setenv("RETRIEVER_TOKEN", PLANTED["RETRIEVER_TOKEN"])
     arguments = ["data.train_files=x", "data.val_files=x", "actor_rollout_ref.model.path=x",
                  f"retriever.url={URL}", f"trainer.default_local_dir={tmp_path}"]  # fmt: skip

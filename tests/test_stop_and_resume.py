@@ -1,4 +1,4 @@
-"""A real run that is asked to stop while it works saves, ends with status 75, and goes on."""
+"""A real run that is asked to stop saves, ends with status 75, and can be continued."""
 
 import json
 import signal
@@ -43,7 +43,7 @@ def end(run: subprocess.Popen[str]) -> tuple[int, str]:
 def test_a_stopped_run_goes_on_as_if_never_stopped(
     world: dict[str, str], tmp_path: Path, number: int
 ) -> None:
-    """Stopped after its first step, wherever it then is, and started again: the same steps."""
+    """A run that is stopped anywhere after its first step and started again has the same steps."""
     status, text = end(start(world, tmp_path / "whole"))
     assert status == 0, text[-3000:]
     run = start(world, tmp_path / "stopped")

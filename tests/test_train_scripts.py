@@ -19,7 +19,7 @@ printf '%s\\n' "$@"
 def arguments(
     script: str, tmp_path: Path, *extra: str, has_packages: bool = True, **environment: str
 ) -> list[str]:
-    """What the script hands to python, by a python that only prints it."""
+    """Return the arguments that the script passes to python, with a python that prints them."""
     shim = tmp_path / "python"
     shim.write_text(SHIM.format(status=0 if has_packages else 1))
     shim.chmod(0o755)
@@ -38,7 +38,7 @@ def arguments(
 
 
 def config_of(script: str, tmp_path: Path, *extra: str, **environment: str) -> Config:
-    """The configuration that the script's run would have."""
+    """Return the configuration of the script's run."""
     module, *options = arguments(script, tmp_path, *extra, **environment)[1:]
     assert module == environment.get("ENTRY", "verl.trainer.main_ppo")
     return cli.compose(options)
@@ -74,7 +74,7 @@ def test_ppo_is_the_papers_recipe(tmp_path: Path) -> None:
 
 
 def assert_common(config: Config) -> None:
-    """What both recipes share."""
+    """Check the options that both recipes share."""
     data, actor, trainer = config.data, config.actor_rollout_ref.actor, config.trainer
     lengths = (data.max_prompt_length, data.max_response_length)
     assert (*lengths, data.max_start_length, data.max_obs_length) == (4096, 500, 2048, 500)
@@ -146,7 +146,7 @@ def test_offload_is_open_unless_it_is_set(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Of actor, critic and reference; `--cfg job` prints it as it is, null where memory decides."""
+    """`--cfg job` prints the offloading of each model: as set, or null where memory decides."""
     options = arguments(script, tmp_path, **environment)[2:]
     with pytest.raises(SystemExit):
         cli.compose([*options, "--cfg", "job"])
@@ -165,7 +165,7 @@ def test_paths_of_a_run_stay_relative_to_the_caller(tmp_path: Path) -> None:
 
 
 def test_missing_packages_are_told_in_one_line(tmp_path: Path) -> None:
-    """A python without our packages gets no traceback but the way out."""
+    """A python without the packages prints the fix instead of a traceback."""
     with pytest.raises(RuntimeError, match=r"^2: .*lacks the packages .* 'make install'"):
         arguments("train_grpo.sh", tmp_path, has_packages=False)
 

@@ -27,7 +27,7 @@ PROMPT = list(range(100, 140))
 def servers(
     world: dict[str, str], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[list[Served]]:
-    """Two servers with the model of the start."""
+    """Start two servers with the run's initial model."""
     folder = tmp_path_factory.mktemp("servers")
     found = [Served(Path(world["model"]), folder / f"{i}.log", LONGEST).start() for i in (0, 1)]
     try:
@@ -40,7 +40,7 @@ def servers(
 
 
 def of(servers: Sequence[Served], steps: int) -> list[str]:
-    """Options of a run with these servers."""
+    """Return the options of a run with these servers."""
     urls = ",".join(server.url for server in servers)
     return [
         f"actor_rollout_ref.rollout.url=[{urls}]", f"trainer.total_training_steps={steps}",
@@ -50,7 +50,7 @@ def of(servers: Sequence[Served], steps: int) -> list[str]:
 
 
 def sampled(server: Served) -> tuple[list[int], list[float]]:
-    """Ids and log-probs of a completion."""
+    """Return ids and log-probs of a completion."""
     body = {"prompt": PROMPT, "max_tokens": 8, "temperature": 1.0, "seed": 3, "logprobs": 0,
             "return_token_ids": True, "ignore_eos": True}  # fmt: skip
     answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=120, trust_env=False)
@@ -59,7 +59,7 @@ def sampled(server: Served) -> tuple[list[int], list[float]]:
 
 
 def assert_serves(server: Served, model: Path, is_it: bool = True) -> None:
-    """Whether the server's log-probs are those of a model, by transformers."""
+    """Check that the server's log-probs are those of a model, computed by transformers."""
     ids, log_probs = sampled(server)
     exact = exact_log_probs(model_in(model), [*PROMPT, *ids], len(PROMPT))
     assert (log_probs == pytest.approx(exact, abs=1e-3)) is is_it
@@ -104,7 +104,7 @@ def test_servers_take_each_version_and_one_may_die(
 def test_servers_sample_while_the_ranks_train(
     world: dict[str, str], servers: list[Served], tmp_path: Path
 ) -> None:
-    """A step ahead, turns cut by new weights, through a folder that the user named."""
+    """Servers sample one step ahead, new weights interrupt turns, and the user names the folder."""
     weights = tmp_path / "weights"
     rows = train(
         world, tmp_path / "run", *of(servers, 3), "actor_rollout_ref.rollout.max_staleness=1",

@@ -1,4 +1,4 @@
-"""vLLM's own server as a user starts it, on the CPU, for tests."""
+"""vLLM's own server on the CPU, as a user starts it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ START_S = 240.0
 
 
 class Served:
-    """What `vllm serve MODEL` starts, on a port of its own; vLLM's CPU build lacks the command.
+    """A server like that of `vllm serve MODEL`, a command that vLLM's CPU build lacks.
 
     It can be started again after `kill`, on the same port.
     """
@@ -42,7 +42,7 @@ class Served:
         ]  # fmt: skip
 
     def start(self) -> Self:
-        """Begin to start it; `wait` sees it through."""
+        """Start the server; `wait` waits until it answers."""
         paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
         environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": os.pathsep.join(paths)}
         with self._log.open("ab") as log:
@@ -52,7 +52,7 @@ class Served:
         return self
 
     def wait(self) -> None:
-        """Until it answers."""
+        """Wait until the server answers."""
         end = time.monotonic() + START_S
         while not self._answers():
             assert self._process.poll() is None, self._log.read_text(errors="replace")[-3000:]
@@ -60,9 +60,9 @@ class Served:
             time.sleep(0.5)
 
     def kill(self) -> None:
-        """End it with its engine core at once, and leave nothing."""
+        """Kill the server and its engine core at once, so that no process is left."""
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)  # the group that it leads, and no other
+            os.killpg(self._process.pid, signal.SIGKILL)  # the server leads this process group
         self._process.wait()
 
     def _answers(self) -> bool:
