@@ -7,6 +7,7 @@ import platform
 import subprocess
 import sys
 import weakref
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -21,6 +22,15 @@ class Cycle:
         self.itself = self
 
 
+@pytest.fixture
+def nothing_frozen() -> Iterator[None]:
+    """Unfreezes the imported modules that `tests/conftest.py` has frozen."""
+    gc.unfreeze()
+    yield
+    gc.freeze()
+
+
+@pytest.mark.usefixtures("nothing_frozen")
 def test_garbage_is_collected_on_demand_only() -> None:
     """However many objects are created; the collector is restored afterwards, even on errors."""
     with pytest.raises(KeyError), steady_memory():
@@ -30,6 +40,20 @@ def test_garbage_is_collected_on_demand_only() -> None:
         assert cycle() is None and gc.get_freeze_count() > 0
         raise KeyError
     assert gc.isenabled() and gc.get_freeze_count() == 0
+
+
+def test_what_the_program_froze_stays_frozen() -> None:
+    """A second run then need not traverse it, and collects what is frozen in neither."""
+    gc.freeze()
+    before = gc.get_freeze_count()
+    assert before > 100_000  # the imported modules
+    for _ in range(2):
+        with steady_memory():
+            cycle = weakref.ref(Cycle())
+            assert cycle() is not None
+        assert gc.get_freeze_count() >= before
+        gc.collect()
+        assert cycle() is None
 
 
 def test_a_disabled_collector_stays_disabled() -> None:
