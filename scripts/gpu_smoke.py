@@ -41,7 +41,7 @@ def summary(rows: Sequence[Row], console: Console) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit status."""
+    """Run the command line; return the exit status."""
     options = parse(arguments)
     names = set(options.only or CHECKS) - set(options.skip)
     chosen = [check for check in ALL if check.name in names]

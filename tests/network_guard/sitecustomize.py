@@ -56,7 +56,7 @@ def refuse(what: str, host: str) -> None:
 
 
 def guard(event: str, arguments: tuple) -> None:
-    """An audit hook."""
+    """Refuse connections to other machines, as an audit hook."""
     if event == "socket.connect":
         sock, address = arguments
         if sock.family in (socket.AF_INET, socket.AF_INET6) and sock.type == socket.SOCK_STREAM:

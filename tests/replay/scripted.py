@@ -44,7 +44,7 @@ class ScriptedEngine(RolloutEngine):
 
 
 def agent_of(retrieval: Retrieval | None = None, **limits: int) -> DialogueAgent:
-    """An agent over the documents in `RESULTS`, with changes to its limits."""
+    """Return an agent over the documents in `RESULTS`, with changes to its limits."""
     all_limits = Limits(
         **{"max_turns": 3, "max_response_length": 200, "max_prompt_length": 2000, **limits}
     )
@@ -53,14 +53,14 @@ def agent_of(retrieval: Retrieval | None = None, **limits: int) -> DialogueAgent
 
 
 def record(seed: int, agent: DialogueAgent | None = None) -> Trajectory:
-    """A dialogue about a question that depends on the seed."""
+    """Return a dialogue about a question that depends on the seed."""
     prompt = Prompt("f#1", tuple(TOKENIZER.encode(f"Where {seed}? ")), "nq", ("Norway",))
     start = start_trajectory(prompt, group="1/0", sample=seed, seed=seed)
     return asyncio.run((agent or agent_of()).run(start, ScriptedEngine(), SAMPLING))
 
 
 def record_with_search(turn: int = 1, min_turns: int = 3) -> Trajectory:
-    """A dialogue with at least `min_turns` turns that searches for oslo in the given turn."""
+    """Return a dialogue of at least `min_turns` turns that searches for oslo in the given turn."""
     for seed in range(1000):
         trajectory = record(seed)
         turns = turns_of(trajectory)

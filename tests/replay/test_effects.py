@@ -21,7 +21,7 @@ SCORES = (1.0, 0.0, 0.0, 0.5, 0.5, 0.5)
 
 
 def trajectory(number: int, seed: int) -> Trajectory:
-    """A trajectory of prompt, turn, documents and turn, with random ids."""
+    """Build a trajectory of prompt, turn, documents and turn, with random ids."""
     drawn = torch.Generator().manual_seed(seed)
 
     def ids(size: int) -> tuple[int, ...]:
@@ -64,7 +64,7 @@ def test_missing_parts_of_the_advantage_are_reported(config: Config) -> None:
 
 
 def plain_gradient(config: Config, row: RecordedTrajectory, value: float) -> torch.Tensor:
-    """The gradient of -A * sum(log p(token)) / (tokens of the step), by transformers' forward."""
+    """Compute the gradient of -A * sum(log p(token)) / (tokens of the step) with transformers."""
     model = AutoModelForCausalLM.from_pretrained(config.actor_rollout_ref.model.path)
     ids = row.trajectory.ids
     logits = model(torch.tensor([ids])).logits[0].float() / 0.8

@@ -42,7 +42,7 @@ class Script:
 
 
 def scripted(script: Script) -> FastAPI:
-    """A server that echoes each query as a document in the original server's format."""
+    """Start a server that echoes each query as a document in the original server's format."""
     app = FastAPI()
 
     @app.post("/retrieve")

@@ -39,7 +39,7 @@ class ScriptedResponse:
 
 
 def echo(queries: list[str]) -> bytes:
-    """A response body with one document for each query, with the query as its id."""
+    """Return a response body with one document for each query, with the query as its id."""
     hits = [[{"document": {"id": q, "contents": f'"T"\n{q}'}, "score": 1.0}] for q in queries]
     return json.dumps({"result": hits}).encode()
 
@@ -111,7 +111,7 @@ async def write(
 
 @asynccontextmanager
 async def scripted(responses: list[ScriptedResponse]) -> AsyncIterator[str]:
-    """A server on a free port that sends the responses in turn, then echoes."""
+    """Start a server on a free port that sends the responses in turn, then echoes."""
     script = iter(responses)
     connections: set[asyncio.Task[None]] = set()
 

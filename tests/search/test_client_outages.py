@@ -35,7 +35,7 @@ def expected(open_engine: Callable[[str], Retriever], queries: list[str]) -> lis
 
 
 def wordings(queries: list[str]) -> list[str]:
-    """Many different queries with known answers."""
+    """Return many different queries with known answers."""
     return [f"{first} {second}" for first in queries for second in queries]
 
 

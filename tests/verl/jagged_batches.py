@@ -62,6 +62,6 @@ DIALOGUES = make_batch(
 def ppo_losses(
     log_probs: Tensor, old: Tensor, advantages: Tensor, low: float, high: float
 ) -> tuple[Tensor, PolicyDiagnostics]:
-    """`ppo` with the usual dual clip, of tokens in one sequence."""
+    """Compute `ppo` with the usual dual clip, of tokens in one sequence."""
     ids = torch.zeros(len(log_probs), dtype=torch.int64)
     return ppo(PolicyLossInputs(log_probs, old, advantages, ids, low, high, 3.0))

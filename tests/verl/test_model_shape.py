@@ -66,7 +66,7 @@ def test_the_shape_of_a_published_model() -> None:
 
 
 def test_any_architecture_is_counted() -> None:
-    """Also one with other names for its parts."""
+    """An architecture with other names for its parts is counted too."""
     config = Gemma2Config(**SMALL, head_dim=32)
     shape = ModelShape.of(config)
     assert shape.parameters() == sum(p.numel() for p in on_meta(config).parameters())

@@ -148,7 +148,7 @@ def test_a_memory_estimate_does_not_prompt_if_code_is_trusted(
 def test_the_option_allows_the_code_to_run(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In this process, in its children, and in vLLM."""
+    """The code runs in this process, in its children, and in vLLM."""
     config = Config()
     config.actor_rollout_ref.model.path = str(model)
     assert VllmSettings(config).arguments()["trust_remote_code"] is False

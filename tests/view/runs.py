@@ -20,7 +20,7 @@ HOSTILE = "<script>boom()</script><img src=x onerror=boom()></script>\u202e&amp;
 
 
 def byte_tokenizer() -> Tokenizer:
-    """A tokenizer with one token per byte."""
+    """Return a tokenizer with one token per byte."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({character: i for i, character in enumerate(alphabet)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -32,7 +32,7 @@ TOKENIZER = byte_tokenizer()
 
 
 def segment(origin: Origin, text: str, version: int = 0) -> Segment:
-    """A segment of one token per byte; the log-prob of token i of a policy segment is -i / 8."""
+    """Return a segment of one token per byte; a policy token i has the log-prob -i / 8."""
     ids = tuple(TOKENIZER.encode(text).ids)
     log_probs = tuple(-i / 8 for i in range(len(ids))) if origin is Origin.POLICY else ()
     return Segment(origin, ids, text, log_probs, version)
@@ -49,7 +49,7 @@ def dialogue(
     group: str = "",
     version: int = 0,
 ) -> Trajectory:
-    """A trajectory with the given searches: pairs of a query and its documents, (title, text)."""
+    """Return a trajectory with searches: pairs of a query and its documents, (title, text)."""
     prompt = Prompt(f"train.parquet#{row}", (), "nq", tuple(gold), {"question": question})
     segments = [segment(Origin.PROMPT, f"Question: {question}\n")]
     for query, results in searches:

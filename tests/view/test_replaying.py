@@ -21,7 +21,7 @@ KEY = {"step": 1, "line": 0}
 
 
 def replay_output(run: Run, **changes: Any) -> bytes:
-    """The command's output for the first trajectory, replayed with another answer."""
+    """Return the command's output for the first trajectory, replayed with another answer."""
     path = run.folder / "rollouts" / "step_00000001.jsonl"
     row = json.loads(path.read_text().splitlines()[0])
     row["segments"][-1] = {**row["segments"][-1], "text": runs.HOSTILE, "ids": [1, 2],

@@ -61,7 +61,7 @@ def wait_for_end(run: Run, seconds: float) -> None:
 
 @contextlib.contextmanager
 def retriever(out: Path) -> Iterator[World]:
-    """A proxy in front of the retriever, and another retriever with half of the corpus."""
+    """Provide a proxy in front of the retriever, and another retriever with half of the corpus."""
     half = out / "other_corpus.jsonl"
     lines = CORPUS.read_text(encoding="utf-8").splitlines(keepends=True)
     half.write_text("".join(lines[::2]), encoding="utf-8")
@@ -93,7 +93,7 @@ def retriever(out: Path) -> Iterator[World]:
 
 @contextlib.contextmanager
 def machine(out: Path) -> Iterator[World]:
-    """A separate disk and clock for the run; kills and freezes need only its processes."""
+    """Provide a separate disk and clock for the run; kills and freezes need only its processes."""
     clock = Clock(out)
     server = LocalServer(["--retriever_name", "bm25", "--corpus_path", str(CORPUS)])
     with server, SmallDisk(out / "disk") as disk:
@@ -126,7 +126,7 @@ def machine(out: Path) -> Iterator[World]:
 
 @contextlib.contextmanager
 def nodes(out: Path) -> Iterator[World]:
-    """A cluster of two machines with a rank and an engine each; faults hit the second."""
+    """Provide a cluster of two machines with a rank and an engine each; faults hit the second."""
     if not are_possible():
         yield World("", out, (), {})
         return

@@ -347,6 +347,6 @@ def test_submit_names_what_is_missing(environment: dict[str, str], tmp_path: Pat
     "path", sorted(p for p in RECIPES.iterdir() if p.is_file()), ids=lambda path: path.name
 )
 def test_the_scripts_have_no_syntax_errors(path: Path) -> None:
-    """Not even in branches that no test runs."""
+    """Bash parses each script, including branches that no test runs."""
     done = subprocess.run(["bash", "-n", str(path)], capture_output=True, text=True, timeout=30)
     assert done.returncode == 0, done.stderr

@@ -124,7 +124,7 @@ def test_line_07_special_tokens_in_documents_are_neutralized() -> None:
 
 
 def test_a_tool_that_refuses_the_run_marks_the_trajectory() -> None:
-    """So that the run ends instead of sampling the trajectory again."""
+    """The mark makes the run end instead of sampling the trajectory again."""
 
     class Refusing(Clock):
         async def call(self, **arguments: Any) -> Observation:

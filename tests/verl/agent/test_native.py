@@ -161,7 +161,7 @@ def test_tags_in_results_are_neutralized() -> None:
 
 @pytest.mark.parametrize("template", [None, TOOLLESS])
 def test_a_tokenizer_without_tool_support_is_rejected(template: str | None) -> None:
-    """Before anything runs, since its template would silently leave the tools out."""
+    """It is rejected before anything runs: its template would silently leave the tools out."""
     with pytest.raises(ConfigError, match=r"template=native: .*fix:"):
         NativeFormat(ChatTokenizer(template), (Capital(),))
     assert (

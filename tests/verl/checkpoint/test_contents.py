@@ -135,7 +135,7 @@ def test_no_damaged_file_is_resumed_from(
 
 
 def test_a_sound_checkpoint_is_read(sound: Path, tmp_path: Path) -> None:
-    """With and without a list of files in its marker, and after being moved."""
+    """It is read with and without a list of files in its marker, and after being moved."""
     step_dir = Path(shutil.copytree(sound, tmp_path / "global_step_3"))
     assert refusal(step_dir) == ""
     (step_dir / folders.MARKER).write_text("3\n")
@@ -149,7 +149,7 @@ def test_a_sound_checkpoint_is_read(sound: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("is_listed", [True, False])
 @pytest.mark.parametrize("file", [name for name in FILES if name != folders.MARKER])
 def test_a_flipped_bit_is_found(sound: Path, tmp_path: Path, file: str, is_listed: bool) -> None:
-    """In any listed file; in tensors by their own checksums, which torch does not check."""
+    """It is found in any listed file; tensors have their own checksums, which torch ignores."""
     step_dir = Path(shutil.copytree(sound, tmp_path / "global_step_3"))
     if not is_listed:
         (step_dir / folders.MARKER).write_text("3\n")
@@ -232,7 +232,7 @@ def test_a_forged_table_of_tensors_is_refused(
 
 @pytest.mark.parametrize("content", ["[1]", "{", '{"actor": 5}', '{"actor": {}}'])
 def test_damaged_adapters_are_refused(sound: Path, tmp_path: Path, content: str) -> None:
-    """By the export, which needs them."""
+    """The export needs the adapters and refuses damaged ones."""
     step_dir = Path(shutil.copytree(sound, tmp_path / "global_step_3"))
     (step_dir / ADAPTERS_FILE).write_text(content)
     with pytest.raises(UserError, match=ADAPTERS_FILE):
@@ -254,7 +254,7 @@ def test_an_earlier_checkpoint_is_named(sound: Path, tmp_path: Path) -> None:
 def test_a_damaged_checkpoint_is_reported_before_any_work(
     sound: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As users see it: status 2 and one line from the command, before Ray is started."""
+    """The command ends with status 2 and one line, before Ray is started."""
     monkeypatch.setattr(run, "start_ray", None)
     rows = tmp_path / "rows.parquet"
     write_rows(rows)

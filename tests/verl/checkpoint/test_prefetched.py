@@ -45,7 +45,7 @@ def test_failed_too_new_and_unwritable_trajectories_are_left_out(tmp_path: Path)
 
 
 def test_a_missing_file_means_no_trajectories_and_a_damaged_one_is_refused(tmp_path: Path) -> None:
-    """With one line that names the file."""
+    """The error is one line that names the file."""
     assert prefetched.read(tmp_path) == {}
     prefetched.write(tmp_path, {("3/0", 1, False): finished()}, newest=5)
     text = (tmp_path / prefetched.FILE).read_text()

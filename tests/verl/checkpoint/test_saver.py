@@ -78,7 +78,7 @@ def test_a_checkpoint_appears_when_all_have_written_it(saver: Saver, ranks: Slow
 
 
 def test_extra_files_are_written_with_the_ranks_shards(saver: Saver, ranks: SlowRanks) -> None:
-    """In the background, after the shards and before the checkpoint can be resumed from."""
+    """They are written in the background, after the shards and before the checkpoint appears."""
     saver.save(state(1), write_extra=lambda folder: (folder / "own").touch())
     (pending,) = saver.root.iterdir()
     assert not (pending / "own").exists()
@@ -226,7 +226,7 @@ def test_checkpoints_that_the_guard_needs_are_kept(saver: Saver, ranks: SlowRank
 
 
 def test_the_expected_duration_of_a_save(saver: Saver, ranks: SlowRanks) -> None:
-    """At first by size (6 GB at 200 MB/s), then that of the longest save, with its write."""
+    """It is estimated by size at first (6 GB at 200 MB/s), then it is that of the longest save."""
     assert saver.expected_s() == 30.0
     ranks.go_on.set()
     saver.save(state(1))

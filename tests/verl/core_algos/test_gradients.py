@@ -189,7 +189,7 @@ def test_value_loss_by_finite_differences() -> None:
 
 @pytest.mark.parametrize("kind", KL_KINDS)
 def test_kl_estimators_by_finite_differences(kind: str) -> None:
-    """At small and large ratios, and beyond the bounds of the estimate and of the log-ratio."""
+    """Ratios are small and large, some beyond the bounds of the estimate and of the log-ratio."""
     reference = torch.zeros(6, dtype=torch.float64)
     policy = column([0.3, -0.4, 1.7, -2.0, -5.0, 25.0]).requires_grad_()
     assert gradcheck(lambda x: kl_penalty(x, reference, kind), policy)

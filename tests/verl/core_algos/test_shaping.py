@@ -10,7 +10,7 @@ from verl.core_algos.shaping import clip_advantages, overlong_penalty
 
 
 def dapo_length_reward(length: int, longest: int, buffer: int) -> float:
-    """Equation 13 of DAPO, with its three cases; 0 or negative."""
+    """Compute equation 13 of DAPO, with its three cases; 0 or negative."""
     if length <= longest - buffer:
         return 0.0
     if length <= longest:

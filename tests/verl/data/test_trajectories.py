@@ -79,7 +79,7 @@ def test_each_segment_has_its_part_of_the_signals(tmp_path: Path) -> None:
     "value", ["half \ud83d", "é\u2028\x7f 😀", 2**70, datetime.date(2026, 1, 2), {3: (4,)}]
 )
 def test_any_value_of_a_question_is_written(value: object, tmp_path: Path) -> None:
-    """As by the standard library, also if the fast JSON writer refuses the value."""
+    """Values are written as by the standard library, also if the fast JSON writer refuses them."""
     numbers = np.array([0.1, NAN], np.float32)
     write_jsonl(tmp_path / "a", [{"info": value, "one": numbers[0], "many": numbers}])
     (text,) = (tmp_path / "a").read_text(encoding="ascii").splitlines()

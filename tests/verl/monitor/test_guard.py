@@ -172,7 +172,7 @@ def test_a_missing_metric_neither_counts_nor_resets() -> None:
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("metric", [DRIFT, GRAD_NORM, ENTROPY])
 def test_a_value_that_is_not_finite_breaks_every_rule(metric: str, value: float) -> None:
-    """Also in the first step, and it never enters a baseline."""
+    """This also holds in the first step; such a value never enters a baseline."""
     guard = new(GuardConfig())
     verdict = guard.observe({metric: value})
     assert verdict.reasons

@@ -92,7 +92,7 @@ def mlflow(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_mlflow_gets_options_once_and_every_step(mlflow: Any, tmp_path: Path) -> None:
-    """In the run's folder, with valid names; a resumed run continues the same MLflow run."""
+    """MLflow writes to the run's folder, with valid names; a resumed run continues its record."""
     with Tracking("p", "e", "mlflow", tmp_path, {"a": {"b": 1}, "c": []}) as tracking:
         tracking.log({"val/em@2": 0.5}, 1)
     with Tracking("p", "e", "mlflow", tmp_path, is_resumed=True) as tracking:

@@ -25,7 +25,7 @@ MATRICES = 2 * (2 * 128 * 128 + 2 * 128 * 64 + 3 * 128 * 256)
 
 
 def batch() -> TokenBatch:
-    """Three sequences that end with policy tokens; the second has no advantage."""
+    """Return three sequences that end with policy tokens; the second has no advantage."""
     masks = [torch.arange(n) >= n - k for n, k in zip(LENGTHS, TARGETS, strict=True)]
     mask = torch.cat(masks)
     advantages = torch.cat([m * float(i != 1) for i, m in enumerate(masks)])

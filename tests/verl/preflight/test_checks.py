@@ -37,7 +37,7 @@ def preflight(config: Config) -> Config:
 
 @contextmanager
 def server(routes: dict[str, tuple[int, str]]) -> Iterator[str]:
-    """A retriever that answers by path, and 404 elsewhere; yields the address of /retrieve."""
+    """Start a retriever that answers by path, and 404 elsewhere; yield the address of /retrieve."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -140,7 +140,7 @@ def test_each_problem_is_reported_on_one_line(
 
 
 def test_too_many_ranks_for_the_cores_are_refused(valid_run: list[str]) -> None:
-    """In addition to the check of their memory."""
+    """The number of cores is checked in addition to the memory of the ranks."""
     lines = problems(cli.compose([*valid_run, "trainer.n_gpus_per_node=256"]))
     assert "256 ranks with no GPU" in lines[0]
 
@@ -252,7 +252,7 @@ def test_layers_that_an_adapter_cannot_act_on_are_refused(
 def test_another_base_or_adapter_than_the_checkpoint_s_is_refused(
     valid_run: list[str], tmp_path: Path
 ) -> None:
-    """Before ranks start: rank 8 after rank 4, no adapter after one, and changed weights."""
+    """Rank 8 after 4, no adapter after one, and changed weights are refused before ranks start."""
     valid_run = [*valid_run, "algorithm.adv_estimator=reinforce", "trainer.resume_mode=auto"]
     adapter = [*valid_run, "actor_rollout_ref.model.lora_rank=4"]
     config = cli.compose(adapter)

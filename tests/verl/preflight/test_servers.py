@@ -41,7 +41,7 @@ def test_a_suitable_server_is_checked_and_left_unchanged(tmp_path: Path) -> None
 
 
 def test_a_server_that_fails_during_the_check_is_reported(tmp_path: Path) -> None:
-    """Also in the last request of the check."""
+    """A failure in the last request of the check is reported too."""
 
     def goes_away(request: httpx.Request) -> httpx.Response:
         if request.url.path == "/collective_rpc":
@@ -110,7 +110,7 @@ def test_the_key_comes_from_the_named_variable(
 
 
 def test_an_invalid_address_is_reported_with_its_option(tmp_path: Path) -> None:
-    """By its name in a training run."""
+    """The error has the option's name in a training run."""
     (line,) = problems(config_of(tmp_path, "http://[::1"), VllmDouble())
     assert line.startswith("actor_rollout_ref.rollout.url: got http://[::1")
 
@@ -127,7 +127,7 @@ def test_a_server_must_be_able_to_read_the_weights_folder(tmp_path: Path) -> Non
 
 
 def test_an_impossible_weights_folder_is_refused(tmp_path: Path) -> None:
-    """Before any request to a server."""
+    """The folder is checked before any request to a server."""
     (tmp_path / "file").touch()
     server = VllmDouble()
     (line,) = problems(config_of(tmp_path, weights_dir=str(tmp_path / "file" / "w")), server)

@@ -142,7 +142,7 @@ def test_an_interrupted_turn_continues_with_new_weights(running: Running, tmp_pa
 
 
 def test_an_engine_works_after_sleep_and_a_weight_update(running: Running) -> None:
-    """In the trainer's order of calls; a running engine answers a probe at any time."""
+    """The calls come in the trainer's order; a running engine answers a probe at any time."""
     prompt = running.tokenizer.encode("Tell me")
     before = running.generate(prompt, seed=6)
     for call in (running.engine.sleep(), running.engine.wake_up(), running.engine.probe()):
@@ -152,7 +152,7 @@ def test_an_engine_works_after_sleep_and_a_weight_update(running: Running) -> No
 
 
 def test_an_engine_that_never_started_can_be_probed_and_shut_down(tmp_path: Path) -> None:
-    """So that the end of a run need not know how far the start came."""
+    """So the end of a run can shut an engine down without knowing whether it has started."""
     for name in ("vllm", "transformers"):
         engine = build_engine(tiny_config(tmp_path, name))
         asyncio.run(engine.probe())
@@ -219,7 +219,7 @@ def test_an_engine_that_cannot_load_weights_is_rejected_for_training(tmp_path: P
 
 
 def test_an_engine_that_cannot_interrupt_is_rejected_with_interrupt_turns(tmp_path: Path) -> None:
-    """Before any work."""
+    """Such an engine is rejected before any work."""
     (tmp_path / "own.py").write_text(OWN)
     config = tiny_config(tmp_path, f"{tmp_path}/own.py:Parrot")
     config.actor_rollout_ref.rollout.interrupt_turns = True

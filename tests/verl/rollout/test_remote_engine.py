@@ -93,7 +93,7 @@ def test_a_key_is_sent_only_to_its_endpoint(
 
 
 def test_a_key_variable_that_is_not_set_is_an_error() -> None:
-    """Before anything is sent without the key."""
+    """The error comes before anything is sent without the key."""
     with pytest.raises(ConfigError, match="export NOT_SET=KEY"):
         RemoteEngine("http://host", "m", ByteTokenizer(), "NOT_SET")
 
@@ -123,7 +123,7 @@ def test_an_omitted_stop_string_is_that_of_the_open_tag(text: str, missing: str)
 
 @pytest.mark.parametrize("url", ["http://host:port", "http://[::1"])
 def test_an_invalid_address_is_rejected(url: str) -> None:
-    """When the engine is built, in one line."""
+    """It is rejected in one line when the engine is built."""
     with pytest.raises(ConfigError, match=r"endpoint: got http.*as in http://host:8000"):
         RemoteEngine(url, "m", ByteTokenizer())
 
@@ -169,7 +169,7 @@ def test_missing_log_probs_are_nan() -> None:
 
 @pytest.mark.parametrize("name", DRIPS)
 def test_a_slow_response_has_one_deadline(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """For headers and body together, however often a byte arrives."""
+    """One deadline covers headers and body, however often a byte arrives."""
     monkeypatch.setattr(remote_engine, "TIMEOUT", 0.4)
     with endless(*DRIPS[name]) as (url, _), pytest.raises(ConfigError, match="Timeout") as caught:
         asyncio.run(RemoteEngine(url, "m", ByteTokenizer()).generate([1], SAMPLING))

@@ -213,7 +213,7 @@ def test_an_outage_continues_from_its_start(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_seconds_of_an_outage_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For each step, from its first probe to the one that is answered."""
+    """They are counted for each step, from its first probe to the first that is answered."""
     tool = Slow(2)
     outage_of(tool, monkeypatch)
     replicas = failing(RecordingReplicas([]), {0: 1, 1: 2})

@@ -83,7 +83,7 @@ def test_an_interrupted_turn_is_repeated_in_parts() -> None:
 def test_an_invalid_schedule_is_rejected_in_one_line(
     tmp_path: Path, content: str | None, error: str
 ) -> None:
-    """Before anything is started."""
+    """It is rejected before anything is started."""
     config = Config()
     config.actor_rollout_ref.rollout.replay = str(tmp_path)
     if content is not None:

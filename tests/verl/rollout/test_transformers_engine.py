@@ -193,7 +193,7 @@ def test_the_earliest_stop_string_cuts() -> None:
 
 
 def test_a_missing_model_is_named() -> None:
-    """In a ModelError."""
+    """The ModelError names the missing model."""
     with pytest.raises(ModelError, match="no/such/folder"):
         asyncio.run(TransformersEngine("no/such/folder", "cpu", "float32").start())
 

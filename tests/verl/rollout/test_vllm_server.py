@@ -267,7 +267,7 @@ def test_interrupt_also_ends_requests_that_wait_for_a_slot() -> None:
 
 
 def test_each_address_is_an_engine() -> None:
-    """In a run with `rollout.url`; in a LoRA run, servers load merged weights."""
+    """Each address of `rollout.url` is an engine; in a LoRA run, servers load merged weights."""
     config = Config()
     config.actor_rollout_ref.model.path = "policy"
     config.actor_rollout_ref.rollout.url = ["http://a:1", "http://b:2/v1"]

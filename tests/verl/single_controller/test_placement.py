@@ -62,7 +62,7 @@ def test_each_rank_has_its_own_gpu_and_its_share_of_the_cores(ranks: RayWorkerGr
 
 
 def test_an_engine_sees_the_gpus_of_its_ranks(ranks: RayWorkerGroup) -> None:
-    """In the ranks' order, for each tensor parallel size, and after a restart."""
+    """GPUs are in the ranks' order, for each tensor parallel size, and after a restart."""
     env = {MARK: "test", "OMP_NUM_THREADS": "5"}
     gpus = [gpu for location in ranks.locations() for gpu in location.gpu_ids]
     groups = {  # all before the first use, so that they start in parallel

@@ -136,7 +136,7 @@ def score(trajectory: Trajectory) -> Reward:
 
 
 def run_config(model: str, out: Path, *options: str) -> Config:
-    """Two updates per step on four trajectories, composed as from a command line."""
+    """Return options of two updates per step on four trajectories, as from a command line."""
     actor = "actor_rollout_ref.actor"
     return fill_undecided(cli.compose([
         "data.train_files=none.parquet", "data.val_files=none.parquet", "data.train_batch_size=2",

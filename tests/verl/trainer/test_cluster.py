@@ -119,7 +119,7 @@ def test_each_node_must_see_the_checkpoint_to_resume_from(tmp_path: Path) -> Non
 
 
 def test_each_node_must_see_the_folder_of_the_weights(tmp_path: Path) -> None:
-    """By its absolute path, whatever the driver's working directory."""
+    """The path is absolute, whatever the driver's working directory."""
     url = "actor_rollout_ref.rollout.url=http://a:1"
     config = config_with(url, f"actor_rollout_ref.rollout.weights_dir={tmp_path}/weights")
     with probe_file(tmp_path / "run") as probe:
@@ -183,7 +183,7 @@ def test_a_ray_job_does_not_delete_results(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_a_tool_that_is_missing_on_a_node_is_reported_as_such(tmp_path: Path) -> None:
-    """And not as an environment that lacks verl, as an error of the check itself would be."""
+    """It is not reported as an environment without verl, as an error of the check would be."""
 
     def missing(config: Config) -> Environment:
         raise ConfigError("agent.tools: got /own.py, expected a Python file that exists")

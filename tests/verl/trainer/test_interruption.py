@@ -269,7 +269,7 @@ def lack_space(*_: Any) -> Any:
 
 
 def test_a_full_disk_at_the_export_saves_what_was_learned(config: Config, undisturbed: Any) -> None:
-    """Even if no save was due; the resumed run only has to write the model."""
+    """A checkpoint is saved even if none was due; the resumed run only has to write the model."""
     stopped = build(config)
     stopped.ranks.save_policy = lack_space
     with pytest.raises(Interrupted, match=r"No space left.*global_step_4.*resume_mode=auto"):

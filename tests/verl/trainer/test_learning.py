@@ -311,7 +311,7 @@ def learner_of(estimator: str = "gae") -> tuple[Learner, Ranks]:
 
 
 def test_policy_and_critic_have_separate_epochs() -> None:
-    """And separate mini-batch sizes."""
+    """They also have separate mini-batch sizes."""
     learner, ranks = learner_of()
     actor, critic = learner.config.actor_rollout_ref.actor, learner.config.critic
     actor.ppo_epochs = 3
@@ -380,7 +380,7 @@ def test_all_work_of_the_ranks_is_counted() -> None:
 
 @pytest.mark.parametrize(("estimator", "updates"), [("gae", [0, 0, 1]), ("grpo", [1, 1, 1])])
 def test_the_policy_waits_while_a_critic_warms_up(estimator: str, updates: list[int]) -> None:
-    """For `critic_warmup` steps, and only if there is a critic."""
+    """It waits for `critic_warmup` steps, and only if there is a critic."""
     learner, ranks = learner_of(estimator)
     learner.config.trainer.critic_warmup = 2
     batch = small([1.0, 0.0, 2.0, 0.0])
@@ -430,7 +430,7 @@ def test_a_step_s_kl_is_weighed_by_the_coefficient_from_before_it() -> None:
 
 
 def test_advantages_compare_the_trajectories_of_one_prompt() -> None:
-    """And not those of one data source: all are of `nq` here."""
+    """They do not compare those of one data source: all rows here are of `nq`."""
     config = Config()
     config.algorithm.adv_estimator = "dr_grpo"
     batch = small([0.0, 1.0, 10.0, 30.0])
@@ -450,7 +450,7 @@ class NoRanks:
 
 
 def test_the_engine_s_log_probs_are_the_old_ones_without_a_pass() -> None:
-    """Also with several updates per step and KL in the reward."""
+    """No forward pass is needed, even with several updates per step and KL in the reward."""
     config = Config()
     config.actor_rollout_ref.actor.old_log_probs = "engine"
     config.actor_rollout_ref.actor.ppo_mini_batch_size = 1

@@ -83,7 +83,7 @@ def learn(config: Config, engines: RolloutPool, num_steps: int) -> list[dict[str
 
 
 def make_config(folder: Path, estimator: str = "grpo") -> Config:
-    """Two updates per step, so that old log-probs are computed, and KL in the loss."""
+    """Return options with KL in the loss and two updates, so that old log-probs are computed."""
     config = tiny_config(save_tiny(folder / "start"), adv_estimator=estimator)
     config.data.train_batch_size, config.actor_rollout_ref.rollout.n_agent = 4, 3
     config.actor_rollout_ref.actor.ppo_mini_batch_size = 6

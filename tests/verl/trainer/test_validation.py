@@ -83,7 +83,7 @@ def test_a_validation_of_too_few_rows_ends_the_run(tmp_path: Path) -> None:
 
 
 def test_a_validation_whose_rows_all_failed_ends_the_run(tmp_path: Path) -> None:
-    """With the reason, instead of a score of 0."""
+    """The error has the reason; there is no score of 0."""
     replicas = RecordingReplicas([])
     replicas.fail = lambda start: True
     with pytest.raises(ToolOutage, match=r"validation: 6 trajectories .* 6 of 6"):

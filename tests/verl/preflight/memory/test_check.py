@@ -166,7 +166,7 @@ def test_memory_options_are_checked(config: Config) -> None:
 
 
 def open_run(device: str) -> Config:
-    """PPO of Qwen2.5-3B on 8 devices, with undecided offload options."""
+    """Return PPO of Qwen2.5-3B on 8 devices, with undecided offload options."""
     config = run(8, "gae")
     config.trainer.device, config.trainer.compute_dtype = device, "bfloat16"
     return config

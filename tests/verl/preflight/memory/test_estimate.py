@@ -228,7 +228,7 @@ def test_the_estimate_counts_the_dialogues_that_the_engine_decodes() -> None:
 
 
 def test_an_engine_in_float16_has_two_bytes_per_value() -> None:
-    """As in bfloat16, whatever dtype the ranks use."""
+    """float16 needs as much memory as bfloat16, whatever dtype the ranks use."""
     half, brain = (of(options(**{f"{ROLLOUT}.dtype": d})).engine for d in ("float16", "bfloat16"))
     assert half == brain
 
