@@ -1,7 +1,7 @@
-"""The memory estimate against measurement on the CPU.
+"""Compare the memory estimate with measurements on the CPU: `python -m benchmarks.memory_estimate`.
 
-`python -m benchmarks.memory_estimate` runs one training rank at two sizes and compares each item
-with the growth of its resident memory. Prints Markdown.
+Runs one training rank with models of two sizes, and compares each item of the estimate with the
+growth of the rank's resident memory. Prints Markdown.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from verl.training.worker import TrainerWorker
 from verl.types import TokenBatch
 
 MB = 1e6
-PAGES_AT_ONCE = {"MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"}
-"""Every tensor of 64 KiB or more is given back the moment it is freed."""
+RETURN_FREED_MEMORY = {"MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"}
+"""Environment in which malloc returns each tensor of 64 KiB or more to the system once freed."""
 SMALL = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 4,
          "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 8192}  # fmt: skip
 LARGE = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 8,
@@ -44,7 +44,7 @@ BUDGET = sum(LENGTHS) // 2
 
 @dataclass(frozen=True)
 class Row:
-    """One item at one size, in bytes."""
+    """One item of the estimate for one model size, in bytes."""
 
     case: str
     item: str
@@ -53,14 +53,14 @@ class Row:
 
 
 def resident() -> int:
-    """Bytes of this process that are its own."""
+    """Return the private resident bytes of this process."""
     fields = Path("/proc/self/statm").read_text().split()
     return (int(fields[1]) - int(fields[2])) * os.sysconf("SC_PAGE_SIZE")
 
 
 def peak_growth(work: Callable[[], Any]) -> int:
-    """By how much this process grows at most while `work` runs."""
-    Path("/proc/self/clear_refs").write_text("5")  # forgets the highest so far
+    """Return the largest growth of this process while `work` runs, in bytes."""
+    Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM, the peak so far
     before = _status("VmRSS")
     work()
     return _status("VmHWM") - before
@@ -72,7 +72,7 @@ def _status(name: str) -> int:
 
 
 def rank_options(path: str) -> Config:
-    """One rank in float32 with gradient checkpointing, PPO."""
+    """Return the configuration of one PPO rank in float32 with gradient checkpointing."""
     config = Config()
     config.actor_rollout_ref.model.path = path
     config.algorithm.adv_estimator = "gae"
@@ -86,7 +86,7 @@ def rank_options(path: str) -> Config:
 
 
 def batch() -> TokenBatch:
-    """Trajectories of which all but the first token is learned from."""
+    """Return a batch of random trajectories, trained on except for each first token."""
     total, generator = sum(LENGTHS), torch.Generator().manual_seed(0)
     offsets = torch.tensor([0, *LENGTHS]).cumsum(0)
     mask = torch.ones(total, dtype=torch.bool)
@@ -102,62 +102,63 @@ def batch() -> TokenBatch:
 
 
 def measure_rank(path: str) -> dict[str, int]:
-    """In a process of its own: what each part of a rank's life adds."""
+    """Measure a rank in this fresh process; returns the bytes that each phase of it adds."""
     base, config, data = resident(), rank_options(path), batch()
-    found = {"process": base}
+    measured = {"process": base}
     worker = TrainerWorker(config, 0, 1, "127.0.0.1", free_port(), 100)
-    found["held"] = resident() - base
-    found[Phase.LOG_PROBS] = peak_growth(lambda: worker.actor.log_probs(data))
-    worker.actor.update(data)  # the first update makes what stays
+    measured["held"] = resident() - base
+    measured[Phase.LOG_PROBS] = peak_growth(lambda: worker.actor.log_probs(data))
+    worker.actor.update(data)  # The first update also allocates what is kept, such as moments.
     worker.critic.update(data)
-    found[Phase.VALUES] = peak_growth(lambda: worker.critic.values(data))
-    found[Phase.UPDATE_ACTOR] = peak_growth(lambda: worker.actor.update(data))
-    found[Phase.UPDATE_CRITIC] = peak_growth(lambda: worker.critic.update(data))
+    measured[Phase.VALUES] = peak_growth(lambda: worker.critic.values(data))
+    measured[Phase.UPDATE_ACTOR] = peak_growth(lambda: worker.actor.update(data))
+    measured[Phase.UPDATE_CRITIC] = peak_growth(lambda: worker.critic.update(data))
     worker.shutdown()
-    return found
+    return measured
 
 
-def rank_rows(case: str, facts: dict[str, int]) -> list[Row]:
-    """One size: write the model, measure in a fresh process, compare."""
+def rank_rows(case: str, shape_options: dict[str, int]) -> list[Row]:
+    """Compare estimate and measurement for one model size, measured in a fresh process."""
     with tempfile.TemporaryDirectory() as folder:
-        model = AutoModelForCausalLM.from_config(LlamaConfig(**facts, tie_word_embeddings=True))
+        llama = LlamaConfig(**shape_options, tie_word_embeddings=True)
+        model = AutoModelForCausalLM.from_config(llama)
         model.save_pretrained(folder)
         shape = ModelShape.of(model.config)
         command = [sys.executable, "-m", "benchmarks.memory_estimate", "--one-rank", folder]
         done = subprocess.run(
-            command, env={**os.environ, **PAGES_AT_ONCE}, stdout=subprocess.PIPE, check=True
+            command, env={**os.environ, **RETURN_FREED_MEMORY}, stdout=subprocess.PIPE, check=True
         )
         measured = json.loads(done.stdout.splitlines()[-1])
         machine = Machine.now(with_devices=False)
-        found = estimate(rank_options(folder), Setting(shape, shape, False, machine, "float32"))
+        estimated = estimate(rank_options(folder), Setting(shape, shape, False, machine, "float32"))
     return [
-        Row(case, "process", _of(found, "processes of the ranks"), measured["process"]),
-        Row(case, "weights and moments", _held(found), measured["held"]),
-        *(Row(case, phase, _added(found, phase), measured[phase])
+        Row(case, "process", _process(estimated), measured["process"]),
+        Row(case, "weights and moments", _held(estimated), measured["held"]),
+        *(Row(case, phase, _added(estimated, phase), measured[phase])
           for phase in (Phase.LOG_PROBS, Phase.VALUES, Phase.UPDATE_ACTOR, Phase.UPDATE_CRITIC)),
     ]  # fmt: skip
 
 
-def _of(found: Estimate, what: str) -> int:
-    return sum(need.bytes for need in found.needs if need.name == what)
+def _process(estimated: Estimate) -> int:
+    return sum(need.bytes for need in estimated.needs if need.name == "processes of the ranks")
 
 
 def _is_held(need: Need) -> bool:
     return need.name.endswith((": weights", ": moments")) and not need.name.startswith("engines")
 
 
-def _held(found: Estimate) -> int:
-    return sum(need.bytes for need in found.needs if _is_held(need))
+def _held(estimated: Estimate) -> int:
+    return sum(need.bytes for need in estimated.needs if _is_held(need))
 
 
-def _added(found: Estimate, phase: Phase) -> int:
-    """What a phase needs of a rank beyond what it holds always, were nothing kept by malloc."""
-    needs = [need for need in found.needs if phase in need.phases and len(need.phases) < 6]
+def _added(estimated: Estimate, phase: Phase) -> int:
+    """Return the bytes that a phase needs in addition, without the share that malloc keeps."""
+    needs = [need for need in estimated.needs if phase in need.phases and len(need.phases) < 6]
     return int(sum(need.bytes for need in needs) / CPU_HEAP)
 
 
 def main() -> None:
-    """Measure, and print a table."""
+    """Measure both sizes and print a table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--one-rank", metavar="MODEL", help="measure this model, print JSON")
     options = parser.parse_args()

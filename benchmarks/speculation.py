@@ -1,8 +1,8 @@
-"""`python -m benchmarks.speculation`: how much waiting for searches `retriever.speculate` hides.
+"""Measure how much search time `retriever.speculate` hides: `python -m benchmarks.speculation`.
 
-The same dialogues are played without it and with it over a real server on a port, whose latency is
-log-normal with a median of 0.5 s and a 99th percentile of 5 s, of each query the same in both. The
-policy recites turns at 25 ms a token; with `--model FOLDER` it is that model in vLLM.
+The same dialogues run without and with speculation on a real server. Its latency is log-normal with
+a median of 0.5 s and a 99th percentile of 5 s; a query has the same latency in both passes. The
+policy recites scripted turns at 25 ms per token; with `--model FOLDER` it is that model in vLLM.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ ROOT = Path(__file__).resolve().parents[1]
 CORPUS, QUESTIONS = ROOT / "example" / "corpus.jsonl", ROOT / "example" / "data" / "train.parquet"
 MEDIAN_S, P99_S = 0.5, 5.0
 SIGMA = math.log(P99_S / MEDIAN_S) / 2.3263
-"""Of the logarithm: the 99th percentile lies 2.3263 of them above the median."""
+"""Standard deviation of the logarithm: the 99th percentile is 2.3263 of them above the median."""
 TOKEN_S = 0.025
 NUM_GROUPS, NUM_SAMPLES, NUM_SEARCHES, NUM_WORDS = 10, 5, 3, 30
 CASES = {
@@ -55,98 +55,103 @@ CASES = {
     "half of the queries repeat another sample's": (0.5, 0.0),
     "and a quarter of the first queries are the question": (0.5, 0.25),
 }
-"""Shares of queries that are one of the group's three, and of first ones that are the question."""
+"""Shares of the queries that are one of three of their group, and of the first queries that are the
+group's question."""
 
 console = Console(soft_wrap=True, highlight=False)
-Make = Callable[[Environment], DialogueAgent]
+BuildAgent = Callable[[Environment], DialogueAgent]
 
 
 @dataclass(frozen=True)
-class Played:
-    """The dialogues of one pass, and what they took."""
+class Pass:
+    """The dialogues of one pass, their times, and the searches of the server."""
 
     trajectories: list[Trajectory]
     seconds: list[float]
-    """Of each dialogue."""
+    """Seconds of each dialogue."""
     num_searches: int
-    """What the server looked up: of equal queries at the same time it looks up one."""
+    """Queries that reached the backend; simultaneous equal queries count once."""
 
 
 def latency(query: str) -> float:
-    """Seconds that the service takes for a query."""
+    """Return the seconds that the service takes for a query."""
     return random.Random(f"latency of {query}").lognormvariate(math.log(MEDIAN_S), SIGMA)
 
 
-async def play(
-    make: Make, engine: RolloutEngine, starts: Sequence[Trajectory], backend: SlowBackend, url: str,
-    topk: int, speculate: bool,
-) -> Played:  # fmt: skip
-    """All dialogues at once."""
+async def run_pass(
+    build_agent: BuildAgent, engine: RolloutEngine, starts: Sequence[Trajectory],
+    backend: SlowBackend, url: str, topk: int, speculate: bool,
+) -> Pass:  # fmt: skip
+    """Run all dialogues concurrently."""
     before = len(backend.queries)
     async with RetrievalClient(url, topk) as client:
         tool = SearchTool(client, ServerConfig(url, speculate=speculate))
-        agent = make(Environment((tool,)))
+        agent = build_agent(Environment((tool,)))
 
-        async def one(start: Trajectory) -> tuple[Trajectory, float]:
-            begun = time.monotonic()
-            return await agent.run(start, engine, Sampling(1)), time.monotonic() - begun
+        async def run(start: Trajectory) -> tuple[Trajectory, float]:
+            began = time.monotonic()
+            return await agent.run(start, engine, Sampling(1)), time.monotonic() - began
 
-        done = await asyncio.gather(*map(one, starts))
-    trajectories = [trajectory for trajectory, _ in done]
+        timed = await asyncio.gather(*map(run, starts))
+    trajectories = [trajectory for trajectory, _ in timed]
     assert not any(trajectory.error for trajectory in trajectories)
-    return Played(trajectories, [s for _, s in done], len(backend.queries) - before)
+    seconds = [seconds for _, seconds in timed]
+    return Pass(trajectories, seconds, len(backend.queries) - before)
 
 
 def script(shares: tuple[float, float]) -> tuple[dict[str, list[str]], list[Trajectory]]:
-    """Turns by the first line of the prompt, and the dialogues that they belong to."""
+    """Write the turns of all dialogues; `shares` as in CASES.
+
+    Returns the turns by the first line of the prompt, and the started dialogues.
+    """
     words = CORPUS.read_text(encoding="utf-8")[:100_000].replace('"', " ").split()
-    turns, starts, tokenizer = {}, [], ByteTokenizer()
+    scripts, starts, tokenizer = {}, [], ByteTokenizer()
     for group in range(NUM_GROUPS):
-        dice = random.Random(f"{group} {shares}")
-        question, *known = (" ".join(dice.choices(words, k=6)) for _ in range(4))
+        draw = random.Random(f"{group} {shares}")
+        question, *group_queries = (" ".join(draw.choices(words, k=6)) for _ in range(4))
         for sample in range(NUM_SAMPLES):
-            name, told = f"{group}/{sample}", []
+            name, turns = f"{group}/{sample}", []
             for number in range(NUM_SEARCHES):
-                query = " ".join(dice.choices(words, k=6))
-                query = dice.choice(known) if dice.random() < shares[0] else query
-                is_question = number == 0 and dice.random() < shares[1]
-                thought = " ".join(dice.choices(words, k=dice.randint(NUM_WORDS // 2, NUM_WORDS)))
-                asked = question if is_question else query
-                told.append(f"<think> {thought} </think> <search> {asked} </search>")
-            turns[name] = [*told, "<answer> so </answer>"]
+                query = " ".join(draw.choices(words, k=6))
+                query = draw.choice(group_queries) if draw.random() < shares[0] else query
+                is_question = number == 0 and draw.random() < shares[1]
+                thought = " ".join(draw.choices(words, k=draw.randint(NUM_WORDS // 2, NUM_WORDS)))
+                query = question if is_question else query
+                turns.append(f"<think> {thought} </think> <search> {query} </search>")
+            scripts[name] = [*turns, "<answer> so </answer>"]
             ids = tuple(tokenizer.encode(f"{name}\n{question}"))
             prompt = Prompt(name, ids, "bench", (), {"question": question})
             starts.append(start_trajectory(prompt, group=str(group), sample=sample))
-    return turns, starts
+    return scripts, starts
 
 
-def reciting(environment: Environment) -> DialogueAgent:
-    """The agent of scripted dialogues."""
+def build_scripted_agent(environment: Environment) -> DialogueAgent:
+    """Return the agent of the scripted dialogues."""
     limits = Limits(NUM_SEARCHES, 1 << 14, 1 << 14, 1 << 20)
     tokenizer: Any = ByteTokenizer()
     return DialogueAgent(limits, TEMPLATES["short"], environment, tokenizer)
 
 
-def same(one: Played, other: Played) -> str:
-    """How many dialogues have the same ids, log-probs and end."""
-    pairs = zip(one.trajectories, other.trajectories, strict=True)
+def count_identical(first: Pass, second: Pass) -> str:
+    """Count the dialogues that have the same segments (ids and log-probs) and status."""
+    pairs = zip(first.trajectories, second.trajectories, strict=True)
     equal = [a.segments == b.segments and a.status is b.status for a, b in pairs]
     return f"{sum(equal)}/{len(equal)}"
 
 
-def row(case: str, plain: Played, ahead: Played) -> str:
-    """One line of the table."""
-    metrics = rollout_metrics(ahead.trajectories)
+def row(case: str, off: Pass, on: Pass) -> str:
+    """Return the row of a case in the table, from its passes without and with speculation."""
+    metrics = rollout_metrics(on.trajectories)
     cells = (
         case,
         f"{metrics['rollout/search_wait_hidden_share']:.3f}",
-        f"{fmean(plain.seconds) / fmean(ahead.seconds):.3f}",
-        f"{max(plain.seconds) / max(ahead.seconds):.3f}",
-        f"{ahead.num_searches / plain.num_searches:.3f}",
+        f"{fmean(off.seconds) / fmean(on.seconds):.3f}",
+        f"{max(off.seconds) / max(on.seconds):.3f}",
+        f"{on.num_searches / off.num_searches:.3f}",
         f"{metrics['env/searches_ahead']:.2f}",
         f"{metrics['env/searches_ahead_used']:.2f}",
         f"{metrics['env/searches_shared']:.2f}",
-        same(plain, ahead),
+        count_identical(off, on),
     )
     return "| " + " | ".join(cells) + " |"
 
@@ -158,8 +163,11 @@ HEAD = (
 
 
 @contextlib.asynccontextmanager
-async def served() -> AsyncIterator[tuple[SlowBackend, str]]:
-    """BM25 over the example's corpus, as slow as a service; each query by itself, no cache."""
+async def slow_server() -> AsyncIterator[tuple[SlowBackend, str]]:
+    """Serve the example's corpus by BM25 with the latency of a service, unbatched and uncached.
+
+    Yields the backend and the server's URL.
+    """
     with tempfile.TemporaryDirectory() as folder:
         build_index(BuildConfig("bm25", str(CORPUS), folder))
         backend = SlowBackend(
@@ -169,21 +177,23 @@ async def served() -> AsyncIterator[tuple[SlowBackend, str]]:
             yield backend, url
 
 
-async def scripted() -> None:
-    """Every case of `CASES`."""
+async def run_scripted() -> None:
+    """Run every case of `CASES` with scripted dialogues."""
     console.print(HEAD)
-    async with served() as (backend, url):
+    async with slow_server() as (backend, url):
         for case, shares in CASES.items():
             turns, starts = script(shares)
-            plain, ahead = [
-                await play(reciting, RecitingEngine(turns, TOKEN_S), starts, backend, url, 3, on)
-                for on in (False, True)
-            ]
-            console.print(row(case, plain, ahead))
+            passes = []
+            for speculate in (False, True):
+                engine = RecitingEngine(turns, TOKEN_S)
+                passes.append(
+                    await run_pass(build_scripted_agent, engine, starts, backend, url, 3, speculate)
+                )
+            console.print(row(case, *passes))
 
 
-async def with_model(folder: str) -> None:
-    """The example's questions, sampled by a model in vLLM: off, on, and off again."""
+async def run_model(folder: str) -> None:
+    """Run the example's questions with a model in vLLM: without, with, and again without."""
     config = run_config(AgentOptions(model=folder, device="cpu", seed=0), folder)
     agent = load_agent(config)
     tokenizer: Any = agent.tokenizer
@@ -194,25 +204,27 @@ async def with_model(folder: str) -> None:
         for sample in range(NUM_SAMPLES)
     ]
 
-    def make(environment: Environment) -> DialogueAgent:
+    def build_agent(environment: Environment) -> DialogueAgent:
         return replace(agent, environment=environment)
 
-    async with served() as (backend, url), running_engine(config) as engine:
+    async with slow_server() as (backend, url), running_engine(config) as engine:
+        topk = config.retriever.topk
         passes = [
-            await play(make, engine, starts, backend, url, config.retriever.topk, on)
-            for on in (False, True, False)
+            await run_pass(build_agent, engine, starts, backend, url, topk, speculate)
+            for speculate in (False, True, False)
         ]
     console.print(HEAD)
     console.print(row(f"{Path(folder).name} in vLLM", *passes[:2]))
-    console.print(f"the same without it twice: {same(passes[0], passes[2])}")
+    identical = count_identical(passes[0], passes[2])
+    console.print(f"identical dialogues of the two passes without speculation: {identical}")
 
 
 def main() -> None:
-    """The command line."""
-    parser = argparse.ArgumentParser(description="Waiting that retriever.speculate hides.")
-    parser.add_argument("--model", help="a model's folder, sampled by vLLM, instead of scripts")
-    given = parser.parse_args()
-    asyncio.run(scripted() if given.model is None else with_model(given.model))
+    """Run the scripted cases, or the dialogues of a model."""
+    parser = argparse.ArgumentParser(description="Search time that retriever.speculate hides.")
+    parser.add_argument("--model", help="folder of a model for vLLM, instead of scripted turns")
+    args = parser.parse_args()
+    asyncio.run(run_scripted() if args.model is None else run_model(args.model))
 
 
 if __name__ == "__main__":

@@ -1,12 +1,13 @@
-"""`python -m benchmarks.update_speed MODEL ROLLOUTS`: what makes the update on a CPU fast.
+"""Measure what speeds up the update on a CPU: `python -m benchmarks.update_speed MODEL ROLLOUTS`.
 
-Three ways: each trajectory by itself with torch's attention (`apart`), with short runs attended to
-by plain products (`short`), and with the prompts of groups computed once too (`shared`).
+Compares three variants: every trajectory computed separately with torch's attention (`apart`);
+short sequences attended to by plain matrix products (`short`); and, in addition, the prompt of a
+group computed once (`shared`).
 
-One rank on the CPU, with the environment that a run gives it, updates MODEL on the trajectories of
-a run's `trainer.rollout_data_dir`, one optimizer step for each step of the run. Ways take turns, so
-that what else the machine does meets all of them. Tokens are those of the dialogues, whatever is
-computed of them.
+One rank on the CPU, with the environment of a real run, updates MODEL on the trajectories in
+ROLLOUTS (a run's `trainer.rollout_data_dir`), with one optimizer step per step of the run. The
+variants alternate, so that other load affects all of them. Tokens per second count the tokens of
+the dialogues, however many of them are computed.
 """
 
 from __future__ import annotations
@@ -38,14 +39,16 @@ from verl.training.worker import TrainerWorker
 from verl.types import TokenBatch
 
 ROOT = Path(__file__).resolve().parents[1]
-WAYS = {"apart": (False, 0), "short": (False, attention.SHORT), "shared": (True, attention.SHORT)}
-"""Whether prompts are shared, and up to how many keys plain products are taken."""
+VARIANTS = {
+    "apart": (False, 0), "short": (False, attention.SHORT), "shared": (True, attention.SHORT),
+}  # fmt: skip
+"""By name: whether prompts are shared, and the maximum number of keys for plain products."""
 
 console = Console(soft_wrap=True)
 
 
-def options(model: Path, budget: int) -> Config:
-    """The demo's, of an update in which every trajectory takes part."""
+def build_config(model: Path, budget: int) -> Config:
+    """Return the demo's configuration; `budget`: tokens of a micro-batch."""
     config = Config()
     section = config.actor_rollout_ref
     section.model.path, section.model.enable_gradient_checkpointing = str(model), False
@@ -56,73 +59,78 @@ def options(model: Path, budget: int) -> Config:
     return fill_undecided(config)
 
 
-def steps(folder: Path) -> list[Samples]:
-    """The trajectories of each step, with their scores."""
-    found = [read_step(folder, step) for step in recorded_steps(folder)]
-    return [Samples([r.trajectory for r in rows], [r.reward for r in rows]) for rows in found]
+def read_samples(folder: Path) -> list[Samples]:
+    """Read the trajectories of each recorded step, with their rewards."""
+    steps = [read_step(folder, step) for step in recorded_steps(folder)]
+    return [Samples([r.trajectory for r in rows], [r.reward for r in rows]) for rows in steps]
 
 
-def batches(samples: list[Samples], config: Config) -> Iterator[TokenBatch]:
-    """The one mini-batch of each step."""
-    for one in samples:
-        batch = assemble(one, config)
+def batches(steps: list[Samples], config: Config) -> Iterator[TokenBatch]:
+    """Yield one mini-batch per step, with all of its trajectories."""
+    for samples in steps:
+        batch = assemble(samples, config)
         add_advantages(batch, config, FixedKLController(0.0))
         yield from mini_batches(batch, config, len(batch), 1, 1)
 
 
 def measure(model: Path, folder: Path, budget: int, rounds: int) -> None:
-    """Seconds of each update, the ways in turn; one JSON line for each."""
-    config = options(model, budget)
+    """Measure every update with the variants alternating; prints one JSON line per update."""
+    config = build_config(model, budget)
     worker = TrainerWorker(config, 0, 1, "127.0.0.1", free_port(), 1000)
-    samples, prepared = steps(folder), {}
-    for way, (is_shared, _) in WAYS.items():
+    samples, prepared = read_samples(folder), {}
+    for variant, (is_shared, _) in VARIANTS.items():
         config.trainer.share_prompts = is_shared
-        prepared[way] = list(batches(samples, config))
-        assert all((SHARED_PROMPT in batch.rows) is is_shared for batch in prepared[way])
-    for number in range(-1, rounds):  # the first round warms up
-        for way, minis in prepared.items():
-            attention.SHORT = WAYS[way][1]
-            for mini in minis:
-                began, used = time.perf_counter(), time.process_time()
-                metrics = worker.actor.update(mini)
-                seconds, used = time.perf_counter() - began, time.process_time() - used
-                computed = Packing.of(mini).num_tokens(range(len(mini)))
-                facts = {"way": way, "seconds": seconds, "cpu": used, "tokens": mini.num_tokens,
-                         "computed": computed, "micro": metrics["actor/num_micro_batches"],
-                         "grad_norm": metrics["actor/grad_norm"]}  # fmt: skip
+        prepared[variant] = list(batches(samples, config))
+        assert all((SHARED_PROMPT in batch.rows) is is_shared for batch in prepared[variant])
+    for number in range(-1, rounds):  # The first round is the warm-up.
+        for variant, updates in prepared.items():
+            attention.SHORT = VARIANTS[variant][1]
+            for batch in updates:
+                began, began_cpu = time.perf_counter(), time.process_time()
+                metrics = worker.actor.update(batch)
+                row = {
+                    "variant": variant,
+                    "seconds": time.perf_counter() - began,
+                    "cpu": time.process_time() - began_cpu,
+                    "tokens": batch.num_tokens,
+                    "computed": Packing.of(batch).num_tokens(range(len(batch))),
+                    "micro": metrics["actor/num_micro_batches"],
+                    "grad_norm": metrics["actor/grad_norm"],
+                }
                 if number >= 0:
-                    console.print(json.dumps(facts), highlight=False)
+                    console.print(json.dumps(row), highlight=False)
     worker.shutdown()
 
 
 def report(rows: list[dict[str, Any]]) -> None:
-    """Tokens/s of each way, of the clock and of the processor, and what they are of the first's."""
+    """Print each variant's tokens per second and per processor second, also relative to `apart`."""
     rates: dict[str, list[float]] = {}
-    for way in WAYS:
-        own = [row for row in rows if row["way"] == way]
-        rates[way] = [
-            median(row["tokens"] / row[unit] for row in own) for unit in ("seconds", "cpu")
+    for variant in VARIANTS:
+        updates = [row for row in rows if row["variant"] == variant]
+        rates[variant] = [
+            median(row["tokens"] / row[unit] for row in updates) for unit in ("seconds", "cpu")
         ]
-        computed, tokens = (sum(row[name] for row in own) for name in ("computed", "tokens"))
-        ratios = [one / first for one, first in zip(rates[way], rates["apart"], strict=True)]
+        computed, tokens = (sum(row[name] for row in updates) for name in ("computed", "tokens"))
+        ratios = [rate / base for rate, base in zip(rates[variant], rates["apart"], strict=True)]
         console.print(
-            f"{way}: {rates[way][0]:.0f} tokens/s ({ratios[0]:.3f} of apart), "
-            f"{rates[way][1]:.0f} per processor second ({ratios[1]:.3f}); median of {len(own)} "
-            f"updates of {tokens / len(own):.0f} tokens, {computed / tokens:.3f} of them computed"
+            f"{variant}: {rates[variant][0]:.0f} tokens/s ({ratios[0]:.3f} of apart), "
+            f"{rates[variant][1]:.0f} per processor second ({ratios[1]:.3f}); "
+            f"median of {len(updates)} updates of {tokens / len(updates):.0f} tokens, "
+            f"{computed / tokens:.3f} of them computed"
         )
 
 
 def main() -> None:
-    """The command line."""
+    """Measure in a child process with the environment of a training rank, then report."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", type=Path)
     parser.add_argument("rollouts", type=Path)
-    parser.add_argument("--budget", type=int, default=4096)
+    parser.add_argument("--budget", type=int, default=4096, help="tokens of a micro-batch")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.inside:
-        measure(given.model, given.rollouts, given.budget, given.rounds)
+    args = parser.parse_args()
+    if args.inside:
+        measure(args.model, args.rollouts, args.budget, args.rounds)
         return
     command = [sys.executable, "-m", "benchmarks.update_speed", *sys.argv[1:], "--inside"]
     done = subprocess.run(

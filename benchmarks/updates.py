@@ -1,7 +1,7 @@
-"""`python -m benchmarks.updates`: is the same update the same bits in another process?
+"""Check whether processes compute the same update bit for bit: `python -m benchmarks.updates`.
 
-Each process, one rank on the CPU, makes three optimizer steps of the tiny policy on made-up
-dialogues, several times over; half of the processes are told to be deterministic.
+Each process, one rank on the CPU, makes three optimizer steps of the tiny policy on random
+dialogues and repeats this several times. Half of the processes use the deterministic settings.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ console = Console(soft_wrap=True)
 
 
 def update(model: Path) -> str:
-    """A digest of weights, gradient norm and loss after the updates."""
+    """Make the updates; returns a digest of the final weights and of all metrics."""
     lm = load_causal_lm(str(model), torch.float32)
     options = FsdpOptions(torch.float32, num_updates=NUM_UPDATES, optim=OptimConfig(lr=1e-4))
     engine = FsdpModel(LogProbModel(lm), blocks(lm, lm), torch.device("cpu"), options)
@@ -47,8 +47,8 @@ def update(model: Path) -> str:
     return digest.hexdigest()[:16]
 
 
-def one_process(model: Path, times: int, deterministic: bool) -> None:
-    """Print a digest and its seconds, `times` over."""
+def run_updates(model: Path, times: int, deterministic: bool) -> None:
+    """Make the updates `times` times in this process; prints the digest and seconds of each."""
     if deterministic:
         make_deterministic()
     store = dist.HashStore()  # type: ignore[attr-defined]
@@ -61,28 +61,28 @@ def one_process(model: Path, times: int, deterministic: bool) -> None:
 
 
 def main() -> None:
-    """The command line."""
+    """Run all processes and count the different digests."""
     parser = argparse.ArgumentParser(description="The same update in several processes.")
     parser.add_argument("--model", type=Path, default=BASE)
     parser.add_argument("--processes", type=int, default=4)
     parser.add_argument("--times", type=int, default=3)
     parser.add_argument("--inside", choices=("usual", "deterministic"), help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.inside is not None:
-        one_process(given.model, given.times, given.inside == "deterministic")
+    args = parser.parse_args()
+    if args.inside is not None:
+        run_updates(args.model, args.times, args.inside == "deterministic")
         return
-    found = []
-    for number in range(given.processes):
+    digests = []
+    for number in range(args.processes):
         kind = ("usual", "deterministic")[number % 2]
-        command = [sys.executable, "-m", "benchmarks.updates", "--model", str(given.model)]
-        command += ["--times", str(given.times), "--inside", kind]
+        command = [sys.executable, "-m", "benchmarks.updates", "--model", str(args.model)]
+        command += ["--times", str(args.times), "--inside", kind]
         environment = {**os.environ, **(DETERMINISTIC_ENV if kind == "deterministic" else {})}
         done = subprocess.run(
             command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True, check=True
         )
         console.print(f"{kind}:\n{done.stdout}", end="", highlight=False)
-        found += [line.split()[0] for line in done.stdout.splitlines()]
-    console.print(f"{len(found)} times, {len(set(found))} different outcome(s)")
+        digests += [line.split()[0] for line in done.stdout.splitlines()]
+    console.print(f"{len(digests)} times, {len(set(digests))} different outcome(s)")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""How long the pages of `search-r1 view` take with 100,000 trajectories.
+"""Measure the response times of `search-r1 view` with 100,000 trajectories.
 
-`python -m benchmarks.view_latency --out DIR` writes a run (the example's questions and passages,
-dialogues by chance, right more often from step to step), serves it in a process of its own, and
-asks each page's questions in turn: first while the index is being built, then after.
+`python -m benchmarks.view_latency --out DIR` writes a run (random dialogues about the example's
+questions and passages, correct more often from step to step), serves it in a separate process, and
+sends the requests of each page in turn: first while the index is being built, then afterwards.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from verl.files import atomic_write
 
 NUM_DOCUMENTS = 3
 REPEATS = 30
-QUESTIONS = {
+REQUESTS = {
     "list": "trajectories?step_from={low}",
     "last page": "trajectories?page=2000&step_to={high}",
     "words": "trajectories?words={word}+{other}",
@@ -44,7 +44,7 @@ QUESTIONS = {
     "60 curves": "curves?" + "&".join(f"name=family{i % 6}/metric{i}" for i in range(60)),
     "alarms": "alarms",
 }
-"""Each time with other numbers and words, since the server keeps its latest answers."""
+"""Requests by page, filled with random numbers and words because the server caches responses."""
 WORDS = ("what", "which", "who", "how", "many", "code", "area", "population", "lies", "where")
 
 
@@ -56,8 +56,8 @@ class Part:
     ids: list[int]
 
 
-class Writer:
-    """Makes dialogues out of parts that are tokenized once."""
+class DialogueWriter:
+    """Builds random dialogues from parts that are tokenized only once."""
 
     def __init__(self, seed: int) -> None:
         self.tokenizer = load_tokenizer()
@@ -80,27 +80,30 @@ class Writer:
         return Part(text, self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def row(self, step: int, share: float, group: int, sample: int) -> dict[str, Any]:
-        """A trajectory that is right with the chance `share`."""
-        pick = self.random
-        question = pick.randrange(len(self.questions))
+        """Build the record of a trajectory that is correct with the probability `share`."""
+        draw = self.random
+        question = draw.randrange(len(self.questions))
         segments = [_segment("prompt", [self.prompts[question]])]
-        num_searches = pick.randint(0, 3)
+        num_searches = draw.randint(0, 3)
         for _ in range(num_searches):
-            segments.append(self._turn([pick.choice(self.thoughts), self.queries[question]], step))
-            found = pick.sample(self.documents, NUM_DOCUMENTS)
-            if pick.random() < share:
-                found[0] = self.part(f'\nDoc 1(Title: "Fact") It is {self.gold[question][0]}. ')
-            segments.append(_segment("observation", [self.open, *found, self.close]))
-        is_right, is_over = pick.random() < share, pick.random() < 0.1
-        answer = question if is_right else pick.randrange(len(self.answers))
-        ends = [pick.choice(self.thoughts)] + ([] if is_over else [self.answers[answer]])
-        segments.append(self._turn(ends, step))
-        score = float(is_right and not is_over)
+            segments.append(self._turn([draw.choice(self.thoughts), self.queries[question]], step))
+            documents = draw.sample(self.documents, NUM_DOCUMENTS)
+            if draw.random() < share:
+                documents[0] = self.part(f'\nDoc 1(Title: "Fact") It is {self.gold[question][0]}. ')
+            segments.append(_segment("observation", [self.open, *documents, self.close]))
+        is_correct = draw.random() < share
+        is_out_of_turns = draw.random() < 0.1
+        answer = question if is_correct else draw.randrange(len(self.answers))
+        last_turn = [draw.choice(self.thoughts)]
+        if not is_out_of_turns:
+            last_turn.append(self.answers[answer])
+        segments.append(self._turn(last_turn, step))
+        score = float(is_correct and not is_out_of_turns)
         return {
             "step": step, "uid": f"train.parquet#{question}", "data_source": "geo",
             "question": self.questions[question], "ground_truth": self.gold[question],
             "group": f"{step}/{group}", "sample": sample,
-            "status": "out_of_turns" if is_over else "answered", "score": score,
+            "status": "out_of_turns" if is_out_of_turns else "answered", "score": score,
             "components": {"em": score}, "stats": {"turns": num_searches + 1.0},
             "segments": segments,
         }  # fmt: skip
@@ -108,8 +111,8 @@ class Writer:
     def _turn(self, parts: Sequence[Part], step: int) -> dict[str, Any]:
         segment = _segment("policy", parts)
         start = self.random.randrange(4000)
-        given = self.log_probs[start : start + len(segment["ids"])]
-        return segment | {"log_probs": given, "weight_version": step - 1}
+        log_probs = self.log_probs[start : start + len(segment["ids"])]
+        return segment | {"log_probs": log_probs, "weight_version": step - 1}
 
 
 def _segment(origin: str, parts: Sequence[Part]) -> dict[str, Any]:
@@ -118,8 +121,8 @@ def _segment(origin: str, parts: Sequence[Part]) -> dict[str, Any]:
 
 
 def write_run(folder: Path, num_steps: int, size: int, seed: int = 0) -> None:
-    """A run of `num_steps` steps with `size` trajectories each, and 120 metrics."""
-    writer = Writer(seed)
+    """Write a run of `num_steps` steps with `size` trajectories each, and 120 metrics."""
+    writer = DialogueWriter(seed)
     rollouts = folder / "rollouts"
     rollouts.mkdir(parents=True, exist_ok=True)
     (folder / "model").mkdir(exist_ok=True)
@@ -131,58 +134,59 @@ def write_run(folder: Path, num_steps: int, size: int, seed: int = 0) -> None:
     lines = []
     for step in range(1, num_steps + 1):
         share, path = 0.1 + 0.7 * step / num_steps, rollouts / f"step_{step:08d}.jsonl"
-        writer.random.seed(f"{seed} {step}")  # a run that was broken off is gone on with
+        # Each step has its own seed, so that an interrupted call continues with the same data.
+        writer.random.seed(f"{seed} {step}")
         if not path.is_file():
             rows = [writer.row(step, share, i // 8, i % 8) for i in range(size)]
             write_jsonl(path, rows)
-        numbers = {f"family{i % 6}/metric{i}": writer.random.gauss(share, 0.1) for i in range(120)}
-        lines.append(json.dumps({"step": step, "guard/health": 0.0, **numbers}) + "\n")
+        metrics = {f"family{i % 6}/metric{i}": writer.random.gauss(share, 0.1) for i in range(120)}
+        lines.append(json.dumps({"step": step, "guard/health": 0.0, **metrics}) + "\n")
     with atomic_write(folder / "metrics.jsonl") as part:
         part.write_text("".join(lines))
 
 
-def ask(client: httpx.Client, choose: random.Random, name: str, steps: int, size: int) -> float:
-    """The milliseconds of one question, until its whole answer is here."""
-    question = QUESTIONS[name].format(
-        step=choose.randint(1, steps), line=choose.randrange(size), question=choose.randrange(1500),
-        low=choose.randint(1, 50), high=steps - choose.randrange(9),
-        word=choose.choice(WORDS), other=choose.choice(WORDS),
+def request(client: httpx.Client, draw: random.Random, page: str, steps: int, size: int) -> float:
+    """Send a page's request with random values; returns the ms until the response is complete."""
+    path = REQUESTS[page].format(
+        step=draw.randint(1, steps), line=draw.randrange(size), question=draw.randrange(1500),
+        low=draw.randint(1, 50), high=steps - draw.randrange(9),
+        word=draw.choice(WORDS), other=draw.choice(WORDS),
     )  # fmt: skip
-    start = time.perf_counter()
-    answer = client.get(f"/api/{question}")
-    taken = 1000 * (time.perf_counter() - start)
-    if answer.status_code not in (200, 404):  # not found: not read yet
-        answer.raise_for_status()
+    began = time.perf_counter()
+    response = client.get(f"/api/{path}")
+    taken = 1000 * (time.perf_counter() - began)
+    if response.status_code not in (200, 404):  # 404: the index has not reached the step yet
+        response.raise_for_status()
     return taken
 
 
 def measure(client: httpx.Client, steps: int, size: int) -> Iterator[str]:
-    """Rows of the table: the first phase lasts as long as the index is being built."""
-    choose = random.Random(1)
-    while_building: dict[str, list[float]] = {name: [] for name in QUESTIONS}
-    start = time.perf_counter()
+    """Measure all pages until the index is complete, then again; yields the lines of the table."""
+    draw = random.Random(1)
+    while_building: dict[str, list[float]] = {page: [] for page in REQUESTS}
+    began = time.perf_counter()
     while True:
-        for name in QUESTIONS:
-            while_building[name].append(ask(client, choose, name, steps, size))
+        for page in REQUESTS:
+            while_building[page].append(request(client, draw, page, steps, size))
         report = client.get("/api/runs").json()[0]["trajectories"]
         if report["count"] >= steps * size and not report["pending"]:
             break
         time.sleep(0.5)
-    yield f"index of {steps * size:,} trajectories built in {time.perf_counter() - start:.0f} s\n"
+    yield f"index of {steps * size:,} trajectories built in {time.perf_counter() - began:.0f} s\n"
     yield "| page | p50 | p95 | worst | p95 during indexing | worst during indexing |"
     yield "| --- | ---: | ---: | ---: | ---: | ---: |"
-    for name, early in while_building.items():
-        late = [ask(client, choose, name, steps, size) for _ in range(REPEATS)]
-        cells = [*np.percentile(late, [50, 95, 100]), *np.percentile(early, [95, 100])]
-        yield f"| {name} | " + " | ".join(f"{cell:.0f} ms" for cell in cells) + " |"
+    for page, building in while_building.items():
+        complete = [request(client, draw, page, steps, size) for _ in range(REPEATS)]
+        cells = [*np.percentile(complete, [50, 95, 100]), *np.percentile(building, [95, 100])]
+        yield f"| {page} | " + " | ".join(f"{cell:.0f} ms" for cell in cells) + " |"
 
 
 def main() -> None:
-    """Write the run where it is missing, serve it, print the table."""
+    """Write the run if it is missing, serve it, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="folder of the run")
     parser.add_argument("--steps", type=int, default=1000)
-    parser.add_argument("--size", type=int, default=100, help="trajectories a step")
+    parser.add_argument("--size", type=int, default=100, help="trajectories per step")
     options = parser.parse_args()
     run = options.out / "run"
     if not (run / "metrics.jsonl").is_file():

@@ -1,9 +1,10 @@
-"""`python -m benchmarks.weight_delta MODEL`: bytes and seconds of whole and changed weights.
+"""Compare transfers of all and of changed weights: `python -m benchmarks.weight_delta MODEL`.
 
-The trainer's own updates (one rank on the CPU, AdamW on float32 weights, gradients of a policy loss
-with random advantages on text) move the model; after each one the rank broadcasts it in bfloat16 to
-another process, once whole and once as changes (`rollout.weight_delta`), by gloo on this machine. A
-transfer ends when that process has copied all tensors, in place of an engine.
+The trainer's own updates change the model: one rank on the CPU, AdamW on float32 weights, gradients
+of a policy loss with random advantages on text. After each update the rank broadcasts the model in
+bfloat16 to another process with gloo, once whole and once as changes (`rollout.weight_delta`). The
+other process takes the place of an engine; a transfer ends when it has copied all tensors. Prints
+the bytes and seconds.
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ from verl.types import TokenBatch
 TEXTS = Path(__file__).resolve().parents[1] / "docs"
 HOST, CPU = "127.0.0.1", torch.device("cpu")
 LENGTH, PROMPT = 128, 32
-"""Tokens of each trajectory, and of them those that are not learned from."""
+"""Tokens of each trajectory, and the number of them at its start that are not trained on."""
 console = Console(soft_wrap=True)
 
 
 def engine(link: Connection) -> None:
-    """An engine's life: what stands for its model takes what each stream brings."""
+    """Act as an engine: copy the weights of each stream that is announced, until None arrives."""
     torch.set_num_threads(1)
     receivers: dict[str, WeightReceiver] = {}
     model: dict[str, torch.Tensor] = {}
@@ -49,7 +50,10 @@ def engine(link: Connection) -> None:
 
 
 def batches(model: str, num_trajectories: int) -> Iterator[TokenBatch]:
-    """Text of this project's pages with random advantages; another part of it each time."""
+    """Yield batches of successive text from this project's documentation, with random advantages.
+
+    Text at the end that does not fill a batch is left out.
+    """
     text = "\n".join(path.read_text() for path in sorted(TEXTS.glob("*.md")))
     ids = torch.tensor(AutoTokenizer.from_pretrained(model)(text)["input_ids"])
     draw, num_tokens = torch.Generator().manual_seed(0), num_trajectories * LENGTH
@@ -68,32 +72,36 @@ def batches(model: str, num_trajectories: int) -> Iterator[TokenBatch]:
 
 
 def measure(model: str, lr: float, args: argparse.Namespace, link: Connection) -> None:
-    """A run at one learning rate: transfers of each kind before it and after each update."""
+    """Train with one learning rate; transfer in both modes at first and after each update."""
     lm = load_causal_lm(model, torch.float32)
     options = FsdpOptions(torch.float32, num_updates=args.steps, optim=OptimConfig(lr=lr))
     policy = FsdpModel(LogProbModel(lm), blocks(lm, lm), CPU, options)
     actor = Actor(policy, ActorConfig(), TokenBudgets(1024, 2048))
-    ways = {way: WeightBroadcast(HOST, 1, CPU, way == "changes") for way in ("whole", "changes")}
-    seconds: dict[str, list[float]] = {way: [] for way in ways}
+    modes = {
+        mode: WeightBroadcast(HOST, 1, CPU, mode == "changes") for mode in ("whole", "changes")
+    }
+    seconds: dict[str, list[float]] = {mode: [] for mode in modes}
     for step, batch in zip(range(args.steps + 1), batches(model, args.trajectories), strict=False):
         if step:
             actor.update(batch)
-        for way, broadcast in ways.items():
-            begin = time.perf_counter()
+        for mode, broadcast in modes.items():
+            began = time.perf_counter()
             link.send(broadcast.stream)
             named = policy.full_parameters("lm.", dtype=torch.bfloat16)
             sent = broadcast.send(named, torch.bfloat16)
             link.recv()
-            seconds[way].append(time.perf_counter() - begin)
+            seconds[mode].append(time.perf_counter() - began)
             share = f"{sent.num_changed / sent.num_elements:.4%}" if sent.num_elements else "-"
-            console.print(f"lr {lr:g}, step {step}, {way}: changed {share}, {sent.num_bytes:,} B, "
-                          f"rank {sent.seconds:.2f} s, whole {seconds[way][-1]:.2f} s")  # fmt: skip
-    for way, found in seconds.items():
-        console.print(f"lr {lr:g}, {way}: median {statistics.median(found[1:]):.2f} s")
+            console.print(
+                f"lr {lr:g}, step {step}, {mode}: changed {share}, {sent.num_bytes:,} B, "
+                f"rank {sent.seconds:.2f} s, total {seconds[mode][-1]:.2f} s"
+            )
+    for mode, values in seconds.items():
+        console.print(f"lr {lr:g}, {mode}: median {statistics.median(values[1:]):.2f} s")
 
 
 def main() -> None:
-    """Command-line entry."""
+    """Measure at each learning rate, each with a new engine process."""
     parser = argparse.ArgumentParser(prog="benchmarks.weight_delta", description=__doc__)
     parser.add_argument("model")
     parser.add_argument("--lr", type=float, nargs="+", default=[3e-5, 1e-6])
@@ -104,11 +112,11 @@ def main() -> None:
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     context = mp.get_context("spawn")
     for lr in args.lr:
-        ours, its = context.Pipe()
-        process = context.Process(target=engine, args=(its,), daemon=True)
+        link, engine_link = context.Pipe()
+        process = context.Process(target=engine, args=(engine_link,), daemon=True)
         process.start()
-        measure(args.model, lr, args, ours)
-        ours.send(None)
+        measure(args.model, lr, args, link)
+        link.send(None)
         process.join()
     dist.destroy_process_group()
 

@@ -1,9 +1,10 @@
-"""`python -m benchmarks.weights`: how fast ranks transfer weights to an engine.
+"""Measure how fast ranks transfer weights to an engine: `python -m benchmarks.weights`.
 
-Two ranks on the CPU hold a model of random weights in float32 and transfer it as bfloat16, in
-turns: one rank writes what was gathered in float32 into shared memory, all write what was cast
-before, or it is sent (`rollout.weight_sync=ipc`). A transfer ends when another process, in place
-of an engine, has copied all tensors into its own memory.
+Two ranks on the CPU have a model of random float32 weights and transfer it as bfloat16 in three
+modes, alternately. In the first, the weights are gathered in float32, and one rank writes them to
+shared memory. In the second, they are cast before they are gathered, and all ranks write. In the
+third, they are sent (`rollout.weight_sync=ipc`). Another process takes the place of the engine; a
+transfer ends when it has copied all tensors into its own memory.
 """
 
 from __future__ import annotations
@@ -31,14 +32,15 @@ from verl.training.models import LogProbModel, blocks
 from verl.training.weight_stream import receive, send
 from verl.training.weights import write_weights
 
-RANKS = 2
-WAYS = ("one rank writes", "all ranks write", "sent")
+NUM_RANKS = 2
+ONE_WRITES, ALL_WRITE, SENT = "one rank writes", "all ranks write", "sent"
+MODES = (ONE_WRITES, ALL_WRITE, SENT)
 CPU = torch.device("cpu")
 console = Console(soft_wrap=True)
 
 
-def shape(layers: int) -> LlamaConfig:
-    """Blocks as in Qwen2.5-1.5B, with a small vocabulary."""
+def model_config(layers: int) -> LlamaConfig:
+    """Return a configuration with the blocks of Qwen2.5-1.5B and a small vocabulary."""
     return LlamaConfig(
         vocab_size=8192, hidden_size=1536, intermediate_size=8960, num_hidden_layers=layers,
         num_attention_heads=12, num_key_value_heads=2,
@@ -46,57 +48,59 @@ def shape(layers: int) -> LlamaConfig:
 
 
 def engine(link: Connection, layers: int) -> None:
-    """An engine's life: what stands for its model takes each version."""
+    """Act as an engine: copy each announced version of the weights, until None arrives.
+
+    A version is announced by the folder of its files, or by the name of a stream.
+    """
     torch.set_num_threads(1)
-    model = dict(LlamaForCausalLM(shape(layers)).bfloat16().named_parameters())
-    while (given := link.recv()) is not None:
-        folder = Path(given)
-        for name, tensor in read(folder) if folder.is_absolute() else receive(given, CPU):
+    model = dict(LlamaForCausalLM(model_config(layers)).bfloat16().named_parameters())
+    while (source := link.recv()) is not None:
+        folder = Path(source)
+        for name, tensor in read(folder) if folder.is_absolute() else receive(source, CPU):
             model[name].data.copy_(tensor)
         link.send(None)
 
 
 def read(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    """Of all files."""
+    """Read the tensors of all files in the folder."""
     for file in folder.glob("*.safetensors"):
         yield from load_file(file).items()
 
 
 def measure(rank: int, layers: int, repeats: int, out: str, link: Connection) -> None:
-    """A rank's life; the first one talks to the engine, and tells."""
+    """Run one rank; rank 0 also announces the versions to the engine and prints the report."""
     torch.set_num_threads(1)
-    meeting = f"file://{out}/meeting"
-    dist.init_process_group("gloo", meeting, rank=rank, world_size=RANKS)
-    lm = LlamaForCausalLM(shape(layers))
+    dist.init_process_group("gloo", f"file://{out}/rendezvous", rank=rank, world_size=NUM_RANKS)
+    lm = LlamaForCausalLM(model_config(layers))
     model = FsdpModel(LogProbModel(lm), blocks(lm, lm), CPU, FsdpOptions(torch.bfloat16))
-    seconds: dict[str, list[float]] = {way: [] for way in WAYS}
-    for turn in range(len(WAYS) * (repeats + 1)):
-        folder, way = Path(out, str(turn)), WAYS[turn % len(WAYS)]
+    seconds: dict[str, list[float]] = {mode: [] for mode in MODES}
+    for number in range(len(MODES) * (repeats + 1)):
+        folder, mode = Path(out, str(number)), MODES[number % len(MODES)]
         dist.barrier()
-        start = time.perf_counter()
-        hand_over(model, folder, lm.config, rank, way, link)
-        if turn >= len(WAYS):
-            seconds[way].append(time.perf_counter() - start)
+        began = time.perf_counter()
+        transfer(model, folder, lm.config, rank, mode, link)
+        if number >= len(MODES):  # The first transfer of each mode is the warm-up.
+            seconds[mode].append(time.perf_counter() - began)
         dist.barrier()
         if rank == 0:
             shutil.rmtree(folder, ignore_errors=True)
     if rank == 0:
         link.send(None)
-        tell(seconds, 2 * sum(parameter.numel() for parameter in lm.parameters()))
+        report(seconds, 2 * sum(parameter.numel() for parameter in lm.parameters()))
     dist.destroy_process_group()
 
 
-def hand_over(
-    model: FsdpModel, folder: Path, config: LlamaConfig, rank: int, way: str, link: Connection
+def transfer(
+    model: FsdpModel, folder: Path, config: LlamaConfig, rank: int, mode: str, link: Connection
 ) -> None:
-    """One version of the weights, until the engine has it."""
-    if way == "sent":
+    """Transfer one version of the weights and wait until the engine has copied it."""
+    if mode == SENT:
         if rank == 0:
             link.send(folder.name)
         named = model.full_parameters("lm.", dtype=torch.bfloat16)
         send(named, folder.name, CPU, int(rank == 0), torch.bfloat16)
     else:
-        write(model, folder, config, rank, all_write=way == WAYS[1])
+        write(model, folder, config, rank, all_write=mode == ALL_WRITE)
         dist.barrier()
         if rank == 0:
             link.send(str(folder))
@@ -105,44 +109,41 @@ def hand_over(
 
 
 def write(model: FsdpModel, folder: Path, config: LlamaConfig, rank: int, all_write: bool) -> None:
-    """One version of the weights."""
+    """Write one version of the weights to `folder`."""
     if all_write:
         named = model.full_parameters("lm.", dtype=torch.bfloat16)
-        write_weights(folder, named, config, "bfloat16", rank, RANKS)
+        write_weights(folder, named, config, "bfloat16", rank, NUM_RANKS)
     elif rank == 0:
         write_weights(folder, model.full_parameters("lm."), config, "bfloat16")
     else:
-        drain(model.full_parameters("lm."))
+        for _ in model.full_parameters("lm."):
+            pass  # Gathering is collective: this rank takes part without using the result.
 
 
-def drain(named: Iterator[tuple[str, Tensor]]) -> None:
-    """What a rank does that only helps to gather."""
-    for _ in named:
-        pass
-
-
-def tell(seconds: dict[str, list[float]], size: int) -> None:
-    """Medians and their ratio."""
-    console.print(f"{size / 1e9:.2f} GB, {RANKS} ranks")
-    for way, found in seconds.items():
-        middle = statistics.median(found)
-        console.print(f"{way}: {middle:.2f} s ({size / 1e9 / middle:.2f} GB/s), {found}")
-    one, every, sent = (statistics.median(found) for found in seconds.values())
-    console.print(f"all against one {one / every:.2f}, sent against all {every / sent:.2f}")
+def report(seconds: dict[str, list[float]], size: int) -> None:
+    """Print the median of each mode and the ratios of the medians; `size` in bytes."""
+    console.print(f"{size / 1e9:.2f} GB, {NUM_RANKS} ranks")
+    medians = {mode: statistics.median(values) for mode, values in seconds.items()}
+    for mode, median in medians.items():
+        rate = size / 1e9 / median
+        console.print(f"{mode}: {median:.2f} s ({rate:.2f} GB/s), {seconds[mode]}")
+    all_speedup = medians[ONE_WRITES] / medians[ALL_WRITE]
+    sent_speedup = medians[ALL_WRITE] / medians[SENT]
+    console.print(f"all against one {all_speedup:.2f}, sent against all {sent_speedup:.2f}")
 
 
 def main() -> None:
-    """Command-line entry."""
+    """Start the engine and the ranks, and wait for them."""
     parser = argparse.ArgumentParser(prog="benchmarks.weights", description=__doc__)
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--repeats", type=int, default=5)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=SHARED_MEMORY) as out:
         context = mp.get_context("spawn")
-        ours, its = context.Pipe()
-        process = context.Process(target=engine, args=(its, args.layers), daemon=True)
+        link, engine_link = context.Pipe()
+        process = context.Process(target=engine, args=(engine_link, args.layers), daemon=True)
         process.start()
-        mp.spawn(measure, (args.layers, args.repeats, out, ours), nprocs=RANKS)
+        mp.spawn(measure, (args.layers, args.repeats, out, link), nprocs=NUM_RANKS)
         process.join()
 
 

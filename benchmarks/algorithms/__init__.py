@@ -1,1 +1,1 @@
-"""Every algorithm on the example under the same budget, by the real trainer: one table."""
+"""Compares all algorithms on the example with the same budget and the real trainer, in a table."""

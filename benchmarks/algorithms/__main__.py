@@ -1,7 +1,7 @@
-"""`python -m benchmarks.algorithms [--variants …] [--seeds 0 1 2]`: all runs, then the table.
+"""Run all variants, then print the table: `python -m benchmarks.algorithms [--variants …]`.
 
-A run that has its `result.json` is not repeated, so that an interrupted benchmark goes on where it
-stopped. With `--jobs 2` two runs go side by side, each on a core of its own.
+A run that has its `result.json` is not repeated, so an interrupted benchmark continues where it
+stopped. With `--jobs 2` two runs are executed in parallel, each on its own core.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from benchmarks.algorithms.variants import VARIANTS
 
 console = Console(soft_wrap=True)
 children: list[subprocess.Popen[bytes]] = []
-"""The processes of all runs so far."""
+"""The processes of all runs so far, which SIGTERM ends."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """One variant under one seed, and where it is kept."""
+    """One variant with one seed, and the folder of all runs."""
 
     variant: str
     seed: int
@@ -41,32 +41,32 @@ class Run:
 
     @property
     def folder(self) -> Path:
-        """Where the run writes."""
+        """The folder that the run writes to."""
         return self.out / self.variant / f"seed_{self.seed}"
 
     @property
     def is_done(self) -> bool:
-        """Whether it has a result."""
+        """Whether the run has a result."""
         return Result.read(self.folder) is not None
 
 
 def plan(variants: Sequence[str], seeds: Sequence[int], out: Path) -> list[Run]:
-    """All runs, seed by seed, so that an early stop leaves every variant with some."""
+    """List all runs, seed by seed, so that an early stop leaves results of every variant."""
     return [Run(variant, seed, out) for seed, variant in itertools.product(seeds, variants)]
 
 
 def results(variants: Sequence[str], seeds: Sequence[int], out: Path) -> dict[str, list[Result]]:
-    """The finished runs by variant, in the order of the seeds."""
-    found: dict[str, list[Result]] = {variant: [] for variant in variants}
+    """Read the results of the finished runs, by variant and in the order of the seeds."""
+    finished: dict[str, list[Result]] = {variant: [] for variant in variants}
     for run in plan(variants, seeds, out):
         result = Result.read(run.folder)
         if result is not None:
-            found[run.variant].append(result)
-    return found
+            finished[run.variant].append(result)
+    return finished
 
 
 def execute(run: Run, url: str, base: Path, extra: Sequence[str], core: int | None) -> int:
-    """Do one run in a process of its own; returns its exit code. Its output goes to `log`."""
+    """Execute one run in a separate process; returns its exit code. Its output goes to `log`."""
     run.folder.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "benchmarks.algorithms.runner", "--seed", str(run.seed)]
     command += ["--out", str(run.folder), "--url", url, "--base", str(base)]
@@ -82,20 +82,20 @@ def execute(run: Run, url: str, base: Path, extra: Sequence[str], core: int | No
 
 
 def stop_children(number: int, frame: FrameType | None) -> None:
-    """On SIGTERM: end the runs too, each of which takes down what it started."""
+    """Handle SIGTERM: terminate the runs, each of which ends its own processes, and exit."""
     for child in children:
         child.terminate()
     sys.exit(128 + number)
 
 
 def run_all(runs: Sequence[Run], jobs: int, base: Path, extra: Sequence[str]) -> list[Run]:
-    """Do every run that has no result yet, `jobs` at a time; returns those that failed."""
+    """Execute every run without a result, `jobs` at a time; returns the failed runs."""
     cores: queue.SimpleQueue[int | None] = queue.SimpleQueue()
     for core in sorted(os.sched_getaffinity(0))[:jobs] if jobs > 1 else [None]:
         cores.put(core)
     failed = []
 
-    def do(run: Run, url: str) -> None:
+    def execute_one(run: Run, url: str) -> None:
         core, began = cores.get(), time.perf_counter()
         try:
             code = execute(run, url, base, extra, core)
@@ -110,25 +110,25 @@ def run_all(runs: Sequence[Run], jobs: int, base: Path, extra: Sequence[str]) ->
         console.print(f"{run.variant} seed {run.seed}: EM {result.final_em:.3f} in {seconds:.0f} s")
 
     with retriever() as url, ThreadPoolExecutor(jobs) as pool:
-        list(pool.map(lambda run: do(run, url), [run for run in runs if not run.is_done]))
+        list(pool.map(lambda run: execute_one(run, url), [run for run in runs if not run.is_done]))
     return failed
 
 
 def main() -> None:
-    """The command line."""
+    """Execute the missing runs, and print and write the table; exits with 1 if a run failed."""
     parser = argparse.ArgumentParser(description="Compare the algorithms on the example.")
     parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), default=list(VARIANTS))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "benchmarks" / "algorithms")
-    parser.add_argument("--base", type=Path, default=BASE, help="the policy that all start from")
-    parser.add_argument("--jobs", type=int, default=1, help="runs side by side, a core each")
-    parser.add_argument("--extra", nargs="*", default=[], help="further options, for all variants")
-    given = parser.parse_args()
+    parser.add_argument("--base", type=Path, default=BASE, help="the policy to start from")
+    parser.add_argument("--jobs", type=int, default=1, help="parallel runs, one core each")
+    parser.add_argument("--extra", nargs="*", default=[], help="further options for all variants")
+    args = parser.parse_args()
     signal.signal(signal.SIGTERM, stop_children)
-    out = given.out.resolve()
-    base = prepare(given.base.resolve())
-    failed = run_all(plan(given.variants, given.seeds, out), given.jobs, base, given.extra)
-    table = markdown(results(given.variants, given.seeds, out))
+    out = args.out.resolve()
+    base = prepare(args.base.resolve())
+    failed = run_all(plan(args.variants, args.seeds, out), args.jobs, base, args.extra)
+    table = markdown(results(args.variants, args.seeds, out))
     out.mkdir(parents=True, exist_ok=True)
     (out / "table.md").write_text(table)
     console.print(table, markup=False)

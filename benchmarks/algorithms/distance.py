@@ -1,4 +1,4 @@
-"""How far a trained policy has moved, and how sure it is: exact, at the tokens it sampled."""
+"""Computes a trained policy's exact KL from its base policy, and its entropy, at sampled tokens."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from verl.types import Origin, Trajectory
 
 BATCH_SIZE = 32
-"""Trajectories of one forward."""
+"""Trajectories per forward pass."""
 
 
 @dataclass(frozen=True)
@@ -23,17 +23,17 @@ class Distance:
     kl: float
     """KL(policy ‖ base), summed over the whole vocabulary at each token."""
     entropy: float
-    """Of the policy."""
+    """Entropy of the policy."""
 
 
 def load(folder: Path) -> PreTrainedModel:
-    """A policy in float32."""
+    """Load a policy in float32."""
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     return model
 
 
 def policy_positions(trajectory: Trajectory) -> list[int]:
-    """Where the tokens stand that the policy sampled."""
+    """Return the positions of the tokens that the policy sampled."""
     positions: list[int] = []
     start = 0
     for segment in trajectory.segments:
@@ -44,24 +44,24 @@ def policy_positions(trajectory: Trajectory) -> list[int]:
 
 
 def log_probs(model: PreTrainedModel, trajectories: Sequence[Trajectory]) -> Tensor:
-    """Log-probs of the whole vocabulary at every policy token, (num_policy_tokens, vocab).
+    """Compute log-probs of the vocabulary at each policy token: (num_policy_tokens, vocab).
 
-    Sequences are padded behind their end, which nothing before it can see.
+    Sequences are padded on the right without a mask: causal attention ignores later positions.
     """
     ids = [torch.tensor(trajectory.ids) for trajectory in trajectories]
     logits = model(torch.nn.utils.rnn.pad_sequence(ids, batch_first=True)).logits
-    chosen = [
+    before_policy_tokens = [
         row[torch.tensor(policy_positions(trajectory), dtype=torch.int64) - 1]
         for row, trajectory in zip(logits, trajectories, strict=True)
     ]
-    return torch.log_softmax(torch.cat(chosen).float(), dim=-1)
+    return torch.log_softmax(torch.cat(before_policy_tokens).float(), dim=-1)
 
 
 @torch.no_grad()
 def distance(
     policy: PreTrainedModel, base: PreTrainedModel, trajectories: Sequence[Trajectory]
 ) -> Distance:
-    """Of `policy` from `base` at the tokens that `policy` sampled."""
+    """Compute the distance of `policy` from `base` at the tokens that `policy` sampled."""
     kls, entropies = [], []
     for start in range(0, len(trajectories), BATCH_SIZE):
         batch = trajectories[start : start + BATCH_SIZE]

@@ -1,7 +1,7 @@
-"""One run by the real trainer, from the tiny policy to a result: Ray, FSDP2, vLLM, HTTP, BM25.
+"""One run of the tiny policy with the real trainer: Ray, FSDP2, vLLM, BM25 over HTTP.
 
-`python -m benchmarks.algorithms.runner --seed 0 --out DIR key=value …` does one; `run_variant` is
-the same for callers.
+`python -m benchmarks.algorithms.runner --seed 0 --out DIR key=value …` makes one run; in Python,
+`run_variant` does the same.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ RESULT = "result.json"
 
 @dataclass(frozen=True)
 class Result:
-    """What one run came to; held-out questions throughout."""
+    """Result of one run, measured on the held-out questions."""
 
     seed: int
     options: list[str]
     curve: list[tuple[int, float]]
-    """(training step, greedy EM over all held-out questions), from step 0."""
+    """Pairs of training step and greedy EM over all held-out questions, from step 0."""
     searches: float
     """Valid searches per answer at the end, greedy."""
     sampled_em: float
@@ -53,25 +53,25 @@ class Result:
     kl: float
     """KL(policy ‖ base) at the end, nats per policy token of the sampled answers."""
     entropy: float
-    """Of the policy at the same tokens, nats."""
+    """Entropy of the policy at the same tokens, nats."""
     train_seconds: float
-    """Training steps alone, without validation."""
+    """Seconds of the training steps, without validation."""
     wall_seconds: float
-    """Everything: start, training, validations and measurement."""
+    """Seconds of the whole run: start, training, validations and measurement."""
 
     @property
     def final_em(self) -> float:
-        """The last point of the curve."""
+        """EM of the last validation."""
         return self.curve[-1][1]
 
     def write(self, folder: Path) -> None:
-        """Keep it as `result.json`, whole or not at all."""
+        """Write `result.json` atomically."""
         with atomic_write(folder / RESULT) as part:
             part.write_text(json.dumps(asdict(self), indent=1) + "\n")
 
     @classmethod
     def read(cls, folder: Path) -> Self | None:
-        """The result of a finished run; None where there is none."""
+        """Read the result of a run; returns None if the run is not finished."""
         path = folder / RESULT
         if not path.exists():
             return None
@@ -81,7 +81,7 @@ class Result:
 
 
 def prepare(base: Path = BASE) -> Path:
-    """Train the tiny policy where it is missing."""
+    """Train the tiny policy if the folder `base` has none; returns `base`."""
     if not (base / "config.json").exists():
         base.parent.mkdir(parents=True, exist_ok=True)
         write_tiny_policy(base)
@@ -90,7 +90,7 @@ def prepare(base: Path = BASE) -> Path:
 
 @contextlib.contextmanager
 def retriever(url: str | None = None) -> Iterator[str]:
-    """The address to search at: the given one, or a BM25 server of our own."""
+    """Yield the URL to search at: `url`, or that of a BM25 server started for the context."""
     if url is not None:
         yield url
         return
@@ -103,7 +103,7 @@ def run_variant(
 ) -> Result:
     """Train from `base` with `COMMON` and `options`, measure, and write the result to `out`.
 
-    `out` also gets the trainer's metrics, the validation dialogues and the trained model.
+    The trainer also writes its metrics, the validation dialogues and the trained model to `out`.
     """
     began = time.perf_counter()
     out.mkdir(parents=True, exist_ok=True)
@@ -144,7 +144,7 @@ def run_variant(
 
 
 def sampled_answers(trainer: RayPPOTrainer) -> list[Trajectory]:
-    """One trajectory per held-out question, sampled as in training."""
+    """Sample one trajectory per held-out question, with the sampling options of training."""
     config = trainer.config
     rollout = config.actor_rollout_ref.rollout
     sampling = Sampling(config.data.max_response_length, rollout.temperature, rollout.top_p)
@@ -160,27 +160,28 @@ def sampled_answers(trainer: RayPPOTrainer) -> list[Trajectory]:
 
 
 def stay_on(core: int) -> None:
-    """Keep this process and all that it starts on one core, with one thread each."""
+    """Run this process and its children on one core, with one thread each."""
     os.sched_setaffinity(0, {core})
     os.environ["OMP_NUM_THREADS"] = "1"
 
 
 def main() -> None:
-    """The command line."""
-    parser = argparse.ArgumentParser(description="One run of the tiny policy by the real trainer.")
+    """Make one run and print its result."""
+    parser = argparse.ArgumentParser(description="Run the tiny policy with the real trainer.")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, required=True, help="folder to write to")
     parser.add_argument("--url", help="a running retriever's /retrieve; one is started if left out")
     parser.add_argument("--base", type=Path, default=BASE, help="the policy to start from")
     parser.add_argument("--core", type=int, help="run on this core only")
     parser.add_argument("options", nargs="*", help="options of the trainer, key=value")
-    given = parser.parse_args()
-    if given.core is not None:
-        stay_on(given.core)
-    torch.set_num_threads(1)  # of this process: it only measures, and must not spin beside others
+    args = parser.parse_args()
+    if args.core is not None:
+        stay_on(args.core)
+    # This process only measures; with more threads it would take time from ranks and engines.
+    torch.set_num_threads(1)
     logging.basicConfig(level=logging.WARNING)
-    base = given.base.resolve()
-    result = run_variant(given.options, given.seed, given.out.resolve(), url=given.url, base=base)
+    base = args.base.resolve()
+    result = run_variant(args.options, args.seed, args.out.resolve(), url=args.url, base=base)
     Console(soft_wrap=True).print_json(json.dumps(asdict(result)))
 
 

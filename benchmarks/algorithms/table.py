@@ -1,4 +1,4 @@
-"""From the results of all runs to one markdown table, and to what it says of the mask."""
+"""Turns the results of all runs into a Markdown table, and compares runs with and without mask."""
 
 from __future__ import annotations
 
@@ -13,67 +13,73 @@ MISSING = "–"
 
 
 def steps_to(curve: Sequence[tuple[int, float]], threshold: float = THRESHOLD) -> int | None:
-    """The first validated step whose EM is at least `threshold`; None if there is none."""
+    """Return the first validated step with an EM of at least `threshold`, or None."""
     return next((step for step, em in curve if em >= threshold), None)
 
 
 def mean_and_range(values: Sequence[float], digits: int) -> str:
-    """`mean (lowest to highest)`; the mean alone where there is one value."""
-    low, high = (f"{edge:.{digits}f}" for edge in (min(values), max(values)))
-    centre = f"{sum(values) / len(values):.{digits}f}"
-    return centre if len(values) == 1 else f"{centre} ({low} to {high})"
+    """Format as `mean (lowest to highest)`, or as the mean alone if there is one value."""
+    low, high = (f"{limit:.{digits}f}" for limit in (min(values), max(values)))
+    mean = f"{sum(values) / len(values):.{digits}f}"
+    return mean if len(values) == 1 else f"{mean} ({low} to {high})"
 
 
 def steps_cell(results: Sequence[Result]) -> str:
-    """Steps to the threshold of the seeds that reached it, and how many did not."""
-    found = [steps_to(result.curve) for result in results]
-    reached = [float(step) for step in found if step is not None]
+    """Format the steps to the threshold, and the number of seeds that did not reach it."""
+    reached = [float(step) for r in results if (step := steps_to(r.curve)) is not None]
     if not reached:
         return "never"
     cell = mean_and_range(reached, 0)
-    missed = len(found) - len(reached)
-    return cell if not missed else f"{cell}, {missed} of {len(found)} never"
+    missed = len(results) - len(reached)
+    return cell if not missed else f"{cell}, {missed} of {len(results)} never"
 
 
 COLUMNS: Mapping[str, Callable[[Sequence[Result]], str]] = {
-    "seeds": lambda found: str(len(found)),
-    "final EM": lambda found: mean_and_range([r.final_em for r in found], 3),
+    "seeds": lambda results: str(len(results)),
+    "final EM": lambda results: mean_and_range([r.final_em for r in results], 3),
     f"steps to {THRESHOLD} EM": steps_cell,
-    "sampled EM": lambda found: mean_and_range([r.sampled_em for r in found], 3),
-    "KL, nats per token": lambda found: mean_and_range([r.kl for r in found], 3),
-    "entropy, nats per token": lambda found: mean_and_range([r.entropy for r in found], 3),
-    "searches per answer": lambda found: mean_and_range([r.searches for r in found], 2),
-    "wall s": lambda found: mean_and_range([r.wall_seconds for r in found], 0),
+    "sampled EM": lambda results: mean_and_range([r.sampled_em for r in results], 3),
+    "KL, nats per token": lambda results: mean_and_range([r.kl for r in results], 3),
+    "entropy, nats per token": lambda results: mean_and_range([r.entropy for r in results], 3),
+    "searches per answer": lambda results: mean_and_range([r.searches for r in results], 2),
+    "wall s": lambda results: mean_and_range([r.wall_seconds for r in results], 0),
 }
+"""Functions that format a variant's cell, by column."""
 
 MEASURES: Mapping[str, tuple[Callable[[Result], float], Callable[[Sequence[Result]], str]]] = {
     "final EM": (lambda r: r.final_em, COLUMNS["final EM"]),
     "sampled EM": (lambda r: r.sampled_em, COLUMNS["sampled EM"]),
     "steps": (lambda r: -(steps_to(r.curve) or math.inf), steps_cell),
 }
-"""What the mask is judged by: how good a run is (larger is better), and how a cell shows it."""
+"""Measures for judging the mask: a run's score (larger is better), and the format of a variant."""
 
 
 def markdown(results: Mapping[str, Sequence[Result]]) -> str:
-    """One row a variant, in the order given; variants without a finished run say so."""
+    """Return the table with a row per variant, and below it the verdicts on the mask."""
     lines = ["| variant | " + " | ".join(COLUMNS) + " |", "|---|" + "---:|" * len(COLUMNS)]
-    for name, found in results.items():
-        cells = [cell(found) for cell in COLUMNS.values()] if found else [MISSING] * len(COLUMNS)
+    for name, seeds in results.items():
+        cells = [cell(seeds) for cell in COLUMNS.values()] if seeds else [MISSING] * len(COLUMNS)
         lines.append(f"| `{name}` | " + " | ".join(cells) + " |")
     verdicts = [mask_verdict(results, *pair) for pair in MASK_PAIRS]
     return "\n".join([*lines, "", *filter(None, verdicts)]) + "\n"
 
 
 def mask_verdict(results: Mapping[str, Sequence[Result]], masked: str, unmasked: str) -> str:
-    """In what training on documents is clearly worse: every seed than every seed with the mask."""
+    """List the measures in which training without the mask is clearly worse, and the others.
+
+    Clearly worse: every seed without the mask is worse than every seed with it. Returns an empty
+    string if one of the two variants has no result.
+    """
     with_mask, without = results.get(masked), results.get(unmasked)
     if not with_mask or not without:
         return ""
     findings: dict[bool, list[str]] = {True: [], False: []}
-    for name, (goodness, shown) in MEASURES.items():
-        is_worse = max(map(goodness, without)) < min(map(goodness, with_mask))
-        findings[is_worse].append(f"{name} ({shown(without)} against {shown(with_mask)})")
-    worse, other = (", ".join(findings[key]) for key in (True, False))
-    said = [f"clearly worse than `{masked}` in {worse}"] if worse else []
-    said += [f"**not** clearly worse in {other}"] if other else []
-    return f"- `{unmasked}` is {', and '.join(said)}."
+    for name, (score, cell) in MEASURES.items():
+        is_worse = max(map(score, without)) < min(map(score, with_mask))
+        findings[is_worse].append(f"{name} ({cell(without)} against {cell(with_mask)})")
+    clauses = []
+    if findings[True]:
+        clauses.append(f"clearly worse than `{masked}` in {', '.join(findings[True])}")
+    if findings[False]:
+        clauses.append(f"**not** clearly worse in {', '.join(findings[False])}")
+    return f"- `{unmasked}` is {', and '.join(clauses)}."

@@ -1,4 +1,4 @@
-"""What is compared: option lists by name, and the budget that all of them share."""
+"""The compared variants: options by name, and the budget that all of them share."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 NUM_TRAJECTORIES = 64
-"""Of one training step, whatever the algorithm."""
+"""Trajectories of one training step, with every algorithm."""
 GROUP_SIZE = 8
 NUM_STEPS = 24
 TEST_FREQ = 2
-"""Steps between validations, so the resolution of the steps to a threshold."""
+"""Steps between validations, and so the resolution of the steps to a threshold."""
 POLICY_LR = 5e-6
 CRITIC_LR = 1e-4
 LORA_LR = 5e-5
@@ -40,7 +40,7 @@ COMMON = (
     "actor_rollout_ref.rollout.cpu_kv_cache_gib=1",
     "algorithm.kl_ctrl.kl_coef=0",
 )
-"""The example's settings for the tiny policy: 4 optimizer steps a training step, no KL penalty."""
+"""Settings of the tiny policy on the example: 4 optimizer steps per step, no KL penalty."""
 
 GROUPED = (
     f"data.train_batch_size={NUM_TRAJECTORIES // GROUP_SIZE}",

@@ -1,1 +1,1 @@
-"""What other trainers take for the same work, each in a process and an environment of its own."""
+"""Compares our speed with other trainers on the same work, each in its own process."""

@@ -1,8 +1,8 @@
-"""`python -m benchmarks.rivals.step MODEL --trl-python PATH`: whole steps with searches.
+"""Compare whole steps with searches: `python -m benchmarks.rivals.step MODEL --trl-python PATH`.
 
-A run of ours with the demo's options (Ray, vLLM, a BM25 server, one rank), then TRL's GRPOTrainer
-with tools: the same policy, prompts, group, lengths and server, each alone on the machine. The
-first step of each warms up.
+Our side is a run with the demo's options (Ray, vLLM, a BM25 server, one rank). Then TRL's
+GRPOTrainer with tools uses the same policy, prompts, group size, lengths and server. Each runs
+without the other on the machine. The first step of each is a warm-up.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 from rich.console import Console
 
-from benchmarks.rivals.update import ROOT, Answer, contender, spread
+from benchmarks.rivals.update import ROOT, Answer, median_and_range, start_worker
 from example.geography import DATA
 from scripts.demo import OPTIONS, RETRIEVER, Demo
 from search_r1.search.local_server import LocalServer
@@ -31,8 +31,8 @@ OUT = ROOT / "runs" / "benchmarks" / "step"
 console = Console(soft_wrap=True, highlight=False)
 
 
-def ours(model: Path, url: str, steps: int) -> list[Answer]:
-    """Seconds of each step of a run, and what it sampled."""
+def run_ours(model: Path, url: str, steps: int) -> list[Answer]:
+    """Run our trainer; returns the seconds of each step, and metrics of its trajectories."""
     shutil.rmtree(OUT, ignore_errors=True)
     Demo("grpo", 0, "cpu", OUT, time.time()).train(
         OUT / "run", url, model,
@@ -49,59 +49,63 @@ def ours(model: Path, url: str, steps: int) -> list[Answer]:
     ]  # fmt: skip
 
 
-def work(config: Config) -> dict[str, Any]:
-    """The prompts and answers of the run's steps, a group each, and its limits."""
-    first: dict[str, dict[str, Any]] = {}
+def recorded_work(config: Config) -> dict[str, Any]:
+    """Collect the work for TRL: prompts and answers of our run, one per group, and its limits."""
+    groups: dict[str, dict[str, Any]] = {}
     for _, row in read_rows(OUT / "rollouts"):
-        first.setdefault(row["group"], row)
-    data, turns = config.data, config.max_turns
-    turn, observation = data.max_response_length, data.max_obs_length
+        groups.setdefault(row["group"], row)
+    data, max_turns = config.data, config.max_turns
+    turn_length, observation_length = data.max_response_length, data.max_obs_length
     rollout = config.actor_rollout_ref.rollout
+    # A turn has an end-of-sequence token in addition, an observation its tags.
+    max_length = (max_turns + 1) * (turn_length + 1) + max_turns * (observation_length + 16)
     return {
-        "prompts": [row["segments"][0]["text"] for row in first.values()],
-        "answers": [row["ground_truth"] for row in first.values()],
+        "prompts": [row["segments"][0]["text"] for row in groups.values()],
+        "answers": [row["ground_truth"] for row in groups.values()],
         "step_size": data.train_batch_size * rollout.n_agent, "group": rollout.n_agent,
-        "max_turns": turns, "turn_length": turn, "observation_length": observation,
-        "longest": (turns + 1) * (turn + 1) + turns * (observation + 16),
+        "max_turns": max_turns, "turn_length": turn_length,
+        "observation_length": observation_length, "max_length": max_length,
         "lr": config.actor_rollout_ref.actor.optim.lr,
     }  # fmt: skip
 
 
-def theirs(given: argparse.Namespace, url: str, steps: int) -> list[Answer]:
-    """The same of TRL."""
+def run_trl(args: argparse.Namespace, url: str, steps: int) -> list[Answer]:
+    """Run TRL on the prompts of our run; returns the seconds and metrics of each step."""
     path, data = OUT / "work.json", DATA / "train.parquet"
-    named = [f"actor_rollout_ref.model.path={given.model}", f"data.train_files={data}"]
-    config = cli.compose([*OPTIONS["grpo"], *named, f"data.val_files={data}"])
-    path.write_text(json.dumps(work(config)))
-    command = [given.trl_python, "-m", "benchmarks.rivals.trl_step", str(given.model), str(path)]
-    command += ["--url", url, "--micro", str(given.micro)]
-    with contender(command, cpu_env()) as process:
-        return [process.turn(number) for number in range(steps)]
+    options = [f"actor_rollout_ref.model.path={args.model}", f"data.train_files={data}"]
+    config = cli.compose([*OPTIONS["grpo"], *options, f"data.val_files={data}"])
+    path.write_text(json.dumps(recorded_work(config)))
+    command = [args.trl_python, "-m", "benchmarks.rivals.trl_step", str(args.model), str(path)]
+    command += ["--url", url, "--micro", str(args.micro)]
+    with start_worker(command, cpu_env()) as worker:
+        return [worker.run(number) for number in range(steps)]
 
 
 def main() -> None:
-    """The command line."""
+    """Run both sides and print their steps and the ratio of the medians."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", type=Path, help="the demo's warm start")
     parser.add_argument("--trl-python", required=True, help="an interpreter that has TRL")
-    parser.add_argument("--steps", type=int, default=4, help="of each, the first not counted")
-    parser.add_argument("--micro", type=int, default=6, help="TRL's trajectories at a time")
-    given = parser.parse_args()
-    if given.steps < 2:
-        sys.exit("got --steps 1, expected 2 or more: the first warms up")
-    given.model = given.model.resolve()
+    parser.add_argument(
+        "--steps", type=int, default=4, help="steps per side; the first is not counted"
+    )
+    parser.add_argument("--micro", type=int, default=6, help="trajectories of TRL's micro-batches")
+    args = parser.parse_args()
+    if args.steps < 2:
+        sys.exit(f"got --steps {args.steps}, expected 2 or more, because the first is a warm-up")
+    args.model = args.model.resolve()
     log = OUT.with_suffix(".log")
     log.parent.mkdir(parents=True, exist_ok=True)
     with LocalServer(RETRIEVER, log_path=log) as server:
         url = f"{server.url}/retrieve"
-        found = {"ours": ours(given.model, url, given.steps)}
-        found["TRL"] = theirs(given, url, given.steps)
-    for name, steps in found.items():
-        for step in steps:
-            console.print(f"{name}: {json.dumps(step)}")
-    seconds = {name: [step["seconds"] for step in steps[1:]] for name, steps in found.items()}
-    for name, own in seconds.items():
-        console.print(f"{name}: {spread(own, 1)} s a step")
+        steps = {"ours": run_ours(args.model, url, args.steps)}
+        steps["TRL"] = run_trl(args, url, args.steps)
+    for name, answers in steps.items():
+        for answer in answers:
+            console.print(f"{name}: {json.dumps(answer)}")
+    seconds = {name: [a["seconds"] for a in answers[1:]] for name, answers in steps.items()}
+    for name, values in seconds.items():
+        console.print(f"{name}: {median_and_range(values, 1)} s per step")
     console.print(f"ours is {median(seconds['TRL']) / median(seconds['ours']):.2f} times as fast")
 
 

@@ -1,9 +1,9 @@
-"""Whole steps of TRL's GRPOTrainer with a search tool; runs in an environment that has TRL.
+"""Whole steps of TRL's GRPOTrainer with a search tool; needs an environment with TRL.
 
-TRL samples with transformers, runs its own loop of tool calls and updates; nothing of it is
-replaced. That the dialogues are ours takes three things that users may set: a chat template that
-renders messages as our dialogues are, a response template that reads `<search> query </search>` as
-a call, and stop strings. The end-of-sequence token that TRL wants after a turn is one more token.
+TRL samples with transformers and runs its own tool loop and updates; no part of it is replaced. Its
+dialogues have our format through three public settings: a chat template that renders messages as
+our dialogues, a response template that parses `<search> query </search>` as a tool call, and stop
+strings. The end-of-sequence token that TRL requires after a turn is one additional token.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOTrainer
 
-from benchmarks.rivals.trl_update import options
-from benchmarks.rivals.turns import Turns, arguments
+from benchmarks.rivals.tasks import TaskPipe, parse_arguments
+from benchmarks.rivals.trl_update import build_config
 
-TEMPLATE = (
+CHAT_TEMPLATE = (
     "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}"
     "{% for call in m.tool_calls or [] %}{{ call.function | tojson }}{% endfor %}{{ eos_token }}"
     "{% endif %}{% endfor %}"
 )
-RESPONSE = {
+RESPONSE_TEMPLATE = {
     "defaults": {"role": "assistant"},
     "start_anchor_pattern": r"<\|im_start\|>assistant\n|</information>\s*",
     "fields": {
@@ -46,43 +46,43 @@ RESPONSE = {
 }  # fmt: skip
 
 
-class Steps(TrainerCallback):
-    """A turn is a step, from its first batch to its optimizer step."""
+class StepTasks(TrainerCallback):
+    """Runs one step per task, measured from before sampling to after the optimizer step."""
 
-    def __init__(self, turns: Turns) -> None:
-        self.turns = turns
+    def __init__(self, pipe: TaskPipe) -> None:
+        self.pipe = pipe
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
-        """Before sampling."""
-        self.turns.wait()
+        """Wait for a task, before sampling."""
+        self.pipe.wait()
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
-        """After the optimizer step."""
-        self.turns.stop()
+        """Stop the clocks, after the optimizer step."""
+        self.pipe.stop()
 
     def on_log(self, *_: Any, logs: dict[str, Any], **__: Any) -> None:
-        """After the metrics of the step."""
-        self.turns.answer(
+        """Answer with the metrics of the step."""
+        self.pipe.answer(
             grad_norm=float(logs["grad_norm"]), score=float(logs["reward"]),
             sampled=float(logs["completions/mean_length"]),
             searches=float(logs["tools/call_frequency"]),
         )  # fmt: skip
 
 
-def search_tool(url: str, tokenizer: Any, longest: int) -> Any:
-    """The tool that TRL calls, for all dialogues of a turn at once."""
+def search_tool(url: str, tokenizer: Any, max_tokens: int) -> Any:
+    """Return the search tool, which TRL calls concurrently for all dialogues of a turn."""
 
     def fetch(query: str) -> str:
         body = json.dumps({"queries": [query], "topk": 1, "return_scores": True}).encode()
-        asked = urllib.request.Request(url, body, {"Content-Type": "application/json"})
-        with urllib.request.urlopen(asked) as answer:
-            found = json.load(answer)["result"][0]
-        documents = (one["document"]["contents"].partition("\n") for one in found)
+        request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request) as response:
+            hits = json.load(response)["result"][0]
+        documents = (hit["document"]["contents"].partition("\n") for hit in hits)
         text = "".join(
             f"Doc {rank}(Title: {title}) {rest}\n"
             for rank, (title, _, rest) in enumerate(documents, 1)
         )
-        ids = tokenizer(text)["input_ids"][:longest]
+        ids = tokenizer(text)["input_ids"][:max_tokens]
         return f"\n\n<information>{tokenizer.decode(ids)}</information>\n\n"
 
     async def search(query: str) -> str:
@@ -101,39 +101,40 @@ def search_tool(url: str, tokenizer: Any, longest: int) -> Any:
 
 
 def exact_match(completions: list[Any], answers: list[list[str]], **_: Any) -> list[float]:
-    """1 where the last answer is one of those expected, in any case."""
+    """Score 1 if the last answer is one of the expected answers, ignoring case, else 0."""
     scores = []
     for messages, expected in zip(completions, answers, strict=True):
-        given = re.findall(r"<answer>([\s\S]*?)</answer>", messages[-1]["content"])
-        known = {text.strip().lower() for text in expected}
-        scores.append(float(bool(given) and given[-1].strip().lower() in known))
+        predicted = re.findall(r"<answer>([\s\S]*?)</answer>", messages[-1]["content"])
+        gold = {text.strip().lower() for text in expected}
+        scores.append(float(bool(predicted) and predicted[-1].strip().lower() in gold))
     return scores
 
 
 def main() -> None:
-    """Train on the prompts in order."""
-    given = arguments(("--url", str))
-    turns, work = Turns(), json.loads(given.work.read_text())
-    tokenizer = AutoTokenizer.from_pretrained(given.model, padding_side="left")
-    tokenizer.chat_template, tokenizer.response_template = TEMPLATE, RESPONSE
-    model = AutoModelForCausalLM.from_pretrained(given.model, dtype=torch.float32)
-    model.generate = functools.partial(model.generate, tokenizer=tokenizer)  # for stop strings
+    """Train on the prompts in order, one step per task."""
+    args = parse_arguments(("--url", str))
+    pipe, work = TaskPipe(), json.loads(args.work.read_text())
+    tokenizer = AutoTokenizer.from_pretrained(args.model, padding_side="left")
+    tokenizer.chat_template, tokenizer.response_template = CHAT_TEMPLATE, RESPONSE_TEMPLATE
+    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
+    # `generate` needs the tokenizer to find stop strings, and TRL does not pass it.
+    model.generate = functools.partial(model.generate, tokenizer=tokenizer)
     rows = {
         "prompt": [[{"role": "user", "content": text}] for text in work["prompts"]],
         "answers": work["answers"],
     }
     with tempfile.TemporaryDirectory() as out:
-        config = options(
-            out, given.micro, work["step_size"], work["group"], work["lr"],
-            max_completion_length=work["longest"], max_tool_calling_iterations=work["max_turns"],
+        config = build_config(
+            out, args.micro, work["step_size"], work["group"], work["lr"],
+            max_completion_length=work["max_length"], max_tool_calling_iterations=work["max_turns"],
             generation_kwargs={
                 "max_new_tokens": work["turn_length"], "stop_strings": ["</search>", "</answer>"],
             },
         )  # fmt: skip
         GRPOTrainer(
             model, exact_match, config, Dataset.from_dict(rows), processing_class=tokenizer,
-            tools=[search_tool(given.url, tokenizer, work["observation_length"])],
-            callbacks=[Steps(turns)],
+            tools=[search_tool(args.url, tokenizer, work["observation_length"])],
+            callbacks=[StepTasks(pipe)],
         ).train()  # fmt: skip
 
 

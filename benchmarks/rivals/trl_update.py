@@ -1,8 +1,8 @@
-"""TRL's GRPOTrainer on given trajectories; runs in an environment that has TRL, and only there.
+"""TRL's GRPOTrainer on recorded trajectories; needs an environment with TRL.
 
-The trajectories come from a `rollout_func`, which hands them over at once with an `env_mask`: all
-that follows is TRL's own, padding and advantages included. The clocks run from there to the end of
-its optimizer step.
+A `rollout_func` returns the recorded trajectories with an `env_mask`. Everything after it is TRL's
+own code, including padding and advantages. The measured time goes from there to the end of the
+optimizer step.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ from datasets import Dataset
 from transformers import AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
-from benchmarks.rivals.turns import Turns, arguments
+from benchmarks.rivals.tasks import TaskPipe, parse_arguments
 
 
-class Clocks(TrainerCallback):
-    """Stops the turn with the optimizer step, and answers with the norm that TRL logs."""
+class UpdateTasks(TrainerCallback):
+    """Ends the measured time after the optimizer step, and answers with the metrics TRL logs."""
 
-    def __init__(self, turns: Turns) -> None:
-        self.turns = turns
+    def __init__(self, pipe: TaskPipe) -> None:
+        self.pipe = pipe
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
-        """After the optimizer step."""
-        self.turns.stop()
+        """Stop the clocks, after the optimizer step."""
+        self.pipe.stop()
 
     def on_log(self, *_: Any, logs: dict[str, Any], **__: Any) -> None:
-        """After the metrics of the step."""
-        self.turns.answer(grad_norm=float(logs["grad_norm"]), loss=float(logs["loss"]))
+        """Answer with the metrics of the step."""
+        self.pipe.answer(grad_norm=float(logs["grad_norm"]), loss=float(logs["loss"]))
 
 
-def options(out: str, micro: int, size: int, group: int, lr: float, **more: Any) -> GRPOConfig:
-    """TRL's of an update of `size` trajectories; autocast to bfloat16 is its default."""
+def build_config(out: str, micro: int, size: int, group: int, lr: float, **more: Any) -> GRPOConfig:
+    """Return TRL's options for updates of `size` trajectories in micro-batches of `micro`."""
     return GRPOConfig(
         output_dir=out, report_to="none", save_strategy="no", logging_steps=1, disable_tqdm=True,
         max_steps=1_000_000, use_cpu=True, bf16=True, gradient_checkpointing=False,
@@ -46,14 +46,14 @@ def options(out: str, micro: int, size: int, group: int, lr: float, **more: Any)
 
 
 def main() -> None:
-    """Train on what the turns ask for."""
-    given = arguments(("--lr", float))
-    turns, work = Turns(), json.loads(given.work.read_text())
+    """Train on the recorded trajectories of each task."""
+    args = parse_arguments(("--lr", float))
+    pipe, work = TaskPipe(), json.loads(args.work.read_text())
 
-    def recorded(prompts: list[Any], _: GRPOTrainer) -> dict[str, Any]:
-        rows = work[turns.wait()]
-        # On a GPU its head scores the completions alone, elsewhere every position.
-        trl.trainer.utils._use_triton = lambda _: bool(turns.way)
+    def recorded_rollout(prompts: list[Any], _: GRPOTrainer) -> dict[str, Any]:
+        rows = work[pipe.wait()]
+        # On a GPU, TRL computes logits only for the completions, elsewhere for every position.
+        trl.trainer.utils._use_triton = lambda _: bool(pipe.mode)
         assert len(rows) == len(prompts), f"got {len(prompts)} prompts, expected {len(rows)}"
         return {
             "prompt_ids": [row["prompt"] for row in rows],
@@ -69,15 +69,15 @@ def main() -> None:
     size = len(work[0])
     group = sum(row["group"] == work[0][0]["group"] for row in work[0])
     with tempfile.TemporaryDirectory() as out:
-        config = options(
-            out, given.micro, size, group, given.lr, max_completion_length=4096,
+        config = build_config(
+            out, args.micro, size, group, args.lr, max_completion_length=4096,
             model_init_kwargs={"dtype": "float32"},
         )  # fmt: skip
         GRPOTrainer(
-            given.model, reward, config, rollout_func=recorded,
+            args.model, reward, config, rollout_func=recorded_rollout,
             train_dataset=Dataset.from_dict({"prompt": [f"question {i}" for i in range(size)]}),
-            processing_class=AutoTokenizer.from_pretrained(given.model, padding_side="left"),
-            callbacks=[Clocks(turns)],
+            processing_class=AutoTokenizer.from_pretrained(args.model, padding_side="left"),
+            callbacks=[UpdateTasks(pipe)],
         ).train()  # fmt: skip
 
 

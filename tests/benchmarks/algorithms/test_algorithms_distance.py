@@ -19,7 +19,7 @@ TRAJECTORY = Trajectory(
 
 
 def test_only_tokens_that_the_policy_sampled_count():
-    """Prompt and documents say nothing about the policy."""
+    """Tokens of the prompt and of documents are left out."""
     assert policy_positions(TRAJECTORY) == [3, 4, 7]
 
 
@@ -30,7 +30,7 @@ def test_the_distance_is_the_formula_at_the_positions_before_each_token():
     """
     policy, base = tiny_llama(50, seed=1), tiny_llama(50, seed=2)
     short = Trajectory(TRAJECTORY.prompt, TRAJECTORY.segments[:1])
-    found = distance(policy, base, [short, TRAJECTORY])
+    measured = distance(policy, base, [short, TRAJECTORY])
     with torch.no_grad():
         p, q = (
             torch.distributions.Categorical(
@@ -39,6 +39,6 @@ def test_the_distance_is_the_formula_at_the_positions_before_each_token():
             for model in (policy, base)
         )
     expected = torch.distributions.kl_divergence(p, q).mean()
-    assert found.kl == pytest.approx(float(expected), rel=1e-4)
-    assert found.entropy == pytest.approx(float(p.entropy().mean()), rel=1e-4)
+    assert measured.kl == pytest.approx(float(expected), rel=1e-4)
+    assert measured.entropy == pytest.approx(float(p.entropy().mean()), rel=1e-4)
     assert distance(base, base, [TRAJECTORY]).kl == pytest.approx(0.0, abs=1e-6)
