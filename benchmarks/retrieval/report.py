@@ -1,4 +1,4 @@
-"""Results on disk and on paper: JSON lines, Markdown tables, docs/evidence/retrieval.md."""
+"""Stores results as JSON lines, and writes them as Markdown to docs/evidence/retrieval.md."""
 
 import json
 import os
@@ -12,11 +12,11 @@ from typing import Any
 
 import psutil
 
-from benchmarks.retrieval.figures import Figure, number
+from benchmarks.retrieval.figures import Figure, format_number
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "evidence" / "retrieval.md"
 DETAILS = (": stage ", ": processor time", ": batch", ": p50", "resident set")
-"""Figures that a page can do without."""
+"""Parts of the names of figures that are left out of the documentation."""
 BEGIN = "<!-- results: begin (written by benchmarks.retrieval --write-docs) -->"
 END = "<!-- results: end -->"
 PACKAGES = ("faiss-cpu", "torch", "bm25s", "transformers", "datasets", "fastapi", "uvicorn")
@@ -24,95 +24,101 @@ PACKAGES = ("faiss-cpu", "torch", "bm25s", "transformers", "datasets", "fastapi"
 
 @dataclass(frozen=True)
 class PartResult:
-    """A part that was measured to its end."""
+    """The result of a part that was measured completely."""
 
     part: str
     title: str
     figures: list[Figure]
     settings: dict[str, Any]
-    """What the measurement was made with; results of other settings do not mix."""
+    """Settings of the measurement; only results with equal settings are comparable."""
     machine: str
     is_trial: bool = False
-    """Made with small counts, to see that all works; never for the documentation."""
+    """Whether it was made with small counts (`--trial`); excluded from the documentation."""
 
     def to_line(self) -> str:
-        """One JSON line."""
+        """Return the result as one JSON line."""
         figures = [figure.to_json() for figure in self.figures]
         return json.dumps({**vars(self), "figures": figures}, ensure_ascii=False)
 
     @classmethod
     def from_line(cls, line: str) -> "PartResult":
-        """The part that `to_line` wrote."""
+        """Parse a line that `to_line` returned."""
         row = json.loads(line)
         return cls(**{**row, "figures": [Figure.from_json(f) for f in row["figures"]]})
 
 
 def load(path: Path) -> dict[str, PartResult]:
-    """The last result of every part."""
+    """Load the latest result of each part."""
     lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
     results = [PartResult.from_line(line) for line in lines]
     return {result.part: result for result in results}
 
 
 def append(path: Path, result: PartResult) -> None:
-    """Add a part to the file of results."""
+    """Append a part's result to the file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8") as file:
         file.write(result.to_line() + "\n")
 
 
 def essential(result: PartResult) -> PartResult:
-    """A part without the figures that explain the others; those stay in the JSON lines."""
+    """Return the result without the detailed figures, which remain in the JSON lines."""
     kept = [f for f in result.figures if not any(word in f.name for word in DETAILS)]
     return replace(result, figures=kept)
 
 
 def table(result: PartResult) -> str:
-    """A part as a Markdown table."""
-    head = f"### {result.part}\n\n{result.title}\n\n| figure | value | bar | note |\n"
+    """Return the result as a Markdown section with a table."""
+    head = f"### {result.part}\n\n{result.title}\n\n| figure | value | target | note |\n"
     rows = [
-        f"| {f.name} | {number(f.value)} {f.unit} | {f.bar} | {f.note} |" for f in result.figures
+        f"| {f.name} | {format_number(f.value)} {f.unit} | {f.target} | {f.note} |"
+        for f in result.figures
     ]
     return head + "| --- | ---: | --- | --- |\n" + "\n".join(rows) + "\n"
 
 
 def verdicts(results: Iterable[PartResult]) -> str:
-    """How many bars are met, and those that are not."""
-    judged = [(r, f) for r in results for f in r.figures if f.met is not None]
+    """Return the number of targets that are met, and a list of the missed ones."""
+    with_target = [(r, f) for r in results for f in r.figures if f.met is not None]
     missed = [
-        f"- {r.part}, {f.name}: {number(f.value)} {f.unit} ({f.bar})"
-        for r, f in judged
+        f"- {r.part}, {f.name}: {format_number(f.value)} {f.unit} ({f.target})"
+        for r, f in with_target
         if not f.met
     ]
-    return "\n".join([f"{len(judged) - len(missed)} of {len(judged)} bars met.", *missed])
+    num_met = len(with_target) - len(missed)
+    return "\n".join([f"{num_met} of {len(with_target)} targets met.", *missed])
 
 
 def machine() -> str:
-    """Processor, cores, memory and the packages that do the work."""
+    """Describe the machine: cores, processor, memory and the versions of relevant packages."""
     model = platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.is_file():
         names = [x for x in cpuinfo.read_text().splitlines() if x.startswith("model name")]
         model = names[0].partition(":")[2].strip() if names else model
     memory = psutil.virtual_memory().total / 2**30
-    installed = {found.metadata["Name"]: found.version for found in distributions()}
+    installed = {package.metadata["Name"]: package.version for package in distributions()}
     packages = ", ".join(f"{name} {installed[name]}" for name in PACKAGES if name in installed)
     python = ".".join(map(str, sys.version_info[:3]))
     return f"{os.cpu_count()} cores ({model}), {memory:.0f} GiB; Python {python}, {packages}"
 
 
 def write_docs(results: Mapping[str, PartResult], path: Path = DOCS) -> None:
-    """Replace what stands between the markers by the results; raises ValueError for a trial's."""
+    """Replace the text between the markers of the page by the results.
+
+    Raises ValueError if there are no results, if some are from `--trial`, or without both markers.
+    """
     trials = [part for part, result in results.items() if result.is_trial]
     if trials or not results:
+        got = f"results of --trial ({', '.join(trials)})" if trials else "no results"
         raise ValueError(
-            f"the results have trials ({', '.join(trials)}) or nothing; expected full "
-            "measurements: run without --trial into another --results file"
+            f"got {got}; expected full measurements: run without --trial into another "
+            "--results file"
         )
     text = path.read_text(encoding="utf-8")
     before, _, rest = text.partition(BEGIN)
-    _, found, after = rest.partition(END)
-    if not found:
+    _, end_marker, after = rest.partition(END)
+    if not end_marker:
         raise ValueError(f"{path} lacks {BEGIN!r} or {END!r}; expected both markers: restore them")
     machines = "\n".join(dict.fromkeys(f"Machine: {r.machine}." for r in results.values()))
     body = "\n\n".join(

@@ -1,4 +1,4 @@
-"""The servers that are compared, each a child process: ours with its engines, and the baseline."""
+"""Starts the compared servers as child processes: ours with its engines, and the baseline."""
 
 import signal
 import sys
@@ -10,62 +10,62 @@ from dataclasses import dataclass
 import httpx
 import psutil
 
-from benchmarks.retrieval.corpora import Place
+from benchmarks.retrieval.corpora import CorpusPaths
 from search_r1.search.local_server import MODULE, LocalServer
 
-START_S = 600.0
+START_TIMEOUT_S = 600.0
 BASELINES = ("baseline", "baseline-concurrent")
-BASELINE = "benchmarks.retrieval.baseline_server"
+BASELINE_MODULE = "benchmarks.retrieval.baseline_server"
 
 
 @dataclass(frozen=True)
-class Running:
-    """A server that answers."""
+class RunningServer:
+    """A server that is ready for requests."""
 
     url: str
     pid: int
     start_seconds: float
-    """From the start of the process to its first healthy answer."""
+    """Seconds from the start of the process to its first healthy response."""
 
     def cpu_seconds(self) -> float:
-        """Processor time that the server has used so far."""
+        """Return the processor time that the server has used so far."""
         times = psutil.Process(self.pid).cpu_times()
         return float(times.user + times.system)
 
     def counters(self) -> dict[str, float]:
-        """The sums and counts of its `/metrics` by name and labels; empty for the baseline."""
-        answer = httpx.get(f"{self.url}/metrics", timeout=30.0, trust_env=False)
-        return read_counters(answer.text) if answer.is_success else {}
+        """Read the counters of `/metrics` by name and labels; empty for the baseline."""
+        response = httpx.get(f"{self.url}/metrics", timeout=30.0, trust_env=False)
+        return read_counters(response.text) if response.is_success else {}
 
     def resident_bytes(self) -> tuple[int, int]:
-        """The resident set, and the part of it that is no mapped file."""
+        """Return the bytes of the resident set, in total and without mapped files."""
         memory = psutil.Process(self.pid).memory_info()
         return int(memory.rss), int(memory.rss - memory.shared)
 
 
 def stop_servers_when_terminated() -> None:
-    """Let SIGTERM unwind this process, so that no server outlives it."""
+    """Let SIGTERM raise SystemExit in this process, so that its servers are stopped."""
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
 
 
 def read_counters(text: str) -> dict[str, float]:
-    """Values by name and labels from Prometheus' text format, buckets left out."""
+    """Parse Prometheus' text format: values by name and labels, without buckets."""
     lines = [x for x in text.splitlines() if x and not x.startswith("#") and "_bucket{" not in x]
     pairs = [line.rsplit(" ", 1) for line in lines]
     return {name: float(value) for name, value in pairs}
 
 
-def engine_flags(name: str, place: Place, model: str) -> list[str]:
-    """Our server's flags for `bm25`, `faiss`, `faiss:FACTORY`, `torch` or `torch:DTYPE`.
+def engine_flags(name: str, paths: CorpusPaths, model: str) -> list[str]:
+    """Return our server's flags for `bm25`, `faiss[:FACTORY]` or `torch[:DTYPE]`.
 
-    A dense name may end in `@DTYPE`, the encoder's.
+    A dense name may end in `@DTYPE`, the dtype of the encoder.
     """
     name, _, encoder_dtype = name.partition("@")
-    corpus = ["--corpus_path", str(place.corpus)]
+    corpus = ["--corpus_path", str(paths.corpus)]
     if name == "bm25":
-        return ["--retriever_name", "bm25", *corpus, "--index_path", str(place.bm25)]
+        return ["--retriever_name", "bm25", *corpus, "--index_path", str(paths.bm25)]
     engine, _, variant = name.partition(":")
-    index = place.faiss(variant) if engine == "faiss" and variant else place.flat
+    index = paths.faiss(variant) if engine == "faiss" and variant else paths.flat
     if index.parent.name.endswith(".index"):
         index = index.parent
     flags = ["--retriever_name", "minilm", "--retriever_model", model, *corpus]
@@ -75,23 +75,25 @@ def engine_flags(name: str, place: Place, model: str) -> list[str]:
 
 
 @contextmanager
-def serving(name: str, place: Place, model: str, threads: int, *extra: str) -> Iterator[Running]:
-    """Start the server called `name`, wait until it is healthy, stop it at the end.
+def run_server(
+    name: str, paths: CorpusPaths, model: str, threads: int, *extra: str
+) -> Iterator[RunningServer]:
+    """Start the server called `name`, yield it once it is healthy, and stop it at the end.
 
-    Its log is `<cache>/logs/<name>-<corpus>.log`.
+    Its log is `<cache>/logs/<name>-<corpus>.log`. `extra`: further flags of our server.
     """
-    log = place.cache / "logs" / f"{name.replace(':', '-')}-{place.name}.log"
+    log = paths.cache / "logs" / f"{name.replace(':', '-')}-{paths.name}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
-    start = time.perf_counter()
+    began = time.perf_counter()
     if name in BASELINES:
-        flags, module = _baseline_flags(name, place, model, threads), BASELINE
+        flags, module = _baseline_flags(name, paths, model, threads), BASELINE_MODULE
     else:
-        flags, module = [*engine_flags(name, place, model), *extra], MODULE
-    with LocalServer(flags, timeout=START_S, log_path=log, module=module) as server:
-        yield Running(server.url, server.pid, time.perf_counter() - start)
+        flags, module = [*engine_flags(name, paths, model), *extra], MODULE
+    with LocalServer(flags, timeout=START_TIMEOUT_S, log_path=log, module=module) as server:
+        yield RunningServer(server.url, server.pid, time.perf_counter() - began)
 
 
-def _baseline_flags(name: str, place: Place, model: str, threads: int) -> list[str]:
-    flags = ["--corpus_path", str(place.corpus), "--index_file", str(place.flat)]
-    flags += ["--model", model, "--threads", str(threads), "--cache", str(place.cache / "datasets")]
+def _baseline_flags(name: str, paths: CorpusPaths, model: str, threads: int) -> list[str]:
+    flags = ["--corpus_path", str(paths.corpus), "--index_file", str(paths.flat)]
+    flags += ["--model", model, "--threads", str(threads), "--cache", str(paths.cache / "datasets")]
     return [*flags, "--concurrent"] if name.endswith("concurrent") else flags

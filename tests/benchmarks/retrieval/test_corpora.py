@@ -1,4 +1,4 @@
-"""The corpus by repetition and its vectors."""
+"""The repeated corpus and its vectors, and the questions."""
 
 import json
 from pathlib import Path
@@ -19,7 +19,7 @@ def write(path: Path, texts: list[str]) -> Path:
     return path
 
 
-def test_rows_repeat_in_turn_with_ids_of_their_own(tmp_path: Path) -> None:
+def test_repeated_rows_are_in_order_with_distinct_ids(tmp_path: Path) -> None:
     """Row i has the text of row i modulo the source's length, and the id i."""
     real = write(tmp_path / "real.jsonl", ["a\nb", "ü", "c"])
     repeat_corpus(real, tmp_path / "large.jsonl", 8)
@@ -29,15 +29,15 @@ def test_rows_repeat_in_turn_with_ids_of_their_own(tmp_path: Path) -> None:
     check_repetition(real, tmp_path / "large.jsonl")
 
 
-def test_another_corpus_is_refused(tmp_path: Path) -> None:
-    """Repeated vectors would belong to other texts."""
+def test_a_corpus_that_is_no_repetition_is_refused(tmp_path: Path) -> None:
+    """The repeated vectors would belong to other texts."""
     real = write(tmp_path / "real.jsonl", ["a", "b"])
     with pytest.raises(SetupError, match="row 3"):
         check_repetition(real, write(tmp_path / "large.jsonl", ["a", "b", "b"]))
 
 
-def test_vectors_repeat_in_turn(tmp_path: Path) -> None:
-    """The index of the repeated corpus holds the real vectors over and over."""
+def test_repeated_vectors_are_in_order(tmp_path: Path) -> None:
+    """The index of the repeated corpus has the real vectors again and again."""
     vectors = np.random.default_rng(0).normal(size=(3, 4)).astype(np.float32)
     index = faiss.IndexFlatIP(4)
     index.add(vectors)
@@ -49,15 +49,17 @@ def test_vectors_repeat_in_turn(tmp_path: Path) -> None:
 
 
 def test_questions_are_distinct(tmp_path: Path) -> None:
-    """A question in both splits is asked once."""
-    for name, asked in (("train.jsonl", ["q1", "q2"]), ("dev.jsonl", ["q2", "q3"])):
-        rows = "".join(json.dumps({"question": q}) + "\n" for q in asked)
+    """A question in both splits is returned once."""
+    for name, split in (("train.jsonl", ["q1", "q2"]), ("dev.jsonl", ["q2", "q3"])):
+        rows = "".join(json.dumps({"question": q}) + "\n" for q in split)
         (tmp_path / name).write_text(rows)
     assert questions(tmp_path) == ["q1", "q2", "q3"]
 
 
-def test_missing_questions_name_the_command_that_makes_them(tmp_path: Path) -> None:
-    """A new checkout has none; it is told at once, before anything is encoded."""
+def test_the_error_for_missing_questions_names_the_command_that_creates_them(
+    tmp_path: Path,
+) -> None:
+    """A new checkout has no questions; the error is raised before anything is encoded."""
     args = _parser().parse_args(["--data", str(tmp_path), "--cache", str(tmp_path / "cache")])
     with pytest.raises(SetupError, match=r"train\.jsonl.*data_process/small_hotpotqa\.py"):
         _bench(args)

@@ -1,4 +1,4 @@
-"""Shares of a profile from collapsed stacks."""
+"""Shares of functions in a profile of collapsed stacks."""
 
 import pytest
 
@@ -10,11 +10,11 @@ main (a.py:2);parse (c.py:8);parse (c.py:9) 1
 """
 
 
-def test_shares_by_hand() -> None:
-    """Lines of one function count together; only the innermost function counts."""
+def test_shares_of_functions() -> None:
+    """Lines of one function count together, and only the innermost function counts."""
     assert shares(STACKS) == pytest.approx({"parse (c.py)": 0.7, "search (b.py)": 0.3})
 
 
-def test_shares_of_nothing() -> None:
-    """A profile without samples has no shares."""
+def test_a_profile_without_samples_has_no_shares() -> None:
+    """An empty file is valid."""
     assert shares("") == {}

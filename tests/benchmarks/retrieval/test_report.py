@@ -1,4 +1,4 @@
-"""Results on disk, tables, and what may be written into the documentation."""
+"""Results on disk, tables, and the results in the documentation."""
 
 from pathlib import Path
 
@@ -31,21 +31,21 @@ def test_the_last_result_of_a_part_counts(tmp_path: Path) -> None:
     """A repeated part replaces its older result; the others stay."""
     path = tmp_path / "new" / "results.jsonl"
     newer = PartResult("a", "again", [], {}, "2 cores")
-    for some in (result("a"), result("b"), newer):
-        append(path, some)
+    for part_result in (result("a"), result("b"), newer):
+        append(path, part_result)
     assert load(path) == {"a": newer, "b": result("b")}
 
 
-def test_a_bar_is_printed_beside_its_figure() -> None:
-    """Both verdicts are seen in the table and in the summary."""
+def test_a_target_is_printed_next_to_its_figure() -> None:
+    """The table shows whether targets are met; the summary counts them."""
     text = table(result())
     assert "| rate | 9.5 x | ≥ 8: met |" in text
     assert "| p99 | 0.5 x | ≤ 0.25: **not met** |" in text
-    assert verdicts([result()]).startswith("1 of 2 bars met.")
+    assert verdicts([result()]).startswith("1 of 2 targets met.")
 
 
 def test_docs_get_the_results_between_the_markers(tmp_path: Path) -> None:
-    """Writing twice leaves one table, and the text around it as it was."""
+    """Writing twice leaves one table, and does not change the text around it."""
     path = tmp_path / "benchmarks.md"
     path.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
     for _ in range(2):
@@ -60,6 +60,6 @@ def test_docs_get_the_results_between_the_markers(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("results", [{}, {"a": result("a", is_trial=True)}])
 def test_trials_never_reach_the_docs(tmp_path: Path, results: dict[str, PartResult]) -> None:
-    """Small counts and missing results are refused."""
+    """Results of --trial and missing results are refused."""
     with pytest.raises(ValueError, match="expected full measurements"):
         write_docs(results, tmp_path / "benchmarks.md")

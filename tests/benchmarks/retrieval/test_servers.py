@@ -1,4 +1,4 @@
-"""Reading a server's counters."""
+"""Parsing a server's counters."""
 
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 
@@ -11,7 +11,7 @@ def test_counters_are_read_as_prometheus_writes_them() -> None:
     stages = Histogram("stage_seconds", "Time.", ["stage"], registry=registry)
     stages.labels("encode").observe(0.25)
     stages.labels("encode").observe(0.5)
-    found = read_counters(generate_latest(registry).decode())
-    assert found['stage_seconds_sum{stage="encode"}'] == 0.75
-    assert found['stage_seconds_count{stage="encode"}'] == 2
-    assert not any("bucket" in name for name in found)
+    counters = read_counters(generate_latest(registry).decode())
+    assert counters['stage_seconds_sum{stage="encode"}'] == 0.75
+    assert counters['stage_seconds_count{stage="encode"}'] == 2
+    assert not any("bucket" in name for name in counters)

@@ -2,15 +2,15 @@
 
 from collections import Counter
 
-from benchmarks.retrieval.throughput import REPEATS, WINDOW, repeated
+from benchmarks.retrieval.throughput import REPEATS, WINDOW, repeat_and_shuffle
 
 
 def test_every_query_is_repeated_within_its_window() -> None:
-    """Each query comes five times, all within fifty requests."""
+    """Each query occurs five times within fifty requests."""
     queries = [f"q{i}" for i in range(25)]
-    asked = repeated(queries)
-    assert Counter(asked) == dict.fromkeys(queries, REPEATS)
+    repeated = repeat_and_shuffle(queries)
+    assert Counter(repeated) == dict.fromkeys(queries, REPEATS)
     for start in range(0, len(queries), WINDOW):
-        window = asked[start * REPEATS : (start + WINDOW) * REPEATS]
+        window = repeated[start * REPEATS : (start + WINDOW) * REPEATS]
         assert set(window) == set(queries[start : start + WINDOW])
-    assert asked != sorted(asked)
+    assert repeated != sorted(repeated)
