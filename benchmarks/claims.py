@@ -140,9 +140,14 @@ def main() -> None:
 
 
 def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the ratios of the seconds of both modes, with half of the mean's 95 % interval."""
+    """Return the ratios of the seconds of both modes, with half of the mean's 95 % interval.
+
+    One round has no interval: `half_interval` is None.
+    """
     ratios = [row["split"] / row["claims"] for row in rows]
-    half = NormalDist().inv_cdf(0.975) * stdev(ratios) / math.sqrt(len(ratios))
+    half = None
+    if len(ratios) > 1:
+        half = NormalDist().inv_cdf(0.975) * stdev(ratios) / math.sqrt(len(ratios))
     return {
         "ratio": mean(ratios), "half_interval": half, "median": median(ratios), "ratios": ratios,
     }  # fmt: skip

@@ -77,13 +77,9 @@ def measure(
 ) -> Run:
     """Start the server called `name`, warm it up and load it.
 
-    Args:
-        mode: Mode of the load generator, `raw` or `client`.
-        batch: Queries per request; with more than 1 there is a single client.
-        extra: Further flags of our server.
-        profile: File to which py-spy writes the stacks sampled during the load.
-
-    Raises RuntimeError if any answer is incomplete.
+    `mode`: of the load generator, `raw` or `client`. `batch`: queries per request; with more than 1
+    there is a single client. `extra`: further flags of our server. `profile`: file for the stacks
+    that py-spy samples during the load. Raises RuntimeError if any answer is incomplete.
     """
     with run_server(name, paths, bench.model, bench.threads, *extra) as server:
         run_load(server.url, bench.warm_up_queries, clients=8, topk=bench.topk)

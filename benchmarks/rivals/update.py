@@ -97,10 +97,8 @@ def median_and_range(values: Sequence[float], digits: int) -> str:
 def report(answers: dict[str, list[Answer]], sizes: list[int], rates: list[Answer]) -> None:
     """Print the speeds, our speed relative to the others in the same round, and FLOPs utilization.
 
-    Args:
-        answers: Answers of each worker and mode, one per round.
-        sizes: Tokens of each round's update.
-        rates: The machine's matrix rate in each round.
+    `answers`: by worker and mode, one per round; `sizes`: tokens of each round's update; `rates`:
+    the machine's matrix rate in each round.
     """
     console.print(f"{len(sizes)} updates of {min(sizes)} to {max(sizes)} tokens; median (range)")
     ours = {name: rounds for name, rounds in answers.items() if name.startswith(OURS)}
