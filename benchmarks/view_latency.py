@@ -149,7 +149,7 @@ def request(client: httpx.Client, draw: random.Random, page: str, steps: int, si
     """Send a page's request with random values; returns the ms until the response is complete."""
     path = REQUESTS[page].format(
         step=draw.randint(1, steps), line=draw.randrange(size), question=draw.randrange(1500),
-        low=draw.randint(1, 50), high=steps - draw.randrange(9),
+        low=draw.randint(1, 50), high=max(1, steps - draw.randrange(9)),
         word=draw.choice(WORDS), other=draw.choice(WORDS),
     )  # fmt: skip
     began = time.perf_counter()
