@@ -30,6 +30,7 @@ from search_r1.serve import ServingOptions
 from search_r1.view import command as view
 from verl.sft import rejection_sampling
 from verl.sft import trainer as sft
+from verl.sft.options import SftConfig
 from verl.trainer import main_ppo
 
 Main = Callable[[list[str]], int | None]
@@ -99,11 +100,12 @@ def no_work(monkeypatch: pytest.MonkeyPatch) -> None:
     """Command lines are parsed but not carried out."""
     imports = types.SimpleNamespace(import_module=lambda name: FakeModule())
     monkeypatch.setattr(options, "importlib", imports)
-    monkeypatch.setitem(sys.modules, "verl.trainer.run", FakeModule())  # type: ignore[arg-type]
+    for name in ("verl.trainer.run", "verl.sft.run"):
+        monkeypatch.setitem(sys.modules, name, FakeModule())  # type: ignore[arg-type]
     report = rejection_sampling.Report()
     for module, name, result in (
         (retrieval_server, "_run", True), (index_builder, "build_index", None),
-        (sft, "train", None), (download, "_download", None),
+        (download, "_download", None),
         (rejection_sampling, "run", report),
     ):  # fmt: skip
         monkeypatch.setattr(module, name, lambda *_, result=result, **__: result)
@@ -163,9 +165,7 @@ def test_an_invalid_argument_of_a_run_is_refused(word: str) -> None:
 def test_supervised_training_handles_every_value() -> None:
     """Its values are YAML, whose parser raises many types of errors."""
     base = ["model_path=m", "train_file=t", "output_dir=o"]
-    cases = [
-        f"{field.name}={word}" for field in dataclasses.fields(sft.SftConfig) for word in TYPED
-    ]
+    cases = [f"{field.name}={word}" for field in dataclasses.fields(SftConfig) for word in TYPED]
     for word in (*INVALID[:8], *random.Random(0).sample(cases, 200)):
         assert status(sft.main, [*base, word]) in (0, 2), word
 

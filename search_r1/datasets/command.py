@@ -147,7 +147,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments and arguments[0] not in ("-h", "--help"):
         near = difflib.get_close_matches(arguments[0], RECIPES, n=1)
         fix = f"search-r1 data {near[0]}" if near else "search-r1 data --help lists them"
-        sys.stderr.write(f"data: got {arguments[0]}, expected a name; fix: {fix}\n")
+        sys.stderr.write(f"search-r1 data: got {arguments[0]}, expected a name; fix: {fix}\n")
         return 2
     sys.stdout.write(text)
     return 0 if arguments else 2
@@ -158,4 +158,5 @@ def build(name: str, argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
     options, function, about = RECIPES[name]
-    return run(f"{PACKAGE}.{function}", options, argv, prog=name, description=f"Builds {about}.")
+    return run(f"{PACKAGE}.{function}", options, argv, prog=f"search-r1 data {name}",
+               description=f"Builds {about}.")  # fmt: skip

@@ -155,9 +155,15 @@ def main(argv: list[str] | None = None) -> int:
     if arguments[:1] == ["checksums"]:
         about = "Stores checksums of an index and a corpus, or compares them."
         target = f"{module}:run_checksums"
-        return run(target, ChecksumConfig, arguments[1:], prog="checksums", description=about)
+        return run(
+            target,
+            ChecksumConfig,
+            arguments[1:],
+            prog="search-r1 index checksums",
+            description=about,
+        )
     target = f"{module}:_build"
-    return run(target, BuildConfig, arguments, prog="index_builder", description=__doc__)
+    return run(target, BuildConfig, arguments, prog="search-r1 index", description=__doc__)
 
 
 if __name__ == "__main__":

@@ -181,7 +181,7 @@ def main(argv: list[str] | None = None) -> int:
     configure_logging(logging.INFO, "%(asctime)s %(levelname)s %(message)s")
     faulthandler.enable(sys.__stderr__ or sys.stderr)  # prints a traceback at SIGBUS
     target = "search_r1.search.retrieval_server:_run"
-    return run(target, ServerOptions, argv, prog="retrieval_server", description=__doc__)
+    return run(target, ServerOptions, argv, prog="search-r1 serve-retriever", description=__doc__)
 
 
 if __name__ == "__main__":

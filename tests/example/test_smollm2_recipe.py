@@ -21,7 +21,7 @@ from search_r1.evaluation.options import EvaluationOptions
 from search_r1.options import parse
 from tests.example.smollm2_world import UNANSWERABLE, write_data
 from verl.config import cli
-from verl.sft import trainer as sft
+from verl.sft.options import parse as parse_sft
 
 ROOT = Path(__file__).resolve().parents[2]
 STAGES = ("data", "dialogues", "sft", "rl", "adapters", "evaluate")
@@ -120,7 +120,7 @@ def test_mistakes_are_errors_before_anything_runs(recipe: Recipe) -> None:
 def test_all_options_are_valid(budget: str, device: str, recipe: Recipe) -> None:
     """Cold start, GRPO and all evaluations accept their options, for each budget and device."""
     calls, _ = recipe.run(BUDGET=budget, DEVICE=device)
-    cold = sft.parse(arguments_of(calls, "verl.sft.trainer")[0])
+    cold = parse_sft(arguments_of(calls, "verl.sft.trainer")[0])
     config = cli.compose(arguments_of(calls, "verl.trainer.main_ppo")[0])
     assert config.actor_rollout_ref.rollout.n_agent == 8 - 2 * (
         (budget, device) == ("short", "cpu")

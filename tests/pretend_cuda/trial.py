@@ -29,7 +29,8 @@ from tests.pretend_cuda.mode import PretendCuda
 from verl.config import Config
 from verl.core_algos.losses import loss_weights
 from verl.preflight.memory.check import fill_undecided
-from verl.sft import trainer as sft
+from verl.sft import run as sft
+from verl.sft.options import SftConfig
 from verl.training import models
 from verl.training import worker as training_ranks
 from verl.training.devices import join_process_group
@@ -222,7 +223,7 @@ class Trial:
     def run_sft(self) -> None:
         """Run a step of supervised fine-tuning."""
         device = torch.device("cuda", 0)
-        config = sft.SftConfig(
+        config = SftConfig(
             model_path="pretended", train_file="none", output_dir="none", steps=4,
             device="cuda", compute_dtype=self.case.dtype,
         )  # fmt: skip

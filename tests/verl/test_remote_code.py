@@ -27,7 +27,8 @@ from verl.model_shape import read_shape
 from verl.preflight.checks import _record
 from verl.remote_code import TRUST, set_trust
 from verl.rollout.vllm_engine import VllmSettings
-from verl.sft import trainer as sft
+from verl.sft import run as sft
+from verl.sft.options import parse
 from verl.training.loading import map_causal_lm
 from verl.training.models import load_causal_lm
 
@@ -70,7 +71,7 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def fine_tune(path: str) -> object:
-    return sft.train(sft.parse([f"model_path={path}", "train_file=x", f"output_dir={path}.out"]))
+    return sft.train(parse([f"model_path={path}", "train_file=x", f"output_dir={path}.out"]))
 
 
 def export(path: str) -> object:

@@ -7,15 +7,16 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from verl.checkpoint.exporting import export
+from verl.config.policy import DTYPES
 from verl.logs import exit_status
 from verl.remote_code import set_trust
-from verl.training.devices import DTYPES
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Export a checkpoint as the arguments say; returns the exit status."""
-    parser = argparse.ArgumentParser(description="Checkpoints of a training run.")
+    parser = argparse.ArgumentParser(
+        prog="python -m verl.checkpoint", description="Checkpoints of a training run."
+    )
     commands = parser.add_subparsers(dest="command", required=True)
     command = commands.add_parser("export", help="write a Hugging Face folder")
     command.add_argument("step_dir", type=Path, help="a global_step_N folder")
@@ -24,14 +25,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--base", help="model whose config and tokenizer to use, and to merge an adapter into"
     )
     command.add_argument("--adapter", action="store_true", help="write only the adapter, for peft")
-    command.add_argument("--dtype", choices=tuple(DTYPES), default="bfloat16")
+    text = "number format of the weights (default: bfloat16)"
+    command.add_argument("--dtype", choices=DTYPES, default="bfloat16", help=text)
     command.add_argument(
         "--trust-remote-code", action="store_true", help="run the Python code in the model's folder"
     )
     options = parser.parse_args(arguments)
+    return exit_status(lambda: _export(options))
+
+
+def _export(options: argparse.Namespace) -> None:
+    from verl.checkpoint.exporting import export  # noqa: PLC0415 - torch: seconds
+
     set_trust(options.trust_remote_code)
-    inputs = options.step_dir, options.out, options.base, options.dtype, options.adapter
-    return exit_status(lambda: print(export(*inputs)))  # noqa: T201
+    folder = export(options.step_dir, options.out, options.base, options.dtype, options.adapter)
+    print(folder)  # noqa: T201
 
 
 if __name__ == "__main__":

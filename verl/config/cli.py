@@ -29,7 +29,14 @@ from omegaconf import MISSING, Container, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from verl.config import Config, overrides
-from verl.config.known import check, expand_home, flatten, known_options, settings, to_argument
+from verl.config.known import (
+    check,
+    expand_home,
+    flatten,
+    known_options,
+    options_help,
+    settings,
+)
 from verl.errors import ConfigError, explain, redact
 
 PRESETS = Path(__file__).parent / "presets"
@@ -165,7 +172,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="search-r1 train",
         usage=USAGE,
         description="Train an agent. Options are key=value; the last value of an option wins.",
-        epilog=_options_help(),
+        epilog=options_help(known_options().values()).replace("%", "%%"),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="options of the run")
@@ -176,15 +183,6 @@ def _parser() -> argparse.ArgumentParser:
     sweep = "one run per combination of values (trainer.seed=0,1,2), one after another"
     parser.add_argument("--multirun", "-m", action="store_true", help=sweep)
     return parser
-
-
-def _options_help() -> str:
-    """List every option with its default and description, in two lines each."""
-    lines = [
-        f"  {option.key}={to_argument(option.default)}\n      ({option.type_name}) {option.doc}"
-        for option in known_options().values()
-    ]
-    return "options:\n" + "\n".join(lines).replace("%", "%%")
 
 
 def _preset_names(folder: Path) -> list[str]:

@@ -9,12 +9,13 @@ machine (files, devices, tools) are in `verl.preflight.checks`.
 import ast
 import dataclasses
 import functools
+import inspect
 import itertools
 import os
+import sys
 import typing
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import Field, dataclass
-from pathlib import Path
 from typing import Any
 
 from verl.config import Config
@@ -36,13 +37,28 @@ class Option:
 
 @functools.cache
 def known_options() -> dict[str, Option]:
-    """Return every option by dotted key, in the order of the dataclasses."""
+    """Return every option of a training run by dotted key, in the order of the dataclasses."""
+    return describe_options(Config())
+
+
+def describe_options(config: Any) -> dict[str, Option]:
+    """Return the options of a dataclass with default values, by dotted key."""
     options = {}
-    for key, section, field, default in settings(Config()):
+    for key, section, field, default in settings(config):
         type_name = _type_name(typing.get_type_hints(type(section))[field.name])
         doc = _field_doc(type(section), field.name)
-        options[key] = Option(key, type_name, default, doc, field.metadata["limits"])
+        limits = field.metadata.get("limits", Limits("free"))
+        options[key] = Option(key, type_name, default, doc, limits)
     return options
+
+
+def options_help(options: Iterable[Option]) -> str:
+    """List options with default and description for `--help`, in two lines each."""
+    lines = [
+        f"  {option.key}={to_argument(option.default)}\n      ({option.type_name}) {option.doc}"
+        for option in options
+    ]
+    return "options:\n" + "\n".join(lines)
 
 
 @functools.cache
@@ -114,16 +130,17 @@ def _type_name(hint: Any) -> str:
 
 def _field_doc(kind: type, name: str) -> str:
     """Return the docstring of a field, from its class or the base class that declares it."""
-    docs = (_field_docs().get((base.__name__, name)) for base in kind.__mro__)
+    bases = (base for base in kind.__mro__ if dataclasses.is_dataclass(base))
+    docs = (_field_docs(base.__module__).get((base.__name__, name)) for base in bases)
     return next(filter(None, docs), "")
 
 
 @functools.cache
-def _field_docs() -> dict[tuple[str, str], str]:
-    """Read the strings below fields from the source of `verl.config`, by class and field."""
+def _field_docs(module: str) -> dict[tuple[str, str], str]:
+    """Read the strings below fields from the source of a module, by class and field."""
     docs = {}
-    trees = [ast.parse(file.read_text("utf-8")) for file in Path(__file__).parent.glob("*.py")]
-    for node in (node for tree in trees for node in tree.body if isinstance(node, ast.ClassDef)):
+    tree = ast.parse(inspect.getsource(sys.modules[module]))
+    for node in (node for node in tree.body if isinstance(node, ast.ClassDef)):
         for pair in itertools.pairwise(node.body):
             match pair:
                 case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(text)):

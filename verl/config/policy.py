@@ -11,6 +11,8 @@ ALL_LINEAR = "all-linear"
 SELECTIVE = "selective"
 CHECKPOINTING_MODES = (True, False, SELECTIVE)
 """Activations of a block that are recomputed in backward: all, none, or the cheap ones."""
+DTYPES = ("bfloat16", "float16", "float32")
+"""Number formats of weights, by torch's names (`verl.training.devices.DTYPES`)."""
 VLLM_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """LoRA ranks that vLLM can reserve memory for; an adapter uses the next larger one."""
 
@@ -243,7 +245,7 @@ class RolloutConfig:
     """Continue trajectories with newer weights at their next turn; false keeps one version each."""
     interrupt_turns: bool = option(False, resume="logged")
     """Interrupt running turns and continue them with new weights; false lets them finish first."""
-    dtype: str = option("auto", resume="logged", choices=("auto", "bfloat16", "float16", "float32"))
+    dtype: str = option("auto", resume="logged", choices=("auto", *DTYPES))
     """Number format of the engine: auto (the trainer's), bfloat16, float16, float32."""
     quantization: str | None = option(None, resume="logged", choices=("fp8",))
     """fp8: vLLM computes the blocks' linear layers in 8 bits and quantizes each version of the

@@ -14,9 +14,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 from example.tiny import tiny_llama
 from tests.bad_models import BAD, whole_model
-from verl.errors import ConfigError, DataError
-from verl.sft import trainer as sft
+from verl.errors import DataError
+from verl.sft import run as sft
+from verl.sft import trainer
 from verl.sft.demonstrations import load_demonstrations
+from verl.sft.options import parse
 from verl.types import TokenBatch
 
 WORDS = ["<unk>", "<end>", "ask", "find", "say", "city", "sea", "one", "two", "user", "assistant"]
@@ -128,7 +130,7 @@ def test_losses_and_weights_equal_a_hand_written_loop(
         monkeypatch.setenv(name, "restored afterwards")
         monkeypatch.delenv(name)
     out = tmp_path / "out"
-    found = sft.train(sft.parse(options(model, demonstrations, out)))
+    found = sft.train(parse(options(model, demonstrations, out)))
     losses, lm = hand_written(model, demonstrations, 2)
     assert found == pytest.approx(losses, rel=1e-4)
     trained = AutoModelForCausalLM.from_pretrained(out)
@@ -164,7 +166,7 @@ def test_an_adapter_is_trained_merged_and_saved(
         monkeypatch.delenv(name)
     out = tmp_path / "out"
     extra = ["lora_rank=2", "lora_alpha=6", "target_modules=[q_proj,up_proj]", "lr=1e-2"]
-    found = sft.train(sft.parse([*options(model, demonstrations, out), *extra]))
+    found = sft.train(parse([*options(model, demonstrations, out), *extra]))
     losses, _ = hand_written(model, demonstrations, 1)
     assert found[0] == pytest.approx(losses[0], rel=1e-4)
     adapter = load_file(out / "adapter/adapter_model.safetensors")
@@ -219,38 +221,6 @@ def test_an_over_long_row_is_refused(model: str, demonstrations: str) -> None:
         load_demonstrations(demonstrations, AutoTokenizer.from_pretrained(model), 12)
 
 
-@pytest.mark.parametrize(
-    ("argument", "message"),
-    [
-        ("step=3", "steps"),
-        ("steps=0", "1 or more"),
-        ("steps=x", "steps"),
-        ("schedule=no", "linear"),
-        ("lora_rank=-1", "from 0 to 512"),
-        ("lora_alpha=0", "more than 0"),
-    ],
-)
-def test_bad_options_are_refused(argument: str, message: str) -> None:
-    """The error suggests a known key, or describes the allowed values."""
-    with pytest.raises(ConfigError, match=message):
-        sft.parse(["model_path=m", "train_file=t", "output_dir=o", argument])
-
-
-def test_home_folder_is_expanded_and_targets_are_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Shells do not expand `~` after `key=`; a number is not a name of a layer."""
-    monkeypatch.setenv("HOME", "/home/ann")
-    arguments = ["model_path=~/m", "train_file=t", "output_dir=o"]
-    assert sft.parse(arguments).model_path == "/home/ann/m"
-    with pytest.raises(ConfigError, match="target_modules: got 5, expected a text"):
-        sft.parse([*arguments, "lora_rank=2", "target_modules=5"])
-
-
-def test_missing_options_are_named() -> None:
-    """The error names a missing option without a default."""
-    with pytest.raises(ConfigError, match="model_path"):
-        sft.parse(["train_file=x", "output_dir=y"])
-
-
 @pytest.mark.parametrize("case", ["layers 4 over 2", "no tokenizer", "template that raises"])
 def test_a_bad_model_is_refused_before_the_ranks_join(
     case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -258,6 +228,6 @@ def test_a_bad_model_is_refused_before_the_ranks_join(
     """With the same one-line error as in RL training (`tests/bad_models.py`)."""
     BAD[case][0](whole_model(tmp_path / "model"))
     words = {"model_path": "model", "train_file": "none.jsonl", "output_dir": "out"}
-    assert sft.main([f"{key}={tmp_path / name}" for key, name in words.items()]) == 2
+    assert trainer.main([f"{key}={tmp_path / name}" for key, name in words.items()]) == 2
     line = capsys.readouterr().err.splitlines()[-1]  # after the progress bar of save_pretrained
     assert "model_path: got " in line and BAD[case][1] in line

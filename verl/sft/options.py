@@ -1,0 +1,114 @@
+"""Options of supervised fine-tuning, and their command line `key=value …`."""
+
+import difflib
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import yaml
+from omegaconf import MISSING, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from verl.bounds import MAX_SEED
+from verl.config import AdapterConfig
+from verl.config.known import (
+    describe_options,
+    expand_home,
+    limit_problems,
+    options_help,
+    raise_problems,
+)
+from verl.config.option import option
+from verl.config.overrides import short_repr
+from verl.config.policy import DTYPES
+from verl.errors import ConfigError, explain
+
+MALFORMED = (OmegaConfBaseException, yaml.YAMLError, ValueError, IndexError, RecursionError)
+"""Errors that parsing a command-line argument as YAML may raise."""
+
+bounded = functools.partial(option, resume="free")  # SFT runs are never resumed
+
+
+@dataclass
+class SftConfig(AdapterConfig):
+    """Options of a supervised fine-tuning run, of all weights or of an adapter."""
+
+    model_path: str = MISSING
+    """Folder (or hub name) of the model to start from."""
+    trust_remote_code: bool = False
+    """Run code that comes with the model. It runs with your permissions."""
+    train_file: str = MISSING
+    """Demonstrations: jsonl file, one JSON object per line."""
+    output_dir: str = MISSING
+    """Hugging Face folder to write, atomically. An adapter is merged, and saved in `adapter/`."""
+    steps: int = bounded(20, ge=1)
+    """Optimizer steps."""
+    batch_size: int = bounded(8, ge=1)
+    """Demonstrations per step, over all ranks."""
+    lr: float = bounded(2e-4, gt=0, le=1)
+    """Peak learning rate."""
+    schedule: str = bounded("linear", choices="verl.training.fsdp:SCHEDULES")
+    """Learning rate after the warm-up: constant, or linear or cosine decay to 0."""
+    warmup_steps: int = bounded(3, ge=0)
+    """Steps over which lr rises linearly."""
+    weight_decay: float = bounded(0.0, ge=0, le=10)
+    """Decoupled weight decay."""
+    grad_clip: float = bounded(1.0, gt=0)
+    """Maximum gradient norm."""
+    max_length: int = bounded(2048, ge=1)
+    """Maximum tokens of a demonstration; longer ones are refused."""
+    max_tokens_per_micro_batch: int = bounded(8192, ge=1)
+    """Token budget of one packed forward pass on one rank."""
+    gradient_checkpointing: bool = False
+    """Recompute block activations in backward."""
+    end_of_turn: str = ""
+    """Text to append to the last policy segment, such as <|im_end|>; rollouts stop at tags."""
+    shuffle: bool = True
+    """Shuffle every epoch by `seed`; false keeps file order, from batch seed · steps on."""
+    seed: int = bounded(0, ge=0, le=MAX_SEED)
+    """Seed of the data order."""
+    device: str = bounded("auto", choices=("auto", "cuda", "cpu"))
+    """Device: auto, cuda or cpu."""
+    compute_dtype: str = bounded("auto", choices=("auto", *DTYPES))
+    """Compute dtype: auto, bfloat16, float16 or float32; master weights are float32."""
+    save_dtype: str = bounded("bfloat16", choices=DTYPES)
+    """Number format of the saved weights: bfloat16, float16 or float32."""
+
+
+def parse(arguments: Sequence[str]) -> SftConfig:
+    """Parse `key=value` arguments. Raises ConfigError, which suggests a known key."""
+    known = [field.name for field in fields(SftConfig)]
+    try:
+        options = OmegaConf.from_dotlist([argument.removeprefix("+") for argument in arguments])
+        for key in options:
+            if key not in known:
+                near = difflib.get_close_matches(str(key), known, 1) or known
+                fix = f"did you mean {near[0]}?"
+                raise ConfigError(explain("option", key, "a known option", fix))
+        merged = OmegaConf.merge(OmegaConf.structured(SftConfig), options)
+        for key in sorted(OmegaConf.missing_keys(merged)):
+            raise ConfigError(explain(key, "nothing", "a path", f"give {key}=PATH"))
+        config = OmegaConf.to_object(merged)
+    except MALFORMED as error:
+        got = short_repr(" ".join(str(error).split()))
+        raise ConfigError(
+            explain("options", got, "key=value", "--help lists the options")
+        ) from error
+    assert isinstance(config, SftConfig)
+    expand_home(config)
+    raise_problems(limit_problems(config))
+    raise_problems(limit_problems(config, registered=True))  # imports torch
+    names = config.target_modules
+    if not isinstance(names, str) and not (
+        isinstance(names, list) and all(isinstance(name, str) for name in names)
+    ):
+        fix = "target_modules=all-linear"
+        raise ConfigError(explain("target_modules", names, "a text, or a list of texts", fix))
+    return config
+
+
+def help_text() -> str:
+    """Return the text of `--help`: usage, and every option with its default and description."""
+    usage = "usage: python -m verl.sft.trainer key=value ..."
+    about = "Supervised fine-tuning on demonstrations; on several ranks under torchrun."
+    return "\n\n".join((usage, about, options_help(describe_options(SftConfig()).values())))
