@@ -30,7 +30,7 @@ from verl.preflight.memory.check import (
 from verl.preflight.memory.estimate import WARN_ABOVE, Setting, estimate
 from verl.preflight.memory.needs import FLOAT, Memory, has_critic, kv_bytes
 from verl.rollout.interface import engine_takes_adapter
-from verl.training.budgets import actor_budgets, critic_budgets
+from verl.training.budgets import TokenBudgets, actor_budgets, critic_budgets
 
 ITEM = 2
 """Bytes of a weight or cached value that engines hold."""
@@ -125,9 +125,15 @@ class Costs:
             adapter=adapter,
             has_checkpointing=model.enable_gradient_checkpointing in (True, None),
         )
-        budget = actor_budgets(config).update * config.num_sp_groups // ranks
         forward_s, update_s = self._passes(
-            policy, batch, budget, ranks, reads, actor.ppo_epochs, config.updates_per_step
+            policy,
+            batch,
+            actor_budgets(config),
+            actor.ulysses_sequence_parallel_size,
+            ranks,
+            reads,
+            actor.ppo_epochs,
+            config.updates_per_step,
         )
         if has_critic(config):
             own, shape = config.critic, self.critic or self._shape()
@@ -137,11 +143,17 @@ class Costs:
                 has_checkpointing=own.model.enable_gradient_checkpointing in (True, None),
             )  # fmt: skip
             ranks = config.num_critic_ranks
-            budget = critic_budgets(config).update * config.num_critic_sp_groups // ranks
             size = own.ppo_mini_batch_size or actor.ppo_mini_batch_size
             updates = -(-config.num_trajectories // size) * own.ppo_epochs
             values_s, critic_s = self._passes(
-                critic, batch, budget, ranks, 1, own.ppo_epochs, updates
+                critic,
+                batch,
+                critic_budgets(config),
+                config.critic_sp_size,
+                ranks,
+                1,
+                own.ppo_epochs,
+                updates,
             )
             if config.has_own_critic:
                 return max(forward_s, values_s) + max(update_s, critic_s) + moved
@@ -152,7 +164,8 @@ class Costs:
         self,
         model: ModelFlops,
         batch: Batch,
-        budget: int,
+        budgets: TokenBudgets,
+        sp_size: int,
         ranks: int,
         reads: int,
         epochs: int,
@@ -166,9 +179,9 @@ class Costs:
         parameters = model.shape.parameters() * (ranks - 1) / ranks
         gather = GATHERED * parameters / (self.rates.link_gb_s * GB)
         spread = 0 if model.adapter else REDUCED * parameters / (self.rates.link_gb_s * GB)
-        micro = max(1, -(-per_rank // (2 * budget)))
+        micro = max(1, -(-per_rank // (budgets.inference // sp_size)))
         seconds = reads * max(forward / speed, micro * gather)
-        micro = max(updates, -(-per_rank * epochs // budget))
+        micro = max(updates, -(-per_rank * epochs // (budgets.update // sp_size)))
         return seconds, max(epochs * update / speed, micro * (2 * gather + spread))
 
     def driver_s(self, batch: Batch) -> float:

@@ -94,6 +94,8 @@ def test_training_takes_what_was_computed_elsewhere() -> None:
     few, small = "trainer.n_gpus_per_node=4", "actor_rollout_ref.actor.ppo_max_token_len_per_gpu="
     assert costs_of("Qwen2.5-3B", few).train_s(load) == pytest.approx(2 * seconds)
     assert costs_of("Qwen2.5-3B", usual, f"{small}256").train_s(load) > 1.2 * seconds
+    forward = "actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu=64"
+    assert costs_of("Qwen2.5-3B", usual, forward).train_s(load) > 1.2 * seconds
     stale = costs_of("Qwen2.5-3B", usual, "actor_rollout_ref.rollout.max_staleness=1")
     assert stale.train_s(load) < 0.9 * seconds  # the engine's log-probs take the place of a pass
 
