@@ -1,10 +1,11 @@
-"""The placements that are tried: how cards are divided, their memory, what a step costs there.
+"""Placements of engines and ranks on the cards: their memory, and the costs of a step.
 
-Seconds of an engine's step and of a rank's passes are given by hand, or computed from model and
-card at the speeds of `RateOptions`, which are assumptions until a run was measured: decoding reads
-weights and caches from memory, training multiplies.
+Speeds of engines and ranks are given or measured, or computed from the model and the rates of the
+cards in `RateOptions`: decoding is limited by reading weights and caches from memory, training and
+reading prompts by matrix products.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -17,6 +18,7 @@ from search_r1.plan.command import RateOptions
 from search_r1.plan.simulation import EngineRates, Outcome, Setup, StepCosts, simulate
 from search_r1.plan.workload import Batch
 from verl.config import Config
+from verl.config.policy import BlocksConfig
 from verl.errors import ConfigError, explain
 from verl.machine import GB, DeviceMemory, HostMemory, Machine
 from verl.model_shape import ModelShape
@@ -33,34 +35,33 @@ from verl.rollout.interface import engine_takes_adapter
 from verl.training.budgets import TokenBudgets, actor_budgets, critic_budgets
 
 ITEM = 2
-"""Bytes of a weight or cached value that engines hold."""
+"""Bytes of a weight or cached value in an engine, and of a weight that FSDP gathers."""
 WRITE_GB_S, READ_GB_S = 0.54, 1.4
-"""Of weights through files in shared memory, as measured with one thread."""
-SWITCH_S, DRIVER_TOKENS_S = 3.0, 750_000.0
-"""Of engines that fall asleep and wake up, assumed; of rewards and building a batch, measured."""
-GATHERED, REDUCED = 2, 4
-"""Bytes of a weight that FSDP gathers, and of a gradient that it spreads."""
+"""Measured GB/s of writing and loading weights as files in shared memory, with one thread."""
+SWITCH_S = 3.0
+"""Assumed seconds in which engines fall asleep and wake up."""
+DRIVER_TOKENS_S = 750_000.0
+"""Measured tokens/s of computing rewards and building the batch."""
 
 
 def read_decode(text: str) -> list[tuple[float, float]]:
-    """The points of `--decode`, sequences and tokens/s. Raises ConfigError."""
+    """Parse `--decode` into points of running sequences and tokens/s. Raises ConfigError."""
     try:
         pairs = [point.split(":") for point in text.split(",")]
         points = [(float(sequences), float(rate)) for sequences, rate in pairs]
-        if len({sequences for sequences, _ in points}) >= 2 and all(
-            x > 0 for p in points for x in p
-        ):
-            return points
     except ValueError:
-        pass
+        points = []
+    num_loads = len({sequences for sequences, _ in points})
+    if num_loads >= 2 and all(x > 0 for point in points for x in point):
+        return points
     expected = "sequences:tokens/s of two loads or more, all above 0"
     raise ConfigError(explain("--decode", repr(text), expected, "--decode 64:5200,256:15000"))
 
 
 def fit_decode(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """`step_s` and `sequence_s`, neither below 0, of engines that decode so fast.
+    """Fit `step_s` and `sequence_s`, neither below 0, to points of running sequences and tokens/s.
 
-    A step of n sequences takes n / rate; residuals are relative to that.
+    A step of n sequences takes n / rate seconds; the fit minimises relative errors.
     """
     loads = np.array([n for n, _ in points])
     steps = np.array([n / rate for n, rate in points])
@@ -74,145 +75,160 @@ def fit_decode(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
 
 
 @dataclass(frozen=True)
+class Passes:
+    """The passes of one model in a training step."""
+
+    model: ModelFlops
+    num_ranks: int
+    sp_size: int
+    budgets: TokenBudgets
+    num_forwards: int
+    """Forward passes over the batch without gradient."""
+    epochs: int
+    """Updates with each trajectory."""
+    num_updates: int
+    """Optimizer steps."""
+
+
+@dataclass(frozen=True)
 class Costs:
-    """What the parts of a step cost for one run's options."""
+    """Computes the costs of a step for the options of one run."""
 
     config: Config
     rates: RateOptions
     shape: ModelShape | None
-    """Of the policy; None where every rate is given."""
+    """The policy's shape; None if it is unknown, for which every rate must be given."""
     critic: ModelShape | None = None
+    """The critic's shape; None if it is the policy's."""
     decode: tuple[float, float] | None = None
-    """`step_s` and `sequence_s` as measured."""
+    """Measured `step_s` and `sequence_s`."""
 
     def engine_rates(self, batch: Batch, size: int, slots: int) -> EngineRates:
-        """Of an engine on `size` cards."""
-        step_s, sequence_s = self.decode or self._decode(batch, size)
+        """Return the speed of an engine on `size` cards."""
+        step_s, sequence_s = self.decode or self._decode_s(batch, size)
         prefill = self.rates.prefill_tokens_s
         if prefill is None:
-            prefill = size * 1e12 * self.rates.train_tflops / (2 * self._shape().linear_weights)
+            prefill = size * self._card_flops_s / (2 * self._policy_shape().linear_weights)
         return EngineRates(step_s, sequence_s, prefill, slots)
 
-    def _decode(self, batch: Batch, size: int) -> tuple[float, float]:
-        """A step reads the weights once, and each sequence's cache; sequences multiply too."""
+    def _decode_s(self, batch: Batch, size: int) -> tuple[float, float]:
+        """Return the seconds of an engine step, and those that each sequence adds.
+
+        A step reads the weights once and each sequence's cache, and computes each sequence's token.
+        """
         if self.rates.decode:
             return fit_decode(read_decode(self.rates.decode))
-        shape, bandwidth = self._shape(), 1e12 * self.rates.memory_tb_s
-        context = sum(batch.lengths) / len(batch.lengths) / 2  # it grows from nothing to its length
-        weights = ITEM * shape.parameters() / size / bandwidth
-        cache = context * kv_bytes(shape, ITEM, size) / bandwidth
-        products = 2 * shape.parameters() / size / (1e12 * self.rates.train_tflops)
-        return self.rates.step_ms / 1e3 + weights, cache + products
+        shape, bandwidth = self._policy_shape(), 1e12 * self.rates.memory_tb_s
+        # The mean context: it grows from nothing to the length of the dialogue.
+        context = sum(batch.lengths) / len(batch.lengths) / 2
+        read_weights_s = ITEM * shape.parameters() / size / bandwidth
+        read_cache_s = context * kv_bytes(shape, ITEM, size) / bandwidth
+        products_s = 2 * shape.parameters() / size / self._card_flops_s
+        return self.rates.step_ms / 1e3 + read_weights_s, read_cache_s + products_s
+
+    @property
+    def _card_flops_s(self) -> float:
+        return 1e12 * self.rates.train_tflops
 
     def train_s(self, batch: Batch, offloaded: float = 0) -> float:
-        """Of all passes; `offloaded` bytes of each rank go to the card and back at each update.
+        """Return the seconds of all passes over a batch.
 
-        A critic on cards of its own computes values while the actor and the reference compute
-        log-probs, and is updated while the actor is: each time the slower of both counts.
+        In each update a rank copies `offloaded` bytes from the host to its card and back. A critic
+        on separate cards computes values while the actor and the reference compute log-probs, and
+        is updated while the actor is; each time the slower of both counts.
         """
-        config, tokens = self.config, sum(batch.lengths)
-        ranks = config.num_ranks
-        moved = 2 * offloaded * config.updates_per_step / (self.rates.host_gb_s * GB)
+        config = self.config
+        copy_s = 2 * offloaded * config.updates_per_step / (self.rates.host_gb_s * GB)
         if self.rates.train_tokens_s is not None:
-            return moved + tokens / (self.rates.train_tokens_s * ranks)
-        actor, reads = config.actor_rollout_ref.actor, int(config.needs_reference)
-        if config.old_log_probs == "recompute":
-            reads += config.updates_per_step > 1 or config.kl_in_reward
-        model = config.actor_rollout_ref.model
-        adapter = self._shape().adapter(model.lora_rank, model.target_modules)
-        policy = ModelFlops(
-            self._shape(),
-            adapter=adapter,
-            has_checkpointing=model.enable_gradient_checkpointing in (True, None),
-        )
-        forward_s, update_s = self._passes(
-            policy,
-            batch,
-            actor_budgets(config),
-            actor.ulysses_sequence_parallel_size,
-            ranks,
-            reads,
-            actor.ppo_epochs,
-            config.updates_per_step,
-        )
+            return copy_s + sum(batch.lengths) / (self.rates.train_tokens_s * config.num_ranks)
+        forward_s, update_s = self._seconds(self._policy_passes(), batch)
         if has_critic(config):
-            own, shape = config.critic, self.critic or self._shape()
-            critic = ModelFlops(
-                shape, is_critic=True,
-                adapter=shape.adapter(own.model.lora_rank, own.model.target_modules),
-                has_checkpointing=own.model.enable_gradient_checkpointing in (True, None),
-            )  # fmt: skip
-            ranks = config.num_critic_ranks
-            size = own.ppo_mini_batch_size or actor.ppo_mini_batch_size
-            updates = -(-config.num_trajectories // size) * own.ppo_epochs
-            values_s, critic_s = self._passes(
-                critic,
-                batch,
-                critic_budgets(config),
-                config.critic_sp_size,
-                ranks,
-                1,
-                own.ppo_epochs,
-                updates,
-            )
+            values_s, critic_update_s = self._seconds(self._critic_passes(), batch)
             if config.has_own_critic:
-                return max(forward_s, values_s) + max(update_s, critic_s) + moved
-            moved += values_s + critic_s
-        return forward_s + update_s + moved
+                return copy_s + max(forward_s, values_s) + max(update_s, critic_update_s)
+            copy_s += values_s + critic_update_s
+        return copy_s + forward_s + update_s
 
-    def _passes(
-        self,
-        model: ModelFlops,
-        batch: Batch,
-        budgets: TokenBudgets,
-        sp_size: int,
-        ranks: int,
-        reads: int,
-        epochs: int,
-        updates: int,
-    ) -> tuple[float, float]:
-        """Seconds of one model's forward passes and updates, at least those of gathering."""
-        lengths, wanted = batch.lengths, batch.policy_tokens
-        forward = model.forward(lengths, wanted)
-        update = model.update(lengths, wanted) + model.recomputed(lengths)
-        per_rank, speed = sum(lengths) / ranks, 1e12 * self.rates.train_tflops * ranks
+    def _policy_passes(self) -> Passes:
+        """Return the passes of the policy and, as forward passes, of the reference."""
+        config, section = self.config, self.config.actor_rollout_ref
+        needs_old = config.updates_per_step > 1 or config.kl_in_reward
+        recomputes_old = config.old_log_probs == "recompute" and needs_old
+        return Passes(
+            model_flops(self._policy_shape(), section.model),
+            config.num_ranks,
+            section.actor.ulysses_sequence_parallel_size,
+            actor_budgets(config),
+            num_forwards=config.needs_reference + recomputes_old,
+            epochs=section.actor.ppo_epochs,
+            num_updates=config.updates_per_step,
+        )
+
+    def _critic_passes(self) -> Passes:
+        config, critic = self.config, self.config.critic
+        size = critic.ppo_mini_batch_size or config.actor_rollout_ref.actor.ppo_mini_batch_size
+        return Passes(
+            model_flops(self.critic or self._policy_shape(), critic.model, is_critic=True),
+            config.num_critic_ranks,
+            config.critic_sp_size,
+            critic_budgets(config),
+            num_forwards=1,
+            epochs=critic.ppo_epochs,
+            num_updates=math.ceil(config.num_trajectories / size) * critic.ppo_epochs,
+        )
+
+    def _seconds(self, passes: Passes, batch: Batch) -> tuple[float, float]:
+        """Return the seconds of the forward passes, and those of the updates.
+
+        A micro-batch takes at least as long as gathering the weights for it: once in a forward
+        pass; in an update twice, and gradients are reduced.
+        """
+        model, ranks = passes.model, passes.num_ranks
+        lengths, num_targets = batch.lengths, batch.policy_tokens
+        tokens, flops_s = sum(lengths) / ranks, self._card_flops_s * ranks
+        # What a rank receives of the weights: the shards of the others.
         parameters = model.shape.parameters() * (ranks - 1) / ranks
-        gather = GATHERED * parameters / (self.rates.link_gb_s * GB)
-        spread = 0 if model.adapter else REDUCED * parameters / (self.rates.link_gb_s * GB)
-        micro = max(1, -(-per_rank // (budgets.inference // sp_size)))
-        seconds = reads * max(forward / speed, micro * gather)
-        micro = max(updates, -(-per_rank * epochs // (budgets.update // sp_size)))
-        return seconds, max(epochs * update / speed, micro * (2 * gather + spread))
+        gather_s = ITEM * parameters / (self.rates.link_gb_s * GB)
+        reduce_s = 0 if model.adapter else FLOAT * parameters / (self.rates.link_gb_s * GB)
+        budget = passes.budgets.inference // passes.sp_size
+        micro_batches = math.ceil(tokens / budget)
+        compute_s = model.forward(lengths, num_targets) / flops_s
+        forward_s = passes.num_forwards * max(compute_s, micro_batches * gather_s)
+        budget = passes.budgets.update // passes.sp_size
+        micro_batches = max(passes.num_updates, math.ceil(tokens * passes.epochs / budget))
+        compute_s = (model.update(lengths, num_targets) + model.recomputed(lengths)) / flops_s
+        update_s = max(passes.epochs * compute_s, micro_batches * (2 * gather_s + reduce_s))
+        return forward_s, update_s
 
     def driver_s(self, batch: Batch) -> float:
-        given = self.rates.driver_tokens_s
-        return sum(batch.lengths) / (DRIVER_TOKENS_S if given is None else given)
+        """Return the seconds in which only the driver works on a batch."""
+        return sum(batch.lengths) / (self.rates.driver_tokens_s or DRIVER_TOKENS_S)
 
     @property
     def switch_s(self) -> float:
-        given = self.rates.switch_s
-        return SWITCH_S if given is None else given
+        """Seconds in which engines fall asleep and wake up."""
+        return SWITCH_S if self.rates.switch_s is None else self.rates.switch_s
 
     @property
     def publish_s(self) -> float:
-        """Until new weights are written."""
+        """Seconds until new weights are written."""
         given = self.rates.publish_s
-        return self._weight_bytes() / (WRITE_GB_S * GB) if given is None else given
+        return self._transfer_bytes() / (WRITE_GB_S * GB) if given is None else given
 
     @property
     def adopt_s(self) -> float:
-        """Until an engine has read them."""
+        """Seconds in which an engine loads them."""
         given = self.rates.adopt_s
-        return self._weight_bytes() / (READ_GB_S * GB) if given is None else given
+        return self._transfer_bytes() / (READ_GB_S * GB) if given is None else given
 
-    def _weight_bytes(self) -> int:
+    def _transfer_bytes(self) -> int:
         model = self.config.actor_rollout_ref.model
         if engine_takes_adapter(self.config):
-            return FLOAT * self._shape().adapter(model.lora_rank, model.target_modules)
-        return ITEM * self._shape().parameters()
+            return FLOAT * self._policy_shape().adapter(model.lora_rank, model.target_modules)
+        return ITEM * self._policy_shape().parameters()
 
-    def _shape(self) -> ModelShape:
-        """Raises ConfigError where a rate is neither given nor can be computed."""
+    def _policy_shape(self) -> ModelShape:
+        """Return the policy's shape. Raises ConfigError if it is unknown."""
         if self.shape is not None:
             return self.shape
         got = f"{self.config.actor_rollout_ref.model.path}, whose config.json is not here"
@@ -222,10 +238,18 @@ class Costs:
         raise ConfigError(explain("actor_rollout_ref.model.path", got, expected, fix))
 
 
-AMPLE = 1 << 60
-"""Bytes of host memory: what the host holds is not looked at."""
+def model_flops(shape: ModelShape, options: BlocksConfig, is_critic: bool = False) -> ModelFlops:
+    """Return the FLOPs of a model, with checkpointing unless the options rule it out."""
+    adapter = shape.adapter(options.lora_rank, options.target_modules)
+    return ModelFlops(
+        shape, is_critic, adapter, options.enable_gradient_checkpointing in (True, None)
+    )
+
+
+UNLIMITED = 1 << 60
+"""Bytes of host memory, so that it limits no placement."""
 OWN_SHARE = 0.9
-"""What an engine takes of a card of its own."""
+"""Share of a card that an engine uses if it has the card for itself."""
 ROLLOUT = "actor_rollout_ref.rollout"
 BUDGET = "actor_rollout_ref.actor.ppo_max_token_len_per_gpu"
 
@@ -235,18 +259,18 @@ class Placement:
     """One way to use the cards."""
 
     rollout_cards: int
-    """Cards of engines alone; 0 where engines and ranks share all cards."""
+    """Cards of engines only; 0 if engines and ranks share all cards."""
     train_cards: int
     staleness: int
     token_budget: int | None
-    """Of a micro-batch; None takes the run's."""
+    """Tokens of a micro-batch; None: as the run's options say."""
     tensor_parallel: int
     critic_cards: int = 0
-    """Cards of a critic that has its own."""
+    """Cards of the critic only."""
 
     @property
     def shares_cards(self) -> bool:
-        """Engines sleep while ranks train."""
+        """Whether engines share the ranks' cards, and sleep while the ranks train."""
         return self.rollout_cards == 0
 
     @property
@@ -259,31 +283,33 @@ class Placement:
 
     @property
     def name(self) -> str:
-        own = f" + {self.critic_cards}" if self.critic_cards else ""
+        """The division of the cards: of engines + ranks + critic."""
+        critic = f" + {self.critic_cards}" if self.critic_cards else ""
         if self.shares_cards:
-            return f"shared{own}"
-        return f"{self.rollout_cards} + {self.train_cards}{own}"
+            return f"shared{critic}"
+        return f"{self.rollout_cards} + {self.train_cards}{critic}"
 
 
 @dataclass(frozen=True)
 class Capacity:
-    """What a placement needs of a card, and what is left for dialogues; GB of 10^9 bytes."""
+    """The requests that an engine can run, and the memory of the cards in GB of 10^9 bytes."""
 
     slots: int
+    """Requests that an engine runs at once."""
     rank_gb: float | None = None
-    """The most that a rank's card holds; None where memory is not looked at."""
+    """Peak memory of a rank's card; None if memory is not estimated."""
     engine_gb: float | None = None
-    """The same of an engine's card."""
+    """Peak memory of an engine's card."""
     fits: bool = True
     waits: tuple[str, ...] = ()
-    """What waits on the host."""
+    """Names of what is offloaded to the host."""
     offloaded: float = 0.0
-    """Bytes of it that a rank moves at each update."""
+    """Bytes that a rank copies to its card and back in each update."""
 
 
 @dataclass(frozen=True)
 class PlacementResult:
-    """A placement with what it comes to."""
+    """A placement with its simulated steps."""
 
     placement: Placement
     capacity: Capacity
@@ -292,90 +318,93 @@ class PlacementResult:
     """Share of card-seconds in which neither an engine nor a rank computes."""
 
 
-def divisions(
+def placements(
     cards: int, rollout_cards: Sequence[int], staleness: Sequence[int],
-    budgets: Sequence[int | None], sizes: Sequence[int], critics: int = 0,
+    budgets: Sequence[int | None], sizes: Sequence[int], critic_cards: int = 0, sp_size: int = 1,
 ) -> Iterator[Placement]:  # fmt: skip
-    """Every placement that leaves whole engines and a rank; on shared cards none is stale."""
+    """Yield all placements with whole engines and whole sequence-parallel groups of ranks.
+
+    Shared cards are placed only with staleness 0. `sizes`: cards of an engine.
+    """
     for size in sizes:
         for rollout in rollout_cards:
-            train = cards - critics - rollout
-            if train < 1 or (rollout or train) % size:
+            train = cards - critic_cards - rollout
+            if train < 1 or (rollout or train) % size or train % sp_size:
                 continue
             for budget in budgets:
-                for stale in (s for s in staleness if rollout or not s):
-                    yield Placement(rollout, train, stale, budget, size, critics)
+                for stale in staleness:
+                    if rollout or not stale:
+                        yield Placement(rollout, train, stale, budget, size, critic_cards)
 
 
 def estimate_capacity(placement: Placement, costs: Costs, batch: Batch, card_gb: float) -> Capacity:
-    """Memory by the preflight's estimate, and how many requests an engine runs at once."""
-    config = options_of(placement, costs.config)
+    """Return the slots of an engine and, by the preflight's estimate, the memory of the cards.
+
+    Memory is not estimated if `card_gb` is 0 or the model's shape is unknown.
+    """
+    config = placed_config(placement, costs.config)
     slots = config.max_num_seqs(on_gpu=True)
     if not card_gb or costs.shape is None:
         return Capacity(slots)
     card = int(card_gb * GB)
     devices = (DeviceMemory(card, card),) * placement.cards
-    machine = Machine(HostMemory(AMPLE, AMPLE), AMPLE, devices)
+    machine = Machine(HostMemory(UNLIMITED, UNLIMITED), UNLIMITED, devices)
     setting = Setting(costs.shape, costs.critic or costs.shape, True, machine)
-    chosen = choose_offload(config, setting)
-    found = estimate(chosen, setting)
-    assert found.engine is not None, "there are engines on GPUs"
-    engine = found.peak_bytes(found.engine.memory)
-    moved = sum(n.bytes for n in found.needs if n.memory is Memory.HOST and ": " in n.name)
-    cached = int(found.engine.cached_tokens * len(batch.lengths) / sum(batch.lengths))
+    config = choose_offload(config, setting)
+    needed = estimate(config, setting)
+    assert needed.engine is not None, "every placement has vLLM engines on GPUs"
+    # The names of what models hold on the host are "MODEL: PART".
+    on_host = sum(n.bytes for n in needed.needs if n.memory is Memory.HOST and ": " in n.name)
+    cached_dialogues = int(needed.engine.cached_tokens * len(batch.lengths) / sum(batch.lengths))
     return Capacity(
-        max(1, min(slots, cached)),
-        rank_gb=peak_rank_bytes(found) / GB,
-        engine_gb=engine / GB,
-        fits=not found.shortages(chosen, machine, WARN_ABOVE),
-        waits=tuple(what for key, what in OFFLOAD_OPTIONS.items() if attrgetter(key)(chosen)),
-        offloaded=moved / placement.train_cards,
+        max(1, min(slots, cached_dialogues)),
+        rank_gb=peak_rank_bytes(needed) / GB,
+        engine_gb=needed.peak_bytes(needed.engine.memory) / GB,
+        fits=not needed.shortages(config, machine, WARN_ABOVE),
+        waits=tuple(part for key, part in OFFLOAD_OPTIONS.items() if attrgetter(key)(config)),
+        offloaded=on_host / placement.train_cards,
     )
 
 
-def changes(placement: Placement) -> dict[str, Any]:
-    """The options by which a run on one node is placed so."""
-    found = {"trainer.n_gpus_per_node": placement.train_cards,
-             "trainer.rollout_gpus": placement.rollout_cards,
-             f"{ROLLOUT}.tensor_model_parallel_size": placement.tensor_parallel,
-             f"{ROLLOUT}.max_staleness": placement.staleness}  # fmt: skip
+def placement_options(placement: Placement) -> dict[str, Any]:
+    """Return the options that give a run on one node this placement."""
+    options: dict[str, Any] = {
+        "trainer.n_gpus_per_node": placement.train_cards,
+        "trainer.rollout_gpus": placement.rollout_cards,
+        f"{ROLLOUT}.tensor_model_parallel_size": placement.tensor_parallel,
+        f"{ROLLOUT}.max_staleness": placement.staleness,
+    }
     if placement.critic_cards:
-        found |= {"critic.nnodes": 1, "critic.n_gpus_per_node": placement.critic_cards}
+        options |= {"critic.nnodes": 1, "critic.n_gpus_per_node": placement.critic_cards}
     if placement.token_budget is not None:
-        found[BUDGET] = placement.token_budget
-    own = {} if placement.shares_cards else {f"{ROLLOUT}.gpu_memory_utilization": OWN_SHARE}
-    return {**found, **own}
+        options[BUDGET] = placement.token_budget
+    if not placement.shares_cards:
+        options[f"{ROLLOUT}.gpu_memory_utilization"] = OWN_SHARE
+    return options
 
 
-def options_of(placement: Placement, config: Config) -> Config:
-    """The run's options on these cards, all on one node, with engines of its own: vLLM's, whose
-    rates are computed."""
-    single = {"trainer.nnodes": 1, f"{ROLLOUT}.num_replicas": None, f"{ROLLOUT}.name": "vllm",
-              f"{ROLLOUT}.url": None, "data.rollouts": None}  # fmt: skip
+def placed_config(placement: Placement, config: Config) -> Config:
+    """Return the run's options with this placement, on one node and with its own vLLM engines."""
+    options = {"trainer.nnodes": 1, f"{ROLLOUT}.num_replicas": None, f"{ROLLOUT}.name": "vllm",
+               f"{ROLLOUT}.url": None, "data.rollouts": None}  # fmt: skip
     if config.trainer.device == "auto":  # the cards need not be on this machine
-        single["trainer.device"] = "cuda"
-    return with_options(config, {**single, **changes(placement)})
+        options["trainer.device"] = "cuda"
+    return with_options(config, {**options, **placement_options(placement)})
 
 
 def simulate_placement(
     placement: Placement, costs: Costs, batches: Sequence[Batch], capacity: Capacity, steps: int
 ) -> PlacementResult:
-    """Simulate a placement."""
-    costs = replace(costs, config=options_of(placement, costs.config))
-    setup = Setup(
-        costs.engine_rates(batches[0], placement.tensor_parallel, capacity.slots),
-        placement.num_engines,
-        StepCosts(
-            train_s=cache(partial(costs.train_s, offloaded=capacity.offloaded)),
-            driver_s=cache(costs.driver_s),
-            publish_s=costs.publish_s,
-            adopt_s=costs.adopt_s,
-            switch_s=costs.switch_s,
-        ),
-        placement.shares_cards,
-        placement.staleness,
-    )
+    """Simulate `steps` steps of a placement."""
+    costs = replace(costs, config=placed_config(placement, costs.config))
+    train_s = partial(costs.train_s, offloaded=capacity.offloaded)
+    step_costs = StepCosts(cache(train_s), cache(costs.driver_s), costs.publish_s, costs.adopt_s,
+                           costs.switch_s)  # fmt: skip
+    engine = costs.engine_rates(batches[0], placement.tensor_parallel, capacity.slots)
+    setup = Setup(engine, placement.num_engines, step_costs, placement.shares_cards,
+                  placement.staleness)  # fmt: skip
     outcome = simulate(setup, batches, steps)
-    engines = placement.num_engines * placement.tensor_parallel * outcome.engine_busy
-    busy = engines + (placement.train_cards + placement.critic_cards) * outcome.trainer_busy
+    engine_cards = placement.num_engines * placement.tensor_parallel
+    rank_cards = placement.train_cards + placement.critic_cards
+    busy = engine_cards * outcome.engine_busy + rank_cards * outcome.trainer_busy
     return PlacementResult(placement, capacity, outcome, 1 - busy / placement.cards)

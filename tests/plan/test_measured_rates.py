@@ -1,4 +1,4 @@
-"""What a run's files tell, and engine rates that are fitted to rollouts."""
+"""Rates and dialogues read from a run's files, and engine rates fitted to rollouts."""
 
 import json
 from dataclasses import replace
@@ -17,34 +17,35 @@ from verl.errors import ConfigError, DataError
 from verl.rewards.interface import Reward
 from verl.types import Origin, Prompt, Segment, Trajectory
 
-TRUE = EngineRates(step_s=0.012, sequence_s=0.0004, prefill_tokens_s=3000, slots=16)
-LOAD = Workload(
+TRUE_RATES = EngineRates(step_s=0.012, sequence_s=0.0004, prefill_tokens_s=3000, slots=16)
+WORKLOAD = Workload(
     16, 4, LogNormal(100, 100), LogNormal(40, 120), LogNormal(80, 80), (0, 1), LogNormal(0.2, 1),
     200, 200,
 )  # fmt: skip
 
 
-def test_fitted_rates_foresee_other_loads() -> None:
-    """From four rollouts, of engines three times as slow as thought, to within 3 % of others."""
-    seen = [
-        Observation(replace(LOAD, num_prompts=prompts).draw(prompts), 1, slots, 0.0)
-        for prompts, slots in ((2, 4), (4, 16), (16, 8), (16, 32))
-    ]
-    told = [replace(one, seconds=simulate_rollout(TRUE, one)) for one in seen]
-    start = replace(TRUE, step_s=0.004, sequence_s=0.0001, prefill_tokens_s=10_000)
-    fitted = fit_engine(told, start)
-    for prompts, slots in ((3, 12), (8, 24), (24, 48)):
-        other = Observation(replace(LOAD, num_prompts=prompts).draw(100 + prompts), 1, slots, 0.0)
-        assert simulate_rollout(fitted, other) == pytest.approx(
-            simulate_rollout(TRUE, other), rel=0.03
-        )
-    known = fit_engine(told, replace(start, prefill_tokens_s=3000), knows_prefill=True)
+def observe(num_prompts: int, slots: int, seed: int) -> Observation:
+    """Return a rollout that takes as long as with the true rates."""
+    batch = replace(WORKLOAD, num_prompts=num_prompts).draw(seed)
+    unmeasured = Observation(batch, 1, slots, 0.0)
+    return replace(unmeasured, seconds=simulate_rollout(TRUE_RATES, unmeasured))
+
+
+def test_fitted_rates_predict_other_rollouts() -> None:
+    """Within 3 %, from four rollouts, with start values for engines three times as fast."""
+    observations = [observe(n, slots, n) for n, slots in ((2, 4), (4, 16), (16, 8), (16, 32))]
+    start = replace(TRUE_RATES, step_s=0.004, sequence_s=0.0001, prefill_tokens_s=10_000)
+    fitted = fit_engine(observations, start)
+    for num_prompts, slots in ((3, 12), (8, 24), (24, 48)):
+        other = observe(num_prompts, slots, 100 + num_prompts)
+        assert simulate_rollout(fitted, other) == pytest.approx(other.seconds, rel=0.03)
+    known = fit_engine(observations, replace(start, prefill_tokens_s=3000), knows_prefill=True)
     assert known.prefill_tokens_s == 3000
-    assert known.step_s == pytest.approx(TRUE.step_s, rel=0.1)
+    assert known.step_s == pytest.approx(TRUE_RATES.step_s, rel=0.1)
 
 
-def test_decode_rates_become_two_numbers() -> None:
-    """Exactly where the points lie on such a line, and never below 0."""
+def test_decode_rates_are_fitted_by_two_numbers() -> None:
+    """Exactly if the points are on a line of steps' seconds; no number is below 0."""
     points = [(n, n / (0.01 + 0.0002 * n)) for n in (1.0, 64.0, 256.0)]
     assert fit_decode(points) == pytest.approx((0.01, 0.0002))
     assert fit_decode([(1.0, 10.0), (10.0, 200.0)]) == pytest.approx((0.075, 0.0))
@@ -53,13 +54,13 @@ def test_decode_rates_become_two_numbers() -> None:
 
 @pytest.mark.parametrize("text", ["64", "64:100", "64:0,1:1", "a:b,c:d", "1:2,1:3", "1:nan,2:3"])
 def test_malformed_decode_rates_are_refused(text: str) -> None:
-    """With the form that is expected."""
+    """The message shows the expected form."""
     with pytest.raises(ConfigError, match=r"^--decode: got .*, expected sequences:tokens/s"):
         read_decode(text)
 
 
 def run_folder(folder: Path) -> Config:
-    """Three steps of a run, the first slower."""
+    """Write the files of a run with three steps, the first slower; returns its options."""
     prompt = Prompt("f#0", (1,) * 30, "nq", ("x",))
     segments = [
         Segment(Origin.PROMPT, prompt.ids),
@@ -87,8 +88,8 @@ def run_folder(folder: Path) -> Config:
     return config
 
 
-def test_a_run_tells_dialogues_and_rates(tmp_path: Path) -> None:
-    """Counts of tokens, and seconds without those of the first step; what was given stays."""
+def test_dialogues_and_rates_are_read_from_a_run(tmp_path: Path) -> None:
+    """Token counts, and seconds without those of the first step; given rates are kept."""
     config = run_folder(tmp_path)
     run = read_run(tmp_path, config)
     assert run.dialogues == (Dialogue(30, (Turn(12, 50), Turn(8))),) * 12
@@ -96,10 +97,10 @@ def test_a_run_tells_dialogues_and_rates(tmp_path: Path) -> None:
     assert rates.train_tokens_s == pytest.approx(400 / 5 / 2)
     assert (rates.publish_s, rates.adopt_s, rates.switch_s) == (1.5, 9.0, 0.25)
     assert rates.driver_tokens_s == pytest.approx(400 / 0.5)
-    given = run.rates(RateOptions(switch_s=5.0, driver_tokens_s=9e5), config)
-    assert (given.switch_s, given.driver_tokens_s) == (5.0, 9e5)
+    rates = run.rates(RateOptions(switch_s=5.0, driver_tokens_s=9e5), config)
+    assert (rates.switch_s, rates.driver_tokens_s) == (5.0, 9e5)
     observed = run.observations(config, LogNormal(0.5, 0.5), on_gpu=True)
-    assert [one.seconds for one in observed] == [2.0, 2.0]
+    assert [observation.seconds for observation in observed] == [2.0, 2.0]
     assert observed[0].batch.dialogues[0].turns == (Turn(12, 50, 0.5), Turn(8))
 
 
@@ -110,8 +111,8 @@ def rewrite_metrics(folder: Path, **changes: float) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def test_seconds_in_which_a_critic_works_beside_the_actor_count_once(tmp_path: Path) -> None:
-    """A critic on its own cards adds only the time for which the actor waits for it."""
+def test_concurrent_seconds_of_actor_and_critic_count_once(tmp_path: Path) -> None:
+    """A critic on separate cards adds only the time that the actor waits for it."""
     config = run_folder(tmp_path)
     config.critic.n_gpus_per_node = 2
     concurrent = {"timing_s/values": 3.0, "timing_s/update_critic": 4.0}
@@ -121,8 +122,8 @@ def test_seconds_in_which_a_critic_works_beside_the_actor_count_once(tmp_path: P
     assert rates.driver_tokens_s == pytest.approx(400 / 0.25)
 
 
-def test_a_run_whose_engines_load_while_it_trains_has_no_time_of_loading(tmp_path: Path) -> None:
-    """Its metrics contain the time that ranks wait for an earlier version instead."""
+def test_loading_during_training_is_not_measured(tmp_path: Path) -> None:
+    """The trainer does not wait for engines that load weights while it trains."""
     config = run_folder(tmp_path)
     config.actor_rollout_ref.rollout.max_staleness = 1
     rates = read_run(tmp_path, config).rates(RateOptions(), config)
@@ -130,7 +131,7 @@ def test_a_run_whose_engines_load_while_it_trains_has_no_time_of_loading(tmp_pat
 
 
 def test_reading_recorded_trajectories_is_no_rollout(tmp_path: Path) -> None:
-    """A run that samples nothing says nothing about the speed of engines."""
+    """A run on recorded trajectories does not measure engines."""
     config = run_folder(tmp_path)
     run = read_run(tmp_path, config)
     config.data.rollouts = config.trainer.rollout_data_dir
@@ -138,7 +139,7 @@ def test_reading_recorded_trajectories_is_no_rollout(tmp_path: Path) -> None:
 
 
 def test_a_folder_without_steps_is_refused(tmp_path: Path) -> None:
-    """And a trajectory that no run wrote."""
+    """A malformed trajectory is refused too."""
     with pytest.raises(DataError, match=r"^--run: got .*, expected metrics.jsonl"):
         read_run(tmp_path, Config())
     config = run_folder(tmp_path)
