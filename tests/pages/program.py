@@ -1,4 +1,4 @@
-"""Runs a page's Python program; the training itself is a stand-in, and engines are transformers."""
+"""Runs a page's Python program with a stand-in for the training, and transformers as engine."""
 
 import functools
 import runpy
@@ -8,12 +8,12 @@ import search_r1.asking
 from tests.pages.trainer import stand_in
 from verl.trainer import run
 
-SMALL = {"engine": "transformers", "device": "cpu"}
+CPU_ENGINE = {"engine": "transformers", "device": "cpu"}
 
 
 if __name__ == "__main__":
     run.run = stand_in
     asking = search_r1.asking
-    asking.load_agent = functools.partial(asking.load_agent, **SMALL)  # type: ignore[assignment]
-    asking.evaluate = functools.partial(asking.evaluate, num_rows=1, **SMALL)  # type: ignore[assignment]
+    asking.load_agent = functools.partial(asking.load_agent, **CPU_ENGINE)  # type: ignore[assignment]
+    asking.evaluate = functools.partial(asking.evaluate, num_rows=1, **CPU_ENGINE)  # type: ignore[assignment]
     runpy.run_path(sys.argv[1], run_name="__main__")

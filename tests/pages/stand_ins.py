@@ -1,7 +1,7 @@
-"""What stands in where a page's command wants a GPU, hours, a cluster or the hub.
+"""Stand-ins for the commands of a page that need a GPU, hours, a cluster or the real hub.
 
-Everything that has no row here is what a reader runs: scripts, downloads (from a hub of this
-machine), builders, retrieval servers, checks of options and data, evaluation, questions.
+All other commands run as they do for a reader: scripts, downloads (from a local hub), builders,
+retrieval servers, checks of options and data, evaluation, questions.
 """
 
 from __future__ import annotations
@@ -11,16 +11,17 @@ import sys
 from pathlib import Path
 
 STAND_INS = {
-    "make": "a look for its target; of `make demo` the model is left where it would be",
-    "main_ppo": "one dialogue with the run's tools and reward, from its options and rows; a tiny "
-    "random model is what it leaves (trainer.py)",
-    "example.model": "that tiny model, instead of half a minute of conversion",
-    "Qwen/Qwen2.5-3B": "that tiny model, where a command loads it itself",
-    "verl.checkpoint": "its own refusal: there is no checkpoint to export",
-    "evaluate, infer, serve": "transformers on the CPU, one row; the port of the test",
-    "sbatch": "a program that says that the job was submitted",
+    "make": "a check that the target exists; `make demo` also copies a tiny random model to the "
+    "folder of its result",
+    "main_ppo": "one dialogue with the tools, reward, options and rows of the run; the result is "
+    "the tiny model (trainer.py)",
+    "example.model": "a copy of the tiny model, instead of half a minute of conversion",
+    "Qwen/Qwen2.5-3B": "the tiny model, if a command loads the model itself",
+    "verl.checkpoint": "the command, which must refuse: there is no checkpoint to export",
+    "evaluate, infer, serve": "the command with transformers on the CPU, one row, the test's port",
+    "sbatch": "a program that prints that the job was submitted",
 }
-"""Command -> what is run in its place."""
+"""What is run instead, by command."""
 
 PYTHON = """#!/bin/bash
 args=("$@")
@@ -44,7 +45,7 @@ SBATCH = "#!/bin/bash\necho Submitted batch job 1\n"
 
 
 def lay_out(root: Path, folder: Path) -> None:
-    """A checkout of `root` in `folder`, without what was built or fetched, with the stand-ins."""
+    """Create a fresh checkout of `root` in `folder`, with the stand-ins on its path."""
     shutil.copytree(
         root / "example", folder / "example", ignore=shutil.ignore_patterns("index", "adapter")
     )

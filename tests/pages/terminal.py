@@ -1,7 +1,7 @@
-"""A reader's terminal: the blocks of a page are typed one after another, as they stand.
+"""A reader's terminal, in which the blocks of a page are run unchanged, one after another.
 
-Variables and the environment that a block activates stay for the next one. A server that runs in
-the background is ended when the next one is started, and at the end.
+Variables and an activated environment remain for the next block. A server in the background is
+stopped when the next one is started, and at the end.
 """
 
 from __future__ import annotations
@@ -17,50 +17,52 @@ from verl.ports import free_port
 
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 FILE = re.compile(r"# ([\w./]+\.\w+)\n")
-"""A block that begins so is the file of that name."""
+"""First line of a block that is the content of the file with this name."""
 
 
 def blocks(page: Path) -> list[tuple[str, str]]:
-    """The page's blocks: language and text, in order."""
+    """Return language and text of the page's blocks, in order."""
     return BLOCK.findall(page.read_text(encoding="utf-8"))
 
 
 @dataclass
 class Terminal:
-    """`checkout`: where it stands; `variables`: what each block has, beside PATH and HOME."""
+    """A shell in the folder `checkout`, with `variables` in addition to PATH and HOME."""
 
     checkout: Path
     variables: dict[str, str]
-    running: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    shells: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    """Shells of the blocks, some with processes in the background."""
     port: str = ""
+    """Port used instead of 8000."""
 
     def __post_init__(self) -> None:
         self.port = str(free_port())
 
-    def read(self, page: Path) -> str:
-        """Do what the page says; returns all that was said."""
-        said = []
+    def run_page(self, page: Path) -> str:
+        """Run the blocks of a page and write its files; returns the output."""
+        outputs = []
         for language, text in blocks(page):
-            named = FILE.match(text)
-            if named:
-                (self.checkout / named[1]).write_text(text)
+            file = FILE.match(text)
+            if file:
+                (self.checkout / file[1]).write_text(text)
             elif language == "bash":
-                said.append(self.type_in(text))
+                outputs.append(self.run_checked(text))
             elif language == "python":
                 (self.checkout / "block.py").write_text(text)
-                said.append(self.type_in("python -m tests.pages.program block.py"))
-        return "".join(said)
+                outputs.append(self.run_checked("python -m tests.pages.program block.py"))
+        return "".join(outputs)
 
-    def type_in(self, block: str) -> str:
-        """Run a block; returns what was said. Raises AssertionError with it where that fails."""
-        status, said = self.run(block)
-        assert status == 0, f"{block}\n{said[-4000:]}"
-        return said
+    def run_checked(self, block: str) -> str:
+        """Run a block; returns its output. Raises AssertionError with the output if it fails."""
+        status, output = self.run(block)
+        assert status == 0, f"{block}\n{output[-4000:]}"
+        return output
 
     def run(self, block: str) -> tuple[int, str]:
-        """Run a block; returns its exit status and what was said."""
+        """Run a block; returns its exit status and output."""
         if "retrieval_launch.sh" in block:
-            self.end()
+            self.stop()
         url = f"http://127.0.0.1:{self.port}"
         environment = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
         environment |= {"PORT": self.port, "RETRIEVER_URL": f"{url}/retrieve", **self.variables}
@@ -75,15 +77,15 @@ class Terminal:
                 stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT,
                 start_new_session=True,
             )  # fmt: skip
-            self.running.append(shell)
+            self.shells.append(shell)
             status = shell.wait(400)
         return status, log.read_text()
 
-    def end(self) -> None:
-        """End what runs in the background."""
-        for shell in self.running:
+    def stop(self) -> None:
+        """Stop all processes in the background."""
+        for shell in self.shells:
             try:
                 os.killpg(shell.pid, signal.SIGTERM)
             except ProcessLookupError:
                 continue
-        self.running.clear()
+        self.shells.clear()

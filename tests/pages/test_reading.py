@@ -1,7 +1,7 @@
-"""README, quick start and the page of own files, typed as they stand, block by block.
+"""Runs README, quick start and the page about own files unchanged, block by block.
 
-The hub is a server of this machine with small files under the published names; what else stands in
-for a GPU, hours or a cluster is the table of `stand_ins.py`.
+The hub is a local server with small files under the published names. `stand_ins.py` lists the
+commands that are replaced, since they need a GPU, hours or a cluster.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture
 def terminal(tmp_path: Path) -> Iterator[Terminal]:
-    """A fresh checkout, and a tiny model for what every training ends with."""
+    """Return a terminal in a fresh checkout, with a tiny model as the result of every training."""
     folder = tmp_path / "checkout"
     folder.mkdir()
     lay_out(ROOT, folder)
@@ -44,19 +44,19 @@ def terminal(tmp_path: Path) -> Iterator[Terminal]:
         "HF_HUB_OFFLINE": "1",
         "HF_HOME": str(tmp_path / "home"),
     }
-    found = Terminal(folder, variables)
-    yield found
-    found.end()
+    started = Terminal(folder, variables)
+    yield started
+    started.stop()
 
 
 def published(folder: Path) -> dict[str, bytes]:
-    """What the hub has under the names of the paper's recipe, a few rows of each."""
+    """Return a hub's files for the paper's recipe, with a few rows each."""
     rows = [{"id": str(i), "contents": f'"What {i}"\nwhat is nq train {i}.'} for i in range(9)]
     corpus = "".join(json.dumps(row) + "\n" for row in rows).encode()
     index = faiss.IndexFlatIP(SIZES["hidden_size"])
     vectors = np.random.default_rng(0).standard_normal((len(rows), SIZES["hidden_size"]))
     index.add(vectors.astype(np.float32))
-    whole = faiss.serialize_index(index).tobytes()
+    index_bytes = faiss.serialize_index(index).tobytes()
     save_model(folder, "bert")
     model = {f"intfloat/e5-base-v2/{f.name}": f.read_bytes() for f in folder.iterdir()}
     card = ["---", "configs:", "- config_name: nq", "  data_files:"]
@@ -67,8 +67,8 @@ def published(folder: Path) -> dict[str, bytes]:
         questions[f"datasets/{FLASHRAG}/nq/{split}.jsonl"] = lines.encode()
     return {
         f"datasets/{ITEMS['corpus'].repo}/wiki-18.jsonl.gz": gzip.compress(corpus),
-        f"datasets/{ITEMS['e5'].repo}/part_aa": whole[:100],
-        f"datasets/{ITEMS['e5'].repo}/part_ab": whole[100:],
+        f"datasets/{ITEMS['e5'].repo}/part_aa": index_bytes[:100],
+        f"datasets/{ITEMS['e5'].repo}/part_ab": index_bytes[100:],
         f"datasets/{FLASHRAG}/README.md": "\n".join([*card, "---", ""]).encode(),
         **questions,
         **model,
@@ -77,31 +77,31 @@ def published(folder: Path) -> dict[str, bytes]:
 
 @pytest.mark.slow
 def test_readme(terminal: Terminal, tmp_path: Path) -> None:
-    """From `make demo` to the last line of Python, the paper's recipe included."""
+    """All blocks from `make demo` to the last line of Python, including the paper's recipe."""
     with serving_hub(published(tmp_path / "e5-base-v2")) as address:
         terminal.variables |= {"HF_ENDPOINT": address, "HF_HUB_OFFLINE": "0"}
-        said = terminal.read(ROOT / "README.md")
-    assert "stand-in: trained Qwen/Qwen2.5-3B" in said
-    assert "stand-in: trained meta-llama/Llama-3.2-3B" in said
-    assert "Submitted batch job 1" in said and "The capital of China is Beijing" in said
-    assert "expected a search server" not in said
-    for made in ("data/wiki-18/e5_Flat.index", "runs/evaluation/nq/metrics.json",
+        output = terminal.run_page(ROOT / "README.md")
+    assert "stand-in: trained Qwen/Qwen2.5-3B" in output
+    assert "stand-in: trained meta-llama/Llama-3.2-3B" in output
+    assert "Submitted batch job 1" in output and "The capital of China is Beijing" in output
+    assert "expected a search server" not in output
+    for path in ("data/wiki-18/e5_Flat.index", "runs/evaluation/nq/metrics.json",
                  "runs/base/metrics.json", "runs/from-python/model"):  # fmt: skip
-        assert (terminal.checkout / made).exists(), made
+        assert (terminal.checkout / path).exists(), path
 
 
 @pytest.mark.slow
 def test_quick_start(terminal: Terminal) -> None:
-    """Model, retriever, training, page, evaluation and a question, without any hub."""
-    said = terminal.read(ROOT / "docs" / "quickstart.md")
-    assert "stand-in: trained models/SmolLM2-135M-Instruct" in said
+    """Model, retriever, training, report, evaluation and a question work without a hub."""
+    output = terminal.run_page(ROOT / "docs" / "quickstart.md")
+    assert "stand-in: trained models/SmolLM2-135M-Instruct" in output
     assert (terminal.checkout / "runs" / "first.html").is_file()
     assert (terminal.checkout / "runs" / "first-evaluation" / "metrics.json").is_file()
 
 
 @pytest.mark.slow
 def test_own_files(terminal: Terminal) -> None:
-    """Own questions, texts, reward and tool: each is read, and what the page finds is found."""
-    said = terminal.read(ROOT / "docs" / "own.md")
-    assert "A sett may be a century old" in said
-    assert said.count("stand-in: trained") == 3
+    """Own questions, texts, reward and tool are used, and the page's search finds its passage."""
+    output = terminal.run_page(ROOT / "docs" / "own.md")
+    assert "A sett may be a century old" in output
+    assert output.count("stand-in: trained") == 3

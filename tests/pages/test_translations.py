@@ -1,4 +1,4 @@
-"""The Chinese pages have the structure, commands and quoted messages of the English ones."""
+"""The Chinese pages have the structure, commands and quoted messages of the English pages."""
 
 import re
 from pathlib import Path
@@ -15,30 +15,30 @@ BLOCK = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
 
 
 def outline(name: str) -> list[str]:
-    """Levels of headings, whole blocks of code, and the code of each row of a table, in order."""
+    """Return the headings' levels, the code blocks, and the code in each table row, in order."""
     text = (ROOT / name).read_text(encoding="utf-8")
-    found: list[str] = []
+    parts: list[str] = []
     for part in re.split(f"({BLOCK.pattern})", text, flags=re.DOTALL | re.MULTILINE):
         if part.startswith("```"):
-            found.append(part)
+            parts.append(part)
             continue
         for line in part.splitlines():
             if line.startswith("#"):
-                found.append(line.partition(" ")[0])
+                parts.append(line.partition(" ")[0])
             elif line.startswith("|"):
-                found.append(" ".join(sorted(re.findall(r"`[^`]+`", line))))
-    return found
+                parts.append(" ".join(sorted(re.findall(r"`[^`]+`", line))))
+    return parts
 
 
 @pytest.mark.parametrize("chinese", PAIRS)
-def test_a_chinese_page_says_what_the_english_one_does(chinese: str) -> None:
-    """Whoever changes a command, a section or a message changes both."""
+def test_a_chinese_page_has_the_outline_of_the_english_page(chinese: str) -> None:
+    """Commands, sections and messages are changed on both pages."""
     assert outline(chinese) == outline(PAIRS[chinese])
 
 
 @pytest.mark.parametrize("chinese", PAIRS)
 def test_a_chinese_page_is_chinese(chinese: str) -> None:
-    """Its prose was translated: more characters of Chinese than words of English."""
+    """The prose is translated: it has more Chinese characters than English words."""
     prose = BLOCK.sub("", (ROOT / chinese).read_text(encoding="utf-8"))
     prose = re.sub(r"`[^`]*`|\]\([^)]*\)", "", prose)
     assert len(re.findall(r"[一-鿿]", prose)) > 2 * len(re.findall(r"[A-Za-z]{2,}", prose))

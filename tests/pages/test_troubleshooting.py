@@ -1,4 +1,4 @@
-"""docs/troubleshooting.md quotes messages: each is said somewhere in the sources."""
+"""Every message that docs/troubleshooting.md quotes exists in the sources."""
 
 import ast
 import re
@@ -10,15 +10,19 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "troubleshooting.md"
 SOURCES = ("verl", "search_r1", "scripts")
-OTHERS = {"CUDA out of memory", "No module named …", "Watchdog caught collective operation timeout"}
+FOREIGN_MESSAGES = {
+    "CUDA out of memory",
+    "No module named …",
+    "Watchdog caught collective operation timeout",
+}
 """Messages of Python, torch and NCCL."""
-JOINTS = re.compile(r": got |, expected |; fix: ?")
-"""Between the parts that `verl.errors.explain` puts together."""
+SEPARATORS = re.compile(r": got |, expected |; fix: ?")
+"""Texts between the parts of a message by `verl.errors.explain`."""
 
 
 @cache
-def said() -> str:
-    """Every text of the sources, a line each; what is filled in is a `…`."""
+def source_texts() -> str:
+    """Return all strings of the sources, one per line; `…` replaces inserted values."""
     texts = []
     for folder in SOURCES:
         for path in (ROOT / folder).rglob("*.py"):
@@ -34,26 +38,26 @@ def said() -> str:
 
 
 def quotes() -> list[str]:
-    """What stands in the first column of the page's tables as code."""
+    """Return the code in the first columns of the page's tables."""
     rows = re.findall(r"^\| (.*?) \|", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
     return [quote for cell in rows for quote in re.findall(r"`([^`]+)`", cell)]
 
 
-def is_said(quote: str) -> bool:
-    """Whether each part of the quote is in a text of the sources, in its order."""
-    for part in filter(str.strip, JOINTS.split(quote)):
+def is_in_sources(quote: str) -> bool:
+    """Whether each part of the quoted message is in one line of the sources' texts."""
+    for part in filter(str.strip, SEPARATORS.split(quote)):
         pieces = [re.escape(piece.strip()) for piece in part.split("…") if piece.strip()]
-        if not re.search(".*".join(pieces), said()):
+        if not re.search(".*".join(pieces), source_texts()):
             return False
     return True
 
 
-@pytest.mark.parametrize("quote", [quote for quote in quotes() if quote not in OTHERS])
-def test_a_quoted_message_is_one_of_ours(quote: str) -> None:
-    """A message that was reworded in the code is reworded on the page."""
-    assert is_said(quote)
+@pytest.mark.parametrize("quote", [quote for quote in quotes() if quote not in FOREIGN_MESSAGES])
+def test_a_quoted_message_exists(quote: str) -> None:
+    """A message that is changed in the code is changed on the page too."""
+    assert is_in_sources(quote)
 
 
-def test_a_message_that_nobody_says_is_found_out() -> None:
-    """The search is not so kind that it finds anything."""
-    assert not is_said("unknown option: got …, expected a key of nowhere")
+def test_an_invented_message_does_not_exist() -> None:
+    """The search does not accept every text."""
+    assert not is_in_sources("unknown option: got …, expected a key of nowhere")

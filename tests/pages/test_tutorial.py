@@ -12,11 +12,11 @@ NOTEBOOK = ROOT / "example" / "tutorial.ipynb"
 
 
 def test_the_notebook_is_kept_without_outputs() -> None:
-    """What a run printed is no part of a change."""
+    """So that running it changes nothing in git."""
     cells = json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]
-    programs = [cell for cell in cells if cell["cell_type"] == "code"]
-    assert programs and all(not cell["outputs"] for cell in programs)
-    assert all(cell["execution_count"] is None for cell in programs)
+    code_cells = [cell for cell in cells if cell["cell_type"] == "code"]
+    assert code_cells and all(not cell["outputs"] for cell in code_cells)
+    assert all(cell["execution_count"] is None for cell in code_cells)
 
 
 @pytest.mark.slow
@@ -26,7 +26,7 @@ def test_the_notebook_runs_within_ten_minutes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Twelve steps of GRPO teach the tiny policy to search."""
-    import nbclient  # noqa: PLC0415 - of the extra `docs`
+    import nbclient  # noqa: PLC0415 - in the extra `docs`
     import nbformat  # noqa: PLC0415
 
     shutil.copytree(ROOT / "example", tmp_path / "example")
@@ -37,6 +37,6 @@ def test_the_notebook_runs_within_ten_minutes(
     nbclient.NotebookClient(notebook, timeout=600, kernel_name="python3").execute()
     nbformat.write(notebook, tmp_path / "run.ipynb")
     outputs = [out for cell in notebook.cells for out in cell.get("outputs", [])]
-    said = [out["text"] for out in outputs if "exact match 0" in out.get("text", "")]
-    before, after = map(float, said[-1].split()[2::2])
-    assert after > before + 0.2, said[-1]
+    scores = [out["text"] for out in outputs if "exact match 0" in out.get("text", "")]
+    before, after = map(float, scores[-1].split()[2::2])
+    assert after > before + 0.2, scores[-1]

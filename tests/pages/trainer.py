@@ -1,8 +1,7 @@
-"""In the trainer's place (`ENTRY`) where a test is about what a page tells a reader to type.
+"""Stand-in for the trainer (`ENTRY`) in tests of the commands on a page.
 
-It reads the options as the trainer does, the rows, tools, reward and retriever that they name,
-plays one dialogue in which every tool is called, and leaves what a run leaves: what a GPU makes of
-them is beyond a test.
+It reads the options as the trainer does, and the rows, tools, reward and retriever that they name.
+It plays one dialogue that calls every tool, and writes the files of a run. Nothing is trained.
 """
 
 from __future__ import annotations
@@ -26,18 +25,20 @@ from verl.types import Sampling, Trajectory, start_trajectory
 
 
 async def play(config: Config) -> Trajectory:
-    """One dialogue of the run's first question: each tool once, then an answer."""
+    """Play one dialogue for the run's first question: each tool once, then an answer."""
     environment = build_environment(config)
-    words = build_tag_format(config, environment.tools)
+    tag_format = build_tag_format(config, environment.tools)
     files = config.data.train_files
     prompts = load_prompts(config, files, None, ByteTokenizer())  # type: ignore[arg-type]
     assert len(prompts) >= min(3, config.data.train_batch_size)
-    check_prompts(words, prompts)
+    check_prompts(tag_format, prompts)
     query = str(prompts[0].extra_info["question"])
-    turns = [f"<think> a </think> {words.tags.tool(t.name).wrap(query)}" for t in environment.tools]
-    engine = ScriptedEngine([*turns, words.tags.answer.wrap("an answer")])
+    turns = [
+        f"<think> a </think> {tag_format.tags.tool(t.name).wrap(query)}" for t in environment.tools
+    ]
+    engine = ScriptedEngine([*turns, tag_format.tags.answer.wrap("an answer")])
     limits = Limits(max_turns=len(turns), max_prompt_length=10**6, max_obs_length=10**5)
-    agent = DialogueAgent(limits, words, environment, ByteTokenizer())  # type: ignore[arg-type]
+    agent = DialogueAgent(limits, tag_format, environment, ByteTokenizer())  # type: ignore[arg-type]
     try:
         return await agent.run(start_trajectory(prompts[0]), engine, Sampling(max_tokens=10**4))
     finally:
@@ -45,20 +46,20 @@ async def play(config: Config) -> Trajectory:
 
 
 def stand_in(config: Config, trackers: Sequence[Tracker] = ()) -> None:
-    """What a run leaves: metrics of a step, its options, and a model that was there before."""
-    played = asyncio.run(play(config))
-    assert not played.error, played.error
-    (reward,) = build_reward_manager(config)([played])
-    out = Path(config.trainer.default_local_dir)
-    config.trainer.logger = ["jsonl"]  # nobody is asked for a key
+    """Write the results of a run: metrics of a step, its options, and a copy of the tiny model."""
+    trajectory = asyncio.run(play(config))
+    assert not trajectory.error, trajectory.error
+    (reward,) = build_reward_manager(config)([trajectory])
+    folder = Path(config.trainer.default_local_dir)
+    config.trainer.logger = ["jsonl"]  # others need a key
     with Tracking.from_config(config, trackers) as tracking:
         tracking.log({"critic/score/mean": reward.score}, 1)
-    shutil.copytree(os.environ["STAND_IN_MODEL"], out / "model", dirs_exist_ok=True)
-    cli.write_resolved(config, out)
+    shutil.copytree(os.environ["STAND_IN_MODEL"], folder / "model", dirs_exist_ok=True)
+    cli.write_resolved(config, folder)
 
 
 def main() -> None:
-    """A run's command line; `--cfg` and `--help` are the trainer's own."""
+    """Run a command line of the trainer; `--cfg` is passed on to it."""
     if "--cfg" in sys.argv:
         sys.exit(main_ppo.main(sys.argv[1:]))
     config = cli.compose(sys.argv[1:])

@@ -1,10 +1,10 @@
-"""A reader's walk from the original's quick start to a trained example here, with times.
+"""Runs the commands of a quick start as a reader does, and measures the time of each.
 
-`python -m tests.pages.walk original --out DIR` types the original's quick start as its README has
-it, then what docs/migration.md gives instead; the hub is one of this machine with small files.
-`python -m tests.pages.walk here --out DIR` types docs/quickstart.md with the real model, trainer
-and engine; only the installation is taken as done, and of the training so many steps. Both print
-rows of a table: command, seconds, exit status and the last line that was said.
+`python -m tests.pages.walk original --out DIR` runs the quick start in the original's README
+unchanged, then the replacements in docs/migration.md, with small files on a local hub.
+`python -m tests.pages.walk here --out DIR` runs docs/quickstart.md with the real model, trainer and
+engine, but without the installation and with fewer training steps. Both print table rows: command,
+seconds, exit status and last line of the output.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tests.pages.test_reading import published
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 2
-"""Of the quick start's 20."""
+"""Training steps, instead of the quick start's 20."""
 ORIGINAL = """
 python scripts/download.py --save_path data/wiki-18
 cat data/wiki-18/part_* > data/wiki-18/e5_Flat.index
@@ -34,7 +34,7 @@ bash retrieval_launch.sh &
 bash train_ppo.sh
 python infer.py
 """
-INSTEAD = """
+REPLACEMENTS = """
 RETRIEVER_NAME=e5 RETRIEVER_MODEL=intfloat/e5-base-v2 CORPUS_PATH=data/wiki-18/wiki-18.jsonl \\
   INDEX_PATH=data/wiki-18/e5_Flat.index bash retrieval_launch.sh &
 until curl -sf http://127.0.0.1:8000/health; do sleep 1; done
@@ -44,27 +44,29 @@ python infer.py "what is nq train 3?" --model models/none
 
 
 def commands(block: str) -> list[str]:
-    """The commands of a block, each with the lines that it goes on in."""
-    found = re.split(r"(?<!\\)\n", block.strip())
-    return [one for one in found if one and not one.startswith("#")]
+    """Return the commands of a block, each with its continuation lines."""
+    parts = re.split(r"(?<!\\)\n", block.strip())
+    return [part for part in parts if part and not part.startswith("#")]
 
 
 def walk(terminal: Terminal, typed: Sequence[str]) -> Iterator[str]:
-    """Type the commands; a row of the table for each."""
+    """Run commands and yield a table row for each."""
     for command in typed:
         start = time.perf_counter()
-        status, said = terminal.run(command.replace("TOTAL_STEPS=20", f"TOTAL_STEPS={STEPS}"))
+        status, output = terminal.run(command.replace("TOTAL_STEPS=20", f"TOTAL_STEPS={STEPS}"))
         seconds = time.perf_counter() - start
-        with (terminal.checkout.parent / "said.txt").open("a") as file:
-            file.write(f"$ {command}\n{said}\n")
-        own = "\n".join(line for line in said.strip().splitlines() if " INFO serving " not in line)
+        with (terminal.checkout.parent / "output.txt").open("a") as file:
+            file.write(f"$ {command}\n{output}\n")
+        lines = "\n".join(
+            line for line in output.strip().splitlines() if " INFO serving " not in line
+        )
         shown = re.sub(r"\s*\\\n\s*", " ", command).replace("|", r"\|")
-        last = re.sub(r"\s+", " ", own.rpartition("\n")[2]).replace("|", r"\|")
+        last = re.sub(r"\s+", " ", lines.rpartition("\n")[2]).replace("|", r"\|")
         yield f"| `{shown}` | {seconds:.1f} s | {status} | {last[:300]} |"
 
 
 def main() -> None:
-    """Lay out a checkout where there is none, and walk."""
+    """Create a checkout if there is none, run the commands and print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("part", choices=("original", "here"))
     parser.add_argument("--out", type=Path, required=True, help="folder of the checkout")
@@ -85,17 +87,17 @@ def main() -> None:
         terminal = Terminal(folder, variables)
         terminal.port = "8000"
         try:
-            pages = {"original": [ORIGINAL, INSTEAD], "here": quick_start()}
+            pages = {"original": [ORIGINAL, REPLACEMENTS], "here": quick_start()}
             for block in pages[options.part]:
                 for row in walk(terminal, commands(block)):
                     sys.stdout.write(row + "\n")
                     sys.stdout.flush()
         finally:
-            terminal.end()
+            terminal.stop()
 
 
 def quick_start() -> list[str]:
-    """The blocks of the page that are typed."""
+    """Return the shell blocks of the quick start."""
     page = ROOT / "docs" / "quickstart.md"
     return [text for language, text in blocks(page) if language == "bash"]
 
