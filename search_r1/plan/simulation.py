@@ -179,7 +179,7 @@ class Outcome:
 
     step_s: float
     rollout_s: float
-    """Seconds from the start of a batch to the end of its last dialogue."""
+    """Seconds from the start of a step's batch to the end of its last dialogue."""
     engine_busy: float
     """Share of the time in which an engine runs requests, mean over engines."""
     trainer_busy: float
@@ -196,13 +196,11 @@ def simulate(setup: Setup, batches: Sequence[Batch], steps: int = 3) -> Outcome:
     num_skipped = 0 if setup.shares_cards else setup.staleness + 1
     run.advance_to(num_skipped)
     start, engines_busy_s, trained_s = run.clock.now, run.engines_busy_s, run.trained_s
-    num_rollouts = len(run.rollouts_s)
     run.advance_to(num_skipped + steps)
     elapsed = run.clock.now - start
-    rollouts_s = run.rollouts_s[num_rollouts:]
     return Outcome(
         step_s=elapsed / steps,
-        rollout_s=sum(rollouts_s) / len(rollouts_s),
+        rollout_s=sum(run.rollouts_s[num_skipped:]) / steps,
         engine_busy=(run.engines_busy_s - engines_busy_s) / elapsed / setup.num_engines,
         trainer_busy=(run.trained_s - trained_s) / elapsed,
     )
@@ -216,6 +214,8 @@ class BatchInProgress:
     started_at: float
     num_unfinished: int
     """Dialogues that have not ended."""
+    rollout_s: float = 0.0
+    """Seconds until all have."""
 
 
 @dataclass
@@ -230,7 +230,7 @@ class SimulatedRun:
     trained_s: float = 0.0
     """Seconds in which the ranks computed, in all steps."""
     rollouts_s: list[float] = field(default_factory=list)
-    """Seconds of each finished rollout."""
+    """Seconds of each finished step's rollout."""
     in_progress: dict[int, BatchInProgress] = field(default_factory=dict)
     """Batches in progress, by their step."""
     _is_training: bool = False
@@ -267,7 +267,7 @@ class SimulatedRun:
         progress = self.in_progress[step]
         progress.num_unfinished -= 1
         if not progress.num_unfinished:
-            self.rollouts_s.append(self.clock.now - progress.started_at)
+            progress.rollout_s = self.clock.now - progress.started_at
             self._train_next()
 
     def _train_next(self) -> None:
@@ -303,7 +303,7 @@ class SimulatedRun:
             engine.resume(version)
 
     def _finish_step(self) -> None:
-        del self.in_progress[self.version]
+        self.rollouts_s.append(self.in_progress.pop(self.version).rollout_s)
         self.version, self._is_training = self.version + 1, False
         self._start_batch(self.version + self.setup.staleness)
         self._train_next()

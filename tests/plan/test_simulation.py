@@ -50,6 +50,14 @@ def test_batches_start_with_weights_of_the_allowed_age(staleness: int) -> None:
         assert list(run.in_progress) == list(range(version, version + staleness + 1))
 
 
+def test_rollouts_are_those_of_the_measured_steps() -> None:
+    """Even if no rollout ends in these steps: the only one ended before, the next is long."""
+    long = Batch((Dialogue(100, (Turn(20, 50, 60.0), Turn(10))),), 1)
+    batches = [SINGLE, SINGLE, SINGLE, long]
+    outcome = simulate(replace(SEPARATE, staleness=1), batches, steps=1)
+    assert outcome.rollout_s == pytest.approx(COSTS.adopt_s + ROLLOUT)
+
+
 def test_engines_read_the_context_again_after_new_weights() -> None:
     """Weights change during a search: before the second turn all tokens are read."""
     long = Batch((Dialogue(1000, (Turn(20, 500, 60.0), Turn(10))),), 1)
