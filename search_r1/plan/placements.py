@@ -18,7 +18,7 @@ from search_r1.plan.command import RateOptions
 from search_r1.plan.simulation import EngineRates, Outcome, Setup, StepCosts, simulate
 from search_r1.plan.workload import Batch
 from verl.config import Config
-from verl.config.policy import BlocksConfig
+from verl.config.policy import ActorConfig, BlocksConfig, CriticConfig
 from verl.errors import ConfigError, explain
 from verl.machine import GB, DeviceMemory, HostMemory, Machine
 from verl.model_shape import ModelShape
@@ -32,7 +32,7 @@ from verl.preflight.memory.check import (
 from verl.preflight.memory.estimate import WARN_ABOVE, Setting, estimate
 from verl.preflight.memory.needs import FLOAT, Memory, has_critic, kv_bytes
 from verl.rollout.interface import engine_takes_adapter
-from verl.training.budgets import TokenBudgets, actor_budgets, critic_budgets
+from verl.training.budgets import actor_budgets, critic_budgets
 
 ITEM = 2
 """Bytes of a weight or cached value in an engine, and of a weight that FSDP gathers."""
@@ -72,22 +72,6 @@ def fit_decode(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
     if step_s < 0:
         return 0.0, float((steps / loads).mean())
     return float(step_s), float(sequence_s)
-
-
-@dataclass(frozen=True)
-class Passes:
-    """The passes of one model in a training step."""
-
-    model: ModelFlops
-    num_ranks: int
-    sp_size: int
-    budgets: TokenBudgets
-    num_forwards: int
-    """Forward passes over the batch without gradient."""
-    epochs: int
-    """Updates with each trajectory."""
-    num_updates: int
-    """Optimizer steps."""
 
 
 @dataclass(frozen=True)
@@ -141,63 +125,55 @@ class Costs:
         copy_s = 2 * offloaded * config.updates_per_step / (self.rates.host_gb_s * GB)
         if self.rates.train_tokens_s is not None:
             return copy_s + sum(batch.lengths) / (self.rates.train_tokens_s * config.num_ranks)
-        forward_s, update_s = self._seconds(self._policy_passes(), batch)
-        if has_critic(config):
-            values_s, critic_update_s = self._seconds(self._critic_passes(), batch)
-            if config.has_own_critic:
-                return copy_s + max(forward_s, values_s) + max(update_s, critic_update_s)
-            copy_s += values_s + critic_update_s
-        return copy_s + forward_s + update_s
+        num_forwards = int(config.needs_reference)
+        if config.old_log_probs == "recompute":
+            num_forwards += config.updates_per_step > 1 or config.kl_in_reward
+        forward_s, update_s = self._passes_s(batch, num_forwards)
+        if not has_critic(config):
+            return copy_s + forward_s + update_s
+        values_s, critic_update_s = self._passes_s(batch, num_forwards=1, is_critic=True)
+        if config.has_own_critic:
+            return copy_s + max(forward_s, values_s) + max(update_s, critic_update_s)
+        return copy_s + forward_s + update_s + values_s + critic_update_s
 
-    def _policy_passes(self) -> Passes:
-        """Return the passes of the policy and, as forward passes, of the reference."""
-        config, section = self.config, self.config.actor_rollout_ref
-        needs_old = config.updates_per_step > 1 or config.kl_in_reward
-        recomputes_old = config.old_log_probs == "recompute" and needs_old
-        return Passes(
-            model_flops(self._policy_shape(), section.model),
-            config.num_ranks,
-            section.actor.ulysses_sequence_parallel_size,
-            actor_budgets(config),
-            num_forwards=config.needs_reference + recomputes_old,
-            epochs=section.actor.ppo_epochs,
-            num_updates=config.updates_per_step,
-        )
-
-    def _critic_passes(self) -> Passes:
-        config, critic = self.config, self.config.critic
-        size = critic.ppo_mini_batch_size or config.actor_rollout_ref.actor.ppo_mini_batch_size
-        return Passes(
-            model_flops(self.critic or self._policy_shape(), critic.model, is_critic=True),
-            config.num_critic_ranks,
-            config.critic_sp_size,
-            critic_budgets(config),
-            num_forwards=1,
-            epochs=critic.ppo_epochs,
-            num_updates=math.ceil(config.num_trajectories / size) * critic.ppo_epochs,
-        )
-
-    def _seconds(self, passes: Passes, batch: Batch) -> tuple[float, float]:
-        """Return the seconds of the forward passes, and those of the updates.
+    def _passes_s(
+        self, batch: Batch, num_forwards: int, is_critic: bool = False
+    ) -> tuple[float, float]:
+        """Return the seconds of a model's forward passes over a batch, and of its updates.
 
         A micro-batch takes at least as long as gathering the weights for it: once in a forward
         pass; in an update twice, and gradients are reduced.
         """
-        model, ranks = passes.model, passes.num_ranks
+        config, actor = self.config, self.config.actor_rollout_ref.actor
+        shape = self._policy_shape()
+        section: ActorConfig | CriticConfig = actor
+        model: BlocksConfig = config.actor_rollout_ref.model
+        ranks, sp_size = config.num_ranks, actor.ulysses_sequence_parallel_size
+        budgets = actor_budgets(config)
+        if is_critic:
+            shape, model, section = self.critic or shape, config.critic.model, config.critic
+            ranks, sp_size = config.num_critic_ranks, config.critic_sp_size
+            budgets = critic_budgets(config)
+        adapter = shape.adapter(model.lora_rank, model.target_modules)
+        # The estimate of memory assumes checkpointing too if the option is undecided.
+        has_checkpointing = model.enable_gradient_checkpointing in (True, None)
+        flops = ModelFlops(shape, is_critic, adapter, has_checkpointing)
+
         lengths, num_targets = batch.lengths, batch.policy_tokens
-        tokens, flops_s = sum(lengths) / ranks, self._card_flops_s * ranks
-        # What a rank receives of the weights: the shards of the others.
-        parameters = model.shape.parameters() * (ranks - 1) / ranks
-        gather_s = ITEM * parameters / (self.rates.link_gb_s * GB)
-        reduce_s = 0 if model.adapter else FLOAT * parameters / (self.rates.link_gb_s * GB)
-        budget = passes.budgets.inference // passes.sp_size
-        micro_batches = math.ceil(tokens / budget)
-        compute_s = model.forward(lengths, num_targets) / flops_s
-        forward_s = passes.num_forwards * max(compute_s, micro_batches * gather_s)
-        budget = passes.budgets.update // passes.sp_size
-        micro_batches = max(passes.num_updates, math.ceil(tokens * passes.epochs / budget))
-        compute_s = (model.update(lengths, num_targets) + model.recomputed(lengths)) / flops_s
-        update_s = max(passes.epochs * compute_s, micro_batches * (2 * gather_s + reduce_s))
+        flops_s, link = self._card_flops_s * ranks, self.rates.link_gb_s * GB
+        forward_s = flops.forward(lengths, num_targets) / flops_s
+        update_s = (flops.update(lengths, num_targets) + flops.recomputed(lengths)) / flops_s
+        # A rank receives the shards of the others.
+        received = shape.parameters() * (ranks - 1) / ranks
+        gather_s, reduce_s = ITEM * received / link, 0 if adapter else FLOAT * received / link
+
+        tokens, epochs = sum(lengths) / ranks, section.ppo_epochs
+        micro_batches = math.ceil(tokens / (budgets.inference // sp_size))
+        forward_s = num_forwards * max(forward_s, micro_batches * gather_s)
+        size = section.ppo_mini_batch_size or actor.ppo_mini_batch_size
+        num_updates = math.ceil(config.num_trajectories / size) * epochs
+        micro_batches = max(num_updates, math.ceil(tokens * epochs / (budgets.update // sp_size)))
+        update_s = max(epochs * update_s, micro_batches * (2 * gather_s + reduce_s))
         return forward_s, update_s
 
     def driver_s(self, batch: Batch) -> float:
@@ -236,14 +212,6 @@ class Costs:
                "--publish-s and --adopt-s")  # fmt: skip
         expected = "a dense model on this machine, to compute rates from"
         raise ConfigError(explain("actor_rollout_ref.model.path", got, expected, fix))
-
-
-def model_flops(shape: ModelShape, options: BlocksConfig, is_critic: bool = False) -> ModelFlops:
-    """Return the FLOPs of a model, with checkpointing unless the options rule it out."""
-    adapter = shape.adapter(options.lora_rank, options.target_modules)
-    return ModelFlops(
-        shape, is_critic, adapter, options.enable_gradient_checkpointing in (True, None)
-    )
 
 
 UNLIMITED = 1 << 60
