@@ -65,27 +65,23 @@ class RateOptions:
     train_tokens_s: Rate = None
     """tokens that one card trains on per second, including all passes of a step"""
     train_tflops: Positive = 400.0
-    """TFLOP/s of a card in training; the default is an assumption for an H100"""
+    """TFLOP/s of a card in training; default: an assumption for an H100"""
     memory_tb_s: Positive = 2.3
-    """TB/s at which decoding reads a card's memory; the default is an assumption: 0.7 of an
-    H100's"""
+    """TB/s at which decoding reads a card's memory; default: an assumption, 0.7 of an H100's"""
     step_ms: Annotated[float, Bounds(0)] = 3.0
-    """ms of an engine step for scheduler and sampler; the default is an assumption for vLLM"""
+    """ms of an engine step for scheduler and sampler; default: an assumption for vLLM"""
     publish_s: Seconds = None
     """seconds until new weights are written; default: at 0.54 GB/s, measured with files"""
     adopt_s: Seconds = None
     """seconds in which an engine loads new weights; default: at 1.4 GB/s, measured with files"""
     switch_s: Seconds = None
-    """seconds in which engines on shared cards fall asleep and wake up; default: 3, an
-    assumption"""
+    """seconds in which engines on shared cards fall asleep and wake up; default: assumed 3"""
     driver_tokens_s: Rate = None
-    """tokens per second at which the driver computes rewards and builds the batch; default:
-    750,000, measured"""
+    """tokens/s of computing rewards and building the batch; default: 750,000, measured"""
     link_gb_s: Positive = 300.0
-    """GB/s at which a rank gathers weights from the others; the default is an assumption for
-    NVLink"""
+    """GB/s at which a rank gathers weights from the others; default: an assumption for NVLink"""
     host_gb_s: Positive = 20.0
-    """GB/s between a card and its host, for what is offloaded; the default is an assumption"""
+    """GB/s between a card and its host, for what is offloaded; default: an assumption"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,8 +99,8 @@ class PlanOptions:
     card_gb: Annotated[float, Bounds(0)] = 84.8
     """memory of a card in GB of 10^9 bytes (79 GiB); 0 ignores memory"""
     rollout_cards: str = ""
-    """numbers of cards for engines only, separated by commas; 0: engines share all cards with the
-    ranks; default: 0 and every division"""
+    """cards of engines only, separated by commas; 0: engines and ranks share all cards; default: 0
+    and every division"""
     staleness: str = "0,1,2,4,8"
     """versions by which the weights that sample a batch may be behind, separated by commas"""
     token_budgets: str = ""
