@@ -36,7 +36,7 @@ class HostMemory:
         return 1 - self.free / self.total
 
     @classmethod
-    def now(cls, membership: Path = Path("/proc/self/cgroup")) -> "HostMemory":
+    def now(cls, membership: Path = Path("/proc/self/cgroup")) -> Self:
         """Return this machine's memory; `membership` lists this process's control groups."""
         physical = psutil.virtual_memory()
         limits = [cls(physical.total, physical.available), *control_groups(membership)]
@@ -108,8 +108,8 @@ def device_memory() -> tuple[DeviceMemory, ...]:
 
 
 def _devices_by_child() -> tuple[DeviceMemory, ...]:
-    """Return `device_memory()` of a child process, with which its CUDA contexts end. It is not one
-    of `multiprocessing`, which would execute the user's script, and so start the run, again."""
+    """Return `device_memory()` of a child process, with which its CUDA contexts end."""
+    # No child of `multiprocessing`: that would execute the user's script, and so the run, again.
     path = [folder for folder in sys.path if isinstance(folder, str)]  # import ignores other types
     child = [sys.executable, "-c", f"import sys; sys.path[:] = {path!r}; {PRINT_DEVICES}"]
     done = subprocess.run(child, stdout=subprocess.PIPE, check=True)

@@ -139,11 +139,10 @@ def card_problem(nvidia: Nvidia) -> str:
         got = f"{old[0].name} (compute capability {dotted(old[0].capability)})"
         expected = f"{dotted(MIN_CAPABILITY)} or higher: the wheels hold no code for older cards"
         return explain("GPU", got, expected, "use a newer card (T4, RTX 20, A100 and later)")
-    if not nvidia.num_devices:
-        got, expected = "MIG on without a slice", "a slice, or whole cards"
-        fix = "nvidia-smi mig -cgi PROFILE -C to make one, or nvidia-smi -mig 0"
-        return explain("GPU", got, expected, fix)
-    return ""
+    if nvidia.num_devices:
+        return ""
+    fix = "nvidia-smi mig -cgi PROFILE -C to make one, or nvidia-smi -mig 0"
+    return explain("GPU", "MIG on without a slice", "a slice, or whole cards", fix)
 
 
 def compiler_problem(include: Path) -> str:

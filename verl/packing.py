@@ -7,11 +7,10 @@ are balanced by their work, in which attention grows with the square of a sequen
 Without that row, every sequence is a prefix group by itself.
 """
 
-from __future__ import annotations
-
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Self
 
 import numpy as np
 import torch
@@ -22,8 +21,7 @@ from verl.types import TokenBatch
 SHARED_PROMPT = "shared_prompt"
 """Row (num_seqs,) of a batch: leading tokens that each sequence has in common with its group."""
 MIN_SAVED_SHARE = 0.05
-"""Share of a batch's tokens that sharing prompts must save, to be worth the copies of keys and
-values."""
+"""Share of a batch's tokens that sharing must save, to be worth the copies of keys and values."""
 KEYS_PER_TOKEN = 4
 """Keys and values that a micro-batch may hold per token of its budget: the prompt's are copied for
 each response, which takes memory."""
@@ -46,8 +44,7 @@ class PrefixGroup:
         return sum(self.lengths) - self.shared * (len(self.lengths) - 1)
 
     def work(self, pair_cost: float) -> float:
-        """Return the work: 1 for each computed token, and `pair_cost` for each pair of tokens that
-        attention computes, a sequence's length squared less that of a prefix computed before."""
+        """Return the work: 1 per computed token, `pair_cost` per pair of tokens in attention."""
         pairs = sum(n * n for n in self.lengths) - self.shared**2 * (len(self.lengths) - 1)
         return self.num_tokens + pair_cost * pairs
 
@@ -57,7 +54,7 @@ class PrefixGroup:
         num_keys = self.shared + sum(self.lengths)
         return max(self.num_tokens, -(-num_keys // KEYS_PER_TOKEN))
 
-    def split(self, size: int) -> list[PrefixGroup]:
+    def split(self, size: int) -> "list[PrefixGroup]":
         """Split into groups of at most `size` members, each of which computes the prefix."""
         groups = []
         for start in range(0, len(self.members), size):
@@ -66,7 +63,7 @@ class PrefixGroup:
             groups.append(PrefixGroup(members, self.lengths[start : start + size], shared))
         return groups
 
-    def split_to_budget(self, budget: int) -> list[PrefixGroup]:
+    def split_to_budget(self, budget: int) -> "list[PrefixGroup]":
         """Split into groups that cost at most `budget`, except for longer single sequences."""
         if len(self.members) == 1 or self.cost <= budget:
             return [self]
@@ -86,7 +83,7 @@ class Packing:
     """Group of each sequence; may be empty if nothing is shared."""
 
     @classmethod
-    def of(cls, batch: TokenBatch) -> Packing:
+    def of(cls, batch: TokenBatch) -> Self:
         """Build the packing of a batch; prompts are shared if it has the row `SHARED_PROMPT`."""
         lengths = batch.lengths.tolist()
         if SHARED_PROMPT not in batch.rows:
@@ -114,12 +111,11 @@ class Packing:
         return sum(group.work(pair_cost) for group in self.prefix_groups(indices))
 
     def split_over_ranks(self, num_ranks: int, pair_cost: float = 0.0) -> list[list[int]]:
-        """Divide the sequences over ranks so that the slowest rank has the least work. Whole groups
-        compute each prompt once, but smaller parts can be balanced better: groups are also tried in
-        halves, quarters and so on. A rank may get no sequences."""
+        """Divide sequences so that the slowest rank has the least work; a rank may get none."""
         whole = self.prefix_groups(range(len(self.lengths)))
         size = max((len(group.members) for group in whole), default=1)
         divisions = []
+        # Whole groups compute each prompt once, but halves, quarters … can be balanced better.
         while size:
             units = [part for group in whole for part in group.split(size)]
             parts = balance([unit.work(pair_cost) for unit in units], num_ranks)
@@ -130,9 +126,7 @@ class Packing:
     def micro_batches(
         self, indices: Sequence[int], budget: int, min_count: int = 1
     ) -> list[list[int]]:
-        """Divide sequences into micro-batches of at most `budget` tokens; groups are split only if
-        they exceed it. At least `min_count` micro-batches are returned, the last ones perhaps
-        empty, so that every rank can run the same number."""
+        """Divide sequences into micro-batches as `pack` does; only groups over budget are split."""
         units = [part for g in self.prefix_groups(indices) for part in g.split_to_budget(budget)]
         return [_members(units, b) for b in pack([u.cost for u in units], budget, min_count)]
 
@@ -155,8 +149,7 @@ def _members(groups: Sequence[PrefixGroup], chosen: Sequence[int]) -> list[int]:
 
 
 def share_prompts(batch: TokenBatch) -> None:
-    """Let the prompts of groups be computed once, if it is worth it. Adds the row `SHARED_PROMPT`
-    if that saves at least `MIN_SAVED_SHARE` of the batch's tokens."""
+    """Add the row `SHARED_PROMPT` if it saves at least `MIN_SAVED_SHARE` of the batch's tokens."""
     batch.rows[SHARED_PROMPT] = common_prompts(batch)
     if saved_token_share(batch) < MIN_SAVED_SHARE:
         del batch.rows[SHARED_PROMPT]
@@ -170,8 +163,10 @@ def saved_token_share(batch: TokenBatch) -> float:
 
 def common_prompts(batch: TokenBatch) -> Tensor:
     """Count the prompt tokens that each sequence has in common with its whole group, (num_seqs,).
+
     Prompts are compared by token id, since a group's prompts may differ. Each sequence keeps at
-    least one token of its own."""
+    least one token of its own.
+    """
     ids, starts = batch.tokens["input_ids"].numpy(), batch.offsets.tolist()
     lengths = prompt_lengths(batch)
     groups: dict[str, list[int]] = {}
@@ -208,16 +203,19 @@ class Split:
 
 
 def split_by_work(batch: TokenBatch, num_sp_groups: int, pair_cost: float = 0.0) -> Split:
-    """Divide sequences over sequence-parallel groups (by default one rank each) so that all have
-    nearly the same work, as `PrefixGroup.work` defines it. Groups without sequences get an empty
-    shard; their ranks still take part in every collective call."""
+    """Divide sequences evenly by work over sequence-parallel groups, by default of one rank each.
+
+    A group without sequences gets an empty shard: its ranks take part in every collective call.
+    """
     parts = Packing.of(batch).split_over_ranks(num_sp_groups, pair_cost)
     return Split(parts, [batch.select(part) for part in parts])
 
 
 def scheduling_units(groups: Sequence[str], num_parts: int) -> list[list[int]]:
-    """Return the indices of each of `groups`, to be sent to one engine, which then caches their
-    common prefix once; with fewer groups than parts, single indices, so that no part is idle."""
+    """Return the indices of each group, or single indices if there are fewer groups than parts.
+
+    An engine that gets a whole group caches its prefix once; single indices leave no part idle.
+    """
     members: dict[str | int, list[int]] = {}
     is_divided = len(set(groups)) < num_parts
     for index, group in enumerate(groups):
@@ -226,8 +224,7 @@ def scheduling_units(groups: Sequence[str], num_parts: int) -> list[list[int]]:
 
 
 def split_groups(groups: Sequence[str], num_parts: int) -> list[list[int]]:
-    """Divide the indices of `groups` into parts, without splitting the `scheduling_units`. Each
-    unit goes to the smallest part, so that parts differ by at most the largest group."""
+    """Divide indices into parts of whole `scheduling_units`, each added to the smallest part."""
     parts: list[list[int]] = [[] for _ in range(num_parts)]
     for indices in scheduling_units(groups, num_parts):
         min(parts, key=len).extend(indices)
@@ -244,9 +241,10 @@ def join_tokens(outputs: Sequence[Tensor], split: Split, batch: TokenBatch) -> T
 
 
 def balance(lengths: Sequence[float], num_parts: int) -> list[list[int]]:
-    """Divide sequence indices into `num_parts` parts with nearly equal sums of `lengths`: longest
-    first, each to the lightest part. Indices ascend within a part. Parts may be empty if there are
-    fewer sequences than parts."""
+    """Divide indices into parts of nearly equal total length: longest first, to the lightest part.
+
+    Indices ascend within a part. Parts may be empty.
+    """
     parts: list[list[int]] = [[] for _ in range(num_parts)]
     heap = [(0.0, part) for part in range(num_parts)]
     for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
@@ -257,9 +255,11 @@ def balance(lengths: Sequence[float], num_parts: int) -> list[list[int]]:
 
 
 def pack(lengths: Sequence[int], budget: int, min_count: int = 1) -> list[list[int]]:
-    """Group sequence indices into micro-batches of at most `budget` tokens, first-fit decreasing; a
-    longer sequence gets a micro-batch of its own. At least `min_count` micro-batches are returned,
-    the last ones perhaps empty, so that every rank can run the same number."""
+    """Group sequence indices into micro-batches of at most `budget` tokens, first-fit decreasing.
+
+    A longer sequence gets a micro-batch of its own. At least `min_count` micro-batches are
+    returned, the last ones perhaps empty, so that every rank can run the same number.
+    """
     bins: list[list[int]] = []
     free = np.empty(len(lengths), dtype=np.int64)
     for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):

@@ -5,8 +5,6 @@ of a large batch's columns, which the kernel then clears anew; and Python runs i
 number of new objects, of which a step of 20,000 trajectories makes millions, all freed without it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import gc
@@ -35,12 +33,8 @@ def keep_freed_memory() -> Iterator[None]:
 
 @contextlib.contextmanager
 def steady_memory() -> Iterator[None]:
-    """Keep freed memory, and collect garbage only by `gc.collect`, which then ignores all objects
-    that existed before.
-
-    Objects that the program itself has frozen stay frozen, so that each run of several does not
-    traverse all imported modules.
-    """
+    """Keep freed memory; collect garbage by `gc.collect` only, which ignores all older objects."""
+    # Objects that the program has frozen stay frozen: each run of several would traverse them.
     was_enabled, had_frozen = gc.isenabled(), gc.get_freeze_count() > 0
     with keep_freed_memory():
         gc.collect()
@@ -57,9 +51,9 @@ def steady_memory() -> Iterator[None]:
 
 @contextlib.contextmanager
 def one_thread() -> Iterator[None]:
-    """Let torch compute with one thread. Columns of numbers gain nothing from more threads, which
-    spin while they wait for each other; and sums do not depend on the number of cores."""
+    """Let torch compute with one thread, so that sums do not depend on the number of cores."""
     previous = torch.get_num_threads()
+    # The driver's columns gain nothing from more threads, which spin while they wait.
     torch.set_num_threads(1)
     try:
         yield

@@ -59,15 +59,14 @@ class Sampling:
 
 @dataclass(frozen=True)
 class EngineCounts:
-    """Token counts of prefix caching and speculative decoding, for one or several requests. All are
-    0 if the engine does not report them."""
+    """Token counts of prefix caching and speculative decoding in requests; 0 if not reported."""
 
     prompt: int = 0
     """Prompt tokens, that is, the dialogue so far."""
     cached: int = 0
     """Prompt tokens that were already in the prefix cache."""
     drafted: int = 0
-    """Draft tokens (`rollout.speculative_config`) of all requests since the last one finished."""
+    """Draft tokens (`rollout.speculative_config`) of the engine since its last finished request."""
     accepted: int = 0
     """Draft tokens that were accepted."""
 
@@ -161,9 +160,11 @@ class Segment:
 
 @dataclass(frozen=True)
 class _UnpackedColumn:
-    """Descriptor that unpacks a column of a `Segment` on first access and stores it there. Without
-    `__set__`, an instance attribute of the same name takes precedence: later accesses, and segments
-    that were never pickled, do not come here."""
+    """Descriptor that unpacks a column of a `Segment` on first access and stores it there.
+
+    Without `__set__`, an instance attribute of the same name takes precedence: later accesses, and
+    segments that were never pickled, do not come here.
+    """
 
     name: str
 
@@ -183,12 +184,14 @@ ID_BYTES = array(Segment.TYPECODES["ids"]).itemsize
 
 @dataclass(frozen=True)
 class TurnTimes:
-    """Timestamps of one turn: requested, started (once its weights were loaded), and finished. All
-    are seconds since the epoch by the clock of the replica's machine. A turn that was interrupted
-    by new weights has one entry per part."""
+    """Timestamps of one turn, or of each part of a turn that new weights interrupted.
+
+    All are seconds since the epoch by the clock of the replica's machine.
+    """
 
     requested: float
     started: float
+    """When the weights that the turn waited for were loaded."""
     finished: float
     turn: int = 0
     """Number of the turn within the dialogue, from 0."""

@@ -45,8 +45,10 @@ def pack_inputs(model: FsdpModel, micro_batch: TokenBatch) -> PackedInputs:
 def compute_at_targets(
     model: FsdpModel, batch: TokenBatch, budget: int, forward: Callable[[PackedInputs], Tensor]
 ) -> Tensor:
-    """Apply `forward` to the batch in micro-batches of `budget` tokens. Returns its result for each
-    token in the loss, and 0 for all others: (num_tokens,) float32."""
+    """Apply `forward` to the batch in micro-batches of `budget` tokens.
+
+    Returns its result for each token in the loss, and 0 for all others: (num_tokens,) float32.
+    """
     positions, outputs = [], []
     for indices, micro_batch in model.micro_batches(batch, budget):
         inputs = pack_inputs(model, micro_batch)
@@ -117,8 +119,7 @@ class Actor:
 
     @torch.no_grad()
     def log_probs(self, batch: TokenBatch) -> Tensor:
-        """Compute the log-prob of each token in the loss given its prefix, 0 for other tokens.
-        Returns (num_tokens,) float32."""
+        """Compute the log-prob of each token in the loss, 0 elsewhere: (num_tokens,) float32."""
         return compute_at_targets(
             self.model, batch, self.budgets.inference,
             lambda inputs: self.model.forward(inputs, self.temperature)[0],
@@ -189,8 +190,7 @@ class Actor:
     def _policy_losses(
         self, log_probs: Tensor, old: Tensor, rollout: Tensor, columns: TargetColumns
     ) -> tuple[Tensor, PolicyDiagnostics, Tensor]:
-        """Compute the policy loss per token, multiplied by the rollout correction; also return
-        diagnostics and the correction's weights."""
+        """Return the corrected policy loss per token, diagnostics, and the correction's weights."""
         config = self.config
         high = config.clip_ratio if config.clip_ratio_high is None else config.clip_ratio_high
         ids = columns.sequence_ids
@@ -238,7 +238,9 @@ class TargetColumns:
 
     def rollout_log_probs(self, old_log_probs: Tensor) -> Tensor:
         """Return the engine's log-probs, and `old_log_probs` where it sampled or reported none.
-        Both belong to the weights that sampled, however many updates the step has made since."""
+
+        Both belong to the weights that sampled, however many updates the step has made since.
+        """
         if not {"rollout_log_probs", "policy_mask"} <= self.micro_batch.tokens.keys():
             return old_log_probs
         return torch.where(self["policy_mask"].bool(), self["rollout_log_probs"], old_log_probs)

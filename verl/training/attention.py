@@ -10,14 +10,12 @@ by token; only attention lets a response see the prompt, by copying the prompt's
 front of the response's own.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -36,9 +34,9 @@ position p > 0 is a response; its prompt is the last run that started at 0, whic
 
 
 class ShortMasks:
-    """Cache of the masks of short runs on the CPU: the first layer builds them for all layers. It
-    is neither a dict nor a dataclass, because FSDP copies those for each block that gets them."""
+    """Cache of the masks of short runs on the CPU: the first layer builds them for all layers."""
 
+    # Neither a dict nor a dataclass, because FSDP copies those for each block that gets them.
     def __init__(self) -> None:
         self._masks: dict[tuple[int, ...], Tensor] = {}
 
@@ -67,11 +65,9 @@ class SequenceBounds:
 
     @classmethod
     def of(
-        cls,
-        spans: Sequence[Span],
-        device: torch.device,
+        cls, spans: Sequence[Span], device: torch.device,
         sp_group: SequenceParallelGroup | None = None,
-    ) -> SequenceBounds:
+    ) -> Self:  # fmt: skip
         """Build the bounds of runs with these positions."""
         queries, keys = (
             to_device(torch.tensor([0, *sizes]).cumsum(0, dtype=torch.int32), device)
@@ -97,8 +93,7 @@ class SequenceBounds:
         return to_device(own, self.cu_seqlens.device)
 
     def keys_of(self, x: Tensor) -> Tensor:
-        """Insert the prompt's keys or values before those of each response in `x` (num_tokens,
-        ...)."""
+        """Insert the prompt's rows of `x` (num_tokens, ...) before those of each response."""
         if all(start == 0 for start, _ in self.spans):
             return x
         parts: list[Tensor] = []
@@ -140,8 +135,10 @@ SHORT = 256
 def _attend(
     query: Tensor, key: Tensor, value: Tensor, bounds: SequenceBounds, scale: float, window: int
 ) -> Tensor:
-    """Compute the attention of one run, whose last token sees the last key. `query` and the result
-    are (1, heads, length, head_dim)."""
+    """Compute the attention of one run, whose last token sees the last key.
+
+    `query` and the result are (1, heads, length, head_dim).
+    """
     length, num_keys = query.shape[2], key.shape[2]
     before = num_keys - length
     is_limited = 0 < window < num_keys
@@ -276,9 +273,8 @@ def supports_gqa(kernel: Callable[..., Any]) -> bool:
 
 @functools.cache
 def cuda_kernel() -> VarlenKernel:
-    """Return the fastest installed kernel for 16-bit tensors on this process's GPU. Flash attention
-    needs compute capability 8.0 (Ampere) or higher."""
-    if torch.cuda.get_device_capability() < (8, 0):
+    """Return the fastest installed kernel for 16-bit tensors on this process's GPU."""
+    if torch.cuda.get_device_capability() < (8, 0):  # flash attention needs Ampere or newer
         return attend_per_run
     with contextlib.suppress(ImportError):
         # Import the function: any folder named flash_attn on the path imports as a package.
@@ -293,16 +289,10 @@ def cuda_kernel() -> VarlenKernel:
 
 
 def packed_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    bounds: SequenceBounds | None = None,
-    sliding_window: int | None = None,
-    **_: Any,
-) -> tuple[Tensor, None]:
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
+    scaling: float | None = None, bounds: SequenceBounds | None = None,
+    sliding_window: int | None = None, **_: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
     """Compute a layer's attention, as transformers calls it.
 
     Takes (1, heads, num_tokens, head_dim) and returns (1, num_tokens, heads, head_dim); with a

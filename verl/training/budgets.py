@@ -1,7 +1,5 @@
 """Token budgets of one packed forward of a sequence-parallel group, derived from the options."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from verl.config import Config
@@ -18,8 +16,7 @@ class TokenBudgets:
 
 
 def actor_budgets(config: Config) -> TokenBudgets:
-    """Return the policy's budgets: from the token options, else the micro-batch size, else the
-    default."""
+    """Return the policy's budgets: from token options, else the micro-batch size, else default."""
     actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
     size = actor.ulysses_sequence_parallel_size
     update = size * (actor.ppo_max_token_len_per_gpu or 0)

@@ -1,11 +1,8 @@
 """Safe reading of checkpoint files from untrusted sources, and random states.
 
 Pickles are read by unpicklers that allow only the few types that `verl.training.shards` writes, so
-that no code in a file can run. A file with another type, or a damaged one, is a ModelError of one
-line.
+that no code in a file can run. A damaged file, or one with another type, raises a ModelError.
 """
-
-from __future__ import annotations
 
 import contextlib
 import io
@@ -89,10 +86,7 @@ def one_line(error: BaseException) -> str:
 
 
 def read_state_file(path: Path) -> dict[str, Any]:
-    """Read a `torch.save` file of numbers, strings, tensors and random states.
-
-    Raises ModelError.
-    """
+    """Read a `torch.save` file of plain values, tensors and random states. Raises ModelError."""
     with checkpoint_errors(path), torch.serialization.safe_globals(NUMPY):
         return dict(torch.load(path, map_location="cpu", weights_only=True))
 
@@ -142,8 +136,10 @@ class ShardReader(filesystem.FileSystemReader):
 
 
 def load_tensors(tensors: dict[str, Tensor], shards: Path, alone: bool = False) -> None:
-    """Fill tensors in place from a distributed checkpoint, with all ranks unless `alone`. Raises
-    ModelError."""
+    """Fill tensors in place from a distributed checkpoint, with all ranks unless `alone`.
+
+    Raises ModelError.
+    """
     try:
         load(tensors, storage_reader=ShardReader(shards), no_dist=alone)
     except CheckpointException as error:  # an error while reading; losing a rank raises another

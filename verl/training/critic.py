@@ -1,7 +1,5 @@
 """The value function on a training rank: values of a batch, and one optimizer step."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -39,14 +37,15 @@ class Critic:
 
     @torch.no_grad()
     def values(self, batch: TokenBatch) -> Tensor:
-        """Compute the value of the state before each token in the critic's loss, 0 elsewhere.
-        Returns (num_tokens,) float32."""
+        """Compute the value before each token in its loss, 0 elsewhere: (num_tokens,) float32."""
         batch = with_critic_columns(batch)
         return compute_at_targets(self.model, batch, self.budgets.inference, self.model.forward)
 
     def update(self, mini_batch: TokenBatch) -> Metrics:
-        """Take an optimizer step on this rank's share of a mini-batch; return global metrics. Needs
-        the token columns `values` (the old ones), `returns` and `loss_weights`."""
+        """Take an optimizer step on this rank's share of a mini-batch; return global metrics.
+
+        Needs the token columns `values` (the old ones), `returns` and `loss_weights`.
+        """
         mini_batch = with_critic_columns(mini_batch)
         micro_batches = self.model.micro_batches(mini_batch, self.budgets.update)
         sums = []

@@ -1,7 +1,5 @@
 """The device, dtype, CPU cores and threads that a process computes with."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 from collections.abc import Sequence
@@ -39,17 +37,15 @@ def device_type(name: str) -> str:
 
 
 def is_surely_cpu(name: str) -> bool:
-    """Return whether `trainer.device` rules out a GPU. `auto` does not in a Ray cluster: perhaps
-    only the driver's node has no GPU."""
+    """Return whether `trainer.device` rules out a GPU."""
+    # `auto` does not in a Ray cluster: perhaps only the driver's node has no GPU.
     return device_type(name) == "cpu" and not (name == "auto" and os.environ.get("RAY_ADDRESS"))
 
 
 def resolve_device(name: str) -> torch.device:
     """Return this process's device of the named type."""
     kind = device_type(name)
-    if kind == "cuda":
-        return torch.device(kind, torch.cuda.current_device())
-    return torch.device(kind)
+    return torch.device(kind, torch.cuda.current_device() if kind == "cuda" else None)
 
 
 def has_bfloat16_units(device: torch.device) -> bool:
@@ -61,8 +57,10 @@ def has_bfloat16_units(device: torch.device) -> bool:
 
 
 def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
-    """Resolve a dtype by name; `auto` is bfloat16 where the device has hardware for it, else
-    float16 on GPUs and float32 on CPUs. Raises ValueError for an unknown name."""
+    """Resolve a dtype by name. Raises ValueError for an unknown name.
+
+    `auto` is bfloat16 where the device has hardware for it, else float16 on GPUs, float32 on CPUs.
+    """
     if name == "auto":
         if has_bfloat16_units(device):
             return torch.bfloat16
@@ -127,7 +125,9 @@ def to_device(x: Tensor, device: torch.device) -> Tensor:
 
 def cores_for(num_engine_cores: int, is_engine: bool) -> list[int]:
     """Return the cores of the engines, the first `num_engine_cores`, or of the ranks, the others.
-    Raises ResourceError if no core is left for the ranks."""
+
+    Raises ResourceError if no core is left for the ranks.
+    """
     cores = sorted(os.sched_getaffinity(0))
     if num_engine_cores >= len(cores):
         key = "trainer.rollout_gpus"

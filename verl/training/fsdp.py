@@ -194,7 +194,9 @@ class FsdpModel:
 
     def reshard(self) -> None:
         """Free the gathered weights that a forward without backward leaves, in the compute dtype.
-        Until then, `module.parameters()` are the gathered copies, not the sharded weights."""
+
+        Until then, `module.parameters()` are the gathered copies, not the sharded weights.
+        """
         for module in self.module.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
@@ -303,10 +305,10 @@ class FsdpModel:
         self, prefix: str = "", keep: Callable[[str], bool] = bool,
         dtype: torch.dtype | None = None,
     ) -> Iterator[tuple[str, Tensor]]:  # fmt: skip
-        """Yield the name and whole tensor, as `dtype`, of each parameter whose name starts with
-        `prefix`, which is removed, and satisfies `keep`.
+        """Yield the name, without `prefix`, and whole tensor of each parameter with that prefix.
 
-        Tied parameters are yielded once. Every rank must run the iteration to its end.
+        Only names that satisfy `keep` count, and tied parameters are yielded once. Every rank must
+        run the iteration to its end.
         """
         self.reshard()
         for name, parameter in self.module.named_parameters():
@@ -316,20 +318,17 @@ class FsdpModel:
     def full_trained_parameters(self) -> dict[str, Tensor]:
         """Gather each trained parameter, whole and by name, on every rank."""
         self.reshard()
-        return {
-            name: self._whole(parameter) for name, parameter in self.trained_parameters().items()
-        }
+        return {name: self._whole(value) for name, value in self.trained_parameters().items()}
 
     def _whole(self, parameter: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         # Cast before gathering: this halves the bytes that ranks exchange.
-        tensor = parameter.detach().to(dtype or parameter.dtype)
-        tensor = tensor.to(self.device) if tensor.device != self.device else tensor
+        tensor = parameter.detach().to(dtype or parameter.dtype).to(self.device)
         return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def lr_factor(step: int, num_warmup: int, num_updates: int, schedule: str) -> float:
-    """Return the factor of the peak learning rate in update `step` (from 0). Warm-up over w updates
-    is linear, 1/w, 2/w … 1, so that the first update already learns; then the schedule follows."""
+    """Return the factor of the peak learning rate in update `step` (from 0)."""
+    # Linear warm-up over w updates: 1/w, 2/w … 1, so that the first update already learns.
     if step < num_warmup:
         return (step + 1) / num_warmup
     done = min((step - num_warmup) / max(num_updates - num_warmup, 1), 1.0)

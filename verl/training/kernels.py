@@ -10,8 +10,6 @@ matrix products and attention. Recomputing attention alone would save a tenth of
 (docs/evidence/updates.md).
 """
 
-from __future__ import annotations
-
 import functools
 import sys
 from collections.abc import Iterator
@@ -57,14 +55,12 @@ def use_kernels(lm: PreTrainedModel, kind: str) -> None:
     elif kind == "compile":
         AttentionInterface.register(PACKED, torch.compiler.disable(packed_attention))
         for block in blocks(lm, lm):
-            # Compile only the forward, beneath FSDP's hooks and recomputation; `dynamic`, because
-            # the number of tokens varies.
-            block.forward = torch.compile(block.forward, dynamic=True)
+            # The forward only, below FSDP's hooks and recomputation.
+            block.forward = torch.compile(block.forward, dynamic=True)  # of any number of tokens
 
 
 def recompute(lm: PreTrainedModel, mode: bool | str | None) -> None:
-    """Let backward recompute the activations of the blocks of `lm`: all (True), none (False, None),
-    or the cheap ones (`selective`)."""
+    """Let backward recompute all activations of blocks (True), none, or the cheap (`selective`)."""
     options: dict[str, Any] = {"use_reentrant": False}
     if mode == SELECTIVE:
         options["context_fn"] = functools.partial(

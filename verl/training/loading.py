@@ -5,8 +5,6 @@ their rows from there at the same time and without a collective. Other files are
 each rank of a node, one after another where memory is short.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import fcntl
@@ -117,8 +115,10 @@ def fill_shards(module: nn.Module, values: list[Tensor], device: torch.device) -
 def open_causal_lm(
     path: str, dtype: torch.dtype, num_ranks: int, needs_head: bool = True
 ) -> Iterator[PreTrainedModel]:
-    """Yield the model at `path` in `dtype`; build the FsdpModel within the `with` block. Its
-    weights are read when they are sharded. Raises ModelError as `load_causal_lm` does."""
+    """Yield the model at `path` in `dtype`; build the FsdpModel within the `with` block.
+
+    Its weights are read when they are sharded. Raises ModelError as `load_causal_lm` does.
+    """
     lm = map_causal_lm(path, dtype, needs_head)
     if lm is not None:
         yield lm
@@ -150,8 +150,7 @@ def map_causal_lm(path: str, dtype: torch.dtype, needs_head: bool) -> PreTrained
 
 
 def stored_dtype(folder: Path) -> torch.dtype | None:
-    """Return the dtype of all tensors in a folder's safetensors files; None if there are none or
-    several."""
+    """Return the dtype of all tensors in a folder's safetensors files; None if it is not one."""
     dtypes = set()
     for file in folder.glob(MAPPED_FILES):
         with safe_open(file, framework="pt") as tensors:
@@ -191,8 +190,7 @@ def weight_bytes(path: str) -> int:
 
 @contextlib.contextmanager
 def loading_turn(path: str, num_ranks: int) -> Iterator[None]:
-    """Let the `num_ranks` ranks of this node load a whole model one after another, if memory is
-    short for all at once, in float32."""
+    """Let the ranks of this node load a whole model in turn, if memory is short for all at once."""
     needed = num_ranks * FLOAT32_FACTOR * weight_bytes(path)
     if needed <= MEMORY_SHARE * HostMemory.now().free:
         yield

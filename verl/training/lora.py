@@ -6,8 +6,6 @@ which of them is active and which parameters each role trains. Outside of a mode
 peft folder, or is merged into the weights.
 """
 
-from __future__ import annotations
-
 import copy
 import enum
 import hashlib
@@ -15,7 +13,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from peft import LoraConfig, inject_adapter_in_model
@@ -44,9 +42,7 @@ class Adapter:
     """`<module>.lora_A.weight` (rank, in) and `<module>.lora_B.weight` (out, rank), any device."""
 
     @classmethod
-    def of_parameters(
-        cls, config: LoraConfig, parameters: Mapping[str, Tensor], name: str
-    ) -> Adapter:
+    def of_parameters(cls, config: LoraConfig, parameters: Mapping[str, Tensor], name: str) -> Self:
         """Build it from a model's parameters, named `lm.<module>.lora_A.<name>.weight` by peft."""
         return cls(config, {
             key.removeprefix("lm.").replace(f".{name}.weight", ".weight"): tensor
@@ -100,22 +96,17 @@ class Adapter:
 def peft_config_of_record(record: Mapping[str, Any]) -> LoraConfig:
     """Build peft's config from a checkpoint's record of an adapter."""
     return LoraConfig(
-        r=record["lora_rank"],
-        lora_alpha=record["lora_alpha"],
-        target_modules=list(record["target_modules"]),
-        lora_dropout=0.0,
-        bias="none",
-        task_type="CAUSAL_LM",
+        r=record["lora_rank"], lora_alpha=record["lora_alpha"], lora_dropout=0.0, bias="none",
+        target_modules=list(record["target_modules"]), task_type="CAUSAL_LM",
         base_model_name_or_path=record["base"],
-    )
+    )  # fmt: skip
 
 
 def fingerprint(base: str) -> str:
-    """Return a short hash of a model folder's weight files: names, sizes, and both ends of each. A
-    hub name has no local files and is returned as it is."""
+    """Return a short hash of a model folder's weight files: names, sizes, and both ends of each."""
     digest = hashlib.sha256()
     files = sorted(Path(base).expanduser().glob("*.safetensors"))
-    if not files:
+    if not files:  # a hub name has no local files
         return base
     for path in files:
         size = path.stat().st_size
@@ -139,8 +130,7 @@ def check_base(record: Mapping[str, Any], base: str) -> None:
 
 
 def check_same_adapters(saved: Mapping[str, Any], present: Mapping[str, Any]) -> None:
-    """Raise ConfigError if a run's adapters or their base differ from the checkpoint's (`saved`).
-    Both map names of models to adapter records."""
+    """Raise ConfigError if the adapter record of any model differs from the checkpoint's."""
     for name in sorted({*saved, *present}):
         old, new = saved.get(name) or {"lora_rank": 0}, present.get(name) or {"lora_rank": 0}
         # The path of the base may differ: the fingerprint says whether it is the same.
@@ -259,11 +249,8 @@ class AdaptedFsdpModel(FsdpModel):
         """Return the parameters that this role trains and saves, by name."""
         own = [f".lora_A.{self.role}.", f".lora_B.{self.role}."]
         own += ["value_head."] * (self.role is Role.CRITIC)
-        return {
-            name: p
-            for name, p in super().trained_parameters().items()
-            if any(x in name for x in own)
-        }
+        named = super().trained_parameters()
+        return {name: p for name, p in named.items() if any(x in name for x in own)}
 
     def adapter_record(self) -> dict[str, Any]:
         """Return a checkpoint's JSON record of this role's adapter."""
@@ -271,11 +258,9 @@ class AdaptedFsdpModel(FsdpModel):
 
 
 def build_adapted_model(
-    lm: PreTrainedModel,
-    adapters: Mapping[Role, AdapterConfig],
-    device: torch.device,
+    lm: PreTrainedModel, adapters: Mapping[Role, AdapterConfig], device: torch.device,
     options: FsdpOptions,
-) -> FsdpModel:
+) -> FsdpModel:  # fmt: skip
     """Build the model in the first role of `adapters`; `share_base_model` makes the others."""
     module, role = AdaptedModel(lm, adapters), next(iter(adapters))
     heads = [module.value_head] if Role.CRITIC in adapters else []
@@ -298,9 +283,8 @@ def policy_adapter(model: FsdpModel) -> Adapter:
 def policy_weights(model: FsdpModel, dtype: str) -> Iterator[tuple[str, Tensor]]:
     """Yield the name and whole tensor of each weight of the policy, with its adapter merged.
 
-    Weights are in `dtype`, in which the caller writes or sends them; with an adapter, in float32
-    where it is merged and in the base's dtype elsewhere. Every rank must run the iteration to its
-    end.
+    Without an adapter, weights are cast to `dtype`. With one, merged weights are float32 and the
+    others in the base's dtype: the caller casts them. Every rank must run the iteration to its end.
     """
     if not isinstance(model, AdaptedFsdpModel):
         yield from model.full_parameters(prefix="lm.", dtype=getattr(torch, dtype))

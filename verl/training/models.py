@@ -4,12 +4,10 @@ The head is part of the sharded module, since FSDP gathers its weights only for 
 forward. Prompt and observation tokens never reach a head, so they cost no logits.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -55,12 +53,9 @@ class PackedInputs:
 
     @classmethod
     def of(
-        cls,
-        batch: TokenBatch,
-        mask: Tensor,
-        device: torch.device,
+        cls, batch: TokenBatch, mask: Tensor, device: torch.device,
         sp_group: SequenceParallelGroup | None = None,
-    ) -> PackedInputs:
+    ) -> Self:  # fmt: skip
         """Pack `batch`, with the tokens where `mask` (num_tokens,) is True as targets.
 
         A batch without tokens becomes a row of two tokens without targets, because its rank must
@@ -86,14 +81,8 @@ class PackedInputs:
             input_ids = sp_group.local_slice(input_ids)
             target_gather, own = TargetGather.of(sp_group, before // size, device)
             targets, before = targets[own], before[own] - size * sp_group.rank
-        return cls(
-            to_device(input_ids, device),
-            bounds,
-            positions,
-            to_device(targets, device),
-            to_device(before, device),
-            target_gather,
-        )
+        input_ids, targets, before = (to_device(x, device) for x in (input_ids, targets, before))
+        return cls(input_ids, bounds, positions, targets, before, target_gather)
 
     def gather(self, *columns: Tensor) -> tuple[Tensor, ...]:
         """Extend columns of this rank's targets, (num_local_targets,), to those of all targets."""
@@ -126,8 +115,8 @@ def lay_out_row(
     index_in_row[computed] = torch.arange(len(computed))
     for group in prefix_groups:
         first, *others = (starts[i] for i in group.members)
+        prompt = index_in_row[first : first + group.shared]
         for start in others:
-            prompt = index_in_row[first : first + group.shared]
             index_in_row[start : start + group.shared] = prompt
     return spans, computed, index_in_row
 

@@ -4,8 +4,6 @@ Weights that ranks write for engines are large, and memory that a killed run lea
 missing in the next run. So removal does not depend on an orderly end of the process.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import os
@@ -65,12 +63,10 @@ class NodeFolder:
         part.rename(path)  # visible under its final name only once it is locked
         cleaner = subprocess.Popen(
             ["sh", "-c", CLEANER, "sh", str(path)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            start_new_session=True,
+            stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True,
             # Without the run's mark, since the run's reaper must not kill it.
             env={"PATH": os.environ.get("PATH", os.defpath)},
-        )
+        )  # fmt: skip
         cleaner.wait()  # the shell has started the background process and ended
         assert cleaner.stdin is not None
         self._cleaner_input = cleaner.stdin

@@ -8,12 +8,10 @@ the sequence-parallel groups: a rank's gradient is the contribution of its slice
 the contributions of all ranks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import gcd
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -34,9 +32,8 @@ class SequenceParallelGroup:
     process_group: Any = None
 
     @classmethod
-    def join(cls, size: int) -> SequenceParallelGroup:
-        """Create the groups of `size` ranks and return this rank's. Every rank must call it; the
-        world size must be a multiple of `size`."""
+    def join(cls, size: int) -> Self:
+        """Create groups of `size` ranks, which divides the world size; every rank must call it."""
         process_group, _ = dist.new_subgroups(size)
         return cls(size, dist.get_rank(process_group), process_group)
 
@@ -71,8 +68,7 @@ class SequenceParallelGroup:
         return [y.unflatten(1, (-1, x.shape[2])) for x, y in zip(tensors, own_heads, strict=True)]
 
     def heads_to_slice(self, x: Tensor) -> Tensor:
-        """Invert `slice_to_heads`: (num_tokens, heads // size, head_dim) to (slice_size, heads,
-        head_dim)."""
+        """Invert `slice_to_heads`: (num_tokens, heads // size, …) to (slice_size, heads, …)."""
         slices = self.pad(x).unflatten(0, (self.size, -1))
         return self.all_to_all(slices).transpose(0, 1).flatten(1, 2)
 
@@ -87,8 +83,7 @@ class SequenceParallelGroup:
 
 
 def check_heads(model: PretrainedConfig, size: int, section: str) -> None:
-    """Raise ConfigError unless the query heads divide evenly over `size` ranks. `section` is the
-    config section that has the option."""
+    """Raise ConfigError, for the option of `section`, unless heads divide evenly over the ranks."""
     heads = model.get_text_config().num_attention_heads
     if heads % size:
         key = f"{section}.ulysses_sequence_parallel_size"
@@ -125,17 +120,21 @@ class TargetGather:
     @classmethod
     def of(
         cls, sp_group: SequenceParallelGroup, ranks: Tensor, device: torch.device
-    ) -> tuple[TargetGather, Tensor]:
-        """Build it from `ranks` (num_targets,), the rank that computes each target. Also returns
-        the indices of the targets that this rank computes."""
+    ) -> tuple[Self, Tensor]:
+        """Build it from `ranks` (num_targets,), the rank that computes each target.
+
+        Also returns the indices of the targets that this rank computes.
+        """
         by_rank = ranks.argsort(stable=True)
         counts = ranks.bincount(minlength=sp_group.size).tolist()
         own = by_rank.split(counts)[sp_group.rank]
         return cls(sp_group, counts, to_device(by_rank.argsort(), device)), own
 
     def gather(self, *columns: Tensor) -> tuple[Tensor, ...]:
-        """Return all ranks' results, (num_targets,) each, from this rank's `columns` (count,). The
-        gradient reaches this rank's results only; the other ranks add the gradients of theirs."""
+        """Return all ranks' results, (num_targets,) each, from this rank's `columns` (count,).
+
+        The gradient reaches this rank's results only; the other ranks add the gradients of theirs.
+        """
         own = torch.stack(columns)
         results = own.new_zeros(len(columns), sum(self.counts))
         by_rank = list(results.split(self.counts, dim=1))

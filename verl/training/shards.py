@@ -5,8 +5,6 @@ runs in the background from a copy of this rank's shards in host memory. A rank 
 still takes part to the end, since the others wait for it in collectives.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from concurrent.futures import Future
@@ -77,8 +75,10 @@ class ShardWriter:
 def save_shards(
     directory: Path, models: Mapping[str, FsdpModel], model_config: PretrainedConfig | None
 ) -> str:
-    """Write this rank's part of all models; return the error, or an empty string. Every rank must
-    call it, with the same directory."""
+    """Write this rank's part of all models; return the error, or an empty string.
+
+    Every rank must call it, with the same directory.
+    """
     problem = _write_small_files(directory, models, model_config)
     try:
         save(_state_tensors(models), checkpoint_id=directory / "shards")
@@ -167,8 +167,7 @@ def _adapter_records(models: Mapping[str, FsdpModel]) -> dict[str, Any]:
 
 
 def read_adapters(step_dir: Path) -> dict[str, Any]:
-    """Read a checkpoint's adapter records, by model; empty where all weights were trained. Raises
-    ModelError."""
+    """Read a checkpoint's adapter records, by model (may be empty). Raises ModelError."""
     records: dict[str, Any] = {}
     for path in (folder / ADAPTERS_FILE for folder in shard_folders(step_dir)):
         with checkpoint_errors(path):

@@ -10,8 +10,6 @@ vLLM's own transfer engine (0.32) needs NCCL and sends every shape through the d
 machine without a GPU runs the same code.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import json
@@ -26,15 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from verl.training import weight_stream
-from verl.training.weight_stream import (
-    NUM_BUFFERS,
-    NamedTensors,
-    PackedTensor,
-    TransferStats,
-    cast_tensors,
-    pack,
-    unpack,
-)
+from verl.training.weight_stream import NUM_BUFFERS, NamedTensors, PackedTensor, TransferStats
 
 SCHEME = "nccl:"
 """Prefix of a broadcast's stream name; the address of its store and the group's size follow."""
@@ -70,8 +60,11 @@ class KeptWeights:
         self.tensors: dict[str, Tensor] = {}
 
     def replace(self, name: str, tensor: Tensor) -> tuple[Tensor | None, int]:
-        """Keep `tensor` in place of the old one of that name. Returns what the receivers must
-        `apply` (None if nothing changed), and the number of changed elements."""
+        """Keep `tensor` in place of the old one of that name.
+
+        Returns what the receivers must `apply` (None if nothing changed), and the number of changed
+        elements.
+        """
         update, num_changed = tensor, tensor.numel()
         if name in self.tensors:
             update, num_changed = encode_changes(self.tensors[name].to(tensor.device), tensor)
@@ -89,8 +82,10 @@ class KeptWeights:
 
 
 def encode_changes(old: Tensor, new: Tensor) -> tuple[Tensor, int]:
-    """Encode the changes from `old` to `new`, (num_bytes,), and count the changed elements. Returns
-    `new` itself if the encoding would not be smaller."""
+    """Encode the changes from `old` to `new`, (num_bytes,), and count the changed elements.
+
+    Returns `new` itself if the encoding would not be smaller.
+    """
     new_bits, old_bits = _as_integers(new), _as_integers(old)
     differs = new_bits != old_bits
     num_changed = int(differs.count_nonzero())
@@ -145,10 +140,9 @@ class _Endpoint:
         )
 
     def _begin_transfer(self) -> int:
-        """Number the next transfer and return the one whose weights are kept. No weights count as
-        kept until the transfer has succeeded."""
+        """Number the next transfer and return the one whose weights are kept."""
         self._number += 1
-        base, self._base = self._base, NO_TRANSFER
+        base, self._base = self._base, NO_TRANSFER  # until this transfer has succeeded
         return base
 
     def _wait_for_all(self) -> None:
@@ -195,7 +189,7 @@ class WeightBroadcast(_Endpoint):
         worker notices. The seconds returned include waiting for the workers.
         """
         begin, stats = time.perf_counter(), TransferStats()
-        tensors = cast_tensors(named, self._device, dtype, stats)
+        tensors = weight_stream.cast_tensors(named, self._device, dtype, stats)
         try:
             self._send(tensors, stats)
         except ConnectionError as error:
@@ -214,7 +208,7 @@ class WeightBroadcast(_Endpoint):
                 self._choose_base(self._kept, base)
                 named = self._encode_changes(self._kept, named, stats)
         broadcasts: list[Any] = [None] * NUM_BUFFERS
-        for index, filled, packed in pack(named, lambda _, num_bytes: self._new_buffer(num_bytes)):
+        for index, filled, packed in weight_stream.pack(named, lambda _, n: self._new_buffer(n)):
             stats.num_bytes += len(filled)
             with _connection_errors(RECEIVERS_LOST):
                 self._announce(packed)
@@ -254,8 +248,7 @@ class WeightBroadcast(_Endpoint):
             del tensor, update  # free them before the next one is gathered
 
     def _announce(self, packed: Sequence[PackedTensor] | None) -> None:
-        """Announce the tensors of the next part: none to keep the workers waiting, None at the
-        end of the transfer."""
+        """Announce the tensors of the next part: [] keeps the workers waiting, None is the end."""
         self._store.set(f"{self._number}/{self._num_parts}", json.dumps(packed))
         self._num_parts, self._announced_at = self._num_parts + 1, time.monotonic()
 
@@ -320,7 +313,7 @@ class WeightReceiver(_Endpoint):
                 buffer = buffers[index] = self._new_buffer(num_bytes)
             with _connection_errors(SENDER_LOST):
                 self._group.broadcast(buffer[:num_bytes], SENDER).wait()
-            yield from unpack(buffer, packed)
+            yield from weight_stream.unpack(buffer, packed)
 
 
 @contextlib.contextmanager

@@ -9,8 +9,6 @@ vLLM's own transfer engines (0.32) need CUDA on both sides and send every handle
 here rank and worker communicate directly, and a machine without a GPU runs the same code.
 """
 
-from __future__ import annotations
-
 import contextlib
 import mmap
 import os
@@ -70,8 +68,7 @@ class TransferStats:
 def cast_tensors(
     named: NamedTensors, device: torch.device, dtype: torch.dtype, stats: TransferStats
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield each tensor on `device` as `dtype`. The time that `named` takes to produce the tensors
-    is subtracted from `stats.seconds`."""
+    """Yield each tensor on `device` as `dtype`, and subtract the time of `named` from `stats`."""
     begin = time.perf_counter()
     for name, tensor in named:
         stats.seconds -= time.perf_counter() - begin
@@ -111,8 +108,8 @@ def pack(
 
 
 def unpack(buffer: Tensor, packed: Iterable[PackedTensor]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the name and a copy of each tensor in a buffer. vLLM keeps tensors until a layer is
-    complete, when the buffer already has other content."""
+    """Yield the name and a copy of each tensor in a buffer."""
+    # Copies, since vLLM keeps tensors until a layer is complete: the buffer has other content then.
     for name, dtype, shape, start, num_bytes in packed:
         flat = buffer[start : start + num_bytes]
         yield name, flat.view(getattr(torch, dtype)).view(shape).clone()
@@ -210,8 +207,10 @@ def _receive_ack(connection: Connection) -> None:
 
 
 def receive(stream: str, device: torch.device) -> Iterator[tuple[str, Tensor]]:
-    """Yield the name and a copy of each tensor that the rank on this device sends. Raises
-    ConnectionError where no rank sends, or the rank is lost."""
+    """Yield the name and a copy of each tensor that the rank on this device sends.
+
+    Raises ConnectionError where no rank sends, or the rank is lost.
+    """
     with contextlib.closing(_connect_to_rank(_address(stream, device))) as connection:
         buffers: dict[int, Tensor] = {}
         try:

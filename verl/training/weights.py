@@ -1,7 +1,5 @@
 """Writing model folders that Hugging Face and vLLM read: config.json and safetensors."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import json
@@ -128,8 +126,7 @@ def write_weights(
 
 
 def write_file(path: Path, tensors: dict[str, Tensor]) -> float:
-    """Write a safetensors file, unless there are no tensors, and return the seconds it took. Raises
-    OSError."""
+    """Write a safetensors file, unless there are no tensors; return the seconds. Raises OSError."""
     start = time.perf_counter()
     if tensors:
         with atomic_write(path) as part:

@@ -4,8 +4,6 @@ These are plain classes, which the single controller runs in Ray actors and test
 All ranks of a group get the same calls, each with its shard of the batch.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import random
@@ -74,15 +72,9 @@ class TrainingRank:
     is_critic_alone = False
 
     def __init__(
-        self,
-        config: Config,
-        rank: int,
-        world_size: int,
-        master_addr: str,
-        master_port: int,
-        total_steps: int,
-        num_colocated: int = 0,
-    ) -> None:
+        self, config: Config, rank: int, world_size: int, master_addr: str, master_port: int,
+        total_steps: int, num_colocated: int = 0,
+    ) -> None:  # fmt: skip
         """Join the process group as rank `rank` of `world_size` and build the models.
 
         `total_steps` are the actor's optimizer steps in the run, `num_colocated` the ranks of the
@@ -127,8 +119,8 @@ class TrainingRank:
     def open_model(
         self, model: ModelConfig | CriticModelConfig, path: str, needs_head: bool = True
     ) -> AbstractContextManager[PreTrainedModel]:
-        """Open the language model at `path`, to be sharded within the `with` block. Trained weights
-        are float32; the frozen base of an adapter is in the compute dtype."""
+        """Open the language model at `path`, to be sharded within the `with` block."""
+        # Trained weights are float32; an adapter's frozen base is in the compute dtype.
         dtype = self.dtype if model.has_adapter else torch.float32
         return open_causal_lm(path, dtype, self.num_on_node, needs_head)
 
@@ -164,8 +156,10 @@ class TrainingRank:
         self.models["critic"] = model
 
     def save_checkpoint(self, directory: str | Path) -> str:
-        """Write this rank's shards into `directory`; return the error, or an empty string. The
-        driver publishes the checkpoint once all ranks have written theirs."""
+        """Write this rank's shards into `directory`; return the error, or an empty string.
+
+        The driver publishes the checkpoint once all ranks have written theirs.
+        """
         folder = Path(directory, self.checkpoint_subfolder)
         return save_shards(folder, self.models, self.saved_config)
 
@@ -265,8 +259,7 @@ class TrainerWorker(TrainingRank):
         return build_adapted_model(lm, adapters, self.device, options)
 
     def _build_reference_model(self, actor: FsdpModel, lm: PreTrainedModel | None) -> FsdpModel:
-        """Build the reference: in `lm`, with the actor's weights, or without `lm` in the actor's
-        base."""
+        """Build the reference in `lm`, with the actor's weights, or else in the actor's base."""
         options = FsdpOptions(
             compute_dtype=self.dtype,
             sp_group=actor.options.sp_group,
@@ -280,8 +273,11 @@ class TrainerWorker(TrainingRank):
     def save_policy(
         self, directory: str | Path, dtype: str = "bfloat16", is_adapter: bool = False
     ) -> None:
-        """Write the policy into `directory`, on the first rank's node. It is written as a Hugging
-        Face folder, with its adapter merged, or with `is_adapter` as the adapter's peft folder."""
+        """Write the policy into `directory`, on the first rank's node.
+
+        It is written as a Hugging Face folder, with its adapter merged, or with `is_adapter` as the
+        adapter's peft folder.
+        """
         self._write_policy(Path(directory), dtype, is_adapter, writer=self.rank, num_writers=1)
 
     def share_policy(
@@ -313,8 +309,10 @@ class TrainerWorker(TrainingRank):
         return self._broadcast.stream
 
     def send_policy(self, num_receivers: int, stream: str, dtype: str) -> TransferStats:
-        """Send the policy, with its adapter merged, to engines' workers. They are the workers on
-        this device, or all that joined the broadcast that this rank opened."""
+        """Send the policy, with its adapter merged, to engines' workers.
+
+        They are the workers on this device, or all that joined the broadcast of this rank.
+        """
         named, target = policy_weights(self.actor.model, dtype), getattr(torch, dtype)
         if self._broadcast is not None and self._broadcast.stream == stream:
             stats = self._broadcast.send(named, target)
