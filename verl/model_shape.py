@@ -116,15 +116,13 @@ class ModelShape:
 
 
 def read_shape(path: str) -> ModelShape | None:
-    """Read the shape of a model in a folder or the hub's cache; None if it is not a dense decoder.
-
-    Mixtures of experts are not supported, since each token uses only some of their weights.
-    """
+    """Read the shape of a dense decoder in a folder or the hub's cache; None for other models."""
     try:
         with model_errors(path):
             config = AutoConfig.from_pretrained(
                 path, local_files_only=True, trust_remote_code=trusts_remote_code()
             )
+            # Not supported, since each token uses only some of its weights.
             is_mixture = any(getattr(config, name, None) for name in EXPERTS)
             return None if is_mixture else ModelShape.of(config)
     except ModelError:

@@ -62,10 +62,7 @@ class Nvidia:
 
 
 def ask_driver() -> Nvidia | None:
-    """Return the driver and cards of this machine; None if there is no `nvidia-smi`.
-
-    Raises ResourceError if `nvidia-smi` fails or finds no card.
-    """
+    """Return driver and cards; None without `nvidia-smi`. ResourceError if it fails or has none."""
     if shutil.which("nvidia-smi") is None:
         return None
     try:

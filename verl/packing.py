@@ -23,8 +23,7 @@ SHARED_PROMPT = "shared_prompt"
 MIN_SAVED_SHARE = 0.05
 """Share of a batch's tokens that sharing must save, to be worth the copies of keys and values."""
 KEYS_PER_TOKEN = 4
-"""Keys and values that a micro-batch may hold per token of its budget: the prompt's are copied for
-each response, which takes memory."""
+"""Keys and values that a micro-batch may hold per token of its budget, prompt copies included."""
 
 
 @dataclass(frozen=True)
@@ -164,8 +163,7 @@ def saved_token_share(batch: TokenBatch) -> float:
 def common_prompts(batch: TokenBatch) -> Tensor:
     """Count the prompt tokens that each sequence has in common with its whole group, (num_seqs,).
 
-    Prompts are compared by token id, since a group's prompts may differ. Each sequence keeps at
-    least one token of its own.
+    Prompts are compared, since a group's may differ. Each sequence keeps a token of its own.
     """
     ids, starts = batch.tokens["input_ids"].numpy(), batch.offsets.tolist()
     lengths = prompt_lengths(batch)
@@ -203,19 +201,14 @@ class Split:
 
 
 def split_by_work(batch: TokenBatch, num_sp_groups: int, pair_cost: float = 0.0) -> Split:
-    """Divide sequences evenly by work over sequence-parallel groups, by default of one rank each.
-
-    A group without sequences gets an empty shard: its ranks take part in every collective call.
-    """
+    """Divide sequences evenly by work over sequence-parallel groups; some shards may be empty."""
     parts = Packing.of(batch).split_over_ranks(num_sp_groups, pair_cost)
     return Split(parts, [batch.select(part) for part in parts])
 
 
 def scheduling_units(groups: Sequence[str], num_parts: int) -> list[list[int]]:
-    """Return the indices of each group, or single indices if there are fewer groups than parts.
-
-    An engine that gets a whole group caches its prefix once; single indices leave no part idle.
-    """
+    """Return the indices of each group, or single indices if there are fewer groups than parts."""
+    # An engine caches the prefix of a whole group once; single indices leave no part idle.
     members: dict[str | int, list[int]] = {}
     is_divided = len(set(groups)) < num_parts
     for index, group in enumerate(groups):
@@ -241,10 +234,7 @@ def join_tokens(outputs: Sequence[Tensor], split: Split, batch: TokenBatch) -> T
 
 
 def balance(lengths: Sequence[float], num_parts: int) -> list[list[int]]:
-    """Divide indices into parts of nearly equal total length: longest first, to the lightest part.
-
-    Indices ascend within a part. Parts may be empty.
-    """
+    """Divide indices into parts of nearly equal total length: longest first, to the lightest."""
     parts: list[list[int]] = [[] for _ in range(num_parts)]
     heap = [(0.0, part) for part in range(num_parts)]
     for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):

@@ -17,8 +17,7 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_MMAP_MAX = -1, -3, -4
 KEEP_FREED = {M_MMAP_MAX: 0, M_TRIM_THRESHOLD: -1}
 """malloc settings by which freed memory is never returned to the system."""
 RETURN_FREED = {M_MMAP_MAX: 1 << 16, M_MMAP_THRESHOLD: 32 << 20, M_TRIM_THRESHOLD: 64 << 20}
-"""malloc settings that glibc adapts to by itself in programs that free large tensors, but no longer
-does once a parameter was set."""
+"""What glibc adapts to by itself if large tensors are freed, unless a parameter was ever set."""
 
 
 @contextlib.contextmanager

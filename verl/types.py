@@ -21,8 +21,7 @@ from torch import Tensor
 Metrics = dict[str, float]
 """Metrics of one step, keyed by the name under which they are logged."""
 TrajectoryKey = tuple[str, int, bool]
-"""Identifies a trajectory: its group, its sample number in the group, and whether it is sampled
-greedily (ReMax's baseline)."""
+"""Identifies a trajectory: its group, its number there, and if it is greedy (ReMax's baseline)."""
 
 
 class Origin(IntEnum):
@@ -110,9 +109,8 @@ class Prompt:
 class Segment:
     """Consecutive tokens of one origin. `log_probs` are the engine's, for policy tokens only.
 
-    Pickling packs the columns of `TYPECODES` into bytes; they are unpacked to tuples on first
-    access. A step has millions of tokens, and `TokenBatch.from_trajectories` reads the packed bytes
-    without unpacking them.
+    Pickling packs the columns of `TYPECODES` into bytes, which are unpacked to tuples on first
+    access: a step has millions of tokens, and `TokenBatch.from_trajectories` reads packed bytes.
     """
 
     TYPECODES: ClassVar[Mapping[str, str]] = {"ids": "i", "log_probs": "d", "weight_versions": "i"}

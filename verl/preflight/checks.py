@@ -44,7 +44,7 @@ from verl.rollout.interface import engine_problems
 from verl.training.devices import cores_for
 from verl.training.kernels import kernel_problems
 from verl.training.loading import is_cached, model_folder, weight_bytes
-from verl.training.lora import Adapter, check_same_adapters, peft_config
+from verl.training.lora import check_same_adapters, peft_config, record_of_peft_config
 from verl.training.sequence_parallel import check_heads
 from verl.training.shards import read_adapters
 
@@ -281,6 +281,6 @@ def _record(key: str, options: AdapterConfig, path: str) -> dict[str, Any]:
             with model_errors(path):
                 config = AutoConfig.from_pretrained(path, **code)
             lm = AutoModelForCausalLM.from_config(config, **code)
-        return Adapter(peft_config(lm, options), {}).adapter_record()
+        return record_of_peft_config(peft_config(lm, options))
     except (UserError, OSError, ValueError) as error:
         raise ConfigError(f"{key}: {error}") from error

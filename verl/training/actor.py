@@ -45,10 +45,7 @@ def pack_inputs(model: FsdpModel, micro_batch: TokenBatch) -> PackedInputs:
 def compute_at_targets(
     model: FsdpModel, batch: TokenBatch, budget: int, forward: Callable[[PackedInputs], Tensor]
 ) -> Tensor:
-    """Apply `forward` to the batch in micro-batches of `budget` tokens.
-
-    Returns its result for each token in the loss, and 0 for all others: (num_tokens,) float32.
-    """
+    """Compute `forward` for each token in the loss, 0 elsewhere: (num_tokens,) float32."""
     positions, outputs = [], []
     for indices, micro_batch in model.micro_batches(batch, budget):
         inputs = pack_inputs(model, micro_batch)

@@ -135,10 +135,7 @@ SHORT = 256
 def _attend(
     query: Tensor, key: Tensor, value: Tensor, bounds: SequenceBounds, scale: float, window: int
 ) -> Tensor:
-    """Compute the attention of one run, whose last token sees the last key.
-
-    `query` and the result are (1, heads, length, head_dim).
-    """
+    """Return attention, (1, heads, length, head_dim), of a run whose last token sees all keys."""
     length, num_keys = query.shape[2], key.shape[2]
     before = num_keys - length
     is_limited = 0 < window < num_keys
@@ -194,7 +191,6 @@ class ShortAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients of query, key and value."""
         query, key, value, weights = ctx.saved_tensors
         gradient = by_key_head(gradient, key)
         d_value = torch.bmm(weights.transpose(1, 2), gradient)
@@ -210,8 +206,7 @@ class ShortAttention(torch.autograd.Function):
 def exact_products(dtype: torch.dtype) -> Iterator[None]:
     """Multiply float32 matrices as bfloat16, with float32 sums, if `dtype` is bfloat16.
 
-    For matrices converted from bfloat16 this is just as exact, in a third of the time. Other
-    dtypes change nothing.
+    For matrices converted from bfloat16 this is just as exact, in a third of the time.
     """
     options = torch.backends.mkldnn.matmul  # type: ignore[attr-defined] # made at run time
     previous = options.fp32_precision

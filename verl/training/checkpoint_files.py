@@ -23,30 +23,22 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from verl.errors import ModelError, UserError, explain
+from verl.training.devices import dtype_name
 
 METADATA = ".metadata"
 """File of a distributed checkpoint that lists the location of each tensor."""
-ALLOWED: dict[tuple[str, str], Any] = (
-    {
-        (kind.__module__, kind.__qualname__): kind
-        for kind in (
-            *(getattr(metadata, name) for name in metadata.__all__),
-            metadata._MEM_FORMAT_ENCODING,
-            filesystem._StorageInfo,
-            torch.serialization._get_layout,
-            torch.Size,
-        )
-    }
-    | {
-        ("pathlib", "PosixPath"): PosixPath,
-        ("pathlib._local", "PosixPath"): PosixPath,  # as Python 3.13 writes it
-    }
-    | {
-        ("torch", str(dtype).removeprefix("torch.")): dtype
-        for dtype in vars(torch).values()
-        if isinstance(dtype, torch.dtype)
-    }
-)
+_METADATA: list[Any] = [
+    *(getattr(metadata, name) for name in metadata.__all__),
+    *(metadata._MEM_FORMAT_ENCODING, filesystem._StorageInfo),
+    *(torch.serialization._get_layout, torch.Size),
+]
+_DTYPES = [value for value in vars(torch).values() if isinstance(value, torch.dtype)]
+ALLOWED: dict[tuple[str, str], Any] = {
+    **{(kind.__module__, kind.__qualname__): kind for kind in _METADATA},
+    **{("torch", dtype_name(dtype)): dtype for dtype in _DTYPES},
+    ("pathlib", "PosixPath"): PosixPath,
+    ("pathlib._local", "PosixPath"): PosixPath,  # as Python 3.13 writes it
+}
 """Types and functions that the metadata pickle may contain, by module and name."""
 _REBUILD = np.empty(0).__reduce__()[0]
 NUMPY: list[Any] = [
@@ -136,10 +128,7 @@ class ShardReader(filesystem.FileSystemReader):
 
 
 def load_tensors(tensors: dict[str, Tensor], shards: Path, alone: bool = False) -> None:
-    """Fill tensors in place from a distributed checkpoint, with all ranks unless `alone`.
-
-    Raises ModelError.
-    """
+    """Fill tensors in place from a checkpoint, with all ranks unless `alone`. Raises ModelError."""
     try:
         load(tensors, storage_reader=ShardReader(shards), no_dist=alone)
     except CheckpointException as error:  # an error while reading; losing a rank raises another

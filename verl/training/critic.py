@@ -21,10 +21,8 @@ _SUMS = ("vf_loss", "value_mean", "return_mean", "value_clip_fraction", "weight"
 def with_critic_columns(batch: TokenBatch) -> TokenBatch:
     """Return the batch with the critic's loss mask and weights, where it has columns for them."""
     sources = {"loss_mask": "value_mask", "loss_weights": "value_weights"}
-    replaced = {
-        name: batch.tokens[source] for name, source in sources.items() if source in batch.tokens
-    }
-    return replace(batch, tokens=batch.tokens | replaced)
+    own = {name: batch.tokens[x] for name, x in sources.items() if x in batch.tokens}
+    return replace(batch, tokens=batch.tokens | own)
 
 
 @dataclass

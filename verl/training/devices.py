@@ -124,7 +124,7 @@ def to_device(x: Tensor, device: torch.device) -> Tensor:
 
 
 def cores_for(num_engine_cores: int, is_engine: bool) -> list[int]:
-    """Return the cores of the engines, the first `num_engine_cores`, or of the ranks, the others.
+    """Return the cores of the engines, the first ones, or of the ranks, the others.
 
     Raises ResourceError if no core is left for the ranks.
     """

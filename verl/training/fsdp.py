@@ -137,7 +137,6 @@ class FsdpModel:
             self._build_optimizer(self.options.optim)
 
     def forward(self, *arguments: Any) -> Any:
-        """Call the module."""
         return self.module(*arguments)
 
     def trained_parameters(self) -> dict[str, nn.Parameter]:
@@ -209,13 +208,12 @@ class FsdpModel:
     def micro_batches(self, batch: TokenBatch, budget: int) -> list[tuple[list[int], TokenBatch]]:
         """Divide a batch into micro-batches of at most `budget` computed tokens.
 
-        Returns (sequence indices, sequences) of each. All ranks get the same number of
-        micro-batches, so some may be empty.
+        Returns (sequence indices, sequences) of each: as many on all ranks, so some may be empty.
         """
         packing, sequences = Packing.of(batch), range(len(batch))
-        needed = len(packing.micro_batches(sequences, budget)) if len(batch) else 0
+        needed = len(packing.micro_batches(sequences, budget))
         count = int(all_reduced(torch.tensor([float(needed)]), self.device, MAX)[0])
-        bins = packing.micro_batches(sequences, budget, min_count=max(count, 1))
+        bins = packing.micro_batches(sequences, budget, min_count=count)
         return [(indices, batch.select(indices)) for indices in bins]
 
     def backward(self, loss: Tensor, is_last: bool = True) -> None:

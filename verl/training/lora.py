@@ -81,16 +81,17 @@ class Adapter:
         config.target_modules = sorted(config.target_modules or ())  # a set's order varies
         config.save_pretrained(str(directory))
 
-    def adapter_record(self) -> dict[str, Any]:
-        """Return a checkpoint's JSON record of the adapter's options and base."""
-        base = str(self.config.base_model_name_or_path)
-        return {
-            "base": base,
-            "fingerprint": fingerprint(base),
-            "lora_rank": self.config.r,
-            "lora_alpha": float(self.config.lora_alpha),
-            "target_modules": sorted(self.config.target_modules or ()),
-        }
+
+def record_of_peft_config(config: LoraConfig) -> dict[str, Any]:
+    """Return a checkpoint's JSON record of an adapter: its options and its base."""
+    base = str(config.base_model_name_or_path)
+    return {
+        "base": base,
+        "fingerprint": fingerprint(base),
+        "lora_rank": config.r,
+        "lora_alpha": float(config.lora_alpha),
+        "target_modules": sorted(config.target_modules or ()),
+    }
 
 
 def peft_config_of_record(record: Mapping[str, Any]) -> LoraConfig:
@@ -122,11 +123,9 @@ def check_base(record: Mapping[str, Any], base: str) -> None:
     """Raise ConfigError unless `base` is the base that an adapter was trained on."""
     actual = fingerprint(base)
     if actual != record["fingerprint"]:
-        raise ConfigError(
-            explain("base of the adapter", f"{base} ({actual})",
-                    f"the weights of {record['base']} ({record['fingerprint']})",
-                    "give the model that the adapter was trained on")
-        )  # fmt: skip
+        expected = f"the weights of {record['base']} ({record['fingerprint']})"
+        fix = "give the model that the adapter was trained on"
+        raise ConfigError(explain("base of the adapter", f"{base} ({actual})", expected, fix))
 
 
 def check_same_adapters(saved: Mapping[str, Any], present: Mapping[str, Any]) -> None:
@@ -136,12 +135,10 @@ def check_same_adapters(saved: Mapping[str, Any], present: Mapping[str, Any]) ->
         # The path of the base may differ: the fingerprint says whether it is the same.
         differing = [key for key in sorted({*old, *new} - {"base"}) if old.get(key) != new.get(key)]
         if differing:
-            got = ", ".join(f"{key}={new.get(key)}" for key in differing)
-            expected = ", ".join(f"{key}={old.get(key)}" for key in differing)
-            raise ConfigError(
-                explain(f"adapter of the {name}", got, f"the checkpoint's {expected}",
-                        "give the checkpoint's options, or trainer.resume_mode=disable")
-            )  # fmt: skip
+            got, expected = (", ".join(f"{k}={x.get(k)}" for k in differing) for x in (new, old))
+            fix = "give the checkpoint's options, or trainer.resume_mode=disable"
+            expected = f"the checkpoint's {expected}"
+            raise ConfigError(explain(f"adapter of the {name}", got, expected, fix))
 
 
 class Role(enum.StrEnum):
@@ -168,11 +165,9 @@ def target_names(lm: PreTrainedModel, targets: str | list[str]) -> list[str]:
         return available
     unknown = [name for name in names if name not in available]
     if unknown or not names:
-        expected = f"some of {', '.join(available)}"
-        raise ConfigError(
-            explain("target_modules", ", ".join(unknown) or "none", expected,
-                    f"target_modules={ALL_LINEAR}")
-        )  # fmt: skip
+        got, expected = ", ".join(unknown) or "none", f"some of {', '.join(available)}"
+        fix = f"target_modules={ALL_LINEAR}"
+        raise ConfigError(explain("target_modules", got, expected, fix))
     return sorted(names)
 
 
@@ -241,20 +236,17 @@ class AdaptedFsdpModel(FsdpModel):
     role: Role = Role.ACTOR
 
     def forward(self, *arguments: Any) -> Any:
-        """Switch the module to this role and call it."""
         self.module.use(self.role)
         return self.module(*arguments)
 
     def trained_parameters(self) -> dict[str, nn.Parameter]:
-        """Return the parameters that this role trains and saves, by name."""
         own = [f".lora_A.{self.role}.", f".lora_B.{self.role}."]
         own += ["value_head."] * (self.role is Role.CRITIC)
         named = super().trained_parameters()
         return {name: p for name, p in named.items() if any(x in name for x in own)}
 
     def adapter_record(self) -> dict[str, Any]:
-        """Return a checkpoint's JSON record of this role's adapter."""
-        return Adapter(self.module.configs[self.role], {}).adapter_record()
+        return record_of_peft_config(self.module.configs[self.role])
 
 
 def build_adapted_model(
@@ -295,8 +287,6 @@ def policy_weights(model: FsdpModel, dtype: str) -> Iterator[tuple[str, Tensor]]
 
 
 def base_name(name: str) -> str | None:
-    """Return the name that a parameter of an adapted `lm` has in the base; None for an adapter's.
-
-    Example: `layers.0.q_proj.base_layer.weight` gives `layers.0.q_proj.weight`.
-    """
+    """Return the name that an adapted `lm`'s parameter has in the base; None for an adapter's."""
+    # For example, `layers.0.q_proj.base_layer.weight` gives `layers.0.q_proj.weight`.
     return None if ".lora_" in name else name.replace(".base_layer.", ".")

@@ -42,8 +42,7 @@ class PackedInputs:
     bounds: SequenceBounds
     """Bounds of the whole row."""
     target_positions: Tensor
-    """(num_targets,) positions of all targets in the batch, never a sequence's first token; on the
-    host."""
+    """(num_targets,) on the host: batch positions of all targets, never a sequence's first."""
     targets: Tensor
     """(num_local_targets,) ids of the targets that this rank computes; without a group, of all."""
     before_targets: Tensor

@@ -52,10 +52,7 @@ def interface_of(address: str) -> str | None:
 
 
 def interface_variables(master: str) -> dict[str, str]:
-    """Return variables that make gloo and NCCL use the interface that leads to `master`.
-
-    By default gloo uses the address of the host's name, often 127.0.0.1, which other nodes cannot
-    reach.
-    """
+    """Return variables that make gloo and NCCL use the interface that leads to `master`."""
+    # By default gloo uses the address of the host's name, which may be 127.0.0.1 on every node.
     name = interface_of(address_towards(master))
     return {} if name is None else {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": f"={name}"}

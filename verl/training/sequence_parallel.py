@@ -121,10 +121,7 @@ class TargetGather:
     def of(
         cls, sp_group: SequenceParallelGroup, ranks: Tensor, device: torch.device
     ) -> tuple[Self, Tensor]:
-        """Build it from `ranks` (num_targets,), the rank that computes each target.
-
-        Also returns the indices of the targets that this rank computes.
-        """
+        """Build it from each target's rank, (num_targets,); also return this rank's indices."""
         by_rank = ranks.argsort(stable=True)
         counts = ranks.bincount(minlength=sp_group.size).tolist()
         own = by_rank.split(counts)[sp_group.rank]

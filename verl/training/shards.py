@@ -32,6 +32,7 @@ from verl.training.fsdp import FsdpModel, LossScale
 from verl.training.lora import check_same_adapters
 from verl.training.weights import copy_tokenizer
 
+Models = Mapping[str, FsdpModel]
 ADAPTERS_FILE = "adapters.json"
 CRITIC_FOLDER = "critic"
 """Subfolder of a checkpoint for a critic with devices of its own; it has the same structure."""
@@ -44,17 +45,14 @@ class ShardWriter:
     _write: Future[Any] | None = None
     _error = ""
 
-    def start(
-        self, directory: Path, models: Mapping[str, FsdpModel],
-        model_config: PretrainedConfig | None,
-    ) -> None:  # fmt: skip
+    def start(self, directory: Path, models: Models, model_config: PretrainedConfig | None) -> None:
         """Copy this rank's shards to host memory and start to write them in the background."""
         assert self._write is None, "the last checkpoint is still being written: call finish"
         if self._group is None:
             # A separate group, since ranks communicate while training continues; gloo, since the
             # copies are in host memory.
             self._group = dist.new_group(backend="gloo")
-        self._error = _write_small_files(directory, models, model_config)
+        self._error = _write_files(directory, models, model_config)
         write = async_save(
             _state_tensors(models), checkpoint_id=directory / "shards", process_group=self._group
         )
@@ -72,14 +70,9 @@ class ShardWriter:
         return self._error
 
 
-def save_shards(
-    directory: Path, models: Mapping[str, FsdpModel], model_config: PretrainedConfig | None
-) -> str:
-    """Write this rank's part of all models; return the error, or an empty string.
-
-    Every rank must call it, with the same directory.
-    """
-    problem = _write_small_files(directory, models, model_config)
+def save_shards(directory: Path, models: Models, model_config: PretrainedConfig | None) -> str:
+    """Write this rank's part of all models, as every rank must; return the error, or ""."""
+    problem = _write_files(directory, models, model_config)
     try:
         save(_state_tensors(models), checkpoint_id=directory / "shards")
     except (OSError, CheckpointException) as error:
@@ -88,15 +81,13 @@ def save_shards(
     return problem
 
 
-def shard_bytes(models: Mapping[str, FsdpModel]) -> int:
+def shard_bytes(models: Models) -> int:
     """Return the bytes of this rank's shards, and so of a copy of them."""
     tensors = _state_tensors(models).values()
     return sum((x.to_local() if isinstance(x, DTensor) else x).nbytes for x in tensors)
 
 
-def _write_small_files(
-    directory: Path, models: Mapping[str, FsdpModel], model_config: PretrainedConfig | None
-) -> str:
+def _write_files(directory: Path, models: Models, model_config: PretrainedConfig | None) -> str:
     """Write this rank's files apart from the shards; return the error, or an empty string."""
     schedules = {name: {"last_epoch": model.num_updates_done} for name, model in models.items()}
     scales = {name: asdict(m.loss_scale) for name, m in models.items() if m.loss_scale}
@@ -117,7 +108,7 @@ def _write_small_files(
     return ""
 
 
-def load_shards(directory: Path, models: Mapping[str, FsdpModel]) -> None:
+def load_shards(directory: Path, models: Models) -> None:
     """Load the models' state from a checkpoint, written by any number of ranks.
 
     The critic may have been saved with the actor's ranks or with its own. A rank without a file of
@@ -135,7 +126,7 @@ def load_shards(directory: Path, models: Mapping[str, FsdpModel]) -> None:
     dist.barrier()
 
 
-def _load_from(folder: Path, models: Mapping[str, FsdpModel], with_random: bool) -> None:
+def _load_from(folder: Path, models: Models, with_random: bool) -> None:
     load_tensors(_state_tensors(models), folder / "shards")
     own_file = rank_file(folder, dist.get_rank())
     state = read_state_file(own_file if own_file.exists() else rank_file(folder, 0))
@@ -161,8 +152,7 @@ def shard_folder(directory: Path, name: str) -> Path:
     return critic_folder if name == "critic" and critic_folder.is_dir() else directory
 
 
-def _adapter_records(models: Mapping[str, FsdpModel]) -> dict[str, Any]:
-    """Return the records of the trained adapters, by model."""
+def _adapter_records(models: Models) -> dict[str, Any]:
     return {name: record for name, model in models.items() if (record := model.adapter_record())}
 
 
@@ -180,7 +170,7 @@ def rank_file(directory: Path, rank: int) -> Path:
     return directory / "ranks" / f"rank_{rank}.pt"
 
 
-def _state_tensors(models: Mapping[str, FsdpModel]) -> dict[str, Tensor]:
+def _state_tensors(models: Models) -> dict[str, Tensor]:
     """Return all tensors of a checkpoint by flat name; loading fills them in place."""
     return {
         f"{name}.{key}": tensor

@@ -62,8 +62,7 @@ class KeptWeights:
     def replace(self, name: str, tensor: Tensor) -> tuple[Tensor | None, int]:
         """Keep `tensor` in place of the old one of that name.
 
-        Returns what the receivers must `apply` (None if nothing changed), and the number of changed
-        elements.
+        Returns what receivers must `apply`, None if nothing, and the number of changed elements.
         """
         update, num_changed = tensor, tensor.numel()
         if name in self.tensors:
@@ -82,16 +81,13 @@ class KeptWeights:
 
 
 def encode_changes(old: Tensor, new: Tensor) -> tuple[Tensor, int]:
-    """Encode the changes from `old` to `new`, (num_bytes,), and count the changed elements.
-
-    Returns `new` itself if the encoding would not be smaller.
-    """
+    """Encode the changes from `old` to `new`, (num_bytes,), and count the changed elements."""
     new_bits, old_bits = _as_integers(new), _as_integers(old)
     differs = new_bits != old_bits
     num_changed = int(differs.count_nonzero())
     num_blocks = _num_blocks(new_bits)
     if 4 * num_blocks + num_changed * (new.itemsize + 2) >= new.nbytes:
-        return new, num_changed
+        return new, num_changed  # the encoding would not be smaller
     positions = differs.nonzero().view(-1)
     counts = torch.bincount(positions >> BLOCK_BITS, minlength=num_blocks).to(torch.int32)
     offsets = positions.to(torch.int16)  # the lowest 16 bits

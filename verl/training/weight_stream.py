@@ -37,8 +37,7 @@ ACK_TIMEOUT_S = 300.0
 CREDENTIALS = struct.Struct("3i")
 """Process, user and group id of a socket's peer."""
 DEVICE_ARGUMENT = 6
-"""Index of the device number in the arguments of `rebuild_cuda_tensor`: the same GPU may have
-another number in another process."""
+"""Index of the device number, which may differ by process, in `rebuild_cuda_tensor`'s arguments."""
 NamedTensors = Iterable[tuple[str, Tensor]]
 
 
@@ -207,10 +206,7 @@ def _receive_ack(connection: Connection) -> None:
 
 
 def receive(stream: str, device: torch.device) -> Iterator[tuple[str, Tensor]]:
-    """Yield the name and a copy of each tensor that the rank on this device sends.
-
-    Raises ConnectionError where no rank sends, or the rank is lost.
-    """
+    """Yield name and copy of each tensor that this device's rank sends. Raises ConnectionError."""
     with contextlib.closing(_connect_to_rank(_address(stream, device))) as connection:
         buffers: dict[int, Tensor] = {}
         try:
@@ -249,7 +245,6 @@ def _map_memory(descriptor: int, num_bytes: int) -> Tensor:
 
 
 def _synchronize(device: torch.device) -> None:
-    """Wait for asynchronous copies to finish."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -288,9 +283,7 @@ def _connect_to_rank(address: str) -> Connection:
                 time.sleep(0.01)
                 continue
             if not _is_same_user(rank):
-                raise ConnectionError(
-                    "another user's process answers in place of the training rank"
-                )
+                raise ConnectionError("another user's process answers for the training rank")
             return Connection(rank.detach())
     raise ConnectionError(f"no training rank sends weights here within {CONNECT_TIMEOUT_S:.0f} s")
 

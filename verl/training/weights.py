@@ -142,9 +142,8 @@ def copy_tokenizer(source: str, directory: Path) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     folder = Path(source)
     if not folder.is_dir():
-        AutoTokenizer.from_pretrained(
-            source, trust_remote_code=trusts_remote_code()
-        ).save_pretrained(directory)
+        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trusts_remote_code())
+        tokenizer.save_pretrained(directory)
         return
     for path in (path for pattern in COMPANIONS for path in folder.glob(pattern)):
         if path.is_dir():

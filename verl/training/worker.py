@@ -156,10 +156,8 @@ class TrainingRank:
         self.models["critic"] = model
 
     def save_checkpoint(self, directory: str | Path) -> str:
-        """Write this rank's shards into `directory`; return the error, or an empty string.
-
-        The driver publishes the checkpoint once all ranks have written theirs.
-        """
+        """Write this rank's shards into `directory`; return the error, or an empty string."""
+        # The driver publishes the checkpoint once all ranks have written theirs.
         folder = Path(directory, self.checkpoint_subfolder)
         return save_shards(folder, self.models, self.saved_config)
 
@@ -212,8 +210,7 @@ class TrainerWorker(TrainingRank):
     def build(self) -> None:
         """Build actor, reference and critic, as far as the options need them.
 
-        The reference is the policy before training: with an adapter the base alone, else a copy of
-        the actor's shards.
+        The reference is the policy before training: the base of an adapter, else a copy of shards.
         """
         config, section = self.config, self.config.actor_rollout_ref
         needs_critic = ADVANTAGES[config.algorithm.adv_estimator].needs_critic
@@ -287,8 +284,7 @@ class TrainerWorker(TrainingRank):
         """Write the policy, as `save_policy` does, into shared memory of each node.
 
         The ranks of a node write together, into the subfolder `version` of `directory`; of the
-        other subfolders only the versions in `needed` are kept. Returns the seconds this rank
-        spent writing.
+        other subfolders only the versions in `needed` are kept. Returns the seconds of writing.
         """
         writer = self.rank % self.num_local
         if writer == 0:
@@ -309,12 +305,9 @@ class TrainerWorker(TrainingRank):
         return self._broadcast.stream
 
     def send_policy(self, num_receivers: int, stream: str, dtype: str) -> TransferStats:
-        """Send the policy, with its adapter merged, to engines' workers.
-
-        They are the workers on this device, or all that joined the broadcast of this rank.
-        """
+        """Send the policy, with its adapter merged, to engines' workers."""
         named, target = policy_weights(self.actor.model, dtype), getattr(torch, dtype)
-        if self._broadcast is not None and self._broadcast.stream == stream:
+        if self._broadcast is not None and self._broadcast.stream == stream:  # workers elsewhere
             stats = self._broadcast.send(named, target)
         else:
             stats = send(named, stream, self.device, num_receivers, target)
@@ -369,6 +362,5 @@ class CriticWorker(TrainingRank):
     is_critic_alone = True
 
     def build(self) -> None:
-        """Build the critic."""
         self.models = {}
         self.add_critic(self.build_critic_model())

@@ -19,7 +19,7 @@ from verl.config import Config, cli
 from verl.errors import PreflightError
 from verl.preflight import checks
 from verl.preflight.memory.check import undecided
-from verl.training.lora import Adapter, peft_config
+from verl.training.lora import peft_config, record_of_peft_config
 from verl.training.models import load_causal_lm
 from verl.training.shards import ADAPTERS_FILE
 
@@ -257,7 +257,7 @@ def test_another_base_or_adapter_than_the_checkpoint_s_is_refused(
     adapter = [*valid_run, "actor_rollout_ref.model.lora_rank=4"]
     config = cli.compose(adapter)
     lm = load_causal_lm(config.actor_rollout_ref.model.path)
-    record = Adapter(peft_config(lm, config.actor_rollout_ref.model), {}).adapter_record()
+    record = record_of_peft_config(peft_config(lm, config.actor_rollout_ref.model))
     with writing(tmp_path / "runs" / "x", 1) as folder:
         (folder / ADAPTERS_FILE).write_text(json.dumps({"actor": record}))
     preflight(config)
