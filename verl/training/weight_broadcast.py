@@ -162,8 +162,6 @@ class _Endpoint:
 class WeightBroadcast(_Endpoint):
     """The sending end, on the first training rank."""
 
-    _num_parts = 0
-    """Parts of the current transfer that were announced."""
     _announced_at = 0.0
 
     def __init__(
@@ -173,6 +171,7 @@ class WeightBroadcast(_Endpoint):
         super().__init__(host, 0, device)
         self._size = num_receivers + 1
         self._kept = KeptWeights() if sends_changes else None
+        self._announced: list[str] = []  # keys of the current transfer's parts in the store
         self._store.set("sends_changes", str(sends_changes))
         self.stream = f"{SCHEME}{host}:{self._store.port}:{self._size}"
         """Name by which workers join."""
@@ -197,9 +196,11 @@ class WeightBroadcast(_Endpoint):
 
     def _send(self, named: NamedTensors, stats: TransferStats) -> None:
         base = self._begin_transfer()
-        self._num_parts, self._announced_at = 0, time.monotonic()
+        self._announced_at = time.monotonic()
         with _connection_errors(RECEIVERS_LOST):
             self._wait_for_all()
+            while self._announced:  # every worker is done with the last transfer
+                self._store.delete_key(self._announced.pop())
             if self._kept is not None:
                 self._choose_base(self._kept, base)
                 named = self._encode_changes(self._kept, named, stats)
@@ -245,8 +246,10 @@ class WeightBroadcast(_Endpoint):
 
     def _announce(self, packed: Sequence[PackedTensor] | None) -> None:
         """Announce the tensors of the next part: [] keeps the workers waiting, None is the end."""
-        self._store.set(f"{self._number}/{self._num_parts}", json.dumps(packed))
-        self._num_parts, self._announced_at = self._num_parts + 1, time.monotonic()
+        key = f"{self._number}/{len(self._announced)}"
+        self._store.set(key, json.dumps(packed))
+        self._announced.append(key)
+        self._announced_at = time.monotonic()
 
 
 class WeightReceiver(_Endpoint):

@@ -64,6 +64,21 @@ def test_every_worker_has_every_tensor(
             assert copy.dtype == dtype and torch.equal(copy, tensor.to(dtype))
 
 
+def test_the_store_keeps_the_announcements_of_one_transfer(
+    receivers: tuple[WeightBroadcast, StartReceiving],
+) -> None:
+    """They name every tensor, and would fill the rank's memory in a long run."""
+    rank, start = receivers
+    sizes = []
+    for seed in range(3):
+        futures = start()
+        rank.send(tensors(seed), torch.float32)
+        for future in futures:
+            future.result()
+        sizes.append(rank._store.num_keys())
+    assert sizes[2] - sizes[1] == len(["here", "begin", "has"])
+
+
 def test_if_a_worker_is_missing_no_worker_gets_the_weights(
     receivers: tuple[WeightBroadcast, StartReceiving], caplog: pytest.LogCaptureFixture
 ) -> None:
