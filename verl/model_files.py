@@ -150,8 +150,14 @@ def num_positions(config: PretrainedConfig) -> int | None:
     """Return a model's context length, including RoPE scaling; None if its config states none."""
     text = config.get_text_config()
     positions = getattr(text, "max_position_embeddings", None)
-    factors = [parameters.get("factor") or 1 for parameters in rope_parameters(text)]
-    return int(positions * max(1, *factors)) if isinstance(positions, int) else None
+    if not isinstance(positions, int):
+        return None
+    lengths = [positions]
+    for parameters in rope_parameters(text):
+        # Some configs (Llama 3.1, DeepSeek) state the scaled length already.
+        original = parameters.get("original_max_position_embeddings") or positions
+        lengths.append(int(original * (parameters.get("factor") or 1)))
+    return max(lengths)
 
 
 def check_context(

@@ -105,12 +105,15 @@ def test_an_engine_worker_names_its_non_finite_weights() -> None:
                      rope_scaling={"rope_type": "linear", "factor": 4.0}), 16384),
         (LlamaConfig(max_position_embeddings=32768, rope_scaling={
             "type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}), 131072),
+        (LlamaConfig(max_position_embeddings=131072, rope_scaling={
+            "rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 8192,
+            "low_freq_factor": 1.0, "high_freq_factor": 4.0}), 131072),
         (GPT2Config(n_positions=1024), 1024),
         (MambaConfig(), None),
     ],
 )  # fmt: skip
 def test_context_length_is_from_the_config(config: PretrainedConfig, expected: int | None) -> None:
-    """RoPE scaling counts, and a model without positions has no limit."""
+    """RoPE scaling counts once, and a model without positions has no limit."""
     assert num_positions(config) == expected
 
 
