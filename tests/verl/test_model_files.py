@@ -279,10 +279,7 @@ def test_an_unused_special_token_beyond_the_embedding_passes(copy: Path) -> None
 
 
 def test_a_critic_needs_neither_head_nor_tokenizer(copy: Path, whole: Path) -> None:
-    """A critic has its own head, whatever the folder contains, but its trunk must be complete.
-
-    Its embedding must cover all tokens of the policy's tokenizer.
-    """
+    """Its trunk must be complete, and its embedding cover all tokens of the policy's tokenizer."""
     gone("model*", "tokenizer*", "chat_template*")(copy)
     qwen2(False).save_pretrained(copy)
     file = copy / "model.safetensors"

@@ -99,11 +99,11 @@ print_minimum()
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="mallopt is glibc's")
 def test_pages_are_reused() -> None:
-    """After some tensors of 64 MB, another one needs no new pages, thanks to `steady_memory`.
+    """After some tensors of 64 MB, another needs no new pages; without `steady_memory` each does.
 
-    Without it each one does, except for tensors of 4 MB, whose memory malloc keeps. It takes some
-    tensors, since glibc keeps seven small remainders beside a chunk, which then does not fit again.
-    The test runs in a subprocess, since memory freed by other tests needs no new pages.
+    Tensors of 4 MB never do, since malloc keeps their memory.
+    It takes some tensors, since glibc keeps seven small remainders beside a chunk, which then does
+    not fit again. It runs in a subprocess, since memory freed by other tests needs no new pages.
     """
     done = subprocess.run([sys.executable, "-c", NEW_PAGES], capture_output=True, text=True)
     assert not done.returncode, done.stderr

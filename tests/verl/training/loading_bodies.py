@@ -61,12 +61,12 @@ def load(rank: int, size: int, port: int, folders: dict[str, str], large: str) -
     worker = TrainerWorker(config, rank, size, "127.0.0.1", port, 10)
     peak = status("VmHWM") - before
     expected = LogProbModel(load_causal_lm(f"{large}/whole"))
-    found = {"own rows": differences(worker.actor.model, expected)}
+    results = {"own rows": differences(worker.actor.model, expected)}
     for name, path in folders.items():
         for kind, names in models(path, size):
-            found[f"{name}: {kind}"] = names
+            results[f"{name}: {kind}"] = names
     worker.shutdown()
-    return {"peak": peak, "differences": found}
+    return {"peak": peak, "differences": results}
 
 
 def models(path: str, size: int) -> Iterator[tuple[str, list[str]]]:

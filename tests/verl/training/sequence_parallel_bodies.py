@@ -49,7 +49,7 @@ def language_model(shape: str) -> PreTrainedModel:
 def rows() -> Iterator[TokenBatch]:
     """Yield rows whose middle is inside a sequence, or inside a shared prompt.
 
-    One row has an odd length, one has no targets in its second half, and one has no token.
+    Others have an odd length, no targets in the second half, or no token at all.
     """
     yield make_batch([9, 21, 2, 6])
     yield make_batch([7, 1, 5])
@@ -65,10 +65,7 @@ def rows() -> Iterator[TokenBatch]:
 def gradients(
     module: nn.Module, sp_group: SequenceParallelGroup | None, is_critic: bool
 ) -> list[list[Tensor]]:
-    """Return the outputs for each row, and each parameter's gradient of a loss over all of them.
-
-    The gradients are those that flow through this rank's slices.
-    """
+    """Return the outputs for each row, and the gradients that flow through this rank's slices."""
     outputs, weights = [], torch.arange(40, dtype=torch.float64).sin()
     for batch in rows():
         inputs = PackedInputs.of(batch, batch.tokens["policy_mask"], CPU, sp_group)
@@ -83,7 +80,7 @@ def compare(rank: int, size: int, port: int) -> dict[str, list[list[list[Tensor]
     """Return, for each case, the results of a single rank and of the group, gradients summed."""
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank,
                             world_size=size)  # fmt: skip
-    sp_group, found = SequenceParallelGroup.join(size), {}
+    sp_group, by_case = SequenceParallelGroup.join(size), {}
     for shape, is_critic in CASES:
         results = []
         for group in (None, sp_group):
@@ -96,9 +93,9 @@ def compare(rank: int, size: int, port: int) -> dict[str, list[list[list[Tensor]
                 for gradient in grads:
                     dist.all_reduce(gradient)
             results.append([outputs, grads])
-        found[f"{shape}, {'critic' if is_critic else 'policy'}"] = results
+        by_case[f"{shape}, {'critic' if is_critic else 'policy'}"] = results
     dist.destroy_process_group()
-    return found
+    return by_case
 
 
 def learn(rank: int, size: int, port: int, model: str, sp_size: int) -> dict[str, Any]:
@@ -111,18 +108,18 @@ def learn(rank: int, size: int, port: int, model: str, sp_size: int) -> dict[str
     if sp_size > 1:
         config.critic.model.enable_gradient_checkpointing = SELECTIVE
     worker: Any = TrainerWorker(config, rank, size, "127.0.0.1", port, 10)
-    found: dict[str, Any] = {"metrics": [], "answers": {}, "parts": [], "lengths": []}
+    results: dict[str, Any] = {"metrics": [], "answers": {}, "parts": [], "lengths": []}
     calls = (worker.actor.log_probs, worker.reference.log_probs, worker.critic.values)
     for step, groups in enumerate(([(5, [9, 4]), (7, [10]), (3, [3, 2, 6])], [(4, [7])])):
         batch = make_groups(groups, step)
         batch.rows[SHARED_PROMPT] = common_prompts(batch)
         split = split_by_work(batch, size // sp_size)
         shard = split.shards[rank // sp_size]
-        found["parts"].append(split.parts)
-        found["lengths"].append(batch.lengths.tolist())
-        found["answers"] |= {(number, step): call(shard) for number, call in enumerate(calls)}
-        found["metrics"] += [worker.critic.update(shard), worker.actor.update(shard)]
+        results["parts"].append(split.parts)
+        results["lengths"].append(batch.lengths.tolist())
+        results["answers"] |= {(number, step): call(shard) for number, call in enumerate(calls)}
+        results["metrics"] += [worker.critic.update(shard), worker.actor.update(shard)]
     for name, trained in worker.models.items():
-        found[name] = {key: x.clone() for key, x in trained.full_parameters()}
+        results[name] = {key: x.clone() for key, x in trained.full_parameters()}
     worker.shutdown()
-    return found
+    return results

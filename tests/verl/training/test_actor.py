@@ -64,8 +64,8 @@ def test_log_probs_equal_plain_transformers() -> None:
     expected, _ = plain_log_probs(tiny_llama(VOCAB), batch)
     expected = torch.where(batch.tokens["policy_mask"], expected, 0.0)
     for budget in (1000, 20):
-        found = make_actor(budget).log_probs(batch)
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+        actual = make_actor(budget).log_probs(batch)
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_chunking_logits_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,7 +93,7 @@ def test_loss_and_gradient_equal_a_hand_written_loss(high: float | None, bound: 
     for name in ("old_log_probs", "ref_log_probs", "rollout_log_probs"):
         c[name] = log_probs.detach() + c[name] + 4.5  # moves the noise to the right level
     options = {"use_kl_loss": True, "kl_loss_coef": 0.1, "clip_ratio_high": high}
-    found = make_actor(entropy_coeff=0.02, **options).update(batch)
+    actual = make_actor(entropy_coeff=0.02, **options).update(batch)
     ratio, adv = (log_probs - c["old_log_probs"]).exp(), c["advantages"]
     surrogate = torch.maximum(-adv * ratio, -adv * ratio.clamp(0.8, bound))
     surrogate = torch.where(adv < 0, torch.minimum(surrogate, -3 * adv), surrogate)
@@ -103,13 +103,13 @@ def test_loss_and_gradient_equal_a_hand_written_loss(high: float | None, bound: 
     loss = per_token[mask].mean()
     loss.backward()
     norm = torch.stack([p.grad.norm() for p in lm.parameters()]).norm()
-    assert 0 < found["actor/clip_fraction"] < 1
-    assert found["actor/loss"] == pytest.approx(loss.item(), rel=1e-4)
-    assert found["actor/grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
-    assert found["actor/entropy"] == pytest.approx(entropy[mask].mean().item(), rel=1e-4)
+    assert 0 < actual["actor/clip_fraction"] < 1
+    assert actual["actor/loss"] == pytest.approx(loss.item(), rel=1e-4)
+    assert actual["actor/grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
+    assert actual["actor/entropy"] == pytest.approx(entropy[mask].mean().item(), rel=1e-4)
     mismatch = (c["old_log_probs"] - c["rollout_log_probs"]).abs()[mask]
-    assert found["actor/rollout_mismatch"] == pytest.approx(mismatch.mean().item(), rel=1e-4)
-    assert found["actor/rollout_mismatch_max"] == pytest.approx(mismatch.max().item(), rel=1e-4)
+    assert actual["actor/rollout_mismatch"] == pytest.approx(mismatch.mean().item(), rel=1e-4)
+    assert actual["actor/rollout_mismatch_max"] == pytest.approx(mismatch.max().item(), rel=1e-4)
 
 
 def test_losses_are_reported_as_sums_and_other_metrics_as_means() -> None:
@@ -134,7 +134,7 @@ def test_options_of_the_loss_equal_a_hand_written_loss() -> None:
         c[name] = log_probs.detach() + c[name] + 4.5
     gate = "".join(["tu", "rn"])  # as read from a file: not the interned literal
     options = {"policy_loss": "gpg", "rollout_is": "sequence", "llds_coef": 0.3, "llds_gate": gate}
-    found = make_actor(rollout_is_threshold=1.5, **options).update(batch)
+    actual = make_actor(rollout_is_threshold=1.5, **options).update(batch)
     loss, num_tokens = torch.zeros(()), int(c["policy_mask"].sum())
     bounds = batch.offsets.tolist()
     for start, end in itertools.pairwise(bounds):
@@ -146,11 +146,11 @@ def test_options_of_the_loss_equal_a_hand_written_loss() -> None:
             preserved = [t for t in turn if c["advantages"][t] >= 0]
             drops = (c["old_log_probs"] - log_probs)[preserved]
             loss = loss + 0.3 * (drops.clamp(min=0).sum() if drops.sum() > 0 else 0.0)
-    assert found["actor/loss"] == pytest.approx(loss.item() / num_tokens, rel=1e-4)
+    assert actual["actor/loss"] == pytest.approx(loss.item() / num_tokens, rel=1e-4)
     loss.backward()
     norm = torch.stack([p.grad.norm() for p in lm.parameters()]).norm() / num_tokens
-    assert found["actor/grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
-    assert found["actor/llds_loss"] > 0
+    assert actual["actor/grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
+    assert actual["actor/llds_loss"] > 0
 
 
 @pytest.mark.parametrize("budget", [1000, 17])
@@ -159,7 +159,7 @@ def test_corrections_are_reported_over_all_tokens(budget: int) -> None:
     batch = make_batch(LENGTHS)
     options = {"rollout_is": "token", "rollout_is_threshold": 1.1, "rollout_is_floor": 0.9,
                "rollout_mask": "geometric", "rollout_mask_threshold": 1.1}  # fmt: skip
-    found = make_actor(budget, **options).update(batch)
+    actual = make_actor(budget, **options).update(batch)
     c, weights = batch.tokens, []
     for start, end in itertools.pairwise(batch.offsets.tolist()):
         log_ratio = (c["old_log_probs"] - c["rollout_log_probs"])[start:end]
@@ -168,9 +168,9 @@ def test_corrections_are_reported_over_all_tokens(budget: int) -> None:
         weights += [min(1.1, max(0.9, math.exp(x))) * is_kept for x in log_ratio.tolist()]
     n, total, squares = len(weights), sum(weights), sum(w * w for w in weights)
     assert 0 < weights.count(0.0) < n
-    assert found["actor/rollout_weight"] == pytest.approx(total / n, rel=1e-4)
-    assert found["actor/rollout_ess"] == pytest.approx(total**2 / n / squares, rel=1e-4)
-    assert found["actor/rollout_masked"] == pytest.approx(weights.count(0.0) / n, rel=1e-4)
+    assert actual["actor/rollout_weight"] == pytest.approx(total / n, rel=1e-4)
+    assert actual["actor/rollout_ess"] == pytest.approx(total**2 / n / squares, rel=1e-4)
+    assert actual["actor/rollout_masked"] == pytest.approx(weights.count(0.0) / n, rel=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -322,19 +322,19 @@ def test_without_state_masking_observations_are_in_the_loss() -> None:
     """The driver's loss_mask, not the policy mask, selects the tokens in the loss."""
     batch = make_batch(LENGTHS)
     batch.tokens["loss_mask"] = torch.ones_like(batch.tokens["policy_mask"])
-    found = make_actor().log_probs(batch)
+    actual = make_actor().log_probs(batch)
     expected, _ = plain_log_probs(tiny_llama(VOCAB), batch)
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_without_old_log_probs_the_ratio_is_one() -> None:
     """A single update per step needs no old log-probs: its loss is -mean(advantage)."""
     batch = make_batch(LENGTHS)
     del batch.tokens["old_log_probs"]
-    found = make_actor().update(batch)
+    actual = make_actor().update(batch)
     expected = -batch.tokens["advantages"][batch.tokens["policy_mask"]].mean()
-    assert found["actor/pg_loss"] == pytest.approx(float(expected), rel=1e-4)
-    assert (found["actor/ppo_kl"], found["actor/clip_fraction"]) == (0, 0)
+    assert actual["actor/pg_loss"] == pytest.approx(float(expected), rel=1e-4)
+    assert (actual["actor/ppo_kl"], actual["actor/clip_fraction"]) == (0, 0)
 
 
 def test_line_17_a_non_finite_update_is_skipped_and_named(caplog: pytest.LogCaptureFixture) -> None:

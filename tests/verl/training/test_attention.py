@@ -80,11 +80,11 @@ def test_a_window_limits_what_a_token_sees() -> None:
     """Sliding-window attention equals a manual softmax over the last `window` tokens."""
     torch.manual_seed(0)
     q, k, v = (torch.randn(9, 1, 8) for _ in range(3))
-    found = attend_per_run(q, k, v, SequenceBounds.of([(0, 9)], torch.device("cpu")), 0.5, 3)
+    attended = attend_per_run(q, k, v, SequenceBounds.of([(0, 9)], torch.device("cpu")), 0.5, 3)
     for t in range(9):
         seen = slice(max(0, t - 2), t + 1)
         weights = torch.softmax(0.5 * k[seen, 0] @ q[t, 0], 0)
-        torch.testing.assert_close(found[t, 0], weights @ v[seen, 0])
+        torch.testing.assert_close(attended[t, 0], weights @ v[seen, 0])
 
 
 @pytest.mark.parametrize("window", [None, 3])
@@ -96,8 +96,8 @@ def test_a_layer_without_a_scale_has_the_default(
     monkeypatch.setattr(attention, "attend_per_run", lambda q, *rest: calls.append(rest) or q)
     heads = torch.zeros(1, 2, 5, 16)
     bounds = SequenceBounds.of([(0, 5)], torch.device("cpu"))
-    found, _ = packed_attention(nn.Module(), heads, heads, heads, None, None, bounds, window)
-    assert found.shape == (1, 5, 2, 16)
+    attended, _ = packed_attention(nn.Module(), heads, heads, heads, None, None, bounds, window)
+    assert attended.shape == (1, 5, 2, 16)
     assert calls[0][2:] == (bounds, 0.25, window or 0)
 
 
@@ -117,15 +117,15 @@ def attend_by_definition(
     The last query of a sequence sees its last key.
     """
     assert query.shape[1] == key.shape[1] == value.shape[1], "the kernel does not support GQA"
-    found = torch.zeros_like(query)
+    attended = torch.zeros_like(query)
     bounds = zip(*(itertools.pairwise(cu.tolist()) for cu in (cu_seq_q, cu_seq_k)), strict=True)
     for (start, end), (first, last) in bounds:
         for t, head in itertools.product(range(start, end), range(query.shape[1])):
             own = last - end + t
             seen = slice(first if left < 0 else max(first, own - left), own + 1)
             weights = torch.softmax(scale * key[seen, head] @ query[t, head], 0)
-            found[t, head] = weights @ value[seen, head]
-    return found
+            attended[t, head] = weights @ value[seen, head]
+    return attended
 
 
 def varlen_of_2_11(
@@ -162,8 +162,8 @@ def test_torch_kernels_with_and_without_gqa_give_the_same(
     query = torch.randn(sum(bounds.lengths), 4, 8)
     key, value = (torch.randn(sum(bounds.num_keys), key_heads, 8) for _ in range(2))
     expected = attend_per_run(query, key, value, bounds, 0.3, window)
-    found = attend_with_torch_varlen(query, key, value, bounds, 0.3, window, kernel)
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    attended = attend_with_torch_varlen(query, key, value, bounds, 0.3, window, kernel)
+    torch.testing.assert_close(attended, expected, rtol=1e-4, atol=1e-5)
 
 
 def flash(
@@ -186,18 +186,15 @@ def test_flash_attention_gives_the_same(window: int, bounds: SequenceBounds) -> 
     query = torch.randn(sum(bounds.lengths), 4, 8)
     key = torch.randn(sum(bounds.num_keys), 2, 8)
     expected = attend_per_run(query, key, key, bounds, 0.3, window)
-    found = attend_with_flash(query, key, key, bounds, 0.3, window, flash)
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    attended = attend_with_flash(query, key, key, bounds, 0.3, window, flash)
+    torch.testing.assert_close(attended, expected, rtol=1e-4, atol=1e-5)
 
 
 def attend_by_matrix(
     query: Tensor, key: Tensor, value: Tensor, bounds: SequenceBounds, window: int,
     score_dtype: torch.dtype = torch.float64,
 ) -> Tensor:  # fmt: skip
-    """Compute the attention of a whole row by one matrix, in float64.
-
-    Products of queries and keys are rounded to `score_dtype`.
-    """
+    """Compute a row's attention by one float64 matrix, with scores rounded to `score_dtype`."""
     owner = [(p, r) for r, (start, end) in enumerate(bounds.spans) for p in range(start, end)]
     seen = [(p, r) for r, (_, end) in enumerate(bounds.spans) for p in range(end)]
     sees = torch.tensor([
@@ -225,10 +222,10 @@ def test_long_and_short_runs_have_the_same_attention(
         for size, heads in zip(sizes, (6, 2, 2), strict=True)
     ]
     upstream = torch.randn(sizes[0], 6, 16).to(dtype)
-    found = attend_per_run(*drawn, bounds, 0.3, window)
+    attended = attend_per_run(*drawn, bounds, 0.3, window)
     expected = attend_by_matrix(*drawn, bounds, window)
     pairs = zip(
-        [found, *torch.autograd.grad(found, drawn, upstream)],
+        [attended, *torch.autograd.grad(attended, drawn, upstream)],
         [expected, *torch.autograd.grad(expected, drawn, upstream.double())], strict=True,
     )  # fmt: skip
     tolerance = 1e-5 if dtype is torch.float32 else 1e-2
@@ -247,9 +244,9 @@ def test_scores_of_short_runs_are_not_rounded() -> None:
     expected = attend_by_matrix(query, key, value, bounds, 0)
     rounded = attend_by_matrix(query, key, value, bounds, 0, torch.bfloat16)
     before = torch.backends.mkldnn.matmul.fp32_precision
-    found = attend_per_run(query, key, value, bounds, 0.3, 0)
+    attended = attend_per_run(query, key, value, bounds, 0.3, 0)
     assert torch.backends.mkldnn.matmul.fp32_precision == before
-    assert (found.double() - expected).norm() < 3e-3 * expected.norm()
+    assert (attended.double() - expected).norm() < 3e-3 * expected.norm()
     assert (rounded - expected).norm() > 1e-2 * expected.norm()
 
 
@@ -274,8 +271,8 @@ def call_with(attend: Callable[..., Tensor], kernel: Recorder) -> dict[str, Any]
 
 def test_the_call_fits_the_installed_torch() -> None:
     """All arguments exist in the kernel of the installed torch, whatever its version."""
-    found = call_with(attend_with_torch_varlen, Recorder(varlen_attn))
-    assert (found["max_q"], found["window_size"], found["scale"]) == (3, (-1, 0), 0.5)
+    passed = call_with(attend_with_torch_varlen, Recorder(varlen_attn))
+    assert (passed["max_q"], passed["window_size"], passed["scale"]) == (3, (-1, 0), 0.5)
 
 
 @pytest.fixture

@@ -41,8 +41,8 @@ def test_value_of_a_token_comes_from_the_state_before_it() -> None:
         parts += [torch.zeros(1), (hidden @ head)[:-1]]
     expected = torch.where(batch.tokens["policy_mask"], torch.cat(parts), 0.0).detach()
     for budget in (1000, 20):
-        found = make_critic(budget).values(batch)
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+        actual = make_critic(budget).values(batch)
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_a_new_critic_predicts_zero() -> None:
@@ -87,8 +87,8 @@ def test_a_value_mask_lets_the_critic_learn_from_observations() -> None:
     old, returns = batch.tokens["values"], batch.tokens["returns"]
     near = torch.minimum(torch.maximum(wide, old - 0.5), old + 0.5)
     worst = torch.maximum((wide - returns) ** 2, (near - returns) ** 2)
-    found = critic.update(batch)["critic/vf_loss"]
-    assert found == pytest.approx(float(0.5 * worst[response].mean()), rel=1e-4)
+    actual = critic.update(batch)["critic/vf_loss"]
+    assert actual == pytest.approx(float(0.5 * worst[response].mean()), rel=1e-4)
 
 
 def test_means_are_means_whatever_the_aggregation() -> None:
@@ -99,10 +99,10 @@ def test_means_are_means_whatever_the_aggregation() -> None:
     critic = make_critic(20)
     values, returns = critic.values(batch)[mask], batch.tokens["returns"][mask]
     is_clipped = (values - batch.tokens["values"][mask]).abs() > 0.5
-    found = critic.update(batch)
-    assert found["critic/value_mean"] == pytest.approx(float(values.mean()), rel=1e-4)
-    assert found["critic/return_mean"] == pytest.approx(float(returns.mean()), rel=1e-4)
-    assert found["critic/value_clip_fraction"] == pytest.approx(float(is_clipped.float().mean()))
+    actual = critic.update(batch)
+    assert actual["critic/value_mean"] == pytest.approx(float(values.mean()), rel=1e-4)
+    assert actual["critic/return_mean"] == pytest.approx(float(returns.mean()), rel=1e-4)
+    assert actual["critic/value_clip_fraction"] == pytest.approx(float(is_clipped.float().mean()))
 
 
 def test_line_17_a_return_that_is_not_finite_is_skipped(caplog: pytest.LogCaptureFixture) -> None:

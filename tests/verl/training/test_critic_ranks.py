@@ -49,9 +49,9 @@ def test_placement_does_not_change_training(runs: SimpleNamespace) -> None:
     assert torch.equal(one["values"], shared["values"]) and shared["values"].any()
     two = runs.answers[TWO]
     assert two[0]["actor"] == shared["actor"] and two[0]["critic"] == two[1]["critic"]
-    for found, expected in zip(two[0]["critic"], shared["critic"], strict=True):
-        found.pop("critic/num_micro_batches")
-        assert found == pytest.approx({k: expected[k] for k in found}, rel=1e-4, abs=1e-6)
+    for actual, expected in zip(two[0]["critic"], shared["critic"], strict=True):
+        actual.pop("critic/num_micro_batches")
+        assert actual == pytest.approx({k: expected[k] for k in actual}, rel=1e-4, abs=1e-6)
     weights = [load_file(out / "weights/model.safetensors") for out in runs.outs.values()]
     assert all(torch.equal(x, one[name]) for one in weights[1:] for name, x in weights[0].items())
 
@@ -63,10 +63,10 @@ def test_a_checkpoint_is_resumed_with_another_placement(
     saved: int, resumed: int, runs: SimpleNamespace, tmp_path: Path
 ) -> None:
     """The next update is the uninterrupted run's: exactly, unless the numbers of ranks differ."""
-    found = train(runs.model, resumed, tmp_path, runs.outs[saved])[0]
+    resumed_run = train(runs.model, resumed, tmp_path, runs.outs[saved])[0]
     uninterrupted = runs.answers[SHARED][0]
-    assert found["actor"] == uninterrupted["actor"][1:]
-    (critic,), expected = found["critic"], uninterrupted["critic"][1]
+    assert resumed_run["actor"] == uninterrupted["actor"][1:]
+    (critic,), expected = resumed_run["critic"], uninterrupted["critic"][1]
     if TWO in (saved, resumed):
         critic.pop("critic/num_micro_batches")
         assert critic == pytest.approx({k: expected[k] for k in critic}, rel=1e-4, abs=1e-6)
@@ -99,6 +99,6 @@ def test_adapters_are_resumed_with_another_placement(runs: SimpleNamespace, tmp_
     records = [read_adapters(out) for out in outs.values()]
     assert records[0] == records[1] and set(records[0]) == {"actor", "critic"}
     for saved, resumed in ((SHARED, ONE), (ONE, SHARED)):
-        found = train(runs.model, resumed, tmp_path / "again", outs[saved], lora=2)[0]
+        resumed_run = train(runs.model, resumed, tmp_path / "again", outs[saved], lora=2)[0]
         same = train(runs.model, saved, tmp_path / "again", outs[saved], lora=2)[0]
-        assert found["critic"] == same["critic"] and found["actor"] == same["actor"]
+        assert resumed_run["critic"] == same["critic"] and resumed_run["actor"] == same["actor"]

@@ -26,19 +26,19 @@ def test_compiled_blocks_have_the_same_gradient(name: str) -> None:
             if shares:
                 batch.rows[SHARED_PROMPT] = common_prompts(batch)
             expected = outputs_and_gradient(LogProbModel(plain), batch, 0.7, True)
-            found = outputs_and_gradient(LogProbModel(compiled), batch, 0.7, True)
-            assert all(distance(*pair) < 1e-5 for pair in zip(found, expected, strict=True))
+            actual = outputs_and_gradient(LogProbModel(compiled), batch, 0.7, True)
+            assert all(distance(*pair) < 1e-5 for pair in zip(actual, expected, strict=True))
     assert kernels.compile_seconds() > before
     compiled.gradient_checkpointing_enable({"use_reentrant": False})
-    found = outputs_and_gradient(LogProbModel(compiled), batch, 0.7, True)
-    assert all(distance(*pair) < 1e-5 for pair in zip(found, expected, strict=True))
+    actual = outputs_and_gradient(LogProbModel(compiled), batch, 0.7, True)
+    assert all(distance(*pair) < 1e-5 for pair in zip(actual, expected, strict=True))
     assert len(torch._dynamo.utils.counters["graph_break"]) > 0, "attention is not compiled"
     assert not torch._dynamo.utils.counters["recompile_limit"]
 
 
-def distance(found: Tensor, expected: Tensor) -> float:
+def distance(actual: Tensor, expected: Tensor) -> float:
     """Return the norm of the difference, relative to the norm of `expected`."""
-    return float(((found - expected).norm() / expected.norm()).detach())
+    return float(((actual - expected).norm() / expected.norm()).detach())
 
 
 @pytest.mark.parametrize(

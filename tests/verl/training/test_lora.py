@@ -45,14 +45,14 @@ RANKS = {"one": 1, "two": 2}
 def runs(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     """Run the same training on one rank and on two, each writing all kinds of files."""
     root = tmp_path_factory.mktemp("runs")
-    found = SimpleNamespace(model=save_tiny(root / "model"), root=root)
+    results = SimpleNamespace(model=save_tiny(root / "model"), root=root)
     for name, size in RANKS.items():
         out = root / name
-        answers = run_ranks(size, lora_bodies.train, found.model, str(out))
+        answers = run_ranks(size, lora_bodies.train, results.model, str(out))
         (out / "global_step_3.tmp" / folders.MARKER).touch()
         os.replace(out / "global_step_3.tmp", out / "global_step_3")
-        setattr(found, name, answers)
-    return found
+        setattr(results, name, answers)
+    return results
 
 
 def base_weights() -> dict[str, Tensor]:
@@ -78,14 +78,14 @@ def merge_manually(
 
 def log_probs(model: LlamaForCausalLM) -> list[Tensor]:
     """Compute log-probs of all sequences of the batch by unpacked forwards, 0 off the policy."""
-    batch, found = make_batch(rank_bodies.LENGTHS, 0), []
+    batch, outputs = make_batch(rank_bodies.LENGTHS, 0), []
     pairs = zip(batch.sequences("input_ids"), batch.sequences("policy_mask"), strict=True)
     for ids, mask in pairs:
         with torch.no_grad():
             rows = model(ids[None]).logits[0, :-1].log_softmax(-1)
         every = torch.cat([torch.zeros(1), rows.gather(-1, ids[1:, None])[:, 0]])
-        found.append(torch.where(mask, every, 0.0))
-    return found
+        outputs.append(torch.where(mask, every, 0.0))
+    return outputs
 
 
 def assert_results(answers: list[dict[str, Tensor]], key: str, expected: list[Tensor]) -> None:
@@ -175,12 +175,12 @@ def test_an_export_is_what_the_ranks_wrote(
     """Merged or as an adapter, it is made from the checkpoint's small shards only."""
     step = runs.root / name / "global_step_3"
     merged = export(step, tmp_path / "merged", base=runs.model, dtype="float32")
-    found, expected = (
+    actual, expected = (
         load_file(p / "model.safetensors") for p in (merged, runs.root / name / "merged")
     )
-    assert found.keys() == expected.keys()
+    assert actual.keys() == expected.keys()
     for key, x in expected.items():
-        torch.testing.assert_close(found[key], x, rtol=0, atol=1e-6)
+        torch.testing.assert_close(actual[key], x, rtol=0, atol=1e-6)
     alone = export(step, tmp_path / "adapter", adapter_only=True)
     for file in ("adapter_config.json", "adapter_model.safetensors"):
         assert (alone / file).read_bytes() == (runs.root / name / "adapter" / file).read_bytes()
@@ -208,9 +208,9 @@ def test_a_resumed_run_continues_as_if_uninterrupted(runs: SimpleNamespace) -> N
     root, before = runs.root / "two", runs.two[0]
     resumed = run_ranks(1, lora_bodies.resume, runs.model, str(root))[0]
     assert all(torch.equal(x, before["stages"][-1][key]) for key, x in resumed["stages"][0].items())
-    for found, expected in zip(resumed["next"], before["next"], strict=True):
-        keys = [k for k in found if not k.endswith("num_micro_batches")]
-        assert [found[k] for k in keys] == pytest.approx([expected[k] for k in keys], rel=1e-3)
+    for actual, expected in zip(resumed["next"], before["next"], strict=True):
+        keys = [k for k in actual if not k.endswith("num_micro_batches")]
+        assert [actual[k] for k in keys] == pytest.approx([expected[k] for k in keys], rel=1e-3)
 
 
 def test_another_base_is_refused(runs: SimpleNamespace, tmp_path: Path) -> None:

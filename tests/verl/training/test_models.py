@@ -79,9 +79,9 @@ def test_a_shared_prompt_changes_no_gradient(
     for mode in (True, SELECTIVE):
         recompute(lm, mode)
         recomputed.append(outputs_and_gradient(module, batch, *arguments))
-    for expected, *found in zip(apart, together, *recomputed, strict=True):
+    for expected, *actual in zip(apart, together, *recomputed, strict=True):
         assert expected.any()
-        for tensor in found:
+        for tensor in actual:
             assert (tensor - expected).norm() <= bound * expected.norm()
 
 

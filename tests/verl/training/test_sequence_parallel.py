@@ -39,14 +39,10 @@ def test_a_group_holds_as_many_tokens_as_its_ranks(
 
 
 def test_a_group_has_the_results_and_the_gradient_of_one_rank() -> None:
-    """A group's results and gradients are those of one rank, in float64, for policy and critic.
-
-    The cases have few key heads, a window, shared prompts, rows of any length, and slices without
-    targets.
-    """
-    for found in run_ranks(2, sequence_parallel_bodies.compare):
-        assert len(found) == len(sequence_parallel_bodies.CASES)
-        for name, (alone, together) in found.items():
+    """In float64, with few key heads, a window, shared prompts, and slices without targets."""
+    for by_case in run_ranks(2, sequence_parallel_bodies.compare):
+        assert len(by_case) == len(sequence_parallel_bodies.CASES)
+        for name, (alone, together) in by_case.items():
             for expected, actual in zip(alone, together, strict=True):
                 for x, y in zip(expected, actual, strict=True):
                     scale = max(float(x.abs().max()), 1e-12) if x.numel() else 1.0
@@ -55,15 +51,14 @@ def test_a_group_has_the_results_and_the_gradient_of_one_rank() -> None:
 
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_groups_learn_what_one_rank_does(size: int, tmp_path: Path) -> None:
-    """Outputs, metrics and weights after updates equal one rank's, in float32 on real ranks.
+    """Outputs, metrics and weights after updates of actor and critic, in float32 on real ranks.
 
-    Actor and critic are updated with one group, and with two that have different sequences, one of
-    them none at first.
+    Of two groups, which have different sequences, one has none at first.
     """
     model = save_tiny(tmp_path)
     (one,) = run_ranks(1, sequence_parallel_bodies.learn, model, 1)
-    found = run_ranks(size, sequence_parallel_bodies.learn, model, 2)
-    for answers in found:
+    by_rank = run_ranks(size, sequence_parallel_bodies.learn, model, 2)
+    for answers in by_rank:
         for mine, its in zip(answers["metrics"], one["metrics"], strict=True):
             uneven = {} if size == 2 else {k: its[k] for k in its if "num_micro" in k}
             assert mine | uneven == pytest.approx(its, rel=1e-5, abs=1e-7)
@@ -72,7 +67,7 @@ def test_groups_learn_what_one_rank_does(size: int, tmp_path: Path) -> None:
                 torch.testing.assert_close(answers[name][key], x, rtol=1e-4, atol=1e-5)
     for name in one["answers"]:
         expected = one["answers"][name].split(one["lengths"][name[1]])
-        for rank, answers in enumerate(found):
-            parts = found[0]["parts"][name[1]][rank // 2]
+        for rank, answers in enumerate(by_rank):
+            parts = by_rank[0]["parts"][name[1]][rank // 2]
             mine = torch.cat([expected[i] for i in parts]) if parts else torch.zeros(0)
             torch.testing.assert_close(answers["answers"][name], mine, rtol=1e-5, atol=1e-5)

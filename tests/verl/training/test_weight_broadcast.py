@@ -142,10 +142,7 @@ def test_changes_give_the_weights_that_whole_tensors_give() -> None:
 
 @pytest.mark.parametrize("is_reported", [True, False])
 def test_a_worker_without_the_last_weights_gets_all_or_refuses(is_reported: bool) -> None:
-    """A worker that lost a transfer reports it, and all tensors are sent.
-
-    If it did not report it, it refuses changes of weights that it does not have.
-    """
+    """A worker that reports a lost transfer gets all tensors; otherwise it refuses the changes."""
     rank = WeightBroadcast(HOST, 2, CPU, sends_changes=True)
     workers = [WeightReceiver(rank.stream, CPU) for _ in range(2)]
     first, second = tensors(0), tensors(1)

@@ -71,10 +71,9 @@ def test_many_changes_are_sent_as_a_whole_tensor(dtype: torch.dtype, limit: floa
 
 
 def test_both_ends_keep_the_same() -> None:
-    """Both ends keep the same weights after each of several versions.
+    """After each of several versions; unchanged tensors are not sent.
 
-    Unchanged tensors are not sent, and kept weights share no memory with the model, which training
-    changes in place.
+    Kept weights share no memory with the model, which training changes in place.
     """
     sender, receiver = KeptWeights(), KeptWeights()
     model = {"a": torch.randn(500, 30).T, "b": torch.tensor(2.0), "c": torch.zeros(9)}

@@ -47,10 +47,7 @@ def exchange(named: Named, num_receivers: int, dtype: torch.dtype) -> list[Named
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("num_receivers", [1, 3])
 def test_every_receiver_has_every_tensor(dtype: torch.dtype, num_receivers: int) -> None:
-    """Receivers have all tensors in order, in the engine's dtype, and as copies.
-
-    So later contents of the buffers do not change them.
-    """
+    """In order, in the engine's dtype, and copied: the buffers are filled again."""
     named = tensors()
     received = exchange(named, num_receivers, dtype)
     assert len(received) == num_receivers
@@ -96,12 +93,12 @@ def test_a_lost_receiver_does_not_stop_the_others(lost_after: int) -> None:
 def test_a_missing_receiver_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
     """After a timeout, the rank sends to the receivers that have connected."""
     monkeypatch.setattr(weight_stream, "CONNECT_TIMEOUT_S", 0.2)
-    stream, found = secrets.token_hex(4), Named()
-    thread = threading.Thread(target=lambda: found.extend(receive(stream, CPU)))
+    stream, received = secrets.token_hex(4), Named()
+    thread = threading.Thread(target=lambda: received.extend(receive(stream, CPU)))
     thread.start()
     send(tensors(), stream, CPU, 2, torch.float32)
     thread.join()
-    assert len(found) == len(tensors())
+    assert len(received) == len(tensors())
 
 
 @pytest.mark.usefixtures("small")

@@ -35,8 +35,8 @@ def test_several_files_are_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyP
         lm = LlamaForCausalLM(config)
         write_weights(tmp_path, lm.state_dict().items(), config, "float32")
         assert (tmp_path / "model.safetensors").exists() is (size > 64)
-        found = LlamaForCausalLM.from_pretrained(tmp_path).state_dict()
-        assert all(torch.equal(found[name], x) for name, x in lm.state_dict().items())
+        actual = LlamaForCausalLM.from_pretrained(tmp_path).state_dict()
+        assert all(torch.equal(actual[name], x) for name, x in lm.state_dict().items())
 
 
 def test_several_writers_write_one_model(tmp_path: Path) -> None:
@@ -47,8 +47,8 @@ def test_several_writers_write_one_model(tmp_path: Path) -> None:
     for writer in (2, 0, 1):
         named = lm.state_dict().items()
         write_weights(tmp_path, named, config, "float32", writer, num_writers=3)
-    found = LlamaForCausalLM.from_pretrained(tmp_path).state_dict()
-    assert all(torch.equal(found[name], x) for name, x in lm.state_dict().items())
+    actual = LlamaForCausalLM.from_pretrained(tmp_path).state_dict()
+    assert all(torch.equal(actual[name], x) for name, x in lm.state_dict().items())
     sizes = [path.stat().st_size for path in tmp_path.glob("*.safetensors")]
     assert len(sizes) == 3 and max(sizes) < 2 * min(sizes)
 
