@@ -36,7 +36,7 @@ class HostMemory:
         return 1 - self.free / self.total
 
     @classmethod
-    def now(cls, membership: Path = Path("/proc/self/cgroup")) -> Self:
+    def now(cls, membership: Path = Path("/proc/self/cgroup")) -> "HostMemory":
         """Return this machine's memory; `membership` lists this process's control groups."""
         physical = psutil.virtual_memory()
         limits = [cls(physical.total, physical.available), *control_groups(membership)]

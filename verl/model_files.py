@@ -225,10 +225,7 @@ def check_loading_report(lm: PreTrainedModel, report: Mapping[str, Any], needs_h
     `report` is the loading info of transformers, which initialises missing weights at random.
     Without `needs_head` (a critic has its own head), weights outside the trunk are ignored.
     """
-
-    def is_relevant(name: str) -> bool:
-        return needs_head or name.startswith(f"{lm.base_model_prefix}.")
-
+    prefix = "" if needs_head else f"{lm.base_model_prefix}."
     shapes = {name: f"{name} {list(actual)} instead of {list(expected)}"
               for name, actual, expected in report["mismatched_keys"]}  # fmt: skip
     for problem, names in (
@@ -236,7 +233,7 @@ def check_loading_report(lm: PreTrainedModel, report: Mapping[str, Any], needs_h
         ("unexpected", report["unexpected_keys"]),
         ("wrong shape of", shapes),
     ):
-        descriptions = [shapes.get(name, name) for name in names if is_relevant(name)]
+        descriptions = [shapes.get(name, name) for name in names if name.startswith(prefix)]
         if descriptions:
             raise ModelProblem(f"{problem} {summarise(descriptions)}")
     if report["error_msgs"]:

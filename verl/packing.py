@@ -94,12 +94,12 @@ class Packing:
         members: dict[str | int, list[int]] = {}
         for i in indices:
             members.setdefault(self.groups[i] if self.shared[i] else i, []).append(i)
-        return [
-            PrefixGroup(
-                tuple(m), tuple(self.lengths[i] for i in m), self.shared[m[0]] * (len(m) > 1)
-            )
-            for m in members.values()
-        ]
+        groups = []
+        for group in members.values():
+            shared = self.shared[group[0]] if len(group) > 1 else 0
+            lengths = tuple(self.lengths[i] for i in group)
+            groups.append(PrefixGroup(tuple(group), lengths, shared))
+        return groups
 
     def num_tokens(self, indices: Sequence[int]) -> int:
         """Count the tokens that are computed if these sequences are in one micro-batch."""
@@ -183,11 +183,8 @@ def common_prompts(batch: TokenBatch) -> Tensor:
 
 def prompt_lengths(batch: TokenBatch) -> list[int]:
     """Count each sequence's tokens before its first response token; without one, all but one."""
-    lengths = []
-    for mask in np.split(batch.tokens["response_mask"].numpy(), batch.offsets[1:-1].numpy()):
-        has_response = bool(mask.any())
-        lengths.append(int(mask.argmax()) if has_response else max(len(mask) - 1, 0))
-    return lengths
+    masks = np.split(batch.tokens["response_mask"].numpy(), batch.offsets[1:-1].numpy())
+    return [int(mask.argmax()) if mask.any() else max(len(mask) - 1, 0) for mask in masks]
 
 
 @dataclass(frozen=True)

@@ -139,9 +139,8 @@ class Actor:
         metrics = apply_update(self.model, "actor", mini_batch, micro_batches, _SUMS, sums)
         if "rollout_log_probs" in mini_batch.tokens:
             largest = torch.stack(mismatches).amax(0, keepdim=True)
-            metrics["actor/rollout_mismatch_max"] = float(
-                all_reduced(largest, self.model.device, MAX)
-            )
+            largest = all_reduced(largest, self.model.device, MAX)
+            metrics["actor/rollout_mismatch_max"] = float(largest)
         square = metrics.pop(f"actor/{_SQUARE}")
         mean = metrics["actor/rollout_weight"]
         metrics["actor/rollout_ess"] = mean**2 / square if square else 0.0
@@ -155,9 +154,7 @@ class Actor:
         columns = TargetColumns(micro, inputs)
         weights = columns["loss_weights"]
         zero = weights.new_zeros(())
-        old = log_probs.detach()
-        if "old_log_probs" in micro.tokens:
-            old = columns["old_log_probs"]
+        old = columns["old_log_probs"] if "old_log_probs" in micro.tokens else log_probs.detach()
         rollout = columns.rollout_log_probs(old)
         losses, diagnostics, corrections = self._policy_losses(log_probs, old, rollout, columns)
         pg_loss = weighted_sum(losses, weights)

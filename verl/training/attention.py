@@ -44,8 +44,7 @@ class ShortMasks:
         """Return a run's mask, stacked `repeats` times: (repeats * length, num_keys) float32."""
         key = length, num_keys, window, repeats
         if key not in self._masks:
-            mask = _mask(length, num_keys, window, torch.empty(0))
-            self._masks[key] = mask.repeat(repeats, 1)
+            self._masks[key] = _mask(length, num_keys, window, torch.empty(0)).repeat(repeats, 1)
         return self._masks[key]
 
 
@@ -296,8 +295,7 @@ def packed_attention(
     """
     assert bounds is not None, f"{PACKED} needs `bounds`: call the model with a SequenceBounds"
     assert attention_mask is None, f"{PACKED} takes no mask, got {attention_mask.shape}"
-    has_kernel = query.is_cuda and query.dtype in HALF
-    kernel = cuda_kernel() if has_kernel else attend_per_run
+    kernel = cuda_kernel() if query.is_cuda and query.dtype in HALF else attend_per_run
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
     sp_group = bounds.sp_group

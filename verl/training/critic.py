@@ -48,8 +48,7 @@ class Critic:
         micro_batches = self.model.micro_batches(mini_batch, self.budgets.update)
         sums = []
         for number, (_, micro_batch) in enumerate(micro_batches, 1):
-            inputs = pack_inputs(self.model, micro_batch)
-            loss, micro_sums = self._loss(micro_batch, inputs)
+            loss, micro_sums = self._loss(micro_batch, pack_inputs(self.model, micro_batch))
             self.model.backward(loss, is_last=number == len(micro_batches))
             sums.append(micro_sums)
         return apply_update(self.model, "critic", mini_batch, micro_batches, _SUMS, sums)

@@ -45,7 +45,9 @@ def is_surely_cpu(name: str) -> bool:
 def resolve_device(name: str) -> torch.device:
     """Return this process's device of the named type."""
     kind = device_type(name)
-    return torch.device(kind, torch.cuda.current_device() if kind == "cuda" else None)
+    if kind == "cuda":
+        return torch.device(kind, torch.cuda.current_device())
+    return torch.device(kind)
 
 
 def has_bfloat16_units(device: torch.device) -> bool:

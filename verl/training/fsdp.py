@@ -177,10 +177,9 @@ class FsdpModel:
             parameters, lr=optim.lr, betas=(optim.betas[0], optim.betas[1]),
             weight_decay=optim.weight_decay, fused=True,
         )  # fmt: skip
-        # Create the state now rather than at the first step, so that a checkpoint can be loaded
-        # into it at any time. torch's get_optimizer_state_dict creates it by a step without
-        # gradients, but counts that step: the first real one would get the bias correction of a
-        # second one.
+        # Created now rather than at the first step, so that a checkpoint can be loaded at any time.
+        # torch's get_optimizer_state_dict would create it by a step without gradients, which it
+        # counts: the first real step would get the bias correction of a second one.
         for parameter in parameters:
             self.optimizer.state[parameter] = {
                 "step": torch.zeros((), device=parameter.device),

@@ -9,16 +9,13 @@ from verl.errors import redact
 
 NETWORK = ("NCCL_", "GLOO_", "TORCH_NCCL_")
 """Prefixes of variables that the driver forwards to the ranks and engines on all nodes."""
-HUB = frozenset(
-    f"HF_{name}"
-    for name in (
-        "HOME", "ENDPOINT", "HUB_CACHE", "ASSETS_CACHE", "XET_CACHE", "DATASETS_CACHE",
-        "MODULES_CACHE", "TOKEN_PATH", "STORED_TOKENS_PATH", "HUB_OFFLINE", "DATASETS_OFFLINE",
-        "HUB_ETAG_TIMEOUT", "HUB_DOWNLOAD_TIMEOUT", "HUB_DISABLE_XET", "HUB_DISABLE_PROGRESS_BARS",
-        "HUB_DISABLE_TELEMETRY", "HUB_DISABLE_IMPLICIT_TOKEN", "HUB_DISABLE_SYMLINKS_WARNING",
-        "HUB_VERBOSITY", "XET_HIGH_PERFORMANCE", "DEBUG",
-    )
-)  # fmt: skip
+HUB = frozenset(f"HF_{name}" for name in (
+    "HOME", "ENDPOINT", "HUB_CACHE", "ASSETS_CACHE", "XET_CACHE", "DATASETS_CACHE",
+    "MODULES_CACHE", "TOKEN_PATH", "STORED_TOKENS_PATH", "HUB_OFFLINE", "DATASETS_OFFLINE",
+    "HUB_ETAG_TIMEOUT", "HUB_DOWNLOAD_TIMEOUT", "HUB_DISABLE_XET", "HUB_DISABLE_PROGRESS_BARS",
+    "HUB_DISABLE_TELEMETRY", "HUB_DISABLE_IMPLICIT_TOKEN", "HUB_DISABLE_SYMLINKS_WARNING",
+    "HUB_VERBOSITY", "XET_HIGH_PERFORMANCE", "DEBUG",
+))  # fmt: skip
 """Hugging Face variables that are forwarded, listed by name because Ray logs what it forwards."""
 PRIVATE = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_ENDPOINT")
 """Variables that are passed by a call of the actor instead, because calls are not logged."""

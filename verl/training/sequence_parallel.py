@@ -43,8 +43,7 @@ class SequenceParallelGroup:
 
     def local_slice(self, row: Tensor) -> Tensor:
         """Return this rank's slice of `row` (1, num_tokens), padded with zeros: (1, slice_size)."""
-        size = self.slice_size(row.shape[1])
-        return self.pad(row[0]).view(self.size, size)[self.rank][None]
+        return self.pad(row[0]).view(self.size, -1)[self.rank][None]
 
     def pad(self, x: Tensor) -> Tensor:
         """Append zeros to `x` (num_tokens, …) until it divides into equal slices."""

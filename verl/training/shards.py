@@ -49,8 +49,7 @@ class ShardWriter:
         """Copy this rank's shards to host memory and start to write them in the background."""
         assert self._write is None, "the last checkpoint is still being written: call finish"
         if self._group is None:
-            # A separate group, since ranks communicate while training continues; gloo, since the
-            # copies are in host memory.
+            # Separate, since ranks communicate meanwhile; gloo, since copies are in host memory.
             self._group = dist.new_group(backend="gloo")
         self._error = _write_files(directory, models, model_config)
         write = async_save(

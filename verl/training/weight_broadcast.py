@@ -90,8 +90,7 @@ def encode_changes(old: Tensor, new: Tensor) -> tuple[Tensor, int]:
         return new, num_changed  # the encoding would not be smaller
     positions = differs.nonzero().view(-1)
     counts = torch.bincount(positions >> BLOCK_BITS, minlength=num_blocks).to(torch.int32)
-    offsets = positions.to(torch.int16)  # the lowest 16 bits
-    parts = counts, new_bits[positions], offsets
+    parts = counts, new_bits[positions], positions.to(torch.int16)  # the lowest 16 bits
     return torch.cat([part.view(CHANGES) for part in parts]), num_changed
 
 

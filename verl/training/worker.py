@@ -95,8 +95,7 @@ class TrainingRank:
         if config.trainer.deterministic:
             make_deterministic()
         if max(config.trainer.nnodes, config.critic_nodes) > 1:
-            # Variables that the user has set take precedence.
-            os.environ |= {**interface_variables(master_addr), **os.environ}
+            os.environ |= {**interface_variables(master_addr), **os.environ}  # the user's prevail
         os.environ |= {"MASTER_ADDR": master_addr, "MASTER_PORT": str(master_port)}
         join_process_group(self.device, rank, world_size)
         random.seed(config.trainer.seed)
