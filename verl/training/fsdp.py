@@ -36,7 +36,7 @@ class FsdpOptions:
     """How a model is sharded and trained."""
 
     compute_dtype: torch.dtype
-    """Dtype of forward and backward; weights stay float32."""
+    """Dtype of forward and backward; trained weights stay float32."""
     num_updates: int = 0
     """Optimizer steps of the run, which the learning-rate schedule spans."""
     optim: OptimConfig | None = None
