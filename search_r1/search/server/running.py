@@ -112,7 +112,10 @@ def bind(host: str, port: int, port_file: Path | None = None) -> socket.socket:
             "folder; expected a new file, or one to replace"
         )
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    bound = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        bound = socket.socket(family, socket.SOCK_STREAM)
+    except OSError as error:  # this machine has no IPv6
+        raise _cannot_serve(host, port, error) from error
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         bound.bind((host, port))

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import errno
 import json
 import logging
 import resource
@@ -225,6 +226,17 @@ def test_the_limit_of_descriptors_is_raised(monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.setattr(resource, "getrlimit", lambda _, soft=soft, hard=hard: (soft, hard))
         assert limit - 1000 < max_connections() < limit
     assert limits_set == [(4096, 4096), (65_536, -1)]
+
+
+def test_a_machine_without_ipv6_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There the socket itself cannot be created."""
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EAFNOSUPPORT, "Address family not supported by protocol")
+
+    monkeypatch.setattr(running.socket, "socket", refuse)
+    with pytest.raises(SetupError, match=r"cannot serve on ::1:0 .*not supported.*another --host"):
+        bind("::1", 0)
 
 
 def test_one_port_has_one_server() -> None:
