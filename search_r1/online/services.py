@@ -176,12 +176,14 @@ def _ask_tavily(credentials: Credentials, request: SearchRequest) -> HttpRequest
 
 
 def _read_tavily(answer: Json) -> list[SearchResult]:
-    items = [item for item in answer["results"][:MAX_RESULTS] if item.get("url")]
-    results = read_items(items, "url", "title", "content")
-    scores = [float(item["score"]) for item in items]
-    if not all(map(math.isfinite, scores)):
-        raise TypeError("a score is not finite")
-    return [replace(result, score=score) for result, score in zip(results, scores, strict=True)]
+    results = []
+    for item in answer["results"][:MAX_RESULTS]:
+        for result in read_items([item], "url", "title", "content"):  # none without a URL
+            score = float(item["score"])
+            if not math.isfinite(score):
+                raise TypeError("a score is not finite")
+            results.append(replace(result, score=score))
+    return results
 
 
 ALL = (

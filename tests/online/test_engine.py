@@ -264,6 +264,14 @@ def test_a_field_of_another_type_is_an_error_or_skipped(documented: Any, name: s
     assert len(bodies) > 80
 
 
+def test_only_a_result_without_an_address_is_skipped(documented: Any, name: str) -> None:
+    """The others of the same answer are paid for, and keep their own scores."""
+    read, results = SERVICES[name].read, results_of("river", 3, 0)
+    expected = read(documented.answer(results))
+    blank = [results[0], (" ", *results[1][1:]), results[2]]
+    assert read(documented.answer(blank)) == [expected[0], expected[2]]
+
+
 def test_an_outage_is_retried_and_named(start: Any, documented: Any, name: str) -> None:
     """A service that fails all attempts is UpstreamUnavailable after exactly these attempts."""
     server, open_engine = start(lambda request: documented.rate_limited)
