@@ -324,10 +324,11 @@ class Transport:
     ) -> T:
         """Make one attempt within `limit` s; raises TransientError or RetrieverRefused."""
         start = time.monotonic()
+        sent = body
         if body is not None and server.accepts_deadline:
-            body = {**body, DEADLINE_FIELD: round(limit, 3)}
+            sent = {**body, DEADLINE_FIELD: round(limit, 3)}
         try:
-            response = await _send(http, method, server.url + path, body, limit)
+            response = await _send(http, method, server.url + path, sent, limit)
             response.raise_for_status()
             result = parse(response)
         except TransientError as error:
@@ -335,10 +336,11 @@ class Transport:
             raise
         except RetrieverRefused as error:
             self._record_success(server)
-            if DEADLINE_FIELD in (body or ()) and DEADLINE_FIELD in str(error):
-                server.accepts_deadline = False  # an older server; the next attempt omits the field
-                raise TransientError(f"does not know the field {DEADLINE_FIELD}") from error
-            raise
+            if sent is body or DEADLINE_FIELD not in str(error):
+                raise
+            server.accepts_deadline = False  # an older server; repeat the attempt without the field
+            limit = max(0.001, limit - (time.monotonic() - start))  # for aiohttp, 0 is no limit
+            return await self._attempt(http, server, method, path, body, limit, parse)
         self._record_success(server)
         return result
 
