@@ -98,7 +98,8 @@ def atomic_write(path: Path, *, is_durable: bool = False) -> Iterator[Path]:
     except BaseException as error:
         with suppress(OSError):  # the file may be missing, or the disk read-only
             part.unlink()
-        if isinstance(error, OSError) and error.filename is None:
+        # Errors of a full disk have no file name. Others may come from a connection of the body.
+        if isinstance(error, OSError) and error.filename is None and error.errno in DISK_ERRORS:
             error.filename = str(path)
         raise
 

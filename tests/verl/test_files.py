@@ -60,7 +60,7 @@ def test_a_line_is_appended_completely_or_not_at_all(tmp_path: Path, num_bytes: 
 
 
 def test_atomic_write_names_the_file_if_the_disk_is_full(tmp_path: Path) -> None:
-    """The old content stays, and the error names the target file."""
+    """The old content stays, and the error names the target file, unless a connection failed."""
     (tmp_path / "f").write_text("old")
     with (
         files_up_to(2),
@@ -69,6 +69,9 @@ def test_atomic_write_names_the_file_if_the_disk_is_full(tmp_path: Path) -> None
     ):
         part.write_text("newer")
     assert [path.name for path in tmp_path.iterdir()] == ["f"]
+    with pytest.raises(ConnectionResetError) as caught, atomic_write(tmp_path / "f"):
+        raise ConnectionResetError(104, "reset")
+    assert not is_file_error(caught.value)
 
 
 FORK = multiprocessing.get_context("fork")
