@@ -13,18 +13,17 @@ class LoopThread:
     """Context manager that runs an event loop in a separate thread."""
 
     def __enter__(self) -> Self:
-        self._ready = threading.Event()
+        # Created here, so that the caller gets the error if no more files can be opened.
+        self._runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
+        self._loop = self._runner.get_loop()
         self._thread = threading.Thread(target=self._serve, name="search-r1-loop", daemon=True)
         self._thread.start()
-        self._ready.wait()
         return self
 
     def _serve(self) -> None:
         # An engine's child processes inherit this mask: Ctrl-C must stop the coroutine, not them.
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-        with asyncio.Runner() as runner:
-            self._loop = runner.get_loop()
-            self._ready.set()
+        with self._runner:
             self._loop.run_forever()
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
