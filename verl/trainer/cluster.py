@@ -163,35 +163,39 @@ def check_nodes(
     others = {node: address for node, address in nodes.items() if node != own}
     if not others:
         return
+    problems: list[UserError] = []
+    packages = {nodes[own]: installed_versions()} if own in nodes else {}
     with probe_file(Path(config.trainer.default_local_dir).absolute()) as probe:
-        reports = {
-            address: _inspect(node, address, config, environment_factory, probe)
+        tasks = [
+            (address, _start_inspection(node, config, environment_factory, probe))
             for node, address in others.items()
-        }
-        problems = [
-            type(problem)(f"node {address}: {problem}")
-            for address, report in reports.items()
-            for problem in report.problems
         ]
-    packages = {address: report.packages for address, report in reports.items()}
-    here = {nodes[own]: installed_versions()} if own in nodes else {}
-    problems += package_problems(here | packages)
+        for address, task in tasks:
+            try:
+                report = ray.get(task)
+            except RayError as error:
+                problems.append(_failed_inspection(address, error))
+                continue
+            problems += [type(p)(f"node {address}: {p}") for p in report.problems]
+            packages[address] = dict(report.packages)
+    if packages:
+        problems += package_problems(packages)
     if problems:
         raise PreflightError(problems)
 
 
-def _inspect(
-    node_id: str, address: str, config: Config, environment: EnvironmentFactory, probe: Path
-) -> NodeReport:
+def _start_inspection(
+    node_id: str, config: Config, environment: EnvironmentFactory, probe: Path
+) -> ray.ObjectRef[NodeReport]:
     strategy = NodeAffinitySchedulingStrategy(node_id, soft=False)
     task = inspect_node.options(num_cpus=0, scheduling_strategy=strategy, max_retries=0)
-    try:
-        return ray.get(task.remote(config, environment, probe, secret_variables(os.environ)))
-    except RayError as error:
-        cause = str(error).strip().splitlines()[-1]
-        fix = f"use one environment on all nodes, and the project at {ROOT} or installed in it"
-        expected = "a node that can import verl"
-        raise ResourceError(explain(f"node {address}", cause, expected, fix)) from error
+    return task.remote(config, environment, probe, secret_variables(os.environ))
+
+
+def _failed_inspection(address: str, error: RayError) -> ResourceError:
+    cause = str(error).strip().splitlines()[-1]
+    fix = f"use one environment on all nodes, and the project at {ROOT} or installed in it"
+    return ResourceError(explain(f"node {address}", cause, "a node that can import verl", fix))
 
 
 @ray.remote

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from ray.exceptions import RayError
 
 from verl.agent.environment import Environment, no_tools
 from verl.config import Config, cli
@@ -138,11 +139,37 @@ def test_the_drivers_versions_are_compared(tmp_path: Path, monkeypatch: pytest.M
     context = SimpleNamespace(get_node_id=lambda: "own")
     monkeypatch.setattr(cluster.ray, "get_runtime_context", lambda: context)
     older = {**cluster.installed_versions(), "torch": "1.0"}
-    monkeypatch.setattr(cluster, "_inspect", lambda *_: cluster.NodeReport((), older))
+    monkeypatch.setattr(cluster, "_start_inspection", lambda *_: cluster.NodeReport((), older))
+    monkeypatch.setattr(cluster.ray, "get", lambda report: report)
     cluster.check_nodes(config, no_tools, {"b": "10.0.0.2"})
     message = r"node 10\.0\.0\.2: got torch 1\.0, expected .*node 10\.0\.0\.1"
     with pytest.raises(PreflightError, match=message):
         cluster.check_nodes(config, no_tools, {"own": "10.0.0.1", "b": "10.0.0.2"})
+
+
+def test_the_problems_of_all_nodes_are_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All nodes are inspected before any result is awaited; a failed check does not hide others."""
+    started: list[str] = []
+    monkeypatch.setattr(cluster, "_start_inspection", lambda node, *_: started.append(node) or node)
+
+    def result(node: str) -> cluster.NodeReport:
+        assert started == ["a", "b", "c"]
+        if node == "c":
+            return cluster.NodeReport((ConfigError("no tool"),), {})
+        raise RayError(f"Traceback\nno verl on {node}")
+
+    monkeypatch.setattr(cluster.ray, "get", result)
+    context = SimpleNamespace(get_node_id=lambda: "own")
+    monkeypatch.setattr(cluster.ray, "get_runtime_context", lambda: context)
+    config = config_with(f"trainer.default_local_dir={tmp_path}/run")
+    with pytest.raises(PreflightError) as caught:
+        cluster.check_nodes(config, no_tools, {"a": "1.1", "b": "1.2", "c": "1.3"})
+    starts = [str(problem).partition(", expected")[0] for problem in caught.value.problems]
+    assert starts == [
+        "node 1.1: got no verl on a", "node 1.2: got no verl on b", "node 1.3: no tool",
+    ]  # fmt: skip
 
 
 def test_other_versions_on_a_node_are_reported() -> None:
