@@ -59,6 +59,7 @@ def evaluate(options: EvaluationOptions) -> Path:
     """Run all missing dialogues, write the report and return its folder. Raises UserError."""
     set_trust(options.trust_remote_code)
     out = Path(options.out)
+    is_new = not out.exists()
     with exclusive_lock(out, "--out"):
         try:
             options = at_latest_checkpoint(options)
@@ -66,7 +67,7 @@ def evaluate(options: EvaluationOptions) -> Path:
                 loops.run(_evaluate(options, run_config(options, str(folder))))
             write_report(out, options.pass_k, options.num_resamples, options.seed)
         finally:
-            if [file.name for file in out.iterdir()] == [LOCK_NAME]:
+            if is_new and [file.name for file in out.iterdir()] == [LOCK_NAME]:
                 shutil.rmtree(out)  # refused before anything was written
     return out
 

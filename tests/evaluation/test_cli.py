@@ -79,11 +79,16 @@ def test_what_must_be_given_is_asked_for(missing: str, capsys: pytest.CaptureFix
 def test_an_interrupted_checkpoint_is_refused(
     data: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A folder global_step_N without its completion marker is not a model."""
+    """A global_step_N without completion marker is no model; the user's own empty --out stays."""
     (tmp_path / "global_step_3").mkdir()
-    words = ["--model", str(tmp_path / "global_step_3"), "--data", data, "--out", "o"]
+    out = tmp_path / "out"
+    words = ["--model", str(tmp_path / "global_step_3"), "--data", data, "--out", str(out)]
     assert main(words) == 2
     assert "complete checkpoint" in capsys.readouterr().err
+    assert not out.exists()
+    out.mkdir()
+    assert main(words) == 2
+    assert out.is_dir()
 
 
 def test_the_originals_run_is_evaluated(model: str, data: str, tmp_path: Path) -> None:
