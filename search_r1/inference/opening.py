@@ -41,7 +41,7 @@ NO_RETRIEVER: Facts = {"retriever": "none"}
 """Facts for a method that uses no retriever."""
 EMPTY_RETRIEVER: Facts = {"retriever": "empty"}
 """Facts for `--retriever-url empty` and for a server that never finds anything."""
-LIMIT_KEYS = ("limits", "default_topk")
+SERVER_KEYS = ("limits", "default_topk", "memory")
 """Keys of `/info` that do not affect any answer."""
 CONTROLS = ("none", "empty", "random", "oracle")
 """Control retrievers, used for diagnostics instead of a real search."""
@@ -80,7 +80,7 @@ async def _server_facts(url: str, client: RetrievalClient) -> Facts:
         raise ToolError(explain("retriever", str(error), "a search server", fix)) from error
     finally:
         await client.aclose()
-    return {name: value for name, value in info.items() if name not in LIMIT_KEYS}
+    return {name: value for name, value in info.items() if name not in SERVER_KEYS}
 
 
 SETTING_TYPES = {"template": str, "tools": list, "max_turns": int, "topk": int}

@@ -44,8 +44,8 @@ def facts(*urls: str) -> dict[str, Any]:
 
 
 def test_allowances_are_no_part_of_what_is_searched() -> None:
-    """Servers may differ in their limits, but not in their corpus."""
-    limits = [FACTS | {"limits": {"a": n}} for n in (1, 2)]
+    """Servers may differ in their limits and in their memory, but not in their corpus."""
+    limits = [FACTS | {"limits": {"a": n}, "memory": {"own": n}} for n in (1, 2)]
     with serving(limits[0]) as first, serving(limits[1]) as second:
         assert facts(first, second) == FACTS
     with (
