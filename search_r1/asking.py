@@ -5,7 +5,6 @@ Equivalent to `search-r1 infer` and `search-r1 evaluate`, with their options as 
 
 import asyncio
 import contextlib
-import difflib
 import json
 import re
 import tempfile
@@ -29,7 +28,7 @@ from search_r1.python_objects import PythonObjects, RetrieverLike, ToolLike
 from search_r1.search.local_server import LocalServer
 from verl import plugins
 from verl.config.overrides import short_repr
-from verl.errors import ConfigError, ToolError, explain
+from verl.errors import ConfigError, ToolError, did_you_mean, explain
 from verl.types import Status
 
 
@@ -186,8 +185,7 @@ def typed_options(kind: type[Options], values: Mapping[str, Any]) -> Options:
     """Build a command's options from keywords. Raises ConfigError that names the keywords."""
     names = [field.name for field in fields(kind)]
     for name in values.keys() - names:
-        near = difflib.get_close_matches(name, names, n=1)
-        fix = f"did you mean {near[0]}?" if near else "leave it out"
+        fix = did_you_mean(name, names, "leave it out")
         raise ConfigError(explain(name, values[name], f"one of {', '.join(names)}", fix))
     try:
         return TypeAdapter(kind).validate_python(dict(values))

@@ -1,10 +1,10 @@
 """The command `search-r1 COMMAND …`; the module of a command is imported when it is called."""
 
-import difflib
 import importlib
 import sys
 from collections.abc import Sequence
 
+from verl.errors import did_you_mean
 from verl.logs import exit_status
 
 COMMANDS = {
@@ -36,8 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0 if arguments else 2
     name, *others = arguments
     if name not in COMMANDS:
-        similar = difflib.get_close_matches(name, COMMANDS, n=1)
-        fix = f"search-r1 {similar[0]}" if similar else "search-r1 --help lists them"
+        fix = did_you_mean(name, COMMANDS, "search-r1 --help lists them")
         sys.stderr.write(f"search-r1: got {name}, expected a command; fix: {fix}\n")
         return 2
     # A command may return None for success, or raise SystemExit.

@@ -83,7 +83,7 @@ def test_the_command_lists_its_commands() -> None:
     done = run("--help", "evalute")
     assert "status 0\n" in done.stdout
     assert all(f"\n  {name} " in done.stdout for name in cli.COMMANDS)
-    assert done.returncode == 2 and "fix: search-r1 evaluate" in done.stderr
+    assert done.returncode == 2 and "fix: did you mean evaluate?" in done.stderr
 
 
 def test_hydra_commands_get_their_arguments_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:

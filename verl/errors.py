@@ -22,8 +22,9 @@ Commands print the message and exit with `exit_code`; any other exception is a b
 traceback. Messages say what was got, what was expected, and the fix.
 """
 
+import difflib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 URL_SECRETS = re.compile(
     r"(?<=://)[^/?#\s]+@|(?<=[?&])((?:api[_-]?)?key|(?:access_)?token)=[^&#\s'\"]+", re.I
@@ -137,3 +138,12 @@ def explain(subject: str, got: object, expected: str, fix: str) -> str:
     `max_turns: got -1, expected 1 or more; fix: set max_turns=2`.
     """
     return f"{subject}: got {got}, expected {expected}; fix: {fix}"
+
+
+def did_you_mean(name: str, known: Iterable[str], otherwise: str, cutoff: float = 0.6) -> str:
+    """Return a fix for an unknown name: the most similar known one, or `otherwise`.
+
+    `otherwise` is returned if the similarity (0 to 1, as in `difflib`) is below `cutoff`.
+    """
+    similar = difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)
+    return f"did you mean {similar[0]}?" if similar else otherwise

@@ -5,7 +5,6 @@ and travel to the run's other processes with the factories that need them (`Port
 """
 
 import contextlib
-import difflib
 import hashlib
 import importlib.util
 import os
@@ -18,7 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Generic, TypeVar, cast
 
-from verl.errors import ConfigError, UserError, explain
+from verl.errors import ConfigError, UserError, did_you_mean, explain
 
 Entry = TypeVar("Entry")
 Product = TypeVar("Product")
@@ -49,8 +48,7 @@ def resolve(option: str, name: str, builtin: Mapping[str, Entry]) -> Entry:
         fix = "pass it in from Python again, or put it into a file and name path/file.py:Name"
         raise ConfigError(explain(option, name, "an object registered in this process", fix))
     if not is_path(name):
-        near = difflib.get_close_matches(name, builtin, n=1)
-        fix = f"did you mean {near[0]!r}?" if near else "name one of them, or give a file of yours"
+        fix = did_you_mean(name, builtin, "name one of them, or give a file of yours")
         expected = f"one of {', '.join(builtin)}, or path/file.py:Name"
         raise ConfigError(explain(option, repr(name), expected, fix))
     path, _, attribute = name.rpartition(":")

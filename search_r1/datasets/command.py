@@ -3,7 +3,6 @@
 The scripts of `scripts/data_process/` run the same recipes.
 """
 
-import difflib
 import logging
 import sys
 from collections.abc import Sequence
@@ -15,6 +14,7 @@ import tyro
 
 from search_r1.options import Bounds, Seed, run
 from search_r1.search.index.passages import MAX_WORDS
+from verl.errors import did_you_mean
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,8 +145,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     lines = [f"  {name:22} {about}" for name, (_, _, about) in RECIPES.items()]
     text = "\n".join(["usage: search-r1 data NAME ...", "", *lines, ""])
     if arguments and arguments[0] not in ("-h", "--help"):
-        near = difflib.get_close_matches(arguments[0], RECIPES, n=1)
-        fix = f"search-r1 data {near[0]}" if near else "search-r1 data --help lists them"
+        fix = did_you_mean(arguments[0], RECIPES, "search-r1 data --help lists them")
         sys.stderr.write(f"search-r1 data: got {arguments[0]}, expected a name; fix: {fix}\n")
         return 2
     sys.stdout.write(text)

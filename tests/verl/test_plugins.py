@@ -72,7 +72,7 @@ def test_a_file_that_failed_is_read_again(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        ("serch", r"x.name: got 'serch', expected one of search, .*did you mean 'search'"),
+        ("serch", r"x.name: got 'serch', expected one of search, .*did you mean search"),
         ("nowhere.py:Mine", r"nowhere.py, expected a Python file that exists"),
         ("broken.py:Mine", r"broken.py \(SyntaxError"),
         ("other.py:Mine", r"got 'Mine', expected a name in .*other.py \(Yours\)"),

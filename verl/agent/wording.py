@@ -19,7 +19,6 @@ Texts are used byte for byte, including spaces and newlines: quote them in YAML.
 
 from __future__ import annotations
 
-import difflib
 from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import fields
@@ -30,7 +29,7 @@ import yaml
 
 from verl.agent.grammar import Grammar, Tag
 from verl.agent.tags import TagFormat
-from verl.errors import ConfigError, explain
+from verl.errors import ConfigError, did_you_mean, explain
 from verl.files import read_text
 
 SUFFIXES = (".yaml", ".yml")
@@ -104,8 +103,8 @@ def _keys(
         raise _error(where, content, "keys with values", "see verl/agent/wording.py")
     for key in content:
         if known is not None and key not in known:
-            near = difflib.get_close_matches(key, known, 1) or sorted(known)
-            raise _error(where, key, "a known key", f"did you mean {near[0]}?")
+            names = ", ".join(sorted(known))
+            raise _error(where, key, f"one of {names}", did_you_mean(key, known, "correct it"))
     for key in required:
         if key not in content:
             raise _error(where, f"no {key}", f"a text under {key}", "add it")

@@ -5,7 +5,6 @@ another name here (`ALIASES`); others have no effect, which is logged once, or a
 advice (`LEGACY`). `legacy.yaml` lists them all.
 """
 
-import difflib
 import functools
 import itertools
 import logging
@@ -25,7 +24,7 @@ from omegaconf.errors import OmegaConfBaseException
 from verl.config import Config
 from verl.config.algorithm import COMPAT_PRESETS
 from verl.config.known import known_options, known_sections, to_argument
-from verl.errors import ConfigError, explain
+from verl.errors import ConfigError, did_you_mean, explain
 
 logger = logging.getLogger(__name__)
 
@@ -185,9 +184,9 @@ def unknown_key(key: str) -> ConfigError:
     """Return the error for an unknown key, which suggests the nearest known one."""
     names = [*known_options(), *ALIASES]
     alike = [name for name in names if name.rpartition(".")[2] == key.rpartition(".")[2]]
-    near = difflib.get_close_matches(key, alike or names, n=1, cutoff=0.0 if alike else 0.5)
-    hint = f"did you mean {near[0]}?" if near else "see --help for all keys"
-    return ConfigError(explain("unknown option", key, "a key of verl/config/", hint))
+    cutoff = 0.0 if alike else 0.5
+    fix = did_you_mean(key, alike or names, "see --help for all keys", cutoff)
+    return ConfigError(explain("unknown option", key, "a key of verl/config/", fix))
 
 
 def check_type(key: str, value: Any, schema: DictConfig | None = None) -> None:

@@ -1,6 +1,5 @@
 """Options of supervised fine-tuning, and their command line `key=value …`."""
 
-import difflib
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -21,7 +20,7 @@ from verl.config.known import (
 from verl.config.option import option
 from verl.config.overrides import short_repr
 from verl.config.policy import DTYPES
-from verl.errors import ConfigError, explain
+from verl.errors import ConfigError, did_you_mean, explain
 
 MALFORMED = (OmegaConfBaseException, yaml.YAMLError, ValueError, IndexError, RecursionError)
 """Errors that parsing a command-line argument as YAML may raise."""
@@ -82,8 +81,7 @@ def parse(arguments: Sequence[str]) -> SftConfig:
         options = OmegaConf.from_dotlist([argument.removeprefix("+") for argument in arguments])
         for key in options:
             if key not in known:
-                near = difflib.get_close_matches(str(key), known, 1) or known
-                fix = f"did you mean {near[0]}?"
+                fix = did_you_mean(str(key), known, "--help lists them")
                 raise ConfigError(explain("option", key, "a known option", fix))
         merged = OmegaConf.merge(OmegaConf.structured(SftConfig), options)
         for key in sorted(OmegaConf.missing_keys(merged)):
