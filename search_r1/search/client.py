@@ -29,7 +29,7 @@ import aiohttp
 from pydantic import SecretStr
 
 from search_r1.retrying import Backoff
-from search_r1.search.errors import RetrieverRefused, RetrieverUnavailable, SearchError
+from search_r1.search.errors import RetrieverRefused, RetrieverUnavailable
 from search_r1.search.retrieval import EmptyRetrieval, InMemoryRetrieval, Retrieval
 from search_r1.search.schema import TOKEN_VARIABLE, Document, from_wire, well_formed
 from search_r1.search.transport import (
@@ -337,7 +337,7 @@ class RetrievalClient:
                 for future in futures:
                     if not future.done():
                         future.set_result((list(documents), num_retries))
-        except SearchError as error:
+        except Exception as error:  # noqa: BLE001 - it is raised by the searches
             is_query_refused = (
                 isinstance(error, RetrieverRefused) and error.status not in REQUEST_LEVEL_STATUSES
             )

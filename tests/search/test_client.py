@@ -220,6 +220,14 @@ def test_servers_get_the_timeout_of_an_attempt(url: str, script: Script) -> None
     assert ["deadline_s" in request for request in script.requests] == [True, False, False]
 
 
+def test_an_unexpected_error_is_raised_by_the_searches(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are not cancelled, which would end the callers' tasks without any message."""
+    monkeypatch.setattr("search_r1.search.transport._send", lambda *_: 1 / 0)
+    assert [type(error) for error in ask(RetrievalClient(url), "a", "b")] == [ZeroDivisionError] * 2
+
+
 def test_concurrent_requests_may_all_have_a_refused_deadline(url: str, script: Script) -> None:
     """Each of several requests that a server refuses because of `deadline_s` is sent again."""
     script.refuses = "deadline_s"
