@@ -131,8 +131,9 @@ def read_urls(url: str | Sequence[str]) -> tuple[str, ...]:
     for address in map(str.strip, urls):
         try:
             parts = urlsplit(address)
-            is_url = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
-        except ValueError:  # an invalid port or IPv6 address
+            host = (parts.hostname or "").encode("idna")  # as looking up the name does
+            is_url = parts.scheme in ("http", "https") and host and parts.port != 0
+        except ValueError:  # an invalid port, IPv6 address or name
             is_url = False
         if not is_url:
             raise ValueError(

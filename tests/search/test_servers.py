@@ -52,7 +52,8 @@ def test_addresses_are_read(given: str | list[str], expected: tuple[str, ...]) -
     assert read_urls(given) == expected
 
 
-WRONG = ["", "http://a:1,", "b:8000", "http://", [], "http://a,b", "http://a:port", "http://[::1"]
+WRONG = ["", "http://a:1,", "b:8000", "http://", [], "http://a,b", "http://a:port", "http://[::1",
+         "http://a..b:8000", "http://" + "a" * 64]  # fmt: skip
 
 
 @pytest.mark.parametrize("given", WRONG)
