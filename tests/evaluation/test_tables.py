@@ -99,6 +99,20 @@ def test_unequal_things_are_not_mixed_silently(
     assert "--mixed" in capsys.readouterr().err
 
 
+def test_another_seed_chooses_other_rows(tmp_path: Path) -> None:
+    """Of an evaluation of some rows only; if all are evaluated, seeds need not be equal."""
+    other = {"decoding": MANIFEST["decoding"] | {"seed": 1}}
+    all_rows = {"data": MANIFEST["data"] | {"chosen": 5}}
+    table([evaluation(tmp_path / "a", [1] * 4), evaluation(tmp_path / "b", [1] * 4, **other)])
+    table([evaluation(tmp_path / "c", [1] * 4, **all_rows),
+           evaluation(tmp_path / "d", [1] * 4, **all_rows, **other)])  # fmt: skip
+    some = {"data": MANIFEST["data"] | {"chosen": 4}}
+    folders = [evaluation(tmp_path / "e", [1] * 4, **some),
+               evaluation(tmp_path / "f", [1] * 4, **some, **other)]  # fmt: skip
+    with pytest.raises(ConfigError, match=r"data\.seed: 0, now 1"):
+        table(folders)
+
+
 def test_compare_prints_the_paired_test(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The table has the values, difference, discordant questions and McNemar's p."""
     first = evaluation(tmp_path / "first", [1, 1, 1, 0])
