@@ -116,7 +116,10 @@ def build_index(config: BuildConfig) -> Path:
 def run_checksums(config: ChecksumConfig) -> int:
     """Store or compare checksums; returns the exit status, raises SearchError for any damage."""
     digest = ""
-    for target in (Path(p) for p in (config.corpus_path, config.index_path) if p):
+    targets = [Path(p) for p in (config.corpus_path, config.index_path) if p]
+    if not targets:
+        raise SetupError("nothing to compute checksums of; expected --index_path or --corpus_path")
+    for target in targets:
         if config.verify and target.exists() and not checksums.path_for(target).exists():
             raise SetupError(
                 f"{target} has no checksums, expected some to compare it with; fix: the same "

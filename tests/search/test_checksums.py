@@ -144,6 +144,7 @@ def test_old_and_downloaded_indexes(
     command = warning.partition("add them: search-r1 index ")[2].split()
     assert command == ["checksums", "--index_path", str(bare)]
     assert main([*command, "--verify"]) == 2 and "has no checksums" in capsys.readouterr().err
+    assert main(["checksums", "--verify"]) == 2 and "--corpus_path" in capsys.readouterr().err
     fresh = write_corpus(tmp_path / "fresh.jsonl")
     assert main(["checksums", "--verify", "--corpus_path", str(fresh)]) == 2
     assert f"{fresh} has no checksums" in capsys.readouterr().err
