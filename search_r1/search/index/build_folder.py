@@ -79,7 +79,10 @@ def check_disk(folder: Path, need: int, parts: str) -> None:
 
 @contextmanager
 def _locked(target: Path) -> Iterator[None]:
-    """Exclude other builders of `target` by a file lock, which ends with the process."""
+    """Exclude other builders of `target` by a file lock, which ends with the process.
+
+    File systems without locks, as some clusters have, only get a warning.
+    """
     path = target.with_name(f".{target.name}.lock")
     while True:
         try:
@@ -98,13 +101,15 @@ def _locked(target: Path) -> Iterator[None]:
                 f"another builder is making {target}; expected one builder at a time: wait for it, "
                 "stop it, or give another --save_dir"
             ) from error
+        except OSError as error:
+            logger.warning("%s cannot be locked (%s): start no other builder of it", target, error)
         if path.exists() and path.stat().st_ino == os.fstat(handle).st_ino:
             break
         os.close(handle)  # the owner of this lock finished and removed the file in the meantime
     try:
         yield
     finally:
-        path.unlink()
+        path.unlink(missing_ok=True)
         os.close(handle)
 
 

@@ -1,5 +1,6 @@
 """The work folder of a build: locking, resuming, and publishing the complete index."""
 
+import errno
 from pathlib import Path
 
 import pytest
@@ -53,6 +54,20 @@ def test_two_builders_exclude_each_other(tmp_path: Path) -> None:
     with work_folder(tmp_path / "x", KEY):
         pass
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_system_without_locks_gets_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Such as Lustre without the mount option `flock`: the index is built all the same."""
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    with work_folder(tmp_path / "x", KEY):
+        pass
+    assert "cannot be locked" in caplog.text and list(tmp_path.iterdir()) == []
 
 
 def test_a_new_index_replaces_the_old_one(tmp_path: Path) -> None:
