@@ -130,7 +130,7 @@ class RetrieverConfig:
     corpus_path: str | None = None
     """jsonl file with id and contents"""
     index_path: str | None = None
-    """index, or the folder that contains it; bm25 builds one beside the corpus if it is missing"""
+    """index, or the folder that contains it; without it, bm25 builds one beside the corpus"""
     verify: bool = False
     """before serving, read every row and compare all of index and corpus with their checksums,
     instead of a random sample"""

@@ -44,7 +44,7 @@ def pick_device(flag: str, name: str | None) -> str:
         torch.zeros(1, device=device)
     except (RuntimeError, AssertionError) as error:
         raise SetupError(
-            f"--{flag} {name} cannot be used ({error}); expected cpu or a visible GPU: cuda:0"
+            f"--{flag} {device} cannot be used ({error}); expected cpu or a visible GPU: cuda:0"
         ) from error
     return device
 

@@ -69,11 +69,11 @@ def serve(
     guarded = with_host_check(app, bound.getsockname()[0], allowed_hosts, misdirected)
     config = configure(guarded, service.config.max_body_bytes, service.config.drain)
     logger.info("serving on http://%s", listen(bound))
+    gc.collect()
+    gc.freeze()  # exclude all that is loaded now from later collections
     # uvicorn raises the signal again after its shutdown, which would skip the closing of files.
     # With SIG_IGN this has no effect, even while Python finalises, unlike with a handler.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    gc.collect()
-    gc.freeze()  # exclude all that is loaded now from later collections
     with contextlib.suppress(KeyboardInterrupt):
         _Server(config, service, port_file, bound.getsockname()[1]).run(sockets=[bound])
     return service.close()
