@@ -103,7 +103,6 @@ class ComparisonOptions(BootstrapOptions):
     """allow different data or corpora side by side"""
 
     def __post_init__(self) -> None:
-        """Raise ConfigError for an unknown measure."""
         names = [measure.name for measure in MEASURES]
         if self.measure not in names:
             expected = f"one of {', '.join(names)}"
@@ -128,7 +127,6 @@ class TableOptions(ComparisonOptions):
     """the --out of each evaluation"""
 
     def __post_init__(self) -> None:
-        """Raise ConfigError for an unknown measure, or without folders."""
         super().__post_init__()
         if not self.folders:
             fix = "give the --out of each evaluation"

@@ -200,7 +200,6 @@ def merge(base: Path, adapter: Path, out: Path, dtype: str) -> Path:
 
 
 def _peft_settings(adapter: Path) -> dict[str, Any]:
-    """Read the adapter's peft config. Raises ModelError if there is none."""
     file = adapter / CONFIG_FILE
     if not file.is_file():
         got = f"a folder without {CONFIG_FILE}" if adapter.is_dir() else "no such folder"

@@ -143,7 +143,6 @@ def _read_settings(model: str) -> dict[str, Any]:
 
 
 def _first(*values: Any) -> Any:
-    """Return the first value that is not None."""
     return next(value for value in values if value is not None)
 
 

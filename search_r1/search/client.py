@@ -398,7 +398,6 @@ def _parse_document(response: Response) -> Document:
 
 
 def _parse_object(response: Response) -> dict[str, Any]:
-    """Return the JSON object in a response; raises InvalidResponse."""
     try:
         parsed = json.loads(response.body)
     except (ValueError, RecursionError) as error:

@@ -135,7 +135,6 @@ def _read_header(path: Path) -> bytes:
 
 
 def _wrong_kind(path: Path, kind: bytes) -> str:
-    """Return the error message for a file that is not a Flat index."""
     name = next((text for prefix, text in OTHER_KINDS.items() if kind.startswith(prefix)), None)
     if name is None:
         return (

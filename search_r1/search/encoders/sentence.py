@@ -170,7 +170,6 @@ class SentenceEncoder:
         return length
 
     def _load_checkpoint(self, path: str, pooling: str | None, normalizes: bool) -> None:
-        """Load a plain checkpoint, without a `modules.json`."""
         if pooling is None:
             raise SetupError(
                 f"encoder {self.name} has no modules.json and belongs to no known family, so its "
