@@ -98,7 +98,7 @@ class ComparisonOptions(BootstrapOptions):
     """Options of comparisons of evaluations."""
 
     measure: str = "em"
-    """the measure to compare: a name in metrics.json"""
+    """the measure to compare: a name in metrics.json, except pass@k"""
     mixed: bool = False
     """allow different data or corpora side by side"""
 

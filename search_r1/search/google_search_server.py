@@ -12,7 +12,8 @@ from search_r1.search import retrieval_server
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="google_search_server", description=__doc__)
+    epilog = "all other flags: python -m search_r1.search.retrieval_server --help"
+    parser = argparse.ArgumentParser("google_search_server", description=__doc__, epilog=epilog)
     parser.add_argument("--api_key", help="sets GOOGLE_API_KEY")
     parser.add_argument("--cse_id", help="sets GOOGLE_CSE_ID")
     parser.add_argument("--snippet_only", action="store_true", help="do not fetch the pages")

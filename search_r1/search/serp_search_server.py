@@ -12,7 +12,8 @@ from search_r1.search import retrieval_server
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="serp_search_server", description=__doc__)
+    epilog = "all other flags: python -m search_r1.search.retrieval_server --help"
+    parser = argparse.ArgumentParser("serp_search_server", description=__doc__, epilog=epilog)
     parser.add_argument("--search_url", help="same as --online_url")
     parser.add_argument("--serp_api_key", help="sets SERPAPI_API_KEY")
     parser.add_argument("--serp_engine", choices=["google"], help="engine that SerpAPI queries")
