@@ -213,7 +213,7 @@ ALL = (
         max_results=200,
         build=_ask_brave,
         read=_read_brave,
-        quota_exhausted=re.compile(r"QUOTA|quota"),
+        quota_exhausted=re.compile(r"QUOTA_LIMITED"),  # any 429 has fields such as quota_limit
         max_query_chars=400,
         max_query_words=50,
     ),

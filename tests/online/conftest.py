@@ -192,7 +192,10 @@ def _brave(results: list[tuple[str, str, str]]) -> Any:
 
 
 def _brave_error(status: int, code: str, detail: str) -> Answer:
-    error = {"id": "1", "status": status, "code": code, "detail": detail}
+    # The fields are those of an answer in github.com/egoist/chatwise-releases/issues/1296.
+    meta = {"plan": "Free", "rate_limit": 1, "rate_current": 1, "quota_limit": 2000,
+            "quota_current": 15, "component": "rate_limiter"}  # fmt: skip
+    error = {"id": "1", "status": status, "code": code, "detail": detail, "meta": meta}
     return Answer({"type": "ErrorResponse", "error": error}, status)
 
 
