@@ -21,6 +21,8 @@ MAX_WORDS = 100
 """Default maximum number of words in a passage, as in wiki-18."""
 
 _HEADING = re.compile(r"\s*#{1,6}\s+(?P<title>\S.*)")
+_CLOSING = re.compile(r"(^|\s+)#*\s*$")
+"""The optional end of a Markdown heading, as in `# Title #`; the `#` of `# About C#` is text."""
 _PARAGRAPH_END = re.compile(r"\n\s*\n")
 _SENTENCE_END = re.compile(r"(?<=[.!?])\s+")
 
@@ -52,7 +54,7 @@ def read_folder(folder: Path, max_words: int = MAX_WORDS) -> Iterator[Document]:
 def split_file(name: str, text: str, max_words: int = MAX_WORDS) -> Iterator[Document]:
     """Yield the passages of one file; their title is its first line if a heading, else its name."""
     heading = _HEADING.match(text)
-    title = heading["title"].strip("# \r") if heading else ""
+    title = _CLOSING.sub("", heading["title"]) if heading else ""
     body = text[heading.end() :] if heading else text
     title = title or re.sub(r"[_\s]+", " ", Path(name).stem).strip()
     for number, passage in enumerate(split_text(body, max_words)):

@@ -35,6 +35,9 @@ def test_titles_come_from_heading_or_name() -> None:
     heading = list(split_file("a/b.md", "\n# The Title #\nText here.\n# Later\nmore"))
     assert heading == [Document.from_title("a/b.md#0", "The Title", "Text here. # Later more")]
     assert [d.title for d in split_file("a/my_small  file.txt", "Text.")] == ["my small file"]
+    lines = ["# About C#", "## C # ##  \r", "# ##", "# #1"]
+    titles = [next(split_file("name.md", f"{line}\ntext")).title for line in lines]
+    assert titles == ["About C#", "C #", "name", "#1"]
 
 
 def test_ids_depend_on_the_file_only(tmp_path: Path) -> None:
