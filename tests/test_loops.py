@@ -11,7 +11,7 @@ from search_r1.loops import LoopThread
 
 @pytest.mark.timeout(10)
 def test_a_loop_that_cannot_be_created_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For example for lack of file descriptors; the caller does not wait for ever."""
+    """A lack of file descriptors, for example, is raised; the caller does not wait for ever."""
 
     def refuse() -> None:
         raise OSError(errno.EMFILE, "Too many open files")
@@ -23,7 +23,7 @@ def test_a_loop_that_cannot_be_created_is_an_error(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_loop_runs_coroutines_beside_the_caller_and_ends() -> None:
-    """Even in a thread with a loop of its own; when it ends, what is still running is cancelled."""
+    """The caller may have its own event loop; tasks that still run at the end are cancelled."""
     cancelled = threading.Event()
 
     async def wait() -> None:

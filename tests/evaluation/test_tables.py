@@ -100,7 +100,7 @@ def test_unequal_things_are_not_mixed_silently(
 
 
 def test_another_seed_chooses_other_rows(tmp_path: Path) -> None:
-    """Of an evaluation of some rows only; if all are evaluated, seeds need not be equal."""
+    """Evaluations of rows chosen by other seeds are refused; if all rows are used, none is."""
     other = {"decoding": MANIFEST["decoding"] | {"seed": 1}}
     all_rows = {"data": MANIFEST["data"] | {"chosen": 5}}
     table([evaluation(tmp_path / "a", [1] * 4), evaluation(tmp_path / "b", [1] * 4, **other)])

@@ -265,7 +265,7 @@ def test_a_field_of_another_type_is_an_error_or_skipped(documented: Any, name: s
 
 
 def test_only_a_result_without_an_address_is_skipped(documented: Any, name: str) -> None:
-    """The others of the same answer are paid for, and keep their own scores."""
+    """The other results of the answer are kept, each with its own score."""
     read, results = SERVICES[name].read, results_of("river", 3, 0)
     expected = read(documented.answer(results))
     blank = [results[0], (" ", *results[1][1:]), results[2]]

@@ -223,7 +223,7 @@ def test_servers_get_the_timeout_of_an_attempt(url: str, script: Script) -> None
 def test_an_unexpected_error_is_raised_by_the_searches(
     url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They are not cancelled, which would end the callers' tasks without any message."""
+    """The searches are not cancelled, which would end their tasks without any message."""
     monkeypatch.setattr("search_r1.search.transport._send", lambda *_: 1 / 0)
     assert [type(error) for error in ask(RetrievalClient(url), "a", "b")] == [ZeroDivisionError] * 2
 

@@ -59,7 +59,7 @@ def test_two_builders_exclude_each_other(tmp_path: Path) -> None:
 def test_a_file_system_without_locks_gets_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Such as Lustre without the mount option `flock`: the index is built all the same."""
+    """Without locks, as on Lustre without the option `flock`, an index is built nevertheless."""
 
     def refuse(*_: object) -> None:
         raise OSError(errno.ENOSYS, "Function not implemented")

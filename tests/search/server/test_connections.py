@@ -229,7 +229,7 @@ def test_the_limit_of_descriptors_is_raised(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_machine_without_ipv6_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """There the socket itself cannot be created."""
+    """Without IPv6 not even the socket can be created, which is an error with a fix."""
 
     def refuse(*_: object) -> None:
         raise OSError(errno.EAFNOSUPPORT, "Address family not supported by protocol")
