@@ -33,7 +33,10 @@ URL_SECRETS = re.compile(
 
 
 def redact(text: str) -> str:
-    """Replace the secrets of all URLs in a text by `***`, as in `http://***@host/?key=***`."""
+    """Return the text with the secrets of all URLs in it replaced by `***`.
+
+    Example: `redact("http://ann:pw@host/?key=1")` is `http://***@host/?key=***`.
+    """
     return URL_SECRETS.sub(lambda match: f"{match[1]}=***" if match[1] else "***@", text)
 
 

@@ -133,7 +133,10 @@ class Tool:
 
     @property
     def main_argument(self) -> str:
-        """The argument for a plain text: the first required or first one. Raises ConfigError."""
+        """The argument that a plain text is passed as: the first required one, or the first.
+
+        Raises ConfigError for a tool without arguments.
+        """
         names = [*self.parameters.get("required", ()), *self.properties]
         if not names:
             expected = "at least one: the text between the tags of a call"

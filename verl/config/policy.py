@@ -185,7 +185,10 @@ class ValSamplingConfig:
 
 @dataclass
 class SpeculativeConfig:
-    """Speculative decoding in vLLM from existing text, which keeps the sampling distribution."""
+    """Speculative decoding in vLLM without a draft model: it proposes tokens from existing text.
+
+    Several are verified at once. The sampling distribution does not change.
+    """
 
     method: str | None = option(None, resume="logged", choices=("ngram", "suffix"))
     """Source of proposals: ngram (what followed the last tokens earlier in the dialogue), suffix

@@ -174,7 +174,7 @@ class _ServerCheck:
         if weights_dir is None and not is_local_host(httpx.URL(self.url).host):
             expected = "a server on this machine: weights go through its memory"
             yield ConfigError(explain(key, "another machine", expected, fix))
-        elif facts.loads_in_place:  # others cannot be asked: their first weight transfer fails
+        elif facts.loads_in_place:  # others cannot be asked; their first transfer would fail
             root = None if weights_dir is None else Path(weights_dir).absolute()
             with closing(NodeFolder(new_path(root))) as folder:
                 token = folder.path / "token"
