@@ -86,8 +86,7 @@ def search_tool(url: str, tokenizer: Any, max_tokens: int) -> Any:
         return f"\n\n<information>{tokenizer.decode(ids)}</information>\n\n"
 
     async def search(query: str) -> str:
-        """
-        Finds documents.
+        """Finds documents.
 
         Args:
             query: What to look for.
