@@ -80,8 +80,7 @@ class Service:
 
     def shorten(self, query: str) -> str:
         """Return `query` on one line, truncated at a word to the limits of the service."""
-        words = well_formed(query).split()[: self.max_query_words]
-        text = " ".join(words)
+        text = " ".join(well_formed(query).split()[: self.max_query_words])
         if len(text) <= self.max_query_chars:
             return text
         head, space, _ = text[: self.max_query_chars + 1].rpartition(" ")

@@ -1,5 +1,6 @@
 """Runs a retrieval server as a child process, for scripts and tests."""
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -85,12 +86,9 @@ class LocalServer:
     def stop(self) -> None:
         """Terminate the server; kill it if it has not ended after ten seconds."""
         self._process.terminate()
-        try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(STOP_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        self._folder.cleanup()
+        self.kill()  # no effect on a process that has ended
 
     def kill(self) -> None:
         """Kill the server at once, as a crash would. A later `start` uses the same port."""

@@ -48,8 +48,7 @@ class Manifest:
     """Indexing package and its version."""
 
     def save(self, folder: Path) -> None:
-        text = TypeAdapter(Manifest).dump_json(self, indent=2)
-        (folder / FILE_NAME).write_bytes(text + b"\n")
+        (folder / FILE_NAME).write_bytes(TypeAdapter(Manifest).dump_json(self, indent=2) + b"\n")
 
     @classmethod
     def load(cls, folder: Path) -> "Manifest":

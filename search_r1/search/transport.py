@@ -347,11 +347,7 @@ class Transport:
 
 
 async def _send(
-    http: aiohttp.ClientSession,
-    method: str,
-    url: str,
-    body: Mapping[str, Any] | None,
-    limit: float,
+    http: aiohttp.ClientSession, method: str, url: str, body: Mapping[str, Any] | None, limit: float
 ) -> Response:
     """Return the complete response of any status; raises TransientError if none in `limit` s."""
     data = None if body is None else orjson.dumps(body)

@@ -51,8 +51,7 @@ class Bm25Retriever:
     def open(cls, folder: Path, corpus: Corpus, config: RetrieverConfig) -> "Bm25Retriever":
         """Memory-map the index; raises IndexMismatch if damaged or of another corpus."""
         check_files(config, folder, corpus)
-        manifest = Manifest.load(folder)
-        manifest.check_corpus(folder, corpus.path, corpus.fingerprint)
+        Manifest.load(folder).check_corpus(folder, corpus.path, corpus.fingerprint)
         try:
             index = bm25s.BM25.load(folder, mmap=True, show_progress=False)
             _check_arrays(index, len(corpus), config.verify)

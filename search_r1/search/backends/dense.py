@@ -133,8 +133,7 @@ def check(path: Path, index: VectorIndex, corpus: Corpus, encoder: Encoder) -> N
 
 def probe(encoder: Encoder) -> tuple[float, ...]:
     """Return the encoder's embedding of the probe text, rounded for the manifest."""
-    vector = encoder.encode_passages([PROBE_TEXT])[0]
-    return tuple(round(float(x), 5) for x in vector)
+    return tuple(round(float(x), 5) for x in encoder.encode_passages([PROBE_TEXT])[0])
 
 
 def read_ahead(file: Path) -> threading.Thread:

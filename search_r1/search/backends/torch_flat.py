@@ -183,9 +183,8 @@ def open_retriever(config: RetrieverConfig) -> Retriever:
 def probe_queries(corpus: Corpus, encoder: Encoder) -> Vectors:
     """Return embeddings (at most NUM_PROBES, dim) of texts from a fixed sample of documents."""
     rows = random.Random(0).sample(range(len(corpus)), min(NUM_PROBES, len(corpus)))
-    documents = corpus.documents(sorted(rows))
     return encoder.encode_queries(
-        [" ".join([d.title, *d.text.split()[:PROBE_WORDS]]) for d in documents]
+        [" ".join([d.title, *d.text.split()[:PROBE_WORDS]]) for d in corpus.documents(sorted(rows))]
     )
 
 

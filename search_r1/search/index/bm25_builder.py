@@ -123,5 +123,4 @@ def make_shard(documents: list[list[str]]) -> Shard:
 
 def _load_shard(path: Path) -> Shard:
     with np.load(path, allow_pickle=False) as arrays:
-        words = json.loads(arrays["words"].tobytes())
-        return Shard(arrays["ids"], arrays["lengths"], words)
+        return Shard(arrays["ids"], arrays["lengths"], json.loads(arrays["words"].tobytes()))

@@ -45,8 +45,7 @@ class FaultInjector:
         elif outcome == TRUNCATED:
             await send({"type": "http.response.start", "status": 200,
                         "headers": [(b"content-length", b"20")]})  # fmt: skip
-            half = {"type": "http.response.body", "body": b'{"result": [', "more_body": True}
-            await send(half)
+            await send({"type": "http.response.body", "body": b'{"result": [', "more_body": True})
         elif outcome == INVALID:
             response = Response("<html>invalid on purpose (--inject_failures)</html>")
             await response(scope, receive, send)
