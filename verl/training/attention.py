@@ -127,6 +127,8 @@ def attend_per_run(
     return torch.cat(outputs, dim=2)[0].transpose(0, 1)
 
 
+_fused_on_meta = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+"""The kernel on the CPU, for measurements of its memory on tensors without data."""
 SHORT = 256
 """Up to this many keys, kernels process all of them at once, even those that the mask hides."""
 
@@ -149,6 +151,10 @@ def _attend(
         attended: Tensor = ShortAttention.apply(query, key, value, scale, short_mask)  # type: ignore[no-untyped-call]
         return attended
     mask = _mask(length, num_keys, window, query) if before or is_limited else None
+    if query.is_meta:  # scaled_dot_product_attention would not choose a fused kernel there
+        fused: Tensor
+        fused, _ = _fused_on_meta(query, key, value, 0.0, mask is None, attn_mask=mask, scale=scale)
+        return fused
     return scaled_dot_product_attention(
         query, key, value, attn_mask=mask, is_causal=mask is None, scale=scale,
         enable_gqa=query.shape[1] != key.shape[1],

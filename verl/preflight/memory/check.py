@@ -103,8 +103,8 @@ def read_setting(config: Config) -> Setting | None:
     try:
         estimate(fill_undecided(config), setting)
     except (RuntimeError, TypeError, AttributeError) as error:
-        # Model code that reads values of tensors fails on fake tensors, which have none.
-        logger.info("memory: not estimated: the model cannot be tried on fake tensors (%s)", error)
+        # Model code that reads values of tensors fails on meta tensors, which have none.
+        logger.info("memory: not estimated: the model cannot be tried on meta tensors (%s)", error)
         return None
     return setting
 

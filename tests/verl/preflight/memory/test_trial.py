@@ -1,4 +1,4 @@
-"""A measurement on fake tensors equals what autograd keeps, at any depth."""
+"""A measurement on meta tensors equals what autograd keeps, at any depth."""
 
 from __future__ import annotations
 
