@@ -136,14 +136,16 @@ class OrphanReaper:
     Example: `with OrphanReaper() as reaper: start(env={MARK: reaper.mark})`.
     """
 
-    def __init__(self, mark: str | None = None) -> None:
+    def __init__(self, mark: str | None = None, record_every: float = RECORD_INTERVAL_S) -> None:
         """Start the watchdog; processes started from now on inherit the mark.
 
-        `mark` is given on the further machines of an attempt.
+        `mark` is given on the further machines of an attempt. The watchdog records the run's shared
+        memory every `record_every` seconds.
         """
         self.mark = mark or f"{os.getpid()}-{secrets.token_hex(8)}"
         unmarked = {k: v for k, v in os.environ.items() if k not in (MARK, REPLICA_MARK)}
-        watchdog = [sys.executable, "-P", __file__, self.mark, str(os.getpid())]
+        arguments = [self.mark, str(os.getpid()), str(record_every)]
+        watchdog = [sys.executable, "-P", __file__, *arguments]
         self._watchdog = subprocess.Popen(
             ["sh", "-c", IGNORE_SIGNALS, "sh", *watchdog],
             stdin=subprocess.PIPE,
@@ -174,7 +176,7 @@ class OrphanReaper:
         self.close()
 
 
-def watch(mark: str, owner: int) -> None:
+def watch(mark: str, owner: int, record_every: float) -> None:
     """Wait for process `owner`, the parent of this one, to end, then kill all marked processes."""
     recorded: set[Path] = set()
     next_recording = 0.0
@@ -182,7 +184,7 @@ def watch(mark: str, owner: int) -> None:
         if time.monotonic() >= next_recording:
             marked = find_marked(MARK, mark)
             recorded |= {path for process in marked for path in created_shared_memory(process)}
-            next_recording = time.monotonic() + RECORD_INTERVAL_S
+            next_recording = time.monotonic() + record_every
         # The pipe closes when the owner ends, unless a forked child of it holds the pipe open.
         if select.select([0], [], [], OWNER_POLL_S)[0] and not os.read(0, 1):
             break
@@ -190,4 +192,4 @@ def watch(mark: str, owner: int) -> None:
 
 
 if __name__ == "__main__":
-    watch(sys.argv[1], int(sys.argv[2]))
+    watch(sys.argv[1], int(sys.argv[2]), float(sys.argv[3]))

@@ -13,11 +13,12 @@ from pathlib import Path
 import psutil
 import pytest
 
+from verl.single_controller import reaper
 from verl.single_controller.reaper import (
     CLOCK_TOLERANCE_S,
     KEEP_ENVIRONMENT,
     MARK,
-    RECORD_INTERVAL_S,
+    OWNER_POLL_S,
     OrphanReaper,
     find_marked,
     kill_marked,
@@ -161,11 +162,11 @@ def test_only_the_shared_memory_of_the_killed_is_removed() -> None:
 def test_shared_memory_of_a_process_that_died_before_is_removed_with_the_run() -> None:
     """The watchdog recorded it while it was in use; for example, an engine's semaphores."""
     made = Path(f"/dev/shm/search-r1-test-{os.getpid()}-died")
-    with OrphanReaper() as reaper:
-        (watchdog,) = watchdogs(reaper.mark)
-        died = subprocess.Popen([sys.executable, "-c", MAPPER, str(made)], env={MARK: reaper.mark})
+    with OrphanReaper(record_every=0.1) as run:
+        (watchdog,) = watchdogs(run.mark)
+        died = subprocess.Popen([sys.executable, "-c", MAPPER, str(made)], env={MARK: run.mark})
         wait_until(lambda: made in shared_memory(psutil.Process(died.pid)))
-        time.sleep(RECORD_INTERVAL_S + 1)
+        time.sleep(2 * OWNER_POLL_S)  # it records at most once in OWNER_POLL_S
         assert psutil.pid_exists(watchdog)
         died.kill()
         died.wait()
@@ -196,8 +197,9 @@ def test_semaphores_are_left_to_pythons_resource_tracker() -> None:
     assert find_marked(MARK, mark) == []
 
 
-def test_a_resource_tracker_that_does_not_end_is_killed() -> None:
+def test_a_resource_tracker_that_does_not_end_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     """After its grace period; nothing of the run is left."""
+    monkeypatch.setattr(reaper, "TRACKER_GRACE_S", 0.3)
     mark = f"test-{os.getpid()}"
     program = "import time; time.sleep(600)  # multiprocessing.resource_tracker"
     stubborn = subprocess.Popen([sys.executable, "-c", program], env={MARK: mark})

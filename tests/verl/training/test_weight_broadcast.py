@@ -24,6 +24,12 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weight_stream, "CONNECT_TIMEOUT_S", 3.0)
 
 
+@pytest.fixture
+def soon_lost(small: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let ends that wait for a lost one give up early."""
+    monkeypatch.setattr(weight_stream, "CONNECT_TIMEOUT_S", 1.5)
+
+
 StartReceiving = Callable[[], list[Future[Named]]]
 
 
@@ -79,6 +85,7 @@ def test_the_store_keeps_the_announcements_of_one_transfer(
     assert sizes[2] - sizes[1] == len(["here", "begin", "has"])
 
 
+@pytest.mark.usefixtures("soon_lost")
 def test_if_a_worker_is_missing_no_worker_gets_the_weights(
     receivers: tuple[WeightBroadcast, StartReceiving], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -95,6 +102,7 @@ def test_if_a_worker_is_missing_no_worker_gets_the_weights(
     assert "the engines did not receive the new weights" in caplog.text
 
 
+@pytest.mark.usefixtures("soon_lost")
 def test_a_lost_rank_is_an_error(
     receivers: tuple[WeightBroadcast, StartReceiving],
 ) -> None:
@@ -140,6 +148,7 @@ def test_changes_give_the_weights_that_whole_tensors_give() -> None:
     assert 0 < sizes[1] < 0.05 * whole and 0 < sizes[3] < 0.05 * whole
 
 
+@pytest.mark.usefixtures("soon_lost")
 @pytest.mark.parametrize("is_reported", [True, False])
 def test_a_worker_without_the_last_weights_gets_all_or_refuses(is_reported: bool) -> None:
     """A worker that reports a lost transfer gets all tensors; otherwise it refuses the changes."""
@@ -168,6 +177,7 @@ def test_a_worker_without_the_last_weights_gets_all_or_refuses(is_reported: bool
                 assert torch.equal(copy, tensor)
 
 
+@pytest.mark.usefixtures("soon_lost")
 def test_a_broken_transfer_is_no_base_for_changes() -> None:
     """What the rank kept by then is a mixture of two versions."""
     rank = WeightBroadcast(HOST, 1, CPU, sends_changes=True)
