@@ -1,7 +1,6 @@
 """A run stopped within a step saves the last finished one, and resumes as if never stopped."""
 
 import contextlib
-import dataclasses
 import errno
 import json
 import os
@@ -45,16 +44,21 @@ class DisturbedReplicas(RecordingReplicas):
         return super().generate(starts, sampling)
 
 
-@pytest.fixture
-def config(tmp_path: Path) -> Config:
-    """Four steps, each validated; KL in the reward changes the controller."""
-    config = grpo_config(tmp_path)
+def run_config(folder: Path) -> Config:
+    """Return the options of four steps, each validated; KL in the reward changes the controller."""
+    config = grpo_config(folder)
     config.trainer.test_freq = 1
     config.trainer.val_before_train = False
     config.trainer.resume_mode = "auto"
     config.data.val_batch_size = 8
     config.actor_rollout_ref.actor.ppo_mini_batch_size = 8
     return config
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    """Options of a run in a folder of the test."""
+    return run_config(tmp_path)
 
 
 OPEN = contextlib.ExitStack()
@@ -112,12 +116,12 @@ def seeds(trainer: Any) -> list[list[int]]:
     return [[start.seed for start in starts] for starts, _ in trainer.replicas.requests]
 
 
-@pytest.fixture
-def undisturbed(config: Config, tmp_path: Path) -> tuple[list[dict[str, Any]], list[list[int]]]:
+@pytest.fixture(scope="module")
+def undisturbed(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> tuple[list[dict[str, Any]], list[list[int]]]:
     """Metrics and requests of the run that is not stopped."""
-    folder = str(tmp_path / "undisturbed")
-    options = dataclasses.replace(config.trainer, default_local_dir=folder)
-    config = dataclasses.replace(config, trainer=options)
+    config = run_config(tmp_path_factory.mktemp("undisturbed"))
     trainer = build(config)
     trainer.fit()
     return logged(config), seeds(trainer)
