@@ -43,26 +43,37 @@ def words(url: str, *more: str) -> list[str]:
     return ["-m", "search_r1.mcp_server", "--retriever-url", url, *more]
 
 
-def call(url: str, **arguments: Any) -> CallToolResult:
-    """Call the tool over standard input and output."""
+def call(url: str, *calls: dict[str, Any]) -> list[CallToolResult]:
+    """Call the tool over standard input and output, once for each of the arguments in `calls`."""
     environment = {"PYTHONPATH": str(ROOT), "PATH": os.environ["PATH"]}
     program = StdioServerParameters(command=sys.executable, args=words(url), env=environment)
 
-    async def play() -> CallToolResult:
+    async def play() -> list[CallToolResult]:
         async with Client(stdio_client(program)) as client:
             (tool,) = (await client.list_tools()).tools
             assert tool.name == "search"
             assert tool.input_schema["required"] == ["query"]
             assert set(tool.input_schema["properties"]) == {"query", "topk"}
             assert tool.output_schema is not None
-            return await client.call_tool("search", arguments)
+            return [await client.call_tool("search", arguments) for arguments in calls]
 
     return asyncio.run(play())
 
 
-def test_the_tool_returns_documents(retriever: str) -> None:
+BAD_CALLS = [({"query": " "}, "empty query"), ({"query": "a", "topk": 0}, "topk"), ({}, "query")]
+"""Arguments, and the argument that the error names."""
+
+
+@pytest.fixture(scope="module")
+def results(retriever: str) -> list[CallToolResult]:
+    """Results of the bad calls, and of a good one after them, from one server."""
+    bad = (arguments for arguments, _ in BAD_CALLS)
+    return call(retriever, *bad, {"query": "capital of Norway", "topk": 2})
+
+
+def test_the_tool_returns_documents(results: list[CallToolResult]) -> None:
     """The result has topk documents, best first, as structured content and as text."""
-    got = call(retriever, query="capital of Norway", topk=2)
+    got = results[-1]
     expected = {
         "documents": [
             {"id": "12", "title": "Oslo", "text": "Oslo is the capital of Norway."},
@@ -74,15 +85,12 @@ def test_the_tool_returns_documents(retriever: str) -> None:
     assert json.loads(got.content[0].text) == expected
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [({"query": " "}, "empty query"), ({"query": "a", "topk": 0}, "topk"), ({}, "query")],
-)
+@pytest.mark.parametrize("number", range(len(BAD_CALLS)))
 def test_a_bad_call_is_an_error_that_the_model_can_read(
-    retriever: str, arguments: dict[str, Any], message: str
+    number: int, results: list[CallToolResult]
 ) -> None:
     """The error names the invalid argument."""
-    got = call(retriever, **arguments)
+    got, (_, message) = results[number], BAD_CALLS[number]
     assert got.is_error
     assert isinstance(got.content[0], TextContent)
     assert message in got.content[0].text
@@ -90,7 +98,7 @@ def test_a_bad_call_is_an_error_that_the_model_can_read(
 
 def test_a_retriever_that_is_away_is_an_error_too() -> None:
     """An unavailable retriever gives an error, not an empty result."""
-    got = call("http://127.0.0.1:9", query="a")
+    (got,) = call("http://127.0.0.1:9", {"query": "a"})
     assert got.is_error
     assert isinstance(got.content[0], TextContent)
     assert "the search failed" in got.content[0].text
