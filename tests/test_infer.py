@@ -128,13 +128,18 @@ def test_a_file_of_questions_is_answered_in_order(
 
 
 def test_no_retriever_is_one_message_and_code_2(
-    model: str, capsys: pytest.CaptureFixture[str]
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The message names the address and the command that starts a server."""
-    assert infer.main(["Who?", "--model", model, "--retriever-url", "http://127.0.0.1:9"]) == 2
+    """The message names the address and the command that starts a server; no file is left."""
+    words = ["--model", model, "--retriever-url", "http://127.0.0.1:9"]
+    assert infer.main(["Who?", *words]) == 2
     error = capsys.readouterr().err
     assert "http://127.0.0.1:9" in error
     assert "bash retrieval_launch.sh" in error
+    questions, out = tmp_path / "questions.txt", tmp_path / "answers.jsonl"
+    questions.write_text("Who?")
+    assert infer.main(["--file", str(questions), *words, "--out", str(out)]) == 2
+    assert not out.exists()
 
 
 def test_no_model_is_one_message_and_code_2(

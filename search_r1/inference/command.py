@@ -131,10 +131,15 @@ async def ask_file(options: InferenceOptions, file: str, out: Path | None) -> in
     questions = read_questions(file)
     # Lock the output before loading a model, so that an unwritable file fails at once.
     lock = contextlib.nullcontext() if out is None else exclusive_lock(out, "--out", lock=out)
+    is_new = out is not None and not out.exists()
     with lock:
-        async with open_session(options) as session:
-            with _open_output(out) as target:
-                num_failed = await answer_all(questions, session, target)
+        try:
+            async with open_session(options) as session:
+                with _open_output(out) as target:
+                    num_failed = await answer_all(questions, session, target)
+        finally:
+            if is_new and out is not None and not out.stat().st_size:
+                out.unlink()  # it was created for the lock only
     if num_failed:
         sys.stderr.write(f"{num_failed} of {len(questions)} dialogues failed: see their «error»\n")
     return 2 if num_failed else 0
