@@ -48,7 +48,7 @@ console = Console(soft_wrap=True)
 
 
 def build_config(model: Path, budget: int) -> Config:
-    """Return the demo's configuration; `budget`: tokens of a micro-batch."""
+    """Return the demo's options for updates on all trajectories in `budget`-token batches."""
     config = Config()
     section = config.actor_rollout_ref
     section.model.path, section.model.enable_gradient_checkpointing = str(model), False

@@ -87,7 +87,7 @@ def _read_times(num_rows: int, read: Callable[[list[int]], object]) -> list[floa
 
 
 def startup(bench: Bench, corpus: str) -> list[Figure]:
-    """Measure the seconds from the start of the process to its first healthy response."""
+    """Measure the seconds from a process's start, with its index, to the first healthy response."""
     figures = []
     for name in ("bm25", *bench.engines):
         seconds = []
