@@ -166,8 +166,7 @@ def target_names(lm: PreTrainedModel, targets: str | list[str]) -> list[str]:
     unknown = [name for name in names if name not in available]
     if unknown or not names:
         got, expected = ", ".join(unknown) or "none", f"some of {', '.join(available)}"
-        key = "target_modules"
-        raise ConfigError(explain(key, got, expected, f"{key}={ALL_LINEAR}"))
+        raise ConfigError(explain("target_modules", got, expected, f"target_modules={ALL_LINEAR}"))
     return sorted(names)
 
 

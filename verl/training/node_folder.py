@@ -92,8 +92,10 @@ def remove_orphans(root: Path) -> None:
     """
     is_shared = root != memory_root()
     for folder in (*root.glob(f"{PREFIX}*"), *root.glob(f".{PREFIX}*")):
-        # OSError: the folder is gone already, is another user's, or its owner is alive.
-        with contextlib.suppress(OSError), (folder / LOCK).open("r+") as lock:
+        # OSError: the folder is gone already, is another user's, or its owner is alive. A folder
+        # that a killed process removed in part may lack the lock, which is created again.
+        with contextlib.suppress(OSError), (folder / LOCK).open("a+") as lock:
+            lock.seek(0)
             age = time.time() - folder.stat().st_mtime
             if folder.name.startswith(".") and age < UNFINISHED_S:
                 continue

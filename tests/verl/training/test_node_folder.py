@@ -77,6 +77,7 @@ def test_only_orphans_are_removed(tmp_path: Path) -> None:
                        ("forgotten", "node-8")):  # fmt: skip
         (tmp_path / f"{PREFIX}{name}").mkdir()
         (tmp_path / f"{PREFIX}{name}" / LOCK).write_text(host)
+    (tmp_path / f"{PREFIX}half-removed").mkdir()  # without its lock
     (tmp_path / "other").mkdir()
     for name, age in ((f".{PREFIX}torn", 3600), (f".{PREFIX}young", 0)):
         (tmp_path / name).mkdir()
