@@ -232,10 +232,12 @@ class Failures:
                 "; if it is too slow, allow it more time (retriever.timeout and "
                 "retriever.deadline of a run) or start several"
             )
+        attempts = self.counts.total()
+        count = "1 attempt" if attempts == 1 else f"{attempts} attempts"
         return RetrieverUnavailable(
-            f"{tried or 'no retriever was asked'}; gave up after {self.counts.total()} attempts"
+            f"{tried or 'no retriever was asked'}; gave up after {count}"
             f"{cause}: start the retriever (bash retrieval_launch.sh) or correct its url{slow}",
-            num_retries=max(0, self.counts.total() - 1),
+            num_retries=max(0, attempts - 1),
             reason=tried,
         )
 
