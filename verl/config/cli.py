@@ -14,7 +14,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, fields, is_dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
@@ -197,6 +197,7 @@ def _compose(preset: str, folder: Path, arguments: Sequence[str]) -> DictConfig:
         fix = "choose one of them, or name another folder with --config-dir"
         raise ConfigError(explain("--config-name", preset, f"a preset of {folder} ({known})", fix))
     _register_with_hydra()
+    PresetPath.is_active = True
     try:
         # Not `initialize`, which takes 0.2 s to look for its caller's file in a large program.
         with initialize_config_dir(str(folder.resolve()), version_base="1.3"):
@@ -206,6 +207,8 @@ def _compose(preset: str, folder: Path, arguments: Sequence[str]) -> DictConfig:
         fix = f"correct {folder / name}.yaml or the options given"
         problem = explain(f"preset {name}", cause, "options of verl/config/", fix)
         raise ConfigError(problem) from error
+    finally:
+        PresetPath.is_active = False
 
 
 @functools.cache
@@ -241,10 +244,16 @@ class PresetPath(SearchPathPlugin):
     """Hydra plugin that looks for presets in the user's folder, then among the shipped ones.
 
     The option `hydra.searchpath` would be too late: Hydra loads the first preset before reading it.
+    Hydra calls a registered plugin for each composition in the process, also for a program's own.
     """
+
+    is_active: ClassVar[bool] = False
+    """Whether the composition is ours."""
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
         """Read the main folder as presets, and append the shipped ones."""
+        if not self.is_active:
+            return
         scheme = PresetSource.scheme()
         for element in search_path.get_path():
             if element.provider == "main":

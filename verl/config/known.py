@@ -47,8 +47,7 @@ def describe_options(config: Any) -> dict[str, Option]:
     for key, section, field, default in settings(config):
         type_name = _type_name(typing.get_type_hints(type(section))[field.name])
         doc = _field_doc(type(section), field.name)
-        limits = field.metadata.get("limits", Limits("free"))
-        options[key] = Option(key, type_name, default, doc, limits)
+        options[key] = Option(key, type_name, default, doc, field.metadata["limits"])
     return options
 
 

@@ -32,13 +32,13 @@ bounded = functools.partial(option, resume="free")  # SFT runs are never resumed
 class SftConfig(AdapterConfig):
     """Options of a supervised fine-tuning run, of all weights or of an adapter."""
 
-    model_path: str = MISSING
+    model_path: str = bounded(MISSING)
     """Folder (or hub name) of the model to start from."""
-    trust_remote_code: bool = False
+    trust_remote_code: bool = bounded(False)
     """Run code that comes with the model. It runs with your permissions."""
-    train_file: str = MISSING
+    train_file: str = bounded(MISSING)
     """Demonstrations: jsonl file, one JSON object per line."""
-    output_dir: str = MISSING
+    output_dir: str = bounded(MISSING)
     """Hugging Face folder to write, atomically. An adapter is merged, and saved in `adapter/`."""
     steps: int = bounded(20, ge=1)
     """Optimizer steps."""
@@ -58,11 +58,11 @@ class SftConfig(AdapterConfig):
     """Maximum tokens of a demonstration; longer ones are refused."""
     max_tokens_per_micro_batch: int = bounded(8192, ge=1)
     """Token budget of one packed forward pass on one rank."""
-    gradient_checkpointing: bool = False
+    gradient_checkpointing: bool = bounded(False)
     """Recompute block activations in backward."""
-    end_of_turn: str = ""
+    end_of_turn: str = bounded("")
     """Text to append to the last policy segment, such as <|im_end|>; rollouts stop at tags."""
-    shuffle: bool = True
+    shuffle: bool = bounded(True)
     """Shuffle every epoch by `seed`; false keeps file order, from batch seed · steps on."""
     seed: int = bounded(0, ge=0, le=MAX_SEED)
     """Seed of the data order."""

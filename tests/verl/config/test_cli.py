@@ -6,6 +6,7 @@ import os
 import shlex
 from pathlib import Path
 
+import hydra
 import pytest
 import yaml
 
@@ -33,6 +34,14 @@ DRAFTS = f"{ROLLOUT}.speculative_config"
 def compose(*arguments: str) -> Config:
     """Compose a configuration, with values for the options that have no default."""
     return cli.compose([*REQUIRED, *arguments])
+
+
+def test_other_uses_of_hydra_are_left_alone(tmp_path: Path) -> None:
+    """A program that composes a run may compose configurations of its own with Hydra."""
+    compose()
+    (tmp_path / "own.yaml").write_text("colour: blue\n")
+    with hydra.initialize_config_dir(str(tmp_path), version_base="1.3"):
+        assert hydra.compose("own").colour == "blue"
 
 
 def test_last_of_two_values_wins() -> None:
