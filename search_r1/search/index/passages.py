@@ -21,8 +21,6 @@ MAX_WORDS = 100
 """Default maximum number of words in a passage, as in wiki-18."""
 
 _HEADING = re.compile(r"\s*#{1,6}\s+(?P<title>\S.*)")
-_CLOSING = re.compile(r"(^|\s+)#*\s*$")
-"""The optional end of a Markdown heading, as in `# Title #`; the `#` of `# About C#` is text."""
 _PARAGRAPH_END = re.compile(r"\n\s*\n")
 _SENTENCE_END = re.compile(r"(?<=[.!?])\s+")
 
@@ -54,11 +52,18 @@ def read_folder(folder: Path, max_words: int = MAX_WORDS) -> Iterator[Document]:
 def split_file(name: str, text: str, max_words: int = MAX_WORDS) -> Iterator[Document]:
     """Yield the passages of one file; their title is its first line if a heading, else its name."""
     heading = _HEADING.match(text)
-    title = _CLOSING.sub("", heading["title"]) if heading else ""
+    title = _without_closing(heading["title"]) if heading else ""
     body = text[heading.end() :] if heading else text
     title = title or re.sub(r"[_\s]+", " ", Path(name).stem).strip()
     for number, passage in enumerate(split_text(body, max_words)):
         yield Document.from_title(f"{name}#{number}", title, passage)
+
+
+def _without_closing(title: str) -> str:
+    """Remove the optional end of a Markdown heading, as in `# Title #`, but not the # of `C#`."""
+    title = title.rstrip()
+    start = title.rstrip("#")
+    return title if start and not start[-1].isspace() else start.rstrip()
 
 
 def split_text(text: str, max_words: int = MAX_WORDS) -> list[str]:

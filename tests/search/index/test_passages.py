@@ -40,6 +40,12 @@ def test_titles_come_from_heading_or_name() -> None:
     assert titles == ["About C#", "C #", "name", "#1"]
 
 
+def test_a_heading_of_many_spaces_is_read_at_once() -> None:
+    """The search for its end takes linear time: a cubic one would take hours here."""
+    (passage,) = split_file("name.md", f"# A{' ' * 100_000}b #\ntext")
+    assert passage.title.split() == ["A", "b"]
+
+
 def test_ids_depend_on_the_file_only(tmp_path: Path) -> None:
     """Adding a file changes no id and no passage of another file."""
     (tmp_path / "deep").mkdir()
