@@ -62,7 +62,7 @@ class Nvidia:
 
 
 def ask_driver() -> Nvidia | None:
-    """Return driver and cards; None without `nvidia-smi`. ResourceError if it fails or has none."""
+    """Return driver and cards; None without `nvidia-smi`. ResourceError if it lists no card."""
     if shutil.which("nvidia-smi") is None:
         return None
     try:

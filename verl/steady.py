@@ -17,7 +17,7 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_MMAP_MAX = -1, -3, -4
 KEEP_FREED = {M_MMAP_MAX: 0, M_TRIM_THRESHOLD: -1}
 """malloc settings by which freed memory is never returned to the system."""
 RETURN_FREED = {M_MMAP_MAX: 1 << 16, M_MMAP_THRESHOLD: 32 << 20, M_TRIM_THRESHOLD: 64 << 20}
-"""What glibc adapts to by itself if large tensors are freed, unless a parameter was ever set."""
+"""glibc's own values once large tensors were freed; it no longer adapts after any mallopt call."""
 
 
 @contextlib.contextmanager

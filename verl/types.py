@@ -21,7 +21,7 @@ from torch import Tensor
 Metrics = dict[str, float]
 """Metrics of one step, keyed by the name under which they are logged."""
 TrajectoryKey = tuple[str, int, bool]
-"""Identifies a trajectory: its group, its number there, and if it is greedy (ReMax's baseline)."""
+"""Identifies a trajectory: group, number in the group, whether it is greedy (ReMax's baseline)."""
 
 
 class Origin(IntEnum):

@@ -138,7 +138,7 @@ async def ask_file(options: InferenceOptions, file: str, out: Path | None) -> in
                 with _open_output(out) as target:
                     num_failed = await answer_all(questions, session, target)
         finally:
-            if is_new and out is not None and not out.stat().st_size:
+            if is_new and out is not None and out.exists() and not out.stat().st_size:
                 out.unlink()  # it was created for the lock only
     if num_failed:
         sys.stderr.write(f"{num_failed} of {len(questions)} dialogues failed: see their «error»\n")

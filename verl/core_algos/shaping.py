@@ -19,7 +19,10 @@ def overlong_penalty(
 def clip_advantages(
     advantages: Tensor, policy_mask: Tensor, bound: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Clip advantages to ±``bound``, (num_tokens,); also return the share of policy tokens cut."""
+    """Clip advantages (num_tokens,) to ±``bound``; also return the share of policy tokens cut.
+
+    None for `bound` clips nothing.
+    """
     if bound is None:
         return advantages, advantages.new_zeros(())
     is_cut = (advantages.abs() > bound) & policy_mask

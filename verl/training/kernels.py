@@ -60,7 +60,7 @@ def use_kernels(lm: PreTrainedModel, kind: str) -> None:
 
 
 def recompute(lm: PreTrainedModel, mode: bool | str | None) -> None:
-    """Let backward recompute all activations of blocks (True), none, or the cheap (`selective`)."""
+    """Let backward recompute all activations of a block (True), none, or the `selective` ones."""
     options: dict[str, Any] = {"use_reentrant": False}
     if mode == SELECTIVE:
         options["context_fn"] = functools.partial(

@@ -150,7 +150,7 @@ def map_causal_lm(path: str, dtype: torch.dtype, needs_head: bool) -> PreTrained
 
 
 def stored_dtype(folder: Path) -> torch.dtype | None:
-    """Return the dtype of all tensors in a folder's safetensors files; None if it is not one."""
+    """Return the dtype of all tensors in a folder's safetensors files; None if they differ."""
     dtypes = set()
     for file in folder.glob(MAPPED_FILES):
         with safe_open(file, framework="pt") as tensors:
