@@ -152,12 +152,17 @@ def check(config: Config) -> None:
 
     The rules between options run only if each option is within its own limits.
     """
-    raise_problems(limit_problems(config))
-    # The rest imports the registries of algorithms, and with them torch, which takes seconds.
-    raise_problems(limit_problems(config, registered=True))
+    check_limits(config)
     from verl.config.rules import problems  # noqa: PLC0415
 
     raise_problems(problems(config))
+
+
+def check_limits(section: Any) -> None:
+    """Raise ConfigError for options of `section` that are beyond their own limits."""
+    raise_problems(limit_problems(section))
+    # Imports the registries of algorithms, and with them torch, which takes seconds.
+    raise_problems(limit_problems(section, registered=True))
 
 
 def raise_problems(problems: Iterator[str]) -> None:

@@ -11,11 +11,10 @@ from omegaconf.errors import OmegaConfBaseException
 from verl.bounds import MAX_SEED
 from verl.config import AdapterConfig
 from verl.config.known import (
+    check_limits,
     describe_options,
     expand_home,
-    limit_problems,
     options_help,
-    raise_problems,
 )
 from verl.config.option import option
 from verl.config.overrides import short_repr
@@ -94,8 +93,7 @@ def parse(arguments: Sequence[str]) -> SftConfig:
         ) from error
     assert isinstance(config, SftConfig)
     expand_home(config)
-    raise_problems(limit_problems(config))
-    raise_problems(limit_problems(config, registered=True))  # imports torch
+    check_limits(config)
     names = config.target_modules
     if not isinstance(names, str) and not (
         isinstance(names, list) and all(isinstance(name, str) for name in names)

@@ -122,13 +122,18 @@ def options(model: str, demonstrations: str, out: Path) -> list[str]:
     ]  # fmt: skip
 
 
-def test_losses_and_weights_equal_a_hand_written_loop(
-    model: str, demonstrations: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Packing, micro-batches and sharding change nothing; the result loads with its tokenizer."""
+@pytest.fixture
+def no_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Train as without torchrun; the variables that training then sets are removed afterwards."""
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         monkeypatch.setenv(name, "restored afterwards")
         monkeypatch.delenv(name)
+
+
+def test_losses_and_weights_equal_a_hand_written_loop(
+    model: str, demonstrations: str, tmp_path: Path, no_torchrun: None
+) -> None:
+    """Packing, micro-batches and sharding change nothing; the result loads with its tokenizer."""
     out = tmp_path / "out"
     found = sft.train(parse(options(model, demonstrations, out)))
     losses, lm = hand_written(model, demonstrations, 2)
@@ -158,12 +163,9 @@ def test_two_ranks_under_torchrun_write_the_same_weights(
 
 
 def test_an_adapter_is_trained_merged_and_saved(
-    model: str, demonstrations: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: str, demonstrations: str, tmp_path: Path, no_torchrun: None
 ) -> None:
     """It starts as zero, and the saved weights are the base plus alpha / r · B A."""
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
-        monkeypatch.setenv(name, "restored afterwards")
-        monkeypatch.delenv(name)
     out = tmp_path / "out"
     extra = ["lora_rank=2", "lora_alpha=6", "target_modules=[q_proj,up_proj]", "lr=1e-2"]
     found = sft.train(parse([*options(model, demonstrations, out), *extra]))
