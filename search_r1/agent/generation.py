@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from search_r1.agent.python import PythonTool
 from search_r1.agent.search import SearchTool, build_search
 from search_r1.agent.tags import PLAIN, TEMPLATES, named_format
 from search_r1.agent.visit import build_visit
@@ -22,9 +21,15 @@ from verl.types import Prompt
 TOOLS: Mapping[str, Callable[[Config], Tool]] = {
     "search": build_search,
     "visit": build_visit,
-    "python": PythonTool,
 }
 """Built-in tools for `agent.tools`, as functions of a run's options."""
+REMOVED_TOOLS: Mapping[str, str] = {
+    "python": (
+        "a tool that exists: python, which ran programs on this machine, is gone since 0.1.0, "
+        "because a program could leave its confinement"
+    )
+}
+"""Former tools: what was expected instead, and why they are gone."""
 
 
 def build_agent(config: Config) -> Agent:
@@ -52,7 +57,14 @@ AGENTS: Mapping[str, Callable[[Config], Agent]] = {"dialogue": build_dialogue}
 
 
 def build_environment(config: Config) -> Environment:
-    """Build the tools of a run. Raises ConfigError for unknown or repeated tools."""
+    """Build the tools of a run. Raises ConfigError for tools unknown, removed or repeated."""
+    for name in config.agent.tools:
+        if name in REMOVED_TOOLS:
+            fix = (
+                "use a sandbox service (agent.tools=[search,example/tools/sandbox.py:Sandbox], "
+                "docs/tools.md), or leave it out"
+            )
+            raise ConfigError(explain("agent.tools", name, REMOVED_TOOLS[name], fix))
     tools = [
         plugins.build("agent.tools", name, TOOLS, config, "label") for name in config.agent.tools
     ]

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 
 from search_r1.agent.generation import (
+    REMOVED_TOOLS,
+    TOOLS,
     build_agent,
     build_environment,
     build_format,
@@ -358,12 +360,21 @@ def test_a_template_from_a_file_is_the_runs(tmp_path: Path) -> None:
         'instruction: "{question}"\ninvalid_action: "no"\ntags: {answer: ["[a]", "[/a]"]}\n'
     )
     config = Config(template=str(path))
-    config.agent.tools = ["search", "python"]
+    config.agent.tools = ["search", "visit"]
     format = build_format(config, build_environment(config), ChatTokenizer())
-    assert format.stop == ("</search>", "</python>", "[/a]")
+    assert format.stop == ("</search>", "</visit>", "[/a]")
     assert build_tag_format(config, build_environment(config).tools).tags == format.tags
     with pytest.raises(ConfigError, match=r"or a \.yaml file"):
         build_tag_format(Config(template="mine"), ())
+
+
+def test_a_removed_tool_says_what_to_use() -> None:
+    """The former name `python` is answered with why it is gone and what to use, also in checks."""
+    config = Config()
+    config.agent.tools = ["search", "python"]
+    with pytest.raises(ConfigError, match=r"agent.tools: got python.*0\.1\.0.*fix: .*sandbox\.py"):
+        build_environment(config)
+    assert not set(REMOVED_TOOLS) & set(TOOLS)
 
 
 @pytest.mark.parametrize("template", ["search_r1", "tools", "native"])
