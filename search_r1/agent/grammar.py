@@ -4,7 +4,7 @@ from verl.agent.grammar import (
     Grammar,
     Tag,
     answer_pattern,
-    information_pattern,
+    find_information,
     tag_pattern,
     think_ending_patterns,
 )
@@ -14,7 +14,7 @@ __all__ = [
     "SEARCH_R1",
     "Grammar",
     "answer_pattern",
-    "information_pattern",
+    "find_information",
     "tag_pattern",
     "think_ending_patterns",
 ]

@@ -11,7 +11,7 @@ from search_r1.evaluation.options import READ, WRONG
 from search_r1.evaluation.samples import Sample, Search
 from search_r1.inference.dialogue import query_of, question_of
 from search_r1.rewards import RewardInput, build_reward
-from search_r1.rewards.normalize import normalize_answer
+from search_r1.rewards.normalize import contains_answer
 from search_r1.scoring import reward_input
 from search_r1.search.schema import Document
 from verl.agent.dialogue import DialogueAgent, derived_seed
@@ -101,12 +101,6 @@ class Task:
     @property
     def key(self) -> tuple[str, int]:
         return self.row.uid, self.sample
-
-
-def contains_answer(text: str, accepted: Sequence[str]) -> bool:
-    """Whether the text contains an accepted answer as whole words, both normalised."""
-    words = f" {normalize_answer(text)} "
-    return any(gold and f" {gold} " in words for gold in map(normalize_answer, accepted))
 
 
 def method_agent(agent: DialogueAgent, method: Method) -> DialogueAgent:

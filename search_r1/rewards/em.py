@@ -1,15 +1,13 @@
 """Exact match, the reward of the Search-R1 paper, optionally minus costs for searches."""
 
 from search_r1.rewards.interface import RewardInput, RewardOutput, RewardScores
-from search_r1.rewards.normalize import matches_exactly
 
 
 def score_em(dialogue: RewardInput, scores: RewardScores) -> RewardOutput:
     """Score 1 for a correct answer, ``format_score`` for a wrong one, 0 for none."""
-    answer = dialogue.answer
-    if answer is None:
+    if dialogue.answer is None:
         return RewardOutput(0.0, {"em": 0.0, "has_answer": 0.0})
-    is_correct = matches_exactly(answer, dialogue.ground_truth)
+    is_correct = dialogue.is_exact
     score = 1.0 if is_correct else scores.format_score
     return RewardOutput(score, {"em": float(is_correct), "has_answer": 1.0})
 
@@ -20,14 +18,13 @@ def score_em_cost(dialogue: RewardInput, scores: RewardScores) -> RewardOutput:
     Each search costs ``search_penalty`` and each turn without an action ``invalid_format``. With
     ``penalise_correct_only`` only correct answers are charged, and no score is below 0.
     """
-    answer = dialogue.answer
-    is_correct = answer is not None and matches_exactly(answer, dialogue.ground_truth)
+    is_correct = dialogue.is_exact
     is_charged = is_correct or not scores.penalise_correct_only
     search_cost = is_charged * scores.search_penalty * dialogue.num_searches
     invalid_cost = is_charged * scores.invalid_format * dialogue.num_invalid
     components = {
         "em": float(is_correct),
-        "has_answer": float(answer is not None),
+        "has_answer": float(dialogue.answer is not None),
         "search_cost": search_cost,
         "invalid_cost": invalid_cost,
     }

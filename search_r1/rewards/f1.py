@@ -4,14 +4,16 @@ from collections import Counter
 from collections.abc import Sequence
 
 from search_r1.rewards.interface import RewardInput, RewardOutput, RewardScores
-from search_r1.rewards.normalize import covers, matches_exactly, normalize_answer
+from search_r1.rewards.normalize import Normalize, covers, normalize_answer
 
 
-def token_f1(answer: str, accepted: Sequence[str]) -> float:
+def token_f1(
+    answer: str, accepted: Sequence[str], normalize: Normalize = normalize_answer
+) -> float:
     """Return the best word F1 over the accepted answers (Rajpurkar et al. 2016), 0 to 1."""
-    words, best = Counter(normalize_answer(answer).split()), 0.0
+    words, best = Counter(normalize(answer).split()), 0.0
     for gold in accepted:
-        gold_words = Counter(normalize_answer(gold).split())
+        gold_words = Counter(normalize(gold).split())
         if num_common := (words & gold_words).total():
             best = max(best, 2.0 * num_common / (words.total() + gold_words.total()))
     return best
@@ -22,9 +24,9 @@ def compare_answer(dialogue: RewardInput) -> dict[str, float]:
     answer = dialogue.answer
     text = answer or ""
     return {
-        "em": float(matches_exactly(text, dialogue.ground_truth)),
-        "f1": token_f1(text, dialogue.ground_truth),
-        "cover_em": float(covers(text, dialogue.ground_truth)),
+        "em": float(dialogue.is_exact),
+        "f1": token_f1(text, dialogue.ground_truth, dialogue.normalize),
+        "cover_em": float(covers(text, dialogue.ground_truth, dialogue.normalize)),
         "has_answer": float(answer is not None),
     }
 
@@ -36,6 +38,6 @@ def score_f1(dialogue: RewardInput, scores: RewardScores) -> RewardOutput:
 
 
 def score_cover_em(dialogue: RewardInput, scores: RewardScores) -> RewardOutput:
-    """Score 1 if the answer contains an accepted answer, else 0; ``scores`` is not used."""
+    """Score 1 if the answer contains an accepted one, else 0 (see `covers`); no ``scores``."""
     components = compare_answer(dialogue)
     return RewardOutput(components["cover_em"], components)

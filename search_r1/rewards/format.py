@@ -18,13 +18,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from search_r1.agent.grammar import (
     SEARCH_R1,
     Grammar,
-    information_pattern,
+    find_information,
     tag_pattern,
     think_ending_patterns,
 )
 from search_r1.rewards.f1 import compare_answer
 from search_r1.rewards.interface import Origin, RewardInput, RewardOutput, RewardScores
-from search_r1.rewards.normalize import covers, matches_exactly
+from search_r1.rewards.normalize import OPPOSITES, contains_answer
 
 END_OF_SEQUENCE = (
     "<|im_end|>",
@@ -40,9 +40,10 @@ END_OF_SEQUENCE = (
 
 
 # A dialogue is encoded with one letter per part: T and t open and close a think block, S and s a
-# call, A and a the answer; O is an observation with documents, x is text, ! is never allowed.
-_VALID = re.compile(r"(?:Tx*tSx*sO)*Tx*tAx*a")
-_VALID_WITHIN_THINK = re.compile(r"Tx*(?:Sx*sOx*)*tAx*a")
+# call, A and a the answer; O is an observation with documents, x is text, ! is never allowed. Every
+# part contains text: tags around nothing would be the cheapest valid dialogue.
+_VALID = re.compile(r"(?:Tx+tSx+sO)*Tx+tAx+a")
+_VALID_WITHIN_THINK = re.compile(r"T(?!t)x*(?:Sx+sOx*)*tAx+a")
 
 
 @functools.cache
@@ -68,12 +69,12 @@ def _encode_segment(origin: Origin, text: str, grammar: Grammar) -> str:
         return "".join(letters.get(p, "!") if tags.fullmatch(p) else "x" for p in parts)
     # A prompt or observation may end with a think block that the policy continues after.
     closed, opened = think_ending_patterns(grammar)
-    think = "Tt" if closed.search(text) else "T" if opened.search(text) else ""
+    think = "Txt" if closed.search(text) else "T" if opened.search(text) else ""
     if origin == "prompt":
         return think
     if grammar.acts_in_think:  # the think block is already open when documents arrive
         think = think.removeprefix("T")
-    return ("O" if information_pattern(grammar).search(text) else "!") + think
+    return ("!" if find_information(text, grammar) is None else "O") + think
 
 
 def is_valid_dialogue(segments: Sequence[tuple[Origin, str]], grammar: Grammar = SEARCH_R1) -> bool:
@@ -90,8 +91,16 @@ def is_valid_dialogue(segments: Sequence[tuple[Origin, str]], grammar: Grammar =
 def documents(dialogue: RewardInput) -> Iterator[str]:
     """Yield the texts between information tags in observations."""
     for origin, text in dialogue.segments:
-        if origin == "observation":
-            yield from information_pattern(dialogue.grammar).findall(text)
+        information = find_information(text, dialogue.grammar) if origin == "observation" else None
+        if information is not None:
+            yield information
+
+
+def _is_retrieved(dialogue: RewardInput) -> bool:
+    """Whether a document contains an accepted answer other than yes and no, which most contain."""
+    normalize = dialogue.normalize
+    accepted = [gold for gold in dialogue.ground_truth if normalize(gold) not in OPPOSITES]
+    return any(contains_answer(text, accepted, normalize) for text in documents(dialogue))
 
 
 def score_em_format(dialogue: RewardInput, scores: RewardScores) -> RewardOutput:
@@ -100,12 +109,13 @@ def score_em_format(dialogue: RewardInput, scores: RewardScores) -> RewardOutput
     A correct answer scores 1, minus ``structure_format_score`` if the dialogue is invalid. Without
     a correct answer, a valid dialogue scores ``structure_format_score``, plus ``retrieval_score``
     if its documents contain an accepted answer; an invalid dialogue scores ``final_format_score``
-    with an answer and 0 without.
+    with an answer and 0 without. An answer beside an answer tag that was left open is not correct.
     """
     answer = dialogue.answer
-    is_correct = answer is not None and matches_exactly(answer, dialogue.ground_truth)
+    is_exact = dialogue.is_exact
+    is_correct = is_exact and not leaves_answer_open(dialogue.policy_texts, dialogue.grammar)
     is_valid = is_valid_dialogue(dialogue.segments, dialogue.grammar)
-    is_retrieved = any(covers(d, dialogue.ground_truth) for d in documents(dialogue))
+    is_retrieved = _is_retrieved(dialogue)
     if is_correct:
         score = 1.0 if is_valid else 1.0 - scores.structure_format_score
     elif is_valid:
@@ -113,12 +123,21 @@ def score_em_format(dialogue: RewardInput, scores: RewardScores) -> RewardOutput
     else:
         score = scores.final_format_score if answer is not None else 0.0
     components = {
-        "em": float(is_correct),
+        "em": float(is_exact),
         "has_answer": float(answer is not None),
         "format_valid": float(is_valid),
         "retrieval_hit": float(is_retrieved),
     }
     return RewardOutput(score, components)
+
+
+def leaves_answer_open(policy_texts: Sequence[str], grammar: Grammar) -> bool:
+    """Whether an answer tag is opened again, or a turn ends, before it is closed.
+
+    Example: ``"<answer>Rome <answer>Paris</answer>"`` leaves the first one open.
+    """
+    opening, closing = grammar.answer.opening, grammar.answer.closing
+    return any(closing not in part for text in policy_texts for part in text.split(opening)[1:])
 
 
 RETRIEVAL_REWARD = 0.5

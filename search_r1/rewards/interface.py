@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Literal
 
 from search_r1.agent.grammar import SEARCH_R1, Grammar, answer_pattern
+from search_r1.rewards.normalize import Normalize, matches_exactly, normalize_answer
 
 Origin = Literal["prompt", "policy", "observation"]
 
@@ -46,6 +47,14 @@ class RewardInput:
     """The tags of the dialogue."""
     uid: str = ""
     """Identifier of the question: ``file#row``."""
+    normalize: Normalize = normalize_answer
+    """The rule of ``reward_model.normalize``, by which answers are compared."""
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether the policy's answer equals an accepted one; False without an answer."""
+        answer = self.answer
+        return answer is not None and matches_exactly(answer, self.ground_truth, self.normalize)
 
     @property
     def answer(self) -> str | None:

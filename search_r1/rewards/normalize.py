@@ -1,8 +1,18 @@
-"""SQuAD's normalisation of answers, and comparisons of normalised answers."""
+"""The rules that normalise answers, and comparisons of normalised answers.
+
+Every measure of an answer (EM, F1, cover-EM, whether a document holds an answer) uses one of these
+rules: `squad`, the published one and the default, or `unicode`, in which texts that look alike are
+equal.
+"""
 
 import re
 import string
-from collections.abc import Sequence
+import unicodedata
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+
+Normalize = Callable[[str], str]
+"""A rule that normalises a text, such as `normalize_answer`."""
 
 _ARTICLES = re.compile(r"\b(?:a|an|the)\b")
 _WITHOUT_PUNCTUATION = str.maketrans("", "", string.punctuation)
@@ -18,13 +28,127 @@ def normalize_answer(text: str) -> str:
     return " ".join(_ARTICLES.sub(" ", bare).split())
 
 
-def matches_exactly(answer: str, accepted: Sequence[str]) -> bool:
+class _Dropped(dict[int, str | None]):
+    """A table for `str.translate` that drops what is not part of a word; filled as it is used."""
+
+    INVISIBLE = frozenset("\u034f\u115f\u1160\u17b4\u17b5\u3164\uffa0\u0640")
+    """Fillers, joiners and the Arabic elongation, which other categories than Cf contain."""
+    APOSTROPHES = frozenset("\u02b9\u02bb\u02bc\u02bd\u02be\u02bf\u02c8\u02ee\ua78b\ua78c")
+    """Letters by category that are written as apostrophes (Hawaiʻi)."""
+
+    def __missing__(self, code: int) -> str | None:
+        character = chr(code)
+        kind = unicodedata.category(character)
+        is_selector = 0xFE00 <= code <= 0xFE0F or 0xE0100 <= code <= 0xE01EF or (
+            0x180B <= code <= 0x180F
+        )  # fmt: skip
+        is_dropped = (
+            kind[0] == "P"
+            or kind in ("Cf", "Sk", "Sm")
+            or character in string.punctuation
+            or character in self.INVISIBLE | self.APOSTROPHES
+            or is_selector
+        )
+        self[code] = None if is_dropped else character
+        return self[code]
+
+
+_DROPPED = _Dropped()
+
+
+def normalize_unicode(text: str) -> str:
+    """Do as `normalize_answer` for all of Unicode, so that texts that look alike are equal.
+
+    Compatibility forms are composed (NFKC), case is folded, and characters of format, punctuation
+    and mathematical symbols of every script are dropped. Accents are kept, since they tell words
+    apart, and so are letters of other scripts that look like Latin ones. ASCII texts give the same
+    as with `normalize_answer`. Example: ``"L’Ｅ\u0301té\u200b"`` gives ``"lété"``.
+    """
+    if text.isascii():
+        return normalize_answer(text)
+    # Twice: NFKC turns a spacing accent into a space and a mark, and an ellipsis into full stops.
+    folded = unicodedata.normalize("NFKC", text.translate(_DROPPED)).casefold()
+    bare = unicodedata.normalize("NFKC", folded.translate(_DROPPED))
+    return " ".join(word for word in bare.split() if word not in ("a", "an", "the"))
+
+
+RULES: Mapping[str, Normalize] = MappingProxyType(
+    {"squad": normalize_answer, "unicode": normalize_unicode}
+)
+"""Rules by their name in ``reward_model.normalize``."""
+
+
+def matches_exactly(
+    answer: str, accepted: Sequence[str], normalize: Normalize = normalize_answer
+) -> bool:
     """Whether the answer equals an accepted one; an empty normalised answer equals none."""
-    normalized = normalize_answer(answer)
-    return bool(normalized) and any(normalized == normalize_answer(a) for a in accepted)
+    normalized = normalize(answer)
+    return bool(normalized) and any(normalized == normalize(a) for a in accepted)
 
 
-def covers(text: str, accepted: Sequence[str]) -> bool:
-    """Whether the text contains a non-empty accepted answer, both normalised."""
-    normalized = normalize_answer(text)
-    return any(gold and gold in normalized for gold in map(normalize_answer, accepted))
+MAX_EXTRA_WORDS = 16
+"""Maximum words of an answer beyond those of the accepted answer that it contains."""
+OPPOSITES = {"yes": "no", "no": "yes"}
+"""Accepted answers that say nothing without the question."""
+
+
+def covers(answer: str, accepted: Sequence[str], normalize: Normalize = normalize_answer) -> bool:
+    """Whether the answer contains an accepted one as whole words, and little else.
+
+    At most `MAX_EXTRA_WORDS` further words are allowed, so that a list of candidates is no answer.
+    An answer with both yes and no covers neither.
+    """
+    text = normalize(answer)
+    words, length = text.split(), _length(text)
+    return any(
+        contains(text, gold)
+        and length <= _length(gold) + MAX_EXTRA_WORDS
+        and OPPOSITES.get(gold) not in words
+        for gold in map(normalize, accepted)
+    )
+
+
+def contains_answer(
+    text: str, accepted: Sequence[str], normalize: Normalize = normalize_answer
+) -> bool:
+    """Whether the text contains an accepted answer as whole words, both normalised."""
+    normalized = normalize(text)
+    return any(contains(normalized, gold) for gold in map(normalize, accepted))
+
+
+def contains(text: str, gold: str) -> bool:
+    """Whether a normalised text contains another one, not empty, as whole words.
+
+    In scripts that write words without spaces between them, any place is the end of a word.
+    Example: ``"1 234"`` contains ``"1"``, but neither ``"23"`` nor ``""``.
+    """
+    start = text.find(gold) if gold else -1
+    while start >= 0:
+        if not _is_inside_word(text, start) and not _is_inside_word(text, start + len(gold)):
+            return True
+        start = text.find(gold, start + 1)
+    return False
+
+
+_WITHOUT_SPACES = re.compile(
+    "[\u0e00-\u0fff\u1000-\u109f\u1780-\u17ff\u3005-\u3007\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff"
+    "\uac00-\ud7af\uf900-\ufaff\U00020000-\U0003ffff]"
+)
+"""Thai, Lao, Tibetan, Burmese, Khmer, kana, Chinese characters, and Korean, which has particles."""
+
+
+def _is_inside_word(text: str, position: int) -> bool:
+    """Whether the characters before and after a position belong to the same word."""
+    sides = text[max(position - 1, 0) : position + 1]
+    if len(sides) < 2 or not 0 < position < len(text):
+        return False
+    return all(_is_of_word(side) and not _WITHOUT_SPACES.match(side) for side in sides)
+
+
+def _is_of_word(character: str) -> bool:
+    return character.isalnum() or unicodedata.category(character)[0] == "M"
+
+
+def _length(text: str) -> int:
+    """Return the number of words; a character of a script without spaces counts as one."""
+    return len(_WITHOUT_SPACES.sub(" x ", text).split())

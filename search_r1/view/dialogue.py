@@ -13,7 +13,7 @@ from typing import Any
 from search_r1.agent.grammar import SEARCH_R1, Grammar
 from search_r1.agent.tags import NAMES, PLAIN, named_format
 from search_r1.rewards.interface import extract_answer
-from search_r1.rewards.normalize import covers, matches_exactly
+from search_r1.rewards.normalize import contains_answer, matches_exactly
 from verl.agent import native
 from verl.agent.grammar import action_pattern
 from verl.errors import UserError
@@ -155,9 +155,9 @@ def _documents(information: str, gold: Sequence[str]) -> Iterator[FoundDocument]
     """Yield the documents of a result; text without headings is one document without a title."""
     headings = list(DOCUMENT.finditer(information))
     if not headings and information.strip():
-        yield FoundDocument("", information.strip(), "", covers(information, gold))
+        yield FoundDocument("", information.strip(), "", contains_answer(information, gold))
     ends = [*(heading.start() for heading in headings[1:]), None]
     for heading, end in zip(headings, ends, strict=False):
         text = information[heading.end() : end].strip()
-        has_answer = covers(f"{heading['title']}\n{text}", gold)
+        has_answer = contains_answer(f"{heading['title']}\n{text}", gold)
         yield FoundDocument(heading["title"], text, heading["id"] or "", has_answer)

@@ -7,9 +7,10 @@ from dataclasses import replace
 import pytest
 
 from search_r1.datasets.wording import PromptStyle, prompt_writer
-from search_r1.evaluation.runner import Task, check_rows, contains_answer
+from search_r1.evaluation.runner import Task, check_rows
 from search_r1.evaluation.samples import Sample
 from search_r1.rewards import RewardInput
+from search_r1.rewards.normalize import contains_answer
 from search_r1.search.client import Document, EmptyRetrieval, Retrieval
 from search_r1.search.errors import RetrieverUnavailable
 from tests.evaluation.scripted import Reader, documents, finder, row, runner

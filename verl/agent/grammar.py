@@ -86,11 +86,14 @@ def action_pattern(tags: Grammar) -> re.Pattern[str]:
     return re.compile("|".join((*calls, _content(tags.answer, "answer"))), re.DOTALL)
 
 
-@functools.cache
-def information_pattern(tags: Grammar) -> re.Pattern[str]:
-    """Return the pattern of an information part, with its content as group 1."""
-    opening, closing = map(re.escape, (tags.information.opening, tags.information.closing))
-    return re.compile(f"{opening}(.*){closing}", re.DOTALL)
+def find_information(text: str, tags: Grammar) -> str | None:
+    """Return the text from the first information tag to the last closing one; None without both.
+
+    This takes linear time; a pattern would start again at every opening.
+    """
+    opening, closing = tags.information.opening, tags.information.closing
+    start, end = text.find(opening), text.rfind(closing)
+    return text[start + len(opening) : end] if 0 <= start <= end - len(opening) else None
 
 
 @functools.cache

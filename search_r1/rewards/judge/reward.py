@@ -24,7 +24,6 @@ from search_r1.exchange import BoundedHttpClient
 from search_r1.retrying import Backoff, TransientError, call_with_retries, parse_retry_after
 from search_r1.rewards.interface import RewardInput, RewardOutput
 from search_r1.rewards.judge.options import JudgeOptions
-from search_r1.rewards.normalize import matches_exactly
 from search_r1.storage import FileStore
 
 INSTRUCTION = (
@@ -213,7 +212,7 @@ class LlmJudge:
     def _message(self, dialogue: RewardInput) -> str | None:
         """Build the message to the judge; None if no verdict is needed."""
         answer = dialogue.answer
-        if not answer or matches_exactly(answer, dialogue.ground_truth):
+        if not answer or dialogue.is_exact:
             return None
         return build_message(
             dialogue.question,
