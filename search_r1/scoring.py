@@ -22,6 +22,7 @@ from search_r1.rewards import (
 from search_r1.rewards.interface import Origin as OriginName
 from search_r1.rewards.interface import OwnRewardError
 from search_r1.rewards.judge.options import read_key
+from search_r1.rewards.normalize import RULES, Normalize, normalize_answer
 from verl import plugins
 from verl.config import Config
 from verl.config.reward import RewardConfig, StageConfig
@@ -44,17 +45,22 @@ class DialogueReward(RewardManager):
 
     rule: BatchRewardFn
     grammar: Grammar
+    normalize: Normalize = normalize_answer
 
     def __call__(self, trajectories: Sequence[Trajectory]) -> list[Reward]:
         try:
-            outputs = self.rule([reward_input(t, self.grammar) for t in trajectories])
+            outputs = self.rule(
+                [reward_input(t, self.grammar, self.normalize) for t in trajectories]
+            )
         except OwnRewardError as error:
             raise PluginError(str(error)) from error
         return [Reward(output.score, output.components) for output in outputs]
 
 
-def reward_input(trajectory: Trajectory, grammar: Grammar) -> RewardInput:
-    """Convert a trajectory to the input of a reward."""
+def reward_input(
+    trajectory: Trajectory, grammar: Grammar, normalize: Normalize = normalize_answer
+) -> RewardInput:
+    """Convert a trajectory to the input of a reward, which compares answers by `normalize`."""
     prompt = trajectory.prompt
     return RewardInput(
         policy_texts=[s.text for s in trajectory.segments if s.origin is Origin.POLICY],
@@ -66,6 +72,7 @@ def reward_input(trajectory: Trajectory, grammar: Grammar) -> RewardInput:
         question=str(prompt.extra_info.get("question") or prompt.text),
         grammar=grammar,
         uid=prompt.uid,
+        normalize=normalize,
     )
 
 
@@ -94,7 +101,8 @@ def build_reward_manager(config: Config) -> RewardManager:
     except (TypeError, ValueError) as error:
         fix = "see docs/rewards.md"
         raise ConfigError(f"reward_model: {error}; {fix}") from error
-    rewards = [DialogueReward(rule, grammar) for rule in rules]
+    normalize = RULES[options.normalize]
+    rewards = [DialogueReward(rule, grammar, normalize) for rule in rules]
     if not options.stages:
         return rewards[0]
     return StagedReward(options.stages, rewards)

@@ -3,15 +3,19 @@
 import dataclasses
 import json
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 from search_r1.agent.grammar import SEARCH_R1
+from search_r1.evaluation.options import EvaluationOptions
 from search_r1.rewards import JudgeOptions, RewardScores
+from search_r1.rewards.normalize import RULES
 from search_r1.scoring import build_reward_manager, reward_input
 from tests.fakes import ByteTokenizer
 from tests.rewards.judge.server import judge_server
 from verl.config import Config
+from verl.config.known import known_options
 from verl.config.reward import JudgeConfig, RewardConfig, StageConfig
 from verl.data import load_rows, render
 from verl.errors import ConfigError
@@ -64,6 +68,19 @@ def test_the_template_decides_which_tags_count() -> None:
     assert build_reward_manager(config)([dialogue])[0].score == 1.0 - 2.0
     config.template = "r1_searcher"
     assert build_reward_manager(config)([dialogue])[0].score == 1.0
+
+
+@pytest.mark.parametrize("stages", [[], [StageConfig("em")]])
+@pytest.mark.parametrize(("rule", "score"), [("squad", 0.0), ("unicode", 1.0)])
+def test_the_rule_of_normalisation_is_an_option(
+    rule: str, score: float, stages: list[StageConfig]
+) -> None:
+    """`reward_model.normalize` reaches the reward of a run, also of its stages."""
+    reward = build_reward_manager(config_with(name="em", normalize=rule, stages=stages))
+    dialogue = trajectory((Origin.POLICY, "<answer>Par\u200bis\u2019</answer>"))
+    assert reward([dialogue])[0].score == score
+    assert get_args(EvaluationOptions.__annotations__["normalize"]) == tuple(RULES)
+    assert known_options()["reward_model.normalize"].limits.allowed_words == tuple(RULES)
 
 
 def test_stages_are_built_from_options() -> None:

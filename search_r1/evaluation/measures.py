@@ -12,7 +12,7 @@ from operator import attrgetter
 
 from search_r1.evaluation.samples import FAILED, Sample
 from search_r1.rewards.f1 import token_f1
-from search_r1.rewards.normalize import normalize_answer
+from search_r1.rewards.normalize import RULES, matches_exactly, normalize_answer
 
 Part = Callable[[Sample], float]
 
@@ -91,6 +91,14 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
     """Return the unbiased estimate 1 − C(n−c, k) / C(n, k) of pass@k (Chen et al. 2021)."""
     assert 1 <= k <= num_samples, f"got k={k} of {num_samples} samples, expected 1 <= k <= n"
     return 1.0 - math.comb(num_samples - num_correct, k) / math.comb(num_samples, k)
+
+
+def num_judged_differently(samples: Sequence[Sample]) -> int:
+    """Count the questions with an answer that the rules of normalisation judge differently (EM)."""
+    return len({
+        (s.data_source, s.uid) for s in samples if s.answer is not None
+        and len({matches_exactly(s.answer, s.ground_truth, rule) for rule in RULES.values()}) > 1
+    })  # fmt: skip
 
 
 def by_question(samples: Sequence[Sample]) -> dict[str, list[Sample]]:

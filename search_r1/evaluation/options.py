@@ -40,6 +40,8 @@ class EvaluationOptions(AgentOptions):
     """agent searches; direct, cot and rag are baselines"""
     untagged: Literal["wrong", "read"] = WRONG
     """a reply without <answer> counts as wrong, or its text is read as the answer"""
+    normalize: Literal["squad", "unicode"] = "squad"
+    """rule by which answers are compared, as in `reward_model.normalize`"""
     num_rows: Annotated[int, Bounds(1)] | None = None
     """number of rows to evaluate, chosen by --seed; default: all"""
     n: Annotated[int, Bounds(1, 10_000)] = 1

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from search_r1.evaluation.measures import titles
+from search_r1.evaluation.measures import num_judged_differently, titles
 from search_r1.evaluation.options import READ
 from search_r1.evaluation.samples import FAILED, Sample
 from search_r1.evaluation.store import METRICS, REPORT, Manifest, differences, read_evaluation
@@ -27,6 +27,7 @@ from search_r1.evaluation.summary import (
     summarize,
 )
 from search_r1.inference.opening import CONTROLS
+from search_r1.rewards.normalize import RULES
 from verl.errors import ConfigError, explain
 from verl.files import atomic_write
 
@@ -55,11 +56,29 @@ def write_report(
                        "evaluation again to repeat them", len(failed), len(samples),
                        failed[0].error)  # fmt: skip
     summary = summarize(samples, pass_k, num_resamples=num_resamples, seed=seed)
-    metrics = json.dumps(asdict(summary), indent=1) + "\n"
-    for name, text in ((METRICS, metrics), (REPORT, as_markdown(manifest, summary, pass_k))):
+    differing = num_judged_differently(samples)
+    metrics = json.dumps(asdict(summary) | {"judged_differently": differing}, indent=1) + "\n"
+    report = f"{as_markdown(manifest, summary, pass_k)}\n{_rules_note(manifest, differing)}\n"
+    for name, text in ((METRICS, metrics), (REPORT, report)):
         with atomic_write(folder / name) as part:
             part.write_text(text, encoding="utf-8")
     return summary
+
+
+def _rules_note(manifest: Manifest, differing: int) -> str:
+    """Say by which rule answers were compared, and how many rows another one judges differently."""
+    rule = rule_name(manifest)
+    others = " or ".join(name for name in RULES if name != rule)
+    num_rows = manifest["data"]["num_rows"]
+    return (
+        f"Answers are compared by normalize={rule}; {differing} of {num_rows} rows have an answer "
+        f"whose EM is another with normalize={others}."
+    )
+
+
+def rule_name(manifest: Manifest) -> str:
+    """Return the rule by which an evaluation compared answers; older ones had only the first."""
+    return str(manifest["decoding"].get("normalize", next(iter(RULES))))
 
 
 def as_markdown(manifest: Manifest, summary: Summary, pass_k: Sequence[int] = ()) -> str:
@@ -111,6 +130,8 @@ def decoding_name(manifest: Manifest) -> str:
     if facts["temperature"] == 0:
         sampling = "greedy"
     reading = ", untagged replies read" if facts.get("untagged") == READ else ""
+    rule = rule_name(manifest)
+    reading += "" if rule == next(iter(RULES)) else f", normalize {rule}"
     return f"{sampling}, max_turns {facts['max_turns']}, topk {facts['topk']}{reading}"
 
 
@@ -175,8 +196,8 @@ def read_all(folders: Sequence[Path], *, is_mixed: bool = False) -> list[Evaluat
     """Read evaluations; they are named after their folders, or by path if folder names collide.
 
     Raises DataError for a folder without a finished evaluation, and, unless `is_mixed`, ConfigError
-    for evaluations of different rows (other file contents or another choice of rows) or of more
-    than one corpus.
+    for evaluations of different rows (other file contents or another choice of rows), rules of
+    normalisation, or corpora.
     """
     names = [folder.name for folder in folders]
     evaluations = [
@@ -192,6 +213,11 @@ def read_all(folders: Sequence[Path], *, is_mixed: bool = False) -> list[Evaluat
             got = f"{first.name} and {other.name} differ: {'; '.join(changes[:3])}"
             fix = "evaluate both on the same files and rows, or add --mixed"
             raise ConfigError(explain("data", got, "the same questions", fix))
+    rules = {rule_name(e.manifest): e.name for e in evaluations}
+    if len(rules) > 1:
+        got = "; ".join(f"{name}: {rule}" for rule, name in rules.items())
+        fix = "evaluate all of them with one --normalize, or add --mixed"
+        raise ConfigError(explain("--normalize", got, "one rule", fix))
     corpora = {e.corpus: e.name for e in evaluations if e.corpus is not None}
     if len(corpora) > 1:
         got = "; ".join(f"{name}: {corpus}" for corpus, name in corpora.items())

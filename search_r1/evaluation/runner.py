@@ -11,7 +11,7 @@ from search_r1.evaluation.options import READ, WRONG
 from search_r1.evaluation.samples import Sample, Search
 from search_r1.inference.dialogue import query_of, question_of
 from search_r1.rewards import RewardInput, build_reward
-from search_r1.rewards.normalize import contains_answer
+from search_r1.rewards.normalize import Normalize, contains_answer, normalize_answer
 from search_r1.scoring import reward_input
 from search_r1.search.schema import Document
 from verl.agent.dialogue import DialogueAgent, derived_seed
@@ -127,6 +127,8 @@ class Runner:
     judge: Judge | None = None
     untagged: str = WRONG
     """How a reply without an answer in tags is scored: WRONG or READ."""
+    normalize: Normalize = normalize_answer
+    """The rule by which answers are compared."""
 
     async def run(self, task: Task, engine: RolloutEngine) -> Sample:
         """Run and score one dialogue; a failed search gives a failed sample."""
@@ -137,7 +139,7 @@ class Runner:
                 documents = [i.source for i in observation.items if isinstance(i.source, Document)]
                 text = "\n".join(document.contents for document in documents)
                 ids = tuple(document.id for document in documents)
-                has_answer = contains_answer(text, task.row.ground_truth)
+                has_answer = contains_answer(text, task.row.ground_truth, self.normalize)
                 searches.append(Search(query_of(call), ids, has_answer))
 
         environment = replace(self.agent.environment, on_observation=record)
@@ -168,7 +170,7 @@ class Runner:
         """Score a dialogue; `num_document_tokens` of its prompt count as observation tokens."""
         question = str(end.prompt.extra_info["question"])
         tags = self.agent.format.tags
-        dialogue = replace(reward_input(end, tags), question=question)
+        dialogue = replace(reward_input(end, tags, self.normalize), question=question)
         if self.untagged == READ and dialogue.answer is None and dialogue.policy_texts:
             *earlier, last = dialogue.policy_texts
             answer = tags.answer.wrap(read_untagged_answer(last, tags))

@@ -38,6 +38,7 @@ from search_r1.inference.opening import NO_RETRIEVER, retriever_facts, run_confi
 from search_r1.plain import configure_logging
 from search_r1.rewards import RewardInput
 from search_r1.rewards.judge.options import JudgeOptions, read_key
+from search_r1.rewards.normalize import RULES
 from search_r1.rewards.registry import build_judge
 from verl.config import Config
 from verl.data import choose, load_rows
@@ -80,7 +81,8 @@ async def _evaluate(options: EvaluationOptions, config: Config) -> None:
     tokenizer: Any = agent.tokenizer
     sampling = Sampling(options.max_response_length, options.temperature, options.top_p)
     judge = open_judge(options)
-    runner = Runner(agent, method, tokenizer, sampling, options.seed, judge, options.untagged)
+    rule = RULES[options.normalize]
+    runner = Runner(agent, method, tokenizer, sampling, options.seed, judge, options.untagged, rule)
     check_rows(rows, runner, min(options.max_start_length, options.max_prompt_length))
     manifest = build_manifest(options, config, facts, len(rows), compute_dtype(options))
     tasks = [Task(row, sample) for row in rows for sample in range(options.n)]

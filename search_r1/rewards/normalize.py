@@ -45,6 +45,7 @@ class _Dropped(dict[int, str | None]):
         is_dropped = (
             kind[0] == "P"
             or kind in ("Cf", "Sk", "Sm")
+            or (kind == "Cc" and not character.isspace())
             or character in string.punctuation
             or character in self.INVISIBLE | self.APOSTROPHES
             or is_selector
@@ -54,6 +55,8 @@ class _Dropped(dict[int, str | None]):
 
 
 _DROPPED = _Dropped()
+_CONTROL = re.compile(r"[\x00-\x08\x0e-\x1b\x7f]")
+"""What the table drops of ASCII besides punctuation."""
 
 
 def normalize_unicode(text: str) -> str:
@@ -65,9 +68,10 @@ def normalize_unicode(text: str) -> str:
     as with `normalize_answer`. Example: ``"L’Ｅ\u0301té\u200b"`` gives ``"lété"``.
     """
     if text.isascii():
-        return normalize_answer(text)
+        return normalize_answer(_CONTROL.sub("", text))
     # Twice: NFKC turns a spacing accent into a space and a mark, and an ellipsis into full stops.
-    folded = unicodedata.normalize("NFKC", text.translate(_DROPPED)).casefold()
+    composed = unicodedata.normalize("NFC", text)
+    folded = unicodedata.normalize("NFKC", composed.translate(_DROPPED)).casefold()
     bare = unicodedata.normalize("NFKC", folded.translate(_DROPPED))
     return " ".join(word for word in bare.split() if word not in ("a", "an", "the"))
 

@@ -81,7 +81,7 @@ class Replays:
             raise HTTPException(422, lines[-1].strip() if lines else "the replay was killed")
         result: dict[str, Any] = orjson.loads(out)
         row = result.pop("row")
-        dialogue = run.dialogue_json(row, read_dialogue(row, run.tags))
+        dialogue = run.dialogue_json(row, read_dialogue(row, run.tags, run.normalize))
         return {**result, "status": row["status"], **dialogue}
 
 

@@ -6,14 +6,21 @@ contain only text. Opens no files.
 
 import itertools
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from search_r1.agent.grammar import SEARCH_R1, Grammar
 from search_r1.agent.tags import NAMES, PLAIN, named_format
 from search_r1.rewards.interface import extract_answer
-from search_r1.rewards.normalize import contains_answer, matches_exactly
+from search_r1.rewards.normalize import (
+    RULES,
+    Normalize,
+    contains_answer,
+    matches_exactly,
+    normalize_answer,
+)
 from verl.agent import native
 from verl.agent.grammar import action_pattern
 from verl.errors import UserError
@@ -65,16 +72,13 @@ class Dialogue:
     segments: tuple[Mapping[str, Any], ...]
     """`origin` and `text` of each segment; for training also the ids and columns of its tokens."""
     components: Mapping[str, float]
+    is_given: bool
+    """Whether the policy gave an accepted answer."""
 
     @property
     def is_found(self) -> bool:
         """Whether some document contains an accepted answer."""
         return any(doc.has_answer for search in self.searches for doc in search.documents)
-
-    @property
-    def is_given(self) -> bool:
-        """Whether the policy gave an accepted answer."""
-        return self.answer is not None and matches_exactly(self.answer, self.gold)
 
 
 def tags_of(config: Row) -> Grammar:
@@ -90,21 +94,35 @@ def tags_of(config: Row) -> Grammar:
     return tags.with_tools(name for name in map(str, tools) if name.isidentifier())
 
 
-def read_dialogue(row: Row, tags: Grammar) -> Dialogue:
-    """Parse a row of either kind. Raises KeyError, TypeError or AttributeError if it is neither."""
+def rule_of(config: Row) -> Normalize:
+    """Return the rule that compares a run's answers from its `config.yaml`; by default SQuAD's."""
+    reward = config.get("reward_model")
+    name = reward.get("normalize") if isinstance(reward, Mapping) else None
+    return RULES.get(str(name), normalize_answer)
+
+
+def read_dialogue(row: Row, tags: Grammar, normalize: Normalize = normalize_answer) -> Dialogue:
+    """Parse a row of either kind. Raises KeyError, TypeError or AttributeError if it is neither.
+
+    Answers are compared by the rule `normalize`.
+    """
     has_segments = "segments" in row
     segments = tuple(row["segments"]) if has_segments else tuple(_split_text(row["dialogue"], tags))
     gold = tuple(map(str, row["ground_truth"]))
     texts = [segment["text"] for segment in segments if segment["origin"] == POLICY]
     # A row of a validation has the components of its reward as keys next to the score.
     components = {k: v for k, v in row.items() if isinstance(v, float) and k != "score"}
+    answer = extract_answer(texts, tags)
     return Dialogue(
         question=str(row.get("question") or _question(segments)),
-        answer=extract_answer(texts, tags),
+        answer=answer,
         gold=gold,
-        searches=tuple(_searches(segments, tags, gold)),
+        searches=tuple(
+            _searches(segments, tags, partial(contains_answer, accepted=gold, normalize=normalize))
+        ),
         segments=segments,
         components=row["components"] if has_segments else components,
+        is_given=answer is not None and matches_exactly(answer, gold, normalize),
     )
 
 
@@ -125,7 +143,9 @@ def _question(segments: Sequence[Row]) -> str:
     return QUESTION_END.split(last.lstrip(), maxsplit=1)[0].strip()
 
 
-def _searches(segments: Sequence[Row], tags: Grammar, gold: Sequence[str]) -> Iterator[Search]:
+def _searches(
+    segments: Sequence[Row], tags: Grammar, has_answer: Callable[[str], bool]
+) -> Iterator[Search]:
     """Yield each call that was answered with information."""
     opening, closing = map(re.escape, (tags.information.opening, tags.information.closing))
     between = re.compile(f"{opening}(.*?){closing}", re.DOTALL)
@@ -135,7 +155,7 @@ def _searches(segments: Sequence[Row], tags: Grammar, gold: Sequence[str]) -> It
         results = between.findall(after["text"])
         calls = list(_calls(turn["text"], tags)) or UNKNOWN_CALL.findall(turn["text"])
         for (tool, query), information in zip(calls[-len(results) :], results, strict=False):
-            yield Search(tool, query, tuple(_documents(information, gold)), index)
+            yield Search(tool, query, tuple(_documents(information, has_answer)), index)
 
 
 def _calls(text: str, tags: Grammar) -> Iterator[tuple[str, str]]:
@@ -151,13 +171,13 @@ def _calls(text: str, tags: Grammar) -> Iterator[tuple[str, str]]:
                     yield call.tool, str(call.arguments)
 
 
-def _documents(information: str, gold: Sequence[str]) -> Iterator[FoundDocument]:
+def _documents(information: str, has_answer: Callable[[str], bool]) -> Iterator[FoundDocument]:
     """Yield the documents of a result; text without headings is one document without a title."""
     headings = list(DOCUMENT.finditer(information))
     if not headings and information.strip():
-        yield FoundDocument("", information.strip(), "", contains_answer(information, gold))
+        yield FoundDocument("", information.strip(), "", has_answer(information))
     ends = [*(heading.start() for heading in headings[1:]), None]
     for heading, end in zip(headings, ends, strict=False):
         text = information[heading.end() : end].strip()
-        has_answer = contains_answer(f"{heading['title']}\n{text}", gold)
-        yield FoundDocument(heading["title"], text, heading["id"] or "", has_answer)
+        is_found = has_answer(f"{heading['title']}\n{text}")
+        yield FoundDocument(heading["title"], text, heading["id"] or "", is_found)

@@ -18,6 +18,7 @@ from typing import Annotated, Any, Literal
 import orjson
 from fastapi import Query
 
+from search_r1.rewards.normalize import Normalize, normalize_answer
 from search_r1.view.dialogue import Dialogue, read_dialogue
 from verl.agent.grammar import Grammar
 from verl.errors import ConfigError, explain
@@ -63,14 +64,15 @@ class TrajectoryIndex:
         folders: dict[str, Path],
         tags: Grammar,
         select_steps: Callable[[Collection[int]], Collection[int]] = lambda steps: steps,
+        normalize: Normalize = normalize_answer,
     ) -> None:
         """Open or create the index in `file`. Raises ConfigError if that is not possible.
 
         `folders` maps each kind to its folder, of which only the steps that `select_steps` returns
-        are read.
+        are read. Answers are compared by the rule `normalize`.
         """
         self.folders = folders
-        self._tags = tags
+        self._tags, self._normalize = tags, normalize
         self._file = file
         self._select_steps = select_steps
         self._threads = threading.local()
@@ -143,7 +145,7 @@ class TrajectoryIndex:
             with path.open("rb") as file:
                 file.seek(start)
                 row = orjson.loads(file.read(length))
-            return facts, path, row, read_dialogue(row, self._tags)
+            return facts, path, row, read_dialogue(row, self._tags, self._normalize)
         except (FileNotFoundError, orjson.JSONDecodeError, KeyError, TypeError, AttributeError):
             return None
 
@@ -210,7 +212,7 @@ class TrajectoryIndex:
         rows, start, num_bad = [], 0, 0
         for number, line in enumerate(path.read_bytes().splitlines(keepends=True)):
             if line.endswith(b"\n"):
-                facts = _facts(line, self._tags)
+                facts = _facts(line, self._tags, self._normalize)
                 num_bad += facts is None
                 if facts is not None:
                     key = {"kind": kind, "step": step, "line": number}
@@ -219,11 +221,11 @@ class TrajectoryIndex:
         return rows, num_bad
 
 
-def _facts(line: bytes, tags: Grammar) -> dict[str, Any] | None:
+def _facts(line: bytes, tags: Grammar, normalize: Normalize) -> dict[str, Any] | None:
     """Return the indexed columns of a trajectory; None if the line contains none."""
     try:
         row = orjson.loads(line)
-        dialogue = read_dialogue(row, tags)
+        dialogue = read_dialogue(row, tags, normalize)
         policy = [s for s in dialogue.segments if s["origin"] == "policy"]
         log_probs = [x for s in policy for x in s.get("log_probs", ()) if x is not None]
         queries = "\n".join(search.query for search in dialogue.searches)

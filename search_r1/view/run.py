@@ -13,7 +13,7 @@ import orjson
 import yaml
 from tokenizers import Tokenizer
 
-from search_r1.view.dialogue import Dialogue, tags_of
+from search_r1.view.dialogue import Dialogue, rule_of, tags_of
 from search_r1.view.index import TRAIN, VALIDATION, TrajectoryIndex
 from search_r1.view.tokens import find_tokenizer, pieces
 from verl.config.known import flatten
@@ -163,14 +163,14 @@ class Run:
     def _configure(self, config: Mapping[str, Any]) -> None:
         """Set what depends on the configuration, which may appear after the page was opened."""
         self.config = config
-        self.tags = tags_of(config)
+        self.tags, self.normalize = tags_of(config), rule_of(config)
         self.rollouts = self._rollouts_option or find_rollouts(self.folder, config)
         folders = {VALIDATION: self.folder / "validation"}
         if self.rollouts is not None:
             folders[TRAIN] = self.rollouts
         key = f"{LAYOUT_VERSION} {self.folder} {self.rollouts}".encode()
         file = self._index_dir / f"{hashlib.sha256(key).hexdigest()[:24]}.sqlite"
-        self.index = TrajectoryIndex(file, folders, self.tags, self._select_steps)
+        self.index = TrajectoryIndex(file, folders, self.tags, self._select_steps, self.normalize)
         self.tokenizer = find_tokenizer(self.folder, self.rollouts, config)
         """The tokenizer of the trajectories, or None and the reason."""
 

@@ -10,7 +10,7 @@ from search_r1.datasets.wording import PromptStyle, prompt_writer
 from search_r1.evaluation.runner import Task, check_rows
 from search_r1.evaluation.samples import Sample
 from search_r1.rewards import RewardInput
-from search_r1.rewards.normalize import contains_answer
+from search_r1.rewards.normalize import RULES, contains_answer
 from search_r1.search.client import Document, EmptyRetrieval, Retrieval
 from search_r1.search.errors import RetrieverUnavailable
 from tests.evaluation.scripted import Reader, documents, finder, row, runner
@@ -160,6 +160,17 @@ def test_a_judge_scores_besides() -> None:
 def test_an_answer_stands_in_whole_words(text: str, answer: str, is_contained: bool) -> None:
     """Answers are matched as whole words after normalisation; an empty answer never matches."""
     assert contains_answer(text, [answer]) is is_contained
+
+
+@pytest.mark.parametrize(("rule", "expected"), [("squad", 0.0), ("unicode", 1.0)])
+def test_answers_and_documents_are_compared_by_the_rule(rule: str, expected: float) -> None:
+    """EM, F1, cover-EM and the answer in documents change with `--normalize`."""
+    found = row(1, answer="Bogota\u0301")
+    task = Task(row(1, answer="BOGOT\u00c1"), 0)
+    one = runner(finder([found]), normalize=RULES[rule])
+    sample = asyncio.run(one.run(task, Reader()))
+    assert {sample.em, sample.f1, sample.cover_em} == {expected}
+    assert sample.has_answer_in_documents is bool(expected)
 
 
 def test_seeds_do_not_depend_on_the_order_of_rows() -> None:

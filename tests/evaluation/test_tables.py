@@ -2,6 +2,7 @@
 
 import copy
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,24 @@ def test_replies_that_were_read_are_named(tmp_path: Path) -> None:
     lenient = evaluation(tmp_path / "lenient", [0.0] * 4, decoding=decoding)
     found = table([strict, lenient], num_resamples=100)
     assert found.count("topk 3, untagged replies read |") == 1
+
+
+def test_the_rule_of_normalisation_is_named_and_not_mixed(tmp_path: Path) -> None:
+    """Reports count what the rules judge differently; tables refuse figures of two rules."""
+    folders = [tmp_path / "squad", tmp_path / "unicode"]
+    for folder in folders:
+        decoding = MANIFEST["decoding"] | {"normalize": folder.name}
+        with Store(folder, copy.deepcopy(MANIFEST) | {"decoding": decoding}) as store:
+            for i, answer in enumerate(("Bogota\u0301", "Bogot\u00e1", "Lima", None)):
+                truth = replace(sample(f"dev.jsonl#{i}", 0.0), ground_truth=("Bogot\u00e1",))
+                store.append(replace(truth, answer=answer))
+        assert main(["report", str(folder), "--num-resamples", "100"]) == 0
+        assert json.loads((folder / "metrics.json").read_text())["judged_differently"] == 1
+        assert f"normalize={folder.name}; 1 of 4 rows" in (folder / "report.md").read_text()
+    with pytest.raises(ConfigError, match="squad: squad; unicode: unicode"):
+        table(folders)
+    found = table(folders, is_mixed=True, num_resamples=100)
+    assert found.count("topk 3, normalize unicode |") == 1
 
 
 def test_folders_of_one_name_are_told_apart(tmp_path: Path) -> None:

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from search_r1.agent.tags import R1_SEARCHER, SEARCH_R1
-from search_r1.view.dialogue import read_dialogue, tags_of
+from search_r1.rewards.normalize import normalize_answer
+from search_r1.view.dialogue import read_dialogue, rule_of, tags_of
 from tests.view import runs
 from verl.agent import native
 
@@ -71,6 +72,21 @@ def test_calls_are_recognized_by_the_tags_of_the_run() -> None:
     assert _calls("<clock>now</clock>", information, clock) == [("clock", "now")]
     assert _calls("<own>1+1</own>", information, clock) == [("own", "1+1")]
     assert tags_of({}) == TAGS and tags_of({"template": "moved.yaml"}).tools == TAGS.tools
+
+
+@pytest.mark.parametrize(("rule", "is_equal"), [("squad", False), ("unicode", True)])
+def test_answers_are_compared_by_the_rule_of_the_run(rule: str, is_equal: bool) -> None:
+    """The page counts what the run's own reward counted."""
+    turns = {
+        "<search>q</search>": "policy",
+        "<information>Bogota\u0301</information>": "observation",
+        "<answer>BOGOTA\u0301</answer>": "policy",
+    }
+    segments = [{"origin": origin, "text": text} for text, origin in turns.items()]
+    row = {"segments": segments, "ground_truth": ["Bogot\u00e1"], "components": {}}
+    found = read_dialogue(row, TAGS, rule_of({"reward_model": {"normalize": rule}}))
+    assert found.is_found is is_equal and found.is_given is is_equal
+    assert rule_of({}) is rule_of({"reward_model": None}) is normalize_answer
 
 
 def test_a_call_without_a_result_is_no_search() -> None:

@@ -70,6 +70,9 @@ class RewardConfig:
     stages: list[StageConfig] = option(factory=list, resume="experiment")
     """Rewards that follow each other (`[{name: em_format, until_step: 100}, {name: em}]`) instead
     of `name`; every stage but the last needs an end."""
+    normalize: str = option("squad", resume="experiment", choices=("squad", "unicode"))
+    """Rule by which answers are compared: squad, the published one (ASCII punctuation), or unicode,
+    which also ignores Unicode's punctuation, invisible characters and forms of the same letter."""
     judge: JudgeConfig = field(default_factory=JudgeConfig)
     format_score: float = option(0.0, resume="logged", ge=0, le=1)
     """em: score of a wrong but well-formed answer."""
