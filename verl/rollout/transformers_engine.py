@@ -1,7 +1,8 @@
 """A small engine based on transformers that serves one request at a time and starts quickly.
 
-It keeps the key-value cache of the last context, so that the next turn only computes new tokens. It
-can be trained with, one trajectory after another; use vLLM for anything but tiny models.
+It keeps the cache of the last context, so that the next turn only computes new tokens, where that
+gives the model's own log-probs (`context_cache`). It can be trained with, one trajectory after
+another; use vLLM for anything but tiny models.
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache
 
 from verl.config import Config
 from verl.engine import cut_at_stop
-from verl.model_files import check_finite, load_tokenizer
+from verl.model_files import check_finite, load_tokenizer, model_errors
+from verl.rollout.context_cache import ContextCache
 from verl.rollout.interface import INTERRUPTED, Listener, RolloutEngine
 from verl.training.devices import device_type, rollout_dtype
 from verl.training.models import load_causal_lm
@@ -57,7 +58,7 @@ class TransformersEngine(RolloutEngine):
         self._lock = threading.Lock()
         self._running: set[threading.Event] = set()
         """One event for each request, set when the request must end."""
-        self._reset_cache()
+        self._context = ContextCache()
 
     @classmethod
     def from_config(cls, config: Config, replica: int) -> Self:
@@ -73,21 +74,20 @@ class TransformersEngine(RolloutEngine):
         self.model = self._load(self.path)
         self._generation_config = self.model.generation_config
         check_finite(self.model.named_parameters(), f"weights of {self.path}")
+        with model_errors(self.path, "a forward pass"):
+            self._context.judge(self.model, self.tokenizer, self.path)
 
     def _load(self, path: str) -> Any:
-        model: Any = load_causal_lm(path, self.dtype, attention=None)
-        return model.eval().to(self.device)
-
-    def _reset_cache(self) -> None:
-        """Drop the key-value cache, for another dialogue or other weights."""
-        self._cache, self._cached_ids = DynamicCache(), list[int]()
+        model: Any = load_causal_lm(path, self.dtype, attention=None).eval()
+        # Quantized weights are loaded where they can be computed, and some cannot be moved.
+        return model if model.device.type == self.device else model.to(self.device)
 
     async def update_weights(self, folder: str, version: int, is_adapter: bool = False) -> None:
         """Load the model of the folder; the previous one is freed first."""
         assert not is_adapter, "this engine declares that it takes no adapters"
         with self._lock:
             self.model = None
-            self._reset_cache()
+            self._context.reset()
             self.model = await asyncio.to_thread(self._load, folder)
             self.model.generation_config = self._generation_config or self.model.generation_config
             self.weight_version = version
@@ -96,12 +96,12 @@ class TransformersEngine(RolloutEngine):
         """Free the device memory; `update_weights` loads a whole model later."""
         if self.device != "cpu":
             self.model = None
-            self._reset_cache()
+            self._context.reset()
             torch.cuda.empty_cache()
 
     async def shutdown(self) -> None:
         self.model = None
-        self._reset_cache()
+        self._context.reset()
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
         """Continue `prompt_ids` in a thread, without blocking the event loop."""
@@ -147,7 +147,7 @@ class TransformersEngine(RolloutEngine):
     ) -> Completion:
         with self._lock:
             if not self._caches:
-                self._reset_cache()
+                self._context.reset()
             ids: list[int] = []
             log_probs: list[float] = []
             text, num_reported, reason = "", 0, "length"
@@ -177,28 +177,13 @@ class TransformersEngine(RolloutEngine):
             generator = torch.Generator().manual_seed(sampling.seed)
         context = list(prompt_ids)
         while True:
-            log_probs = processed_log_probs(self._logits(context), sampling)
+            log_probs = processed_log_probs(self._context.logits(self.model, context), sampling)
             if sampling.temperature == 0:
                 token = int(log_probs.argmax())
             else:
                 token = int(torch.multinomial(log_probs.exp(), 1, generator=generator))
             yield token, float(log_probs[token])
             context.append(token)
-
-    @torch.inference_mode()
-    def _logits(self, context: list[int]) -> Tensor:
-        """Return (vocab_size,) float32 logits after `context`; computes only uncached tokens."""
-        num_cached = len(self._cached_ids)
-        if num_cached >= len(context) or context[:num_cached] != self._cached_ids:
-            self._reset_cache()  # another dialogue, or the same one again
-            num_cached = 0
-        new_ids = torch.tensor([context[num_cached:]], device=self.model.device)
-        cache = self._cache
-        self._reset_cache()  # a forward pass that fails would leave it filled in some layers only
-        output = self.model(new_ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
-        self._cache, self._cached_ids = cache, context.copy()
-        logits: Tensor = output.logits[0, -1].float().cpu()
-        return logits
 
     def _end_ids(self) -> set[int]:
         """Return all ids that end a sequence."""
