@@ -169,6 +169,7 @@ BAD: Mapping[str, tuple[Change, str]] = {
     "config of no decoder": (config("model_type", "t5"), "T5Config"),
     "config with code": (then(config("model_type", "own"), config("auto_map", {"AutoConfig": "m.C", "AutoModelForCausalLM": "m.M"})), "config.json: "),
     "config kind a number": (config("model_type", 5), "config.json: "),
+    "quantized": (config("quantization_config", {"quant_method": "awq", "bits": 4}), "quantized (awq)"),
     "layers 4 over 2": (config("num_hidden_layers", 4), "missing model.layers.2"),
     "layers 1 over 2": (config("num_hidden_layers", 1), "unexpected model.layers.1"),
     "layers 0": (config("num_hidden_layers", 0), "unexpected"),

@@ -37,6 +37,7 @@ from transformers.utils import logging as transformers_logging
 
 from verl.config import DataConfig
 from verl.errors import ConfigError, ModelError, UserError, explain
+from verl.quantization import check_unquantized, quantization_of
 from verl.remote_code import trusts_remote_code
 
 FIX = "download it again, or give the model that the files belong to"
@@ -191,7 +192,7 @@ def check_weights(
         for file in sorted(folder.glob(MAPPED_FILES)):
             dtypes.update(_header(file, subject))
         is_known = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
-        if getattr(config, "quantization_config", None) or not (by_transformers or is_known):
+        if quantization_of(config.to_dict()) or not (by_transformers or is_known):
             return int(config.get_text_config().vocab_size)
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder, config=config, device_map="meta", output_loading_info=True,
@@ -270,14 +271,18 @@ def is_finite(values: Tensor) -> bool:
 
 def check_model(
     subject: str, path: str, *, needs_head: bool = True, by_transformers: bool = True,
-    tokenizer_of: str | None = None,
+    tokenizer_of: str | None = None, may_be_quantized: bool = False,
 ) -> PretrainedConfig:  # fmt: skip
     """Check a model's folder and return its config. Only the headers of the weights are read.
 
-    For a critic, `needs_head` is false, and `tokenizer_of` is the model whose tokens it reads.
+    For a critic, `needs_head` is false, and `tokenizer_of` is the model whose tokens it reads. Only
+    a model that is not trained may be quantized.
     Raises ModelError, whose one line begins with `subject`.
     """
     config = read_config(path, subject)
+    if not may_be_quantized:
+        raw_config, _ = PretrainedConfig.get_config_dict(Path(path).expanduser())
+        check_unquantized(subject, path, raw_config)
     with model_errors(path, "generation_config.json", subject), quiet_transformers():
         eos_ids = _eos_ids(Path(path).expanduser(), config)
     num_rows = check_weights(path, config, needs_head, by_transformers, subject)

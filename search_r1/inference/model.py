@@ -18,6 +18,7 @@ import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HFValidationError
 from peft import PeftConfig, PeftModel
+from transformers import PretrainedConfig
 from transformers.utils import (
     SAFE_WEIGHTS_INDEX_NAME,
     SAFE_WEIGHTS_NAME,
@@ -44,6 +45,7 @@ from verl.model_files import (
     quiet_transformers,
     summarise,
 )
+from verl.quantization import check_unquantized
 from verl.rollout.interface import RolloutEngine, build_engine
 from verl.training.devices import device_type, dtype_name, resolve_dtype
 from verl.training.models import load_causal_lm
@@ -126,7 +128,9 @@ def load_agent(config: Config) -> DialogueAgent:
         check_template(load_tokenizer(section.model.path, subject), section.model.path, subject)
     else:
         by_transformers = section.rollout.name == "transformers"
-        model = check_model(subject, section.model.path, by_transformers=by_transformers)
+        model = check_model(
+            subject, section.model.path, by_transformers=by_transformers, may_be_quantized=True
+        )
         names = ("--max-prompt-length", "--max-response-length")
         check_context(model, section.model.path, config.data, *names)
         if not by_transformers and device_type(config.trainer.device) == "cpu":
@@ -178,6 +182,8 @@ def merge(base: Path, adapter: Path, out: Path, dtype: str) -> Path:
     subject, expected = f"--adapter {adapter}", f"an adapter that fits {base}"
     trained_on = base_model_of(adapter) or "not recorded"
     fix = f"give --model the model that it was trained on: {trained_on}"
+    # The sum of a quantized model and an adapter is not what the adapter was trained with.
+    check_unquantized("--model", str(base), PretrainedConfig.get_config_dict(base)[0])
     lm = load_causal_lm(str(base), attention=None)
     with model_errors(str(base), "", subject, expected, fix), quiet_transformers():
         settings = PeftConfig.from_pretrained(str(adapter))

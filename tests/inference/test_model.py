@@ -1,6 +1,7 @@
 """Resolving `--model` and `--adapter` to a model folder."""
 
 import asyncio
+import json
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -46,6 +47,21 @@ def test_a_checkpoint_is_exported_for_the_while(tmp_path: Path) -> None:
         assert AutoTokenizer.from_pretrained(folder).encode("a b") != []
     assert torch.equal(found.model.norm.weight, model.model.norm.weight)
     assert not folder.exists()
+
+
+def test_a_quantized_model_is_not_merged_with_an_adapter(tmp_path: Path) -> None:
+    """The sum would be another one than the adapter was trained in; the model alone may sample."""
+    model = whole_model(tmp_path / "model")
+    entry("config.json", "quantization_config", {"quant_method": "awq"})(model)
+    with model_folder(str(model), "float32") as folder:
+        assert folder == model
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    entry_file = {"base_model_name_or_path": str(model), "peft_type": "LORA"}
+    (adapter / "adapter_config.json").write_text(json.dumps(entry_file))
+    merged = model_folder(str(model), "float32", str(adapter))
+    with pytest.raises(ModelError, match=r"--model: got .* quantized"), merged:
+        pass
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from transformers import AutoConfig
 from verl.checkpoint.folders import EXPECTED, is_complete
 from verl.errors import ConfigError, explain
 from verl.model_files import check_weights, is_finite, model_errors, refuse_non_finite
+from verl.quantization import check_unquantized
 from verl.remote_code import trusts_remote_code
 from verl.training.checkpoint_files import ShardReader, checkpoint_errors, load_tensors
 from verl.training.devices import DTYPES
@@ -57,6 +58,7 @@ def _write_model(
     source = base or str(step_dir / "huggingface")
     with model_errors(source, "config.json"):
         config = AutoConfig.from_pretrained(source, trust_remote_code=trusts_remote_code())
+    check_unquantized("--base" if base else "checkpoint", source, config.to_dict())
     weights = _read_policy(step_dir / "shards")
     if record is not None:
         adapter = _read_adapter(step_dir, record, base)

@@ -10,7 +10,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ import httpx
 import torch
 from huggingface_hub import constants, get_token, try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from verl.agent.environment import Environment
 from verl.checkpoint import folders
@@ -38,6 +38,7 @@ from verl.monitor.tracking import PACKAGES, backend_names
 from verl.preflight.memory.check import decide_memory, memory_problems, read_setting
 from verl.preflight.memory.needs import has_critic
 from verl.preflight.servers import server_problems
+from verl.quantization import check_unquantized
 from verl.remote_code import trusts_remote_code
 from verl.rollout import schedule
 from verl.rollout.interface import engine_problems
@@ -118,13 +119,9 @@ def _path_problems(
     A critic must share the tokenizer of `policy_path`; lengths of `data` must fit the context.
     """
     is_name = re.fullmatch(r"\w[\w.-]{0,95}(/[\w.-]{1,96})?", path) and not Path(path).exists()
-    problem = _hub_problem(path) if is_name else ""
-    if problem:
-        expected = "a model folder or a hub name that can be loaded"
-        fix = f"correct it, or on a machine with network: hf download {path}"
-        yield ModelError(explain(key, path + problem, expected, fix))
-        return
     try:
+        if is_name:
+            check_unquantized(key, path, _hub_config(key, path))
         if not is_name or is_cached(path):  # the ranks check a model that they download
             folder = str(model_folder(path) or path)
             tokenizer = policy_path and str(model_folder(policy_path) or policy_path)
@@ -137,26 +134,37 @@ def _path_problems(
         yield error
 
 
-def _hub_problem(name: str) -> str:
-    """Return why a hub model cannot be loaded, as a text in parentheses, or an empty string."""
+def _hub_config(key: str, name: str) -> Mapping[str, Any]:
+    """Return a model's config.json from the hub's cache, or what the hub says about it.
+
+    Raises ModelError if a model of this name cannot be loaded.
+    """
     try:
-        if isinstance(try_to_load_from_cache(name, "config.json"), str):
-            return ""
+        cached = try_to_load_from_cache(name, "config.json")
+        if isinstance(cached, str):
+            with model_errors(name, "config.json", key):
+                return PretrainedConfig.get_config_dict(Path(cached).parent)[0]
+        problem = "not in the hub's cache, and HF_HUB_OFFLINE is set"
+        if not constants.HF_HUB_OFFLINE:
+            answer = _ask_hub(name)
+            if answer.is_success:
+                return dict(answer.json().get("config") or {})
+            problem = f"and the hub says {answer.status_code}"
     except HFValidationError as error:
-        return f" (no such folder, and no hub name: {describe_error(error)})"
-    if constants.HF_HUB_OFFLINE:
-        return " (no such folder, not in the hub's cache, and HF_HUB_OFFLINE is set)"
+        problem = f"and no hub name: {describe_error(error)}"
+    except (httpx.HTTPError, ValueError) as error:  # no answer, or one that is not JSON
+        problem = f"and the hub does not answer: {describe_error(error)}"
+    expected = "a model folder or a hub name that can be loaded"
+    fix = f"correct it, or on a machine with network: hf download {name}"
+    raise ModelError(explain(key, f"{name} (no such folder, {problem})", expected, fix))
+
+
+def _ask_hub(name: str) -> httpx.Response:
+    """Ask the hub for a model; plainly, as the errors of huggingface_hub differ by version."""
     token = get_token()
     headers = {"Authorization": f"Bearer {token}"} if token else {}
-    try:
-        # A plain request: the exceptions of huggingface_hub differ between its versions.
-        url = f"{constants.ENDPOINT}/api/models/{name}"
-        answer = httpx.get(url, headers=headers, timeout=PROBE_SECONDS, follow_redirects=True)
-    except httpx.HTTPError as error:
-        return f" (no such folder, and the hub does not answer: {describe_error(error)})"
-    if answer.is_success:
-        return ""
-    return f" (no such folder, and the hub says {answer.status_code})"
+    url = f"{constants.ENDPOINT}/api/models/{name}"
+    return httpx.get(url, headers=headers, timeout=PROBE_SECONDS, follow_redirects=True)
 
 
 def _question_problems(config: Config) -> Iterator[UserError]:

@@ -16,12 +16,14 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from tqdm import tqdm
+from transformers import PretrainedConfig
 
 from verl.config import OptimConfig
 from verl.core_algos.losses import loss_weights, weighted_sum
-from verl.model_files import check_model, load_tokenizer
+from verl.model_files import check_model, load_tokenizer, model_errors
 from verl.packing import split_by_work
 from verl.ports import free_port
+from verl.quantization import check_unquantized
 from verl.remote_code import set_trust
 from verl.sft.demonstrations import load_demonstrations
 from verl.sft.options import SftConfig
@@ -129,8 +131,12 @@ def train(config: SftConfig) -> list[float]:
 
 
 def _train(config: SftConfig, part: Path | None) -> list[float]:
-    if Path(config.model_path).expanduser().exists():  # else a hub name, which is downloaded later
+    if Path(config.model_path).expanduser().exists():
         check_model("model_path", config.model_path)
+    else:  # a hub name: its weights are downloaded later
+        with model_errors(config.model_path, "config.json", "model_path"):
+            described, _ = PretrainedConfig.get_config_dict(config.model_path)
+        check_unquantized("model_path", config.model_path, described)
     device = join_ranks(config)
     # On CPU the allocator would otherwise request new pages for the activations of each step.
     with keep_freed_memory() if device.type == "cpu" else contextlib.nullcontext():

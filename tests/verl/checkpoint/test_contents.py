@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from transformers import LlamaConfig
 
 from example.tiny import tiny_model
+from tests.bad_models import entry, whole_model
 from tests.checkpoints import writing
 from tests.test_end_to_end import write_rows
 from verl.checkpoint import folders
@@ -25,7 +26,7 @@ from verl.checkpoint.exporting import export
 from verl.checkpoint.folders import read_driver_random, write_driver_random
 from verl.checkpoint.resume import check_contents
 from verl.config import Config
-from verl.errors import UserError
+from verl.errors import ModelError, UserError
 from verl.trainer import main_ppo, run
 from verl.training.checkpoint_files import load_tensors, random_states, read_state_file
 from verl.training.shards import ADAPTERS_FILE
@@ -271,3 +272,12 @@ def test_a_damaged_checkpoint_is_reported_before_any_work(
     text = capsys.readouterr().err.splitlines()[-1]
     assert status == 2 and text.startswith(f"checkpoint {step_dir}"), text
     assert "shards/__0_0.distcp is missing or has changed since it was written" in text
+
+
+def test_a_quantized_base_does_not_describe_an_export(sound: Path, tmp_path: Path) -> None:
+    """Its config.json would say that the exported weights are quantized."""
+    step_dir = Path(shutil.copytree(sound, tmp_path / "global_step_3"))
+    base = whole_model(tmp_path / "base")
+    entry("config.json", "quantization_config", {"quant_method": "mxfp4"})(base)
+    with pytest.raises(ModelError, match="--base: got"):
+        export(step_dir, tmp_path / "out", base=str(base))

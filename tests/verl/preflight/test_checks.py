@@ -284,6 +284,28 @@ def test_hub_is_asked_for_a_name(
             assert expected in problems(config)[0]
 
 
+@pytest.mark.parametrize("section", ["actor_rollout_ref.model", "critic.model"])
+def test_a_quantized_model_is_refused(valid_run: list[str], tmp_path: Path, section: str) -> None:
+    """Policy (which is the reference too) and critic, before their weights are read."""
+    folder = whole_model(tmp_path / "quantized", max_shard_size=1_000_000)
+    entry("config.json", "quantization_config", {"quant_method": "awq", "bits": 4})(folder)
+    options = [f"{section}.path={folder}", "algorithm.adv_estimator=gae"]
+    lines = problems(cli.compose([*valid_run, *options]))
+    assert len(lines) == 1 and lines[0].startswith(f"{section}.path: got {folder}, whose weights")
+
+
+def test_a_quantized_model_of_the_hub_is_refused(
+    valid_run: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By what the hub says of its config, before it is downloaded."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    config = cli.compose([*valid_run, "actor_rollout_ref.model.path=nobody/nothing"])
+    answer = json.dumps({"config": {"quantization_config": {"quant_method": "gptq", "bits": 4}}})
+    with server({"/api/models/nobody/nothing": (200, answer)}) as url:
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", url.removesuffix("/retrieve"))
+        assert "quantized (gptq)" in problems(config)[0]
+
+
 def test_a_folder_below_one_that_may_not_be_entered_is_refused(
     valid_run: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

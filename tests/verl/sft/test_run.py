@@ -10,7 +10,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedTokenizerFast,
+)
 
 from example.tiny import tiny_llama
 from tests.bad_models import BAD, whole_model
@@ -223,7 +228,9 @@ def test_an_over_long_row_is_refused(model: str, demonstrations: str) -> None:
         load_demonstrations(demonstrations, AutoTokenizer.from_pretrained(model), 12)
 
 
-@pytest.mark.parametrize("case", ["layers 4 over 2", "no tokenizer", "template that raises"])
+@pytest.mark.parametrize(
+    "case", ["layers 4 over 2", "no tokenizer", "template that raises", "quantized"]
+)
 def test_a_bad_model_is_refused_before_the_ranks_join(
     case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -233,3 +240,15 @@ def test_a_bad_model_is_refused_before_the_ranks_join(
     assert trainer.main([f"{key}={tmp_path / name}" for key, name in words.items()]) == 2
     line = capsys.readouterr().err.splitlines()[-1]  # after the progress bar of save_pretrained
     assert "model_path: got " in line and BAD[case][1] in line
+
+
+def test_a_quantized_model_of_the_hub_is_refused_before_it_is_downloaded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By its config.json alone, in one line."""
+    config = {"model_type": "llama", "quantization_config": {"quant_method": "gptq"}}
+    monkeypatch.setattr(PretrainedConfig, "get_config_dict", lambda name: (config, {}))
+    out = tmp_path / "out"
+    arguments = ["model_path=org/tiny", "train_file=none.jsonl", f"output_dir={out}"]
+    assert trainer.main(arguments) == 2
+    assert "model_path: got org/tiny, whose weights are quantized (gptq)" in capsys.readouterr().err
