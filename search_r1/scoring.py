@@ -30,7 +30,7 @@ from verl.config.rules import reward_names
 from verl.errors import ConfigError, PluginError
 from verl.rewards.interface import Reward, RewardManager
 from verl.rewards.stages import StagedReward
-from verl.types import Origin, Trajectory
+from verl.types import Origin, Prompt, Trajectory
 
 ORIGIN_NAMES: dict[Origin, OriginName] = {
     Origin.PROMPT: "prompt",
@@ -72,8 +72,18 @@ def reward_input(
         question=str(prompt.extra_info.get("question") or prompt.text),
         grammar=grammar,
         uid=prompt.uid,
+        extra_info=prompt.extra_info,
+        row_truth=_row_truth(prompt),
         normalize=normalize,
     )
+
+
+def _row_truth(prompt: Prompt) -> str | list[str] | dict[str, list[str]]:
+    """Return the ground truth in the form that the row of the prompt has it."""
+    answers = list(prompt.ground_truth)
+    if prompt.truth_form == "target":
+        return {"target": answers}
+    return answers[0] if prompt.truth_form == "text" and len(answers) == 1 else answers
 
 
 def build_reward_manager(config: Config) -> RewardManager:

@@ -151,3 +151,20 @@ def test_prompt_text_and_question_travel_from_the_file(tmp_path: Path) -> None:
     seen = reward_input(start_trajectory(prompt), SEARCH_R1)
     assert (seen.question, seen.segments[0]) == ("who?", ("prompt", "Answer: who?"))
     assert bytes(prompt.ids[:12]).decode() == prompt.text
+
+
+@pytest.mark.parametrize(
+    ("truth", "given"),
+    [("Paris", "Paris"), (["Paris"], ["Paris"]), ({"target": ["Paris"]}, {"target": ["Paris"]}),
+     ({"target": "Paris"}, {"target": ["Paris"]})],
+)  # fmt: skip
+def test_a_function_for_verl_gets_the_ground_truth_of_the_row(
+    truth: object, given: object, tmp_path: Path
+) -> None:
+    """The form that the row has reaches a user's function, with the row's extra_info."""
+    record = {"data_source": "nq", "prompt": "Who?", "extra_info": {"index": 5},
+              "reward_model": {"ground_truth": truth}}  # fmt: skip
+    (tmp_path / "rows.jsonl").write_text(json.dumps(record) + "\n")
+    (row,) = load_rows(str(tmp_path / "rows.jsonl"))
+    seen = reward_input(start_trajectory(render(row, ByteTokenizer())), SEARCH_R1)
+    assert (seen.row_truth, seen.extra_info["index"]) == (given, 5)

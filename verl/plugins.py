@@ -5,11 +5,7 @@ and travel to the run's other processes with the factories that need them (`Port
 """
 
 import contextlib
-import hashlib
-import importlib.util
-import os
 import sys
-import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -18,11 +14,10 @@ from types import ModuleType
 from typing import Any, Generic, TypeVar, cast
 
 from verl.errors import ConfigError, UserError, did_you_mean, explain
+from verl.user_files import MODULE_PREFIX, execute_file, import_lock, module_name
 
 Entry = TypeVar("Entry")
 Product = TypeVar("Product")
-MODULE_PREFIX = "plugin_"
-"""Prefix of the module names under which users' files are imported."""
 PYTHON_PREFIX = "python:"
 """Name prefix of objects passed in from Python, which have no file."""
 
@@ -30,8 +25,6 @@ _registered: dict[str, Any] = {}
 """Objects registered in this process, by absolute name."""
 _user_modules: set[str] = set()
 """Names of the modules that define the registered objects."""
-_import_lock = threading.RLock()
-"""Held while a user's file is executed. Reentrant, since its code may load another user's file."""
 
 
 def resolve(option: str, name: str, builtin: Mapping[str, Entry]) -> Entry:
@@ -52,7 +45,7 @@ def resolve(option: str, name: str, builtin: Mapping[str, Entry]) -> Entry:
         expected = f"one of {', '.join(builtin)}, or path/file.py:Name"
         raise ConfigError(explain(option, repr(name), expected, fix))
     path, _, attribute = name.rpartition(":")
-    with _import_lock:  # no other thread may see a partly executed module
+    with import_lock:  # no other thread may see a partly executed module
         module = _import_file(option, Path(path).expanduser().resolve())
     if not hasattr(module, attribute):
         own = ", ".join(key for key, value in vars(module).items()
@@ -144,25 +137,14 @@ class PortableFactory(Generic[Product]):
 
 def _import_file(option: str, path: Path) -> ModuleType:
     """Import a file; it is executed once per process, however many options name it."""
-    # The module name depends on the path alone, so that it is the same in every process: pickled
-    # objects refer to their class by it.
-    name = f"{MODULE_PREFIX}{path.stem}_{hashlib.sha256(os.fsencode(path)).hexdigest()[:16]}"
+    name = module_name(path)
     if name in sys.modules:
         return sys.modules[name]
     if not path.is_file():
         fix = f"correct the path; relative ones start at {Path.cwd()}"
         raise ConfigError(explain(option, path, "a Python file that exists", fix))
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None, "a .py file has a loader"
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses look up their own module there
-    try:
-        with user_code_errors(option, path, "a file that can be imported"):
-            spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[name]
-        raise
-    return module
+    with user_code_errors(option, path, "a file that can be imported"):
+        return execute_file(path, name)
 
 
 @contextlib.contextmanager

@@ -103,6 +103,8 @@ class Prompt:
     extra_info: Mapping[str, Any] = field(default_factory=dict)
     text: str = ""
     """The text that was encoded to `ids`, including the chat template."""
+    truth_form: str = "target"
+    """Form of the ground truth in the row: text, list, or target (`{"target": …}`)."""
 
 
 @dataclass(frozen=True)

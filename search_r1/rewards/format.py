@@ -54,7 +54,7 @@ def _tag_letters(grammar: Grammar) -> Mapping[str, str]:
     return opening | {tag.closing: letter for _, letter, tag in tags}
 
 
-def _strip_end_of_sequence(text: str) -> str:
+def strip_end_of_sequence(text: str) -> str:
     """Strip end-of-sequence texts and white space from the end."""
     text = text.rstrip()
     while token := next(filter(text.endswith, END_OF_SEQUENCE), None):
@@ -82,7 +82,7 @@ def is_valid_dialogue(segments: Sequence[tuple[Origin, str]], grammar: Grammar =
     letters, last = "", len(segments) - 1
     for index, (origin, text) in enumerate(segments):
         if index == last and origin == "policy":
-            text = _strip_end_of_sequence(text)
+            text = strip_end_of_sequence(text)
         letters += _encode_segment(origin, text, grammar)
     valid = _VALID_WITHIN_THINK if grammar.acts_in_think else _VALID
     return valid.fullmatch(letters) is not None

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from search_r1.agent.grammar import SEARCH_R1, Grammar, answer_pattern
 from search_r1.rewards.normalize import Normalize, matches_exactly, normalize_answer
@@ -47,6 +47,10 @@ class RewardInput:
     """The tags of the dialogue."""
     uid: str = ""
     """Identifier of the question: ``file#row``."""
+    extra_info: Mapping[str, Any] = field(default_factory=dict)
+    """The column ``extra_info`` of the row."""
+    row_truth: Any = None
+    """The ground truth as the row has it: a text, a list, or ``{"target": [...]}``."""
     normalize: Normalize = normalize_answer
     """The rule of ``reward_model.normalize``, by which answers are compared."""
 

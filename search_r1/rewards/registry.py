@@ -1,17 +1,10 @@
-"""Registry of rewards by name, their weighted sums, and user-defined reward functions."""
+"""Registry of rewards by name, and their weighted sums."""
 
 from __future__ import annotations
 
 import difflib
-import hashlib
-import importlib.util
-import inspect
 import math
-import os
-import sys
-import traceback
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
@@ -20,7 +13,6 @@ from search_r1.rewards.f1 import score_cover_em, score_f1
 from search_r1.rewards.format import score_em_format, score_stage_1, score_stage_2
 from search_r1.rewards.interface import (
     BatchRewardFn,
-    OwnRewardError,
     RewardFn,
     RewardInput,
     RewardOutput,
@@ -28,6 +20,7 @@ from search_r1.rewards.interface import (
     Rule,
 )
 from search_r1.rewards.judge.options import JudgeOptions
+from search_r1.rewards.own import load_function, wrap_user_reward
 
 
 def per_dialogue(rule: RewardFn) -> BatchRewardFn:
@@ -53,75 +46,6 @@ def weighted_sum(rules: Mapping[str, BatchRewardFn], weights: Mapping[str, float
         return sums
 
     return score_batch
-
-
-def load_function(spec: str) -> RewardFn:
-    """Load the reward ``path/to/file.py:name``; see ``wrap_user_reward``. Raises ValueError."""
-    path, _, name = spec.rpartition(":")
-    if not Path(path).is_file():
-        raise ValueError(f"got reward {spec!r}, expected path/to/file.py:function; no file {path}")
-    digest = hashlib.sha256(os.fsencode(Path(path).resolve())).hexdigest()[:16]
-    module_name = f"reward_{Path(path).stem}_{digest}"
-    module_spec = importlib.util.spec_from_file_location(module_name, path)
-    assert module_spec is not None and module_spec.loader is not None, path
-    module = importlib.util.module_from_spec(module_spec)
-    sys.modules[module_name] = module  # dataclasses and process pools look it up there
-    try:
-        module_spec.loader.exec_module(module)
-        return wrap_user_reward(spec, getattr(module, name))
-    except (Exception, SystemExit) as error:  # the user's file may raise anything
-        del sys.modules[module_name]
-        text = " ".join(f"{type(error).__name__}: {error}".split())
-        expected = "a function of one dialogue in a file that can be imported"
-        raise ValueError(f"got reward {spec!r} ({text}), expected {expected}") from error
-
-
-def wrap_user_reward(
-    spec: str, function: Callable[[RewardInput], float | RewardOutput]
-) -> RewardFn:
-    """Wrap a user's function, which returns a number or a ``RewardOutput``, with checks.
-
-    `spec` is its name in messages. Raises TypeError for a function that cannot be called with one
-    dialogue. The result raises OwnRewardError if the function raises or returns anything else.
-    """
-    inspect.signature(function).bind(None)
-    if inspect.iscoroutinefunction(function):
-        raise TypeError("an async function, which is never awaited")
-    code = getattr(function, "__code__", None) or type(function).__call__.__code__
-
-    def invalid(dialogue: RewardInput, got: str) -> OwnRewardError:
-        shown = " ".join(got.split())[:300]
-        return OwnRewardError(
-            f"reward {spec} at {dialogue.uid or 'a dialogue'}: got {shown}, "
-            "expected a finite number, or a RewardOutput of such; fix: correct the function"
-        )
-
-    def score(dialogue: RewardInput) -> RewardOutput:
-        try:
-            result = function(dialogue)
-        except (Exception, SystemExit) as error:  # the user's function may raise anything
-            frames = traceback.extract_tb(error.__traceback__)
-            # The line in the user's file, even if a library that it calls raised the error.
-            line = ([f for f in frames if f.filename == code.co_filename] or frames)[-1].lineno
-            raise invalid(dialogue, f"{type(error).__name__} in line {line}: {error}") from error
-        output = result if isinstance(result, RewardOutput) else RewardOutput(result)
-        try:
-            components = {name: to_float(value) for name, value in output.components.items()}
-            return RewardOutput(to_float(output.score), components)
-        except (AttributeError, OverflowError, TypeError, ValueError) as error:
-            raise invalid(dialogue, repr(result)) from error
-
-    return score
-
-
-def to_float(value: object) -> float:
-    """Convert a number to float. Raises ValueError for strings, arrays, NaN and infinity."""
-    if isinstance(value, str | bytes) or getattr(value, "ndim", 0) != 0:
-        raise ValueError(f"a {type(value).__name__} is not a number")
-    number = float(value)  # type: ignore[arg-type]
-    if not math.isfinite(number):
-        raise ValueError(f"{number} is not finite")
-    return number
 
 
 if TYPE_CHECKING:
@@ -195,9 +119,9 @@ def _build_one(
     user_rewards: Mapping[str, RewardFn],
 ) -> BatchRewardFn:
     if name in user_rewards:
-        return per_dialogue(wrap_user_reward(name, user_rewards[name]))
+        return wrap_user_reward(name, user_rewards[name])
     if ":" in name:
-        return per_dialogue(load_function(name))
+        return load_function(name)
     if name == LLM_JUDGE and judge is not None:
         return judge
     if name not in REWARDS:

@@ -96,9 +96,9 @@ def resolve_config(config: Config, arguments: Sequence[str] = ()) -> Config:
     for key, _, _, value in settings(config):
         if "[" not in key and value != MISSING:  # the items of a list are set with the list
             overrides.check_type(key, _plain(value), schema)
-    for override in map(overrides.parse, arguments):
-        for key, value in overrides.translate(override.key_or_group, override.value()).items():
-            overrides.check_type(key, value, schema)
+    given = ((o.key_or_group, o.value()) for o in map(overrides.parse, arguments))
+    for key, value in overrides.translate_all(given):
+        overrides.check_type(key, value, schema)
     with _interpolation_errors():
         return _check_composed(schema)
 
@@ -271,10 +271,7 @@ def _translate_preset(preset: Container, is_primary: bool) -> DictConfig:
     if is_primary:
         hydra_options.setdefault("defaults", ["config_schema", "_self_"])
     translated = OmegaConf.create(hydra_options)
-
-    for given, given_value in flatten(
-        options, is_whole=lambda key: overrides.current_name(key) in known_options()
-    ):
-        for key, value in overrides.translate(given, given_value).items():
-            OmegaConf.update(translated, key, value, force_add=True)
+    given = flatten(options, is_whole=lambda key: overrides.current_name(key) in known_options())
+    for key, value in overrides.translate_all(given):
+        OmegaConf.update(translated, key, value, force_add=True)
     return translated

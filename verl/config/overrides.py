@@ -9,7 +9,7 @@ import functools
 import itertools
 import logging
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from omegaconf.errors import OmegaConfBaseException
 from verl.config import Config
 from verl.config.algorithm import COMPAT_PRESETS
 from verl.config.known import known_options, known_sections, to_argument
+from verl.config.reward_file import is_of_reward_file, reward_file
 from verl.errors import ConfigError, did_you_mean, explain
 
 logger = logging.getLogger(__name__)
@@ -92,7 +93,25 @@ def normalise(arguments: Sequence[str], groups: Collection[str] = ()) -> list[st
     kept, so that the last of several values for one key wins. Raises ConfigError.
     """
     parsed = [parse(argument) for argument in arguments]
-    return [text for override in parsed for text in _normalise_override(override, groups)]
+    named = reward_file((override.key_or_group, override.value()) for override in parsed)
+    kept = [override for override in parsed if not is_of_reward_file(override.key_or_group)]
+    kept += [parse(f"{key}={_quote(value)}") for key, value in named.items()]
+    return [text for override in kept for text in _normalise_override(override, groups)]
+
+
+def _quote(text: str) -> str:
+    """Return a text in the quotes of Hydra's grammar."""
+    escaped = text.replace("\\", "\\\\").replace("'", "\\'")
+    return f"'{escaped}'"
+
+
+def translate_all(options: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+    """Yield the option of `verl.config` and its value for each of `options`; see `translate`."""
+    given = list(options)
+    for key, value in given:
+        if not is_of_reward_file(key):
+            yield from translate(key, value).items()
+    yield from reward_file(given).items()
 
 
 def runs(arguments: Sequence[str]) -> Iterator[tuple[list[str], str]]:

@@ -77,7 +77,9 @@ def render(
     else:
         text = "\n".join(message["content"] for message in row.prompt)
     ids = encode_within(tokenizer, text, limit, add_special_tokens=not is_templated)
-    return Prompt(row.uid, tuple(ids), row.data_source, row.ground_truth, row.extra_info, text)
+    return Prompt(
+        row.uid, tuple(ids), row.data_source, row.ground_truth, row.extra_info, text, row.truth_form
+    )
 
 
 def encode_within(

@@ -38,6 +38,8 @@ class Row:
     data_source: str
     ground_truth: tuple[str, ...]
     extra_info: Mapping[str, Any] = field(default_factory=dict)
+    truth_form: str = "target"
+    """Form of the ground truth in the file, as in `verl.types.Prompt`."""
 
     @property
     def uid(self) -> str:
@@ -205,7 +207,9 @@ def _check_row(record: Any, path: str, name: str, number: int, prompt_key: str) 
             return BadRow.at(path, number, part, short_repr(record.get(part)), expected)
     if isinstance(record.get("question"), str):  # a column of the original Search-R1 files
         extra = {"question": record["question"], **extra}
-    return Row(name, number, prompt, source, targets, extra)
+    truth = record["reward_model"]["ground_truth"]
+    form = "target" if isinstance(truth, dict) else "text" if isinstance(truth, str) else "list"
+    return Row(name, number, prompt, source, targets, extra, form)
 
 
 def parse_prompt(prompt: Any) -> str | tuple[Message, ...]:

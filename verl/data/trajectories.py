@@ -208,7 +208,8 @@ def make_row(
     return {
         "step": step, "step_size": step_size, "uid": prompt.uid, "data_source": prompt.data_source,
         "question": prompt.extra_info.get("question", ""),
-        "ground_truth": list(prompt.ground_truth), "extra_info": dict(prompt.extra_info),
+        "ground_truth": list(prompt.ground_truth), "truth_form": prompt.truth_form,
+        "extra_info": dict(prompt.extra_info),
         "group": trajectory.group, "sample": trajectory.sample, "seed": trajectory.seed,
         "status": trajectory.status.value, "score": reward.score,
         "components": dict(reward.components), "greedy_score": recorded.greedy_score,
@@ -248,7 +249,7 @@ def parse_row(location: str, row: Any) -> RecordedTrajectory:
         start, greedy = segments[0], row["greedy_score"]
         prompt = Prompt(
             row["uid"], start.ids, row["data_source"], tuple(row["ground_truth"]),
-            dict(row["extra_info"]), start.text,
+            dict(row["extra_info"]), start.text, row.get("truth_form", Prompt.truth_form),
         )  # fmt: skip
         trajectory = Trajectory(
             prompt, segments, Status(row["status"]), dict(row["stats"]),
