@@ -103,7 +103,7 @@ class InlineEngine(TransformersEngine):
 
     async def update_weights(self, folder: str, version: int, is_adapter: bool = False) -> None:
         await pause(self.random, 5)
-        self._reset_cache()
+        self._context.reset()
         self.model, self.weight_version = self._load(folder), version
 
 
