@@ -46,6 +46,8 @@ class Manifest:
     """UTC time of the build; empty in manifests of early versions."""
     made_with: str = ""
     """Indexing package and its version."""
+    analyzer: str = ""
+    """Analyzer of a BM25 index (`search_r1.search.tokenization`); empty in early versions."""
 
     def save(self, folder: Path) -> None:
         (folder / FILE_NAME).write_bytes(TypeAdapter(Manifest).dump_json(self, indent=2) + b"\n")

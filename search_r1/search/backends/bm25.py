@@ -19,7 +19,7 @@ from search_r1.search.index_builder import BuildConfig, build_index, index_folde
 from search_r1.search.manifest import Manifest, build_command, check_files, locate, open_corpus
 from search_r1.search.schema import Hit
 from search_r1.search.settings import RetrieverConfig
-from search_r1.search.tokenization import tokenize
+from search_r1.search.tokenization import ANALYZERS, FOLDED, UNFOLDED, tokenize
 
 logger = logging.getLogger(__name__)
 
@@ -41,8 +41,9 @@ class Bm25Retriever:
     name = "bm25"
     num_threads = 1
 
-    def __init__(self, index: bm25s.BM25, corpus: Corpus) -> None:
-        self._index = index
+    def __init__(self, index: bm25s.BM25, corpus: Corpus, analyzer: str = FOLDED) -> None:
+        """`analyzer`: the one that read the documents; it reads the queries, too."""
+        self._index, self._analyzer = index, analyzer
         self.corpus, self.num_documents = corpus, len(corpus)
         # Plain arrays, since slicing a np.memmap costs as much as reading a short posting list.
         index.scores |= {name: np.asarray(index.scores[name]) for name in POSTINGS}
@@ -51,21 +52,32 @@ class Bm25Retriever:
     def open(cls, folder: Path, corpus: Corpus, config: RetrieverConfig) -> "Bm25Retriever":
         """Memory-map the index; raises IndexMismatch if damaged or of another corpus."""
         check_files(config, folder, corpus)
-        Manifest.load(folder).check_corpus(folder, corpus.path, corpus.fingerprint)
+        manifest = Manifest.load(folder)
+        manifest.check_corpus(folder, corpus.path, corpus.fingerprint)
+        command = build_command(str(corpus.path), str(folder.parent))
+        if manifest.analyzer not in ANALYZERS:
+            raise IndexMismatch(
+                f"index {folder} was built with the analyzer {manifest.analyzer!r}; expected "
+                f"{FOLDED!r}: update this program, or build it again with `{command}`"
+            )
+        if manifest.analyzer == UNFOLDED:
+            logger.info(
+                "index %s tells Bogotá from Bogota, as it was built; to fold accents and forms of "
+                "letters build it again: `%s`", folder, command,
+            )  # fmt: skip
         try:
             index = bm25s.BM25.load(folder, mmap=True, show_progress=False)
             _check_arrays(index, len(corpus), config.verify)
         except UNREADABLE as error:
             raise IndexMismatch(
                 f"index {folder} cannot be read ({type(error).__name__}: {error}); expected what "
-                f"bm25s wrote for {len(corpus)} documents: build it again with "
-                f"`{build_command(str(corpus.path), str(folder.parent))}`"
+                f"bm25s wrote for {len(corpus)} documents: build it again with `{command}`"
             ) from error
-        return cls(index, corpus)
+        return cls(index, corpus, manifest.analyzer)
 
     def search(self, queries: Sequence[str], k: int) -> list[list[Hit]]:
         with stage("search"):
-            ranked = [self._rank(words, k) for words in tokenize(queries)]
+            ranked = [self._rank(words, k) for words in tokenize(queries, self._analyzer)]
         with stage("documents"):
             documents = iter(self.corpus.documents([row for rows, _ in ranked for row in rows]))
             return [
@@ -98,7 +110,10 @@ class Bm25Retriever:
 
     def info(self) -> dict[str, Any]:
         parameters = {"k1": self._index.k1, "b": self._index.b, "method": self._index.method}
-        return {"engine": self.name, **parameters, "corpus": asdict(self.corpus.fingerprint)}
+        # An index of the earlier analyzer keeps the facts that runs on it have recorded.
+        analyzer = {"analyzer": self._analyzer} if self._analyzer != UNFOLDED else {}
+        corpus = asdict(self.corpus.fingerprint)
+        return {"engine": self.name, **parameters, **analyzer, "corpus": corpus}
 
 
 def open_retriever(config: RetrieverConfig) -> Retriever:

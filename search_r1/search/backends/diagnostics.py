@@ -24,7 +24,7 @@ from search_r1.search.errors import SetupError
 from search_r1.search.manifest import open_corpus
 from search_r1.search.schema import Document, Hit
 from search_r1.search.settings import RetrieverConfig
-from search_r1.search.tokenization import tokenize
+from search_r1.search.tokenization import fold, tokenize
 from verl.files import read_text
 
 EXPECTED = (
@@ -110,7 +110,7 @@ class OracleRetriever:
             "\n".join([question, *(document.contents for document in passages.values())])
             for question, passages in self._passages.items()
         ]
-        tokens: Any = bm25s.tokenize(texts, stopwords="en", show_progress=False)
+        tokens: Any = bm25s.tokenize(list(map(fold, texts)), stopwords="en", show_progress=False)
         if not tokens.vocab:
             tokens.vocab[""] = 0  # all rows are stop words, but bm25s needs at least one word
         self._index = bm25s.BM25()

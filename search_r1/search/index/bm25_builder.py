@@ -21,10 +21,10 @@ from search_r1.search.index import build_folder
 from search_r1.search.index.progress import progress
 from search_r1.search.index_builder import BuildConfig
 from search_r1.search.manifest import Manifest, utc_now
-from search_r1.search.tokenization import tokenize
+from search_r1.search.tokenization import FOLDED, tokenize
 from verl.files import atomic_write
 
-TOKENIZER = "words of two characters or more, lower case, without English stop words"
+TOKENIZER = "words of two characters or more, folded, without English stop words"
 MADE_WITH = f"bm25s {bm25s.__version__}"
 
 Ids = npt.NDArray[np.int32]
@@ -80,8 +80,9 @@ def build(config: BuildConfig, corpus: Corpus, folder: Path) -> None:
         ready = build_folder.fresh_folder(work / build_folder.READY_NAME)
         index.save(ready, show_progress=False)
         Manifest(
-            "bm25", corpus.fingerprint, len(corpus), created=utc_now(), made_with=MADE_WITH
-        ).save(ready)
+            "bm25", corpus.fingerprint, len(corpus), created=utc_now(), made_with=MADE_WITH,
+            analyzer=FOLDED,
+        ).save(ready)  # fmt: skip
         build_folder.publish(work, folder)
 
 

@@ -10,14 +10,14 @@ from search_r1.search.corpus import Corpus
 from search_r1.search.index.bm25_builder import make_shard, merge_shards
 from search_r1.search.index_builder import BuildConfig, build_index
 from search_r1.search.manifest import Manifest
-from search_r1.search.tokenization import tokenize
+from search_r1.search.tokenization import FOLDED, fold, tokenize
 
 TEXTS = ["Danube river", "the of", "", "river Danube DANUBE café", "Seine river and a Zürich"]
 
 
 def test_words_are_numbered_as_in_one_piece() -> None:
     """Ids and vocabulary equal those of bm25s, for any division into shards."""
-    whole = bm25s.tokenize(TEXTS, stopwords="en", show_progress=False)
+    whole = bm25s.tokenize([fold(text) for text in TEXTS], stopwords="en", show_progress=False)
     for rows in (1, 2, 5):
         shards = [make_shard(tokenize(TEXTS[i : i + rows])) for i in range(0, len(TEXTS), rows)]
         documents, vocab = merge_shards(iter(shards))
@@ -32,7 +32,7 @@ def test_shards_leave_no_trace_in_the_index(
     """The index equals, file by file, an index that bm25s makes of all documents at once."""
     config = BuildConfig("bm25", str(corpus_path), str(tmp_path), shard_rows=shard_rows)
     folder = build_index(config)
-    texts = [document.contents for document in Corpus.open(corpus_path)]
+    texts = [fold(document.contents) for document in Corpus.open(corpus_path)]
     oracle = bm25s.BM25()
     oracle.index(bm25s.tokenize(texts, stopwords="en", show_progress=False), show_progress=False)
     oracle.save(tmp_path / "oracle")
@@ -40,6 +40,7 @@ def test_shards_leave_no_trace_in_the_index(
         assert (folder / path.name).read_bytes() == path.read_bytes(), path.name
     manifest = Manifest.load(folder)
     assert manifest.made_with.startswith("bm25s") and manifest.count == len(texts)
+    assert manifest.analyzer == FOLDED
 
 
 def test_a_corpus_without_words_is_indexed(tmp_path: Path) -> None:
