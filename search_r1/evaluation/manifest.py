@@ -45,6 +45,8 @@ def build_manifest(
     turns = {"max_turns": 0 if method.template else config.max_turns, "topk": config.retriever.topk}
     engine = {"name": "endpoint"} if options.endpoint else {"name": options.engine, "dtype": dtype}
     judge = {"model": options.judge_model, "verdict": options.judge_verdict}
+    if options.judge_body is not None:
+        judge["body"] = options.judge_body
     return {
         "format": FORMAT,
         "model": _model(options, Path(config.actor_rollout_ref.model.path)),

@@ -1,9 +1,10 @@
 """Options of `search-r1 evaluate`: one dataclass per command."""
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import tyro
 
@@ -58,6 +59,8 @@ class EvaluationOptions(AgentOptions):
     """environment variable with the judge's key"""
     judge_verdict: Literal["yes_no", "score"] = "yes_no"
     """form of the judge's reply"""
+    judge_body: str | None = None
+    """JSON object of fields that replace those of the judge's requests; null removes a field"""
     prompt_key: str = Config().data.prompt_key
     """column of the prompt"""
     num_resamples: Annotated[int, Bounds(100, 10**6)] = 2000
@@ -79,10 +82,22 @@ class EvaluationOptions(AgentOptions):
         if (self.judge_model is None) != (self.judge_url is None):
             fix = "give both --judge-url and --judge-model"
             yield explain("--judge-model", self.judge_model, "url and model, or neither", fix)
+        if self.judge_body is not None and _json_object(self.judge_body) is None:
+            fix = """--judge-body '{"max_completion_tokens": 2000, "max_tokens": null}'"""
+            yield explain("--judge-body", self.judge_body, "a JSON object", fix)
         if self.judge_api_key_env is not None and self.judge_url is None:
             fix = "leave it out, or give --judge-url and --judge-model"
             expected = "the judge that the key belongs to"
             yield explain("--judge-api-key-env", "no --judge-url", expected, fix)
+
+
+def _json_object(text: str) -> dict[str, Any] | None:
+    """Parse a JSON object; None if the text is none."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
 
 
 @dataclass(frozen=True, kw_only=True)

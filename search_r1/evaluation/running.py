@@ -4,6 +4,7 @@ An evaluation checks its inputs, runs the dialogues that are missing, and writes
 """
 
 import asyncio
+import json
 import logging
 import shutil
 import sys
@@ -106,6 +107,7 @@ def open_judge(options: EvaluationOptions) -> Judge | None:
         key = read_key(options.judge_api_key_env, "--judge-api-key-env")
         judge = build_judge(
             JudgeOptions(options.judge_url, options.judge_model, key, options.judge_verdict,
+                         body=json.loads(options.judge_body or "{}"),
                          cache_path=str(Path(options.out) / CACHE))
         )  # fmt: skip
         judge.check()

@@ -6,6 +6,7 @@ import pytest
 
 from search_r1.evaluation.options import EvaluationOptions
 from search_r1.evaluation.running import open_judge
+from tests.rewards.judge.server import judge_server
 from verl.errors import ConfigError
 
 
@@ -18,3 +19,23 @@ def test_a_key_that_is_not_set_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path
     )  # fmt: skip
     with pytest.raises(ConfigError, match=r"--judge-api-key-env: got NO_KEY, .*export NO_KEY=KEY"):
         open_judge(options)
+
+
+@pytest.mark.parametrize("body", ["{", "[1]", "3", "max_tokens"])
+def test_a_body_that_is_no_object_is_refused(body: str) -> None:
+    """Before the model is loaded."""
+    with pytest.raises(ConfigError, match="--judge-body: got"):
+        EvaluationOptions(model="m", data=("q",), out="o", judge_body=body)
+
+
+def test_the_body_reaches_the_judge(tmp_path: Path) -> None:
+    """Its fields replace ours in an evaluation, too."""
+    with judge_server(lambda n, sent: "yes") as server:
+        body = '{"max_tokens": null, "max_completion_tokens": 2000}'
+        options = EvaluationOptions(
+            model="m", data=("q",), out=str(tmp_path), judge_url=server.url, judge_model="m",
+            judge_body=body,
+        )  # fmt: skip
+        assert open_judge(options) is not None
+    [sent] = server.requests
+    assert sent["max_completion_tokens"] == 2000 and "max_tokens" not in sent

@@ -1,6 +1,7 @@
 """Options of the reward: a rule, a judge, a weighted sum, or stages that follow each other."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from verl.config.option import option
 
@@ -29,6 +30,9 @@ class JudgeConfig:
     """Maximum tokens of a reply; a model that thinks before it replies needs hundreds."""
     max_answer_chars: int = option(500, resume="logged", ge=1)
     """Maximum characters of the answer that the judge sees; the rest is cut off."""
+    body: dict[str, Any] = option(factory=dict, resume="logged")
+    """Fields of the request that replace ours, or are added; null removes a field
+    (`{max_tokens: null, max_completion_tokens: 2000, temperature: null}`)."""
     cache_path: str | None = option("${trainer.default_local_dir}/judge.sqlite", resume="free")
     """SQLite file that caches verdicts; several runs may share it. null disables the cache."""
 

@@ -1,8 +1,11 @@
 """Options of the LLM judge as plain data, importable without an HTTP client."""
 
+import json
 import os
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 from urllib.parse import urlsplit
 
 
@@ -30,14 +33,25 @@ class JudgeOptions:
     max_concurrency: int = 32
     max_tokens: int = 16
     max_answer_chars: int = 500
+    body: Mapping[str, Any] = field(default_factory=dict)
     cache_path: str | None = None
     first_pause: float = 0.5
     """Seconds before the first retry; the pause doubles with each retry, up to 30."""
 
     def __post_init__(self) -> None:
-        """Refuse keys that no header can contain, and passwords in the URL, which is logged."""
+        """Refuse keys no header can contain, passwords in the URL, and fields that are ours."""
         fix = "fix: give the key alone, in the environment variable that api_key_env names"
         if "@" in urlsplit(self.url).netloc:
             raise ValueError(f"judge.url: got a password in it, expected http://HOST/v1; {fix}")
         if self.api_key is not None and not re.fullmatch(r"[!-~]+", self.api_key):
             raise ValueError(f"judge's key: got a text with spaces or beyond ASCII; {fix}")
+        if own := self.body.keys() & {"messages", "model", "stream", "n"}:
+            fix = "leave them out; judge.model and judge.prompt set what they can"
+            raise ValueError(
+                f"judge.body: got {', '.join(sorted(own))}, expected others; fix: {fix}"
+            )
+        try:
+            json.dumps(dict(self.body), allow_nan=False)
+        except (TypeError, ValueError) as error:
+            expected = "values that JSON has"
+            raise ValueError(f"judge.body: got {error}, expected {expected}") from error

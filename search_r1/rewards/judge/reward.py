@@ -24,6 +24,7 @@ from search_r1.exchange import BoundedHttpClient
 from search_r1.retrying import Backoff, TransientError, call_with_retries, parse_retry_after
 from search_r1.rewards.interface import RewardInput, RewardOutput
 from search_r1.rewards.judge.options import JudgeOptions
+from search_r1.rewards.judge.request import REFUSED, RequestBody
 from search_r1.storage import FileStore
 
 INSTRUCTION = (
@@ -93,9 +94,9 @@ class JudgeFailed(Exception):
 class JudgeEndpoint:
     """An OpenAI-compatible chat endpoint for one batch; safe to use from several threads."""
 
-    def __init__(self, options: JudgeOptions) -> None:
-        """Create the client without connecting."""
-        self.options = options
+    def __init__(self, options: JudgeOptions, body: RequestBody) -> None:
+        """Create the client without connecting; `body` is shared by the batches of a run."""
+        self.options, self._body = options, body
         self._url = f"{options.url.rstrip('/')}/chat/completions"
         self._backoff = Backoff(options.first_pause, MAX_PAUSE_S, MAX_PAUSE_S)
         key = {"Authorization": f"Bearer {options.api_key}"} if options.api_key else {}
@@ -134,14 +135,9 @@ class JudgeEndpoint:
 
     def _request(self, message: str) -> float:
         """Send one request. Raises TransientError, or JudgeFailed if a retry cannot help."""
-        body = {
-            "model": self.options.model,
-            "messages": [{"role": "user", "content": message}],
-            "temperature": 0,
-            "max_tokens": self.options.max_tokens,
-        }
+        fields = self._body.fields(message)
         try:
-            response = self._client.send("POST", self._url, json=body)
+            response = self._client.send("POST", self._url, json=fields)
         except httpx.InvalidURL as error:
             raise JudgeFailed(f"{self._url}: {error}") from error
         except httpx.RequestError as error:
@@ -150,13 +146,21 @@ class JudgeEndpoint:
             raise TransientError(f"no chat completion: {error}") from error
         if response.status in TRANSIENT:
             raise TransientError(f"status {response.status}", parse_retry_after(response.headers))
+        if response.status in REFUSED and self._body.adapt(fields, response.text):
+            return self._request(message)  # at most once for each field that can be changed
         if response.status != 200:
-            raise JudgeFailed(f"{self._url}: status {response.status}: {response.text[:200]}")
+            hint = "; judge.body replaces fields of the request" * (response.status in REFUSED)
+            raise JudgeFailed(f"{self._url}: status {response.status}: {response.text[:200]}{hint}")
         try:
-            reply = json.loads(response.body)["choices"][0]["message"]["content"]
-            score = parse_verdict(reply, self.options.verdict)
+            choice = json.loads(response.body)["choices"][0]
+            score = parse_verdict(choice["message"]["content"] or "", self.options.verdict)
+            is_cut = choice.get("finish_reason") == "length"
         except (ValueError, LookupError, TypeError, RecursionError) as error:
             raise TransientError(f"no chat completion: {response.text[:200]}") from error
+        if score is None and is_cut:
+            limits = ", ".join(f"{name}={fields[name]}" for name in fields if "tokens" in name)
+            fix = "raise judge.max_tokens (in evaluations, by --judge-body)"
+            raise JudgeFailed(f"no verdict: the reply was cut off at {limits}; fix: {fix}")
         if score is None:
             raise TransientError(f"no verdict: {response.text[:200]}")
         return score
@@ -172,6 +176,7 @@ class LlmJudge:
     def __init__(self, options: JudgeOptions) -> None:
         """Open the cache. Raises ValueError if the file is not a cache or cannot be written."""
         self._options = options
+        self._body = RequestBody(options)
         self._cache = None
         if options.cache_path:
             with contextlib.suppress(OSError):  # FileStore raises the error
@@ -182,7 +187,7 @@ class LlmJudge:
         messages = [self._message(dialogue) for dialogue in dialogues]
         unique = [message for message in dict.fromkeys(messages) if message is not None]
         with (
-            JudgeEndpoint(self._options) as endpoint,
+            JudgeEndpoint(self._options, self._body) as endpoint,
             ThreadPoolExecutor(self._options.max_concurrency) as pool,
         ):
             scores = pool.map(lambda message: self._verdict(message, endpoint), unique)
@@ -200,7 +205,7 @@ class LlmJudge:
         message = self._message(example)
         assert message is not None, "the example is no exact match"
         try:
-            with JudgeEndpoint(self._options) as endpoint:
+            with JudgeEndpoint(self._options, self._body) as endpoint:
                 endpoint.judge(message)
         except JudgeFailed as error:
             raise ValueError(
@@ -224,7 +229,9 @@ class LlmJudge:
 
     def _verdict(self, message: str, endpoint: JudgeEndpoint) -> float | None:
         """Return the judge's score, from the cache if it is there; None if the judge fails."""
-        key = (hashlib.sha256(f"{self._options.model}\0{message}".encode()).hexdigest(),)
+        body = json.dumps(self._options.body, sort_keys=True) if self._options.body else ""
+        text = f"{self._options.model}{body}\0{message}"
+        key = (hashlib.sha256(text.encode()).hexdigest(),)
         if self._cache and (cached := self._cache.get([key])):
             return float(cached[key])
         try:

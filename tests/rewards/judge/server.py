@@ -10,8 +10,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 HANG_S = 5.0
-Reply = str | int | bytes | None
-"""Text of a chat completion, a status, a raw body, or None to never reply."""
+Reply = str | int | bytes | tuple[int, bytes] | None
+"""Text of a chat completion, a status, a raw body, both, or None to never reply."""
 
 
 @dataclass
@@ -46,9 +46,14 @@ class JudgeServer:
             handler.close_connection = True
             return
         status = reply if isinstance(reply, int) else 200
-        message = {"role": "assistant", "content": reply}
-        completion = json.dumps({"choices": [{"message": message}]}).encode()
-        body = reply if isinstance(reply, bytes) else b"{}" if status != 200 else completion
+        if isinstance(reply, tuple):
+            status, body = reply
+        elif isinstance(reply, bytes):
+            body = reply
+        else:
+            message = {"role": "assistant", "content": reply}
+            completion = json.dumps({"choices": [{"message": message}]}).encode()
+            body = b"{}" if status != 200 else completion
         handler.send_response(status)
         handler.send_header("content-length", str(len(body)))
         handler.end_headers()

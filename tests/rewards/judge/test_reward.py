@@ -1,5 +1,6 @@
 """The LLM judge with a real server that may fail or hang."""
 
+import json
 import subprocess
 import sys
 from dataclasses import replace
@@ -159,3 +160,92 @@ def test_the_judge_is_a_part_of_a_weighted_sum() -> None:
     assert right.components["llm_judge_score"] == 1.0 and half.components["judge_failed"] == 0.0
     with pytest.raises(ValueError, match="llm_judge"):
         build_batch_reward("llm_judge")
+
+
+def refusing(*fields: str, form: str = "openai") -> Any:
+    """Return a judge that refuses some fields as OpenAI's newest models do, and says yes else."""
+
+    def reply(_: int, body: dict[str, Any]) -> Reply:
+        for field in fields:
+            if field in body:
+                other = " Use 'max_completion_tokens' instead." * (field == "max_tokens")
+                message = f"Unsupported parameter: '{field}'.{other}"
+                error = {"message": message, "param": field, "code": "unsupported_parameter"}
+                text = json.dumps({"error": error}) if form == "openai" else message
+                return (400, text.encode())
+        return "yes"
+
+    return reply
+
+
+@pytest.mark.parametrize("form", ["openai", "text"])
+@pytest.mark.parametrize(
+    "fields", [("max_tokens",), ("temperature",), ("max_tokens", "temperature")]
+)
+def test_a_field_that_the_judge_refuses_is_left_out(
+    fields: tuple[str, ...], form: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Later requests and batches have the other field; the log says so once per field."""
+    with judge_server(refusing(*fields, form=form)) as server:
+        judge = build_judge(at(server, max_tokens=77, max_concurrency=1))
+        judge.check()
+        num_asked = len(server.requests)
+        assert [o.score for o in judge([dialogue("x"), dialogue("y")])] == [1.0, 1.0]
+    assert num_asked == 1 + len(fields) and len(server.requests) == num_asked + 2
+    last = server.requests[-1]
+    assert ("temperature" in last) is ("temperature" not in fields)
+    limit = "max_completion_tokens" if "max_tokens" in fields else "max_tokens"
+    assert {name: last[name] for name in last if "tokens" in name} == {limit: 77}
+    assert sum("refuses a field" in message for message in caplog.messages) == len(fields)
+
+
+def test_a_batch_at_once_adapts_as_well() -> None:
+    """Concurrent requests that were all refused are all sent again."""
+    with judge_server(refusing("max_tokens", "temperature")) as server:
+        out = build_judge(at(server))([dialogue(f"a{i}") for i in range(12)])
+    assert [o.score for o in out] == [1.0] * 12
+
+
+def test_the_body_replaces_adds_and_removes_fields(tmp_path: Path) -> None:
+    """Null removes a field; verdicts are cached for this body; its fields are not adapted."""
+    body = {"max_tokens": None, "max_completion_tokens": 2000, "temperature": 1, "seed": 3}
+    with judge_server(lambda n, sent: "yes") as server:
+        options = at(server, body=body, cache_path=str(tmp_path / "c"))
+        for _ in range(2):
+            assert build_judge(options)([dialogue("x")])[0].score == 1.0
+        build_judge(replace(options, body={}))([dialogue("x")])
+    first, plain = server.requests
+    assert {name: first.get(name) for name in body} == body and "max_tokens" not in first
+    assert (plain["max_tokens"], plain["temperature"]) == (16, 0)
+    with judge_server(refusing("temperature")) as server:
+        with pytest.raises(ValueError, match=r"status 400.*judge\.body"):
+            build_judge(at(server, body=body)).check()
+        assert len(server.requests) == 1
+
+
+@pytest.mark.parametrize(
+    "body", [{"messages": []}, {"model": "x"}, {"stream": True}, {"x": float("nan")}, {"x": {1}}]
+)
+def test_a_body_that_cannot_be_sent_is_refused(body: dict[str, Any]) -> None:
+    """Fields that make the request, and values that JSON does not have."""
+    with pytest.raises(ValueError, match=r"judge\.body: got "):
+        replace(OPTIONS, body=body)
+
+
+def test_a_reply_that_was_cut_says_so() -> None:
+    """A model that thinks first needs more tokens; trying again does not help."""
+    cut = {"choices": [{"message": {"content": None}, "finish_reason": "length"}]}
+    with judge_server(lambda n, body: json.dumps(cut).encode()) as server:
+        with pytest.raises(
+            ValueError, match=r"cut off at max_tokens=16; fix: raise judge\.max_tokens"
+        ):
+            build_judge(at(server)).check()
+        assert len(server.requests) == 1
+
+
+def test_other_bad_requests_are_failures_at_once() -> None:
+    """An error that names no field of ours is not answered with another request."""
+    refused = (400, b'{"error": {"message": "context too long", "param": "messages"}}')
+    with judge_server(lambda n, body: refused) as server:
+        (out,) = build_judge(at(server))([dialogue("x")])
+    assert out.components["judge_failed"] == 1.0 and len(server.requests) == 1
