@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from search_r1.agent.generation import build_environment, build_tag_format
-from search_r1.agent.grammar import Grammar
+from search_r1.agent.grammar import SEARCH_R1, Grammar
 from search_r1.rewards import (
     LLM_JUDGE,
+    REWARDS,
     BatchRewardFn,
     JudgeOptions,
     RewardInput,
@@ -46,6 +47,11 @@ class DialogueReward(RewardManager):
     rule: BatchRewardFn
     grammar: Grammar
     normalize: Normalize = normalize_answer
+    names: frozenset[str] | None = None
+    """Names of the rule's components; None if it is, or contains, a user's own function."""
+
+    def component_names(self) -> frozenset[str] | None:
+        return self.names
 
     def __call__(self, trajectories: Sequence[Trajectory]) -> list[Reward]:
         try:
@@ -112,10 +118,24 @@ def build_reward_manager(config: Config) -> RewardManager:
         fix = "see docs/rewards.md"
         raise ConfigError(f"reward_model: {error}; {fix}") from error
     normalize = RULES[options.normalize]
-    rewards = [DialogueReward(rule, grammar, normalize) for rule in rules]
+    rewards = [
+        DialogueReward(rule, grammar, normalize, _component_names(rule, section))
+        for rule, section in zip(rules, sections, strict=True)
+    ]
     if not options.stages:
         return rewards[0]
     return StagedReward(options.stages, rewards)
+
+
+def _component_names(
+    rule: BatchRewardFn, section: RewardConfig | StageConfig
+) -> frozenset[str] | None:
+    """Return the components of built-in rewards, from an exact match, which asks no judge."""
+    if not {*(section.weights or (section.name,))} <= {*REWARDS, LLM_JUDGE}:
+        return None
+    tags = SEARCH_R1.answer
+    [output] = rule([RewardInput([tags.wrap("x")], [("policy", tags.wrap("x"))], ["x"])])
+    return frozenset(output.components)
 
 
 def _python_rewards(config: Config, names: Iterable[str]) -> dict[str, Any]:

@@ -118,7 +118,7 @@ class TrainerConfig:
     keep_best: int = option(1, resume="free", ge=0)
     """Further checkpoints to keep: the validated ones with the highest `best_metric`."""
     best_metric: str = option("val/score", resume="free")
-    """Validation metric that ranks checkpoints; higher is better."""
+    """Validation metric that ranks checkpoints; higher is better. Checked before the run."""
     time_limit: float | None = option(None, resume="free", gt=0)
     """Time limit of this process in minutes: the run saves and stops when another step might not
     fit. null uses SLURM_JOB_END_TIME if Slurm sets it."""

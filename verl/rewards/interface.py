@@ -34,6 +34,10 @@ class RewardManager(ABC):
     def __call__(self, trajectories: Sequence[Trajectory]) -> list[Reward]:
         """Return the reward of each trajectory, in order."""
 
+    def component_names(self) -> frozenset[str] | None:
+        """Return the names of the components of its rewards; None if they are not known before."""
+        return None
+
     def observe(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
         """Record a finished step and its metrics; return metrics to add to the step's log."""
         return {}

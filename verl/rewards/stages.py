@@ -31,6 +31,12 @@ class StagedReward(RewardManager):
     def __call__(self, trajectories: Sequence[Trajectory]) -> list[Reward]:
         return self._rewards[self._index](trajectories)
 
+    def component_names(self) -> frozenset[str] | None:
+        """Return the names of all stages' components; None if those of one are not known."""
+        names = [reward.component_names() for reward in self._rewards]
+        known = [part for part in names if part is not None]
+        return frozenset().union(*known) if len(known) == len(names) else None
+
     def observe(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
         """Enter the next stage if the step, or the plateau of the metric, ends the current one.
 

@@ -50,6 +50,7 @@ from verl.steady import one_thread, steady_memory
 from verl.trainer.cluster import uses_gpus
 from verl.trainer.collection import Samples
 from verl.trainer.learning import Learner, add_advantages, assemble, token_signals
+from verl.trainer.metric_names import check_measured
 from verl.trainer.metrics import (
     advantage_metrics,
     busy_metrics,
@@ -246,10 +247,16 @@ class RayPPOTrainer:
             self.save()
 
     def validate(self) -> Metrics:
-        """Score every validation row; dialogues go to `validation/step_N.jsonl`."""
+        """Score every validation row; dialogues go to `validation/step_N.jsonl`.
+
+        Raises PluginError if the first validation of a run has no `trainer.best_metric`.
+        """
         path = self.directory / folders.VALIDATION / f"step_{self.step}.jsonl"
         with self.stopper.interruptible():
-            return validate(self.config, self.rollout, self.val_prompts, self.reward, path)
+            metrics = validate(self.config, self.rollout, self.val_prompts, self.reward, path)
+        if self.best is None and not self.config.trainer.val_only:
+            check_measured(self.config.trainer.best_metric, metrics)
+        return metrics
 
     def update_best(self, metrics: Metrics) -> float | None:
         """Return `trainer.best_metric` at this step, and remember it if it is the best so far."""

@@ -40,6 +40,7 @@ from verl.single_controller.actors import Restarts
 from verl.single_controller.reaper import OrphanReaper
 from verl.trainer.cluster import start_ray
 from verl.trainer.groups import build_groups, build_ranks
+from verl.trainer.metric_names import check_metric_names
 from verl.trainer.ray_trainer import RayPPOTrainer
 from verl.trainer.recorded import check_record
 from verl.types import Prompt
@@ -92,7 +93,7 @@ def prepare(config: Config) -> PreparedRun:
     set_trust(config.actor_rollout_ref.model.trust_remote_code)
     calls_tools = config.do_search and config.samples_rollouts
     environment = replace(build_environment(config), enabled=calls_tools)
-    build_reward(config)
+    reward = build_reward(config)
     config = preflight(config, environment)
     tokenizer = load_tokenizer(config.actor_rollout_ref.model.path)
     run_identity = identity(config, {**environment.identity(), **tokenizer_identity(tokenizer)})
@@ -104,6 +105,7 @@ def prepare(config: Config) -> PreparedRun:
     prompts: Prompts = ([], [])
     if config.samples_rollouts:
         prompts = read_prompts(config, environment, tokenizer)
+        check_metric_names(config, reward, {prompt.data_source for prompt in prompts[1]})
         build_agent(config)
         total_steps = count_steps(config, len(prompts[0]))
     else:

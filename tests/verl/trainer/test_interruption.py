@@ -321,11 +321,13 @@ def test_a_run_started_anew_never_resumes_from_another(config: Config) -> None:
     assert len(list(folder.glob("set_aside/*/global_step_*"))) == 4
 
 
-def test_an_unknown_best_metric_is_logged(config: Config, caplog: pytest.LogCaptureFixture) -> None:
-    """The run continues, and the log names the metrics that were measured."""
-    config.trainer.best_metric = "val/emm"
-    build(config).fit()
-    assert "no val/emm was measured, only val/" in caplog.text
+def test_an_unknown_best_metric_ends_the_run_at_its_first_validation(config: Config) -> None:
+    """Before the first step, with the metrics that were measured and the nearest one."""
+    config.trainer.best_metric, config.trainer.val_before_train = "val/emm", True
+    trainer = build(config)
+    with pytest.raises(PluginError, match=r"trainer.best_metric: got val/emm.*fix: did you mean"):
+        trainer.fit()
+    assert trainer.step == 0
 
 
 def test_a_validation_alone_changes_nothing(config: Config) -> None:
