@@ -28,6 +28,7 @@ LINES = {
     19: "a search that fails is an infrastructure failure, never an observation",
     20: "a reranker pairs each query with its own documents; one wire contract",
     21: "a run that was killed goes on as one that was not",
+    28: "the packed forward pass is the model's own",
 }
 
 

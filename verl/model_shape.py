@@ -12,7 +12,7 @@ from verl.config import ALL_LINEAR
 from verl.errors import ModelError
 from verl.model_files import model_errors
 from verl.remote_code import trusts_remote_code
-from verl.training.models import blocks
+from verl.training.models import blocks, trunk_of
 
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """Config entries of which a mixture of experts has one."""
@@ -56,7 +56,7 @@ class ModelShape:
         """Return the shape of the model that transformers builds from `config`."""
         with torch.device("meta"):  # without trust_remote_code=False transformers asks the terminal
             lm: PreTrainedModel = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-        layers = blocks(lm, lm)
+        layers = blocks(trunk_of(lm), lm)
         linears = [[Linear(name.rpartition(".")[2], m.in_features, m.out_features)
                     for name, m in block.named_modules() if isinstance(m, nn.Linear)]
                    for block in layers]  # fmt: skip
@@ -64,21 +64,23 @@ class ModelShape:
         embedding, head = lm.get_input_embeddings().weight, lm.get_output_embeddings().weight
         outside = [p for p in lm.parameters() if id(p) not in inside and p is not head]
         is_tied = head is embedding
-        heads = config.num_attention_heads
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+        text = config.get_text_config()
+        heads = text.num_attention_heads
+        # Of layers with different sizes, the sizes that most of them have.
+        head_dim = vars(text).get("head_dim") or text.hidden_size // heads
         return cls(
             config,
-            hidden=config.hidden_size,
+            hidden=text.hidden_size,
             layers=len(layers),
-            vocab=config.vocab_size,
+            vocab=text.vocab_size,
             query_size=heads * head_dim,
-            kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+            kv_heads=getattr(text, "num_key_value_heads", None) or heads,
             head_dim=head_dim,
             linears=tuple(linear for block in linears for linear in block),
             block_tensors=tuple(inside.values()),
             root_tensors=tuple(p.numel() for p in ([*outside, head] if is_tied else outside)),
             head_tensors=() if is_tied else (head.numel(),),
-            last_linear_weights=sum(block[-1].inputs * block[-1].outputs for block in linears),
+            last_linear_weights=sum(x.inputs * x.outputs for block in linears for x in block[-1:]),
         )
 
     @property
@@ -123,7 +125,10 @@ def read_shape(path: str) -> ModelShape | None:
                 path, local_files_only=True, trust_remote_code=trusts_remote_code()
             )
             # Not supported, since each token uses only some of its weights.
-            is_mixture = any(getattr(config, name, None) for name in EXPERTS)
-            return None if is_mixture else ModelShape.of(config)
+            text = config.get_text_config()
+            is_mixture = any(getattr(text, name, None) for name in EXPERTS)
+            has_heads = getattr(text, "num_attention_heads", None) is not None
+            shape = ModelShape.of(config) if has_heads and not is_mixture else None
+            return shape if shape is None or shape.linears else None
     except ModelError:
         return None

@@ -43,6 +43,7 @@ from verl.remote_code import trusts_remote_code
 from verl.rollout import schedule
 from verl.rollout.interface import engine_problems
 from verl.training.devices import cores_for
+from verl.training.family import check_family
 from verl.training.kernels import kernel_problems
 from verl.training.loading import is_cached, model_folder, weight_bytes
 from verl.training.lora import check_same_adapters, peft_config, record_of_peft_config
@@ -90,10 +91,13 @@ def preflight(config: Config, environment: Environment) -> Config:
 def model_problems(config: Config) -> Iterator[UserError]:
     """Yield problems of the policy's model, and of the critic's if it is another one."""
     path = config.actor_rollout_ref.model.path
-    yield from _path_problems("actor_rollout_ref.model.path", path, data=config.data)
+    sp_size = config.actor_rollout_ref.actor.ulysses_sequence_parallel_size
+    yield from _path_problems("actor_rollout_ref.model.path", path, sp_size, data=config.data)
     critic_path = config.critic.model.path
     if has_critic(config) and critic_path not in (None, path):
-        yield from _path_problems("critic.model.path", str(critic_path), policy_path=path)
+        yield from _path_problems(
+            "critic.model.path", str(critic_path), config.critic_sp_size, policy_path=path
+        )
 
 
 def _sequence_parallel_problems(config: Config) -> Iterator[UserError]:
@@ -112,11 +116,13 @@ def _sequence_parallel_problems(config: Config) -> Iterator[UserError]:
 
 
 def _path_problems(
-    key: str, path: str, policy_path: str | None = None, data: DataConfig | None = None
-) -> Iterator[UserError]:
+    key: str, path: str, sp_size: int = 1, policy_path: str | None = None,
+    data: DataConfig | None = None,
+) -> Iterator[UserError]:  # fmt: skip
     """Check that `path` is a complete model: a folder, a cached hub model, or a known hub name.
 
-    A critic must share the tokenizer of `policy_path`; lengths of `data` must fit the context.
+    Its packed forward pass, divided over `sp_size` ranks, must be its own. A critic must share the
+    tokenizer of `policy_path`; lengths of `data` must fit the context.
     """
     is_name = re.fullmatch(r"\w[\w.-]{0,95}(/[\w.-]{1,96})?", path) and not Path(path).exists()
     try:
@@ -127,6 +133,7 @@ def _path_problems(
             tokenizer = policy_path and str(model_folder(policy_path) or policy_path)
             needs_head = policy_path is None
             model = check_model(key, folder, needs_head=needs_head, tokenizer_of=tokenizer)
+            check_family(model, key, sp_size)
             if data is not None:
                 names = ("data.max_prompt_length", "data.max_response_length")
                 check_context(model, folder, data, *names)

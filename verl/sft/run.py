@@ -35,6 +35,7 @@ from verl.training.devices import (
     resolve_dtype,
     share_threads,
 )
+from verl.training.family import check_family
 from verl.training.fsdp import FsdpModel, FsdpOptions, StepResult, all_reduced
 from verl.training.lora import Role, build_adapted_model, policy_adapter, policy_weights
 from verl.training.models import LogProbModel, PackedInputs, blocks, load_causal_lm
@@ -132,7 +133,7 @@ def train(config: SftConfig) -> list[float]:
 
 def _train(config: SftConfig, part: Path | None) -> list[float]:
     if Path(config.model_path).expanduser().exists():
-        check_model("model_path", config.model_path)
+        check_family(check_model("model_path", config.model_path), "model_path")
     else:  # a hub name: its weights are downloaded later
         with model_errors(config.model_path, "config.json", "model_path"):
             described, _ = PretrainedConfig.get_config_dict(config.model_path)
@@ -151,6 +152,7 @@ def _train_on(config: SftConfig, part: Path | None, device: torch.device) -> lis
     torch.manual_seed(config.seed)
     base_dtype = resolve_dtype(config.compute_dtype, device)
     lm = load_causal_lm(config.model_path, base_dtype if config.has_adapter else torch.float32)
+    check_family(lm.config, "model_path")  # of a hub model, which is downloaded now
     model = build_model(config, lm, device)
     losses = []
     stream = batches(data, config.batch_size, config.steps, config.shuffle, config.seed)

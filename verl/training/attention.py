@@ -13,7 +13,7 @@ front of the response's own.
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface
 
+from verl.errors import ModelError, explain
 from verl.training.devices import to_device
 from verl.training.sequence_parallel import SequenceParallelGroup
 
@@ -105,6 +106,16 @@ class SequenceBounds:
         return torch.cat(parts)
 
 
+@dataclass(frozen=True)
+class Scores:
+    """What a layer does with its scores beyond scaling and masking them."""
+
+    softcap: float | None = None
+    """Bound of the scaled scores: softcap · tanh(score / softcap), as in Gemma 2."""
+    sinks: Tensor | None = None
+    """(heads,) a score of each head that takes part in the softmax and has no value (gpt-oss)."""
+
+
 VarlenKernel = Callable[[Tensor, Tensor, Tensor, SequenceBounds, float, int], Tensor]
 
 
@@ -145,7 +156,8 @@ def _attend(
         # queries to a square, which costs less than a mask.
         query = pad(query, (0, 0, before, 0))
         return _attend(query, key, value, bounds, scale, window)[:, :, before:]
-    if not query.is_cuda and num_keys <= SHORT and query.dtype in HALF:
+    is_even = query.shape[-1] == value.shape[-1]
+    if not query.is_cuda and num_keys <= SHORT and query.dtype in HALF and is_even:
         repeats = query.shape[1] // key.shape[1]
         short_mask = bounds.masks.of(length, num_keys, window, repeats)
         attended: Tensor = ShortAttention.apply(query, key, value, scale, short_mask)  # type: ignore[no-untyped-call]
@@ -171,6 +183,31 @@ def _mask(length: int, num_keys: int, window: int, like: Tensor) -> Tensor:
     visible = torch.ones(length, num_keys, dtype=torch.bool, device=like.device).tril(before)
     visible = visible.triu(before + 1 - window) if window else visible
     return torch.zeros_like(visible, dtype=like.dtype).masked_fill(~visible, -torch.inf)
+
+
+def attend_plainly(
+    query: Tensor, key: Tensor, value: Tensor, bounds: SequenceBounds, scale: float, window: int,
+    scores: Scores,
+) -> Tensor:  # fmt: skip
+    """Compute `attend_per_run` with scores that no fused kernel computes, in float32 or finer."""
+    key, value = repeat_heads(query, key), repeat_heads(query, value)
+    runs = zip(*(x.transpose(0, 1).split(sizes, dim=1) for x, sizes in (
+        (query, bounds.lengths), (key, bounds.num_keys), (value, bounds.num_keys)
+    )), strict=True)  # fmt: skip
+    outputs = []
+    for q, k, v in runs:
+        logits = q @ k.transpose(1, 2)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) * scale
+        if scores.softcap is not None:
+            logits = scores.softcap * torch.tanh(logits / scores.softcap)
+        logits = logits + _mask(q.shape[1], k.shape[1], window, logits)
+        if scores.sinks is not None:
+            sinks = scores.sinks.to(logits.dtype)[:, None, None].expand(-1, q.shape[1], 1)
+            weights = torch.cat([logits, sinks], dim=-1).softmax(-1)[..., :-1]
+        else:
+            weights = logits.softmax(-1)
+        outputs.append(weights.to(v.dtype) @ v)
+    return torch.cat(outputs, dim=1).transpose(0, 1)
 
 
 class ShortAttention(torch.autograd.Function):
@@ -288,30 +325,62 @@ def cuda_kernel() -> VarlenKernel:
     return attend_per_run
 
 
+IGNORED = frozenset({"dropout", "position_ids", "is_causal", "use_cache", "cache_position"})
+"""Arguments of the attention call without effect here: dropout, since there was none in sampling;
+positions, which have been applied to queries and keys; what a cache needs; and `is_causal` unless
+it is False."""
+
+
 def packed_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
     scaling: float | None = None, bounds: SequenceBounds | None = None,
-    sliding_window: int | None = None, **_: Any,
+    sliding_window: int | None = None, softcap: float | None = None, s_aux: Tensor | None = None,
+    **others: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
     """Compute a layer's attention, as transformers calls it.
 
     Takes (1, heads, num_tokens, head_dim) and returns (1, num_tokens, heads, head_dim); with a
-    sequence-parallel group, for the tokens of this rank's slice. Dropout is not applied, since
-    there was none in sampling.
+    sequence-parallel group, for the tokens of this rank's slice. `softcap` and `s_aux`: see
+    `Scores`. Raises ModelError for any other argument that changes the result.
     """
+    refuse_unknown(module, others)
     assert bounds is not None, f"{PACKED} needs `bounds`: call the model with a SequenceBounds"
     assert attention_mask is None, f"{PACKED} takes no mask, got {attention_mask.shape}"
-    kernel = cuda_kernel() if query.is_cuda and query.dtype in HALF else attend_per_run
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
     sp_group = bounds.sp_group
     if sp_group is not None:
         query, key, value = sp_group.slice_to_heads((query, key, value), sum(bounds.lengths))
+        s_aux = None if s_aux is None else s_aux.chunk(sp_group.size)[sp_group.rank]
     key, value = bounds.keys_of(key), bounds.keys_of(value)
+    kernel = choose_kernel(query, value, Scores(softcap, s_aux))
     attended = kernel(query, key, value, bounds, scale, sliding_window or 0)
     if sp_group is not None:
         attended = sp_group.heads_to_slice(attended)
-    return attended[None], None
+    return attended.contiguous()[None], None  # some families call `view`
+
+
+def choose_kernel(query: Tensor, value: Tensor, scores: Scores) -> VarlenKernel:
+    """Return the fastest kernel that computes these scores."""
+    if scores.softcap is not None or scores.sinks is not None:
+        return functools.partial(attend_plainly, scores=scores)
+    is_even = query.shape[-1] == value.shape[-1]  # it is not in multi-head latent attention
+    return cuda_kernel() if query.is_cuda and query.dtype in HALF and is_even else attend_per_run
+
+
+def refuse_unknown(module: nn.Module, arguments: Mapping[str, Any]) -> None:
+    """Raise ModelError for arguments of the attention call that would change its result."""
+    asked = {name: value for name, value in arguments.items() if value is not None}
+    if asked.get("is_causal") is False:
+        given = "is_causal=False"
+    else:
+        unknown = [n for n, v in asked.items() if n not in IGNORED and v is not False]
+        if not unknown:
+            return
+        given = ", ".join(unknown)
+    expected = "attention by scale, causal mask, window, soft cap and sinks"
+    fix = "train a model of another family (docs/families.md)"
+    raise ModelError(explain(f"attention of {type(module).__name__}", given, expected, fix))
 
 
 AttentionInterface.register(PACKED, packed_attention)

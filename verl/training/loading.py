@@ -28,6 +28,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from verl.machine import HostMemory
 from verl.model_files import MAPPED_FILES, indexed_files, is_finite, model_errors, refuse_non_finite
 from verl.remote_code import trusts_remote_code
+from verl.training.family import check_family
 from verl.training.models import load_causal_lm
 
 logger = logging.getLogger(__name__)
@@ -135,6 +136,7 @@ def map_causal_lm(path: str, dtype: torch.dtype, needs_head: bool) -> PreTrained
         config = AutoConfig.from_pretrained(path, trust_remote_code=trusts_remote_code())
         folder = Path(path).expanduser()
         if not folder.is_dir():  # a hub model, of which the cache may have config.json only
+            check_family(config, path)
             folder = Path(snapshot_download(path, allow_patterns=["*.json", MAPPED_FILES]))
         stored = stored_dtype(folder)
     if stored is None or get_checkpoint_conversion_mapping(config.model_type) is not None:

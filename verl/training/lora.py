@@ -24,7 +24,14 @@ from transformers import PreTrainedModel
 from verl.config import ALL_LINEAR, AdapterConfig
 from verl.errors import ConfigError, explain
 from verl.training.fsdp import FsdpModel, FsdpOptions
-from verl.training.models import LogProbModel, PackedInputs, blocks, build_value_head, target_values
+from verl.training.models import (
+    LogProbModel,
+    PackedInputs,
+    blocks,
+    build_value_head,
+    target_values,
+    trunk_of,
+)
 from verl.training.weights import write_file
 
 PREFIX = "base_model.model."
@@ -153,13 +160,15 @@ def target_names(lm: PreTrainedModel, targets: str | list[str]) -> list[str]:
     """Resolve the option `target_modules` to names of linear layers, without their paths.
 
     Example: all-linear in a Llama is q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj and
-    down_proj. Raises ConfigError for a name that is no linear layer below the output head.
+    down_proj. Raises ConfigError for a name that is no linear layer below the output head, or one
+    whose weight Mamba's fused kernels read without calling the layer, and with it the adapter.
     """
     head = lm.get_output_embeddings()
+    is_mamba = any(hasattr(module, "A_log") and hasattr(module, "D") for module in lm.modules())
     available = sorted({
         name.rpartition(".")[2] for name, module in lm.named_modules()
         if isinstance(module, nn.Linear) and module is not head
-    })  # fmt: skip
+    } - ({"out_proj"} if is_mamba else set()))  # fmt: skip
     names = [targets] if isinstance(targets, str) else list(targets)
     if names == [ALL_LINEAR]:
         return available
@@ -223,7 +232,7 @@ class AdaptedModel(LogProbModel):
     def forward(self, inputs: PackedInputs, *arguments: Any) -> Any:
         """Return the critic's values, (num_targets,) float32; other roles as LogProbModel."""
         if self.role is Role.CRITIC:
-            return target_values(self.lm.get_decoder(), self.value_head, inputs)
+            return target_values(trunk_of(self.lm), self.value_head, inputs)
         return super().forward(inputs, *arguments)
 
 

@@ -1,24 +1,28 @@
 """The modules that FSDP shards: a transformer, and a head that computes target tokens only.
 
 The head is part of the sharded module, since FSDP gathers its weights only for the module's
-forward. Prompt and observation tokens never reach a head, so they cost no logits.
+forward. Prompt and observation tokens never reach a head, so they cost no logits. The head is
+called by the model's own forward, which may scale or cap the logits.
 """
 
+import contextlib
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from verl.model_files import check_loading_report, model_errors, quiet_transformers
 from verl.packing import Packing
 from verl.remote_code import trusts_remote_code
 from verl.training.attention import PACKED, SequenceBounds, Span
 from verl.training.devices import to_device
+from verl.training.mixers import current_row
 from verl.training.sequence_parallel import SequenceParallelGroup, TargetGather
 from verl.types import TokenBatch
 
@@ -136,11 +140,31 @@ def load_causal_lm(
         )  # fmt: skip
         lm: PreTrainedModel = loaded[0]
         check_loading_report(lm, loaded[1], needs_head)
+    return remove_noise(lm)
+
+
+def remove_noise(lm: PreTrainedModel) -> PreTrainedModel:
+    """Set dropout and the noise of routers to 0: log-probs of training are those of sampling.
+
+    The config, which is exported with the model, stays as it is.
+    """
+    for module in lm.modules():
+        for name, value in vars(module).items():
+            is_noise = "drop" in name or "jitter" in name or isinstance(module, nn.Dropout)
+            if is_noise and isinstance(value, float):
+                setattr(module, name, 0.0)
     return lm
+
+
+def trunk_of(lm: PreTrainedModel) -> nn.Module:
+    """Return the part of a language model that computes hidden states."""
+    decoder: nn.Module = lm.get_decoder()
+    return lm.base_model if decoder is lm else decoder
 
 
 def target_hidden_states(trunk: nn.Module, inputs: PackedInputs) -> Tensor:
     """Return the hidden state before each of this rank's targets, (num_local_targets, hidden)."""
+    current_row(trunk).bounds = inputs.bounds
     hidden: Tensor = trunk(
         input_ids=inputs.input_ids,
         position_ids=inputs.bounds.position_ids,
@@ -166,8 +190,8 @@ class LogProbModel(nn.Module):
         time, in forward and backward: the last chunk, where backward begins, is kept, and the
         chunks before it are recomputed.
         """
-        hidden, targets = target_hidden_states(self.lm.get_decoder(), inputs), inputs.targets
-        size = max(1, LOGITS_PER_CHUNK // self.lm.config.vocab_size)
+        hidden, targets = target_hidden_states(trunk_of(self.lm), inputs), inputs.targets
+        size = max(1, LOGITS_PER_CHUNK // self.lm.config.get_text_config().vocab_size)
         num_whole, rest = divmod(len(targets), size)
         sizes = [size] * num_whole
         if rest or not num_whole:
@@ -182,7 +206,7 @@ class LogProbModel(nn.Module):
     def _chunk(
         self, hidden: Tensor, targets: Tensor, temperature: float, learn_entropy: bool
     ) -> tuple[Tensor, Tensor]:
-        logits = self.lm.get_output_embeddings()(hidden)
+        logits = logits_of(self.lm, hidden)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         if temperature != 1.0:
             logits = logits / temperature
@@ -193,12 +217,58 @@ class LogProbModel(nn.Module):
         return chosen, -(source.exp() * source).sum(-1)
 
 
+class TrunkOutput(BaseModelOutputWithPast):
+    """What a trunk returns to its wrapper: a hidden state, and None for all other results."""
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
+def logits_of(lm: PreTrainedModel, hidden: Tensor) -> Tensor:
+    """Return the logits, (num_tokens, vocabulary), of the trunk's `hidden` (num_tokens, hidden).
+
+    They come from the model's own forward, in which the trunk returns `hidden`: some families scale
+    or cap what the head computes.
+    """
+    with returning(hidden[None], path_to_trunk(lm)):
+        logits: Tensor = lm(inputs_embeds=hidden[None], use_cache=False).logits
+    return logits[0]
+
+
+def path_to_trunk(lm: PreTrainedModel) -> list[nn.Module]:
+    """Return the trunk and the modules around it, any of which the model's forward may call."""
+    trunk, path, module = trunk_of(lm), list[nn.Module](), cast(nn.Module, lm)
+    while module is not trunk:
+        module = next(c for c in module.children() if any(m is trunk for m in c.modules()))
+        path.append(module)
+    return path
+
+
+@contextlib.contextmanager
+def returning(hidden: Tensor, modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Let the forward of each of `modules` return `hidden` instead of computing it."""
+
+    def forward(*_: Any, **__: Any) -> TrunkOutput:
+        return TrunkOutput(last_hidden_state=hidden)
+
+    before = [vars(module).get("forward") for module in modules]
+    for module in modules:
+        vars(module)["forward"] = forward
+    try:
+        yield
+    finally:
+        for module, own in zip(modules, before, strict=True):
+            vars(module)["forward"] = own
+            if own is None:
+                del vars(module)["forward"]
+
+
 class ValueModel(nn.Module):
     """A critic: computes the value of the state before each target token."""
 
     def __init__(self, lm: PreTrainedModel) -> None:
         super().__init__()
-        self.trunk = lm.get_decoder()
+        self.trunk = trunk_of(lm)
         self.value_head = build_value_head(lm)
 
     def forward(self, inputs: PackedInputs) -> Tensor:
@@ -208,7 +278,7 @@ class ValueModel(nn.Module):
 
 def build_value_head(lm: PreTrainedModel) -> nn.Linear:
     """Build the layer from a hidden state to its value, with weights of 0."""
-    head = nn.Linear(lm.config.hidden_size, 1, bias=False)
+    head = nn.Linear(lm.get_output_embeddings().weight.shape[-1], 1, bias=False)
     nn.init.zeros_(head.weight)
     return head
 

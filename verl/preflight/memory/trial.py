@@ -112,9 +112,10 @@ class PeakTracker(TorchDispatchMode):
 
 def _model(work: Pass, layers: int) -> nn.Module:
     config = copy.deepcopy(work.shape.config)
-    config.num_hidden_layers = layers
-    if getattr(config, "layer_types", None):
-        config.layer_types = config.layer_types[:layers]
+    text = config.get_text_config()
+    text.num_hidden_layers = layers
+    if getattr(text, "layer_types", None):
+        text.layer_types = text.layer_types[:layers]
     lm = AutoModelForCausalLM.from_config(config, attn_implementation=PACKED).train()
     recompute(lm, work.recompute)
     if work.lora_rank:
