@@ -59,7 +59,7 @@ class RunByRun:
 
 def _with_prompt(x: Tensor, bounds: SequenceBounds, number: int) -> Tensor:
     """Return the rows of run `number` of `x` (1, num_tokens, …), after those of its prompt."""
-    parts = x.split(bounds.lengths, dim=1)
+    parts: tuple[Tensor, ...] = x.split(bounds.lengths, dim=1)
     if bounds.spans[number][0] == 0:
         return parts[number]
     prompt = next(i for i in range(number, -1, -1) if bounds.spans[i][0] == 0)
@@ -76,14 +76,14 @@ def mixers(trunk: nn.Module) -> list[nn.Module]:
     """Return the mixers of a model that are not inside another one."""
     found: list[nn.Module] = []
 
-    def search(module: nn.Module) -> None:
+    def collect(module: nn.Module) -> None:
         for child in module.children():
             if is_mixer(child):
                 found.append(child)
             else:
-                search(child)
+                collect(child)
 
-    search(trunk)
+    collect(trunk)
     return found
 
 

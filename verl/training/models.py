@@ -249,7 +249,7 @@ def returning(hidden: Tensor, modules: Sequence[nn.Module]) -> Iterator[None]:
     """Let the forward of each of `modules` return `hidden` instead of computing it."""
 
     def forward(*_: Any, **__: Any) -> TrunkOutput:
-        return TrunkOutput(last_hidden_state=hidden)
+        return TrunkOutput(last_hidden_state=hidden)  # type: ignore[arg-type]
 
     before = [vars(module).get("forward") for module in modules]
     for module in modules:
