@@ -5,6 +5,7 @@ from verl.agent.grammar import (
     Tag,
     answer_pattern,
     find_information,
+    spans_between,
     tag_pattern,
     think_ending_patterns,
 )
@@ -15,6 +16,7 @@ __all__ = [
     "Grammar",
     "answer_pattern",
     "find_information",
+    "spans_between",
     "tag_pattern",
     "think_ending_patterns",
 ]

@@ -22,11 +22,11 @@ from search_r1.inference.options import AgentOptions
 from search_r1.plain import configure_logging
 from search_r1.replay.running import find_weights, nearest_version, read_run_config
 from search_r1.scoring import build_reward_manager
-from search_r1.view.dialogue import DOCUMENT, OBSERVATION, Dialogue, read_dialogue, tags_of
+from search_r1.view.dialogue import OBSERVATION, Dialogue, find_headings, read_dialogue, tags_of
 from search_r1.view.run import CREDIT, find_rollouts, read_config
 from search_r1.view.tokens import pieces
 from verl.agent.dialogue import derived_seed
-from verl.agent.grammar import Grammar
+from verl.agent.grammar import Grammar, spans_between
 from verl.config import Config
 from verl.data.trajectories import (
     HEADER,
@@ -78,30 +78,36 @@ def remove_document(dialogue: Dialogue, document: Document, tags: Grammar) -> di
 
     Documents after it move up a rank.
     """
-    opening, closing = map(re.escape, (tags.information.opening, tags.information.closing))
-    between = re.compile(f"(?<={opening})(.*?)(?={closing})", re.DOTALL)
     texts = {
-        number: between.sub(lambda m: _remove_from_result(m[1], document), segment["text"])
+        number: _remove_from_text(segment["text"], document, tags)
         for number, segment in enumerate(dialogue.segments)
         if segment["origin"] == OBSERVATION
     }
     return {n: text for n, text in texts.items() if text != dialogue.segments[n]["text"]}
 
 
+def _remove_from_text(text: str, document: Document, tags: Grammar) -> str:
+    parts, last = [], 0
+    for start, end in spans_between(text, tags.information):
+        parts += [text[last:start], _remove_from_result(text[start:end], document)]
+        last = end
+    return "".join([*parts, text[last:]])
+
+
 def _remove_from_result(information: str, document: Document) -> str:
-    headings = list(DOCUMENT.finditer(information))
+    headings = find_headings(information)
     if not headings:
         return "" if information.strip() == document.text else information
-    ends = [*(heading.start() for heading in headings[1:]), len(information)]
+    ends = [*(heading.start for heading in headings[1:]), len(information)]
     kept = [
-        information[heading.start() : end]
+        information[heading.start : end]
         for heading, end in zip(headings, ends, strict=True)
-        if (heading["title"], information[heading.end() : end].strip())
+        if (heading.title, information[heading.end : end].strip())
         != (document.title, document.text)
     ]
-    ranks = (RANK.match(heading[0]) for heading in headings)
+    ranks = (RANK.match(information[heading.start : heading.end]) for heading in headings)
     moved = (RANK.sub(rank[0], text) for rank, text in zip(ranks, kept, strict=False) if rank)
-    return information[: headings[0].start()] + "".join(moved)
+    return information[: headings[0].start] + "".join(moved)
 
 
 def answer_tokens(pieces: Sequence[str], tags: Grammar) -> range:

@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from search_r1.agent.grammar import SEARCH_R1, Grammar, tag_pattern
+from search_r1.agent.grammar import SEARCH_R1, Grammar, spans_between, tag_pattern
 from search_r1.datasets.wording import direct_prompt, rag_prompt
 from search_r1.evaluation.options import READ, WRONG
 from search_r1.evaluation.samples import Sample, Search
@@ -222,14 +222,35 @@ def check_rows(rows: Sequence[Row], runner: Runner, limit: int) -> None:
 
 _CONTROL = re.compile(r"<\|[^|<>]*\|>")
 """Control tokens, such as the end of a message."""
-_LEAD = re.compile(r".*\banswer\b[^.\n]*?(?:\bis\b|:)\s*:?\s*(?=\S)", re.IGNORECASE | re.DOTALL)
-"""Text up to the last "the answer is", "answer:" or "the answer to this question is:"."""
+_SENTENCE = re.compile(r"[^.\n]+")
+_ANSWER = re.compile(r"\banswer\b", re.IGNORECASE)
+_STATES = re.compile(r"\bis\b|:", re.IGNORECASE)
 
 
 def read_untagged_answer(reply: str, tags: Grammar) -> str:
     """Return the stated answer ("The answer is: Oslo."), or else the reply without its thinking."""
-    opening, closing = map(re.escape, (tags.think.opening, tags.think.closing))
-    text = re.sub(f"{opening}.*?{closing}", " ", reply, flags=re.DOTALL)
+    kept, last = [], 0
+    for start, end in spans_between(reply, tags.think):
+        kept.append(reply[last : start - len(tags.think.opening)])
+        last = end + len(tags.think.closing)
+    text = " ".join([*kept, reply[last:]])
     text = _CONTROL.sub(" ", tag_pattern(tags).sub(" ", text)).strip()
-    lead = _LEAD.match(text)
-    return text[lead.end() :].partition("\n")[0].strip() if lead else text
+    statement = _stated(text)
+    return text if statement is None else statement.partition("\n")[0].strip()
+
+
+def _stated(text: str) -> str | None:
+    """Return what follows the last "the answer is", "answer:" or "the answer to this question is:".
+
+    The word and the verb or colon are in one sentence. None without such words, or at the very end.
+    """
+    for sentence in reversed(list(_SENTENCE.finditer(text))):
+        span = sentence.span()
+        marks = [mark for mark in _STATES.finditer(text, *span) if mark.end() < len(text)]
+        words = [w for w in _ANSWER.finditer(text, *span) if marks and w.end() <= marks[-1].start()]
+        if words:
+            end = next(mark.end() for mark in marks if mark.start() >= words[-1].end())
+            statement = text[end:].lstrip()
+            rest = statement.removeprefix(":").lstrip()
+            return rest or statement
+    return None

@@ -7,7 +7,6 @@ import atexit
 import json
 import multiprocessing
 import os
-import re
 import subprocess
 import sys
 import threading
@@ -137,4 +136,7 @@ def truncate(text: str, max_chars: int) -> str:
     head = text[:max_chars]
     if text[max_chars].isspace():
         return head.rstrip()
-    return re.sub(r"\s+\S*\Z", "", head) or head
+    if head[-1:].isspace():
+        return head.rstrip() or head
+    words = head.rsplit(None, 1)
+    return words[0] if len(words) == 2 else head

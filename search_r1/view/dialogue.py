@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from search_r1.agent.grammar import SEARCH_R1, Grammar
+from search_r1.agent.grammar import SEARCH_R1, Grammar, spans_between
 from search_r1.agent.tags import NAMES, PLAIN, named_format
 from search_r1.rewards.interface import extract_answer
 from search_r1.rewards.normalize import (
@@ -31,9 +31,8 @@ POLICY, OBSERVATION = "policy", "observation"
 QUESTION = "Question:"
 QUESTION_END = re.compile(r"\n|<\|")
 """End of the question in a prompt: end of line, or a token of the chat template."""
-DOCUMENT = re.compile(
-    r'^Doc \d+\(Title: "(?P<title>.*?)"(?:, id: (?P<id>[^)]*))?\) ?', re.MULTILINE
-)
+_HEADING = re.compile(r'^Doc \d+\(Title: "', re.MULTILINE)
+_HEADING_END = re.compile(r'"(?:, id: ([^)\n]*))?\) ?')
 UNKNOWN_CALL = re.compile(r"<(\w+)>([^<]*)</\1>\s*\Z")
 """Call of a tool that is not in the configuration."""
 MAX_QUESTION_CHARS = 300
@@ -128,10 +127,15 @@ def read_dialogue(row: Row, tags: Grammar, normalize: Normalize = normalize_answ
 
 def _split_text(text: str, tags: Grammar) -> Iterator[dict[str, str]]:
     """Split a dialogue's text: text between information tags is an observation."""
-    opening, closing = map(re.escape, (tags.information.opening, tags.information.closing))
-    for number, part in enumerate(re.split(f"({opening}.*?{closing})", text, flags=re.DOTALL)):
-        if part:
-            yield {"origin": OBSERVATION if number % 2 else POLICY, "text": part}
+    last = 0
+    for start, end in spans_between(text, tags.information):
+        opened, closed = start - len(tags.information.opening), end + len(tags.information.closing)
+        if opened > last:
+            yield {"origin": POLICY, "text": text[last:opened]}
+        yield {"origin": OBSERVATION, "text": text[opened:closed]}
+        last = closed
+    if last < len(text):
+        yield {"origin": POLICY, "text": text[last:]}
 
 
 def _question(segments: Sequence[Row]) -> str:
@@ -147,12 +151,11 @@ def _searches(
     segments: Sequence[Row], tags: Grammar, has_answer: Callable[[str], bool]
 ) -> Iterator[Search]:
     """Yield each call that was answered with information."""
-    opening, closing = map(re.escape, (tags.information.opening, tags.information.closing))
-    between = re.compile(f"{opening}(.*?){closing}", re.DOTALL)
     for index, (turn, after) in enumerate(itertools.pairwise(segments)):
         if turn["origin"] != POLICY or after["origin"] != OBSERVATION:
             continue
-        results = between.findall(after["text"])
+        spans = spans_between(after["text"], tags.information)
+        results = [after["text"][start:end] for start, end in spans]
         calls = list(_calls(turn["text"], tags)) or UNKNOWN_CALL.findall(turn["text"])
         for (tool, query), information in zip(calls[-len(results) :], results, strict=False):
             yield Search(tool, query, tuple(_documents(information, has_answer)), index)
@@ -171,13 +174,38 @@ def _calls(text: str, tags: Grammar) -> Iterator[tuple[str, str]]:
                     yield call.tool, str(call.arguments)
 
 
+@dataclass(frozen=True)
+class Heading:
+    """The heading of a document in a result."""
+
+    start: int
+    end: int
+    title: str
+    id: str
+
+
+def find_headings(information: str) -> list[Heading]:
+    """Return the headings of a result, each at the start of a line, in linear time."""
+    found, last = list[Heading](), 0
+    for opening in _HEADING.finditer(information):
+        line_end = information.find("\n", opening.end())
+        line_end = len(information) if line_end < 0 else line_end
+        # Behind the last bracket of the line no heading ends, so that nothing is looked for there.
+        limit = information.rfind(")", opening.end(), line_end) + 2
+        ending = _HEADING_END.search(information, opening.end(), min(limit, line_end))
+        if ending is not None and opening.start() >= last:
+            title, last = information[opening.end() : ending.start()], ending.end()
+            found.append(Heading(opening.start(), last, title, ending[1] or ""))
+    return found
+
+
 def _documents(information: str, has_answer: Callable[[str], bool]) -> Iterator[FoundDocument]:
     """Yield the documents of a result; text without headings is one document without a title."""
-    headings = list(DOCUMENT.finditer(information))
+    headings = find_headings(information)
     if not headings and information.strip():
         yield FoundDocument("", information.strip(), "", has_answer(information))
-    ends = [*(heading.start() for heading in headings[1:]), None]
+    ends = [*(heading.start for heading in headings[1:]), None]
     for heading, end in zip(headings, ends, strict=False):
-        text = information[heading.end() : end].strip()
-        is_found = has_answer(f"{heading['title']}\n{text}")
-        yield FoundDocument(heading["title"], text, heading["id"] or "", is_found)
+        text = information[heading.end : end].strip()
+        is_found = has_answer(f"{heading.title}\n{text}")
+        yield FoundDocument(heading.title, text, heading.id, is_found)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 
@@ -84,6 +84,20 @@ def action_pattern(tags: Grammar) -> re.Pattern[str]:
     """
     calls = (_content(tag, f"tool{number}") for number, tag in enumerate(tags.calls))
     return re.compile("|".join((*calls, _content(tags.answer, "answer"))), re.DOTALL)
+
+
+def spans_between(text: str, tag: Tag) -> Iterator[tuple[int, int]]:
+    """Yield start and end of each content of a tag, up to the first closing after the opening.
+
+    Linear, where the pattern `opening(.*?)closing` scans to the end from every unclosed opening.
+    """
+    end = -len(tag.closing)
+    while True:
+        start = text.find(tag.opening, end + len(tag.closing))
+        end = text.find(tag.closing, start + len(tag.opening)) if start >= 0 else -1
+        if end < 0:
+            return
+        yield start + len(tag.opening), end
 
 
 def find_information(text: str, tags: Grammar) -> str | None:

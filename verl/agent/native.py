@@ -10,7 +10,6 @@ kept, so that templates that would rewrite earlier turns (Qwen3 drops their thin
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -18,7 +17,7 @@ from typing import Any, Protocol
 
 from pydantic_core import from_json
 
-from verl.agent.grammar import Grammar, Tag, answer_pattern
+from verl.agent.grammar import Grammar, Tag, answer_pattern, spans_between
 from verl.agent.interface import Item, Tool, ToolCall, Turn
 from verl.agent.tags import ITEM_WITH_ID, TagFormat
 from verl.errors import ConfigError, explain
@@ -28,7 +27,6 @@ NAME = "native"
 CALL = Tag("<tool_call>", "</tool_call>")
 GRAMMAR = Grammar(tools=(("tool", CALL),), information=Tag("<tool_response>", "</tool_response>"))
 """The tags that rewards parse and that are neutralized in observations."""
-CALL_CONTENT = re.compile("(.*?)".join(map(re.escape, (CALL.opening, CALL.closing))), re.DOTALL)
 PYTHON_TAG = "<|python_tag|>"
 """Token that Llama 3.x may write before a call."""
 MARK = "\u2063policy turn\u2063"
@@ -117,7 +115,7 @@ class NativeFormat:
         text = completion.text
         end = self.tokenizer.eos_token or ""
         is_open = completion.ids[-1:] != (self.tokenizer.eos_token_id,)
-        contents = CALL_CONTENT.findall(text)
+        contents = [text[start:end] for start, end in spans_between(text, CALL)]
         bare = text.strip().removesuffix(end).strip().removeprefix(PYTHON_TAG)
         if not contents and bare.startswith("{"):
             contents = [bare]
