@@ -6,6 +6,8 @@ The names of the API are imported on first use, to keep `import search_r1` fast.
 import importlib
 from typing import TYPE_CHECKING
 
+import verl as verl  # before torch: it sets how idle threads wait
+
 if TYPE_CHECKING:
     from search_r1.asking import evaluate, load_agent
     from search_r1.trainer import Trainer

@@ -7,6 +7,7 @@ shift
 ray=''
 trap '[[ -z $ray ]] || kill "$ray" 2>/dev/null || true' TERM INT
 mkdir -p "$temp"
+export RAY_worker_niceness=${RAY_worker_niceness:-0} # the node is ours alone
 "$PYTHON" -m ray.scripts.scripts start --block "$@" &
 ray=$!
 while kill -0 "$ray" 2>/dev/null; do wait "$ray" || true; done

@@ -31,7 +31,8 @@ from verl.rollout.interface import (
     RolloutEngine,
     engine_takes_adapter,
 )
-from verl.training.devices import SPIN_COUNT, device_type, rollout_dtype
+from verl.threads import PASSIVE
+from verl.training.devices import device_type, rollout_dtype
 from verl.types import Completion, EngineCounts, Sampling
 
 CPU_ENV = {
@@ -40,8 +41,7 @@ CPU_ENV = {
     # Engine and trainer use the same cores in turn; threads bound to cores would share one.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     # Waiting threads that spin would slow down working ones (see `trainer.groups.cpu_env`).
-    "OMP_WAIT_POLICY": "PASSIVE",
-    "GOMP_SPINCOUNT": SPIN_COUNT,
+    **PASSIVE,
 }
 QUIET_ENV = {
     "VLLM_LOGGING_LEVEL": "ERROR",

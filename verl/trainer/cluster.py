@@ -58,6 +58,7 @@ def start_ray(config: Config) -> None:
     num_cpus = max(len(os.sched_getaffinity(0)), ranks)
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_worker_niceness", "0")  # else a run crawls behind a browser
     ray.init("local", include_dashboard=False, num_cpus=num_cpus, logging_level=logging.WARNING)
 
 

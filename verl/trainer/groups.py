@@ -30,9 +30,10 @@ from verl.single_controller.placement import (
     reserve,
 )
 from verl.single_controller.reaper import MARK, OrphanReaper
+from verl.threads import SPIN_COUNT, spin_count
 from verl.trainer.cluster import JOB_CONFIG, check_nodes, config_for_actors, uses_gpus
 from verl.trainer.ranks import BatchSharding, TrainerRanks
-from verl.training.devices import DETERMINISTIC_ENV, SPIN_COUNT, rollout_dtype
+from verl.training.devices import DETERMINISTIC_ENV, rollout_dtype
 from verl.training.network import forwarded_variables
 from verl.training.worker import CriticWorker, TrainerWorker, TrainingRank
 
@@ -253,7 +254,7 @@ def cpu_env(shares_cores: bool = False) -> dict[str, str]:
     return {
         "OMP_NUM_THREADS": str(len(os.sched_getaffinity(0))),
         "OMP_WAIT_POLICY": "PASSIVE",
-        "GOMP_SPINCOUNT": os.environ.get("GOMP_SPINCOUNT", "0" if shares_cores else SPIN_COUNT),
+        "GOMP_SPINCOUNT": spin_count("0" if shares_cores else SPIN_COUNT),
         "MALLOC_TRIM_THRESHOLD_": str(8 << 30),
         "MALLOC_MMAP_MAX_": "0",
         "MALLOC_ARENA_MAX": "1",

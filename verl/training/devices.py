@@ -23,8 +23,6 @@ DETERMINISTIC_ENV = {
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
 }
 """Environment of a process whose results are the same, bit for bit, in every run."""
-SPIN_COUNT = "1000"
-"""GOMP_SPINCOUNT of a process with cores of its own: idle threads spin for about 10 µs."""
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 """Dtypes that models are computed and written in, by their names in options."""
 

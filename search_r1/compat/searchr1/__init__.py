@@ -2,3 +2,5 @@
 
 The wheel installs it as the top-level package `searchr1`. See docs/python_api.md.
 """
+
+import verl as verl  # before torch: it sets how idle threads wait
