@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 
 from search_r1.loops import LoopThread
+from verl.proxies import client_settings
 
 
 @dataclass(frozen=True)
@@ -31,11 +32,14 @@ class Response:
 class BoundedHttpClient:
     """HTTP client with pooled connections, usable from any thread; runs its own event loop."""
 
-    def __init__(self, timeout: float, max_bytes: int, **settings: Any) -> None:
-        """`timeout` (s) bounds a whole exchange, `max_bytes` a response; `settings` are httpx's."""
+    def __init__(self, timeout: float, max_bytes: int, url: str = "", **settings: Any) -> None:
+        """`timeout` (s) bounds a whole exchange, `max_bytes` a response; `settings` are httpx's.
+
+        `url` is the only server that it talks to, if there is one; without a proxy if it is local.
+        """
         self._timeout = timeout
         self._max_bytes = max_bytes
-        self._client = httpx.AsyncClient(timeout=timeout, **settings)
+        self._client = httpx.AsyncClient(timeout=timeout, **client_settings(url), **settings)
         self._open = contextlib.ExitStack()
         self._loop = self._open.enter_context(LoopThread())
         self._open.callback(lambda: self._loop.run(self._client.aclose()))

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from verl.errors import UserError, redact
 from verl.files import is_file_error
+from verl.proxies import bypass_loopback
 
 
 class MaskedFormatter(logging.Formatter):
@@ -31,10 +32,12 @@ def exit_status(
 
     An error that the user can fix (an option or a file) is printed as its message, formatted by
     `shown`. Ctrl-C prints `stopped`. If the reader of standard output has gone (`… | head`), the
-    rest of the output is dropped and the status is 141, as in a shell.
+    rest of the output is dropped and the status is 141, as in a shell. Servers on this machine are
+    asked without a proxy, also by libraries and child processes.
     """
     try:
         try:
+            bypass_loopback()
             return work() or 0
         finally:
             sys.stdout.flush()

@@ -12,6 +12,7 @@ import httpx
 from search_r1 import loops
 from verl.agent.interface import Item, Observation, Tool, text_arguments
 from verl.errors import ConfigError, ToolError, ToolRefused, explain
+from verl.proxies import client_settings
 
 RUN_S, TOTAL_S, MAX_CHARS = 10.0, 30.0, 8000
 FAILURES = (OSError, httpx.HTTPError, httpx.InvalidURL, ValueError, LookupError, TypeError)
@@ -45,12 +46,16 @@ class Sandbox(Tool):
             return str(error)
         return "" if text == "42" else f"print(6 * 7) printed {text!r}, expected 42"
 
+    def _client(self) -> httpx.AsyncClient:
+        """Return a client that uses the environment's proxy, but none for this machine."""
+        return httpx.AsyncClient(**client_settings(self.url) | {"verify": TLS})
+
     async def run(self, code: str, seconds: float) -> str:
         program = code.encode("utf-8", "replace").decode()  # JSON may contain a lone surrogate
         body = {"code": program, "language": "python", "run_timeout": RUN_S}
         kind = ToolError
         try:
-            async with asyncio.timeout(seconds), httpx.AsyncClient(verify=TLS) as http:
+            async with asyncio.timeout(seconds), self._client() as http:
                 answer = await http.post(self.url, json=body, timeout=seconds)
             kind = ToolRefused if answer.status_code in (401, 403) else ToolError
             run = answer.raise_for_status().json()["run_result"]

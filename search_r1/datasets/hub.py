@@ -22,6 +22,7 @@ from search_r1.retrying import Backoff, TransientError, call_with_retries, parse
 from search_r1.search.index.progress import Report, progress
 from verl.errors import UserError, explain, redact
 from verl.files import sha256
+from verl.proxies import client_settings
 
 T = TypeVar("T")
 
@@ -214,7 +215,12 @@ def _get_page(url: str) -> tuple[bytes, str | None]:
 def _open_stream(url: str, start: int = 0) -> Iterator[httpx.Response]:
     """Request a file from byte `start` on, without a token; raises TransientError or HTTPError."""
     headers = {"Accept-Encoding": "identity"} | ({"Range": f"bytes={start}-"} if start else {})
-    options: Any = {"headers": headers, "timeout": TIMEOUT, "follow_redirects": True}
+    options: Any = {
+        "headers": headers,
+        "timeout": TIMEOUT,
+        "follow_redirects": True,
+        **client_settings(url),
+    }
     try:
         with httpx.stream("GET", url, **options) as response:
             response.raise_for_status()

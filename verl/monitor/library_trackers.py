@@ -25,6 +25,7 @@ import httpx
 
 from verl.config.known import flatten
 from verl.errors import ConfigError, explain, first_line
+from verl.proxies import client_settings
 
 logger = logging.getLogger(__name__)
 
@@ -139,7 +140,7 @@ def offline_reason(wandb: ModuleType) -> str | None:
         return "no API key (`wandb login`, or WANDB_API_KEY)"
     server = str(wandb.setup().settings.base_url)
     try:
-        httpx.get(server, timeout=CONNECT_S)
+        httpx.get(server, timeout=CONNECT_S, **client_settings(server))
     except httpx.HTTPError as error:
         return f"{server} does not answer ({type(error).__name__})"
     return None

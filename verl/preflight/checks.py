@@ -38,6 +38,7 @@ from verl.monitor.tracking import PACKAGES, backend_names
 from verl.preflight.memory.check import decide_memory, memory_problems, read_setting
 from verl.preflight.memory.needs import has_critic
 from verl.preflight.servers import server_problems
+from verl.proxies import client_settings
 from verl.quantization import check_unquantized
 from verl.remote_code import trusts_remote_code
 from verl.rollout import schedule
@@ -171,7 +172,9 @@ def _ask_hub(name: str) -> httpx.Response:
     token = get_token()
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     url = f"{constants.ENDPOINT}/api/models/{name}"
-    return httpx.get(url, headers=headers, timeout=PROBE_SECONDS, follow_redirects=True)
+    return httpx.get(
+        url, headers=headers, timeout=PROBE_SECONDS, follow_redirects=True, **client_settings(url)
+    )
 
 
 def _question_problems(config: Config) -> Iterator[UserError]:

@@ -18,6 +18,7 @@ from pydantic import BaseModel
 from verl.config import Config
 from verl.errors import ConfigError, ResourceError, UserError, explain, redact
 from verl.ports import is_local_host
+from verl.proxies import client_settings
 from verl.rollout.interface import URL, WEIGHTS_DIR
 from verl.rollout.remote_engine import auth_headers, server_root
 from verl.rollout.vllm_engine import WORKER_EXTENSION
@@ -85,7 +86,9 @@ class _ServerCheck:
         self.config, self.url = config, url
         self.rollout = config.actor_rollout_ref.rollout
         headers = auth_headers(url, self.rollout.api_key_env)
-        self.http = httpx.Client(headers=headers, timeout=ANSWER_S, transport=transport)
+        self.http = httpx.Client(
+            headers=headers, timeout=ANSWER_S, transport=transport, **client_settings(url)
+        )
 
     def problems(self) -> Iterator[ConfigError]:
         """Yield the server's problems, without those that only follow from an earlier one."""

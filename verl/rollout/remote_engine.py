@@ -11,6 +11,8 @@ import asyncio
 import logging
 import math
 import os
+import re
+import ssl
 from collections.abc import Sequence
 from typing import Annotated, Any, Protocol, Self
 
@@ -20,6 +22,7 @@ from pydantic import BaseModel, Field, StrictStr
 from verl.config import Config
 from verl.errors import AnswerInvalid, ConfigError, explain, redact
 from verl.model_files import load_tokenizer
+from verl.proxies import client_settings
 from verl.rollout.interface import URL, RolloutEngine
 from verl.types import Completion, Sampling
 
@@ -31,6 +34,27 @@ TIMEOUT = 600.0
 MAX_BYTES = 64 << 20
 """Maximum size of a response."""
 COMPLETIONS = "/v1/completions"
+CONNECT_S = 30.0
+KEEPALIVE_S = 1.0
+"""Seconds after which an idle connection is not used again; vLLM's server closes it after 5 s."""
+SAMPLING_DEFAULTS: dict[str, Any] = {
+    "n": 1, "echo": False, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0,
+    "presence_penalty": 0.0, "frequency_penalty": 0.0, "min_tokens": 0, "ignore_eos": False,
+    "stop_token_ids": [], "logit_bias": None,
+}  # fmt: skip
+"""Sent with each request, since the server and the files of its model may change the defaults."""
+EXTENSIONS = (
+    "top_k", "min_p", "repetition_penalty", "min_tokens", "ignore_eos", "stop_token_ids",
+    "include_stop_str_in_output", "skip_special_tokens", "return_token_ids",
+)  # fmt: skip
+"""Fields that OpenAI's own API lacks. A server that does not know one cannot change its default."""
+UNKNOWN = re.compile(
+    r"unrecogni[sz]ed|unknown|unexpected|not permitted|extra.(inputs|fields|forbidden)|"
+    r"unsupported (parameter|argument|field)",
+    re.IGNORECASE,
+)
+"""How servers say that they do not know a field, and not that they refuse its value."""
+REFUSED = (httpx.codes.BAD_REQUEST, httpx.codes.UNPROCESSABLE_ENTITY)
 
 
 class Encoder(Protocol):
@@ -80,7 +104,9 @@ class RemoteEngine(RolloutEngine):
         self._model = model
         self._tokenizer = tokenizer
         self._headers = auth_headers(base_url, api_key_env)
-        self._transport = transport
+        self._clients = ClientOfLoop(self.url, transport)
+        self._unknown: set[str] = set()
+        """Fields of `EXTENSIONS` that the server said it does not know."""
 
     @classmethod
     def from_config(cls, config: Config, replica: int) -> Self:
@@ -99,16 +125,15 @@ class RemoteEngine(RolloutEngine):
         Raises ConfigError if the endpoint is unavailable or rejects the request, AnswerInvalid if
         the response is not a completion.
         """
-        body = {"model": self._model, **request_body(prompt_ids, sampling)}
+        fields = request_body(prompt_ids, sampling)
+        body = {"model": self._model} | {k: v for k, v in fields.items() if k not in self._unknown}
         try:
-            async with (
-                asyncio.timeout(TIMEOUT),
-                httpx.AsyncClient(timeout=TIMEOUT, transport=self._transport) as http,
-                http.stream("POST", self.url, json=body, headers=self._headers) as response,
-            ):
-                content = await read_body(response)
-            if not response.is_success:
-                got = f"{response.status_code} {content[:300].decode('utf-8', 'replace')}"
+            async with asyncio.timeout(TIMEOUT):
+                status, content = await self._post(body)
+                while status in REFUSED and self._forget_unknown(body, content):
+                    status, content = await self._post(body)
+            if not httpx.codes.is_success(status):
+                got = f"{status} {content[:300].decode('utf-8', 'replace')}"
                 raise self._error(ConfigError, got)
             choice = CompletionResponse.model_validate_json(content).choices[0]
         except (httpx.TransportError, TimeoutError) as error:
@@ -116,6 +141,33 @@ class RemoteEngine(RolloutEngine):
         except (httpx.DecodingError, ValueError) as error:
             raise self._error(AnswerInvalid, f"{type(error).__name__}: {error}") from error
         return self._completion(choice, sampling)
+
+    async def shutdown(self) -> None:
+        """Close the connections; the server keeps running."""
+        await self._clients.close()
+
+    async def _post(self, body: dict[str, Any]) -> tuple[int, bytes]:
+        """Send a request and return the status and the body of the response."""
+        http = await self._clients.get()
+        async with http.stream("POST", self.url, json=body, headers=self._headers) as response:
+            return response.status_code, await read_body(response)
+
+    def _forget_unknown(self, body: dict[str, Any], content: bytes) -> bool:
+        """Remove the fields from `body` that the server says it does not know, if there are any."""
+        answer = content.decode("utf-8", "replace")
+        if not UNKNOWN.search(answer):
+            return False
+        named = [k for k in EXTENSIONS if k in body and re.search(rf"\b{k}\b", answer)]
+        for name in named:
+            del body[name]
+        new = [name for name in named if name not in self._unknown]
+        if new:
+            logger.warning(
+                "%s does not know %s: asked without; sampling is as configured only if the server "
+                "has no such setting of its own", redact(self.url), ", ".join(new),
+            )  # fmt: skip
+            self._unknown.update(new)
+        return bool(named)
 
     def _completion(self, choice: Choice, sampling: Sampling) -> Completion:
         text = choice.text
@@ -140,6 +192,42 @@ class RemoteEngine(RolloutEngine):
         )
         subject, got = f"endpoint {self.url}", " ".join(got.split())
         return error_type(explain(subject, got, "a completion of token ids", fix))
+
+
+class ClientOfLoop:
+    """One HTTP client, made again only if it is used from another event loop.
+
+    A client made for each request would read the certificates each time, which takes 33 ms of CPU.
+    """
+
+    def __init__(self, url: str, transport: httpx.AsyncBaseTransport | None = None) -> None:
+        """Make no client yet; `transport` replaces the network in tests."""
+        self._url, self._transport = url, transport
+        self._http: httpx.AsyncClient | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._tls: ssl.SSLContext | None = None
+
+    async def get(self) -> httpx.AsyncClient:
+        """Return the client of the running event loop."""
+        loop = asyncio.get_running_loop()
+        if self._http is None or self._loop is not loop:
+            await self.close()
+            settings = client_settings(self._url)
+            self._tls = self._tls or settings.get("verify") or httpx.create_ssl_context()
+            self._http = httpx.AsyncClient(
+                timeout=httpx.Timeout(TIMEOUT, connect=min(CONNECT_S, TIMEOUT)),
+                limits=httpx.Limits(keepalive_expiry=KEEPALIVE_S),
+                transport=self._transport,
+                **settings | {"verify": self._tls},
+            )
+            self._loop = loop
+        return self._http
+
+    async def close(self) -> None:
+        """Close the connections, if their event loop is still the running one."""
+        http, self._http = self._http, None
+        if http is not None and self._loop is asyncio.get_running_loop():
+            await http.aclose()
 
 
 def server_root(base_url: str, option: str = "endpoint") -> str:
@@ -176,6 +264,7 @@ def request_body(prompt_ids: Sequence[int], sampling: Sampling) -> dict[str, Any
         "include_stop_str_in_output": True,
         "skip_special_tokens": False,
         "return_token_ids": True,
+        **SAMPLING_DEFAULTS,
     }
 
 

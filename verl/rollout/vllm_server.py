@@ -20,9 +20,12 @@ from pydantic import AliasPath, BaseModel, Field
 
 from verl.config import Config
 from verl.errors import AnswerInvalid, ConfigError, explain, redact
+from verl.proxies import client_settings
 from verl.rollout.interface import INTERRUPTED, URL, WEIGHTS_DIR, EngineDied, RolloutEngine
 from verl.rollout.remote_engine import (
     COMPLETIONS,
+    CONNECT_S,
+    KEEPALIVE_S,
     Choice,
     CompletionResponse,
     auth_headers,
@@ -38,18 +41,10 @@ logger = logging.getLogger(__name__)
 
 ResponseT = TypeVar("ResponseT", bound=BaseModel)
 
-CONNECT_S = 30.0
 HEALTH_S = 60.0
 """Maximum seconds that a running server takes to answer a health check."""
 POLL_S = 2.0
 ABORT_S = 0.02
-KEEPALIVE_S = 1.0
-"""Seconds after which an idle connection is not used again; vLLM's server closes it after 5 s."""
-SAMPLING_DEFAULTS = {
-    "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-}  # fmt: skip
-"""Sent with each request, since the files of the server's model may change the defaults."""
 
 
 class ServerInfo(BaseModel):
@@ -138,6 +133,7 @@ class VllmServer(RolloutEngine):
             timeout=httpx.Timeout(None, connect=CONNECT_S),
             limits=httpx.Limits(keepalive_expiry=KEEPALIVE_S),
             transport=self._transport,
+            **client_settings(self.url),
         )
         end = time.monotonic() + self._start_timeout
         while not await self._is_alive():
@@ -158,7 +154,7 @@ class VllmServer(RolloutEngine):
         assert self._weights, "weights must be loaded before the first request"
         version, weights = self.weight_version, self._weights
         # The salt is part of a cached prefix's key, so prefixes of other weights are never reused.
-        body = self._model | request_body(prompt_ids, sampling) | SAMPLING_DEFAULTS
+        body = self._model | request_body(prompt_ids, sampling)
         body["cache_salt"] = weights
         self._num_requests += 1
         try:

@@ -29,6 +29,7 @@ from verl.config import Config
 from verl.errors import ConfigError, PreflightError, ResourceError, UserError, explain
 from verl.machine import ENLARGE_SHARED_MEMORY, SHARED_MEMORY
 from verl.preflight import checks as preflight
+from verl.proxies import bypass_loopback
 from verl.remote_code import set_trust
 from verl.rollout.interface import WEIGHTS_DIR, engine_takes_adapter
 from verl.training.devices import device_type
@@ -49,6 +50,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def start_ray(config: Config) -> None:
     """Join the cluster at RAY_ADDRESS (as `ray job submit` sets it), or start a local one."""
+    bypass_loopback()
     address = os.environ.get("RAY_ADDRESS")
     if address:
         check_run_folder(config)

@@ -101,7 +101,9 @@ class JudgeEndpoint:
         self._backoff = Backoff(options.first_pause, MAX_PAUSE_S, MAX_PAUSE_S)
         key = {"Authorization": f"Bearer {options.api_key}"} if options.api_key else {}
         limits = httpx.Limits(max_connections=options.max_concurrency)
-        self._client = BoundedHttpClient(options.timeout, MAX_BYTES, headers=key, limits=limits)
+        self._client = BoundedHttpClient(
+            options.timeout, MAX_BYTES, url=self._url, headers=key, limits=limits
+        )
         self._num_failures = 0  # failed messages since the last verdict
         self._lock = threading.Lock()
 

@@ -3,7 +3,7 @@
 import asyncio
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import httpx
@@ -13,7 +13,7 @@ from tests.endless import DRIPS, FLOOD, endless
 from tests.fakes import ByteTokenizer
 from verl.errors import AnswerInvalid, ConfigError
 from verl.rollout import remote_engine
-from verl.rollout.remote_engine import RemoteEngine, missing_stop
+from verl.rollout.remote_engine import EXTENSIONS, RemoteEngine, missing_stop
 from verl.types import Completion, Sampling
 
 STOP = ("</search>", "</answer>")
@@ -55,6 +55,80 @@ def test_ids_are_sent_and_sampled_ids_are_returned(monkeypatch: pytest.MonkeyPat
         7,
     )
     assert body["stop"] == list(STOP)
+
+
+def test_every_sampling_parameter_is_sent() -> None:
+    """A server's generation_config.json, such as Qwen2.5's penalty of 1.05, decides none."""
+    seen: list[httpx.Request] = []
+    complete({"text": "x", "token_ids": [1]}, seen)
+    body = json.loads(seen[0].content)
+    neutral = {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0,
+               "frequency_penalty": 0.0, "min_tokens": 0, "ignore_eos": False, "n": 1,
+               "stop_token_ids": [], "echo": False}  # fmt: skip
+    assert {name: body[name] for name in neutral} == neutral
+
+
+def refusing(known: Sequence[str], seen: list[dict[str, Any]], text: str) -> httpx.MockTransport:
+    """Return a server that refuses the first field that is not `known`, in the words of `text`."""
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        body = json.loads(request.content)
+        seen.append(body)
+        for name in body:
+            if name in EXTENSIONS and name not in known:
+                return httpx.Response(400, json={"error": {"message": text.format(name)}})
+        return httpx.Response(200, json={"choices": [SOUND]})
+
+    return httpx.MockTransport(answer)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["Unrecognized request argument supplied: {}", "Unknown parameter: '{}'.",
+     "body.{}: Extra inputs are not permitted", "Unsupported parameter: '{}'"],
+)  # fmt: skip
+def test_a_field_that_a_server_does_not_know_is_left_out_with_a_warning(
+    caplog: pytest.LogCaptureFixture, text: str
+) -> None:
+    """Only neutral extensions are; each is asked for once, and named once."""
+    seen: list[dict[str, Any]] = []
+    transport = refusing(("top_k",), seen, text)
+    engine = RemoteEngine("http://host", "m", ByteTokenizer(), transport=transport)
+    for _ in range(2):
+        assert asyncio.run(engine.generate([1], SAMPLING)).ids == (1,)
+    assert len(seen) == len(EXTENSIONS) + 1
+    assert "top_k" in seen[-1] and not set(EXTENSIONS) & set(seen[-1]) - {"top_k"}
+    dropped = " ".join(record.getMessage() for record in caplog.records)
+    assert all(dropped.count(f"know {name}:") == 1 for name in EXTENSIONS if name != "top_k")
+
+
+def test_a_value_that_a_server_refuses_is_an_error() -> None:
+    """A server that knows a field would use its own default if the field were left out."""
+    transport = refusing((), [], "{} must be at least 1")
+    engine = RemoteEngine("http://host", "m", ByteTokenizer(), transport=transport)
+    with pytest.raises(ConfigError, match=r"got 400 .*must be at least 1"):
+        asyncio.run(engine.generate([1], SAMPLING))
+
+
+def test_one_client_serves_all_requests_of_a_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Certificates are read once for an engine; another event loop gets another client."""
+    contexts, clients = [], []
+    make_context, make_client = httpx.create_ssl_context, httpx.AsyncClient
+    monkeypatch.setattr(
+        httpx, "create_ssl_context", lambda *a, **k: contexts.append(1) or make_context(*a, **k)
+    )
+    monkeypatch.setattr(
+        httpx, "AsyncClient", lambda *a, **k: clients.append(1) or make_client(*a, **k)
+    )
+    transport = httpx.MockTransport(lambda _: httpx.Response(200, json={"choices": [SOUND]}))
+    engine = RemoteEngine("https://host", "m", ByteTokenizer(), transport=transport)
+
+    async def ask() -> None:
+        await asyncio.gather(*(engine.generate([1], SAMPLING) for _ in range(5)))
+
+    for _ in range(2):
+        asyncio.run(ask())
+    assert (len(contexts), len(clients)) == (1, 2)
 
 
 @pytest.mark.parametrize(

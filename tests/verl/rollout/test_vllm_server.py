@@ -50,7 +50,7 @@ def test_it_samples_with_the_loaded_weights() -> None:
     assert body["cache_salt"] == server.weights == "verl-weights-abc-node.3"
     assert (body["prompt"], body["temperature"], body["top_p"]) == ([1, 2], 0.5, 0.9)
     assert (body["seed"], body["max_tokens"], body["stop"]) == (7, 9, ["</answer>"])
-    assert (body["top_k"], body["repetition_penalty"], body["min_p"]) == (0, 1.0, 0.0)
+    assert (body["top_k"], body["repetition_penalty"], body["min_p"]) == (-1, 1.0, 0.0)
     assert body["return_token_ids"] and body["include_stop_str_in_output"]
     assert "model" not in body
 
