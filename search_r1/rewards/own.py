@@ -8,6 +8,7 @@ leave out those it does not need. It may be asynchronous; a batch is then awaite
 from __future__ import annotations
 
 import asyncio
+import functools
 import inspect
 import math
 import traceback
@@ -15,7 +16,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from search_r1 import loops
+from search_r1.loops import LoopThread
 from search_r1.rewards.format import strip_end_of_sequence
 from search_r1.rewards.interface import (
     BatchRewardFn,
@@ -93,7 +94,7 @@ def wrap_user_reward(spec: str, function: Callable[..., Any]) -> BatchRewardFn:
             except (Exception, SystemExit) as error:  # the user's function may raise anything
                 raise raised(dialogue, error) from error
         if is_verls and inspect.iscoroutinefunction(function):
-            results = loops.run(finish_all(dialogues, results))
+            results = _loop().run(finish_all(dialogues, results))
         outputs = []
         for dialogue, result in zip(dialogues, results, strict=True):
             try:
@@ -103,6 +104,12 @@ def wrap_user_reward(spec: str, function: Callable[..., Any]) -> BatchRewardFn:
         return outputs
 
     return score
+
+
+@functools.cache
+def _loop() -> LoopThread:
+    """Return the event loop of all batches: a file's HTTP client does not outlive its loop."""
+    return LoopThread().__enter__()
 
 
 def _call_with_dialogue(function: Callable[..., Any], signature: inspect.Signature) -> Call:

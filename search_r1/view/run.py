@@ -94,7 +94,7 @@ def _row(line: bytes) -> dict[str, Any] | None:
 
 RUN_FILES = ("config.yaml", "metrics.jsonl", "validation", HEADER)
 """Files by which the folder of a run, or of its trajectories, is recognized."""
-LAYOUT_VERSION = 2
+LAYOUT_VERSION = 3
 """Layout of the index; another version uses another file."""
 CREDIT = "credit"
 """Subfolder of a run in which `search-r1 credit` writes the worth of documents."""

@@ -94,6 +94,17 @@ def test_an_async_batch_is_awaited_together(tmp_path: Path) -> None:
     assert [output.score for output in reward(batch)] == [0.0, 1.0, 2.0]
 
 
+def test_batches_share_one_event_loop(tmp_path: Path) -> None:
+    """A client that the file made in the first batch still works in the second."""
+    (tmp_path / "own.py").write_text(
+        "import asyncio\nloops = set()\n"
+        "async def compute_score(solution_str):\n"
+        "    loops.add(asyncio.get_running_loop())\n    return len(loops)\n"
+    )
+    reward = load_function(f"{tmp_path}/own.py:compute_score")
+    assert [reward([DIALOGUE])[0].score for _ in range(2)] == [1.0, 1.0]
+
+
 def test_a_function_that_needs_more_is_refused_at_the_start(tmp_path: Path) -> None:
     """A parameter that nobody gives is named before the run."""
     with pytest.raises(ValueError, match="missing a required argument: 'tokenizer'"):
