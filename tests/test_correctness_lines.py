@@ -1,4 +1,4 @@
-"""The 21 numbered mistakes of earlier systems each have tests that carry their number."""
+"""The numbered mistakes of earlier systems each have tests that carry their number."""
 
 import ast
 import re
@@ -28,6 +28,12 @@ LINES = {
     19: "a search that fails is an infrastructure failure, never an observation",
     20: "a reranker pairs each query with its own documents; one wire contract",
     21: "a run that was killed goes on as one that was not",
+    22: "without staleness a run is the synchronous one; what is left out is counted and bounded",
+    23: "each token has the version and log-prob that sampled it, and the loss reads those",
+    24: "a resumed run skips no row and repeats none",
+    25: "a dialogue rendered as a whole has the ids that were sampled turn by turn",
+    26: "a failed tool or reward is a failure with a name, never a score",
+    27: "collectives have a device that their process group serves",
     28: "the packed forward pass is the model's own",
 }
 

@@ -40,7 +40,7 @@ def end(run: subprocess.Popen[str]) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1], ids=lambda n: n.name)
-def test_a_stopped_run_goes_on_as_if_never_stopped(
+def test_line_24_a_stopped_run_goes_on_as_if_never_stopped(
     world: dict[str, str], tmp_path: Path, number: int
 ) -> None:
     """A run that is stopped anywhere after its first step and started again has the same steps."""

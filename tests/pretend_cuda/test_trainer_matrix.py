@@ -78,7 +78,7 @@ def test_more_ranks_hold_less(outcomes: dict[str, Any]) -> None:
     assert eight == pytest.approx(one / 8, rel=0.05)
 
 
-def test_a_process_group_without_gloo_is_an_error(outcomes: dict[str, Any]) -> None:
+def test_line_27_a_process_group_without_gloo_is_an_error(outcomes: dict[str, Any]) -> None:
     """The reason for this tier: the norm of offloaded gradients cannot be reduced by NCCL."""
     found = outcomes["grpo-param-2-bfloat16-only_nccl"]
     assert "No backend type associated with device type cpu" in found["error"]

@@ -135,7 +135,7 @@ def test_a_tool_that_refuses_the_run_marks_the_trajectory() -> None:
     assert not play(["<clock>nowhere</clock>"]).is_refused
 
 
-def test_a_tool_that_fails_ends_the_trajectory() -> None:
+def test_line_26_a_tool_that_fails_ends_the_trajectory() -> None:
     """Its faults are counted, and its message is not shown to the policy."""
     done = play(["<clock>nowhere</clock>"])
     assert (done.status, done.error) == (Status.FAILED, "the clock stands still")

@@ -70,7 +70,7 @@ def play(tokenizer: ChatTokenizer, *turns: tuple[str, str]) -> tuple[Any, Script
     return done, engine
 
 
-def test_a_dialogue_equals_the_rendered_template() -> None:
+def test_line_25_a_dialogue_equals_the_rendered_template() -> None:
     """The whole text, including end-of-turn tokens, is that of the rendered messages."""
     tokenizer = ChatTokenizer()
     first, last = f"I look it up. {tagged('Peru')}{tagged('Chad')}", "<answer> Lima </answer>"

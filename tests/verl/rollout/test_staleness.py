@@ -237,7 +237,9 @@ class Saved:
 
 
 @pytest.mark.parametrize("with_filter", [False, True])
-def test_a_killed_run_resumes_the_batches_it_had_drawn(with_filter: bool, tmp_path: Path) -> None:
+def test_line_24_a_killed_run_resumes_the_batches_it_had_drawn(
+    with_filter: bool, tmp_path: Path
+) -> None:
     """Every row is trained on as often as without the kills; no group is trained on twice."""
     for seed in range(20):
         taken: list[Trajectory] = []

@@ -99,7 +99,7 @@ def plain(model: str, tmp_path_factory: pytest.TempPathFactory) -> Plain:
 
 @pytest.mark.parametrize("num_replicas", [1, 2])
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_without_staleness_a_run_is_the_plain_loop(
+def test_line_22_without_staleness_a_run_is_the_plain_loop(
     model: str, plain: Plain, algorithm: str, num_replicas: int, tmp_path: Path
 ) -> None:
     """Every metric of every step, and the trained weights, are equal whatever the delays."""

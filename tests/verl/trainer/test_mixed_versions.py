@@ -136,7 +136,9 @@ def plain_loss(
 @pytest.mark.parametrize(
     ("level", "kind"), [("none", "truncate"), *product(LEVELS[1:], CORRECTIONS)]
 )
-def test_loss_and_gradient_equal_a_loop_over_tokens(config: Config, level: str, kind: str) -> None:
+def test_line_23_loss_and_gradient_equal_a_loop_over_tokens(
+    config: Config, level: str, kind: str
+) -> None:
     """Loss and gradient equal a loop, with engine log-probs as the old ones (level none).
 
     The same holds with recomputed ones and each correction, which has an effect in each case.
