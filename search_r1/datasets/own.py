@@ -27,6 +27,7 @@ from search_r1.datasets.question import (
 from search_r1.datasets.wording import PromptStyle, prompt_writer
 from search_r1.search.index.passages import read_folder, write_corpus
 from verl.data.rows import BadRow, Record, read_records
+from verl.data.values import MISSING_CELLS, Unreadable, parse_structure
 from verl.errors import ConfigError, DataError, explain
 from verl.files import MAX_CHARS, regular_file
 
@@ -133,6 +134,16 @@ def _csv_record(
         got = f"further fields {record['']}"
         return BadRow.at(str(path), number, "", got, "as many fields as the header", fix)
     value = record[column]
+    if isinstance(value, str) and (value.strip() in MISSING_CELLS or _is_structure(value)):
+        return record  # `read_question` reads it, or says what is missing
     parts = value.split(separator) if isinstance(value, str) and separator else [value]
     answers = [part.strip() if isinstance(part, str) else part for part in parts]
     return {**record, column: answers}
+
+
+def _is_structure(text: str) -> bool:
+    """Whether a field is a list or object saved as text, or a damaged one."""
+    try:
+        return parse_structure(text) is not None
+    except Unreadable:
+        return True

@@ -23,6 +23,7 @@ import datasets
 from search_r1.datasets.command import MergeOptions, RagOptions, SetOptions
 from search_r1.datasets.hub import FLASHRAG
 from search_r1.datasets.question import (
+    ALIAS_COLUMNS,
     ANSWER_COLUMNS,
     Question,
     RecordLocation,
@@ -48,7 +49,7 @@ logger = logging.getLogger(__name__)
 MAX_CONCURRENT = 512
 """Maximum number of concurrent queries to the server."""
 SUFFIXES = (".jsonl", ".parquet")
-COLUMNS = ("id", "question", *ANSWER_COLUMNS)
+COLUMNS = ("id", "question", *ANSWER_COLUMNS, *ALIAS_COLUMNS, "answerable")
 """Columns to read from the hub's tables; the column `metadata` is large and not needed."""
 TEST_SPLITS = ("test", "dev", "train")
 """Splits for tests, most preferred first, as in the original scripts."""

@@ -19,17 +19,33 @@ import pyarrow.parquet
 from search_r1.datasets.wording import PromptWriter
 from search_r1.search.schema import Document
 from verl.data.rows import BadRow, short_repr
+from verl.data.values import MISSING_CELLS, Unreadable, read_answers
 from verl.errors import DataError, explain, first_line
 from verl.files import atomic_write
 
 logger = logging.getLogger(__name__)
 
 ABILITY = "fact-reasoning"
-ANSWER_COLUMNS = ("golden_answers", "answers", "answer")
-READ_COLUMNS = frozenset({*ANSWER_COLUMNS, "question", "id", "data_source", "split"})
+ANSWER_COLUMNS = ("golden_answers", "answers", "answer", "possible_answers")
+"""Columns of answers; the first that a row has is read."""
+ALIAS_COLUMNS = ("answer_aliases", "aliases", "answer_alias")
+"""Columns of further accepted answers, which are added (MuSiQue and others)."""
+READ_COLUMNS = frozenset(
+    {*ANSWER_COLUMNS, *ALIAS_COLUMNS, "question", "id", "data_source", "split"}
+)
 """Columns that are read; all others are `Question.extra`."""
 MAX_LISTED = 20
 """Maximum number of bad rows that an error lists; further rows are counted."""
+
+
+_ENDS_SENTENCE = re.compile(
+    "(?:[?\uff1f\ufe56\ufe16\u061f\u037e\u203d\u2047-\u2049\u2e2e\u1367\ua60f\ua6f7\u1945\u2cfa\u2cfb"
+    "!.\uff01\u3002\uff0e\u2026\u0964\u06d4]"
+    "|[\u0370-\u03ff\u1f00-\u1fff];"  # a Greek question mark as a keyboard or NFC writes it
+    "|\u055e[\u0530-\u058f]*)"  # the Armenian one stands in the last word
+    "[\"'\u2018-\u201f\u00bb\u203a\u300d\u300f\u300b\u3009)\\]}\uff09\\s]*\\Z"
+)
+"""A text that is a whole sentence, with closing quotes and brackets."""
 
 
 @dataclass(frozen=True)
@@ -78,12 +94,20 @@ def read_question(record: Any, location: RecordLocation) -> Question | BadRow:
     if not isinstance(record, dict):
         return bad_row("", record, "an object")
     text = record.get("question")
-    if not isinstance(text, str) or not text.strip():
+    if not isinstance(text, str) or text.strip() in MISSING_CELLS:
         return bad_row("question", text, "a text that is not empty")
     column = next((name for name in ANSWER_COLUMNS if name in record), ANSWER_COLUMNS[0])
-    answers = read_answers(record.get(column))
+    if record.get("answerable") in (False, "false", "False") or record.get("is_impossible") is True:
+        return bad_row("answerable", False, "a question that has an answer")
+    try:
+        answers = read_answers(record.get(column), numbers=True)
+        for name in ALIAS_COLUMNS if answers else ():
+            answers += read_answers(record.get(name), numbers=True)
+    except Unreadable as error:
+        return bad_row(column, record.get(column), error.expected)
     if not answers:
         return bad_row(column, record.get(column), "an answer, or a list of answers, as text")
+    answers = tuple(dict.fromkeys(answers))
     source = str(record.get("data_source") or location.data_source)
     split = str(record.get("split") or location.split)
     for part, name in (("data_source", source), ("split", split)):
@@ -106,17 +130,13 @@ def read_question(record: Any, location: RecordLocation) -> Question | BadRow:
 
 
 def as_question(text: str) -> str:
-    """Return the text without outer white space and with a question mark, as in the original."""
+    """Return the text without outer white space, with a question mark unless it ends a sentence.
+
+    The question marks of all scripts count, also before closing quotes; a text that ends in a full
+    stop or an exclamation mark is unchanged.
+    """
     text = text.strip()
-    return text if text.endswith("?") else text + "?"
-
-
-def read_answers(value: Any) -> tuple[str, ...]:
-    """Return the accepted answers without empty ones; () for values of other types."""
-    answers = [value] if isinstance(value, str) else value
-    if not isinstance(answers, Sequence) or not all(isinstance(item, str) for item in answers):
-        return ()
-    return tuple(answer for answer in answers if answer.strip())
+    return text if _ENDS_SENTENCE.search(text) else text + "?"
 
 
 def to_row(
@@ -198,9 +218,9 @@ def write_rows(rows: Sequence[dict[str, Any]], path: Path) -> None:
         raise DataError(explain(str(path), "no questions", "one or more", "give another source"))
     try:
         table = pyarrow.Table.from_pylist(rows)
-    except pyarrow.ArrowException as error:
+    except (pyarrow.ArrowException, OverflowError) as error:  # integers over 63 bits
         got = str(error).split("\n")[0]
-        fix = "give each further column one type, or drop it"
+        fix = "give each further column one type, numbers over 2**63 as text, or drop it"
         raise DataError(explain(str(path), got, "columns of one type", fix)) from error
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_write(path) as part:

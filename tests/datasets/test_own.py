@@ -9,9 +9,10 @@ from typing import Any
 import pyarrow.parquet
 import pytest
 
-from search_r1.datasets.command import build
-from search_r1.datasets.own import assign_splits
-from search_r1.datasets.question import Question, RecordLocation
+from search_r1.datasets.command import OwnOptions, build
+from search_r1.datasets.own import assign_splits, read_files
+from search_r1.datasets.question import Question, RecordLocation, as_question
+from verl.data.rows import BadRow
 from verl.data.validation import validate
 
 main = partial(build, "own_questions")
@@ -151,3 +152,38 @@ def test_an_impossible_share_is_refused(
     error = capsys.readouterr().err
     assert f"--test-share: got {share}, expected 0 or more, less than 1" in error
     assert "0.5 of 1 different questions" in error
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "中国的首都是哪里？",
+        "ما هي العاصمة؟",
+        "Ποιος;",
+        "Որտե՞ղ",
+        'Who said "why?"',
+        "Name it.",
+        "Go!",
+    ],
+)
+def test_a_finished_sentence_gets_no_question_mark(text: str) -> None:
+    """Question marks of other scripts and other ends of a sentence are left alone."""
+    assert as_question(f" {text}\n") == text
+    assert as_question("Who wrote it") == "Who wrote it?"
+
+
+def test_line_31_cells_with_lists_and_aliases(tmp_path: Path) -> None:
+    """A list in a csv field, PopQA's JSON text, and MuSiQue's aliases are all accepted answers."""
+    cells = tmp_path / "q.csv"
+    cells.write_text("question,answer\nwho,\"['Jane Austen', 'J. Austen']\"\nq2,a|b\n")
+    popqa = write(tmp_path / "p.jsonl", [{"question": "who", "possible_answers": '["a", "b"]'}])
+    musique = write(
+        tmp_path / "m.jsonl",
+        [{"question": "m", "answer": "a", "answer_aliases": ["b", "a"], "answerable": True},
+         {"question": "n", "answer": "a", "answer_aliases": [], "answerable": False}],
+    )  # fmt: skip
+    options = OwnOptions(files=(cells, Path(popqa), Path(musique)))
+    found = list(read_files(options))
+    assert [q.answers for q in found if not isinstance(q, BadRow)] == [
+        ("Jane Austen", "J. Austen"), ("a", "b"), ("a", "b"), ("a", "b")]  # fmt: skip
+    assert [row.number for row in found if isinstance(row, BadRow)] == [1]

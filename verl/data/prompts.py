@@ -14,6 +14,7 @@ import numpy as np
 from verl.agent.dialogue import CHARS_PER_TOKEN
 from verl.config import Config
 from verl.data.rows import Row, load_rows
+from verl.data.values import can_be_given
 from verl.errors import ConfigError, DataError, explain
 from verl.types import Prompt
 
@@ -111,6 +112,9 @@ def load_prompts(
     """
     data, limit = config.data, config.data.max_start_length
     rows = choose(load_rows(files, data.prompt_key), num_rows, config.trainer.seed)
+    if hopeless := [row.uid for row in rows if not any(map(can_be_given, row.ground_truth))]:
+        logger.warning("%d of %d rows have no answer that exact match can accept, such as %s",
+                       len(hopeless), len(rows), hopeless[0])  # fmt: skip
     prompts = [render(row, tokenizer, tools, limit) for row in rows]
     kept = [prompt for prompt in prompts if len(prompt.ids) <= limit]
     if len(kept) < len(prompts):

@@ -17,6 +17,13 @@ from typing import Any, Self
 import pyarrow
 import pyarrow.parquet
 
+from verl.data.values import (
+    MISSING_CELLS,
+    Unreadable,
+    parse_messages,
+    parse_structure,
+    read_answers,
+)
 from verl.errors import DataError, explain
 from verl.files import MAX_CHARS
 
@@ -200,7 +207,7 @@ def _check_row(record: Any, path: str, name: str, number: int, prompt_key: str) 
         ("data_source", source and isinstance(source, str), "a name"),
         (prompt_key, prompt, "a string, or a list of messages {role, content} that is not empty"),
         ("reward_model", targets,
-         "ground_truth, or its target: a string or a list of strings, none empty"),
+         "ground_truth, or its target: an answer or a list of answers as text, none empty or nan"),
         ("extra_info", isinstance(extra, dict), "an object"),
     ):  # fmt: skip
         if not is_valid:
@@ -208,15 +215,33 @@ def _check_row(record: Any, path: str, name: str, number: int, prompt_key: str) 
     if isinstance(record.get("question"), str):  # a column of the original Search-R1 files
         extra = {"question": record["question"], **extra}
     truth = record["reward_model"]["ground_truth"]
-    form = "target" if isinstance(truth, dict) else "text" if isinstance(truth, str) else "list"
+    form = _truth_form(truth)
     return Row(name, number, prompt, source, targets, extra, form)
 
 
+def _truth_form(truth: Any) -> str:
+    """Return the form of a valid ground truth, also of one saved as text."""
+    if isinstance(truth, str):
+        structure = parse_structure(truth)
+        truth = truth if structure is None else structure
+    return "target" if isinstance(truth, dict) else "text" if isinstance(truth, str) else "list"
+
+
 def parse_prompt(prompt: Any) -> str | tuple[Message, ...]:
-    """Return a prompt as text or as messages with role and content; empty if it is neither."""
+    """Return a prompt as text or as messages with role and content; empty if it is neither.
+
+    Messages that were saved as text are read (`verl.data.values`).
+    """
     if isinstance(prompt, str):
-        return prompt
-    if not isinstance(prompt, list):
+        if prompt.strip() in MISSING_CELLS:
+            return ()
+        try:
+            prompt = parse_messages(prompt)
+        except Unreadable:
+            return ()
+        if isinstance(prompt, str):
+            return prompt
+    if not isinstance(prompt, list) or not prompt:
         return ()
     is_valid = all(
         isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str)
@@ -230,7 +255,16 @@ def _parse_targets(reward_model: Any) -> tuple[str, ...]:
     truth = reward_model.get("ground_truth") if isinstance(reward_model, dict) else None
     # Builders of veRL write `ground_truth` as plain text, those of Search-R1 as `{"target": …}`.
     target = truth.get("target") if isinstance(truth, dict) else truth
-    targets = [target] if isinstance(target, str) else target
-    if not isinstance(targets, list) or not all(isinstance(t, str) and t.strip() for t in targets):
+    if isinstance(target, dict):
         return ()
-    return tuple(targets)
+    return parse_targets(target)
+
+
+def parse_targets(target: Any) -> tuple[str, ...]:
+    """Return the answers of a text or list, also of one saved as text; () if it is neither."""
+    if isinstance(target, list) and not all(isinstance(t, str) and t.strip() for t in target):
+        return ()
+    try:
+        return read_answers(target)
+    except Unreadable:
+        return ()

@@ -248,7 +248,7 @@ def parse_row(location: str, row: Any) -> RecordedTrajectory:
         segments = [_parse_segment(segment) for segment in row["segments"]]
         start, greedy = segments[0], row["greedy_score"]
         prompt = Prompt(
-            row["uid"], start.ids, row["data_source"], tuple(row["ground_truth"]),
+            row["uid"], start.ids, row["data_source"], _parse_truth(row["ground_truth"]),
             dict(row["extra_info"]), start.text, row.get("truth_form", Prompt.truth_form),
         )  # fmt: skip
         trajectory = Trajectory(
@@ -262,6 +262,13 @@ def parse_row(location: str, row: Any) -> RecordedTrajectory:
         fix = "restore the file; files of an earlier version cannot be trained on: record again"
         got = f"{type(error).__name__} {error}"
         raise DataError(explain(location, got, EXPECTED_ROW, fix)) from error
+
+
+def _parse_truth(value: Any) -> tuple[str, ...]:
+    """Return the recorded answers; a text would be split into its characters."""
+    if not isinstance(value, list) or not all(isinstance(answer, str) for answer in value):
+        raise ValueError("ground_truth, which is not a list of texts")
+    return tuple(value)
 
 
 def _parse_segment(row: Mapping[str, Any]) -> Segment:

@@ -19,6 +19,7 @@ from verl import model_files
 from verl.config import DataConfig
 from verl.data.prompts import Tokenizer, render
 from verl.data.rows import BadRow, Row, scan_rows
+from verl.data.values import can_be_given
 from verl.errors import DataError, ModelError
 
 PERCENTILES = (50, 95, 99)
@@ -36,6 +37,8 @@ class FileReport:
     data_sources: Mapping[str, int]
     """Number of valid rows by `data_source`."""
     bad_rows: tuple[BadRow, ...]
+    num_hopeless: int = 0
+    """Number of valid rows without an answer that exact match can accept (`can_be_given`)."""
 
 
 @dataclass(frozen=True)
@@ -130,7 +133,9 @@ def _read_file(
     except DataError as error:
         problem = str(error)
     sources = dict(sorted(Counter(row.data_source for row in rows).items()))
-    report = FileReport(file, problem, len(bad_rows) + len(rows), sources, tuple(bad_rows))
+    hopeless = sum(not any(map(can_be_given, row.ground_truth)) for row in rows)
+    num_rows = len(bad_rows) + len(rows)
+    report = FileReport(file, problem, num_rows, sources, tuple(bad_rows), hopeless)
     return report, rows, prompts
 
 
@@ -207,6 +212,8 @@ def _file_lines(file: FileReport) -> Iterator[str]:
     sources = ", ".join(f"{name} {count}" for name, count in file.data_sources.items())
     yield f"{file.file}: {file.num_rows} rows, {len(file.bad_rows)} bad; {sources or 'none sound'}"
     yield from (f"  bad: {row.problem}" for row in file.bad_rows)
+    if file.num_hopeless:
+        yield f"  note: {file.num_hopeless} rows have no answer that exact match can accept"
     if file.problem:
         yield f"  unusable: {file.problem}"
 

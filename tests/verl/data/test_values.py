@@ -1,0 +1,75 @@
+"""Lists and objects that were saved as text are read or refused; ordinary text stays text."""
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+
+from verl.data.rows import parse_prompt, parse_targets
+from verl.data.values import Unreadable, can_be_given, read_answers
+
+NAMES = ("Jane Austen", "J. O'Austen", 'the "Bard"', "a, b", "línea\nzwei", "[sic]")
+
+
+@pytest.mark.parametrize("save", [json.dumps, str, repr, lambda v: json.dumps(json.dumps(v))])
+@pytest.mark.parametrize("form", [list, tuple, lambda v: {"target": v}, lambda v: {"text": v}])
+def test_line_31_a_structure_saved_as_text_gives_its_answers(save: Any, form: Any) -> None:
+    """Each way to save a list or object as text gives the answers that were saved."""
+    assert read_answers(save(form(list(NAMES)))) == NAMES
+
+
+@pytest.mark.parametrize("save", [str, repr])
+def test_line_31_numpy_leaves_commas_out(save: Any) -> None:
+    """Adjacent strings are two answers, where Python would join them."""
+    assert read_answers(save(np.array(["Jane Austen", "J. Austen"]))) == (NAMES[0], "J. Austen")
+    messages = np.array([{"role": "system", "content": "x"}, {"role": "user", "content": "Who?"}])
+    assert parse_prompt(save(messages)) == tuple(messages)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["[sic]", "(500) Days of Summer", "{}", "[REC]", "('Heroes')", '"Heroes"', "$9.99", "{x}",
+     "Who's [who]", "[A] or [B]", "'Til Death", "nano", "Nan", "none", "an array", "(a, b)"],
+)  # fmt: skip
+def test_line_31_text_that_looks_like_a_structure_stays_text(text: str) -> None:
+    """An answer in brackets is an answer."""
+    assert read_answers(text) == parse_targets(text) == parse_targets([text]) == (text,)
+
+
+@pytest.mark.parametrize(
+    "value",
+    ["['Jane Austen', 'J. Aus", "['a', b c]", '["a",', "{'b': 'c'}", '{"x": 1}', "[0, 1]",
+     "[['a']]", [["a"]], True, 3.5, "['a', 3]", b"a"],
+)  # fmt: skip
+def test_line_31_what_cannot_be_read_is_refused(value: object) -> None:
+    """A damaged, foreign or ambiguous structure is an error."""
+    with pytest.raises(Unreadable):
+        read_answers(value)
+    assert parse_targets(value) == ()
+
+
+@pytest.mark.parametrize("value", [None, float("nan"), "nan", "NaT", "<NA>", "None", "[]", " ", [],
+                                   "[None]", ["nan"], "['']"])  # fmt: skip
+def test_line_31_missing_values_are_no_answers(value: object) -> None:
+    """What pandas writes for a missing value is not an answer."""
+    assert read_answers(value) == ()
+
+
+def test_line_31_numbers_and_intervals() -> None:
+    """Whole numbers are written as digits where a question file is built; an interval is text."""
+    assert read_answers(1994.0, numbers=True) == ("1994",)
+    assert read_answers(2**70, numbers=True) == (str(2**70),)
+    assert read_answers(["[0, 1]"]) == ("[0, 1]",)
+    assert [can_be_given(text) for text in ("The The", "{}", "  ", "U.S.", "é")] == [
+        False, False, False, True, True]  # fmt: skip
+
+
+@pytest.mark.parametrize("save", [json.dumps, str])
+def test_line_31_messages_saved_as_text_are_messages(save: Any) -> None:
+    """A prompt column of messages as text gives messages; a damaged one is refused."""
+    messages = [{"role": "user", "content": 'Who\'s "it"?'}]
+    assert parse_prompt(save(messages)) == tuple(messages)
+    assert parse_prompt(save(messages)[:-3]) == ()
+    assert parse_prompt("[{x}] is what?") == "[{x}] is what?"
+    assert parse_prompt("nan") == ()
