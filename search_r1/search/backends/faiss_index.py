@@ -4,6 +4,7 @@ Scores are inner products, or negative squared distances if the index was made f
 """
 
 import logging
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -114,22 +115,11 @@ def _check_rows(path: Path, index: Any, whole: bool) -> None:
     """Raise IndexMismatch for invalid vectors or ids; checks samples unless `whole`."""
     count = int(index.ntotal)
     inverted: Any = faiss.try_extract_index_ivf(index)
-    ids: list[Any] = [faiss.vector_to_array(index.id_map)] if hasattr(index, "id_map") else []
+    ids = _own_ids(index)
     if inverted is not None:
-        lists = inverted.invlists
-        vector = np.empty(inverted.d, dtype=np.float32)
-        for list_id in sample_indices(inverted.nlist, whole=whole):
-            size = lists.list_size(list_id)
-            if not size:
-                continue
-            list_ids = faiss.rev_swig_ptr(lists.get_ids(list_id), size)
-            ids.append(list_ids)
-            for offset in sample_indices(size, whole=whole):
-                inverted.reconstruct_from_offset(list_id, offset, faiss.swig_ptr(vector))
-                check_finite(path, int(list_ids[offset]), vector[None])
+        ids += _check_lists(path, inverted, whole)
     elif not ids:
-        for row in sample_indices(count, whole=whole):
-            check_finite(path, row, index.reconstruct(row)[None])
+        _check_vectors(path, index, sample_indices(count, whole=whole))
     if any(((part < 0) | (part >= count)).any() for part in ids):
         raise IndexMismatch(
             f"{path}: got ids outside of its {count} rows, expected the row numbers of the corpus, "
@@ -140,6 +130,52 @@ def _check_rows(path: Path, index: Any, whole: bool) -> None:
             f"{path}: got {num_listed} of {count} vectors in its lists, expected all: FAISS drops "
             "vectors that are not finite; fix: encode the corpus again"
         )
+
+
+def _own_ids(index: Any) -> list[Rows]:
+    """Return the ids that the index or an index inside of it maps its rows to, if any."""
+    ids = []
+    while True:
+        if hasattr(index, "id_map"):
+            ids.append(faiss.vector_to_array(index.id_map))
+        inner = getattr(index, "index", None) or getattr(index, "base_index", None)
+        if not isinstance(inner, faiss.Index):
+            return ids
+        index = faiss.downcast_index(inner)
+
+
+def _check_lists(path: Path, inverted: Any, whole: bool) -> list[Rows]:
+    """Raise IndexMismatch for invalid vectors in the lists of an IVF index; returns their ids.
+
+    Codes of fast-scan indexes are packed across vectors: FAISS would read a single one from memory
+    that is not its own, so only their ids are checked.
+    """
+    lists, ids = inverted.invlists, []
+    is_packed = isinstance(faiss.downcast_index(inverted), faiss.IndexIVFFastScan)
+    vector = np.empty(inverted.d, dtype=np.float32)
+    for list_id in sample_indices(inverted.nlist, whole=whole):
+        size = lists.list_size(list_id)
+        if not size:
+            continue
+        list_ids = faiss.rev_swig_ptr(lists.get_ids(list_id), size).copy()
+        ids.append(list_ids)
+        for offset in () if is_packed else sample_indices(size, whole=whole):
+            try:
+                inverted.reconstruct_from_offset(list_id, offset, faiss.swig_ptr(vector))
+            except RuntimeError:  # this kind of index keeps nothing that a vector is read from
+                return ids
+            check_finite(path, int(list_ids[offset]), vector[None])
+    return ids
+
+
+def _check_vectors(path: Path, index: Any, rows: Iterable[int]) -> None:
+    """Raise IndexMismatch for a vector that is not finite, if vectors can be read."""
+    for row in rows:
+        try:
+            vector = index.reconstruct(row)
+        except RuntimeError:  # hashes, for example
+            return
+        check_finite(path, row, vector[None])
 
 
 def _rank(scores: Vectors, rows: Rows, k: int) -> tuple[list[float], list[int]]:
