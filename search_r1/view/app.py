@@ -20,13 +20,18 @@ from fastapi import APIRouter, Depends, FastAPI, HTTPException, Query, Request, 
 from pydantic import BaseModel, Field
 
 from search_r1.bearer import has_token
+from search_r1.search.errors import DeadlineExceeded
 from search_r1.search.server.pages import page_routes
+from search_r1.search.server.requests import parse, read_body
 from search_r1.view.advice import alarms
 from search_r1.view.dialogue import read_dialogue
 from search_r1.view.index import NonNegative, TrajectoryQuery, find_trajectories, question_history
 from search_r1.view.run import Run, compare_options
 
 REPLAY_TIMEOUT_S = 1800.0
+BODY_TIMEOUT_S = 60.0
+MAX_REPLAY_BYTES = 32 << 20
+"""Maximum size of a request; its documents are edited by hand."""
 Text = Annotated[str, Field(max_length=100_000, pattern=r"^[^\x00]*$")]
 
 
@@ -178,10 +183,15 @@ def create_app(runs: Runs, token: str | None = None) -> FastAPI:
             text = f"a bearer token is needed: the value of {TOKEN_VARIABLE} on the server"
             raise HTTPException(401, text, {"WWW-Authenticate": "Bearer"})
 
-    async def replay(body: ReplayRequest, request: Request) -> Response:
+    async def replay(request: Request) -> Response:
         # A page of another site cannot send this type without a CORS preflight, which fails.
         if request.headers.get("Content-Type", "").partition(";")[0] != "application/json":
             raise HTTPException(415, "a replay must be requested as application/json")
+        try:
+            content = await read_body(request.receive, MAX_REPLAY_BYTES, BODY_TIMEOUT_S)
+        except DeadlineExceeded as error:
+            raise HTTPException(408, str(error)) from error
+        body = parse(content, ReplayRequest)
         return _json_response(await replays.replay(runs[body.run], body))
 
     replays = Replays()

@@ -139,3 +139,34 @@ def test_hostile_texts_come_as_json(client: TestClient) -> None:
     assert answer.headers["Content-Type"] == "application/json"
     assert answer.headers["X-Content-Type-Options"] == "nosniff"
     assert answer.json()["question"] == runs.HOSTILE
+
+
+BODIES = [
+    '{"step": NaN, "line": 0}', '{"step": Infinity, "line": 0}', '{"step": 1, "line": -Infinity}',
+    '{"step": 1e999, "line": 0}', '{"step": 1, "line": ' + "9" * 5000 + "}", '{"step": -1}',
+    '{"step": 1, "line": 0, "text": "\\ud800"}',
+    '{"step": 1, "line": 0, "\\udfff": 1, "run": NaN}',
+    '{"step": 1, "line": 0, "documents": [[{"text": NaN}]]}', "NaN", "[NaN]", "null", "", "{",
+    "\x00",
+    "[" * 20_000, '{"step": true, "line": {}}',
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("body", BODIES, ids=range(len(BODIES)))
+def test_a_replay_of_no_valid_request_is_refused_as_json(client: TestClient, body: str) -> None:
+    """The answer can be encoded whatever the request contains."""
+    headers = {"Content-Type": "application/json"}
+    answer = client.post("/api/replay", content=body.encode(), headers=headers)
+    assert answer.status_code == 422
+    assert all(set(problem) == {"loc", "msg", "type"} for problem in answer.json()["detail"])
+
+
+@pytest.mark.parametrize("value", ["NaN", "1e999", "-1", "9" * 5000, "%ff", "%ed%a0%80", ""])
+@pytest.mark.parametrize(
+    "query", ["trajectory?kind=train&line=0&step=", "trajectory?kind=train&step=1&line=0&run=",
+              "curves?name=a&most=", "trajectories?run=", "question?uid=1&run="],
+)  # fmt: skip
+def test_numbers_of_a_query_are_refused_as_json(client: TestClient, query: str, value: str) -> None:
+    """An address has no NaN either, and an integer fits into the index."""
+    answer = client.get(f"/api/{query}{value}")
+    assert answer.status_code in (404, 422) and "detail" in answer.json()
