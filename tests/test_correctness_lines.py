@@ -35,6 +35,7 @@ LINES = {
     26: "a failed tool or reward is a failure with a name, never a score",
     27: "collectives have a device that their process group serves",
     28: "the packed forward pass is the model's own",
+    29: "the engine samples with the weights that are trained",
     31: "a list or object saved as text is read or refused, never an answer",
 }
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import ClassVar, Self
 
 from verl.config import Config
@@ -20,6 +21,16 @@ Listener = Callable[[str], None]
 """Called with each new piece of a completion's text."""
 INTERRUPTED = "interrupted"
 """Finish reason of a completion that was ended by `RolloutEngine.interrupt`."""
+
+
+@dataclass(frozen=True)
+class Score:
+    """What an engine computes for a fixed sequence with the weights of one version."""
+
+    replica: int
+    version: int
+    log_probs: tuple[float, ...] | None
+    """Of each id after the first, at temperature 1; None if the engine cannot compute them."""
 
 
 class EngineDied(Exception):
@@ -89,6 +100,14 @@ class RolloutEngine(ABC):
     async def receive_weights(self, stream: str, version: int) -> None:
         """Like `update_weights`, with weights that `weight_stream.send` sends to the workers."""
         raise NotImplementedError(f"{type(self).__name__} cannot receive weights")
+
+    async def score(self, ids: Sequence[int]) -> Sequence[float] | None:
+        """Return the log-prob of each id after the first, at temperature 1; None if it cannot.
+
+        Called between requests, right after new weights were loaded. It must leave no trace in
+        later requests: neither in random states nor in a prefix cache.
+        """
+        return None
 
     async def interrupt(self) -> None:
         """End all running requests; no new request is made until this returns.

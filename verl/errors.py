@@ -11,6 +11,7 @@
     │   └── ToolRefused  it refuses the run or its requests, so that waiting does not help
     ├── PluginError      the user's own reward or agent failed during a run, which was saved
     ├── CollapseError    the collapse guard ended the run; exit status 3
+    ├── MismatchError    engines and trainer compute different log-probs; exit status 3
     ├── Interrupted      the run was asked to stop or ran out of time, and saved; exit status 75
     ├── SaveError        a checkpoint could not be written, twice in a row or at the end
     ├── RankLost         a training rank died; the run continues from its last checkpoint, or ends
@@ -80,6 +81,12 @@ class ToolError(UserError):
 
 class CollapseError(UserError):
     """The policy collapsed during the run; the message names the last healthy checkpoint."""
+
+    exit_code = 3
+
+
+class MismatchError(UserError):
+    """Engines and trainer disagree: an engine has other weights, or computes another model."""
 
     exit_code = 3
 

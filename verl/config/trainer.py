@@ -22,6 +22,9 @@ class GuardConfig:
     """Number of latest healthy steps whose median is the baseline of relative thresholds."""
     drift_trajectories: int = option(16, resume="free", ge=0)
     """Correct trajectories per step whose log-probs are recomputed after the update; 0: none."""
+    mismatch_bound: float | None = option(0.5, resume="free", ge=0)
+    """Maximum mean difference between the log-probs of engines and trainer, in nats per token. One
+    step beyond it is a mismatch: the cause is not the policy, so a rollback would not help."""
     drift_drop: float | None = option(0.3, resume="free", ge=0)
     """Maximum drop of correct trajectories' log-prob by a step's updates, in nats per token."""
     drift_crash: float | None = option(1.0, resume="free", ge=0)
@@ -153,4 +156,10 @@ class TrainerConfig:
     """Seconds between checks of the host's memory during a run; 0 turns them off."""
     memory_low: float = option(0.1, resume="free", ge=0, le=1)
     """Free share of host memory below which the log says what uses it; Ray kills at 0.05."""
+    canary: bool = option(True, resume="free")
+    """Compare the log-probs that ranks and engines compute for a fixed sequence after each transfer
+    of weights, and stop the run if an engine lacks the new weights (docs/canary.md)."""
+    canary_tolerance: float | None = option(None, resume="free", gt=0)
+    """Allowed mean difference of these log-probs in nats; null: a multiple of the difference that
+    was measured at the start."""
     guard: GuardConfig = field(default_factory=GuardConfig)

@@ -25,7 +25,7 @@ from torch import Tensor
 from verl.checkpoint import folders
 from verl.config import GuardConfig
 from verl.core_algos.kl import kl_penalty
-from verl.errors import CollapseError
+from verl.errors import CollapseError, MismatchError
 from verl.types import TokenBatch
 
 logger = logging.getLogger(__name__)
@@ -40,6 +40,7 @@ LENGTH_CLIP = "guard/length_clip_rate"
 ENTROPY = "actor/entropy"
 GRAD_NORM = "actor/grad_norm"
 SKIPPED = "actor/skipped_updates"
+MISMATCH = "actor/rollout_mismatch"
 
 
 class Kind(StrEnum):
@@ -100,6 +101,7 @@ class Rule:
 
 # Rules on the updates themselves need less patience than rules on the samples that follow them.
 RULES = (
+    Rule("mismatch_bound", MISMATCH, Kind.CEILING, patience=1),
     Rule("drift_drop", DRIFT, Kind.DROP),
     Rule("drift_crash", DRIFT, Kind.DROP, patience=1),
     Rule("shift_bound", SHIFT, Kind.CEILING, patience=2),
@@ -133,10 +135,14 @@ class Verdict:
     """One for each broken rule: metric, value, bound, baseline and number of steps in a row."""
     is_collapsed: bool = False
     """Whether a rule was broken for as many steps as its patience; otherwise reasons only warn."""
+    is_mismatch: bool = False
+    """Whether engines and trainer disagree, which explains whatever other rules found."""
 
     @property
     def health(self) -> str:
-        """`collapsed`, `warning` or `healthy`."""
+        """`mismatch`, `collapsed`, `warning` or `healthy`."""
+        if self.is_mismatch:
+            return "mismatch"
         return "collapsed" if self.is_collapsed else "warning" if self.reasons else "healthy"
 
     def __str__(self) -> str:
@@ -184,7 +190,7 @@ class CollapseGuard:
 
         A metric that the step lacks (no correct trajectory, no update) leaves its rules' counts.
         """
-        reasons, is_collapsed = [], False
+        reasons, is_collapsed, is_mismatch = [], False, False
         for rule in self.rules:
             if (value := metrics.get(rule.metric)) is None:
                 continue
@@ -194,12 +200,13 @@ class CollapseGuard:
                 continue
             count = self.broken[rule.name] = self.broken.get(rule.name, 0) + 1
             is_collapsed |= count >= (rule.patience or 1)
+            is_mismatch |= rule.metric == MISMATCH
             reasons.append(rule.reason(value, baseline, count))
         if not reasons:
             for metric in {rule.metric for rule in self.rules} & metrics.keys():
                 values = [*self.history.get(metric, []), metrics[metric]]
                 self.history[metric] = values[-self.config.baseline_steps :]
-        return Verdict(tuple(reasons), is_collapsed)
+        return Verdict(tuple(reasons), is_collapsed, is_mismatch)
 
     def baseline(self, metric: str) -> float | None:
         """Return the median over the latest healthy steps; None before the first such step."""
@@ -246,8 +253,11 @@ class CollapseGuard:
     def roll_back(self, step: int, verdict: Verdict) -> Path:
         """Count a rollback and return the checkpoint to continue from.
 
-        Raises CollapseError under `action=stop`, and when the rollbacks are used up.
+        Raises CollapseError under `action=stop`, and when the rollbacks are used up; MismatchError
+        if engines and trainer disagree, which a rollback would not change.
         """
+        if verdict.is_mismatch:
+            raise MismatchError(self._mismatch_message(step, verdict))
         if self.config.action != "rollback" or self.rollbacks >= self.config.max_rollbacks:
             raise CollapseError(self._message(step, verdict))
         assert self.healthy is not None, "a run that may roll back has saved its initial weights"
@@ -259,6 +269,13 @@ class CollapseGuard:
                        step, folder, self.lr_scale, self.rollbacks,
                        self.config.max_rollbacks)  # fmt: skip
         return folder
+
+    def _mismatch_message(self, step: int, verdict: Verdict) -> str:
+        return (
+            f"engines and trainer compute different log-probs of the same tokens at step {step}: "
+            f"{verdict}; the policy did not collapse: an engine has other weights, or one of them "
+            "computes this model differently (docs/canary.md)"
+        )
 
     def _message(self, step: int, verdict: Verdict) -> str:
         spent = f" after {self.rollbacks} rollbacks" if self.rollbacks else ""

@@ -120,6 +120,14 @@ class ContextCache:
                            path, self.reuse.value, problem)  # fmt: skip
 
 
+@torch.inference_mode()
+def sequence_log_probs(model: Any, ids: list[int]) -> list[float]:
+    """Return the log-prob of each id after the first, computed without a cache."""
+    rows = _all_log_probs(model, ids)[:-1]
+    chosen: list[float] = rows.gather(-1, torch.tensor(ids[1:])[:, None])[:, 0].tolist()
+    return chosen
+
+
 def _argument(model: Any, *names: str) -> str | None:
     """Return the first of `names` that is an argument of the model's forward pass."""
     parameters = inspect.signature(model.forward).parameters

@@ -69,6 +69,12 @@ class LogProbs(BaseModel):
     token_logprobs: list[float | None] | None = None
 
 
+class PromptLogProb(BaseModel):
+    """The log-prob of one token of the prompt."""
+
+    logprob: float
+
+
 class Choice(BaseModel):
     """The fields of a completion that are used; values of other types are rejected."""
 
@@ -76,6 +82,8 @@ class Choice(BaseModel):
     finish_reason: Any = None
     token_ids: list[Annotated[int, Field(strict=True, ge=0)]] | None = None
     logprobs: LogProbs | None = None
+    prompt_logprobs: list[dict[str, PromptLogProb] | None] | None = None
+    """By token id, for each token of the prompt; None for the first."""
 
 
 class CompletionResponse(BaseModel):

@@ -27,7 +27,7 @@ from verl import plugins
 from verl.agent.dialogue import derived_seed
 from verl.agent.interface import Agent
 from verl.config import Config
-from verl.engine import Listener, RolloutEngine, cut_at_stop
+from verl.engine import Listener, RolloutEngine, Score, cut_at_stop
 from verl.errors import PluginError, explain
 from verl.model_files import load_tokenizer
 from verl.remote_code import set_trust
@@ -109,25 +109,37 @@ class RolloutReplica:
         return self.clock.take_share()
 
     async def update_weights(
-        self, folder: str, version: int, is_adapter: bool = False, num_calls: int = 0
-    ) -> None:
+        self, folder: str, version: int, is_adapter: bool = False, num_calls: int = 0,
+        scored_ids: Sequence[int] = (),
+    ) -> Score | None:  # fmt: skip
         """Load new weights once running turns or trajectories have finished or are interrupted.
 
-        `num_calls` is the number of calls of `rollout` that were made before this one.
+        `num_calls` is the number of calls of `rollout` that were made before this one. Returns the
+        score of `scored_ids`, if there are any, before anything samples with the weights.
         """
         async with self.gate.changing(version, num_calls):
             # Ray may start calls out of order, so newer weights may be loaded already.
             if version > self.gate.version:
                 await self.engine.update_weights(folder, version, is_adapter)
+            return await self._score(scored_ids, max(version, self.gate.version))
 
     async def pause(self, version: int, num_calls: int = 0) -> None:
         """Stop sampling until `receive_weights` has finished; return once nothing is sampled."""
         await self._pause.enter_async_context(self.gate.changing(version, num_calls))
 
-    async def receive_weights(self, stream: str, version: int) -> None:
-        """After `pause`, load the weights that the ranks send to the engine's workers."""
+    async def receive_weights(
+        self, stream: str, version: int, scored_ids: Sequence[int] = ()
+    ) -> Score | None:
+        """After `pause`, load the weights that the ranks send; returns as `update_weights`."""
         async with self._pause:
             await self.engine.receive_weights(stream, version)
+            return await self._score(scored_ids, version)
+
+    async def _score(self, ids: Sequence[int], version: int) -> Score | None:
+        if not ids:
+            return None
+        log_probs = await self.engine.score(ids)
+        return Score(self.replica, version, None if log_probs is None else tuple(log_probs))
 
     async def _finish_claimed(
         self, claims: Claims, finish: Callable[[int], Coroutine[Any, Any, Trajectory]]

@@ -20,6 +20,7 @@ from typing import Any, Protocol
 
 from ray.exceptions import RayError, RayTaskError
 
+from verl.engine import Score
 from verl.errors import ReplicaLost, UserError
 from verl.packing import scheduling_units, split_groups
 from verl.rollout.pool import Claims, RolloutPool, RolloutRequest
@@ -94,6 +95,9 @@ class RolloutReplicas(RolloutPool):
         """The broadcast stream that the current engines have joined."""
         self._hang_timeout = math.inf if hang_timeout is None else hang_timeout
         self._weights = new_path(weights_root)
+        self.scored_ids: Sequence[int] = ()
+        """Ids that each engine scores after it has loaded weights."""
+        self._scores: list[Score] = []
         self._requests: list[RolloutRequest] = []
         self._num_calls: Counter[int] = Counter()
         """Number of `rollout` calls to each replica since it was started."""
@@ -173,6 +177,11 @@ class RolloutReplicas(RolloutPool):
         return {"wait": waited - start, "gather": written - waited - write, "write": write,
                 "load": loaded - written}  # fmt: skip
 
+    def take_scores(self) -> list[Score]:
+        """Return the engines' scores of `scored_ids` that arrived since the last call."""
+        scores, self._scores = self._scores, []
+        return scores
+
     def _stream_weights(self, policy: Policy) -> dict[str, float]:
         """Send the weights from ranks to engines directly; return the seconds of each phase."""
         start, cards = time.perf_counter(), self._call_all("engine.cards")
@@ -194,9 +203,14 @@ class RolloutReplicas(RolloutPool):
         stream = secrets.token_hex(8)
         if self._weight_sync == "nccl":
             stream = self._broadcast = self._broadcast or policy.open_broadcast(len(workers))
-        receive = "receive_weights", stream, self.version
-        calls = [self.group.submit(replica, *receive) for replica in range(len(self.group))]
+        arguments = stream, self.version, *self._scored()
+        replicas = range(len(self.group))
+        calls = [self.group.submit(i, "receive_weights", *arguments) for i in replicas]
         return calls, policy.send_policy(stream, workers, self.dtype)
+
+    def _scored(self) -> list[Sequence[int]]:
+        """Return the last argument of calls that load weights, if they are to score ids."""
+        return [self.scored_ids] if self.scored_ids else []
 
     def _version_and_num_calls(self, replica: int) -> tuple[int, int]:
         """Return the current version and the number of `rollout` calls made before it."""
@@ -277,7 +291,7 @@ class RolloutReplicas(RolloutPool):
     def _start_weight_updates(self) -> None:
         """Have every replica load the current weights as soon as it can."""
         for replica, weights in enumerate(self._current_weights()):
-            arguments = (*weights, self._num_calls[replica])
+            arguments = (*weights, self._num_calls[replica], *self._scored())
             call = self.group.submit(replica, "update_weights", *arguments)
             self._weight_updates[call] = replica, self.version
 
@@ -303,6 +317,8 @@ class RolloutReplicas(RolloutPool):
         for call, answer in self.group.poll(calls, check).items():
             if self._weight_updates.pop(call, None) is None:
                 self._store_finished(call, answer)
+            elif answer is not None:
+                self._scores.append(answer)
 
     def _store_finished(self, call: Any, trajectories: Mapping[int, Trajectory]) -> None:
         """Add the result of a completed `rollout` call to its request."""
@@ -323,11 +339,14 @@ class RolloutReplicas(RolloutPool):
             if self._policy is not None:
                 self.group.call("pause", self.version)
                 calls, _ = self._send_weights(self._policy, self.group.call("engine.cards"))
-                self.group.gather(calls)
+                self._scores += filter(None, self.group.gather(calls))
             elif self._is_published:
                 weights = enumerate(self._current_weights())
-                calls = [self.group.submit(i, "update_weights", *args) for i, args in weights]
-                self.group.gather(calls)
+                calls = [
+                    self.group.submit(i, "update_weights", *args, 0, *self._scored())
+                    for i, args in weights
+                ]
+                self._scores += filter(None, self.group.gather(calls))
         except RayTaskError as error:
             raise ReplicaLost(f"the engines do not start again: {cause_of(error)}") from error
 

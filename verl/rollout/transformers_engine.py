@@ -18,7 +18,7 @@ from torch import Tensor
 from verl.config import Config
 from verl.engine import cut_at_stop
 from verl.model_files import check_finite, load_tokenizer, model_errors
-from verl.rollout.context_cache import ContextCache
+from verl.rollout.context_cache import ContextCache, sequence_log_probs
 from verl.rollout.interface import INTERRUPTED, Listener, RolloutEngine
 from verl.training.devices import device_type, rollout_dtype
 from verl.training.models import load_causal_lm
@@ -132,6 +132,15 @@ class TransformersEngine(RolloutEngine):
         finally:
             self._running.discard(must_end)
             must_end.set()
+
+    async def score(self, ids: Sequence[int]) -> Sequence[float]:
+        """Compute the ids without a cache, in a thread."""
+
+        def log_probs() -> list[float]:
+            with self._lock:
+                return sequence_log_probs(self.model, list(ids))
+
+        return await asyncio.to_thread(log_probs)
 
     async def interrupt(self) -> None:
         """End each request after its current token; waiting requests end without tokens."""

@@ -386,6 +386,22 @@ class VllmEngine(RolloutEngine):
         self._adapter = self._lora_request(f"version-{version}", version, folder)
         await self._result(self._llm.add_lora(self._adapter))
 
+    async def score(self, ids: Sequence[int]) -> Sequence[float]:
+        """Have vLLM compute the ids as a prompt, which draws nothing at random.
+
+        The request has no seed: vLLM's CPU build cannot rewind one.
+        """
+        parameters = self._vllm.SamplingParams(
+            max_tokens=1, temperature=0.0, prompt_logprobs=0, output_kind=self._kinds.FINAL_ONLY
+        )
+        prompt = self._vllm.TokensPrompt(prompt_token_ids=list(ids))
+        name = f"score-{self.weight_version}"
+        outputs = self._llm.generate(prompt, parameters, name, lora_request=self._adapter)
+        result = await self._result(_last_output(outputs, lambda text: None))
+        await self._reset_prefix_cache()
+        rows = result.prompt_logprobs
+        return [row[i].logprob for row, i in zip(rows[1:], ids[1:], strict=True)]
+
     async def sleep(self) -> None:
         """Free GPU memory: the caches, and the weights according to `sleep_level`."""
         if self.settings.device != "cpu":

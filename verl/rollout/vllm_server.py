@@ -194,6 +194,17 @@ class VllmServer(RolloutEngine):
         await self._call("POST", "/update_weight_version", {"new_version": weights})
         self.weight_version, self._weights = version, weights
 
+    async def score(self, ids: Sequence[int]) -> Sequence[float] | None:
+        """Have the server compute the ids as a prompt; None if it returns no log-probs of it."""
+        body = self._model | request_body(ids, Sampling(1, temperature=0.0))
+        # Not the salt of `generate`: no later request may find these ids in the prefix cache.
+        body |= {"prompt_logprobs": 0, "cache_salt": f"{self._weights}.score"}
+        choice = (await self._complete(body)).choices[0]
+        if choice.prompt_logprobs is None:
+            return None
+        rows = choice.prompt_logprobs[1:]
+        return [row[str(i)].logprob for row, i in zip(rows, ids[1:], strict=True) if row]
+
     async def interrupt(self) -> None:
         """Abort all requests; each returns the tokens sampled so far.
 

@@ -67,6 +67,11 @@ class TrainerRanks:
         """Compute the reference's log-probs, (num_tokens,), 0 outside the loss mask."""
         return begin_per_token(self.group, "reference.log_probs", batch, self._policy)()
 
+    def sequence_log_probs(self, ids: Sequence[int]) -> list[float]:
+        """Compute the policy's log-prob of each id after the first, at temperature 1."""
+        log_probs: list[float] = self.group.call("actor.sequence_log_probs", list(ids))[0]
+        return log_probs
+
     def begin_values(self, batch: TokenBatch) -> Callable[[], Tensor]:
         """Start computing the critic's values; returns a function that waits for them.
 

@@ -30,6 +30,7 @@ from verl.core_algos.kl import KLController
 from verl.errors import (
     CollapseError,
     Interrupted,
+    MismatchError,
     PluginError,
     RankLost,
     ReplicaLost,
@@ -67,6 +68,18 @@ from verl.types import Metrics, Prompt, TokenBatch
 
 logger = logging.getLogger(__name__)
 
+Replicas = RolloutReplicas | NullRolloutPool
+Transfer = Callable[[TrainerRanks, Replicas, int], dict[str, float]]
+"""Transfers the weights of a step from ranks to engines; returns the seconds of each part."""
+
+
+def transfer_weights(ranks: TrainerRanks, replicas: Replicas, step: int) -> dict[str, float]:
+    """Wake the engines up, and have them load the weights that the ranks have after `step`."""
+    start = time.perf_counter()
+    replicas.wake_up()
+    awake = time.perf_counter()
+    return {"wake_up": awake - start, **replicas.update_weights(ranks)}
+
 
 @dataclass
 class RayPPOTrainer:
@@ -74,7 +87,7 @@ class RayPPOTrainer:
 
     config: Config
     ranks: TrainerRanks
-    replicas: RolloutReplicas | NullRolloutPool
+    replicas: Replicas
     train_prompts: Sequence[Prompt]
     val_prompts: Sequence[Prompt]
     reward_fn: RewardFn | RewardManager
@@ -85,6 +98,8 @@ class RayPPOTrainer:
     """The agents' tools: waited for during an outage, and described in the exported model."""
     faults: Callable[[], Metrics] = dict
     """Returns the counts of lost processes so far, for each step's metrics."""
+    transfer: Transfer = transfer_weights
+    """Transfers the weights after a step to the engines."""
     identity: Mapping[str, Any] = field(default_factory=dict)
     """Configuration and fingerprints to store in each checkpoint (`checkpoint.resume`)."""
     step: int = 0
@@ -104,7 +119,10 @@ class RayPPOTrainer:
         )  # fmt: skip
         self.save_plan = SavePlan(trainer, self.total_steps)
         self.stopper = Stopper(run_deadline(trainer.time_limit), self.saver.expected_s)
-        self.guard = CollapseGuard(trainer.guard, self.directory, self.saver.finish_pending)
+        guard = trainer.guard
+        if not self.config.samples_rollouts:  # the policy moves away from recorded trajectories
+            guard = replace(guard, mismatch_bound=None)
+        self.guard = CollapseGuard(guard, self.directory, self.saver.finish_pending)
         self.learner = Learner(self.config, self.ranks)
         self.peak_flops = self.ranks.peak_flops()
         self.trace = Trace(self.directory if trainer.trace else None)
@@ -205,23 +223,21 @@ class RayPPOTrainer:
 
     def sync_weights(self) -> dict[str, float]:
         """Transfer the policy's weights to the engines; returns the seconds of each part."""
-        start = time.perf_counter()
-        self.replicas.wake_up()
-        awake = time.perf_counter()
-        return {"wake_up": awake - start, **self.replicas.update_weights(self.ranks)}
+        return self.transfer(self.ranks, self.replicas, self.step)
 
     def roll_back(self, verdict: Verdict, metrics: Metrics) -> None:
         """Return to the last healthy weights after a collapse, with a lower learning rate.
 
         Step count, prompt order and metrics continue, so that no step is repeated. Optimizer,
         schedule, KL controller and reward are restored from the healthy checkpoint. Trajectories
-        sampled ahead of time are sampled again. Raises CollapseError if the run must end.
+        sampled ahead of time are sampled again. Raises CollapseError or MismatchError if the run
+        must end.
         """
         try:
             folder = self.guard.roll_back(self.step, verdict)
-        except CollapseError:
+        except (CollapseError, MismatchError):
             self.tracking.log(metrics, self.step)
-            with contextlib.suppress(OSError):  # the error to raise is the collapse
+            with contextlib.suppress(OSError):  # the error to raise is the verdict
                 self.write_trace()
             raise
         self.collector.discard_prefetched()
@@ -342,6 +358,9 @@ class RayPPOTrainer:
             raise Interrupted(self.save_before_exit(self.stopper.reason)) from None
         except (Interrupted, ToolOutage, ToolRefused, PluginError) as error:
             raise type(error)(self.save_before_exit(str(error))) from error
+        except MismatchError as error:  # saving would need the engines, or keep a wrong policy
+            self.saver.close()
+            raise MismatchError(self.with_resume_hint(str(error))) from error
         except ResourceError as error:  # no space for transferred weights: all ranks are alive
             if self.step == self.finished_state.step:
                 raise Interrupted(self.save_before_exit(str(error))) from error

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
+import torch
 
 from search_r1.agent.generation import build_agent, build_environment, build_format, check_prompts
 from search_r1.agent.retriever import WithToken
@@ -30,19 +31,24 @@ from verl.data.trajectories import prepare_folder
 from verl.errors import RankLost, ReplicaLost, UserError
 from verl.files import exclusive_lock
 from verl.model_files import load_tokenizer, tokenizer_identity
+from verl.monitor.canary import FILE as CANARY_FILE
+from verl.monitor.canary import LENGTH, WeightCanary, choose_ids
 from verl.monitor.memory_watch import rank_names, watch_host_memory
 from verl.monitor.tracking import Tracker, Tracking
 from verl.plugins import PortableFactory
 from verl.preflight.checks import preflight
 from verl.remote_code import set_trust
 from verl.rewards.interface import EachAlone, Reward, RewardManager
+from verl.rollout.pool import NullRolloutPool
+from verl.rollout.replicas import RolloutReplicas
 from verl.single_controller.actors import Restarts
 from verl.single_controller.reaper import OrphanReaper
 from verl.trainer.cluster import start_ray
 from verl.trainer.groups import build_groups, build_ranks
 from verl.trainer.metric_names import check_metric_names
-from verl.trainer.ray_trainer import RayPPOTrainer
+from verl.trainer.ray_trainer import RayPPOTrainer, Transfer, transfer_weights
 from verl.trainer.recorded import check_record
+from verl.training.devices import device_type, dtype_name, resolve_dtype
 from verl.types import Prompt
 
 Prompts = tuple[Sequence[Prompt], Sequence[Prompt]]
@@ -75,6 +81,25 @@ class PreparedRun:
     train_prompts: Sequence[Prompt]
     val_prompts: Sequence[Prompt]
     total_steps: int
+
+
+def build_transfer(config: Config, replicas: RolloutReplicas | NullRolloutPool) -> Transfer:
+    """Build what transfers weights: with the canary, unless it is off or there are no engines."""
+    if not (config.trainer.canary and config.samples_rollouts):
+        return transfer_weights
+    rollout, seed = config.actor_rollout_ref.rollout, config.trainer.seed
+    tokenizer = load_tokenizer(config.actor_rollout_ref.model.path)
+    device = torch.device(device_type(config.trainer.device))
+    computed = dtype_name(resolve_dtype(config.trainer.compute_dtype, device))
+    return WeightCanary(
+        choose_ids(tokenizer, seed, min(LENGTH, config.data.max_model_len - 1)),
+        replicas.dtype if computed == "float32" else computed,
+        transfer_weights,
+        config.trainer.canary_tolerance,
+        Path(config.trainer.default_local_dir) / CANARY_FILE,
+        setting=f"{seed} {rollout.name} {replicas.dtype} {computed} on {device.type}",
+        is_approximate=bool(rollout.quantization) or rollout.kv_cache_dtype != "auto",
+    )
 
 
 def build_reward(config: Config) -> RewardManager:
@@ -169,6 +194,7 @@ def running_trainer(
                     tracking=tracking,
                     total_steps=prepared.total_steps,
                     environment=prepared.environment,
+                    transfer=build_transfer(config, replicas),
                     faults=lambda: {**restarts.metrics(), **host_memory.metrics()},
                     identity=prepared.identity,
                 )

@@ -12,12 +12,14 @@ import pytest
 import torch
 
 from verl.config import GuardConfig
+from verl.errors import MismatchError
 from verl.monitor.guard import (
     DRIFT,
     ENTROPY,
     GRAD_NORM,
     LENGTH_CLIP,
     MALFORMED,
+    MISMATCH,
     NO_ANSWER,
     SHIFT,
     SKIPPED,
@@ -71,9 +73,9 @@ def test_three_steps_beyond_a_bound_are_a_collapse(
 
 
 def test_every_rule_is_tried() -> None:
-    """The table above has all rules except the two that need less patience."""
+    """The table above has all rules except the three that need less patience."""
     names = {rule.name for rule in rules(GuardConfig())}
-    assert names == {b[0] for b in BREAKS} | {"drift_crash", "shift_bound"}
+    assert names == {b[0] for b in BREAKS} | {"drift_crash", "shift_bound", "mismatch_bound"}
 
 
 def test_two_large_policy_shifts_are_a_collapse() -> None:
@@ -89,6 +91,18 @@ def test_a_crash_of_correct_trajectories_is_a_collapse_at_once() -> None:
     verdict = new(GuardConfig()).observe({DRIFT: -1.1})
     assert verdict.is_collapsed
     assert "drift_crash" in str(verdict)
+
+
+@pytest.mark.parametrize("action", ["stop", "rollback"])
+def test_engines_that_disagree_are_a_mismatch_and_no_collapse(action: str) -> None:
+    """Also where the drift looks like a crash: it compares the same log-probs."""
+    guard = new(GuardConfig(action=action))
+    assert guard.observe({**USUAL, MISMATCH: 0.4}).health == "healthy"
+    verdict = guard.observe({**USUAL, MISMATCH: 3.5, DRIFT: -3.5})
+    assert verdict.health == "mismatch" and guard.requires_action(verdict)
+    assert len(verdict.reasons) == 3 and "mismatch_bound" in verdict.reasons[0]
+    with pytest.raises(MismatchError, match=r"at step 7: .* did not collapse"):
+        guard.roll_back(7, verdict)
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -57,6 +57,26 @@ def test_log_probs_are_those_of_the_current_weights(running: Running, tmp_path: 
         assert got.log_probs == pytest.approx(expected, abs=TOLERANCE)
 
 
+def test_line_29_ids_are_scored_with_the_current_weights(running: Running, tmp_path: Path) -> None:
+    """As by transformers, for each version; the ids are not in the prefix cache afterwards."""
+    ids = running.tokenizer.encode("The capital of France is " * 20)
+    expected = running.generate(ids, seed=1)
+    running.reset()
+    for version in (0, 3, 4):
+        folder = running.folder if version == 0 else tmp_path / str(version)
+        if version:
+            save_model(folder, seed=version)
+            running.update(folder, version)
+        got = running.loop.run_until_complete(running.engine.score(ids))
+        assert got == pytest.approx(exact_log_probs(model_in(folder), ids, 1), abs=TOLERANCE)
+        if version == 0:
+            assert running.generate(ids, seed=1).counts.cached == 0
+            running.reset()
+            running.loop.run_until_complete(running.engine.score(ids))
+            again = running.generate(ids, seed=1)
+            assert (again.ids, again.log_probs) == (expected.ids, expected.log_probs)
+
+
 def test_seeds_repeat_and_greedy_ignores_them(running: Running) -> None:
     """A seed repeats its ids, another seed gives others; temperature 0 ignores the seed."""
     prompt = running.tokenizer.encode("Who was it?")

@@ -125,3 +125,17 @@ def test_line_14_each_adapter_is_used_with_no_old_cache(running: Running, tmp_pa
             assert got.log_probs == pytest.approx(exact(model, prompt, got), abs=TOLERANCE)
             plain = exact(tiny_llama(), prompt, got)
             assert max(abs(a - b) for a, b in zip(got.log_probs, plain, strict=True)) > 0.05
+
+
+def test_line_29_ids_are_scored_with_the_adapter(running: Running, tmp_path: Path) -> None:
+    """An adapter that is not applied would give the scores of the base model."""
+    model, ids = random_adapter(7, ["q_proj", "down_proj"]), list(range(100, 132))
+    folder = write(model, tmp_path)
+    update = running.replica.update_weights(folder, 7, is_adapter=True, scored_ids=ids)
+    score = running.loop.run_until_complete(update)
+    assert score is not None and score.version == 7 and score.log_probs is not None
+    for lm, differs in ((model, False), (tiny_llama(), True)):
+        with torch.no_grad():
+            rows = lm(torch.tensor([ids])).logits[0].log_softmax(-1)
+        exact_ones = [float(rows[n - 1, ids[n]]) for n in range(1, len(ids))]
+        assert (score.log_probs != pytest.approx(exact_ones, abs=TOLERANCE)) is differs

@@ -55,6 +55,28 @@ def test_it_samples_with_the_loaded_weights() -> None:
     assert "model" not in body
 
 
+def test_line_29_ids_are_scored_as_a_prompt() -> None:
+    """The request draws nothing, and no later request finds its ids in the prefix cache."""
+
+    async def score(engine: VllmServer) -> Any:
+        await engine.update_weights(FOLDER, 3)
+        return await engine.score([5, 6, 7])
+
+    server = VllmDouble()
+    assert use(server, score) is None  # a server that leaves the log-probs of the prompt out
+    rows = [
+        None,
+        {"6": {"logprob": -1.5, "rank": 2}},
+        {"7": {"logprob": -2.0}, "9": {"logprob": 0}},
+    ]
+    server.choice["prompt_logprobs"] = rows
+    assert use(server, score) == [-1.5, -2.0]
+    body = server.asked[-1][1]
+    assert (body["prompt"], body["prompt_logprobs"], body["max_tokens"]) == ([5, 6, 7], 0, 1)
+    assert (body["temperature"], body["seed"]) == (0.0, None)
+    assert body["cache_salt"] not in ("", server.weights)
+
+
 @pytest.mark.parametrize(
     ("extension", "call"),
     [

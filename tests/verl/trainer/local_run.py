@@ -25,13 +25,14 @@ from verl.monitor.tracking import Tracking
 from verl.ports import free_port
 from verl.preflight.memory.check import fill_undecided
 from verl.rewards.interface import Reward
+from verl.rollout.context_cache import sequence_log_probs
 from verl.rollout.interface import RolloutEngine
 from verl.rollout.replica import RolloutReplica
 from verl.rollout.replicas import RolloutReplicas
 from verl.rollout.transformers_engine import TransformersEngine
 from verl.single_controller.actors import ActorLocation, Restarts
 from verl.trainer.ranks import TrainerRanks
-from verl.trainer.ray_trainer import RayPPOTrainer
+from verl.trainer.ray_trainer import RayPPOTrainer, Transfer, transfer_weights
 from verl.training.worker import TrainerWorker
 from verl.types import Completion, Origin, Prompt, Sampling, Segment, Status, Trajectory
 
@@ -106,6 +107,9 @@ class InlineEngine(TransformersEngine):
         self._context.reset()
         self.model, self.weight_version = self._load(folder), version
 
+    async def score(self, ids: Sequence[int]) -> Sequence[float]:
+        return sequence_log_probs(self.model, list(ids))
+
 
 class TalkingAgent:
     """An agent of one to four turns, with a tool between them that answers after a delay."""
@@ -168,22 +172,25 @@ def local_ranks(config: Config, num_steps: int) -> Iterator[TrainerRanks]:
             torch.use_deterministic_algorithms(False)
 
 
-def start_engine(config: Config, random: Random, number: int = 0) -> InlineEngine:
+def start_engine(
+    config: Config, random: Random, number: int = 0, engine_class: type[InlineEngine] = InlineEngine
+) -> InlineEngine:
     """Build and start an engine."""
-    engine = InlineEngine.from_config(config, number)
+    engine = engine_class.from_config(config, number)
     engine.random = random
     asyncio.run(engine.start())
     return engine
 
 
 def train(
-    config: Config, num_steps: int, delays: int, num_replicas: int = 1, killed_in: int = 0
-) -> list[dict[str, float]]:
+    config: Config, num_steps: int, delays: int, num_replicas: int = 1, killed_in: int = 0,
+    engine_class: type[InlineEngine] = InlineEngine, transfer: Transfer = transfer_weights,
+) -> list[dict[str, float]]:  # fmt: skip
     """Run the real trainer, optionally killed in a step; returns the metrics of its steps."""
     random, tracker, hosts = Random(delays), MemoryTracker(), []
     for number in range(num_replicas):
         hosts.append(RolloutReplica(config, lambda _: TalkingAgent(random), number))
-        hosts[-1].engine = start_engine(config, random, number)
+        hosts[-1].engine = start_engine(config, random, number, engine_class)
 
     def reward(trajectory: Trajectory) -> Reward:
         if trajectory.group.startswith(f"{killed_in}/"):
@@ -198,7 +205,7 @@ def train(
         trainer = RayPPOTrainer(
             config=config, ranks=ranks, replicas=replicas, train_prompts=PROMPTS,
             val_prompts=PROMPTS, reward_fn=reward, kl_controller=FixedKLController(0.01),
-            total_steps=num_steps,
+            total_steps=num_steps, transfer=transfer,
             tracking=Tracking("p", "e", [tracker], config.trainer.default_local_dir),
         )  # fmt: skip
         try:
