@@ -36,7 +36,9 @@ LINES = {
     27: "collectives have a device that their process group serves",
     28: "the packed forward pass is the model's own",
     29: "the engine samples with the weights that are trained",
+    30: "a prompt has one BOS, also where its text was rendered before",
     31: "a list or object saved as text is read or refused, never an answer",
+    32: "no text from outside makes a control token",
 }
 
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from search_r1.search.schema import Document, well_formed
+from verl.agent.control import break_strings
 from verl.agent.dialogue import DialogueAgent
 from verl.agent.interface import Observation, ToolCall, Turn
 from verl.data import Tokenizer, num_tokens, render
@@ -189,7 +190,8 @@ class AgentSession:
 
     def prompt(self, question: str, earlier: Sequence[Message] = ()) -> Prompt:
         """Render `earlier` messages and the question in the format's wording. Raises DataError."""
-        wording = self.agent.format.user_prompt(well_formed(question))
+        text = break_strings(well_formed(question), self.agent.reserved or ())
+        wording = self.agent.format.user_prompt(text)
         return self.render((*earlier, {"role": "user", "content": wording}))
 
     def render(self, messages: str | Sequence[Message], uid: str = "question") -> Prompt:

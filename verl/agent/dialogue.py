@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from verl.agent.control import control_strings
 from verl.agent.environment import Environment
 from verl.agent.interface import DialogueFormat, Item, Observation, ToolCall, Turn
 from verl.engine import RolloutEngine
@@ -58,9 +59,13 @@ class DialogueAgent:
     format: DialogueFormat
     environment: Environment
     tokenizer: Tokenizer
+    reserved: tuple[str, ...] | None = None
+    """Strings that texts from outside must not contain; None reads them from the tokenizer."""
 
     def __post_init__(self) -> None:
         """Raise ConfigError for settings with which no dialogue could work."""
+        if self.reserved is None:
+            object.__setattr__(self, "reserved", control_strings(self.tokenizer))
         refuse_closed_think(self.format, self.limits.no_think_rl)
         turn = Turn(tuple(ToolCall(tool.name, "") for tool in self.environment.tools[:1]))
         for name, results in (
@@ -222,8 +227,7 @@ class DialogueAgent:
         return len(self._encode(self._response_text(turn, results))) <= max_tokens
 
     def _response_text(self, turn: Turn, results: Results | None) -> str:
-        special_tokens = self.tokenizer.all_special_tokens
-        return self.format.respond(turn, results, special_tokens) + self._opening
+        return self.format.respond(turn, results, self.reserved or ()) + self._opening
 
     @property
     def _opening(self) -> str:

@@ -243,5 +243,5 @@ class DialogueFormat(Protocol):
         """Return the text after a policy turn, up to where the policy continues.
 
         `results`: the items of each call, in order; None if no call was executed, which the text
-        then explains. `reserved`: special tokens of the tokenizer, which are neutralized in items.
+        then explains. `reserved`: control tokens of the tokenizer, which are neutralized in items.
         """

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from verl.agent.control import break_strings
 from verl.agent.grammar import Grammar, action_pattern, has_broken_tags
 from verl.agent.interface import Item, Tool, ToolCall, Turn
 from verl.types import Completion
@@ -112,7 +113,7 @@ class TagFormat:
     def observation(self, passages: Sequence[Passage], reserved: Iterable[str] = ()) -> str:
         """Return the text of the passages in information tags; tags in them are neutralized.
 
-        `reserved`: other strings to neutralize, such as the tokenizer's special tokens.
+        `reserved`: other strings to neutralize (`verl.agent.control.control_strings`).
         """
         information = self.tags.information.wrap(self.items_text(passages, reserved))
         return self.around.replace("{information}", information)
@@ -184,12 +185,7 @@ def neutralize(text: str, tags: Grammar, reserved: Iterable[str] = ()) -> str:
     *Example*: `"<answer>x"` becomes `"< answer>x"`.
     """
     pattern, other_tags = _reserved(tags)
-    text = pattern.sub("< ", text)
-    for token in (*other_tags, *reserved):
-        if len(token) > 1:
-            first, rest = re.escape(token[0]), re.escape(token[1:])
-            text = re.sub(f"({first})(?={rest})", r"\1 ", text)
-    return text
+    return break_strings(pattern.sub("< ", text), (*other_tags, *reserved))
 
 
 @functools.cache

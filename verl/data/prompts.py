@@ -57,7 +57,8 @@ def render(
     Messages are rendered by the tokenizer's chat template, with `tools` and the header of the
     assistant's turn; without a template their contents are joined by newlines. A plain string is
     used unchanged. Chat templates write special tokens themselves; for other texts the tokenizer
-    adds them. Only the beginning of a text far over `limit` tokens is encoded (`encode_within`).
+    adds them, except for a BOS that the text already has, as one that was rendered before.
+    Only the beginning of a text far over `limit` tokens is encoded (`encode_within`).
     Raises DataError if the chat template rejects the messages.
     """
     is_templated = not isinstance(row.prompt, str) and bool(tokenizer.chat_template)
@@ -78,9 +79,17 @@ def render(
     else:
         text = "\n".join(message["content"] for message in row.prompt)
     ids = encode_within(tokenizer, text, limit, add_special_tokens=not is_templated)
+    ids = _with_one_bos(tokenizer, ids)
     return Prompt(
         row.uid, tuple(ids), row.data_source, row.ground_truth, row.extra_info, text, row.truth_form
     )
+
+
+def _with_one_bos(tokenizer: Tokenizer, ids: list[int]) -> list[int]:
+    """Return the ids with one BOS at the start where there are several."""
+    bos = getattr(tokenizer, "bos_token_id", None)
+    num = next((n for n, id in enumerate(ids) if id != bos), len(ids))
+    return ids[max(num - 1, 0) :] if bos is not None else ids
 
 
 def encode_within(
