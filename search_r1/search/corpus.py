@@ -141,7 +141,7 @@ class Corpus:
 
     def _read(self, row: int, start: int, end: int) -> Document:
         try:
-            return _parse(self._data[start:end])
+            return _parse(self._data[start:end], str(row))
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             problem = f"field {error} is missing" if isinstance(error, KeyError) else error
             raise CorpusError(
@@ -154,15 +154,16 @@ class Corpus:
         return (self[row] for row in range(len(self)))
 
 
-def _parse(line: bytes) -> Document:
+def _parse(line: bytes, default_id: str) -> Document:
+    """Parse a row; one without an id gets its number in the corpus, from 0."""
     try:
-        return Document.from_mapping(orjson.loads(line))
+        return Document.from_mapping(orjson.loads(line), default_id)
     except (ValueError, KeyError, TypeError, AttributeError):
         # Valid, but refused by orjson: NaN in other fields, huge integers, a byte-order mark.
         row = json.loads(line.decode("utf-8-sig"))
     if not isinstance(row, dict):
         raise TypeError(f"the row is {type(row).__name__}, expected an object")
-    document = Document.from_mapping(row)
+    document = Document.from_mapping(row, default_id)
     # Raises UnicodeEncodeError, a ValueError, for a lone surrogate.
     f"{document.id}{document.title}{document.text}{document.contents}".encode()
     return document

@@ -3,9 +3,10 @@
 The server serializes hits, the client parses them. Nothing here searches.
 """
 
+import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, astuple, dataclass
+from dataclasses import asdict, astuple, dataclass, replace
 from typing import Any
 
 import orjson
@@ -13,6 +14,11 @@ from pydantic import BaseModel
 
 TOKEN_VARIABLE = "RETRIEVER_TOKEN"
 """Environment variable with the bearer token, for server and clients."""
+
+IDS = ("id", "_id", "docid", "doc_id", "pid", "passage_id")
+"""Names of a document's id; the first that is not null is used."""
+TEXTS = ("text", "passage", "passage_text", "content", "body", "snippet")
+"""Names of a document's text without its title, where it has no `contents`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,14 +43,23 @@ class Document:
         return cls(id, title, text, f'"{title}"\n{text}')
 
     @classmethod
-    def from_mapping(cls, row: Mapping[str, Any]) -> "Document":
-        """Parse a row with `contents`, or title and text, or all; raises KeyError or TypeError."""
-        id = row["id"]
-        if isinstance(id, bool) or not isinstance(id, str | int):
-            raise TypeError(f"id is {type(id).__name__}, expected text or an integer")
-        if "contents" not in row:
-            return cls.from_title(str(id), _text(row, "title"), _text(row, "text"))
-        document = cls.from_contents(str(id), _text(row, "contents"))
+    def from_mapping(cls, row: Mapping[str, Any], default_id: str | None = None) -> "Document":
+        """Parse a row with `contents`, or a text and perhaps a title, or all.
+
+        Names that other servers and corpora use are accepted (`IDS`, `TEXTS`). A row without an id
+        gets `default_id`, or a hash of its contents. Raises KeyError or TypeError.
+        """
+        if not isinstance(row, Mapping):
+            raise TypeError(f"the document is {type(row).__name__}, expected an object")
+        id = _id(row, default_id)
+        if row.get("contents") is None:
+            text = _text(row, next((name for name in TEXTS if row.get(name) is not None), "text"))
+            title = "" if row.get("title") is None else _text(row, "title")
+            contents = f'"{title}"\n{text}' if title else text
+            return cls(_content_id(contents) if id is None else id, title, text, contents)
+        document = cls.from_contents(id or "", _text(row, "contents"))
+        if id is None:
+            document = replace(document, id=_content_id(document.contents))
         if "title" not in row and "text" not in row:
             return document
         title = document.title if row.get("title") is None else _text(row, "title")
@@ -131,10 +146,31 @@ def _without_scores(hits: SerializedHits) -> bytes:
 
 def from_wire(response: Mapping[str, Any]) -> list[list[Document]]:
     """Parse the documents of a response, with or without scores; raises KeyError or TypeError."""
-    return [
-        [Document.from_mapping(item.get("document", item)) for item in items]
-        for items in response["result"]
-    ]
+    return [[_from_item(item) for item in items] for items in response["result"]]
+
+
+def _from_item(item: Any) -> Document:
+    """Parse a document with or without its score; of some servers it is a plain text."""
+    document = item.get("document", item) if isinstance(item, Mapping) else item
+    if isinstance(document, str):
+        others = item if isinstance(item, Mapping) else {}
+        document = {"id": others.get("id"), "title": others.get("title"), "contents": document}
+    return Document.from_mapping(document)
+
+
+def _id(row: Mapping[str, Any], default: str | None) -> str | None:
+    id = next((row[name] for name in IDS if row.get(name) is not None), default)
+    # Pandas makes floats of integers next to a null; larger floats have lost digits.
+    if isinstance(id, float) and id.is_integer() and abs(id) < 1 << 53:
+        id = int(id)
+    if isinstance(id, bool) or not isinstance(id, str | int | None):
+        raise TypeError(f"id is {type(id).__name__}, expected text or an integer")
+    return None if id is None else str(id)
+
+
+def _content_id(contents: str) -> str:
+    """Return an id that equal contents have in common."""
+    return hashlib.blake2b(contents.encode("utf-8", "replace"), digest_size=8).hexdigest()
 
 
 def _text(row: Mapping[str, Any], name: str) -> str:

@@ -68,10 +68,12 @@ def test_contents_are_joined_from_title_and_text() -> None:
     [
         ("{oops}", "property name"),
         ('["a"]', "list, expected an object"),
-        ('{"contents": "a"}', "'id' is missing"),
-        ('{"id": "1"}', "'title' is missing"),
-        ('{"id": "1", "contents": null}', "contents is NoneType"),
-        ('{"id": null, "contents": "a"}', "id is NoneType"),
+        ('{"id": "1"}', "'text' is missing"),
+        ('{"id": "1", "title": "a"}', "'text' is missing"),
+        ('{"id": "1", "contents": null}', "'text' is missing"),
+        ('{"id": [1], "contents": "a"}', "id is list"),
+        ('{"id": 1.5, "contents": "a"}', "id is float"),
+        ('{"id": "1", "contents": 7}', "contents is int"),
         ('{"id": "1", "contents": "a \\ud800"}', "surrogates not allowed"),
     ],
 )
@@ -84,6 +86,25 @@ def test_malformed_row_is_reported_with_its_number(tmp_path: Path, row: str, pro
         corpus[1]
     assert problem in str(caught.value)
     assert "expected a JSON object" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        ('{"contents": "a"}', ("1", "", "a")),
+        ('{"id": null, "text": "a"}', ("1", "", "a")),
+        ('{"_id": "x", "title": "T", "text": "a"}', ("x", "T", "a")),
+        ('{"docid": 4, "title": null, "passage": "a"}', ("4", "", "a")),
+        ('{"id": 7.0, "contents": "T\\na"}', ("7", "T", "a")),
+    ],
+)
+def test_rows_of_other_corpora_are_read(
+    tmp_path: Path, row: str, expected: tuple[str, str, str]
+) -> None:
+    """A row without an id gets its number; BEIR's and other names are known."""
+    good = '{"id": "g", "contents": "fine"}\n'
+    document = Corpus.open(write(tmp_path / "c.jsonl", good + row + "\n"))[1]
+    assert (document.id, document.title, document.text) == expected
 
 
 @pytest.mark.parametrize(

@@ -253,9 +253,7 @@ def rows(*changed: str) -> Damage:
 CORPORA = {
     "garbage": rows("}{"),
     "no-object": rows('["a"]'),
-    "no-id": rows('{"contents": "a"}'),
     "no-contents": rows('{"id": "1"}'),
-    "id-null": rows('{"id": null, "contents": "a"}'),
     "id-bool": rows('{"id": true, "contents": "a"}'),
     "contents-number": rows('{"id": "1", "contents": 1}'),
     "id-twice": rows('{"id": "d0", "contents": "a"}'),
@@ -286,7 +284,6 @@ ORACLES = {
     "no-documents": text('{"question": "a"}'),
     "documents-text": text('{"question": "a", "documents": "b"}'),
     "document-text": text('{"question": "a", "documents": ["b"]}'),
-    "document-no-id": text('{"question": "a", "documents": [{"contents": "b"}]}'),
     "surrogate": text('{"question": "a", "documents": [{"id": "1", "contents": "\\ud800"}]}'),
     "surrogate-question": text('{"question": "\\ud800", "documents": []}'),
     "unknown-id": text('{"question": "a", "ids": ["nobody"]}'),

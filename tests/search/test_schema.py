@@ -62,3 +62,31 @@ def test_chunks_add_up_to_the_response(return_scores: bool, text: str) -> None:
         whole = to_json(hits[:num_hits], return_scores)
         for size in range(1, 9):
             assert to_json(hits[:num_hits], return_scores, size) == whole
+
+
+@pytest.mark.parametrize(
+    ("item", "expected"),
+    [
+        ({"document": {"contents": '"T"\na'}}, ("T", "a", '"T"\na')),  # the original's web searches
+        ({"document": {"contents": '"T"\na'}, "score": "0.5"}, ("T", "a", '"T"\na')),
+        ({"text": "a\nb"}, ("", "a\nb", "a\nb")),
+        ({"title": "T", "text": "a"}, ("T", "a", '"T"\na')),
+        ({"title": None, "content": "a", "url": "u"}, ("", "a", "a")),
+        ({"document": "a", "score": 1}, ("", "a", "a")),
+        ("a", ("", "a", "a")),
+    ],
+)
+def test_documents_of_other_servers_are_documents(
+    item: object, expected: tuple[str, str, str]
+) -> None:
+    """Without an id they get one by their contents, so that the same document is recognised."""
+    (first, again), (other,) = from_wire({"result": [[item, item], [{"text": "other"}]]})
+    assert (first.title, first.text, first.contents) == expected
+    assert first == again and first.id and first.id != other.id
+
+
+@pytest.mark.parametrize("item", [{"document": None}, {"score": 1}, 7, None, {"text": 7}, ["a"]])
+def test_what_has_no_text_is_no_document(item: object) -> None:
+    """It is an error of the wire contract, not an empty document."""
+    with pytest.raises((KeyError, TypeError)):
+        from_wire({"result": [[item]]})
