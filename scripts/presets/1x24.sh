@@ -3,5 +3,5 @@
 : "${N_GPUS:=1}"
 : "${BASE_MODEL:=Qwen/Qwen2.5-1.5B}"
 : "${LORA_RANK:=64}" "${LORA_ALPHA:=128}" "${ACTOR_LR:=1e-5}" "${CRITIC_LR:=1e-4}"
-: "${MAX_TOKENS_PER_GPU:=16384}"
+: "${MAX_TOKENS_PER_GPU:=16384}" # tokens of a micro-batch, a card
 : "${GPU_MEMORY_UTILIZATION:=0.5}"

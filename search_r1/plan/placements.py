@@ -25,7 +25,7 @@ from verl.model_shape import ModelShape
 from verl.monitor.flops import ModelFlops
 from verl.preflight.memory.check import (
     OFFLOAD_OPTIONS,
-    choose_offload,
+    choose_memory,
     peak_rank_bytes,
     with_options,
 )
@@ -318,7 +318,7 @@ def estimate_capacity(placement: Placement, costs: Costs, batch: Batch, card_gb:
     devices = (DeviceMemory(card, card),) * placement.cards
     machine = Machine(HostMemory(UNLIMITED, UNLIMITED), UNLIMITED, devices)
     setting = Setting(costs.shape, costs.critic or costs.shape, True, machine)
-    config = choose_offload(config, setting)
+    config = choose_memory(config, setting)
     needed = estimate(config, setting)
     assert needed.engine is not None, "every placement has vLLM engines on GPUs"
     # The names of what models hold on the host are "MODEL: PART".

@@ -11,6 +11,7 @@ from tests.test_train_scripts import arguments, config_of
 from tests.verl.preflight.memory.shapes import shape_of
 from verl.config import Config
 from verl.machine import DeviceMemory, HostMemory, Machine
+from verl.preflight.memory.check import choose_memory
 from verl.preflight.memory.estimate import WARN_ABOVE, Setting, Shortage, estimate
 from verl.preflight.memory.needs import Memory
 
@@ -31,6 +32,7 @@ def shortages_of(config: Config) -> list[Shortage]:
     """Return the memory that a node of the recipe lacks, with a margin."""
     shape = shape_of(config.actor_rollout_ref.model.path)
     setting = Setting(shape, shape, True, NODE)
+    config = choose_memory(config, setting)
     return estimate(config, setting).shortages(config, NODE, WARN_ABOVE)
 
 

@@ -30,7 +30,15 @@ SEQUENCE_PARALLEL: list[dict[str, Any]] = [
     for size in (1, 2, 4, 8)
 ]  # fmt: skip
 SELECTIVE = {**CASES[1], "recompute": "selective"}  # of the 3B model
-ALL_CASES = [*CASES, *SEQUENCE_PARALLEL, SELECTIVE]
+LORA: list[dict[str, Any]] = [
+    {"algorithm": "lora", "shape": shape, "world": world, "budget": budget, "sp_size": size}
+    for shape, world, budget, size in (
+        ("1.5B", 1, 16384, 1), ("0.5B", 8, 3072, 1), ("7B", 8, 4608, 1), ("8B", 8, 16384, 8),
+    )
+]  # fmt: skip
+SMALL = {"algorithm": "ppo", "shape": "8B", "world": 8, "budget": 3072}
+"""Little more at once than the embedding and the head, which are gathered first."""
+ALL_CASES = [*CASES, *SEQUENCE_PARALLEL, SELECTIVE, *LORA, SMALL]
 PHASES = {
     "log_probs": (Phase.LOG_PROBS,),
     "ref_log_probs": (Phase.REF_LOG_PROBS,),
@@ -43,7 +51,8 @@ NOT_SIMULATED = ("rank's context", "engine, asleep")
 
 
 def name(case: dict[str, Any]) -> str:
-    suffix = f"-sp{case['sp_size']}" if "sp_size" in case else ""
+    suffix = f"-sp{case['sp_size']}" if case.get("sp_size", 1) > 1 or "longest" in case else ""
+    suffix += f"-{case['budget']}" * (case in (*LORA, SMALL))
     suffix += "-recompute" * ("recompute" in case)
     return f"{case['algorithm']}-{case['shape']}x{case['world']}{suffix}"
 

@@ -105,11 +105,12 @@ class ActorConfig:
     """Trajectories per optimizer step, over all ranks. More than a step has is refused, except for
     the default, which then takes the whole step."""
     ppo_micro_batch_size: int | None = option(None, resume="free", ge=1)
-    """Full-length trajectories per forward pass, over all ranks; sets the token budget if
+    """Full-length trajectories per forward pass, over all ranks; limits the token budget if
     `ppo_max_token_len_per_gpu` is null."""
     ppo_max_token_len_per_gpu: int | None = option(None, resume="free", ge=1)
     """Token budget of one packed forward pass per rank (a sequence-parallel group adds up its
-    ranks'); null derives it from `ppo_micro_batch_size`, else 16,384."""
+    ranks'); null is 16,384, on GPUs less if the estimate of memory says so, or the budget that
+    `ppo_micro_batch_size` gives (on GPUs if that is less)."""
     ulysses_sequence_parallel_size: int = option(1, resume="free", ge=1)
     """Size of a sequence-parallel group: ranks that compute each dialogue together, including the
     reference log-probs, so that its activations are divided among them (docs/memory.md). Must
@@ -309,7 +310,7 @@ class CriticConfig:
     ppo_micro_batch_size: int | None = option(None, resume="free", ge=1)
     """As the actor's."""
     ppo_max_token_len_per_gpu: int | None = option(None, resume="free", ge=1)
-    """As the actor's; null is twice the actor's."""
+    """As the actor's; null is up to twice the actor's."""
     ulysses_sequence_parallel_size: int | None = option(None, resume="free", ge=1)
     """As the actor's; null is the actor's."""
     ppo_mini_batch_size: int | None = option(None, resume="experiment", ge=1)

@@ -1,9 +1,9 @@
 """Checks a run's estimated memory against this machine's, before anything is loaded.
 
-Where options are null, the estimate decides what is offloaded to the host between uses, and whether
-free device memory is used to save time. A run that cannot fit is refused, one that hardly fits gets
-a warning, both with options that need less. On a cluster, whose other nodes are not known here,
-nothing is refused.
+Where options are null, the estimate decides what is offloaded to the host between uses, how many
+tokens a micro-batch has, and whether free device memory is used to save time. A run that cannot fit
+is refused, one that hardly fits gets a warning, both with options that need less. On a cluster,
+whose other nodes are not known here, nothing is refused.
 """
 
 import copy
@@ -21,8 +21,10 @@ from verl.config.policy import SELECTIVE
 from verl.errors import ResourceError, UserError
 from verl.machine import ENLARGE_SHARED_MEMORY, Machine, format_bytes
 from verl.model_shape import read_shape
+from verl.preflight.memory.budgets import Budget, enlarge, undecided_budgets, with_budgets
 from verl.preflight.memory.estimate import (
     REFUSE_ABOVE,
+    REFUSE_HOST_ABOVE,
     WARN_ABOVE,
     Estimate,
     Setting,
@@ -110,11 +112,13 @@ def read_setting(config: Config) -> Setting | None:
 
 
 def decide_memory(config: Config, setting: Setting | None) -> Config:
-    """Return the options with every null decided: what is offloaded, then how free memory is used.
+    """Return the options with every null decided.
 
-    Without an estimate, no free memory is used to save time.
+    First what is offloaded and how many tokens a micro-batch has, then how free memory is used to
+    save time; without an estimate, none is.
     """
-    keys, chosen = undecided(config, MEMORY_FOR_SPEED), decide_offload(config, setting)
+    keys = undecided(config, MEMORY_FOR_SPEED)
+    chosen = decide_offload_and_budgets(config, setting)
     if keys and setting is not None and setting.machine.devices:
         chosen = spend_free_memory(chosen, setting, keys)
         values = [(MEMORY_FOR_SPEED[key], attrgetter(key)(chosen)) for key in keys]
@@ -123,29 +127,48 @@ def decide_memory(config: Config, setting: Setting | None) -> Config:
     return chosen
 
 
-def decide_offload(config: Config, setting: Setting | None) -> Config:
-    """Return the options with every null of `*_offload` decided, and log the decision.
+def decide_offload_and_budgets(config: Config, setting: Setting | None) -> Config:
+    """Return the options with every null of `*_offload` and token budget decided; log both.
 
-    On CPU they are false. If the memory of the GPUs cannot be estimated on this driver, they are
-    true: slow, but never the reason that a run does not fit.
+    On CPU nothing is offloaded, and budgets stay null. If the memory of the GPUs cannot be
+    estimated on this driver, all is offloaded: slow, but never the reason that a run does not fit.
     """
-    keys = undecided_offloads(config)
-    if not keys or is_surely_cpu(config.trainer.device):
+    keys, budgets = undecided_offloads(config), undecided_budgets(config)
+    if not keys + budgets or is_surely_cpu(config.trainer.device):
         return fill_undecided(config)
     if setting is None or not setting.machine.devices:
+        config = with_budgets(config, {budget.key: budget.wanted for budget in budgets})
+        _log_budgets(config, budgets)
+        if not keys:
+            return fill_undecided(config)
         chosen = offload_everything(config)
         logger.warning("%s, whether or not the GPUs have room for it, since their memory was not "
                        "estimated; to keep it on them: OFFLOAD=false (train_*.sh), or %s=false",
                        _offload_line(chosen, keys), "=false ".join(keys))  # fmt: skip
         return chosen
-    chosen = choose_offload(config, setting)
-    without = peak_rank_bytes(estimate(fill_undecided(config), setting))
+    chosen = choose_memory(config, setting)
+    _log_budgets(chosen, budgets)
+    if not keys:
+        return chosen
+    tokens = {budget.key: attrgetter(budget.key)(chosen) for budget in budgets}
+    without = peak_rank_bytes(estimate(fill_undecided(with_budgets(config, tokens)), setting))
     needed = peak_rank_bytes(estimate(chosen, setting))
     free = format_bytes(free_memory(setting.machine)[Memory.DEVICE])
     otherwise = "" if needed == without else f", and would need {format_bytes(without)} otherwise"
     logger.info("%s; each GPU needs %s of %s free%s",
                 _offload_line(chosen, keys), format_bytes(needed), free, otherwise)  # fmt: skip
     return chosen
+
+
+def _log_budgets(chosen: Config, budgets: Sequence[Budget]) -> None:
+    """Log the token budgets that were null, and those that would not fit."""
+    parts = []
+    for budget in budgets:
+        tokens = attrgetter(budget.key)(chosen)
+        less = "" if tokens >= budget.wanted else f" ({budget.wanted:,} would need too much memory)"
+        parts.append(f"{budget.key}={tokens}{less}")
+    if parts:
+        logger.info("tokens of a micro-batch on each GPU: %s", ", ".join(parts))
 
 
 def _offload_line(chosen: Config, keys: Iterable[str]) -> str:
@@ -170,7 +193,8 @@ def memory_problems(config: Config, setting: Setting | None) -> Iterator[UserErr
 
 def verdict(word: str, config: Config, machine: Machine, estimated: Estimate, limit: float) -> str:
     """Return the message about all needs above the share `limit`, with options that need less."""
-    lines = [f"memory: this machine is {word} (refused above {REFUSE_ABOVE:.0%} of what is free; "
+    limits = f"{REFUSE_ABOVE:.0%} of what is free, on the host {REFUSE_HOST_ABOVE:.0%}"
+    lines = [f"memory: this machine is {word} (refused above {limits}; "
              "trainer.memory_preflight=warn starts it):"]  # fmt: skip
     for short in estimated.shortages(config, machine, limit):
         lines.append(f"  {shortage_line(short, estimated)}; to need less: {hint(short, estimated)}")
@@ -281,22 +305,41 @@ def offload_everything(config: Config) -> Config:
     return fill_undecided(config, dict.fromkeys(undecided_offloads(config), True))
 
 
-def choose_offload(config: Config, setting: Setting) -> Config:
-    """Return the cheapest offloading that fits the host's memory and, with a margin, each GPU's."""
-    keys, free = undecided_offloads(config)[::-1], free_memory(setting.machine)
-    values = itertools.product((False, True), repeat=len(keys))  # the last, cheapest, varies most
-    candidates = [fill_undecided(config, dict(zip(keys, flags, strict=True))) for flags in values]
-    estimates = [(candidate, estimate(candidate, setting)) for candidate in candidates]
-    on_host = [
-        (candidate, needed)
-        for candidate, needed in estimates
-        if needed.peak_bytes(Memory.HOST) <= free[Memory.HOST]
-    ]
-    for candidate, needed in on_host:
-        if peak_rank_bytes(needed) <= WARN_ABOVE * free[Memory.DEVICE]:
-            return candidate
-    # None fits the GPUs: offload the most that the host can hold.
-    return on_host[-1][0] if on_host else candidates[0]
+def choose_memory(config: Config, setting: Setting) -> Config:
+    """Return the options with offloading and token budgets decided, by what fits the GPUs.
+
+    It is the cheapest offloading that fits the host's memory and, with a margin, each GPU's, with
+    budgets that still keep a card busy; if there is none, with the smallest budgets. The budgets
+    are then as large as they can be.
+    """
+    budgets, free = undecided_budgets(config), free_memory(setting.machine)
+    limit = WARN_ABOVE * free[Memory.DEVICE]
+
+    def fits(candidate: Config) -> bool:
+        return peak_rank_bytes(estimate(candidate, setting)) <= limit
+
+    busy = {budget.key: budget.busy for budget in budgets}
+    least = {budget.key: budget.least for budget in budgets}
+    fallback = config
+    for tokens in (busy, least) if busy != least else (busy,):
+        on_host = []
+        candidates = list(_offloads(with_budgets(config, tokens)))
+        for candidate in candidates:
+            if estimate(candidate, setting).peak_bytes(Memory.HOST) > free[Memory.HOST]:
+                continue
+            if fits(candidate):
+                return enlarge(candidate, budgets, tokens, fits)
+            on_host.append(candidate)
+        # None fits the GPUs: offload the most that the host can hold.
+        fallback = on_host[-1] if on_host else candidates[0]
+    return fallback
+
+
+def _offloads(config: Config) -> Iterator[Config]:
+    """Yield the options with each combination of the null offload options, the cheapest first."""
+    keys = undecided_offloads(config)[::-1]
+    for flags in itertools.product((False, True), repeat=len(keys)):  # the last varies most
+        yield fill_undecided(config, dict(zip(keys, flags, strict=True)))
 
 
 def peak_rank_bytes(needed: Estimate) -> int:

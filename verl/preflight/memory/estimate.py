@@ -65,8 +65,10 @@ class Shortage:
     free: int
 
 
-REFUSE_ABOVE = 1.15
-"""Share of the free memory above which a run is refused; no estimate is off by that much."""
+REFUSE_ABOVE = 1.03
+"""Share of the free memory above which a run is refused."""
+REFUSE_HOST_ABOVE = 1.15
+"""The same for host memory, whose estimate is less precise."""
 WARN_ABOVE = 0.9
 """Share above which a warning is logged; it includes the guessed constants for processes."""
 
@@ -101,6 +103,8 @@ class Estimate:
         """Return the memories whose needs exceed the share `limit` of what is free."""
         # On its own card, vLLM allocates exactly its share or does not start: no margin is needed.
         limits = {**dict.fromkeys(Memory, limit), Memory.ENGINE: 1.0}
+        if limit > 1:
+            limits[Memory.HOST] = max(limit, REFUSE_HOST_ABOVE)
         short = [
             Shortage(memory, self.peak_phase(memory).value, self.peak_bytes(memory), free)
             for memory, free in free_memory(machine).items()

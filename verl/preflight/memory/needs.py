@@ -16,6 +16,7 @@ from verl.preflight.memory.trial import Pass, activation_bytes
 from verl.rollout.interface import engine_takes_adapter
 from verl.rollout.vllm_engine import batched_tokens
 from verl.training.budgets import TokenBudgets, actor_budgets, critic_budgets
+from verl.training.devices import DTYPES
 
 FLOAT = 4
 """Bytes of a float32 value: master weights, gradients, moments."""
@@ -217,7 +218,7 @@ def gathered_needs(model: HeldModel, num_ranks: int, item: int) -> Iterator[Need
     root, layers = model.shape.root(model.has_head), model.shape.layers
     block = model.shape.block_parameters
     keeps_blocks = num_ranks == 1 or not model.fsdp.reshard_each
-    blocks = layers if keeps_blocks else min(3, layers)
+    blocks = layers if keeps_blocks else min(MAX_GATHERED, layers)
     size = item * (root + blocks * block)
     yield Need(model.memory, f"{model.name}: gathered", size, model.forward)
     if model.update is not None and not model.frozen:
@@ -232,9 +233,9 @@ def activation_needs(
 ) -> Iterator[Need]:
     """Yield the needs of activations and logits of each pass, by its token budget."""
     section, own, longest = config.actor_rollout_ref, config.critic, config.data.max_model_len
-    mini_batch = section.actor.ppo_mini_batch_size
+    mini_batch, item = section.actor.ppo_mini_batch_size, DTYPES[dtype].itemsize
 
-    def needs(base: Pass, budgets: TokenBudgets, mini_batch: int, num_groups: int,
+    def needs(base: Pass, budgets: TokenBudgets, mini_batch: int, num_ranks: int,
               model: BlocksConfig, reads: frozenset[Phase],
               update: Phase) -> Iterator[Need]:  # fmt: skip
         # The largest micro-batch: the budget's tokens, or all there are; at least one trajectory.
@@ -245,10 +246,17 @@ def activation_needs(
             (budgets.inference, config.num_trajectories, reads, False),
             (budgets.update, mini_batch, frozenset({update}), True),
         ):
-            tokens = max(longest, min(budget, -(-num_trajectories // num_groups) * longest))
+            own_trajectories = -(-num_trajectories * base.sp_size // num_ranks)
+            tokens = max(longest, min(budget, own_trajectories * longest))
             work = replace(base, tokens=tokens, has_backward=has_backward,
                            recompute=has_backward and recompute)  # fmt: skip
-            yield Need(memory, name, activation_bytes(work), phases)
+            has_gradients = has_backward and not base.lora_rank
+            first = first_gather_bytes(work, item, num_ranks, has_gradients)
+            for phase in phases:
+                # An adapter's reference is the base without it.
+                is_base = phase is Phase.REF_LOG_PROBS
+                size = activation_bytes(replace(work, lora_rank=0) if is_base else work)
+                yield Need(memory, name, max(size, first), frozenset({phase}))
 
     policy_pass = Pass(
         policy, longest, longest, dtype, lora_rank=section.model.lora_rank,
@@ -256,7 +264,7 @@ def activation_needs(
         sp_size=section.actor.ulysses_sequence_parallel_size,
     )  # fmt: skip
     reads = frozenset({Phase.LOG_PROBS, *[Phase.REF_LOG_PROBS] * config.needs_reference})
-    yield from needs(policy_pass, actor_budgets(config), mini_batch, config.num_sp_groups,
+    yield from needs(policy_pass, actor_budgets(config), mini_batch, config.num_ranks,
                      section.model, reads, Phase.UPDATE_ACTOR)  # fmt: skip
     if has_critic(config):
         critic_pass = Pass(
@@ -264,8 +272,30 @@ def activation_needs(
             sp_size=config.critic_sp_size,
         )  # fmt: skip
         yield from needs(critic_pass, critic_budgets(config), own.ppo_mini_batch_size or mini_batch,
-                         config.num_critic_sp_groups, own.model, frozenset({Phase.VALUES}),
+                         config.num_critic_ranks, own.model, frozenset({Phase.VALUES}),
                          Phase.UPDATE_CRITIC)  # fmt: skip
+
+
+MAX_GATHERED = 3
+"""Blocks whose gathered weights exist at once, if a block's are freed after it has computed."""
+
+
+def first_gather_bytes(work: Pass, item: int, num_ranks: int, has_gradients: bool) -> int:
+    """Return the bytes that the start of a pass needs in place of its activations.
+
+    FSDP2 gathers a group into one buffer and copies the weights out of it. The buffer of embedding,
+    head and last norm still exists when the first block has been gathered and copied, while no
+    activations but the embedded tokens exist. Of what `gathered_needs` counts, the other blocks and
+    a block's gradient do not exist yet.
+    """
+    if num_ranks == 1:
+        return 0
+    shape = work.shape
+    root = shape.root(not work.is_critic or work.lora_rank > 0)
+    absent = (min(MAX_GATHERED, shape.layers) - 2) * item * shape.block_parameters
+    if has_gradients:
+        absent += (item + 2 * FLOAT) * shape.block_parameters
+    return item * (root + shape.hidden * work.tokens // work.sp_size) - absent
 
 
 SAMPLING_COPIES = 3

@@ -23,8 +23,8 @@ from verl.machine import HostMemory, Machine
 from verl.preflight.memory import check as memory
 from verl.preflight.memory.check import (
     OFFLOAD_KEYS,
-    choose_offload,
-    decide_offload,
+    choose_memory,
+    decide_offload_and_budgets,
     fill_undecided,
     offload_everything,
     read_setting,
@@ -152,7 +152,7 @@ def test_a_model_that_reads_tensor_values_is_not_judged(
     with caplog.at_level(logging.INFO):
         assert memory_problems(config) == []
     assert "cannot be tried on meta tensors" in caplog.text
-    assert undecided(decide_offload(config, None)) == []
+    assert undecided(decide_offload_and_budgets(config, None)) == []
 
 
 def test_memory_options_are_checked(config: Config) -> None:
@@ -186,9 +186,9 @@ def test_offload_is_chosen_by_the_gpus_of_this_node(
     monkeypatch.setenv("RAY_ADDRESS", address)
     config, seen = open_run("cuda"), outlook(39.5)
     with caplog.at_level(logging.INFO):
-        chosen = decide_offload(config, seen)
+        chosen = decide_offload_and_budgets(config, seen)
     assert undecided(chosen) == [] and undecided(config) == list(OFFLOAD_KEYS)
-    assert chosen == choose_offload(config, seen) != fill_undecided(config)
+    assert chosen == choose_memory(config, seen) != fill_undecided(config)
     (record,) = caplog.records
     assert record.levelno == logging.INFO
     assert "offload to the host: reference's weights; each GPU needs" in record.message
@@ -204,7 +204,7 @@ def test_everything_is_offloaded_without_an_estimate(
     config = open_run(device)
     seen = outlook(39.5)
     blind = replace(seen, machine=Machine(seen.machine.host, seen.machine.shared_free))
-    chosen = decide_offload(config, None if sees == "no estimate" else blind)
+    chosen = decide_offload_and_budgets(config, None if sees == "no estimate" else blind)
     assert chosen == offload_everything(config) and undecided(chosen) == []
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
@@ -218,15 +218,15 @@ def test_nothing_is_offloaded_from_a_cpu(
     """Null becomes false without a log line, with or without an estimate, on a cluster too."""
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
     with caplog.at_level(logging.INFO):
-        chosen = decide_offload(open_run("cpu"), None)
+        chosen = decide_offload_and_budgets(open_run("cpu"), None)
     assert chosen == fill_undecided(open_run("cpu")) and caplog.text == ""
 
 
 def test_options_that_are_set_are_kept(caplog: pytest.LogCaptureFixture) -> None:
     """A command line that sets all options keeps its values, and nothing is logged."""
     config = offload_everything(open_run("cuda"))
-    assert decide_offload(config, outlook(140.0)) == config
-    assert decide_offload(config, None) == config
+    assert decide_offload_and_budgets(config, outlook(140.0)) == config
+    assert decide_offload_and_budgets(config, None) == config
     assert caplog.text == ""
 
 
@@ -277,7 +277,7 @@ def test_the_choice_is_the_cheapest_that_fits(
     config.actor_rollout_ref.actor.use_kl_loss = True
     for host_gb in (2000, 150):
         here = machine(gpus, gpu_gib, host_gb)
-        chosen = choose_offload(config, setting(size, here))
+        chosen = choose_memory(config, setting(size, here))
         assert undecided(chosen) == []
         assert on_host(chosen) == search(config, setting(size, here), here)
 
@@ -287,7 +287,7 @@ def test_choices_differ_with_the_device() -> None:
     config, counts = run(8, "gae"), []
     for gib in (140.0, 79.0, 39.5, 23.5):
         here = machine(8, gib, 1000)
-        counts.append(len(on_host(choose_offload(config, setting("Qwen2.5-3B", here)))))
+        counts.append(len(on_host(choose_memory(config, setting("Qwen2.5-3B", here)))))
     assert counts[0] == 0 and counts == sorted(counts) and counts[-1] > counts[-2] > 0
 
 
@@ -295,11 +295,11 @@ def test_a_host_without_room_gets_as_much_as_it_holds() -> None:
     """If nothing fits the GPU, the host is still not filled beyond its memory."""
     config, here = run(2, "gae"), machine(2, 23.5, 256)
     what = setting("Qwen2.5-7B", here)
-    chosen = choose_offload(config, what)
+    chosen = choose_memory(config, what)
     assert on_host(chosen) and on_host(chosen) != on_host(offload_everything(config))
     assert estimate(chosen, what).peak_bytes(Memory.HOST) <= here.host.free
     small = machine(2, 23.5, 16)
-    assert on_host(choose_offload(config, setting("Qwen2.5-7B", small))) == []
+    assert on_host(choose_memory(config, setting("Qwen2.5-7B", small))) == []
 
 
 @pytest.mark.parametrize("value", [True, False])
@@ -308,12 +308,10 @@ def test_a_users_choice_is_kept(value: bool) -> None:
     explicit = with_options(run(8, "gae"), {f"{ACTOR}.param_offload": value})
     for gib in (23.5, 140.0):
         here = machine(8, gib, 1000)
-        chosen = choose_offload(explicit, setting("Qwen2.5-3B", here))
+        chosen = choose_memory(explicit, setting("Qwen2.5-3B", here))
         assert chosen.actor_rollout_ref.actor.fsdp_config.param_offload is value
     all_set = with_options(explicit, dict.fromkeys(OFFLOAD_KEYS, value))
-    assert (
-        choose_offload(all_set, setting("Qwen2.5-3B", here)) == all_set == fill_undecided(all_set)
-    )
+    assert choose_memory(all_set, setting("Qwen2.5-3B", here)) == all_set == fill_undecided(all_set)
 
 
 def test_models_that_a_run_lacks_are_not_offloaded() -> None:
@@ -346,7 +344,7 @@ def test_the_line_has_the_choice_and_the_reason(caplog: pytest.LogCaptureFixture
     for gib in (39.5, 140.0):
         here = machine(8, gib, 1000)
         with caplog.at_level(logging.INFO):
-            decide_offload(config, setting("Qwen2.5-3B", here))
+            decide_offload_and_budgets(config, setting("Qwen2.5-3B", here))
     some, none = (record.getMessage() for record in caplog.records)
     assert some.startswith("offload to the host: reference's weights; each GPU needs ")
     assert "of 42.4 GB free, and would need " in some and some.endswith("GB otherwise")
@@ -355,13 +353,12 @@ def test_the_line_has_the_choice_and_the_reason(caplog: pytest.LogCaptureFixture
 
 
 WAITING = {
-    "train_grpo.sh": {79.0: [], 39.5: [], 23.5: [f"{ACTOR}.optimizer_offload"]},
+    "train_grpo.sh": {79.0: [], 39.5: [], 23.5: [f"{REFERENCE}.param_offload"]},
     "train_ppo.sh": {
         79.0: [],
         39.5: [f"{REFERENCE}.param_offload"],
         23.5: [
             f"{ACTOR}.optimizer_offload",
-            f"{REFERENCE}.param_offload",
             f"{CRITIC}.optimizer_offload",
         ],
     },
@@ -374,4 +371,4 @@ def test_the_recipes_offload_what_the_page_says(recipe: str, tmp_path: Path) -> 
     config = config_of(recipe, tmp_path)
     for gpu_gib, waiting in WAITING[recipe].items():
         here = machine(8, gpu_gib, 1000)
-        assert on_host(choose_offload(config, setting("Qwen2.5-3B", here))) == waiting
+        assert on_host(choose_memory(config, setting("Qwen2.5-3B", here))) == waiting

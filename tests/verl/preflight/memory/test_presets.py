@@ -9,7 +9,7 @@ from tests.test_train_scripts import ROOT, arguments, config_of
 from tests.verl.preflight.memory.shapes import FACTS, shape_of
 from verl.config import Config
 from verl.machine import DeviceMemory, HostMemory, Machine
-from verl.preflight.memory.check import OFFLOAD_KEYS, choose_offload
+from verl.preflight.memory.check import OFFLOAD_KEYS, choose_memory
 from verl.preflight.memory.estimate import REFUSE_ABOVE, WARN_ABOVE, Setting, estimate
 
 GIB = 1 << 30
@@ -40,7 +40,7 @@ def settings_for(config: Config, here: Machine, size: str) -> tuple[Config, Sett
     """Return the options with offload decided, and the setting of the estimate."""
     shape = shape_of(size)
     setting = Setting(shape, shape, True, here)
-    return choose_offload(config, setting), setting
+    return choose_memory(config, setting), setting
 
 
 def verdict(config: Config, here: Machine, size: str) -> str:

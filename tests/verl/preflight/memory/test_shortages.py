@@ -18,8 +18,10 @@ GIB = 1 << 30
 
 
 def run(gpus: int, estimator: str = "grpo") -> Config:
-    """Return a run without adapters on `gpus` GPUs."""
+    """Return a run without adapters on `gpus` GPUs, with token budgets that are set."""
     config = Config()
+    config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu = 16384
+    config.critic.ppo_max_token_len_per_gpu = 32768
     config.actor_rollout_ref.model.path = "m"
     config.data.train_files = config.data.val_files = "rows.parquet"
     config.algorithm.adv_estimator = estimator
