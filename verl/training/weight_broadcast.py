@@ -14,8 +14,9 @@ import contextlib
 import itertools
 import json
 import logging
+import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -40,8 +41,54 @@ BITS = {2: torch.int16, 4: torch.int32}
 CHANGES = torch.uint8
 """Dtype of encoded changes, which no weights have."""
 
+POLL_S = 0.0005
+"""Seconds between two looks at a broadcast that is running."""
+ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+"""Variable that says what torch does if a member of an NCCL group is lost; by default it ends the
+process."""
+
 logger = logging.getLogger(__name__)
 _TcpStore = dist.TCPStore  # type: ignore[attr-defined]  # torch exports it, mypy does not see how
+
+
+GroupFactory = Callable[[Any, int, int, torch.device, timedelta], Any]
+"""Makes a process group from its store, this member's rank, its size, a device and a timeout."""
+
+
+def make_group(store: Any, rank: int, size: int, device: torch.device, timeout: timedelta) -> Any:
+    """Create this member's process group: NCCL on a GPU, gloo on a CPU.
+
+    `finish` watches over every broadcast. So torch's own watchdog, which would end the process, and
+    with it a training rank whose engine was lost, only reports errors.
+    """
+    if device.type != "cuda":
+        return dist.ProcessGroupGloo(store, rank, size, timeout)
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = 2 * timeout  # it has no other setter
+    before = os.environ.get(ERROR_HANDLING)
+    os.environ[ERROR_HANDLING] = "0"  # read when the group is created
+    try:
+        return dist.ProcessGroupNCCL(store, rank, size, options)
+    finally:
+        del os.environ[ERROR_HANDLING]
+        if before is not None:
+            os.environ[ERROR_HANDLING] = before
+
+
+def finish(work: Any, timeout_s: float) -> None:
+    """Wait until a collective is complete on the device. Raises RuntimeError.
+
+    With NCCL, `wait` only lets the stream wait: it returns at once, also if a member is lost, which
+    leaves the collective running for ever.
+    """
+    end = time.monotonic() + timeout_s
+    while not work.is_completed():
+        if time.monotonic() > end:
+            raise RuntimeError(f"a broadcast did not end within {timeout_s:.0f} s")
+        time.sleep(POLL_S)
+    if (error := work.exception()) is not None:
+        raise RuntimeError(f"a broadcast failed: {error}")
+    work.wait()  # raises gloo's errors; with NCCL, work on this stream starts after it
 
 
 class KeptWeights:
@@ -126,9 +173,9 @@ class _Endpoint:
     _base = NO_TRANSFER
     """Number of the transfer whose weights are kept."""
 
-    def __init__(self, host: str, port: int, device: torch.device) -> None:
+    def __init__(self, host: str, port: int, device: torch.device, factory: GroupFactory) -> None:
         """Connect to the store at `port`, or create it if `port` is 0."""
-        self._device = device
+        self._device, self._factory = device, factory
         self._timeout = timedelta(seconds=weight_stream.CONNECT_TIMEOUT_S)
         self._store = _TcpStore(
             host, port, is_master=port == 0, wait_for_workers=False, timeout=self._timeout
@@ -147,12 +194,20 @@ class _Endpoint:
         self._store.wait([f"{self._number}/begin"])
         if self._group is not None:
             return
-        if self._device.type != "cuda":
-            self._group = dist.ProcessGroupGloo(self._store, self._rank, self._size, self._timeout)
-            return
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = self._timeout  # it has no other setter
-        self._group = dist.ProcessGroupNCCL(self._store, self._rank, self._size, options)
+        self._group = self._factory(
+            self._store, self._rank, self._size, self._device, self._timeout
+        )
+
+    def _finish(self, work: Any) -> None:
+        """Wait for a broadcast; if it does not end in time, leave the group. Raises RuntimeError.
+
+        A group that was left cannot be used again: the engines restart and join another one.
+        """
+        try:
+            finish(work, weight_stream.CONNECT_TIMEOUT_S)
+        except RuntimeError:
+            self._group.abort()  # ends a kernel that waits for the lost member
+            raise
 
     def _new_buffer(self, num_bytes: int) -> Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
@@ -164,10 +219,11 @@ class WeightBroadcast(_Endpoint):
     _announced_at = 0.0
 
     def __init__(
-        self, host: str, num_receivers: int, device: torch.device, sends_changes: bool = False
-    ) -> None:
+        self, host: str, num_receivers: int, device: torch.device, sends_changes: bool = False,
+        factory: GroupFactory = make_group,
+    ) -> None:  # fmt: skip
         """Listen at this machine's address `host` for `num_receivers` workers."""
-        super().__init__(host, 0, device)
+        super().__init__(host, 0, device, factory)
         self._size = num_receivers + 1
         self._kept = KeptWeights() if sends_changes else None
         self._announced: list[str] = []  # keys of the current transfer's parts in the store
@@ -212,10 +268,10 @@ class WeightBroadcast(_Endpoint):
                 # `pack` fills the other buffer next, so its broadcast must be finished.
                 other = broadcasts[(index + 1) % NUM_BUFFERS]
                 if other is not None:
-                    other.wait()
+                    self._finish(other)
         with _connection_errors(RECEIVERS_LOST):
             for broadcast in filter(None, broadcasts):
-                broadcast.wait()
+                self._finish(broadcast)
             self._announce(None)
         self._base = self._number
 
@@ -254,12 +310,14 @@ class WeightBroadcast(_Endpoint):
 class WeightReceiver(_Endpoint):
     """The receiving end, in one worker of an engine."""
 
-    def __init__(self, stream: str, device: torch.device) -> None:
+    def __init__(
+        self, stream: str, device: torch.device, factory: GroupFactory = make_group
+    ) -> None:
         """Join the broadcast of that name. Raises ConnectionError."""
         self.stream = stream
         host, port, size = stream.removeprefix(SCHEME).rsplit(":", 2)
         with _connection_errors(SENDER_LOST):
-            super().__init__(host, int(port), device)
+            super().__init__(host, int(port), device, factory)
             self._rank, self._size = self._store.add("workers", 1), int(size)
             keeps_weights = self._store.get("sends_changes") == b"True"
         self._kept = KeptWeights() if keeps_weights else None
@@ -310,7 +368,7 @@ class WeightReceiver(_Endpoint):
             if buffer is None or len(buffer) < num_bytes:
                 buffer = buffers[index] = self._new_buffer(num_bytes)
             with _connection_errors(SENDER_LOST):
-                self._group.broadcast(buffer[:num_bytes], SENDER).wait()
+                self._finish(self._group.broadcast(buffer[:num_bytes], SENDER))
             yield from weight_stream.unpack(buffer, packed)
 
 

@@ -10,6 +10,7 @@ from datetime import timedelta
 import pytest
 import torch
 
+from tests.verl.training.silent_group import SilentGroups
 from tests.verl.training.test_weight_stream import CPU, Named, broken, recording, tensors
 from verl.training import weight_stream
 from verl.training.weight_broadcast import WeightBroadcast, WeightReceiver
@@ -114,6 +115,63 @@ def test_a_lost_rank_is_an_error(
     for future in futures:
         with pytest.raises(ConnectionError, match="the training rank did not send its weights"):
             future.result()
+
+
+def test_a_group_with_the_semantics_of_nccl_transfers_everything() -> None:
+    """Its `wait` says nothing: both ends look until a broadcast is complete."""
+    groups = SilentGroups()
+    rank = WeightBroadcast(HOST, 1, CPU, factory=groups)
+    worker = WeightReceiver(rank.stream, CPU, groups)
+    with ThreadPoolExecutor(1) as pool:
+        for seed in range(2):
+            (future,) = start_receiving(pool, [worker])
+            rank.send(tensors(seed), torch.float32)
+            for (_, copy), (_, tensor) in zip(future.result(), tensors(seed), strict=True):
+                assert torch.equal(copy, tensor)
+    assert [group.num_aborts for group in groups.made] == [0, 0]
+
+
+@pytest.mark.usefixtures("soon_lost")
+@pytest.mark.parametrize("lost_at", [0, 1])
+@pytest.mark.parametrize("sends_changes", [False, True])
+def test_a_worker_that_is_lost_in_silence_is_noticed(
+    lost_at: int, sends_changes: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With NCCL no call fails: the transfer is not a success, and the rank leaves the group.
+
+    The rank itself lives on, so that new engines can get the weights.
+    """
+    groups, seen = SilentGroups(lost_at), list[str]()
+    rank = WeightBroadcast(HOST, 1, CPU, sends_changes, factory=groups)
+    worker = WeightReceiver(rank.stream, CPU)
+    with ThreadPoolExecutor(1) as pool:
+        (future,) = start_receiving(pool, [worker])
+        rank.send(recording(tensors(), seen), torch.float32)
+        with pytest.raises(ConnectionError):
+            future.result()
+    assert len(seen) == len(tensors())
+    assert "the engines did not receive the new weights: a broadcast did not end" in caplog.text
+    assert groups.made[0].num_aborts == 1 and rank._base == 0
+    again = WeightBroadcast(HOST, 1, CPU, sends_changes)  # as after a restart of the engines
+    worker = WeightReceiver(again.stream, CPU)
+    with ThreadPoolExecutor(1) as pool:
+        (future,) = start_receiving(pool, [worker])
+        again.send(tensors(1), torch.float32)
+        assert len(future.result()) == len(tensors(1))
+
+
+@pytest.mark.usefixtures("soon_lost")
+def test_a_rank_that_is_lost_in_silence_is_noticed() -> None:
+    """A worker does not take a buffer that was never filled for weights."""
+    groups = SilentGroups(lost_at=1)
+    rank = WeightBroadcast(HOST, 1, CPU)
+    worker = WeightReceiver(rank.stream, CPU, groups)
+    with ThreadPoolExecutor(1) as pool:
+        (future,) = start_receiving(pool, [worker])
+        rank.send(tensors(), torch.float32)
+        with pytest.raises(ConnectionError, match="did not send its weights: a broadcast did not"):
+            future.result()
+    assert groups.made[0].num_aborts == 1
 
 
 STEPS = (0.0, 1e-3, 0.0, 1e-3, 1.0)
