@@ -51,7 +51,7 @@ def read_run_config(
     try:
         merged = OmegaConf.merge(OmegaConf.structured(Config), recorded)
         config: Any = OmegaConf.to_object(merged)
-    except OmegaConfBaseException as error:
+    except (OmegaConfBaseException, ValueError, TypeError, AttributeError, LookupError) as error:
         got, expected = " ".join(str(error).split()), "options that this release knows"
         fix = "replay with the release that made the run"
         raise ConfigError(explain(f"{folder}/config.yaml", got, expected, fix)) from error

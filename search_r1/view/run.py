@@ -5,7 +5,7 @@ import math
 import os
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,11 @@ from tokenizers import Tokenizer
 from search_r1.view.dialogue import Dialogue, rule_of, tags_of
 from search_r1.view.index import TRAIN, VALIDATION, TrajectoryIndex
 from search_r1.view.tokens import find_tokenizer, pieces
+from verl.config import GuardConfig
 from verl.config.known import flatten
 from verl.data.trajectories import HEADER, SIGNALS
 from verl.errors import ConfigError, explain, first_line
+from verl.yaml_files import read_yaml
 
 Point = tuple[int, float | None]
 Curve = tuple[list[int], list[float | None]]
@@ -46,6 +48,10 @@ class MetricsLog:
                 added = file.read()
         except FileNotFoundError:
             return False
+        except OSError as error:
+            expected, fix = "the file that a run wrote", "restore the file, or move it away"
+            problem = first_line(error)
+            raise ConfigError(explain(str(self.path), problem, expected, fix)) from error
         end = added.rfind(b"\n") + 1
         rows = {} if is_new else dict(self.rows)
         for line in added[:end].splitlines():
@@ -87,9 +93,14 @@ def _row(line: bytes) -> dict[str, Any] | None:
         row = orjson.loads(line)
     except orjson.JSONDecodeError:
         return None
-    if not isinstance(row, dict) or not isinstance(row.get("step"), int):
+    step = row.get("step") if isinstance(row, dict) else None
+    if type(step) is not int or not 0 <= step < 2**63:
         return None
-    return {k: v for k, v in row.items() if v is None or isinstance(v, int | float)}
+    return {
+        k: v
+        for k, v in row.items()
+        if v is None or (isinstance(v, int | float) and math.isfinite(v))
+    }
 
 
 RUN_FILES = ("config.yaml", "metrics.jsonl", "validation", HEADER)
@@ -103,17 +114,46 @@ Worth = Mapping[tuple[int, ...], Mapping[str, float]]
 ENGINE, TRAINER, REFERENCE = "log_probs", "old_log_probs", "ref_log_probs"
 
 
+SECTIONS = ("agent", "trainer", "trainer.guard", "reward_model", "data", "retriever",
+            "actor_rollout_ref", "actor_rollout_ref.model")  # fmt: skip
+TYPES: Mapping[str, type | tuple[type, ...]] = {
+    "template": str, "agent.tools": list, "trainer.rollout_data_dir": str,
+    "reward_model.normalize": str, "actor_rollout_ref.model.path": str,
+    **{f"trainer.guard.{field.name}": (bool, int, float, str) for field in fields(GuardConfig)},
+}  # fmt: skip
+"""Options of any run that are read here, and the types that they may have besides null."""
+
+
 def read_config(folder: Path) -> dict[str, Any]:
-    """Return a run's `config.yaml`, or {} if there is none. Raises ConfigError if it is damaged."""
+    """Return a run's `config.yaml`, or {} if there is none.
+
+    Raises ConfigError if it is damaged, or if an option that is read here has another type.
+    """
     path = folder / "config.yaml"
     try:
-        config = yaml.safe_load(path.read_text(encoding="utf-8"))
+        config = read_yaml(path)
+        if config is None:
+            raise ValueError("an empty file")
+        if not isinstance(config, dict):
+            raise ValueError(f"a {type(config).__name__}, not options with names")
+        for name in (*SECTIONS, *TYPES):
+            value, kind = _option(config, name), TYPES.get(name, dict)
+            if value is not None and not isinstance(value, kind):
+                raise ValueError(f"{name}={yaml_text(value)[:100]}")
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError, yaml.YAMLError) as error:
+    except (OSError, ValueError) as error:
         problem, fix = first_line(error), "restore the file, or delete it"
         raise ConfigError(explain(str(path), problem, "a file that a run wrote", fix)) from error
-    return config if isinstance(config, dict) else {}
+    return config
+
+
+def _option(config: Mapping[str, Any], name: str) -> Any:
+    """Return an option by its dotted name, or None if it is not set; sections are checked first."""
+    value: Any = config
+    for part in name.split("."):
+        value = (value or {}).get(part)
+    return value
 
 
 def compare_options(configs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

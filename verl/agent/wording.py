@@ -25,12 +25,10 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from verl.agent.grammar import Grammar, Tag
 from verl.agent.tags import TagFormat
 from verl.errors import ConfigError, did_you_mean, explain
-from verl.files import read_text
+from verl.yaml_files import read_yaml
 
 SUFFIXES = (".yaml", ".yml")
 TEMPLATE_FILE = "template.yaml"
@@ -48,8 +46,8 @@ def is_file(template: str) -> bool:
 def read_format(path: str | Path) -> TagFormat:
     """Read a format from a file. Raises ConfigError, which names the invalid key."""
     try:
-        content = yaml.safe_load(read_text(path, MAX_CHARS))
-    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        content = read_yaml(path, MAX_CHARS)
+    except (OSError, ValueError) as error:
         got = " ".join(str(error).split())
         raise ConfigError(explain(f"template={path}", got, "a YAML file", "correct it")) from error
     where = f"template={path}"

@@ -199,7 +199,7 @@ def _is_after(line: bytes, step: int) -> bool:
     """Return whether a line of the log belongs to a later step or is incomplete."""
     try:
         return int(json.loads(line)["step"]) > step
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return True
 
 
