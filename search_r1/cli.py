@@ -13,7 +13,6 @@ COMMANDS = {
     "index": ("search_r1.search.index_builder", "build a BM25 or dense index of a corpus"),
     "download": ("search_r1.datasets.download", "fetch the published corpus and indexes"),
     "data": ("search_r1.datasets.command", "build question files and corpora"),
-    "plan": ("search_r1.plan.command", "simulate the step time of each placement of the GPUs"),
     "sft": ("verl.sft.trainer", "supervised training on dialogues; takes Hydra overrides"),
     "evaluate": ("search_r1.evaluation.__main__", "score a model or baseline; compare evaluations"),
     "view": ("search_r1.view.command", "show runs and their trajectories in a browser"),
@@ -26,6 +25,11 @@ COMMANDS = {
     "doctor": ("verl.doctor", "check this machine's hardware and installed packages"),
 }
 """Command name -> module with a function `main(argv)`, and a one-line description."""
+FALLEN = {
+    "plan": "it simulated cards that no card confirmed, and is gone since 2026-11-28; "
+    "docs/placement.md has the formula that takes its place",
+}
+"""Commands that no longer exist: what they were, since when they are gone, and what to use."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -36,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0 if arguments else 2
     name, *others = arguments
     if name not in COMMANDS:
-        fix = did_you_mean(name, COMMANDS, "search-r1 --help lists them")
+        fix = FALLEN.get(name) or did_you_mean(name, COMMANDS, "search-r1 --help lists them")
         sys.stderr.write(f"search-r1: got {name}, expected a command; fix: {fix}\n")
         return 2
     # A command may return None for success, or raise SystemExit.

@@ -85,6 +85,13 @@ def test_the_command_lists_its_commands() -> None:
     assert done.returncode == 2 and "fix: did you mean evaluate?" in done.stderr
 
 
+def test_a_command_that_fell_says_what_takes_its_place() -> None:
+    """It is answered by name, with the page to read, rather than with the nearest other command."""
+    done = run("plan --cards 8")
+    assert done.returncode == 2 and "docs/placement.md" in done.stderr
+    assert not set(cli.FALLEN) & set(cli.COMMANDS)
+
+
 def test_hydra_commands_get_their_arguments_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
     """`train` and `sft` parse their Hydra overrides themselves."""
     import verl.sft.trainer  # noqa: PLC0415

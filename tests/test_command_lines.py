@@ -21,8 +21,6 @@ from search_r1.datasets import download
 from search_r1.evaluation import __main__ as evaluate
 from search_r1.evaluation.options import CompareOptions, EvaluationOptions, TableOptions
 from search_r1.infer import InferOptions
-from search_r1.plan import command as plan
-from search_r1.plan.command import PlanOptions
 from search_r1.replay import command as replay
 from search_r1.search import index_builder, retrieval_server
 from search_r1.search.index_builder import BuildConfig
@@ -46,7 +44,6 @@ COMMANDS: dict[str, tuple[Main, list[str], type]] = {
     "mcp": (mcp_server.main, [], mcp_server.McpOptions),
     "serve-retriever": (retrieval_server.main, [], retrieval_server.ServerOptions),
     "index": (index_builder.main, ["--corpus_path=c", "--save_dir=s"], BuildConfig),
-    "plan": (plan.main, [], PlanOptions),
     "download": (download.main, ["e5"], download.DownloadOptions),
     "rejection_sampling": (
         rejection_sampling.main, ["--rollouts=r", "--out=o"], rejection_sampling.Options,

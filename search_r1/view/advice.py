@@ -136,5 +136,5 @@ def _time(run: Run) -> Iterator[str]:
     """Yield a hint if sampling dominates the time of a step."""
     step, sampling = final_mean(run, "timing_s/step"), final_mean(run, "timing_s/gen")
     if step > 0 and sampling > 0.7 * step:
-        yield (f"Sampling takes {sampling / step:.0%} of a step: try search-r1 plan, "
+        yield (f"Sampling takes {sampling / step:.0%} of a step: try "
                "rollout.max_staleness (docs/asynchrony.md), or a faster retriever.")  # fmt: skip

@@ -1,1 +1,0 @@
-"""Compares the step-time model of `search-r1 plan` with measured steps (evidence/step_time.md)."""
