@@ -1,11 +1,10 @@
-"""The tool `search`: documents from a retrieval server, with optional speculative searches."""
+"""The tool `search`: documents from a retrieval server."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
-from weakref import WeakValueDictionary
 
 from search_r1 import loops
 from search_r1.agent.retriever import (
@@ -16,7 +15,6 @@ from search_r1.agent.retriever import (
     python_retriever,
     to_tool_error,
 )
-from search_r1.agent.speculation import GroupSearches, QuestionPredictor, SpeculativeRetrieval
 from search_r1.search.backends.base import fingerprint
 from search_r1.search.client import (
     RETRIED,
@@ -29,7 +27,6 @@ from search_r1.search.errors import SearchError
 from verl.agent.interface import Item, Observation, text_arguments
 from verl.config import Config
 from verl.config.agent import EMPTY_URL, ServerConfig
-from verl.types import Trajectory
 
 FAILED = "searches_failed"
 """Fault name: searches that were not answered after all retries."""
@@ -51,19 +48,6 @@ class SearchTool(RetrieverTool):
         """`retrieval` finds the documents; `options` locate its server, for probes and messages."""
         super().__init__(options)
         self.retrieval = retrieval
-        self._groups: WeakValueDictionary[str, GroupSearches] = WeakValueDictionary()
-        self._predictor = QuestionPredictor()
-
-    def for_dialogue(self, start: Trajectory) -> SearchTool:
-        """Return this tool, or with `retriever.speculate` a speculative one for the dialogue."""
-        if not (self.options.speculate and isinstance(self.retrieval, RetrievalClient)):
-            return self
-        group = GroupSearches()
-        if start.group:
-            group = self._groups.setdefault(start.group, group)
-        question = str(start.prompt.extra_info.get("question") or "")
-        retrieval = SpeculativeRetrieval(self.retrieval, group)
-        return SpeculativeSearchTool(retrieval, self.options, self._predictor, question)
 
     async def call(self, *, query: str) -> Observation:  # type: ignore[override]
         """Return the documents for a query, best first. Raises ToolError if the search fails."""
@@ -104,33 +88,6 @@ class SearchTool(RetrieverTool):
     async def aclose(self) -> None:
         if isinstance(self.retrieval, RetrievalClient):
             await self.retrieval.aclose()
-
-
-class SpeculativeSearchTool(SearchTool):
-    """The search tool of one dialogue, which sends the searches that it predicts."""
-
-    anticipates = True
-    retrieval: SpeculativeRetrieval
-
-    def __init__(
-        self,
-        retrieval: SpeculativeRetrieval,
-        options: ServerConfig,
-        predictor: QuestionPredictor,
-        question: str,
-    ) -> None:
-        """Predict a search for `question` at once."""
-        super().__init__(retrieval, options)
-        self._predictor = predictor
-        self._prediction = predictor.predict(retrieval, question)
-
-    def anticipate(self, *, query: str) -> None:  # type: ignore[override]
-        self.retrieval.predict(query)
-
-    def ended(self) -> Mapping[str, float]:
-        """Record the prediction's outcome; return waiting times and counts of predictions."""
-        self._predictor.record(self._prediction)
-        return self.retrieval.stats()
 
 
 def build_search(config: Config) -> SearchTool:

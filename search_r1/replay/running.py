@@ -58,7 +58,6 @@ def read_run_config(
     rollout, retriever = config.actor_rollout_ref.rollout, config.retriever
     rollout.url = rollout.replay = None  # the user's servers must not receive other weights
     rollout.interrupt_turns, rollout.merge_adapter = False, True
-    retriever.speculate = False
     retriever.max_retries = min(MAX_RETRIES, retriever.max_retries)
     retriever.deadline = min(DEADLINE_S, retriever.deadline or DEADLINE_S)
     retriever.url = retriever_url or retriever.url

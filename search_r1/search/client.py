@@ -51,10 +51,8 @@ RETRIED = "searches_retried"
 NOT_FOUND = 404
 REQUEST_LEVEL_STATUSES = frozenset({301, 302, 303, 307, 308, 401, 403, 404, 405, 421})
 """Statuses that refuse a request as a whole, which no single query can have caused."""
-MAX_REQUESTS, MAX_PREFETCH_REQUESTS = 100, 32
-"""Numbers of requests at which `can_prefetch` becomes false; their sum limits the connections."""
-SAME_DEADLINE_S = 0.5
-"""Largest difference between the deadlines of searches that share a request."""
+MAX_REQUESTS = 132
+"""Maximum number of connections."""
 DEAD_PEER_S = 10
 """Seconds without a packet from the peer's machine after which a connection is closed."""
 
@@ -78,39 +76,18 @@ Futures = list[asyncio.Future[SearchResult]]
 
 
 @dataclass
-class _Batch:
-    """Searches that will share a request."""
-
-    deadline: float
-    """The earliest deadline of these searches (`time.monotonic`)."""
-    futures: dict[str, Futures] = field(default_factory=dict)
-    """The searches that wait for each query."""
-
-    def accepts(self, deadline: float) -> bool:
-        """Whether a search with this deadline may join; inf means no deadline."""
-        return deadline == self.deadline or abs(deadline - self.deadline) <= SAME_DEADLINE_S
-
-
-@dataclass
-class _BatchQueue:
-    """Searches, or prefetches, that wait to be sent, and their requests in progress."""
+class _LoopState:
+    """The connections of an event loop, the searches that wait to be sent, and its requests."""
 
     http: aiohttp.ClientSession
-    max_retries: int | None = None
-    """Retries of each request; None: as many as the retry policy allows."""
-    batches: list[_Batch] = field(default_factory=list)
-    """Batches that are not sent yet."""
+    waiting: dict[str, Futures] = field(default_factory=dict)
+    """The searches that will share the next request, by query."""
+    deadline: float = math.inf
+    """The earliest deadline of these searches (`time.monotonic`)."""
     timer: asyncio.TimerHandle | None = None
-    """Sends the batches at the end of the merge window."""
+    """Sends them at the end of the merge window."""
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
     """Requests in progress."""
-
-
-@dataclass
-class _LoopState:
-    http: aiohttp.ClientSession
-    searches: _BatchQueue
-    prefetches: _BatchQueue
 
     def __del__(self) -> None:
         """Close the connections of a client that nobody closed: aiohttp would log two errors."""
@@ -185,15 +162,14 @@ class RetrievalClient:
         """Base addresses of the servers in this process's order of preference."""
         return self._transport.servers.urls
 
-    async def search(self, query: str, start: float | None = None) -> list[Document]:
+    async def search(self, query: str) -> list[Document]:
         """Return the documents for one query, best first.
 
-        The deadline counts from `start` (`time.monotonic`; default: now). Raises
-        RetrieverUnavailable or RetrieverRefused.
+        Raises RetrieverUnavailable or RetrieverRefused.
         """
         num_retries = 0
         try:
-            documents, num_retries = await self._enqueue(self._state().searches, query, start)
+            documents, num_retries = await self._enqueue(query)
         except RetrieverUnavailable as error:
             num_retries = error.num_retries
             raise
@@ -202,37 +178,15 @@ class RetrievalClient:
                 counts[RETRIED] += int(num_retries > 0)
         return documents
 
-    @property
-    def can_prefetch(self) -> bool:
-        """Whether a prefetch delays no search: a server is healthy and connections are free."""
-        state = self._state()
-        return (
-            len(state.searches.tasks) < MAX_REQUESTS
-            and len(state.prefetches.tasks) < MAX_PREFETCH_REQUESTS
-            and self._transport.servers.has_healthy()
-        )
-
-    async def prefetch(self, query: str) -> list[Document]:
-        """Search for documents that may never be needed: one attempt, not counted as a fault."""
-        documents, _ = await self._enqueue(self._state().prefetches, query)
-        return documents
-
-    async def _enqueue(
-        self, queue: _BatchQueue, query: str, start: float | None = None
-    ) -> SearchResult:
-        loop = asyncio.get_running_loop()
+    async def _enqueue(self, query: str) -> SearchResult:
+        loop, state = asyncio.get_running_loop(), self._state()
         future: asyncio.Future[SearchResult] = loop.create_future()
-        deadline = (time.monotonic() if start is None else start) + self._deadline
-        batch = next((batch for batch in queue.batches if batch.accepts(deadline)), None)
-        if batch is None:
-            batch = _Batch(deadline)
-            queue.batches.append(batch)
-        batch.deadline = min(batch.deadline, deadline)
-        batch.futures.setdefault(well_formed(query), []).append(future)
-        if len(batch.futures) >= self._max_batch:
-            self._send(queue)
-        elif queue.timer is None:
-            queue.timer = loop.call_later(self._merge_window, self._send, queue)
+        state.deadline = min(state.deadline, time.monotonic() + self._deadline)
+        state.waiting.setdefault(well_formed(query), []).append(future)
+        if len(state.waiting) >= self._max_batch:
+            self._send(state)
+        elif state.timer is None:
+            state.timer = loop.call_later(self._merge_window, self._send, state)
         return await future
 
     async def health(self) -> dict[str, Any]:
@@ -263,17 +217,12 @@ class RetrievalClient:
         return result
 
     async def aclose(self) -> None:
-        """Finish this event loop's searches, cancel its prefetches and close its connections."""
+        """Finish this event loop's searches and close its connections."""
         state = self._states.pop(asyncio.get_running_loop(), None)
         if state is None:
             return
-        self._send(state.searches)
-        self._send(state.prefetches)
-        await asyncio.gather(*state.searches.tasks)
-        await asyncio.sleep(0)  # Only tasks that have begun run their `finally` when cancelled.
-        for task in state.prefetches.tasks:
-            task.cancel()
-        await asyncio.gather(*state.prefetches.tasks, return_exceptions=True)
+        self._send(state)
+        await asyncio.gather(*state.tasks)
         await state.http.close()
 
     async def __aenter__(self) -> Self:
@@ -299,29 +248,26 @@ class RetrievalClient:
             headers = {}
             if self._token is not None:
                 headers["Authorization"] = f"Bearer {self._token.get_secret_value()}"
-            connector = aiohttp.TCPConnector(
-                limit=MAX_REQUESTS + MAX_PREFETCH_REQUESTS, socket_factory=_open_socket
+            connector = aiohttp.TCPConnector(limit=MAX_REQUESTS, socket_factory=_open_socket)
+            self._states[loop] = _LoopState(
+                aiohttp.ClientSession(connector=connector, headers=headers)
             )
-            http = aiohttp.ClientSession(connector=connector, headers=headers)
-            queues = _BatchQueue(http), _BatchQueue(http, max_retries=0)
-            self._states[loop] = _LoopState(http, *queues)
         return self._states[loop]
 
-    def _send(self, queue: _BatchQueue) -> None:
-        """Send every batch of `queue`, without the queries whose searches were all cancelled."""
-        if queue.timer is not None:
-            queue.timer.cancel()
-            queue.timer = None
-        batches, queue.batches = queue.batches, []
-        for batch in batches:
-            by_query = {q: fs for q, fs in batch.futures.items() if not all(f.done() for f in fs)}
-            if by_query:
-                task = asyncio.ensure_future(self._request(queue, batch.deadline, by_query))
-                queue.tasks.add(task)
-                task.add_done_callback(queue.tasks.discard)
+    def _send(self, state: _LoopState) -> None:
+        """Send the waiting queries, except those whose searches were all cancelled."""
+        if state.timer is not None:
+            state.timer.cancel()
+            state.timer = None
+        by_query = {q: fs for q, fs in state.waiting.items() if not all(f.done() for f in fs)}
+        deadline, state.waiting, state.deadline = state.deadline, {}, math.inf
+        if by_query:
+            task = asyncio.ensure_future(self._request(state.http, deadline, by_query))
+            state.tasks.add(task)
+            task.add_done_callback(state.tasks.discard)
 
     async def _request(
-        self, queue: _BatchQueue, deadline: float, by_query: Mapping[str, Futures]
+        self, http: aiohttp.ClientSession, deadline: float, by_query: Mapping[str, Futures]
     ) -> None:
         """Send one request, or one for each query if it is refused, and complete all futures."""
         # With scores, since the original Search-R1 server fails without them.
@@ -330,9 +276,8 @@ class RetrievalClient:
         parse = partial(_parse_documents, len(by_query))
         try:
             results, num_retries = await self._transport.exchange(
-                queue.http, "POST", "/retrieve", body, parse=parse,
-                max_retries=queue.max_retries, deadline=deadline,
-            )  # fmt: skip
+                http, "POST", "/retrieve", body, parse=parse, deadline=deadline
+            )
             for futures, documents in zip(by_query.values(), results, strict=True):
                 for future in futures:
                     if not future.done():
@@ -343,7 +288,7 @@ class RetrievalClient:
             )
             if is_query_refused and len(by_query) > 1:
                 parts = ({query: futures} for query, futures in by_query.items())
-                await asyncio.gather(*(self._request(queue, deadline, part) for part in parts))
+                await asyncio.gather(*(self._request(http, deadline, part) for part in parts))
             for future in all_futures:
                 if not future.done():
                     future.set_exception(error)

@@ -100,10 +100,6 @@ class Servers:
         now = time.monotonic()
         return any(server.cooldown_until <= now for server in self._servers)
 
-    def has_healthy(self) -> bool:
-        """Whether any server has not failed since its last response."""
-        return any(not server.num_failures for server in self._servers)
-
     def record_success(self, server: Server) -> None:
         """Note that `server` responded, which ends its cooldown."""
         server.num_failures = 0

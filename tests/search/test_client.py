@@ -179,33 +179,6 @@ def test_line_19_a_deadline_ends_a_search(url: str, script: Script) -> None:
         RetrievalClient(url, deadline=0)
 
 
-def test_a_deadline_cuts_no_other_search_short(url: str, script: Script) -> None:
-    """A search that began long ago does not share a request with those that begin now."""
-
-    async def both() -> list[Any]:
-        async with RetrievalClient(url, deadline=5) as client:
-            late = client.search("late", start=time.monotonic() - 6)
-            searches = (late, client.search("a"), client.search("b"))
-            return await asyncio.gather(*searches, return_exceptions=True)
-
-    late, *others = asyncio.run(both())
-    assert isinstance(late, RetrieverUnavailable) and "deadline" in str(late)
-    assert texts(others) == ["a", "b"] and len(script.requests) == 1
-
-
-def test_searches_share_requests_by_deadline(url: str, script: Script) -> None:
-    """Older and newer searches that begin alternately share requests by age."""
-
-    async def all_of_them() -> list[Any]:
-        async with RetrievalClient(url, deadline=300) as client:
-            now = time.monotonic()
-            began = [now - age for _ in range(20) for age in (0, 100)]
-            return await asyncio.gather(*(client.search(f"q{i}", t) for i, t in enumerate(began)))
-
-    assert texts(asyncio.run(all_of_them())) == [f"q{i}" for i in range(40)]
-    assert sorted(len(request["queries"]) for request in script.requests) == [20, 20]
-
-
 def test_servers_get_the_timeout_of_an_attempt(url: str, script: Script) -> None:
     """`deadline_s` is the attempt's time; a server that refuses the field never gets it again."""
     assert texts(ask(RetrievalClient(url, timeout=7), "q")) == ["q"]

@@ -108,7 +108,7 @@ class DialogueAgent:
                 return Status.OUT_OF_BUDGET
             request = self._request(sampling, trajectory.seed, number)
             is_last = number == self.limits.max_turns
-            completion = await self._sample(engine, trajectory.ids, request, is_last)
+            completion = await engine.generate(trajectory.ids, request)
             trajectory.segments.append(_policy_segment(completion))
             turn = self.format.parse(completion)
             acts = bool(turn.calls) and self.environment.enabled and not is_last
@@ -123,20 +123,6 @@ class DialogueAgent:
             trajectory.segments.append(response)
             counts["observation_tokens"] += len(response.ids)
         raise AssertionError("the last turn always returns")
-
-    async def _sample(
-        self, engine: RolloutEngine, ids: Sequence[int], request: Sampling, is_last: bool
-    ) -> Completion:
-        """Sample one turn; if a tool anticipates, pass it the calls in the text so far."""
-        if is_last or not self.environment.anticipates:
-            return await engine.generate(ids, request)
-        texts: list[str] = []
-
-        def listen(text: str) -> None:
-            texts.append(text)
-            self.environment.anticipate(self.format.begun("".join(texts)))
-
-        return await engine.stream(ids, request, listen)
 
     def _request(self, sampling: Sampling, seed: int | None, number: int) -> Sampling:
         """Return the sampling parameters of turn `number`, with a seed of its own."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -50,11 +50,6 @@ class Environment:
         """Return the tool `name`, or None."""
         return next((tool for tool in self.tools if tool.name == name), None)
 
-    @property
-    def anticipates(self) -> bool:
-        """Whether any tool anticipates calls."""
-        return any(tool.anticipates for tool in self.active)
-
     def for_dialogue(self, start: Trajectory) -> Environment:
         """Return the environment for one dialogue."""
         tools = []
@@ -63,17 +58,6 @@ class Environment:
                 tools.append(tool.for_dialogue(start))
         is_same = all(new is old for new, old in zip(tools, self.active, strict=True))
         return self if is_same else replace(self, tools=tuple(tools))
-
-    def anticipate(self, calls: Iterable[ToolCall]) -> None:
-        """Pass calls that may be coming to the tools that anticipate."""
-        for call in calls:
-            tool = self.find(call.tool)
-            if tool is None or not tool.anticipates:
-                continue
-            arguments = read_arguments(tool, call)
-            if not isinstance(arguments, str):
-                with user_file_errors(f"anticipate of {tool.label}", ToolRefused, "no error"):
-                    tool.anticipate(**arguments)
 
     def ended(self) -> dict[str, float]:
         """Return the numbers that the tools counted in the dialogue that has ended."""

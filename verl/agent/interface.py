@@ -95,8 +95,6 @@ class Tool:
     """Names of infrastructure faults of calls, summed into the metrics `fault/NAME`."""
     shows_ids: bool = False
     """Whether arguments are ids of items; generated formats then show the ids."""
-    anticipates: bool = False
-    """Whether `anticipate` is implemented; turns are then streamed while they are sampled."""
     max_outage: float = 1800.0
     """Maximum seconds that a run waits while `probe` reports a problem."""
     max_outage_option: str = "max_outage of the tool"
@@ -147,12 +145,6 @@ class Tool:
     def for_dialogue(self, start: Trajectory) -> Tool:
         """Return the tool for one dialogue: the tool itself, or an instance for the dialogue."""
         return self
-
-    def anticipate(self, **arguments: Any) -> None:
-        """Prepare for a call that the policy may be about to make; needs `anticipates`.
-
-        Must return immediately and not change the result of `call`.
-        """
 
     def ended(self) -> Mapping[str, float]:
         """Return numbers for the statistics of the dialogue that has ended."""
@@ -230,12 +222,6 @@ class DialogueFormat(Protocol):
 
     def parse(self, completion: Completion) -> Turn:
         """Parse one policy turn."""
-
-    def begun(self, text: str) -> Sequence[ToolCall]:
-        """Return calls that a partial turn may be about to make, for tools that anticipate.
-
-        A call that will certainly be different in the end is left out.
-        """
 
     def respond(
         self, turn: Turn, results: Sequence[Sequence[Item]] | None, reserved: Sequence[str]

@@ -10,12 +10,9 @@ kept, so that templates that would rewrite earlier turns (Qwen3 drops their thin
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Protocol
-
-from pydantic_core import from_json
 
 from verl.agent.grammar import Grammar, Tag, answer_pattern, spans_between
 from verl.agent.interface import Item, Tool, ToolCall, Turn
@@ -127,15 +124,6 @@ class NativeFormat:
         answer_text = answer["answer"].strip() if answer else None
         return Turn(calls, answer_text, is_malformed or not (calls or answer), is_open)
 
-    def begun(self, text: str) -> tuple[ToolCall, ...]:
-        """Return every call with its complete argument values; see `DialogueFormat.begun`."""
-        contents = text.split(CALL.opening)[1:] or [text.strip().removeprefix(PYTHON_TAG)]
-        parsed = (
-            read_call(content.partition(CALL.closing)[0], partial(from_json, allow_partial=True))
-            for content in contents
-        )
-        return tuple(call for call in parsed if call is not None)
-
     def respond(
         self, turn: Turn, results: Sequence[Sequence[Item]] | None, reserved: Sequence[str]
     ) -> str:
@@ -163,10 +151,10 @@ class NativeFormat:
         return str(render(messages, tokenize=False, add_generation_prompt=True, **options))
 
 
-def read_call(content: str, load: Callable[[str], Any] = json.loads) -> ToolCall | None:
+def read_call(content: str) -> ToolCall | None:
     """Parse the JSON object of a call; return None if it is not a valid call."""
     try:
-        call = load(content)
+        call = json.loads(content)
     except (ValueError, RecursionError):  # no JSON, or nested too deeply
         return None
     if not isinstance(call, dict) or not isinstance(call.get("name"), str):

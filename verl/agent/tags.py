@@ -85,23 +85,6 @@ class TagFormat:
             return replace(turn, is_malformed=True)
         return turn
 
-    def begun(self, text: str) -> tuple[ToolCall, ...]:
-        """Return the unclosed call once its last word is complete; see `DialogueFormat.begun`.
-
-        A word is complete if white space or the beginning of the closing tag follows. While the
-        next word is being written, the text before it cannot be the whole call, so there is none.
-        """
-        openings = [(text.rfind(tag.opening), name, tag) for name, tag in self.tags.tools]
-        start, name, tag = max(openings, default=(-1, "", self.tags.think))
-        content = text[start + len(tag.opening) :]
-        if start < 0 or tag.closing in content:
-            return ()
-        sizes = range(min(len(tag.closing), len(content)), 0, -1)
-        closing_size = next((n for n in sizes if content.endswith(tag.closing[:n])), 0)
-        words = content[: len(content) - closing_size]
-        is_complete = closing_size > 0 or words[-1:].isspace()
-        return (ToolCall(name, words.strip()),) if is_complete and words.strip() else ()
-
     def respond(
         self, turn: Turn, results: Sequence[Sequence[Item]] | None, reserved: Sequence[str]
     ) -> str:

@@ -36,9 +36,6 @@ class ServerConfig:
     """Retries after a failed request, at another address or after growing pauses."""
     deadline: float | None = option(None, resume="free", gt=0)
     """Time limit of one query including all retries, in seconds; null sets no limit."""
-    speculate: bool = option(False, resume="free")
-    """Send likely queries while the policy is still writing, and reuse results within a group.
-    Dialogues stay bit-identical; a few requests turn out to be unnecessary (docs/tools.md)."""
     max_outage: float = option(1800.0, resume="free", ge=0)
     """Seconds that a training run waits for an unavailable server; it then saves and stops with
     exit status 4, and the same command continues it with `trainer.resume_mode=auto`."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -51,7 +51,6 @@ def rollout_metrics(trajectories: Sequence[Trajectory]) -> Metrics:
         **status_shares,
         **{f"env/{k}": v for k, v in mean_by_key([t.stats for t in trajectories]).items()},
         **behaviour_metrics(trajectories),
-        **hidden_wait_metrics(trajectories),
         **wait_metrics(trajectories, time.time()),
         **engine_metrics(trajectories),
     }
@@ -84,23 +83,6 @@ def engine_metrics(trajectories: Sequence[Trajectory]) -> Metrics:
         "rollout/draft_accepted_share": (counts.accepted, counts.drafted),
     }
     return {name: part / whole for name, (part, whole) in shares.items() if whole}
-
-
-def hidden_wait_metrics(trajectories: Sequence[Trajectory]) -> Metrics:
-    """Return `rollout/NAME_hidden_share`, the share of `NAME_hidden_s` in its sum with `NAME_s`.
-
-    Agents report `NAME_s`, the seconds that a dialogue waited, and `NAME_hidden_s`, the seconds
-    that it did not have to wait because the work was done concurrently.
-    """
-    seconds: Counter[str] = Counter()
-    for trajectory in trajectories:
-        seconds.update(trajectory.stats)
-    names = [name.removesuffix("_hidden_s") for name in seconds if name.endswith("_hidden_s")]
-    return {
-        f"rollout/{name}_hidden_share": seconds[f"{name}_hidden_s"]
-        / max(seconds[f"{name}_s"] + seconds[f"{name}_hidden_s"], 1e-9)
-        for name in names
-    }
 
 
 def behaviour_metrics(trajectories: Sequence[Trajectory]) -> Metrics:
