@@ -52,7 +52,7 @@ def write_schedule(folder: Path, lag: int, steps: int) -> Path:
     for step in range(1, steps + 1):
         versions = (max(1, step - lag),) * MAX_TURNS
         schedule.write(folder, step, (
-            schedule.ScheduleEntry(group=f"{step}/{position}", sample=sample, greedy=False,
+            schedule.ScheduleEntry(group=f"{step}/{position}", sample=sample,
                                    replica=0, versions=versions)
             for position in range(NUM_TRAJECTORIES // GROUP_SIZE)
             for sample in range(GROUP_SIZE)

@@ -20,8 +20,8 @@ from torch import Tensor
 
 Metrics = dict[str, float]
 """Metrics of one step, keyed by the name under which they are logged."""
-TrajectoryKey = tuple[str, int, bool]
-"""Identifies a trajectory: group, number in the group, whether it is greedy (ReMax's baseline)."""
+TrajectoryKey = tuple[str, int]
+"""Identifies a trajectory of a run: its group, and its number in the group."""
 
 
 class Origin(IntEnum):

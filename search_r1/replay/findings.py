@@ -62,10 +62,9 @@ def training_batch(
     Its `advantages` and `loss_weights` are computed over the whole step.
     """
     rows = [*step[:line], trajectory, *step[line + 1 :]]
-    greedy = [row.greedy_score for row in rows if row.greedy_score is not None]
     config = copy.deepcopy(config)
     config.trainer.share_prompts, config.algorithm.kl_ctrl.kl_coef = False, 0.0
-    samples = Samples([row.trajectory for row in rows], [row.reward for row in rows], greedy)
+    samples = Samples([row.trajectory for row in rows], [row.reward for row in rows])
     batch = assemble(samples, config)
     add_advantages(batch, config, FixedKLController(0.0))
     batch.tokens["loss_weights"] = loss_weights(
@@ -164,7 +163,7 @@ def replay_report(
     comparison = Comparison.of(recorded.trajectory, trajectory, edit.turn)
     has_failed = trajectory.status is Status.FAILED
     new_reward = Reward(math.nan) if has_failed else reward([trajectory])[0]
-    replayed = RecordedTrajectory(trajectory, new_reward, recorded.greedy_score)
+    replayed = RecordedTrajectory(trajectory, new_reward)
     notes = list(replay_notes(config, replay, edit, comparison))
     if caveat := advantage_caveat(config):
         notes.append(f"{caveat[0].upper()}{caveat[1:]}.")

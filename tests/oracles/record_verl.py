@@ -57,8 +57,6 @@ def advantages(table: Table, b: Padded) -> None:
         add(name, {}, b.mask, b.group)
     for gamma in (1.0, 0.9):
         add("reinforce_plus_plus", {"gamma": gamma}, b.mask, config=AlgoConfig(gamma=gamma))
-    greedy = torch.linspace(-0.5, 0.5, len(b.mask), dtype=b.mask.dtype)
-    add("remax", {"greedy_scores": greedy.tolist()}, greedy, b.mask)
     if b.name == "pairs":  # it refuses groups of one
         for by_std in (True, False):
             config = AlgoConfig(norm_adv_by_std_in_grpo=by_std)

@@ -26,7 +26,6 @@ class FinishedTrajectory(BaseModel, ser_json_inf_nan="constants"):
 
     group: str
     sample: int
-    greedy: bool
     replica: int
     status: Status
     stats: dict[str, float]
@@ -36,9 +35,9 @@ class FinishedTrajectory(BaseModel, ser_json_inf_nan="constants"):
     @classmethod
     def from_trajectory(cls, key: TrajectoryKey, trajectory: Trajectory) -> Self:
         """Raise ValidationError if a user's own agent put values of other types in."""
-        group, sample, greedy = key
+        group, sample = key
         return cls(
-            group=group, sample=sample, greedy=greedy, replica=trajectory.replica,
+            group=group, sample=sample, replica=trajectory.replica,
             status=trajectory.status, stats=trajectory.stats, faults=trajectory.faults,
             segments=tuple(map(replace, trajectory.segments)),  # `replace` unpacks packed columns
         )  # fmt: skip
@@ -75,4 +74,4 @@ def read(step_dir: Path) -> dict[TrajectoryKey, FinishedTrajectory]:
         return {}
     with checkpoint_errors(path), path.open(encoding="utf-8") as file:
         entries = map(FinishedTrajectory.model_validate_json, file)
-        return {(entry.group, entry.sample, entry.greedy): entry for entry in entries}
+        return {(entry.group, entry.sample): entry for entry in entries}

@@ -53,8 +53,7 @@ class AlgorithmConfig:
         "gae", resume="experiment", choices="verl.core_algos.advantages:ADVANTAGES"
     )
     """Advantage estimator: gae (PPO), grpo, dr_grpo, rloo, opo, grpo_passk, reinforce,
-    reinforce_baseline, reinforce_plus_plus, reinforce_plus_plus_baseline or remax (samples one more
-    trajectory per prompt, greedily)."""
+    reinforce_baseline, reinforce_plus_plus or reinforce_plus_plus_baseline."""
     gamma: float = option(1.0, resume="logged", ge=0, le=1)
     """Discount factor per policy token."""
     lam: float = option(1.0, resume="logged", ge=0, le=1)

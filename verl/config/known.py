@@ -19,6 +19,7 @@ from dataclasses import Field, dataclass
 from typing import Any
 
 from verl.config import Config
+from verl.config.fallen import FALLEN_VALUES
 from verl.config.option import Limits
 from verl.errors import ConfigError, explain
 from verl.plugins import is_path
@@ -186,5 +187,6 @@ def limit_problems(section: Any, registered: bool = False) -> Iterator[str]:
         if not limits.allows(value):
             default = field.default_factory() if callable(field.default_factory) else field.default
             expected = limits.expected(value) + (", or null" if "None" in str(field.type) else "")
-            fix = f"{key}={to_argument(default)}, the default"
+            advice = FALLEN_VALUES.get((key, value)) if isinstance(value, str) else None
+            fix = advice or f"{key}={to_argument(default)}, the default"
             yield explain(key, to_argument(value), expected, fix)

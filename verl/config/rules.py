@@ -130,10 +130,6 @@ def _recorded(config: Config) -> Iterator[Rule]:
     key, is_recorded = "data.rollouts", not config.samples_rollouts
     yield (data.rescore and not is_recorded, "data.rescore", True,
            f"false: only runs with {key} use recorded scores", f"also set {key}=FOLDER")
-    needs_greedy = ADVANTAGES[config.algorithm.adv_estimator].needs_greedy
-    yield (data.rescore and needs_greedy, "data.rescore", True,
-           "false: greedy trajectories cannot be scored again, only their scores are recorded",
-           "data.rescore=false")
     unused = {"trainer.val_only": trainer.val_only, "trainer.rollout_gpus": trainer.rollout_gpus,
               "trainer.rollout_data_dir": trainer.rollout_data_dir,
               f"{ROLLOUT}.replay": rollout.replay}

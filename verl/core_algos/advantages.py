@@ -134,9 +134,6 @@ class AdvantageInputs:
     """GAE's lambda."""
     norm_by_std: bool = True
     """Divide group advantages by the group's standard deviation (grpo, grpo_passk)."""
-    greedy_scores: Tensor | None = None
-    """Reward of the greedy trajectory of each sequence's prompt, (num_seqs,) (remax); where it is
-    NaN, the advantage is 0."""
     gae_mask: Tensor | None = None
     """Tokens that GAE runs over and computes returns for, (num_tokens,); None: policy tokens."""
     whiten_mask: Tensor | None = None
@@ -194,8 +191,6 @@ class AdvantageEstimator:
     """Whether it reads ``values``."""
     needs_groups: bool = False
     """Whether it compares the trajectories of a prompt, of which there must be several."""
-    needs_greedy: bool = False
-    """Whether it reads ``greedy_scores``: an additional greedy trajectory per prompt."""
 
 
 def _gae(inputs: AdvantageInputs) -> Advantages:
@@ -209,12 +204,6 @@ def _gae(inputs: AdvantageInputs) -> Advantages:
         advantages, policy if inputs.whiten_mask is None else inputs.whiten_mask
     )
     return Advantages(torch.where(policy, whitened, 0.0), returns)
-
-
-def _remax(inputs: AdvantageInputs) -> Tensor:
-    assert inputs.greedy_scores is not None, "remax needs greedy_scores; sample one a prompt"
-    lead = difference(inputs.scores, inputs.greedy_scores.double())
-    return inputs.per_token(torch.where(inputs.greedy_scores.isnan(), 0.0, lead))
 
 
 def _reinforce_baseline(inputs: AdvantageInputs) -> Tensor:
@@ -256,7 +245,6 @@ _ESTIMATORS = (
         lambda x: x.whiten(x.per_token(grpo(x.scores, x.groups, norm_by_std=False))),
         needs_groups=True,
     ),
-    _critic_free("remax", _remax, needs_greedy=True),
 )
 
 ADVANTAGES: Mapping[str, AdvantageEstimator] = MappingProxyType({e.name: e for e in _ESTIMATORS})

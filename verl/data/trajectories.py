@@ -26,7 +26,7 @@ from verl.data.rows import BadRow, read_jsonl
 from verl.errors import ConfigError, DataError, explain
 from verl.files import atomic_write, move_aside
 from verl.rewards.interface import Reward
-from verl.types import Origin, Prompt, Segment, Status, Trajectory
+from verl.types import Origin, Prompt, Segment, Status, Trajectory, TrajectoryKey
 
 logger = logging.getLogger(__name__)
 
@@ -53,8 +53,6 @@ class RecordedTrajectory:
 
     trajectory: Trajectory
     reward: Reward
-    greedy_score: float | None = None
-    """Score of the greedy trajectory of the same prompt, if the algorithm sampled one."""
 
 
 class HasVocabulary(Protocol):
@@ -108,18 +106,16 @@ def _move_later_steps_aside(folder: Path, after: int) -> None:
 
 def write_step(
     directory: str | Path, step: int, trajectories: Sequence[Trajectory],
-    rewards: Sequence[Reward], greedy_scores: Sequence[float] = (),
-    signals: Mapping[tuple[str, int], Signals] | None = None,
+    rewards: Sequence[Reward], signals: Mapping[TrajectoryKey, Signals] | None = None,
 ) -> None:  # fmt: skip
     """Write one step's trajectories with their scores, atomically.
 
     `signals`: the trainer's values by (group, sample), for all or some of the trajectories.
     """
     step_size = len(trajectories)
-    baselines: Sequence[float | None] = greedy_scores or [None] * step_size
     rows = []
-    for trajectory, reward, greedy in zip(trajectories, rewards, baselines, strict=True):
-        recorded = RecordedTrajectory(trajectory, reward, greedy)
+    for trajectory, reward in zip(trajectories, rewards, strict=True):
+        recorded = RecordedTrajectory(trajectory, reward)
         own_signals = (signals or {}).get((trajectory.group, trajectory.sample))
         rows.append(make_row(step, step_size, recorded, own_signals))
     write_jsonl(step_path(directory, step), rows)
@@ -212,8 +208,7 @@ def make_row(
         "extra_info": dict(prompt.extra_info),
         "group": trajectory.group, "sample": trajectory.sample, "seed": trajectory.seed,
         "status": trajectory.status.value, "score": reward.score,
-        "components": dict(reward.components), "greedy_score": recorded.greedy_score,
-        "stats": trajectory.stats,
+        "components": dict(reward.components), "stats": trajectory.stats,
         "segments": list(_segments(trajectory.segments, signals or {})),
     }  # fmt: skip
 
@@ -246,7 +241,7 @@ def parse_row(location: str, row: Any) -> RecordedTrajectory:
     """Parse a row of `make_row`. Raises DataError with `location` for a malformed one."""
     try:
         segments = [_parse_segment(segment) for segment in row["segments"]]
-        start, greedy = segments[0], row["greedy_score"]
+        start = segments[0]
         prompt = Prompt(
             row["uid"], start.ids, row["data_source"], _parse_truth(row["ground_truth"]),
             dict(row["extra_info"]), start.text, row.get("truth_form", Prompt.truth_form),
@@ -257,7 +252,7 @@ def parse_row(location: str, row: Any) -> RecordedTrajectory:
         )  # fmt: skip
         components = {name: to_float(value) for name, value in row["components"].items()}
         reward = Reward(to_float(row["score"]), components)
-        return RecordedTrajectory(trajectory, reward, None if greedy is None else float(greedy))
+        return RecordedTrajectory(trajectory, reward)
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         fix = "restore the file; files of an earlier version cannot be trained on: record again"
         got = f"{type(error).__name__} {error}"

@@ -59,16 +59,16 @@ class RolloutRequest:
     @property
     def trajectory_keys(self) -> list[TrajectoryKey]:
         """The key of each trajectory."""
-        return trajectory_keys(self.starts, self.sampling)
+        return trajectory_keys(self.starts)
 
     def in_order(self) -> list[Trajectory]:
         """Return all finished trajectories in the order of `starts`."""
         return [self.finished[i] for i in range(len(self.starts))]
 
 
-def trajectory_keys(starts: Sequence[Trajectory], sampling: Sampling) -> list[TrajectoryKey]:
+def trajectory_keys(starts: Sequence[Trajectory]) -> list[TrajectoryKey]:
     """Return the key of each trajectory of a request."""
-    return [(start.group, start.sample, sampling.temperature == 0) for start in starts]
+    return [(start.group, start.sample) for start in starts]
 
 
 class RolloutPool:

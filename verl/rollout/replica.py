@@ -81,7 +81,7 @@ class RolloutReplica:
         trajectory may contain several versions. A tool failure does not raise: the trajectory is
         FAILED. Raises PluginError if a user-defined agent fails or returns another trajectory.
         """
-        rollout, keys = self.config.actor_rollout_ref.rollout, trajectory_keys(starts, sampling)
+        rollout, keys = self.config.actor_rollout_ref.rollout, trajectory_keys(starts)
         claims = claims or Claims([range(len(starts))])
         finish = functools.partial(self._finish, starts, keys, sampling, version)
         self.gate.register(keys[i] for i in claims.assigned)
@@ -390,7 +390,7 @@ class TurnEngine(RolloutEngine):
 
     def __init__(
         self, engine: RolloutEngine, clock: BusyClock, gate: WeightGate | None, min_version: int,
-        key: TrajectoryKey = ("", 0, False), decode: Decode = str, slots: Slots | None = None,
+        key: TrajectoryKey = ("", 0), decode: Decode = str, slots: Slots | None = None,
     ) -> None:  # fmt: skip
         """Take a slot. A schedule finds turns by `key`; `decode` is for interrupted turns."""
         self._engine, self._clock = engine, clock

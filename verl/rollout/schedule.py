@@ -19,7 +19,7 @@ from verl.types import Origin, Trajectory, TrajectoryKey
 
 FOLDER = "schedule"
 REPLAY = "actor_rollout_ref.rollout.replay"
-TurnPart = tuple[str, int, bool, int, int]
+TurnPart = tuple[str, int, int, int]
 """A part of a turn: the trajectory's key, the number of the turn, and the number of the turn's
 tokens before the part, which is 0 unless new weights interrupted the turn."""
 
@@ -29,7 +29,6 @@ class ScheduleEntry(BaseModel, frozen=True):
 
     group: str
     sample: int
-    greedy: bool
     replica: int
     versions: tuple[int, ...]
     """Version with which each turn started."""
@@ -37,7 +36,7 @@ class ScheduleEntry(BaseModel, frozen=True):
     """Interruptions: (turn, number of its tokens before, version that continued it)."""
 
 
-def entry_of(trajectory: Trajectory, greedy: bool) -> ScheduleEntry:
+def entry_of(trajectory: Trajectory) -> ScheduleEntry:
     """Return the record of a trajectory."""
     versions, cuts = list[int](), list[tuple[int, int, int]]()
     for turn, segment in enumerate(s for s in trajectory.segments if s.origin is Origin.POLICY):
@@ -47,8 +46,8 @@ def entry_of(trajectory: Trajectory, greedy: bool) -> ScheduleEntry:
             cuts.append((turn, num_tokens, version))
             num_tokens += num_more
     return ScheduleEntry(
-        group=trajectory.group, sample=trajectory.sample, greedy=greedy,
-        replica=trajectory.replica, versions=tuple(versions), cuts=tuple(cuts),
+        group=trajectory.group, sample=trajectory.sample, replica=trajectory.replica,
+        versions=tuple(versions), cuts=tuple(cuts),
     )  # fmt: skip
 
 
@@ -86,7 +85,7 @@ class Schedule:
         self._ends: dict[TurnPart, int] = {}
         self._parts: dict[TrajectoryKey, list[TurnPart]] = {}
         for entry in entries:
-            key = (entry.group, entry.sample, entry.greedy)
+            key = (entry.group, entry.sample)
             last_parts = {turn: (*key, turn, 0) for turn in range(len(entry.versions))}
             versions = {last_parts[turn]: version for turn, version in enumerate(entry.versions)}
             for turn, num_tokens, version in entry.cuts:

@@ -41,23 +41,16 @@ class Samples:
 
     trajectories: list[Trajectory] = field(default_factory=list)
     rewards: list[Reward] = field(default_factory=list)
-    greedy_scores: list[float] = field(default_factory=list)
-    """For ReMax: the score of the greedy trajectory of the same prompt, for each trajectory."""
 
     def extend(self, other: Samples) -> None:
         """Append `other`."""
         self.trajectories += other.trajectories
         self.rewards += other.rewards
-        self.greedy_scores += other.greedy_scores
 
     def select_groups(self, groups: set[str]) -> Samples:
         """Return the samples of the named groups."""
         kept = [i for i, t in enumerate(self.trajectories) if t.group in groups]
-        return Samples(
-            [self.trajectories[i] for i in kept],
-            [self.rewards[i] for i in kept],
-            [self.greedy_scores[i] for i in kept if self.greedy_scores],
-        )
+        return Samples([self.trajectories[i] for i in kept], [self.rewards[i] for i in kept])
 
     def groups(self) -> list[str]:
         """Return all groups, in order of appearance."""
@@ -103,8 +96,8 @@ class PromptBatch:
     step: int
     first: int
     rows: list[int]
-    requests: list[RolloutRequest] = field(default_factory=list)
-    """The request for the trajectories and, if needed, the one for the greedy trajectories."""
+    request: RolloutRequest | None = None
+    """The request for the trajectories, once it is started."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint stores; the same trajectories are started again from it."""
@@ -125,8 +118,6 @@ class RolloutCollector:
     prompts: Sequence[Prompt]
     sampler: PromptSampler
     reward: RewardManager
-    with_greedy: bool = False
-    """Whether to sample a greedy trajectory per prompt too: ReMax's baseline, never trained on."""
     last_step: int | None = None
     """No batches are started for steps after this one."""
     batches: deque[PromptBatch] = field(default_factory=deque)
@@ -180,8 +171,7 @@ class RolloutCollector:
         keys = [(t.group, t.sample) for t in samples.trajectories]
         signals_by_key = dict(zip(keys, signals, strict=True))
         sampled, self._sampled = self._sampled, Samples()
-        write_step(directory, step, sampled.trajectories, sampled.rewards, sampled.greedy_scores,
-                   signals_by_key)  # fmt: skip
+        write_step(directory, step, sampled.trajectories, sampled.rewards, signals_by_key)
 
     def _sample_batch(self, step: int, timings: Timings) -> tuple[Samples, list[Trajectory]]:
         """Return one batch's scored samples, and all its trajectories including failed ones."""
@@ -189,26 +179,23 @@ class RolloutCollector:
             self.start_batches(step)
             batch = self.batches.popleft()
             self._current_batches.append(batch)
-            trajectories, *greedy = [self.rollout.finish(request) for request in batch.requests]
-            baseline = greedy[0] if greedy else []
+            assert batch.request is not None, "start_batches starts the batch of this step"
+            trajectories = self.rollout.finish(batch.request)
         if self.config.actor_rollout_ref.rollout.max_staleness > 0:
-            self._schedule_entries += [schedule.entry_of(t, greedy=False) for t in trajectories]
-            self._schedule_entries += [schedule.entry_of(t, greedy=True) for t in baseline]
-        failed = [t for t in (*trajectories, *baseline) if t.status is Status.FAILED]
+            self._schedule_entries += map(schedule.entry_of, trajectories)
+        failed = [t for t in trajectories if t.status is Status.FAILED]
         max_lost_share = self.config.trainer.max_lost_share
         complete = complete_groups(trajectories, failed, f"step {step}", max_lost_share)
         self.rollout.faults["trajectories_dropped"] += len(trajectories) - len(complete)
         with timings.phase("reward"):
             samples = Samples(complete, self.reward(complete))
-            if self.with_greedy:
-                samples.greedy_scores = self._greedy_scores(baseline, samples)
         return samples, trajectories
 
     def start_batches(self, step: int) -> None:
         """Start the batch of this step and the next `max_staleness` batches, if not yet started."""
         max_ahead = self.config.actor_rollout_ref.rollout.max_staleness
         for batch in itertools.islice(self.batches, max_ahead + 1):  # a resumed run may have more
-            if not batch.requests:
+            if batch.request is None:
                 self._start(batch)
         while len(self.batches) <= max_ahead:
             planned_step = step + len(self.batches)
@@ -226,9 +213,9 @@ class RolloutCollector:
     def discard_prefetched(self) -> None:
         """Discard what was sampled ahead of time; its batches are sampled again when needed."""
         for batch in self.batches:
-            for request in batch.requests:
-                self.rollout.abandon(request)
-            batch.requests = []
+            if batch.request is not None:
+                self.rollout.abandon(batch.request)
+            batch.request = None
 
     def state_dict(self) -> list[dict[str, Any]]:
         """Return the batches that are drawn but not used yet."""
@@ -245,7 +232,7 @@ class RolloutCollector:
         """
         ids = {(batch["step"], batch["first"]) for batch in batches}
         started = [b for b in (*self._current_batches, *self.batches) if (b.step, b.first) in ids]
-        requests = [request for batch in started for request in batch.requests]
+        requests = [batch.request for batch in started if batch.request is not None]
         if not requests:
             return None
         fetch_finished = self.rollout.fetch_finished()  # first, as it updates `request.finished`
@@ -292,38 +279,25 @@ class RolloutCollector:
         """Start sampling a batch; each trajectory has its own seed."""
         rollout = self.config.actor_rollout_ref.rollout
         length = self.config.data.max_response_length
-        kinds = [(rollout.n_agent, Sampling(length, rollout.temperature, rollout.top_p))]
-        if self.with_greedy:
-            kinds.append((1, Sampling(length, temperature=0.0, top_p=1.0)))
-        for n, sampling in kinds:
-            starts = [
-                start_trajectory(
-                    self.prompts[row],
-                    group=f"{batch.step}/{position}",
-                    sample=sample,
-                    seed=trajectory_seed(self.config.trainer.seed, batch.step, position, sample),
-                )
-                for position, row in enumerate(batch.rows, batch.first)
-                for sample in range(n)
-            ]
-            finished = self._take_resumed(starts, sampling)
-            batch.requests.append(self.rollout.start(starts, sampling, finished))
+        sampling = Sampling(length, rollout.temperature, rollout.top_p)
+        starts = [
+            start_trajectory(
+                self.prompts[row],
+                group=f"{batch.step}/{position}",
+                sample=sample,
+                seed=trajectory_seed(self.config.trainer.seed, batch.step, position, sample),
+            )
+            for position, row in enumerate(batch.rows, batch.first)
+            for sample in range(rollout.n_agent)
+        ]
+        batch.request = self.rollout.start(starts, sampling, self._take_resumed(starts))
 
-    def _take_resumed(
-        self, starts: Sequence[Trajectory], sampling: Sampling
-    ) -> dict[int, Trajectory]:
+    def _take_resumed(self, starts: Sequence[Trajectory]) -> dict[int, Trajectory]:
         """Return the trajectories that a checkpoint had of `starts`, by position."""
         finished: dict[int, Trajectory] = {}
-        for i, key in enumerate(trajectory_keys(starts, sampling)):
+        for i, key in enumerate(trajectory_keys(starts)):
             entry = self._resumed.pop(key, None)
             trajectory = None if entry is None else entry.to_trajectory(starts[i])
             if trajectory is not None:
                 finished[i] = trajectory
         return finished
-
-    def _greedy_scores(self, greedy: Sequence[Trajectory], samples: Samples) -> list[float]:
-        """Return the score of the greedy trajectory of the same prompt, for each trajectory."""
-        groups = set(samples.groups())
-        complete = [t for t in greedy if t.group in groups]
-        scores = {t.group: r.score for t, r in zip(complete, self.reward(complete), strict=True)}
-        return [scores[t.group] for t in samples.trajectories]

@@ -51,8 +51,6 @@ def assemble(samples: Samples, config: Config) -> TokenBatch:
         batch.tokens["value_mask"] = batch.tokens["response_mask"]
     scores = [r.score for r in samples.rewards]
     batch.rows["scores"] = torch.tensor(scores, dtype=torch.float64)
-    if samples.greedy_scores:
-        batch.rows["greedy_scores"] = torch.tensor(samples.greedy_scores, dtype=torch.float64)
     if config.trainer.share_prompts:
         share_prompts(batch)
     return batch
@@ -77,7 +75,6 @@ def add_advantages(batch: TokenBatch, config: Config, kl_controller: KLControlle
             gamma=algorithm.gamma,
             lam=algorithm.lam,
             norm_by_std=algorithm.norm_adv_by_std_in_grpo,
-            greedy_scores=batch.rows.get("greedy_scores"),
             gae_mask=batch.tokens.get("value_mask"),
             whiten_mask=whiten_mask,
         )

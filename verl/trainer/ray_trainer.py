@@ -135,7 +135,7 @@ class RayPPOTrainer:
         )  # fmt: skip
         self.collector = build_collector(
             self.config, self.rollout, self.train_prompts, self.reward,
-            with_greedy=self.learner.estimator.needs_greedy, last_step=self.total_steps,
+            last_step=self.total_steps,
         )  # fmt: skip
         self.finished_state = self.current_state()
 

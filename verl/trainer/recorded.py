@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from verl.config import Config
-from verl.core_algos.advantages import ADVANTAGES
 from verl.data import PromptSampler
 from verl.data.trajectories import (
     MODEL,
@@ -66,11 +65,7 @@ class RecordedCollector:
         assert data.rollouts is not None
         with timings.phase("gen"):
             rows = read_step(data.rollouts, step)
-        samples = Samples(
-            [row.trajectory for row in rows],
-            [row.reward for row in rows],
-            [row.greedy_score for row in rows if row.greedy_score is not None],
-        )
+        samples = Samples([row.trajectory for row in rows], [row.reward for row in rows])
         if data.rescore:
             with timings.phase("reward"):
                 samples.rewards = self.reward(samples.trajectories)
@@ -103,7 +98,6 @@ def build_collector(
     rollout: RetryingRollout,
     prompts: Sequence[Prompt],
     reward: RewardManager,
-    with_greedy: bool,
     last_step: int,
 ) -> RolloutCollector | RecordedCollector:
     """Build the collector of a run: one that samples, or one that reads `data.rollouts`."""
@@ -115,7 +109,7 @@ def build_collector(
         shuffle=config.data.shuffle_train_dataloader,
         seed=config.trainer.seed,
     )
-    return RolloutCollector(config, rollout, prompts, sampler, reward, with_greedy, last_step)
+    return RolloutCollector(config, rollout, prompts, sampler, reward, last_step)
 
 
 def check_record(config: Config, tokenizer: HasVocabulary, model: str, done: int) -> int:
@@ -183,8 +177,3 @@ def _check_step(config: Config, step: int, rows: Sequence[RecordedTrajectory]) -
     if config.reads_engine_log_probs and not all(map(math.isfinite, log_probs)):
         got = f"{where}, whose engine reported no log-probs"
         raise ConfigError(explain(KEY, got, "a log-prob for each token", NO_LOG_PROBS_FIX))
-    estimator = config.algorithm.adv_estimator
-    if ADVANTAGES[estimator].needs_greedy and any(row.greedy_score is None for row in rows):
-        got = f"{where}, without scores of greedy trajectories"
-        expected = f"the scores that {estimator} uses as its baseline"
-        raise ConfigError(explain(KEY, got, expected, "algorithm.adv_estimator=grpo"))

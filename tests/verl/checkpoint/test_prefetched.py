@@ -26,7 +26,7 @@ def finished(version: int = 5, status: Status = Status.ANSWERED) -> Trajectory:
 
 def test_a_trajectory_comes_back_to_the_last_bit(tmp_path: Path) -> None:
     """Its tokens, log-probs, versions and counts, with the prompt and seed of its start."""
-    prefetched.write(tmp_path, {("3/0", 1, False): finished()}, newest=5)
+    prefetched.write(tmp_path, {("3/0", 1): finished()}, newest=5)
     (entry,) = prefetched.read(tmp_path).values()
     assert entry.versions == {4, 5}
     trajectory = entry.to_trajectory(START)
@@ -40,14 +40,14 @@ def test_failed_too_new_and_unwritable_trajectories_are_left_out(tmp_path: Path)
     failed, late, unwritable = finished(status=Status.FAILED), finished(6), finished()
     unwritable.stats["own"] = object()  # type: ignore[assignment]
     trajectories = enumerate((failed, late, unwritable, finished()))
-    prefetched.write(tmp_path, {(f"3/{i}", 0, False): t for i, t in trajectories}, newest=5)
-    assert list(prefetched.read(tmp_path)) == [("3/3", 0, False)]
+    prefetched.write(tmp_path, {(f"3/{i}", 0): t for i, t in trajectories}, newest=5)
+    assert list(prefetched.read(tmp_path)) == [("3/3", 0)]
 
 
 def test_a_missing_file_means_no_trajectories_and_a_damaged_one_is_refused(tmp_path: Path) -> None:
     """The error is one line that names the file."""
     assert prefetched.read(tmp_path) == {}
-    prefetched.write(tmp_path, {("3/0", 1, False): finished()}, newest=5)
+    prefetched.write(tmp_path, {("3/0", 1): finished()}, newest=5)
     text = (tmp_path / prefetched.FILE).read_text()
     for damaged in (text[:-20], text.replace("-0.1,", ""), "[]\n"):
         (tmp_path / prefetched.FILE).write_text(damaged)

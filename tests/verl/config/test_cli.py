@@ -12,6 +12,7 @@ import yaml
 
 from search_r1.rewards import RewardScores
 from verl.config import Config, cli, overrides
+from verl.config.fallen import FALLEN_VALUES
 from verl.config.known import known_options
 from verl.config.rules import SCORE_REWARDS
 from verl.errors import ConfigError
@@ -444,3 +445,12 @@ def test_home_folder_is_expanded_in_presets(
     assert config.actor_rollout_ref.model.path == "/home/ann/models/m"
     assert config.trainer.default_local_dir == "/home/ann/runs/a~b"
     assert (config.agent.tools, config.reward_model.name) == (["~/my.py:Tool"], "~/r.py:f")
+
+
+@pytest.mark.parametrize(("key", "value"), FALLEN_VALUES)
+def test_a_value_that_fell_is_answered_by_name(key: str, value: str) -> None:
+    """The error says since when it is gone and what to use, instead of the default."""
+    with pytest.raises(ConfigError) as caught:
+        compose(f"{key}={value}")
+    assert FALLEN_VALUES[key, value] in str(caught.value)
+    assert "gone since" in FALLEN_VALUES[key, value]

@@ -88,7 +88,6 @@ def test_line_03_observation_values_change_no_advantage(name: str, junk: float) 
         offsets=DIALOGUES.offsets,
         values=DIALOGUES.column(2),
         group_ids=["g", "g", "g", "h"],
-        greedy_scores=torch.ones(4, dtype=torch.float64),
         gamma=0.99,
         lam=0.95,
     )
@@ -171,7 +170,7 @@ def whitened(x: Tensor, mask: Tensor) -> Tensor:
 @fast
 @given(batches)
 def test_reinforce_estimators_follow_their_formulas(gamma: float, batch: Batch) -> None:
-    """Returns by a loop: plain, less the batch's mean score, whitened, or less the greedy score."""
+    """Returns by a loop: plain, less the batch's mean score, or whitened."""
     positions, rewards = batch.policy_positions(), batch.column(1)
     returns, seen = torch.zeros_like(rewards), []
     for own in positions:
@@ -180,17 +179,12 @@ def test_reinforce_estimators_follow_their_formulas(gamma: float, batch: Batch) 
                 float(rewards[u]) * gamma ** (k - rank) for k, u in enumerate(own) if k >= rank
             )
         seen += [float(rewards[own].sum())] if own else []
-    greedy = torch.arange(batch.num_seqs, dtype=torch.float64)
-    less_greedy = torch.zeros_like(rewards)
-    for i, own in enumerate(positions):
-        less_greedy[own] = rewards[own].sum() - i
-    inputs = AdvantageInputs(rewards, batch.mask, batch.offsets, gamma=gamma, greedy_scores=greedy)
+    inputs = AdvantageInputs(rewards, batch.mask, batch.offsets, gamma=gamma)
     baseline = float(np.mean(seen)) if seen else 0.0
     expected = {
         "reinforce": returns,
         "reinforce_baseline": torch.where(batch.mask, returns - baseline, 0.0),
         "reinforce_plus_plus": whitened(returns, batch.mask),
-        "remax": less_greedy,
     }
     for name, column in expected.items():
         torch.testing.assert_close(ADVANTAGES[name].compute(inputs).advantages, column, **CLOSE)
@@ -303,10 +297,7 @@ def test_advantages_do_not_depend_on_the_order_of_sequences(
     rewards, values = batch.column(1), batch.column(2)
 
     def run(b: Batch, r: Tensor, v: Tensor, g: list[int]) -> Advantages:
-        greedy = torch.ones(b.num_seqs, dtype=torch.float64)
-        inputs = AdvantageInputs(
-            r, b.mask, b.offsets, v, g, gamma=0.99, lam=0.95, greedy_scores=greedy
-        )
+        inputs = AdvantageInputs(r, b.mask, b.offsets, v, g, gamma=0.99, lam=0.95)
         return ADVANTAGES[name].compute(inputs)
 
     plain = run(batch, rewards, values, ids)
@@ -322,7 +313,6 @@ def test_registry_entries_declare_their_inputs(row: AdvantageEstimator) -> None:
     optional = {
         "needs_critic": ("values", DIALOGUES.column(2)),
         "needs_groups": ("group_ids", ["g", "g", "g", "h"]),
-        "needs_greedy": ("greedy_scores", torch.ones(4, dtype=torch.float64)),
     }
     needed = dict(value for name, value in optional.items() if getattr(row, name))
     inputs = AdvantageInputs(DIALOGUES.column(1), DIALOGUES.mask, DIALOGUES.offsets, **needed)
@@ -340,12 +330,3 @@ def test_the_grid_of_gae_is_as_wide_as_the_longest_sequence(batch: Batch) -> Non
     spans = enumerate(batch.spans)
     cells = [(row, n) for row, span in spans for n in range(int(batch.mask[slice(*span)].sum()))]
     assert list(zip(rows.tolist(), columns.tolist(), strict=True)) == cells
-
-
-def test_remax_is_zero_without_a_baseline() -> None:
-    """If the greedy dialogue failed, its score is NaN, which affects no other sequence."""
-    batch = make_batch([[True, False, True], [True]])
-    rewards = torch.tensor([0.0, 0.0, 3.0, 2.0])
-    greedy = torch.tensor([torch.nan, 0.5])
-    inputs = AdvantageInputs(rewards, batch.mask, batch.offsets, greedy_scores=greedy)
-    assert ADVANTAGES["remax"].compute(inputs).advantages.tolist() == [0.0, 0.0, 0.0, 1.5]

@@ -127,18 +127,6 @@ def test_reinforce_plus_plus_agrees_with_verl(case: Case) -> None:
     assert_agree(plain[batch.policy_mask], case.on_policy("returns"))
 
 
-@parametrised(VERL.cases("advantage/remax"))
-def test_remax_differs_from_verl_by_the_rewards_already_received(case: Case) -> None:
-    """Ours is the score less the greedy one on each token; verl uses the remaining rewards."""
-    batch = case.batch
-    greedy = torch.tensor(case.settings["greedy_scores"], dtype=batch.dtype)
-    ours = estimate("remax", batch, greedy_scores=greedy)
-    rewards = batch.padded("rewards")
-    received = (rewards.cumsum(1) - rewards)[batch.mask]
-    assert_agree(ours, case.on_policy("advantages") + received)
-    assert received.any()  # without process rewards, nothing is received before the last token
-
-
 @parametrised(VERL.cases("advantage/rloo_vectorized", batches=WHOLE))
 def test_a_group_of_one_keeps_its_score_unlike_in_verls_vectorised_rloo(case: Case) -> None:
     """Otherwise both agree; verl's plain RLOO agrees for a group of one too."""
@@ -461,7 +449,7 @@ def test_functions_that_only_verl_has_are_listed() -> None:
         "bypass_mode", "clip_cov", "dppo_kl", "dppo_tv", "dro", "geo_mean", "kl_cov", "sapo",
     }  # fmt: skip
     assert set(theirs["estimators"]) - set(ADVANTAGES) == {
-        "gdpo", "gpg", "grpo_vectorized", "optimal_token_baseline", "rloo_vectorized",
+        "gdpo", "gpg", "grpo_vectorized", "optimal_token_baseline", "remax", "rloo_vectorized",
         "tir_optimal_token_baseline",
     }  # fmt: skip
 

@@ -209,10 +209,7 @@ def test_an_earlier_request_goes_first() -> None:
 
 
 def test_a_request_that_runs_its_share_lets_the_next_request_start() -> None:
-    """With slots for both, a second request does not wait for a dialogue of the first to end.
-
-    Such a request is that of ReMax's greedy dialogues.
-    """
+    """With slots for both, a second request does not wait for a dialogue of the first to end."""
     started = list[tuple[str, int]]()
     replicas = replicas_of(2, 8, Planned(started))
     for first in (0, 10):

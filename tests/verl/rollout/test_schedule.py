@@ -12,9 +12,7 @@ from verl.types import Origin, Prompt, Segment, start_trajectory
 
 
 def entry(replica: int = 0, versions: tuple[int, ...] = (1, 2)) -> ScheduleEntry:
-    return ScheduleEntry(
-        group="1/0", sample=replica, greedy=False, replica=replica, versions=versions
-    )
+    return ScheduleEntry(group="1/0", sample=replica, replica=replica, versions=versions)
 
 
 def test_written_entries_are_read_again(tmp_path: Path) -> None:
@@ -25,8 +23,8 @@ def test_written_entries_are_read_again(tmp_path: Path) -> None:
     assert list(schedule.read(folder)) == [entry(0), entry(1, (3,))]
     repeated = schedule.load_schedule(str(folder))
     assert repeated is not None and schedule.load_schedule(None) is None
-    parts = [("1/0", 0, False, 0, 0), ("1/0", 0, False, 1, 0), ("1/0", 0, False, 2, 0),
-             ("1/0", 1, False, 0, 0), ("1/0", 0, True, 0, 0)]  # fmt: skip
+    parts = [("1/0", 0, 0, 0), ("1/0", 0, 1, 0), ("1/0", 0, 2, 0),
+             ("1/0", 1, 0, 0), ("1/0", 2, 0, 0)]  # fmt: skip
     assert [repeated.version(part) for part in parts] == [1, 2, None, 3, None]
 
 
@@ -34,14 +32,14 @@ def test_turns_of_older_weights_are_pending_until_they_were_sampled() -> None:
     """Only turns of started trajectories; a turn that is sampled twice counts once."""
     repeated = Schedule([entry(0, (1, 1, 2)), entry(1, (1,))])
     seen = [repeated.is_done_before(3)]
-    repeated.start(("1/0", 0, False))
-    turns = [("1/0", 0, False, n, 0) for n in range(3)]
+    repeated.start(("1/0", 0))
+    turns = [("1/0", 0, n, 0) for n in range(3)]
     for turn in (turns[0], turns[0], turns[1]):
         seen.append(repeated.is_done_before(2))
         repeated.mark_done(turn)
     assert seen == [True, False, False, False]
     assert repeated.is_done_before(2) and not repeated.is_done_before(3)
-    repeated.finish(("1/0", 0, False))  # with fewer turns than recorded
+    repeated.finish(("1/0", 0))  # with fewer turns than recorded
     assert repeated.is_done_before(3)
 
 
@@ -52,8 +50,8 @@ def test_an_entry_has_the_version_of_each_turn() -> None:
     for version in (4, 5):
         start.segments.append(Segment(Origin.POLICY, (7,), "x", (-1.0,), version))
         start.segments.append(Segment(Origin.OBSERVATION, (8,), "d"))
-    expected = ScheduleEntry(group="2/1", sample=3, greedy=True, replica=1, versions=(4, 5))
-    assert schedule.entry_of(start, greedy=True) == expected
+    expected = ScheduleEntry(group="2/1", sample=3, replica=1, versions=(4, 5))
+    assert schedule.entry_of(start) == expected
 
 
 def test_an_interrupted_turn_is_repeated_in_parts() -> None:
@@ -63,10 +61,10 @@ def test_an_interrupted_turn_is_repeated_in_parts() -> None:
     versions = (4, 4, 5, 7, 7)
     cut = Segment(Origin.POLICY, (8,) * 5, "y", (-1.0,) * 5, 7, versions)
     start.segments.append(cut)
-    recorded = schedule.entry_of(start, greedy=False)
+    recorded = schedule.entry_of(start)
     assert recorded.versions == (4, 4) and recorded.cuts == ((1, 2, 5), (1, 3, 7))
     repeated = Schedule([ScheduleEntry.model_validate_json(recorded.model_dump_json())])
-    key = ("2/1", 0, False)
+    key = ("2/1", 0)
     parts = [(*key, 0, 0), (*key, 1, 0), (*key, 1, 2), (*key, 1, 3)]
     assert [repeated.version(part) for part in parts] == [4, 4, 5, 7]
     assert [repeated.end(part) for part in parts] == [None, 2, 3, None]

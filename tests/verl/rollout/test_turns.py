@@ -80,13 +80,13 @@ def test_a_turn_waits_for_its_weights_and_is_timed(gate: WeightGate | None) -> N
 
 pytestmark = pytest.mark.asynchrony
 
-FIRST, SECOND = ("1/0", 0, False), ("1/1", 0, False)
+FIRST, SECOND = ("1/0", 0), ("1/1", 0)
 
 
 def gate_of(**versions: tuple[int, ...]) -> WeightGate:
     """Return a gate with a schedule of the trajectories `first` and `second`."""
     groups = {"first": FIRST[0], "second": SECOND[0]}
-    entries = [ScheduleEntry(group=groups[name], sample=0, greedy=False, replica=0, versions=turns)
+    entries = [ScheduleEntry(group=groups[name], sample=0, replica=0, versions=turns)
                for name, turns in versions.items()]  # fmt: skip
     return WeightGate(Schedule(entries))
 

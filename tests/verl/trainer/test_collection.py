@@ -73,28 +73,28 @@ def test_without_filter_every_group_is_kept() -> None:
 
 PERMANENTLY = 10_000
 FAILURES = st.dictionaries(
-    st.tuples(st.integers(0, 3), st.integers(0, 2), st.booleans()),
+    st.tuples(st.integers(0, 3), st.integers(0, 2)),
     st.sampled_from([1, 2, MAX_VAIN_ROUNDS, PERMANENTLY]),
     max_size=6,
 )
-"""Number of rounds in which a trajectory fails, by group, sample, and whether it is greedy."""
+"""Number of rounds in which a trajectory fails, by group and sample."""
 
 
 @settings(max_examples=60)
 @given(failures=FAILURES, max_share=st.sampled_from([0.0, 0.3, 0.6, 1.0]))
 def test_after_any_failures_a_step_has_complete_groups_only(
-    failures: dict[tuple[int, int, bool], int], max_share: float
+    failures: dict[tuple[int, int], int], max_share: float
 ) -> None:
     """Trajectories that failed temporarily are used; permanent failures remove their group.
 
-    That includes greedy ones. A step that would lose more than the allowed share raises an error.
+    A step that would lose more than the allowed share raises an error.
     """
-    left = {(f"1/{g}", s * (not greedy), greedy): n for (g, s, greedy), n in failures.items()}
-    lost = {group for (group, _, _), num_rounds in left.items() if num_rounds == PERMANENTLY}
+    left = {(f"1/{g}", s): n for (g, s), n in failures.items()}
+    lost = {group for (group, _), num_rounds in left.items() if num_rounds == PERMANENTLY}
     replicas = RecordingReplicas([])
 
     def fail(start: Trajectory) -> bool:
-        key = (start.group, start.sample, replicas.requests[-1][1].temperature == 0)
+        key = (start.group, start.sample)
         left[key] = left.get(key, 0) - 1
         return left[key] >= 0
 
@@ -102,7 +102,6 @@ def test_after_any_failures_a_step_has_complete_groups_only(
     collector = make_collector(replicas)
     collector.config.algorithm.filter_groups.enable = False
     collector.config.trainer.max_lost_share = max_share
-    collector.with_greedy = True
     if lost and (len(lost) == 4 or len(lost) / 4 > max_share):
         limit = f"trainer.max_lost_share={max_share:g}"
         with pytest.raises(
@@ -113,27 +112,22 @@ def test_after_any_failures_a_step_has_complete_groups_only(
     samples, metrics = collector.collect(1, Timings())
     kept = Counter(t.group for t in samples.trajectories)
     assert kept == {f"1/{g}": 3 for g in range(4) if f"1/{g}" not in lost}
-    assert len(samples.rewards) == len(samples.greedy_scores) == len(samples.trajectories)
+    assert len(samples.rewards) == len(samples.trajectories)
     assert metrics["fault/trajectories_dropped"] == 3 * len(lost)
 
 
 def test_a_group_with_a_failure_is_left_out_whole() -> None:
-    """The other members may have done without the tool. A failed greedy baseline counts too."""
+    """The other members may have done without the tool."""
     replicas = RecordingReplicas([])
 
-    def fail(start: Trajectory) -> bool:
-        is_greedy = replicas.requests[-1][1].temperature == 0
-        return (start.group, start.sample, is_greedy) in (("1/0", 2, False), ("1/1", 0, True))
-
-    replicas.fail = fail
+    replicas.fail = lambda start: (start.group, start.sample) in (("1/0", 2), ("1/1", 0))
     collector = make_collector(replicas)
     collector.config.algorithm.filter_groups.enable = False
     collector.config.trainer.max_lost_share = 0.5
-    collector.with_greedy = True
     samples, metrics = collector.collect(1, Timings())
     assert Counter(t.group for t in samples.trajectories) == {"1/2": 3, "1/3": 3}
-    assert len(samples.rewards) == len(samples.greedy_scores) == 6
+    assert len(samples.rewards) == 6
     assert metrics["fault/trajectories_dropped"] == 6
     collector.config.trainer.max_lost_share = 0.02
-    with pytest.raises(ToolOutage, match=r"step 1: .* 3 of 12 .* trainer.max_lost_share=0.02"):
+    with pytest.raises(ToolOutage, match=r"step 1: .* 6 of 12 .* trainer.max_lost_share=0.02"):
         make_collector(replicas).collect(1, Timings())

@@ -43,12 +43,11 @@ groups = st.lists(a_group, min_size=1, max_size=3)
 
 
 def samples_of(scores: Sequence[Sequence[Score]]) -> Samples:
-    """Return a trajectory of one token per score; the first score is the greedy one's, too."""
-    rows = [(i, score, group[0]) for i, group in enumerate(scores) for score in group]
+    """Return a trajectory of one token per score."""
+    rows = [(i, score) for i, group in enumerate(scores) for score in group]
     return Samples(
-        [trajectory([(1, 0)], group=f"g{i}") for i, _, _ in rows],
-        [Reward(score) for _, (score, _), _ in rows],
-        [first for _, _, (first, _) in rows],
+        [trajectory([(1, 0)], group=f"g{i}") for i, _ in rows],
+        [Reward(score) for _, (score, _) in rows],
     )
 
 
@@ -84,8 +83,6 @@ def by_fractions(name: str, scores: Sequence[Sequence[Score]]) -> list[tuple[Fra
                 max(own - max(group[:i] + group[i + 1 :]), Fraction(0))
                 for group in exact for i, own in enumerate(group)
             ]  # fmt: skip
-        case "remax":
-            above = [own - group[0] for group in exact for own in group]
         case "reinforce":
             above = all_scores
         case "reinforce_baseline" | "reinforce_plus_plus":

@@ -1,6 +1,5 @@
 """The algorithm's order of work, tested with recording groups instead of Ray actors."""
 
-import dataclasses
 import json
 from collections import Counter
 from pathlib import Path
@@ -185,38 +184,3 @@ def test_validation_only_makes_no_update(trainer: RayPPOTrainer, log: list[str])
     trainer.config.trainer.val_only = True
     trainer.fit()
     assert "update_actor" not in log
-
-
-def test_remax_compares_with_a_greedy_trajectory(trainer: RayPPOTrainer, log: list[str]) -> None:
-    """Each prompt gets an additional greedy rollout, which is scored but not trained on."""
-    trainer.config.algorithm.adv_estimator = "remax"
-    trainer = build(trainer.config, log)
-    trainer.replicas.answer = lambda start, answer=trainer.replicas.answer: answer(
-        dataclasses.replace(start, sample=start.sample + 1)
-    )
-    trainer.step = 1
-    trainer.train_step()
-    (sampled, _), (greedy, sampling) = trainer.replicas.requests
-    assert (len(sampled), len(greedy), sampling.temperature) == (12, 4, 0.0)
-    assert [t.group for t in greedy] == [f"1/{i}" for i in range(4)]
-    minis = trainer.ranks.mini_batches
-    assert sum(len(mini) for mini in minis) == 12
-    # The greedy trajectories are sample 1 here (score 1), the others 1, 2, 3 (scores 1, 0, 1).
-    advantages = {float(a) for mini in minis for a in mini.tokens["advantages"].unique()}
-    assert advantages == {0.0, -1.0}
-
-
-def test_a_failed_greedy_trajectory_leaves_its_group_out(
-    trainer: RayPPOTrainer, log: list[str]
-) -> None:
-    """Its samples have no baseline; the other groups are trained on."""
-    trainer.config.algorithm.adv_estimator = "remax"
-    trainer.config.trainer.max_lost_share = 0.5
-    trainer = build(trainer.config, log)
-    trainer.replicas.fail = lambda start: (
-        trainer.replicas.requests[-1][1].temperature == 0 and start.group == "1/0"
-    )
-    trainer.step = 1
-    trainer.train_step()
-    groups = {group for mini in trainer.ranks.mini_batches for group in mini.columns["group"]}
-    assert groups == {"1/1", "1/2", "1/3"}

@@ -153,7 +153,6 @@ COMPUTED = {"old_log_probs", "advantages"}
         ("grpo", unchanged, 1, {*COMPUTED, "ref_log_probs"}),
         ("grpo", with_engine_log_probs, 3, {"ref_log_probs", "advantages"}),
         ("gae", with_correction, 3, {*COMPUTED, "ref_log_probs", "values", "rollout_weights"}),
-        ("remax", unchanged, 1, {*COMPUTED, "ref_log_probs"}),
     ],
 )
 def test_a_recorded_step_is_the_step_that_was_sampled_to_the_bit(
@@ -292,7 +291,6 @@ def test_a_damaged_record_is_one_clear_line(
          "train_batch_size: got 8, expected 2, the prompts of step 1"),
         (lambda c: setattr(c.data, "train_batch_size", 1), "got 1, expected 2, the prompts"),
         (lambda c: setattr(c.trainer, "total_training_steps", 3), "not step 3"),
-        (lambda c: setattr(c.algorithm, "adv_estimator", "remax"), "without scores of greedy"),
     ],
 )  # fmt: skip
 def test_options_of_another_run_are_one_clear_line(

@@ -1,0 +1,14 @@
+"""Values of options that fell: what they were, since when they are gone, and what to use.
+
+Options that fell as a whole are in `legacy.yaml`.
+"""
+
+from collections.abc import Mapping
+
+FALLEN_VALUES: Mapping[tuple[str, str], str] = {
+    ("algorithm.adv_estimator", "remax"): (
+        "ReMax is gone since 2026-11-28 (one more rollout per prompt, without a measured gain); "
+        "use rloo, whose baseline is the other samples of the prompt"
+    ),
+}
+"""Advice by dotted key and former value."""
