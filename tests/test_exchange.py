@@ -9,6 +9,7 @@ import pytest
 
 from search_r1.exchange import BoundedHttpClient
 from search_r1.rewards.judge.options import JudgeOptions
+from search_r1.rewards.judge.request import RequestBody
 from search_r1.rewards.judge.reward import JudgeEndpoint, JudgeFailed
 from tests.endless import DRIPS, FLOOD, endless
 from tests.rewards.judge.server import judge_server
@@ -23,7 +24,10 @@ def test_an_answer_that_drips_has_one_deadline(name: str) -> None:
             client.send("GET", url)
         client.close()
         options = JudgeOptions(url=url, model="m", timeout=0.4, max_retries=0)
-        with JudgeEndpoint(options) as judge, pytest.raises(JudgeFailed, match=r"within 0.4 s"):
+        with (
+            JudgeEndpoint(options, RequestBody(options)) as judge,
+            pytest.raises(JudgeFailed, match=r"within 0.4 s"),
+        ):
             judge.judge("?")
         assert time.monotonic() - start < 5
 
@@ -36,7 +40,10 @@ def test_an_answer_without_end_is_not_kept() -> None:
             client.send("GET", url)
         client.close()
         options = JudgeOptions(url=url, model="m", max_retries=1, first_pause=0.0)
-        with JudgeEndpoint(options) as judge, pytest.raises(JudgeFailed, match="more than 8388608"):
+        with (
+            JudgeEndpoint(options, RequestBody(options)) as judge,
+            pytest.raises(JudgeFailed, match="more than 8388608"),
+        ):
             judge.judge("?")
         assert count == [3]
 
@@ -45,6 +52,9 @@ def test_threads_share_connections() -> None:
     """Forty requests from four threads open at most four connections."""
     with judge_server(lambda n, body: "yes") as server:
         options = replace(JudgeOptions(model="m"), url=server.url)
-        with JudgeEndpoint(options) as judge, ThreadPoolExecutor(4) as threads:
+        with (
+            JudgeEndpoint(options, RequestBody(options)) as judge,
+            ThreadPoolExecutor(4) as threads,
+        ):
             assert list(threads.map(judge.judge, "ab" * 20)) == [1.0] * 40
         assert server.max_concurrent <= 4

@@ -1,23 +1,15 @@
-"""The trainer's log-probs and entropies for given logits instead of a model's."""
+"""The trainer's log-probs and entropies of given logits, for comparisons with other libraries."""
 
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from verl.training.models import LogProbModel
-
-
-class GivenLogits(nn.Module):
-    """A language model whose hidden states are its logits."""
-
-    def get_output_embeddings(self) -> nn.Module:
-        return nn.Identity()
+from verl.training.models import token_log_probs
 
 
 def chunk_of_logits(
     logits: Tensor, labels: Sequence[int], temperature: float = 1.0, learn_entropy: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """Compute log-probs and entropies, (num_tokens,) each, by a chunk of `LogProbModel`."""
-    model = LogProbModel(GivenLogits())
-    return model._chunk(logits, torch.tensor(labels), temperature, learn_entropy)
+    """Return log-probs of `labels` and entropies, (num_labels,) each."""
+    return token_log_probs(logits, torch.tensor(labels), temperature, learn_entropy)

@@ -206,15 +206,24 @@ class LogProbModel(nn.Module):
     def _chunk(
         self, hidden: Tensor, targets: Tensor, temperature: float, learn_entropy: bool
     ) -> tuple[Tensor, Tensor]:
-        logits = logits_of(self.lm, hidden)
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        if temperature != 1.0:
-            logits = logits / temperature
-        log_p = torch.log_softmax(logits, dim=-1)
-        chosen = log_p.gather(-1, targets[:, None])[:, 0]
-        # Entropy last, so that a backward without learn_entropy stops recomputing before it.
-        source = log_p if learn_entropy else log_p.detach()
-        return chosen, -(source.exp() * source).sum(-1)
+        return token_log_probs(logits_of(self.lm, hidden), targets, temperature, learn_entropy)
+
+
+def token_log_probs(
+    logits: Tensor, targets: Tensor, temperature: float, learn_entropy: bool
+) -> tuple[Tensor, Tensor]:
+    """Compute log-probs of `targets` and entropies, (num_targets,) each, at `temperature`.
+
+    `logits` are (num_targets, vocabulary). Entropies have a gradient if `learn_entropy`.
+    """
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    if temperature != 1.0:
+        logits = logits / temperature
+    log_p = torch.log_softmax(logits, dim=-1)
+    chosen = log_p.gather(-1, targets[:, None])[:, 0]
+    # Entropy last, so that a backward without learn_entropy stops recomputing before it.
+    source = log_p if learn_entropy else log_p.detach()
+    return chosen, -(source.exp() * source).sum(-1)
 
 
 class TrunkOutput(BaseModelOutputWithPast):
