@@ -6,6 +6,8 @@ template and generation defaults. Values of weights are checked where they are l
 """
 
 import contextlib
+import datetime
+import functools
 import hashlib
 import json
 import math
@@ -51,6 +53,15 @@ MAX_COUNT = 2000
 QUESTION = "Where is Oslo?"
 SAMPLE = QUESTION + "  <answer>1234 Ünïcode\t日本 🙂</answer>\n\ndon't stop HERE, 3.14"
 """Text that tokenizers with the same vocabulary may still split differently."""
+TEMPLATE_KWARGS = "data.chat_template_kwargs"
+OWN_TEMPLATE_KWARGS = frozenset({
+    "messages", "tools", "documents", "add_generation_prompt", "tokenize", "strftime_now",
+    "continue_final_message", "chat_template",
+})  # fmt: skip
+"""Arguments of a chat template that the run sets itself."""
+TEMPLATE_DATE = datetime.date(2024, 7, 26)
+"""The day that chat templates take for today (Llama 3's own, where there is no clock). The prompts
+of a run, its resume, its replay and its evaluations must not differ by the day."""
 TEMPLATE_S = 5.0
 """CPU seconds that a chat template may take for one question."""
 TEMPLATE_BYTES = 1 << 30
@@ -316,14 +327,42 @@ def _eos_ids(folder: Path, config: PretrainedConfig) -> list[Any]:
     return ids if isinstance(ids, list) else [ids]
 
 
-def load_tokenizer(path: str, subject: str = "model path") -> Any:
-    """Load the tokenizer of a model folder or hub name. Raises ModelError."""
+def load_tokenizer(
+    path: str, subject: str = "model path", template_kwargs: Mapping[str, Any] | None = None
+) -> Any:
+    """Load the tokenizer of a model folder or hub name. Raises ModelError.
+
+    Whoever renders its chat template, the template gets `template_kwargs`, and takes
+    `TEMPLATE_DATE` for today. Raises ConfigError for arguments that are ours or that the template
+    does not know.
+    """
     with model_errors(path, "tokenizer", subject):
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trusts_remote_code())
         # If files are missing, transformers may return a tokenizer that drops all text.
         if not tokenizer.encode(QUESTION, add_special_tokens=False):
             raise ModelProblem("text is encoded to no ids")
-        return tokenizer
+    options = dict(template_kwargs or {})
+    check_template_kwargs(tokenizer.chat_template, options)
+    tokenizer.apply_chat_template = functools.partial(
+        tokenizer.apply_chat_template, strftime_now=template_date, **options
+    )
+    return tokenizer
+
+
+def check_template_kwargs(template: Any, options: Mapping[str, Any]) -> None:
+    """Raise ConfigError for arguments that the template does not know, or that are set here."""
+    text = json.dumps(template, ensure_ascii=False) if template else ""
+    for name in options:
+        is_known = re.search(rf"\b{re.escape(name)}\b", text)
+        if name in OWN_TEMPLATE_KWARGS or not is_known:
+            got = f"{name}, which {'is set by the run' if is_known else 'it does not read'}"
+            expected = "arguments that the model's chat template reads"
+            raise ConfigError(explain(TEMPLATE_KWARGS, got, expected, f"leave {name} out"))
+
+
+def template_date(format: str) -> str:
+    """Format the date that chat templates print instead of today's."""
+    return TEMPLATE_DATE.strftime(format)
 
 
 def tokenizer_identity(tokenizer: Any) -> dict[str, str]:

@@ -47,7 +47,9 @@ def build_dialogue(config: Config) -> DialogueAgent:
         max_prompt_length=config.data.max_prompt_length,
         no_think_rl=config.algorithm.no_think_rl,
     )
-    tokenizer = load_tokenizer(config.actor_rollout_ref.model.path)
+    tokenizer = load_tokenizer(
+        config.actor_rollout_ref.model.path, template_kwargs=config.data.chat_template_kwargs
+    )
     environment = build_environment(config)
     format = build_format(config, environment, tokenizer)
     return DialogueAgent(limits, format, environment, tokenizer)

@@ -42,6 +42,8 @@ def build_manifest(
     names = [Path(file).name for file in options.data]
     template = method.template or build_tag_format(config, build_environment(config).tools)
     template_text = repr(sorted(asdict(template).items()))
+    if config.data.chat_template_kwargs:
+        template_text += repr(sorted(config.data.chat_template_kwargs.items()))
     turns = {"max_turns": 0 if method.template else config.max_turns, "topk": config.retriever.topk}
     engine = {"name": "endpoint"} if options.endpoint else {"name": options.engine, "dtype": dtype}
     judge = {"model": options.judge_model, "verdict": options.judge_verdict}

@@ -83,7 +83,9 @@ async def _server_facts(url: str, client: RetrievalClient) -> Facts:
     return {name: value for name, value in info.items() if name not in SERVER_KEYS}
 
 
-SETTING_TYPES = {"template": str, "tools": list, "max_turns": int, "topk": int}
+SETTING_TYPES = {
+    "template": str, "tools": list, "max_turns": int, "topk": int, "chat_template_kwargs": dict,
+}  # fmt: skip
 """Keys of `search_r1.json` and the types of their values."""
 BOUNDS = {"max_turns": TURNS, "topk": DOCUMENTS}
 
@@ -107,6 +109,7 @@ def run_config(options: AgentOptions, model: str) -> Config:
         fix = "--trust-remote-code, once you have read it"
         raise ModelError(explain(f"{SETTINGS_FILE} of {model}", got, expected, fix))
     config.agent.tools = list(_first(options.tools, saved.get("tools") or None, config.agent.tools))
+    config.data.chat_template_kwargs = saved.get("chat_template_kwargs") or {}
     config.max_turns = _first(options.max_turns, saved.get("max_turns"), config.max_turns)
     config.retriever.topk = _first(options.topk, saved.get("topk"), config.retriever.topk)
     config.retriever.url = options.retriever_url

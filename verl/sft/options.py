@@ -3,6 +3,7 @@
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from typing import Any
 
 import yaml
 from omegaconf import MISSING, OmegaConf
@@ -59,6 +60,8 @@ class SftConfig(AdapterConfig):
     """Token budget of one packed forward pass on one rank."""
     gradient_checkpointing: bool = bounded(False)
     """Recompute block activations in backward."""
+    chat_template_kwargs: dict[str, Any] = option(resume="free", factory=dict)
+    """Further arguments of the model's chat template, such as {enable_thinking: false}."""
     end_of_turn: str = bounded("")
     """Text to append to the last policy segment, such as <|im_end|>; rollouts stop at tags."""
     shuffle: bool = bounded(True)

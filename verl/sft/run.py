@@ -145,7 +145,7 @@ def _train(config: SftConfig, part: Path | None) -> list[float]:
 
 
 def _train_on(config: SftConfig, part: Path | None, device: torch.device) -> list[float]:
-    tokenizer = load_tokenizer(config.model_path, "model_path")
+    tokenizer = load_tokenizer(config.model_path, "model_path", config.chat_template_kwargs)
     data = TokenBatch.from_trajectories(
         load_demonstrations(config.train_file, tokenizer, config.max_length, config.end_of_turn)
     )

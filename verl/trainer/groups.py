@@ -253,7 +253,7 @@ def cpu_env(shares_cores: bool = False) -> dict[str, str]:
     """
     return {
         "OMP_NUM_THREADS": str(len(os.sched_getaffinity(0))),
-        "OMP_WAIT_POLICY": "PASSIVE",
+        "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "PASSIVE"),
         "GOMP_SPINCOUNT": spin_count("0" if shares_cores else SPIN_COUNT),
         "MALLOC_TRIM_THRESHOLD_": str(8 << 30),
         "MALLOC_MMAP_MAX_": "0",

@@ -456,6 +456,7 @@ class RayPPOTrainer:
             "template": template,
             "tools": list(self.config.agent.tools),
             "max_turns": self.config.max_turns,
+            "chat_template_kwargs": dict(self.config.data.chat_template_kwargs),
             **self.environment.settings(),
         }
         (folder / "search_r1.json").write_text(json.dumps(dialogue) + "\n")

@@ -120,7 +120,9 @@ def prepare(config: Config) -> PreparedRun:
     environment = replace(build_environment(config), enabled=calls_tools)
     reward = build_reward(config)
     config = preflight(config, environment)
-    tokenizer = load_tokenizer(config.actor_rollout_ref.model.path)
+    tokenizer = load_tokenizer(
+        config.actor_rollout_ref.model.path, template_kwargs=config.data.chat_template_kwargs
+    )
     run_identity = identity(config, {**environment.identity(), **tokenizer_identity(tokenizer)})
     check_contents(config)
     check_resume(config, run_identity)
