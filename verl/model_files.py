@@ -343,7 +343,7 @@ def load_tokenizer(
             raise ModelProblem("text is encoded to no ids")
     options = dict(template_kwargs or {})
     check_template_kwargs(tokenizer.chat_template, options)
-    tokenizer.apply_chat_template = functools.partial(
+    tokenizer.apply_chat_template = functools.partial(  # type: ignore[method-assign]
         tokenizer.apply_chat_template, strftime_now=template_date, **options
     )
     return tokenizer
