@@ -59,7 +59,7 @@ INVALID = (
     b"", b"<html>", b"null", b"7", b'"x"', b"[]", b"{}", b'{"result": 7}', b'{"result": null}',
     b'{"result": []}', b'{"result": [[], []]}', b'{"result": [7]}', b'{"result": [[7]]}',
     b'{"result": [[null]]}', b'{"result": [[{"document": 7}]]}', b'{"document": 7}',
-    b'{"result": [[{"document": {"id": null, "contents": "x"}}]]}', b'{"document": null}',
+    b'{"result": [[{"document": {"id": [1], "contents": "x"}}]]}', b'{"document": null}',
     b'{"document": {"id": 1}}', b'{"document": {"id": true, "contents": "x"}}', b"[" * 50_000,
 )  # fmt: skip
 """Response bodies that no retrieval server sends."""

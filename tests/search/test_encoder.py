@@ -92,7 +92,10 @@ def test_bm25_and_client_load_neither_torch_nor_ray() -> None:
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     allowed = "bearer options plain retrying storage"
     plain = [f"search_r1.{name}" for name in allowed.split()]
-    plain += [f"verl.{name}" for name in ("bounds", "errors", "files", "logs", "machine", "ports")]
+    plain += [
+        f"verl.{name}"
+        for name in ("bounds", "errors", "files", "logs", "machine", "ports", "proxies", "threads")
+    ]
     assert run.stdout.strip() == f"[] {plain}"
 
 

@@ -28,7 +28,8 @@ MAY_BE_ZERO = {
     "greedy; training refuses it by a separate rule": "temperature",
     "never again, or at once": "node_timeout max_restarts max_retries max_outage max_turns "
     "online_retries batch_wait_ms drain max_lost_share",
-    "no change is tolerated": "drift_drop drift_crash shift_bound malformed_rise no_answer_rise "
+    "no change is tolerated": "mismatch_bound drift_drop drift_crash shift_bound "
+    "malformed_rise no_answer_rise "
     "length_clip_rise search_share entropy_share entropy_rise grad_norm_growth skipped_updates",
     "no ratio is too small": "rollout_is_floor rollout_mask_floor",
     "no part of the score": "format_score structure_format_score final_format_score "
@@ -36,8 +37,7 @@ MAY_BE_ZERO = {
     "of either sign": "search_penalty invalid_format weights min_score",
     "the first seed; any free port": "seed inject_seed port",
     "alternating; no separate devices": "max_staleness rollout_gpus",
-    "no time at all": "search_p50 search_p99 step_ms publish_s adopt_s switch_s",
-    "memory is not checked; no trajectory in the file": "card_gb export_trajectories",
+    "no trajectory in the file": "export_trajectories",
 }
 MAY_BE_NEGATIVE = {
     "-1 means only at the end of the run": "save_freq test_freq",

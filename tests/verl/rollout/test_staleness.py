@@ -280,7 +280,7 @@ def test_a_resumed_run_uses_finished_trajectories(before: int, after: int, tmp_p
                 trajectories = run.step(step, ticks=5)
                 assert ages(step, trajectories) <= set(range(after + 1)), (seed, step)
                 for trajectory in trajectories:
-                    saved_one = kept.get((trajectory.group, trajectory.sample, False))
+                    saved_one = kept.get((trajectory.group, trajectory.sample))
                     num_all += 1
                     if saved_one is not None and min(saved_one.versions) >= step - after:
                         assert trajectory == saved_one.to_trajectory(start_of(trajectory))
