@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 LENGTH = 32
 """Tokens of the sequence: enough to average over, and computed in one small forward pass."""
-FLOORS = {"float32": 1e-5}
+FLOORS = {"float32": 1e-4}
 """Smallest allowed difference in nats, by the engines' dtype."""
 HALF_FLOOR = 0.02
 """The same for dtypes of 16 bits."""

@@ -226,7 +226,7 @@ def test_rounding_may_grow_but_neither_jump_nor_become_large() -> None:
     run = Fixed()
     run.step(0, -5.0, -5.000001)
     with pytest.raises(MismatchError, match="step 1"):
-        run.step(1, -6.0, -6.00002)
+        run.step(1, -6.0, -6.0002)
 
 
 def test_an_engine_that_computes_another_model_is_named_at_the_start() -> None:
