@@ -148,7 +148,10 @@ def test_a_policy_learns_to_call_a_user_defined_tool(config: Config, ranks: Trai
     before = likelihood(config.actor_rollout_ref.model.path, batch)
     assert likelihood(str(trained), batch) > before + 0.1
     settings = json.loads((trained / "search_r1.json").read_text())
-    assert settings == {"template": "tools", "max_turns": 2, "tools": [f"{FILE}:Calculator"]}
+    assert settings == {
+        "template": "tools", "max_turns": 2, "tools": [f"{FILE}:Calculator"],
+        "chat_template_kwargs": {},
+    }  # fmt: skip
 
 
 def likelihood(model: str, batch: TokenBatch) -> float:
