@@ -7,11 +7,12 @@ again. It computes a shared prompt for each response; everything else in a block
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import repeat
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from verl.training.attention import SequenceBounds
 
@@ -42,14 +43,11 @@ class RunByRun:
         bounds = kwargs.pop("bounds", None) or self.row.bounds
         assert bounds is not None, "set CurrentRow.bounds before the model's forward"
         assert bounds.sp_group is None, "a mixer's row cannot be divided over ranks"
-        num_tokens, results = sum(bounds.lengths), []
-        for number, length in enumerate(bounds.lengths):
-
-            def run_of(x: Tensor, number: int = number) -> Tensor:
-                is_row = x.dim() > 1 and x.shape[:2] == (1, num_tokens)
-                return _with_prompt(x, bounds, number) if is_row else x
-
-            own_args, own_kwargs = tree_map_only(Tensor, run_of, (args, kwargs))
+        leaves, tree = tree_flatten((args, kwargs))
+        runs = [_runs(x, bounds) if _is_row(x, bounds) else repeat(x) for x in leaves]
+        results = []
+        for length, *own in zip(bounds.lengths, *runs, strict=False):
+            own_args, own_kwargs = tree_unflatten(own, tree)
             result = self.forward(*own_args, **own_kwargs)
             output, *others = result if isinstance(result, tuple) else (result,)
             results.append((output[:, -length:], *others))
@@ -57,13 +55,19 @@ class RunByRun:
         return (joined, *results[-1][1:]) if isinstance(result, tuple) else joined
 
 
-def _with_prompt(x: Tensor, bounds: SequenceBounds, number: int) -> Tensor:
-    """Return the rows of run `number` of `x` (1, num_tokens, …), after those of its prompt."""
-    parts: tuple[Tensor, ...] = x.split(bounds.lengths, dim=1)
-    if bounds.spans[number][0] == 0:
-        return parts[number]
-    prompt = next(i for i in range(number, -1, -1) if bounds.spans[i][0] == 0)
-    return torch.cat([parts[prompt], parts[number]], dim=1)
+def _is_row(x: Any, bounds: SequenceBounds) -> bool:
+    """Whether `x` has shape (1, num_tokens, …)."""
+    return isinstance(x, Tensor) and x.dim() > 1 and x.shape[:2] == (1, sum(bounds.lengths))
+
+
+def _runs(x: Tensor, bounds: SequenceBounds) -> list[Tensor]:
+    """Return the rows of each run of `x` (1, num_tokens, …), after those of its prompt."""
+    runs: list[Tensor] = []
+    for (start, _), part in zip(bounds.spans, x.split(bounds.lengths, dim=1), strict=True):
+        if start == 0:
+            prompt = part
+        runs.append(part if start == 0 else torch.cat([prompt, part], dim=1))
+    return runs
 
 
 def is_mixer(module: nn.Module) -> bool:
