@@ -4,6 +4,7 @@ The hub's library restarts a file after a kill, so this uses the documented URLs
 `/api/datasets/<repo>/tree/main` and `/datasets/<repo>/resolve/main/<file>`.
 """
 
+import functools
 import json
 import os
 import re
@@ -13,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from http.cookiejar import CookieJar, DefaultCookiePolicy
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -211,18 +213,22 @@ def _get_page(url: str) -> tuple[bytes, str | None]:
     return bytes(body), response.links.get("next", {}).get("url")
 
 
+@functools.cache
+def _client(hub: str) -> httpx.Client:
+    """Return the client of this process for a hub, which reads the certificates once.
+
+    It keeps no cookies, so that requests do not depend on earlier ones.
+    """
+    jar = CookieJar(DefaultCookiePolicy(allowed_domains=()))
+    return httpx.Client(timeout=TIMEOUT, follow_redirects=True, cookies=jar, **client_settings(hub))
+
+
 @contextmanager
 def _open_stream(url: str, start: int = 0) -> Iterator[httpx.Response]:
     """Request a file from byte `start` on, without a token; raises TransientError or HTTPError."""
     headers = {"Accept-Encoding": "identity"} | ({"Range": f"bytes={start}-"} if start else {})
-    options: Any = {
-        "headers": headers,
-        "timeout": TIMEOUT,
-        "follow_redirects": True,
-        **client_settings(url),
-    }
     try:
-        with httpx.stream("GET", url, **options) as response:
+        with _client(_hub_url()).stream("GET", url, headers=headers) as response:
             response.raise_for_status()
             yield response
     except httpx.HTTPStatusError as error:

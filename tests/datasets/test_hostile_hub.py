@@ -9,6 +9,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from search_r1.datasets import download, hub
@@ -202,6 +203,22 @@ def test_an_invalid_endpoint_is_an_error(
     monkeypatch.setattr(hub.os, "environ", {"HF_ENDPOINT": address})
     assert main(["e5", "--save_dir", str(tmp_path)]) == 2
     assert "HF_ENDPOINT" in capsys.readouterr().err
+
+
+def test_one_client_fetches_all_files_and_keeps_no_cookies(
+    serve: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Certificates are read once for a hub; a request does not repeat what another one got."""
+    clients = []
+    make_client = httpx.Client
+    monkeypatch.setattr(httpx, "Client", lambda *a, **k: clients.append(1) or make_client(*a, **k))
+    names = [f"part_a{letter}" for letter in "abc"]
+    answer = mirror([row(name) for name in names])
+    server = serve(lambda path: (200, {"Set-Cookie": "a=b"}, answer(path)[2]))
+    for file in hub.list_files(REPO, "part_"):
+        assert fetch(REPO, file, tmp_path).read_bytes() == b"data"
+    assert len(server.requests) == 4 and len(clients) == 1
+    assert not any("cookie" in headers.lower() for headers in server.requests)
 
 
 def test_links_in_the_folder_are_not_followed(serve: Start, tmp_path: Path) -> None:

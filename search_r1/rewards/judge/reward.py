@@ -16,13 +16,12 @@ import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Self
 
 import httpx
 
-from search_r1.exchange import BoundedHttpClient
 from search_r1.retrying import Backoff, TransientError, call_with_retries, parse_retry_after
 from search_r1.rewards.interface import RewardInput, RewardOutput
+from search_r1.rewards.judge.client import JudgeClient
 from search_r1.rewards.judge.options import JudgeOptions
 from search_r1.rewards.judge.request import REFUSED, RequestBody
 from search_r1.storage import FileStore
@@ -83,8 +82,6 @@ logger = logging.getLogger(__name__)
 TRANSIENT = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
 """HTTP statuses after which a retry may succeed."""
 MAX_PAUSE_S = 30.0
-MAX_BYTES = 8 << 20
-"""Maximum size of a response."""
 
 
 class JudgeFailed(Exception):
@@ -94,24 +91,12 @@ class JudgeFailed(Exception):
 class JudgeEndpoint:
     """An OpenAI-compatible chat endpoint for one batch; safe to use from several threads."""
 
-    def __init__(self, options: JudgeOptions, body: RequestBody) -> None:
-        """Create the client without connecting; `body` is shared by the batches of a run."""
-        self.options, self._body = options, body
-        self._url = f"{options.url.rstrip('/')}/chat/completions"
+    def __init__(self, options: JudgeOptions, body: RequestBody, client: JudgeClient) -> None:
+        """`body` and `client` are shared by the batches of a run."""
+        self.options, self._body, self._client = options, body, client
         self._backoff = Backoff(options.first_pause, MAX_PAUSE_S, MAX_PAUSE_S)
-        key = {"Authorization": f"Bearer {options.api_key}"} if options.api_key else {}
-        limits = httpx.Limits(max_connections=options.max_concurrency)
-        self._client = BoundedHttpClient(
-            options.timeout, MAX_BYTES, url=self._url, headers=key, limits=limits
-        )
         self._num_failures = 0  # failed messages since the last verdict
         self._lock = threading.Lock()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._client.close()
 
     def judge(self, message: str) -> float:
         """Return the verdict on one message, 0 to 1. Raises JudgeFailed after all retries.
@@ -139,9 +124,9 @@ class JudgeEndpoint:
         """Send one request. Raises TransientError, or JudgeFailed if a retry cannot help."""
         fields = self._body.fields(message)
         try:
-            response = self._client.send("POST", self._url, json=fields)
+            response = self._client.post(fields)
         except httpx.InvalidURL as error:
-            raise JudgeFailed(f"{self._url}: {error}") from error
+            raise JudgeFailed(f"{self._client.url}: {error}") from error
         except httpx.RequestError as error:
             raise TransientError(f"{type(error).__name__} {error}".strip()) from error
         except ValueError as error:
@@ -152,7 +137,8 @@ class JudgeEndpoint:
             return self._request(message)  # at most once for each field that can be changed
         if response.status != 200:
             hint = "; judge.body replaces fields of the request" * (response.status in REFUSED)
-            raise JudgeFailed(f"{self._url}: status {response.status}: {response.text[:200]}{hint}")
+            problem = f"status {response.status}: {response.text[:200]}{hint}"
+            raise JudgeFailed(f"{self._client.url}: {problem}")
         try:
             choice = json.loads(response.body)["choices"][0]
             score = parse_verdict(choice["message"]["content"] or "", self.options.verdict)
@@ -178,7 +164,7 @@ class LlmJudge:
     def __init__(self, options: JudgeOptions) -> None:
         """Open the cache. Raises ValueError if the file is not a cache or cannot be written."""
         self._options = options
-        self._body = RequestBody(options)
+        self._body, self._client = RequestBody(options), JudgeClient(options)
         self._cache = None
         if options.cache_path:
             with contextlib.suppress(OSError):  # FileStore raises the error
@@ -188,10 +174,8 @@ class LlmJudge:
     def __call__(self, dialogues: Sequence[RewardInput]) -> list[RewardOutput]:
         messages = [self._message(dialogue) for dialogue in dialogues]
         unique = [message for message in dict.fromkeys(messages) if message is not None]
-        with (
-            JudgeEndpoint(self._options, self._body) as endpoint,
-            ThreadPoolExecutor(self._options.max_concurrency) as pool,
-        ):
+        endpoint = self._endpoint()
+        with ThreadPoolExecutor(self._options.max_concurrency) as pool:
             scores = pool.map(lambda message: self._verdict(message, endpoint), unique)
             verdicts = dict(zip(unique, scores, strict=True))
         return [
@@ -207,14 +191,17 @@ class LlmJudge:
         message = self._message(example)
         assert message is not None, "the example is no exact match"
         try:
-            with JudgeEndpoint(self._options, self._body) as endpoint:
-                endpoint.judge(message)
+            self._endpoint().judge(message)
         except JudgeFailed as error:
             raise ValueError(
                 f"got no verdict from {self._options.url} ({error}), expected "
                 f"{self._options.model} to reply as reward_model.judge.verdict="
                 f"{self._options.verdict} asks: start it, or correct reward_model.judge"
             ) from error
+
+    def _endpoint(self) -> JudgeEndpoint:
+        """Return the judge for one batch."""
+        return JudgeEndpoint(self._options, self._body, self._client)
 
     def _message(self, dialogue: RewardInput) -> str | None:
         """Build the message to the judge; None if no verdict is needed."""

@@ -3,10 +3,13 @@
 import json
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from search_r1.rewards import JudgeOptions, RewardInput, build_batch_reward, build_judge
@@ -51,6 +54,30 @@ def test_a_batch_is_judged_at_once_within_the_bound() -> None:
         out = build_judge(at(server))([dialogue(f"a{i}") for i in range(12)])
     assert all(o.score == 1 for o in out) and len(server.requests) == 12
     assert 1 < server.max_concurrent <= 4
+
+
+def test_one_client_serves_all_batches_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Certificates are read once, and batches at once (evaluations) keep the bound together."""
+    clients = []
+    make_client = httpx.AsyncClient
+    monkeypatch.setattr(
+        httpx, "AsyncClient", lambda *a, **k: clients.append(1) or make_client(*a, **k)
+    )
+    with judge_server(lambda n, body: slowly(0.02, "yes")) as server:
+        judge = build_judge(at(server))
+        judge.check()
+        with ThreadPoolExecutor(24) as threads:
+            list(threads.map(lambda i: judge([dialogue(f"a{i}")]), range(24)))
+    assert len(clients) == 1 and len(server.requests) == 25
+    assert 1 < server.max_concurrent <= OPTIONS.max_concurrency
+
+
+def test_the_connections_of_a_judge_end_with_it() -> None:
+    """No thread of a judge outlives it in a process that builds many."""
+    before = threading.active_count()
+    with judge_server(by_content) as server:
+        build_judge(at(server)).check()
+    assert threading.active_count() == before
 
 
 def test_keys_of_the_environment_stay_here(monkeypatch: pytest.MonkeyPatch) -> None:
