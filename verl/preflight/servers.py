@@ -131,6 +131,7 @@ class _ServerCheck:
         arguments = [*(CPU_COMMAND if is_cpu else ("vllm", "serve")), model,
                      "--port", str(port), "--max-model-len", str(longest),
                      "--dtype", rollout_dtype(self.config), "--logprobs-mode", PROCESSED,
+                     "--generation-config", "vllm",
                      "--worker-extension-cls", WORKER_EXTENSION]  # fmt: skip
         if rollout.served_model is not None:
             arguments += ["--served-model-name", rollout.served_model]

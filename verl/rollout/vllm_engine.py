@@ -113,6 +113,8 @@ class VllmSettings:
             "enforce_eager": is_cpu if rollout.enforce_eager is None else rollout.enforce_eager,
             "enable_prefix_caching": not self.deterministic,
             "logprobs_mode": "processed_logprobs",
+            # Not the sampling of the model's generation_config.json; its end tokens still count.
+            "generation_config": "vllm",
             "disable_log_stats": True,
             "worker_extension_cls": WORKER_EXTENSION,
             "use_tqdm_on_load": False,

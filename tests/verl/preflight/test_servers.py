@@ -75,6 +75,7 @@ def test_problems_of_a_start_come_with_the_right_command(
     start = "python -m vllm.entrypoints.openai.api_server --model"
     command = f"VLLM_SERVER_DEV_MODE=1 {start} {tmp_path / 'model'} --port 8000"
     rest = "--max-model-len 528 --dtype float32 --logprobs-mode processed_logprobs"
+    rest += " --generation-config vllm"
     assert f"{command} {rest} --worker-extension-cls {WORKER_EXTENSION}" in line
 
 

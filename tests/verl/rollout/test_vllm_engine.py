@@ -4,6 +4,7 @@ import asyncio
 from typing import Any
 
 import pytest
+from transformers import GenerationConfig
 
 from tests.verl.rollout.engines import Running
 from verl.config import Config
@@ -106,6 +107,25 @@ def test_quantization_has_vllms_names() -> None:
     rollout.quantization, rollout.kv_cache_dtype = "fp8", "fp8"
     quantized = settings.arguments()
     assert (quantized["quantization"], quantized["kv_cache_dtype"]) == ("fp8_per_tensor", "fp8")
+
+
+def test_no_engine_takes_its_sampling_from_the_models_files() -> None:
+    """Qwen2.5 ships a penalty and top_k in generation_config.json."""
+    for settings in (VllmSettings(policy()), on_gpu(), on_gpu(lora_rank=8)):
+        assert settings.arguments()["generation_config"] == "vllm"
+
+
+@pytest.mark.vllm_cpu
+def test_the_end_tokens_of_the_models_files_still_count(vllm: Running) -> None:
+    """vLLM reads them from generation_config.json whatever decides its sampling."""
+    engine: Any = vllm.engine
+    config = engine._llm.model_config
+    saved = {"eos_token_id": [3, 4], "repetition_penalty": 1.1, "top_k": 20}
+    with pytest.MonkeyPatch.context() as patch:
+        read = GenerationConfig(**saved)
+        patch.setattr("vllm.config.model.try_get_generation_config", lambda *_, **__: read)
+        assert config.get_diff_sampling_param() == {}
+        assert config.try_get_generation_config()["eos_token_id"] == [3, 4]
 
 
 def test_only_an_engine_that_shares_its_card_can_sleep() -> None:
