@@ -53,7 +53,7 @@ MAX_COUNT = 2000
 QUESTION = "Where is Oslo?"
 SAMPLE = QUESTION + "  <answer>1234 Ünïcode\t日本 🙂</answer>\n\ndon't stop HERE, 3.14"
 """Text that tokenizers with the same vocabulary may still split differently."""
-TEMPLATE_KWARGS = "data.chat_template_kwargs"
+TEMPLATE_KWARGS = "chat_template_kwargs"
 OWN_TEMPLATE_KWARGS = frozenset({
     "messages", "tools", "documents", "add_generation_prompt", "tokenize", "strftime_now",
     "continue_final_message", "chat_template",

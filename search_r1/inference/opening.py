@@ -109,7 +109,9 @@ def run_config(options: AgentOptions, model: str) -> Config:
         fix = "--trust-remote-code, once you have read it"
         raise ModelError(explain(f"{SETTINGS_FILE} of {model}", got, expected, fix))
     config.agent.tools = list(_first(options.tools, saved.get("tools") or None, config.agent.tools))
-    config.data.chat_template_kwargs = saved.get("chat_template_kwargs") or {}
+    config.data.chat_template_kwargs = _first(
+        options.chat_template_kwargs, saved.get("chat_template_kwargs"), {}
+    )
     config.max_turns = _first(options.max_turns, saved.get("max_turns"), config.max_turns)
     config.retriever.topk = _first(options.topk, saved.get("topk"), config.retriever.topk)
     config.retriever.url = options.retriever_url

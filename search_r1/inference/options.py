@@ -1,9 +1,13 @@
 """Options of an agent: model, engine, retriever, dialogue format and token budgets."""
 
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
+
+import tyro
+import yaml
 
 from search_r1.options import Bounds, Seed, problems
 from verl.config import Config
@@ -16,6 +20,58 @@ _DATA = Config().data
 TURNS, DOCUMENTS = Bounds(0, 10_000), Bounds(1, 10_000)
 Dialogues = Annotated[int, Bounds(1, 16_384)]
 Length = Annotated[int, Bounds(1, 2**24)]
+
+
+def read_template_kwargs(words: Sequence[str]) -> dict[str, Any]:
+    """Read an object, as JSON or YAML, or words NAME=VALUE. Raises ConfigError.
+
+    *Example*: `{"enable_thinking": false}`, `{enable_thinking: false}`, `enable_thinking=false`.
+    """
+    found: dict[str, Any] = {}
+    try:
+        if len(words) == 1 and words[0].lstrip().startswith("{"):
+            found = _json_or_yaml(words[0])
+        else:
+            for word in words:
+                name, equals, value = word.partition("=")
+                if not equals or name in found:
+                    raise ValueError(word)
+                found[name] = _json_or_yaml(value)
+        if not words or not all(isinstance(n, str) and n.isidentifier() for n in found):
+            raise ValueError(words)
+        json.dumps(found)  # it is written beside models; YAML also has dates
+    except (ValueError, TypeError, RecursionError, yaml.YAMLError) as error:
+        expected = "an object or NAME=VALUE, with each name once"
+        fix = """--chat-template-kwargs '{"enable_thinking": false}' or enable_thinking=false"""
+        got = repr(" ".join(words))[:200]
+        raise ConfigError(explain("--chat-template-kwargs", got, expected, fix)) from error
+    return found
+
+
+def _json_or_yaml(text: str) -> Any:
+    """Parse JSON, or else YAML, as options of runs are. Raises ValueError and YAMLError."""
+    try:
+        return json.loads(text, object_pairs_hook=_unique)
+    except json.JSONDecodeError:
+        return yaml.safe_load(text)
+
+
+def _unique(pairs: Sequence[tuple[str, Any]]) -> Mapping[str, Any]:
+    if len(dict(pairs)) < len(pairs):
+        raise ValueError("a repeated name")
+    return dict(pairs)
+
+
+TemplateKwargs = Annotated[
+    dict[str, Any] | None,
+    tyro.constructors.PrimitiveConstructorSpec(
+        nargs="*",
+        metavar="JSON|NAME=VALUE",
+        instance_from_str=read_template_kwargs,
+        is_instance=lambda value: value is None or isinstance(value, dict),
+        str_from_instance=lambda value: ["None" if value is None else json.dumps(value)],
+    ),
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +92,8 @@ class AgentOptions:
     """tools that the policy may call, as in `agent.tools`; default: the model's own setting"""
     template: str | None = None
     """dialogue format: name or .yaml file, as in `template`; default: the model's own setting"""
+    chat_template_kwargs: TemplateKwargs = None
+    """arguments of the model's chat template, as enable_thinking=false; default: the model's own"""
     max_turns: Annotated[int, TURNS] | None = None
     """maximum searches per dialogue; default: the model's own setting"""
     temperature: Annotated[float, Bounds(0, 10)] = 0.0

@@ -46,6 +46,7 @@ def test_hashes_are_of_the_bytes(world: dict[str, Any]) -> None:
         ({"max_turns": 7}, "decoding.max_turns"),
         ({"topk": 7}, "decoding.topk"),
         ({"template": "short"}, "template.sha256"),
+        ({"chat_template_kwargs": {"enable_thinking": False}}, "template.sha256"),
         ({"method": "cot"}, "method"),
         ({"untagged": "read"}, "decoding.untagged"),
         ({"num_rows": 1}, "data.chosen"),

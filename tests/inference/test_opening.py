@@ -15,9 +15,9 @@ from example.tiny import tiny_model
 from search_r1.inference.dialogue import Reply
 from search_r1.inference.model import model_folder
 from search_r1.inference.opening import open_session, run_config, with_default_model
-from search_r1.inference.options import InferenceOptions
+from search_r1.inference.options import InferenceOptions, read_template_kwargs
 from tests.bad_models import bytes_of, entry, gone, text
-from verl.errors import ModelError, ToolError, UserError
+from verl.errors import ConfigError, ModelError, ToolError, UserError
 
 PROMPT = torch.tensor([[1, 50, 60, 70]])
 
@@ -183,3 +183,46 @@ def test_bad_settings_of_a_model_are_refused_in_one_line(content: str, tmp_path:
     with pytest.raises(ModelError, match=r"search_r1\.json") as caught:
         run_config(InferenceOptions(model="m"), str(tmp_path))
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (['{"enable_thinking": false, "a": [1]}'], {"enable_thinking": False, "a": [1]}),
+        (["{enable_thinking: no}"], {"enable_thinking": False}),
+        (["enable_thinking=False", "b=low", "c=2", 'd={"e": null}'],
+         {"enable_thinking": False, "b": "low", "c": 2, "d": {"e": None}}),
+        (["a=b=c"], {"a": "b=c"}),
+        (["{}"], {}),
+    ],
+)  # fmt: skip
+def test_arguments_of_the_chat_template_are_an_object_or_words(
+    words: list[str], expected: dict[str, object]
+) -> None:
+    """A word such as False is a value, as in the options of a run, and not a text that is true."""
+    assert read_template_kwargs(words) == expected
+
+
+@pytest.mark.parametrize(
+    "words", [[], [""], ["false"], ["[1]"], ['{"a": 1'], ['{"a": 1, "a": 2}'], ["a=1", "a=2"],
+              ["=1"], ["a b=1"], ["{1: 2}"], ["day=2024-01-01"], ["a=["], ["null"],
+              ["{a: 1}", "b=2"]]
+)  # fmt: skip
+def test_what_is_no_object_is_refused_in_one_line(words: list[str]) -> None:
+    """Before a retriever or model is looked for."""
+    with pytest.raises(ConfigError, match=r"^--chat-template-kwargs: got .*fix: ") as caught:
+        read_template_kwargs(words)
+    assert "\n" not in str(caught.value)
+
+
+def test_given_arguments_replace_those_of_the_model(tmp_path: Path) -> None:
+    """The saved ones are the default; an empty object removes them."""
+    (tmp_path / "search_r1.json").write_text('{"chat_template_kwargs": {"enable_thinking": false}}')
+    for given, expected in (
+        (None, {"enable_thinking": False}),
+        ({"enable_thinking": True}, {"enable_thinking": True}),
+        ({}, {}),
+    ):
+        options = InferenceOptions(model="m", chat_template_kwargs=given)
+        config = run_config(options, str(tmp_path))
+        assert config.data.chat_template_kwargs == expected
