@@ -40,10 +40,10 @@ class EngineDied(Exception):
 class RolloutEngine(ABC):
     """An inference engine. It is used from the event loop that started it, by concurrent requests.
 
-    The trainer calls `start` once, then repeats `wake_up`, `update_weights`, any number of
-    concurrent `generate` and `sleep`, and finally calls `shutdown`. `probe` may be called at any
-    time. An engine on devices of its own (`trainer.rollout_gpus`) never sleeps. Every method may
-    raise EngineDied.
+    The trainer calls `start_for_training` once, then repeats `wake_up`, `update_weights`, any
+    number of concurrent `generate` and `sleep`, and finally calls `shutdown`. `probe` may be called
+    at any time. An engine on devices of its own (`trainer.rollout_gpus`) never sleeps. Every method
+    may raise EngineDied.
     """
 
     takes_weights: ClassVar[bool] = False
@@ -63,6 +63,10 @@ class RolloutEngine(ABC):
 
     async def start(self) -> None:
         """Load the model. Raises ModelError."""
+
+    async def start_for_training(self) -> None:
+        """Like `start`; weights may be left out, since the ranks' weights follow at once."""
+        await self.start()
 
     @abstractmethod
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:

@@ -335,7 +335,7 @@ class RolloutReplicas(RolloutPool):
         self.group.restart()
         try:
             self.group.gather(self.group.start_build(RolloutReplica, self._arguments))
-            self.group.call("engine.start")
+            self.group.call("engine.start_for_training")
             if self._policy is not None:
                 self.group.call("pause", self.version)
                 calls, _ = self._send_weights(self._policy, self.group.call("engine.cards"))

@@ -82,6 +82,8 @@ class VllmSettings:
         other requests cannot change the rounding of a request's results."""
         self.batch_invariant = self.deterministic and has_batch_invariant_kernels(self.device)
         """Whether to use vLLM's kernels whose results do not depend on the rest of the batch."""
+        self.loads_weights = True
+        """Whether the engine starts with the model's weights; otherwise with random ones."""
 
     @property
     def sleep_level(self) -> int:
@@ -116,6 +118,7 @@ class VllmSettings:
             # Not the sampling of the model's generation_config.json; its end tokens still count.
             "generation_config": "vllm",
             "disable_log_stats": True,
+            "load_format": "auto" if self.loads_weights else "dummy",
             "worker_extension_cls": WORKER_EXTENSION,
             "use_tqdm_on_load": False,
             "quantization": ONLINE_QUANTIZATION[rollout.quantization],
@@ -234,11 +237,22 @@ class VllmEngine(RolloutEngine):
             self._llm = AsyncLLM.from_engine_args(arguments, stat_loggers=loggers)
         self._processes = [p for p in multiprocessing.active_children() if p not in others]
         self._watch_processes()
+        self._has_weights = settings.loads_weights
         if settings.device == "cpu" and settings.speculation():
             await self._result(self._llm.collective_rpc("fix_draft_verification"))
+        if settings.loads_weights:
+            await self._check_weights()
+
+    async def start_for_training(self) -> None:
+        """Start with random weights, except below an adapter, whose base is never sent."""
+        self.settings.loads_weights = bool(self.settings.lora_rank)
+        await self.start()
+
+    async def _check_weights(self) -> None:
+        """Shut down and raise ModelError if a weight is not finite."""
         non_finite = await self._result(self._llm.collective_rpc("non_finite_weights"))
         try:
-            model = settings.arguments()["model"]
+            model = self.settings.arguments()["model"]
             refuse_non_finite(sorted(set(itertools.chain(*non_finite))), f"weights of {model}")
         except ModelError:
             await self.shutdown()
@@ -260,7 +274,7 @@ class VllmEngine(RolloutEngine):
         self, prompt_ids: Sequence[int], parameters: Any, listener: Listener
     ) -> Completion:
         """Run one request to its last output; vLLM drops it if this coroutine is cancelled."""
-        assert self._has_weights, "weights were dropped by sleep and not loaded again"
+        assert self._has_weights, "no weights were loaded since the engine started or slept"
         version = self.weight_version
         prompt = self._vllm.TokensPrompt(prompt_token_ids=list(prompt_ids))
         request_id = str(next(self._request_ids))

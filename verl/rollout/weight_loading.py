@@ -26,6 +26,7 @@ class WeightLoading:
     """Mixin for vLLM's worker class (`worker_extension_cls`)."""
 
     model_runner: Any
+    vllm_config: Any
     reload_weights: Any
     device: Any
     _receiver: WeightReceiver | None = None
@@ -47,6 +48,7 @@ class WeightLoading:
         """Reload all weights from a folder of safetensors."""
         if not Path(weights_dir).is_dir():  # vLLM would try to download it from the hub
             raise FileNotFoundError(f"no folder {weights_dir}")
+        self.vllm_config.load_config.load_format = "auto"  # the random start reads no files
         self.reload_weights(weights_path=weights_dir)
         self._repack_head()
 

@@ -209,7 +209,7 @@ def start_building_ranks(
 def start_engines(replicas: RayWorkerGroup, calls: Sequence[object], then_sleep: bool) -> None:
     """Wait for the replicas' build `calls`, load the engines, and put them to sleep if asked."""
     replicas.gather(calls)
-    replicas.call("engine.start")
+    replicas.call("engine.start_for_training")
     if then_sleep:
         replicas.call("engine.sleep")
 

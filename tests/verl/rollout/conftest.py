@@ -36,7 +36,7 @@ def started(name: str, folder: Path) -> Iterator[Running]:
     tokenizer = save_model(folder, seed=0)
     loop = asyncio.new_event_loop()
     engine = build_engine(tiny_config(folder, name))
-    loop.run_until_complete(engine.start())
+    loop.run_until_complete(engine.start_for_training())
     yield Running(loop, engine, tokenizer, folder)
     loop.run_until_complete(engine.shutdown())
     loop.close()

@@ -106,7 +106,9 @@ class Restarting(LocalGroup):
         return []
 
     def call(self, method: str, *args: Any) -> list[Any]:
-        return [] if method == "engine.start" else self.gather([self.submit(0, method, *args)])
+        if method == "engine.start_for_training":
+            return []
+        return self.gather([self.submit(0, method, *args)])
 
 
 class Sending(SlowRanks):

@@ -128,6 +128,22 @@ def test_the_end_tokens_of_the_models_files_still_count(vllm: Running) -> None:
         assert config.try_get_generation_config()["eos_token_id"] == [3, 4]
 
 
+@pytest.mark.parametrize(("lora_rank", "expected"), [(0, "dummy"), (8, "auto")])
+def test_only_the_base_of_an_adapter_is_read_at_the_start(
+    lora_rank: int, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whole weights are sent before the first request; outside of training they never are."""
+    engine, asked = VllmEngine(on_gpu(lora_rank=lora_rank).config), []
+
+    async def start() -> None:
+        asked.append(engine.settings.arguments()["load_format"])
+
+    monkeypatch.setattr(engine, "start", start)
+    assert engine.settings.arguments()["load_format"] == "auto"
+    asyncio.run(engine.start_for_training())
+    assert asked == [expected]
+
+
 def test_only_an_engine_that_shares_its_card_can_sleep() -> None:
     """Sleep mode has a cost, which an engine with a card of its own need not pay."""
     config = policy()
