@@ -282,9 +282,11 @@ def is_finite(values: Tensor) -> bool:
 
 def check_model(
     subject: str, path: str, *, needs_head: bool = True, by_transformers: bool = True,
-    tokenizer_of: str | None = None, may_be_quantized: bool = False,
+    tokenizer_of: str | None = None, may_be_quantized: bool = False, has_weights: bool = True,
 ) -> PretrainedConfig:  # fmt: skip
     """Check a model's folder and return its config. Only the headers of the weights are read.
+
+    With `has_weights` false they are not there yet, and not checked.
 
     For a critic, `needs_head` is false, and `tokenizer_of` is the model whose tokens it reads. Only
     a model that is not trained may be quantized.
@@ -296,7 +298,9 @@ def check_model(
         check_unquantized(subject, path, raw_config)
     with model_errors(path, "generation_config.json", subject), quiet_transformers():
         eos_ids = _eos_ids(Path(path).expanduser(), config)
-    num_rows = check_weights(path, config, needs_head, by_transformers, subject)
+    num_rows = int(config.get_text_config().vocab_size)
+    if has_weights:
+        num_rows = check_weights(path, config, needs_head, by_transformers, subject)
     tokenizer = load_tokenizer(tokenizer_of or path, subject)
     too_large = {token: id for token, id in tokenizer.get_vocab().items() if id >= num_rows}
     # Special tokens that our texts never contain: text-only Gemma 3 has one for images.

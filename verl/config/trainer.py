@@ -101,7 +101,8 @@ class TrainerConfig:
     nnodes: int = option(1, resume="free", ge=1)
     """Nodes of the Ray cluster that hold training ranks."""
     node_timeout: float = option(600.0, resume="free", ge=0)
-    """Seconds that a run waits for its nodes, at the start and after it lost one."""
+    """Seconds that a run waits for its nodes, at the start and after it lost one, and that ranks
+    wait for each other (at least torch's own 600 with NCCL, 1,800 with gloo)."""
     total_epochs: int = option(15, resume="free", ge=1)
     """Passes over the training rows; used if `total_training_steps` is null."""
     total_training_steps: int | None = option(None, resume="free", ge=1)

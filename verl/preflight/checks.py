@@ -35,6 +35,7 @@ from verl.errors import (
 )
 from verl.model_files import check_context, check_model, describe_error, model_errors, read_config
 from verl.monitor.tracking import PACKAGES, backend_names
+from verl.preflight import hub_models
 from verl.preflight.memory.check import decide_memory, memory_problems, read_setting
 from verl.preflight.memory.needs import has_critic
 from verl.preflight.servers import server_problems
@@ -46,7 +47,7 @@ from verl.rollout.interface import engine_problems
 from verl.training.devices import cores_for
 from verl.training.family import check_family
 from verl.training.kernels import kernel_problems
-from verl.training.loading import is_cached, model_folder, weight_bytes
+from verl.training.loading import model_folder, weight_bytes
 from verl.training.lora import check_same_adapters, peft_config, record_of_peft_config
 from verl.training.sequence_parallel import check_heads
 from verl.training.shards import read_adapters
@@ -89,6 +90,21 @@ def preflight(config: Config, environment: Environment) -> Config:
     return config
 
 
+def fetch_models(config: Config) -> None:
+    """Download the weights of hub models and check them, in a run on this machine.
+
+    A cluster's nodes download theirs (`verl.trainer.cluster`). Raises PreflightError.
+    """
+    if os.environ.get("RAY_ADDRESS"):
+        return
+    names = [name for name in hub_models.hub_names(config) if hub_models.is_missing(name)]
+    for name in names:
+        hub_models.fetch_weights(name)
+    problems = list(model_problems(config)) if names else []
+    if problems:
+        raise PreflightError(problems)
+
+
 def model_problems(config: Config) -> Iterator[UserError]:
     """Yield problems of the policy's model, and of the critic's if it is another one."""
     path = config.actor_rollout_ref.model.path
@@ -122,6 +138,7 @@ def _path_problems(
 ) -> Iterator[UserError]:  # fmt: skip
     """Check that `path` is a complete model: a folder, a cached hub model, or a known hub name.
 
+    Of a hub model that is not on this machine, all but the weights is downloaded and checked.
     Its packed forward pass, divided over `sp_size` ranks, must be its own. A critic must share the
     tokenizer of `policy_path`; lengths of `data` must fit the context.
     """
@@ -129,15 +146,19 @@ def _path_problems(
     try:
         if is_name:
             check_unquantized(key, path, _hub_config(key, path))
-        if not is_name or is_cached(path):  # the ranks check a model that they download
-            folder = str(model_folder(path) or path)
-            tokenizer = policy_path and str(model_folder(policy_path) or policy_path)
-            needs_head = policy_path is None
-            model = check_model(key, folder, needs_head=needs_head, tokenizer_of=tokenizer)
-            check_family(model, key, sp_size)
-            if data is not None:
-                names = ("data.max_prompt_length", "data.max_response_length")
-                check_context(model, folder, data, *names)
+        awaits_weights = is_name and hub_models.is_missing(path)
+        if awaits_weights:
+            hub_models.fetch_description(path, key)
+        folder = str(model_folder(path) or path)
+        tokenizer = policy_path and str(model_folder(policy_path) or policy_path)
+        model = check_model(
+            key, folder, needs_head=policy_path is None, tokenizer_of=tokenizer,
+            has_weights=not awaits_weights,
+        )  # fmt: skip
+        check_family(model, key, sp_size)
+        if data is not None:
+            names = ("data.max_prompt_length", "data.max_response_length")
+            check_context(model, folder, data, *names)
     except (ConfigError, ModelError) as error:
         yield error
 

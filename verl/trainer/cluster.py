@@ -14,13 +14,14 @@ import shutil
 import socket
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from tqdm import tqdm
 
 from verl import plugins
 from verl.agent.environment import EnvironmentFactory
@@ -29,13 +30,14 @@ from verl.config import Config
 from verl.errors import ConfigError, PreflightError, ResourceError, UserError, explain
 from verl.machine import ENLARGE_SHARED_MEMORY, SHARED_MEMORY
 from verl.preflight import checks as preflight
+from verl.preflight import hub_models
 from verl.proxies import bypass_loopback
 from verl.remote_code import set_trust
 from verl.rollout.interface import WEIGHTS_DIR, engine_takes_adapter
 from verl.socket_folder import socket_folder
 from verl.training.devices import device_type
 from verl.training.loading import weight_bytes
-from verl.training.network import secret_variables
+from verl.training.network import forwarded_variables, secret_variables
 
 RAY_ROOM = 72
 """Bytes that Ray appends to its folder for the path of a socket."""
@@ -225,6 +227,48 @@ def inspect_node(
     except UserError as error:  # for example, a file of user code is missing on this node
         problems.append(error)
     return NodeReport(tuple(problems), installed_versions())
+
+
+def fetch_models(config: Config, nodes: Mapping[str, str]) -> None:
+    """Have each of a cluster's nodes download the hub models that it lacks, before ranks start.
+
+    `nodes` maps their ids to addresses. Raises PreflightError with the problem of each node.
+    """
+    names = hub_models.hub_names(config)
+    if not (names and os.environ.get("RAY_ADDRESS")):
+        return
+    env, secrets = forwarded_variables(os.environ), secret_variables(os.environ)
+    tasks = {}
+    for node in nodes:
+        strategy = NodeAffinitySchedulingStrategy(node, soft=False)
+        task = fetch_on_node.options(
+            num_cpus=0, scheduling_strategy=strategy, max_retries=0, runtime_env={"env_vars": env}
+        )
+        tasks[task.remote(names, secrets)] = node
+    problems: list[UserError] = []
+    with tqdm(total=len(tasks), desc=f"{', '.join(names)} on the nodes", unit="node") as bar:
+        while tasks:
+            [done], _ = ray.wait(list(tasks))
+            node = tasks.pop(done)
+            try:
+                ray.get(done)
+            except RayError as error:
+                cause = str(error).strip().splitlines()[-1]
+                expected = hub_models.EXPECTED
+                problem = explain(f"node {nodes[node]}", cause, expected, hub_models.FIX)
+                problems.append(ResourceError(problem))
+            bar.update()
+    if problems:
+        raise PreflightError(problems)
+
+
+@ray.remote
+def fetch_on_node(names: Sequence[str], secrets: Mapping[str, str]) -> None:
+    """Download these hub models to this node's cache, with the driver's variables `secrets`."""
+    os.environ |= secrets
+    for name in names:
+        if hub_models.is_missing(name):
+            hub_models.fetch_weights(name, shows_bars=False)
 
 
 def installed_versions() -> dict[str, str]:

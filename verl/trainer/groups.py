@@ -31,7 +31,7 @@ from verl.single_controller.placement import (
 )
 from verl.single_controller.reaper import MARK, OrphanReaper
 from verl.threads import SPIN_COUNT, spin_count
-from verl.trainer.cluster import JOB_CONFIG, check_nodes, config_for_actors, uses_gpus
+from verl.trainer.cluster import JOB_CONFIG, check_nodes, config_for_actors, fetch_models, uses_gpus
 from verl.trainer.ranks import BatchSharding, TrainerRanks
 from verl.training.devices import DETERMINISTIC_ENV, rollout_dtype
 from verl.training.network import forwarded_variables
@@ -62,6 +62,7 @@ def place_ranks(
     for placement in placements:
         nodes |= nodes_of(placement)
     check_nodes(config, environment_factory, nodes)
+    fetch_models(config, nodes)
     env = forwarded_variables(os.environ)
     env |= gpu_env(nodes, config.gpus_per_node) if use_gpu else cpu_env(_shares_cores(config))
     env[MARK] = reaper.mark

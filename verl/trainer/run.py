@@ -36,7 +36,7 @@ from verl.monitor.canary import LENGTH, WeightCanary, choose_ids
 from verl.monitor.memory_watch import rank_names, watch_host_memory
 from verl.monitor.tracking import Tracker, Tracking
 from verl.plugins import PortableFactory
-from verl.preflight.checks import preflight
+from verl.preflight.checks import fetch_models, preflight
 from verl.remote_code import set_trust
 from verl.rewards.interface import EachAlone, Reward, RewardManager
 from verl.rollout.pool import NullRolloutPool
@@ -120,6 +120,7 @@ def prepare(config: Config) -> PreparedRun:
     environment = replace(build_environment(config), enabled=calls_tools)
     reward = build_reward(config)
     config = preflight(config, environment)
+    fetch_models(config)
     tokenizer = load_tokenizer(
         config.actor_rollout_ref.model.path, template_kwargs=config.data.chat_template_kwargs
     )

@@ -4,6 +4,7 @@ import contextlib
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -23,6 +24,8 @@ DETERMINISTIC_ENV = {
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
 }
 """Environment of a process whose results are the same, bit for bit, in every run."""
+COLLECTIVE_S = {"cuda": 600.0, "cpu": 1800.0}
+"""Seconds that torch by itself lets ranks wait for each other, with NCCL and with gloo."""
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 """Dtypes that models are computed and written in, by their names in options."""
 
@@ -168,11 +171,19 @@ def share_threads(num_processes: int, num_colocated: int = 0, comes_first: bool 
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // num_sharing))
 
 
-def join_process_group(device: torch.device, rank: int, world_size: int) -> None:
-    """Join the process group of all ranks, at MASTER_ADDR and MASTER_PORT."""
+def join_process_group(
+    device: torch.device, rank: int, world_size: int, timeout_s: float = 0.0
+) -> None:
+    """Join the process group of all ranks, at MASTER_ADDR and MASTER_PORT.
+
+    Ranks wait for each other, in this call and in each collective, for `timeout_s` seconds, or for
+    `COLLECTIVE_S` if that is longer.
+    """
+    timeout = timedelta(seconds=max(timeout_s, COLLECTIVE_S[device.type]))
     if device.type == "cuda":  # gloo as well: offloaded parameters have gradients in host memory
         dist.init_process_group(
-            "cpu:gloo,cuda:nccl", rank=rank, world_size=world_size, device_id=device
-        )
+            "cpu:gloo,cuda:nccl", rank=rank, world_size=world_size, device_id=device,
+            timeout=timeout,
+        )  # fmt: skip
     else:
-        dist.init_process_group("gloo", rank=rank, world_size=world_size)
+        dist.init_process_group("gloo", rank=rank, world_size=world_size, timeout=timeout)

@@ -97,7 +97,7 @@ class TrainingRank:
         if max(config.trainer.nnodes, config.critic_nodes) > 1:
             os.environ |= {**interface_variables(master_addr), **os.environ}  # the user's prevail
         os.environ |= {"MASTER_ADDR": master_addr, "MASTER_PORT": str(master_port)}
-        join_process_group(self.device, rank, world_size)
+        join_process_group(self.device, rank, world_size, config.trainer.node_timeout)
         random.seed(config.trainer.seed)
         np.random.seed(config.trainer.seed)
         torch.manual_seed(config.trainer.seed)

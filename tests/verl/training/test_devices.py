@@ -7,11 +7,14 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from verl.config import Config
+from verl.ports import free_port
 from verl.rollout.interface import engine_takes_adapter
 from verl.training.devices import (
     PeakMemory,
+    join_process_group,
     make_deterministic,
     resolve_dtype,
     take_peak_memory,
@@ -122,3 +125,19 @@ def test_engines_and_ranks_on_cpu_have_separate_cores() -> None:
     ]
     used = [[int(core) for core in process.communicate()[0].split()] for process in running]
     assert used == [cores[:1], cores[1:]]
+
+
+@pytest.mark.parametrize(("timeout_s", "expected"), [(0.0, 1800), (600.0, 1800), (7200.0, 7200)])
+def test_ranks_wait_for_a_slow_node_as_long_as_the_user_says(
+    timeout_s: float, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And never shorter than torch lets them; a rank may still download or read its model."""
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
+    device = torch.device("cpu")
+    join_process_group(device, 0, 1, timeout_s)
+    try:
+        backend = dist.distributed_c10d._get_default_group()._get_backend(device)
+        assert backend.options._timeout.total_seconds() == expected
+    finally:
+        dist.destroy_process_group()
