@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from huggingface_hub import HfApi, constants, snapshot_download
-from huggingface_hub.utils import (
+from huggingface_hub.utils.tqdm import (
     are_progress_bars_disabled,
     disable_progress_bars,
     enable_progress_bars,

@@ -33,6 +33,7 @@ from verl.single_controller.reaper import MARK, OrphanReaper
 from verl.threads import SPIN_COUNT, spin_count
 from verl.trainer.cluster import JOB_CONFIG, check_nodes, config_for_actors, fetch_models, uses_gpus
 from verl.trainer.ranks import BatchSharding, TrainerRanks
+from verl.training.allocator import engine_variables, rank_variables
 from verl.training.devices import DETERMINISTIC_ENV, rollout_dtype
 from verl.training.network import forwarded_variables
 from verl.training.worker import CriticWorker, TrainerWorker, TrainingRank
@@ -47,7 +48,7 @@ class PlacedRanks:
     placement: PlacementGroup
     """Placement group of the actor's ranks and of the engines' own GPUs."""
     env: Mapping[str, str]
-    """Environment variables of all actors."""
+    """Environment variables of the engines."""
     ranks: TrainerRanks
 
 
@@ -68,7 +69,9 @@ def place_ranks(
     env[MARK] = reaper.mark
     if config.trainer.deterministic:
         env |= DETERMINISTIC_ENV
-    groups = create_rank_groups(config, placements, use_gpu, env)
+    allocator = allocator_variables(config) if use_gpu else ({}, {})
+    rank_env, engine_env = (env | own for own in allocator)
+    groups = create_rank_groups(config, placements, use_gpu, rank_env)
     policy_cost, critic_cost = WorkCounter(config).pair_costs
     policy_sp_size = config.actor_rollout_ref.actor.ulysses_sequence_parallel_size
     ranks = TrainerRanks(
@@ -77,7 +80,7 @@ def place_ranks(
         critic=BatchSharding(critic_cost, config.critic_sp_size),
     )
     start_node_reapers(ranks.groups, reaper.mark)
-    return PlacedRanks(config, placements[0], env, ranks)
+    return PlacedRanks(config, placements[0], engine_env, ranks)
 
 
 def build_ranks(
@@ -213,6 +216,12 @@ def start_engines(replicas: RayWorkerGroup, calls: Sequence[object], then_sleep:
     replicas.call("engine.start_for_training")
     if then_sleep:
         replicas.call("engine.sleep")
+
+
+def allocator_variables(config: Config) -> tuple[dict[str, str], dict[str, str]]:
+    """Return the variables of torch's allocator, of ranks and of engines on GPUs."""
+    weight_sync = config.actor_rollout_ref.rollout.weight_sync
+    return rank_variables(os.environ, weight_sync), engine_variables(os.environ)
 
 
 def gpu_env(

@@ -33,6 +33,7 @@ from verl.preflight.memory.estimate import (
     free_memory,
 )
 from verl.preflight.memory.needs import AWAKE, Memory, has_critic
+from verl.training.allocator import is_expandable
 from verl.training.devices import device_type, dtype_name, is_surely_cpu, resolve_dtype
 from verl.training.kernels import kernel_problems
 
@@ -101,7 +102,8 @@ def read_setting(config: Config) -> Setting | None:
     on_gpu = device_type(config.trainer.device) == "cuda"
     machine = Machine.now(with_devices=on_gpu)
     dtype = resolve_dtype(config.trainer.compute_dtype, torch.device("cuda" if on_gpu else "cpu"))
-    setting = Setting(policy, critic, on_gpu, machine, dtype_name(dtype))
+    has_gaps = not is_expandable(os.environ, config.actor_rollout_ref.rollout.weight_sync)
+    setting = Setting(policy, critic, on_gpu, machine, dtype_name(dtype), has_gaps)
     try:
         estimate(fill_undecided(config), setting)
     except (RuntimeError, TypeError, AttributeError) as error:

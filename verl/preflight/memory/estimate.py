@@ -12,6 +12,7 @@ from verl.preflight.memory.needs import (
     CONTEXT,
     CPU_HEAP,
     FLOAT,
+    GAPS,
     LOADED,
     PROCESSES,
     EngineMemory,
@@ -52,6 +53,8 @@ class Setting:
     machine: Machine
     compute_dtype: str = "bfloat16"
     """The dtype to which `trainer.compute_dtype` resolves on this machine."""
+    has_gaps: bool = False
+    """Whether ranks allocate in torch's usual segments, which leave gaps between tensors."""
 
 
 @dataclass(frozen=True)
@@ -168,7 +171,13 @@ def rank_needs(config: Config, setting: Setting) -> list[Need]:
             ranks, local = config.num_critic_ranks, config.critic_gpus_per_node
         needs += shard_needs(model, ranks, local)
         needs += gathered_needs(model, ranks, item)
-    return [*needs, *activation_needs(config, policy, critic, dtype)]
+    passes = list(activation_needs(config, policy, critic, dtype))
+    if setting.on_gpu and setting.has_gaps:
+        needs += [
+            replace(need, name="gaps between tensors", bytes=int(GAPS * need.bytes))
+            for need in passes
+        ]
+    return [*needs, *passes]
 
 
 def node_needs(config: Config, policy: ModelShape, item: int, on_gpu: bool) -> Iterator[Need]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from verl.preflight.memory.check import with_options
 from verl.preflight.memory.estimate import Estimate, Setting, estimate
 from verl.preflight.memory.needs import (
     CPU_HEAP,
+    GAPS,
     SAMPLING_COPIES,
     Memory,
     Phase,
@@ -257,3 +259,20 @@ def test_external_servers_need_no_memory_here(on_gpu: bool) -> None:
     assert held(theirs, "weights for the engines", Memory.SHARED)
     elsewhere = with_options(options(), {**usual, f"{ROLLOUT}.weights_dir": "/shared"})
     assert of(elsewhere, on_gpu=on_gpu).peak_bytes(Memory.SHARED) == 0
+
+
+@pytest.mark.parametrize("on_gpu", [True, False])
+def test_gaps_between_tensors_count_where_segments_do_not_expand(on_gpu: bool) -> None:
+    """A pass needs a third more then, on a GPU; the CPU's heap has a factor of its own."""
+    config, shape = options(), shape_of("Qwen2.5-0.5B")
+    setting = Setting(shape, shape, on_gpu, machine(8, 80, 1000))
+    without, with_gaps = (
+        estimate(config, replace(setting, has_gaps=has_gaps)) for has_gaps in (False, True)
+    )
+    memory = Memory.DEVICE if on_gpu else Memory.HOST
+    extra = with_gaps.total(memory, Phase.UPDATE_ACTOR) - without.total(memory, Phase.UPDATE_ACTOR)
+    [passes] = [
+        need.bytes for need in without.needs_in(memory, Phase.UPDATE_ACTOR)
+        if need.name == "activations and logits"
+    ]  # fmt: skip
+    assert extra == (int(GAPS * passes) if on_gpu else 0)
