@@ -31,6 +31,8 @@ URL_SECRETS = re.compile(
     r"(?<=://)[^/?#\s]+@|(?<=[?&])((?:api[_-]?)?key|(?:access_)?token)=[^&#\s'\"]+", re.I
 )
 """Matches the secrets in a URL: `user:password@`, and keys among its parameters."""
+MAX_GOT = 500
+"""Longest quotation of what was got in a message, in characters."""
 
 
 def redact(text: str) -> str:
@@ -141,13 +143,19 @@ def first_line(error: object) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
+def shortened(text: object, max_chars: int) -> str:
+    """Return the text of an object; of a longer one the beginning, with an ellipsis."""
+    text = str(text)
+    return text if len(text) <= max_chars else text[: max_chars - 1] + "…"
+
+
 def explain(subject: str, got: object, expected: str, fix: str) -> str:
-    """Format the message of a user's mistake in one line.
+    """Format the message of a user's mistake in one line; a long `got` is cut.
 
     Example: `explain("max_turns", "-1", "1 or more", "set max_turns=2")` is
     `max_turns: got -1, expected 1 or more; fix: set max_turns=2`.
     """
-    return f"{subject}: got {got}, expected {expected}; fix: {fix}"
+    return f"{subject}: got {shortened(got, MAX_GOT)}, expected {expected}; fix: {fix}"
 
 
 def did_you_mean(name: str, known: Iterable[str], otherwise: str, cutoff: float = 0.6) -> str:

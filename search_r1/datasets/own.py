@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import TextIO
 
 from search_r1.datasets.command import CorpusOptions, OwnOptions
 from search_r1.datasets.question import (
@@ -26,10 +27,11 @@ from search_r1.datasets.question import (
 )
 from search_r1.datasets.wording import PromptStyle, prompt_writer
 from search_r1.search.index.passages import read_folder, write_corpus
-from verl.data.rows import BadRow, Record, read_records
+from verl.data.records import MAX_ROW_CHARS, BadRow, Record, short_repr
+from verl.data.rows import read_records
 from verl.data.values import MISSING_CELLS, Unreadable, parse_structure
 from verl.errors import ConfigError, DataError, explain
-from verl.files import MAX_CHARS, regular_file
+from verl.files import regular_file
 
 logger = logging.getLogger(__name__)
 
@@ -106,8 +108,8 @@ def _read_csv(path: Path, separator: str) -> Iterator[Record]:
     """Yield rows of a csv, with answers as lists. Raises DataError for an unusable file."""
     try:
         with regular_file(path).open(encoding="utf-8-sig", newline="") as file:
-            lines = iter(partial(file.readline, MAX_CHARS), "")  # csv refuses longer fields
-            reader = csv.DictReader(lines, restkey="", strict=True)
+            csv.field_size_limit(MAX_ROW_CHARS)
+            reader = csv.DictReader(_bounded_lines(path, file), restkey="", strict=True)
             names = reader.fieldnames or ()
             answers = next((name for name in ANSWER_COLUMNS if name in names), None)
             if answers is None or "question" not in names:
@@ -125,13 +127,22 @@ def _read_csv(path: Path, separator: str) -> Iterator[Record]:
         raise DataError(explain(str(path), str(error), "a csv file", fix)) from error
 
 
+def _bounded_lines(path: Path, file: TextIO) -> Iterator[str]:
+    """Yield the lines of a csv. Raises DataError before one over `MAX_ROW_CHARS` is in memory."""
+    for number, line in enumerate(iter(partial(file.readline, MAX_ROW_CHARS + 1), ""), 1):
+        if len(line) > MAX_ROW_CHARS:
+            got, fix = f"more than {MAX_ROW_CHARS} characters", "shorten it, or drop the row"
+            raise DataError(explain(f"{path}, line {number}", got, "a shorter line", fix))
+        yield line
+
+
 def _csv_record(
     path: Path, number: int, line: int, record: dict[str, object], column: str, separator: str
 ) -> dict[str, object] | BadRow:
     """Return one row with a list of answers, or a bad row if it has too many fields."""
     if "" in record:
         fix = f"put quotes around fields that hold commas (line {line})"
-        got = f"further fields {record['']}"
+        got = f"further fields {short_repr(record[''])}"
         return BadRow.at(str(path), number, "", got, "as many fields as the header", fix)
     value = record[column]
     if isinstance(value, str) and (value.strip() in MISSING_CELLS or _is_structure(value)):

@@ -40,7 +40,8 @@ from search_r1.search.corpus import Corpus
 from search_r1.search.errors import RetrieverRefused, SearchError
 from search_r1.search.index.progress import progress
 from search_r1.search.schema import Document
-from verl.data.rows import BadRow, Record, read_records
+from verl.data.records import BadRow, Record
+from verl.data.rows import read_records
 from verl.errors import ConfigError, DataError, ToolError, explain, first_line
 from verl.files import regular_file
 

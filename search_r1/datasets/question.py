@@ -18,7 +18,7 @@ import pyarrow.parquet
 
 from search_r1.datasets.wording import PromptWriter
 from search_r1.search.schema import Document
-from verl.data.rows import BadRow, short_repr
+from verl.data.records import BadRow, short_repr
 from verl.data.values import MISSING_CELLS, Unreadable, read_answers
 from verl.errors import DataError, explain, first_line
 from verl.files import atomic_write

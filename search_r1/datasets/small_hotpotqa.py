@@ -14,7 +14,8 @@ from typing import Any
 from search_r1.datasets.command import HotpotOptions
 from search_r1.datasets.hub import FLASHRAG, fetch, list_files
 from search_r1.datasets.question import RecordLocation, read_question, valid_questions
-from verl.data.rows import Record, read_records
+from verl.data.records import Record
+from verl.data.rows import read_records
 from verl.errors import DataError, explain
 from verl.files import atomic_write
 

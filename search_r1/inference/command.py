@@ -23,6 +23,7 @@ from search_r1.inference.options import InferenceOptions
 from search_r1.inference.terminal import Terminal, converse
 from search_r1.plain import configure_logging, json_line
 from verl.data import load_rows
+from verl.data.records import MAX_ROW_CHARS, BadRow
 from verl.data.rows import Message
 from verl.errors import DataError, ToolError, UserError, explain
 from verl.files import exclusive_lock, read_text
@@ -56,6 +57,11 @@ def read_questions(file: str) -> list[BatchQuestion]:
         raise DataError(explain(f"--file {file}", str(error), "questions", fix)) from error
     name, texts = Path(file).name, map(str.strip, lines)
     questions = [BatchQuestion(f"{name}#{n}", text) for n, text in enumerate(texts) if text]
+    if long := next((one for one in questions if len(one.question) > MAX_ROW_CHARS), None):
+        problem = BadRow.too_long(
+            file, int(long.uid.rpartition("#")[2]), "", f"{len(long.question)}"
+        )
+        raise DataError(problem.problem)
     if not questions:
         fix = "write one question per line, or give rows as .parquet or .jsonl"
         raise DataError(explain(f"--file {file}", "no question", "questions", fix))

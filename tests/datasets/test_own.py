@@ -12,7 +12,7 @@ import pytest
 from search_r1.datasets.command import OwnOptions, build
 from search_r1.datasets.own import assign_splits, read_files
 from search_r1.datasets.question import Question, RecordLocation, as_question
-from verl.data.rows import BadRow
+from verl.data.records import BadRow
 from verl.data.validation import validate
 
 main = partial(build, "own_questions")

@@ -13,9 +13,10 @@ import numpy as np
 
 from verl.agent.dialogue import CHARS_PER_TOKEN
 from verl.config import Config
+from verl.data.records import MAX_QUOTE, short_repr
 from verl.data.rows import Row, load_rows
 from verl.data.values import can_be_given
-from verl.errors import ConfigError, DataError, explain
+from verl.errors import ConfigError, DataError, explain, shortened
 from verl.types import Prompt
 
 logger = logging.getLogger(__name__)
@@ -72,7 +73,8 @@ def render(
         try:
             text = tokenizer.apply_chat_template(messages, **options)
         except jinja2.TemplateError as error:
-            got = " ".join(f"{[m['role'] for m in messages]} ({error})".split())
+            roles = short_repr([message["role"] for message in messages])
+            got = " ".join(f"{roles} ({shortened(error, MAX_QUOTE)})".split())
             fix = "correct the row, or the model's chat template"
             expected = "messages that the chat template accepts"
             raise DataError(explain(row.uid, got, expected, fix)) from error
@@ -124,22 +126,31 @@ def load_prompts(
     if hopeless := [row.uid for row in rows if not any(map(can_be_given, row.ground_truth))]:
         logger.warning("%d of %d rows have no answer that exact match can accept, such as %s",
                        len(hopeless), len(rows), hopeless[0])  # fmt: skip
-    prompts = [render(row, tokenizer, tools, limit) for row in rows]
-    kept = [prompt for prompt in prompts if len(prompt.ids) <= limit]
-    if len(kept) < len(prompts):
-        _report_overlong(prompts, limit, data.filter_overlong_prompts and bool(kept))
+    kept: list[Prompt] = []
+    overlong: list[str] = []
+    longest: tuple[int, str] = (0, "")
+    for row in rows:  # one at a time: of those left out, no text is kept
+        prompt = render(row, tokenizer, tools, limit)
+        if len(prompt.ids) <= limit:
+            kept.append(prompt)
+        else:
+            overlong.append(row.uid)
+            longest = max(longest, (len(prompt.ids), num_tokens(prompt, limit)))
+    if overlong:
+        _report_overlong(overlong, len(rows), longest[1], config, bool(kept))
     return kept
 
 
-def _report_overlong(prompts: Sequence[Prompt], limit: int, may_drop: bool) -> None:
+def _report_overlong(
+    overlong: Sequence[str], num_rows: int, longest: str, config: Config, is_any_kept: bool
+) -> None:
     """Log the number of over-long prompts, or raise DataError with the first of them."""
-    overlong = [prompt for prompt in prompts if len(prompt.ids) > limit]
-    longest = num_tokens(max(overlong, key=lambda prompt: len(prompt.ids)), limit)
-    count = f"{len(overlong)} of {len(prompts)} prompts over {limit} tokens (longest {longest})"
-    if may_drop:
+    limit = config.data.max_start_length
+    count = f"{len(overlong)} of {num_rows} prompts over {limit} tokens (longest {longest})"
+    if config.data.filter_overlong_prompts and is_any_kept:
         logger.warning("left out %s: data.max_start_length=%d", count, limit)
         return
-    first = ", ".join(prompt.uid for prompt in overlong[:5])
+    first = ", ".join(overlong[:5])
     fix = f"raise data.max_start_length to {longest}, or shorten these rows"
     raise DataError(explain("data.max_start_length", f"{count}: {first}", "prompts that fit", fix))
 

@@ -6,17 +6,14 @@ numbered from 0 within their file, and every error names file and row. `read_rec
 any format. This module needs no tokenizer.
 """
 
-import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
-import pyarrow
-import pyarrow.parquet
-
+from verl.data.parquet import read_parquet
+from verl.data.records import BadRow, Record, read_jsonl, short_repr
 from verl.data.values import (
     MISSING_CELLS,
     Unreadable,
@@ -25,10 +22,6 @@ from verl.data.values import (
     read_answers,
 )
 from verl.errors import DataError, explain
-from verl.files import MAX_CHARS
-
-ROWS_AT_ONCE = 4096
-"""Number of parquet rows that are converted to Python objects at a time."""
 
 Message = Mapping[str, str]
 
@@ -51,29 +44,6 @@ class Row:
     @property
     def uid(self) -> str:
         return f"{self.file}#{self.number}"
-
-
-@dataclass(frozen=True)
-class BadRow:
-    """A row that cannot be used, and the reason."""
-
-    file: str
-    number: int
-    """Row number within the file, from 0; in jsonl the line number, including blank lines."""
-    problem: str
-    """Error message for the user: file, row, what was got, what was expected, and the fix."""
-
-    @classmethod
-    def at(
-        cls, file: str, number: int, part: str, got: object, expected: str, fix: str = ""
-    ) -> Self:
-        """Return the error about one `part` of a row ("" for the whole row)."""
-        where = f"{file}, row {number} (counted from 0){f', {part}' if part else ''}"
-        return cls(file, number, explain(where, got, expected, fix or "correct or drop the row"))
-
-
-Record = tuple[int, Any]
-"""A row's number, and its content, which is a `BadRow` if it cannot be used."""
 
 
 def file_list(files: str | Sequence[str]) -> list[str]:
@@ -109,18 +79,22 @@ def scan_rows(files: str | Sequence[str], prompt_key: str = "prompt") -> Iterato
     names = [Path(path).name for path in paths]
     for path, name in zip(paths, names, strict=True):
         shown = name if names.count(name) == 1 else path
-        for number, record in read_records(path, (prompt_key, "data_source", "reward_model")):
+        required = (prompt_key, "data_source", "reward_model")
+        for number, record in read_records(path, required, (*required, "extra_info", "question")):
             if isinstance(record, BadRow):
                 yield record
             else:
                 yield _check_row(record, path, shown, number, prompt_key)
 
 
-def read_records(path: str, columns: Sequence[str] = ()) -> Iterator[Record]:
+def read_records(
+    path: str, required: Sequence[str] = (), wanted: Sequence[str] | None = None
+) -> Iterator[Record]:
     """Yield the rows of a parquet or jsonl file in order, unreadable ones as `BadRow`.
 
-    Raises DataError for a file that is missing, unreadable, empty or in another format, and for a
-    parquet file that lacks one of `columns`.
+    Of a parquet file, the columns `wanted` are read, or all. Raises DataError for a file that is
+    missing, unreadable, empty or in another format, and for a parquet file that lacks one of the
+    `required` columns.
     """
     suffix = Path(path).suffix
     if suffix not in (".parquet", ".jsonl"):
@@ -131,69 +105,12 @@ def read_records(path: str, columns: Sequence[str] = ()) -> Iterator[Record]:
         fix = "correct the path, or get the file (docs/data.md; example/data has some)"
         raise DataError(explain(path, got, "a file of questions", fix))
     is_empty = True
-    for record in _read_parquet(path, columns) if suffix == ".parquet" else read_jsonl(path):
+    is_parquet = suffix == ".parquet"
+    for record in read_parquet(path, required, wanted) if is_parquet else read_jsonl(path):
         is_empty = False
         yield record
     if is_empty:
         raise DataError(explain(path, "no rows", "at least one", "build the file again"))
-
-
-def short_repr(value: object) -> str:
-    """Return the repr of a value for an error message, cut to 80 characters."""
-    text = "nothing" if value is None else repr(value)
-    return text if len(text) <= 80 else text[:79] + "…"
-
-
-def _read_parquet(path: str, columns: Sequence[str]) -> Iterator[Record]:
-    try:
-        table = pyarrow.parquet.read_table(path)
-    except (pyarrow.ArrowException, OSError) as error:
-        fix = "download or build it again"
-        raise DataError(explain(path, str(error).split("\n")[0], "a parquet file", fix)) from error
-    for column in columns:
-        if column not in table.column_names:
-            got = f"columns {', '.join(table.column_names)}"
-            fix = "see docs/data.md for the row format (data.prompt_key renames prompt)"
-            raise DataError(explain(path, got, f"a column {column}", fix))
-    start = 0
-    for batch in table.to_batches(max_chunksize=ROWS_AT_ONCE):
-        yield from _rows_of(batch, path, start)
-        start += batch.num_rows
-
-
-def _rows_of(batch: pyarrow.RecordBatch, path: str, start: int) -> Iterator[Record]:
-    """Yield the rows of a batch; a row that cannot be converted to Python objects is a `BadRow`."""
-    try:
-        yield from enumerate(batch.to_pylist(), start)
-    except (ValueError, OverflowError) as error:
-        if batch.num_rows == 1:
-            yield start, BadRow.at(path, start, "", str(error), "text in UTF-8, dates of our era")
-            return
-        for offset in range(batch.num_rows):
-            yield from _rows_of(batch.slice(offset, 1), path, start + offset)
-
-
-def read_jsonl(path: str) -> Iterator[Record]:
-    """Yield (line number from 0, row) of a jsonl file, without blank lines. Raises DataError."""
-    try:
-        with open(path, "rb") as lines:
-            for number, line in enumerate(iter(partial(lines.readline, MAX_CHARS), b"")):
-                if line.strip():
-                    yield number, _parse_line(path, number, line)
-    except OSError as error:
-        fix = "correct the path or its permissions"
-        raise DataError(explain(path, error, "a readable file", fix)) from error
-
-
-def _parse_line(path: str, number: int, line: bytes) -> Any:
-    try:
-        row = json.loads(line)
-        if rb"\u" in line:  # JSON escapes can denote half a character, which UTF-8 cannot encode
-            json.dumps(row, ensure_ascii=False).encode()
-        return row
-    except (ValueError, RecursionError) as error:  # invalid JSON, not UTF-8, or nested too deep
-        fix = f"correct line {number + 1}"
-        return BadRow.at(path, number, "", str(error), "a JSON object in UTF-8", fix)
 
 
 def _check_row(record: Any, path: str, name: str, number: int, prompt_key: str) -> Row | BadRow:

@@ -22,9 +22,9 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
-from verl.data.rows import BadRow, read_jsonl
+from verl.data.records import BadRow, read_jsonl
 from verl.errors import ConfigError, DataError, explain
-from verl.files import atomic_write, move_aside
+from verl.files import MAX_CHARS, atomic_write, move_aside
 from verl.rewards.interface import Reward
 from verl.types import Origin, Prompt, Segment, Status, Trajectory, TrajectoryKey
 
@@ -179,7 +179,7 @@ def read_rows(directory: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _read_step_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    for number, row in read_jsonl(str(path)):
+    for number, row in read_jsonl(str(path), MAX_CHARS):
         if isinstance(row, BadRow):
             raise DataError(f"{row.problem}, or delete the file")
         yield f"{path} line {number + 1}", row

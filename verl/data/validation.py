@@ -7,6 +7,7 @@ some file or row cannot; 2: a wrong command line or model.
 
 import argparse
 import dataclasses
+import hashlib
 import json
 import sys
 from collections import Counter, defaultdict
@@ -18,11 +19,16 @@ import numpy as np
 from verl import model_files
 from verl.config import DataConfig
 from verl.data.prompts import Tokenizer, render
-from verl.data.rows import BadRow, Row, scan_rows
+from verl.data.records import BadRow
+from verl.data.rows import Row, scan_rows
 from verl.data.values import can_be_given
-from verl.errors import DataError, ModelError
+from verl.errors import DataError, ModelError, shortened
 
 PERCENTILES = (50, 95, 99)
+MAX_SHOWN = 20_000
+"""Characters of the prompt that is shown, and its tokens; the rest is cut."""
+MAX_COUNTED = 2**17
+"""Tokens up to which prompts are counted; those over twice as many count as about that."""
 BUDGETS = (256, 512, 1024, DataConfig.max_start_length, 4096)
 
 
@@ -90,53 +96,63 @@ def validate(
     prompt_key: str = "prompt",
 ) -> Report:  # fmt: skip
     """Check every row of every file; counts the prompts over each of `budgets`, in tokens."""
-    reports, rows = list[FileReport](), list[Row]()
-    prompts: list[tuple[int, ...]] = []
-    for file in dict.fromkeys(files):
-        report, file_rows, file_prompts = _read_file(file, prompt_key, tokenizer)
-        reports.append(report)
-        rows += file_rows
-        prompts += file_prompts
-    if not rows:
-        return Report(tuple(reports), (), None)
-    texts = [_plain_text(row) for row in rows]
-    uids_by_text: dict[str, list[str]] = defaultdict(list)
-    for row, text in zip(rows, texts, strict=True):
-        uids_by_text[text].append(row.uid)
-    repeated = tuple(DuplicatePrompt(tuple(u)) for u in uids_by_text.values() if len(u) > 1)
-    if tokenizer is None:
-        lengths, sample = _lengths("characters", [len(text) for text in texts], ()), texts[0]
-    else:
-        lengths = _lengths("tokens", [len(ids) for ids in prompts], budgets)
-        sample = tokenizer.decode(list(prompts[0]))
-    return Report(tuple(reports), repeated, lengths, rows[0].uid, sample)
+    prompts = _Prompts(tokenizer, max((*budgets, MAX_COUNTED)))
+    reports = tuple(_read_file(file, prompt_key, prompts) for file in dict.fromkeys(files))
+    if not prompts.lengths:
+        return Report(reports, (), None)
+    repeated = tuple(DuplicatePrompt(tuple(u)) for u in prompts.uids.values() if len(u) > 1)
+    unit = "characters" if tokenizer is None else "tokens"
+    lengths = _lengths(unit, prompts.lengths, () if tokenizer is None else budgets)
+    return Report(reports, repeated, lengths, *prompts.first)
 
 
-def _read_file(
-    file: str, prompt_key: str, tokenizer: Tokenizer | None
-) -> tuple[FileReport, list[Row], list[tuple[int, ...]]]:
-    """Return a file's report, its valid rows and, with a tokenizer, the ids of their prompts."""
+class _Prompts:
+    """What the report says of the prompts of valid rows; the rows themselves are not kept."""
+
+    def __init__(self, tokenizer: Tokenizer | None, max_counted: int) -> None:
+        self._tokenizer, self._max_counted = tokenizer, max_counted
+        self.lengths: list[int] = []
+        self.uids: dict[bytes, list[str]] = defaultdict(list)
+        """The rows of each prompt, by a hash of its text."""
+        self.first = ("", "")
+        """The uid of the first row, and its prompt as the model reads it."""
+
+    def add(self, row: Row) -> None:
+        """Note a row. Raises DataError if the chat template rejects its messages."""
+        text = _plain_text(row)
+        ids: Sequence[int] = ()
+        if self._tokenizer is not None:
+            ids = render(row, self._tokenizer, limit=self._max_counted).ids
+        if not self.lengths:
+            beginning = ids[:MAX_SHOWN]
+            shown = self._tokenizer.decode(list(beginning)) if self._tokenizer else text
+            rest = "…" if len(shown) > MAX_SHOWN or len(ids) > MAX_SHOWN else ""
+            self.first = (row.uid, shown[:MAX_SHOWN] + rest)
+        self.lengths.append(len(text if self._tokenizer is None else ids))
+        self.uids[hashlib.blake2b(text.encode(), digest_size=16).digest()].append(row.uid)
+
+
+def _read_file(file: str, prompt_key: str, prompts: _Prompts) -> FileReport:
+    """Return a file's report, and note the prompts of its valid rows."""
     problem, bad_rows = None, list[BadRow]()
-    rows, prompts = list[Row](), list[tuple[int, ...]]()
+    sources, num_hopeless = Counter[str](), 0
     try:
         for row in scan_rows(file, prompt_key):
             if isinstance(row, BadRow):
                 bad_rows.append(row)
                 continue
-            row = replace(row, file=file)
             try:
-                if tokenizer is not None:
-                    prompts.append(render(row, tokenizer).ids)
-                rows.append(row)
+                prompts.add(replace(row, file=file))
             except DataError as error:  # the chat template rejects the messages
                 bad_rows.append(BadRow(file, row.number, str(error)))
+                continue
+            sources[row.data_source] += 1
+            num_hopeless += not any(map(can_be_given, row.ground_truth))
     except DataError as error:
         problem = str(error)
-    sources = dict(sorted(Counter(row.data_source for row in rows).items()))
-    hopeless = sum(not any(map(can_be_given, row.ground_truth)) for row in rows)
-    num_rows = len(bad_rows) + len(rows)
-    report = FileReport(file, problem, num_rows, sources, tuple(bad_rows), hopeless)
-    return report, rows, prompts
+    num_rows = len(bad_rows) + sources.total()
+    by_name = dict(sorted(sources.items()))
+    return FileReport(file, problem, num_rows, by_name, tuple(bad_rows), num_hopeless)
 
 
 def _lengths(unit: str, counts: Sequence[int], budgets: Sequence[int]) -> Lengths:
@@ -209,7 +225,7 @@ def lines(report: Report) -> Iterator[str]:
 
 
 def _file_lines(file: FileReport) -> Iterator[str]:
-    sources = ", ".join(f"{name} {count}" for name, count in file.data_sources.items())
+    sources = shortened(", ".join(f"{n} {count}" for n, count in file.data_sources.items()), 1000)
     yield f"{file.file}: {file.num_rows} rows, {len(file.bad_rows)} bad; {sources or 'none sound'}"
     yield from (f"  bad: {row.problem}" for row in file.bad_rows)
     if file.num_hopeless:

@@ -11,9 +11,10 @@ from typing import Any
 
 from verl.data import Tokenizer, render
 from verl.data.prompts import encode_within
-from verl.data.rows import BadRow, Row, parse_prompt, read_jsonl
+from verl.data.records import MAX_QUOTE, BadRow, read_jsonl, short_repr
+from verl.data.rows import Row, parse_prompt
 from verl.data.trajectories import TOKENIZER, fingerprint
-from verl.errors import DataError, explain
+from verl.errors import DataError, explain, shortened
 from verl.types import Origin, Prompt, Segment, Trajectory
 
 ORIGINS = {"policy": Origin.POLICY, "observation": Origin.OBSERVATION}
@@ -54,7 +55,8 @@ def load_demonstrations(
                 row = Row(file.name, number, parse_prompt(record["prompt"]), "sft", ())
                 trajectory = _text_row(row, record["segments"], tokenizer, end_of_turn, max_length)
         except (KeyError, TypeError, ValueError) as error:
-            got = error if isinstance(error, _Malformed) else f"{type(error).__name__} {error}"
+            is_ours = isinstance(error, _Malformed)
+            got = shortened(error if is_ours else f"{type(error).__name__} {error}", MAX_QUOTE)
             raise DataError(explain(location, got, form, "correct the row")) from error
         if trajectory.num_tokens > max_length:
             fix = "raise max_length or drop the row"
@@ -70,7 +72,9 @@ def _check_tokenizer(location: str, recorded: object, own: str) -> None:
     if recorded != own:
         fix = "set model_path to the model whose run made the rows, or to one with its tokenizer"
         expected = f"{own[:12]}…, the tokenizer of model_path: other tokenizers use other ids"
-        raise DataError(explain(location, f"ids of tokenizer {recorded}", expected, fix))
+        raise DataError(
+            explain(location, f"ids of tokenizer {short_repr(recorded)}", expected, fix)
+        )
 
 
 def _exact_row(uid: str, parts: Any, tokenizer: Tokenizer, end: str) -> Trajectory:
