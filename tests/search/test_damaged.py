@@ -229,11 +229,14 @@ FAISS = {
     "nan-first": index_of(at(0, NAN)),
     "nan-last": index_of(at(-1, NAN)),
     "infinite": index_of(at(3, np.inf)),
+    "other-order": index_of(lambda rows: rows[::-1].copy()),
     "binary": lambda path: faiss.write_index_binary(faiss.IndexBinaryFlat(64), str(path)),
 }
 INDEX_TYPES = {
     "nan-hnsw": index_of(at(3, NAN), "HNSW4"),
     "nan-ivf": index_of(at(3, NAN), "IVF1,Flat"),
+    "infinite-half": index_of(at(3, np.inf), "SQfp16"),
+    "other-order-hnsw": index_of(lambda rows: rows[::-1].copy(), "HNSW4"),
     "ids-map": index_of(lambda rows: rows, "IDMap,Flat"),
     "ids-ivf": ids_beyond,
 }

@@ -12,7 +12,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
+
 from search_r1.search.backends.base import stage
+from search_r1.search.backends.own_rows import check_own_rows
 from search_r1.search.corpus import Corpus
 from search_r1.search.encoder import Encoder, open_encoder
 from search_r1.search.encoders.families import Vectors
@@ -61,12 +64,23 @@ class DenseRetriever:
         if not queries:
             return []
         with stage("encode"):
-            vectors = self._encoder.encode_queries(queries)
+            vectors = self._encode(queries)
         with stage("search"):
             scores, rows = self._index.search(vectors, k)
         with stage("documents"):
             documents = iter(self.corpus.documents([row for ranked in rows for row in ranked]))
             return [[Hit(next(documents), score) for score in ranked] for ranked in scores]
+
+    def _encode(self, queries: Sequence[str]) -> Vectors:
+        """Return vectors (num_queries, dim); raises SetupError for one that is not finite."""
+        vectors = self._encoder.encode_queries(queries)
+        bad = np.flatnonzero(~np.isfinite(vectors).all(axis=1))
+        if len(bad):
+            raise SetupError(
+                f"encoder {self._encoder.name}: got a vector that is not finite for the query "
+                f"{queries[bad[0]][:80]!r}, expected numbers; fix: --encoder_dtype float32"
+            )
+        return vectors
 
     def info(self) -> dict[str, Any]:
         index = {**self._index.info(), "index": self._digest}
@@ -87,6 +101,7 @@ def open_dense(
     encoder = open_encoder(config.encoder)
     check(path, index, corpus, encoder)
     index.load(corpus, encoder)
+    check_own_rows(config.retriever_name, path, index, corpus, encoder)
     return DenseRetriever(config.retriever_name, index, index_digest(file), corpus, encoder)
 
 

@@ -4,18 +4,17 @@ Scores are inner products, or negative squared distances if the index was made f
 """
 
 import logging
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import faiss
 import numpy as np
-import numpy.typing as npt
 
 from search_r1.search.backends.base import Retriever
 from search_r1.search.backends.dense import open_dense
-from search_r1.search.backends.flat_file import FlatFile, check_finite, is_flat
-from search_r1.search.checksums import sample_indices
+from search_r1.search.backends.faiss_child import reason_of, try_in_child
+from search_r1.search.backends.faiss_rows import Rows, check_rows
+from search_r1.search.backends.flat_file import FlatFile, is_flat
 from search_r1.search.corpus import Corpus
 from search_r1.search.encoder import Encoder
 from search_r1.search.encoders.families import Vectors
@@ -24,7 +23,6 @@ from search_r1.search.settings import FaissConfig, RetrieverConfig
 
 logger = logging.getLogger(__name__)
 
-Rows = npt.NDArray[np.int64]
 METRICS = {faiss.METRIC_INNER_PRODUCT: "ip", faiss.METRIC_L2: "l2"}
 BLAS_QUERIES = 4
 """Minimum number of queries for which a Flat index multiplies matrices. FAISS 1.15 defaults to
@@ -39,8 +37,12 @@ RESCORE_QUERIES = 64
 class FaissIndex:
     """A FAISS index; its results do not depend on how queries are batched."""
 
-    def __init__(self, index: Any, config: FaissConfig) -> None:
-        """Apply the search parameters; raises SetupError for one that the index does not have."""
+    def __init__(self, index: Any, config: FaissConfig, path: Path) -> None:
+        """Apply the search parameters; raises SetupError for one that the index does not have.
+
+        `path`: the file of the index, for messages.
+        """
+        self._path = path
         _set_parameter(index, "nprobe", "nprobe", config.nprobe)
         _set_parameter(index, "ef_search", "efSearch", config.ef_search)
         self.num_rows, self.dim = int(index.ntotal), int(index.d)
@@ -58,24 +60,31 @@ class FaissIndex:
         self._index, self._use_gpus = index, config.faiss_gpu
 
     @classmethod
-    def open(cls, path: Path, config: FaissConfig, *, whole: bool = False) -> "FaissIndex":
-        """Memory-map the file; raises SetupError, or IndexMismatch for invalid vectors or ids."""
+    def open(
+        cls, path: Path, config: FaissConfig, *, whole: bool = False, checked: bool = False
+    ) -> "FaissIndex":
+        """Memory-map the file; raises SetupError, or IndexMismatch for invalid vectors or ids.
+
+        `whole`: check all of its vectors, not a sample; `checked`: neither, since `try_in_child`
+        has done so.
+        """
         if is_flat(path):
             FlatFile.open(path).check_finite(whole=whole)
         try:
             index = faiss.read_index(str(path), faiss.IO_FLAG_MMAP_IFC)
         except (RuntimeError, MemoryError) as error:
             raise SetupError(
-                f"{path} cannot be read by FAISS ({error}); expected a complete index file: "
-                "build or download it again"
+                f"{path} cannot be read by FAISS ({reason_of(error)}); expected a complete index "
+                "file: build or download it again"
             ) from error
         if index.metric_type not in METRICS:
             raise SetupError(
-                f"{path} has FAISS metric {index.metric_type}; expected inner product or L2"
+                f"{path} has FAISS metric {index.metric_type}; expected inner product (0) or L2 "
+                "(1): build it again with index_builder"
             )
-        if not is_flat(path):
-            _check_rows(path, index, whole)
-        return cls(index, config)
+        if not is_flat(path) and not checked:
+            check_rows(path, index, whole)
+        return cls(index, config, path)
 
     def load(self, corpus: Corpus, encoder: Encoder) -> None:
         """Move the index to the GPUs if configured; raises SetupError if there are none."""
@@ -86,12 +95,24 @@ class FaissIndex:
         return self._facts
 
     def search(self, queries: Vectors, k: int) -> tuple[list[list[float]], list[list[int]]]:
+        """Return scores and rows; raises SetupError, or IndexMismatch for an infinite score."""
         num_candidates = min(k + MARGIN if self._is_exact else k, self.num_rows)
-        scores, rows = self._index.search(queries, num_candidates)
+        try:
+            scores, rows = self._index.search(queries, num_candidates)
+        except (RuntimeError, MemoryError) as error:
+            raise SetupError(
+                f"{self._path} cannot be searched by FAISS ({reason_of(error)}); expected an index "
+                "of a kind that searches alone, such as Flat, HNSW or IVF: build it again"
+            ) from error
         if self._is_exact:
             scores = self._exact_scores(queries, rows)
         elif self.metric == "l2":
             scores = -scores
+        if len(bad := rows[(rows >= 0) & ~np.isfinite(scores)]):
+            raise IndexMismatch(
+                f"{self._path} row {bad[0]} (from 0): got a score that is not finite, expected "
+                "numbers; fix: encode the corpus again"
+            )
         ranked = [_rank(*pair, k) for pair in zip(scores, rows, strict=True)]
         return [s for s, _ in ranked], [r for _, r in ranked]
 
@@ -109,73 +130,6 @@ class FaissIndex:
             terms = query * vectors if self.metric == "ip" else -np.square(query - vectors)
             scores[block] = terms.sum(axis=2)
         return scores
-
-
-def _check_rows(path: Path, index: Any, whole: bool) -> None:
-    """Raise IndexMismatch for invalid vectors or ids; checks samples unless `whole`."""
-    count = int(index.ntotal)
-    inverted: Any = faiss.try_extract_index_ivf(index)
-    ids = _own_ids(index)
-    if inverted is not None:
-        ids += _check_lists(path, inverted, whole)
-    elif not ids:
-        _check_vectors(path, index, sample_indices(count, whole=whole))
-    if any(((part < 0) | (part >= count)).any() for part in ids):
-        raise IndexMismatch(
-            f"{path}: got ids outside of its {count} rows, expected the row numbers of the corpus, "
-            "from 0 on; fix: add the vectors in the order of the corpus, without ids"
-        )
-    if inverted is not None and (num_listed := inverted.invlists.compute_ntotal()) != count:
-        raise IndexMismatch(
-            f"{path}: got {num_listed} of {count} vectors in its lists, expected all: FAISS drops "
-            "vectors that are not finite; fix: encode the corpus again"
-        )
-
-
-def _own_ids(index: Any) -> list[Rows]:
-    """Return the ids that the index or an index inside of it maps its rows to, if any."""
-    ids = []
-    while True:
-        if hasattr(index, "id_map"):
-            ids.append(faiss.vector_to_array(index.id_map))
-        inner = getattr(index, "index", None) or getattr(index, "base_index", None)
-        if not isinstance(inner, faiss.Index):
-            return ids
-        index = faiss.downcast_index(inner)
-
-
-def _check_lists(path: Path, inverted: Any, whole: bool) -> list[Rows]:
-    """Raise IndexMismatch for invalid vectors in the lists of an IVF index; returns their ids.
-
-    Codes of fast-scan indexes are packed across vectors: FAISS would read a single one from memory
-    that is not its own, so only their ids are checked.
-    """
-    lists, ids = inverted.invlists, []
-    is_packed = isinstance(faiss.downcast_index(inverted), faiss.IndexIVFFastScan)
-    vector = np.empty(inverted.d, dtype=np.float32)
-    for list_id in sample_indices(inverted.nlist, whole=whole):
-        size = lists.list_size(list_id)
-        if not size:
-            continue
-        list_ids = faiss.rev_swig_ptr(lists.get_ids(list_id), size).copy()
-        ids.append(list_ids)
-        for offset in () if is_packed else sample_indices(size, whole=whole):
-            try:
-                inverted.reconstruct_from_offset(list_id, offset, faiss.swig_ptr(vector))
-            except RuntimeError:  # this kind of index keeps nothing that a vector is read from
-                return ids
-            check_finite(path, int(list_ids[offset]), vector[None])
-    return ids
-
-
-def _check_vectors(path: Path, index: Any, rows: Iterable[int]) -> None:
-    """Raise IndexMismatch for a vector that is not finite, if vectors can be read."""
-    for row in rows:
-        try:
-            vector = index.reconstruct(row)
-        except RuntimeError:  # hashes, for example
-            return
-        check_finite(path, row, vector[None])
 
 
 def _rank(scores: Vectors, rows: Rows, k: int) -> tuple[list[float], list[int]]:
@@ -241,14 +195,17 @@ def _to_gpus(index: Any) -> Any:
         return faiss.index_cpu_to_all_gpus(index, co=options)
     except RuntimeError as error:
         raise SetupError(
-            f"--faiss_gpu cannot move this {type(index).__name__} to GPUs ({error}); expected "
-            "enough GPU memory, and a kind of index that FAISS supports on GPUs (Flat, IVF with "
-            "Flat, SQ or PQ): leave --faiss_gpu out"
+            f"--faiss_gpu cannot move this {type(index).__name__} to GPUs ({reason_of(error)}); "
+            "expected enough GPU memory, and a kind of index that FAISS supports on GPUs (Flat, "
+            "IVF with Flat, SQ or PQ): leave --faiss_gpu out"
         ) from error
 
 
 def open_retriever(config: RetrieverConfig) -> Retriever:
     def open_index(file: Path) -> FaissIndex:
-        return FaissIndex.open(file, config.faiss, whole=config.verify)
+        is_tried = not is_flat(file)
+        if is_tried:
+            try_in_child(file, config.faiss, whole=config.verify)
+        return FaissIndex.open(file, config.faiss, whole=config.verify, checked=is_tried)
 
     return open_dense(config, open_index)

@@ -97,13 +97,13 @@ def read_shape(path: Path) -> tuple[int, int, str]:
     header = _read_header(path)
     kind, expected = header[:4], HEADER.size
     if kind not in KINDS:
-        raise SetupError(_wrong_kind(path, kind))
+        raise SetupError(_wrong_kind(path, header))
     if len(header) == HEADER.size:
         _, dim, num_rows, _, _, _, metric, count = HEADER.unpack(header)
         if metric not in METRICS or KINDS[kind] not in (None, metric):
             raise SetupError(
                 f"{path} is a Flat index of FAISS metric {metric}; expected inner product (0) or "
-                "L2 (1): build it again with index_builder, or search it with --dense_engine faiss"
+                "L2 (1), with either --dense_engine: build it again with index_builder"
             )
         if dim < 1 or num_rows < 0 or count != dim * num_rows:
             raise SetupError(
@@ -134,15 +134,19 @@ def _read_header(path: Path) -> bytes:
         ) from error
 
 
-def _wrong_kind(path: Path, kind: bytes) -> str:
+def _wrong_kind(path: Path, header: bytes) -> str:
+    kind = header[:4]
     name = next((text for prefix, text in OTHER_KINDS.items() if kind.startswith(prefix)), None)
     if name is None:
         return (
             f"{path} begins with {kind!r}, which no FAISS index does; expected a Flat index "
             "(IxFI, IxF2): give the right --index_path, or download the file again"
         )
+    # Kinds of float vectors begin with the fields of a Flat index, up to the metric.
+    metric = HEADER.unpack(header)[6] if len(header) == HEADER.size else None
+    is_served = not kind.startswith(b"IB") and metric in METRICS
+    advice = "use --dense_engine faiss, or build one with" if is_served else "build one with"
     return (
         f"{path} is a FAISS index of kind {kind.decode(errors='replace')!r}, {name}; the torch "
-        "backend expects a Flat index (IxFI, IxF2): use --dense_engine faiss, or build one with "
-        "--faiss_type Flat"
+        f"backend expects a Flat index (IxFI, IxF2): {advice} --faiss_type Flat"
     )

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from search_r1.search.backends.dense import VECTORS_NAME, probe
+from search_r1.search.backends.faiss_child import reason_of
 from search_r1.search.backends.faiss_index import check_gpu
 from search_r1.search.corpus import Corpus
 from search_r1.search.encoder import Encoder, HashEncoder, open_encoder
@@ -174,11 +175,10 @@ def check_factory(factory: str, dim: int, count: int) -> None:
     try:
         _try_factory(factory, dim, count)
     except RuntimeError as error:
-        reason = str(error).strip().splitlines()[-1]
         raise SetupError(
-            f"--faiss_type {factory} cannot be made for {dim} dimensions ({reason}); expected a "
-            "FAISS factory such as Flat, HNSW64, SQ8, IVF4096,Flat or IVF4096,PQ64, where the "
-            "number after PQ divides the dimensions"
+            f"--faiss_type {factory} cannot be made for {dim} dimensions "
+            f"({reason_of(error)}); expected a FAISS factory such as Flat, HNSW64, SQ8, "
+            "IVF4096,Flat or IVF4096,PQ64, where the number after PQ divides the dimensions"
         ) from error
     min_count = MIN_POINTS * num_centroids(factory)
     if count < min_count:

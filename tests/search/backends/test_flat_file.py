@@ -94,6 +94,21 @@ def test_other_indexes_are_named(tmp_path: Path, factory: str, named: str) -> No
         read_shape(path)
 
 
+@pytest.mark.parametrize("metric", [faiss.METRIC_L1, faiss.METRIC_Linf, faiss.METRIC_Canberra])
+def test_no_engine_is_named_for_what_none_reads(metric: int, tmp_path: Path) -> None:
+    """FAISS has metrics, and indexes of bits, that neither of our engines searches."""
+    flat, graph = faiss.IndexFlat(4, metric), faiss.IndexHNSWFlat(4, 4, metric)
+    paths = [tmp_path / "flat", tmp_path / "graph", tmp_path / "binary"]
+    for index, path in zip((flat, graph), paths, strict=False):
+        index.add(RNG.standard_normal((9, 4)).astype(np.float32))
+        faiss.write_index(index, str(path))
+    faiss.write_index_binary(faiss.IndexBinaryFlat(64), str(paths[-1]))
+    for path in paths:
+        with pytest.raises(SetupError, match=r"build (it|one)") as caught:
+            read_shape(path)
+        assert "--dense_engine faiss" not in str(caught.value)
+
+
 @pytest.mark.parametrize("keep", [20, 45, 100])
 def test_truncated_file_is_refused(tmp_path: Path, keep: int) -> None:
     """For an incomplete download, the error has the actual and the expected size."""
