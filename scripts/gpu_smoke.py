@@ -10,12 +10,14 @@ import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from scripts.gpu_checks.report import NOTE
 from scripts.gpu_checks.runner import Row, run_all
-from scripts.gpu_checks.table import ALL, CHECKS
+from scripts.gpu_checks.table import CHECKS
 
 MARKS = {True: "passed", False: "FAILED", None: "skipped"}
 
@@ -23,8 +25,9 @@ MARKS = {True: "passed", False: "FAILED", None: "skipped"}
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(prog="gpu_smoke", description=__doc__.splitlines()[0])
-    parser.add_argument("--only", nargs="+", choices=CHECKS, metavar="NAME", help="run only these")
-    parser.add_argument("--skip", nargs="+", choices=CHECKS, metavar="NAME", default=[])
+    names: dict[str, Any] = {"nargs": "+", "action": "extend", "choices": CHECKS, "metavar": "NAME"}
+    parser.add_argument("--only", **names, help="run only these, in this order")
+    parser.add_argument("--skip", **names, default=[], help="leave these out")
     parser.add_argument("--list", action="store_true", help="list the checks and exit")
     parser.add_argument("--out", type=Path, default=Path("runs/gpu_smoke"), help="folder of logs")
     parser.add_argument("--minutes", type=float, default=60.0, help="limit for all checks")
@@ -36,15 +39,16 @@ def summary(rows: Sequence[Row], console: Console) -> None:
     """Print the results as a table."""
     table = Table("check", "", "seconds", "")
     for row in rows:
-        table.add_row(row.name, MARKS[row.ok], f"{row.seconds:.0f}", row.error or row.skipped or "")
+        remark = row.error or row.skipped or str(row.figures.get(NOTE, ""))
+        table.add_row(row.name, MARKS[row.ok], f"{row.seconds:.0f}", remark)
     console.print(table)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit status."""
     options = parse(arguments)
-    names = set(options.only or CHECKS) - set(options.skip)
-    chosen = [check for check in ALL if check.name in names]
+    names = dict.fromkeys(options.only or CHECKS)  # each once, in the order of the command
+    chosen = [CHECKS[name] for name in names if name not in options.skip]
     if options.list:
         for check in chosen:
             sys.stdout.write(f"{check.name:15} {check.seconds:4.0f} s  {check.about}\n")

@@ -18,6 +18,7 @@ MAX_LEAK_MIB = 256.0
 
 def check(report: Report) -> None:
     """Kill the engine core of a GRPO run after its first step; device memory must not leak."""
+    report.need_vllm()
     before = used_mib() if report.on_card else 0.0
     with world(report) as inputs:
         options = ["actor_rollout_ref.rollout.enforce_eager=true"]

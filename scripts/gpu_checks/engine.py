@@ -57,6 +57,7 @@ class Played:
 
 def plain(report: Report, dtype: str, is_eager: bool) -> None:
     """Check an engine with whole weights: at start, after two weight updates, and after sleeps."""
+    report.need_vllm()
     shape = "0.5B" if report.on_card else "tiny"
     folders = [
         write_model(report.folder / name, shape, seed, report.device, dtype)
@@ -181,6 +182,7 @@ def used_mib() -> float:
 
 def adapter(report: Report) -> None:
     """Check an engine that loads an adapter trained by a rank."""
+    report.need_vllm()
     dtype = "bfloat16" if report.on_card else "float32"
     shape = "0.5B" if report.on_card else "tiny"
     model = write_model(report.folder / "model", shape, 0, report.device, dtype)

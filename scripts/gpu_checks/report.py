@@ -1,5 +1,6 @@
 """The report of one check: figures, failures, and the reason if the check was skipped."""
 
+import importlib.util
 import json
 import math
 import shutil
@@ -10,6 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from verl.files import atomic_write
+
+NOTE = "note"
+"""The figure that says what a check that passed has left out."""
 
 
 class Skipped(Exception):
@@ -43,6 +47,11 @@ class Report:
         """Raise Skipped with the reason `why` on a CPU."""
         if not self.on_card:
             raise Skipped(why)
+
+    def need_vllm(self) -> None:
+        """Raise Skipped if vLLM is not installed; one that cannot be imported fails the check."""
+        if importlib.util.find_spec("vllm") is None:
+            raise Skipped("vLLM is not installed here")
 
     def record(self, name: str, value: Any) -> None:
         """Record a figure without bounds."""

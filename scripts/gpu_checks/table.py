@@ -1,4 +1,4 @@
-"""The checks by name, in the order in which they run, and their time limits."""
+"""The checks by name, in the order in which all of them run, and their time limits."""
 
 import importlib
 from dataclasses import dataclass
@@ -39,6 +39,7 @@ ALL = [
     Check("speed", "speed", "check", 120, "1.5B and 3B: TFLOP/s, tokens/s, memory by estimate"),
     Check("engine-graphs", "engine", "graphs", 120, "vLLM with CUDA graphs: all of the below"),
     Check("train-grpo", "train", "grpo", 150, "train_grpo.sh: 3 steps, then resumed"),
+    Check("train-ipc", "train", "ipc", 80, "train_grpo.sh, weights by CUDA IPC on one card"),
     Check("engine-eager", "engine", "eager", 75, "vLLM: seeds, log-probs, reload, five sleeps"),
     Check("engine-float32", "engine", "float32", 75, "vLLM in float32 against the trainer"),
     Check("engine-adapter", "engine", "adapter", 75, "vLLM with a LoRA adapter"),

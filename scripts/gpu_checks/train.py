@@ -7,19 +7,21 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 
-from scripts.gpu_checks.report import Report, Skipped
+from scripts.gpu_checks.report import NOTE, Report, Skipped
 from scripts.gpu_checks.runner import ROOT, stop_tree
 from scripts.gpu_checks.world import write_demonstrations, write_model, write_questions
 from scripts.processes import run
 from search_r1.search.local_server import LocalServer
 
+TRANSFER = "timing_s/update_weights"
 MAX_MISMATCH = 0.02
 """Bound on the mean difference between the engine's and the trainer's log-probs in each step."""
 SMALL = {
@@ -112,6 +114,35 @@ def grpo(report: Report) -> None:
     """Check three steps with the recipe's settings (CUDA graphs), and a fourth after a resume."""
     with world(report) as inputs:
         steps_and_resume(report, Recipe(inputs, report.device, report.folder / "run", GRPO), 3)
+
+
+def ipc(report: Report) -> None:
+    """Check three steps whose weights pass from rank to engine within the card's memory."""
+    report.need_vllm()
+    if not report.on_card:
+        report.record(NOTE, "the same code through host memory: CUDA IPC was not run")
+    with world(report) as inputs:
+        options = ["actor_rollout_ref.rollout.weight_sync=ipc"]
+        recipe = Recipe(inputs, report.device, report.folder / "run", GRPO, options=options)
+        rows = recipe.finish(3)
+        check_metrics(report, "run", rows, [1, 2, 3])
+        check_transfers(report, inputs.model, [row for row in rows if row["step"] > 0])
+
+
+def check_transfers(report: Report, model: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Check that ranks sent every weight after each step; none is sent if files are written."""
+    sent = [row.get("perf/weights_sent_bytes", 0.0) for row in rows]
+    smallest = num_weights(model) * torch.bfloat16.itemsize
+    report.expect("sent_bytes_least", min(sent, default=0.0), above=smallest - 1)
+    for name in sorted({key for row in rows for key in row if key.startswith(TRANSFER)}):
+        report.record(f"{name}_each", [float(f"{row[name]:.4g}") for row in rows if name in row])
+
+
+def num_weights(model: Path) -> int:
+    """Count the weights in a model's file; a head that is the embedding is not in it twice."""
+    with safe_open(model / "model.safetensors", "pt") as file:
+        shapes = [file.get_slice(name).get_shape() for name in file.offset_keys()]
+    return sum(map(math.prod, shapes))
 
 
 def ppo(report: Report) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import subprocess
 import sys
@@ -9,10 +10,15 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
+from rich.console import Console
+from safetensors.torch import save_file
 
 from scripts import gpu_smoke
+from scripts.gpu_checks import train
+from scripts.gpu_checks.report import NOTE, Report, Skipped
 from scripts.gpu_checks.runner import Row, run_all, run_one
-from scripts.gpu_checks.table import ALL, Check
+from scripts.gpu_checks.table import ALL, CHECKS, Check
 from scripts.gpu_checks.world import small_run
 from verl.preflight.memory.check import undecided
 
@@ -80,15 +86,62 @@ def test_checks_without_time_are_named_and_the_run_is_no_success(
     assert "skipped" in printed.err
 
 
-def test_only_and_skip_choose_checks_in_their_own_order(capsys: pytest.CaptureFixture[str]) -> None:
-    """Two commands can divide the checks between them, and none is lost."""
-    first = ["environment", "speed", "attention"]
-    assert gpu_smoke.main(["--list", "--only", *first]) == 0
-    listed = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
-    assert listed == ["environment", "attention", "speed"]
-    gpu_smoke.main(["--list", "--skip", *first])
-    rest = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
-    assert sorted([*listed, *rest]) == sorted(check.name for check in ALL)
+def listed(capsys: pytest.CaptureFixture[str], *options: str) -> list[str]:
+    """Return the names of the checks that would run, in their order."""
+    assert gpu_smoke.main(["--list", *options]) == 0
+    return [line.split()[0] for line in capsys.readouterr().out.splitlines()]
+
+
+def test_only_keeps_the_order_given(capsys: pytest.CaptureFixture[str]) -> None:
+    """What matters most runs first, each check once, also if the option is repeated."""
+    first = ["speed", "train-ipc", "attention"]
+    assert listed(capsys, "--only", *first) == first
+    assert listed(capsys, "--only", "speed", "speed", "--only", "train-ipc", "attention") == first
+    assert listed(capsys, "--only", *first, "--skip", "train-ipc") == ["speed", "attention"]
+    assert listed(capsys) == [check.name for check in ALL]
+
+
+def test_two_commands_divide_the_checks_between_them(capsys: pytest.CaptureFixture[str]) -> None:
+    """What one runs the other skips, and none is lost."""
+    first = ["speed", "environment", "attention"]
+    both = [*listed(capsys, "--only", *first), *listed(capsys, "--skip", *first)]
+    assert sorted(both) == sorted(check.name for check in ALL)
+    rest = listed(capsys, "--skip", "speed", "--skip", "environment", "attention")
+    assert sorted([*first, *rest]) == sorted(both)
+
+
+@pytest.mark.parametrize("name", ["engine-eager", "engine-adapter", "train-ipc", "deaths"])
+def test_a_check_of_vllm_is_skipped_without_it(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It says why, and is never reported as passed; other engines cannot prove what it checks."""
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    with pytest.raises(Skipped, match="vLLM is not installed"):
+        CHECKS[name].run(Report(tmp_path, name, "cpu"))
+
+
+def test_the_check_of_ipc_fails_for_weights_that_were_not_sent(tmp_path: Path) -> None:
+    """Two bytes for each weight after each step; a run that writes files logs no sent bytes."""
+    model = tmp_path / "model"
+    model.mkdir()
+    save_file({"a": torch.zeros(3, 5), "b": torch.zeros(())}, model / "model.safetensors")
+    steps = [{"step": i, "perf/weights_sent_bytes": 32.0, "timing_s/update_weights/write": 0.5}
+             for i in (1, 2)]  # fmt: skip
+    whole, least, none = (Report(tmp_path, name, "cpu") for name in ("whole", "least", "none"))
+    train.check_transfers(whole, model, steps)
+    assert whole.failures == []
+    assert whole.figures["timing_s/update_weights/write_each"] == [0.5, 0.5]
+    train.check_transfers(least, model, [steps[0], steps[1] | {"perf/weights_sent_bytes": 31.0}])
+    train.check_transfers(none, model, [{"step": 1}])
+    assert [len(report.failures) for report in (least, none)] == [1, 1]
+
+
+def test_a_note_of_a_check_that_passed_is_in_the_table() -> None:
+    """A reader sees what a passed check has left out."""
+    printed = io.StringIO()
+    rows = [Row("train-ipc", True, 1.0, {NOTE: "not by CUDA IPC"})]
+    gpu_smoke.summary(rows, Console(file=printed, width=120))
+    assert "not by CUDA IPC" in printed.getvalue()
 
 
 def test_no_option_of_a_check_is_undecided() -> None:
@@ -125,6 +178,7 @@ def test_checks_pass_on_a_cpu_or_are_skipped(tmp_path: Path) -> None:
 def test_tiny_recipes_run_and_a_killed_engine_is_replaced(tmp_path: Path) -> None:
     """The policy searches with the real retriever; resumed steps follow those before."""
     pytest.importorskip("vllm")
-    rows = smoke(tmp_path, "train-ppo", "deaths")
+    rows = smoke(tmp_path, "train-ppo", "train-ipc", "deaths")
     assert rows["train-ppo"].figures["resumed_searches"] > 0
+    assert "CUDA IPC was not run" in rows["train-ipc"].figures[NOTE]
     assert rows["deaths"].figures["replica_restarts"] == 1
