@@ -72,15 +72,37 @@ OPTIONS
   [[ -z ${OUTPUT_DIR:-} ]] || echo "trainer.default_local_dir=$OUTPUT_DIR"
 }
 
+# chooses_engine OPTION...: whether an option names the engine, or recorded trajectories in its place.
+chooses_engine() {
+  local option
+  for option in "$@"; do
+    case ${option#"${option%%[^+]*}"} in
+      actor_rollout_ref.rollout.name=* | actor_rollout_ref.rollout.url=* | data.rollouts=*) return 0 ;;
+    esac
+  done
+  return 1
+}
+
 # train OPTION...: start training with the common options and OPTIONs; later values of a key win.
 # The program checks model, data, retriever and devices before it starts.
 train() {
-  if ! "$PYTHON" -c 'import sys, importlib.util as u
-sys.exit(any(u.find_spec(name) is None for name in ("hydra", "ray", "torch", "vllm")))'; then
-    echo "$PYTHON lacks the packages of training: run 'make install', or set PYTHON" >&2
+  local missing
+  if ! missing=$("$PYTHON" -c 'from importlib.util import find_spec
+print(*(name for name in ("hydra", "ray", "torch", "vllm") if find_spec(name) is None))'); then
+    echo "$PYTHON cannot be run: run 'make install', or set PYTHON" >&2
     return 2
   fi
   local common
   mapfile -t common < <(common_options)
+  if [[ $missing == vllm ]]; then
+    if ! chooses_engine "$@"; then
+      echo "vLLM is not installed in $PYTHON: using actor_rollout_ref.rollout.name=transformers, for" \
+        "small models only (one request at a time); 'make install' installs vLLM" >&2
+      common+=(actor_rollout_ref.rollout.name=transformers)
+    fi
+  elif [[ -n $missing ]]; then
+    echo "$PYTHON lacks the packages of training ($missing): run 'make install', or set PYTHON" >&2
+    return 2
+  fi
   exec "$PYTHON" -m "${ENTRY:-verl.trainer.main_ppo}" "${common[@]}" "$@"
 }

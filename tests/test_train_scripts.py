@@ -11,17 +11,28 @@ from verl.config import Config, cli
 
 ROOT = Path(__file__).parents[1]
 SHIM = """#!/bin/sh
-[ "$1" = -c ] && exit {status}
+[ "$1" = -c ] && echo {missing} && exit {status}
 printf '%s\\n' "$@"
 """
+ENGINE = "actor_rollout_ref.rollout.name"
 
 
 def arguments(
-    script: str, tmp_path: Path, *extra: str, has_packages: bool = True, **environment: str
+    script: str, tmp_path: Path, *extra: str, missing: str = "", **environment: str
 ) -> list[str]:
-    """Return the arguments that the script passes to python, with a python that prints them."""
+    """Return the arguments that the script passes to python, with a python that prints them.
+
+    `missing` names packages that this python lacks.
+    """
+    return run(script, tmp_path, *extra, missing=missing, **environment).stdout.splitlines()
+
+
+def run(
+    script: str, tmp_path: Path, *extra: str, missing: str = "", status: int = 0, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """Run the script with a python whose checks end with `status`. Raises RuntimeError."""
     shim = tmp_path / "python"
-    shim.write_text(SHIM.format(status=0 if has_packages else 1))
+    shim.write_text(SHIM.format(missing=missing, status=status))
     shim.chmod(0o755)
     clean = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "PYTHON": str(shim), **environment}
     done = subprocess.run(
@@ -34,7 +45,7 @@ def arguments(
     )
     if done.returncode:
         raise RuntimeError(f"{done.returncode}: {done.stderr}")
-    return done.stdout.splitlines()
+    return done
 
 
 def config_of(script: str, tmp_path: Path, *extra: str, **environment: str) -> Config:
@@ -167,8 +178,37 @@ def test_paths_of_a_run_stay_relative_to_the_caller(tmp_path: Path) -> None:
 
 def test_missing_packages_are_told_in_one_line(tmp_path: Path) -> None:
     """A python without the packages prints the fix instead of a traceback."""
-    with pytest.raises(RuntimeError, match=r"^2: .*lacks the packages .* 'make install'"):
-        arguments("train_grpo.sh", tmp_path, has_packages=False)
+    with pytest.raises(RuntimeError, match=r"^2: .*lacks the packages .*ray vllm.* 'make install'"):
+        run("train_grpo.sh", tmp_path, missing="ray vllm")
+    with pytest.raises(RuntimeError, match=r"^2: .*cannot be run: .* set PYTHON"):
+        run("train_grpo.sh", tmp_path, status=1)
+
+
+@pytest.mark.parametrize("script", ["train_ppo.sh", "train_grpo.sh"])
+def test_without_vllm_the_transformers_engine_is_taken_and_said(
+    script: str, tmp_path: Path
+) -> None:
+    """In one line on standard error; with vLLM nothing is said, and the default engine stays."""
+    done = run(script, tmp_path, missing="vllm")
+    assert (
+        cli.compose(done.stdout.splitlines()[2:]).actor_rollout_ref.rollout.name == "transformers"
+    )
+    assert done.stderr.count("\n") == 1 and f"{ENGINE}=transformers" in done.stderr
+    done = run(script, tmp_path)
+    assert cli.compose(done.stdout.splitlines()[2:]).actor_rollout_ref.rollout.name == "vllm"
+    assert done.stderr == ""
+
+
+@pytest.mark.parametrize(
+    "option",
+    [f"{ENGINE}=vllm", f"++{ENGINE}=mine.py:Engine", "data.rollouts=runs/a/rollouts",
+     "+actor_rollout_ref.rollout.url=http://a:8001"],
+)  # fmt: skip
+def test_without_vllm_the_users_engine_stays(option: str, tmp_path: Path) -> None:
+    """Neither an engine of the user, nor servers elsewhere, nor a run without one is replaced."""
+    done = run("train_grpo.sh", tmp_path, option, missing="vllm")
+    assert f"{ENGINE}=transformers" not in done.stdout.splitlines()
+    assert done.stderr == ""
 
 
 def test_entry_can_be_the_format_reward(tmp_path: Path) -> None:

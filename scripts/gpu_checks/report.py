@@ -50,7 +50,7 @@ class Report:
 
     def need_vllm(self) -> None:
         """Raise Skipped if vLLM is not installed; one that cannot be imported fails the check."""
-        if importlib.util.find_spec("vllm") is None:
+        if not has_vllm():
             raise Skipped("vLLM is not installed here")
 
     def record(self, name: str, value: Any) -> None:
@@ -93,6 +93,11 @@ class Report:
         content = {"figures": self.figures, "failures": self.failures, "skipped": self.skipped}
         with atomic_write(self._path) as part:
             part.write_text(json.dumps(content | {"done": done}))
+
+
+def has_vllm() -> bool:
+    """Whether vLLM is installed, whether or not it can be imported."""
+    return importlib.util.find_spec("vllm") is not None
 
 
 def _plain(value: Any) -> Any:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from scripts.gpu_checks.report import NOTE, Report, Skipped
+from scripts.gpu_checks.report import NOTE, Report, Skipped, has_vllm
 from scripts.gpu_checks.runner import ROOT, stop_tree
 from scripts.gpu_checks.world import write_demonstrations, write_model, write_questions
 from scripts.processes import run
@@ -178,6 +178,8 @@ GRPO, PPO = "train_grpo.sh", "train_ppo.sh"
 
 def steps_and_resume(report: Report, recipe: Recipe, steps: int) -> None:
     """Run `steps` steps, resume from the last checkpoint for one more step, and check both."""
+    if not has_vllm():
+        report.record(NOTE, "with the transformers engine, as vLLM is not installed")
     check_metrics(report, "run", recipe.finish(steps), list(range(1, steps + 1)))
     rows = recipe.finish(steps + 1, "trainer.resume_mode=auto")
     check_metrics(report, "resumed", rows, list(range(1, steps + 2)))
