@@ -87,8 +87,13 @@ chooses_engine() {
 # The program checks model, data, retriever and devices before it starts.
 train() {
   local missing
+  # Where the packages are, it also names misspelt variables of the environment.
   if ! missing=$("$PYTHON" -c 'from importlib.util import find_spec
-print(*(name for name in ("hydra", "ray", "torch", "vllm") if find_spec(name) is None))'); then
+missing = [name for name in ("hydra", "ray", "torch", "vllm") if find_spec(name) is None]
+print(*missing)
+if not {*missing} - {"vllm"}:
+    from search_r1.variables import warn_of_near_misses
+    warn_of_near_misses()'); then
     echo "$PYTHON cannot be run: run 'make install', or set PYTHON" >&2
     return 2
   fi

@@ -4,6 +4,7 @@ import importlib
 import sys
 from collections.abc import Sequence
 
+from search_r1.variables import warn_of_near_misses
 from verl.errors import did_you_mean
 from verl.logs import exit_status
 
@@ -43,6 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         fix = FALLEN.get(name) or did_you_mean(name, COMMANDS, "search-r1 --help lists them")
         sys.stderr.write(f"search-r1: got {name}, expected a command; fix: {fix}\n")
         return 2
+    warn_of_near_misses()
     # A command may return None for success, or raise SystemExit.
     return exit_status(lambda: importlib.import_module(COMMANDS[name][0]).main(others))
 

@@ -16,6 +16,7 @@ from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 import tyro
 
 from search_r1.plain import escape_controls
+from search_r1.variables import warn_of_near_misses
 from verl.bounds import FINITE, MAX_SEED, Bounds
 from verl.errors import explain
 from verl.logs import exit_status
@@ -110,6 +111,7 @@ def run(
     """
 
     def act() -> int:
+        warn_of_near_misses()
         parsed = parse(options, argv, prog=prog, description=description)
         module, _, name = target.partition(":")
         return int(getattr(importlib.import_module(module), name)(parsed))
