@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from search_r1.search.encoders.cuts import Cuts
 from search_r1.search.encoders.families import Vectors, family_of, model_name
 from search_r1.search.errors import SetupError, install_command
 from search_r1.search.settings import EncoderConfig
@@ -74,6 +75,7 @@ class PairEncoder:
         self.name = passages.name
         self.pooling, self.normalizes = passages.pooling, passages.normalizes
         self.query_prefix, self.passage_prefix = queries.query_prefix, passages.passage_prefix
+        self.cuts = (*cuts_of(queries)[:1], *cuts_of(passages)[1:])
         dims = [len(e.encode_passages(["a"])[0]) for e in (queries, passages)]
         if dims[0] != dims[1] or queries.normalizes != passages.normalizes:
             raise SetupError(
@@ -90,6 +92,11 @@ class PairEncoder:
 
     def info(self) -> dict[str, Any]:
         return {"queries": self._queries.info(), "passages": self._passages.info()}
+
+
+def cuts_of(encoder: Encoder) -> tuple[Cuts, ...]:
+    """Return what an encoder counts of queries and of passages; nothing if it has no limit."""
+    return getattr(encoder, "cuts", ())
 
 
 def open_encoder(config: EncoderConfig, max_length: int | None = None) -> Encoder:

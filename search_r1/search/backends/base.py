@@ -18,7 +18,8 @@ _collected: ContextVar[Seconds | None] = ContextVar("collected", default=None)
 class Retriever(Protocol):
     """A retriever backend; the server calls it from at most `num_threads` threads at once.
 
-    A backend may also have a `corpus` attribute, from which the server reads single documents.
+    A backend may also have a `corpus` attribute, from which the server reads single documents, and
+    `cuts`, the counts of texts that were longer than a model's input.
     """
 
     name: str

@@ -17,7 +17,7 @@ import numpy as np
 from search_r1.search.backends.base import stage
 from search_r1.search.backends.own_rows import check_own_rows
 from search_r1.search.corpus import Corpus
-from search_r1.search.encoder import Encoder, open_encoder
+from search_r1.search.encoder import Encoder, cuts_of, open_encoder
 from search_r1.search.encoders.families import Vectors
 from search_r1.search.errors import IndexMismatch, SetupError
 from search_r1.search.manifest import PROBE_TEXT, Manifest, check_files, locate, open_corpus
@@ -59,6 +59,7 @@ class DenseRetriever:
         self.name, self.num_documents = name, len(corpus)
         self.corpus, self._encoder = corpus, encoder
         self._index, self._digest = index, digest
+        self.cuts = cuts_of(encoder)
 
     def search(self, queries: Sequence[str], k: int) -> list[list[Hit]]:
         if not queries:

@@ -34,6 +34,7 @@ class RerankingRetriever:
         self.num_threads = retriever.num_threads
         self.num_documents = retriever.num_documents
         self.corpus = getattr(retriever, "corpus", None)
+        self.cuts = (*getattr(retriever, "cuts", ()), *getattr(scorer, "cuts", ()))
         self._retriever = retriever
         self._scorer = scorer
         self._retrieval_topk = retrieval_topk

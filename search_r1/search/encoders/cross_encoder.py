@@ -8,6 +8,7 @@ import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from search_r1.search.encoders import loading
+from search_r1.search.encoders.cuts import Cuts, count_longer
 from search_r1.search.encoders.families import model_name
 from search_r1.search.errors import SetupError
 from search_r1.search.settings import RerankConfig
@@ -34,6 +35,8 @@ class CrossEncoder:
             AutoTokenizer.from_pretrained(path, trust_remote_code=False), self._model.config
         )
         self._model.max_seq_length = min(config.reranker_max_length, limit)
+        self._cuts = Cuts("pairs", self._model.max_seq_length, "--reranker_max_length")
+        self.cuts = (self._cuts,)
         self._batch_size = config.reranker_batch_size
         self._facts = {
             "name": model_name(path),
@@ -52,6 +55,8 @@ class CrossEncoder:
 
     def scores(self, pairs: Sequence[tuple[str, str]]) -> list[float]:
         """Return the logit of each pair, in order; for two outputs, the log-odds of yes."""
+        num_cut = count_longer(self._model.tokenizer, pairs, self._cuts.limit)
+        self._cuts.add(len(pairs), num_cut)
         logits = self._model.predict(
             list(pairs),
             batch_size=self._batch_size,

@@ -14,11 +14,12 @@ import torch
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.modules import Normalize, Pooling, Transformer
 from torch.nn.utils.rnn import pad_sequence
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 from transformers.models.dpr.modeling_dpr import DPRContextEncoder
 from transformers.utils.hub import cached_file
 
 from search_r1.search.encoders import loading
+from search_r1.search.encoders.cuts import Cuts, count_cut, count_longer
 from search_r1.search.encoders.families import Family, Vectors, model_name
 from search_r1.search.errors import SetupError
 from search_r1.search.settings import EncoderConfig
@@ -74,12 +75,15 @@ class SentenceEncoder:
             limit = loading.longest_input(tokenizer, transformer.config)
         self._query_length = min(config.query_max_length, limit)
         self._passage_length = min(max_length or declared_length or limit, limit)
+        self._query_cuts = Cuts("queries", self._query_length, "--query_max_length")
+        self._passage_cuts = Cuts("passages", self._passage_length)
+        self.cuts = (self._query_cuts, self._passage_cuts)
         on_cpu = self._device == "cpu"
         self._batch_size = config.encoder_batch_size or (CPU_BATCH if on_cpu else GPU_BATCH)
         if config.compile_encoder:
             self._model.compile(dynamic=True)
             for texts in (["a"], ["a", "a b c"]):  # compile now, not in the first searches
-                self._encode(texts, self.query_prefix, self._query_length)
+                self._encode(texts, self.query_prefix, self._query_cuts)
 
     def encode_queries(self, queries: Sequence[str]) -> Vectors:
         """Return (num_queries, dim) float32; raises SetupError for a passage encoder."""
@@ -89,10 +93,10 @@ class SentenceEncoder:
                 "question encoder too: set --query_model"
             )
         max_tokens = CPU_QUERY_TOKENS if self._device == "cpu" else None
-        return self._encode(queries, self.query_prefix, self._query_length, max_tokens)
+        return self._encode(queries, self.query_prefix, self._query_cuts, max_tokens)
 
     def encode_passages(self, passages: Sequence[str]) -> Vectors:
-        return self._encode(passages, self.passage_prefix, self._passage_length)
+        return self._encode(passages, self.passage_prefix, self._passage_cuts)
 
     def info(self) -> dict[str, Any]:
         return {
@@ -108,24 +112,31 @@ class SentenceEncoder:
 
     @torch.inference_mode()
     def _encode(
-        self, texts: Sequence[str], prefix: str, max_length: int, max_tokens: int | None = None
+        self, texts: Sequence[str], prefix: str, cuts: Cuts, max_tokens: int | None = None
     ) -> Vectors:
         """Embed in batches of texts of similar length; returns vectors in the order of `texts`.
+
+        Longer texts than `cuts.limit` tokens are cut, and counted in `cuts`.
 
         The library's `encode`, which sorts by characters and tokenizes each batch separately, was
         measured to encode 7 % fewer passages a second and to take 20 % longer for a query.
         """
         if not texts:
-            return self._encode(["a"], prefix, max_length)[:0]
+            return self._encode(["a"], prefix, cuts)[:0]
         prefixed = [prefix + text for text in texts]
         if self.pooling == "modules":
-            self._model.max_seq_length = max_length
+            self._model.max_seq_length = cuts.limit
+            if isinstance(tokenizer := self._model.tokenizer, PreTrainedTokenizerBase):
+                rows = [(text,) for text in prefixed]
+                cuts.add(len(rows), count_longer(tokenizer, rows, cuts.limit))
             vectors = self._model.encode(
                 prefixed, prompt="", batch_size=self._batch_size, show_progress_bar=False
             )
             return np.ascontiguousarray(vectors, dtype=np.float32)
         tokenizer = self._model[0].tokenizer
-        rows = tokenizer(prefixed, truncation=True, max_length=max_length)["input_ids"]
+        tokenized = tokenizer(prefixed, truncation=True, max_length=cuts.limit)
+        cuts.add(len(texts), count_cut(tokenized, cuts.limit))
+        rows = tokenized["input_ids"]
         order = sorted(range(len(rows)), key=lambda row: -len(rows[row]))
         encoded = []
         for batch in batches([len(rows[row]) for row in order], self._batch_size, max_tokens):

@@ -142,7 +142,16 @@ def _embed(
         corpus.check_rows(whole=True)  # before encoding, which can take hours
     else:
         logger.info("%d of %d documents are encoded already", done, len(corpus))
-    encode(file, corpus, encoder, settings, config.max_length)
+    cuts = encode(file, corpus, encoder, settings, config.max_length)
+    if cuts.num_cut:
+        logger.warning(
+            "%d of %d passages (%.1f %%) have more than %d tokens, and their rest was cut off "
+            "(--max_length, or the model's own limit)",
+            cuts.num_cut,
+            cuts.num_texts,
+            100 * cuts.num_cut / cuts.num_texts,
+            cuts.limit,
+        )
     return file.matrix
 
 

@@ -19,7 +19,8 @@ import numpy.typing as npt
 
 from search_r1.search.backends.flat_file import check_finite
 from search_r1.search.corpus import Corpus
-from search_r1.search.encoder import Encoder, open_encoder
+from search_r1.search.encoder import Encoder, cuts_of, open_encoder
+from search_r1.search.encoders.cuts import Cuts
 from search_r1.search.errors import SetupError
 from search_r1.search.index.progress import progress
 from search_r1.search.settings import EncoderConfig
@@ -92,15 +93,19 @@ def encode(
     encoder: Encoder,
     settings: Sequence[EncoderConfig],
     max_length: int | None,
-) -> None:
-    """Encode the missing shards, in one process for each of several `settings`."""
-    missing = file.missing()
+) -> Cuts:
+    """Encode the missing shards, in one process for each of several `settings`.
+
+    Returns how many passages were encoded now, and how many of them were cut.
+    """
+    missing, total = file.missing(), Cuts("passages")
     with progress("encode", "documents", len(corpus), file.num_done) as report:
         if len(settings) < 2:
+            total = _fresh_cuts(encoder)
             for shard in missing:
                 _encode_shard(file, shard, corpus, encoder)
                 report(file.num_done)
-            return
+            return total
         spawn = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
         stop = spawn.Event()
         with ProcessPoolExecutor(len(settings), spawn, _start_worker, (stop,)) as pool:
@@ -113,7 +118,9 @@ def encode(
                     done, pending = wait(pending, POLL_SECONDS, FIRST_EXCEPTION)
                     report(file.num_done)
                     for future in done:
-                        future.result()
+                        counted = future.result()
+                        total.limit = counted.limit
+                        total.add(counted.num_texts, counted.num_cut)
             except BrokenProcessPool as error:
                 raise SetupError(
                     "an encoder process died before its work was done; expected it to finish: see "
@@ -122,6 +129,7 @@ def encode(
                 ) from error
             finally:
                 stop.set()
+    return total
 
 
 def _start_worker(stop: Event) -> None:
@@ -145,13 +153,22 @@ def _encode_shards(
     settings: EncoderConfig,
     shards: list[int],
     max_length: int | None,
-) -> None:
+) -> Cuts:
     """Encode shards in a worker process; stops early if another worker failed."""
     corpus, encoder = Corpus.open(corpus_path), open_encoder(settings, max_length)
+    cuts = _fresh_cuts(encoder)
     for shard in shards:
         if _stop.is_set():
-            return
+            break
         _encode_shard(file, shard, corpus, encoder)
+    return cuts
+
+
+def _fresh_cuts(encoder: Encoder) -> Cuts:
+    """Return the encoder's count of passages, set to 0; of one without a limit, it stays so."""
+    cuts = next(iter(cuts_of(encoder)[1:]), Cuts("passages"))
+    cuts.num_texts = cuts.num_cut = 0
+    return cuts
 
 
 def _encode_shard(file: EmbeddingFile, shard: int, corpus: Corpus, encoder: Encoder) -> None:

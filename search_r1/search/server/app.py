@@ -71,6 +71,7 @@ class Service:
         self.is_draining = False
         self._token = token
         self.metrics = Metrics()
+        self.metrics.watch_cuts(getattr(retriever, "cuts", ()))
         disk = open_store(config.cache_path, "--cache_path") if config.cache_path else None
         self._searcher = Searcher(retriever, disk, recorder)
         self.batcher = Batcher(self._searcher, retriever.num_threads, config, self.metrics)

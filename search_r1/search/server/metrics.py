@@ -1,11 +1,14 @@
 """The Prometheus metrics of `/metrics`, in a separate registry for each app."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily
+from prometheus_client.registry import Collector
 
 from search_r1.search.backends.base import Seconds
+from search_r1.search.encoders.cuts import Cuts
 
 SECONDS = (5e-4, 1e-3, 2.5e-3, 5e-3, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
@@ -43,6 +46,11 @@ class Metrics:
         gauge = Gauge("retriever_pending", "Queries waiting or in search", registry=self._registry)
         gauge.set_function(pending)
 
+    def watch_cuts(self, cuts: Sequence[Cuts]) -> None:
+        """Show how many texts were encoded by models with an input limit, and how many were cut."""
+        if cuts:
+            self._registry.register(CutCollector(cuts))
+
     def count_queries(self, hits: int, joined: int, misses: int) -> None:
         """Count the queries of a request; repetitions within it count as joined."""
         for how, count in (("hit", hits), ("joined", joined), ("miss", misses)):
@@ -58,3 +66,22 @@ class Metrics:
 
     def text(self) -> bytes:
         return generate_latest(self._registry)
+
+
+class CutCollector(Collector):
+    """Reads the counts of cut texts when the metrics are read."""
+
+    def __init__(self, cuts: Sequence[Cuts]) -> None:
+        self._cuts = cuts
+
+    def collect(self) -> Iterator[CounterMetricFamily]:
+        encoded = CounterMetricFamily(
+            "retriever_encoded_texts", "Texts encoded or reranked, by kind", labels=["kind"]
+        )
+        cut = CounterMetricFamily(
+            "retriever_cut_texts", "Those of more tokens than are read", labels=["kind"]
+        )
+        for counts in self._cuts:
+            encoded.add_metric([counts.what], counts.num_texts)
+            cut.add_metric([counts.what], counts.num_cut)
+        yield from (encoded, cut)
