@@ -70,38 +70,6 @@ def test_weights_that_are_broadcast_are_those_of_files(
 
 
 @pytest.mark.slow
-def test_weights_that_are_broadcast_as_changes_are_complete(
-    world: dict[str, str], tmp_path: Path
-) -> None:
-    """Runs with `weight_delta=true` are equal, with fewer bytes; engines compute in bfloat16.
-
-    So is a resumed run, where new engines first receive all weights.
-    """
-    rollout = "actor_rollout_ref.rollout."
-    split = (
-        *PPO,
-        "trainer.n_gpus_per_node=1",
-        "trainer.rollout_gpus=1",
-        "trainer.save_freq=3",
-        f"{rollout}weight_sync=nccl",
-        f"{rollout}dtype=bfloat16",
-        "actor_rollout_ref.actor.optim.lr=1e-6",
-        "actor_rollout_ref.actor.entropy_coeff=0.1",  # a random model gets no reward to train on
-    )
-    whole, delta = (train(world, tmp_path / way, *split, f"{rollout}weight_delta={way}")
-                    for way in ("false", "true"))  # fmt: skip
-    assert list(differences(whole, delta)) == []
-    assert same_weights(tmp_path / "false/model", tmp_path / "true/model")
-    for full_row, delta_row in zip(whole[1:], delta[1:], strict=True):
-        assert 0 < delta_row["perf/weights_changed_share"] < 0.2
-        assert delta_row["perf/weights_sent_bytes"] < 0.5 * full_row["perf/weights_sent_bytes"]
-    mode = f"trainer.resume_mode={tmp_path / 'true' / 'global_step_3'}"
-    rest = train(world, tmp_path / "rest", *split, f"{rollout}weight_delta=true", mode)
-    assert list(differences([row for row in delta if row["step"] in (4, 5)], rest)) == []
-    assert same_weights(tmp_path / "false/model", tmp_path / "rest/model")
-
-
-@pytest.mark.slow
 def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(
     world: dict[str, str], first: Path, tmp_path: Path
 ) -> None:

@@ -219,9 +219,6 @@ class RolloutConfig:
     weight_sync: str = option("files", resume="free", choices=("files", "ipc", "nccl"))
     """Transfer of new weights: files (in shared memory), ipc (memory of the device that ranks and
     engines share) or nccl (to engines on their own devices, trainer.rollout_gpus; gloo on CPU)."""
-    weight_delta: bool = option(False, resume="free")
-    """With nccl, send only the values that changed in the engines' dtype, except in the first
-    transfer; the first rank and each engine's worker keep a copy of the weights in host memory."""
     served_model: str | None = option(None, resume="free")
     """Model name at `url`; null uses the server's model, or with name=remote the model's path."""
     api_key_env: str | None = option(None, resume="free")

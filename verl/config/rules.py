@@ -163,9 +163,6 @@ def _engines(config: Config) -> Iterator[Rule]:
     yield (is_nccl and not is_split, sync, "nccl",
            "files or ipc: nccl is for engines of the run on devices of their own",
            f"{key}=N and fewer trainer.n_gpus_per_node, or {sync}=files")
-    yield (rollout.weight_delta and not is_nccl, f"{ROLLOUT}.weight_delta", "true",
-           f"false with {sync}={rollout.weight_sync}, which always transfers all weights",
-           f"{sync}=nccl with {key}=N, or leave weight_delta out")
     waits_long = rollout.max_staleness > 0 and not rollout.partial
     yield (is_nccl and waits_long, f"{ROLLOUT}.partial", "false",
            f"true with {sync}=nccl: ranks would wait for engines to finish whole trajectories",

@@ -132,13 +132,10 @@ class TrainerRanks:
         stats: list[TransferStats] = self.group.scatter("send_policy", num_receivers, stream, dtype)
         num_bytes = sum(rank.num_bytes for rank in stats)
         self._transfer_metrics = {"perf/weights_sent_bytes": float(num_bytes)}
-        if num_elements := sum(rank.num_elements for rank in stats):
-            num_changed = sum(rank.num_changed for rank in stats)
-            self._transfer_metrics["perf/weights_changed_share"] = num_changed / num_elements
         return max(rank.seconds for rank in stats)
 
     def take_transfer_metrics(self) -> Metrics:
-        """Return the bytes and changed share of the last `send_policy`, once."""
+        """Return the bytes of the last `send_policy`, once."""
         metrics, self._transfer_metrics = self._transfer_metrics, {}
         return metrics
 

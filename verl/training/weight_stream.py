@@ -58,10 +58,6 @@ class TransferStats:
     seconds: float = 0.0
     """Time to pack and send the tensors, without the time to gather them from the ranks."""
     num_bytes: int = 0
-    num_changed: int = 0
-    """Elements that changed since the last transfer; 0 of 0 where changes are not tracked."""
-    num_elements: int = 0
-    """Elements that were compared with the last transfer."""
 
 
 def cast_tensors(

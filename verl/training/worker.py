@@ -299,8 +299,7 @@ class TrainerWorker(TrainingRank):
 
     def open_broadcast(self, host: str, num_receivers: int) -> str:
         """Let `num_receivers` engine workers on other devices join; return the stream's name."""
-        sends_changes = self.config.actor_rollout_ref.rollout.weight_delta
-        self._broadcast = WeightBroadcast(host, num_receivers, self.device, sends_changes)
+        self._broadcast = WeightBroadcast(host, num_receivers, self.device)
         return self._broadcast.stream
 
     def send_policy(self, num_receivers: int, stream: str, dtype: str) -> TransferStats:

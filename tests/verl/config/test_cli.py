@@ -214,10 +214,6 @@ def test_defaults_warn_of_nothing(
             "rollout.partial: got false, expected true with actor_rollout_ref.rollout.weight_sync=",
         ),
         (
-            "actor_rollout_ref.rollout.weight_delta=true",
-            "rollout.weight_delta: got true, expected false with actor_rollout_ref.rollout.weight_",
-        ),
-        (
             "critic.n_gpus_per_node=4 algorithm.adv_estimator=rloo "
             "actor_rollout_ref.rollout.n_agent=5",
             "critic.n_gpus_per_node: got 4, expected null: rloo has no critic; fix",

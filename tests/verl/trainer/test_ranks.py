@@ -92,14 +92,11 @@ def test_the_weights_are_written_when_the_slowest_node_is_done(tmp_path: Path) -
 
 
 def test_transfer_metrics_are_returned_once() -> None:
-    """Bytes of all ranks, the changed share if it was measured, and the slowest rank's seconds."""
-    ranks = ranks_of(FakeGroup([TransferStats(1.0, 300, 1, 4), TransferStats(2.0, 100)]))
+    """Bytes of all ranks, and the slowest rank's seconds."""
+    ranks = ranks_of(FakeGroup([TransferStats(1.0, 300), TransferStats(2.0, 100)]))
     assert ranks.send_policy("nccl:", ["card"], "bfloat16") == 2.0
-    expected = {"perf/weights_sent_bytes": 400.0, "perf/weights_changed_share": 0.25}
+    expected = {"perf/weights_sent_bytes": 400.0}
     assert [ranks.take_transfer_metrics(), ranks.take_transfer_metrics()] == [expected, {}]
-    ranks = ranks_of(FakeGroup([TransferStats(1.0, 300)]))
-    ranks.send_policy("nccl:", ["card"], "bfloat16")
-    assert ranks.take_transfer_metrics() == {"perf/weights_sent_bytes": 300.0}
 
 
 def test_each_call_goes_to_the_right_model() -> None:

@@ -37,10 +37,6 @@ BATCH_BYTES = 160
 """Host bytes per token of a step's trajectories: ids as Python numbers (twice 40), and eight token
 columns of the batch, in the driver and in Ray's object store."""
 
-DELTA_BYTES = 1 + 2 * 8 // 2
-"""Device bytes to compare one element with its last sent value: a flag whether it changed, plus its
-position and block for at most half of all elements, the maximum that is sent as a delta."""
-
 
 @dataclass(frozen=True)
 class Setting:
@@ -215,11 +211,6 @@ def node_needs(config: Config, policy: ModelShape, item: int, on_gpu: bool) -> I
     if config.streams_weights:
         buffers = NUM_BUFFERS * max(BUFFER_BYTES, item * largest)
         yield Need(Memory.DEVICE, "weights in transfer, in two buffers", buffers, sync)
-        if config.actor_rollout_ref.rollout.weight_delta:
-            copies = 1 + replicas * config.actor_rollout_ref.rollout.tensor_model_parallel_size
-            yield Need(Memory.HOST, "last sent weights", copies * size, LOADED)
-            compared = (item + DELTA_BYTES) * largest
-            yield Need(Memory.DEVICE, "largest tensor, compared", compared, sync)
         return
     yield Need(Memory.SHARED, "weights for the engines", size, LOADED)
     if config.num_weight_versions > 1:

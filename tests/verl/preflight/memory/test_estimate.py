@@ -172,20 +172,6 @@ def test_sampling_ahead_keeps_the_previous_weights_in_shared_memory() -> None:
     assert of_turns.total(Memory.SHARED, Phase.UPDATE_ACTOR) == size
 
 
-def test_a_weight_delta_keeps_the_last_sent_weights_on_both_ends() -> None:
-    """With deltas, the first rank and each worker of the node's engines keep a copy of the weights.
-
-    Device memory is needed to compare them. Without deltas, neither is needed.
-    """
-    split = {"trainer__n_gpus_per_node": 4, "trainer__rollout_gpus": 4}
-    sync = {f"{ROLLOUT}.weight_sync": "nccl", f"{ROLLOUT}.tensor_model_parallel_size": 2}
-    whole, delta = (of(options(**split, **sync, **{f"{ROLLOUT}.weight_delta": x}))
-                    for x in (False, True))  # fmt: skip
-    what, size = "last sent weights", 2 * shape_of("Qwen2.5-7B").parameters()
-    assert held(delta, what, Memory.HOST) == 5 * size and held(whole, what, Memory.HOST) == 0
-    assert held(delta, "largest tensor, compared", Memory.DEVICE) > 0
-
-
 def test_loading_needs_no_memory_of_its_own() -> None:
     """Ranks only read the rows they keep: the node's peak is never the loading phase."""
     for ranks in (1, 4):
