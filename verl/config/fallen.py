@@ -10,5 +10,10 @@ FALLEN_VALUES: Mapping[tuple[str, str], str] = {
         "ReMax is gone since 2026-11-28 (one more rollout per prompt, without a measured gain); "
         "use rloo, whose baseline is the other samples of the prompt"
     ),
+    **dict.fromkeys(
+        (("actor_rollout_ref.model.kernels", "compile"), ("critic.model.kernels", "compile")),
+        "compiled blocks are gone since 2026-11-28 (785 to 944 tokens/s against 913 to 936); use "
+        "torch, or liger on GPUs",
+    ),
 }
 """Advice by dotted key and former value."""

@@ -78,10 +78,9 @@ class BlocksConfig(AdapterConfig):
     keeps the results of matrix products and attention, half of all activations, and recomputes the
     rest at little cost (only with kernels=torch). null picks the first of false, selective and true
     that fits into GPU memory by the estimate."""
-    kernels: str = option("torch", resume="logged", choices=("torch", "compile", "liger"))
-    """Kernels for norms, rotary embeddings and activations: torch, compile (torch.compile, which
-    compiles for some seconds at first: `actor/compile_s`) or liger (package liger-kernel, GPUs
-    only). Results differ by rounding."""
+    kernels: str = option("torch", resume="logged", choices=("torch", "liger"))
+    """Kernels for norms, rotary embeddings and activations: torch or liger (package liger-kernel,
+    GPUs only). Results differ by rounding."""
 
 
 @dataclass

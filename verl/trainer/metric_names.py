@@ -15,7 +15,7 @@ STEP_NAMES = frozenset({
     "prompt_length/mean", "reward/stage", "reward/overlong_penalty", "reward/overlong_share",
     "critic/advantages/clip_fraction", "critic/kl", "critic/kl_coef", "critic/vf_loss",
     "critic/value_mean", "critic/return_mean", "critic/value_clip_fraction", "critic/grad_norm",
-    "critic/lr", "critic/skipped_updates", "critic/num_micro_batches", "critic/compile_s",
+    "critic/lr", "critic/skipped_updates", "critic/num_micro_batches",
 })  # fmt: skip
 """Metrics of a training step whose names are known before it."""
 OPEN_GROUPS = ("actor", "env", "fault", "guard", "perf", "rollout", "timing_s")

@@ -84,8 +84,6 @@ def apply_update(
     totals = dict(zip(sum_names, total.tolist(), strict=True))
     weight = max(totals.pop("weight"), 1e-12)
     means = {key: x if key.endswith("loss") else x / weight for key, x in totals.items()}
-    if seconds := model.take_compile_seconds():
-        means["compile_s"] = seconds
     return {
         **{f"{name}/{key}": x for key, x in means.items()},
         **step.metrics(name),

@@ -20,7 +20,6 @@ from torch.distributed.tensor import DTensor
 
 from verl.config import FsdpConfig, OptimConfig
 from verl.packing import Packing
-from verl.training.kernels import compile_seconds
 from verl.training.loading import fill_shards, take_values
 from verl.training.sequence_parallel import SequenceParallelGroup
 from verl.types import TokenBatch
@@ -125,7 +124,6 @@ class FsdpModel:
     """Factor of the configured learning rate, from the next update on."""
     loss_scale: LossScale | None = field(init=False, default=None)
     """Set for a model that is trained in float16."""
-    _compiled_s: float = field(init=False, default_factory=compile_seconds)
 
     def __post_init__(self, copy_from: FsdpModel | None) -> None:
         if not isinstance(self.module, FSDPModule):
@@ -261,11 +259,6 @@ class FsdpModel:
             is_overflow = is_skipped and self.loss_scale.value > 1
             self.loss_scale.update(is_finite=not is_skipped)
         return StepResult(norm, lr, is_skipped, scale, is_overflow)
-
-    def take_compile_seconds(self) -> float:
-        """Return the seconds this process has spent compiling since the last call."""
-        before, self._compiled_s = self._compiled_s, compile_seconds()
-        return self._compiled_s - before
 
     @property
     def lr(self) -> float:

@@ -1,8 +1,7 @@
 """Kernels of transformer blocks, and recomputation of their activations in backward.
 
-Norms, rotary embedding, activation and residual sums are many small operations: torch.compile fuses
-them into a few kernels, and the package liger-kernel has such kernels for GPUs. Attention is not
-compiled, because its inputs differ with every micro-batch.
+Norms, rotary embedding, activation and residual sums are many small operations, for which the
+package liger-kernel has a few kernels for GPUs.
 
 In a block of Qwen2.5-3B, half of what autograd saves are results of those small operations: many
 bytes that take little arithmetic to recompute. `selective` recomputes them and saves the results of
@@ -11,31 +10,24 @@ matrix products and attention. Recomputing attention alone would save a tenth of
 """
 
 import functools
-import sys
 from collections.abc import Iterator
 from operator import attrgetter
 from typing import Any
 
-import torch
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.integrations.liger import apply_liger_kernel
 
 from verl.config import Config, CriticModelConfig, ModelConfig
 from verl.config.policy import SELECTIVE
 from verl.errors import ConfigError, explain
 from verl.nvidia import version_of
-from verl.training.attention import PACKED, packed_attention
 from verl.training.devices import is_surely_cpu
-from verl.training.models import blocks
 
 LIGER = {"rope": True, "rms_norm": True, "swiglu": True, "geglu": True, "cross_entropy": False,
          "fused_linear_cross_entropy": False}  # fmt: skip
 """Options of `apply_liger_kernel`: kernels of blocks, but not of the head, which is our own."""
-NOT_SELECTIVE = {
-    "compile": "the products inside a compiled block cannot be selected",
-    "liger": "liger's rotary kernel overwrites the products that are saved",
-}
+NOT_SELECTIVE = {"liger": "liger's rotary kernel overwrites the products that are saved"}
 """Kernels without `selective` recomputation, and why. Autograd does not see what Triton writes."""
 SAVED_OPERATIONS = ("aten.mm.", "aten.addmm.", "attention", "attn")
 """Parts of the names of operations whose results `selective` saves: matrix products, and all
@@ -49,14 +41,9 @@ def prepare_blocks(lm: PreTrainedModel, config: ModelConfig | CriticModelConfig)
 
 
 def use_kernels(lm: PreTrainedModel, kind: str) -> None:
-    """Let the blocks of `lm` use the kernels of `torch`, `compile` or `liger`."""
+    """Let the blocks of `lm` use the kernels of `torch` or `liger`."""
     if kind == "liger":
         apply_liger_kernel(lm, LIGER)
-    elif kind == "compile":
-        AttentionInterface.register(PACKED, torch.compiler.disable(packed_attention))
-        for block in blocks(lm, lm):
-            # The forward only, below FSDP's hooks and recomputation.
-            block.forward = torch.compile(block.forward, dynamic=True)  # of any number of tokens
 
 
 def recompute(lm: PreTrainedModel, mode: bool | str | None) -> None:
@@ -76,12 +63,6 @@ def selective_policy(_: Any, operation: Any, *args: Any, **kwargs: Any) -> Check
     return CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def compile_seconds() -> float:
-    """Return the seconds that this process has spent compiling so far."""
-    dynamo = sys.modules.get("torch._dynamo.utils")  # not imported here: that takes a second
-    return 0.0 if dynamo is None else float(dynamo.calculate_time_spent()["total_wall_time"])
-
-
 def kernel_problems(config: Config) -> Iterator[ConfigError]:
     """Yield an error for each option of a model's kernels that cannot be used."""
     for section in ("actor_rollout_ref.model", "critic.model"):
@@ -93,8 +74,8 @@ def kernel_problems(config: Config) -> Iterator[ConfigError]:
         if kind != "liger":
             continue
         if is_surely_cpu(config.trainer.device):
-            expected = "torch or compile on a CPU: liger's kernels are for GPUs"
+            expected = "torch on a CPU: liger's kernels are for GPUs"
             yield ConfigError(explain(key, "liger", expected, f"{key}=torch"))
         elif not version_of("liger-kernel"):
-            fix = f"pip install liger-kernel, or {key}=compile"
+            fix = f"pip install liger-kernel, or {key}=torch"
             yield ConfigError(explain(key, "liger", "an installed package liger-kernel", fix))

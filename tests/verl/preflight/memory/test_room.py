@@ -49,12 +49,11 @@ def test_selective_checkpointing_is_used_between_all_and_nothing(
 ) -> None:
     """Checkpointing is selective if half of a micro-batch's activations fit.
 
-    It is not with compiled blocks, whose products are not visible, nor with liger's rotary
-    embedding, which works in place.
+    It is not with liger's rotary embedding, which works in place.
     """
     monkeypatch.setattr(kernels, "version_of", lambda _: "0.6")
     key, option = KEYS[0], "actor_rollout_ref.model.kernels"
-    for kind, expected in (("torch", SELECTIVE), ("compile", True), ("liger", True)):
+    for kind, expected in (("torch", SELECTIVE), ("liger", True)):
         config = with_options(open_run(), {option: kind})
         decided = decide_memory(config, setting("Qwen2.5-3B", machine(8, 79.0, 1000)))
         assert attrgetter(key)(decided) == expected
