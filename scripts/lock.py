@@ -14,7 +14,8 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from scripts.install import EXTRAS, GPU_LOCK, HASHES, LOCK, ROOT
+from scripts.install import EXTRAS, GPU_LOCKS, HASHES, LOCK, ROOT
+from verl.nvidia import WHEELS
 
 TOOLS = {"pip", "pip-tools", "setuptools", "wheel", "uv", "build", "pyproject_hooks"}
 """Installation tools, which are not locked."""
@@ -22,8 +23,8 @@ HEAD = (
     "# What the CPU suite ran with; written by `make lock`, read by `make install` (CPU builds).\n"
 )
 GPU_HEAD = "# Written by `make lock-gpu`, read by `make install` and `make test-gpu-wheels`.\n"
-GPU_EXTRAS = (*EXTRAS, "lucene", "docs", "gpu")
-"""What the Makefile installs, so that no constraint stands in the way of an extra."""
+GPU_EXTRAS = (*EXTRAS, "lucene", "docs")
+"""What the Makefile installs beside the engine; no constraint stands in the way of an extra."""
 PYTHONS = ("3.13", "3.12", "3.11")
 """Versions of Python that a GPU lock is made for. Newest first, because the versions found for one
 are preferred for the next, and the newest Python has the fewest wheels to choose from."""
@@ -79,9 +80,11 @@ def lock_environment() -> None:
 
 
 def lock_gpu() -> None:
-    """Write the lock of the GPU build."""
-    lines = merge(resolve(GPU_EXTRAS))
-    GPU_LOCK.write_text(GPU_HEAD + "".join(f"{line}\n" for line in lines), encoding="ascii")
+    """Write the locks of the GPU builds."""
+    for wheels in WHEELS:
+        lines = merge(resolve([*GPU_EXTRAS, wheels.extra]))
+        text = GPU_HEAD + "".join(f"{line}\n" for line in lines)
+        (GPU_LOCKS / wheels.lock).write_text(text, encoding="ascii")
 
 
 def main() -> None:

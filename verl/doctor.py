@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from verl import cpu
 from verl.errors import ResourceError, explain
 from verl.nvidia import (
     Nvidia,
@@ -26,6 +27,7 @@ from verl.nvidia import (
     driver_problem,
     version_of,
     vllm_device,
+    wheels_of,
 )
 
 GIB = 2**30
@@ -142,10 +144,9 @@ def _torch() -> Torch:
         import torch  # noqa: PLC0415 - may be missing or broken
     except (ImportError, OSError) as error:
         return Torch(version_of("torch"), failure=str(error))
-    cuda, units = torch.version.cuda or "", torch.cpu.get_capabilities()
+    cuda = torch.version.cuda or ""
     nccl = ".".join(map(str, torch.cuda.nccl.version())) if cuda else ""
-    has_bfloat16 = bool(units.get("avx512_bf16") or units.get("amx_bf16"))
-    return Torch(torch.__version__, "", cuda, torch.cuda.device_count(), nccl, has_bfloat16)
+    return Torch(torch.__version__, "", cuda, torch.cuda.device_count(), nccl, cpu.has_bfloat16())
 
 
 def report_lines(facts: Facts) -> Iterator[Line]:
@@ -175,7 +176,7 @@ def gpu_lines(facts: Facts) -> Iterator[Line]:
         problem = explain("NVIDIA driver", "none", "one, for vLLM's GPU build", fix)
         yield Line("NVIDIA driver", "none (there is no nvidia-smi)", problem * needed)
     else:
-        outdated = driver_problem(driver)
+        outdated = driver_problem(driver, wheels_of(facts.torch.cuda))
         yield Line("NVIDIA driver", describe(driver), outdated * (not torch_sees_cards), needed)
         problem = card_problem(driver)
         if not problem and not outdated and facts.torch.cuda and not torch_sees_cards:

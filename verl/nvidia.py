@@ -16,13 +16,11 @@ from pathlib import Path
 from verl.errors import ResourceError, explain
 
 Version = tuple[int, int]
-WHEEL_CUDA = (13, 0)
-"""CUDA of the wheels of torch 2.11 to 2.14, by their requirement `cuda-toolkit==13.0.*`."""
-FIRST_DRIVER = 580
-"""The first driver that runs CUDA 13 programs: NVIDIA's guide "CUDA Compatibility", table
-"Minor Version Compatibility". A newer CUDA version in `nvidia-smi` counts too (`cuda-compat`)."""
+FIRST_DRIVERS = {(12, 0): 525, (12, 9): 575, (13, 0): 580}
+"""The first driver that supports each CUDA version: the release notes of CUDA."""
 MIN_CAPABILITY = (7, 5)
-"""Lowest compute capability for which these and vLLM's wheels contain code (Turing: T4, RTX 20)."""
+"""Lowest compute capability that the wheels support (Turing: T4, RTX 20). Those of CUDA 13 hold no
+code for older cards."""
 TIMEOUT_S = 60.0
 """Limit for one call of nvidia-smi; without persistence mode, a driver takes seconds per card."""
 COLUMNS = ("driver_version", "name", "memory.total", "compute_cap", "mig.mode.current")
@@ -114,19 +112,81 @@ def _run(*arguments: str) -> str:
     raise ResourceError(explain("NVIDIA driver", got, "an answer", fix))
 
 
-def driver_problem(nvidia: Nvidia) -> str:
-    """Return why the wheels cannot run on this driver, with the fix; empty if they can."""
-    if nvidia.cuda:
-        is_new_enough = nvidia.cuda[0] >= WHEEL_CUDA[0]
-    else:
-        number = nvidia.driver.partition(".")[0]
-        is_new_enough = number.isdigit() and int(number) >= FIRST_DRIVER
-    if is_new_enough:
+@dataclass(frozen=True)
+class Wheels:
+    """The wheels of vLLM, and of the torch that it was built for, of one CUDA version."""
+
+    extra: str
+    """Their extra in pyproject.toml."""
+    lock: str
+    """Name of the file with their versions in tests/gpu_wheels."""
+    cuda: Version
+    """CUDA version of torch, by its requirements on NVIDIA's packages."""
+    needed: Version
+    """CUDA version that the driver must support: NVIDIA's guide "CUDA Compatibility", table "Minor
+    Version Compatibility"."""
+    compiled: tuple[Version, Version] | None = None
+    """From this compute capability on, the driver itself must compile vLLM's attention, and must
+    support this CUDA version to do so. None if there is code for all cards."""
+
+    def needed_on(self, nvidia: Nvidia) -> Version:
+        """Return the CUDA version that the driver must support for these cards."""
+        if self.compiled:
+            first, cuda = self.compiled
+            if any(card.capability and card.capability >= first for card in nvidia.cards):
+                return cuda
+        return self.needed
+
+    def run_on(self, nvidia: Nvidia) -> bool:
+        """Return whether they run on this driver and these cards."""
+        supported = supported_cuda(nvidia)
+        return supported is not None and supported >= self.needed_on(nvidia)
+
+
+CUDA13 = Wheels("gpu", "newest.txt", (13, 0), (13, 0))
+CUDA12 = Wheels("gpu-cuda12", "cuda12.txt", (12, 8), (12, 0), compiled=((10, 0), (12, 9)))
+"""The last on PyPI that are built with CUDA 12. FlashAttention of vLLM 0.19 holds code for
+capabilities 8 and 9, and for newer cards only PTX of CUDA 12.9 (`cuobjdump -lelf`, `-lptx`)."""
+WHEELS = (CUDA13, CUDA12)
+"""Newest first: the first that run on the driver are installed."""
+
+
+def supported_cuda(nvidia: Nvidia) -> Version | None:
+    """Return the CUDA version that the driver supports, by its number if it does not tell.
+
+    A newer one than the number's is right too: NVIDIA's package `cuda-compat` provides it.
+    """
+    number = nvidia.driver.partition(".")[0]
+    known = [
+        cuda for cuda, first in FIRST_DRIVERS.items() if number.isdigit() and int(number) >= first
+    ]
+    return nvidia.cuda or max(known, default=None)
+
+
+def wheels_for(nvidia: Nvidia) -> Wheels:
+    """Return the newest wheels that run on a driver. Raises ResourceError if none do."""
+    for wheels in WHEELS:
+        if wheels.run_on(nvidia):
+            return wheels
+    raise ResourceError(driver_problem(nvidia, WHEELS[-1]))
+
+
+def wheels_of(cuda: str) -> Wheels:
+    """Return the wheels whose torch has this CUDA version; the least demanding if it has none."""
+    major = int(cuda.partition(".")[0] or 0)
+    return next((wheels for wheels in WHEELS if wheels.cuda[0] <= major), WHEELS[-1])
+
+
+def driver_problem(nvidia: Nvidia, wheels: Wheels) -> str:
+    """Return why wheels cannot run on this driver, with the fix; empty if they can."""
+    if wheels.run_on(nvidia):
         return ""
-    got = f"{nvidia.driver} (CUDA {dotted(nvidia.cuda)})"
-    expected = f"{FIRST_DRIVER} or newer: torch and vLLM are built with CUDA {dotted(WHEEL_CUDA)}"
-    fix = f"upgrade the driver (apt-get install nvidia-driver-{FIRST_DRIVER})"
-    return explain("NVIDIA driver", got, expected, fix)
+    first = FIRST_DRIVERS[wheels.needed_on(nvidia)]
+    expected = f"{first} or newer: torch and vLLM are built with CUDA {dotted(wheels.cuda)}"
+    fix = f"upgrade the driver (apt-get install nvidia-driver-{FIRST_DRIVERS[WHEELS[0].needed]})"
+    if any(other.run_on(nvidia) for other in WHEELS):
+        fix += ", or install wheels that run on it: make install VENV=NEW_FOLDER"
+    return explain("NVIDIA driver", f"{nvidia.driver} (CUDA {dotted(nvidia.cuda)})", expected, fix)
 
 
 def card_problem(nvidia: Nvidia) -> str:

@@ -14,6 +14,7 @@ import inspect
 import json
 import sys
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,12 @@ RECEIVERS = {
     "placement": ["ray.util.placement_group.PlacementGroup"],
 }
 """Attributes and variables that hold an object of the packages, with its class or function."""
+
+ONLY_IN = {
+    "attend_with_torch_varlen": lambda torch: torch >= (2, 11),
+    "attend_with_torch_2_10": lambda torch: torch < (2, 11),
+}
+"""Functions that are for some versions of torch only."""
 
 
 def load(path: str) -> Any:
@@ -130,6 +137,9 @@ def ray_options() -> set[str]:
 def check(file: Path, root: Path) -> Iterator[tuple[str, str]]:
     """Yield the result and the position of each import and call in a file."""
     tree = ast.parse(file.read_text(encoding="utf-8"))
+    torch = tuple(map(int, version("torch").split(".")[:2]))
+    others = {name for name, is_for in ONLY_IN.items() if not is_for(torch)}
+    tree.body = [node for node in tree.body if getattr(node, "name", "") not in others]
     names = imported(tree)
     undo_aliases(tree, names)
     for name, path in names.items():

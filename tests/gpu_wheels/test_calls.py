@@ -19,7 +19,7 @@ COUNTED_ON = (
 
 @pytest.mark.parametrize("wheel", WHEELS)
 def test_every_call_binds(wheel: str) -> None:
-    """By name and parameters, in the oldest and the newest environment; none is overlooked."""
+    """By name and parameters, in the environments of all wheels; none is overlooked."""
     report = run(wheel, "calls.py", str(ROOT))
     assert report["wrong"] == []
     bound = Counter(report["bound"])

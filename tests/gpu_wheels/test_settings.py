@@ -1,4 +1,4 @@
-"""How vLLM's oldest and newest allowed GPU wheels resolve our options on each kind of card."""
+"""How vLLM's GPU wheels resolve our options on each kind of card."""
 
 from __future__ import annotations
 

@@ -17,7 +17,8 @@ from typing import Any
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 ENVIRONMENTS = Path(os.environ.get("GPU_WHEELS", ROOT / ".gpu-wheels")).absolute()
-WHEELS = ("oldest", "newest")
+WHEELS = ("oldest", "newest", "cuda12")
+"""Both ends of the range in pyproject.toml, and the wheels for drivers without CUDA 13."""
 DRIVER_FUNCTIONS = (
     "cuCtxGetCurrent", "cuCtxSetCurrent", "cuDeviceGetAttribute", "cuDevicePrimaryCtxRetain",
     "cuGetErrorString", "cuGetProcAddress_v2", "cuMemAddressFree", "cuMemAddressReserve",
@@ -102,7 +103,7 @@ def settings(wheel: str) -> dict[Case, dict[str, Any]]:
 
 
 def page() -> str:
-    """Return the settings of both wheels as a page: one row per case, two where they differ."""
+    """Return the settings of all wheels as a page: one row per case, more where they differ."""
     resolved = {wheel: settings(wheel) for wheel in WHEELS}
     versions = [next(iter(resolved[wheel].values()))["vllm"] for wheel in WHEELS]
     first = next(iter(resolved["newest"].values()))
@@ -110,8 +111,8 @@ def page() -> str:
     lines = [
         "# How vLLM interprets our options",
         "",
-        f"vLLM's GPU wheels {versions[0]} and {versions[1]} on simulated GPUs, without running any "
-        f"kernel; {SEQS} dialogues per",
+        f"vLLM's GPU wheels {', '.join(versions)} on simulated GPUs, without running any kernel; "
+        f"{SEQS} dialogues per",
         "engine, the shape of Qwen2.5-3B. Printed on "
         f"{datetime.date.today()} by `GPU_WHEELS=... python -m tests.gpu_wheels.wheels`;",
         "`make test-gpu-wheels` checks the values. `kernels`: whether torch supports the card.",
@@ -120,15 +121,20 @@ def page() -> str:
         "|---" * (4 + len(columns)) + "|",
     ]
     for case in CASES:
-        answers = [{**resolved[wheel][case], "vllm": ""} for wheel in WHEELS]
-        rows = [("both", answers[0])]
-        if answers[0] != answers[1]:
-            rows = list(zip(versions, answers, strict=True))
-        for version, answer in rows:
+        rows: list[tuple[list[str], dict[str, Any]]] = []
+        for wheel, version in zip(WHEELS, versions, strict=True):
+            answer = {**resolved[wheel][case], "vllm": ""}
+            same = next((names for names, known in rows if known == answer), None)
+            if same is None:
+                rows.append(([version], answer))
+            else:
+                same.append(version)
+        for names, answer in rows:
+            label = "all" if len(names) == len(WHEELS) else ", ".join(names)
             cells = [str(answer.get(key, "")) for key in columns]
             if "error" in answer:
                 cells = [answer["error"].partition(". ")[0], *cells[1:]]
-            lines.append("| " + " | ".join([*case, version, *cells]) + " |")
+            lines.append("| " + " | ".join([*case, label, *cells]) + " |")
     return "\n".join(lines) + "\n"
 
 

@@ -78,18 +78,56 @@ def test_eight_cards_give_the_gpu_build(install: Install, machine: Path) -> None
     assert "vllm" not in calls and "torch" not in calls
 
 
-def test_newest_ignores_the_gpu_lock_too(install: Install, machine: Path) -> None:
-    """`--newest` leaves the versions to the ranges in pyproject.toml and to vLLM's wheel."""
-    nvidia_smi.write_nvidia_smi(machine)
-    status, _, calls = install("--newest")
-    assert status == 0 and " -c " not in calls and ",gpu]" in calls
+@pytest.mark.parametrize(
+    ("driver", "cuda", "extra"),
+    [("580.65.06", "13.0", "gpu"), ("570.86.15", "12.8", "gpu-cuda12"),
+     ("535.261.03", "12.2", "gpu-cuda12"), ("525.60.13", "12.0", "gpu-cuda12")],
+)  # fmt: skip
+def test_the_driver_chooses_lock_and_extra(
+    install: Install, machine: Path, tmp_path: Path, driver: str, cuda: str, extra: str
+) -> None:
+    """The first line and the environment's mark say which; `--newest` ignores either lock."""
+    lock, build = {
+        "gpu": ("newest.txt", "GPU"),
+        "gpu-cuda12": ("cuda12.txt", "GPU (CUDA 12)"),
+    }[extra]
+    nvidia_smi.write_nvidia_smi(machine, driver=driver, header=f"CUDA Version: {cuda}")
+    status, output, calls = install()
+    assert status == 0 and output.startswith(f"{build} build: driver {driver} supports CUDA {cuda}")
+    assert f"-c tests/gpu_wheels/{lock} -e .[" in calls and f",{extra}]" in calls
+    assert (tmp_path / "environment" / ".installed").read_text() == f"{build}\n"
+    status, _, both = install("--newest")
+    newer = both.removeprefix(calls)
+    assert status == 0 and " -c " not in newer and f",{extra}]" in newer
+
+
+@pytest.mark.parametrize("has_driver", [False, True])
+@pytest.mark.parametrize(
+    ("cuda", "lock", "extra"), [("12", "cuda12.txt", "gpu-cuda12"), ("13", "newest.txt", "gpu")]
+)
+def test_cuda_is_chosen_without_the_driver(
+    install: Install, machine: Path, has_driver: bool, cuda: str, lock: str, extra: str
+) -> None:
+    """In an image without `nvidia-smi`, and for a cluster whose other nodes have older drivers."""
+    if has_driver:
+        nvidia_smi.write_broken_nvidia_smi(machine)
+    status, output, calls = install("--cuda", cuda)
+    assert status == 0 and f"build: requested by --cuda {cuda}; " in output
+    assert f"-c tests/gpu_wheels/{lock} -e .[" in calls and f",{extra}]" in calls
+
+
+def test_cuda_is_a_known_one_and_no_cpu_build(install: Install) -> None:
+    """argparse names the known ones."""
+    for options in (["--cuda", "11"], ["--cuda", "12", "--cpu"]):
+        status, output, calls = install(*options)
+        assert status == 2 and "--cuda" in output and calls == ""
 
 
 def test_hashes_are_refused_for_the_gpu_build(install: Install, machine: Path) -> None:
     """They are those of the CPU build's files; ignoring the option would look like a check."""
     nvidia_smi.write_nvidia_smi(machine)
     status, output, calls = install("--hashes")
-    assert status == 1 and "--hashes: got the GPU build, expected the CPU build" in output
+    assert status == 1 and "--hashes: got a GPU build, expected the CPU build" in output
     assert calls == "" and install("--hashes", "--cpu")[0] == 0
 
 
@@ -109,9 +147,9 @@ def test_an_unsupported_gpu_never_silently_gives_the_cpu_build(
     write, message = {
         "old driver": (
             lambda: nvidia_smi.write_nvidia_smi(
-                machine, driver="570.86.15", header="CUDA Version: 12.8"
+                machine, driver="470.82.01", header="CUDA Version: 11.4"
             ),
-            "got 570.86.15 (CUDA 12.8), expected 580 or newer",
+            "got 470.82.01 (CUDA 11.4), expected 525 or newer",
         ),
         "broken driver": (
             lambda: nvidia_smi.write_broken_nvidia_smi(machine),
@@ -149,6 +187,16 @@ def test_builds_are_not_mixed(install: Install, machine: Path) -> None:
     status, output, _ = install()
     assert status == 1 and "with the CPU build" in output and "fix: remove" in output
     assert install("--cpu")[0] == 0
+
+
+def test_wheels_of_two_cuda_versions_are_not_mixed(install: Install, machine: Path) -> None:
+    """After an upgrade of the driver: a new environment, or `--cuda 12`, which still runs."""
+    nvidia_smi.write_nvidia_smi(machine, driver="570.86.15", header="CUDA Version: 12.8")
+    assert install()[0] == 0
+    nvidia_smi.write_nvidia_smi(machine)
+    status, output, _ = install()
+    assert status == 1 and "with the GPU (CUDA 12) build" in output and "the GPU build" in output
+    assert install("--cuda", "12")[0] == 0
 
 
 def test_a_failure_of_pip_is_one_line(install: Install, tmp_path: Path) -> None:

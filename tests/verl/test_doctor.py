@@ -29,6 +29,8 @@ COMPLETE = Facts(
     shared=(32 * GIB, 32 * GIB),
 )
 OLD = Nvidia("570.86.15", (12, 8), (H100,))
+OLDER = Nvidia("520.61.05", (11, 8), (H100,))
+OF_CUDA_12 = Torch("2.10.0+cu128", cuda="12.8", nccl="2.27.5")
 NO_VISIBLE_CARD = replace(COMPLETE.torch, num_devices=0)
 CPU = replace(
     COMPLETE,
@@ -57,6 +59,15 @@ def test_a_complete_gpu_machine_has_no_problem() -> None:
     assert line_of(COMPLETE, "number format").found == "bfloat16"
 
 
+def test_a_driver_is_judged_by_the_installed_torch() -> None:
+    """Wheels of CUDA 12 run on drivers that those of CUDA 13 do not."""
+    installed = replace(COMPLETE, driver=OLD, torch=replace(OF_CUDA_12, num_devices=1))
+    assert problems(installed) == []
+    hidden = replace(installed, torch=OF_CUDA_12)
+    assert line_of(hidden, "NVIDIA driver").problem == ""
+    assert "none visible to torch" in line_of(hidden, "GPU").problem
+
+
 def test_a_cpu_machine_has_no_problem() -> None:
     """Without a card the CPU build trains, and needs no compiler."""
     assert problems(CPU) == []
@@ -67,6 +78,8 @@ def test_a_cpu_machine_has_no_problem() -> None:
     ("change", "name", "fix"),
     [
         ({"driver": OLD, "torch": NO_VISIBLE_CARD}, "NVIDIA driver", "upgrade the driver"),
+        ({"driver": OLD, "torch": NO_VISIBLE_CARD}, "NVIDIA driver", "make install VENV="),
+        ({"driver": OLDER, "torch": OF_CUDA_12}, "NVIDIA driver", "upgrade the driver"),
         ({"driver": None, "driver_failure": "exit 9; fix: reload"}, "NVIDIA driver", "reload"),
         ({"driver": None}, "NVIDIA driver", "install the CPU build"),
         ({"torch": NO_VISIBLE_CARD, "visible": ""}, "GPU", "unset CUDA_VISIBLE_DEVICES"),

@@ -9,13 +9,18 @@ import pytest
 from tests import nvidia_smi
 from verl.errors import ResourceError
 from verl.nvidia import (
+    CUDA12,
+    CUDA13,
     Card,
     Nvidia,
+    Wheels,
     ask_driver,
     card_problem,
     compiler_problem,
     describe_cards,
     driver_problem,
+    wheels_for,
+    wheels_of,
 )
 
 H100 = Card("NVIDIA H100 80GB HBM3", 81559, (9, 0))
@@ -38,30 +43,75 @@ def test_eight_cards(path: Path) -> None:
     nvidia_smi.write_nvidia_smi(path, [nvidia_smi.H100] * 8)
     nvidia = ask_driver()
     assert nvidia == Nvidia("580.65.06", (13, 0), (H100,) * 8)
-    assert driver_problem(nvidia) == card_problem(nvidia) == "" and nvidia.num_devices == 8
+    assert driver_problem(nvidia, CUDA13) == card_problem(nvidia) == ""
+    assert nvidia.num_devices == 8
     assert describe_cards(nvidia) == "8 x NVIDIA H100 80GB HBM3, 79.6 GiB, capability 9.0"
 
 
+B200 = "NVIDIA B200, 183359, 10.0, Disabled"
+RTX_5090 = "NVIDIA GeForce RTX 5090, 32607, 12.0, [N/A]"
+T4 = "Tesla T4, 15360, 7.5, [N/A]"
+
+
 @pytest.mark.parametrize(
-    ("driver", "header", "is_supported"),
+    ("driver", "header", "card", "wheels"),
     [
-        ("570.86.15", "CUDA Version: 12.8", False),
-        ("580.65.06", "CUDA Version: 13.0", True),
-        ("615.71.09", "CUDA UMD Version: 13.4", True),
-        ("535.261.03", "CUDA Version: 13.0", True),
-        ("570.86.15", "CUDA Version: N/A", False),
-        ("580.65.06", "CUDA Version: N/A", True),
+        ("580.65.06", "CUDA Version: 13.0", nvidia_smi.H100, CUDA13),
+        ("615.71.09", "CUDA UMD Version: 13.4", nvidia_smi.H100, CUDA13),
+        ("580.65.06", "CUDA Version: N/A", nvidia_smi.H100, CUDA13),
+        ("535.261.03", "CUDA Version: 13.0", nvidia_smi.H100, CUDA13),
+        ("575.57.08", "CUDA Version: 12.9", nvidia_smi.H100, CUDA12),
+        ("570.86.15", "CUDA Version: 12.8", nvidia_smi.H100, CUDA12),
+        ("570.86.15", "CUDA Version: N/A", nvidia_smi.H100, CUDA12),
+        ("560.35.03", "CUDA Version: 12.6", nvidia_smi.H100, CUDA12),
+        ("550.54.15", "CUDA Version: 12.4", nvidia_smi.H100, CUDA12),
+        ("535.261.03", "CUDA Version: 12.2", nvidia_smi.H100, CUDA12),
+        ("525.60.13", "CUDA Version: 12.0", nvidia_smi.H100, CUDA12),
+        ("525.60.13", "", T4, CUDA12),
+        ("470.82.01", "CUDA Version: 12.4", T4, CUDA12),
+        ("520.61.05", "CUDA Version: 11.8", nvidia_smi.H100, None),
+        ("520.61.05", "CUDA Version: N/A", nvidia_smi.H100, None),
+        ("470.82.01", "CUDA Version: 11.4", T4, None),
+        ("[N/A]", "", nvidia_smi.H100, None),
+        ("580.65.06", "CUDA Version: 13.0", B200, CUDA13),
+        ("575.57.08", "CUDA Version: 12.9", B200, CUDA12),
+        ("575.57.08", "", RTX_5090, CUDA12),
+        ("570.86.15", "CUDA Version: 12.8", RTX_5090, None),
+        ("570.86.15", "", B200, None),
     ],
-    ids=["old", "first", "newer format", "cuda-compat", "old, no CUDA", "first, no CUDA"],
+    ids=lambda value: value.partition(",")[0] if isinstance(value, str) else None,
 )
-def test_a_driver_must_run_the_wheels_cuda(
-    path: Path, driver: str, header: str, is_supported: bool
+def test_the_driver_chooses_the_wheels(
+    path: Path, driver: str, header: str, card: str, wheels: Wheels | None
 ) -> None:
     """The CUDA version of `nvidia-smi` decides; if it is missing, the driver's number does."""
-    nvidia_smi.write_nvidia_smi(path, driver=driver, header=header)
+    nvidia_smi.write_nvidia_smi(path, [nvidia_smi.H100, card], driver=driver, header=header)
     nvidia = ask_driver()
-    assert nvidia is not None and (driver_problem(nvidia) == "") is is_supported
-    assert is_supported or "fix: upgrade the driver" in driver_problem(nvidia)
+    assert nvidia is not None
+    if wheels is None:
+        with pytest.raises(ResourceError, match=r"fix: upgrade the driver .*nvidia-driver-580"):
+            wheels_for(nvidia)
+    else:
+        assert wheels_for(nvidia) is wheels and driver_problem(nvidia, wheels) == ""
+
+
+@pytest.mark.parametrize(
+    ("cuda", "wheels"), [("13.0", CUDA13), ("14.1", CUDA13), ("12.8", CUDA12), ("", CUDA12)]
+)
+def test_an_installed_torch_needs_the_driver_of_its_cuda(cuda: str, wheels: Wheels) -> None:
+    """A driver without CUDA 13 is no problem for the wheels of CUDA 12, or before installation."""
+    assert wheels_of(cuda) is wheels
+    problem = driver_problem(Nvidia("570.86.15", (12, 8), (H100,)), wheels)
+    assert bool(problem) is (wheels is CUDA13)
+    assert not problem or ("expected 580 or newer" in problem and "make install VENV=" in problem)
+
+
+def test_new_cards_need_a_driver_that_can_compile_for_them() -> None:
+    """The wheels of CUDA 12 hold no attention kernel for them; the message has their driver."""
+    card = Card("NVIDIA B200", 183359, (10, 0))
+    problem = driver_problem(Nvidia("570.86.15", (12, 8), (H100, card)), CUDA12)
+    assert "got 570.86.15 (CUDA 12.8), expected 575 or newer" in problem
+    assert driver_problem(Nvidia("570.86.15", (12, 8), (H100,)), CUDA12) == ""
 
 
 def test_a_mig_slice_is_one_device(path: Path) -> None:

@@ -17,6 +17,7 @@ from verl.engine import EngineDied as EngineDied
 from verl.engine import Listener as Listener
 from verl.engine import RolloutEngine as RolloutEngine
 from verl.errors import ConfigError, explain
+from verl.nvidia import version_of
 from verl.training.devices import device_type, is_surely_cpu
 
 ENGINES = {
@@ -32,6 +33,9 @@ WEIGHTS_DIR = "actor_rollout_ref.rollout.weights_dir"
 QUANTIZATION = "actor_rollout_ref.rollout.quantization"
 SPECULATION = "actor_rollout_ref.rollout.speculative_config.method"
 WEIGHT_SYNC = "actor_rollout_ref.rollout.weight_sync"
+
+QUANTIZES_SINCE = (0, 26)
+"""vLLM that quantizes while loading by the name that the engine uses, also when it reloads."""
 
 
 def engine_class(name: str) -> type[RolloutEngine]:
@@ -100,6 +104,7 @@ def engine_problems(config: Config) -> Iterator[ConfigError]:
     if rollout.quantization is not None and is_surely_cpu(config.trainer.device):
         expected = "null: vLLM's CPU build has no kernel for 8-bit weights"
         yield ConfigError(explain(QUANTIZATION, rollout.quantization, expected, "leave it out"))
+    yield from old_engine_problems(config, version_of("vllm"))
     method = rollout.speculative_config.method
     if method == "suffix" and importlib.util.find_spec("arctic_inference") is None:
         expected = "ngram, or the installed package arctic_inference"
@@ -109,3 +114,15 @@ def engine_problems(config: Config) -> Iterator[ConfigError]:
         key = "actor_rollout_ref.rollout.interrupt_turns"
         expected = f"false: {label} cannot interrupt a turn"
         yield ConfigError(explain(key, "true", expected, f"{key}=false, or {NAME}=vllm"))
+
+
+def old_engine_problems(config: Config, installed: str) -> Iterator[ConfigError]:
+    """Yield what the installed vLLM is too old for: that of CUDA 12 wheels, 0.19."""
+    quantization = config.actor_rollout_ref.rollout.quantization
+    if quantization is None or config.is_external or not installed:
+        return
+    if tuple(map(int, installed.split(".")[:2])) < QUANTIZES_SINCE:
+        got = f"{quantization} with vLLM {installed}"
+        expected = f"vLLM {'.'.join(map(str, QUANTIZES_SINCE))} or newer, which needs driver 580"
+        fix = "leave it out, or upgrade the driver and make install VENV=NEW_FOLDER"
+        yield ConfigError(explain(QUANTIZATION, got, expected, fix))

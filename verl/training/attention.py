@@ -13,6 +13,7 @@ front of the response's own.
 import contextlib
 import functools
 import inspect
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
@@ -289,8 +290,10 @@ def attend_with_torch_varlen(
     varlen_attn: Callable[..., Any],
 ) -> Tensor:  # fmt: skip
     """Compute `attend_per_run` by torch's variable-length flash attention; 16-bit, CUDA only."""
+    if not has_option(varlen_attn, "window_size"):
+        return attend_with_torch_2_10(query, key, value, bounds, scale, window, varlen_attn)
     gqa_options = {}
-    if supports_gqa(varlen_attn):
+    if has_option(varlen_attn, "enable_gqa"):  # torch 2.12 and newer
         gqa_options = {"enable_gqa": query.shape[1] != key.shape[1]}
     else:
         key, value = repeat_heads(query, key), repeat_heads(query, value)
@@ -302,10 +305,29 @@ def attend_with_torch_varlen(
     return attended
 
 
+def attend_with_torch_2_10(
+    query: Tensor, key: Tensor, value: Tensor, bounds: SequenceBounds, scale: float, window: int,
+    varlen_attn: Callable[..., Any],
+) -> Tensor:  # fmt: skip
+    """Like `attend_with_torch_varlen`, by a kernel that has neither scale, window nor shared heads.
+
+    It scales by 1/sqrt(head_dim). Another scale, or a window that hides something, is left to
+    `attend_per_run`.
+    """
+    is_usual = math.isclose(scale, query.shape[-1] ** -0.5, rel_tol=1e-6)
+    if not is_usual or 0 < window < max(bounds.num_keys):
+        return attend_per_run(query, key, value, bounds, scale, window)
+    attended: Tensor = varlen_attn(
+        query, repeat_heads(query, key), repeat_heads(query, value), bounds.cu_seqlens,
+        bounds.cu_keys, max(bounds.lengths), max(bounds.num_keys), is_causal=True,
+    )  # fmt: skip
+    return attended
+
+
 @functools.cache
-def supports_gqa(kernel: Callable[..., Any]) -> bool:
-    """Return whether torch's kernel supports grouped-query attention: torch 2.12 and newer."""
-    return "enable_gqa" in inspect.signature(kernel).parameters
+def has_option(kernel: Callable[..., Any], name: str) -> bool:
+    """Return whether torch's kernel has a parameter, which depends on torch's version."""
+    return name in inspect.signature(kernel).parameters
 
 
 @functools.cache

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from verl import cpu
 from verl.config import Config
 from verl.errors import ResourceError, explain
 
@@ -55,8 +56,7 @@ def has_bfloat16_units(device: torch.device) -> bool:
     """Return whether the device has hardware for bfloat16, rather than emulating it."""
     if device.type == "cuda":
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))
-    capabilities = torch.cpu.get_capabilities()
-    return bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16"))
+    return cpu.has_bfloat16()
 
 
 def resolve_dtype(name: str, device: torch.device) -> torch.dtype:

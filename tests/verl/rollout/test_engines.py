@@ -21,6 +21,7 @@ from verl.rollout.interface import (
     engine_class,
     engine_problems,
     engine_takes_adapter,
+    old_engine_problems,
 )
 from verl.rollout.replica import BusyClock, TurnEngine, WeightGate
 from verl.training import kernels
@@ -262,6 +263,26 @@ def test_options_that_the_machine_does_not_support_are_rejected(
     assert "pip install arctic-inference" in second
     config.trainer.device, rollout.speculative_config.method = "cuda", "ngram"
     assert problems(config) == []
+
+
+@pytest.mark.parametrize(
+    ("installed", "is_refused"),
+    [("0.19.1", True), ("0.25.1", True), ("0.26.0", False), ("0.33.0", False), ("1.0.0rc1", False),
+     ("", False)],
+)  # fmt: skip
+def test_vllm_of_cuda_12_does_not_quantize(
+    tmp_path: Path, installed: str, is_refused: bool
+) -> None:
+    """It lacks the method by that name; servers that the user started have a vLLM of their own."""
+    config = tiny_config(tmp_path)
+    config.trainer.device = "cuda"
+    assert [*old_engine_problems(config, installed)] == []
+    config.actor_rollout_ref.rollout.quantization = "fp8"
+    refused = [str(problem) for problem in old_engine_problems(config, installed)]
+    assert bool(refused) is is_refused
+    assert not refused or f"got fp8 with vLLM {installed}, expected vLLM 0.26" in refused[0]
+    config.actor_rollout_ref.rollout.url = "http://127.0.0.1:1"
+    assert [*old_engine_problems(config, installed)] == []
 
 
 def test_weight_sync_without_files_needs_an_engine_that_receives(tmp_path: Path) -> None:

@@ -31,6 +31,7 @@ from verl.training.attention import (
     attend_with_flash,
     attend_with_torch_varlen,
     cuda_kernel,
+    has_option,
     packed_attention,
 )
 
@@ -128,6 +129,22 @@ def attend_by_definition(
     return attended
 
 
+def varlen_of_2_10(
+    query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor, max_q: int,
+    max_k: int, is_causal: bool = False, return_aux: object = None,
+) -> Tensor:  # fmt: skip
+    """Fake torch's kernel, with its signature in torch 2.10: causal from the last key backwards."""
+    assert is_causal and key.shape[1] == query.shape[1]
+    assert (max_q, max_k) == (cu_seq_q.diff().max(), cu_seq_k.diff().max())
+    VARLEN_CALLS.append(max_k)
+    scale = query.shape[-1] ** -0.5
+    return attend_by_definition(query, key, value, cu_seq_q, cu_seq_k, scale, -1)
+
+
+VARLEN_CALLS: list[int] = []
+"""Longest keys of each call of `varlen_of_2_10`."""
+
+
 def varlen_of_2_11(
     query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor, max_q: int,
     max_k: int, *, return_aux: object = None, scale: float | None = None,
@@ -164,6 +181,26 @@ def test_torch_kernels_with_and_without_gqa_give_the_same(
     expected = attend_per_run(query, key, value, bounds, 0.3, window)
     attended = attend_with_torch_varlen(query, key, value, bounds, 0.3, window, kernel)
     torch.testing.assert_close(attended, expected, rtol=1e-4, atol=1e-5)
+
+
+@rows
+@pytest.mark.parametrize("key_heads", [2, 4])
+@pytest.mark.parametrize(
+    ("scale", "window", "uses_kernel"),
+    [(8**-0.5, 0, True), (8**-0.5, 1000, True), (8**-0.5, 3, False), (0.3, 0, False)],
+)
+def test_the_kernel_of_torch_2_10_gives_the_same(
+    scale: float, window: int, uses_kernel: bool, key_heads: int, bounds: SequenceBounds
+) -> None:
+    """It is used where it can be: for the usual scale, and where a window hides nothing."""
+    torch.manual_seed(0)
+    VARLEN_CALLS.clear()
+    query = torch.randn(sum(bounds.lengths), 4, 8)
+    key, value = (torch.randn(sum(bounds.num_keys), key_heads, 8) for _ in range(2))
+    expected = attend_per_run(query, key, value, bounds, scale, window)
+    attended = attend_with_torch_varlen(query, key, value, bounds, scale, window, varlen_of_2_10)
+    torch.testing.assert_close(attended, expected, rtol=1e-4, atol=1e-5)
+    assert bool(VARLEN_CALLS) is uses_kernel
 
 
 def flash(
@@ -262,17 +299,23 @@ class Recorder:
         return query
 
 
-def call_with(attend: Callable[..., Tensor], kernel: Recorder) -> dict[str, Any]:
+def call_with(
+    attend: Callable[..., Tensor], kernel: Recorder, scale: float = 0.5
+) -> dict[str, Any]:
     """Return the arguments that `kernel` gets for a row of a grouped-query model."""
     query, key = torch.randn(5, 4, 8), torch.randn(5, 2, 8)
-    attend(query, key, key, SequenceBounds.of([(0, 2), (0, 3)], query.device), 0.5, 0, kernel)
+    attend(query, key, key, SequenceBounds.of([(0, 2), (0, 3)], query.device), scale, 0, kernel)
     return kernel.arguments
 
 
 def test_the_call_fits_the_installed_torch() -> None:
     """All arguments exist in the kernel of the installed torch, whatever its version."""
-    passed = call_with(attend_with_torch_varlen, Recorder(varlen_attn))
-    assert (passed["max_q"], passed["window_size"], passed["scale"]) == (3, (-1, 0), 0.5)
+    passed = call_with(attend_with_torch_varlen, Recorder(varlen_attn), scale=8**-0.5)
+    assert passed["max_q"] == 3
+    if has_option(varlen_attn, "window_size"):
+        assert (passed["window_size"], passed["scale"]) == ((-1, 0), 8**-0.5)
+    else:
+        assert passed["is_causal"]
 
 
 @pytest.fixture

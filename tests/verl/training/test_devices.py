@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from verl import cpu
 from verl.config import Config
 from verl.ports import free_port
 from verl.rollout.interface import engine_takes_adapter
@@ -51,7 +52,7 @@ def test_gpus_that_only_emulate_bfloat16_compute_in_float16(
         return has_units or including_emulation
 
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", supported)
-    monkeypatch.setattr(torch.cpu, "get_capabilities", dict)
+    monkeypatch.setattr(cpu, "has_bfloat16", lambda: False)
     assert resolve_dtype("auto", torch.device(device)) is expected
 
 
