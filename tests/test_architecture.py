@@ -193,6 +193,31 @@ def test_every_file_says_what_lives_in_it() -> None:
     assert [str(p) for p in product if not ast.get_docstring(ast.parse(p.read_text()))] == []
 
 
+def broad_handlers(path: Path) -> list[ast.ExceptHandler]:
+    """Return the handlers of any exception that do not raise it again, whatever it is."""
+    handlers = (
+        h for h in ast.walk(ast.parse(path.read_text())) if isinstance(h, ast.ExceptHandler)
+    )
+    broad = re.compile(r"\b(Base)?Exception\b")
+    return [
+        h for h in handlers
+        if (h.type is None or broad.search(ast.unparse(h.type)))
+        and not isinstance(h.body[-1], ast.Raise)
+    ]  # fmt: skip
+
+
+def test_every_broad_except_says_why() -> None:
+    """It also swallows errors that are not meant, so a comment says why that is right."""
+    silent = []
+    for path in sources():
+        lines = path.read_text().splitlines()
+        for handler in broad_handlers(path):
+            beside = lines[handler.lineno - 2 : handler.body[0].lineno - 1]
+            if not any(re.search(r"#(?! noqa: BLE001$)", line) for line in beside):
+                silent.append(f"{path.relative_to(ROOT)}:{handler.lineno}")
+    assert silent == []
+
+
 def test_the_top_level_holds_nothing_but_the_project() -> None:
     """Files that a run leaves in the top folder are not committed by mistake."""
     words = ["git", "-C", str(ROOT), "ls-files"]

@@ -163,9 +163,9 @@ async def events(
         yield DONE
     except ApiError as error:
         yield _event(error.body())
-    except Exception:
+    except Exception:  # a bug: the status was sent before, so the stream itself tells the client
         yield _event(INTERNAL.body())
-        raise
+        raise  # to the server's log
     finally:
         dialogue.cancel()
 

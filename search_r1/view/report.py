@@ -225,7 +225,8 @@ INTERVALS = "Answers of the validation; in brackets: 95 % intervals from resampl
 def write_report(folder: Path) -> bool:
     """Write `report.html` and `report.md` into a run's folder; return whether that succeeded.
 
-    Problems are logged and never raised, so that a run cannot fail because of its report.
+    Problems are logged and never raised, so that a run cannot fail because of its report; a bug is
+    logged with its traceback.
     """
     try:
         with tempfile.TemporaryDirectory() as index:
@@ -241,7 +242,7 @@ def write_report(folder: Path) -> bool:
     except (OSError, UserError, sqlite3.Error) as error:
         logger.warning("no report.html for %s: %s", folder, error)
         return False
-    except Exception:
+    except Exception:  # a bug of the report must not make a finished run a failed one
         logger.exception("no report.html for %s: unexpected error in the report", folder)
         return False
     logger.info("report: %s (and report.md)", folder / "report.html")

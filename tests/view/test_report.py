@@ -142,3 +142,22 @@ def test_a_run_without_validation_or_steps(tmp_path: Path) -> None:
     assert not write_report(empty)  # no error
     (empty / "config.yaml").write_text("agent: text\n")
     assert not write_report(empty)
+
+
+def test_a_bug_of_the_report_is_logged_and_the_run_ends_well(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whatever it raises, with its traceback; an interrupt still ends the program."""
+
+    def raising(error: BaseException) -> Callable[..., None]:
+        def report(run: object) -> None:
+            raise error
+
+        return report
+
+    monkeypatch.setattr("search_r1.view.report.report", raising(RuntimeError("a bug")))
+    assert not write_report(folder)
+    assert [record.exc_info is not None for record in caplog.records] == [True]
+    monkeypatch.setattr("search_r1.view.report.report", raising(KeyboardInterrupt()))
+    with pytest.raises(KeyboardInterrupt):
+        write_report(folder)

@@ -367,7 +367,7 @@ class RayPPOTrainer:
             # The ranks' weights are already one step ahead of the finished state.
             self.saver.close()
             raise Interrupted(self.with_resume_hint(str(error))) from error
-        except Exception as error:
+        except Exception as error:  # whatever ended the run: no save may go on behind it
             if isinstance(error, OSError) and is_file_error(error):
                 reason = f"the run could not write its files: {error}"
                 raise Interrupted(self.save_before_exit(reason)) from error

@@ -142,7 +142,7 @@ class Searcher:
         start = time.perf_counter()
         try:
             results = self._retriever.search(queries, k)
-        except Exception as error:
+        except Exception as error:  # backends raise any; in this thread it is handed to the queries
             if len(queries) > 1:
                 return self._search_individually(queries, k)
             if isinstance(error, SearchError):
