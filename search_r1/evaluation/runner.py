@@ -1,7 +1,9 @@
 """Runs one question with the training loop's agent or a baseline, and scores the dialogue."""
 
 import asyncio
+import functools
 import re
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -14,14 +16,16 @@ from search_r1.rewards import RewardInput, build_reward
 from search_r1.rewards.normalize import Normalize, contains_answer, normalize_answer
 from search_r1.scoring import reward_input
 from search_r1.search.schema import Document
+from verl.agent.control import ControlStrings
 from verl.agent.dialogue import DialogueAgent, derived_seed
 from verl.agent.interface import Observation, ToolCall
 from verl.agent.tags import TagFormat
 from verl.data import Tokenizer, render
+from verl.data.outside import neutral_row, strings_of_rows
 from verl.data.rows import Row
 from verl.errors import DataError, ToolError, explain
 from verl.rollout.interface import RolloutEngine
-from verl.types import Origin, Sampling, Status, Trajectory, start_trajectory
+from verl.types import Origin, Prompt, Sampling, Status, Trajectory, start_trajectory
 
 DIRECT = TagFormat(
     name="direct",
@@ -157,12 +161,22 @@ class Runner:
             except ToolError as error:
                 problem = str(error)
         seed = derived_seed(self.seed, *task.key)
-        end = start_trajectory(render(row, self.tokenizer), sample=task.sample, seed=seed)
+        end = start_trajectory(self.render(row), sample=task.sample, seed=seed)
         if problem is not None:
             end.status, end.error = Status.FAILED, problem
         else:
             end = await agent.run(end, engine, self.sampling)
         return await self._score(end, searches, num_document_tokens)
+
+    @functools.cached_property
+    def row_strings(self) -> ControlStrings:
+        """Control tokens that rows may not contain."""
+        return strings_of_rows(self.tokenizer, self.agent.format.tags)
+
+    def render(self, row: Row, limit: int = sys.maxsize) -> Prompt:
+        """Render a row as training does, with the tools of the format."""
+        safe = neutral_row(row, self.row_strings)
+        return render(safe, self.tokenizer, self.agent.format.schemas, limit)
 
     async def _score(
         self, end: Trajectory, searches: Sequence[Search], num_document_tokens: int
@@ -210,7 +224,7 @@ def check_rows(rows: Sequence[Row], runner: Runner, limit: int) -> None:
     method = runner.method
     num_reserved = runner.agent.limits.max_obs_length if method.searches_first else 0
     worded_rows = (apply_method(row, method) for row in rows)
-    prompts = (render(row, runner.tokenizer, limit=limit) for row in worded_rows)
+    prompts = (runner.render(row, limit) for row in worded_rows)
     lengths = {prompt.uid: len(prompt.ids) for prompt in prompts}
     overlong = [uid for uid, length in lengths.items() if length + num_reserved > limit]
     if overlong:

@@ -7,8 +7,8 @@ import asyncio
 import contextlib
 import logging
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -44,12 +44,15 @@ class BatchQuestion:
     question: str
     messages: str | Sequence[Message] | None = None
     """The prompt of a data row; None for a plain question, which the dialogue format words."""
+    extra_info: Mapping[str, Any] = field(default_factory=dict)
+    """That of the data row."""
 
 
 def read_questions(file: str) -> list[BatchQuestion]:
     """Read a text file with one question per line, or a file of rows. Raises DataError."""
     if Path(file).suffix.lower() in ROW_SUFFIXES:
-        return [BatchQuestion(row.uid, question_of(row), row.prompt) for row in load_rows(file)]
+        rows = load_rows(file)
+        return [BatchQuestion(r.uid, question_of(r), r.prompt, r.extra_info) for r in rows]
     try:
         lines = read_text(Path(file), MAX_CHARS).split("\n")
     except (OSError, ValueError) as error:
@@ -94,7 +97,10 @@ async def _answer(question: BatchQuestion, session: AgentSession) -> dict[str, A
     """Return the reply as JSON, or a failed status with the error."""
     uid, text, messages = question.uid, question.question, question.messages
     try:
-        prompt = session.prompt(text) if messages is None else session.render(messages, uid)
+        if messages is None:
+            prompt = session.prompt(text)
+        else:
+            prompt = session.render(messages, uid, question.extra_info)
         reply = await session.ask(text, prompt)
     except UserError as error:
         failed = {"status": Status.FAILED.value, "error": str(error), "answer": None}

@@ -1,14 +1,17 @@
 """Runs one dialogue with an agent: reports its events to a listener and returns the outcome."""
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any
 
 from search_r1.search.schema import Document, well_formed
-from verl.agent.control import break_strings
+from verl.agent.control import ControlStrings, break_strings
 from verl.agent.dialogue import DialogueAgent
 from verl.agent.interface import Observation, ToolCall, Turn
 from verl.data import Tokenizer, num_tokens, render
+from verl.data.outside import neutral_row, strings_of_rows
 from verl.data.rows import Message, Row
 from verl.errors import DataError, explain
 from verl.rollout.interface import RolloutEngine
@@ -194,10 +197,22 @@ class AgentSession:
         wording = self.agent.format.user_prompt(text)
         return self.render((*earlier, {"role": "user", "content": wording}))
 
-    def render(self, messages: str | Sequence[Message], uid: str = "question") -> Prompt:
-        """Tokenize messages as they are. Raises DataError if they are too long."""
+    @functools.cached_property
+    def _row_strings(self) -> ControlStrings:
+        return strings_of_rows(self.tokenizer, self.agent.format.tags)
+
+    def render(
+        self,
+        messages: str | Sequence[Message],
+        uid: str = "question",
+        extra_info: Mapping[str, Any] = MappingProxyType({}),
+    ) -> Prompt:
+        """Tokenize messages in their wording, control tokens in them broken up as in `neutral_row`.
+
+        Raises DataError if they are too long.
+        """
         text = messages if isinstance(messages, str) else tuple(messages)
-        row = Row(uid, 0, text, "asked", ())
+        row = neutral_row(Row(uid, 0, text, "asked", (), extra_info), self._row_strings)
         limit = self.max_start_length
         prompt = render(row, self.tokenizer, self.agent.format.schemas, limit)
         if len(prompt.ids) > limit:

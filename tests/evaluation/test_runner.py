@@ -15,7 +15,10 @@ from search_r1.search.client import Document, EmptyRetrieval, Retrieval
 from search_r1.search.errors import RetrieverUnavailable
 from tests.evaluation.scripted import Reader, documents, finder, row, runner
 from tests.fakes import ByteTokenizer
+from tests.verl.agent.chat_templates import ChatTokenizer
 from verl.agent.dialogue import derived_seed
+from verl.agent.native import NativeFormat
+from verl.data import render
 from verl.errors import DataError
 from verl.types import Completion, Sampling
 
@@ -188,3 +191,26 @@ def test_long_prompts_are_refused_not_left_out() -> None:
         check_rows(rows, runner(EmptyRetrieval()), 100)
     with pytest.raises(DataError, match="--max-start-length"):
         check_rows(rows, runner(EmptyRetrieval(), "rag"), 500)
+
+
+@pytest.mark.parametrize("method", ["agent", "direct", "rag"])
+def test_line_32_questions_of_rows_make_no_control_tokens(method: str) -> None:
+    """In messages, and in the plain texts of base models, also in the words of baselines."""
+    text = "What is thing 7? <eos> <pad>?"
+    for prompt in (({"role": "user", "content": f"Question: {text}"},), f"Question: {text}"):
+        asked = replace(ROW, prompt=prompt, extra_info={"question": text})
+        engine = Reader()
+        asyncio.run(runner(finder([ROW]), method).run(Task(asked, 0), engine))
+        assert "< eos> < pad>?" in engine.prompts[0]
+        assert engine.prompts[0].count("<eos>") == 1  # ByteTokenizer's own, at the end
+
+
+def test_a_native_format_shows_its_tools_as_in_training() -> None:
+    """The prompt of an evaluation has the schemas that the chat template writes."""
+    plain, tokenizer = runner(finder([ROW])), ChatTokenizer()
+    format = NativeFormat(tokenizer, plain.agent.environment.tools)
+    agent = replace(plain.agent, tokenizer=tokenizer, format=format)
+    asking = replace(plain, agent=agent, tokenizer=tokenizer)
+    expected = render(ROW, tokenizer, format.schemas)  # type: ignore[arg-type]
+    assert asking.render(ROW) == expected
+    assert '"name": "search"' in expected.text

@@ -82,3 +82,21 @@ def test_a_prompt_that_is_too_long_is_refused() -> None:
     """The error has the prompt's limit and the option to change."""
     with pytest.raises(DataError, match=r"at most 100; fix: .*--max-start-length"):
         session(ScriptedEngine([]), limit=100).prompt("Why? " * 50)
+
+
+def test_line_32_no_text_of_a_request_makes_a_control_token() -> None:
+    """Neither the question, nor earlier messages of whatever role, nor the messages of a row.
+
+    Of a prompt that was rendered before, the question of its row.
+    """
+    who, tokenizer = session(ScriptedEngine(())), ByteTokenizer()
+    earlier = [{"role": role, "content": f"{role} <eos>"} for role in ("system", "assistant")]
+    rendered = "<pad>user: x<eos>y"
+    for prompt in (
+        who.prompt("x<eos>", earlier),
+        who.render([{"role": "user", "content": "x <pad>"}]),
+        who.render("user: x<eos>y", "f#0", {"question": "x<eos>y"}),
+    ):
+        assert tokenizer.decode(prompt.ids[:-1]).count("< eos>") + prompt.text.count("< pad>")
+        assert not {256, 257}.intersection(prompt.ids[:-1])  # the last one ends ByteTokenizer's
+    assert who.render(rendered).text == rendered

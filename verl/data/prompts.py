@@ -4,6 +4,7 @@ Files and their row format are read in `verl.data.rows`.
 """
 
 import logging
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
@@ -13,6 +14,7 @@ import numpy as np
 
 from verl.agent.dialogue import CHARS_PER_TOKEN
 from verl.config import Config
+from verl.data.outside import neutral_rows
 from verl.data.records import MAX_QUOTE, short_repr
 from verl.data.rows import Row, load_rows
 from verl.data.values import can_be_given
@@ -64,7 +66,7 @@ def render(
     """
     is_templated = not isinstance(row.prompt, str) and bool(tokenizer.chat_template)
     if isinstance(row.prompt, str):
-        text = row.prompt
+        text = _without_space_before_bos(tokenizer, row.prompt)
     elif is_templated:
         messages = [dict(message) for message in row.prompt]
         options: dict[str, Any] = {"tokenize": False, "add_generation_prompt": True}
@@ -85,6 +87,13 @@ def render(
     return Prompt(
         row.uid, tuple(ids), row.data_source, row.ground_truth, row.extra_info, text, row.truth_form
     )
+
+
+def _without_space_before_bos(tokenizer: Tokenizer, text: str) -> str:
+    """Return a text that begins with a BOS and white space, in any order, with the BOS first."""
+    bos = getattr(tokenizer, "bos_token", None)
+    begin = re.match(rf"(?:[\s\ufeff\u200b]*{re.escape(bos)})+", text) if bos else None
+    return text if begin is None else f"{bos}{text[begin.end() :]}"
 
 
 def _with_one_bos(tokenizer: Tokenizer, ids: list[int]) -> list[int]:
@@ -114,15 +123,18 @@ def num_tokens(prompt: Prompt, limit: int) -> str:
 
 def load_prompts(
     config: Config, files: str | Sequence[str], num_rows: int | None, tokenizer: Tokenizer,
-    tools: Sequence[Schema] = (),
+    tools: Sequence[Schema] = (), reserved: Sequence[str] = (),
 ) -> list[Prompt]:  # fmt: skip
     """Load the training or validation prompts of a run by its `data` options, in file order.
+
+    `reserved`: control tokens that rows may not contain (`verl.data.outside.strings_of_rows`).
 
     Prompts over `max_start_length` are left out and counted in the log. Raises DataError for
     malformed rows, for over-long ones if filtering is off, and if no prompt is left.
     """
     data, limit = config.data, config.data.max_start_length
     rows = choose(load_rows(files, data.prompt_key), num_rows, config.trainer.seed)
+    rows = neutral_rows(rows, reserved)
     if hopeless := [row.uid for row in rows if not any(map(can_be_given, row.ground_truth))]:
         logger.warning("%d of %d rows have no answer that exact match can accept, such as %s",
                        len(hopeless), len(rows), hopeless[0])  # fmt: skip

@@ -27,6 +27,7 @@ from verl.checkpoint.resume import check_contents, check_resume, identity
 from verl.config import Config, cli
 from verl.core_algos.kl import AdaptiveKLController, FixedKLController, KLController
 from verl.data import load_prompts, num_batches
+from verl.data.outside import strings_of_rows
 from verl.data.trajectories import prepare_folder
 from verl.errors import RankLost, ReplicaLost, UserError
 from verl.files import exclusive_lock
@@ -155,9 +156,9 @@ def resumed_step(config: Config) -> int:
 def read_prompts(config: Config, environment: Environment, tokenizer: Any) -> Prompts:
     """Read the questions for training and validation. Raises DataError or ConfigError."""
     data, format = config.data, build_format(config, environment, tokenizer)
-    schemas = format.schemas
-    train = load_prompts(config, data.train_files, data.train_data_num, tokenizer, schemas)
-    val = load_prompts(config, data.val_files, data.val_data_num, tokenizer, schemas)
+    wording = format.schemas, strings_of_rows(tokenizer, format.tags)
+    train = load_prompts(config, data.train_files, data.train_data_num, tokenizer, *wording)
+    val = load_prompts(config, data.val_files, data.val_data_num, tokenizer, *wording)
     check_prompts(format, itertools.chain(train, val))
     return train, val
 

@@ -1,6 +1,7 @@
 """No text from outside becomes a control token, in the layouts of several families."""
 
 import functools
+import unicodedata
 from typing import Any
 
 import pytest
@@ -21,7 +22,8 @@ LAYOUTS = {
     "mistral": (("<s>", "[INST]", "[/INST]", "[TOOL_CALLS]", "[AVAILABLE_TOOLS]"), ()),
     "deepseek": (("<｜User｜>", "<｜Assistant｜>", "<｜end▁of▁sentence｜>"),
                  ("<｜tool▁calls▁begin｜>",)),
-    "gemma": (("<bos>", "<start_of_image>"), ("<unused0>", "<unused1>", "[multimodal]", "  ")),
+    "gemma": (("<bos>", "<start_of_image>"),
+              ("<unused0>", "<unused1>", "[multimodal]", "  ", "<b>", "</table>", "<h1>", "<s>")),
     "bert": (("[CLS]", "[SEP]", "[MASK]"), ("[unused1]",)),
     "spaces": (("[X]", "[ X]", "[  X]"), ("<a b>", "< a b>")),
     "word": (("END",), ("protein", "1994", "\n\n", "    ")),
@@ -51,7 +53,9 @@ def build(layout: str, byte_fallback: bool) -> Any:
 
 
 def controls(tokenizer: Any) -> set[int]:
-    plain = {"protein", "1994", "\n\n", "    ", "  "}
+    plain = {"protein", "1994", "\n\n", "    ", "  ", "<b>", "</table>", "<h1>"}
+    if "<s>" not in tokenizer.all_special_tokens:
+        plain.add("<s>")
     added = tokenizer.added_tokens_decoder.items()
     return {i for i, token in added if token.content not in plain}
 
@@ -67,7 +71,7 @@ def test_line_32_no_text_makes_a_control_token(
     tokenizer = build(layout, byte_fallback)
     tokens = [token for group in LAYOUTS[layout] for token in group]
     parts = [*tokens, *(t[:n] for t in tokens for n in (1, 2, -1)), *(t[-2:] for t in tokens),
-             " ", "▁", "x", "［", "］", "＜"]  # fmt: skip
+             " ", "▁", "x", "［", "］", "＜", "ＩＮＳＴ", "ｔ", "|", "\u00a0"]  # fmt: skip
     text = "".join(data.draw(st.lists(st.sampled_from(parts), max_size=8)))
     for safe in (
         break_strings(text, control_strings(tokenizer)),
@@ -84,7 +88,48 @@ def test_line_32_results_in_native_dialogues_have_no_control_tokens() -> None:
 
 
 def test_ordinary_added_tokens_are_left_alone() -> None:
-    """White space, words and numbers are not changed, unless they are special."""
+    """White space, words, numbers and HTML's formatting are not changed, unless special."""
     strings = control_strings(build("word", False))
     assert strings == ("END",)
     assert break_strings("1994 protein\n\n    x", strings) == "1994 protein\n\n    x"
+    assert set(control_strings(build("gemma", False))) == {
+        "<bos>", "<start_of_image>", "<unused0>", "<unused1>", "[multimodal]"
+    }  # fmt: skip
+    assert "<s>" in control_strings(build("mistral", False))
+
+
+def test_a_normalized_token_is_broken_in_the_form_that_its_tokenizer_reads() -> None:
+    """NFKC makes `|` of DeepSeek's `｜`, in the token and in the text."""
+    tokenizer = build("deepseek", True)
+    assert "<|tool▁calls▁begin|>" in control_strings(tokenizer)
+
+
+PIECES = ["<", "|", "a", "é", "e\u0301", ">", " ", "[", "]", "＜", "｜", "ａ", "①", "1", "ﬁ", "fi",
+          "𝐚", "中", "，", "\u0301", "\\", "\ud800"]  # fmt: skip
+WANTED = ["<|a|>", "[1]", "<é>", "[fi", "\\a", "a b", "中|"]
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.sampled_from([*PIECES, *WANTED]), max_size=10).map("".join))
+def test_strings_are_found_in_text_and_compatibility_form_as_by_a_loop(text: str) -> None:
+    """The form is made only of texts with a character that can become one of the strings'."""
+
+    def contains(text: str) -> bool:
+        forms = (text, unicodedata.normalize("NFKC", text))
+        return any(string in form for string in WANTED for form in forms)
+
+    broken = break_strings(text, WANTED)
+    assert not contains(broken)
+    if not contains(text):
+        assert broken == text
+    else:
+        form = unicodedata.normalize("NFKC", text)
+        assert broken.replace(" ", "") in (text.replace(" ", ""), form.replace(" ", ""))
+
+
+def test_the_patterns_of_a_tokenizer_are_built_once() -> None:
+    """Gemma has 6,000 tokens, and a search has dozens of texts."""
+    strings = control_strings(build("qwen", False))
+    assert strings.breaker is strings.breaker
+    assert strings.without(["<tool_call>"]) == tuple(s for s in strings if s != "<tool_call>")
+    assert strings.without(["absent"]) is strings

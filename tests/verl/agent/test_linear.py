@@ -17,6 +17,7 @@ from search_r1.rewards.normalize import RULES, contains, covers
 from search_r1.search.tokenization import fold
 from search_r1.view.dialogue import find_headings, read_dialogue
 from verl.agent import native
+from verl.agent.control import ControlStrings
 from verl.agent.grammar import (
     action_pattern,
     answer_pattern,
@@ -36,6 +37,7 @@ HEADING = re.compile(
     r'^Doc \d+\(Title: "(?P<title>.*?)"(?:, id: (?P<id>[^)\n]*))?\) ?', re.MULTILINE
 )
 LEAD = re.compile(r".*\banswer\b[^.\n]*?(?:\bis\b|:)\s*:?\s*(?=\S)", re.IGNORECASE | re.DOTALL)
+CONTROLS = ControlStrings(["<tool_call>", "[INST]", "<｜User｜>", "<a>", "éé", " \n"])
 texts = st.lists(st.sampled_from(PARTS), max_size=14).map("".join)
 
 
@@ -102,7 +104,7 @@ READERS: dict[str, Callable[[str], object]] = {
     "thinking": lambda text: [p.search(text) for p in think_ending_patterns(SEARCH_R1)],
     "broken tags": lambda text: has_broken_tags(text, SEARCH_R1),
     "turn": lambda text: read_turn(text, SEARCH_R1),
-    "neutralize": lambda text: neutralize(text, SEARCH_R1),
+    "neutralize": lambda text: neutralize(text, SEARCH_R1, CONTROLS),
     "native calls": lambda text: list(spans_between(text, native.CALL)),
     "untagged answer": lambda text: read_untagged_answer(text, SEARCH_R1),
     "headings": find_headings,
@@ -116,7 +118,8 @@ READERS: dict[str, Callable[[str], object]] = {
 UNITS = ["<information>", "</information>", "<think>", "<think> ", "<answer>", "<search>",
          "<answer><search>", "<tool_call>", "<|", "<", " ", "\n", "x ", "answer ", "is ", "a:",
          "answer is ", 'Doc 1(Title: "', '", id: ', "\nDoc 1(Title: \"a\", id: ", "<a>", "://",
-         "?key=", "<think></think> ", "é", "e\u0301"]  # fmt: skip
+         "?key=", "<think></think> ", "é", "e\u0301", "[INST",
+         "<｜User｜>", "＜tool_call＞"]  # fmt: skip
 
 
 @pytest.mark.parametrize("reader", READERS)

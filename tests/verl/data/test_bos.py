@@ -34,3 +34,15 @@ def test_line_30_a_prompt_that_was_rendered_before_has_one_bos(bos: str) -> None
     expected = tuple(build(bos).encode(bos + "Who?", add_special_tokens=False))
     for tokenizer, prompt in prompts:
         assert render(Row("f", 0, prompt, "nq", ("a",)), tokenizer).ids == expected
+
+
+@pytest.mark.parametrize("head", [" ", "\n\n", "\ufeff", "\t \u200b"])
+@pytest.mark.parametrize("bos", ["<|begin_of_text|>", "<bos>", "<s>"])
+def test_line_30_white_space_before_a_rendered_bos_is_no_text(bos: str, head: str) -> None:
+    """Neither before the first BOS nor between two of them; white space after it is text."""
+    tokenizer = build(bos)
+    expected = tuple(tokenizer.encode(bos + " Who?", add_special_tokens=False))
+    for prompt in (f"{head}{bos} Who?", f"{head}{bos}{head}{bos} Who?"):
+        assert render(Row("f", 0, prompt, "nq", ("a",)), tokenizer).ids == expected
+    plain = render(Row("f", 0, f"{head}Who {bos}", "nq", ("a",)), tokenizer).text
+    assert plain == f"{head}Who {bos}"
