@@ -12,6 +12,7 @@ from verl.agent.dialogue import DialogueAgent, Limits, Tokenizer, refuse_closed_
 from verl.agent.environment import Environment
 from verl.agent.interface import Agent, DialogueFormat, Tool
 from verl.agent.native import ChatTokenizer, NativeFormat
+from verl.agent.schema import check_parameters
 from verl.agent.tags import TagFormat, plain_format
 from verl.config import Config
 from verl.errors import ConfigError, DataError, explain
@@ -70,6 +71,8 @@ def build_environment(config: Config) -> Environment:
     tools = [
         plugins.build("agent.tools", name, TOOLS, config, "label") for name in config.agent.tools
     ]
+    for tool in tools:
+        check_parameters(tool)
     names = [tool.name for tool in tools]
     if len(set(names)) < len(names):
         raise ConfigError(explain("agent.tools", names, "each tool once", "remove the duplicates"))

@@ -1,6 +1,7 @@
 """Parses and validates chat completion requests.
 
-Unsupported fields that would change the answer are refused; other unknown fields are ignored.
+Unsupported fields that would change the answer are refused, and so are misspelt ones; other unknown
+fields are ignored.
 """
 
 from dataclasses import dataclass, replace
@@ -14,7 +15,7 @@ from search_r1.agent_server.responses import ApiError
 from search_r1.inference.dialogue import AgentSession
 from search_r1.search.errors import DeadlineExceeded
 from search_r1.search.schema import well_formed
-from search_r1.search.server.requests import parse, read_body
+from search_r1.search.server.requests import misspelt_fields, parse, read_body
 from verl.errors import DataError
 from verl.types import Prompt, Sampling
 
@@ -30,8 +31,35 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "presence_penalty": (0,),
     "modalities": (["text"],),
     "audio": (),
+    "top_k": (-1, 0),
+    "min_p": (0,),
+    "repetition_penalty": (1,),
+    "length_penalty": (1,),
+    "min_tokens": (0,),
+    "best_of": (1,),
+    "use_beam_search": (False,),
+    "ignore_eos": (False,),
+    "stop_token_ids": ([],),
+    "bad_words": ([],),
+    "prompt_logprobs": (False,),
+    "top_logprobs": (0,),
+    "tool_choice": ("auto", "none"),
+    "function_call": ("auto", "none"),
+    "prediction": (),
+    "reasoning_effort": (),
+    "structured_outputs": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "chat_template": (),
+    "chat_template_kwargs": ({},),
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
 }
 """Unsupported fields, with the values (besides null) that are still accepted."""
+HARMLESS = ("models", "streaming", "include_obfuscation")
+"""Fields of other servers that look like ours, and change no answer."""
 BODY_TIMEOUT_S = 60.0
 """Maximum seconds for a request body to arrive."""
 
@@ -50,6 +78,8 @@ class ChatMessage(BaseModel):
 
 class StreamOptions(BaseModel):
     """Optional contents of a stream."""
+
+    model_config = ConfigDict(extra="allow")  # to find misspelt fields
 
     include_usage: bool = False
     include_documents: bool = False
@@ -106,6 +136,9 @@ def to_agent_request(body: ChatRequest, session: AgentSession) -> AgentRequest:
         if name in UNSUPPORTED and value is not None and value not in UNSUPPORTED[name]:
             message = f"{name} is not supported by a search agent: leave it out"
             raise ApiError(400, message, "unsupported_parameter", name)
+    for request in filter(None, (body, body.stream_options)):
+        for name, fix in misspelt_fields(request, (*UNSUPPORTED, *HARMLESS)).items():
+            raise ApiError(400, f"{name}: {fix}", "unknown_parameter", name)
     *before, last = body.messages
     if last.role != "user":
         message = f"the last message is of role {last.role}, expected user"

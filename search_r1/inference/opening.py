@@ -30,7 +30,7 @@ from verl import plugins
 from verl.agent.wording import TEMPLATE_FILE
 from verl.config import Config
 from verl.config.agent import EMPTY_URL
-from verl.errors import ConfigError, ModelError, ToolError, explain
+from verl.errors import ConfigError, ModelError, ToolError, did_you_mean, explain
 from verl.model_files import ModelProblem, model_errors
 from verl.remote_code import set_trust
 from verl.types import Sampling
@@ -87,6 +87,8 @@ SETTING_TYPES = {
     "template": str, "tools": list, "max_turns": int, "topk": int, "chat_template_kwargs": dict,
 }  # fmt: skip
 """Keys of `search_r1.json` and the types of their values."""
+NEAR = 0.75
+"""Similarity (as in `did_you_mean`) above which a key is taken for a misspelt setting."""
 BOUNDS = {"max_turns": TURNS, "topk": DOCUMENTS}
 
 
@@ -137,6 +139,7 @@ def _read_settings(model: str) -> dict[str, Any]:
         return {}
     with model_errors(model, SETTINGS_FILE, "--model", "what training writes"):
         settings = dict(json.loads(file.read_text(encoding="utf-8")))
+        _check_names(settings)
         for name, kind in SETTING_TYPES.items():
             value, bounds = settings.get(name), BOUNDS.get(name)
             is_kind = type(value) is kind  # not `isinstance`, which accepts a bool as an int
@@ -145,6 +148,20 @@ def _read_settings(model: str) -> dict[str, Any]:
         if not all(isinstance(tool, str) for tool in settings.get("tools") or ()):
             raise ModelProblem(f"tools={settings['tools']!r}")
         return settings
+
+
+def _check_names(settings: Mapping[str, Any]) -> None:
+    """Raise ModelProblem for a key that has no effect, unless a tool in a file may have stored it.
+
+    A name that is almost that of a setting is never a tool's.
+    """
+    tools = settings.get("tools")
+    has_own_tools = isinstance(tools, list) and any(".py" in str(tool) for tool in tools)
+    for name in settings.keys() - SETTING_TYPES.keys():
+        fix = did_you_mean(name, SETTING_TYPES, "", NEAR)
+        if fix or not has_own_tools:
+            known = ", ".join(SETTING_TYPES)
+            raise ModelProblem(f"unknown key {name}; {fix or f'expected some of {known}'}")
 
 
 def _first(*values: Any) -> Any:

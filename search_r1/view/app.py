@@ -17,7 +17,7 @@ from typing import Annotated, Any
 
 import orjson
 from fastapi import APIRouter, Depends, FastAPI, HTTPException, Query, Request, Response
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, Field
 
 from search_r1.bearer import has_token
 from search_r1.search.errors import DeadlineExceeded
@@ -38,6 +38,8 @@ Text = Annotated[str, Field(max_length=100_000, pattern=r"^[^\x00]*$")]
 class ReplacementDocument(BaseModel):
     """A document that a search returns in a replay."""
 
+    model_config = ConfigDict(extra="forbid")
+
     title: Text | None = None
     text: Text
     id: Text | None = None
@@ -45,6 +47,8 @@ class ReplacementDocument(BaseModel):
 
 class ReplayRequest(BaseModel):
     """A trajectory and the edit to replay it with: the options of `search-r1 replay`."""
+
+    model_config = ConfigDict(extra="forbid")
 
     run: NonNegative = 0
     step: NonNegative

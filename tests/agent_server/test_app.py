@@ -166,6 +166,15 @@ def test_there_is_one_model() -> None:
          "unsupported_parameter"),
         ({"response_format": {"type": "json_object"}}, "response_format",
          "unsupported_parameter"),
+        ({"extra_body": {"top_k": 5}}, "top_k", "unsupported_parameter"),
+        ({"extra_body": {"repetition_penalty": 1.1}}, "repetition_penalty",
+         "unsupported_parameter"),
+        ({"extra_body": {"chat_template_kwargs": {"enable_thinking": False}}},
+         "chat_template_kwargs", "unsupported_parameter"),
+        ({"extra_body": {"max_token": 5}}, "max_token", "unknown_parameter"),
+        ({"extra_body": {"temprature": 1}}, "temprature", "unknown_parameter"),
+        ({"extra_body": {"stream_options": {"include_document": True}}}, "include_document",
+         "unknown_parameter"),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("stream", [False, True])

@@ -175,7 +175,8 @@ def test_a_bad_adapter_is_refused_in_one_line(
 @pytest.mark.parametrize(
     "content", ["", "{", "[1]", "null", '{"max_turns": "2"}', '{"topk": 1.5}', '{"template": 5}',
                 '{"tools": "search"}', '{"max_turns": true}', '{"max_turns": -1}', '{"topk": 0}',
-                '{"tools": [1]}', '{"max_turns": 1000000}']
+                '{"tools": [1]}', '{"max_turns": 1000000}', '{"max_turn": 3}', '{"temperature": 1}',
+                '{"tools": ["a.py:T"], "top_k": 3}', '{"apply_chat_template_kwargs": {}}']
 )  # fmt: skip
 def test_bad_settings_of_a_model_are_refused_in_one_line(content: str, tmp_path: Path) -> None:
     """Invalid values in a model's `search_r1.json` are refused."""
@@ -183,6 +184,13 @@ def test_bad_settings_of_a_model_are_refused_in_one_line(content: str, tmp_path:
     with pytest.raises(ModelError, match=r"search_r1\.json") as caught:
         run_config(InferenceOptions(model="m"), str(tmp_path))
     assert "\n" not in str(caught.value)
+
+
+def test_settings_that_a_tool_of_ones_own_stored_are_kept(tmp_path: Path) -> None:
+    """`Tool.settings` may have any name that is not almost one of ours."""
+    (tmp_path / "search_r1.json").write_text('{"tools": ["a.py:T"], "units": "km", "topk": 4}')
+    options = InferenceOptions(model="m", trust_remote_code=True)
+    assert run_config(options, str(tmp_path)).retriever.topk == 4
 
 
 @pytest.mark.parametrize(

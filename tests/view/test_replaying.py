@@ -79,6 +79,7 @@ def test_an_error_of_the_command_is_one_line(
     {}, {"step": -1, "line": 0}, {"step": 1, "line": "x"}, {**KEY, "turn": 0},
     {**KEY, "text": "a\0b"}, {**KEY, "query": "x" * 100_001}, {**KEY, "documents": [{}]},
     {**KEY, "documents": [[{"title": "no text"}]]}, {**KEY, "run": 7}, [], "x",
+    {**KEY, "txt": "a"}, {**KEY, "documents": [[{"text": "a", "titel": "b"}]]},
 ])  # fmt: skip
 def test_a_bad_request_starts_nothing(
     run: Run, replay_returns: Callable[..., list[list[str]]], body: object

@@ -8,6 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
+OWN = ("temperature", "max_tokens", "max_completion_tokens")
+"""Fields of our requests that `body` may remove by null."""
+
 
 def read_key(variable: str | None, option: str) -> str | None:
     """Read the judge's API key from an environment variable, which `option` names; None: no key."""
@@ -49,6 +52,13 @@ class JudgeOptions:
             fix = "leave them out; judge.model and judge.prompt set what they can"
             raise ValueError(
                 f"judge.body: got {', '.join(sorted(own))}, expected others; fix: {fix}"
+            )
+        absent = [name for name, value in self.body.items() if value is None and name not in OWN]
+        if absent:
+            expected = f"a field that requests have: {', '.join(OWN)}"
+            raise ValueError(
+                f"judge.body: got null for {', '.join(absent)}, expected {expected}; fix: leave "
+                "it out, or correct the name"
             )
         try:
             json.dumps(dict(self.body), allow_nan=False)

@@ -37,6 +37,7 @@ from search_r1.search.server.requests import (
     http_error,
     parse,
     read_body,
+    refuse_misspelt_fields,
     request_model,
     unauthorized,
 )
@@ -142,6 +143,7 @@ class Service:
         config = self.config
         body = await read_body(request.receive, config.max_body_bytes, config.deadline)
         parsed = parse(body, self.request_model)
+        refuse_misspelt_fields(parsed)
         seconds = min(config.deadline, parsed.deadline_s or config.deadline)
         pending = self.batcher.submit(parsed.queries, parsed.topk or config.topk)
         try:

@@ -1,9 +1,11 @@
 """Reads and validates requests to `/retrieve` within limits, and converts errors to responses."""
 
 import asyncio
+import itertools
 import json
 import math
 import re
+from collections.abc import Collection
 from typing import Annotated, Any, TypeVar
 
 from fastapi import HTTPException
@@ -23,6 +25,7 @@ from search_r1.search.errors import (
 )
 from search_r1.search.schema import TOKEN_VARIABLE, well_formed
 from search_r1.search.settings import ServiceConfig
+from verl.errors import did_you_mean
 
 STATUSES = {
     401: "the bearer token is missing or wrong",
@@ -55,6 +58,11 @@ MAX_JSON_ITEMS = 250_000
 """Lists, objects and fields in a body, parsed in 0.2 s; 8 MB of them would take 3 s and 1 GB."""
 STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
 """A JSON string; one without an end reaches to the end of the body, for linear time."""
+MAX_UNKNOWN, MAX_NAME = 20, 40
+"""Number of mistakes that are told, and number and length of the unknown fields that are compared
+with known ones."""
+NEAR = 0.75
+"""Similarity (as in `did_you_mean`) above which a field is taken for a misspelt one."""
 Model = TypeVar("Model", bound=BaseModel)
 
 
@@ -94,6 +102,8 @@ def unauthorized() -> HTTPException:
 class RetrieveRequest(BaseModel):
     """The body of `POST /retrieve`; an empty list of queries gives an empty result."""
 
+    model_config = ConfigDict(extra="allow")  # to find misspelt fields
+
     queries: list[str]
     topk: int | None = None
     return_scores: bool = Field(default=False, description="Return each document with its score.")
@@ -112,7 +122,7 @@ def request_model(config: ServiceConfig) -> type[RetrieveRequest]:
         return well_formed(value) if isinstance(value, str) else value
 
     class Limited(RetrieveRequest):
-        model_config = ConfigDict(title="RetrieveRequest")
+        model_config = ConfigDict(title="RetrieveRequest", extra="allow")
 
         queries: list[
             Annotated[str, BeforeValidator(repair), Field(max_length=config.max_query_chars)]
@@ -159,11 +169,36 @@ def parse(body: bytes, model: type[Model]) -> Model:
                 raise
         return model.model_validate(json.loads(body))  # accepts lone surrogates
     except ValidationError as error:
-        details = [_detail(e["loc"], e["msg"], e["type"]) for e in _errors(error)]
+        details = [_detail(e["loc"], e["msg"], e["type"]) for e in _errors(error)[:MAX_UNKNOWN]]
         raise HTTPException(422, details) from error
     except (ValueError, RecursionError) as error:
         details = [_detail((), f"the body cannot be read as JSON: {error}", "json_invalid")]
         raise HTTPException(422, details) from error
+
+
+def refuse_misspelt_fields(request: BaseModel) -> None:
+    """Raise a 422 for unknown fields that look like known ones."""
+    details = [
+        _detail((name,), fix, "extra_forbidden") for name, fix in misspelt_fields(request).items()
+    ]
+    if details:
+        raise HTTPException(422, details)
+
+
+def misspelt_fields(request: BaseModel, harmless: Collection[str] = ()) -> dict[str, str]:
+    """Return the unknown fields of a request that look like a known one, each with its fix.
+
+    Other unknown fields are ignored, so that clients of other servers can ask this one.
+    *Example*: `top_k`, which would leave `topk` at its default. Looks at `MAX_UNKNOWN` fields.
+    """
+    known = type(request).model_fields
+    names = itertools.islice(request.model_extra or {}, MAX_UNKNOWN)
+    fixes = {
+        name: did_you_mean(name, known, "", NEAR)
+        for name in names
+        if len(name) <= MAX_NAME and name not in harmless
+    }
+    return {name: f"unknown field; {fix}" for name, fix in fixes.items() if fix}
 
 
 def has_too_many_items(body: bytes) -> bool:

@@ -251,10 +251,11 @@ def test_the_body_replaces_adds_and_removes_fields(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "body", [{"messages": []}, {"model": "x"}, {"stream": True}, {"x": float("nan")}, {"x": {1}}]
-)
+    "body", [{"messages": []}, {"model": "x"}, {"stream": True}, {"x": float("nan")}, {"x": {1}},
+             {"max_token": None}]
+)  # fmt: skip
 def test_a_body_that_cannot_be_sent_is_refused(body: dict[str, Any]) -> None:
-    """Fields that make the request, and values that JSON does not have."""
+    """Fields that make the request, values that JSON does not have, null for an absent field."""
     with pytest.raises(ValueError, match=r"judge\.body: got "):
         replace(OPTIONS, body=body)
 

@@ -37,6 +37,10 @@ SMALL = ServiceConfig(
         ({"queries": ["a"], "topk": 10**30}, ["body", "topk"], "less than or equal to 4"),
         ({"queries": ["a"], "deadline_s": 0}, ["body", "deadline_s"], "greater than 0"),
         ({"queries": ["a"], "deadline_s": float("inf")}, ["body", "deadline_s"], "finite"),
+        ({"queries": ["a"], "top_k": 1}, ["body", "top_k"], "did you mean topk?"),
+        ({"queries": ["a"], "Topk": 1}, ["body", "Topk"], "did you mean topk?"),
+        ({"queries": ["a"], "return_score": 1}, ["body", "return_score"], "return_scores"),
+        ({"queries": ["a"], "deadline": 1}, ["body", "deadline"], "deadline_s"),
     ],
 )
 def test_beyond_a_limit(body: Any, location: list[Any], allowed: str) -> None:
@@ -51,6 +55,8 @@ def test_beyond_a_limit(body: Any, location: list[Any], allowed: str) -> None:
             assert detail["loc"] == location and allowed in detail["msg"]
             assert backend.calls == []
             assert (await ask(http, "a", "b", "c" * 10, topk=4)).status_code == 200
+            # Fields of other servers, which are nothing of ours, are ignored.
+            assert (await ask(http, "a", method="e5", filters=[])).status_code == 200
 
     asyncio.run(main())
 
