@@ -20,7 +20,7 @@ _PLAIN = re.compile(
 )
 """Added tokens that are ordinary text, unless they are special."""
 MAX_PASSES = 8
-"""A space can make another token only of a tokenizer with tokens that differ in spaces."""
+"""Passes over a text for tokens that differ in spaces."""
 FIRST_NON_ASCII, END_OF_COMPATIBLE = 0x80, 0x2FA20
 """The characters outside this range are their own compatibility form."""
 FIRST_OF_ONE_RANGE = "\U00010000"
@@ -47,9 +47,10 @@ def control_strings(tokenizer: Any) -> ControlStrings:
         text = str(token.content)
         if token.special or not _PLAIN.fullmatch(text):
             found[text] = None
-            if token.normalized:  # it is compared with normalized text
-                found[text.strip(" ▁")] = None
-                found[unicodedata.normalize("NFKC", text).strip(" ▁")] = None
+            if token.normalized:  # it is compared with normalized text: NFKC, ▁ for a space
+                for form in (text, unicodedata.normalize("NFKC", text)):
+                    found[form.strip(" ▁")] = None
+                    found[form.replace("▁", " ").strip()] = None
     texts = (text for text in found if text.strip())
     return ControlStrings(sorted(texts, key=len, reverse=True))
 
@@ -87,6 +88,8 @@ class Breaker:
             for first, node in trie.items()
         ]
         self._alphabet = frozenset(character for string in strings for character in string)
+        # Only a string with a space can arise from a space that was inserted.
+        self._num_passes = MAX_PASSES if " " in self._alphabet else 1
 
     def __call__(self, text: str) -> str:
         text = self._break(text)
@@ -97,7 +100,7 @@ class Breaker:
         return text if broken == compatible else broken
 
     def _break(self, text: str) -> str:
-        for _ in range(MAX_PASSES):
+        for _ in range(self._num_passes):
             num_found = 0
             for first, pattern, replacement in self._steps:
                 if first in text:

@@ -93,7 +93,7 @@ class TagFormat:
             return self.invalid_action
         return self.observation([item for items in results for item in items], reserved)
 
-    def observation(self, passages: Sequence[Passage], reserved: Iterable[str] = ()) -> str:
+    def observation(self, passages: Sequence[Passage], reserved: Sequence[str] = ()) -> str:
         """Return the text of the passages in information tags; tags in them are neutralized.
 
         `reserved`: other strings to neutralize (`verl.agent.control.control_strings`).
@@ -101,9 +101,8 @@ class TagFormat:
         information = self.tags.information.wrap(self.items_text(passages, reserved))
         return self.around.replace("{information}", information)
 
-    def items_text(self, passages: Sequence[Passage], reserved: Iterable[str] = ()) -> str:
+    def items_text(self, passages: Sequence[Passage], reserved: Sequence[str] = ()) -> str:
         """Return the text of the passages without information tags, neutralized likewise."""
-        reserved = tuple(reserved)
         return self.separator.join(
             self._item_text(rank, passage, reserved) for rank, passage in enumerate(passages, 1)
         )
@@ -161,14 +160,15 @@ def read_turn(text: str, tags: Grammar) -> Turn:
     return Turn(is_malformed=True)
 
 
-def neutralize(text: str, tags: Grammar, reserved: Iterable[str] = ()) -> str:
+def neutralize(text: str, tags: Grammar, reserved: Sequence[str] = ()) -> str:
     """Insert a space into every tag, control token and string of `reserved`, to disable them.
 
     Since characters are only added, no new tag can arise.
     *Example*: `"<answer>x"` becomes `"< answer>x"`.
     """
     pattern, other_tags = _reserved(tags)
-    return break_strings(pattern.sub("< ", text), (*other_tags, *reserved))
+    strings = (*other_tags, *reserved) if other_tags else reserved  # whose patterns are built
+    return break_strings(pattern.sub("< ", text), strings)
 
 
 @functools.cache
