@@ -151,12 +151,12 @@ def _read_settings(model: str) -> dict[str, Any]:
 
 
 def _check_names(settings: Mapping[str, Any]) -> None:
-    """Raise ModelProblem for a key that has no effect, unless a tool in a file may have stored it.
+    """Raise ModelProblem for a key that has no effect, unless a user's tool may have stored it.
 
     A name that is almost that of a setting is never a tool's.
     """
     tools = settings.get("tools")
-    has_own_tools = isinstance(tools, list) and any(".py" in str(tool) for tool in tools)
+    has_own_tools = isinstance(tools, list) and any(":" in str(tool) for tool in tools)
     for name in settings.keys() - SETTING_TYPES.keys():
         fix = did_you_mean(name, SETTING_TYPES, "", NEAR)
         if fix or not has_own_tools:

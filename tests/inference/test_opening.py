@@ -188,9 +188,11 @@ def test_bad_settings_of_a_model_are_refused_in_one_line(content: str, tmp_path:
 
 def test_settings_that_a_tool_of_ones_own_stored_are_kept(tmp_path: Path) -> None:
     """`Tool.settings` may have any name that is not almost one of ours."""
-    (tmp_path / "search_r1.json").write_text('{"tools": ["a.py:T"], "units": "km", "topk": 4}')
-    options = InferenceOptions(model="m", trust_remote_code=True)
-    assert run_config(options, str(tmp_path)).retriever.topk == 4
+    for tool in ("a.py:T", "python:T"):
+        text = f'{{"tools": ["{tool}"], "units": "km", "topk": 4}}'
+        (tmp_path / "search_r1.json").write_text(text)
+        options = InferenceOptions(model="m", trust_remote_code=True)
+        assert run_config(options, str(tmp_path)).retriever.topk == 4
 
 
 @pytest.mark.parametrize(
