@@ -30,7 +30,14 @@ TOP_LEVEL = {
     "README_zh.md", "mkdocs.yml",
     "ATTRIBUTIONS.md", "CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md", ".ci",
 }  # fmt: skip
-SHARED = ("verl.errors", "verl.bounds", "verl.files", "verl.machine", "verl.ports")
+SHARED = (
+    "verl.errors",
+    "verl.bounds",
+    "verl.file_kinds",
+    "verl.files",
+    "verl.machine",
+    "verl.ports",
+)
 """Of verl, what the retriever has in common with the trainer."""
 HEAVY = {"torch", "ray", "numpy", "transformers", "search_r1"}
 STANDARD = {

@@ -1,7 +1,7 @@
 """Builds question files and a corpus from a user's own files.
 
-Questions come from csv, jsonl or parquet. A csv has a header with `question` and `answer`; several
-accepted answers are in one field, with a separator between them. jsonl and parquet have `question`
+Questions come from csv, tsv, jsonl or parquet. A csv has a header with `question` and `answer`;
+several accepted answers are in one field, divided by a separator. jsonl and parquet have `question`
 and `golden_answers`, `answers` or `answer`. Rows with a `split` go to `<split>.parquet`; all others
 are divided into `train.parquet` and `test.parquet`.
 """
@@ -20,20 +20,27 @@ from search_r1.datasets.question import (
     ANSWER_COLUMNS,
     Question,
     RecordLocation,
+    known_names,
     make_rows,
+    missing_answer,
+    missing_question,
     read_question,
     valid_questions,
     write_rows,
 )
 from search_r1.datasets.wording import PromptStyle, prompt_writer
 from search_r1.search.index.passages import read_folder, write_corpus
-from verl.data.records import MAX_ROW_CHARS, BadRow, Record, short_repr
+from verl.data.records import MAX_ROW_CHARS, BadRow, Record, check_kind, short_repr
 from verl.data.rows import read_records
-from verl.data.values import MISSING_CELLS, Unreadable, parse_structure
+from verl.data.values import MISSING_CELLS, is_structure
 from verl.errors import ConfigError, DataError, explain
+from verl.file_kinds import HEAD_BYTES
 from verl.files import regular_file
 
 logger = logging.getLogger(__name__)
+
+DELIMITERS = (",", "\t", ";")
+"""What may divide the columns of a csv."""
 
 
 def build(options: OwnOptions) -> int:
@@ -62,9 +69,13 @@ def read_files(options: OwnOptions) -> Iterator[Question | BadRow]:
     """Yield the questions and bad rows of all files. Raises DataError."""
     for path in options.files:
         source = options.data_source or path.stem
-        is_csv = path.suffix == ".csv"
-        records = _read_csv(path, options.answer_separator) if is_csv else None
-        for number, record in records or read_records(str(path), ("question",)):
+        if path.suffix.lower() in (".csv", ".tsv"):
+            records = _read_csv(path, options.answer_separator)
+        else:
+            records = read_records(str(path))
+        for number, record in records:
+            if number == 0 and isinstance(record, dict) and path.suffix.lower() == ".parquet":
+                _check_names(path, list(record))
             yield read_question(record, RecordLocation(str(path), number, source, options.split))
 
 
@@ -105,26 +116,59 @@ def select(questions: Sequence[Question], names: Sequence[str]) -> list[Question
 
 
 def _read_csv(path: Path, separator: str) -> Iterator[Record]:
-    """Yield rows of a csv, with answers as lists. Raises DataError for an unusable file."""
+    """Yield rows of a csv, with answers as lists. Raises DataError for an unusable file.
+
+    Columns are divided by what divides the header: commas, tabs, or the semicolons of Excel where
+    commas are in numbers.
+    """
+    csv.field_size_limit(MAX_ROW_CHARS)
     try:
-        with regular_file(path).open(encoding="utf-8-sig", newline="") as file:
-            csv.field_size_limit(MAX_ROW_CHARS)
-            reader = csv.DictReader(_bounded_lines(path, file), restkey="", strict=True)
-            names = reader.fieldnames or ()
-            answers = next((name for name in ANSWER_COLUMNS if name in names), None)
-            if answers is None or "question" not in names:
-                got = f"columns {', '.join(names) or '(none)'}"
-                fix = "begin the file with the line question,answer"
-                raise DataError(explain(str(path), got, "a header with question and answer", fix))
+        with regular_file(path).open("rb") as start:
+            check_kind(str(path), start.read(HEAD_BYTES), form="csv in UTF-8")
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            lines = _bounded_lines(path, file)
+            first = next(lines, "")
+            names, delimiter = _header(next(lines, "") if first[:4].lower() == "sep=" else first)
+            _check_names(path, names)
+            names = known_names(names)
+            answers = next(name for name in ANSWER_COLUMNS if name in names)
+            reader = csv.DictReader(
+                lines, names, restkey="", strict=True, delimiter=delimiter, skipinitialspace=True
+            )
             number = -1
             for number, record in enumerate(reader):
-                yield number, _csv_record(path, number, reader.line_num, record, answers, separator)
+                line = reader.line_num + 1
+                yield number, _csv_record(path, number, line, record, answers, separator)
             if number < 0:
                 fix = "add a line for each question"
                 raise DataError(explain(str(path), "no rows", "at least one", fix))
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         fix = "save it as csv in UTF-8, with quotes around fields that hold commas"
+        if isinstance(error, UnicodeDecodeError):
+            fix += f" (iconv -f windows-1252 -t utf-8 {path}, if it is from Windows)"
         raise DataError(explain(str(path), str(error), "a csv file", fix)) from error
+
+
+def _header(line: str) -> tuple[list[str], str]:
+    """Return the columns' names and what divides them."""
+    found = {
+        d: next(csv.reader([line], delimiter=d, skipinitialspace=True), []) for d in DELIMITERS
+    }
+    delimiter = max(DELIMITERS, key=lambda d: len(found[d]))
+    return found[delimiter], delimiter
+
+
+def _check_names(path: Path, names: Sequence[str]) -> None:
+    """Raise DataError unless there is a column of questions and one of answers, each once."""
+    try:
+        known = known_names(names)
+    except ValueError as error:
+        fix = "rename or drop one"
+        raise DataError(explain(str(path), error, "each column once", fix)) from error
+    if "question" not in known:
+        raise DataError(explain(str(path), *missing_question(names)))
+    if not set(known) & set(ANSWER_COLUMNS):
+        raise DataError(explain(str(path), *missing_answer(names)))
 
 
 def _bounded_lines(path: Path, file: TextIO) -> Iterator[str]:
@@ -145,16 +189,8 @@ def _csv_record(
         got = f"further fields {short_repr(record[''])}"
         return BadRow.at(str(path), number, "", got, "as many fields as the header", fix)
     value = record[column]
-    if isinstance(value, str) and (value.strip() in MISSING_CELLS or _is_structure(value)):
+    if isinstance(value, str) and (value.strip() in MISSING_CELLS or is_structure(value)):
         return record  # `read_question` reads it, or says what is missing
     parts = value.split(separator) if isinstance(value, str) and separator else [value]
     answers = [part.strip() if isinstance(part, str) else part for part in parts]
     return {**record, column: answers}
-
-
-def _is_structure(text: str) -> bool:
-    """Whether a field is a list or object saved as text, or a damaged one."""
-    try:
-        return parse_structure(text) is not None
-    except Unreadable:
-        return True

@@ -18,9 +18,9 @@ import pyarrow.parquet
 
 from search_r1.datasets.wording import PromptWriter
 from search_r1.search.schema import Document
-from verl.data.records import BadRow, short_repr
-from verl.data.values import MISSING_CELLS, Unreadable, read_answers
-from verl.errors import DataError, explain, first_line
+from verl.data.records import MAX_QUOTE, BadRow, short_repr
+from verl.data.values import MISSING_CELLS, Unreadable, parse_structure, read_answers
+from verl.errors import DataError, explain, first_line, shortened
 from verl.files import atomic_write
 
 logger = logging.getLogger(__name__)
@@ -34,6 +34,13 @@ READ_COLUMNS = frozenset(
     {*ANSWER_COLUMNS, *ALIAS_COLUMNS, "question", "id", "data_source", "split"}
 )
 """Columns that are read; all others are `Question.extra`."""
+QUESTION_SYNONYMS = ("problem", "query", "question_text", "prompt", "input", "instruction", "q")
+ANSWER_SYNONYMS = ("final answer", "final_answer", "correct answer", "correct_answer", "target",
+                   "label", "output", "response", "gold", "solution", "a")  # fmt: skip
+"""Other names of these columns, which an error says to rename: their content may be another."""
+_WORKED = re.compile(r"^#### |\\boxed\b", re.MULTILINE)
+"""Matches what marks the final answer within a worked solution (GSM8K, MATH)."""
+AS_TEXT = "write each answer as text, or drop the row"
 MAX_LISTED = 20
 """Maximum number of bad rows that an error lists; further rows are counted."""
 
@@ -86,16 +93,23 @@ class Question:
 def read_question(record: Any, location: RecordLocation) -> Question | BadRow:
     """Return the question of a raw record, or the problem with it as a `BadRow`."""
 
-    def bad_row(part: str, got: object, expected: str) -> BadRow:
-        return BadRow.at(location.file, location.number, part, short_repr(got), expected)
+    def bad_row(part: str, got: object, expected: str, fix: str = "") -> BadRow:
+        return BadRow.at(location.file, location.number, part, short_repr(got), expected, fix)
 
     if isinstance(record, BadRow):
         return record
     if not isinstance(record, dict):
         return bad_row("", record, "an object")
+    try:
+        record = dict(zip(known_names(record), record.values(), strict=True))
+    except ValueError as error:
+        return BadRow.at(location.file, location.number, "", str(error), "each column once")
     text = record.get("question")
-    if not isinstance(text, str) or text.strip() in MISSING_CELLS:
-        return bad_row("question", text, "a text that is not empty")
+    if "question" not in record:
+        got, expected, fix = missing_question(record)
+        return BadRow.at(location.file, location.number, "", got, expected, fix)
+    if not isinstance(text, str) or text.strip() in MISSING_CELLS or _is_list(text):
+        return bad_row("question", text, "a text that is not empty, and no list")
     column = next((name for name in ANSWER_COLUMNS if name in record), ANSWER_COLUMNS[0])
     if record.get("answerable") in (False, "false", "False") or record.get("is_impossible") is True:
         return bad_row("answerable", False, "a question that has an answer")
@@ -104,10 +118,17 @@ def read_question(record: Any, location: RecordLocation) -> Question | BadRow:
         for name in ALIAS_COLUMNS if answers else ():
             answers += read_answers(record.get(name), numbers=True)
     except Unreadable as error:
-        return bad_row(column, record.get(column), error.expected)
+        return bad_row(column, record.get(column), error.expected, AS_TEXT)
+    if not answers and column not in record:
+        got, expected, fix = missing_answer(record)
+        return BadRow.at(location.file, location.number, "", got, expected, fix)
     if not answers:
         return bad_row(column, record.get(column), "an answer, or a list of answers, as text")
     answers = tuple(dict.fromkeys(answers))
+    worked = next((answer for answer in answers if _WORKED.search(answer)), None)
+    if worked is not None:
+        expected = "the final answer alone, not a worked solution"
+        return bad_row(column, worked, expected, "write what stands after #### or in \\boxed")
     source = str(record.get("data_source") or location.data_source)
     split = str(record.get("split") or location.split)
     for part, name in (("data_source", source), ("split", split)):
@@ -127,6 +148,58 @@ def read_question(record: Any, location: RecordLocation) -> Question | BadRow:
         if key not in READ_COLUMNS and isinstance(value, str | int | float | bool)
     }
     return Question(question_id, as_question(text), answers, source, split, location, extra)
+
+
+def _is_list(text: str) -> bool:
+    """Whether a question is a whole list or object saved as text; it may begin with one."""
+    try:
+        return parse_structure(text) is not None
+    except Unreadable:
+        return False
+
+
+def known_names(names: Iterable[str]) -> list[str]:
+    """Return the columns' names, those that are read as they are known, such as `Question`.
+
+    Raises ValueError if two columns have one name, as `answer` and `Answer`, or `answer` and
+    `answer.1`, which pandas writes for the second of two.
+    """
+    result: list[str] = []
+    for written in names:
+        name = str(written).strip()
+        known = re.sub(r"\.\d+\Z", "", name).lower()
+        if known not in READ_COLUMNS:
+            known = name
+        if known in result:
+            raise ValueError(f"the column {short_repr(known)} twice, once as {short_repr(written)}")
+        result.append(known)
+    return result
+
+
+def missing_question(names: Iterable[str]) -> tuple[str, str, str]:
+    """Return got, expected and fix of an error about a file without a column of questions."""
+    return _missing_column(names, "question", QUESTION_SYNONYMS)
+
+
+def missing_answer(names: Iterable[str]) -> tuple[str, str, str]:
+    """Return got, expected and fix of an error about a file without a column of answers."""
+    return _missing_column(names, "answer", ANSWER_SYNONYMS)
+
+
+def _missing_column(
+    names: Iterable[str], column: str, synonyms: Sequence[str]
+) -> tuple[str, str, str]:
+    names = [str(name) for name in names]
+    similar = next((name for name in names if name.strip().lower() in synonyms), None)
+    fix = f"name the column of the {column}s {column}"
+    if similar is not None:
+        fix = f"rename the column {similar} to {column}"
+        if similar.lower() == "solution":
+            fix = "write the final answer of each solution alone into a column answer"
+    elif "messages" in names:
+        fix = "write the user's text as question and the assistant's as answer"
+    got = f"columns {shortened(', '.join(names) or '(none)', MAX_QUOTE - 20)}"
+    return got, f"a column {column}", fix
 
 
 def as_question(text: str) -> str:

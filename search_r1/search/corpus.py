@@ -22,8 +22,8 @@ import orjson
 from search_r1.search import checksums
 from search_r1.search.checksums import Checksums, FileChecksums, sample_indices
 from search_r1.search.errors import CorpusError
-from search_r1.search.file_kinds import HEAD_BYTES, describe_other
 from search_r1.search.schema import Document
+from verl.file_kinds import HEAD_BYTES, describe_other
 from verl.files import atomic_write, regular_file
 
 logger = logging.getLogger(__name__)
@@ -82,7 +82,7 @@ class Corpus:
             raise CorpusError(
                 f"corpus {path} {got}; expected jsonl: give --corpus_path, or example/corpus.jsonl"
             ) from error
-        if problem := describe_other(path, data[:HEAD_BYTES]):
+        if problem := describe_other(path, data[:HEAD_BYTES], "passages"):
             raise CorpusError(f"corpus {path}: {problem}")
         offsets, digest = _load(path, status, whole) or _scan(path, data, status)
         return cls(path, data, offsets, digest)

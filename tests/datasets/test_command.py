@@ -177,7 +177,7 @@ def test_bad_rows_are_listed_together(tmp_path: Path, capsys: pytest.CaptureFixt
         range(3, 11),
         (", question: got '  '", ": got Expecting", ", golden_answers: got []",
          ", golden_answers: got ['', ' ']", ", golden_answers: got [7]",
-         ", golden_answers: got nothing", f", id: got 'nq_train_0' as in {file}, row 0",
+         ": got columns id, question", f", id: got 'nq_train_0' as in {file}, row 0",
          ": got []"),
         strict=True,
     ):  # fmt: skip

@@ -53,7 +53,10 @@ def test_csv_becomes_rows(tmp_path: Path) -> None:
         ("question,answer\na,b,c\n", "row 0 (counted from 0): got further fields ['c']"),
         ("question,answer\nx,y\na,b,c\n", "around fields that hold commas (line 3)"),
         ("question,answer\nx,y\nd\n", "row 1 (counted from 0), answer: got [None]"),
-        ("query,answer\nx,y\n", "got columns query, answer, expected a header with question"),
+        (
+            "query,answer\nx,y\n",
+            "got columns query, answer, expected a column question; fix: rename the column query",
+        ),
         ("", "got columns (none)"),
         ('question,answer\n"x,y\n', "expected a csv file"),
         ("question,answer\n", "got no rows"),

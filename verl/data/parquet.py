@@ -16,8 +16,16 @@ import pyarrow.parquet
 from numpy.typing import NDArray
 from pyarrow import types
 
-from verl.data.records import MAX_ROW_CHARS, BadRow, Record
+from verl.data.records import (
+    MAX_ROW_CHARS,
+    BadRow,
+    Record,
+    check_kind,
+    missing_column,
+    short_repr,
+)
 from verl.errors import DataError, explain, first_line, shortened
+from verl.file_kinds import HEAD_BYTES
 
 MAX_UNPACKED = 2**28
 """What a small file may unpack to, in bytes of text, where each value counts `VALUE_BYTES` more."""
@@ -66,17 +74,21 @@ def read_parquet(
                 yield from _rows_of(batch, sizes, path, start)
                 start += batch.num_rows
     except (pyarrow.ArrowException, OSError) as error:
+        with open(path, "rb") as beginning:
+            head = beginning.read(HEAD_BYTES)
+        if not head.startswith(b"PAR1"):
+            check_kind(path, head)
         got = shortened(first_line(error), 200)
         raise DataError(explain(path, got, "a parquet file", FIX)) from error
 
 
 def _check_columns(path: str, names: Sequence[str], required: Sequence[str]) -> None:
-    got = f"columns {shortened(', '.join(names), 200)}"
     for column in required:
         if column not in names:
-            fix = "see docs/data.md for the row format (data.prompt_key renames prompt)"
-            raise DataError(explain(path, got, f"a column {column}", fix))
-    if len(set(names)) < len(names):
+            raise DataError(explain(path, *missing_column(path, names, column)))
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        got = f"two columns {short_repr(twice)}"
         raise DataError(explain(path, got, "each column once", "rename or drop one"))
 
 

@@ -6,6 +6,7 @@ numbered from 0 within their file, and every error names file and row. `read_rec
 any format. This module needs no tokenizer.
 """
 
+import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,16 +14,27 @@ from pathlib import Path
 from typing import Any
 
 from verl.data.parquet import read_parquet
-from verl.data.records import BadRow, Record, read_jsonl, short_repr
+from verl.data.records import (
+    BadRow,
+    Record,
+    check_kind,
+    missing_column,
+    read_jsonl,
+    short_repr,
+)
 from verl.data.values import (
     MISSING_CELLS,
     Unreadable,
+    is_structure,
     parse_messages,
     parse_structure,
     read_answers,
 )
 from verl.errors import DataError, explain
+from verl.file_kinds import HEAD_BYTES
 
+MAX_NAME = 200
+"""Longest name of a data set, in characters."""
 Message = Mapping[str, str]
 
 
@@ -96,9 +108,14 @@ def read_records(
     missing, unreadable, empty or in another format, and for a parquet file that lacks one of the
     `required` columns.
     """
-    suffix = Path(path).suffix
+    suffix = Path(path).suffix.lower()
     if suffix not in (".parquet", ".jsonl"):
         fix = "convert it, or correct its name"
+        if suffix in (".csv", ".tsv"):
+            fix = f"build rows: python scripts/data_process/own_questions.py {path}"
+        elif os.path.isfile(path):
+            with open(path, "rb") as start:
+                check_kind(path, start.read(HEAD_BYTES))
         raise DataError(explain(path, suffix or "no suffix", ".parquet or .jsonl", fix))
     if not os.path.isfile(path):  # unlike Path.is_file, it accepts any text
         got = "not a regular file" if os.path.exists(path) else "no such file"
@@ -117,23 +134,56 @@ def _check_row(record: Any, path: str, name: str, number: int, prompt_key: str) 
     """Convert a raw row of `path` to a `Row` of the file `name`, or return a `BadRow`."""
     if not isinstance(record, dict):
         return BadRow.at(path, number, "", short_repr(record), "an object")
-    source, extra = record.get("data_source") or "", record.get("extra_info") or {}
-    prompt = parse_prompt(record.get(prompt_key))
-    targets = _parse_targets(record.get("reward_model"))
-    for part, is_valid, expected in (
-        ("data_source", source and isinstance(source, str), "a name"),
-        (prompt_key, prompt, "a string, or a list of messages {role, content} that is not empty"),
+    for column in (prompt_key, "data_source", "reward_model"):
+        if column not in record:
+            got, expected, fix = missing_column(path, record, column)
+            return BadRow.at(path, number, "", got, expected, fix)
+    source = record["data_source"]
+    extra, reward_model = (_parse_object(record.get(n)) for n in ("extra_info", "reward_model"))
+    prompt, targets = parse_prompt(record[prompt_key]), _parse_targets(reward_model)
+    for part, is_valid, expected, fix in (
+        ("data_source", _is_name(source), f"a name of at most {MAX_NAME} characters", ""),
+        (prompt_key, prompt,
+         "a string, or a list of messages {role, content} that is not empty",
+         "write each message with a role and a content that are text"),
+        (prompt_key, not ends_with_answer(prompt),
+         "messages before the answer", "drop the assistant's message at the end"),
         ("reward_model", targets,
-         "ground_truth, or its target: an answer or a list of answers as text, none empty or nan"),
-        ("extra_info", isinstance(extra, dict), "an object"),
+         "ground_truth, or its target: an answer or a list of answers as text, none empty or nan",
+         'write ground_truth as {"target": [texts]}, or drop the row'),
+        ("extra_info", isinstance(extra, dict), "an object", ""),
     ):  # fmt: skip
         if not is_valid:
-            return BadRow.at(path, number, part, short_repr(record.get(part)), expected)
+            return BadRow.at(path, number, part, short_repr(record.get(part)), expected, fix)
     if isinstance(record.get("question"), str):  # a column of the original Search-R1 files
         extra = {"question": record["question"], **extra}
-    truth = record["reward_model"]["ground_truth"]
-    form = _truth_form(truth)
+    form = _truth_form(reward_model["ground_truth"])
     return Row(name, number, prompt, source, targets, extra, form)
+
+
+def ends_with_answer(prompt: str | tuple[Message, ...]) -> bool:
+    """Whether messages end with the assistant's, after which a policy has nothing to answer."""
+    return not isinstance(prompt, str) and bool(prompt) and prompt[-1]["role"] == "assistant"
+
+
+def _is_name(source: Any) -> bool:
+    """Whether a value can name a data set in metrics and reports, which a list as text cannot."""
+    is_text = isinstance(source, str) and source.isprintable() and 0 < len(source) <= MAX_NAME
+    return is_text and not is_structure(source)
+
+
+def _parse_object(value: Any) -> Any:
+    """Return an object, also one saved as text; {} for a missing one, other values unchanged."""
+    if not value or (isinstance(value, float) and math.isnan(value)):
+        return {}
+    if not isinstance(value, str):
+        return value
+    if value.strip() in MISSING_CELLS:
+        return {}
+    try:
+        return parse_structure(value)
+    except Unreadable:
+        return None
 
 
 def _truth_form(truth: Any) -> str:

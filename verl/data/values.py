@@ -7,6 +7,7 @@ the value that it was written from, or the row is refused; it is never an answer
 
 import ast
 import io
+import itertools
 import json
 import math
 import re
@@ -17,13 +18,14 @@ from typing import Any
 
 MAX_STRUCTURE_CHARS = 2**20
 """Longest text that is parsed as a structure; no list of answers or messages is longer."""
-MISSING_CELLS = frozenset({"", "nan", "NaN", "NaT", "<NA>", "None", "null", "#N/A"})
-"""What pandas, Python, JSON and Excel write into a cell without a value, in their spelling."""
+MISSING_CELLS = frozenset({"", "nan", "NaN", "NaT", "<NA>", "None", "null", "#N/A", "<unk>"})
+"""What pandas, Python, JSON, Excel and TriviaQA write where no value is, in their spelling."""
 MISSING_ITEMS = MISSING_CELLS - {"None", "null"}
 """The same for the items of a real list, where published sets have `None` as an answer."""
 ANSWER_KEYS = ("target", "text", "value", "aliases", "normalized_aliases", "normalizedaliases")
 """Keys of objects that hold answers (Search-R1, SQuAD, TriviaQA), in lower case."""
-_ARRAY = re.compile(r"(?:np\.|numpy\.)?array\((.*?)(?:,\s*dtype=[\w'<>]+)?\)", re.DOTALL)
+_WRAPPERS = frozenset({"array", "str_", "int64", "int32", "float64", "float32", "bool_"})
+"""Names of NumPy around a value in its `repr`, as in `np.str_('Ada')`."""
 _OPENS = re.compile(r"""(?:np\.|numpy\.)?(?:array\(|[\[({])[\s\[({]*["']""")
 _LEXEMES = (tokenize.STRING, tokenize.NUMBER, tokenize.NAME, tokenize.OP)
 
@@ -55,6 +57,8 @@ def parse_structure(text: str) -> Any:
         raise Unreadable(f"a list or object of at most {MAX_STRUCTURE_CHARS} characters")
     for load in (_load_json, _load_repr):
         value = load(text)
+        if "\\" in text and not _can_be_encoded(value):
+            raise Unreadable("text without halves of characters (\\ud800 to \\udfff)")
         if isinstance(value, dict) and value:
             return value
         if isinstance(value, list) and not (text[0] == "(" and not _OPENS.match(text)):
@@ -62,6 +66,22 @@ def parse_structure(text: str) -> Any:
     if text[0] in "[{" and _OPENS.match(text):
         raise Unreadable("a list or object that can be parsed")
     return None
+
+
+def is_structure(text: str) -> bool:
+    """Whether a text is a list or object saved as text, or a damaged one."""
+    try:
+        return parse_structure(text) is not None
+    except Unreadable:
+        return True
+
+
+def _can_be_encoded(value: Any) -> bool:
+    try:
+        json.dumps(value, ensure_ascii=False, default=str).encode()
+    except (UnicodeEncodeError, RecursionError):
+        return False
+    return True
 
 
 def _load_json(text: str) -> Any:
@@ -73,9 +93,8 @@ def _load_json(text: str) -> Any:
 
 def _load_repr(text: str) -> Any:
     """Parse the `repr` of a list, tuple, set, object or array; None if it is none."""
-    array = _ARRAY.fullmatch(text)
     try:
-        value = ast.literal_eval(_with_commas(array[1] if array else text))
+        value = ast.literal_eval(_with_commas(text))
     except (ValueError, SyntaxError, RecursionError, MemoryError, tokenize.TokenError):
         return None
     if isinstance(value, set):
@@ -86,9 +105,7 @@ def _load_repr(text: str) -> Any:
 def _with_commas(text: str) -> str:
     """Insert the commas that NumPy leaves out; Python would join adjacent strings to one."""
     parts: list[str] = []
-    for token in tokenize.generate_tokens(io.StringIO(text.replace("\n", " ")).readline):
-        if token.type not in _LEXEMES:
-            continue
+    for token in _bare_tokens(text):
         word = {"nan": "None", "null": "None", "true": "True", "false": "False"}.get(
             token.string, token.string
         )
@@ -97,6 +114,36 @@ def _with_commas(text: str) -> str:
             parts.append(",")
         parts.append(word)
     return " ".join(parts)
+
+
+def _bare_tokens(text: str) -> Iterator[tokenize.TokenInfo]:
+    """Yield the tokens of a `repr` without NumPy's names.
+
+    Example: `array(['a'], dtype=object)` is `['a']`.
+    """
+    lines = io.StringIO(text.replace("\n", " ")).readline
+    tokens = (token for token in tokenize.generate_tokens(lines) if token.type in _LEXEMES)
+    before = ""
+    is_wrapper: list[bool] = []  # of each open bracket
+    skips_to = -1  # the number of brackets that remain open after a dtype
+    for token, after in itertools.pairwise(itertools.chain(tokens, [None])):
+        if token is None:
+            return
+        word, following = token.string, after.string if after else ""
+        opens_wrapper = word == "(" and before in _WRAPPERS
+        before = word
+        if word in "([{":
+            is_wrapper.append(opens_wrapper)
+        closes_wrapper = word in ")]}" and bool(is_wrapper) and is_wrapper.pop()
+        if len(is_wrapper) == skips_to:
+            skips_to = -1
+        if opens_wrapper or closes_wrapper or skips_to >= 0:
+            continue
+        if word == "," and following == "dtype" and is_wrapper and is_wrapper[-1]:
+            skips_to = len(is_wrapper) - 1
+        elif not ((word in _WRAPPERS and following == "(") or (word in ("np", "numpy", ".")
+                  and (following in _WRAPPERS or following == "."))):  # fmt: skip
+            yield token
 
 
 def read_answers(value: Any, *, numbers: bool = False) -> tuple[str, ...]:
@@ -125,7 +172,10 @@ def _answers(value: Any, missing: frozenset[str], numbers: bool) -> Iterator[str
         yield from _object_answers(value, numbers)
     elif isinstance(value, list | tuple):
         for item in value:
-            if isinstance(item, list | tuple | Mapping):
+            if isinstance(item, Mapping):  # SQuAD's {"text": …, "answer_start": …}
+                yield from _object_answers(item, numbers)
+                continue
+            if isinstance(item, list | tuple):
                 raise Unreadable("a list of texts without further lists")
             is_interval = isinstance(item, str) and _are_numbers(_load_json(item))
             if is_interval:

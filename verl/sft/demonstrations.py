@@ -1,4 +1,4 @@
-"""Demonstrations for supervised fine-tuning: jsonl dialogues become token sequences with masks.
+"""Demonstrations for supervised fine-tuning: rows of dialogues become token sequences with masks.
 
 A row is `{"prompt": [chat messages], "segments": [{"origin": "policy"|"observation", "text": …}]}`.
 Each segment is tokenised separately, as in a rollout, so that the mask is exact. A row that names
@@ -6,14 +6,17 @@ its tokenizer, as `verl.sft.rejection_sampling` writes them, contains the token 
 including the prompt, and these are used unchanged.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from verl.data import Tokenizer, render
+from verl.data.parquet import read_parquet
 from verl.data.prompts import encode_within
 from verl.data.records import MAX_QUOTE, BadRow, read_jsonl, short_repr
-from verl.data.rows import Row, parse_prompt
+from verl.data.rows import Row, ends_with_answer, parse_prompt
 from verl.data.trajectories import TOKENIZER, fingerprint
+from verl.data.values import parse_structure
 from verl.errors import DataError, explain, shortened
 from verl.types import Origin, Prompt, Segment, Trajectory
 
@@ -31,29 +34,36 @@ class _Malformed(ValueError):
 def load_demonstrations(
     path: str, tokenizer: Tokenizer, max_length: int, end_of_turn: str = ""
 ) -> list[Trajectory]:
-    """Load all rows of a jsonl file, with `end_of_turn` after the last policy segment of each.
+    """Load all rows of a file, with `end_of_turn` after the last policy segment of each.
 
     Raises DataError for malformed rows and for rows over `max_length` tokens.
     """
     file, own_fingerprint = Path(path), ""
     if not file.is_file():
-        raise DataError(explain("train_file", path, "a jsonl file", "give one that exists"))
+        raise DataError(
+            explain("train_file", path, "a jsonl or parquet file", "give one that exists")
+        )
     trajectories = []
-    for number, record in read_jsonl(path):
+    is_parquet = file.suffix.lower() == ".parquet"
+    for number, record in read_parquet(path) if is_parquet else read_jsonl(path):
         if isinstance(record, BadRow):
             raise DataError(record.problem)
         location, uid, form = f"{path} row {number}", f"{file.name}#{number}", FORM
         try:
             if not isinstance(record, dict):
                 raise _Malformed(type(record).__name__)
-            if TOKENIZER in record:
+            if record.get(TOKENIZER) is not None:
                 form = EXACT_FORM
                 own_fingerprint = own_fingerprint or fingerprint(tokenizer)
                 _check_tokenizer(location, record[TOKENIZER], own_fingerprint)
-                trajectory = _exact_row(uid, record["segments"], tokenizer, end_of_turn)
+                trajectory = _exact_row(uid, _segments_of(record), tokenizer, end_of_turn)
             else:
+                if "prompt" not in record and "messages" in record:
+                    raise _Malformed("messages; their answers are segments")
                 row = Row(file.name, number, parse_prompt(record["prompt"]), "sft", ())
-                trajectory = _text_row(row, record["segments"], tokenizer, end_of_turn, max_length)
+                trajectory = _text_row(
+                    row, _segments_of(record), tokenizer, end_of_turn, max_length
+                )
         except (KeyError, TypeError, ValueError) as error:
             is_ours = isinstance(error, _Malformed)
             got = shortened(error if is_ours else f"{type(error).__name__} {error}", MAX_QUOTE)
@@ -77,16 +87,36 @@ def _check_tokenizer(location: str, recorded: object, own: str) -> None:
         )
 
 
+def _segments_of(record: Mapping[str, Any]) -> list[Any]:
+    """Return the segments, also of a list that was saved as text."""
+    parts = record["segments"]
+    if isinstance(parts, str):
+        parts = parse_structure(parts)
+    if not isinstance(parts, list) or not all(isinstance(part, dict) for part in parts):
+        raise _Malformed(f"segments {short_repr(record['segments'])}")
+    return parts
+
+
+def _ids(value: Any) -> tuple[int, ...]:
+    """Return token ids; a text of digits or a fraction would be read as other ids."""
+    if isinstance(value, str):
+        value = parse_structure(value)
+    if not isinstance(value, list) or not all(type(id) is int and id >= 0 for id in value):
+        raise _Malformed(f"ids {short_repr(value)}")
+    return tuple(value)
+
+
 def _exact_row(uid: str, parts: Any, tokenizer: Tokenizer, end: str) -> Trajectory:
     """Convert a row with token ids; `end` is not added if the policy wrote it itself."""
     origins = {"prompt": Origin.PROMPT, **ORIGINS}
     segments = [
-        _segment(origins[part["origin"]], tuple(map(int, part["ids"])), part["text"])
-        for part in parts
+        _segment(origins[part["origin"]], _ids(part["ids"]), part["text"]) for part in parts
     ]
     policy = [i for i, s in enumerate(segments) if s.origin is Origin.POLICY and s.ids]
     if not policy:
         raise _Malformed("no policy ids")
+    if not all(isinstance(segment.text, str) for segment in segments):
+        raise _Malformed("a text that is not a string")
     if segments[0].origin is not Origin.PROMPT:
         raise _Malformed("no prompt at the start")
     last = segments[policy[-1]]
@@ -105,6 +135,8 @@ def _text_row(row: Row, parts: Any, tokenizer: Tokenizer, end: str, limit: int) 
     policy = [i for i, (origin, _) in enumerate(texts) if origin is Origin.POLICY]
     if not row.prompt:
         raise _Malformed("no valid prompt")
+    if ends_with_answer(row.prompt):
+        raise _Malformed("a prompt that ends with the assistant's message, which is a segment")
     if not any(texts[i][1] for i in policy):
         raise _Malformed("no policy text")
     prompt = render(row, tokenizer, limit=limit)

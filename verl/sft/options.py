@@ -37,7 +37,7 @@ class SftConfig(AdapterConfig):
     trust_remote_code: bool = bounded(False)
     """Run code that comes with the model. It runs with your permissions."""
     train_file: str = bounded(MISSING)
-    """Demonstrations: jsonl file, one JSON object per line."""
+    """Demonstrations: jsonl or parquet file, one dialogue per row."""
     output_dir: str = bounded(MISSING)
     """Hugging Face folder to write, atomically. An adapter is merged, and saved in `adapter/`."""
     steps: int = bounded(20, ge=1)

@@ -110,7 +110,7 @@ FILES = {
     "not_text.parquet": table(prompt=NOT_TEXT),
     "no_source.parquet": table(data_source=NOT_TEXT),
     "nulls.parquet": table(data_source=[None], prompt=[None], reward_model=[None]),
-    "json_text.parquet": table(reward_model=['{"ground_truth": "a"}']),
+    "damaged_text.parquet": table(reward_model=['{"ground_truth": "a"']),
     "dates.parquet": table(data_source=[datetime.date(2020, 1, 1)]),
     "folder.jsonl": None,
     "folder.parquet": None,

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from verl.data.rows import parse_prompt, parse_targets
-from verl.data.values import Unreadable, can_be_given, read_answers
+from verl.data.values import Unreadable, can_be_given, parse_structure, read_answers
 
 NAMES = ("Jane Austen", "J. O'Austen", 'the "Bard"', "a, b", "línea\nzwei", "[sic]")
 
@@ -25,6 +25,26 @@ def test_line_31_numpy_leaves_commas_out(save: Any) -> None:
     assert read_answers(save(np.array(["Jane Austen", "J. Austen"]))) == (NAMES[0], "J. Austen")
     messages = np.array([{"role": "system", "content": "x"}, {"role": "user", "content": "Who?"}])
     assert parse_prompt(save(messages)) == tuple(messages)
+
+
+@pytest.mark.parametrize("form", [list, tuple, lambda v: np.array(v, dtype=object), np.array,
+                                  lambda v: [np.str_(text) for text in v]])  # fmt: skip
+def test_line_31_numpy_within_an_object(form: Any) -> None:
+    """A cell of pandas that holds an object with arrays, as `to_csv` writes it."""
+    names = list(NAMES)
+    assert parse_structure(str({"a": {"target": form(names)}, "b": ")"})) == {
+        "a": {"target": tuple(names) if form is tuple else names}, "b": ")"}  # fmt: skip
+    assert parse_structure("[{'a': array([1, 2], dtype=int64), 'b': 'np.array(x)'}]") == [
+        {"a": [1, 2], "b": "np.array(x)"}
+    ]
+
+
+def test_line_31_half_a_character_cannot_be_smuggled_in_a_text() -> None:
+    """No tokenizer encodes it, and the escape within the text hides it from the reader of rows."""
+    for text in (json.dumps(["\ud800"]), repr(["\ud800"]), json.dumps({"\udfff": 1})):
+        with pytest.raises(Unreadable, match="halves"):
+            parse_structure(text)
+    assert parse_structure(json.dumps(["\U0001f600"])) == ["\U0001f600"]
 
 
 @pytest.mark.parametrize(
