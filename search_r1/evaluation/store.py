@@ -14,8 +14,10 @@ from typing import Any, Self
 from search_r1.evaluation.samples import FAILED, Sample
 from verl.errors import ConfigError, DataError, SaveError, explain
 from verl.files import LineWriter, atomic_write
+from verl.json_files import read_object
 
 MANIFEST = "manifest.json"
+MAX_MANIFEST_CHARS = 1 << 24
 SAMPLES = "samples.jsonl"
 METRICS = "metrics.json"
 REPORT = "report.md"
@@ -99,7 +101,7 @@ def differences(old: Any, new: Any, name: str = "") -> list[str]:
 def _read_manifest(file: Path, required: Sequence[tuple[str, str, Any]] = ()) -> Manifest:
     """Read and check a manifest. Raises DataError if it is invalid or lacks a required entry."""
     try:
-        manifest: Manifest = json.loads(file.read_bytes())
+        manifest: Manifest = read_object(file, MAX_MANIFEST_CHARS)
         int(manifest["data"]["num_rows"] * manifest["decoding"]["n"])
         for section, name, kind in required:
             value = manifest[section][name]

@@ -5,7 +5,6 @@ float32, then rounded to the engine's dtype, as exports of training runs do.
 """
 
 import contextlib
-import json
 import logging
 import shutil
 import tempfile
@@ -33,6 +32,7 @@ from verl.checkpoint.exporting import export
 from verl.checkpoint.folders import STEP_NAME, is_complete, step_of
 from verl.config import Config
 from verl.errors import ConfigError, ModelError, explain, first_line
+from verl.json_files import read_object
 from verl.model_files import (
     ModelProblem,
     check_context,
@@ -212,4 +212,4 @@ def _peft_settings(adapter: Path) -> dict[str, Any]:
         fix = "give the folder adapter/ that training or `verl.checkpoint export --adapter` wrote"
         raise ModelError(explain(f"--adapter {adapter}", got, "a LoRA adapter of peft", fix))
     with model_errors(str(adapter), CONFIG_FILE, "--adapter", "a LoRA adapter of peft"):
-        return dict(json.loads(file.read_text(encoding="utf-8")))
+        return read_object(file)

@@ -6,7 +6,6 @@ same as in a training run with these options.
 
 import contextlib
 import importlib
-import json
 import sys
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import replace
@@ -31,6 +30,7 @@ from verl.agent.wording import TEMPLATE_FILE
 from verl.config import Config
 from verl.config.agent import EMPTY_URL
 from verl.errors import ConfigError, ModelError, ToolError, did_you_mean, explain
+from verl.json_files import read_object
 from verl.model_files import ModelProblem, model_errors
 from verl.remote_code import set_trust
 from verl.types import Sampling
@@ -138,7 +138,7 @@ def _read_settings(model: str) -> dict[str, Any]:
     if not file.is_file():
         return {}
     with model_errors(model, SETTINGS_FILE, "--model", "what training writes"):
-        settings = dict(json.loads(file.read_text(encoding="utf-8")))
+        settings = read_object(file)
         _check_names(settings)
         for name, kind in SETTING_TYPES.items():
             value, bounds = settings.get(name), BOUNDS.get(name)

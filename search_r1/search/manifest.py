@@ -14,6 +14,7 @@ from search_r1.search import checksums
 from search_r1.search.corpus import Corpus, Fingerprint
 from search_r1.search.errors import IndexMismatch, SetupError
 from search_r1.search.settings import RetrieverConfig
+from verl.files import read_text
 
 FILE_NAME = "manifest.json"
 
@@ -57,7 +58,7 @@ class Manifest:
         """Read `manifest.json` from `folder`; raises IndexMismatch if it is missing or invalid."""
         path = folder / FILE_NAME
         try:
-            return TypeAdapter(cls).validate_json(path.read_bytes())
+            return TypeAdapter(cls).validate_json(read_text(path))
         except (OSError, ValueError) as error:
             reason = textwrap.shorten(str(error), 300)
             raise IndexMismatch(

@@ -9,7 +9,9 @@ import contextlib
 import fcntl
 import json
 import logging
+import math
 import os
+import textwrap
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -105,9 +107,13 @@ def read_facts(path: str | Path) -> dict[str, Any]:
         raise SetupError(
             f"record {path} cannot be read ({error}); expected a file of --record"
         ) from error
-    except ValueError:
+    except (ValueError, RecursionError):
         header = None
-    if not isinstance(header, dict) or header.get("format") != FORMAT:
+    if (
+        not isinstance(header, dict)
+        or header.get("format") != FORMAT
+        or not isinstance(header.get("facts"), dict)
+    ):
         raise SetupError(
             f"{path} is not a record: its first line is {line[:80]!r}; expected a file of --record"
         )
@@ -133,9 +139,10 @@ def read_rows(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
             try:
                 row = json.loads(line)
                 to_record(row)
-            except (ValueError, KeyError, TypeError) as error:
+            except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+                reason = textwrap.shorten(f"{type(error).__name__}: {error}", 200)
                 raise SetupError(
-                    f"{path} line {number} is not a record ({type(error).__name__}: {error}), got "
+                    f"{path} line {number} is not a record ({reason}), expected one, got "
                     f"{line[:80]!r}; drop this line, or record again"
                 ) from error
             yield offset, row
@@ -143,7 +150,13 @@ def read_rows(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def to_record(row: Mapping[str, Any]) -> Record:
+    """Return the record of a line; raises KeyError, TypeError, AttributeError or ValueError."""
     hits = [Hit(Document.from_mapping(item), item["score"]) for item in row["hits"]]
+    numbers = [row["seconds"], *(hit.score for hit in hits)]
+    if type(row["query"]) is not str or type(row["k"]) is not int or row["k"] < 1:
+        raise TypeError("query or k has another type")
+    if not all(type(number) in (int, float) and math.isfinite(number) for number in numbers):
+        raise ValueError("seconds or a score is no finite number")
     return Record(row["query"], row["k"], hits, row["seconds"])
 
 

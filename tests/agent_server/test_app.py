@@ -387,6 +387,10 @@ HOSTILE = {
     "top_p": b'{"model":"m","messages":[{"role":"user"}],"top_p":Infinity}',
     "seed": b'{"model":"m","messages":[{"role":"user"}],"seed":' + b"9" * 5000 + b"}",
     "max_tokens": b'{"model":"m","messages":[{"role":"user"}],"max_tokens":1e400}',
+    "seed of nan": b'{"model":"m","messages":[{"role":"user"}],"seed":NaN}',
+    "messages of nan": b'{"model":"m","messages":NaN}',
+    "penalty of nan": b'{"model":"search-r1","messages":[{"role":"user","content":"Q"}],'
+                      b'"presence_penalty":NaN}',
 }  # fmt: skip
 
 

@@ -176,7 +176,10 @@ def test_a_bad_adapter_is_refused_in_one_line(
     "content", ["", "{", "[1]", "null", '{"max_turns": "2"}', '{"topk": 1.5}', '{"template": 5}',
                 '{"tools": "search"}', '{"max_turns": true}', '{"max_turns": -1}', '{"topk": 0}',
                 '{"tools": [1]}', '{"max_turns": 1000000}', '{"max_turn": 3}', '{"temperature": 1}',
-                '{"tools": ["a.py:T"], "top_k": 3}', '{"apply_chat_template_kwargs": {}}']
+                '{"tools": ["a.py:T"], "top_k": 3}', '{"apply_chat_template_kwargs": {}}',
+                '{"topk": NaN}', '{"chat_template_kwargs": {"x": 1e999}}', '[["topk", 1]]',
+                '{"topk": 99999999999999999999}', '{"template": "\\ud800"}', "[" * 100_000,
+                '{"template": "' + "a" * 2_000_000 + '"}']
 )  # fmt: skip
 def test_bad_settings_of_a_model_are_refused_in_one_line(content: str, tmp_path: Path) -> None:
     """Invalid values in a model's `search_r1.json` are refused."""

@@ -122,6 +122,9 @@ def test_refuses_a_second_writer(tmp_path: Path) -> None:
         (b'{"id": "1", "contents": "a corpus"}\n', "is not a record"),
         (b"\xff\xfe\n", "is not a record"),
         (b'{"format": "search-r1-record", "version": 99, "facts": {}}\n', "version 99"),
+        (b'{"format": "search-r1-record", "version": 1}\n', "is not a record"),
+        (b'{"format": "search-r1-record", "version": 1, "facts": [1]}\n', "is not a record"),
+        (b"[" * 100_000 + b"\n", "is not a record"),
     ],
 )
 def test_refuses_other_files(tmp_path: Path, content: bytes | None, message: str) -> None:
@@ -140,13 +143,43 @@ def test_never_appends_to_a_foreign_file(tmp_path: Path) -> None:
     assert (tmp_path / "corpus").read_bytes() == b'{"id": "1", "contents": "text"}\n'
 
 
-def test_names_a_malformed_line(tmp_path: Path) -> None:
-    """A malformed line is an error with its number, and not skipped."""
+ROW = {
+    "query": "a",
+    "k": 1,
+    "seconds": 0.5,
+    "hits": [{"id": "1", "contents": '"T"\nx', "score": 1.5}],
+}
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b'{"query": "a"}',
+        b"[]",
+        b"null",
+        b"[" * 100_000,
+        json.dumps(ROW | {"query": ["a"]}).encode(),
+        json.dumps(ROW | {"k": [1]}).encode(),
+        json.dumps(ROW | {"k": 0}).encode(),
+        json.dumps(ROW | {"k": True}).encode(),
+        json.dumps(ROW | {"seconds": float("nan")}).encode(),
+        json.dumps(ROW | {"hits": [ROW["hits"][0] | {"score": float("nan")}]}).encode(),
+        json.dumps(ROW | {"hits": [ROW["hits"][0] | {"score": "1"}]}).encode(),
+        json.dumps(ROW | {"hits": ["a"]}).encode(),
+        json.dumps(ROW | {"hits": 1}).encode(),
+    ],
+)
+def test_names_a_malformed_line(tmp_path: Path, line: bytes) -> None:
+    """A malformed line is one line of error with its number, and not skipped."""
     fill(tmp_path / "r", FIRST)
     with (tmp_path / "r").open("ab") as file:
-        file.write(b'{"query": "a"}\n')
-    with pytest.raises(SetupError, match="line 3 is not a record"):
+        file.write(json.dumps(ROW).encode() + b"\n")
+    assert len(read_records(tmp_path / "r")) == 2
+    with (tmp_path / "r").open("ab") as file:
+        file.write(line + b"\n")
+    with pytest.raises(SetupError, match="line 4 is not a record") as caught:
         read_records(tmp_path / "r")
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 700
 
 
 def test_a_missing_folder_is_refused_at_once(tmp_path: Path) -> None:

@@ -15,14 +15,17 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from search_r1.search import checksums
 from search_r1.search.errors import CorpusError, SetupError
 from search_r1.search.memory import format_bytes
-from verl.files import atomic_write, fsync
+from verl.files import atomic_write, fsync, read_text
 
 logger = logging.getLogger(__name__)
 
 KEY_NAME = "key.json"
+KEY_READER = TypeAdapter(dict[str, Any])
 READY_NAME = "ready"
 """Folder of the finished index inside the work folder, before it is renamed."""
 
@@ -116,7 +119,7 @@ def _locked(target: Path) -> Iterator[None]:
 def _resume_or_start(work: Path, key: dict[str, Any]) -> None:
     """Keep the work folder if its key is equal, else log why and empty it."""
     try:
-        old_key: dict[str, Any] = json.loads((work / KEY_NAME).read_text(encoding="utf-8"))
+        old_key = KEY_READER.validate_json(read_text(work / KEY_NAME))
     except (OSError, ValueError):
         old_key = {}
     differing = [name for name in key if not _is_close(old_key.get(name), key[name])]
@@ -134,5 +137,10 @@ def _resume_or_start(work: Path, key: dict[str, Any]) -> None:
 def _is_close(first: Any, second: Any) -> bool:
     """Return whether entries of keys match; devices round the embedding of a probe differently."""
     if isinstance(first, list) and isinstance(second, list) and len(first) == len(second):
-        return all(abs(a - b) < 0.005 for a, b in zip(first, second, strict=True))
+        return all(_is_near(a, b) for a, b in zip(first, second, strict=True))
     return bool(first == second)
+
+
+def _is_near(first: Any, second: Any) -> bool:
+    is_number = isinstance(first, int | float) and isinstance(second, int | float)
+    return abs(first - second) < 0.005 if is_number else bool(first == second)

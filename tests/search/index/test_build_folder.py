@@ -43,6 +43,20 @@ def test_only_the_same_build_goes_on(
     assert ("starting over" in caplog.text) == (not is_kept)
 
 
+@pytest.mark.parametrize(
+    "content", [b"[]", b"null", b"}{", b"\xff", b"[" * 100_000, b'{"probe": ["a", null]}', b""]
+)
+def test_a_damaged_key_starts_over(
+    content: bytes, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whatever it holds, the work is only done again."""
+    interrupted(tmp_path / "x", KEY)
+    next(tmp_path.glob(".x.*/key.json")).write_bytes(content)
+    with work_folder(tmp_path / "x", KEY) as work:
+        assert not (work / "kept").exists()
+    assert "starting over" in caplog.text
+
+
 def test_two_builders_exclude_each_other(tmp_path: Path) -> None:
     """A second builder is refused while the first one works, and accepted afterwards."""
     with (

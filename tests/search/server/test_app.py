@@ -1,6 +1,7 @@
 """Limits, statuses, token, draining, facts and page of the app."""
 
 import asyncio
+import itertools
 import json
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -260,6 +261,25 @@ def test_draining_ends_in_time() -> None:
             assert (await accepted).status_code == 503
             assert not app.state.service.close()
             backend.gate.set()
+
+    asyncio.run(main())
+
+
+NUMBERS = [b"NaN", b"Infinity", b"-Infinity", b"1e999", b"-0.0", b"9" * 400, b"9" * 5000]
+
+
+@pytest.mark.parametrize("query", [b"a", b"\\ud800"], ids=["text", "half a character"])
+def test_numbers_that_json_has_not_are_refused(query: bytes) -> None:
+    """In every field, by either of the two parsers: a 422 in JSON, and no 500."""
+
+    async def main() -> None:
+        async with client(create_app(FakeBackend())) as http:
+            for number, name in itertools.product(NUMBERS, (b"topk", b"deadline_s", b"queries")):
+                queries = b"" if name == b"queries" else b'"queries":["%s"],' % query
+                body = b'{%s"%s":%s}' % (queries, name, number)
+                answer = await http.post("/retrieve", content=body)
+                assert answer.status_code == 422, body[:60]
+                assert answer.json()["detail"][0]["loc"][0] == "body"
 
     asyncio.run(main())
 
