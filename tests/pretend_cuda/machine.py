@@ -9,6 +9,7 @@ import collections
 import contextlib
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -89,7 +90,8 @@ def install(num_devices: int, dtype: str) -> None:
         "current_stream": stream, "default_stream": stream, "set_stream": None,
         "manual_seed": None, "manual_seed_all": None, "set_rng_state": None,
         "get_device_capability": CAPABILITIES[dtype], "get_device_name": "Simulated GPU",
-        "mem_get_info": (140 << 30, 141 << 30),
+        "mem_get_info": (140 << 30, 141 << 30), "ipc_collect": None,
+        "get_device_properties": SimpleNamespace(uuid="GPU-0"),
     }  # fmt: skip
     for name, result in results.items():
         setattr(cuda, name, lambda *_, _result=result, **__: _result)

@@ -15,6 +15,9 @@ STEPS: list[dict[str, Any]] = [
     if algorithm != "sft" or offload == "none"  # SFT has no such option
     if dtype != "float16" or world != 2  # loss scaling is the same for 2 ranks as for 8
 ]  # fmt: skip
+for case in STEPS:
+    is_offloaded = case["offload"] == "param" and case["dtype"] == "bfloat16"
+    case["by_ipc"] = case["algorithm"] in ("grpo", "lora") and is_offloaded
 ONLY_NCCL = {"algorithm": "grpo", "offload": "param", "world": 2, "dtype": "bfloat16",
              "budget": 512, "micro_batches": 1, "only_nccl": True}  # fmt: skip
 WHOLE = {"algorithm": "ppo", "offload": "none", "world": 8, "dtype": "bfloat16", "budget": 512,

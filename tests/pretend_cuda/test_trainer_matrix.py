@@ -20,6 +20,7 @@ from tests.pretend_cuda.matrix import (
     WHOLE,
     name,
 )
+from tests.pretend_cuda.receiving import BUFFER_BYTES
 from tests.pretend_cuda.trials import Outcomes
 
 pytestmark = pytest.mark.pretend_cuda
@@ -124,6 +125,23 @@ def test_sequence_parallel_ranks_exchange_twice_a_pass_of_a_block(outcomes: dict
         assert {name: n for name, n in more.items() if n} == {
             "alltoall_base": 2 * passes * blocks * micro, "allreduce": micro
         }  # fmt: skip
+
+
+@pytest.mark.parametrize("case", [case for case in STEPS if case["by_ipc"]], ids=name)
+def test_weights_reach_an_engine_on_the_same_gpu(
+    case: dict[str, Any], outcomes: dict[str, Any]
+) -> None:
+    """By CUDA IPC and whole: the trial compares names, dtypes and shapes at both ends.
+
+    Rank and worker wait for the device once per buffer; no byte passes through the host, and the
+    rank needs little more than two buffers.
+    """
+    found = outcomes[name(case)]
+    assert not found["error"]
+    cost = found["phases"]["send_weights"]
+    assert cost["calls"]["synchronize"] % 2 == 0 and cost["calls"]["synchronize"] > 4
+    assert cost["costs"]["bytes_to_host"] == 0 and cost["left"] == 0
+    assert cost["peak"] < 5 * BUFFER_BYTES
 
 
 @pytest.mark.parametrize("phase", ["log_probs", "values", "update_critic", "update_actor"])

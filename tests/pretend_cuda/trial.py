@@ -26,6 +26,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 from tests.pretend_cuda import machine
 from tests.pretend_cuda.ledger import Ledger
 from tests.pretend_cuda.mode import PretendCuda
+from tests.pretend_cuda.receiving import describe, send_weights
 from verl.config import Config
 from verl.core_algos.losses import loss_weights
 from verl.preflight.memory.check import fill_undecided
@@ -35,6 +36,7 @@ from verl.training import models
 from verl.training import worker as training_ranks
 from verl.training.devices import join_process_group
 from verl.training.loading import Placeholder, replace_parameters
+from verl.training.lora import policy_weights
 from verl.training.worker import CriticWorker, TrainerWorker
 from verl.types import TokenBatch
 
@@ -98,6 +100,8 @@ class Case:
     """`enable_gradient_checkpointing` of policy and critic."""
     sp_size: int = 1
     """Ranks that compute a forward together."""
+    by_ipc: bool = False
+    """Send the weights to an engine on the same GPU at the end."""
     longest: int = LONGEST
     """Upper limit of a sequence's tokens."""
 
@@ -207,6 +211,12 @@ class Trial:
             self.phase("tensors", lambda: [m.state_tensors() for m in worker.models.values()])
             with tempfile.TemporaryDirectory() as folder:
                 self.phase("save_weights", lambda: worker.save_policy(folder, self.case.dtype))
+        if self.case.by_ipc:
+            with self.mode:
+                expected = describe(policy_weights(worker.actor.model, self.case.dtype))
+            received = self.phase("send_weights", lambda: send_weights(worker, self.case.dtype))
+            dtype = f"torch.{self.case.dtype}"  # that of the engine
+            assert received == [(name, dtype, shape) for name, _, shape in expected]
         self.outcome.held = self.ledger.live
         worker.shutdown()
 
