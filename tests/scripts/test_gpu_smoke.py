@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -142,6 +143,23 @@ def test_a_note_of_a_check_that_passed_is_in_the_table() -> None:
     rows = [Row("train-ipc", True, 1.0, {NOTE: "not by CUDA IPC"})]
     gpu_smoke.summary(rows, Console(file=printed, width=120))
     assert "not by CUDA IPC" in printed.getvalue()
+
+
+def test_the_plan_for_a_lent_card_can_be_kept() -> None:
+    """Its commands name checks that exist, which fit in their minutes and these in their limits."""
+    page = (ROOT / "docs" / "gpu_results.md").read_text()
+    described = {
+        name for row in re.findall(r"^\| (`.*?) \|", page, re.M) for name in row.split("`")
+    }
+    assert {check.name for check in ALL} <= described
+    commands = re.findall(
+        r"limit (\d+) seconds.*?--minutes ([\d.]+) .*?--only ([a-z -]+)", page, re.S
+    )
+    assert len(commands) == 3
+    for limit, minutes, names in commands:
+        seconds = sum(CHECKS[name].seconds for name in names.split())
+        assert seconds <= 60 * float(minutes) <= int(limit) - 20  # to unpack, and to send the logs
+    assert sum(int(limit) for limit, *_ in commands) <= 15 * 60
 
 
 def test_no_option_of_a_check_is_undecided() -> None:
