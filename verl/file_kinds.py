@@ -17,6 +17,7 @@ KINDS = (
     (b"PK\x03\x04", "a zip archive", "{python} -m zipfile -e {file} ."),
     (b"PAR1", "a parquet file", "read_parquet({name})"),
     (b"ARROW1", "an Arrow file", "read_feather({name})"),
+    (b"\xff\xff\xff\xff", "an Arrow stream", "stream"),
     (b"\xff\xfe\0\0", "UTF-32 text", "iconv -f utf-32 -t utf-8 {file} > {out}"),
     (b"\xff\xfe", "UTF-16 text", "iconv -f utf-16 -t utf-8 {file} > {out}"),
     (b"\xfe\xff", "UTF-16 text", "iconv -f utf-16 -t utf-8 {file} > {out}"),
@@ -34,8 +35,8 @@ SPREADSHEETS = (".xlsx", ".xls", ".ods")
 TABLE = "tab-separated text"
 TO_CSV = "save it as csv in UTF-8"
 PACKED = (".gz", ".zst", ".bz2", ".xz")
-TEXTS = (".csv", ".tsv", ".jsonl", ".json", ".txt")
-"""Suffixes that a text keeps when it is unpacked or written in another encoding."""
+KEPT = (".csv", ".tsv", ".jsonl", ".json", ".txt", ".parquet")
+"""Suffixes that a file keeps when it is unpacked or written in another encoding."""
 ROWS_KEY = re.compile(rb'\{\s*"(data|Data|rows|examples|instances|questions)"\s*:\s*\[\s*\{')
 """The beginning of one JSON object with all rows, as that of TriviaQA."""
 SQUAD = re.compile(rb'"data"\s*:\s*\[.*"(?:paragraphs|qas)"\s*:\s*\[\s*\{', re.DOTALL)
@@ -82,7 +83,11 @@ def describe_other(path: Path, head: bytes, content: str, form: str = "jsonl") -
     `content`: what the file should hold, such as passages. `form`: what is expected; in other
     forms than jsonl, tabs are allowed.
     """
-    found = ("a spreadsheet", TO_CSV) if path.suffix.lower() in SPREADSHEETS else other_kind(head)
+    found = other_kind(head)
+    if path.suffix.lower() in SPREADSHEETS:
+        found = "a spreadsheet", TO_CSV
+    if re.search(r"\.tar\.\w+\Z|\.t[gx]z\Z", path.name.lower()):
+        found = "an archive", "tar -xf {file}"
     if found is None or (found[0] == TABLE and form != "jsonl"):
         return None
     kind, command = found
@@ -97,6 +102,13 @@ def conversion(path: Path, command: str) -> str:
         out = _out(path, ".jsonl")
         to_json = f'to_json({_quoted(out)}, orient="records", lines=True, force_ascii=False)'
         return shlex.join([sys.executable, "-c", f"import pandas as p; p.{call}.{to_json}"])
+    if command == "stream":
+        code = (
+            "import pyarrow as p; import pyarrow.parquet as q; "
+            f"q.write_table(p.ipc.open_stream({_quoted(path)}).read_all(), "
+            f"{_quoted(_out(path, '.parquet'))})"
+        )
+        return shlex.join([sys.executable, "-c", code])
     if command.startswith("json("):
         out = _out(path, ".jsonl")
         code = (
@@ -117,6 +129,6 @@ def _out(path: Path, suffix: str = "") -> Path:
     """Return the path of the converted file, which is another one than `path`."""
     whole = path.with_suffix("") if path.suffix.lower() in PACKED else path
     if not suffix:
-        suffix = whole.suffix if whole.suffix.lower() in TEXTS else ".jsonl"
+        suffix = whole.suffix if whole.suffix.lower() in KEPT else ".jsonl"
     out = whole.with_name(f"{whole.stem}{suffix}")
     return out if out != path else path.with_name(f"{whole.stem}.converted{suffix}")

@@ -9,6 +9,7 @@ are divided into `train.parquet` and `test.parquet`.
 import csv
 import hashlib
 import logging
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -41,6 +42,8 @@ logger = logging.getLogger(__name__)
 
 DELIMITERS = (",", "\t", ";")
 """What may divide the columns of a csv."""
+UNNAMED = "\0"
+"""Beginning of the names of columns without one, which no header has."""
 
 
 def build(options: OwnOptions) -> int:
@@ -129,8 +132,8 @@ def _read_csv(path: Path, separator: str) -> Iterator[Record]:
             lines = _bounded_lines(path, file)
             first = next(lines, "")
             names, delimiter = _header(next(lines, "") if first[:4].lower() == "sep=" else first)
-            _check_names(path, names)
-            names = known_names(names)
+            _check_names(path, [name for name in names if name.strip()])
+            names = [name or f"{UNNAMED}{n}" for n, name in enumerate(known_names(names))]
             answers = next(name for name in ANSWER_COLUMNS if name in names)
             reader = csv.DictReader(
                 lines, names, restkey="", strict=True, delimiter=delimiter, skipinitialspace=True
@@ -184,10 +187,16 @@ def _csv_record(
     path: Path, number: int, line: int, record: dict[str, object], column: str, separator: str
 ) -> dict[str, object] | BadRow:
     """Return one row with a list of answers, or a bad row if it has too many fields."""
-    if "" in record:
+    unnamed = {name: record.pop(name) for name in list(record) if name.startswith(UNNAMED)}
+    unnamed.pop(f"{UNNAMED}0", None)  # pandas writes the rows' numbers without a name
+    further = record.get("", [value for value in unnamed.values() if value])
+    if further:
         fix = f"put quotes around fields that hold commas (line {line})"
-        got = f"further fields {short_repr(record[''])}"
+        got = f"further fields {short_repr(further)}"
         return BadRow.at(str(path), number, "", got, "as many fields as the header", fix)
+    if path.suffix.lower() == ".tsv" and any(re.search("[\t\n]", str(v)) for v in record.values()):
+        fix = f"double the quotation marks within fields, or drop them (up to line {line})"
+        return BadRow.at(str(path), number, "", "a field over several", "a field a tab", fix)
     value = record[column]
     if isinstance(value, str) and (value.strip() in MISSING_CELLS or is_structure(value)):
         return record  # `read_question` reads it, or says what is missing

@@ -170,7 +170,7 @@ def known_names(names: Iterable[str]) -> list[str]:
         known = re.sub(r"\.\d+\Z", "", name).lower()
         if known not in READ_COLUMNS:
             known = name
-        if known in result:
+        if known and known in result:
             raise ValueError(f"the column {short_repr(known)} twice, once as {short_repr(written)}")
         result.append(known)
     return result
@@ -191,7 +191,7 @@ def _missing_column(
 ) -> tuple[str, str, str]:
     names = [str(name) for name in names]
     similar = next((name for name in names if name.strip().lower() in synonyms), None)
-    fix = f"name the column of the {column}s {column}"
+    fix = f"name the column of the {column}s {column} (in a csv, in its first line)"
     if similar is not None:
         fix = f"rename the column {similar} to {column}"
         if similar.lower() == "solution":

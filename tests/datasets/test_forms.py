@@ -50,6 +50,12 @@ def two_columns(path: Path) -> None:
     )
 
 
+def stream(path: Path) -> None:
+    rows = pyarrow.table({"question": ["who"], "answer": ["Ada"]})
+    with pyarrow.ipc.new_stream(str(path), rows.schema) as writer:
+        writer.write_table(rows)
+
+
 def answer(value: object) -> Form:
     return table({"question": "who", "answer": value})
 
@@ -97,6 +103,8 @@ READ: dict[str, tuple[Form, tuple[str, ...]]] = {
     "Excel's separator line": (text("q.csv", "sep=;\nquestion;answer\nwho;Ada\n"), ("Ada",)),
     "tabs in a csv": (text("q.csv", "question\tanswer\nwho\tAda\n"), ("Ada",)),
     "spaces in the header": (text("q.csv", "Question, Answer\nwho, Ada\n"), ("Ada",)),
+    "pandas' csv with its index": (text("q.csv", ",question,answer\n0,who,Ada\n"), ("Ada",)),
+    "Excel's empty columns": (text("q.csv", "question,answer,,\nwho,Ada,,\n"), ("Ada",)),
     "a name in capitals": (text("Q.CSV", CSV), ("Ada",)),
     "jsonl in capitals": (jsonl("Q.JSONL", ROW), ("Ada",)),
     "a byte order mark, csv": (text("q.csv", CSV, "utf-8-sig"), ("Ada",)),
@@ -128,6 +136,14 @@ REFUSED: dict[str, tuple[Form, str]] = {
     "Windows-1252 csv": (text("q.csv", CSV + "qui,café\n", "cp1252"), "iconv -f windows-1252"),
     "Windows-1252 jsonl": (jsonl("q.jsonl", {**ROW, "answer": "café"}, encoding="cp1252"),
                            "iconv -f windows-1252"),
+    "a packed parquet": (packed("q.parquet.gz", ""), "q.parquet"),
+    "an archive": (packed("q.tar.gz", ""), "tar -xf"),
+    "an Arrow stream of the hub's cache": (("q.arrow", stream), "python* -c"),
+    "an answer that runs into empty columns": (text("q.csv", "question,answer,\nwho,Ada,L\n"),
+                                               "put quotes around"),
+    "a tsv whose quotes run on": (text("q.tsv", 'question\tanswer\n"a\tb\nc"\td\n'),
+                                  "double the quotation marks"),
+    "a table without a header": (text("q.tsv", "who\t['Ada']\nwhy\t['x']\n"), "in its first line"),
     "a spreadsheet": (text("q.xlsx", "PK\3\4"), "save it as csv"),
     "a pointer of git-lfs": (text("q.parquet", "version https://git-lfs.github.com\n"),
                              "git lfs pull"),
@@ -198,8 +214,9 @@ def test_another_form_is_refused_with_the_fix(name: str, tmp_path: Path) -> None
     assert first in message.partition("; fix: ")[2] and second in message
 
 
-CONVERTED = ("HotpotQA's own array", "TriviaQA's own file", "jsonl.gz", "SQuAD's own file",
-             "an object over lines", "UTF-16 csv")  # fmt: skip
+CONVERTED = ("an Arrow stream of the hub's cache", "jsonl.gz", "HotpotQA's own array",
+             "TriviaQA's own file", "SQuAD's own file", "an object over lines", "UTF-16 csv",
+             )  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CONVERTED)

@@ -18,6 +18,8 @@ from typing import Any
 
 MAX_STRUCTURE_CHARS = 2**20
 """Longest text that is parsed as a structure; no list of answers or messages is longer."""
+MAX_REPR_CHARS = 2**18
+"""The same for the `repr` of Python and NumPy, which takes a second to parse."""
 MISSING_CELLS = frozenset({"", "nan", "NaN", "NaT", "<NA>", "None", "null", "#N/A", "<unk>"})
 """What pandas, Python, JSON, Excel and TriviaQA write where no value is, in their spelling."""
 MISSING_ITEMS = MISSING_CELLS - {"None", "null"}
@@ -55,7 +57,7 @@ def parse_structure(text: str) -> Any:
         return parse_structure(inner) if isinstance(inner, str) else None
     if len(text) > MAX_STRUCTURE_CHARS:
         raise Unreadable(f"a list or object of at most {MAX_STRUCTURE_CHARS} characters")
-    for load in (_load_json, _load_repr):
+    for load in (_load_json, _load_repr) if len(text) <= MAX_REPR_CHARS else (_load_json,):
         value = load(text)
         if "\\" in text and not _can_be_encoded(value):
             raise Unreadable("text without halves of characters (\\ud800 to \\udfff)")
@@ -177,7 +179,7 @@ def _answers(value: Any, missing: frozenset[str], numbers: bool) -> Iterator[str
                 continue
             if isinstance(item, list | tuple):
                 raise Unreadable("a list of texts without further lists")
-            is_interval = isinstance(item, str) and _are_numbers(_load_json(item))
+            is_interval = isinstance(item, str) and "[" in item and _are_numbers(_load_json(item))
             if is_interval:
                 yield item
             else:

@@ -39,6 +39,15 @@ def test_line_31_numpy_within_an_object(form: Any) -> None:
     ]
 
 
+def test_line_31_a_long_repr_is_refused_at_once() -> None:
+    """Parsing it would take seconds a cell; JSON of the same length is read."""
+    names = ["its"] * 60_000
+    assert read_answers(json.dumps(names)) == ("its",)
+    with pytest.raises(Unreadable):
+        read_answers(str(names))
+    assert parse_structure("[" * 500_000 + "]" * 500_000) is None
+
+
 def test_line_31_half_a_character_cannot_be_smuggled_in_a_text() -> None:
     """No tokenizer encodes it, and the escape within the text hides it from the reader of rows."""
     for text in (json.dumps(["\ud800"]), repr(["\ud800"]), json.dumps({"\udfff": 1})):
