@@ -16,7 +16,7 @@ from pathlib import Path
 from verl.errors import ResourceError, explain
 
 Version = tuple[int, int]
-FIRST_DRIVERS = {(12, 0): 525, (12, 9): 575, (13, 0): 580}
+FIRST_DRIVERS = {(12, 0): 525, (13, 0): 580}
 """The first driver that supports each CUDA version: the release notes of CUDA."""
 MIN_CAPABILITY = (7, 5)
 """Lowest compute capability that the wheels support (Turing: T4, RTX 20). Those of CUDA 13 hold no
@@ -125,17 +125,17 @@ class Wheels:
     needed: Version
     """CUDA version that the driver must support: NVIDIA's guide "CUDA Compatibility", table "Minor
     Version Compatibility"."""
-    compiled: tuple[Version, Version] | None = None
-    """From this compute capability on, the driver itself must compile vLLM's attention, and must
-    support this CUDA version to do so. None if there is code for all cards."""
+    cards: tuple[Version, Version] = ((0, 0), (99, 0))
+    """Lowest compute capability, and the first above, for which vLLM's attention is compiled."""
+
+    def unsuited(self, nvidia: Nvidia) -> list[Card]:
+        """Return the cards that need newer wheels."""
+        first, end = self.cards
+        return [c for c in nvidia.cards if c.capability and not first <= c.capability < end]
 
     def needed_on(self, nvidia: Nvidia) -> Version:
         """Return the CUDA version that the driver must support for these cards."""
-        if self.compiled:
-            first, cuda = self.compiled
-            if any(card.capability and card.capability >= first for card in nvidia.cards):
-                return cuda
-        return self.needed
+        return WHEELS[0].needed if self.unsuited(nvidia) else self.needed
 
     def run_on(self, nvidia: Nvidia) -> bool:
         """Return whether they run on this driver and these cards."""
@@ -144,9 +144,10 @@ class Wheels:
 
 
 CUDA13 = Wheels("gpu", "newest.txt", (13, 0), (13, 0))
-CUDA12 = Wheels("gpu-cuda12", "cuda12.txt", (12, 8), (12, 0), compiled=((10, 0), (12, 9)))
+CUDA12 = Wheels("gpu-cuda12", "cuda12.txt", (12, 8), (12, 0), cards=((8, 0), (10, 0)))
 """The last on PyPI that are built with CUDA 12. FlashAttention of vLLM 0.19 holds code for
-capabilities 8 and 9, and for newer cards only PTX of CUDA 12.9 (`cuobjdump -lelf`, `-lptx`)."""
+capabilities 8 and 9 (`cuobjdump -lelf`); for other cards vLLM would take FlashInfer, which needs
+nvcc, or have the driver compile it."""
 WHEELS = (CUDA13, CUDA12)
 """Newest first: the first that run on the driver are installed."""
 
@@ -183,6 +184,10 @@ def driver_problem(nvidia: Nvidia, wheels: Wheels) -> str:
         return ""
     first = FIRST_DRIVERS[wheels.needed_on(nvidia)]
     expected = f"{first} or newer: torch and vLLM are built with CUDA {dotted(wheels.cuda)}"
+    for card in wheels.unsuited(nvidia)[:1]:
+        expected = (
+            f"{first} or newer for {card.name} (compute capability {dotted(card.capability)})"
+        )
     fix = f"upgrade the driver (apt-get install nvidia-driver-{FIRST_DRIVERS[WHEELS[0].needed]})"
     if any(other.run_on(nvidia) for other in WHEELS):
         fix += ", or install wheels that run on it: make install VENV=NEW_FOLDER"

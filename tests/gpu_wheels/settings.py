@@ -64,6 +64,11 @@ def simulate(card: dict[str, Any]) -> None:
         minor=capability[1], multi_processor_count=100,
     )  # fmt: skip
     platforms._current_platform = SimulatedPlatform()
+    from vllm.config import parallel  # noqa: PLC0415 - it copies the platform
+
+    # vLLM 0.19 counts cards by a function of its own.
+    if hasattr(parallel, "cuda_device_count_stateless"):
+        parallel.cuda_device_count_stateless = lambda: int(card["count"])
     torch.cuda.is_available = lambda: True
     torch.cuda.device_count = lambda: int(card["count"])
     torch.cuda.current_device = lambda: 0
@@ -128,7 +133,7 @@ def read(arguments: dict[str, Any]) -> dict[str, Any]:
         "largest_graph": compilation.max_cudagraph_capture_size,
         "attention": backend.get_name(),
         "lora_rank": config.lora_config.max_lora_rank if config.lora_config else 0,
-        "runner": "v2" if config.use_v2_model_runner else "v1",
+        "runner": "v2" if getattr(config, "use_v2_model_runner", False) else "v1",
         "quantization": str(config.model_config.quantization),
         "kv_cache": config.cache_config.cache_dtype,
         "speculation": config.speculative_config.method if config.speculative_config else "none",

@@ -6,17 +6,25 @@ from typing import Any
 
 import pytest
 
-from tests.gpu_wheels.wheels import CARDS, CASES, ROLLOUT, SEQS, VARIANTS, WHEELS, settings
+from tests.gpu_wheels.wheels import CARDS, CASES, NEW, ROLLOUT, SEQS, VARIANTS, WHEELS, settings
 
 pytestmark = pytest.mark.gpu_wheels
-RUNNING = [case for case in CASES if case[:2] != ("T4", "bfloat16")]
+RUNNING = [
+    (wheel, *case)
+    for wheel in WHEELS
+    for case in CASES
+    if case[:2] != ("T4", "bfloat16") and (wheel != "cuda12" or case[0] in NEW)
+]
+"""The wheels of CUDA 12 are installed for new cards only."""
 
 
-@pytest.mark.parametrize("wheel", WHEELS)
-@pytest.mark.parametrize(("card", "dtype", "variant"), RUNNING)
+@pytest.mark.parametrize(("wheel", "card", "dtype", "variant"), RUNNING)
 def test_settings_are_as_expected(wheel: str, card: str, dtype: str, variant: str) -> None:
     """Steps and dialogues as estimated, graphs, sleep mode, and processes where there are ranks."""
     resolved = settings(wheel)[card, dtype, variant]
+    if (wheel, variant) == ("cuda12", "fp8"):  # refused before the start: old_engine_problems
+        assert "Unknown quantization method" in resolved["error"]
+        return
     assert "error" not in resolved
     wanted: dict[str, Any] = VARIANTS[variant]
     is_new = CARDS[card]["capability"] >= [8, 0]
@@ -45,10 +53,10 @@ def test_settings_are_as_expected(wheel: str, card: str, dtype: str, variant: st
 
 @pytest.mark.parametrize("wheel", WHEELS)
 def test_limits_of_old_cards(wheel: str) -> None:
-    """No bfloat16 below capability 8.0, and no kernels for a V100 in the wheels."""
+    """No bfloat16 below capability 8.0; torch has kernels for a V100 only with CUDA 12."""
     resolved = settings(wheel)
     assert "Bfloat16 is only supported" in resolved["T4", "bfloat16", "plain"]["error"]
     has_kernels = {
         card: answer["kernels"] for (card, *_), answer in resolved.items() if "kernels" in answer
     }
-    assert has_kernels == {card: card != "V100" for card in CARDS}
+    assert has_kernels == {card: card != "V100" or wheel == "cuda12" for card in CARDS}

@@ -68,15 +68,17 @@ T4 = "Tesla T4, 15360, 7.5, [N/A]"
         ("550.54.15", "CUDA Version: 12.4", nvidia_smi.H100, CUDA12),
         ("535.261.03", "CUDA Version: 12.2", nvidia_smi.H100, CUDA12),
         ("525.60.13", "CUDA Version: 12.0", nvidia_smi.H100, CUDA12),
-        ("525.60.13", "", T4, CUDA12),
-        ("470.82.01", "CUDA Version: 12.4", T4, CUDA12),
+        ("525.60.13", "", nvidia_smi.H100, CUDA12),
+        ("470.82.01", "CUDA Version: 12.4", nvidia_smi.H100, CUDA12),
+        ("580.65.06", "CUDA Version: 13.0", T4, CUDA13),
+        ("575.57.08", "CUDA Version: 12.9", T4, None),
         ("520.61.05", "CUDA Version: 11.8", nvidia_smi.H100, None),
         ("520.61.05", "CUDA Version: N/A", nvidia_smi.H100, None),
         ("470.82.01", "CUDA Version: 11.4", T4, None),
         ("[N/A]", "", nvidia_smi.H100, None),
         ("580.65.06", "CUDA Version: 13.0", B200, CUDA13),
-        ("575.57.08", "CUDA Version: 12.9", B200, CUDA12),
-        ("575.57.08", "", RTX_5090, CUDA12),
+        ("575.57.08", "CUDA Version: 12.9", B200, None),
+        ("575.57.08", "", RTX_5090, None),
         ("570.86.15", "CUDA Version: 12.8", RTX_5090, None),
         ("570.86.15", "", B200, None),
     ],
@@ -116,11 +118,11 @@ def test_versions_are_compared_as_numbers(installed: str, expected: bool) -> Non
     assert is_older(installed, (0, 26)) is expected
 
 
-def test_new_cards_need_a_driver_that_can_compile_for_them() -> None:
-    """The wheels of CUDA 12 hold no attention kernel for them; the message has their driver."""
+def test_other_cards_need_the_wheels_of_cuda_13() -> None:
+    """Those of CUDA 12 hold attention for capability 8 and 9; the message names the card."""
     card = Card("NVIDIA B200", 183359, (10, 0))
     problem = driver_problem(Nvidia("570.86.15", (12, 8), (H100, card)), CUDA12)
-    assert "got 570.86.15 (CUDA 12.8), expected 575 or newer" in problem
+    assert "got 570.86.15 (CUDA 12.8), expected 580 or newer for NVIDIA B200" in problem
     assert driver_problem(Nvidia("570.86.15", (12, 8), (H100,)), CUDA12) == ""
 
 
