@@ -28,6 +28,8 @@ logger = logging.getLogger(__name__)
 
 LENGTH = 32
 """Tokens of the sequence: enough to average over, and computed in one small forward pass."""
+OUTLIERS = 0.1
+"""Share of the tokens whose differences, the largest, are not counted."""
 FLOORS = {"float32": 1e-4}
 """Smallest allowed difference in nats, by the engines' dtype."""
 HALF_FLOOR = 0.02
@@ -172,7 +174,7 @@ class WeightCanary:
             return
         last, last_expected = self._last.setdefault(score.replica, (score, expected))
         is_same = score.log_probs == last.log_probs
-        change = mean_difference(expected.log_probs, last_expected.log_probs)
+        change = usual_difference(expected.log_probs, last_expected.log_probs)
         is_stale = is_same and change > STALE.get(self.dtype, HALF_STALE)
         difference, limit = self._difference(score), self.limit(score.replica)
         if is_stale or not difference <= limit:
@@ -192,14 +194,14 @@ class WeightCanary:
         assert score.log_probs is not None
         for version in sorted((v for v in self._expected if v < score.version), reverse=True):
             expected = self._expected[version]
-            if mean_difference(score.log_probs, expected.log_probs) <= self.limit(score.replica):
+            if usual_difference(score.log_probs, expected.log_probs) <= self.limit(score.replica):
                 return expected.step
         return None
 
     def _difference(self, score: Score) -> float:
-        """Return the mean difference between an engine's log-probs and the ranks', in nats."""
+        """Return the difference between an engine's log-probs and the ranks', in nats a token."""
         assert score.log_probs is not None
-        return mean_difference(score.log_probs, self._expected[score.version].log_probs)
+        return usual_difference(score.log_probs, self._expected[score.version].log_probs)
 
     def _facts(self, score: Score) -> str:
         assert score.log_probs is not None
@@ -211,11 +213,17 @@ class WeightCanary:
         )
 
 
-def mean_difference(one: Sequence[float], other: Sequence[float]) -> float:
-    """Return the mean absolute difference of log-probs; infinite if one is not finite."""
-    differences = [abs(a - b) for a, b in zip(one, other, strict=True)]
-    mean = sum(differences) / len(differences)
-    return mean if math.isfinite(mean) else math.inf
+def usual_difference(one: Sequence[float], other: Sequence[float]) -> float:
+    """Return the mean absolute difference of log-probs without the largest `OUTLIERS` of them.
+
+    Infinite if a log-prob is not finite. Now and then a norm divides by almost nothing, and one
+    token's rounding grows ten thousand times; other weights change nearly all tokens.
+    """
+    differences = sorted(abs(a - b) for a, b in zip(one, other, strict=True))
+    if not all(map(math.isfinite, differences)):
+        return math.inf
+    usual = differences[: len(differences) - int(OUTLIERS * len(differences))]
+    return sum(usual) / len(usual)
 
 
 def _read(file: Path | None) -> Mapping[str, Any]:

@@ -196,6 +196,21 @@ class Fixed:
         assert self.canary(self, self, step).keys() == {"load", "canary"}
 
 
+@pytest.mark.parametrize(("num_tokens", "is_alarm"), [(1, False), (3, False), (4, True)])
+def test_rounding_that_grows_in_single_tokens_is_no_alarm(num_tokens: int, is_alarm: bool) -> None:
+    """As in a step where a norm divides by almost nothing; weights change nearly all tokens."""
+    run = Fixed("float32")
+    run.step(0, -2.0, -2.0)
+    run.ranks, log_probs = [-2.5] * (LENGTH - 1), [-2.5] * (LENGTH - 1)
+    log_probs[:num_tokens] = [-2.52] * num_tokens
+    run.scores = [Score(0, run.version + 1, tuple(log_probs))]
+    if not is_alarm:
+        run.canary(run, run, 1)
+        return
+    with pytest.raises(MismatchError):
+        run.canary(run, run, 1)
+
+
 def test_an_engine_that_stays_the_same_to_the_last_bit_is_found_within_rounding() -> None:
     """In bfloat16 a step changes log-probs by less than rounding, but it does change them."""
     run = Fixed("bfloat16")
