@@ -58,7 +58,7 @@ class Replica(Part):
 
     def __init__(self, config: Config, *_: Any) -> None:
         super().__init__(config, "engines", "ranks")
-        self.engine = SimpleNamespace(start=self.load, probe=lambda: None,
+        self.engine = SimpleNamespace(start_for_training=self.load, probe=lambda: None,
                                       sleep=self.refuse, wake_up=self.refuse)  # fmt: skip
 
     def refuse(self) -> None:
