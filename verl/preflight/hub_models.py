@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from huggingface_hub import HfApi, constants, snapshot_download
+from huggingface_hub import constants, snapshot_download
 from huggingface_hub.utils.tqdm import (
     are_progress_bars_disabled,
     disable_progress_bars,
@@ -50,19 +50,21 @@ def hub_names(config: Config) -> list[str]:
 def fetch_description(name: str, subject: str = "model path") -> Path:
     """Download everything but the weights; return the folder. Raises ModelError."""
     with model_errors(name, "download", subject, EXPECTED, FIX):
-        folder = snapshot_download(name, allow_patterns=[*DESCRIPTION], ignore_patterns=SUBFOLDERS)
-    return Path(folder)
+        return _download(name, *DESCRIPTION)
 
 
 def fetch_weights(name: str, subject: str = "model path", shows_bars: bool = True) -> Path:
     """Download a whole model, with bars on a terminal; return the folder. Raises ModelError."""
     with model_errors(name, "download", subject, EXPECTED, FIX), _bars(shows_bars):
-        files = {entry.rfilename for entry in HfApi().model_info(name).siblings or ()}
-        has_mapped = any(Path(file).match(MAPPED_FILES) and "/" not in file for file in files)
-        patterns = [*DESCRIPTION, MAPPED_FILES if has_mapped else OTHER_WEIGHTS]
         logger.info("%s is downloaded to the hub's cache (%s)", name, constants.HF_HUB_CACHE)
-        folder = snapshot_download(name, allow_patterns=patterns, ignore_patterns=SUBFOLDERS)
-    return Path(folder)
+        folder = _download(name, *DESCRIPTION, MAPPED_FILES)
+        if not any(folder.glob(MAPPED_FILES)):
+            _download(name, OTHER_WEIGHTS)
+    return folder
+
+
+def _download(name: str, *patterns: str) -> Path:
+    return Path(snapshot_download(name, allow_patterns=[*patterns], ignore_patterns=SUBFOLDERS))
 
 
 @contextmanager

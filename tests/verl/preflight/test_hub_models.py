@@ -16,7 +16,7 @@ from huggingface_hub import constants
 from search_r1.agent.generation import build_environment
 from verl.config import cli
 from verl.errors import PreflightError
-from verl.preflight import checks
+from verl.preflight import checks, hub_models
 from verl.preflight.memory.check import read_setting
 from verl.trainer.cluster import fetch_on_node
 
@@ -37,6 +37,8 @@ checks.fetch_models(config)
 report["after"] = weights()
 fetch_on_node._function(["org/other"], {})
 report["on_node"] = weights()
+folder = hub_models.fetch_weights("org/old")
+report["old"] = sorted(path.name for path in folder.glob("*.bin"))
 print(json.dumps(report))
 """
 
@@ -47,6 +49,7 @@ def test_a_hub_model_is_checked_before_its_weights_are_downloaded(tmp_path: Path
     own = {path.name: path.read_bytes() for path in folder.iterdir()}
     files = {f"org/{name}/{file}": data for name in ("tiny", "other") for file, data in own.items()}
     files["org/tiny/original/model.safetensors"] = files["org/tiny/consolidated.safetensors"] = b"x"
+    files |= {f"org/old/{name}": b"x" for name in ("config.json", "pytorch_model.bin", "other.bin")}
     row = {"data_source": "nq", "prompt": "q", "reward_model": {"ground_truth": {"target": ["a"]}}}
     (tmp_path / "rows.jsonl").write_text((json.dumps(row) + "\n") * 4)
     options = [
@@ -70,3 +73,4 @@ def test_a_hub_model_is_checked_before_its_weights_are_downloaded(tmp_path: Path
     assert report["is_estimated"] and report["before"] == []
     assert report["after"] == ["model.safetensors"]
     assert report["on_node"] == 2 * ["model.safetensors"]
+    assert report["old"] == ["pytorch_model.bin"]
