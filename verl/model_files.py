@@ -298,9 +298,11 @@ def check_model(
         check_unquantized(subject, path, raw_config)
     with model_errors(path, "generation_config.json", subject), quiet_transformers():
         eos_ids = _eos_ids(Path(path).expanduser(), config)
-    num_rows = int(config.get_text_config().vocab_size)
     if has_weights:
         num_rows = check_weights(path, config, needs_head, by_transformers, subject)
+    else:
+        with model_errors(path, "config.json", subject):
+            num_rows = int(config.get_text_config().vocab_size)
     tokenizer = load_tokenizer(tokenizer_of or path, subject)
     too_large = {token: id for token, id in tokenizer.get_vocab().items() if id >= num_rows}
     # Special tokens that our texts never contain: text-only Gemma 3 has one for images.
