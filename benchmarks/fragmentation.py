@@ -12,17 +12,15 @@ from __future__ import annotations
 import argparse
 import bisect
 import random
-import weakref
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from rich.console import Console
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, Qwen2Config
 
+from verl.preflight.memory.trial import StorageTracker
 from verl.training.attention import PACKED, SequenceBounds
 from verl.training.kernels import recompute
 from verl.training.models import LogProbModel, PackedInputs, blocks, trunk_of
@@ -181,33 +179,16 @@ class Pages:
         return range(start // self.page, (start + size - 1) // self.page + 1)
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(StorageTracker):
     """Records when storages are created and freed."""
 
     def __init__(self, known: Sequence[Tensor]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__(known)
         self.events: list[Event] = []
-        self._seen: dict[int, Any] = {id(x.untyped_storage()): x for x in known}
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for value in tree_leaves(result):
-            if isinstance(value, Tensor):
-                self._note(value.untyped_storage())
-        return result
-
-    def _note(self, storage: torch.UntypedStorage) -> None:
-        key, size = id(storage), storage.nbytes()
-        if key in self._seen or not size:
-            return
-        number = len(self.events)
-        self.events.append((number, size))
-
-        def on_free(_: object) -> None:
-            self.events.append((number, 0))
-            del self._seen[key]
-
-        self._seen[key] = weakref.ref(storage, on_free)
+    def changed(self, number: int, num_bytes: int) -> None:
+        if num_bytes:
+            self.events.append((number, max(num_bytes, 0)))
 
 
 class GatheredBlocks:

@@ -77,37 +77,51 @@ def _at_depth(work: Pass, layers: int) -> int:
     return tracker.peak
 
 
-class PeakTracker(TorchDispatchMode):
-    """Tracks the peak bytes of storages that operations create within its context.
+class StorageTracker(TorchDispatchMode):
+    """Reports the storages that operations create within its context, and when they are freed.
 
     torch's own MemTracker fails on parameters without gradients, such as those below an adapter.
     """
 
     def __init__(self, known: Iterable[Tensor | None]) -> None:
-        """Start tracking; tensors in `known` and views of them are not counted."""
+        """Start tracking; tensors in `known` and views of them are not reported."""
         super().__init__()  # type: ignore[no-untyped-call]
-        self.live = self.peak = 0
+        self._num_created = 0
         self._seen: dict[int, Any] = {id(x.untyped_storage()): x for x in known if x is not None}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         for value in tree_leaves(result):
             if isinstance(value, Tensor):
-                self._count(value.untyped_storage())
+                self._watch(value.untyped_storage())
         return result
 
-    def _count(self, storage: torch.UntypedStorage) -> None:
-        key, size = id(storage), storage.nbytes()
+    def changed(self, number: int, num_bytes: int) -> None:
+        """Note that storage `number` (from 0) was created, or freed if `num_bytes` is negative."""
+        raise NotImplementedError
+
+    def _watch(self, storage: torch.UntypedStorage) -> None:
+        key, size, number = id(storage), storage.nbytes(), self._num_created
         if key in self._seen:
             return
-        self.live += size
-        self.peak = max(self.peak, self.live)
+        self._num_created += 1
+        self.changed(number, size)
 
         def on_free(_: object) -> None:
-            self.live -= size
+            self.changed(number, -size)
             del self._seen[key]
 
         self._seen[key] = weakref.ref(storage, on_free)
+
+
+class PeakTracker(StorageTracker):
+    """Tracks the peak bytes of the storages."""
+
+    live = peak = 0
+
+    def changed(self, number: int, num_bytes: int) -> None:
+        self.live += num_bytes
+        self.peak = max(self.peak, self.live)
 
 
 def _model(work: Pass, layers: int) -> nn.Module:
