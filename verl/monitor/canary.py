@@ -23,6 +23,7 @@ from typing import Any, Protocol
 from verl.engine import Score
 from verl.errors import MismatchError
 from verl.files import atomic_write
+from verl.json_files import read_object
 
 logger = logging.getLogger(__name__)
 
@@ -229,7 +230,6 @@ def usual_difference(one: Sequence[float], other: Sequence[float]) -> float:
 def _read(file: Path | None) -> Mapping[str, Any]:
     """Return the content of `FILE`; empty if there is none, or it is damaged."""
     try:
-        content = {} if file is None else json.loads(file.read_text())
+        return {} if file is None else read_object(file)
     except (OSError, ValueError):
         return {}
-    return content if isinstance(content, dict) else {}
