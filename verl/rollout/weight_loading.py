@@ -48,9 +48,7 @@ class WeightLoading:
         """Reload all weights from a folder of safetensors."""
         if not Path(weights_dir).is_dir():  # vLLM would try to download it from the hub
             raise FileNotFoundError(f"no folder {weights_dir}")
-        self.vllm_config.load_config.load_format = "auto"  # the random start reads no files
-        self.reload_weights(weights_path=weights_dir)
-        self._repack_head()
+        self._reload(weights_path=weights_dir)
 
     def card(self) -> str:
         """Return the device on which a rank must be for `receive_weights`."""
@@ -59,11 +57,18 @@ class WeightLoading:
     def receive_weights(self, stream: str) -> str:
         """Reload all weights from a rank's stream; return an error message, empty on success."""
         try:
-            self.reload_weights(weights_iterator=self._incoming(stream))
+            self._reload(weights_iterator=self._incoming(stream))
         except ConnectionError as error:
             return str(error)
-        self._repack_head()
         return ""
+
+    def _reload(
+        self, weights_path: str | None = None,
+        weights_iterator: Iterator[tuple[str, Tensor]] | None = None,
+    ) -> None:  # fmt: skip
+        self.vllm_config.load_config.load_format = "auto"  # it may have started with random weights
+        self.reload_weights(weights_path=weights_path, weights_iterator=weights_iterator)
+        self._repack_head()
 
     def _incoming(self, stream: str) -> Iterator[tuple[str, Tensor]]:
         """Receive weights from the first rank's broadcast, or from the rank on this device."""
