@@ -158,6 +158,15 @@ def explain(subject: str, got: object, expected: str, fix: str) -> str:
     return f"{subject}: got {shortened(got, MAX_GOT)}, expected {expected}; fix: {fix}"
 
 
+NEAR = 0.75
+"""Similarity (0 to 1, as in `difflib`) from which an unknown name is taken for a misspelt one."""
+
+
+def misspelt(name: str, known: Iterable[str]) -> str:
+    """Return the fix for a name that is nearly a known one; empty for one with its own meaning."""
+    return did_you_mean(name, known, "", NEAR)
+
+
 def did_you_mean(name: str, known: Iterable[str], otherwise: str, cutoff: float = 0.6) -> str:
     """Return a fix for an unknown name: the most similar known one, or `otherwise`.
 

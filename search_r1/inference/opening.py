@@ -29,7 +29,7 @@ from verl import plugins
 from verl.agent.wording import TEMPLATE_FILE
 from verl.config import Config
 from verl.config.agent import EMPTY_URL
-from verl.errors import ConfigError, ModelError, ToolError, did_you_mean, explain
+from verl.errors import ConfigError, ModelError, ToolError, explain, misspelt
 from verl.json_files import read_object
 from verl.model_files import ModelProblem, model_errors
 from verl.remote_code import set_trust
@@ -87,8 +87,6 @@ SETTING_TYPES = {
     "template": str, "tools": list, "max_turns": int, "topk": int, "chat_template_kwargs": dict,
 }  # fmt: skip
 """Keys of `search_r1.json` and the types of their values."""
-NEAR = 0.75
-"""Similarity (as in `did_you_mean`) above which a key is taken for a misspelt setting."""
 BOUNDS = {"max_turns": TURNS, "topk": DOCUMENTS}
 
 
@@ -158,7 +156,7 @@ def _check_names(settings: Mapping[str, Any]) -> None:
     tools = settings.get("tools")
     has_own_tools = isinstance(tools, list) and any(":" in str(tool) for tool in tools)
     for name in settings.keys() - SETTING_TYPES.keys():
-        fix = did_you_mean(name, SETTING_TYPES, "", NEAR)
+        fix = misspelt(name, SETTING_TYPES)
         if fix or not has_own_tools:
             known = ", ".join(SETTING_TYPES)
             raise ModelProblem(f"unknown key {name}; {fix or f'expected some of {known}'}")

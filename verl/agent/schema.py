@@ -9,15 +9,13 @@ from typing import Any
 
 from verl.agent.environment import TYPES, schema_types
 from verl.agent.interface import Tool
-from verl.errors import ConfigError, did_you_mean, explain
+from verl.errors import ConfigError, did_you_mean, explain, misspelt
 
 READ = ("type", "properties", "required", "description", "enum", "anyOf", "oneOf")
 """Words of JSON schema that are read here, or that policies are most often shown."""
 LIKE_OURS = ("minProperties", "maxProperties", "patternProperties", "additionalProperties",
              "unevaluatedProperties", "dependentRequired", "allOf")  # fmt: skip
 """Other words of JSON schema that look like those."""
-NEAR = 0.75
-"""Similarity (as in `did_you_mean`) above which a word is taken for a misspelt one."""
 
 
 def check_parameters(tool: Tool) -> None:
@@ -53,5 +51,5 @@ def _problems(schema: Any) -> Iterator[tuple[str, str, str]]:
 
 def _misspelt(schema: Mapping[str, Any], where: str) -> Iterator[tuple[str, str, str]]:
     for word in schema.keys() - {*READ, *LIKE_OURS}:
-        if fix := did_you_mean(str(word), READ, "", NEAR):
+        if fix := misspelt(str(word), READ):
             yield f"{where}{word}", "words of JSON schema", fix

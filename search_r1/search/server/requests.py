@@ -25,7 +25,7 @@ from search_r1.search.errors import (
 )
 from search_r1.search.schema import TOKEN_VARIABLE, well_formed
 from search_r1.search.settings import ServiceConfig
-from verl.errors import did_you_mean
+from verl.errors import misspelt
 
 STATUSES = {
     401: "the bearer token is missing or wrong",
@@ -61,8 +61,6 @@ STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
 MAX_UNKNOWN, MAX_NAME = 20, 40
 """Number of mistakes that are told, and number and length of the unknown fields that are compared
 with known ones."""
-NEAR = 0.75
-"""Similarity (as in `did_you_mean`) above which a field is taken for a misspelt one."""
 Model = TypeVar("Model", bound=BaseModel)
 
 
@@ -194,7 +192,7 @@ def misspelt_fields(request: BaseModel, harmless: Collection[str] = ()) -> dict[
     known = type(request).model_fields
     names = itertools.islice(request.model_extra or {}, MAX_UNKNOWN)
     fixes = {
-        name: did_you_mean(name, known, "", NEAR)
+        name: misspelt(name, known)
         for name in names
         if len(name) <= MAX_NAME and name not in harmless
     }
