@@ -175,7 +175,8 @@ def main() -> None:
         wheels, reason = choose_wheels(arguments.cpu, arguments.cuda)
         if wheels:
             check_compilers(python if python.exists() else Path(sys.executable))
-        check_environment(arguments.environment, build_name(wheels))
+        build = build_name(wheels)
+        check_environment(arguments.environment, build)
         if arguments.hashes and wheels:
             fix = "leave it out: the lock has the versions"
             raise ResourceError(explain("--hashes", "a GPU build", "the CPU build", fix))
@@ -183,7 +184,6 @@ def main() -> None:
         sys.exit(f"{error}{'' if arguments.cpu else OR_CPU}")
     if not python.exists():
         make_environment(arguments.environment)
-    build = build_name(wheels)
     sys.stdout.write(f"{build} build: {reason}; installing into {arguments.environment}\n")
     sys.stdout.flush()
     extras = [*EXTRAS, *arguments.more]
