@@ -1,7 +1,7 @@
 """Settings of torch's CUDA caching allocator, by which ranks and engines differ.
 
 Micro-batches of other lengths leave gaps between tensors, for which the usual segments of a rank
-need up to a third more memory than the tensors (`benchmarks/fragmentation.py`). Expandable segments
+need up to 29 % more memory than the tensors (`benchmarks/fragmentation.py`). Expandable segments
 map and unmap pages instead. They exclude CUDA IPC between processes that may not read each other's
 handles, and some versions of vLLM refuse to sleep with them.
 """
