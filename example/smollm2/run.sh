@@ -153,7 +153,7 @@ stage_rl() {
     SAVE_FREQ=${s[rl_save_freq]} TEST_FREQ=${s[rl_save_freq]} \
     bash train_grpo.sh template="${s[template]}" reward_model.name="${s[rl_reward]}" \
     algorithm.kl_ctrl.kl_coef=0 trainer.device="$DEVICE" trainer.resume_mode=auto \
-    trainer.guard.action=rollback actor_rollout_ref.rollout.max_num_seqs=$((batch > 64 ? batch : 64)) \
+    trainer.guard.action=stop actor_rollout_ref.rollout.max_num_seqs=$((batch > 64 ? batch : 64)) \
     || status=$?
   ((status != 0)) || return 0
   ((status == 3)) || exit "$status"

@@ -127,7 +127,7 @@ def test_all_options_are_valid(budget: str, device: str, recipe: Recipe) -> None
     )
     assert config.data.max_prompt_length == 192 + 2 * (112 + 448)
     assert cold.max_length == config.data.max_prompt_length + config.data.max_response_length
-    assert (config.trainer.guard.action, config.trainer.device) == ("rollback", device)
+    assert (config.trainer.guard.action, config.trainer.device) == ("stop", device)
     evaluations = {}
     for arguments in arguments_of(calls, "search_r1.evaluate"):
         if arguments[0] == "run":

@@ -3,8 +3,7 @@
 A policy is trained with GRPO twice, with a good learning rate and with a multiple of it, and
 validated after every step. The guard only warns, so that the table also shows what it would have
 prevented. The proof passes if the healthy run gets no verdict of collapse, and the other run gets
-one while every validation so far is above three quarters of the best. A third run, with
-`trainer.guard.action=rollback`, shows the policy after rollbacks.
+one while every validation so far is above three quarters of the best.
 
 The policy is the tiny one of `benchmarks.algorithms`, or another (`--base`, `--lr`, options):
 
@@ -37,7 +36,7 @@ SHARE = 0.75
 COLUMNS = {
     "val/em": "EM", DRIFT: "drift", SHIFT: "shift", MALFORMED: "malformed", NO_ANSWER: "no answer",
     "actor/entropy": "entropy", "actor/grad_norm": "grad norm", "actor/lr": "lr",
-    "guard/health": "health", "guard/rollbacks": "rollbacks",
+    "guard/health": "health",
 }  # fmt: skip
 
 
@@ -94,14 +93,12 @@ def main() -> int:
     optim = "actor_rollout_ref.actor.optim"
     good, bad = (f"{optim}.lr={args.lr * factor}" for factor in (1.0, args.factor))
     warm = f"{optim}.lr_warmup_steps_ratio={args.warmup}"
-    rollback = ["trainer.guard.action=rollback", "trainer.save_freq=1"]
     console = Console(width=120)
     with retriever(args.url) as url:
         healthy = course("healthy", [good, warm], args, url)
         console.print(healthy.table())
         collapsed = course("collapsed", [bad, warm], args, url)
         console.print(collapsed.table())
-        console.print(course("rolled_back", [bad, warm, *rollback], args, url).table())
     console.print(f"healthy run judged collapsed at step: {healthy.caught}")
     console.print(f"learning rate x {args.factor:g} judged collapsed at step: {collapsed.caught}")
     console.print(f"before its EM had fallen by a quarter: {collapsed.is_caught_in_time}")

@@ -10,6 +10,10 @@ FALLEN_VALUES: Mapping[tuple[str, str], str] = {
         "ReMax is gone since 2026-11-28 (one more rollout per prompt, without a measured gain); "
         "use rloo, whose baseline is the other samples of the prompt"
     ),
+    ("trainer.guard.action", "rollback"): (
+        "rollbacks are gone since 2026-11-28 (shown by one provoked collapse on one seed); use "
+        "stop, which names the last healthy checkpoint, and resume from it with a lower rate"
+    ),
     **dict.fromkeys(
         (("actor_rollout_ref.model.kernels", "compile"), ("critic.model.kernels", "compile")),
         "compiled blocks are gone since 2026-11-28 (785 to 944 tokens/s against 913 to 936); use "

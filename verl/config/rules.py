@@ -71,7 +71,7 @@ def _lists(config: Config) -> Iterator[Rule]:
 
 
 def _budgets(config: Config) -> Iterator[Rule]:
-    """Token budgets and batch sizes; temperature, best metric and checkpoints of a rollback."""
+    """Token budgets and batch sizes; temperature and best metric."""
     data, trainer, rollout = config.data, config.trainer, config.actor_rollout_ref.rollout
     context, start, observation = data.max_prompt_length, data.max_start_length, data.max_obs_length
     yield (not trainer.default_local_dir.strip(), "trainer.default_local_dir",
@@ -96,10 +96,6 @@ def _budgets(config: Config) -> Iterator[Rule]:
            f"{ROLLOUT}.temperature=1.0 (for validation: rollout.val_kwargs.temperature)")
     yield (not trainer.best_metric.startswith("val/"), "trainer.best_metric", trainer.best_metric,
            "a metric of validation, val/…", "trainer.best_metric=val/score")
-    rolls_back = trainer.guard.enable and trainer.guard.action == "rollback"
-    yield (rolls_back and trainer.save_freq < 1, "trainer.save_freq", trainer.save_freq,
-           "1 or more: a rollback needs checkpoints",
-           "trainer.save_freq=10, or trainer.guard.action=stop")
 
 
 def _sequence_parallel(config: Config) -> Iterator[Rule]:

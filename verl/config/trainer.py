@@ -13,9 +13,9 @@ class GuardConfig:
 
     enable: bool = option(True, resume="free")
     """Check every training step for signs of collapse."""
-    action: str = option("warn", resume="free", choices=("warn", "stop", "rollback"))
-    """Reaction to a collapse: warn (log only), stop (exit status 3, naming the last healthy
-    checkpoint) or rollback (continue from that checkpoint with a lower learning rate)."""
+    action: str = option("warn", resume="free", choices=("warn", "stop"))
+    """Reaction to a collapse: warn (log only) or stop (exit status 3, naming the last healthy
+    checkpoint, to continue from with a lower learning rate)."""
     patience: int = option(3, resume="free", ge=1)
     """Consecutive steps beyond a threshold that count as a collapse; fewer are a warning."""
     baseline_steps: int = option(10, resume="free", ge=1)
@@ -24,7 +24,7 @@ class GuardConfig:
     """Correct trajectories per step whose log-probs are recomputed after the update; 0: none."""
     mismatch_bound: float | None = option(0.5, resume="free", ge=0)
     """Maximum mean difference between the log-probs of engines and trainer, in nats per token. One
-    step beyond it is a mismatch: the cause is not the policy, so a rollback would not help."""
+    step beyond it is a mismatch: the cause is not the policy."""
     drift_drop: float | None = option(0.3, resume="free", ge=0)
     """Maximum drop of correct trajectories' log-prob by a step's updates, in nats per token."""
     drift_crash: float | None = option(1.0, resume="free", ge=0)
@@ -48,11 +48,6 @@ class GuardConfig:
     """Maximum gradient norm of the policy (before clipping), as a multiple of the baseline."""
     skipped_updates: float | None = option(0.0, resume="free", ge=0)
     """Maximum share of a step's updates skipped because the loss or gradient was not finite."""
-    max_rollbacks: int = option(2, resume="free", ge=1)
-    """Maximum rollbacks per run; the next collapse stops it."""
-    rollback_lr_factor: float = option(0.3, resume="free", gt=0, le=1)
-    """Factor by which each rollback multiplies the learning rates of actor and critic. Training
-    continues with prompts that it has not seen yet."""
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""The collapse guard: detects a collapsing policy, marks healthy checkpoints, rolls back to them.
+"""The collapse guard: detects a collapsing policy, and marks healthy checkpoints.
 
 A training run with tools rarely collapses with an error. The policy forgets its tags, calls no
 tool, never answers or repeats itself, and the score drops some steps later. Each entry of `RULES`
@@ -6,8 +6,7 @@ bounds one metric, absolutely or relative to a baseline: the metric's median ove
 steps. One step beyond a bound is a warning; `patience` such steps in a row are a collapse.
 
 A checkpoint is healthy if the `patience` steps after it raised no warning: they sampled with its
-weights and continued training from them. Its folder is then marked `HEALTHY`. The weights with
-which a run under `action=rollback` starts or resumes are marked healthy at once.
+weights and continued training from them. Its folder is then marked `HEALTHY`.
 """
 
 import logging
@@ -151,7 +150,7 @@ class Verdict:
 
 @dataclass
 class CollapseGuard:
-    """Verdicts, healthy checkpoints and rollbacks of one run with checkpoints in `directory`."""
+    """Verdicts and healthy checkpoints of one run with checkpoints in `directory`."""
 
     config: GuardConfig
     directory: Path
@@ -165,7 +164,6 @@ class CollapseGuard:
     """Steps of checkpoints not known to be healthy yet, in order."""
     healthy: int | None = None
     """Step of the last healthy checkpoint."""
-    rollbacks: int = 0
 
     def __post_init__(self) -> None:
         self.rules = rules(self.config)
@@ -176,7 +174,6 @@ class CollapseGuard:
             return Verdict()
         verdict = self.observe(metrics)
         metrics["guard/health"] = float(bool(verdict.reasons) + verdict.is_collapsed)
-        metrics["guard/rollbacks"] = float(self.rollbacks)
         for reason in verdict.reasons:
             logger.warning("guard: step %d: %s: %s", step, verdict.health, reason)
         if verdict.reasons:
@@ -235,40 +232,16 @@ class CollapseGuard:
         steps = {*self.pending[:1]}
         return steps if self.healthy is None else {*steps, self.healthy}
 
-    @property
-    def needs_initial_checkpoint(self) -> bool:
-        """Whether the run must save its initial weights, since a rollback may need them."""
-        rolls_back = self.config.enable and self.config.action == "rollback"
-        return rolls_back and self.healthy is None
+    def require_health(self, step: int, verdict: Verdict) -> None:
+        """With `action=stop`, raise CollapseError after a collapse.
 
-    @property
-    def lr_scale(self) -> float:
-        """Factor on the configured learning rates after the rollbacks so far."""
-        return self.config.rollback_lr_factor**self.rollbacks
-
-    def requires_action(self, verdict: Verdict) -> bool:
-        """Return whether the run must be rolled back or stopped."""
-        return verdict.is_collapsed and self.config.action != "warn"
-
-    def roll_back(self, step: int, verdict: Verdict) -> Path:
-        """Count a rollback and return the checkpoint to continue from.
-
-        Raises CollapseError under `action=stop`, and when the rollbacks are used up; MismatchError
-        if engines and trainer disagree, which a rollback would not change.
+        Raises MismatchError instead if engines and trainer disagree, which explains the rest.
         """
+        if not verdict.is_collapsed or self.config.action == "warn":
+            return
         if verdict.is_mismatch:
             raise MismatchError(self._mismatch_message(step, verdict))
-        if self.config.action != "rollback" or self.rollbacks >= self.config.max_rollbacks:
-            raise CollapseError(self._message(step, verdict))
-        assert self.healthy is not None, "a run that may roll back has saved its initial weights"
-        self.rollbacks += 1
-        self.broken.clear()  # the history stays, and so do the baselines
-        self.pending.clear()
-        folder = folders.step_folder(self.directory, self.healthy)
-        logger.warning("guard: step %d: back to %s, learning rates x %.3g (rollback %d of %d)",
-                       step, folder, self.lr_scale, self.rollbacks,
-                       self.config.max_rollbacks)  # fmt: skip
-        return folder
+        raise CollapseError(self._message(step, verdict))
 
     def _mismatch_message(self, step: int, verdict: Verdict) -> str:
         return (
@@ -278,7 +251,6 @@ class CollapseGuard:
         )
 
     def _message(self, step: int, verdict: Verdict) -> str:
-        spent = f" after {self.rollbacks} rollbacks" if self.rollbacks else ""
         lower = "a lower actor_rollout_ref.actor.optim.lr"
         advice = (f"no checkpoint is known to be healthy: start again with {lower}, and "
                   "with trainer.save_freq to have checkpoints")  # fmt: skip
@@ -286,11 +258,11 @@ class CollapseGuard:
             folder = folders.step_folder(self.directory, self.healthy)
             advice = (f"the last healthy checkpoint is {folder}; continue from it with "
                       f"trainer.resume_mode={folder} and {lower}")  # fmt: skip
-        return f"the policy collapsed at step {step}{spent}: {verdict}; {advice}"
+        return f"the policy collapsed at step {step}: {verdict}; {advice}"
 
     def state_dict(self) -> dict[str, Any]:
         """Return the guard's state for a checkpoint, as JSON values."""
-        names = ("history", "broken", "pending", "healthy", "rollbacks")
+        names = ("history", "broken", "pending", "healthy")
         return {name: getattr(self, name) for name in names}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -300,7 +272,6 @@ class CollapseGuard:
         self.pending = [step for step in state["pending"] if self._exists(step)]
         healthy = state["healthy"]
         self.healthy = None if healthy is None or not self._exists(healthy) else healthy
-        self.rollbacks = state["rollbacks"]
 
     def _exists(self, step: int) -> bool:
         return folders.is_complete(folders.step_folder(self.directory, step))

@@ -210,13 +210,6 @@ class RolloutCollector:
             self.batches.append(PromptBatch(*self.last_drawn, rows))
             self._start(self.batches[-1])
 
-    def discard_prefetched(self) -> None:
-        """Discard what was sampled ahead of time; its batches are sampled again when needed."""
-        for batch in self.batches:
-            if batch.request is not None:
-                self.rollout.abandon(batch.request)
-            batch.request = None
-
     def state_dict(self) -> list[dict[str, Any]]:
         """Return the batches that are drawn but not used yet."""
         return [batch.state_dict() for batch in self.batches]

@@ -195,10 +195,6 @@ class TrainerRanks:
         """Have every rank read its shards from `directory`."""
         self._call_all("load_checkpoint", str(directory.absolute()))
 
-    def scale_lr(self, scale: float) -> None:
-        """Scale the configured learning rates of actor and critic by `scale` from now on."""
-        self._call_all("scale_lr", scale)
-
     def empty_cache(self) -> None:
         """Release device memory that torch caches, for engines on the same devices."""
         self.group.call("empty_cache")

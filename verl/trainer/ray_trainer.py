@@ -40,7 +40,7 @@ from verl.errors import (
     ToolRefused,
 )
 from verl.files import is_file_error
-from verl.monitor.guard import CollapseGuard, Verdict
+from verl.monitor.guard import CollapseGuard
 from verl.monitor.performance import Timings, critic_seconds, speed_metrics
 from verl.monitor.trace import Trace
 from verl.monitor.tracking import Tracking
@@ -153,8 +153,6 @@ class RayPPOTrainer:
                 self.tracking.log(self.validate(), self.step)
             if trainer.val_only:
                 return
-            if self.guard.needs_initial_checkpoint:
-                self.save_healthy()
             self.train()
             self.export()
             self.saver.finish_pending(is_final=True)
@@ -171,11 +169,8 @@ class RayPPOTrainer:
                 with self.stopper.timing_step():
                     self.step += 1
                     metrics = self.train_step()
-                    verdict = self.guard.judge(self.step, metrics)
-                    must_roll_back = self.guard.requires_action(verdict)
-                    if must_roll_back:
-                        self.roll_back(verdict, metrics)
-                    self.finish_step(metrics, was_rolled_back=must_roll_back)
+                    self.judge(metrics)
+                    self.finish_step(metrics)
                 score = f"{metrics['critic/score/mean']:.3f}"
                 bar.set_postfix({"score": score, **self.gpu_hours(bar)})
                 bar.update()
@@ -225,28 +220,18 @@ class RayPPOTrainer:
         """Transfer the policy's weights to the engines; returns the seconds of each part."""
         return self.transfer(self.ranks, self.replicas, self.step)
 
-    def roll_back(self, verdict: Verdict, metrics: Metrics) -> None:
-        """Return to the last healthy weights after a collapse, with a lower learning rate.
-
-        Step count, prompt order and metrics continue, so that no step is repeated. Optimizer,
-        schedule, KL controller and reward are restored from the healthy checkpoint. Trajectories
-        sampled ahead of time are sampled again. Raises CollapseError or MismatchError if the run
-        must end.
-        """
+    def judge(self, metrics: Metrics) -> None:
+        """Add the guard's verdict to `metrics`; raises CollapseError or MismatchError."""
+        verdict = self.guard.judge(self.step, metrics)
         try:
-            folder = self.guard.roll_back(self.step, verdict)
+            self.guard.require_health(self.step, verdict)
         except (CollapseError, MismatchError):
             self.tracking.log(metrics, self.step)
             with contextlib.suppress(OSError):  # the error to raise is the verdict
                 self.write_trace()
             raise
-        self.collector.discard_prefetched()
-        self.replicas.sleep()
-        self.load_checkpoint(folder)
-        self.ranks.scale_lr(self.guard.lr_scale)
-        self.sync_weights()
 
-    def finish_step(self, metrics: Metrics, was_rolled_back: bool = False) -> None:
+    def finish_step(self, metrics: Metrics) -> None:
         """Finish a step whose weights are final: validate, log, save."""
         self.finished_state = self.current_state(pending=metrics)
         self.write_trace()  # only now, so that a full disk cannot lose the step
@@ -257,9 +242,7 @@ class RayPPOTrainer:
         metrics |= self.reward.observe(self.step, metrics)
         self.tracking.log(metrics, self.step)
         self.finished_state = self.current_state(score=score)
-        if was_rolled_back:
-            self.save_healthy()
-        elif self.save_plan.is_due(self.step):
+        if self.save_plan.is_due(self.step):
             self.save()
 
     def validate(self) -> Metrics:
@@ -338,12 +321,6 @@ class RayPPOTrainer:
         write_prefetched = self.collector.prefetched_writer(state.ahead, state.version or 0)
         self.saver.save(state, wait, write_prefetched)
 
-    def save_healthy(self) -> None:
-        """Write a checkpoint that counts as healthy at once, for later rollbacks."""
-        self.finished_state = self.current_state(self.finished_state.score)
-        self.save(wait=True)
-        self.guard.mark_healthy(self.step)
-
     @contextlib.contextmanager
     def saving_on_interruption(self) -> Iterator[None]:
         """Save the last finished step if the body is interrupted, or tools, user code or disk fail.
@@ -414,8 +391,6 @@ class RayPPOTrainer:
                 self.collector.load_state_dict(state.ahead, finished, version)
                 if state.guard is not None:
                     self.guard.load_state_dict(state.guard)
-            if state.guard is not None:
-                self.ranks.scale_lr(self.guard.lr_scale)
             read_driver_random(folder)
             self.finished_state = state
             self.saver.record_resume(folder)

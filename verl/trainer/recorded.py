@@ -77,9 +77,6 @@ class RecordedCollector:
     def record(self, step: int, samples: Samples, signals: Sequence[Signals]) -> None:
         """Do nothing: the trajectories are recorded already."""
 
-    def discard_prefetched(self) -> None:
-        """Do nothing: nothing is sampled ahead of time."""
-
     def state_dict(self) -> list[dict[str, Any]]:
         """Return no batches: none are drawn ahead of time."""
         return []

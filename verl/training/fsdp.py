@@ -120,8 +120,6 @@ class FsdpModel:
     optimizer: torch.optim.Optimizer | None = field(init=False, default=None)
     num_updates_done: int = field(init=False, default=0)
     """Updates so far, including skipped ones: the position in the schedule."""
-    lr_scale: float = field(init=False, default=1.0)
-    """Factor of the configured learning rate, from the next update on."""
     loss_scale: LossScale | None = field(init=False, default=None)
     """Set for a model that is trained in float16."""
 
@@ -267,7 +265,7 @@ class FsdpModel:
         assert optim is not None, "the model is frozen"
         num_warmup = math.ceil(optim.lr_warmup_steps_ratio * total)
         share = lr_factor(self.num_updates_done, num_warmup, total, self.options.schedule)
-        return optim.lr * self.lr_scale * share
+        return optim.lr * share
 
     def _move_optimizer(self, device: torch.device) -> None:
         fsdp = self.options.fsdp

@@ -177,11 +177,6 @@ class TrainingRank:
         """Load the state saved in `directory`, by any number of ranks."""
         load_shards(Path(directory), self.models)
 
-    def scale_lr(self, scale: float) -> None:
-        """Use `scale` times the configured learning rates from the next update on."""
-        for model in self.models.values():
-            model.lr_scale = scale
-
     def empty_cache(self) -> None:
         """Release the device memory that torch has cached."""
         if self.device.type == "cuda":

@@ -1,4 +1,4 @@
-"""How the trainer acts on a verdict: warn, stop, roll back, keep healthy checkpoints."""
+"""How the trainer acts on a verdict: warn, stop, keep healthy checkpoints."""
 
 import logging
 from pathlib import Path
@@ -100,7 +100,7 @@ def test_warn_continues_and_names_metric_and_value(
     assert trainer.step == 5
     assert logged(trainer) == [(1, 0.0), (2, 0.0), (3, 2.0), (4, 0.0), (5, 0.0)]
     assert f"step 3: collapsed: {DRIFT} is -4, below -0.3" in caplog.text
-    assert not [event for event in log if event.startswith(("load", "scale_lr"))]
+    assert not [event for event in log if event.startswith("load")]
 
 
 def test_the_second_forward_pass_has_a_few_correct_trajectories(
@@ -170,64 +170,14 @@ def test_stop_without_a_healthy_checkpoint_says_so(config: Config, log: list[str
         build(config, log, {1}).fit()
 
 
-def test_rollback_continues_from_healthy_weights_with_a_lower_rate(
-    config: Config, log: list[str]
-) -> None:
-    """Steps and prompts continue, and the restored weights can be resumed from later."""
-    config.trainer.guard.action = "rollback"
-    trainer = build(config, log, {3})
-    trainer.fit()
-    at = log.index("load global_step_1")
-    assert log[at : at + 4] == ["load global_step_1", "scale_lr 0.3", "update_weights",
-                                "save global_step_3"]  # fmt: skip
-    assert [step for step, _ in logged(trainer)] == [1, 2, 3, 4, 5]
-    starts = [[s.prompt.uid for s in batch] for batch, _ in trainer.replicas.requests]
-    assert len({uid for batch in starts for uid in batch}) == 5 * 4
-    assert marked(trainer.directory) == ["global_step_0", "global_step_1", "global_step_3",
-                                         "global_step_4"]  # fmt: skip
-    assert folders.read_state(trainer.directory / "global_step_3")["guard"]["rollbacks"] == 1
-
-
-def test_refused_weights_are_never_validated(config: Config, log: list[str]) -> None:
-    """The collapsed step is validated with the weights that the run rolled back to."""
-    config.trainer.guard.action, config.trainer.test_freq = "rollback", 1
-    trainer = build(config, log, {2}, steps=2)
-    trainer.fit()
-    back = log.index("load global_step_0")
-    assert log[back:] == ["load global_step_0", "scale_lr 0.3", "update_weights", "generate",
-                          "save global_step_2"]  # fmt: skip
-    assert rows(trainer)[-1][1].keys() >= {"val/em", "guard/health"}
-
-
-def test_a_collapse_in_the_first_step_goes_back_to_the_start(
-    config: Config, log: list[str]
-) -> None:
-    """With action=rollback the initial weights are saved, so that a rollback is always possible."""
-    config.trainer.guard.action = "rollback"
-    build(config, log, {1}).fit()
-    assert log[:2] == ["update_weights", "save global_step_0"]
-    assert "load global_step_0" in log
-
-
-def test_rollbacks_run_out(config: Config, log: list[str]) -> None:
-    """A run that collapses repeatedly is stopped; each rollback lowers the learning rate."""
-    config.trainer.guard.action, config.trainer.guard.max_rollbacks = "rollback", 2
-    with pytest.raises(CollapseError, match=r"at step 3 after 2 rollbacks"):
-        build(config, log, {1, 2, 3, 4, 5}).fit()
-    assert [e for e in log if e.startswith("scale_lr")] == ["scale_lr 0.3", "scale_lr 0.09"]
-
-
-def test_a_resumed_run_remembers_baselines_and_rollbacks(config: Config, log: list[str]) -> None:
-    """The lowered learning rate and the healthy checkpoint survive a restart."""
-    config.trainer.guard.action = "rollback"
-    first = build(config, log, {2}, steps=3)
+def test_a_resumed_run_remembers_baselines(config: Config, log: list[str]) -> None:
+    """The healthy checkpoint and the history survive a restart."""
+    first = build(config, log, set(), steps=3)
     first.fit()
     config.trainer.resume_mode = "auto"
-    log.clear()
     again = build(config, log, set(), steps=4)
     again.fit()
-    assert log[:3] == ["load global_step_3", "scale_lr 0.3", "update_weights"]
-    assert (again.guard.rollbacks, again.guard.healthy) == (1, 3)
+    assert again.guard.healthy == 3
     assert again.guard.baseline("actor/entropy") == 0.3
 
 

@@ -374,19 +374,6 @@ def test_a_recorded_schedule_is_repeated_with_any_timing(tmp_path: Path) -> None
     assert num_equal < 10 < num_interrupted
 
 
-def test_after_a_rollback_nothing_comes_from_the_collapsed_weights() -> None:
-    """Trajectories that they sampled ahead of time are sampled again by the restored weights."""
-    for seed in range(40):
-        with world(seed, staleness=3) as run:
-            for step in range(1, 4):
-                run.step(step, ticks=3)
-            run.collector.discard_prefetched()
-            run.replicas.update_weights(run.folders)  # the healthy ones
-            healthy = run.replicas.version
-            samples, _ = run.collector.collect(4, Timings())
-            assert ages(healthy, samples.trajectories) == {0}
-
-
 def test_weight_files_are_removed_when_nobody_reads_them() -> None:
     """Only the newest version and those being loaded are kept; without overlap only one."""
     for staleness, max_versions in ((0, 1), (3, 2)):

@@ -119,9 +119,6 @@ class RecordingRanks:
     def peak_flops(self) -> float | None:
         return self.card
 
-    def scale_lr(self, scale: float) -> None:
-        self.log.append(f"scale_lr {scale:g}")
-
     def save_policy(self, directory: Path, dtype: str = "", is_adapter: bool = False) -> None:
         directory.mkdir(parents=True, exist_ok=True)
 

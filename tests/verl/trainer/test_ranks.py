@@ -165,7 +165,7 @@ def call_everything(ranks: TrainerRanks, *groups: FakeGroup) -> None:
 
 
 def test_a_separate_critic_is_called_on_its_own_ranks() -> None:
-    """Checkpoints are written and read, and learning rates lowered, on both groups."""
+    """Checkpoints are written and read on both groups."""
     actor, critic = FakeGroup([]), FakeGroup([], "critic rank")
     ranks = ranks_of(actor, critic)
     call_everything(ranks, actor, critic)
@@ -173,9 +173,7 @@ def test_a_separate_critic_is_called_on_its_own_ranks() -> None:
     assert critic.called == ["critic.values", "critic.updates"]
     ranks.start_checkpoint(Path("folder"))
     ranks.load_checkpoint(Path("folder"))
-    ranks.scale_lr(0.5)
-    assert actor.called[3:] == critic.called[2:] == [
-        "start_checkpoint", "load_checkpoint", "scale_lr"]  # fmt: skip
+    assert actor.called[3:] == critic.called[2:] == ["start_checkpoint", "load_checkpoint"]
     actor.results, critic.results = [""], ["OSError: disk"]
     with pytest.raises(SaveError, match="critic rank 0: OSError: disk"):
         ranks.finish_checkpoint()

@@ -28,25 +28,6 @@ def weight(model: FsdpModel) -> float:
     return model.full_trained_parameters()["weight"].item()
 
 
-def test_a_scaled_rate_follows_the_schedule() -> None:
-    """A rate scaled in the middle of the warm-up stays scaled until the scale changes."""
-    model = make_model(lr=0.8)
-    assert [step(model).lr for _ in range(2)] == pytest.approx([0.2, 0.4])
-    model.lr_scale = 0.25
-    assert [step(model).lr for _ in range(3)] == pytest.approx([0.15, 0.2, 0.2])
-    model.lr_scale = 1.0
-    assert step(model).lr == pytest.approx(0.8)
-
-
-def test_the_scaled_rate_is_what_the_optimizer_uses() -> None:
-    """The length of Adam's first step is the rate, whatever the gradient."""
-    model = make_model(lr=0.8)
-    model.lr_scale = 0.25
-    before = weight(model)
-    step(model)
-    assert before - weight(model) == pytest.approx(0.05, rel=1e-4)
-
-
 def test_a_resumed_schedule_has_the_rates_of_this_run() -> None:
     """A run resumed with a lower rate uses it, at the schedule's position."""
     model = make_model(lr=0.1)
