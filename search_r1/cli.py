@@ -2,10 +2,10 @@
 
 import importlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from search_r1.variables import warn_of_near_misses
-from verl.errors import did_you_mean
+from verl.errors import ConfigError, did_you_mean, explain
 from verl.logs import exit_status
 
 COMMANDS = {
@@ -17,8 +17,14 @@ COMMANDS = {
     "sft": ("verl.sft.trainer", "supervised training on dialogues; takes Hydra overrides"),
     "evaluate": ("search_r1.evaluation.__main__", "score a model or baseline; compare evaluations"),
     "view": ("search_r1.view.command", "show runs and their trajectories in a browser"),
-    "replay": ("search_r1.replay.command", "replay a recorded trajectory, as it was or edited"),
-    "credit": ("search_r1.credit.command", "measure each document's contribution to the answer"),
+    "replay": (
+        "search_r1.experimental.replay.command",
+        "experimental: replay a recorded trajectory, as it was or edited",
+    ),
+    "credit": (
+        "search_r1.experimental.credit.command",
+        "experimental: measure each document's part in an answer",
+    ),
     "infer": ("search_r1.infer", "ask one question, a conversation, or a file of questions"),
     "serve": ("search_r1.serve", "serve the agent to OpenAI clients, with a chat page"),
     "mcp": ("search_r1.mcp_server", "serve the retriever as a tool of the Model Context Protocol"),
@@ -46,7 +52,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     warn_of_near_misses()
     # A command may return None for success, or raise SystemExit.
-    return exit_status(lambda: importlib.import_module(COMMANDS[name][0]).main(others))
+    return exit_status(lambda: _main_of(name)(others))
+
+
+def _main_of(name: str) -> Callable[[Sequence[str]], int | None]:
+    """Import a command. Raises ConfigError if its package, which may be deleted, is gone."""
+    path = COMMANDS[name][0]
+    try:
+        return importlib.import_module(path).main  # type: ignore[no-any-return]
+    except ModuleNotFoundError as error:
+        if not f"{path}.".startswith(f"{error.name}."):
+            raise  # an installed package that the command needs
+        fix = "install this release again"
+        raise ConfigError(
+            explain(name, f"no {error.name}", "the folder of the command", fix)
+        ) from error
 
 
 def usage() -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import subprocess
 import sys
 import zipfile
@@ -90,6 +91,19 @@ def test_a_command_that_fell_says_what_takes_its_place() -> None:
     done = run("plan --cards 8")
     assert done.returncode == 2 and "docs/placement.md" in done.stderr
     assert not set(cli.FALLEN) & set(cli.COMMANDS)
+
+
+def test_a_deleted_package_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Only a package of ours: one that is not installed is an error like any other."""
+    monkeypatch.setitem(cli.COMMANDS, "replay", ("search_r1.gone.replay.command", "experimental"))
+    assert cli.main(["replay", "run"]) == 2
+    assert "search_r1.gone" in capsys.readouterr().err
+    monkeypatch.setitem(cli.COMMANDS, "replay", ("no_such_package", ""))
+    monkeypatch.setattr(importlib, "import_module", lambda _: __import__("another_package"))
+    with pytest.raises(ModuleNotFoundError):
+        cli.main(["replay", "run"])
 
 
 def test_hydra_commands_get_their_arguments_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:

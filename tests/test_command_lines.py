@@ -15,13 +15,13 @@ from pathlib import Path
 import pytest
 
 from search_r1 import infer, mcp_server, options, serve
-from search_r1.credit import command as credit
 from search_r1.datasets import command as data
 from search_r1.datasets import download
 from search_r1.evaluation import __main__ as evaluate
 from search_r1.evaluation.options import CompareOptions, EvaluationOptions, TableOptions
+from search_r1.experimental.credit import command as credit
+from search_r1.experimental.replay import command as replay
 from search_r1.infer import InferOptions
-from search_r1.replay import command as replay
 from search_r1.search import index_builder, retrieval_server
 from search_r1.search.index_builder import BuildConfig
 from search_r1.serve import ServingOptions

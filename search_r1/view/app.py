@@ -98,7 +98,7 @@ async def _run_replay(command: list[str], request: ReplayRequest) -> tuple[bytes
     """Return the command's output and errors; kills its whole process group at the end."""
     pipe = asyncio.subprocess.PIPE
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "search_r1.replay.command", *command,
+        sys.executable, "-m", "search_r1.experimental.replay.command", *command,
         stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True,
     )  # fmt: skip
     documents = orjson.dumps([[d.model_dump() for d in call] for call in request.documents or ()])

@@ -9,7 +9,7 @@ from pathlib import Path
 import orjson
 import pytest
 
-from search_r1.replay.running import read_run_config
+from search_r1.experimental.replay.replaying import read_run_config
 from search_r1.view.app import Runs
 from search_r1.view.run import MetricsLog, Run, compare_options, read_config
 from tests.view.damaged import BOMB, LINES, MERGES, configs

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from search_r1.experimental.replay.playing import Comparison, Edit, turns_of
 from search_r1.inference.model import model_folder
-from search_r1.replay.playing import Comparison, Edit, turns_of
 from verl.config import Config
 from verl.core_algos.advantages import ADVANTAGES
 from verl.core_algos.kl import FixedKLController

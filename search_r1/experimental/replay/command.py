@@ -1,6 +1,7 @@
 """Replay recorded trajectories with the weights that sampled them, unchanged or with an edit.
 
-Without an edit, reports whether every token and log-prob equals the recorded one; see docs/view.md.
+Experimental: options and output may change. Without an edit, it reports whether every token and
+log-prob equals the recorded one; see docs/view.md.
 """
 
 import sys
@@ -42,8 +43,13 @@ class ReplayOptions:
     """print one JSON object per trajectory, with the replayed tokens"""
 
 
-main = partial(run, "search_r1.replay.running:start", ReplayOptions, prog="search-r1 replay",
-               description=__doc__)  # fmt: skip
+main = partial(
+    run,
+    "search_r1.experimental.replay.replaying:start",
+    ReplayOptions,
+    prog="search-r1 replay",
+    description=__doc__,
+)
 
 
 if __name__ == "__main__":

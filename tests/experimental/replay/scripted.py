@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from search_r1.agent.generation import search_agent
 from search_r1.agent.tags import TEMPLATES
-from search_r1.replay.playing import turns_of
+from search_r1.experimental.replay.playing import turns_of
 from search_r1.search.client import InMemoryRetrieval, Retrieval
 from search_r1.search.schema import Document
 from tests.fakes import ByteTokenizer, cut_at_stop

@@ -1,7 +1,7 @@
 """Measure what each found document was worth to the answer of a recorded dialogue.
 
-A document is removed from all search results, and the log-prob of the recorded answer is computed
-again with the same weights; docs/view.md.
+Experimental: options and output may change. A document is removed from all search results, and the
+log-prob of the recorded answer is computed again with the same weights; docs/view.md.
 """
 
 import sys
@@ -44,8 +44,13 @@ class CreditOptions:
     """run code that comes with the model"""
 
 
-main = partial(run, "search_r1.credit.running:start", CreditOptions, prog="search-r1 credit",
-               description=__doc__)  # fmt: skip
+main = partial(
+    run,
+    "search_r1.experimental.credit.worth:start",
+    CreditOptions,
+    prog="search-r1 credit",
+    description=__doc__,
+)
 
 
 if __name__ == "__main__":

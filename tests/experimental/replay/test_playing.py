@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from search_r1.replay.playing import (
+from search_r1.experimental.replay.playing import (
     Comparison,
     Edit,
     FindResponse,
@@ -20,7 +20,7 @@ from search_r1.replay.playing import (
 from search_r1.search.client import InMemoryRetrieval
 from search_r1.search.errors import RetrieverUnavailable
 from search_r1.search.schema import Document
-from tests.replay.scripted import (
+from tests.experimental.replay.scripted import (
     RESULTS,
     SAMPLING,
     TOKENIZER,

@@ -9,7 +9,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from search_r1.replay.findings import advantage_caveat, gradients, mean_advantage, training_batch
+from search_r1.experimental.replay.findings import (
+    advantage_caveat,
+    gradients,
+    mean_advantage,
+    training_batch,
+)
 from tests.verl.training.ranks import VOCAB, save_tiny, tiny_config
 from verl.config import Config
 from verl.data.trajectories import RecordedTrajectory

@@ -15,8 +15,8 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from example.tiny import tiny_llama
-from search_r1.credit import running
-from search_r1.credit.command import main
+from search_r1.experimental.credit import worth
+from search_r1.experimental.credit.command import main
 from search_r1.view.run import Run
 from tests.view.conftest import open_run as open_run
 from tests.view.runs import PARIS, ROME, TOKENIZER, dialogue, start_run, write_rollouts
@@ -103,7 +103,7 @@ def test_weights_are_loaded_once_for_several_steps(
             loaded.append(path)
             super().__init__(path, *rest)
 
-    monkeypatch.setattr(running, "TransformersEngine", Engine)
+    monkeypatch.setattr(worth, "TransformersEngine", Engine)
     words = ["--rollouts", str(run / "rollouts"), "--checkpoint", str(run / "model")]
     assert main([str(run), "--device=cpu", "--dtype=float32", *words, "--steps", "5", "6"]) == 0
     assert len(loaded) == 1

@@ -16,11 +16,11 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import TypeAdapter
 
 from search_r1.agent.generation import build_agent
+from search_r1.experimental.replay.command import ReplayOptions
+from search_r1.experimental.replay.findings import Replay, TrajectoryRef, as_text, replay_report
+from search_r1.experimental.replay.playing import Edit, replay_trajectory, response_finder, turns_of
 from search_r1.inference.model import model_folder, running_engine
 from search_r1.plain import escape_controls, json_line
-from search_r1.replay.command import ReplayOptions
-from search_r1.replay.findings import Replay, TrajectoryRef, as_text, replay_report
-from search_r1.replay.playing import Edit, replay_trajectory, response_finder, turns_of
 from search_r1.scoring import build_reward_manager
 from search_r1.view.run import find_rollouts, read_config
 from verl.agent.dialogue import DialogueAgent

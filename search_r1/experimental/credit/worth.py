@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from search_r1.credit.command import CreditOptions
+from search_r1.experimental.credit.command import CreditOptions
+from search_r1.experimental.replay.replaying import find_weights, nearest_version, read_run_config
 from search_r1.inference.model import at_latest_checkpoint, compute_dtype, model_folder
 from search_r1.inference.options import AgentOptions
 from search_r1.plain import configure_logging
-from search_r1.replay.running import find_weights, nearest_version, read_run_config
 from search_r1.scoring import build_reward_manager
 from search_r1.view.dialogue import OBSERVATION, Dialogue, find_headings, read_dialogue, tags_of
 from search_r1.view.run import CREDIT, find_rollouts, read_config
@@ -50,7 +50,7 @@ RANK = re.compile(r"^Doc \d+")
 
 
 @dataclass(frozen=True)
-class Document:
+class CreditedDocument:
     """A document of a dialogue, with all positions at which it occurs."""
 
     title: str
@@ -61,19 +61,21 @@ class Document:
     """Pairs of the search's number and the document's rank in its result, from 0."""
 
 
-def documents_of(dialogue: Dialogue) -> list[Document]:
+def documents_of(dialogue: Dialogue) -> list[CreditedDocument]:
     """Return each document once, in the order in which the policy read them."""
-    documents: dict[tuple[str, str], Document] = {}
+    documents: dict[tuple[str, str], CreditedDocument] = {}
     for number, search in enumerate(dialogue.searches):
         for rank, doc in enumerate(search.documents):
             known = documents.get((doc.title, doc.text))
             places = (*(known.places if known else ()), (number, rank))
-            document = Document(doc.title, doc.text, doc.id, doc.has_answer, places)
+            document = CreditedDocument(doc.title, doc.text, doc.id, doc.has_answer, places)
             documents[doc.title, doc.text] = document
     return list(documents.values())
 
 
-def remove_document(dialogue: Dialogue, document: Document, tags: Grammar) -> dict[int, str]:
+def remove_document(
+    dialogue: Dialogue, document: CreditedDocument, tags: Grammar
+) -> dict[int, str]:
     """Return the observations that change if a document is removed, by segment.
 
     Documents after it move up a rank.
@@ -86,7 +88,7 @@ def remove_document(dialogue: Dialogue, document: Document, tags: Grammar) -> di
     return {n: text for n, text in texts.items() if text != dialogue.segments[n]["text"]}
 
 
-def _remove_from_text(text: str, document: Document, tags: Grammar) -> str:
+def _remove_from_text(text: str, document: CreditedDocument, tags: Grammar) -> str:
     parts, last = [], 0
     for start, end in spans_between(text, tags.information):
         parts += [text[last:start], _remove_from_result(text[start:end], document)]
@@ -94,7 +96,7 @@ def _remove_from_text(text: str, document: Document, tags: Grammar) -> str:
     return "".join([*parts, text[last:]])
 
 
-def _remove_from_result(information: str, document: Document) -> str:
+def _remove_from_result(information: str, document: CreditedDocument) -> str:
     headings = find_headings(information)
     if not headings:
         return "" if information.strip() == document.text else information

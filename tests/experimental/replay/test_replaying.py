@@ -14,10 +14,10 @@ from transformers import PreTrainedTokenizerFast
 
 from example.tiny import tiny_llama
 from search_r1.agent.generation import build_dialogue
-from search_r1.replay import command
-from search_r1.replay.running import find_weights
+from search_r1.experimental.replay import command
+from search_r1.experimental.replay.replaying import find_weights
 from tests.checkpoints import writing
-from tests.replay.scripted import record
+from tests.experimental.replay.scripted import record
 from tests.view.runs import TOKENIZER, byte_tokenizer
 from verl.checkpoint import folders
 from verl.config import Config, cli

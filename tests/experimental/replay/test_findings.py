@@ -7,9 +7,15 @@ from dataclasses import replace
 
 import pytest
 
-from search_r1.replay.findings import verdict
-from search_r1.replay.playing import Comparison, Edit, replay_trajectory
-from tests.replay.scripted import SAMPLING, TURNS, ScriptedEngine, agent_of, record_with_search
+from search_r1.experimental.replay.findings import verdict
+from search_r1.experimental.replay.playing import Comparison, Edit, replay_trajectory
+from tests.experimental.replay.scripted import (
+    SAMPLING,
+    TURNS,
+    ScriptedEngine,
+    agent_of,
+    record_with_search,
+)
 from verl.agent.interface import Item
 from verl.types import Origin, Status, Trajectory
 

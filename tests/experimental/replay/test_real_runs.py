@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 from search_r1.agent.generation import build_dialogue
+from search_r1.experimental.replay.replaying import read_run_config
 from search_r1.inference.model import model_folder
-from search_r1.replay.running import read_run_config
 from tests.test_end_to_end import ROOT, train
 from tests.test_retriever_failures import COUNTRIES, retriever, searching_world
 from verl.agent.dialogue import derived_seed
@@ -56,7 +56,14 @@ def recorded(world: dict[str, str], out: Path, *options: str) -> Path:
 
 def replay(run: Path, *words: str) -> list[dict[str, Any]]:
     """Return the command's JSON output."""
-    command = [sys.executable, "-m", "search_r1.replay.command", str(run), *words, "--json"]
+    command = [
+        sys.executable,
+        "-m",
+        "search_r1.experimental.replay.command",
+        str(run),
+        *words,
+        "--json",
+    ]
     process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500)
     assert process.returncode == 0, process.stderr[-4000:]
     return [json.loads(line) for line in process.stdout.splitlines()]

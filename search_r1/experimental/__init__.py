@@ -1,0 +1,1 @@
+"""Commands that are not settled yet: deleting this folder leaves everything else as it is."""
