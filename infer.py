@@ -1,4 +1,4 @@
-"""`python infer.py "question"`: `search-r1 infer` from a checkout (docs/inference.md)."""
+"""`python infer.py "question"`: `search-r1 infer` from a checkout (docs/guides/inference.md)."""
 
 import sys
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Starts the retrieval server; see docs/retriever.md.
+# Starts the retrieval server; see docs/guides/retrieval.md.
 # Environment: CORPUS_PATH INDEX_PATH RETRIEVER_NAME RETRIEVER_MODEL TOPK HOST PORT PYTHON.
 # Further arguments go to the server: bash retrieval_launch.sh --faiss_gpu
 set -euo pipefail

@@ -4,7 +4,7 @@
 #   bash train_grpo.sh                                     # the recipe
 #   BASE_MODEL=meta-llama/Llama-3.2-3B N_GPUS=4 bash train_grpo.sh
 #   bash train_grpo.sh max_turns=4 trainer.val_only=true   # any option; the last one wins
-#   PRESET=1x80 bash train_grpo.sh                         # settings for a machine: docs/memory.md
+#   PRESET=1x80 bash train_grpo.sh                         # settings for a machine: docs/guides/models.md
 #   bash train_grpo.sh --cfg job                           # print the options, start nothing
 #
 # Variables: see below and scripts/train_common.sh. A retriever must be running (retrieval_launch.sh).

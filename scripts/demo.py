@@ -101,7 +101,9 @@ def choose_device(requested: str, has_card: bool, installed: str) -> str:
     if installed != device:
         got = f"{device} with vLLM's {installed} build" if installed else "no vLLM"
         expected = f"vLLM's {device} build"
-        raise ResourceError(explain("--device", got, expected, "docs/installation.md installs it"))
+        raise ResourceError(
+            explain("--device", got, expected, "docs/start/installation.md installs it")
+        )
     return device
 
 

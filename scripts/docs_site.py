@@ -28,7 +28,7 @@ def on_config(config: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
         target = folder / source.relative_to(ROOT)
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source, target)
-    page = folder / "docs" / "messages.md"
+    page = folder / "docs" / "reference" / "messages.md"
     page.write_text(page.read_text(encoding="utf-8").replace(MARK, table()), encoding="utf-8")
     config["docs_dir"] = str(folder)
     config["mdx_configs"]["toc"]["slugify"] = slugify_unicode  # anchors of Chinese headings

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Evaluates a model on every row of the data, with the agent or a baseline (docs/evaluation.md).
+# Evaluates a model on every row of the data, with the agent or a baseline (docs/guides/evaluation.md).
 #   bash scripts/evaluate.sh MODEL DATA... -- further options of python -m search_r1.evaluate
 # OUT, RETRIEVER_URL and METHOD of the environment override the defaults.
 set -euo pipefail

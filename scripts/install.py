@@ -126,7 +126,9 @@ def pip(python: Path, *arguments: str) -> None:
     """Run pip in the environment; it prints to the terminal. Raises SystemExit if it fails."""
     command = [str(python), "-m", "pip", "install", "--disable-pip-version-check", *arguments]
     if subprocess.run(command, check=False, cwd=ROOT).returncode:
-        sys.exit("pip failed, see above; run the command again (docs/installation.md: mirrors)")
+        sys.exit(
+            "pip failed, see above; run the command again (docs/start/installation.md: mirrors)"
+        )
 
 
 def install_gpu(python: Path, wheels: Wheels, extras: list[str], is_locked: bool = True) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("verl", "search_r1")
 MARK = "<!-- messages -->"
-"""Placeholder in docs/messages.md that the site replaces with the table."""
+"""Placeholder in docs/reference/messages.md that the site replaces with the table."""
 Texts = Mapping[str, str]
 """Texts by the names of the variables that hold them."""
 

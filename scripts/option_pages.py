@@ -1,7 +1,7 @@
 """Prints the documentation of the options from the code that defines them.
 
-`python -m scripts.option_pages options` prints docs/options.md, `… names` the tables in
-docs/configuration.md.
+`python -m scripts.option_pages options` prints docs/reference/options.md, `… names` the tables in
+docs/reference/configuration.md.
 """
 
 import sys
@@ -13,7 +13,7 @@ OPTIONS_HEAD = """# Every option
 
 Printed by `python -m scripts.option_pages options` from the dataclasses in `verl/config/`.
 [configuration.md](configuration.md) explains how to set options. The last column is what another
-value does when a run is resumed ([checkpoints.md](checkpoints.md)). `???` means no default.
+value does when a run is resumed ([long runs](../guides/long_runs.md)). `???` means no default.
 """
 
 

@@ -10,7 +10,7 @@ if [[ -z ${PYTHON:-} ]]; then
   [[ -x $root/.venv/bin/python ]] && PYTHON=$root/.venv/bin/python
 fi
 
-# PRESET=1x24 etc.: memory settings for a machine (docs/memory.md); variables already set win.
+# PRESET=1x24 etc.: memory settings for a machine (docs/guides/models.md); variables already set win.
 if [[ -n ${PRESET:-} ]]; then
   if [[ ! -f $root/scripts/presets/$PRESET.sh ]]; then
     known=("$root"/scripts/presets/*.sh)

@@ -1,4 +1,4 @@
-"""Search agents: dialogue loop, rewards, retriever, and the Python API (docs/python_api.md).
+"""Search agents: dialogue loop, rewards, retriever, and the Python API (docs/reference/python.md).
 
 The names of the API are imported on first use, to keep `import search_r1` fast.
 """

@@ -2,7 +2,7 @@
 
 The agent loop is that of training. The dialogue is streamed with documents shown by title, and the
 answer comes last with its sources; `--json` prints one object for scripts instead. User errors end
-with one message and exit code 2. See docs/inference.md.
+with one message and exit code 2. See docs/guides/inference.md.
 """
 
 import os

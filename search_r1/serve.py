@@ -1,4 +1,4 @@
-"""Serve the agent with an OpenAI-compatible API and a chat page; docs/inference.md."""
+"""Serve the agent with an OpenAI-compatible API and a chat page; docs/guides/inference.md."""
 
 import re
 import sys

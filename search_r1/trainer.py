@@ -1,7 +1,8 @@
 """The Python API for training: typed configuration, custom objects, callbacks and history.
 
 A run has the same checks, files and checkpoints as with `search-r1 train`, so that either can
-resume what the other began. User errors raise `verl.errors.UserError`; see docs/python_api.md.
+resume what the other began. User errors raise `verl.errors.UserError`; see
+docs/reference/python.md.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""The direction of imports, as docs/architecture.md states it, and the size of files."""
+"""The direction of imports that docs/explanation/architecture.md states, and the size of files."""
 
 import ast
 import re

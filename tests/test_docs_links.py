@@ -80,6 +80,6 @@ def test_modules_that_are_named_exist(name: str) -> None:
 
 
 def test_every_command_has_its_row() -> None:
-    """docs/commands.md lists the subcommands of `search-r1`, and no other."""
-    page = (ROOT / "docs" / "commands.md").read_text(encoding="utf-8")
+    """docs/reference/commands.md lists the subcommands of `search-r1`, and no other."""
+    page = (ROOT / "docs" / "reference" / "commands.md").read_text(encoding="utf-8")
     assert set(re.findall(r"^\| `([\w-]+)` \|", page, re.MULTILINE)) == set(COMMANDS)

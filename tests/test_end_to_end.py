@@ -135,7 +135,7 @@ def test_every_row_is_validated_each_time(ppo_run: Path) -> None:
 
 
 def test_every_metric_is_documented(ppo_run: Path) -> None:
-    """docs/metrics.md lists all metrics of a run, including parts of the weight transfer."""
+    """docs/reference/metrics.md lists all metrics of a run, also parts of the weight transfer."""
     first, *steps = metrics(ppo_run)
     assert undocumented({name for row in (first, *steps) for name in row} - {"step"}) == []
     for row in steps:

@@ -98,7 +98,7 @@ def wait_for_log(machine: Machine, text: str, seconds: float = LIMIT_S) -> None:
 
 
 def start_cluster(first: Machine, second: Machine) -> None:
-    """Start Ray on both machines as docs/multinode.md describes."""
+    """Start Ray on both machines as docs/guides/clusters.md describes."""
     script = str(ROOT / "example/multinode/head.sh")
     first.start("bash", script, env={**ENV, "NODE_ADDRESS": first.address})
     wait_until(first, f"ss -ltn | grep -q :{RAY_PORT}", "Ray head")

@@ -1,4 +1,4 @@
-"""The code of docs/python_api.md, and a run resumed from Python and from the command line."""
+"""The code of docs/reference/python.md, and a run resumed from Python and from the command line."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from verl.monitor.tracking import Tracker, Tracking
 from verl.trainer import run
 
 ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "docs" / "python_api.md"
+PAGE = ROOT / "docs" / "reference" / "python.md"
 
 
 def blocks(language: str) -> list[str]:

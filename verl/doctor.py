@@ -33,7 +33,7 @@ from verl.nvidia import (
 GIB = 2**30
 MIN_SHARED = GIB
 """Bytes of /dev/shm for weight transfers to the engines; containers have 64 MiB by default."""
-INSTALL = "make install (docs/installation.md)"
+INSTALL = "make install (docs/start/installation.md)"
 PACKAGES = ("ray", "transformers", "flash-attn")
 
 
@@ -172,7 +172,7 @@ def gpu_lines(facts: Facts) -> Iterator[Line]:
     if facts.driver_failure:
         yield Line("NVIDIA driver", "does not work", facts.driver_failure, needed)
     elif driver is None:
-        fix = "run on a machine with a GPU, or install the CPU build (docs/installation.md)"
+        fix = "run on a machine with a GPU, or install the CPU build (docs/start/installation.md)"
         problem = explain("NVIDIA driver", "none", "one, for vLLM's GPU build", fix)
         yield Line("NVIDIA driver", "none (there is no nvidia-smi)", problem * needed)
     else:
@@ -253,7 +253,7 @@ def flash_line(facts: Facts) -> Line:
         return Line("flash-attn", version or "usable")
     if not version:
         return Line("flash-attn", "not installed: torch's own kernel is used")
-    fix = f"build it against torch {facts.torch.version} (docs/installation.md), or uninstall it"
+    fix = f"build it for torch {facts.torch.version} (docs/start/installation.md), or uninstall it"
     got = f"{version}, unusable ({facts.flash_failure})"
     problem = explain("flash-attn", got, "one built for this torch", fix)
     return Line("flash-attn", f"{version}: torch's own kernel is used", problem, stops=False)

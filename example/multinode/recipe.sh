@@ -20,7 +20,7 @@ export ALGO N_GPUS OFFLOAD SAVE_FREQ EXPERIMENT_NAME OUTPUT_DIR
 export BASE_MODEL N_NODES TENSOR_PARALLEL GPU_MEMORY_UTILIZATION
 
 if [[ -z ${RAY_ADDRESS:-} && " $* " != *" --cfg "* ]]; then
-  echo "RAY_ADDRESS is not set: export RAY_ADDRESS=HEAD:$RAY_PORT (docs/multinode.md)" >&2
+  echo "RAY_ADDRESS is not set: export RAY_ADDRESS=HEAD:$RAY_PORT (docs/guides/clusters.md)" >&2
   exit 2
 fi
 exec bash "$recipes/../../train_$ALGO.sh" \

@@ -1,1 +1,1 @@
-"""Scripts that build question files and a corpus (docs/data.md)."""
+"""Scripts that build question files and a corpus (docs/guides/data.md)."""

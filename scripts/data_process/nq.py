@@ -1,4 +1,4 @@
-"""Natural Questions, prompts without search: `search-r1 data nq` (docs/data.md)."""
+"""Natural Questions, prompts without search: `search-r1 data nq` (docs/guides/data.md)."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Natural Questions, documents in the prompt: `search-r1 data nq_rag` (docs/data.md)."""
+"""Natural Questions, documents in the prompt: `search-r1 data nq_rag` (docs/guides/data.md)."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Natural Questions, prompts with search: `search-r1 data nq_search` (docs/data.md)."""
+"""Natural Questions, prompts with search: `search-r1 data nq_search` (docs/guides/data.md)."""
 
 import sys
 from pathlib import Path

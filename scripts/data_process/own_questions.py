@@ -1,4 +1,4 @@
-"""Questions from your own files: `search-r1 data own_questions` (docs/data.md)."""
+"""Questions from your own files: `search-r1 data own_questions` (docs/guides/data.md)."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Test questions of several sets: `search-r1 data qa_search_test_merge` (docs/data.md)."""
+"""Test questions of several sets: `search-r1 data qa_search_test_merge` (docs/guides/data.md)."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Training questions of several sets: `search-r1 data qa_search_train_merge` (docs/data.md)."""
+"""Training questions of many sets: `search-r1 data qa_search_train_merge` (docs/guides/data.md)."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""HotpotQA questions with their own corpus: `search-r1 data small_hotpotqa` (docs/data.md)."""
+"""HotpotQA questions with a corpus: `search-r1 data small_hotpotqa` (docs/guides/data.md)."""
 
 import sys
 from pathlib import Path

@@ -119,7 +119,7 @@ def check_prompts(format: DialogueFormat, prompts: Iterable[Prompt]) -> None:
                 expected = f"the wording of template {format.name!r}"
                 fix = (
                     f"set template={name}, or build the data with --template_type {format.name} "
-                    "(docs/data.md)"
+                    "(docs/guides/data.md)"
                 )
                 raise DataError(explain(prompt.uid, got, expected, fix))
 

@@ -26,7 +26,7 @@ class SetOptions:
     hdfs_dir: str | None = None
     """also copy the folder to this path or URI (hdfs://, s3:// or gs://)"""
     template_type: str = "base"
-    """wording of the prompt; base is the paper's (docs/data.md names the others)"""
+    """wording of the prompt; base is the paper's (docs/guides/data.md names the others)"""
     local_dataset_path: Path | None = None
     """folder with <set>/<split>.jsonl, instead of the hub"""
     drop_bad_rows: bool = False
@@ -46,7 +46,7 @@ class MergeOptions(SetOptions):
     """Question files of several published sets."""
 
     data_sources: str = "nq"
-    """names of sets, separated by commas (docs/data.md lists them)"""
+    """names of sets, separated by commas (docs/guides/data.md lists them)"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +86,7 @@ class OwnOptions:
     seed: Seed = 0
     """seed of the division"""
     template_type: str = "base"
-    """wording of the prompt; base is the paper's (docs/data.md names the others)"""
+    """wording of the prompt; base is the paper's (docs/guides/data.md names the others)"""
     answer_separator: str = "|"
     """separator of several answers in a csv field"""
     drop_bad_rows: bool = False

@@ -176,7 +176,7 @@ def find_sets(names: Sequence[str]) -> list[QuestionSet]:
     """Return the sets of `--data_sources`; raises ConfigError for unknown or repeated names."""
     for name in names:
         if name not in SETS:
-            fix = "correct it; own_questions.py builds your own sets (docs/data.md)"
+            fix = "correct it; own_questions.py builds your own sets (docs/guides/data.md)"
             expected = f"names among {', '.join(SETS)}"
             raise ConfigError(explain("--data_sources", repr(name), expected, fix))
         if names.count(name) > 1:
@@ -267,7 +267,7 @@ def _read_hub(question_set: QuestionSet, split: str) -> tuple[str, Iterator[Reco
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         fix = (
             "check the network, name a mirror (HF_ENDPOINT=https://...), or give files: "
-            "--local_dataset_path FOLDER (docs/data.md)"
+            "--local_dataset_path FOLDER (docs/guides/data.md)"
         )
         reason = f"{type(error).__name__}: {first_line(error)}"
         raise DataError(explain(name, reason, "the published split", fix)) from error

@@ -1,4 +1,4 @@
-"""Evaluate a model or a baseline, and compare evaluations (docs/evaluation.md)."""
+"""Evaluate a model or a baseline, and compare evaluations (docs/guides/evaluation.md)."""
 
 import sys
 from collections.abc import Sequence

@@ -1,7 +1,7 @@
 """Retrieval server: searches a corpus with any backend, for many clients at once.
 
 A bearer token is taken from the environment variable RETRIEVER_TOKEN only, since flags are visible
-in the process list; clients then send `Authorization: Bearer TOKEN`. See docs/retriever.md.
+in the process list; clients then send `Authorization: Bearer TOKEN`. See docs/guides/retrieval.md.
 """
 
 import faulthandler

@@ -1,1 +1,1 @@
-"""`search-r1 view`: a page that shows runs; docs/view.md."""
+"""`search-r1 view`: a page that shows runs; docs/guides/watching.md."""

@@ -80,7 +80,7 @@ def _health(run: Run) -> Iterator[str]:
     raised = alarms(run.metrics, run.config)
     if raised:
         yield (f"The guard raised {len(raised)} alarms, the last at step {raised[-1].step}: lower "
-               "actor.optim.lr, or set trainer.guard.action=stop (docs/guard.md).")  # fmt: skip
+               "actor.optim.lr, or trainer.guard.action=stop (docs/guides/guard.md).")  # fmt: skip
     if final_mean(run, "actor/rollout_mismatch") > 0.1:
         yield ("Engine and trainer disagree about log-probs (actor/rollout_mismatch above 0.1): "
                "set actor.rollout_is=token, or use the same dtype for both.")  # fmt: skip

@@ -1,4 +1,4 @@
-"""Show runs in a browser: curves, configuration, every trajectory token by token; docs/view.md."""
+"""Show runs in a browser: curves, options, trajectories by token; docs/guides/watching.md."""
 
 import sys
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""docs/data.md matches the code: its table of sets and its commands."""
+"""docs/guides/data.md matches the code: its table of sets and its commands."""
 
 import re
 import shlex
@@ -11,7 +11,7 @@ from search_r1.datasets.published import SETS
 from search_r1.options import parse
 from tests.datasets.collection import SPLITS
 
-TEXT = (Path(__file__).parents[2] / "docs" / "data.md").read_text(encoding="utf-8")
+TEXT = (Path(__file__).parents[2] / "docs" / "guides" / "data.md").read_text(encoding="utf-8")
 COMMANDS = re.findall(r"python scripts/data_process/(\w+)\.py((?:\\\n|[^\n#`])*)", TEXT)
 
 

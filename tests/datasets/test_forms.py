@@ -279,7 +279,7 @@ ROWS_REFUSED: dict[str, tuple[Form, str]] = {
         "ground_truth": value}}), "write ground_truth as")
        for value in (3, True, 3.5, None, float("nan"), [1], "nan", {})},
     "a truth beside reward_model": (jsonl("q.jsonl", {
-        "data_source": "nq", "prompt": "Who?", "ground_truth": "Ada"}), "docs/data.md"),
+        "data_source": "nq", "prompt": "Who?", "ground_truth": "Ada"}), "docs/guides/data.md"),
     "a key twice": (text("q.jsonl", json.dumps(VERL)[:-1] + ', "prompt": "x"}'), "correct line 1"),
     "half a character in a message saved as text": (
         jsonl("q.jsonl", {**VERL, "prompt": json.dumps([{"role": "user", "content": "\ud800"}])}),

@@ -1,9 +1,9 @@
-"""The paper's figures in docs/results.md are consistent."""
+"""The paper's figures in docs/evidence/results.md are consistent."""
 
 import re
 from pathlib import Path
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "results.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "evidence" / "results.md"
 MISPRINTED = {("Qwen2.5-7B", "IRCoT")}
 """Rows whose printed average in the paper differs from the average of the row."""
 

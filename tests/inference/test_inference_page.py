@@ -1,4 +1,4 @@
-"""The commands and names in docs/inference.md are correct."""
+"""The commands and names in docs/guides/inference.md are correct."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.agent_server.services import serving
 from tests.fakes import ScriptedEngine
 from tests.inference.scripted import TWO_SEARCHES, session
 
-PAGE = (Path(infer.__file__).parent / "docs/inference.md").read_text(encoding="utf-8")
+PAGE = (Path(infer.__file__).parent / "docs/guides/inference.md").read_text(encoding="utf-8")
 
 
 def blocks(language: str) -> list[str]:

@@ -93,7 +93,7 @@ def test_readme(terminal: Terminal, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_quick_start(terminal: Terminal) -> None:
     """Model, retriever, training, report, evaluation and a question work without a hub."""
-    output = terminal.run_page(ROOT / "docs" / "quickstart.md")
+    output = terminal.run_page(ROOT / "docs" / "start" / "quickstart.md")
     assert "stand-in: trained models/SmolLM2-135M-Instruct" in output
     assert (terminal.checkout / "runs" / "first.html").is_file()
     assert (terminal.checkout / "runs" / "first-evaluation" / "metrics.json").is_file()
@@ -102,6 +102,6 @@ def test_quick_start(terminal: Terminal) -> None:
 @pytest.mark.slow
 def test_own_files(terminal: Terminal) -> None:
     """Own questions, texts, reward and tool are used, and the page's search finds its passage."""
-    output = terminal.run_page(ROOT / "docs" / "own.md")
+    output = terminal.run_page(ROOT / "docs" / "guides" / "own.md")
     assert "A sett may be a century old" in output
     assert output.count("stand-in: trained") == 3

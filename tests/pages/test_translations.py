@@ -8,8 +8,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 PAIRS = {
     "README_zh.md": "README.md",
-    "docs/zh/quickstart.md": "docs/quickstart.md",
-    "docs/zh/troubleshooting.md": "docs/troubleshooting.md",
+    "docs/zh/quickstart.md": "docs/start/quickstart.md",
+    "docs/zh/troubleshooting.md": "docs/guides/troubleshooting.md",
 }
 BLOCK = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
 

@@ -1,4 +1,4 @@
-"""Every message that docs/troubleshooting.md quotes exists in the sources."""
+"""Every message that docs/guides/troubleshooting.md quotes exists in the sources."""
 
 import ast
 import re
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = ROOT / "docs" / "troubleshooting.md"
+PAGE = ROOT / "docs" / "guides" / "troubleshooting.md"
 SOURCES = ("verl", "search_r1", "scripts")
 FOREIGN_MESSAGES = {
     "CUDA out of memory",
@@ -33,7 +33,7 @@ def source_texts() -> str:
                 elif isinstance(node, ast.Constant) and isinstance(node.value, str):
                     texts.append(node.value)
         texts += [path.read_text(encoding="utf-8") for path in (ROOT / folder).rglob("*.sh")]
-    metrics = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
+    metrics = (ROOT / "docs" / "reference" / "metrics.md").read_text(encoding="utf-8")
     return "\n".join(" ".join(text.split()) for text in [*texts, metrics])
 
 

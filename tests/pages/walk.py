@@ -1,10 +1,10 @@
 """Runs the commands of a quick start as a reader does, and measures the time of each.
 
 `python -m tests.pages.walk original --out DIR` runs the quick start in the original's README
-unchanged, then the replacements in docs/migration.md, with small files on a local hub.
-`python -m tests.pages.walk here --out DIR` runs docs/quickstart.md with the real model, trainer and
-engine, but without the installation and with fewer training steps. Both print table rows: command,
-seconds, exit status and last line of the output.
+unchanged, then the replacements in docs/start/migration.md, with small files on a local hub.
+`python -m tests.pages.walk here --out DIR` runs docs/start/quickstart.md with the real model,
+trainer and engine, but without the installation and with fewer training steps. Both print table
+rows: command, seconds, exit status and last line of the output.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def main() -> None:
 
 def quick_start() -> list[str]:
     """Return the shell blocks of the quick start."""
-    page = ROOT / "docs" / "quickstart.md"
+    page = ROOT / "docs" / "start" / "quickstart.md"
     return [text for language, text in blocks(page) if language == "bash"]
 
 

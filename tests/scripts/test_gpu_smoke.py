@@ -147,7 +147,7 @@ def test_a_note_of_a_check_that_passed_is_in_the_table() -> None:
 
 def test_the_plan_for_a_lent_card_can_be_kept() -> None:
     """Its commands name checks that exist, which fit in their minutes and these in their limits."""
-    page = (ROOT / "docs" / "gpu_results.md").read_text()
+    page = (ROOT / "docs" / "evidence" / "gpu_results.md").read_text()
     described = {
         name for row in re.findall(r"^\| (`.*?) \|", page, re.M) for name in row.split("`")
     }

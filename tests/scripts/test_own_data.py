@@ -1,4 +1,4 @@
-"""The five commands in docs/data.md, from a CSV and a folder of texts to a search server."""
+"""The five commands in docs/guides/data.md, from a CSV and a folder of texts to a search server."""
 
 import asyncio
 from pathlib import Path

@@ -134,7 +134,7 @@ def test_builders_run_as_files() -> None:
 
 def test_the_migration_page_is_correct(capsys: pytest.CaptureFixture[str]) -> None:
     """The files on the page exist, and the flags that it calls the same are accepted."""
-    page = (ROOT / "docs" / "migration.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "start" / "migration.md").read_text(encoding="utf-8")
     rows = [row.split("|")[1:3] for row in page.splitlines() if row.startswith("| `")]
     scripts = [old if "same" in new else new for old, new in rows]
     for path in re.findall(

@@ -1,4 +1,4 @@
-"""docs/retriever.md lists all flags, statuses and metrics."""
+"""docs/guides/retrieval.md lists all flags, statuses and metrics."""
 
 import ast
 import dataclasses
@@ -14,7 +14,7 @@ from search_r1.search.server.requests import STATUSES
 from search_r1.search.settings import ServiceConfig
 from tests.search.server.fake_backends import FakeBackend
 
-MANUAL = (Path(__file__).parents[2] / "docs" / "retriever.md").read_text()
+MANUAL = (Path(__file__).parents[2] / "docs" / "guides" / "retrieval.md").read_text()
 
 
 def test_the_manual_lists_every_flag() -> None:

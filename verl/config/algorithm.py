@@ -75,7 +75,8 @@ class AlgorithmConfig:
 class CompatConfig:
     """Switches that restore behaviour of the original Search-R1; all are off by default.
 
-    `compat=search_r1` turns all on, for comparisons (docs/algorithms.md); a later switch wins.
+    `compat=search_r1` turns all on, for comparisons (docs/explanation/algorithms.md);
+    a later switch wins.
     """
 
     gae_over_all_tokens: bool = option(False, resume="experiment")

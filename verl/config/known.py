@@ -1,9 +1,9 @@
 """Names, types, defaults, descriptions and limits of all options, and the check of a configuration.
 
 Options are described in one place only, the dataclasses of `verl.config`, and read from there by
-reflection; `scripts/option_pages.py` prints docs/options.md from them. `check` tests each option
-against its limits, then the rules between options (`verl.config.rules`). Checks that need the
-machine (files, devices, tools) are in `verl.preflight.checks`.
+reflection; `scripts/option_pages.py` prints docs/reference/options.md from them. `check` tests each
+option against its limits, then the rules between options (`verl.config.rules`). Checks that need
+the machine (files, devices, tools) are in `verl.preflight.checks`.
 """
 
 import ast

@@ -3,7 +3,7 @@
     lr: float = option(1e-6, resume="logged", ge=0)
     \"\"\"Peak learning rate.\"\"\"
 
-The string below the field describes the option in `--help` and docs/options.md.
+The string below the field describes the option in `--help` and docs/reference/options.md.
 """
 
 import dataclasses

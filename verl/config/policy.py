@@ -112,8 +112,8 @@ class ActorConfig:
     `ppo_micro_batch_size` gives (on GPUs if that is less)."""
     ulysses_sequence_parallel_size: int = option(1, resume="free", ge=1)
     """Size of a sequence-parallel group: ranks that compute each dialogue together, including the
-    reference log-probs, so that its activations are divided among them (docs/memory.md). Must
-    divide the number of ranks and the number of the model's attention heads."""
+    reference log-probs, so that its activations are divided among them (docs/guides/models.md).
+    Must divide the number of ranks and the number of the model's attention heads."""
     ppo_epochs: int = option(1, resume="experiment", ge=1, le=1000)
     """Passes over the trajectories of a step."""
     grad_clip: float = option(1.0, resume="logged", gt=0)
@@ -207,7 +207,7 @@ class RolloutConfig:
 
     name: str = option("vllm", resume="logged")
     """Rollout engine: vllm, transformers (small models, one request at a time), remote (a server
-    with fixed weights: not for training), or path/file.py:Name (docs/rollout_engines.md)."""
+    with fixed weights: not for training), or path/file.py:Name (docs/guides/rollouts.md)."""
     url: Any = option(None, resume="free")
     """Addresses of your vLLM servers, each of which is one engine and loads every weight version
     (docs/placement.md). With name=remote, the address of an OpenAI-compatible server.
@@ -249,7 +249,7 @@ class RolloutConfig:
     """Number format of the engine: auto (the trainer's), bfloat16, float16, float32."""
     quantization: str | None = option(None, resume="logged", choices=("fp8",))
     """fp8: vLLM computes the blocks' linear layers in 8 bits and quantizes each version of the
-    weights (GPUs only; needs a correction, docs/rollout_engines.md); null computes in `dtype`."""
+    weights (GPUs only; needs a correction, docs/guides/rollouts.md); null computes in `dtype`."""
     kv_cache_dtype: str = option("auto", resume="logged", choices=("auto", "fp8"))
     """Format of vLLM's KV cache: auto (`dtype`) or fp8, a byte per value (needs a correction)."""
     max_num_seqs: int | None = option(None, resume="free", ge=1)

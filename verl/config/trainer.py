@@ -9,7 +9,7 @@ from verl.config.option import option
 
 @dataclass
 class GuardConfig:
-    """The collapse guard. A threshold of null turns its rule off (docs/guard.md)."""
+    """The collapse guard. A threshold of null turns its rule off (docs/guides/guard.md)."""
 
     enable: bool = option(True, resume="free")
     """Check every training step for signs of collapse."""
@@ -106,7 +106,7 @@ class TrainerConfig:
     """Number of first steps that train only the critic."""
     save_freq: int = option(-1, resume="free", ge=-1)
     """Steps between checkpoints; -1 saves only at the end, 0 never. A run that is interrupted saves
-    in any case (docs/checkpoints.md)."""
+    in any case (docs/guides/long_runs.md)."""
     save_minutes: float | None = option(None, resume="free", gt=0)
     """Also save at the first step end this many minutes after the last checkpoint; null: never."""
     async_save: bool = option(True, resume="free")

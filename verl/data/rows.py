@@ -119,7 +119,7 @@ def read_records(
         raise DataError(explain(path, suffix or "no suffix", ".parquet or .jsonl", fix))
     if not os.path.isfile(path):  # unlike Path.is_file, it accepts any text
         got = "not a regular file" if os.path.exists(path) else "no such file"
-        fix = "correct the path, or get the file (docs/data.md; example/data has some)"
+        fix = "correct the path, or get the file (docs/guides/data.md; example/data has some)"
         raise DataError(explain(path, got, "a file of questions", fix))
     is_empty = True
     is_parquet = suffix == ".parquet"

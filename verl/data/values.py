@@ -2,7 +2,7 @@
 
 A csv has no lists, and `str(value)` or `json.dumps(value)` of one is text. Such a text is read as
 the value that it was written from, or the row is refused; it is never an answer itself
-(docs/data.md).
+(docs/guides/data.md).
 """
 
 import ast

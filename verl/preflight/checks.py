@@ -226,7 +226,9 @@ def _device_problems(config: Config) -> Iterator[UserError]:
     rollout_gpus, critic_gpus = trainer.rollout_gpus, config.critic_gpus_per_node
     for name, nodes in (("trainer", trainer.nnodes), ("critic", config.critic.nnodes or 1)):
         if nodes > 1:
-            fix = "start a Ray cluster and export RAY_ADDRESS (docs/multinode.md), or nnodes=1"
+            fix = (
+                "start a Ray cluster and export RAY_ADDRESS (docs/guides/clusters.md), or nnodes=1"
+            )
             got, expected = f"{nodes} without RAY_ADDRESS", "1 node, or a cluster"
             yield ResourceError(explain(f"{name}.nnodes", got, expected, fix))
     if trainer.device == "cuda" or (trainer.device == "auto" and num_gpus):

@@ -213,7 +213,7 @@ class VllmEngine(RolloutEngine):
         settings, installed = self.settings, vllm_device()
         if installed and installed != settings.device:
             expected, got = f"its {settings.device} build", f"vLLM's {installed} build"
-            fix = f"set device to {installed}, or install the other: docs/installation.md"
+            fix = f"set device to {installed}, or install the other: docs/start/installation.md"
             raise ModelError(explain("rollout engine", got, expected, fix))
         for name, value in settings.environment().items():
             os.environ.setdefault(name, value)

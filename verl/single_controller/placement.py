@@ -61,8 +61,9 @@ def reserve(
         remove_placement_group(placement)
         raise ResourceError(
             f"the Ray cluster could not place {request} in {timeout_s:.0f} s: {describe_nodes()}; "
-            "add nodes (docs/multinode.md), lower trainer.n_gpus_per_node, trainer.rollout_gpus, "
-            "critic.n_gpus_per_node or trainer.nnodes, or wait longer with trainer.node_timeout"
+            "add nodes (docs/guides/clusters.md), lower trainer.n_gpus_per_node, "
+            "trainer.rollout_gpus, critic.n_gpus_per_node or trainer.nnodes, "
+            "or wait longer with trainer.node_timeout"
         )
     return placement
 

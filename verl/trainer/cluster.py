@@ -85,7 +85,7 @@ def join_cluster(address: str) -> None:
         is_connection_error = isinstance(error, ConnectionError)
         got = f"{address} ({'no answer, or access denied' if is_connection_error else error})"
         fix = (
-            "start Ray there (docs/multinode.md); if the lines above say InvalidAuthToken, "
+            "start Ray there (docs/guides/clusters.md); if the lines above say InvalidAuthToken, "
             "export RAY_AUTH_MODE=token and give every node the same ~/.ray/auth_token"
         )
         raise ResourceError(explain("RAY_ADDRESS", got, "a running Ray cluster", fix)) from error

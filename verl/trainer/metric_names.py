@@ -36,7 +36,7 @@ def check_metric_names(config: Config, reward: RewardManager, sources: Collectio
             if option == "trainer.best_metric":
                 known = [metric for metric in known if metric.startswith("val/")]
             shown = ", ".join(known if len(known) <= 20 else [*known[:20], "…"])
-            fix = did_you_mean(name, known, "choose one of docs/metrics.md", cutoff=0.4)
+            fix = did_you_mean(name, known, "choose one of docs/reference/metrics.md", cutoff=0.4)
             raise ConfigError(explain(option, name, f"a metric of this run ({shown})", fix))
 
 

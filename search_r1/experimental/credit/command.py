@@ -1,7 +1,7 @@
 """Measure what each found document was worth to the answer of a recorded dialogue.
 
 Experimental: options and output may change. A document is removed from all search results, and the
-log-prob of the recorded answer is computed again with the same weights; docs/view.md.
+log-prob of the recorded answer is computed again with the same weights; docs/guides/watching.md.
 """
 
 import sys

@@ -1,1 +1,1 @@
-"""`search-r1 replay`: replay recorded trajectories, unchanged or edited; docs/view.md."""
+"""`search-r1 replay`: replays trajectories, unchanged or edited; docs/guides/watching.md."""

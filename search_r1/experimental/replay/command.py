@@ -1,7 +1,7 @@
 """Replay recorded trajectories with the weights that sampled them, unchanged or with an edit.
 
 Experimental: options and output may change. Without an edit, it reports whether every token and
-log-prob equals the recorded one; see docs/view.md.
+log-prob equals the recorded one; see docs/guides/watching.md.
 """
 
 import sys

@@ -153,9 +153,9 @@ def test_choices_agree_with_the_packages() -> None:
 
 
 def test_the_page_of_options_is_up_to_date() -> None:
-    """docs/options.md is the output of `python -m scripts.option_pages options`."""
-    path = Path(__file__).parents[3] / "docs" / "options.md"
-    stale = "print it again: python -m scripts.option_pages options > docs/options.md"
+    """docs/reference/options.md is the output of `python -m scripts.option_pages options`."""
+    path = Path(__file__).parents[3] / "docs" / "reference" / "options.md"
+    stale = "print it again: python -m scripts.option_pages options > docs/reference/options.md"
     assert path.read_text() == option_pages.options(), stale
 
 

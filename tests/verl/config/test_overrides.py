@@ -146,8 +146,8 @@ def test_options_below_a_name_without_effect_are_known(
 
 
 def test_the_page_of_configuration_has_the_tables() -> None:
-    """docs/configuration.md contains the output of the script."""
-    page = Path(__file__).parents[3] / "docs" / "configuration.md"
+    """docs/reference/configuration.md contains the output of the script."""
+    page = Path(__file__).parents[3] / "docs" / "reference" / "configuration.md"
     stale = "put there what python -m scripts.option_pages names prints"
     assert option_pages.names() in page.read_text(), stale
 

@@ -167,7 +167,7 @@ def test_a_groups_deviation_agrees_with_trl() -> None:
 
 
 def test_defaults_that_differ_from_trls_are_listed() -> None:
-    """docs/algorithms.md lists them: KL, correction of the mismatch, dual clip."""
+    """docs/explanation/algorithms.md lists them: KL, correction of the mismatch, dual clip."""
     theirs, ours = TRL.case("defaults").outputs["grpo"], ActorConfig()
     assert theirs["epsilon"] == ours.clip_ratio
     assert AGGREGATION[theirs["loss_type"]] == ours.loss_agg_mode

@@ -1,10 +1,10 @@
-"""Compares metric names with the list in docs/metrics.md."""
+"""Compares metric names with the list in docs/reference/metrics.md."""
 
 import re
 from collections.abc import Iterable
 from pathlib import Path
 
-PAGE = Path(__file__).parents[3] / "docs" / "metrics.md"
+PAGE = Path(__file__).parents[3] / "docs" / "reference" / "metrics.md"
 
 
 def undocumented(names: Iterable[str]) -> list[str]:

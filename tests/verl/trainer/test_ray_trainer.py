@@ -95,7 +95,7 @@ def test_one_update_needs_no_old_policy_pass(trainer: RayPPOTrainer, log: list[s
 
 
 def test_a_step_reports_the_machines_performance(trainer: RayPPOTrainer, tmp_path: Path) -> None:
-    """Utilization, memory by phase and parts of the weight transfer, listed in docs/metrics.md."""
+    """Utilization, memory by phase, parts of the transfer, as in docs/reference/metrics.md."""
     tiny_llama(97).config.save_pretrained(tmp_path)
     tracker, ranks = MemoryTracker(), RecordingRanks([])
     ranks.card, ranks.peak = 1e12, PeakMemory(3_000_000_000, 4_000_000_000)

@@ -1,7 +1,7 @@
 """Lists what ranks and engines hold in memory, in which phases, including constant overheads.
 
 The constants are round numbers for memory outside our tensors (contexts, libraries, processes);
-those for the CPU were measured, those for GPUs are taken from published logs (docs/memory.md).
+those for the CPU were measured, those for GPUs are from published logs (docs/guides/models.md).
 """
 
 import enum

@@ -367,7 +367,7 @@ WAITING = {
 
 @pytest.mark.parametrize("recipe", WAITING)
 def test_the_recipes_offload_what_the_page_says(recipe: str, tmp_path: Path) -> None:
-    """Qwen2.5-3B on eight GPUs, as in docs/memory.md."""
+    """Qwen2.5-3B on eight GPUs, as in docs/guides/models.md."""
     config = config_of(recipe, tmp_path)
     for gpu_gib, waiting in WAITING[recipe].items():
         here = machine(8, gpu_gib, 1000)

@@ -55,7 +55,7 @@ def verdict(config: Config, here: Machine, size: str) -> str:
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("preset", MACHINES)
 def test_a_preset_fits_its_machine(preset: str, recipe: str, tmp_path: Path) -> None:
-    """As in docs/memory.md: its model fits with that offloading, the next larger one never does."""
+    """As in docs/guides/models.md: its model fits so, the next larger one never does."""
     config = config_of(recipe, tmp_path, PRESET=preset)
     here = MACHINES[preset]
     assert config.num_ranks == len(here.devices)
