@@ -42,7 +42,6 @@ REQUESTS = {
     "runs": "runs",
     "metric names": "metrics",
     "60 curves": "curves?" + "&".join(f"name=family{i % 6}/metric{i}" for i in range(60)),
-    "alarms": "alarms",
 }
 """Requests by page, filled with random numbers and words because the server caches responses."""
 WORDS = ("what", "which", "who", "how", "many", "code", "area", "population", "lies", "where")

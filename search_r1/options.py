@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from types import NoneType
+from types import MappingProxyType, NoneType
 from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
 import tyro
@@ -18,7 +18,7 @@ import tyro
 from search_r1.plain import escape_controls
 from search_r1.variables import warn_of_near_misses
 from verl.bounds import FINITE, MAX_SEED, Bounds
-from verl.errors import explain
+from verl.errors import ConfigError, explain
 from verl.logs import exit_status
 
 __all__ = ["Bounds", "Port", "Seed", "parse", "problems", "run"]
@@ -103,15 +103,21 @@ def run(
     *,
     prog: str,
     description: str | None,
+    fallen: Mapping[str, str] = MappingProxyType({}),
 ) -> int:
     """Parse the options, call the function `target` with them and return its exit status.
 
     `target` is `module:name`; the module is imported after parsing. `options` is a dataclass, or a
     union of dataclasses, which are subcommands. A user's mistake is reported in one message.
+    `fallen`: flags that no longer exist, each with what it was and what to use.
     """
 
     def act() -> int:
         warn_of_near_misses()
+        for word in sys.argv[1:] if argv is None else argv:
+            flag = word.partition("=")[0].replace("_", "-")
+            if flag in fallen:
+                raise ConfigError(explain(flag, "a flag that fell", "its absence", fallen[flag]))
         parsed = parse(options, argv, prog=prog, description=description)
         module, _, name = target.partition(":")
         return int(getattr(importlib.import_module(module), name)(parsed))

@@ -11,7 +11,6 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,10 +22,9 @@ from search_r1.bearer import has_token
 from search_r1.search.errors import DeadlineExceeded
 from search_r1.search.server.pages import page_routes
 from search_r1.search.server.requests import parse, read_body
-from search_r1.view.advice import alarms
 from search_r1.view.dialogue import read_dialogue
 from search_r1.view.index import NonNegative, TrajectoryQuery, find_trajectories, question_history
-from search_r1.view.run import Run, compare_options
+from search_r1.view.run import Run
 
 REPLAY_TIMEOUT_S = 1800.0
 BODY_TIMEOUT_S = 60.0
@@ -122,7 +120,7 @@ HEADERS = {"X-Content-Type-Options": "nosniff", "Cache-Control": "no-store"}
 
 
 class Runs:
-    """The data that the page requests; `search_r1.view.export` writes the same into its file."""
+    """The data that the page requests."""
 
     def __init__(self, runs: Sequence[Run]) -> None:
         self._runs = runs
@@ -146,12 +144,6 @@ class Runs:
     ) -> dict[str, Any]:
         """Return for each metric the steps and values of every run, at most `most` points each."""
         return {metric: [run.metrics.curve(metric, most) for run in self._runs] for metric in name}
-
-    def alarms(self) -> list[list[dict[str, Any]]]:
-        return [[asdict(alarm) for alarm in alarms(run.metrics, run.config)] for run in self._runs]
-
-    def config(self) -> list[dict[str, Any]]:
-        return compare_options([run.config for run in self._runs])
 
     def trajectories(
         self, query: Annotated[TrajectoryQuery, Depends()], run: int = 0
@@ -202,9 +194,8 @@ def create_app(runs: Runs, token: str | None = None) -> FastAPI:
     app = FastAPI(title="Search-R1 view", docs_url=None, redoc_url=None, openapi_url=None)
     api = APIRouter(prefix="/api", dependencies=[Depends(check_token)])
     handlers: dict[str, Callable[..., Any]] = {
-        "runs": runs.summaries, "metrics": runs.names, "curves": runs.curves, "alarms": runs.alarms,
-        "config": runs.config, "trajectories": runs.trajectories, "question": runs.question,
-        "trajectory": runs.trajectory,
+        "runs": runs.summaries, "metrics": runs.names, "curves": runs.curves,
+        "trajectories": runs.trajectories, "question": runs.question, "trajectory": runs.trajectory,
     }  # fmt: skip
     for name, handler in handlers.items():
         api.get(f"/{name}", response_model=None)(_as_json(handler))

@@ -1,19 +1,18 @@
-"""Show runs in a browser: curves, options, trajectories by token; docs/guides/watching.md."""
+"""Show runs in a browser: curves, trajectories token by token; docs/guides/watching.md."""
 
 import sys
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated
 
 import tyro
 
-from search_r1.options import Bounds, Port, run
+from search_r1.options import Port, run
 
 
 @dataclass(frozen=True, kw_only=True)
 class ViewOptions:
-    """Which runs the page shows, and where it is served or written."""
+    """Which runs the page shows, and where it is served."""
 
     runs: tyro.conf.Positional[tuple[Path, ...]]
     """folders of runs (trainer.default_local_dir), training or finished; several are overlaid"""
@@ -29,16 +28,17 @@ class ViewOptions:
     """accepted names in a request's Host, besides IP addresses and localhost (*: any)"""
     index_dir: Path = Path("~/.cache/search-r1/view")
     """folder of the trajectory indexes; it may be deleted"""
-    export: Path | None = None
-    """write one HTML file that opens without a server, and exit"""
-    report: bool = False
-    """write report.html and report.md into the folder of each run, as a run does at its end"""
-    export_trajectories: Annotated[int, Bounds(0, 20_000)] = 200
-    """maximum number of trajectories of each run in the exported file, spread over its steps"""
 
 
+SINCE = "is gone since 2026-11-28"
+FALLEN_FLAGS = {
+    "--export": f"the page as one file {SINCE}; serve the page, and forward its port with ssh -L",
+    "--export-trajectories": f"the page as one file {SINCE}; leave the flag out",
+    "--report": f"the report of a run {SINCE}; look at its curves, and compare models with "
+    "search-r1 evaluate",
+}
 main = partial(run, "search_r1.view.running:start", ViewOptions, prog="search-r1 view",
-               description=__doc__)  # fmt: skip
+               description=__doc__, fallen=FALLEN_FLAGS)  # fmt: skip
 
 
 if __name__ == "__main__":

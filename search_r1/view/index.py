@@ -10,7 +10,7 @@ import re
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -63,18 +63,15 @@ class TrajectoryIndex:
         file: Path,
         folders: dict[str, Path],
         tags: Grammar,
-        select_steps: Callable[[Collection[int]], Collection[int]] = lambda steps: steps,
         normalize: Normalize = normalize_answer,
     ) -> None:
         """Open or create the index in `file`. Raises ConfigError if that is not possible.
 
-        `folders` maps each kind to its folder, of which only the steps that `select_steps` returns
-        are read. Answers are compared by the rule `normalize`.
+        `folders` maps each kind to its folder. Answers are compared by the rule `normalize`.
         """
         self.folders = folders
         self._tags, self._normalize = tags, normalize
         self._file = file
-        self._select_steps = select_steps
         self._threads = threading.local()
         self.num_pending = 0
         """Files not read yet."""
@@ -179,9 +176,7 @@ class TrajectoryIndex:
             if not folder.is_dir():
                 continue
             matches = ((path, STEP.fullmatch(path.name)) for path in folder.iterdir())
-            steps = {int(match[1]): path for path, match in matches if match}
-            for step in self._select_steps(steps):
-                path = steps[step]
+            for step, path in {int(match[1]): path for path, match in matches if match}.items():
                 with contextlib.suppress(FileNotFoundError):  # deleted since iterdir
                     stat = path.stat()
                     state = f"{path} {stat.st_ino} {stat.st_size} {stat.st_mtime_ns}"

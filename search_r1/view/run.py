@@ -1,23 +1,20 @@
-"""The data of one run: its options, its metrics and its trajectories."""
+"""The data of one run: its metrics and its trajectories."""
 
 import hashlib
 import math
 import os
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import orjson
-import yaml
 from tokenizers import Tokenizer
 
 from search_r1.view.dialogue import Dialogue, rule_of, tags_of
 from search_r1.view.index import TRAIN, VALIDATION, TrajectoryIndex
 from search_r1.view.tokens import find_tokenizer, pieces
-from verl.config import GuardConfig
-from verl.config.known import flatten
 from verl.data.trajectories import HEADER, SIGNALS
 from verl.errors import ConfigError, explain, first_line
 from verl.yaml_files import read_yaml
@@ -114,12 +111,11 @@ Worth = Mapping[tuple[int, ...], Mapping[str, float]]
 ENGINE, TRAINER, REFERENCE = "log_probs", "old_log_probs", "ref_log_probs"
 
 
-SECTIONS = ("agent", "trainer", "trainer.guard", "reward_model", "data", "retriever",
-            "actor_rollout_ref", "actor_rollout_ref.model")  # fmt: skip
-TYPES: Mapping[str, type | tuple[type, ...]] = {
+SECTIONS = ("agent", "trainer", "reward_model", "data", "retriever", "actor_rollout_ref",
+            "actor_rollout_ref.model")  # fmt: skip
+TYPES: Mapping[str, type] = {
     "template": str, "agent.tools": list, "trainer.rollout_data_dir": str,
     "reward_model.normalize": str, "actor_rollout_ref.model.path": str,
-    **{f"trainer.guard.{field.name}": (bool, int, float, str) for field in fields(GuardConfig)},
 }  # fmt: skip
 """Options of any run that are read here, and the types that they may have besides null."""
 
@@ -139,7 +135,7 @@ def read_config(folder: Path) -> dict[str, Any]:
         for name in (*SECTIONS, *TYPES):
             value, kind = _option(config, name), TYPES.get(name, dict)
             if value is not None and not isinstance(value, kind):
-                raise ValueError(f"{name}={yaml_text(value)[:100]}")
+                raise ValueError(f"{name}={str(value)[:100]}")
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
@@ -156,35 +152,13 @@ def _option(config: Mapping[str, Any], name: str) -> Any:
     return value
 
 
-def compare_options(configs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return each option with its values in all runs as text (None: not an option of that run)."""
-    runs = [dict(flatten(config)) for config in configs]
-    rows = []
-    for name in dict.fromkeys(name for run in runs for name in run):
-        values = [yaml_text(run[name]) if name in run else None for run in runs]
-        rows.append({"name": name, "values": values, "differs": len(set(values)) > 1})
-    return rows
-
-
-def yaml_text(value: Any) -> str:
-    text: str = yaml.safe_dump(value, default_flow_style=True, allow_unicode=True, width=10**6)
-    return text.removesuffix("\n").removesuffix("\n...")
-
-
 class Run:
     """The files of a run that is training or finished."""
 
-    def __init__(
-        self,
-        folder: Path,
-        index_dir: Path,
-        rollouts: Path | None = None,
-        select_steps: Callable[[Collection[int]], Collection[int]] = lambda steps: steps,
-    ) -> None:
+    def __init__(self, folder: Path, index_dir: Path, rollouts: Path | None = None) -> None:
         """Open a run. Raises ConfigError if `folder` is not one, or the index cannot be written.
 
         `rollouts` is the folder of its training trajectories, if not the one in its configuration.
-        Only the steps that `select_steps` returns are read.
         """
         self.folder = folder.resolve()
         if not any((self.folder / name).exists() for name in RUN_FILES):
@@ -196,7 +170,6 @@ class Run:
         """Incremented with each change that was read."""
         self._index_dir = index_dir
         self._rollouts_option = rollouts
-        self._select_steps = select_steps
         self._reading = threading.Lock()
         self._configure(read_config(self.folder))
 
@@ -210,7 +183,7 @@ class Run:
             folders[TRAIN] = self.rollouts
         key = f"{LAYOUT_VERSION} {self.folder} {self.rollouts}".encode()
         file = self._index_dir / f"{hashlib.sha256(key).hexdigest()[:24]}.sqlite"
-        self.index = TrajectoryIndex(file, folders, self.tags, self._select_steps, self.normalize)
+        self.index = TrajectoryIndex(file, folders, self.tags, self.normalize)
         self.tokenizer = find_tokenizer(self.folder, self.rollouts, config)
         """The tokenizer of the trajectories, or None and the reason."""
 

@@ -22,8 +22,6 @@ from search_r1.search.server.running import (
 )
 from search_r1.view.app import TOKEN_VARIABLE, Runs, create_app
 from search_r1.view.command import ViewOptions
-from search_r1.view.export import write_export
-from search_r1.view.report import write_report
 from search_r1.view.run import Run
 from verl.errors import ConfigError, explain
 
@@ -38,23 +36,14 @@ MAX_BODY_BYTES = 2**20
 
 
 def start(options: ViewOptions) -> int:
-    """Serve, export or write reports; return the exit code. Raises UserError or SetupError."""
+    """Serve the page; return the exit code. Raises UserError or SetupError."""
     configure_logging(logging.INFO, "%(message)s")
     if not options.runs:
         fix = "search-r1 view RUN"
         raise ConfigError(explain("RUN", "nothing", "the folder of at least one run", fix))
-    if options.report:
-        written = [write_report(folder) for folder in options.runs]
-        return 0 if all(written) else 2
     index_dir = options.index_dir.expanduser()
     first, *others = options.runs
     runs = [Run(first, index_dir, options.rollouts), *(Run(run, index_dir) for run in others)]
-    if options.export is not None:
-        for run in runs:
-            run.refresh()
-        size = write_export(runs, options.export, options.export_trajectories)
-        logger.info("%s: %.1f MB; open it in a browser", options.export, size / 1e6)
-        return 0
     return serve(options, runs)
 
 

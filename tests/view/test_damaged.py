@@ -11,7 +11,7 @@ import pytest
 
 from search_r1.experimental.replay.replaying import read_run_config
 from search_r1.view.app import Runs
-from search_r1.view.run import MetricsLog, Run, compare_options, read_config
+from search_r1.view.run import MetricsLog, Run, read_config
 from tests.view.damaged import BOMB, LINES, MERGES, configs
 from verl.errors import ConfigError, UserError
 from verl.yaml_files import read_yaml
@@ -21,10 +21,10 @@ CONFIGS = list(configs())
 
 @pytest.mark.parametrize("content", CONFIGS, ids=range(len(CONFIGS)))
 def test_every_config_is_read_or_refused_in_one_line(tmp_path: Path, content: bytes) -> None:
-    """What is read can be written as JSON, as the page needs it."""
+    """The message is short, whatever the file contains."""
     (tmp_path / "config.yaml").write_bytes(content)
     try:
-        orjson.dumps(compare_options([read_config(tmp_path)]))
+        read_config(tmp_path)
     except ConfigError as error:
         assert "\n" not in str(error) and len(str(error)) < 1000
 
@@ -36,7 +36,7 @@ def test_what_is_read_is_shown_and_replayed_or_refused(
     """Foreign options are no traceback."""
     (folder / "config.yaml").write_bytes(content)
     runs = Runs([open_run(folder)])
-    for shown in (runs.summaries, runs.names, runs.alarms, runs.config):
+    for shown in (runs.summaries, runs.names):
         orjson.dumps(shown())
     with contextlib.suppress(UserError):
         read_run_config(folder)
@@ -68,7 +68,7 @@ def test_damaged_lines_of_metrics_do_not_hide_the_others(
     run = open_run(folder)
     assert run.metrics.curve("b") == ([1, 2], [2.0, 3.0])
     runs = Runs([run])
-    for shown in (runs.summaries, runs.names, runs.alarms, lambda: runs.curves(runs.names())):
+    for shown in (runs.summaries, runs.names, lambda: runs.curves(runs.names())):
         json.loads(orjson.dumps(shown()))
 
 

@@ -20,7 +20,6 @@ import torch
 from search_r1.agent.generation import build_agent, build_environment, build_format, check_prompts
 from search_r1.agent.retriever import WithToken
 from search_r1.scoring import build_reward_manager
-from search_r1.view.report import write_report
 from verl.agent.environment import Environment
 from verl.checkpoint import folders
 from verl.checkpoint.resume import check_contents, check_resume, identity
@@ -29,7 +28,7 @@ from verl.core_algos.kl import AdaptiveKLController, FixedKLController, KLContro
 from verl.data import load_prompts, num_batches
 from verl.data.outside import strings_of_rows
 from verl.data.trajectories import prepare_folder
-from verl.errors import RankLost, ReplicaLost, UserError
+from verl.errors import RankLost, ReplicaLost
 from verl.files import exclusive_lock
 from verl.model_files import load_tokenizer, tokenizer_identity
 from verl.monitor.canary import FILE as CANARY_FILE
@@ -223,7 +222,7 @@ def built_trainer(config: Config) -> Iterator[RayPPOTrainer]:
 def run(config: Config, trackers: Sequence[Tracker] = ()) -> None:
     """Execute one run from beginning to end, with its output folders locked.
 
-    Restarts automatically after losing a rank, and writes a report, also if the run was stopped.
+    Restarts automatically after losing a rank.
     `trackers` receive the metrics in addition to those named by `trainer.logger`.
     """
     trainer = config.trainer
@@ -234,13 +233,7 @@ def run(config: Config, trackers: Sequence[Tracker] = ()) -> None:
     with contextlib.ExitStack() as locks:
         for folder, option in folders_to_lock.items():
             locks.enter_context(exclusive_lock(folder, option))
-        prepared = prepare(config)
-        try:
-            _run(prepared, trackers)
-        except UserError:
-            write_report(Path(trainer.default_local_dir))
-            raise
-        write_report(Path(trainer.default_local_dir))
+        _run(prepare(config), trackers)
 
 
 def _run(prepared: PreparedRun, trackers: Sequence[Tracker]) -> None:

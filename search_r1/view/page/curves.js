@@ -1,23 +1,21 @@
-// The page of curves: the guard's alarms, then all metrics, grouped by the first part of the name.
+// The page of curves: those to look at first, then all metrics by the first part of the name.
 
 import { ask } from "./ask.js";
 import { chart } from "./chart.js";
-import { choice, input, labelled, link, make, plural } from "./elements.js";
+import { choice, input, labelled, make } from "./elements.js";
 
 const KEY_METRICS = ["val/em", "val/score", "critic/score/mean", "env/valid_searches", "response_length/mean",
   "actor/entropy", "actor/grad_norm", "actor/pg_loss", "critic/kl", "actor/rollout_mismatch",
-  "guard/log_prob_drift", "timing_s/step", "perf/throughput"];
+  "guard/health", "guard/log_prob_drift", "timing_s/step", "perf/throughput"];
 const SMOOTHING = [["0", "none"], ["0.6", "a little"], ["0.9", "much"]];
-const MAX_ALARMS = 8;
 const curvesState = { words: "", smoothing: "0", wide: new Set() }; // kept while other pages are shown
 
 export async function showCurves(root, { runs }) {
   const words = input("words", "search", curvesState.words, "part of a name, such as em or timing");
   const smoothing = choice("smoothing", SMOOTHING, curvesState.smoothing);
   const bar = make("form", "bar", labelled("Metrics", words, "grow"), labelled("Smoothing", smoothing), legend(runs));
-  const warnings = make("section", "alarms");
   const body = make("div", "curves");
-  root.replaceChildren(bar, warnings, body);
+  root.replaceChildren(bar, body);
   bar.addEventListener("submit", (event) => event.preventDefault());
   const redraw = () => {
     Object.assign(curvesState, { words: words.value, smoothing: smoothing.value });
@@ -84,8 +82,7 @@ export async function showCurves(root, { runs }) {
   };
 
   const update = async () => {
-    const [metrics, alarms] = await Promise.all([ask("metrics"), ask("alarms")]);
-    warnings.replaceChildren(...alarmList(runs, alarms));
+    const metrics = await ask("metrics");
     if (metrics.join() !== names.join()) {
       names = metrics;
       draw();
@@ -100,19 +97,4 @@ export async function showCurves(root, { runs }) {
 function legend(runs) {
   const items = runs.map((run, i) => make("span", `key run-${i % 8}`, run.name));
   return make("p", "legend", ...items);
-}
-
-function alarmList(runs, alarms) {
-  return runs.flatMap((run, i) => {
-    const all = alarms[i];
-    if (!all.length) return [];
-    const newest = all.slice(-MAX_ALARMS).reverse();
-    const items = newest.map((alarm) => make("li", alarm.health,
-      link("trajectories", { run: i, step_from: alarm.step, step_to: alarm.step }, "", `step ${alarm.step}`),
-      ` ${alarm.health}${alarm.is_rollback ? ", rolled back" : ""}: `,
-      alarm.reasons.join("; ") || "by a rule that is no longer in the configuration"));
-    const more = all.length > newest.length ? `, the latest ${newest.length}` : "";
-    const head = `${runs.length > 1 ? `${run.name}: ` : ""}${plural(all.length, "alarm")} of the guard${more}`;
-    return [make("details", "notice warn", make("summary", "", head), make("ul", "", ...items))];
-  });
 }

@@ -1,16 +1,14 @@
 // The frame around the pages: navigation, choice of the run, polling, keyboard shortcuts.
 
-import { ask, hasReport, isExport, Unauthorized, useToken } from "./ask.js";
-import { showConfig } from "./config.js";
+import { ask, Unauthorized, useToken } from "./ask.js";
 import { showCurves } from "./curves.js";
 import { address, link, make, plural } from "./elements.js";
 import { showQuestion } from "./question.js";
-import { showReport } from "./report.js";
 import { showTrajectories } from "./trajectories.js";
 import { showTrajectory } from "./trajectory.js";
 
-const PAGES = { curves: showCurves, trajectories: showTrajectories, config: showConfig, trajectory: showTrajectory, question: showQuestion, report: showReport };
-const TABS = [...(hasReport ? [["report", "Report"]] : []), ["curves", "Curves"], ["trajectories", "Trajectories"], ["config", "Configuration"]];
+const PAGES = { curves: showCurves, trajectories: showTrajectories, trajectory: showTrajectory, question: showQuestion };
+const TABS = [["curves", "Curves"], ["trajectories", "Trajectories"]];
 const POLL_MS = 3000;
 const byId = (id) => document.getElementById(id);
 
@@ -42,7 +40,7 @@ async function show() {
   shown = location.hash;
   const number = Number(params.run ?? 0);
   byId("run").value = String(number);
-  byId("run-field").hidden = runs.length < 2 || ["curves", "config", "report"].includes(page);
+  byId("run-field").hidden = runs.length < 2 || page === "curves";
   byId("tabs").replaceChildren(...TABS.map(([name, text]) => {
     const tab = link(name, name === "trajectories" && number ? { run: number } : {}, "", text);
     if (name === page || (name === "trajectories" && ["trajectory", "question"].includes(page))) tab.setAttribute("aria-current", "page");
@@ -101,7 +99,7 @@ function describe(run) {
 
 function setState(name, text) {
   byId("state").dataset.state = name;
-  byId("state").textContent = isExport ? `exported · ${text}` : text;
+  byId("state").textContent = text;
 }
 
 function onKey(event) {
@@ -129,4 +127,4 @@ byId("access").addEventListener("submit", (event) => {
   poll();
 });
 poll();
-if (!isExport) setInterval(() => document.hidden || poll(), POLL_MS);
+setInterval(() => document.hidden || poll(), POLL_MS);

@@ -40,7 +40,7 @@ function means(rows, name) {
   return { steps, values };
 }
 
-export function card(row, run) {
+function card(row, run) {
   const title = link("trajectory", keyOf(row, run), "", `step ${row.step}${row.kind === "val" ? ", validation" : `, sample ${row.sample}`}`);
   const answer = make("p", "", "answer ", make("strong", row.is_given ? "right" : "", row.answer ?? "none"), ` · score ${short(row.score)}`);
   const turns = row.segments.filter((segment) => segment.origin !== "prompt").map((segment, i) => {

@@ -1,6 +1,6 @@
 // The page of trajectories: filters, and a table in pages.
 
-import { ask, isExport } from "./ask.js";
+import { ask } from "./ask.js";
 import { address, choice, input, labelled, link, make, outcome, plural, short } from "./elements.js";
 
 const ORDERS = [["", "newest step"], ["oldest", "oldest step"], ["score_low", "lowest score"], ["score_high", "highest score"],
@@ -89,7 +89,6 @@ function countText(total, page, shown, run) {
   const parts = [total ? `${(first + 1).toLocaleString("en")}–${(first + shown).toLocaleString("en")} of ${plural(total, "trajectory", "trajectories")}` : "none"];
   if (run.trajectories.pending) parts.push(`${plural(run.trajectories.pending, "file")} still to be read`);
   if (run.trajectories.bad) parts.push(`${plural(run.trajectories.bad, "line")} could not be read`);
-  if (isExport) parts.push("this exported file contains only some of the run's trajectories");
   return parts.join(" · ");
 }
 

@@ -1,6 +1,6 @@
 // One trajectory: its dialogue token by token, the data of each token, its searches.
 
-import { ask, isExport } from "./ask.js";
+import { ask } from "./ask.js";
 import { choice, labelled, link, make, outcome, short, visible } from "./elements.js";
 import { replayResult, replayForms } from "./replay.js";
 import { neighbour } from "./trajectories.js";
@@ -30,7 +30,7 @@ export async function showTrajectory(root, { params, runs }) {
     replays.prepend(replayResult(result, turn, replayed));
     replays.querySelector("h2").focus();
   };
-  const forms = isExport || trajectory.kind === "val" ? new Map() : replayForms(trajectory, params, showReplay);
+  const forms = trajectory.kind === "val" ? new Map() : replayForms(trajectory, params, showReplay);
   const draw = () => {
     tokenState.color = color.value;
     dialogue.replaceChildren(...trajectory.segments.map((_, i) => {

@@ -1,10 +1,6 @@
 """Checks before a run; restarts after a lost rank: from the right checkpoint, not for ever."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -19,10 +15,8 @@ from verl.errors import (
     ToolOutage,
     UserError,
 )
-from verl.monitor.tracking import Tracking
 from verl.single_controller.actors import Restarts
-from verl.trainer import run as root
-from verl.trainer.run import PreparedRun, prepare, supervise
+from verl.trainer.run import prepare, supervise
 
 
 @pytest.mark.parametrize("option", ["reward_model.name", "agent.tools"])
@@ -38,34 +32,6 @@ def test_missing_user_code_is_reported_first(option: str, tmp_path: Path) -> Non
     with pytest.raises(ConfigError, match=r"nowhere\.py"):
         prepare(config)
     assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.parametrize("is_interrupted", [False, True])
-def test_a_run_writes_a_report_even_if_it_was_stopped(
-    is_interrupted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The report has what was logged until then; the reason of the stop is still raised."""
-    config = Config()
-    config.trainer.default_local_dir = str(tmp_path / "run")
-    config.trainer.logger = ["jsonl"]
-
-    @contextmanager
-    def running_trainer(prepared: PreparedRun, tracking: Tracking, _: object) -> Iterator[Any]:
-        def fit() -> None:
-            tracking.log({"timing_s/step": 2.0, "critic/score/mean": 0.5}, 1)
-            if is_interrupted:
-                raise Interrupted("out of time")
-
-        yield SimpleNamespace(fit=fit)
-
-    prepared = SimpleNamespace(config=config)
-    monkeypatch.setattr(root, "prepare", lambda config: prepared)
-    monkeypatch.setattr(root, "replace", lambda prepared, config: prepared)
-    monkeypatch.setattr(root, "running_trainer", running_trainer)
-    with pytest.raises(Interrupted, match="out of time") if is_interrupted else nullcontext():
-        root.run(config)
-    assert "2.0 s a step" in (tmp_path / "run" / "report.md").read_text()
-    assert (tmp_path / "run" / "report.html").is_file()
 
 
 class Script:
