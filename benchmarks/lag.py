@@ -40,7 +40,7 @@ LOSS_OPTIONS = {
     ),
     "uncorrected": ("actor_rollout_ref.actor.old_log_probs=recompute",),
 }
-"""Options by the way in which the loss treats older tokens (docs/asynchrony.md)."""
+"""Options by the way in which the loss treats older tokens (docs/guides/rollouts.md)."""
 console = Console(soft_wrap=True, highlight=False)
 
 

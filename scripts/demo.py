@@ -111,7 +111,7 @@ def check_staleness(staleness: int, device: str) -> None:
     """Raise ResourceError if the demo cannot sample ahead of training on this device."""
     if staleness and device == "cuda":
         expected = "0: engine and trainer share the one GPU that the demo uses"
-        fix = "leave ASYNC out, or train with trainer.rollout_gpus: docs/asynchrony.md"
+        fix = "leave ASYNC out, or train with trainer.rollout_gpus: docs/guides/rollouts.md"
         raise ResourceError(explain("--staleness", staleness, expected, fix))
 
 

@@ -34,7 +34,7 @@ COMMANDS = {
 """Command name -> module with a function `main(argv)`, and a one-line description."""
 FALLEN = {
     "plan": "it simulated cards that no card confirmed, and is gone since 2026-11-28; "
-    "docs/placement.md has the formula that takes its place",
+    "docs/guides/rollouts.md has the formula that takes its place",
 }
 """Commands that no longer exist: what they were, since when they are gone, and what to use."""
 

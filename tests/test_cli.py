@@ -89,7 +89,7 @@ def test_the_command_lists_its_commands() -> None:
 def test_a_command_that_fell_says_what_takes_its_place() -> None:
     """It is answered by name, with the page to read, rather than with the nearest other command."""
     done = run("plan --cards 8")
-    assert done.returncode == 2 and "docs/placement.md" in done.stderr
+    assert done.returncode == 2 and "docs/guides/rollouts.md" in done.stderr
     assert not set(cli.FALLEN) & set(cli.COMMANDS)
 
 

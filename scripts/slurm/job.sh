@@ -1,6 +1,6 @@
 # shellcheck shell=bash
 # Sourced by the recipes: the lifecycle of a Slurm job, from signals to requeueing. It only defines
-# functions. Variables of the environment override the defaults; docs/slurm.md lists them.
+# functions. Variables of the environment override the defaults; docs/guides/clusters.md lists them.
 
 : "${LOG_DIR:=runs/slurm}"    # parent of each job's log folder
 : "${RAY_TMP:=/tmp}"          # on every node; short, since it holds Unix sockets

@@ -85,7 +85,7 @@ def _health(run: Run) -> Iterator[str]:
         yield ("Engine and trainer disagree about log-probs (actor/rollout_mismatch above 0.1): "
                "set actor.rollout_is=token, or use the same dtype for both.")  # fmt: skip
     if final_mean(run, "rollout/failed") > 0.01:
-        yield "Trajectories fail because of their tools: check the retriever (docs/failures.md)."
+        yield "Trajectories fail because of their tools: see docs/guides/long_runs.md."
 
 
 def _learning(run: Run) -> Iterator[str]:
@@ -137,4 +137,4 @@ def _time(run: Run) -> Iterator[str]:
     step, sampling = final_mean(run, "timing_s/step"), final_mean(run, "timing_s/gen")
     if step > 0 and sampling > 0.7 * step:
         yield (f"Sampling takes {sampling / step:.0%} of a step: try "
-               "rollout.max_staleness (docs/asynchrony.md), or a faster retriever.")  # fmt: skip
+               "rollout.max_staleness (docs/guides/rollouts.md) or faster searches.")  # fmt: skip

@@ -37,7 +37,7 @@ class DataConfig:
     rollouts: str | None = option(None, resume="free")
     """Train on recorded trajectories, step by step, instead of sampling: the
     `trainer.rollout_data_dir` of an earlier run. Needs no engines, questions or tools
-    (docs/offline.md); null samples trajectories."""
+    (docs/guides/rollouts.md); null samples trajectories."""
     rescore: bool = option(False, resume="experiment")
     """Score recorded trajectories again with `reward_model`; false uses the recorded scores."""
     prompt_key: str = option("prompt", resume="experiment")

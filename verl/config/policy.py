@@ -210,7 +210,7 @@ class RolloutConfig:
     with fixed weights: not for training), or path/file.py:Name (docs/guides/rollouts.md)."""
     url: Any = option(None, resume="free")
     """Addresses of your vLLM servers, each of which is one engine and loads every weight version
-    (docs/placement.md). With name=remote, the address of an OpenAI-compatible server.
+    (docs/guides/rollouts.md). With name=remote, the address of an OpenAI-compatible server.
     """
     weights_dir: str | None = option(None, resume="free")
     """Folder through which ranks pass new weights to the servers of `url`; must have the same path
@@ -238,7 +238,7 @@ class RolloutConfig:
     """Number of engines; null is as many as fit on the GPUs (one per node on CPU)."""
     max_staleness: int = option(0, resume="logged", ge=0, le=64)
     """Maximum age of a token in weight versions when it is trained on; 0 alternates sampling and
-    training, more samples up to that many steps ahead (docs/asynchrony.md)."""
+    training, more samples up to that many steps ahead (docs/guides/rollouts.md)."""
     replay: str | None = option(None, resume="free")
     """Folder `schedule` of a run to replay: each turn uses the same weight version as there."""
     partial: bool = option(True, resume="logged")

@@ -136,15 +136,15 @@ class TrainerConfig:
     max_restarts: int = option(3, resume="free", ge=0)
     """Maximum number of lost processes from which a run recovers. A lost rollout replica is
     restarted alone; after a lost training rank everything restarts from the last checkpoint
-    (docs/failures.md). Both count; 0 ends the run at the first loss."""
+    (docs/guides/long_runs.md). Both count; 0 ends the run at the first loss."""
     max_lost_share: float = option(0.02, resume="free", ge=0, le=1)
     """Maximum share of a step's trajectories, or of a validation's rows, lost to tool calls that
-    fail for good; beyond it the run saves and stops with exit status 4 (docs/failures.md)."""
+    fail for good; beyond it the run saves and stops with status 4 (docs/guides/long_runs.md)."""
     hang_timeout: float | None = option(600.0, resume="free", gt=0)
     """Seconds without a sign of life after which a rollout replica counts as dead; null: never."""
     deterministic: bool = option(False, resume="logged")
     """Same metrics for the same seed on the same machine, bit for bit on CPU; for comparing runs.
-    Slow: each engine decodes one dialogue at a time (docs/determinism.md)."""
+    Slow: each engine decodes one dialogue at a time (docs/guides/long_runs.md)."""
     memory_preflight: str = option("refuse", resume="free", choices=("refuse", "warn", "off"))
     """Reaction when the memory estimate says that this machine lacks the memory for the run: refuse
     to start or warn; off skips the estimate."""

@@ -86,7 +86,7 @@ def engine_problems(config: Config) -> Iterator[ConfigError]:
     if not cls.takes_weights:
         expected = "an engine that can load new weights after each step"
         fix = (
-            f"{NAME}=vllm, with {URL} for vLLM servers that you started (docs/placement.md); "
+            f"{NAME}=vllm, with {URL} for vLLM servers that you started (docs/guides/rollouts.md); "
             "to measure a fixed model, use search-r1 evaluate --endpoint"
         )
         yield ConfigError(explain(NAME, name, expected, fix))

@@ -140,7 +140,7 @@ class VllmServer(RolloutEngine):
             if time.monotonic() > end:
                 raise EngineDied(
                     f"{redact(self.url)} has not answered for {self._start_timeout:.0f} s "
-                    "(trainer.node_timeout); start it again, as docs/placement.md says"
+                    "(trainer.node_timeout); start it again, as docs/guides/rollouts.md says"
                 )
             logger.warning("waiting for the server at %s", redact(self.url))
             await asyncio.sleep(POLL_S)
@@ -256,7 +256,7 @@ class VllmServer(RolloutEngine):
 
     def _invalid(self, path: str, got: str) -> AnswerInvalid:
         expected = "a response of vLLM's own server, with the ids of sampled tokens"
-        fix = "start it with vllm serve (docs/placement.md)"
+        fix = "start it with vllm serve (docs/guides/rollouts.md)"
         subject = f"{URL} {self.url}{path}"
         return AnswerInvalid(explain(subject, " ".join(got.split()), expected, fix))
 
@@ -292,7 +292,7 @@ class VllmServer(RolloutEngine):
         except HttpError as error:
             if error.status >= httpx.codes.INTERNAL_SERVER_ERROR:
                 raise EngineDied(f"{redact(self.url)}{path} failed: {error}") from error
-            fix = "see its log; docs/placement.md has the options that it needs"
+            fix = "see its log; docs/guides/rollouts.md has the options that it needs"
             subject = f"{URL} {self.url}{path}"
             raise ConfigError(explain(subject, error, "a successful response", fix)) from error
 

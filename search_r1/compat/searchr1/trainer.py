@@ -58,8 +58,8 @@ class SearchR1Trainer:
         `search_backend`: a `DenseRetriever`, an address, or any retriever of `search_r1.Trainer`.
         `reward_config`: amounts that are added to the score, so penalties are negative; None is
         exact match. `devices`: their number, or which; None uses all GPUs. `vllm_server`: addresses
-        of vLLM servers that sample and receive each step's weights (docs/placement.md); None starts
-        engines on the `devices`. `overrides`: `key=value` options, which take precedence.
+        of vLLM servers that sample and receive each step's weights (docs/guides/rollouts.md);
+        None starts engines on the `devices`. `overrides`: `key=value` options, which come first.
         """
         if str(rl_algorithm).lower() not in ALGORITHMS:
             expected = f"one of {', '.join(ALGORITHMS)}"
