@@ -17,7 +17,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from search_r1.agent.tags import TEMPLATES
-from search_r1.search.schema import Document
+from search_r1.retrieval.schema import Document
 
 FOLDER = Path(__file__).resolve().parent
 CORPUS = FOLDER / "corpus.jsonl"

@@ -25,8 +25,8 @@ from rich.console import Console
 
 from scripts.demo_report import write_report
 from scripts.processes import run
-from search_r1.search.errors import RetrieverUnavailable
-from search_r1.search.local_server import LocalServer
+from search_r1.retrieval.errors import RetrieverUnavailable
+from search_r1.retrieval.local_server import LocalServer
 from verl.errors import ResourceError, explain
 from verl.nvidia import vllm_device
 

@@ -25,7 +25,7 @@ from search_r1.inference.opening import open_session
 from search_r1.inference.options import InferenceOptions
 from search_r1.loops import LoopThread
 from search_r1.python_objects import PythonObjects, RetrieverLike, ToolLike
-from search_r1.search.local_server import LocalServer
+from search_r1.retrieval.local_server import LocalServer
 from verl import plugins
 from verl.config.overrides import short_repr
 from verl.errors import ConfigError, ToolError, did_you_mean, explain

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Literal
 
 from search_r1.options import Port, run
-from search_r1.search.errors import install_command
+from search_r1.retrieval.errors import install_command
 from verl.errors import ConfigError, explain
 
 

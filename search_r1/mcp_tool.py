@@ -11,9 +11,9 @@ from mcp.server.mcpserver.exceptions import ToolError
 from pydantic import BaseModel, Field
 
 from search_r1.plain import configure_logging
-from search_r1.search.client import RetrievalClient
-from search_r1.search.errors import SearchError
-from search_r1.search.server.running import address, bind, warn_if_open
+from search_r1.retrieval.client import RetrievalClient
+from search_r1.retrieval.errors import SearchError
+from search_r1.retrieval.service.running import address, bind, warn_if_open
 from verl import __version__
 from verl.errors import redact
 

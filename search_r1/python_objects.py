@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from search_r1.search.local_server import LocalServer
-from search_r1.search.retrieval import Retrieval
-from search_r1.search.schema import Document
+from search_r1.retrieval.local_server import LocalServer
+from search_r1.retrieval.protocol import Retrieval
+from search_r1.retrieval.schema import Document
 from verl.agent.interface import Tool
 from verl.config import Config
 from verl.errors import ConfigError, explain

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from search_r1.python_objects import PythonObjects, RetrieverLike, ToolLike
+from search_r1.retrieval.local_server import LocalServer
 from search_r1.rewards import RewardInput, RewardOutput
-from search_r1.search.local_server import LocalServer
 from verl import plugins
 from verl.agent.interface import Agent
 from verl.checkpoint import folders

@@ -10,7 +10,7 @@ from typing import Any
 
 import uvicorn
 
-from search_r1.search.retrieval_server import bind
+from search_r1.retrieval.server import bind
 
 
 class PromptServer(uvicorn.Server):

@@ -14,7 +14,7 @@ from search_r1.asking import typed_options
 from search_r1.evaluation.options import EvaluationOptions
 from search_r1.inference.dialogue import DialogueListener
 from search_r1.inference.options import InferenceOptions
-from search_r1.search.schema import Document
+from search_r1.retrieval.schema import Document
 from verl.errors import ConfigError, ToolError
 from verl.types import Status
 

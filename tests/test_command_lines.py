@@ -22,8 +22,9 @@ from search_r1.evaluation.options import CompareOptions, EvaluationOptions, Tabl
 from search_r1.experimental.credit import command as credit
 from search_r1.experimental.replay import command as replay
 from search_r1.infer import InferOptions
-from search_r1.search import index_builder, retrieval_server
-from search_r1.search.index_builder import BuildConfig
+from search_r1.retrieval import index_builder
+from search_r1.retrieval import server as retrieval_server
+from search_r1.retrieval.index_builder import BuildConfig
 from search_r1.serve import ServingOptions
 from search_r1.view import command as view
 from verl.sft import rejection_sampling

@@ -20,7 +20,7 @@ import yaml
 from transformers import AutoModelForCausalLM
 
 from example.tiny import tiny_model
-from search_r1.search.local_server import LocalServer
+from search_r1.retrieval.local_server import LocalServer
 from tests.planted import PLANTED, SECRETS, URL, leaks, shown
 from tests.verl.trainer.documented import undocumented
 

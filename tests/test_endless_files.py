@@ -13,11 +13,11 @@ from search_r1.datasets.own import read_files
 from search_r1.datasets.published import cache_finder
 from search_r1.inference import command
 from search_r1.inference.command import read_questions
+from search_r1.retrieval.corpus import Corpus
+from search_r1.retrieval.engines import diagnostics
+from search_r1.retrieval.errors import SearchError
+from search_r1.retrieval.recording import read_facts
 from search_r1.rewards import build_reward
-from search_r1.search.backends import diagnostics
-from search_r1.search.corpus import Corpus
-from search_r1.search.errors import SearchError
-from search_r1.search.recording import read_facts
 from tests.bad_models import whole_model
 from tests.fakes import ByteTokenizer
 from verl.agent.wording import read_format

@@ -20,7 +20,7 @@ from mcp.server import MCPServer
 from mcp_types import CallToolResult, TextContent
 
 from search_r1 import mcp_server
-from search_r1.search.local_server import LocalServer
+from search_r1.retrieval.local_server import LocalServer
 
 ROOT = Path(mcp_server.__file__).parents[1]
 ROWS = [

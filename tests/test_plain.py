@@ -12,7 +12,7 @@ from rich.console import Console
 from search_r1.inference.dialogue import Search
 from search_r1.inference.terminal import Terminal
 from search_r1.plain import PlainFormatter, escape_controls, json_line
-from search_r1.search.schema import Document
+from search_r1.retrieval.schema import Document
 
 TEXTS = st.text(st.characters(exclude_categories=()), max_size=20)
 ATTACKS = [

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from example.tiny import tiny_model
-from search_r1.search.index_builder import BuildConfig, build_index
+from search_r1.retrieval.index_builder import BuildConfig, build_index
 from tests.test_end_to_end import write_rows
 from verl.config import Config
 from verl.monitor.tracking import Tracker, Tracking
@@ -53,8 +53,8 @@ def test_the_page_runs_from_top_to_bottom(
     build_index(BuildConfig("wiki", corpus, str(tmp_path / "index"), "hash"))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(run, "run", stand_in)
-    monkeypatch.setattr("search_r1.search.local_server.LocalServer.start", lambda self: self)
-    monkeypatch.setattr("search_r1.search.local_server.LocalServer.stop", lambda self: None)
+    monkeypatch.setattr("search_r1.retrieval.local_server.LocalServer.start", lambda self: self)
+    monkeypatch.setattr("search_r1.retrieval.local_server.LocalServer.stop", lambda self: None)
     exec("".join(blocks("python")), {"__name__": "__main__"})
     output = capsys.readouterr().out
     assert "2 None runs/mine/model" in output and "1 0.5" in output

@@ -14,7 +14,7 @@ import torch
 
 from example.model import load_tokenizer
 from example.tiny import tiny_llama
-from search_r1.search.local_server import LocalServer
+from search_r1.retrieval.local_server import LocalServer
 from tests.test_end_to_end import ROOT, command_of, metrics, train, write_rows
 
 pytestmark = [pytest.mark.slow, pytest.mark.vllm_cpu]

@@ -15,7 +15,7 @@ import pytest
 import ray
 
 from search_r1.plain import PlainFormatter
-from search_r1.search.client import RetrievalClient
+from search_r1.retrieval.client import RetrievalClient
 from tests.planted import PASSWORD, PLANTED, URL, leaks, shown
 from verl.checkpoint.resume import identity
 from verl.config import Config, cli

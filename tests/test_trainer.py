@@ -16,10 +16,10 @@ from example.tools.calculator import Calculator
 from search_r1 import Config, Trainer, loops
 from search_r1.agent.generation import build_agent, build_environment
 from search_r1.python_objects import PythonObjects
+from search_r1.retrieval.protocol import InMemoryRetrieval
+from search_r1.retrieval.schema import Document
 from search_r1.rewards import RewardInput, RewardOutput
 from search_r1.scoring import build_reward_manager
-from search_r1.search.retrieval import InMemoryRetrieval
-from search_r1.search.schema import Document
 from verl import plugins
 from verl.agent.interface import Item, Observation, Tool, text_arguments
 from verl.checkpoint.resume import identity

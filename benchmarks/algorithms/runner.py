@@ -25,7 +25,7 @@ from benchmarks.algorithms.distance import distance, load
 from benchmarks.algorithms.variants import COMMON
 from example.geography import CORPUS, DATA
 from example.tiny_policy import write_tiny_policy
-from search_r1.search.local_server import LocalServer
+from search_r1.retrieval.local_server import LocalServer
 from verl.config import cli
 from verl.files import atomic_write
 from verl.trainer.ray_trainer import RayPPOTrainer

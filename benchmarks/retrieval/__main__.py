@@ -19,7 +19,7 @@ from benchmarks.retrieval.bench import Bench
 from benchmarks.retrieval.figures import Figure
 from benchmarks.retrieval.profiling import find_py_spy
 from benchmarks.retrieval.servers import stop_servers_when_terminated
-from search_r1.search.errors import SearchError
+from search_r1.retrieval.errors import SearchError
 
 logger = logging.getLogger(__name__)
 

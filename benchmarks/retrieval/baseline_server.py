@@ -22,7 +22,7 @@ from fastapi import FastAPI
 from pydantic import BaseModel
 from transformers import AutoModel, AutoTokenizer
 
-from search_r1.search.server.running import bind, write_port
+from search_r1.retrieval.service.running import bind, write_port
 
 MAX_LENGTH = 256
 

@@ -19,9 +19,9 @@ from pathlib import Path
 
 import faiss
 
-from search_r1.search.corpus import Corpus
-from search_r1.search.errors import SetupError
-from search_r1.search.index_builder import BuildConfig, build_index
+from search_r1.retrieval.corpus import Corpus
+from search_r1.retrieval.errors import SetupError
+from search_r1.retrieval.index_builder import BuildConfig, build_index
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from benchmarks.retrieval.corpora import build_faiss
 from benchmarks.retrieval.figures import Figure, percentile
 from benchmarks.retrieval.servers import run_server
 from benchmarks.retrieval.sizing import IndexSize, index_sizes
-from search_r1.search.corpus import Corpus
+from search_r1.retrieval.corpus import Corpus
 
 VARIANTS = (
     ("faiss", ()),

@@ -21,8 +21,8 @@ from typing import Any, cast
 from urllib.parse import urlsplit
 
 from benchmarks.retrieval.figures import percentile
-from search_r1.search.client import RetrievalClient
-from search_r1.search.errors import SearchError
+from search_r1.retrieval.client import RetrievalClient
+from search_r1.retrieval.errors import SearchError
 
 with contextlib.suppress(ImportError):
     import uvloop

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from benchmarks.retrieval.figures import Figure
-from search_r1.search.errors import SetupError
+from search_r1.retrieval.errors import SetupError
 
 RATE = 200
 """Samples per second."""

@@ -11,7 +11,7 @@ import httpx
 import psutil
 
 from benchmarks.retrieval.corpora import CorpusPaths
-from search_r1.search.local_server import MODULE, LocalServer
+from search_r1.retrieval.local_server import MODULE, LocalServer
 
 START_TIMEOUT_S = 600.0
 BASELINES = ("baseline", "baseline-concurrent")

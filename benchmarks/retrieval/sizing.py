@@ -9,11 +9,11 @@ import faiss
 from benchmarks.retrieval.bench import Bench
 from benchmarks.retrieval.corpora import CorpusPaths, build_faiss
 from benchmarks.retrieval.figures import Figure, format_number
-from search_r1.search.backends.base import Retriever, collect
-from search_r1.search.backends.registry import build_retriever
-from search_r1.search.corpus import Corpus
-from search_r1.search.memory import ITEM_BYTES, bytes_of_matrix
-from search_r1.search.settings import EncoderConfig, RetrieverConfig, TorchConfig
+from search_r1.retrieval.corpus import Corpus
+from search_r1.retrieval.engines.base import Retriever, collect
+from search_r1.retrieval.engines.registry import build_retriever
+from search_r1.retrieval.memory import ITEM_BYTES, bytes_of_matrix
+from search_r1.retrieval.settings import EncoderConfig, RetrieverConfig, TorchConfig
 
 ROWS, DIM = 21_015_324, 768
 GPUS_GB = (24, 80, 141)

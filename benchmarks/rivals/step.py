@@ -21,7 +21,7 @@ from rich.console import Console
 from benchmarks.rivals.update import ROOT, Answer, median_and_range, start_worker
 from example.geography import DATA
 from scripts.demo import OPTIONS, RETRIEVER, Demo
-from search_r1.search.local_server import LocalServer
+from search_r1.retrieval.local_server import LocalServer
 from verl.config import Config, cli
 from verl.data.trajectories import read_rows
 from verl.trainer.groups import cpu_env

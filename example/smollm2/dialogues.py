@@ -32,8 +32,8 @@ from example.smollm2.evidence import Evidence, find_evidence, key_words
 from search_r1.agent.generation import search_agent
 from search_r1.agent.tags import TEMPLATES
 from search_r1.inference.dialogue import question_of
-from search_r1.search.client import RetrievalClient
-from search_r1.search.schema import Document
+from search_r1.retrieval.client import RetrievalClient
+from search_r1.retrieval.schema import Document
 from verl.agent.dialogue import DialogueAgent, Limits
 from verl.agent.interface import ToolCall
 from verl.data.rows import Row, load_rows

@@ -6,9 +6,9 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from search_r1.retrieval.schema import Document
+from search_r1.retrieval.tokenization import tokenize
 from search_r1.rewards.normalize import matches_exactly, normalize_answer
-from search_r1.search.schema import Document
-from search_r1.search.tokenization import tokenize
 
 CONTEXT_WORDS = 15
 """Number of words on each side of an answer in which key words of the question count."""

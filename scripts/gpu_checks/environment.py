@@ -9,7 +9,7 @@ import torch
 
 from scripts.gpu_checks.report import Report
 
-MODULES = ("verl.trainer.run", "verl.sft.trainer", "search_r1.search.retrieval_server")
+MODULES = ("verl.trainer.run", "verl.sft.trainer", "search_r1.retrieval.server")
 """Modules that the recipes run; vLLM is covered by the engine checks."""
 
 

@@ -19,7 +19,7 @@ from scripts.gpu_checks.report import NOTE, Report, Skipped, has_vllm
 from scripts.gpu_checks.runner import ROOT, stop_tree
 from scripts.gpu_checks.world import write_demonstrations, write_model, write_questions
 from scripts.processes import run
-from search_r1.search.local_server import LocalServer
+from search_r1.retrieval.local_server import LocalServer
 
 TRANSFER = "timing_s/update_weights"
 MAX_MISMATCH = 0.02

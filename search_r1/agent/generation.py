@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from search_r1.agent.search import SearchTool, build_search
 from search_r1.agent.tags import PLAIN, TEMPLATES, named_format
 from search_r1.agent.visit import build_visit
-from search_r1.search.client import Retrieval
+from search_r1.retrieval.client import Retrieval
 from verl import plugins
 from verl.agent import native
 from verl.agent.dialogue import DialogueAgent, Limits, Tokenizer, refuse_closed_think

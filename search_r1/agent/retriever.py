@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 from search_r1 import loops
-from search_r1.search.client import REQUEST_LEVEL_STATUSES, RetrievalClient
-from search_r1.search.errors import RetrieverRefused, RetrieverUnavailable, SearchError
-from search_r1.search.schema import TOKEN_VARIABLE
+from search_r1.retrieval.client import REQUEST_LEVEL_STATUSES, RetrievalClient
+from search_r1.retrieval.errors import RetrieverRefused, RetrieverUnavailable, SearchError
+from search_r1.retrieval.schema import TOKEN_VARIABLE
 from verl import plugins
 from verl.agent.interface import Tool
 from verl.config import Config

@@ -15,15 +15,15 @@ from search_r1.agent.retriever import (
     python_retriever,
     to_tool_error,
 )
-from search_r1.search.backends.base import fingerprint
-from search_r1.search.client import (
+from search_r1.retrieval.client import (
     RETRIED,
     EmptyRetrieval,
     Retrieval,
     RetrievalClient,
     count_retries,
 )
-from search_r1.search.errors import SearchError
+from search_r1.retrieval.engines.base import fingerprint
+from search_r1.retrieval.errors import SearchError
 from verl.agent.interface import Item, Observation, text_arguments
 from verl.config import Config
 from verl.config.agent import EMPTY_URL, ServerConfig

@@ -17,9 +17,9 @@ from search_r1.agent.retriever import (
     python_retriever,
     to_tool_error,
 )
-from search_r1.search.client import RETRIED, RetrievalClient, count_retries
-from search_r1.search.errors import SearchError, install_command
-from search_r1.search.schema import Document
+from search_r1.retrieval.client import RETRIED, RetrievalClient, count_retries
+from search_r1.retrieval.errors import SearchError, install_command
+from search_r1.retrieval.schema import Document
 from verl.agent.interface import Item, Observation, text_arguments
 from verl.config import Config
 from verl.config.agent import EMPTY_URL, ServerConfig

@@ -36,11 +36,11 @@ from search_r1.bearer import has_token
 from search_r1.inference.dialogue import SILENCE, AgentSession, DialogueListener, Reply
 from search_r1.inference.opening import open_session
 from search_r1.plain import configure_logging
-from search_r1.search.client import RetrievalClient
-from search_r1.search.errors import RetrieverRefused, RetrieverUnavailable
-from search_r1.search.server.connections import configure
-from search_r1.search.server.pages import page_routes
-from search_r1.search.server.running import (
+from search_r1.retrieval.client import RetrievalClient
+from search_r1.retrieval.errors import RetrieverRefused, RetrieverUnavailable
+from search_r1.retrieval.service.connections import configure
+from search_r1.retrieval.service.pages import page_routes
+from search_r1.retrieval.service.running import (
     bind,
     listen,
     read_token,

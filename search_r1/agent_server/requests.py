@@ -13,9 +13,9 @@ from starlette.types import Receive
 
 from search_r1.agent_server.responses import ApiError
 from search_r1.inference.dialogue import AgentSession
-from search_r1.search.errors import DeadlineExceeded
-from search_r1.search.schema import well_formed
-from search_r1.search.server.requests import misspelt_fields, parse, read_body
+from search_r1.retrieval.errors import DeadlineExceeded
+from search_r1.retrieval.schema import well_formed
+from search_r1.retrieval.service.requests import misspelt_fields, parse, read_body
 from verl.errors import DataError
 from verl.types import Prompt, Sampling
 

@@ -13,7 +13,7 @@ from typing import Annotated
 import tyro
 
 from search_r1.options import Bounds, Seed, run
-from search_r1.search.index.passages import MAX_WORDS
+from search_r1.retrieval.index.passages import MAX_WORDS
 from verl.errors import did_you_mean
 
 

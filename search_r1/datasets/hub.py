@@ -20,8 +20,8 @@ from typing import Any, TypeVar
 
 import httpx
 
+from search_r1.retrieval.index.progress import Report, progress
 from search_r1.retrying import Backoff, TransientError, call_with_retries, parse_retry_after
-from search_r1.search.index.progress import Report, progress
 from verl.errors import UserError, explain, redact
 from verl.files import sha256
 from verl.proxies import client_settings

@@ -30,7 +30,7 @@ from search_r1.datasets.question import (
     write_rows,
 )
 from search_r1.datasets.wording import PromptStyle, prompt_writer
-from search_r1.search.index.passages import read_folder, write_corpus
+from search_r1.retrieval.index.passages import read_folder, write_corpus
 from verl.data.records import MAX_ROW_CHARS, BadRow, Record, check_kind, short_repr
 from verl.data.rows import read_records
 from verl.data.values import MISSING_CELLS, is_structure

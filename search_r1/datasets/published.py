@@ -35,11 +35,11 @@ from search_r1.datasets.question import (
     write_rows,
 )
 from search_r1.datasets.wording import PromptStyle, prompt_writer
-from search_r1.search.client import RetrievalClient
-from search_r1.search.corpus import Corpus
-from search_r1.search.errors import RetrieverRefused, SearchError
-from search_r1.search.index.progress import progress
-from search_r1.search.schema import Document
+from search_r1.retrieval.client import RetrievalClient
+from search_r1.retrieval.corpus import Corpus
+from search_r1.retrieval.errors import RetrieverRefused, SearchError
+from search_r1.retrieval.index.progress import progress
+from search_r1.retrieval.schema import Document
 from verl.data.records import BadRow, Record
 from verl.data.rows import read_records
 from verl.errors import ConfigError, DataError, ToolError, explain, first_line

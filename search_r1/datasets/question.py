@@ -17,7 +17,7 @@ import pyarrow.fs
 import pyarrow.parquet
 
 from search_r1.datasets.wording import PromptWriter
-from search_r1.search.schema import Document
+from search_r1.retrieval.schema import Document
 from verl.data.records import MAX_QUOTE, BadRow, short_repr
 from verl.data.values import MISSING_CELLS, Unreadable, parse_structure, read_answers
 from verl.errors import DataError, explain, first_line, shortened

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from enum import StrEnum
 
 from search_r1.agent.tags import SEARCH_R1, TEMPLATES
-from search_r1.search.schema import Document
+from search_r1.retrieval.schema import Document
 from verl.agent import native
 from verl.agent.wording import is_file, read_format
 from verl.errors import ConfigError, explain

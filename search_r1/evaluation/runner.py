@@ -12,10 +12,10 @@ from search_r1.datasets.wording import direct_prompt, rag_prompt
 from search_r1.evaluation.options import READ, WRONG
 from search_r1.evaluation.samples import Sample, Search
 from search_r1.inference.dialogue import query_of, question_of
+from search_r1.retrieval.schema import Document
 from search_r1.rewards import RewardInput, build_reward
 from search_r1.rewards.normalize import Normalize, contains_answer, normalize_answer
 from search_r1.scoring import reward_input
-from search_r1.search.schema import Document
 from verl.agent.control import ControlStrings
 from verl.agent.dialogue import DialogueAgent, derived_seed
 from verl.agent.interface import Observation, ToolCall

@@ -16,7 +16,7 @@ from search_r1.inference.dialogue import AgentSession, DialogueListener, Reply, 
 from search_r1.inference.opening import open_session
 from search_r1.inference.options import AgentOptions
 from search_r1.plain import escape_controls
-from search_r1.search.schema import Document
+from search_r1.retrieval.schema import Document
 from verl.data.rows import Message
 from verl.errors import DataError, UserError
 from verl.types import Status

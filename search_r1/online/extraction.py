@@ -19,7 +19,7 @@ import trafilatura
 from lxml import etree
 
 from search_r1.online.fetch import Page, PageError
-from search_r1.search.schema import well_formed
+from search_r1.retrieval.schema import well_formed
 
 MAX_MEMORY = 512 << 20
 """Limit of the address space in bytes; the libraries take about 70 MB of it."""

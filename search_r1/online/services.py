@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from search_r1.search.schema import well_formed
+from search_r1.retrieval.schema import well_formed
 
 Json = Any
 MAX_RESULTS = 100

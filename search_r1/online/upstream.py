@@ -23,14 +23,14 @@ from search_r1.online.services import (
     SearchResult,
     Service,
 )
-from search_r1.retrying import Backoff, TransientError, call_with_retries, parse_retry_after
-from search_r1.search.errors import (
+from search_r1.retrieval.errors import (
     SetupError,
     UpstreamInvalid,
     UpstreamRefused,
     UpstreamUnavailable,
 )
-from search_r1.search.settings import OnlineConfig
+from search_r1.retrieval.settings import OnlineConfig
+from search_r1.retrying import Backoff, TransientError, call_with_retries, parse_retry_after
 
 logger = logging.getLogger(__name__)
 

@@ -1,1 +1,1 @@
-"""The retrieval server, its backends and its client."""
+"""Commands under the original Search-R1's names; the code is in `search_r1.retrieval`."""

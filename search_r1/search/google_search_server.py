@@ -1,4 +1,4 @@
-"""Google search under the original Search-R1's name and flags; see docs/start/migration.md."""
+"""Google search under the original Search-R1's name and flags; see docs/migration.md."""
 
 import argparse
 import os
@@ -8,7 +8,7 @@ from pathlib import Path
 if not __package__:  # run as a file: the project may not be installed
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
-from search_r1.search import retrieval_server
+from search_r1.retrieval import server
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -21,7 +21,7 @@ def main(argv: list[str] | None = None) -> int:
     keys = {"GOOGLE_API_KEY": args.api_key, "GOOGLE_CSE_ID": args.cse_id}
     os.environ.update({name: key for name, key in keys.items() if key})
     pages = [] if args.snippet_only else ["--page_text"]
-    return retrieval_server.main(["--retriever_name", "google", *pages, *others])
+    return server.main(["--retriever_name", "google", *pages, *others])
 
 
 if __name__ == "__main__":

@@ -19,9 +19,9 @@ from fastapi import APIRouter, Depends, FastAPI, HTTPException, Query, Request, 
 from pydantic import BaseModel, ConfigDict, Field
 
 from search_r1.bearer import has_token
-from search_r1.search.errors import DeadlineExceeded
-from search_r1.search.server.pages import page_routes
-from search_r1.search.server.requests import parse, read_body
+from search_r1.retrieval.errors import DeadlineExceeded
+from search_r1.retrieval.service.pages import page_routes
+from search_r1.retrieval.service.requests import parse, read_body
 from search_r1.view.dialogue import read_dialogue
 from search_r1.view.index import NonNegative, TrajectoryQuery, find_trajectories, question_history
 from search_r1.view.run import Run

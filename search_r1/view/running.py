@@ -10,9 +10,9 @@ from collections.abc import Sequence
 import uvicorn
 
 from search_r1.plain import configure_logging
-from search_r1.search.server.connections import configure
-from search_r1.search.server.requests import misdirected
-from search_r1.search.server.running import (
+from search_r1.retrieval.service.connections import configure
+from search_r1.retrieval.service.requests import misdirected
+from search_r1.retrieval.service.running import (
     LOOPBACK,
     bind,
     listen,

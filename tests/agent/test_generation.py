@@ -21,9 +21,9 @@ from search_r1.agent.generation import (
     search_agent,
 )
 from search_r1.agent.tags import TEMPLATES
-from search_r1.search.client import EmptyRetrieval, InMemoryRetrieval, Retrieval
-from search_r1.search.errors import RetrieverUnavailable
-from search_r1.search.schema import Document
+from search_r1.retrieval.client import EmptyRetrieval, InMemoryRetrieval, Retrieval
+from search_r1.retrieval.errors import RetrieverUnavailable
+from search_r1.retrieval.schema import Document
 from tests.fakes import EOS, PAD, ByteTokenizer, ScriptedEngine, ids_of, texts
 from tests.verl.agent.chat_templates import ChatTokenizer
 from verl.agent.dialogue import Limits, derived_seed

@@ -15,13 +15,13 @@ from search_r1.agent.generation import build_environment
 from search_r1.agent.retriever import RetrieverTool, WithToken
 from search_r1.agent.search import SearchTool, build_search
 from search_r1.agent.visit import VisitTool
-from search_r1.search.client import EmptyRetrieval
-from search_r1.search.schema import Document
-from search_r1.search.server.app import create_app
-from search_r1.search.settings import ServiceConfig
+from search_r1.retrieval.client import EmptyRetrieval
+from search_r1.retrieval.schema import Document
+from search_r1.retrieval.service.app import create_app
+from search_r1.retrieval.settings import ServiceConfig
 from tests.apps import running
 from tests.bad_models import whole_model
-from tests.search.server.fake_backends import FakeBackend
+from tests.retrieval.service.fake_backends import FakeBackend
 from verl.config import Config, cli
 from verl.config.agent import EMPTY_URL, ServerConfig
 from verl.errors import ConfigError, ToolError, ToolRefused

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from search_r1.agent.grammar import R1_SEARCHER, SEARCH_R1
 from search_r1.agent.tags import TEMPLATES
-from search_r1.search.schema import Document
+from search_r1.retrieval.schema import Document
 from verl.agent.grammar import Grammar, Tag, has_broken_tags
 from verl.agent.interface import ToolCall, Turn
 from verl.agent.tags import ITEM_WITH_ID, TagFormat, neutralize, read_turn

@@ -9,13 +9,13 @@ import pytest
 
 from search_r1.agent.visit import VisitTool
 from search_r1.online.pages import Article
-from search_r1.search.client import RetrievalClient
-from search_r1.search.corpus import Corpus
-from search_r1.search.errors import RetrieverUnavailable
-from search_r1.search.schema import Document
-from search_r1.search.server.app import create_app
+from search_r1.retrieval.client import RetrievalClient
+from search_r1.retrieval.corpus import Corpus
+from search_r1.retrieval.errors import RetrieverUnavailable
+from search_r1.retrieval.schema import Document
+from search_r1.retrieval.service.app import create_app
 from tests.apps import running
-from tests.search.server.fake_backends import FakeBackend
+from tests.retrieval.service.fake_backends import FakeBackend
 from verl.agent.interface import Observation
 from verl.errors import ToolError
 

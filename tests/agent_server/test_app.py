@@ -16,9 +16,9 @@ import openai
 import pytest
 
 from search_r1.agent_server import requests
-from search_r1.search.client import RetrievalClient
-from search_r1.search.errors import RetrieverUnavailable
-from search_r1.search.schema import Document
+from search_r1.retrieval.client import RetrievalClient
+from search_r1.retrieval.errors import RetrieverUnavailable
+from search_r1.retrieval.schema import Document
 from tests.agent_server.services import MODEL, serving
 from tests.fakes import ByteTokenizer, ScriptedEngine
 from tests.inference.scripted import SHORT, TWO_SEARCHES, SpellingEngine, session

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from playwright import sync_api as playwright
 
-from search_r1.search.retrieval import InMemoryRetrieval
-from search_r1.search.schema import Document
+from search_r1.retrieval.protocol import InMemoryRetrieval
+from search_r1.retrieval.schema import Document
 from tests.agent_server.services import MODEL, serving
 from tests.agent_server.test_app import prompt_of
 from tests.fakes import ScriptedEngine

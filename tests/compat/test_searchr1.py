@@ -14,8 +14,8 @@ from searchr1.trainer import SearchR1Trainer
 from transformers import LlamaConfig
 
 from example.tiny import tiny_model
+from search_r1.retrieval.index_builder import BuildConfig, build_index
 from search_r1.rewards import RewardInput, RewardScores, build_reward
-from search_r1.search.index_builder import BuildConfig, build_index
 from search_r1.trainer import Trainer
 from tests.vllm_servers import Served
 from verl.errors import ConfigError

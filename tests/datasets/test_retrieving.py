@@ -13,9 +13,9 @@ from fastapi import FastAPI
 from search_r1.agent.tags import SEARCH_R1
 from search_r1.datasets.command import build as build_named
 from search_r1.datasets.wording import RAG
-from search_r1.search.client import RetrievalClient
-from search_r1.search.local_server import LocalServer
-from search_r1.search.schema import Document
+from search_r1.retrieval.client import RetrievalClient
+from search_r1.retrieval.local_server import LocalServer
+from search_r1.retrieval.schema import Document
 from tests.apps import running
 from tests.datasets.collection import write_jsonl
 

@@ -11,8 +11,8 @@ from search_r1.agent.generation import search_agent
 from search_r1.agent.tags import TEMPLATES
 from search_r1.evaluation.runner import METHODS, Runner, Task, method_agent
 from search_r1.evaluation.samples import Sample, Search
-from search_r1.search.client import InMemoryRetrieval, Retrieval
-from search_r1.search.schema import Document
+from search_r1.retrieval.client import InMemoryRetrieval, Retrieval
+from search_r1.retrieval.schema import Document
 from tests.fakes import ByteTokenizer, cut_at_stop
 from verl.agent.dialogue import Limits
 from verl.data.rows import Row

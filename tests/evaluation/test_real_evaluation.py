@@ -16,7 +16,7 @@ import httpx
 import pytest
 
 from example.tiny import tiny_model
-from search_r1.search.local_server import LocalServer
+from search_r1.retrieval.local_server import LocalServer
 from verl.ports import free_port
 from verl.rollout.vllm_engine import CPU_ENV, QUIET_ENV
 

@@ -9,10 +9,10 @@ import pytest
 from search_r1.datasets.wording import PromptStyle, prompt_writer
 from search_r1.evaluation.runner import Task, check_rows
 from search_r1.evaluation.samples import Sample
+from search_r1.retrieval.client import Document, EmptyRetrieval, Retrieval
+from search_r1.retrieval.errors import RetrieverUnavailable
 from search_r1.rewards import RewardInput
 from search_r1.rewards.normalize import RULES, contains_answer
-from search_r1.search.client import Document, EmptyRetrieval, Retrieval
-from search_r1.search.errors import RetrieverUnavailable
 from tests.evaluation.scripted import Reader, documents, finder, row, runner
 from tests.fakes import ByteTokenizer
 from tests.verl.agent.chat_templates import ChatTokenizer

@@ -21,12 +21,12 @@ from example.smollm2.evidence import Words, find_evidence
 from search_r1.agent.generation import search_agent
 from search_r1.agent.grammar import SEARCH_R1
 from search_r1.agent.tags import TEMPLATES
+from search_r1.retrieval.engines.bm25 import open_retriever
+from search_r1.retrieval.index_builder import BuildConfig, build_index
+from search_r1.retrieval.protocol import InMemoryRetrieval
+from search_r1.retrieval.schema import Document
+from search_r1.retrieval.settings import RetrieverConfig
 from search_r1.rewards.normalize import matches_exactly, normalize_answer
-from search_r1.search.backends.bm25 import open_retriever
-from search_r1.search.index_builder import BuildConfig, build_index
-from search_r1.search.retrieval import InMemoryRetrieval
-from search_r1.search.schema import Document
-from search_r1.search.settings import RetrieverConfig
 from tests.example.smollm2_world import QUESTIONS, UNANSWERABLE, write_data
 from verl.agent.dialogue import DialogueAgent, Limits
 from verl.agent.tags import read_turn

@@ -13,8 +13,8 @@ import pytest
 
 from example.geography import CORPUS, DATA, build_questions, is_validation, training_world
 from search_r1.agent.tags import TEMPLATES
-from search_r1.search.schema import Document
-from search_r1.search.tokenization import tokenize
+from search_r1.retrieval.schema import Document
+from search_r1.retrieval.tokenization import tokenize
 
 SEARCH = re.compile(r"<think> ([^<]+) </think> <search> ([^<]+) </search>")
 ANSWER = re.compile(r"<think> ([^<]+) </think> <answer> (\d+) </answer>")

@@ -17,7 +17,7 @@ from search_r1 import mcp_server, serve
 from search_r1.agent_server import app, requests, responses
 from search_r1.infer import InferOptions
 from search_r1.options import parse
-from search_r1.search.local_server import LocalServer
+from search_r1.retrieval.local_server import LocalServer
 from tests.agent_server.services import serving
 from tests.fakes import ScriptedEngine
 from tests.inference.scripted import TWO_SEARCHES, session

@@ -7,9 +7,9 @@ import pytest
 from rich.console import Console
 
 from search_r1.inference.terminal import Terminal
-from search_r1.search.errors import RetrieverUnavailable
-from search_r1.search.retrieval import Retrieval
-from search_r1.search.schema import Document
+from search_r1.retrieval.errors import RetrieverUnavailable
+from search_r1.retrieval.protocol import Retrieval
+from search_r1.retrieval.schema import Document
 from tests.fakes import ScriptedEngine
 from tests.inference.scripted import TWO_SEARCHES, session
 

@@ -19,16 +19,16 @@ from search_r1.online import upstream
 from search_r1.online.addresses import AddressPolicy
 from search_r1.online.engine import OnlineRetriever, open_online
 from search_r1.online.services import SERVICES
-from search_r1.retrying import Backoff
-from search_r1.search.backends.base import collect, fingerprint
-from search_r1.search.backends.registry import build_retriever
-from search_r1.search.errors import (
+from search_r1.retrieval.engines.base import collect, fingerprint
+from search_r1.retrieval.engines.registry import build_retriever
+from search_r1.retrieval.errors import (
     SetupError,
     UpstreamInvalid,
     UpstreamRefused,
     UpstreamUnavailable,
 )
-from search_r1.search.settings import OnlineConfig, RetrieverConfig
+from search_r1.retrieval.settings import OnlineConfig, RetrieverConfig
+from search_r1.retrying import Backoff
 
 Results = list[tuple[str, str, str]]
 Open = Callable[..., OnlineRetriever]
@@ -437,8 +437,8 @@ def test_facts_have_all_that_affects_answers(
 def test_no_heavy_packages_are_imported_for_snippets() -> None:
     """A service without page texts needs neither trafilatura nor torch, FAISS or numpy."""
     code = (
-        "import sys; from search_r1.search.backends.registry import build_retriever;"
-        "from search_r1.search.settings import RetrieverConfig;"
+        "import sys; from search_r1.retrieval.engines.registry import build_retriever;"
+        "from search_r1.retrieval.settings import RetrieverConfig;"
         "build_retriever(RetrieverConfig('brave'));"
         "print({'torch', 'faiss', 'trafilatura', 'numpy', 'bm25s'} & set(sys.modules))"
     )

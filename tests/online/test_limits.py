@@ -8,8 +8,8 @@ import pytest
 
 from search_r1.online.services import SERVICES, SearchRequest
 from search_r1.online.upstream import RateLimit, Upstream, read_credentials
-from search_r1.search.errors import UpstreamUnavailable
-from search_r1.search.settings import OnlineConfig
+from search_r1.retrieval.errors import UpstreamUnavailable
+from search_r1.retrieval.settings import OnlineConfig
 
 
 class Clock:

@@ -23,7 +23,7 @@ from tests.datasets.collection import records
 from tests.hub import serving_hub
 from tests.pages.stand_ins import lay_out
 from tests.pages.terminal import Terminal
-from tests.search.encoders.conftest import SIZES, save_model
+from tests.retrieval.encoders.conftest import SIZES, save_model
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -25,8 +25,8 @@ from vllm import _custom_ops as ops
 
 from benchmarks.algorithms.variants import COMMON
 from search_r1.agent.generation import build_agent
+from search_r1.retrieval.local_server import LocalServer
 from search_r1.scoring import build_reward_manager
-from search_r1.search.local_server import LocalServer
 from verl.config import Config, cli
 from verl.data import load_prompts
 from verl.rollout.replica import RolloutReplica

@@ -70,9 +70,9 @@ CORE_MODULES: Mapping[str, Sequence[str]] = MappingProxyType(
             "tests/verl/rollout/test_pool.py",
         ],
         "search_r1/agent/retriever.py": [TOOL, f"--deselect={REFUSED}"],
-        "search_r1/search/client.py": [
-            "tests/search/test_client.py",
-            "tests/search/test_client_connections.py",
+        "search_r1/retrieval/client.py": [
+            "tests/retrieval/test_client.py",
+            "tests/retrieval/test_client_connections.py",
         ],
         "verl/checkpoint/folders.py": [
             f"{CHECKPOINTS}/test_folders.py",

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from search_r1.datasets.command import build
-from search_r1.search import index_builder
-from search_r1.search.client import RetrievalClient
-from search_r1.search.local_server import LocalServer
+from search_r1.retrieval import index_builder
+from search_r1.retrieval.client import RetrievalClient
+from search_r1.retrieval.local_server import LocalServer
 from verl.config import cli
 from verl.data import load_prompts
 from verl.data.validation import main as validate

@@ -13,11 +13,11 @@ import torch
 from search_r1 import cli
 from search_r1.infer import InferOptions
 from search_r1.inference.opening import run_config
-from search_r1.search.encoders.cross_encoder import CrossEncoder
-from search_r1.search.encoders.families import family_of
-from search_r1.search.encoders.loading import explain_load_errors
-from search_r1.search.encoders.sentence import SentenceEncoder
-from search_r1.search.settings import EncoderConfig, RerankConfig
+from search_r1.retrieval.encoders.cross_encoder import CrossEncoder
+from search_r1.retrieval.encoders.families import family_of
+from search_r1.retrieval.encoders.loading import explain_load_errors
+from search_r1.retrieval.encoders.sentence import SentenceEncoder
+from search_r1.retrieval.settings import EncoderConfig, RerankConfig
 from verl.checkpoint import __main__ as checkpoint
 from verl.checkpoint import folders
 from verl.config import Config, ModelConfig

@@ -10,7 +10,7 @@ import yaml
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from search_r1.agent.tags import SEARCH_R1
-from search_r1.search.schema import Document
+from search_r1.retrieval.schema import Document
 from verl.data.trajectories import prepare_folder, write_step
 from verl.rewards.interface import Reward
 from verl.trainer.validation import write_dialogues

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from search_r1.search.encoders.families import family_of, model_name
-from search_r1.search.local_server import LocalServer
+from search_r1.retrieval.encoders.families import family_of, model_name
+from search_r1.retrieval.local_server import LocalServer
 from verl.errors import ConfigError, explain
 
 LOADING_TIMEOUT_S = 3600.0

@@ -9,11 +9,11 @@ import pytest
 from benchmarks.retrieval.answers import equal_up_to_ties
 from benchmarks.retrieval.baseline_server import Search, create_app
 from benchmarks.retrieval.corpora import encoder_folder
-from search_r1.search.backends.registry import build_retriever
-from search_r1.search.index_builder import BuildConfig, build_index
-from search_r1.search.settings import EncoderConfig, RetrieverConfig
+from search_r1.retrieval.engines.registry import build_retriever
+from search_r1.retrieval.index_builder import BuildConfig, build_index
+from search_r1.retrieval.settings import EncoderConfig, RetrieverConfig
 from tests.apps import running
-from tests.search.test_schema import to_wire
+from tests.retrieval.test_schema import to_wire
 
 TOWNS = [
     ("Paris", "the capital of France on the Seine"),

@@ -9,8 +9,8 @@ import pytest
 
 from benchmarks.retrieval.__main__ import _bench, _parser
 from benchmarks.retrieval.corpora import check_repetition, questions, repeat_corpus, repeat_vectors
-from search_r1.search.corpus import Corpus
-from search_r1.search.errors import SetupError
+from search_r1.retrieval.corpus import Corpus
+from search_r1.retrieval.errors import SetupError
 
 
 def write(path: Path, texts: list[str]) -> Path:

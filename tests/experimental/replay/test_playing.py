@@ -17,9 +17,9 @@ from search_r1.experimental.replay.playing import (
     response_finder,
     turns_of,
 )
-from search_r1.search.client import InMemoryRetrieval
-from search_r1.search.errors import RetrieverUnavailable
-from search_r1.search.schema import Document
+from search_r1.retrieval.client import InMemoryRetrieval
+from search_r1.retrieval.errors import RetrieverUnavailable
+from search_r1.retrieval.schema import Document
 from tests.experimental.replay.scripted import (
     RESULTS,
     SAMPLING,

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Protocol
 
 from example.geography import CORPUS
-from search_r1.search.local_server import LocalServer
+from search_r1.retrieval.local_server import LocalServer
 from tests import test_multinode as multinode
 from tests.machines import Machine, are_possible, cut, plug, reconnect, two_machines
 from tests.proofs.campaign.clock import Clock

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from search_r1.agent.grammar import R1_SEARCHER, SEARCH_R1
 from search_r1.evaluation.runner import read_untagged_answer
 from search_r1.online.pages import truncate
+from search_r1.retrieval.tokenization import fold
 from search_r1.rewards import RewardInput, RewardScores, build_reward
 from search_r1.rewards.judge.reward import parse_verdict
 from search_r1.rewards.normalize import RULES, contains, covers
-from search_r1.search.tokenization import fold
 from search_r1.view.dialogue import find_headings, read_dialogue
 from verl.agent import native
 from verl.agent.control import ControlStrings

@@ -7,7 +7,7 @@ import pytest
 
 from search_r1.agent.grammar import SEARCH_R1
 from search_r1.datasets.wording import PromptStyle, prompt_writer
-from search_r1.search.schema import Document
+from search_r1.retrieval.schema import Document
 from tests.verl.agent.test_control import LAYOUTS, build, controls
 from verl.agent import native
 from verl.config import Config

@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from search_r1.agent.search import build_search
-from search_r1.search.retrieval_server import create_app
-from search_r1.search.server.faults import FaultInjector
-from search_r1.search.settings import FaultConfig
+from search_r1.retrieval.server import create_app
+from search_r1.retrieval.service.faults import FaultInjector
+from search_r1.retrieval.settings import FaultConfig
 from tests.apps import running
-from tests.search.server.fake_backends import FakeBackend
+from tests.retrieval.service.fake_backends import FakeBackend
 from tests.verl.trainer.playing import InProcess
 from tests.verl.trainer.recording import RecordingReplicas, prompts
 from verl.agent.environment import Environment

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Sequence
 
 from search_r1.agent.generation import search_agent
-from search_r1.search.client import RetrievalClient
+from search_r1.retrieval.client import RetrievalClient
 from tests.fakes import ByteTokenizer, ScriptedEngine
 from verl.rollout import pool
 from verl.rollout.interface import RolloutEngine

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from search_r1.agent.search import SearchTool
-from search_r1.search.client import EmptyRetrieval
-from search_r1.search.retrieval_server import create_app
+from search_r1.retrieval.client import EmptyRetrieval
+from search_r1.retrieval.server import create_app
 from tests.apps import running
 from tests.fakes import ScriptedEngine
 from tests.proofs.kills.compare import read_rows
-from tests.search.server.fake_backends import FakeBackend
+from tests.retrieval.service.fake_backends import FakeBackend
 from tests.verl.trainer.playing import InProcess
 from tests.verl.trainer.recording import build_trainer, grpo_config
 from verl.agent.environment import Environment

@@ -1,0 +1,1 @@
+"""The retrieval server, its engines and its client."""

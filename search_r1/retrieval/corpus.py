@@ -1,0 +1,236 @@
+"""A memory-mapped jsonl corpus, whose rows are parsed when they are read.
+
+Row offsets, a content hash and block checksums are computed in a single pass and stored beside the
+corpus in `<corpus>.offsets.npy` and `<corpus>.checksums.json`. Searching is in `backends`.
+"""
+
+import functools
+import hashlib
+import json
+import logging
+import mmap
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from tokenize import TokenError
+
+import numpy as np
+import numpy.typing as npt
+import orjson
+
+from search_r1.retrieval import checksums
+from search_r1.retrieval.checksums import Checksums, FileChecksums, sample_indices
+from search_r1.retrieval.errors import CorpusError
+from search_r1.retrieval.schema import Document
+from verl.file_kinds import HEAD_BYTES, describe_other
+from verl.files import atomic_write, regular_file
+
+logger = logging.getLogger(__name__)
+
+Offsets = npt.NDArray[np.int64]
+NEWLINE = 10
+CHUNK_BYTES = 1 << 24
+MAX_ROW_BYTES = 1 << 24
+"""Longer rows are refused, since no agent can read them."""
+MAX_CHECKED_ROWS, SAMPLED_ROWS = 1 << 14, 256
+"""At start, all rows of a corpus of up to MAX_CHECKED_ROWS are read, else SAMPLED_ROWS of them."""
+OFFSETS = ".offsets.npy"
+HEADER_LENGTH = 3
+"""Integers before the offsets in the offsets file: corpus size, mtime in ns, content hash."""
+EXPECTED_ROW = 'expected a JSON object such as {"id": "7", "contents": "\\"Title\\"\\ntext"}'
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """Identity of a corpus: number of rows, bytes, and 64-bit BLAKE2b hash of the content (hex)."""
+
+    count: int
+    size: int
+    digest: str
+
+    def __str__(self) -> str:
+        return f"{self.count} documents, {self.size} bytes, hash {self.digest}"
+
+
+class Corpus:
+    """Documents by row number; thread-safe."""
+
+    def __init__(self, path: Path, data: mmap.mmap, offsets: Offsets, digest: int) -> None:
+        """`offsets` (num_documents + 1,): the first byte of each row, and the end of the file."""
+        self.path = path
+        self._data = data
+        self._offsets = np.asarray(offsets)  # reading single items of an `np.memmap` is slow
+        self.fingerprint = Fingerprint(len(self), len(data), f"{digest & (2**64 - 1):016x}")
+
+    @classmethod
+    def open(cls, path: str | Path, *, whole: bool = False) -> "Corpus":
+        """Map the file, and scan it unless valid row offsets are stored beside it.
+
+        Compares checksums of a sample of its blocks, or of the `whole`. Raises CorpusError for a
+        missing or empty file, IndexMismatch for a damaged one.
+        """
+        path = Path(path)
+        try:
+            with regular_file(path).open("rb") as file:
+                status = os.fstat(file.fileno())
+                if status.st_size == 0:
+                    raise CorpusError(f"corpus {path} is empty; {EXPECTED_ROW} on each line")
+                data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        except OSError as error:
+            got = f"cannot be read ({error.strerror})" if path.exists() else "does not exist"
+            raise CorpusError(
+                f"corpus {path} {got}; expected jsonl: give --corpus_path, or example/corpus.jsonl"
+            ) from error
+        if problem := describe_other(path, data[:HEAD_BYTES], "passages"):
+            raise CorpusError(f"corpus {path}: {problem}")
+        offsets, digest = _load(path, status, whole) or _scan(path, data, status)
+        return cls(path, data, offsets, digest)
+
+    def check_rows(self, *, whole: bool = False) -> None:
+        """Raise CorpusError for a malformed row or a repeated id, in a sample or in the `whole`."""
+        is_all = whole or len(self) <= MAX_CHECKED_ROWS
+        rows = sample_indices(len(self), SAMPLED_ROWS, whole=is_all)
+        hashes = np.fromiter((hash(self[row].id) for row in rows), np.int64, len(rows))
+        order = np.argsort(hashes, kind="stable")
+        for i in np.flatnonzero(np.diff(hashes[order]) == 0):
+            row, next_row = rows[order[i]], rows[order[i + 1]]
+            if (id := self[row].id) == self[next_row].id:
+                raise CorpusError(
+                    f"{self.path} rows {row + 1} and {next_row + 1}: got the id {id!r} twice, "
+                    "expected a unique id for each document; fix: drop or rename one of them, then "
+                    "build the index again"
+                )
+
+    def __len__(self) -> int:
+        return len(self._offsets) - 1
+
+    def __getitem__(self, row: int) -> Document:
+        """Return the document of a row; raises CorpusError, with the row number, if malformed."""
+        return self._read(row, int(self._offsets[row]), int(self._offsets[row + 1]))
+
+    def documents(self, rows: Sequence[int]) -> list[Document]:
+        """Return the documents of `rows` in that order."""
+        indices = np.asarray(rows, dtype=np.int64)
+        starts, ends = self._offsets[indices].tolist(), self._offsets[indices + 1].tolist()
+        return [self._read(*span) for span in zip(rows, starts, ends, strict=True)]
+
+    def find(self, id: str) -> Document | None:
+        """Return the first document with this id, or None.
+
+        If ids are row numbers, as in wiki-18, this reads one row. Otherwise the first call reads
+        the whole corpus and keeps 16 bytes of memory per document.
+        """
+        if id.isascii() and id.isdigit() and len(id) < 19 and int(id) < len(self):
+            document = self[int(id)]
+            if document.id == id:
+                return document
+        hashes, rows = self._rows_by_id
+        first = int(np.searchsorted(hashes, hash(id)))
+        for i in range(first, len(rows)):
+            if hashes[i] != hash(id):
+                break
+            document = self[int(rows[i])]
+            if document.id == id:
+                return document
+        return None
+
+    @functools.cached_property
+    def _rows_by_id(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Sorted hashes of all ids, and the row of each hash."""
+        hashes = np.fromiter((hash(document.id) for document in self), np.int64, len(self))
+        order = np.argsort(hashes, kind="stable")
+        return hashes[order], order
+
+    def _read(self, row: int, start: int, end: int) -> Document:
+        try:
+            return _parse(self._data[start:end], str(row))
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            problem = f"field {error} is missing" if isinstance(error, KeyError) else error
+            raise CorpusError(
+                f"{self.path} row {row + 1} (byte {start}): {problem}, got "
+                f"{self._data[start : min(end, start + 80)]!r}; {EXPECTED_ROW}: "
+                "fix or drop this row, then build the index again"
+            ) from error
+
+    def __iter__(self) -> Iterator[Document]:
+        return (self[row] for row in range(len(self)))
+
+
+def _parse(line: bytes, default_id: str) -> Document:
+    """Parse a row; one without an id gets its number in the corpus, from 0."""
+    try:
+        return Document.from_mapping(orjson.loads(line), default_id)
+    except (ValueError, KeyError, TypeError, AttributeError):
+        # Valid, but refused by orjson: NaN in other fields, huge integers, a byte-order mark.
+        row = json.loads(line.decode("utf-8-sig"))
+    if not isinstance(row, dict):
+        raise TypeError(f"the row is {type(row).__name__}, expected an object")
+    document = Document.from_mapping(row, default_id)
+    # Raises UnicodeEncodeError, a ValueError, for a lone surrogate.
+    f"{document.id}{document.title}{document.text}{document.contents}".encode()
+    return document
+
+
+def _load(path: Path, status: os.stat_result, whole: bool) -> tuple[Offsets, int] | None:
+    """Return the stored offsets and hash, or None if they are missing, outdated or unreadable."""
+    sidecar = path.with_name(path.name + OFFSETS)
+    key = [status.st_size, status.st_mtime_ns]
+    if whole and checksums.path_for(path).exists():
+        checksums.check(path, whole=True)
+    try:
+        stored = np.load(sidecar, mmap_mode="r", allow_pickle=False)
+    except FileNotFoundError:
+        return None
+    except (ValueError, EOFError, OSError, TokenError) as error:
+        logger.warning("%s is unreadable (%s): scanning again", sidecar, error)
+        return None
+    is_valid = isinstance(stored, np.ndarray) and stored.dtype == np.int64 and stored.ndim == 1
+    if not is_valid or stored[: len(key)].tolist() != key:
+        return None
+    if not checksums.path_for(path).exists() and os.access(path.parent, os.W_OK):
+        return None  # written by an earlier version; the next scan adds the checksums
+    checksums.check(path)
+    return stored[HEADER_LENGTH:], int(stored[HEADER_LENGTH - 1])
+
+
+def _scan(path: Path, data: mmap.mmap, status: os.stat_result) -> tuple[Offsets, int]:
+    """Compute and store row offsets (num_documents + 1,), hash and checksums in one pass.
+
+    Blank lines are skipped. Raises CorpusError if there are no rows or if one is too long.
+    """
+    hasher, newlines, crcs = hashlib.blake2b(digest_size=8), [], []
+    for start in range(0, len(data), CHUNK_BYTES):
+        chunk = data[start : start + CHUNK_BYTES]
+        hasher.update(chunk)
+        crcs.append(checksums.block_checksums(chunk))
+        newlines.append(np.flatnonzero(np.frombuffer(chunk, dtype=np.uint8) == NEWLINE) + start)
+    starts = np.concatenate([np.zeros(1, dtype=np.int64), np.concatenate(newlines) + 1])
+    ends = np.append(starts[1:], len(data))
+    is_row = ends - starts > 1
+    if not is_row.any():
+        raise CorpusError(f"corpus {path} has blank lines only; {EXPECTED_ROW} on each line")
+    if (sizes := ends - starts).max() > MAX_ROW_BYTES:
+        raise CorpusError(
+            f"{path} line {sizes.argmax() + 1}: got {sizes.max()} bytes, expected at most "
+            f"{MAX_ROW_BYTES} in a row; fix: one passage on each line"
+        )
+    offsets = np.append(starts[is_row], len(data)).astype(np.int64)
+    digest = int.from_bytes(hasher.digest(), "big", signed=True)
+    key = np.array([status.st_size, status.st_mtime_ns, digest], dtype=np.int64)
+    _save(path, np.concatenate([key, offsets]), FileChecksums(len(data), "".join(crcs)))
+    return offsets, digest
+
+
+def _save(path: Path, values: Offsets, crcs: FileChecksums) -> None:
+    """Write offsets and checksums; without write permission every start scans again."""
+    sidecar = path.with_name(path.name + OFFSETS)
+    try:
+        with atomic_write(sidecar) as part:
+            with part.open("wb") as file:
+                np.save(file, values, allow_pickle=False)
+            # If the process is killed now, no checksums are left rather than outdated ones.
+            checksums.path_for(path).unlink(missing_ok=True)
+        Checksums({"": crcs, OFFSETS: checksums.file_checksums(sidecar)}).save(path)
+    except OSError as error:
+        logger.warning("cannot store row offsets in %s (%s): every start will scan", sidecar, error)

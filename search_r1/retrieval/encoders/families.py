@@ -1,0 +1,65 @@
+"""How to use the encoders of known families: prefixes, pooling and normalisation."""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from search_r1.retrieval.errors import SetupError
+
+Vectors = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class Family:
+    """How to use the encoders of one family, according to their training."""
+
+    name: str
+    pattern: str
+    """Regular expression that matches a whole word in the lower-case name of a model."""
+    query_prefix: str = ""
+    passage_prefix: str = ""
+    pooling: str | None = None
+    """Pooling for model folders that declare none."""
+    normalizes: bool = True
+    """Whether to normalise the vectors of model folders that declare no modules."""
+
+
+E5_TASK = "Given a web search query, retrieve relevant passages that answer the query"
+FAMILIES = (
+    Family("e5-instruct", r"e5[a-z0-9_-]*instruct", f"Instruct: {E5_TASK}\nQuery: ", "", "mean"),
+    Family("e5", "e5", "query: ", "passage: ", "mean"),
+    Family(
+        "bge-en",
+        "bge-(?:small|base|large)-en",
+        "Represent this sentence for searching relevant passages: ",
+        pooling="cls",
+    ),
+    Family("bge", "bge", pooling="cls"),
+    Family("dpr", "dpr", pooling="cls", normalizes=False),
+    Family("contriever", "contriever", pooling="mean", normalizes=False),
+)
+"""The first family that matches is used."""
+OTHER = Family("other", "")
+NAMES = (*(family.name for family in FAMILIES), OTHER.name)
+
+
+def model_name(model_path: str) -> str:
+    """Return the model name of a hub name, a model folder, or a folder of the hub's cache."""
+    path = Path(model_path)
+    if path.parent.name == "snapshots":
+        return path.parent.parent.name.rpartition("--")[2]
+    return path.name
+
+
+def family_of(name: str, family_name: str | None = None) -> Family:
+    """Return family `family_name`, or else the one that matches model `name`; raises SetupError."""
+    if family_name is not None and family_name not in NAMES:
+        raise SetupError(f"--encoder_family {family_name}; expected {', '.join(NAMES)}")
+    for family in FAMILIES:
+        word = rf"(?<![a-z0-9])(?:{family.pattern})(?![a-z0-9])"
+        if family_name == family.name or (family_name is None and re.search(word, name.lower())):
+            return family
+    return OTHER

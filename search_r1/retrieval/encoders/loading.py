@@ -1,0 +1,124 @@
+"""Checks of devices, dtypes, input lengths and weights before a model is used.
+
+Imports torch and transformers; only the encoder and the reranker import this module.
+"""
+
+import hashlib
+import socket
+import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies
+
+import torch
+from huggingface_hub import constants, try_to_load_from_cache
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
+
+from search_r1.retrieval.errors import SetupError
+
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+HUB_TIMEOUT_S = 10.0
+"""Timeout in seconds for connecting to the hub."""
+UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError,
+              RuntimeError, SafetensorError, StrictDataclassError)  # fmt: skip
+"""Errors raised when loading a damaged or unsupported model folder."""
+MAX_INPUT_LENGTH = 1 << 20
+"""Upper bound of input lengths; tokenizers without a limit report a much larger number."""
+
+
+def torch_dtype(flag: str, name: str) -> torch.dtype:
+    """Return the dtype `name`; raises SetupError, which names the flag, for an unknown dtype."""
+    if name not in DTYPES:
+        raise SetupError(f"--{flag} {name}; expected {', '.join(DTYPES)}")
+    return DTYPES[name]
+
+
+def pick_device(flag: str, name: str | None) -> str:
+    """Return device `name`, by default a GPU if there is one; raises SetupError if unusable."""
+    device = name or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        torch.zeros(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise SetupError(
+            f"--{flag} {device} cannot be used ({error}); expected cpu or a visible GPU: cuda:0"
+        ) from error
+    return device
+
+
+@contextmanager
+def explain_load_errors(flag: str, model_path: str) -> Iterator[None]:
+    """Turn errors of the `with` block, which loads a model, into a SetupError with the fix."""
+    if model_path.startswith((".", "/", "~")) and not Path(model_path).is_dir():
+        raise SetupError(
+            f"model folder {model_path} does not exist; expected a model folder or a hub name "
+            f"such as intfloat/e5-base-v2: set --{flag}"
+        )
+    try:
+        # Without a connection, loading would retry each file of the model for minutes.
+        is_local = Path(model_path).is_dir() or try_to_load_from_cache(model_path, "config.json")
+        if not (is_local or constants.HF_HUB_OFFLINE or getproxies()):
+            _check_hub(flag, model_path)
+        yield
+    except UNREADABLE as error:
+        reason = textwrap.shorten(f"{type(error).__name__}: {error}", 300)
+        raise SetupError(
+            f"model {model_path!r} cannot be loaded ({reason}); expected a complete folder or a "
+            f"hub name: set --{flag} (a model that comes with code needs --trust_remote_code)"
+        ) from error
+
+
+def _check_hub(flag: str, model_path: str) -> None:
+    hub = urlsplit(constants.ENDPOINT)
+    try:
+        port = hub.port or {"http": 80}.get(hub.scheme, 443)
+        socket.create_connection((str(hub.hostname), port), HUB_TIMEOUT_S).close()
+    except OSError as error:
+        raise SetupError(
+            f"model {model_path!r} is not a local folder, and {hub.hostname} does not answer "
+            f"({error}); expected a model folder or a reachable hub: set --{flag}"
+        ) from error
+
+
+def check_weights(
+    model_class: Any, model_path: str, *, optional_prefix: str = "", **options: Any
+) -> None:
+    """Raise SetupError for missing weights, except those that begin with `optional_prefix`, if any.
+
+    Libraries initialise missing weights at random, which sentence-transformers does not report. So
+    the model is loaded once more, on the meta device without memory.
+    """
+    _, report = model_class.from_pretrained(
+        model_path, output_loading_info=True, device_map="meta", **options
+    )
+    missing = set(report["missing_keys"])
+    if optional_prefix:
+        missing = {key for key in missing if not key.startswith(optional_prefix)}
+    if missing:
+        raise SetupError(
+            f"model {model_path!r} has no weights for {', '.join(sorted(missing)[:3])} "
+            f"({len(missing)} missing); expected a complete checkpoint for {model_class.__name__}"
+        )
+
+
+def longest_input(tokenizer: Any, config: Any) -> int:
+    """Return the maximum number of input tokens of the model, special tokens included."""
+    limit = min(int(tokenizer.model_max_length), MAX_INPUT_LENGTH)
+    positions: int | None = getattr(config, "max_position_embeddings", None)
+    if not positions:
+        return limit
+    # These models number positions from pad_token_id + 1, so the first entries are never used.
+    is_offset = config.model_type in {"roberta", "xlm-roberta", "camembert", "mpnet"}
+    return min(limit, positions - (config.pad_token_id + 1 if is_offset else 0))
+
+
+def weights_digest(model: torch.nn.Module) -> str:
+    """Return a 64-bit hash (hex) of the first values of every weight, to tell trainings apart."""
+    hasher = hashlib.blake2b(digest_size=8)
+    for name, weight in model.state_dict().items():
+        sample = weight.detach().reshape(-1)[:64].float().cpu().numpy()
+        hasher.update(f"{name} {tuple(weight.shape)}".encode() + sample.tobytes())
+    return hasher.hexdigest()

@@ -1,0 +1,66 @@
+"""The protocol of retriever backends, the fingerprint that identifies one, and stage timing."""
+
+import hashlib
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, Protocol
+
+from search_r1.retrieval.schema import Hit
+
+Seconds = dict[str, float]
+"""Wall time of each stage of a search: encode, search, documents, rerank ..."""
+_collected: ContextVar[Seconds | None] = ContextVar("collected", default=None)
+
+
+class Retriever(Protocol):
+    """A retriever backend; the server calls it from at most `num_threads` threads at once.
+
+    A backend may also have a `corpus` attribute, from which the server reads single documents, and
+    `cuts`, the counts of texts that were longer than a model's input.
+    """
+
+    name: str
+    num_threads: int
+    """Threads that may search at once: 1 for an index, more if a search waits for the network."""
+    num_documents: int
+    """Number of documents that can be found; 0 if unknown."""
+
+    def search(self, queries: Sequence[str], k: int) -> list[list[Hit]]:
+        """Return at most `k` hits for each query in turn, best first, ties by row."""
+
+    def info(self) -> dict[str, Any]:
+        """Return JSON-ready facts for `/info`: all that affects results, but no times or paths."""
+
+
+def fingerprint(facts: Mapping[str, Any]) -> str:
+    """Return a 64-bit BLAKE2b hash (hex) of a backend's `info()`: the key of caches and records."""
+    text = json.dumps(facts, sort_keys=True, ensure_ascii=False)
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+@contextmanager
+def stage(name: str) -> Iterator[None]:
+    """Add the duration of the `with` block to stage `name`; almost free outside of `collect`."""
+    seconds = _collected.get()
+    if seconds is None:
+        yield
+        return
+    start = time.perf_counter()
+    try:
+        yield
+    finally:
+        seconds[name] = seconds.get(name, 0.0) + time.perf_counter() - start
+
+
+@contextmanager
+def collect() -> Iterator[Seconds]:
+    """Collect the stage times of everything that this thread calls in the `with` block."""
+    seconds: Seconds = {}
+    token = _collected.set(seconds)
+    try:
+        yield seconds
+    finally:
+        _collected.reset(token)

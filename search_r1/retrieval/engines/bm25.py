@@ -1,0 +1,172 @@
+"""BM25 (the Lucene variant) over a memory-mapped bm25s index; needs neither torch nor Java."""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from tokenize import TokenError
+from typing import Any
+
+import bm25s
+import numpy as np
+import numpy.typing as npt
+
+from search_r1.retrieval.checksums import sample_indices
+from search_r1.retrieval.corpus import Corpus
+from search_r1.retrieval.engines.base import Retriever, stage
+from search_r1.retrieval.errors import IndexMismatch
+from search_r1.retrieval.index_builder import BuildConfig, build_index, index_folder
+from search_r1.retrieval.manifest import Manifest, build_command, check_files, locate, open_corpus
+from search_r1.retrieval.schema import Hit
+from search_r1.retrieval.settings import RetrieverConfig
+from search_r1.retrieval.tokenization import ANALYZERS, FOLDED, UNFOLDED, tokenize
+
+logger = logging.getLogger(__name__)
+
+Scores = npt.NDArray[np.float32]  # (num_documents,)
+METHODS = ("lucene", "robertson", "atire", "bm25l", "bm25+")
+POSTINGS = ("data", "indices", "indptr")
+UNREADABLE = (TokenError, OSError, ValueError, TypeError, AttributeError, LookupError, EOFError,
+              RecursionError, OverflowError, MemoryError)  # fmt: skip
+"""Errors that bm25s, numpy and json raise for malformed files."""
+CHECK_BLOCK = 1 << 16
+"""Number of postings that are checked at a time when an index is opened."""
+BOUND_SAMPLE = 8192
+"""Maximum number of documents of one word that are used to bound the k-th score from below."""
+
+
+class Bm25Retriever:
+    """BM25 ranking of the documents that share a word with the query; others are never hits."""
+
+    name = "bm25"
+    num_threads = 1
+
+    def __init__(self, index: bm25s.BM25, corpus: Corpus, analyzer: str = FOLDED) -> None:
+        """`analyzer`: the one that read the documents; it reads the queries, too."""
+        self._index, self._analyzer = index, analyzer
+        self.corpus, self.num_documents = corpus, len(corpus)
+        # Plain arrays, since slicing a np.memmap costs as much as reading a short posting list.
+        index.scores |= {name: np.asarray(index.scores[name]) for name in POSTINGS}
+
+    @classmethod
+    def open(cls, folder: Path, corpus: Corpus, config: RetrieverConfig) -> "Bm25Retriever":
+        """Memory-map the index; raises IndexMismatch if damaged or of another corpus."""
+        check_files(config, folder, corpus)
+        manifest = Manifest.load(folder)
+        manifest.check_corpus(folder, corpus.path, corpus.fingerprint)
+        command = build_command(str(corpus.path), str(folder.parent))
+        if manifest.analyzer not in ANALYZERS:
+            raise IndexMismatch(
+                f"index {folder} was built with the analyzer {manifest.analyzer!r}; expected "
+                f"{FOLDED!r}: update this program, or build it again with `{command}`"
+            )
+        if manifest.analyzer == UNFOLDED:
+            logger.info(
+                "index %s tells Bogotá from Bogota, as it was built; to fold accents and forms of "
+                "letters build it again: `%s`", folder, command,
+            )  # fmt: skip
+        try:
+            index = bm25s.BM25.load(folder, mmap=True, show_progress=False)
+            _check_arrays(index, len(corpus), config.verify)
+        except UNREADABLE as error:
+            raise IndexMismatch(
+                f"index {folder} cannot be read ({type(error).__name__}: {error}); expected what "
+                f"bm25s wrote for {len(corpus)} documents: build it again with `{command}`"
+            ) from error
+        return cls(index, corpus, manifest.analyzer)
+
+    def search(self, queries: Sequence[str], k: int) -> list[list[Hit]]:
+        with stage("search"):
+            ranked = [self._rank(words, k) for words in tokenize(queries, self._analyzer)]
+        with stage("documents"):
+            documents = iter(self.corpus.documents([row for rows, _ in ranked for row in rows]))
+            return [
+                [Hit(document, score) for score, document in zip(scores, documents, strict=False)]
+                for _, scores in ranked
+            ]
+
+    def _rank(self, words: list[str], k: int) -> tuple[list[int], list[float]]:
+        word_ids = self._index.get_tokens_ids(words)
+        if not word_ids:
+            return [], []
+        scores = self._index.get_scores_from_ids(word_ids)
+        rows = top_rows(scores, k, self._score_lower_bound(word_ids, scores, k))
+        return rows, scores[rows].tolist()
+
+    def _score_lower_bound(self, word_ids: list[int], scores: Scores, k: int) -> float:
+        """Return a lower bound of the k-th best score, or 0.0 if there is none.
+
+        It is the k-th best score among the documents of the rarest word that at least `k`
+        documents have. Only documents that reach it have to be sorted.
+        """
+        starts = self._index.scores["indptr"]
+        sizes = [(int(starts[word + 1] - starts[word]), word) for word in word_ids]
+        size, word = min((pair for pair in sizes if pair[0] >= k), default=(0, 0))
+        if size == 0 or k > BOUND_SAMPLE:
+            return 0.0
+        rows = self._index.scores["indices"][starts[word] : starts[word + 1]]
+        sample = scores[rows[:BOUND_SAMPLE]]
+        return float(np.partition(sample, len(sample) - k)[len(sample) - k])
+
+    def info(self) -> dict[str, Any]:
+        parameters = {"k1": self._index.k1, "b": self._index.b, "method": self._index.method}
+        # An index of the earlier analyzer keeps the facts that runs on it have recorded.
+        analyzer = {"analyzer": self._analyzer} if self._analyzer != UNFOLDED else {}
+        corpus = asdict(self.corpus.fingerprint)
+        return {"engine": self.name, **parameters, **analyzer, "corpus": corpus}
+
+
+def open_retriever(config: RetrieverConfig) -> Retriever:
+    """Open the index at `index_path`, or else one beside the corpus, built again if outdated."""
+    corpus = open_corpus(config)
+    if config.index_path is not None:
+        return Bm25Retriever.open(locate(config, "bm25"), corpus, config)
+    save_dir = corpus.path.parent / "index" / corpus.path.stem
+    folder = index_folder(save_dir, "bm25")
+    if folder.is_dir():
+        try:
+            return Bm25Retriever.open(folder, corpus, config)
+        except IndexMismatch as error:
+            logger.warning("building the index of the corpus again: %s", error)
+    logger.info("no --index_path: building a BM25 index of %s in %s", corpus.path, folder)
+    build_index(BuildConfig("bm25", str(corpus.path), str(save_dir)))
+    return Bm25Retriever.open(folder, corpus, config)
+
+
+def _check_arrays(index: bm25s.BM25, num_documents: int, whole: bool) -> None:
+    """Raise ValueError for arrays that are not a valid index; checks samples unless `whole`."""
+    word_ids = np.array([id for word, id in index.vocab_dict.items() if word] or [0])
+    data, indices, indptr = (np.asarray(index.scores[name]) for name in POSTINGS)
+    if (data.dtype.kind, indices.dtype.kind, indptr.dtype.kind) != ("f", "i", "i"):
+        raise ValueError(f"arrays of {data.dtype}, {indices.dtype} and {indptr.dtype}")
+    if index.scores["num_docs"] != num_documents:
+        raise ValueError(f"{index.scores['num_docs']} documents")
+    if index.method not in METHODS or not np.isfinite([index.k1, index.b]).all():
+        raise ValueError(f"method {index.method!r}, k1 {index.k1!r} and b {index.b!r}")
+    is_partition = indptr[0] == 0 and indptr[-1] == len(data) == len(indices)
+    if not is_partition or (np.diff(indptr) < 0).any():
+        raise ValueError("its arrays do not belong together")
+    has_valid_ids = (
+        word_ids.dtype.kind == "i" and word_ids.min() >= 0 and word_ids.max() == len(indptr) - 2
+    )
+    if not has_valid_ids or len(np.unique(word_ids)) != len(word_ids):
+        raise ValueError("its words do not belong to its arrays")
+    for i in sample_indices(-(-len(data) // CHECK_BLOCK), whole=whole):
+        block = slice(i * CHECK_BLOCK, (i + 1) * CHECK_BLOCK)
+        if not (np.isfinite(data[block]).all() and (data[block] >= 0).all()):
+            raise ValueError("scores that are negative or not finite")
+        if not ((indices[block] >= 0).all() and (indices[block] < num_documents).all()):
+            raise ValueError("row numbers outside of the corpus")
+
+
+def top_rows(scores: Scores, k: int, floor: float = 0.0) -> list[int]:
+    """Return the rows of the `k` highest scores, ties by row; `floor`: a bound of the k-th."""
+    rows = np.flatnonzero(scores >= floor if floor > 0 else scores > 0)
+    values = scores[rows]
+    if len(rows) > k:
+        threshold = np.partition(values, len(values) - k)[len(values) - k]
+        keep = values >= threshold
+        rows, values = rows[keep], values[keep]
+    order = np.lexsort((rows, -values))[:k]
+    best: list[int] = rows[order].tolist()
+    return best

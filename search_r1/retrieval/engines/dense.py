@@ -1,0 +1,184 @@
+"""Dense retrieval: an encoder, an index of vectors, and the corpus documents of its rows.
+
+An index is a folder written by `index_builder` (`vectors.faiss` and a manifest) or a bare FAISS
+file such as the published `e5_Flat.index`. The engines that search it are not imported here.
+"""
+
+import hashlib
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from search_r1.retrieval.corpus import Corpus
+from search_r1.retrieval.encoder import Encoder, cuts_of, open_encoder
+from search_r1.retrieval.encoders.families import Vectors
+from search_r1.retrieval.engines.base import stage
+from search_r1.retrieval.engines.own_rows import check_own_rows
+from search_r1.retrieval.errors import IndexMismatch, SetupError
+from search_r1.retrieval.manifest import PROBE_TEXT, Manifest, check_files, locate, open_corpus
+from search_r1.retrieval.schema import Hit
+from search_r1.retrieval.settings import RetrieverConfig
+
+logger = logging.getLogger(__name__)
+
+VECTORS_NAME = "vectors.faiss"
+NUM_SAMPLES = 256
+SAMPLE_BYTES = 4096
+READ_CHUNK_BYTES = 1 << 24
+
+
+class VectorIndex(Protocol):
+    """A searchable index of vectors; its results do not depend on how queries are batched."""
+
+    num_rows: int
+    dim: int
+
+    def load(self, corpus: Corpus, encoder: Encoder) -> None:
+        """Prepare for searching; called once the index is known to fit corpus and encoder."""
+
+    def search(self, queries: Vectors, k: int) -> tuple[list[list[float]], list[list[int]]]:
+        """Return scores and rows of at most `k` vectors per query, best first, ties by row."""
+
+    def info(self) -> dict[str, Any]:
+        """Return JSON-ready facts that affect the scores."""
+
+
+class DenseRetriever:
+    """Ranking of documents by inner product (or distance) of query and passage embeddings."""
+
+    num_threads = 1
+
+    def __init__(
+        self, name: str, index: VectorIndex, digest: str, corpus: Corpus, encoder: Encoder
+    ) -> None:
+        self.name, self.num_documents = name, len(corpus)
+        self.corpus, self._encoder = corpus, encoder
+        self._index, self._digest = index, digest
+        self.cuts = cuts_of(encoder)
+
+    def search(self, queries: Sequence[str], k: int) -> list[list[Hit]]:
+        if not queries:
+            return []
+        with stage("encode"):
+            vectors = self._encode(queries)
+        with stage("search"):
+            scores, rows = self._index.search(vectors, k)
+        with stage("documents"):
+            documents = iter(self.corpus.documents([row for ranked in rows for row in ranked]))
+            return [[Hit(next(documents), score) for score in ranked] for ranked in scores]
+
+    def _encode(self, queries: Sequence[str]) -> Vectors:
+        """Return vectors (num_queries, dim); raises SetupError for one that is not finite."""
+        vectors = self._encoder.encode_queries(queries)
+        bad = np.flatnonzero(~np.isfinite(vectors).all(axis=1))
+        if len(bad):
+            raise SetupError(
+                f"encoder {self._encoder.name}: got a vector that is not finite for the query "
+                f"{queries[bad[0]][:80]!r}, expected numbers; fix: --encoder_dtype float32"
+            )
+        return vectors
+
+    def info(self) -> dict[str, Any]:
+        index = {**self._index.info(), "index": self._digest}
+        corpus = asdict(self.corpus.fingerprint)
+        return {**index, "encoder": self._encoder.info(), "corpus": corpus}
+
+
+def open_dense(
+    config: RetrieverConfig, open_index: Callable[[Path], VectorIndex]
+) -> DenseRetriever:
+    """Open the configured corpus, encoder and index; raises IndexMismatch if they do not match."""
+    corpus = open_corpus(config)
+    path = locate_index(config)
+    check_files(config, path, corpus)
+    file = vectors_file(path)
+    read_ahead(file)
+    index = open_index(file)
+    encoder = open_encoder(config.encoder)
+    check(path, index, corpus, encoder)
+    index.load(corpus, encoder)
+    check_own_rows(config.retriever_name, path, index, corpus, encoder)
+    return DenseRetriever(config.retriever_name, index, index_digest(file), corpus, encoder)
+
+
+def locate_index(config: RetrieverConfig) -> Path:
+    """Return `index_path`, or `<name>_Flat.index` or else the only `<name>_*.index` inside it."""
+    flat = f"{config.retriever_name}_Flat.index"
+    parent = Path(config.index_path or "")
+    prefix = f"{config.retriever_name}_"
+    names = sorted(p.name for p in parent.glob("*.index") if p.name.startswith(prefix))
+    if config.index_path is None or flat in names or not names:
+        return locate(config, flat)
+    if len(names) > 1:
+        raise SetupError(
+            f"--index_path {parent} holds {', '.join(names)}; expected one index: give "
+            f"--index_path {parent / names[0]}"
+        )
+    return locate(config, names[0])
+
+
+def vectors_file(path: Path) -> Path:
+    """Return the FAISS file of an index, which is a folder or that file itself."""
+    return path / VECTORS_NAME if path.is_dir() else path
+
+
+def check(path: Path, index: VectorIndex, corpus: Corpus, encoder: Encoder) -> None:
+    """Raise IndexMismatch unless the index, and its manifest if any, fit corpus and encoder."""
+    if path.is_dir():
+        manifest = Manifest.load(path)
+        manifest.check_corpus(path, corpus.path, corpus.fingerprint)
+        manifest.check_probe(path, encoder.name, probe(encoder))
+    if index.num_rows != len(corpus):
+        raise IndexMismatch(
+            f"index {path} holds {index.num_rows} vectors, but corpus {corpus.path} has "
+            f"{len(corpus)} documents; expected one for each: give the index's own corpus"
+        )
+    encoded = encoder.encode_queries([PROBE_TEXT]).shape[1]
+    if index.dim != encoded:
+        raise IndexMismatch(
+            f"index {path} has {index.dim} dimensions, but encoder {encoder.name} gives {encoded}; "
+            "expected the same number: set --retriever_model to the encoder that the index was "
+            "built with"
+        )
+
+
+def probe(encoder: Encoder) -> tuple[float, ...]:
+    """Return the encoder's embedding of the probe text, rounded for the manifest."""
+    return tuple(round(float(x), 5) for x in encoder.encode_passages([PROBE_TEXT])[0])
+
+
+def read_ahead(file: Path) -> threading.Thread:
+    """Read a file in the background, while the encoder loads, so that it is in the page cache.
+
+    A search that is the first to touch a mapped file reads it page by page, several times slower.
+    """
+
+    def read() -> None:
+        buffer = bytearray(READ_CHUNK_BYTES)
+        try:
+            with file.open("rb", buffering=0) as data:
+                while data.readinto(buffer):
+                    pass
+        except OSError as error:  # only a hint: the code that needs the file reports the error
+            logger.info("not read ahead: %s", error)
+
+    thread = threading.Thread(target=read, name="read-ahead", daemon=True)
+    thread.start()
+    return thread
+
+
+def index_digest(file: Path) -> str:
+    """Return a 64-bit hash (hex) of size and samples; other encoders change nearly all vectors."""
+    size = file.stat().st_size
+    hasher = hashlib.blake2b(str(size).encode(), digest_size=8)
+    last = max(0, size - SAMPLE_BYTES)
+    with file.open("rb") as data:
+        for i in range(NUM_SAMPLES):
+            data.seek(last * i // (NUM_SAMPLES - 1))
+            hasher.update(data.read(SAMPLE_BYTES))
+    return hasher.hexdigest()

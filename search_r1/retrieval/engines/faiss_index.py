@@ -1,0 +1,211 @@
+"""Dense search with FAISS: opens an index file of any kind, on CPU or on GPUs.
+
+Scores are inner products, or negative squared distances if the index was made for L2.
+"""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import faiss
+import numpy as np
+
+from search_r1.retrieval.corpus import Corpus
+from search_r1.retrieval.encoder import Encoder
+from search_r1.retrieval.encoders.families import Vectors
+from search_r1.retrieval.engines.base import Retriever
+from search_r1.retrieval.engines.dense import open_dense
+from search_r1.retrieval.engines.faiss_child import reason_of, try_in_child
+from search_r1.retrieval.engines.faiss_rows import Rows, check_rows
+from search_r1.retrieval.engines.flat_file import FlatFile, is_flat
+from search_r1.retrieval.errors import IndexMismatch, SetupError
+from search_r1.retrieval.settings import FaissConfig, RetrieverConfig
+
+logger = logging.getLogger(__name__)
+
+METRICS = {faiss.METRIC_INNER_PRODUCT: "ip", faiss.METRIC_L2: "l2"}
+BLAS_QUERIES = 4
+"""Minimum number of queries for which a Flat index multiplies matrices. FAISS 1.15 defaults to
+128,000 and computes one pair of vectors at a time below that: with a million vectors, 64 queries
+took 7 times as long."""
+MARGIN = 32
+"""Candidates beyond k of a Flat index whose scores are computed again in float64."""
+RESCORE_QUERIES = 64
+"""Queries whose candidates are scored again at a time, which bounds the memory."""
+
+
+class FaissIndex:
+    """A FAISS index; its results do not depend on how queries are batched."""
+
+    def __init__(self, index: Any, config: FaissConfig, path: Path) -> None:
+        """Apply the search parameters; raises SetupError for one that the index does not have.
+
+        `path`: the file of the index, for messages.
+        """
+        self._path = path
+        _set_parameter(index, "nprobe", "nprobe", config.nprobe)
+        _set_parameter(index, "ef_search", "efSearch", config.ef_search)
+        self.num_rows, self.dim = int(index.ntotal), int(index.d)
+        self.metric = METRICS[index.metric_type]
+        self._facts = {
+            "engine": "faiss",
+            "kind": type(index).__name__,
+            "dim": self.dim,
+            "metric": self.metric,
+            "gpu": config.faiss_gpu,
+            **_search_parameters(index),
+        }
+        self._is_exact = isinstance(index, faiss.IndexFlat) and not config.faiss_gpu
+        faiss.cvar.distance_compute_blas_threshold = BLAS_QUERIES
+        self._index, self._use_gpus = index, config.faiss_gpu
+
+    @classmethod
+    def open(
+        cls, path: Path, config: FaissConfig, *, whole: bool = False, checked: bool = False
+    ) -> "FaissIndex":
+        """Memory-map the file; raises SetupError, or IndexMismatch for invalid vectors or ids.
+
+        `whole`: check all of its vectors, not a sample; `checked`: neither, since `try_in_child`
+        has done so.
+        """
+        if is_flat(path):
+            FlatFile.open(path).check_finite(whole=whole)
+        try:
+            index = faiss.read_index(str(path), faiss.IO_FLAG_MMAP_IFC)
+        except (RuntimeError, MemoryError) as error:
+            raise SetupError(
+                f"{path} cannot be read by FAISS ({reason_of(error)}); expected a complete index "
+                "file: build or download it again"
+            ) from error
+        if index.metric_type not in METRICS:
+            raise SetupError(
+                f"{path} has FAISS metric {index.metric_type}; expected inner product (0) or L2 "
+                "(1): build it again with index_builder"
+            )
+        if not is_flat(path) and not checked:
+            check_rows(path, index, whole)
+        return cls(index, config, path)
+
+    def load(self, corpus: Corpus, encoder: Encoder) -> None:
+        """Move the index to the GPUs if configured; raises SetupError if there are none."""
+        if self._use_gpus:
+            self._index = _to_gpus(self._index)
+
+    def info(self) -> dict[str, Any]:
+        return self._facts
+
+    def search(self, queries: Vectors, k: int) -> tuple[list[list[float]], list[list[int]]]:
+        """Return scores and rows; raises SetupError, or IndexMismatch for an infinite score."""
+        num_candidates = min(k + MARGIN if self._is_exact else k, self.num_rows)
+        try:
+            scores, rows = self._index.search(queries, num_candidates)
+        except (RuntimeError, MemoryError) as error:
+            raise SetupError(
+                f"{self._path} cannot be searched by FAISS ({reason_of(error)}); expected an index "
+                "of a kind that searches alone, such as Flat, HNSW or IVF: build it again"
+            ) from error
+        if self._is_exact:
+            scores = self._exact_scores(queries, rows)
+        elif self.metric == "l2":
+            scores = -scores
+        if len(bad := rows[(rows >= 0) & ~np.isfinite(scores)]):
+            raise IndexMismatch(
+                f"{self._path} row {bad[0]} (from 0): got a score that is not finite, expected "
+                "numbers; fix: encode the corpus again"
+            )
+        ranked = [_rank(*pair, k) for pair in zip(scores, rows, strict=True)]
+        return [s for s, _ in ranked], [r for _, r in ranked]
+
+    def _exact_scores(self, queries: Vectors, rows: Rows) -> Vectors:
+        """Return scores (num_queries, n) of candidate rows, summed in float64.
+
+        FAISS sums in an order that depends on the batch, so equal vectors could differ in score.
+        """
+        scores = np.empty(rows.shape, dtype=np.float32)
+        for start in range(0, len(queries), RESCORE_QUERIES):
+            block = slice(start, start + RESCORE_QUERIES)
+            vectors = self._index.reconstruct_batch(rows[block].ravel()).astype(np.float64)
+            vectors = vectors.reshape(*rows[block].shape, self.dim)
+            query = queries[block].astype(np.float64)[:, None]
+            terms = query * vectors if self.metric == "ip" else -np.square(query - vectors)
+            scores[block] = terms.sum(axis=2)
+        return scores
+
+
+def _rank(scores: Vectors, rows: Rows, k: int) -> tuple[list[float], list[int]]:
+    """Return the best `k` of one query, ties by row; FAISS pads missing results with row -1."""
+    scores, rows = scores[rows >= 0], rows[rows >= 0]
+    order = np.lexsort((rows, -scores))[:k]
+    return scores[order].tolist(), rows[order].tolist()
+
+
+def _set_parameter(index: Any, flag: str, parameter: str, value: int | None) -> None:
+    """Set a search parameter; raises SetupError if the index has no such parameter."""
+    if value is None:
+        return
+    try:
+        faiss.ParameterSpace().set_index_parameter(index, parameter, value)
+    except RuntimeError as error:
+        kinds = {"nprobe": "an IVF index", "ef_search": "an HNSW index"}
+        raise SetupError(
+            f"--{flag} {value}, but the index is {type(index).__name__}, which has no such "
+            f"parameter; expected {kinds[flag]}: leave the option out"
+        ) from error
+
+
+def _search_parameters(index: Any) -> dict[str, int]:
+    """Return nlist and nprobe of an IVF index, and ef_search of an HNSW graph."""
+    inverted = faiss.try_extract_index_ivf(index)
+    if inverted is None:
+        return {"ef_search": int(index.hnsw.efSearch)} if hasattr(index, "hnsw") else {}
+    if inverted.nprobe == 1:
+        logger.warning(
+            "searching 1 of %d lists per query, FAISS's default: a larger --nprobe, for example "
+            "%d, finds more",
+            inverted.nlist,
+            min(64, inverted.nlist),
+        )
+    quantizer = faiss.downcast_index(inverted.quantizer)
+    parameters = {"nlist": int(inverted.nlist), "nprobe": int(inverted.nprobe)}
+    if hasattr(quantizer, "hnsw"):
+        parameters["ef_search"] = int(quantizer.hnsw.efSearch)
+    return parameters
+
+
+def check_gpu(verb: str) -> int:
+    """Return the number of GPUs that FAISS sees, to `verb` on; raises SetupError if none."""
+    num_gpus = faiss.get_num_gpus() if hasattr(faiss, "get_num_gpus") else 0
+    if num_gpus == 0:
+        other = "use --dense_engine torch, which needs neither, " if verb == "search" else ""
+        raise SetupError(
+            "--faiss_gpu, but this FAISS sees no GPU; expected a GPU build (faiss-gpu) and a "
+            f"visible GPU: install it, {other}or leave --faiss_gpu out to {verb} on CPU"
+        )
+    return int(num_gpus)
+
+
+def _to_gpus(index: Any) -> Any:
+    """Return the index in float16, sharded over all GPUs; raises SetupError if there are none."""
+    num_gpus = check_gpu("search")
+    options = faiss.GpuMultipleClonerOptions()
+    options.useFloat16 = True
+    options.shard = True
+    logger.info("moving the index to %d GPUs in float16", num_gpus)
+    try:
+        return faiss.index_cpu_to_all_gpus(index, co=options)
+    except RuntimeError as error:
+        raise SetupError(
+            f"--faiss_gpu cannot move this {type(index).__name__} to GPUs ({reason_of(error)}); "
+            "expected enough GPU memory, and a kind of index that FAISS supports on GPUs (Flat, "
+            "IVF with Flat, SQ or PQ): leave --faiss_gpu out"
+        ) from error
+
+
+def open_retriever(config: RetrieverConfig) -> Retriever:
+    def open_index(file: Path) -> FaissIndex:
+        is_tried = not is_flat(file)
+        if is_tried:
+            try_in_child(file, config.faiss, whole=config.verify)
+        return FaissIndex.open(file, config.faiss, whole=config.verify, checked=is_tried)
+
+    return open_dense(config, open_index)

@@ -1,0 +1,111 @@
+"""Registry of the retriever backends by `--retriever_name`.
+
+An entry names a module with a function `open_retriever(config) -> Retriever`. The module is
+imported only when its backend is chosen, so that only its users need the packages it imports.
+"""
+
+import importlib
+import logging
+from collections.abc import Callable
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import NamedTuple
+
+from search_r1.retrieval.engines.base import Retriever
+from search_r1.retrieval.engines.rerank import RerankingRetriever
+from search_r1.retrieval.errors import SetupError, install_command
+from search_r1.retrieval.settings import RetrieverConfig
+
+logger = logging.getLogger(__name__)
+
+PACKAGE = "search_r1.retrieval.engines"
+
+
+class Backend(NamedTuple):
+    """An entry of the registry."""
+
+    module: str
+    """Full name of the module."""
+    install: str = ""
+    """Command that installs the packages that the module imports."""
+    reads: tuple[str, ...] = ()
+    """Names of the option groups of `RetrieverConfig` that the backend reads."""
+
+
+FAISS = Backend(f"{PACKAGE}.faiss_index", install_command("dense"), ("encoder", "faiss"))
+TORCH = Backend(f"{PACKAGE}.torch_flat", install_command("dense"), ("encoder", "torch"))
+LUCENE = Backend(f"{PACKAGE}.lucene", install_command("lucene"))
+ONLINE = Backend("search_r1.online.engine", install_command("online"), ("online",))
+RERANKER = Backend("search_r1.retrieval.encoders.cross_encoder", install_command("dense"))
+DIAGNOSTICS = Backend(f"{PACKAGE}.diagnostics", reads=("diagnostics",))
+BACKENDS = {
+    "bm25": Backend(f"{PACKAGE}.bm25", "pip install bm25s"),
+    "lucene": LUCENE,
+    **dict.fromkeys(("google", "serpapi", "brave", "serper", "tavily"), ONLINE),
+    **dict.fromkeys(("empty", "random", "oracle"), DIAGNOSTICS),
+    "replay": Backend(f"{PACKAGE}.replay", reads=("diagnostics",)),
+}
+"""Backends by --retriever_name; any other name is a dense index."""
+
+
+def build_retriever(config: RetrieverConfig) -> Retriever:
+    """Open the configured backend; raises a SearchError that says what to fix."""
+    backend, rerank = _choose(config), config.rerank
+    if unread := _unread_flags(config, backend):
+        logger.warning(
+            "--retriever_name %s does not read %s: leave them out, or choose the backend that does "
+            "(--retriever_name, --dense_engine, --reranker_model)",
+            config.retriever_name,
+            ", ".join(unread),
+        )
+    open_retriever: Callable[[RetrieverConfig], Retriever] = _import(backend).open_retriever
+    if rerank.reranker_model is None:
+        return open_retriever(config)
+    # Open the reranker first, since opening an index can take minutes.
+    scorer = _import(RERANKER, "--reranker_model").CrossEncoder.open(rerank)
+    return RerankingRetriever(open_retriever(config), scorer, rerank.retrieval_topk)
+
+
+def _choose(config: RetrieverConfig) -> Backend:
+    """Return the configured backend; `bm25` with the folder of a Lucene index is `lucene`."""
+    name = config.retriever_name
+    if name == "bm25" and config.index_path and lucene_folder(Path(config.index_path)):
+        return LUCENE
+    if name in BACKENDS:
+        return BACKENDS[name]
+    if config.encoder.retriever_model is None:
+        raise SetupError(
+            f"--retriever_name {name} without --retriever_model; expected "
+            f"{', '.join(BACKENDS)}, or another name together with an encoder: "
+            "for example --retriever_name e5 --retriever_model intfloat/e5-base-v2"
+        )
+    dense = {"faiss": FAISS, "torch": TORCH}
+    if config.torch.dense_engine not in dense:
+        raise SetupError(f"--dense_engine {config.torch.dense_engine}; expected faiss or torch")
+    return dense[config.torch.dense_engine]
+
+
+def _unread_flags(config: RetrieverConfig, backend: Backend) -> list[str]:
+    """Return the flags that were set but that this backend does not read."""
+    reads = (*backend.reads, "rerank") if config.rerank.reranker_model else backend.reads
+    groups = [value for name, value in vars(config).items() if name not in reads]
+    return [
+        f"--{field.name}"
+        for group in groups
+        if is_dataclass(group)
+        for field in fields(group)
+        if getattr(group, field.name) != field.default
+    ]
+
+
+def _import(backend: Backend, user: str = "this backend") -> ModuleType:
+    try:
+        return importlib.import_module(backend.module)
+    except ImportError as error:
+        raise SetupError(f"{error}, which {user} needs; install it: {backend.install}") from error
+
+
+def lucene_folder(path: Path) -> Path | None:
+    """Return the folder with Lucene's segments, `path` or the `bm25` inside it, or None."""
+    return next((f for f in (path, path / "bm25") if any(f.glob("segments_*"))), None)

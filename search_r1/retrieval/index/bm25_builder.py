@@ -1,0 +1,127 @@
+"""Builds a bm25s index of a corpus; shards of tokenised documents survive a killed build.
+
+Words are numbered by their first appearance, so the index does not depend on the shards.
+"""
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import NamedTuple
+
+import bm25s
+import numpy as np
+import numpy.typing as npt
+from bm25s.tokenization import Tokenized
+
+from search_r1.retrieval.corpus import Corpus
+from search_r1.retrieval.errors import SetupError
+from search_r1.retrieval.index import build_folder
+from search_r1.retrieval.index.progress import progress
+from search_r1.retrieval.index_builder import BuildConfig
+from search_r1.retrieval.manifest import Manifest, utc_now
+from search_r1.retrieval.tokenization import FOLDED, tokenize
+from verl.files import atomic_write
+
+TOKENIZER = "words of two characters or more, folded, without English stop words"
+MADE_WITH = f"bm25s {bm25s.__version__}"
+
+Ids = npt.NDArray[np.int32]
+
+
+class Shard(NamedTuple):
+    """The words of consecutive documents."""
+
+    ids: Ids
+    """(num_words,) indices into `words`, document after document."""
+    lengths: Ids
+    """(num_documents,) number of words of each document."""
+    words: list[str]
+    """The distinct words in the order of their first appearance."""
+
+
+class Documents(Sequence[list[int]]):
+    """Word ids of documents, made into lists one by one, since all lists take much memory."""
+
+    def __init__(self, shards: list[tuple[Ids, Ids]]) -> None:
+        """`shards`: `ids` (numbered over all shards) and `lengths` of each shard."""
+        self._shards = shards
+
+    def __len__(self) -> int:
+        return sum(len(lengths) for _, lengths in self._shards)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for ids, lengths in self._shards:
+            start = 0
+            for length in lengths.tolist():
+                yield ids[start : start + length].tolist()
+                start += length
+
+    def __getitem__(self, row: object) -> list[int]:  # type: ignore[override]
+        raise TypeError("documents are read in order")
+
+
+def build(config: BuildConfig, corpus: Corpus, folder: Path) -> None:
+    """Index all documents; raises CorpusError for a malformed row."""
+    if config.faiss_type != "Flat":
+        raise SetupError(
+            f"--faiss_type {config.faiss_type} with --retrieval_method bm25; expected a name for "
+            "a dense index, for example --retrieval_method e5 --model_path intfloat/e5-base-v2"
+        )
+    key = {"corpus": asdict(corpus.fingerprint), "tokenizer": TOKENIZER}
+    with build_folder.work_folder(folder, key | {"shard_rows": config.shard_rows}) as work:
+        build_folder.check_disk(work, 2 * corpus.fingerprint.size, "at most twice the corpus")
+        if not any(work.glob("words-*")):
+            corpus.check_rows(whole=True)
+        tokens = merge_shards(_tokenize_corpus(corpus, work, config.shard_rows))
+        index = bm25s.BM25()
+        index.index(tokens, show_progress=sys.stderr.isatty())
+        ready = build_folder.fresh_folder(work / build_folder.READY_NAME)
+        index.save(ready, show_progress=False)
+        Manifest(
+            "bm25", corpus.fingerprint, len(corpus), created=utc_now(), made_with=MADE_WITH,
+            analyzer=FOLDED,
+        ).save(ready)  # fmt: skip
+        build_folder.publish(work, folder)
+
+
+def merge_shards(shards: Iterator[Shard]) -> Tokenized:
+    """Return the documents of all shards, with one number for each word over all of them."""
+    vocab: dict[str, int] = {}
+    documents = []
+    for shard in shards:
+        numbers = [vocab.setdefault(word, len(vocab)) for word in shard.words]
+        documents.append((np.array(numbers, dtype=np.int32)[shard.ids], shard.lengths))
+    if not vocab:
+        vocab[""] = 0  # bm25s needs at least one word
+    return Tokenized(Documents(documents), vocab)
+
+
+def _tokenize_corpus(corpus: Corpus, work: Path, shard_rows: int) -> Iterator[Shard]:
+    """Yield all shards in order; those that an earlier run saved are not tokenised again."""
+    with progress("tokenise", "documents", len(corpus)) as report:
+        for start in range(0, len(corpus), shard_rows):
+            rows = range(start, min(start + shard_rows, len(corpus)))
+            path = work / f"words-{start:010d}.npz"
+            if not path.exists():
+                texts = [document.contents for document in corpus.documents(rows)]
+                shard = make_shard(tokenize(texts))
+                words = np.frombuffer(json.dumps(shard.words).encode(), dtype=np.uint8)
+                with atomic_write(path, is_durable=True) as part, part.open("wb") as file:
+                    np.savez(file, ids=shard.ids, lengths=shard.lengths, words=words)
+            yield _load_shard(path)
+            report(rows.stop)
+
+
+def make_shard(documents: list[list[str]]) -> Shard:
+    """Number the words of documents by their first appearance."""
+    vocab: dict[str, int] = {}
+    ids = [vocab.setdefault(word, len(vocab)) for words in documents for word in words]
+    lengths = np.array([len(words) for words in documents], dtype=np.int32)
+    return Shard(np.array(ids, dtype=np.int32), lengths, list(vocab))
+
+
+def _load_shard(path: Path) -> Shard:
+    with np.load(path, allow_pickle=False) as arrays:
+        return Shard(arrays["ids"], arrays["lengths"], json.loads(arrays["words"].tobytes()))

@@ -1,0 +1,291 @@
+"""Builds a dense index (corpus → embeddings → FAISS); mistakes are errors before long work."""
+
+import logging
+import re
+import struct
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import faiss
+import numpy as np
+import numpy.typing as npt
+
+from search_r1.retrieval.corpus import Corpus
+from search_r1.retrieval.encoder import Encoder, HashEncoder, open_encoder
+from search_r1.retrieval.engines.dense import VECTORS_NAME, probe
+from search_r1.retrieval.engines.faiss_child import reason_of
+from search_r1.retrieval.engines.faiss_index import check_gpu
+from search_r1.retrieval.errors import IndexMismatch, SetupError
+from search_r1.retrieval.index import build_folder
+from search_r1.retrieval.index.embeddings import (
+    DTYPES,
+    EmbeddingFile,
+    Matrix,
+    blocks,
+    encode,
+    open_embeddings,
+)
+from search_r1.retrieval.index.progress import progress
+from search_r1.retrieval.index_builder import BuildConfig
+from search_r1.retrieval.manifest import Manifest, utc_now
+from search_r1.retrieval.memory import format_bytes
+from search_r1.retrieval.settings import EncoderConfig
+from verl.files import fsync
+
+logger = logging.getLogger(__name__)
+
+MADE_WITH = f"faiss {faiss.__version__}"
+MIN_POINTS, MAX_POINTS = 39, 256
+"""Training vectors per centroid: FAISS warns below the first number and samples above the other."""
+SCALAR_POINTS = 65536
+"""Training vectors of a scalar quantizer, which learns only ranges."""
+SEED = 1234
+
+
+def build(config: BuildConfig, corpus: Corpus, folder: Path) -> None:
+    """Embed and index all documents; raises CorpusError, SetupError or IndexMismatch."""
+    settings = _encoder_settings(config)
+    encoder = open_encoder(settings[0], config.max_length)
+    manifest = _manifest(config, corpus, encoder)
+    check_factory(config.faiss_type, manifest.dim, len(corpus))
+    with build_folder.work_folder(folder, _build_key(config, manifest)) as work:
+        if config.embedding_path is None:
+            matrix = _embed(config, corpus, manifest, encoder, settings, work)
+        else:
+            corpus.check_rows(whole=True)
+            matrix = _load_embeddings(Path(config.embedding_path), corpus, encoder, manifest.dim)
+            _check_disk(config, work, manifest, embedded_bytes=0)
+        ready = build_folder.fresh_folder(work / build_folder.READY_NAME)
+        build_faiss(matrix, config.faiss_type, ready / VECTORS_NAME, on_gpu=config.faiss_gpu)
+        replace(manifest, dtype=str(matrix.dtype)).save(ready)
+        build_folder.publish(work, folder)
+        embeddings = work / "embeddings.npy"
+        if config.save_embedding and embeddings.exists():
+            saved = Path(config.save_dir) / f"{config.retrieval_method}_embeddings.npy"
+            embeddings.replace(saved)
+            fsync(saved.parent)
+            logger.info("the embeddings are in %s, for --embedding_path", saved)
+
+
+def _encoder_settings(config: BuildConfig) -> list[EncoderConfig]:
+    """Return the encoder settings of each device; raises SetupError for invalid options."""
+    if config.model_path is None:
+        raise SetupError(
+            f"--retrieval_method {config.retrieval_method} without --model_path; expected bm25, "
+            "or another name and an encoder, for example --model_path intfloat/e5-base-v2"
+        )
+    if config.embedding_dtype not in DTYPES:
+        raise SetupError(f"--embedding_dtype {config.embedding_dtype}; expected float32 or float16")
+    if config.faiss_gpu:
+        check_gpu("train")
+    settings = EncoderConfig(
+        config.model_path,
+        encoder_family=config.encoder_family,
+        pooling_method=config.pooling_method,
+        encoder_batch_size=config.batch_size,
+        encoder_dtype="float16" if config.use_fp16 else "float32",
+        trust_remote_code=config.trust_remote_code,
+    )
+    if not config.devices and config.model_path.partition(":")[0] == HashEncoder.name:
+        return [settings]
+    from search_r1.retrieval.engines.torch_flat import choose_devices  # noqa: PLC0415 - torch
+
+    return [replace(settings, encoder_device=name) for name in choose_devices(config.devices)]
+
+
+def _manifest(config: BuildConfig, corpus: Corpus, encoder: Encoder) -> Manifest:
+    probe_vector = probe(encoder)
+    return Manifest(
+        config.retrieval_method,
+        corpus.fingerprint,
+        len(corpus),
+        dtype=config.embedding_dtype,
+        encoder=encoder.name,
+        pooling=encoder.pooling,
+        dim=len(probe_vector),
+        probe=probe_vector,
+        factory=config.faiss_type,
+        max_length=config.max_length,
+        query_prefix=encoder.query_prefix,
+        passage_prefix=encoder.passage_prefix,
+        normalizes=encoder.normalizes,
+        created=utc_now(),
+        made_with=MADE_WITH,
+    )
+
+
+def _build_key(config: BuildConfig, manifest: Manifest) -> dict[str, object]:
+    """Return all that affects the embeddings: only a build with the same key may resume."""
+    facts = asdict(manifest)
+    names = ("corpus", "encoder", "probe", "pooling", "dtype", "max_length")
+    precision = "float16" if config.use_fp16 else "float32"
+    key = {name: facts[name] for name in names}
+    return key | {"precision": precision, "shard_rows": config.shard_rows}
+
+
+def _embed(
+    config: BuildConfig,
+    corpus: Corpus,
+    manifest: Manifest,
+    encoder: Encoder,
+    settings: list[EncoderConfig],
+    work: Path,
+) -> Matrix:
+    """Return the embeddings of the corpus; shards that an earlier run finished are reused."""
+    dim, dtype = manifest.dim, manifest.dtype
+    file = EmbeddingFile.create(work, len(corpus), dim, dtype, config.shard_rows)
+    done = file.num_done
+    _check_disk(config, work, manifest, (len(corpus) - done) * dim * np.dtype(dtype).itemsize)
+    if done == 0:
+        corpus.check_rows(whole=True)  # before encoding, which can take hours
+    else:
+        logger.info("%d of %d documents are encoded already", done, len(corpus))
+    cuts = encode(file, corpus, encoder, settings, config.max_length)
+    if cuts.num_cut:
+        logger.warning(
+            "%d of %d passages (%.1f %%) have more than %d tokens, and their rest was cut off "
+            "(--max_length, or the model's own limit)",
+            cuts.num_cut,
+            cuts.num_texts,
+            100 * cuts.num_cut / cuts.num_texts,
+            cuts.limit,
+        )
+    return file.matrix
+
+
+def _check_disk(config: BuildConfig, work: Path, manifest: Manifest, embedded_bytes: int) -> None:
+    index = manifest.count * bytes_per_vector(config.faiss_type, manifest.dim)
+    parts = f"embeddings {format_bytes(embedded_bytes)}, index about {format_bytes(index)}"
+    build_folder.check_disk(work, embedded_bytes + index, parts)
+
+
+def _load_embeddings(path: Path, corpus: Corpus, encoder: Encoder, dim: int) -> Matrix:
+    """Open embeddings; raises IndexMismatch if the first or last row is not the encoder's."""
+    matrix = open_embeddings(path, len(corpus), dim)
+    rows = [0, len(corpus) - 1]
+    expected = encoder.encode_passages([corpus[row].contents for row in rows])
+    loaded = np.asarray(matrix[rows], dtype=np.float32)
+    scale = np.linalg.norm(loaded, axis=1) * np.linalg.norm(expected, axis=1)
+    similarity = float(((loaded * expected).sum(axis=1) / np.maximum(scale, 1e-12)).min())
+    is_zero = not expected.any() and not loaded.any()
+    if similarity < 0.99 and not is_zero:
+        raise IndexMismatch(
+            f"embeddings {path} differ from what {encoder.name} computes for the first and "
+            f"last documents of the corpus (cosine {similarity:.3f}, expected 0.99); give the "
+            "--model_path, --max_length and --corpus_path they were made with"
+        )
+    return matrix
+
+
+def check_factory(factory: str, dim: int, count: int) -> None:
+    """Raise SetupError unless FAISS has `factory` for `dim` and `count` vectors can train it."""
+    try:
+        _try_factory(factory, dim, count)
+    except RuntimeError as error:
+        raise SetupError(
+            f"--faiss_type {factory} cannot be made for {dim} dimensions "
+            f"({reason_of(error)}); expected a FAISS factory such as Flat, HNSW64, SQ8, "
+            "IVF4096,Flat or IVF4096,PQ64, where the number after PQ divides the dimensions"
+        ) from error
+    min_count = MIN_POINTS * num_centroids(factory)
+    if count < min_count:
+        raise SetupError(
+            f"--faiss_type {factory} needs {min_count} documents to train its "
+            f"{num_centroids(factory)} centroids, but the corpus has {count}; expected a factory "
+            f"for a smaller corpus: Flat, SQ8, or at most {count // MIN_POINTS} lists in IVF"
+        )
+
+
+def _try_factory(factory: str, dim: int, count: int) -> None:
+    """Create the index and, if it needs no training, add vectors; raises RuntimeError on failure.
+
+    FAISS creates some kinds that then accept no vectors (IDMap, NSG) or find none (IVF0).
+    """
+    if re.search(r"(?:IVF|HNSW)0+(?!\d)", factory):
+        raise RuntimeError("0 lists or links find nothing")
+    index = _create_index(factory, dim)
+    bytes_per_vector(factory, dim)
+    if isinstance(index, faiss.IndexIDMap):
+        raise RuntimeError("IDMap needs ids, but the vectors are numbered by corpus row")
+    for output_dim in map(int, re.findall(r"PCA[RW]*(\d+)", factory)):
+        if output_dim > dim:
+            raise RuntimeError(f"PCA to {output_dim}")
+    if index.is_trained:
+        sample = np.random.default_rng(SEED).normal(size=(min(count, 2 * dim), dim))
+        index.add(sample.astype(np.float32))
+
+
+def num_centroids(factory: str) -> int:
+    """Return the largest number of centroids that a part of `factory` learns, 0 if none."""
+    lists = [int(n) for n in re.findall(r"IVF(\d+)", factory)]
+    bits = [int(n or 8) for n in re.findall(r"(?<!O)PQ\d+(?:x(\d+))?", factory)]
+    return max(lists + [2**n for n in bits], default=0)
+
+
+def bytes_per_vector(factory: str, dim: int) -> int:
+    """Return the approximate size of one vector in the index, in bytes."""
+    links = [int(n) for n in re.findall(r"HNSW(\d+)", factory) if "IVF" not in factory]
+    if links:
+        codes = dim if "SQ8" in factory else 4 * dim
+        return codes + 4 * (2 * links[0] + links[0] // 8) + 20
+    return int(_create_index(factory, dim).sa_code_size()) + (8 if "IVF" in factory else 0)
+
+
+def build_faiss(matrix: Matrix, factory: str, path: Path, *, on_gpu: bool = False) -> None:
+    """Build the index of all rows of `matrix` (num_documents, dim) and write it to `path`."""
+    if factory == "Flat":
+        _write_flat(matrix, path)
+        return
+    index = _create_index(factory, matrix.shape[1])
+    if not index.is_trained:
+        sample = training_sample(matrix, factory)
+        logger.info("training %s on %d of %d vectors", factory, len(sample), len(matrix))
+        inverted = faiss.try_extract_index_ivf(index)
+        if on_gpu and inverted is not None:
+            flat = faiss.IndexFlatIP(inverted.d)
+            inverted.clustering_index = faiss.index_cpu_to_all_gpus(flat)
+        index.train(sample)
+    for vectors in _blocks_with_progress(matrix, f"add to {factory}"):
+        index.add(vectors)
+    faiss.write_index(index, str(path))
+
+
+def training_sample(matrix: Matrix, factory: str) -> npt.NDArray[np.float32]:
+    """Return the seeded sample of rows for training `factory`, in row order."""
+    num_rows = min(len(matrix), MAX_POINTS * num_centroids(factory) or SCALAR_POINTS)
+    rows = np.random.default_rng(SEED).choice(len(matrix), num_rows, replace=False)
+    sample = np.ascontiguousarray(matrix[np.sort(rows)], dtype=np.float32)
+    if not np.isfinite(sample).all():
+        for _ in blocks(matrix):  # raises an error that names the row
+            pass
+    return sample
+
+
+def _create_index(factory: str, dim: int) -> Any:
+    return faiss.index_factory(dim, factory, faiss.METRIC_INNER_PRODUCT)
+
+
+def _write_flat(matrix: Matrix, path: Path) -> None:
+    """Write a Flat index as a stream, with the bytes of FAISS but without the matrix in memory.
+
+    In an empty index the row count is bytes 8 to 15 (after kind and dimensions), the value count
+    the last 8.
+    """
+    empty = faiss.serialize_index(faiss.IndexFlatIP(matrix.shape[1])).tobytes()
+    assert empty[8:16] == empty[-8:] == bytes(8), "unexpected format of a FAISS Flat index"
+    rows, values = struct.pack("<q", len(matrix)), struct.pack("<Q", matrix.size)
+    with path.open("wb") as file:
+        file.write(empty[:8] + rows + empty[16:-8] + values)
+        for vectors in _blocks_with_progress(matrix, "write Flat"):
+            file.write(memoryview(vectors.data).cast("B"))
+
+
+def _blocks_with_progress(matrix: Matrix, job: str) -> Iterator[npt.NDArray[np.float32]]:
+    done = 0
+    with progress(job, "vectors", len(matrix)) as report:
+        for vectors in blocks(matrix):
+            yield vectors
+            done += len(vectors)
+            report(done)

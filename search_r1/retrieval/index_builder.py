@@ -1,0 +1,170 @@
+"""Builds a BM25 or dense index of a jsonl corpus: `python -m search_r1.search.index_builder`.
+
+The index is written to `SAVE_DIR/bm25/` or `SAVE_DIR/<name>_<faiss_type>.index/`, with a manifest
+of what it was built from. After an interruption, the same command resumes the build; see
+docs/indexing.md. With `checksums` as the first argument, the command stores checksums of an index
+and its corpus, or compares them (`--verify`). The builders are in `search_r1.retrieval.index`.
+"""
+
+import importlib
+import logging
+import re
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from search_r1.options import Bounds, run
+from search_r1.plain import configure_logging
+from search_r1.retrieval import checksums
+from search_r1.retrieval.corpus import Corpus
+from search_r1.retrieval.engines.dense import vectors_file
+from search_r1.retrieval.engines.flat_file import FlatFile, is_flat
+from search_r1.retrieval.errors import SetupError
+from search_r1.retrieval.manifest import FILE_NAME
+
+logger = logging.getLogger(__name__)
+
+BM25 = ("bm25_builder", "BM25 needs bm25s", "bm25s")
+DENSE = ("dense_builder", "a dense index needs FAISS", "faiss-cpu")
+"""Builder module, and the message and package to install if it cannot be imported."""
+
+
+@dataclass(frozen=True)
+class BuildConfig:
+    """What is indexed, how, and where."""
+
+    retrieval_method: str
+    """bm25, or a name for a dense index, such as e5"""
+    corpus_path: str
+    """jsonl file with id and contents"""
+    save_dir: str
+    """folder in which the index is created"""
+    model_path: str | None = None
+    """encoder model, required for a dense index: folder, Hugging Face name, or `hash` (no model,
+    for trials)"""
+    use_fp16: bool = False
+    """encode in half precision"""
+    max_length: Annotated[int, Bounds(1)] | None = None
+    """longest passage in tokens; the rest is cut off; default: the model's own limit"""
+    batch_size: Annotated[int, Bounds(1)] = 64
+    """passages per encoder call"""
+    pooling_method: str | None = None
+    """mean, cls or pooler; default: as declared by the model folder or its family"""
+    encoder_family: str | None = None
+    """family of the model: e5, e5-instruct, bge-en, bge, dpr, contriever or other; determines
+    prefixes and pooling; default: from the model's name"""
+    devices: tuple[str, ...] = ()
+    """devices that encode in parallel, one process each; default: all GPUs, else cpu"""
+    faiss_type: str = "Flat"
+    """FAISS factory string: Flat, HNSW64, SQ8, IVF4096,Flat ..."""
+    faiss_gpu: bool = False
+    """train IVF lists on all GPUs visible to FAISS"""
+    embedding_dtype: str = "float32"
+    """data type in which embeddings are stored: float32 or float16"""
+    save_embedding: bool = False
+    """keep the embeddings beside the index"""
+    embedding_path: str | None = None
+    """index the embeddings in this file (.npy or raw values) instead of encoding the corpus"""
+    shard_rows: Annotated[int, Bounds(1)] = 1024
+    """documents between two saves: the most that a killed build has to repeat"""
+    trust_remote_code: bool = False
+    """run Python code that comes with a model"""
+
+
+@dataclass(frozen=True)
+class ChecksumConfig:
+    """The index and corpus whose checksums are stored or compared."""
+
+    index_path: str | None = None
+    """folder of an index, or a single FAISS file"""
+    corpus_path: str | None = None
+    """corpus of the index; from then on, a single FAISS file is served with this corpus only"""
+    verify: bool = False
+    """compare everything with the stored checksums"""
+
+
+def index_folder(save_dir: str | Path, method: str, faiss_type: str = "Flat") -> Path:
+    """Return the folder in which `build_index` creates the index of `method`."""
+    factory = re.sub(r"[^A-Za-z0-9]+", "_", faiss_type)
+    return Path(save_dir) / ("bm25" if method == "bm25" else f"{method}_{factory}.index")
+
+
+def build_index(config: BuildConfig) -> Path:
+    """Build or replace the index and return its folder; raises CorpusError or SetupError."""
+    corpus = Corpus.open(config.corpus_path)
+    folder = index_folder(config.save_dir, config.retrieval_method, config.faiss_type)
+    is_free = not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))
+    if not is_free and not (folder / FILE_NAME).is_file():  # for example a downloaded index
+        raise SetupError(
+            f"{folder} exists and has no {FILE_NAME}, expected nothing or an index that "
+            "index_builder made, which would be replaced; fix: another --save_dir, or move it away"
+        )
+    name, message, package = BM25 if config.retrieval_method == "bm25" else DENSE
+    try:  # imported here, because each builder needs packages of its own
+        builder = importlib.import_module(f"search_r1.retrieval.index.{name}")
+    except ImportError as error:
+        raise SetupError(f"{message} ({error}); pip install {package}") from error
+    builder.build(config, corpus, folder)
+    logger.info("index of %d documents is in %s", len(corpus), folder)
+    return folder
+
+
+def run_checksums(config: ChecksumConfig) -> int:
+    """Store or compare checksums; returns the exit status, raises SearchError for any damage."""
+    digest = ""
+    targets = [Path(p) for p in (config.corpus_path, config.index_path) if p]
+    if not targets:
+        raise SetupError("nothing to compute checksums of; expected --index_path or --corpus_path")
+    for target in targets:
+        if config.verify and target.exists() and not checksums.path_for(target).exists():
+            raise SetupError(
+                f"{target} has no checksums, expected some to compare it with; fix: the same "
+                "command without --verify adds them"
+            )
+    if config.corpus_path is not None:
+        if not config.verify:
+            checksums.path_for(Path(config.corpus_path)).unlink(missing_ok=True)
+        corpus = Corpus.open(config.corpus_path, whole=config.verify)
+        corpus.check_rows(whole=True)
+        digest = corpus.fingerprint.digest
+    if config.index_path is not None:
+        index = Path(config.index_path)
+        if not index.exists() or not (index.is_file() or any(p.is_file() for p in index.glob("*"))):
+            raise SetupError(f"--index_path {index} is not an index; expected a file or folder")
+        file = vectors_file(index)
+        if file.is_file() and is_flat(file):
+            FlatFile.open(file).check_finite(whole=True)
+        if config.verify:
+            checksums.check(index, whole=True)
+        else:
+            checksums.add(index, digest)
+        logger.info("%s: %s", index, "unchanged" if config.verify else "checksums added")
+    return 0
+
+
+def _build(config: BuildConfig) -> int:
+    build_index(config)
+    return 0
+
+
+def main(argv: list[str] | None = None) -> int:
+    configure_logging(logging.INFO, "%(levelname)s %(message)s")
+    arguments = sys.argv[1:] if argv is None else argv
+    module = "search_r1.retrieval.index_builder"
+    if arguments[:1] == ["checksums"]:
+        about = "Stores checksums of an index and a corpus, or compares them."
+        target = f"{module}:run_checksums"
+        return run(
+            target,
+            ChecksumConfig,
+            arguments[1:],
+            prog="search-r1 index checksums",
+            description=about,
+        )
+    target = f"{module}:_build"
+    return run(target, BuildConfig, arguments, prog="search-r1 index", description=__doc__)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

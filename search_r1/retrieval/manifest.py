@@ -1,0 +1,145 @@
+"""Index manifests, and checks that an index matches its corpus and encoder."""
+
+import math
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import ClassVar
+
+from pydantic import ConfigDict, TypeAdapter
+
+from search_r1.retrieval import checksums
+from search_r1.retrieval.corpus import Corpus, Fingerprint
+from search_r1.retrieval.errors import IndexMismatch, SetupError
+from search_r1.retrieval.settings import RetrieverConfig
+from verl.files import read_text
+
+FILE_NAME = "manifest.json"
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What an index was built from; decides whether it matches a corpus and an encoder."""
+
+    __pydantic_config__: ClassVar = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+    engine: str
+    corpus: Fingerprint
+    count: int
+    dtype: str = "float32"
+    """Data type of the indexed embeddings."""
+    encoder: str = ""
+    """Name of the encoder's folder, for messages only: `probe` is compared. Empty for BM25."""
+    pooling: str = ""
+    dim: int = 0
+    probe: tuple[float, ...] = ()
+    """Embedding of `PROBE_TEXT` as a passage; differs for another encoder, prefix or pooling."""
+    factory: str = "Flat"
+    """FAISS factory string of the index; unused for BM25."""
+    max_length: int | None = None
+    """Number of encoded tokens of a passage; None: the model's own limit."""
+    query_prefix: str = ""
+    passage_prefix: str = ""
+    normalizes: bool = True
+    created: str = ""
+    """UTC time of the build; empty in manifests of early versions."""
+    made_with: str = ""
+    """Indexing package and its version."""
+    analyzer: str = ""
+    """Analyzer of a BM25 index (`search_r1.retrieval.tokenization`); empty in early versions."""
+
+    def save(self, folder: Path) -> None:
+        (folder / FILE_NAME).write_bytes(TypeAdapter(Manifest).dump_json(self, indent=2) + b"\n")
+
+    @classmethod
+    def load(cls, folder: Path) -> "Manifest":
+        """Read `manifest.json` from `folder`; raises IndexMismatch if it is missing or invalid."""
+        path = folder / FILE_NAME
+        try:
+            return TypeAdapter(cls).validate_json(read_text(path))
+        except (OSError, ValueError) as error:
+            reason = textwrap.shorten(str(error), 300)
+            raise IndexMismatch(
+                f"{path} cannot be read ({reason}); expected the manifest that index_builder "
+                f"writes: build the index again with `{build_command('<corpus>', '<folder>')}`"
+            ) from error
+
+    def check_corpus(self, folder: Path, corpus_path: Path, corpus: Fingerprint) -> None:
+        """Raise IndexMismatch unless the index was built from this corpus."""
+        if self.corpus != corpus:
+            raise IndexMismatch(
+                f"index {folder} was built from a corpus of {self.corpus}, but {corpus_path} has "
+                f"{corpus}; expected the former: give the corpus it was built from, or build it "
+                f"again: `{build_command(str(corpus_path), str(folder.parent), self.engine)}`"
+            )
+
+    def check_probe(self, folder: Path, encoder: str, probe: Sequence[float]) -> None:
+        """Raise IndexMismatch unless `probe` equals the embedding at indexing (cosine >= 0.99)."""
+        scale = math.hypot(*self.probe) * math.hypot(*probe)
+        product = sum(x * y for x, y in zip(self.probe, probe, strict=False))
+        similarity = product / scale if scale else 0.0
+        if len(probe) != self.dim or not similarity >= 0.99:  # also true for NaN
+            raise IndexMismatch(
+                f"index {folder} was built with encoder {self.encoder!r} ({self.dim} dimensions), "
+                f"but {encoder!r} ({len(probe)} dimensions) embeds a probe text differently "
+                f"(cosine {similarity:.3f}, expected 0.99); give the same --retriever_model"
+            )
+
+
+PROBE_TEXT = '"Paris"\nParis is the capital of France.'
+
+
+def utc_now() -> str:
+    """Return the current UTC time, for `created`."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def build_command(corpus: str, save_dir: str, method: str = "bm25") -> str:
+    """Return the command line that builds an index, for error messages."""
+    model = "" if method == "bm25" else " --model_path <model>"
+    return (
+        f"python -m search_r1.search.index_builder --retrieval_method {method}"
+        f" --corpus_path {corpus} --save_dir {save_dir}{model}"
+    )
+
+
+def open_corpus(config: RetrieverConfig) -> Corpus:
+    """Open and check the corpus of the settings; raises SetupError if they name none."""
+    if config.corpus_path is None:
+        raise SetupError(
+            f"--retriever_name {config.retriever_name} without --corpus_path; expected a jsonl "
+            "corpus, for example --corpus_path example/corpus.jsonl"
+        )
+    corpus = Corpus.open(config.corpus_path, whole=config.verify)
+    corpus.check_rows(whole=config.verify)
+    return corpus
+
+
+def check_files(config: RetrieverConfig, index: Path, corpus: Corpus | None) -> None:
+    """Raise IndexMismatch if the index is damaged or its checksums name another corpus."""
+    stored = checksums.check(index, whole=config.verify)
+    if stored and stored.corpus and corpus and stored.corpus != corpus.fingerprint.digest:
+        raise IndexMismatch(
+            f"index {index}: got the corpus {corpus.path} with hash {corpus.fingerprint.digest}, "
+            f"expected hash {stored.corpus}; fix: give the corpus that its checksums were made with"
+        )
+
+
+def locate(config: RetrieverConfig, index_name: str) -> Path:
+    """Return the index at `index_path` or inside of it; raises SetupError if it is missing."""
+    command = build_command(str(config.corpus_path), "<folder>", config.retriever_name)
+    if not config.index_path:
+        raise SetupError(
+            f"--retriever_name {config.retriever_name} without --index_path; fix: `{command}`"
+        )
+    path = Path(config.index_path)
+    inner = path / index_name
+    if inner.exists():
+        return inner
+    if not path.exists():
+        raise SetupError(
+            f"index {path} does not exist; expected a built index: --index_path, or `{command}`"
+        )
+    return path

@@ -1,0 +1,185 @@
+"""Retrieval server: searches a corpus with any backend, for many clients at once.
+
+A bearer token is taken from the environment variable RETRIEVER_TOKEN only, since flags are visible
+in the process list; clients then send `Authorization: Bearer TOKEN`. See docs/guides/retrieval.md.
+"""
+
+import faulthandler
+import functools
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from search_r1.options import Port, run
+from search_r1.plain import configure_logging
+from search_r1.retrieval.corpus import Corpus
+from search_r1.retrieval.engines.base import Retriever
+from search_r1.retrieval.engines.registry import build_retriever
+from search_r1.retrieval.errors import IndexMismatch, SetupError
+from search_r1.retrieval.memory import check_memory
+from search_r1.retrieval.recording import Recorder
+from search_r1.retrieval.schema import TOKEN_VARIABLE, Document
+from search_r1.retrieval.service.app import create_app
+from search_r1.retrieval.service.faults import FaultInjector
+from search_r1.retrieval.service.running import bind, read_token, serve, warn_if_open
+from search_r1.retrieval.settings import FaultConfig, RetrieverConfig, ServiceConfig
+
+__all__ = ["bind", "create_app", "main", "serve"]
+
+logger = logging.getLogger(__name__)
+
+WATCH_S = 1.0
+"""Seconds between two checks of the mapped files."""
+MAPS = Path("/proc/self/maps")
+"""List of the files that this process maps (Linux)."""
+
+
+@dataclass(frozen=True)
+class ServerOptions:
+    """The command-line options of the server."""
+
+    host: str = "127.0.0.1"
+    """address to bind to"""
+    port: Port = 8000
+    """port to bind to; 0 picks a free port"""
+    port_file: Path | None = None
+    """file to which the port is written once requests are accepted"""
+    allowed_hosts: tuple[str, ...] = ()
+    """host names accepted in the Host header, besides IP addresses and localhost (*: any); default:
+    none if bound to this machine only, otherwise any"""
+    service: ServiceConfig = field(default_factory=ServiceConfig)
+    retriever: RetrieverConfig = field(default_factory=RetrieverConfig)
+    faults: FaultConfig = field(default_factory=FaultConfig)
+
+
+def _run(options: ServerOptions) -> int:
+    service, faults = options.service, options.faults
+    service.check()
+    faults.check()
+    token = read_token(TOKEN_VARIABLE)
+    with bind(options.host, options.port, options.port_file) as bound:
+        warn_if_open(bound, token)
+        try:
+            check_memory(options.retriever)
+            retriever = build_retriever(options.retriever)
+        except OSError as error:
+            raise SetupError(
+                f"{error}; expected readable files and folders: correct their permissions"
+            ) from error
+        if retriever.num_threads == 1:  # a local index: load it before the first request
+            retriever.search(["warm up"], service.topk)
+        logger.info("%s: %d documents", retriever.name, retriever.num_documents)
+        recorder = None if service.record is None else Recorder(service.record, retriever.info())
+        find = _document_finder(retriever, options.retriever.corpus_path)
+        app = create_app(retriever, service, token=token, recorder=recorder, find=find)
+        if faults.is_on:
+            logger.warning("TEST FAULTS: requests fail on purpose: %s", faults)
+            app.add_middleware(FaultInjector, config=faults)
+        corpus = options.retriever.corpus_path
+        default_index = corpus and str(Path(corpus).parent / "index")
+        is_idle, status = True, 1
+        try:
+            with watching((options.retriever.index_path, corpus, default_index)):
+                is_idle = serve(app, bound, options.port_file, options.allowed_hosts)
+        except IndexMismatch as error:  # already logged by `watching`
+            if is_idle:
+                raise
+            status = error.exit_code
+    if not is_idle:
+        logger.warning("stopped in the middle of a search that did not end in time")
+        logging.shutdown()
+        os._exit(status)  # a thread that is still searching would keep the process alive
+    return 0
+
+
+def _document_finder(
+    retriever: Retriever, corpus_path: str | None
+) -> Callable[[str], Document | None] | None:
+    """Return a function that finds documents by id, or None without a corpus file.
+
+    It reads the backend's corpus, or else `corpus_path`, which is opened at the first call.
+    """
+    if isinstance(corpus := getattr(retriever, "corpus", None), Corpus):
+        return corpus.find
+    if corpus_path is None or not Path(corpus_path).is_file():
+        return None
+    lock, open_cached = threading.Lock(), functools.cache(Corpus.open)
+
+    def find(id: str) -> Document | None:
+        with lock:
+            corpus = open_cached(corpus_path)
+        return corpus.find(id)
+
+    return find
+
+
+@contextmanager
+def watching(roots: Iterable[str | None]) -> Iterator[None]:
+    """Stop the server when a mapped file below `roots` is changed in place (Linux only).
+
+    Sends SIGTERM to this process within WATCH_S, and raises IndexMismatch when the context ends.
+    Index builders rename a new file into place, which does no harm; `cp` and `rsync --inplace`
+    write into the mapped file. A search that reads beyond the end of a truncated file kills the
+    process at once (SIGBUS).
+    """
+    initial = {path: _state(path) for path in _mapped([Path(r).resolve() for r in roots if r])}
+    problems: list[str] = []
+    ended = threading.Event()
+
+    def watch() -> None:
+        while not ended.wait(WATCH_S):
+            for path, before in initial.items():
+                now = _state(path)
+                is_same_file = before and now and now[0] == before[0]
+                if is_same_file and now != before and not problems:
+                    problems.append(
+                        f"{path} was changed in place while it was served, expected the file that "
+                        "was opened; fix: rename a new file into its place, and restart the server"
+                    )
+                    logger.error("stopping: %s", problems[0])
+            if problems:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    thread = threading.Thread(target=watch, name="watch-files", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+    if problems:
+        raise IndexMismatch(problems[0])
+
+
+def _mapped(roots: list[Path]) -> set[Path]:
+    if not MAPS.exists():
+        return set()
+    lines = MAPS.read_text(errors="surrogateescape").splitlines()
+    paths = {Path("/" + line.partition("/")[2]) for line in lines if "/" in line}
+    return {path for path in paths if any(path.is_relative_to(root) for root in roots)}
+
+
+def _state(path: Path) -> tuple[int, int, int] | None:
+    """Return inode number, size and mtime of a file; None if it does not exist."""
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def main(argv: list[str] | None = None) -> int:
+    configure_logging(logging.INFO, "%(asctime)s %(levelname)s %(message)s")
+    faulthandler.enable(sys.__stderr__ or sys.stderr)  # prints a traceback at SIGBUS
+    target = "search_r1.retrieval.server:_run"
+    return run(target, ServerOptions, argv, prog="search-r1 serve-retriever", description=__doc__)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,219 @@
+"""Reads and validates requests to `/retrieve` within limits, and converts errors to responses."""
+
+import asyncio
+import itertools
+import json
+import math
+import re
+from collections.abc import Collection
+from typing import Annotated, Any, TypeVar
+
+from fastapi import HTTPException
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from starlette.requests import ClientDisconnect
+from starlette.types import Receive
+
+from search_r1.retrieval.errors import (
+    DeadlineExceeded,
+    Overloaded,
+    QueryNotRecorded,
+    SearchError,
+    UpstreamInvalid,
+    UpstreamRefused,
+    UpstreamUnavailable,
+)
+from search_r1.retrieval.schema import TOKEN_VARIABLE, well_formed
+from search_r1.retrieval.settings import ServiceConfig
+from verl.errors import misspelt
+
+STATUSES = {
+    401: "the bearer token is missing or wrong",
+    413: "the body is larger than allowed",
+    421: "the name in `Host` is not one of --allowed_hosts",
+    422: "the request is invalid or exceeds a limit; `detail` says where and what is allowed",
+    424: "an online service refused permanently (wrong key, exhausted quota), or a replay has no "
+    "record of a query; retrying is useless",
+    500: "the search failed; `detail` says why (for example a malformed corpus row)",
+    502: "an online service responds, but not in its documented format",
+    503: "the queue is full, the server is stopping, or an online service is unavailable: retry "
+    "after `Retry-After` seconds",
+    504: "no result within the request's `deadline_s` or the server's --deadline",
+}
+"""The error statuses of `POST /retrieve`. 424 is not a 5xx, so that clients do not retry it."""
+STATUS_BY_ERROR: tuple[tuple[type[SearchError], int], ...] = (
+    (Overloaded, 503),
+    (UpstreamInvalid, 502),
+    (UpstreamUnavailable, 503),
+    (UpstreamRefused, 424),
+    (QueryNotRecorded, 424),
+    (DeadlineExceeded, 504),
+)
+"""The first matching type counts; all other errors are 500."""
+UPSTREAM_RETRY_S = 5.0
+"""`Retry-After` if an online service is unavailable."""
+MAX_READ_FACTOR = 4
+"""A body too large is read up to this multiple of the limit, so that the client gets the 413."""
+MAX_JSON_ITEMS = 250_000
+"""Lists, objects and fields in a body, parsed in 0.2 s; 8 MB of them would take 3 s and 1 GB."""
+STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
+"""A JSON string; one without an end reaches to the end of the body, for linear time."""
+MAX_UNKNOWN, MAX_NAME = 20, 40
+"""Number of mistakes that are told, and number and length of the unknown fields that are compared
+with known ones."""
+Model = TypeVar("Model", bound=BaseModel)
+
+
+class Problem(BaseModel):
+    """The body of an error: a sentence, or for 422 a list of locations and messages."""
+
+    detail: str | list[dict[str, Any]]
+
+
+def http_error(error: SearchError) -> HTTPException:
+    """Convert an error of the search to an HTTP error."""
+    status = next((status for kind, status in STATUS_BY_ERROR if isinstance(error, kind)), 500)
+    seconds = max(1, math.ceil(getattr(error, "retry_after", UPSTREAM_RETRY_S)))
+    headers = {"Retry-After": str(seconds)} if status == 503 else None
+    return HTTPException(status, well_formed(str(error)), headers)
+
+
+def as_response(error: HTTPException) -> JSONResponse:
+    """Return the error as a response in FastAPI's format."""
+    return JSONResponse({"detail": error.detail}, error.status_code, error.headers)
+
+
+def misdirected(text: str) -> JSONResponse:
+    """Return the 421 response to a request for another host name."""
+    return as_response(HTTPException(421, text))
+
+
+def unauthorized() -> HTTPException:
+    """Return the 401 error for a request without the bearer token."""
+    text = (
+        "a bearer token is needed: send `Authorization: Bearer TOKEN` with the value that the "
+        f"server has in its environment variable {TOKEN_VARIABLE}"
+    )
+    return HTTPException(401, text, {"WWW-Authenticate": "Bearer"})
+
+
+class RetrieveRequest(BaseModel):
+    """The body of `POST /retrieve`; an empty list of queries gives an empty result."""
+
+    model_config = ConfigDict(extra="allow")  # to find misspelt fields
+
+    queries: list[str]
+    topk: int | None = None
+    return_scores: bool = Field(default=False, description="Return each document with its score.")
+    deadline_s: float | None = Field(
+        default=None,
+        gt=0,
+        allow_inf_nan=False,
+        description="Seconds to wait for the result, at most the server's --deadline; then 504.",
+    )
+
+
+def request_model(config: ServiceConfig) -> type[RetrieveRequest]:
+    """Return the request model with the limits of this server."""
+
+    def repair(value: Any) -> Any:
+        return well_formed(value) if isinstance(value, str) else value
+
+    class Limited(RetrieveRequest):
+        model_config = ConfigDict(title="RetrieveRequest", extra="allow")
+
+        queries: list[
+            Annotated[str, BeforeValidator(repair), Field(max_length=config.max_query_chars)]
+        ] = Field(
+            max_length=config.max_queries,
+            fail_fast=True,  # otherwise a million invalid queries are a million errors
+            description="Queries, each searched separately.",
+        )
+        topk: Annotated[int, Field(ge=1, le=config.max_topk)] | None = Field(
+            default=None, description="Documents per query; null means the server's --topk."
+        )
+
+    return Limited
+
+
+async def read_body(receive: Receive, max_bytes: int, seconds: float) -> bytes:
+    """Read a body; raises a 413, ClientDisconnect, or DeadlineExceeded after `seconds`."""
+    body, is_complete = bytearray(), False
+    try:
+        async with asyncio.timeout(seconds):
+            while not is_complete and len(body) <= MAX_READ_FACTOR * max_bytes:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise ClientDisconnect
+                body += message.get("body", b"")
+                is_complete = not message.get("more_body", False)
+    except TimeoutError as error:
+        raise DeadlineExceeded(f"the body did not arrive within {seconds:g} s") from error
+    if len(body) > max_bytes:
+        text = f"the body is too large; at most {max_bytes} bytes are allowed"
+        raise HTTPException(413, text, {"Connection": "close"})
+    return bytes(body)
+
+
+def parse(body: bytes, model: type[Model]) -> Model:
+    """Parse a request; raises a 422 if it is invalid or exceeds a limit."""
+    try:
+        if has_too_many_items(body):
+            raise ValueError(f"it has more than {MAX_JSON_ITEMS} lists, objects and fields")
+        try:
+            return model.model_validate_json(body)
+        except ValidationError as error:
+            if _errors(error)[0]["type"] != "json_invalid":
+                raise
+        return model.model_validate(json.loads(body))  # accepts lone surrogates
+    except ValidationError as error:
+        details = [_detail(e["loc"], e["msg"], e["type"]) for e in _errors(error)[:MAX_UNKNOWN]]
+        raise HTTPException(422, details) from error
+    except (ValueError, RecursionError) as error:
+        details = [_detail((), f"the body cannot be read as JSON: {error}", "json_invalid")]
+        raise HTTPException(422, details) from error
+
+
+def refuse_misspelt_fields(request: BaseModel) -> None:
+    """Raise a 422 for unknown fields that look like known ones."""
+    details = [
+        _detail((name,), fix, "extra_forbidden") for name, fix in misspelt_fields(request).items()
+    ]
+    if details:
+        raise HTTPException(422, details)
+
+
+def misspelt_fields(request: BaseModel, harmless: Collection[str] = ()) -> dict[str, str]:
+    """Return the unknown fields of a request that look like a known one, each with its fix.
+
+    Other unknown fields are ignored, so that clients of other servers can ask this one.
+    *Example*: `top_k`, which would leave `topk` at its default. Looks at `MAX_UNKNOWN` fields.
+    """
+    known = type(request).model_fields
+    names = itertools.islice(request.model_extra or {}, MAX_UNKNOWN)
+    fixes = {
+        name: misspelt(name, known)
+        for name in names
+        if len(name) <= MAX_NAME and name not in harmless
+    }
+    return {name: f"unknown field; {fix}" for name, fix in fixes.items() if fix}
+
+
+def has_too_many_items(body: bytes) -> bool:
+    """Whether a body has more lists, objects and fields than MAX_JSON_ITEMS, strings excluded."""
+
+    def exceeds_limit(text: bytes) -> bool:
+        return sum(map(text.count, (b"[", b"{", b":"))) > MAX_JSON_ITEMS
+
+    if len(body) <= MAX_JSON_ITEMS or not exceeds_limit(body):  # the usual, fast case
+        return False
+    return exceeds_limit(STRING.sub(b"", body))
+
+
+def _errors(error: ValidationError) -> list[Any]:
+    return error.errors(include_url=False, include_context=False, include_input=False)
+
+
+def _detail(location: tuple[Any, ...], message: str, kind: str) -> dict[str, Any]:
+    """Describe one error, without the input, which may not be valid Unicode."""
+    return {"loc": ["body", *location], "msg": well_formed(message), "type": kind}

@@ -1,0 +1,207 @@
+"""Runs the service: binds its port early, reports when it is ready, and drains it at SIGTERM."""
+
+import contextlib
+import functools
+import gc
+import ipaddress
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable, Collection
+from pathlib import Path
+from types import FrameType
+
+import uvicorn
+from fastapi import FastAPI
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from search_r1.retrieval.errors import SetupError
+from search_r1.retrieval.schema import TOKEN_VARIABLE
+from search_r1.retrieval.service.app import Service
+from search_r1.retrieval.service.connections import SEND_S, configure
+from search_r1.retrieval.service.requests import misdirected
+from verl.files import atomic_write
+
+logger = logging.getLogger(__name__)
+
+BACKLOG = 2048
+ANY_HOST = "*"
+LOOPBACK = ("127.", "::1")
+"""Prefixes of addresses that only this machine can reach."""
+
+
+class _Server(uvicorn.Server):
+    """A uvicorn server that writes its port to a file and drains its service at shutdown."""
+
+    def __init__(
+        self, config: uvicorn.Config, service: Service, port_file: Path | None, port: int
+    ) -> None:
+        super().__init__(config)
+        self._service = service
+        self._port_file = port_file
+        self._port = port
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets=sockets)
+        if self._port_file is not None and self.started:
+            write_port(self._port_file, self._port)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self._service.is_draining = True
+        super().handle_exit(sig, frame)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._service.drain()
+        await super().shutdown(sockets=sockets)
+
+
+def serve(
+    app: FastAPI,
+    bound: socket.socket,
+    port_file: Path | None = None,
+    allowed_hosts: Collection[str] = (),
+) -> bool:
+    """Serve until SIGINT or SIGTERM; return whether all searches ended. Raises SetupError."""
+    service: Service = app.state.service
+    guarded = with_host_check(app, bound.getsockname()[0], allowed_hosts, misdirected)
+    config = configure(guarded, service.config.max_body_bytes, service.config.drain)
+    logger.info("serving on http://%s", listen(bound))
+    gc.collect()
+    gc.freeze()  # exclude all that is loaded now from later collections
+    # uvicorn raises the signal again after its shutdown, which would skip the closing of files.
+    # With SIG_IGN this has no effect, even while Python finalises, unlike with a handler.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    with contextlib.suppress(KeyboardInterrupt):
+        _Server(config, service, port_file, bound.getsockname()[1]).run(sockets=[bound])
+    return service.close()
+
+
+def listen(bound: socket.socket) -> str:
+    """Start to listen and return the address; raises SetupError if another server listens there."""
+    if sys.platform == "linux":  # ends connections, also closed ones, whose peer reads nothing
+        bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * SEND_S))
+    try:
+        bound.listen(BACKLOG)
+    except OSError as error:
+        host, port = bound.getsockname()[:2]
+        raise _cannot_serve(host, port, error) from error
+    return address(bound)
+
+
+def address(bound: socket.socket) -> str:
+    """Return the `host:port` of a bound socket as in a URL."""
+    host, port = bound.getsockname()[:2]
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def bind(host: str, port: int, port_file: Path | None = None) -> socket.socket:
+    """Return a bound socket; raises SetupError if this fails or `port_file` is not writable."""
+    if not host:
+        raise SetupError("--host is empty; expected an address: 127.0.0.1, or 0.0.0.0 for all")
+    # The port file is renamed over an existing path, which must not be a device or a folder.
+    if port_file is not None and (
+        not os.access(port_file.parent, os.W_OK)
+        or (port_file.exists() and not port_file.is_file())
+        or not port_file.parent.is_dir()
+    ):
+        raise SetupError(
+            f"--port_file {port_file} is not a file, or {port_file.parent} is not a writable "
+            "folder; expected a new file, or one to replace"
+        )
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        bound = socket.socket(family, socket.SOCK_STREAM)
+    except OSError as error:  # this machine has no IPv6
+        raise _cannot_serve(host, port, error) from error
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        bound.bind((host, port))
+    except (OSError, OverflowError, TypeError) as error:  # TypeError: not a host name
+        bound.close()
+        raise _cannot_serve(host, port, error) from error
+    return bound
+
+
+def _cannot_serve(host: str, port: int, error: Exception) -> SetupError:
+    return SetupError(
+        f"cannot serve on {host}:{port} ({error}); expected a free port of this machine, at one "
+        "of its addresses: give another --port, or --port 0 for any free one, or another --host"
+    )
+
+
+def write_port(file: Path, port: int) -> None:
+    try:
+        with atomic_write(file) as part:
+            part.write_text(f"{port}\n")
+    except OSError as error:
+        raise SetupError(f"--port_file {file} cannot be written ({error})") from error
+
+
+def read_token(variable: str) -> str | None:
+    """Read the token from the environment; raises SetupError if no header can hold it."""
+    token = os.environ.get(variable)
+    if token and not (token.isascii() and token.isprintable() and " " not in token):
+        raise SetupError(
+            f"{variable} (not shown) has spaces or characters that a header cannot hold; "
+            "expected printable ASCII"
+        )
+    return token or None
+
+
+def warn_if_open(
+    bound: socket.socket, token: str | None, fix: str = f"set {TOKEN_VARIABLE}"
+) -> None:
+    """Warn if the server is reachable from the network without a token."""
+    host = bound.getsockname()[0]
+    if not token and not host.startswith(LOOPBACK):
+        logger.warning(
+            "bound to %s without a token: anyone who can reach this address can search; %s, "
+            "or bind to 127.0.0.1",
+            host,
+            fix,
+        )
+
+
+def with_host_check(
+    app: ASGIApp, bound_to: str, allowed: Collection[str], refuse: Callable[[str], Response]
+) -> ASGIApp:
+    """Return `app` with a check of the `Host` header, against DNS rebinding.
+
+    A web page could let its own host name resolve to this machine and then read the responses; its
+    requests have that name in `Host`. IP addresses and `localhost` are always accepted, since they
+    cannot be rebound. There is no check if `allowed` contains `*`, or if it is empty and the app is
+    bound to a network address. `refuse` creates the response to a request for another name.
+    """
+    if ANY_HOST in allowed or not (allowed or bound_to.startswith(LOOPBACK)):
+        return app
+    names = {name.lower().rstrip(".") for name in allowed}
+
+    @functools.lru_cache(1024)
+    def is_own(host: bytes) -> bool:
+        """Whether `host` is an IP address, `localhost`, or one of `names`, with any port."""
+        name = host.decode("latin-1").strip().lower()
+        if name.startswith("["):
+            name = name[1:].partition("]")[0]
+        elif name.count(":") < 2:
+            name = name.partition(":")[0]
+        name = name.rstrip(".")
+        if name in names or name == "localhost" or name.endswith(".localhost"):
+            return True
+        try:
+            return bool(ipaddress.ip_address(name))
+        except ValueError:
+            return False
+
+    async def check(scope: Scope, receive: Receive, send: Send) -> None:
+        for name, host in scope.get("headers", ()):
+            if name == b"host" and not is_own(host):
+                got = ascii(host.decode("latin-1")[:100])
+                text = f"{got} is not a name of this server; its --allowed_hosts can add it"
+                await refuse(text)(scope, receive, send)
+                return
+        await app(scope, receive, send)
+
+    return check

@@ -1,0 +1,134 @@
+"""Reading Flat index files that FAISS itself wrote."""
+
+from pathlib import Path
+
+import faiss
+import numpy as np
+import pytest
+
+from search_r1.retrieval.engines.flat_file import FlatFile, is_flat, read_shape
+from search_r1.retrieval.errors import SetupError
+
+RNG = np.random.default_rng(3)
+
+
+def write(path: Path, index: faiss.Index, rows: int = 7) -> Path:
+    """Add `rows` random vectors to the index and write it with FAISS."""
+    vectors = RNG.standard_normal((max(rows, 64), index.d)).astype(np.float32)
+    if not index.is_trained:
+        index.train(vectors)
+    index.add(vectors[:rows])
+    faiss.write_index(index, str(path))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("kind", "metric"), [(faiss.IndexFlatIP, "inner_product"), (faiss.IndexFlatL2, "l2")]
+)
+@pytest.mark.parametrize("rows", [0, 1, 7])
+def test_reads_what_faiss_wrote(
+    tmp_path: Path, kind: type[faiss.Index], metric: str, rows: int
+) -> None:
+    """Shape, metric and every value are as FAISS wrote them."""
+    index = kind(5)
+    path = write(tmp_path / "flat", index, rows)
+    flat = FlatFile.open(path) if rows else None
+    assert read_shape(path) == (rows, 5, metric) and is_flat(path)
+    if flat is not None:
+        np.testing.assert_array_equal(flat.vectors, index.reconstruct_n(0, rows))
+
+
+def test_generic_flat_index_is_read_by_its_metric(tmp_path: Path) -> None:
+    """An index of class faiss.IndexFlat is accepted if its metric is supported."""
+    path = write(tmp_path / "flat", faiss.IndexFlat(4, faiss.METRIC_INNER_PRODUCT))
+    assert read_shape(path) == (7, 4, "inner_product")
+    other = write(tmp_path / "l1", faiss.IndexFlat(4, faiss.METRIC_L1))
+    with pytest.raises(SetupError, match="metric 2; expected inner product"):
+        read_shape(other)
+
+
+@pytest.mark.parametrize("tile_rows", [1, 3, 7, 100])
+def test_tiles_are_the_rows_in_order(tmp_path: Path, tile_rows: int) -> None:
+    """Tiles of any size, joined, are the requested rows; they are aligned in memory."""
+    flat = FlatFile.open(write(tmp_path / "flat", faiss.IndexFlatIP(5)))
+    tiles = list(flat.tiles(tile_rows, 2, 6))
+    np.testing.assert_array_equal(np.concatenate(tiles), flat.vectors[2:6])
+    assert all(tile.flags.aligned and len(tile) <= tile_rows for tile in tiles)
+    np.testing.assert_array_equal(np.concatenate(list(flat.tiles(tile_rows))), flat.vectors)
+
+
+def test_rows_keep_the_shape_of_what_was_asked(tmp_path: Path) -> None:
+    """Row numbers of shape (queries, k) give vectors of shape (queries, k, dim)."""
+    flat = FlatFile.open(write(tmp_path / "flat", faiss.IndexFlatIP(5)))
+    rows = np.array([[6, 0], [3, 3]])
+    assert flat.rows(rows).shape == (2, 2, 5)
+    np.testing.assert_array_equal(flat.rows(rows)[0, 1], flat.vectors[0])
+
+
+@pytest.mark.parametrize(
+    ("factory", "named"),
+    [
+        ("HNSW4", "HNSW"),
+        ("IVF1,Flat", "IVF"),
+        ("IVF1,SQ8", "IVF"),
+        ("IVF1,PQ2x4", "IVF"),
+        ("PQ2x4", "PQ"),
+        ("SQ8", "SQ"),
+        ("PCA2,Flat", "transform"),
+        ("IDMap,Flat", "IDMap"),
+    ],
+)
+def test_other_indexes_are_named(tmp_path: Path, factory: str, named: str) -> None:
+    """Another kind of index is refused; the error names the kind and the backend that reads it."""
+    path = tmp_path / "other"
+    index = faiss.index_factory(4, factory)
+    vectors = RNG.standard_normal((64, 4)).astype(np.float32)
+    index.train(vectors)
+    if factory.startswith("IDMap"):
+        index.add_with_ids(vectors, np.arange(64))
+    else:
+        index.add(vectors)
+    faiss.write_index(index, str(path))
+    assert not is_flat(path)
+    with pytest.raises(SetupError, match=f"{named}.*--dense_engine faiss"):
+        read_shape(path)
+
+
+@pytest.mark.parametrize("metric", [faiss.METRIC_L1, faiss.METRIC_Linf, faiss.METRIC_Canberra])
+def test_no_engine_is_named_for_what_none_reads(metric: int, tmp_path: Path) -> None:
+    """FAISS has metrics, and indexes of bits, that neither of our engines searches."""
+    flat, graph = faiss.IndexFlat(4, metric), faiss.IndexHNSWFlat(4, 4, metric)
+    paths = [tmp_path / "flat", tmp_path / "graph", tmp_path / "binary"]
+    for index, path in zip((flat, graph), paths, strict=False):
+        index.add(RNG.standard_normal((9, 4)).astype(np.float32))
+        faiss.write_index(index, str(path))
+    faiss.write_index_binary(faiss.IndexBinaryFlat(64), str(paths[-1]))
+    for path in paths:
+        with pytest.raises(SetupError, match=r"build (it|one)") as caught:
+            read_shape(path)
+        assert "--dense_engine faiss" not in str(caught.value)
+
+
+@pytest.mark.parametrize("keep", [20, 45, 100])
+def test_truncated_file_is_refused(tmp_path: Path, keep: int) -> None:
+    """For an incomplete download, the error has the actual and the expected size."""
+    path = write(tmp_path / "flat", faiss.IndexFlatIP(5))
+    path.write_bytes(path.read_bytes()[:keep])
+    with pytest.raises(SetupError, match=f"has {keep} bytes, but its header promises"):
+        read_shape(path)
+
+
+def test_foreign_and_missing_files_are_refused(tmp_path: Path) -> None:
+    """A jsonl file, an empty file, trailing bytes and a missing file are errors with a fix."""
+    path = tmp_path / "corpus.jsonl"
+    path.write_text('{"id": 1, "contents": "a long enough row to hold a header of an index"}')
+    for content in (path.read_bytes(), b""):
+        path.write_bytes(content)
+        with pytest.raises(SetupError, match="which no FAISS index does"):
+            read_shape(path)
+    whole = write(tmp_path / "flat", faiss.IndexFlatIP(5))
+    whole.write_bytes(whole.read_bytes() + b"x")
+    with pytest.raises(SetupError, match="186 bytes, but its header promises 185"):
+        read_shape(whole)
+    with pytest.raises(SetupError, match="does not exist"):
+        read_shape(tmp_path / "none")

@@ -1,0 +1,65 @@
+"""The choice of the backend by the settings."""
+
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from search_r1.retrieval.engines import registry
+from search_r1.retrieval.engines.registry import build_retriever
+from search_r1.retrieval.errors import SetupError
+from search_r1.retrieval.settings import (
+    EncoderConfig,
+    RerankConfig,
+    RetrieverConfig,
+    TorchConfig,
+)
+
+
+@pytest.mark.parametrize("inner", [".", "bm25"])
+def test_a_lucene_folder_under_the_name_bm25_is_lucenes(tmp_path: Path, inner: str) -> None:
+    """`--retriever_name bm25 --index_path FOLDER` opens a Lucene index."""
+    folder = tmp_path / inner
+    folder.mkdir(exist_ok=True)
+    assert registry._choose(RetrieverConfig("bm25", "c", str(tmp_path))).module.endswith(".bm25")
+    (folder / "segments_2").touch()
+    assert registry._choose(RetrieverConfig("bm25", "c", str(tmp_path))).module.endswith(".lucene")
+
+
+def test_an_unknown_dense_engine_is_refused() -> None:
+    """The error for an unknown --dense_engine names the valid values."""
+    config = RetrieverConfig(
+        "e5", "c", "i", encoder=EncoderConfig("hash"), torch=TorchConfig(dense_engine="jax")
+    )
+    with pytest.raises(SetupError, match="expected faiss or torch"):
+        build_retriever(config)
+
+
+@pytest.mark.parametrize(
+    ("config", "unread"),
+    [
+        (RetrieverConfig("bm25", encoder=EncoderConfig("hash")), ["--retriever_model"]),
+        (RetrieverConfig("e5", encoder=EncoderConfig("hash"), torch=TorchConfig("torch")), []),
+        (
+            RetrieverConfig("e5", encoder=EncoderConfig("hash"), torch=TorchConfig(rescore=20)),
+            ["--rescore"],
+        ),
+        (RetrieverConfig("empty", rerank=RerankConfig(retrieval_topk=50)), ["--retrieval_topk"]),
+    ],
+)
+def test_flags_of_other_backends_are_logged(
+    config: RetrieverConfig, unread: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """A flag that the backend does not read, such as --rescore for FAISS, is a warning."""
+    with suppress(SetupError):  # there is no corpus
+        build_retriever(config)
+    warnings = [record.args for record in caplog.records if "does not read" in record.msg]
+    assert warnings == ([(config.retriever_name, *unread)] if unread else [])
+
+
+def test_every_entry_names_an_existing_module() -> None:
+    """Each entry of the registry points to a module that exists."""
+    root = Path(registry.__file__).parents[3]
+    entries = [*registry.BACKENDS.values(), registry.FAISS, registry.TORCH, registry.RERANKER]
+    for entry in entries:
+        assert (root / (entry.module.replace(".", "/") + ".py")).is_file(), entry

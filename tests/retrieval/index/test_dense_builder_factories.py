@@ -1,0 +1,111 @@
+"""FAISS factories: errors before any work, and indexes compared with exact search."""
+
+from pathlib import Path
+
+import faiss
+import numpy as np
+import pytest
+
+from search_r1.retrieval.engines.faiss_index import check_gpu
+from search_r1.retrieval.errors import SetupError
+from search_r1.retrieval.index.dense_builder import (
+    build_faiss,
+    bytes_per_vector,
+    check_factory,
+    num_centroids,
+    training_sample,
+)
+
+
+def unit_vectors(count: int, dim: int = 16) -> np.ndarray:
+    values = np.random.default_rng(1).normal(size=(count, dim)).astype(np.float32)
+    return values / np.linalg.norm(values, axis=1, keepdims=True)
+
+
+def test_flat_is_what_faiss_writes(tmp_path: Path) -> None:
+    """The streamed file equals that of FAISS, byte for byte."""
+    matrix = unit_vectors(100)
+    build_faiss(matrix, "Flat", tmp_path / "ours")
+    index = faiss.IndexFlatIP(16)
+    index.add(matrix)
+    faiss.write_index(index, str(tmp_path / "theirs"))
+    assert (tmp_path / "ours").read_bytes() == (tmp_path / "theirs").read_bytes()
+
+
+@pytest.mark.parametrize(
+    "factory", ["HNSW32", "IVF4,Flat", "SQ8", "PCA8,Flat", "IVF4,PQ8x4", "OPQ8_16,PQ8x4"]
+)
+def test_factories_find_the_nearest(tmp_path: Path, factory: str) -> None:
+    """Each kind of index is trained, has all rows, and finds many of the true neighbours."""
+    matrix = unit_vectors(700)
+    check_factory(factory, 16, len(matrix))
+    build_faiss(matrix.astype(np.float16), factory, tmp_path / "x")
+    index = faiss.read_index(str(tmp_path / "x"))
+    assert (index.ntotal, index.metric_type) == (700, faiss.METRIC_INNER_PRODUCT)
+    _, rows = index.search(matrix[:100], 10)
+    exact = np.argsort(-(matrix[:100] @ matrix.T), axis=1)[:, :10]
+    overlap = np.mean([len(set(a) & set(b)) / 10 for a, b in zip(rows, exact, strict=True)])
+    assert overlap > 0.2, "a random index would have 0.014"
+
+
+WRONG = ["Nonsense", "PQ7", "IVF,Flat", "", "IDMap,Flat", "IDMap,IVF4,Flat", "PCA80,Flat", "NSG8"]
+
+
+@pytest.mark.parametrize("factory", [*WRONG, "HNSW0", "IVF0,Flat"])
+def test_unusable_factories_are_refused(factory: str) -> None:
+    """A factory that FAISS cannot create or fill for these dimensions is refused beforehand."""
+    with pytest.raises(SetupError, match="--faiss_type"):
+        check_factory(factory, 16, 10**9)
+
+
+@pytest.mark.parametrize(
+    ("factory", "centroids"),
+    [
+        ("Flat", 0),
+        ("HNSW64", 0),
+        ("SQ8", 0),
+        ("IVF4096,Flat", 4096),
+        ("IVF16,PQ64", 256),
+        ("OPQ8_16,IVF16,PQ8x4", 16),
+        ("PQ8x10", 1024),
+        ("IVF65536_HNSW32,Flat", 65536),
+    ],
+)
+def test_centroids_that_are_trained(factory: str, centroids: int) -> None:
+    """The number of centroids is that of the largest codebook."""
+    assert num_centroids(factory) == centroids
+
+
+@pytest.mark.parametrize("factory", ["IVF64,Flat", "IVF64,SQ8", "OPQ8_16,IVF64,Flat"])
+def test_the_error_for_a_small_corpus_has_a_usable_number_of_lists(factory: str) -> None:
+    """The number of lists in the error message is accepted for the same corpus."""
+    with pytest.raises(SetupError, match="at most 25 lists in IVF"):
+        check_factory(factory, 16, 1000)
+    check_factory(factory.replace("IVF64", "IVF25"), 16, 1000)
+
+
+def test_training_sample_is_seeded_and_bounded() -> None:
+    """The sample has at most 256 vectors per centroid, in row order, and is reproducible."""
+    matrix = np.arange(3000, dtype=np.float32)[:, None]
+    sample = training_sample(matrix, "IVF4,Flat")
+    assert sample.shape == (1024, 1) and (np.diff(sample[:, 0]) > 0).all()
+    np.testing.assert_array_equal(sample, training_sample(matrix, "IVF4,Flat"))
+    assert len(training_sample(matrix, "IVF64,Flat")) == 3000
+
+
+@pytest.mark.parametrize(
+    "factory", ["Flat", "HNSW32", "IVF4,Flat", "SQ8", "IVF4,PQ8x4", "HNSW16_SQ8"]
+)
+def test_estimated_size_is_near_the_true_one(tmp_path: Path, factory: str) -> None:
+    """The estimate for the disk check is within 25 % of the written size, except for the header."""
+    matrix = unit_vectors(4000)
+    build_faiss(matrix, factory, tmp_path / "x")
+    written = (tmp_path / "x").stat().st_size
+    assert bytes_per_vector(factory, 16) * 4000 == pytest.approx(written, rel=0.25, abs=4000)
+
+
+def test_training_on_a_missing_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The flag does not silently fall back to the CPU."""
+    monkeypatch.setattr(faiss, "get_num_gpus", lambda: 0, raising=False)
+    with pytest.raises(SetupError, match="sees no GPU"):
+        check_gpu("train")

@@ -1,0 +1,48 @@
+"""Manifests: old versions are read; encoders are compared by the direction of a vector."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from search_r1.retrieval.corpus import Fingerprint
+from search_r1.retrieval.errors import IndexMismatch
+from search_r1.retrieval.manifest import Manifest
+
+OLD = {
+    "engine": "e5",
+    "corpus": {"count": 3, "size": 99, "digest": "ab"},
+    "count": 3,
+    "dtype": "float32",
+    "encoder": "e5-base-v2",
+    "pooling": "mean",
+    "dim": 2,
+    "probe": [0.6, 0.8],
+}
+"""A manifest of the first version."""
+
+
+def test_manifests_of_the_first_version_load(tmp_path: Path) -> None:
+    """Fields added later get the values that applied to the first version."""
+    (tmp_path / "manifest.json").write_text(json.dumps(OLD))
+    manifest = Manifest.load(tmp_path)
+    assert manifest.corpus == Fingerprint(3, 99, "ab") and manifest.probe == (0.6, 0.8)
+    assert (manifest.factory, manifest.normalizes, manifest.max_length) == ("Flat", True, None)
+    manifest.save(tmp_path)
+    assert Manifest.load(tmp_path) == manifest
+
+
+@pytest.mark.parametrize(
+    ("probe", "fits"),
+    [((3.0, 4.0), True), ((6.0, 8.1), True), ((4.0, 3.0), False), ((3.0, 4.0, 0.0), False)],
+)
+def test_probes_are_compared_by_their_direction(
+    tmp_path: Path, probe: tuple[float, ...], fits: bool
+) -> None:
+    """The comparison does not depend on the length of the vectors."""
+    manifest = Manifest("x", Fingerprint(1, 1, ""), 1, dim=2, probe=(3.0, 4.0))
+    if fits:
+        manifest.check_probe(tmp_path, "x", probe)
+    else:
+        with pytest.raises(IndexMismatch, match="--retriever_model"):
+            manifest.check_probe(tmp_path, "x", probe)

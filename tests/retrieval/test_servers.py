@@ -1,0 +1,131 @@
+"""The choice among several servers, with a fake clock."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from urllib.parse import urlsplit
+
+import pytest
+
+from search_r1.retrieval import transport as module
+from search_r1.retrieval.transport import (
+    COOLDOWN_S,
+    MAX_COOLDOWN_S,
+    Servers,
+    order_by_preference,
+    read_urls,
+)
+from verl.ports import is_local_host
+
+FAR = [
+    "http://198.51.100.1:1",
+    "http://198.51.100.2:1",
+    "http://198.51.100.3:1",
+    "http://198.51.100.4:1",
+]
+"""Addresses reserved for documentation, which no machine has."""
+
+
+@pytest.fixture
+def wait(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], float]:
+    """A function that advances the fake clock by some seconds and returns its time."""
+    now = [1000.0]
+
+    def wait_for(seconds: float) -> float:
+        now[0] += seconds
+        return now[0]
+
+    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+    return wait_for
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ("http://a:1/retrieve", ("http://a:1",)),
+        ("http://a:1, https://b/x/retrieve/ ,http://a:1/", ("http://a:1", "https://b/x")),
+        (["http://a:1", "http://b:1"], ("http://a:1", "http://b:1")),
+    ],
+)
+def test_addresses_are_read(given: str | list[str], expected: tuple[str, ...]) -> None:
+    """One address, several with commas, or a sequence; with or without /retrieve; deduplicated."""
+    assert read_urls(given) == expected
+
+
+WRONG = ["", "http://a:1,", "b:8000", "http://", [], "http://a,b", "http://a:port", "http://[::1",
+         "http://a..b:8000", "http://" + "a" * 64]  # fmt: skip
+
+
+@pytest.mark.parametrize("given", WRONG)
+def test_invalid_addresses_are_refused(given: str | list[str]) -> None:
+    """The message shows a correct example."""
+    with pytest.raises(ValueError, match=r"http://127\.0\.0\.1:8000"):
+        read_urls(given)
+
+
+def test_one_server_is_used_while_it_responds(wait: Callable[[float], float]) -> None:
+    """A failed server is skipped; after its cooldown a single request tests it."""
+    pool = Servers(FAR)
+    first, second, *_ = pool.urls
+    home = pool.choose()
+    assert [pool.choose().url for _ in range(5)] == [first] * 5
+    pool.record_failure(home, wait(0), 0.0)
+    assert pool.choose().url == second and pool.has_available()
+    wait(COOLDOWN_S + 0.1)
+    assert [pool.choose().url for _ in range(3)] == [first, second, second]
+    pool.record_success(home)
+    assert pool.choose().url == first
+
+
+def test_cooldowns_grow_and_are_bounded(wait: Callable[[float], float]) -> None:
+    """5, 10, 20 ... at most 60 s; concurrent failures count once; `Retry-After` has priority."""
+    pool = Servers(FAR[:1])
+    server = pool.choose()
+    cooldowns = []
+    for _ in range(6):
+        started = wait(MAX_COOLDOWN_S)
+        now = wait(1)
+        for _ in range(10):
+            pool.record_failure(server, started, 0.0)
+        cooldowns.append(server.cooldown_until - now)
+    assert cooldowns == [5, 10, 20, 40, 60, 60]
+    now = wait(MAX_COOLDOWN_S)
+    pool.record_failure(server, now, 1.5)
+    assert server.cooldown_until - now == 1.5
+    pool.record_failure(server, wait(0), 1e9)
+    assert server.cooldown_until - now == MAX_COOLDOWN_S
+
+
+def test_with_all_in_cooldown_the_first_to_end_it_is_chosen(wait: Callable[[float], float]) -> None:
+    """With every server down, the client still tries them in turn."""
+    pool = Servers(FAR[:2])
+    asked = []
+    for _ in range(6):
+        server = pool.choose()
+        asked.append(server.url)
+        pool.record_failure(server, wait(0), 0.0)
+        wait(0.5)
+    assert not pool.has_available()
+    assert asked == list(pool.urls) * 3
+
+
+def test_servers_on_this_machine_come_first() -> None:
+    """A server on this machine is preferred, by name or address."""
+    for here in ("http://127.0.0.1:1", "http://localhost:1", "http://[::1]:1"):
+        if is_local_host(urlsplit(here).hostname or ""):  # a machine may lack IPv6
+            assert order_by_preference([*FAR, here])[0] == here
+    assert sorted(order_by_preference(FAR)) == FAR
+
+
+def test_processes_start_at_different_servers() -> None:
+    """Processes spread over equal servers, although they seed `random` alike."""
+    code = (
+        "import random; random.seed(0);"
+        "from search_r1.retrieval.transport import order_by_preference;"
+        f"print(order_by_preference({FAR})[0])"
+    )
+    starts = [
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+        for _ in range(12)
+    ]
+    assert len({start.stdout for start in starts}) > 1
