@@ -115,7 +115,7 @@ def build_reward_manager(config: Config) -> RewardManager:
             build_batch_reward(s.name, scores, s.weights, judge, user_rewards) for s in sections
         ]
     except (TypeError, ValueError) as error:
-        fix = "see docs/rewards.md"
+        fix = "see docs/guides/rewards.md"
         raise ConfigError(f"reward_model: {error}; {fix}") from error
     normalize = RULES[options.normalize]
     rewards = [

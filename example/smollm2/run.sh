@@ -29,7 +29,7 @@ fi
 # Every setting. Lengths are in tokens; a batch is of dialogues, rl_prompts x rl_group of them.
 # topk: passages per search; max_turns: searches per dialogue; max_response_length: sampled tokens
 # per turn; max_obs_length: two or three passages of Wikipedia; sft_rank + rl_rank: an adapter of
-# 11.0 MB is shipped; rl_reward: a name in docs/rewards.md; eval_rows: null for all 757.
+# 11.0 MB is shipped; rl_reward: a name in docs/guides/rewards.md; eval_rows: null for all 757.
 declare -A s=(
   [template]=short [topk]=3 [max_turns]=2 [max_start_length]=192 [max_response_length]=112
   [max_obs_length]=448 [sft_steps]=150 [sft_batch_size]=16 [sft_lr]=5e-4 [sft_rank]=12

@@ -1,6 +1,7 @@
 """A tool that runs programs in a sandbox service: `agent.tools=[example/tools/sandbox.py:Sandbox]`.
 
-`SANDBOX_URL` is the service's address, such as http://sandbox:8080. docs/tools.md has the protocol.
+`SANDBOX_URL` is the service's address, such as http://sandbox:8080.
+docs/guides/rewards.md has the protocol.
 """
 
 import asyncio

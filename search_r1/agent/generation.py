@@ -65,7 +65,7 @@ def build_environment(config: Config) -> Environment:
         if name in REMOVED_TOOLS:
             fix = (
                 "use a sandbox service (agent.tools=[search,example/tools/sandbox.py:Sandbox], "
-                "docs/tools.md), or leave it out"
+                "docs/guides/rewards.md), or leave it out"
             )
             raise ConfigError(explain("agent.tools", name, REMOVED_TOOLS[name], fix))
     tools = [

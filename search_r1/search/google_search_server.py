@@ -1,4 +1,4 @@
-"""Google search under the original Search-R1's name and flags; see docs/migration.md."""
+"""Google search under the original Search-R1's name and flags; see docs/start/migration.md."""
 
 import argparse
 import os

@@ -1,4 +1,4 @@
-"""The index builder under the original Search-R1's name; see docs/migration.md."""
+"""The index builder under the original Search-R1's name; see docs/start/migration.md."""
 
 import sys
 from pathlib import Path

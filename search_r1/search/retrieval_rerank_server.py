@@ -1,6 +1,6 @@
 """Search with a reranker under the original Search-R1's name, flags and default models.
 
-`--reranking_topk` is the same as `--topk`; see docs/migration.md.
+`--reranking_topk` is the same as `--topk`; see docs/start/migration.md.
 """
 
 import sys

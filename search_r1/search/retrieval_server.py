@@ -1,4 +1,4 @@
-"""The retrieval server under the original Search-R1's name; see docs/migration.md."""
+"""The retrieval server under the original Search-R1's name; see docs/start/migration.md."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""SerpAPI search under the original Search-R1's name and flags; see docs/migration.md."""
+"""SerpAPI search under the original Search-R1's name and flags; see docs/start/migration.md."""
 
 import argparse
 import os

@@ -1,4 +1,4 @@
-"""docs/rewards.md: the example runs, the commands parse, the tables are complete."""
+"""docs/guides/rewards.md: the example runs, the commands parse, the tables are complete."""
 
 import dataclasses
 import re
@@ -10,7 +10,7 @@ from search_r1.rewards import LLM_JUDGE, REWARDS, RewardInput, RewardScores, bui
 from verl.config import Config, cli
 from verl.config.reward import JudgeConfig
 
-PAGE = (Path(__file__).parents[2] / "docs" / "rewards.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[2] / "docs" / "guides" / "rewards.md").read_text(encoding="utf-8")
 REQUIRED = (
     "data.train_files=a.parquet",
     "data.val_files=b.parquet",

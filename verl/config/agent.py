@@ -14,7 +14,7 @@ class AgentConfig:
     and returns an agent (`verl.agent.interface.Agent`)."""
     tools: list[str] = option(factory=lambda: ["search"], resume="experiment")
     """Tools that the policy may call: names of built-in tools, or `path/file.py:Name` of a custom
-    tool (`verl.agent.interface.Tool`; docs/tools.md)."""
+    tool (`verl.agent.interface.Tool`; docs/guides/rewards.md)."""
 
 
 EMPTY_URL = "empty"

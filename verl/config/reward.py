@@ -68,7 +68,7 @@ class RewardConfig:
     """The reward of a trajectory."""
 
     name: str = option("em", resume="experiment")
-    """A reward of docs/rewards.md, or a custom `path/to/file.py:function`."""
+    """A reward of docs/guides/rewards.md, or a custom `path/to/file.py:function`."""
     weights: dict[str, float] = option(factory=dict, resume="experiment", ge=-1000, le=1000)
     """Weighted sum of rewards (`{em: 1.0, f1: 0.5}`) instead of `name`."""
     stages: list[StageConfig] = option(factory=list, resume="experiment")

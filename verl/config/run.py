@@ -33,8 +33,8 @@ class Config:
     do_search: bool = option(True, resume="experiment")
     """Use the tools; false runs without them and their servers, and a call is an invalid action."""
     template: str = option("search_r1", resume="experiment")
-    """Wording of prompts and observations: a template of docs/tools.md, or `tools`, which builds it
-    from the descriptions of the tools."""
+    """Wording of prompts and observations: a template of docs/guides/rewards.md, or `tools`,
+    which builds it from the descriptions of the tools."""
 
     @property
     def calls_tools(self) -> bool:
