@@ -36,7 +36,9 @@ SHARED = (
     "verl.file_kinds",
     "verl.files",
     "verl.machine",
+    "verl.plugins",
     "verl.ports",
+    "verl.user_files",
 )
 """Of verl, what the retriever has in common with the trainer."""
 HEAVY = {"torch", "ray", "numpy", "transformers", "search_r1"}

@@ -126,7 +126,8 @@ class RetrieverConfig:
     """What is searched, and by which backend."""
 
     retriever_name: str = "bm25"
-    """name of a backend, or any other name, such as e5, for a dense index with --retriever_model"""
+    """name of a backend; any other name, such as e5, for a dense index with --retriever_model; or
+    path/file.py:Name, a backend of your own"""
     corpus_path: str | None = None
     """jsonl file with id and contents"""
     index_path: str | None = None

@@ -1,7 +1,8 @@
-"""Registry of the retriever backends by `--retriever_name`.
+"""Registry of the retriever backends by `--retriever_name`: built in, or `path/file.py:Name`.
 
 An entry names a module with a function `open_retriever(config) -> Retriever`. The module is
-imported only when its backend is chosen, so that only its users need the packages it imports.
+imported only when its backend is chosen, so that only its users need the packages it imports. A
+user's `Name` is called the same way.
 """
 
 import importlib
@@ -16,9 +17,13 @@ from search_r1.retrieval.engines.base import Retriever
 from search_r1.retrieval.engines.rerank import RerankingRetriever
 from search_r1.retrieval.errors import SetupError, install_command
 from search_r1.retrieval.settings import RetrieverConfig
+from verl.errors import did_you_mean, explain
+from verl.plugins import build, is_path
 
 logger = logging.getLogger(__name__)
 
+Opener = Callable[[RetrieverConfig], Retriever]
+OPTION = "--retriever_name"
 PACKAGE = "search_r1.retrieval.engines"
 
 
@@ -46,12 +51,40 @@ BACKENDS = {
     **dict.fromkeys(("empty", "random", "oracle"), DIAGNOSTICS),
     "replay": Backend(f"{PACKAGE}.replay", reads=("diagnostics",)),
 }
-"""Backends by --retriever_name; any other name is a dense index."""
+"""Backends by --retriever_name; any other name is a dense index, or a backend in a user's file."""
+MEMBERS = (*Retriever.__annotations__, "search", "info")
+"""What a user's backend must have."""
 
 
 def build_retriever(config: RetrieverConfig) -> Retriever:
     """Open the configured backend; raises a SearchError that says what to fix."""
-    backend, rerank = _choose(config), config.rerank
+    rerank = config.rerank
+    open_retriever = _own(config) if is_path(config.retriever_name) else _built_in(config)
+    if rerank.reranker_model is None:
+        return open_retriever(config)
+    # Open the reranker first, since opening an index can take minutes.
+    scorer = _import(RERANKER, "--reranker_model").CrossEncoder.open(rerank)
+    return RerankingRetriever(open_retriever(config), scorer, rerank.retrieval_topk)
+
+
+def _own(config: RetrieverConfig) -> Opener:
+    """Return a function that opens the backend in the user's file, and checks its members."""
+    name = config.retriever_name
+
+    def open_retriever(config: RetrieverConfig) -> Retriever:
+        built: Retriever = build(OPTION, name, {}, config, needs="search")
+        if missing := [member for member in MEMBERS if not hasattr(built, member)]:
+            got = f"{name}, whose {type(built).__name__} lacks {', '.join(missing)}"
+            expected = f"a retriever with {', '.join(MEMBERS)}"
+            raise SetupError(explain(OPTION, got, expected, "add them"))
+        return built
+
+    return open_retriever
+
+
+def _built_in(config: RetrieverConfig) -> Opener:
+    """Return the function that opens the configured backend; warn of flags that it ignores."""
+    backend = _choose(config)
     if unread := _unread_flags(config, backend):
         logger.warning(
             "--retriever_name %s does not read %s: leave them out, or choose the backend that does "
@@ -59,12 +92,8 @@ def build_retriever(config: RetrieverConfig) -> Retriever:
             config.retriever_name,
             ", ".join(unread),
         )
-    open_retriever: Callable[[RetrieverConfig], Retriever] = _import(backend).open_retriever
-    if rerank.reranker_model is None:
-        return open_retriever(config)
-    # Open the reranker first, since opening an index can take minutes.
-    scorer = _import(RERANKER, "--reranker_model").CrossEncoder.open(rerank)
-    return RerankingRetriever(open_retriever(config), scorer, rerank.retrieval_topk)
+    open_retriever: Opener = _import(backend).open_retriever
+    return open_retriever
 
 
 def _choose(config: RetrieverConfig) -> Backend:
@@ -75,11 +104,9 @@ def _choose(config: RetrieverConfig) -> Backend:
     if name in BACKENDS:
         return BACKENDS[name]
     if config.encoder.retriever_model is None:
-        raise SetupError(
-            f"--retriever_name {name} without --retriever_model; expected "
-            f"{', '.join(BACKENDS)}, or another name together with an encoder: "
-            "for example --retriever_name e5 --retriever_model intfloat/e5-base-v2"
-        )
+        otherwise = "give a dense index its --retriever_model, such as intfloat/e5-base-v2"
+        expected = f"one of {', '.join(BACKENDS)}, path/file.py:Name, or a name and an encoder"
+        raise SetupError(explain(OPTION, name, expected, did_you_mean(name, BACKENDS, otherwise)))
     dense = {"faiss": FAISS, "torch": TORCH}
     if config.torch.dense_engine not in dense:
         raise SetupError(f"--dense_engine {config.torch.dense_engine}; expected faiss or torch")

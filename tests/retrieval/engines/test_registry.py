@@ -3,17 +3,22 @@
 from contextlib import suppress
 from pathlib import Path
 
+import httpx
 import pytest
 
 from search_r1.retrieval.engines import registry
 from search_r1.retrieval.engines.registry import build_retriever
 from search_r1.retrieval.errors import SetupError
+from search_r1.retrieval.local_server import LocalServer
 from search_r1.retrieval.settings import (
     EncoderConfig,
     RerankConfig,
     RetrieverConfig,
     TorchConfig,
 )
+from verl.errors import UserError
+
+SQLITE = f"{Path(__file__).parents[3] / 'example/engines/sqlite.py'}:Sqlite"
 
 
 @pytest.mark.parametrize("inner", [".", "bm25"])
@@ -63,3 +68,40 @@ def test_every_entry_names_an_existing_module() -> None:
     entries = [*registry.BACKENDS.values(), registry.FAISS, registry.TORCH, registry.RERANKER]
     for entry in entries:
         assert (root / (entry.module.replace(".", "/") + ".py")).is_file(), entry
+
+
+def test_a_backend_is_one_file_of_the_user() -> None:
+    """`--retriever_name path/file.py:Name` is served, here SQLite's full-text search."""
+    corpus = Path(__file__).parents[3] / "example" / "corpus.jsonl"
+    flags = ["--retriever_name", SQLITE, "--corpus_path", str(corpus)]
+    with LocalServer(flags) as server:
+        answer = httpx.post(
+            f"{server.url}/retrieve", json={"queries": ["What is the capital of France?", "?"]}
+        )
+    first, none = answer.json()["result"]
+    assert "Paris" in first[0]["contents"] and none == []
+
+
+@pytest.mark.parametrize(
+    ("body", "missing"),
+    [
+        ("pass", "search"),
+        ("search = info = name = num_threads = 1", "num_documents"),
+        ("1 / 0", ""),
+    ],
+)
+def test_a_file_that_is_no_backend_is_refused(tmp_path: Path, body: str, missing: str) -> None:
+    """What the object lacks is named."""
+    file = tmp_path / "own.py"
+    file.write_text(f"class Own:\n    def __init__(self, config): pass\n    {body}\n")
+    with pytest.raises(UserError) as error:
+        build_retriever(RetrieverConfig(f"{file}:Own"))
+    assert "--retriever_name" in str(error.value) and missing in str(error.value)
+
+
+def test_a_misspelt_name_gets_the_nearest() -> None:
+    """A typo is not told to add an encoder; a name that is like no other is."""
+    for name, fix in (("bm52", "did you mean bm25?"), ("e5", "--retriever_model")):
+        with pytest.raises(SetupError) as error:
+            build_retriever(RetrieverConfig(name))
+        assert fix in str(error.value)
