@@ -1,36 +1,33 @@
-"""Prints docs/families.md: which model families can be trained, tried with transformers' defaults.
+"""Prints the families in docs/guides/models.md, tried with transformers' defaults.
 
-`python -m scripts.family_page > docs/families.md`; half a minute.
+`python -m scripts.family_page`; half a minute.
 """
 
 import sys
+import textwrap
 from collections.abc import Mapping
 from typing import Any
 
 from transformers import AutoConfig, PretrainedConfig
 
 from verl.errors import ModelError
-from verl.training.family import build_trial, check_family, layer_kinds
+from verl.training.family import check_family
 
-HEAD = """# Model families
+HEAD = """## Families
 
-Printed by `python -m scripts.family_page`. For each family, a small model with random weights and
-a few layers of each kind is computed as a run computes it: several sequences in one row, without
-and with a prompt that they share. A family is *right* if its log-probs are within 0.001 nats (in
-float32) of the model's own forward pass on each sequence alone.
-
-Before each run, and before supervised fine-tuning, the same is done with the config of the model
-that will be trained: about a second. A model that differs, or that cannot be tried, is refused in
-one line. So a family that is not in the table may well work. Families are those of transformers'
-`model_type`.
+For each family below, a small model with random weights and a few layers of each kind was computed
+as a run computes it: several sequences in one row, without and with a prompt that they share. A
+family is *right* if its log-probs are within 0.001 nats (in float32) of the model's own forward
+pass on each sequence alone. Before each run, and before supervised fine-tuning, the same is done
+with the config of the model that will be trained (about a second); a model that differs, or that
+cannot be tried, is refused in one line. So a family that is not listed may well work. Names are
+those of transformers' `model_type`; `python -m scripts.family_page` prints this section.
 
 - **Layers with a state** (convolutions, recurrences, linear attention) run sequence by sequence,
-  each response behind its prompt; everything else is computed in one row. They cannot be divided
-  over ranks (`ulysses_sequence_parallel_size=1`).
+  each response behind its prompt. They need `ulysses_sequence_parallel_size=1`.
 - **Soft caps and attention sinks** are computed without a fused kernel, run by run.
-- **What follows the head** (caps, scaling) is computed by the model's own forward pass.
-- **Mixtures of experts** are right here, but their memory is not estimated, and LoRA adapts
-  linear layers only.
+- **Mixtures of experts** are right, but their memory is not estimated, and LoRA adapts linear
+  layers only.
 - Dropout and the noise of routers are switched off in training, since there is none in sampling.
 
 """
@@ -63,19 +60,27 @@ def family_config(family: str) -> PretrainedConfig:
     return config
 
 
-def verdict(family: str) -> tuple[str, str]:
-    """Return "right" or "refused", and the layers through which tokens see each other."""
-    config = family_config(family)
+def is_right(family: str) -> bool:
+    """Return whether the packed forward pass of a family is the model's own."""
     try:
-        check_family(config, family)
+        check_family(family_config(family), family)
     except ModelError:
-        return "refused", ""
-    return "right", ", ".join(sorted(layer_kinds(build_trial(config))))
+        return False
+    return True
 
 
 def page() -> str:
-    rows = "".join("| `{}` | {} | {} |\n".format(name, *verdict(name)) for name in FAMILIES)
-    return f"{HEAD}| family | packed forward pass | layers |\n| --- | --- | --- |\n{rows}"
+    """Return the section: rules, the right families, the refused ones."""
+    right = [name for name in FAMILIES if is_right(name)]
+    refused = [name for name in FAMILIES if name not in right]
+    lists = (listed("Right", right), listed("Refused", refused))
+    return HEAD + "\n\n".join(lists) + "\n"
+
+
+def listed(title: str, names: list[str]) -> str:
+    """Return names as a paragraph."""
+    text = f"{title}: {', '.join(f'`{name}`' for name in names)}."
+    return textwrap.fill(text, 100, break_on_hyphens=False)
 
 
 if __name__ == "__main__":

@@ -401,7 +401,7 @@ def refuse_unknown(module: nn.Module, arguments: Mapping[str, Any]) -> None:
             return
         given = ", ".join(unknown)
     expected = "attention by scale, causal mask, window, soft cap and sinks"
-    fix = "train a model of another family (docs/families.md)"
+    fix = "train a model of another family (docs/guides/models.md)"
     raise ModelError(explain(f"attention of {type(module).__name__}", given, expected, fix))
 
 

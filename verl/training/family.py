@@ -32,7 +32,7 @@ TOLERANCE = 1e-3
 VOCABULARY, HIDDEN, HEADS, HEAD_DIM, SMALL, WINDOW = 64, 64, 4, 32, 16, 6
 GROUPS = (("a", 7, (5, 1, 12)), ("b", 4, (6,)), ("c", 9, (3, 8)))
 """Groups of the trial: name, tokens of the prompt, tokens of each response."""
-FAMILIES = "docs/families.md"
+FAMILIES = "docs/guides/models.md"
 
 SIZES: Mapping[str, Any] = {
     "vocab_size": VOCABULARY, "vocab_size_per_layer_input": VOCABULARY,
