@@ -168,6 +168,17 @@ def test_evaluation_is_no_part_of_training() -> None:
     assert offenders("search_r1/evaluation", *forbidden) == []
 
 
+@pytest.mark.parametrize("name", ["online", "view", "experimental", "compat"])
+def test_nothing_imports_an_optional_package(name: str) -> None:
+    """Commands and options name its modules as text, so that it may be deleted."""
+    package = {"compat": "searchr1"}.get(name, f"search_r1.{name}")
+    folders = ("verl", "search_r1", "tests/core")
+    found = [line for folder in folders for line in offenders(folder, package)]
+    assert [line for line in found if not line.startswith(f"search_r1/{name}/")] == []
+    text = (ROOT / "verl/trainer/run.py").read_text()
+    assert package not in text
+
+
 def test_asking_knows_one_dialogue_only() -> None:
     """Evaluation and the agent server import `inference`, which imports neither of them."""
     forbidden = ("verl.trainer", "verl.single_controller", "ray", "example", "scripts",

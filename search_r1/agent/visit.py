@@ -5,6 +5,7 @@ Documents come from the retrieval server that also searches. Pages are fetched b
 """
 
 import asyncio
+import importlib
 import importlib.util
 from collections.abc import Callable
 from dataclasses import replace
@@ -108,16 +109,15 @@ class PageUnavailable(Exception):
 
 def open_online(url: str) -> Page:
     """Fetch the page at a public address; blocks for up to 15 s. Raises PageUnavailable."""
-    if importlib.util.find_spec("trafilatura") is None:
+    if not all(map(importlib.util.find_spec, ("trafilatura", "search_r1.online"))):
         raise PageUnavailable(f"pages cannot be opened here: {install_command('online')}")
     # Optional and slow to import: needed only when a page is opened.
-    from search_r1.online.fetch import PageError  # noqa: PLC0415
-    from search_r1.online.pages import visit  # noqa: PLC0415
-
+    pages = importlib.import_module("search_r1.online.pages")
     try:
-        return visit(url)
-    except PageError as error:
+        page: Page = pages.visit(url)
+    except pages.PageError as error:
         raise PageUnavailable(str(error)) from error
+    return page
 
 
 def build_visit(config: Config) -> VisitTool:

@@ -58,10 +58,7 @@ GRACE_S = 8
 """Seconds that running dialogues may take to finish at shutdown."""
 CLIENT_CLOSED = 499
 """Conventional status (from nginx) for a client that closed the connection; nobody receives it."""
-VIEW = Path(__file__).parents[1] / "view" / "page"
-PAGE = (*sorted((Path(__file__).parent / "page").iterdir()),
-        *(VIEW / name for name in ("elements.js", "page.css", "page.svg")))  # fmt: skip
-"""Files of the chat page, including those shared with the page of `search-r1 view`."""
+PAGE = sorted((Path(__file__).parent / "page").iterdir())
 _CONTENT = {"application/json": {"schema": ChatRequest.model_json_schema()}}
 _BODY = {"requestBody": {"required": True, "content": _CONTENT}}
 """OpenAPI description of the request body, which the route reads itself."""

@@ -22,7 +22,7 @@ from search_r1.bearer import has_token
 from search_r1.retrieval.errors import DeadlineExceeded
 from search_r1.retrieval.service.pages import page_routes
 from search_r1.retrieval.service.requests import parse, read_body
-from search_r1.view.dialogue import read_dialogue
+from search_r1.runs.dialogue import read_dialogue
 from search_r1.view.index import NonNegative, TrajectoryQuery, find_trajectories, question_history
 from search_r1.view.run import Run
 
@@ -96,7 +96,7 @@ async def _run_replay(command: list[str], request: ReplayRequest) -> tuple[bytes
     """Return the command's output and errors; kills its whole process group at the end."""
     pipe = asyncio.subprocess.PIPE
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "search_r1.experimental.replay.command", *command,
+        sys.executable, "-m", "search_r1.cli", "replay", *command,
         stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True,
     )  # fmt: skip
     documents = orjson.dumps([[d.model_dump() for d in call] for call in request.documents or ()])
@@ -110,7 +110,11 @@ async def _run_replay(command: list[str], request: ReplayRequest) -> tuple[bytes
             os.killpg(process.pid, signal.SIGKILL)
 
 
-PAGE = Path(__file__).parent / "page"
+OWN = Path(__file__).parent / "page"
+SHARED = OWN.parents[1] / "agent_server" / "page"
+PAGE = [*sorted(OWN.iterdir()),
+        *(SHARED / name for name in ("elements.js", "page.css", "page.svg"))]  # fmt: skip
+"""Files of the page, including those shared with the chat page."""
 TOKEN_VARIABLE = "VIEW_TOKEN"
 MAX_POINTS = 600
 """Points of a curve on the page; longer curves keep the peaks of each stretch."""
@@ -201,7 +205,7 @@ def create_app(runs: Runs, token: str | None = None) -> FastAPI:
         api.get(f"/{name}", response_model=None)(_as_json(handler))
     api.post("/replay", response_model=None)(replay)
     app.include_router(api)
-    app.router.routes.extend(page_routes(sorted(PAGE.iterdir())))
+    app.router.routes.extend(page_routes(PAGE))
     return app
 
 

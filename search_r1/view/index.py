@@ -19,7 +19,7 @@ import orjson
 from fastapi import Query
 
 from search_r1.rewards.normalize import Normalize, normalize_answer
-from search_r1.view.dialogue import Dialogue, read_dialogue
+from search_r1.runs.dialogue import Dialogue, read_dialogue
 from verl.agent.grammar import Grammar
 from verl.errors import ConfigError, explain
 

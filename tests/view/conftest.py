@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from search_r1.view.run import Run
-from tests.view import runs
+from tests.runs import written as runs
 
 
 @pytest.fixture

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from fastapi.testclient import TestClient
 
-from search_r1.view.app import PAGE, Runs, create_app
+from search_r1.view.app import OWN, PAGE, Runs, create_app
 from search_r1.view.run import Run
-from tests.view import runs
+from tests.runs import written as runs
 
 
 @pytest.fixture
@@ -106,7 +106,7 @@ def test_the_token_is_required_for_all_data_of_a_run(run: Run) -> None:
 
 def test_only_files_of_the_page_are_served(client: TestClient) -> None:
     """Their content security policy allows only the page's own scripts; POST is refused."""
-    for path in PAGE.iterdir():
+    for path in PAGE:
         address = "/" if path.name == "page.html" else f"/{path.name}"
         answer = client.get(address)
         assert answer.content == path.read_bytes()
@@ -120,12 +120,12 @@ def test_only_files_of_the_page_are_served(client: TestClient) -> None:
 
 def test_the_page_inserts_data_as_text_only() -> None:
     """No script of the page creates HTML, code or addresses from strings, or loads anything."""
-    for path in PAGE.glob("*.js"):
+    for path in (path for path in PAGE if path.suffix == ".js"):
         text = path.read_text(encoding="utf-8")
         for word in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(",
                      "new Function", "srcdoc", "DOMParser", "https://"):  # fmt: skip
             assert word not in text, (path.name, word)
-    html = (PAGE / "page.html").read_text(encoding="utf-8")
+    html = (OWN / "page.html").read_text(encoding="utf-8")
     assert "//" not in html.replace("<!-- ", "") and "style=" not in html
 
 

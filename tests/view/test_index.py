@@ -9,7 +9,7 @@ import pytest
 
 from search_r1.view.index import TrajectoryQuery, find_trajectories
 from search_r1.view.run import Run
-from tests.view import runs
+from tests.runs import written as runs
 from verl.errors import ConfigError
 
 

@@ -11,8 +11,8 @@ from search_r1.view import app
 from search_r1.view.app import ReplayRequest, Runs, create_app
 from search_r1.view.run import Run
 from tests.apps import running
+from tests.runs import written as runs
 from tests.tabs import Visit, chromium
-from tests.view import runs
 from tests.view.test_replaying import replay_output
 from verl.types import Status
 
@@ -223,7 +223,7 @@ def test_a_turn_is_edited_and_replayed_by_keys_alone(
     page = visit()
     page.open("#/trajectory?run=0&kind=train&step=1&line=0")
     summary = page.tab.locator("details.edit summary")
-    assert summary.count() == 3
+    playwright.expect(summary).to_have_count(3)
     summary.first.focus()
     keys = page.tab.keyboard
     keys.press("Enter")

@@ -8,7 +8,7 @@ import pytest
 
 from search_r1.view.index import TrajectoryQuery, find_trajectories, question_history
 from search_r1.view.run import Run
-from tests.view import runs
+from tests.runs import written as runs
 
 Row = dict[str, Any]
 CASES: list[tuple[dict[str, Any], Callable[[Row], bool]]] = [

@@ -15,7 +15,7 @@ from fastapi.testclient import TestClient
 from search_r1.view import app
 from search_r1.view.app import ReplayRequest, Runs, create_app
 from search_r1.view.run import Run
-from tests.view import runs
+from tests.runs import written as runs
 
 KEY = {"step": 1, "line": 0}
 

@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from search_r1.view.command import main
-from tests.view import runs
+from tests.runs import written as runs
 
 
 def test_a_run_that_is_training_is_followed(folder: Path, tmp_path: Path) -> None:

@@ -21,10 +21,10 @@ from search_r1.experimental.replay.replaying import find_weights, nearest_versio
 from search_r1.inference.model import at_latest_checkpoint, compute_dtype, model_folder
 from search_r1.inference.options import AgentOptions
 from search_r1.plain import configure_logging
+from search_r1.runs.dialogue import OBSERVATION, Dialogue, find_headings, read_dialogue, tags_of
+from search_r1.runs.folder import CREDIT, find_rollouts, read_config
+from search_r1.runs.tokens import pieces
 from search_r1.scoring import build_reward_manager
-from search_r1.view.dialogue import OBSERVATION, Dialogue, find_headings, read_dialogue, tags_of
-from search_r1.view.run import CREDIT, find_rollouts, read_config
-from search_r1.view.tokens import pieces
 from verl.agent.dialogue import derived_seed
 from verl.agent.grammar import Grammar, spans_between
 from verl.config import Config

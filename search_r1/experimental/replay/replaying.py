@@ -21,8 +21,8 @@ from search_r1.experimental.replay.findings import Replay, TrajectoryRef, as_tex
 from search_r1.experimental.replay.playing import Edit, replay_trajectory, response_finder, turns_of
 from search_r1.inference.model import model_folder, running_engine
 from search_r1.plain import escape_controls, json_line
+from search_r1.runs.folder import find_rollouts, read_config
 from search_r1.scoring import build_reward_manager
-from search_r1.view.run import find_rollouts, read_config
 from verl.agent.dialogue import DialogueAgent
 from verl.agent.environment import ObservationListener
 from verl.agent.interface import Item, ToolCall

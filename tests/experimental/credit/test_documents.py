@@ -7,7 +7,7 @@ import pytest
 from search_r1.agent.tags import R1_SEARCHER, SEARCH_R1, SHORT
 from search_r1.experimental.credit.worth import answer_tokens, documents_of, remove_document
 from search_r1.retrieval.schema import Document
-from search_r1.view.dialogue import read_dialogue
+from search_r1.runs.dialogue import read_dialogue
 from verl.agent.tags import ITEM_WITH_ID, TagFormat
 
 DOCUMENTS = [

@@ -18,8 +18,8 @@ from example.tiny import tiny_llama
 from search_r1.experimental.credit import worth
 from search_r1.experimental.credit.command import main
 from search_r1.view.run import Run
+from tests.runs.written import PARIS, ROME, TOKENIZER, dialogue, start_run, write_rollouts
 from tests.view.conftest import open_run as open_run
-from tests.view.runs import PARIS, ROME, TOKENIZER, dialogue, start_run, write_rollouts
 from verl.rollout.transformers_engine import TransformersEngine
 from verl.types import Trajectory
 

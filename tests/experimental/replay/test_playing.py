@@ -30,7 +30,7 @@ from tests.experimental.replay.scripted import (
     record,
     record_with_search,
 )
-from tests.view.runs import TOKENIZER as VOCABULARY
+from tests.runs.written import TOKENIZER as VOCABULARY
 from verl.agent.dialogue import DialogueAgent, derived_seed
 from verl.agent.interface import Item
 from verl.data.trajectories import prepare_folder, write_step

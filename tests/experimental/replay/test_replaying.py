@@ -18,7 +18,7 @@ from search_r1.experimental.replay import command
 from search_r1.experimental.replay.replaying import find_weights
 from tests.checkpoints import writing
 from tests.experimental.replay.scripted import record
-from tests.view.runs import TOKENIZER, byte_tokenizer
+from tests.runs.written import TOKENIZER, byte_tokenizer
 from verl.checkpoint import folders
 from verl.config import Config, cli
 from verl.data.trajectories import prepare_folder, write_step

@@ -15,10 +15,10 @@ import pytest
 
 from tests.memory_tracker import MemoryTracker
 from tests.proofs.kills.compare import is_computed, same_weights
+from tests.runs.written import TOKENIZER
 from tests.verl.trainer.local_run import local_ranks
 from tests.verl.trainer.recording import prompts
 from tests.verl.training.ranks import VOCAB, save_tiny, tiny_config
-from tests.view.runs import TOKENIZER
 from verl.config import Config
 from verl.core_algos.kl import FixedKLController
 from verl.data.trajectories import SIGNALS, prepare_folder, step_path, write_jsonl, write_step

@@ -8,8 +8,8 @@ import pytest
 
 from search_r1.agent.tags import R1_SEARCHER, SEARCH_R1
 from search_r1.rewards.normalize import normalize_answer
-from search_r1.view.dialogue import read_dialogue, rule_of, tags_of
-from tests.view import runs
+from search_r1.runs.dialogue import read_dialogue, rule_of, tags_of
+from tests.runs import written as runs
 from verl.agent import native
 
 TAGS = SEARCH_R1.tags

@@ -3,12 +3,12 @@
 import json
 from pathlib import Path
 
-from search_r1.view.tokens import find_tokenizer, pieces
-from tests.view.runs import TOKENIZER, start_run
+from search_r1.runs.tokens import find_tokenizer, pieces
+from tests.runs.written import TOKENIZER, start_run
 from verl.data.trajectories import HEADER
 
 
-def test_pieces_join_to_the_text(folder: Path) -> None:
+def test_pieces_join_to_the_text() -> None:
     """Also if a character takes several tokens: the last of them has it."""
     text = "El Niño 😀\n\n湖 x"
     ids = TOKENIZER.encode(text).ids
