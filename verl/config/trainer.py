@@ -154,7 +154,7 @@ class TrainerConfig:
     """Free share of host memory below which the log says what uses it; Ray kills at 0.05."""
     canary: bool = option(True, resume="free")
     """Compare the log-probs that ranks and engines compute for a fixed sequence after each transfer
-    of weights, and stop the run if an engine lacks the new weights (docs/canary.md)."""
+    of weights, and stop the run if an engine lacks the new weights (docs/guides/guard.md)."""
     canary_tolerance: float | None = option(None, resume="free", gt=0)
     """Allowed mean difference of these log-probs in nats; null: a multiple of the difference that
     was measured at the start."""

@@ -184,7 +184,8 @@ class WeightCanary:
                 cause = f"its log-probs are those of step {old}"
             raise MismatchError(
                 f"engine {score.replica} does not have the weights of step {expected.step}: "
-                f"{self._facts(score)}; expected at most {limit:.2g}; {cause} (docs/canary.md)"
+                f"{self._facts(score)}; expected at most {limit:.2g}; {cause} "
+                "(docs/guides/guard.md)"
             )
         self._recent.setdefault(score.replica, deque(maxlen=NUM_RECENT)).append(difference)
         if not is_same:

@@ -247,7 +247,7 @@ class CollapseGuard:
         return (
             f"engines and trainer compute different log-probs of the same tokens at step {step}: "
             f"{verdict}; the policy did not collapse: an engine has other weights, or one of them "
-            "computes this model differently (docs/canary.md)"
+            "computes this model differently (docs/guides/guard.md)"
         )
 
     def _message(self, step: int, verdict: Verdict) -> str:
