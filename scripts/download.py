@@ -1,4 +1,4 @@
-"""`search-r1 download` as a script, as in the original Search-R1 (docs/indexing.md)."""
+"""`search-r1 download` as a script, as in the original Search-R1 (docs/guides/retrieval.md)."""
 
 import sys
 from pathlib import Path

@@ -17,7 +17,7 @@ LARGE = 64 << 20
 """Minimum bytes of a mapped file that counts as an index or corpus; smaller ones are libraries."""
 FIX = (
     "give sbatch more --mem, run the retriever in a separate job (retriever.sbatch, "
-    "RETRIEVER_FILE), or take a smaller index (docs/backends.md)"
+    "RETRIEVER_FILE), or take a smaller index (docs/guides/retrieval.md)"
 )
 
 

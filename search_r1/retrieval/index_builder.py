@@ -2,7 +2,7 @@
 
 The index is written to `SAVE_DIR/bm25/` or `SAVE_DIR/<name>_<faiss_type>.index/`, with a manifest
 of what it was built from. After an interruption, the same command resumes the build; see
-docs/indexing.md. With `checksums` as the first argument, the command stores checksums of an index
+docs/guides/retrieval.md. With `checksums` as the first argument, it stores checksums of an index
 and its corpus, or compares them (`--verify`). The builders are in `search_r1.retrieval.index`.
 """
 

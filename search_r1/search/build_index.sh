@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Builds an index of a jsonl corpus; see docs/indexing.md.
+# Builds an index of a jsonl corpus; see docs/guides/retrieval.md.
 # Environment: CORPUS_PATH SAVE_DIR RETRIEVER_NAME RETRIEVER_MODEL PYTHON.
 # Further arguments go to the builder: bash search_r1/search/build_index.sh --batch_size 512
 set -euo pipefail

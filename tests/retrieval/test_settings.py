@@ -1,4 +1,4 @@
-"""docs/guides/retrieval.md lists all flags, statuses and metrics."""
+"""docs/reference/retriever.md lists all flags, statuses and metrics."""
 
 import ast
 import dataclasses
@@ -14,7 +14,7 @@ from search_r1.retrieval.service.requests import STATUSES
 from search_r1.retrieval.settings import ServiceConfig
 from tests.retrieval.service.fake_backends import FakeBackend
 
-MANUAL = (Path(__file__).parents[2] / "docs" / "guides" / "retrieval.md").read_text()
+MANUAL = (Path(__file__).parents[2] / "docs" / "reference" / "retriever.md").read_text()
 
 
 def test_the_manual_lists_every_flag() -> None:
