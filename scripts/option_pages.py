@@ -11,31 +11,37 @@ from verl.config.overrides import ALIASES, LEGACY_OPTIONS
 
 OPTIONS_HEAD = """# Every option
 
-Printed by `python -m scripts.option_pages options` from the dataclasses in `verl/config/`.
-[configuration.md](configuration.md) explains how to set options. The last column is what another
-value does when a run is resumed ([long runs](../guides/long_runs.md)). `???` means no default.
+Printed by `python -m scripts.option_pages options` from the dataclasses in `verl/config/`: name,
+default (`???`: none), type and bounds, what another value does when a run is resumed ([long
+runs](../guides/long_runs.md)), and meaning. [Configuration](configuration.md) explains how to set
+options.
 """
 
 
 def options() -> str:
-    """Return all options as Markdown, with a table per section."""
+    """Return all options as Markdown, with a list per section."""
     sections: dict[str, list[Option]] = {}
+    described: dict[tuple[str, str], Option] = {}
     for option in known_options().values():
         sections.setdefault(option.key.rpartition(".")[0], []).append(option)
     parts = [OPTIONS_HEAD]
     for section, members in sections.items():
         parts.append(f"## {f'`{section}`' if section else 'The dialogue'}\n")
-        rows = ["| option | type | default | bounds | meaning | on resume |", "|---" * 6 + "|"]
-        rows += [_row(option) for option in members]
-        parts.append("\n".join(rows) + "\n")
+        lines = []
+        for option in members:
+            name = option.key.rpartition(".")[2]
+            first = described.setdefault((name, option.doc), option)
+            doc = option.doc if first is option else f"As `{first.key}`."
+            lines.append(_line(name, option, doc))
+        parts.append("\n".join(lines) + "\n")
     return "\n".join(parts)
 
 
-def _row(option: Option) -> str:
-    name, default = f"`{option.key.rpartition('.')[2]}`", f"`{to_argument(option.default)}`"
+def _line(name: str, option: Option, doc: str) -> str:
     bounds = "" if option.limits.choices else option.limits.expected()
-    cells = name, option.type_name, default, bounds, option.doc, option.limits.resume
-    return f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |"
+    kind = ", ".join(part for part in (option.type_name, bounds) if part)
+    default = to_argument(option.default)
+    return f"- **`{name}`** `{default}` ({kind}; {option.limits.resume}): {doc}"
 
 
 def names() -> str:
