@@ -21,7 +21,8 @@ family is *right* if its log-probs are within 0.001 nats (in float32) of the mod
 pass on each sequence alone. Before each run, and before supervised fine-tuning, the same is done
 with the config of the model that will be trained (about a second); a model that differs, or that
 cannot be tried, is refused in one line. So a family that is not listed may well work. Names are
-those of transformers' `model_type`; `python -m scripts.family_page` prints this section.
+those of transformers' `model_type`; vision models are not supported, base and instruct models both
+work; `python -m scripts.family_page` prints this section.
 
 - **Layers with a state** (convolutions, recurrences, linear attention) run sequence by sequence,
   each response behind its prompt. They need `ulysses_sequence_parallel_size=1`.

@@ -40,7 +40,7 @@ def test_the_site_is_built_strictly_and_fetches_nothing(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout + result.stderr
-    reference = (tmp_path / "docs" / "api.html").read_text(encoding="utf-8")
+    reference = (tmp_path / "docs" / "reference" / "python.html").read_text(encoding="utf-8")
     assert "Run the training to its end" in reference
     messages = (tmp_path / "docs" / "reference" / "messages.html").read_text(encoding="utf-8")
     assert "expected 0: engines share the ranks" in messages
