@@ -32,7 +32,7 @@ from verl.config import Config, cli
 from verl.data import load_prompts
 from verl.model_files import load_tokenizer
 from verl.rollout.replica import RolloutReplica
-from verl.rollout.vllm_engine import VllmSettings
+from verl.rollout.vllm_settings import VllmSettings
 from verl.types import Origin, Sampling, Trajectory, start_trajectory
 
 console = Console(soft_wrap=True, highlight=False)

@@ -44,7 +44,7 @@ ON_DEVICE = {
         # The trainer needs little of the card; a display or another job may use some of it too.
         "actor_rollout_ref.rollout.gpu_memory_utilization=0.4",
         # The engine starts twice for a few minutes each: compilation and graphs would not pay off.
-        "actor_rollout_ref.rollout.enforce_eager=true",
+        "actor_rollout_ref.rollout.engine_kwargs.enforce_eager=true",
     ],
 }
 COMMON = [

@@ -14,7 +14,7 @@ from typing import Self
 import httpx
 
 from verl.ports import free_port
-from verl.rollout.vllm_engine import WORKER_EXTENSION
+from verl.rollout.vllm_settings import WORKER_EXTENSION
 
 ROOT = Path(__file__).resolve().parent.parent
 ENVIRONMENT = {

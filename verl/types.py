@@ -58,19 +58,15 @@ class Sampling:
 
 @dataclass(frozen=True)
 class EngineCounts:
-    """Token counts of prefix caching and speculative decoding in requests; 0 if not reported."""
+    """Token counts of prefix caching in requests; 0 if not reported."""
 
     prompt: int = 0
     """Prompt tokens, that is, the dialogue so far."""
     cached: int = 0
     """Prompt tokens that were already in the prefix cache."""
-    drafted: int = 0
-    """Draft tokens (`rollout.speculative_config`) of the engine since its last finished request."""
-    accepted: int = 0
-    """Draft tokens that were accepted."""
 
     def __add__(self, other: EngineCounts) -> EngineCounts:
-        return EngineCounts(**{k: v + getattr(other, k) for k, v in vars(self).items()})
+        return EngineCounts(self.prompt + other.prompt, self.cached + other.cached)
 
 
 @dataclass(frozen=True)

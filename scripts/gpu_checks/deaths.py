@@ -21,7 +21,7 @@ def check(report: Report) -> None:
     report.need_vllm()
     before = used_mib() if report.on_card else 0.0
     with world(report) as inputs:
-        options = ["actor_rollout_ref.rollout.enforce_eager=true"]
+        options = ["actor_rollout_ref.rollout.engine_kwargs.enforce_eager=true"]
         recipe = Recipe(inputs, report.device, report.folder / "run", GRPO, options=options)
         process = recipe.start(STEPS)
         try:

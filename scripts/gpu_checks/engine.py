@@ -82,7 +82,7 @@ def options(model: str, device: str, dtype: str, is_eager: bool, lora_rank: int 
         model, device, dtype,
         data__max_prompt_length=256, data__max_response_length=64,
         actor_rollout_ref__rollout__dtype=dtype, actor_rollout_ref__rollout__cpu_kv_cache_gib=1,
-        actor_rollout_ref__rollout__enforce_eager=is_eager,
+        actor_rollout_ref__rollout__engine_kwargs={"enforce_eager": is_eager},
         actor_rollout_ref__rollout__gpu_memory_utilization=0.3,
         actor_rollout_ref__rollout__merge_adapter=False,
         actor_rollout_ref__model__lora_rank=lora_rank,

@@ -148,7 +148,7 @@ def num_weights(model: Path) -> int:
 def ppo(report: Report) -> None:
     """Check two steps with a critic, offloaded, without graphs, and a third after a resume."""
     with world(report) as inputs:
-        options = ["actor_rollout_ref.rollout.enforce_eager=true"]
+        options = ["actor_rollout_ref.rollout.engine_kwargs.enforce_eager=true"]
         folder = report.folder / "run"
         recipe = Recipe(inputs, report.device, folder, PPO, options=options, offload="true")
         steps_and_resume(report, recipe, 2)

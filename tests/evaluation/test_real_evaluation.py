@@ -18,7 +18,7 @@ import pytest
 from example.tiny import tiny_model
 from search_r1.retrieval.local_server import LocalServer
 from verl.ports import free_port
-from verl.rollout.vllm_engine import CPU_ENV, QUIET_ENV
+from verl.rollout.vllm_settings import CPU_ENV, QUIET_ENV
 
 pytestmark = pytest.mark.vllm_cpu
 

@@ -81,7 +81,7 @@ def resolve(case: dict[str, Any]) -> dict[str, Any]:
     simulate(case["card"])
     from verl.config import Config  # noqa: PLC0415
     from verl.preflight.memory.check import with_options  # noqa: PLC0415
-    from verl.rollout.vllm_engine import VllmSettings  # noqa: PLC0415
+    from verl.rollout.vllm_settings import VllmSettings  # noqa: PLC0415
 
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(QWEN_3B))

@@ -22,7 +22,7 @@ RUNNING = [
 def test_settings_are_as_expected(wheel: str, card: str, dtype: str, variant: str) -> None:
     """Steps and dialogues as estimated, graphs, sleep mode, and processes where there are ranks."""
     resolved = settings(wheel)[card, dtype, variant]
-    if (wheel, variant) == ("cuda12", "fp8"):  # refused before the start: old_engine_problems
+    if (wheel, variant) == ("cuda12", "fp8"):
         assert "Unknown quantization method" in resolved["error"]
         return
     assert "error" not in resolved

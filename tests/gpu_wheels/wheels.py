@@ -37,14 +37,15 @@ CARDS = {
 OLD, NEW = ("T4", "V100"), ("RTX 4090", "A100", "H100", "H200")
 """Cards without and with bfloat16 (capability 8.0 and up)."""
 ROLLOUT = "actor_rollout_ref.rollout"
+KWARGS = f"{ROLLOUT}.engine_kwargs"
 SEQS = 320
 """Dialogues per engine in the GRPO recipe on 8 GPUs."""
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "TP 2": {f"{ROLLOUT}.tensor_model_parallel_size": 2},
     "LoRA 64": {"actor_rollout_ref.model.lora_rank": 64},
-    "ngram": {f"{ROLLOUT}.speculative_config.method": "ngram"},
-    "fp8": {f"{ROLLOUT}.quantization": "fp8", f"{ROLLOUT}.kv_cache_dtype": "fp8"},
+    "ngram": {KWARGS: {"speculative_config": {"method": "ngram", "num_speculative_tokens": 5}}},
+    "fp8": {KWARGS: {"quantization": "fp8_per_tensor", "kv_cache_dtype": "fp8"}},
     "deterministic": {
         "trainer.deterministic": True, f"{ROLLOUT}.tensor_model_parallel_size": 2,
     },

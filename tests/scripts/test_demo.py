@@ -59,8 +59,8 @@ def test_both_phases_compute_on_the_chosen_device(
     config = cli.compose([f"actor_rollout_ref.model.path={tmp_path}", *training[2:]])
     assert config.trainer.device == device and config.trainer.n_gpus_per_node == 1
     rollout = config.actor_rollout_ref.rollout
-    expected = (0.4, True) if device == "cuda" else (0.6, None)
-    assert (rollout.gpu_memory_utilization, rollout.enforce_eager) == expected
+    expected = (0.4, {"enforce_eager": True}) if device == "cuda" else (0.6, {})
+    assert (rollout.gpu_memory_utilization, rollout.engine_kwargs) == expected
     assert rollout.max_staleness == 0
 
 

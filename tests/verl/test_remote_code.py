@@ -26,7 +26,7 @@ from verl.model_files import load_tokenizer, read_config
 from verl.model_shape import read_shape
 from verl.preflight.checks import _record
 from verl.remote_code import TRUST, set_trust
-from verl.rollout.vllm_engine import VllmSettings
+from verl.rollout.vllm_settings import VllmSettings
 from verl.sft import run as sft
 from verl.sft.options import parse
 from verl.training.loading import map_causal_lm

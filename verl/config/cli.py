@@ -261,6 +261,16 @@ class PresetPath(SearchPathPlugin):
         search_path.append("presets", f"{scheme}://{PRESETS.resolve()}")
 
 
+def _is_whole(key: str) -> bool:
+    """Whether a mapping in a preset is the value of one option, none of whose entries is an alias.
+
+    veRL has `engine_kwargs: {vllm: {…}, sglang: {…}}`.
+    """
+    name = overrides.current_name(key)
+    has_alias = any(alias.startswith(f"{name}.") for alias in overrides.ALIASES)
+    return name in known_options() and not has_alias
+
+
 def _translate_preset(preset: Container, is_primary: bool) -> DictConfig:
     """Return the preset with current option names.
 
@@ -271,7 +281,7 @@ def _translate_preset(preset: Container, is_primary: bool) -> DictConfig:
     if is_primary:
         hydra_options.setdefault("defaults", ["config_schema", "_self_"])
     translated = OmegaConf.create(hydra_options)
-    given = flatten(options, is_whole=lambda key: overrides.current_name(key) in known_options())
+    given = flatten(options, is_whole=_is_whole)
     for key, value in overrides.translate_all(given):
         OmegaConf.update(translated, key, value, force_add=True)
     return translated

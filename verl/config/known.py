@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import Field, dataclass
 from typing import Any
 
-from verl.config import Config
+from verl.config import Config, engine_kwargs
 from verl.config.fallen import FALLEN_VALUES
 from verl.config.option import Limits
 from verl.errors import ConfigError, explain
@@ -153,6 +153,8 @@ def check(config: Config) -> None:
 
     The rules between options run only if each option is within its own limits.
     """
+    # First, because the other checks import torch, which takes seconds.
+    engine_kwargs.check(config.actor_rollout_ref.rollout.engine_kwargs)
     check_limits(config)
     from verl.config.rules import problems  # noqa: PLC0415
 

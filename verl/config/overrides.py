@@ -169,9 +169,20 @@ def translate(given: str, value: Any) -> dict[str, Any]:
         return {}  # the original multiplies n by n_agent, so that 1 changes nothing
     if given == "compat" and not isinstance(value, dict):
         return _compat(value)
-    if key not in known_options() and key not in known_sections():
+    is_known = key in known_options() or key in known_sections() or mapping_of(key) is not None
+    if not is_known:
         raise unknown_key(given)
     return {key: value}
+
+
+def mapping_of(key: str) -> str | None:
+    """Return the option that is a mapping with the entry `key`, such as `…engine_kwargs.x`."""
+    parent = key.rpartition(".")[0]
+    if not parent or parent in known_sections():
+        return None
+    option = known_options().get(parent)
+    is_mapping = option is not None and option.type_name == "dict[str, Any]"
+    return parent if is_mapping else mapping_of(parent)
 
 
 def _normalise_override(override: Override, groups: Collection[str]) -> Iterator[str]:
@@ -184,7 +195,8 @@ def _normalise_override(override: Override, groups: Collection[str]) -> Iterator
     for key, value in translate(override.key_or_group, given).items():
         check_type(key, value)
         # Hydra adds new keys to a mapping only after ++.
-        plus = "++" if isinstance(value, dict) and key in known_options() else ""
+        is_mapping = isinstance(value, dict) and key in known_options()
+        plus = "++" if is_mapping or mapping_of(key) else ""
         # The user's own text keeps its quotes and interpolations for Hydra.
         yield f"{plus}{key}={text.split('=', 1)[1] if value is given else to_argument(value)}"
 
@@ -211,7 +223,10 @@ def unknown_key(key: str) -> ConfigError:
 def check_type(key: str, value: Any, schema: DictConfig | None = None) -> None:
     """Set a value in `schema` (by default a scratch copy). Raises ConfigError for a wrong type."""
     try:
-        OmegaConf.update(_schema() if schema is None else schema, key, value, merge=True)
+        OmegaConf.update(
+            _schema() if schema is None else schema, key, value, merge=True,
+            force_add=mapping_of(key) is not None,
+        )  # fmt: skip
     except OmegaConfBaseException as error:
         option = known_options().get(key)
         expected = option.type_name if option else "options of this section"

@@ -184,24 +184,6 @@ class ValSamplingConfig:
 
 
 @dataclass
-class SpeculativeConfig:
-    """Speculative decoding in vLLM without a draft model: it proposes tokens from existing text.
-
-    Several are verified at once. The sampling distribution does not change.
-    """
-
-    method: str | None = option(None, resume="logged", choices=("ngram", "suffix"))
-    """Source of proposals: ngram (what followed the last tokens earlier in the dialogue), suffix
-    (what mostly followed them, also in earlier answers; needs arctic-inference) or null (off)."""
-    num_speculative_tokens: int = option(5, resume="logged", ge=1, le=32)
-    """Maximum tokens proposed at once."""
-    prompt_lookup_min: int = option(3, resume="logged", ge=1, le=32)
-    """Minimum length of the matched tokens (ngram)."""
-    prompt_lookup_max: int = option(5, resume="logged", ge=1, le=32)
-    """Maximum length of the matched tokens (ngram)."""
-
-
-@dataclass
 class RolloutConfig:
     """Generation of trajectories."""
 
@@ -247,22 +229,17 @@ class RolloutConfig:
     """Interrupt running turns and continue them with new weights; false lets them finish first."""
     dtype: str = option("auto", resume="logged", choices=("auto", *DTYPES))
     """Number format of the engine: auto (the trainer's), bfloat16, float16, float32."""
-    quantization: str | None = option(None, resume="logged", choices=("fp8",))
-    """fp8: vLLM computes the blocks' linear layers in 8 bits and quantizes each version of the
-    weights (GPUs only; needs a correction, docs/guides/rollouts.md); null computes in `dtype`."""
-    kv_cache_dtype: str = option("auto", resume="logged", choices=("auto", "fp8"))
-    """Format of vLLM's KV cache: auto (`dtype`) or fp8, a byte per value (needs a correction)."""
     max_num_seqs: int | None = option(None, resume="free", ge=1)
     """Maximum trajectories that one engine decodes at once; null is its share of a step or of a
     validation request, whichever is larger, up to 512 (256 on CPU)."""
     merge_adapter: bool | None = option(None, resume="logged")
     """Send engines the policy with its adapter merged in, instead of the adapter; null is true on
     CPU, where an adapter slows vLLM down, and false on GPU."""
-    enforce_eager: bool | None = option(None, resume="free")
-    """Skip CUDA graph capture and compilation in vLLM; null is true on CPU and false on GPU."""
-    speculative_config: SpeculativeConfig = field(default_factory=SpeculativeConfig)
     log_prob_max_token_len_per_gpu: int | None = option(None, resume="free", ge=1)
     """Token budget of a forward pass without gradient on one rank; null is twice the actor's."""
+    engine_kwargs: dict[str, Any] = option(factory=dict, resume="logged")
+    """Further arguments for vLLM's engine, passed on as they are: {enforce_eager: true}. Without a
+    correction, quantized weights or caches are refused (docs/guides/rollouts.md)."""
     val_kwargs: ValSamplingConfig = field(default_factory=ValSamplingConfig)
 
 

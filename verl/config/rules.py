@@ -8,7 +8,7 @@ one is refused as well, so that nobody mistakes what a run does. Unknown reward 
 import itertools
 from collections.abc import Iterator, Sequence
 
-from verl.config import Config
+from verl.config import Config, engine_kwargs
 from verl.config.agent import EMPTY_URL, ServerConfig
 from verl.config.policy import ActorConfig
 from verl.config.reward import RewardConfig, StageConfig
@@ -36,7 +36,7 @@ PLACEHOLDERS = ("{question}", "{accepted}", "{answer}")
 
 def problems(config: Config) -> Iterator[str]:
     """Yield an error message for each broken rule."""
-    groups = (_lists, _budgets, _sequence_parallel, _recorded, _engines, _vllm_options, _servers,
+    groups = (_lists, _budgets, _sequence_parallel, _recorded, _engines, _engine_kwargs, _servers,
               _critic, _algorithm, _losses, _overlong, _documents, _rewards, _stages,
               _judge)  # fmt: skip
     for group in groups:
@@ -169,31 +169,23 @@ def _engines(config: Config) -> Iterator[Rule]:
            f"also set {ROLLOUT}.max_staleness=1 and partial=true")
 
 
-def _vllm_options(config: Config) -> Iterator[Rule]:
-    """Speculative decoding, and computation in 8 bits."""
-    rollout = config.actor_rollout_ref.rollout
-    speculative, key = rollout.speculative_config, f"{ROLLOUT}.speculative_config"
-    eight_bit = ((f"{ROLLOUT}.quantization", rollout.quantization, None),
-                 (f"{ROLLOUT}.kv_cache_dtype", rollout.kv_cache_dtype, "auto"))
+def _engine_kwargs(config: Config) -> Iterator[Rule]:
+    """Arguments that go to a vLLM that the run starts, and what they change for training."""
+    rollout, key = config.actor_rollout_ref.rollout, engine_kwargs.KEY
+    given = engine_kwargs.given(rollout.engine_kwargs)
     starts_vllm = rollout.name == "vllm" and not config.is_external
-    for name, value, default in ((f"{key}.method", speculative.method, None), *eight_bit):
-        default_text = "null" if default is None else default
-        yield (value != default and not starts_vllm, name, value,
-               f"{default_text}: it is an option of vLLM engines that the run starts",
-               f"{name}={default_text}; for a server of your own, give it to vllm serve")
+    yield (given and not starts_vllm, key, ", ".join(given),
+           "nothing: it is for vLLM engines that the run starts",
+           "leave it out; for a server of your own, give it to vllm serve")
     is_corrected = config.reads_engine_log_probs or config.trainer.val_only
-    for name, value, default in eight_bit:
-        yield (value != default and not is_corrected, name, value,
-               "a correction as well: engine and trainer then differ by more than rounding",
-               f"{ACTOR}.rollout_is=token, or {ACTOR}.old_log_probs=engine")
-    yield (speculative.method is not None and config.trainer.deterministic, f"{key}.method",
-           speculative.method,
-           "null with trainer.deterministic: the proposals decide how a seed's random numbers are "
-           "used",
-           f"{key}.method=null, or trainer.deterministic=false")
-    minimum, maximum = speculative.prompt_lookup_min, speculative.prompt_lookup_max
-    yield (speculative.method == "ngram" and minimum > maximum, f"{key}.prompt_lookup_min", minimum,
-           f"at most prompt_lookup_max={maximum}", f"{key}.prompt_lookup_min={maximum}")
+    quantized = [name for name in ("quantization", "kv_cache_dtype") if name in given]
+    yield (engine_kwargs.is_approximate(given) and not is_corrected, key, ", ".join(quantized),
+           "a correction as well: engine and trainer then differ by more than rounding",
+           f"{ACTOR}.rollout_is=token, or {ACTOR}.old_log_probs=engine")
+    for name in ("speculative_config", "enable_prefix_caching"):
+        yield (name in given and config.trainer.deterministic, f"{key}.{name}", given.get(name),
+               "nothing with trainer.deterministic: results would depend on other requests",
+               "leave it out, or trainer.deterministic=false")
 
 
 def _servers(config: Config) -> Iterator[Rule]:

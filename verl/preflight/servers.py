@@ -21,8 +21,8 @@ from verl.ports import is_local_host
 from verl.proxies import client_settings
 from verl.rollout.interface import URL, WEIGHTS_DIR
 from verl.rollout.remote_engine import auth_headers, server_root
-from verl.rollout.vllm_engine import WORKER_EXTENSION
 from verl.rollout.vllm_server import SERVER_INFO_PATH, ServerInfo, WeightInfo
+from verl.rollout.vllm_settings import WORKER_EXTENSION
 from verl.training.devices import device_type, rollout_dtype
 from verl.training.loading import weight_bytes
 from verl.training.node_folder import NodeFolder, new_path

@@ -6,18 +6,17 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 from collections.abc import Iterator
 from typing import Any
 
 from verl import plugins
-from verl.config import Config
+from verl.config import Config, engine_kwargs
 from verl.engine import INTERRUPTED as INTERRUPTED
 from verl.engine import EngineDied as EngineDied
 from verl.engine import Listener as Listener
 from verl.engine import RolloutEngine as RolloutEngine
 from verl.errors import ConfigError, explain
-from verl.nvidia import dotted, is_older, version_of
 from verl.training.devices import device_type, is_surely_cpu
 
 ENGINES = {
@@ -30,12 +29,12 @@ SERVER = "verl.rollout.vllm_server:VllmServer"
 """Import path of the engine that is used for the servers of `rollout.url`."""
 NAME, URL = "actor_rollout_ref.rollout.name", "actor_rollout_ref.rollout.url"
 WEIGHTS_DIR = "actor_rollout_ref.rollout.weights_dir"
-QUANTIZATION = "actor_rollout_ref.rollout.quantization"
-SPECULATION = "actor_rollout_ref.rollout.speculative_config.method"
 WEIGHT_SYNC = "actor_rollout_ref.rollout.weight_sync"
-
-QUANTIZES_SINCE = (0, 26)
-"""vLLM that quantizes while loading by the name that the engine uses, also when it reloads."""
+CPU_LACKS = {
+    "quantization": "vLLM's CPU build has no kernel for 8-bit weights",
+    "speculative_config": "vLLM's CPU build (0.32) verifies drafts at a wrong temperature",
+}
+"""Arguments of vLLM with which its CPU build fails, or samples from another distribution."""
 
 
 def engine_class(name: str) -> type[RolloutEngine]:
@@ -101,28 +100,11 @@ def engine_problems(config: Config) -> Iterator[ConfigError]:
         got = config.actor_rollout_ref.rollout.weight_sync
         yield ConfigError(explain(WEIGHT_SYNC, got, expected, f"{WEIGHT_SYNC}=files"))
     rollout = config.actor_rollout_ref.rollout
-    if rollout.quantization is not None and is_surely_cpu(config.trainer.device):
-        expected = "null: vLLM's CPU build has no kernel for 8-bit weights"
-        yield ConfigError(explain(QUANTIZATION, rollout.quantization, expected, "leave it out"))
-    yield from old_engine_problems(config, version_of("vllm"))
-    method = rollout.speculative_config.method
-    if method == "suffix" and importlib.util.find_spec("arctic_inference") is None:
-        expected = "ngram, or the installed package arctic_inference"
-        fix = f"pip install arctic-inference, or {SPECULATION}=ngram"
-        yield ConfigError(explain(SPECULATION, method, expected, fix))
+    if is_surely_cpu(config.trainer.device):
+        for name in CPU_LACKS.keys() & engine_kwargs.given(rollout.engine_kwargs).keys():
+            got, expected = rollout.engine_kwargs[name], f"nothing: {CPU_LACKS[name]}"
+            yield ConfigError(explain(f"{engine_kwargs.KEY}.{name}", got, expected, "leave it out"))
     if rollout.interrupt_turns and not cls.can_interrupt:
         key = "actor_rollout_ref.rollout.interrupt_turns"
         expected = f"false: {label} cannot interrupt a turn"
         yield ConfigError(explain(key, "true", expected, f"{key}=false, or {NAME}=vllm"))
-
-
-def old_engine_problems(config: Config, installed: str) -> Iterator[ConfigError]:
-    """Yield what the installed vLLM is too old for: that of CUDA 12 wheels, 0.19."""
-    quantization = config.actor_rollout_ref.rollout.quantization
-    if quantization is None or config.is_external:
-        return
-    if is_older(installed, QUANTIZES_SINCE):
-        got = f"{quantization} with vLLM {installed}"
-        expected = f"vLLM {dotted(QUANTIZES_SINCE)} or newer, which needs driver 580"
-        fix = "leave it out, or upgrade the driver and make install VENV=NEW_FOLDER"
-        yield ConfigError(explain(QUANTIZATION, got, expected, fix))

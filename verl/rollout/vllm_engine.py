@@ -1,4 +1,4 @@
-"""vLLM's asynchronous engine as a `RolloutEngine`: its settings, requests and weights.
+"""vLLM's asynchronous engine as a `RolloutEngine`: its start and end, requests and weights.
 
 vLLM is imported when an engine starts, so that everything else works without it.
 """
@@ -13,53 +13,24 @@ import multiprocessing
 import os
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Iterator, Sequence
 from typing import Any, TypeVar
 
-import torch
-
 from verl.config import Config
-from verl.config.policy import VLLM_LORA_RANKS
+from verl.config.engine_kwargs import check
 from verl.errors import ModelError, explain
 from verl.model_files import refuse_non_finite
-from verl.nvidia import is_older, version_of, vllm_device
-from verl.remote_code import trusts_remote_code
+from verl.nvidia import vllm_device
 from verl.rollout.interface import (
     INTERRUPTED,
     EngineDied,
     Listener,
     RolloutEngine,
-    engine_takes_adapter,
 )
+from verl.rollout.vllm_settings import VllmSettings
 from verl.socket_folder import socket_folder
-from verl.threads import PASSIVE
-from verl.training.devices import device_type, rollout_dtype
 from verl.types import Completion, EngineCounts, Sampling
 
-CPU_ENV = {
-    # The worker runs inside the engine core's process: one process fewer to start.
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    # Engine and trainer use the same cores in turn; threads bound to cores would share one.
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    # Waiting threads that spin would slow down working ones (see `trainer.groups.cpu_env`).
-    **PASSIVE,
-}
-QUIET_ENV = {
-    "VLLM_LOGGING_LEVEL": "ERROR",
-    "VLLM_NO_USAGE_STATS": "1",
-    "PYTHONWARNINGS": "ignore::FutureWarning",
-    "TORCH_CPP_LOG_LEVEL": "ERROR",
-}
-MIN_BATCHED_TOKENS = 8192
-CPU_BLOCK = 32
-"""Tokens per block of the prefix cache on the CPU, the minimum of its kernels. Most first turns are
-shorter than vLLM's default of 128 and would not be cached for the next turn."""
-ONLINE_QUANTIZATION = {None: None, "fp8": "fp8_per_tensor"}
-"""vLLM's names of quantization while loading; its `fp8` expects files that are quantized."""
-BATCH_INVARIANT = "VLLM_BATCH_INVARIANT"
-COVERS_AMPERE_SINCE, COVERED_BEFORE = (0, 26), ((8, 0), (8, 9))
-"""vLLM whose batch-invariant products are for all cards of capability 8, and those of before."""
-WORKER_EXTENSION = "verl.rollout.weight_loading.WeightLoading"
 SHUTDOWN_TIMEOUT = RESET_TIMEOUT = 30.0
 SOCKETS = "VLLM_RPC_BASE_PATH"
 """Variable with the folder for the sockets between vLLM's processes; vLLM does not remove them."""
@@ -67,123 +38,6 @@ SOCKET_ROOM = 52
 """Bytes that our folder's and vLLM's names add to that folder's path."""
 POLL_S = 0.01
 Result = TypeVar("Result")
-
-
-class VllmSettings:
-    """The settings of one vLLM engine of a run; replicas differ in their seed."""
-
-    def __init__(self, config: Config, replica: int = 0) -> None:
-        self.config, self.seed = config, config.trainer.seed + replica
-        self.device = device_type(config.trainer.device)
-        self.max_num_seqs = config.max_num_seqs(self.device == "cuda")
-        model = config.actor_rollout_ref.model
-        self.lora_rank = model.lora_rank if engine_takes_adapter(config) else 0
-        """Rank of the adapter that the engine loads; 0 if it loads whole weights."""
-        self.deterministic = config.trainer.deterministic
-        """Disables the prefix cache, and batching unless the kernels are `batch_invariant`, so that
-        other requests cannot change the rounding of a request's results."""
-        self.batch_invariant = self.deterministic and has_batch_invariant_kernels(self.device)
-        """Whether to use vLLM's kernels whose results do not depend on the rest of the batch."""
-        self.loads_weights = True
-        """Whether the engine starts with the model's weights; otherwise with random ones."""
-
-    @property
-    def sleep_level(self) -> int:
-        """vLLM's sleep level: 1 keeps a copy of the weights on the host, 2 drops them.
-
-        Whole weights are always loaded before the next request (`RayPPOTrainer.update_weights`; a
-        restarted replica also loads the current ones), so a copy would only be overwritten. vLLM
-        keeps the model's buffers, which the weights folder lacks, at both levels. With an adapter
-        the base weights must be kept, since only the adapter is updated.
-        """
-        return 1 if self.lora_rank else 2
-
-    def arguments(self) -> dict[str, Any]:
-        """Return the arguments of vLLM's `AsyncEngineArgs`.
-
-        On the CPU, prompts are not prefilled in chunks: vLLM would have to rewind the random state
-        of a seeded request, which CPU generators do not support. So one step must be able to
-        process the longest context.
-        """
-        rollout, longest = self.config.actor_rollout_ref.rollout, self.config.data.max_model_len
-        is_cpu, is_alone = self.device == "cpu", self.deterministic and not self.batch_invariant
-        shared = {
-            "model": self.config.actor_rollout_ref.model.path,
-            "dtype": rollout_dtype(self.config),
-            "max_model_len": longest,
-            "max_num_seqs": 1 if is_alone else self.max_num_seqs,
-            "seed": self.seed,
-            "trust_remote_code": trusts_remote_code(),
-            "enforce_eager": is_cpu if rollout.enforce_eager is None else rollout.enforce_eager,
-            "enable_prefix_caching": not self.deterministic,
-            "logprobs_mode": "processed_logprobs",
-            # Not the sampling of the model's generation_config.json; its end tokens still count.
-            "generation_config": "vllm",
-            "disable_log_stats": True,
-            "load_format": "auto" if self.loads_weights else "dummy",
-            "worker_extension_cls": WORKER_EXTENSION,
-            "use_tqdm_on_load": False,
-            "quantization": ONLINE_QUANTIZATION[rollout.quantization],
-            "kv_cache_dtype": rollout.kv_cache_dtype,
-            **self.speculation(),
-        }
-        if self.lora_rank:
-            max_rank = next(rank for rank in VLLM_LORA_RANKS if rank >= self.lora_rank)
-            shared |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": max_rank}
-        if is_cpu:
-            return shared | {
-                "enable_chunked_prefill": False,
-                "block_size": CPU_BLOCK,
-                "max_num_batched_tokens": batched_tokens(self.max_num_seqs, longest),
-                "distributed_executor_backend": "uni",
-            }
-        if self.batch_invariant:
-            # vLLM 0.33 leaves it on and uses NCCL above some size, which adds in another order.
-            shared |= {"disable_custom_all_reduce": True}
-        return shared | {
-            "max_num_batched_tokens": batched_tokens(self.max_num_seqs),
-            "gpu_memory_utilization": rollout.gpu_memory_utilization,
-            "tensor_parallel_size": rollout.tensor_model_parallel_size,
-            "enable_sleep_mode": not self.config.is_split,
-        }
-
-    def speculation(self) -> dict[str, Any]:
-        """Return vLLM's `speculative_config`; no entry without speculative decoding."""
-        config = self.config.actor_rollout_ref.rollout.speculative_config
-        if config.method is None:
-            return {}
-        options = {"method": config.method, "num_speculative_tokens": config.num_speculative_tokens}
-        if config.method == "ngram":
-            options["prompt_lookup_min"] = config.prompt_lookup_min
-            options["prompt_lookup_max"] = config.prompt_lookup_max
-        return {"speculative_config": options}
-
-    def environment(self) -> dict[str, str]:
-        """Return environment variables to set before vLLM is imported, unless the user did."""
-        if self.device != "cpu":
-            return QUIET_ENV | ({BATCH_INVARIANT: "1"} if self.batch_invariant else {})
-        cache = self.config.actor_rollout_ref.rollout.cpu_kv_cache_gib
-        return QUIET_ENV | CPU_ENV | {"VLLM_CPU_KVCACHE_SPACE": str(cache)}
-
-
-def batched_tokens(max_num_seqs: int, longest_prefill: int = 0) -> int:
-    """Return the maximum tokens of an engine step; `longest_prefill` if prompts are not chunked."""
-    return max(MIN_BATCHED_TOKENS, max_num_seqs, longest_prefill)
-
-
-def has_batch_invariant_kernels(device: str) -> bool:
-    """Whether vLLM's batch-invariant mode works here and was not disabled in the environment.
-
-    vLLM accepts the mode on any card. It has its own matrix products for compute capability 8 (0.19
-    not for all of it), and excludes the variable algorithms of cuBLAS for 9 and newer; for older
-    cards it guarantees nothing (`enable_batch_invariant_mode`, vLLM 0.19, 0.26 and 0.33).
-    """
-    if device != "cuda" or os.environ.get(BATCH_INVARIANT) == "0":
-        return False
-    capability = torch.cuda.get_device_capability()
-    if is_older(version_of("vllm"), COVERS_AMPERE_SINCE) and capability < (9, 0):
-        return capability in COVERED_BEFORE
-    return capability >= (8, 0)
 
 
 class VllmEngine(RolloutEngine):
@@ -201,7 +55,6 @@ class VllmEngine(RolloutEngine):
         self._running: set[str] = set()
         self._adapter: Any = None
         self._has_weights = True
-        self._drafts = EngineCounts()
         self._llm: Any = None
 
     async def start(self) -> None:
@@ -232,10 +85,11 @@ class VllmEngine(RolloutEngine):
         self._vllm, self._kinds, self._dead = vllm, RequestOutputKind, EngineDeadError
         self._lora_request = LoRARequest
         others = multiprocessing.active_children()
+        # Again here, because the command may have run on a machine without vLLM.
+        check(settings.config.actor_rollout_ref.rollout.engine_kwargs)
         arguments = vllm.AsyncEngineArgs(**settings.arguments())
         # Only where they are needed: on a tiny model statistics cost up to 5 % of vLLM's speed.
-        needs_stats = settings.config.trainer.trace or settings.speculation()
-        loggers = [_stat_logger(PrometheusStatLogger, self._count_drafts)] if needs_stats else None
+        loggers = [_silent(PrometheusStatLogger)] if settings.config.trainer.trace else None
         base = socket_folder(SOCKETS, "TMPDIR", room=SOCKET_ROOM)
         self._sockets = tempfile.TemporaryDirectory(prefix="v-", dir=base)
         with _sockets_in(self._sockets.name):
@@ -243,8 +97,6 @@ class VllmEngine(RolloutEngine):
         self._processes = [p for p in multiprocessing.active_children() if p not in others]
         self._watch_processes()
         self._has_weights = settings.loads_weights
-        if settings.device == "cpu" and settings.speculation():
-            await self._result(self._llm.collective_rpc("fix_draft_verification"))
         if settings.loads_weights:
             await self._check_weights()
 
@@ -294,21 +146,10 @@ class VllmEngine(RolloutEngine):
         log_probs = tuple(step[i].logprob for step, i in zip(output.logprobs, ids, strict=True))
         assert version == self.weight_version, "weights changed while a request was running"
         reason = INTERRUPTED if output.finish_reason == "abort" else output.finish_reason
-        counts = self._drafts + EngineCounts(len(prompt_ids), result.num_cached_tokens or 0)
-        self._drafts = EngineCounts()
+        counts = EngineCounts(len(prompt_ids), result.num_cached_tokens or 0)
         return Completion(
             ids, log_probs, output.text, reason, version, queued_s=queued_s, counts=counts
         )
-
-    def _count_drafts(self, stats: Any) -> None:
-        """Add a step's draft tokens to the counts of the request that ends next.
-
-        vLLM does not report them per request if a stop string ends it.
-        """
-        drafts = stats and stats.spec_decoding_stats
-        if drafts:
-            accepted = drafts.num_accepted_tokens
-            self._drafts += EngineCounts(drafted=drafts.num_draft_tokens, accepted=accepted)
 
     async def interrupt(self) -> None:
         """Abort all requests; each returns the tokens sampled so far.
@@ -482,19 +323,15 @@ def _queued_s(metrics: Any) -> float:
     return max(0.0, float(metrics.scheduled_ts - metrics.queued_ts))
 
 
-def _stat_logger(base: Any, on_step: Callable[[Any], None]) -> Any:
-    """Return a subclass of `base` that logs nothing and calls `on_step` with scheduler statistics.
+def _silent(base: Any) -> Any:
+    """Return a subclass of vLLM's logger `base` that logs nothing.
 
-    vLLM records when a request was scheduled, and its draft tokens, only if there is a logger; its
-    default logger would also write each token to Prometheus.
+    vLLM records when a request was scheduled only if there is a logger; its default one would also
+    write each token to Prometheus.
     """
 
     def ignore(*_: Any, **__: Any) -> None:
         pass
 
-    def record(_: Any, scheduler_stats: Any, *__: Any, **___: Any) -> None:
-        on_step(scheduler_stats)
-
     names = [name for name in dir(base) if name.startswith(("log", "record"))]
-    members = dict.fromkeys(["__init__", *names], ignore) | {"record": record}
-    return type("StepStatLogger", (base,), members)
+    return type("SilentLogger", (base,), dict.fromkeys(["__init__", *names], ignore))

@@ -33,7 +33,7 @@ from verl.rollout.remote_engine import (
     request_body,
     server_root,
 )
-from verl.rollout.vllm_engine import WORKER_EXTENSION
+from verl.rollout.vllm_settings import WORKER_EXTENSION
 from verl.training.devices import device_type
 from verl.types import Completion, Sampling
 

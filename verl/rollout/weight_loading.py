@@ -1,4 +1,4 @@
-"""vLLM worker extension: loads all weights in place, and fixes speculative decoding on CPUs.
+"""vLLM worker extension: loads all weights in place.
 
 A server that the user starts for a run gets it by `--worker-extension-cls` (see `vllm_server`).
 """
@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 from tqdm import tqdm
 
@@ -78,16 +77,6 @@ class WeightLoading:
             self._receiver = WeightReceiver(stream, self.device)
         return self._receiver.receive()
 
-    def fix_draft_verification(self) -> None:
-        """Make vLLM's CPU build verify draft tokens at the requested temperature.
-
-        Its kernel (0.32) casts the floats to integers and writes the result to a copy that is never
-        read, so that the temperature is whatever the memory contained.
-        """
-        from vllm.v1.sample import rejection_sampler  # noqa: PLC0415 - only workers have vLLM
-
-        rejection_sampler.expand_batch_to_tokens = expand_to_tokens
-
     def _repack_head(self) -> None:
         """Repack the output head on the CPU.
 
@@ -97,17 +86,3 @@ class WeightLoading:
         head = getattr(self.model_runner.get_model(), "lm_head", None)
         if head is not None and hasattr(head, "quant_method"):
             head.quant_method.process_weights_after_loading(head)
-
-
-def expand_to_tokens(
-    x: torch.Tensor, cu_num_tokens: torch.Tensor, num_tokens: int, replace_from: int = 0,
-    replace_to: int = 0,
-) -> torch.Tensor:  # fmt: skip
-    """Repeat each request's value for each of its tokens; return (num_tokens,).
-
-    x: (num_requests,), in which `replace_from` is replaced by `replace_to`; cu_num_tokens:
-    (num_requests,), cumulative sums of the requests' numbers of tokens.
-    """
-    lengths = cu_num_tokens.diff(prepend=cu_num_tokens.new_zeros(1))
-    replaced = torch.where(x == replace_from, replace_to, x)
-    return replaced.repeat_interleave(lengths, output_size=num_tokens)

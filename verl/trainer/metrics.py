@@ -76,13 +76,9 @@ def wait_metrics(trajectories: Sequence[Trajectory], now: float) -> Metrics:
 
 
 def engine_metrics(trajectories: Sequence[Trajectory]) -> Metrics:
-    """Return the shares of cached prompt tokens and of accepted draft tokens, where reported."""
+    """Return the share of prompt tokens that engines had in their prefix caches, if reported."""
     counts = sum((turn.counts for t in trajectories for turn in t.turn_times), EngineCounts())
-    shares = {
-        "rollout/prefix_hit_share": (counts.cached, counts.prompt),
-        "rollout/draft_accepted_share": (counts.accepted, counts.drafted),
-    }
-    return {name: part / whole for name, (part, whole) in shares.items() if whole}
+    return {"rollout/prefix_hit_share": counts.cached / counts.prompt} if counts.prompt else {}
 
 
 def behaviour_metrics(trajectories: Sequence[Trajectory]) -> Metrics:

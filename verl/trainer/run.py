@@ -24,6 +24,7 @@ from verl.agent.environment import Environment
 from verl.checkpoint import folders
 from verl.checkpoint.resume import check_contents, check_resume, identity
 from verl.config import Config, cli
+from verl.config.engine_kwargs import is_approximate
 from verl.core_algos.kl import AdaptiveKLController, FixedKLController, KLController
 from verl.data import load_prompts, num_batches
 from verl.data.outside import strings_of_rows
@@ -98,7 +99,7 @@ def build_transfer(config: Config, replicas: RolloutReplicas | NullRolloutPool) 
         config.trainer.canary_tolerance,
         Path(config.trainer.default_local_dir) / CANARY_FILE,
         setting=f"{seed} {rollout.name} {replicas.dtype} {computed} on {device.type}",
-        is_approximate=bool(rollout.quantization) or rollout.kv_cache_dtype != "auto",
+        is_approximate=is_approximate(rollout.engine_kwargs),
     )
 
 

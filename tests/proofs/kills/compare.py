@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 MEASURED = (
     "timing_s/", "timing_per_token_ms/", "perf/", "memory/", "fault/", "rollout/wait_s/",
-    "rollout/prefix_hit_share", "rollout/draft_accepted_share",
+    "rollout/prefix_hit_share",
 )  # fmt: skip
 """Prefixes of metrics that depend on time, machine or faults, not only on the seed."""
 COMPUTED = ("perf/total_num_tokens",)

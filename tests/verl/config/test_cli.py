@@ -29,7 +29,7 @@ URL = "[http://a:1,http://b:2]"
 RECOMPUTE = "actor_rollout_ref.actor.old_log_probs=recompute"
 ADAPTIVE = "algorithm.kl_ctrl.type=adaptive"
 ROLLOUT = "actor_rollout_ref.rollout"
-DRAFTS = f"{ROLLOUT}.speculative_config"
+KWARGS = f"{ROLLOUT}.engine_kwargs"
 
 
 def compose(*arguments: str) -> Config:
@@ -284,19 +284,15 @@ def test_defaults_warn_of_nothing(
             "up to 2 weight versions old",
         ),
         (f"{ENGINES} actor_rollout_ref.actor.rollout_is=token", "need no correction"),
-        (f"{DRAFTS}.method=ngram trainer.deterministic=true", "the proposals decide"),
         (
-            f"{DRAFTS}.method=ngram {ROLLOUT}.name=transformers",
-            "vLLM engines that the run starts",
+            f"{KWARGS}.speculative_config.method=ngram trainer.deterministic=true",
+            f"{KWARGS}.specul",
         ),
-        (
-            f"{DRAFTS}.method=ngram {DRAFTS}.prompt_lookup_max=2",
-            "at most prompt_lookup_max=2",
-        ),
-        (f"{DRAFTS}.method=medusa", "speculative_config.method: got medusa"),
-        (f"{ROLLOUT}.quantization=fp8", "a correction as well"),
-        (f"{ROLLOUT}.kv_cache_dtype=fp8", "a correction as well"),
-        (f"{ROLLOUT}.kv_cache_dtype=fp8 {ROLLOUT}.url=http://a:1", "give it to vllm serve"),
+        (f"{KWARGS}.enable_prefix_caching=true trainer.deterministic=true", f"{KWARGS}.enable"),
+        (f"{KWARGS}.enforce_eager=true {ROLLOUT}.name=transformers", "engines that the run starts"),
+        (f"{KWARGS}.enforce_eager=true {ROLLOUT}.url=http://a:1", "give it to vllm serve"),
+        (f"{KWARGS}.quantization=fp8_per_tensor", "a correction as well"),
+        (f"{KWARGS}.kv_cache_dtype=fp8", "a correction as well"),
         (f"{ADAPTIVE} algorithm.kl_ctrl.target_kl=0", "kl_ctrl.target_kl: got 0"),
         (f"{ADAPTIVE} algorithm.kl_ctrl.horizon=0", "kl_ctrl.horizon: got 0"),
         (f"{ADAPTIVE} algorithm.kl_ctrl.kl_coef=0", "the KL in the reward, and there is none"),

@@ -10,7 +10,7 @@ from tests.verl.rollout.engines import tiny_config
 from tests.verl.rollout.vllm_double import VllmDouble
 from verl.config import Config
 from verl.preflight.servers import server_problems
-from verl.rollout.vllm_engine import WORKER_EXTENSION
+from verl.rollout.vllm_settings import WORKER_EXTENSION
 
 
 @pytest.fixture(autouse=True)

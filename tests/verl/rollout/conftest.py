@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from tests.verl.rollout.engines import Running, save_model, tiny_config
-from verl.rollout import vllm_engine
+from verl.rollout import vllm_engine, vllm_settings
 from verl.rollout.interface import build_engine
 
 PLAIN = ("TORCHDYNAMO_DISABLE", "1")
@@ -49,7 +49,7 @@ def session_vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as sockets:
         patch.setenv(*PLAIN)
         patch.setenv(vllm_engine.SOCKETS, sockets)
-        patch.setattr(vllm_engine, "WORKER_EXTENSION", "tests.verl.rollout.forgetting.Forgetting")
+        patch.setattr(vllm_settings, "WORKER_EXTENSION", "tests.verl.rollout.forgetting.Forgetting")
         for running in started("vllm", tmp_path_factory.mktemp("vllm")):
             own_processes = children() - before
             assert any(path.is_socket() for path in Path(sockets).rglob("*"))

@@ -17,11 +17,11 @@ from tests.verl.rollout.engines import (
 from verl.config import Config
 from verl.errors import ConfigError
 from verl.rollout.interface import (
+    CPU_LACKS,
     build_engine,
     engine_class,
     engine_problems,
     engine_takes_adapter,
-    old_engine_problems,
 )
 from verl.rollout.replica import BusyClock, TurnEngine, WeightGate
 from verl.training import kernels
@@ -250,39 +250,15 @@ def test_an_engine_that_cannot_interrupt_is_rejected_with_interrupt_turns(tmp_pa
     assert problems(config) == []
 
 
-def test_options_that_the_machine_does_not_support_are_rejected(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Quantization on a CPU, and the method `suffix` without its package."""
+@pytest.mark.parametrize("name", CPU_LACKS)
+def test_arguments_that_vllms_cpu_build_lacks_are_rejected_there(tmp_path: Path, name: str) -> None:
+    """They fail in its engine, or change what it samples."""
     config = tiny_config(tmp_path)
-    rollout = config.actor_rollout_ref.rollout
-    rollout.quantization, rollout.speculative_config.method = "fp8", "suffix"
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    first, second = problems(config)
-    assert "quantization: got fp8, expected null" in first
-    assert "pip install arctic-inference" in second
-    config.trainer.device, rollout.speculative_config.method = "cuda", "ngram"
-    assert problems(config) == []
-
-
-@pytest.mark.parametrize(
-    ("installed", "is_refused"),
-    [("0.19.1", True), ("0.25.1", True), ("0.26.0", False), ("0.33.0", False), ("1.0.0rc1", False),
-     ("", False)],
-)  # fmt: skip
-def test_vllm_of_cuda_12_does_not_quantize(
-    tmp_path: Path, installed: str, is_refused: bool
-) -> None:
-    """It lacks the method by that name; servers that the user started have a vLLM of their own."""
-    config = tiny_config(tmp_path)
+    config.actor_rollout_ref.rollout.engine_kwargs = {name: "x"}
+    (problem,) = problems(config)
+    assert f"engine_kwargs.{name}: got x, expected nothing" in problem
     config.trainer.device = "cuda"
-    assert [*old_engine_problems(config, installed)] == []
-    config.actor_rollout_ref.rollout.quantization = "fp8"
-    refused = [str(problem) for problem in old_engine_problems(config, installed)]
-    assert bool(refused) is is_refused
-    assert not refused or f"got fp8 with vLLM {installed}, expected vLLM 0.26" in refused[0]
-    config.actor_rollout_ref.rollout.url = "http://127.0.0.1:1"
-    assert [*old_engine_problems(config, installed)] == []
+    assert problems(config) == []
 
 
 def test_weight_sync_without_files_needs_an_engine_that_receives(tmp_path: Path) -> None:
@@ -318,7 +294,7 @@ def test_a_driver_without_gpus_accepts_gpu_options_for_a_cluster(
 ) -> None:
     """`trainer.device=auto` is resolved on the nodes of the ranks."""
     config = tiny_config(tmp_path, "vllm")
-    config.actor_rollout_ref.rollout.quantization = "fp8"
+    config.actor_rollout_ref.rollout.engine_kwargs = {"quantization": "fp8_per_tensor"}
     config.actor_rollout_ref.model.kernels = "liger"
     monkeypatch.setattr(kernels, "version_of", lambda _: "0.6")
     for device, address, num in (

@@ -8,7 +8,7 @@ from typing import Any
 
 import httpx
 
-from verl.rollout.vllm_engine import WORKER_EXTENSION
+from verl.rollout.vllm_settings import WORKER_EXTENSION
 
 
 @dataclass

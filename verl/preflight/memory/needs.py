@@ -9,12 +9,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from verl.config import Config, FsdpConfig
+from verl.config.engine_kwargs import quantizes_cache, quantizes_weights
 from verl.config.policy import VLLM_LORA_RANKS, BlocksConfig
 from verl.core_algos.advantages import ADVANTAGES
 from verl.model_shape import ModelShape
 from verl.preflight.memory.trial import Pass, activation_bytes
 from verl.rollout.interface import engine_takes_adapter
-from verl.rollout.vllm_engine import batched_tokens
+from verl.rollout.vllm_settings import batched_tokens
 from verl.training.budgets import TokenBudgets, actor_budgets, critic_budgets
 from verl.training.devices import DTYPES
 
@@ -350,7 +351,7 @@ def engine_memory(config: Config, shape: ModelShape, item: int, device_bytes: in
     rollout, model = config.actor_rollout_ref.rollout, config.actor_rollout_ref.model
     size, seqs = rollout.tensor_model_parallel_size, config.max_num_seqs(on_gpu=True)
     weights = item * shape.parameters()
-    if rollout.quantization is not None:  # matrices in the blocks have one byte per value
+    if quantizes_weights(rollout.engine_kwargs):  # matrices in the blocks have one byte per value
         weights -= (item - 1) * shape.linear_weights
     weights //= size
     if engine_takes_adapter(config):
@@ -360,7 +361,7 @@ def engine_memory(config: Config, shape: ModelShape, item: int, device_bytes: in
         share=int(rollout.gpu_memory_utilization * device_bytes),
         weights=weights,
         working=_working_bytes(shape, item, seqs, batched_tokens(seqs), size) + ENGINE_OTHER,
-        per_token=kv_bytes(shape, 1 if rollout.kv_cache_dtype == "fp8" else item, size),
+        per_token=kv_bytes(shape, 1 if quantizes_cache(rollout.engine_kwargs) else item, size),
         memory=Memory.ENGINE if config.is_split else Memory.DEVICE,
     )
 

@@ -27,6 +27,7 @@ from verl.preflight.memory.needs import (
 GIB = 1 << 30
 ACTOR, REF = "actor_rollout_ref.actor", "actor_rollout_ref.ref"
 MODEL, ROLLOUT = "actor_rollout_ref.model", "actor_rollout_ref.rollout"
+KWARGS = f"{ROLLOUT}.engine_kwargs"
 
 
 def options(**changes: Any) -> Config:
@@ -138,7 +139,7 @@ def test_eight_bits_leave_the_engine_more_memory() -> None:
     """
     plain, rounded, cached = (
         of(options(**given)).engine
-        for given in ({}, {f"{ROLLOUT}.quantization": "fp8"}, {f"{ROLLOUT}.kv_cache_dtype": "fp8"})
+        for given in ({}, {KWARGS: {"quantization": "fp8"}}, {KWARGS: {"kv_cache_dtype": "fp8"}})
     )
     assert plain is not None and rounded is not None and cached is not None
     layer = 3584 * (3584 + 2 * 512 + 3584) + 3 * 3584 * 18944

@@ -1,0 +1,152 @@
+"""The settings of a vLLM engine: what a run's options mean as arguments and environment of vLLM."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+
+from verl.config import Config
+from verl.config.engine_kwargs import given
+from verl.config.policy import VLLM_LORA_RANKS
+from verl.nvidia import is_older, version_of
+from verl.remote_code import trusts_remote_code
+from verl.rollout.interface import engine_takes_adapter
+from verl.threads import PASSIVE
+from verl.training.devices import device_type, rollout_dtype
+
+CPU_ENV = {
+    # The worker runs inside the engine core's process: one process fewer to start.
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    # Engine and trainer use the same cores in turn; threads bound to cores would share one.
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    # Waiting threads that spin would slow down working ones (see `trainer.groups.cpu_env`).
+    **PASSIVE,
+}
+QUIET_ENV = {
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+    "PYTHONWARNINGS": "ignore::FutureWarning",
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
+}
+MIN_BATCHED_TOKENS = 8192
+CPU_BLOCK = 32
+"""Tokens per block of the prefix cache on the CPU, the minimum of its kernels. Most first turns are
+shorter than vLLM's default of 128 and would not be cached for the next turn."""
+BATCH_INVARIANT = "VLLM_BATCH_INVARIANT"
+COVERS_AMPERE_SINCE, COVERED_BEFORE = (0, 26), ((8, 0), (8, 9))
+"""vLLM whose batch-invariant products are for all cards of capability 8, and those of before."""
+WORKER_EXTENSION = "verl.rollout.weight_loading.WeightLoading"
+
+
+class VllmSettings:
+    """The settings of one vLLM engine of a run; replicas differ in their seed."""
+
+    def __init__(self, config: Config, replica: int = 0) -> None:
+        self.config, self.seed = config, config.trainer.seed + replica
+        self.device = device_type(config.trainer.device)
+        self.max_num_seqs = config.max_num_seqs(self.device == "cuda")
+        model = config.actor_rollout_ref.model
+        self.lora_rank = model.lora_rank if engine_takes_adapter(config) else 0
+        """Rank of the adapter that the engine loads; 0 if it loads whole weights."""
+        self.deterministic = config.trainer.deterministic
+        """Disables the prefix cache, and batching unless the kernels are `batch_invariant`, so that
+        other requests cannot change the rounding of a request's results."""
+        self.batch_invariant = self.deterministic and has_batch_invariant_kernels(self.device)
+        """Whether to use vLLM's kernels whose results do not depend on the rest of the batch."""
+        self.loads_weights = True
+        """Whether the engine starts with the model's weights; otherwise with random ones."""
+
+    @property
+    def sleep_level(self) -> int:
+        """vLLM's sleep level: 1 keeps a copy of the weights on the host, 2 drops them.
+
+        Whole weights are always loaded before the next request (`RayPPOTrainer.update_weights`; a
+        restarted replica also loads the current ones), so a copy would only be overwritten. vLLM
+        keeps the model's buffers, which the weights folder lacks, at both levels. With an adapter
+        the base weights must be kept, since only the adapter is updated.
+        """
+        return 1 if self.lora_rank else 2
+
+    def arguments(self) -> dict[str, Any]:
+        """Return the arguments of vLLM's `AsyncEngineArgs`; those of the user win."""
+        section = self.config.actor_rollout_ref
+        is_alone = self.deterministic and not self.batch_invariant
+        shared = {
+            "model": section.model.path,
+            "dtype": rollout_dtype(self.config),
+            "max_model_len": self.config.data.max_model_len,
+            "max_num_seqs": 1 if is_alone else self.max_num_seqs,
+            "seed": self.seed,
+            "trust_remote_code": trusts_remote_code(),
+            "enable_prefix_caching": not self.deterministic,
+            "logprobs_mode": "processed_logprobs",
+            # Not the sampling of the model's generation_config.json; its end tokens still count.
+            "generation_config": "vllm",
+            "disable_log_stats": True,
+            "load_format": "auto" if self.loads_weights else "dummy",
+            "worker_extension_cls": WORKER_EXTENSION,
+            "use_tqdm_on_load": False,
+        }
+        if self.lora_rank:
+            max_rank = next(rank for rank in VLLM_LORA_RANKS if rank >= self.lora_rank)
+            shared |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": max_rank}
+        of_device = self._cpu_arguments() if self.device == "cpu" else self._gpu_arguments()
+        return shared | of_device | given(section.rollout.engine_kwargs)
+
+    def _cpu_arguments(self) -> dict[str, Any]:
+        """Return the arguments for an engine on the CPU.
+
+        Prompts are not prefilled in chunks: vLLM would have to rewind the random state of a seeded
+        request, which CPU generators do not support. So one step must be able to process the
+        longest context.
+        """
+        return {
+            "enforce_eager": True,
+            "enable_chunked_prefill": False,
+            "block_size": CPU_BLOCK,
+            "max_num_batched_tokens": batched_tokens(
+                self.max_num_seqs, self.config.data.max_model_len
+            ),
+            "distributed_executor_backend": "uni",
+        }
+
+    def _gpu_arguments(self) -> dict[str, Any]:
+        """Return the arguments for an engine on GPUs."""
+        rollout = self.config.actor_rollout_ref.rollout
+        # vLLM 0.33 leaves it on and uses NCCL above some size, which adds in another order.
+        exact = {"disable_custom_all_reduce": True} if self.batch_invariant else {}
+        return exact | {
+            "max_num_batched_tokens": batched_tokens(self.max_num_seqs),
+            "gpu_memory_utilization": rollout.gpu_memory_utilization,
+            "tensor_parallel_size": rollout.tensor_model_parallel_size,
+            "enable_sleep_mode": not self.config.is_split,
+        }
+
+    def environment(self) -> dict[str, str]:
+        """Return environment variables to set before vLLM is imported, unless the user did."""
+        if self.device != "cpu":
+            return QUIET_ENV | ({BATCH_INVARIANT: "1"} if self.batch_invariant else {})
+        cache = self.config.actor_rollout_ref.rollout.cpu_kv_cache_gib
+        return QUIET_ENV | CPU_ENV | {"VLLM_CPU_KVCACHE_SPACE": str(cache)}
+
+
+def batched_tokens(max_num_seqs: int, longest_prefill: int = 0) -> int:
+    """Return the maximum tokens of an engine step; `longest_prefill` if prompts are not chunked."""
+    return max(MIN_BATCHED_TOKENS, max_num_seqs, longest_prefill)
+
+
+def has_batch_invariant_kernels(device: str) -> bool:
+    """Whether vLLM's batch-invariant mode works here and was not disabled in the environment.
+
+    vLLM accepts the mode on any card. It has its own matrix products for compute capability 8 (0.19
+    not for all of it), and excludes the variable algorithms of cuBLAS for 9 and newer; for older
+    cards it guarantees nothing (`enable_batch_invariant_mode`, vLLM 0.19, 0.26 and 0.33).
+    """
+    if device != "cuda" or os.environ.get(BATCH_INVARIANT) == "0":
+        return False
+    capability = torch.cuda.get_device_capability()
+    if is_older(version_of("vllm"), COVERS_AMPERE_SINCE) and capability < (9, 0):
+        return capability in COVERED_BEFORE
+    return capability >= (8, 0)
