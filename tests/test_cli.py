@@ -40,7 +40,6 @@ COMMANDS = {
     "evaluate run": "",
     "evaluate compare": "a-folder another",
     "checkpoint export": "a-folder --out another",
-    "index checksums": "",
     **dict.fromkeys((f"data {name}" for name in RECIPES), ""),
     "data own_corpus": "a-folder",
 }

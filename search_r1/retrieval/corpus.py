@@ -1,7 +1,7 @@
 """A memory-mapped jsonl corpus, whose rows are parsed when they are read.
 
-Row offsets, a content hash and block checksums are computed in a single pass and stored beside the
-corpus in `<corpus>.offsets.npy` and `<corpus>.checksums.json`. Searching is in `backends`.
+Row offsets and a hash of the content are computed in a single pass and stored beside the corpus in
+`<corpus>.offsets.npy`. Searching is in `engines`.
 """
 
 import functools
@@ -10,6 +10,7 @@ import json
 import logging
 import mmap
 import os
+import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,8 +20,6 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 
-from search_r1.retrieval import checksums
-from search_r1.retrieval.checksums import Checksums, FileChecksums, sample_indices
 from search_r1.retrieval.errors import CorpusError
 from search_r1.retrieval.schema import Document
 from verl.file_kinds import HEAD_BYTES, describe_other
@@ -35,6 +34,8 @@ MAX_ROW_BYTES = 1 << 24
 """Longer rows are refused, since no agent can read them."""
 MAX_CHECKED_ROWS, SAMPLED_ROWS = 1 << 14, 256
 """At start, all rows of a corpus of up to MAX_CHECKED_ROWS are read, else SAMPLED_ROWS of them."""
+SAMPLED = 64
+"""Number of samples that are checked of an index at start."""
 OFFSETS = ".offsets.npy"
 HEADER_LENGTH = 3
 """Integers before the offsets in the offsets file: corpus size, mtime in ns, content hash."""
@@ -67,8 +68,8 @@ class Corpus:
     def open(cls, path: str | Path, *, whole: bool = False) -> "Corpus":
         """Map the file, and scan it unless valid row offsets are stored beside it.
 
-        Compares checksums of a sample of its blocks, or of the `whole`. Raises CorpusError for a
-        missing or empty file, IndexMismatch for a damaged one.
+        `whole`: scan it in any case, so that its hash is that of the present content. Raises
+        CorpusError for a missing or empty file.
         """
         path = Path(path)
         try:
@@ -84,7 +85,8 @@ class Corpus:
             ) from error
         if problem := describe_other(path, data[:HEAD_BYTES], "passages"):
             raise CorpusError(f"corpus {path}: {problem}")
-        offsets, digest = _load(path, status, whole) or _scan(path, data, status)
+        stored = None if whole else _load(path, status)
+        offsets, digest = stored or _scan(path, data, status)
         return cls(path, data, offsets, digest)
 
     def check_rows(self, *, whole: bool = False) -> None:
@@ -172,12 +174,17 @@ def _parse(line: bytes, default_id: str) -> Document:
     return document
 
 
-def _load(path: Path, status: os.stat_result, whole: bool) -> tuple[Offsets, int] | None:
+def sample_indices(count: int, max_samples: int = SAMPLED, *, whole: bool = False) -> Sequence[int]:
+    """Return up to `max_samples` sorted indices of range(count), with both ends; or the `whole`."""
+    if whole or count <= max_samples:
+        return range(count)
+    return sorted({0, count - 1, *random.sample(range(count), max_samples - 2)})
+
+
+def _load(path: Path, status: os.stat_result) -> tuple[Offsets, int] | None:
     """Return the stored offsets and hash, or None if they are missing, outdated or unreadable."""
     sidecar = path.with_name(path.name + OFFSETS)
     key = [status.st_size, status.st_mtime_ns]
-    if whole and checksums.path_for(path).exists():
-        checksums.check(path, whole=True)
     try:
         stored = np.load(sidecar, mmap_mode="r", allow_pickle=False)
     except FileNotFoundError:
@@ -188,22 +195,18 @@ def _load(path: Path, status: os.stat_result, whole: bool) -> tuple[Offsets, int
     is_valid = isinstance(stored, np.ndarray) and stored.dtype == np.int64 and stored.ndim == 1
     if not is_valid or stored[: len(key)].tolist() != key:
         return None
-    if not checksums.path_for(path).exists() and os.access(path.parent, os.W_OK):
-        return None  # written by an earlier version; the next scan adds the checksums
-    checksums.check(path)
     return stored[HEADER_LENGTH:], int(stored[HEADER_LENGTH - 1])
 
 
 def _scan(path: Path, data: mmap.mmap, status: os.stat_result) -> tuple[Offsets, int]:
-    """Compute and store row offsets (num_documents + 1,), hash and checksums in one pass.
+    """Compute and store row offsets (num_documents + 1,) and hash in one pass.
 
     Blank lines are skipped. Raises CorpusError if there are no rows or if one is too long.
     """
-    hasher, newlines, crcs = hashlib.blake2b(digest_size=8), [], []
+    hasher, newlines = hashlib.blake2b(digest_size=8), []
     for start in range(0, len(data), CHUNK_BYTES):
         chunk = data[start : start + CHUNK_BYTES]
         hasher.update(chunk)
-        crcs.append(checksums.block_checksums(chunk))
         newlines.append(np.flatnonzero(np.frombuffer(chunk, dtype=np.uint8) == NEWLINE) + start)
     starts = np.concatenate([np.zeros(1, dtype=np.int64), np.concatenate(newlines) + 1])
     ends = np.append(starts[1:], len(data))
@@ -218,19 +221,15 @@ def _scan(path: Path, data: mmap.mmap, status: os.stat_result) -> tuple[Offsets,
     offsets = np.append(starts[is_row], len(data)).astype(np.int64)
     digest = int.from_bytes(hasher.digest(), "big", signed=True)
     key = np.array([status.st_size, status.st_mtime_ns, digest], dtype=np.int64)
-    _save(path, np.concatenate([key, offsets]), FileChecksums(len(data), "".join(crcs)))
+    _save(path, np.concatenate([key, offsets]))
     return offsets, digest
 
 
-def _save(path: Path, values: Offsets, crcs: FileChecksums) -> None:
-    """Write offsets and checksums; without write permission every start scans again."""
+def _save(path: Path, values: Offsets) -> None:
+    """Write the offsets; without write permission every start scans again."""
     sidecar = path.with_name(path.name + OFFSETS)
     try:
-        with atomic_write(sidecar) as part:
-            with part.open("wb") as file:
-                np.save(file, values, allow_pickle=False)
-            # If the process is killed now, no checksums are left rather than outdated ones.
-            checksums.path_for(path).unlink(missing_ok=True)
-        Checksums({"": crcs, OFFSETS: checksums.file_checksums(sidecar)}).save(path)
+        with atomic_write(sidecar) as part, part.open("wb") as file:
+            np.save(file, values, allow_pickle=False)
     except OSError as error:
         logger.warning("cannot store row offsets in %s (%s): every start will scan", sidecar, error)

@@ -2,8 +2,7 @@
 
 The index is written to `SAVE_DIR/bm25/` or `SAVE_DIR/<name>_<faiss_type>.index/`, with a manifest
 of what it was built from. After an interruption, the same command resumes the build; see
-docs/guides/retrieval.md. With `checksums` as the first argument, it stores checksums of an index
-and its corpus, or compares them (`--verify`). The builders are in `search_r1.retrieval.index`.
+docs/guides/retrieval.md. The builders are in `search_r1.retrieval.index`.
 """
 
 import importlib
@@ -16,10 +15,7 @@ from typing import Annotated
 
 from search_r1.options import Bounds, run
 from search_r1.plain import configure_logging
-from search_r1.retrieval import checksums
 from search_r1.retrieval.corpus import Corpus
-from search_r1.retrieval.engines.dense import vectors_file
-from search_r1.retrieval.engines.flat_file import FlatFile, is_flat
 from search_r1.retrieval.errors import SetupError
 from search_r1.retrieval.manifest import FILE_NAME
 
@@ -28,6 +24,11 @@ logger = logging.getLogger(__name__)
 BM25 = ("bm25_builder", "BM25 needs bm25s", "bm25s")
 DENSE = ("dense_builder", "a dense index needs FAISS", "faiss-cpu")
 """Builder module, and the message and package to install if it cannot be imported."""
+FALLEN = (
+    "it stored a checksum of every megabyte and is gone since 2026-11-28; the manifest has size "
+    "and SHA-256 of each file, which the server's --verify compares"
+)
+"""The answer to the command `checksums`."""
 
 
 @dataclass(frozen=True)
@@ -72,18 +73,6 @@ class BuildConfig:
     """run Python code that comes with a model"""
 
 
-@dataclass(frozen=True)
-class ChecksumConfig:
-    """The index and corpus whose checksums are stored or compared."""
-
-    index_path: str | None = None
-    """folder of an index, or a single FAISS file"""
-    corpus_path: str | None = None
-    """corpus of the index; from then on, a single FAISS file is served with this corpus only"""
-    verify: bool = False
-    """compare everything with the stored checksums"""
-
-
 def index_folder(save_dir: str | Path, method: str, faiss_type: str = "Flat") -> Path:
     """Return the folder in which `build_index` creates the index of `method`."""
     factory = re.sub(r"[^A-Za-z0-9]+", "_", faiss_type)
@@ -110,39 +99,6 @@ def build_index(config: BuildConfig) -> Path:
     return folder
 
 
-def run_checksums(config: ChecksumConfig) -> int:
-    """Store or compare checksums; returns the exit status, raises SearchError for any damage."""
-    digest = ""
-    targets = [Path(p) for p in (config.corpus_path, config.index_path) if p]
-    if not targets:
-        raise SetupError("nothing to compute checksums of; expected --index_path or --corpus_path")
-    for target in targets:
-        if config.verify and target.exists() and not checksums.path_for(target).exists():
-            raise SetupError(
-                f"{target} has no checksums, expected some to compare it with; fix: the same "
-                "command without --verify adds them"
-            )
-    if config.corpus_path is not None:
-        if not config.verify:
-            checksums.path_for(Path(config.corpus_path)).unlink(missing_ok=True)
-        corpus = Corpus.open(config.corpus_path, whole=config.verify)
-        corpus.check_rows(whole=True)
-        digest = corpus.fingerprint.digest
-    if config.index_path is not None:
-        index = Path(config.index_path)
-        if not index.exists() or not (index.is_file() or any(p.is_file() for p in index.glob("*"))):
-            raise SetupError(f"--index_path {index} is not an index; expected a file or folder")
-        file = vectors_file(index)
-        if file.is_file() and is_flat(file):
-            FlatFile.open(file).check_finite(whole=True)
-        if config.verify:
-            checksums.check(index, whole=True)
-        else:
-            checksums.add(index, digest)
-        logger.info("%s: %s", index, "unchanged" if config.verify else "checksums added")
-    return 0
-
-
 def _build(config: BuildConfig) -> int:
     build_index(config)
     return 0
@@ -153,15 +109,8 @@ def main(argv: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if argv is None else argv
     module = "search_r1.retrieval.index_builder"
     if arguments[:1] == ["checksums"]:
-        about = "Stores checksums of an index and a corpus, or compares them."
-        target = f"{module}:run_checksums"
-        return run(
-            target,
-            ChecksumConfig,
-            arguments[1:],
-            prog="search-r1 index checksums",
-            description=about,
-        )
+        sys.stderr.write(f"search-r1 index: got checksums, expected flags; fix: {FALLEN}\n")
+        return 2
     target = f"{module}:_build"
     return run(target, BuildConfig, arguments, prog="search-r1 index", description=__doc__)
 

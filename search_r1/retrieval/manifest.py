@@ -1,22 +1,33 @@
-"""Index manifests, and checks that an index matches its corpus and encoder."""
+"""Index manifests, and checks that an index is complete and matches its corpus and encoder."""
 
+import hashlib
+import logging
 import math
 import textwrap
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import ClassVar
 
 from pydantic import ConfigDict, TypeAdapter
 
-from search_r1.retrieval import checksums
 from search_r1.retrieval.corpus import Corpus, Fingerprint
 from search_r1.retrieval.errors import IndexMismatch, SetupError
 from search_r1.retrieval.settings import RetrieverConfig
 from verl.files import read_text
 
+logger = logging.getLogger(__name__)
+
 FILE_NAME = "manifest.json"
+
+
+@dataclass(frozen=True)
+class FileFacts:
+    """What identifies the content of a file of an index."""
+
+    size: int
+    sha256: str
 
 
 @dataclass(frozen=True)
@@ -49,9 +60,17 @@ class Manifest:
     """Indexing package and its version."""
     analyzer: str = ""
     """Analyzer of a BM25 index (`search_r1.retrieval.tokenization`); empty in early versions."""
+    files: dict[str, FileFacts] = field(default_factory=dict)
+    """The index's other files by name; empty in manifests of earlier versions."""
 
     def save(self, folder: Path) -> None:
-        (folder / FILE_NAME).write_bytes(TypeAdapter(Manifest).dump_json(self, indent=2) + b"\n")
+        """Write `manifest.json` into `folder`, with sizes and hashes of the files there."""
+        files = [
+            path for path in sorted(folder.iterdir()) if path.is_file() and path.name != FILE_NAME
+        ]
+        facts = {path.name: FileFacts(path.stat().st_size, _sha256(path)) for path in files}
+        text = TypeAdapter(Manifest).dump_json(replace(self, files=facts), indent=2)
+        (folder / FILE_NAME).write_bytes(text + b"\n")
 
     @classmethod
     def load(cls, folder: Path) -> "Manifest":
@@ -65,6 +84,24 @@ class Manifest:
                 f"{path} cannot be read ({reason}); expected the manifest that index_builder "
                 f"writes: build the index again with `{build_command('<corpus>', '<folder>')}`"
             ) from error
+
+    def check_files(self, folder: Path, *, whole: bool) -> None:
+        """Raise IndexMismatch for a file of another size or, with `whole`, other content."""
+        if whole and not self.files:
+            logger.warning("%s has no hashes of its files: build it again to compare them", folder)
+        for name, facts in self.files.items():
+            path = folder / name
+            try:
+                got = f"{path.stat().st_size} bytes"
+                if path.stat().st_size == facts.size:
+                    got = f"SHA-256 {_sha256(path)}" if whole else f"SHA-256 {facts.sha256}"
+            except OSError as error:
+                got = str(error)
+            if got != f"SHA-256 {facts.sha256}":
+                raise IndexMismatch(
+                    f"{path} is damaged or was changed: got {got}, expected {facts.size} bytes "
+                    f"with SHA-256 {facts.sha256}; fix: build or download the index again"
+                )
 
     def check_corpus(self, folder: Path, corpus_path: Path, corpus: Fingerprint) -> None:
         """Raise IndexMismatch unless the index was built from this corpus."""
@@ -117,14 +154,9 @@ def open_corpus(config: RetrieverConfig) -> Corpus:
     return corpus
 
 
-def check_files(config: RetrieverConfig, index: Path, corpus: Corpus | None) -> None:
-    """Raise IndexMismatch if the index is damaged or its checksums name another corpus."""
-    stored = checksums.check(index, whole=config.verify)
-    if stored and stored.corpus and corpus and stored.corpus != corpus.fingerprint.digest:
-        raise IndexMismatch(
-            f"index {index}: got the corpus {corpus.path} with hash {corpus.fingerprint.digest}, "
-            f"expected hash {stored.corpus}; fix: give the corpus that its checksums were made with"
-        )
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def locate(config: RetrieverConfig, index_name: str) -> Path:

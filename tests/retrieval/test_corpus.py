@@ -5,10 +5,13 @@ import os
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from search_r1.retrieval.corpus import Corpus
+from search_r1.retrieval.corpus import Corpus, sample_indices
 from search_r1.retrieval.errors import CorpusError
 from search_r1.retrieval.schema import Document
+from tests.retrieval.conftest import write_corpus
 
 
 def write(path: Path, text: str) -> Path:
@@ -156,3 +159,22 @@ def test_fingerprint_does_not_depend_on_the_path(tmp_path: Path) -> None:
     (tmp_path / "x").mkdir()
     copies = [write(tmp_path / "c.jsonl", text), write(tmp_path / "x" / "d.jsonl", text)]
     assert Corpus.open(copies[0]).fingerprint == Corpus.open(copies[1]).fingerprint
+
+
+def test_a_corpus_edited_with_equal_mtime_is_scanned_by_verify(tmp_path: Path) -> None:
+    """With equal size and mtime only `whole` sees the other content."""
+    path = write_corpus(tmp_path / "c.jsonl")
+    before = Corpus.open(path).fingerprint
+    time = path.stat().st_mtime_ns
+    path.write_text(path.read_text().replace("Paris is", "Paris as"))
+    os.utime(path, ns=(time, time))
+    assert Corpus.open(path).fingerprint == before != Corpus.open(path, whole=True).fingerprint
+
+
+@given(st.integers(0, 300), st.integers(2, 70))
+def test_sampled_indices_include_both_ends(count: int, max_samples: int) -> None:
+    """All indices of a small range; of a large one a sorted sample with both ends."""
+    indices = list(sample_indices(count, max_samples))
+    assert indices == sorted(set(indices))
+    assert min(count, max_samples - 2) <= len(indices) <= min(count, max_samples)
+    assert not count or (indices[0], indices[-1]) == (0, count - 1)

@@ -13,6 +13,7 @@ from search_r1.retrieval.errors import CorpusError, IndexMismatch, SearchError, 
 from search_r1.retrieval.index_builder import BuildConfig, build_index, main
 from search_r1.retrieval.manifest import Manifest
 from search_r1.retrieval.settings import EncoderConfig, RetrieverConfig
+from tests.retrieval.conftest import write_corpus
 
 ROW = '{{"id": "{0}", "contents": "\\"T{0}\\"\\nsome words {0}"}}\n'
 
@@ -134,7 +135,7 @@ def test_a_full_disk_is_one_line(tmp_path: Path, method: str) -> None:
     [
         (RetrieverConfig("bm25"), "--corpus_path"),
         (RetrieverConfig("bm25", "CORPUS", "/nowhere"), "/nowhere does not exist"),
-        (RetrieverConfig("bm52", "CORPUS"), "expected bm25, lucene"),
+        (RetrieverConfig("bm52", "CORPUS"), "one of bm25, lucene"),
         (RetrieverConfig("e5", "CORPUS", encoder=EncoderConfig("m")), "without --index_path"),
     ],
 )
@@ -212,7 +213,41 @@ def test_a_killed_build_resumes(tmp_path: Path, method: str, moments: list[int])
     assert "resuming the work" in done.stderr
     (reference,), (resumed,) = undisturbed.iterdir(), (tmp_path / "killed").iterdir()
     for path in reference.iterdir():
-        if path.name not in ("manifest.json", "checksums.json"):
+        if path.name != "manifest.json":
             assert (resumed / path.name).read_bytes() == path.read_bytes(), path.name
     facts = [json.loads((p / "manifest.json").read_text()) for p in (reference, resumed)]
     assert facts[0] | {"created": ""} == facts[1] | {"created": ""}
+
+
+def test_an_index_is_served_from_within_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`--index_path .` works, although this path has no file name."""
+    corpus = str(write_corpus(tmp_path / "corpus.jsonl"))
+    flags = ["--retrieval_method", "bm25", "--corpus_path", corpus, "--save_dir", str(tmp_path)]
+    assert main(flags) == 0
+    monkeypatch.chdir(tmp_path / "bm25")
+    assert build_retriever(RetrieverConfig("bm25", "../corpus.jsonl", ".")).num_documents == 8
+
+
+def test_the_fallen_command_checksums_is_answered(capsys: pytest.CaptureFixture[str]) -> None:
+    """The answer names what took its place."""
+    assert main(["checksums", "--index_path", "x"]) == 2
+    assert "--verify" in capsys.readouterr().err
+
+
+def test_a_rebuild_does_not_affect_an_opened_index(tmp_path: Path) -> None:
+    """An opened index answers as before while a new build replaces its files."""
+    corpus = write_corpus(tmp_path / "corpus.jsonl")
+    flags = ["--retrieval_method", "hash", "--model_path", "hash", "--corpus_path", str(corpus)]
+    assert main([*flags, "--save_dir", str(tmp_path)]) == 0
+    config = RetrieverConfig(
+        "hash", str(corpus), str(tmp_path / "hash_Flat.index"), encoder=EncoderConfig("hash")
+    )
+    opened = build_retriever(config)
+    before = opened.search(["capital of Austria"], 3)
+    other = write_corpus(tmp_path / "other.jsonl", [("A", "alpha"), ("B", "beta")])
+    other.replace(corpus)
+    assert main([*flags, "--save_dir", str(tmp_path)]) == 0
+    assert opened.search(["capital of Austria"], 3) == before
+    assert build_retriever(config).num_documents == 2

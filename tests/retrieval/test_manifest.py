@@ -1,6 +1,8 @@
 """Manifests: old versions are read; encoders are compared by the direction of a vector."""
 
 import json
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -30,6 +32,26 @@ def test_manifests_of_the_first_version_load(tmp_path: Path) -> None:
     assert (manifest.factory, manifest.normalizes, manifest.max_length) == ("Flat", True, None)
     manifest.save(tmp_path)
     assert Manifest.load(tmp_path) == manifest
+
+
+def test_files_are_compared_with_the_manifest(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Another size is found at each start, other content by `whole`; no hashes are a warning."""
+    path = tmp_path / "index" / "vectors"
+    path.parent.mkdir()
+    path.write_bytes(b"abc")
+    Manifest("x", Fingerprint(1, 1, ""), 1).save(path.parent)
+    manifest = Manifest.load(path.parent)
+    manifest.check_files(path.parent, whole=True)
+    for content, is_found in ((b"abd", False), (b"ab", True), (None, True)):
+        path.unlink() if content is None else path.write_bytes(content)
+        with nullcontext() if not is_found else pytest.raises(IndexMismatch):
+            manifest.check_files(path.parent, whole=False)
+        with pytest.raises(IndexMismatch):
+            manifest.check_files(path.parent, whole=True)
+    replace(manifest, files={}).check_files(path.parent, whole=True)
+    assert "no hashes" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -11,12 +11,11 @@ import bm25s
 import numpy as np
 import numpy.typing as npt
 
-from search_r1.retrieval.checksums import sample_indices
-from search_r1.retrieval.corpus import Corpus
+from search_r1.retrieval.corpus import Corpus, sample_indices
 from search_r1.retrieval.engines.base import Retriever, stage
 from search_r1.retrieval.errors import IndexMismatch
 from search_r1.retrieval.index_builder import BuildConfig, build_index, index_folder
-from search_r1.retrieval.manifest import Manifest, build_command, check_files, locate, open_corpus
+from search_r1.retrieval.manifest import Manifest, build_command, locate, open_corpus
 from search_r1.retrieval.schema import Hit
 from search_r1.retrieval.settings import RetrieverConfig
 from search_r1.retrieval.tokenization import ANALYZERS, FOLDED, UNFOLDED, tokenize
@@ -51,9 +50,9 @@ class Bm25Retriever:
     @classmethod
     def open(cls, folder: Path, corpus: Corpus, config: RetrieverConfig) -> "Bm25Retriever":
         """Memory-map the index; raises IndexMismatch if damaged or of another corpus."""
-        check_files(config, folder, corpus)
         manifest = Manifest.load(folder)
         manifest.check_corpus(folder, corpus.path, corpus.fingerprint)
+        manifest.check_files(folder, whole=config.verify)
         command = build_command(str(corpus.path), str(folder.parent))
         if manifest.analyzer not in ANALYZERS:
             raise IndexMismatch(

@@ -20,7 +20,7 @@ from search_r1.retrieval.encoders.families import Vectors
 from search_r1.retrieval.engines.base import stage
 from search_r1.retrieval.engines.own_rows import check_own_rows
 from search_r1.retrieval.errors import IndexMismatch, SetupError
-from search_r1.retrieval.manifest import PROBE_TEXT, Manifest, check_files, locate, open_corpus
+from search_r1.retrieval.manifest import PROBE_TEXT, Manifest, locate, open_corpus
 from search_r1.retrieval.schema import Hit
 from search_r1.retrieval.settings import RetrieverConfig
 
@@ -95,7 +95,8 @@ def open_dense(
     """Open the configured corpus, encoder and index; raises IndexMismatch if they do not match."""
     corpus = open_corpus(config)
     path = locate_index(config)
-    check_files(config, path, corpus)
+    if path.is_dir():
+        Manifest.load(path).check_files(path, whole=config.verify)
     file = vectors_file(path)
     read_ahead(file)
     index = open_index(file)

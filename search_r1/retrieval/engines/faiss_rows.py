@@ -8,7 +8,7 @@ import faiss
 import numpy as np
 import numpy.typing as npt
 
-from search_r1.retrieval.checksums import sample_indices
+from search_r1.retrieval.corpus import sample_indices
 from search_r1.retrieval.engines.flat_file import check_finite
 from search_r1.retrieval.errors import IndexMismatch
 

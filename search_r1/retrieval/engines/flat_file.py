@@ -13,11 +13,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from search_r1.retrieval.checksums import BLOCK_BYTES, sample_indices
+from search_r1.retrieval.corpus import sample_indices
 from search_r1.retrieval.errors import IndexMismatch, SetupError
 from verl.files import regular_file
 
 Vectors = npt.NDArray[np.float32]
+BLOCK_BYTES = 1 << 20
+"""Size of the samples that are checked for values that are not finite."""
 
 HEADER = struct.Struct("<4siqqq?iQ")
 """Kind, dim, rows, two unused integers, whether trained, metric, number of values that follow."""

@@ -21,7 +21,7 @@ from search_r1.retrieval.engines.base import Retriever, stage
 from search_r1.retrieval.engines.java import bundled_java, choose_java
 from search_r1.retrieval.engines.registry import lucene_folder
 from search_r1.retrieval.errors import IndexMismatch, SetupError
-from search_r1.retrieval.manifest import check_files, open_corpus
+from search_r1.retrieval.manifest import open_corpus
 from search_r1.retrieval.schema import Document, Hit, well_formed
 from search_r1.retrieval.settings import RetrieverConfig
 
@@ -82,7 +82,6 @@ class LuceneRetriever:
 def open_retriever(config: RetrieverConfig) -> Retriever:
     """Open the index, and the corpus if the index stores no passages; raises SearchError."""
     folder = _locate(config.index_path)
-    check_files(config, folder, None)
     index = _open_index(folder)
     facts: dict[str, Any] = {"index": _fingerprint(folder)}
     field = _stored_field(index, folder)

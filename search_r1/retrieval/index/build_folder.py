@@ -17,7 +17,6 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from search_r1.retrieval import checksums
 from search_r1.retrieval.errors import CorpusError, SetupError
 from search_r1.retrieval.memory import format_bytes
 from verl.files import atomic_write, fsync, read_text
@@ -48,9 +47,8 @@ def work_folder(target: Path, key: Mapping[str, Any]) -> Iterator[Path]:
 
 
 def publish(work: Path, target: Path) -> None:
-    """Replace `target` by the finished index, with checksums; readers keep the older files open."""
+    """Replace `target` by the finished index; readers keep the older files open."""
     ready = work / READY_NAME
-    checksums.add(ready)
     fsync(*ready.rglob("*"), ready)
     outdated = work / "outdated"
     shutil.rmtree(outdated, ignore_errors=True)
