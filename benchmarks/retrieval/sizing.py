@@ -12,7 +12,6 @@ from benchmarks.retrieval.figures import Figure, format_number
 from search_r1.retrieval.corpus import Corpus
 from search_r1.retrieval.engines.base import Retriever, collect
 from search_r1.retrieval.engines.registry import build_retriever
-from search_r1.retrieval.memory import ITEM_BYTES, bytes_of_matrix
 from search_r1.retrieval.settings import EncoderConfig, RetrieverConfig, TorchConfig
 
 ROWS, DIM = 21_015_324, 768
@@ -35,6 +34,8 @@ SCANNED = (
     "torch:int8",
 )
 """Engines that scan all vectors, so that their rate can be extrapolated to more vectors."""
+ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "int8": 1}
+"""Bytes of a value of the torch backend; int8 has an additional float32 scale per row."""
 NUM_TIMED = 64
 """Queries of a timed search, as 64 clients send them together."""
 
@@ -73,7 +74,7 @@ def index_sizes(paths: CorpusPaths) -> dict[str, IndexSize]:
         sizes[name] = index_size(name, file.stat().st_size, rows, dim, value_bytes)
     for dtype, item_bytes in ITEM_BYTES.items():
         name = "torch" if dtype == "float32" else f"torch:{dtype}"
-        total_bytes = bytes_of_matrix(dtype, rows, dim)
+        total_bytes = rows * (dim * item_bytes + (4 if dtype == "int8" else 0))
         sizes[name] = index_size(name, total_bytes, rows, dim, item_bytes, has_gpu=True)
     return sizes
 

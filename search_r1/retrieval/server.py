@@ -22,7 +22,6 @@ from search_r1.retrieval.corpus import Corpus
 from search_r1.retrieval.engines.base import Retriever
 from search_r1.retrieval.engines.registry import build_retriever
 from search_r1.retrieval.errors import IndexMismatch, SetupError
-from search_r1.retrieval.memory import check_memory
 from search_r1.retrieval.recording import Recorder
 from search_r1.retrieval.schema import TOKEN_VARIABLE, Document
 from search_r1.retrieval.service.app import create_app
@@ -66,7 +65,6 @@ def _run(options: ServerOptions) -> int:
     with bind(options.host, options.port, options.port_file) as bound:
         warn_if_open(bound, token)
         try:
-            check_memory(options.retriever)
             retriever = build_retriever(options.retriever)
         except OSError as error:
             raise SetupError(

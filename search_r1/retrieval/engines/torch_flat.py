@@ -30,11 +30,13 @@ from search_r1.retrieval.engines.shard import (
     top_columns,
 )
 from search_r1.retrieval.errors import SetupError
-from search_r1.retrieval.memory import QUERY_BLOCK
 from search_r1.retrieval.settings import RetrieverConfig, TorchConfig
+from verl.machine import HostMemory, format_bytes
 
 logger = logging.getLogger(__name__)
 
+QUERY_BLOCK = 256
+"""Queries that are scored against a tile at once."""
 MARGIN = 32
 """Candidates beyond k whose scores are computed again in float64."""
 SUM_VALUES = 1 << 21
@@ -61,6 +63,14 @@ class TorchFlatIndex:
         devices = choose_devices(self._config.matrix_devices)[: flat.num_rows]
         bounds = [i * flat.num_rows // len(devices) for i in range(len(devices) + 1)]
         for device, start, end in zip(devices, bounds, bounds[1:], strict=False):
+            size = (end - start) * flat.dim * DTYPES[dtype].itemsize
+            free = HostMemory.now().free
+            if device == "cpu" and size > free:  # allocating would succeed, and filling kill us
+                raise SetupError(
+                    f"--matrix_devices cpu: got {format_bytes(size)} of {dtype}, expected at most "
+                    f"the {format_bytes(free)} that are free; fix: --matrix_dtype bfloat16 or "
+                    "int8, or --dense_engine faiss, which maps the file"
+                )
             try:
                 self.shards.append(Shard(device, start, end - start, flat, dtype))
             except (RuntimeError, AssertionError) as error:  # torch's: no CUDA, or no memory

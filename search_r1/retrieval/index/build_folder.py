@@ -18,8 +18,8 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from search_r1.retrieval.errors import CorpusError, SetupError
-from search_r1.retrieval.memory import format_bytes
 from verl.files import atomic_write, fsync, read_text
+from verl.machine import format_bytes
 
 logger = logging.getLogger(__name__)
 

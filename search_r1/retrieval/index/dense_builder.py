@@ -30,9 +30,9 @@ from search_r1.retrieval.index.embeddings import (
 from search_r1.retrieval.index.progress import progress
 from search_r1.retrieval.index_builder import BuildConfig
 from search_r1.retrieval.manifest import Manifest, utc_now
-from search_r1.retrieval.memory import format_bytes
 from search_r1.retrieval.settings import EncoderConfig
 from verl.files import fsync
+from verl.machine import format_bytes
 
 logger = logging.getLogger(__name__)
 

@@ -8,6 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import psutil
 from fastapi import Depends, FastAPI, HTTPException, Request, Response
 from starlette.requests import ClientDisconnect
 from starlette.responses import StreamingResponse
@@ -17,7 +18,6 @@ from starlette.types import Receive, Scope, Send
 from search_r1.bearer import has_token
 from search_r1.retrieval.engines.base import Retriever, fingerprint
 from search_r1.retrieval.errors import DeadlineExceeded, Overloaded, SearchError
-from search_r1.retrieval.memory import resident
 from search_r1.retrieval.recording import Recorder
 from search_r1.retrieval.schema import (
     Document,
@@ -120,7 +120,7 @@ class Service:
             "default_topk": self.config.topk,
             "fingerprint": fingerprint(facts),
             "limits": {name: limits[name] for name in LIMITS},
-            "memory": resident(),
+            "memory": _resident_bytes(),
             **facts,
         }
 
@@ -166,6 +166,13 @@ class Service:
             self.metrics.queue_wait.observe(stages["queue"])
         parts = [f"{name};dur={1000 * s:.3f}" for name, s in stages.items()] or ["cache;desc=hit"]
         return ", ".join([*parts, f"total;dur={1000 * (time.perf_counter() - start):.3f}"])
+
+
+def _resident_bytes() -> dict[str, int]:
+    """Return the bytes of this process's own memory and of its mapped files (shareable pages)."""
+    info = psutil.Process().memory_info()
+    mapped = int(getattr(info, "shared", 0))  # reported on Linux only
+    return {"own": int(info.rss) - mapped, "mapped": mapped}
 
 
 async def _wait(pending: PendingRequest, request: Request, seconds: float, start: float) -> None:

@@ -14,6 +14,7 @@ from search_r1.retrieval.engines.shard import DTYPES, quantize
 from search_r1.retrieval.engines.torch_flat import TorchFlatIndex, choose_devices, recall
 from search_r1.retrieval.errors import IndexMismatch, SetupError
 from tests.retrieval.engines.flat_indexes import brute_force, layout, load, random_rows, unit, write
+from verl.machine import HostMemory
 
 
 @pytest.mark.parametrize(
@@ -160,6 +161,17 @@ def test_unknown_device_and_dtype_are_refused(tmp_path: Path) -> None:
         load(flat, layout(devices=("gpu7",)))
     with pytest.raises(SetupError, match="--matrix_dtype fp16; expected float32, float16"):
         TorchFlatIndex(flat, layout("fp16"))
+
+
+def test_a_matrix_beyond_the_free_memory_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The system would allocate it, and kill the server when the rows are read."""
+    monkeypatch.setattr(HostMemory, "now", lambda: HostMemory(10**9, 190))
+    flat = write(tmp_path / "flat", random_rows(12, 12, 4))
+    with pytest.raises(SetupError, match="matrix_devices"):
+        load(flat, layout(devices=("cpu",)))
+    load(flat, layout("bfloat16", devices=("cpu",)))
 
 
 def test_recall_counts_what_was_found() -> None:
