@@ -33,8 +33,8 @@ class ServingOptions(InferenceOptions):
     port_file: Path | None = None
     """file to which the port is written once the server is ready"""
     allowed_hosts: tuple[str, ...] = ()
-    """accepted host names in a request's Host header, in addition to IP addresses and localhost;
-    default: none if bound to this machine only, else all (*: any)"""
+    """accepted names in a request's Host header, besides localhost and the bound address; default:
+    none if bound to this machine only, else all (*: any)"""
     chat_peers: tuple[str, ...] = ()
     """http://HOST:PORT of other agent servers; the chat pages of these servers may call each
     other"""

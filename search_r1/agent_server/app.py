@@ -23,7 +23,7 @@ from search_r1.agent_server.requests import (
     read_request,
     to_agent_request,
 )
-from search_r1.agent_server.responses import ApiError, Envelope, add_error_handlers, misdirected
+from search_r1.agent_server.responses import ApiError, Envelope, add_error_handlers
 from search_r1.agent_server.streaming import (
     ReasoningFilter,
     StreamListener,
@@ -38,14 +38,13 @@ from search_r1.inference.opening import open_session
 from search_r1.plain import configure_logging
 from search_r1.retrieval.client import RetrievalClient
 from search_r1.retrieval.errors import RetrieverRefused, RetrieverUnavailable
-from search_r1.retrieval.service.connections import configure
 from search_r1.retrieval.service.pages import page_routes
 from search_r1.retrieval.service.running import (
     bind,
+    configure,
     listen,
     read_token,
     warn_if_open,
-    with_host_check,
     write_port,
 )
 from search_r1.serve import ServingOptions
@@ -200,8 +199,7 @@ async def serve(options: ServingOptions, bound: socket.socket) -> None:
     async with open_session(options) as session:
         service = Service(session, options.name, token, options.max_body_bytes, options.chat_peers)
         app = build_app(service)
-        guarded = with_host_check(app, bound.getsockname()[0], options.allowed_hosts, misdirected)
-        server = uvicorn.Server(configure(guarded, options.max_body_bytes, GRACE_S))
+        server = uvicorn.Server(configure(app, bound, options.allowed_hosts, GRACE_S))
         address = listen(bound)
         # uvicorn raises the signal again after its own shutdown, which would interrupt the
         # shutdown of the engine.

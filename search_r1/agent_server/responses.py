@@ -38,11 +38,6 @@ class ApiError(Exception):
         return JSONResponse(self.body(), self.status, headers)
 
 
-def misdirected(text: str) -> JSONResponse:
-    """Build the response to a request whose Host header is not a name of this server."""
-    return ApiError(421, text).response()
-
-
 INTERNAL = ApiError(500, "internal server error, see the server's log", "internal_error")
 
 

@@ -8,11 +8,9 @@ import faulthandler
 import functools
 import logging
 import os
-import signal
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,7 +19,7 @@ from search_r1.plain import configure_logging
 from search_r1.retrieval.corpus import Corpus
 from search_r1.retrieval.engines.base import Retriever
 from search_r1.retrieval.engines.registry import build_retriever
-from search_r1.retrieval.errors import IndexMismatch, SetupError
+from search_r1.retrieval.errors import SetupError
 from search_r1.retrieval.recording import Recorder
 from search_r1.retrieval.schema import TOKEN_VARIABLE, Document
 from search_r1.retrieval.service.app import create_app
@@ -32,11 +30,6 @@ from search_r1.retrieval.settings import FaultConfig, RetrieverConfig, ServiceCo
 __all__ = ["bind", "create_app", "main", "serve"]
 
 logger = logging.getLogger(__name__)
-
-WATCH_S = 1.0
-"""Seconds between two checks of the mapped files."""
-MAPS = Path("/proc/self/maps")
-"""List of the files that this process maps (Linux)."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +43,7 @@ class ServerOptions:
     port_file: Path | None = None
     """file to which the port is written once requests are accepted"""
     allowed_hosts: tuple[str, ...] = ()
-    """host names accepted in the Host header, besides IP addresses and localhost (*: any); default:
+    """names accepted in the Host header besides localhost and the bound address (*: any); default:
     none if bound to this machine only, otherwise any"""
     service: ServiceConfig = field(default_factory=ServiceConfig)
     retriever: RetrieverConfig = field(default_factory=RetrieverConfig)
@@ -79,20 +72,11 @@ def _run(options: ServerOptions) -> int:
         if faults.is_on:
             logger.warning("TEST FAULTS: requests fail on purpose: %s", faults)
             app.add_middleware(FaultInjector, config=faults)
-        corpus = options.retriever.corpus_path
-        default_index = corpus and str(Path(corpus).parent / "index")
-        is_idle, status = True, 1
-        try:
-            with watching((options.retriever.index_path, corpus, default_index)):
-                is_idle = serve(app, bound, options.port_file, options.allowed_hosts)
-        except IndexMismatch as error:  # already logged by `watching`
-            if is_idle:
-                raise
-            status = error.exit_code
+        is_idle = serve(app, bound, options.port_file, options.allowed_hosts)
     if not is_idle:
         logger.warning("stopped in the middle of a search that did not end in time")
         logging.shutdown()
-        os._exit(status)  # a thread that is still searching would keep the process alive
+        os._exit(1)  # a thread that is still searching would keep the process alive
     return 0
 
 
@@ -115,61 +99,6 @@ def _document_finder(
         return corpus.find(id)
 
     return find
-
-
-@contextmanager
-def watching(roots: Iterable[str | None]) -> Iterator[None]:
-    """Stop the server when a mapped file below `roots` is changed in place (Linux only).
-
-    Sends SIGTERM to this process within WATCH_S, and raises IndexMismatch when the context ends.
-    Index builders rename a new file into place, which does no harm; `cp` and `rsync --inplace`
-    write into the mapped file. A search that reads beyond the end of a truncated file kills the
-    process at once (SIGBUS).
-    """
-    initial = {path: _state(path) for path in _mapped([Path(r).resolve() for r in roots if r])}
-    problems: list[str] = []
-    ended = threading.Event()
-
-    def watch() -> None:
-        while not ended.wait(WATCH_S):
-            for path, before in initial.items():
-                now = _state(path)
-                is_same_file = before and now and now[0] == before[0]
-                if is_same_file and now != before and not problems:
-                    problems.append(
-                        f"{path} was changed in place while it was served, expected the file that "
-                        "was opened; fix: rename a new file into its place, and restart the server"
-                    )
-                    logger.error("stopping: %s", problems[0])
-            if problems:
-                os.kill(os.getpid(), signal.SIGTERM)
-
-    thread = threading.Thread(target=watch, name="watch-files", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        thread.join()
-    if problems:
-        raise IndexMismatch(problems[0])
-
-
-def _mapped(roots: list[Path]) -> set[Path]:
-    if not MAPS.exists():
-        return set()
-    lines = MAPS.read_text(errors="surrogateescape").splitlines()
-    paths = {Path("/" + line.partition("/")[2]) for line in lines if "/" in line}
-    return {path for path in paths if any(path.is_relative_to(root) for root in roots)}
-
-
-def _state(path: Path) -> tuple[int, int, int] | None:
-    """Return inode number, size and mtime of a file; None if it does not exist."""
-    try:
-        status = path.stat()
-    except OSError:
-        return None
-    return status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -43,11 +43,11 @@ HEADERS = {"Content-Type": "application/json"}
 FIX_TOKEN = "export RETRIEVER_TOKEN with the server's token"
 FIX_ADDRESS = "give the address of a retrieval server, http://HOST:PORT/retrieve"
 FIXES = {
+    400: "give the server the url's host name with its --allowed_hosts",
     401: FIX_TOKEN,
     403: FIX_TOKEN,
     404: FIX_ADDRESS,
     405: FIX_ADDRESS,
-    421: "give the server this name with its --allowed_hosts, or use its IP address in the url",
     422: "ask for no more than the server allows (retriever.topk; the server's --max_topk)",
 }
 """Advice in the error message for a refused request, by HTTP status."""

@@ -25,7 +25,7 @@ class ViewOptions:
     port_file: Path | None = None
     """file to write the port to once the server listens"""
     allowed_hosts: tuple[str, ...] = ()
-    """accepted names in a request's Host, besides IP addresses and localhost (*: any)"""
+    """accepted names in a request's Host, besides localhost and the bound address (*: any)"""
     index_dir: Path = Path("~/.cache/search-r1/view")
     """folder of the trajectory indexes; it may be deleted"""
 

@@ -10,14 +10,12 @@ from collections.abc import Sequence
 import uvicorn
 
 from search_r1.plain import configure_logging
-from search_r1.retrieval.service.connections import configure
-from search_r1.retrieval.service.requests import misdirected
 from search_r1.retrieval.service.running import (
     LOOPBACK,
     bind,
+    configure,
     listen,
     read_token,
-    with_host_check,
     write_port,
 )
 from search_r1.view.app import TOKEN_VARIABLE, Runs, create_app
@@ -31,8 +29,6 @@ POLL_S = 2.0
 """Seconds between two checks for new files of the runs."""
 SWITCH_S = 0.001
 """Interpreter switch interval: how long the reader thread may delay a request at a time."""
-MAX_BODY_BYTES = 2**20
-"""Size of a replay request; no other request has a body."""
 
 
 def start(options: ViewOptions) -> int:
@@ -57,10 +53,8 @@ def serve(options: ViewOptions, runs: Sequence[Run]) -> int:
             fix = f"set {TOKEN_VARIABLE}, or omit --host and forward the port with ssh -L"
             expected = "a token for an address that other machines can reach"
             raise ConfigError(explain("--host", got, expected, fix))
-        app = with_host_check(
-            create_app(Runs(runs), token), host, options.allowed_hosts, misdirected
-        )
-        server = uvicorn.Server(configure(app, MAX_BODY_BYTES, drain=2))
+        app = create_app(Runs(runs), token)
+        server = uvicorn.Server(configure(app, server_socket, options.allowed_hosts, drain=2))
         ended = threading.Event()
         reader = threading.Thread(target=follow, args=(runs, ended), name="view-reader")
 

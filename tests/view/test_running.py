@@ -32,7 +32,7 @@ def test_a_run_that_is_training_is_followed(folder: Path, tmp_path: Path) -> Non
                 runs.write_rollouts(folder, 3, [(runs.dialogue("Q?", ["x"], "y"), 0.0)])
                 until(lambda: count() == 8)
                 other = client.get("/api/runs", headers={"Host": "evil.example"})
-                assert other.status_code == 421
+                assert other.status_code == 400
         finally:
             server.send_signal(signal.SIGTERM)
         assert server.wait(20) == 0

@@ -28,9 +28,9 @@ from search_r1.retrieval.settings import ServiceConfig
 from verl.errors import misspelt
 
 STATUSES = {
+    400: "the name in `Host` is not one of --allowed_hosts",
     401: "the bearer token is missing or wrong",
     413: "the body is larger than allowed",
-    421: "the name in `Host` is not one of --allowed_hosts",
     422: "the request is invalid or exceeds a limit; `detail` says where and what is allowed",
     424: "an online service refused permanently (wrong key, exhausted quota), or a replay has no "
     "record of a query; retrying is useless",
@@ -81,11 +81,6 @@ def http_error(error: SearchError) -> HTTPException:
 def as_response(error: HTTPException) -> JSONResponse:
     """Return the error as a response in FastAPI's format."""
     return JSONResponse({"detail": error.detail}, error.status_code, error.headers)
-
-
-def misdirected(text: str) -> JSONResponse:
-    """Return the 421 response to a request for another host name."""
-    return as_response(HTTPException(421, text))
 
 
 def unauthorized() -> HTTPException:

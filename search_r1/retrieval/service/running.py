@@ -1,34 +1,37 @@
 """Runs the service: binds its port early, reports when it is ready, and drains it at SIGTERM."""
 
 import contextlib
-import functools
 import gc
-import ipaddress
 import logging
 import os
+import resource
 import signal
 import socket
-import sys
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from pathlib import Path
 from types import FrameType
 
 import uvicorn
 from fastapi import FastAPI
-from starlette.responses import Response
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.types import ASGIApp
 
 from search_r1.retrieval.errors import SetupError
 from search_r1.retrieval.schema import TOKEN_VARIABLE
 from search_r1.retrieval.service.app import Service
-from search_r1.retrieval.service.connections import SEND_S, configure
-from search_r1.retrieval.service.requests import misdirected
+from verl.errors import explain
 from verl.files import atomic_write
 
 logger = logging.getLogger(__name__)
 
 BACKLOG = 2048
-ANY_HOST = "*"
+KEEP_ALIVE_S = 75
+MAX_HEAD_BYTES = 64 * 2**10
+"""Largest request line with headers, if uvicorn parses with h11."""
+MAX_DESCRIPTORS = 65_536
+"""File descriptors to ask for if the hard limit is higher."""
+SPARE_DESCRIPTORS = 128
+"""File descriptors kept for files; all others may be connections."""
 LOOPBACK = ("127.", "::1")
 """Prefixes of addresses that only this machine can reach."""
 
@@ -66,8 +69,7 @@ def serve(
 ) -> bool:
     """Serve until SIGINT or SIGTERM; return whether all searches ended. Raises SetupError."""
     service: Service = app.state.service
-    guarded = with_host_check(app, bound.getsockname()[0], allowed_hosts, misdirected)
-    config = configure(guarded, service.config.max_body_bytes, service.config.drain)
+    config = configure(app, bound, allowed_hosts, service.config.drain)
     logger.info("serving on http://%s", listen(bound))
     gc.collect()
     gc.freeze()  # exclude all that is loaded now from later collections
@@ -79,10 +81,33 @@ def serve(
     return service.close()
 
 
+def configure(
+    app: ASGIApp, bound: socket.socket, allowed_hosts: Collection[str], drain: float
+) -> uvicorn.Config:
+    """Return uvicorn's settings for `app`; at shutdown accepted requests have `drain` seconds.
+
+    Raises the limit of file descriptors, which bounds the connections; others get 503.
+    """
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    limit = min(hard, MAX_DESCRIPTORS) if hard != resource.RLIM_INFINITY else MAX_DESCRIPTORS
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+    return uvicorn.Config(
+        with_host_check(app, bound.getsockname()[0], allowed_hosts),
+        ws="none",
+        log_level="warning",
+        log_config=None,
+        access_log=False,
+        lifespan="off",
+        server_header=False,
+        limit_concurrency=max(1, limit - SPARE_DESCRIPTORS),
+        timeout_keep_alive=KEEP_ALIVE_S,
+        timeout_graceful_shutdown=int(drain) + 2,
+        h11_max_incomplete_event_size=MAX_HEAD_BYTES,
+    )
+
+
 def listen(bound: socket.socket) -> str:
     """Start to listen and return the address; raises SetupError if another server listens there."""
-    if sys.platform == "linux":  # ends connections, also closed ones, whose peer reads nothing
-        bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * SEND_S))
     try:
         bound.listen(BACKLOG)
     except OSError as error:
@@ -165,43 +190,19 @@ def warn_if_open(
         )
 
 
-def with_host_check(
-    app: ASGIApp, bound_to: str, allowed: Collection[str], refuse: Callable[[str], Response]
-) -> ASGIApp:
+def with_host_check(app: ASGIApp, bound_to: str, allowed: Collection[str]) -> ASGIApp:
     """Return `app` with a check of the `Host` header, against DNS rebinding.
 
     A web page could let its own host name resolve to this machine and then read the responses; its
-    requests have that name in `Host`. IP addresses and `localhost` are always accepted, since they
-    cannot be rebound. There is no check if `allowed` contains `*`, or if it is empty and the app is
-    bound to a network address. `refuse` creates the response to a request for another name.
+    requests have that name in `Host`. There is no check if `allowed` is empty and the app is bound
+    to a network address. Raises SetupError for a pattern that is no name.
     """
-    if ANY_HOST in allowed or not (allowed or bound_to.startswith(LOOPBACK)):
+    if not (allowed or bound_to.startswith(LOOPBACK)):
         return app
-    names = {name.lower().rstrip(".") for name in allowed}
-
-    @functools.lru_cache(1024)
-    def is_own(host: bytes) -> bool:
-        """Whether `host` is an IP address, `localhost`, or one of `names`, with any port."""
-        name = host.decode("latin-1").strip().lower()
-        if name.startswith("["):
-            name = name[1:].partition("]")[0]
-        elif name.count(":") < 2:
-            name = name.partition(":")[0]
-        name = name.rstrip(".")
-        if name in names or name == "localhost" or name.endswith(".localhost"):
-            return True
-        try:
-            return bool(ipaddress.ip_address(name))
-        except ValueError:
-            return False
-
-    async def check(scope: Scope, receive: Receive, send: Send) -> None:
-        for name, host in scope.get("headers", ()):
-            if name == b"host" and not is_own(host):
-                got = ascii(host.decode("latin-1")[:100])
-                text = f"{got} is not a name of this server; its --allowed_hosts can add it"
-                await refuse(text)(scope, receive, send)
-                return
-        await app(scope, receive, send)
-
-    return check
+    address = f"[{bound_to}]" if ":" in bound_to else bound_to
+    own = ("localhost", "*.localhost", "127.0.0.1", "[::1]", address)
+    try:
+        return TrustedHostMiddleware(app, [*allowed, *own], www_redirect=False)
+    except AssertionError as error:
+        fix = "--allowed_hosts node17 *.example.com, or * for any"
+        raise SetupError(explain("--allowed_hosts", " ".join(allowed), str(error), fix)) from error
