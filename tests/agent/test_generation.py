@@ -24,8 +24,8 @@ from search_r1.agent.tags import TEMPLATES
 from search_r1.retrieval.client import EmptyRetrieval, InMemoryRetrieval, Retrieval
 from search_r1.retrieval.errors import RetrieverUnavailable
 from search_r1.retrieval.schema import Document
+from tests.core.agent.chat_templates import ChatTokenizer
 from tests.fakes import EOS, PAD, ByteTokenizer, ScriptedEngine, ids_of, texts
-from tests.verl.agent.chat_templates import ChatTokenizer
 from verl.agent.dialogue import Limits, derived_seed
 from verl.agent.environment import Environment
 from verl.agent.interface import Tool, ToolCall

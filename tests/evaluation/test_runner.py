@@ -13,9 +13,9 @@ from search_r1.retrieval.client import Document, EmptyRetrieval, Retrieval
 from search_r1.retrieval.errors import RetrieverUnavailable
 from search_r1.rewards import RewardInput
 from search_r1.rewards.normalize import RULES, contains_answer
+from tests.core.agent.chat_templates import ChatTokenizer
 from tests.evaluation.scripted import Reader, documents, finder, row, runner
 from tests.fakes import ByteTokenizer
-from tests.verl.agent.chat_templates import ChatTokenizer
 from verl.agent.dialogue import derived_seed
 from verl.agent.native import NativeFormat
 from verl.data import render

@@ -31,7 +31,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 COPIED = ("verl", "search_r1", "tests", "example", "benchmarks", "scripts", "pyproject.toml")
-ALGORITHMS, CHECKPOINTS = "tests/verl/core_algos", "tests/verl/checkpoint"
+ALGORITHMS, CHECKPOINTS = "tests/core/core_algos", "tests/verl/checkpoint"
 CUT = (
     "tests/verl/agent/test_dialogue_cut.py::test_results_are_cut_as_if_they_were_encoded_as_a_whole"
 )
@@ -48,21 +48,21 @@ CORE_MODULES: Mapping[str, Sequence[str]] = MappingProxyType(
         "verl/core_algos/mismatch.py": [f"{ALGORITHMS}/test_mismatch.py"],
         "verl/core_algos/policy_losses.py": [f"{ALGORITHMS}/test_policy_losses.py"],
         "verl/core_algos/shaping.py": [f"{ALGORITHMS}/test_shaping.py"],
-        "verl/types.py": ["tests/verl/test_types.py", "tests/verl/test_packing.py"],
-        "verl/data/prompts.py": ["tests/verl/data/test_data.py"],
+        "verl/types.py": ["tests/core/test_types.py", "tests/core/test_packing.py"],
+        "verl/data/prompts.py": ["tests/core/data/test_data.py"],
         "verl/trainer/learning.py": ["tests/verl/trainer/test_learning.py"],
         "verl/training/actor.py": ["tests/verl/training/test_actor.py"],
         "verl/training/attention.py": ["tests/verl/training/test_attention.py"],
         "verl/agent/dialogue.py": [
-            "tests/verl/agent/test_dialogue.py",
+            "tests/core/agent/test_dialogue.py",
             "tests/agent/test_generation.py",
             "tests/verl/agent/test_dialogue_cut.py",
             f"--deselect={CUT}[bytes]",
         ],
         "verl/agent/grammar.py": [
             "tests/agent/test_tags.py",
-            "tests/rewards/test_answers.py",
-            "tests/rewards/test_format.py",
+            "tests/core/rewards/test_answers.py",
+            "tests/core/rewards/test_format.py",
         ],
         "verl/agent/tags.py": ["tests/agent/test_tags.py", "tests/agent/test_generation.py"],
         "verl/rollout/pool.py": [

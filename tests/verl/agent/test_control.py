@@ -11,7 +11,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from transformers import PreTrainedTokenizerFast
 
 from search_r1.agent.grammar import SEARCH_R1
-from tests.verl.agent.chat_templates import ChatTokenizer
+from tests.core.agent.chat_templates import ChatTokenizer
 from verl.agent.control import break_strings, control_strings
 from verl.agent.interface import Item, ToolCall, Turn
 from verl.agent.native import NativeFormat

@@ -11,8 +11,9 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from transformers import AutoModelForCausalLM
 
+from tests.core.batches import make_batch
 from tests.verl.training import rank_bodies
-from tests.verl.training.ranks import make_batch, run_ranks, save_tiny
+from tests.verl.training.ranks import run_ranks, save_tiny
 from verl.checkpoint import folders
 from verl.checkpoint.exporting import export
 from verl.packing import split_by_work

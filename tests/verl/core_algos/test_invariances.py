@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.verl.jagged_batches import DIALOGUES, Batch, batches, fast
+from tests.core.jagged_batches import DIALOGUES, Batch, batches, fast
 from verl.core_algos.jagged import sequence_ids
 from verl.core_algos.kl import KL_KINDS, kl_penalty
 from verl.core_algos.losses import AGGREGATIONS, loss_weights, value_loss, weighted_sum

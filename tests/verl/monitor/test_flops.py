@@ -18,7 +18,8 @@ from transformers import (
     Qwen3Config,
 )
 
-from tests.verl.training.ranks import VOCAB, make_batch, make_groups
+from tests.core.batches import make_batch, make_groups
+from tests.verl.training.ranks import VOCAB
 from verl.config import AdapterConfig
 from verl.config.policy import SELECTIVE
 from verl.model_shape import ModelShape

@@ -9,6 +9,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from tests.core.data.test_data import CountingTokenizer
 from tests.fakes import ByteTokenizer
 from verl.data.trajectories import TOKENIZER, fingerprint
 from verl.errors import DataError
@@ -105,3 +106,15 @@ def test_other_demonstrations_are_refused(name: str, tmp_path: Path) -> None:
         load(path)
     message = str(refusal.value)
     assert '"segments": [' in message and "\n" not in message and len(message) < 600
+
+
+def test_of_a_long_text_only_the_beginning_is_tokenised(tmp_path: Path) -> None:
+    """A dialogue over the limit is refused in bounded time, whichever part of it is long."""
+    path, tokenizer, text = tmp_path / "d.jsonl", CountingTokenizer(), "q" * 10**6
+    answer = [{"origin": "policy", "text": "a"}]
+    for row in ({"prompt": text, "segments": answer},
+                {"prompt": "Who?", "segments": [{"origin": "policy", "text": text}]}):  # fmt: skip
+        path.write_text(json.dumps(row))
+        with pytest.raises(DataError, match="max_length=50"):
+            load_demonstrations(str(path), tokenizer, 50)
+    assert tokenizer.num_chars < 10_000

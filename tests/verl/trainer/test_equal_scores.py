@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.verl.jagged_batches import fast
+from tests.core.jagged_batches import fast
 from tests.verl.trainer.test_learning import trajectory
 from verl.config import Config
 from verl.core_algos.advantages import ADVANTAGES, STD_EPSILON

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.verl.jagged_batches import fast
+from tests.core.jagged_batches import fast
 from verl.config import Config
 from verl.core_algos.kl import AdaptiveKLController, FixedKLController
 from verl.errors import ConfigError

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.verl.training.ranks import make_batch
+from tests.core.batches import make_batch
 from verl.errors import SaveError
 from verl.single_controller.actors import ActorLocation
 from verl.trainer.ranks import BatchSharding, TrainerRanks

@@ -17,7 +17,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.checkpoint import state_dict_saver
 
-from tests.verl.training.ranks import make_batch, tiny_config
+from tests.core.batches import make_batch
+from tests.verl.training.ranks import tiny_config
 from verl.checkpoint import folders
 from verl.packing import split_by_work
 from verl.training.weight_stream import receive

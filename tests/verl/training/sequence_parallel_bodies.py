@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen2Config
 
-from tests.verl.training.ranks import VOCAB, make_batch, make_groups, tiny_config
+from tests.core.batches import make_batch, make_groups
+from tests.verl.training.ranks import VOCAB, tiny_config
 from verl.config.policy import SELECTIVE
 from verl.packing import SHARED_PROMPT, common_prompts, split_by_work
 from verl.training.attention import PACKED

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from example.tiny import tiny_llama
+from tests.core.batches import make_batch, make_groups
 from tests.verl.training.operations import OperationRecorder
-from tests.verl.training.ranks import VOCAB, make_batch, make_groups
+from tests.verl.training.ranks import VOCAB
 from verl.config import ActorConfig, Config, OptimConfig
 from verl.config.policy import SELECTIVE
 from verl.packing import SHARED_PROMPT, common_prompts

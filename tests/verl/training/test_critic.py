@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from example.tiny import HIDDEN_SIZE, tiny_llama
+from tests.core.batches import make_batch, make_groups
 from tests.verl.training.operations import OperationRecorder
-from tests.verl.training.ranks import VOCAB, make_batch, make_groups
+from tests.verl.training.ranks import VOCAB
 from verl.config import CriticConfig, OptimConfig
 from verl.core_algos.losses import loss_weights
 from verl.packing import SHARED_PROMPT, common_prompts

@@ -17,8 +17,9 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 
 from example.tiny import tiny_llama
+from tests.core.batches import make_batch
 from tests.verl.training import lora_bodies, rank_bodies
-from tests.verl.training.ranks import VOCAB, make_batch, run_ranks, save_tiny
+from tests.verl.training.ranks import VOCAB, run_ranks, save_tiny
 from verl.checkpoint import folders
 from verl.checkpoint.exporting import export
 from verl.config import ActorConfig, AdapterConfig, OptimConfig

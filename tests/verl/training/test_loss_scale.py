@@ -7,7 +7,8 @@ import torch
 from transformers import AutoConfig
 
 from example.tiny import tiny_llama
-from tests.verl.training.ranks import VOCAB, make_batch, save_tiny
+from tests.core.batches import make_batch
+from tests.verl.training.ranks import VOCAB, save_tiny
 from verl.config import ActorConfig, OptimConfig
 from verl.training.actor import Actor, TokenBudgets
 from verl.training.attention import PACKED

@@ -16,7 +16,8 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
-from tests.verl.training.ranks import VOCAB, make_batch, make_groups
+from tests.core.batches import make_batch, make_groups
+from tests.verl.training.ranks import VOCAB
 from verl.config.policy import SELECTIVE
 from verl.packing import SHARED_PROMPT, common_prompts
 from verl.training.attention import PACKED

@@ -4,7 +4,7 @@ import numpy as np
 import torch
 from hypothesis import given
 
-from tests.verl.jagged_batches import CLOSE, Batch, batches, fast
+from tests.core.jagged_batches import CLOSE, Batch, batches, fast
 from verl.core_algos.jagged import (
     has_policy_token,
     last_policy_token,

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 
-from tests.verl.jagged_batches import CLOSE, DIALOGUES, Batch, batches, fast
+from tests.core.jagged_batches import CLOSE, DIALOGUES, Batch, batches, fast
 from verl.core_algos.kl import (
     KL_KINDS,
     AdaptiveKLController,

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.verl.jagged_batches import DIALOGUES, Batch, batches, fast, make_batch, ppo_losses
+from tests.core.jagged_batches import DIALOGUES, Batch, batches, fast, make_batch, ppo_losses
 from verl.core_algos.kl import KL_KINDS, kl_penalty
 from verl.core_algos.losses import (
     AGGREGATIONS,

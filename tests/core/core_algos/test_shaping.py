@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.verl.jagged_batches import Batch, batches, fast
+from tests.core.jagged_batches import Batch, batches, fast
 from verl.core_algos.shaping import clip_advantages, overlong_penalty
 
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from tests.core.agent.chat_templates import ChatTokenizer
 from tests.fakes import ByteTokenizer, ScriptedEngine, texts
-from tests.verl.agent.chat_templates import ChatTokenizer
 from verl.agent.dialogue import DialogueAgent, Limits
 from verl.agent.environment import Environment
 from verl.agent.grammar import Grammar

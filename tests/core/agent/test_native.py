@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.verl.agent.chat_templates import LLAMA, QWEN, TOOLLESS, ChatTokenizer
+from tests.core.agent.chat_templates import LLAMA, QWEN, TOOLLESS, ChatTokenizer
 from verl.agent.dialogue import DialogueAgent, Limits
 from verl.agent.environment import Environment
 from verl.agent.interface import Item, Observation, Tool, ToolCall, Turn, text_arguments

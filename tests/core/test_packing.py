@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.verl.training.ranks import make_groups
+from tests.core.batches import make_groups
 from verl.packing import (
     SHARED_PROMPT,
     Packing,

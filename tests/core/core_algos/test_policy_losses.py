@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.verl.jagged_batches import CLOSE, Batch, batches, fast, ppo_losses
+from tests.core.jagged_batches import CLOSE, Batch, batches, fast, ppo_losses
 from verl.config import ActorConfig
 from verl.core_algos.jagged import sequence_ids
 from verl.core_algos.losses import loss_weights, weighted_sum

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.verl.jagged_batches import CLOSE, Batch, batches, fast, make_batch
+from tests.core.jagged_batches import CLOSE, Batch, batches, fast, make_batch
 from verl.core_algos.groups import Groups, dense_group_ids
 
 IDS = st.sampled_from(["a", "b", 1, ("a", 1)])

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.verl.jagged_batches import fast
+from tests.core.jagged_batches import fast
 from verl.core_algos.mismatch import importance_weights
 
 ROWS = st.lists(st.tuples(st.floats(-3, 3), st.integers(0, 2)), max_size=15)

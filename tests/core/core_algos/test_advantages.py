@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.verl.jagged_batches import CLOSE, DIALOGUES, Batch, batches, fast, make_batch
+from tests.core.jagged_batches import CLOSE, DIALOGUES, Batch, batches, fast, make_batch
 from verl.core_algos.advantages import (
     ADVANTAGES,
     AdvantageEstimator,
