@@ -15,8 +15,14 @@ from search_r1.retrieval.encoder import Encoder
 from search_r1.retrieval.encoders.families import Vectors
 from search_r1.retrieval.engines.base import Retriever
 from search_r1.retrieval.engines.dense import open_dense
-from search_r1.retrieval.engines.faiss_child import reason_of, try_in_child
-from search_r1.retrieval.engines.faiss_rows import Rows, check_rows
+from search_r1.retrieval.engines.faiss_checks import (
+    Rows,
+    check_rows,
+    read_index,
+    reason_of,
+    search_index,
+    try_in_child,
+)
 from search_r1.retrieval.engines.flat_file import FlatFile, is_flat
 from search_r1.retrieval.errors import IndexMismatch, SetupError
 from search_r1.retrieval.settings import FaissConfig, RetrieverConfig
@@ -70,13 +76,7 @@ class FaissIndex:
         """
         if is_flat(path):
             FlatFile.open(path).check_finite(whole=whole)
-        try:
-            index = faiss.read_index(str(path), faiss.IO_FLAG_MMAP_IFC)
-        except (RuntimeError, MemoryError) as error:
-            raise SetupError(
-                f"{path} cannot be read by FAISS ({reason_of(error)}); expected a complete index "
-                "file: build or download it again"
-            ) from error
+        index = read_index(path)
         if index.metric_type not in METRICS:
             raise SetupError(
                 f"{path} has FAISS metric {index.metric_type}; expected inner product (0) or L2 "
@@ -97,13 +97,7 @@ class FaissIndex:
     def search(self, queries: Vectors, k: int) -> tuple[list[list[float]], list[list[int]]]:
         """Return scores and rows; raises SetupError, or IndexMismatch for an infinite score."""
         num_candidates = min(k + MARGIN if self._is_exact else k, self.num_rows)
-        try:
-            scores, rows = self._index.search(queries, num_candidates)
-        except (RuntimeError, MemoryError) as error:
-            raise SetupError(
-                f"{self._path} cannot be searched by FAISS ({reason_of(error)}); expected an index "
-                "of a kind that searches alone, such as Flat, HNSW or IVF: build it again"
-            ) from error
+        scores, rows = search_index(self._path, self._index, queries, num_candidates)
         if self._is_exact:
             scores = self._exact_scores(queries, rows)
         elif self.metric == "l2":
@@ -205,7 +199,7 @@ def open_retriever(config: RetrieverConfig) -> Retriever:
     def open_index(file: Path) -> FaissIndex:
         is_tried = not is_flat(file)
         if is_tried:
-            try_in_child(file, config.faiss, whole=config.verify)
+            try_in_child(file, whole=config.verify)
         return FaissIndex.open(file, config.faiss, whole=config.verify, checked=is_tried)
 
     return open_dense(config, open_index)

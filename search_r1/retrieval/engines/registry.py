@@ -14,7 +14,6 @@ from types import ModuleType
 from typing import NamedTuple
 
 from search_r1.retrieval.engines.base import Retriever
-from search_r1.retrieval.engines.rerank import RerankingRetriever
 from search_r1.retrieval.errors import SetupError, install_command
 from search_r1.retrieval.settings import RetrieverConfig
 from verl.errors import did_you_mean, explain
@@ -42,7 +41,7 @@ FAISS = Backend(f"{PACKAGE}.faiss_index", install_command("dense"), ("encoder", 
 TORCH = Backend(f"{PACKAGE}.torch_flat", install_command("dense"), ("encoder", "torch"))
 LUCENE = Backend(f"{PACKAGE}.lucene", install_command("lucene"))
 ONLINE = Backend("search_r1.online.engine", install_command("online"), ("online",))
-RERANKER = Backend("search_r1.retrieval.encoders.cross_encoder", install_command("dense"))
+RERANKER = Backend(f"{PACKAGE}.rerank", install_command("dense"))
 DIAGNOSTICS = Backend(f"{PACKAGE}.diagnostics", reads=("diagnostics",))
 BACKENDS = {
     "bm25": Backend(f"{PACKAGE}.bm25", "pip install bm25s"),
@@ -58,13 +57,13 @@ MEMBERS = (*Retriever.__annotations__, "search", "info")
 
 def build_retriever(config: RetrieverConfig) -> Retriever:
     """Open the configured backend; raises a SearchError that says what to fix."""
-    rerank = config.rerank
     open_retriever = _own(config) if is_path(config.retriever_name) else _built_in(config)
-    if rerank.reranker_model is None:
+    if config.rerank.reranker_model is None:
         return open_retriever(config)
     # Open the reranker first, since opening an index can take minutes.
-    scorer = _import(RERANKER, "--reranker_model").CrossEncoder.open(rerank)
-    return RerankingRetriever(open_retriever(config), scorer, rerank.retrieval_topk)
+    reranked = _import(RERANKER, "--reranker_model").open_reranker(config.rerank)
+    built: Retriever = reranked(open_retriever(config))
+    return built
 
 
 def _own(config: RetrieverConfig) -> Opener:

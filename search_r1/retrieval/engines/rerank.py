@@ -5,11 +5,13 @@ own documents only. `PairScorer` is the interface; `encoders.cross_encoder` impl
 """
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+from search_r1.retrieval.encoders.cross_encoder import CrossEncoder
 from search_r1.retrieval.engines.base import Retriever, stage
 from search_r1.retrieval.schema import Hit
+from search_r1.retrieval.settings import RerankConfig
 
 Pair = tuple[str, str]
 """A query and the contents of a document."""
@@ -67,3 +69,9 @@ class RerankingRetriever:
             scores = self._scorer.scores(distinct)
         score_of = dict(zip(distinct, scores, strict=True))
         return [score_of[pair] for pair in pairs]
+
+
+def open_reranker(config: RerankConfig) -> Callable[[Retriever], Retriever]:
+    """Load the model, and return what wraps another backend; raises SetupError with the fix."""
+    scorer = CrossEncoder.open(config)
+    return lambda retriever: RerankingRetriever(retriever, scorer, config.retrieval_topk)

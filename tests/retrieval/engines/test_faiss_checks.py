@@ -6,9 +6,8 @@ import faiss
 import numpy as np
 import pytest
 
-from search_r1.retrieval.engines.faiss_child import reason_of, try_in_child
+from search_r1.retrieval.engines.faiss_checks import reason_of, try_in_child
 from search_r1.retrieval.errors import IndexMismatch, SetupError
-from search_r1.retrieval.settings import FaissConfig
 
 DYING = "tests.retrieval.engines.dying_trial"
 VECTORS = np.random.default_rng(0).normal(size=(100, 8)).astype(np.float32)
@@ -19,7 +18,7 @@ def test_a_child_that_ends_is_one_line(name: str, tmp_path: Path) -> None:
     """Whatever ended it: a signal, or an error that nobody expected."""
     (tmp_path / name).write_bytes(b"IHNf")
     with pytest.raises(SetupError, match=name if name != "other" else "last line") as caught:
-        try_in_child(tmp_path / name, FaissConfig(), whole=False, trial=DYING)
+        try_in_child(tmp_path / name, whole=False, program=DYING)
     assert "\n" not in str(caught.value) and "expected" in str(caught.value)
 
 
@@ -33,10 +32,10 @@ def test_a_child_reads_checks_and_searches(tmp_path: Path) -> None:
     index = faiss.index_factory(8, "HNSW4,SQfp16", faiss.METRIC_INNER_PRODUCT)
     index.train(VECTORS)
     index.add(VECTORS)
-    try_in_child(written(tmp_path / "sound", index), FaissConfig(), whole=False)
+    try_in_child(written(tmp_path / "sound", index), whole=False)
     index.add(np.full((1, 8), np.inf, dtype=np.float32))
     with pytest.raises(IndexMismatch, match="row 100 "):
-        try_in_child(written(tmp_path / "infinite", index), FaissConfig(), whole=False)
+        try_in_child(written(tmp_path / "infinite", index), whole=False)
 
 
 def test_a_kind_that_cannot_be_searched_alone_is_refused(tmp_path: Path) -> None:
@@ -45,7 +44,7 @@ def test_a_kind_that_cannot_be_searched_alone_is_refused(tmp_path: Path) -> None
     index.train(VECTORS)
     index.add(VECTORS)
     with pytest.raises(SetupError, match=r"cannot be searched by FAISS \(not implemented\)"):
-        try_in_child(written(tmp_path / "two", index), FaissConfig(), whole=False)
+        try_in_child(written(tmp_path / "two", index), whole=False)
 
 
 def test_messages_of_faiss_lose_their_signatures(tmp_path: Path) -> None:
