@@ -10,7 +10,7 @@ from verl.logs import exit_status
 
 COMMANDS = {
     "train": ("verl.trainer.main_ppo", "train a policy with PPO or GRPO; takes Hydra overrides"),
-    "serve-retriever": ("search_r1.retrieval.server", "serve a corpus to the agents"),
+    "serve-retriever": ("search_r1.retrieval.command", "serve a corpus to the agents"),
     "index": ("search_r1.retrieval.index_builder", "build a BM25 or dense index of a corpus"),
     "download": ("search_r1.datasets.download", "fetch the published corpus and indexes"),
     "data": ("search_r1.datasets.command", "build question files and corpora"),

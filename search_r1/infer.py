@@ -13,7 +13,7 @@ from pathlib import Path
 
 import tyro
 
-from search_r1.inference.options import InferenceOptions
+from search_r1.inference.options import COMMON, InferenceOptions
 from search_r1.options import run
 from verl.errors import explain
 
@@ -23,6 +23,8 @@ QUESTION = "What is the capital of China?"
 @dataclass(frozen=True, kw_only=True)
 class InferOptions(InferenceOptions):
     """The question, the agent, and how the answer is shown."""
+
+    COMMON = ("question", "interactive", "file", "out", "json", "show_documents", *COMMON)
 
     question: tyro.conf.Positional[str | None] = None
     """the question; default: an example question"""

@@ -2,13 +2,15 @@
 
 Each field is a flag in both spellings (`--save-dir`, `--save_dir`), and the docstring below the
 field is its help text. `Annotated[int, Bounds(1)]` refuses values out of bounds. Modules that
-define options import nothing heavy, so that `--help` and errors in flags appear at once.
+define options import nothing heavy, so that `--help` and errors in flags appear at once. A command
+with many flags names the common ones in its dataclass as `COMMON`: `--help` shows those alone.
 """
 
+import dataclasses
 import importlib
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import fields, is_dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass, make_dataclass
 from pathlib import Path
 from types import MappingProxyType, NoneType
 from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
@@ -31,6 +33,7 @@ STYLE = (tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes,
          tyro.conf.FlagCreatePairsOff, tyro.conf.HelptextFromCommentsOff)  # fmt: skip
 """Flags of nested groups have no prefix; a boolean flag is off by default, without `--no-`."""
 TYPE_NAMES = {int: "a whole number", float: "a number", str: "text", Path: "a path"}
+HELP_ALL = "--help-all"
 registry = tyro.constructors.ConstructorRegistry()
 
 
@@ -64,12 +67,38 @@ def parse(
     options: Callable[..., T], argv: Sequence[str] | None, *, prog: str, description: str | None
 ) -> T:
     """Return the options of a command line; exits with status 2 and a message if it is invalid."""
-    parsed: T = tyro.cli(options, args=argv, prog=prog, description=description, config=STYLE,
+    words = list(sys.argv[1:] if argv is None else argv)
+    asked = words[: words.index("--")] if "--" in words else words
+    if HELP_ALL in asked:
+        words = ["--help"]
+    elif hasattr(options, "COMMON") and {"-h", "--help"} & {*asked}:
+        note = f"{HELP_ALL} lists all flags; these are the common ones."
+        description = f"{(description or '').strip()}\n\n{note}"
+        options = _abridged(options)
+    parsed: T = tyro.cli(options, args=words, prog=prog, description=description, config=STYLE,
                          registry=registry)  # fmt: skip
     for problem in problems(parsed):
         sys.stderr.write(f"{prog}: {problem}\n")
         sys.exit(2)
     return parsed
+
+
+def _abridged(options: Any, common: Collection[str] = ()) -> Any:
+    """Return the dataclass with only its `COMMON` flags in the help, those of groups included."""
+    common = common or options.COMMON
+    hints = get_type_hints(options, include_extras=True)
+    changed: list[Any] = []
+    for field in fields(options):
+        hint, default = hints[field.name], field
+        if is_dataclass(hint):
+            hint = _abridged(hint, common)
+            default = dataclasses.field(default_factory=hint)
+        elif field.name not in common:
+            hint = Annotated[hint, tyro.conf.Suppress]
+        else:
+            continue
+        changed.append((field.name, hint, default))
+    return make_dataclass(options.__name__, changed, bases=(options,), frozen=True, kw_only=True)
 
 
 def problems(options: object) -> Iterator[str]:

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
-from search_r1.inference.options import Dialogues, InferenceOptions
+from search_r1.inference.options import COMMON, Dialogues, InferenceOptions
 from search_r1.options import Bounds, Port, run
 from verl.errors import explain
 
@@ -19,6 +19,8 @@ ORIGIN = re.compile(r"https?://[A-Za-z0-9.-]+(:\d+)?")
 @dataclass(frozen=True, kw_only=True)
 class ServingOptions(InferenceOptions):
     """The agent, and the address of its server."""
+
+    COMMON = ("name", "host", "port", *COMMON)
 
     engine: Literal["vllm", "transformers"] = "vllm"
     """library that generates"""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 import subprocess
 import sys
 import zipfile
@@ -32,6 +33,8 @@ for command in sys.argv[1].split(";"):
 sys.exit(status)
 """
 """Runs commands in a child process that may import nothing heavy; measured at 0.6 s of CPU."""
+FLAG = re.compile(r"^(?:│ |  )(--?[a-z][a-z-]*|[a-z_]+=)", re.MULTILINE)
+"""A flag, or an option of supervised training, at the beginning of its line of help."""
 TYPO = "--no-such-flag 1"
 COMMANDS = {
     **{name: "" for name in cli.COMMANDS if name != "checkpoint"},  # it only has subcommands
@@ -61,6 +64,19 @@ def test_help_is_printed_at_once() -> None:
         module = cli.COMMANDS[name.split()[0]][0]
         program = f"search-r1 {name}" if module.startswith("search_r1") else "python"
         assert usage.startswith(f"usage: {program}"), usage
+
+
+def test_help_shows_at_most_twenty_flags() -> None:
+    """Commands with more show the common ones; --help-all lists all, with a description each."""
+    done = run(*(f"{name} --help" for name in COMMANDS))
+    texts = dict(zip(COMMANDS, done.stdout.split("status 0\n")[:-1], strict=True))
+    for name, text in texts.items():
+        assert len(FLAG.findall(text)) <= 20, name
+    for name in ("infer", "serve", "serve-retriever", "evaluate run"):
+        assert "--help-all" in texts[name]
+        whole = run(f"{name} --help-all").stdout
+        assert len(FLAG.findall(whole)) > 28
+        assert set(FLAG.findall(texts[name])) <= set(FLAG.findall(whole)), name
 
 
 def test_mistakes_are_answered_at_once() -> None:

@@ -22,12 +22,13 @@ from search_r1.evaluation.options import CompareOptions, EvaluationOptions, Tabl
 from search_r1.experimental.credit import command as credit
 from search_r1.experimental.replay import command as replay
 from search_r1.infer import InferOptions
+from search_r1.retrieval import command as serve_retriever
 from search_r1.retrieval import index_builder
-from search_r1.retrieval import server as retrieval_server
 from search_r1.retrieval.index_builder import BuildConfig
+from search_r1.retrieval.settings import ServerOptions
 from search_r1.serve import ServingOptions
 from search_r1.view import command as view
-from verl.sft import rejection_sampling
+from verl.sft import candidates, rejection_sampling
 from verl.sft import trainer as sft
 from verl.sft.options import SftConfig
 from verl.trainer import main_ppo
@@ -43,7 +44,7 @@ COMMANDS: dict[str, tuple[Main, list[str], type]] = {
     "replay": (replay.main, ["run", "--trajectory=1"], replay.ReplayOptions),
     "credit": (credit.main, ["run"], credit.CreditOptions),
     "mcp": (mcp_server.main, [], mcp_server.McpOptions),
-    "serve-retriever": (retrieval_server.main, [], retrieval_server.ServerOptions),
+    "serve-retriever": (serve_retriever.main, [], ServerOptions),
     "index": (index_builder.main, ["--corpus_path=c", "--save_dir=s"], BuildConfig),
     "download": (download.main, ["e5"], download.DownloadOptions),
     "rejection_sampling": (
@@ -100,11 +101,11 @@ def no_work(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(options, "importlib", imports)
     for name in ("verl.trainer.run", "verl.sft.run"):
         monkeypatch.setitem(sys.modules, name, FakeModule())  # type: ignore[arg-type]
-    report = rejection_sampling.Report()
+    report = candidates.Report()
     for module, name, result in (
-        (retrieval_server, "_run", True), (index_builder, "build_index", None),
+        (index_builder, "build_index", None),
         (download, "_download", None),
-        (rejection_sampling, "run", report),
+        (candidates, "run", report),
     ):  # fmt: skip
         monkeypatch.setattr(module, name, lambda *_, result=result, **__: result)
 

@@ -12,8 +12,6 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-import httpx
-
 from verl.errors import ConfigError, explain
 
 SCHEMES = ("http", "https", "socks5", "socks5h")
@@ -56,6 +54,8 @@ def client_settings(url: str = "") -> dict[str, Any]:
 
     Raises ConfigError naming the variable if the environment has a proxy that cannot be used.
     """
+    import httpx  # noqa: PLC0415 - a third of a second, which a command's --help need not wait
+
     try:
         host = httpx.URL(url).host
     except httpx.InvalidURL:  # reported by the request, with the address
@@ -70,6 +70,8 @@ def client_settings(url: str = "") -> dict[str, Any]:
 
 def check_proxies() -> None:
     """Raise ConfigError naming the variable if it does not hold a proxy's address."""
+    import httpx  # noqa: PLC0415 - as above
+
     for name, value in _proxies():
         try:
             proxy = httpx.URL(value if "://" in value else f"http://{value}")

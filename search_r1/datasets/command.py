@@ -13,7 +13,6 @@ from typing import Annotated
 import tyro
 
 from search_r1.options import Bounds, Seed, run
-from search_r1.retrieval.index.passages import MAX_WORDS
 from verl.errors import did_you_mean
 
 
@@ -115,8 +114,8 @@ class CorpusOptions:
     """folder of texts in UTF-8, including subfolders"""
     out: Path = Path("data/own/corpus.jsonl")
     """corpus file to write"""
-    max_words: Annotated[int, Bounds(1)] = MAX_WORDS
-    """maximum number of words in a passage"""
+    max_words: Annotated[int, Bounds(1)] = 100
+    """maximum number of words in a passage, as in wiki-18"""
 
 
 PACKAGE = "search_r1.datasets"

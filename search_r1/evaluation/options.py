@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from search_r1.evaluation.measures import MEASURES
-from search_r1.inference.options import AgentOptions
+from search_r1.inference.options import COMMON, AgentOptions
 from search_r1.options import Bounds, Seed
 from verl.config import Config
 from verl.errors import ConfigError, explain
@@ -32,6 +32,8 @@ class BootstrapOptions:
 @dataclass(frozen=True, kw_only=True)
 class EvaluationOptions(AgentOptions):
     """Run and score every row (the word `run` is optional); lengths are in tokens."""
+
+    COMMON = ("data", "out", "method", "num_rows", "n", "judge_url", "judge_model", *COMMON)
 
     data: tuple[str, ...] = ()
     """parquet or jsonl files of questions"""

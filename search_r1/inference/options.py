@@ -62,6 +62,9 @@ def _unique(pairs: Sequence[tuple[str, Any]]) -> Mapping[str, Any]:
     return dict(pairs)
 
 
+COMMON = ("model", "adapter", "trust_remote_code", "retriever_url", "topk", "max_turns", "engine",
+          "endpoint", "device", "temperature", "seed")  # fmt: skip
+"""Flags of an agent that `--help` shows."""
 TemplateKwargs = Annotated[
     dict[str, Any] | None,
     tyro.constructors.PrimitiveConstructorSpec(

@@ -15,9 +15,7 @@ from typing import Annotated
 
 from search_r1.options import Bounds, run
 from search_r1.plain import configure_logging
-from search_r1.retrieval.corpus import Corpus
 from search_r1.retrieval.errors import SetupError
-from search_r1.retrieval.manifest import FILE_NAME
 
 logger = logging.getLogger(__name__)
 
@@ -81,6 +79,9 @@ def index_folder(save_dir: str | Path, method: str, faiss_type: str = "Flat") ->
 
 def build_index(config: BuildConfig) -> Path:
     """Build or replace the index and return its folder; raises CorpusError or SetupError."""
+    from search_r1.retrieval.corpus import Corpus  # noqa: PLC0415 - numpy, for which --help waits
+    from search_r1.retrieval.manifest import FILE_NAME  # noqa: PLC0415 - as above
+
     corpus = Corpus.open(config.corpus_path)
     folder = index_folder(config.save_dir, config.retrieval_method, config.faiss_type)
     is_free = not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))

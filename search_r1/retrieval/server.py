@@ -1,21 +1,14 @@
-"""Retrieval server: searches a corpus with any backend, for many clients at once.
+"""The retrieval server: searches a corpus with any engine, for many clients at once."""
 
-A bearer token is taken from the environment variable RETRIEVER_TOKEN only, since flags are visible
-in the process list; clients then send `Authorization: Bearer TOKEN`. See docs/guides/retrieval.md.
-"""
-
-import faulthandler
 import functools
 import logging
 import os
 import sys
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 
-from search_r1.options import Port, run
-from search_r1.plain import configure_logging
+from search_r1.retrieval.command import main
 from search_r1.retrieval.corpus import Corpus
 from search_r1.retrieval.engines.base import Retriever
 from search_r1.retrieval.engines.registry import build_retriever
@@ -25,29 +18,11 @@ from search_r1.retrieval.schema import TOKEN_VARIABLE, Document
 from search_r1.retrieval.service.app import create_app
 from search_r1.retrieval.service.faults import FaultInjector
 from search_r1.retrieval.service.running import bind, read_token, serve, warn_if_open
-from search_r1.retrieval.settings import FaultConfig, RetrieverConfig, ServiceConfig
+from search_r1.retrieval.settings import ServerOptions
 
 __all__ = ["bind", "create_app", "main", "serve"]
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class ServerOptions:
-    """The command-line options of the server."""
-
-    host: str = "127.0.0.1"
-    """address to bind to"""
-    port: Port = 8000
-    """port to bind to; 0 picks a free port"""
-    port_file: Path | None = None
-    """file to which the port is written once requests are accepted"""
-    allowed_hosts: tuple[str, ...] = ()
-    """names accepted in the Host header besides localhost and the bound address (*: any); default:
-    none if bound to this machine only, otherwise any"""
-    service: ServiceConfig = field(default_factory=ServiceConfig)
-    retriever: RetrieverConfig = field(default_factory=RetrieverConfig)
-    faults: FaultConfig = field(default_factory=FaultConfig)
 
 
 def _run(options: ServerOptions) -> int:
@@ -99,13 +74,6 @@ def _document_finder(
         return corpus.find(id)
 
     return find
-
-
-def main(argv: list[str] | None = None) -> int:
-    configure_logging(logging.INFO, "%(asctime)s %(levelname)s %(message)s")
-    faulthandler.enable(sys.__stderr__ or sys.stderr)  # prints a traceback at SIGBUS
-    target = "search_r1.retrieval.server:_run"
-    return run(target, ServerOptions, argv, prog="search-r1 serve-retriever", description=__doc__)
 
 
 if __name__ == "__main__":

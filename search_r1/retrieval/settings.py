@@ -4,11 +4,12 @@ The bearer token is never a flag. Nothing heavy is imported, so `--help` and BM2
 """
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated
 
 import tyro
 
-from search_r1.options import Bounds, Seed
+from search_r1.options import Bounds, Port, Seed
 from search_r1.retrieval.errors import SetupError
 
 
@@ -216,3 +217,25 @@ class FaultConfig:
                 f"--inject_failures {self.inject_failures:g} and --inject_hangs "
                 f"{self.inject_hangs:g}; expected shares of at most 1 together"
             )
+
+
+@dataclass(frozen=True)
+class ServerOptions:
+    """The command-line options of the server."""
+
+    COMMON = ("host", "port", "retriever_name", "corpus_path", "index_path", "retriever_model",
+              "topk", "encoder_device", "faiss_gpu", "dense_engine", "reranker_model", "online_url",
+              "cache_path", "deadline", "record", "replay_path", "max_batch")  # fmt: skip
+
+    host: str = "127.0.0.1"
+    """address to bind to"""
+    port: Port = 8000
+    """port to bind to; 0 picks a free port"""
+    port_file: Path | None = None
+    """file to which the port is written once requests are accepted"""
+    allowed_hosts: tuple[str, ...] = ()
+    """names accepted in the Host header besides localhost and the bound address (*: any); default:
+    none if bound to this machine only, otherwise any"""
+    service: ServiceConfig = field(default_factory=ServiceConfig)
+    retriever: RetrieverConfig = field(default_factory=RetrieverConfig)
+    faults: FaultConfig = field(default_factory=FaultConfig)

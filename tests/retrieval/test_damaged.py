@@ -19,6 +19,7 @@ from search_r1.retrieval.settings import (
     DiagnosticConfig,
     EncoderConfig,
     RetrieverConfig,
+    ServerOptions,
     TorchConfig,
 )
 from tests.retrieval.conftest import write_corpus
@@ -377,7 +378,7 @@ def status_of(config: RetrieverConfig, monkeypatch: pytest.MonkeyPatch) -> int:
     def serve(*_: object) -> bool:
         raise Served
 
-    options = retrieval_server.ServerOptions(port=0, retriever=config)
+    options = ServerOptions(port=0, retriever=config)
     monkeypatch.setattr(retrieval_server, "serve", serve)
     monkeypatch.setattr("search_r1.options.parse", lambda *_, **__: options)  # saves 0.1 s
     return retrieval_server.main([])

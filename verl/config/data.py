@@ -3,9 +3,10 @@
 from dataclasses import dataclass
 from typing import Any
 
-from omegaconf import MISSING
-
 from verl.config.option import option
+
+MISSING = "???"
+"""Marks an option without a default, as omegaconf does, whose import takes 0.1 s."""
 
 
 @dataclass

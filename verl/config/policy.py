@@ -3,8 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from omegaconf import MISSING
-
+from verl.config.data import MISSING
 from verl.config.option import option
 
 ALL_LINEAR = "all-linear"

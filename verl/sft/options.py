@@ -106,8 +106,15 @@ def parse(arguments: Sequence[str]) -> SftConfig:
     return config
 
 
-def help_text() -> str:
-    """Return the text of `--help`: usage, and every option with its default and description."""
+RARE = ("target_modules", "end_of_turn", "shuffle", "device", "compute_dtype", "save_dtype")
+"""Options that only `--help-all` shows."""
+
+
+def help_text(is_whole: bool = True) -> str:
+    """Return the text of `--help`: usage, and the options with their defaults and descriptions."""
     usage = "usage: python -m verl.sft.trainer key=value ..."
     about = "Supervised fine-tuning on demonstrations; on several ranks under torchrun."
-    return "\n\n".join((usage, about, options_help(describe_options(SftConfig()).values())))
+    known = describe_options(SftConfig())
+    shown = [option for key, option in known.items() if is_whole or key not in RARE]
+    more = [] if is_whole else ["--help-all lists all options; these are the common ones."]
+    return "\n\n".join((usage, about, *more, options_help(shown)))

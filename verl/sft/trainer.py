@@ -17,8 +17,8 @@ from verl.sft.options import help_text, parse
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit status."""
     words = sys.argv[1:] if arguments is None else arguments
-    if "-h" in words or "--help" in words:
-        return exit_status(lambda: print(help_text()))  # noqa: T201
+    if {"-h", "--help", "--help-all"} & {*words}:
+        return exit_status(lambda: print(help_text("--help-all" in words)))  # noqa: T201
     start_logging(logging.INFO)
     status = exit_status(lambda: _main(words), "stopped; nothing was written")
     if status == 0 and "TORCHELASTIC_RUN_ID" in os.environ:

@@ -17,15 +17,13 @@ from verl.files import atomic_write
 logger = logging.getLogger(__name__)
 
 SUFFIXES = (".txt", ".md")
-MAX_WORDS = 100
-"""Default maximum number of words in a passage, as in wiki-18."""
 
 _HEADING = re.compile(r"\s*#{1,6}\s+(?P<title>\S.*)")
 _PARAGRAPH_END = re.compile(r"\n\s*\n")
 _SENTENCE_END = re.compile(r"(?<=[.!?])\s+")
 
 
-def read_folder(folder: Path, max_words: int = MAX_WORDS) -> Iterator[Document]:
+def read_folder(folder: Path, max_words: int) -> Iterator[Document]:
     """Yield the passages of all texts in a folder and its subfolders, sorted by path.
 
     Raises CorpusError for a folder without texts, and for files that are not UTF-8 (names all).
@@ -49,7 +47,7 @@ def read_folder(folder: Path, max_words: int = MAX_WORDS) -> Iterator[Document]:
         yield from passages
 
 
-def split_file(name: str, text: str, max_words: int = MAX_WORDS) -> Iterator[Document]:
+def split_file(name: str, text: str, max_words: int) -> Iterator[Document]:
     """Yield the passages of one file; their title is its first line if a heading, else its name."""
     heading = _HEADING.match(text)
     title = _without_closing(heading["title"]) if heading else ""
@@ -66,7 +64,7 @@ def _without_closing(title: str) -> str:
     return title if start and not start[-1].isspace() else start.rstrip()
 
 
-def split_text(text: str, max_words: int = MAX_WORDS) -> list[str]:
+def split_text(text: str, max_words: int) -> list[str]:
     """Split into passages of whole sentences up to `max_words`; splits only longer sentences."""
     passages: list[list[str]] = []
     for sentence in _sentences(text):

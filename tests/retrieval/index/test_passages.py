@@ -32,17 +32,17 @@ def test_sentences_stay_whole() -> None:
 
 def test_titles_come_from_heading_or_name() -> None:
     """The title is the first heading, which is not text; otherwise it is the file's name."""
-    heading = list(split_file("a/b.md", "\n# The Title #\nText here.\n# Later\nmore"))
+    heading = list(split_file("a/b.md", "\n# The Title #\nText here.\n# Later\nmore", 100))
     assert heading == [Document.from_title("a/b.md#0", "The Title", "Text here. # Later more")]
-    assert [d.title for d in split_file("a/my_small  file.txt", "Text.")] == ["my small file"]
+    assert [d.title for d in split_file("a/my_small  file.txt", "Text.", 100)] == ["my small file"]
     lines = ["# About C#", "## C # ##  \r", "# ##", "# #1"]
-    titles = [next(split_file("name.md", f"{line}\ntext")).title for line in lines]
+    titles = [next(split_file("name.md", f"{line}\ntext", 100)).title for line in lines]
     assert titles == ["About C#", "C #", "name", "#1"]
 
 
 def test_a_heading_of_many_spaces_is_read_at_once() -> None:
     """The search for its end takes linear time: a cubic one would take hours here."""
-    (passage,) = split_file("name.md", f"# A{' ' * 100_000}b #\ntext")
+    (passage,) = split_file("name.md", f"# A{' ' * 100_000}b #\ntext", 100)
     assert passage.title.split() == ["A", "b"]
 
 

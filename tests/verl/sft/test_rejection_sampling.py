@@ -26,8 +26,9 @@ from verl.monitor.performance import Timings
 from verl.rewards.interface import EachAlone, Reward
 from verl.rollout.pool import RetryingRollout
 from verl.sft import rejection_sampling
+from verl.sft.candidates import choose
 from verl.sft.demonstrations import load_demonstrations
-from verl.sft.rejection_sampling import Criteria, choose
+from verl.sft.rejection_sampling import Criteria
 from verl.trainer.collection import RolloutCollector
 from verl.types import Origin, Prompt, Segment, Status, TokenBatch, Trajectory, start_trajectory
 

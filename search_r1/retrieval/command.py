@@ -1,0 +1,24 @@
+"""Retrieval server: searches a corpus with any backend, for many clients at once.
+
+A bearer token is taken from the environment variable RETRIEVER_TOKEN only, since flags are visible
+in the process list; clients then send `Authorization: Bearer TOKEN`. See docs/guides/retrieval.md.
+"""
+
+import faulthandler
+import logging
+import sys
+
+from search_r1.options import run
+from search_r1.plain import configure_logging
+from search_r1.retrieval.settings import ServerOptions
+
+
+def main(argv: list[str] | None = None) -> int:
+    configure_logging(logging.INFO, "%(asctime)s %(levelname)s %(message)s")
+    faulthandler.enable(sys.__stderr__ or sys.stderr)  # prints a traceback at SIGBUS
+    target = "search_r1.retrieval.server:_run"
+    return run(target, ServerOptions, argv, prog="search-r1 serve-retriever", description=__doc__)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
