@@ -31,7 +31,7 @@ MAY_BE_ZERO = {
     "no change is tolerated": "mismatch_bound drift_drop drift_crash shift_bound "
     "malformed_rise no_answer_rise "
     "length_clip_rise search_share entropy_share entropy_rise grad_norm_growth skipped_updates",
-    "no ratio is too small": "rollout_is_floor rollout_mask_floor",
+    "no ratio is too small": "rollout_mask_floor",
     "no part of the score": "format_score structure_format_score final_format_score "
     "retrieval_score correct_answer",
     "of either sign": "search_penalty invalid_format weights min_score",

@@ -36,11 +36,9 @@ class OverlongBufferConfig:
 
     enable: bool = option(False, resume="logged")
     """Subtract the penalty from the score before advantages are computed."""
-    max_length: int | None = option(None, resume="logged", ge=1)
-    """Policy tokens of a whole trajectory at which the penalty is full; null is the most that the
-    budgets allow: (max_turns + 1) · max_response_length, at most data.max_model_len."""
     length: int | None = option(None, resume="logged", ge=1)
-    """Policy tokens below max_length over which it rises from 0; null is a fifth of max_length."""
+    """Policy tokens over which it rises from 0, up to the most that the budgets allow, where it is
+    full: (max_turns + 1) · max_response_length, at most data.max_model_len; null: a fifth."""
     penalty_factor: float = option(1.0, resume="logged", ge=0)
     """The full penalty, in units of the score."""
 
@@ -60,8 +58,6 @@ class AlgorithmConfig:
     """GAE lambda."""
     norm_adv_by_std_in_grpo: bool = option(True, resume="logged")
     """Divide the advantages of grpo and grpo_passk by the standard deviation of the group."""
-    adv_clip: float | None = option(None, resume="logged", gt=0)
-    """Bound of an advantage's absolute value, after whitening or normalisation; null for none."""
     kl_penalty: str = option("kl", resume="logged", choices="verl.core_algos.kl:KL_KINDS")
     """KL estimator in the reward: kl, abs, mse, low_var_kl."""
     kl_ctrl: KlControlConfig = field(default_factory=KlControlConfig)

@@ -143,8 +143,6 @@ class ActorConfig:
     """KL estimator in the loss: kl, abs, mse, low_var_kl."""
     llds_coef: float = option(0.0, resume="logged", ge=0, le=1000)
     """Weight of the penalty on lost likelihood of good trajectories (LLDS; the paper uses 0.1)."""
-    llds_gate: str = option("turn", resume="logged", choices=("turn", "trajectory"))
-    """Unit that must have lost likelihood for its tokens to be penalised: turn or trajectory."""
     old_log_probs: str | None = option(None, resume="logged", choices=("recompute", "engine"))
     """Denominator of the loss's probability ratio: recompute (the trainer's log-probs before the
     step's updates; an extra forward pass if a step has several) or engine (the log-probs of
@@ -154,8 +152,6 @@ class ActorConfig:
     over tokens) or geometric (geometric mean over tokens)."""
     rollout_is_threshold: float = option(2.0, resume="logged", gt=0)
     """Maximum importance weight; larger weights are clipped to it."""
-    rollout_is_floor: float = option(0.0, resume="logged", ge=0)
-    """Minimum importance weight; smaller weights are raised to it, and 0 changes nothing."""
     rollout_mask: str | None = option(
         None, resume="logged", choices=("token", "sequence", "geometric")
     )

@@ -269,10 +269,6 @@ def _losses(config: Config) -> Iterator[Rule]:
         yield (mask is None and value is not None, f"{ACTOR}.{name}", value,
                "null: without rollout_mask_threshold nothing is masked out",
                f"also set {ACTOR}.rollout_mask_threshold=2")
-    yield (actor.rollout_is_floor > actor.rollout_is_threshold, f"{ACTOR}.rollout_is_floor",
-           actor.rollout_is_floor,
-           f"at most rollout_is_threshold={actor.rollout_is_threshold}",
-           f"{ACTOR}.rollout_is_floor=0")
     is_engine, staleness = config.old_log_probs == "engine", rollout.max_staleness
     yield (staleness > 0 and not is_engine and actor.rollout_is == "none",
            f"{ACTOR}.old_log_probs", "recompute",
@@ -288,14 +284,10 @@ def _losses(config: Config) -> Iterator[Rule]:
 
 def _overlong(config: Config) -> Iterator[Rule]:
     """The overlong penalty must start within the tokens that the policy may sample."""
-    shaping, key = config.algorithm.overlong_buffer, "algorithm.overlong_buffer"
-    max_length, max_tokens = config.overlong_max_length, config.max_policy_tokens
-    yield (shaping.length is not None and shaping.length > max_length, f"{key}.length",
-           shaping.length, f"at most overlong_buffer.max_length={max_length}", f"{key}.length=null")
-    yield (shaping.enable and max_length - config.overlong_length >= max_tokens,
-           f"{key}.max_length", shaping.max_length,
-           f"a penalty that begins below {max_tokens}, the tokens that the policy may sample",
-           f"{key}.max_length=null")
+    length, limit = config.algorithm.overlong_buffer.length, config.max_policy_tokens
+    key = "algorithm.overlong_buffer.length"
+    yield (length is not None and length > limit, key, length,
+           f"at most {limit}, the tokens that the policy may sample", f"{key}=null")
 
 
 def _documents(config: Config) -> Iterator[Rule]:

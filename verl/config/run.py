@@ -90,14 +90,9 @@ class Config:
         return min((self.max_turns + 1) * data.max_response_length, data.max_model_len)
 
     @property
-    def overlong_max_length(self) -> int:
-        """Number of policy tokens at which the overlong penalty is full."""
-        return self.algorithm.overlong_buffer.max_length or self.max_policy_tokens
-
-    @property
     def overlong_length(self) -> int:
         """Number of policy tokens over which the overlong penalty rises."""
-        return self.algorithm.overlong_buffer.length or max(1, self.overlong_max_length // 5)
+        return self.algorithm.overlong_buffer.length or max(1, self.max_policy_tokens // 5)
 
     @property
     def val_sampling(self) -> ValSamplingConfig:

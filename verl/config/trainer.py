@@ -82,9 +82,6 @@ class TrainerConfig:
     share_prompts: bool = option(True, resume="logged")
     """Compute the common prompt of a group only once in forward passes and updates, where that
     saves at least a twentieth of the step's tokens; gradients differ only by rounding."""
-    keep_groups: bool = option(False, resume="logged")
-    """Draw whole groups into mini-batches, so that a mini-batch splits at most two: `share_prompts`
-    then saves nearly as much in updates as in forward passes. false draws single trajectories."""
     n_gpus_per_node: int = option(8, resume="free", ge=1)
     """Training ranks per node: GPUs, or processes on CPU."""
     trace: bool = option(False, resume="free")

@@ -45,21 +45,20 @@ def importance_weights(
     threshold: float,
     mask_threshold: float | None = None,
     *,
-    floor: float = 0.0,
     mask_level: str | None = None,
     mask_floor: float | None = None,
 ) -> Tensor:
     """Return weights that correct a loss for tokens sampled by another policy; 0 drops a token.
 
-    The ratio of ``level`` is clipped to [floor, threshold] (with floor 0, truncated importance
-    sampling, Yao et al. 2025). Where the unclipped ratio of ``mask_level`` (None: ``level``) is
+    The ratio of ``level`` is cut off at ``threshold`` (truncated importance sampling, Yao et al.
+    2025). Where the unclipped ratio of ``mask_level`` (None: ``level``) is
     outside [mask_floor, mask_threshold], the weight is 0; ``mask_floor`` None means
     1/mask_threshold. So a token mask with narrow bounds is IcePop, a sequence mask MIS, and
     ``geometric`` within [0.99, 1.01] masks by the mean log-ratio.
     """
     pair = old_log_probs, rollout_log_probs
     ratios = probability_ratios(*pair, sequence_ids, level)
-    weights = ratios.clamp(floor, threshold)
+    weights = ratios.clamp(max=threshold)
     if mask_threshold is None:
         return weights
     if mask_level not in (None, level):

@@ -1,4 +1,4 @@
-"""Reward and advantage shaping: a penalty on over-long trajectories, a bound on advantages."""
+"""Reward shaping: a penalty on over-long trajectories."""
 
 from torch import Tensor
 
@@ -14,17 +14,3 @@ def overlong_penalty(
     """
     excess = lengths.double() - (max_length - buffer_length)
     return penalty_factor * (excess / buffer_length).clamp(0.0, 1.0)
-
-
-def clip_advantages(
-    advantages: Tensor, policy_mask: Tensor, bound: float | None
-) -> tuple[Tensor, Tensor]:
-    """Clip advantages (num_tokens,) to ±``bound``; also return the share of policy tokens cut.
-
-    None for `bound` clips nothing.
-    """
-    if bound is None:
-        return advantages, advantages.new_zeros(())
-    is_cut = (advantages.abs() > bound) & policy_mask
-    share = is_cut.sum() / policy_mask.sum().clamp(min=1)
-    return advantages.clamp(-bound, bound), share.to(advantages.dtype)

@@ -15,7 +15,7 @@ from verl.core_algos.advantages import ADVANTAGES, AdvantageEstimator, Advantage
 from verl.core_algos.jagged import outcome_to_tokens, segment_sum, sequence_ids
 from verl.core_algos.kl import KLController, apply_kl_in_reward, mean_sequence_kl
 from verl.core_algos.losses import loss_weights
-from verl.core_algos.shaping import clip_advantages, overlong_penalty
+from verl.core_algos.shaping import overlong_penalty
 from verl.data.trajectories import SIGNALS, Signals
 from verl.errors import ConfigError, explain
 from verl.monitor.guard import DRIFT, SHIFT, correct_trajectories, drift_and_shift
@@ -79,10 +79,8 @@ def add_advantages(batch: TokenBatch, config: Config, kl_controller: KLControlle
             whiten_mask=whiten_mask,
         )
     )
-    advantages, clip_fraction = clip_advantages(estimate.advantages, mask, algorithm.adv_clip)
-    batch.tokens |= {"advantages": advantages.float(), "returns": estimate.returns.float()}
-    if algorithm.adv_clip is not None:
-        metrics["critic/advantages/clip_fraction"] = float(clip_fraction)
+    advantages, returns = estimate.advantages.float(), estimate.returns.float()
+    batch.tokens |= {"advantages": advantages, "returns": returns}
     return metrics
 
 
@@ -93,7 +91,7 @@ def shaped_scores(batch: TokenBatch, config: Config) -> tuple[Tensor, Metrics]:
         return scores, {}
     lengths = segment_sum(batch.tokens["policy_mask"].long(), batch.offsets)
     penalty = overlong_penalty(
-        lengths, config.overlong_max_length, config.overlong_length, shaping.penalty_factor
+        lengths, config.max_policy_tokens, config.overlong_length, shaping.penalty_factor
     )
     return scores - penalty, {
         "reward/overlong_penalty": float(penalty.mean()),
@@ -142,20 +140,14 @@ def mini_batches(
 ) -> list[TokenBatch]:
     """Split `epochs` passes over a batch into shuffled mini-batches of `size` sequences.
 
-    The order depends only on seed and step. With `trainer.keep_groups`, whole groups are shuffled
-    before the sequences are cut into mini-batches. Each mini-batch gets the weight of every token
-    in its loss: `loss_weights` and, if there is a `value_mask`, `value_weights` for the critic.
+    The order depends only on seed and step. Each mini-batch gets the weight of every token in its
+    loss: `loss_weights` and, if there is a `value_mask`, `value_weights` for the critic.
     """
     random = np.random.default_rng((config.trainer.seed, step))
     mode = config.actor_rollout_ref.actor.loss_agg_mode
-    names = batch.columns["group"] if config.trainer.keep_groups else range(len(batch))
-    indices_by_name: dict[str | int, list[int]] = {}
-    for index, name in enumerate(names):
-        indices_by_name.setdefault(name, []).append(index)
-    units = list(indices_by_name.values())
     minis = []
     for _ in range(epochs):
-        shuffled = [i for unit in random.permutation(len(units)).tolist() for i in units[unit]]
+        shuffled = random.permutation(len(batch)).tolist()
         for start in range(0, len(shuffled), size):
             mini = batch.select(shuffled[start : start + size])
             for name in ("loss", "value"):

@@ -13,7 +13,7 @@ WITH_STATISTICS = ("critic/score", "response_length", "observation_length", "cri
 STEP_NAMES = frozenset({
     *(f"{name}/{statistic}" for name in WITH_STATISTICS for statistic in STATISTICS),
     "prompt_length/mean", "reward/stage", "reward/overlong_penalty", "reward/overlong_share",
-    "critic/advantages/clip_fraction", "critic/kl", "critic/kl_coef", "critic/vf_loss",
+    "critic/kl", "critic/kl_coef", "critic/vf_loss",
     "critic/value_mean", "critic/return_mean", "critic/value_clip_fraction", "critic/grad_norm",
     "critic/lr", "critic/skipped_updates", "critic/num_micro_batches",
 })  # fmt: skip

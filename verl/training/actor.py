@@ -97,7 +97,7 @@ def rollout_correction(
     """Compute the importance weights that the options ask for, (num_tokens,)."""
     return importance_weights(
         old_log_probs, rollout_log_probs, sequence_ids, config.rollout_is,
-        config.rollout_is_threshold, config.rollout_mask_threshold, floor=config.rollout_is_floor,
+        config.rollout_is_threshold, config.rollout_mask_threshold,
         mask_level=config.rollout_mask, mask_floor=config.rollout_mask_floor,
     )  # fmt: skip
 
@@ -174,9 +174,9 @@ class Actor:
             kl = kl_penalty(log_probs, columns["ref_log_probs"], config.kl_loss_type)
             kl_loss = weighted_sum(kl, weights)
         if config.llds_coef > 0:
-            gates = columns.turns if config.llds_gate == "turn" else columns.sequence_ids
             preserved = columns["advantages"] >= 0
-            llds_loss = weighted_sum(likelihood_loss(log_probs, old, preserved, gates), weights)
+            lost = likelihood_loss(log_probs, old, preserved, columns.turns)
+            llds_loss = weighted_sum(lost, weights)
         loss = pg_loss + config.kl_loss_coef * kl_loss - config.entropy_coeff * entropy
         loss = loss + config.llds_coef * llds_loss
         mismatch = (old - rollout).abs()

@@ -30,18 +30,16 @@ def ratio(level: str, rows: list[tuple[float, int]], row: tuple[float, int]) -> 
 def test_weights_are_clipped_ratios(
     level: str, mask_level: str | None, rows: list[tuple[float, int]]
 ) -> None:
-    """Ratios are clipped above and below; 0 where the mask's ratio is outside its bounds."""
+    """Ratios are clipped above; 0 where the mask's ratio is outside its bounds."""
     log_ratio = torch.tensor([d for d, _ in rows], dtype=torch.float64)
     ids = torch.tensor([i for _, i in rows], dtype=torch.int64)
     given = (log_ratio, torch.zeros_like(log_ratio), ids, level)
     cut = importance_weights(*given, 2.0)
-    clipped = importance_weights(*given, 2.0, floor=0.5)
     masked = importance_weights(*given, 2.0, 4.0, mask_level=mask_level)
     narrow = importance_weights(*given, 2.0, 1.2, mask_level=mask_level, mask_floor=0.1)
     for i, row in enumerate(rows):
         own, other = ratio(level, rows, row), ratio(mask_level or level, rows, row)
         assert cut[i].item() == pytest.approx(min(own, 2.0))
-        assert clipped[i].item() == pytest.approx(max(0.5, min(own, 2.0)))
         assert masked[i].item() == pytest.approx(min(own, 2.0) if 0.25 <= other <= 4.0 else 0.0)
         assert narrow[i].item() == pytest.approx(min(own, 2.0) if 0.1 <= other <= 1.2 else 0.0)
 

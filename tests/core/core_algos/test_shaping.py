@@ -5,8 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.core.jagged_batches import Batch, batches, fast
-from verl.core_algos.shaping import clip_advantages, overlong_penalty
+from tests.core.jagged_batches import fast
+from verl.core_algos.shaping import overlong_penalty
 
 
 def dapo_length_reward(length: int, longest: int, buffer: int) -> float:
@@ -38,16 +38,3 @@ def test_overlong_penalty_of_some_lengths() -> None:
     """It is 0 up to 8 of 10 tokens, half at 9, and full from 10 on."""
     got = overlong_penalty(torch.tensor([0, 8, 9, 10, 99]), 10, 2, 0.5)
     assert got.tolist() == [0.0, 0.0, 0.25, 0.5, 0.5]
-
-
-@fast
-@given(batches, st.floats(0.1, 3))
-def test_clipping_bounds_advantages_and_counts_policy_tokens(batch: Batch, bound: float) -> None:
-    """Each advantage is clipped to the bound; the share is of policy tokens."""
-    advantages = batch.column(1, 2.0)
-    got, share = clip_advantages(advantages, batch.mask, bound)
-    assert got.tolist() == [max(-bound, min(bound, a)) for a in advantages.tolist()]
-    own = [abs(float(advantages[t])) > bound for p in batch.policy_positions() for t in p]
-    assert float(share) == pytest.approx(sum(own) / max(len(own), 1))
-    same, nothing = clip_advantages(advantages, batch.mask, None)
-    assert same is advantages and float(nothing) == 0.0

@@ -32,7 +32,6 @@ GROUP = 3
 CUT = {"rollout_is_threshold": 1.1}
 CORRECTIONS: dict[str, dict[str, Any]] = {
     "truncate": CUT,
-    "clip": {**CUT, "rollout_is_floor": 0.9},
     "mask": {**CUT, "rollout_mask_threshold": 1.15},
     "mask with a floor": {"rollout_mask_threshold": 1.1, "rollout_mask_floor": 0.8},
 }
@@ -106,7 +105,7 @@ def correction(actor: ActorConfig, own: float, all_own: list[float]) -> float:
     high, low = actor.rollout_mask_threshold, actor.rollout_mask_floor
     if high is not None and not (1 / high if low is None else low) <= ratio <= high:
         return 0.0
-    return max(actor.rollout_is_floor, min(actor.rollout_is_threshold, ratio))
+    return min(actor.rollout_is_threshold, ratio)
 
 
 def plain_loss(
