@@ -62,8 +62,9 @@ class TrainerConfig:
         factory=lambda: ["console", "jsonl"],
         resume="free",
         choices="verl.monitor.tracking:BACKENDS",
+        or_file=True,
     )
-    """Any of console, jsonl, wandb, tensorboard, mlflow, swanlab, trackio: a name or a list."""
+    """Trackers of docs/guides/watching.md, or `path/file.py:Name`: a name or a list."""
     default_local_dir: str = option(
         "runs/${trainer.project_name}/${trainer.experiment_name}", resume="free"
     )

@@ -1,39 +1,81 @@
 """Logs metrics to the console, files and tracking libraries through one `log(metrics, step)`.
 
-It does not interpret the metrics; it only selects the few that the console shows.
+Each tracking library has a file in `verl/ext/trackers`; `trainer.logger=path/file.py:Name` names a
+`Tracker` of the user. Metrics are not interpreted here, only selected for the console.
 """
 
-import contextlib
-import io
+import functools
+import importlib
 import json
 import logging
 import math
 import os
-import socket
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Self
 
+from verl import plugins
 from verl.config import Config
 from verl.config.cli import public_options
-from verl.errors import ConfigError, explain
-from verl.files import LineWriter, atomic_write, is_file_error
-from verl.monitor.library_trackers import (
-    MlflowTracker,
-    SwanlabTracker,
-    Tracker,
-    TrackioTracker,
-    WandbTracker,
-    load,
-)
-
-__all__ = ["BACKENDS", "PACKAGES", "Tracker", "Tracking", "backend_names"]
+from verl.errors import ConfigError, explain, first_line
+from verl.files import LineWriter, atomic_write
 
 logger = logging.getLogger(__name__)
 
+OPTION = "trainer.logger"
+LIBRARIES = tuple(sorted(
+    file.stem for file in (Path(__file__).parents[1] / "ext" / "trackers").glob("[!_]*.py")
+))  # fmt: skip
+"""Trackers with a file in `verl/ext/trackers`, each called as the package that it needs."""
 KEY_METRICS = ("val/em", "em", "reward", "score", "loss", "kl", "entropy", "grad_norm", "step_s")
 """Metrics for the console, by name or last part of it; if a step has none, it shows all."""
+
+
+@dataclass(frozen=True)
+class TrackedRun:
+    """What a tracker is told about the run whose metrics it gets."""
+
+    project: str
+    experiment: str
+    directory: Path
+    """The run's folder, which exists, as an absolute path."""
+    options: Mapping[str, Any]
+    """The resolved options, without passwords and keys."""
+    is_resumed: bool
+
+    def names(self) -> dict[str, Any]:
+        """Return the arguments that wandb, SwanLab and Trackio call by the same names."""
+        return {"project": self.project, "name": self.experiment, "config": self.options}
+
+    def library_id(self, library: str, create: Callable[[], str]) -> str:
+        """Return the run's id in a library: `LIBRARY_RUN_ID`, that of an earlier start, or new."""
+        file = self.directory / f"{library}_run_id"
+        chosen = os.environ.get(f"{library.upper()}_RUN_ID")
+        if not chosen and self.is_resumed and file.exists():
+            return file.read_text().strip()
+        run_id = chosen or create()
+        file.write_text(f"{run_id}\n")
+        return run_id
+
+
+class Tracker:
+    """A destination of metrics. Those that `trainer.logger` names are called with a TrackedRun."""
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Record the metrics of one step."""
+        raise NotImplementedError
+
+    def rewind(self, step: int | None) -> None:
+        """Drop the steps after `step`, which will be logged again; None: all steps it has logged.
+
+        A console's lines and a library's metrics stay. Of a step that is logged twice, wandb and
+        SwanLab keep the first values, MLflow shows the last ones, Trackio both.
+        """
+
+    def close(self) -> None:
+        """Flush and release everything."""
 
 
 class ConsoleTracker(Tracker):
@@ -77,76 +119,66 @@ class JsonlTracker(Tracker):
         self._file.close()
 
 
-class TensorboardTracker(Tracker):
-    """Writes event files to `directory/tensorboard`.
-
-    TensorBoard's own writer is not used: on a full disk its thread dies with a traceback.
-    """
-
-    def __init__(self, directory: Path) -> None:
-        self._records = load("tensorboard.summary.writer.record_writer", "tensorboard")
-        self._events = load("tensorboard.compat.proto.event_pb2", "tensorboard")
-        folder = directory / "tensorboard"
-        folder.mkdir(parents=True, exist_ok=True)
-        name = f"events.out.tfevents.{time.time_ns():019d}.{socket.gethostname()}.{os.getpid()}"
-        self._file = LineWriter(folder / name)
-        self._add(file_version="brain.Event:2")
-
-    def rewind(self, step: int | None) -> None:
-        """Tell TensorBoard to drop the steps that will be logged again."""
-        first_dropped = 0 if step is None else step + 1
-        self._add(step=first_dropped, session_log={"status": self._events.SessionLog.START})
-
-    def log(self, metrics: Mapping[str, float], step: int) -> None:
-        values = [{"tag": name, "simple_value": value} for name, value in metrics.items()]
-        self._add(step=step, summary={"value": values})
-
-    def _add(self, **event: Any) -> None:
-        record = io.BytesIO()
-        message = self._events.Event(wall_time=time.time(), **event)
-        self._records.RecordWriter(record).write(message.SerializeToString())
-        self._file.append_bytes(record.getvalue())
-
-    def close(self) -> None:
-        self._file.close()
+def package(name: str) -> ModuleType:
+    """Import a tracker's library, or a module of it. Raises ConfigError if it is not installed."""
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        library = name.partition(".")[0]
+        got, fix = f"{library} ({first_line(error)})", f"pip install {library}, or leave it out"
+        raise ConfigError(explain(OPTION, got, "an installed package", fix)) from error
 
 
-_BUILDERS: Mapping[str, Callable[..., Any]] = {
-    "console": lambda *_: ConsoleTracker(),
-    "jsonl": lambda project, experiment, directory, *_: JsonlTracker(directory),
-    "wandb": WandbTracker,
-    "tensorboard": lambda project, experiment, directory, *_: TensorboardTracker(directory),
-    "mlflow": MlflowTracker, "swanlab": SwanlabTracker, "trackio": TrackioTracker,
-}  # fmt: skip
-BACKENDS = tuple(_BUILDERS)
-PACKAGES = BACKENDS[2:]
-"""Backends that need the package of the same name."""
+def _open_library(name: str, run: TrackedRun) -> Tracker:
+    """Start the tracker of a library. Raises ConfigError if the library cannot start."""
+    fix = f"correct its settings, or leave it out of {OPTION}"
+    with plugins.user_code_errors(OPTION, name, "a tracker that starts", fix=fix):
+        module = importlib.import_module(f"verl.ext.trackers.{name}")
+        tracker: Tracker = getattr(module, f"{name.capitalize()}Tracker")(run)
+        return tracker
+
+
+BACKENDS: Mapping[str, Callable[[TrackedRun], Tracker]] = {
+    "console": lambda run: ConsoleTracker(),
+    "jsonl": lambda run: JsonlTracker(run.directory),
+    **{name: functools.partial(_open_library, name) for name in LIBRARIES},
+}
+"""What opens each tracker, by its name in `trainer.logger`."""
 
 
 class Tracking:
-    """All chosen backends behind one interface; a context manager that closes them."""
+    """All chosen trackers behind one interface; a context manager that closes them."""
 
     def __init__(
         self, project: str, experiment: str, backends: str | Sequence[str | Tracker],
         directory: str | Path, config: Mapping[str, Any] | None = None, is_resumed: bool = False,
     ) -> None:  # fmt: skip
-        """Open `backends`: names of backends, which write below `directory`, or Tracker objects.
+        """Open `backends`: names of trackers, which write below `directory`, or Tracker objects.
 
-        `config` is a plain dict of the run's options; with `is_resumed` the backends continue the
-        run in `directory`. Raises ConfigError for an unknown name before a backend is opened.
+        `config` is a plain dict of the run's options; with `is_resumed` the trackers continue the
+        run in `directory`. Raises ConfigError for an unknown name before one is opened.
         """
         chosen = [backends] if isinstance(backends, str) else list(backends)
         for name in chosen:
-            if isinstance(name, str) and name not in _BUILDERS:
-                expected = f"one of {', '.join(BACKENDS)}"
-                raise ConfigError(explain("trainer.logger", name, expected, "trainer.logger=jsonl"))
-        run = project, experiment, Path(directory), config, is_resumed
+            if isinstance(name, str):
+                plugins.resolve(OPTION, name, BACKENDS)
+        folder = Path(directory).absolute()
+        folder.mkdir(parents=True, exist_ok=True)
+        run = TrackedRun(project, experiment, folder, config or {}, is_resumed)
+        self._trackers: list[Tracker] = [
+            plugins.build(OPTION, x, BACKENDS, run, "rewind") if isinstance(x, str) else x
+            for x in chosen
+        ]
+        has_record = any(isinstance(tracker, JsonlTracker) for tracker in self._trackers)
+        self._may_fail = [
+            tracker for name, tracker in zip(chosen, self._trackers, strict=True)
+            if has_record and isinstance(name, str) and not isinstance(tracker, JsonlTracker)
+        ]  # fmt: skip
         self._warned: list[Tracker] = []
-        self._trackers = [_BUILDERS[x](*run) if isinstance(x, str) else x for x in chosen]
 
     @classmethod
     def from_config(cls, config: Config, trackers: Sequence[Tracker] = ()) -> Self:
-        """Open the backends that a run's `trainer` options choose, and add `trackers`."""
+        """Open the trackers that a run's `trainer` options choose, and add `trackers`."""
         trainer = config.trainer
         backends: list[str | Tracker] = [*backend_names(trainer.logger), *trackers]
         return cls(trainer.project_name, trainer.experiment_name, backends,
@@ -154,39 +186,34 @@ class Tracking:
                    is_resumed=trainer.resume_mode != "disable")  # fmt: skip
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Send one step's metrics to every backend, converted to floats."""
+        """Send one step's metrics to every tracker, converted to floats."""
         plain = {name: float(value) for name, value in metrics.items()}
-        for tracker in self._trackers:
-            with self._tolerate_write_errors(tracker):
-                tracker.log(plain, step)
-
-    @contextlib.contextmanager
-    def _tolerate_write_errors(self, tracker: Tracker) -> Iterator[None]:
-        """Turn a tracker's write errors into one warning, if `metrics.jsonl` has the metrics."""
-        try:
-            yield
-        except OSError as error:
-            has_record = any(isinstance(t, JsonlTracker) for t in self._trackers)
-            if isinstance(tracker, JsonlTracker) or not (has_record and is_file_error(error)):
-                raise
-            if tracker not in self._warned:
-                logger.warning("%s: %s; the run continues; metrics.jsonl has the missing metrics",
-                               type(tracker).__name__, error)  # fmt: skip
-                self._warned.append(tracker)
+        self._call(lambda tracker: tracker.log(plain, step))
 
     def rewind(self, step: int | None) -> None:
-        """Drop the steps after `step` in every backend: the run continues from it.
+        """Drop the steps after `step` in every tracker: the run continues from it.
 
         None drops everything logged through this object, for a run that starts from the beginning.
         """
-        for tracker in self._trackers:
-            with self._tolerate_write_errors(tracker):
-                tracker.rewind(step)
+        self._call(lambda tracker: tracker.rewind(step))
 
     def close(self) -> None:
-        """Close every backend."""
+        """Close every tracker."""
+        self._call(lambda tracker: tracker.close())
+
+    def _call(self, action: Callable[[Tracker], None]) -> None:
+        """Call every tracker; warn once of one that fails, if `metrics.jsonl` has the metrics."""
         for tracker in self._trackers:
-            tracker.close()
+            try:
+                action(tracker)
+            except Exception as error:  # whatever a library raises, the metrics are not lost
+                if tracker not in self._may_fail:
+                    raise
+                if tracker not in self._warned:
+                    names = type(tracker).__name__, type(error).__name__
+                    logger.warning("%s: %s: %s; the run continues; metrics.jsonl has all metrics",
+                                   *names, first_line(error))  # fmt: skip
+                    self._warned.append(tracker)
 
     def __enter__(self) -> Self:
         return self

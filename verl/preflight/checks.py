@@ -20,6 +20,7 @@ from huggingface_hub import constants, get_token, try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
+from verl import plugins
 from verl.agent.environment import Environment
 from verl.checkpoint import folders
 from verl.config import AdapterConfig, Config, DataConfig
@@ -34,7 +35,7 @@ from verl.errors import (
     explain,
 )
 from verl.model_files import check_context, check_model, describe_error, model_errors, read_config
-from verl.monitor.tracking import PACKAGES, backend_names
+from verl.monitor.tracking import BACKENDS, LIBRARIES, backend_names
 from verl.preflight import hub_models
 from verl.preflight.memory.check import decide_memory, memory_problems, read_setting
 from verl.preflight.memory.needs import has_critic
@@ -280,14 +281,18 @@ def _disk_problems(config: Config) -> Iterator[UserError]:
 
 
 def _tracking_problems(config: Config) -> Iterator[UserError]:
-    """Check that the packages of the chosen trackers are installed."""
+    """Check that the packages, or the files, of the chosen trackers are there."""
     for name in backend_names(config.trainer.logger):
-        spec = importlib.util.find_spec(name) if name in PACKAGES else None
         # A folder of an earlier run, such as wandb/, counts as a namespace package without origin.
-        if name in PACKAGES and (spec is None or spec.origin is None):
+        spec = importlib.util.find_spec(name) if name in LIBRARIES else None
+        if name in LIBRARIES and (spec is None or spec.origin is None):
             fix = f"pip install {name}, or trainer.logger=[console,jsonl]"
             expected = "an installed package"
             yield ConfigError(explain("trainer.logger", f"{name}, not installed", expected, fix))
+        try:
+            plugins.resolve("trainer.logger", name, BACKENDS)
+        except ConfigError as error:
+            yield error
 
 
 def adapter_problems(config: Config) -> Iterator[UserError]:

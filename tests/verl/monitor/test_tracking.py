@@ -7,11 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.full_disk import files_up_to
 from tests.memory_tracker import MemoryTracker
 from verl.errors import ConfigError
-from verl.monitor.library_trackers import ID_FILE
-from verl.monitor.tracking import Tracking, backend_names, compact
+from verl.monitor.tracking import Tracker, Tracking, backend_names, compact
 
 
 def test_jsonl_has_one_flushed_line_per_step(tmp_path: Path) -> None:
@@ -30,7 +28,7 @@ def test_jsonl_has_one_flushed_line_per_step(tmp_path: Path) -> None:
 
 def test_unknown_backend_is_refused_before_any_opens(tmp_path: Path) -> None:
     """The error for a mistyped backend lists the valid ones; no file is written."""
-    with pytest.raises(ConfigError, match="got wandbb, expected one of console, jsonl"):
+    with pytest.raises(ConfigError, match=r"wandbb.*one of console, jsonl"):
         Tracking("p", "e", ["jsonl", "wandbb"], tmp_path)
     assert list(tmp_path.iterdir()) == []
 
@@ -56,17 +54,48 @@ def test_compact_shows_all_where_none_is_key() -> None:
     assert compact({"x": 1.0, "y": 2.0}) == "x 1  y 2"
 
 
-def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Offline runs work without account or network and stay below the run's folder."""
-    pytest.importorskip("wandb")
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setenv("WANDB_SILENT", "true")
-    with Tracking("p", "e", ["wandb"], tmp_path, {"seed": 1}) as tracking:
-        tracking.log({"loss": 1.0}, 1)
-    assert list(tmp_path.glob("wandb/offline-run-*/run-*.wandb"))
-    first = (tmp_path / ID_FILE).read_text()
-    with Tracking("p", "e", "wandb", tmp_path, is_resumed=True):
-        assert (tmp_path / ID_FILE).read_text() == first
+OWN = """
+from verl.monitor.tracking import Tracker
+
+class Own(Tracker):
+    def __init__(self, run):
+        self.file = run.directory / f"{run.project}-{run.experiment}"
+
+    def log(self, metrics, step):
+        if step == 2:
+            raise ValueError("not this one")
+        self.file.write_text(f"{step} {metrics}")
+
+def broken(run):
+    raise OSError("no server")
+"""
+
+
+def test_a_tracker_of_a_file_is_opened_and_may_fail(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It ends the run only if `metrics.jsonl` does not have the metrics, and is warned of once."""
+    (tmp_path / "own.py").write_text(OWN)
+    own = f"{tmp_path}/own.py:Own"
+    with Tracking("p", "e", [own, "jsonl"], tmp_path) as tracking:
+        for step in (2, 2, 3):
+            tracking.log({"a": 1}, step)
+    assert (tmp_path / "p-e").read_text() == "3 {'a': 1.0}"
+    assert [m for m in caplog.messages if "Own: ValueError: not this one" in m] == caplog.messages
+    assert len(caplog.messages) == 1
+    with Tracking("p", "e", own, tmp_path) as alone, pytest.raises(ValueError, match="not this"):
+        alone.log({"a": 1}, 2)
+    with pytest.raises(ConfigError, match=r"trainer\.logger: got .*broken.*no server"):
+        Tracking("p", "e", f"{tmp_path}/own.py:broken", tmp_path)
+
+
+def test_an_object_may_end_the_run(tmp_path: Path) -> None:
+    """A callback of the Python API raises to stop, with or without `metrics.jsonl`."""
+    with (
+        Tracking("p", "e", ["jsonl", Tracker()], tmp_path) as tracking,
+        pytest.raises(NotImplementedError),
+    ):
+        tracking.log({}, 1)
 
 
 @pytest.mark.parametrize("option", ["wandb", ["wandb"]])
@@ -108,51 +137,3 @@ def test_nothing_is_rewritten_without_superseded_steps(tmp_path: Path) -> None:
         tracking.rewind(5)
     assert path.stat().st_ino == inode
     assert [file.name for file in tmp_path.iterdir()] == ["metrics.jsonl"]
-
-
-def scalars(folder: Path) -> list[tuple[int, float]]:
-    """Read the events with TensorBoard's own reader."""
-    module = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    accumulator = module.EventAccumulator(str(folder / "tensorboard")).Reload()
-    return [(event.step, event.value) for event in accumulator.Scalars("a/b")]
-
-
-def test_tensorboard_reads_each_step_once(tmp_path: Path) -> None:
-    """Over two starts, of which the second logs the last step again."""
-    pytest.importorskip("tensorboard")
-    with Tracking("p", "e", "tensorboard", tmp_path) as tracking:
-        tracking.rewind(None)
-        tracking.log({"a/b": 0.5, "c": math.nan}, 1)
-        tracking.log({"a/b": 1.5}, 2)
-    with Tracking("p", "e", "tensorboard", tmp_path) as tracking:
-        tracking.rewind(1)
-        tracking.log({"a/b": 2.5}, 2)
-    assert scalars(tmp_path) == [(1, 0.5), (2, 2.5)]
-
-
-def test_tensorboard_on_a_full_disk_is_reported_once(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """With metrics.jsonl the run continues, and so does TensorBoard once there is space.
-
-    Without it the run ends. No partial record is left, after which TensorBoard could not read on.
-    """
-    pytest.importorskip("tensorboard")
-    with Tracking("p", "e", ["tensorboard", "jsonl"], tmp_path) as tracking:
-        tracking.log({"a/b": 0.5}, 1)
-        [file] = (tmp_path / "tensorboard").iterdir()
-        with files_up_to(file.stat().st_size + 20):
-            tracking.log({"a/b": 1.5}, 2)
-            tracking.log({}, 3)
-            tracking.rewind(3)
-        tracking.log({"a/b": 3.5}, 4)
-    assert scalars(tmp_path) == [(1, 0.5), (4, 3.5)]
-    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 4
-    [line] = [m for m in caplog.messages if "metrics.jsonl has the missing metrics" in m]
-    assert str(file) in line
-    with (
-        Tracking("p", "e", "tensorboard", tmp_path) as alone,
-        files_up_to(1),
-        pytest.raises(OSError, match="tfevents"),
-    ):
-        alone.log({"a/b": 1.5}, 2)

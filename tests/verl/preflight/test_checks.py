@@ -369,7 +369,7 @@ def test_a_folder_named_like_a_tracker_is_no_package(
     """An offline run of wandb leaves such a folder; wandb itself may not be installed."""
     (tmp_path / "swanlab_of_old").mkdir()
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr("verl.preflight.checks.PACKAGES", ("swanlab_of_old",))
+    monkeypatch.setattr("verl.preflight.checks.LIBRARIES", ("swanlab_of_old",))
     config = cli.compose(valid_run)
     config.trainer.logger = ["swanlab_of_old"]
     assert "swanlab_of_old, not installed" in problems(config)[0]

@@ -21,8 +21,7 @@ from typing import Any
 import pytest
 
 from verl.errors import ConfigError
-from verl.monitor.library_trackers import MlflowTracker, SwanlabTracker
-from verl.monitor.tracking import PACKAGES, Tracking
+from verl.monitor.tracking import LIBRARIES, Tracking
 
 VARIABLES = ("MLFLOW_TRACKING_URI", "SWANLAB_MODE", "SWANLAB_LOG_DIR", "SWANLAB_API_KEY",
              "SWANLAB_SAVE_DIR", "TRACKIO_DIR", "TRACKIO_SPACE_ID")  # fmt: skip
@@ -43,84 +42,73 @@ class MlflowError(Exception):
     """Fake of MLflow's exception."""
 
 
-class Client:
-    """Fake of MLflow's client over a dict; with `is_away`, every call fails."""
+class Mlflow:
+    """Fake of the module and of its client; with `is_away`, a step is refused."""
 
-    runs: dict[str, dict[str, Any]] = {}  # noqa: RUF012 - one server
-    is_away = False
+    def __init__(self) -> None:
+        self.address, self.status, self.is_away = "", "", False
+        self.params: dict[str, Any] = {}
+        self.rows: list[tuple[dict[str, float], int]] = []
+        self.created: list[tuple[str, str]] = []
 
-    def __init__(self, address: str) -> None:
+    def set_tracking_uri(self, address: str) -> None:
         self.address = address
 
-    def get_experiment_by_name(self, name: str) -> Any:
-        if self.is_away:
-            raise MlflowError("no route\nto host")
+    def set_experiment(self, name: str) -> Any:
+        return SimpleNamespace(experiment_id=name)
 
-    def create_experiment(self, name: str) -> str:
-        return name
+    def MlflowClient(self) -> Mlflow:
+        return self
 
     def create_run(self, number: str, run_name: str) -> Any:
-        self.runs["r1"] = {"of": (number, run_name), "metrics": [], "params": {}}
+        self.created.append((number, run_name))
         return SimpleNamespace(info=SimpleNamespace(run_id="r1"))
 
     def update_run(self, run_id: str, status: str) -> None:
-        self.runs[run_id]["status"] = status
+        self.status = status
 
     def set_terminated(self, run_id: str) -> None:
-        self.runs[run_id]["status"] = "FINISHED"
+        self.status = "FINISHED"
 
-    def log_batch(self, run_id: str, metrics: Any = (), params: Any = ()) -> None:
+    def log_params(self, params: dict[str, Any], run_id: str) -> None:
+        self.params |= params
+
+    def log_metrics(self, row: dict[str, float], step: int, run_id: str) -> None:
         if self.is_away:
             raise MlflowError("no route\nto host")
-        self.runs[run_id]["metrics"] += [(m[0], m[1], m[3]) for m in metrics]
-        self.runs[run_id]["params"] |= dict(params)
+        self.rows.append((row, step))
 
 
 @pytest.fixture
-def mlflow(monkeypatch: pytest.MonkeyPatch) -> Any:
+def mlflow(monkeypatch: pytest.MonkeyPatch) -> Mlflow:
     """Install a fake MLflow module."""
-    entities = SimpleNamespace(Metric=lambda *args: args, Param=lambda *args: args)
-    module = SimpleNamespace(
-        MlflowClient=Client,
-        entities=entities,
-        exceptions=SimpleNamespace(MlflowException=MlflowError),
-    )
-    monkeypatch.setattr(Client, "runs", {})
-    monkeypatch.setattr(Client, "is_away", False)
-    monkeypatch.setitem(sys.modules, "mlflow", module)
+    module = Mlflow()
+    monkeypatch.setitem(sys.modules, "mlflow", module)  # type: ignore[arg-type]
     return module
 
 
-def test_mlflow_gets_options_once_and_every_step(mlflow: Any, tmp_path: Path) -> None:
+def test_mlflow_gets_options_once_and_every_step(mlflow: Mlflow, tmp_path: Path) -> None:
     """MLflow writes to the run's folder, with valid names; a resumed run continues its record."""
     with Tracking("p", "e", "mlflow", tmp_path, {"a": {"b": 1}, "c": []}) as tracking:
         tracking.log({"val/em@2": 0.5}, 1)
-    with Tracking("p", "e", "mlflow", tmp_path, is_resumed=True) as tracking:
-        [tracker] = tracking._trackers
-        assert tracker.address == f"sqlite:///{tmp_path / 'mlflow.db'}"
-        assert Client.runs["r1"]["status"] == "RUNNING"
+    assert mlflow.status == "FINISHED"
+    with Tracking("p", "e", "mlflow", tmp_path, {"d": 1}, is_resumed=True) as tracking:
+        assert mlflow.status == "RUNNING"
         tracking.log({"x": 1.0}, 2)
-    run = Client.runs["r1"]
-    assert run == {"of": ("p", "e"), "status": "FINISHED", "params": {"a.b": "1", "c": "[]"},
-                   "metrics": [("val/em_2", 0.5, 1), ("x", 1.0, 2)]}  # fmt: skip
+    assert mlflow.address == f"sqlite:///{tmp_path}/mlflow.db"
+    assert mlflow.created == [("p", "e")] and mlflow.params == {"a.b": 1, "c": []}
+    assert mlflow.rows == [({"val/em_2": 0.5}, 1), ({"x": 1.0}, 2)]
 
 
-def test_an_unavailable_server_is_reported_once_and_gets_all_steps_later(
-    mlflow: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """With metrics.jsonl the run continues; at the start it is a one-line error."""
+def test_an_unavailable_server_gets_all_steps_later(mlflow: Mlflow, tmp_path: Path) -> None:
+    """With metrics.jsonl the run continues meanwhile."""
     with Tracking("p", "e", ["mlflow", "jsonl"], tmp_path) as tracking:
-        Client.is_away = True
+        mlflow.is_away = True
         tracking.log({"x": 1.0}, 1)
         tracking.log({"x": 2.0}, 2)
-        Client.is_away = False
+        mlflow.is_away = False
         tracking.log({"x": 3.0}, 3)
-    assert Client.runs["r1"]["metrics"] == [("x", 1.0, 1), ("x", 2.0, 2), ("x", 3.0, 3)]
-    [line] = [m for m in caplog.messages if "metrics.jsonl has the missing metrics" in m]
-    assert "MLflow: no route" in line and "\n" not in line
-    Client.is_away = True
-    with pytest.raises(ConfigError, match=r"MLFLOW_TRACKING_URI: got sqlite.*\(no route\)"):
-        Tracking("p", "e", "mlflow", tmp_path)
+    assert mlflow.rows == [({"x": 1.0}, 1), ({"x": 2.0}, 2), ({"x": 3.0}, 3)]
 
 
 class Session:
@@ -156,8 +144,6 @@ def test_a_session_is_begun_logged_to_and_ended(
     """Below the run's folder, offline, and resumed as the same run; how to view it is logged."""
     session = Session()
     monkeypatch.setitem(sys.modules, name, session)  # type: ignore[arg-type]
-    utils = SimpleNamespace(TRACKIO_DIR=tmp_path)
-    monkeypatch.setitem(sys.modules, "trackio.utils", utils)  # type: ignore[arg-type]
     with caplog.at_level(logging.INFO):
         for is_resumed in (False, True):
             with Tracking("p", "e", name, tmp_path, {"a": 1}, is_resumed) as tracking:
@@ -177,20 +163,21 @@ def test_variables_of_the_libraries_decide(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setitem(sys.modules, "swanlab", session)  # type: ignore[arg-type]
     monkeypatch.setenv("SWANLAB_LOG_DIR", str(tmp_path / "elsewhere"))
     monkeypatch.setenv("SWANLAB_API_KEY", "k")
-    SwanlabTracker("p", "e", tmp_path, {})
+    Tracking("p", "e", "swanlab", tmp_path)
     monkeypatch.setenv("SWANLAB_MODE", "local")
-    SwanlabTracker("p", "e", tmp_path, {})
+    Tracking("p", "e", "swanlab", tmp_path)
     assert [options["mode"] for options in session.begun] == ["online", "local"]
     assert session.begun[0]["log_dir"] == str(tmp_path / "elsewhere")
 
 
-def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", LIBRARIES)
+def test_a_missing_package_is_named(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The error has the command that installs it."""
-    for name in PACKAGES:
-        monkeypatch.setitem(sys.modules, name.replace("tensorboard", "tensorboard.summary"), None)
-    for name in ("mlflow", "swanlab", "trackio"):
-        with pytest.raises(ConfigError, match=f"pip install {name}"):
-            Tracking("p", "e", name, tmp_path)
+    monkeypatch.setitem(sys.modules, name.replace("tensorboard", "tensorboard.summary"), None)
+    with pytest.raises(ConfigError, match=f"pip install {name}"):
+        Tracking("p", "e", name, tmp_path)
 
 
 @pytest.fixture
@@ -220,7 +207,7 @@ def test_the_real_mlflow(steps: Any, tmp_path: Path) -> None:
     assert run.info.status == "FINISHED" and run.data.params == {"a.b": "1"}
     history = client.get_metric_history(run.info.run_id, "val/em")
     assert [(point.step, point.value) for point in history] == [(1, 0.25), (2, 0.5)]
-    assert MlflowTracker("p", "e", tmp_path, {}, is_resumed=True).run_id == run.info.run_id
+    assert (tmp_path / "mlflow_run_id").read_text().strip() == run.info.run_id
 
 
 @pytest.mark.slow
