@@ -12,7 +12,7 @@ from typing import Any
 
 from markdown.extensions.toc import slugify_unicode
 
-from scripts.messages import MARK, table
+from scripts import messages, option_pages
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ("*.md", "docs/**/*.md", "docs/site.css", "example/**/*.md")
@@ -20,7 +20,7 @@ LINK = re.compile(r"\]\((?!https?:|mailto:|#)([^)#\s]+)")
 
 
 def on_config(config: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
-    """Copy the pages, insert the table of messages, and expand folders in the navigation."""
+    """Copy the pages, insert tables of messages and names, and expand folders in the navigation."""
     folder = ROOT / "build" / "pages"
     shutil.rmtree(folder, ignore_errors=True)
     pages = [page for pattern in PAGES for page in ROOT.glob(pattern)]
@@ -28,12 +28,20 @@ def on_config(config: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
         target = folder / source.relative_to(ROOT)
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source, target)
-    page = folder / "docs" / "reference" / "messages.md"
-    page.write_text(page.read_text(encoding="utf-8").replace(MARK, table()), encoding="utf-8")
+    fill(folder / "docs" / "reference" / "messages.md", messages.MARK, messages.table())
+    fill(
+        folder / "docs" / "reference" / "configuration.md", option_pages.MARK, option_pages.names()
+    )
     config["docs_dir"] = str(folder)
     config["mdx_configs"]["toc"]["slugify"] = slugify_unicode  # anchors of Chinese headings
     config["nav"] = [expand_folders(entry) for entry in config["nav"]]
     return config
+
+
+def fill(page: Path, mark: str, table: str) -> None:
+    """Replace a page's mark by its table."""
+    text = page.read_text(encoding="utf-8")
+    page.write_text(text.replace(mark, table), encoding="utf-8")
 
 
 def linked(pages: list[Path]) -> set[Path]:

@@ -1,7 +1,7 @@
 """Prints the documentation of the options from the code that defines them.
 
-`python -m scripts.option_pages options` prints docs/reference/options.md, `… names` the tables in
-docs/reference/configuration.md.
+`python -m scripts.option_pages options` prints docs/reference/options.md, `… names` the tables that
+the site has in docs/reference/configuration.md.
 """
 
 import sys
@@ -9,6 +9,8 @@ import sys
 from verl.config.known import Option, known_options, to_argument
 from verl.config.overrides import ALIASES, LEGACY_OPTIONS
 
+MARK = "<!-- names -->"
+"""Placeholder in docs/reference/configuration.md that the site replaces with the tables."""
 OPTIONS_HEAD = """# Every option
 
 Printed by `python -m scripts.option_pages options` from the dataclasses in `verl/config/`: name,

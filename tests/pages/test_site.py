@@ -44,6 +44,8 @@ def test_the_site_is_built_strictly_and_fetches_nothing(tmp_path: Path) -> None:
     assert "Run the training to its end" in reference
     messages = (tmp_path / "docs" / "reference" / "messages.html").read_text(encoding="utf-8")
     assert "expected 0: engines share the ranks" in messages
+    names = (tmp_path / "docs" / "reference" / "configuration.html").read_text(encoding="utf-8")
+    assert "ppo_micro_batch_size_per_gpu" in names
     fetched = {
         tag
         for page in tmp_path.rglob("*.html")
