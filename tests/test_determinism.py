@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks.asynchrony import slow_retriever
-from tests.proofs.kills.__main__ import undisturbed
-from tests.proofs.kills.compare import differences, is_computed, read_rows, same_weights
-from tests.proofs.kills.training import Training, command
+from tests.compare import differences, is_computed, read_rows, same_weights
+from tests.nightly.proofs.kills.__main__ import undisturbed
+from tests.nightly.proofs.kills.training import Training, command
 from tests.test_end_to_end import train
 from tests.test_retriever_failures import searching_model
 from verl.data.trajectories import read_rows as read_trajectories

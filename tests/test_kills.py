@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.proofs.kills.__main__ import main
+from tests.nightly.proofs.kills.__main__ import main
 
 pytestmark = pytest.mark.vllm_cpu
 
@@ -13,6 +13,6 @@ pytestmark = pytest.mark.vllm_cpu
 def test_nothing_is_lost_to_kills(tmp_path: Path) -> None:
     """Five kills, one of each kind of process, leave metrics, weights and machine unharmed.
 
-    The full proof is `python -m tests.proofs.kills --kills 20`.
+    The full proof is `python -m tests.nightly.proofs.kills --kills 20`.
     """
     assert main(["--kills", "5", "--seed", "1", "--out", str(tmp_path)]) == 0

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.proofs.kills.compare import differences, read_rows, same_weights
+from tests.compare import differences, read_rows, same_weights
 from tests.test_end_to_end import ROOT, command_of, start_world, train
 
 pytestmark = [pytest.mark.vllm_cpu, pytest.mark.slow]

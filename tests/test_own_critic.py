@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.proofs.kills.compare import differences, read_rows, same_weights
+from tests.compare import differences, read_rows, same_weights
 from tests.test_end_to_end import ROOT, command_of, train
 from tests.test_failures import wait_until
 from tests.verl.trainer.documented import undocumented

@@ -119,7 +119,7 @@ class Wheels:
     extra: str
     """Their extra in pyproject.toml."""
     lock: str
-    """Name of the file with their versions in tests/gpu_wheels."""
+    """Name of the file with their versions in tests/nightly/gpu_wheels."""
     cuda: Version
     """CUDA version of torch, by its requirements on NVIDIA's packages."""
     needed: Version

@@ -73,7 +73,7 @@ def test_eight_cards_give_the_gpu_build(install: Install, machine: Path) -> None
     assert status == 0
     assert output.startswith("GPU build: driver 580.65.06 supports CUDA 13.0; 8 x NVIDIA H100")
     assert calls.splitlines()[0].endswith(
-        "-c tests/gpu_wheels/newest.txt -e .[dense,online,demo,tracking,mcp,dev,lucene,gpu]"
+        "-c tests/nightly/gpu_wheels/newest.txt -e .[dense,online,demo,tracking,mcp,dev,lucene,gpu]"
     )
     assert "vllm" not in calls and "torch" not in calls
 
@@ -94,7 +94,7 @@ def test_the_driver_chooses_lock_and_extra(
     nvidia_smi.write_nvidia_smi(machine, driver=driver, header=f"CUDA Version: {cuda}")
     status, output, calls = install()
     assert status == 0 and output.startswith(f"{build} build: driver {driver} supports CUDA {cuda}")
-    assert f"-c tests/gpu_wheels/{lock} -e .[" in calls and f",{extra}]" in calls
+    assert f"-c tests/nightly/gpu_wheels/{lock} -e .[" in calls and f",{extra}]" in calls
     assert (tmp_path / "environment" / ".installed").read_text() == f"{build}\n"
     status, _, both = install("--newest")
     newer = both.removeprefix(calls)
@@ -113,7 +113,7 @@ def test_cuda_is_chosen_without_the_driver(
         nvidia_smi.write_broken_nvidia_smi(machine)
     status, output, calls = install("--cuda", cuda)
     assert status == 0 and f"build: requested by --cuda {cuda}; " in output
-    assert f"-c tests/gpu_wheels/{lock} -e .[" in calls and f",{extra}]" in calls
+    assert f"-c tests/nightly/gpu_wheels/{lock} -e .[" in calls and f",{extra}]" in calls
 
 
 def test_cuda_is_a_known_one_and_no_cpu_build(install: Install) -> None:

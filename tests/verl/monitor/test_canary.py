@@ -14,7 +14,7 @@ from transformers import LlamaForCausalLM
 
 from example.tiny import tiny_llama
 from tests.bad_models import whole_model
-from tests.proofs.kills.compare import is_computed
+from tests.compare import is_computed
 from tests.verl.trainer.local_run import InlineEngine, run_config, train
 from tests.verl.training.ranks import VOCAB
 from verl.engine import Score

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.proofs.kills.compare import is_computed, same_weights
+from tests.compare import is_computed, same_weights
 from tests.verl.trainer.local_run import (
     PROMPTS,
     TalkingAgent,

@@ -12,8 +12,8 @@ from search_r1.agent.search import SearchTool
 from search_r1.retrieval.client import EmptyRetrieval
 from search_r1.retrieval.server import create_app
 from tests.apps import running
+from tests.compare import read_rows
 from tests.fakes import ScriptedEngine
-from tests.proofs.kills.compare import read_rows
 from tests.retrieval.service.fake_backends import FakeBackend
 from tests.verl.trainer.playing import InProcess
 from tests.verl.trainer.recording import build_trainer, grpo_config

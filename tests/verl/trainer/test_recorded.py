@@ -13,8 +13,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from tests.compare import is_computed, same_weights
 from tests.memory_tracker import MemoryTracker
-from tests.proofs.kills.compare import is_computed, same_weights
 from tests.runs.written import TOKENIZER
 from tests.verl.trainer.local_run import local_ranks
 from tests.verl.trainer.recording import prompts
