@@ -84,11 +84,6 @@ def values(**changes: object) -> Damage:
     return damage
 
 
-def array(change: Callable[[np.ndarray], object]) -> Damage:
-    """Replace an array by a modified one."""
-    return lambda path: np.save(path, np.array(change(np.load(path))))
-
-
 def text(content: str) -> Damage:
     return lambda path: path.write_text(content, encoding="utf-8", errors="surrogatepass")
 
@@ -118,48 +113,6 @@ DENSE_MANIFESTS = MANIFESTS | {
     "probe-text": values(probe=["a"] * 64),
     "probe-other": values(probe=[1.0] * 64),
     "dim-other": values(dim=32),
-}
-PARAMS = FOREIGN_JSON | {
-    "unknown": values(gamma=1),
-    "documents": values(num_docs=9),
-    "no-documents": values(num_docs=...),
-    "method": values(method="bm99"),
-}
-VOCABULARIES = FOREIGN_JSON | {
-    "beyond": values(paris=10**6),
-    "negative": values(paris=-1),
-    "shared": values(paris=0, lyon=0),
-    "of-text": values(paris="0"),
-    "nested": values(paris=[0]),
-}
-ARRAYS = {
-    "garbage": text("no array"),
-    "header": lambda path: overwrite(path, path.read_bytes().replace(b"}", b"[")),
-    "pickle": lambda path: np.save(path, np.array([{}], dtype=object), allow_pickle=True),
-    "zip": lambda path: np.savez(path.open("wb"), a=np.zeros(3)),
-    "scalar": array(lambda old: old[0]),
-    "matrix": array(lambda old: old.reshape(1, -1)),
-    "text": array(lambda old: old.astype(str)),
-    "complex": array(lambda old: old.astype(complex)),
-    "short": array(lambda old: old[:-1]),
-    "long": array(lambda old: np.append(old, old[-1])),
-    "empty-array": array(lambda old: old[:0]),
-}
-SCORES = ARRAYS | {
-    "nan": array(lambda old: np.where(np.arange(len(old)) == 3, NAN, old).astype(old.dtype)),
-    "infinite": array(lambda old: old * np.float32(np.inf)),
-    "negative": array(lambda old: -old),
-    "integers": array(lambda old: old.astype(int)),
-}
-ROWS = ARRAYS | {
-    "beyond": array(lambda old: old + 8),
-    "negative": array(lambda old: old - 8),
-    "floats": array(lambda old: old.astype(float)),
-}
-STARTS = ARRAYS | {
-    "backwards": array(lambda old: old[::-1]),
-    "unsorted": array(lambda old: np.r_[old[:1], old[1:-1][::-1], old[-1:]]),
-    "floats": array(lambda old: old.astype(float)),
 }
 
 
@@ -313,8 +266,6 @@ def cases() -> Iterator[object]:
                 if name != "manifest.json" or n not in UNNOTICED
             ]
     foreign = [("bm25", "manifest.json", MANIFESTS), ("faiss", "manifest.json", DENSE_MANIFESTS),
-              ("bm25", "params.index.json", PARAMS), ("bm25", "vocab.index.json", VOCABULARIES),
-              ("bm25", BM25[1], SCORES), ("bm25", BM25[2], ROWS), ("bm25", BM25[3], STARTS),
               ("faiss", "vectors.faiss", FAISS | INDEX_TYPES), ("torch", "vectors.faiss", FAISS),
               ("bare", "vectors.faiss", FAISS | INDEX_TYPES),
               *((backend, "corpus.jsonl", CORPORA) for backend in ("bm25", "faiss", "random")),

@@ -1,5 +1,6 @@
 """BM25's words: spellings of a name are folded alike in documents and queries."""
 
+import json
 import re
 import unicodedata
 from pathlib import Path
@@ -89,11 +90,12 @@ def test_an_older_index_is_searched_as_it_was_built(tmp_path: Path, corpus: Corp
     index.index(bm25s.tokenize(texts, stopwords="en", show_progress=False), show_progress=False)
     index.save(older, show_progress=False)
     manifest = Manifest.load(folder)
-    text = (folder / "manifest.json").read_text()
-    (older / "manifest.json").write_text(re.sub(r',\s*"analyzer": "folded"', "", text))
+    facts = json.loads((folder / "manifest.json").read_text())
+    del facts["analyzer"], facts["files"]
+    (older / "manifest.json").write_text(json.dumps(facts))
     assert Manifest.load(older).analyzer == UNFOLDED != manifest.analyzer
     assert found(older, corpus, "bogot\u00e1") == ["a"] and found(older, corpus, "bogota") == []
     assert "analyzer" not in Bm25Retriever.open(older, corpus, RetrieverConfig()).info()
-    (older / "manifest.json").write_text(text.replace("folded", "stemmed"))
+    (older / "manifest.json").write_text(json.dumps(facts | {"analyzer": "stemmed"}))
     with pytest.raises(IndexMismatch, match="stemmed"):
         found(older, corpus, "lima")

@@ -11,7 +11,7 @@ import bm25s
 import numpy as np
 import numpy.typing as npt
 
-from search_r1.retrieval.corpus import Corpus, sample_indices
+from search_r1.retrieval.corpus import Corpus
 from search_r1.retrieval.engines.base import Retriever, stage
 from search_r1.retrieval.errors import IndexMismatch
 from search_r1.retrieval.index_builder import BuildConfig, build_index, index_folder
@@ -23,13 +23,10 @@ from search_r1.retrieval.tokenization import ANALYZERS, FOLDED, UNFOLDED, tokeni
 logger = logging.getLogger(__name__)
 
 Scores = npt.NDArray[np.float32]  # (num_documents,)
-METHODS = ("lucene", "robertson", "atire", "bm25l", "bm25+")
 POSTINGS = ("data", "indices", "indptr")
 UNREADABLE = (TokenError, OSError, ValueError, TypeError, AttributeError, LookupError, EOFError,
               RecursionError, OverflowError, MemoryError)  # fmt: skip
 """Errors that bm25s, numpy and json raise for malformed files."""
-CHECK_BLOCK = 1 << 16
-"""Number of postings that are checked at a time when an index is opened."""
 BOUND_SAMPLE = 8192
 """Maximum number of documents of one word that are used to bound the k-th score from below."""
 
@@ -66,7 +63,6 @@ class Bm25Retriever:
             )  # fmt: skip
         try:
             index = bm25s.BM25.load(folder, mmap=True, show_progress=False)
-            _check_arrays(index, len(corpus), config.verify)
         except UNREADABLE as error:
             raise IndexMismatch(
                 f"index {folder} cannot be read ({type(error).__name__}: {error}); expected what "
@@ -130,32 +126,6 @@ def open_retriever(config: RetrieverConfig) -> Retriever:
     logger.info("no --index_path: building a BM25 index of %s in %s", corpus.path, folder)
     build_index(BuildConfig("bm25", str(corpus.path), str(save_dir)))
     return Bm25Retriever.open(folder, corpus, config)
-
-
-def _check_arrays(index: bm25s.BM25, num_documents: int, whole: bool) -> None:
-    """Raise ValueError for arrays that are not a valid index; checks samples unless `whole`."""
-    word_ids = np.array([id for word, id in index.vocab_dict.items() if word] or [0])
-    data, indices, indptr = (np.asarray(index.scores[name]) for name in POSTINGS)
-    if (data.dtype.kind, indices.dtype.kind, indptr.dtype.kind) != ("f", "i", "i"):
-        raise ValueError(f"arrays of {data.dtype}, {indices.dtype} and {indptr.dtype}")
-    if index.scores["num_docs"] != num_documents:
-        raise ValueError(f"{index.scores['num_docs']} documents")
-    if index.method not in METHODS or not np.isfinite([index.k1, index.b]).all():
-        raise ValueError(f"method {index.method!r}, k1 {index.k1!r} and b {index.b!r}")
-    is_partition = indptr[0] == 0 and indptr[-1] == len(data) == len(indices)
-    if not is_partition or (np.diff(indptr) < 0).any():
-        raise ValueError("its arrays do not belong together")
-    has_valid_ids = (
-        word_ids.dtype.kind == "i" and word_ids.min() >= 0 and word_ids.max() == len(indptr) - 2
-    )
-    if not has_valid_ids or len(np.unique(word_ids)) != len(word_ids):
-        raise ValueError("its words do not belong to its arrays")
-    for i in sample_indices(-(-len(data) // CHECK_BLOCK), whole=whole):
-        block = slice(i * CHECK_BLOCK, (i + 1) * CHECK_BLOCK)
-        if not (np.isfinite(data[block]).all() and (data[block] >= 0).all()):
-            raise ValueError("scores that are negative or not finite")
-        if not ((indices[block] >= 0).all() and (indices[block] < num_documents).all()):
-            raise ValueError("row numbers outside of the corpus")
 
 
 def top_rows(scores: Scores, k: int, floor: float = 0.0) -> list[int]:

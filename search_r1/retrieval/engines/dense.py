@@ -95,13 +95,14 @@ def open_dense(
     """Open the configured corpus, encoder and index; raises IndexMismatch if they do not match."""
     corpus = open_corpus(config)
     path = locate_index(config)
-    if path.is_dir():
-        Manifest.load(path).check_files(path, whole=config.verify)
+    manifest = Manifest.load(path) if path.is_dir() else None
+    if manifest:
+        manifest.check_files(path, whole=config.verify)
     file = vectors_file(path)
     read_ahead(file)
     index = open_index(file)
     encoder = open_encoder(config.encoder)
-    check(path, index, corpus, encoder)
+    check(path, manifest, index, corpus, encoder)
     index.load(corpus, encoder)
     check_own_rows(config.retriever_name, path, index, corpus, encoder)
     return DenseRetriever(config.retriever_name, index, index_digest(file), corpus, encoder)
@@ -128,10 +129,11 @@ def vectors_file(path: Path) -> Path:
     return path / VECTORS_NAME if path.is_dir() else path
 
 
-def check(path: Path, index: VectorIndex, corpus: Corpus, encoder: Encoder) -> None:
+def check(
+    path: Path, manifest: Manifest | None, index: VectorIndex, corpus: Corpus, encoder: Encoder
+) -> None:
     """Raise IndexMismatch unless the index, and its manifest if any, fit corpus and encoder."""
-    if path.is_dir():
-        manifest = Manifest.load(path)
+    if manifest:
         manifest.check_corpus(path, corpus.path, corpus.fingerprint)
         manifest.check_probe(path, encoder.name, probe(encoder))
     if index.num_rows != len(corpus):
