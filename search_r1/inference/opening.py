@@ -22,9 +22,8 @@ from search_r1.inference.model import (
     running_engine,
 )
 from search_r1.inference.options import DOCUMENTS, SETTINGS_FILE, TURNS, AgentOptions
-from search_r1.retrieval.client import RetrievalClient
+from search_r1.retrieval.client import RetrievalClient, read_urls
 from search_r1.retrieval.errors import RetrieverRefused, RetrieverUnavailable
-from search_r1.retrieval.transport import read_urls
 from verl import plugins
 from verl.agent.wording import TEMPLATE_FILE
 from verl.config import Config

@@ -1,19 +1,17 @@
-"""Asynchronous client of `POST /retrieve`: pooled connections, merged requests, typed errors.
+"""Asynchronous client of `POST /retrieve`: merged requests, retries, fail-over, typed errors.
 
 Searches that coroutines of one event loop start within a few milliseconds share a request, in which
-each distinct query appears once. Prefetches, whose results may never be needed, have separate
-requests. Retries and fail-over are in `transport`; retries are counted in a context variable, since
-a request serves many tasks.
+each distinct query appears once. The preferred server is used while it responds, otherwise the next
+one; servers on this machine come first, the others are shuffled per process to spread the load.
+Retries are counted in a context variable, since a request serves many tasks.
 """
 
 import asyncio
-import json
 import logging
 import math
 import os
-import re
+import random
 import socket
-import sys
 import time
 import urllib.parse
 import weakref
@@ -23,38 +21,46 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
+from http.cookiejar import CookieJar, DefaultCookiePolicy
 from typing import Any, Self, TypeVar
 
-import aiohttp
+import httpx
+import orjson
 from pydantic import SecretStr
 
 from search_r1.retrieval.errors import RetrieverRefused, RetrieverUnavailable
 from search_r1.retrieval.protocol import EmptyRetrieval, InMemoryRetrieval, Retrieval
-from search_r1.retrieval.schema import TOKEN_VARIABLE, Document, from_wire, well_formed
-from search_r1.retrieval.transport import (
+from search_r1.retrieval.responses import (
     InvalidResponse,
-    Response,
-    RetryPolicy,
-    Servers,
-    Transport,
-    read_urls,
+    check_status,
+    parse_document,
+    parse_documents,
+    parse_object,
 )
-from search_r1.retrying import Backoff
+from search_r1.retrieval.schema import TOKEN_VARIABLE, Document, well_formed
+from search_r1.retrying import Backoff, TransientError
 from verl.errors import redact
+from verl.ports import is_local_host
 
 __all__ = ["Document", "EmptyRetrieval", "InMemoryRetrieval", "Retrieval", "RetrievalClient"]
 
 T = TypeVar("T")
+logger = logging.getLogger(__name__)
+logging.getLogger("httpx").setLevel(logging.WARNING)  # it logs a line per request
 
 RETRIED = "searches_retried"
 """Name of the count of searches that needed more than one attempt, successful or not."""
 NOT_FOUND = 404
 REQUEST_LEVEL_STATUSES = frozenset({301, 302, 303, 307, 308, 401, 403, 404, 405, 421})
 """Statuses that refuse a request as a whole, which no single query can have caused."""
-MAX_REQUESTS = 132
-"""Maximum number of connections."""
-DEAD_PEER_S = 10
-"""Seconds without a packet from the peer's machine after which a connection is closed."""
+EXAMPLE_URL = "http://127.0.0.1:8000"
+COOLDOWN_S, MAX_COOLDOWN_S = 5.0, 60.0
+"""Time for which a server that failed is not asked while others respond; longest `Retry-After`."""
+CONNECT_S = 5.0
+"""Timeout for opening a connection; counts towards the timeout of the attempt."""
+LIMITS = httpx.Limits(max_connections=132, max_keepalive_connections=132)
+DEADLINE_FIELD = "deadline_s"
+"""Optional request field: seconds for which the client waits for the response to this attempt."""
 
 _counts: ContextVar[Counter[str] | None] = ContextVar("counts", default=None)
 
@@ -70,6 +76,19 @@ def count_retries() -> Iterator[Counter[str]]:
         _counts.reset(token)
 
 
+@dataclass
+class Server:
+    """Address and health of one server; times are those of `time.monotonic`."""
+
+    url: str
+    has_failed: bool = False
+    """Whether the last attempt failed."""
+    retry_at: float = -math.inf
+    """End of the cooldown after a failure; then a single request tests the server."""
+    accepts_deadline: bool = True
+    """False once the server refused a request because of the field `deadline_s`."""
+
+
 SearchResult = tuple[list[Document], int]
 """The documents of one search, and the number of failed attempts before."""
 Futures = list[asyncio.Future[SearchResult]]
@@ -79,7 +98,7 @@ Futures = list[asyncio.Future[SearchResult]]
 class _LoopState:
     """The connections of an event loop, the searches that wait to be sent, and its requests."""
 
-    http: aiohttp.ClientSession
+    http: httpx.AsyncClient
     waiting: dict[str, Futures] = field(default_factory=dict)
     """The searches that will share the next request, by query."""
     deadline: float = math.inf
@@ -88,13 +107,6 @@ class _LoopState:
     """Sends them at the end of the merge window."""
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
     """Requests in progress."""
-
-    def __del__(self) -> None:
-        """Close the connections of a client that nobody closed: aiohttp would log two errors."""
-        connector = self.http.connector
-        if connector is not None:
-            self.http.detach()
-            next(connector.close().__await__(), None)
 
 
 class RetrievalClient:
@@ -128,15 +140,17 @@ class RetrievalClient:
         sent as bearer token; its default is the environment variable RETRIEVER_TOKEN. `log_level`
         is the level of the log line about each failed attempt.
         """
-        if deadline is not None and not deadline > 0:
-            raise ValueError(f"deadline {deadline}; expected more than 0 seconds, or None")
+        if not timeout > 0 or (deadline is not None and not deadline > 0) or max_retries < 0:
+            raise ValueError(
+                f"timeout {timeout}, deadline {deadline}, max_retries {max_retries}; expected more "
+                "than 0 seconds, and 0 or more retries"
+            )
         self._urls = read_urls(url)
-        delays = Backoff(backoff, max_backoff, max_retry_after)
-        self._policy = RetryPolicy(timeout, max_retries, delays, log_level)
         self._topk = topk
+        self._timeout, self._max_retries, self._log_level = timeout, max_retries, log_level
+        self._backoff = Backoff(backoff, max_backoff, max_retry_after)
         self._deadline = math.inf if deadline is None else deadline
-        self._max_batch = max_batch
-        self._merge_window = merge_window
+        self._max_batch, self._merge_window = max_batch, merge_window
         self._token = _check_token(os.environ.get(TOKEN_VARIABLE) if token is None else token)
         with_user = [u for u in self._urls if urllib.parse.urlsplit(u).username is not None]
         if with_user and self._token is not None:
@@ -151,16 +165,23 @@ class RetrievalClient:
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the settings without the connections, for pickling."""
-        return {k: v for k, v in vars(self).items() if k not in ("_states", "_transport")}
+        return {k: v for k, v in vars(self).items() if k not in ("_states", "_servers")}
 
     def __setstate__(self, settings: dict[str, Any]) -> None:
         vars(self).update(settings)
         self._connect()
 
+    def _connect(self) -> None:
+        """Create what cannot be pickled: the servers' order and health, and the connections."""
+        self._servers = [Server(url) for url in order_by_preference(self._urls)]
+        self._states: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _LoopState] = (
+            weakref.WeakKeyDictionary()
+        )
+
     @property
     def urls(self) -> tuple[str, ...]:
         """Base addresses of the servers in this process's order of preference."""
-        return self._transport.servers.urls
+        return tuple(server.url for server in self._servers)
 
     async def search(self, query: str) -> list[Document]:
         """Return the documents for one query, best first.
@@ -178,6 +199,62 @@ class RetrievalClient:
                 counts[RETRIED] += int(num_retries > 0)
         return documents
 
+    async def health(self) -> dict[str, Any]:
+        """Return the first response to `/health`; asks each server at most once."""
+        return await self._get("/health", parse_object, len(self._servers) - 1)
+
+    async def info(self) -> dict[str, Any]:
+        """Return the first response to `/info`; asks each server at most once."""
+        return await self._get("/info", parse_object, len(self._servers) - 1)
+
+    async def document(self, id: str) -> Document | None:
+        """Return the document with this id, or None; raises the same errors as `search`."""
+        path = f"/document?{urllib.parse.urlencode({'id': well_formed(id)})}"
+        try:
+            return await self._get(path, parse_document, self._max_retries)
+        except RetrieverRefused as error:
+            if error.status == NOT_FOUND:
+                return None
+            raise
+
+    async def aclose(self) -> None:
+        """Finish this event loop's searches and close its connections."""
+        state = self._states.pop(asyncio.get_running_loop(), None)
+        if state is not None:
+            self._send(state)
+            await asyncio.gather(*state.tasks)
+            await state.http.aclose()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+    def _state(self) -> _LoopState:
+        """Return the running event loop's connections.
+
+        They ignore proxies of the environment, which would see the token and every query.
+        """
+        loop = asyncio.get_running_loop()
+        if loop not in self._states:
+            headers = {"Content-Type": "application/json"}
+            if self._token is not None:
+                headers["Authorization"] = f"Bearer {self._token.get_secret_value()}"
+            timeout = httpx.Timeout(None, connect=CONNECT_S)  # `_attempt` limits the whole time
+            cookies = CookieJar(DefaultCookiePolicy(allowed_domains=()))  # keeps none
+            self._states[loop] = _LoopState(
+                httpx.AsyncClient(
+                    headers=headers,
+                    timeout=timeout,
+                    limits=LIMITS,
+                    trust_env=False,
+                    cookies=cookies,
+                    verify=any(url.startswith("https") for url in self._urls),  # reads certificates
+                )
+            )
+        return self._states[loop]
+
     async def _enqueue(self, query: str) -> SearchResult:
         loop, state = asyncio.get_running_loop(), self._state()
         future: asyncio.Future[SearchResult] = loop.create_future()
@@ -189,71 +266,6 @@ class RetrievalClient:
             state.timer = loop.call_later(self._merge_window, self._send, state)
         return await future
 
-    async def health(self) -> dict[str, Any]:
-        """Return the first response to `/health`; asks each server at most once."""
-        return await self._get("/health", _parse_object)
-
-    async def info(self) -> dict[str, Any]:
-        """Return the first response to `/info`; asks each server at most once."""
-        return await self._get("/info", _parse_object)
-
-    async def document(self, id: str) -> Document | None:
-        """Return the document with this id, or None; raises the same errors as `search`."""
-        path = f"/document?{urllib.parse.urlencode({'id': well_formed(id)})}"
-        try:
-            return await self._get(path, _parse_document, retry=True)
-        except RetrieverRefused as error:
-            if error.status == NOT_FOUND:
-                return None
-            raise
-
-    async def _get(self, path: str, parse: Callable[[Response], T], retry: bool = False) -> T:
-        """Return the parsed response to a GET; without retries, each server is asked once."""
-        transport, deadline = self._transport, time.monotonic() + self._deadline
-        max_retries = None if retry else len(transport.servers) - 1
-        result, _ = await transport.exchange(
-            self._state().http, "GET", path, parse=parse, max_retries=max_retries, deadline=deadline
-        )
-        return result
-
-    async def aclose(self) -> None:
-        """Finish this event loop's searches and close its connections."""
-        state = self._states.pop(asyncio.get_running_loop(), None)
-        if state is None:
-            return
-        self._send(state)
-        await asyncio.gather(*state.tasks)
-        await state.http.close()
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.aclose()
-
-    def _connect(self) -> None:
-        """Create what cannot be pickled: the servers' order and health, and the connections."""
-        self._transport = Transport(Servers(self._urls), self._policy)
-        self._states: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _LoopState] = (
-            weakref.WeakKeyDictionary()
-        )
-
-    def _state(self) -> _LoopState:
-        """Return the running event loop's connections.
-
-        They ignore proxies of the environment, which would see the token and every query.
-        """
-        loop = asyncio.get_running_loop()
-        if loop not in self._states:
-            headers = {}
-            if self._token is not None:
-                headers["Authorization"] = f"Bearer {self._token.get_secret_value()}"
-            connector = aiohttp.TCPConnector(limit=MAX_REQUESTS, socket_factory=_open_socket)
-            self._states[loop] = _LoopState(
-                aiohttp.ClientSession(connector=connector, headers=headers)
-            )
-        return self._states[loop]
-
     def _send(self, state: _LoopState) -> None:
         """Send the waiting queries, except those whose searches were all cancelled."""
         if state.timer is not None:
@@ -262,21 +274,19 @@ class RetrievalClient:
         by_query = {q: fs for q, fs in state.waiting.items() if not all(f.done() for f in fs)}
         deadline, state.waiting, state.deadline = state.deadline, {}, math.inf
         if by_query:
-            task = asyncio.ensure_future(self._request(state.http, deadline, by_query))
+            task = asyncio.ensure_future(self._search_all(deadline, by_query))
             state.tasks.add(task)
             task.add_done_callback(state.tasks.discard)
 
-    async def _request(
-        self, http: aiohttp.ClientSession, deadline: float, by_query: Mapping[str, Futures]
-    ) -> None:
+    async def _search_all(self, deadline: float, by_query: Mapping[str, Futures]) -> None:
         """Send one request, or one for each query if it is refused, and complete all futures."""
         # With scores, since the original Search-R1 server fails without them.
         body = {"queries": list(by_query), "topk": self._topk, "return_scores": True}
         all_futures = [future for futures in by_query.values() for future in futures]
-        parse = partial(_parse_documents, len(by_query))
+        parse = partial(parse_documents, len(by_query))
         try:
-            results, num_retries = await self._transport.exchange(
-                http, "POST", "/retrieve", body, parse=parse, deadline=deadline
+            results, num_retries = await self._exchange(
+                "POST", "/retrieve", body, parse, self._max_retries, deadline
             )
             for futures, documents in zip(by_query.values(), results, strict=True):
                 for future in futures:
@@ -288,7 +298,7 @@ class RetrievalClient:
             )
             if is_query_refused and len(by_query) > 1:
                 parts = ({query: futures} for query, futures in by_query.items())
-                await asyncio.gather(*(self._request(http, deadline, part) for part in parts))
+                await asyncio.gather(*(self._search_all(deadline, part) for part in parts))
             for future in all_futures:
                 if not future.done():
                     future.set_exception(error)
@@ -296,16 +306,142 @@ class RetrievalClient:
             for future in all_futures:  # without effect on those that are done
                 future.cancel()
 
+    async def _get(self, path: str, parse: Callable[[httpx.Response], T], max_retries: int) -> T:
+        deadline = time.monotonic() + self._deadline
+        return (await self._exchange("GET", path, None, parse, max_retries, deadline))[0]
 
-def _open_socket(address: aiohttp.AddrInfoType) -> socket.socket:
-    """Create a socket whose connection breaks DEAD_PEER_S after its peer has disappeared."""
-    opened = socket.socket(*address[:3])
-    opened.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    if sys.platform == "linux":
-        opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * DEAD_PEER_S)
-        opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, DEAD_PEER_S // 2)
-        opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, DEAD_PEER_S // 2)
-    return opened
+    async def _exchange(
+        self,
+        method: str,
+        path: str,
+        body: Mapping[str, Any] | None,
+        parse: Callable[[httpx.Response], T],
+        max_retries: int,
+        deadline: float,
+    ) -> tuple[T, int]:
+        """Return the parsed response and the number of failed attempts before it.
+
+        While any server is available, the next attempt follows without a delay. A response for
+        which `parse` raises InvalidResponse is requested once more. Raises RetrieverUnavailable,
+        which names every server tried, or RetrieverRefused.
+        """
+        reasons: dict[str, str] = {}
+        num_failed = num_delays = num_invalid = 0
+        while num_failed <= max_retries:
+            end = min(time.monotonic() + self._timeout, deadline)
+            if end <= time.monotonic():
+                break
+            server = self._choose()
+            try:
+                result = await self._attempt(server, method, path, body, parse, end)
+                server.has_failed, server.retry_at = False, -math.inf
+                return result, num_failed
+            except TransientError as error:
+                num_failed += 1
+                cooldown = min(error.retry_after, MAX_COOLDOWN_S) or COOLDOWN_S
+                server.has_failed, server.retry_at = True, time.monotonic() + cooldown
+                reasons[redact(server.url)] = str(error)
+                logger.log(self._log_level, "retriever %s %s; attempt %d of %d",
+                           redact(server.url), error, num_failed, max_retries + 1)  # fmt: skip
+                num_invalid += isinstance(error, InvalidResponse)
+                if num_invalid > 1 or (num_invalid and num_failed > max_retries):
+                    raise RetrieverRefused(f"retriever {redact(server.url)} {error}") from error
+                is_any_available = any(s.retry_at <= time.monotonic() for s in self._servers)
+                if num_failed <= max_retries and not is_any_available:
+                    delay = self._backoff.delay(num_delays, error.retry_after)
+                    num_delays += 1
+                    if time.monotonic() + delay >= deadline:
+                        break
+                    await asyncio.sleep(delay)
+        raise _unavailable(reasons, num_failed, is_late=num_failed <= max_retries)
+
+    def _choose(self) -> Server:
+        """Return the most preferred server without cooldown, else the first to end its cooldown."""
+        now = time.monotonic()
+        for server in self._servers:
+            if server.retry_at <= now:
+                if server.has_failed:  # only this request tests it; others still skip it
+                    server.retry_at = now + COOLDOWN_S
+                return server
+        return min(self._servers, key=lambda server: server.retry_at)
+
+    async def _attempt(
+        self,
+        server: Server,
+        method: str,
+        path: str,
+        body: Mapping[str, Any] | None,
+        parse: Callable[[httpx.Response], T],
+        end: float,
+    ) -> T:
+        """Make one attempt until `end`; raises TransientError or RetrieverRefused."""
+        limit = max(0.001, end - time.monotonic())
+        has_field = body is not None and server.accepts_deadline
+        sent = {**body, DEADLINE_FIELD: round(limit, 3)} if body and has_field else body
+        try:
+            async with asyncio.timeout(limit):
+                response = await self._state().http.request(
+                    method, server.url + path, content=None if sent is None else orjson.dumps(sent)
+                )
+        except (httpx.HTTPError, httpx.InvalidURL, TimeoutError) as error:
+            reason = " ".join(f"does not answer ({type(error).__name__}: {error})".split())
+            raise TransientError(reason.replace(": )", ")")) from error
+        try:
+            check_status(response)
+        except RetrieverRefused as error:
+            if not has_field or DEADLINE_FIELD not in str(error):
+                raise
+            server.accepts_deadline = False  # an older server; repeat the attempt without the field
+            return await self._attempt(server, method, path, body, parse, end)
+        return parse(response)
+
+
+def read_urls(url: str | Sequence[str]) -> tuple[str, ...]:
+    """Return the base addresses in a sequence or a comma-separated string; raises ValueError."""
+    urls = url.split(",") if isinstance(url, str) else list(url)
+    if not urls:
+        raise ValueError("no retriever url given; expected one or more, for example " + EXAMPLE_URL)
+    bases: dict[str, None] = {}
+    for address in map(str.strip, urls):
+        try:
+            parts = urllib.parse.urlsplit(address)
+            host = (parts.hostname or "").encode("idna")  # as looking up the name does
+            is_url = parts.scheme in ("http", "https") and host and parts.port != 0
+        except ValueError:  # an invalid port, IPv6 address or name
+            is_url = False
+        if not is_url:
+            raise ValueError(
+                f"retriever url {redact(address)!r}; expected http:// or https:// and a host, for "
+                f"example {EXAMPLE_URL} (several: {EXAMPLE_URL},http://10.0.0.6:8000)"
+            )
+        bases[address.rstrip("/").removesuffix("/retrieve")] = None
+    return tuple(bases)
+
+
+def order_by_preference(urls: Sequence[str]) -> list[str]:
+    """Return servers on this machine first; equal ones in an order that differs by process."""
+    order = list(urls)
+    random.Random(f"{socket.gethostname()}/{os.getpid()}").shuffle(order)
+    if len(order) == 1:
+        return order
+    hosts = {url: urllib.parse.urlsplit(url).hostname or "" for url in order}
+    return sorted(order, key=lambda url: not is_local_host(hosts[url]))
+
+
+def _unavailable(
+    reasons: Mapping[str, str], num_failed: int, *, is_late: bool
+) -> RetrieverUnavailable:
+    """Return an error that names every server with its latest failure, and the fix."""
+    tried = "; ".join(f"retriever {url} {reason}" for url, reason in reasons.items())
+    late = ", since the deadline (retriever.deadline) leaves no time for another attempt"
+    return RetrieverUnavailable(
+        f"{tried or 'no retriever was asked'}; gave up after {num_failed} "
+        f"attempt{'s' * (num_failed != 1)}{late if is_late else ''}: start the retriever (bash "
+        "retrieval_launch.sh) or correct its url; if it is too slow, allow it more time "
+        "(retriever.timeout and retriever.deadline of a run) or start several",
+        num_retries=max(0, num_failed - 1),
+        reason=tried,
+    )
 
 
 def _check_token(text: str | None) -> SecretStr | None:
@@ -318,42 +454,3 @@ def _check_token(text: str | None) -> SecretStr | None:
             f"expected printable ASCII: correct {TOKEN_VARIABLE}"
         )
     return SecretStr(text)
-
-
-def _parse_documents(num_queries: int, response: Response) -> list[list[Document]]:
-    parsed = _parse_object(response)
-    try:
-        if not all(isinstance(documents, list) for documents in parsed["result"]):
-            raise TypeError("a result that is not a list of documents")
-        results = from_wire(parsed)
-    except (KeyError, TypeError, AttributeError) as error:
-        raise _outside_contract(response, repr(error)) from error
-    if len(results) != num_queries:
-        raise _outside_contract(response, f"{len(results)} results for {num_queries} queries")
-    if re.search(rb"\\u[dD]", response.body):  # JSON can escape half of a surrogate pair
-        return [[document.well_formed() for document in documents] for documents in results]
-    return results
-
-
-def _parse_document(response: Response) -> Document:
-    try:
-        return Document.from_mapping(_parse_object(response)["document"]).well_formed()
-    except (KeyError, TypeError, AttributeError) as error:
-        raise _outside_contract(response, repr(error)) from error
-
-
-def _parse_object(response: Response) -> dict[str, Any]:
-    try:
-        parsed = json.loads(response.body)
-    except (ValueError, RecursionError) as error:
-        raise _outside_contract(response, str(error)) from error
-    if not isinstance(parsed, dict):
-        raise _outside_contract(response, f"{type(parsed).__name__}, not an object")
-    return parsed
-
-
-def _outside_contract(response: Response, reason: str) -> InvalidResponse:
-    return InvalidResponse(
-        f"answered outside the wire contract ({reason}): got {response.excerpt(200)!r}; expected "
-        '{"result": [[{"document": {"id", "contents", ...}, "score"}]]}; fix: the url'
-    )

@@ -197,7 +197,7 @@ def test_an_unexpected_error_is_raised_by_the_searches(
     url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The searches are not cancelled, which would end their tasks without any message."""
-    monkeypatch.setattr("search_r1.retrieval.transport._send", lambda *_: 1 / 0)
+    monkeypatch.setattr("search_r1.retrieval.client.parse_documents", lambda *_: 1 / 0)
     assert [type(error) for error in ask(RetrievalClient(url), "a", "b")] == [ZeroDivisionError] * 2
 
 

@@ -87,12 +87,12 @@ def test_bm25_and_client_load_neither_torch_nor_ray() -> None:
         "import search_r1.retrieval.engines.bm25, search_r1.retrieval.local_server\n"
         "heavy = {'torch', 'ray', 'vllm', 'faiss', 'sentence_transformers'}\n"
         "ours = {m for m in sys.modules if m.startswith(('search_r1.', 'verl.'))}\n"
-        "print(sorted(heavy & set(sys.modules)), sorted(m for m in ours if '.search' not in m))"
+        "print(sorted(heavy & set(sys.modules)), sorted(m for m in ours if '.retrieval' not in m))"
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     allowed = "bearer options plain retrying storage variables"
     plain = [f"search_r1.{name}" for name in allowed.split()]
-    shared = "bounds errors file_kinds files logs machine ports proxies threads"
+    shared = "bounds errors file_kinds files logs plugins ports proxies threads user_files"
     plain += [f"verl.{name}" for name in shared.split()]
     assert run.stdout.strip() == f"[] {plain}"
 

@@ -7,14 +7,8 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from search_r1.retrieval import transport as module
-from search_r1.retrieval.transport import (
-    COOLDOWN_S,
-    MAX_COOLDOWN_S,
-    Servers,
-    order_by_preference,
-    read_urls,
-)
+from search_r1.retrieval import client as module
+from search_r1.retrieval.client import RetrievalClient, Server, order_by_preference, read_urls
 from verl.ports import is_local_host
 
 FAR = [
@@ -63,50 +57,34 @@ def test_invalid_addresses_are_refused(given: str | list[str]) -> None:
         read_urls(given)
 
 
+def fail(server: Server, cooldown: float = module.COOLDOWN_S) -> None:
+    server.has_failed, server.retry_at = True, module.time.monotonic() + cooldown
+
+
 def test_one_server_is_used_while_it_responds(wait: Callable[[float], float]) -> None:
     """A failed server is skipped; after its cooldown a single request tests it."""
-    pool = Servers(FAR)
-    first, second, *_ = pool.urls
-    home = pool.choose()
-    assert [pool.choose().url for _ in range(5)] == [first] * 5
-    pool.record_failure(home, wait(0), 0.0)
-    assert pool.choose().url == second and pool.has_available()
-    wait(COOLDOWN_S + 0.1)
-    assert [pool.choose().url for _ in range(3)] == [first, second, second]
-    pool.record_success(home)
-    assert pool.choose().url == first
-
-
-def test_cooldowns_grow_and_are_bounded(wait: Callable[[float], float]) -> None:
-    """5, 10, 20 ... at most 60 s; concurrent failures count once; `Retry-After` has priority."""
-    pool = Servers(FAR[:1])
-    server = pool.choose()
-    cooldowns = []
-    for _ in range(6):
-        started = wait(MAX_COOLDOWN_S)
-        now = wait(1)
-        for _ in range(10):
-            pool.record_failure(server, started, 0.0)
-        cooldowns.append(server.cooldown_until - now)
-    assert cooldowns == [5, 10, 20, 40, 60, 60]
-    now = wait(MAX_COOLDOWN_S)
-    pool.record_failure(server, now, 1.5)
-    assert server.cooldown_until - now == 1.5
-    pool.record_failure(server, wait(0), 1e9)
-    assert server.cooldown_until - now == MAX_COOLDOWN_S
+    client = RetrievalClient(FAR)
+    first, second, *_ = client.urls
+    home = client._choose()
+    assert [client._choose().url for _ in range(5)] == [first] * 5
+    fail(home)
+    assert client._choose().url == second
+    wait(module.COOLDOWN_S + 0.1)
+    assert [client._choose().url for _ in range(3)] == [first, second, second]
+    home.has_failed, home.retry_at = False, 0.0
+    assert client._choose().url == first
 
 
 def test_with_all_in_cooldown_the_first_to_end_it_is_chosen(wait: Callable[[float], float]) -> None:
     """With every server down, the client still tries them in turn."""
-    pool = Servers(FAR[:2])
+    client = RetrievalClient(FAR[:2])
     asked = []
     for _ in range(6):
-        server = pool.choose()
+        server = client._choose()
         asked.append(server.url)
-        pool.record_failure(server, wait(0), 0.0)
+        fail(server)
         wait(0.5)
-    assert not pool.has_available()
-    assert asked == list(pool.urls) * 3
+    assert asked == list(client.urls) * 3
 
 
 def test_servers_on_this_machine_come_first() -> None:
@@ -121,7 +99,7 @@ def test_processes_start_at_different_servers() -> None:
     """Processes spread over equal servers, although they seed `random` alike."""
     code = (
         "import random; random.seed(0);"
-        "from search_r1.retrieval.transport import order_by_preference;"
+        "from search_r1.retrieval.client import order_by_preference;"
         f"print(order_by_preference({FAR})[0])"
     )
     starts = [
@@ -129,3 +107,10 @@ def test_processes_start_at_different_servers() -> None:
         for _ in range(12)
     ]
     assert len({start.stdout for start in starts}) > 1
+
+
+@pytest.mark.parametrize("wrong", [{"timeout": 0}, {"timeout": float("nan")}, {"max_retries": -1}])
+def test_settings_that_could_never_answer_are_refused(wrong: dict[str, float]) -> None:
+    """The message names the setting and what was expected."""
+    with pytest.raises(ValueError, match=f"{next(iter(wrong))} .*expected"):
+        RetrievalClient(FAR, **wrong)  # type: ignore[arg-type]

@@ -87,7 +87,7 @@ CORE_MODULES: Mapping[str, Sequence[str]] = MappingProxyType(
 WARM = (
     "transformers.models.qwen2.modeling_qwen2", "torch.distributed.fsdp",
     "torch.distributed.tensor", "hypothesis", "pandas", "pyarrow", "pydantic", "ray", "httpx",
-    "aiohttp", "hydra", "yaml", "fastapi", "uvicorn", "tyro", "peft", "bm25s",
+    "hydra", "yaml", "fastapi", "uvicorn", "tyro", "peft", "bm25s",
 )  # fmt: skip
 """Modules to import once, before a process is forked for each mutant, like pytest's plugins."""
 TIMEOUT_S, TIMEOUT_FACTOR = 20.0, 5.0
