@@ -78,7 +78,6 @@ def rank_options(path: str) -> Config:
     config.algorithm.adv_estimator = "gae"
     config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu = BUDGET
     config.critic.ppo_max_token_len_per_gpu = BUDGET
-    config.actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu = BUDGET
     config.data.max_prompt_length, config.data.max_response_length = LENGTHS[0] - 28, 28
     config.trainer.n_gpus_per_node = 1
     config.trainer.device, config.trainer.compute_dtype = "cpu", "float32"

@@ -14,10 +14,9 @@ FALLEN_VALUES: Mapping[tuple[str, str], str] = {
         "rollbacks are gone since 2026-11-28 (shown by one provoked collapse on one seed); use "
         "stop, which names the last healthy checkpoint, and resume from it with a lower rate"
     ),
-    **dict.fromkeys(
-        (("actor_rollout_ref.model.kernels", "compile"), ("critic.model.kernels", "compile")),
+    ("actor_rollout_ref.model.kernels", "compile"): (
         "compiled blocks are gone since 2026-11-28 (785 to 944 tokens/s against 913 to 936); use "
-        "torch, or liger on GPUs",
+        "torch, or liger on GPUs"
     ),
 }
 """Advice by dotted key and former value."""

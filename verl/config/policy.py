@@ -77,9 +77,6 @@ class BlocksConfig(AdapterConfig):
     keeps the results of matrix products and attention, half of all activations, and recomputes the
     rest at little cost (only with kernels=torch). null picks the first of false, selective and true
     that fits into GPU memory by the estimate."""
-    kernels: str = option("torch", resume="logged", choices=("torch", "liger"))
-    """Kernels for norms, rotary embeddings and activations: torch or liger (package liger-kernel,
-    GPUs only). Results differ by rounding."""
 
 
 @dataclass
@@ -88,6 +85,9 @@ class ModelConfig(BlocksConfig):
 
     path: str = option(MISSING, resume="free")
     """Folder or hub name of a Hugging Face causal language model."""
+    kernels: str = option("torch", resume="logged", choices=("torch", "liger"))
+    """Kernels for norms, rotary embeddings and activations of policy and critic: torch or liger
+    (package liger-kernel, GPUs only). Results differ by rounding."""
     trust_remote_code: bool = option(False, resume="free")
     """Run code that comes with the models, as some of them need. It runs with your permissions:
     enable this only for authors whom you trust."""
@@ -230,8 +230,6 @@ class RolloutConfig:
     merge_adapter: bool | None = option(None, resume="logged")
     """Send engines the policy with its adapter merged in, instead of the adapter; null is true on
     CPU, where an adapter slows vLLM down, and false on GPU."""
-    log_prob_max_token_len_per_gpu: int | None = option(None, resume="free", ge=1)
-    """Token budget of a forward pass without gradient on one rank; null is twice the actor's."""
     engine_kwargs: dict[str, Any] = option(factory=dict, resume="logged")
     """Further arguments for vLLM's engine, passed on as they are: {enforce_eager: true}. Without a
     correction, quantized weights or caches are refused (docs/guides/rollouts.md)."""

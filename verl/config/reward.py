@@ -22,14 +22,10 @@ class JudgeConfig:
     """Custom prompt with {question}, {accepted} and {answer}, inserted as JSON; null: built-in."""
     timeout: float = option(60.0, resume="logged", gt=0)
     """Time limit of one request in seconds, to the last byte of the response."""
-    max_retries: int = option(3, resume="logged", ge=0)
-    """Retries, with growing pauses, after a failure or a reply that is not a verdict."""
     max_concurrency: int = option(32, resume="logged", ge=1)
     """Maximum concurrent requests."""
     max_tokens: int = option(16, resume="logged", ge=1)
     """Maximum tokens of a reply; a model that thinks before it replies needs hundreds."""
-    max_answer_chars: int = option(500, resume="logged", ge=1)
-    """Maximum characters of the answer that the judge sees; the rest is cut off."""
     body: dict[str, Any] = option(factory=dict, resume="logged")
     """Fields of the request that replace ours, or are added; null removes a field
     (`{max_tokens: null, max_completion_tokens: 2000, temperature: null}`)."""

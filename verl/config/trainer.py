@@ -138,8 +138,6 @@ class TrainerConfig:
     max_lost_share: float = option(0.02, resume="free", ge=0, le=1)
     """Maximum share of a step's trajectories, or of a validation's rows, lost to tool calls that
     fail for good; beyond it the run saves and stops with status 4 (docs/guides/long_runs.md)."""
-    hang_timeout: float | None = option(600.0, resume="free", gt=0)
-    """Seconds without a sign of life after which a rollout replica counts as dead; null: never."""
     deterministic: bool = option(False, resume="logged")
     """Same metrics for the same seed on the same machine, bit for bit on CPU; for comparing runs.
     Slow: each engine decodes one dialogue at a time (docs/guides/long_runs.md)."""
@@ -153,7 +151,4 @@ class TrainerConfig:
     canary: bool = option(True, resume="free")
     """Compare the log-probs that ranks and engines compute for a fixed sequence after each transfer
     of weights, and stop the run if an engine lacks the new weights (docs/guides/guard.md)."""
-    canary_tolerance: float | None = option(None, resume="free", gt=0)
-    """Allowed mean difference of these log-probs in nats; null: a multiple of the difference that
-    was measured at the start."""
     guard: GuardConfig = field(default_factory=GuardConfig)

@@ -88,8 +88,6 @@ class WeightCanary:
     """The coarser dtype of ranks and engines, which determines how much rounding is possible."""
     transfer: Callable[[Any, Any, int], dict[str, float]]
     """Transfers the weights of a step from ranks to engines; returns the seconds of each part."""
-    tolerance: float | None = None
-    """Allowed difference in nats; None: a multiple of the difference at the start."""
     file: Path | None = None
     """Keeps the difference at the start for the resumed run; None: nothing is kept."""
     setting: str = ""
@@ -146,13 +144,13 @@ class WeightCanary:
             self.level = float(known["level"])
             return
         largest = STARTS.get(self.dtype, HALF_START)
-        if not self.is_approximate and self.tolerance is None and not self.level <= largest:
+        if not self.is_approximate and not self.level <= largest:
             worst = max(scores, key=self._difference)
             raise MismatchError(
                 f"engine {worst.replica} and the trainer compute different log-probs with the same "
                 f"weights: {self._facts(worst)}; expected at most {largest:g}, the rounding of "
                 f"{self.dtype}; the model is computed differently by one of them "
-                "(trainer.canary_tolerance allows it)"
+                "(trainer.canary=false accepts it)"
             )
         if self.file is not None:
             self.file.parent.mkdir(parents=True, exist_ok=True)
@@ -161,8 +159,6 @@ class WeightCanary:
 
     def limit(self, replica: int) -> float:
         """Return the allowed difference of an engine, in nats."""
-        if self.tolerance is not None:
-            return self.tolerance
         assert self.level is not None, "the start is measured first"
         recent = FACTOR * max(self._recent.get(replica, ()), default=0.0)
         grown = min(recent, CAPS.get(self.dtype, HALF_CAP))

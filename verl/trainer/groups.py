@@ -38,6 +38,9 @@ from verl.training.devices import DETERMINISTIC_ENV, rollout_dtype
 from verl.training.network import forwarded_variables
 from verl.training.worker import CriticWorker, TrainerWorker, TrainingRank
 
+HANG_TIMEOUT_S = 600.0
+"""Time without a sign of life after which a rollout replica counts as dead."""
+
 
 @dataclass(frozen=True)
 class PlacedRanks:
@@ -136,7 +139,7 @@ def build_groups(
         takes_adapter=engine_takes_adapter(config),
         shares_devices=config.is_colocated,
         overlaps=rollout.max_staleness > 0,
-        hang_timeout=trainer.hang_timeout,
+        hang_timeout=HANG_TIMEOUT_S,
         empty_cache=ranks.empty_cache if config.is_colocated else (lambda: None),
         weight_sync=rollout.weight_sync,
         weights_root=None if rollout.weights_dir is None else Path(rollout.weights_dir),

@@ -96,7 +96,6 @@ def build_transfer(config: Config, replicas: RolloutReplicas | NullRolloutPool) 
         choose_ids(tokenizer, seed, min(LENGTH, config.data.max_model_len - 1)),
         replicas.dtype if computed == "float32" else computed,
         transfer_weights,
-        config.trainer.canary_tolerance,
         Path(config.trainer.default_local_dir) / CANARY_FILE,
         setting=f"{seed} {rollout.name} {replicas.dtype} {computed} on {device.type}",
         is_approximate=is_approximate(rollout.engine_kwargs),

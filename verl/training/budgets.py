@@ -17,13 +17,12 @@ class TokenBudgets:
 
 def actor_budgets(config: Config) -> TokenBudgets:
     """Return the policy's budgets: from token options, else the micro-batch size, else default."""
-    actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
+    actor = config.actor_rollout_ref.actor
     size = actor.ulysses_sequence_parallel_size
     update = size * (actor.ppo_max_token_len_per_gpu or 0)
     update = update or _micro_batch_tokens(config, actor.ppo_micro_batch_size, config.num_sp_groups)
     update = update or size * DEFAULT_TOKEN_BUDGET
-    inference = size * (rollout.log_prob_max_token_len_per_gpu or 0)
-    return TokenBudgets(update, inference or 2 * update)
+    return TokenBudgets(update, 2 * update)
 
 
 def critic_budgets(config: Config) -> TokenBudgets:

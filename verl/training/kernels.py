@@ -18,7 +18,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from transformers import PreTrainedModel
 from transformers.integrations.liger import apply_liger_kernel
 
-from verl.config import Config, CriticModelConfig, ModelConfig
+from verl.config import Config
 from verl.config.policy import SELECTIVE
 from verl.errors import ConfigError, explain
 from verl.nvidia import version_of
@@ -34,10 +34,10 @@ SAVED_OPERATIONS = ("aten.mm.", "aten.addmm.", "attention", "attn")
 attention kernels (torch's, flash-attn's) that are torch operations."""
 
 
-def prepare_blocks(lm: PreTrainedModel, config: ModelConfig | CriticModelConfig) -> None:
+def prepare_blocks(lm: PreTrainedModel, kernels: str, recomputed: bool | str | None) -> None:
     """Configure the kernels and recomputation of the blocks of `lm`."""
-    use_kernels(lm, config.kernels)
-    recompute(lm, config.enable_gradient_checkpointing)
+    use_kernels(lm, kernels)
+    recompute(lm, recomputed)
 
 
 def use_kernels(lm: PreTrainedModel, kind: str) -> None:
@@ -64,15 +64,15 @@ def selective_policy(_: Any, operation: Any, *args: Any, **kwargs: Any) -> Check
 
 
 def kernel_problems(config: Config) -> Iterator[ConfigError]:
-    """Yield an error for each option of a model's kernels that cannot be used."""
+    """Yield an error for the kernels of policy and critic if they cannot be used."""
+    key = "actor_rollout_ref.model.kernels"
+    kind = config.actor_rollout_ref.model.kernels
     for section in ("actor_rollout_ref.model", "critic.model"):
-        key, recompute_key = f"{section}.kernels", f"{section}.enable_gradient_checkpointing"
-        kind = attrgetter(key)(config)
+        recompute_key = f"{section}.enable_gradient_checkpointing"
         if kind in NOT_SELECTIVE and attrgetter(recompute_key)(config) == SELECTIVE:
             expected = f"true or false: {NOT_SELECTIVE[kind]}"
             yield ConfigError(explain(recompute_key, SELECTIVE, expected, f"{key}=torch"))
-        if kind != "liger":
-            continue
+    if kind == "liger":
         if is_surely_cpu(config.trainer.device):
             expected = "torch on a CPU: liger's kernels are for GPUs"
             yield ConfigError(explain(key, "liger", expected, f"{key}=torch"))

@@ -141,7 +141,8 @@ class TrainingRank:
         """Build a critic that shares no weights with the policy."""
         model = self.config.critic.model
         with self.open_model(model, self.config.critic_path, needs_head=False) as lm:
-            prepare_blocks(lm, model)
+            kernels = self.config.actor_rollout_ref.model.kernels
+            prepare_blocks(lm, kernels, model.enable_gradient_checkpointing)
             check_heads(lm.config, self.config.critic_sp_size, "critic")
             options = self.critic_options()
             if model.has_adapter:
@@ -214,7 +215,7 @@ class TrainerWorker(TrainingRank):
             self.model_config = self.saved_config = lm.config
             # Copied before the kernels of trained blocks are installed.
             reference_lm = copy_without_values(lm) if needs_reference_copy else None
-            prepare_blocks(lm, section.model)
+            prepare_blocks(lm, section.model.kernels, section.model.enable_gradient_checkpointing)
             size = section.actor.ulysses_sequence_parallel_size
             check_heads(lm.config, size, "actor_rollout_ref.actor")
             model = self._build_actor_model(lm)

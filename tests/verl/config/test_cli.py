@@ -118,7 +118,7 @@ def test_n_of_one_leaves_n_agent_alone() -> None:
     [
         ("actor_rollout_ref.model.use_remove_padding=false", "never padded"),
         ("actor_rollout_ref.actor.fsdp_config.grad_offload=true", "param_offload"),
-        ("actor_rollout_ref.rollout.log_prob_micro_batch_size=128", "log_prob_max_token_len"),
+        ("actor_rollout_ref.rollout.log_prob_micro_batch_size=128", "ppo_max_token_len"),
         ("trainer.default_hdfs_dir=hdfs://x", "default_local_dir"),
         ("actor_rollout_ref.actor.use_dynamic_bsz=true", "ppo_max_token_len_per_gpu"),
     ],

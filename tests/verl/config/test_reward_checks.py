@@ -55,7 +55,6 @@ def test_stages_become_dataclasses() -> None:
         ((*JUDGE, "reward_model.judge.verdict=maybe"), "one of yes_no, score"),
         ((*JUDGE, "reward_model.judge.prompt='is {answer} right?'"), r"no \{question\}, \{acc"),
         ((*JUDGE, "reward_model.judge.timeout=0"), "expected more than 0"),
-        ((*JUDGE, "reward_model.judge.max_retries=-1"), "0 or more"),
         ((*JUDGE, "reward_model.judge.max_concurrency=0"), "1 or more"),
     ],
 )
