@@ -31,6 +31,6 @@ def test_explained_rows_and_raised_texts_are_found() -> None:
 def test_our_sources_have_hundreds() -> None:
     """Messages of the trainer and of the servers are found."""
     modules = [module for _, module in rows()]
-    assert len(modules) > 300 and {"verl/config/rules.py", "search_r1/retrieval/transport.py"} <= {
+    assert len(modules) > 300 and {"verl/config/rules.py", "search_r1/retrieval/client.py"} <= {
         *modules
     }
