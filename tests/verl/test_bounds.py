@@ -22,7 +22,7 @@ IMPOSSIBLE = (math.nan, math.inf, -math.inf, 2**63, -(2**63), 1e300, -1e300)
 MAY_BE_ZERO = {
     "0 turns the feature off": "lora_rank lr_warmup_steps_ratio weight_decay "
     "entropy_coeff kl_loss_coef llds_coef kl_coef penalty_factor critic_warmup save_freq keep_best "
-    "test_freq memory_watch_seconds memory_low drift_trajectories min_delta warmup_steps rescore "
+    "test_freq drift_trajectories min_delta warmup_steps rescore "
     "cache_entries cache_bytes inject_failures inject_hangs test_share samples",
     "no momentum, full discount, one-step estimates": "betas gamma lam",
     "greedy; training refuses it by a separate rule": "temperature",

@@ -5,6 +5,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
+
+from verl.machine import HostMemory, control_groups
+
 
 def test_reading_devices_does_not_run_the_script_again(tmp_path: Path) -> None:
     """The child process that reads the GPUs does not execute the user's script again.
@@ -22,3 +26,37 @@ def test_reading_devices_does_not_run_the_script_again(tmp_path: Path) -> None:
     own = {**os.environ, "PYTHONPATH": f"{tmp_path}:{Path(__file__).parents[2]}"}
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=own)
     assert done.stdout.split() == ["hello", "begun", "True"]
+
+
+def group(folder: Path, **files: str) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in files.items():
+        (folder / name.replace("__", ".")).write_text(text)
+
+
+def test_the_limit_of_a_container_counts(tmp_path: Path) -> None:
+    """cgroup v2: each enclosing group with a limit counts, and droppable pages are free."""
+    (tmp_path / "membership").write_text("0::/outer/inner\n")
+    group(tmp_path / "outer", memory__max="1000", memory__current="700",
+          memory__stat="anon 600\ninactive_file 50\n")  # fmt: skip
+    group(tmp_path / "outer/inner", memory__max="max", memory__current="1", memory__stat="anon 1\n")
+    limits = list(control_groups(tmp_path / "membership", tmp_path))
+    assert limits == [HostMemory(1000, 350)]
+
+
+def test_the_limit_of_an_older_container_counts(tmp_path: Path) -> None:
+    """cgroup v1: limits are in bytes, and an unlimited group has an enormous one."""
+    (tmp_path / "membership").write_text("5:cpu:/a\n4:memory:/a\n")
+    group(tmp_path / "memory/a", memory__limit_in_bytes="1000", memory__usage_in_bytes="400",
+          memory__stat="total_inactive_file 100\n")  # fmt: skip
+    group(tmp_path / "memory", memory__limit_in_bytes=str(2**63 - 4096),
+          memory__usage_in_bytes="400", memory__stat="total_inactive_file 0\n")  # fmt: skip
+    limits = list(control_groups(tmp_path / "membership", tmp_path))
+    assert limits == [HostMemory(1000, 700)]
+
+
+def test_this_machine_has_memory() -> None:
+    """The values read on this machine are plausible."""
+    memory = HostMemory.now()
+    assert 0 < memory.free <= memory.total <= psutil.virtual_memory().total
+    assert 0 <= memory.used_share < 1

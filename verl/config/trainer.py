@@ -144,10 +144,6 @@ class TrainerConfig:
     memory_preflight: str = option("refuse", resume="free", choices=("refuse", "warn", "off"))
     """Reaction when the memory estimate says that this machine lacks the memory for the run: refuse
     to start or warn; off skips the estimate."""
-    memory_watch_seconds: float = option(5.0, resume="free", ge=0)
-    """Seconds between checks of the host's memory during a run; 0 turns them off."""
-    memory_low: float = option(0.1, resume="free", ge=0, le=1)
-    """Free share of host memory below which the log says what uses it; Ray kills at 0.05."""
     canary: bool = option(True, resume="free")
     """Compare the log-probs that ranks and engines compute for a fixed sequence after each transfer
     of weights, and stop the run if an engine lacks the new weights (docs/guides/guard.md)."""

@@ -31,10 +31,10 @@ from verl.data.outside import strings_of_rows
 from verl.data.trajectories import prepare_folder
 from verl.errors import RankLost, ReplicaLost
 from verl.files import exclusive_lock
+from verl.machine import HostMemory
 from verl.model_files import load_tokenizer, tokenizer_identity
 from verl.monitor.canary import FILE as CANARY_FILE
 from verl.monitor.canary import LENGTH, WeightCanary, choose_ids
-from verl.monitor.memory_watch import rank_names, watch_host_memory
 from verl.monitor.tracking import Tracker, Tracking
 from verl.plugins import PortableFactory
 from verl.preflight.checks import fetch_models, preflight
@@ -169,7 +169,7 @@ def running_trainer(
     """Yield a trainer with all its processes, which end with the context, however it ends."""
     config = prepared.config
     updates = prepared.total_steps * config.updates_per_step
-    with OrphanReaper() as reaper, watch_host_memory(config) as host_memory:
+    with OrphanReaper() as reaper:
         start_ray(config)
         try:
             agent = WithToken(PortableFactory(build_agent))
@@ -179,12 +179,6 @@ def running_trainer(
                 if config.samples_rollouts
                 else build_ranks(config, updates, reaper)
             )
-            node_id = ray.get_runtime_context().get_node_id()
-            host_memory.names = {
-                process: name
-                for group in ranks.groups
-                for process, name in rank_names(group.locations(), node_id, group.name).items()
-            }
             try:
                 yield RayPPOTrainer(
                     config=config,
@@ -198,7 +192,10 @@ def running_trainer(
                     total_steps=prepared.total_steps,
                     environment=prepared.environment,
                     transfer=build_transfer(config, replicas),
-                    faults=lambda: {**restarts.metrics(), **host_memory.metrics()},
+                    faults=lambda: {
+                        **restarts.metrics(),
+                        "perf/host_memory_used_share": HostMemory.now().used_share,
+                    },
                     identity=prepared.identity,
                 )
             finally:
