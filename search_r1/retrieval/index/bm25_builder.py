@@ -30,7 +30,7 @@ MADE_WITH = f"bm25s {bm25s.__version__}"
 Ids = npt.NDArray[np.int32]
 
 
-class Shard(NamedTuple):
+class TokenizedRows(NamedTuple):
     """The words of consecutive documents."""
 
     ids: Ids
@@ -41,7 +41,7 @@ class Shard(NamedTuple):
     """The distinct words in the order of their first appearance."""
 
 
-class Documents(Sequence[list[int]]):
+class WordIds(Sequence[list[int]]):
     """Word ids of documents, made into lists one by one, since all lists take much memory."""
 
     def __init__(self, shards: list[tuple[Ids, Ids]]) -> None:
@@ -86,7 +86,7 @@ def build(config: BuildConfig, corpus: Corpus, folder: Path) -> None:
         build_folder.publish(work, folder)
 
 
-def merge_shards(shards: Iterator[Shard]) -> Tokenized:
+def merge_shards(shards: Iterator[TokenizedRows]) -> Tokenized:
     """Return the documents of all shards, with one number for each word over all of them."""
     vocab: dict[str, int] = {}
     documents = []
@@ -95,10 +95,10 @@ def merge_shards(shards: Iterator[Shard]) -> Tokenized:
         documents.append((np.array(numbers, dtype=np.int32)[shard.ids], shard.lengths))
     if not vocab:
         vocab[""] = 0  # bm25s needs at least one word
-    return Tokenized(Documents(documents), vocab)
+    return Tokenized(WordIds(documents), vocab)
 
 
-def _tokenize_corpus(corpus: Corpus, work: Path, shard_rows: int) -> Iterator[Shard]:
+def _tokenize_corpus(corpus: Corpus, work: Path, shard_rows: int) -> Iterator[TokenizedRows]:
     """Yield all shards in order; those that an earlier run saved are not tokenised again."""
     with progress("tokenise", "documents", len(corpus)) as report:
         for start in range(0, len(corpus), shard_rows):
@@ -114,14 +114,16 @@ def _tokenize_corpus(corpus: Corpus, work: Path, shard_rows: int) -> Iterator[Sh
             report(rows.stop)
 
 
-def make_shard(documents: list[list[str]]) -> Shard:
+def make_shard(documents: list[list[str]]) -> TokenizedRows:
     """Number the words of documents by their first appearance."""
     vocab: dict[str, int] = {}
     ids = [vocab.setdefault(word, len(vocab)) for words in documents for word in words]
     lengths = np.array([len(words) for words in documents], dtype=np.int32)
-    return Shard(np.array(ids, dtype=np.int32), lengths, list(vocab))
+    return TokenizedRows(np.array(ids, dtype=np.int32), lengths, list(vocab))
 
 
-def _load_shard(path: Path) -> Shard:
+def _load_shard(path: Path) -> TokenizedRows:
     with np.load(path, allow_pickle=False) as arrays:
-        return Shard(arrays["ids"], arrays["lengths"], json.loads(arrays["words"].tobytes()))
+        return TokenizedRows(
+            arrays["ids"], arrays["lengths"], json.loads(arrays["words"].tobytes())
+        )
