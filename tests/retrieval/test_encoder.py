@@ -81,7 +81,7 @@ def test_no_texts_have_no_vectors() -> None:
 
 
 def test_bm25_and_client_load_neither_torch_nor_ray() -> None:
-    """The BM25 server and the client import nothing heavy, and little outside of `search`."""
+    """The BM25 server and the client import nothing heavy, and little outside of `retrieval`."""
     code = (
         "import sys, search_r1.retrieval.server, search_r1.retrieval.client\n"
         "import search_r1.retrieval.engines.bm25, search_r1.retrieval.local_server\n"
