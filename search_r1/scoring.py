@@ -22,7 +22,7 @@ from search_r1.rewards import (
 )
 from search_r1.rewards.interface import Origin as OriginName
 from search_r1.rewards.interface import OwnRewardError
-from search_r1.rewards.judge.options import read_key
+from search_r1.rewards.judge.judge_options import read_key
 from search_r1.rewards.normalize import RULES, Normalize, normalize_answer
 from verl import plugins
 from verl.config import Config

@@ -150,8 +150,10 @@ def test_an_actor_starts_without_torch() -> None:
 
 
 def test_rewards_read_plain_text() -> None:
-    """Rewards import neither torch nor the trainer."""
-    assert offenders("search_r1/rewards", "torch", "verl", "ray", "transformers") == []
+    """Rewards import neither torch nor the trainer; of verl, file loader and proxies."""
+    allowed = ("verl.user_files", "verl.proxies")
+    found = offenders("search_r1/rewards", "torch", "verl", "ray", "transformers", allowed=allowed)
+    assert found == []
 
 
 def test_agents_do_not_reach_into_the_trainer() -> None:

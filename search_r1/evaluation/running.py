@@ -38,7 +38,7 @@ from search_r1.inference.model import (
 from search_r1.inference.opening import NO_RETRIEVER, retriever_facts, run_config
 from search_r1.plain import configure_logging
 from search_r1.rewards import RewardInput
-from search_r1.rewards.judge.options import JudgeOptions, read_key
+from search_r1.rewards.judge.judge_options import JudgeOptions, read_key
 from search_r1.rewards.normalize import RULES
 from search_r1.rewards.registry import build_judge
 from verl.config import Config

@@ -7,7 +7,7 @@ from search_r1.rewards.interface import (
     RewardOutput,
     RewardScores,
 )
-from search_r1.rewards.judge.options import JudgeOptions
+from search_r1.rewards.judge.judge_options import JudgeOptions
 from search_r1.rewards.registry import (
     LLM_JUDGE,
     REWARDS,

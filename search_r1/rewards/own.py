@@ -24,7 +24,7 @@ from search_r1.rewards.interface import (
     RewardInput,
     RewardOutput,
 )
-from search_r1.user_files import execute_file, import_lock, module_name
+from verl.user_files import execute_file, import_lock, module_name
 
 OUR_RESULT = "a finite number, or a RewardOutput of such"
 VERL_RESULT = "a finite number, or a dict with such a score"

@@ -19,7 +19,7 @@ from search_r1.rewards.interface import (
     RewardScores,
     Rule,
 )
-from search_r1.rewards.judge.options import JudgeOptions
+from search_r1.rewards.judge.judge_options import JudgeOptions
 from search_r1.rewards.own import load_function, wrap_user_reward
 
 
@@ -70,8 +70,10 @@ REWARDS: Mapping[str, Rule] = MappingProxyType(
 
 def build_judge(options: JudgeOptions) -> LlmJudge:
     """Build the LLM judge, a batch reward. Raises ValueError for an invalid cache."""
-    from search_r1.rewards.judge.reward import LlmJudge  # noqa: PLC0415 needs httpx
-
+    try:
+        from search_r1.rewards.judge.reward import LlmJudge  # noqa: PLC0415 needs openai
+    except ModuleNotFoundError as error:
+        raise ValueError(f"{LLM_JUDGE} needs {error.name}; fix: pip install openai") from error
     return LlmJudge(options)
 
 

@@ -55,7 +55,7 @@ def test_a_socks_proxy_is_used_for_other_hosts_only(
 
             assert asyncio.run(ask()) == [7]
         assert asked == ["engine.example:80"]
-        client = BoundedHttpClient(20, 1000, url=url)  # the judge's
+        client = BoundedHttpClient(20, 1000, url=url)  # a web service's
         assert client.send("POST", f"{url}/v1/completions").status == 200
         client.close()
         assert len(asked) == 1

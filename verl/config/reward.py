@@ -21,7 +21,7 @@ class JudgeConfig:
     prompt: str | None = option(None, resume="logged")
     """Custom prompt with {question}, {accepted} and {answer}, inserted as JSON; null: built-in."""
     timeout: float = option(60.0, resume="logged", gt=0)
-    """Time limit of one request in seconds, to the last byte of the response."""
+    """Seconds that the judge may take to connect, and for each part of its response."""
     max_concurrency: int = option(32, resume="logged", ge=1)
     """Maximum concurrent requests."""
     max_tokens: int = option(16, resume="logged", ge=1)

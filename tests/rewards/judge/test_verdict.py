@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from search_r1.rewards.judge.reward import build_message, parse_verdict, quote
+from search_r1.rewards.judge.message import build_message, parse_verdict, quote
 
 
 @pytest.mark.parametrize(

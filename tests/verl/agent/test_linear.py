@@ -13,7 +13,7 @@ from search_r1.evaluation.runner import read_untagged_answer
 from search_r1.online.pages import truncate
 from search_r1.retrieval.tokenization import fold
 from search_r1.rewards import RewardInput, RewardScores, build_reward
-from search_r1.rewards.judge.reward import parse_verdict
+from search_r1.rewards.judge.message import parse_verdict
 from search_r1.rewards.normalize import RULES, contains, covers
 from search_r1.runs.dialogue import find_headings, read_dialogue
 from verl.agent import native
