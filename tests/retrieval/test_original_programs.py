@@ -146,7 +146,7 @@ def test_the_migration_page_is_correct(capsys: pytest.CaptureFixture[str]) -> No
     helps = ""
     for main in (retrieval_server.main, index_builder.main):
         with pytest.raises(SystemExit, match="0"):
-            main(["--help"])
+            main(["--help-all"])
         helps += capsys.readouterr().out
     accepted = {
         flag.replace("-", "_").replace("__", "--", 1) for flag in re.findall(r"--[\w-]+", helps)
