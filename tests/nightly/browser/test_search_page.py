@@ -15,6 +15,9 @@ from search_r1.retrieval.service.app import create_app
 from search_r1.retrieval.settings import ServiceConfig
 from tests.nightly.browser import tabs
 from tests.nightly.browser.tabs import TIMEOUT_MS, chromium
+from tests.retrieval.conftest import corpus_path as corpus_path
+from tests.retrieval.conftest import open_engine as open_engine
+from tests.retrieval.conftest import queries as queries
 from tests.retrieval.conftest import serve as serve
 
 pytestmark = pytest.mark.browser
