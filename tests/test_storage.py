@@ -67,7 +67,7 @@ def test_a_damaged_or_foreign_file_is_refused(tmp_path: Path) -> None:
         other.execute("CREATE TABLE results (a)")
     for path in (damaged, text, short, foreign, tmp_path / "missing" / "s"):
         before = path.read_bytes() if path.exists() else None
-        with pytest.raises(StorageError, match=r"--option .* cannot be used"):
+        with pytest.raises(StorageError, match="--option"):
             FileStore(path, "--option")
         assert (path.read_bytes() if path.exists() else None) == before
 

@@ -17,7 +17,7 @@ def test_a_key_that_is_not_set_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path
         model="m", data=("q",), out=str(tmp_path),
         judge_url="http://127.0.0.1:9/v1", judge_model="m", judge_api_key_env="NO_KEY",
     )  # fmt: skip
-    with pytest.raises(ConfigError, match=r"--judge-api-key-env: got NO_KEY, .*export NO_KEY=KEY"):
+    with pytest.raises(ConfigError, match="--judge-api-key-env"):
         open_judge(options)
 
 

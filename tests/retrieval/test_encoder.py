@@ -45,7 +45,7 @@ def test_family_by_name(name: str) -> None:
 def test_family_can_be_named() -> None:
     """A model of any name can be assigned to a family; unknown families are refused."""
     assert {family_of("my-model", name).name for name in NAMES} == set(NAMES)
-    with pytest.raises(SetupError, match=r"--encoder_family e6; expected e5-instruct, e5, bge-en"):
+    with pytest.raises(SetupError, match="--encoder_family"):
         family_of("my-model", "e6")
 
 

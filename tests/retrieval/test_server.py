@@ -366,7 +366,7 @@ def test_launch_script_without_corpus() -> None:
 def test_a_server_that_cannot_start_says_why() -> None:
     """LocalServer reports the server's error message at once."""
     start = time.monotonic()
-    with pytest.raises(RetrieverUnavailable, match=r"nowhere\.jsonl does not exist"):
+    with pytest.raises(RetrieverUnavailable, match=r"nowhere\.jsonl"):
         LocalServer(["--corpus_path", "nowhere.jsonl"]).start()
     assert time.monotonic() - start < 30
 

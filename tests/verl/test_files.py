@@ -90,7 +90,7 @@ def test_a_folder_is_locked_until_its_process_ends(tmp_path: Path) -> None:
     first.start()
     assert held.wait(60)
     with (
-        pytest.raises(ConfigError, match=r"--out: .* another run"),
+        pytest.raises(ConfigError, match="--out"),
         exclusive_lock(tmp_path, "--out"),
     ):
         raise AssertionError("entered a locked folder")

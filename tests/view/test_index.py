@@ -111,10 +111,10 @@ def test_a_run_that_starts_after_the_page_is_found(
 
 def test_another_folder_is_refused(tmp_path: Path, folder: Path) -> None:
     """A folder that is not a run's, and an unusable index folder, raise ConfigError."""
-    with pytest.raises(ConfigError, match=r"expected a run's trainer\.default_local_dir"):
+    with pytest.raises(ConfigError, match=r"trainer\.default_local_dir"):
         Run(tmp_path / "nothing", tmp_path)
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match=r"--index-dir: got .*fix: name another"):
+    with pytest.raises(ConfigError, match="--index-dir"):
         Run(folder, tmp_path / "file" / "below")
 
 

@@ -276,7 +276,7 @@ def test_sampler_order_depends_on_seed_and_epoch() -> None:
 
 def test_sampler_refuses_invalid_sizes_and_states() -> None:
     """A batch larger than the data, and a state of other data, raise ConfigError."""
-    with pytest.raises(ConfigError, match=r"data\.train_batch_size: got 9, expected at most the 8"):
+    with pytest.raises(ConfigError, match=r"data\.train_batch_size"):
         PromptSampler(8, 9)
     for rows, size, got in ((9, 4, "8 num_rows"), (7, 4, "8 num_rows"), (8, 3, "4 batch_size"),
                             (8, 5, "4 batch_size")):  # fmt: skip

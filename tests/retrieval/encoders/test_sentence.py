@@ -126,7 +126,7 @@ def test_an_index_is_built_with_the_passage_encoder_of_dpr(
     assert len(open_with(query_model=question).search(["capital of france"], 3)[0]) == 3
     with pytest.raises(SetupError, match="set --query_model"):
         open_with()
-    with pytest.raises(SetupError, match=r"/nowhere does not exist.*set --query_model"):
+    with pytest.raises(SetupError, match="--query_model"):
         open_with(query_model="/nowhere")
 
 

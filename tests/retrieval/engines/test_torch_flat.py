@@ -141,5 +141,5 @@ def test_index_that_is_not_flat_is_refused(settings: RetrieverConfig, tmp_path: 
     index = faiss.IndexHNSWFlat(64, 4)
     index.add(random_rows(22, 8, 64))
     faiss.write_index(index, str(tmp_path / "hnsw"))
-    with pytest.raises(SetupError, match=r"an HNSW graph.*--dense_engine faiss"):
+    with pytest.raises(SetupError, match="--dense_engine"):
         build_retriever(replace(settings, index_path=str(tmp_path / "hnsw")))

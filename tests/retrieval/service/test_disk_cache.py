@@ -34,5 +34,5 @@ def test_results_are_kept_across_restarts_for_one_backend(tmp_path: Path) -> Non
 def test_a_foreign_file_is_refused(tmp_path: Path) -> None:
     """The message names the option."""
     (tmp_path / "text").write_text("no database " * 100)
-    with pytest.raises(SetupError, match=r"--cache_path .* cannot be used"):
+    with pytest.raises(SetupError, match="--cache_path"):
         create_app(FakeBackend(), ServiceConfig(cache_path=str(tmp_path / "text")))

@@ -66,7 +66,7 @@ def test_a_machine_without_ipv6_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
         raise OSError(errno.EAFNOSUPPORT, "Address family not supported by protocol")
 
     monkeypatch.setattr(running.socket, "socket", refuse)
-    with pytest.raises(SetupError, match=r"cannot serve on ::1:0 .*not supported.*another --host"):
+    with pytest.raises(SetupError, match="--host"):
         bind("::1", 0)
 
 

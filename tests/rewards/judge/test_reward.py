@@ -255,9 +255,7 @@ def test_a_reply_that_was_cut_says_so() -> None:
     """A model that thinks first needs more tokens; trying again does not help."""
     cut = {"choices": [{"message": {"content": None}, "finish_reason": "length"}]}
     with judge_server(lambda n, body: json.dumps(cut).encode()) as server:
-        with pytest.raises(
-            ValueError, match=r"cut off at max_tokens=16; fix: raise judge\.max_tokens"
-        ):
+        with pytest.raises(ValueError, match=r"judge\.max_tokens"):
             build_judge(at(server)).check()
         assert len(server.requests) == 1
 

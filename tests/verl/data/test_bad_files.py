@@ -176,7 +176,7 @@ class RejectingTokenizer(ByteTokenizer):
 def test_a_prompt_rejected_by_the_template_names_its_row() -> None:
     """A chat template may raise for the roles of a row; the error is about the row."""
     bad = Row("q.jsonl", 7, ({"role": "wizard", "content": "x"},), "nq", ("a",))
-    with pytest.raises(DataError, match=r"q\.jsonl#7: got \['wizard'\] \(roles must alternate\)"):
+    with pytest.raises(DataError, match=r"q\.jsonl#7"):
         render(bad, RejectingTokenizer())
 
 

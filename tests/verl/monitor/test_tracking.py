@@ -85,7 +85,7 @@ def test_a_tracker_of_a_file_is_opened_and_may_fail(
     assert len(caplog.messages) == 1
     with Tracking("p", "e", own, tmp_path) as alone, pytest.raises(ValueError, match="not this"):
         alone.log({"a": 1}, 2)
-    with pytest.raises(ConfigError, match=r"trainer\.logger: got .*broken.*no server"):
+    with pytest.raises(ConfigError, match=r"trainer\.logger"):
         Tracking("p", "e", f"{tmp_path}/own.py:broken", tmp_path)
 
 
