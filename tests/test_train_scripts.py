@@ -127,7 +127,7 @@ def test_environment_overrides_values(script: str, tmp_path: Path) -> None:
     assert config.data.val_files == "/d/test.parquet"
     assert config.retriever.url == "http://h:1/retrieve"
     assert (trainer.n_gpus_per_node, trainer.total_training_steps) == (2, 7)
-    assert (trainer.rollout_gpus, config.num_engines(on_gpu=True)) == (6, 6)
+    assert (trainer.rollout_gpus, config.placement.num_engines(on_gpu=True)) == (6, 6)
     assert (trainer.project_name, trainer.experiment_name, trainer.logger) == ("p", "e", "console")
     assert (config.data.train_batch_size, trainer.default_local_dir) == (16, "/o")
 

@@ -143,10 +143,10 @@ def test_devices_are_ranks_and_servers_engines(world: Path) -> None:
     assert trainer(world, devices=[0, 1]).config.trainer.n_gpus_per_node == 2
     assert trainer(world, devices="cuda:3").config.trainer.n_gpus_per_node == 1
     assert trainer(world, devices="cpu").config.trainer.device == "cpu"
-    assert not trainer(world).config.is_external
+    assert not trainer(world).config.placement.is_external
     for servers in ("http://a:8001", ("http://a:8001", "http://b:8001")):
         config = trainer(world, vllm_server=servers).config
-        assert config.servers == ([servers] if isinstance(servers, str) else list(servers))
+        assert config.placement.servers == ((servers,) if isinstance(servers, str) else servers)
 
 
 def test_questions_become_rows(

@@ -101,12 +101,13 @@ def _budgets(config: Config) -> Iterator[Rule]:
 def _sequence_parallel(config: Config) -> Iterator[Rule]:
     """Group sizes that divide the ranks, and mini-batches with a trajectory for each group."""
     actor, critic, gpus = config.actor_rollout_ref.actor, config.critic, "trainer.n_gpus_per_node"
-    models = [(ACTOR, gpus, "", config.num_ranks, actor.ulysses_sequence_parallel_size)]
-    if config.has_own_critic:
+    models = [(ACTOR, gpus, "", config.placement.num_ranks, actor.ulysses_sequence_parallel_size)]
+    plan = config.placement
+    if plan.has_own_critic:
         gpus, owner = "critic.n_gpus_per_node", "the critic's "
-        models.append(("critic", gpus, owner, config.num_critic_ranks, config.critic_sp_size))
+        models.append(("critic", gpus, owner, plan.num_critic_ranks, plan.critic_sp_size))
     elif critic.ulysses_sequence_parallel_size:
-        models.append(("critic", gpus, "", config.num_ranks, config.critic_sp_size))
+        models.append(("critic", gpus, "", plan.num_ranks, plan.critic_sp_size))
     for section, gpus, owner, ranks, size in models:
         key, num_groups = f"{section}.ulysses_sequence_parallel_size", max(1, ranks // size)
         yield (ranks % size, key, size, f"a divisor of {owner}{ranks} ranks",
@@ -139,8 +140,9 @@ def _recorded(config: Config) -> Iterator[Rule]:
 
 def _engines(config: Config) -> Iterator[Rule]:
     """GPUs of the engines, and the transfer of weights to them."""
-    trainer, rollout, is_split = config.trainer, config.actor_rollout_ref.rollout, config.is_split
-    size, per_node = rollout.tensor_model_parallel_size, config.engine_gpus_per_node
+    trainer, rollout, plan = config.trainer, config.actor_rollout_ref.rollout, config.placement
+    is_split = plan.is_split
+    size, per_node = rollout.tensor_model_parallel_size, plan.engine_gpus_per_node
     key = "trainer.rollout_gpus"
     holder = key if is_split else "trainer.n_gpus_per_node"
     yield (per_node % size, f"{ROLLOUT}.tensor_model_parallel_size", size,
@@ -148,13 +150,13 @@ def _engines(config: Config) -> Iterator[Rule]:
     yield (is_split and rollout.name == "remote", key, trainer.rollout_gpus,
            f"0: {ROLLOUT}.name=remote is a server with devices of its own", f"{key}=0")
     obstacles = {"max_staleness": rollout.max_staleness > 0, "trainer.rollout_gpus": is_split,
-                 "url": config.is_external}  # fmt: skip
+                 "url": config.placement.is_external}  # fmt: skip
     found = [name for name, is_set in obstacles.items() if is_set]
     sync = f"{ROLLOUT}.weight_sync"
     yield (rollout.weight_sync == "ipc" and bool(found), sync, "ipc",
            f"files with {', '.join(found)}: ipc only reaches engines that wait on the ranks' own "
            "devices",
-           f"{sync}=files" if config.is_colocated or config.is_external else f"{sync}=nccl")
+           f"{sync}=files" if plan.is_colocated or plan.is_external else f"{sync}=nccl")
     is_nccl = rollout.weight_sync == "nccl"
     yield (is_nccl and not is_split, sync, "nccl",
            "files or ipc: nccl is for engines of the run on devices of their own",
@@ -173,7 +175,7 @@ def _engine_kwargs(config: Config) -> Iterator[Rule]:
     """Arguments that go to a vLLM that the run starts, and what they change for training."""
     rollout, key = config.actor_rollout_ref.rollout, engine_kwargs.KEY
     given = engine_kwargs.given(rollout.engine_kwargs)
-    starts_vllm = rollout.name == "vllm" and not config.is_external
+    starts_vllm = rollout.name == "vllm" and not config.placement.is_external
     yield (given and not starts_vllm, key, ", ".join(given),
            "nothing: it is for vLLM engines that the run starts",
            "leave it out; for a server of your own, give it to vllm serve")
@@ -191,12 +193,13 @@ def _engine_kwargs(config: Config) -> Iterator[Rule]:
 def _servers(config: Config) -> Iterator[Rule]:
     """Servers that the user started: addresses, weights, and options that the run cannot set."""
     trainer, rollout, key = config.trainer, config.actor_rollout_ref.rollout, f"{ROLLOUT}.url"
-    yield (rollout.weights_dir is not None and not config.is_external, f"{ROLLOUT}.weights_dir",
+    is_external = config.placement.is_external
+    yield (rollout.weights_dir is not None and not is_external, f"{ROLLOUT}.weights_dir",
            rollout.weights_dir, f"null: without {key} no server loads weights",
            f"{ROLLOUT}.weights_dir=null")
-    if not config.is_external:
+    if not config.placement.is_external:
         return
-    addresses = [str(url).rstrip("/").removesuffix("/v1") for url in config.servers]
+    addresses = [str(url).rstrip("/").removesuffix("/v1") for url in config.placement.servers]
     yield (not all(url.startswith(HTTP) for url in addresses), key, rollout.url,
            "addresses that begin with http:// or https://", f"{key}=[http://host:8000]")
     yield (len(set(addresses)) < len(addresses), key, rollout.url,
@@ -222,7 +225,7 @@ def _servers(config: Config) -> Iterator[Rule]:
 def _critic(config: Config) -> Iterator[Rule]:
     """Devices of a critic that does not share the actor's."""
     critic, name, key = config.critic, config.algorithm.adv_estimator, "critic.n_gpus_per_node"
-    has_own = config.has_own_critic
+    has_own = config.placement.has_own_critic
     yield (has_own and not ADVANTAGES[name].needs_critic, key, critic.n_gpus_per_node,
            f"null: {name} has no critic", f"{key}=null, or algorithm.adv_estimator=gae")
     yield (critic.nnodes is not None and not has_own, "critic.nnodes", critic.nnodes,

@@ -6,6 +6,7 @@ from verl.config.agent import AgentConfig, ServerConfig
 from verl.config.algorithm import AlgorithmConfig, CompatConfig
 from verl.config.data import DataConfig
 from verl.config.option import option
+from verl.config.placement import Placement, plan
 from verl.config.policy import ActorRolloutRefConfig, CriticConfig, ValSamplingConfig
 from verl.config.reward import RewardConfig
 from verl.config.trainer import TrainerConfig
@@ -35,6 +36,11 @@ class Config:
     template: str = option("search_r1", resume="experiment")
     """Wording of prompts and observations: a template of docs/guides/rewards.md, or `tools`,
     which builds it from the descriptions of the tools."""
+
+    @property
+    def placement(self) -> Placement:
+        """Which devices hold ranks, critic and engines."""
+        return plan(self)
 
     @property
     def calls_tools(self) -> bool:
@@ -106,71 +112,13 @@ class Config:
     def shares_base(self) -> bool:
         """Whether policy and critic are adapters of one base model, which is loaded once."""
         policy, critic = self.actor_rollout_ref.model, self.critic.model
-        is_same = critic.path in (None, policy.path) and not self.has_own_critic
+        is_same = critic.path in (None, policy.path) and not self.placement.has_own_critic
         return policy.has_adapter and critic.has_adapter and is_same
 
     @property
     def critic_path(self) -> str:
         """Folder of the weights from which the critic starts."""
         return self.critic.model.path or self.actor_rollout_ref.model.path
-
-    @property
-    def num_ranks(self) -> int:
-        """Training ranks over all nodes, without those of a critic on its own devices."""
-        return self.trainer.n_gpus_per_node * self.trainer.nnodes
-
-    @property
-    def num_sp_groups(self) -> int:
-        """Sequence-parallel groups of the actor's ranks, over all nodes."""
-        return self.num_ranks // self.actor_rollout_ref.actor.ulysses_sequence_parallel_size
-
-    @property
-    def critic_sp_size(self) -> int:
-        """Ranks in a sequence-parallel group of the critic."""
-        own = self.critic.ulysses_sequence_parallel_size
-        return own or self.actor_rollout_ref.actor.ulysses_sequence_parallel_size
-
-    @property
-    def num_critic_sp_groups(self) -> int:
-        """Sequence-parallel groups of the ranks that hold a critic, over all nodes."""
-        return self.num_critic_ranks // self.critic_sp_size
-
-    @property
-    def has_own_critic(self) -> bool:
-        """Whether the critic has its own ranks and devices, separate from the actor's."""
-        return self.critic.n_gpus_per_node is not None
-
-    @property
-    def critic_gpus_per_node(self) -> int:
-        """GPUs per node reserved for the critic; 0 if it shares the actor's."""
-        return self.critic.n_gpus_per_node or 0
-
-    @property
-    def critic_nodes(self) -> int:
-        """Number of nodes that hold the GPUs of a critic with its own devices."""
-        return self.critic.nnodes or self.trainer.nnodes
-
-    @property
-    def num_critic_ranks(self) -> int:
-        """Number of ranks that hold the critic: its own, or the actor's."""
-        return self.critic_gpus_per_node * self.critic_nodes or self.num_ranks
-
-    @property
-    def is_split(self) -> bool:
-        """Whether engines have their own devices, separate from the ranks'."""
-        return self.trainer.rollout_gpus > 0
-
-    @property
-    def is_external(self) -> bool:
-        """Whether the engines are servers that the user started and that load new weights."""
-        rollout = self.actor_rollout_ref.rollout
-        return rollout.url is not None and rollout.name != "remote"
-
-    @property
-    def servers(self) -> list[str]:
-        """Addresses of the user's servers, one engine each; empty if the run starts its own."""
-        url = self.actor_rollout_ref.rollout.url
-        return (url if isinstance(url, list) else [str(url)]) if self.is_external else []
 
     @property
     def streams_weights(self) -> bool:
@@ -183,51 +131,16 @@ class Config:
         return 2 if self.actor_rollout_ref.rollout.max_staleness else 1
 
     @property
-    def is_colocated(self) -> bool:
-        """Whether engines share the ranks' devices; on GPUs they take turns."""
-        return not self.is_split and not self.is_external
-
-    @property
-    def engine_gpus_per_node(self) -> int:
-        """GPUs per node that engines use: their own, or the ranks'."""
-        return self.trainer.rollout_gpus or self.trainer.n_gpus_per_node
-
-    @property
-    def engine_slots(self) -> int:
-        """Number of engines that fit on the GPUs of all nodes; an engine does not span nodes."""
-        size = self.actor_rollout_ref.rollout.tensor_model_parallel_size
-        return self.engine_gpus_per_node // size * self.trainer.nnodes
-
-    @property
-    def gpus_per_node(self) -> int:
-        """Maximum GPUs per node that ranks, engines and a critic with its own devices use."""
-        trainer = self.trainer
-        return trainer.n_gpus_per_node + trainer.rollout_gpus + self.critic_gpus_per_node
-
-    @property
-    def num_gpus(self) -> int:
-        """GPUs of the run over all nodes."""
-        per_node = self.trainer.n_gpus_per_node + self.trainer.rollout_gpus
-        return per_node * self.trainer.nnodes + self.critic_gpus_per_node * self.critic_nodes
-
-    @property
     def num_trajectories(self) -> int:
         """Number of trajectories in one training step."""
         return self.data.train_batch_size * self.actor_rollout_ref.rollout.n_agent
-
-    def num_engines(self, on_gpu: bool) -> int:
-        """Number of rollout engines over all nodes."""
-        rollout = self.actor_rollout_ref.rollout
-        if self.is_external:
-            return len(self.servers)
-        return rollout.num_replicas or (self.engine_slots if on_gpu else self.trainer.nnodes)
 
     def max_num_seqs(self, on_gpu: bool) -> int:
         """Maximum trajectories that one engine decodes at once: the option, or its share of a step.
 
         Engines receive whole groups if there are enough groups (`verl.packing.scheduling_units`).
         """
-        rollout, engines = self.actor_rollout_ref.rollout, self.num_engines(on_gpu)
+        rollout, engines = self.actor_rollout_ref.rollout, self.placement.num_engines(on_gpu)
         if rollout.max_num_seqs is not None:
             return rollout.max_num_seqs
         groups = self.data.train_batch_size

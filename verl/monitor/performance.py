@@ -142,8 +142,8 @@ class WorkCounter:
         return (critic_budgets if model.is_critic else actor_budgets)(self.config)
 
     def _skipped_prompts(self, model: ModelFlops, batch: TokenBatch, budget: int) -> list[int]:
-        config = self.config
-        num_sp_groups = config.num_critic_sp_groups if model.is_critic else config.num_sp_groups
+        plan = self.config.placement
+        num_sp_groups = plan.num_critic_sp_groups if model.is_critic else plan.num_sp_groups
         return Packing.of(batch).skipped_prompts(num_sp_groups, budget, model.pair_cost)
 
     def take(self) -> dict[str, Work]:

@@ -114,7 +114,7 @@ def model_problems(config: Config) -> Iterator[UserError]:
     critic_path = config.critic.model.path
     if has_critic(config) and critic_path not in (None, path):
         yield from _path_problems(
-            "critic.model.path", str(critic_path), config.critic_sp_size, policy_path=path
+            "critic.model.path", str(critic_path), config.placement.critic_sp_size, policy_path=path
         )
 
 
@@ -123,7 +123,7 @@ def _sequence_parallel_problems(config: Config) -> Iterator[UserError]:
     policy, actor = config.actor_rollout_ref.model, config.actor_rollout_ref.actor
     sp_sizes = [("actor_rollout_ref.actor", policy.path, actor.ulysses_sequence_parallel_size)]
     if has_critic(config):
-        sp_sizes.append(("critic", config.critic_path, config.critic_sp_size))
+        sp_sizes.append(("critic", config.critic_path, config.placement.critic_sp_size))
     for section, path, size in sp_sizes:
         folder = model_folder(path)
         if size > 1 and folder is not None:  # the ranks check a model that they download
@@ -224,7 +224,7 @@ def _device_problems(config: Config) -> Iterator[UserError]:
     if os.environ.get("RAY_ADDRESS"):
         return
     trainer, key, num_gpus = config.trainer, "trainer.n_gpus_per_node", torch.cuda.device_count()
-    rollout_gpus, critic_gpus = trainer.rollout_gpus, config.critic_gpus_per_node
+    rollout_gpus, critic_gpus = trainer.rollout_gpus, config.placement.critic_gpus_per_node
     for name, nodes in (("trainer", trainer.nnodes), ("critic", config.critic.nnodes or 1)):
         if nodes > 1:
             fix = (
@@ -233,7 +233,7 @@ def _device_problems(config: Config) -> Iterator[UserError]:
             got, expected = f"{nodes} without RAY_ADDRESS", "1 node, or a cluster"
             yield ResourceError(explain(f"{name}.nnodes", got, expected, fix))
     if trainer.device == "cuda" or (trainer.device == "auto" and num_gpus):
-        if num_gpus < config.gpus_per_node:
+        if num_gpus < config.placement.gpus_per_node:
             separate = {"trainer.rollout_gpus": rollout_gpus, "critic.n_gpus_per_node": critic_gpus}
             separate = {name: number for name, number in separate.items() if number}
             fix = f"set {key}={num_gpus}" if num_gpus else "set trainer.device=cpu, or add a GPU"

@@ -49,13 +49,13 @@ def server_problems(
     config: Config, transport: httpx.BaseTransport | None = None
 ) -> Iterator[UserError]:
     """Yield why the run cannot sample from the servers of `rollout.url`, if it has any."""
-    if not config.is_external:
+    if not config.placement.is_external:
         return
     problem = _folder_problem(config)
     if problem is not None:
         yield problem
         return
-    for url in config.servers:
+    for url in config.placement.servers:
         try:
             yield from _ServerCheck(config, server_root(url, URL), transport).problems()
         except ConfigError as error:  # an invalid address or API key

@@ -44,7 +44,7 @@ def engine_class(name: str) -> type[RolloutEngine]:
 
 def selected_class(config: Config) -> type[RolloutEngine]:
     """Return the class of a run's engines. Raises ConfigError."""
-    if config.is_external:
+    if config.placement.is_external:
         return _imported(SERVER)
     return engine_class(config.actor_rollout_ref.rollout.name)
 
@@ -76,7 +76,7 @@ def engine_takes_adapter(config: Config) -> bool:
 def engine_problems(config: Config) -> Iterator[ConfigError]:
     """Yield the reasons why a run cannot be trained with its engine."""
     name = config.actor_rollout_ref.rollout.name
-    label = f"a server of {URL}" if config.is_external else f"{NAME}={name}"
+    label = f"a server of {URL}" if config.placement.is_external else f"{NAME}={name}"
     try:
         cls = selected_class(config)
     except ConfigError as error:

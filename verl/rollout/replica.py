@@ -48,7 +48,7 @@ class RolloutReplica:
     ) -> None:
         """Build the agent and the engine; the model is loaded later, by `engine.start`."""
         set_trust(config.actor_rollout_ref.model.trust_remote_code)
-        if config.is_split and device_type(config.trainer.device) == "cpu":
+        if config.placement.is_split and device_type(config.trainer.device) == "cpu":
             pin_to_cores(config.trainer.rollout_gpus, is_engine=True)
         self.config = config
         self.agent = agent_factory(config)

@@ -119,7 +119,7 @@ class VllmServer(RolloutEngine):
         """Build the engine for address number `replica` of `rollout.url`."""
         rollout = config.actor_rollout_ref.rollout
         return cls(
-            config.servers[replica],
+            config.placement.servers[replica],
             rollout.served_model,
             rollout.api_key_env,
             config.max_num_seqs(device_type(config.trainer.device) == "cuda"),

@@ -121,7 +121,7 @@ class VllmSettings:
             "max_num_batched_tokens": batched_tokens(self.max_num_seqs),
             "gpu_memory_utilization": rollout.gpu_memory_utilization,
             "tensor_parallel_size": rollout.tensor_model_parallel_size,
-            "enable_sleep_mode": not self.config.is_split,
+            "enable_sleep_mode": not self.config.placement.is_split,
         }
 
     def environment(self) -> dict[str, str]:

@@ -68,7 +68,8 @@ def place_ranks(
     check_nodes(config, environment_factory, nodes)
     fetch_models(config, nodes)
     env = forwarded_variables(os.environ)
-    env |= gpu_env(nodes, config.gpus_per_node) if use_gpu else cpu_env(_shares_cores(config))
+    gpus = config.placement.gpus_per_node
+    env |= gpu_env(nodes, gpus) if use_gpu else cpu_env(_shares_cores(config))
     env[MARK] = reaper.mark
     if config.trainer.deterministic:
         env |= DETERMINISTIC_ENV
@@ -80,7 +81,7 @@ def place_ranks(
     ranks = TrainerRanks(
         *groups,
         policy=BatchSharding(policy_cost, policy_sp_size),
-        critic=BatchSharding(critic_cost, config.critic_sp_size),
+        critic=BatchSharding(critic_cost, config.placement.critic_sp_size),
     )
     start_node_reapers(ranks.groups, reaper.mark)
     return PlacedRanks(config, placements[0], engine_env, ranks)
@@ -113,8 +114,9 @@ def build_groups(
     placed = place_ranks(config, environment_factory, reaper)
     config, ranks = placed.config, placed.ranks
     trainer, rollout = config.trainer, config.actor_rollout_ref.rollout
-    num_replicas = config.num_engines(use_gpu)
-    num_gpus = rollout.tensor_model_parallel_size if use_gpu and not config.is_external else 0
+    num_replicas = config.placement.num_engines(use_gpu)
+    is_external = config.placement.is_external
+    num_gpus = rollout.tensor_model_parallel_size if use_gpu and not is_external else 0
     locations = ranks.group.locations()
     if use_gpu and trainer.rollout_gpus:
         locations = engine_gpu_locations(placed.placement, trainer.rollout_gpus)
@@ -124,7 +126,7 @@ def build_groups(
     replica_calls = replicas.start_build(RolloutReplica, arguments)
     pending = start_building_ranks(ranks, ranks.groups[1:], CriticWorker, config, total_updates)
     # Engines on the ranks' GPUs load first and then sleep, so that the ranks have the memory.
-    shares_gpus = use_gpu and config.is_colocated
+    shares_gpus = use_gpu and config.placement.is_colocated
     if shares_gpus:
         start_engines(replicas, replica_calls, then_sleep=True)
     pending += start_building_ranks(ranks, [ranks.group], TrainerWorker, config, total_updates)
@@ -137,10 +139,10 @@ def build_groups(
         arguments,
         restarts,
         takes_adapter=engine_takes_adapter(config),
-        shares_devices=config.is_colocated,
+        shares_devices=config.placement.is_colocated,
         overlaps=rollout.max_staleness > 0,
         hang_timeout=HANG_TIMEOUT_S,
-        empty_cache=ranks.empty_cache if config.is_colocated else (lambda: None),
+        empty_cache=ranks.empty_cache if config.placement.is_colocated else (lambda: None),
         weight_sync=rollout.weight_sync,
         weights_root=None if rollout.weights_dir is None else Path(rollout.weights_dir),
         is_divided=rollout.replay is not None,
@@ -149,14 +151,15 @@ def build_groups(
 
 def check_engine_gpus(config: Config, use_gpu: bool) -> None:
     """Raise ConfigError if engines sample while their GPUs train, or have too few GPUs."""
-    if not use_gpu or config.is_external:
+    if not use_gpu or config.placement.is_external:
         return
     rollout, section = config.actor_rollout_ref.rollout, "actor_rollout_ref.rollout"
-    if rollout.max_staleness and not config.is_split:
+    if rollout.max_staleness and not config.placement.is_split:
         key, expected = f"{section}.max_staleness", "0: engines share the ranks' GPUs"
         fix = "give engines their own GPUs: trainer.rollout_gpus=N and fewer n_gpus_per_node"
         raise ConfigError(explain(key, rollout.max_staleness, expected, fix))
-    num_engines, max_engines = config.num_engines(on_gpu=True), config.engine_slots
+    plan = config.placement
+    num_engines, max_engines = plan.num_engines(on_gpu=True), plan.engine_slots
     if num_engines > max_engines:
         key = f"{section}.num_replicas"
         expected = f"at most {max_engines}: no more fit on the engines' GPUs"
@@ -175,18 +178,19 @@ def start_node_reapers(groups: Sequence[RayWorkerGroup], mark: str) -> None:
 
 def reserve_placements(config: Config, use_gpu: bool) -> list[PlacementGroup]:
     """Reserve resources for the actor's ranks with the engines' own GPUs, and a separate critic."""
-    trainer, timeout_s = config.trainer, config.trainer.node_timeout
-    actor = reserve(config.num_ranks, trainer.nnodes, use_gpu, timeout_s, trainer.rollout_gpus)
-    if not config.has_own_critic:
+    trainer, plan, timeout_s = config.trainer, config.placement, config.trainer.node_timeout
+    actor = reserve(plan.num_ranks, trainer.nnodes, use_gpu, timeout_s, trainer.rollout_gpus)
+    if not plan.has_own_critic:
         return [actor]
-    return [actor, reserve(config.num_critic_ranks, config.critic_nodes, use_gpu, timeout_s)]
+    return [actor, reserve(plan.num_critic_ranks, plan.critic_nodes, use_gpu, timeout_s)]
 
 
 def create_rank_groups(
     config: Config, placements: Sequence[PlacementGroup], use_gpu: bool, env: Mapping[str, str]
 ) -> list[RayWorkerGroup]:
     """Create the group of the actor's ranks and, with a second placement, of the critic's ranks."""
-    kinds = (("rank", config.num_ranks), ("critic rank", config.num_critic_ranks))
+    plan = config.placement
+    kinds = (("rank", plan.num_ranks), ("critic rank", plan.num_critic_ranks))
     return [
         create_trainer_group(placement, size, use_gpu, env, name)
         for placement, (name, size) in zip(placements, kinds, strict=False)
@@ -246,9 +250,10 @@ def gpu_env(
 def _shares_cores(config: Config) -> bool:
     """Whether several processes compute on the same cores at the same time."""
     rollout, trainer = config.actor_rollout_ref.rollout, config.trainer
-    samples_while_training = rollout.max_staleness > 0 and not config.is_split
-    num_processes = max(config.num_ranks, config.num_engines(on_gpu=False))
-    return samples_while_training or config.has_own_critic or num_processes > trainer.nnodes
+    plan = config.placement
+    samples_while_training = rollout.max_staleness > 0 and not plan.is_split
+    num_processes = max(plan.num_ranks, plan.num_engines(on_gpu=False))
+    return samples_while_training or plan.has_own_critic or num_processes > trainer.nnodes
 
 
 def cpu_env(shares_cores: bool = False) -> dict[str, str]:

@@ -270,11 +270,11 @@ class RayPPOTrainer:
 
     def performance_metrics(self, batch: TokenBatch, timings: Timings) -> Metrics:
         """Return the step's throughput, utilization, device memory and seconds by phase."""
-        num_ranks = (self.config.num_ranks, self.config.num_critic_ranks)
+        num_ranks = (self.config.placement.num_ranks, self.config.placement.num_critic_ranks)
         seconds = timings.seconds | timings.concurrent
         flops = self.learner.work.take()
         return {
-            **throughput_metrics(batch, timings, self.config.num_gpus),
+            **throughput_metrics(batch, timings, self.config.placement.num_gpus),
             **speed_metrics(flops, seconds, num_ranks, self.peak_flops),
             **busy_metrics(timings, self.replicas.busy_share()),
             **self.ranks.take_transfer_metrics(),
@@ -291,7 +291,7 @@ class RayPPOTrainer:
         """Return GPU-hours used and their expected total, for the progress bar; empty on CPU."""
         if not uses_gpus(self.config):
             return {}
-        hours = self.config.num_gpus * bar.format_dict["elapsed"] / 3600
+        hours = self.config.placement.num_gpus * bar.format_dict["elapsed"] / 3600
         share = (self.step - bar.initial) / (self.total_steps - bar.initial)
         return {"gpu_h": f"{hours:.2f}/{hours / share:.2f}"}
 

@@ -293,7 +293,7 @@ def test_each_address_is_an_engine() -> None:
     config = Config()
     config.actor_rollout_ref.model.path = "policy"
     config.actor_rollout_ref.rollout.url = ["http://a:1", "http://b:2/v1"]
-    assert config.num_engines(on_gpu=True) == 2 and not config.is_colocated
+    assert config.placement.num_engines(on_gpu=True) == 2 and not config.placement.is_colocated
     engines = [build_engine(config, replica) for replica in range(2)]
     assert [engine.url for engine in engines] == ["http://a:1", "http://b:2"]
     assert list(engine_problems(config)) == []

@@ -32,10 +32,11 @@ def test_a_group_holds_as_many_tokens_as_its_ranks(
         setattr(config.actor_rollout_ref.actor, name, value)
     config.actor_rollout_ref.actor.ulysses_sequence_parallel_size = 4
     assert actor_budgets(config) == TokenBudgets(*actor)
-    assert (config.num_sp_groups, config.num_critic_sp_groups, config.critic_sp_size) == (2, 2, 4)
+    plan = config.placement
+    assert (plan.num_sp_groups, plan.num_critic_sp_groups, plan.critic_sp_size) == (2, 2, 4)
     config.critic.ulysses_sequence_parallel_size = 2
     assert critic_budgets(config) == TokenBudgets(*critic)
-    assert config.num_critic_sp_groups == 4
+    assert config.placement.num_critic_sp_groups == 4
 
 
 def test_a_group_has_the_results_and_the_gradient_of_one_rank() -> None:

@@ -135,7 +135,7 @@ def estimate(config: Config, setting: Setting) -> Estimate:
     needs = [*node_needs(config, policy, item, setting.on_gpu), *rank_needs(config, setting)]
     if config.actor_rollout_ref.rollout.weights_dir is not None:
         needs = [need for need in needs if need.memory is not Memory.SHARED]
-    has_engines = config.samples_rollouts and not config.is_external
+    has_engines = config.samples_rollouts and not config.placement.is_external
     has_vllm = has_engines and config.actor_rollout_ref.rollout.name == "vllm"
     if has_engines and not has_vllm:
         needs += other_engine_needs(config, policy, item, setting.on_gpu)
@@ -144,7 +144,7 @@ def estimate(config: Config, setting: Setting) -> Estimate:
             needs += cpu_engine_needs(config, policy, item)
         return Estimate(tuple(_on_host(need, config) for need in needs), None)
     needs.append(Need(Memory.DEVICE, "rank's context", CONTEXT))
-    if config.has_own_critic:
+    if config.placement.has_own_critic:
         needs.append(Need(Memory.CRITIC, "critic rank's context", CONTEXT))
     if not has_vllm:
         return Estimate(tuple(needs), None)
@@ -162,9 +162,9 @@ def rank_needs(config: Config, setting: Setting) -> list[Need]:
     for model in held_models(config, policy, critic, item):
         if not setting.on_gpu:  # on CPU, offloading has no effect
             model = replace(model, fsdp=FsdpConfig(reshard_each=model.fsdp.reshard_each))
-        ranks, local = config.num_ranks, config.trainer.n_gpus_per_node
+        ranks, local = config.placement.num_ranks, config.trainer.n_gpus_per_node
         if model.memory is Memory.CRITIC:
-            ranks, local = config.num_critic_ranks, config.critic_gpus_per_node
+            ranks, local = config.placement.num_critic_ranks, config.placement.critic_gpus_per_node
         needs += shard_needs(model, ranks, local)
         needs += gathered_needs(model, ranks, item)
     passes = list(activation_needs(config, policy, critic, dtype))
@@ -186,10 +186,10 @@ def node_needs(config: Config, policy: ModelShape, item: int, on_gpu: bool) -> I
     only the adapter is transferred.
     """
     rank, engine, driver = PROCESSES["gpu" if on_gpu else "cpu"]
-    if config.is_external or config.actor_rollout_ref.rollout.name != "vllm":
+    if config.placement.is_external or config.actor_rollout_ref.rollout.name != "vllm":
         engine = PROCESSES["cpu"][0]  # a replica without vLLM's engine processes
-    local = config.trainer.n_gpus_per_node + config.critic_gpus_per_node
-    engines = config.num_engines(on_gpu) if config.samples_rollouts else 0
+    local = config.trainer.n_gpus_per_node + config.placement.critic_gpus_per_node
+    engines = config.placement.num_engines(on_gpu) if config.samples_rollouts else 0
     replicas = -(-engines // config.trainer.nnodes)
     for name, size in (
         ("processes of the ranks", local * rank),
@@ -230,6 +230,6 @@ def _on_host(need: Need, config: Config) -> Need:
     factor, phases = 1.0 if need.phases == ALWAYS else CPU_HEAP, need.phases
     local = config.trainer.n_gpus_per_node
     if need.memory is Memory.CRITIC:
-        local = config.critic_gpus_per_node
+        local = config.placement.critic_gpus_per_node
         phases = phases.union(*(CONCURRENT_PHASES.get(phase, ()) for phase in phases))
     return replace(need, memory=Memory.HOST, bytes=int(factor * local * need.bytes), phases=phases)

@@ -173,7 +173,7 @@ def held_models(
         models.append(
             HeldModel("critic", critic, has_adapter, frozen, trained, critic_options.fsdp_config,
                       critic_phases, Phase.UPDATE_CRITIC, Phase.STEP_CRITIC,
-                      Memory.CRITIC if config.has_own_critic else Memory.DEVICE)
+                      Memory.CRITIC if config.placement.has_own_critic else Memory.DEVICE)
         )  # fmt: skip
     return models
 
@@ -244,7 +244,8 @@ def activation_needs(
               update: Phase) -> Iterator[Need]:  # fmt: skip
         # The largest micro-batch: the budget's tokens, or all there are; at least one trajectory.
         name = "activations" if base.is_critic else "activations and logits"
-        memory = Memory.CRITIC if base.is_critic and config.has_own_critic else Memory.DEVICE
+        is_alone = base.is_critic and config.placement.has_own_critic
+        memory = Memory.CRITIC if is_alone else Memory.DEVICE
         recompute = model.enable_gradient_checkpointing or False
         for budget, num_trajectories, phases, has_backward in (
             (budgets.inference, config.num_trajectories, reads, False),
@@ -268,15 +269,15 @@ def activation_needs(
         sp_size=section.actor.ulysses_sequence_parallel_size,
     )  # fmt: skip
     reads = frozenset({Phase.LOG_PROBS, *[Phase.REF_LOG_PROBS] * config.needs_reference})
-    yield from needs(policy_pass, actor_budgets(config), mini_batch, config.num_ranks,
+    yield from needs(policy_pass, actor_budgets(config), mini_batch, config.placement.num_ranks,
                      section.model, reads, Phase.UPDATE_ACTOR)  # fmt: skip
     if has_critic(config):
         critic_pass = Pass(
             critic, longest, longest, dtype, is_critic=True, lora_rank=own.model.lora_rank,
-            sp_size=config.critic_sp_size,
+            sp_size=config.placement.critic_sp_size,
         )  # fmt: skip
         yield from needs(critic_pass, critic_budgets(config), own.ppo_mini_batch_size or mini_batch,
-                         config.num_critic_ranks, own.model, frozenset({Phase.VALUES}),
+                         config.placement.num_critic_ranks, own.model, frozenset({Phase.VALUES}),
                          Phase.UPDATE_CRITIC)  # fmt: skip
 
 
@@ -362,7 +363,7 @@ def engine_memory(config: Config, shape: ModelShape, item: int, device_bytes: in
         weights=weights,
         working=_working_bytes(shape, item, seqs, batched_tokens(seqs), size) + ENGINE_OTHER,
         per_token=kv_bytes(shape, 1 if quantizes_cache(rollout.engine_kwargs) else item, size),
-        memory=Memory.ENGINE if config.is_split else Memory.DEVICE,
+        memory=Memory.ENGINE if config.placement.is_split else Memory.DEVICE,
     )
 
 
@@ -373,7 +374,7 @@ def gpu_engine_needs(config: Config, shape: ModelShape, item: int, share: int) -
     before the next request. With an adapter, the base's weights are kept on the host in pinned
     memory instead (level 1).
     """
-    if config.is_split:
+    if config.placement.is_split:
         yield Need(Memory.ENGINE, "engine", share)
         return
     yield Need(Memory.DEVICE, "engine, awake", share, AWAKE)
@@ -392,9 +393,9 @@ def other_engine_needs(
         return
     size = item * shape.parameters() + config.data.max_model_len * kv_bytes(shape, item)
     if not on_gpu:
-        count = -(-config.num_engines(on_gpu=False) // config.trainer.nnodes)
+        count = -(-config.placement.num_engines(on_gpu=False) // config.trainer.nnodes)
         yield Need(Memory.HOST, "engines", count * size)
-    elif config.is_split:
+    elif config.placement.is_split:
         yield Need(Memory.ENGINE, "engine", size)
     else:
         yield Need(Memory.DEVICE, "engine, awake", size, AWAKE)
@@ -402,7 +403,7 @@ def other_engine_needs(
 
 def cpu_engine_needs(config: Config, shape: ModelShape, item: int) -> Iterator[Need]:
     """Yield the needs of vLLM engines on CPU, which never sleep; their KV cache size is fixed."""
-    count = -(-config.num_engines(on_gpu=False) // config.trainer.nnodes)
+    count = -(-config.placement.num_engines(on_gpu=False) // config.trainer.nnodes)
     seqs = config.max_num_seqs(on_gpu=False)
     working = _working_bytes(shape, item, seqs, batched_tokens(seqs, config.data.max_model_len))
     cache = config.actor_rollout_ref.rollout.cpu_kv_cache_gib << 30
