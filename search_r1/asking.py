@@ -15,14 +15,14 @@ from typing import Any, Self
 
 from pydantic import TypeAdapter, ValidationError
 
-from search_r1.evaluation import running
+from search_r1.evaluation import evaluating
 from search_r1.evaluation.options import EvaluationOptions
 from search_r1.evaluation.samples import Sample
 from search_r1.evaluation.store import METRICS, read_evaluation
+from search_r1.inference.agent_options import InferenceOptions
 from search_r1.inference.dialogue import SILENCE, DialogueListener, Reply
 from search_r1.inference.model import Options
 from search_r1.inference.opening import open_session
-from search_r1.inference.options import InferenceOptions
 from search_r1.loops import LoopThread
 from search_r1.python_objects import PythonObjects, RetrieverLike, ToolLike
 from search_r1.retrieval.local_server import LocalServer
@@ -149,7 +149,7 @@ def evaluate(
         values |= {"model": str(model), "data": files, "out": str(folder), **options}
         chosen = with_local_server(typed_options(EvaluationOptions, values), retriever, stack)
         stack.enter_context(plugins.registered(passed.objects))
-        running.evaluate(chosen)
+        evaluating.run_evaluation(chosen)
         estimates = json.loads((folder / METRICS).read_bytes())["estimates"]
         _, rows = read_evaluation(folder)
     scores: dict[str, dict[str, float | None]] = {}

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import tyro
 
-from search_r1.inference.options import COMMON, InferenceOptions
+from search_r1.inference.agent_options import COMMON, InferenceOptions
 from search_r1.options import run
 from verl.errors import explain
 

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
-from search_r1.inference.options import COMMON, Dialogues, InferenceOptions
+from search_r1.inference.agent_options import COMMON, Dialogues, InferenceOptions
 from search_r1.options import Bounds, Port, run
 from verl.errors import explain
 
@@ -54,7 +54,7 @@ class ServingOptions(InferenceOptions):
                               "--chat-peers http://127.0.0.1:8003")  # fmt: skip
 
 
-main = partial(run, "search_r1.agent_server.app:start", ServingOptions, prog="search-r1 serve",
+main = partial(run, "search_r1.agent_server.service:start", ServingOptions, prog="search-r1 serve",
                description=__doc__)  # fmt: skip
 
 

@@ -92,7 +92,7 @@ class Trainer:
         self.config = cli.resolve_config(options, words)
         """The checked configuration, as written to `config.yaml`."""
         self._objects = passed.objects
-        self._recorder = Recorder(on_step, on_validation)
+        self._recorder = CallbackTracker(on_step, on_validation)
         refuse_unpicklable(pickled)
 
     @property
@@ -130,7 +130,7 @@ class Trainer:
             yield replace(self.config, retriever=retriever)
 
 
-class Recorder(Tracker):
+class CallbackTracker(Tracker):
     """Keeps the logged metrics and calls the callbacks, whose errors save and end the run."""
 
     def __init__(self, on_step: Callback | None, on_validation: Callback | None) -> None:

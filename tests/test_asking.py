@@ -12,8 +12,8 @@ from example.tiny import tiny_model
 from search_r1 import evaluate, load_agent
 from search_r1.asking import typed_options
 from search_r1.evaluation.options import EvaluationOptions
+from search_r1.inference.agent_options import InferenceOptions
 from search_r1.inference.dialogue import DialogueListener
-from search_r1.inference.options import InferenceOptions
 from search_r1.retrieval.schema import Document
 from verl.errors import ConfigError, ToolError
 from verl.types import Status

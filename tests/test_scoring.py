@@ -119,7 +119,7 @@ def test_mistakes_end_in_a_config_error(monkeypatch: pytest.MonkeyPatch) -> None
     for cost, size in (("search_penalty", 0.1), ("invalid_format", 5.0)):
         with pytest.raises(ConfigError, match=f"{cost}: got -{size}, .*; fix: {cost}={size}"):
             build_reward_manager(config_with(name="em_cost", **{cost: -size}))
-    dead = JudgeConfig("http://127.0.0.1:9/v1", "m", max_retries=0, cache_path=None)
+    dead = JudgeConfig("http://127.0.0.1:9/v1", "m", cache_path=None)
     with pytest.raises(ConfigError, match="no verdict from http://127"):
         build_reward_manager(config_with(name="llm_judge", judge=dead))
     dead.api_key_env = "NO_KEY"

@@ -31,7 +31,7 @@ FAILED = "visits_failed"
 """Fault name: visits that the retrieval server did not answer after all retries."""
 
 
-class Documents(Protocol):
+class DocumentSource(Protocol):
     """A source of documents by id."""
 
     async def document(self, id: str) -> Document | None:
@@ -39,7 +39,7 @@ class Documents(Protocol):
         ...
 
 
-class Page(Protocol):
+class OpenedPage(Protocol):
     """The text of a web page."""
 
     @property
@@ -61,8 +61,8 @@ class VisitTool(RetrieverTool):
 
     def __init__(
         self,
-        documents: Documents | None,
-        open_page: Callable[[str], Page] | None = None,
+        documents: DocumentSource | None,
+        open_page: Callable[[str], OpenedPage] | None = None,
         options: ServerConfig | None = None,
     ) -> None:
         """`documents`: None without a server; `open_page`: may block, default `open_online`."""
@@ -107,14 +107,14 @@ class PageUnavailable(Exception):
     """A page that cannot be read; the policy sees the message."""
 
 
-def open_online(url: str) -> Page:
+def open_online(url: str) -> OpenedPage:
     """Fetch the page at a public address; blocks for up to 15 s. Raises PageUnavailable."""
     if not all(map(importlib.util.find_spec, ("trafilatura", "search_r1.online"))):
         raise PageUnavailable(f"pages cannot be opened here: {install_command('online')}")
     # Optional and slow to import: needed only when a page is opened.
     pages = importlib.import_module("search_r1.online.pages")
     try:
-        page: Page = pages.visit(url)
+        page: OpenedPage = pages.visit(url)
     except pages.PageError as error:
         raise PageUnavailable(str(error)) from error
     return page

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from search_r1.evaluation.measures import MEASURES
-from search_r1.inference.options import COMMON, AgentOptions
+from search_r1.inference.agent_options import COMMON, AgentOptions
 from search_r1.options import Bounds, Seed
 from verl.config import Config
 from verl.errors import ConfigError, explain

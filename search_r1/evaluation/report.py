@@ -173,7 +173,7 @@ WITHOUT_DOCUMENTS = ("empty", "random")
 
 
 @dataclass(frozen=True)
-class Evaluation:
+class FinishedEvaluation:
     """A finished evaluation with its manifest and samples."""
 
     name: str
@@ -192,7 +192,7 @@ class Evaluation:
         return corpus_name(self.manifest["retriever"].get("corpus", retriever_name(self.manifest)))
 
 
-def read_all(folders: Sequence[Path], *, is_mixed: bool = False) -> list[Evaluation]:
+def read_all(folders: Sequence[Path], *, is_mixed: bool = False) -> list[FinishedEvaluation]:
     """Read evaluations; they are named after their folders, or by path if folder names collide.
 
     Raises DataError for a folder without a finished evaluation, and, unless `is_mixed`, ConfigError
@@ -201,7 +201,7 @@ def read_all(folders: Sequence[Path], *, is_mixed: bool = False) -> list[Evaluat
     """
     names = [folder.name for folder in folders]
     evaluations = [
-        Evaluation(n if names.count(n) == 1 else str(folder), *read_evaluation(folder))
+        FinishedEvaluation(n if names.count(n) == 1 else str(folder), *read_evaluation(folder))
         for n, folder in zip(names, folders, strict=True)
     ]
     if is_mixed:
@@ -250,7 +250,7 @@ def table(
     return "\n".join(parts)
 
 
-def _legend(evaluations: Sequence[Evaluation]) -> str:
+def _legend(evaluations: Sequence[FinishedEvaluation]) -> str:
     heads = ["evaluation", "model", "method", "retriever and corpus", "template", "decoding"]
     rows = [
         [e.name, model_name(e.manifest), e.manifest["method"], retriever_name(e.manifest),
@@ -261,7 +261,7 @@ def _legend(evaluations: Sequence[Evaluation]) -> str:
 
 
 def _measure_table(
-    evaluations: Sequence[Evaluation], measure: str, num_resamples: int, seed: int
+    evaluations: Sequence[FinishedEvaluation], measure: str, num_resamples: int, seed: int
 ) -> str:
     summaries = {
         e.name: summarize(e.samples, num_resamples=num_resamples, seed=seed) for e in evaluations
@@ -276,7 +276,7 @@ def _measure_table(
     return markdown_table([measure, *columns], rows)
 
 
-def _utilities(evaluations: Sequence[Evaluation], num_resamples: int, seed: int) -> str:
+def _utilities(evaluations: Sequence[FinishedEvaluation], num_resamples: int, seed: int) -> str:
     """Format a row per pair that differs only in the retriever: a real one and a control."""
     pairs = [
         (real, control)
@@ -301,7 +301,10 @@ def _without_retriever(manifest: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def comparison_table(
-    first: Evaluation, second: Evaluation, differences: Sequence[Difference], measure: str
+    first: FinishedEvaluation,
+    second: FinishedEvaluation,
+    differences: Sequence[Difference],
+    measure: str,
 ) -> str:
     """Format the settings of two evaluations and their paired differences."""
     heads = ["set", "questions", first.name, second.name, "difference", "95 % interval",

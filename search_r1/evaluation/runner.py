@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from search_r1.agent.grammar import SEARCH_R1, Grammar, spans_between, tag_pattern
 from search_r1.datasets.wording import direct_prompt, rag_prompt
 from search_r1.evaluation.options import READ, WRONG
-from search_r1.evaluation.samples import Sample, Search
+from search_r1.evaluation.samples import Sample, SampleSearch
 from search_r1.inference.dialogue import query_of, question_of
 from search_r1.retrieval.schema import Document
 from search_r1.rewards import RewardInput, build_reward
@@ -136,7 +136,7 @@ class Runner:
 
     async def run(self, task: Task, engine: RolloutEngine) -> Sample:
         """Run and score one dialogue; a failed search gives a failed sample."""
-        searches = list[Search]()
+        searches = list[SampleSearch]()
 
         def record(call: ToolCall, observation: Observation) -> None:
             if call.tool == "search":
@@ -144,7 +144,7 @@ class Runner:
                 text = "\n".join(document.contents for document in documents)
                 ids = tuple(document.id for document in documents)
                 has_answer = contains_answer(text, task.row.ground_truth, self.normalize)
-                searches.append(Search(query_of(call), ids, has_answer))
+                searches.append(SampleSearch(query_of(call), ids, has_answer))
 
         environment = replace(self.agent.environment, on_observation=record)
         agent = replace(self.agent, environment=environment)
@@ -179,7 +179,7 @@ class Runner:
         return render(safe, self.tokenizer, self.agent.format.schemas, limit)
 
     async def _score(
-        self, end: Trajectory, searches: Sequence[Search], num_document_tokens: int
+        self, end: Trajectory, searches: Sequence[SampleSearch], num_document_tokens: int
     ) -> Sample:
         """Score a dialogue; `num_document_tokens` of its prompt count as observation tokens."""
         question = str(end.prompt.extra_info["question"])

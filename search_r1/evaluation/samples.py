@@ -11,7 +11,7 @@ FAILED = "failed"
 
 
 @dataclass(frozen=True)
-class Search:
+class SampleSearch:
     """One search that was carried out."""
 
     query: str
@@ -37,7 +37,7 @@ class Sample:
     em: float
     f1: float
     cover_em: float
-    searches: tuple[Search, ...]
+    searches: tuple[SampleSearch, ...]
     turns: int
     invalid_actions: int
     """Number of turns without a valid search or answer."""
@@ -69,7 +69,8 @@ class Sample:
         """Parse a line. Raises ValueError, KeyError or TypeError if it is not a sample."""
         values: dict[str, Any] = json.loads(line)
         searches = tuple(
-            Search(s["query"], tuple(s["documents"]), s["has_answer"]) for s in values["searches"]
+            SampleSearch(s["query"], tuple(s["documents"]), s["has_answer"])
+            for s in values["searches"]
         )
         dialogue = tuple((origin, text) for origin, text in values["dialogue"])
         truth = tuple(values["ground_truth"])

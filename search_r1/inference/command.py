@@ -17,9 +17,9 @@ from tqdm import tqdm
 from transformers.utils import logging as transformers_logging
 
 from search_r1.infer import QUESTION, InferOptions
+from search_r1.inference.agent_options import InferenceOptions
 from search_r1.inference.dialogue import SILENCE, AgentSession, DialogueListener, Reply, question_of
 from search_r1.inference.opening import open_session
-from search_r1.inference.options import InferenceOptions
 from search_r1.inference.terminal import Terminal, converse
 from search_r1.plain import configure_logging, json_line
 from verl.data import load_rows

@@ -26,7 +26,7 @@ from transformers.utils import (
 )
 
 from search_r1.agent.generation import build_dialogue
-from search_r1.inference.options import SETTINGS_FILE, AgentOptions
+from search_r1.inference.agent_options import SETTINGS_FILE, AgentOptions
 from verl.agent.dialogue import DialogueAgent
 from verl.checkpoint.exporting import export
 from verl.checkpoint.folders import STEP_NAME, is_complete, step_of
@@ -121,7 +121,7 @@ def open_model_folder(options: AgentOptions) -> contextlib.AbstractContextManage
     return model_folder(options.model, compute_dtype(options), options.adapter, files)
 
 
-def load_agent(config: Config) -> DialogueAgent:
+def checked_agent(config: Config) -> DialogueAgent:
     """Build the agent after checking the model's files. Raises ModelError."""
     section, subject = config.actor_rollout_ref, "--model"
     if section.rollout.name == "remote":

@@ -12,16 +12,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from search_r1.inference.agent_options import DOCUMENTS, SETTINGS_FILE, TURNS, AgentOptions
 from search_r1.inference.dialogue import AgentSession
 from search_r1.inference.model import (
     Options,
     at_latest_checkpoint,
     base_model_of,
-    load_agent,
+    checked_agent,
     open_model_folder,
     running_engine,
 )
-from search_r1.inference.options import DOCUMENTS, SETTINGS_FILE, TURNS, AgentOptions
 from search_r1.retrieval.client import RetrievalClient, read_urls
 from search_r1.retrieval.errors import RetrieverRefused, RetrieverUnavailable
 from verl import plugins
@@ -211,7 +211,7 @@ async def open_session(options: AgentOptions) -> AsyncIterator[AgentSession]:
     with open_model_folder(options) as folder:
         config = run_config(options, str(folder))
         config.retriever.max_retries = MAX_RETRIES
-        agent = load_agent(config)
+        agent = checked_agent(config)
         tokenizer: Any = agent.tokenizer
         sampling = Sampling(options.max_response_length, options.temperature, options.top_p)
         try:

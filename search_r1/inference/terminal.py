@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from rich.console import Console
 from rich.text import Text
 
+from search_r1.inference.agent_options import AgentOptions
 from search_r1.inference.dialogue import AgentSession, DialogueListener, Reply, Search, as_messages
 from search_r1.inference.opening import open_session
-from search_r1.inference.options import AgentOptions
 from search_r1.plain import escape_controls
 from search_r1.retrieval.schema import Document
 from verl.data.rows import Message

@@ -56,7 +56,7 @@ class SearchResult:
 
 
 @dataclass(frozen=True)
-class Service:
+class SearchService:
     """An entry of the table of services."""
 
     name: str
@@ -186,7 +186,7 @@ def _read_tavily(answer: Json) -> list[SearchResult]:
 
 
 ALL = (
-    Service(
+    SearchService(
         name="google",
         url="https://www.googleapis.com/customsearch/v1",
         key_variable="GOOGLE_API_KEY",
@@ -196,7 +196,7 @@ ALL = (
         quota_exhausted=re.compile(r"per day|daily ?limit", re.IGNORECASE),
         rate_limited=re.compile(r"rateLimitExceeded", re.IGNORECASE),
     ),
-    Service(
+    SearchService(
         name="serpapi",
         url="https://serpapi.com/search.json",
         key_variable="SERPAPI_API_KEY",
@@ -204,7 +204,7 @@ ALL = (
         read=_read_serpapi,
         quota_exhausted=re.compile(r"run out of searches", re.IGNORECASE),
     ),
-    Service(
+    SearchService(
         name="brave",
         url="https://api.search.brave.com/res/v1/web/search",
         key_variable="BRAVE_API_KEY",
@@ -216,14 +216,14 @@ ALL = (
         max_query_chars=400,
         max_query_words=50,
     ),
-    Service(
+    SearchService(
         name="serper",
         url="https://google.serper.dev/search",
         key_variable="SERPER_API_KEY",
         build=_ask_serper,
         read=_read_serper,
     ),
-    Service(
+    SearchService(
         name="tavily",
         url="https://api.tavily.com/search",
         key_variable="TAVILY_API_KEY",

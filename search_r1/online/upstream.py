@@ -21,7 +21,7 @@ from search_r1.online.services import (
     Json,
     SearchRequest,
     SearchResult,
-    Service,
+    SearchService,
 )
 from search_r1.retrieval.errors import (
     SetupError,
@@ -50,7 +50,7 @@ PARSE_ERRORS = (ValueError, ArithmeticError, LookupError, TypeError, AttributeEr
 """Errors raised when an answer does not have the documented form."""
 
 
-def read_credentials(service: Service) -> Credentials:
+def read_credentials(service: SearchService) -> Credentials:
     """Read the key and setting of a service; raises SetupError for a missing variable."""
     credentials = Credentials(*(_read_variable(service, name) for name in service.variables))
     key = credentials.key
@@ -67,7 +67,7 @@ def redact(text: str) -> str:
     return text
 
 
-def _read_variable(service: Service, variable: str) -> str:
+def _read_variable(service: SearchService, variable: str) -> str:
     value = os.environ.get(variable, "").strip()
     if not value:
         raise SetupError(
@@ -128,7 +128,7 @@ class Upstream:
 
     def __init__(
         self,
-        service: Service,
+        service: SearchService,
         credentials: Credentials,
         config: OnlineConfig,
         sleep: Callable[[float], None] = time.sleep,

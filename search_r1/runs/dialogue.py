@@ -50,7 +50,7 @@ class FoundDocument:
 
 
 @dataclass(frozen=True)
-class Search:
+class RecordedSearch:
     """One tool call and its result."""
 
     tool: str
@@ -67,7 +67,7 @@ class Dialogue:
     question: str
     answer: str | None
     gold: tuple[str, ...]
-    searches: tuple[Search, ...]
+    searches: tuple[RecordedSearch, ...]
     segments: tuple[Mapping[str, Any], ...]
     """`origin` and `text` of each segment; for training also the ids and columns of its tokens."""
     components: Mapping[str, float]
@@ -149,7 +149,7 @@ def _question(segments: Sequence[Row]) -> str:
 
 def _searches(
     segments: Sequence[Row], tags: Grammar, has_answer: Callable[[str], bool]
-) -> Iterator[Search]:
+) -> Iterator[RecordedSearch]:
     """Yield each call that was answered with information."""
     for index, (turn, after) in enumerate(itertools.pairwise(segments)):
         if turn["origin"] != POLICY or after["origin"] != OBSERVATION:
@@ -158,7 +158,7 @@ def _searches(
         results = [after["text"][start:end] for start, end in spans]
         calls = list(_calls(turn["text"], tags)) or UNKNOWN_CALL.findall(turn["text"])
         for (tool, query), information in zip(calls[-len(results) :], results, strict=False):
-            yield Search(tool, query, tuple(_documents(information, has_answer)), index)
+            yield RecordedSearch(tool, query, tuple(_documents(information, has_answer)), index)
 
 
 def _calls(text: str, tags: Grammar) -> Iterator[tuple[str, str]]:

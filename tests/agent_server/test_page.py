@@ -8,7 +8,7 @@ import pytest
 from fastapi.testclient import TestClient
 
 from search_r1 import serve
-from search_r1.agent_server.app import PAGE, Service, build_app
+from search_r1.agent_server.service import PAGE, AgentService, build_app
 from tests.agent_server.services import MODEL
 from tests.agent_server.test_app import QUESTION, SEARCHES, ask, serving
 from tests.fakes import ScriptedEngine
@@ -19,7 +19,7 @@ SCRIPT = next(path for path in PAGE if path.name == "chat.js").read_text(encodin
 
 
 def client(token: str | None = None, peers: tuple[str, ...] = ()) -> TestClient:
-    service = Service(session(ScriptedEngine(TWO_SEARCHES)), MODEL, token, peers=peers)
+    service = AgentService(session(ScriptedEngine(TWO_SEARCHES)), MODEL, token, peers=peers)
     return TestClient(build_app(service), base_url="http://127.0.0.1:8001")
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from search_r1.agent.generation import search_agent
 from search_r1.agent.tags import TEMPLATES
 from search_r1.evaluation.runner import METHODS, Runner, Task, method_agent
-from search_r1.evaluation.samples import Sample, Search
+from search_r1.evaluation.samples import Sample, SampleSearch
 from search_r1.retrieval.client import InMemoryRetrieval, Retrieval
 from search_r1.retrieval.schema import Document
 from tests.fakes import ByteTokenizer, cut_at_stop
@@ -96,6 +96,6 @@ def sample(
     return Sample(uid=uid, sample=number, data_source=source, em=em, **defaults | more)
 
 
-def search(query: str, *, has_answer: bool = False) -> Search:
+def search(query: str, *, has_answer: bool = False) -> SampleSearch:
     """Build a search with one document."""
-    return Search(query, ("1",), has_answer)
+    return SampleSearch(query, ("1",), has_answer)

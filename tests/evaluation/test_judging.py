@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from search_r1.evaluation.evaluating import open_judge
 from search_r1.evaluation.options import EvaluationOptions
-from search_r1.evaluation.running import open_judge
 from tests.rewards.judge.server import judge_server
 from verl.errors import ConfigError
 

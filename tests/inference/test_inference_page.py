@@ -14,7 +14,7 @@ import pytest
 import infer
 from example.tiny import tiny_model
 from search_r1 import mcp_server, serve
-from search_r1.agent_server import app, requests, responses
+from search_r1.agent_server import requests, responses, service
 from search_r1.infer import InferOptions
 from search_r1.options import parse
 from search_r1.retrieval.local_server import LocalServer
@@ -105,13 +105,13 @@ def test_names_and_defaults_of_the_page_are_those_of_the_code() -> None:
     options = serve.ServingOptions()
     assert f"--port {options.port}" in PAGE and f"127.0.0.1:{options.port}/v1" in PAGE
     assert f'model="{options.name}"' in PAGE
-    assert f"`{app.TOKEN_VARIABLE}`" in PAGE
+    assert f"`{service.TOKEN_VARIABLE}`" in PAGE
     assert f"--port {mcp_server.McpOptions().port}" in PAGE
     refused = re.search(r"are\s+not\s+supported\s+\((.*?) …\)", PAGE, re.DOTALL)
     assert refused is not None
     assert set(re.findall(r"`(\w+)`", refused[1])) <= set(requests.UNSUPPORTED)
     assert responses.ApiError(503, "").body()["error"]["type"] == "server_error"
-    served = app.build_app(app.Service(session(ScriptedEngine([])), "m"))
+    served = service.build_app(service.AgentService(session(ScriptedEngine([])), "m"))
     assert {route.path for route in served.routes} >= {
         "/v1/chat/completions", "/v1/models", "/health",
     }  # fmt: skip

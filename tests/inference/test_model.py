@@ -14,14 +14,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from example.tiny import tiny_model
 from search_r1.inference import model as inference_model
+from search_r1.inference.agent_options import AgentOptions
 from search_r1.inference.model import (
     at_latest_checkpoint,
-    load_agent,
+    checked_agent,
     model_folder,
     open_model_folder,
 )
 from search_r1.inference.opening import run_config
-from search_r1.inference.options import AgentOptions
 from tests.bad_models import NORM, entry, gone, weights, whole_model
 from verl.checkpoint.exporting import export
 from verl.checkpoint.folders import MARKER
@@ -146,14 +146,14 @@ def config_for(path: Path, engine: str = "transformers") -> Config:
 def test_a_bad_model_is_refused_before_any_engine(engine: str, tmp_path: Path) -> None:
     """Missing weights and NaN values are refused for every engine."""
     path = whole_model(tmp_path / "model")
-    load_agent(config_for(path, engine))
+    checked_agent(config_for(path, engine))
     entry("config.json", "num_hidden_layers", 4)(path)
     with pytest.raises(ModelError, match=r"--model: got .* \(weights: missing model.layers.2"):
-        load_agent(config_for(path, engine))
+        checked_agent(config_for(path, engine))
     entry("config.json", "num_hidden_layers", 2)(path)
     weights(lambda x: x[NORM].fill_(torch.nan))(path)
     with pytest.raises(ModelError, match=r"NaN or infinite values in model\.norm\.weight"):
-        load_agent(config_for(path, engine))
+        checked_agent(config_for(path, engine))
         asyncio.run(build_engine(config_for(path, engine)).start())
 
 
@@ -163,10 +163,10 @@ def test_an_endpoint_needs_a_tokenizer_alone(tmp_path: Path) -> None:
     gone("model*")(path)
     config = config_for(path)
     config.actor_rollout_ref.rollout.name = "remote"
-    load_agent(config)
+    checked_agent(config)
     (path / "chat_template.jinja").write_text("{{ raise_exception('no') }}")
     with pytest.raises(ModelError, match="chat template: TemplateError: no"):
-        load_agent(config)
+        checked_agent(config)
 
 
 def test_a_dialogue_longer_than_the_model_is_refused(tmp_path: Path) -> None:
@@ -177,9 +177,9 @@ def test_a_dialogue_longer_than_the_model_is_refused(tmp_path: Path) -> None:
                                device="cpu", max_response_length=500)  # fmt: skip
         if length == 7693 and endpoint is None:
             with pytest.raises(ConfigError, match=r"8192 together.* at most 7692 here"):
-                load_agent(run_config(options, folder))
+                checked_agent(run_config(options, folder))
         else:
-            load_agent(run_config(options, folder))
+            checked_agent(run_config(options, folder))
 
 
 @pytest.mark.parametrize("endpoint", [None, "http://127.0.0.1:1/v1"])

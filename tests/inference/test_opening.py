@@ -12,10 +12,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from example.tiny import tiny_model
+from search_r1.inference.agent_options import InferenceOptions, read_template_kwargs
 from search_r1.inference.dialogue import Reply
 from search_r1.inference.model import model_folder
 from search_r1.inference.opening import open_session, run_config, with_default_model
-from search_r1.inference.options import InferenceOptions, read_template_kwargs
 from tests.bad_models import bytes_of, entry, gone, text
 from verl.errors import ConfigError, ModelError, ToolError, UserError
 

@@ -51,8 +51,8 @@ def test_processes_that_share_cores_do_not_spin_at_all() -> None:
     [
         "verl.sft.run", "verl.trainer.run", "verl.checkpoint.exporting", "example.tiny",
         "search_r1.retrieval.encoders.sentence", "search_r1.retrieval.engines.torch_flat",
-        "search_r1.inference.model", "search_r1.evaluation.running", "scripts.gpu_checks.trainer",
-        "benchmarks.weights", "searchr1.trainer",
+        "search_r1.inference.model", "search_r1.evaluation.evaluating",
+        "scripts.gpu_checks.trainer", "benchmarks.weights", "searchr1.trainer",
     ],
 )  # fmt: skip
 def test_the_environment_is_set_before_torch_is_imported(module: str) -> None:

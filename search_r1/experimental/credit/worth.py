@@ -18,8 +18,8 @@ from tqdm import tqdm
 
 from search_r1.experimental.credit.command import CreditOptions
 from search_r1.experimental.replay.replaying import find_weights, nearest_version, read_run_config
+from search_r1.inference.agent_options import AgentOptions
 from search_r1.inference.model import at_latest_checkpoint, compute_dtype, model_folder
-from search_r1.inference.options import AgentOptions
 from search_r1.plain import configure_logging
 from search_r1.runs.dialogue import OBSERVATION, Dialogue, find_headings, read_dialogue, tags_of
 from search_r1.runs.folder import CREDIT, find_rollouts, read_config

@@ -48,7 +48,7 @@ class VectorIndex(Protocol):
         """Return JSON-ready facts that affect the scores."""
 
 
-class DenseRetriever:
+class DenseEngine:
     """Ranking of documents by inner product (or distance) of query and passage embeddings."""
 
     num_threads = 1
@@ -89,9 +89,7 @@ class DenseRetriever:
         return {**index, "encoder": self._encoder.info(), "corpus": corpus}
 
 
-def open_dense(
-    config: RetrieverConfig, open_index: Callable[[Path], VectorIndex]
-) -> DenseRetriever:
+def open_dense(config: RetrieverConfig, open_index: Callable[[Path], VectorIndex]) -> DenseEngine:
     """Open the configured corpus, encoder and index; raises IndexMismatch if they do not match."""
     corpus = open_corpus(config)
     path = locate_index(config)
@@ -105,7 +103,7 @@ def open_dense(
     check(path, manifest, index, corpus, encoder)
     index.load(corpus, encoder)
     check_own_rows(config.retriever_name, path, index, corpus, encoder)
-    return DenseRetriever(config.retriever_name, index, index_digest(file), corpus, encoder)
+    return DenseEngine(config.retriever_name, index, index_digest(file), corpus, encoder)
 
 
 def locate_index(config: RetrieverConfig) -> Path:

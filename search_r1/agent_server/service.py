@@ -64,7 +64,7 @@ _BODY = {"requestBody": {"required": True, "content": _CONTENT}}
 
 
 @dataclass(frozen=True)
-class Service:
+class AgentService:
     """An agent that is served as a model with a name, and the token that clients must send."""
 
     session: AgentSession
@@ -143,7 +143,7 @@ class Service:
         return ReasoningFilter(agent.format.tags, agent.tokenizer.all_special_tokens)
 
 
-def build_app(service: Service) -> FastAPI:
+def build_app(service: AgentService) -> FastAPI:
     app = FastAPI(title="Search-R1 agent", version=__version__, docs_url=None, redoc_url=None)
     add_error_handlers(app)
     app.include_router(_v1_router(service))
@@ -165,7 +165,7 @@ def build_app(service: Service) -> FastAPI:
     return app
 
 
-def _v1_router(service: Service) -> APIRouter:
+def _v1_router(service: AgentService) -> APIRouter:
     """Build the routes that require the token, if there is one."""
     router = APIRouter(prefix="/v1", dependencies=[Depends(service.check_token)])
 
@@ -197,7 +197,9 @@ async def serve(options: ServingOptions, bound: socket.socket) -> None:
     token = read_token(TOKEN_VARIABLE)
     warn_if_open(bound, token, f"set {TOKEN_VARIABLE}")
     async with open_session(options) as session:
-        service = Service(session, options.name, token, options.max_body_bytes, options.chat_peers)
+        service = AgentService(
+            session, options.name, token, options.max_body_bytes, options.chat_peers
+        )
         app = build_app(service)
         server = uvicorn.Server(configure(app, bound, options.allowed_hosts, GRACE_S))
         address = listen(bound)

@@ -30,8 +30,8 @@ from search_r1.evaluation.store import REPORT, Store
 from search_r1.evaluation.summary import compare
 from search_r1.inference.model import (
     at_latest_checkpoint,
+    checked_agent,
     compute_dtype,
-    load_agent,
     open_model_folder,
     running_engine,
 )
@@ -57,7 +57,7 @@ MAX_FAILURES_IN_A_ROW = 32
 """Number of consecutive failed dialogues after which the evaluation stops."""
 
 
-def evaluate(options: EvaluationOptions) -> Path:
+def run_evaluation(options: EvaluationOptions) -> Path:
     """Run all missing dialogues, write the report and return its folder. Raises UserError."""
     set_trust(options.trust_remote_code)
     out = Path(options.out)
@@ -78,7 +78,7 @@ async def _evaluate(options: EvaluationOptions, config: Config) -> None:
     method = METHODS[options.method]
     rows = choose(load_rows(options.data, options.prompt_key), options.num_rows, options.seed)
     facts = await retriever_facts(config.retriever.url) if method.needs_documents else NO_RETRIEVER
-    agent = method_agent(load_agent(config), method)
+    agent = method_agent(checked_agent(config), method)
     tokenizer: Any = agent.tokenizer
     sampling = Sampling(options.max_response_length, options.temperature, options.top_p)
     judge = open_judge(options)
@@ -172,7 +172,7 @@ def run_command(options: object) -> int:
 def command_output(options: object) -> str:
     match options:
         case EvaluationOptions():
-            return (evaluate(options) / REPORT).read_text(encoding="utf-8")
+            return (run_evaluation(options) / REPORT).read_text(encoding="utf-8")
         case ReportOptions():
             write_report(options.folder, options.pass_k, options.num_resamples, options.seed)
             return (options.folder / REPORT).read_text(encoding="utf-8")
