@@ -104,12 +104,11 @@ def test_servers_take_each_version_and_one_may_die(
 def test_servers_sample_while_the_ranks_train(
     world: dict[str, str], servers: list[Served], tmp_path: Path
 ) -> None:
-    """Servers sample one step ahead, new weights interrupt turns, and the user names the folder."""
+    """Servers sample one step ahead, and the user names the folder."""
     weights = tmp_path / "weights"
     rows = train(
         world, tmp_path / "run", *of(servers, 3), "actor_rollout_ref.rollout.max_staleness=1",
         f"actor_rollout_ref.rollout.weights_dir={weights}",
-        "actor_rollout_ref.rollout.interrupt_turns=true",
     )  # fmt: skip
     assert [row["step"] for row in rows] == [1, 2, 3]
     assert rows[-1]["rollout/staleness/mean"] > 0

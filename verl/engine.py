@@ -19,8 +19,6 @@ from verl.types import Completion, Sampling
 
 Listener = Callable[[str], None]
 """Called with each new piece of a completion's text."""
-INTERRUPTED = "interrupted"
-"""Finish reason of a completion that was ended by `RolloutEngine.interrupt`."""
 
 
 @dataclass(frozen=True)
@@ -50,8 +48,6 @@ class RolloutEngine(ABC):
     """Whether `update_weights` is implemented, which training requires."""
     takes_adapters: ClassVar[bool] = False
     """Whether `update_weights` accepts a LoRA adapter; otherwise it gets merged weights."""
-    can_interrupt: ClassVar[bool] = False
-    """Whether `interrupt` is implemented, which `rollout.interrupt_turns` requires."""
     can_receive: ClassVar[bool] = False
     """Whether `cards` and `receive_weights` are implemented, which every `rollout.weight_sync`
     except `files` requires."""
@@ -112,14 +108,6 @@ class RolloutEngine(ABC):
         later requests: neither in random states nor in a prefix cache.
         """
         return None
-
-    async def interrupt(self) -> None:
-        """End all running requests; no new request is made until this returns.
-
-        Each returns a completion of the tokens sampled so far, possibly none, with finish reason
-        INTERRUPTED.
-        """
-        raise NotImplementedError(f"{type(self).__name__} cannot interrupt requests")
 
     async def sleep(self) -> None:
         """Free device memory for the trainer; weights may be dropped."""

@@ -7,7 +7,6 @@ derived from token ids. This module does not depend on engines, tools, Ray or co
 
 from __future__ import annotations
 
-import itertools
 from array import array
 from collections.abc import Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
@@ -77,11 +76,9 @@ class Completion:
     log_probs: tuple[float, ...]
     text: str
     finish_reason: str
-    """`stop` (a stop string or end of sequence), `length`, or `verl.engine.INTERRUPTED`."""
+    """`stop` (a stop string or end of sequence) or `length`."""
     weight_version: int = 0
-    """Version of the weights that sampled the completion; the last one if there were several."""
-    weight_versions: tuple[int, ...] = ()
-    """Weight version of each token if there were several versions, otherwise empty."""
+    """Version of the weights that sampled the completion."""
     queued_s: float = 0.0
     """Seconds that the request waited for a slot in the engine; 0 if not reported."""
     counts: EngineCounts = EngineCounts()
@@ -111,7 +108,7 @@ class Segment:
     access: a step has millions of tokens, and `TokenBatch.from_trajectories` reads packed bytes.
     """
 
-    TYPECODES: ClassVar[Mapping[str, str]] = {"ids": "i", "log_probs": "d", "weight_versions": "i"}
+    TYPECODES: ClassVar[Mapping[str, str]] = {"ids": "i", "log_probs": "d"}
     """The numeric columns, and the type code of the `array` into which each is packed."""
     packed: ClassVar[Mapping[str, bytes]] = {}
     """Packed bytes of each column, set when the segment was unpickled."""
@@ -121,14 +118,6 @@ class Segment:
     text: str = ""
     log_probs: tuple[float, ...] = ()
     weight_version: int = 0
-    weight_versions: tuple[int, ...] = ()
-    """Weight version of each token if there were several versions, otherwise empty."""
-
-    @property
-    def version_runs(self) -> list[tuple[int, int]]:
-        """(version, number of tokens) of each run of tokens with the same weight version."""
-        runs = [(v, len(list(same))) for v, same in itertools.groupby(self.weight_versions)]
-        return runs or [(self.weight_version, self.num_tokens)]
 
     @property
     def num_tokens(self) -> int:
@@ -151,7 +140,6 @@ class Segment:
             f"a {self.origin.name} segment of {len(self.ids)} ids has {expected} log-probs, "
             f"got {len(self.log_probs)}"
         )
-        assert len(self.weight_versions) in (0, len(self.ids)), "one version per token, or none"
 
 
 @dataclass(frozen=True)
@@ -180,10 +168,7 @@ ID_BYTES = array(Segment.TYPECODES["ids"]).itemsize
 
 @dataclass(frozen=True)
 class TurnTimes:
-    """Timestamps of one turn, or of each part of a turn that new weights interrupted.
-
-    All are seconds since the epoch by the clock of the replica's machine.
-    """
+    """Timestamps of one turn, in seconds since the epoch by the clock of the replica's machine."""
 
     requested: float
     started: float
@@ -192,7 +177,7 @@ class TurnTimes:
     turn: int = 0
     """Number of the turn within the dialogue, from 0."""
     queued_s: float = 0.0
-    """Seconds after `started` during which its requests waited for a slot of the engine."""
+    """Seconds after `started` during which its request waited for a slot of the engine."""
     counts: EngineCounts = EngineCounts()
 
 
@@ -297,8 +282,7 @@ class TokenBatch:
         segments = [s for t in trajectories for s in t.segments]
         segment_lengths = np.array([s.num_tokens for s in segments], dtype=np.int64)
         segment_origins = np.array([s.origin for s in segments], dtype=np.int8)
-        runs = np.array([run for s in segments for run in s.version_runs], dtype=np.int64)
-        versions, run_lengths = runs.reshape(-1, 2).T
+        versions = np.array([s.weight_version for s in segments], dtype=np.int32)
         ids, log_probs = (
             np.frombuffer(b"".join(s.column_bytes(name) for s in segments), Segment.TYPECODES[name])
             for name in ("ids", "log_probs")
@@ -315,7 +299,7 @@ class TokenBatch:
                 "policy_mask": is_policy,
                 "response_mask": origin != int(Origin.PROMPT),
                 "rollout_log_probs": rollout_log_probs,
-                "weight_versions": torch.from_numpy(versions.astype(np.int32).repeat(run_lengths)),
+                "weight_versions": torch.from_numpy(versions.repeat(segment_lengths)),
             },
             columns={
                 "group": [t.group for t in trajectories],

@@ -276,5 +276,4 @@ def _policy_segment(completion: Completion) -> Segment:
         completion.text,
         completion.log_probs,
         completion.weight_version,
-        completion.weight_versions,
     )

@@ -46,7 +46,7 @@ class FinishedTrajectory(BaseModel, ser_json_inf_nan="constants"):
     def versions(self) -> set[int]:
         """Versions of the weights that sampled it."""
         sampled = (segment for segment in self.segments if segment.origin is Origin.POLICY)
-        return {version for segment in sampled for version, _ in segment.version_runs}
+        return {segment.weight_version for segment in sampled}
 
     def to_trajectory(self, start: Trajectory) -> Trajectory | None:
         """Return the trajectory with the prompt of `start`, or None if the prompt has changed."""

@@ -220,8 +220,6 @@ class RolloutConfig:
     """Folder `schedule` of a run to replay: each turn uses the same weight version as there."""
     partial: bool = option(True, resume="logged")
     """Continue trajectories with newer weights at their next turn; false keeps one version each."""
-    interrupt_turns: bool = option(False, resume="logged")
-    """Interrupt running turns and continue them with new weights; false lets them finish first."""
     dtype: str = option("auto", resume="logged", choices=("auto", *DTYPES))
     """Number format of the engine: auto (the trainer's), bfloat16, float16, float32."""
     max_num_seqs: int | None = option(None, resume="free", ge=1)

@@ -165,10 +165,6 @@ def _engines(config: Config) -> Iterator[Rule]:
     yield (is_nccl and waits_long, f"{ROLLOUT}.partial", "false",
            f"true with {sync}=nccl: ranks would wait for engines to finish whole trajectories",
            f"{ROLLOUT}.partial=true, or {sync}=files")
-    must_wait = not rollout.partial or rollout.max_staleness == 0
-    yield (rollout.interrupt_turns and must_wait, f"{ROLLOUT}.interrupt_turns", "true",
-           "false: without max_staleness, or with partial=false, no weights arrive during a turn",
-           f"also set {ROLLOUT}.max_staleness=1 and partial=true")
 
 
 def _engine_kwargs(config: Config) -> Iterator[Rule]:

@@ -232,8 +232,6 @@ def _make_segment(segment: Segment) -> dict[str, Any]:
     if segment.origin is Origin.POLICY:
         row["log_probs"] = [x if math.isfinite(x) else None for x in segment.log_probs]
         row["weight_version"] = segment.weight_version
-        if segment.weight_versions:
-            row["weight_versions"] = list(segment.weight_versions)
     return row
 
 
@@ -271,10 +269,11 @@ def _parse_segment(row: Mapping[str, Any]) -> Segment:
     if origin is not Origin.POLICY:
         return Segment(origin, ids, row["text"])
     log_probs = tuple(map(to_float, row["log_probs"]))
-    versions = tuple(map(int, row.get("weight_versions", ())))
-    if len(log_probs) != len(ids) or len(versions) not in (0, len(ids)):
-        raise ValueError(f"{len(log_probs)} log_probs, {len(versions)} versions of {len(ids)} ids")
-    return Segment(origin, ids, row["text"], log_probs, int(row["weight_version"]), versions)
+    if len(log_probs) != len(ids):
+        raise ValueError(f"{len(log_probs)} log_probs of {len(ids)} ids")
+    if "weight_versions" in row:
+        raise ValueError("a turn that new weights interrupted")
+    return Segment(origin, ids, row["text"], log_probs, int(row["weight_version"]))
 
 
 def write_jsonl(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:

@@ -12,7 +12,6 @@ from typing import Any
 
 from verl import plugins
 from verl.config import Config, engine_kwargs
-from verl.engine import INTERRUPTED as INTERRUPTED
 from verl.engine import EngineDied as EngineDied
 from verl.engine import Listener as Listener
 from verl.engine import RolloutEngine as RolloutEngine
@@ -104,7 +103,3 @@ def engine_problems(config: Config) -> Iterator[ConfigError]:
         for name in CPU_LACKS.keys() & engine_kwargs.given(rollout.engine_kwargs).keys():
             got, expected = rollout.engine_kwargs[name], f"nothing: {CPU_LACKS[name]}"
             yield ConfigError(explain(f"{engine_kwargs.KEY}.{name}", got, expected, "leave it out"))
-    if rollout.interrupt_turns and not cls.can_interrupt:
-        key = "actor_rollout_ref.rollout.interrupt_turns"
-        expected = f"false: {label} cannot interrupt a turn"
-        yield ConfigError(explain(key, "true", expected, f"{key}=false, or {NAME}=vllm"))

@@ -4,11 +4,7 @@
 trajectory samples through a `TurnEngine`, which times its turns and holds the weights fixed while a
 turn is sampled.
 
-New weights are loaded immediately, between turns, or between trajectories. A turn that they
-interrupt continues from its tokens, so that nothing is discarded or sampled twice. A stop string is
-found wherever the interruption falls: an engine sees only the text of its own request, so after a
-part that ends with the beginning of a stop string, tokens are requested one at a time until the
-stop string is either complete or ruled out.
+New weights are loaded between turns, or between trajectories.
 """
 
 from __future__ import annotations
@@ -19,21 +15,18 @@ import functools
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from typing import Any
 
 from verl import plugins
-from verl.agent.dialogue import derived_seed
 from verl.agent.interface import Agent
 from verl.config import Config
-from verl.engine import Listener, RolloutEngine, Score, cut_at_stop
+from verl.engine import Listener, RolloutEngine, Score
 from verl.errors import PluginError, explain
-from verl.model_files import load_tokenizer
 from verl.remote_code import set_trust
-from verl.rollout.interface import INTERRUPTED, build_engine
+from verl.rollout.interface import build_engine
 from verl.rollout.pool import Claims, Slots, trajectory_keys
-from verl.rollout.schedule import Schedule, TurnPart, load_schedule
+from verl.rollout.schedule import Schedule, TurnKey, load_schedule
 from verl.training.devices import device_type, pin_to_cores, rollout_dtype
 from verl.types import Completion, EngineCounts, Sampling, Trajectory, TrajectoryKey, TurnTimes
 
@@ -61,10 +54,7 @@ class RolloutReplica:
         """Number of claimed groups of each request, by any replica. Only replica 0 counts them."""
         self._finished: dict[TrajectoryKey, Trajectory] = {}
         """Finished trajectories of calls that have not returned yet."""
-        rollout = config.actor_rollout_ref.rollout
-        # Looked up when called: tests replace the engine.
-        interrupt = (lambda: self.engine.interrupt()) if rollout.interrupt_turns else None
-        self.gate = WeightGate(load_schedule(rollout.replay), interrupt)
+        self.gate = WeightGate(load_schedule(config.actor_rollout_ref.rollout.replay))
         self._pause = contextlib.AsyncExitStack()
 
     def dtype(self) -> str:
@@ -112,7 +102,7 @@ class RolloutReplica:
         self, folder: str, version: int, is_adapter: bool = False, num_calls: int = 0,
         scored_ids: Sequence[int] = (),
     ) -> Score | None:  # fmt: skip
-        """Load new weights once running turns or trajectories have finished or are interrupted.
+        """Load new weights once running turns or trajectories have finished.
 
         `num_calls` is the number of calls of `rollout` that were made before this one. Returns the
         score of `scored_ids`, if there are any, before anything samples with the weights.
@@ -157,19 +147,12 @@ class RolloutReplica:
             raise failures.exceptions[0]  # noqa: B904 - it has a cause of its own
         return {i: task.result() for i, task in tasks.items()}
 
-    @functools.cached_property
-    def _tokenizer(self) -> Any:
-        return load_tokenizer(self.config.actor_rollout_ref.model.path)
-
-    def _decode(self, ids: Sequence[int]) -> str:
-        return str(self._tokenizer.decode(ids))
-
     async def _finish(
         self, starts: Sequence[Trajectory], keys: Sequence[TrajectoryKey], sampling: Sampling,
         version: int, gate: WeightGate | None, position: int,
     ) -> Trajectory:  # fmt: skip
         start, key = starts[position], keys[position]
-        engine = TurnEngine(self.engine, self.clock, gate, version, key, self._decode, self.slots)
+        engine = TurnEngine(self.engine, self.clock, gate, version, key, self.slots)
         subject = f"agent.name={self.config.agent.name} at {start.prompt.uid}"
         expected = "the trajectory that it was given, with its group and sample, continued"
         try:
@@ -198,14 +181,8 @@ class WeightGate:
     turns of other trajectories may never come.
     """
 
-    def __init__(
-        self,
-        schedule: Schedule | None = None,
-        interrupt: Callable[[], Awaitable[None]] | None = None,
-    ) -> None:
-        """`interrupt` ends running requests, so that a change need not wait for them."""
+    def __init__(self, schedule: Schedule | None = None) -> None:
         self._schedule = schedule
-        self._interrupt = None if schedule else interrupt  # a schedule says where turns end
         self.version = 0
         """Version of the loaded weights."""
         self._num_sampling = self._num_calls = 0
@@ -232,29 +209,28 @@ class WeightGate:
 
     @contextlib.asynccontextmanager
     async def sampling(
-        self, min_version: int = 0, part: TurnPart | None = None
-    ) -> AsyncIterator[int | None]:
+        self, min_version: int = 0, turn: TurnKey | None = None
+    ) -> AsyncIterator[None]:
         """Keep the weights fixed in the body, at version `min_version` or later.
 
-        If the schedule contains `part`, wait for the weights that it names, or use the current ones
-        if those are gone, as after a resume. Yields the number of the turn's tokens at which the
-        schedule interrupts it, or None.
+        If the schedule contains `turn`, wait for the weights that it names, or use the current ones
+        if those are gone, as after a resume.
         """
-        planned, end = None, None
-        if self._schedule is not None and part is not None:
-            planned, end = self._schedule.version(part), self._schedule.end(part)
+        planned = None
+        if self._schedule is not None and turn is not None:
+            planned = self._schedule.version(turn)
         while self._must_wait(min_version, planned):
             await self._changed.wait()
         if planned is not None and planned < self.version:
             logger.warning("%s was sampled by version %d, which is gone: from here on the run "
-                           "differs from the recorded one", part, planned)  # fmt: skip
+                           "differs from the recorded one", turn, planned)  # fmt: skip
         self._num_sampling += 1
         try:
-            yield end
+            yield
         finally:
             self._num_sampling -= 1
-            if self._schedule is not None and part is not None:
-                self._schedule.mark_done(part)
+            if self._schedule is not None and turn is not None:
+                self._schedule.mark_done(turn)
             if not self._num_sampling:
                 self._progressed.set()
 
@@ -274,8 +250,6 @@ class WeightGate:
         async with self._changes:
             self._is_changing = True
             try:
-                if self._interrupt and self._num_sampling and version > self.version:
-                    await self._interrupt()
                 while self._num_sampling or self._has_scheduled_turns(version, num_calls):
                     self._progressed.clear()
                     await self._progressed.wait()
@@ -292,76 +266,6 @@ class WeightGate:
         if self._schedule is None:
             return False
         return self._num_calls < num_calls or not self._schedule.is_done_before(version)
-
-
-Decode = Callable[[Sequence[int]], str]
-Generate = Callable[[Sequence[int], Sampling], Awaitable[Completion]]
-NUM_BEFORE = 16
-"""Number of tokens before a turn that are decoded together with it, since some tokenizers drop the
-leading space of a text."""
-
-
-@dataclass
-class PartialTurn:
-    """One turn that may be interrupted: its request, and the parts that were sampled so far."""
-
-    prompt_ids: Sequence[int]
-    sampling: Sampling
-    decode: Decode
-    """Decodes ids to text; called only for turns that were interrupted."""
-    parts: list[Completion] = field(default_factory=list)
-    _text: str = ""
-
-    @property
-    def ids(self) -> tuple[int, ...]:
-        """The ids sampled so far."""
-        return tuple(i for part in self.parts for i in part.ids)
-
-    async def resume(self, generate: Generate, end: int | None = None) -> Completion | None:
-        """Sample with fixed weights until the turn is complete, interrupted, or `end` tokens long.
-
-        Returns the completion of the whole turn, or None if it is not complete.
-        """
-        max_tokens = self.sampling.max_tokens
-        end = max_tokens if end is None else min(end, max_tokens)
-        while True:
-            new = await generate(*self._request(end))
-            if not self.parts and end == max_tokens and new.finish_reason != INTERRUPTED:
-                return new
-            if new.ids:
-                self.parts.append(new)
-            whole = self._joined(new.finish_reason)
-            if whole or new.finish_reason == INTERRUPTED or len(self.ids) >= end:
-                return whole
-
-    def _request(self, end: int) -> tuple[Sequence[int], Sampling]:
-        """Return prompt and sampling for the tokens that the turn lacks to have `end` tokens."""
-        num, sampling = len(self.ids), self.sampling
-        if not num:
-            return self.prompt_ids, replace(sampling, max_tokens=end)
-        max_tokens = 1 if ends_with_partial_stop(self._text, sampling.stop) else end - num
-        # The first part's seed would repeat its random numbers.
-        seed = None if sampling.seed is None else derived_seed(sampling.seed, num)
-        return [*self.prompt_ids, *self.ids], replace(sampling, max_tokens=max_tokens, seed=seed)
-
-    def _joined(self, finish_reason: str) -> Completion | None:
-        """Join the parts, the last with `finish_reason`, to one completion; None if incomplete."""
-        ids = self.ids
-        before = list(self.prompt_ids[-NUM_BEFORE:])
-        text = self.decode([*before, *ids])[len(self.decode(before)) :]
-        self._text, is_stopped = cut_at_stop(text, self.sampling.stop)
-        if not is_stopped and finish_reason != "stop" and len(ids) < self.sampling.max_tokens:
-            return None
-        reason = "stop" if is_stopped or finish_reason == "stop" else "length"
-        log_probs = tuple(p for part in self.parts for p in part.log_probs)
-        versions = tuple(part.weight_version for part in self.parts for _ in part.ids)
-        token_versions = versions if len(set(versions)) > 1 else ()
-        return Completion(ids, log_probs, self._text, reason, versions[-1], token_versions)
-
-
-def ends_with_partial_stop(text: str, stop: Sequence[str]) -> bool:
-    """Whether `text` ends with the beginning of a stop string, which later text may complete."""
-    return any(text.endswith(tag[:n]) for tag in stop for n in range(1, len(tag)))
 
 
 class BusyClock:
@@ -390,14 +294,13 @@ class TurnEngine(RolloutEngine):
 
     def __init__(
         self, engine: RolloutEngine, clock: BusyClock, gate: WeightGate | None, min_version: int,
-        key: TrajectoryKey = ("", 0), decode: Decode = str, slots: Slots | None = None,
+        key: TrajectoryKey = ("", 0), slots: Slots | None = None,
     ) -> None:  # fmt: skip
-        """Take a slot. A schedule finds turns by `key`; `decode` is for interrupted turns."""
+        """Take a slot. A schedule finds turns by `key`."""
         self._engine, self._clock = engine, clock
         self._gate, self._min_version, self._key = gate, min_version, key
-        self._decode, self._num_turns = decode, 0
+        self._num_turns = 0
         self.times: list[TurnTimes] = []
-        self._queued_s, self._counts = 0.0, EngineCounts()
         self._slots, self._holds_slot = slots or Slots(), False
         self._set_slot(True)
 
@@ -411,51 +314,32 @@ class TurnEngine(RolloutEngine):
         self._holds_slot = holds
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
-        return await self._turn(prompt_ids, sampling, self._engine.generate)
+        return await self._turn(self._engine.generate(prompt_ids, sampling))
 
     async def stream(
         self, prompt_ids: Sequence[int], sampling: Sampling, listener: Listener
     ) -> Completion:
-        async def generate(ids: Sequence[int], sampling: Sampling) -> Completion:
-            return await self._engine.stream(ids, sampling, listener)
+        return await self._turn(self._engine.stream(prompt_ids, sampling, listener))
 
-        return await self._turn(prompt_ids, sampling, generate)
-
-    async def _turn(
-        self, prompt_ids: Sequence[int], sampling: Sampling, generate: Generate
-    ) -> Completion:
-        """Sample one turn, in several parts if new weights interrupt it."""
-        turn, number = PartialTurn(prompt_ids, sampling, self._decode), self._num_turns
+    async def _turn(self, request: Coroutine[Any, Any, Completion]) -> Completion:
+        """Sample one turn with fixed weights; record its times, also if it fails."""
+        requested, number, gate = time.time(), self._num_turns, self._gate
         self._num_turns += 1
-
-        async def generate_counted(ids: Sequence[int], sampling: Sampling) -> Completion:
-            completion = await generate(ids, sampling)
-            self._queued_s += completion.queued_s
-            self._counts += completion.counts
-            return completion
-
+        queued_s, counts = 0.0, EngineCounts()
         self._set_slot(True)
         try:
-            while True:
-                async with self._fixed_weights(number, len(turn.ids)) as end:
-                    completion = await turn.resume(generate_counted, end)
-                if completion is not None:
+            held = gate.sampling(self._min_version, (*self._key, number)) if gate else None
+            async with held or contextlib.nullcontext():
+                started = time.time()
+                self._clock.change(+1)
+                try:
+                    completion = await request
+                    queued_s, counts = completion.queued_s, completion.counts
                     return completion
+                finally:
+                    self._clock.change(-1)
+                    times = TurnTimes(requested, started, time.time(), number, queued_s, counts)
+                    self.times.append(times)
         finally:
+            request.close()  # it may never have started
             self._set_slot(False)
-
-    @contextlib.asynccontextmanager
-    async def _fixed_weights(self, number: int, num_tokens: int) -> AsyncIterator[int | None]:
-        """Enter `gate.sampling` for turn `number` after `num_tokens`; record the part's times."""
-        requested, gate = time.time(), self._gate
-        part = (*self._key, number, num_tokens)
-        held = gate.sampling(self._min_version, part) if gate else contextlib.nullcontext()
-        async with held as end:
-            started, self._queued_s, self._counts = time.time(), 0.0, EngineCounts()
-            self._clock.change(+1)
-            try:
-                yield end
-            finally:
-                self._clock.change(-1)
-                engine_stats = self._queued_s, self._counts
-                self.times.append(TurnTimes(requested, started, time.time(), number, *engine_stats))

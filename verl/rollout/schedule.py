@@ -7,10 +7,11 @@ options samples every turn with the version that sampled it then, independently 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 
 from verl.config import Config
 from verl.errors import ConfigError, explain
@@ -19,9 +20,8 @@ from verl.types import Origin, Trajectory, TrajectoryKey
 
 FOLDER = "schedule"
 REPLAY = "actor_rollout_ref.rollout.replay"
-TurnPart = tuple[str, int, int, int]
-"""A part of a turn: the trajectory's key, the number of the turn, and the number of the turn's
-tokens before the part, which is 0 unless new weights interrupted the turn."""
+TurnKey = tuple[str, int, int]
+"""A turn: the trajectory's key, and the number of the turn in the dialogue."""
 
 
 class ScheduleEntry(BaseModel, frozen=True):
@@ -31,23 +31,16 @@ class ScheduleEntry(BaseModel, frozen=True):
     sample: int
     replica: int
     versions: tuple[int, ...]
-    """Version with which each turn started."""
-    cuts: tuple[tuple[int, int, int], ...] = ()
-    """Interruptions: (turn, number of its tokens before, version that continued it)."""
+    """Version that sampled each turn."""
+    cuts: tuple[()] = Field(default=(), exclude=True)
+    """Turns that new weights interrupted, in earlier schedules: they cannot be repeated."""
 
 
 def entry_of(trajectory: Trajectory) -> ScheduleEntry:
     """Return the record of a trajectory."""
-    versions, cuts = list[int](), list[tuple[int, int, int]]()
-    for turn, segment in enumerate(s for s in trajectory.segments if s.origin is Origin.POLICY):
-        (first, num_tokens), *later = segment.version_runs
-        versions.append(first)
-        for version, num_more in later:
-            cuts.append((turn, num_tokens, version))
-            num_tokens += num_more
     return ScheduleEntry(
         group=trajectory.group, sample=trajectory.sample, replica=trajectory.replica,
-        versions=tuple(versions), cuts=tuple(cuts),
+        versions=tuple(s.weight_version for s in trajectory.segments if s.origin is Origin.POLICY),
     )  # fmt: skip
 
 
@@ -81,46 +74,39 @@ class Schedule:
     """The recorded turns of a run, and which of them a replica still has to sample."""
 
     def __init__(self, entries: Iterable[ScheduleEntry]) -> None:
-        self._versions: dict[TurnPart, int] = {}
-        self._ends: dict[TurnPart, int] = {}
-        self._parts: dict[TrajectoryKey, list[TurnPart]] = {}
-        for entry in entries:
-            key = (entry.group, entry.sample)
-            last_parts = {turn: (*key, turn, 0) for turn in range(len(entry.versions))}
-            versions = {last_parts[turn]: version for turn, version in enumerate(entry.versions)}
-            for turn, num_tokens, version in entry.cuts:
-                self._ends[last_parts[turn]] = num_tokens
-                last_parts[turn] = (*key, turn, num_tokens)
-                versions[last_parts[turn]] = version
-            self._versions |= versions
-            self._parts[key] = list(versions)
-        self._pending: dict[TurnPart, int] = {}
-        """Versions of the parts that running trajectories still have to sample."""
+        self._versions = {
+            (entry.group, entry.sample, turn): version
+            for entry in entries
+            for turn, version in enumerate(entry.versions)
+        }
+        self._pending: dict[TurnKey, int] = {}
+        """Versions of the turns that running trajectories still have to sample."""
 
-    def version(self, part: TurnPart) -> int | None:
-        """Return the version that sampled a part; None if it was not recorded."""
-        return self._versions.get(part)
-
-    def end(self, part: TurnPart) -> int | None:
-        """Return after how many tokens of its turn this part was interrupted, or None."""
-        return self._ends.get(part)
+    def version(self, turn: TurnKey) -> int | None:
+        """Return the version that sampled a turn; None if it was not recorded."""
+        return self._versions.get(turn)
 
     def start(self, key: TrajectoryKey) -> None:
-        """Note that a trajectory starts: all of its parts are pending."""
-        self._pending |= {part: self._versions[part] for part in self._parts.get(key, ())}
+        """Note that a trajectory starts: all of its turns are pending."""
+        self._pending |= {turn: self._versions[turn] for turn in self._turns(key)}
 
-    def mark_done(self, part: TurnPart) -> None:
-        """Note that a part was sampled, or failed."""
-        self._pending.pop(part, None)
+    def mark_done(self, turn: TurnKey) -> None:
+        """Note that a turn was sampled, or failed."""
+        self._pending.pop(turn, None)
 
     def finish(self, key: TrajectoryKey) -> None:
         """Note that a trajectory has finished, possibly with fewer turns than recorded."""
-        for part in self._parts.get(key, ()):
-            self.mark_done(part)
+        for turn in self._turns(key):
+            self.mark_done(turn)
 
     def is_done_before(self, version: int) -> bool:
-        """Whether no part of weights older than `version` is pending."""
+        """Whether no turn of weights older than `version` is pending."""
         return all(other >= version for other in self._pending.values())
+
+    def _turns(self, key: TrajectoryKey) -> Iterator[TurnKey]:
+        """Yield the recorded turns of a trajectory."""
+        turns = ((*key, number) for number in itertools.count())
+        return itertools.takewhile(self._versions.__contains__, turns)
 
 
 def load_schedule(folder: str | None) -> Schedule | None:

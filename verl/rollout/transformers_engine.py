@@ -19,7 +19,7 @@ from verl.config import Config
 from verl.engine import cut_at_stop
 from verl.model_files import check_finite, load_tokenizer, model_errors
 from verl.rollout.context_cache import ContextCache, sequence_log_probs
-from verl.rollout.interface import INTERRUPTED, Listener, RolloutEngine
+from verl.rollout.interface import Listener, RolloutEngine
 from verl.training.devices import device_type, rollout_dtype
 from verl.training.models import load_causal_lm
 from verl.types import Completion, Sampling
@@ -32,7 +32,6 @@ class TransformersEngine(RolloutEngine):
     """A transformers model that serves requests one at a time."""
 
     takes_weights = True
-    can_interrupt = True
 
     def __init__(
         self, path: str, device: str, dtype: str, seed: int | None = None, caches: bool = True
@@ -142,11 +141,6 @@ class TransformersEngine(RolloutEngine):
 
         return await asyncio.to_thread(log_probs)
 
-    async def interrupt(self) -> None:
-        """End each request after its current token; waiting requests end without tokens."""
-        for must_end in self._running:
-            must_end.set()
-
     def _generate(
         self,
         prompt_ids: list[int],
@@ -160,8 +154,6 @@ class TransformersEngine(RolloutEngine):
             ids: list[int] = []
             log_probs: list[float] = []
             text, num_reported, reason = "", 0, "length"
-            if must_end():
-                return Completion((), (), "", INTERRUPTED, self.weight_version)
             for token, log_prob in self._samples(prompt_ids, sampling):
                 ids.append(token)
                 log_probs.append(log_prob)
@@ -174,8 +166,7 @@ class TransformersEngine(RolloutEngine):
                     break
                 if len(ids) == sampling.max_tokens:
                     break
-                if must_end():
-                    reason = INTERRUPTED
+                if must_end():  # nobody waits for this completion any more
                     break
             return Completion(tuple(ids), tuple(log_probs), text, reason, self.weight_version)
 

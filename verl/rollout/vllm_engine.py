@@ -22,7 +22,6 @@ from verl.errors import ModelError, explain
 from verl.model_files import refuse_non_finite
 from verl.nvidia import vllm_device
 from verl.rollout.interface import (
-    INTERRUPTED,
     EngineDied,
     Listener,
     RolloutEngine,
@@ -45,14 +44,12 @@ class VllmEngine(RolloutEngine):
 
     takes_weights = True
     takes_adapters = True
-    can_interrupt = True
     can_receive = True
 
     def __init__(self, config: Config, replica: int = 0) -> None:
         self.settings = VllmSettings(config, replica)
         self.weight_version = 0
         self._request_ids = itertools.count()
-        self._running: set[str] = set()
         self._adapter: Any = None
         self._has_weights = True
         self._llm: Any = None
@@ -136,29 +133,15 @@ class VllmEngine(RolloutEngine):
         prompt = self._vllm.TokensPrompt(prompt_token_ids=list(prompt_ids))
         request_id = str(next(self._request_ids))
         outputs = self._llm.generate(prompt, parameters, request_id, lora_request=self._adapter)
-        self._running.add(request_id)
-        try:
-            result = await self._result(_last_output(outputs, listener))
-        finally:
-            self._running.discard(request_id)
+        result = await self._result(_last_output(outputs, listener))
         output, queued_s = result.outputs[0], _queued_s(result.metrics)
         ids = tuple(output.token_ids)
         log_probs = tuple(step[i].logprob for step, i in zip(output.logprobs, ids, strict=True))
         assert version == self.weight_version, "weights changed while a request was running"
-        reason = INTERRUPTED if output.finish_reason == "abort" else output.finish_reason
         counts = EngineCounts(len(prompt_ids), result.num_cached_tokens or 0)
         return Completion(
-            ids, log_probs, output.text, reason, version, queued_s=queued_s, counts=counts
+            ids, log_probs, output.text, output.finish_reason, version, queued_s, counts
         )
-
-    async def interrupt(self) -> None:
-        """Abort all requests; each returns the tokens sampled so far.
-
-        Aborts repeatedly, since vLLM ignores ids of requests that have not reached it yet.
-        """
-        while self._running:
-            await self._result(self._llm.abort(list(self._running)))
-            await asyncio.sleep(POLL_S)
 
     async def _result(self, call: Awaitable[Result]) -> Result:
         """Await `call`. Raises EngineDied if the engine core ends first.

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-import uuid
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self, TypeVar
@@ -21,7 +20,7 @@ from pydantic import AliasPath, BaseModel, Field
 from verl.config import Config
 from verl.errors import AnswerInvalid, ConfigError, explain, redact
 from verl.proxies import client_settings
-from verl.rollout.interface import INTERRUPTED, URL, WEIGHTS_DIR, EngineDied, RolloutEngine
+from verl.rollout.interface import URL, WEIGHTS_DIR, EngineDied, RolloutEngine
 from verl.rollout.remote_engine import (
     COMPLETIONS,
     CONNECT_S,
@@ -44,7 +43,6 @@ ResponseT = TypeVar("ResponseT", bound=BaseModel)
 HEALTH_S = 60.0
 """Maximum seconds that a running server takes to answer a health check."""
 POLL_S = 2.0
-ABORT_S = 0.02
 
 
 class ServerInfo(BaseModel):
@@ -86,7 +84,6 @@ class VllmServer(RolloutEngine):
     """An engine on one server, which is neither started nor stopped here and never sleeps."""
 
     takes_weights = True
-    can_interrupt = True
 
     def __init__(
         self,
@@ -110,9 +107,6 @@ class VllmServer(RolloutEngine):
         self.weight_version = 0
         self._weights = ""
         """Name of the weights that the server was told to load."""
-        self._running: set[str] = set()
-        """vLLM's ids of the requests that were sent."""
-        self._num_requests, self._is_interrupting = 0, False
 
     @classmethod
     def from_config(cls, config: Config, replica: int) -> Self:
@@ -156,15 +150,9 @@ class VllmServer(RolloutEngine):
         # The salt is part of a cached prefix's key, so prefixes of other weights are never reused.
         body = self._model | request_body(prompt_ids, sampling)
         body["cache_salt"] = weights
-        self._num_requests += 1
-        try:
-            async with self._slots:
-                if self._is_interrupting:  # while this request waited for a slot
-                    return Completion((), (), "", INTERRUPTED, version)
-                choice = self._choice(await self._complete(body))
-                await self._check_weights(weights)
-        finally:
-            self._num_requests -= 1
+        async with self._slots:
+            choice = self._choice(await self._read(CompletionResponse, "POST", COMPLETIONS, body))
+            await self._check_weights(weights)
         assert version == self.weight_version, "weights changed while a request was running"
         return _completion(choice, version)
 
@@ -199,38 +187,11 @@ class VllmServer(RolloutEngine):
         body = self._model | request_body(ids, Sampling(1, temperature=0.0))
         # Not the salt of `generate`: no later request may find these ids in the prefix cache.
         body |= {"prompt_logprobs": 0, "cache_salt": f"{self._weights}.score"}
-        choice = (await self._complete(body)).choices[0]
+        choice = (await self._read(CompletionResponse, "POST", COMPLETIONS, body)).choices[0]
         if choice.prompt_logprobs is None:
             return None
         rows = choice.prompt_logprobs[1:]
         return [row[str(i)].logprob for row, i in zip(rows, ids[1:], strict=True) if row]
-
-    async def interrupt(self) -> None:
-        """Abort all requests; each returns the tokens sampled so far.
-
-        Aborts repeatedly, since vLLM ignores ids of requests that have not reached it yet. Requests
-        that wait for a slot end without tokens.
-        """
-        self._is_interrupting = True
-        try:
-            while self._num_requests:
-                if self._running:
-                    request_ids = {"request_ids": sorted(self._running)}
-                    await self._call("POST", "/abort_requests", request_ids)
-                await asyncio.sleep(ABORT_S)
-        finally:
-            self._is_interrupting = False
-
-    async def _complete(self, body: dict[str, Any]) -> CompletionResponse:
-        """Send a request and return the response; registers its id so that it can be aborted."""
-        request_id = uuid.uuid4().hex
-        vllm_id = f"cmpl-{request_id}-0"  # vLLM's id for the first prompt of a request
-        self._running.add(vllm_id)
-        try:
-            body = {**body, "request_id": request_id}
-            return await self._read(CompletionResponse, "POST", COMPLETIONS, body)
-        finally:
-            self._running.discard(vllm_id)
 
     async def probe(self) -> None:
         """Return once the server shows that it is alive, or raise EngineDied."""
@@ -244,8 +205,7 @@ class VllmServer(RolloutEngine):
 
     def _choice(self, response: CompletionResponse) -> Choice:
         choice = response.choices[0]
-        is_interrupted = choice.finish_reason == "abort" and self._is_interrupting
-        if not is_interrupted and choice.finish_reason not in ("stop", "length"):
+        if choice.finish_reason not in ("stop", "length"):
             # The server is shutting down.
             raise EngineDied(f"{redact(self.url)} ended a request: {choice.finish_reason}")
         log_probs = (choice.logprobs and choice.logprobs.token_logprobs) or []
@@ -319,5 +279,5 @@ class VllmServer(RolloutEngine):
 def _completion(choice: Choice, version: int) -> Completion:
     assert choice.token_ids is not None and choice.logprobs is not None
     log_probs = tuple(p for p in choice.logprobs.token_logprobs or () if p is not None)
-    reason = INTERRUPTED if choice.finish_reason == "abort" else str(choice.finish_reason)
+    reason = str(choice.finish_reason)
     return Completion(tuple(choice.token_ids), log_probs, choice.text, reason, version)

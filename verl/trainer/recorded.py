@@ -165,7 +165,7 @@ def _check_step(config: Config, step: int, rows: Sequence[RecordedTrajectory]) -
         key, expected = "data.train_batch_size", f"{len(sizes)}, the prompts of {where}"
         raise ConfigError(explain(key, batch_size, expected, f"{key}={len(sizes)}"))
     sampled = [s for r in rows for s in r.trajectory.segments if s.origin is Origin.POLICY]
-    staleness = step - min((v for s in sampled for v, _ in s.version_runs), default=step)
+    staleness = step - min((s.weight_version for s in sampled), default=step)
     if staleness > rollout.max_staleness:
         got = f"tokens of {where} that are {staleness} versions old"
         expected = f"at most {ROLLOUT}.max_staleness={rollout.max_staleness}"

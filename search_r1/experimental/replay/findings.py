@@ -225,7 +225,7 @@ def replay_notes(
                f"(trainer.save_freq=1 saves all): replayed with the nearest, "
                f"{replay.used_version} ({replay.weights}).")  # fmt: skip
     turns = turns_of(replay.ref.recorded.trajectory)[edit.turn - 1 :]
-    versions = sorted({version for turn, _ in turns for version, _ in turn.version_runs})
+    versions = sorted({turn.weight_version for turn, _ in turns})
     if versions != [replay.sampled_version]:
         yield (f"Weights {', '.join(map(str, versions))} sampled these turns; the replay uses "
                "one version.")  # fmt: skip

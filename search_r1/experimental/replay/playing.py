@@ -8,22 +8,25 @@ import itertools
 import json
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from verl.agent.dialogue import DialogueAgent
+from verl.agent.dialogue import DialogueAgent, derived_seed
 from verl.agent.interface import DialogueFormat, Item, Turn
 from verl.data.trajectories import parse_row, recorded_steps, step_path
 from verl.engine import RolloutEngine, cut_at_stop
 from verl.errors import DataError, ToolError, explain
-from verl.rollout.replica import Decode, PartialTurn
 from verl.types import Completion, Origin, Sampling, Segment, Status, Trajectory, start_trajectory
 
 RecordedTurn = tuple[Segment, Segment | None]
 """A policy turn and the environment's response, which is None after the last turn."""
 FindResponse = Callable[[Turn], Segment | None]
 """Looks up the response to a turn's calls in other trajectories of the run."""
+Decode = Callable[[Sequence[int]], str]
+NUM_BEFORE = 16
+"""Number of tokens before a turn that are decoded together with it, since some tokenizers drop the
+leading space of a text."""
 
 
 @dataclass(frozen=True)
@@ -120,10 +123,32 @@ class ReplayEngine(RolloutEngine):
             got, fix = f"{len(edited.ids)} tokens that do not end the turn", "shorten it"
             expected = f"fewer than {sampling.max_tokens} (data.max_response_length)"
             raise DataError(explain("the edited text", got, expected, fix))
-        turn = PartialTurn(prompt_ids, sampling, self.decode, [edited], edited.text)
-        completed = await turn.resume(self.engine.generate)
-        assert completed is not None, "nothing interrupts a replay"
-        return completed
+        return await complete(edited, self.engine, prompt_ids, sampling, self.decode)
+
+
+async def complete(
+    begun: Completion, engine: RolloutEngine, prompt_ids: Sequence[int], sampling: Sampling,
+    decode: Decode,
+) -> Completion:  # fmt: skip
+    """Sample the rest of a turn; also find a stop string that begins in what was `begun`.
+
+    The engine sees only the text of its own request, so it may have sampled beyond such a string.
+    """
+    num_begun, before = len(begun.ids), list(prompt_ids[-NUM_BEFORE:])
+    # The seed of the turn itself would repeat the random numbers of its first tokens.
+    seed = None if sampling.seed is None else derived_seed(sampling.seed, num_begun)
+    rest_of_it = replace(sampling, max_tokens=sampling.max_tokens - num_begun, seed=seed)
+    rest = await engine.generate([*prompt_ids, *begun.ids], rest_of_it)
+    ids = begun.ids + rest.ids
+
+    def cut(end: int) -> tuple[str, bool]:
+        text = decode([*before, *ids[:end]])[len(decode(before)) :]
+        return cut_at_stop(text, sampling.stop)
+
+    end = next((end for end in range(num_begun, len(ids)) if cut(end)[1]), len(ids))
+    reason = "stop" if cut(end)[1] else rest.finish_reason
+    log_probs = (begun.log_probs + rest.log_probs)[:end]
+    return Completion(ids[:end], log_probs, cut(end)[0], reason, rest.weight_version)
 
 
 async def replay_trajectory(
@@ -174,7 +199,7 @@ def _completion(turn: Segment, agent: DialogueAgent | None = None) -> Completion
         and not cut_at_stop(turn.text, agent.format.stop)[1]
     )
     return Completion(turn.ids, turn.log_probs, turn.text, "length" if is_truncated else "stop",
-                      turn.weight_version, turn.weight_versions)  # fmt: skip
+                      turn.weight_version)  # fmt: skip
 
 
 def _edited_completion(text: str, agent: DialogueAgent, version: int) -> Completion:

@@ -57,7 +57,7 @@ def read_run_config(
         raise ConfigError(explain(f"{folder}/config.yaml", got, expected, fix)) from error
     rollout, retriever = config.actor_rollout_ref.rollout, config.retriever
     rollout.url = rollout.replay = None  # the user's servers must not receive other weights
-    rollout.interrupt_turns, rollout.merge_adapter = False, True
+    rollout.merge_adapter = True
     retriever.max_retries = min(MAX_RETRIES, retriever.max_retries)
     retriever.deadline = min(DEADLINE_S, retriever.deadline or DEADLINE_S)
     retriever.url = retriever_url or retriever.url
@@ -154,7 +154,7 @@ async def run_replays(
 
     def version_of(ref: TrajectoryRef) -> int:
         turns = turns_of(ref.recorded.trajectory)
-        return turns[min(edit.turn, len(turns)) - 1][0].version_runs[0][0]
+        return turns[min(edit.turn, len(turns)) - 1][0].weight_version
 
     async with contextlib.AsyncExitStack() as stack:
         for version, group in groupby(sorted(refs, key=version_of), key=version_of):

@@ -7,7 +7,7 @@ import { neighbour } from "./trajectories.js";
 
 const LABELS = { log_probs: "log-prob of the engine", old_log_probs: "log-prob of the trainer", ref_log_probs: "log-prob of the reference",
   ratio: "ratio trainer / engine", rollout_weights: "weight of the correction", kl: "KL to the reference (k1)", advantages: "advantage",
-  values: "value by the critic", weight_versions: "weight version by token" };
+  values: "value by the critic" };
 const tokenState = { color: "log_probs" }; // kept from one trajectory to the next
 
 export async function showTrajectory(root, { params, runs }) {

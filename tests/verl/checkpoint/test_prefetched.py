@@ -14,13 +14,12 @@ START = start_trajectory(Prompt("q", (1, 2), "nq", ("a",), text="who"), "3/0", s
 
 
 def finished(version: int = 5, status: Status = Status.ANSWERED) -> Trajectory:
-    """Return two turns, the second interrupted by new weights, with one log-prob missing."""
-    first = Segment(Origin.POLICY, (3, 4), "é\n", (-0.1, math.nan), version)
+    """Return two turns of different weights, with one log-prob missing."""
+    first = Segment(Origin.POLICY, (3, 4), "é\n", (-0.1, math.nan), version - 1)
     observation = Segment(Origin.OBSERVATION, (7,), "doc")
-    interrupted = Segment(Origin.POLICY, (8, 9), "b", (-1 / 3, -np.float32(0.7).item()), version,
-                  (version - 1, version))  # fmt: skip
+    second = Segment(Origin.POLICY, (8, 9), "b", (-1 / 3, -np.float32(0.7).item()), version)
     stats = {"turns": 2.0, "wait_s": np.float32(0.5), "none": math.nan}
-    segments = [*START.segments, first, observation, interrupted]
+    segments = [*START.segments, first, observation, second]
     return Trajectory(START.prompt, segments, status, stats, {"retries": 1}, "3/0", 1, 9, replica=2)
 
 

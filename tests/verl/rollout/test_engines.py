@@ -23,7 +23,6 @@ from verl.rollout.interface import (
     engine_problems,
     engine_takes_adapter,
 )
-from verl.rollout.replica import BusyClock, TurnEngine, WeightGate
 from verl.training import kernels
 from verl.types import Completion, Sampling
 
@@ -120,46 +119,21 @@ def test_concurrent_requests_do_not_affect_each_other(running: Running) -> None:
     assert [c.ids for c in running.loop.run_until_complete(together())] == alone
 
 
-def test_an_interrupted_turn_continues_with_new_weights(running: Running, tmp_path: Path) -> None:
-    """Each token's log-prob is that of the weights that sampled it, given all tokens before it.
-
-    No token of the first part is lost; a turn without tokens starts with the new weights.
-    """
+def test_what_old_weights_cached_is_not_used_with_new_ones(
+    running: Running, tmp_path: Path
+) -> None:
+    """After an update, log-probs are those of the new weights, given a prompt that was cached."""
     save_model(tmp_path, seed=5)
-    prompt, started = running.tokenizer.encode("The capital of France is " * 60), asyncio.Event()
+    prompt = running.tokenizer.encode("The capital of France is " * 60)
     assert 256 < len(prompt) < 400  # several cache blocks
-    free = running.generate(prompt, seed=0, max_tokens=100)
-
-    async def play() -> list[Completion]:
-        gate = WeightGate(interrupt=running.engine.interrupt)
-        decode = running.tokenizer.decode
-        turns = [
-            asyncio.create_task(
-                TurnEngine(running.engine, BusyClock(), gate, 0, decode=decode).stream(
-                    prompt, Sampling(100, seed=seed), lambda text: started.set() if text else None
-                )
-            )
-            for seed in range(3)
-        ]
-        await started.wait()
-        async with gate.changing(5):
-            await running.engine.update_weights(str(tmp_path), 5)
-        return list(await asyncio.gather(*turns))
-
-    cut, *others = running.loop.run_until_complete(play())
-    for got in (cut, *others):
-        versions = got.weight_versions or (got.weight_version,) * len(got.ids)
-        num_old = versions.count(0)
-        assert versions == (0,) * num_old + (5,) * (100 - num_old) and num_old < 100
-        for folder, begin, end in ((running.folder, 0, num_old), (tmp_path, num_old, 100)):
-            ids = [*prompt, *got.ids[:end]]
-            exact = exact_log_probs(model_in(folder), ids, len(prompt) + begin)
-            assert got.log_probs[begin:end] == pytest.approx(exact, abs=TOLERANCE)
-        assert got.text == running.tokenizer.decode(got.ids)
-        assert got.finish_reason == "length"
-    num_old = cut.weight_versions.count(0)
-    assert num_old > 0 and cut.ids[:num_old] == free.ids[:num_old]
-    assert cut.ids != free.ids
+    for version, folder in ((0, running.folder), (5, tmp_path)):
+        if version:
+            update = running.engine.update_weights(str(folder), version)
+            running.loop.run_until_complete(update)
+        got = running.generate(prompt, seed=0)
+        exact = exact_log_probs(model_in(folder), [*prompt, *got.ids], len(prompt))
+        assert got.log_probs == pytest.approx(exact, abs=TOLERANCE)
+        assert got.weight_version == version
 
 
 def test_an_engine_works_after_sleep_and_a_weight_update(running: Running) -> None:
@@ -237,17 +211,6 @@ def test_an_engine_that_cannot_load_weights_is_rejected_for_training(tmp_path: P
     assert "got 'vlm'" in problem and "did you mean vllm?" in problem
     with pytest.raises(ConfigError, match=r"rollout\.url"):
         build_engine(tiny_config(tmp_path, "remote"))
-
-
-def test_an_engine_that_cannot_interrupt_is_rejected_with_interrupt_turns(tmp_path: Path) -> None:
-    """Such an engine is rejected before any work."""
-    (tmp_path / "own.py").write_text(OWN)
-    config = tiny_config(tmp_path, f"{tmp_path}/own.py:Parrot")
-    config.actor_rollout_ref.rollout.interrupt_turns = True
-    (problem,) = problems(config)
-    assert "interrupt_turns" in problem and "\n" not in problem
-    config.actor_rollout_ref.rollout.name = "vllm"
-    assert problems(config) == []
 
 
 @pytest.mark.parametrize("name", CPU_LACKS)

@@ -23,9 +23,8 @@ def test_written_entries_are_read_again(tmp_path: Path) -> None:
     assert list(schedule.read(folder)) == [entry(0), entry(1, (3,))]
     repeated = schedule.load_schedule(str(folder))
     assert repeated is not None and schedule.load_schedule(None) is None
-    parts = [("1/0", 0, 0, 0), ("1/0", 0, 1, 0), ("1/0", 0, 2, 0),
-             ("1/0", 1, 0, 0), ("1/0", 2, 0, 0)]  # fmt: skip
-    assert [repeated.version(part) for part in parts] == [1, 2, None, 3, None]
+    turns = [("1/0", 0, 0), ("1/0", 0, 1), ("1/0", 0, 2), ("1/0", 1, 0), ("1/0", 2, 0)]
+    assert [repeated.version(turn) for turn in turns] == [1, 2, None, 3, None]
 
 
 def test_turns_of_older_weights_are_pending_until_they_were_sampled() -> None:
@@ -33,7 +32,7 @@ def test_turns_of_older_weights_are_pending_until_they_were_sampled() -> None:
     repeated = Schedule([entry(0, (1, 1, 2)), entry(1, (1,))])
     seen = [repeated.is_done_before(3)]
     repeated.start(("1/0", 0))
-    turns = [("1/0", 0, n, 0) for n in range(3)]
+    turns = [("1/0", 0, n) for n in range(3)]
     for turn in (turns[0], turns[0], turns[1]):
         seen.append(repeated.is_done_before(2))
         repeated.mark_done(turn)
@@ -54,29 +53,17 @@ def test_an_entry_has_the_version_of_each_turn() -> None:
     assert schedule.entry_of(start) == expected
 
 
-def test_an_interrupted_turn_is_repeated_in_parts() -> None:
-    """With the version and the end of each part; the last part of a turn has no planned end."""
-    start = start_trajectory(Prompt("q", (1,), "nq", ("a",)), group="2/1")
-    start.segments.append(Segment(Origin.POLICY, (7,), "x", (-1.0,), 4))
-    versions = (4, 4, 5, 7, 7)
-    cut = Segment(Origin.POLICY, (8,) * 5, "y", (-1.0,) * 5, 7, versions)
-    start.segments.append(cut)
-    recorded = schedule.entry_of(start)
-    assert recorded.versions == (4, 4) and recorded.cuts == ((1, 2, 5), (1, 3, 7))
-    repeated = Schedule([ScheduleEntry.model_validate_json(recorded.model_dump_json())])
-    key = ("2/1", 0)
-    parts = [(*key, 0, 0), (*key, 1, 0), (*key, 1, 2), (*key, 1, 3)]
-    assert [repeated.version(part) for part in parts] == [4, 4, 5, 7]
-    assert [repeated.end(part) for part in parts] == [None, 2, 3, None]
-    repeated.start(key)
-    for part in parts[:2]:
-        repeated.mark_done(part)
-    assert repeated.is_done_before(5) and not repeated.is_done_before(6)
-
-
 @pytest.mark.parametrize(
     ("content", "error"),
-    [(None, "without step_"), ("{", "Invalid JSON"), ('{"group": 1}', "valid string")],
+    [
+        (None, "without step_"),
+        ("{", "Invalid JSON"),
+        ('{"group": 1}', "valid string"),
+        (
+            '{"group": "1", "sample": 0, "replica": 0, "versions": [1], "cuts": [[0, 2, 2]]}',
+            "at most 0",
+        ),
+    ],
 )
 def test_an_invalid_schedule_is_rejected_in_one_line(
     tmp_path: Path, content: str | None, error: str

@@ -24,7 +24,7 @@ from verl.data import PromptSampler
 from verl.monitor.performance import Timings
 from verl.rewards.interface import EachAlone, Reward
 from verl.rollout import schedule
-from verl.rollout.interface import INTERRUPTED, RolloutEngine
+from verl.rollout.interface import RolloutEngine
 from verl.rollout.pool import RetryingRollout
 from verl.rollout.replica import RolloutReplica
 from verl.rollout.replicas import RolloutReplicas
@@ -54,35 +54,28 @@ class TickingEngine(RolloutEngine):
     """An engine with random delays, whose tokens depend on weights, seed and position."""
 
     takes_weights = True
-    can_interrupt = True
 
     def __init__(self, draw: random.Random, folders: Folders) -> None:
         self._draw, self._folders = draw, folders
-        self.weight_version, self.num_running, self._num_interrupts = 0, 0, 0
+        self.weight_version, self.num_running = 0, 0
 
     async def _delay(self, max_ticks: int = 12) -> None:
         for _ in range(self._draw.randrange(max_ticks)):
             await asyncio.sleep(0)
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
-        version, before, reason = self.weight_version, self._num_interrupts, "length"
+        version = self.weight_version
         source = random.Random(f"{version} {sampling.seed}")
         ids: list[int] = []
         self.num_running += 1
         try:
             while len(ids) < sampling.max_tokens:
                 await self._delay(max_ticks=5)
-                if self._num_interrupts > before:
-                    reason = INTERRUPTED
-                    break
                 ids.append(source.randrange(1000))
         finally:
             self.num_running -= 1
         assert self.weight_version == version, "weights changed during a request"
-        return Completion(tuple(ids), (-1.0,) * len(ids), "x" * len(ids), reason, version)
-
-    async def interrupt(self) -> None:
-        self._num_interrupts += 1
+        return Completion(tuple(ids), (-1.0,) * len(ids), "x" * len(ids), "length", version)
 
     async def update_weights(self, folder: str, version: int, is_adapter: bool = False) -> None:
         for _ in range(2):
@@ -90,13 +83,6 @@ class TickingEngine(RolloutEngine):
             assert self.num_running == 0
             await self._delay()
         self.weight_version = version
-
-
-class Letters:
-    """A tokenizer that decodes every id to one letter."""
-
-    def decode(self, ids: Sequence[int]) -> str:
-        return "x" * len(ids)
 
 
 class TurningAgent:
@@ -150,7 +136,6 @@ def world(
     config.actor_rollout_ref.model.path = "nowhere"
     rollout = config.actor_rollout_ref.rollout
     rollout.max_staleness, rollout.partial, rollout.n_agent = staleness, seed % 2 == 0, GROUP
-    rollout.interrupt_turns = seed % 4 == 0
     rollout.replay = None if replay is None else str(replay / schedule.FOLDER)
     config.data.train_batch_size, config.trainer.max_lost_share = BATCH, 0.5
     config.algorithm.filter_groups.enable = with_filter
@@ -159,7 +144,6 @@ def world(
     for number in range(num_replicas or 1 + seed % 3):
         hosts.append(RolloutReplica(config, lambda _: TurningAgent(draw, failed_share), number))
         hosts[-1].engine = TickingEngine(draw, folders)
-        hosts[-1]._tokenizer = Letters()
     group: Any = LocalGroup(hosts, draw)
     replicas = RolloutReplicas(
         group, [], Restarts(0), overlaps=staleness > 0, is_divided=replay is not None
@@ -177,14 +161,14 @@ def world(
 def ages(step: int, trajectories: Sequence[Trajectory]) -> set[int]:
     """Return how many versions the tokens are older than the weights at the start of the step."""
     segments = (s for t in trajectories for s in t.segments if s.origin is Origin.POLICY)
-    return {step - version for segment in segments for version, _ in segment.version_runs}
+    return {step - segment.weight_version for segment in segments}
 
 
 @pytest.mark.parametrize("staleness", range(5))
 def test_a_step_trains_on_tokens_no_older_than_max_staleness(staleness: int) -> None:
     """In 1,000 random worlds, no token is older than the bound, which is tight.
 
-    Worlds have any timing, 1 to 3 replicas, weights loaded at once, between turns or between
+    Worlds have any timing, 1 to 3 replicas, weights loaded between turns or between
     trajectories, with and without dynamic sampling and failures.
     """
     seen: set[int] = set()
@@ -334,22 +318,22 @@ def undisturbed(seed: int, num_steps: int = 9) -> Counter[str]:
 
 
 def turns_of(trajectories: Sequence[Trajectory]) -> dict[tuple[str, int], list[Any]]:
-    """Return the tokens and version runs of each turn, by trajectory."""
+    """Return the tokens and version of each turn, by trajectory."""
     return {
         (t.group, t.sample): [
-            (s.ids, s.version_runs) for s in t.segments if s.origin is Origin.POLICY
+            (s.ids, s.weight_version) for s in t.segments if s.origin is Origin.POLICY
         ]
         for t in trajectories
     }
 
 
 def test_a_recorded_schedule_is_repeated_with_any_timing(tmp_path: Path) -> None:
-    """Each token is sampled by the recorded weights, and turns are interrupted at the same tokens.
+    """Each token is sampled by the recorded weights.
 
     This holds whatever the timing and the number of replicas, and although the recorded run was
     killed and resumed. Without the schedule, timing makes a difference.
     """
-    num_equal = num_interrupted = 0
+    num_equal = 0
     for seed in range(0, 60, 2):
         out, played = tmp_path / str(seed), list[Trajectory]()
         saved: Saved | None = None
@@ -368,10 +352,7 @@ def test_a_recorded_schedule_is_repeated_with_any_timing(tmp_path: Path) -> None
             free = [t for step in range(1, 9) for t in run.step(step, ticks=3)]
         assert turns_of(again) == turns_of(played)
         num_equal += turns_of(free) == turns_of(played)
-        num_interrupted += any(
-            len(runs) > 1 for turns in turns_of(played).values() for _, runs in turns
-        )
-    assert num_equal < 10 < num_interrupted
+    assert num_equal < 10
 
 
 def test_weight_files_are_removed_when_nobody_reads_them() -> None:

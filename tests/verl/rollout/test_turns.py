@@ -1,27 +1,17 @@
-"""Turns are timed and sampled with fixed weights, and may be interrupted and continued."""
+"""Turns are timed and sampled with fixed weights."""
 
 from __future__ import annotations
 
 import asyncio
-import itertools
 from collections.abc import Coroutine, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
-from transformers import PreTrainedTokenizerBase
 
-from example.model import load_tokenizer
 from tests.fakes import ScriptedEngine
 from verl.rollout import replica as turns
-from verl.rollout.interface import INTERRUPTED
-from verl.rollout.replica import (
-    BusyClock,
-    PartialTurn,
-    TurnEngine,
-    WeightGate,
-    ends_with_partial_stop,
-)
+from verl.rollout.replica import BusyClock, TurnEngine, WeightGate
 from verl.rollout.schedule import Schedule, ScheduleEntry
 from verl.types import Completion, EngineCounts, Sampling, TrajectoryKey
 
@@ -98,7 +88,7 @@ async def change(gate: WeightGate, version: int, num_calls: int = 0) -> None:
 
 async def sample(gate: WeightGate, key: TrajectoryKey, turn: int) -> int:
     """Sample a turn; return the version that sampled it."""
-    async with gate.sampling(min_version=0, part=(*key, turn, 0)):
+    async with gate.sampling(min_version=0, turn=(*key, turn)):
         return gate.version
 
 
@@ -170,140 +160,3 @@ def test_a_turn_whose_weights_are_gone_is_logged_and_sampled(
 
     run(play())
     assert "was sampled by version 3, which is gone" in caplog.text
-
-
-PROMPT = (5, 6, 7)
-STOP = ("</search>", "</answer>")
-TEXTS = [
-    "I </s look <search>who</search>",
-    "Ünï🙂日本</search>",
-    "it is < b </answer",
-    "<answer>a</search",
-]  # fmt: skip
-"""The last two end with the end of the sequence, in the middle of a tag."""
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> PreTrainedTokenizerBase:
-    """A tokenizer that splits tags and non-Latin letters into several tokens."""
-    return load_tokenizer()
-
-
-@dataclass
-class Typist:
-    """A scripted engine that samples `ids` one by one, interrupted after the numbers in `cuts`.
-
-    Like real engines, it looks for stop strings only in the text of the current request.
-    """
-
-    tokenizer: PreTrainedTokenizerBase
-    ids: Sequence[int]
-    cuts: list[int]
-    version: int = 0
-    seeds: list[int | None] = field(default_factory=list)
-    """Seeds of the requests that returned tokens."""
-
-    async def generate(self, ids: Sequence[int], sampling: Sampling) -> Completion:
-        begin = len(ids) - len(PROMPT)
-        assert tuple(ids) == (*PROMPT, *self.ids[:begin])
-        completion = self._sample(begin, sampling)
-        self.seeds += [sampling.seed] if completion.ids else []
-        return completion
-
-    def _sample(self, begin: int, sampling: Sampling) -> Completion:
-        for end in range(begin, len(self.ids) + 1):
-            text = self.tokenizer.decode(self.ids[begin:end])
-            if end == len(self.ids) or any(tag in text for tag in sampling.stop):
-                return self._completion(begin, end, text, "stop")
-            if end - begin == sampling.max_tokens:
-                return self._completion(begin, end, text, "length")
-            if end in self.cuts:
-                self.cuts.remove(end)
-                completion = self._completion(begin, end, text, INTERRUPTED)
-                self.version += 1
-                return completion
-        raise AssertionError("it always ends")
-
-    def _completion(self, begin: int, end: int, text: str, reason: str) -> Completion:
-        log_probs = tuple(-float(position) for position in range(begin, end))
-        return Completion(tuple(self.ids[begin:end]), log_probs, text, reason, self.version)
-
-
-def play(typist: Typist, max_tokens: int = 100, ends: Sequence[int] = ()) -> Completion:
-    """Sample a whole turn; `ends` are interruptions that a schedule repeats."""
-
-    async def sample_turn() -> Completion:
-        sampling = Sampling(max_tokens, stop=STOP, seed=3)
-        turn = PartialTurn(PROMPT, sampling, typist.tokenizer.decode)
-        for end in (*ends, *([None] * 9)):
-            if completion := await turn.resume(typist.generate, end):
-                return completion
-            typist.version += end is not None
-        raise AssertionError("too many interruptions")
-
-    return asyncio.run(sample_turn())
-
-
-@pytest.mark.parametrize("text", TEXTS)
-def test_an_interrupted_turn_equals_the_uninterrupted_one(
-    tokenizer: PreTrainedTokenizerBase, text: str
-) -> None:
-    """With two interruptions anywhere, ids, text and finish reason are those of a whole turn.
-
-    They may fall before the first token, within a stop string or within a letter. Each token has
-    its log-prob and version.
-    """
-    ids = [*tokenizer.encode(text), tokenizer.eos_token_id]
-    for max_tokens in (len(ids) // 2, 100):
-        whole = play(Typist(tokenizer, ids, []), max_tokens)
-        for cuts in itertools.combinations(range(len(whole.ids)), 2):
-            got = play(Typist(tokenizer, ids, list(cuts)), max_tokens)
-            versions = tuple(sum(cut <= i for cut in cuts) for i in range(len(got.ids)))
-            assert (got.ids, got.log_probs) == (whole.ids, whole.log_probs)
-            assert got.finish_reason == whole.finish_reason
-            assert got.text == whole.text
-            assert got.weight_versions == (versions if len(set(versions)) > 1 else ())
-            assert got.weight_version == versions[-1]
-
-
-def test_each_part_has_a_seed_of_its_own_and_a_schedule_repeats_it(
-    tokenizer: PreTrainedTokenizerBase,
-) -> None:
-    """Each part has its own seed, since the first part's would repeat its random numbers.
-
-    Interrupted by a schedule at the same tokens, the turn makes the same requests.
-    """
-    ids = tokenizer.encode(TEXTS[0])
-    for cuts in itertools.combinations(range(1, len(ids)), 2):
-        interrupted, repeated = Typist(tokenizer, ids, list(cuts)), Typist(tokenizer, ids, [])
-        assert play(interrupted) == play(repeated, ends=cuts)
-        seeds = interrupted.seeds
-        assert seeds == repeated.seeds
-        assert len(set(seeds)) == len(seeds) >= 3 and seeds[0] == 3
-
-
-class QueueingTypist(Typist):
-    """A typist whose requests each wait for a slot."""
-
-    async def generate(self, ids: Sequence[int], sampling: Sampling) -> Completion:
-        return replace(await super().generate(ids, sampling), queued_s=0.25)
-
-
-def test_the_waiting_times_of_a_parts_requests_are_added(
-    tokenizer: PreTrainedTokenizerBase,
-) -> None:
-    """Within a stop string, each token of the second part is a request of its own."""
-    ids = tokenizer.encode("it </answer>")
-    typist: Any = QueueingTypist(tokenizer, ids, [len(ids) - 2])
-    engine = TurnEngine(typist, BusyClock(), None, 0, decode=tokenizer.decode)
-    asyncio.run(engine.generate(PROMPT, Sampling(100, stop=STOP)))
-    assert [part.queued_s for part in engine.times] == [0.25, 0.5]
-
-
-def test_a_partial_stop_string_is_found_at_the_end_only() -> None:
-    """A complete stop string does not count."""
-    found = [
-        ends_with_partial_stop(text, STOP)
-        for text in ("a <", "a </ans", "a </ans b", "</answer>", "")
-    ]
-    assert found == [True, True, False, False, False]

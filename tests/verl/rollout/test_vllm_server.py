@@ -1,7 +1,6 @@
 """The engine for a vLLM server that the user started: its requests and errors."""
 
 import asyncio
-import json
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -12,7 +11,7 @@ from tests.verl.rollout.vllm_double import VllmDouble
 from verl.config import Config
 from verl.errors import AnswerInvalid, ConfigError
 from verl.rollout import remote_engine, vllm_server
-from verl.rollout.interface import INTERRUPTED, EngineDied, build_engine, engine_problems
+from verl.rollout.interface import EngineDied, build_engine, engine_problems
 from verl.rollout.vllm_server import VllmServer
 from verl.types import Completion, Sampling
 
@@ -225,67 +224,6 @@ def test_the_number_of_concurrent_requests_is_limited() -> None:
     server = VllmDouble()
     asyncio.run(many())
     assert max_running == 2 and server.paths().count("/v1/completions") == 7
-
-
-def test_interrupt_ends_running_requests() -> None:
-    """Each returns its tokens so far; a request that starts late is aborted again."""
-    aborted: set[str] = set()
-
-    async def answer(request: httpx.Request) -> httpx.Response:
-        path, body = request.url.path, json.loads(request.content or b"null")
-        if path == "/abort_requests":
-            aborted.update(body["request_ids"] if server.paths().count(path) else [])
-        elif path == "/v1/completions":
-            while f"cmpl-{body['request_id']}-0" not in aborted:
-                await asyncio.sleep(0.001)
-        return server(request)
-
-    async def both() -> list[Completion]:
-        engine = VllmServer("http://a", transport=httpx.MockTransport(answer))
-        await engine.start()
-        await engine.update_weights(FOLDER, 3)
-        requests = [asyncio.create_task(engine.generate([i], SAMPLING)) for i in range(2)]
-        await asyncio.sleep(0.01)
-        await engine.interrupt()
-        return await asyncio.gather(*requests)
-
-    server = VllmDouble()
-    server.choice |= {"finish_reason": "abort", "text": "so"}
-    for got in asyncio.run(both()):
-        assert (got.ids, got.text, got.finish_reason) == ((7, 8), "so", INTERRUPTED)
-    assert len(aborted) == 2 and server.paths().count("/abort_requests") > 1
-    server.choice |= {"token_ids": [], "logprobs": {"token_logprobs": []}, "text": ""}
-    aborted.clear()
-    assert [got.ids for got in asyncio.run(both())] == [(), ()]
-
-
-def test_interrupt_also_ends_requests_that_wait_for_a_slot() -> None:
-    """Otherwise they would be sampled completely with the old weights."""
-    is_aborted = False
-
-    async def answer(request: httpx.Request) -> httpx.Response:
-        nonlocal is_aborted
-        is_aborted |= request.url.path == "/abort_requests"
-        while request.url.path == "/v1/completions" and not is_aborted:
-            await asyncio.sleep(0.001)
-        return server(request)
-
-    async def many() -> list[Completion]:
-        engine = VllmServer("http://a", max_num_seqs=2, transport=httpx.MockTransport(answer))
-        await engine.start()
-        await engine.update_weights(FOLDER, 3)
-        requests = [asyncio.create_task(engine.generate([i], SAMPLING)) for i in range(7)]
-        await asyncio.sleep(0.01)
-        await engine.interrupt()
-        assert all(task.done() for task in requests)
-        return [task.result() for task in requests]
-
-    server = VllmDouble()
-    server.choice |= {"finish_reason": "abort", "text": "so"}
-    completions = asyncio.run(many())
-    assert {completion.finish_reason for completion in completions} == {INTERRUPTED}
-    assert [len(completion.ids) for completion in completions] == [2, 2, 0, 0, 0, 0, 0]
-    assert server.paths().count("/v1/completions") == 2
 
 
 def test_each_address_is_an_engine() -> None:
