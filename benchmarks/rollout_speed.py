@@ -89,7 +89,7 @@ async def run_replica(config: Config, prompts: int, group: int) -> dict[str, Any
     trajectories = await replica.rollout(starts, sampling)
     seconds = time.perf_counter() - began
     await replica.engine.shutdown()
-    return {"seconds": seconds, "turns": sampled_turns(list(trajectories.values()))}
+    return {"seconds": seconds, "turns": sampled_turns(trajectories)}
 
 
 def run_offline(config: Config, turns: Sequence[Turn], own_blocks: bool) -> dict[str, Any]:

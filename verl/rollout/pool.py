@@ -1,7 +1,4 @@
-"""Finishes started trajectories: how replicas share a request, and what is sampled again.
-
-Every replica is sent the whole request and claims the next unclaimed group whenever it has free
-slots, so that a replica with short dialogues does not wait for one with long dialogues.
+"""Finishes started trajectories: what a request is, and what is sampled again.
 
 Training steps, baselines and validation all sample through `RetryingRollout`, which samples failed
 trajectories again and waits for tools that are unavailable. This module only probes the tools; it
@@ -10,12 +7,11 @@ does not know what they do.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import math
 import time
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -48,8 +44,13 @@ class RolloutRequest:
     sampling: Sampling
     finished: dict[int, Trajectory] = field(default_factory=dict)
     """Finished trajectories by their position in `starts`."""
-    calls: dict[Any, int] = field(default_factory=dict)
-    """The replica of each pending call."""
+    calls: dict[Any, tuple[int, list[int]]] = field(default_factory=dict)
+    """Replica and positions of each pending call."""
+
+    @property
+    def replicas(self) -> dict[Any, int]:
+        """The replica of each pending call."""
+        return {call: replica for call, (replica, _) in self.calls.items()}
 
     @property
     def unfinished(self) -> list[int]:
@@ -105,84 +106,6 @@ class RolloutPool:
 
     def sleep(self) -> None:
         """Free the engines' device memory for the training ranks."""
-
-
-CallCounter = Callable[[str, int, int], Awaitable[int]]
-"""Calls `claim(request_id, number)` on the replica that counts the claimed groups."""
-
-
-@dataclass(frozen=True)
-class Claims:
-    """What one replica may finish of a request; each group (of positions) is started as a whole."""
-
-    groups: Sequence[Sequence[int]]
-    max_running: float = math.inf
-    """The replica's share: the maximum number of the request's trajectories it runs at a time."""
-    request_id: int = 0
-    call_counter: CallCounter | None = None
-    """None if no other replica may claim from `groups`."""
-
-    @property
-    def assigned(self) -> list[int]:
-        """Positions that belong to this replica alone; empty if groups are claimed."""
-        return [] if self.call_counter else [i for group in self.groups for i in group]
-
-    async def take(
-        self, slots: Slots, num_running: Callable[[], int], run: Callable[[Sequence[int]], None]
-    ) -> None:
-        """Claim and start groups until none are left: as many as have free slots, at least one.
-
-        `num_running` counts this request's running trajectories, `run` starts those at the given
-        positions. An earlier request goes first, unless it already runs its share.
-        """
-        if self.call_counter is None:
-            run(self.assigned)
-            return
-        group_size = max(map(len, self.groups), default=1)
-        first = 0
-        slots.waiting[self.request_id] = lambda: num_running() < self.max_running
-        try:
-            while first < len(self.groups):
-                while slots.num_free <= 0 or slots.next_request() != self.request_id:
-                    await slots.changed()
-                num_wanted = min(slots.num_free, self.max_running - num_running())
-                number = max(1, int(num_wanted // group_size))
-                first = await self.call_counter("claim", self.request_id, number)
-                run([i for group in self.groups[first : first + number] for i in group])
-                await asyncio.sleep(0)  # lets each started trajectory take its slot
-        finally:
-            del slots.waiting[self.request_id]
-            slots.release(0)
-
-
-class Slots:
-    """The free slots of a replica.
-
-    A slot is held by each turn, and by each trajectory before its first turn. A trajectory that
-    waits for a tool holds none, so that the engine stays busy however slow the tools are.
-    """
-
-    def __init__(self, size: float = math.inf) -> None:
-        self.num_free = size
-        """Negative if trajectories came back from their tools after others had started."""
-        self.waiting: dict[int, Callable[[], bool]] = {}
-        """Requests with unclaimed groups; the function tells if one runs less than its share."""
-        self._changed = asyncio.Event()
-
-    def release(self, number: int) -> None:
-        """Free `number` slots (negative: take them) and wake all waiting requests, also for 0."""
-        self.num_free += number
-        self._changed.set()
-
-    def next_request(self) -> int | None:
-        """Return the earliest request that may start more trajectories."""
-        below_share = (i for i, is_below_share in self.waiting.items() if is_below_share())
-        return min(below_share, default=None)
-
-    async def changed(self) -> None:
-        """Wait for the next call of `release`."""
-        self._changed.clear()
-        await self._changed.wait()
 
 
 class NullRolloutPool(RolloutPool):

@@ -11,10 +11,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import logging
 import time
-from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from typing import Any
 
@@ -25,7 +23,7 @@ from verl.engine import Listener, RolloutEngine, Score
 from verl.errors import PluginError, explain
 from verl.remote_code import set_trust
 from verl.rollout.interface import build_engine
-from verl.rollout.pool import Claims, Slots, trajectory_keys
+from verl.rollout.pool import trajectory_keys
 from verl.rollout.schedule import Schedule, TurnKey, load_schedule
 from verl.training.devices import device_type, pin_to_cores, rollout_dtype
 from verl.types import Completion, EngineCounts, Sampling, Trajectory, TrajectoryKey, TurnTimes
@@ -48,10 +46,6 @@ class RolloutReplica:
         self.engine = build_engine(config, replica)
         self.replica = replica
         self.clock = BusyClock()
-        on_gpu = device_type(config.trainer.device) == "cuda"
-        self.slots = Slots(config.max_num_seqs(on_gpu))
-        self._num_claimed = Counter[int]()
-        """Number of claimed groups of each request, by any replica. Only replica 0 counts them."""
         self._finished: dict[TrajectoryKey, Trajectory] = {}
         """Finished trajectories of calls that have not returned yet."""
         self.gate = WeightGate(load_schedule(config.actor_rollout_ref.rollout.replay))
@@ -62,33 +56,24 @@ class RolloutReplica:
         return rollout_dtype(self.config)
 
     async def rollout(
-        self, starts: Sequence[Trajectory], sampling: Sampling, version: int = 0,
-        claims: Claims | None = None,
-    ) -> dict[int, Trajectory]:  # fmt: skip
-        """Finish all `starts`, or those that `claims` allows; return them by position.
+        self, starts: Sequence[Trajectory], sampling: Sampling, version: int = 0
+    ) -> list[Trajectory]:
+        """Finish all `starts`; return them in order.
 
         Every token is sampled from weights of `version` or later; with `rollout.partial` a
         trajectory may contain several versions. A tool failure does not raise: the trajectory is
         FAILED. Raises PluginError if a user-defined agent fails or returns another trajectory.
         """
         rollout, keys = self.config.actor_rollout_ref.rollout, trajectory_keys(starts)
-        claims = claims or Claims([range(len(starts))])
-        finish = functools.partial(self._finish, starts, keys, sampling, version)
-        self.gate.register(keys[i] for i in claims.assigned)
+        self.gate.register(keys)
         try:
             if rollout.partial or rollout.replay is not None:
-                return await self._finish_claimed(claims, functools.partial(finish, self.gate))
+                return await self._finish_all(starts, sampling, version, self.gate)
             async with self.gate.sampling(version):
-                return await self._finish_claimed(claims, functools.partial(finish, None))
+                return await self._finish_all(starts, sampling, version, None)
         finally:
             for key in keys:
                 self._finished.pop(key, None)
-
-    def claim(self, request_id: int, number: int) -> int:
-        """Claim the next `number` groups of a request; return the index of the first of them."""
-        first = self._num_claimed[request_id]
-        self._num_claimed[request_id] += number
-        return first
 
     def finished(self) -> dict[TrajectoryKey, Trajectory]:
         """Return the finished trajectories of calls that have not returned yet."""
@@ -131,28 +116,26 @@ class RolloutReplica:
         log_probs = await self.engine.score(ids)
         return Score(self.replica, version, None if log_probs is None else tuple(log_probs))
 
-    async def _finish_claimed(
-        self, claims: Claims, finish: Callable[[int], Coroutine[Any, Any, Trajectory]]
-    ) -> dict[int, Trajectory]:
-        """Claim positions while slots are free; call `finish` for each in a task of its own."""
-        tasks: dict[int, asyncio.Task[Trajectory]] = {}
+    async def _finish_all(
+        self, starts: Sequence[Trajectory], sampling: Sampling, version: int,
+        gate: WeightGate | None,
+    ) -> list[Trajectory]:  # fmt: skip
+        """Finish each of `starts` in a task of its own."""
         try:
             async with asyncio.TaskGroup() as group:
-                await claims.take(
-                    self.slots,
-                    lambda: sum(not task.done() for task in tasks.values()),
-                    lambda chosen: tasks.update((i, group.create_task(finish(i))) for i in chosen),
-                )
+                tasks = [
+                    group.create_task(self._finish(start, sampling, version, gate))
+                    for start in starts
+                ]
         except ExceptionGroup as failures:
             raise failures.exceptions[0]  # noqa: B904 - it has a cause of its own
-        return {i: task.result() for i, task in tasks.items()}
+        return [task.result() for task in tasks]
 
     async def _finish(
-        self, starts: Sequence[Trajectory], keys: Sequence[TrajectoryKey], sampling: Sampling,
-        version: int, gate: WeightGate | None, position: int,
-    ) -> Trajectory:  # fmt: skip
-        start, key = starts[position], keys[position]
-        engine = TurnEngine(self.engine, self.clock, gate, version, key, self.slots)
+        self, start: Trajectory, sampling: Sampling, version: int, gate: WeightGate | None
+    ) -> Trajectory:
+        key = (start.group, start.sample)
+        engine = TurnEngine(self.engine, self.clock, gate, version, key)
         subject = f"agent.name={self.config.agent.name} at {start.prompt.uid}"
         expected = "the trajectory that it was given, with its group and sample, continued"
         try:
@@ -160,7 +143,6 @@ class RolloutReplica:
                 finished = await self.agent.run(start, engine, sampling)
         finally:
             self.gate.finish(key)
-            engine.end()
         if not isinstance(finished, Trajectory):
             raise PluginError(explain(subject, type(finished).__name__, expected, "return it"))
         if (finished.group, finished.sample) != (start.group, start.sample):
@@ -294,24 +276,13 @@ class TurnEngine(RolloutEngine):
 
     def __init__(
         self, engine: RolloutEngine, clock: BusyClock, gate: WeightGate | None, min_version: int,
-        key: TrajectoryKey = ("", 0), slots: Slots | None = None,
+        key: TrajectoryKey = ("", 0),
     ) -> None:  # fmt: skip
-        """Take a slot. A schedule finds turns by `key`."""
+        """A schedule finds turns by `key`."""
         self._engine, self._clock = engine, clock
         self._gate, self._min_version, self._key = gate, min_version, key
         self._num_turns = 0
         self.times: list[TurnTimes] = []
-        self._slots, self._holds_slot = slots or Slots(), False
-        self._set_slot(True)
-
-    def end(self) -> None:
-        """Release the slot, if one is held: the trajectory has ended."""
-        self._set_slot(False)
-
-    def _set_slot(self, holds: bool) -> None:
-        # Also called if nothing changes: requests may wait for the end of a trajectory.
-        self._slots.release(self._holds_slot - holds)
-        self._holds_slot = holds
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
         return await self._turn(self._engine.generate(prompt_ids, sampling))
@@ -326,7 +297,6 @@ class TurnEngine(RolloutEngine):
         requested, number, gate = time.time(), self._num_turns, self._gate
         self._num_turns += 1
         queued_s, counts = 0.0, EngineCounts()
-        self._set_slot(True)
         try:
             held = gate.sampling(self._min_version, (*self._key, number)) if gate else None
             async with held or contextlib.nullcontext():
@@ -342,4 +312,3 @@ class TurnEngine(RolloutEngine):
                     self.times.append(times)
         finally:
             request.close()  # it may never have started
-            self._set_slot(False)

@@ -22,8 +22,8 @@ from ray.exceptions import RayError, RayTaskError
 
 from verl.engine import Score
 from verl.errors import ReplicaLost, UserError
-from verl.packing import scheduling_units, split_groups
-from verl.rollout.pool import Claims, RolloutPool, RolloutRequest
+from verl.packing import split_groups
+from verl.rollout.pool import RolloutPool, RolloutRequest
 from verl.rollout.replica import RolloutReplica
 from verl.single_controller.actors import RayWorkerGroup, Restarts, cause_of
 from verl.training.node_folder import new_path, on_node
@@ -66,7 +66,6 @@ class RolloutReplicas(RolloutPool):
         empty_cache: Callable[[], None] = lambda: None,
         weight_sync: str = "files",
         weights_root: Path | None = None,
-        is_divided: bool = False,
     ) -> None:
         """Actor i hosts `RolloutReplica(*arguments[i])`, also after a restart.
 
@@ -78,13 +77,10 @@ class RolloutReplicas(RolloutPool):
         `empty_cache`: frees the ranks' cached device memory before the engines allocate theirs.
         `weight_sync`: how the ranks send weights; files are written to `weights_root`, by default
         to each node's memory.
-        `is_divided`: a batch is divided among the replicas beforehand, as a repeated schedule
-        requires; otherwise replicas claim groups when they have free slots.
         """
         self.group = group
         self.takes_adapter = takes_adapter
         self.version, self._is_published = 0, False
-        self._is_divided, self._num_requests = is_divided, 0
         self.restarts = restarts
         self.overlaps, self._sleeps = overlaps, shares_devices and not overlaps
         self._arguments = list(arguments)
@@ -131,7 +127,7 @@ class RolloutReplicas(RolloutPool):
         A call returns only with its slowest trajectory. Replicas that are lost or do not answer are
         ignored here; `finish` raises for them.
         """
-        pending = [item for request in self._requests for item in request.calls.items()]
+        pending = [item for request in self._requests for item in request.replicas.items()]
         for call, replica in pending:
             if self.group.is_done(call):
                 with contextlib.suppress(UserError, RayError):
@@ -268,25 +264,18 @@ class RolloutReplicas(RolloutPool):
                 self._submit(request)
 
     def _submit(self, request: RolloutRequest) -> None:
-        """Send the unfinished trajectories of a request to all replicas."""
-        starts, request.calls = self.group.put(request.starts), {}
-        for replica, claims in enumerate(self._claims(request)):
-            arguments = starts, request.sampling, self.version, claims
-            request.calls[self.group.submit(replica, "rollout", *arguments)] = replica
-            self._num_calls[replica] += 1
+        """Divide the unfinished trajectories among the replicas.
 
-    def _claims(self, request: RolloutRequest) -> list[Claims]:
-        """Return what each replica may finish of a request."""
-        unfinished, num_replicas = request.unfinished, len(self.group)
-        groups = [request.starts[i].group for i in unfinished]
-        if self._is_divided or num_replicas == 1:
-            parts = split_groups(groups, num_replicas)
-            return [Claims([[unfinished[i] for i in part]]) for part in parts]
-        self._num_requests += 1
-        units = scheduling_units(groups, num_replicas)
-        shared = [[unfinished[i] for i in unit] for unit in units]
-        share = -(-len(unfinished) // num_replicas)  # rounded up
-        return [Claims(shared, share, self._num_requests, self.group.peer(0))] * num_replicas
+        All at once: while the ranks train, nobody could give a replica that is done the next group.
+        """
+        unfinished, request.calls = request.unfinished, {}
+        parts = split_groups([request.starts[i].group for i in unfinished], len(self.group))
+        for replica, part in enumerate(parts):
+            positions = [unfinished[i] for i in part]
+            arguments = [request.starts[i] for i in positions], request.sampling, self.version
+            call = self.group.submit(replica, "rollout", *arguments)
+            request.calls[call] = replica, positions
+            self._num_calls[replica] += 1
 
     def _start_weight_updates(self) -> None:
         """Have every replica load the current weights as soon as it can."""
@@ -313,18 +302,18 @@ class RolloutReplicas(RolloutPool):
         """Wait a few seconds for any pending call; handle the answers that arrived."""
         calls = {call: replica for call, (replica, _) in self._weight_updates.items()}
         for request in self._requests:
-            calls |= request.calls
+            calls |= request.replicas
         for call, answer in self.group.poll(calls, check).items():
             if self._weight_updates.pop(call, None) is None:
                 self._store_finished(call, answer)
             elif answer is not None:
                 self._scores.append(answer)
 
-    def _store_finished(self, call: Any, trajectories: Mapping[int, Trajectory]) -> None:
+    def _store_finished(self, call: Any, trajectories: Sequence[Trajectory]) -> None:
         """Add the result of a completed `rollout` call to its request."""
         request = next(request for request in self._requests if call in request.calls)
-        del request.calls[call]
-        request.finished.update(trajectories)
+        _, positions = request.calls.pop(call)
+        request.finished.update(zip(positions, trajectories, strict=True))
 
     def _restart(self) -> None:
         """Start new actors and engines, and load the current weights if there are any yet."""

@@ -141,16 +141,6 @@ class ActorHost:
         return calls
 
 
-@dataclass(frozen=True)
-class Peer:
-    """A handle with which other actors call an actor: `await peer(method, *args)`."""
-
-    host: Any
-
-    async def __call__(self, method: str, *args: Any) -> Any:
-        return await self.host.call.remote(method, *args)
-
-
 class RayWorkerGroup:
     """Actors that are called together; results are in their order."""
 
@@ -199,14 +189,6 @@ class RayWorkerGroup:
     def submit(self, index: int, method: str, *args: Any) -> Any:
         """Start a call on one actor; returns a Ray reference."""
         return self.hosts[index].call.remote(method, *args)
-
-    def peer(self, index: int) -> Peer:
-        """Return a handle of an actor for the others."""
-        return Peer(self.hosts[index])
-
-    def put(self, value: Any) -> Any:
-        """Store an argument of several `submit` calls once; returns a Ray reference."""
-        return ray.put(value)
 
     def call(self, method: str, *args: Any) -> list[Any]:
         """Make the same call on every actor and return the results."""
@@ -272,9 +254,7 @@ class RayWorkerGroup:
 
     def _raise(self, error: RayError, actors: Mapping[Any, int], index: int) -> NoReturn:
         """Raise the group's error if a death caused the error of actor `index`, else that error."""
-        # If the actor's own call of a `Peer` failed, the peer is dead, not the actor.
-        is_from_peer = isinstance(error, RayTaskError) and isinstance(error.cause, DEATHS)
-        if isinstance(error, self._deaths) and not is_from_peer:
+        if isinstance(error, self._deaths):
             raise self.lost_error(index, cause_of(error)) from error
         if isinstance(error, RayTaskError) and isinstance(error.cause, UserError):
             raise error.cause from None  # Ray's own text is the actor's traceback
@@ -282,7 +262,7 @@ class RayWorkerGroup:
         dead = self._find_dead(actors, NODE_DEATH_NOTICE_S if is_collective else DEATH_NOTICE_S)
         if dead is not None:
             raise self.lost_error(*dead) from error
-        if is_collective or is_from_peer:
+        if is_collective:
             raise self.lost_error(index, f"cut off from the others ({cause_of(error)})") from error
         raise error
 

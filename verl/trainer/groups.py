@@ -145,7 +145,6 @@ def build_groups(
         empty_cache=ranks.empty_cache if config.placement.is_colocated else (lambda: None),
         weight_sync=rollout.weight_sync,
         weights_root=None if rollout.weights_dir is None else Path(rollout.weights_dir),
-        is_divided=rollout.replay is not None,
     )
 
 

@@ -101,7 +101,7 @@ async def _pass(
     start = time.perf_counter()
     done: list[Trajectory] = []
     for first in range(0, len(starts), size):
-        done += (await replica.rollout(starts[first : first + size], sampling)).values()
+        done += await replica.rollout(starts[first : first + size], sampling)
     return Pass(done, time.perf_counter() - start)
 
 

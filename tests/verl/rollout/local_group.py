@@ -43,15 +43,6 @@ class LocalGroup:
 
         return self.loop.create_task(call())
 
-    def peer(self, index: int) -> Any:
-        async def call(method: str, *args: Any) -> Any:
-            return await self.submit(index, method, *args)
-
-        return call
-
-    def put(self, value: Any) -> Any:
-        return value
-
     def gather(self, calls: Sequence[Any], check: Callable[[], None] = lambda: None) -> list[Any]:
         return [self.loop.run_until_complete(call) for call in calls]
 

@@ -29,7 +29,7 @@ def play(folder: Path, body: str) -> list[Trajectory]:
     replica = RolloutReplica(config, lambda c: plugins.build("a", c.agent.name, {}, c, "run"), 0)
     replica.engine = ScriptedEngine(["x"])
     start = start_trajectory(Prompt("train#7", (1,), "nq", ("a",)), group="1/0", sample=1)
-    return list(asyncio.run(replica.rollout([start], Sampling(4))).values())
+    return asyncio.run(replica.rollout([start], Sampling(4)))
 
 
 @pytest.mark.parametrize(

@@ -64,8 +64,7 @@ class Replica:
 
     def rollout(self, starts: list[Trajectory], temperature: float = 1.0) -> list[Trajectory]:
         sampling = Sampling(max_tokens=8, temperature=temperature)
-        finished = self.running.loop.run_until_complete(self.replica.rollout(starts, sampling))
-        return [finished[i] for i in range(len(starts))]
+        return self.running.loop.run_until_complete(self.replica.rollout(starts, sampling))
 
     def prompt(self, text: str) -> Prompt:
         return Prompt("test#0", tuple(self.running.tokenizer.encode(text)), "test", ("x",))

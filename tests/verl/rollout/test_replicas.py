@@ -20,7 +20,6 @@ from verl.config import Config
 from verl.core_algos.kl import FixedKLController
 from verl.errors import RankLost
 from verl.monitor.tracking import Tracking
-from verl.rollout.pool import Claims
 from verl.rollout.replicas import RolloutReplicas
 from verl.single_controller.actors import Restarts
 from verl.trainer.ray_trainer import RayPPOTrainer
@@ -37,10 +36,9 @@ class FakeReplica:
         return "float32"
 
     def rollout(
-        self, starts: Sequence[Trajectory], sampling: Sampling, version: int, claims: Claims
-    ) -> dict[int, Trajectory]:
-        finished = self.fake.generate([starts[i] for i in claims.assigned], sampling)
-        return dict(zip(claims.assigned, finished, strict=True))
+        self, starts: Sequence[Trajectory], sampling: Sampling, version: int
+    ) -> list[Trajectory]:
+        return self.fake.generate(starts, sampling)
 
     async def update_weights(self, folder: str, version: int, is_adapter: bool, n: int) -> None:
         self.log.append("update_weights")

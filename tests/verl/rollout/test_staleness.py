@@ -145,9 +145,7 @@ def world(
         hosts.append(RolloutReplica(config, lambda _: TurningAgent(draw, failed_share), number))
         hosts[-1].engine = TickingEngine(draw, folders)
     group: Any = LocalGroup(hosts, draw)
-    replicas = RolloutReplicas(
-        group, [], Restarts(0), overlaps=staleness > 0, is_divided=replay is not None
-    )
+    replicas = RolloutReplicas(group, [], Restarts(0), overlaps=staleness > 0)
     collector = RolloutCollector(
         config, RetryingRollout(replicas, Environment()), prompts(NUM_ROWS),
         PromptSampler(NUM_ROWS, BATCH, seed=seed), EachAlone(lambda t: Reward(draw.random() > 0.6)),

@@ -63,21 +63,6 @@ def test_a_users_mistake_found_by_a_rank_is_one_line() -> None:
     assert str(caught.value) == "checkpoint x: got y"
 
 
-@pytest.mark.parametrize(
-    ("dead", "message"),
-    [((0, "killed"), "replica 0 is lost: killed"), (None, "replica 1 is lost: cut off from the")],
-)
-def test_an_actor_that_called_a_dead_peer_is_not_dead(
-    dead: tuple[int, str] | None, message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Replicas claim groups from the first one; if it dies, the error names it and the cause."""
-    error = raised_by_a_rank(NodeDiedError("gone")).as_instanceof_cause()
-    group = RayWorkerGroup([], "replica", ReplicaLost)
-    monkeypatch.setattr(group, "_find_dead", lambda *_: dead)
-    with pytest.raises(ReplicaLost, match=message):
-        group._raise(error, {}, 1)
-
-
 def test_the_dead_peer_is_found_and_not_its_caller(monkeypatch: pytest.MonkeyPatch) -> None:
     """The error of the caller is an instance of the peer's death, but the caller still responds."""
     gone = raised_by_a_rank(NodeDiedError("gone")).as_instanceof_cause()

@@ -199,8 +199,7 @@ def train(
 
     group: Any = LocalGroup(hosts, random)
     overlaps = config.actor_rollout_ref.rollout.max_staleness > 0
-    is_divided = config.actor_rollout_ref.rollout.replay is not None
-    replicas = RolloutReplicas(group, [], Restarts(0), overlaps=overlaps, is_divided=is_divided)
+    replicas = RolloutReplicas(group, [], Restarts(0), overlaps=overlaps)
     with local_ranks(config, num_steps) as ranks:
         trainer = RayPPOTrainer(
             config=config, ranks=ranks, replicas=replicas, train_prompts=PROMPTS,
