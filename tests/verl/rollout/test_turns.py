@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from tests.fakes import ScriptedEngine
-from verl.rollout import replica as turns
-from verl.rollout.replica import BusyClock, TurnEngine, WeightGate
+from verl.rollout import turns
+from verl.rollout.gate import WeightGate
 from verl.rollout.schedule import Schedule, ScheduleEntry
+from verl.rollout.turns import BusyClock, TurnEngine
 from verl.types import Completion, EngineCounts, Sampling, TrajectoryKey
 
 
