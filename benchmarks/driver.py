@@ -31,14 +31,14 @@ from transformers import Qwen2Config
 from verl.config import Config
 from verl.core_algos.kl import FixedKLController
 from verl.errors import RankLost, ReplicaLost
+from verl.ext.steady import one_thread, steady_memory
 from verl.monitor.performance import Timings
 from verl.packing import split_groups
 from verl.rewards.interface import Reward
 from verl.rollout.pool import complete_groups
 from verl.single_controller.actors import ActorHost, RayWorkerGroup
-from verl.steady import one_thread, steady_memory
-from verl.trainer.collection import Samples
-from verl.trainer.learning import Learner, add_advantages, assemble
+from verl.trainer.collect import Samples
+from verl.trainer.learn import Learner, add_advantages, assemble
 from verl.trainer.metrics import (
     advantage_metrics,
     reward_metrics,
@@ -46,7 +46,7 @@ from verl.trainer.metrics import (
     staleness_metrics,
 )
 from verl.trainer.ranks import TrainerRanks
-from verl.trainer.validation import trajectory_seed
+from verl.trainer.validate import trajectory_seed
 from verl.types import (
     Origin,
     Prompt,
@@ -162,7 +162,7 @@ def start_groups(num_trajectories: int) -> list[Trajectory]:
 
 def step(config: Config, replicas: RayWorkerGroup, ranks: TrainerRanks) -> PartTimes:
     """Run one step, from starting its trajectories to the last update."""
-    times, learner, timings = PartTimes(), Learner(config, ranks), Timings()
+    times, learner, timings = PartTimes(), Learner(config, ranks, FixedKLController(0.0)), Timings()
     with times.part("ask"):
         starts = start_groups(config.data.train_batch_size * GROUP_SIZE)
         parts = split_groups([start.group for start in starts], len(replicas))
@@ -183,7 +183,7 @@ def step(config: Config, replicas: RayWorkerGroup, ranks: TrainerRanks) -> PartT
     with times.part("batch"):
         batch = assemble(Samples(trajectories, rewards), config)
     with times.part("passes"):
-        learner.compute_log_probs_and_values(batch, timings)
+        learner.prepare(batch, timings)
     with times.part("advantages"):
         add_advantages(batch, config, FixedKLController(0.0))
         advantage_metrics(batch)

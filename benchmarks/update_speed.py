@@ -31,9 +31,9 @@ from verl.data.trajectories import read_step, recorded_steps
 from verl.packing import SHARED_PROMPT, Packing
 from verl.ports import free_port
 from verl.preflight.memory.check import fill_undecided
-from verl.trainer.collection import Samples
+from verl.trainer.collect import Samples
 from verl.trainer.groups import cpu_env
-from verl.trainer.learning import add_advantages, assemble, mini_batches
+from verl.trainer.learn import add_advantages, assemble, mini_batches
 from verl.training import attention
 from verl.training.worker import TrainerWorker
 from verl.types import TokenBatch

@@ -17,9 +17,9 @@ import ray
 from search_r1.plain import PlainFormatter
 from search_r1.retrieval.client import RetrievalClient
 from tests.planted import PASSWORD, PLANTED, URL, leaks, shown
-from verl.checkpoint.resume import identity
 from verl.config import Config, cli
 from verl.errors import ConfigError, PreflightError, ToolError, explain, redact
+from verl.ext.resume import identity
 from verl.logs import MaskedFormatter
 from verl.single_controller.actors import ActorHost, RayWorkerGroup
 from verl.trainer import main_ppo

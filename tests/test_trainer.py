@@ -22,9 +22,9 @@ from search_r1.rewards import RewardInput, RewardOutput
 from search_r1.scoring import build_reward_manager
 from verl import plugins
 from verl.agent.interface import Item, Observation, Tool, text_arguments
-from verl.checkpoint.resume import identity
 from verl.config import cli
 from verl.errors import ConfigError, PluginError, UserError
+from verl.ext.resume import identity
 from verl.monitor.tracking import Tracker, Tracking
 from verl.rewards.interface import Reward, RewardManager
 from verl.trainer import run

@@ -28,10 +28,10 @@ from example.tiny_policy import write_tiny_policy
 from search_r1.retrieval.local_server import LocalServer
 from verl.config import cli
 from verl.files import atomic_write
-from verl.trainer.ray_trainer import RayPPOTrainer
+from verl.trainer.loop import RayPPOTrainer
 from verl.trainer.run import built_trainer
-from verl.trainer.validation import VALIDATION_STREAM, trajectory_seed
-from verl.types import Sampling, Trajectory, start_trajectory
+from verl.trainer.validate import VALIDATION_STREAM, Validation, trajectory_seed
+from verl.types import Prompt, Sampling, Trajectory, start_trajectory
 
 ROOT = Path(__file__).resolve().parents[2]
 BASE = ROOT / "runs" / "benchmarks" / "tiny_policy"
@@ -123,8 +123,9 @@ def run_variant(
         )
         with built_trainer(config) as trainer:
             trainer.fit()
-            trajectories = sampled_answers(trainer)
-            sampled_em = fmean(r.components["em"] for r in trainer.reward(trajectories))
+            validation = next(hook for hook in trainer.hooks if isinstance(hook, Validation))
+            trajectories = sampled_answers(trainer, validation.prompts)
+            sampled_em = fmean(r.components["em"] for r in validation.reward(trajectories))
     moved = distance(load(out / "model"), load(base), trajectories)
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     result = Result(
@@ -143,7 +144,7 @@ def run_variant(
     return result
 
 
-def sampled_answers(trainer: RayPPOTrainer) -> list[Trajectory]:
+def sampled_answers(trainer: RayPPOTrainer, prompts: Sequence[Prompt]) -> list[Trajectory]:
     """Sample one trajectory per held-out question, with the sampling options of training."""
     config = trainer.config
     rollout = config.actor_rollout_ref.rollout
@@ -154,9 +155,9 @@ def sampled_answers(trainer: RayPPOTrainer) -> list[Trajectory]:
             group=f"sampled/{row}",
             seed=trajectory_seed(config.trainer.seed, VALIDATION_STREAM + 1, row),
         )
-        for row, prompt in enumerate(trainer.val_prompts)
+        for row, prompt in enumerate(prompts)
     ]
-    return trainer.replicas.generate(starts, sampling)
+    return trainer.rollouts.generate(starts, sampling)
 
 
 def stay_on(core: int) -> None:

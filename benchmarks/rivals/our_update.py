@@ -15,9 +15,9 @@ import torch
 from benchmarks.rivals.tasks import MATRIX_RATE, TaskPipe
 from benchmarks.rivals.work import split
 from benchmarks.update_speed import batches, build_config
-from verl.monitor.performance import WorkCounter
+from verl.ext.speed import WorkCounter
 from verl.ports import free_port
-from verl.trainer.learning import drop_zero_advantages
+from verl.trainer.learn import drop_zero_advantages
 from verl.training.worker import TrainerWorker
 
 SIDE = 2048

@@ -7,7 +7,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from benchmarks.update_speed import read_samples
-from verl.trainer.collection import Samples
+from verl.trainer.collect import Samples
 from verl.types import TokenBatch
 
 

@@ -27,8 +27,8 @@ from verl.monitor.tracking import Tracking
 from verl.ports import free_port
 from verl.preflight.memory.check import fill_undecided
 from verl.rollout.pool import RolloutPool
+from verl.trainer.build import Parts
 from verl.trainer.ranks import TrainerRanks
-from verl.trainer.ray_trainer import RayPPOTrainer
 from verl.training.worker import TrainerWorker
 from verl.types import Completion, Origin, Prompt, Sampling, TokenBatch, Trajectory
 
@@ -123,13 +123,13 @@ def test_a_policy_learns_to_call_a_user_defined_tool(config: Config, ranks: Trai
     replicas, tracker = Replicas(agent), MemoryTracker()
     ids = tuple(agent.tokenizer.encode("What is 6 * 7? ", add_special_tokens=False))
     prompts = [Prompt(f"sums#{i}", ids, "sums", ("42",)) for i in range(2)]
-    trainer = RayPPOTrainer(
-        config=config, ranks=ranks, replicas=replicas,  # type: ignore[arg-type]
-        train_prompts=prompts, val_prompts=prompts, reward_fn=build_reward_manager(config),
+    trainer = Parts(
+        config=config, ranks=ranks, rollouts=replicas,  # type: ignore[arg-type]
+        train_prompts=prompts, val_prompts=prompts, reward=build_reward_manager(config),
         kl_controller=FixedKLController(0.0), total_steps=3,
-        tracking=Tracking("p", "e", [tracker], config.trainer.default_local_dir),
+        logger=Tracking("p", "e", [tracker], config.trainer.default_local_dir),
         environment=build_environment(config),
-    )  # fmt: skip
+    ).build()  # fmt: skip
     trainer.fit()
     calls = [t for t in replicas.finished if t.sample % 2 == 0]
     assert texts(calls[0], Origin.OBSERVATION) == ["\n\n<information>42\n</information>\n\n"]

@@ -13,7 +13,7 @@ from search_r1.agent.tags import SEARCH_R1
 from search_r1.retrieval.schema import Document
 from verl.data.trajectories import prepare_folder, write_step
 from verl.rewards.interface import Reward
-from verl.trainer.validation import write_dialogues
+from verl.trainer.validate import write_dialogues
 from verl.types import Origin, Prompt, Segment, Status, Trajectory
 
 HOSTILE = "<script>boom()</script><img src=x onerror=boom()></script>\u202e&amp;"

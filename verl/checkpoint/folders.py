@@ -102,6 +102,11 @@ class RunState:
     version: int | None = None
     """Version of the weights that the engines received after the step."""
 
+    @property
+    def next_version(self) -> int:
+        """Version of the weights that the next step starts with."""
+        return self.step + 1 if self.version is None else self.version
+
     @classmethod
     def read(cls, step_dir: Path) -> Self:
         """Read the state of a checkpoint, ignoring unknown keys. Raises ModelError."""

@@ -43,6 +43,20 @@ class Ranks(Protocol):
     def finish_checkpoint(self) -> None: ...
 
 
+class Watcher(Protocol):
+    """What follows the checkpoints of a run, to say which must be kept."""
+
+    @property
+    def protected_steps(self) -> set[int]:
+        """Steps whose checkpoints must not be deleted, whatever their age."""
+
+    def on_saving(self, step: int) -> Mapping[str, Any]:
+        """Called before a checkpoint is written; returns the fields of its state to replace."""
+
+    def drop_pending(self, step: int) -> None:
+        """Called with the step of a checkpoint that was deleted or could not be written."""
+
+
 def is_due(frequency: int, step: int, total_steps: int) -> bool:
     """Whether to act: every `frequency` steps and at the end; 0: never, < 0: only at the end."""
     if step == total_steps:
@@ -85,10 +99,7 @@ class Saver:
     ranks: Ranks
     identity: Mapping[str, Any] = field(default_factory=dict)
     """Configuration and fingerprints to compare with at a resume; JSON."""
-    protected: Callable[[], set[int]] = set
-    """Returns the steps whose checkpoints must not be deleted, whatever their age."""
-    on_lost: Callable[[int], None] = lambda step: None
-    """Called with the step of a checkpoint that was deleted or could not be written."""
+    watchers: list[Watcher] = field(default_factory=list)
     last_step: int | None = None
     """Step of the newest checkpoint that was written or resumed from."""
     longest_s: float = 0.0
@@ -191,7 +202,7 @@ class Saver:
         """Log that a checkpoint could not be written; raises SaveError if this ends the run."""
         if pending is not None:
             discard(pending)
-        self.on_lost(step)
+        self._tell_lost(step)
         self._num_failures += 1
         last = folders.latest(self.root)
         previous = f"the last one is {last}" if last else "there is none before it"
@@ -208,15 +219,20 @@ class Saver:
         if self.config.keep_last is None:
             return
         complete, keep_best = folders.all_complete(self.root), self.config.keep_best
-        kept = checkpoints_to_keep(complete, self.config.keep_last, keep_best, self.protected())
+        protected = {step for watcher in self.watchers for step in watcher.protected_steps}
+        kept = checkpoints_to_keep(complete, self.config.keep_last, keep_best, protected)
         for step_dir in complete:
             if step_dir not in kept:
                 logger.info("%s is no longer needed: removed", step_dir)
-                self.on_lost(folders.step_of(step_dir))
+                self._tell_lost(folders.step_of(step_dir))
                 try:
                     folders.remove(step_dir)
                 except OSError as error:  # must not count as a failed write of the new checkpoint
                     logger.warning("%s could not be removed: %s", step_dir, error)
+
+    def _tell_lost(self, step: int) -> None:
+        for watcher in self.watchers:
+            watcher.drop_pending(step)
 
     def close(self, timeout_s: float | None = None) -> None:
         """Wait for the background write and only log its failure, as the run ends anyway."""

@@ -10,7 +10,9 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from verl.model_shape import ModelShape
+from verl.config import Config
+from verl.config.policy import BlocksConfig
+from verl.model_shape import ModelShape, read_shape
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,23 @@ class ModelFlops:
         forward = self.forward(lengths, num_targets)
         last = 0 if self.adapter else self.shape.last_linear_weights
         return forward - 2 * last * sum(lengths)
+
+
+def model_flops(options: BlocksConfig, path: str, is_critic: bool) -> ModelFlops | None:
+    """Return the FLOPs of the model at `path` with its adapter, if any; None: unknown shape."""
+    shape = read_shape(path)
+    if shape is None:
+        return None
+    adapter = shape.adapter(options.lora_rank, options.target_modules)
+    return ModelFlops(shape, is_critic, adapter, options.enable_gradient_checkpointing is True)
+
+
+def pair_costs(config: Config) -> tuple[float, float]:
+    """Return `ModelFlops.pair_cost` of policy and critic; 0 for a model of unknown shape."""
+    section, critic = config.actor_rollout_ref, config.critic
+    policy = model_flops(section.model, section.model.path, is_critic=False)
+    value = model_flops(critic.model, config.critic_path, is_critic=True)
+    return policy.pair_cost if policy else 0.0, value.pair_cost if value else 0.0
 
 
 PEAK_TFLOPS = {

@@ -15,7 +15,7 @@ from verl.agent.environment import EnvironmentFactory, no_tools
 from verl.agent.interface import Agent
 from verl.config import Config
 from verl.errors import ConfigError, explain
-from verl.monitor.performance import WorkCounter
+from verl.monitor.flops import pair_costs
 from verl.rollout.interface import EngineDied, engine_takes_adapter
 from verl.rollout.pool import NullRolloutPool
 from verl.rollout.replica import RolloutReplica
@@ -76,7 +76,7 @@ def place_ranks(
     allocator = allocator_variables(config) if use_gpu else ({}, {})
     rank_env, engine_env = (env | own for own in allocator)
     groups = create_rank_groups(config, placements, use_gpu, rank_env)
-    policy_cost, critic_cost = WorkCounter(config).pair_costs
+    policy_cost, critic_cost = pair_costs(config)
     policy_sp_size = config.actor_rollout_ref.actor.ulysses_sequence_parallel_size
     ranks = TrainerRanks(
         *groups,

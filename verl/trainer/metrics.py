@@ -11,11 +11,16 @@ import numpy as np
 from torch import Tensor
 
 from verl.data.trajectories import num_calls
-from verl.monitor.guard import LENGTH_CLIP, MALFORMED, NO_ANSWER, TOOL_USE
 from verl.monitor.performance import Timings
 from verl.packing import saved_token_share
 from verl.rewards.interface import Reward
 from verl.types import EngineCounts, Metrics, Origin, Status, TokenBatch, Trajectory
+
+MALFORMED = "guard/malformed_rate"
+TOOL_USE = "guard/search_rate"
+"""Share of trajectories with a tool call; the name is from when there was one tool."""
+NO_ANSWER = "guard/no_answer_rate"
+LENGTH_CLIP = "guard/length_clip_rate"
 
 
 def min_mean_max(name: str, values: Sequence[float] | Tensor) -> Metrics:
@@ -116,6 +121,22 @@ def advantage_metrics(batch: TokenBatch) -> Metrics:
         if name in batch.tokens:
             metrics |= min_mean_max(f"critic/{name}", batch.tokens[name][mask])
     return metrics
+
+
+def batch_metrics(batch: TokenBatch, version: int) -> Metrics:
+    """Return the statistics of a batch whose advantages are computed, by weights of `version`."""
+    return advantage_metrics(batch) | staleness_metrics(batch, version)
+
+
+def performance_metrics(
+    batch: TokenBatch, timings: Timings, engine_busy_share: float | None, num_gpus: int
+) -> Metrics:
+    """Return the step's throughput, device memory, seconds by phase, and shares of busy time."""
+    return {
+        **throughput_metrics(batch, timings, num_gpus),
+        **busy_metrics(timings, engine_busy_share),
+        **timings.metrics(),
+    }
 
 
 def staleness_metrics(batch: TokenBatch, version: int) -> Metrics:

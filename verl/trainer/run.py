@@ -22,7 +22,6 @@ from search_r1.agent.retriever import WithToken
 from search_r1.scoring import build_reward_manager
 from verl.agent.environment import Environment
 from verl.checkpoint import folders
-from verl.checkpoint.resume import check_contents, check_resume, identity
 from verl.config import Config, cli
 from verl.config.engine_kwargs import is_approximate
 from verl.core_algos.kl import AdaptiveKLController, FixedKLController, KLController
@@ -30,11 +29,13 @@ from verl.data import load_prompts, num_batches
 from verl.data.outside import strings_of_rows
 from verl.data.trajectories import prepare_folder
 from verl.errors import RankLost, ReplicaLost
+from verl.ext.canary import FILE as CANARY_FILE
+from verl.ext.canary import LENGTH, WeightCanary, choose_ids
+from verl.ext.recorded import check_record
+from verl.ext.resume import check_contents, check_resume, identity
 from verl.files import exclusive_lock
 from verl.machine import HostMemory
 from verl.model_files import load_tokenizer, tokenizer_identity
-from verl.monitor.canary import FILE as CANARY_FILE
-from verl.monitor.canary import LENGTH, WeightCanary, choose_ids
 from verl.monitor.tracking import Tracker, Tracking
 from verl.plugins import PortableFactory
 from verl.preflight.checks import fetch_models, preflight
@@ -44,11 +45,11 @@ from verl.rollout.pool import NullRolloutPool
 from verl.rollout.replicas import RolloutReplicas
 from verl.single_controller.actors import Restarts
 from verl.single_controller.reaper import OrphanReaper
+from verl.trainer.build import Parts, transfer_weights
 from verl.trainer.cluster import start_ray
 from verl.trainer.groups import build_groups, build_ranks
+from verl.trainer.loop import RayPPOTrainer, Transfer
 from verl.trainer.metric_names import check_metric_names
-from verl.trainer.ray_trainer import RayPPOTrainer, Transfer, transfer_weights
-from verl.trainer.recorded import check_record
 from verl.training.devices import device_type, dtype_name, resolve_dtype
 from verl.types import Prompt
 
@@ -180,15 +181,15 @@ def running_trainer(
                 else build_ranks(config, updates, reaper)
             )
             try:
-                yield RayPPOTrainer(
+                yield Parts(
                     config=config,
                     ranks=ranks,
-                    replicas=replicas,
+                    rollouts=replicas,
                     train_prompts=prepared.train_prompts,
                     val_prompts=prepared.val_prompts,
-                    reward_fn=build_reward(config),
+                    reward=build_reward(config),
                     kl_controller=build_kl_controller(config),
-                    tracking=tracking,
+                    logger=tracking,
                     total_steps=prepared.total_steps,
                     environment=prepared.environment,
                     transfer=build_transfer(config, replicas),
@@ -197,7 +198,7 @@ def running_trainer(
                         "perf/host_memory_used_share": HostMemory.now().used_share,
                     },
                     identity=prepared.identity,
-                )
+                ).build()
             finally:
                 replicas.shutdown()
                 ranks.shutdown()

@@ -24,8 +24,8 @@ from verl.core_algos.losses import loss_weights, weighted_sum
 from verl.core_algos.policy_losses import POLICY_LOSSES, PolicyLossInputs
 from verl.data.trajectories import RecordedTrajectory, make_row
 from verl.rewards.interface import Reward, RewardManager
-from verl.trainer.collection import Samples
-from verl.trainer.learning import add_advantages, assemble
+from verl.trainer.collect import Samples
+from verl.trainer.learn import add_advantages, assemble
 from verl.training.actor import TargetColumns, loss_mask
 from verl.training.devices import resolve_device, rollout_dtype
 from verl.training.models import LogProbModel, PackedInputs, load_causal_lm

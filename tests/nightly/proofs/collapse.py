@@ -25,7 +25,7 @@ from rich.table import Table
 
 from benchmarks.algorithms.runner import BASE, retriever, run_variant, stay_on
 from benchmarks.algorithms.variants import GRPO, POLICY_LR
-from verl.monitor.guard import DRIFT, MALFORMED, NO_ANSWER, SHIFT
+from verl.ext.guard import DRIFT, MALFORMED, NO_ANSWER, SHIFT
 
 COLLAPSED = 2.0
 """Value of `guard/health` for a collapse."""

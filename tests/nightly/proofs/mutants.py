@@ -50,7 +50,7 @@ CORE_MODULES: Mapping[str, Sequence[str]] = MappingProxyType(
         "verl/core_algos/shaping.py": [f"{ALGORITHMS}/test_shaping.py"],
         "verl/types.py": ["tests/core/test_types.py", "tests/core/test_packing.py"],
         "verl/data/prompts.py": ["tests/core/data/test_data.py"],
-        "verl/trainer/learning.py": ["tests/verl/trainer/test_learning.py"],
+        "verl/trainer/learn.py": ["tests/verl/trainer/test_learn.py"],
         "verl/training/actor.py": ["tests/verl/training/test_actor.py"],
         "verl/training/attention.py": ["tests/verl/training/test_attention.py"],
         "verl/agent/dialogue.py": [

@@ -12,10 +12,12 @@ from example.tiny import tiny_llama
 from tests.verl.trainer.recording import RecordingRanks
 from tests.verl.training.ranks import VOCAB
 from verl.config import Config
-from verl.monitor.performance import Timings, Work, critic_seconds, speed_metrics
+from verl.core_algos.kl import FixedKLController
+from verl.ext.speed import Work, WorkCounter, speed_metrics
+from verl.monitor.performance import Timings, critic_seconds
 from verl.packing import SHARED_PROMPT
 from verl.single_controller.actors import Call
-from verl.trainer.learning import Learner
+from verl.trainer.learn import Learner
 from verl.training.devices import PeakMemory
 from verl.types import TokenBatch
 
@@ -56,12 +58,13 @@ def config(tmp_path: Path) -> Config:
 
 def work_of(config: Config, seen: TokenBatch | None = None) -> dict[str, Work]:
     """Run a learner's step over the batch; returns the counted work."""
-    learner = Learner(config, RecordingRanks([]))  # type: ignore[arg-type]
+    work = WorkCounter(config)
+    learner = Learner(config, RecordingRanks([]), FixedKLController(0.0), work)  # type: ignore[arg-type]
     seen = seen or batch()
-    learner.compute_log_probs_and_values(seen, Timings())
+    learner.prepare(seen, Timings())
     learner.update(seen, 1, Timings())
-    found = learner.work.take()
-    assert learner.work.take() == {}
+    found = work.take()
+    assert work.take() == {}
     return found
 
 

@@ -18,9 +18,11 @@ from tests.verl.rollout.local_group import LocalGroup
 from tests.verl.trainer.recording import prompts
 from verl.agent.dialogue import _policy_segment
 from verl.agent.environment import Environment
-from verl.checkpoint import prefetched
+from verl.checkpoint.folders import RunState
 from verl.config import Config
 from verl.data import PromptSampler
+from verl.ext import ahead_files
+from verl.ext.asynchrony import AheadCollector
 from verl.monitor.performance import Timings
 from verl.rewards.interface import EachAlone, Reward
 from verl.rollout import schedule
@@ -29,7 +31,6 @@ from verl.rollout.pool import RetryingRollout
 from verl.rollout.replica import RolloutReplica
 from verl.rollout.replicas import RolloutReplicas
 from verl.single_controller.actors import Restarts
-from verl.trainer.collection import RolloutCollector
 from verl.types import Completion, Origin, Sampling, Status, Trajectory, start_trajectory
 
 pytestmark = pytest.mark.asynchrony
@@ -107,7 +108,7 @@ class TurningAgent:
 class World:
     """A run without ranks: what is sampled for each step, and the weights after it."""
 
-    collector: RolloutCollector
+    collector: AheadCollector
     replicas: RolloutReplicas
     group: LocalGroup
     folders: Folders
@@ -146,7 +147,7 @@ def world(
         hosts[-1].engine = TickingEngine(draw, folders)
     group: Any = LocalGroup(hosts, draw)
     replicas = RolloutReplicas(group, [], Restarts(0), overlaps=staleness > 0)
-    collector = RolloutCollector(
+    collector = AheadCollector(
         config, RetryingRollout(replicas, Environment()), prompts(NUM_ROWS),
         PromptSampler(NUM_ROWS, BATCH, seed=seed), EachAlone(lambda t: Reward(draw.random() > 0.6)),
         last_step=num_steps,
@@ -197,24 +198,22 @@ class Saved:
     """The sampling state of a checkpoint."""
 
     folder: Path
-    state: list[Any]
-    sampler: dict[str, Any]
-    version: int
+    state: RunState
 
     @classmethod
     def of(cls, run: World, folder: Path, ticks: int = 20) -> Saved:
         run.group.run(ticks)  # while the last step is trained
-        state, version = run.collector.state_dict(), run.replicas.version
-        write = run.collector.prefetched_writer(state, version)
+        fields = run.collector.state_dict()
+        state = RunState(step=0, kl_coef=0.0, version=run.replicas.version, **fields)
+        write = run.collector.file_writer(state)
         folder.mkdir(parents=True)
         if write is not None:
             write(folder)
-        return cls(folder, state, run.collector.sampler.state_dict(), version)
+        return cls(folder, state)
 
     def resume(self, run: World) -> None:
-        run.collector.sampler.load_state_dict(self.sampler)
-        run.collector.load_state_dict(self.state, prefetched.read(self.folder), self.version)
-        run.replicas.version = self.version - 1
+        run.collector.load_checkpoint(self.state, self.folder)
+        run.replicas.version = self.state.next_version - 1
         run.replicas.update_weights(run.folders)
 
 
@@ -253,11 +252,11 @@ def test_a_resumed_run_uses_finished_trajectories(before: int, after: int, tmp_p
             for step in range(1, 5):
                 run.step(step, ticks=20)
             saved = Saved.of(run, tmp_path / str(seed), ticks=20 + 400 * (seed % 2))
-        kept = prefetched.read(saved.folder)
+        kept = ahead_files.read(saved.folder)
         assert len(kept) == before * BATCH * GROUP or seed % 2 == 0 or seed % 5 == 0
         with world(seed, after, delays=seed + 99) as run:
             saved.resume(run)
-            assert saved.version == 5
+            assert saved.state.version == 5
             for step in range(5, 5 + before):
                 trajectories = run.step(step, ticks=5)
                 assert ages(step, trajectories) <= set(range(after + 1)), (seed, step)

@@ -29,7 +29,7 @@ from verl.sft import rejection_sampling
 from verl.sft.candidates import choose
 from verl.sft.demonstrations import load_demonstrations
 from verl.sft.rejection_sampling import Criteria
-from verl.trainer.collection import RolloutCollector
+from verl.trainer.collect import RolloutCollector
 from verl.types import Origin, Prompt, Segment, Status, TokenBatch, Trajectory, start_trajectory
 
 
@@ -194,7 +194,7 @@ def test_the_collector_records_scored_trajectories(tmp_path: Path) -> None:
     )
     for step in (1, 2, 2):
         samples, _ = collector.collect(step, Timings())
-        collector.record(step, samples, [{} for _ in samples.trajectories])
+        write_step(tmp_path, step, collector.sampled.trajectories, collector.sampled.rewards)
     rows = [row for _, row in read_rows(tmp_path)]
     assert {row["step"] for row in rows} == {1, 2}
     last = [row for row in rows if row["step"] == 2]

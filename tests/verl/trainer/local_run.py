@@ -31,8 +31,9 @@ from verl.rollout.replica import RolloutReplica
 from verl.rollout.replicas import RolloutReplicas
 from verl.rollout.transformers_engine import TransformersEngine
 from verl.single_controller.actors import ActorLocation, Restarts
+from verl.trainer.build import Parts, transfer_weights
+from verl.trainer.loop import Transfer
 from verl.trainer.ranks import TrainerRanks
-from verl.trainer.ray_trainer import RayPPOTrainer, Transfer, transfer_weights
 from verl.training.worker import TrainerWorker
 from verl.types import Completion, Origin, Prompt, Sampling, Segment, Status, Trajectory
 
@@ -201,12 +202,12 @@ def train(
     overlaps = config.actor_rollout_ref.rollout.max_staleness > 0
     replicas = RolloutReplicas(group, [], Restarts(0), overlaps=overlaps)
     with local_ranks(config, num_steps) as ranks:
-        trainer = RayPPOTrainer(
-            config=config, ranks=ranks, replicas=replicas, train_prompts=PROMPTS,
-            val_prompts=PROMPTS, reward_fn=reward, kl_controller=FixedKLController(0.01),
+        trainer = Parts(
+            config=config, ranks=ranks, rollouts=replicas, train_prompts=PROMPTS,
+            val_prompts=PROMPTS, reward=reward, kl_controller=FixedKLController(0.01),
             total_steps=num_steps, transfer=transfer,
-            tracking=Tracking("p", "e", [tracker], config.trainer.default_local_dir),
-        )  # fmt: skip
+            logger=Tracking("p", "e", [tracker], config.trainer.default_local_dir),
+        ).build()  # fmt: skip
         try:
             trainer.fit()
         except Killed:

@@ -14,7 +14,8 @@ from verl.monitor.tracking import Tracking
 from verl.rewards.interface import Reward
 from verl.rollout.pool import RolloutPool
 from verl.single_controller.actors import Call
-from verl.trainer.ray_trainer import RayPPOTrainer
+from verl.trainer.build import Parts
+from verl.trainer.loop import RayPPOTrainer
 from verl.training.devices import PeakMemory
 from verl.types import Origin, Prompt, Sampling, Segment, Status, TokenBatch, Trajectory
 
@@ -153,9 +154,14 @@ def grpo_config(folder: Path, n_agent: int = 2) -> Config:
 def build_trainer(config: Config, log: list[str], **changes: Any) -> Any:
     """Build a trainer that records its calls in `log`; `changes` replace its arguments."""
     arguments = {
-        "ranks": RecordingRanks(log), "replicas": RecordingReplicas(log),
-        "train_prompts": prompts(8), "val_prompts": prompts(4), "reward_fn": score_by_sample,
-        "kl_controller": FixedKLController(0.001),
-        "tracking": Tracking("p", "e", [MemoryTracker()], config.trainer.default_local_dir),
+        "ranks": RecordingRanks(log), "rollouts": RecordingReplicas(log),
+        "train_prompts": prompts(8), "val_prompts": prompts(4), "reward": score_by_sample,
+        "kl_controller": FixedKLController(0.001), "total_steps": 0,
+        "logger": Tracking("p", "e", [MemoryTracker()], config.trainer.default_local_dir),
     }  # fmt: skip
-    return RayPPOTrainer(config=config, **arguments | changes)
+    return Parts(config=config, **arguments | changes).build()
+
+
+def hook_of(trainer: RayPPOTrainer, kind: type[Any]) -> Any:
+    """Return the trainer's hook of a kind."""
+    return next(hook for hook in trainer.hooks if isinstance(hook, kind))

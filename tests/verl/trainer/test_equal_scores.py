@@ -10,13 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.core.jagged_batches import fast
-from tests.verl.trainer.test_learning import trajectory
+from tests.verl.trainer.test_learn import trajectory
 from verl.config import Config
 from verl.core_algos.advantages import ADVANTAGES, STD_EPSILON
 from verl.core_algos.kl import FixedKLController
 from verl.rewards.interface import Reward
-from verl.trainer.collection import Samples
-from verl.trainer.learning import add_advantages, assemble, drop_zero_advantages
+from verl.trainer.collect import Samples
+from verl.trainer.learn import add_advantages, assemble, drop_zero_advantages
 
 Score = tuple[float, Fraction]
 """A score as a reward computes it in floats, and its exact value."""

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.full_disk import files_up_to
-from tests.verl.trainer.recording import RecordingReplicas, build_trainer, grpo_config
+from tests.verl.trainer.recording import RecordingReplicas, build_trainer, grpo_config, hook_of
 from verl.checkpoint import folders
 from verl.config import Config
 from verl.core_algos.kl import AdaptiveKLController
@@ -26,8 +26,11 @@ from verl.errors import (
     ToolOutage,
     ToolRefused,
 )
+from verl.ext.stopping import Stopper
+from verl.ext.trace import Trace
 from verl.monitor.tracking import JsonlTracker, Tracker, Tracking
-from verl.trainer import ray_trainer
+from verl.trainer import checkpoints
+from verl.trainer.validate import Validation
 from verl.types import Sampling, Trajectory
 
 
@@ -74,9 +77,9 @@ def closed_files() -> Iterator[None]:
 def build(config: Config, number: int = 0, disturb: Callable[[], None] = lambda: None) -> Any:
     folder = Path(config.trainer.default_local_dir)
     return build_trainer(
-        config, [], replicas=DisturbedReplicas([], number, disturb), total_steps=4,
+        config, [], rollouts=DisturbedReplicas([], number, disturb), total_steps=4,
         kl_controller=AdaptiveKLController(0.1, 0.01, 100),
-        tracking=OPEN.enter_context(Tracking("p", "e", [JsonlTracker(folder)], str(folder))),
+        logger=OPEN.enter_context(Tracking("p", "e", [JsonlTracker(folder)], str(folder))),
     )  # fmt: skip
 
 
@@ -113,7 +116,7 @@ def logged(config: Config) -> list[dict[str, Any]]:
 
 
 def seeds(trainer: Any) -> list[list[int]]:
-    return [[start.seed for start in starts] for starts, _ in trainer.replicas.requests]
+    return [[start.seed for start in starts] for starts, _ in trainer.rollouts.requests]
 
 
 @pytest.fixture(scope="module")
@@ -148,7 +151,11 @@ def test_a_run_stopped_anywhere_ends_as_the_undisturbed_one(
     rows, requests = undisturbed
     assert logged(config) == rows
     assert seeds(stopped) + seeds(resumed) == requests
-    assert resumed.best == {"metric": "val/score", "value": rows[0]["val/score"], "step": 1}
+    assert hook_of(resumed, Validation).best == {
+        "metric": "val/score",
+        "value": rows[0]["val/score"],
+        "step": 1,
+    }
 
 
 def test_an_update_is_never_interrupted(config: Config) -> None:
@@ -159,7 +166,7 @@ def test_an_update_is_never_interrupted(config: Config) -> None:
     with pytest.raises(Interrupted, match="global_step_1"):
         trainer.fit()
     assert trainer.ranks.log.count("update_actor") == 1
-    state = folders.read_state(trainer.directory / "global_step_1")
+    state = folders.read_state(Path(config.trainer.default_local_dir) / "global_step_1")
     assert state["pending"] is not None  # the resumed run starts with its validation
 
 
@@ -204,13 +211,13 @@ def test_a_full_disk_at_the_metrics_loses_nothing(config: Config, undisturbed: A
     """A line that does not fit completely is not written; the resumed run writes it."""
     stopped = build(config)
     file = Path(config.trainer.default_local_dir) / "metrics.jsonl"
-    log = stopped.tracking.log
+    log = stopped.logger.log
 
     def log_on_a_full_disk(metrics: Any, step: int) -> None:
         with files_up_to(9):
             log(metrics, step)
 
-    stopped.tracking.log = log_on_a_full_disk
+    stopped.logger.log = log_on_a_full_disk
     with pytest.raises(Interrupted, match=r"metrics\.jsonl"):
         stopped.fit()
     assert file.read_bytes() == b""
@@ -220,13 +227,14 @@ def test_a_full_disk_at_the_metrics_loses_nothing(config: Config, undisturbed: A
 
 def test_a_full_disk_at_the_trace_saves_the_learned_step(config: Config, undisturbed: Any) -> None:
     """Its weights are not saved as those of the step before, which would repeat its updates."""
+    config.trainer.trace = True
     stopped = build(config)
 
     def full(step: int, *_: Any) -> None:
         if step == 2:
             fill_the_disk()
 
-    stopped.trace.add_step = full
+    hook_of(stopped, Trace).add_step = full
     with pytest.raises(Interrupted, match=r"global_step_2.*resume_mode=auto"):
         stopped.fit()
     build(config).fit()
@@ -245,8 +253,8 @@ def test_a_callback_that_fails_or_stops_loses_nothing(
                 raise error
 
     stopped = build(config)
-    stopped.tracking = Tracking("p", "e", ["jsonl", Callback()], config.trainer.default_local_dir)
-    with stopped.tracking, pytest.raises(type(error), match="global_step_2"):
+    stopped.logger = Tracking("p", "e", ["jsonl", Callback()], config.trainer.default_local_dir)
+    with stopped.logger, pytest.raises(type(error), match="global_step_2"):
         stopped.fit()
     build(config).fit()
     assert logged(config) == undisturbed[0]
@@ -286,11 +294,11 @@ def test_no_space_for_the_engines_weights_waits_for_the_last_checkpoint(
     config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However long that takes; the ranks' newer weights are not saved as the finished step."""
-    monkeypatch.setattr(ray_trainer, "LOST_RANK_TIMEOUT_S", 0.0)
+    monkeypatch.setattr(checkpoints, "LOST_RANK_TIMEOUT_S", 0.0)
     config.trainer.save_freq = 1
     stopped = build(config)
-    update = stopped.replicas.update_weights
-    stopped.replicas.update_weights = lambda r: lack_space() if stopped.step == 2 else update(r)
+    update = stopped.rollouts.update_weights
+    stopped.rollouts.update_weights = lambda r: lack_space() if stopped.step == 2 else update(r)
     stopped.ranks.finish_checkpoint = lambda: time.sleep(0.3)
     with pytest.raises(Interrupted, match=r"No space left.*global_step_1: continue"):
         stopped.fit()
@@ -347,7 +355,7 @@ def test_a_signal_that_ended_the_ranks_too_stops_the_run(config: Config) -> None
     config.trainer.save_freq = 1
 
     def end_everything() -> None:
-        trainer.stopper.reason = "the run received SIGTERM"
+        hook_of(trainer, Stopper).reason = "the run received SIGTERM"
         raise RankLost("rank 0 died")
 
     trainer = build(config, 5, end_everything)

@@ -5,7 +5,7 @@ import time
 import pytest
 import torch
 
-from verl.monitor.guard import LENGTH_CLIP, MALFORMED, NO_ANSWER, TOOL_USE
+from verl.ext.guard import LENGTH_CLIP, MALFORMED, NO_ANSWER, TOOL_USE
 from verl.monitor.performance import Timings
 from verl.trainer.metrics import (
     behaviour_metrics,

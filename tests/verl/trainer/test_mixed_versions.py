@@ -20,8 +20,8 @@ from verl.core_algos.advantages import STD_EPSILON
 from verl.core_algos.kl import FixedKLController
 from verl.core_algos.mismatch import LEVELS
 from verl.rewards.interface import Reward
-from verl.trainer.collection import Samples
-from verl.trainer.learning import Learner, add_advantages, assemble, mini_batches
+from verl.trainer.collect import Samples
+from verl.trainer.learn import Learner, add_advantages, assemble, mini_batches
 from verl.training.actor import Actor, TokenBudgets
 from verl.training.models import PackedInputs
 from verl.types import Origin, Prompt, Segment, TokenBatch, Trajectory, start_trajectory
@@ -81,7 +81,7 @@ def make_mini_batch(config: Config, is_mixed: bool = True) -> TokenBatch:
     versions = batch.tokens["weight_versions"][batch.tokens["policy_mask"]].unique()
     assert len(versions) == (3 if is_mixed else 1)
     ranks: Any = Ranks(0.08)
-    Learner(config, ranks).compute_log_probs(batch)
+    Learner(config, ranks, FixedKLController(0.0)).compute_log_probs(batch)
     add_advantages(batch, config, FixedKLController(0.0))
     return mini_batches(batch, config, len(batch), 1, step=4)[0]
 

@@ -113,7 +113,7 @@ def train(
 
     with Tracking("p", "e", [JsonlTracker(folder)], str(folder)) as tracking:
         build_trainer(
-            config, [], replicas=Engines(server, stops, new_token), tracking=tracking,
+            config, [], rollouts=Engines(server, stops, new_token), logger=tracking,
             environment=Environment((RestartingSearch(EmptyRetrieval(), config.retriever),)),
             total_steps=3,
         ).fit()  # fmt: skip

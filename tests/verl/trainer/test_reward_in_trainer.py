@@ -13,7 +13,7 @@ from verl.errors import PluginError
 from verl.monitor.tracking import Tracking
 from verl.rewards.interface import EachAlone, Reward, RewardManager
 from verl.rewards.stages import StagedReward
-from verl.trainer.ray_trainer import RayPPOTrainer
+from verl.trainer.loop import RayPPOTrainer
 
 
 def build(
@@ -28,7 +28,7 @@ def build(
 
     staged = StagedReward(stages, [constant(1.0), constant(2.0)])
     tracking = Tracking("p", "e", [tracker], config.trainer.default_local_dir)
-    changes = {"reward_fn": reward or staged, "tracking": tracking, "total_steps": total_steps}
+    changes = {"reward": reward or staged, "logger": tracking, "total_steps": total_steps}
     return build_trainer(config, [], **changes), tracker
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.verl.trainer.test_learning import learner_of, small
+from tests.verl.trainer.test_learn import learner_of, small
 from verl.monitor.performance import Timings
 
 
@@ -16,7 +16,7 @@ def test_a_separate_critic_computes_while_the_actor_does(is_separate: bool) -> N
     learner.config.critic.ppo_mini_batch_size = 2
     batch, timings = small([1.0, 0.0, 2.0, 0.0]), Timings()
     batch.tokens |= {"advantages": torch.ones(batch.num_tokens)}
-    learner.compute_log_probs_and_values(batch, timings)
+    learner.prepare(batch, timings)
     metrics = learner.update(batch, 1, timings)
     assert metrics == {"size": 4.0, "value": 4.0} and float(batch.tokens["values"][0]) == -3.0
     begin, wait = "critic begins", "wait for critic"

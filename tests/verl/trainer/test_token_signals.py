@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 
-from tests.verl.trainer.test_learning import prepared, samples_of
+from tests.verl.trainer.test_learn import prepared, samples_of
 from verl.config import Config
-from verl.trainer.learning import token_signals
+from verl.ext.record import token_signals
 
 
 @pytest.mark.parametrize("level", ["none", "token", "sequence"])

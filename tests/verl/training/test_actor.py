@@ -16,7 +16,7 @@ from tests.verl.training.ranks import VOCAB
 from verl.config import ActorConfig, Config, OptimConfig
 from verl.config.policy import SELECTIVE
 from verl.packing import SHARED_PROMPT, common_prompts
-from verl.trainer.learning import drop_zero_advantages
+from verl.trainer.learn import drop_zero_advantages
 from verl.training import attention
 from verl.training.actor import Actor, TargetColumns, TokenBudgets, apply_update
 from verl.training.attention import PACKED

@@ -26,10 +26,10 @@ from verl.core_algos.kl import FixedKLController
 from verl.data import PromptSampler
 from verl.monitor.performance import Timings
 from verl.rollout import schedule
-from verl.trainer.collection import Samples
-from verl.trainer.learning import Learner, add_advantages, assemble
+from verl.trainer.collect import Samples
+from verl.trainer.learn import Learner, add_advantages, assemble
 from verl.trainer.metrics import advantage_metrics, reward_metrics, rollout_metrics
-from verl.trainer.validation import trajectory_seed
+from verl.trainer.validate import trajectory_seed
 from verl.types import Metrics, Sampling, Trajectory, start_trajectory
 
 pytestmark = pytest.mark.asynchrony
@@ -63,7 +63,7 @@ def plain_loop(config: Config, num_steps: int) -> list[Metrics]:
         return [await agent.run(start, engine, sampling) for start in starts]
 
     with local_ranks(config, num_steps) as ranks:
-        learner = Learner(config, ranks)
+        learner = Learner(config, ranks, kl)
         for step in range(1, num_steps + 1):
             ranks.save_policy(folder / "model", "float32")
             asyncio.run(engine.update_weights(str(folder / "model"), step))
@@ -75,7 +75,7 @@ def plain_loop(config: Config, num_steps: int) -> list[Metrics]:
             ]))  # fmt: skip
             rewards = [score(trajectory) for trajectory in trajectories]
             batch = assemble(Samples(trajectories, rewards), config)
-            learner.compute_log_probs_and_values(batch, Timings())
+            learner.prepare(batch, Timings())
             metrics = add_advantages(batch, config, kl) | advantage_metrics(batch)
             metrics |= learner.update(batch, step, Timings())
             metrics |= rollout_metrics(trajectories) | reward_metrics(rewards)

@@ -9,10 +9,10 @@ import pytest
 
 from tests.checkpoints import writing
 from verl.checkpoint import folders
-from verl.checkpoint.resume import check_resume, flat, identity
 from verl.config import Config
 from verl.config.known import known_options
 from verl.errors import ConfigError
+from verl.ext.resume import check_resume, flat, identity
 from verl.preflight.memory.check import fill_undecided, offload_everything
 
 SERVED = {"corpus": "c1", "index": "i1", "encoder": "e1"}

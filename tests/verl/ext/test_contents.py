@@ -24,9 +24,9 @@ from tests.test_end_to_end import write_rows
 from verl.checkpoint import folders
 from verl.checkpoint.exporting import export
 from verl.checkpoint.folders import read_driver_random, write_driver_random
-from verl.checkpoint.resume import check_contents
 from verl.config import Config
 from verl.errors import ModelError, UserError
+from verl.ext.resume import check_contents
 from verl.trainer import main_ppo, run
 from verl.training.checkpoint_files import load_tensors, random_states, read_state_file
 from verl.training.shards import ADAPTERS_FILE

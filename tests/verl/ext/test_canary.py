@@ -19,9 +19,9 @@ from tests.verl.trainer.local_run import InlineEngine, run_config, train
 from tests.verl.training.ranks import VOCAB
 from verl.engine import Score
 from verl.errors import MismatchError
+from verl.ext.canary import LENGTH, WeightCanary, choose_ids
 from verl.model_files import load_tokenizer
-from verl.monitor.canary import LENGTH, WeightCanary, choose_ids
-from verl.trainer.ray_trainer import transfer_weights
+from verl.trainer.build import transfer_weights
 
 IDS = tuple(torch.randint(3, VOCAB, (LENGTH,), generator=torch.Generator().manual_seed(0)).tolist())
 FAULTY_STEP = 3

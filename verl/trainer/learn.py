@@ -2,29 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from itertools import pairwise
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from verl.checkpoint.folders import RunState
 from verl.config import Config
 from verl.core_algos.advantages import ADVANTAGES, AdvantageEstimator, AdvantageInputs
-from verl.core_algos.jagged import outcome_to_tokens, segment_sum, sequence_ids
+from verl.core_algos.jagged import outcome_to_tokens, segment_sum
 from verl.core_algos.kl import KLController, apply_kl_in_reward, mean_sequence_kl
 from verl.core_algos.losses import loss_weights
 from verl.core_algos.shaping import overlong_penalty
-from verl.data.trajectories import SIGNALS, Signals
 from verl.errors import ConfigError, explain
-from verl.monitor.guard import DRIFT, SHIFT, correct_trajectories, drift_and_shift
-from verl.monitor.performance import Timings, WorkCounter
+from verl.monitor.performance import Timings, critic_seconds
 from verl.packing import share_prompts
-from verl.trainer.collection import Samples
+from verl.single_controller.actors import Call
+from verl.trainer.collect import Samples
+from verl.trainer.hooks import Stateful
 from verl.trainer.metrics import mean_by_key
 from verl.trainer.ranks import TrainerRanks
-from verl.training.actor import rollout_correction
 from verl.types import Metrics, TokenBatch
 
 NO_LOG_PROBS_FIX = (
@@ -112,29 +113,6 @@ def subtract_kl(
     return penalised, metrics
 
 
-def token_signals(batch: TokenBatch, config: Config) -> list[Signals]:
-    """Return the columns to record for each sequence's tokens; NaN where tokens are not trained on.
-
-    Only columns that the batch has so far are returned. With `old_log_probs=engine` the old
-    log-probs are left out, since the record has the engine's. `rollout_weights` are added if an
-    off-policy correction is configured.
-    """
-    tokens, mask = batch.tokens, batch.tokens["loss_mask"]
-    columns = {name: tokens[name] for name in SIGNALS if name in tokens}
-    if config.old_log_probs == "engine":
-        columns.pop("old_log_probs", None)
-    actor, old = config.actor_rollout_ref.actor, columns.get("old_log_probs")
-    is_corrected = actor.rollout_is != "none" or actor.rollout_mask_threshold is not None
-    if old is not None and is_corrected:
-        rollout = torch.where(tokens["policy_mask"], tokens["rollout_log_probs"], old)
-        ids, weights = sequence_ids(batch.offsets), torch.zeros(batch.num_tokens)
-        weights[mask] = rollout_correction(actor, old[mask], rollout[mask], ids[mask])
-        columns["rollout_weights"] = weights
-    masked = {name: column.where(mask, torch.nan).numpy() for name, column in columns.items()}
-    bounds = pairwise(batch.offsets.tolist())
-    return [{n: column[start:end] for n, column in masked.items()} for start, end in bounds]
-
-
 def mini_batches(
     batch: TokenBatch, config: Config, size: int, epochs: int, step: int
 ) -> list[TokenBatch]:
@@ -179,17 +157,18 @@ def require_engine_log_probs(batch: TokenBatch) -> None:
     raise ConfigError(explain("actor_rollout_ref.rollout.name", got, expected, NO_LOG_PROBS_FIX))
 
 
+Counter = Callable[[str, str, TokenBatch], None]
+"""Called with each pass over a batch: the phase, and `policy`, `reference` or `critic`."""
+
+
 @dataclass
-class Learner:
+class Learner(Stateful):
     """Runs the forward passes and updates that the algorithm needs on the ranks."""
 
     config: Config
     ranks: TrainerRanks
-    work: WorkCounter = field(init=False)
-    """FLOPs by phase of the step, under the phase names of `Timings`."""
-
-    def __post_init__(self) -> None:
-        self.work = WorkCounter(self.config)
+    kl_controller: KLController
+    count_pass: Counter = lambda phase, model, batch: None
 
     @property
     def estimator(self) -> AdvantageEstimator:
@@ -209,17 +188,17 @@ class Learner:
             batch.tokens["old_log_probs"] = batch.tokens["rollout_log_probs"]
         elif self.config.updates_per_step > 1 or self.config.kl_in_reward:
             batch.tokens["old_log_probs"] = self.ranks.log_probs(batch)
-            self.work.add_forward("old_log_prob", self.work.policy, batch)
+            self.count_pass("old_log_prob", "policy", batch)
         if self.config.needs_reference:
             batch.tokens["ref_log_probs"] = self.ranks.ref_log_probs(batch)
-            self.work.add_forward("old_log_prob", self.work.reference, batch)
+            self.count_pass("old_log_prob", "reference", batch)
 
     @property
     def has_separate_critic(self) -> bool:
         """Whether a critic on its own devices computes concurrently with the actor."""
         return self.ranks.has_own_critic and self.estimator.needs_critic
 
-    def compute_log_probs_and_values(self, batch: TokenBatch, timings: Timings) -> None:
+    def prepare(self, batch: TokenBatch, timings: Timings) -> None:
         """Add log-probs and, if the estimator needs a critic, values to the batch."""
         pending = self.ranks.begin_values(batch) if self.has_separate_critic else None
         with timings.phase("old_log_prob"):
@@ -228,9 +207,24 @@ class Learner:
             if self.estimator.needs_critic:
                 wait_for_values = pending or self.ranks.begin_values(batch)
                 batch.tokens["values"] = wait_for_values()
-                self.work.add_forward("values", self.work.critic, batch)
+                self.count_pass("values", "critic", batch)
         if pending is not None:
             timings.record_peak("values", self.ranks.take_critic_peak_memory())
+
+    def take_calls(self, timings: Timings) -> Mapping[str, Sequence[Call]]:
+        """Return each rank's calls since the last time; adds the seconds of a separate critic."""
+        calls = self.ranks.take_calls()
+        if self.has_separate_critic:
+            timings.concurrent |= critic_seconds(calls)
+        return calls
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the coefficient of the KL in the reward."""
+        return {"kl_coef": self.kl_controller.value}
+
+    def load_checkpoint(self, state: RunState, folder: Path) -> None:
+        """Restore the coefficient; the ranks load their own shards."""
+        self.kl_controller.value = float(state.kl_coef)
 
     def update(self, batch: TokenBatch, step: int, timings: Timings) -> Metrics:
         """Update critic and actor on the batch, concurrently if separate; returns their metrics."""
@@ -255,7 +249,7 @@ class Learner:
         size = critic.ppo_mini_batch_size or self.config.actor_rollout_ref.actor.ppo_mini_batch_size
         minis = mini_batches(batch, self.config, size, critic.ppo_epochs, step)
         for mini in minis:
-            self.work.add_update("update_critic", self.work.critic, mini)
+            self.count_pass("update_critic", "critic", mini)
         return self.ranks.begin_update_critic(minis)
 
     def update_actor(self, batch: TokenBatch, step: int) -> Metrics:
@@ -268,16 +262,7 @@ class Learner:
         if not self.config.needs_every_trajectory:
             minis = [drop_zero_advantages(mini) for mini in minis]
         for mini in minis:
-            self.work.add_update("update_actor", self.work.policy, mini)
+            self.count_pass("update_actor", "policy", mini)
         metrics = [self.ranks.update_actor(mini) for mini in minis]
         # An empty mini-batch is an optimizer step too, but has no entropy or gradient to report.
         return mean_by_key([m for mini, m in zip(minis, metrics, strict=True) if len(mini)])
-
-    def measure_drift(self, batch: TokenBatch) -> Metrics:
-        """Measure how the updates changed log-probs of some correct trajectories, for the guard."""
-        guard = self.config.trainer.guard
-        correct = correct_trajectories(batch, guard.drift_trajectories if guard.enable else 0)
-        if not len(correct):
-            return {}
-        drift, shift = drift_and_shift(correct, self.ranks.log_probs(correct))
-        return {DRIFT: drift, SHIFT: shift}

@@ -12,17 +12,18 @@ from tests.verl.trainer.recording import (
     RecordingRanks,
     build_trainer,
     grpo_config,
+    hook_of,
     prompts,
     score_by_sample,
 )
 from verl.checkpoint import folders
 from verl.config import Config, GuardConfig
 from verl.errors import CollapseError
-from verl.monitor.guard import DRIFT
-from verl.monitor.trace import Trace
+from verl.ext.guard import DRIFT, CollapseGuard
+from verl.ext.trace import Trace
 from verl.rewards.interface import Reward, RewardFn
 from verl.trainer import main_ppo, run
-from verl.trainer.ray_trainer import RayPPOTrainer
+from verl.trainer.loop import RayPPOTrainer
 from verl.types import TokenBatch
 
 FELL = -5.0
@@ -70,7 +71,7 @@ def build(
 ) -> Any:  # fmt: skip
     return build_trainer(
         config, log, ranks=FragileRanks(log, collapsing), train_prompts=prompts(64),
-        val_prompts=prompts(2), reward_fn=reward_fn, total_steps=steps,
+        val_prompts=prompts(2), reward=reward_fn, total_steps=steps,
     )  # fmt: skip
 
 
@@ -81,9 +82,14 @@ def logged(trainer: RayPPOTrainer) -> list[tuple[int, float]]:
 
 def rows(trainer: RayPPOTrainer) -> list[tuple[int, dict[str, float]]]:
     """Return all logged (step, metrics)."""
-    tracker = trainer.tracking._trackers[0]
+    tracker = trainer.logger._trackers[0]
     assert isinstance(tracker, MemoryTracker)
     return tracker.records
+
+
+def folder_of(trainer: RayPPOTrainer) -> Path:
+    """Return the run's folder."""
+    return Path(trainer.config.trainer.default_local_dir)
 
 
 def marked(folder: Path) -> list[str]:
@@ -118,7 +124,7 @@ def test_a_checkpoint_is_healthy_when_the_next_steps_are(config: Config, log: li
     """Step 3, which collapsed, started from step 2's checkpoint; step 2 started from step 1's."""
     trainer = build(config, log, {3}, steps=3)
     trainer.fit()
-    assert marked(trainer.directory) == ["global_step_1"]
+    assert marked(folder_of(trainer)) == ["global_step_1"]
 
 
 def test_a_checkpoint_waits_for_as_many_steps_as_patience(config: Config, log: list[str]) -> None:
@@ -126,7 +132,10 @@ def test_a_checkpoint_waits_for_as_many_steps_as_patience(config: Config, log: l
     config.trainer.guard.patience = 3
     trainer = build(config, log, set(), steps=5)
     trainer.fit()
-    assert marked(trainer.directory) == ["global_step_1", "global_step_2"]
+    assert marked(folder_of(trainer)) == [
+        "global_step_1",
+        "global_step_2",
+    ]
 
 
 def test_stop_names_the_checkpoint_to_continue_from(config: Config, log: list[str]) -> None:
@@ -135,13 +144,16 @@ def test_stop_names_the_checkpoint_to_continue_from(config: Config, log: list[st
     trainer = build(config, log, {3})
     with pytest.raises(CollapseError) as caught:
         trainer.fit()
-    message, folder = str(caught.value), trainer.directory / "global_step_1"
+    message, folder = (
+        str(caught.value),
+        folder_of(trainer) / "global_step_1",
+    )
     assert f"collapsed at step 3: {DRIFT}" in message
     assert f"trainer.resume_mode={folder}" in message
     assert caught.value.exit_code == 3
     assert logged(trainer)[-1] == (3, 2.0)
-    assert not (trainer.directory / "global_step_3").exists()
-    assert not (trainer.directory / "model").exists()
+    assert not (folder_of(trainer) / "global_step_3").exists()
+    assert not (folder_of(trainer) / "model").exists()
 
 
 @pytest.mark.parametrize("is_full", [False, True])
@@ -160,7 +172,7 @@ def test_the_trace_has_the_step_that_ends_the_run(
     monkeypatch.setattr(Trace, "add_step", add_step)
     with pytest.raises(CollapseError):
         trainer.fit()
-    assert ('"step": 3}' in (trainer.directory / "trace.json").read_text()) is not is_full
+    assert ('"step": 3}' in (folder_of(trainer) / "trace.json").read_text()) is not is_full
 
 
 def test_stop_without_a_healthy_checkpoint_says_so(config: Config, log: list[str]) -> None:
@@ -177,15 +189,15 @@ def test_a_resumed_run_remembers_baselines(config: Config, log: list[str]) -> No
     config.trainer.resume_mode = "auto"
     again = build(config, log, set(), steps=4)
     again.fit()
-    assert again.guard.healthy == 3
-    assert again.guard.baseline("actor/entropy") == 0.3
+    assert hook_of(again, CollapseGuard).healthy == 3
+    assert hook_of(again, CollapseGuard).baseline("actor/entropy") == 0.3
 
 
 def test_an_older_checkpoint_without_a_guard_can_be_resumed(config: Config, log: list[str]) -> None:
     """Its run starts with a new guard."""
     first = build(config, log, set(), steps=1)
     first.fit()
-    folder = first.directory / "global_step_1"
+    folder = Path(config.trainer.default_local_dir) / "global_step_1"
     state = folders.read_state(folder)
     del state["guard"]
     folders.write_state(folder, state)

@@ -19,8 +19,8 @@ from verl.errors import ConfigError
 from verl.monitor.performance import Timings
 from verl.packing import SHARED_PROMPT
 from verl.rewards.interface import Reward
-from verl.trainer.collection import Samples
-from verl.trainer.learning import Learner, add_advantages, assemble, mini_batches, subtract_kl
+from verl.trainer.collect import Samples
+from verl.trainer.learn import Learner, add_advantages, assemble, mini_batches, subtract_kl
 from verl.training.devices import PeakMemory
 from verl.types import Origin, Prompt, Segment, TokenBatch, Trajectory
 
@@ -289,7 +289,7 @@ def learner_of(estimator: str = "gae") -> tuple[Learner, Ranks]:
     config.algorithm.adv_estimator = estimator
     config.actor_rollout_ref.model.path = "/nowhere"
     config.data.train_batch_size = config.actor_rollout_ref.actor.ppo_mini_batch_size = 4
-    return Learner(config, ranks), ranks  # type: ignore[arg-type]
+    return Learner(config, ranks, FixedKLController(0.0)), ranks  # type: ignore[arg-type]
 
 
 def test_policy_and_critic_have_separate_epochs() -> None:
@@ -324,7 +324,7 @@ def test_each_pass_is_made_only_if_needed_and_by_the_right_model(
     learner.config.algorithm.kl_ctrl.kl_coef = kl_coef
     batch = assemble(samples_of([[(1, 0)]] * 4, [0.0] * 4), learner.config)
     before = set(batch.tokens)
-    learner.compute_log_probs_and_values(batch, Timings())
+    learner.prepare(batch, Timings())
     assert {x: float(batch.tokens[x][0]) for x in set(batch.tokens) - before} == expected
 
 
@@ -351,7 +351,7 @@ def test_all_work_of_the_ranks_is_counted() -> None:
     config.actor_rollout_ref.actor.ppo_mini_batch_size, config.critic.ppo_mini_batch_size = 2, 3
     batch = small([1.0, 0.0, 2.0, 0.0])
     batch.tokens["advantages"] = torch.ones(batch.num_tokens)
-    learner.compute_log_probs_and_values(batch, Timings())
+    learner.prepare(batch, Timings())
     learner.update(batch, 1, Timings())
     assert counted.done == [
         ("old_log_prob", "policy", 4), ("old_log_prob", "reference", 4), ("values", "critic", 4),
@@ -438,7 +438,7 @@ def test_the_engine_s_log_probs_are_the_old_ones_without_a_pass() -> None:
     config.actor_rollout_ref.actor.ppo_mini_batch_size = 1
     assert config.updates_per_step > 1
     batch = assemble(samples_of(DIALOGUES, [1.0] * 4), config)
-    Learner(config, NoRanks()).compute_log_probs(batch)  # type: ignore[arg-type]
+    Learner(config, NoRanks(), FixedKLController(0.0)).compute_log_probs(batch)  # type: ignore[arg-type]
     old, policy = batch.tokens["old_log_probs"], batch.tokens["policy_mask"]
     assert old.tolist() == torch.where(policy, -1.0, 0.0).tolist()
 
@@ -454,7 +454,7 @@ def test_an_engine_without_log_probs_is_refused_where_needed(option: str, value:
     batch = assemble(samples_of(DIALOGUES, [1.0] * 4), config)
     batch.tokens["rollout_log_probs"] *= torch.nan
     with pytest.raises(ConfigError, match=r"does not report.*old_log_probs=recompute"):
-        Learner(config, NoRanks()).compute_log_probs(batch)  # type: ignore[arg-type]
+        Learner(config, NoRanks(), FixedKLController(0.0)).compute_log_probs(batch)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("is_on", [True, False])

@@ -3,7 +3,6 @@
 import json
 from collections import Counter
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,13 +11,20 @@ import torch
 from example.tiny import tiny_llama
 from tests.memory_tracker import MemoryTracker
 from tests.verl.trainer.documented import undocumented
-from tests.verl.trainer.recording import RecordingRanks, build_trainer, grpo_config, prompts
+from tests.verl.trainer.recording import (
+    RecordingRanks,
+    build_trainer,
+    grpo_config,
+    hook_of,
+    prompts,
+)
 from verl.config import Config
 from verl.errors import ToolError
 from verl.monitor.performance import RANK_PHASES
 from verl.monitor.tracking import Tracking
-from verl.trainer import ray_trainer
-from verl.trainer.ray_trainer import RayPPOTrainer
+from verl.trainer.loop import RayPPOTrainer
+from verl.trainer.progress import gpu_hours
+from verl.trainer.validate import Validation
 from verl.training.devices import PeakMemory
 
 
@@ -49,7 +55,7 @@ def test_line_11_groups_are_prompt_instances_with_n_members(trainer: RayPPOTrain
         groups = Counter(g for mini in minis for g in mini.columns["group"])
         assert len(groups) == 4
         assert set(groups.values()) == {3}
-    starts, _ = trainer.replicas.requests[1]
+    starts, _ = trainer.rollouts.requests[1]
     by_group: dict[str, set[str]] = {}
     for start in starts:
         by_group.setdefault(start.group, set()).add(start.prompt.uid)
@@ -59,20 +65,24 @@ def test_line_11_groups_are_prompt_instances_with_n_members(trainer: RayPPOTrain
 def test_line_12_every_trajectory_has_its_own_seed(trainer: RayPPOTrainer) -> None:
     """No two samples of a run share a seed, and the same run draws the same seeds."""
     trainer.fit()
-    seeds = [start.seed for starts, _ in trainer.replicas.requests for start in starts]
+    seeds = [start.seed for starts, _ in trainer.rollouts.requests for start in starts]
     assert len(set(seeds)) == len(seeds)
     again = build(trainer.config, [])
     again.fit()
-    assert [s.seed for starts, _ in again.replicas.requests for s in starts] == seeds
+    assert [s.seed for starts, _ in again.rollouts.requests for s in starts] == seeds
 
 
 def test_line_13_validation_is_greedy_and_scores_every_row(trainer: RayPPOTrainer) -> None:
     """Validation uses temperature 0 and includes the last, smaller request (10 rows by 4)."""
-    metrics = trainer.validate()
-    assert [len(starts) for starts, _ in trainer.replicas.requests] == [4, 4, 2]
-    assert {sampling.temperature for _, sampling in trainer.replicas.requests} == {0.0}
+    metrics = hook_of(trainer, Validation).validate(trainer)
+    assert [len(starts) for starts, _ in trainer.rollouts.requests] == [4, 4, 2]
+    assert {sampling.temperature for _, sampling in trainer.rollouts.requests} == {0.0}
     assert metrics["val/num_rows"] == 10
-    rows = (trainer.directory / "validation" / "step_0.jsonl").read_text().splitlines()
+    rows = (
+        (Path(trainer.config.trainer.default_local_dir) / "validation" / "step_0.jsonl")
+        .read_text()
+        .splitlines()
+    )
     assert len({json.loads(row)["uid"] for row in rows}) == 10
 
 
@@ -100,7 +110,7 @@ def test_a_step_reports_the_machines_performance(trainer: RayPPOTrainer, tmp_pat
     tracker, ranks = MemoryTracker(), RecordingRanks([])
     ranks.card, ranks.peak = 1e12, PeakMemory(3_000_000_000, 4_000_000_000)
     tracking = Tracking("p", "e", [tracker], str(tmp_path))
-    build(trainer.config, [], ranks=ranks, tracking=tracking).fit()
+    build(trainer.config, [], ranks=ranks, logger=tracking).fit()
     rows = [row for step, row in tracker.records if step]
     assert undocumented({name for row in rows for name in row}) == []
     for row in rows:
@@ -114,15 +124,10 @@ def test_a_step_reports_the_machines_performance(trainer: RayPPOTrainer, tmp_pat
         assert len(parts) == 4 and sum(parts) <= row["timing_s/update_weights"]
 
 
-def test_the_bar_shows_gpu_hours_from_the_first_step(
-    trainer: RayPPOTrainer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_bar_shows_gpu_hours() -> None:
     """Hours since the start of this process, and expected hours of all its steps; none on CPU."""
-    bar: Any = SimpleNamespace(initial=4, format_dict={"elapsed": 1800.0})
-    trainer.step, trainer.total_steps = 5, 8
-    assert trainer.gpu_hours(bar) == {}
-    monkeypatch.setattr(ray_trainer, "uses_gpus", lambda config: True)
-    assert trainer.gpu_hours(bar) == {"gpu_h": "4.00/16.00"}
+    assert gpu_hours(0, 1800.0, 0.25) == {}
+    assert gpu_hours(8, 1800.0, 0.25) == {"gpu_h": "4.00/16.00"}
 
 
 def test_line_15_n_steps_make_n_updates(trainer: RayPPOTrainer, log: list[str]) -> None:
@@ -135,7 +140,7 @@ def test_line_15_n_steps_make_n_updates(trainer: RayPPOTrainer, log: list[str]) 
 def test_a_group_with_a_failure_is_left_out_of_the_loss(trainer: RayPPOTrainer) -> None:
     """Neither failed trajectories nor other members of their groups are in a mini-batch."""
     trainer.config.trainer.max_lost_share = 0.5
-    trainer.replicas.fail = lambda start: start.sample == 0 and start.group in ("1/0", "2/0")
+    trainer.rollouts.fail = lambda start: start.sample == 0 and start.group in ("1/0", "2/0")
     trainer.fit()
     groups = {group for mini in trainer.ranks.mini_batches for group in mini.columns["group"]}
     assert groups == {f"{step}/{row}" for step in (1, 2) for row in (1, 2, 3)}
@@ -143,7 +148,7 @@ def test_a_group_with_a_failure_is_left_out_of_the_loss(trainer: RayPPOTrainer) 
 
 def test_a_step_without_any_success_stops_the_run(trainer: RayPPOTrainer) -> None:
     """If all trajectories fail, the message names the last error."""
-    trainer.replicas.fail = lambda start: True
+    trainer.rollouts.fail = lambda start: True
     trainer.config.trainer.val_before_train = False
     with pytest.raises(ToolError, match=r"with: down; 12 of 12 are lost"):
         trainer.fit()
@@ -182,5 +187,5 @@ def test_the_critic_warms_up_alone(trainer: RayPPOTrainer, log: list[str]) -> No
 def test_validation_only_makes_no_update(trainer: RayPPOTrainer, log: list[str]) -> None:
     """`val_only` validates once and stops."""
     trainer.config.trainer.val_only = True
-    trainer.fit()
+    build(trainer.config, log).fit()
     assert "update_actor" not in log

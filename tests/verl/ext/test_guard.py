@@ -13,7 +13,7 @@ import torch
 
 from verl.config import GuardConfig
 from verl.errors import MismatchError
-from verl.monitor.guard import (
+from verl.ext.guard import (
     DRIFT,
     ENTROPY,
     GRAD_NORM,

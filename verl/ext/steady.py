@@ -5,29 +5,38 @@ of a large batch's columns, which the kernel then clears anew; and Python runs i
 number of new objects, of which a step of 20,000 trajectories makes millions, all freed without it.
 """
 
+from __future__ import annotations
+
 import contextlib
-import ctypes
 import gc
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING
 
 import torch
 
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_MMAP_MAX = -1, -3, -4
-"""Parameters of mallopt(3), from malloc.h."""
-KEEP_FREED = {M_MMAP_MAX: 0, M_TRIM_THRESHOLD: -1}
-"""malloc settings by which freed memory is never returned to the system."""
-RETURN_FREED = {M_MMAP_MAX: 1 << 16, M_MMAP_THRESHOLD: 32 << 20, M_TRIM_THRESHOLD: 64 << 20}
-"""glibc's own values once large tensors were freed; it no longer adapts after any mallopt call."""
+from verl.malloc import keep_freed_memory
+from verl.trainer.hooks import Hook
+from verl.types import Metrics
+
+if TYPE_CHECKING:
+    from verl.trainer.loop import RayPPOTrainer
 
 
-@contextlib.contextmanager
-def keep_freed_memory() -> Iterator[None]:
-    """Keep freed memory in this process instead of returning it to the system."""
-    _configure_malloc(KEEP_FREED)
-    try:
-        yield
-    finally:
-        _configure_malloc(RETURN_FREED)  # for a program that continues after its run
+class Steady(Hook):
+    """Keeps the driver's step times steady."""
+
+    def running(self, trainer: RayPPOTrainer) -> AbstractContextManager[None]:
+        """Keep freed memory, and collect no garbage within steps."""
+        return steady_memory()
+
+    def during(self, phase: str, trainer: RayPPOTrainer) -> AbstractContextManager[None]:
+        """Compute the batch's columns with one thread."""
+        return one_thread() if phase == "learn" else contextlib.nullcontext()
+
+    def on_step_end(self, trainer: RayPPOTrainer, metrics: Metrics) -> None:
+        """Collect garbage, for the only time in a step."""
+        gc.collect()
 
 
 @contextlib.contextmanager
@@ -58,12 +67,3 @@ def one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(previous)
-
-
-def _configure_malloc(settings: dict[int, int]) -> None:
-    """Set malloc's parameters if it is glibc's; other libraries have no mallopt."""
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "mallopt"):
-        for parameter, value in settings.items():
-            libc.mallopt(parameter, value)
-        libc.malloc_trim(0)

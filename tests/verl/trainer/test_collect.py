@@ -14,7 +14,7 @@ from verl.errors import ToolOutage
 from verl.monitor.performance import Timings
 from verl.rewards.interface import EachAlone, Reward, RewardFn
 from verl.rollout.pool import MAX_VAIN_ROUNDS, RetryingRollout
-from verl.trainer.collection import RolloutCollector
+from verl.trainer.collect import RolloutCollector
 from verl.types import Trajectory
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from verl.steady import one_thread, steady_memory
+from verl.ext.steady import one_thread, steady_memory
 
 
 class Cycle:
@@ -79,7 +79,7 @@ def test_the_number_of_threads_is_restored() -> None:
 NEW_PAGES = """
 import resource
 import torch
-from verl.steady import steady_memory
+from verl.ext.steady import steady_memory
 
 def new_pages(size):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt

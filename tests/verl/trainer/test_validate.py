@@ -11,7 +11,7 @@ from verl.config import Config
 from verl.errors import ToolOutage
 from verl.rewards.interface import EachAlone, Reward
 from verl.rollout.pool import RetryingRollout
-from verl.trainer.validation import sample, validate
+from verl.trainer.validate import sample, validate
 from verl.types import Metrics, Trajectory
 
 

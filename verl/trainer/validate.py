@@ -3,18 +3,30 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import logging
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from tqdm import tqdm
 
+from verl.checkpoint import folders
+from verl.checkpoint.folders import RunState
+from verl.checkpoint.saver import is_due
 from verl.config import Config
 from verl.files import atomic_write
 from verl.rewards.interface import Reward, RewardManager
 from verl.rollout.pool import RetryingRollout, RolloutPool, check_lost_share
+from verl.trainer.hooks import Hook
+from verl.trainer.metric_names import check_measured
 from verl.trainer.metrics import validation_metrics
 from verl.types import Metrics, Prompt, Sampling, Status, Trajectory, start_trajectory
+
+if TYPE_CHECKING:
+    from verl.trainer.loop import RayPPOTrainer
+
+logger = logging.getLogger(__name__)
 
 VALIDATION_STREAM = 1 << 31
 """Replaces the step in validation seeds, so that they differ from those of training steps."""
@@ -97,3 +109,66 @@ def write_dialogues(
             }
             row |= {name: x for name, x in r.components.items() if name not in row}
             file.write(json.dumps(row, ensure_ascii=False) + "\n")
+
+
+class Validation(Hook):
+    """Validates before training and when due, and remembers the best score."""
+
+    def __init__(
+        self, config: Config, rollout: RetryingRollout, prompts: Sequence[Prompt],
+        reward: RewardManager, total_steps: int,
+    ) -> None:  # fmt: skip
+        self.config, self.rollout, self.prompts, self.reward = config, rollout, prompts, reward
+        self.total_steps = total_steps
+        self.best: Mapping[str, Any] | None = None
+        """`metric`, `value` and `step` of the best validation so far."""
+        self.score: float | None = None
+        """`trainer.best_metric` of the current step; None if it was not validated."""
+
+    def on_ready(self, trainer: RayPPOTrainer) -> None:
+        """Validate before the first step, or in a run that only validates."""
+        options = self.config.trainer
+        if options.val_only or (options.val_before_train and trainer.step == 0):
+            trainer.log(self.validate(trainer))
+
+    def on_step_begin(self, trainer: RayPPOTrainer) -> None:
+        """Forget the last step's score."""
+        self.score = None
+
+    def on_metrics(self, trainer: RayPPOTrainer, metrics: Metrics) -> None:
+        """Validate if a validation is due, and compare its score with the best."""
+        if is_due(self.config.trainer.test_freq, trainer.step, self.total_steps):
+            metrics |= self.validate(trainer)
+            self.score = self._update_best(trainer.step, metrics)
+
+    def validate(self, trainer: RayPPOTrainer) -> Metrics:
+        """Score every validation row; dialogues go to `validation/step_N.jsonl`.
+
+        Raises PluginError if the first validation of a run has no `trainer.best_metric`.
+        """
+        folder = Path(self.config.trainer.default_local_dir) / folders.VALIDATION
+        path = folder / f"step_{trainer.step}.jsonl"
+        with trainer.during("validate"):
+            metrics = validate(self.config, self.rollout, self.prompts, self.reward, path)
+        if self.best is None and not self.config.trainer.val_only:
+            check_measured(self.config.trainer.best_metric, metrics)
+        return metrics
+
+    def _update_best(self, step: int, metrics: Metrics) -> float | None:
+        """Return `trainer.best_metric` at this step, and remember it if it is the best so far."""
+        name = self.config.trainer.best_metric
+        score = metrics.get(name)
+        if score is None:
+            measured = ", ".join(sorted(key for key in metrics if key.startswith("val/")))
+            logger.warning("trainer.best_metric: no %s was measured, only %s", name, measured)
+        elif self.best is None or score > self.best["value"]:
+            self.best = {"metric": name, "value": score, "step": step}
+        return score
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the best validation, and the score of this step."""
+        return {"best": self.best, "score": self.score}
+
+    def load_checkpoint(self, state: RunState, folder: Path) -> None:
+        """Restore the best validation."""
+        self.best = state.best

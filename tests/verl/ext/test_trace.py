@@ -12,8 +12,8 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from verl.ext.trace import Trace, busy_intervals
 from verl.monitor.performance import Timings
-from verl.monitor.trace import Trace, busy_intervals
 from verl.single_controller.actors import Call
 from verl.types import Prompt, Trajectory, TurnTimes, start_trajectory
 
@@ -85,11 +85,6 @@ def test_each_rank_has_a_row_with_its_calls(tmp_path: Path) -> None:
             ("critic rank 0", "critic.values", 2e6, 2e6, step),
         )
     ]
-
-
-def test_without_a_folder_nothing_is_written() -> None:
-    """A run without tracing writes no file."""
-    Trace(None).add_step(1, Timings(), [trajectory([1, 2, 3])], {})
 
 
 @settings(max_examples=60)

@@ -1,7 +1,7 @@
 """Training from recorded trajectories instead of sampling.
 
-`RecordedCollector` has the interface of `verl.trainer.collection.RolloutCollector`, but reads the
-steps of another run's `trainer.rollout_data_dir` in the recorded order.
+`RecordedCollector` is a `verl.trainer.collect.Source` that reads the steps of another run's
+`trainer.rollout_data_dir` in the recorded order.
 """
 
 from __future__ import annotations
@@ -10,16 +10,16 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+from verl.checkpoint.folders import RunState
 from verl.config import Config
-from verl.data import PromptSampler
 from verl.data.trajectories import (
     MODEL,
     TOKENIZER,
     HasVocabulary,
     RecordedTrajectory,
-    Signals,
     fingerprint,
     read_fingerprints,
     read_step,
@@ -28,11 +28,10 @@ from verl.data.trajectories import (
 from verl.errors import ConfigError, DataError, explain
 from verl.monitor.performance import Timings
 from verl.rewards.interface import RewardManager
-from verl.rollout.pool import RetryingRollout
-from verl.trainer.collection import RolloutCollector, Samples, select_for_training
-from verl.trainer.learning import NO_LOG_PROBS_FIX
+from verl.trainer.collect import Samples, Source, select_for_training
+from verl.trainer.learn import NO_LOG_PROBS_FIX
 from verl.trainer.metrics import reward_metrics, rollout_metrics
-from verl.types import Metrics, Origin, Prompt
+from verl.types import Metrics, Origin
 
 KEY = "data.rollouts"
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -40,24 +39,13 @@ CORRECTION = "actor_rollout_ref.actor.old_log_probs=engine, or actor.rollout_is=
 """Options that correct for trajectories of other weights, for error messages."""
 
 
-class RecordedOrder:
-    """Replaces the `PromptSampler`: the order is that of the record, without state."""
-
-    def state_dict(self) -> dict[str, int]:
-        """Return a position with the keys of `PromptSampler`, all 0."""
-        return {"epoch": 0, "position": 0, "num_rows": 0, "batch_size": 0}
-
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Do nothing: the order is in the record."""
-
-
 @dataclass
-class RecordedCollector:
+class RecordedCollector(Source):
     """Provides each step with the trajectories that were recorded for it."""
 
     config: Config
     reward: RewardManager
-    sampler: RecordedOrder = field(default_factory=RecordedOrder)
+    sampled: Samples = field(init=False, default_factory=Samples)
 
     def collect(self, step: int, timings: Timings) -> tuple[Samples, Metrics]:
         """Return the step's selected samples, and metrics of all recorded. Raises DataError."""
@@ -69,44 +57,20 @@ class RecordedCollector:
         if data.rescore:
             with timings.phase("reward"):
                 samples.rewards = self.reward(samples.trajectories)
+        self.sampled = samples
         num_batches = math.ceil(len(samples.groups()) / data.train_batch_size)
         selected, selection_metrics = select_for_training(samples, self.config, step, num_batches)
         metrics = rollout_metrics(samples.trajectories) | reward_metrics(samples.rewards)
         return selected, metrics | selection_metrics
 
-    def record(self, step: int, samples: Samples, signals: Sequence[Signals]) -> None:
-        """Do nothing: the trajectories are recorded already."""
+    def state_dict(self) -> dict[str, Any]:
+        """Return a position with the keys of `PromptSampler`, all 0, and the reward's state."""
+        position = {"epoch": 0, "position": 0, "num_rows": 0, "batch_size": 0}
+        return {"sampler": position, "reward": self.reward.state_dict()}
 
-    def state_dict(self) -> list[dict[str, Any]]:
-        """Return no batches: none are drawn ahead of time."""
-        return []
-
-    def load_state_dict(
-        self, state: Sequence[Mapping[str, Any]], finished: object = None, version: int = 0
-    ) -> None:
-        """Do nothing: what a run had sampled ahead of time is in the record of its later steps."""
-
-    def prefetched_writer(self, batches: Sequence[Mapping[str, Any]], newest: int) -> None:
-        """Return None: there is nothing to write into a checkpoint."""
-
-
-def build_collector(
-    config: Config,
-    rollout: RetryingRollout,
-    prompts: Sequence[Prompt],
-    reward: RewardManager,
-    last_step: int,
-) -> RolloutCollector | RecordedCollector:
-    """Build the collector of a run: one that samples, or one that reads `data.rollouts`."""
-    if not config.samples_rollouts:
-        return RecordedCollector(config, reward)
-    sampler = PromptSampler(
-        len(prompts),
-        config.data.train_batch_size,
-        shuffle=config.data.shuffle_train_dataloader,
-        seed=config.trainer.seed,
-    )
-    return RolloutCollector(config, rollout, prompts, sampler, reward, last_step)
+    def load_checkpoint(self, state: RunState, folder: Path) -> None:
+        """Restore the reward; the order is in the record."""
+        self.reward.load_state_dict(state.reward)
 
 
 def check_record(config: Config, tokenizer: HasVocabulary, model: str, done: int) -> int:

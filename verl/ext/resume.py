@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from verl.checkpoint import folders, prefetched
+from verl.checkpoint import folders
 from verl.checkpoint.folders import DRIVER_FILE, RunState
 from verl.config import Config
 from verl.config.cli import public_options
@@ -24,6 +24,7 @@ from verl.core_algos.advantages import ADVANTAGES
 from verl.data.rows import file_list
 from verl.data.trajectories import recorded_files
 from verl.errors import ConfigError, ModelError
+from verl.ext import ahead_files
 from verl.training.checkpoint_files import ShardReader, checkpoint_errors, read_state_file
 from verl.training.lora import fingerprint
 from verl.training.shards import rank_file, read_adapters, shard_folders
@@ -98,7 +99,7 @@ def check_contents(config: Config) -> None:
     try:
         folders.check_files(step_dir)
         RunState.read(step_dir)
-        prefetched.read(step_dir)
+        ahead_files.read(step_dir)
         read_adapters(step_dir)
         if (step_dir / DRIVER_FILE).exists():
             read_state_file(step_dir / DRIVER_FILE)

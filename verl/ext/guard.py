@@ -9,6 +9,8 @@ A checkpoint is healthy if the `patience` steps after it raised no warning: they
 weights and continued training from them. Its folder is then marked `HEALTHY`.
 """
 
+from __future__ import annotations
+
 import logging
 import math
 import statistics
@@ -16,26 +18,27 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from verl.checkpoint import folders
+from verl.checkpoint.folders import RunState
 from verl.config import GuardConfig
 from verl.core_algos.kl import kl_penalty
 from verl.errors import CollapseError, MismatchError
-from verl.types import TokenBatch
+from verl.trainer.hooks import Hook
+from verl.trainer.metrics import LENGTH_CLIP, MALFORMED, NO_ANSWER, TOOL_USE
+from verl.types import Metrics, TokenBatch
+
+if TYPE_CHECKING:
+    from verl.trainer.loop import RayPPOTrainer
 
 logger = logging.getLogger(__name__)
 
 DRIFT = "guard/log_prob_drift"
 SHIFT = "guard/policy_shift"
-MALFORMED = "guard/malformed_rate"
-TOOL_USE = "guard/search_rate"
-"""Share of trajectories with a tool call; the name is from when there was one tool."""
-NO_ANSWER = "guard/no_answer_rate"
-LENGTH_CLIP = "guard/length_clip_rate"
 ENTROPY = "actor/entropy"
 GRAD_NORM = "actor/grad_norm"
 SKIPPED = "actor/skipped_updates"
@@ -149,7 +152,7 @@ class Verdict:
 
 
 @dataclass
-class CollapseGuard:
+class CollapseGuard(Hook):
     """Verdicts and healthy checkpoints of one run with checkpoints in `directory`."""
 
     config: GuardConfig
@@ -164,14 +167,36 @@ class CollapseGuard:
     """Steps of checkpoints not known to be healthy yet, in order."""
     healthy: int | None = None
     """Step of the last healthy checkpoint."""
+    _measured: Metrics = field(init=False, default_factory=dict)
+    """Drift and shift of the current step."""
 
     def __post_init__(self) -> None:
         self.rules = rules(self.config)
 
+    def on_updated(self, trainer: RayPPOTrainer) -> None:
+        """Measure how the updates changed log-probs of some correct trajectories."""
+        batch, timings = trainer.current.batch, trainer.current.timings
+        assert batch is not None
+        with timings.phase("guard"):
+            correct = correct_trajectories(batch, self.config.drift_trajectories)
+            self._measured = {}
+            if len(correct):
+                log_probs = trainer.ranks.log_probs(correct)
+                drift, shift = drift_and_shift(correct, log_probs)
+                self._measured = {DRIFT: drift, SHIFT: shift}
+
+    def on_trained(self, trainer: RayPPOTrainer, metrics: Metrics) -> None:
+        """Judge the step; raises CollapseError or MismatchError once its metrics are logged."""
+        metrics |= self._measured
+        verdict = self.judge(trainer.step, metrics)
+        try:
+            self.require_health(trainer.step, verdict)
+        except (CollapseError, MismatchError):
+            trainer.log(metrics)
+            raise
+
     def judge(self, step: int, metrics: dict[str, float]) -> Verdict:
         """Judge a step: log the verdict, add it to `metrics` and mark checkpoints it confirms."""
-        if not self.config.enable:
-            return Verdict()
         verdict = self.observe(metrics)
         metrics["guard/health"] = float(bool(verdict.reasons) + verdict.is_collapsed)
         for reason in verdict.reasons:
@@ -210,9 +235,10 @@ class CollapseGuard:
         values = self.history.get(metric)
         return statistics.median(values) if values else None
 
-    def add_pending(self, step: int) -> None:
+    def on_saving(self, step: int) -> dict[str, Any]:
         """Record that a checkpoint of `step` is being written; later steps decide on its health."""
         self.pending.append(step)
+        return self.state_dict()
 
     def mark_healthy(self, step: int) -> None:
         """Mark the checkpoint of `step` as healthy, if it exists."""
@@ -263,10 +289,15 @@ class CollapseGuard:
     def state_dict(self) -> dict[str, Any]:
         """Return the guard's state for a checkpoint, as JSON values."""
         names = ("history", "broken", "pending", "healthy")
-        return {name: getattr(self, name) for name in names}
+        return {"guard": {name: getattr(self, name) for name in names}}
+
+    def load_checkpoint(self, state: RunState, folder: Path) -> None:
+        """Restore the state, if the checkpoint has one; ignores checkpoints that are gone."""
+        if state.guard is not None:
+            self.load_state_dict(state.guard)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the state from `state_dict`; ignores checkpoints that no longer exist."""
+        """Restore the state of `guard` in `state_dict`."""
         self.history = {name: list(values) for name, values in state["history"].items()}
         self.broken = dict(state["broken"])
         self.pending = [step for step in state["pending"] if self._exists(step)]

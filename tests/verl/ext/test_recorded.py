@@ -23,12 +23,12 @@ from verl.config import Config
 from verl.core_algos.kl import FixedKLController
 from verl.data.trajectories import SIGNALS, prepare_folder, step_path, write_jsonl, write_step
 from verl.errors import ConfigError, DataError, UserError
+from verl.ext.recorded import RecordedCollector, check_record
 from verl.monitor.performance import Timings
 from verl.monitor.tracking import Tracking
 from verl.rewards.interface import Reward
 from verl.rollout.pool import NullRolloutPool, RolloutPool
-from verl.trainer.ray_trainer import RayPPOTrainer
-from verl.trainer.recorded import RecordedCollector, check_record
+from verl.trainer.build import Parts
 from verl.types import Origin, Prompt, Sampling, Segment, Status, Trajectory
 
 
@@ -73,12 +73,12 @@ def learn(config: Config, engines: RolloutPool, num_steps: int) -> list[dict[str
     """Run the trainer; returns the metrics that depend only on the seed."""
     tracker = MemoryTracker()
     with local_ranks(config, num_steps) as ranks:
-        RayPPOTrainer(
-            config=config, ranks=ranks, replicas=engines,  # type: ignore[arg-type]
+        Parts(
+            config=config, ranks=ranks, rollouts=engines,  # type: ignore[arg-type]
             train_prompts=prompts(8) if config.samples_rollouts else [], val_prompts=[],
-            reward_fn=score, kl_controller=FixedKLController(0.01), total_steps=num_steps,
-            tracking=Tracking("p", "e", [tracker], config.trainer.default_local_dir),
-        ).fit()  # fmt: skip
+            reward=score, kl_controller=FixedKLController(0.01), total_steps=num_steps,
+            logger=Tracking("p", "e", [tracker], config.trainer.default_local_dir),
+        ).build().fit()  # fmt: skip
     return [{k: v for k, v in row.items() if is_computed(k)} for _, row in tracker.records]
 
 

@@ -4,16 +4,22 @@
 can simply append. Times are those of the machines' clocks, in microseconds.
 """
 
+from __future__ import annotations
+
 import contextlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from verl.files import LineWriter
 from verl.monitor.performance import Timings
 from verl.single_controller.actors import Call
-from verl.types import Trajectory
+from verl.trainer.hooks import Hook
+from verl.types import Metrics, Trajectory
+
+if TYPE_CHECKING:
+    from verl.trainer.loop import RayPPOTrainer
 
 Event = dict[str, Any]
 TRAINER, ENGINE_ROW = 0, 0
@@ -22,13 +28,37 @@ BACKGROUND_CALL = "finish_checkpoint"
 """Method of a rank that waits while the rank does other work."""
 
 
-class Trace:
-    """The trace file of one run; without a folder nothing is recorded."""
+class Trace(Hook):
+    """The trace file of one run in `directory`."""
 
-    def __init__(self, directory: Path | None) -> None:
-        self._path = None if directory is None else directory / "trace.json"
+    def __init__(self, directory: Path) -> None:
+        self._path = directory / "trace.json"
+        self._last_step: int | None = None
+        """The last step that was written, or that could not be."""
         self._rows: dict[int, list[float]] = {}
         """Timestamps at which each row of a replica becomes free again, by replica."""
+
+    @contextlib.contextmanager
+    def running(self, trainer: RayPPOTrainer) -> Iterator[None]:
+        """Write the step that ends the run, too; its error is the one to raise."""
+        try:
+            yield
+        except Exception:
+            if trainer.current.calls:
+                with contextlib.suppress(OSError):
+                    self._write(trainer)
+            raise
+
+    def on_trained(self, trainer: RayPPOTrainer, metrics: Metrics) -> None:
+        """Write the step, only now that its state is known: a full disk cannot lose it."""
+        self._write(trainer)
+
+    def _write(self, trainer: RayPPOTrainer) -> None:
+        """Write the current step, once."""
+        step = trainer.current
+        if self._last_step != trainer.step:
+            self._last_step = trainer.step
+            self.add_step(trainer.step, step.timings, step.samples.trajectories, step.calls)
 
     def add_step(
         self, step: int, timings: Timings, trajectories: Sequence[Trajectory],
@@ -38,8 +68,6 @@ class Trace:
 
         The trajectories may have been sampled earlier; calls are timed by the rank.
         """
-        if self._path is None:
-            return
         self._path.parent.mkdir(parents=True, exist_ok=True)
         begin = [] if self._path.exists() else ["["]
         events = [*self._events(step, timings, trajectories), *_rank_events(step, calls)]

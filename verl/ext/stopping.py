@@ -13,13 +13,19 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 
 from verl.errors import Interrupted
+from verl.trainer.hooks import Hook
+from verl.types import Metrics
+
+if TYPE_CHECKING:
+    from verl.trainer.loop import RayPPOTrainer
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +51,7 @@ def run_deadline(time_limit: float | None, environ: Mapping[str, str] = os.envir
 
 
 @dataclass
-class Stopper:
+class Stopper(Hook):
     """Decides when the run must stop: on a signal, or if another step would exceed the deadline."""
 
     deadline: float | None = None
@@ -58,10 +64,29 @@ class Stopper:
     """Why the run must stop; empty while there is no reason."""
     is_urgent: bool = False
     """Whether a second signal was received, so that the run ends without saving."""
+    _step_began: float | None = field(init=False, default=None)
     _is_interruptible: bool = field(init=False, default=False)
     _has_signal: bool = field(init=False, default=False)
     """Whether one of `ESCALATING_SIGNALS` was received."""
     _previous_handlers: dict[int, Any] = field(init=False, default_factory=dict)
+
+    def running(self, trainer: RayPPOTrainer) -> AbstractContextManager[None]:
+        """Handle signals during the run."""
+        return self.handling_signals()
+
+    def during(self, phase: str, trainer: RayPPOTrainer) -> AbstractContextManager[None]:
+        """Let signals end the phases in which nothing but sampling happens."""
+        return self.interruptible() if phase in ("collect", "validate") else nullcontext()
+
+    def on_step_begin(self, trainer: RayPPOTrainer) -> None:
+        """Raise Interrupted if no other step may begin."""
+        self.check()
+        self._step_began = self.clock()
+
+    def on_step_end(self, trainer: RayPPOTrainer, metrics: Metrics) -> None:
+        """Measure the step's duration, with validation and saving."""
+        if self._step_began is not None:
+            self.longest_step_s = max(self.longest_step_s, self.clock() - self._step_began)
 
     @contextlib.contextmanager
     def handling_signals(self) -> Iterator[None]:
@@ -114,13 +139,6 @@ class Stopper:
             yield
         finally:
             self._is_interruptible = False
-
-    @contextlib.contextmanager
-    def timing_step(self) -> Iterator[None]:
-        """Measure the duration of a step, the body."""
-        start = self.clock()
-        yield
-        self.longest_step_s = max(self.longest_step_s, self.clock() - start)
 
     def check(self) -> None:
         """Raise Interrupted after a signal, or if the time is too short for another step."""

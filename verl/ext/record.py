@@ -1,0 +1,70 @@
+"""`trainer.rollout_data_dir`: records each step's trajectories, scores and token columns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import torch
+
+from verl.config import Config
+from verl.core_algos.jagged import sequence_ids
+from verl.data.trajectories import SIGNALS, Signals, write_step
+from verl.trainer.hooks import Hook
+from verl.training.actor import rollout_correction
+from verl.types import TokenBatch
+
+if TYPE_CHECKING:
+    from verl.trainer.loop import RayPPOTrainer
+
+
+class RecordHook(Hook):
+    """Writes the step's samples with the token columns of those that it trains on."""
+
+    @contextmanager
+    def during(self, phase: str, trainer: RayPPOTrainer) -> Iterator[None]:
+        """Record after `prepare`, also if it fails, and so always before the updates.
+
+        A step whose rollouts cannot be written is run again from the weights that it started with.
+        """
+        try:
+            yield
+        finally:
+            if phase == "prepare":
+                with trainer.current.timings.phase("rollout_data"):
+                    self.record(trainer)
+
+    def record(self, trainer: RayPPOTrainer) -> None:
+        """Write all samples of the current step."""
+        directory, step = trainer.config.trainer.rollout_data_dir, trainer.current
+        assert directory is not None and step.batch is not None
+        keys = [(t.group, t.sample) for t in step.samples.trajectories]
+        signals = token_signals(step.batch, trainer.config)
+        sampled = trainer.source.sampled
+        by_key = dict(zip(keys, signals, strict=True))
+        write_step(directory, trainer.step, sampled.trajectories, sampled.rewards, by_key)
+
+
+def token_signals(batch: TokenBatch, config: Config) -> list[Signals]:
+    """Return the columns to record for each sequence's tokens; NaN where tokens are not trained on.
+
+    Only columns that the batch has so far are returned. With `old_log_probs=engine` the old
+    log-probs are left out, since the record has the engine's. `rollout_weights` are added if an
+    off-policy correction is configured.
+    """
+    tokens, mask = batch.tokens, batch.tokens["loss_mask"]
+    columns = {name: tokens[name] for name in SIGNALS if name in tokens}
+    if config.old_log_probs == "engine":
+        columns.pop("old_log_probs", None)
+    actor, old = config.actor_rollout_ref.actor, columns.get("old_log_probs")
+    is_corrected = actor.rollout_is != "none" or actor.rollout_mask_threshold is not None
+    if old is not None and is_corrected:
+        rollout = torch.where(tokens["policy_mask"], tokens["rollout_log_probs"], old)
+        ids, weights = sequence_ids(batch.offsets), torch.zeros(batch.num_tokens)
+        weights[mask] = rollout_correction(actor, old[mask], rollout[mask], ids[mask])
+        columns["rollout_weights"] = weights
+    masked = {name: column.where(mask, torch.nan).numpy() for name, column in columns.items()}
+    bounds = pairwise(batch.offsets.tolist())
+    return [{n: column[start:end] for n, column in masked.items()} for start, end in bounds]

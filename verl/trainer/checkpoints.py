@@ -1,0 +1,171 @@
+"""Checkpoints of a run: resuming from one, saving when due and before the run ends early."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from verl.checkpoint import folders
+from verl.checkpoint.folders import RunState, read_driver_random
+from verl.checkpoint.saver import LOST_RANK_TIMEOUT_S, SavePlan, Saver
+from verl.config import Config
+from verl.errors import (
+    CollapseError,
+    Interrupted,
+    MismatchError,
+    PluginError,
+    RankLost,
+    ReplicaLost,
+    ResourceError,
+    SaveError,
+    ToolOutage,
+    ToolRefused,
+)
+from verl.files import is_file_error
+from verl.trainer.hooks import Hook
+from verl.training.checkpoint_files import checkpoint_errors
+from verl.types import Metrics
+
+if TYPE_CHECKING:
+    from verl.trainer.loop import RayPPOTrainer
+
+logger = logging.getLogger(__name__)
+
+
+class Stop(Protocol):
+    """Why a run must stop."""
+
+    reason: str
+    """Empty while there is no reason."""
+    is_urgent: bool
+    """Whether the run must end without saving."""
+
+
+class Checkpoints(Hook):
+    """Resumes a run, and saves the last finished step: when due, and before the run ends early."""
+
+    finished_state: RunState
+    """State after the last finished step, which the next checkpoint stores."""
+
+    def __init__(self, config: Config, saver: Saver, total_steps: int, stop: Stop) -> None:
+        """`saver` writes the checkpoints; `stop` tells why the run is being stopped."""
+        self.config, self.saver, self.stop = config, saver, stop
+        self.directory = Path(config.trainer.default_local_dir)
+        self.is_read_only = config.trainer.val_only
+        self.plan = SavePlan(config.trainer, total_steps)
+
+    def on_start(self, trainer: RayPPOTrainer) -> None:
+        """Resume from the checkpoint that `trainer.resume_mode` refers to, if any."""
+        folders.clean_up(self.directory)
+        self.finished_state = RunState(**trainer.state_dict())
+        mode = self.config.trainer.resume_mode
+        folder = folders.resume_folder(mode, self.directory)
+        if folder is not None:
+            self._load(trainer, folder)
+        if not self.is_read_only:
+            # The trackers drop the steps that will be logged again.
+            logs_step_again = trainer.step == 0 or trainer.unfinished is not None
+            last_step = trainer.step - 1 if logs_step_again else trainer.step
+            starts_over = folder is None and mode != "auto"
+            trainer.logger.rewind(None if starts_over else last_step)
+            folders.set_aside(self.directory, after=-1 if folder is None else trainer.step)
+
+    def _load(self, trainer: RayPPOTrainer, folder: Path) -> None:
+        trainer.ranks.load_checkpoint(folder)
+        state = self.finished_state = RunState.read(folder)
+        with checkpoint_errors(folder / folders.STATE_FILE):
+            for part in trainer.parts:
+                part.load_checkpoint(state, folder)
+        trainer.step = state.step
+        trainer.rollouts.version = state.next_version - 1  # the weights are sent as the next one
+        if state.pending is not None and not self.is_read_only:
+            trainer.unfinished = dict(state.pending)
+        read_driver_random(folder)
+        self.saver.record_resume(folder)
+        logger.info("resumed from %s", folder)
+
+    def on_step_begin(self, trainer: RayPPOTrainer) -> None:
+        """Note a background write that has ended."""
+        self.saver.poll()
+
+    def on_trained(self, trainer: RayPPOTrainer, metrics: Metrics) -> None:
+        """Remember the step: its updates are done, but not its validation and logging."""
+        self.finished_state = RunState(**trainer.state_dict(), pending=dict(metrics))
+
+    def on_step_end(self, trainer: RayPPOTrainer, metrics: Metrics) -> None:
+        """Remember the step as finished, and save it if a checkpoint is due."""
+        self.finished_state = RunState(**trainer.state_dict())
+        if self.plan.is_due(trainer.step):
+            self.save(trainer)
+
+    def on_end(self, trainer: RayPPOTrainer) -> None:
+        """Wait for the last checkpoint."""
+        self.saver.finish_pending(is_final=True)
+
+    def save(self, trainer: RayPPOTrainer, wait: bool = False) -> None:
+        """Write an atomic checkpoint of the last finished step."""
+        for watcher in self.saver.watchers:
+            changes = watcher.on_saving(self.finished_state.step)
+            self.finished_state = replace(self.finished_state, **changes)
+        state = self.finished_state
+        self.plan.record_save()
+        self.saver.save(state, wait, trainer.source.file_writer(state))
+
+    @contextmanager
+    def running(self, trainer: RayPPOTrainer) -> Iterator[None]:
+        """Save the last finished step if the run is interrupted, or tools, code or disk fail.
+
+        The error that is raised says how to continue.
+        """
+        try:
+            yield
+        except KeyboardInterrupt:
+            if not self.stop.reason or self.stop.is_urgent:
+                raise
+            raise Interrupted(self._save_before_exit(trainer, self.stop.reason)) from None
+        except (Interrupted, ToolOutage, ToolRefused, PluginError) as error:
+            raise type(error)(self._save_before_exit(trainer, str(error))) from error
+        except MismatchError as error:  # saving would need the engines, or keep a wrong policy
+            self.saver.close()
+            raise MismatchError(self._with_resume_hint(str(error))) from error
+        except ResourceError as error:  # no space for transferred weights: all ranks are alive
+            if trainer.step == self.finished_state.step:
+                raise Interrupted(self._save_before_exit(trainer, str(error))) from error
+            # The ranks' weights are already one step ahead of the finished state.
+            self.saver.close()
+            raise Interrupted(self._with_resume_hint(str(error))) from error
+        except Exception as error:  # whatever ended the run: no save may go on behind it
+            if isinstance(error, OSError) and is_file_error(error):
+                reason = f"the run could not write its files: {error}"
+                raise Interrupted(self._save_before_exit(trainer, reason)) from error
+            self.saver.close(None if isinstance(error, CollapseError) else LOST_RANK_TIMEOUT_S)
+            if self.stop.reason and isinstance(error, (RankLost, ReplicaLost)):
+                # Slurm signals all processes of a job, so lost processes are part of the stop.
+                raise Interrupted(self._with_resume_hint(self.stop.reason)) from error
+            raise
+
+    def _save_before_exit(self, trainer: RayPPOTrainer, reason: str) -> str:
+        """Save the last finished step if needed; returns the reason and how to continue."""
+        if self.finished_state.step == 0 or self.is_read_only:
+            return f"{reason}; nothing was learned yet: start again with the same command"
+        try:
+            self.saver.finish_pending()
+            is_saved = self.saver.last_step == self.finished_state.step
+            if not is_saved or self.finished_state.pending is not None:
+                self.save(trainer, wait=True)
+        except (RankLost, SaveError) as error:
+            self.saver.close(LOST_RANK_TIMEOUT_S)
+            logger.error("the last finished step could not be saved: %s", error)
+        return self._with_resume_hint(reason)
+
+    def _with_resume_hint(self, reason: str) -> str:
+        """Return the reason for stopping, with the last checkpoint and how to continue from it."""
+        last = folders.latest(self.directory)
+        if last is None:
+            return f"{reason}; there is no checkpoint: start again with the same command"
+        hint = "continue with the same command and trainer.resume_mode=auto"
+        return f"{reason}; saved {last}: {hint}"

@@ -1,0 +1,186 @@
+"""Collects the trajectories of a training step: samples, scores and filters them."""
+
+from __future__ import annotations
+
+import logging
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from verl.checkpoint.folders import RunState
+from verl.config import Config
+from verl.core_algos.jagged import ROUNDING
+from verl.data import PromptSampler
+from verl.monitor.performance import Timings
+from verl.rewards.interface import Reward, RewardManager
+from verl.rollout.pool import RetryingRollout, RolloutRequest, complete_groups
+from verl.trainer.hooks import Stateful
+from verl.trainer.metrics import reward_metrics, rollout_metrics
+from verl.trainer.validate import trajectory_seed
+from verl.types import Metrics, Prompt, Sampling, Status, Trajectory, start_trajectory
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Samples:
+    """Scored trajectories; none of them failed."""
+
+    trajectories: list[Trajectory] = field(default_factory=list)
+    rewards: list[Reward] = field(default_factory=list)
+
+    def extend(self, other: Samples) -> None:
+        """Append `other`."""
+        self.trajectories += other.trajectories
+        self.rewards += other.rewards
+
+    def select_groups(self, groups: set[str]) -> Samples:
+        """Return the samples of the named groups."""
+        kept = [i for i, t in enumerate(self.trajectories) if t.group in groups]
+        return Samples([self.trajectories[i] for i in kept], [self.rewards[i] for i in kept])
+
+    def groups(self) -> list[str]:
+        """Return all groups, in order of appearance."""
+        return list(dict.fromkeys(t.group for t in self.trajectories))
+
+    def groups_with_reward_variance(self) -> list[str]:
+        """Return the groups whose members have unequal scores, in order of appearance."""
+        scores: dict[str, list[float]] = {}
+        for trajectory, reward in zip(self.trajectories, self.rewards, strict=True):
+            scores.setdefault(trajectory.group, []).append(reward.score)
+        close = {"rel_tol": ROUNDING, "abs_tol": ROUNDING}
+        return [group for group, s in scores.items() if not math.isclose(min(s), max(s), **close)]
+
+
+def select_for_training(
+    sampled: Samples, config: Config, step: int, num_batches: int
+) -> tuple[Samples, Metrics]:
+    """Return the samples that a step trains on, and metrics of the selection.
+
+    Without dynamic sampling (`algorithm.filter_groups`), these are all samples, without metrics.
+    With it, these are the first `data.train_batch_size` groups with unequal scores or, if there is
+    none, the first groups. `num_batches` is the number of batches that were sampled.
+    """
+    if not config.algorithm.filter_groups.enable:
+        return sampled, {}
+    size = config.data.train_batch_size
+    groups = sampled.groups_with_reward_variance()[:size]
+    metrics = {"rollout/gen_batches": float(num_batches), "rollout/kept_groups": float(len(groups))}
+    if not groups:
+        logger.warning("step %d: every group of %d batches has equal scores", step, num_batches)
+        groups = sampled.groups()[:size]
+    return sampled.select_groups(set(groups)), metrics
+
+
+@dataclass
+class PromptBatch:
+    """Prompts that are sampled together; groups and seeds are derived from `step` and `first`.
+
+    The batch is planned for `step`, and its first prompt is number `first` of that step's prompts.
+    """
+
+    step: int
+    first: int
+    rows: list[int]
+    request: RolloutRequest | None = None
+    """The request for the trajectories, once it is started."""
+
+
+class Source(Stateful, ABC):
+    """Where a step's trajectories come from; its state is part of checkpoints."""
+
+    sampled: Samples
+    """All samples of the last step, also those that it does not train on."""
+
+    @abstractmethod
+    def collect(self, step: int, timings: Timings) -> tuple[Samples, Metrics]:
+        """Return the samples that a step trains on, and metrics of all of them."""
+
+
+@dataclass
+class RolloutCollector(Source):
+    """Samples and scores each step's trajectories with the current weights."""
+
+    config: Config
+    rollout: RetryingRollout
+    prompts: Sequence[Prompt]
+    sampler: PromptSampler
+    reward: RewardManager
+    sampled: Samples = field(init=False, default_factory=Samples)
+
+    def collect(self, step: int, timings: Timings) -> tuple[Samples, Metrics]:
+        """Return trajectories of `train_batch_size` prompts, and metrics of all sampled ones.
+
+        With `algorithm.filter_groups` (dynamic sampling, Yu et al. 2025), groups of equal scores
+        are replaced by groups of further prompts, for at most `max_num_gen_batches` batches. If all
+        groups have equal scores, the step uses one batch of them.
+        """
+        filters, size = self.config.algorithm.filter_groups, self.config.data.train_batch_size
+        sampled = Samples()
+        trajectories: list[Trajectory] = []
+        num_batches = num_kept_groups = 0
+        while num_batches == 0 or (
+            filters.enable and num_kept_groups < size and num_batches < filters.max_num_gen_batches
+        ):
+            with timings.phase("gen"):
+                finished = self.sample_batch(step, num_batches)
+            scored = self._score(finished, step, timings)
+            sampled.extend(scored)
+            trajectories += finished
+            num_kept_groups += len(scored.groups_with_reward_variance())
+            num_batches += 1
+        self.rollout.sleep()
+        self.sampled = sampled
+        metrics = {**rollout_metrics(trajectories), **reward_metrics(sampled.rewards)}
+        metrics |= self.rollout.take_faults()
+        selected, selection_metrics = select_for_training(sampled, self.config, step, num_batches)
+        return selected, metrics | selection_metrics
+
+    def sample_batch(self, step: int, number: int) -> list[Trajectory]:
+        """Return the trajectories of a step's batch with this number, failed ones too."""
+        rows = self.sampler.next_batch()
+        batch = PromptBatch(step, number * len(rows), rows)
+        return self.rollout.finish(self.start(batch))
+
+    def start(self, batch: PromptBatch) -> RolloutRequest:
+        """Start sampling a batch."""
+        starts, sampling = self.starts_of(batch)
+        return self.rollout.start(starts, sampling)
+
+    def starts_of(self, batch: PromptBatch) -> tuple[list[Trajectory], Sampling]:
+        """Return a batch's trajectories before sampling; each has its own seed."""
+        rollout = self.config.actor_rollout_ref.rollout
+        length = self.config.data.max_response_length
+        sampling = Sampling(length, rollout.temperature, rollout.top_p)
+        starts = [
+            start_trajectory(
+                self.prompts[row],
+                group=f"{batch.step}/{position}",
+                sample=sample,
+                seed=trajectory_seed(self.config.trainer.seed, batch.step, position, sample),
+            )
+            for position, row in enumerate(batch.rows, batch.first)
+            for sample in range(rollout.n_agent)
+        ]
+        return starts, sampling
+
+    def _score(self, trajectories: list[Trajectory], step: int, timings: Timings) -> Samples:
+        """Score the groups none of whose members failed. Raises ToolOutage if too many did."""
+        failed = [t for t in trajectories if t.status is Status.FAILED]
+        max_lost_share = self.config.trainer.max_lost_share
+        complete = complete_groups(trajectories, failed, f"step {step}", max_lost_share)
+        self.rollout.faults["trajectories_dropped"] += len(trajectories) - len(complete)
+        with timings.phase("reward"):
+            return Samples(complete, self.reward(complete))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position in the data, and the reward's state."""
+        return {"sampler": self.sampler.state_dict(), "reward": self.reward.state_dict()}
+
+    def load_checkpoint(self, state: RunState, folder: Path) -> None:
+        """Continue at the checkpoint's position."""
+        self.sampler.load_state_dict(state.sampler)
+        self.reward.load_state_dict(state.reward)
