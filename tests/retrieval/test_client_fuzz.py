@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from search_r1.retrieval.client import Document, RetrievalClient
 from search_r1.retrieval.errors import RetrieverUnavailable, SearchError
+from search_r1.retrieval.schema import from_wire
 
 SLOW_S = 0.4
 TIMEOUT_S = 0.15
@@ -150,8 +151,8 @@ def scripted_documents(responses: list[ScriptedResponse]) -> list[list[str]]:
     results = []
     for response in responses:
         try:
-            result = json.loads(response.body or b"")["result"]
-            results += [[str(item.get("document", item)["id"]) for item in hits] for hits in result]
+            read = from_wire(json.loads(response.body or b""))  # a plain text is a document, too
+            results += [[document.id for document in documents] for documents in read]
         except (ValueError, TypeError, KeyError, AttributeError):
             continue
     return results

@@ -60,8 +60,8 @@ class Checkpoints(Hook):
 
     def on_start(self, trainer: RayPPOTrainer) -> None:
         """Resume from the checkpoint that `trainer.resume_mode` refers to, if any."""
-        folders.clean_up(self.directory)
         self.finished_state = RunState(**trainer.state_dict())
+        folders.clean_up(self.directory)
         mode = self.config.trainer.resume_mode
         folder = folders.resume_folder(mode, self.directory)
         if folder is not None:

@@ -1,7 +1,9 @@
 """When checkpoints are due, which are kept, and what happens after a failed write."""
 
 import threading
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -89,6 +91,20 @@ def test_extra_files_are_written_with_the_ranks_shards(saver: Saver, ranks: Slow
     assert len(listed) == 2 and all('"own"' in text for text in listed)
 
 
+@dataclass
+class Watching:
+    """Protects the given steps, and remembers those that were lost."""
+
+    protected_steps: set[int] = field(default_factory=set)
+    lost: list[int] = field(default_factory=list)
+
+    def on_saving(self, step: int) -> dict[str, Any]:
+        return {}
+
+    def drop_pending(self, step: int) -> None:
+        self.lost.append(step)
+
+
 def test_a_write_does_not_keep_the_process_from_exiting(saver: Saver, ranks: SlowRanks) -> None:
     """If the run ends during a write, its thread ends too."""
     saver.save(state(1))
@@ -148,7 +164,7 @@ def test_a_failed_write_does_not_end_the_run_but_a_second_does(
     saver.config.async_save = is_async
     ranks.go_on.set()
     lost: list[int] = []
-    saver.on_lost = lost.append
+    saver.watchers.append(Watching(lost=lost))
     saver.save(state(1))
     saver.finish_pending()
     ranks.problem = "rank 1: OSError: No space left on device"
@@ -211,15 +227,16 @@ def test_the_newest_and_the_best_are_kept(saver: Saver, ranks: SlowRanks) -> Non
 def test_checkpoints_that_the_guard_needs_are_kept(saver: Saver, ranks: SlowRanks) -> None:
     """The newest healthy one, and the steps that the guard protects, whatever `keep_last`."""
     saver.config.keep_last, saver.config.keep_best = 1, 0
-    saver.protected = lambda: {3}
+    watching = Watching({3})
+    saver.watchers.append(watching)
     fill(saver, ranks, [None])
     folders.mark_healthy(saver.root / "global_step_1")
     fill(saver, ranks, [None])  # step 1 is written again without the mark: nothing is healthy now
-    saver.protected = set
+    watching.protected_steps = set()
     for step in (2, 3):
         saver.save(state(step), wait=True)
         folders.mark_healthy(saver.root / f"global_step_{step}")
-    saver.protected = lambda: {4}
+    watching.protected_steps = {4}
     for step in (4, 5, 6):
         saver.save(state(step), wait=True)
     assert names(saver.root) == [f"global_step_{step}" for step in (3, 4, 6)]

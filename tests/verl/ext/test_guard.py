@@ -206,7 +206,7 @@ def test_a_resumed_guard_judges_like_an_uninterrupted_one() -> None:
     series = [USUAL] * 3 + [{**USUAL, TOOL_USE: 0.0}] * 2
     unbroken, resumed = new(GuardConfig()), new(GuardConfig())
     healths(unbroken, series)
-    resumed.load_state_dict(json.loads(json.dumps(unbroken.state_dict())))
+    resumed.load_state_dict(json.loads(json.dumps(unbroken.state_dict()["guard"])))
     assert unbroken.observe(series[-1]) == resumed.observe(series[-1])
     assert resumed.observe(series[-1]).is_collapsed
 

@@ -328,32 +328,18 @@ def test_each_pass_is_made_only_if_needed_and_by_the_right_model(
     assert {x: float(batch.tokens[x][0]) for x in set(batch.tokens) - before} == expected
 
 
-class Counted:
-    """Records the work that it is asked to count."""
-
-    policy, reference, critic = "policy", "reference", "critic"
-
-    def __init__(self) -> None:
-        self.done: list[tuple[str, str, int]] = []
-
-    def add_forward(self, phase: str, model: str, batch: TokenBatch) -> None:
-        self.done.append((phase, model, len(batch)))
-
-    add_update = add_forward
-
-
 def test_all_work_of_the_ranks_is_counted() -> None:
     """Each pass and each mini-batch is counted under its phase and for its model."""
     learner, _ = learner_of()
-    config, counted = learner.config, Counted()
-    learner.work = counted  # type: ignore[assignment]
+    config, counted = learner.config, list[tuple[str, str, int]]()
+    learner.count_pass = lambda phase, model, batch: counted.append((phase, model, len(batch)))
     config.algorithm.kl_ctrl.kl_coef = 0.1
     config.actor_rollout_ref.actor.ppo_mini_batch_size, config.critic.ppo_mini_batch_size = 2, 3
     batch = small([1.0, 0.0, 2.0, 0.0])
     batch.tokens["advantages"] = torch.ones(batch.num_tokens)
     learner.prepare(batch, Timings())
     learner.update(batch, 1, Timings())
-    assert counted.done == [
+    assert counted == [
         ("old_log_prob", "policy", 4), ("old_log_prob", "reference", 4), ("values", "critic", 4),
         ("update_critic", "critic", 3), ("update_critic", "critic", 1),
         ("update_actor", "policy", 2), ("update_actor", "policy", 2),
@@ -389,16 +375,6 @@ def test_trajectories_without_gradient_are_skipped(
     batch.tokens["advantages"] = (has_gradient & batch.tokens["policy_mask"]).float()
     assert learner.update_actor(batch, step=1) == {"size": mean}
     assert ranks.sizes["actor"] == sizes
-
-
-def test_drift_is_measured_if_the_guard_is_enabled() -> None:
-    """The log-probs of the correct trajectories stay at the engine's -1, so the drift is 0."""
-    learner, _ = learner_of("grpo")
-    batch = small([1.0, 0.0, 2.0, 0.0])
-    learner.config.trainer.guard.enable = True
-    assert set(learner.measure_drift(batch).values()) == {0.0}
-    learner.config.trainer.guard.enable = False
-    assert learner.measure_drift(batch) == {}
 
 
 def test_a_step_s_kl_is_weighed_by_the_coefficient_from_before_it() -> None:
