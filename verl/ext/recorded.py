@@ -10,10 +10,8 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from verl.checkpoint.folders import RunState
 from verl.config import Config
 from verl.data.trajectories import (
     MODEL,
@@ -64,13 +62,8 @@ class RecordedCollector(Source):
         return selected, metrics | selection_metrics
 
     def state_dict(self) -> dict[str, Any]:
-        """Return a position with the keys of `PromptSampler`, all 0, and the reward's state."""
-        position = {"epoch": 0, "position": 0, "num_rows": 0, "batch_size": 0}
-        return {"sampler": position, "reward": self.reward.state_dict()}
-
-    def load_checkpoint(self, state: RunState, folder: Path) -> None:
-        """Restore the reward; the order is in the record."""
-        self.reward.load_state_dict(state.reward)
+        """Return a position with the keys of `PromptSampler`, all 0: the order is in the record."""
+        return {"sampler": {"epoch": 0, "position": 0, "num_rows": 0, "batch_size": 0}}
 
 
 def check_record(config: Config, tokenizer: HasVocabulary, model: str, done: int) -> int:

@@ -177,10 +177,9 @@ class RolloutCollector(Source):
             return Samples(complete, self.reward(complete))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position in the data, and the reward's state."""
-        return {"sampler": self.sampler.state_dict(), "reward": self.reward.state_dict()}
+        """Return the position in the data."""
+        return {"sampler": self.sampler.state_dict()}
 
     def load_checkpoint(self, state: RunState, folder: Path) -> None:
         """Continue at the checkpoint's position."""
         self.sampler.load_state_dict(state.sampler)
-        self.reward.load_state_dict(state.reward)
