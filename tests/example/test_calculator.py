@@ -27,7 +27,7 @@ from verl.monitor.tracking import Tracking
 from verl.ports import free_port
 from verl.preflight.memory.check import fill_undecided
 from verl.rollout.pool import RolloutPool
-from verl.trainer.build import Parts
+from verl.trainer.build import Inputs, Parts
 from verl.trainer.ranks import TrainerRanks
 from verl.training.worker import TrainerWorker
 from verl.types import Completion, Origin, Prompt, Sampling, TokenBatch, Trajectory
@@ -123,12 +123,11 @@ def test_a_policy_learns_to_call_a_user_defined_tool(config: Config, ranks: Trai
     replicas, tracker = Replicas(agent), MemoryTracker()
     ids = tuple(agent.tokenizer.encode("What is 6 * 7? ", add_special_tokens=False))
     prompts = [Prompt(f"sums#{i}", ids, "sums", ("42",)) for i in range(2)]
+    config.trainer.canary = False
     trainer = Parts(
-        config=config, ranks=ranks, rollouts=replicas,  # type: ignore[arg-type]
-        train_prompts=prompts, val_prompts=prompts, reward=build_reward_manager(config),
-        kl_controller=FixedKLController(0.0), total_steps=3,
-        logger=Tracking("p", "e", [tracker], config.trainer.default_local_dir),
-        environment=build_environment(config),
+        Inputs(config, prompts, prompts, 3, build_environment(config)), ranks, replicas,
+        build_reward_manager(config), FixedKLController(0.0),
+        Tracking("p", "e", [tracker], config.trainer.default_local_dir),
     ).build()  # fmt: skip
     trainer.fit()
     calls = [t for t in replicas.finished if t.sample % 2 == 0]

@@ -4,7 +4,7 @@ Ranks and engines compute the log-probs of one fixed sequence. With the same wei
 rounding only, as much as at the start of the run. An engine that lacks an adapter, a tensor or the
 whole of the newest weights differs by more, or has the same scores as before.
 
-`WeightCanary` transfers weights in place of `transfer_weights`; nothing else knows of it.
+`WeightCanary` transfers weights in place of the trainer's own `transfer`, which it calls.
 """
 
 from __future__ import annotations
@@ -18,12 +18,22 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
+import torch
+
+from verl.config.engine_kwargs import is_approximate
 from verl.engine import Score
 from verl.errors import MismatchError
 from verl.files import atomic_write
 from verl.json_files import read_object
+from verl.model_files import load_tokenizer
+from verl.trainer.hooks import Hook
+from verl.training.devices import device_type, dtype_name, resolve_dtype
+
+if TYPE_CHECKING:
+    from verl.trainer.build import Parts
+    from verl.trainer.loop import RayPPOTrainer
 
 logger = logging.getLogger(__name__)
 
@@ -209,6 +219,38 @@ class WeightCanary:
             f"log-probs of the canary differ by {self._difference(score):.2g} nats a token "
             f"(mean of the trainer {trainer:.6g}, of the engine {engine:.6g})"
         )
+
+
+class Canary(Hook):
+    """Puts a canary around the transfer of weights."""
+
+    def __init__(self, canary: WeightCanary) -> None:
+        self.canary = canary
+
+    def on_start(self, trainer: RayPPOTrainer) -> None:
+        """Transfer by the canary from the first weights on."""
+        trainer.transfer = self.canary
+
+
+def hook(parts: Parts) -> Canary | None:
+    """Return the hook of a run with `trainer.canary`; without engines there is nothing to check."""
+    config = parts.config
+    if not (config.trainer.canary and config.samples_rollouts):
+        return None
+    rollout, seed = config.actor_rollout_ref.rollout, config.trainer.seed
+    tokenizer = load_tokenizer(config.actor_rollout_ref.model.path)
+    device = torch.device(device_type(config.trainer.device))
+    computed = dtype_name(resolve_dtype(config.trainer.compute_dtype, device))
+    sampled = parts.rollouts.dtype
+    canary = WeightCanary(
+        choose_ids(tokenizer, seed, min(LENGTH, config.data.max_model_len - 1)),
+        sampled if computed == "float32" else computed,
+        parts.transfer,
+        parts.directory / FILE,
+        setting=f"{seed} {rollout.name} {sampled} {computed} on {device.type}",
+        is_approximate=is_approximate(rollout.engine_kwargs),
+    )
+    return Canary(canary)
 
 
 def usual_difference(one: Sequence[float], other: Sequence[float]) -> float:

@@ -9,6 +9,7 @@ from verl.trainer.hooks import Hook
 from verl.types import Metrics
 
 if TYPE_CHECKING:
+    from verl.trainer.build import Parts
     from verl.trainer.loop import RayPPOTrainer
 
 
@@ -21,3 +22,8 @@ class Counts(Hook):
     def on_trained(self, trainer: RayPPOTrainer, metrics: Metrics) -> None:
         """Add the counts of now."""
         metrics |= self.count()
+
+
+def hook(parts: Parts) -> Counts:
+    """Return the hook of a run."""
+    return Counts(parts.faults)

@@ -33,6 +33,7 @@ from verl.trainer.metrics import LENGTH_CLIP, MALFORMED, NO_ANSWER, TOOL_USE
 from verl.types import Metrics, TokenBatch
 
 if TYPE_CHECKING:
+    from verl.trainer.build import Parts
     from verl.trainer.loop import RayPPOTrainer
 
 logger = logging.getLogger(__name__)
@@ -306,6 +307,19 @@ class CollapseGuard(Hook):
 
     def _exists(self, step: int) -> bool:
         return folders.is_complete(folders.step_folder(self.directory, step))
+
+
+def hook(parts: Parts) -> CollapseGuard | None:
+    """Return the guard of a run with `trainer.guard.enable`; it follows the checkpoints."""
+    config, saver = parts.config, parts.saver
+    options = config.trainer.guard
+    if not options.enable:
+        return None
+    if not config.samples_rollouts:  # the policy moves away from recorded trajectories
+        options = replace(options, mismatch_bound=None)
+    guard = CollapseGuard(options, parts.directory, saver.finish_pending)
+    saver.watchers.append(guard)
+    return guard
 
 
 def correct_sequences(scores: Tensor, limit: int) -> list[int]:

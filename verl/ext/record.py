@@ -11,12 +11,20 @@ import torch
 
 from verl.config import Config
 from verl.core_algos.jagged import sequence_ids
-from verl.data.trajectories import SIGNALS, Signals, write_step
+from verl.data.trajectories import (
+    SIGNALS,
+    HasVocabulary,
+    Signals,
+    prepare_folder,
+    write_step,
+)
 from verl.trainer.hooks import Hook
 from verl.training.actor import rollout_correction
+from verl.training.lora import fingerprint
 from verl.types import TokenBatch
 
 if TYPE_CHECKING:
+    from verl.trainer.build import Parts
     from verl.trainer.loop import RayPPOTrainer
 
 
@@ -45,6 +53,21 @@ class RecordHook(Hook):
         sampled = trainer.source.sampled
         by_key = dict(zip(keys, signals, strict=True))
         write_step(directory, trainer.step, sampled.trajectories, sampled.rewards, by_key)
+
+
+def prepare_record(config: Config, tokenizer: HasVocabulary, step: int, total_steps: int) -> None:
+    """Prepare the folder for a run that continues after `step`. Raises ConfigError."""
+    directory = config.trainer.rollout_data_dir
+    assert directory is not None
+    if step > 0 and config.trainer.resume_mode == "auto":
+        step = max(step, total_steps)  # the run replaces its own later steps one by one
+    prepare_folder(directory, tokenizer, fingerprint(config.actor_rollout_ref.model.path), step)
+
+
+def hook(parts: Parts) -> RecordHook | None:
+    """Return the hook of a run that samples and keeps its trajectories."""
+    directory = parts.config.trainer.rollout_data_dir
+    return RecordHook() if directory is not None and parts.config.samples_rollouts else None
 
 
 def token_signals(batch: TokenBatch, config: Config) -> list[Signals]:

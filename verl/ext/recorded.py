@@ -29,6 +29,7 @@ from verl.rewards.interface import RewardManager
 from verl.trainer.collect import Samples, Source, select_for_training
 from verl.trainer.learn import NO_LOG_PROBS_FIX
 from verl.trainer.metrics import reward_metrics, rollout_metrics
+from verl.training import lora
 from verl.types import Metrics, Origin
 
 KEY = "data.rollouts"
@@ -66,13 +67,12 @@ class RecordedCollector(Source):
         return {"sampler": {"epoch": 0, "position": 0, "num_rows": 0, "batch_size": 0}}
 
 
-def check_record(config: Config, tokenizer: HasVocabulary, model: str, done: int) -> int:
+def check_record(config: Config, tokenizer: HasVocabulary, done: int) -> int:
     """Read and check every recorded step after `done`, the run's last finished step.
 
-    `model` is the fingerprint of the run's initial weights. Returns the last step of the run.
-    Raises ConfigError or DataError.
+    Returns the last step of the run. Raises ConfigError or DataError.
     """
-    folder = config.data.rollouts
+    folder, model = config.data.rollouts, lora.fingerprint(config.actor_rollout_ref.model.path)
     assert folder is not None
     _check_model(config, read_fingerprints(folder), fingerprint(tokenizer), model)
     steps = recorded_steps(folder)

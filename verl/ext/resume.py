@@ -32,6 +32,14 @@ from verl.training.shards import rank_file, read_adapters, shard_folders
 logger = logging.getLogger(__name__)
 
 
+def checked_identity(config: Config, served: Mapping[str, str]) -> dict[str, Any]:
+    """Return the run's `identity`, after checking the checkpoint to resume from, if any."""
+    present = identity(config, served)
+    check_contents(config)
+    check_resume(config, present)
+    return present
+
+
 def identity(config: Config, served: Mapping[str, str]) -> dict[str, Any]:
     """Return the `config` and `fingerprints` that a checkpoint stores for comparison, as JSON.
 

@@ -11,6 +11,7 @@ from verl.trainer.hooks import Hook
 from verl.types import Metrics
 
 if TYPE_CHECKING:
+    from verl.trainer.build import Parts
     from verl.trainer.loop import RayPPOTrainer
 
 
@@ -31,3 +32,8 @@ class RewardStages(Hook):
     def load_checkpoint(self, state: RunState, folder: Path) -> None:
         """Restore the reward's state. Raises ConfigError if it is from another reward."""
         self.reward.load_state_dict(state.reward)
+
+
+def hook(parts: Parts) -> RewardStages:
+    """Return the hook of a run."""
+    return RewardStages(parts.reward_manager)

@@ -17,6 +17,7 @@ from verl.training.models import LOGITS_PER_CHUNK
 from verl.types import Metrics, TokenBatch
 
 if TYPE_CHECKING:
+    from verl.trainer.build import Parts
     from verl.trainer.loop import RayPPOTrainer
 
 
@@ -27,6 +28,10 @@ class Speed(Hook):
         """`work` counts the learner's passes; `peak`: FLOP/s of a rank's card, if known."""
         self.work, self.peak = work, peak
 
+    def on_start(self, trainer: RayPPOTrainer) -> None:
+        """Have the learner report its passes."""
+        trainer.learner.count_pass = self.work
+
     def on_trained(self, trainer: RayPPOTrainer, metrics: Metrics) -> None:
         """Add the metrics of the passes since the last step."""
         timings, config = trainer.current.timings, trainer.config
@@ -34,6 +39,11 @@ class Speed(Hook):
         num_ranks = (config.placement.num_ranks, config.placement.num_critic_ranks)
         metrics |= speed_metrics(self.work.take(), seconds, num_ranks, self.peak)
         metrics |= trainer.ranks.take_transfer_metrics()
+
+
+def hook(parts: Parts) -> Speed:
+    """Return the hook of a run."""
+    return Speed(WorkCounter(parts.config), parts.ranks.peak_flops())
 
 
 @dataclass(frozen=True)

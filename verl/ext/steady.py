@@ -20,6 +20,7 @@ from verl.trainer.hooks import Hook
 from verl.types import Metrics
 
 if TYPE_CHECKING:
+    from verl.trainer.build import Parts
     from verl.trainer.loop import RayPPOTrainer
 
 
@@ -37,6 +38,11 @@ class Steady(Hook):
     def on_step_end(self, trainer: RayPPOTrainer, metrics: Metrics) -> None:
         """Collect garbage, for the only time in a step."""
         gc.collect()
+
+
+def hook(parts: Parts) -> Steady:
+    """Return the hook of a run."""
+    return Steady()
 
 
 @contextlib.contextmanager

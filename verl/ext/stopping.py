@@ -25,6 +25,7 @@ from verl.trainer.hooks import Hook
 from verl.types import Metrics
 
 if TYPE_CHECKING:
+    from verl.trainer.build import Parts
     from verl.trainer.loop import RayPPOTrainer
 
 logger = logging.getLogger(__name__)
@@ -82,6 +83,14 @@ class Stopper(Hook):
         """Raise Interrupted if no other step may begin."""
         self.check()
         self._step_began = self.clock()
+
+    def on_wait(self) -> None:
+        """As `on_step_begin`."""
+        self.check()
+
+    def stop_reason(self) -> str:
+        """Return the signal that was received; empty if the run must end without saving."""
+        return "" if self.is_urgent else self.reason
 
     def on_step_end(self, trainer: RayPPOTrainer, metrics: Metrics) -> None:
         """Measure the step's duration, with validation and saving."""
@@ -156,3 +165,8 @@ class Stopper(Hook):
     def _raise_if_stopping(self) -> None:
         if self.reason:
             raise Interrupted(self.reason)
+
+
+def hook(parts: Parts) -> Stopper:
+    """Return the hook of a run."""
+    return Stopper(run_deadline(parts.config.trainer.time_limit), parts.saver.expected_s)

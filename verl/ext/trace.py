@@ -19,6 +19,7 @@ from verl.trainer.hooks import Hook
 from verl.types import Metrics, Trajectory
 
 if TYPE_CHECKING:
+    from verl.trainer.build import Parts
     from verl.trainer.loop import RayPPOTrainer
 
 Event = dict[str, Any]
@@ -108,6 +109,11 @@ class Trace(Hook):
             if turn.queued_s:
                 yield _span("slot", process, 1 + row, turn.started, running, **about)
             yield _span(f"turn {turn.turn}", process, 1 + row, running, turn.finished, **about)
+
+
+def hook(parts: Parts) -> Trace | None:
+    """Return the hook of a run with `trainer.trace`."""
+    return Trace(parts.directory) if parts.config.trainer.trace else None
 
 
 def busy_intervals(trajectories: Sequence[Trajectory]) -> list[tuple[float, float]]:

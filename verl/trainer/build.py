@@ -1,14 +1,20 @@
 """Puts the trainer of a run together: its source, learner, transfer of weights and hooks.
 
-With `verl.trainer.run`, the only module of the trainer that imports optional features, by option.
+With `verl.trainer.run`, the only module of the trainer that knows of optional features. It names
+their modules as text: one that was deleted is left out, and the rest works.
 """
 
 from __future__ import annotations
 
+import importlib
+import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from verl.agent.environment import Environment
@@ -18,24 +24,35 @@ from verl.checkpoint.saver import Saver
 from verl.config import Config
 from verl.core_algos.kl import KLController
 from verl.data import PromptSampler
-from verl.ext.counts import Counts
-from verl.ext.reward_stages import RewardStages
-from verl.ext.speed import Speed, WorkCounter
-from verl.ext.steady import Steady
-from verl.ext.stopping import Stopper, run_deadline
 from verl.rewards.interface import RewardFn, RewardManager, adapted
 from verl.rollout.pool import RetryingRollout
-from verl.trainer.checkpoints import Checkpoints
-from verl.trainer.cluster import uses_gpus
 from verl.trainer.collect import RolloutCollector, Source
-from verl.trainer.export import Export
 from verl.trainer.hooks import Hook
 from verl.trainer.learn import Learner
 from verl.trainer.loop import Logger, RayPPOTrainer, Transfer
-from verl.trainer.progress import Progress
 from verl.trainer.ranks import TrainerRanks
-from verl.trainer.validate import Validation
 from verl.types import Metrics, Prompt
+
+logger = logging.getLogger(__name__)
+
+HOOKS = (
+    "verl.ext.speed", "verl.ext.counts", "verl.ext.guard", "verl.trainer.validate",
+    "verl.ext.reward_stages", "verl.ext.record", "verl.trainer.export", "verl.ext.canary",
+    "verl.trainer.checkpoints", "verl.ext.trace", "verl.ext.stopping", "verl.trainer.progress",
+    "verl.ext.steady",
+)  # fmt: skip
+"""Modules with a function `hook(parts)`, in the order of their hooks; it returns None to have none.
+
+What adds metrics comes before what keeps the step's state, and what ends a run after it.
+"""
+
+
+def optional(module: str) -> ModuleType | None:
+    """Import a module of a feature; None, with a warning, if it was deleted."""
+    if find_spec(module) is None:
+        logger.warning("%s was deleted: the run goes on without it", module)
+        return None
+    return importlib.import_module(module)
 
 
 def transfer_weights(ranks: TrainerRanks, rollouts: Any, step: int) -> dict[str, float]:
@@ -46,101 +63,110 @@ def transfer_weights(ranks: TrainerRanks, rollouts: Any, step: int) -> dict[str,
     return {"wake_up": awake - start, **rollouts.update_weights(ranks)}
 
 
+@dataclass(frozen=True)
+class Inputs:
+    """Checked inputs of a run, shared by all attempts."""
+
+    config: Config
+    train_prompts: Sequence[Prompt]
+    val_prompts: Sequence[Prompt]
+    total_steps: int
+    environment: Environment = field(default_factory=Environment)
+    identity: Mapping[str, Any] = field(default_factory=dict)
+    """Configuration and fingerprints to store in each checkpoint (`verl.ext.resume`)."""
+
+
 @dataclass
 class Parts:
     """What a trainer is built from; processes are running, nothing is loaded or sampled yet."""
 
-    config: Config
+    inputs: Inputs
     ranks: TrainerRanks
     rollouts: Any
-    train_prompts: Sequence[Prompt]
-    val_prompts: Sequence[Prompt]
     reward: RewardFn | RewardManager
     kl_controller: KLController
     logger: Logger
-    total_steps: int
-    environment: Environment = field(default_factory=Environment)
     faults: Callable[[], Metrics] = dict
     """Returns the counts of lost processes so far, for each step's metrics."""
     transfer: Transfer = transfer_weights
-    identity: Mapping[str, Any] = field(default_factory=dict)
-    """Configuration and fingerprints to store in each checkpoint (`verl.ext.resume`)."""
+
+    def __post_init__(self) -> None:
+        self.reward_manager = adapted(self.reward)
+        self.hooks: list[Hook] = []
+
+    @property
+    def config(self) -> Config:
+        """The run's options."""
+        return self.inputs.config
+
+    @property
+    def directory(self) -> Path:
+        """The run's folder."""
+        return Path(self.config.trainer.default_local_dir)
+
+    @cached_property
+    def saver(self) -> Saver:
+        """Writes the run's checkpoints."""
+        return Saver(self.config.trainer, self.directory, self.ranks, self.inputs.identity)
+
+    @cached_property
+    def rollout(self) -> RetryingRollout:
+        """The engines, for whatever samples; hooks may end the run while it waits for tools."""
+        return RetryingRollout(
+            self.rollouts,
+            self.inputs.environment,
+            self._wait,
+            expected_identity=self.inputs.identity.get("fingerprints", {}),
+        )
+
+    def _wait(self) -> None:
+        for hook in self.hooks:
+            hook.on_wait()
 
     def build(self) -> RayPPOTrainer:
         """Build the trainer."""
-        trainer, reward = self.config.trainer, adapted(self.reward)
-        work = WorkCounter(self.config)
-        directory = Path(trainer.default_local_dir)
-        saver = Saver(trainer, directory, self.ranks, self.identity)
-        stopper = Stopper(run_deadline(trainer.time_limit), saver.expected_s)
-        rollout = RetryingRollout(
-            self.rollouts, self.environment, stopper.check,
-            expected_identity=self.identity.get("fingerprints", {}),
-        )  # fmt: skip
-        hooks: list[Hook] = [Speed(work, self.ranks.peak_flops()), Counts(self.faults)]
-        if trainer.guard.enable:
-            hooks.append(add_guard(self.config, saver))
-        hooks += [
-            Validation(self.config, rollout, self.val_prompts, reward, self.total_steps),
-            RewardStages(reward),
-        ]
-        if trainer.rollout_data_dir is not None and self.config.samples_rollouts:
-            from verl.ext.record import RecordHook  # noqa: PLC0415 - only where it is asked for
-
-            hooks.append(RecordHook())
-        if not trainer.val_only:
-            hooks.append(Export(self.config, self.environment))
-        hooks.append(Checkpoints(self.config, saver, self.total_steps, stopper))
-        if trainer.trace:
-            from verl.ext.trace import Trace  # noqa: PLC0415 - only where it is asked for
-
-            hooks.append(Trace(directory))
-        num_gpus = self.config.placement.num_gpus if uses_gpus(self.config) else 0
-        hooks += [stopper, Progress(num_gpus), Steady()]
+        self.hooks.extend(built_hooks(self))
         return RayPPOTrainer(
             self.config,
-            build_source(self.config, rollout, self.train_prompts, reward, self.total_steps),
-            Learner(self.config, self.ranks, self.kl_controller, work),
+            build_source(self),
+            Learner(self.config, self.ranks, self.kl_controller),
             self.rollouts,
             self.transfer,
             self.logger,
-            hooks,
-            0 if trainer.val_only else self.total_steps,
+            self.hooks,
+            0 if self.config.trainer.val_only else self.inputs.total_steps,
         )
 
 
-def add_guard(config: Config, saver: Saver) -> Hook:
-    """Build the guard, which follows the saver's checkpoints."""
-    from verl.ext.guard import CollapseGuard  # noqa: PLC0415 - only where it is asked for
-
-    options = config.trainer.guard
-    if not config.samples_rollouts:  # the policy moves away from recorded trajectories
-        options = replace(options, mismatch_bound=None)
-    guard = CollapseGuard(options, Path(config.trainer.default_local_dir), saver.finish_pending)
-    saver.watchers.append(guard)
-    return guard
+def built_hooks(parts: Parts) -> Iterator[Hook]:
+    """Yield the run's hooks in the order of `HOOKS`."""
+    for name in HOOKS:
+        module = optional(name)
+        hook: Hook | None = None if module is None else module.hook(parts)
+        if hook is not None:
+            yield hook
 
 
-def build_source(
-    config: Config, rollout: RetryingRollout, prompts: Sequence[Prompt], reward: RewardManager,
-    last_step: int,
-) -> Source:  # fmt: skip
+def build_source(parts: Parts) -> Source:
     """Build the source of a run's trajectories: recorded, sampled, or sampled ahead of time."""
+    config, inputs = parts.config, parts.inputs
     if not config.samples_rollouts:
         from verl.ext.recorded import RecordedCollector  # noqa: PLC0415 - only where asked for
 
-        return RecordedCollector(config, reward)
+        return RecordedCollector(config, parts.reward_manager)
+    data, prompts = config.data, inputs.train_prompts
     sampler = PromptSampler(
         len(prompts),
-        config.data.train_batch_size,
-        shuffle=config.data.shuffle_train_dataloader,
+        data.train_batch_size,
+        shuffle=data.shuffle_train_dataloader,
         seed=config.trainer.seed,
     )
+    sources = config, parts.rollout, prompts, sampler, parts.reward_manager
     if config.actor_rollout_ref.rollout.max_staleness > 0 or has_batches_ahead(config):
         from verl.ext.asynchrony import AheadCollector  # noqa: PLC0415 - only where asked for
 
-        return AheadCollector(config, rollout, prompts, sampler, reward, last_step)
-    return RolloutCollector(config, rollout, prompts, sampler, reward)
+        return AheadCollector(*sources, inputs.total_steps)
+    return RolloutCollector(*sources)
 
 
 def has_batches_ahead(config: Config) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from verl.checkpoint import folders
 from verl.checkpoint.folders import RunState, read_driver_random
@@ -31,18 +31,10 @@ from verl.training.checkpoint_files import checkpoint_errors
 from verl.types import Metrics
 
 if TYPE_CHECKING:
+    from verl.trainer.build import Parts
     from verl.trainer.loop import RayPPOTrainer
 
 logger = logging.getLogger(__name__)
-
-
-class Stop(Protocol):
-    """Why a run must stop."""
-
-    reason: str
-    """Empty while there is no reason."""
-    is_urgent: bool
-    """Whether the run must end without saving."""
 
 
 class Checkpoints(Hook):
@@ -51,9 +43,8 @@ class Checkpoints(Hook):
     finished_state: RunState
     """State after the last finished step, which the next checkpoint stores."""
 
-    def __init__(self, config: Config, saver: Saver, total_steps: int, stop: Stop) -> None:
-        """`saver` writes the checkpoints; `stop` tells why the run is being stopped."""
-        self.config, self.saver, self.stop = config, saver, stop
+    def __init__(self, config: Config, saver: Saver, total_steps: int) -> None:
+        self.config, self.saver = config, saver
         self.directory = Path(config.trainer.default_local_dir)
         self.is_read_only = config.trainer.val_only
         self.plan = SavePlan(config.trainer, total_steps)
@@ -124,9 +115,9 @@ class Checkpoints(Hook):
         try:
             yield
         except KeyboardInterrupt:
-            if not self.stop.reason or self.stop.is_urgent:
+            if not (reason := stop_reason(trainer)):
                 raise
-            raise Interrupted(self._save_before_exit(trainer, self.stop.reason)) from None
+            raise Interrupted(self._save_before_exit(trainer, reason)) from None
         except (Interrupted, ToolOutage, ToolRefused, PluginError) as error:
             raise type(error)(self._save_before_exit(trainer, str(error))) from error
         except MismatchError as error:  # saving would need the engines, or keep a wrong policy
@@ -143,9 +134,10 @@ class Checkpoints(Hook):
                 reason = f"the run could not write its files: {error}"
                 raise Interrupted(self._save_before_exit(trainer, reason)) from error
             self.saver.close(None if isinstance(error, CollapseError) else LOST_RANK_TIMEOUT_S)
-            if self.stop.reason and isinstance(error, (RankLost, ReplicaLost)):
+            reason = stop_reason(trainer)
+            if reason and isinstance(error, (RankLost, ReplicaLost)):
                 # Slurm signals all processes of a job, so lost processes are part of the stop.
-                raise Interrupted(self._with_resume_hint(self.stop.reason)) from error
+                raise Interrupted(self._with_resume_hint(reason)) from error
             raise
 
     def _save_before_exit(self, trainer: RayPPOTrainer, reason: str) -> str:
@@ -169,3 +161,13 @@ class Checkpoints(Hook):
             return f"{reason}; there is no checkpoint: start again with the same command"
         hint = "continue with the same command and trainer.resume_mode=auto"
         return f"{reason}; saved {last}: {hint}"
+
+
+def stop_reason(trainer: RayPPOTrainer) -> str:
+    """Return the first reason of a hook why the run must stop; empty if there is none."""
+    return next(filter(None, (hook.stop_reason() for hook in trainer.hooks)), "")
+
+
+def hook(parts: Parts) -> Checkpoints:
+    """Return the hook of a run."""
+    return Checkpoints(parts.config, parts.saver, parts.inputs.total_steps)

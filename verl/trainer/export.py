@@ -14,6 +14,7 @@ from verl.trainer.hooks import Hook
 from verl.training.weights import copy_tokenizer
 
 if TYPE_CHECKING:
+    from verl.trainer.build import Parts
     from verl.trainer.loop import RayPPOTrainer
 
 
@@ -45,3 +46,9 @@ class Export(Hook):
             **self.environment.settings(),
         }
         (folder / "search_r1.json").write_text(json.dumps(dialogue) + "\n")
+
+
+def hook(parts: Parts) -> Export | None:
+    """Return the hook of a run that trains."""
+    config = parts.config
+    return None if config.trainer.val_only else Export(config, parts.inputs.environment)

@@ -1,7 +1,8 @@
 """What may be added to the training loop: hooks, called at named moments of a run.
 
-`verl.trainer.loop` says when each is called. Hooks are called in their order; the contexts that
-they open are nested in the opposite order, so that the first hook's is the innermost.
+`verl.trainer.loop` says when each is called, `verl.trainer.build` which a run has. Hooks are called
+in their order; the contexts that they open are nested in the opposite order, so that the first
+hook's is the innermost.
 """
 
 from __future__ import annotations
@@ -72,8 +73,15 @@ class Hook(Stateful):
     def on_step_end(self, trainer: RayPPOTrainer, metrics: Metrics) -> None:
         """Called when a step is logged."""
 
+    def on_wait(self) -> None:
+        """Called every few seconds while the run waits for tools; may raise to end it."""
+
     def on_end(self, trainer: RayPPOTrainer) -> None:
         """Called after the last step."""
+
+    def stop_reason(self) -> str:
+        """Return why the run must save its state and stop; empty if it need not."""
+        return ""
 
 
 class Hooks:

@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, NoReturn
 
 from tqdm import tqdm
 
+from verl.trainer.cluster import uses_gpus
 from verl.trainer.hooks import Hook
 from verl.types import Metrics
 
 if TYPE_CHECKING:
+    from verl.trainer.build import Parts
     from verl.trainer.loop import RayPPOTrainer
 
 
@@ -47,6 +49,12 @@ class Progress(Hook):
             hours = gpu_hours(self.num_gpus, elapsed, share)
             self._bar.set_postfix({"score": f"{metrics['critic/score/mean']:.3f}", **hours})
             self._bar.update()
+
+
+def hook(parts: Parts) -> Progress:
+    """Return the hook of a run."""
+    config = parts.config
+    return Progress(config.placement.num_gpus if uses_gpus(config) else 0)
 
 
 def gpu_hours(num_gpus: int, elapsed_s: float, share: float) -> dict[str, str]:

@@ -10,12 +10,11 @@ import contextlib
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import ray
-import torch
 
 from search_r1.agent.generation import build_agent, build_environment, build_format, check_prompts
 from search_r1.agent.retriever import WithToken
@@ -23,16 +22,10 @@ from search_r1.scoring import build_reward_manager
 from verl.agent.environment import Environment
 from verl.checkpoint import folders
 from verl.config import Config, cli
-from verl.config.engine_kwargs import is_approximate
 from verl.core_algos.kl import AdaptiveKLController, FixedKLController, KLController
 from verl.data import load_prompts, num_batches
 from verl.data.outside import strings_of_rows
-from verl.data.trajectories import prepare_folder
 from verl.errors import RankLost, ReplicaLost
-from verl.ext.canary import FILE as CANARY_FILE
-from verl.ext.canary import LENGTH, WeightCanary, choose_ids
-from verl.ext.recorded import check_record
-from verl.ext.resume import check_contents, check_resume, identity
 from verl.files import exclusive_lock
 from verl.machine import HostMemory
 from verl.model_files import load_tokenizer, tokenizer_identity
@@ -41,16 +34,13 @@ from verl.plugins import PortableFactory
 from verl.preflight.checks import fetch_models, preflight
 from verl.remote_code import set_trust
 from verl.rewards.interface import EachAlone, Reward, RewardManager
-from verl.rollout.pool import NullRolloutPool
-from verl.rollout.replicas import RolloutReplicas
 from verl.single_controller.actors import Restarts
 from verl.single_controller.reaper import OrphanReaper
-from verl.trainer.build import Parts, transfer_weights
+from verl.trainer.build import Inputs, Parts, optional
 from verl.trainer.cluster import start_ray
 from verl.trainer.groups import build_groups, build_ranks
-from verl.trainer.loop import RayPPOTrainer, Transfer
+from verl.trainer.loop import RayPPOTrainer
 from verl.trainer.metric_names import check_metric_names
-from verl.training.devices import device_type, dtype_name, resolve_dtype
 from verl.types import Prompt
 
 Prompts = tuple[Sequence[Prompt], Sequence[Prompt]]
@@ -73,36 +63,6 @@ def count_steps(config: Config, num_rows: int) -> int:
     return num_batches(num_rows, config.data.train_batch_size, trainer.total_epochs)
 
 
-@dataclass(frozen=True)
-class PreparedRun:
-    """Checked inputs of a run, shared by all attempts."""
-
-    config: Config
-    environment: Environment
-    identity: Mapping[str, Any]
-    train_prompts: Sequence[Prompt]
-    val_prompts: Sequence[Prompt]
-    total_steps: int
-
-
-def build_transfer(config: Config, replicas: RolloutReplicas | NullRolloutPool) -> Transfer:
-    """Build what transfers weights: with the canary, unless it is off or there are no engines."""
-    if not (config.trainer.canary and config.samples_rollouts):
-        return transfer_weights
-    rollout, seed = config.actor_rollout_ref.rollout, config.trainer.seed
-    tokenizer = load_tokenizer(config.actor_rollout_ref.model.path)
-    device = torch.device(device_type(config.trainer.device))
-    computed = dtype_name(resolve_dtype(config.trainer.compute_dtype, device))
-    return WeightCanary(
-        choose_ids(tokenizer, seed, min(LENGTH, config.data.max_model_len - 1)),
-        replicas.dtype if computed == "float32" else computed,
-        transfer_weights,
-        Path(config.trainer.default_local_dir) / CANARY_FILE,
-        setting=f"{seed} {rollout.name} {replicas.dtype} {computed} on {device.type}",
-        is_approximate=is_approximate(rollout.engine_kwargs),
-    )
-
-
 def build_reward(config: Config) -> RewardManager:
     """Build the run's reward; a placeholder that is never called if all scores were recorded."""
     if not (config.samples_rollouts or config.data.rescore):
@@ -110,7 +70,7 @@ def build_reward(config: Config) -> RewardManager:
     return build_reward_manager(config)
 
 
-def prepare(config: Config) -> PreparedRun:
+def prepare(config: Config) -> Inputs:
     """Check everything that a run needs, decide machine-dependent options and read the questions.
 
     Reward and agent are also built here, only to check that they can be: each attempt and each
@@ -125,11 +85,10 @@ def prepare(config: Config) -> PreparedRun:
     tokenizer = load_tokenizer(
         config.actor_rollout_ref.model.path, template_kwargs=config.data.chat_template_kwargs
     )
-    run_identity = identity(config, {**environment.identity(), **tokenizer_identity(tokenizer)})
-    check_contents(config)
-    check_resume(config, run_identity)
+    served = {**environment.identity(), **tokenizer_identity(tokenizer)}
+    resume = optional("verl.ext.resume")
+    identity = {} if resume is None else resume.checked_identity(config, served)
     cli.write_resolved(config, config.trainer.default_local_dir)
-    model = run_identity["fingerprints"]["model"]
     step = resumed_step(config)
     prompts: Prompts = ([], [])
     if config.samples_rollouts:
@@ -138,12 +97,14 @@ def prepare(config: Config) -> PreparedRun:
         build_agent(config)
         total_steps = count_steps(config, len(prompts[0]))
     else:
-        total_steps = check_record(config, tokenizer, model, step)
+        from verl.ext.recorded import check_record  # noqa: PLC0415 - only where asked for
+
+        total_steps = check_record(config, tokenizer, step)
     if config.trainer.rollout_data_dir is not None and not config.trainer.val_only:
-        if step > 0 and config.trainer.resume_mode == "auto":
-            step = max(step, total_steps)  # the run replaces its own later steps one by one
-        prepare_folder(config.trainer.rollout_data_dir, tokenizer, model, after=step)
-    return PreparedRun(config, environment, run_identity, *prompts, total_steps)
+        from verl.ext.record import prepare_record  # noqa: PLC0415 - only where asked for
+
+        prepare_record(config, tokenizer, step, total_steps)
+    return Inputs(config, *prompts, total_steps, environment, identity)
 
 
 def resumed_step(config: Config) -> int:
@@ -165,11 +126,11 @@ def read_prompts(config: Config, environment: Environment, tokenizer: Any) -> Pr
 
 @contextlib.contextmanager
 def running_trainer(
-    prepared: PreparedRun, tracking: Tracking, restarts: Restarts
+    inputs: Inputs, tracking: Tracking, restarts: Restarts
 ) -> Iterator[RayPPOTrainer]:
     """Yield a trainer with all its processes, which end with the context, however it ends."""
-    config = prepared.config
-    updates = prepared.total_steps * config.updates_per_step
+    config = inputs.config
+    updates = inputs.total_steps * config.updates_per_step
     with OrphanReaper() as reaper:
         start_ray(config)
         try:
@@ -182,22 +143,16 @@ def running_trainer(
             )
             try:
                 yield Parts(
-                    config=config,
-                    ranks=ranks,
-                    rollouts=replicas,
-                    train_prompts=prepared.train_prompts,
-                    val_prompts=prepared.val_prompts,
-                    reward=build_reward(config),
-                    kl_controller=build_kl_controller(config),
-                    logger=tracking,
-                    total_steps=prepared.total_steps,
-                    environment=prepared.environment,
-                    transfer=build_transfer(config, replicas),
+                    inputs,
+                    ranks,
+                    replicas,
+                    build_reward(config),
+                    build_kl_controller(config),
+                    tracking,
                     faults=lambda: {
                         **restarts.metrics(),
                         "perf/host_memory_used_share": HostMemory.now().used_share,
                     },
-                    identity=prepared.identity,
                 ).build()
             finally:
                 replicas.shutdown()
@@ -209,10 +164,10 @@ def running_trainer(
 @contextlib.contextmanager
 def built_trainer(config: Config) -> Iterator[RayPPOTrainer]:
     """Check and build everything for one attempt; all processes end with the context."""
-    prepared = prepare(config)
+    inputs = prepare(config)
     with (
-        Tracking.from_config(prepared.config) as tracking,
-        running_trainer(prepared, tracking, Restarts(config.trainer.max_restarts)) as trainer,
+        Tracking.from_config(inputs.config) as tracking,
+        running_trainer(inputs, tracking, Restarts(config.trainer.max_restarts)) as trainer,
     ):
         yield trainer
 
@@ -234,16 +189,16 @@ def run(config: Config, trackers: Sequence[Tracker] = ()) -> None:
         _run(prepare(config), trackers)
 
 
-def _run(prepared: PreparedRun, trackers: Sequence[Tracker]) -> None:
+def _run(inputs: Inputs, trackers: Sequence[Tracker]) -> None:
     """Execute a run whose folders are locked, with restarts."""
-    restarts = Restarts(prepared.config.trainer.max_restarts)
-    with Tracking.from_config(prepared.config, trackers) as tracking:
+    restarts = Restarts(inputs.config.trainer.max_restarts)
+    with Tracking.from_config(inputs.config, trackers) as tracking:
 
         def attempt(config: Config) -> None:
-            with running_trainer(replace(prepared, config=config), tracking, restarts) as trainer:
+            with running_trainer(replace(inputs, config=config), tracking, restarts) as trainer:
                 trainer.fit()
 
-        supervise(attempt, prepared.config, restarts)
+        supervise(attempt, inputs.config, restarts)
 
 
 def supervise(attempt: Callable[[Config], None], config: Config, restarts: Restarts) -> None:

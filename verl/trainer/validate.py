@@ -24,6 +24,7 @@ from verl.trainer.metrics import validation_metrics
 from verl.types import Metrics, Prompt, Sampling, Status, Trajectory, start_trajectory
 
 if TYPE_CHECKING:
+    from verl.trainer.build import Parts
     from verl.trainer.loop import RayPPOTrainer
 
 logger = logging.getLogger(__name__)
@@ -172,3 +173,10 @@ class Validation(Hook):
     def load_checkpoint(self, state: RunState, folder: Path) -> None:
         """Restore the best validation."""
         self.best = state.best
+
+
+def hook(parts: Parts) -> Validation:
+    """Return the hook of a run."""
+    inputs = parts.inputs
+    prompts, total_steps = inputs.val_prompts, inputs.total_steps
+    return Validation(inputs.config, parts.rollout, prompts, parts.reward_manager, total_steps)

@@ -28,7 +28,8 @@ from verl.monitor.performance import Timings
 from verl.monitor.tracking import Tracking
 from verl.rewards.interface import Reward
 from verl.rollout.pool import NullRolloutPool, RolloutPool
-from verl.trainer.build import Parts
+from verl.trainer.build import Inputs, Parts
+from verl.training.lora import fingerprint
 from verl.types import Origin, Prompt, Sampling, Segment, Status, Trajectory
 
 
@@ -73,11 +74,11 @@ def learn(config: Config, engines: RolloutPool, num_steps: int) -> list[dict[str
     """Run the trainer; returns the metrics that depend only on the seed."""
     tracker = MemoryTracker()
     with local_ranks(config, num_steps) as ranks:
+        train_prompts = prompts(8) if config.samples_rollouts else []
         Parts(
-            config=config, ranks=ranks, rollouts=engines,  # type: ignore[arg-type]
-            train_prompts=prompts(8) if config.samples_rollouts else [], val_prompts=[],
-            reward=score, kl_controller=FixedKLController(0.01), total_steps=num_steps,
-            logger=Tracking("p", "e", [tracker], config.trainer.default_local_dir),
+            Inputs(config, train_prompts, [], total_steps=num_steps), ranks, engines, score,
+            FixedKLController(0.01),
+            Tracking("p", "e", [tracker], config.trainer.default_local_dir),
         ).build().fit()  # fmt: skip
     return [{k: v for k, v in row.items() if is_computed(k)} for _, row in tracker.records]
 
@@ -90,7 +91,7 @@ def make_config(folder: Path, estimator: str = "grpo") -> Config:
     config.actor_rollout_ref.actor.state_masking = True
     trainer = config.trainer
     trainer.save_freq = trainer.test_freq = 0
-    trainer.val_before_train = False
+    trainer.val_before_train = trainer.canary = False
     trainer.default_local_dir = str(folder / "run")
     trainer.rollout_data_dir = str(folder / "rollouts")
     config.trainer.guard.mismatch_bound = None  # the engine of these tests makes log-probs up
@@ -166,14 +167,15 @@ def test_a_recorded_step_is_the_step_that_was_sampled_to_the_bit(
     """
     config = make_config(tmp_path, estimator)
     change(config)
-    prepare_folder(tmp_path / "rollouts", TOKENIZER)
+    base = fingerprint(config.actor_rollout_ref.model.path)
+    prepare_folder(tmp_path / "rollouts", TOKENIZER, base)
     sampled = learn(config, RandomRollouts(), num_steps)
     found_names, tokens = recorded_signals(step_path(tmp_path / "rollouts", num_steps))
     assert found_names == names
     for engine, trainer, weight in tokens:
         assert weight is None or weight == pytest.approx(min(math.exp(trainer - engine), 1.5), 1e-5)
     offline = as_recorded(config, tmp_path)
-    assert check_record(offline, TOKENIZER, "", done=0) == num_steps
+    assert check_record(offline, TOKENIZER, done=0) == num_steps
     learned = learn(offline, NullRolloutPool("float32"), num_steps)
     assert len(sampled) == num_steps and sampled == learned
     assert all(row["actor/grad_norm"] > 0 for row in learned)
@@ -203,7 +205,8 @@ def record(folder: Path, steps: Sequence[int] = (1, 2), size: int = 2, n: int = 
 
 
 def check(config: Config, model: str = "weights", done: int = 0) -> int:
-    return check_record(config, TOKENIZER, model, done)
+    config.actor_rollout_ref.model.path = model  # a name of no folder is its own fingerprint
+    return check_record(config, TOKENIZER, done)
 
 
 def test_what_was_written_is_read(tmp_path: Path) -> None:
@@ -327,7 +330,7 @@ def test_other_models_are_refused(tmp_path: Path) -> None:
     config = record(tmp_path)
     other_tokenizer = SimpleNamespace(get_vocab=lambda: {"a": 0})
     with pytest.raises(ConfigError, match="ids of another tokenizer"):
-        check_record(config, other_tokenizer, "weights", 0)
+        check_record(config, other_tokenizer, 0)
     with pytest.raises(ConfigError, match=r"expected the weights that sampled.*rollout_is=token"):
         check(config, model="other weights")
     config.actor_rollout_ref.actor.rollout_is = "token"

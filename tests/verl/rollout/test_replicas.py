@@ -22,7 +22,7 @@ from verl.errors import RankLost
 from verl.monitor.tracking import Tracking
 from verl.rollout.replicas import RolloutReplicas
 from verl.single_controller.actors import Restarts
-from verl.trainer.build import Parts
+from verl.trainer.build import Inputs, Parts
 from verl.types import Sampling, Trajectory
 
 
@@ -202,9 +202,10 @@ def test_ranks_empty_their_cache_once_a_step_before_the_engines_wake(tmp_path: P
     config.actor_rollout_ref.rollout.n_agent = 3
     config.actor_rollout_ref.actor.ppo_mini_batch_size = 6
     config.algorithm.adv_estimator = "grpo"
+    config.trainer.canary = False
     trainer = Parts(
-        config, HandingRanks(log), one_replica(log), prompts(8), prompts(4), score_by_sample,
-        FixedKLController(0.0), Tracking("p", "e", [], str(tmp_path)), total_steps=2,
+        Inputs(config, prompts(8), prompts(4), total_steps=2), HandingRanks(log), one_replica(log),
+        score_by_sample, FixedKLController(0.0), Tracking("p", "e", [], str(tmp_path)),
     ).build()  # fmt: skip
     trainer.fit()
     update = ["empty_cache", "engine.wake_up", "share_policy", "update_weights"]

@@ -31,7 +31,7 @@ from verl.rollout.replica import RolloutReplica
 from verl.rollout.replicas import RolloutReplicas
 from verl.rollout.transformers_engine import TransformersEngine
 from verl.single_controller.actors import ActorLocation, Restarts
-from verl.trainer.build import Parts, transfer_weights
+from verl.trainer.build import Inputs, Parts, transfer_weights
 from verl.trainer.loop import Transfer
 from verl.trainer.ranks import TrainerRanks
 from verl.training.worker import TrainerWorker
@@ -152,7 +152,7 @@ def run_config(model: str, out: Path, *options: str) -> Config:
         "critic.model.enable_gradient_checkpointing=false", "trainer.deterministic=true",
         "trainer.device=cpu", "trainer.compute_dtype=float32", "trainer.n_gpus_per_node=1",
         "trainer.save_freq=0", "trainer.test_freq=0", "trainer.val_before_train=false",
-        "trainer.guard.enable=false", "trainer.async_save=false",
+        "trainer.guard.enable=false", "trainer.async_save=false", "trainer.canary=false",
         f"trainer.default_local_dir={out}", *options,
     ]))  # fmt: skip
 
@@ -203,10 +203,9 @@ def train(
     replicas = RolloutReplicas(group, [], Restarts(0), overlaps=overlaps)
     with local_ranks(config, num_steps) as ranks:
         trainer = Parts(
-            config=config, ranks=ranks, rollouts=replicas, train_prompts=PROMPTS,
-            val_prompts=PROMPTS, reward=reward, kl_controller=FixedKLController(0.01),
-            total_steps=num_steps, transfer=transfer,
-            logger=Tracking("p", "e", [tracker], config.trainer.default_local_dir),
+            Inputs(config, PROMPTS, PROMPTS, num_steps), ranks, replicas, reward,
+            FixedKLController(0.01),
+            Tracking("p", "e", [tracker], config.trainer.default_local_dir), transfer=transfer,
         ).build()  # fmt: skip
         try:
             trainer.fit()

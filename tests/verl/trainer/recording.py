@@ -14,7 +14,7 @@ from verl.monitor.tracking import Tracking
 from verl.rewards.interface import Reward
 from verl.rollout.pool import RolloutPool
 from verl.single_controller.actors import Call
-from verl.trainer.build import Parts
+from verl.trainer.build import Inputs, Parts
 from verl.trainer.loop import RayPPOTrainer
 from verl.training.devices import PeakMemory
 from verl.types import Origin, Prompt, Sampling, Segment, Status, TokenBatch, Trajectory
@@ -144,6 +144,7 @@ def grpo_config(folder: Path, n_agent: int = 2) -> Config:
     config = Config()
     config.trainer.default_local_dir = config.actor_rollout_ref.model.path = str(folder)
     config.trainer.save_freq = 0
+    config.trainer.canary = False
     config.trainer.guard.drift_trajectories = 0  # tested in test_guard_in_trainer.py
     config.data.train_batch_size = 4
     config.actor_rollout_ref.rollout.n_agent = n_agent
@@ -153,13 +154,18 @@ def grpo_config(folder: Path, n_agent: int = 2) -> Config:
 
 def build_trainer(config: Config, log: list[str], **changes: Any) -> Any:
     """Build a trainer that records its calls in `log`; `changes` replace its arguments."""
-    arguments = {
-        "ranks": RecordingRanks(log), "rollouts": RecordingReplicas(log),
-        "train_prompts": prompts(8), "val_prompts": prompts(4), "reward": score_by_sample,
-        "kl_controller": FixedKLController(0.001), "total_steps": 0,
+    inputs: dict[str, Any] = {
+        "train_prompts": prompts(8), "val_prompts": prompts(4), "total_steps": 0,
+    }  # fmt: skip
+    parts = {
+        "ranks": RecordingRanks(log), "rollouts": RecordingReplicas(log), "reward": score_by_sample,
+        "kl_controller": FixedKLController(0.001),
         "logger": Tracking("p", "e", [MemoryTracker()], config.trainer.default_local_dir),
     }  # fmt: skip
-    return Parts(config=config, **arguments | changes).build()
+    own = {field.name for field in dataclasses.fields(Inputs)}
+    inputs |= {name: value for name, value in changes.items() if name in own}
+    parts |= {name: value for name, value in changes.items() if name not in own}
+    return Parts(Inputs(config, **inputs), **parts).build()
 
 
 def hook_of(trainer: RayPPOTrainer, kind: type[Any]) -> Any:
