@@ -5,6 +5,7 @@ and travel to the run's other processes with the factories that need them (`Port
 """
 
 import contextlib
+import importlib
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -70,6 +71,12 @@ def build(option: str, name: str, builtin: Mapping[str, Any], config: Any, needs
         got = f"{name}, which gives {product!r}"
         raise ConfigError(explain(option, got, expected, "return one"))
     return product
+
+
+def imported(path: str) -> Any:
+    """Import an object of the product by its path, `module:Name`, where it is needed."""
+    module, _, name = path.partition(":")
+    return getattr(importlib.import_module(module), name)
 
 
 def is_path(name: str) -> bool:

@@ -86,7 +86,7 @@ def apply_update(
     means = {key: x if key.endswith("loss") else x / weight for key, x in totals.items()}
     return {
         **{f"{name}/{key}": x for key, x in means.items()},
-        **step.metrics(name),
+        **{f"{name}/{key}": x for key, x in step.metrics().items()},
         f"{name}/num_micro_batches": float(len(micro_batches)),
     }
 

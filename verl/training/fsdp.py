@@ -1,7 +1,8 @@
 """A model sharded over all ranks by FSDP2, with its optimizer, schedule and micro-batches.
 
 Trained parameters, gradients and optimizer state are float32; forward and backward use the compute
-dtype, with a scaled loss for float16. Outputs and losses are defined by actor and critic.
+dtype. Outputs and losses are defined by actor and critic. An extension that changes what a model
+does replaces methods of it by functions that call them (`TRAINING_IN`).
 """
 
 from __future__ import annotations
@@ -20,14 +21,15 @@ from torch.distributed.tensor import DTensor
 
 from verl.config import FsdpConfig, OptimConfig
 from verl.packing import Packing
+from verl.plugins import imported
 from verl.training.loading import fill_shards, take_values
 from verl.training.sequence_parallel import SequenceParallelGroup
 from verl.types import TokenBatch
 
 MAX = dist.ReduceOp.MAX
 SCHEDULES = ("constant", "linear", "cosine")
-GROWTH_INTERVAL = 2000
-"""Consecutive finite gradients after which the loss scale is doubled."""
+TRAINING_IN = {torch.float16: "verl.ext.precision:scale_loss"}
+"""Import paths of what a model must get to be trained in a compute dtype."""
 
 
 @dataclass(frozen=True)
@@ -58,51 +60,18 @@ class StepResult:
     """Outcome of an optimizer step."""
 
     grad_norm: float
-    """Norm over all ranks, before clipping and without the loss scale."""
+    """Norm over all ranks, before clipping."""
     lr: float
-    is_skipped: bool
+    is_faulty: bool
     """The loss or gradient was not finite: weights and optimizer are unchanged."""
-    loss_scale: float | None = None
-    """The factor of the loss; None unless the compute dtype is float16."""
-    is_overflow: bool = False
-    """Skipped only because the loss scale was too large; it is halved, and the run is fine."""
 
-    @property
-    def is_faulty(self) -> bool:
-        """Whether the loss or gradient would not be finite with a smaller loss scale either."""
-        return self.is_skipped and not self.is_overflow
-
-    def metrics(self, model: str) -> dict[str, float]:
-        """Return the step's metrics, prefixed by `model`; an overflow has no gradient norm."""
-        metrics = {"lr": self.lr, "skipped_updates": float(self.is_faulty)}
-        if not self.is_overflow:
-            metrics["grad_norm"] = self.grad_norm
-        if self.loss_scale is not None:
-            metrics["loss_scale"] = self.loss_scale
-            metrics["overflowed_updates"] = float(self.is_overflow)
-        return {f"{model}/{name}": value for name, value in metrics.items()}
-
-
-@dataclass
-class LossScale:
-    """The loss scale of a float16 model, by the rule and constants of `torch.amp.GradScaler`.
-
-    A float16 below 6e-8 is 0, above 65,504 infinite. So the loss is multiplied by the scale before
-    backward, and the gradient, which FSDP sums in float32, is divided by it before any use.
-    """
-
-    value: float = 65536.0
-    """Always a power of two, so that the division does not round."""
-    num_finite: int = 0
-    """Consecutive finite gradients with this scale."""
-
-    def update(self, is_finite: bool) -> None:
-        """Halve the scale after a gradient that is not finite, double it after many that are."""
-        self.num_finite = self.num_finite + 1 if is_finite else 0
-        if not is_finite:
-            self.value /= 2
-        elif self.num_finite == GROWTH_INTERVAL:
-            self.value, self.num_finite = self.value * 2, 0
+    def metrics(self) -> dict[str, float]:
+        """Return the step's metrics."""
+        return {
+            "lr": self.lr,
+            "skipped_updates": float(self.is_faulty),
+            "grad_norm": self.grad_norm,
+        }
 
 
 @dataclass
@@ -120,8 +89,8 @@ class FsdpModel:
     optimizer: torch.optim.Optimizer | None = field(init=False, default=None)
     num_updates_done: int = field(init=False, default=0)
     """Updates so far, including skipped ones: the position in the schedule."""
-    loss_scale: LossScale | None = field(init=False, default=None)
-    """Set for a model that is trained in float16."""
+    more_state: dict[str, Any] = field(init=False, default_factory=dict)
+    """State of extensions, which checkpoints keep: an object with `state_dict` by each name."""
 
     def __post_init__(self, copy_from: FsdpModel | None) -> None:
         if not isinstance(self.module, FSDPModule):
@@ -131,6 +100,8 @@ class FsdpModel:
             self.module.train()
         if self.options.optim is not None:
             self._build_optimizer(self.options.optim)
+            if self.options.compute_dtype in TRAINING_IN:
+                imported(TRAINING_IN[self.options.compute_dtype])(self)
 
     def forward(self, *arguments: Any) -> Any:
         return self.module(*arguments)
@@ -182,8 +153,6 @@ class FsdpModel:
                 "exp_avg": torch.zeros_like(parameter),
                 "exp_avg_sq": torch.zeros_like(parameter),
             }
-        if self.options.compute_dtype is torch.float16:
-            self.loss_scale = LossScale()
         self._move_optimizer(torch.device("cpu"))
 
     def reshard(self) -> None:
@@ -223,27 +192,22 @@ class FsdpModel:
             self.module.set_requires_gradient_sync(is_last)
             self.module.set_reshard_after_backward(is_last)
         # FSDP averages gradients over ranks, but the loss is a sum over them.
-        scale = 1.0 if self.loss_scale is None else self.loss_scale.value
-        (loss * (dist.get_world_size() * scale)).backward()
+        (loss * dist.get_world_size()).backward()
 
     def step(self, is_finite: bool = True) -> StepResult:
         """Clip and apply the gradient, unless it or the loss is not finite.
 
         `is_finite` tells whether the loss is, and is the same on all ranks. The schedule advances
-        in any case; in float16, a gradient that is not finite halves the loss scale.
+        in any case.
         """
         assert self.optimizer is not None, "the model is frozen"
         self.reshard()
-        scale = self.loss_scale.value if self.loss_scale is not None else None
         parameters = list(self.trained_parameters().values())
-        if scale is not None:
-            for gradient in (p.grad for p in parameters if p.grad is not None):
-                gradient.div_(scale)
         total = nn.utils.clip_grad_norm_(parameters, self.options.grad_clip)
         norm = float(total.full_tensor() if isinstance(total, DTensor) else total)
-        is_skipped = not (is_finite and math.isfinite(norm))
+        is_faulty = not (is_finite and math.isfinite(norm))
         lr = self.lr
-        if not is_skipped:
+        if not is_faulty:
             self._move_optimizer(self.device)
             for group in self.optimizer.param_groups:
                 group["lr"] = lr
@@ -252,11 +216,7 @@ class FsdpModel:
                 self._move_optimizer(torch.device("cpu"))
         self.optimizer.zero_grad(set_to_none=True)
         self.num_updates_done += 1
-        is_overflow = False
-        if self.loss_scale is not None and is_finite:
-            is_overflow = is_skipped and self.loss_scale.value > 1
-            self.loss_scale.update(is_finite=not is_skipped)
-        return StepResult(norm, lr, is_skipped, scale, is_overflow)
+        return StepResult(norm, lr, is_faulty)
 
     @property
     def lr(self) -> float:

@@ -8,7 +8,6 @@ still takes part to the end, since the others wait for it in collectives.
 import json
 from collections.abc import Mapping
 from concurrent.futures import Future
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,7 @@ from verl.training.checkpoint_files import (
     read_state_file,
     set_random_states,
 )
-from verl.training.fsdp import FsdpModel, LossScale
+from verl.training.fsdp import FsdpModel
 from verl.training.lora import check_same_adapters
 from verl.training.weights import copy_tokenizer
 
@@ -89,12 +88,11 @@ def shard_bytes(models: Models) -> int:
 def _write_files(directory: Path, models: Models, model_config: PretrainedConfig | None) -> str:
     """Write this rank's files apart from the shards; return the error, or an empty string."""
     schedules = {name: {"last_epoch": model.num_updates_done} for name, model in models.items()}
-    scales = {name: asdict(m.loss_scale) for name, m in models.items() if m.loss_scale}
     own_file = rank_file(directory, dist.get_rank())
     try:
         own_file.parent.mkdir(parents=True, exist_ok=True)
-        state = {"schedules": schedules, "loss_scales": scales, "random": random_states()}
-        torch.save(state, own_file)
+        torch.save({"schedules": schedules, **_more_state(models), "random": random_states()},
+                   own_file)  # fmt: skip
         if dist.get_rank() == 0:
             records = _adapter_records(models)
             if records:
@@ -132,12 +130,20 @@ def _load_from(folder: Path, models: Models, with_random: bool) -> None:
     with checkpoint_errors(own_file):
         for name, model in models.items():
             model.num_updates_done = int(state["schedules"][name]["last_epoch"])
-            # Missing in older checkpoints, and in those of another compute dtype.
-            scale = state.get("loss_scales", {}).get(name)
-            if model.loss_scale is not None and scale is not None:
-                model.loss_scale = LossScale(scale["value"], scale["num_finite"])
+            for key, part in model.more_state.items():
+                if name in state.get(key, {}):  # not in a checkpoint of a run without this part
+                    part.load_state_dict(state[key][name])
         if own_file.exists() and with_random:
             set_random_states(state["random"])
+
+
+def _more_state(models: Models) -> dict[str, dict[str, Any]]:
+    """Return the state of extensions, by its name and the model's."""
+    states: dict[str, dict[str, Any]] = {}
+    for name, model in models.items():
+        for key, part in model.more_state.items():
+            states.setdefault(key, {})[name] = part.state_dict()
+    return states
 
 
 def shard_folders(directory: Path) -> list[Path]:
@@ -165,7 +171,7 @@ def read_adapters(step_dir: Path) -> dict[str, Any]:
 
 
 def rank_file(directory: Path, rank: int) -> Path:
-    """Return the file with a rank's own state: schedules, loss scales and random states."""
+    """Return the file with a rank's own state: of schedules, extensions and random generators."""
     return directory / "ranks" / f"rank_{rank}.pt"
 
 

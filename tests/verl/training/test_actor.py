@@ -363,9 +363,9 @@ def test_line_17_a_gradient_that_is_not_finite_is_skipped(bad: float) -> None:
     first = next(iter(actor.model.trained_parameters().values())).grad
     first.to_local().view(-1)[0] = bad
     step = actor.model.step(is_finite=True)
-    assert step.is_skipped and step.grad_norm == pytest.approx(bad, nan_ok=True)
+    assert step.is_faulty and step.grad_norm == pytest.approx(bad, nan_ok=True)
     assert all(torch.equal(weights(actor)[name], x) for name, x in before.items())
-    assert actor.model.step(is_finite=False).is_skipped
+    assert actor.model.step(is_finite=False).is_faulty
 
 
 def test_a_step_keeps_cached_device_memory(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,9 +10,10 @@ from example.tiny import tiny_llama
 from tests.core.batches import make_batch
 from tests.verl.training.ranks import VOCAB, save_tiny
 from verl.config import ActorConfig, OptimConfig
+from verl.ext.precision import GROWTH_INTERVAL, STATE, LossScale
 from verl.training.actor import Actor, TokenBudgets
 from verl.training.attention import PACKED
-from verl.training.fsdp import GROWTH_INTERVAL, FsdpModel, FsdpOptions, LossScale
+from verl.training.fsdp import FsdpModel, FsdpOptions
 from verl.training.models import LogProbModel, blocks
 from verl.training.shards import load_shards, save_shards
 
@@ -44,6 +45,11 @@ def make_actor(dtype: torch.dtype) -> Actor:
     return Actor(model, ActorConfig(), TokenBudgets(20, 20))
 
 
+def scale_of(actor: Actor) -> LossScale:
+    scale: LossScale = actor.model.more_state[STATE]
+    return scale
+
+
 def gradient(actor: Actor, factor: float = 1.0) -> torch.Tensor:
     """Return the clipped gradient of an update as a vector; advantages are scaled by `factor`."""
     batch, gradients = make_batch(LENGTHS), []
@@ -70,7 +76,7 @@ def test_after_an_overflow_the_scale_is_halved_and_training_continues() -> None:
     """An overflow is no fault, which the guard would count, and never reaches the weights."""
     actor, batch = make_actor(torch.float16), make_batch(LENGTHS)
     before = {name: x.clone() for name, x in actor.model.full_parameters("lm.")}
-    actor.model.loss_scale.value = 2.0**30
+    scale_of(actor).value = 2.0**30
     metrics = actor.update(batch)
     assert metrics["actor/overflowed_updates"] == 1 and metrics["actor/skipped_updates"] == 0
     assert "actor/grad_norm" not in metrics and metrics["actor/loss_scale"] == 2.0**30
@@ -78,7 +84,7 @@ def test_after_an_overflow_the_scale_is_halved_and_training_continues() -> None:
     assert all(torch.equal(now[name], x) for name, x in before.items())
     while metrics["actor/overflowed_updates"]:
         metrics = actor.update(batch)
-    assert 1 < metrics["actor/loss_scale"] == actor.model.loss_scale.value < 2.0**29
+    assert 1 < metrics["actor/loss_scale"] == scale_of(actor).value < 2.0**29
     assert metrics["actor/grad_norm"] > 0
     now = dict(actor.model.full_parameters("lm."))
     assert not torch.equal(now["model.norm.weight"], before["model.norm.weight"])
@@ -90,12 +96,12 @@ def test_what_a_smaller_scale_cannot_fix_is_a_fault() -> None:
     batch.tokens["advantages"][batch.tokens["policy_mask"].nonzero()[0, 0]] = torch.nan
     metrics = actor.update(batch)
     assert (metrics["actor/skipped_updates"], metrics["actor/overflowed_updates"]) == (1, 0)
-    assert actor.model.loss_scale == LossScale()
-    actor.model.loss_scale.value = 1.0
+    assert scale_of(actor) == LossScale()
+    scale_of(actor).value = 1.0
     first = next(iter(actor.model.trained_parameters().values()))
     first.grad = torch.full_like(first, torch.inf)
     step = actor.model.step()
-    assert step.is_faulty and not step.is_overflow
+    assert step.is_faulty and not step.metrics()["overflowed_updates"]
 
 
 def test_other_dtypes_have_no_scale() -> None:
@@ -105,14 +111,14 @@ def test_other_dtypes_have_no_scale() -> None:
     lm = tiny_llama(VOCAB)
     frozen = FsdpOptions(torch.float16)
     model = FsdpModel(LogProbModel(lm), blocks(lm, lm), torch.device("cpu"), frozen)
-    assert model.loss_scale is None
+    assert not model.more_state
 
 
 def test_line_21_a_resumed_run_continues_with_its_scale(tmp_path: Path) -> None:
     """Updates after a checkpoint, or a rollback to it, are bit for bit the uninterrupted ones."""
     model_config = AutoConfig.from_pretrained(save_tiny(tmp_path / "model"))
     one, other, batch = make_actor(torch.float16), make_actor(torch.float16), make_batch(LENGTHS)
-    one.model.loss_scale = LossScale(2.0**11, GROWTH_INTERVAL - 2)
+    scale_of(one).load_state_dict({"value": 2.0**11, "num_finite": GROWTH_INTERVAL - 2})
     one.update(batch)
     assert save_shards(tmp_path / "saved", {"actor": one.model}, model_config) == ""
     expected = [one.update(batch) for _ in range(2)]
@@ -128,4 +134,4 @@ def test_a_checkpoint_of_another_dtype_is_resumed_with_a_new_scale(tmp_path: Pat
     wide, half = make_actor(torch.bfloat16), make_actor(torch.float16)
     assert save_shards(tmp_path / "saved", {"actor": wide.model}, model_config) == ""
     load_shards(tmp_path / "saved", {"actor": half.model})
-    assert half.model.loss_scale == LossScale()
+    assert scale_of(half) == LossScale()

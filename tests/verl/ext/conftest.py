@@ -1,0 +1,3 @@
+"""Fixtures of the tests of extensions."""
+
+from tests.verl.training.conftest import single_rank as single_rank
