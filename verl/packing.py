@@ -80,14 +80,16 @@ class Packing:
     """Leading tokens that each sequence has in common with its group."""
     groups: Sequence[str]
     """Group of each sequence; may be empty if nothing is shared."""
+    pair_cost: float = 0.0
+    """Work of a pair of tokens in attention (`verl.model_shape.ModelShape.pair_cost`)."""
 
     @classmethod
-    def of(cls, batch: TokenBatch) -> Self:
+    def of(cls, batch: TokenBatch, pair_cost: float = 0.0) -> Self:
         """Build the packing of a batch; prompts are shared if it has the row `SHARED_PROMPT`."""
-        lengths = batch.lengths.tolist()
-        if SHARED_PROMPT not in batch.rows:
-            return cls(lengths, [0] * len(lengths), [])
-        return cls(lengths, batch.rows[SHARED_PROMPT].tolist(), batch.columns["group"])
+        lengths, shared, groups = batch.lengths.tolist(), [0] * len(batch), list[str]()
+        if SHARED_PROMPT in batch.rows:
+            shared, groups = batch.rows[SHARED_PROMPT].tolist(), batch.columns["group"]
+        return cls(lengths, shared, groups, pair_cost)
 
     def prefix_groups(self, indices: Sequence[int]) -> list[PrefixGroup]:
         """Group the sequences `indices` by their shared prompt, in order of first members."""
@@ -105,11 +107,11 @@ class Packing:
         """Count the tokens that are computed if these sequences are in one micro-batch."""
         return sum(group.num_tokens for group in self.prefix_groups(indices))
 
-    def work(self, indices: Sequence[int], pair_cost: float) -> float:
+    def work(self, indices: Sequence[int]) -> float:
         """Sum up the work of these sequences, as defined by `PrefixGroup.work`."""
-        return sum(group.work(pair_cost) for group in self.prefix_groups(indices))
+        return sum(group.work(self.pair_cost) for group in self.prefix_groups(indices))
 
-    def split_over_ranks(self, num_ranks: int, pair_cost: float = 0.0) -> list[list[int]]:
+    def split_over_ranks(self, num_ranks: int) -> list[list[int]]:
         """Divide sequences so that the slowest rank has the least work; a rank may get none."""
         whole = self.prefix_groups(range(len(self.lengths)))
         size = max((len(group.members) for group in whole), default=1)
@@ -117,10 +119,10 @@ class Packing:
         # Whole groups compute each prompt once, but halves, quarters … can be balanced better.
         while size:
             units = [part for group in whole for part in group.split(size)]
-            parts = balance([unit.work(pair_cost) for unit in units], num_ranks)
+            parts = balance([unit.work(self.pair_cost) for unit in units], num_ranks)
             divisions.append([_members(units, part) for part in parts])
             size //= 2
-        return min(divisions, key=lambda parts: max(self.work(p, pair_cost) for p in parts))
+        return min(divisions, key=lambda parts: max(self.work(part) for part in parts))
 
     def micro_batches(
         self, indices: Sequence[int], budget: int, min_count: int = 1
@@ -128,18 +130,6 @@ class Packing:
         """Divide sequences into micro-batches as `pack` does; only groups over budget are split."""
         units = [part for g in self.prefix_groups(indices) for part in g.split_to_budget(budget)]
         return [_members(units, b) for b in pack([u.cost for u in units], budget, min_count)]
-
-    def skipped_prompts(self, num_ranks: int, budget: int, pair_cost: float = 0.0) -> list[int]:
-        """List the lengths of the prompt copies that ranks with this budget do not compute."""
-        if not any(self.shared):
-            return []
-        return [
-            group.shared
-            for rank in self.split_over_ranks(num_ranks, pair_cost)
-            for micro_batch in self.micro_batches(rank, budget)
-            for group in self.prefix_groups(micro_batch)
-            for _ in group.members[1:]
-        ]
 
 
 def _members(groups: Sequence[PrefixGroup], chosen: Sequence[int]) -> list[int]:
@@ -199,7 +189,7 @@ class Split:
 
 def split_by_work(batch: TokenBatch, num_sp_groups: int, pair_cost: float = 0.0) -> Split:
     """Divide sequences evenly by work over sequence-parallel groups; some shards may be empty."""
-    parts = Packing.of(batch).split_over_ranks(num_sp_groups, pair_cost)
+    parts = Packing.of(batch, pair_cost).split_over_ranks(num_sp_groups)
     return Split(parts, [batch.select(part) for part in parts])
 
 

@@ -10,9 +10,9 @@ from scripts.gpu_checks.report import Report
 from scripts.gpu_checks.trainer import training_rank
 from scripts.gpu_checks.world import random_batch, small_run, write_model
 from verl.config import Config
+from verl.ext.flops import ModelFlops
 from verl.machine import Machine
 from verl.model_shape import ModelShape, read_shape
-from verl.monitor.flops import ModelFlops
 from verl.preflight.memory.estimate import Setting, rank_needs
 from verl.preflight.memory.needs import CONTEXT, Memory, Phase
 from verl.training.node_folder import new_path

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
@@ -79,18 +81,17 @@ def test_without_shared_prompts_sequences_are_balanced_and_packed(
     assert packing.split_over_ranks(num_ranks) == balance(lengths, num_ranks)
     sequences = range(len(lengths))
     assert packing.micro_batches(sequences, budget, 2) == pack(lengths, budget, 2)
-    assert packing.skipped_prompts(num_ranks, budget) == []
 
 
 @given(groups_strategy, st.integers(1, 5), st.sampled_from([0.01, 1.0]))
 def test_ranks_are_balanced_by_work(groups: Groups, num_ranks: int, pair_cost: float) -> None:
     """No rank exceeds the mean by more than the longest unit; attention's square is counted."""
-    packing = make_packing(groups)
-    parts = packing.split_over_ranks(num_ranks, pair_cost)
+    packing = replace(make_packing(groups), pair_cost=pair_cost)
+    parts = packing.split_over_ranks(num_ranks)
     assert sorted(i for part in parts for i in part) == list(range(len(packing.lengths)))
-    alone = [packing.work([i], pair_cost) for i in range(len(packing.lengths))]
+    alone = [packing.work([i]) for i in range(len(packing.lengths))]
     assert alone == pytest.approx([n + pair_cost * n * n for n in packing.lengths])
-    slowest = max(packing.work(part, pair_cost) for part in parts)
+    slowest = max(packing.work(part) for part in parts)
     assert slowest <= sum(alone) / num_ranks + max(alone, default=0) + 1e-9
 
 
@@ -98,9 +99,10 @@ def test_a_long_sequence_counts_for_more_than_its_tokens() -> None:
     """By tokens, 8 goes with a 4; with attention's square, the four short ones are less work."""
     packing = Packing([8, 4, 4, 4, 4], [0] * 5, [])
     assert packing.split_over_ranks(2) == [[0, 3], [1, 2, 4]]
-    assert packing.split_over_ranks(2, pair_cost=1.0) == [[0], [1, 2, 3, 4]]
-    group = make_packing([(10, [5, 5])])  # the prompt's square counts once
-    assert group.work([0, 1], 1.0) == 20 + 10**2 + 2 * (15**2 - 10**2)
+    packing = replace(packing, pair_cost=1.0)
+    assert packing.split_over_ranks(2) == [[0], [1, 2, 3, 4]]
+    group = replace(make_packing([(10, [5, 5])]), pair_cost=1.0)  # the prompt's square counts once
+    assert group.work([0, 1]) == 20 + 10**2 + 2 * (15**2 - 10**2)
 
 
 def test_groups_stay_whole_where_they_fit() -> None:
@@ -110,7 +112,6 @@ def test_groups_stay_whole_where_they_fit() -> None:
     assert packing.micro_batches(sequences, 12) == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
     assert packing.micro_batches(sequences, 24) == [[0, 1, 2, 3, 4, 5], [6, 7, 8]]
     assert packing.split_over_ranks(3) == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
-    assert packing.skipped_prompts(3, 24) == [6] * 6
 
 
 def test_a_group_is_split_if_it_is_too_large() -> None:
@@ -119,7 +120,6 @@ def test_a_group_is_split_if_it_is_too_large() -> None:
     assert packing.num_tokens(range(4)) == 16
     assert packing.micro_batches(range(4), 15) == [[0, 1], [2, 3]]
     assert packing.split_over_ranks(2) == [[0, 1], [2, 3]]
-    assert packing.skipped_prompts(2, 15) == [4, 4]
 
 
 def test_copied_keys_take_a_part_of_the_budget() -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from verl.config import Config
-from verl.monitor.flops import ModelFlops, model_flops
+from verl.ext.flops import ModelFlops, model_flops, peak_flops
 from verl.monitor.performance import CRITIC_PHASES
 from verl.packing import Packing
 from verl.trainer.hooks import Hook
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 class Speed(Hook):
     """Adds the ranks' FLOP/s and, on a known card, their utilisation to a step's metrics."""
 
-    def __init__(self, work: WorkCounter, peak: float | None) -> None:
-        """`work` counts the learner's passes; `peak`: FLOP/s of a rank's card, if known."""
-        self.work, self.peak = work, peak
+    def __init__(self, work: WorkCounter, card: str, dtype: str) -> None:
+        """`work` counts the learner's passes, on ranks with that `card` (empty on CPU)."""
+        self.work, self.peak = work, peak_flops(card, dtype)
 
     def on_start(self, trainer: RayPPOTrainer) -> None:
         """Have the learner report its passes."""
@@ -43,7 +43,7 @@ class Speed(Hook):
 
 def hook(parts: Parts) -> Speed:
     """Return the hook of a run."""
-    return Speed(WorkCounter(parts.config), parts.ranks.peak_flops())
+    return Speed(WorkCounter(parts.config), *parts.ranks.card_and_dtype())
 
 
 @dataclass(frozen=True)
@@ -104,12 +104,26 @@ class WorkCounter:
     def _skipped_prompts(self, model: ModelFlops, batch: TokenBatch, budget: int) -> list[int]:
         plan = self.config.placement
         num_sp_groups = plan.num_critic_sp_groups if model.is_critic else plan.num_sp_groups
-        return Packing.of(batch).skipped_prompts(num_sp_groups, budget, model.pair_cost)
+        packing = Packing.of(batch, model.shape.pair_cost(model.adapter))
+        return skipped_prompts(packing, num_sp_groups, budget)
 
     def take(self) -> dict[str, Work]:
         """Return the work since the last call, by phase."""
         done, self._done = self._done, defaultdict(Work)
         return dict(done)
+
+
+def skipped_prompts(packing: Packing, num_ranks: int, budget: int) -> list[int]:
+    """List the lengths of the prompt copies that ranks with this budget do not compute."""
+    if not any(packing.shared):
+        return []
+    return [
+        group.shared
+        for rank in packing.split_over_ranks(num_ranks)
+        for micro_batch in packing.micro_batches(rank, budget)
+        for group in packing.prefix_groups(micro_batch)
+        for _ in group.members[1:]
+    ]
 
 
 def sizes(model: ModelFlops, batch: TokenBatch) -> tuple[list[int], int]:

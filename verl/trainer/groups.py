@@ -15,7 +15,7 @@ from verl.agent.environment import EnvironmentFactory, no_tools
 from verl.agent.interface import Agent
 from verl.config import Config
 from verl.errors import ConfigError, explain
-from verl.monitor.flops import pair_costs
+from verl.model_shape import pair_costs
 from verl.rollout.interface import EngineDied, engine_takes_adapter
 from verl.rollout.pool import NullRolloutPool
 from verl.rollout.replica import RolloutReplica

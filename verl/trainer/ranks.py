@@ -12,7 +12,6 @@ from typing import Any
 from torch import Tensor
 
 from verl.errors import ConfigError, SaveError, explain
-from verl.monitor.flops import peak_flops
 from verl.packing import Split, join_tokens, split_by_work
 from verl.rollout.interface import WEIGHT_SYNC
 from verl.single_controller.actors import Call, RayWorkerGroup
@@ -31,7 +30,7 @@ class BatchSharding:
     """How batches are divided over ranks."""
 
     pair_cost: float = 0.0
-    """Relative cost of an attention pair, for balancing the work (`ModelFlops.pair_cost`)."""
+    """Relative cost of an attention pair, for balancing the work (`ModelShape.pair_cost`)."""
     sp_size: int = 1
     """Size of the sequence-parallel groups, whose ranks all get the same sequences."""
 
@@ -207,9 +206,10 @@ class TrainerRanks:
         """Return the same for the critic's ranks."""
         return max_peak(self.critic_group.call("take_peak_memory"))
 
-    def peak_flops(self) -> float | None:
-        """Return the peak FLOP/s of a rank's card; None if unknown, as on CPU."""
-        return peak_flops(*self.group.call("card_and_dtype")[0])
+    def card_and_dtype(self) -> tuple[str, str]:
+        """Return the names of a rank's GPU (empty on CPU) and compute dtype."""
+        card, dtype = self.group.call("card_and_dtype")[0]
+        return card, dtype
 
     def shutdown(self) -> None:
         """Shut the ranks down."""

@@ -61,7 +61,7 @@ class RecordingRanks:
     def __init__(self, log: list[str]) -> None:
         self.log = log
         self.mini_batches: list[TokenBatch] = []
-        self.card: float | None = None
+        self.card = ""
         self.peak: PeakMemory | None = None
 
     def _zeros(self, name: str, batch: TokenBatch) -> torch.Tensor:
@@ -117,8 +117,8 @@ class RecordingRanks:
     def take_transfer_metrics(self) -> dict[str, float]:
         return {}
 
-    def peak_flops(self) -> float | None:
-        return self.card
+    def card_and_dtype(self) -> tuple[str, str]:
+        return self.card, "bfloat16"
 
     def save_policy(self, directory: Path, dtype: str = "", is_adapter: bool = False) -> None:
         directory.mkdir(parents=True, exist_ok=True)

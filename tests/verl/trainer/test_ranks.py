@@ -77,14 +77,6 @@ def test_the_peak_is_that_of_the_worst_rank() -> None:
     assert ranks_of(FakeGroup([None, None])).take_peak_memory() is None
 
 
-@pytest.mark.parametrize(
-    ("card", "peak"), [(("NVIDIA H200", "bfloat16"), 989e12), (("", "float32"), None)]
-)
-def test_peak_flops_are_those_of_the_ranks_card(card: tuple[str, str], peak: float | None) -> None:
-    """The driver itself may have no card."""
-    assert ranks_of(FakeGroup([card, card])).peak_flops() == peak
-
-
 def test_the_weights_are_written_when_the_slowest_node_is_done(tmp_path: Path) -> None:
     """Ranks that write nothing report 0."""
     ranks = ranks_of(FakeGroup([1.5, 0.0, 2.5, 0.0]))

@@ -10,7 +10,6 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from verl.config import Config
 from verl.config.policy import BlocksConfig
 from verl.model_shape import ModelShape, read_shape
 
@@ -33,11 +32,6 @@ class ModelFlops:
     def _attention(self, lengths: Sequence[int]) -> int:
         """Return 4 · heads · head_dim · n² / 2 (scores and sums of values) per layer, sequence."""
         return 2 * self.shape.layers * self.shape.query_size * sum(n * n for n in lengths)
-
-    @property
-    def pair_cost(self) -> float:
-        """Cost of attention per squared token, in units of the matrix products' cost per token."""
-        return self._attention([1]) / (2 * (self.shape.linear_weights + self.adapter))
 
     def _head(self, num_targets: int) -> int:
         return 2 * (1 if self.is_critic else self.shape.vocab) * self.shape.hidden * num_targets
@@ -83,14 +77,6 @@ def model_flops(options: BlocksConfig, path: str, is_critic: bool) -> ModelFlops
         return None
     adapter = shape.adapter(options.lora_rank, options.target_modules)
     return ModelFlops(shape, is_critic, adapter, options.enable_gradient_checkpointing is True)
-
-
-def pair_costs(config: Config) -> tuple[float, float]:
-    """Return `ModelFlops.pair_cost` of policy and critic; 0 for a model of unknown shape."""
-    section, critic = config.actor_rollout_ref, config.critic
-    policy = model_flops(section.model, section.model.path, is_critic=False)
-    value = model_flops(critic.model, config.critic_path, is_critic=True)
-    return policy.pair_cost if policy else 0.0, value.pair_cost if value else 0.0
 
 
 PEAK_TFLOPS = {

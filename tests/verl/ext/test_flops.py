@@ -22,8 +22,9 @@ from tests.core.batches import make_batch, make_groups
 from tests.verl.training.ranks import VOCAB
 from verl.config import AdapterConfig
 from verl.config.policy import SELECTIVE
+from verl.ext.flops import ModelFlops, peak_flops
+from verl.ext.speed import skipped_prompts
 from verl.model_shape import ModelShape
-from verl.monitor.flops import ModelFlops, peak_flops
 from verl.packing import SHARED_PROMPT, Packing, common_prompts
 from verl.training.attention import PACKED
 from verl.training.kernels import recompute
@@ -96,7 +97,7 @@ def test_a_shared_prompt_costs_what_torch_counts() -> None:
         LogProbModel(lm)(PackedInputs.of(batch, mask, torch.device("cpu")), 1.0)
     flops, lengths, wanted = ModelFlops(shape), batch.lengths.tolist(), int(mask.sum())
     found = flops.forward(lengths, wanted) - flops.forward(
-        Packing.of(batch).skipped_prompts(1, 100), 0
+        skipped_prompts(Packing.of(batch), 1, 100), 0
     )
     rectangles = sum(q * k for q, k in [(7, 7), (5, 12), (2, 9), (10, 17), (5, 5)])
     per_pair = 4 * shape.layers * shape.query_size
@@ -105,11 +106,19 @@ def test_a_shared_prompt_costs_what_torch_counts() -> None:
     assert found == counter.get_total_flops() - attention(counter) + halves
 
 
+def test_prompts_are_skipped_where_ranks_share_them() -> None:
+    """One of each group of a micro-batch is computed; a group may be split by rank or budget."""
+    whole = Packing([8] * 9, [6] * 9, [f"g{i // 3}" for i in range(9)])
+    assert skipped_prompts(whole, 3, 24) == [6] * 6
+    assert skipped_prompts(Packing([7] * 4, [4] * 4, ["g"] * 4), 2, 15) == [4, 4]
+    assert skipped_prompts(Packing([7] * 4, [0] * 4, []), 2, 15) == []
+
+
 def test_pair_cost_gives_the_share_of_a_sequence_in_all_flops() -> None:
     """Ranks are balanced by it: a token costs 1, attention `pair_cost` times the squared length."""
     flops = ModelFlops(build(CONFIGS["qwen2, tied"])[1], adapter=1000)
-    packing = Packing(LENGTHS, [0] * len(LENGTHS), [])
-    share = packing.work([0, 2], flops.pair_cost) / packing.work(range(4), flops.pair_cost)
+    packing = Packing(LENGTHS, [0] * len(LENGTHS), [], flops.shape.pair_cost(flops.adapter))
+    share = packing.work([0, 2]) / packing.work(range(4))
     assert share == pytest.approx(flops.forward([12, 17], 0) / flops.forward(LENGTHS, 0))
 
 
