@@ -16,7 +16,7 @@ import shutil
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Self
 
@@ -101,11 +101,20 @@ class RunState:
     """Batches of prompts drawn for later steps; some may already be sampled."""
     version: int | None = None
     """Version of the weights that the engines received after the step."""
+    others: Mapping[str, Any] = field(default_factory=dict)
+    """States of the user's hooks, by the names that they chose."""
 
     @property
     def next_version(self) -> int:
         """Version of the weights that the next step starts with."""
         return self.step + 1 if self.version is None else self.version
+
+    @classmethod
+    def of(cls, state: Mapping[str, Any]) -> Self:
+        """Return the state with these fields; entries of other names go to `others`."""
+        own = {f.name for f in fields(cls)}
+        others = {name: value for name, value in state.items() if name not in own}
+        return cls(**{n: value for n, value in state.items() if n in own}, others=others)
 
     @classmethod
     def read(cls, step_dir: Path) -> Self:

@@ -65,6 +65,9 @@ class TrainerConfig:
         or_file=True,
     )
     """Trackers of docs/guides/watching.md, or `path/file.py:Name`: a name or a list."""
+    hooks: list[str] = option(factory=list, resume="free")
+    """Hooks of the user's, each `path/file.py:Name`, called at the moments of a step
+    (docs/guides/watching.md)."""
     default_local_dir: str = option(
         "runs/${trainer.project_name}/${trainer.experiment_name}", resume="free"
     )

@@ -17,6 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from verl import plugins
 from verl.agent.environment import Environment
 from verl.checkpoint import folders
 from verl.checkpoint.folders import RunState
@@ -24,6 +25,7 @@ from verl.checkpoint.saver import Saver
 from verl.config import Config
 from verl.core_algos.kl import KLController
 from verl.data import PromptSampler
+from verl.errors import ConfigError, explain
 from verl.rewards.interface import RewardFn, RewardManager, adapted
 from verl.rollout.pool import RetryingRollout
 from verl.trainer.collect import RolloutCollector, Source
@@ -45,6 +47,9 @@ HOOKS = (
 
 What adds metrics comes before what keeps the step's state, and what ends a run after it.
 """
+
+
+KEY = "trainer.hooks"
 
 
 def optional(module: str) -> ModuleType | None:
@@ -138,8 +143,19 @@ class Parts:
         )
 
 
+def user_hooks(config: Config) -> Iterator[Hook]:
+    """Build the hooks of `trainer.hooks`. Raises ConfigError."""
+    for name in config.trainer.hooks:
+        hook = plugins.build(KEY, name, {}, config, "on_step_end")
+        if not isinstance(hook, Hook):
+            fix = "derive the class from verl.trainer.hooks.Hook"
+            raise ConfigError(explain(KEY, f"a {type(hook).__name__} from {name}", "a Hook", fix))
+        yield hook
+
+
 def built_hooks(parts: Parts) -> Iterator[Hook]:
-    """Yield the run's hooks in the order of `HOOKS`."""
+    """Yield the run's hooks: the user's, then the others in the order of `HOOKS`."""
+    yield from user_hooks(parts.config)
     for name in HOOKS:
         module = optional(name)
         hook: Hook | None = None if module is None else module.hook(parts)

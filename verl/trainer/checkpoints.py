@@ -51,7 +51,7 @@ class Checkpoints(Hook):
 
     def on_start(self, trainer: RayPPOTrainer) -> None:
         """Resume from the checkpoint that `trainer.resume_mode` refers to, if any."""
-        self.finished_state = RunState(**trainer.state_dict())
+        self.finished_state = RunState.of(trainer.state_dict())
         folders.clean_up(self.directory)
         mode = self.config.trainer.resume_mode
         folder = folders.resume_folder(mode, self.directory)
@@ -85,11 +85,11 @@ class Checkpoints(Hook):
 
     def on_trained(self, trainer: RayPPOTrainer, metrics: Metrics) -> None:
         """Remember the step: its updates are done, but not its validation and logging."""
-        self.finished_state = RunState(**trainer.state_dict(), pending=dict(metrics))
+        self.finished_state = RunState.of({**trainer.state_dict(), "pending": dict(metrics)})
 
     def on_step_end(self, trainer: RayPPOTrainer, metrics: Metrics) -> None:
         """Remember the step as finished, and save it if a checkpoint is due."""
-        self.finished_state = RunState(**trainer.state_dict())
+        self.finished_state = RunState.of(trainer.state_dict())
         if self.plan.is_due(trainer.step):
             self.save(trainer)
 

@@ -27,7 +27,7 @@ class Stateful:
     """A part of the trainer with a state that checkpoints keep; without one unless overridden."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return its fields of `RunState`, as JSON values."""
+        """Return its fields of `RunState`, or others of its own names, as JSON values."""
         return {}
 
     def load_checkpoint(self, state: RunState, folder: Path) -> None:

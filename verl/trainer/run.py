@@ -36,7 +36,7 @@ from verl.remote_code import set_trust
 from verl.rewards.interface import EachAlone, Reward, RewardManager
 from verl.single_controller.actors import Restarts
 from verl.single_controller.reaper import OrphanReaper
-from verl.trainer.build import Inputs, Parts, optional
+from verl.trainer.build import Inputs, Parts, optional, user_hooks
 from verl.trainer.cluster import start_ray
 from verl.trainer.groups import build_groups, build_ranks
 from verl.trainer.loop import RayPPOTrainer
@@ -80,6 +80,7 @@ def prepare(config: Config) -> Inputs:
     calls_tools = config.do_search and config.samples_rollouts
     environment = replace(build_environment(config), enabled=calls_tools)
     reward = build_reward(config)
+    list(user_hooks(config))
     config = preflight(config, environment)
     fetch_models(config)
     tokenizer = load_tokenizer(
