@@ -16,7 +16,9 @@ from verl.trainer.hooks import Hook
 GUIDE = Path(__file__).resolve().parents[3] / "docs/guides/watching.md"
 
 
-def run_with_hook(folder: Path, source: str, num_steps: int = 2) -> list[tuple[int, dict[str, float]]]:
+def run_with_hook(
+    folder: Path, source: str, num_steps: int = 2
+) -> list[tuple[int, dict[str, float]]]:
     """Run some steps with the hook `MyHook` of a file; returns what was logged."""
     path, tracker = folder / f"hook_{num_steps}.py", MemoryTracker()
     path.write_text(source)
