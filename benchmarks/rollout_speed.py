@@ -29,7 +29,7 @@ from benchmarks.algorithms.variants import COMMON
 from example.geography import DATA
 from search_r1.agent.generation import build_agent
 from verl.config import Config, cli
-from verl.data import load_prompts
+from verl.data.prompts import load_prompts
 from verl.model_files import load_tokenizer
 from verl.rollout.replica import RolloutReplica
 from verl.rollout.vllm_settings import VllmSettings

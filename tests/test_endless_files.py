@@ -21,7 +21,7 @@ from search_r1.rewards import build_reward
 from tests.bad_models import whole_model
 from tests.fakes import ByteTokenizer
 from verl.agent.wording import read_format
-from verl.data import load_rows
+from verl.data.rows import load_rows
 from verl.errors import DataError, ModelError, UserError
 from verl.files import read_text
 from verl.model_files import read_config

@@ -17,7 +17,8 @@ from tests.rewards.judge.server import judge_server
 from verl.config import Config
 from verl.config.known import known_options
 from verl.config.reward import JudgeConfig, RewardConfig, StageConfig
-from verl.data import load_rows, render
+from verl.data.prompts import render
+from verl.data.rows import load_rows
 from verl.errors import ConfigError
 from verl.types import Origin, Prompt, Segment, Trajectory, start_trajectory
 

@@ -356,3 +356,8 @@ def concat_slices(column: Tensor, spans: Sequence[slice]) -> Tensor:
         return torch.cat([column[:0], *(column[span] for span in spans)])
     flat = column.numpy()  # slicing an array is cheaper than slicing a tensor
     return torch.from_numpy(np.concatenate([flat[:0], *(flat[span] for span in spans)]))
+
+
+def num_calls(stats: Mapping[str, float]) -> float:
+    """Return the number of turns that called tools: all valid actions except the answer."""
+    return stats.get("valid_actions", 0.0) - stats.get("answered", 0.0)

@@ -42,7 +42,8 @@ from search_r1.rewards.judge.judge_options import JudgeOptions, read_key
 from search_r1.rewards.normalize import RULES
 from search_r1.rewards.registry import build_judge
 from verl.config import Config
-from verl.data import choose, load_rows
+from verl.data.prompts import choose
+from verl.data.rows import load_rows
 from verl.errors import ConfigError, ToolError, UserError
 from verl.files import LOCK_NAME, exclusive_lock
 from verl.remote_code import set_trust

@@ -20,8 +20,8 @@ from verl.agent.control import ControlStrings
 from verl.agent.dialogue import DialogueAgent, derived_seed
 from verl.agent.interface import Observation, ToolCall
 from verl.agent.tags import TagFormat
-from verl.data import Tokenizer, render
 from verl.data.outside import neutral_row, strings_of_rows
+from verl.data.prompts import Tokenizer, render
 from verl.data.rows import Row
 from verl.errors import DataError, ToolError, explain
 from verl.rollout.interface import RolloutEngine

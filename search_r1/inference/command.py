@@ -22,9 +22,8 @@ from search_r1.inference.dialogue import SILENCE, AgentSession, DialogueListener
 from search_r1.inference.opening import open_session
 from search_r1.inference.terminal import Terminal, converse
 from search_r1.plain import configure_logging, json_line
-from verl.data import load_rows
 from verl.data.records import MAX_ROW_CHARS, BadRow
-from verl.data.rows import Message
+from verl.data.rows import Message, load_rows
 from verl.errors import DataError, ToolError, UserError, explain
 from verl.files import exclusive_lock, read_text
 from verl.types import Status

@@ -10,8 +10,8 @@ from search_r1.retrieval.schema import Document, well_formed
 from verl.agent.control import ControlStrings, break_strings
 from verl.agent.dialogue import DialogueAgent
 from verl.agent.interface import Observation, ToolCall, Turn
-from verl.data import Tokenizer, num_tokens, render
 from verl.data.outside import neutral_row, strings_of_rows
+from verl.data.prompts import Tokenizer, num_tokens, render
 from verl.data.rows import Message, Row
 from verl.errors import DataError, explain
 from verl.rollout.interface import RolloutEngine

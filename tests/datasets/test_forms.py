@@ -17,8 +17,8 @@ import pytest
 
 from search_r1.datasets.command import OwnOptions
 from search_r1.datasets.own import read_files
-from verl.data import load_rows
 from verl.data.records import BadRow
+from verl.data.rows import load_rows
 from verl.data.validation import validate
 from verl.errors import DataError
 

@@ -18,7 +18,7 @@ from tests.evaluation.scripted import Reader, documents, finder, row, runner
 from tests.fakes import ByteTokenizer
 from verl.agent.dialogue import derived_seed
 from verl.agent.native import NativeFormat
-from verl.data import render
+from verl.data.prompts import render
 from verl.errors import DataError
 from verl.types import Completion, Sampling
 

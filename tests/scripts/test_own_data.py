@@ -10,7 +10,7 @@ from search_r1.retrieval import index_builder
 from search_r1.retrieval.client import RetrievalClient
 from search_r1.retrieval.local_server import LocalServer
 from verl.config import cli
-from verl.data import load_prompts
+from verl.data.prompts import load_prompts
 from verl.data.validation import main as validate
 
 TEXTS = {

@@ -190,11 +190,6 @@ def to_float(value: Any) -> float:
     return math.nan if value is None else float(value)
 
 
-def num_calls(stats: Mapping[str, float]) -> float:
-    """Return the number of turns that called tools: all valid actions except the answer."""
-    return stats.get("valid_actions", 0.0) - stats.get("answered", 0.0)
-
-
 def make_row(
     step: int, step_size: int, recorded: RecordedTrajectory, signals: Signals | None = None
 ) -> dict[str, Any]:

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from verl.data import trajectories
-from verl.data.trajectories import TOKENIZER, num_calls, to_float
+from verl.data.trajectories import TOKENIZER, to_float
 from verl.errors import DataError, explain
 from verl.sft.rejection_sampling import Criteria, Options
-from verl.types import Status
+from verl.types import Status, num_calls
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from verl.data import Tokenizer, render
 from verl.data.parquet import read_parquet
-from verl.data.prompts import encode_within
+from verl.data.prompts import Tokenizer, encode_within, render
 from verl.data.records import MAX_QUOTE, BadRow, read_jsonl, short_repr
 from verl.data.rows import Row, ends_with_answer, parse_prompt
 from verl.data.trajectories import TOKENIZER, fingerprint

@@ -24,7 +24,7 @@ from verl.checkpoint.folders import RunState
 from verl.checkpoint.saver import Saver
 from verl.config import Config
 from verl.core_algos.kl import KLController
-from verl.data import PromptSampler
+from verl.data.sampler import PromptSampler
 from verl.errors import ConfigError, explain
 from verl.rewards.interface import RewardFn, RewardManager, adapted
 from verl.rollout.pool import RetryingRollout

@@ -13,7 +13,7 @@ from typing import Any
 from verl.checkpoint.folders import RunState
 from verl.config import Config
 from verl.core_algos.jagged import ROUNDING
-from verl.data import PromptSampler
+from verl.data.sampler import PromptSampler
 from verl.monitor.performance import Timings
 from verl.rewards.interface import Reward, RewardManager
 from verl.rollout.pool import RetryingRollout, RolloutRequest, complete_groups

@@ -10,11 +10,18 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from torch import Tensor
 
-from verl.data.trajectories import num_calls
 from verl.monitor.performance import Timings
 from verl.packing import saved_token_share
 from verl.rewards.interface import Reward
-from verl.types import EngineCounts, Metrics, Origin, Status, TokenBatch, Trajectory
+from verl.types import (
+    EngineCounts,
+    Metrics,
+    Origin,
+    Status,
+    TokenBatch,
+    Trajectory,
+    num_calls,
+)
 
 MALFORMED = "guard/malformed_rate"
 TOOL_USE = "guard/search_rate"

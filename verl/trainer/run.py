@@ -23,8 +23,9 @@ from verl.agent.environment import Environment
 from verl.checkpoint import folders
 from verl.config import Config, cli
 from verl.core_algos.kl import AdaptiveKLController, FixedKLController, KLController
-from verl.data import load_prompts, num_batches
 from verl.data.outside import strings_of_rows
+from verl.data.prompts import load_prompts
+from verl.data.sampler import num_batches
 from verl.errors import RankLost, ReplicaLost
 from verl.files import exclusive_lock
 from verl.machine import HostMemory

@@ -13,8 +13,9 @@ import pytest
 
 from verl.agent.dialogue import CHARS_PER_TOKEN
 from verl.config import Config
-from verl.data import PromptSampler, choose, load_prompts, load_rows, num_batches, render
-from verl.data.prompts import encode_within
+from verl.data.prompts import choose, encode_within, load_prompts, render
+from verl.data.rows import load_rows
+from verl.data.sampler import PromptSampler, num_batches
 from verl.errors import ConfigError, DataError
 
 

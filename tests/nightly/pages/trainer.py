@@ -18,7 +18,7 @@ from search_r1.scoring import build_reward_manager
 from tests.fakes import ByteTokenizer, ScriptedEngine
 from verl.agent.dialogue import DialogueAgent, Limits
 from verl.config import Config, cli
-from verl.data import load_prompts
+from verl.data.prompts import load_prompts
 from verl.monitor.tracking import Tracker, Tracking
 from verl.trainer import main_ppo
 from verl.types import Sampling, Trajectory, start_trajectory

@@ -28,7 +28,7 @@ from search_r1.agent.generation import build_agent
 from search_r1.retrieval.local_server import LocalServer
 from search_r1.scoring import build_reward_manager
 from verl.config import Config, cli
-from verl.data import load_prompts
+from verl.data.prompts import load_prompts
 from verl.rollout.replica import RolloutReplica
 from verl.trainer.validate import VALIDATION_STREAM, trajectory_seed
 from verl.types import Sampling, Trajectory, start_trajectory

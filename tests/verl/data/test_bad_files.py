@@ -13,8 +13,8 @@ from jinja2 import TemplateError
 
 from search_r1.inference.command import read_questions
 from tests.fakes import ByteTokenizer
-from verl.data import load_rows, render
-from verl.data.rows import Row
+from verl.data.prompts import render
+from verl.data.rows import Row, load_rows
 from verl.data.validation import validate
 from verl.errors import DataError
 from verl.sft.demonstrations import load_demonstrations

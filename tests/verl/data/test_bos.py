@@ -6,7 +6,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from verl.data import render
+from verl.data.prompts import render
 from verl.data.rows import Message, Row
 
 

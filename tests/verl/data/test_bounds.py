@@ -17,9 +17,10 @@ from search_r1.datasets.own import read_files
 from search_r1.inference.command import read_questions
 from tests.fakes import ByteTokenizer
 from verl.config import Config
-from verl.data import load_prompts, load_rows
 from verl.data.parquet import MAX_UNPACKED, VALUE_BYTES, read_parquet
+from verl.data.prompts import load_prompts
 from verl.data.records import MAX_ROW_CHARS, BadRow, read_jsonl, short_repr
+from verl.data.rows import load_rows
 from verl.data.validation import lines, validate
 from verl.errors import DataError
 from verl.sft.demonstrations import load_demonstrations

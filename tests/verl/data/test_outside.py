@@ -11,8 +11,8 @@ from search_r1.retrieval.schema import Document
 from tests.verl.agent.test_control import LAYOUTS, build, controls
 from verl.agent import native
 from verl.config import Config
-from verl.data import load_prompts, render
 from verl.data.outside import neutral_row, strings_of_rows
+from verl.data.prompts import load_prompts, render
 from verl.data.rows import Row
 
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"

@@ -12,7 +12,7 @@ import pytest
 from tests.bad_models import BAD, whole_model
 from verl import model_files
 from verl.config import Config
-from verl.data import load_prompts
+from verl.data.prompts import load_prompts
 from verl.data.validation import lines, main, to_json, validate
 from verl.errors import DataError
 

@@ -23,7 +23,7 @@ from tests.verl.trainer.local_run import (
 from tests.verl.training.ranks import save_tiny
 from verl.config import Config
 from verl.core_algos.kl import FixedKLController
-from verl.data import PromptSampler
+from verl.data.sampler import PromptSampler
 from verl.monitor.performance import Timings
 from verl.rollout import schedule
 from verl.trainer.collect import Samples

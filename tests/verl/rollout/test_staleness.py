@@ -20,7 +20,7 @@ from verl.agent.dialogue import _policy_segment
 from verl.agent.environment import Environment
 from verl.checkpoint.folders import RunState
 from verl.config import Config
-from verl.data import PromptSampler
+from verl.data.sampler import PromptSampler
 from verl.ext import ahead_files
 from verl.ext.asynchrony import AheadCollector
 from verl.monitor.performance import Timings

@@ -12,7 +12,7 @@ from tests.fakes import EOS, ByteTokenizer
 from tests.verl.trainer.recording import RecordingReplicas, prompts, score_by_sample
 from verl.agent.environment import Environment
 from verl.config import Config
-from verl.data import PromptSampler
+from verl.data.sampler import PromptSampler
 from verl.data.trajectories import (
     HEADER,
     fingerprint,

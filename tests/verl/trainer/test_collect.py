@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tests.verl.trainer.recording import RecordingReplicas, prompts, score_by_sample
 from verl.agent.environment import Environment
 from verl.config import Config
-from verl.data import PromptSampler
+from verl.data.sampler import PromptSampler
 from verl.errors import ToolOutage
 from verl.monitor.performance import Timings
 from verl.rewards.interface import EachAlone, Reward, RewardFn
