@@ -28,11 +28,11 @@ from rich.console import Console
 from verl.config import Config
 from verl.core_algos.kl import FixedKLController
 from verl.data.trajectories import read_step, recorded_steps
+from verl.ext.cpu_env import cpu_env
 from verl.packing import SHARED_PROMPT, Packing
 from verl.ports import free_port
 from verl.preflight.memory.check import fill_undecided
 from verl.trainer.collect import Samples
-from verl.trainer.groups import cpu_env
 from verl.trainer.learn import add_advantages, assemble, mini_batches
 from verl.training import attention
 from verl.training.worker import TrainerWorker

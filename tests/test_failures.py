@@ -26,13 +26,13 @@ import ray
 from example.tiny import tiny_model
 from verl.config import Config
 from verl.errors import RankLost, ReplicaLost
+from verl.ext.cpu_env import cpu_env
+from verl.ext.reaper import MARK, REPLICA_MARK, OrphanReaper, find_marked, kill_leftovers
 from verl.rollout.interface import EngineDied, RolloutEngine
 from verl.rollout.replica import RolloutReplica
 from verl.rollout.replicas import RolloutReplicas
 from verl.single_controller.actors import RayWorkerGroup, Restarts
 from verl.single_controller.placement import create_rollout_group, create_trainer_group, reserve
-from verl.single_controller.reaper import MARK, REPLICA_MARK, OrphanReaper, find_marked
-from verl.trainer.groups import cpu_env
 from verl.training.node_folder import PREFIX, NodeFolder, on_node
 from verl.types import Origin, Prompt, Sampling, Segment, Trajectory, start_trajectory
 
@@ -87,7 +87,7 @@ class Rank:
 @pytest.fixture
 def ranks(cluster: OrphanReaper) -> Iterator[RayWorkerGroup]:
     """Two actors that host ranks."""
-    env = cpu_env() | {MARK: cluster.mark, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
+    env = cpu_env() | cluster.variables | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
     group = create_trainer_group(reserve(2, 1, use_gpu=False), 2, use_gpu=False, env=env)
     group.locations()
     group.gather(group.start_build(Rank, [(0,), (1,)]))
@@ -212,9 +212,12 @@ def rollout(cluster: OrphanReaper, tmp_path_factory: pytest.TempPathFactory) -> 
     folder = tmp_path_factory.mktemp("gate")
     (folder / "open").touch()
     start, current = tiny_model(folder / "a", seed=0), tiny_model(folder / "b", seed=1)
-    env = cpu_env() | {MARK: cluster.mark, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
+    env = cpu_env() | cluster.variables | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
     ranks = create_trainer_group(reserve(1, 1, use_gpu=False), 1, use_gpu=False, env=env)
-    group = create_rollout_group(ranks.locations(), 2, 0, env, (EngineDied,))
+    group = create_rollout_group(
+        ranks.locations(), 2, 0, lambda i: env | {REPLICA_MARK: f"{cluster.mark}/{i}"},
+        (EngineDied,), kill_leftovers,
+    )  # fmt: skip
     group.locations()
     arguments = [(tiny_config(start), lambda _: GatedAgent(folder), i) for i in range(2)]
     group.gather(group.start_build(RolloutReplica, arguments))

@@ -24,7 +24,7 @@ from scripts.demo import OPTIONS, RETRIEVER, Demo
 from search_r1.retrieval.local_server import LocalServer
 from verl.config import Config, cli
 from verl.data.trajectories import read_rows
-from verl.trainer.groups import cpu_env
+from verl.ext.cpu_env import cpu_env
 
 OUT = ROOT / "runs" / "benchmarks" / "step"
 

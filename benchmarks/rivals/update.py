@@ -27,7 +27,7 @@ from rich.console import Console
 
 from benchmarks.rivals.tasks import MATRIX_RATE
 from benchmarks.rivals.work import split, write
-from verl.trainer.groups import cpu_env
+from verl.ext.cpu_env import cpu_env
 
 ROOT = Path(__file__).resolve().parents[2]
 OURS, TRL, PLAIN = "ours", "TRL", "plain loop"

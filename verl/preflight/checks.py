@@ -94,7 +94,7 @@ def preflight(config: Config, environment: Environment) -> Config:
 def fetch_models(config: Config) -> None:
     """Download the weights of hub models and check them, in a run on this machine.
 
-    A cluster's nodes download theirs (`verl.trainer.cluster`). Raises PreflightError.
+    A cluster's nodes download theirs (`verl.ext.nodes`). Raises PreflightError.
     """
     if os.environ.get("RAY_ADDRESS"):
         return

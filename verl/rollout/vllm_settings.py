@@ -21,7 +21,7 @@ CPU_ENV = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     # Engine and trainer use the same cores in turn; threads bound to cores would share one.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    # Waiting threads that spin would slow down working ones (see `trainer.groups.cpu_env`).
+    # Waiting threads that spin would slow down working ones (see `ext.cpu_env`).
     **PASSIVE,
 }
 QUIET_ENV = {

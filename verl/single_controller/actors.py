@@ -33,8 +33,6 @@ from ray.exceptions import (
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 
 from verl.errors import UserError
-from verl.ports import free_port
-from verl.single_controller.reaper import REPLICA_MARK, OrphanReaper, kill_marked
 from verl.training.network import secret_variables
 
 logger = logging.getLogger(__name__)
@@ -90,6 +88,11 @@ def current_location() -> ActorLocation:
     return ActorLocation(context.get_node_id(), address, gpu_ids, os.getpid())
 
 
+def set_environment(variables: Mapping[str, str]) -> None:
+    """Set environment variables of the driver that must not appear in Ray's logs."""
+    os.environ |= variables
+
+
 @ray.remote
 class ActorHost:
     """An actor that hosts one object, built on request."""
@@ -98,27 +101,10 @@ class ActorHost:
         gc.disable()  # until `build`, whose imports create a million objects that are never freed
         self.hosted: Any = None
         self._calls: deque[Call] = deque(maxlen=MAX_RECORDED_CALLS)
-        self._reaper: OrphanReaper | None = None
 
-    async def location(self) -> ActorLocation:
-        """Return where this actor runs."""
-        return current_location()
-
-    async def set_environment(self, variables: Mapping[str, str]) -> None:
-        """Set environment variables of the driver that must not appear in Ray's logs."""
-        os.environ |= variables
-
-    async def start_reaper(self, mark: str) -> None:
-        """Have the processes marked `mark` on this node killed when this actor ends."""
-        self._reaper = OrphanReaper(mark)
-
-    async def kill_leftovers(self) -> int:
-        """Kill the remaining processes of the replaced actor; returns their number."""
-        return kill_marked(REPLICA_MARK, os.environ[REPLICA_MARK])
-
-    async def free_port(self) -> int:
-        """Return a port that is currently free on this actor's node."""
-        return free_port(host="")
+    async def run(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Call a function in this actor's process."""
+        return function(*args)
 
     async def build(self, factory: Callable[..., Any], *args: Any) -> None:
         """Build the hosted object."""
@@ -147,16 +133,18 @@ class RayWorkerGroup:
     def __init__(
         self, options: Sequence[Any], name: str, lost: type[UserError],
         placement: PlacementGroup | None = None, deaths: tuple[type[Exception], ...] = (),
+        clean_up: Callable[[], object] | None = None,
     ) -> None:  # fmt: skip
         """`options[i].remote()` creates actor i; `name` is what messages call an actor.
 
         `lost` is the error to raise when an actor is gone, `deaths` are further errors that mean
-        that a hosted object is dead though its actor lives.
+        that a hosted object is dead though its actor lives. `clean_up` is called in each actor
+        that takes the place of another, to end what is left of that.
         """
         self.name = name
         self._lost, self._deaths = lost, (*DEATHS, *deaths)
         self._options = list(options)
-        self._placement = placement
+        self._placement, self._clean_up = placement, clean_up
         self._locations: list[ActorLocation] = []
         self.hosts = self._start()
 
@@ -165,7 +153,7 @@ class RayWorkerGroup:
         hosts = [option.remote() for option in self._options]
         if secrets := secret_variables(os.environ):
             for host in hosts:
-                host.set_environment.remote(secrets)
+                host.run.remote(set_environment, secrets)
         return hosts
 
     def __len__(self) -> int:
@@ -174,12 +162,15 @@ class RayWorkerGroup:
     def locations(self) -> list[ActorLocation]:
         """Return where each actor runs."""
         if not self._locations:
-            self._locations = self.gather([host.location.remote() for host in self.hosts])
+            self._locations = self.run(current_location)
         return self._locations
 
-    def free_port(self) -> int:
-        """Return a port that is free on the first actor's node."""
-        return int(ray.get(self.hosts[0].free_port.remote()))
+    def run(
+        self, function: Callable[..., Any], *args: Any, on: Sequence[int] | None = None
+    ) -> list[Any]:
+        """Call a function in the process of every actor, or of those numbered `on`."""
+        hosts = self.hosts if on is None else [self.hosts[i] for i in on]
+        return self.gather([host.run.remote(function, *args) for host in hosts])
 
     def start_build(self, factory: Callable[..., Any], args: Sequence[Sequence[Any]]) -> list[Any]:
         """Start building the hosted objects, with `args[i]` for actor i; returns Ray references."""
@@ -268,7 +259,8 @@ class RayWorkerGroup:
 
     def _find_dead(self, actors: Mapping[Any, int], seconds: float) -> tuple[int, str] | None:
         """Return the first dead actor and the cause; None if all respond or the time is up."""
-        actors = {**actors, **{host.location.remote(): i for i, host in enumerate(self.hosts)}}
+        hosts = enumerate(self.hosts)
+        actors = {**actors, **{host.run.remote(current_location): i for i, host in hosts}}
         pending, end = list(actors), time.monotonic() + seconds
         while pending and time.monotonic() < end:
             done, pending = ray.wait(pending, timeout=max(0.0, end - time.monotonic()))
@@ -288,14 +280,15 @@ class RayWorkerGroup:
         return self._lost(f"{self.name} {index}{where} is lost: {cause}")
 
     def restart(self) -> None:
-        """Replace every actor by an empty one, after killing all that is left of the old ones.
+        """Replace every actor by an empty one, after cleaning up after the old ones.
 
         Raises the group's error if an actor can no longer be placed.
         """
         for host in self.hosts:
             ray.kill(host)
         self.hosts = self._start()
-        self.gather([host.kill_leftovers.remote() for host in self.hosts])
+        if self._clean_up is not None:
+            self.run(self._clean_up)
         self._locations = []
         self.locations()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import ray
@@ -21,7 +21,6 @@ from ray.util.scheduling_strategies import (
 
 from verl.errors import RankLost, ReplicaLost, ResourceError
 from verl.single_controller.actors import ActorHost, ActorLocation, RayWorkerGroup, current_location
-from verl.single_controller.reaper import KEEP_ENVIRONMENT, MARK, REPLICA_MARK
 
 logger = logging.getLogger(__name__)
 
@@ -35,9 +34,6 @@ KEEP_VISIBLE_DEVICES = {
 SET_VISIBLE_DEVICES = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "0"}
 """Variable by which Ray shows each rank only its own GPU, even if the user's shell exports the
 opposite, as other trainers require."""
-MARKED = {KEEP_ENVIRONMENT: "1"}
-"""Keeps the mark of processes that actors start readable; actors in a user's own Ray cluster do not
-inherit this variable from the driver."""
 
 
 def reserve(
@@ -95,7 +91,7 @@ def create_trainer_group(
         ActorHost.options(  # type: ignore[attr-defined]  # Ray's decorator adds it
             num_cpus=1,
             num_gpus=1 if use_gpu else 0,
-            runtime_env={"env_vars": {**env, **MARKED, **SET_VISIBLE_DEVICES}},
+            runtime_env={"env_vars": {**env, **SET_VISIBLE_DEVICES}},
             scheduling_strategy=PlacementGroupSchedulingStrategy(placement, rank // per_node),
         )
         for rank in range(num_ranks)
@@ -127,12 +123,14 @@ def first_index_per_node(locations: Sequence[ActorLocation]) -> list[int]:
 
 def create_rollout_group(
     locations: Sequence[ActorLocation], num_replicas: int, gpus_per_replica: int,
-    env: Mapping[str, str], deaths: tuple[type[Exception], ...] = (),
+    env: Callable[[int], Mapping[str, str]], deaths: tuple[type[Exception], ...] = (),
+    clean_up: Callable[[], object] | None = None,
 ) -> RayWorkerGroup:  # fmt: skip
     """Create one actor per engine; `locations` are the ranks' or those of `engine_gpu_locations`.
 
     Replica i gets the GPUs of `gpus_per_replica` locations from `i * gpus_per_replica` on; with 0,
-    on CPU, replicas are distributed round-robin over the nodes. `deaths`: see RayWorkerGroup.
+    on CPU, replicas are distributed round-robin over the nodes. `env` returns the environment
+    variables of replica i. `deaths` and `clean_up`: see RayWorkerGroup.
     """
     options = []
     node_firsts = first_index_per_node(locations)
@@ -142,7 +140,7 @@ def create_rollout_group(
         else:
             first = node_firsts[replica % len(node_firsts)]
         gpu_locations = locations[first : first + gpus_per_replica]
-        variables = {**env, **MARKED, REPLICA_MARK: f"{env[MARK]}/replica-{replica}"}
+        variables = dict(env(replica))
         if gpu_locations:
             devices = ",".join(gpu for location in gpu_locations for gpu in location.gpu_ids)
             variables |= {**KEEP_VISIBLE_DEVICES, "CUDA_VISIBLE_DEVICES": devices}
@@ -155,4 +153,4 @@ def create_rollout_group(
                 scheduling_strategy=node,
             )
         )
-    return RayWorkerGroup(options, "rollout replica", ReplicaLost, deaths=deaths)
+    return RayWorkerGroup(options, "rollout replica", ReplicaLost, None, deaths, clean_up)

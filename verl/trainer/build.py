@@ -29,6 +29,7 @@ from verl.errors import ConfigError, explain
 from verl.rewards.interface import RewardFn, RewardManager, adapted
 from verl.rollout.pool import RetryingRollout
 from verl.trainer.collect import RolloutCollector, Source
+from verl.trainer.groups import StartUp
 from verl.trainer.hooks import Hook
 from verl.trainer.learn import Learner
 from verl.trainer.loop import Logger, RayPPOTrainer, Transfer
@@ -49,6 +50,8 @@ What adds metrics comes before what keeps the step's state, and what ends a run 
 """
 
 
+STARTERS = ("verl.ext.reaper", "verl.ext.nodes", "verl.ext.cpu_env")
+"""Modules with a function `add_to(start_up)`, in the order in which they are called."""
 KEY = "trainer.hooks"
 
 
@@ -151,6 +154,14 @@ def user_hooks(config: Config) -> Iterator[Hook]:
             fix = "derive the class from verl.trainer.hooks.Hook"
             raise ConfigError(explain(KEY, f"a {type(hook).__name__} from {name}", "a Hook", fix))
         yield hook
+
+
+def add_starters(start_up: StartUp) -> None:
+    """Add what optional features do when a run's actors start."""
+    for name in STARTERS:
+        module = optional(name)
+        if module is not None:
+            module.add_to(start_up)
 
 
 def built_hooks(parts: Parts) -> Iterator[Hook]:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import ray
 from ray.util.placement_group import PlacementGroup
 
 from verl.agent.environment import EnvironmentFactory, no_tools
@@ -16,6 +16,7 @@ from verl.agent.interface import Agent
 from verl.config import Config
 from verl.errors import ConfigError, explain
 from verl.model_shape import pair_costs
+from verl.ports import free_port
 from verl.rollout.interface import EngineDied, engine_takes_adapter
 from verl.rollout.pool import NullRolloutPool
 from verl.rollout.replica import RolloutReplica
@@ -25,13 +26,10 @@ from verl.single_controller.placement import (
     create_rollout_group,
     create_trainer_group,
     engine_gpu_locations,
-    first_index_per_node,
     nodes_of,
     reserve,
 )
-from verl.single_controller.reaper import MARK, OrphanReaper
-from verl.threads import SPIN_COUNT, spin_count
-from verl.trainer.cluster import JOB_CONFIG, check_nodes, config_for_actors, fetch_models, uses_gpus
+from verl.trainer.cluster import config_for_actors, uses_gpus
 from verl.trainer.ranks import BatchSharding, TrainerRanks
 from verl.training.allocator import engine_variables, rank_variables
 from verl.training.devices import DETERMINISTIC_ENV, rollout_dtype
@@ -42,22 +40,44 @@ HANG_TIMEOUT_S = 600.0
 """Time without a sign of life after which a rollout replica counts as dead."""
 
 
+Nodes = Mapping[str, str]
+"""Addresses of the nodes of a run, by Ray's node id."""
+
+
+@dataclass
+class StartUp:
+    """What optional features do when a run's actors start (`verl.trainer.build.STARTERS`)."""
+
+    environment_factory: EnvironmentFactory = no_tools
+    """Makes the agents' tools."""
+    checks: list[Callable[[Config, Nodes], None]] = field(default_factory=list)
+    """Called before the actors start, with their configuration."""
+    variables: list[Callable[[Config, Nodes], Mapping[str, str]]] = field(default_factory=list)
+    """Return environment variables of all actors."""
+    replica_variables: Callable[[int], Mapping[str, str]] = lambda replica: {}
+    """Returns those of a replica, by its number."""
+    on_started: list[Callable[[Sequence[RayWorkerGroup]], None]] = field(default_factory=list)
+    """Called when the ranks' actors have started, and nothing is built yet."""
+    clean_up: Callable[[], None] | None = None
+    """Called in an actor that takes the place of a lost replica's."""
+    end: ExitStack = field(default_factory=ExitStack)
+    """Closed after the last process has ended."""
+
+
 @dataclass(frozen=True)
-class PlacedRanks:
-    """Training ranks whose Ray actors are placed on nodes, but whose models are not built yet."""
+class StartedRanks:
+    """Training ranks whose Ray actors have started, but whose models are not built yet."""
 
     config: Config
     """The configuration for the actors (`config_for_actors`)."""
     placement: PlacementGroup
     """Placement group of the actor's ranks and of the engines' own GPUs."""
-    env: Mapping[str, str]
-    """Environment variables of the engines."""
+    engine_env: Mapping[str, str]
+    """Environment variables of all engines."""
     ranks: TrainerRanks
 
 
-def place_ranks(
-    config: Config, environment_factory: EnvironmentFactory, reaper: OrphanReaper
-) -> PlacedRanks:
+def start_ranks(config: Config, start_up: StartUp) -> StartedRanks:
     """Reserve the run's resources on the nodes, check the nodes, and start the ranks' actors."""
     use_gpu = uses_gpus(config)
     config = config_for_actors(config, use_gpu)
@@ -65,16 +85,9 @@ def place_ranks(
     nodes: dict[str, str] = {}
     for placement in placements:
         nodes |= nodes_of(placement)
-    check_nodes(config, environment_factory, nodes)
-    fetch_models(config, nodes)
-    env = forwarded_variables(os.environ)
-    gpus = config.placement.gpus_per_node
-    env |= gpu_env(nodes, gpus) if use_gpu else cpu_env(_shares_cores(config))
-    env[MARK] = reaper.mark
-    if config.trainer.deterministic:
-        env |= DETERMINISTIC_ENV
-    allocator = allocator_variables(config) if use_gpu else ({}, {})
-    rank_env, engine_env = (env | own for own in allocator)
+    for check in start_up.checks:
+        check(config, nodes)
+    rank_env, engine_env = actor_variables(config, use_gpu, nodes, start_up)
     groups = create_rank_groups(config, placements, use_gpu, rank_env)
     policy_cost, critic_cost = pair_costs(config)
     policy_sp_size = config.actor_rollout_ref.actor.ulysses_sequence_parallel_size
@@ -83,16 +96,17 @@ def place_ranks(
         policy=BatchSharding(policy_cost, policy_sp_size),
         critic=BatchSharding(critic_cost, config.placement.critic_sp_size),
     )
-    start_node_reapers(ranks.groups, reaper.mark)
-    return PlacedRanks(config, placements[0], engine_env, ranks)
+    for prepare in start_up.on_started:
+        prepare(ranks.groups)
+    return StartedRanks(config, placements[0], engine_env, ranks)
 
 
 def build_ranks(
-    config: Config, total_updates: int, reaper: OrphanReaper
+    config: Config, total_updates: int, start_up: StartUp
 ) -> tuple[TrainerRanks, NullRolloutPool]:
     """Build the training ranks of a run that trains on recorded trajectories, without engines."""
-    placed = place_ranks(config, no_tools, reaper)
-    config, ranks = placed.config, placed.ranks
+    started = start_ranks(config, start_up)
+    config, ranks = started.config, started.ranks
     pending = start_building_ranks(ranks, ranks.groups[1:], CriticWorker, config, total_updates)
     pending += start_building_ranks(ranks, [ranks.group], TrainerWorker, config, total_updates)
     for group, calls in pending:
@@ -103,30 +117,32 @@ def build_ranks(
 def build_groups(
     config: Config,
     agent_factory: Callable[[Config], Agent],
-    environment_factory: EnvironmentFactory,
     total_updates: int,
-    reaper: OrphanReaper,
+    start_up: StartUp,
     restarts: Restarts,
 ) -> tuple[TrainerRanks, RolloutReplicas]:
-    """Place and build all actors; engines and ranks load concurrently unless they share GPUs."""
-    use_gpu = uses_gpus(config)
-    check_engine_gpus(config, use_gpu)
-    placed = place_ranks(config, environment_factory, reaper)
-    config, ranks = placed.config, placed.ranks
-    trainer, rollout = config.trainer, config.actor_rollout_ref.rollout
-    num_replicas = config.placement.num_engines(use_gpu)
-    is_external = config.placement.is_external
-    num_gpus = rollout.tensor_model_parallel_size if use_gpu and not is_external else 0
+    """Start and build all actors; engines and ranks load concurrently unless they share GPUs."""
+    check_engine_gpus(config, uses_gpus(config))
+    started = start_ranks(config, start_up)
+    config, ranks = started.config, started.ranks
+    trainer, rollout, plan = config.trainer, config.actor_rollout_ref.rollout, config.placement
+    use_gpu = trainer.device == "cuda"
+    num_replicas = plan.num_engines(use_gpu)
+    num_gpus = rollout.tensor_model_parallel_size if use_gpu and not plan.is_external else 0
     locations = ranks.group.locations()
     if use_gpu and trainer.rollout_gpus:
-        locations = engine_gpu_locations(placed.placement, trainer.rollout_gpus)
-    replicas = create_rollout_group(locations, num_replicas, num_gpus, placed.env, (EngineDied,))
+        locations = engine_gpu_locations(started.placement, trainer.rollout_gpus)
+    replicas = create_rollout_group(
+        locations, num_replicas, num_gpus,
+        lambda replica: {**started.engine_env, **start_up.replica_variables(replica)},
+        (EngineDied,), start_up.clean_up,
+    )  # fmt: skip
     replicas.locations()  # known from now on, for messages about lost replicas
     arguments = [(config, agent_factory, replica) for replica in range(num_replicas)]
     replica_calls = replicas.start_build(RolloutReplica, arguments)
     pending = start_building_ranks(ranks, ranks.groups[1:], CriticWorker, config, total_updates)
     # Engines on the ranks' GPUs load first and then sleep, so that the ranks have the memory.
-    shares_gpus = use_gpu and config.placement.is_colocated
+    shares_gpus = use_gpu and plan.is_colocated
     if shares_gpus:
         start_engines(replicas, replica_calls, then_sleep=True)
     pending += start_building_ranks(ranks, [ranks.group], TrainerWorker, config, total_updates)
@@ -165,16 +181,6 @@ def check_engine_gpus(config: Config, use_gpu: bool) -> None:
         raise ConfigError(explain(key, num_engines, expected, f"{key}=null"))
 
 
-def start_node_reapers(groups: Sequence[RayWorkerGroup], mark: str) -> None:
-    """Start an orphan reaper on each node except the driver's, which has one already."""
-    guarded = {ray.get_runtime_context().get_node_id()}
-    for group in groups:
-        locations = group.locations()
-        others = [i for i in first_index_per_node(locations) if locations[i].node_id not in guarded]
-        group.gather([group.hosts[i].start_reaper.remote(mark) for i in others])
-        guarded |= {locations[i].node_id for i in others}
-
-
 def reserve_placements(config: Config, use_gpu: bool) -> list[PlacementGroup]:
     """Reserve resources for the actor's ranks with the engines' own GPUs, and a separate critic."""
     trainer, plan, timeout_s = config.trainer, config.placement, config.trainer.node_timeout
@@ -207,7 +213,7 @@ def start_building_ranks(
     pending = []
     for group in groups:
         others = [loc.node_id for g in ranks.groups if g is not group for loc in g.locations()]
-        address = (group.locations()[0].host, group.free_port())
+        address = (group.locations()[0].host, group.run(free_port, "", on=[0])[0])
         arguments = [
             (config, rank, len(group), *address, total_updates, others.count(location.node_id))
             for rank, location in enumerate(group.locations())
@@ -224,56 +230,16 @@ def start_engines(replicas: RayWorkerGroup, calls: Sequence[object], then_sleep:
         replicas.call("engine.sleep")
 
 
-def allocator_variables(config: Config) -> tuple[dict[str, str], dict[str, str]]:
-    """Return the variables of torch's allocator, of ranks and of engines on GPUs."""
+def actor_variables(
+    config: Config, use_gpu: bool, nodes: Nodes, start_up: StartUp
+) -> tuple[Mapping[str, str], Mapping[str, str]]:
+    """Return the environment variables of ranks and of engines."""
+    shared = forwarded_variables(os.environ)
+    for variables in start_up.variables:
+        shared |= variables(config, nodes)
+    if config.trainer.deterministic:
+        shared |= DETERMINISTIC_ENV
+    if not use_gpu:
+        return shared, shared
     weight_sync = config.actor_rollout_ref.rollout.weight_sync
-    return rank_variables(os.environ, weight_sync), engine_variables(os.environ)
-
-
-def gpu_env(
-    nodes: Collection[str], per_node: int, environment: Mapping[str, str] = os.environ
-) -> dict[str, str]:
-    """Return the environment variables that set the number of threads of actors on GPU hosts.
-
-    Each gets a GPU's share of the smallest node's cores, where Ray would set one thread; offloaded
-    AdamW and writing weights profit from more. `nodes` are Ray's node ids. The user's own setting
-    takes precedence, but not the 1 that Ray itself sets in the driver of a job.
-    """
-    user_threads = environment.get("OMP_NUM_THREADS")
-    if user_threads and not (user_threads == "1" and JOB_CONFIG in environment):
-        return {"OMP_NUM_THREADS": user_threads}
-    cores = min(node["Resources"]["CPU"] for node in ray.nodes() if node["NodeID"] in nodes)
-    return {"OMP_NUM_THREADS": str(max(1, int(cores) // per_node))}
-
-
-def _shares_cores(config: Config) -> bool:
-    """Whether several processes compute on the same cores at the same time."""
-    rollout, trainer = config.actor_rollout_ref.rollout, config.trainer
-    plan = config.placement
-    samples_while_training = rollout.max_staleness > 0 and not plan.is_split
-    num_processes = max(plan.num_ranks, plan.num_engines(on_gpu=False))
-    return samples_while_training or plan.has_own_critic or num_processes > trainer.nnodes
-
-
-def cpu_env(shares_cores: bool = False) -> dict[str, str]:
-    """Return the environment variables of actors that compute on the CPU.
-
-    Threads: all cores, where Ray would set one thread. Idle threads spin for some ten microseconds
-    before they sleep, because a layer consists of a dozen small operations, and waking a thread for
-    each takes longer than the operation (docs/evidence/updates.md). With `shares_cores`, they sleep
-    at once. The user's own GOMP_SPINCOUNT and GLIBC_TUNABLES take precedence.
-
-    Memory: malloc keeps freed memory, because returning it to the system after each forward pass
-    costs more in page faults than the pass itself. There is a single arena, because Ray calls an
-    actor in a thread whose own arena would be returned regardless of the threshold. Huge pages
-    reduce the number of page faults.
-    """
-    return {
-        "OMP_NUM_THREADS": str(len(os.sched_getaffinity(0))),
-        "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "PASSIVE"),
-        "GOMP_SPINCOUNT": spin_count("0" if shares_cores else SPIN_COUNT),
-        "MALLOC_TRIM_THRESHOLD_": str(8 << 30),
-        "MALLOC_MMAP_MAX_": "0",
-        "MALLOC_ARENA_MAX": "1",
-        "GLIBC_TUNABLES": os.environ.get("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1"),
-    }
+    return shared | rank_variables(os.environ, weight_sync), shared | engine_variables(os.environ)

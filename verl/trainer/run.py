@@ -19,7 +19,7 @@ import ray
 from search_r1.agent.generation import build_agent, build_environment, build_format, check_prompts
 from search_r1.agent.retriever import WithToken
 from search_r1.scoring import build_reward_manager
-from verl.agent.environment import Environment
+from verl.agent.environment import Environment, no_tools
 from verl.checkpoint import folders
 from verl.config import Config, cli
 from verl.core_algos.kl import AdaptiveKLController, FixedKLController, KLController
@@ -36,10 +36,9 @@ from verl.preflight.checks import fetch_models, preflight
 from verl.remote_code import set_trust
 from verl.rewards.interface import EachAlone, Reward, RewardManager
 from verl.single_controller.actors import Restarts
-from verl.single_controller.reaper import OrphanReaper
-from verl.trainer.build import Inputs, Parts, optional, user_hooks
+from verl.trainer.build import Inputs, Parts, add_starters, optional, user_hooks
 from verl.trainer.cluster import start_ray
-from verl.trainer.groups import build_groups, build_ranks
+from verl.trainer.groups import StartUp, build_groups, build_ranks
 from verl.trainer.loop import RayPPOTrainer
 from verl.trainer.metric_names import check_metric_names
 from verl.types import Prompt
@@ -133,15 +132,17 @@ def running_trainer(
     """Yield a trainer with all its processes, which end with the context, however it ends."""
     config = inputs.config
     updates = inputs.total_steps * config.updates_per_step
-    with OrphanReaper() as reaper:
+    agent = WithToken(PortableFactory(build_agent))
+    environment = WithToken(PortableFactory(build_environment))
+    start_up = StartUp(environment if config.samples_rollouts else no_tools)
+    with start_up.end:
+        add_starters(start_up)
         start_ray(config)
         try:
-            agent = WithToken(PortableFactory(build_agent))
-            environment = WithToken(PortableFactory(build_environment))
             ranks, replicas = (
-                build_groups(config, agent, environment, updates, reaper, restarts)
+                build_groups(config, agent, updates, start_up, restarts)
                 if config.samples_rollouts
-                else build_ranks(config, updates, reaper)
+                else build_ranks(config, updates, start_up)
             )
             try:
                 yield Parts(

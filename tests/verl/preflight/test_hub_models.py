@@ -18,7 +18,7 @@ from verl.config import cli
 from verl.errors import PreflightError
 from verl.preflight import checks, hub_models
 from verl.preflight.memory.check import read_setting
-from verl.trainer.cluster import fetch_on_node
+from verl.ext.nodes import fetch_on_node
 
 def weights():
     return sorted(path.name for path in Path(constants.HF_HUB_CACHE).rglob("*.safetensors"))

@@ -75,8 +75,8 @@ def test_the_dead_peer_is_found_and_not_its_caller(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(actors.ray, "wait", lambda calls, timeout: (calls[:1], calls[1:]))
     monkeypatch.setattr(actors.ray, "get", get)
     group = RayWorkerGroup([], "replica", ReplicaLost)
-    locations = [SimpleNamespace(remote=lambda i=i: f"location {i}") for i in range(2)]
-    group.hosts = [SimpleNamespace(location=location) for location in locations]
+    runs = [SimpleNamespace(remote=lambda function, i=i: f"location {i}") for i in range(2)]
+    group.hosts = [SimpleNamespace(run=run) for run in runs]
     assert group._find_dead({"call 1": 1}, 10.0) is None
     failed["location 0"] = NodeDiedError("The node has died: x")
     assert group._find_dead({"call 1": 1}, 10.0) == (0, "its node is lost")

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 import ray
 
+from verl.ext.cpu_env import gpu_env
 from verl.single_controller.actors import RayWorkerGroup
 from verl.single_controller.placement import (
     create_rollout_group,
@@ -15,9 +16,7 @@ from verl.single_controller.placement import (
     nodes_of,
     reserve,
 )
-from verl.single_controller.reaper import KEEP_ENVIRONMENT, MARK
 from verl.trainer.cluster import JOB_CONFIG
-from verl.trainer.groups import gpu_env
 
 pytestmark = pytest.mark.pretend_cuda
 KEPT = ("2", "3", "0", "1")
@@ -41,12 +40,11 @@ def ranks() -> Iterator[RayWorkerGroup]:
         patch.setenv("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         patch.setenv("RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES", "1")  # as a user's shell may
         patch.delenv("OMP_NUM_THREADS", raising=False)
-        patch.delenv(KEEP_ENVIRONMENT, raising=False)
         ray.init(
             "local", include_dashboard=False, num_cpus=CORES, num_gpus=RANKS, logging_level="error"
         )
         placement = reserve(RANKS, 1, use_gpu=True, timeout_s=60)
-        env = {MARK: "test", **gpu_env(nodes_of(placement), RANKS)}
+        env = gpu_env(nodes_of(placement), RANKS)
         group = create_trainer_group(placement, RANKS, use_gpu=True, env=env)
         yield group
         group.shutdown()
@@ -63,10 +61,10 @@ def test_each_rank_has_its_own_gpu_and_its_share_of_the_cores(ranks: RayWorkerGr
 
 def test_an_engine_sees_the_gpus_of_its_ranks(ranks: RayWorkerGroup) -> None:
     """GPUs are in the ranks' order, for each tensor parallel size, and after a restart."""
-    env = {MARK: "test", "OMP_NUM_THREADS": "5"}
     gpus = [gpu for location in ranks.locations() for gpu in location.gpu_ids]
+    env = {"OMP_NUM_THREADS": "5"}
     groups = {  # all before the first use, so that they start in parallel
-        size: create_rollout_group(ranks.locations(), count, size, env)
+        size: create_rollout_group(ranks.locations(), count, size, lambda i: env)
         for size, count in {1: 1, 2: 2, 4: 1}.items()
     }
     try:
@@ -78,20 +76,6 @@ def test_an_engine_sees_the_gpus_of_its_ranks(ranks: RayWorkerGroup) -> None:
     finally:
         for engines in groups.values():
             engines.shutdown()
-
-
-def test_what_actors_start_keeps_its_mark(ranks: RayWorkerGroup) -> None:
-    """Processes of actors keep the mark, also in a Ray cluster without the driver's environment.
-
-    There, the titles of vLLM's processes would otherwise overwrite the mark.
-    """
-    engines = create_rollout_group(ranks.locations(), 1, 1, {MARK: "test"})
-    try:
-        for group in (ranks, engines):
-            seen_by(group)
-            assert set(group.call("getenv", KEEP_ENVIRONMENT)) == {"1"}
-    finally:
-        engines.shutdown()
 
 
 def test_the_users_number_of_threads_takes_precedence(ranks: RayWorkerGroup) -> None:

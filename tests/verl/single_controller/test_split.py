@@ -16,7 +16,6 @@ from tests.verl.single_controller.split_parts import Critic, Rank, Replica
 from verl.config import Config
 from verl.single_controller import placement
 from verl.single_controller.actors import ActorLocation, RayWorkerGroup, Restarts
-from verl.single_controller.reaper import MARK
 from verl.trainer import groups
 
 NODES, RANKS, OWN, CRITIC = 2, 1, 2, 1
@@ -59,11 +58,10 @@ def test_no_gpu_is_used_by_a_rank_and_an_engine(
     config.critic.n_gpus_per_node = CRITIC
     config.trainer.default_local_dir = str(tmp_path)
     config.actor_rollout_ref.rollout.tensor_model_parallel_size = 2
-    for name, replaced in {"check_nodes": lambda *_: None, "start_node_reapers": lambda *_: None,
-                           "TrainerWorker": Rank, "CriticWorker": Critic,
+    for name, replaced in {"TrainerWorker": Rank, "CriticWorker": Critic,
                            "RolloutReplica": Replica}.items():  # fmt: skip
         monkeypatch.setattr(groups, name, replaced)
-    arguments: Any = (lambda _: None, lambda _: None, 1, SimpleNamespace(mark="test"), Restarts(0))
+    arguments: Any = (lambda _: None, 1, groups.StartUp(), Restarts(0))
     ranks, replicas = groups.build_groups(config, *arguments)
     try:
         all_gpus = [(node["NodeID"], str(card)) for node in ray.nodes() for card in range(4)]
@@ -92,7 +90,7 @@ def test_an_engine_is_within_one_node(
     monkeypatch.setattr(placement, "RayWorkerGroup", lambda *_, **__: None)
     ids = {"a" * 56: ("6", "7"), "b" * 56: ("4", "5")}
     locations = [ActorLocation(node, "host", (gpu,)) for node, gpus in ids.items() for gpu in gpus]
-    placement.create_rollout_group(locations, 4 // size, size, {MARK: "m"})
+    placement.create_rollout_group(locations, 4 // size, size, lambda i: {})
     seen = [o["runtime_env"]["env_vars"]["CUDA_VISIBLE_DEVICES"] for o in actor_options]
     nodes = [o["scheduling_strategy"].node_id for o in actor_options]
     assert (seen, nodes) == (devices, sorted(nodes)) and len(set(nodes)) == 2

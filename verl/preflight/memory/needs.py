@@ -84,7 +84,7 @@ PROCESSES = {"cpu": (600 * MIB, 1500 * MIB, 1500 * MIB), "gpu": (2 * GIB, 4 * GI
 engine's processes, of the driver with Ray's own processes."""
 CPU_HEAP = 1.6
 """Heap used by temporary tensors relative to their size, due to fragmentation (`cpu_env` in
-verl.trainer.groups makes malloc keep freed memory)."""
+verl.ext makes malloc keep freed memory)."""
 GAPS = 0.35
 """Gaps of torch's usual segments relative to the tensors of a pass (benchmarks/fragmentation.py).
 Expandable segments leave 2 %, which the limit above which a run is refused allows."""

@@ -21,18 +21,23 @@ import select
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 import psutil
+
+if TYPE_CHECKING:
+    from verl.single_controller.actors import RayWorkerGroup
+    from verl.trainer.groups import StartUp
 
 MARK = "SEARCH_R1_RUN"
 """Environment variable with the mark of the attempt that a process belongs to."""
 REPLICA_MARK = "SEARCH_R1_PART"
 """Environment variable of a replica's processes, which can be replaced alone: `MARK/replica-N`."""
 KEEP_ENVIRONMENT = "SPT_NOENV"
-"""Keeps Ray and vLLM from overwriting the environment when they set process titles."""
+"""Keeps Ray and vLLM from overwriting the environment when they set process titles. Actors in a
+user's own Ray cluster do not inherit it from the driver."""
 MAPPED_FILE = re.compile(r"\s(/dev/shm/[^/\s]+)$", re.MULTILINE)
 """A file directly in /dev/shm, in a line of /proc/PID/maps; folders there have other owners."""
 RESOURCE_TRACKER = "multiprocessing.resource_tracker"
@@ -153,9 +158,13 @@ class OrphanReaper:
             env=unmarked,
             start_new_session=True,  # a ctrl-c in the driver's terminal does not reach it
         )
-        inherited = {MARK: self.mark, KEEP_ENVIRONMENT: "1"}
-        self._before = {name: os.environ.get(name) for name in inherited}
-        os.environ |= inherited
+        self._before = {name: os.environ.get(name) for name in self.variables}
+        os.environ |= self.variables
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """Environment variables of the processes that belong to the attempt."""
+        return {MARK: self.mark, KEEP_ENVIRONMENT: "1"}
 
     def close(self) -> None:
         """Kill all marked processes and end the watchdog; harmless if repeated."""
@@ -174,6 +183,40 @@ class OrphanReaper:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def add_to(start_up: StartUp) -> None:
+    """Mark the processes of the attempt that starts, and kill them all when it ends."""
+    reaper = start_up.end.enter_context(OrphanReaper())
+    start_up.variables.append(lambda config, nodes: reaper.variables)
+    start_up.replica_variables = lambda replica: {REPLICA_MARK: f"{reaper.mark}/replica-{replica}"}
+    start_up.on_started.append(lambda groups: guard_nodes(reaper.mark, groups))
+    start_up.clean_up = kill_leftovers
+
+
+def guard_nodes(mark: str, groups: Sequence[RayWorkerGroup]) -> None:
+    """Start a reaper on each node except the driver's, which has one already."""
+    import ray  # noqa: PLC0415 - the watchdog, whose program this file is too, starts without
+
+    guarded = {ray.get_runtime_context().get_node_id()}
+    for group in groups:
+        nodes = [location.node_id for location in group.locations()]
+        new = [node for node in dict.fromkeys(nodes) if node not in guarded]
+        group.run(guard_node, mark, on=[nodes.index(node) for node in new])
+        guarded |= set(new)
+
+
+_of_this_process: list[OrphanReaper] = []
+
+
+def guard_node(mark: str) -> None:
+    """Have the processes marked `mark` on this node killed when this process ends."""
+    _of_this_process.append(OrphanReaper(mark))
+
+
+def kill_leftovers() -> None:
+    """Kill the remaining processes of the replica that this process replaces."""
+    kill_marked(REPLICA_MARK, os.environ[REPLICA_MARK])
 
 
 def watch(mark: str, owner: int, record_every: float) -> None:

@@ -7,28 +7,33 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
+import ray
 
-from verl.single_controller import reaper
-from verl.single_controller.reaper import (
+from verl.ext import reaper
+from verl.ext.reaper import (
     CLOCK_TOLERANCE_S,
     KEEP_ENVIRONMENT,
     MARK,
     OWNER_POLL_S,
     OrphanReaper,
     find_marked,
+    guard_nodes,
     kill_marked,
     shared_memory,
 )
+from verl.single_controller.actors import ActorLocation
 
 ROOT = Path(__file__).resolve().parents[3]
 DRIVER = """
 import subprocess, sys, time
-from verl.single_controller.reaper import OrphanReaper
+from verl.ext.reaper import OrphanReaper
 reaper = OrphanReaper()
 subprocess.Popen(["sh", "-c", "setsid sleep 600 & exec sleep 600"])
 print(reaper.mark, flush=True)
@@ -206,3 +211,23 @@ def test_a_resource_tracker_that_does_not_end_is_killed(monkeypatch: pytest.Monk
     wait_until(lambda: bool(find_marked(MARK, mark)))
     assert kill_marked(MARK, mark) == 1
     assert stubborn.wait() == -signal.SIGKILL
+
+
+def group_on(where: str, name: str, guarded: list[tuple[str, int, str]]) -> Any:
+    """Return a group with an actor on each of the nodes, which records the guards it starts."""
+    locations = [ActorLocation(node, "host", ()) for node in where]
+
+    def run(function: Callable[[str], None], mark: str, on: Sequence[int]) -> None:
+        guarded.extend((name, i, mark) for i in on)
+
+    return SimpleNamespace(locations=lambda: locations, run=run)
+
+
+def test_each_node_but_the_drivers_gets_one_watchdog(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node's first rank starts it; the driver's node has one; groups share their nodes'."""
+    guarded: list[tuple[str, int, str]] = []
+    context = SimpleNamespace(get_node_id=lambda: "a")
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: context)
+    groups = [group_on("abb", "rank", guarded), group_on("abbcc", "critic rank", guarded)]
+    guard_nodes("mark", groups)
+    assert guarded == [("rank", 1, "mark"), ("critic rank", 3, "mark")]
