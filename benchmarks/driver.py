@@ -209,7 +209,7 @@ def measure(sizes: Sequence[int], rounds: int, num_ranks: int) -> Iterator[dict[
     rank_actors = RayWorkerGroup([actor.options(num_cpus=1)] * num_ranks, "rank", RankLost)
     replicas.gather(replicas.start_build(FakeReplica, [(0,), (1,)]))
     rank_actors.gather(rank_actors.start_build(FakeRank, [()] * num_ranks))
-    ranks = TrainerRanks(rank_actors)
+    ranks = TrainerRanks(dict.fromkeys(("actor", "reference", "critic"), rank_actors))
     with tempfile.TemporaryDirectory() as folder, steady_memory(), one_thread():
         step(build_config(folder, sizes[0]), replicas, ranks)  # warm-up: imports in all processes
         for size in sizes:

@@ -20,6 +20,7 @@ from search_r1.scoring import build_reward_manager
 from tests.fakes import cut_at_stop, texts
 from tests.memory_tracker import MemoryTracker
 from tests.verl.trainer.local_run import LocalRanks
+from tests.verl.trainer.test_ranks import ranks_of
 from verl.agent.dialogue import DialogueAgent
 from verl.config import Config, cli
 from verl.core_algos.kl import FixedKLController
@@ -113,7 +114,7 @@ def ranks(config: Config, monkeypatch: pytest.MonkeyPatch) -> Iterator[TrainerRa
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.setenv(name, "")
     worker = TrainerWorker(config, 0, 1, "127.0.0.1", free_port(), total_steps=3)
-    yield TrainerRanks(LocalRanks(worker))  # type: ignore[arg-type]
+    yield ranks_of(LocalRanks(worker))
     dist.destroy_process_group()
 
 

@@ -5,7 +5,8 @@ Ray assigns the actual devices (`verl.single_controller.placement`).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -13,21 +14,34 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
+class RankPlan:
+    """The training ranks that hold a role: actor, reference or critic."""
+
+    group: str
+    """Name of the group of ranks; roles of the same group share its devices."""
+    num_nodes: int
+    per_node: int
+    """Ranks on each of the nodes."""
+    sp_size: int
+    """Ranks that compute a sequence together (sequence parallelism)."""
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks over all nodes."""
+        return self.per_node * self.num_nodes
+
+    @property
+    def num_sp_groups(self) -> int:
+        """Sequence-parallel groups over all nodes."""
+        return self.num_ranks // self.sp_size
+
+
+@dataclass(frozen=True)
 class Placement:
     """The plan of a run's devices; engines share those of the ranks unless it says otherwise."""
 
-    num_nodes: int
-    """Nodes that hold the actor's ranks, and the engines that the run starts."""
-    ranks_per_node: int
-    """Training ranks per node, without those of a critic on its own devices."""
-    sp_size: int
-    """Ranks in a sequence-parallel group of the actor."""
-    critic_gpus_per_node: int
-    """GPUs per node reserved for the critic; 0 if it shares the actor's."""
-    critic_nodes: int
-    """Nodes that hold the GPUs of a critic with its own devices."""
-    critic_sp_size: int
-    """Ranks in a sequence-parallel group of the critic."""
+    roles: Mapping[str, RankPlan]
+    """Where each role is; the first is the actor, whose nodes hold the run's engines too."""
     own_engine_gpus: int
     """GPUs per node reserved for engines; 0 if they share the ranks'."""
     engine_size: int
@@ -38,29 +52,27 @@ class Placement:
     """Addresses of the user's servers, one engine each; empty if the run starts its own."""
 
     @property
-    def num_ranks(self) -> int:
-        """Training ranks over all nodes, without those of a critic on its own devices."""
-        return self.ranks_per_node * self.num_nodes
+    def actor(self) -> RankPlan:
+        """Where the actor is."""
+        return self.roles["actor"]
 
     @property
-    def num_sp_groups(self) -> int:
-        """Sequence-parallel groups of the actor's ranks, over all nodes."""
-        return self.num_ranks // self.sp_size
+    def critic(self) -> RankPlan:
+        """Where the critic is, if the run has one."""
+        return self.roles["critic"]
 
     @property
-    def has_own_critic(self) -> bool:
-        """Whether the critic has its own ranks and devices, separate from the actor's."""
-        return self.critic_gpus_per_node > 0
+    def groups(self) -> dict[str, RankPlan]:
+        """The groups of ranks by name, the actor's first."""
+        return {plan.group: plan for plan in self.roles.values()}
 
-    @property
-    def num_critic_ranks(self) -> int:
-        """Number of ranks that hold the critic: its own, or the actor's."""
-        return self.critic_gpus_per_node * self.critic_nodes or self.num_ranks
+    def roles_of(self, group: str) -> tuple[str, ...]:
+        """Return the roles that a group of ranks holds."""
+        return tuple(role for role, plan in self.roles.items() if plan.group == group)
 
-    @property
-    def num_critic_sp_groups(self) -> int:
-        """Sequence-parallel groups of the ranks that hold a critic, over all nodes."""
-        return self.num_critic_ranks // self.critic_sp_size
+    def is_apart(self, role: str) -> bool:
+        """Whether a role has other ranks and devices than the actor."""
+        return self.roles[role].group != self.actor.group
 
     @property
     def is_split(self) -> bool:
@@ -79,30 +91,30 @@ class Placement:
 
     @property
     def engine_gpus_per_node(self) -> int:
-        """GPUs per node that engines use: their own, or the ranks'."""
-        return self.own_engine_gpus or self.ranks_per_node
+        """GPUs per node that engines use: their own, or the actor's."""
+        return self.own_engine_gpus or self.actor.per_node
 
     @property
     def engine_slots(self) -> int:
         """Number of engines that fit on the GPUs of all nodes; an engine does not span nodes."""
-        return self.engine_gpus_per_node // self.engine_size * self.num_nodes
+        return self.engine_gpus_per_node // self.engine_size * self.actor.num_nodes
 
     @property
     def gpus_per_node(self) -> int:
-        """Maximum GPUs per node that ranks, engines and a critic with its own devices use."""
-        return self.ranks_per_node + self.own_engine_gpus + self.critic_gpus_per_node
+        """Maximum GPUs per node that ranks and engines use."""
+        return self.own_engine_gpus + sum(group.per_node for group in self.groups.values())
 
     @property
     def num_gpus(self) -> int:
         """GPUs of the run over all nodes."""
-        shared = (self.ranks_per_node + self.own_engine_gpus) * self.num_nodes
-        return shared + self.critic_gpus_per_node * self.critic_nodes
+        own = self.own_engine_gpus * self.actor.num_nodes
+        return own + sum(group.num_ranks for group in self.groups.values())
 
     def num_engines(self, on_gpu: bool) -> int:
         """Number of rollout engines over all nodes."""
         if self.is_external:
             return len(self.servers)
-        return self.num_replicas or (self.engine_slots if on_gpu else self.num_nodes)
+        return self.num_replicas or (self.engine_slots if on_gpu else self.actor.num_nodes)
 
 
 def plan(config: Config) -> Placement:
@@ -111,13 +123,12 @@ def plan(config: Config) -> Placement:
     rollout, sp_size = policy.rollout, policy.actor.ulysses_sequence_parallel_size
     url = None if rollout.name == "remote" else rollout.url
     urls = url if isinstance(url, list) else [str(url)]
+    actor = RankPlan("rank", trainer.nnodes, trainer.n_gpus_per_node, sp_size)
+    shared = replace(actor, sp_size=critic.ulysses_sequence_parallel_size or sp_size)
+    own = replace(shared, group="critic rank", num_nodes=critic.nnodes or trainer.nnodes,
+                  per_node=critic.n_gpus_per_node or 0)  # fmt: skip
     return Placement(
-        num_nodes=trainer.nnodes,
-        ranks_per_node=trainer.n_gpus_per_node,
-        sp_size=sp_size,
-        critic_gpus_per_node=critic.n_gpus_per_node or 0,
-        critic_nodes=critic.nnodes or trainer.nnodes,
-        critic_sp_size=critic.ulysses_sequence_parallel_size or sp_size,
+        roles={"actor": actor, "reference": actor, "critic": own if own.per_node else shared},
         own_engine_gpus=trainer.rollout_gpus,
         engine_size=rollout.tensor_model_parallel_size,
         num_replicas=rollout.num_replicas,

@@ -101,13 +101,13 @@ def _budgets(config: Config) -> Iterator[Rule]:
 def _sequence_parallel(config: Config) -> Iterator[Rule]:
     """Group sizes that divide the ranks, and mini-batches with a trajectory for each group."""
     actor, critic, gpus = config.actor_rollout_ref.actor, config.critic, "trainer.n_gpus_per_node"
-    models = [(ACTOR, gpus, "", config.placement.num_ranks, actor.ulysses_sequence_parallel_size)]
     plan = config.placement
-    if plan.has_own_critic:
+    models = [(ACTOR, gpus, "", plan.actor.num_ranks, plan.actor.sp_size)]
+    if plan.is_apart("critic"):
         gpus, owner = "critic.n_gpus_per_node", "the critic's "
-        models.append(("critic", gpus, owner, plan.num_critic_ranks, plan.critic_sp_size))
+        models.append(("critic", gpus, owner, plan.critic.num_ranks, plan.critic.sp_size))
     elif critic.ulysses_sequence_parallel_size:
-        models.append(("critic", gpus, "", plan.num_ranks, plan.critic_sp_size))
+        models.append(("critic", gpus, "", plan.critic.num_ranks, plan.critic.sp_size))
     for section, gpus, owner, ranks, size in models:
         key, num_groups = f"{section}.ulysses_sequence_parallel_size", max(1, ranks // size)
         yield (ranks % size, key, size, f"a divisor of {owner}{ranks} ranks",
@@ -221,7 +221,7 @@ def _servers(config: Config) -> Iterator[Rule]:
 def _critic(config: Config) -> Iterator[Rule]:
     """Devices of a critic that does not share the actor's."""
     critic, name, key = config.critic, config.algorithm.adv_estimator, "critic.n_gpus_per_node"
-    has_own = config.placement.has_own_critic
+    has_own = config.placement.is_apart("critic")
     yield (has_own and not ADVANTAGES[name].needs_critic, key, critic.n_gpus_per_node,
            f"null: {name} has no critic", f"{key}=null, or algorithm.adv_estimator=gae")
     yield (critic.nnodes is not None and not has_own, "critic.nnodes", critic.nnodes,

@@ -112,7 +112,7 @@ class Config:
     def shares_base(self) -> bool:
         """Whether policy and critic are adapters of one base model, which is loaded once."""
         policy, critic = self.actor_rollout_ref.model, self.critic.model
-        is_same = critic.path in (None, policy.path) and not self.placement.has_own_critic
+        is_same = critic.path in (None, policy.path) and not self.placement.is_apart("critic")
         return policy.has_adapter and critic.has_adapter and is_same
 
     @property

@@ -28,6 +28,7 @@ from verl.errors import MismatchError
 from verl.files import atomic_write
 from verl.json_files import read_object
 from verl.model_files import load_tokenizer
+from verl.single_controller.actors import RayWorkerGroup
 from verl.trainer.hooks import Hook
 from verl.training.devices import device_type, dtype_name, resolve_dtype
 
@@ -71,7 +72,8 @@ FILE = "canary.json"
 class Ranks(Protocol):
     """The training ranks, as far as the canary needs them."""
 
-    def sequence_log_probs(self, ids: Sequence[int]) -> list[float]: ...
+    group: RayWorkerGroup
+    """Those that hold the actor."""
 
 
 def choose_ids(tokenizer: Any, seed: int, length: int) -> tuple[int, ...]:
@@ -124,7 +126,7 @@ class WeightCanary:
         start = time.perf_counter()
         replicas.scored_ids = self.ids
         self._is_resumed = step > 0 if self._is_resumed is None else self._is_resumed
-        log_probs = ranks.sequence_log_probs(self.ids)
+        log_probs = ranks.group.call("actor.sequence_log_probs", list(self.ids))[0]
         self._expected[replicas.version + 1] = Expected(step, log_probs)
         for version in sorted(self._expected)[:-NUM_KEPT]:
             del self._expected[version]

@@ -43,11 +43,10 @@ def gpu_env(
 
 def shares_cores(config: Config) -> bool:
     """Whether several processes compute on the same cores at the same time."""
-    rollout, trainer = config.actor_rollout_ref.rollout, config.trainer
-    plan = config.placement
+    rollout, plan = config.actor_rollout_ref.rollout, config.placement
     samples_while_training = rollout.max_staleness > 0 and not plan.is_split
-    num_processes = max(plan.num_ranks, plan.num_engines(on_gpu=False))
-    return samples_while_training or plan.has_own_critic or num_processes > trainer.nnodes
+    num_processes = max(plan.actor.num_ranks, plan.num_engines(on_gpu=False))
+    return samples_while_training or len(plan.groups) > 1 or num_processes > plan.actor.num_nodes
 
 
 def cpu_env(shares_cores: bool = False) -> dict[str, str]:

@@ -182,7 +182,7 @@ class CollapseGuard(Hook):
             correct = correct_trajectories(batch, self.config.drift_trajectories)
             self._measured = {}
             if len(correct):
-                log_probs = trainer.ranks.log_probs(correct)
+                log_probs = trainer.ranks.begin_forward("actor", correct)()
                 drift, shift = drift_and_shift(correct, log_probs)
                 self._measured = {DRIFT: drift, SHIFT: shift}
 

@@ -36,14 +36,15 @@ class Speed(Hook):
         """Add the metrics of the passes since the last step."""
         timings, config = trainer.current.timings, trainer.config
         seconds = timings.seconds | timings.concurrent
-        num_ranks = (config.placement.num_ranks, config.placement.num_critic_ranks)
+        num_ranks = (config.placement.actor.num_ranks, config.placement.critic.num_ranks)
         metrics |= speed_metrics(self.work.take(), seconds, num_ranks, self.peak)
         metrics |= trainer.ranks.take_transfer_metrics()
 
 
 def hook(parts: Parts) -> Speed:
     """Return the hook of a run."""
-    return Speed(WorkCounter(parts.config), *parts.ranks.card_and_dtype())
+    card, dtype = parts.ranks.group.call("card_and_dtype")[0]
+    return Speed(WorkCounter(parts.config), card, dtype)
 
 
 @dataclass(frozen=True)
@@ -103,7 +104,7 @@ class WorkCounter:
 
     def _skipped_prompts(self, model: ModelFlops, batch: TokenBatch, budget: int) -> list[int]:
         plan = self.config.placement
-        num_sp_groups = plan.num_critic_sp_groups if model.is_critic else plan.num_sp_groups
+        num_sp_groups = (plan.critic if model.is_critic else plan.actor).num_sp_groups
         packing = Packing.of(batch, model.shape.pair_cost(model.adapter))
         return skipped_prompts(packing, num_sp_groups, budget)
 

@@ -2,7 +2,7 @@
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from verl.machine import GB
@@ -73,8 +73,13 @@ class Timings:
         return metrics
 
 
-def critic_seconds(calls: Mapping[str, Sequence[Call]]) -> dict[str, float]:
-    """Return the seconds of the critic's phases on its slowest rank, by its `calls` in a step."""
+def concurrent_seconds(
+    calls: Mapping[str, Sequence[Call]], measured: Collection[str]
+) -> dict[str, float]:
+    """Return the seconds of the critic's phases that were not `measured`, as others ran meanwhile.
+
+    They are those of the slowest rank, by the ranks' `calls` in a step.
+    """
 
     def rank_seconds(rank_calls: Sequence[Call], method: str) -> float:
         return sum(call.end - call.begin for call in rank_calls if call.method == method)
@@ -82,4 +87,5 @@ def critic_seconds(calls: Mapping[str, Sequence[Call]]) -> dict[str, float]:
     return {
         phase: max(rank_seconds(rank_calls, method) for rank_calls in calls.values())
         for phase, method in CRITIC_PHASES.items()
+        if phase not in measured
     }

@@ -114,7 +114,7 @@ def model_problems(config: Config) -> Iterator[UserError]:
     critic_path = config.critic.model.path
     if has_critic(config) and critic_path not in (None, path):
         yield from _path_problems(
-            "critic.model.path", str(critic_path), config.placement.critic_sp_size, policy_path=path
+            "critic.model.path", str(critic_path), config.placement.critic.sp_size, policy_path=path
         )
 
 
@@ -123,7 +123,7 @@ def _sequence_parallel_problems(config: Config) -> Iterator[UserError]:
     policy, actor = config.actor_rollout_ref.model, config.actor_rollout_ref.actor
     sp_sizes = [("actor_rollout_ref.actor", policy.path, actor.ulysses_sequence_parallel_size)]
     if has_critic(config):
-        sp_sizes.append(("critic", config.critic_path, config.placement.critic_sp_size))
+        sp_sizes.append(("critic", config.critic_path, config.placement.critic.sp_size))
     for section, path, size in sp_sizes:
         folder = model_folder(path)
         if size > 1 and folder is not None:  # the ranks check a model that they download
@@ -224,7 +224,6 @@ def _device_problems(config: Config) -> Iterator[UserError]:
     if os.environ.get("RAY_ADDRESS"):
         return
     trainer, key, num_gpus = config.trainer, "trainer.n_gpus_per_node", torch.cuda.device_count()
-    rollout_gpus, critic_gpus = trainer.rollout_gpus, config.placement.critic_gpus_per_node
     for name, nodes in (("trainer", trainer.nnodes), ("critic", config.critic.nnodes or 1)):
         if nodes > 1:
             fix = (
@@ -234,7 +233,8 @@ def _device_problems(config: Config) -> Iterator[UserError]:
             yield ResourceError(explain(f"{name}.nnodes", got, expected, fix))
     if trainer.device == "cuda" or (trainer.device == "auto" and num_gpus):
         if num_gpus < config.placement.gpus_per_node:
-            separate = {"trainer.rollout_gpus": rollout_gpus, "critic.n_gpus_per_node": critic_gpus}
+            separate = {"trainer.rollout_gpus": trainer.rollout_gpus,
+                        "critic.n_gpus_per_node": config.critic.n_gpus_per_node}  # fmt: skip
             separate = {name: number for name, number in separate.items() if number}
             fix = f"set {key}={num_gpus}" if num_gpus else "set trainer.device=cpu, or add a GPU"
             if separate and num_gpus:
@@ -243,9 +243,10 @@ def _device_problems(config: Config) -> Iterator[UserError]:
             got = f"{' and '.join(counts)} with {num_gpus} GPUs here"
             yield ResourceError(explain(key, got, "as many", fix))
         return
-    num_cores, num_ranks = os.cpu_count() or 1, trainer.n_gpus_per_node + critic_gpus
+    num_cores = os.cpu_count() or 1
+    num_ranks = sum(group.per_node for group in config.placement.groups.values())
     try:
-        cores_for(rollout_gpus, is_engine=False)
+        cores_for(trainer.rollout_gpus, is_engine=False)
     except ResourceError as error:
         yield error
     if num_ranks > max(2, num_cores):

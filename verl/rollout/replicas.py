@@ -63,7 +63,7 @@ class RolloutReplicas(RolloutPool):
         shares_devices: bool = True,
         overlaps: bool = False,
         hang_timeout: float | None = None,
-        empty_cache: Callable[[], None] = lambda: None,
+        empty_cache: Callable[[], object] = lambda: None,
         weight_sync: str = "files",
         weights_root: Path | None = None,
     ) -> None:

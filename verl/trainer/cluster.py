@@ -35,8 +35,7 @@ def start_ray(config: Config) -> None:
         check_run_folder(config)
         join_cluster(address)
         return
-    plan = config.placement
-    ranks = plan.num_ranks + (plan.num_critic_ranks if plan.has_own_critic else 0)
+    ranks = sum(group.num_ranks for group in config.placement.groups.values())
     num_cpus = max(len(os.sched_getaffinity(0)), ranks)
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")

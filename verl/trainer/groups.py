@@ -6,8 +6,8 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 from ray.util.placement_group import PlacementGroup
 
@@ -34,7 +34,7 @@ from verl.trainer.ranks import BatchSharding, TrainerRanks
 from verl.training.allocator import engine_variables, rank_variables
 from verl.training.devices import DETERMINISTIC_ENV, rollout_dtype
 from verl.training.network import forwarded_variables
-from verl.training.worker import CriticWorker, TrainerWorker, TrainingRank
+from verl.training.worker import CriticWorker, TrainerWorker
 
 HANG_TIMEOUT_S = 600.0
 """Time without a sign of life after which a rollout replica counts as dead."""
@@ -81,24 +81,29 @@ def start_ranks(config: Config, start_up: StartUp) -> StartedRanks:
     """Reserve the run's resources on the nodes, check the nodes, and start the ranks' actors."""
     use_gpu = uses_gpus(config)
     config = config_for_actors(config, use_gpu)
-    placements = reserve_placements(config, use_gpu)
+    placements = reserve_groups(config, use_gpu)
     nodes: dict[str, str] = {}
-    for placement in placements:
+    for placement in placements.values():
         nodes |= nodes_of(placement)
     for check in start_up.checks:
         check(config, nodes)
     rank_env, engine_env = actor_variables(config, use_gpu, nodes, start_up)
-    groups = create_rank_groups(config, placements, use_gpu, rank_env)
-    policy_cost, critic_cost = pair_costs(config)
-    policy_sp_size = config.actor_rollout_ref.actor.ulysses_sequence_parallel_size
+    plan = config.placement
+    groups = {
+        name: create_trainer_group(placements[name], group.num_ranks, use_gpu, rank_env, name)
+        for name, group in plan.groups.items()
+    }
+    pair_cost = dict(zip(("actor", "critic"), pair_costs(config), strict=True))
     ranks = TrainerRanks(
-        *groups,
-        policy=BatchSharding(policy_cost, policy_sp_size),
-        critic=BatchSharding(critic_cost, config.placement.critic_sp_size),
+        {role: groups[place.group] for role, place in plan.roles.items()},
+        {
+            role: BatchSharding(pair_cost.get(role, pair_cost["actor"]), place.sp_size)
+            for role, place in plan.roles.items()
+        },
     )
     for prepare in start_up.on_started:
         prepare(ranks.groups)
-    return StartedRanks(config, placements[0], engine_env, ranks)
+    return StartedRanks(config, placements[plan.actor.group], engine_env, ranks)
 
 
 def build_ranks(
@@ -107,10 +112,8 @@ def build_ranks(
     """Build the training ranks of a run that trains on recorded trajectories, without engines."""
     started = start_ranks(config, start_up)
     config, ranks = started.config, started.ranks
-    pending = start_building_ranks(ranks, ranks.groups[1:], CriticWorker, config, total_updates)
-    pending += start_building_ranks(ranks, [ranks.group], TrainerWorker, config, total_updates)
-    for group, calls in pending:
-        group.gather(calls)
+    for wait in [start_building(ranks, group, config, total_updates) for group in ranks.groups]:
+        wait()
     return ranks, NullRolloutPool(rollout_dtype(config))
 
 
@@ -140,25 +143,27 @@ def build_groups(
     replicas.locations()  # known from now on, for messages about lost replicas
     arguments = [(config, agent_factory, replica) for replica in range(num_replicas)]
     replica_calls = replicas.start_build(RolloutReplica, arguments)
-    pending = start_building_ranks(ranks, ranks.groups[1:], CriticWorker, config, total_updates)
+    apart = [group for group in ranks.groups if group is not ranks.group]
+    pending = [start_building(ranks, group, config, total_updates) for group in apart]
     # Engines on the ranks' GPUs load first and then sleep, so that the ranks have the memory.
     shares_gpus = use_gpu and plan.is_colocated
     if shares_gpus:
         start_engines(replicas, replica_calls, then_sleep=True)
-    pending += start_building_ranks(ranks, [ranks.group], TrainerWorker, config, total_updates)
+    pending.append(start_building(ranks, ranks.group, config, total_updates))
     if not shares_gpus:
         start_engines(replicas, replica_calls, then_sleep=False)
-    for group, calls in pending:
-        group.gather(calls)
+    for wait in pending:
+        wait()
+    clear = partial(ranks.group.call, "empty_cache") if plan.is_colocated else lambda: None
     return ranks, RolloutReplicas(
         replicas,
         arguments,
         restarts,
         takes_adapter=engine_takes_adapter(config),
-        shares_devices=config.placement.is_colocated,
+        shares_devices=plan.is_colocated,
         overlaps=rollout.max_staleness > 0,
         hang_timeout=HANG_TIMEOUT_S,
-        empty_cache=ranks.empty_cache if config.placement.is_colocated else (lambda: None),
+        empty_cache=clear,
         weight_sync=rollout.weight_sync,
         weights_root=None if rollout.weights_dir is None else Path(rollout.weights_dir),
     )
@@ -181,45 +186,31 @@ def check_engine_gpus(config: Config, use_gpu: bool) -> None:
         raise ConfigError(explain(key, num_engines, expected, f"{key}=null"))
 
 
-def reserve_placements(config: Config, use_gpu: bool) -> list[PlacementGroup]:
-    """Reserve resources for the actor's ranks with the engines' own GPUs, and a separate critic."""
-    trainer, plan, timeout_s = config.trainer, config.placement, config.trainer.node_timeout
-    actor = reserve(plan.num_ranks, trainer.nnodes, use_gpu, timeout_s, trainer.rollout_gpus)
-    if not plan.has_own_critic:
-        return [actor]
-    return [actor, reserve(plan.num_critic_ranks, plan.critic_nodes, use_gpu, timeout_s)]
+def reserve_groups(config: Config, use_gpu: bool) -> dict[str, PlacementGroup]:
+    """Reserve resources for each group of ranks; the actor's also has the engines' own GPUs."""
+    plan, placements = config.placement, {}
+    for name, group in plan.groups.items():
+        engine_gpus = plan.own_engine_gpus if name == plan.actor.group else 0
+        arguments = use_gpu, config.trainer.node_timeout, engine_gpus
+        placements[name] = reserve(group.num_ranks, group.num_nodes, *arguments)
+    return placements
 
 
-def create_rank_groups(
-    config: Config, placements: Sequence[PlacementGroup], use_gpu: bool, env: Mapping[str, str]
-) -> list[RayWorkerGroup]:
-    """Create the group of the actor's ranks and, with a second placement, of the critic's ranks."""
-    plan = config.placement
-    kinds = (("rank", plan.num_ranks), ("critic rank", plan.num_critic_ranks))
-    return [
-        create_trainer_group(placement, size, use_gpu, env, name)
-        for placement, (name, size) in zip(placements, kinds, strict=False)
-    ]
+def start_building(
+    ranks: TrainerRanks, group: RayWorkerGroup, config: Config, total_updates: int
+) -> Callable[[], object]:
+    """Start building the ranks of a group, which rendezvous at the first of them.
 
-
-def start_building_ranks(
-    ranks: TrainerRanks, groups: Sequence[RayWorkerGroup], kind: type[TrainingRank],
-    config: Config, total_updates: int,
-) -> list[tuple[RayWorkerGroup, list[Any]]]:  # fmt: skip
-    """Start building ranks, which rendezvous at the first of their group.
-
-    Returns each group with the Ray references of its calls.
+    Returns a function that waits for them.
     """
-    pending = []
-    for group in groups:
-        others = [loc.node_id for g in ranks.groups if g is not group for loc in g.locations()]
-        address = (group.locations()[0].host, group.run(free_port, "", on=[0])[0])
-        arguments = [
-            (config, rank, len(group), *address, total_updates, others.count(location.node_id))
-            for rank, location in enumerate(group.locations())
-        ]
-        pending.append((group, group.start_build(kind, arguments)))
-    return pending
+    kind = TrainerWorker if "actor" in config.placement.roles_of(group.name) else CriticWorker
+    others = [loc.node_id for g in ranks.groups if g is not group for loc in g.locations()]
+    address = (group.locations()[0].host, group.run(free_port, "", on=[0])[0])
+    arguments = [
+        (config, rank, len(group), *address, total_updates, others.count(location.node_id))
+        for rank, location in enumerate(group.locations())
+    ]
+    return partial(group.gather, group.start_build(kind, arguments))
 
 
 def start_engines(replicas: RayWorkerGroup, calls: Sequence[object], then_sleep: bool) -> None:

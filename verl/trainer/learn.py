@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from verl.core_algos.kl import KLController, apply_kl_in_reward, mean_sequence_k
 from verl.core_algos.losses import loss_weights
 from verl.core_algos.shaping import overlong_penalty
 from verl.errors import ConfigError, explain
-from verl.monitor.performance import Timings, critic_seconds
+from verl.monitor.performance import Timings, concurrent_seconds
 from verl.packing import share_prompts
 from verl.single_controller.actors import Call
 from verl.trainer.collect import Samples
@@ -34,7 +35,7 @@ NO_LOG_PROBS_FIX = (
 )
 """Options that need no log-probs of the engines, for error messages."""
 CRITIC_WAIT = "wait_critic"
-"""Name of the phase in which the actor's ranks wait for a critic on its own devices."""
+"""Name of the phase in which the actor's ranks wait for a critic on devices of its own."""
 
 
 def assemble(samples: Samples, config: Config) -> TokenBatch:
@@ -187,35 +188,53 @@ class Learner(Stateful):
         if self.config.old_log_probs == "engine":
             batch.tokens["old_log_probs"] = batch.tokens["rollout_log_probs"]
         elif self.config.updates_per_step > 1 or self.config.kl_in_reward:
-            batch.tokens["old_log_probs"] = self.ranks.log_probs(batch)
+            batch.tokens["old_log_probs"] = self.ranks.begin_forward("actor", batch)()
             self.count_pass("old_log_prob", "policy", batch)
         if self.config.needs_reference:
-            batch.tokens["ref_log_probs"] = self.ranks.ref_log_probs(batch)
+            batch.tokens["ref_log_probs"] = self.ranks.begin_forward("reference", batch)()
             self.count_pass("old_log_prob", "reference", batch)
-
-    @property
-    def has_separate_critic(self) -> bool:
-        """Whether a critic on its own devices computes concurrently with the actor."""
-        return self.ranks.has_own_critic and self.estimator.needs_critic
 
     def prepare(self, batch: TokenBatch, timings: Timings) -> None:
         """Add log-probs and, if the estimator needs a critic, values to the batch."""
-        pending = self.ranks.begin_values(batch) if self.has_separate_critic else None
+        values = self.start_critic("values", lambda: self.begin_values(batch), timings)
         with timings.phase("old_log_prob"):
             self.compute_log_probs(batch)
-        with timings.phase("values" if pending is None else CRITIC_WAIT):
-            if self.estimator.needs_critic:
-                wait_for_values = pending or self.ranks.begin_values(batch)
-                batch.tokens["values"] = wait_for_values()
-                self.count_pass("values", "critic", batch)
-        if pending is not None:
-            timings.record_peak("values", self.ranks.take_critic_peak_memory())
+        if (found := values()) is not None:
+            batch.tokens["values"] = found
+
+    def start_critic(
+        self, phase: str, begin: Callable[[], Callable[[], Any]], timings: Timings
+    ) -> Callable[[], Any]:
+        """Do the critic's work of a phase: at once, or meanwhile if it has ranks of its own.
+
+        `begin` starts it, and returns a function that waits for the result, as this method does.
+        """
+        ranks = self.ranks.group_of("critic")
+        if ranks is self.ranks.group_of("actor"):
+            with timings.phase(phase):
+                result = begin()()
+            return lambda: result
+        pending = begin()
+
+        def wait() -> Any:
+            with timings.phase(CRITIC_WAIT):
+                result = pending()
+            timings.record_peak(phase, self.ranks.take_peak_memory("critic"))
+            return result
+
+        return wait
+
+    def begin_values(self, batch: TokenBatch) -> Callable[[], Tensor | None]:
+        """Start computing values, if they are needed; returns a function that waits for them."""
+        if not self.estimator.needs_critic:
+            return lambda: None
+        self.count_pass("values", "critic", batch)
+        return self.ranks.begin_forward("critic", batch)
 
     def take_calls(self, timings: Timings) -> Mapping[str, Sequence[Call]]:
-        """Return each rank's calls since the last time; adds the seconds of a separate critic."""
+        """Return each rank's calls since the last time; adds the seconds of concurrent ones."""
         calls = self.ranks.take_calls()
-        if self.has_separate_critic:
-            timings.concurrent |= critic_seconds(calls)
+        timings.concurrent |= concurrent_seconds(calls, timings.seconds)
         return calls
 
     def state_dict(self) -> dict[str, Any]:
@@ -227,19 +246,12 @@ class Learner(Stateful):
         self.kl_controller.value = float(state.kl_coef)
 
     def update(self, batch: TokenBatch, step: int, timings: Timings) -> Metrics:
-        """Update critic and actor on the batch, concurrently if separate; returns their metrics."""
-        if not self.has_separate_critic:
-            with timings.phase("update_critic"):
-                critic_metrics = self.begin_critic_update(batch, step)()
-            with timings.phase("update_actor"):
-                return mean_by_key(critic_metrics) | self.update_actor(batch, step)
-        pending = self.begin_critic_update(batch, step)
+        """Update critic and actor on the batch; returns their metrics."""
+        begin = partial(self.begin_critic_update, batch, step)
+        critic_metrics = self.start_critic("update_critic", begin, timings)
         with timings.phase("update_actor"):
             actor_metrics = self.update_actor(batch, step)
-        with timings.phase(CRITIC_WAIT):
-            critic_metrics = pending()
-        timings.record_peak("update_critic", self.ranks.take_critic_peak_memory())
-        return mean_by_key(critic_metrics) | actor_metrics
+        return mean_by_key(critic_metrics()) | actor_metrics
 
     def begin_critic_update(self, batch: TokenBatch, step: int) -> Callable[[], list[Metrics]]:
         """Start the critic's epochs, if any; returns a function that waits for their metrics."""
@@ -250,7 +262,7 @@ class Learner(Stateful):
         minis = mini_batches(batch, self.config, size, critic.ppo_epochs, step)
         for mini in minis:
             self.count_pass("update_critic", "critic", mini)
-        return self.ranks.begin_update_critic(minis)
+        return self.ranks.begin_updates("critic", minis)
 
     def update_actor(self, batch: TokenBatch, step: int) -> Metrics:
         """Run the actor's epochs on the batch; none during the critic's warm-up."""
@@ -263,6 +275,6 @@ class Learner(Stateful):
             minis = [drop_zero_advantages(mini) for mini in minis]
         for mini in minis:
             self.count_pass("update_actor", "policy", mini)
-        metrics = [self.ranks.update_actor(mini) for mini in minis]
+        metrics = [self.ranks.update("actor", mini) for mini in minis]
         # An empty mini-batch is an optimizer step too, but has no entropy or gradient to report.
         return mean_by_key([m for mini, m in zip(minis, metrics, strict=True) if len(mini)])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -40,55 +40,52 @@ class BatchSharding:
         return split, [shard for shard in split.shards for _ in range(self.sp_size)]
 
 
+FORWARD = {"actor": "log_probs", "reference": "log_probs", "critic": "values"}
+"""The method of each role that computes a number per token."""
+
+
 class TrainerRanks:
-    """FSDP ranks that hold actor, reference and critic; the critic may have its own ranks."""
+    """The training ranks: a group of actors for each role, which roles may share."""
 
     def __init__(
-        self,
-        group: RayWorkerGroup,
-        own_critic: RayWorkerGroup | None = None,
-        *,
-        policy: BatchSharding = BatchSharding(),
-        critic: BatchSharding = BatchSharding(),
+        self, groups: Mapping[str, RayWorkerGroup], shardings: Mapping[str, BatchSharding] = {}
     ) -> None:
-        """`policy` and `critic` say how the batches of each are divided over their ranks."""
-        self._policy, self._critic = policy, critic
-        self.group, self.has_own_critic = group, own_critic is not None
-        self.critic_group = group if own_critic is None else own_critic
-        self.groups = [group] if own_critic is None else [group, own_critic]
+        """`groups` and `shardings`, of a role's batches over its ranks, are by role."""
+        self._group_of = groups
+        self._sharding_of = {role: shardings.get(role, BatchSharding()) for role in groups}
+        self.group = groups["actor"]
+        self.groups = list(dict.fromkeys(groups.values()))
         self._transfer_metrics: Metrics = {}
 
-    def log_probs(self, batch: TokenBatch) -> Tensor:
-        """Compute the actor's log-probs, (num_tokens,), 0 outside the loss mask."""
-        return begin_per_token(self.group, "actor.log_probs", batch, self._policy)()
+    def group_of(self, role: str) -> RayWorkerGroup:
+        """Return the ranks that hold a role."""
+        return self._group_of[role]
 
-    def ref_log_probs(self, batch: TokenBatch) -> Tensor:
-        """Compute the reference's log-probs, (num_tokens,), 0 outside the loss mask."""
-        return begin_per_token(self.group, "reference.log_probs", batch, self._policy)()
+    def begin_forward(self, role: str, batch: TokenBatch) -> Callable[[], Tensor]:
+        """Start a role's forward pass; returns a function that waits for its result.
 
-    def sequence_log_probs(self, ids: Sequence[int]) -> list[float]:
-        """Compute the policy's log-prob of each id after the first, at temperature 1."""
-        log_probs: list[float] = self.group.call("actor.sequence_log_probs", list(ids))[0]
-        return log_probs
-
-    def begin_values(self, batch: TokenBatch) -> Callable[[], Tensor]:
-        """Start computing the critic's values; returns a function that waits for them.
-
-        They are (num_tokens,), and 0 outside the critic's loss.
+        This is (num_tokens,): log-probs of actor and reference, values of the critic; 0 outside the
+        role's loss.
         """
-        return begin_per_token(self.critic_group, "critic.values", batch, self._critic)
+        group, sharding = self.group_of(role), self._sharding_of[role]
+        columns = {name: column for name, column in batch.tokens.items() if name in FORWARD_COLUMNS}
+        split, shards = sharding.shard(replace(batch, tokens=columns), len(group))
+        results = group.begin_scatter(f"{role}.{FORWARD[role]}", shards)
+        # All ranks of a sequence-parallel group return the same result: use the first's.
+        return lambda: join_tokens(results()[:: sharding.sp_size], split, batch)
 
-    def update_actor(self, mini_batch: TokenBatch) -> Metrics:
-        """Take one optimizer step of the policy; returns its global metrics."""
-        shards = self._policy.shard(mini_batch, len(self.group))[1]
-        return dict(self.group.begin_scatter("actor.update", shards)()[0])
+    def update(self, role: str, mini_batch: TokenBatch) -> Metrics:
+        """Take one optimizer step of a role; returns its global metrics."""
+        group = self.group_of(role)
+        shards = self._sharding_of[role].shard(mini_batch, len(group))[1]
+        return dict(group.begin_scatter(f"{role}.update", shards)()[0])
 
-    def begin_update_critic(self, minis: Sequence[TokenBatch]) -> Callable[[], list[Metrics]]:
-        """Start the critic's optimizer steps; returns a function that waits for their metrics."""
+    def begin_updates(self, role: str, minis: Sequence[TokenBatch]) -> Callable[[], list[Metrics]]:
+        """Start several optimizer steps; returns a function that waits for their metrics."""
         # One call per rank: several pending calls might run in a different order on each rank.
-        shards = [self._critic.shard(mini, len(self.critic_group))[1] for mini in minis]
-        by_rank = list(zip(*shards, strict=True))
-        results = self.critic_group.begin_scatter("critic.updates", by_rank)
+        group, sharding = self.group_of(role), self._sharding_of[role]
+        by_rank = zip(*(sharding.shard(mini, len(group))[1] for mini in minis), strict=True)
+        results = group.begin_scatter(f"{role}.updates", list(by_rank))
         return lambda: list(results()[0])
 
     def take_calls(self) -> dict[str, list[Call]]:
@@ -150,7 +147,9 @@ class TrainerRanks:
 
     def save_checkpoint(self, directory: Path) -> None:
         """Have every rank write its shards below `directory`. Raises SaveError."""
-        self._raise_first_problem(self._call_all("save_checkpoint", str(directory.absolute())))
+        raise_first_problem(
+            self.groups, self._call_all("save_checkpoint", str(directory.absolute()))
+        )
 
     def start_checkpoint(self, directory: Path) -> None:
         """Have every rank copy its shards to host memory and start writing them."""
@@ -158,58 +157,33 @@ class TrainerRanks:
 
     def finish_checkpoint(self) -> None:
         """Wait until the checkpoint of `start_checkpoint` is written. Raises SaveError."""
-        self._raise_first_problem(self._call_all("finish_checkpoint"))
+        raise_first_problem(self.groups, self._call_all("finish_checkpoint"))
 
     def checkpoint_bytes(self) -> int:
         """Return the total bytes of all ranks' shards."""
-        return sum(num_bytes for _, num_bytes, _ in self._shards_and_memory())
+        ranks = itertools.chain(*self._call_all("checkpoint_memory"))
+        return sum(num_bytes for _, num_bytes, _ in ranks)
 
     def can_copy_checkpoint(self) -> bool:
         """Whether each host has enough memory for a copy of the shards of its ranks."""
-        ranks = self._shards_and_memory()
+        ranks = list(itertools.chain(*self._call_all("checkpoint_memory")))
         needed = Counter[str]()
         for host, num_bytes, _ in ranks:
             needed[host] += num_bytes
         return all(needed[host] < 0.8 * available for host, _, available in ranks)
-
-    def _shards_and_memory(self) -> list[tuple[str, int, int]]:
-        """Return each rank's host, shard bytes and available host memory in bytes."""
-        return list(itertools.chain(*self._call_all("checkpoint_memory")))
 
     def _call_all(self, method: str, *args: Any) -> list[list[Any]]:
         """Make the same call on every rank concurrently; returns the results of each group."""
         pending = [group.begin(method, *args) for group in self.groups]
         return [results() for results in pending]
 
-    def _raise_first_problem(self, problems: Sequence[Sequence[str]]) -> None:
-        """Raise SaveError with the first rank's problem that is not empty."""
-        for group, group_problems in zip(self.groups, problems, strict=True):
-            for rank, problem in enumerate(group_problems):
-                if problem.startswith("rank "):  # torch's checkpoint errors name the rank
-                    raise SaveError(problem)
-                if problem:
-                    raise SaveError(f"{group.name} {rank}: {problem}")
-
     def load_checkpoint(self, directory: Path) -> None:
         """Have every rank read its shards from `directory`."""
         self._call_all("load_checkpoint", str(directory.absolute()))
 
-    def empty_cache(self) -> None:
-        """Release device memory that torch caches, for engines on the same devices."""
-        self.group.call("empty_cache")
-
-    def take_peak_memory(self) -> PeakMemory | None:
-        """Return the peak device memory of any rank since the last call; None on CPU."""
-        return max_peak(self.group.call("take_peak_memory"))
-
-    def take_critic_peak_memory(self) -> PeakMemory | None:
-        """Return the same for the critic's ranks."""
-        return max_peak(self.critic_group.call("take_peak_memory"))
-
-    def card_and_dtype(self) -> tuple[str, str]:
-        """Return the names of a rank's GPU (empty on CPU) and compute dtype."""
-        card, dtype = self.group.call("card_and_dtype")[0]
-        return card, dtype
+    def take_peak_memory(self, role: str = "actor") -> PeakMemory | None:
+        """Return the peak device memory of any of a role's ranks since the last call."""
+        return max_peak(self.group_of(role).call("take_peak_memory"))
 
     def shutdown(self) -> None:
         """Shut the ranks down."""
@@ -217,15 +191,14 @@ class TrainerRanks:
             group.shutdown()
 
 
-def begin_per_token(
-    group: RayWorkerGroup, method: str, batch: TokenBatch, sharding: BatchSharding
-) -> Callable[[], Tensor]:
-    """Start a computation per token; returns a function that waits for its (num_tokens,) result."""
-    columns = {name: column for name, column in batch.tokens.items() if name in FORWARD_COLUMNS}
-    split, shards = sharding.shard(replace(batch, tokens=columns), len(group))
-    results = group.begin_scatter(method, shards)
-    # All ranks of a sequence-parallel group return the same result: use the first's.
-    return lambda: join_tokens(results()[:: sharding.sp_size], split, batch)
+def raise_first_problem(groups: Sequence[RayWorkerGroup], problems: Sequence[list[str]]) -> None:
+    """Raise SaveError with the first rank's problem that is not empty."""
+    for group, group_problems in zip(groups, problems, strict=True):
+        for rank, problem in enumerate(group_problems):
+            if problem.startswith("rank "):  # torch's checkpoint errors name the rank
+                raise SaveError(problem)
+            if problem:
+                raise SaveError(f"{group.name} {rank}: {problem}")
 
 
 def max_peak(peaks: Sequence[PeakMemory | None]) -> PeakMemory | None:

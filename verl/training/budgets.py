@@ -20,7 +20,7 @@ def actor_budgets(config: Config) -> TokenBudgets:
     actor = config.actor_rollout_ref.actor
     size = actor.ulysses_sequence_parallel_size
     update = size * (actor.ppo_max_token_len_per_gpu or 0)
-    groups = config.placement.num_sp_groups
+    groups = config.placement.actor.num_sp_groups
     update = update or _micro_batch_tokens(config, actor.ppo_micro_batch_size, groups)
     update = update or size * DEFAULT_TOKEN_BUDGET
     return TokenBudgets(update, 2 * update)
@@ -28,11 +28,10 @@ def actor_budgets(config: Config) -> TokenBudgets:
 
 def critic_budgets(config: Config) -> TokenBudgets:
     """Return the critic's budgets; by default twice the actor's per rank."""
-    critic, size = config.critic, config.placement.critic_sp_size
+    critic, size = config.critic, config.placement.critic.sp_size
     update = size * (critic.ppo_max_token_len_per_gpu or 0)
-    update = update or _micro_batch_tokens(
-        config, critic.ppo_micro_batch_size, config.placement.num_critic_sp_groups
-    )
+    groups = config.placement.critic.num_sp_groups
+    update = update or _micro_batch_tokens(config, critic.ppo_micro_batch_size, groups)
     actor_size = config.actor_rollout_ref.actor.ulysses_sequence_parallel_size
     update = update or 2 * actor_budgets(config).update * size // actor_size
     return TokenBudgets(update, 2 * update)

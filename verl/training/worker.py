@@ -69,7 +69,8 @@ class TrainingRank:
     checkpoint_subfolder = ""
     """Subfolder of a checkpoint with this group's files."""
     critic: Critic | None = None
-    is_critic_alone = False
+    role = "actor"
+    """The first role that the rank holds; it names a rank's place in `Config.placement`."""
 
     def __init__(
         self, config: Config, rank: int, world_size: int, master_addr: str, master_port: int,
@@ -83,18 +84,17 @@ class TrainingRank:
         set_trust(config.actor_rollout_ref.model.trust_remote_code)
         self.config, self.rank, self.world_size = config, rank, world_size
         self.total_steps = total_steps
-        actors, critics = config.trainer.n_gpus_per_node, config.placement.critic_gpus_per_node
-        self.num_local = min(world_size, critics if self.is_critic_alone else actors)
+        self.num_local = min(world_size, config.placement.roles[self.role].per_node)
         self.num_on_node = self.num_local + num_colocated
         self.device = resolve_device(config.trainer.device)
         self.dtype = resolve_dtype(config.trainer.compute_dtype, self.device)
         if self.device.type == "cpu":
             if config.placement.is_split:
                 pin_to_cores(config.trainer.rollout_gpus, is_engine=False)
-            share_threads(self.num_local, num_colocated, comes_first=not self.is_critic_alone)
+            share_threads(self.num_local, num_colocated, comes_first=self.role == "actor")
         if config.trainer.deterministic:
             make_deterministic()
-        if max(config.trainer.nnodes, config.placement.critic_nodes) > 1:
+        if any(group.num_nodes > 1 for group in config.placement.groups.values()):
             os.environ |= {**interface_variables(master_addr), **os.environ}  # the user's prevail
         os.environ |= {"MASTER_ADDR": master_addr, "MASTER_PORT": str(master_port)}
         join_process_group(self.device, rank, world_size, config.trainer.node_timeout)
@@ -133,7 +133,7 @@ class TrainingRank:
             num_updates=steps * -(-config.num_trajectories // size) * critic.ppo_epochs,
             optim=critic.optim,
             grad_clip=critic.grad_clip,
-            sp_group=self.sp_group(config.placement.critic_sp_size),
+            sp_group=self.sp_group(config.placement.critic.sp_size),
             fsdp=critic.model.fsdp_config,
         )
 
@@ -143,7 +143,7 @@ class TrainingRank:
         with self.open_model(model, self.config.critic_path, needs_head=False) as lm:
             kernels = self.config.actor_rollout_ref.model.kernels
             prepare_blocks(lm, kernels, model.enable_gradient_checkpointing)
-            check_heads(lm.config, self.config.placement.critic_sp_size, "critic")
+            check_heads(lm.config, self.config.placement.critic.sp_size, "critic")
             options = self.critic_options()
             if model.has_adapter:
                 return build_adapted_model(lm, {Role.CRITIC: model}, self.device, options)
@@ -209,7 +209,7 @@ class TrainerWorker(TrainingRank):
         """
         config, section = self.config, self.config.actor_rollout_ref
         needs_critic = ADVANTAGES[config.algorithm.adv_estimator].needs_critic
-        self.has_critic = needs_critic and not config.placement.has_own_critic
+        self.has_critic = needs_critic and not config.placement.is_apart("critic")
         needs_reference_copy = config.needs_reference and not section.model.has_adapter
         with self.open_model(section.model, section.model.path) as lm:
             self.model_config = self.saved_config = lm.config
@@ -353,7 +353,7 @@ class CriticWorker(TrainingRank):
     """A rank of a critic on devices of its own (`critic.n_gpus_per_node`)."""
 
     checkpoint_subfolder = CRITIC_FOLDER
-    is_critic_alone = True
+    role = "critic"
 
     def build(self) -> None:
         self.models = {}

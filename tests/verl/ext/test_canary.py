@@ -6,6 +6,7 @@ import json
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -176,8 +177,9 @@ class Fixed:
         self.version, self.scored_ids, self.scores = 0, (), list[Score]()
         self.canary = WeightCanary(IDS, dtype, self._transfer, **options)
 
-    def sequence_log_probs(self, ids: Sequence[int]) -> list[float]:
-        return self.ranks
+    @property
+    def group(self) -> Any:
+        return SimpleNamespace(call=lambda method, ids: [self.ranks])
 
     def _transfer(self, ranks: object, replicas: object, step: int) -> dict[str, float]:
         self.version += 1

@@ -1,6 +1,7 @@
 """How the trainer acts on a verdict: warn, stop, keep healthy checkpoints."""
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -38,14 +39,16 @@ class FragileRanks(RecordingRanks):
         self.collapsing = collapsing
         self.updates = 0
 
-    def log_probs(self, batch: TokenBatch) -> torch.Tensor:
+    def begin_forward(self, role: str, batch: TokenBatch) -> Callable[[], torch.Tensor]:
+        if role != "actor":
+            return super().begin_forward(role, batch)
         self.log.append(f"log_probs of {len(batch)}")
         value = FELL if self.updates in self.collapsing else -1.0
-        return torch.full((batch.num_tokens,), value)
+        return lambda: torch.full((batch.num_tokens,), value)
 
-    def update_actor(self, mini: TokenBatch) -> dict[str, float]:
+    def update(self, role: str, mini: TokenBatch) -> dict[str, float]:
         self.updates += 1
-        return {**super().update_actor(mini), "actor/entropy": 0.3}
+        return {**super().update(role, mini), "actor/entropy": 0.3}
 
 
 @pytest.fixture

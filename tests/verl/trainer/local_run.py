@@ -19,6 +19,7 @@ import torch
 
 from tests.memory_tracker import MemoryTracker
 from tests.verl.rollout.local_group import LocalGroup
+from tests.verl.trainer.test_ranks import ranks_of
 from verl.config import Config, cli
 from verl.core_algos.kl import FixedKLController
 from verl.monitor.tracking import Tracking
@@ -167,7 +168,7 @@ def local_ranks(config: Config, num_steps: int) -> Iterator[TrainerRanks]:
         worker = TrainerWorker(config, 0, 1, "127.0.0.1", free_port(), updates)
         torch.set_num_threads(1)  # more threads would only wait for each other on tiny models
         try:
-            yield TrainerRanks(LocalRanks(worker))  # type: ignore[arg-type]
+            yield ranks_of(LocalRanks(worker))
         finally:
             worker.shutdown()
             torch.use_deterministic_algorithms(False)

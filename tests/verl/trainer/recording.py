@@ -68,27 +68,30 @@ class RecordingRanks:
         self.log.append(name)
         return torch.zeros(batch.num_tokens)
 
-    def log_probs(self, batch: TokenBatch) -> torch.Tensor:
-        return self._zeros("log_probs", batch)
+    @property
+    def group(self) -> "RecordingRanks":
+        return self
 
-    def ref_log_probs(self, batch: TokenBatch) -> torch.Tensor:
-        return self._zeros("ref_log_probs", batch)
+    def group_of(self, role: str) -> "RecordingRanks":
+        return self
 
-    has_own_critic = False
+    def call(self, method: str) -> list[tuple[str, str]]:
+        return [(self.card, "bfloat16")]
 
-    def begin_values(self, batch: TokenBatch) -> Callable[[], torch.Tensor]:
-        values = self._zeros("values", batch)
-        return lambda: values
+    def begin_forward(self, role: str, batch: TokenBatch) -> Callable[[], torch.Tensor]:
+        names = {"actor": "log_probs", "reference": "ref_log_probs", "critic": "values"}
+        result = self._zeros(names[role], batch)
+        return lambda: result
 
-    def update_actor(self, mini: TokenBatch) -> dict[str, float]:
-        self.log.append("update_actor")
+    def update(self, role: str, mini: TokenBatch) -> dict[str, float]:
+        self.log.append(f"update_{role}")
         self.mini_batches.append(mini)
         return {"actor/pg_loss": 0.0}
 
-    def begin_update_critic(
-        self, minis: Sequence[TokenBatch]
+    def begin_updates(
+        self, role: str, minis: Sequence[TokenBatch]
     ) -> Callable[[], list[dict[str, float]]]:
-        self.log += ["update_critic"] * len(minis)
+        self.log += [f"update_{role}"] * len(minis)
         return lambda: [{"critic/vf_loss": 0.0} for _ in minis]
 
     def take_calls(self) -> dict[str, list[Call]]:
@@ -116,9 +119,6 @@ class RecordingRanks:
 
     def take_transfer_metrics(self) -> dict[str, float]:
         return {}
-
-    def card_and_dtype(self) -> tuple[str, str]:
-        return self.card, "bfloat16"
 
     def save_policy(self, directory: Path, dtype: str = "", is_adapter: bool = False) -> None:
         directory.mkdir(parents=True, exist_ok=True)

@@ -161,8 +161,8 @@ def test_a_run_stopped_anywhere_ends_as_the_undisturbed_one(
 def test_an_update_is_never_interrupted(config: Config) -> None:
     """A signal during the update waits for the end of the step."""
     trainer = build(config)
-    update = trainer.ranks.update_actor
-    trainer.ranks.update_actor = lambda mini: (terminate(), update(mini))[1]
+    update = trainer.ranks.update
+    trainer.ranks.update = lambda *arguments: (terminate(), update(*arguments))[1]
     with pytest.raises(Interrupted, match="global_step_1"):
         trainer.fit()
     assert trainer.ranks.log.count("update_actor") == 1

@@ -244,43 +244,39 @@ def test_mini_batches_are_each_epoch_s_own_permutation() -> None:
 class Ranks:
     """Records the sizes of mini-batches, and the order of calls and waits."""
 
-    has_own_critic = False
-
     def __init__(self) -> None:
         self.sizes: dict[str, list[int]] = {"actor": [], "critic": []}
         self.log: list[str] = []
+        self.groups = {"actor": "ranks", "critic": "ranks"}
 
-    def update_actor(self, mini: TokenBatch) -> dict[str, float]:
-        self.sizes["actor"].append(len(mini))
-        self.log.append("actor")
+    def group_of(self, role: str) -> str:
+        return self.groups[role]
+
+    def update(self, role: str, mini: TokenBatch) -> dict[str, float]:
+        self.sizes[role].append(len(mini))
+        self.log.append(role)
         return {"size": float(len(mini))}
 
-    def begin_update_critic(
-        self, minis: Sequence[TokenBatch]
+    def begin_updates(
+        self, role: str, minis: Sequence[TokenBatch]
     ) -> Callable[[], list[dict[str, float]]]:
-        self.sizes["critic"] += map(len, minis)
-        self.log.append("critic begins")
-        return self.pending([{"value": 2.0 * len(mini)} for mini in minis])
+        self.sizes[role] += map(len, minis)
+        self.log.append(f"begin updates of {role}")
+        return self.pending(role, [{"value": 2.0 * len(mini)} for mini in minis])
 
-    def pending(self, result: Any) -> Callable[[], Any]:
+    def pending(self, role: str, result: Any) -> Callable[[], Any]:
         def wait() -> Any:
-            self.log.append("wait for critic")
+            self.log.append(f"wait for {role}")
             return result
 
         return wait
 
-    def log_probs(self, batch: TokenBatch) -> Tensor:
-        self.log.append("log-probs")
-        return torch.full((batch.num_tokens,), -1.0)
+    def begin_forward(self, role: str, batch: TokenBatch) -> Callable[[], Tensor]:
+        self.log.append(f"begin {role}")
+        value = {"actor": -1.0, "reference": -2.0, "critic": -3.0}[role]
+        return self.pending(role, torch.full((batch.num_tokens,), value))
 
-    def ref_log_probs(self, batch: TokenBatch) -> Tensor:
-        return torch.full((batch.num_tokens,), -2.0)
-
-    def begin_values(self, batch: TokenBatch) -> Callable[[], Tensor]:
-        self.log.append("values begin")
-        return self.pending(torch.full((batch.num_tokens,), -3.0))
-
-    def take_critic_peak_memory(self) -> PeakMemory:
+    def take_peak_memory(self, role: str) -> PeakMemory:
         return PeakMemory(1, 2)
 
 
@@ -340,7 +336,7 @@ def test_all_work_of_the_ranks_is_counted() -> None:
     learner.prepare(batch, Timings())
     learner.update(batch, 1, Timings())
     assert counted == [
-        ("old_log_prob", "policy", 4), ("old_log_prob", "reference", 4), ("values", "critic", 4),
+        ("values", "critic", 4), ("old_log_prob", "policy", 4), ("old_log_prob", "reference", 4),
         ("update_critic", "critic", 3), ("update_critic", "critic", 1),
         ("update_actor", "policy", 2), ("update_actor", "policy", 2),
     ]  # fmt: skip
@@ -400,11 +396,9 @@ def test_advantages_compare_the_trajectories_of_one_prompt() -> None:
 class NoRanks:
     """Ranks on which no log-probs of the policy may be computed."""
 
-    def log_probs(self, batch: TokenBatch) -> Tensor:
-        raise AssertionError("a forward pass although the engine reported the log-probs")
-
-    def ref_log_probs(self, batch: TokenBatch) -> Tensor:
-        return torch.zeros(batch.num_tokens)
+    def begin_forward(self, role: str, batch: TokenBatch) -> Callable[[], Tensor]:
+        assert role != "actor", "a forward pass although the engine reported the log-probs"
+        return lambda: torch.zeros(batch.num_tokens)
 
 
 def test_the_engine_s_log_probs_are_the_old_ones_without_a_pass() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 from statistics import fmean, pstdev
@@ -54,9 +55,9 @@ class Ranks:
     def __init__(self, noise_scale: float) -> None:
         self._noise_scale = noise_scale
 
-    def log_probs(self, batch: TokenBatch) -> Tensor:
+    def begin_forward(self, role: str, batch: TokenBatch) -> Callable[[], Tensor]:
         noise = torch.randn(batch.num_tokens, generator=torch.Generator().manual_seed(1))
-        return batch.tokens["rollout_log_probs"] + self._noise_scale * noise
+        return lambda: batch.tokens["rollout_log_probs"] + self._noise_scale * noise
 
 
 @pytest.fixture

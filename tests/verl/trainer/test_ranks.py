@@ -10,7 +10,7 @@ import torch
 from tests.core.batches import make_batch
 from verl.errors import SaveError
 from verl.single_controller.actors import ActorLocation
-from verl.trainer.ranks import BatchSharding, TrainerRanks
+from verl.trainer.ranks import FORWARD, BatchSharding, TrainerRanks
 from verl.training.devices import PeakMemory
 from verl.training.weight_stream import TransferStats
 
@@ -49,9 +49,10 @@ class FakeGroup:
         return [ActorLocation("node", "host", ()) for _ in self.results]
 
 
-def ranks_of(*groups: Any) -> TrainerRanks:
-    """Return the ranks of fake groups."""
-    return TrainerRanks(*groups)
+def ranks_of(group: Any, critic: Any = None, sp_size: int = 1) -> TrainerRanks:
+    """Return the ranks of fake groups; `sp_size` is that of the actor."""
+    groups = {"actor": group, "reference": group, "critic": group if critic is None else critic}
+    return TrainerRanks(groups, {"actor": BatchSharding(sp_size=sp_size)})
 
 
 @pytest.mark.parametrize(("second_host", "fits"), [(79, True), (81, False)])
@@ -104,26 +105,26 @@ def test_a_forward_gets_what_it_reads_and_an_update_everything() -> None:
     group, batch = FakeGroup([]), make_batch([3, 2])
     ranks = ranks_of(group)
     group.results = [torch.zeros(batch.num_tokens)]
-    for compute in (ranks.log_probs, ranks.ref_log_probs, lambda b: ranks.begin_values(b)()):
-        compute(batch)
+    for role in FORWARD:
+        ranks.begin_forward(role, batch)()
         assert group.sent == {"input_ids", "policy_mask"}
     group.results = [{}]
-    ranks.update_actor(batch)
+    ranks.update("actor", batch)
     assert group.sent == set(batch.tokens)
 
 
 def test_the_ranks_of_a_group_get_the_same_shard_and_are_read_once() -> None:
     """Four ranks in two groups share two sequences; actor and critic may have other group sizes."""
     group, batch = FakeGroup([]), make_batch([3, 2])
-    ranks = TrainerRanks(group, policy=BatchSharding(sp_size=2))  # type: ignore[arg-type]
+    ranks = ranks_of(group, sp_size=2)
     first, second = (ids.tolist() for ids in batch.sequences("input_ids"))
     group.results = [torch.tensor(ids).float() for ids in (first, first, second, second)]
-    assert ranks.log_probs(batch).tolist() == [*first, *second]
+    assert ranks.begin_forward("actor", batch)().tolist() == [*first, *second]
     assert group.ids == [first, first, second, second]
     group.results = [{}] * 4
-    ranks.update_actor(batch)
+    ranks.update("actor", batch)
     assert group.ids == [first, first, second, second]
-    ranks.begin_update_critic([batch])()
+    ranks.begin_updates("critic", [batch])()
     assert sorted(group.ids) == sorted([first, second, [], []])
 
 
@@ -136,7 +137,7 @@ def test_a_critic_gets_all_mini_batches_in_one_call() -> None:
     group = FakeGroup([[{"a": 1.0}, {"a": 2.0}]] * 2)
     minis = [make_batch([2, 2]), make_batch([2, 2])]
     minis[1].tokens["input_ids"] += 100
-    pending = ranks_of(group).begin_update_critic(minis)
+    pending = ranks_of(group).begin_updates("critic", minis)
     assert group.called == ["critic.updates"] and pending() == [{"a": 1.0}, {"a": 2.0}]
     first, second = (list(mini.sequences("input_ids")) for mini in minis)
     assert group.ids == [[*a.tolist(), *b.tolist()] for a, b in zip(first, second, strict=True)]
@@ -147,13 +148,12 @@ def call_everything(ranks: TrainerRanks, *groups: FakeGroup) -> None:
     batch = make_batch([3, 2])
     for group in groups:
         group.results = [torch.zeros(batch.num_tokens)]
-    ranks.log_probs(batch)
-    ranks.ref_log_probs(batch)
-    ranks.begin_values(batch)()
+    for role in FORWARD:
+        ranks.begin_forward(role, batch)()
     for group in groups:
         group.results = [{}]
-    ranks.update_actor(batch)
-    ranks.begin_update_critic([batch])()
+    ranks.update("actor", batch)
+    ranks.begin_updates("critic", [batch])()
 
 
 def test_a_separate_critic_is_called_on_its_own_ranks() -> None:

@@ -11,7 +11,8 @@ from verl.monitor.performance import Timings
 def test_a_separate_critic_computes_while_the_actor_does(is_separate: bool) -> None:
     """It is started before the actor and waited for after it; shared ranks run them in turn."""
     learner, ranks = learner_of()
-    ranks.has_own_critic = is_separate  # type: ignore[misc]
+    if is_separate:
+        ranks.groups["critic"] = "critic ranks"
     learner.config.actor_rollout_ref.actor.ppo_epochs = 2
     learner.config.critic.ppo_mini_batch_size = 2
     batch, timings = small([1.0, 0.0, 2.0, 0.0]), Timings()
@@ -19,13 +20,14 @@ def test_a_separate_critic_computes_while_the_actor_does(is_separate: bool) -> N
     learner.prepare(batch, timings)
     metrics = learner.update(batch, 1, timings)
     assert metrics == {"size": 4.0, "value": 4.0} and float(batch.tokens["values"][0]) == -3.0
-    begin, wait = "critic begins", "wait for critic"
-    passes, updates = ["log-probs"], ["actor", "actor"]
+    compute, train, wait = "begin critic", "begin updates of critic", "wait for critic"
+    passes = [f"{what} {role}" for role in ("actor", "reference") for what in ("begin", "wait for")]
+    updates = ["actor", "actor"]
     if is_separate:
-        expected = ["values begin", *passes, wait, begin, *updates, wait]
+        expected = [compute, *passes, wait, train, *updates, wait]
         assert set(timings.seconds) == {"old_log_prob", "update_actor", "wait_critic"}
     else:
-        expected = [*passes, "values begin", wait, begin, wait, *updates]
+        expected = [compute, wait, *passes, train, wait, *updates]
         assert set(timings.seconds) == {"old_log_prob", "values", "update_critic", "update_actor"}
     assert set(timings.peaks) == ({"values", "update_critic"} if is_separate else set())
     assert ranks.log == expected

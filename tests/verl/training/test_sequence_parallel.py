@@ -33,10 +33,10 @@ def test_a_group_holds_as_many_tokens_as_its_ranks(
     config.actor_rollout_ref.actor.ulysses_sequence_parallel_size = 4
     assert actor_budgets(config) == TokenBudgets(*actor)
     plan = config.placement
-    assert (plan.num_sp_groups, plan.num_critic_sp_groups, plan.critic_sp_size) == (2, 2, 4)
+    assert (plan.actor.num_sp_groups, plan.critic.num_sp_groups, plan.critic.sp_size) == (2, 2, 4)
     config.critic.ulysses_sequence_parallel_size = 2
     assert critic_budgets(config) == TokenBudgets(*critic)
-    assert config.placement.num_critic_sp_groups == 4
+    assert config.placement.critic.num_sp_groups == 4
 
 
 def test_a_group_has_the_results_and_the_gradient_of_one_rank() -> None:

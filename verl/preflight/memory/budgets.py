@@ -43,7 +43,7 @@ def undecided_budgets(config: Config) -> list[Budget]:
         tokens = min(actor_budgets(config).update // size, DEFAULT_TOKEN_BUDGET)
         found.append(_budget(config, ACTOR_BUDGET, tokens, size))
     if has_critic(config) and config.critic.ppo_max_token_len_per_gpu is None:
-        size = config.placement.critic_sp_size
+        size = config.placement.critic.sp_size
         tokens = min(critic_budgets(config).update // size, 2 * DEFAULT_TOKEN_BUDGET)
         found.append(_budget(config, CRITIC_BUDGET, tokens, size))
     return found

@@ -144,7 +144,7 @@ def estimate(config: Config, setting: Setting) -> Estimate:
             needs += cpu_engine_needs(config, policy, item)
         return Estimate(tuple(_on_host(need, config) for need in needs), None)
     needs.append(Need(Memory.DEVICE, "rank's context", CONTEXT))
-    if config.placement.has_own_critic:
+    if config.placement.is_apart("critic"):
         needs.append(Need(Memory.CRITIC, "critic rank's context", CONTEXT))
     if not has_vllm:
         return Estimate(tuple(needs), None)
@@ -162,11 +162,10 @@ def rank_needs(config: Config, setting: Setting) -> list[Need]:
     for model in held_models(config, policy, critic, item):
         if not setting.on_gpu:  # on CPU, offloading has no effect
             model = replace(model, fsdp=FsdpConfig(reshard_each=model.fsdp.reshard_each))
-        ranks, local = config.placement.num_ranks, config.trainer.n_gpus_per_node
-        if model.memory is Memory.CRITIC:
-            ranks, local = config.placement.num_critic_ranks, config.placement.critic_gpus_per_node
-        needs += shard_needs(model, ranks, local)
-        needs += gathered_needs(model, ranks, item)
+        is_critic = model.memory is Memory.CRITIC
+        plan = config.placement.critic if is_critic else config.placement.actor
+        needs += shard_needs(model, plan.num_ranks, plan.per_node)
+        needs += gathered_needs(model, plan.num_ranks, item)
     passes = list(activation_needs(config, policy, critic, dtype))
     if setting.on_gpu and setting.has_gaps:
         needs += [
@@ -188,9 +187,9 @@ def node_needs(config: Config, policy: ModelShape, item: int, on_gpu: bool) -> I
     rank, engine, driver = PROCESSES["gpu" if on_gpu else "cpu"]
     if config.placement.is_external or config.actor_rollout_ref.rollout.name != "vllm":
         engine = PROCESSES["cpu"][0]  # a replica without vLLM's engine processes
-    local = config.trainer.n_gpus_per_node + config.placement.critic_gpus_per_node
+    local = sum(group.per_node for group in config.placement.groups.values())
     engines = config.placement.num_engines(on_gpu) if config.samples_rollouts else 0
-    replicas = -(-engines // config.trainer.nnodes)
+    replicas = -(-engines // config.placement.actor.num_nodes)
     for name, size in (
         ("processes of the ranks", local * rank),
         ("processes of the engines", replicas * engine),
@@ -228,8 +227,8 @@ def _on_host(need: Need, config: Config) -> Need:
     if need.memory not in (Memory.DEVICE, Memory.CRITIC):
         return need
     factor, phases = 1.0 if need.phases == ALWAYS else CPU_HEAP, need.phases
-    local = config.trainer.n_gpus_per_node
+    local = config.placement.actor.per_node
     if need.memory is Memory.CRITIC:
-        local = config.placement.critic_gpus_per_node
+        local = config.placement.critic.per_node
         phases = phases.union(*(CONCURRENT_PHASES.get(phase, ()) for phase in phases))
     return replace(need, memory=Memory.HOST, bytes=int(factor * local * need.bytes), phases=phases)

@@ -173,7 +173,7 @@ def held_models(
         models.append(
             HeldModel("critic", critic, has_adapter, frozen, trained, critic_options.fsdp_config,
                       critic_phases, Phase.UPDATE_CRITIC, Phase.STEP_CRITIC,
-                      Memory.CRITIC if config.placement.has_own_critic else Memory.DEVICE)
+                      Memory.CRITIC if config.placement.is_apart("critic") else Memory.DEVICE)
         )  # fmt: skip
     return models
 
@@ -244,7 +244,7 @@ def activation_needs(
               update: Phase) -> Iterator[Need]:  # fmt: skip
         # The largest micro-batch: the budget's tokens, or all there are; at least one trajectory.
         name = "activations" if base.is_critic else "activations and logits"
-        is_alone = base.is_critic and config.placement.has_own_critic
+        is_alone = base.is_critic and config.placement.is_apart("critic")
         memory = Memory.CRITIC if is_alone else Memory.DEVICE
         recompute = model.enable_gradient_checkpointing or False
         for budget, num_trajectories, phases, has_backward in (
@@ -269,15 +269,16 @@ def activation_needs(
         sp_size=section.actor.ulysses_sequence_parallel_size,
     )  # fmt: skip
     reads = frozenset({Phase.LOG_PROBS, *[Phase.REF_LOG_PROBS] * config.needs_reference})
-    yield from needs(policy_pass, actor_budgets(config), mini_batch, config.placement.num_ranks,
+    plan = config.placement
+    yield from needs(policy_pass, actor_budgets(config), mini_batch, plan.actor.num_ranks,
                      section.model, reads, Phase.UPDATE_ACTOR)  # fmt: skip
     if has_critic(config):
         critic_pass = Pass(
             critic, longest, longest, dtype, is_critic=True, lora_rank=own.model.lora_rank,
-            sp_size=config.placement.critic_sp_size,
+            sp_size=plan.critic.sp_size,
         )  # fmt: skip
         yield from needs(critic_pass, critic_budgets(config), own.ppo_mini_batch_size or mini_batch,
-                         config.placement.num_critic_ranks, own.model, frozenset({Phase.VALUES}),
+                         plan.critic.num_ranks, own.model, frozenset({Phase.VALUES}),
                          Phase.UPDATE_CRITIC)  # fmt: skip
 
 
@@ -393,7 +394,7 @@ def other_engine_needs(
         return
     size = item * shape.parameters() + config.data.max_model_len * kv_bytes(shape, item)
     if not on_gpu:
-        count = -(-config.placement.num_engines(on_gpu=False) // config.trainer.nnodes)
+        count = -(-config.placement.num_engines(on_gpu=False) // config.placement.actor.num_nodes)
         yield Need(Memory.HOST, "engines", count * size)
     elif config.placement.is_split:
         yield Need(Memory.ENGINE, "engine", size)
@@ -403,7 +404,7 @@ def other_engine_needs(
 
 def cpu_engine_needs(config: Config, shape: ModelShape, item: int) -> Iterator[Need]:
     """Yield the needs of vLLM engines on CPU, which never sleep; their KV cache size is fixed."""
-    count = -(-config.placement.num_engines(on_gpu=False) // config.trainer.nnodes)
+    count = -(-config.placement.num_engines(on_gpu=False) // config.placement.actor.num_nodes)
     seqs = config.max_num_seqs(on_gpu=False)
     working = _working_bytes(shape, item, seqs, batched_tokens(seqs, config.data.max_model_len))
     cache = config.actor_rollout_ref.rollout.cpu_kv_cache_gib << 30

@@ -58,7 +58,7 @@ def test_a_preset_fits_its_machine(preset: str, recipe: str, tmp_path: Path) -> 
     """As in docs/guides/models.md: its model fits so, the next larger one never does."""
     config = config_of(recipe, tmp_path, PRESET=preset)
     here = MACHINES[preset]
-    assert config.placement.num_ranks == len(here.devices)
+    assert config.placement.actor.num_ranks == len(here.devices)
     size = config.actor_rollout_ref.model.path.removeprefix("Qwen/")
     second = SIZES[SIZES.index(size) + 2]
     assert verdict(config, here, size) == "fits"
