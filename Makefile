@@ -9,8 +9,10 @@ ASYNC ?= 0
 GPU_WHEELS ?= .gpu-wheels
 GPU_LOCKS := tests/nightly/gpu_wheels/newest.txt tests/nightly/gpu_wheels/cuda12.txt
 BIN := $(VENV)/bin
-# Tests in two processes, whole files at a time, the slow ones first.
-TWO := -n 2 --dist loadfile --no-loadscope-reorder
+# Tests in processes, whole files at a time, the slow ones first. One more than two cores have, since
+# tests also wait: for time limits, servers and engines.
+WORKERS ?= 3
+SPREAD = -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 export PYTHONPATH := $(CURDIR)
 # The tests start hundreds of processes, which would all compile our code again.
 unexport PYTHONDONTWRITEBYTECODE
@@ -52,18 +54,19 @@ demo:
 	--started-at $$start $(DEMO_ARGS)
 
 test: $(VENV)/.installed
-	$(BIN)/python -m pytest $(TWO)
+	$(BIN)/python -m pytest $(SPREAD)
 
 # For development: all tests except those in tests/slow.txt, which `make slow` updates.
 test-fast: $(VENV)/.installed
-	$(BIN)/python -m pytest --fast $(TWO)
+	$(BIN)/python -m pytest --fast $(SPREAD)
 
+slow test-nightly: WORKERS = 2
 slow: $(VENV)/.installed
-	$(BIN)/python -m pytest --record-slow $(TWO)
+	$(BIN)/python -m pytest --record-slow $(SPREAD)
 
 # The whole CPU suite with line coverage of verl/ and search_r1/ in all processes.
 coverage: $(VENV)/.installed
-	$(BIN)/python -m pytest $(TWO) --cov --cov-report=term-missing:skip-covered
+	$(BIN)/python -m pytest $(SPREAD) --cov --cov-report=term-missing:skip-covered
 
 # Real runs with injected faults; full disks and lost permissions need root.
 campaign: $(VENV)/.installed
@@ -75,7 +78,7 @@ mutants: $(VENV)/.installed
 
 # Proofs, pages in a browser, simulated GPUs, and the commands and programs of the documentation.
 test-nightly: chromium $(VENV)/.installed-docs
-	$(BIN)/python -m pytest tests/nightly -m "not gpu and not gpu_wheels" $(TWO)
+	$(BIN)/python -m pytest tests/nightly -m "not gpu and not gpu_wheels" $(SPREAD)
 
 test-all: chromium slurm $(VENV)/.installed-lucene $(VENV)/.installed-docs
 	$(BIN)/python -m pytest -o norecursedirs=".*" -m "not gpu and not gpu_wheels"

@@ -20,12 +20,12 @@ from verl.nvidia import vllm_device
 # start would inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
-# Two test processes share the cores: threads of small operations would mostly wait for each other.
+# Test processes share the cores: threads of small operations would mostly wait for each other.
 # Ranks and engines of real runs set their own number of threads.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("GOMP_SPINCOUNT", "0")
 # The same examples in every run, and no deadline, since other work on the cores may slow them down.
-settings.register_profile("suite", deadline=None, derandomize=True, database=None)
+settings.register_profile("suite", deadline=None, derandomize=True, database=None, max_examples=50)
 settings.load_profile("suite")
 
 

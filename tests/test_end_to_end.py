@@ -164,6 +164,7 @@ def test_a_run_leaves_no_secret(ppo_run: Path, ray_folder: Path) -> None:
         assert "***@127.0.0.1" in (ppo_run / saved).read_text()
 
 
+@pytest.mark.slow
 def test_line_21_a_resumed_run_continues_with_the_next_step(
     world: dict[str, str], ppo_run: Path
 ) -> None:

@@ -67,6 +67,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "minimax": EXPERTS | HYBRID | {"block_size": 4},
     "bloom": {}, "gpt2": {"n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 512},
 }  # fmt: skip
+ONE_OF_A_KIND = {"llama", "gemma3", "gpt_oss", "qwen3_5_text", "lfm2", "jamba", "mamba2", "rwkv",
+                 "minimax", "bloom"}  # fmt: skip
+"""A family for each kind of cache; `make test-all` takes all of them."""
 OWN_NAMES = ("gpt2", "bloom", "gemma3")
 """Families whose configs have names of their own."""
 PROMPTS = ([b"Who is it?", b" and then?", b" <information>It is a longer text.</information> so"],
@@ -90,7 +93,10 @@ def judged(model: Any) -> TransformersEngine:
     return engine
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family",
+    [pytest.param(x, marks=() if x in ONE_OF_A_KIND else pytest.mark.slow) for x in FAMILIES],
+)
 def test_sampled_log_probs_are_the_model_s_alone(family: str) -> None:
     """Of dialogues of several turns and lengths, for each family and kind of cache."""
     model = tiny_model(family)

@@ -23,7 +23,7 @@ from verl.rollout.replica import RolloutReplica
 from verl.training.lora import Adapter
 from verl.types import Completion, Sampling
 
-pytestmark = pytest.mark.vllm_cpu
+pytestmark = [pytest.mark.vllm_cpu, pytest.mark.slow]
 
 TOLERANCE = 1e-3
 RANK = 6  # not one of vLLM's ranks, of which the next is 8

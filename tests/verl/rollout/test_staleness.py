@@ -165,13 +165,17 @@ def ages(step: int, trajectories: Sequence[Trajectory]) -> set[int]:
 
 @pytest.mark.parametrize("staleness", range(5))
 def test_a_step_trains_on_tokens_no_older_than_max_staleness(staleness: int) -> None:
-    """In 1,000 random worlds, no token is older than the bound, which is tight.
+    """In 200 random worlds, no token is older than the bound, which is tight."""
+    assert_bounded(staleness, range(40))
 
-    Worlds have any timing, 1 to 3 replicas, weights loaded between turns or between
-    trajectories, with and without dynamic sampling and failures.
+
+def assert_bounded(staleness: int, seeds: Sequence[int]) -> None:
+    """Check the bound in worlds with any timing, 1 to 3 replicas, failures and dynamic sampling.
+
+    Weights are loaded between turns or between trajectories.
     """
     seen: set[int] = set()
-    for seed in range(200):
+    for seed in seeds:
         filters, failed_share = seed % 5 == 0, 0.1 * (seed % 7 == 0)
         with world(seed, staleness, with_filter=filters, failed_share=failed_share) as run:
             for step in range(1, 10):
