@@ -83,7 +83,7 @@ def test_the_original_runs_folder_is_asked(
         assert json.loads(capsys.readouterr().out)["question"] == "Who?"
 
 
-def test_json_is_one_object_with_the_whole_dialogue(
+def test_a_dialogue_is_one_json_object_or_text_before_its_outcome(
     words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """max_turns and template come from the model's settings."""
@@ -94,14 +94,8 @@ def test_json_is_one_object_with_the_whole_dialogue(
     assert answer["stats"]["turns"] <= 2
     observed = [s["text"] for s in answer["segments"] if s["origin"] == "observation"]
     assert observed == [INVALID]
-
-
-def test_the_dialogue_is_printed_before_the_outcome(
-    words: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The policy's text is printed first, the answer or its absence last."""
-    assert infer.main(["Who?", *words, "--json"]) == 0
-    turns = [s["text"] for s in json.loads(capsys.readouterr().out)["segments"]][::2]
+    # Without --json the policy's text is printed first, the answer or its absence last.
+    turns = [s["text"] for s in answer["segments"]][::2]
     assert infer.main(["Who?", *words]) == 0
     out = capsys.readouterr().out
     assert turns[0].strip() in out
@@ -183,8 +177,6 @@ def test_without_a_question_the_default_one_is_asked(
     """Like the original's `python infer.py` without arguments; the question is in the output."""
     assert infer.main(words) == 0
     assert QUESTION in capsys.readouterr().out
-    assert infer.main(["--json", *words]) == 0
-    assert json.loads(capsys.readouterr().out)["question"] == QUESTION
 
 
 def test_a_conversation_outlives_ctrl_c(model: str) -> None:

@@ -5,19 +5,16 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
 import infer
-from example.tiny import tiny_model
 from search_r1 import mcp_server, serve
 from search_r1.agent_server import requests, responses, service
 from search_r1.infer import InferOptions
 from search_r1.options import parse
-from search_r1.retrieval.local_server import LocalServer
 from tests.agent_server.services import serving
 from tests.fakes import ScriptedEngine
 from tests.inference.scripted import TWO_SEARCHES, session
@@ -36,22 +33,10 @@ COMMANDS = [
 ]
 OPTIONS = {"infer.py": InferOptions, "search_r1.serve": serve.ServingOptions,
            "search_r1.mcp_server": mcp_server.McpOptions}  # fmt: skip
-ASKED = [words[2:] for words in COMMANDS if words[1] == "infer.py"]
-
-
-@pytest.fixture(scope="module")
-def more(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
-    """Options that make a command of the page quick: a tiny model and a small corpus."""
-    folder = tmp_path_factory.mktemp("page")
-    (folder / "corpus.jsonl").write_text('{"id": "1", "contents": "\\"Oslo\\"\\nA city."}\n')
-    model = tiny_model(folder / "model")
-    with LocalServer(["--corpus_path", str(folder / "corpus.jsonl")]) as server:
-        yield ["--model", str(model), "--retriever-url", server.url, "--max-response-length", "4",
-               "--max-turns", "1", "--device", "cpu", "--dtype", "float32"]  # fmt: skip
 
 
 def test_every_command_is_understood(capsys: pytest.CaptureFixture[str]) -> None:
-    """The options and scripts that the page names exist."""
+    """The options and scripts that it names exist; `tests/test_infer.py` runs such commands."""
     for words in COMMANDS:
         name = words[2] if words[1] == "-m" else words[1]
         if words[0] == "bash":
@@ -61,24 +46,6 @@ def test_every_command_is_understood(capsys: pytest.CaptureFixture[str]) -> None
         with pytest.raises(SystemExit, match="0") if "--help-all" in options else nullcontext():
             parse(OPTIONS[name], options, prog=name, description=None)
     capsys.readouterr()
-
-
-@pytest.mark.parametrize("words", [w for w in ASKED[:4] if "--interactive" not in w])
-def test_questions_are_asked(
-    words: list[str], more: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
-    """The commands of the first block run with a real retriever and a random model."""
-    monkeypatch.chdir(tmp_path)
-    Path("questions.txt").write_text("Who?\nWhere?\n")
-    assert infer.main([*words, *more]) == 0
-    output = capsys.readouterr().out
-    if "--json" in words:
-        assert json.loads(output)["question"] == words[0]
-    elif "--file" in words:
-        assert len(Path("answers.jsonl").read_text().splitlines()) == 2
-    else:
-        assert output.strip().splitlines()[-1].startswith(("Answer:", "no answer"))
 
 
 def test_the_python_example_prints_what_it_says(capsys: pytest.CaptureFixture[str]) -> None:

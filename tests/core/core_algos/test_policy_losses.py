@@ -209,13 +209,13 @@ def test_likelihood_loss_penalises_drops_of_good_turns(rows: list[tuple[float, b
 
 
 def test_likelihood_loss_gradient_passes_gradcheck() -> None:
-    """The gradient raises dropped tokens of a dropped turn and is 0 for the others."""
-    old = torch.zeros(4, dtype=torch.float64)
-    start = torch.tensor([-0.5, 0.1, 0.7, -0.2], dtype=torch.float64, requires_grad=True)
-    kept, gates = torch.ones(4, dtype=torch.bool), torch.tensor([0, 0, 1, 1])
+    """It raises dropped tokens of a dropped turn that is kept, and is 0 for the others."""
+    old = torch.zeros(5, dtype=torch.float64)
+    start = torch.tensor([-0.5, 0.1, 0.7, -0.2, -0.3], dtype=torch.float64, requires_grad=True)
+    kept, gates = torch.arange(5) < 4, torch.tensor([0, 0, 1, 1, 2])
     assert torch.autograd.gradcheck(lambda x: likelihood_loss(x, old, kept, gates).sum(), (start,))
     likelihood_loss(start, old, kept, gates).sum().backward()
-    assert start.grad is not None and start.grad.tolist() == [-1.0, 0.0, 0.0, 0.0]
+    assert start.grad is not None and start.grad.tolist() == [-1.0, 0.0, 0.0, 0.0, 0.0]
 
 
 @pytest.mark.parametrize("name", POLICY_LOSSES)

@@ -1,8 +1,7 @@
 """Gradients of every loss: by finite differences in double precision, away from kinks.
 
 Where a loss stops a gradient on purpose, finite differences see the stopped part move and autograd
-does not: there the gradient is compared with its formula, and finite differences with the surrogate
-in which the stopped part is a constant.
+does not: `tests/core/core_algos/test_policy_losses.py` compares those with their formulas.
 """
 
 from collections.abc import Callable
@@ -24,11 +23,6 @@ from verl.core_algos.mismatch import importance_weights
 from verl.core_algos.policy_losses import (
     POLICY_LOSSES,
     PolicyLossInputs,
-    cispo,
-    gpg,
-    gspo,
-    likelihood_loss,
-    ppo,
 )
 
 # Ratios inside the clip, beyond it on either side, and beyond the dual clip; no kink within 0.02.
@@ -70,91 +64,6 @@ STOPPED = {"gspo", "cispo"}
 def test_policy_losses_by_finite_differences(name: str) -> None:
     """Inside the clip, beyond it on either side, beyond the dual clip, and at the ratio's bound."""
     assert gradcheck(by_token(name), log_probs())
-
-
-def test_ppo_gradient_is_that_of_the_ratio_or_0_if_clipped() -> None:
-    """It is -A ρ inside; 0 above for A > 0, below for A < 0, and beyond the dual clip."""
-    expected = -column(ADVANTAGES) * column(LOG_RATIO).exp()
-    for clipped in (2, 5, 6, 7):  # above, below, dual, bounded to exp(-20)
-        expected[clipped] = 0.0
-    torch.testing.assert_close(gradient(by_token("ppo"), log_probs()), expected)
-
-
-def test_gpg_gradient_is_minus_the_advantage() -> None:
-    """The loss is -A log π."""
-    found = gradient(lambda x: gpg(inputs(x))[0], log_probs())
-    torch.testing.assert_close(found, -column(ADVANTAGES))
-
-
-def geometric_mean(x: Tensor) -> Tensor:
-    """Compute each token's s = exp(mean of log ρ over its sequence), by a loop."""
-    d, found = x - OLD, torch.zeros_like(x)
-    for sequence in set(IDS):
-        members = torch.tensor([i == sequence for i in IDS])
-        found[members] = d[members].mean().exp()
-    return found
-
-
-def test_gspo_gradient_is_the_sequences_ratio_times_the_advantage() -> None:
-    """It is -A s at the token itself unless clipped, else 0 (Zheng et al. 2025)."""
-    x, a = log_probs(), column(ADVANTAGES)
-    s = geometric_mean(x.detach())
-    decided = torch.where(a > 0, s > 1.2, s < 0.8) | (s < 3e-9)
-    assert decided.any() and not decided.all()
-    expected = torch.where(decided, 0.0, -a * s)
-    torch.testing.assert_close(gradient(by_token("gspo"), x), expected)
-
-
-def test_gspo_surrogate_by_finite_differences() -> None:
-    """With sg[s] and sg[π] fixed at the current policy, the loss is differentiable: s π / π_now."""
-    now = log_probs().detach()
-    # `gspo` at a moved point: moving π_old along keeps the mean of the log-ratio.
-    s = geometric_mean(now)
-
-    def surrogate(x: Tensor) -> Tensor:
-        ids = torch.arange(len(x))  # one token per sequence: the mean is the token's own log-ratio
-        held = PolicyLossInputs(x, now - s.log(), column(ADVANTAGES), ids, clip_c=1e12)
-        return ppo(held)[0]
-
-    assert gradcheck(surrogate, log_probs())
-    torch.testing.assert_close(
-        gradient(surrogate, log_probs()), gradient(by_token("gspo"), log_probs())
-    )
-
-
-def test_gspo_of_one_advantage_a_sequence_has_the_sequence_objectives_gradient() -> None:
-    """Under `seq-mean-token-mean` the token form equals -A s of whole sequences, differentiated."""
-    advantage = column([0.4, -0.3, 0.8, 0.6])
-    ids = torch.tensor(IDS)
-
-    def tokens(x: Tensor) -> Tensor:
-        losses, _ = gspo(PolicyLossInputs(x, OLD, advantage[ids], ids, 30.0, 30.0))
-        lengths = ids.bincount()
-        return losses / (lengths[ids] * len(advantage))
-
-    def sequences(x: Tensor) -> Tensor:
-        means = torch.stack([(x - OLD)[ids == i].mean() for i in range(len(advantage))])
-        return -advantage * means.exp() / len(advantage)
-
-    near = (OLD + column([0.05, -0.1, 0.4, -0.5, 0.5, -0.4, 1.5, -0.2])).requires_grad_()
-    assert gradcheck(sequences, near)
-    torch.testing.assert_close(gradient(tokens, near), gradient(sequences, near))
-
-
-def test_cispo_gradient_is_the_clipped_ratio_times_the_advantage() -> None:
-    """It is -A clip(ρ) at every token, clipped or not (MiniMax 2025, eq. 4)."""
-    expected = -column(ADVANTAGES) * column(LOG_RATIO).exp().clamp(0.8, 1.2)
-    torch.testing.assert_close(gradient(by_token("cispo"), log_probs()), expected)
-
-
-def test_cispo_surrogate_by_finite_differences() -> None:
-    """With the weight fixed at the current policy's, the loss is a weighted log-prob."""
-    weight = column(LOG_RATIO).exp().clamp(0.8, 1.2)
-    surrogate = lambda x: -weight * column(ADVANTAGES) * x  # noqa: E731
-    assert gradcheck(surrogate, log_probs())
-    torch.testing.assert_close(
-        gradient(surrogate, log_probs()), gradient(lambda x: cispo(inputs(x))[0], log_probs())
-    )
 
 
 @pytest.mark.parametrize("name", sorted(STOPPED))
@@ -202,17 +111,6 @@ def test_k3_gradient_vanishes_at_its_bounds() -> None:
     expected = 1.0 - (-policy.detach()).exp()
     expected[2:] = 0.0
     torch.testing.assert_close(found, expected)
-
-
-def test_llds_by_finite_differences() -> None:
-    """With gates and tokens whose likelihood dropped or rose."""
-    kept = torch.tensor([True, True, False, True, True, True, True, True])
-    loss = lambda x: likelihood_loss(x, OLD, kept, torch.tensor(IDS))  # noqa: E731
-    assert gradcheck(loss, log_probs())
-    # Gates 0 and 3 dropped in sum; 1 and 2 rose, though some of their tokens dropped.
-    torch.testing.assert_close(
-        gradient(loss, log_probs()), column([0.0, -1.0, 0.0, 0.0, 0.0, 0.0, 0.0, -1.0])
-    )
 
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
