@@ -151,6 +151,7 @@ def test_losses_and_weights_equal_a_hand_written_loop(
     assert not out.with_name("out.tmp").exists()
 
 
+@pytest.mark.slow
 def test_two_ranks_under_torchrun_write_the_same_weights(
     model: str, demonstrations: str, tmp_path: Path
 ) -> None:

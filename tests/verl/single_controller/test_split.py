@@ -47,6 +47,7 @@ def users(group: RayWorkerGroup) -> list[tuple[str, str]]:
     return [(location.node_id, card) for location, cards in pairs for card in cards]
 
 
+@pytest.mark.slow
 @pytest.mark.pretend_cuda
 def test_no_gpu_is_used_by_a_rank_and_an_engine(
     two_nodes: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
