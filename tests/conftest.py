@@ -34,7 +34,7 @@ SLOW = Path(__file__).with_name("slow.txt")
 SLOW_S = 1.0
 TOGETHER = (
     ("tests/verl/rollout/",),
-    ("tests/verl/checkpoint/test_shards.py", "tests/verl/training/"),
+    ("tests/verl/checkpoint/test_shards.py", "tests/verl/training/", "tests/verl/ext/lora/"),
 )
 """Groups of files that one process runs, since they share engines or ranks that start slowly."""
 GUARD = Path(__file__).with_name("network_guard") / "sitecustomize.py"

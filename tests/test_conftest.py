@@ -70,7 +70,7 @@ def test_files_that_share_an_engine_go_to_one_process() -> None:
     scope = partial(conftest.Together._split_scope, Mock())
     engines = {scope(f"tests/verl/rollout/test_{name}.py::test_x[1]") for name in "ab"}
     ranks = {scope(f"tests/verl/{name}.py::test_x")
-             for name in ("training/test_lora", "checkpoint/test_shards")}  # fmt: skip
+             for name in ("ext/lora/test_lora", "checkpoint/test_shards")}  # fmt: skip
     assert len(engines) == len(ranks) == 1 and engines != ranks
     assert (
         scope("tests/verl/checkpoint/test_saver.py::test_x")

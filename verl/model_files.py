@@ -44,6 +44,8 @@ from verl.remote_code import trusts_remote_code
 
 FIX = "download it again, or give the model that the files belong to"
 MAPPED_FILES = "model*.safetensors"
+FINGERPRINT_BYTES = 1 << 20
+"""Bytes at each end of a weight file that go into its fingerprint."""
 FLOATS = ("F64", "F32", "BF16", "F16")
 """Floating-point dtypes, as safetensors headers name them."""
 COUNT_FIELDS = ("num_hidden_layers", "num_experts", "num_local_experts", "n_routed_experts")
@@ -215,6 +217,22 @@ def check_weights(
         if odd:
             raise ModelProblem(f"no floating-point numbers in {summarise(odd)}")
         return int(lm.get_input_embeddings().weight.shape[0])
+
+
+def weights_fingerprint(base: str) -> str:
+    """Return a short hash of a model folder's weight files: names, sizes, and both ends of each."""
+    digest = hashlib.sha256()
+    files = sorted(Path(base).expanduser().glob("*.safetensors"))
+    if not files:  # a hub name has no local files
+        return base
+    for path in files:
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size} ".encode())
+        with path.open("rb") as file:
+            digest.update(file.read(FINGERPRINT_BYTES))
+            file.seek(max(0, size - FINGERPRINT_BYTES))
+            digest.update(file.read(FINGERPRINT_BYTES))
+    return digest.hexdigest()[:16]
 
 
 def indexed_files(index: Path) -> set[str]:

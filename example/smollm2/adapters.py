@@ -20,7 +20,7 @@ from torch import Tensor
 
 from search_r1.inference.agent_options import SETTINGS_FILE
 from verl.errors import ModelError, explain
-from verl.training.lora import PREFIX, Adapter, peft_config_of_record
+from verl.ext.lora.adapter import PREFIX, Adapter, peft_config_of_record
 
 WEIGHTS = "adapter_model.safetensors"
 LIMIT_BYTES = 12_000_000

@@ -15,7 +15,8 @@ from example.smollm2.adapters import LIMIT_BYTES, Factors, combine, write
 from example.tiny import tiny_llama
 from verl.config import AdapterConfig
 from verl.errors import ModelError
-from verl.training.lora import AdaptedModel, Adapter, Role
+from verl.ext.lora.adapter import Adapter
+from verl.ext.lora.model import AdaptedModel, Role
 
 DIALOGUE = {"template": "short", "max_turns": 2, "topk": 3}
 

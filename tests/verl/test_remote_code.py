@@ -22,9 +22,9 @@ from verl.checkpoint import __main__ as checkpoint
 from verl.checkpoint import folders
 from verl.config import Config, ModelConfig
 from verl.errors import UserError
+from verl.ext.lora.roles import expected_record
 from verl.model_files import load_tokenizer, read_config
 from verl.model_shape import read_shape
-from verl.preflight.checks import _record
 from verl.remote_code import TRUST, set_trust
 from verl.rollout.vllm_settings import VllmSettings
 from verl.sft import run as sft
@@ -97,7 +97,7 @@ LOADERS: list[Callable[[str], object]] = [
     load_tokenizer,
     load_causal_lm,
     lambda path: map_causal_lm(path, torch.float32, True),
-    lambda path: _record("model", ModelConfig(lora_rank=1), path),
+    lambda path: expected_record("model", ModelConfig(lora_rank=1), path),
     fine_tune,
     encode,
     lambda path: CrossEncoder.open(RerankConfig(reranker_model=path)),

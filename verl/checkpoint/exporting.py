@@ -14,11 +14,11 @@ from transformers import AutoConfig
 from verl.checkpoint.folders import EXPECTED, is_complete
 from verl.errors import ConfigError, explain
 from verl.model_files import check_weights, is_finite, model_errors, refuse_non_finite
+from verl.plugins import imported
 from verl.quantization import check_unquantized
 from verl.remote_code import trusts_remote_code
 from verl.training.checkpoint_files import ShardReader, checkpoint_errors, load_tensors
 from verl.training.devices import DTYPES
-from verl.training.lora import Adapter, check_base, peft_config_of_record
 from verl.training.models import load_causal_lm
 from verl.training.shards import ADAPTERS_FILE, read_adapters
 from verl.training.weights import SHARD_BYTES, copy_tokenizer, whole_folder, write_weights
@@ -79,12 +79,11 @@ def _write_model(
     check_weights(str(out), config, True, True, f"policy of {step_dir}")
 
 
-def _read_adapter(step_dir: Path, record: Mapping[str, Any], base: str | None) -> Adapter:
+def _read_adapter(step_dir: Path, record: Mapping[str, Any], base: str | None) -> Any:
     """Read the policy's adapter; `base` is its base model's current path, if it has moved."""
+    parameters = dict(_read_policy(step_dir / "shards"))
     with checkpoint_errors(step_dir / ADAPTERS_FILE):
-        check_base(record, base or record["base"])
-        config = peft_config_of_record({**record, "base": base or record["base"]})
-    return Adapter.of_parameters(config, dict(_read_policy(step_dir / "shards")), "actor")
+        return imported("verl.ext.lora.adapter:adapter_of_record")(record, base, parameters)
 
 
 def _read_policy(shards: Path) -> Iterator[tuple[str, Tensor]]:

@@ -18,9 +18,9 @@ from verl.data.trajectories import (
     prepare_folder,
     write_step,
 )
+from verl.model_files import weights_fingerprint
 from verl.trainer.hooks import Hook
 from verl.training.actor import rollout_correction
-from verl.training.lora import fingerprint
 from verl.types import TokenBatch
 
 if TYPE_CHECKING:
@@ -61,7 +61,8 @@ def prepare_record(config: Config, tokenizer: HasVocabulary, step: int, total_st
     assert directory is not None
     if step > 0 and config.trainer.resume_mode == "auto":
         step = max(step, total_steps)  # the run replaces its own later steps one by one
-    prepare_folder(directory, tokenizer, fingerprint(config.actor_rollout_ref.model.path), step)
+    weights = weights_fingerprint(config.actor_rollout_ref.model.path)
+    prepare_folder(directory, tokenizer, weights, step)
 
 
 def hook(parts: Parts) -> RecordHook | None:

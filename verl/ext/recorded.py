@@ -24,12 +24,12 @@ from verl.data.trajectories import (
     recorded_steps,
 )
 from verl.errors import ConfigError, DataError, explain
+from verl.model_files import weights_fingerprint
 from verl.monitor.performance import Timings
 from verl.rewards.interface import RewardManager
 from verl.trainer.collect import Samples, Source, select_for_training
 from verl.trainer.learn import NO_LOG_PROBS_FIX
 from verl.trainer.metrics import reward_metrics, rollout_metrics
-from verl.training import lora
 from verl.types import Metrics, Origin
 
 KEY = "data.rollouts"
@@ -72,7 +72,8 @@ def check_record(config: Config, tokenizer: HasVocabulary, done: int) -> int:
 
     Returns the last step of the run. Raises ConfigError or DataError.
     """
-    folder, model = config.data.rollouts, lora.fingerprint(config.actor_rollout_ref.model.path)
+    folder = config.data.rollouts
+    model = weights_fingerprint(config.actor_rollout_ref.model.path)
     assert folder is not None
     _check_model(config, read_fingerprints(folder), fingerprint(tokenizer), model)
     steps = recorded_steps(folder)

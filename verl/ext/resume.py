@@ -25,8 +25,8 @@ from verl.data.rows import file_list
 from verl.data.trajectories import recorded_files
 from verl.errors import ConfigError, ModelError
 from verl.ext import ahead_files
+from verl.model_files import weights_fingerprint
 from verl.training.checkpoint_files import ShardReader, checkpoint_errors, read_state_file
-from verl.training.lora import fingerprint
 from verl.training.shards import rank_file, read_adapters, shard_folders
 
 logger = logging.getLogger(__name__)
@@ -50,11 +50,11 @@ def identity(config: Config, served: Mapping[str, str]) -> dict[str, Any]:
     fingerprints = {
         "data": hash_files(data_files),
         "validation": hash_files(config.data.val_files),
-        "model": fingerprint(config.actor_rollout_ref.model.path),
+        "model": weights_fingerprint(config.actor_rollout_ref.model.path),
         **served,
     }
     if config.critic.model.path is not None:
-        fingerprints["critic"] = fingerprint(config.critic.model.path)
+        fingerprints["critic"] = weights_fingerprint(config.critic.model.path)
     return {"config": public_options(config), "fingerprints": fingerprints}
 
 

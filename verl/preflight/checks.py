@@ -18,12 +18,12 @@ import httpx
 import torch
 from huggingface_hub import constants, get_token, try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from transformers import PretrainedConfig
 
 from verl import plugins
 from verl.agent.environment import Environment
 from verl.checkpoint import folders
-from verl.config import AdapterConfig, Config, DataConfig
+from verl.config import Config, DataConfig
 from verl.data.rows import load_rows
 from verl.errors import (
     ConfigError,
@@ -42,16 +42,15 @@ from verl.preflight.memory.needs import has_critic
 from verl.preflight.servers import server_problems
 from verl.proxies import client_settings
 from verl.quantization import check_unquantized
-from verl.remote_code import trusts_remote_code
 from verl.rollout import schedule
 from verl.rollout.interface import engine_problems
 from verl.training.devices import cores_for
 from verl.training.family import check_family
 from verl.training.kernels import kernel_problems
 from verl.training.loading import model_folder, weight_bytes
-from verl.training.lora import check_same_adapters, peft_config, record_of_peft_config
+from verl.training.roles import roles_class
 from verl.training.sequence_parallel import check_heads
-from verl.training.shards import read_adapters
+from verl.training.shards import check_same_records, read_adapters
 
 logger = logging.getLogger(__name__)
 
@@ -80,10 +79,10 @@ def preflight(config: Config, environment: Environment) -> Config:
         _disk_problems,
         _tracking_problems,
     ]
-    if not problems:  # the checks of adapters and memory read the model
+    if not problems:  # these checks read the model
         setting = read_setting(config)
         config = decide_memory(config, setting)
-        checks += [adapter_problems, functools.partial(memory_problems, setting=setting)]
+        checks += [record_problems, functools.partial(memory_problems, setting=setting)]
     problems += [problem for check in checks for problem in check(config)]
     if problems:
         raise PreflightError(problems)
@@ -296,38 +295,19 @@ def _tracking_problems(config: Config) -> Iterator[UserError]:
             yield error
 
 
-def adapter_problems(config: Config) -> Iterator[UserError]:
-    """Check that the models have the adapters' layers, and that a checkpoint has the same adapters.
+def record_problems(config: Config) -> Iterator[UserError]:
+    """Check that the options fit the models, and that a checkpoint is of such models.
 
     Models given by hub name are checked by the ranks only.
     """
-    policy, critic = config.actor_rollout_ref.model, config.critic.model
-    sections: dict[str, tuple[str, AdapterConfig, str]] = {
-        "actor": ("actor_rollout_ref.model", policy, policy.path)
-    }
-    if has_critic(config):
-        sections["critic"] = ("critic.model", critic, config.critic_path)
-    if not all(Path(path).expanduser().is_dir() for _, _, path in sections.values()):
+    paths = [config.actor_rollout_ref.model.path, *([config.critic_path] * has_critic(config))]
+    if not all(Path(path).expanduser().is_dir() for path in paths):
         return
     try:
-        adapted = {role: section for role, section in sections.items() if section[1].has_adapter}
-        records = {role: _record(*section) for role, section in adapted.items()}
+        records = roles_class(config).records(config)
         folder = Path(config.trainer.default_local_dir)
         step_dir = folders.resume_folder(config.trainer.resume_mode, folder)
         if step_dir is not None:
-            check_same_adapters(read_adapters(step_dir), records)
+            check_same_records(read_adapters(step_dir), records)
     except ConfigError as error:
         yield error
-
-
-def _record(key: str, options: AdapterConfig, path: str) -> dict[str, Any]:
-    """Return the record of this adapter for a checkpoint, from a model without weights."""
-    try:
-        with torch.device("meta"):
-            code = {"trust_remote_code": trusts_remote_code()}
-            with model_errors(path):
-                config = AutoConfig.from_pretrained(path, **code)
-            lm = AutoModelForCausalLM.from_config(config, **code)
-        return record_of_peft_config(peft_config(lm, options))
-    except (UserError, OSError, ValueError) as error:
-        raise ConfigError(f"{key}: {error}") from error

@@ -23,6 +23,7 @@ from verl.core_algos.losses import loss_weights, weighted_sum
 from verl.malloc import keep_freed_memory
 from verl.model_files import check_model, load_tokenizer, model_errors
 from verl.packing import split_by_work
+from verl.plugins import imported
 from verl.ports import free_port
 from verl.quantization import check_unquantized
 from verl.remote_code import set_trust
@@ -37,7 +38,6 @@ from verl.training.devices import (
 )
 from verl.training.family import check_family
 from verl.training.fsdp import FsdpModel, FsdpOptions, StepResult, all_reduced
-from verl.training.lora import Role, build_adapted_model, policy_adapter, policy_weights
 from verl.training.models import LogProbModel, PackedInputs, blocks, load_causal_lm
 from verl.training.weights import copy_tokenizer, whole_folder, write_weights
 from verl.types import TokenBatch
@@ -104,21 +104,23 @@ def build_model(config: SftConfig, lm: Any, device: torch.device) -> FsdpModel:
     if config.gradient_checkpointing:
         lm.gradient_checkpointing_enable({"use_reentrant": False})
     if config.has_adapter:
-        return build_adapted_model(lm, {Role.ACTOR: config}, device, options)
+        build = imported("verl.ext.lora.model:adapted_policy")
+        adapted: FsdpModel = build(lm, config, device, options)
+        return adapted
     return FsdpModel(LogProbModel(lm), blocks(lm, lm), device, options)
 
 
 def save(config: SftConfig, model: FsdpModel, model_config: Any, part: Path | None) -> None:
     """Write the Hugging Face folder: all ranks send shards, rank 0 (which has `part`) writes."""
-    adapter = policy_adapter(model) if config.has_adapter else None
-    named = policy_weights(model, config.save_dtype)
+    if config.has_adapter:
+        folder = None if part is None else part / "adapter"
+        imported("verl.ext.lora.model:write_adapter")(model, folder)
+    named = model.policy_weights(config.save_dtype)
     if part is None:
         deque(named, maxlen=0)
     else:
         write_weights(part, named, model_config, config.save_dtype)
         copy_tokenizer(config.model_path, part)
-        if adapter is not None:
-            adapter.write(part / "adapter")
     dist.barrier()
 
 

@@ -110,8 +110,8 @@ class FsdpModel:
         """Return the parameters that this model trains and saves, by name."""
         return dict(self.module.named_parameters())
 
-    def adapter_record(self) -> dict[str, Any]:
-        """Return a checkpoint's JSON record of a trained adapter; empty without one."""
+    def record(self) -> dict[str, Any]:
+        """Return what a checkpoint records of the model beside its tensors, as JSON."""
         return {}
 
     def _shard(self, copy_from: FsdpModel | None) -> None:
@@ -262,6 +262,14 @@ class FsdpModel:
         for name, parameter in self.module.named_parameters():
             if name.startswith(prefix) and keep(name):
                 yield name.removeprefix(prefix), self._whole(parameter, dtype)
+
+    def policy_weights(self, dtype: str) -> Iterator[tuple[str, Tensor]]:
+        """Yield the name and whole tensor of each weight of a policy, under Hugging Face's names.
+
+        The caller casts them to `dtype`, unless they are already. Every rank must run the iteration
+        to its end.
+        """
+        yield from self.full_parameters(prefix="lm.", dtype=getattr(torch, dtype))
 
     def full_trained_parameters(self) -> dict[str, Tensor]:
         """Gather each trained parameter, whole and by name, on every rank."""

@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.state_dict_saver import async_save, save
 from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig
 
+from verl.errors import ConfigError, explain
 from verl.training.checkpoint_files import (
     checkpoint_errors,
     load_tensors,
@@ -28,7 +29,6 @@ from verl.training.checkpoint_files import (
     set_random_states,
 )
 from verl.training.fsdp import FsdpModel
-from verl.training.lora import check_same_adapters
 from verl.training.weights import copy_tokenizer
 
 Models = Mapping[str, FsdpModel]
@@ -94,7 +94,7 @@ def _write_files(directory: Path, models: Models, model_config: PretrainedConfig
         torch.save({"schedules": schedules, **_more_state(models), "random": random_states()},
                    own_file)  # fmt: skip
         if dist.get_rank() == 0:
-            records = _adapter_records(models)
+            records = _records(models)
             if records:
                 (directory / ADAPTERS_FILE).write_text(json.dumps(records, indent=1) + "\n")
             if model_config is not None:
@@ -113,9 +113,7 @@ def load_shards(directory: Path, models: Models) -> None:
     or another base below them; ModelError for files that cannot be used.
     """
     saved = read_adapters(directory)
-    check_same_adapters(
-        {name: saved[name] for name in models if name in saved}, _adapter_records(models)
-    )
+    check_same_records({name: saved[name] for name in models if name in saved}, _records(models))
     folders = {name: shard_folder(directory, name) for name in models}
     for number, folder in enumerate(dict.fromkeys(folders.values())):
         in_folder = {name: model for name, model in models.items() if folders[name] == folder}
@@ -157,8 +155,21 @@ def shard_folder(directory: Path, name: str) -> Path:
     return critic_folder if name == "critic" and critic_folder.is_dir() else directory
 
 
-def _adapter_records(models: Models) -> dict[str, Any]:
-    return {name: record for name, model in models.items() if (record := model.adapter_record())}
+def _records(models: Models) -> dict[str, Any]:
+    return {name: record for name, model in models.items() if (record := model.record())}
+
+
+def check_same_records(saved: Mapping[str, Any], present: Mapping[str, Any]) -> None:
+    """Raise ConfigError if the adapter record of any model differs from the checkpoint's."""
+    for name in sorted({*saved, *present}):
+        old, new = saved.get(name) or {"lora_rank": 0}, present.get(name) or {"lora_rank": 0}
+        # The path of the base may differ: the fingerprint says whether it is the same.
+        differing = [key for key in sorted({*old, *new} - {"base"}) if old.get(key) != new.get(key)]
+        if differing:
+            got, expected = (", ".join(f"{k}={x.get(k)}" for k in differing) for x in (new, old))
+            fix = "give the checkpoint's options, or trainer.resume_mode=disable"
+            expected = f"the checkpoint's {expected}"
+            raise ConfigError(explain(f"adapter of the {name}", got, expected, fix))
 
 
 def read_adapters(step_dir: Path) -> dict[str, Any]:

@@ -10,17 +10,15 @@ import random
 import socket
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
 from pathlib import Path
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig
 
-from verl.config import AdapterConfig, Config, CriticModelConfig, ModelConfig
-from verl.core_algos.advantages import ADVANTAGES
+from verl.config import Config
 from verl.errors import ResourceError, explain
 from verl.machine import HostMemory
 from verl.remote_code import set_trust
@@ -39,20 +37,10 @@ from verl.training.devices import (
     share_threads,
     take_peak_memory,
 )
-from verl.training.fsdp import FsdpModel, FsdpOptions
-from verl.training.kernels import prepare_blocks, use_kernels
-from verl.training.loading import copy_without_values, open_causal_lm
-from verl.training.lora import (
-    Role,
-    build_adapted_model,
-    policy_adapter,
-    policy_weights,
-    share_base_model,
-)
-from verl.training.models import LogProbModel, ValueModel, blocks
+from verl.training.fsdp import FsdpModel
 from verl.training.network import interface_variables
 from verl.training.node_folder import NodeFolder
-from verl.training.sequence_parallel import SequenceParallelGroup, check_heads
+from verl.training.roles import roles_class
 from verl.training.shards import CRITIC_FOLDER, ShardWriter, load_shards, save_shards, shard_bytes
 from verl.training.weight_broadcast import WeightBroadcast
 from verl.training.weight_stream import TransferStats, device_key, send
@@ -83,9 +71,7 @@ class TrainingRank:
         """
         set_trust(config.actor_rollout_ref.model.trust_remote_code)
         self.config, self.rank, self.world_size = config, rank, world_size
-        self.total_steps = total_steps
         self.num_local = min(world_size, config.placement.roles[self.role].per_node)
-        self.num_on_node = self.num_local + num_colocated
         self.device = resolve_device(config.trainer.device)
         self.dtype = resolve_dtype(config.trainer.compute_dtype, self.device)
         if self.device.type == "cpu":
@@ -102,53 +88,14 @@ class TrainingRank:
         np.random.seed(config.trainer.seed)
         torch.manual_seed(config.trainer.seed)
         self._shard_writer = ShardWriter()
-        self._sp_groups: dict[int, SequenceParallelGroup] = {}
+        self.roles = roles_class(config)(
+            config, self.device, self.dtype, self.num_local + num_colocated, total_steps
+        )
         self.build()
 
     def build(self) -> None:
         """Build the models and set `models`."""
         raise NotImplementedError
-
-    def sp_group(self, size: int) -> SequenceParallelGroup | None:
-        """Return this rank's sequence-parallel group, None for size 1; every rank must call it."""
-        if size > 1 and size not in self._sp_groups:
-            self._sp_groups[size] = SequenceParallelGroup.join(size)
-        return self._sp_groups.get(size)
-
-    def open_model(
-        self, model: ModelConfig | CriticModelConfig, path: str, needs_head: bool = True
-    ) -> AbstractContextManager[PreTrainedModel]:
-        """Open the language model at `path`, to be sharded within the `with` block."""
-        # Trained weights are float32; an adapter's frozen base is in the compute dtype.
-        dtype = self.dtype if model.has_adapter else torch.float32
-        return open_causal_lm(path, dtype, self.num_on_node, needs_head)
-
-    def critic_options(self) -> FsdpOptions:
-        """Return the options by which the critic is sharded and trained."""
-        config, critic = self.config, self.config.critic
-        size = critic.ppo_mini_batch_size or config.actor_rollout_ref.actor.ppo_mini_batch_size
-        steps = self.total_steps // max(config.updates_per_step, 1)  # without the critic's warm-up
-        return FsdpOptions(
-            compute_dtype=self.dtype,
-            num_updates=steps * -(-config.num_trajectories // size) * critic.ppo_epochs,
-            optim=critic.optim,
-            grad_clip=critic.grad_clip,
-            sp_group=self.sp_group(config.placement.critic.sp_size),
-            fsdp=critic.model.fsdp_config,
-        )
-
-    def build_critic_model(self) -> FsdpModel:
-        """Build a critic that shares no weights with the policy."""
-        model = self.config.critic.model
-        with self.open_model(model, self.config.critic_path, needs_head=False) as lm:
-            kernels = self.config.actor_rollout_ref.model.kernels
-            prepare_blocks(lm, kernels, model.enable_gradient_checkpointing)
-            check_heads(lm.config, self.config.placement.critic.sp_size, "critic")
-            options = self.critic_options()
-            if model.has_adapter:
-                return build_adapted_model(lm, {Role.CRITIC: model}, self.device, options)
-            module = ValueModel(lm)
-            return FsdpModel(module, blocks(module, lm), self.device, options, [module.value_head])
 
     def add_critic(self, model: FsdpModel) -> None:
         """Make `model` this rank's critic."""
@@ -203,64 +150,20 @@ class TrainerWorker(TrainingRank):
     _broadcast: WeightBroadcast | None = None
 
     def build(self) -> None:
-        """Build actor, reference and critic, as far as the options need them.
-
-        The reference is the policy before training: the base of an adapter, else a copy of shards.
-        """
-        config, section = self.config, self.config.actor_rollout_ref
-        needs_critic = ADVANTAGES[config.algorithm.adv_estimator].needs_critic
-        self.has_critic = needs_critic and not config.placement.is_apart("critic")
-        needs_reference_copy = config.needs_reference and not section.model.has_adapter
-        with self.open_model(section.model, section.model.path) as lm:
-            self.model_config = self.saved_config = lm.config
-            # Copied before the kernels of trained blocks are installed.
-            reference_lm = copy_without_values(lm) if needs_reference_copy else None
-            prepare_blocks(lm, section.model.kernels, section.model.enable_gradient_checkpointing)
-            size = section.actor.ulysses_sequence_parallel_size
-            check_heads(lm.config, size, "actor_rollout_ref.actor")
-            model = self._build_actor_model(lm)
-        self.actor, self.models = self._policy(model), {"actor": model}
-        self.reference: Actor | None = None
-        if config.needs_reference:
-            self.reference = self._policy(self._build_reference_model(model, reference_lm))
-        if self.has_critic and config.shares_base:
-            self.add_critic(share_base_model(model, Role.CRITIC, self.critic_options()))
-        elif self.has_critic:
-            self.add_critic(self.build_critic_model())
+        """Build actor, reference and critic, as far as the options need them."""
+        actor, reference = self.roles.build_policy()
+        self.actor, self.models = self._policy(actor), {"actor": actor}
+        self.reference = None if reference is None else self._policy(reference)
+        config = actor.module.get_submodule("lm").config
+        assert isinstance(config, PretrainedConfig)
+        self.model_config = self.saved_config = config
+        if self.roles.has_critic:
+            self.add_critic(self.roles.build_critic())
 
     def _policy(self, model: FsdpModel) -> Actor:
         section = self.config.actor_rollout_ref
         temperature = section.rollout.temperature or 1.0  # log-probs of greedy rollouts are at 1
         return Actor(model, section.actor, actor_budgets(self.config), temperature)
-
-    def _build_actor_model(self, lm: PreTrainedModel) -> FsdpModel:
-        section = self.config.actor_rollout_ref
-        options = FsdpOptions(
-            compute_dtype=self.dtype,
-            num_updates=self.total_steps,
-            optim=section.actor.optim,
-            grad_clip=section.actor.grad_clip,
-            sp_group=self.sp_group(section.actor.ulysses_sequence_parallel_size),
-            fsdp=section.actor.fsdp_config,
-        )
-        if not section.model.has_adapter:
-            return FsdpModel(LogProbModel(lm), blocks(lm, lm), self.device, options)
-        adapters: dict[Role, AdapterConfig] = {Role.ACTOR: section.model}
-        if self.has_critic and self.config.shares_base:
-            adapters[Role.CRITIC] = self.config.critic.model
-        return build_adapted_model(lm, adapters, self.device, options)
-
-    def _build_reference_model(self, actor: FsdpModel, lm: PreTrainedModel | None) -> FsdpModel:
-        """Build the reference in `lm`, with the actor's weights, or else in the actor's base."""
-        options = FsdpOptions(
-            compute_dtype=self.dtype,
-            sp_group=actor.options.sp_group,
-            fsdp=self.config.actor_rollout_ref.ref.fsdp_config,
-        )
-        if lm is None:
-            return share_base_model(actor, Role.REFERENCE, options)
-        use_kernels(lm, self.config.actor_rollout_ref.model.kernels)
-        return FsdpModel(LogProbModel(lm), blocks(lm, lm), self.device, options, copy_from=actor)
 
     def save_policy(
         self, directory: str | Path, dtype: str = "bfloat16", is_adapter: bool = False
@@ -300,7 +203,7 @@ class TrainerWorker(TrainingRank):
 
     def send_policy(self, num_receivers: int, stream: str, dtype: str) -> TransferStats:
         """Send the policy, with its adapter merged, to engines' workers."""
-        named, target = policy_weights(self.actor.model, dtype), getattr(torch, dtype)
+        named, target = self.actor.model.policy_weights(dtype), getattr(torch, dtype)
         if self._broadcast is not None and self._broadcast.stream == stream:  # workers elsewhere
             stats = self._broadcast.send(named, target)
         else:
@@ -321,13 +224,13 @@ class TrainerWorker(TrainingRank):
         named: Iterator[tuple[str, Tensor]] = iter(())
         try:
             if is_adapter:
-                adapter = policy_adapter(self.actor.model)
+                adapter = self.actor.model.adapter()  # type: ignore[attr-defined]  # for a moment
                 start = time.perf_counter()
                 if writer == 0:
                     adapter.write(directory)
                 seconds = time.perf_counter() - start
             else:
-                named = policy_weights(self.actor.model, dtype)
+                named = self.actor.model.policy_weights(dtype)
                 if writer < num_writers:
                     seconds = write_weights(
                         directory, named, self.model_config, dtype, writer, num_writers
@@ -357,4 +260,4 @@ class CriticWorker(TrainingRank):
 
     def build(self) -> None:
         self.models = {}
-        self.add_critic(self.build_critic_model())
+        self.add_critic(self.roles.build_critic())

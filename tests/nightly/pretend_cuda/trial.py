@@ -32,11 +32,9 @@ from verl.core_algos.losses import loss_weights
 from verl.preflight.memory.check import fill_undecided
 from verl.sft import run as sft
 from verl.sft.options import SftConfig
-from verl.training import models
-from verl.training import worker as training_ranks
+from verl.training import models, roles
 from verl.training.devices import join_process_group
 from verl.training.loading import Placeholder, replace_parameters
-from verl.training.lora import policy_weights
 from verl.training.worker import CriticWorker, TrainerWorker
 from verl.types import TokenBatch
 
@@ -213,7 +211,7 @@ class Trial:
                 self.phase("save_weights", lambda: worker.save_policy(folder, self.case.dtype))
         if self.case.by_ipc:
             with self.mode:
-                expected = describe(policy_weights(worker.actor.model, self.case.dtype))
+                expected = describe(worker.actor.model.policy_weights(self.case.dtype))
             received = self.phase("send_weights", lambda: send_weights(worker, self.case.dtype))
             dtype = f"torch.{self.case.dtype}"  # that of the engine
             assert received == [(name, dtype, shape) for name, _, shape in expected]
@@ -309,7 +307,7 @@ def simulated_gpu(case: Case, mode: PretendCuda) -> Iterator[None]:
 
     replaced: list[tuple[Any, str, Any]] = [
         (dist, "init_process_group", fake_join),
-        (training_ranks, "open_causal_lm", fake_open),
+        (roles, "open_causal_lm", fake_open),
         (sft, "load_causal_lm", fake_load),
     ]
     before = [(module, name, getattr(module, name)) for module, name, _ in replaced]

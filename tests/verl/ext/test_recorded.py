@@ -24,12 +24,12 @@ from verl.core_algos.kl import FixedKLController
 from verl.data.trajectories import SIGNALS, prepare_folder, step_path, write_jsonl, write_step
 from verl.errors import ConfigError, DataError, UserError
 from verl.ext.recorded import RecordedCollector, check_record
+from verl.model_files import weights_fingerprint
 from verl.monitor.performance import Timings
 from verl.monitor.tracking import Tracking
 from verl.rewards.interface import Reward
 from verl.rollout.pool import NullRolloutPool, RolloutPool
 from verl.trainer.build import Inputs, Parts
-from verl.training.lora import fingerprint
 from verl.types import Origin, Prompt, Sampling, Segment, Status, Trajectory
 
 
@@ -167,7 +167,7 @@ def test_a_recorded_step_is_the_step_that_was_sampled_to_the_bit(
     """
     config = make_config(tmp_path, estimator)
     change(config)
-    base = fingerprint(config.actor_rollout_ref.model.path)
+    base = weights_fingerprint(config.actor_rollout_ref.model.path)
     prepare_folder(tmp_path / "rollouts", TOKENIZER, base)
     sampled = learn(config, RandomRollouts(), num_steps)
     found_names, tokens = recorded_signals(step_path(tmp_path / "rollouts", num_steps))

@@ -17,9 +17,10 @@ from tests.bad_models import entry, whole_model
 from tests.checkpoints import writing
 from verl.config import Config, cli
 from verl.errors import PreflightError
+from verl.ext.lora.adapter import record_of_peft_config
+from verl.ext.lora.model import peft_config
 from verl.preflight import checks
 from verl.preflight.memory.check import undecided
-from verl.training.lora import peft_config, record_of_peft_config
 from verl.training.models import load_causal_lm
 from verl.training.shards import ADAPTERS_FILE
 

@@ -19,8 +19,8 @@ from search_r1.retrieval.client import EmptyRetrieval
 from tests.verl.rollout.conftest import PLAIN
 from verl.agent.interface import Agent
 from verl.config import Config
+from verl.ext.lora.adapter import Adapter
 from verl.rollout.replica import RolloutReplica
-from verl.training.lora import Adapter
 from verl.types import Completion, Sampling
 
 pytestmark = [pytest.mark.vllm_cpu, pytest.mark.slow]

@@ -13,9 +13,9 @@ from torch import nn
 from tests.verl.training.ranks import tiny_config
 from verl.config import AdapterConfig
 from verl.errors import ModelError
+from verl.ext.lora.model import AdaptedModel, Role, build_adapted_model
 from verl.training.fsdp import FsdpModel, FsdpOptions
 from verl.training.loading import copy_without_values, open_causal_lm
-from verl.training.lora import AdaptedModel, Role, build_adapted_model
 from verl.training.models import LogProbModel, ValueModel, blocks, load_causal_lm
 from verl.training.worker import TrainerWorker
 

@@ -28,7 +28,6 @@ def test_a_rank_that_cannot_write_does_not_block_the_others(
 ) -> None:
     """Tensors are gathered together: it takes part to the end, and raises then."""
     rank, events = object.__new__(TrainerWorker), list[str]()
-    rank.actor, rank.model_config = SimpleNamespace(model=None), None
 
     def gather(*_: Any) -> Iterator[tuple[str, torch.Tensor]]:
         for name in "abc":
@@ -39,7 +38,8 @@ def test_a_rank_that_cannot_write_does_not_block_the_others(
         next(named)
         raise OSError(28, "No space left on device", str(directory))
 
-    monkeypatch.setattr(worker, "policy_weights", gather)
+    rank.actor = SimpleNamespace(model=SimpleNamespace(policy_weights=gather))
+    rank.model_config = None
     monkeypatch.setattr(worker, "write_weights", fail)
     monkeypatch.setattr(worker.dist, "barrier", lambda: events.append("barrier"))
     with pytest.raises(ResourceError, match=r"No space left.*free some space"):

@@ -17,13 +17,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM
 
-from verl.config import AdapterConfig
 from verl.model_shape import ModelShape
+from verl.plugins import imported
 from verl.training.attention import PACKED, SequenceBounds
 from verl.training.devices import DTYPES
 from verl.training.kernels import recompute
 from verl.training.loading import replace_parameters
-from verl.training.lora import AdaptedModel, Role
 from verl.training.models import LogProbModel, PackedInputs, ValueModel
 from verl.training.sequence_parallel import SequenceParallelGroup, TargetGather
 
@@ -133,8 +132,10 @@ def _model(work: Pass, layers: int) -> nn.Module:
     lm = AutoModelForCausalLM.from_config(config, attn_implementation=PACKED).train()
     recompute(lm, work.recompute)
     if work.lora_rank:
-        role = Role.CRITIC if work.is_critic else Role.ACTOR
-        return AdaptedModel(lm, {role: AdapterConfig(lora_rank=work.lora_rank)})
+        role = "critic" if work.is_critic else "actor"
+        kind = imported("verl.ext.lora.model:AdaptedModel")
+        adapted: nn.Module = kind.of_rank(lm, role, work.lora_rank)
+        return adapted
     return ValueModel(lm) if work.is_critic else LogProbModel(lm)
 
 

@@ -18,24 +18,24 @@ from transformers import LlamaForCausalLM
 
 from example.tiny import tiny_llama
 from tests.core.batches import make_batch
-from tests.verl.training import lora_bodies, rank_bodies
+from tests.verl.ext.lora import lora_bodies
+from tests.verl.training import rank_bodies
 from tests.verl.training.ranks import VOCAB, run_ranks, save_tiny
 from verl.checkpoint import folders
 from verl.checkpoint.exporting import export
 from verl.config import ActorConfig, AdapterConfig, OptimConfig
 from verl.errors import ConfigError
+from verl.ext.lora.model import (
+    AdaptedModel,
+    Role,
+    build_adapted_model,
+    target_names,
+)
 from verl.packing import split_by_work
 from verl.training.actor import Actor, TokenBudgets
 from verl.training.attention import PACKED
 from verl.training.fsdp import FsdpOptions
-from verl.training.lora import (
-    AdaptedModel,
-    Role,
-    build_adapted_model,
-    check_same_adapters,
-    target_names,
-)
-from verl.training.shards import read_adapters
+from verl.training.shards import check_same_records, read_adapters
 
 LINEAR = ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
 OPTIMIZER_STATE = ("step", "exp_avg", "exp_avg_sq")
@@ -222,7 +222,7 @@ def test_another_base_is_refused(runs: SimpleNamespace, tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
     saved = read_adapters(step)
     with pytest.raises(ConfigError, match=r"lora_rank=0.*checkpoint's.*lora_rank=4"):
-        check_same_adapters({"actor": saved["actor"]}, {})
+        check_same_records({"actor": saved["actor"]}, {})
 
 
 @pytest.mark.usefixtures("single_rank")

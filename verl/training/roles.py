@@ -1,0 +1,141 @@
+"""The models of a training rank: actor, reference and critic.
+
+Here each role has a model of its own, and every weight of actor and critic is trained. Options that
+ask for something else name another class in the place of `Roles` (`roles_class`).
+"""
+
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from verl.config import Config
+from verl.config.policy import BlocksConfig
+from verl.core_algos.advantages import ADVANTAGES
+from verl.plugins import imported
+from verl.training.fsdp import FsdpModel, FsdpOptions
+from verl.training.kernels import prepare_blocks, use_kernels
+from verl.training.loading import copy_without_values, open_causal_lm
+from verl.training.models import LogProbModel, ValueModel, blocks
+from verl.training.sequence_parallel import SequenceParallelGroup, check_heads
+
+
+@dataclass
+class Roles:
+    """Builds the models of a rank; all ranks of a group must make the same calls."""
+
+    config: Config
+    device: torch.device
+    compute_dtype: torch.dtype
+    num_on_node: int
+    """Ranks of the run on this node, which load their models at the same time."""
+    total_updates: int
+    """Optimizer steps of the actor in the run."""
+    _sp_groups: dict[int, SequenceParallelGroup] = field(init=False, default_factory=dict)
+
+    @property
+    def has_critic(self) -> bool:
+        """Whether the actor's ranks hold the critic too."""
+        needs_critic = ADVANTAGES[self.config.algorithm.adv_estimator].needs_critic
+        return needs_critic and not self.config.placement.is_apart("critic")
+
+    def build_policy(self) -> tuple[FsdpModel, FsdpModel | None]:
+        """Build the actor and, if it is needed, the reference: the policy before training."""
+        section = self.config.actor_rollout_ref
+        with self.open(section.model, section.model.path) as lm:
+            # Copied before the kernels of trained blocks are installed.
+            reference_lm = copy_without_values(lm) if self.config.needs_reference else None
+            size = section.actor.ulysses_sequence_parallel_size
+            self.prepare(lm, section.model, size, "actor_rollout_ref.actor")
+            actor = FsdpModel(LogProbModel(lm), blocks(lm, lm), self.device, self.actor_options())
+        if reference_lm is None:
+            return actor, None
+        use_kernels(reference_lm, section.model.kernels)
+        module, options = LogProbModel(reference_lm), self.reference_options()
+        layers = blocks(reference_lm, reference_lm)
+        return actor, FsdpModel(module, layers, self.device, options, copy_from=actor)
+
+    def build_critic(self) -> FsdpModel:
+        """Build the critic; on a rank with an actor, after `build_policy`."""
+        model, size = self.config.critic.model, self.config.placement.critic.sp_size
+        with self.open(model, self.config.critic_path, needs_head=False) as lm:
+            self.prepare(lm, model, size, "critic")
+            module, options = ValueModel(lm), self.critic_options()
+            return FsdpModel(module, blocks(module, lm), self.device, options, [module.value_head])
+
+    def open(
+        self, model: BlocksConfig, path: str, needs_head: bool = True
+    ) -> AbstractContextManager[PreTrainedModel]:
+        """Open the language model at `path`, to be sharded within the `with` block."""
+        return open_causal_lm(path, self.dtype_of(model), self.num_on_node, needs_head)
+
+    def dtype_of(self, model: BlocksConfig) -> torch.dtype:
+        """Return the dtype of a model's own weights: float32 if they are trained."""
+        return torch.float32
+
+    def prepare(self, lm: PreTrainedModel, model: BlocksConfig, sp_size: int, section: str) -> None:
+        """Install kernels and recomputation in a model to train, and check its attention heads."""
+        kernels = self.config.actor_rollout_ref.model.kernels
+        prepare_blocks(lm, kernels, model.enable_gradient_checkpointing)
+        check_heads(lm.config, sp_size, section)
+
+    def actor_options(self) -> FsdpOptions:
+        """Return the options by which the actor is sharded and trained."""
+        actor = self.config.actor_rollout_ref.actor
+        return FsdpOptions(
+            compute_dtype=self.compute_dtype,
+            num_updates=self.total_updates,
+            optim=actor.optim,
+            grad_clip=actor.grad_clip,
+            sp_group=self.sp_group(actor.ulysses_sequence_parallel_size),
+            fsdp=actor.fsdp_config,
+        )
+
+    def reference_options(self) -> FsdpOptions:
+        """Return the options by which the reference is sharded."""
+        section = self.config.actor_rollout_ref
+        return FsdpOptions(
+            compute_dtype=self.compute_dtype,
+            sp_group=self.sp_group(section.actor.ulysses_sequence_parallel_size),
+            fsdp=section.ref.fsdp_config,
+        )
+
+    def critic_options(self) -> FsdpOptions:
+        """Return the options by which the critic is sharded and trained."""
+        config, critic = self.config, self.config.critic
+        size = critic.ppo_mini_batch_size or config.actor_rollout_ref.actor.ppo_mini_batch_size
+        steps = self.total_updates // max(config.updates_per_step, 1)  # without the warm-up
+        return FsdpOptions(
+            compute_dtype=self.compute_dtype,
+            num_updates=steps * -(-config.num_trajectories // size) * critic.ppo_epochs,
+            optim=critic.optim,
+            grad_clip=critic.grad_clip,
+            sp_group=self.sp_group(config.placement.critic.sp_size),
+            fsdp=critic.model.fsdp_config,
+        )
+
+    def sp_group(self, size: int) -> SequenceParallelGroup | None:
+        """Return this rank's sequence-parallel group, None for size 1."""
+        if size > 1 and size not in self._sp_groups:
+            self._sp_groups[size] = SequenceParallelGroup.join(size)
+        return self._sp_groups.get(size)
+
+    @classmethod
+    def records(cls, config: Config) -> dict[str, Any]:
+        """Return what checkpoints record of the models beside their tensors, by the model's name.
+
+        They are computed without weights, before the ranks start. Raises ConfigError for options
+        that do not fit a model.
+        """
+        return {}
+
+
+def roles_class(config: Config) -> type[Roles]:
+    """Return the class that builds the models of a run."""
+    models = config.actor_rollout_ref.model, config.critic.model
+    if any(model.has_adapter for model in models):
+        kind: type[Roles] = imported("verl.ext.lora.roles:AdaptedRoles")
+        return kind
+    return Roles
