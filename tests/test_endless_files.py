@@ -15,8 +15,8 @@ from search_r1.inference import command
 from search_r1.inference.command import read_questions
 from search_r1.retrieval.corpus import Corpus
 from search_r1.retrieval.engines import diagnostics
+from search_r1.retrieval.engines.replay import open_record
 from search_r1.retrieval.errors import SearchError
-from search_r1.retrieval.recording import read_facts
 from search_r1.rewards import build_reward
 from tests.bad_models import whole_model
 from tests.fakes import ByteTokenizer
@@ -37,7 +37,7 @@ READERS: dict[str, Reader] = {
     "demonstrations.jsonl": lambda path: load_demonstrations(path, ByteTokenizer(), 100),
     "template.yaml": read_format,
     "oracle.jsonl": lambda path: diagnostics.load_rows(path, None),
-    "record.jsonl": read_facts,
+    "record.jsonl": open_record,
     "corpus.jsonl": Corpus.open,
     "cache.json": lambda path: cache_finder([Path(path)], Path(path), 3),
     "reward.py": lambda path: build_reward(f"{path}:reward"),

@@ -77,7 +77,7 @@ def wait_until(machine: Machine, script: str, name: str, seconds: float = LIMIT_
 def start_retriever(machine: Machine, world: Path) -> None:
     """Start the machine's own retriever, at a local address that is the same on all machines."""
     machine.start(
-        sys.executable, "-m", "search_r1.retrieval.server", "--retriever_name", "bm25",
+        sys.executable, "-m", "search_r1.retrieval.command", "--retriever_name", "bm25",
         "--corpus_path", str(world / "corpus.jsonl"), "--port", "8000", env=ENV,
     )  # fmt: skip
     wait_until(machine, "ss -ltn | grep -q :8000", "retriever")

@@ -3,10 +3,13 @@
 import importlib.util
 import logging
 import math
-from collections.abc import Iterable, Sequence
+import threading
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import astuple
 from typing import Any
+
+from cachetools import LRUCache
 
 from search_r1.online.addresses import AddressPolicy
 from search_r1.online.fetch import Deadline, PageError, PageFetcher
@@ -16,9 +19,8 @@ from search_r1.online.upstream import Upstream, read_credentials
 from search_r1.retrieval.engines.base import Retriever, fingerprint, stage
 from search_r1.retrieval.errors import SetupError, install_command
 from search_r1.retrieval.schema import Document, Hit
-from search_r1.retrieval.service.batching import open_store
 from search_r1.retrieval.settings import OnlineConfig, RetrieverConfig
-from search_r1.storage import MemoryStore, Storage
+from search_r1.store import FileStore, Key
 from verl.errors import redact
 
 logger = logging.getLogger(__name__)
@@ -31,6 +33,32 @@ NUM_REQUESTS = 16
 """Maximum number of concurrent requests to the service."""
 NUM_FETCHES = 64
 """Maximum number of concurrent page fetches; large, since slow pages must not delay others."""
+
+
+class MemoryStore:
+    """LRU cache of at most `max_entries` values; thread-safe."""
+
+    def __init__(self, max_entries: int) -> None:
+        self._values: LRUCache[Key, Any] = LRUCache(max_entries)
+        self._lock = threading.Lock()
+
+    def get(self, keys: Sequence[Key]) -> dict[Key, Any]:
+        """Return the values of those keys that are present, and mark them as recently used."""
+        with self._lock:
+            return {key: self._values[key] for key in keys if key in self._values}
+
+    def put(self, values: Mapping[Key, Any]) -> None:
+        """Add values, and evict the least recently used ones."""
+        with self._lock:
+            self._values.update(values)
+
+    def close(self) -> None:
+        """Forget all values."""
+        with self._lock:
+            self._values.clear()
+
+
+Storage = MemoryStore | FileStore
 
 
 class OnlineRetriever:
@@ -157,7 +185,7 @@ def open_online(name: str, config: OnlineConfig, policy: AddressPolicy) -> Onlin
     answers: Storage = MemoryStore(NUM_RECENT_ANSWERS)  # a failed batch is not paid for twice
     texts: Storage = MemoryStore(NUM_RECENT_PAGES)
     if config.online_cache is not None:
-        answers = texts = open_store(config.online_cache, "--online_cache")
+        answers = texts = FileStore(config.online_cache, "--online_cache")
     return OnlineRetriever(upstream, config, policy, answers, texts)
 
 

@@ -12,12 +12,17 @@ from search_r1.options import run
 from search_r1.plain import configure_logging
 from search_r1.retrieval.settings import ServerOptions
 
+FALLEN = {
+    "--record": "it appended searches to a jsonl file and is gone since 2026-11-28; --cache_path "
+    "FILE keeps them in a sqlite file, which --retriever_name replay reads"
+}
+
 
 def main(argv: list[str] | None = None) -> int:
     configure_logging(logging.INFO, "%(asctime)s %(levelname)s %(message)s")
     faulthandler.enable(sys.__stderr__ or sys.stderr)  # prints a traceback at SIGBUS
-    target = "search_r1.retrieval.server:_run"
-    return run(target, ServerOptions, argv, prog="search-r1 serve-retriever", description=__doc__)
+    target, prog = "search_r1.retrieval.server:run", "search-r1 serve-retriever"
+    return run(target, ServerOptions, argv, prog=prog, description=__doc__, fallen=FALLEN)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from typing import Self
 from search_r1.retrieval.errors import RetrieverUnavailable
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-MODULE = "search_r1.retrieval.server"
+MODULE = "search_r1.retrieval.command"
 POLL_S = 0.05
 STOP_S = 10.0
 LOG_TAIL_BYTES = 2000

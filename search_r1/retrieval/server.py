@@ -3,29 +3,26 @@
 import functools
 import logging
 import os
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from search_r1.retrieval.command import main
 from search_r1.retrieval.corpus import Corpus
 from search_r1.retrieval.engines.base import Retriever
 from search_r1.retrieval.engines.registry import build_retriever
 from search_r1.retrieval.errors import SetupError
-from search_r1.retrieval.recording import Recorder
 from search_r1.retrieval.schema import TOKEN_VARIABLE, Document
 from search_r1.retrieval.service.app import create_app
-from search_r1.retrieval.service.faults import FaultInjector
 from search_r1.retrieval.service.running import bind, read_token, serve, warn_if_open
 from search_r1.retrieval.settings import ServerOptions
 
-__all__ = ["bind", "create_app", "main", "serve"]
+__all__ = ["bind", "create_app", "run", "serve"]
 
 logger = logging.getLogger(__name__)
 
 
-def _run(options: ServerOptions) -> int:
+def run(options: ServerOptions) -> int:
+    """Serve with these options until SIGINT or SIGTERM, and return the exit code."""
     service, faults = options.service, options.faults
     service.check()
     faults.check()
@@ -41,10 +38,11 @@ def _run(options: ServerOptions) -> int:
         if retriever.num_threads == 1:  # a local index: load it before the first request
             retriever.search(["warm up"], service.topk)
         logger.info("%s: %d documents", retriever.name, retriever.num_documents)
-        recorder = None if service.record is None else Recorder(service.record, retriever.info())
         find = _document_finder(retriever, options.retriever.corpus_path)
-        app = create_app(retriever, service, token=token, recorder=recorder, find=find)
+        app = create_app(retriever, service, token=token, find=find)
         if faults.is_on:
+            from search_r1.retrieval.service.faults import FaultInjector  # noqa: PLC0415 by option
+
             logger.warning("TEST FAULTS: requests fail on purpose: %s", faults)
             app.add_middleware(FaultInjector, config=faults)
         is_idle = serve(app, bound, options.port_file, options.allowed_hosts)
@@ -74,7 +72,3 @@ def _document_finder(
         return corpus.find(id)
 
     return find
-
-
-if __name__ == "__main__":
-    sys.exit(main())

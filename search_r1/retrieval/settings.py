@@ -9,8 +9,8 @@ from typing import Annotated
 
 import tyro
 
-from search_r1.options import Bounds, Port, Seed
 from search_r1.retrieval.errors import SetupError
+from verl.bounds import MAX_SEED, Bounds
 
 
 @dataclass(frozen=True)
@@ -115,10 +115,10 @@ class DiagnosticConfig:
     oracle_path: str | None = None
     """oracle: jsonl file with questions and their supporting passages"""
     replay_path: str | None = None
-    """replay: file that a server recorded with --record"""
+    """replay: --cache_path file of another server"""
     replay_latency: bool = False
     """replay: wait as long as the recorded search took"""
-    seed: Seed = 0
+    seed: Annotated[int, Bounds(0, MAX_SEED)] = 0
     """random: seed that determines which documents a query gets"""
 
 
@@ -146,7 +146,7 @@ class RetrieverConfig:
 
 @dataclass(frozen=True)
 class ServiceConfig:
-    """The service: limits, batching, caches and recording."""
+    """The service: limits, batching and caches."""
 
     topk: Annotated[int, Bounds(1), tyro.conf.arg(aliases=("--reranking-topk",))] = 3
     """documents per query for requests without topk"""
@@ -169,13 +169,11 @@ class ServiceConfig:
     cache_bytes: Annotated[int, Bounds(0, 2**50)] = 768 * 2**20
     """largest memory of these results, in bytes (0: none)"""
     cache_path: str | None = None
-    """sqlite file that keeps results across restarts"""
+    """sqlite file that keeps results for later servers and for the backend `replay`"""
     deadline: Annotated[float, Bounds(0.001)] = 60.0
     """seconds that a request may take; then it gets 504"""
     drain: Annotated[float, Bounds(0)] = 20.0
     """seconds to finish accepted requests at shutdown"""
-    record: str | None = None
-    """jsonl file to which every search is appended, for the backend `replay`"""
 
     def check(self) -> None:
         """Raise SetupError for contradictory limits."""
@@ -203,7 +201,7 @@ class FaultConfig:
     """share of requests that fail, for tests"""
     inject_hangs: Annotated[float, Bounds(0, 1)] = 0.0
     """share of requests that are never answered, for tests"""
-    inject_seed: Seed = 0
+    inject_seed: Annotated[int, Bounds(0, MAX_SEED)] = 0
     """seed of the faults: the n-th request always has the same outcome"""
 
     @property
@@ -225,11 +223,11 @@ class ServerOptions:
 
     COMMON = ("host", "port", "retriever_name", "corpus_path", "index_path", "retriever_model",
               "topk", "encoder_device", "faiss_gpu", "dense_engine", "reranker_model", "online_url",
-              "cache_path", "deadline", "record", "replay_path", "max_batch")  # fmt: skip
+              "cache_path", "deadline", "replay_path", "max_batch")  # fmt: skip
 
     host: str = "127.0.0.1"
     """address to bind to"""
-    port: Port = 8000
+    port: Annotated[int, Bounds(0, 65535)] = 8000
     """port to bind to; 0 picks a free port"""
     port_file: Path | None = None
     """file to which the port is written once requests are accepted"""

@@ -8,7 +8,7 @@ from pathlib import Path
 if not __package__:  # run as a file: the project may not be installed
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
-from search_r1.retrieval import server
+from search_r1.retrieval import command
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -21,7 +21,7 @@ def main(argv: list[str] | None = None) -> int:
     keys = {"GOOGLE_API_KEY": args.api_key, "GOOGLE_CSE_ID": args.cse_id}
     os.environ.update({name: key for name, key in keys.items() if key})
     pages = [] if args.snippet_only else ["--page_text"]
-    return server.main(["--retriever_name", "google", *pages, *others])
+    return command.main(["--retriever_name", "google", *pages, *others])
 
 
 if __name__ == "__main__":

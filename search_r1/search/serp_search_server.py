@@ -8,7 +8,7 @@ from pathlib import Path
 if not __package__:  # run as a file: the project may not be installed
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
-from search_r1.retrieval import server
+from search_r1.retrieval import command
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -21,7 +21,7 @@ def main(argv: list[str] | None = None) -> int:
     if args.serp_api_key:
         os.environ["SERPAPI_API_KEY"] = args.serp_api_key
     url = ["--online_url", args.search_url] if args.search_url else []
-    return server.main(["--retriever_name", "serpapi", *url, *others])
+    return command.main(["--retriever_name", "serpapi", *url, *others])
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ import pytest
 from search_r1.online import engine as online_engine
 from search_r1.online import upstream
 from search_r1.online.addresses import AddressPolicy
-from search_r1.online.engine import OnlineRetriever, open_online
+from search_r1.online.engine import MemoryStore, OnlineRetriever, open_online
 from search_r1.online.services import SERVICES
 from search_r1.retrieval.engines.base import collect, fingerprint
 from search_r1.retrieval.engines.registry import build_retriever
@@ -29,6 +29,7 @@ from search_r1.retrieval.errors import (
 )
 from search_r1.retrieval.settings import OnlineConfig, RetrieverConfig
 from search_r1.retrying import Backoff
+from search_r1.store import StorageError
 
 Results = list[tuple[str, str, str]]
 Open = Callable[..., OnlineRetriever]
@@ -360,7 +361,7 @@ def test_an_unusable_cache_file_is_refused(tmp_path: Path) -> None:
     """A file of another kind and a missing folder are errors; the file is not changed."""
     (tmp_path / "corpus.jsonl").write_text('{"id": "1"}\n' * 100)
     for path in (tmp_path / "corpus.jsonl", tmp_path / "none" / "c"):
-        with pytest.raises(SetupError, match="--online_cache"):
+        with pytest.raises(StorageError, match="--online_cache"):
             open_online("serper", OnlineConfig(online_cache=str(path)), AddressPolicy())
     assert (tmp_path / "corpus.jsonl").read_text() == '{"id": "1"}\n' * 100
 
@@ -474,3 +475,12 @@ def test_wrong_addresses_are_refused_at_start(url: str) -> None:
     """An --online_url that is not a plain http(s) address is an error at the start."""
     with pytest.raises(SetupError, match="--online_url"):
         build_retriever(RetrieverConfig("brave", online=OnlineConfig(online_url=url)))
+
+
+def test_memory_keeps_the_recently_used() -> None:
+    """Reading marks a value as recently used; the least recently used one is evicted."""
+    store = MemoryStore(2)
+    store.put({("a",): 1, ("b",): 2})
+    assert store.get([("a",), ("x",)]) == {("a",): 1}
+    store.put({("c",): 3})
+    assert store.get([("a",), ("b",), ("c",)]) == {("a",): 1, ("c",): 3}

@@ -1,5 +1,6 @@
 """A small corpus with ties and unusual characters, its indexes, and servers on real ports."""
 
+import contextlib
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -8,15 +9,16 @@ from typing import Any
 import pytest
 
 from search_r1.retrieval.engines.base import Retriever
+from search_r1.retrieval.engines.kept import KeepingRetriever
 from search_r1.retrieval.engines.registry import build_retriever
 from search_r1.retrieval.index_builder import BuildConfig, build_index
-from search_r1.retrieval.recording import Record, Recorder
 from search_r1.retrieval.settings import (
     DiagnosticConfig,
     EncoderConfig,
     RetrieverConfig,
     TorchConfig,
 )
+from search_r1.store import FileStore
 from tests.apps import running
 
 TEXTS = [
@@ -86,14 +88,11 @@ def _diagnostics(
         path.write_text(json.dumps(row) + "\n")
         return DiagnosticConfig(oracle_path=str(path))
     if name == "replay":
-        path = corpus_path.with_name("record.jsonl")
-        engine = open_by_name("bm25")
-        recorder = Recorder(path, engine.info())
-        for k in (3, 100):
-            results = engine.search(QUERIES, k)
-            pairs = zip(QUERIES, results, strict=True)
-            recorder.write([Record(query, k, hits, 0.001) for query, hits in pairs])
-        recorder.close()
+        path = corpus_path.with_name("record.sqlite")
+        with contextlib.closing(FileStore(path, "record")) as store:
+            engine = KeepingRetriever(open_by_name("bm25"), store, lambda count: None)
+            for k in (3, 100):
+                engine.search(QUERIES, k)
         return DiagnosticConfig(replay_path=str(path))
     return DiagnosticConfig()
 

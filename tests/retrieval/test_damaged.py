@@ -13,6 +13,7 @@ import faiss
 import numpy as np
 import pytest
 
+from search_r1.retrieval import command
 from search_r1.retrieval import server as retrieval_server
 from search_r1.retrieval.index_builder import main as build
 from search_r1.retrieval.settings import (
@@ -332,7 +333,7 @@ def status_of(config: RetrieverConfig, monkeypatch: pytest.MonkeyPatch) -> int:
     options = ServerOptions(port=0, retriever=config)
     monkeypatch.setattr(retrieval_server, "serve", serve)
     monkeypatch.setattr("search_r1.options.parse", lambda *_, **__: options)  # saves 0.1 s
-    return retrieval_server.main([])
+    return command.main([])
 
 
 @pytest.mark.parametrize(("backend", "name", "damage", "verify"), [*cases()])

@@ -15,8 +15,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from search_r1.retrieval import index_builder
-from search_r1.retrieval import server as retrieval_server
+from search_r1.retrieval import command, index_builder
 
 ROOT = Path(__file__).resolve().parents[2]
 SITE = sysconfig.get_path("purelib")
@@ -144,7 +143,7 @@ def test_the_migration_page_is_correct(capsys: pytest.CaptureFixture[str]) -> No
         assert (ROOT / path).is_file(), path
     programs = "".join(path.read_text() for path in (ROOT / "search_r1/search").glob("*_server.py"))
     helps = ""
-    for main in (retrieval_server.main, index_builder.main):
+    for main in (command.main, index_builder.main):
         with pytest.raises(SystemExit, match="0"):
             main(["--help-all"])
         helps += capsys.readouterr().out

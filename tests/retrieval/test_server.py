@@ -16,14 +16,16 @@ from typing import Any
 import httpx
 import pytest
 
+from search_r1.retrieval.command import main
 from search_r1.retrieval.engines.base import Retriever, fingerprint
+from search_r1.retrieval.engines.kept import result_keys
 from search_r1.retrieval.errors import CorpusError, RetrieverUnavailable, SetupError
 from search_r1.retrieval.local_server import LocalServer
-from search_r1.retrieval.recording import Record, Recorder, read_rows
 from search_r1.retrieval.schema import Document, Hit
-from search_r1.retrieval.server import bind, create_app, main
+from search_r1.retrieval.server import bind, create_app
 from search_r1.retrieval.service.running import warn_if_open
 from search_r1.retrieval.settings import ServiceConfig
+from search_r1.store import FileStore
 from tests.retrieval.conftest import write_corpus
 
 FIELDS = {"id", "title", "text", "contents"}
@@ -242,10 +244,10 @@ def test_launch_script(corpus_path: Path, tmp_path: Path) -> None:
 def test_shutdown_finishes_accepted_requests(corpus_path: Path, tmp_path: Path) -> None:
     """After SIGTERM under load, every request has a complete response or a closed connection.
 
-    The log has no traceback, the exit status is 0, and the record contains the answered queries.
+    The log has no traceback, the exit status is 0, and the file has the answered queries.
     """
-    record, log = tmp_path / "record.jsonl", tmp_path / "server.log"
-    flags = ["--corpus_path", str(corpus_path), "--record", str(record)]
+    kept, log = tmp_path / "kept.sqlite", tmp_path / "server.log"
+    flags = ["--corpus_path", str(corpus_path), "--cache_path", str(kept)]
     answered, once = [], threading.Lock()
 
     def ask(i: int) -> None:
@@ -264,15 +266,13 @@ def test_shutdown_finishes_accepted_requests(corpus_path: Path, tmp_path: Path) 
     assert 100 <= len(answered) < 1000
     assert server.status == 0
     assert "Traceback" not in log.read_text()
-    assert {row["query"] for _, row in read_rows(record)} >= set(answered)
+    assert {key[-1] for key in result_keys(FileStore(kept, "kept"))} >= set(answered)
 
 
 def test_shutdown_abandons_a_search_that_takes_too_long(tmp_path: Path) -> None:
     """After --drain its request gets 503 and the process ends."""
-    record = tmp_path / "record.jsonl"
-    recorder = Recorder(record, {"engine": "slow"})
-    recorder.write([Record("slow", 3, [], seconds=60)])
-    recorder.close()
+    record = tmp_path / "record"
+    FileStore(record, "").put({("0", "slow", 3, "slow"): {"hits": [], "seconds": 60}})
     flags = ["--retriever_name", "replay", "--replay_path", str(record), "--replay_latency"]
     log = tmp_path / "server.log"
     with (
@@ -341,7 +341,7 @@ def test_an_interrupt_ends_quietly(tmp_path: Path) -> None:
     """Ctrl-C stops the server without a traceback."""
     port_file = tmp_path / "port"
     flags = ["--retriever_name", "empty", "--port", "0", "--port_file", str(port_file)]
-    command = [sys.executable, "-m", "search_r1.retrieval.server", *flags]
+    command = [sys.executable, "-m", "search_r1.retrieval.command", *flags]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     while not port_file.exists():
         assert process.poll() is None
@@ -380,9 +380,7 @@ def test_a_server_that_cannot_start_says_why() -> None:
         ["--port", "70000"],
         ["--cache_path", "/nowhere/cache.sqlite"],
         ["--cache_path", "/dev/full"],
-        ["--record", "/nowhere/record.jsonl"],
-        ["--record", "/dev/full"],
-        ["--record", ""],
+        ["--record", "record.jsonl"],
         ["--port_file", "/nowhere/port"],
         ["--port_file", "/tmp"],
         ["--port_file", ""],

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from search_r1.retrieval.server import main
+from search_r1.retrieval.command import main
 from search_r1.retrieval.service.app import create_app
 from search_r1.retrieval.service.requests import STATUSES
 from search_r1.retrieval.settings import ServiceConfig

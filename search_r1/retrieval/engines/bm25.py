@@ -14,7 +14,6 @@ import numpy.typing as npt
 from search_r1.retrieval.corpus import Corpus
 from search_r1.retrieval.engines.base import Retriever, stage
 from search_r1.retrieval.errors import IndexMismatch
-from search_r1.retrieval.index_builder import BuildConfig, build_index, index_folder
 from search_r1.retrieval.manifest import Manifest, build_command, locate, open_corpus
 from search_r1.retrieval.schema import Hit
 from search_r1.retrieval.settings import RetrieverConfig
@@ -116,15 +115,16 @@ def open_retriever(config: RetrieverConfig) -> Retriever:
     corpus = open_corpus(config)
     if config.index_path is not None:
         return Bm25Retriever.open(locate(config, "bm25"), corpus, config)
-    save_dir = corpus.path.parent / "index" / corpus.path.stem
-    folder = index_folder(save_dir, "bm25")
+    folder = corpus.path.parent / "index" / corpus.path.stem / "bm25"
     if folder.is_dir():
         try:
             return Bm25Retriever.open(folder, corpus, config)
         except IndexMismatch as error:
             logger.warning("building the index of the corpus again: %s", error)
+    from search_r1.retrieval.index_builder import BuildConfig, build_index  # noqa: PLC0415 rarely
+
     logger.info("no --index_path: building a BM25 index of %s in %s", corpus.path, folder)
-    build_index(BuildConfig("bm25", str(corpus.path), str(save_dir)))
+    build_index(BuildConfig("bm25", str(corpus.path), str(folder.parent)))
     return Bm25Retriever.open(folder, corpus, config)
 
 

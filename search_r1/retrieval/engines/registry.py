@@ -129,7 +129,9 @@ def _import(backend: Backend, user: str = "this backend") -> ModuleType:
     try:
         return importlib.import_module(backend.module)
     except ImportError as error:
-        raise SetupError(f"{error}, which {user} needs; install it: {backend.install}") from error
+        is_ours = (error.name or "").partition(".")[0] == "search_r1"
+        fix = "restore it in this checkout" if is_ours else f"install it: {backend.install}"
+        raise SetupError(f"{error}, which {user} needs; {fix}") from error
 
 
 def lucene_folder(path: Path) -> Path | None:

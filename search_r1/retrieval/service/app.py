@@ -4,6 +4,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import ExitStack, closing
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,6 @@ from starlette.types import Receive, Scope, Send
 from search_r1.bearer import has_token
 from search_r1.retrieval.engines.base import Retriever, fingerprint
 from search_r1.retrieval.errors import DeadlineExceeded, Overloaded, SearchError
-from search_r1.retrieval.recording import Recorder
 from search_r1.retrieval.schema import (
     Document,
     DocumentResponse,
@@ -27,7 +27,7 @@ from search_r1.retrieval.schema import (
     response_chunks,
     well_formed,
 )
-from search_r1.retrieval.service.batching import Batcher, PendingRequest, Searcher, open_store
+from search_r1.retrieval.service.batching import Batcher, PendingRequest
 from search_r1.retrieval.service.metrics import Metrics
 from search_r1.retrieval.service.pages import page_routes
 from search_r1.retrieval.service.requests import (
@@ -57,25 +57,20 @@ LIMITS = ("max_topk", "max_queries", "max_query_chars", "max_body_bytes", "max_p
 class Service:
     """Answers requests with one backend, until `drain` is called."""
 
-    def __init__(
-        self,
-        retriever: Retriever,
-        config: ServiceConfig,
-        recorder: Recorder | None,
-        token: str | None,
-    ) -> None:
-        """Opens the cache file; raises SetupError if this fails."""
+    def __init__(self, retriever: Retriever, config: ServiceConfig, token: str | None) -> None:
+        """Opens the cache file; raises StorageError if this fails."""
         config.check()
-        self.retriever = retriever
         self.config = config
         self.request_model = request_model(config)
         self.is_draining = False
         self._token = token
         self.metrics = Metrics()
         self.metrics.watch_cuts(getattr(retriever, "cuts", ()))
-        disk = open_store(config.cache_path, "--cache_path") if config.cache_path else None
-        self._searcher = Searcher(retriever, disk, recorder)
-        self.batcher = Batcher(self._searcher, retriever.num_threads, config, self.metrics)
+        self._open = ExitStack()
+        self.retriever = (
+            self._kept(retriever, config.cache_path) if config.cache_path else retriever
+        )
+        self.batcher = Batcher(self.retriever, config, self.metrics)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         response = await self.retrieve(Request(scope, receive))
@@ -131,10 +126,18 @@ class Service:
         asyncio.get_running_loop().call_later(self.config.drain, self.batcher.fail_all, error)
 
     def close(self) -> bool:
-        """Finish pending writes; return whether no search is still running."""
+        """Close the cache file; return whether no search is still running."""
         is_idle = self.batcher.shut_down()
-        self._searcher.close()  # a search that is still running fails to write; nobody needs it
+        self._open.close()  # a search that is still running fails to write; nobody needs it
         return is_idle
+
+    def _kept(self, retriever: Retriever, path: str) -> Retriever:
+        """Return the backend with its results kept in a file."""
+        from search_r1.retrieval.engines.kept import KeepingRetriever  # noqa: PLC0415 by option
+        from search_r1.store import FileStore  # noqa: PLC0415
+
+        store = self._open.enter_context(closing(FileStore(path, "--cache_path")))
+        return KeepingRetriever(retriever, store, self.metrics.file_hits.inc)
 
     async def _respond(self, request: Request, start: float) -> Response:
         self.check_token(request)
@@ -204,7 +207,6 @@ def create_app(
     config: ServiceConfig = ServiceConfig(),  # noqa: B008 (frozen)
     *,
     token: str | None = None,
-    recorder: Recorder | None = None,
     find: Callable[[str], Document | None] | None = None,
 ) -> FastAPI:
     """Create the application that serves `retriever`; its Service is at `app.state.service`.
@@ -212,7 +214,7 @@ def create_app(
     `token`: required from every client, unless None. `find`: returns the document with an id, for
     `GET /document`; None: the server has no corpus. Raises SetupError.
     """
-    service = Service(retriever, config, recorder, token)
+    service = Service(retriever, config, token)
     guard = [Depends(service.check_token)]
     unauthorized: dict[int | str, Any] = {401: {"model": Problem}}
     app = FastAPI(title="Search-R1 retriever", docs_url=None, redoc_url=None)  # they load scripts

@@ -12,9 +12,9 @@ import asyncio
 import logging
 import time
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import astuple, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from operator import itemgetter
@@ -22,13 +22,11 @@ from sys import getsizeof
 
 from cachetools import LRUCache
 
-from search_r1.retrieval.engines.base import Retriever, Seconds, collect, fingerprint, stage
-from search_r1.retrieval.errors import Overloaded, SearchError, SetupError, UpstreamUnavailable
-from search_r1.retrieval.recording import Record, Recorder
-from search_r1.retrieval.schema import Document, Hit, SerializedHits, serialize_hits
+from search_r1.retrieval.engines.base import Retriever, Seconds, collect
+from search_r1.retrieval.errors import Overloaded, SearchError, UpstreamUnavailable
+from search_r1.retrieval.schema import SerializedHits, serialize_hits
 from search_r1.retrieval.service.metrics import Metrics
 from search_r1.retrieval.settings import ServiceConfig
-from search_r1.storage import FileStore, Key, StorageError
 
 logger = logging.getLogger(__name__)
 
@@ -51,8 +49,6 @@ class BatchResult:
     results: list[QueryResult]
     start: float = field(default_factory=time.perf_counter)
     seconds: Seconds = field(default_factory=dict)
-    num_searched: int = 0
-    """Queries that the backend answered, and not the cache file."""
     elapsed: float = 0.0
     """Seconds of the whole batch."""
 
@@ -100,103 +96,44 @@ class PendingRequest:
         return total
 
 
-class Searcher:
-    """Runs batches of one k; called from at most `retriever.num_threads` threads at once."""
-
-    def __init__(
-        self, retriever: Retriever, disk: FileStore | None, recorder: Recorder | None
-    ) -> None:
-        """A separate thread writes new results to the cache file `disk` and to `recorder`."""
-        self._retriever = retriever
-        self._scope = (fingerprint(retriever.info()), retriever.name)
-        self._disk = disk
-        self._recorder = recorder
-        self._writer = ThreadPoolExecutor(1, thread_name_prefix="write")
-
-    def run(self, queries: Sequence[str], k: int) -> BatchResult:
-        """Return a result for every query; an error affects only the query that caused it."""
-        start = time.perf_counter()
-        with collect() as seconds:
-            cached: dict[str, list[Hit]] = {}
-            if self._disk is not None:
-                with stage("cache_file"):
-                    rows = self._disk.get([self._key(query, k) for query in queries])
-                    for (*_, query), hits in rows.items():
-                        cached[str(query)] = [Hit(Document(*row[:-1]), row[-1]) for row in hits]
-            results: dict[str, QueryResult] = {q: serialize_hits(h) for q, h in cached.items()}
-            missing = [query for query in queries if query not in results]
-            if missing:
-                results |= zip(missing, self._search(missing, k), strict=True)
-        elapsed = time.perf_counter() - start
-        ordered = [results[query] for query in queries]
-        return BatchResult(ordered, start, seconds, len(missing), elapsed)
-
-    def close(self) -> None:
-        self._writer.shutdown(wait=True)
-        for file in (self._disk, self._recorder):
-            if file is not None:
-                file.close()
-
-    def _search(self, queries: list[str], k: int) -> list[QueryResult]:
-        """Search for several queries at once; if that fails, search for each of them."""
-        start = time.perf_counter()
-        try:
-            results = self._retriever.search(queries, k)
-        except Exception as error:  # backends raise any; in this thread it is handed to the queries
-            if len(queries) > 1:
-                return self._search_individually(queries, k)
-            if isinstance(error, SearchError):
-                return [error]
-            logger.error("the backend failed unexpectedly", exc_info=error)
-            return [_to_search_error(error)]
-        if len(results) != len(queries):
-            mismatch = f"{len(results)} results for {len(queries)} queries"
-            return [SearchError(mismatch)] * len(queries)
-        if self._disk is not None or self._recorder is not None:
-            seconds = time.perf_counter() - start
-            written = self._writer.submit(self._store, queries, k, results, seconds)
-            written.add_done_callback(_log_write_error)
-        return list(map(serialize_hits, results))
-
-    def _search_individually(self, queries: list[str], k: int) -> list[QueryResult]:
-        """Search for each query, until an online service is unavailable for two in a row.
-
-        The other queries get the same error, since each of them would wait for all retries.
-        """
-        results: list[QueryResult] = []
-        for query in queries:
-            last = results[-2:]
-            if len(last) == 2 and all(isinstance(r, UpstreamUnavailable) for r in last):
-                results.append(last[-1])
-            else:
-                results += self._search([query], k)
-        return results
-
-    def _store(self, queries: list[str], k: int, results: list[list[Hit]], seconds: float) -> None:
-        if self._recorder is not None:
-            pairs = zip(queries, results, strict=True)
-            self._recorder.write([Record(query, k, hits, seconds) for query, hits in pairs])
-        if self._disk is not None:
-            rows = [[[*astuple(hit.document), hit.score] for hit in hits] for hits in results]
-            keys = [self._key(query, k) for query in queries]
-            self._disk.put(dict(zip(keys, rows, strict=True)))
-
-    def _key(self, query: str, k: int) -> Key:
-        return (*self._scope, k, query)
+def search_batch(retriever: Retriever, queries: list[str], k: int) -> BatchResult:
+    """Return a result for every query; an error affects only the query that caused it."""
+    start = time.perf_counter()
+    with collect() as seconds:
+        results = _search(retriever, queries, k)
+    return BatchResult(results, start, seconds, time.perf_counter() - start)
 
 
-def open_store(path: str, option: str) -> FileStore:
-    """Open the cache file that `option` names; raises SetupError if it cannot be used."""
+def _search(retriever: Retriever, queries: list[str], k: int) -> list[QueryResult]:
+    """Search for several queries at once; if that fails, search for each of them."""
     try:
-        return FileStore(path, option)
-    except StorageError as error:
-        raise SetupError(str(error)) from error
+        results = retriever.search(queries, k)
+    except Exception as error:  # backends raise any; in this thread it is handed to the queries
+        if len(queries) > 1:
+            return _search_individually(retriever, queries, k)
+        if isinstance(error, SearchError):
+            return [error]
+        logger.error("the backend failed unexpectedly", exc_info=error)
+        return [_to_search_error(error)]
+    if len(results) != len(queries):
+        mismatch = f"{len(results)} results for {len(queries)} queries"
+        return [SearchError(mismatch)] * len(queries)
+    return list(map(serialize_hits, results))
 
 
-def _log_write_error(written: "Future[None]") -> None:
-    error = None if written.cancelled() else written.exception()
-    if error is not None:
-        logger.error("results were not written: %s: %s", type(error).__name__, error)
+def _search_individually(retriever: Retriever, queries: list[str], k: int) -> list[QueryResult]:
+    """Search for each query, until an online service is unavailable for two in a row.
+
+    The other queries get the same error, since each of them would wait for all retries.
+    """
+    results: list[QueryResult] = []
+    for query in queries:
+        last = results[-2:]
+        if len(last) == 2 and all(isinstance(r, UpstreamUnavailable) for r in last):
+            results.append(last[-1])
+        else:
+            results += _search(retriever, [query], k)
+    return results
 
 
 def _to_search_error(error: BaseException) -> SearchError:
@@ -206,10 +143,8 @@ def _to_search_error(error: BaseException) -> SearchError:
 class Batcher:
     """Answers requests from the cache, from searches in progress, or from new batches."""
 
-    def __init__(
-        self, searcher: Searcher, num_threads: int, config: ServiceConfig, metrics: Metrics
-    ) -> None:
-        self._searcher = searcher
+    def __init__(self, retriever: Retriever, config: ServiceConfig, metrics: Metrics) -> None:
+        self._retriever = retriever
         self._config = config
         self._metrics = metrics
         # Each entry counts as at least this many bytes; so `cache_bytes` also limits the number.
@@ -217,8 +152,8 @@ class Batcher:
         self._cache: LRUCache[tuple[str, int], tuple[int, SerializedHits]] = LRUCache(
             config.cache_bytes if config.cache_entries else 0, getsizeof=itemgetter(0)
         )
-        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="search")
-        self._num_threads = self._num_free = num_threads
+        self._num_threads = self._num_free = retriever.num_threads
+        self._threads = ThreadPoolExecutor(self._num_threads, thread_name_prefix="search")
         self._jobs: dict[tuple[str, int], Job] = {}
         """All jobs, waiting or being searched, by query and k."""
         self._waiting: dict[int, dict[str, Job]] = {}
@@ -307,7 +242,8 @@ class Batcher:
             jobs = self._next_batch()
             self._num_free -= 1
             queries = [job.query for job in jobs]
-            batch = loop.run_in_executor(self._threads, self._searcher.run, queries, jobs[0].k)
+            search = partial(search_batch, self._retriever, queries, jobs[0].k)
+            batch = loop.run_in_executor(self._threads, search)
             batch.add_done_callback(partial(self._finish_batch, jobs))
 
     def _next_batch(self) -> list[Job]:
@@ -350,7 +286,7 @@ class Batcher:
 
     def _update_estimates(self, num_queries: int, batch: BatchResult) -> None:
         """Update the query rate (1/s) and the time to linger after a batch."""
-        self._metrics.observe(num_queries, batch.num_searched, batch.seconds)
+        self._metrics.observe(num_queries, batch.seconds)
         rate = self._num_threads * num_queries / max(batch.elapsed, 1e-6)
         self._rate += (SMOOTHING if self._rate else 1.0) * (rate - self._rate)
         self._linger_s = min(LINGER_FRACTION * batch.elapsed, MAX_LINGER_S)

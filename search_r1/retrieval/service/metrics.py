@@ -2,13 +2,16 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily
 from prometheus_client.registry import Collector
 
-from search_r1.retrieval.encoders.cuts import Cuts
 from search_r1.retrieval.engines.base import Seconds
+
+if TYPE_CHECKING:  # of backends with an encoder only
+    from search_r1.retrieval.encoders.cuts import Cuts
 
 SECONDS = (5e-4, 1e-3, 2.5e-3, 5e-3, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
@@ -28,7 +31,7 @@ class Metrics:
             "equal query of the request), miss (queued)",
             ["cache"],
         )
-        self._file_hits = counter("retriever_cache_file_hits", "Queries answered by the cache file")
+        self.file_hits = counter("retriever_cache_file_hits", "Queries answered by the cache file")
         self.dropped = counter("retriever_dropped_queries", "Queries dropped before their search")
         self._batch = histogram("retriever_batch_size", "Queries per batch", buckets=BATCH_SIZES)
         self._stages = histogram(
@@ -46,7 +49,7 @@ class Metrics:
         gauge = Gauge("retriever_pending", "Queries waiting or in search", registry=self._registry)
         gauge.set_function(pending)
 
-    def watch_cuts(self, cuts: Sequence[Cuts]) -> None:
+    def watch_cuts(self, cuts: "Sequence[Cuts]") -> None:
         """Show how many texts were encoded by models with an input limit, and how many were cut."""
         if cuts:
             self._registry.register(CutCollector(cuts))
@@ -57,10 +60,9 @@ class Metrics:
             if count:
                 self._queries.labels(how).inc(count)
 
-    def observe(self, num_queries: int, num_searched: int, stages: Seconds) -> None:
+    def observe(self, num_queries: int, stages: Seconds) -> None:
         """Count a batch of queries and observe the seconds of its stages."""
         self._batch.observe(num_queries)
-        self._file_hits.inc(num_queries - num_searched)
         for stage, seconds in stages.items():
             self._stages.labels(stage).observe(seconds)
 
@@ -71,7 +73,7 @@ class Metrics:
 class CutCollector(Collector):
     """Reads the counts of cut texts when the metrics are read."""
 
-    def __init__(self, cuts: Sequence[Cuts]) -> None:
+    def __init__(self, cuts: "Sequence[Cuts]") -> None:
         self._cuts = cuts
 
     def collect(self) -> Iterator[CounterMetricFamily]:

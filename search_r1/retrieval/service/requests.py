@@ -53,6 +53,9 @@ UPSTREAM_RETRY_S = 5.0
 """`Retry-After` if an online service is unavailable."""
 MAX_READ_FACTOR = 4
 """A body too large is read up to this multiple of the limit, so that the client gets the 413."""
+MAX_SLOW_BYTES = 2**20
+"""Larger bodies are read without their unknown fields, whose values could be millions of lists, and
+without the repair of lone surrogates: both would make all other requests wait for seconds."""
 MAX_UNKNOWN, MAX_NAME = 20, 40
 """Number of mistakes that are told, and number and length of the unknown fields that are compared
 with known ones."""
@@ -147,11 +150,12 @@ async def read_body(receive: Receive, max_bytes: int, seconds: float) -> bytes:
 
 def parse(body: bytes, model: type[Model]) -> Model:
     """Parse a request; raises a 422 if it is invalid or exceeds a limit."""
+    is_large = len(body) > MAX_SLOW_BYTES
     try:
         try:
-            return model.model_validate_json(body)
+            return model.model_validate_json(body, extra="ignore" if is_large else "allow")
         except ValidationError as error:
-            if _errors(error)[0]["type"] != "json_invalid":
+            if is_large or _errors(error)[0]["type"] != "json_invalid":
                 raise
         return model.model_validate(json.loads(body))  # accepts lone surrogates
     except ValidationError as error:

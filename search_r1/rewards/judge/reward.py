@@ -12,7 +12,7 @@ from search_r1.rewards.interface import RewardInput, RewardOutput
 from search_r1.rewards.judge.endpoint import JudgeEndpoint, JudgeFailed
 from search_r1.rewards.judge.judge_options import JudgeOptions
 from search_r1.rewards.judge.message import build_message
-from search_r1.storage import FileStore
+from search_r1.store import FileStore
 
 logger = logging.getLogger(__name__)
 

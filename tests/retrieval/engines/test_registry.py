@@ -1,5 +1,6 @@
 """The choice of the backend by the settings."""
 
+import sys
 from contextlib import suppress
 from pathlib import Path
 
@@ -105,3 +106,12 @@ def test_a_misspelt_name_gets_the_nearest() -> None:
         with pytest.raises(SetupError) as error:
             build_retriever(RetrieverConfig(name))
         assert fix in str(error.value)
+
+
+def test_a_deleted_part_of_ours_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without `search_r1/online` the message does not advise to install a package."""
+    for name in ("search_r1.online", "search_r1.online.engine"):
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(SetupError, match=r"search_r1\.online") as caught:
+        build_retriever(RetrieverConfig("serper"))
+    assert "restore" in str(caught.value) and "pip" not in str(caught.value)

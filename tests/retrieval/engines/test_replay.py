@@ -1,5 +1,7 @@
-"""Replay: recorded answers without the backend, and an error for queries without a record."""
+"""Replay: kept answers without the backend, and an error for queries that were not searched."""
 
+import contextlib
+import json
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -8,18 +10,24 @@ import pytest
 
 from search_r1.retrieval.engines import replay
 from search_r1.retrieval.engines.base import Retriever, fingerprint
+from search_r1.retrieval.engines.kept import KeepingRetriever, to_value
 from search_r1.retrieval.engines.registry import build_retriever
 from search_r1.retrieval.errors import QueryNotRecorded, SetupError
-from search_r1.retrieval.recording import Record, Recorder
 from search_r1.retrieval.schema import Document, Hit
 from search_r1.retrieval.settings import DiagnosticConfig, RetrieverConfig
+from search_r1.store import FileStore
 
 
 def record(path: Path, engine: Retriever, queries: Sequence[str], k: int) -> None:
-    recorder = Recorder(path, engine.info())
-    hits = engine.search(queries, k)
-    recorder.write([Record(q, k, h, 0.25) for q, h in zip(queries, hits, strict=True)])
-    recorder.close()
+    with contextlib.closing(FileStore(path, "record")) as store:
+        KeepingRetriever(engine, store, lambda count: None).search(queries, k)
+
+
+def write(path: Path, *results: tuple[str, int, list[Hit], float]) -> None:
+    """Write results of a backend: query, k, hits and seconds."""
+    with contextlib.closing(FileStore(path, "record")) as store:
+        for query, k, hits, seconds in results:
+            store.put({("0", "fake", k, query): to_value(hits, seconds)})
 
 
 def open_replay(path: Path, latency: bool = False) -> Retriever:
@@ -41,11 +49,9 @@ def test_answers_as_the_engine_did(
 def test_a_smaller_k_is_a_prefix_of_the_nearest_larger(tmp_path: Path) -> None:
     """With k = 3 and 5 recorded, k = 2 gets the first hits of k = 3, and k = 6 is an error."""
     documents = [Document.from_contents(str(i), "text") for i in range(10)]
-    recorder = Recorder(tmp_path / "r", {"engine": "fake"})
     for k, first in ((5, 5), (3, 0), (1, 9)):
         hits = [Hit(document, 1.0) for document in documents[first : first + k]]
-        recorder.write([Record("q", k, hits, 0.0)])
-    recorder.close()
+        write(tmp_path / "r", ("q", k, hits, 0.0))
     engine = open_replay(tmp_path / "r")
     found = {k: [h.document.id for h in engine.search(["q"], k)[0]] for k in (1, 2, 3, 4, 5)}
     assert found == {1: ["9"], 2: ["0", "1"], 3: ["0", "1", "2"], 4: list("5678"), 5: list("56789")}
@@ -71,9 +77,7 @@ def test_waits_as_long_as_the_slowest_recorded_search(
     waits: list[float] = []
     monkeypatch.setattr(replay.time, "monotonic", lambda: clock[0])
     monkeypatch.setattr(replay.time, "sleep", waits.append)
-    recorder = Recorder(tmp_path / "r", {"engine": "fake"})
-    recorder.write([Record(q, 1, [], s) for q, s in (("a", 0.25), ("b", 4.0), ("c", 1.0))])
-    recorder.close()
+    write(tmp_path / "r", *((q, 1, [], s) for q, s in (("a", 0.25), ("b", 4.0), ("c", 1.0))))
     open_replay(tmp_path / "r").search(["a", "b", "c"], 1)
     assert waits == []
     engine = open_replay(tmp_path / "r", latency=True)
@@ -84,12 +88,9 @@ def test_waits_as_long_as_the_slowest_recorded_search(
 
 def test_threads_read_their_own_answers(tmp_path: Path) -> None:
     """Concurrent searches never get each other's answers, long or short."""
-    recorder = Recorder(tmp_path / "r", {"engine": "fake"})
     texts = {f"q{i}": f"{i} " * (i * 400) for i in range(40)}
-    for query, text in texts.items():
-        hit = Hit(Document.from_contents(query, text), 1.0)
-        recorder.write([Record(query, 1, [hit], 0.0)])
-    recorder.close()
+    documents = [Document.from_contents(query, text) for query, text in texts.items()]
+    write(tmp_path / "r", *((d.id, 1, [Hit(d, 1.0)], 0.0) for d in documents))
     engine = open_replay(tmp_path / "r")
     wrong: list[str] = []
 
@@ -125,3 +126,51 @@ def test_missing_paths_are_setup_errors(tmp_path: Path) -> None:
         build_retriever(RetrieverConfig("replay"))
     with pytest.raises(SetupError, match="nowhere"):
         open_replay(tmp_path / "nowhere")
+
+
+def test_a_file_of_several_backends_or_none_is_refused(
+    tmp_path: Path, open_engine: Callable[[str], Retriever]
+) -> None:
+    """Results of two backends are never mixed."""
+    record(tmp_path / "r", open_engine("bm25"), [], 3)
+    with pytest.raises(SetupError, match="0 backends"):
+        open_replay(tmp_path / "r")
+    for name in ("bm25", "empty"):
+        record(tmp_path / "r", open_engine(name), ["river"], 3)
+    with pytest.raises(SetupError, match="2 backends"):
+        open_replay(tmp_path / "r")
+
+
+OLD_ROW = {"query": "a", "k": 2, "seconds": 0.5,
+           "hits": [{"id": "1", "contents": '"T"\nx', "score": 1.5}]}  # fmt: skip
+OLD = [{"format": "search-r1-record", "version": 1, "facts": {"engine": "bm25"}}, OLD_ROW]
+
+
+def test_files_of_the_earlier_option_are_read(tmp_path: Path) -> None:
+    """The jsonl file of --record is replayed without its incomplete last line."""
+    path = tmp_path / "r"
+    path.write_text("\n".join(map(json.dumps, OLD)) + '\n{"query": "b')
+    engine = open_replay(path)
+    assert engine.search(["a"], 1) == [[Hit(Document("1", "T", "x", '"T"\nx'), 1.5)]]
+    assert engine.info()["recorded"] == {"engine": "bm25"}
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"\xff\xfe\n",
+        b"[" * 100_000 + b"\n",
+        b'{"id": "1", "contents": "a corpus"}\n',
+        *(json.dumps(OLD[0]).encode() + b"\n" + line + b"\n" for line in (
+            b"[]", b"[" * 100_000, json.dumps(OLD_ROW | {"k": [1]}).encode(),
+            json.dumps(OLD_ROW | {"hits": ["a"]}).encode())),
+    ],
+)  # fmt: skip
+def test_other_files_are_refused_and_unchanged(tmp_path: Path, content: bytes) -> None:
+    """An empty, foreign or malformed file is one line of error."""
+    (tmp_path / "r").write_bytes(content)
+    with pytest.raises(SetupError) as caught:
+        open_replay(tmp_path / "r")
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 700
+    assert (tmp_path / "r").read_bytes() == content

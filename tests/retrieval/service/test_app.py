@@ -62,6 +62,18 @@ def test_beyond_a_limit(body: Any, location: list[Any], allowed: str) -> None:
     asyncio.run(main())
 
 
+def test_unknown_fields_of_a_large_body_are_not_read() -> None:
+    """Millions of nested lists in one would make all requests wait for seconds."""
+    body = b'{"queries": ["a"], "top_k": [%b1]}' % (b"[]," * 400_000)
+
+    async def main() -> None:
+        async with client(create_app(FakeBackend())) as http:
+            assert (await http.post("/retrieve", content=body)).status_code == 200
+            assert (await http.post("/retrieve", content=body[:-1])).status_code == 422
+
+    asyncio.run(main())
+
+
 @pytest.mark.parametrize("size", [200, 201, 700, 5000])
 @pytest.mark.parametrize("has_length", [True, False])
 def test_body_size(size: int, has_length: bool) -> None:

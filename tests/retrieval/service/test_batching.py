@@ -3,13 +3,11 @@
 import asyncio
 import gc
 import random
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from search_r1.retrieval.errors import CorpusError, QueryNotRecorded, UpstreamUnavailable
-from search_r1.retrieval.recording import Recorder, read_rows, to_record
 from search_r1.retrieval.service.app import create_app
 from search_r1.retrieval.settings import ServiceConfig
 from tests.retrieval.service.fake_backends import (
@@ -252,23 +250,6 @@ def test_a_backend_with_threads_uses_all_of_them() -> None:
 
     asyncio.run(main())
     assert [len(queries) for queries, _ in backend.calls] == [2, 2, 2, 2]
-
-
-def test_results_are_recorded_once(tmp_path: Path) -> None:
-    """The recorder gets every search with its duration, and no cached results."""
-    path, backend = tmp_path / "record.jsonl", FakeBackend()
-    app = create_app(backend, recorder=Recorder(path, backend.info()))
-
-    async def main() -> None:
-        async with client(app) as http:
-            await ask(http, "a", "b", topk=2)
-            await ask(http, "a", topk=2)
-
-    asyncio.run(main())
-    assert app.state.service.close()
-    records = [to_record(row) for _, row in read_rows(path)]
-    assert [(r.query, r.k, r.hits) for r in records] == [(q, 2, hits_of(q, 2)) for q in "ab"]
-    assert all(r.seconds > 0 for r in records)
 
 
 @pytest.mark.parametrize(

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from search_r1.retrieval.errors import SetupError
 from search_r1.retrieval.service.app import create_app
 from search_r1.retrieval.settings import ServiceConfig
+from search_r1.store import StorageError
 from tests.retrieval.service.fake_backends import FakeBackend, ask, client, metric
 
 
@@ -34,5 +34,5 @@ def test_results_are_kept_across_restarts_for_one_backend(tmp_path: Path) -> Non
 def test_a_foreign_file_is_refused(tmp_path: Path) -> None:
     """The message names the option."""
     (tmp_path / "text").write_text("no database " * 100)
-    with pytest.raises(SetupError, match="--cache_path"):
+    with pytest.raises(StorageError, match="--cache_path"):
         create_app(FakeBackend(), ServiceConfig(cache_path=str(tmp_path / "text")))

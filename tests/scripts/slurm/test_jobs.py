@@ -146,7 +146,7 @@ def test_a_dead_retriever_is_restarted_at_its_address(
     (server,) = [
         process
         for process in psutil.process_iter(["cmdline"])
-        if "search_r1.retrieval.server" in (process.info["cmdline"] or [])
+        if "search_r1.search.retrieval_server" in (process.info["cmdline"] or [])
         and settings["CORPUS_PATH"] in process.info["cmdline"]
     ]
     server.kill()

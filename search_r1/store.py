@@ -1,7 +1,7 @@
-"""Key-value stores for caches: a sqlite file that processes may share, or an LRU cache in memory.
+"""The store of caches and records: keys and values in a sqlite file that processes may share.
 
 Keys are tuples of strings and integers, values anything that JSON can hold; numbers are read back
-exactly. If a file fails while in use, this is logged and the cache behaves as if it were empty.
+exactly. If the file fails while in use, this is logged and the store behaves as if it were empty.
 """
 
 import contextlib
@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from cachetools import LRUCache
+from verl.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
@@ -30,29 +30,8 @@ TABLE = "CREATE TABLE IF NOT EXISTS entries (key TEXT PRIMARY KEY, value TEXT) W
 Key = tuple[str | int, ...]
 
 
-class StorageError(ValueError):
+class StorageError(ConfigError, ValueError):
     """A file that cannot be used as a store."""
-
-
-class MemoryStore:
-    """LRU cache of at most `max_entries` values; thread-safe."""
-
-    def __init__(self, max_entries: int) -> None:
-        self._values: LRUCache[Key, Any] = LRUCache(max_entries)
-        self._lock = threading.Lock()
-
-    def get(self, keys: Sequence[Key]) -> dict[Key, Any]:
-        """Return the values of those keys that are present, and mark them as recently used."""
-        with self._lock:
-            return {key: self._values[key] for key in keys if key in self._values}
-
-    def put(self, values: Mapping[Key, Any]) -> None:
-        """Add values, and evict the least recently used ones."""
-        with self._lock:
-            self._values.update(values)
-
-    def close(self) -> None:
-        """Do nothing; for the interface of FileStore."""
 
 
 class FileStore:
@@ -96,6 +75,16 @@ class FileStore:
             self._log_failure(error)
             return {}
 
+    def list_keys(self) -> list[Key]:
+        """Return all keys, sorted by their text."""
+        try:
+            with self._lock:
+                rows = self._file.execute("SELECT key FROM entries ORDER BY key").fetchall()
+            return [tuple(json.loads(text)) for (text,) in rows]
+        except (sqlite3.Error, ValueError, TypeError) as error:
+            self._log_failure(error)
+            return []
+
     def put(self, values: Mapping[Key, Any]) -> None:
         """Add values; keys that are already present keep their values."""
         rows = [(json.dumps(key), json.dumps(value)) for key, value in values.items()]
@@ -114,9 +103,6 @@ class FileStore:
         level = logging.DEBUG if self._has_failed else logging.WARNING
         self._has_failed = True
         logger.log(level, "continuing without the cache file %s: %s", self._path, error)
-
-
-Storage = MemoryStore | FileStore
 
 
 def _check_header(path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The stores: exact values, shared files, restarts, and damaged or foreign files."""
+"""The store: exact values, shared files, restarts, and damaged or foreign files."""
 
 import sqlite3
 import threading
@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from search_r1.storage import FileStore, MemoryStore, StorageError
+from search_r1.store import FileStore, StorageError
 
 TEXT = st.text(st.characters(exclude_categories=()), max_size=8)
 """Lone surrogates included."""
@@ -36,6 +36,7 @@ def test_many_keys_at_once(tmp_path: Path) -> None:
     values = {(f"q{i}", i): [i] for i in range(1200)}
     store.put(values)
     assert store.get(list(values)) == values
+    assert set(store.list_keys()) == values.keys()
 
 
 def test_several_threads_and_stores_share_a_file(tmp_path: Path) -> None:
@@ -80,15 +81,6 @@ def test_a_file_that_fails_later_is_skipped(
     store = FileStore(path, "--option")
     with sqlite3.connect(path) as other:
         other.execute("DROP TABLE entries")
-    assert store.get([("a",)]) == {}
+    assert store.get([("a",)]) == {} and store.list_keys() == []
     store.put({("a",): []})
     assert [r.levelname for r in caplog.records] == ["WARNING"]
-
-
-def test_memory_keeps_the_recently_used() -> None:
-    """Reading marks a value as recently used; the least recently used one is evicted."""
-    store = MemoryStore(2)
-    store.put({("a",): 1, ("b",): 2})
-    assert store.get([("a",), ("x",)]) == {("a",): 1}
-    store.put({("c",): 3})
-    assert store.get([("a",), ("b",), ("c",)]) == {("a",): 1, ("c",): 3}
