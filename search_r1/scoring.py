@@ -4,7 +4,7 @@ This module converts trajectories to the plain text that the rewards of `search_
 """
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -97,23 +97,21 @@ def build_reward_manager(config: Config) -> RewardManager:
     options = config.reward_model
     grammar = build_tag_format(config, build_environment(config).tools).tags
     sections: Sequence[RewardConfig | StageConfig] = options.stages or [options]
-    names = reward_names(options)
-    user_rewards = _python_rewards(config, names)
-    manager = user_rewards.get(options.name)
-    if isinstance(manager, RewardManager):
-        return manager
+    reward: Any = plugins.registered_object(options.name)
+    if isinstance(reward, type) and issubclass(reward, RewardManager):
+        return reward(config)
+    if isinstance(reward, RewardManager):
+        return reward
     amounts = {f.name: getattr(options, f.name) for f in dataclasses.fields(RewardScores)}
     try:
         scores = RewardScores(**amounts)
         judge = None
-        if LLM_JUDGE in names:
+        if LLM_JUDGE in reward_names(options):
             settings = dataclasses.asdict(options.judge)
             key = read_key(settings.pop("api_key_env"), "judge.api_key_env")
             judge = build_judge(JudgeOptions(**settings, api_key=key))
             judge.check()
-        rules = [
-            build_batch_reward(s.name, scores, s.weights, judge, user_rewards) for s in sections
-        ]
+        rules = [build_batch_reward(s.name, scores, s.weights, judge) for s in sections]
     except (TypeError, ValueError) as error:
         fix = "see docs/guides/rewards.md"
         raise ConfigError(f"reward_model: {error}; {fix}") from error
@@ -136,14 +134,3 @@ def _component_names(
     tags = SEARCH_R1.answer
     [output] = rule([RewardInput([tags.wrap("x")], [("policy", tags.wrap("x"))], ["x"])])
     return frozenset(output.components)
-
-
-def _python_rewards(config: Config, names: Iterable[str]) -> dict[str, Any]:
-    """Return the rewards that were passed from Python; RewardManager classes are instantiated."""
-    rewards = {}
-    for name in names:
-        if name.startswith(plugins.PYTHON_PREFIX) or plugins.registered_object(name) is not None:
-            reward: Any = plugins.resolve("reward_model.name", name, {})
-            is_class = isinstance(reward, type) and issubclass(reward, RewardManager)
-            rewards[name] = reward(config) if is_class else reward
-    return rewards

@@ -13,7 +13,6 @@ import inspect
 import math
 import traceback
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from search_r1.loops import LoopThread
@@ -24,8 +23,10 @@ from search_r1.rewards.interface import (
     RewardInput,
     RewardOutput,
 )
-from verl.user_files import execute_file, import_lock, module_name
+from verl import plugins
+from verl.errors import ConfigError, explain
 
+OPTION = "reward_model.name"
 OUR_RESULT = "a finite number, or a RewardOutput of such"
 VERL_RESULT = "a finite number, or a dict with such a score"
 Call = Callable[[RewardInput], Any]
@@ -33,18 +34,16 @@ Read = Callable[[Any], RewardOutput]
 
 
 def load_function(spec: str) -> BatchRewardFn:
-    """Load the reward ``path/to/file.py:name``; see ``wrap_user_reward``. Raises ValueError."""
-    path, _, name = spec.rpartition(":")
-    if not Path(path).is_file():
-        raise ValueError(f"got reward {spec!r}, expected path/to/file.py:function; no file {path}")
+    """Load the reward ``path/to/file.py:name``, or one passed from Python under that name.
+
+    See ``wrap_user_reward``. Raises ConfigError.
+    """
+    function: Callable[..., Any] = plugins.resolve(OPTION, spec, {})
     try:
-        with import_lock:
-            module = execute_file(Path(path), module_name(Path(path), "plugin_reward_"))
-        return wrap_user_reward(spec, getattr(module, name))
-    except (Exception, SystemExit) as error:  # the user's file may raise anything
-        text = " ".join(f"{type(error).__name__}: {error}".split())
-        expected = "a function of one dialogue in a file that can be imported"
-        raise ValueError(f"got reward {spec!r} ({text}), expected {expected}") from error
+        return wrap_user_reward(spec, function)
+    except (AttributeError, TypeError, ValueError) as error:  # no function, or another signature
+        got, expected = f"{spec} ({error})", "a function of one dialogue"
+        raise ConfigError(explain(OPTION, got, expected, "see docs/guides/rewards.md")) from error
 
 
 def wrap_user_reward(spec: str, function: Callable[..., Any]) -> BatchRewardFn:

@@ -20,7 +20,7 @@ from search_r1.rewards.interface import (
     Rule,
 )
 from search_r1.rewards.judge.judge_options import JudgeOptions
-from search_r1.rewards.own import load_function, wrap_user_reward
+from search_r1.rewards.own import load_function
 
 
 def per_dialogue(rule: RewardFn) -> BatchRewardFn:
@@ -82,18 +82,17 @@ def build_batch_reward(
     scores: RewardScores | None = None,
     weights: Mapping[str, float] | None = None,
     judge: BatchRewardFn | None = None,
-    user_rewards: Mapping[str, RewardFn] = MappingProxyType({}),
 ) -> BatchRewardFn:
     """Build the reward of that name with these partial scores (None: the defaults).
 
-    ``name`` is a key of ``REWARDS``, ``llm_judge`` (which returns ``judge``), a key of
-    ``user_rewards``, or a user's ``path/to/file.py:function``. With ``weights``, build the weighted
-    sum of the rewards named there instead. Raises ValueError for unknown names, for weights that
-    are not finite or all 0, and for a negative weight of a built-in reward, which would invert it.
+    ``name`` is a key of ``REWARDS``, ``llm_judge`` (which returns ``judge``), or a user's
+    ``path/to/file.py:function``. With ``weights``, build the weighted sum of the rewards named
+    there instead. Raises ValueError for unknown names, for weights that are not finite or all 0,
+    and for a negative weight of a built-in reward, which would invert it; ConfigError for a file.
     """
     scores = scores or RewardScores()
     if not weights:
-        return _build_one(name, scores, judge, user_rewards)
+        return _build_one(name, scores, judge)
     for part, weight in weights.items():
         if not (math.isfinite(weight) and (weight >= 0 or ":" in part)):
             raise ValueError(
@@ -102,7 +101,7 @@ def build_batch_reward(
             )
     if not any(weights.values()):
         raise ValueError(f"weights: got {weights}, expected one above 0: every score would be 0")
-    parts = {part: _build_one(part, scores, judge, user_rewards) for part in weights}
+    parts = {part: _build_one(part, scores, judge) for part in weights}
     return weighted_sum(parts, weights)
 
 
@@ -114,14 +113,7 @@ def build_reward(
     return lambda dialogue: rule([dialogue])[0]
 
 
-def _build_one(
-    name: str,
-    scores: RewardScores,
-    judge: BatchRewardFn | None,
-    user_rewards: Mapping[str, RewardFn],
-) -> BatchRewardFn:
-    if name in user_rewards:
-        return wrap_user_reward(name, user_rewards[name])
+def _build_one(name: str, scores: RewardScores, judge: BatchRewardFn | None) -> BatchRewardFn:
     if ":" in name:
         return load_function(name)
     if name == LLM_JUDGE and judge is not None:

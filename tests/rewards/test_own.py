@@ -1,6 +1,7 @@
 """Reward functions that were written for veRL or for the original Search-R1."""
 
 import dataclasses
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ import pytest
 from search_r1.rewards import RewardInput, build_reward
 from search_r1.rewards.interface import OwnRewardError
 from search_r1.rewards.own import load_function
+from verl.errors import ConfigError
 
 DIALOGUE = RewardInput(
     ["<search>q</search>", "<answer>Paris</answer><|im_end|>\n"],
@@ -20,8 +22,9 @@ SIGNATURE = "data_source, solution_str, ground_truth, extra_info=None, **kwargs"
 
 def score(folder: Path, body: str, signature: str = SIGNATURE, start: str = "def") -> object:
     """Score the dialogue with a function `compute_score` of this signature and body."""
-    (folder / "own.py").write_text(f"{start} compute_score({signature}):\n    {body}\n")
-    [output] = load_function(f"{folder}/own.py:compute_score")([DIALOGUE])
+    file = Path(tempfile.mkdtemp(dir=folder)) / "own.py"  # since a file is executed once
+    file.write_text(f"{start} compute_score({signature}):\n    {body}\n")
+    [output] = load_function(f"{file}:compute_score")([DIALOGUE])
     return output.score if not output.components else (output.score, dict(output.components))
 
 
@@ -107,7 +110,7 @@ def test_batches_share_one_event_loop(tmp_path: Path) -> None:
 
 def test_a_function_that_needs_more_is_refused_at_the_start(tmp_path: Path) -> None:
     """A parameter that nobody gives is named before the run."""
-    with pytest.raises(ValueError, match="missing a required argument: 'tokenizer'"):
+    with pytest.raises(ConfigError, match="missing a required argument: 'tokenizer'"):
         score(tmp_path, "return 1.0", "solution_str, ground_truth, tokenizer")
 
 

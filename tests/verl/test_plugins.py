@@ -115,7 +115,7 @@ def test_any_error_of_user_code_is_one_line(
         plugins.build("x.name", f"{file}:f", {}, None, needs="run")
     assert str(caught.value).startswith("x.name: got ") and "\n" not in str(caught.value)
     if file not in ("nothing.py", "fails.py"):  # which fail only when they are called
-        with pytest.raises(ValueError, match=file):
+        with pytest.raises(ConfigError, match=file):
             load_function(f"{file}:f")
 
 
