@@ -7,10 +7,11 @@ import json
 import shutil
 from pathlib import Path
 
-from example.smollm2.shipped import SHIPPED
 from search_r1.evaluation.manifest import versions
 from verl.errors import DataError, explain
 
+SHIPPED = Path(__file__).with_name("adapter")
+"""Folder of the adapter that infer.py uses without a model, with its settings in `made.json`."""
 MACHINE_SETTINGS = ("data_dir", "model")
 """Settings that are valid on one machine only."""
 

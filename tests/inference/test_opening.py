@@ -1,6 +1,7 @@
 """Starting an agent from options: model, adapter and retriever, and their errors."""
 
 import asyncio
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from example.tiny import tiny_model
+from search_r1.inference import opening
 from search_r1.inference.agent_options import InferenceOptions, read_template_kwargs
 from search_r1.inference.dialogue import Reply
 from search_r1.inference.model import model_folder
@@ -70,6 +72,46 @@ def test_nothing_that_ships_is_put_before_an_endpoint(
     options = InferenceOptions(endpoint="http://127.0.0.1:1/v1", served_model="policy")
     with pytest.raises(ModelError, match="--model"):
         with_default_model(options)
+
+
+@pytest.fixture
+def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A checkout with the shipped adapter, and a program that makes its base at its second call."""
+    program = (
+        "import pathlib, sys\nout = pathlib.Path(sys.argv[2])\nfirst = pathlib.Path('first')\n"
+        "out.mkdir(parents=True)\nif not first.exists():\n    first.touch()\n    1 / 0\n"
+        "(out / 'config.json').touch()\n"
+    )
+    adapter = tmp_path / opening.SHIPPED_ADAPTER
+    adapter.mkdir(parents=True)
+    config = {"base_model_name_or_path": opening.SHIPPED_BASE}
+    (adapter / "adapter_config.json").write_text(json.dumps(config))
+    (tmp_path / "example" / "__init__.py").touch()
+    (tmp_path / "example" / "model.py").write_text(program)
+    monkeypatch.setattr(opening, "ROOT", tmp_path)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_the_default_is_the_shipped_adapter(checkout: Path) -> None:
+    """Its base is made once and atomically; an adapter of the recipe has the same base."""
+    with pytest.raises(ModelError, match=r"ZeroDivisionError.*pip install"):
+        with_default_model(InferenceOptions())
+    assert list((checkout / "models").iterdir()) == []
+    base, adapter = checkout / opening.SHIPPED_BASE, checkout / opening.SHIPPED_ADAPTER
+    for options in (InferenceOptions(), InferenceOptions(adapter=str(adapter))):
+        chosen = with_default_model(options)
+        assert (chosen.model, chosen.adapter) == (str(base), str(adapter))
+    assert list((checkout / "models").iterdir()) == [base]
+
+
+def test_the_demo_and_a_named_model_come_first(checkout: Path) -> None:
+    """Neither gets the shipped adapter."""
+    named = InferenceOptions(model="named")
+    assert with_default_model(named) is named
+    opening.DEMO_MODEL.mkdir(parents=True)
+    chosen = with_default_model(InferenceOptions())
+    assert (chosen.model, chosen.adapter) == (str(opening.DEMO_MODEL), None)
 
 
 def test_an_adapter_names_its_base_and_its_wording(base: Path, adapter: Path) -> None:
