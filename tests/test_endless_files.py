@@ -12,7 +12,7 @@ from search_r1.datasets.command import OwnOptions
 from search_r1.datasets.own import read_files
 from search_r1.datasets.published import cache_finder
 from search_r1.inference import command
-from search_r1.inference.command import read_questions
+from search_r1.inference.batch import read_questions
 from search_r1.retrieval.corpus import Corpus
 from search_r1.retrieval.engines import diagnostics
 from search_r1.retrieval.engines.replay import open_record

@@ -16,7 +16,7 @@ from example.tools.calculator import Calculator
 from search_r1 import Config, Trainer, loops
 from search_r1.agent.generation import build_agent, build_environment
 from search_r1.python_objects import PythonObjects
-from search_r1.retrieval.protocol import InMemoryRetrieval
+from search_r1.retrieval.in_memory import InMemoryRetrieval
 from search_r1.retrieval.schema import Document
 from search_r1.rewards import RewardInput, RewardOutput
 from search_r1.scoring import build_reward_manager

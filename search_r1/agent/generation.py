@@ -4,8 +4,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from search_r1.agent.search import SearchTool, build_search
 from search_r1.agent.tags import PLAIN, TEMPLATES, named_format
-from search_r1.agent.visit import build_visit
-from search_r1.retrieval.client import Retrieval
+from search_r1.retrieval.protocol import Retrieval
 from verl import plugins
 from verl.agent import native
 from verl.agent.dialogue import DialogueAgent, Limits, Tokenizer, refuse_closed_think
@@ -18,6 +17,14 @@ from verl.config import Config
 from verl.errors import ConfigError, DataError, explain
 from verl.model_files import load_tokenizer
 from verl.types import Prompt
+
+
+def build_visit(config: Config) -> Tool:
+    """Build the tool `visit`, which few runs use."""
+    from search_r1.agent import visit  # noqa: PLC0415 by option
+
+    return visit.build_visit(config)
+
 
 TOOLS: Mapping[str, Callable[[Config], Tool]] = {
     "search": build_search,

@@ -1,22 +1,17 @@
 """Shared parts of the tools that use the retrieval server: client, probes and preflight checks."""
 
 import logging
-import os
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from search_r1 import loops
 from search_r1.retrieval.client import REQUEST_LEVEL_STATUSES, RetrievalClient
 from search_r1.retrieval.errors import RetrieverRefused, RetrieverUnavailable, SearchError
-from search_r1.retrieval.schema import TOKEN_VARIABLE
 from verl import plugins
 from verl.agent.interface import Tool
 from verl.config import Config
 from verl.config.agent import EMPTY_URL, ServerConfig
 from verl.errors import ConfigError, ToolError, ToolRefused, explain
-
-Built = TypeVar("Built")
 
 TEST_QUERY = "capital of France"
 """Query that probes search for."""
@@ -123,17 +118,3 @@ def python_retriever(config: Config) -> Any:
     if not url.startswith(plugins.PYTHON_PREFIX):
         return None
     return plugins.build("retriever.url", url, {}, config, needs="search")
-
-
-@dataclass(frozen=True)
-class WithToken(Generic[Built]):
-    """A factory that carries the retriever's token; Ray would log an environment variable."""
-
-    make: Callable[[Config], Built]
-    token: str | None = field(default_factory=lambda: os.environ.get(TOKEN_VARIABLE), repr=False)
-
-    def __call__(self, config: Config) -> Built:
-        """Set the token in this process's environment, then call the factory."""
-        if self.token is not None:
-            os.environ[TOKEN_VARIABLE] = self.token
-        return self.make(config)

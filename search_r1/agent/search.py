@@ -15,15 +15,10 @@ from search_r1.agent.retriever import (
     python_retriever,
     to_tool_error,
 )
-from search_r1.retrieval.client import (
-    RETRIED,
-    EmptyRetrieval,
-    Retrieval,
-    RetrievalClient,
-    count_retries,
-)
-from search_r1.retrieval.engines.base import fingerprint
+from search_r1.retrieval.client import RETRIED, RetrievalClient, count_retries
 from search_r1.retrieval.errors import SearchError
+from search_r1.retrieval.protocol import EmptyRetrieval, Retrieval
+from search_r1.retrieval.schema import fingerprint
 from verl.agent.interface import Item, Observation, text_arguments
 from verl.config import Config
 from verl.config.agent import EMPTY_URL, ServerConfig

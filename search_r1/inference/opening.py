@@ -20,7 +20,6 @@ from search_r1.inference.dialogue import AgentSession
 from search_r1.inference.model import (
     Options,
     at_latest_checkpoint,
-    base_model_of,
     checked_agent,
     open_model_folder,
     running_engine,
@@ -195,6 +194,8 @@ def with_default_model(options: Options) -> Options:
     if options.adapter is None and not (ROOT / SHIPPED_ADAPTER).is_dir():
         fix = "give --model a Hugging Face folder or name (in a checkout make demo trains one)"
         raise ModelError(explain(f"model {DEMO_MODEL}", "no such folder", "a model", fix))
+    from search_r1.inference.adapter import base_model_of  # noqa: PLC0415 peft, by option
+
     adapter = options.adapter or str(ROOT / SHIPPED_ADAPTER)
     base = base_model_of(Path(adapter))
     if not base:

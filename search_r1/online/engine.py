@@ -16,9 +16,9 @@ from search_r1.online.fetch import Deadline, PageError, PageFetcher
 from search_r1.online.pages import EXTRACTORS, truncate
 from search_r1.online.services import SERVICES, SearchRequest, SearchResult
 from search_r1.online.upstream import Upstream, read_credentials
-from search_r1.retrieval.engines.base import Retriever, fingerprint, stage
+from search_r1.retrieval.engines.base import Retriever, stage
 from search_r1.retrieval.errors import SetupError, install_command
-from search_r1.retrieval.schema import Document, Hit
+from search_r1.retrieval.schema import Document, Hit, fingerprint
 from search_r1.retrieval.settings import OnlineConfig, RetrieverConfig
 from search_r1.store import FileStore, Key
 from verl.errors import redact

@@ -29,7 +29,6 @@ import orjson
 from pydantic import SecretStr
 
 from search_r1.retrieval.errors import RetrieverRefused, RetrieverUnavailable
-from search_r1.retrieval.protocol import EmptyRetrieval, InMemoryRetrieval, Retrieval
 from search_r1.retrieval.responses import (
     InvalidResponse,
     check_status,
@@ -41,8 +40,6 @@ from search_r1.retrieval.schema import TOKEN_VARIABLE, Document, well_formed
 from search_r1.retrying import Backoff, TransientError
 from verl.errors import redact
 from verl.ports import is_local_host
-
-__all__ = ["Document", "EmptyRetrieval", "InMemoryRetrieval", "Retrieval", "RetrievalClient"]
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)

@@ -21,8 +21,9 @@ from search_r1.agent.generation import (
     search_agent,
 )
 from search_r1.agent.tags import TEMPLATES
-from search_r1.retrieval.client import EmptyRetrieval, InMemoryRetrieval, Retrieval
 from search_r1.retrieval.errors import RetrieverUnavailable
+from search_r1.retrieval.in_memory import InMemoryRetrieval
+from search_r1.retrieval.protocol import EmptyRetrieval, Retrieval
 from search_r1.retrieval.schema import Document
 from tests.core.agent.chat_templates import ChatTokenizer
 from tests.fakes import EOS, PAD, ByteTokenizer, ScriptedEngine, ids_of, texts

@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 
 from search_r1.agent.generation import build_environment
-from search_r1.agent.retriever import RetrieverTool, WithToken
+from search_r1.agent.retriever import RetrieverTool
 from search_r1.agent.search import SearchTool, build_search
 from search_r1.agent.visit import VisitTool
-from search_r1.retrieval.client import EmptyRetrieval
+from search_r1.agent.with_token import WithToken
+from search_r1.retrieval.protocol import EmptyRetrieval
 from search_r1.retrieval.schema import Document
 from search_r1.retrieval.service.app import create_app
 from search_r1.retrieval.settings import ServiceConfig

@@ -11,7 +11,8 @@ from search_r1.agent.generation import search_agent
 from search_r1.agent.tags import TEMPLATES
 from search_r1.evaluation.runner import METHODS, Runner, Task, method_agent
 from search_r1.evaluation.samples import Sample, SampleSearch
-from search_r1.retrieval.client import InMemoryRetrieval, Retrieval
+from search_r1.retrieval.in_memory import InMemoryRetrieval
+from search_r1.retrieval.protocol import Retrieval
 from search_r1.retrieval.schema import Document
 from tests.fakes import ByteTokenizer, cut_at_stop
 from verl.agent.dialogue import Limits

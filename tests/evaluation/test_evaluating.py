@@ -12,8 +12,8 @@ import pytest
 
 from search_r1.evaluation.evaluating import MAX_FAILURES_IN_A_ROW, run_all
 from search_r1.evaluation.store import SAMPLES, Store, read_evaluation
-from search_r1.retrieval.client import Document
 from search_r1.retrieval.errors import RetrieverUnavailable
+from search_r1.retrieval.schema import Document
 from tests.evaluation.scripted import Reader, finder, row, runner, tasks
 from verl.errors import ConfigError, ToolError
 from verl.rollout.interface import RolloutEngine

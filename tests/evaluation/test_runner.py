@@ -9,8 +9,9 @@ import pytest
 from search_r1.datasets.wording import PromptStyle, prompt_writer
 from search_r1.evaluation.runner import Task, check_rows
 from search_r1.evaluation.samples import Sample
-from search_r1.retrieval.client import Document, EmptyRetrieval, Retrieval
 from search_r1.retrieval.errors import RetrieverUnavailable
+from search_r1.retrieval.protocol import EmptyRetrieval, Retrieval
+from search_r1.retrieval.schema import Document
 from search_r1.rewards import RewardInput
 from search_r1.rewards.normalize import RULES, contains_answer
 from tests.core.agent.chat_templates import ChatTokenizer

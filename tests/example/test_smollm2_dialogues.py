@@ -22,8 +22,8 @@ from search_r1.agent.generation import search_agent
 from search_r1.agent.grammar import SEARCH_R1
 from search_r1.agent.tags import TEMPLATES
 from search_r1.retrieval.engines.bm25 import open_retriever
+from search_r1.retrieval.in_memory import InMemoryRetrieval
 from search_r1.retrieval.index_builder import BuildConfig, build_index
-from search_r1.retrieval.protocol import InMemoryRetrieval
 from search_r1.retrieval.schema import Document
 from search_r1.retrieval.settings import RetrieverConfig
 from search_r1.rewards.normalize import matches_exactly, normalize_answer

@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 from search_r1.agent.generation import search_agent
 from search_r1.agent.tags import TEMPLATES
 from search_r1.inference.dialogue import AgentSession, DialogueListener, Search
-from search_r1.retrieval.protocol import InMemoryRetrieval, Retrieval
+from search_r1.retrieval.in_memory import InMemoryRetrieval
+from search_r1.retrieval.protocol import Retrieval
 from search_r1.retrieval.schema import Document
 from tests.fakes import ByteTokenizer, ScriptedEngine
 from verl.agent.dialogue import Limits

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from search_r1.inference.command import (
+from search_r1.inference.batch import (
     BatchQuestion,
     _open_output,
     answer_all,

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Sequence
 
 from rich.console import Console
 
-from search_r1.inference.terminal import Conversation, Terminal, talk
+from search_r1.inference.conversation import Conversation, talk
+from search_r1.inference.terminal import Terminal
 from tests.fakes import ByteTokenizer, ScriptedEngine
 from tests.inference.scripted import SHORT, session
 from verl.rollout.interface import RolloutEngine

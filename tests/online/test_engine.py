@@ -19,7 +19,7 @@ from search_r1.online import upstream
 from search_r1.online.addresses import AddressPolicy
 from search_r1.online.engine import MemoryStore, OnlineRetriever, open_online
 from search_r1.online.services import SERVICES
-from search_r1.retrieval.engines.base import collect, fingerprint
+from search_r1.retrieval.engines.base import collect
 from search_r1.retrieval.engines.registry import build_retriever
 from search_r1.retrieval.errors import (
     SetupError,
@@ -27,6 +27,7 @@ from search_r1.retrieval.errors import (
     UpstreamRefused,
     UpstreamUnavailable,
 )
+from search_r1.retrieval.schema import fingerprint
 from search_r1.retrieval.settings import OnlineConfig, RetrieverConfig
 from search_r1.retrying import Backoff
 from search_r1.store import StorageError

@@ -12,9 +12,12 @@ from typing import Any
 import pytest
 from fastapi import FastAPI, Request, Response
 
-from search_r1.retrieval.client import Document, EmptyRetrieval, InMemoryRetrieval, RetrievalClient
+from search_r1.retrieval.client import RetrievalClient
 from search_r1.retrieval.engines.base import Retriever
 from search_r1.retrieval.errors import RetrieverRefused, RetrieverUnavailable
+from search_r1.retrieval.in_memory import InMemoryRetrieval
+from search_r1.retrieval.protocol import EmptyRetrieval
+from search_r1.retrieval.schema import Document
 from search_r1.retrieval.server import bind, create_app
 
 GOOD = 200

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from hypothesis import event, example, given, settings
 from hypothesis import strategies as st
 
-from search_r1.retrieval.client import Document, RetrievalClient
+from search_r1.retrieval.client import RetrievalClient
 from search_r1.retrieval.errors import RetrieverUnavailable, SearchError
-from search_r1.retrieval.schema import from_wire
+from search_r1.retrieval.schema import Document, from_wire
 
 SLOW_S = 0.4
 TIMEOUT_S = 0.15

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from search_r1.retrieval.client import Document, RetrievalClient
+from search_r1.retrieval.client import RetrievalClient
 from search_r1.retrieval.engines.base import Retriever
 from search_r1.retrieval.local_server import LocalServer
+from search_r1.retrieval.schema import Document
 from search_r1.retrieval.server import bind
 
 NUM_SEARCHES = 1000

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from search_r1.retrieval.schema import Document, Hit, from_wire, response_chunks, serialize_hits
+from search_r1.retrieval.schema import Document, Hit, from_wire
+from search_r1.retrieval.service.answers import response_chunks, serialize_hits
 
 TEXTS = st.text(st.characters(exclude_categories=()))  # lone surrogates too
 DOCUMENTS = st.builds(Document, TEXTS, TEXTS, TEXTS, TEXTS)

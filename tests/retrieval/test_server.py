@@ -17,11 +17,11 @@ import httpx
 import pytest
 
 from search_r1.retrieval.command import main
-from search_r1.retrieval.engines.base import Retriever, fingerprint
+from search_r1.retrieval.engines.base import Retriever
 from search_r1.retrieval.engines.kept import result_keys
 from search_r1.retrieval.errors import CorpusError, RetrieverUnavailable, SetupError
 from search_r1.retrieval.local_server import LocalServer
-from search_r1.retrieval.schema import Document, Hit
+from search_r1.retrieval.schema import Document, Hit, fingerprint
 from search_r1.retrieval.server import bind, create_app
 from search_r1.retrieval.service.running import warn_if_open
 from search_r1.retrieval.settings import ServiceConfig

@@ -17,7 +17,7 @@ from typing import Any
 import ray
 
 from search_r1.agent.generation import build_agent, build_environment, build_format, check_prompts
-from search_r1.agent.retriever import WithToken
+from search_r1.agent.with_token import WithToken
 from search_r1.scoring import build_reward_manager
 from verl.agent.environment import Environment, no_tools
 from verl.checkpoint import folders

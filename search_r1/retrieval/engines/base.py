@@ -1,9 +1,7 @@
-"""The protocol of retriever backends, the fingerprint that identifies one, and stage timing."""
+"""The protocol of retriever backends, and stage timing."""
 
-import hashlib
-import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, Protocol
@@ -33,12 +31,6 @@ class Retriever(Protocol):
 
     def info(self) -> dict[str, Any]:
         """Return JSON-ready facts for `/info`: all that affects results, but no times or paths."""
-
-
-def fingerprint(facts: Mapping[str, Any]) -> str:
-    """Return a 64-bit BLAKE2b hash (hex) of a backend's `info()`: the key of caches and records."""
-    text = json.dumps(facts, sort_keys=True, ensure_ascii=False)
-    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
 @contextmanager

@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import astuple
 from typing import Any
 
-from search_r1.retrieval.engines.base import Retriever, fingerprint, stage
-from search_r1.retrieval.schema import Document, Hit
+from search_r1.retrieval.engines.base import Retriever, stage
+from search_r1.retrieval.schema import Document, Hit, fingerprint
 from search_r1.store import FileStore, Key
 
 

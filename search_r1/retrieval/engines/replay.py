@@ -12,10 +12,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from search_r1.retrieval.engines.base import Retriever, fingerprint, stage
+from search_r1.retrieval.engines.base import Retriever, stage
 from search_r1.retrieval.engines.kept import read_value, result_keys, to_value
 from search_r1.retrieval.errors import QueryNotRecorded, SetupError
-from search_r1.retrieval.schema import Document, Hit
+from search_r1.retrieval.schema import Document, Hit, fingerprint
 from search_r1.retrieval.settings import RetrieverConfig
 from search_r1.store import MAGIC, FileStore, Key
 from verl.files import MAX_CHARS, regular_file

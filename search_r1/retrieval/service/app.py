@@ -17,15 +17,14 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from search_r1.bearer import has_token
-from search_r1.retrieval.engines.base import Retriever, fingerprint
+from search_r1.retrieval.engines.base import Retriever
 from search_r1.retrieval.errors import DeadlineExceeded, Overloaded, SearchError
-from search_r1.retrieval.schema import (
-    Document,
+from search_r1.retrieval.schema import Document, fingerprint, well_formed
+from search_r1.retrieval.service.answers import (
     DocumentResponse,
     Health,
     RetrieveResponse,
     response_chunks,
-    well_formed,
 )
 from search_r1.retrieval.service.batching import Batcher, PendingRequest
 from search_r1.retrieval.service.metrics import Metrics

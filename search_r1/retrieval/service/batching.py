@@ -24,7 +24,7 @@ from cachetools import LRUCache
 
 from search_r1.retrieval.engines.base import Retriever, Seconds, collect
 from search_r1.retrieval.errors import Overloaded, SearchError, UpstreamUnavailable
-from search_r1.retrieval.schema import SerializedHits, serialize_hits
+from search_r1.retrieval.service.answers import SerializedHits, serialize_hits
 from search_r1.retrieval.service.metrics import Metrics
 from search_r1.retrieval.settings import ServiceConfig
 

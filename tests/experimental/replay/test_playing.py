@@ -17,8 +17,8 @@ from search_r1.experimental.replay.playing import (
     response_finder,
     turns_of,
 )
-from search_r1.retrieval.client import InMemoryRetrieval
 from search_r1.retrieval.errors import RetrieverUnavailable
+from search_r1.retrieval.in_memory import InMemoryRetrieval
 from search_r1.retrieval.schema import Document
 from tests.experimental.replay.scripted import (
     RESULTS,

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from playwright import sync_api as playwright
 
-from search_r1.retrieval.protocol import InMemoryRetrieval
+from search_r1.retrieval.in_memory import InMemoryRetrieval
 from search_r1.retrieval.schema import Document
 from tests.agent_server.services import MODEL, serving
 from tests.agent_server.test_app import prompt_of

@@ -9,10 +9,11 @@ import pytest
 
 from search_r1.retrieval.corpus import Corpus
 from search_r1.retrieval.encoder import HashEncoder
-from search_r1.retrieval.engines.base import Retriever, collect, fingerprint
+from search_r1.retrieval.engines.base import Retriever, collect
 from search_r1.retrieval.engines.faiss_index import FaissIndex
 from search_r1.retrieval.engines.registry import build_retriever
 from search_r1.retrieval.errors import IndexMismatch, SetupError
+from search_r1.retrieval.schema import fingerprint
 from search_r1.retrieval.settings import EncoderConfig, FaissConfig, RetrieverConfig
 
 DIM = 32

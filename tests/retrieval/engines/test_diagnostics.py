@@ -7,10 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from search_r1.retrieval.engines.base import Retriever, fingerprint
+from search_r1.retrieval.engines.base import Retriever
 from search_r1.retrieval.engines.diagnostics import draw_rows
 from search_r1.retrieval.engines.registry import build_retriever
 from search_r1.retrieval.errors import SetupError
+from search_r1.retrieval.schema import fingerprint
 from search_r1.retrieval.settings import DiagnosticConfig, RetrieverConfig
 
 

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from search_r1.retrieval.engines.base import Retriever, fingerprint
+from search_r1.retrieval.engines.base import Retriever
 from search_r1.retrieval.engines.diagnostics import normalise
 from search_r1.retrieval.engines.registry import build_retriever
 from search_r1.retrieval.errors import SetupError
-from search_r1.retrieval.schema import Document
+from search_r1.retrieval.schema import Document, fingerprint
 from search_r1.retrieval.settings import DiagnosticConfig, RetrieverConfig
 
 ROWS: list[dict[str, Any]] = [

@@ -14,10 +14,11 @@ import httpx
 import pytest
 
 from search_r1.retrieval.corpus import Corpus
-from search_r1.retrieval.engines.base import Retriever, collect, fingerprint
+from search_r1.retrieval.engines.base import Retriever, collect
 from search_r1.retrieval.engines.java import bundled_java, choose_java, read_java
 from search_r1.retrieval.engines.registry import build_retriever
 from search_r1.retrieval.errors import IndexMismatch, SetupError
+from search_r1.retrieval.schema import fingerprint
 from search_r1.retrieval.settings import RetrieverConfig
 
 pytestmark = pytest.mark.lucene

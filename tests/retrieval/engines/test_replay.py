@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from search_r1.retrieval.engines import replay
-from search_r1.retrieval.engines.base import Retriever, fingerprint
+from search_r1.retrieval.engines.base import Retriever
 from search_r1.retrieval.engines.kept import KeepingRetriever, to_value
 from search_r1.retrieval.engines.registry import build_retriever
 from search_r1.retrieval.errors import QueryNotRecorded, SetupError
-from search_r1.retrieval.schema import Document, Hit
+from search_r1.retrieval.schema import Document, Hit, fingerprint
 from search_r1.retrieval.settings import DiagnosticConfig, RetrieverConfig
 from search_r1.store import FileStore
 

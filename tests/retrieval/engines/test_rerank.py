@@ -19,10 +19,10 @@ from transformers import (
 
 from search_r1.retrieval.encoders import loading
 from search_r1.retrieval.encoders.cross_encoder import CrossEncoder
-from search_r1.retrieval.engines.base import Retriever, collect, fingerprint
+from search_r1.retrieval.engines.base import Retriever, collect
 from search_r1.retrieval.engines.rerank import RerankingRetriever
 from search_r1.retrieval.errors import SetupError
-from search_r1.retrieval.schema import Document, Hit
+from search_r1.retrieval.schema import Document, Hit, fingerprint
 from search_r1.retrieval.settings import RerankConfig
 
 WORDS = "capital of france the danube river two cities is lies on city in passage about identical"

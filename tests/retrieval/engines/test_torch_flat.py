@@ -12,10 +12,11 @@ import pytest
 
 from search_r1.retrieval.corpus import Corpus
 from search_r1.retrieval.encoder import HashEncoder
-from search_r1.retrieval.engines.base import Retriever, collect, fingerprint
+from search_r1.retrieval.engines.base import Retriever, collect
 from search_r1.retrieval.engines.registry import build_retriever
 from search_r1.retrieval.engines.torch_flat import TorchFlatIndex, load_and_measure_recall
 from search_r1.retrieval.errors import IndexMismatch, SetupError
+from search_r1.retrieval.schema import fingerprint
 from search_r1.retrieval.settings import EncoderConfig, RetrieverConfig, TorchConfig
 from tests.retrieval.engines.flat_indexes import brute_force, layout, random_rows, write
 

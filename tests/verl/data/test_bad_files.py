@@ -11,7 +11,7 @@ import pyarrow.parquet
 import pytest
 from jinja2 import TemplateError
 
-from search_r1.inference.command import read_questions
+from search_r1.inference.batch import read_questions
 from tests.fakes import ByteTokenizer
 from verl.data.prompts import render
 from verl.data.rows import Row, load_rows

@@ -14,7 +14,7 @@ import pytest
 
 from search_r1.datasets.command import OwnOptions
 from search_r1.datasets.own import read_files
-from search_r1.inference.command import read_questions
+from search_r1.inference.batch import read_questions
 from tests.fakes import ByteTokenizer
 from verl.config import Config
 from verl.data.parquet import MAX_UNPACKED, VALUE_BYTES, read_parquet

@@ -17,7 +17,7 @@ from transformers import LlamaForCausalLM
 
 from example.tiny import tiny_llama
 from search_r1.agent.generation import search_agent
-from search_r1.retrieval.client import EmptyRetrieval
+from search_r1.retrieval.protocol import EmptyRetrieval
 from tests.verl.rollout.conftest import children
 from tests.verl.rollout.engines import MAX_PROMPT, Running, exact_log_probs, model_in, tiny_config
 from verl.agent.dialogue import DialogueAgent, Limits

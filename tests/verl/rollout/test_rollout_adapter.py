@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from example.model import load_tokenizer
 from example.tiny import tiny_llama
 from search_r1.agent.generation import search_agent
-from search_r1.retrieval.client import EmptyRetrieval
+from search_r1.retrieval.protocol import EmptyRetrieval
 from tests.verl.rollout.conftest import PLAIN
 from verl.agent.interface import Agent
 from verl.config import Config

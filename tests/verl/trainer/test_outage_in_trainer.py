@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from search_r1.agent.search import SearchTool
-from search_r1.retrieval.client import EmptyRetrieval
+from search_r1.retrieval.protocol import EmptyRetrieval
 from search_r1.retrieval.server import create_app
 from tests.apps import running
 from tests.compare import read_rows

@@ -1,0 +1,76 @@
+"""Merges a LoRA adapter into its base model, in one folder that any engine can read.
+
+The sum is computed in float32, then rounded to the engine's dtype, as exports of training runs do.
+"""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import PeftConfig, PeftModel
+from transformers import PretrainedConfig
+
+from search_r1.inference.agent_options import SETTINGS_FILE
+from verl.errors import ModelError, explain
+from verl.json_files import read_object
+from verl.model_files import (
+    ModelProblem,
+    check_finite,
+    model_errors,
+    quiet_transformers,
+    summarise,
+)
+from verl.quantization import check_unquantized
+from verl.training.models import load_causal_lm
+from verl.training.weights import copy_tokenizer
+
+CONFIG_FILE = "adapter_config.json"
+"""File that identifies a peft adapter folder."""
+
+
+def base_model_of(adapter: Path) -> str:
+    """Return the base model that an adapter's config names, or '' if it names none."""
+    return str(_peft_settings(adapter).get("base_model_name_or_path") or "")
+
+
+def merge(base: Path, adapter: Path, out: Path, dtype: str) -> Path:
+    """Merge the adapter into the base model, write the result in `dtype` to `out`; return `out`.
+
+    `search_r1.json` is copied from the adapter, or else from the base. Raises ModelError if the
+    folder has no adapter, or an adapter of another model.
+    """
+    subject, expected = f"--adapter {adapter}", f"an adapter that fits {base}"
+    trained_on = base_model_of(adapter) or "not recorded"
+    fix = f"give --model the model that it was trained on: {trained_on}"
+    # The sum of a quantized model and an adapter is not what the adapter was trained with.
+    check_unquantized("--model", str(base), PretrainedConfig.get_config_dict(base)[0])
+    lm = load_causal_lm(str(base), attention=None)
+    with model_errors(str(base), "", subject, expected, fix), quiet_transformers():
+        settings = PeftConfig.from_pretrained(str(adapter))
+        settings.inference_mode = True
+        adapted: Any = PeftModel(lm, settings)
+        loaded = adapted.load_adapter(str(adapter), "default")
+        for kind in ("missing_keys", "unexpected_keys"):
+            keys = getattr(loaded, kind)
+            if keys:  # peft only warns, and keeps random numbers in place of missing tensors
+                raise ModelProblem(f"{kind.replace('_', ' ')}: {summarise(keys)}")
+        merged = adapted.merge_and_unload()
+    check_finite(merged.named_parameters(), f"{subject} over {base}")
+    merged.to(getattr(torch, dtype)).save_pretrained(out)
+    copy_tokenizer(str(base), out)
+    for folder in (adapter, base):
+        if (folder / SETTINGS_FILE).is_file():
+            shutil.copy(folder / SETTINGS_FILE, out / SETTINGS_FILE)
+            break
+    return out
+
+
+def _peft_settings(adapter: Path) -> dict[str, Any]:
+    file = adapter / CONFIG_FILE
+    if not file.is_file():
+        got = f"a folder without {CONFIG_FILE}" if adapter.is_dir() else "no such folder"
+        fix = "give the folder adapter/ that training or `verl.checkpoint export --adapter` wrote"
+        raise ModelError(explain(f"--adapter {adapter}", got, "a LoRA adapter of peft", fix))
+    with model_errors(str(adapter), CONFIG_FILE, "--adapter", "a LoRA adapter of peft"):
+        return read_object(file)
