@@ -93,7 +93,7 @@ def test_bm25_and_client_load_neither_torch_nor_ray() -> None:
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     allowed = "bearer retrying"
     plain = [f"search_r1.{name}" for name in allowed.split()]
-    shared = "bounds errors file_kinds files logs plugins ports proxies threads user_files"
+    shared = "bounds errors file_kinds files plugins ports threads user_files"
     plain += [f"verl.{name}" for name in shared.split()]
     assert run.stdout.strip() == f"[] {plain}"
 
