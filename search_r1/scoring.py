@@ -98,10 +98,10 @@ def build_reward_manager(config: Config) -> RewardManager:
     grammar = build_tag_format(config, build_environment(config).tools).tags
     sections: Sequence[RewardConfig | StageConfig] = options.stages or [options]
     reward: Any = plugins.registered_object(options.name)
-    if isinstance(reward, type) and issubclass(reward, RewardManager):
-        return reward(config)
-    if isinstance(reward, RewardManager):
-        return reward
+    is_class = isinstance(reward, type) and issubclass(reward, RewardManager)
+    manager = reward(config) if is_class else reward
+    if isinstance(manager, RewardManager):
+        return manager
     amounts = {f.name: getattr(options, f.name) for f in dataclasses.fields(RewardScores)}
     try:
         scores = RewardScores(**amounts)

@@ -172,8 +172,6 @@ FAISS = {
     "jsonl": text('{"id": 1, "contents": "a long enough row to hold a header of an index"}'),
     "header-only": lambda path: path.write_bytes(path.read_bytes()[:45]),
     "kind-only": lambda path: path.write_bytes(b"IxFI"),
-    "kind-of-hnsw": header(0, b"IHNf"),
-    "kind-of-ivf": header(0, b"IwFl"),
     "dim-0": header(4, bytes(4)),
     "dim-huge": header(4, b"\xff\xff\xff\x7f"),
     "rows-negative": header(8, b"\xff" * 8),
@@ -189,6 +187,8 @@ FAISS = {
     "other-order": index_of(lambda rows: rows[::-1].copy()),
     "binary": lambda path: faiss.write_index_binary(faiss.IndexBinaryFlat(64), str(path)),
 }
+OTHER_KINDS = {"kind-of-hnsw": header(0, b"IHNf"), "kind-of-ivf": header(0, b"IwFl")}
+"""Files that may end a process in which FAISS reads them."""
 INDEX_TYPES = {
     "nan-hnsw": index_of(at(3, NAN), "HNSW4"),
     "nan-ivf": index_of(at(3, NAN), "IVF1,Flat"),
@@ -267,8 +267,8 @@ def cases() -> Iterator[object]:
                 if name != "manifest.json" or n not in UNNOTICED
             ]
     foreign = [("bm25", "manifest.json", MANIFESTS), ("faiss", "manifest.json", DENSE_MANIFESTS),
-              ("faiss", "vectors.faiss", FAISS | INDEX_TYPES), ("torch", "vectors.faiss", FAISS),
-              ("bare", "vectors.faiss", FAISS | INDEX_TYPES),
+              *((name, "vectors.faiss", FAISS | INDEX_TYPES) for name in ("faiss", "bare")),
+              ("torch", "vectors.faiss", FAISS | OTHER_KINDS),
               *((backend, "corpus.jsonl", CORPORA) for backend in ("bm25", "faiss", "random")),
               ("oracle", "oracle.jsonl", ORACLES)]  # fmt: skip
     for backend, name, table in foreign:

@@ -1,16 +1,10 @@
 """Checks of a FAISS file before it is served: its ids, its vectors, and that it can be searched.
 
 Row i of an index must be document i of the corpus, wherever the index keeps its ids. A damaged file
-can end the process that reads it, so a child process, which is this module, reads, checks and
-searches it first. A Flat index needs no trial: its layout is checked before FAISS reads it.
+can end the process that reads it; --verify finds that before, by the manifest's hashes.
 """
 
-import os
 import re
-import resource
-import signal
-import subprocess
-import sys
 import textwrap
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -22,20 +16,13 @@ import numpy.typing as npt
 
 from search_r1.retrieval.corpus import sample_indices
 from search_r1.retrieval.engines.flat_file import check_finite
-from search_r1.retrieval.errors import ROOT, IndexMismatch, SearchError, SetupError
+from search_r1.retrieval.errors import IndexMismatch, SetupError
 
 Rows = npt.NDArray[np.int64]
 EXPECTED_IDS = (
     "expected the row numbers of the corpus, from 0 on, each once; fix: add the vectors in the "
     "order of the corpus, without ids"
 )
-ERRORS: dict[int, type[SearchError]] = {10: SetupError, 11: IndexMismatch}
-"""Exit status of the child for an error, whose message it has written."""
-START_S, BYTES_PER_S = 60, 20e6
-"""Seconds for a start, and bytes that a slow disk reads in a second."""
-MAX_FACTOR, MAX_BYTES = 8, 64 << 30
-"""Address space of the child: this multiple of the file's size, and room for libraries and stacks.
-A damaged length would otherwise take all memory of the machine."""
 SIGNATURE = re.compile(r"^Error in .* at \S+:\d+: (?:Error: )?", re.DOTALL)
 """The beginning of FAISS's messages: function with its C++ types, file and line."""
 
@@ -67,42 +54,6 @@ def search_index(path: Path, index: Any, queries: Any, k: int) -> tuple[Any, Any
             "kind that searches alone, such as Flat, HNSW or IVF: build it again"
         ) from error
     return scores, rows
-
-
-def try_in_child(path: Path, *, whole: bool, program: str = __name__) -> None:
-    """Raise SetupError or IndexMismatch unless a child process can read and search the index.
-
-    It maps the file, so that the second reading comes from memory, and takes about a second more
-    than that. `whole`: check all vectors, not a sample; `program`: the module that the child runs.
-    """
-    paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
-    limit = START_S + path.stat().st_size / BYTES_PER_S
-    try:
-        child = subprocess.run(
-            [sys.executable, "-P", "-m", program, str(path), *(["whole"] if whole else [])],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            timeout=None if whole else limit,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
-            check=False,
-        )
-    except subprocess.TimeoutExpired as error:
-        raise _unreadable(path, f"FAISS was not done after {limit:.0f} s") from error
-    if error_class := ERRORS.get(child.returncode):
-        raise error_class(child.stdout.decode(errors="replace"))
-    if child.returncode < 0:
-        name = signal.Signals(-child.returncode).name
-        raise _unreadable(path, f"FAISS ended with {name}")
-    if child.returncode:
-        last = (child.stderr.decode(errors="replace").strip() or "no output").splitlines()[-1]
-        raise _unreadable(path, f"status {child.returncode}: {textwrap.shorten(last, 200)}")
-
-
-def _unreadable(path: Path, reason: str) -> SetupError:
-    return SetupError(
-        f"{path} cannot be read: {reason} in a trial; expected a complete index file, and memory "
-        "for it: build or download it again"
-    )
 
 
 def check_rows(path: Path, index: Any, whole: bool) -> None:
@@ -203,31 +154,3 @@ def _check_vectors(path: Path, index: Any, rows: Iterable[int]) -> None:
         except RuntimeError:  # hashes, for example
             return
         check_finite(path, row, vector[None])
-
-
-def main() -> int:
-    """Read, check and search the file of the first argument; all vectors if there is a second."""
-    path, *whole = sys.argv[1:]
-    _limit_memory(MAX_BYTES + MAX_FACTOR * Path(path).stat().st_size)
-    try:
-        index = read_index(Path(path))
-        check_rows(Path(path), index, bool(whole))
-        queries = np.random.default_rng(0).normal(size=(4, index.d))
-        search_index(Path(path), index, queries.astype(np.float32), min(10, index.ntotal))
-    except SearchError as error:
-        sys.stdout.write(str(error))
-        return next(status for status, kind in ERRORS.items() if isinstance(error, kind))
-    return 0
-
-
-def _limit_memory(limit: int) -> None:
-    """Limit the address space to `limit` bytes, unless it is already limited to fewer (Linux)."""
-    if sys.platform != "linux":
-        return
-    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    allowed = [value for value in (soft, hard) if value != resource.RLIM_INFINITY]
-    resource.setrlimit(resource.RLIMIT_AS, (min([limit, *allowed]), hard))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -21,7 +21,6 @@ from search_r1.retrieval.engines.faiss_checks import (
     read_index,
     reason_of,
     search_index,
-    try_in_child,
 )
 from search_r1.retrieval.engines.flat_file import FlatFile, is_flat
 from search_r1.retrieval.errors import IndexMismatch, SetupError
@@ -66,13 +65,10 @@ class FaissIndex:
         self._index, self._use_gpus = index, config.faiss_gpu
 
     @classmethod
-    def open(
-        cls, path: Path, config: FaissConfig, *, whole: bool = False, checked: bool = False
-    ) -> "FaissIndex":
+    def open(cls, path: Path, config: FaissConfig, *, whole: bool = False) -> "FaissIndex":
         """Memory-map the file; raises SetupError, or IndexMismatch for invalid vectors or ids.
 
-        `whole`: check all of its vectors, not a sample; `checked`: neither, since `try_in_child`
-        has done so.
+        `whole`: check all of its vectors, not a sample.
         """
         if is_flat(path):
             FlatFile.open(path).check_finite(whole=whole)
@@ -82,7 +78,7 @@ class FaissIndex:
                 f"{path} has FAISS metric {index.metric_type}; expected inner product (0) or L2 "
                 "(1): build it again with index_builder"
             )
-        if not is_flat(path) and not checked:
+        if not is_flat(path):
             check_rows(path, index, whole)
         return cls(index, config, path)
 
@@ -197,9 +193,6 @@ def _to_gpus(index: Any) -> Any:
 
 def open_retriever(config: RetrieverConfig) -> Retriever:
     def open_index(file: Path) -> FaissIndex:
-        is_tried = not is_flat(file)
-        if is_tried:
-            try_in_child(file, whole=config.verify)
-        return FaissIndex.open(file, config.faiss, whole=config.verify, checked=is_tried)
+        return FaissIndex.open(file, config.faiss, whole=config.verify)
 
     return open_dense(config, open_index)
