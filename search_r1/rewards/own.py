@@ -23,8 +23,8 @@ from search_r1.rewards.interface import (
     RewardInput,
     RewardOutput,
 )
-from verl import plugins
 from verl.errors import ConfigError, explain
+from verl.plugins import resolve
 
 OPTION = "reward_model.name"
 OUR_RESULT = "a finite number, or a RewardOutput of such"
@@ -38,7 +38,7 @@ def load_function(spec: str) -> BatchRewardFn:
 
     See ``wrap_user_reward``. Raises ConfigError.
     """
-    function: Callable[..., Any] = plugins.resolve(OPTION, spec, {})
+    function: Callable[..., Any] = resolve(OPTION, spec, {})
     try:
         return wrap_user_reward(spec, function)
     except (AttributeError, TypeError, ValueError) as error:  # no function, or another signature
