@@ -17,7 +17,7 @@ import infer
 from example.tiny import tiny_model
 from search_r1.agent.tags import TEMPLATES
 from search_r1.infer import QUESTION
-from search_r1.inference import opening
+from search_r1.inference import default_model
 
 INVALID = TEMPLATES["short"].invalid_action
 DOCUMENT = {"id": "1", "title": "Oslo", "text": "A city.", "contents": '"Oslo"\nA city.'}
@@ -141,7 +141,7 @@ def test_no_model_is_one_message_and_code_2(
 ) -> None:
     """Covers missing demo and shipped models, a missing folder, and a folder without an adapter."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setattr(opening, "ROOT", tmp_path)
+    monkeypatch.setattr(default_model, "ROOT", tmp_path)
     monkeypatch.chdir(tmp_path)
     for arguments, expected in (
         ([], "make demo"),

@@ -13,11 +13,12 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from example.tiny import tiny_model
-from search_r1.inference import opening
+from search_r1.inference import default_model
 from search_r1.inference.agent_options import InferenceOptions, read_template_kwargs
+from search_r1.inference.default_model import with_default_model
 from search_r1.inference.dialogue import Reply
 from search_r1.inference.model import model_folder
-from search_r1.inference.opening import open_session, run_config, with_default_model
+from search_r1.inference.opening import open_session, run_config
 from tests.bad_models import bytes_of, entry, gone, text
 from verl.errors import ConfigError, ModelError, ToolError, UserError
 
@@ -82,13 +83,13 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "out.mkdir(parents=True)\nif not first.exists():\n    first.touch()\n    1 / 0\n"
         "(out / 'config.json').touch()\n"
     )
-    adapter = tmp_path / opening.SHIPPED_ADAPTER
+    adapter = tmp_path / default_model.SHIPPED_ADAPTER
     adapter.mkdir(parents=True)
-    config = {"base_model_name_or_path": opening.SHIPPED_BASE}
+    config = {"base_model_name_or_path": default_model.SHIPPED_BASE}
     (adapter / "adapter_config.json").write_text(json.dumps(config))
     (tmp_path / "example" / "__init__.py").touch()
     (tmp_path / "example" / "model.py").write_text(program)
-    monkeypatch.setattr(opening, "ROOT", tmp_path)
+    monkeypatch.setattr(default_model, "ROOT", tmp_path)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -98,20 +99,18 @@ def test_the_default_is_the_shipped_adapter(checkout: Path) -> None:
     with pytest.raises(ModelError, match=r"ZeroDivisionError.*pip install"):
         with_default_model(InferenceOptions())
     assert list((checkout / "models").iterdir()) == []
-    base, adapter = checkout / opening.SHIPPED_BASE, checkout / opening.SHIPPED_ADAPTER
+    base, adapter = checkout / default_model.SHIPPED_BASE, checkout / default_model.SHIPPED_ADAPTER
     for options in (InferenceOptions(), InferenceOptions(adapter=str(adapter))):
         chosen = with_default_model(options)
         assert (chosen.model, chosen.adapter) == (str(base), str(adapter))
     assert list((checkout / "models").iterdir()) == [base]
 
 
-def test_the_demo_and_a_named_model_come_first(checkout: Path) -> None:
-    """Neither gets the shipped adapter."""
-    named = InferenceOptions(model="named")
-    assert with_default_model(named) is named
-    opening.DEMO_MODEL.mkdir(parents=True)
+def test_the_demo_comes_first(checkout: Path) -> None:
+    """It gets no adapter."""
+    default_model.DEMO_MODEL.mkdir(parents=True)
     chosen = with_default_model(InferenceOptions())
-    assert (chosen.model, chosen.adapter) == (str(opening.DEMO_MODEL), None)
+    assert (chosen.model, chosen.adapter) == (str(default_model.DEMO_MODEL), None)
 
 
 def test_an_adapter_names_its_base_and_its_wording(base: Path, adapter: Path) -> None:
