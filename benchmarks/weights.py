@@ -26,10 +26,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from verl.ext.transports.ipc import receive, send
 from verl.machine import SHARED_MEMORY
 from verl.training.fsdp import FsdpModel, FsdpOptions
 from verl.training.models import LogProbModel, blocks
-from verl.training.weight_stream import receive, send
 from verl.training.weights import write_weights
 
 NUM_RANKS = 2

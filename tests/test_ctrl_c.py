@@ -14,7 +14,7 @@ from tests.test_stop_and_resume import OPTIONS, rows
 from verl.checkpoint import folders
 from verl.errors import Interrupted
 from verl.machine import SHARED_MEMORY
-from verl.training.node_folder import PREFIX
+from verl.weights.node_folder import PREFIX
 
 pytestmark = [pytest.mark.slow, pytest.mark.vllm_cpu]
 

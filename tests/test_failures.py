@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -31,10 +32,11 @@ from verl.ext.reaper import MARK, REPLICA_MARK, OrphanReaper, find_marked, kill_
 from verl.rollout.interface import EngineDied, RolloutEngine
 from verl.rollout.replica import RolloutReplica
 from verl.rollout.replicas import RolloutReplicas
-from verl.single_controller.actors import RayWorkerGroup, Restarts
+from verl.single_controller.actors import ActorLocation, RayWorkerGroup, Restarts
 from verl.single_controller.placement import create_rollout_group, create_trainer_group, reserve
-from verl.training.node_folder import PREFIX, NodeFolder, on_node
 from verl.types import Origin, Prompt, Sampling, Segment, Trajectory, start_trajectory
+from verl.weights.files import Files
+from verl.weights.node_folder import PREFIX, NodeFolder
 
 pytestmark = [pytest.mark.slow, pytest.mark.vllm_cpu]
 
@@ -172,23 +174,21 @@ class Rollout:
 
 
 class ModelFolder:
-    """Sends the weights of a model folder, as the ranks of one node do."""
+    """In place of the ranks of one node, which write the weights of a model folder."""
 
     def __init__(self, model: Path) -> None:
-        self.model = model
+        self.model, self.group = model, self
         self._folder: NodeFolder | None = None
 
-    def share_policy(
-        self, directory: Path, version: int, needed: Sequence[int], dtype: str, is_adapter: bool
-    ) -> float:
-        assert not is_adapter
-        here = on_node(directory, ray.get_runtime_context().get_node_id())
+    def locations(self) -> list[ActorLocation]:
+        return [ActorLocation(ray.get_runtime_context().get_node_id(), "localhost", ())]
+
+    def scatter(self, method: str, folders: Sequence[str], version: int, *_: Any) -> list[float]:
+        (here,) = map(Path, folders)
         if self._folder is None:
             self._folder = NodeFolder(here)
-        (here / str(version)).mkdir()
-        for file in self.model.iterdir():
-            (here / str(version) / file.name).write_bytes(file.read_bytes())
-        return 0.0
+        shutil.copytree(self.model, here / str(version))
+        return [0.0]
 
     def close(self) -> None:
         assert self._folder is not None
@@ -222,7 +222,9 @@ def rollout(cluster: OrphanReaper, tmp_path_factory: pytest.TempPathFactory) -> 
     arguments = [(tiny_config(start), lambda _: GatedAgent(folder), i) for i in range(2)]
     group.gather(group.start_build(RolloutReplica, arguments))
     group.call("engine.start")
-    replicas = RolloutReplicas(group, arguments, Restarts(99), hang_timeout=30.0)
+    replicas = RolloutReplicas(
+        group, arguments, Restarts(99), Files(tiny_config(start)), hang_timeout=30.0
+    )
     weights = ModelFolder(current)
     replicas.update_weights(weights)
     yield Rollout(replicas, folder, weights)

@@ -15,7 +15,7 @@ import pytest
 from tests.test_end_to_end import ROOT, command_of, train
 from tests.verl.rollout.engines import exact_log_probs, model_in
 from tests.vllm_servers import Served
-from verl.training.node_folder import PREFIX
+from verl.weights.node_folder import PREFIX
 
 pytestmark = [pytest.mark.slow, pytest.mark.vllm_cpu]
 

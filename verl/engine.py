@@ -48,9 +48,9 @@ class RolloutEngine(ABC):
     """Whether `update_weights` is implemented, which training requires."""
     takes_adapters: ClassVar[bool] = False
     """Whether `update_weights` accepts a LoRA adapter; otherwise it gets merged weights."""
-    can_receive: ClassVar[bool] = False
-    """Whether `cards` and `receive_weights` are implemented, which every `rollout.weight_sync`
-    except `files` requires."""
+    takes_streams: ClassVar[bool] = False
+    """Whether `update_weights` also accepts `NAME://ADDRESS` of a transport without files, whose
+    receiver runs in each worker (`verl.weights.files`); `devices` is implemented then."""
 
     @classmethod
     def from_config(cls, config: Config, replica: int) -> Self:
@@ -93,12 +93,8 @@ class RolloutEngine(ABC):
         """
         raise NotImplementedError(f"{type(self).__name__} cannot update its weights")
 
-    async def cards(self) -> list[str]:
-        """Return the device of each worker, in the form of `weight_stream.device_key`."""
-        raise NotImplementedError(f"{type(self).__name__} cannot receive weights")
-
-    async def receive_weights(self, stream: str, version: int) -> None:
-        """Like `update_weights`, with weights that `weight_stream.send` sends to the workers."""
+    async def devices(self) -> list[str]:
+        """Return the device of each worker, as `verl.training.devices.device_identity` names it."""
         raise NotImplementedError(f"{type(self).__name__} cannot receive weights")
 
     async def score(self, ids: Sequence[int]) -> Sequence[float] | None:

@@ -15,8 +15,8 @@ from verl.machine import Machine
 from verl.model_shape import ModelShape, read_shape
 from verl.preflight.memory.estimate import Setting, rank_needs
 from verl.preflight.memory.needs import CONTEXT, Memory, Phase
-from verl.training.node_folder import new_path
 from verl.types import TokenBatch
+from verl.weights.node_folder import new_path
 
 CASES = (("1.5B", False), ("3B", False), ("3B", True))
 """Shapes, and whether parameters and optimizer are offloaded, as in the recipes."""
@@ -62,7 +62,7 @@ def measure(report: Report, shape: str, offload: bool, length: int) -> None:
         ):
             measure_pass(report, f"{name}_{key}", call, batch, count(*work), expected[key])
         began = time.monotonic()
-        worker.share_policy(new_path(), 1, [], "bfloat16", is_adapter=False)
+        worker.sender.write(str(new_path()), 1, [], "bfloat16", is_adapter=False)
         report.record(f"{name}_hand_over_s", time.monotonic() - began)
         worker.shutdown()
 

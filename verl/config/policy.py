@@ -192,9 +192,12 @@ class RolloutConfig:
     weights_dir: str | None = option(None, resume="free")
     """Folder through which ranks pass new weights to the servers of `url`; must have the same path
     on both sides. null uses shared memory, for servers on this machine."""
-    weight_sync: str = option("files", resume="free", choices=("files", "ipc", "nccl"))
+    weight_sync: str = option(
+        "files", resume="free", choices=("files", "ipc", "nccl"), or_file=True
+    )
     """Transfer of new weights: files (in shared memory), ipc (memory of the device that ranks and
-    engines share) or nccl (to engines on their own devices, trainer.rollout_gpus; gloo on CPU)."""
+    engines share), nccl (to engines on their own devices, trainer.rollout_gpus; gloo on CPU), or
+    path/file.py:Name."""
     served_model: str | None = option(None, resume="free")
     """Model name at `url`; null uses the server's model, or with name=remote the model's path."""
     api_key_env: str | None = option(None, resume="free")

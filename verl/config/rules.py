@@ -139,7 +139,7 @@ def _recorded(config: Config) -> Iterator[Rule]:
 
 
 def _engines(config: Config) -> Iterator[Rule]:
-    """GPUs of the engines, and the transfer of weights to them."""
+    """GPUs of the engines."""
     trainer, rollout, plan = config.trainer, config.actor_rollout_ref.rollout, config.placement
     is_split = plan.is_split
     size, per_node = rollout.tensor_model_parallel_size, plan.engine_gpus_per_node
@@ -149,22 +149,6 @@ def _engines(config: Config) -> Iterator[Rule]:
            f"a divisor of {holder}={per_node}", f"{ROLLOUT}.tensor_model_parallel_size=1")
     yield (is_split and rollout.name == "remote", key, trainer.rollout_gpus,
            f"0: {ROLLOUT}.name=remote is a server with devices of its own", f"{key}=0")
-    obstacles = {"max_staleness": rollout.max_staleness > 0, "trainer.rollout_gpus": is_split,
-                 "url": config.placement.is_external}  # fmt: skip
-    found = [name for name, is_set in obstacles.items() if is_set]
-    sync = f"{ROLLOUT}.weight_sync"
-    yield (rollout.weight_sync == "ipc" and bool(found), sync, "ipc",
-           f"files with {', '.join(found)}: ipc only reaches engines that wait on the ranks' own "
-           "devices",
-           f"{sync}=files" if plan.is_colocated or plan.is_external else f"{sync}=nccl")
-    is_nccl = rollout.weight_sync == "nccl"
-    yield (is_nccl and not is_split, sync, "nccl",
-           "files or ipc: nccl is for engines of the run on devices of their own",
-           f"{key}=N and fewer trainer.n_gpus_per_node, or {sync}=files")
-    waits_long = rollout.max_staleness > 0 and not rollout.partial
-    yield (is_nccl and waits_long, f"{ROLLOUT}.partial", "false",
-           f"true with {sync}=nccl: ranks would wait for engines to finish whole trajectories",
-           f"{ROLLOUT}.partial=true, or {sync}=files")
 
 
 def _engine_kwargs(config: Config) -> Iterator[Rule]:

@@ -121,11 +121,6 @@ class Config:
         return self.critic.model.path or self.actor_rollout_ref.model.path
 
     @property
-    def streams_weights(self) -> bool:
-        """Whether ranks send new weights directly to engines instead of through files."""
-        return self.actor_rollout_ref.rollout.weight_sync != "files"
-
-    @property
     def num_weight_versions(self) -> int:
         """Maximum number of weight versions kept available to engines at once."""
         return 2 if self.actor_rollout_ref.rollout.max_staleness else 1

@@ -38,7 +38,7 @@ class Speed(Hook):
         seconds = timings.seconds | timings.concurrent
         num_ranks = (config.placement.actor.num_ranks, config.placement.critic.num_ranks)
         metrics |= speed_metrics(self.work.take(), seconds, num_ranks, self.peak)
-        metrics |= trainer.ranks.take_transfer_metrics()
+        metrics |= trainer.rollouts.sent
 
 
 def hook(parts: Parts) -> Speed:

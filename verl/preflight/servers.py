@@ -25,7 +25,7 @@ from verl.rollout.vllm_server import SERVER_INFO_PATH, ServerInfo, WeightInfo
 from verl.rollout.vllm_settings import WORKER_EXTENSION
 from verl.training.devices import device_type, rollout_dtype
 from verl.training.loading import weight_bytes
-from verl.training.node_folder import NodeFolder, new_path
+from verl.weights.node_folder import NodeFolder, new_path
 
 logger = logging.getLogger(__name__)
 

@@ -17,6 +17,7 @@ from verl.engine import Listener as Listener
 from verl.engine import RolloutEngine as RolloutEngine
 from verl.errors import ConfigError, explain
 from verl.training.devices import device_type, is_surely_cpu
+from verl.weights.files import selected_transport
 
 ENGINES = {
     "vllm": "verl.rollout.vllm_engine:VllmEngine",
@@ -28,7 +29,6 @@ SERVER = "verl.rollout.vllm_server:VllmServer"
 """Import path of the engine that is used for the servers of `rollout.url`."""
 NAME, URL = "actor_rollout_ref.rollout.name", "actor_rollout_ref.rollout.url"
 WEIGHTS_DIR = "actor_rollout_ref.rollout.weights_dir"
-WEIGHT_SYNC = "actor_rollout_ref.rollout.weight_sync"
 CPU_LACKS = {
     "quantization": "vLLM's CPU build has no kernel for 8-bit weights",
     "speculative_config": "vLLM's CPU build (0.32) verifies drafts at a wrong temperature",
@@ -72,10 +72,15 @@ def engine_takes_adapter(config: Config) -> bool:
     return section.model.has_adapter and not merge
 
 
+def engine_label(config: Config) -> str:
+    """Return the option that selects the engines, for messages."""
+    name = config.actor_rollout_ref.rollout.name
+    return f"a server of {URL}" if config.placement.is_external else f"{NAME}={name}"
+
+
 def engine_problems(config: Config) -> Iterator[ConfigError]:
     """Yield the reasons why a run cannot be trained with its engine."""
     name = config.actor_rollout_ref.rollout.name
-    label = f"a server of {URL}" if config.placement.is_external else f"{NAME}={name}"
     try:
         cls = selected_class(config)
     except ConfigError as error:
@@ -90,14 +95,12 @@ def engine_problems(config: Config) -> Iterator[ConfigError]:
         yield ConfigError(explain(NAME, name, expected, fix))
     elif engine_takes_adapter(config) and not cls.takes_adapters:
         key = "actor_rollout_ref.rollout.merge_adapter"
-        expected = f"true or null: {label} cannot load an adapter"
+        expected = f"true or null: {engine_label(config)} cannot load an adapter"
         yield ConfigError(explain(key, "false", expected, f"{key}=null"))
-    if config.streams_weights and (not cls.can_receive or engine_takes_adapter(config)):
-        expected = f"files: {label} cannot receive weights"
-        if cls.can_receive:
-            expected = "files: only the adapter is transferred, which is small"
-        got = config.actor_rollout_ref.rollout.weight_sync
-        yield ConfigError(explain(WEIGHT_SYNC, got, expected, f"{WEIGHT_SYNC}=files"))
+    try:
+        yield from selected_transport(config).problems(config, cls)
+    except ConfigError as error:
+        yield error
     rollout = config.actor_rollout_ref.rollout
     if is_surely_cpu(config.trainer.device):
         for name in CPU_LACKS.keys() & engine_kwargs.given(rollout.engine_kwargs).keys():

@@ -13,6 +13,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 from verl.agent.environment import Environment
@@ -74,6 +75,9 @@ def trajectory_keys(starts: Sequence[Trajectory]) -> list[TrajectoryKey]:
 
 class RolloutPool:
     """Finishes trajectories. This base class calls `generate` when a request is finished."""
+
+    sent: Mapping[str, float] = MappingProxyType({})
+    """Metrics of the last transfer of weights, besides its seconds."""
 
     def start(
         self, starts: Sequence[Trajectory], sampling: Sampling,

@@ -46,7 +46,8 @@ class RolloutReplica:
         self._finished: dict[TrajectoryKey, Trajectory] = {}
         """Finished trajectories of calls that have not returned yet."""
         self.gate = WeightGate(load_schedule(config.actor_rollout_ref.rollout.replay))
-        self._pause = contextlib.AsyncExitStack()
+        self._paused: dict[int, contextlib.AsyncExitStack] = {}
+        """What ends the pause before each version that is about to be loaded."""
 
     def dtype(self) -> str:
         """Return the dtype in which the engine computes and weights must be written."""
@@ -81,7 +82,7 @@ class RolloutReplica:
         return self.clock.take_share()
 
     async def update_weights(
-        self, folder: str, version: int, is_adapter: bool = False, num_calls: int = 0,
+        self, source: str, version: int, is_adapter: bool = False, num_calls: int = 0,
         scored_ids: Sequence[int] = (),
     ) -> Score | None:  # fmt: skip
         """Load new weights once running turns or trajectories have finished.
@@ -89,23 +90,19 @@ class RolloutReplica:
         `num_calls` is the number of calls of `rollout` that were made before this one. Returns the
         score of `scored_ids`, if there are any, before anything samples with the weights.
         """
-        async with self.gate.changing(version, num_calls):
+        if version not in self._paused:
+            await self.pause(version, num_calls)
+        async with self._paused.pop(version):
             # Ray may start calls out of order, so newer weights may be loaded already.
             if version > self.gate.version:
-                await self.engine.update_weights(folder, version, is_adapter)
+                await self.engine.update_weights(source, version, is_adapter)
             return await self._score(scored_ids, max(version, self.gate.version))
 
     async def pause(self, version: int, num_calls: int = 0) -> None:
-        """Stop sampling until `receive_weights` has finished; return once nothing is sampled."""
-        await self._pause.enter_async_context(self.gate.changing(version, num_calls))
-
-    async def receive_weights(
-        self, stream: str, version: int, scored_ids: Sequence[int] = ()
-    ) -> Score | None:
-        """After `pause`, load the weights that the ranks send; returns as `update_weights`."""
-        async with self._pause:
-            await self.engine.receive_weights(stream, version)
-            return await self._score(scored_ids, version)
+        """Return once nothing samples; `update_weights` of `version` ends the pause."""
+        paused = contextlib.AsyncExitStack()
+        await paused.enter_async_context(self.gate.changing(version, num_calls))
+        self._paused[version] = paused
 
     async def _score(self, ids: Sequence[int], version: int) -> Score | None:
         if not ids:

@@ -8,15 +8,12 @@ engines restart, load the current weights, and are sent the unfinished trajector
 from __future__ import annotations
 
 import contextlib
-import itertools
 import math
-import secrets
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from ray.exceptions import RayError, RayTaskError
 
@@ -26,29 +23,11 @@ from verl.packing import split_groups
 from verl.rollout.pool import RolloutPool, RolloutRequest
 from verl.rollout.replica import RolloutReplica
 from verl.single_controller.actors import RayWorkerGroup, Restarts, cause_of
-from verl.training.node_folder import new_path, on_node
 from verl.types import Sampling, Trajectory, TrajectoryKey
+from verl.weights.files import Ranks, Transport
 
 FETCH_TIMEOUT_S = 30.0
 """Seconds to wait for the replicas to report their finished trajectories."""
-
-
-class Policy(Protocol):
-    """The training ranks, as the sender of the policy's weights."""
-
-    def share_policy(
-        self, directory: Path, version: int, needed: Sequence[int], dtype: str, is_adapter: bool
-    ) -> float:
-        """Write the weights to `on_node(directory)/version` on each node; return the seconds.
-
-        Versions that are not `needed` there are removed first.
-        """
-
-    def open_broadcast(self, num_receivers: int) -> str:
-        """Open a broadcast for `num_receivers` engine workers; return the name of the stream."""
-
-    def send_policy(self, stream: str, cards: Sequence[str], dtype: str) -> float:
-        """Send the weights to the engine workers on these cards; return the seconds of sending."""
 
 
 class RolloutReplicas(RolloutPool):
@@ -59,38 +38,31 @@ class RolloutReplicas(RolloutPool):
         group: RayWorkerGroup,
         arguments: Sequence[Sequence[Any]],
         restarts: Restarts,
+        transport: Transport,
         takes_adapter: bool = False,
         shares_devices: bool = True,
         overlaps: bool = False,
         hang_timeout: float | None = None,
         empty_cache: Callable[[], object] = lambda: None,
-        weight_sync: str = "files",
-        weights_root: Path | None = None,
     ) -> None:
         """Actor i hosts `RolloutReplica(*arguments[i])`, also after a restart.
 
+        `transport`: the way of new weights from the ranks.
         `takes_adapter`: engines get the policy's adapter alone.
         `shares_devices`: engines share the ranks' devices, so they sleep while the ranks train.
         `overlaps`: engines sample while the ranks train. They never sleep, and `update_weights`
         does not wait until they have loaded the weights.
         `hang_timeout`: seconds after which an engine that does not answer counts as lost.
         `empty_cache`: frees the ranks' cached device memory before the engines allocate theirs.
-        `weight_sync`: how the ranks send weights; files are written to `weights_root`, by default
-        to each node's memory.
         """
         self.group = group
         self.takes_adapter = takes_adapter
-        self.version, self._is_published = 0, False
+        self.version = 0
         self.restarts = restarts
         self.overlaps, self._sleeps = overlaps, shares_devices and not overlaps
         self._arguments = list(arguments)
-        self._empty_cache, self._weight_sync = empty_cache, weight_sync
-        self._policy: Policy | None = None
-        """Sends streamed weights again to restarted engines."""
-        self._broadcast: str | None = None
-        """The broadcast stream that the current engines have joined."""
+        self._empty_cache, self._transport = empty_cache, transport
         self._hang_timeout = math.inf if hang_timeout is None else hang_timeout
-        self._weights = new_path(weights_root)
         self.scored_ids: Sequence[int] = ()
         """Ids that each engine scores after it has loaded weights."""
         self._scores: list[Score] = []
@@ -151,66 +123,46 @@ class RolloutReplicas(RolloutPool):
         self._requests.remove(request)
         self.group.cancel(list(request.calls))
 
-    def update_weights(self, policy: Policy) -> dict[str, float]:
+    def update_weights(self, ranks: Ranks) -> dict[str, float]:
         """Transfer the policy's current weights (or its adapter alone) to all engines.
 
         A replica loads them as `RolloutReplica.update_weights` describes. At most one earlier
-        version may still be loading when a new one is written. Returns the seconds of each phase:
+        version may still be loading when a new one is sent. Returns the seconds of each phase:
         waiting for earlier versions, gathering and writing by the ranks, loading by the engines.
         """
         start = time.perf_counter()
         self._wait_for_weight_updates(max_pending=1)
-        if self._weight_sync != "files":
-            return self._stream_weights(policy)
-        waited, version = time.perf_counter(), self.version + 1
-        needed = sorted({version for _, version in self._weight_updates.values()})
-        write = policy.share_policy(self._weights, version, needed, self.dtype, self.takes_adapter)
-        written, self.version, self._is_published = time.perf_counter(), version, True
-        self._start_weight_updates()
+        seconds, waited = {"gather": 0.0, "write": 0.0}, time.perf_counter() - start
+        with self._restarting_after_loss():  # the new engines are sent this version then
+            seconds = self._transport.send(ranks, self, self.version + 1)
+        self.version, self.sent = self.version + 1, self._transport.metrics
+        sent = time.perf_counter()
         if not self.overlaps:
             self._wait_for_weight_updates(max_pending=0)
-        loaded = time.perf_counter()
-        return {"wait": waited - start, "gather": written - waited - write, "write": write,
-                "load": loaded - written}  # fmt: skip
+        wait = waited + seconds.pop("wait", 0.0)
+        return {"wait": wait, **seconds, "load": time.perf_counter() - sent}
+
+    @property
+    def loading(self) -> list[int]:
+        """The versions that replicas are still loading."""
+        return sorted({version for _, version in self._weight_updates.values()})
+
+    def pause(self, version: int) -> None:
+        """As `Engines.pause`."""
+        self.call("pause", lambda replica: (version, self._num_calls[replica]))
+
+    def load(self, sources: Sequence[str], version: int) -> None:
+        """As `Engines.load`; the answers may be scores."""
+        scored = [self.scored_ids] if self.scored_ids else []
+        for replica, source in enumerate(sources):
+            arguments = source, version, self.takes_adapter, self._num_calls[replica], *scored
+            call = self.group.submit(replica, "update_weights", *arguments)
+            self._weight_updates[call] = replica, version
 
     def take_scores(self) -> list[Score]:
         """Return the engines' scores of `scored_ids` that arrived since the last call."""
         scores, self._scores = self._scores, []
         return scores
-
-    def _stream_weights(self, policy: Policy) -> dict[str, float]:
-        """Send the weights from ranks to engines directly; return the seconds of each phase."""
-        start, cards = time.perf_counter(), self._call_all("engine.cards")
-        self.version, self._is_published, self._policy = self.version + 1, True, policy
-        self._call_all("pause", self._version_and_num_calls)
-        paused = time.perf_counter()
-        calls, packed = self._send_weights(policy, cards)
-        for replica, call in enumerate(calls):
-            self._weight_updates[call] = replica, self.version
-        sent = time.perf_counter()
-        self._wait_for_weight_updates(max_pending=0)
-        loaded = time.perf_counter()
-        return {"wait": paused - start, "gather": sent - paused - packed, "write": packed,
-                "load": loaded - sent}  # fmt: skip
-
-    def _send_weights(self, policy: Policy, cards: list[list[str]]) -> tuple[list[Any], float]:
-        """Send the weights to the replicas' devices; returns pending calls and packing seconds."""
-        workers = list(itertools.chain(*cards))
-        stream = secrets.token_hex(8)
-        if self._weight_sync == "nccl":
-            stream = self._broadcast = self._broadcast or policy.open_broadcast(len(workers))
-        arguments = stream, self.version, *self._scored()
-        replicas = range(len(self.group))
-        calls = [self.group.submit(i, "receive_weights", *arguments) for i in replicas]
-        return calls, policy.send_policy(stream, workers, self.dtype)
-
-    def _scored(self) -> list[Sequence[int]]:
-        """Return the last argument of calls that load weights, if they are to score ids."""
-        return [self.scored_ids] if self.scored_ids else []
-
-    def _version_and_num_calls(self, replica: int) -> tuple[int, int]:
-        """Return the current version and the number of `rollout` calls made before it."""
-        return self.version, self._num_calls[replica]
 
     def sleep(self) -> None:
         if self._sleeps:
@@ -233,24 +185,22 @@ class RolloutReplicas(RolloutPool):
             self.group.call_before_shutdown("engine.shutdown")
         self.group.shutdown()
 
-    def _current_weights(self) -> list[tuple[str, int, bool]]:
-        """Return (folder, version, whether it is an adapter) of the weights for each replica."""
-        folders = [on_node(self._weights, location.node_id) for location in self.group.locations()]
-        version = self.version
-        return [(str(folder / str(version)), version, self.takes_adapter) for folder in folders]
-
-    def _call_all(
+    def call(
         self, method: str, arguments: Callable[[int], tuple[Any, ...]] = lambda replica: ()
     ) -> list[Any]:
-        """Call `method` on every replica i with `arguments(i)`; repeat after a restart.
+        """Call `method` on every replica i with `arguments(i)`. Raises ReplicaLost."""
+        replicas = range(len(self.group))
+        calls = [self.group.submit(i, method, *arguments(i)) for i in replicas]
+        return self.group.gather(calls, _Liveness(self.group, self._hang_timeout).check)
+
+    def _call_all(self, method: str) -> list[Any]:
+        """Call `method` on every replica; repeat after a restart.
 
         Raises ReplicaLost if the replicas do not start again, or `restarts` are used up.
         """
         while True:
             with self._restarting_after_loss():
-                replicas = range(len(self.group))
-                calls = [self.group.submit(i, method, *arguments(i)) for i in replicas]
-                return self.group.gather(calls, _Liveness(self.group, self._hang_timeout).check)
+                return self.call(method)
 
     @contextlib.contextmanager
     def _restarting_after_loss(self) -> Iterator[None]:
@@ -277,18 +227,9 @@ class RolloutReplicas(RolloutPool):
             request.calls[call] = replica, positions
             self._num_calls[replica] += 1
 
-    def _start_weight_updates(self) -> None:
-        """Have every replica load the current weights as soon as it can."""
-        for replica, weights in enumerate(self._current_weights()):
-            arguments = (*weights, self._num_calls[replica], *self._scored())
-            call = self.group.submit(replica, "update_weights", *arguments)
-            self._weight_updates[call] = replica, self.version
-
     def _wait_for_weight_updates(self, max_pending: int) -> None:
         """Wait until at most `max_pending` versions are still being loaded by replicas."""
-        self._handle_answers_until(
-            lambda: len({version for _, version in self._weight_updates.values()}) <= max_pending
-        )
+        self._handle_answers_until(lambda: len(self.loading) <= max_pending)
 
     def _handle_answers_until(self, is_done: Callable[[], bool]) -> None:
         """Handle answers of rollout and weight update calls until `is_done` returns true."""
@@ -320,22 +261,13 @@ class RolloutReplicas(RolloutPool):
         self._empty_cache()
         self._weight_updates.clear()
         self._num_calls.clear()
-        self._broadcast = None
         self.group.restart()
         try:
             self.group.gather(self.group.start_build(RolloutReplica, self._arguments))
             self.group.call("engine.start_for_training")
-            if self._policy is not None:
-                self.group.call("pause", self.version)
-                calls, _ = self._send_weights(self._policy, self.group.call("engine.cards"))
-                self._scores += filter(None, self.group.gather(calls))
-            elif self._is_published:
-                weights = enumerate(self._current_weights())
-                calls = [
-                    self.group.submit(i, "update_weights", *args, 0, *self._scored())
-                    for i, args in weights
-                ]
-                self._scores += filter(None, self.group.gather(calls))
+            self._transport.resend(self)
+            self._scores += filter(None, self.group.gather(list(self._weight_updates)))
+            self._weight_updates.clear()
         except RayTaskError as error:
             raise ReplicaLost(f"the engines do not start again: {cause_of(error)}") from error
 

@@ -44,7 +44,7 @@ class VllmEngine(RolloutEngine):
 
     takes_weights = True
     takes_adapters = True
-    can_receive = True
+    takes_streams = True
 
     def __init__(self, config: Config, replica: int = 0) -> None:
         self.settings = VllmSettings(config, replica)
@@ -195,27 +195,19 @@ class VllmEngine(RolloutEngine):
         )
 
     async def update_weights(self, folder: str, version: int, is_adapter: bool = False) -> None:
-        """Load the safetensors of a folder in place, or the adapter there."""
+        """Load the safetensors of a folder in place, a stream's weights, or the adapter there."""
         if is_adapter:
             await self._replace_adapter(folder, version)
         else:
             loading = self._llm.collective_rpc("load_weights_in_place", args=(folder,))
-            await self._result(loading)
+            for problem in filter(None, await self._result(loading)):
+                raise EngineDied(f"it did not receive all weights: {problem}")
             self._has_weights = True
         await self._reset_prefix_cache()
         self.weight_version = version
 
-    async def cards(self) -> list[str]:
-        return list(await self._result(self._llm.collective_rpc("card")))
-
-    async def receive_weights(self, stream: str, version: int) -> None:
-        """Load in place the weights that the ranks send to the workers."""
-        problems = self._llm.collective_rpc("receive_weights", args=(stream,))
-        for problem in filter(None, await self._result(problems)):
-            raise EngineDied(f"it did not receive all weights: {problem}")
-        self._has_weights = True
-        await self._reset_prefix_cache()
-        self.weight_version = version
+    async def devices(self) -> list[str]:
+        return list(await self._result(self._llm.collective_rpc("device_identity")))
 
     async def _reset_prefix_cache(self) -> None:
         """Drop the prefixes of older weights; fails while an aborted request still uses some."""

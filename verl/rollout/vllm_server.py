@@ -163,7 +163,7 @@ class VllmServer(RolloutEngine):
         """
         method, argument = "reload_weights", "weights_path"
         if self._info.loads_in_place:
-            method, argument = "load_weights_in_place", "weights_dir"
+            method, argument = "load_weights_in_place", "source"
         weights = f"{Path(folder).parent.name}.{version}"  # a salt must not contain a slash
         body = {"method": method, "kwargs": {argument: folder}}
         try:

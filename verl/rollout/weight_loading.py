@@ -6,16 +6,17 @@ A server that the user starts for a run gets it by `--worker-extension-cls` (see
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor
 from tqdm import tqdm
 
 from verl.model_files import is_finite
-from verl.training.weight_broadcast import SCHEME, WeightReceiver
-from verl.training.weight_stream import device_key, receive
+from verl.training import devices
+from verl.weights.files import ADDRESS, transport_class
 
 # tqdm's default lock is shared between processes; its semaphore would outlive a killed worker.
 tqdm.set_lock(threading.RLock())
@@ -28,7 +29,7 @@ class WeightLoading:
     vllm_config: Any
     reload_weights: Any
     device: Any
-    _receiver: WeightReceiver | None = None
+    _receivers: Mapping[str, Any] = MappingProxyType({})
 
     def ping(self) -> bool:
         """Show that this process is alive."""
@@ -43,23 +44,34 @@ class WeightLoading:
         named = self.model_runner.get_model().named_parameters()
         return [name for name, values in named if not is_finite(values)]
 
-    def load_weights_in_place(self, weights_dir: str) -> None:
-        """Reload all weights from a folder of safetensors."""
-        if not Path(weights_dir).is_dir():  # vLLM would try to download it from the hub
-            raise FileNotFoundError(f"no folder {weights_dir}")
-        self._reload(weights_path=weights_dir)
+    def device_identity(self) -> str:
+        """Return the name of this worker's device on which ranks and workers agree."""
+        return devices.device_identity(self.device)
 
-    def card(self) -> str:
-        """Return the device on which a rank must be for `receive_weights`."""
-        return device_key(self.device)
+    def load_weights_in_place(self, source: str) -> str:
+        """Reload all weights from a folder of safetensors, or from a transport's `NAME://ADDRESS`.
 
-    def receive_weights(self, stream: str) -> str:
-        """Reload all weights from a rank's stream; return an error message, empty on success."""
+        Returns what went wrong with the transport; empty on success.
+        """
+        name, is_stream, address = source.partition(ADDRESS)
         try:
-            self._reload(weights_iterator=self._incoming(stream))
+            if is_stream:
+                self._reload(weights_iterator=self._receiver(name).receive(address))
+            elif not Path(source).is_dir():  # vLLM would try to download it from the hub
+                raise FileNotFoundError(f"no folder {source}")
+            else:
+                self._reload(weights_path=source)
         except ConnectionError as error:
             return str(error)
         return ""
+
+    def _receiver(self, name: str) -> Any:
+        """Return the transport's part in this worker, which is kept for the next weights."""
+        if name not in self._receivers:
+            build = transport_class(name).receiver
+            assert build is not None, f"the transport {name} sends addresses, but has no receiver"
+            self._receivers = {**self._receivers, name: build(self.device)}
+        return self._receivers[name]
 
     def _reload(
         self, weights_path: str | None = None,
@@ -68,14 +80,6 @@ class WeightLoading:
         self.vllm_config.load_config.load_format = "auto"  # it may have started with random weights
         self.reload_weights(weights_path=weights_path, weights_iterator=weights_iterator)
         self._repack_head()
-
-    def _incoming(self, stream: str) -> Iterator[tuple[str, Tensor]]:
-        """Receive weights from the first rank's broadcast, or from the rank on this device."""
-        if not stream.startswith(SCHEME):
-            return receive(stream, self.device)
-        if self._receiver is None or self._receiver.stream != stream:
-            self._receiver = WeightReceiver(stream, self.device)
-        return self._receiver.receive()
 
     def _repack_head(self) -> None:
         """Repack the output head on the CPU.

@@ -96,6 +96,7 @@ def config_for_actors(config: Config, use_gpu: bool) -> Config:
     rollout = replace(
         section.rollout,
         name=plugins.absolute(section.rollout.name),
+        weight_sync=plugins.absolute(section.rollout.weight_sync),
         weights_dir=None if weights is None else _absolute(weights),
         replay=None if replay is None else _absolute(replay),
     )

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 
 from ray.util.placement_group import PlacementGroup
 
@@ -35,6 +34,7 @@ from verl.training.allocator import engine_variables, rank_variables
 from verl.training.devices import DETERMINISTIC_ENV, rollout_dtype
 from verl.training.network import forwarded_variables
 from verl.training.worker import CriticWorker, TrainerWorker
+from verl.weights.files import selected_transport
 
 HANG_TIMEOUT_S = 600.0
 """Time without a sign of life after which a rollout replica counts as dead."""
@@ -159,13 +159,12 @@ def build_groups(
         replicas,
         arguments,
         restarts,
+        selected_transport(config)(config),
         takes_adapter=engine_takes_adapter(config),
         shares_devices=plan.is_colocated,
         overlaps=rollout.max_staleness > 0,
         hang_timeout=HANG_TIMEOUT_S,
         empty_cache=clear,
-        weight_sync=rollout.weight_sync,
-        weights_root=None if rollout.weights_dir is None else Path(rollout.weights_dir),
     )
 
 
@@ -232,5 +231,5 @@ def actor_variables(
         shared |= DETERMINISTIC_ENV
     if not use_gpu:
         return shared, shared
-    weight_sync = config.actor_rollout_ref.rollout.weight_sync
-    return shared | rank_variables(os.environ, weight_sync), shared | engine_variables(os.environ)
+    of_ranks = rank_variables(os.environ, selected_transport(config).shares_memory)
+    return shared | of_ranks, shared | engine_variables(os.environ)

@@ -11,14 +11,10 @@ from typing import Any
 
 from torch import Tensor
 
-from verl.errors import ConfigError, SaveError, explain
+from verl.errors import SaveError
 from verl.packing import Split, join_tokens, split_by_work
-from verl.rollout.interface import WEIGHT_SYNC
 from verl.single_controller.actors import Call, RayWorkerGroup
 from verl.training.devices import PeakMemory
-from verl.training.node_folder import on_node
-from verl.training.weight_broadcast import SCHEME
-from verl.training.weight_stream import TransferStats
 from verl.types import Metrics, TokenBatch
 
 FORWARD_COLUMNS = frozenset({"input_ids", "policy_mask", "loss_mask", "value_mask"})
@@ -55,7 +51,6 @@ class TrainerRanks:
         self._sharding_of = {role: shardings.get(role, BatchSharding()) for role in groups}
         self.group = groups["actor"]
         self.groups = list(dict.fromkeys(groups.values()))
-        self._transfer_metrics: Metrics = {}
 
     def group_of(self, role: str) -> RayWorkerGroup:
         """Return the ranks that hold a role."""
@@ -101,49 +96,6 @@ class TrainerRanks:
     ) -> None:
         """Write the policy as a Hugging Face folder, or its adapter as a peft folder."""
         self.group.call("save_policy", str(directory.absolute()), dtype, is_adapter)
-
-    def share_policy(
-        self, directory: Path, version: int, needed: Sequence[int], dtype: str, is_adapter: bool
-    ) -> float:
-        """As `replicas.Policy.share_policy`; returns the seconds of writing of the slowest rank."""
-        folders = [str(on_node(directory, location.node_id)) for location in self.group.locations()]
-        options = (version, needed, dtype, is_adapter)
-        return float(max(self.group.scatter("share_policy", folders, *options)))
-
-    def open_broadcast(self, num_receivers: int) -> str:
-        """Open a broadcast from the first rank that engines' workers can join; returns its name."""
-        host = self.group.locations()[0].host
-        call = self.group.submit(0, "open_broadcast", host, num_receivers)
-        return str(self.group.gather([call])[0])
-
-    def send_policy(self, stream: str, cards: Sequence[str], dtype: str) -> float:
-        """Send the policy to the engines' workers; `cards` has the card of each worker.
-
-        A broadcast `stream` goes from the first rank to all workers that joined it; otherwise each
-        worker receives from the first rank on its own card. Returns the seconds that the slowest
-        rank spent packing and sending. Raises ConfigError if a card has no rank.
-        """
-        is_broadcast = stream.startswith(SCHEME)
-        num_receivers = [0] * len(self.group) if is_broadcast else self._receivers_per_rank(cards)
-        stats: list[TransferStats] = self.group.scatter("send_policy", num_receivers, stream, dtype)
-        num_bytes = sum(rank.num_bytes for rank in stats)
-        self._transfer_metrics = {"perf/weights_sent_bytes": float(num_bytes)}
-        return max(rank.seconds for rank in stats)
-
-    def take_transfer_metrics(self) -> Metrics:
-        """Return the bytes of the last `send_policy`, once."""
-        metrics, self._transfer_metrics = self._transfer_metrics, {}
-        return metrics
-
-    def _receivers_per_rank(self, cards: Sequence[str]) -> list[int]:
-        """Return how many workers each rank sends to: the first rank on a card serves all there."""
-        left = Counter(cards)
-        num_receivers = [left.pop(card, 0) for card in self.group.call("device_key")]
-        if left:
-            got = f"an engine on {', '.join(left)}, which has no rank"
-            fix = "actor_rollout_ref.rollout.weight_sync=files"
-            raise ConfigError(explain(WEIGHT_SYNC, got, "a rank on each engine's device", fix))
-        return num_receivers
 
     def save_checkpoint(self, directory: Path) -> None:
         """Have every rank write its shards below `directory`. Raises SaveError."""

@@ -13,16 +13,16 @@ VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 EXPANDABLE = "expandable_segments"
 
 
-def is_expandable(environment: Mapping[str, str], weight_sync: str) -> bool:
-    """Whether ranks allocate expandable segments; `weight_sync` is how they send weights."""
+def is_expandable(environment: Mapping[str, str], shares_memory: bool) -> bool:
+    """Whether ranks allocate expandable segments; not if their transport shares their memory."""
     chosen = ",".join(environment.get(name, "") for name in VARIABLES)
-    return f"{EXPANDABLE}:True" in chosen or (not chosen.strip(",") and weight_sync != "ipc")
+    return f"{EXPANDABLE}:True" in chosen or (not chosen.strip(",") and not shares_memory)
 
 
-def rank_variables(environment: Mapping[str, str], weight_sync: str) -> dict[str, str]:
+def rank_variables(environment: Mapping[str, str], shares_memory: bool) -> dict[str, str]:
     """Return the allocator's variables of ranks on GPUs; the user's own setting prevails."""
     own = {name: environment[name] for name in VARIABLES if environment.get(name)}
-    if own or not is_expandable(environment, weight_sync):
+    if own or not is_expandable(environment, shares_memory):
         return own
     return {VARIABLES[1]: f"{EXPANDABLE}:True"}
 

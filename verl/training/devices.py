@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -169,6 +170,13 @@ def share_threads(num_processes: int, num_colocated: int = 0, comes_first: bool 
         set_affinity(cores[:cut] if comes_first else cores[cut:])
         num_sharing = num_processes
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // num_sharing))
+
+
+def device_identity(device: torch.device) -> str:
+    """Return a name of the device on which all processes agree: a GPU's UUID, or the host's."""
+    if device.type != "cuda":
+        return socket.gethostname()
+    return str(torch.cuda.get_device_properties(device).uuid)
 
 
 def join_process_group(

@@ -9,7 +9,7 @@ import os
 import random
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -39,12 +39,10 @@ from verl.training.devices import (
 )
 from verl.training.fsdp import FsdpModel
 from verl.training.network import interface_variables
-from verl.training.node_folder import NodeFolder
 from verl.training.roles import roles_class
 from verl.training.shards import CRITIC_FOLDER, ShardWriter, load_shards, save_shards, shard_bytes
-from verl.training.weight_broadcast import WeightBroadcast
-from verl.training.weight_stream import TransferStats, device_key, send
 from verl.training.weights import write_weights
+from verl.weights.files import selected_transport
 
 
 class TrainingRank:
@@ -146,13 +144,11 @@ class TrainingRank:
 class TrainerWorker(TrainingRank):
     """A rank of the actor, and of the critic unless it has devices of its own."""
 
-    _folder: NodeFolder | None = None
-    _broadcast: WeightBroadcast | None = None
-
     def build(self) -> None:
         """Build actor, reference and critic, as far as the options need them."""
         actor, reference = self.roles.build_policy()
         self.actor, self.models = self._policy(actor), {"actor": actor}
+        self.sender = selected_transport(self.config).sender(self)
         self.reference = None if reference is None else self._policy(reference)
         config = actor.module.get_submodule("lm").config
         assert isinstance(config, PretrainedConfig)
@@ -173,51 +169,20 @@ class TrainerWorker(TrainingRank):
         It is written as a Hugging Face folder, with its adapter merged, or with `is_adapter` as the
         adapter's peft folder.
         """
-        self._write_policy(Path(directory), dtype, is_adapter, writer=self.rank, num_writers=1)
+        self.write_policy(Path(directory), dtype, is_adapter, writer=self.rank, num_writers=1)
 
-    def share_policy(
-        self, directory: str | Path, version: int, needed: Sequence[int], dtype: str,
-        is_adapter: bool,
-    ) -> float:  # fmt: skip
-        """Write the policy, as `save_policy` does, into shared memory of each node.
+    def policy_weights(self, dtype: str) -> Iterator[tuple[str, Tensor]]:
+        """As `FsdpModel.policy_weights`."""
+        return self.actor.model.policy_weights(dtype)
 
-        The ranks of a node write together, into the subfolder `version` of `directory`; of the
-        other subfolders only the versions in `needed` are kept. Returns the seconds of writing.
-        """
-        writer = self.rank % self.num_local
-        if writer == 0:
-            self._folder = self._folder or NodeFolder(Path(directory))
-            self._folder.keep_only({str(number) for number in needed})
-        dist.barrier()  # wait until the folder exists
-        folder = Path(directory, str(version))
-        return self._write_policy(folder, dtype, is_adapter, writer, self.num_local)
-
-    def device_key(self) -> str:
-        """Return the name that ranks and engines' workers use for this rank's device."""
-        return device_key(self.device)
-
-    def open_broadcast(self, host: str, num_receivers: int) -> str:
-        """Let `num_receivers` engine workers on other devices join; return the stream's name."""
-        self._broadcast = WeightBroadcast(host, num_receivers, self.device)
-        return self._broadcast.stream
-
-    def send_policy(self, num_receivers: int, stream: str, dtype: str) -> TransferStats:
-        """Send the policy, with its adapter merged, to engines' workers."""
-        named, target = self.actor.model.policy_weights(dtype), getattr(torch, dtype)
-        if self._broadcast is not None and self._broadcast.stream == stream:  # workers elsewhere
-            stats = self._broadcast.send(named, target)
-        else:
-            stats = send(named, stream, self.device, num_receivers, target)
-        dist.barrier()
-        return stats
-
-    def _write_policy(
+    def write_policy(
         self, directory: Path, dtype: str, is_adapter: bool, writer: int, num_writers: int
     ) -> float:
         """Write the policy by the first `num_writers` writers; every rank contributes its shards.
 
-        Returns the seconds spent writing. A rank that cannot write raises ResourceError, but only
-        after all ranks have gathered all tensors.
+        With `is_adapter` it is written as a peft folder, otherwise with its adapter merged. Returns
+        the seconds spent writing. A rank that cannot write raises ResourceError, but only after all
+        ranks have gathered all tensors.
         """
         seconds = 0.0
         problem: OSError | None = None
@@ -230,7 +195,7 @@ class TrainerWorker(TrainingRank):
                     adapter.write(directory)
                 seconds = time.perf_counter() - start
             else:
-                named = self.actor.model.policy_weights(dtype)
+                named = self.policy_weights(dtype)
                 if writer < num_writers:
                     seconds = write_weights(
                         directory, named, self.model_config, dtype, writer, num_writers
@@ -246,9 +211,8 @@ class TrainerWorker(TrainingRank):
         return seconds
 
     def shutdown(self) -> None:
-        """Remove the weights from the node's memory and leave the process group."""
-        if self._folder is not None:
-            self._folder.close()
+        """Remove what was sent and leave the process group."""
+        self.sender.close()
         super().shutdown()
 
 

@@ -10,13 +10,16 @@ import contextlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from tests.nightly.pretend_cuda.mode import PretendCuda
-from verl.training import weight_stream
+from verl.ext.transports import ipc
+from verl.ext.transports import stream as streams
+from verl.ext.transports.ipc import IpcSender
 from verl.training.worker import TrainerWorker
 
 STREAM = "simulated"
@@ -30,31 +33,29 @@ def reduce_buffer(buffer: Tensor) -> tuple[None, list[Any]]:
     """Replace torch's `reduce_tensor`, which needs CUDA memory that one process owns alone."""
     assert isinstance(buffer, FakeTensor) and buffer.device.type == "cuda", buffer.device
     assert buffer.is_contiguous() and buffer.storage_offset() == 0 and buffer._base is None
-    arguments: list[Any] = [None] * (weight_stream.DEVICE_ARGUMENT + 1)
-    arguments[0], arguments[weight_stream.DEVICE_ARGUMENT] = buffer.nbytes, buffer.device.index
+    arguments: list[Any] = [None] * (ipc.DEVICE_ARGUMENT + 1)
+    arguments[0], arguments[ipc.DEVICE_ARGUMENT] = buffer.nbytes, buffer.device.index
     return None, arguments
 
 
 def rebuild_buffer(*arguments: Any) -> Tensor:
     """Replace torch's `rebuild_cuda_tensor`."""
-    device = torch.device("cuda", arguments[weight_stream.DEVICE_ARGUMENT])
+    device = torch.device("cuda", arguments[ipc.DEVICE_ARGUMENT])
     return torch.empty(arguments[0], dtype=torch.uint8, device=device)
 
 
 @contextlib.contextmanager
 def handles() -> Iterator[None]:
     """Let weight streams pass simulated handles of small buffers."""
-    replaced = {"reduce_tensor": reduce_buffer, "rebuild_cuda_tensor": rebuild_buffer,
-                "BUFFER_BYTES": BUFFER_BYTES}  # fmt: skip
-    before = {name: getattr(weight_stream, name) for name in replaced}
-    vars(weight_stream).update(replaced)
-    try:
+    with (
+        patch.object(ipc, "reduce_tensor", reduce_buffer),
+        patch.object(ipc, "rebuild_cuda_tensor", rebuild_buffer),
+        patch.object(streams, "BUFFER_BYTES", BUFFER_BYTES),
+    ):
         yield
-    finally:
-        vars(weight_stream).update(before)
 
 
-def describe(named: weight_stream.NamedTensors) -> Facts:
+def describe(named: streams.NamedTensors) -> Facts:
     """Return the facts of tensors, all of which must be on the GPU."""
     found = []
     for name, tensor in named:
@@ -66,12 +67,12 @@ def describe(named: weight_stream.NamedTensors) -> Facts:
 def receive(device: torch.device) -> Facts:
     """Receive all tensors as an engine's worker does."""
     with PretendCuda():
-        return describe(weight_stream.receive(STREAM, device))
+        return describe(ipc.receive(STREAM, device))
 
 
 def send_weights(worker: TrainerWorker, dtype: str) -> Facts:
     """Send the policy to a worker on the rank's GPU; return what it received."""
     with handles(), ThreadPoolExecutor(1) as pool:
         received = pool.submit(receive, worker.device)
-        worker.send_policy(1, STREAM, dtype)
+        IpcSender(worker).send(1, STREAM, dtype)
         return received.result()

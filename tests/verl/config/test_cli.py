@@ -193,26 +193,6 @@ def test_defaults_warn_of_nothing(
                 ("null", "actor_rollout_ref.rollout.weights_dir=w", "weights_dir: got w, expected"),
             )
         ),
-        *(
-            (
-                f"actor_rollout_ref.rollout.weight_sync=ipc {option}",
-                f"weight_sync: got ipc, expected files with {name}",
-            )
-            for option, name in (
-                ("actor_rollout_ref.rollout.max_staleness=1", "max_staleness"),
-                ("trainer.rollout_gpus=1", "trainer.rollout_gpus"),
-                (f"actor_rollout_ref.rollout.url={URL}", "url"),
-            )
-        ),
-        (
-            "actor_rollout_ref.rollout.weight_sync=nccl",
-            "weight_sync: got nccl, expected files or ipc: nccl is for engines of the run on",
-        ),
-        (
-            "actor_rollout_ref.rollout.weight_sync=nccl trainer.rollout_gpus=1 "
-            "actor_rollout_ref.rollout.max_staleness=1 actor_rollout_ref.rollout.partial=false",
-            "rollout.partial: got false, expected true with actor_rollout_ref.rollout.weight_sync=",
-        ),
         (
             "critic.n_gpus_per_node=4 algorithm.adv_estimator=rloo "
             "actor_rollout_ref.rollout.n_agent=5",

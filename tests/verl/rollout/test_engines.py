@@ -224,20 +224,6 @@ def test_arguments_that_vllms_cpu_build_lacks_are_rejected_there(tmp_path: Path,
     assert problems(config) == []
 
 
-def test_weight_sync_without_files_needs_an_engine_that_receives(tmp_path: Path) -> None:
-    """Rejected before any work; so is an adapter, which is small enough for a file."""
-    config = tiny_config(tmp_path, "transformers")
-    config.actor_rollout_ref.rollout.weight_sync = "ipc"
-    (problem,) = problems(config)
-    assert "weight_sync: got ipc, expected files" in problem
-    config.actor_rollout_ref.rollout.name = "vllm"
-    assert problems(config) == []
-    config.actor_rollout_ref.model.lora_rank = 8
-    config.actor_rollout_ref.rollout.merge_adapter = False
-    (problem,) = problems(config)
-    assert "only the adapter is transferred" in problem
-
-
 def test_an_unmerged_adapter_needs_an_engine_that_takes_adapters(tmp_path: Path) -> None:
     """By default it is merged otherwise; `merge_adapter=False` is an error. vLLM takes adapters."""
     config = tiny_config(tmp_path, "transformers")

@@ -23,9 +23,10 @@ from tests.verl.rollout.engines import MAX_PROMPT, Running, exact_log_probs, mod
 from verl.agent.dialogue import DialogueAgent, Limits
 from verl.agent.interface import Agent
 from verl.config import Config
+from verl.ext.transports.ipc import send
 from verl.rollout.interface import RolloutEngine
 from verl.rollout.replica import RolloutReplica
-from verl.training.weight_stream import device_key, send
+from verl.training.devices import device_identity
 from verl.types import Completion, Prompt, Sampling, Trajectory, start_trajectory
 
 pytestmark = pytest.mark.vllm_cpu
@@ -185,13 +186,13 @@ def test_line_14_updated_weights_are_used_with_no_old_cache(vllm: Running, tmp_p
 def stream(vllm: Running, model: LlamaForCausalLM, version: int) -> None:
     """Send `model` to the engine as a rank on its device does, without files."""
     name, engine, cpu = secrets.token_hex(4), vllm.engine, torch.device("cpu")
-    assert vllm.loop.run_until_complete(engine.cards()) == [device_key(cpu)]
+    assert vllm.loop.run_until_complete(engine.devices()) == [device_identity(cpu)]
     named = [
         (name, weight) for name, weight in model.named_parameters() if name != "lm_head.weight"
     ]
     with ThreadPoolExecutor(1) as pool:
         sent = pool.submit(send, named, name, cpu, 1, torch.float32)
-        vllm.loop.run_until_complete(engine.receive_weights(name, version))
+        vllm.loop.run_until_complete(engine.update_weights(f"ipc://{name}", version))
         assert sent.result().seconds > 0
 
 

@@ -21,9 +21,10 @@ from verl.core_algos.kl import FixedKLController
 from verl.errors import RankLost
 from verl.monitor.tracking import Tracking
 from verl.rollout.replicas import RolloutReplicas
-from verl.single_controller.actors import Restarts
+from verl.single_controller.actors import ActorLocation, Restarts
 from verl.trainer.build import Inputs, Parts
 from verl.types import Sampling, Trajectory
+from verl.weights.files import Files
 
 
 class FakeReplica:
@@ -44,15 +45,6 @@ class FakeReplica:
         self.log.append("update_weights")
         await asyncio.sleep(0.03)
 
-    async def cards(self) -> list[str]:
-        return ["here"]
-
-    async def pause(self, version: int, num_calls: int = 0) -> None:
-        self.log.append("pause")
-
-    async def receive_weights(self, stream: str, version: int) -> None:
-        self.log.append("receive_weights")
-
     async def probe(self) -> None: ...
 
     def busy_share(self) -> float:
@@ -69,17 +61,23 @@ def one_replica(log: list[str], **options: Any) -> RolloutReplicas:
     """Return the trainer's side of a single replica."""
     group: Any = LocalGroup([FakeReplica(log)])  # type: ignore[list-item]
     empty_cache = lambda: log.append("empty_cache")  # noqa: E731 - one expression
-    return RolloutReplicas(group, [()], Restarts(0), empty_cache=empty_cache, **options)
+    files = Files(Config())
+    return RolloutReplicas(group, [()], Restarts(0), files, empty_cache=empty_cache, **options)
 
 
 class SlowRanks:
-    """Ranks that take 20 ms, of which they report 5 ms for writing."""
+    """A group of one rank that takes 20 ms, of which it reports 5 ms for writing."""
 
-    def share_policy(
-        self, directory: Path, version: int, needed: Sequence[int], dtype: str, is_adapter: bool
-    ) -> float:
+    def __init__(self) -> None:
+        self.group: Any = self
+
+    def locations(self) -> list[ActorLocation]:
+        return [ActorLocation("here", "localhost", ())]
+
+    def scatter(self, method: str, shards: Sequence[Any], *arguments: Any) -> list[float]:
+        assert method == "sender.write"
         time.sleep(0.02)
-        return 0.005
+        return [0.005]
 
 
 def test_the_phases_of_a_weight_transfer_add_up() -> None:
@@ -93,62 +91,6 @@ def test_the_phases_of_a_weight_transfer_add_up() -> None:
         assert parts["write"] == 0.005 and parts["wait"] < 0.01
         assert parts["gather"] >= 0.014 and parts["load"] >= 0.029
         assert whole - 0.01 < sum(parts.values()) <= whole
-
-
-class Restarting(LocalGroup):
-    """A group whose actors can be restarted."""
-
-    def restart(self) -> None: ...
-
-    def start_build(self, factory: object, arguments: object) -> list[Any]:
-        return []
-
-    def call(self, method: str, *args: Any) -> list[Any]:
-        if method == "engine.start_for_training":
-            return []
-        return self.gather([self.submit(0, method, *args)])
-
-
-class Sending(SlowRanks):
-    """Ranks that send weights to a group, while the group runs pending calls."""
-
-    def __init__(self, group: LocalGroup, log: list[str]) -> None:
-        self.group, self.log, self.streams = group, log, list[str]()
-
-    def open_broadcast(self, num_receivers: int) -> str:
-        assert num_receivers == 1
-        self.log.append("open_broadcast")
-        return f"nccl:{len(self.log)}"
-
-    def send_policy(self, stream: str, cards: Sequence[str], dtype: str) -> float:
-        assert list(cards) == ["here"] and dtype == "float32"
-        self.group.run(3)
-        self.log.append("send_policy")
-        self.streams.append(stream)
-        return 0.005
-
-
-@pytest.mark.parametrize("weight_sync", ["ipc", "nccl"])
-def test_replicas_wait_for_weights_before_ranks_send_them(weight_sync: str) -> None:
-    """No files are written; restarted engines are sent the current version again.
-
-    With NCCL, restarted engines join a new stream.
-    """
-    log: list[str] = []
-    engines = one_replica(log, weight_sync=weight_sync)
-    opened = ["open_broadcast"] if weight_sync == "nccl" else []
-    group = Restarting(engines.group.replicas)  # type: ignore[attr-defined]
-    engines.group = group  # type: ignore[assignment]
-    ranks = Sending(group, log)
-    assert set(engines.update_weights(ranks)) == {"wait", "gather", "write", "load"}
-    sent = ["pause", *opened, "receive_weights", "send_policy"]
-    assert engines.version == 1 and log == sent
-    engines._restart()
-    assert engines.version == 1
-    assert log[len(sent) :] == ["empty_cache", *sent]
-    assert len(set(ranks.streams)) == 2
-    engines.update_weights(ranks)
-    assert len(set(ranks.streams)) == (2 if opened else 3)
 
 
 class Calls:
@@ -180,14 +122,16 @@ def test_ctrl_c_does_not_wait_for_busy_engines(ended_by: Any) -> None:
     ]  # fmt: skip
 
 
-class HandingRanks(RecordingRanks):
+class HandingRanks(RecordingRanks, SlowRanks):
     """Ranks that record the weight transfer."""
 
-    def share_policy(
-        self, directory: Path, version: int, needed: Sequence[int], dtype: str, is_adapter: bool
-    ) -> float:
-        self.log.append("share_policy")
-        return 0.0
+    def __init__(self, log: list[str]) -> None:
+        RecordingRanks.__init__(self, log)
+        SlowRanks.__init__(self)
+
+    def scatter(self, method: str, shards: Sequence[Any], *arguments: Any) -> list[float]:
+        self.log.append(method)
+        return [0.0]
 
 
 def test_ranks_empty_their_cache_once_a_step_before_the_engines_wake(tmp_path: Path) -> None:
@@ -208,7 +152,7 @@ def test_ranks_empty_their_cache_once_a_step_before_the_engines_wake(tmp_path: P
         score_by_sample, FixedKLController(0.0), Tracking("p", "e", [], str(tmp_path)),
     ).build()  # fmt: skip
     trainer.fit()
-    update = ["empty_cache", "engine.wake_up", "share_policy", "update_weights"]
+    update = ["empty_cache", "engine.wake_up", "sender.write", "update_weights"]
     look_back = ["generate", "engine.sleep", "log_probs", "ref_log_probs"]
     step = [*look_back, "update_actor", "update_actor", *update]
     assert log == [*update, *step, *step]

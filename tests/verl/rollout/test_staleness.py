@@ -32,23 +32,26 @@ from verl.rollout.replica import RolloutReplica
 from verl.rollout.replicas import RolloutReplicas
 from verl.single_controller.actors import Restarts
 from verl.types import Completion, Origin, Sampling, Status, Trajectory, start_trajectory
+from verl.weights.files import Engines, Transport
 
 pytestmark = pytest.mark.asynchrony
 NUM_ROWS, BATCH, GROUP = 8, 3, 2
 
 
 @dataclass
-class Folders:
-    """The ranks' side of a weight transfer: the versions whose files exist."""
+class Folders(Transport):
+    """Files without ranks: the versions that exist."""
 
     present: set[int] = field(default_factory=set)
 
-    def share_policy(
-        self, directory: Path, version: int, needed: Sequence[int], dtype: str, is_adapter: bool
-    ) -> float:
-        assert set(needed) <= self.present
-        self.present = {*needed, version}
-        return 0.0
+    def send(self, ranks: object, engines: Engines, version: int) -> dict[str, float]:
+        assert set(engines.loading) <= self.present
+        self.present = {*engines.loading, version}
+        engines.load(["folder"] * len(engines.group), version)
+        return {}
+
+    def resend(self, engines: Engines) -> None:
+        raise NotImplementedError
 
 
 class TickingEngine(RolloutEngine):
@@ -146,7 +149,7 @@ def world(
         hosts.append(RolloutReplica(config, lambda _: TurningAgent(draw, failed_share), number))
         hosts[-1].engine = TickingEngine(draw, folders)
     group: Any = LocalGroup(hosts, draw)
-    replicas = RolloutReplicas(group, [], Restarts(0), overlaps=staleness > 0)
+    replicas = RolloutReplicas(group, [], Restarts(0), folders, overlaps=staleness > 0)
     collector = AheadCollector(
         config, RetryingRollout(replicas, Environment()), prompts(NUM_ROWS),
         PromptSampler(NUM_ROWS, BATCH, seed=seed), EachAlone(lambda t: Reward(draw.random() > 0.6)),

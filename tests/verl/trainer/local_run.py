@@ -37,6 +37,7 @@ from verl.trainer.loop import Transfer
 from verl.trainer.ranks import TrainerRanks
 from verl.training.worker import TrainerWorker
 from verl.types import Completion, Origin, Prompt, Sampling, Segment, Status, Trajectory
+from verl.weights.files import Files
 
 PROMPTS = [Prompt(f"nq#{i}", (5 + i, 20 + i, 11), "nq", ("gold",)) for i in range(6)]
 
@@ -201,7 +202,7 @@ def train(
 
     group: Any = LocalGroup(hosts, random)
     overlaps = config.actor_rollout_ref.rollout.max_staleness > 0
-    replicas = RolloutReplicas(group, [], Restarts(0), overlaps=overlaps)
+    replicas = RolloutReplicas(group, [], Restarts(0), Files(config), overlaps=overlaps)
     with local_ranks(config, num_steps) as ranks:
         trainer = Parts(
             Inputs(config, PROMPTS, PROMPTS, num_steps), ranks, replicas, reward,

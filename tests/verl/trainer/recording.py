@@ -117,9 +117,6 @@ class RecordingRanks:
     def take_peak_memory(self) -> PeakMemory | None:
         return self.peak
 
-    def take_transfer_metrics(self) -> dict[str, float]:
-        return {}
-
     def save_policy(self, directory: Path, dtype: str = "", is_adapter: bool = False) -> None:
         directory.mkdir(parents=True, exist_ok=True)
 

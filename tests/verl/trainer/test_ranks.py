@@ -1,4 +1,4 @@
-"""How `TrainerRanks` combines the results of all ranks: checkpoints, memory, cards, seconds."""
+"""How `TrainerRanks` combines the results of all ranks: checkpoints, memory, cards."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -12,7 +12,6 @@ from verl.errors import SaveError
 from verl.single_controller.actors import ActorLocation
 from verl.trainer.ranks import FORWARD, BatchSharding, TrainerRanks
 from verl.training.devices import PeakMemory
-from verl.training.weight_stream import TransferStats
 
 
 class FakeGroup:
@@ -76,20 +75,6 @@ def test_the_peak_is_that_of_the_worst_rank() -> None:
     peaks = [PeakMemory(3, 8), PeakMemory(5, 6)]
     assert ranks_of(FakeGroup(peaks)).take_peak_memory() == PeakMemory(5, 8)
     assert ranks_of(FakeGroup([None, None])).take_peak_memory() is None
-
-
-def test_the_weights_are_written_when_the_slowest_node_is_done(tmp_path: Path) -> None:
-    """Ranks that write nothing report 0."""
-    ranks = ranks_of(FakeGroup([1.5, 0.0, 2.5, 0.0]))
-    assert ranks.share_policy(tmp_path, 1, [], "bfloat16", is_adapter=False) == 2.5
-
-
-def test_transfer_metrics_are_returned_once() -> None:
-    """Bytes of all ranks, and the slowest rank's seconds."""
-    ranks = ranks_of(FakeGroup([TransferStats(1.0, 300), TransferStats(2.0, 100)]))
-    assert ranks.send_policy("nccl:", ["card"], "bfloat16") == 2.0
-    expected = {"perf/weights_sent_bytes": 400.0}
-    assert [ranks.take_transfer_metrics(), ranks.take_transfer_metrics()] == [expected, {}]
 
 
 def test_each_call_goes_to_the_right_model() -> None:

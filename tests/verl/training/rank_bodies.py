@@ -20,8 +20,8 @@ from torch.distributed.checkpoint import state_dict_saver
 from tests.core.batches import make_batch
 from tests.verl.training.ranks import tiny_config
 from verl.checkpoint import folders
+from verl.ext.transports.ipc import IpcSender, receive
 from verl.packing import split_by_work
-from verl.training.weight_stream import receive
 from verl.training.worker import TrainerWorker
 
 LENGTHS = [14, 9, 17, 6, 11]
@@ -55,7 +55,7 @@ def train(rank: int, size: int, port: int, model: str, out: str) -> dict[str, An
     answers["ref_log_probs"] = worker.reference.log_probs(first)  # updates must not change it
     answers["values"] = worker.critic.values(first)
     worker.save_policy(Path(out) / "weights", "float32")
-    worker.share_policy(Path(out) / "shared", 3, [], "bfloat16", is_adapter=False)
+    worker.sender.write(str(Path(out) / "shared"), 3, [], "bfloat16", is_adapter=False)
     answers["shared"] = whole_policy(Path(out) / "shared" / "3") if rank == 0 else {}
     answers["sent"] = sent_policy(worker, num_receivers=int(rank == 0), stream=f"test-{port}")
     # The driver renames the folder when all ranks are done.
@@ -80,7 +80,7 @@ def sent_policy(worker: TrainerWorker, num_receivers: int, stream: str) -> dict[
     with ThreadPoolExecutor(1) as pool:
         if num_receivers:
             receiving = pool.submit(lambda: dict(receive(stream, worker.device)))
-        worker.send_policy(num_receivers, stream, "bfloat16")
+        IpcSender(worker).send(num_receivers, stream, "bfloat16")
         return receiving.result() if num_receivers else {}
 
 

@@ -8,24 +8,23 @@ NEW, OLD = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"
 
 
 @pytest.mark.parametrize(
-    ("environment", "weight_sync", "expected"),
+    ("environment", "shares_memory", "expected"),
     [
-        ({}, "files", {OLD: "expandable_segments:True"}),
-        ({}, "nccl", {OLD: "expandable_segments:True"}),
-        ({}, "ipc", {}),
-        ({OLD: ""}, "files", {OLD: "expandable_segments:True"}),
-        ({NEW: "max_split_size_mb:64"}, "files", {NEW: "max_split_size_mb:64"}),
-        ({OLD: "expandable_segments:True"}, "ipc", {OLD: "expandable_segments:True"}),
-        ({OLD: "expandable_segments:False"}, "files", {OLD: "expandable_segments:False"}),
+        ({}, False, {OLD: "expandable_segments:True"}),
+        ({}, True, {}),
+        ({OLD: ""}, False, {OLD: "expandable_segments:True"}),
+        ({NEW: "max_split_size_mb:64"}, False, {NEW: "max_split_size_mb:64"}),
+        ({OLD: "expandable_segments:True"}, True, {OLD: "expandable_segments:True"}),
+        ({OLD: "expandable_segments:False"}, False, {OLD: "expandable_segments:False"}),
     ],
 )
 def test_ranks_allocate_expandable_segments_unless_they_share_them(
-    environment: dict[str, str], weight_sync: str, expected: dict[str, str]
+    environment: dict[str, str], shares_memory: bool, expected: dict[str, str]
 ) -> None:
     """CUDA IPC excludes them; the user's own setting prevails."""
-    assert rank_variables(environment, weight_sync) == expected
+    assert rank_variables(environment, shares_memory) == expected
     has = "expandable_segments:True" in expected.values()
-    assert is_expandable(environment, weight_sync) is has
+    assert is_expandable(environment, shares_memory) is has
 
 
 @pytest.mark.parametrize(

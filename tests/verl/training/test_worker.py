@@ -43,5 +43,5 @@ def test_a_rank_that_cannot_write_does_not_block_the_others(
     monkeypatch.setattr(worker, "write_weights", fail)
     monkeypatch.setattr(worker.dist, "barrier", lambda: events.append("barrier"))
     with pytest.raises(ResourceError, match=r"No space left.*free some space"):
-        rank._write_policy(tmp_path, "float32", False, writer=0, num_writers=1)
+        rank.write_policy(tmp_path, "float32", False, writer=0, num_writers=1)
     assert events == ["a", "b", "c", "barrier"]

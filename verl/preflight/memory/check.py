@@ -36,6 +36,7 @@ from verl.preflight.memory.needs import AWAKE, Memory, has_critic
 from verl.training.allocator import is_expandable
 from verl.training.devices import device_type, dtype_name, is_surely_cpu, resolve_dtype
 from verl.training.kernels import kernel_problems
+from verl.weights.files import selected_transport
 
 logger = logging.getLogger(__name__)
 
@@ -102,7 +103,7 @@ def read_setting(config: Config) -> Setting | None:
     on_gpu = device_type(config.trainer.device) == "cuda"
     machine = Machine.now(with_devices=on_gpu)
     dtype = resolve_dtype(config.trainer.compute_dtype, torch.device("cuda" if on_gpu else "cpu"))
-    has_gaps = not is_expandable(os.environ, config.actor_rollout_ref.rollout.weight_sync)
+    has_gaps = not is_expandable(os.environ, selected_transport(config).shares_memory)
     setting = Setting(policy, critic, on_gpu, machine, dtype_name(dtype), has_gaps)
     try:
         estimate(fill_undecided(config), setting)

@@ -30,8 +30,8 @@ from verl.preflight.memory.needs import (
 )
 from verl.rollout.interface import engine_takes_adapter
 from verl.training.devices import DTYPES
-from verl.training.weight_stream import BUFFER_BYTES, NUM_BUFFERS
 from verl.training.weights import SHARD_BYTES
+from verl.weights.files import selected_transport
 
 BATCH_BYTES = 160
 """Host bytes per token of a step's trajectories: ids as Python numbers (twice 40), and eight token
@@ -180,8 +180,8 @@ def node_needs(config: Config, policy: ModelShape, item: int, on_gpu: bool) -> I
 
     Weights are kept in a folder in shared memory: whole tensors are gathered one at a time and
     collected up to SHARD_BYTES by the ranks of a node together. The estimate includes these bytes
-    and, with `max_staleness`, a whole older version that engines still read. With `weight_sync=ipc`
-    weights pass through two buffers on a rank's device instead. If the engine loads an adapter,
+    and, with `max_staleness`, a whole older version that engines still read. A
+    transport without files has buffers on a rank's device instead. If the engine loads an adapter,
     only the adapter is transferred.
     """
     rank, engine, driver = PROCESSES["gpu" if on_gpu else "cpu"]
@@ -207,8 +207,7 @@ def node_needs(config: Config, policy: ModelShape, item: int, on_gpu: bool) -> I
         return
     size, largest = item * policy.parameters(), max(policy.tensors())
     yield Need(Memory.DEVICE, "largest tensor, whole", (FLOAT + item) * largest, sync)
-    if config.streams_weights:
-        buffers = NUM_BUFFERS * max(BUFFER_BYTES, item * largest)
+    if buffers := selected_transport(config).device_bytes(item * largest):
         yield Need(Memory.DEVICE, "weights in transfer, in two buffers", buffers, sync)
         return
     yield Need(Memory.SHARED, "weights for the engines", size, LOADED)

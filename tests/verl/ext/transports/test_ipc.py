@@ -11,8 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from verl.training import weight_stream
-from verl.training.weight_stream import TransferStats, receive, send
+from verl.ext.transports import ipc
+from verl.ext.transports import stream as streams
+from verl.ext.transports.ipc import receive, send
+from verl.ext.transports.stream import TransferStats
 
 CPU = torch.device("cpu")
 Named = list[tuple[str, Tensor]]
@@ -21,7 +23,7 @@ Named = list[tuple[str, Tensor]]
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Use buffers so small that a few tensors fill them."""
-    monkeypatch.setattr(weight_stream, "BUFFER_BYTES", 4096)
+    monkeypatch.setattr(streams, "BUFFER_BYTES", 4096)
 
 
 def tensors(seed: int = 0) -> Named:
@@ -92,7 +94,7 @@ def test_a_lost_receiver_does_not_stop_the_others(lost_after: int) -> None:
 
 def test_a_missing_receiver_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
     """After a timeout, the rank sends to the receivers that have connected."""
-    monkeypatch.setattr(weight_stream, "CONNECT_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(streams, "CONNECT_TIMEOUT_S", 0.2)
     stream, received = secrets.token_hex(4), Named()
     thread = threading.Thread(target=lambda: received.extend(receive(stream, CPU)))
     thread.start()
@@ -104,7 +106,7 @@ def test_a_missing_receiver_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("small")
 def test_a_hanging_receiver_is_dropped_after_a_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     """The others receive all tensors; the hanging one gets an error when it continues."""
-    monkeypatch.setattr(weight_stream, "ACK_TIMEOUT_S", 5.0)
+    monkeypatch.setattr(ipc, "ACK_TIMEOUT_S", 5.0)
     stream, named, resume = secrets.token_hex(4), tensors(), threading.Event()
 
     def hang() -> Named:
@@ -144,7 +146,7 @@ def test_a_lost_rank_is_an_error() -> None:
 
 def test_without_a_rank_receiving_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is raised after a timeout."""
-    monkeypatch.setattr(weight_stream, "CONNECT_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(streams, "CONNECT_TIMEOUT_S", 0.05)
     with pytest.raises(ConnectionError, match="no training rank sends weights here"):
         list(receive("nobody", CPU))
 
@@ -152,7 +154,7 @@ def test_without_a_rank_receiving_is_an_error(monkeypatch: pytest.MonkeyPatch) -
 def test_another_users_process_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Messages from the socket are unpickled, so its peer must be of the same user."""
     monkeypatch.setattr("os.getuid", lambda: -1)
-    monkeypatch.setattr(weight_stream, "CONNECT_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(streams, "CONNECT_TIMEOUT_S", 0.5)
     stream = secrets.token_hex(4)
     with ThreadPoolExecutor(1) as pool:
         sent = pool.submit(send, tensors(), stream, CPU, 1, torch.float32)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from verl.training.weight_broadcast import make_group
+from verl.ext.transports.nccl import make_group
 
 
 class SilentWork:

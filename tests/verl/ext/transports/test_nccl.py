@@ -8,10 +8,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import pytest
 import torch
 
-from tests.verl.training.silent_group import SilentGroups
-from tests.verl.training.test_weight_stream import CPU, Named, broken, recording, tensors
-from verl.training import weight_stream
-from verl.training.weight_broadcast import WeightBroadcast, WeightReceiver
+from tests.verl.ext.transports.silent_group import SilentGroups
+from tests.verl.ext.transports.test_ipc import CPU, Named, broken, recording, tensors
+from verl.ext.transports import stream as streams
+from verl.ext.transports.nccl import WeightBroadcast, WeightReceiver
 
 HOST = "127.0.0.1"
 
@@ -19,14 +19,14 @@ HOST = "127.0.0.1"
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Use small buffers, which a few tensors fill, and a short timeout."""
-    monkeypatch.setattr(weight_stream, "BUFFER_BYTES", 4096)
-    monkeypatch.setattr(weight_stream, "CONNECT_TIMEOUT_S", 3.0)
+    monkeypatch.setattr(streams, "BUFFER_BYTES", 4096)
+    monkeypatch.setattr(streams, "CONNECT_TIMEOUT_S", 3.0)
 
 
 @pytest.fixture
 def soon_lost(small: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let ends that wait for a lost one give up early."""
-    monkeypatch.setattr(weight_stream, "CONNECT_TIMEOUT_S", 1.5)
+    monkeypatch.setattr(streams, "CONNECT_TIMEOUT_S", 1.5)
 
 
 StartReceiving = Callable[[], list[Future[Named]]]
@@ -47,7 +47,7 @@ def start_receiving(
 def receivers() -> Iterator[tuple[WeightBroadcast, StartReceiving]]:
     """A rank, and a function that lets two workers receive the next weights."""
     rank = WeightBroadcast(HOST, 2, CPU)
-    workers = [WeightReceiver(rank.stream, CPU) for _ in range(2)]
+    workers = [WeightReceiver(rank.address, CPU) for _ in range(2)]
     with ThreadPoolExecutor(2) as pool:
         yield rank, lambda: start_receiving(pool, workers)
 
@@ -91,7 +91,7 @@ def test_if_a_worker_is_missing_no_worker_gets_the_weights(
     """The others get an error; the rank iterates over all tensors, which ranks gather together."""
     rank, _ = receivers
     seen: list[str] = []
-    late = WeightReceiver(rank.stream, CPU)
+    late = WeightReceiver(rank.address, CPU)
     with ThreadPoolExecutor(1) as pool:
         future = pool.submit(lambda: list(late.receive()))
         rank.send(recording(tensors(), seen), torch.float32)
@@ -119,7 +119,7 @@ def test_a_group_with_the_semantics_of_nccl_transfers_everything() -> None:
     """Its `wait` says nothing: both ends look until a broadcast is complete."""
     groups = SilentGroups()
     rank = WeightBroadcast(HOST, 1, CPU, factory=groups)
-    worker = WeightReceiver(rank.stream, CPU, groups)
+    worker = WeightReceiver(rank.address, CPU, groups)
     with ThreadPoolExecutor(1) as pool:
         for seed in range(2):
             (future,) = start_receiving(pool, [worker])
@@ -140,7 +140,7 @@ def test_a_worker_that_is_lost_in_silence_is_noticed(
     """
     groups, seen = SilentGroups(lost_at), list[str]()
     rank = WeightBroadcast(HOST, 1, CPU, factory=groups)
-    worker = WeightReceiver(rank.stream, CPU)
+    worker = WeightReceiver(rank.address, CPU)
     with ThreadPoolExecutor(1) as pool:
         (future,) = start_receiving(pool, [worker])
         rank.send(recording(tensors(), seen), torch.float32)
@@ -150,7 +150,7 @@ def test_a_worker_that_is_lost_in_silence_is_noticed(
     assert "the engines did not receive the new weights: a broadcast did not end" in caplog.text
     assert groups.made[0].num_aborts == 1
     again = WeightBroadcast(HOST, 1, CPU)  # as after a restart of the engines
-    worker = WeightReceiver(again.stream, CPU)
+    worker = WeightReceiver(again.address, CPU)
     with ThreadPoolExecutor(1) as pool:
         (future,) = start_receiving(pool, [worker])
         again.send(tensors(1), torch.float32)
@@ -162,7 +162,7 @@ def test_a_rank_that_is_lost_in_silence_is_noticed() -> None:
     """A worker does not take a buffer that was never filled for weights."""
     groups = SilentGroups(lost_at=1)
     rank = WeightBroadcast(HOST, 1, CPU)
-    worker = WeightReceiver(rank.stream, CPU, groups)
+    worker = WeightReceiver(rank.address, CPU, groups)
     with ThreadPoolExecutor(1) as pool:
         (future,) = start_receiving(pool, [worker])
         rank.send(tensors(), torch.float32)

@@ -1,9 +1,8 @@
 """Weight transfer from the first training rank to engines on other devices, by NCCL (CPU: gloo).
 
 The rank and the workers of all engines form one process group, separate from the ranks' and the
-engines' own groups. The rank packs gathered tensors, in the engine's dtype, into one of two buffers
-while the other one is broadcast. The content of each buffer is announced in the group's store, as
-JSON. Transfers are numbered from 1.
+engines' own groups. The rank fills one of two buffers while the other one is broadcast. The content
+of each buffer is announced in the group's store, as JSON. Transfers are numbered from 1.
 
 vLLM's own transfer engine (0.32) needs NCCL and sends every shape through the driver; here a
 machine without a GPU runs the same code.
@@ -23,11 +22,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from verl.training import weight_stream
-from verl.training.weight_stream import NUM_BUFFERS, NamedTensors, PackedTensor, TransferStats
+from verl.config import Config
+from verl.config.rules import ROLLOUT
+from verl.engine import RolloutEngine
+from verl.errors import ConfigError, explain
+from verl.ext.transports import stream as streams
+from verl.ext.transports.stream import (
+    NUM_BUFFERS,
+    NamedTensors,
+    PackedTensor,
+    Stream,
+    StreamSender,
+    TransferStats,
+)
+from verl.weights.files import OPTION, Engines, Ranks
 
-SCHEME = "nccl:"
-"""Prefix of a broadcast's stream name; the address of its store and the group's size follow."""
 SENDER = 0
 RECEIVERS_LOST = "the engines did not receive the new weights"
 SENDER_LOST = "the training rank did not send its weights"
@@ -93,7 +102,7 @@ class _Endpoint:
     def __init__(self, host: str, port: int, device: torch.device, factory: GroupFactory) -> None:
         """Connect to the store at `port`, or create it if `port` is 0."""
         self._device, self._factory = device, factory
-        self._timeout = timedelta(seconds=weight_stream.CONNECT_TIMEOUT_S)
+        self._timeout = timedelta(seconds=streams.CONNECT_TIMEOUT_S)
         self._store = _TcpStore(
             host, port, is_master=port == 0, wait_for_workers=False, timeout=self._timeout
         )
@@ -116,7 +125,7 @@ class _Endpoint:
         A group that was left cannot be used again: the engines restart and join another one.
         """
         try:
-            finish(work, weight_stream.CONNECT_TIMEOUT_S)
+            finish(work, streams.CONNECT_TIMEOUT_S)
         except RuntimeError:
             self._group.abort()  # ends a kernel that waits for the lost member
             raise
@@ -136,8 +145,8 @@ class WeightBroadcast(_Endpoint):
         super().__init__(host, 0, device, factory)
         self._size = num_receivers + 1
         self._announced: list[str] = []  # keys of the current transfer's parts in the store
-        self.stream = f"{SCHEME}{host}:{self._store.port}:{self._size}"
-        """Name by which workers join."""
+        self.address = f"{host}:{self._store.port}:{self._size}"
+        """Address of the store, and the group's size, by which workers join."""
 
     def send(self, named: NamedTensors, dtype: torch.dtype) -> TransferStats:
         """Send tensors, as `dtype`, to all workers, each of which iterates `receive`.
@@ -147,7 +156,7 @@ class WeightBroadcast(_Endpoint):
         worker notices. The seconds returned include waiting for the workers.
         """
         begin, stats = time.perf_counter(), TransferStats()
-        tensors = weight_stream.cast_tensors(named, self._device, dtype, stats)
+        tensors = streams.cast_tensors(named, self._device, dtype, stats)
         try:
             self._send(tensors, stats)
         except ConnectionError as error:
@@ -163,7 +172,7 @@ class WeightBroadcast(_Endpoint):
             while self._announced:  # every worker is done with the last transfer
                 self._store.delete_key(self._announced.pop())
         broadcasts: list[Any] = [None] * NUM_BUFFERS
-        for index, filled, packed in weight_stream.pack(named, lambda _, n: self._new_buffer(n)):
+        for index, filled, packed in streams.pack(named, lambda _, n: self._new_buffer(n)):
             stats.num_bytes += len(filled)
             with _connection_errors(RECEIVERS_LOST):
                 self._announce(packed)
@@ -188,11 +197,11 @@ class WeightReceiver(_Endpoint):
     """The receiving end, in one worker of an engine."""
 
     def __init__(
-        self, stream: str, device: torch.device, factory: GroupFactory = make_group
+        self, address: str, device: torch.device, factory: GroupFactory = make_group
     ) -> None:
-        """Join the broadcast of that name. Raises ConnectionError."""
-        self.stream = stream
-        host, port, size = stream.removeprefix(SCHEME).rsplit(":", 2)
+        """Join the broadcast at that address. Raises ConnectionError."""
+        self.address = address
+        host, port, size = address.rsplit(":", 2)
         with _connection_errors(SENDER_LOST):
             super().__init__(host, int(port), device, factory)
             self._rank, self._size = self._store.add("workers", 1), int(size)
@@ -217,7 +226,7 @@ class WeightReceiver(_Endpoint):
                 buffer = buffers[index] = self._new_buffer(num_bytes)
             with _connection_errors(SENDER_LOST):
                 self._finish(self._group.broadcast(buffer[:num_bytes], SENDER))
-            yield from weight_stream.unpack(buffer, packed)
+            yield from streams.unpack(buffer, packed)
 
 
 @contextlib.contextmanager
@@ -227,3 +236,78 @@ def _connection_errors(message: str) -> Iterator[None]:
         yield
     except RuntimeError as error:
         raise ConnectionError(f"{message}: {error}") from error
+
+
+class NcclSender(StreamSender):
+    """The part on a rank; only the first one sends."""
+
+    _broadcast: WeightBroadcast | None = None
+
+    def open(self, host: str, num_receivers: int) -> str:
+        """Let `num_receivers` workers on other devices join; returns the address."""
+        self._broadcast = WeightBroadcast(host, num_receivers, self.rank.device)
+        return self._broadcast.address
+
+    def transfer(
+        self, named: NamedTensors, address: str, num_receivers: int, dtype: torch.dtype
+    ) -> TransferStats:
+        if self._broadcast is not None:
+            return self._broadcast.send(named, dtype)
+        for _ in named:  # gather the tensors with the first rank
+            pass
+        return TransferStats()
+
+
+class NcclReceiver:
+    """The part in an engine's worker, which joins each new broadcast."""
+
+    _end: WeightReceiver | None = None
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def receive(self, address: str) -> Iterator[tuple[str, Tensor]]:
+        """Receive the next transfer of the broadcast. Raises ConnectionError."""
+        if self._end is None or self._end.address != address:
+            self._end = WeightReceiver(address, self._device)
+        return self._end.receive()
+
+
+class Nccl(Stream):
+    """The first rank broadcasts to the workers of all engines, on devices of their own."""
+
+    sender = NcclSender
+    receiver = NcclReceiver
+    _address: str | None = None
+    """The broadcast that the current engines have joined."""
+
+    @classmethod
+    def problems(cls, config: Config, engine: type[RolloutEngine]) -> Iterator[ConfigError]:
+        """Yield also that engines are on the ranks' devices, or would keep the ranks waiting."""
+        yield from super().problems(config, engine)
+        rollout = config.actor_rollout_ref.rollout
+        if not config.placement.is_split:
+            expected = "files or ipc: nccl is for engines of the run on devices of their own"
+            fix = f"trainer.rollout_gpus=N and fewer trainer.n_gpus_per_node, or {OPTION}=files"
+            yield ConfigError(explain(OPTION, "nccl", expected, fix))
+        if rollout.max_staleness > 0 and not rollout.partial:
+            expected = (
+                f"true with {OPTION}=nccl: ranks would wait for engines to finish whole "
+                "trajectories"
+            )
+            fix = f"{ROLLOUT}.partial=true, or {OPTION}=files"
+            yield ConfigError(explain(f"{ROLLOUT}.partial", "false", expected, fix))
+
+    def open(self, ranks: Ranks, devices: Sequence[str]) -> tuple[str, Sequence[int]]:
+        """Open a broadcast from the first rank, unless the engines have joined one."""
+        group = ranks.group
+        if self._address is None:
+            host = group.locations()[0].host
+            call = group.submit(0, "sender.open", host, len(devices))
+            self._address = str(group.gather([call])[0])
+        return self._address, [0] * len(group)
+
+    def resend(self, engines: Engines) -> None:
+        """Send again, by a new broadcast that the new engines join."""
+        self._address = None
+        super().resend(engines)

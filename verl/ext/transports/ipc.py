@@ -1,9 +1,8 @@
 """Weight transfer from training ranks to engines on the same device, through shared memory.
 
-A rank packs whole tensors, in the engine's dtype, into one of two buffers while the engine's worker
-copies them out of the other. On a GPU a buffer is the rank's memory, which the worker opens by CUDA
-IPC; on a CPU it is anonymous memory (memfd), which cannot outlive the processes. Both sides connect
-through a Unix socket of this machine, whose address contains the device.
+On a GPU a buffer is the rank's memory, which the engine's worker opens by CUDA IPC; on a CPU it is
+anonymous memory (memfd), which cannot outlive the processes. Both sides connect through a Unix
+socket of this machine, whose address contains the device.
 
 vLLM's own transfer engines (0.32) need CUDA on both sides and send every handle through the driver;
 here rank and worker communicate directly, and a machine without a GPU runs the same code.
@@ -12,109 +11,101 @@ here rank and worker communicate directly, and a machine without a GPU runs the 
 import contextlib
 import mmap
 import os
+import secrets
 import socket
 import struct
 import time
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import reduction
 from multiprocessing.connection import Connection
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
-BUFFER_BYTES = 256 << 20
-"""Size of each of the two buffers, unless a single tensor is larger."""
-NUM_BUFFERS = 2
-ALIGNMENT = 256
-"""Tensors start at multiples of this many bytes, which suits every dtype."""
-CONNECT_TIMEOUT_S = 60.0
-"""Seconds to wait for the other side to connect."""
+from verl.config import Config
+from verl.engine import RolloutEngine
+from verl.errors import ConfigError, explain
+from verl.ext.transports import stream as streams
+from verl.ext.transports.stream import (
+    NUM_BUFFERS,
+    NamedTensors,
+    Stream,
+    StreamSender,
+    TransferStats,
+    cast_tensors,
+    pack,
+    unpack,
+)
+from verl.training.devices import device_identity
+from verl.weights.files import OPTION, Ranks
+
 ACK_TIMEOUT_S = 300.0
 """Seconds to wait for a worker to copy a buffer: a worker that hangs must not block the ranks."""
 CREDENTIALS = struct.Struct("3i")
 """Process, user and group id of a socket's peer."""
 DEVICE_ARGUMENT = 6
 """Index of the device number, which may differ by process, in `rebuild_cuda_tensor`'s arguments."""
-NamedTensors = Iterable[tuple[str, Tensor]]
 
 
-class PackedTensor(NamedTuple):
-    """Position of a tensor in a buffer, in bytes."""
+class IpcSender(StreamSender):
+    """The part on a rank, which serves the workers on its own device."""
 
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    start: int
-    num_bytes: int
+    def device(self) -> str:
+        """Return the name that ranks and engines' workers use for this rank's device."""
+        return device_identity(self.rank.device)
 
-
-@dataclass
-class TransferStats:
-    """Cost of one weight transfer."""
-
-    seconds: float = 0.0
-    """Time to pack and send the tensors, without the time to gather them from the ranks."""
-    num_bytes: int = 0
+    def transfer(
+        self, named: NamedTensors, address: str, num_receivers: int, dtype: torch.dtype
+    ) -> TransferStats:
+        return send(named, address, self.rank.device, num_receivers, dtype)
 
 
-def cast_tensors(
-    named: NamedTensors, device: torch.device, dtype: torch.dtype, stats: TransferStats
-) -> Iterator[tuple[str, Tensor]]:
-    """Yield each tensor on `device` as `dtype`, and subtract the time of `named` from `stats`."""
-    begin = time.perf_counter()
-    for name, tensor in named:
-        stats.seconds -= time.perf_counter() - begin
-        yield name, tensor.to(device, dtype)
-        del tensor  # free it before the next one is gathered
-        begin = time.perf_counter()
-    stats.seconds -= time.perf_counter() - begin
+class IpcReceiver:
+    """The part in an engine's worker."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def receive(self, address: str) -> Iterator[tuple[str, Tensor]]:
+        """Receive from the rank on this worker's device; see `receive`."""
+        return receive(address, self._device)
 
 
-def pack(
-    named: NamedTensors, new_buffer: Callable[[int, int], Tensor]
-) -> Iterator[tuple[int, Tensor, list[PackedTensor]]]:
-    """Fill the buffers in turn; yield the buffer's index, its filled bytes and their tensors.
+class Ipc(Stream):
+    """Each worker of an engine receives from the first rank on its own device."""
 
-    `new_buffer(index, num_bytes)` allocates a buffer. A buffer is filled again as soon as the
-    other one was yielded: by then every receiver must have copied its content.
-    """
-    buffers: list[Tensor | None] = [None] * NUM_BUFFERS
-    index, end, packed = 0, 0, list[PackedTensor]()
-    for name, tensor in named:
-        start = -(-end // ALIGNMENT) * ALIGNMENT
-        size = tensor.nbytes
-        buffer = buffers[index]
-        if packed and buffer is not None and start + size > len(buffer):
-            yield index, buffer[:end], packed
-            index, start, packed = (index + 1) % NUM_BUFFERS, 0, []
-            buffer = buffers[index]
-        if buffer is None or size > len(buffer):
-            buffer = buffers[index] = new_buffer(index, max(BUFFER_BYTES, size))
-        end = start + size
-        buffer[start:end].copy_(tensor.contiguous().reshape(-1).view(torch.uint8))
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        packed.append(PackedTensor(name, dtype, tuple(tensor.shape), start, size))
-        del tensor  # free it before the next one is gathered
-    if packed and buffer is not None:
-        yield index, buffer[:end], packed
+    sender = IpcSender
+    receiver = IpcReceiver
+    shares_memory = True
 
+    @classmethod
+    def problems(cls, config: Config, engine: type[RolloutEngine]) -> Iterator[ConfigError]:
+        """Yield also that engines do not wait on the ranks' own devices."""
+        yield from super().problems(config, engine)
+        rollout, plan = config.actor_rollout_ref.rollout, config.placement
+        obstacles = {"max_staleness": rollout.max_staleness > 0,
+                     "trainer.rollout_gpus": plan.is_split, "url": plan.is_external}  # fmt: skip
+        found = [name for name, is_set in obstacles.items() if is_set]
+        if found:
+            expected = (
+                f"files with {', '.join(found)}: ipc only reaches engines that wait on the ranks' "
+                "own devices"
+            )
+            fix = "files" if plan.is_colocated or plan.is_external else "nccl"
+            yield ConfigError(explain(OPTION, "ipc", expected, f"{OPTION}={fix}"))
 
-def unpack(buffer: Tensor, packed: Iterable[PackedTensor]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the name and a copy of each tensor in a buffer."""
-    # Copies, since vLLM keeps tensors until a layer is complete: the buffer has other content then.
-    for name, dtype, shape, start, num_bytes in packed:
-        flat = buffer[start : start + num_bytes]
-        yield name, flat.view(getattr(torch, dtype)).view(shape).clone()
-
-
-def device_key(device: torch.device) -> str:
-    """Return a name of the device that rank and engine agree on: the GPU's UUID, or the host's."""
-    if device.type != "cuda":
-        return socket.gethostname()
-    return str(torch.cuda.get_device_properties(device).uuid)
+    def open(self, ranks: Ranks, devices: Sequence[str]) -> tuple[str, Sequence[int]]:
+        """Have the first rank on a device serve all workers there. Raises ConfigError."""
+        left = Counter(devices)
+        receivers = [left.pop(device, 0) for device in ranks.group.call("sender.device")]
+        if left:
+            got = f"an engine on {', '.join(left)}, which has no rank"
+            expected = "a rank on each engine's device"
+            raise ConfigError(explain(OPTION, got, expected, f"{OPTION}=files"))
+        return secrets.token_hex(8), receivers
 
 
 def send(
@@ -247,7 +238,7 @@ def _synchronize(device: torch.device) -> None:
 
 def _address(stream: str, device: torch.device) -> str:
     """Return an abstract socket address: it has no file and disappears with its processes."""
-    return f"\0verl-weights-{stream}-{device_key(device)}"
+    return f"\0verl-weights-{stream}-{device_identity(device)}"
 
 
 def _accept_workers(address: str, number: int) -> list[Connection]:
@@ -258,7 +249,7 @@ def _accept_workers(address: str, number: int) -> list[Connection]:
     with contextlib.suppress(TimeoutError), socket.socket(socket.AF_UNIX) as server:
         server.bind(address)
         server.listen(number)
-        server.settimeout(CONNECT_TIMEOUT_S)
+        server.settimeout(streams.CONNECT_TIMEOUT_S)
         while len(connections) < number:
             peer, _ = server.accept()
             if _is_same_user(peer):
@@ -270,7 +261,7 @@ def _accept_workers(address: str, number: int) -> list[Connection]:
 
 def _connect_to_rank(address: str) -> Connection:
     """Connect to the rank that listens at `address`. Raises ConnectionError."""
-    end = time.monotonic() + CONNECT_TIMEOUT_S
+    end = time.monotonic() + streams.CONNECT_TIMEOUT_S
     while time.monotonic() < end:
         with socket.socket(socket.AF_UNIX) as rank:
             try:
@@ -281,7 +272,9 @@ def _connect_to_rank(address: str) -> Connection:
             if not _is_same_user(rank):
                 raise ConnectionError("another user's process answers for the training rank")
             return Connection(rank.detach())
-    raise ConnectionError(f"no training rank sends weights here within {CONNECT_TIMEOUT_S:.0f} s")
+    raise ConnectionError(
+        f"no training rank sends weights here within {streams.CONNECT_TIMEOUT_S:.0f} s"
+    )
 
 
 def _is_same_user(peer: socket.socket) -> bool:

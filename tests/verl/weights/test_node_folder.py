@@ -12,8 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from verl.training import node_folder
-from verl.training.node_folder import (
+from verl.weights import node_folder
+from verl.weights.node_folder import (
     LOCK,
     OTHER_MACHINE_S,
     PREFIX,
@@ -26,7 +26,7 @@ from verl.training.node_folder import (
 OWNER = """
 import sys, time
 from pathlib import Path
-from verl.training.node_folder import NodeFolder
+from verl.weights.node_folder import NodeFolder
 folder = NodeFolder(Path(sys.argv[1]))
 (folder.path / "model.safetensors").write_bytes(b"x")
 print("ready", flush=True)

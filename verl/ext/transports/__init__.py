@@ -1,0 +1,1 @@
+"""Transports that send weights from ranks to engines' workers without files."""

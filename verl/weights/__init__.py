@@ -1,0 +1,1 @@
+"""How new weights get from the training ranks to the engines (`Transport`)."""
