@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
@@ -93,10 +93,10 @@ class Engines(Protocol):
 class Transport(ABC):
     """Sends the policy's weights to the engines; one object on the driver for the whole run."""
 
-    sender: ClassVar[Callable[[Any], Any]]
+    sender: ClassVar[type[Any]]
     """Builds the part on a rank, from a `Rank`; it has the methods that `send` calls, and `close`.
     Ranks are called together."""
-    receiver: ClassVar[Callable[[Any], Any] | None] = None
+    receiver: ClassVar[type[Any] | None] = None
     """Builds the part in a worker of an engine, from its torch device. Its `receive(address)`
     yields the name and a tensor of each weight, and may raise ConnectionError."""
     shares_memory: ClassVar[bool] = False
