@@ -122,12 +122,11 @@ def test_ctrl_c_does_not_wait_for_busy_engines(ended_by: Any) -> None:
     ]  # fmt: skip
 
 
-class HandingRanks(RecordingRanks, SlowRanks):
+class HandingRanks(RecordingRanks):
     """Ranks that record the weight transfer."""
 
-    def __init__(self, log: list[str]) -> None:
-        RecordingRanks.__init__(self, log)
-        SlowRanks.__init__(self)
+    def locations(self) -> list[ActorLocation]:
+        return [ActorLocation("here", "localhost", ())]
 
     def scatter(self, method: str, shards: Sequence[Any], *arguments: Any) -> list[float]:
         self.log.append(method)
