@@ -145,9 +145,9 @@ def test_every_command_has_a_module() -> None:
 
 
 def test_a_wheel_answers_outside_the_checkout(tmp_path: Path) -> None:
-    """It has no top-level `example`; `infer` names the option to give instead of the demo model."""
-    command = [sys.executable, "-m", "pip", "wheel", ".", "--no-deps", "--no-build-isolation",
-               "--quiet", "--wheel-dir", str(tmp_path)]  # fmt: skip
+    """It has no top-level `example`, and its commands need none."""
+    build = f"from setuptools import build_meta; build_meta.build_wheel({str(tmp_path)!r})"
+    command = [sys.executable, "-c", build]
     source = tmp_path / "source"
     for name in ("pyproject.toml", "README.md", "LICENSE", "verl", "search_r1", "example"):
         target = source / name
@@ -163,15 +163,10 @@ def test_a_wheel_answers_outside_the_checkout(tmp_path: Path) -> None:
     assert not (tmp_path / "site" / "search_r1" / "compat").exists()
     (entry,) = (tmp_path / "site").glob("*.dist-info/entry_points.txt")
     assert "search-r1 = search_r1.cli:main" in entry.read_text()
-    for words, status, expected in (
-        (["infer", "--help"], 0, "--retriever-url"),
-        (["infer", "Who?", "--retriever-url", "empty"], 2, "give --model"),
-    ):
-        program = [sys.executable, "-m", "search_r1.cli", *words]
-        result = subprocess.run(program, cwd=tmp_path, capture_output=True, text=True, check=False,
-                               env={"PYTHONPATH": str(tmp_path / "site")})  # fmt: skip
-        assert result.returncode == status, result.stderr
-        assert expected in result.stdout + result.stderr, result.stderr
+    program = [sys.executable, "-m", "search_r1.cli", "infer", "--help"]
+    environment = {"PYTHONPATH": str(tmp_path / "site")}
+    result = subprocess.run(program, cwd=tmp_path, capture_output=True, text=True, env=environment)
+    assert result.returncode == 0 and "--retriever-url" in result.stdout, result.stderr
 
 
 @pytest.mark.parametrize("command", ["infer --help", "train --help"])
