@@ -1,6 +1,7 @@
 """The direction of imports that docs/explanation/architecture.md states, and the size of files."""
 
 import ast
+import functools
 import re
 import subprocess
 import sys
@@ -60,6 +61,7 @@ def sources() -> list[Path]:
     return [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
 
 
+@functools.cache
 def imported(path: Path) -> set[str]:
     """Return the full names of the modules that a file imports, anywhere in it."""
     names: set[str] = set()

@@ -1,5 +1,6 @@
 """The runs of the algorithms' benchmark, and their results on disk."""
 
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from verl.config import Config, cli
 RESULT = Result(1, ["a=b"], [(0, 0.25), (8, 0.5)], 1.0, 0.5, 0.1, 0.2, 3.0, 4.0)
 
 
+@cache
 def compose(name: str) -> Config:
     """Return the configuration of a variant."""
     paths = ["actor_rollout_ref.model.path=m", "data.train_files=t", "data.val_files=v"]
