@@ -31,10 +31,16 @@ from verl.preflight import checks as preflight
 from verl.preflight import hub_models
 from verl.remote_code import set_trust
 from verl.rollout.interface import WEIGHTS_DIR, engine_takes_adapter
+from verl.single_controller.actors import RayWorkerGroup
 from verl.trainer.cluster import MODES_WITHOUT_FOLDER, ROOT
 from verl.trainer.groups import StartUp
 from verl.training.loading import weight_bytes
-from verl.training.network import forwarded_variables, secret_variables
+from verl.training.network import (
+    choose_interface,
+    forwarded_variables,
+    joins_cluster,
+    secret_variables,
+)
 
 FILE_TIMEOUT_S = 20.0
 """Seconds until a file must be visible on other nodes; network file systems cache folders."""
@@ -52,9 +58,10 @@ class NodeReport:
 
 
 def add_to(start_up: StartUp) -> None:
-    """Check the nodes of a run before its actors start."""
+    """Check the nodes of a run before its actors start, and have these reach each other."""
     start_up.checks.append(partial(check_nodes, start_up.environment_factory))
     start_up.checks.append(fetch_models)
+    start_up.on_started.append(choose_interfaces)
 
 
 def check_nodes(
@@ -129,7 +136,7 @@ def fetch_models(config: Config, nodes: Mapping[str, str]) -> None:
     `nodes` maps their ids to addresses. Raises PreflightError with the problem of each node.
     """
     names = hub_models.hub_names(config)
-    if not (names and os.environ.get("RAY_ADDRESS")):
+    if not (names and joins_cluster()):
         return
     env, secrets = forwarded_variables(os.environ), secret_variables(os.environ)
     tasks = {}
@@ -163,6 +170,14 @@ def fetch_on_node(names: Sequence[str], secrets: Mapping[str, str]) -> None:
     for name in names:
         if hub_models.is_missing(name):
             hub_models.fetch_weights(name, shows_bars=False)
+
+
+def choose_interfaces(groups: Sequence[RayWorkerGroup]) -> None:
+    """Have the ranks of groups on several nodes meet on the network that leads to the first."""
+    for group in groups:
+        first, *others = group.locations()
+        if any(location.node_id != first.node_id for location in others):
+            group.run(choose_interface, first.host)
 
 
 def installed_versions() -> dict[str, str]:

@@ -48,6 +48,7 @@ from verl.training.devices import cores_for
 from verl.training.family import check_family
 from verl.training.kernels import kernel_problems
 from verl.training.loading import model_folder, weight_bytes
+from verl.training.network import joins_cluster
 from verl.training.roles import roles_class
 from verl.training.sequence_parallel import check_heads
 from verl.training.shards import check_same_records, read_adapters
@@ -95,7 +96,7 @@ def fetch_models(config: Config) -> None:
 
     A cluster's nodes download theirs (`verl.ext.nodes`). Raises PreflightError.
     """
-    if os.environ.get("RAY_ADDRESS"):
+    if joins_cluster():
         return
     names = [name for name in hub_models.hub_names(config) if hub_models.is_missing(name)]
     for name in names:
@@ -220,7 +221,7 @@ def _question_problems(config: Config) -> Iterator[UserError]:
 
 def _device_problems(config: Config) -> Iterator[UserError]:
     """Check that this machine has enough devices; on a cluster (RAY_ADDRESS) Ray checks it."""
-    if os.environ.get("RAY_ADDRESS"):
+    if joins_cluster():
         return
     trainer, key, num_gpus = config.trainer, "trainer.n_gpus_per_node", torch.cuda.device_count()
     for name, nodes in (("trainer", trainer.nnodes), ("critic", config.critic.nnodes or 1)):

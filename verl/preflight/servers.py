@@ -5,7 +5,6 @@ load new weights from the folder that the ranks write.
 """
 
 import logging
-import os
 import shlex
 import shutil
 from collections.abc import Iterator
@@ -25,6 +24,7 @@ from verl.rollout.vllm_server import SERVER_INFO_PATH, ServerInfo, WeightInfo
 from verl.rollout.vllm_settings import WORKER_EXTENSION
 from verl.training.devices import device_type, rollout_dtype
 from verl.training.loading import weight_bytes
+from verl.training.network import joins_cluster
 from verl.weights.node_folder import NodeFolder, new_path
 
 logger = logging.getLogger(__name__)
@@ -151,7 +151,7 @@ class _ServerCheck:
             expected = f"{longest}: data.max_prompt_length and max_response_length"
             yield self._problem(got, expected)
         # On a cluster the driver's node may lack the GPUs by which `auto` is resolved.
-        is_known = self.config.trainer.device != "auto" or not os.environ.get("RAY_ADDRESS")
+        is_known = self.config.trainer.device != "auto" or not joins_cluster()
         if is_known and facts.dtype.removeprefix("torch.") != dtype:
             expected = f"{dtype}, in which the run computes (actor_rollout_ref.rollout.dtype)"
             yield self._problem(f"dtype {facts.dtype}", expected)
@@ -173,7 +173,7 @@ class _ServerCheck:
         """Check that the server can read files written here."""
         weights_dir = self.rollout.weights_dir
         key, fix = f"{URL} {self.url}", f"{WEIGHTS_DIR}=/shared/weights, which both can read"
-        if weights_dir is None and os.environ.get("RAY_ADDRESS"):
+        if weights_dir is None and joins_cluster():
             return  # the ranks may be on other machines
         if weights_dir is None and not is_local_host(httpx.URL(self.url).host):
             expected = "a server on this machine: weights go through its memory"

@@ -16,6 +16,7 @@ from verl.errors import ConfigError, ResourceError, explain
 from verl.proxies import bypass_loopback
 from verl.socket_folder import socket_folder
 from verl.training.devices import device_type
+from verl.training.network import joins_cluster
 
 RAY_ROOM = 72
 """Bytes that Ray appends to its folder for the path of a socket."""
@@ -77,7 +78,7 @@ def check_run_folder(config: Config) -> None:
 
 def uses_gpus(config: Config) -> bool:
     """Whether ranks compute on GPUs. The driver of a cluster may have none itself."""
-    if config.trainer.device == "auto" and os.environ.get("RAY_ADDRESS"):
+    if config.trainer.device == "auto" and joins_cluster():
         return bool(ray.cluster_resources().get("GPU"))
     return device_type(config.trainer.device) == "cuda"
 

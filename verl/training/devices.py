@@ -15,6 +15,7 @@ from torch import Tensor
 from verl import cpu
 from verl.config import Config
 from verl.errors import ResourceError, explain
+from verl.training.network import joins_cluster
 
 DETERMINISTIC_ENV = {
     # Matrix products must not depend on the memory addresses of their operands.
@@ -42,7 +43,7 @@ def device_type(name: str) -> str:
 def is_surely_cpu(name: str) -> bool:
     """Return whether `trainer.device` rules out a GPU."""
     # `auto` does not in a Ray cluster: perhaps only the driver's node has no GPU.
-    return device_type(name) == "cpu" and not (name == "auto" and os.environ.get("RAY_ADDRESS"))
+    return device_type(name) == "cpu" and not (name == "auto" and joins_cluster())
 
 
 def resolve_device(name: str) -> torch.device:

@@ -1,5 +1,6 @@
 """Network interfaces and environment variables that the processes of a run share."""
 
+import os
 import socket
 from collections.abc import Mapping
 
@@ -46,6 +47,16 @@ def interface_of(address: str) -> str | None:
         if any(entry.address.split("%")[0] == address for entry in entries):
             return name
     return None
+
+
+def joins_cluster() -> bool:
+    """Whether this process's run joins a running Ray cluster, where other machines compute."""
+    return bool(os.environ.get("RAY_ADDRESS"))
+
+
+def choose_interface(master: str) -> None:
+    """Have this process communicate through the interface that leads to `master`."""
+    os.environ |= {**interface_variables(master), **os.environ}  # the user's prevail
 
 
 def interface_variables(master: str) -> dict[str, str]:

@@ -38,7 +38,6 @@ from verl.training.devices import (
     take_peak_memory,
 )
 from verl.training.fsdp import FsdpModel
-from verl.training.network import interface_variables
 from verl.training.roles import roles_class
 from verl.training.shards import CRITIC_FOLDER, ShardWriter, load_shards, save_shards, shard_bytes
 from verl.training.weights import write_weights
@@ -78,8 +77,6 @@ class TrainingRank:
             share_threads(self.num_local, num_colocated, comes_first=self.role == "actor")
         if config.trainer.deterministic:
             make_deterministic()
-        if any(group.num_nodes > 1 for group in config.placement.groups.values()):
-            os.environ |= {**interface_variables(master_addr), **os.environ}  # the user's prevail
         os.environ |= {"MASTER_ADDR": master_addr, "MASTER_PORT": str(master_port)}
         join_process_group(self.device, rank, world_size, config.trainer.node_timeout)
         random.seed(config.trainer.seed)

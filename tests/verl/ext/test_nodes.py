@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from ray.exceptions import RayError
@@ -24,7 +26,9 @@ from verl.ext.nodes import (
     shared_memory_problems,
     wait_for_file,
 )
+from verl.single_controller.actors import ActorLocation
 from verl.trainer.cluster import config_for_actors
+from verl.training.network import choose_interface
 
 
 def test_one_folder_for_all_is_no_problem(tmp_path: Path) -> None:
@@ -153,3 +157,15 @@ def test_a_tool_that_is_missing_on_a_node_is_reported_as_such(tmp_path: Path) ->
         report = inspect_node._function(config_with(), missing, probe, {})
     assert "agent.tools: got /own.py" in "".join(map(str, report.problems))
     assert "torch" in report.packages
+
+
+def test_ranks_on_several_nodes_meet_where_the_first_is() -> None:
+    """Ranks of one node need no network."""
+    asked: list[tuple[Callable[..., None], str]] = []
+
+    def group(where: str) -> Any:
+        locations = [ActorLocation(node, f"10.0.0.{node}", ()) for node in where]
+        return SimpleNamespace(locations=lambda: locations, run=lambda *call: asked.append(call))
+
+    nodes.choose_interfaces([group("11"), group("212"), group("3")])
+    assert asked == [(choose_interface, "10.0.0.2")]

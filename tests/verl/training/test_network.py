@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
+
 import psutil
+import pytest
 
 from verl.training.network import (
     address_towards,
+    choose_interface,
     forwarded_variables,
     interface_of,
     interface_variables,
@@ -26,6 +30,14 @@ def test_gloo_gets_a_name_and_nccl_exactly_that_name() -> None:
     name = interface_of("127.0.0.1")
     expected = {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": f"={name}"}
     assert interface_variables("127.0.0.1") == expected
+
+
+def test_the_users_interface_takes_precedence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is not set leads to the first rank."""
+    monkeypatch.setattr("os.environ", {"GLOO_SOCKET_IFNAME": "mine"})
+    choose_interface("127.0.0.1")
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "mine"
+    assert os.environ["NCCL_SOCKET_IFNAME"] == f"={interface_of('127.0.0.1')}"
 
 
 def test_an_unknown_address_has_no_interface() -> None:

@@ -36,6 +36,7 @@ from verl.preflight.memory.needs import AWAKE, Memory, has_critic
 from verl.training.allocator import is_expandable
 from verl.training.devices import device_type, dtype_name, is_surely_cpu, resolve_dtype
 from verl.training.kernels import kernel_problems
+from verl.training.network import joins_cluster
 from verl.weights.files import selected_transport
 
 logger = logging.getLogger(__name__)
@@ -187,7 +188,7 @@ def memory_problems(config: Config, setting: Setting | None) -> Iterator[UserErr
     logger.info("memory needed and free:\n%s", table(estimated, machine))
     if setting.on_gpu and not machine.devices:
         return  # the check of devices reports this
-    refuses = config.trainer.memory_preflight == "refuse" and not os.environ.get("RAY_ADDRESS")
+    refuses = config.trainer.memory_preflight == "refuse" and not joins_cluster()
     if refuses and estimated.shortages(config, machine, REFUSE_ABOVE):
         yield ResourceError(verdict("too small", config, machine, estimated, REFUSE_ABOVE))
     elif estimated.shortages(config, machine, WARN_ABOVE):

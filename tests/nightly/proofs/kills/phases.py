@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 
-PHASES = ("gen", "reward", "old_log_prob", "values", "adv", "update_critic", "update_actor",
+PHASES = ("gen", "reward", "values", "old_log_prob", "adv", "update_critic", "update_actor",
           "guard", "update_weights")  # fmt: skip
 """Phases in the order of a step."""
 
