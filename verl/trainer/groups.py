@@ -33,7 +33,7 @@ from verl.trainer.ranks import BatchSharding, TrainerRanks
 from verl.training.allocator import engine_variables, rank_variables
 from verl.training.devices import DETERMINISTIC_ENV, rollout_dtype
 from verl.training.network import forwarded_variables
-from verl.training.worker import CriticWorker, TrainerWorker
+from verl.training.worker import TrainerWorker
 from verl.weights.files import selected_transport
 
 HANG_TIMEOUT_S = 600.0
@@ -202,14 +202,14 @@ def start_building(
 
     Returns a function that waits for them.
     """
-    kind = TrainerWorker if "actor" in config.placement.roles_of(group.name) else CriticWorker
     others = [loc.node_id for g in ranks.groups if g is not group for loc in g.locations()]
     address = (group.locations()[0].host, group.run(free_port, "", on=[0])[0])
+    shared = len(group), *address, total_updates
     arguments = [
-        (config, rank, len(group), *address, total_updates, others.count(location.node_id))
+        (config, rank, *shared, others.count(location.node_id), group.name)
         for rank, location in enumerate(group.locations())
     ]
-    return partial(group.gather, group.start_build(kind, arguments))
+    return partial(group.gather, group.start_build(TrainerWorker, arguments))
 
 
 def start_engines(replicas: RayWorkerGroup, calls: Sequence[object], then_sleep: bool) -> None:

@@ -156,17 +156,17 @@ def set_affinity(cores: Sequence[int]) -> None:
     torch.set_num_threads(len(cores))
 
 
-def share_threads(num_processes: int, num_colocated: int = 0, comes_first: bool = True) -> None:
+def share_threads(num_processes: int, num_others: int = 0, comes_first: bool = True) -> None:
     """Set this process's thread count to its share of the available cores.
 
-    It is one of `num_processes` that work at the same time; `num_colocated` processes of another
+    It is one of `num_processes` that work at the same time; `num_others` processes of another
     group may run as well. If there is a core for each process, the two groups get separate cores;
     `comes_first` says which group gets the lower ones.
     """
     cores = sorted(os.sched_getaffinity(0))
-    num_sharing = num_processes + num_colocated
-    if num_colocated and len(cores) >= num_sharing:
-        num_first = num_processes if comes_first else num_colocated
+    num_sharing = num_processes + num_others
+    if num_others and len(cores) >= num_sharing:
+        num_first = num_processes if comes_first else num_others
         cut = len(cores) * num_first // num_sharing
         set_affinity(cores[:cut] if comes_first else cores[cut:])
         num_sharing = num_processes

@@ -37,9 +37,8 @@ class Roles:
 
     @property
     def has_critic(self) -> bool:
-        """Whether the actor's ranks hold the critic too."""
-        needs_critic = ADVANTAGES[self.config.algorithm.adv_estimator].needs_critic
-        return needs_critic and not self.config.placement.is_apart("critic")
+        """Whether the run has a critic."""
+        return ADVANTAGES[self.config.algorithm.adv_estimator].needs_critic
 
     def build_policy(self) -> tuple[FsdpModel, FsdpModel | None]:
         """Build the actor and, if it is needed, the reference: the policy before training."""

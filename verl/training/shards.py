@@ -33,8 +33,6 @@ from verl.training.weights import copy_tokenizer
 
 Models = Mapping[str, FsdpModel]
 ADAPTERS_FILE = "adapters.json"
-CRITIC_FOLDER = "critic"
-"""Subfolder of a checkpoint for a critic with devices of its own; it has the same structure."""
 
 
 class ShardWriter:
@@ -151,8 +149,8 @@ def shard_folders(directory: Path) -> list[Path]:
 
 def shard_folder(directory: Path, name: str) -> Path:
     """Return the folder of a checkpoint with the shards of the model `name`."""
-    critic_folder = directory / CRITIC_FOLDER
-    return critic_folder if name == "critic" and critic_folder.is_dir() else directory
+    own = directory / name  # of ranks apart from the actor's
+    return own if own.is_dir() else directory
 
 
 def _records(models: Models) -> dict[str, Any]:

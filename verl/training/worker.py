@@ -1,4 +1,4 @@
-"""Training ranks: of the actor, with reference and critic where needed, or of a critic alone.
+"""Training ranks, which hold the models of one role or of several.
 
 These are plain classes, which the single controller runs in Ray actors and tests in subprocesses.
 All ranks of a group get the same calls, each with its shard of the batch.
@@ -39,42 +39,43 @@ from verl.training.devices import (
 )
 from verl.training.fsdp import FsdpModel
 from verl.training.roles import roles_class
-from verl.training.shards import CRITIC_FOLDER, ShardWriter, load_shards, save_shards, shard_bytes
+from verl.training.shards import ShardWriter, load_shards, save_shards, shard_bytes
 from verl.training.weights import write_weights
 from verl.weights.files import selected_transport
 
 
-class TrainingRank:
-    """Base class of training ranks: set-up, critic, checkpoints."""
+class TrainerWorker:
+    """A rank of the actor, with reference and critic where needed, or of a critic alone."""
 
     models: dict[str, FsdpModel]
     """The trained models, by the names under which they are saved."""
+    reference: Actor | None = None
     saved_config: PretrainedConfig | None = None
     """The policy's config, which checkpoints contain for the export of the model."""
-    checkpoint_subfolder = ""
-    """Subfolder of a checkpoint with this group's files."""
     critic: Critic | None = None
-    role = "actor"
-    """The first role that the rank holds; it names a rank's place in `Config.placement`."""
 
     def __init__(
         self, config: Config, rank: int, world_size: int, master_addr: str, master_port: int,
-        total_steps: int, num_colocated: int = 0,
+        total_steps: int, num_others: int = 0, group: str | None = None,
     ) -> None:  # fmt: skip
         """Join the process group as rank `rank` of `world_size` and build the models.
 
-        `total_steps` are the actor's optimizer steps in the run, `num_colocated` the ranks of the
-        run's other group on this node.
+        `total_steps` are the actor's optimizer steps in the run, `num_others` the ranks of other
+        groups on this node. `group` is the rank's own in `Config.placement`; default: the actor's.
         """
         set_trust(config.actor_rollout_ref.model.trust_remote_code)
         self.config, self.rank, self.world_size = config, rank, world_size
-        self.num_local = min(world_size, config.placement.roles[self.role].per_node)
+        plan = config.placement
+        group = group or plan.actor.group
+        self.held = plan.roles_of(group)
+        self.checkpoint_subfolder = "" if group == plan.actor.group else self.held[0]
+        self.num_local = min(world_size, plan.groups[group].per_node)
         self.device = resolve_device(config.trainer.device)
         self.dtype = resolve_dtype(config.trainer.compute_dtype, self.device)
         if self.device.type == "cpu":
-            if config.placement.is_split:
+            if plan.is_split:
                 pin_to_cores(config.trainer.rollout_gpus, is_engine=False)
-            share_threads(self.num_local, num_colocated, comes_first=self.role == "actor")
+            share_threads(self.num_local, num_others, comes_first="actor" in self.held)
         if config.trainer.deterministic:
             make_deterministic()
         os.environ |= {"MASTER_ADDR": master_addr, "MASTER_PORT": str(master_port)}
@@ -84,18 +85,32 @@ class TrainingRank:
         torch.manual_seed(config.trainer.seed)
         self._shard_writer = ShardWriter()
         self.roles = roles_class(config)(
-            config, self.device, self.dtype, self.num_local + num_colocated, total_steps
+            config, self.device, self.dtype, self.num_local + num_others, total_steps
         )
         self.build()
 
     def build(self) -> None:
-        """Build the models and set `models`."""
-        raise NotImplementedError
+        """Build the models of the roles that the rank holds, as far as the options need them."""
+        self.models = {}
+        if "actor" in self.held:
+            self.add_policy(*self.roles.build_policy())
+        if "critic" in self.held and self.roles.has_critic:
+            model = self.models["critic"] = self.roles.build_critic()
+            self.critic = Critic(model, self.config.critic, critic_budgets(self.config))
 
-    def add_critic(self, model: FsdpModel) -> None:
-        """Make `model` this rank's critic."""
-        self.critic = Critic(model, self.config.critic, critic_budgets(self.config))
-        self.models["critic"] = model
+    def add_policy(self, actor: FsdpModel, reference: FsdpModel | None) -> None:
+        """Make these this rank's policy, and the policy before training."""
+        self.actor, self.models["actor"] = self._policy(actor), actor
+        self.sender = selected_transport(self.config).sender(self)
+        self.reference = None if reference is None else self._policy(reference)
+        config = actor.module.get_submodule("lm").config
+        assert isinstance(config, PretrainedConfig)
+        self.model_config = self.saved_config = config
+
+    def _policy(self, model: FsdpModel) -> Actor:
+        section = self.config.actor_rollout_ref
+        temperature = section.rollout.temperature or 1.0  # log-probs of greedy rollouts are at 1
+        return Actor(model, section.actor, actor_budgets(self.config), temperature)
 
     def save_checkpoint(self, directory: str | Path) -> str:
         """Write this rank's shards into `directory`; return the error, or an empty string."""
@@ -132,31 +147,6 @@ class TrainingRank:
     def card_and_dtype(self) -> tuple[str, str]:
         """Return the names of this rank's GPU (empty on CPU) and compute dtype."""
         return card_name(self.device), dtype_name(self.dtype)
-
-    def shutdown(self) -> None:
-        """Leave the process group."""
-        dist.destroy_process_group()
-
-
-class TrainerWorker(TrainingRank):
-    """A rank of the actor, and of the critic unless it has devices of its own."""
-
-    def build(self) -> None:
-        """Build actor, reference and critic, as far as the options need them."""
-        actor, reference = self.roles.build_policy()
-        self.actor, self.models = self._policy(actor), {"actor": actor}
-        self.sender = selected_transport(self.config).sender(self)
-        self.reference = None if reference is None else self._policy(reference)
-        config = actor.module.get_submodule("lm").config
-        assert isinstance(config, PretrainedConfig)
-        self.model_config = self.saved_config = config
-        if self.roles.has_critic:
-            self.add_critic(self.roles.build_critic())
-
-    def _policy(self, model: FsdpModel) -> Actor:
-        section = self.config.actor_rollout_ref
-        temperature = section.rollout.temperature or 1.0  # log-probs of greedy rollouts are at 1
-        return Actor(model, section.actor, actor_budgets(self.config), temperature)
 
     def save_policy(
         self, directory: str | Path, dtype: str = "bfloat16", is_adapter: bool = False
@@ -209,16 +199,6 @@ class TrainerWorker(TrainingRank):
 
     def shutdown(self) -> None:
         """Remove what was sent and leave the process group."""
-        self.sender.close()
-        super().shutdown()
-
-
-class CriticWorker(TrainingRank):
-    """A rank of a critic on devices of its own (`critic.n_gpus_per_node`)."""
-
-    checkpoint_subfolder = CRITIC_FOLDER
-    role = "critic"
-
-    def build(self) -> None:
-        self.models = {}
-        self.add_critic(self.roles.build_critic())
+        if "actor" in self.held:
+            self.sender.close()
+        dist.destroy_process_group()

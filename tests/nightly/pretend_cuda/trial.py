@@ -35,7 +35,7 @@ from verl.sft.options import SftConfig
 from verl.training import models, roles
 from verl.training.devices import join_process_group
 from verl.training.loading import Placeholder, replace_parameters
-from verl.training.worker import CriticWorker, TrainerWorker
+from verl.training.worker import TrainerWorker
 from verl.types import TokenBatch
 
 LONGEST, PROMPT = 1500, 300
@@ -221,7 +221,8 @@ class Trial:
     def run_critic(self) -> None:
         """Run the calls of a training step on a rank of a critic with its own devices."""
         with self.mode:
-            worker = CriticWorker(self.case.config(), 0, self.case.world, "127.0.0.1", 1, 100)
+            world = 0, self.case.world, "127.0.0.1", 1
+            worker = TrainerWorker(self.case.config(), *world, 100, group="critic rank")
         self.track(worker.models.values())
         batch = make_batch(self.case)
         self.phase("values", lambda: worker.critic.values(batch))

@@ -35,22 +35,15 @@ class Part:
 class Rank(Part):
     """Takes the arguments of `TrainerWorker`."""
 
-    side = "ranks"
-
     def __init__(self, config: Config, rank: int, size: int, *rest: Any) -> None:
-        super().__init__(config, self.side, "engines")
-        self.number, self.num_others = (rank, size), rest[-1]
+        *_, self.num_others, group = rest
+        super().__init__(config, "ranks" if group == "rank" else "critics", "engines")
+        self.number = rank, size
         self.load()
 
     def facts(self) -> tuple[int, int, int]:
         """Return rank, size of the group, and ranks of the other group on this node."""
         return *self.number, self.num_others
-
-
-class Critic(Rank):
-    """Takes the arguments of `CriticWorker`."""
-
-    side = "critics"
 
 
 class Replica(Part):

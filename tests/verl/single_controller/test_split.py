@@ -12,7 +12,7 @@ import pytest
 import ray
 from ray.cluster_utils import Cluster
 
-from tests.verl.single_controller.split_parts import Critic, Rank, Replica
+from tests.verl.single_controller.split_parts import Rank, Replica
 from verl.config import Config
 from verl.single_controller import placement
 from verl.single_controller.actors import ActorLocation, RayWorkerGroup, Restarts
@@ -59,9 +59,8 @@ def test_no_gpu_is_used_by_a_rank_and_an_engine(
     config.critic.n_gpus_per_node = CRITIC
     config.trainer.default_local_dir = str(tmp_path)
     config.actor_rollout_ref.rollout.tensor_model_parallel_size = 2
-    for name, replaced in {"TrainerWorker": Rank, "CriticWorker": Critic,
-                           "RolloutReplica": Replica}.items():  # fmt: skip
-        monkeypatch.setattr(groups, name, replaced)
+    monkeypatch.setattr(groups, "TrainerWorker", Rank)
+    monkeypatch.setattr(groups, "RolloutReplica", Replica)
     arguments: Any = (lambda _: None, 1, groups.StartUp(), Restarts(0))
     ranks, replicas = groups.build_groups(config, *arguments)
     try:

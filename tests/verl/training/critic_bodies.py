@@ -8,7 +8,7 @@ from typing import Any
 from tests.verl.training.rank_bodies import LENGTHS, shard_of
 from tests.verl.training.ranks import tiny_config
 from verl.config import Config
-from verl.training.worker import CriticWorker, TrainerWorker, TrainingRank
+from verl.training.worker import TrainerWorker
 
 
 def make_config(model: str, num_critics: int, lora_rank: int) -> Config:
@@ -31,13 +31,13 @@ def run(
     """
     answers: dict[str, Any] = {"actor": [], "critic": []}
     config = make_config(model, num_critics, lora_rank)
-    kinds: list[tuple[type[TrainingRank], int, int]] = [(TrainerWorker, 1, port)]
-    if num_critics:
-        kinds.append((CriticWorker, num_critics, critic_port))
-    for kind, num_ranks, master_port in kinds:
+    ports = {"rank": port, "critic rank": critic_port}
+    for group, plan in config.placement.groups.items():
+        num_ranks = plan.num_ranks
         if rank >= num_ranks:
             continue
-        worker: Any = kind(config, rank, num_ranks, "127.0.0.1", master_port, 10)
+        address = "127.0.0.1", ports[group]
+        worker: Any = TrainerWorker(config, rank, num_ranks, *address, 10, group=group)
         if start is not None:
             worker.load_checkpoint(start)
 
