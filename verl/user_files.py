@@ -27,13 +27,14 @@ import_lock = threading.RLock()
 """Held while a user's file is executed. Reentrant, since its code may load another user's file."""
 
 
-def module_name(path: Path, prefix: str = MODULE_PREFIX) -> str:
+def module_name(path: Path) -> str:
     """Return the name of a file's module, or of a folder's package.
 
     It depends on the path alone, so that it is the same in every process: pickled objects refer to
     their class by it.
     """
-    return f"{prefix}{path.stem}_{hashlib.sha256(os.fsencode(path.resolve())).hexdigest()[:16]}"
+    digest = hashlib.sha256(os.fsencode(path.resolve())).hexdigest()
+    return f"{MODULE_PREFIX}{path.stem}_{digest[:16]}"
 
 
 def execute_file(path: Path, name: str) -> ModuleType:
