@@ -10,11 +10,12 @@ engine by name.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Self
 
 from verl.config import Config
+from verl.errors import UserError
 from verl.types import Completion, Sampling
 
 Listener = Callable[[str], None]
@@ -56,6 +57,11 @@ class RolloutEngine(ABC):
     def from_config(cls, config: Config, replica: int) -> Self:
         """Build the engine of a run without starting it; `replica` is its number in the run."""
         return cls(config, replica)  # type: ignore[call-arg]  # the constructor a plug-in writes
+
+    @classmethod
+    def problems(cls, config: Config) -> Iterator[UserError]:
+        """Yield why the engines of a run cannot be started, as far as that is known before."""
+        yield from ()
 
     async def start(self) -> None:
         """Load the model. Raises ModelError."""

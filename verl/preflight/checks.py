@@ -39,11 +39,10 @@ from verl.monitor.tracking import BACKENDS, LIBRARIES, backend_names
 from verl.preflight import hub_models
 from verl.preflight.memory.check import decide_memory, memory_problems, read_setting
 from verl.preflight.memory.needs import has_critic
-from verl.preflight.servers import server_problems
 from verl.proxies import client_settings
 from verl.quantization import check_unquantized
 from verl.rollout import schedule
-from verl.rollout.interface import engine_problems
+from verl.rollout.interface import engine_problems, selected_class
 from verl.training.devices import cores_for
 from verl.training.family import check_family
 from verl.training.kernels import kernel_problems
@@ -72,9 +71,12 @@ def preflight(config: Config, environment: Environment) -> Config:
         raise PreflightError(problems)
     problems = list(model_problems(config)) or list(_sequence_parallel_problems(config))
     checks: list[Callable[[Config], Iterable[UserError]]] = [
-        *((_question_problems, schedule.problems) if config.samples_rollouts else ()),
+        *(
+            (_question_problems, schedule.problems, selected_class(config).problems)
+            if config.samples_rollouts
+            else ()
+        ),
         lambda _: environment.preflight(PROBE_SECONDS),
-        server_problems,
         kernel_problems,
         _device_problems,
         _disk_problems,

@@ -25,7 +25,7 @@ ENGINES = {
     "transformers": "verl.rollout.transformers_engine:TransformersEngine",
 }
 """Import paths of the built-in engines; a module is imported only when its engine is selected."""
-SERVER = "verl.rollout.vllm_server:VllmServer"
+SERVER = "verl.ext.servers.engine:VllmServer"
 """Import path of the engine that is used for the servers of `rollout.url`."""
 NAME, URL = "actor_rollout_ref.rollout.name", "actor_rollout_ref.rollout.url"
 WEIGHTS_DIR = "actor_rollout_ref.rollout.weights_dir"

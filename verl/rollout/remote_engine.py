@@ -1,6 +1,6 @@
 """An engine behind an OpenAI-compatible `/v1/completions` that accepts token ids as the prompt.
 
-It cannot load new weights, so it is for inference only; `vllm_server` has an engine that can.
+It cannot load new weights, so it is for inference only; the engine of `verl.ext.servers` can.
 vLLM's server returns the sampled ids. If a server does not, its text is encoded again, which may
 yield other ids than those that were sampled.
 """

@@ -1,6 +1,6 @@
 """vLLM worker extension: loads all weights in place.
 
-A server that the user starts for a run gets it by `--worker-extension-cls` (see `vllm_server`).
+A server that the user starts for a run gets it by `--worker-extension-cls` (`verl.ext.servers`).
 """
 
 from __future__ import annotations

@@ -10,15 +10,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
 import httpx
-from pydantic import AliasPath, BaseModel, Field
+from pydantic import BaseModel
 
 from verl.config import Config
-from verl.errors import AnswerInvalid, ConfigError, explain, redact
+from verl.errors import AnswerInvalid, ConfigError, UserError, explain, redact
+from verl.ext.servers.answers import SERVER_INFO_PATH, ServerInfo, WeightInfo
+from verl.ext.servers.check import server_problems
 from verl.proxies import client_settings
 from verl.rollout.interface import URL, WEIGHTS_DIR, EngineDied, RolloutEngine
 from verl.rollout.remote_engine import (
@@ -32,7 +34,6 @@ from verl.rollout.remote_engine import (
     request_body,
     server_root,
 )
-from verl.rollout.vllm_settings import WORKER_EXTENSION
 from verl.training.devices import device_type
 from verl.types import Completion, Sampling
 
@@ -43,33 +44,6 @@ ResponseT = TypeVar("ResponseT", bound=BaseModel)
 HEALTH_S = 60.0
 """Maximum seconds that a running server takes to answer a health check."""
 POLL_S = 2.0
-
-
-class ServerInfo(BaseModel):
-    """A server's settings, from its response to `/server_info?config_format=json`."""
-
-    dtype: str = Field(validation_alias=AliasPath("vllm_config", "model_config", "dtype"))
-    logprobs_mode: str = Field(
-        validation_alias=AliasPath("vllm_config", "model_config", "logprobs_mode")
-    )
-    device: str | None = Field(validation_alias=AliasPath("vllm_config", "device_config", "device"))
-    extension: str = Field(
-        validation_alias=AliasPath("vllm_config", "parallel_config", "worker_extension_cls")
-    )
-
-    @property
-    def loads_in_place(self) -> bool:
-        """Whether the server has our worker extension; otherwise vLLM's own loading is used."""
-        return self.extension == WORKER_EXTENSION
-
-
-class WeightInfo(BaseModel):
-    """A server's response to `/weight_info`."""
-
-    weight_version: str
-
-
-SERVER_INFO_PATH = "/server_info?config_format=json"
 
 
 class HttpError(Exception):
@@ -119,6 +93,11 @@ class VllmServer(RolloutEngine):
             config.max_num_seqs(device_type(config.trainer.device) == "cuda"),
             config.trainer.node_timeout,
         )
+
+    @classmethod
+    def problems(cls, config: Config) -> Iterator[UserError]:
+        """Yield why the run cannot sample from its servers; asks each of them."""
+        return server_problems(config)
 
     async def start(self) -> None:
         """Wait until the server answers. Raises EngineDied if it stays unavailable."""

@@ -7,12 +7,14 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.verl.rollout.vllm_double import VllmDouble
+from tests.verl.ext.servers.vllm_double import VllmDouble
 from verl.config import Config
 from verl.errors import AnswerInvalid, ConfigError
-from verl.rollout import remote_engine, vllm_server
+from verl.ext.servers import engine as servers
+from verl.ext.servers.engine import VllmServer
+from verl.rollout import remote_engine
 from verl.rollout.interface import EngineDied, build_engine, engine_problems
-from verl.rollout.vllm_server import VllmServer
+from verl.rollout.vllm_settings import WORKER_EXTENSION
 from verl.types import Completion, Sampling
 
 FOLDER = "/weights/verl-weights-abc-node/3"
@@ -79,7 +81,7 @@ def test_line_29_ids_are_scored_as_a_prompt() -> None:
 @pytest.mark.parametrize(
     ("extension", "call"),
     [
-        (vllm_server.WORKER_EXTENSION, ("load_weights_in_place", {"weights_dir": FOLDER})),
+        (WORKER_EXTENSION, ("load_weights_in_place", {"source": FOLDER})),
         ("", ("reload_weights", {"weights_path": FOLDER})),
     ],
 )
@@ -187,7 +189,7 @@ def test_weights_that_a_running_server_cannot_read_are_a_config_error() -> None:
 
 def test_start_waits_for_the_server_up_to_a_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also when the engines start again after a loss; a probe fails immediately."""
-    monkeypatch.setattr(vllm_server, "POLL_S", 0.01)
+    monkeypatch.setattr(servers, "POLL_S", 0.01)
     server = VllmDouble(is_away=True)
     with pytest.raises(EngineDied, match=r"has not answered for 0 s \(trainer\.node_timeout\)"):
         use(server, sample, start_timeout=0.05)

@@ -6,10 +6,10 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.verl.ext.servers.vllm_double import VllmDouble
 from tests.verl.rollout.engines import tiny_config
-from tests.verl.rollout.vllm_double import VllmDouble
 from verl.config import Config
-from verl.preflight.servers import server_problems
+from verl.ext.servers.check import server_problems
 from verl.rollout.vllm_settings import WORKER_EXTENSION
 
 

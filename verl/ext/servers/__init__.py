@@ -1,0 +1,1 @@
+"""vLLM servers that the user started (`rollout.url`), as engines: the engine, and its checks."""
