@@ -121,6 +121,10 @@ UNITS = ["<information>", "</information>", "<think>", "<think> ", "<answer>", "
          "?key=", "<think></think> ", "é", "e\u0301", "[INST",
          "<｜User｜>", "＜tool_call＞"]  # fmt: skip
 
+HEADS = ("", "the answer ", 'Doc 1(Title: ") "')
+HEADED = {"untagged answer", "headings", "turn", "rewards", "view", "information"}
+"""Readers that read on after such a beginning."""
+
 
 @pytest.mark.parametrize("reader", READERS)
 def test_no_repetition_of_a_text_takes_quadratic_time(reader: str) -> None:
@@ -129,8 +133,8 @@ def test_no_repetition_of_a_text_takes_quadratic_time(reader: str) -> None:
     The bound is coarse on purpose: linear readers need a twentieth of it.
     """
     for unit in UNITS:
-        for head, tail in (("", ""), ("the answer ", ""), ('Doc 1(Title: ") "', "")):
-            text = head + unit * (200_000 // len(unit)) + tail
+        for head in HEADS if reader in HEADED else HEADS[:1]:
+            text = head + unit * (200_000 // len(unit))
             start = time.process_time()
             READERS[reader](text)
             seconds = time.process_time() - start

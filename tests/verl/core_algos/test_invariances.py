@@ -124,31 +124,23 @@ def draw_batch(batch: Batch, data: st.DataObject) -> TokenBatch:
 @every_case
 @fast
 @given(batch=batches, data=st.data())
-def test_order_of_sequences_changes_nothing(case: str, batch: Batch, data: st.DataObject) -> None:
-    """Sequences in another order give the same loss, and each token the same gradient."""
+def test_order_packing_and_ranks_change_nothing(
+    case: str, batch: Batch, data: st.DataObject
+) -> None:
+    """Parts have the loss of the whole, and each token its gradient; parts may be empty.
+
+    Sequences are in another order, in micro-batches of any token budget, or on several ranks.
+    """
     whole = draw_batch(batch, data)
-    order = data.draw(st.permutations(range(len(whole))))
-    assert_same([whole.select(order)], whole, case)
-
-
-@every_case
-@fast
-@given(batch=batches, data=st.data())
-def test_packing_changes_nothing(case: str, batch: Batch, data: st.DataObject) -> None:
-    """Micro-batches of any token budget, including empty ones, add up to the whole."""
-    whole = draw_batch(batch, data)
-    bins = pack(whole.lengths.tolist(), data.draw(st.integers(1, 30)), min_count=3)
-    assert_same([whole.select(indices) for indices in bins], whole, case)
-
-
-@every_case
-@fast
-@given(batch=batches, data=st.data())
-def test_the_number_of_ranks_changes_nothing(case: str, batch: Batch, data: st.DataObject) -> None:
-    """Any number of ranks, even more than sequences, adds up to the whole."""
-    whole = draw_batch(batch, data)
-    shards = split_by_work(whole, data.draw(st.integers(1, 8))).shards
-    assert_same(shards, whole, case)
+    match data.draw(st.sampled_from(["order", "micro-batches", "ranks"])):
+        case "order":
+            parts = [whole.select(data.draw(st.permutations(range(len(whole)))))]
+        case "micro-batches":
+            bins = pack(whole.lengths.tolist(), data.draw(st.integers(1, 30)), min_count=3)
+            parts = [whole.select(indices) for indices in bins]
+        case _:
+            parts = split_by_work(whole, data.draw(st.integers(1, 8))).shards
+    assert_same(parts, whole, case)
 
 
 @every_case
