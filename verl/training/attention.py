@@ -14,8 +14,8 @@ import contextlib
 import functools
 import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
@@ -24,6 +24,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from verl.errors import ModelError, explain
+from verl.plugins import imported
 from verl.training.devices import to_device
 from verl.training.sequence_parallel import SequenceParallelGroup
 
@@ -33,21 +34,6 @@ HALF = (torch.bfloat16, torch.float16)
 Span = tuple[int, int]
 """First and end position, in its sequence, of a run of tokens in the row. A run that starts at a
 position p > 0 is a response; its prompt is the last run that started at 0, which has p tokens."""
-
-
-class ShortMasks:
-    """Cache of the masks of short runs on the CPU: the first layer builds them for all layers."""
-
-    # Neither a dict nor a dataclass, because FSDP copies those for each block that gets them.
-    def __init__(self) -> None:
-        self._masks: dict[tuple[int, ...], Tensor] = {}
-
-    def of(self, length: int, num_keys: int, window: int, repeats: int) -> Tensor:
-        """Return a run's mask, stacked `repeats` times: (repeats * length, num_keys) float32."""
-        key = length, num_keys, window, repeats
-        if key not in self._masks:
-            self._masks[key] = _mask(length, num_keys, window, torch.empty(0)).repeat(repeats, 1)
-        return self._masks[key]
 
 
 @dataclass(frozen=True)
@@ -62,7 +48,6 @@ class SequenceBounds:
     """(num_spans + 1,) int32: offsets of the runs' keys in the result of `keys_of`."""
     sp_group: SequenceParallelGroup | None = None
     """Ranks that compute the row together; None where this rank computes all of it."""
-    masks: ShortMasks = field(default_factory=ShortMasks, compare=False)
 
     @classmethod
     def of(
@@ -117,13 +102,50 @@ class Scores:
     """(heads,) a score of each head that takes part in the softmax and has no value (gpt-oss)."""
 
 
+RunKernel = Callable[[Tensor, Tensor, Tensor, float, int], Tensor]
 VarlenKernel = Callable[[Tensor, Tensor, Tensor, SequenceBounds, float, int], Tensor]
+
+RUN_KERNELS: dict[str, Callable[..., Tensor]] = {}
+"""What is called in the place of `scaled_dot_product_attention` on a type of device."""
+SHORT = 256
+"""Up to this many keys, kernels process all of them at once, even those that the mask hides."""
+
+
+def attend_run(query: Tensor, key: Tensor, value: Tensor, scale: float, window: int) -> Tensor:
+    """Return attention, (1, heads, length, head_dim), of a run whose last token sees all keys."""
+    length, num_keys = query.shape[2], key.shape[2]
+    before = num_keys - length
+    is_limited = 0 < window < num_keys
+    if 0 < before < length and num_keys > SHORT and not is_limited:
+        # Kernels skip what a causal square hides, but compute what a mask hides. So pad the
+        # queries to a square, which costs less than a mask.
+        query = pad(query, (0, 0, before, 0))
+        return attend_run(query, key, value, scale, window)[:, :, before:]
+    mask = causal_mask(length, num_keys, window, query) if before or is_limited else None
+    kernel = RUN_KERNELS.get(query.device.type, scaled_dot_product_attention)
+    return kernel(
+        query, key, value, attn_mask=mask, is_causal=mask is None, scale=scale,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )  # fmt: skip
+
+
+def causal_mask(length: int, num_keys: int, window: int, like: Tensor) -> Tensor:
+    """Return the causal mask of the last `length` of `num_keys` tokens, (length, num_keys).
+
+    It is 0 where a token sees a key, itself included and at most `window` keys, else -inf; dtype
+    and device are those of `like`.
+    """
+    before = num_keys - length
+    visible = torch.ones(length, num_keys, dtype=torch.bool, device=like.device).tril(before)
+    visible = visible.triu(before + 1 - window) if window else visible
+    return torch.zeros_like(visible, dtype=like.dtype).masked_fill(~visible, -torch.inf)
 
 
 def attend_per_run(
-    query: Tensor, key: Tensor, value: Tensor, bounds: SequenceBounds, scale: float, window: int
-) -> Tensor:
-    """Compute causal attention run by run.
+    query: Tensor, key: Tensor, value: Tensor, bounds: SequenceBounds, scale: float, window: int,
+    attend: RunKernel = attend_run,
+) -> Tensor:  # fmt: skip
+    """Compute causal attention run by run, each by `attend`.
 
     `query` and the result are (num_tokens, heads, head_dim); `key` and `value` are the results of
     `keys_of`, (num_keys, key-value heads, head_dim). A `window` of 0 means unlimited.
@@ -135,55 +157,8 @@ def attend_per_run(
         torch.split(x.transpose(0, 1)[None], size, dim=2)
         for x, size in zip((query, key, value), sizes, strict=True)
     ]
-    outputs = [_attend(q, k, v, bounds, scale, window) for q, k, v in zip(*parts, strict=True)]
+    outputs = [attend(q, k, v, scale, window) for q, k, v in zip(*parts, strict=True)]
     return torch.cat(outputs, dim=2)[0].transpose(0, 1)
-
-
-_fused_on_meta = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-"""The kernel on the CPU, for measurements of its memory on tensors without data."""
-SHORT = 256
-"""Up to this many keys, kernels process all of them at once, even those that the mask hides."""
-
-
-def _attend(
-    query: Tensor, key: Tensor, value: Tensor, bounds: SequenceBounds, scale: float, window: int
-) -> Tensor:
-    """Return attention, (1, heads, length, head_dim), of a run whose last token sees all keys."""
-    length, num_keys = query.shape[2], key.shape[2]
-    before = num_keys - length
-    is_limited = 0 < window < num_keys
-    if 0 < before < length and num_keys > SHORT and not is_limited:
-        # Kernels skip what a causal square hides, but compute what a mask hides. So pad the
-        # queries to a square, which costs less than a mask.
-        query = pad(query, (0, 0, before, 0))
-        return _attend(query, key, value, bounds, scale, window)[:, :, before:]
-    is_even = query.shape[-1] == value.shape[-1]
-    if not query.is_cuda and num_keys <= SHORT and query.dtype in HALF and is_even:
-        repeats = query.shape[1] // key.shape[1]
-        short_mask = bounds.masks.of(length, num_keys, window, repeats)
-        attended: Tensor = ShortAttention.apply(query, key, value, scale, short_mask)  # type: ignore[no-untyped-call]
-        return attended
-    mask = _mask(length, num_keys, window, query) if before or is_limited else None
-    if query.is_meta:  # scaled_dot_product_attention would not choose a fused kernel there
-        fused: Tensor
-        fused, _ = _fused_on_meta(query, key, value, 0.0, mask is None, attn_mask=mask, scale=scale)
-        return fused
-    return scaled_dot_product_attention(
-        query, key, value, attn_mask=mask, is_causal=mask is None, scale=scale,
-        enable_gqa=query.shape[1] != key.shape[1],
-    )  # fmt: skip
-
-
-def _mask(length: int, num_keys: int, window: int, like: Tensor) -> Tensor:
-    """Return the causal mask of the last `length` of `num_keys` tokens, (length, num_keys).
-
-    It is 0 where a token sees a key, itself included and at most `window` keys, else -inf; dtype
-    and device are those of `like`.
-    """
-    before = num_keys - length
-    visible = torch.ones(length, num_keys, dtype=torch.bool, device=like.device).tril(before)
-    visible = visible.triu(before + 1 - window) if window else visible
-    return torch.zeros_like(visible, dtype=like.dtype).masked_fill(~visible, -torch.inf)
 
 
 def attend_plainly(
@@ -201,7 +176,7 @@ def attend_plainly(
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) * scale
         if scores.softcap is not None:
             logits = scores.softcap * torch.tanh(logits / scores.softcap)
-        logits = logits + _mask(q.shape[1], k.shape[1], window, logits)
+        logits = logits + causal_mask(q.shape[1], k.shape[1], window, logits)
         if scores.sinks is not None:
             sinks = scores.sinks.to(logits.dtype)[:, None, None].expand(-1, q.shape[1], 1)
             weights = torch.cat([logits, sinks], dim=-1).softmax(-1)[..., :-1]
@@ -209,60 +184,6 @@ def attend_plainly(
             weights = logits.softmax(-1)
         outputs.append(weights.to(v.dtype) @ v)
     return torch.cat(outputs, dim=1).transpose(0, 1)
-
-
-class ShortAttention(torch.autograd.Function):
-    """Attention to few 16-bit keys on the CPU by plain matrix products.
-
-    torch's own kernel takes up to three times as long. Queries that share a key head are multiplied
-    with it at once. Scores are float32, where rounding would matter; weights and gradients have
-    16 bits, as in torch's kernel.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Tensor
-    ) -> Tensor:
-        """Add `mask` (queries that share a key head, num_keys) to the scores; return the values."""
-        factors = by_key_head(query, key).float(), key[0].float().transpose(1, 2)
-        with exact_products(query.dtype):
-            scores = torch.baddbmm(mask, *factors, alpha=scale)
-        weights = scores.softmax(-1).to(query.dtype)
-        ctx.scale = scale
-        ctx.save_for_backward(query, key, value, weights)
-        return torch.bmm(weights, value[0]).view(query.shape)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, weights = ctx.saved_tensors
-        gradient = by_key_head(gradient, key)
-        d_value = torch.bmm(weights.transpose(1, 2), gradient)
-        d_weights = torch.bmm(gradient, value[0].transpose(1, 2))
-        d_scores = torch.ops.aten._softmax_backward_data(d_weights, weights, -1, weights.dtype)
-        d_scores = d_scores.mul_(ctx.scale)
-        d_query = torch.bmm(d_scores, key[0]).view(query.shape)
-        d_key = torch.bmm(d_scores.transpose(1, 2), by_key_head(query, key))
-        return d_query, d_key[None], d_value[None], None, None
-
-
-@contextlib.contextmanager
-def exact_products(dtype: torch.dtype) -> Iterator[None]:
-    """Multiply float32 matrices as bfloat16, with float32 sums, if `dtype` is bfloat16.
-
-    For matrices converted from bfloat16 this is just as exact, in a third of the time.
-    """
-    options = torch.backends.mkldnn.matmul  # type: ignore[attr-defined] # made at run time
-    previous = options.fp32_precision
-    options.fp32_precision = "bf16" if dtype is torch.bfloat16 else previous
-    try:
-        yield
-    finally:
-        options.fp32_precision = previous
-
-
-def by_key_head(query: Tensor, key: Tensor) -> Tensor:
-    """Group `query` (1, heads, length, head_dim) by key head: (key heads, queries, head_dim)."""
-    return query[0].reshape(key.shape[1], -1, query.shape[-1])
 
 
 def repeat_heads(query: Tensor, x: Tensor) -> Tensor:
@@ -347,6 +268,15 @@ def cuda_kernel() -> VarlenKernel:
     return attend_per_run
 
 
+@functools.cache
+def cpu_kernel() -> VarlenKernel:
+    """Return the fastest kernel for 16-bit tensors on the CPU."""
+    with contextlib.suppress(ModuleNotFoundError):
+        kernel: VarlenKernel = imported("verl.ext.cpu.attention:attend_short_runs")
+        return kernel
+    return attend_per_run
+
+
 IGNORED = frozenset({"dropout", "position_ids", "is_causal", "use_cache", "cache_position"})
 """Arguments of the attention call without effect here: dropout, since there was none in sampling;
 positions, which have been applied to queries and keys; what a cache needs; and `is_causal` unless
@@ -387,7 +317,9 @@ def choose_kernel(query: Tensor, value: Tensor, scores: Scores) -> VarlenKernel:
     if scores.softcap is not None or scores.sinks is not None:
         return functools.partial(attend_plainly, scores=scores)
     is_even = query.shape[-1] == value.shape[-1]  # it is not in multi-head latent attention
-    return cuda_kernel() if query.is_cuda and query.dtype in HALF and is_even else attend_per_run
+    if query.dtype not in HALF or not is_even:
+        return attend_per_run
+    return cuda_kernel() if query.is_cuda else cpu_kernel()
 
 
 def refuse_unknown(module: nn.Module, arguments: Mapping[str, Any]) -> None:

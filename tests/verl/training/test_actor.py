@@ -15,9 +15,9 @@ from tests.verl.training.operations import OperationRecorder
 from tests.verl.training.ranks import VOCAB
 from verl.config import ActorConfig, Config, OptimConfig
 from verl.config.policy import SELECTIVE
+from verl.ext.cpu import attention
 from verl.packing import SHARED_PROMPT, common_prompts
 from verl.trainer.learn import drop_zero_advantages
-from verl.training import attention
 from verl.training.actor import Actor, TargetColumns, TokenBudgets, apply_update
 from verl.training.attention import PACKED
 from verl.training.fsdp import FsdpModel, FsdpOptions, lr_factor
@@ -79,8 +79,8 @@ def test_chunking_logits_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_masks_of_short_runs_are_built_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """All blocks reuse the first block's masks, although FSDP copies a block's arguments."""
-    calls, mask = [], attention._mask
-    monkeypatch.setattr(attention, "_mask", lambda *args: calls.append(args) or mask(*args))
+    calls, mask = [], attention.causal_mask
+    monkeypatch.setattr(attention, "causal_mask", lambda *args: calls.append(args) or mask(*args))
     make_actor(dtype=torch.bfloat16).update(make_batch(LENGTHS))
     assert [length for length, *_ in calls] == LENGTHS
 

@@ -23,6 +23,7 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
+from verl.ext.cpu.attention import attend_short_runs
 from verl.training import attention
 from verl.training.attention import (
     PACKED,
@@ -30,6 +31,7 @@ from verl.training.attention import (
     attend_per_run,
     attend_with_flash,
     attend_with_torch_varlen,
+    cpu_kernel,
     cuda_kernel,
     has_option,
     packed_attention,
@@ -259,7 +261,7 @@ def test_long_and_short_runs_have_the_same_attention(
         for size, heads in zip(sizes, (6, 2, 2), strict=True)
     ]
     upstream = torch.randn(sizes[0], 6, 16).to(dtype)
-    attended = attend_per_run(*drawn, bounds, 0.3, window)
+    attended = cpu_kernel()(*drawn, bounds, 0.3, window)
     expected = attend_by_matrix(*drawn, bounds, window)
     pairs = zip(
         [attended, *torch.autograd.grad(attended, drawn, upstream)],
@@ -281,7 +283,7 @@ def test_scores_of_short_runs_are_not_rounded() -> None:
     expected = attend_by_matrix(query, key, value, bounds, 0)
     rounded = attend_by_matrix(query, key, value, bounds, 0, torch.bfloat16)
     before = torch.backends.mkldnn.matmul.fp32_precision
-    attended = attend_per_run(query, key, value, bounds, 0.3, 0)
+    attended = attend_short_runs(query, key, value, bounds, 0.3, 0)
     assert torch.backends.mkldnn.matmul.fp32_precision == before
     assert (attended.double() - expected).norm() < 3e-3 * expected.norm()
     assert (rounded - expected).norm() > 1e-2 * expected.norm()

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from verl.model_shape import ModelShape
 from verl.plugins import imported
-from verl.training.attention import PACKED, SequenceBounds
+from verl.training.attention import PACKED, RUN_KERNELS, SequenceBounds
 from verl.training.devices import DTYPES
 from verl.training.kernels import recompute
 from verl.training.loading import replace_parameters
@@ -74,6 +74,19 @@ def _at_depth(work: Pass, layers: int) -> int:
             if work.has_backward:
                 output.sum().backward()
     return tracker.peak
+
+
+def attend_on_meta(
+    query: Tensor, key: Tensor, value: Tensor, *, attn_mask: Tensor | None, is_causal: bool,
+    scale: float, enable_gqa: bool,
+) -> Tensor:  # fmt: skip
+    """Compute attention by the fused kernel of the CPU, which torch would not choose on meta."""
+    fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    attended: Tensor = fused(query, key, value, 0.0, is_causal, attn_mask=attn_mask, scale=scale)[0]
+    return attended
+
+
+RUN_KERNELS["meta"] = attend_on_meta
 
 
 class StorageTracker(TorchDispatchMode):

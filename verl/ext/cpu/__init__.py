@@ -1,0 +1,1 @@
+"""What makes training fast on processors, and is never executed by a run on GPUs."""
