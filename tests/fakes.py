@@ -66,7 +66,7 @@ class ScriptedEngine(RolloutEngine):
 
     takes_weights = True
 
-    async def update_weights(self, folder: str, version: int, is_adapter: bool = False) -> None:
+    async def update_weights(self, folder: str, version: int) -> None:
         self.weight_version = version
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:

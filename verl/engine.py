@@ -48,7 +48,8 @@ class RolloutEngine(ABC):
     takes_weights: ClassVar[bool] = False
     """Whether `update_weights` is implemented, which training requires."""
     takes_adapters: ClassVar[bool] = False
-    """Whether `update_weights` accepts a LoRA adapter; otherwise it gets merged weights."""
+    """Whether `update_weights` gets the folder of a LoRA adapter alone; otherwise the policy's
+    weights are merged."""
     takes_streams: ClassVar[bool] = False
     """Whether `update_weights` also accepts `NAME://ADDRESS` of a transport without files, whose
     receiver runs in each worker (`verl.weights.files`); `devices` is implemented then."""
@@ -90,12 +91,12 @@ class RolloutEngine(ABC):
         listener(completion.text)
         return completion
 
-    async def update_weights(self, folder: str, version: int, is_adapter: bool = False) -> None:
+    async def update_weights(self, folder: str, version: int) -> None:
         """Load the weights of a Hugging Face folder and drop everything cached from the old ones.
 
-        With `is_adapter`, the folder contains a PEFT adapter for the weights loaded by `start`; it
-        replaces the previous adapter. No request is running during the call, and completions report
-        `version` after it.
+        With `takes_adapters` it may be a PEFT folder (`adapter_config.json`) for the weights loaded
+        by `start`, which replaces the previous one. No request is running during the call, and
+        completions report `version` after it.
         """
         raise NotImplementedError(f"{type(self).__name__} cannot update its weights")
 

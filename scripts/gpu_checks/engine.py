@@ -12,6 +12,7 @@ from scripts.gpu_checks.report import Report
 from scripts.gpu_checks.trainer import training_rank
 from scripts.gpu_checks.world import random_batch, small_run, write_model
 from verl.config import Config
+from verl.ext.lora.model import write_adapter
 from verl.rollout.vllm_engine import VllmEngine
 from verl.training.worker import TrainerWorker
 from verl.types import Origin, Prompt, Sampling, Segment, TokenBatch, Trajectory, start_trajectory
@@ -191,7 +192,7 @@ def adapter(report: Report) -> None:
     with training_rank(config) as worker:
         for seed in range(3):
             worker.actor.update(random_batch([64] * 8, seed=seed))
-        worker.save_policy(report.folder / "adapter", is_adapter=True)
+        write_adapter(worker.actor.model, report.folder / "adapter")
         base, adapted = asyncio.run(play_adapter(config, report.folder / "adapter"))
         tolerance = TOLERANCES[dtype]
         report.expect("adapted_log_probs_mean", gap(worker, adapted)[0], below=tolerance)
@@ -203,7 +204,7 @@ async def play_adapter(config: Config, folder: Path) -> tuple[list[Trajectory], 
     engine = await start_engine(config)
     try:
         base = await generate(engine, range(NUM_PROMPTS))
-        await engine.update_weights(str(folder), 1, is_adapter=True)
+        await engine.update_weights(str(folder), 1)
         return base, await generate(engine, range(NUM_PROMPTS))
     finally:
         await engine.shutdown()

@@ -62,7 +62,7 @@ def measure(report: Report, shape: str, offload: bool, length: int) -> None:
         ):
             measure_pass(report, f"{name}_{key}", call, batch, count(*work), expected[key])
         began = time.monotonic()
-        worker.sender.write(str(new_path()), 1, [], "bfloat16", is_adapter=False)
+        worker.sender.write(str(new_path()), 1, [], "bfloat16")
         report.record(f"{name}_hand_over_s", time.monotonic() - began)
         worker.shutdown()
 

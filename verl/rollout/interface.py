@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -25,6 +24,8 @@ ENGINES = {
     "transformers": "verl.rollout.transformers_engine:TransformersEngine",
 }
 """Import paths of the built-in engines; a module is imported only when its engine is selected."""
+ADAPTER_ENGINES = {"vllm": "verl.ext.lora.vllm:AdapterEngine"}
+"""Import paths of those that stand in for them where engines get the policy's adapter alone."""
 SERVER = "verl.ext.servers.engine:VllmServer"
 """Import path of the engine that is used for the servers of `rollout.url`."""
 NAME, URL = "actor_rollout_ref.rollout.name", "actor_rollout_ref.rollout.url"
@@ -43,17 +44,17 @@ def engine_class(name: str) -> type[RolloutEngine]:
 
 def selected_class(config: Config) -> type[RolloutEngine]:
     """Return the class of a run's engines. Raises ConfigError."""
+    name = config.actor_rollout_ref.rollout.name
     if config.placement.is_external:
         return _imported(SERVER)
-    return engine_class(config.actor_rollout_ref.rollout.name)
+    if name in ADAPTER_ENGINES and engine_takes_adapter(config):
+        return _imported(ADAPTER_ENGINES[name])
+    return engine_class(name)
 
 
 def _imported(target: Any) -> type[RolloutEngine]:
     """Import the class from `module:Name`; a class is returned as it is."""
-    if isinstance(target, str):
-        module, _, attribute = target.partition(":")
-        target = getattr(importlib.import_module(module), attribute)
-    cls: type[RolloutEngine] = target
+    cls: type[RolloutEngine] = plugins.imported(target) if isinstance(target, str) else target
     return cls
 
 
@@ -65,11 +66,14 @@ def build_engine(config: Config, replica: int = 0) -> RolloutEngine:
 def engine_takes_adapter(config: Config) -> bool:
     """Whether engines get the policy's adapter alone; otherwise they get merged weights."""
     section = config.actor_rollout_ref
-    merge = section.rollout.merge_adapter
-    if merge is None:
-        is_cpu = device_type(config.trainer.device) == "cpu"  # where adapters slow the engine down
-        merge = is_cpu or not selected_class(config).takes_adapters
-    return section.model.has_adapter and not merge
+    if not section.model.has_adapter or section.rollout.merge_adapter is not None:
+        return section.model.has_adapter and not section.rollout.merge_adapter
+    if device_type(config.trainer.device) == "cpu":  # where adapters slow the engine down
+        return False
+    name = section.rollout.name
+    return not config.placement.is_external and (
+        name in ADAPTER_ENGINES or engine_class(name).takes_adapters
+    )
 
 
 def engine_label(config: Config) -> str:

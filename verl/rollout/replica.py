@@ -82,9 +82,8 @@ class RolloutReplica:
         return self.clock.take_share()
 
     async def update_weights(
-        self, source: str, version: int, is_adapter: bool = False, num_calls: int = 0,
-        scored_ids: Sequence[int] = (),
-    ) -> Score | None:  # fmt: skip
+        self, source: str, version: int, num_calls: int = 0, scored_ids: Sequence[int] = ()
+    ) -> Score | None:
         """Load new weights once running turns or trajectories have finished.
 
         `num_calls` is the number of calls of `rollout` that were made before this one. Returns the
@@ -95,7 +94,7 @@ class RolloutReplica:
         async with self._paused.pop(version):
             # Ray may start calls out of order, so newer weights may be loaded already.
             if version > self.gate.version:
-                await self.engine.update_weights(source, version, is_adapter)
+                await self.engine.update_weights(source, version)
             return await self._score(scored_ids, max(version, self.gate.version))
 
     async def pause(self, version: int, num_calls: int = 0) -> None:

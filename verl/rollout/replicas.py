@@ -39,7 +39,6 @@ class RolloutReplicas(RolloutPool):
         arguments: Sequence[Sequence[Any]],
         restarts: Restarts,
         transport: Transport,
-        takes_adapter: bool = False,
         shares_devices: bool = True,
         overlaps: bool = False,
         hang_timeout: float | None = None,
@@ -48,7 +47,6 @@ class RolloutReplicas(RolloutPool):
         """Actor i hosts `RolloutReplica(*arguments[i])`, also after a restart.
 
         `transport`: the way of new weights from the ranks.
-        `takes_adapter`: engines get the policy's adapter alone.
         `shares_devices`: engines share the ranks' devices, so they sleep while the ranks train.
         `overlaps`: engines sample while the ranks train. They never sleep, and `update_weights`
         does not wait until they have loaded the weights.
@@ -56,7 +54,6 @@ class RolloutReplicas(RolloutPool):
         `empty_cache`: frees the ranks' cached device memory before the engines allocate theirs.
         """
         self.group = group
-        self.takes_adapter = takes_adapter
         self.version = 0
         self.restarts = restarts
         self.overlaps, self._sleeps = overlaps, shares_devices and not overlaps
@@ -124,7 +121,7 @@ class RolloutReplicas(RolloutPool):
         self.group.cancel(list(request.calls))
 
     def update_weights(self, ranks: Ranks) -> dict[str, float]:
-        """Transfer the policy's current weights (or its adapter alone) to all engines.
+        """Transfer the policy's current weights to all engines.
 
         A replica loads them as `RolloutReplica.update_weights` describes. At most one earlier
         version may still be loading when a new one is sent. Returns the seconds of each phase:
@@ -155,7 +152,7 @@ class RolloutReplicas(RolloutPool):
         """As `Engines.load`; the answers may be scores."""
         scored = [self.scored_ids] if self.scored_ids else []
         for replica, source in enumerate(sources):
-            arguments = source, version, self.takes_adapter, self._num_calls[replica], *scored
+            arguments = source, version, self._num_calls[replica], *scored
             call = self.group.submit(replica, "update_weights", *arguments)
             self._weight_updates[call] = replica, version
 

@@ -81,9 +81,8 @@ class TransformersEngine(RolloutEngine):
         # Quantized weights are loaded where they can be computed, and some cannot be moved.
         return model if model.device.type == self.device else model.to(self.device)
 
-    async def update_weights(self, folder: str, version: int, is_adapter: bool = False) -> None:
+    async def update_weights(self, folder: str, version: int) -> None:
         """Load the model of the folder; the previous one is freed first."""
-        assert not is_adapter, "this engine declares that it takes no adapters"
         with self._lock:
             self.model = None
             self._context.reset()

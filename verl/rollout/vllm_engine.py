@@ -43,14 +43,14 @@ class VllmEngine(RolloutEngine):
     """An engine on vLLM's `AsyncLLM`."""
 
     takes_weights = True
-    takes_adapters = True
     takes_streams = True
 
     def __init__(self, config: Config, replica: int = 0) -> None:
         self.settings = VllmSettings(config, replica)
         self.weight_version = 0
         self._request_ids = itertools.count()
-        self._adapter: Any = None
+        self._request_options: dict[str, Any] = {}
+        """Further arguments of each request to vLLM."""
         self._has_weights = True
         self._llm: Any = None
 
@@ -69,7 +69,6 @@ class VllmEngine(RolloutEngine):
             os.environ.setdefault(name, value)
         try:
             import vllm  # noqa: PLC0415
-            from vllm.lora.request import LoRARequest  # noqa: PLC0415
             from vllm.sampling_params import RequestOutputKind  # noqa: PLC0415
             from vllm.v1.engine.async_llm import AsyncLLM  # noqa: PLC0415
             from vllm.v1.engine.exceptions import EngineDeadError  # noqa: PLC0415
@@ -80,7 +79,6 @@ class VllmEngine(RolloutEngine):
                 explain("rollout engine", str(error), "vLLM", f"pip install {package}")
             ) from error
         self._vllm, self._kinds, self._dead = vllm, RequestOutputKind, EngineDeadError
-        self._lora_request = LoRARequest
         others = multiprocessing.active_children()
         # Again here, because the command may have run on a machine without vLLM.
         check(settings.config.actor_rollout_ref.rollout.engine_kwargs)
@@ -98,8 +96,8 @@ class VllmEngine(RolloutEngine):
             await self._check_weights()
 
     async def start_for_training(self) -> None:
-        """Start with random weights, except below an adapter, whose base is never sent."""
-        self.settings.loads_weights = bool(self.settings.lora_rank)
+        """Start with random weights."""
+        self.settings.loads_weights = False
         await self.start()
 
     async def _check_weights(self) -> None:
@@ -132,7 +130,7 @@ class VllmEngine(RolloutEngine):
         version = self.weight_version
         prompt = self._vllm.TokensPrompt(prompt_token_ids=list(prompt_ids))
         request_id = str(next(self._request_ids))
-        outputs = self._llm.generate(prompt, parameters, request_id, lora_request=self._adapter)
+        outputs = self._llm.generate(prompt, parameters, request_id, **self._request_options)
         result = await self._result(_last_output(outputs, listener))
         output, queued_s = result.outputs[0], _queued_s(result.metrics)
         ids = tuple(output.token_ids)
@@ -194,15 +192,12 @@ class VllmEngine(RolloutEngine):
             output_kind=output_kind,
         )
 
-    async def update_weights(self, folder: str, version: int, is_adapter: bool = False) -> None:
-        """Load the safetensors of a folder in place, a stream's weights, or the adapter there."""
-        if is_adapter:
-            await self._replace_adapter(folder, version)
-        else:
-            loading = self._llm.collective_rpc("load_weights_in_place", args=(folder,))
-            for problem in filter(None, await self._result(loading)):
-                raise EngineDied(f"it did not receive all weights: {problem}")
-            self._has_weights = True
+    async def update_weights(self, folder: str, version: int) -> None:
+        """Load the safetensors of a folder in place, or a stream's weights."""
+        loading = self._llm.collective_rpc("load_weights_in_place", args=(folder,))
+        for problem in filter(None, await self._result(loading)):
+            raise EngineDied(f"it did not receive all weights: {problem}")
+        self._has_weights = True
         await self._reset_prefix_cache()
         self.weight_version = version
 
@@ -216,13 +211,6 @@ class VllmEngine(RolloutEngine):
             assert time.monotonic() < end, "vLLM still has cached prefixes of older weights"
             await asyncio.sleep(POLL_S)
 
-    async def _replace_adapter(self, folder: str, version: int) -> None:
-        """Load an adapter under a new id, since vLLM never reloads an adapter that it knows."""
-        if self._adapter is not None:
-            await self._result(self._llm.remove_lora(self._adapter.lora_int_id))
-        self._adapter = self._lora_request(f"version-{version}", version, folder)
-        await self._result(self._llm.add_lora(self._adapter))
-
     async def score(self, ids: Sequence[int]) -> Sequence[float]:
         """Have vLLM compute the ids as a prompt, which draws nothing at random.
 
@@ -233,7 +221,7 @@ class VllmEngine(RolloutEngine):
         )
         prompt = self._vllm.TokensPrompt(prompt_token_ids=list(ids))
         name = f"score-{self.weight_version}"
-        outputs = self._llm.generate(prompt, parameters, name, lora_request=self._adapter)
+        outputs = self._llm.generate(prompt, parameters, name, **self._request_options)
         result = await self._result(_last_output(outputs, lambda text: None))
         await self._reset_prefix_cache()
         rows = result.prompt_logprobs

@@ -9,10 +9,8 @@ import torch
 
 from verl.config import Config
 from verl.config.engine_kwargs import given
-from verl.config.policy import VLLM_LORA_RANKS
 from verl.nvidia import is_older, version_of
 from verl.remote_code import trusts_remote_code
-from verl.rollout.interface import engine_takes_adapter
 from verl.threads import PASSIVE
 from verl.training.devices import device_type, rollout_dtype
 
@@ -43,13 +41,17 @@ WORKER_EXTENSION = "verl.rollout.weight_loading.WeightLoading"
 class VllmSettings:
     """The settings of one vLLM engine of a run; replicas differ in their seed."""
 
+    sleep_level = 2
+    """vLLM's sleep level: 1 keeps a copy of the weights on the host, 2 drops them.
+
+    Weights are always loaded before the next request (`RayPPOTrainer.update_weights`; a restarted
+    replica also loads the current ones), so a copy would only be overwritten. vLLM keeps the
+    model's buffers, which the weights folder lacks, at both levels."""
+
     def __init__(self, config: Config, replica: int = 0) -> None:
         self.config, self.seed = config, config.trainer.seed + replica
         self.device = device_type(config.trainer.device)
         self.max_num_seqs = config.max_num_seqs(self.device == "cuda")
-        model = config.actor_rollout_ref.model
-        self.lora_rank = model.lora_rank if engine_takes_adapter(config) else 0
-        """Rank of the adapter that the engine loads; 0 if it loads whole weights."""
         self.deterministic = config.trainer.deterministic
         """Disables the prefix cache, and batching unless the kernels are `batch_invariant`, so that
         other requests cannot change the rounding of a request's results."""
@@ -57,17 +59,6 @@ class VllmSettings:
         """Whether to use vLLM's kernels whose results do not depend on the rest of the batch."""
         self.loads_weights = True
         """Whether the engine starts with the model's weights; otherwise with random ones."""
-
-    @property
-    def sleep_level(self) -> int:
-        """vLLM's sleep level: 1 keeps a copy of the weights on the host, 2 drops them.
-
-        Whole weights are always loaded before the next request (`RayPPOTrainer.update_weights`; a
-        restarted replica also loads the current ones), so a copy would only be overwritten. vLLM
-        keeps the model's buffers, which the weights folder lacks, at both levels. With an adapter
-        the base weights must be kept, since only the adapter is updated.
-        """
-        return 1 if self.lora_rank else 2
 
     def arguments(self) -> dict[str, Any]:
         """Return the arguments of vLLM's `AsyncEngineArgs`; those of the user win."""
@@ -89,9 +80,6 @@ class VllmSettings:
             "worker_extension_cls": WORKER_EXTENSION,
             "use_tqdm_on_load": False,
         }
-        if self.lora_rank:
-            max_rank = next(rank for rank in VLLM_LORA_RANKS if rank >= self.lora_rank)
-            shared |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": max_rank}
         of_device = self._cpu_arguments() if self.device == "cpu" else self._gpu_arguments()
         return shared | of_device | given(section.rollout.engine_kwargs)
 

@@ -40,9 +40,9 @@ logger = logging.getLogger(__name__)
 
 HOOKS = (
     "verl.ext.speed", "verl.ext.counts", "verl.ext.guard", "verl.trainer.validate",
-    "verl.ext.reward_stages", "verl.ext.record", "verl.trainer.export", "verl.ext.canary",
-    "verl.trainer.checkpoints", "verl.ext.trace", "verl.ext.stopping", "verl.trainer.progress",
-    "verl.ext.steady",
+    "verl.ext.reward_stages", "verl.ext.record", "verl.trainer.export", "verl.ext.lora",
+    "verl.ext.canary", "verl.trainer.checkpoints", "verl.ext.trace", "verl.ext.stopping",
+    "verl.trainer.progress", "verl.ext.steady",
 )  # fmt: skip
 """Modules with a function `hook(parts)`, in the order of their hooks; it returns None to have none.
 

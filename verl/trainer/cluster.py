@@ -14,6 +14,7 @@ from verl.agent.wording import is_file
 from verl.config import Config
 from verl.errors import ConfigError, ResourceError, explain
 from verl.proxies import bypass_loopback
+from verl.rollout.interface import engine_takes_adapter
 from verl.socket_folder import socket_folder
 from verl.training.devices import device_type
 from verl.training.network import joins_cluster
@@ -93,10 +94,16 @@ def config_for_actors(config: Config, use_gpu: bool) -> Config:
     template, resume_mode = config.template, config.trainer.resume_mode
     policy_model = replace(section.model, path=_absolute_model(section.model.path))
     critic_path = None if critic.model.path is None else _absolute_model(critic.model.path)
+    trainer = replace(
+        config.trainer,
+        device="cuda" if use_gpu else "cpu",
+        resume_mode=resume_mode if resume_mode in MODES_WITHOUT_FOLDER else _absolute(resume_mode),
+    )
     weights, replay = section.rollout.weights_dir, section.rollout.replay
     rollout = replace(
         section.rollout,
         name=plugins.absolute(section.rollout.name),
+        merge_adapter=not engine_takes_adapter(replace(config, trainer=trainer)),
         weight_sync=plugins.absolute(section.rollout.weight_sync),
         weights_dir=None if weights is None else _absolute(weights),
         replay=None if replay is None else _absolute(replay),
@@ -105,11 +112,6 @@ def config_for_actors(config: Config, use_gpu: bool) -> Config:
         config.agent,
         name=plugins.absolute(config.agent.name),
         tools=[plugins.absolute(name) for name in config.agent.tools],
-    )
-    trainer = replace(
-        config.trainer,
-        device="cuda" if use_gpu else "cpu",
-        resume_mode=resume_mode if resume_mode in MODES_WITHOUT_FOLDER else _absolute(resume_mode),
     )
     return replace(
         config,

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Export(Hook):
-    """Writes `model/` below the run's folder at the end of a run, and an adapter to `adapter/`."""
+    """Writes `model/` below the run's folder at the end of a run."""
 
     def __init__(self, config: Config, environment: Environment) -> None:
         """`environment`: the agents' tools, which are described in the exported model."""
@@ -31,8 +31,6 @@ class Export(Hook):
         model = self.config.actor_rollout_ref.model
         folder, ranks = directory / "model", trainer.ranks
         ranks.save_policy(folder, trainer.rollouts.dtype)
-        if model.has_adapter:
-            ranks.save_policy(directory / "adapter", is_adapter=True)
         copy_tokenizer(model.path, folder)
         template = self.config.template
         if is_file(template):

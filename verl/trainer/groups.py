@@ -16,7 +16,7 @@ from verl.config import Config
 from verl.errors import ConfigError, explain
 from verl.model_shape import pair_costs
 from verl.ports import free_port
-from verl.rollout.interface import EngineDied, engine_takes_adapter
+from verl.rollout.interface import EngineDied
 from verl.rollout.pool import NullRolloutPool
 from verl.rollout.replica import RolloutReplica
 from verl.rollout.replicas import RolloutReplicas
@@ -160,7 +160,6 @@ def build_groups(
         arguments,
         restarts,
         selected_transport(config)(config),
-        takes_adapter=engine_takes_adapter(config),
         shares_devices=plan.is_colocated,
         overlaps=rollout.max_staleness > 0,
         hang_timeout=HANG_TIMEOUT_S,

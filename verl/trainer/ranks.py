@@ -91,11 +91,9 @@ class TrainerRanks:
             for number, calls in enumerate(group.take_calls())
         }
 
-    def save_policy(
-        self, directory: Path, dtype: str = "bfloat16", is_adapter: bool = False
-    ) -> None:
-        """Write the policy as a Hugging Face folder, or its adapter as a peft folder."""
-        self.group.call("save_policy", str(directory.absolute()), dtype, is_adapter)
+    def save_policy(self, directory: Path, dtype: str = "bfloat16") -> None:
+        """Write the policy as a Hugging Face folder."""
+        self.group.call("save_policy", str(directory.absolute()), dtype)
 
     def save_checkpoint(self, directory: Path) -> None:
         """Have every rank write its shards below `directory`. Raises SaveError."""

@@ -6,6 +6,7 @@ ask for something else name another class in the place of `Roles` (`roles_class`
 
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from verl.training.kernels import prepare_blocks, use_kernels
 from verl.training.loading import copy_without_values, open_causal_lm
 from verl.training.models import LogProbModel, ValueModel, blocks
 from verl.training.sequence_parallel import SequenceParallelGroup, check_heads
+from verl.training.weights import write_policy
 
 
 @dataclass
@@ -120,6 +122,12 @@ class Roles:
         if size > 1 and size not in self._sp_groups:
             self._sp_groups[size] = SequenceParallelGroup.join(size)
         return self._sp_groups.get(size)
+
+    def write_for_engines(
+        self, actor: FsdpModel, directory: Path, dtype: str, writer: int, num_writers: int
+    ) -> float:
+        """Write the folder that engines load; arguments and result are those of `write_policy`."""
+        return write_policy(actor, directory, dtype, writer, num_writers)
 
     @classmethod
     def records(cls, config: Config) -> dict[str, Any]:

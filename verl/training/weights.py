@@ -6,18 +6,20 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoTokenizer, PretrainedConfig
 
-from verl.errors import ConfigError, explain
+from verl.errors import ConfigError, ResourceError, explain
 from verl.files import atomic_write, exclusive_lock
 from verl.remote_code import trusts_remote_code
+from verl.training.fsdp import FsdpModel
 
 SHARD_BYTES = 4 << 30
 """Upper limit of the weights collected in host memory for one file, and so of its size."""
@@ -122,6 +124,52 @@ def write_weights(
                 stale.unlink()
     config.dtype = dtype
     config.save_pretrained(directory)
+    return seconds
+
+
+def policy_config(model: FsdpModel) -> PretrainedConfig:
+    """Return the config of a policy's language model."""
+    config = model.module.get_submodule("lm").config
+    assert isinstance(config, PretrainedConfig)
+    return config
+
+
+def write_policy(
+    model: FsdpModel, directory: Path, dtype: str, writer: int, num_writers: int
+) -> float:
+    """Write a policy as a Hugging Face folder by the first `num_writers` writers.
+
+    Every rank contributes its shards. Returns and raises as `write_together`.
+    """
+    named, config = model.policy_weights(dtype), policy_config(model)
+
+    def write() -> float:
+        if writer >= num_writers:
+            return 0.0
+        return write_weights(directory, named, config, dtype, writer, num_writers)
+
+    return write_together(directory, write, named)
+
+
+def write_together(
+    directory: Path, write: Callable[[], float], named: Iterable[tuple[str, Tensor]] = ()
+) -> float:
+    """Write this rank's part of `directory`; returns the seconds that `write` returns.
+
+    A rank that cannot write raises ResourceError, but only after it has gathered what is left of
+    `named` together with the others.
+    """
+    seconds, problem = 0.0, None
+    try:
+        seconds = write()
+    except OSError as error:
+        problem = error
+    for _ in named:
+        pass
+    dist.barrier()
+    if problem is not None:
+        expected, fix = "a writable folder with space for the weights", "free some space"
+        raise ResourceError(explain(str(directory), problem, expected, fix)) from problem
     return seconds
 
 

@@ -8,7 +8,6 @@ import asyncio
 import os
 import random
 import socket
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,7 +18,6 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from verl.config import Config
-from verl.errors import ResourceError, explain
 from verl.machine import HostMemory
 from verl.remote_code import set_trust
 from verl.training.actor import Actor
@@ -40,7 +38,7 @@ from verl.training.devices import (
 from verl.training.fsdp import FsdpModel
 from verl.training.roles import roles_class
 from verl.training.shards import ShardWriter, load_shards, save_shards, shard_bytes
-from verl.training.weights import write_weights
+from verl.training.weights import policy_config, write_policy
 from verl.weights.files import selected_transport
 
 
@@ -103,9 +101,7 @@ class TrainerWorker:
         self.actor, self.models["actor"] = self._policy(actor), actor
         self.sender = selected_transport(self.config).sender(self)
         self.reference = None if reference is None else self._policy(reference)
-        config = actor.module.get_submodule("lm").config
-        assert isinstance(config, PretrainedConfig)
-        self.model_config = self.saved_config = config
+        self.saved_config = policy_config(actor)
 
     def _policy(self, model: FsdpModel) -> Actor:
         section = self.config.actor_rollout_ref
@@ -148,54 +144,17 @@ class TrainerWorker:
         """Return the names of this rank's GPU (empty on CPU) and compute dtype."""
         return card_name(self.device), dtype_name(self.dtype)
 
-    def save_policy(
-        self, directory: str | Path, dtype: str = "bfloat16", is_adapter: bool = False
-    ) -> None:
-        """Write the policy into `directory`, on the first rank's node.
-
-        It is written as a Hugging Face folder, with its adapter merged, or with `is_adapter` as the
-        adapter's peft folder.
-        """
-        self.write_policy(Path(directory), dtype, is_adapter, writer=self.rank, num_writers=1)
+    def save_policy(self, directory: str | Path, dtype: str = "bfloat16") -> None:
+        """Write the policy into `directory` as a Hugging Face folder, on the first rank's node."""
+        write_policy(self.actor.model, Path(directory), dtype, writer=self.rank, num_writers=1)
 
     def policy_weights(self, dtype: str) -> Iterator[tuple[str, Tensor]]:
         """As `FsdpModel.policy_weights`."""
         return self.actor.model.policy_weights(dtype)
 
-    def write_policy(
-        self, directory: Path, dtype: str, is_adapter: bool, writer: int, num_writers: int
-    ) -> float:
-        """Write the policy by the first `num_writers` writers; every rank contributes its shards.
-
-        With `is_adapter` it is written as a peft folder, otherwise with its adapter merged. Returns
-        the seconds spent writing. A rank that cannot write raises ResourceError, but only after all
-        ranks have gathered all tensors.
-        """
-        seconds = 0.0
-        problem: OSError | None = None
-        named: Iterator[tuple[str, Tensor]] = iter(())
-        try:
-            if is_adapter:
-                adapter = self.actor.model.adapter()  # type: ignore[attr-defined]  # for a moment
-                start = time.perf_counter()
-                if writer == 0:
-                    adapter.write(directory)
-                seconds = time.perf_counter() - start
-            else:
-                named = self.policy_weights(dtype)
-                if writer < num_writers:
-                    seconds = write_weights(
-                        directory, named, self.model_config, dtype, writer, num_writers
-                    )
-        except OSError as error:
-            problem = error
-        for _ in named:  # gather the remaining tensors together with the other ranks
-            pass
-        dist.barrier()
-        if problem is not None:
-            expected, fix = "a writable folder with space for the weights", "free some space"
-            raise ResourceError(explain(str(directory), problem, expected, fix)) from problem
-        return seconds
+    def write_policy(self, directory: Path, dtype: str, writer: int, num_writers: int) -> float:
+        """As `Roles.write_for_engines`."""
+        return self.roles.write_for_engines(self.actor.model, directory, dtype, writer, num_writers)
 
     def shutdown(self) -> None:
         """Remove what was sent and leave the process group."""

@@ -49,13 +49,11 @@ class Rank(Protocol):
     def policy_weights(self, dtype: str) -> Iterator[tuple[str, Tensor]]:
         """Yield the name and whole tensor of each weight; all ranks iterate together, to the end.
 
-        An adapter is merged; the caller casts the weights to `dtype`.
+        The caller casts the weights to `dtype`.
         """
 
-    def write_policy(
-        self, directory: Path, dtype: str, is_adapter: bool, writer: int, num_writers: int
-    ) -> float:
-        """Write the policy together with the other ranks; returns the seconds of writing."""
+    def write_policy(self, directory: Path, dtype: str, writer: int, num_writers: int) -> float:
+        """Write what engines load together with the other ranks; returns the seconds of writing."""
 
 
 class Ranks(Protocol):
@@ -70,8 +68,6 @@ class Engines(Protocol):
     group: RayWorkerGroup
     dtype: str
     """The number format in which engines load weights."""
-    takes_adapter: bool
-    """Whether they load the policy's adapter alone."""
 
     @property
     def loading(self) -> Sequence[int]:
@@ -155,9 +151,7 @@ class FolderWriter:
         self._rank = rank
         self._folder: NodeFolder | None = None
 
-    def write(
-        self, directory: str, version: int, needed: Sequence[int], dtype: str, is_adapter: bool
-    ) -> float:
+    def write(self, directory: str, version: int, needed: Sequence[int], dtype: str) -> float:
         """Write subfolder `version` of `directory`; returns the seconds of writing.
 
         Of the other subfolders only the versions in `needed` are kept.
@@ -168,7 +162,7 @@ class FolderWriter:
             self._folder.keep_only({str(number) for number in needed})
         dist.barrier()  # wait until the folder exists
         folder = Path(directory, str(version))
-        return self._rank.write_policy(folder, dtype, is_adapter, writer, self._rank.num_local)
+        return self._rank.write_policy(folder, dtype, writer, self._rank.num_local)
 
     def close(self) -> None:
         """Remove the weights from the node's memory."""
@@ -192,7 +186,7 @@ class Files(Transport):
         """Write the weights, then have the engines read them when they can."""
         start, group = time.perf_counter(), ranks.group
         folders = [str(on_node(self._folder, location.node_id)) for location in group.locations()]
-        options = version, engines.loading, engines.dtype, engines.takes_adapter
+        options = version, engines.loading, engines.dtype
         write = float(max(group.scatter("sender.write", folders, *options)))
         self._version = version
         self.resend(engines)

@@ -24,7 +24,6 @@ RECEIVERS = {
     "self._llm": ["vllm.v1.engine.async_llm.AsyncLLM"],
     "AsyncLLM": ["vllm.v1.engine.async_llm.AsyncLLM"],
     "self._vllm": ["vllm"],
-    "self._lora_request": ["vllm.lora.request.LoRARequest"],
     "self.reload_weights": [f"{V1}.GPUModelRunner.reload_weights"],
     "self.model_runner": [f"{V1}.GPUModelRunner", f"{V2}.GPUModelRunner"],
     "placement": ["ray.util.placement_group.PlacementGroup"],

@@ -81,12 +81,12 @@ def resolve(case: dict[str, Any]) -> dict[str, Any]:
     simulate(case["card"])
     from verl.config import Config  # noqa: PLC0415
     from verl.preflight.memory.check import with_options  # noqa: PLC0415
-    from verl.rollout.vllm_settings import VllmSettings  # noqa: PLC0415
+    from verl.rollout.interface import build_engine  # noqa: PLC0415
 
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(QWEN_3B))
         options = {"trainer.device": "cuda", "actor_rollout_ref.model.path": folder}
-        ours = VllmSettings(with_options(Config(), options | case["engine"]))
+        ours = build_engine(with_options(Config(), options | case["engine"])).settings
         os.environ |= ours.environment()
         resolved = read(ours.arguments())
     return {

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.gpu_wheels
 COUNTED_ON = (
     "self._llm.generate", "self._llm.collective_rpc", "self._llm.sleep", "self._llm.wake_up",
     "self._llm.add_lora", "self._llm.remove_lora", "self._llm.reset_prefix_cache",
-    "self._lora_request", "self._vllm.SamplingParams", "self.reload_weights", "varlen_attn",
+    "LoRARequest", "self._vllm.SamplingParams", "self.reload_weights", "varlen_attn",
     "fully_shard", "ActorHost.options", "placement_group", "dist.init_process_group",
 )  # fmt: skip
 

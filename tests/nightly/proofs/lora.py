@@ -25,6 +25,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from verl.config import Config
 from verl.core_algos.losses import loss_weights
+from verl.ext.lora.model import write_adapter
 from verl.ports import free_port
 from verl.preflight.memory.check import fill_undecided
 from verl.training.worker import TrainerWorker
@@ -101,7 +102,8 @@ def measure(model: str, ranks: tuple[int, int], steps: int, batch: TokenBatch, o
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         save = seconds(lambda: worker.save_checkpoint(folder / "checkpoint"))
-        sync = functools.partial(worker.save_policy, is_adapter=bool(ranks[0]))
+        adapt = functools.partial(write_adapter, worker.actor.model)
+        sync = adapt if ranks[0] else worker.save_policy
         transfer = seconds(lambda: sync(folder / "update"))
         figures: Figures = {
             "trained parameters, million": sum(x.numel() for x in learned) / 1e6,

@@ -85,10 +85,10 @@ def spoiled(fault: Fault | None, replica: int = 0) -> type[InlineEngine]:
         first: Weights
         before: Weights
 
-        async def update_weights(self, folder: str, version: int, is_adapter: bool = False) -> None:
+        async def update_weights(self, folder: str, version: int) -> None:
             self.before = _copy(self.model)
             self.first = self.before if version == 1 else self.first
-            await super().update_weights(folder, version, is_adapter)
+            await super().update_weights(folder, version)
             # The first version has the weights of step 0. Engine `n` has the seed `n`.
             if fault and version == FAULTY_STEP + 1 and self.number == replica:
                 fault(self.model, self.before, self.first)

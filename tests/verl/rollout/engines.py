@@ -54,9 +54,8 @@ class Running:
         sampling = replace(Sampling(max_tokens=8), **options)
         return self.loop.run_until_complete(self.engine.generate(ids, sampling))
 
-    def update(self, folder: Path, version: int, is_adapter: bool = False) -> None:
-        update = self.engine.update_weights(str(folder), version, is_adapter)
-        self.loop.run_until_complete(update)
+    def update(self, folder: Path, version: int) -> None:
+        self.loop.run_until_complete(self.engine.update_weights(str(folder), version))
 
     def reset(self) -> None:
         """Load the original weights again, as version 0."""

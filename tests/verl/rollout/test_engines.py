@@ -22,6 +22,7 @@ from verl.rollout.interface import (
     engine_class,
     engine_problems,
     engine_takes_adapter,
+    selected_class,
 )
 from verl.training import kernels
 from verl.types import Completion, Sampling
@@ -168,7 +169,7 @@ class Parrot(RolloutEngine):
     async def generate(self, prompt_ids, sampling):
         return Completion(tuple(prompt_ids), (0.0,) * len(prompt_ids), "said", "stop", self.version)
 
-    async def update_weights(self, folder, version, is_adapter=False):
+    async def update_weights(self, folder, version):
         self.version = version
 
 
@@ -235,7 +236,7 @@ def test_an_unmerged_adapter_needs_an_engine_that_takes_adapters(tmp_path: Path)
     assert "merge_adapter" in problem
     config.actor_rollout_ref.rollout.name = "vllm"
     assert problems(config) == [] and engine_takes_adapter(config)
-    assert engine_class("vllm").takes_adapters
+    assert selected_class(config).takes_adapters and not engine_class("vllm").takes_adapters
 
 
 def test_a_driver_without_gpus_accepts_gpu_options_for_a_cluster(

@@ -118,7 +118,7 @@ def test_line_14_each_adapter_is_used_with_no_old_cache(running: Running, tmp_pa
     targets = (["q_proj", "down_proj"], ["k_proj", "gate_proj", "up_proj"], ["o_proj", "v_proj"])
     for version, names in enumerate(targets, start=1):
         model = random_adapter(version, names)
-        update = running.replica.engine.update_weights(write(model, tmp_path), version, True)
+        update = running.replica.engine.update_weights(write(model, tmp_path), version)
         running.loop.run_until_complete(update)
         for prompt, got in zip(prompts, running.generate(prompts), strict=True):
             assert got.weight_version == version
@@ -131,7 +131,7 @@ def test_line_29_ids_are_scored_with_the_adapter(running: Running, tmp_path: Pat
     """An adapter that is not applied would give the scores of the base model."""
     model, ids = random_adapter(7, ["q_proj", "down_proj"]), list(range(100, 132))
     folder = write(model, tmp_path)
-    update = running.replica.update_weights(folder, 7, is_adapter=True, scored_ids=ids)
+    update = running.replica.update_weights(folder, 7, scored_ids=ids)
     score = running.loop.run_until_complete(update)
     assert score is not None and score.version == 7 and score.log_probs is not None
     for lm, differs in ((model, False), (tiny_llama(), True)):

@@ -81,7 +81,7 @@ class TickingEngine(RolloutEngine):
         assert self.weight_version == version, "weights changed during a request"
         return Completion(tuple(ids), (-1.0,) * len(ids), "x" * len(ids), "length", version)
 
-    async def update_weights(self, folder: str, version: int, is_adapter: bool = False) -> None:
+    async def update_weights(self, folder: str, version: int) -> None:
         for _ in range(2):
             assert version in self._folders.present, "its files were removed while they were read"
             assert self.num_running == 0

@@ -10,6 +10,7 @@ from tests.verl.rollout.engines import Running
 from tests.verl.rollout.test_vllm_settings import on_gpu, policy
 from verl.errors import ModelError
 from verl.nvidia import vllm_device
+from verl.rollout.interface import build_engine
 from verl.rollout.vllm_engine import VllmEngine
 from verl.rollout.vllm_settings import CPU_BLOCK
 from verl.types import Completion, EngineCounts, Sampling
@@ -37,15 +38,18 @@ def test_the_end_tokens_of_the_models_files_still_count(vllm: Running) -> None:
         assert config.try_get_generation_config()["eos_token_id"] == [3, 4]
 
 
-@pytest.mark.parametrize(("lora_rank", "expected"), [(0, "dummy"), (8, "auto")])
-def test_only_the_base_of_an_adapter_is_read_at_the_start(
-    lora_rank: int, expected: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("lora_rank", "expected"), [(0, ("dummy", 2)), (8, ("auto", 1))])
+def test_only_the_base_of_an_adapter_is_read_at_the_start_and_kept_in_sleep(
+    lora_rank: int, expected: tuple[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whole weights are sent before the first request; outside of training they never are."""
-    engine, asked = VllmEngine(on_gpu(lora_rank=lora_rank).config), []
+    config = on_gpu().config
+    config.actor_rollout_ref.model.lora_rank = lora_rank
+    engine: Any = build_engine(config)
+    asked: list[tuple[str, int]] = []
 
     async def start() -> None:
-        asked.append(engine.settings.arguments()["load_format"])
+        asked.append((engine.settings.arguments()["load_format"], engine.settings.sleep_level))
 
     monkeypatch.setattr(engine, "start", start)
     assert engine.settings.arguments()["load_format"] == "auto"

@@ -15,14 +15,11 @@ def policy() -> Config:
     return config
 
 
-def on_gpu(
-    max_num_seqs: int = 256, lora_rank: int = 0, deterministic: bool = False
-) -> VllmSettings:
+def on_gpu(max_num_seqs: int = 256, deterministic: bool = False) -> VllmSettings:
     config = policy()
     config.trainer.device, config.trainer.deterministic = "cuda", deterministic
     section = config.actor_rollout_ref
     section.rollout.dtype, section.rollout.max_num_seqs = "bfloat16", max_num_seqs
-    section.model.lora_rank = lora_rank
     return VllmSettings(config)
 
 
@@ -101,7 +98,7 @@ def test_the_users_arguments_win_and_null_is_left_to_vllm() -> None:
 
 def test_no_engine_takes_its_sampling_from_the_models_files() -> None:
     """Qwen2.5 ships a penalty and top_k in generation_config.json."""
-    for settings in (VllmSettings(policy()), on_gpu(), on_gpu(lora_rank=8)):
+    for settings in (VllmSettings(policy()), on_gpu()):
         assert settings.arguments()["generation_config"] == "vllm"
 
 
@@ -112,12 +109,6 @@ def test_only_an_engine_that_shares_its_card_can_sleep() -> None:
     assert VllmSettings(config).arguments()["enable_sleep_mode"]
     config.trainer.rollout_gpus = 1
     assert not VllmSettings(config).arguments()["enable_sleep_mode"]
-
-
-def test_only_the_base_weights_of_an_adapter_are_kept_in_sleep() -> None:
-    """Whole weights are loaded after each sleep, so that a copy would be overwritten."""
-    assert on_gpu().sleep_level == 2
-    assert on_gpu(lora_rank=8).sleep_level == 1
 
 
 @pytest.mark.parametrize(

@@ -105,7 +105,7 @@ class InlineEngine(TransformersEngine):
         await pause(self.random, 5)
         return self._generate(list(prompt_ids), sampling, lambda text: None, lambda: False)
 
-    async def update_weights(self, folder: str, version: int, is_adapter: bool = False) -> None:
+    async def update_weights(self, folder: str, version: int) -> None:
         await pause(self.random, 5)
         self._context.reset()
         self.model, self.weight_version = self._load(folder), version

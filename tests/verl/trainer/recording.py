@@ -117,7 +117,7 @@ class RecordingRanks:
     def take_peak_memory(self) -> PeakMemory | None:
         return self.peak
 
-    def save_policy(self, directory: Path, dtype: str = "", is_adapter: bool = False) -> None:
+    def save_policy(self, directory: Path, dtype: str = "") -> None:
         directory.mkdir(parents=True, exist_ok=True)
 
 

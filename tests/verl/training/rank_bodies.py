@@ -55,7 +55,7 @@ def train(rank: int, size: int, port: int, model: str, out: str) -> dict[str, An
     answers["ref_log_probs"] = worker.reference.log_probs(first)  # updates must not change it
     answers["values"] = worker.critic.values(first)
     worker.save_policy(Path(out) / "weights", "float32")
-    worker.sender.write(str(Path(out) / "shared"), 3, [], "bfloat16", is_adapter=False)
+    worker.sender.write(str(Path(out) / "shared"), 3, [], "bfloat16")
     answers["shared"] = whole_policy(Path(out) / "shared" / "3") if rank == 0 else {}
     answers["sent"] = sent_policy(worker, num_receivers=int(rank == 0), stream=f"test-{port}")
     # The driver renames the folder when all ranks are done.

@@ -10,9 +10,10 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.full_disk import files_up_to
+from verl.errors import ResourceError
 from verl.files import is_file_error
 from verl.training import weights
-from verl.training.weights import FileLayout, write_weights
+from verl.training.weights import FileLayout, write_together, write_weights
 
 
 def test_only_the_writing_is_timed(tmp_path: Path) -> None:
@@ -69,3 +70,25 @@ def test_a_full_disk_is_an_os_error(tmp_path: Path) -> None:
         weights.write_file(tmp_path / "model.safetensors", {"a": torch.zeros(1000)})
     assert is_file_error(caught.value)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_rank_that_cannot_write_does_not_block_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tensors are gathered together: it takes part to the end, and raises then."""
+    events = list[str]()
+
+    def gather() -> Iterator[tuple[str, Tensor]]:
+        for name in "abc":
+            yield name, torch.zeros(1)
+            events.append(name)
+
+    def fail() -> float:
+        next(named)
+        raise OSError(28, "No space left on device", str(tmp_path))
+
+    named = gather()
+    monkeypatch.setattr(weights.dist, "barrier", lambda: events.append("barrier"))
+    with pytest.raises(ResourceError, match=r"No space left.*free some space"):
+        write_together(tmp_path, fail, named)
+    assert events == ["a", "b", "c", "barrier"]

@@ -14,7 +14,7 @@ from verl.weights.files import Files, selected_transport
 class Nodes:
     """Four ranks on two nodes, of which the slowest takes 2.5 s; also the engines there."""
 
-    dtype, takes_adapter, loading = "bfloat16", True, (3,)
+    dtype, loading = "bfloat16", (3,)
 
     def __init__(self) -> None:
         self.group: Any = self
@@ -42,7 +42,7 @@ def test_every_node_reads_what_its_ranks_wrote(tmp_path: Path) -> None:
     assert nodes.loaded == []
     assert files.send(nodes, nodes, 4)["write"] == 2.5
     folders, options = nodes.written
-    assert options == (4, (3,), "bfloat16", True)
+    assert options == (4, (3,), "bfloat16")
     assert {str(Path(folder).parent) for folder in folders} == {str(tmp_path)}
     assert len(set(folders)) == 2
     files.resend(nodes)

@@ -6,6 +6,7 @@ which of them is active and which parameters each role trains.
 """
 
 import enum
+import time
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ from verl.training.models import (
     target_values,
     trunk_of,
 )
+from verl.training.weights import write_together
 
 
 class Role(enum.StrEnum):
@@ -174,12 +176,21 @@ def adapted_policy(
     return build_adapted_model(lm, {Role.ACTOR: options}, device, fsdp)
 
 
-def write_adapter(model: FsdpModel, directory: Path | None) -> None:
-    """Gather the adapter that a model trains; the rank that has a folder writes it, for peft."""
+def write_adapter(model: FsdpModel, directory: Path | None) -> float:
+    """Gather the adapter that a model trains; the ranks that have a folder write it, for peft.
+
+    Returns the seconds of writing. Raises ResourceError after all ranks have taken part.
+    """
     assert isinstance(model, AdaptedFsdpModel), "all weights are trained: there is no adapter"
     adapter = model.adapter()
-    if directory is not None:
-        adapter.write(directory)
+
+    def write() -> float:
+        start = time.perf_counter()
+        if directory is not None:
+            adapter.write(directory)
+        return time.perf_counter() - start
+
+    return write_together(directory or Path(), write)
 
 
 def share_base_model(model: FsdpModel, role: Role, options: FsdpOptions) -> FsdpModel:

@@ -1,9 +1,11 @@
 """The models of a rank of which policy, critic or both are adapters on a frozen base."""
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from verl.config import AdapterConfig, Config
@@ -11,9 +13,16 @@ from verl.config.policy import BlocksConfig
 from verl.core_algos.advantages import ADVANTAGES
 from verl.errors import ConfigError, UserError
 from verl.ext.lora.adapter import record_of_peft_config
-from verl.ext.lora.model import Role, build_adapted_model, peft_config, share_base_model
+from verl.ext.lora.model import (
+    Role,
+    build_adapted_model,
+    peft_config,
+    share_base_model,
+    write_adapter,
+)
 from verl.model_files import model_errors
 from verl.remote_code import trusts_remote_code
+from verl.rollout.interface import engine_takes_adapter
 from verl.training.fsdp import FsdpModel
 from verl.training.roles import Roles
 
@@ -61,6 +70,19 @@ class AdaptedRoles(Roles):
             self.prepare(lm, model, size, "critic")
             adapters = {Role.CRITIC: model}
             return build_adapted_model(lm, adapters, self.device, self.critic_options())
+
+    def write_for_engines(
+        self, actor: FsdpModel, directory: Path, dtype: str, writer: int, num_writers: int
+    ) -> float:
+        """Write the adapter alone, by one rank of each node, for engines that take it."""
+        if not engine_takes_adapter(self.config):
+            return super().write_for_engines(actor, directory, dtype, writer, num_writers)
+        return write_adapter(actor, directory if writer == 0 else None)
+
+    def save_adapter(self, directory: str) -> None:
+        """Write the policy's adapter as a peft folder, on the first rank's node."""
+        assert self._policy is not None, "all weights of the policy are trained"
+        write_adapter(self._policy, Path(directory) if dist.get_rank() == 0 else None)
 
     @classmethod
     def records(cls, config: Config) -> dict[str, Any]:

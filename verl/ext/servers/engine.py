@@ -135,7 +135,7 @@ class VllmServer(RolloutEngine):
         assert version == self.weight_version, "weights changed while a request was running"
         return _completion(choice, version)
 
-    async def update_weights(self, folder: str, version: int, is_adapter: bool = False) -> None:
+    async def update_weights(self, folder: str, version: int) -> None:
         """Make the server load the weights of a folder and drop what the old weights cached.
 
         Raises ConfigError if a running server cannot load them.

@@ -53,7 +53,7 @@ def train(rank: int, size: int, port: int, model: str, out: str) -> dict[str, An
     answers["ref_log_probs"] = worker.reference.log_probs(first)
     answers["log_probs"] = worker.actor.log_probs(first)
     worker.save_policy(Path(out) / "merged", "float32")
-    worker.save_policy(Path(out) / "adapter", is_adapter=True)
+    worker.roles.save_adapter(f"{out}/adapter")
     # The driver renames the folder when all ranks are done.
     worker.save_checkpoint(Path(out) / "global_step_3.tmp")
     answers["next"] = next_metrics(worker, rank, size)

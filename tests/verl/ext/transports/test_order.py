@@ -54,7 +54,7 @@ class Group:
 class Two:
     """Two engines with three workers on the ranks' devices, or on others."""
 
-    dtype, takes_adapter, loading = "float32", False, ()
+    dtype, loading = "float32", ()
 
     def __init__(self, log: list[str], devices: str = "ab b") -> None:
         self.log, self.devices = log, devices
