@@ -11,7 +11,7 @@ import pytest
 from search_r1.datasets.command import OwnOptions
 from search_r1.datasets.own import read_files
 from search_r1.datasets.published import cache_finder
-from search_r1.inference import command
+from search_r1.inference import batch
 from search_r1.inference.batch import read_questions
 from search_r1.retrieval.corpus import Corpus
 from search_r1.retrieval.engines import diagnostics
@@ -101,7 +101,7 @@ def test_a_text_is_read_up_to_its_bound(tmp_path: Path) -> None:
 
 def test_a_pipe_that_was_given_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """A shell's `<(command)` may provide questions, up to the same maximum."""
-    monkeypatch.setattr(command, "MAX_CHARS", 10)
+    monkeypatch.setattr(batch, "MAX_CHARS", 10)
     for text, is_taken in ((b"Who?\nWhy?", True), (b"Who?\n" * 10, False)):
         read, write = os.pipe()
         os.write(write, text)

@@ -47,7 +47,7 @@ def resolve(option: str, name: str, builtin: Mapping[str, Entry]) -> Entry:
         raise ConfigError(explain(option, repr(name), expected, fix))
     path, _, attribute = name.rpartition(":")
     with import_lock:  # no other thread may see a partly executed module
-        module = _import_file(option, Path(path).expanduser().resolve())
+        module = _import_file(option, Path(path).expanduser().absolute())
     if not hasattr(module, attribute):
         own = ", ".join(key for key, value in vars(module).items()
                         if getattr(value, "__module__", None) == module.__name__)  # fmt: skip
@@ -144,14 +144,14 @@ class PortableFactory(Generic[Product]):
 
 def _import_file(option: str, path: Path) -> ModuleType:
     """Import a file; it is executed once per process, however many options name it."""
-    name = module_name(path)
+    name = module_name(path.resolve())
     if name in sys.modules:
         return sys.modules[name]
     if not path.is_file():
         fix = f"correct the path; relative ones start at {Path.cwd()}"
         raise ConfigError(explain(option, path, "a Python file that exists", fix))
     with user_code_errors(option, path, "a file that can be imported"):
-        return execute_file(path, name)
+        return execute_file(path.resolve(), name)
 
 
 @contextlib.contextmanager
