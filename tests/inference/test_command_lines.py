@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from search_r1 import infer, serve
-from search_r1.inference import command, opening
+from search_r1.inference import batch, opening
 from search_r1.inference.dialogue import AgentSession
 from tests.fakes import ScriptedEngine
 from tests.inference.scripted import TWO_SEARCHES, session
@@ -82,7 +82,7 @@ def test_a_full_disk_ends_a_file_in_one_line(
     async def scripted(_: object) -> AsyncIterator[AgentSession]:
         yield session(ScriptedEngine(TWO_SEARCHES * 3))
 
-    monkeypatch.setattr(command, "open_session", scripted)
+    monkeypatch.setattr(batch, "open_session", scripted)
     questions = tmp_path / "questions.txt"
     questions.write_text("Who?\nWhere?\n")
     assert infer.main([*BASE, "--file", str(questions), "--out", "/dev/full"]) == 2
@@ -99,7 +99,7 @@ def test_answers_of_two_runs_never_mix(
     async def scripted(_: object) -> AsyncIterator[AgentSession]:
         yield session(ScriptedEngine(TWO_SEARCHES))
 
-    monkeypatch.setattr(command, "open_session", scripted)
+    monkeypatch.setattr(batch, "open_session", scripted)
     questions, out = tmp_path / "questions.txt", tmp_path / "new" / "answers.jsonl"
     questions.write_text("Who?\n")
     words = [*BASE, "--file", str(questions), "--out"]
