@@ -48,8 +48,6 @@ HOOKS = (
 
 What adds metrics comes before what keeps the step's state, and what ends a run after it.
 """
-
-
 STARTERS = ("verl.ext.reaper", "verl.ext.nodes", "verl.ext.cpu_env")
 """Modules with a function `add_to(start_up)`, in the order in which they are called."""
 KEY = "trainer.hooks"
@@ -57,7 +55,7 @@ KEY = "trainer.hooks"
 
 def optional(module: str) -> ModuleType | None:
     """Import a module of a feature; None, with a warning, if it was deleted."""
-    if find_spec(module) is None:
+    if find_spec(module.rpartition(".")[0]) is None or find_spec(module) is None:
         logger.warning("%s was deleted: the run goes on without it", module)
         return None
     return importlib.import_module(module)

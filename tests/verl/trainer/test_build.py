@@ -62,7 +62,9 @@ def test_a_deleted_module_is_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The others are built, and a warning names it."""
-    monkeypatch.setattr(build, "HOOKS", ("verl.ext.gone", "verl.trainer.validate"))
+    monkeypatch.setattr(
+        build, "HOOKS", ("verl.ext.gone", "verl.ext.gone.hook", "verl.trainer.validate")
+    )
     trainer = build_trainer(grpo_config(tmp_path), [])
     assert [type(hook).__name__ for hook in trainer.hooks] == ["Validation"]
     assert all(isinstance(hook, Hook) for hook in trainer.hooks)
