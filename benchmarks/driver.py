@@ -35,9 +35,8 @@ from verl.ext.steady import one_thread, steady_memory
 from verl.monitor.performance import Timings
 from verl.packing import split_groups
 from verl.rewards.interface import Reward
-from verl.rollout.pool import complete_groups
 from verl.single_controller.actors import ActorHost, RayWorkerGroup
-from verl.trainer.collect import Samples
+from verl.trainer.collect import Samples, complete_groups
 from verl.trainer.learn import Learner, add_advantages, assemble
 from verl.trainer.metrics import (
     advantage_metrics,

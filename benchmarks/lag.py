@@ -28,7 +28,7 @@ from rich.console import Console
 from benchmarks.algorithms.runner import BASE, ROOT, Result, prepare, retriever
 from benchmarks.algorithms.variants import GROUP_SIZE, NUM_STEPS, NUM_TRAJECTORIES
 from benchmarks.asynchrony import read_metrics, train
-from verl.rollout import schedule
+from verl.ext import replay
 
 MAX_TURNS = 8
 """Turns of a schedule entry: more than a dialogue has. The trainer ignores the surplus."""
@@ -51,13 +51,13 @@ def write_schedule(folder: Path, lag: int, steps: int) -> Path:
     """
     for step in range(1, steps + 1):
         versions = (max(1, step - lag),) * MAX_TURNS
-        schedule.write(folder, step, (
-            schedule.ScheduleEntry(group=f"{step}/{position}", sample=sample,
+        replay.write(folder, step, (
+            replay.ScheduleEntry(group=f"{step}/{position}", sample=sample,
                                    replica=0, versions=versions)
             for position in range(NUM_TRAJECTORIES // GROUP_SIZE)
             for sample in range(GROUP_SIZE)
         ))  # fmt: skip
-    return folder / schedule.FOLDER
+    return folder / replay.FOLDER
 
 
 @dataclass(frozen=True)

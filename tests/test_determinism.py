@@ -13,7 +13,7 @@ from tests.nightly.proofs.kills.__main__ import undisturbed
 from tests.nightly.proofs.kills.training import Training, command
 from tests.test_end_to_end import train
 from tests.test_retriever_failures import searching_model
-from verl.rollout import schedule
+from verl.ext.replay import FOLDER
 
 pytestmark = pytest.mark.vllm_cpu
 
@@ -108,7 +108,7 @@ def test_a_schedule_cut_by_a_kill_is_repeated_bit_for_bit(tmp_path: Path) -> Non
         finally:
             run.stop()
     assert len(run.resumed()) == 1
-    replay = f"actor_rollout_ref.rollout.replay={recorded / schedule.FOLDER}"
+    replay = f"actor_rollout_ref.rollout.replay={recorded / FOLDER}"
     with slow_retriever(0.05, seed=2) as url:
         folder = tmp_path / "repeated"
         again = Training(folder, command(folder, base, url, 8, [*AHEAD, replay]))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
 import os
 import shutil
@@ -220,13 +221,14 @@ def rollout(cluster: OrphanReaper, tmp_path_factory: pytest.TempPathFactory) -> 
     )  # fmt: skip
     group.locations()
     arguments = [(tiny_config(start), lambda _: GatedAgent(folder), i) for i in range(2)]
-    group.gather(group.start_build(RolloutReplica, arguments))
+    build = functools.partial(group.start_build, RolloutReplica, arguments)
+    group.gather(build())
     group.call("engine.start")
     replicas = RolloutReplicas(
-        group, arguments, Restarts(99), Files(tiny_config(start)), hang_timeout=30.0
+        group, build, Restarts(99), Files(tiny_config(start)), hang_timeout=30.0
     )
     weights = ModelFolder(current)
-    replicas.update_weights(weights)
+    replicas.update_weights(weights, 1)
     yield Rollout(replicas, folder, weights)
     weights.close()
     replicas.shutdown()
@@ -264,7 +266,7 @@ def test_a_replica_killed_between_steps_gets_the_next_weights(rollout: Rollout) 
     rollout.engine_core(0).kill()
     rollout.actor(1).kill()
     rollout.replicas.wake_up()
-    rollout.replicas.update_weights(rollout.weights)
+    rollout.replicas.update_weights(rollout.weights, version + 1)
     again = rollout.generate()
     assert ids(again) == ids(undisturbed)
     assert {t.stats["version"] for t in again} == {version + 1}

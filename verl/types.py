@@ -190,7 +190,7 @@ class Trajectory:
     status: Status = Status.OUT_OF_TURNS
     stats: dict[str, float] = field(default_factory=dict)
     """Statistics of the agent (turns, valid actions ...), averaged into metrics."""
-    faults: dict[str, int] = field(default_factory=dict)
+    faults: dict[str, float] = field(default_factory=dict)
     """Counts of infrastructure faults (retried calls ...), summed into the metrics `fault/NAME`."""
     group: str = ""
     """Name of the prompt instance of this step; all samples of one instance share it."""

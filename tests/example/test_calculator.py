@@ -19,6 +19,7 @@ from search_r1.agent.generation import build_dialogue, build_environment
 from search_r1.scoring import build_reward_manager
 from tests.fakes import cut_at_stop, texts
 from tests.memory_tracker import MemoryTracker
+from tests.verl.rollout.instant import InstantRollouts
 from tests.verl.trainer.local_run import LocalRanks
 from tests.verl.trainer.test_ranks import ranks_of
 from verl.agent.dialogue import DialogueAgent
@@ -27,7 +28,6 @@ from verl.core_algos.kl import FixedKLController
 from verl.monitor.tracking import Tracking
 from verl.ports import free_port
 from verl.preflight.memory.check import fill_undecided
-from verl.rollout.pool import RolloutPool
 from verl.trainer.build import Inputs, Parts
 from verl.trainer.ranks import TrainerRanks
 from verl.training.worker import TrainerWorker
@@ -67,10 +67,8 @@ class Scripted:
         return Completion(ids, (-1.0,) * len(ids), text, reason)
 
 
-class Replicas(RolloutPool):
-    """A rollout pool that runs the agent of the run in this process."""
-
-    dtype, version = "float32", 0
+class Replicas(InstantRollouts):
+    """Rollouts that run the agent of the run in this process."""
 
     def __init__(self, agent: DialogueAgent) -> None:
         self.agent = agent
@@ -83,13 +81,6 @@ class Replicas(RolloutPool):
 
         self.finished = asyncio.run(run_all())
         return self.finished
-
-    def update_weights(self, ranks: object) -> dict[str, float]:
-        return {}
-
-    def sleep(self) -> None: ...
-
-    def wake_up(self) -> None: ...
 
 
 @pytest.fixture

@@ -29,7 +29,7 @@ class FinishedTrajectory(BaseModel, ser_json_inf_nan="constants"):
     replica: int
     status: Status
     stats: dict[str, float]
-    faults: dict[str, int]
+    faults: dict[str, int | float]
     segments: tuple[Segment, ...]
 
     @classmethod

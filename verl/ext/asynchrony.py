@@ -9,19 +9,21 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from verl.checkpoint.folders import RunState
-from verl.ext import ahead_files
+from verl.ext import ahead_files, replay
 from verl.monitor.performance import Timings
-from verl.rollout import schedule
-from verl.rollout.pool import RolloutRequest, trajectory_keys
+from verl.rollout.rollouts import RolloutRequest, trajectory_keys
 from verl.trainer.collect import PromptBatch, RolloutCollector, Samples
 from verl.trainer.hooks import FileWriter
 from verl.types import Metrics, Trajectory, TrajectoryKey
+
+FinishedTrajectories = Callable[[], Mapping[TrajectoryKey, Trajectory]]
+"""Waits for finished trajectories that were asked for; callable in any thread."""
 
 
 @dataclass
@@ -33,6 +35,8 @@ class AheadCollector(RolloutCollector):
 
     last_step: int | None = None
     """No batches are started for steps after this one."""
+    fetch_finished: Callable[[], FinishedTrajectories] = lambda: dict
+    """Asks engines for the finished trajectories of requests that still run."""
     batches: deque[PromptBatch] = field(default_factory=deque)
     """Batches that are drawn from the data but not used yet, in order."""
     last_drawn: tuple[int, int] = (0, 0)
@@ -41,7 +45,7 @@ class AheadCollector(RolloutCollector):
     """Batches that the current step uses."""
     _resumed: dict[TrajectoryKey, ahead_files.FinishedTrajectory] = field(default_factory=dict)
     """Trajectories from a checkpoint, of batches that are not started yet."""
-    _schedule_entries: list[schedule.ScheduleEntry] = field(default_factory=list)
+    _schedule_entries: list[replay.ScheduleEntry] = field(default_factory=list)
     """Schedule of the current step's trajectories, until it is written."""
 
     @property
@@ -55,7 +59,7 @@ class AheadCollector(RolloutCollector):
         collected = super().collect(step, timings)
         if self.max_ahead > 0:
             directory = Path(self.config.trainer.default_local_dir)
-            schedule.write(directory, step, self._schedule_entries)
+            replay.write(directory, step, self._schedule_entries)
         return collected
 
     def sample_batch(self, step: int, number: int) -> list[Trajectory]:
@@ -65,7 +69,7 @@ class AheadCollector(RolloutCollector):
         self._current_batches.append(batch)
         assert batch.request is not None, "_start_batches starts the batch of this step"
         trajectories = self.rollout.finish(batch.request)
-        self._schedule_entries += map(schedule.entry_of, trajectories)
+        self._schedule_entries += map(replay.entry_of, trajectories)
         return trajectories
 
     def _start_batches(self, step: int) -> None:
@@ -118,7 +122,7 @@ class AheadCollector(RolloutCollector):
         requests = [batch.request for batch in started if batch.request is not None]
         if not requests:
             return None
-        fetch_finished = self.rollout.fetch_finished()  # first, as it updates `request.finished`
+        fetch_finished = self.fetch_finished()  # first, as it updates `request.finished`
         finished: dict[TrajectoryKey, Trajectory] = {}
         keys: set[TrajectoryKey] = set()
         for request in requests:

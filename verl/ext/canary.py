@@ -99,7 +99,7 @@ class WeightCanary:
     dtype: str
     """The coarser dtype of ranks and engines, which determines how much rounding is possible."""
     transfer: Callable[[Any, Any, int], dict[str, float]]
-    """Transfers the weights of a step from ranks to engines; returns the seconds of each part."""
+    """Sends the weights from ranks to engines, as a version; returns the seconds of each part."""
     file: Path | None = None
     """Keeps the difference at the start for the resumed run; None: nothing is kept."""
     setting: str = ""
@@ -117,21 +117,21 @@ class WeightCanary:
     """The latest differences of each engine, in nats."""
     _unable: set[int] = field(default_factory=set)
 
-    def __call__(self, ranks: Ranks, replicas: Any, step: int) -> dict[str, float]:
-        """Transfer the weights of `step`; return the seconds of each part.
+    def __call__(self, ranks: Ranks, replicas: Any, version: int) -> dict[str, float]:
+        """Transfer the weights of `version`; return the seconds of each part.
 
         `replicas` are `RolloutReplicas`: a run without engines has no canary. Raises MismatchError
         if an engine does not have the weights of its version.
         """
         start = time.perf_counter()
         replicas.scored_ids = self.ids
-        self._is_resumed = step > 0 if self._is_resumed is None else self._is_resumed
+        self._is_resumed = version > 1 if self._is_resumed is None else self._is_resumed
         log_probs = ranks.group.call("actor.sequence_log_probs", list(self.ids))[0]
-        self._expected[replicas.version + 1] = Expected(step, log_probs)
-        for version in sorted(self._expected)[:-NUM_KEPT]:
-            del self._expected[version]
+        self._expected[version] = Expected(version - 1, log_probs)
+        for old in sorted(self._expected)[:-NUM_KEPT]:
+            del self._expected[old]
         seconds = time.perf_counter() - start
-        parts = self.transfer(ranks, replicas, step)
+        parts = self.transfer(ranks, replicas, version)
         self.compare(replicas.take_scores())
         return {**parts, "canary": seconds}
 
@@ -243,7 +243,7 @@ def hook(parts: Parts) -> Canary | None:
     tokenizer = load_tokenizer(config.actor_rollout_ref.model.path)
     device = torch.device(device_type(config.trainer.device))
     computed = dtype_name(resolve_dtype(config.trainer.compute_dtype, device))
-    sampled = parts.rollouts.dtype
+    sampled = parts.dtype
     canary = WeightCanary(
         choose_ids(tokenizer, seed, min(LENGTH, config.data.max_model_len - 1)),
         sampled if computed == "float32" else computed,

@@ -10,7 +10,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,6 @@ from verl.preflight.memory.check import decide_memory, memory_problems, read_set
 from verl.preflight.memory.needs import has_critic
 from verl.proxies import client_settings
 from verl.quantization import check_unquantized
-from verl.rollout import schedule
 from verl.rollout.interface import engine_problems, selected_class
 from verl.training.devices import cores_for
 from verl.training.family import check_family
@@ -61,9 +60,13 @@ CHECKPOINT_FACTOR = 3
 MIN_FREE_BYTES = 1 << 30
 
 
-def preflight(config: Config, environment: Environment) -> Config:
+def preflight(
+    config: Config, environment: Environment,
+    optional: Sequence[Callable[[Config], Iterable[UserError]]] = (),
+) -> Config:  # fmt: skip
     """Check that the run can start, and return its options with those left to the machine decided.
 
+    `optional` are the checks of optional features.
     Raises PreflightError with all problems.
     """
     problems: list[UserError] = list(engine_problems(config)) if config.samples_rollouts else []
@@ -71,11 +74,8 @@ def preflight(config: Config, environment: Environment) -> Config:
         raise PreflightError(problems)
     problems = list(model_problems(config)) or list(_sequence_parallel_problems(config))
     checks: list[Callable[[Config], Iterable[UserError]]] = [
-        *(
-            (_question_problems, schedule.problems, selected_class(config).problems)
-            if config.samples_rollouts
-            else ()
-        ),
+        *((_question_problems, selected_class(config).problems) if config.samples_rollouts else ()),
+        *optional,
         lambda _: environment.preflight(PROBE_SECONDS),
         kernel_problems,
         _device_problems,

@@ -20,8 +20,7 @@ from ray.exceptions import RayError, RayTaskError
 from verl.engine import Score
 from verl.errors import ReplicaLost, UserError
 from verl.packing import split_groups
-from verl.rollout.pool import RolloutPool, RolloutRequest
-from verl.rollout.replica import RolloutReplica
+from verl.rollout.rollouts import RolloutRequest, TrainedRollouts
 from verl.single_controller.actors import RayWorkerGroup, Restarts, cause_of
 from verl.types import Sampling, Trajectory, TrajectoryKey
 from verl.weights.files import Ranks, Transport
@@ -30,13 +29,13 @@ FETCH_TIMEOUT_S = 30.0
 """Seconds to wait for the replicas to report their finished trajectories."""
 
 
-class RolloutReplicas(RolloutPool):
-    """The pool of a run's replicas, hosted by Ray actors."""
+class RolloutReplicas(TrainedRollouts):
+    """The replicas of a run, hosted by Ray actors."""
 
     def __init__(
         self,
         group: RayWorkerGroup,
-        arguments: Sequence[Sequence[Any]],
+        rebuild: Callable[[], list[Any]],
         restarts: Restarts,
         transport: Transport,
         shares_devices: bool = True,
@@ -44,7 +43,7 @@ class RolloutReplicas(RolloutPool):
         hang_timeout: float | None = None,
         empty_cache: Callable[[], object] = lambda: None,
     ) -> None:
-        """Actor i hosts `RolloutReplica(*arguments[i])`, also after a restart.
+        """`rebuild`: starts to build the hosted replicas again, in new actors.
 
         `transport`: the way of new weights from the ranks.
         `shares_devices`: engines share the ranks' devices, so they sleep while the ranks train.
@@ -57,7 +56,7 @@ class RolloutReplicas(RolloutPool):
         self.version = 0
         self.restarts = restarts
         self.overlaps, self._sleeps = overlaps, shares_devices and not overlaps
-        self._arguments = list(arguments)
+        self._rebuild = rebuild
         self._empty_cache, self._transport = empty_cache, transport
         self._hang_timeout = math.inf if hang_timeout is None else hang_timeout
         self.scored_ids: Sequence[int] = ()
@@ -115,12 +114,7 @@ class RolloutReplicas(RolloutPool):
 
         return wait
 
-    def abandon(self, request: RolloutRequest) -> None:
-        """Cancel the pending calls of a request whose trajectories are no longer needed."""
-        self._requests.remove(request)
-        self.group.cancel(list(request.calls))
-
-    def update_weights(self, ranks: Ranks) -> dict[str, float]:
+    def update_weights(self, ranks: Ranks, version: int) -> dict[str, float]:
         """Transfer the policy's current weights to all engines.
 
         A replica loads them as `RolloutReplica.update_weights` describes. At most one earlier
@@ -131,8 +125,8 @@ class RolloutReplicas(RolloutPool):
         self._wait_for_weight_updates(max_pending=1)
         seconds, waited = {"gather": 0.0, "write": 0.0}, time.perf_counter() - start
         with self._restarting_after_loss():  # the new engines are sent this version then
-            seconds = self._transport.send(ranks, self, self.version + 1)
-        self.version, self.sent = self.version + 1, self._transport.metrics
+            seconds = self._transport.send(ranks, self, version)
+        self.version, self.sent = version, self._transport.metrics
         sent = time.perf_counter()
         if not self.overlaps:
             self._wait_for_weight_updates(max_pending=0)
@@ -145,14 +139,15 @@ class RolloutReplicas(RolloutPool):
         return sorted({version for _, version in self._weight_updates.values()})
 
     def pause(self, version: int) -> None:
-        """As `Engines.pause`."""
-        self.call("pause", lambda replica: (version, self._num_calls[replica]))
+        """As `Engines.pause`; without overlap nothing samples anyway."""
+        if self.overlaps:
+            self.call("pause", lambda replica: (version, self._num_calls[replica]))
 
     def load(self, sources: Sequence[str], version: int) -> None:
         """As `Engines.load`; the answers may be scores."""
-        scored = [self.scored_ids] if self.scored_ids else []
         for replica, source in enumerate(sources):
-            arguments = source, version, self._num_calls[replica], *scored
+            num_calls = (self._num_calls[replica],) if self.overlaps else ()
+            arguments = source, version, self.scored_ids, *num_calls
             call = self.group.submit(replica, "update_weights", *arguments)
             self._weight_updates[call] = replica, version
 
@@ -219,8 +214,9 @@ class RolloutReplicas(RolloutPool):
         parts = split_groups([request.starts[i].group for i in unfinished], len(self.group))
         for replica, part in enumerate(parts):
             positions = [unfinished[i] for i in part]
-            arguments = [request.starts[i] for i in positions], request.sampling, self.version
-            call = self.group.submit(replica, "rollout", *arguments)
+            arguments = [request.starts[i] for i in positions], request.sampling
+            version = (self.version,) if self.overlaps else ()
+            call = self.group.submit(replica, "rollout", *arguments, *version)
             request.calls[call] = replica, positions
             self._num_calls[replica] += 1
 
@@ -260,7 +256,7 @@ class RolloutReplicas(RolloutPool):
         self._num_calls.clear()
         self.group.restart()
         try:
-            self.group.gather(self.group.start_build(RolloutReplica, self._arguments))
+            self.group.gather(self._rebuild())
             self.group.call("engine.start_for_training")
             self._transport.resend(self)
             self._scores += filter(None, self.group.gather(list(self._weight_updates)))

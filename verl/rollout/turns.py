@@ -1,15 +1,13 @@
-"""The engine as one trajectory sees it: each turn is timed, and sampled with fixed weights."""
+"""The engine as one trajectory sees it, and the time in which turns are sampled."""
 
 from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Coroutine, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 from verl.engine import Listener, RolloutEngine
-from verl.rollout.gate import WeightGate
-from verl.types import Completion, EngineCounts, Sampling, TrajectoryKey, TurnTimes
+from verl.types import Completion, EngineCounts, Sampling, TurnTimes
 
 
 class BusyClock:
@@ -34,43 +32,36 @@ class BusyClock:
 
 
 class TurnEngine(RolloutEngine):
-    """The engine of one trajectory; without a gate, the caller keeps the weights fixed."""
+    """The engine of one trajectory, which times its turns."""
 
-    def __init__(
-        self, engine: RolloutEngine, clock: BusyClock, gate: WeightGate | None, min_version: int,
-        key: TrajectoryKey = ("", 0),
-    ) -> None:  # fmt: skip
-        """A schedule finds turns by `key`."""
+    def __init__(self, engine: RolloutEngine, clock: BusyClock) -> None:
         self._engine, self._clock = engine, clock
-        self._gate, self._min_version, self._key = gate, min_version, key
         self._num_turns = 0
         self.times: list[TurnTimes] = []
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
-        return await self._turn(self._engine.generate(prompt_ids, sampling))
+        with self._turn() as completions:
+            completions.append(await self._engine.generate(prompt_ids, sampling))
+        return completions[0]
 
     async def stream(
         self, prompt_ids: Sequence[int], sampling: Sampling, listener: Listener
     ) -> Completion:
-        return await self._turn(self._engine.stream(prompt_ids, sampling, listener))
+        with self._turn() as completions:
+            completions.append(await self._engine.stream(prompt_ids, sampling, listener))
+        return completions[0]
 
-    async def _turn(self, request: Coroutine[Any, Any, Completion]) -> Completion:
-        """Sample one turn with fixed weights; record its times, also if it fails."""
-        requested, number, gate = time.time(), self._num_turns, self._gate
+    @contextlib.contextmanager
+    def _turn(self) -> Iterator[list[Completion]]:
+        """Time a turn, also if it fails; the body adds its completion to the list."""
+        started, number, completions = time.time(), self._num_turns, list[Completion]()
         self._num_turns += 1
-        queued_s, counts = 0.0, EngineCounts()
+        self._clock.change(+1)
         try:
-            held = gate.sampling(self._min_version, (*self._key, number)) if gate else None
-            async with held or contextlib.nullcontext():
-                started = time.time()
-                self._clock.change(+1)
-                try:
-                    completion = await request
-                    queued_s, counts = completion.queued_s, completion.counts
-                    return completion
-                finally:
-                    self._clock.change(-1)
-                    times = TurnTimes(requested, started, time.time(), number, queued_s, counts)
-                    self.times.append(times)
+            yield completions
         finally:
-            request.close()  # it may never have started
+            self._clock.change(-1)
+            queued_s = sum(completion.queued_s for completion in completions)
+            counts = sum((completion.counts for completion in completions), EngineCounts())
+            turn = TurnTimes(started, started, time.time(), number, queued_s, counts)
+            self.times.append(turn)

@@ -238,11 +238,6 @@ class RayWorkerGroup:
         """Whether a call has finished or failed."""
         return bool(ray.wait([call], timeout=0)[0])
 
-    def cancel(self, calls: Sequence[Any]) -> None:
-        """Cancel calls whose results are no longer needed."""
-        for call in calls:
-            ray.cancel(call)
-
     def _raise(self, error: RayError, actors: Mapping[Any, int], index: int) -> NoReturn:
         """Raise the group's error if a death caused the error of actor `index`, else that error."""
         if isinstance(error, self._deaths):

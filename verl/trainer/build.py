@@ -9,8 +9,8 @@ from __future__ import annotations
 import importlib
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
@@ -25,15 +25,19 @@ from verl.checkpoint.saver import Saver
 from verl.config import Config
 from verl.core_algos.kl import KLController
 from verl.data.sampler import PromptSampler
-from verl.errors import ConfigError, explain
+from verl.errors import ConfigError, UserError, explain
 from verl.rewards.interface import RewardFn, RewardManager, adapted
-from verl.rollout.pool import RetryingRollout
+from verl.rollout.replica import RolloutReplica
+from verl.rollout.replicas import RolloutReplicas
+from verl.rollout.rollouts import Rollouts, TrainedRollouts
+from verl.trainer.cluster import uses_gpus
 from verl.trainer.collect import RolloutCollector, Source
 from verl.trainer.groups import StartUp
 from verl.trainer.hooks import Hook
 from verl.trainer.learn import Learner
 from verl.trainer.loop import Logger, RayPPOTrainer, Transfer
 from verl.trainer.ranks import TrainerRanks
+from verl.training.devices import rollout_dtype
 from verl.types import Metrics, Prompt
 
 logger = logging.getLogger(__name__)
@@ -61,12 +65,14 @@ def optional(module: str) -> ModuleType | None:
     return importlib.import_module(module)
 
 
-def transfer_weights(ranks: TrainerRanks, rollouts: Any, step: int) -> dict[str, float]:
-    """Wake the engines up, and have them load the weights that the ranks have after `step`."""
+def transfer_weights(
+    ranks: TrainerRanks, rollouts: TrainedRollouts, version: int
+) -> dict[str, float]:
+    """Wake the engines up, and have them load the weights that the ranks have now."""
     start = time.perf_counter()
     rollouts.wake_up()
     awake = time.perf_counter()
-    return {"wake_up": awake - start, **rollouts.update_weights(ranks)}
+    return {"wake_up": awake - start, **rollouts.update_weights(ranks, version)}
 
 
 @dataclass(frozen=True)
@@ -88,7 +94,8 @@ class Parts:
 
     inputs: Inputs
     ranks: TrainerRanks
-    rollouts: Any
+    rollouts: TrainedRollouts | None
+    """None in a run on recorded trajectories."""
     reward: RewardFn | RewardManager
     kl_controller: KLController
     logger: Logger
@@ -116,14 +123,23 @@ class Parts:
         return Saver(self.config.trainer, self.directory, self.ranks, self.inputs.identity)
 
     @cached_property
-    def rollout(self) -> RetryingRollout:
+    def rollout(self) -> Rollouts | None:
         """The engines, for whatever samples; hooks may end the run while it waits for tools."""
-        return RetryingRollout(
-            self.rollouts,
-            self.inputs.environment,
-            self._wait,
-            expected_identity=self.inputs.identity.get("fingerprints", {}),
+        retry = optional("verl.ext.retry")
+        if self.rollouts is None or retry is None:
+            return self.rollouts
+        expected = self.inputs.identity.get("fingerprints", {})
+        rollout: Rollouts = retry.RetryingRollout(
+            self.rollouts, self.inputs.environment, self._wait, expected
         )
+        return rollout
+
+    @property
+    def dtype(self) -> str:
+        """The number format of engines and of the written policy."""
+        device = "cuda" if uses_gpus(self.config) else "cpu"  # `auto` may differ in the driver
+        trainer = replace(self.config.trainer, device=device)
+        return rollout_dtype(replace(self.config, trainer=trainer))
 
     def _wait(self) -> None:
         for hook in self.hooks:
@@ -175,7 +191,7 @@ def built_hooks(parts: Parts) -> Iterator[Hook]:
 def build_source(parts: Parts) -> Source:
     """Build the source of a run's trajectories: recorded, sampled, or sampled ahead of time."""
     config, inputs = parts.config, parts.inputs
-    if not config.samples_rollouts:
+    if parts.rollout is None:
         from verl.ext.recorded import RecordedCollector  # noqa: PLC0415 - only where asked for
 
         return RecordedCollector(config, parts.reward_manager)
@@ -187,11 +203,38 @@ def build_source(parts: Parts) -> Source:
         seed=config.trainer.seed,
     )
     sources = config, parts.rollout, prompts, sampler, parts.reward_manager
-    if config.actor_rollout_ref.rollout.max_staleness > 0 or has_batches_ahead(config):
+    overlaps = config.actor_rollout_ref.rollout.max_staleness > 0
+    if overlaps or has_batches_ahead(config):
         from verl.ext.asynchrony import AheadCollector  # noqa: PLC0415 - only where asked for
 
-        return AheadCollector(*sources, inputs.total_steps)
+        source = AheadCollector(*sources, inputs.total_steps)
+        if overlaps and isinstance(parts.rollouts, RolloutReplicas):
+            source.fetch_finished = parts.rollouts.fetch_finished
+        return source
     return RolloutCollector(*sources)
+
+
+def replica_class(config: Config) -> type[RolloutReplica]:
+    """Return what hosts an engine: where weights change while it samples, it has a gate."""
+    rollout = config.actor_rollout_ref.rollout
+    if rollout.replay is not None:
+        from verl.ext.replay import ReplayingReplica  # noqa: PLC0415 - only where asked for
+
+        return ReplayingReplica
+    if rollout.max_staleness > 0:
+        from verl.ext.gated import GatedReplica  # noqa: PLC0415 - only where asked for
+
+        return GatedReplica
+    return RolloutReplica
+
+
+def optional_checks(config: Config) -> Sequence[Callable[[Config], Iterable[UserError]]]:
+    """Return the checks of optional features that `preflight` is to make."""
+    if config.actor_rollout_ref.rollout.replay is None:
+        return ()
+    from verl.ext.replay import problems  # noqa: PLC0415 - only where asked for
+
+    return (problems,)
 
 
 def has_batches_ahead(config: Config) -> bool:

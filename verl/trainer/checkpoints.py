@@ -72,7 +72,7 @@ class Checkpoints(Hook):
             for part in trainer.parts:
                 part.load_checkpoint(state, folder)
         trainer.step = state.step
-        trainer.rollouts.version = state.next_version - 1  # the weights are sent as the next one
+        trainer.version = state.next_version - 1  # the weights are sent as the next one
         if state.pending is not None and not self.is_read_only:
             trainer.unfinished = dict(state.pending)
         read_driver_random(folder)

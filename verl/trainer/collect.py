@@ -16,10 +16,10 @@ from verl.core_algos.jagged import ROUNDING
 from verl.data.sampler import PromptSampler
 from verl.monitor.performance import Timings
 from verl.rewards.interface import Reward, RewardManager
-from verl.rollout.pool import RetryingRollout, RolloutRequest, complete_groups
+from verl.rollout.rollouts import RolloutRequest, Rollouts
 from verl.trainer.hooks import Stateful
-from verl.trainer.metrics import reward_metrics, rollout_metrics
-from verl.trainer.validate import trajectory_seed
+from verl.trainer.metrics import fault_metrics, reward_metrics, rollout_metrics
+from verl.trainer.validate import check_lost_share, trajectory_seed
 from verl.types import Metrics, Prompt, Sampling, Status, Trajectory, start_trajectory
 
 logger = logging.getLogger(__name__)
@@ -75,6 +75,21 @@ def select_for_training(
     return sampled.select_groups(set(groups)), metrics
 
 
+def complete_groups(
+    trajectories: Sequence[Trajectory], failed: Sequence[Trajectory], label: str, max_share: float
+) -> list[Trajectory]:
+    """Return the trajectories of all groups without a failure.
+
+    A group with a failure is dropped as a whole: mostly trajectories that call tools fail, and the
+    others alone would misrepresent the group. `label` names the trajectories in messages, as in
+    `step 3`. Raises ToolOutage as `check_lost_share` does.
+    """
+    incomplete = {trajectory.group for trajectory in failed}
+    kept = [t for t in trajectories if t.group not in incomplete]
+    check_lost_share(failed, len(trajectories) - len(kept), len(trajectories), label, max_share)
+    return kept
+
+
 @dataclass
 class PromptBatch:
     """Prompts that are sampled together; groups and seeds are derived from `step` and `first`.
@@ -105,7 +120,7 @@ class RolloutCollector(Source):
     """Samples and scores each step's trajectories with the current weights."""
 
     config: Config
-    rollout: RetryingRollout
+    rollout: Rollouts
     prompts: Sequence[Prompt]
     sampler: PromptSampler
     reward: RewardManager
@@ -134,8 +149,9 @@ class RolloutCollector(Source):
             num_batches += 1
         self.rollout.sleep()
         self.sampled = sampled
+        num_dropped = len(trajectories) - len(sampled.trajectories)
         metrics = {**rollout_metrics(trajectories), **reward_metrics(sampled.rewards)}
-        metrics |= self.rollout.take_faults()
+        metrics |= fault_metrics(trajectories, num_dropped)
         selected, selection_metrics = select_for_training(sampled, self.config, step, num_batches)
         return selected, metrics | selection_metrics
 
@@ -172,7 +188,6 @@ class RolloutCollector(Source):
         failed = [t for t in trajectories if t.status is Status.FAILED]
         max_lost_share = self.config.trainer.max_lost_share
         complete = complete_groups(trajectories, failed, f"step {step}", max_lost_share)
-        self.rollout.faults["trajectories_dropped"] += len(trajectories) - len(complete)
         with timings.phase("reward"):
             return Samples(complete, self.reward(complete))
 

@@ -21,16 +21,16 @@ if TYPE_CHECKING:
 class Export(Hook):
     """Writes `model/` below the run's folder at the end of a run."""
 
-    def __init__(self, config: Config, environment: Environment) -> None:
+    def __init__(self, config: Config, environment: Environment, dtype: str) -> None:
         """`environment`: the agents' tools, which are described in the exported model."""
-        self.config, self.environment = config, environment
+        self.config, self.environment, self.dtype = config, environment, dtype
 
     def on_end(self, trainer: RayPPOTrainer) -> None:
         """Write the policy, in the engines' number format."""
         directory = Path(self.config.trainer.default_local_dir)
         model = self.config.actor_rollout_ref.model
         folder, ranks = directory / "model", trainer.ranks
-        ranks.save_policy(folder, trainer.rollouts.dtype)
+        ranks.save_policy(folder, self.dtype)
         copy_tokenizer(model.path, folder)
         template = self.config.template
         if is_file(template):
@@ -49,4 +49,6 @@ class Export(Hook):
 def hook(parts: Parts) -> Export | None:
     """Return the hook of a run that trains."""
     config = parts.config
-    return None if config.trainer.val_only else Export(config, parts.inputs.environment)
+    if config.trainer.val_only:
+        return None
+    return Export(config, parts.inputs.environment, parts.dtype)

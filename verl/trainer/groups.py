@@ -17,7 +17,6 @@ from verl.errors import ConfigError, explain
 from verl.model_shape import pair_costs
 from verl.ports import free_port
 from verl.rollout.interface import EngineDied
-from verl.rollout.pool import NullRolloutPool
 from verl.rollout.replica import RolloutReplica
 from verl.rollout.replicas import RolloutReplicas
 from verl.single_controller.actors import RayWorkerGroup, Restarts
@@ -31,7 +30,7 @@ from verl.single_controller.placement import (
 from verl.trainer.cluster import config_for_actors, uses_gpus
 from verl.trainer.ranks import BatchSharding, TrainerRanks
 from verl.training.allocator import engine_variables, rank_variables
-from verl.training.devices import DETERMINISTIC_ENV, rollout_dtype
+from verl.training.devices import DETERMINISTIC_ENV
 from verl.training.network import forwarded_variables
 from verl.training.worker import TrainerWorker
 from verl.weights.files import selected_transport
@@ -106,15 +105,13 @@ def start_ranks(config: Config, start_up: StartUp) -> StartedRanks:
     return StartedRanks(config, placements[plan.actor.group], engine_env, ranks)
 
 
-def build_ranks(
-    config: Config, total_updates: int, start_up: StartUp
-) -> tuple[TrainerRanks, NullRolloutPool]:
+def build_ranks(config: Config, total_updates: int, start_up: StartUp) -> TrainerRanks:
     """Build the training ranks of a run that trains on recorded trajectories, without engines."""
     started = start_ranks(config, start_up)
     config, ranks = started.config, started.ranks
     for wait in [start_building(ranks, group, config, total_updates) for group in ranks.groups]:
         wait()
-    return ranks, NullRolloutPool(rollout_dtype(config))
+    return ranks
 
 
 def build_groups(
@@ -123,6 +120,7 @@ def build_groups(
     total_updates: int,
     start_up: StartUp,
     restarts: Restarts,
+    replica_class: type[RolloutReplica] = RolloutReplica,
 ) -> tuple[TrainerRanks, RolloutReplicas]:
     """Start and build all actors; engines and ranks load concurrently unless they share GPUs."""
     check_engine_gpus(config, uses_gpus(config))
@@ -142,7 +140,7 @@ def build_groups(
     )  # fmt: skip
     replicas.locations()  # known from now on, for messages about lost replicas
     arguments = [(config, agent_factory, replica) for replica in range(num_replicas)]
-    replica_calls = replicas.start_build(RolloutReplica, arguments)
+    replica_calls = replicas.start_build(replica_class, arguments)
     apart = [group for group in ranks.groups if group is not ranks.group]
     pending = [start_building(ranks, group, config, total_updates) for group in apart]
     # Engines on the ranks' GPUs load first and then sleep, so that the ranks have the memory.
@@ -157,7 +155,7 @@ def build_groups(
     clear = partial(ranks.group.call, "empty_cache") if plan.is_colocated else lambda: None
     return ranks, RolloutReplicas(
         replicas,
-        arguments,
+        partial(replicas.start_build, replica_class, arguments),
         restarts,
         selected_transport(config)(config),
         shares_devices=plan.is_colocated,

@@ -25,6 +25,7 @@ from typing import Any, Protocol
 
 from verl.config import Config
 from verl.monitor.performance import Timings
+from verl.rollout.rollouts import TrainedRollouts
 from verl.single_controller.actors import Call
 from verl.trainer.collect import Samples, Source
 from verl.trainer.hooks import Hook, Hooks, Stateful, merged_state
@@ -42,7 +43,7 @@ class Logger(Protocol):
 
 
 Transfer = Callable[[TrainerRanks, Any, int], dict[str, float]]
-"""Sends the weights after a step from ranks to engines; returns the seconds of each part."""
+"""Sends the weights from ranks to engines, as a version; returns the seconds of each part."""
 
 
 @dataclass
@@ -63,13 +64,16 @@ class RayPPOTrainer:
     config: Config
     source: Source
     learner: Learner
-    rollouts: Any
+    rollouts: TrainedRollouts | None
+    """None in a run that samples nothing."""
     transfer: Transfer
     logger: Logger
     hooks: Sequence[Hook]
     total_steps: int
     step: int = field(init=False, default=0)
     """The current step, or the last finished one between steps."""
+    version: int = field(init=False, default=0)
+    """Version of the policy that the step's trajectories are sampled with; the first is 1."""
     current: Step = field(init=False, default_factory=Step)
     unfinished: Metrics | None = field(init=False, default=None)
     """Metrics of a resumed step whose updates are done, but not its validation and logging."""
@@ -107,14 +111,14 @@ class RayPPOTrainer:
                 self.learner.prepare(batch, timings)
                 with timings.phase("adv"):
                     metrics |= add_advantages(batch, self.config, self.learner.kl_controller)
-            metrics |= batch_metrics(batch, self.rollouts.version)
+            metrics |= batch_metrics(batch, self.version)
             metrics |= self.learner.update(batch, self.step, timings)
         self._all.call("on_updated", self)
         with timings.phase("update_weights"):
             seconds = self.send_weights()
         timings.seconds |= {f"update_weights/{part}": s for part, s in seconds.items()}
         self.current.calls = self.learner.take_calls(timings)
-        busy_share = self.rollouts.busy_share()
+        busy_share = self.rollouts.busy_share() if self.rollouts is not None else None
         return metrics | performance_metrics(
             batch, timings, busy_share, self.config.placement.num_gpus
         )
@@ -130,8 +134,11 @@ class RayPPOTrainer:
         return self._all.contexts("during", phase, self)
 
     def send_weights(self) -> dict[str, float]:
-        """Send the policy's weights to the engines; returns the seconds of each part."""
-        return self.transfer(self.ranks, self.rollouts, self.step)
+        """Send the policy's weights to the engines, if any; returns the seconds of each part."""
+        self.version += 1
+        if self.rollouts is None:
+            return {}
+        return self.transfer(self.ranks, self.rollouts, self.version)
 
     def log(self, metrics: Metrics) -> None:
         """Log metrics of the current step."""
@@ -149,4 +156,4 @@ class RayPPOTrainer:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the fields of a `RunState`."""
-        return {"step": self.step, "version": self.rollouts.version, **merged_state(self.parts)}
+        return {"step": self.step, "version": self.version, **merged_state(self.parts)}

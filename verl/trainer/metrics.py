@@ -28,6 +28,8 @@ TOOL_USE = "guard/search_rate"
 """Share of trajectories with a tool call; the name is from when there was one tool."""
 NO_ANSWER = "guard/no_answer_rate"
 LENGTH_CLIP = "guard/length_clip_rate"
+FAULTS = ("trajectories_resampled", "trajectories_failed", "trajectories_dropped", "outage_s")
+"""Faults that every step reports; those of tools and agents come from the trajectories."""
 
 
 def min_mean_max(name: str, values: Sequence[float] | Tensor) -> Metrics:
@@ -109,6 +111,17 @@ def behaviour_metrics(trajectories: Sequence[Trajectory]) -> Metrics:
         if turns and all(count in t.stats for t in completed):
             metrics[metric] = sum(t.stats[count] for t in completed) / turns
     return metrics
+
+
+def fault_metrics(trajectories: Sequence[Trajectory], num_dropped: int = 0) -> Metrics:
+    """Return the faults of all trajectories, and how many failed for good or were dropped."""
+    counts = defaultdict(float, dict.fromkeys(FAULTS, 0.0))
+    for trajectory in trajectories:
+        counts["trajectories_failed"] += trajectory.status is Status.FAILED
+        for name, count in trajectory.faults.items():
+            counts[name] += count
+    counts["trajectories_dropped"] += num_dropped
+    return {f"fault/{name}": float(count) for name, count in counts.items()}
 
 
 def reward_metrics(rewards: Sequence[Reward]) -> Metrics:

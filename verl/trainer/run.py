@@ -35,8 +35,17 @@ from verl.plugins import PortableFactory
 from verl.preflight.checks import fetch_models, preflight
 from verl.remote_code import set_trust
 from verl.rewards.interface import EachAlone, Reward, RewardManager
+from verl.rollout.replicas import RolloutReplicas
 from verl.single_controller.actors import Restarts
-from verl.trainer.build import Inputs, Parts, add_starters, optional, user_hooks
+from verl.trainer.build import (
+    Inputs,
+    Parts,
+    add_starters,
+    optional,
+    optional_checks,
+    replica_class,
+    user_hooks,
+)
 from verl.trainer.cluster import start_ray
 from verl.trainer.groups import StartUp, build_groups, build_ranks
 from verl.trainer.loop import RayPPOTrainer
@@ -81,7 +90,7 @@ def prepare(config: Config) -> Inputs:
     environment = replace(build_environment(config), enabled=calls_tools)
     reward = build_reward(config)
     list(user_hooks(config))
-    config = preflight(config, environment)
+    config = preflight(config, environment, optional_checks(config))
     fetch_models(config)
     tokenizer = load_tokenizer(
         config.actor_rollout_ref.model.path, template_kwargs=config.data.chat_template_kwargs
@@ -139,11 +148,13 @@ def running_trainer(
         add_starters(start_up)
         start_ray(config)
         try:
-            ranks, replicas = (
-                build_groups(config, agent, updates, start_up, restarts)
-                if config.samples_rollouts
-                else build_ranks(config, updates, start_up)
-            )
+            replicas: RolloutReplicas | None = None
+            if config.samples_rollouts:
+                ranks, replicas = build_groups(
+                    config, agent, updates, start_up, restarts, replica_class(config)
+                )
+            else:
+                ranks = build_ranks(config, updates, start_up)
             try:
                 yield Parts(
                     inputs,
@@ -158,7 +169,8 @@ def running_trainer(
                     },
                 ).build()
             finally:
-                replicas.shutdown()
+                if replicas is not None:
+                    replicas.shutdown()
                 ranks.shutdown()
         finally:
             ray.shutdown()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,12 +16,13 @@ from verl.checkpoint import folders
 from verl.checkpoint.folders import RunState
 from verl.checkpoint.saver import is_due
 from verl.config import Config
+from verl.errors import ToolOutage
 from verl.files import atomic_write
 from verl.rewards.interface import Reward, RewardManager
-from verl.rollout.pool import RetryingRollout, RolloutPool, check_lost_share
+from verl.rollout.rollouts import Rollouts
 from verl.trainer.hooks import Hook
 from verl.trainer.metric_names import check_measured
-from verl.trainer.metrics import validation_metrics
+from verl.trainer.metrics import fault_metrics, validation_metrics
 from verl.types import Metrics, Prompt, Sampling, Status, Trajectory, start_trajectory
 
 if TYPE_CHECKING:
@@ -40,7 +42,7 @@ def trajectory_seed(*key: int) -> int:
 
 def validate(
     config: Config,
-    rollout: RetryingRollout,
+    rollout: Rollouts,
     prompts: Sequence[Prompt],
     reward: RewardManager,
     dialogues: Path,
@@ -57,8 +59,29 @@ def validate(
     check_lost_share(failed, len(failed), len(trajectories), "validation", share)
     rewards = score_all(trajectories, reward)
     write_dialogues(dialogues, trajectories, rewards)
-    faults = {f"val/{name}": count for name, count in rollout.take_faults().items()}
+    faults = {f"val/{name}": count for name, count in fault_metrics(trajectories).items()}
     return {**validation_metrics(trajectories, rewards), **faults}
+
+
+def check_lost_share(
+    failed: Sequence[Trajectory], num_lost: int, num_total: int, label: str, max_share: float
+) -> None:
+    """Log the failed trajectories; raise ToolOutage if all or more than `max_share` are lost."""
+    if not failed:
+        return
+    message = (
+        f"{label}: {len(failed)} trajectories failed repeatedly although the tools answer, "
+        f"the last ({failed[-1].prompt.uid}) with: {failed[-1].error}; {num_lost} of {num_total} "
+        "are lost with them"
+    )
+    if num_lost / num_total > max_share or num_lost == num_total:
+        allowed = f"{math.ceil(1000 * num_lost / num_total) / 1000:g}"
+        allow = "" if num_lost == num_total else f", or allow it: trainer.max_lost_share={allowed}"
+        raise ToolOutage(
+            f"{message}, more than trainer.max_lost_share={max_share:g}; fix: correct the "
+            f"cause of the failures{allow}"
+        )
+    logger.warning("%s", message)
 
 
 def score_all(trajectories: Sequence[Trajectory], reward: RewardManager) -> list[Reward]:
@@ -70,7 +93,7 @@ def score_all(trajectories: Sequence[Trajectory], reward: RewardManager) -> list
     return [lowest if t.status is Status.FAILED else next(remaining) for t in trajectories]
 
 
-def sample(config: Config, rollout: RolloutPool, prompts: Sequence[Prompt]) -> list[Trajectory]:
+def sample(config: Config, rollout: Rollouts, prompts: Sequence[Prompt]) -> list[Trajectory]:
     """Sample one trajectory per prompt, in requests of `data.val_batch_size`."""
     options = config.val_sampling
     sampling = Sampling(config.data.max_response_length, options.temperature, options.top_p)
@@ -116,7 +139,7 @@ class Validation(Hook):
     """Validates before training and when due, and remembers the best score."""
 
     def __init__(
-        self, config: Config, rollout: RetryingRollout, prompts: Sequence[Prompt],
+        self, config: Config, rollout: Rollouts, prompts: Sequence[Prompt],
         reward: RewardManager, total_steps: int,
     ) -> None:  # fmt: skip
         self.config, self.rollout, self.prompts, self.reward = config, rollout, prompts, reward
@@ -175,8 +198,10 @@ class Validation(Hook):
         self.best = state.best
 
 
-def hook(parts: Parts) -> Validation:
-    """Return the hook of a run."""
+def hook(parts: Parts) -> Validation | None:
+    """Return the hook of a run that samples."""
     inputs = parts.inputs
+    if parts.rollout is None:
+        return None
     prompts, total_steps = inputs.val_prompts, inputs.total_steps
     return Validation(inputs.config, parts.rollout, prompts, parts.reward_manager, total_steps)

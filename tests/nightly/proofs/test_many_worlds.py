@@ -1,7 +1,6 @@
 """The bound on staleness in many more random worlds than `make test` tries."""
 
 import pytest
-
 from tests.verl.rollout.test_staleness import assert_bounded
 
 pytestmark = pytest.mark.asynchrony

@@ -24,8 +24,8 @@ from tests.verl.training.ranks import save_tiny
 from verl.config import Config
 from verl.core_algos.kl import FixedKLController
 from verl.data.sampler import PromptSampler
+from verl.ext.replay import FOLDER
 from verl.monitor.performance import Timings
-from verl.rollout import schedule
 from verl.trainer.collect import Samples
 from verl.trainer.learn import Learner, add_advantages, assemble
 from verl.trainer.metrics import advantage_metrics, reward_metrics, rollout_metrics
@@ -120,7 +120,7 @@ def test_a_schedule_cut_by_a_kill_gives_the_same_weights(model: str, tmp_path: P
     train(saving, num_steps, delays=1, num_replicas=2, killed_in=4)
     resumed = train(saving, num_steps, delays=2, num_replicas=2)
     assert len(resumed) == 4  # from the checkpoint of step 2
-    replay = f"actor_rollout_ref.rollout.replay={out / schedule.FOLDER}"
+    replay = f"actor_rollout_ref.rollout.replay={out / FOLDER}"
     replayed = train(run_config(model, tmp_path / "again", *options, replay), num_steps, delays=3)
     free = train(run_config(model, tmp_path / "free", *options), num_steps, delays=3)
     assert computed(resumed) == computed(replayed[2:]) != computed(free[2:])

@@ -181,8 +181,8 @@ class Fixed:
     def group(self) -> Any:
         return SimpleNamespace(call=lambda method, ids: [self.ranks])
 
-    def _transfer(self, ranks: object, replicas: object, step: int) -> dict[str, float]:
-        self.version += 1
+    def _transfer(self, ranks: object, replicas: object, version: int) -> dict[str, float]:
+        self.version = version
         return {"load": 0.0}
 
     def take_scores(self) -> list[Score]:
@@ -190,12 +190,12 @@ class Fixed:
 
     def step(self, step: int, ranks: float, *engines: float | None) -> None:
         """Transfer weights; each engine has loaded them, and all tokens have one log-prob."""
-        self.ranks = [ranks] * (LENGTH - 1)
+        self.ranks, self.version = [ranks] * (LENGTH - 1), step
         self.scores = [
             Score(i, self.version + 1, None if x is None else (x,) * (LENGTH - 1))
             for i, x in enumerate(engines)
         ]
-        assert self.canary(self, self, step).keys() == {"load", "canary"}
+        assert self.canary(self, self, step + 1).keys() == {"load", "canary"}
 
 
 @pytest.mark.parametrize(("num_tokens", "is_alarm"), [(1, False), (3, False), (4, True)])
@@ -207,10 +207,10 @@ def test_rounding_that_grows_in_single_tokens_is_no_alarm(num_tokens: int, is_al
     log_probs[:num_tokens] = [-2.52] * num_tokens
     run.scores = [Score(0, run.version + 1, tuple(log_probs))]
     if not is_alarm:
-        run.canary(run, run, 1)
+        run.canary(run, run, 2)
         return
     with pytest.raises(MismatchError):
-        run.canary(run, run, 1)
+        run.canary(run, run, 2)
 
 
 def test_an_engine_that_stays_the_same_to_the_last_bit_is_found_within_rounding() -> None:

@@ -16,6 +16,7 @@ import pytest
 from tests.compare import is_computed, same_weights
 from tests.memory_tracker import MemoryTracker
 from tests.runs.written import TOKENIZER
+from tests.verl.rollout.instant import InstantRollouts
 from tests.verl.trainer.local_run import local_ranks
 from tests.verl.trainer.recording import prompts
 from tests.verl.training.ranks import VOCAB, save_tiny, tiny_config
@@ -28,15 +29,13 @@ from verl.model_files import weights_fingerprint
 from verl.monitor.performance import Timings
 from verl.monitor.tracking import Tracking
 from verl.rewards.interface import Reward
-from verl.rollout.pool import NullRolloutPool, RolloutPool
+from verl.rollout.rollouts import TrainedRollouts
 from verl.trainer.build import Inputs, Parts
 from verl.types import Origin, Prompt, Sampling, Segment, Status, Trajectory
 
 
-class RandomRollouts(RolloutPool):
+class RandomRollouts(InstantRollouts):
     """Finishes trajectories with random tokens and log-probs from their seeds."""
-
-    dtype, version = "float32", 0
 
     def generate(self, starts: Sequence[Trajectory], sampling: Sampling) -> list[Trajectory]:
         return [self.finish_one(s, np.random.default_rng((s.seed or 0, 1))) for s in starts]
@@ -54,14 +53,6 @@ class RandomRollouts(RolloutPool):
             status=Status.ANSWERED, stats=stats,
         )  # fmt: skip
 
-    def update_weights(self, ranks: object) -> dict[str, float]:
-        self.version += 1
-        return {}
-
-    def sleep(self) -> None: ...
-
-    def wake_up(self) -> None: ...
-
 
 def score(trajectory: Trajectory) -> Reward:
     """Return a score of many digits; equal within the groups of odd prompts."""
@@ -70,7 +61,9 @@ def score(trajectory: Trajectory) -> Reward:
     return Reward(value, {"em": value})
 
 
-def learn(config: Config, engines: RolloutPool, num_steps: int) -> list[dict[str, float]]:
+def learn(
+    config: Config, engines: TrainedRollouts | None, num_steps: int
+) -> list[dict[str, float]]:
     """Run the trainer; returns the metrics that depend only on the seed."""
     tracker = MemoryTracker()
     with local_ranks(config, num_steps) as ranks:
@@ -176,7 +169,7 @@ def test_a_recorded_step_is_the_step_that_was_sampled_to_the_bit(
         assert weight is None or weight == pytest.approx(min(math.exp(trainer - engine), 1.5), 1e-5)
     offline = as_recorded(config, tmp_path)
     assert check_record(offline, TOKENIZER, done=0) == num_steps
-    learned = learn(offline, NullRolloutPool("float32"), num_steps)
+    learned = learn(offline, None, num_steps)
     assert len(sampled) == num_steps and sampled == learned
     assert all(row["actor/grad_norm"] > 0 for row in learned)
     assert same_weights(tmp_path / "run" / "model", tmp_path / "offline" / "model")

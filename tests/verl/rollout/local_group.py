@@ -56,10 +56,6 @@ class LocalGroup:
     def is_done(self, call: Any) -> bool:
         return bool(call.done())
 
-    def cancel(self, calls: Sequence[Any]) -> None:
-        for call in calls:
-            call.cancel()
-
     def run(self, ticks: int) -> None:
         """Run the loop for `ticks` iterations while the driver does something else."""
 

@@ -73,7 +73,7 @@ def hosts_of(number: int, agent: Planned) -> list[RolloutReplica]:
 def replicas_of(number: int, agent: Planned, seed: int) -> RolloutReplicas:
     """Return the trainer's side of `hosts_of`."""
     group: Any = LocalGroup(hosts_of(number, agent), random.Random(seed))
-    return RolloutReplicas(group, [], Restarts(0), Files(Config()))
+    return RolloutReplicas(group, list, Restarts(0), Files(Config()))
 
 
 class Mortal(LocalGroup):
@@ -133,7 +133,7 @@ def test_groups_of_lost_replicas_are_sampled_again() -> None:
     for seed in range(50):
         draw = random.Random(seed)
         group: Any = Mortal(Planned([], 2, 3), draw, life=seed * 2 + 1)
-        replicas = RolloutReplicas(group, [], Restarts(1), Files(Config()))
+        replicas = RolloutReplicas(group, list, Restarts(1), Files(Config()))
         lengths = [draw.randint(1, 30) for _ in range(6)]
         starts_of_requests = [make_starts(lengths, 2, first) for first in (0, 10)]
         requests = [replicas.start(starts, Sampling(9)) for starts in starts_of_requests]

@@ -36,12 +36,12 @@ class FakeReplica:
     def dtype(self) -> str:
         return "float32"
 
-    def rollout(
-        self, starts: Sequence[Trajectory], sampling: Sampling, version: int
-    ) -> list[Trajectory]:
+    def rollout(self, starts: Sequence[Trajectory], sampling: Sampling) -> list[Trajectory]:
         return self.fake.generate(starts, sampling)
 
-    async def update_weights(self, folder: str, version: int, n: int) -> None:
+    async def update_weights(
+        self, folder: str, version: int, scored_ids: Sequence[int]
+    ) -> None:
         self.log.append("update_weights")
         await asyncio.sleep(0.03)
 
@@ -62,7 +62,7 @@ def one_replica(log: list[str], **options: Any) -> RolloutReplicas:
     group: Any = LocalGroup([FakeReplica(log)])  # type: ignore[list-item]
     empty_cache = lambda: log.append("empty_cache")  # noqa: E731 - one expression
     files = Files(Config())
-    return RolloutReplicas(group, [()], Restarts(0), files, empty_cache=empty_cache, **options)
+    return RolloutReplicas(group, list, Restarts(0), files, empty_cache=empty_cache, **options)
 
 
 class SlowRanks:
@@ -84,7 +84,7 @@ def test_the_phases_of_a_weight_transfer_add_up() -> None:
     """Ranks gather and write, then engines load; no time is counted twice."""
     engines = one_replica([])
     start = time.perf_counter()
-    parts = engines.update_weights(SlowRanks())
+    parts = engines.update_weights(SlowRanks(), 1)
     whole = time.perf_counter() - start
     assert set(parts) == {"wait", "gather", "write", "load"}
     assert parts["write"] == 0.005 and parts["wait"] < 0.01

@@ -22,9 +22,9 @@ from verl.data.trajectories import (
     write_step,
 )
 from verl.errors import ConfigError, DataError
+from verl.ext.retry import RetryingRollout
 from verl.monitor.performance import Timings
 from verl.rewards.interface import EachAlone, Reward
-from verl.rollout.pool import RetryingRollout
 from verl.sft import rejection_sampling
 from verl.sft.candidates import choose
 from verl.sft.demonstrations import load_demonstrations

@@ -60,8 +60,7 @@ def test_no_gpu_is_used_by_a_rank_and_an_engine(
     config.trainer.default_local_dir = str(tmp_path)
     config.actor_rollout_ref.rollout.tensor_model_parallel_size = 2
     monkeypatch.setattr(groups, "TrainerWorker", Rank)
-    monkeypatch.setattr(groups, "RolloutReplica", Replica)
-    arguments: Any = (lambda _: None, 1, groups.StartUp(), Restarts(0))
+    arguments: Any = (lambda _: None, 1, groups.StartUp(), Restarts(0), Replica)
     ranks, replicas = groups.build_groups(config, *arguments)
     try:
         all_gpus = [(node["NodeID"], str(card)) for node in ray.nodes() for card in range(4)]

@@ -28,11 +28,10 @@ from verl.preflight.memory.check import fill_undecided
 from verl.rewards.interface import Reward
 from verl.rollout.context_cache import sequence_log_probs
 from verl.rollout.interface import RolloutEngine
-from verl.rollout.replica import RolloutReplica
 from verl.rollout.replicas import RolloutReplicas
 from verl.rollout.transformers_engine import TransformersEngine
 from verl.single_controller.actors import ActorLocation, Restarts
-from verl.trainer.build import Inputs, Parts, transfer_weights
+from verl.trainer.build import Inputs, Parts, replica_class, transfer_weights
 from verl.trainer.loop import Transfer
 from verl.trainer.ranks import TrainerRanks
 from verl.training.worker import TrainerWorker
@@ -192,7 +191,7 @@ def train(
     """Run the real trainer, optionally killed in a step; returns the metrics of its steps."""
     random, tracker, hosts = Random(delays), MemoryTracker(), []
     for number in range(num_replicas):
-        hosts.append(RolloutReplica(config, lambda _: TalkingAgent(random), number))
+        hosts.append(replica_class(config)(config, lambda _: TalkingAgent(random), number))
         hosts[-1].engine = start_engine(config, random, number, engine_class)
 
     def reward(trajectory: Trajectory) -> Reward:
@@ -202,7 +201,7 @@ def train(
 
     group: Any = LocalGroup(hosts, random)
     overlaps = config.actor_rollout_ref.rollout.max_staleness > 0
-    replicas = RolloutReplicas(group, [], Restarts(0), Files(config), overlaps=overlaps)
+    replicas = RolloutReplicas(group, list, Restarts(0), Files(config), overlaps=overlaps)
     with local_ranks(config, num_steps) as ranks:
         trainer = Parts(
             Inputs(config, PROMPTS, PROMPTS, num_steps), ranks, replicas, reward,

@@ -6,16 +6,14 @@ from collections.abc import Sequence
 from search_r1.agent.generation import search_agent
 from search_r1.retrieval.client import RetrievalClient
 from tests.fakes import ByteTokenizer, ScriptedEngine
-from verl.rollout import pool
+from tests.verl.rollout.instant import InstantRollouts
+from verl.ext.retry import failed_positions
 from verl.rollout.interface import RolloutEngine
-from verl.rollout.pool import RolloutPool
 from verl.types import Sampling, Trajectory
 
 
-class InProcess(RolloutPool):
+class InProcess(InstantRollouts):
     """Runs dialogues with the real agent and client; each searches twice, then answers."""
-
-    version = 0
 
     def __init__(self, url: str, timeout: float) -> None:
         self.url = url
@@ -24,10 +22,8 @@ class InProcess(RolloutPool):
 
     def generate(self, starts: Sequence[Trajectory], sampling: Sampling) -> list[Trajectory]:
         finished = asyncio.run(self._play(starts, sampling))
-        self.num_failed += len(pool.failed_positions(finished))
+        self.num_failed += len(failed_positions(finished))
         return finished
-
-    def sleep(self) -> None: ...
 
     def policy(self, start: Trajectory) -> RolloutEngine:
         """Return the scripted policy of a dialogue, with the current weight version."""

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 
 from tests.memory_tracker import MemoryTracker
+from tests.verl.rollout.instant import InstantRollouts
 from verl.config import Config
 from verl.core_algos.kl import FixedKLController
 from verl.monitor.tracking import Tracking
 from verl.rewards.interface import Reward
-from verl.rollout.pool import RolloutPool
 from verl.single_controller.actors import Call
 from verl.trainer.build import Inputs, Parts
 from verl.trainer.loop import RayPPOTrainer
@@ -20,11 +20,8 @@ from verl.training.devices import PeakMemory
 from verl.types import Origin, Prompt, Sampling, Segment, Status, TokenBatch, Trajectory
 
 
-class RecordingReplicas(RolloutPool):
+class RecordingReplicas(InstantRollouts):
     """Finishes trajectories at once: sample k of a prompt answers with k + 1 tokens."""
-
-    dtype = "float32"
-    version = 0
 
     def __init__(self, log: list[str]) -> None:
         self.log = log
@@ -45,14 +42,9 @@ class RecordingReplicas(RolloutPool):
             start, segments=[*start.segments, policy, observation], status=status, error="down"
         )
 
-    def update_weights(self, ranks: object) -> dict[str, float]:
+    def update_weights(self, policy: object, version: int) -> dict[str, float]:
         self.log.append("update_weights")
-        self.version += 1
-        return {"gather": 0.0, "write": 0.0, "load": 0.0}
-
-    def sleep(self) -> None: ...
-
-    def wake_up(self) -> None: ...
+        return super().update_weights(policy, version)
 
 
 class RecordingRanks:

@@ -11,9 +11,9 @@ from verl.agent.environment import Environment
 from verl.config import Config
 from verl.data.sampler import PromptSampler
 from verl.errors import ToolOutage
+from verl.ext.retry import MAX_VAIN_ROUNDS, RetryingRollout
 from verl.monitor.performance import Timings
 from verl.rewards.interface import EachAlone, Reward, RewardFn
-from verl.rollout.pool import MAX_VAIN_ROUNDS, RetryingRollout
 from verl.trainer.collect import RolloutCollector
 from verl.types import Trajectory
 

@@ -298,7 +298,7 @@ def test_no_space_for_the_engines_weights_waits_for_the_last_checkpoint(
     config.trainer.save_freq = 1
     stopped = build(config)
     update = stopped.rollouts.update_weights
-    stopped.rollouts.update_weights = lambda r: lack_space() if stopped.step == 2 else update(r)
+    stopped.rollouts.update_weights = lambda *a: lack_space() if stopped.step == 2 else update(*a)
     stopped.ranks.finish_checkpoint = lambda: time.sleep(0.3)
     with pytest.raises(Interrupted, match=r"No space left.*global_step_1: continue"):
         stopped.fit()

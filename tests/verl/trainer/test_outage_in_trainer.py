@@ -20,8 +20,8 @@ from tests.verl.trainer.recording import build_trainer, grpo_config
 from verl.agent.environment import Environment
 from verl.checkpoint import folders
 from verl.errors import ToolOutage, ToolRefused
+from verl.ext import retry
 from verl.monitor.tracking import JsonlTracker, Tracking
-from verl.rollout import pool
 from verl.types import Completion, Sampling, Trajectory
 
 DISTURBED = ("perf/", "timing_", "fault/", "val/fault/")
@@ -65,8 +65,6 @@ class StoppingPolicy:
 class Engines(InProcess):
     """Replaces the replicas; the server stops while one group of step 2 is sampled."""
 
-    dtype = "float32"
-
     def __init__(self, server: Server, stops: bool, new_token: str | None) -> None:
         super().__init__(server.url, 60.0)
         self.server, self.stops, self.new_token = server, stops, new_token
@@ -77,16 +75,10 @@ class Engines(InProcess):
         self.stops = False
         return StoppingPolicy(super().policy(start), self.server, self.new_token)
 
-    def update_weights(self, ranks: object) -> dict[str, float]:
-        self.version += 1
-        return {}
-
-    def wake_up(self) -> None: ...
-
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
-    monkeypatch.setattr(pool, "POLL_S", 0.01)
+    monkeypatch.setattr(retry, "POLL_S", 0.01)
     server = Server()
     yield server
     server.stop()

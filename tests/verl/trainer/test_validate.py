@@ -9,8 +9,8 @@ from tests.verl.trainer.recording import RecordingReplicas, prompts
 from verl.agent.environment import Environment
 from verl.config import Config
 from verl.errors import ToolOutage
+from verl.ext.retry import RetryingRollout
 from verl.rewards.interface import EachAlone, Reward
-from verl.rollout.pool import RetryingRollout
 from verl.trainer.validate import sample, validate
 from verl.types import Metrics, Trajectory
 

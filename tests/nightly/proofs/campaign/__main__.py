@@ -44,7 +44,7 @@ from tests.nightly.proofs.kills.__main__ import KillsError, left_over, undisturb
 from tests.nightly.proofs.kills.processes import shared_memory
 from tests.nightly.proofs.kills.training import Training, command
 from tests.test_retriever_failures import searching_model
-from verl.rollout import schedule
+from verl.ext.replay import FOLDER
 
 OPTIONS = ("trainer.n_gpus_per_node=1", "retriever.timeout=3", "retriever.max_retries=3",
            "trainer.test_freq=0", "trainer.keep_last=2")  # fmt: skip
@@ -112,7 +112,7 @@ def campaign(
 
         possible = [kind for kind in kinds if kind in world.strikes or kind in ON_A_PROCESS]
         calm, disturbed = training(Training, out / "calm"), training(RecordedTraining, world.folder)
-        replay = f"actor_rollout_ref.rollout.replay={world.folder / schedule.FOLDER}"
+        replay = f"actor_rollout_ref.rollout.replay={world.folder / FOLDER}"
         same = training(Training, out / "repeated", replay) if staleness else calm
         effects = []
         try:

@@ -23,14 +23,14 @@ from verl.config import Config
 from verl.data.sampler import PromptSampler
 from verl.ext import ahead_files
 from verl.ext.asynchrony import AheadCollector
+from verl.ext.replay import FOLDER
+from verl.ext.retry import RetryingRollout
 from verl.monitor.performance import Timings
 from verl.rewards.interface import EachAlone, Reward
-from verl.rollout import schedule
 from verl.rollout.interface import RolloutEngine
-from verl.rollout.pool import RetryingRollout
-from verl.rollout.replica import RolloutReplica
 from verl.rollout.replicas import RolloutReplicas
 from verl.single_controller.actors import Restarts
+from verl.trainer.build import replica_class
 from verl.types import Completion, Origin, Sampling, Status, Trajectory, start_trajectory
 from verl.weights.files import Engines, Transport
 
@@ -116,13 +116,17 @@ class World:
     group: LocalGroup
     folders: Folders
 
+    def send(self) -> None:
+        """Send the next version of the weights."""
+        self.replicas.update_weights(self.folders, self.replicas.version + 1)
+
     def step(self, number: int, ticks: int = 0) -> list[Trajectory]:
         """Collect a step's trajectories, and train for `ticks` iterations of the loop."""
         if self.replicas.version == 0:
-            self.replicas.update_weights(self.folders)
+            self.send()
         samples, _ = self.collector.collect(number, Timings())
         self.group.run(ticks)
-        self.replicas.update_weights(self.folders)
+        self.send()
         return samples.trajectories
 
 
@@ -140,20 +144,22 @@ def world(
     config.actor_rollout_ref.model.path = "nowhere"
     rollout = config.actor_rollout_ref.rollout
     rollout.max_staleness, rollout.partial, rollout.n_agent = staleness, seed % 2 == 0, GROUP
-    rollout.replay = None if replay is None else str(replay / schedule.FOLDER)
+    rollout.replay = None if replay is None else str(replay / FOLDER)
     config.data.train_batch_size, config.trainer.max_lost_share = BATCH, 0.5
     config.algorithm.filter_groups.enable = with_filter
     config.algorithm.filter_groups.max_num_gen_batches = 3
     hosts = []
     for number in range(num_replicas or 1 + seed % 3):
-        hosts.append(RolloutReplica(config, lambda _: TurningAgent(draw, failed_share), number))
+        hosts.append(
+            replica_class(config)(config, lambda _: TurningAgent(draw, failed_share), number)
+        )
         hosts[-1].engine = TickingEngine(draw, folders)
     group: Any = LocalGroup(hosts, draw)
-    replicas = RolloutReplicas(group, [], Restarts(0), folders, overlaps=staleness > 0)
+    replicas = RolloutReplicas(group, list, Restarts(0), folders, overlaps=staleness > 0)
     collector = AheadCollector(
         config, RetryingRollout(replicas, Environment()), prompts(NUM_ROWS),
         PromptSampler(NUM_ROWS, BATCH, seed=seed), EachAlone(lambda t: Reward(draw.random() > 0.6)),
-        last_step=num_steps,
+        last_step=num_steps, fetch_finished=replicas.fetch_finished,
     )  # fmt: skip
     with stack:
         yield World(collector, replicas, group, folders)
@@ -221,7 +227,7 @@ class Saved:
     def resume(self, run: World) -> None:
         run.collector.load_checkpoint(self.state, self.folder)
         run.replicas.version = self.state.next_version - 1
-        run.replicas.update_weights(run.folders)
+        run.send()
 
 
 @pytest.mark.parametrize("with_filter", [False, True])
@@ -297,14 +303,14 @@ def test_every_started_group_is_trained_on_or_counted(staleness: int, tmp_path: 
             with world(seed, staleness, num_steps=8, failed_share=0.4) as run:
                 run.collector.config.trainer.max_lost_share = 0.99
                 if saved is None:
-                    run.replicas.update_weights(run.folders)
+                    run.send()
                 else:
                     saved.resume(run)
                 for step in range(first, first + 4):
                     samples, metrics = run.collector.collect(step, Timings())
                     trained += samples.trajectories
                     counted += metrics["fault/trajectories_dropped"]
-                    run.replicas.update_weights(run.folders)
+                    run.send()
                 saved = Saved.of(run, tmp_path / f"{seed}/{first}")
         assert set(Counter(t.group for t in trained).values()) == {GROUP}
         rows = Counter(t.prompt.uid for t in trained if t.sample == 0)

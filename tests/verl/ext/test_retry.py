@@ -21,8 +21,10 @@ from verl.agent.environment import Environment
 from verl.agent.interface import Tool, text_arguments
 from verl.config import Config
 from verl.errors import Interrupted, ToolOutage, ToolRefused
-from verl.rollout import pool
-from verl.rollout.pool import MAX_VAIN_ROUNDS, Outage, RetryingRollout, complete_groups
+from verl.ext import retry
+from verl.ext.retry import MAX_VAIN_ROUNDS, Outage, RetryingRollout
+from verl.trainer.collect import complete_groups
+from verl.trainer.metrics import fault_metrics
 from verl.types import Origin, Sampling, Status, TokenBatch, Trajectory, start_trajectory
 
 SAMPLING = Sampling(max_tokens=100)
@@ -50,7 +52,7 @@ class Away(Tool):
     max_outage_option = "retriever.max_outage"
 
     def probe(self, seconds: float) -> str:
-        assert 0 < seconds <= pool.PROBE_S
+        assert 0 < seconds <= retry.PROBE_S
         self.num_probes += 1
         return "connection refused" if self.num_probes <= self.probes_until_back else ""
 
@@ -70,7 +72,7 @@ def failing(replicas: RecordingReplicas, failures: dict[int, float]) -> Recordin
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Remove the pause between probes."""
-    monkeypatch.setattr(pool, "POLL_S", 0.001)
+    monkeypatch.setattr(retry, "POLL_S", 0.001)
 
 
 def test_line_19_failed_trajectories_are_sampled_again_from_their_start() -> None:
@@ -84,11 +86,10 @@ def test_line_19_failed_trajectories_are_sampled_again_from_their_start() -> Non
     assert [[t.seed for t in sent] for sent, _ in replicas.requests] == [
         [100, 101, 102, 103], [101, 103], [103],
     ]  # fmt: skip
-    assert rollout.take_faults() == {
+    assert fault_metrics(finished) == {
         "fault/trajectories_resampled": 3, "fault/trajectories_failed": 0,
         "fault/trajectories_dropped": 0, "fault/outage_s": 0,
     }  # fmt: skip
-    assert set(rollout.take_faults().values()) == {0}
 
 
 def test_repeated_failures_while_the_retriever_answers_are_final() -> None:
@@ -98,7 +99,7 @@ def test_repeated_failures_while_the_retriever_answers_are_final() -> None:
     finished = rollout.generate(starts(), SAMPLING)
     assert [t.status is Status.FAILED for t in finished] == [False, False, True, False]
     assert len(replicas.requests) == 1 + MAX_VAIN_ROUNDS
-    assert rollout.take_faults()["fault/trajectories_failed"] == 1
+    assert fault_metrics(finished)["fault/trajectories_failed"] == 1
 
 
 def test_an_outage_is_waited_for(caplog: pytest.LogCaptureFixture) -> None:
@@ -120,14 +121,14 @@ def test_an_outage_is_waited_for(caplog: pytest.LogCaptureFixture) -> None:
     ):
         assert part in lines[0]
     assert "answers again after" in lines[1]
-    assert rollout.take_faults()["fault/outage_s"] > 0
+    assert fault_metrics(finished)["fault/outage_s"] > 0
 
 
 def test_an_outage_is_logged_at_intervals(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A further line is logged after LINE_S seconds."""
-    monkeypatch.setattr(pool, "LINE_S", 0.0)
+    monkeypatch.setattr(retry, "LINE_S", 0.0)
     replicas = failing(RecordingReplicas([]), {0: 1})
     with caplog.at_level(logging.WARNING):
         RetryingRollout(replicas, Environment((Away(3),))).generate(starts(), SAMPLING)
@@ -173,8 +174,8 @@ class Slow(Away):
 
 def outage_of(tool: Slow, monkeypatch: pytest.MonkeyPatch, started: float | None = None) -> Outage:
     """Return an outage on the tool's clock, with two seconds between probes."""
-    monkeypatch.setattr(pool, "time", tool.clock)
-    monkeypatch.setattr(pool, "POLL_S", 2.0)
+    monkeypatch.setattr(retry, "time", tool.clock)
+    monkeypatch.setattr(retry, "POLL_S", 2.0)
     return Outage(Environment((tool,)), lambda: None, started)
 
 
@@ -218,11 +219,9 @@ def test_seconds_of_an_outage_are_counted(monkeypatch: pytest.MonkeyPatch) -> No
     outage_of(tool, monkeypatch)
     replicas = failing(RecordingReplicas([]), {0: 1, 1: 2})
     rollout = RetryingRollout(replicas, Environment((tool,)))
-    rollout.generate(starts(), SAMPLING)
-    assert rollout.take_faults()["fault/outage_s"] == 16.0
+    assert fault_metrics(rollout.generate(starts(), SAMPLING))["fault/outage_s"] == 16.0
     tool.num_probes, replicas.fail = 0, failing(RecordingReplicas([]), {0: 2}).fail
-    rollout.generate(starts(), SAMPLING)
-    assert rollout.take_faults()["fault/outage_s"] == 16.0
+    assert fault_metrics(rollout.generate(starts(), SAMPLING))["fault/outage_s"] == 16.0
 
 
 def test_a_run_whose_time_is_over_stops_waiting() -> None:
@@ -251,9 +250,7 @@ def test_a_flapping_retriever_is_not_waited_for_endlessly() -> None:
         rollout.generate(starts(), SAMPLING)
 
 
-def play(
-    faults: FaultConfig, timeout: float
-) -> tuple[list[Trajectory], InProcess, RetryingRollout]:
+def play(faults: FaultConfig, timeout: float) -> tuple[list[Trajectory], InProcess]:
     """Run 60 dialogues with a server that injects `faults`; `timeout` is the client's."""
     with running(FaultInjector(create_app(FakeBackend()), faults)) as url:
         replicas = InProcess(url, timeout)
@@ -261,25 +258,25 @@ def play(
         config.retriever.url, config.retriever.topk = url, 1
         config.retriever.timeout = timeout
         rollout = RetryingRollout(replicas, Environment((build_search(config),)))
-        return rollout.generate(starts(60), SAMPLING), replicas, rollout
+        return rollout.generate(starts(60), SAMPLING), replicas
 
 
 def test_line_19_errors_and_hangs_do_not_change_the_trained_tokens() -> None:
     """With 20 % errors and 5 % hangs of a real server, ids and masks are those without faults."""
-    undisturbed, _, calm = play(FaultConfig(), 60.0)
-    disturbed, replicas, rollout = play(FaultConfig(0.2, 0.05, 0), 1.0)
+    undisturbed, _ = play(FaultConfig(), 60.0)
+    disturbed, replicas = play(FaultConfig(0.2, 0.05, 0), 1.0)
     assert [t.status for t in disturbed] == [Status.ANSWERED] * 60
     expected, got = (TokenBatch.from_trajectories(ts) for ts in (undisturbed, disturbed))
     for name in ("input_ids", "policy_mask", "response_mask", "rollout_log_probs"):
         assert torch.equal(got.tokens[name], expected.tokens[name]), name
     observed = [s.text for t in disturbed for s in t.segments if s.origin is Origin.OBSERVATION]
     assert len(observed) == 120 and all("what of" in text for text in observed)
-    faults = rollout.take_faults()
+    faults = fault_metrics(disturbed)
     assert replicas.num_failed > 0 == faults["fault/trajectories_failed"]
     assert faults["fault/searches_failed"] == replicas.num_failed
     assert faults["fault/trajectories_resampled"] == replicas.num_failed
     assert faults["fault/searches_retried"] >= 10
-    assert set(calm.take_faults().values()) == {0}
+    assert set(fault_metrics(undisturbed).values()) == {0}
 
 
 def test_a_tool_that_refuses_the_run_ends_it_at_once() -> None:

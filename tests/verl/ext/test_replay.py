@@ -6,8 +6,8 @@ import pytest
 
 from verl.config import Config
 from verl.errors import ConfigError
-from verl.rollout import schedule
-from verl.rollout.schedule import Schedule, ScheduleEntry
+from verl.ext import replay
+from verl.ext.replay import Schedule, ScheduleEntry
 from verl.types import Origin, Prompt, Segment, start_trajectory
 
 
@@ -17,12 +17,11 @@ def entry(replica: int = 0, versions: tuple[int, ...] = (1, 2)) -> ScheduleEntry
 
 def test_written_entries_are_read_again(tmp_path: Path) -> None:
     """A step that is run again replaces its entries."""
-    schedule.write(tmp_path, 1, [entry(0, (9,))])
-    schedule.write(tmp_path, 1, [entry(0), entry(1, (3,))])
-    folder = tmp_path / schedule.FOLDER
-    assert list(schedule.read(folder)) == [entry(0), entry(1, (3,))]
-    repeated = schedule.load_schedule(str(folder))
-    assert repeated is not None and schedule.load_schedule(None) is None
+    replay.write(tmp_path, 1, [entry(0, (9,))])
+    replay.write(tmp_path, 1, [entry(0), entry(1, (3,))])
+    folder = tmp_path / replay.FOLDER
+    assert list(replay.read(folder)) == [entry(0), entry(1, (3,))]
+    repeated = Schedule(replay.read(folder))
     turns = [("1/0", 0, 0), ("1/0", 0, 1), ("1/0", 0, 2), ("1/0", 1, 0), ("1/0", 2, 0)]
     assert [repeated.version(turn) for turn in turns] == [1, 2, None, 3, None]
 
@@ -50,7 +49,7 @@ def test_an_entry_has_the_version_of_each_turn() -> None:
         start.segments.append(Segment(Origin.POLICY, (7,), "x", (-1.0,), version))
         start.segments.append(Segment(Origin.OBSERVATION, (8,), "d"))
     expected = ScheduleEntry(group="2/1", sample=3, replica=1, versions=(4, 5))
-    assert schedule.entry_of(start) == expected
+    assert replay.entry_of(start) == expected
 
 
 @pytest.mark.parametrize(
@@ -73,6 +72,6 @@ def test_an_invalid_schedule_is_rejected_in_one_line(
     config.actor_rollout_ref.rollout.replay = str(tmp_path)
     if content is not None:
         (tmp_path / "step_00000001.jsonl").write_text(content)
-    (problem,) = schedule.problems(config)
+    (problem,) = replay.problems(config)
     assert isinstance(problem, ConfigError) and error in str(problem)
     assert "\n" not in str(problem)

@@ -7,21 +7,24 @@ options samples every turn with the version that sampled it then, independently 
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Iterable, Iterator
+import logging
+from collections.abc import AsyncIterator, Iterable, Iterator
 from pathlib import Path
 
 from pydantic import BaseModel, Field, ValidationError
 
 from verl.config import Config
 from verl.errors import ConfigError, explain
+from verl.ext.gated import GatedReplica, TurnKey, WeightGate
 from verl.files import atomic_write
 from verl.types import Origin, Trajectory, TrajectoryKey
 
+logger = logging.getLogger(__name__)
+
 FOLDER = "schedule"
 REPLAY = "actor_rollout_ref.rollout.replay"
-TurnKey = tuple[str, int, int]
-"""A turn: the trajectory's key, and the number of the turn in the dialogue."""
 
 
 class ScheduleEntry(BaseModel, frozen=True):
@@ -109,14 +112,74 @@ class Schedule:
         return itertools.takewhile(self._versions.__contains__, turns)
 
 
-def load_schedule(folder: str | None) -> Schedule | None:
-    """Read the schedule to repeat; None if `folder` is None."""
-    return None if folder is None else Schedule(read(Path(folder)))
+class ReplayGate(WeightGate):
+    """Repeats a schedule: turns wait for the weights that it names.
+
+    A change waits for the scheduled turns of older weights, which take precedence over it. Only
+    turns of registered trajectories are waited for: turns of others may never come.
+    """
+
+    def __init__(self, schedule: Schedule) -> None:
+        super().__init__()
+        self._schedule = schedule
+
+    def register(self, keys: Iterable[TrajectoryKey]) -> None:
+        for key in keys:
+            self._schedule.start(key)
+        super().register(keys)
+
+    def finish(self, key: TrajectoryKey) -> None:
+        self._schedule.finish(key)
+        super().finish(key)
+
+    @contextlib.asynccontextmanager
+    async def sampling(
+        self, min_version: int = 0, turn: TurnKey | None = None
+    ) -> AsyncIterator[None]:
+        """As the base class; the current weights are used if the turn's own are gone.
+
+        That is so after a resume, for example.
+        """
+        async with super().sampling(min_version, turn):
+            planned = self._planned(turn)
+            if planned is not None and planned < self.version:
+                logger.warning("%s was sampled by version %d, which is gone: from here on the run "
+                               "differs from the recorded one", turn, planned)  # fmt: skip
+            try:
+                yield
+            finally:
+                if turn is not None:
+                    self._schedule.mark_done(turn)
+
+    def must_wait(self, min_version: int, turn: TurnKey | None) -> bool:
+        planned = self._planned(turn)
+        if planned is None:
+            return super().must_wait(min_version, turn)
+        return self._is_loading or self.version < planned
+
+    def must_wait_for_turns(self, version: int, num_calls: int) -> bool:
+        return self._num_calls < num_calls or not self._schedule.is_done_before(version)
+
+    def _planned(self, turn: TurnKey | None) -> int | None:
+        return None if turn is None else self._schedule.version(turn)
+
+
+class ReplayingReplica(GatedReplica):
+    """A replica that repeats the schedule of `rollout.replay`."""
+
+    changes_between_turns = True
+
+    def build_gate(self) -> WeightGate:
+        folder = self.config.actor_rollout_ref.rollout.replay
+        assert folder is not None, "only runs with `rollout.replay` have this replica"
+        return ReplayGate(Schedule(read(Path(folder))))
 
 
 def problems(config: Config) -> Iterator[ConfigError]:
     """Yield why the schedule of `rollout.replay` cannot be read, if so."""
+    folder = config.actor_rollout_ref.rollout.replay
     try:
-        load_schedule(config.actor_rollout_ref.rollout.replay)
+        if folder is not None:
+            Schedule(read(Path(folder)))
     except ConfigError as error:
         yield error

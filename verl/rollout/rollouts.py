@@ -1,0 +1,88 @@
+"""What finishes started trajectories.
+
+`verl.rollout.replicas` has the engines of a run. A decorator of `Rollouts` may stand between them
+and whoever samples, as `verl.ext.retry`, which samples failed trajectories again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from verl.types import Sampling, Trajectory, TrajectoryKey
+
+
+@dataclass(eq=False)
+class RolloutRequest:
+    """Started trajectories that engines are to finish."""
+
+    starts: Sequence[Trajectory]
+    sampling: Sampling
+    finished: dict[int, Trajectory] = field(default_factory=dict)
+    """Finished trajectories by their position in `starts`."""
+    calls: dict[Any, tuple[int, list[int]]] = field(default_factory=dict)
+    """Replica and positions of each pending call."""
+
+    @property
+    def replicas(self) -> dict[Any, int]:
+        """The replica of each pending call."""
+        return {call: replica for call, (replica, _) in self.calls.items()}
+
+    @property
+    def unfinished(self) -> list[int]:
+        """Positions of the trajectories that are not finished."""
+        return [i for i in range(len(self.starts)) if i not in self.finished]
+
+    @property
+    def trajectory_keys(self) -> list[TrajectoryKey]:
+        """The key of each trajectory."""
+        return trajectory_keys(self.starts)
+
+    def in_order(self) -> list[Trajectory]:
+        """Return all finished trajectories in the order of `starts`."""
+        return [self.finished[i] for i in range(len(self.starts))]
+
+
+def trajectory_keys(starts: Sequence[Trajectory]) -> list[TrajectoryKey]:
+    """Return the key of each trajectory of a request."""
+    return [(start.group, start.sample) for start in starts]
+
+
+class Rollouts(Protocol):
+    """Finishes started trajectories."""
+
+    def start(
+        self, starts: Sequence[Trajectory], sampling: Sampling,
+        finished: Mapping[int, Trajectory] | None = None,
+    ) -> RolloutRequest:  # fmt: skip
+        """Start to finish `starts`, except for those `finished` (by position); return at once."""
+
+    def finish(self, request: RolloutRequest) -> list[Trajectory]:
+        """Wait until all trajectories are finished; return them in the order of their starts."""
+
+    def generate(self, starts: Sequence[Trajectory], sampling: Sampling) -> list[Trajectory]:
+        """Finish `starts` and return them in the same order."""
+        return self.finish(self.start(starts, sampling))
+
+    def sleep(self) -> None:
+        """Free the engines' device memory for the training ranks."""
+
+
+class TrainedRollouts(Rollouts, Protocol):
+    """Rollouts by engines that load the weights of the training ranks."""
+
+    def update_weights(self, policy: Any, version: int) -> dict[str, float]:
+        """Have the engines load the weights that the ranks have now, under this number.
+
+        Returns the seconds of each part.
+        """
+
+    def wake_up(self) -> None:
+        """Allocate device memory again, before weights are updated or tokens generated."""
+
+    def busy_share(self) -> float | None:
+        """Return the share of time since the last call in which engines sampled, if known."""
+
+    def shutdown(self) -> None:
+        """Stop the engines."""
