@@ -38,7 +38,8 @@ class Speed(Hook):
         seconds = timings.seconds | timings.concurrent
         num_ranks = (config.placement.actor.num_ranks, config.placement.critic.num_ranks)
         metrics |= speed_metrics(self.work.take(), seconds, num_ranks, self.peak)
-        metrics |= trainer.rollouts.sent
+        if trainer.rollouts is not None:
+            metrics |= trainer.rollouts.sent
 
 
 def hook(parts: Parts) -> Speed:

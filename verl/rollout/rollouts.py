@@ -72,6 +72,9 @@ class Rollouts(Protocol):
 class TrainedRollouts(Rollouts, Protocol):
     """Rollouts by engines that load the weights of the training ranks."""
 
+    sent: Mapping[str, float]
+    """Metrics of the last transfer of weights, besides its seconds."""
+
     def update_weights(self, policy: Any, version: int) -> dict[str, float]:
         """Have the engines load the weights that the ranks have now, under this number.
 

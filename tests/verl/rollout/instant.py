@@ -1,6 +1,7 @@
 """Rollouts without engines, for tests."""
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 from verl.rollout.rollouts import RolloutRequest, TrainedRollouts
 from verl.types import Sampling, Trajectory
@@ -10,6 +11,7 @@ class InstantRollouts(TrainedRollouts):
     """Finishes a request by `generate`, at the moment when its result is asked for."""
 
     version = 0
+    sent: Mapping[str, float] = MappingProxyType({})
 
     def start(
         self, starts: Sequence[Trajectory], sampling: Sampling,
