@@ -39,9 +39,7 @@ class FakeReplica:
     def rollout(self, starts: Sequence[Trajectory], sampling: Sampling) -> list[Trajectory]:
         return self.fake.generate(starts, sampling)
 
-    async def update_weights(
-        self, folder: str, version: int, scored_ids: Sequence[int]
-    ) -> None:
+    async def update_weights(self, folder: str, version: int, scored_ids: Sequence[int]) -> None:
         self.log.append("update_weights")
         await asyncio.sleep(0.03)
 
