@@ -65,10 +65,7 @@ CORE_MODULES: Mapping[str, Sequence[str]] = MappingProxyType(
             "tests/core/rewards/test_format.py",
         ],
         "verl/agent/tags.py": ["tests/agent/test_tags.py", "tests/agent/test_generation.py"],
-        "verl/rollout/pool.py": [
-            "tests/verl/rollout/test_retry.py",
-            "tests/verl/rollout/test_pool.py",
-        ],
+        "verl/ext/retry.py": ["tests/verl/ext/test_retry.py"],
         "search_r1/agent/retriever.py": [TOOL, f"--deselect={REFUSED}"],
         "search_r1/retrieval/client.py": [
             "tests/retrieval/test_client.py",
