@@ -1,6 +1,7 @@
 """The bound on staleness in many more random worlds than `make test` tries."""
 
 import pytest
+
 from tests.verl.ext.test_staleness import assert_bounded
 
 pytestmark = pytest.mark.asynchrony
