@@ -11,8 +11,8 @@ GPU_LOCKS := tests/nightly/gpu_wheels/newest.txt tests/nightly/gpu_wheels/cuda12
 BIN := $(VENV)/bin
 # Tests in processes, whole files at a time, the slow ones first. One more than two cores have, since
 # tests also wait: for time limits, servers and engines.
-WORKERS ?= 3
-SPREAD = -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+TEST_WORKERS ?= 3
+SPREAD = -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
 export PYTHONPATH := $(CURDIR)
 # The tests start hundreds of processes, which would all compile our code again.
 unexport PYTHONDONTWRITEBYTECODE
@@ -60,7 +60,7 @@ test: $(VENV)/.installed
 test-fast: $(VENV)/.installed
 	$(BIN)/python -m pytest --fast $(SPREAD)
 
-slow test-nightly: WORKERS = 2
+slow test-nightly: TEST_WORKERS = 2
 slow: $(VENV)/.installed
 	$(BIN)/python -m pytest --record-slow $(SPREAD)
 

@@ -5,7 +5,7 @@ import itertools
 import json
 import math
 from collections.abc import Collection
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from fastapi import HTTPException
 from fastapi.responses import JSONResponse
@@ -151,9 +151,11 @@ async def read_body(receive: Receive, max_bytes: int, seconds: float) -> bytes:
 def parse(body: bytes, model: type[Model]) -> Model:
     """Parse a request; raises a 422 if it is invalid or exceeds a limit."""
     is_large = len(body) > MAX_SLOW_BYTES
+    keeps_unknown = model.model_config.get("extra") == "allow"
     try:
         try:
-            return model.model_validate_json(body, extra="ignore" if is_large else "allow")
+            extra: Literal["ignore"] | None = "ignore" if is_large and keeps_unknown else None
+            return model.model_validate_json(body, extra=extra)
         except ValidationError as error:
             if is_large or _errors(error)[0]["type"] != "json_invalid":
                 raise

@@ -65,6 +65,6 @@ def test_a_score_that_is_not_finite_is_an_error(tmp_path: Path) -> None:
     index.train(vectors())
     index.add(stored)
     faiss.write_index(index, str(tmp_path / "index"))
-    opened = FaissIndex.open(tmp_path / "index", FaissConfig(), checked=True)
+    opened = FaissIndex.open(tmp_path / "index", FaissConfig())
     with pytest.raises(IndexMismatch, match="row 7 "):
         opened.search(np.ones((1, DIM), dtype=np.float32), 3)
