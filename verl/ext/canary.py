@@ -20,8 +20,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-import torch
-
 from verl.config.engine_kwargs import is_approximate
 from verl.engine import Score
 from verl.errors import MismatchError
@@ -30,7 +28,6 @@ from verl.json_files import read_object
 from verl.model_files import load_tokenizer
 from verl.single_controller.actors import RayWorkerGroup
 from verl.trainer.hooks import Hook
-from verl.training.devices import device_type, dtype_name, resolve_dtype
 
 if TYPE_CHECKING:
     from verl.trainer.build import Parts
@@ -241,15 +238,13 @@ def hook(parts: Parts) -> Canary | None:
         return None
     rollout, seed = config.actor_rollout_ref.rollout, config.trainer.seed
     tokenizer = load_tokenizer(config.actor_rollout_ref.model.path)
-    device = torch.device(device_type(config.trainer.device))
-    computed = dtype_name(resolve_dtype(config.trainer.compute_dtype, device))
-    sampled = parts.dtype
+    (card, computed), sampled = parts.card_and_dtype, parts.dtype
     canary = WeightCanary(
         choose_ids(tokenizer, seed, min(LENGTH, config.data.max_model_len - 1)),
         sampled if computed == "float32" else computed,
         parts.transfer,
         parts.directory / FILE,
-        setting=f"{seed} {rollout.name} {sampled} {computed} on {device.type}",
+        setting=f"{seed} {rollout.name} {sampled} {computed} on {'cuda' if card else 'cpu'}",
         is_approximate=is_approximate(rollout.engine_kwargs),
     )
     return Canary(canary)

@@ -44,8 +44,7 @@ class Speed(Hook):
 
 def hook(parts: Parts) -> Speed:
     """Return the hook of a run."""
-    card, dtype = parts.ranks.group.call("card_and_dtype")[0]
-    return Speed(WorkCounter(parts.config), card, dtype)
+    return Speed(WorkCounter(parts.config), *parts.card_and_dtype)
 
 
 @dataclass(frozen=True)

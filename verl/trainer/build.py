@@ -10,7 +10,7 @@ import importlib
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
@@ -30,14 +30,12 @@ from verl.rewards.interface import RewardFn, RewardManager, adapted
 from verl.rollout.replica import RolloutReplica
 from verl.rollout.replicas import RolloutReplicas
 from verl.rollout.rollouts import Rollouts, TrainedRollouts
-from verl.trainer.cluster import uses_gpus
 from verl.trainer.collect import RolloutCollector, Source
 from verl.trainer.groups import StartUp
 from verl.trainer.hooks import Hook
 from verl.trainer.learn import Learner
 from verl.trainer.loop import Logger, RayPPOTrainer, Transfer
 from verl.trainer.ranks import TrainerRanks
-from verl.training.devices import rollout_dtype
 from verl.types import Metrics, Prompt
 
 logger = logging.getLogger(__name__)
@@ -134,12 +132,17 @@ class Parts:
         )
         return rollout
 
+    @cached_property
+    def card_and_dtype(self) -> tuple[str, str]:
+        """The ranks' GPU (empty on CPU) and compute dtype: the driver may lack such a device."""
+        card, dtype = self.ranks.group.call("card_and_dtype")[0]
+        return card, dtype
+
     @property
     def dtype(self) -> str:
-        """The number format of engines and of the written policy."""
-        device = "cuda" if uses_gpus(self.config) else "cpu"  # `auto` may differ in the driver
-        trainer = replace(self.config.trainer, device=device)
-        return rollout_dtype(replace(self.config, trainer=trainer))
+        """The number format of engines and of the written policy, as `rollout_dtype` on a rank."""
+        name = self.config.actor_rollout_ref.rollout.dtype
+        return self.card_and_dtype[1] if name == "auto" else name
 
     def _wait(self) -> None:
         for hook in self.hooks:

@@ -6,11 +6,18 @@ from pathlib import Path
 import pytest
 
 from tests.memory_tracker import MemoryTracker
-from tests.verl.trainer.recording import build_trainer, grpo_config, prompts
+from tests.verl.trainer.recording import (
+    RecordingRanks,
+    build_trainer,
+    grpo_config,
+    hook_of,
+    prompts,
+)
 from verl.config import Config
 from verl.errors import ConfigError
 from verl.monitor.tracking import Tracking
 from verl.trainer import build
+from verl.trainer.export import Export
 from verl.trainer.hooks import Hook
 
 GUIDE = Path(__file__).resolve().parents[3] / "docs/guides/watching.md"
@@ -56,6 +63,18 @@ def test_what_is_no_hook_is_refused(tmp_path: Path) -> None:
     for name in (f"{path}:Other", f"{path}:Late", f"{path}:Broken", f"{path}:Missing", "speed"):
         with pytest.raises(ConfigError, match=r"trainer\.hooks"):
             list(build.user_hooks(with_hooks(tmp_path, name)))
+
+
+@pytest.mark.parametrize(("option", "expected"), [("auto", "bfloat16"), ("float32", "float32")])
+def test_weights_are_written_in_the_format_of_the_ranks_devices(
+    tmp_path: Path, option: str, expected: str
+) -> None:
+    """A driver without a GPU, as on a cluster's head node, does not decide for ranks with one."""
+    config, ranks = grpo_config(tmp_path), RecordingRanks([])
+    config.trainer.device, config.actor_rollout_ref.rollout.dtype = "cuda", option
+    ranks.card = "a card that the driver lacks"  # and that computes in bfloat16
+    trainer = build_trainer(config, [], ranks=ranks)
+    assert hook_of(trainer, Export).dtype == expected
 
 
 def test_a_deleted_module_is_left_out(
