@@ -51,7 +51,6 @@ class Checkpoints(Hook):
 
     def on_start(self, trainer: RayPPOTrainer) -> None:
         """Resume from the checkpoint that `trainer.resume_mode` refers to, if any."""
-        self.finished_state = RunState.of(trainer.state_dict())
         folders.clean_up(self.directory)
         mode = self.config.trainer.resume_mode
         folder = folders.resume_folder(mode, self.directory)
@@ -112,6 +111,7 @@ class Checkpoints(Hook):
 
         The error that is raised says how to continue.
         """
+        self.finished_state = RunState.of(trainer.state_dict())
         try:
             yield
         except KeyboardInterrupt:

@@ -8,12 +8,14 @@ hook's is the innermost.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verl.checkpoint.folders import RunState
+from verl.errors import PluginError, explain
 from verl.types import Metrics
 
 if TYPE_CHECKING:
@@ -105,10 +107,17 @@ class Hooks:
 
 
 def merged_state(parts: Sequence[Stateful]) -> Mapping[str, Any]:
-    """Return the fields of all parts' states; no two parts may have the same one."""
+    """Return the fields of all parts' states; no two parts may have the same one.
+
+    Raises PluginError if a user's hook has a field of ours, which would be read back as ours.
+    """
     state: dict[str, Any] = {}
+    fields = {field.name for field in dataclasses.fields(RunState)}
     for part in parts:
-        own = part.state_dict()
-        assert not (same := state.keys() & own), f"{type(part).__name__}: {same} are taken"
+        own, kind = part.state_dict(), type(part)
+        taken = state.keys() if kind.__module__.startswith("verl.") else state.keys() | fields
+        if same := sorted(taken & own.keys()):
+            subject, got = f"state_dict of {kind.__name__}", ", ".join(same)
+            raise PluginError(explain(subject, got, "names of its own", "choose others"))
         state |= own
     return state

@@ -82,8 +82,9 @@ def build_reward(config: Config) -> RewardManager:
 def prepare(config: Config) -> Inputs:
     """Check everything that a run needs, decide machine-dependent options and read the questions.
 
-    Reward and agent are also built here, only to check that they can be: each attempt and each
-    replica builds its own. A run on recorded trajectories calls no tools and reads no questions.
+    Reward, agent and the user's hooks are also built here, only to check that they can be: each
+    attempt and each replica builds its own. A run on recorded trajectories calls no tools and reads
+    no questions.
     """
     set_trust(config.actor_rollout_ref.model.trust_remote_code)
     calls_tools = config.do_search and config.samples_rollouts

@@ -14,7 +14,7 @@ from tests.verl.trainer.recording import (
     prompts,
 )
 from verl.config import Config
-from verl.errors import ConfigError
+from verl.errors import ConfigError, Interrupted, PluginError
 from verl.monitor.tracking import Tracking
 from verl.trainer import build
 from verl.trainer.export import Export
@@ -52,6 +52,29 @@ def test_the_hook_of_the_guide_adds_its_metric_and_keeps_its_state(tmp_path: Pat
     grown = source.replace('state.others.get("my_hook", 0)', '1000 + state.others["my_hook"]')
     ((_, row),) = run_with_hook(tmp_path, grown, num_steps=3)[-1:]
     assert row["my/longest"] == 1000 + first[-1][1]["my/longest"]
+
+
+@pytest.mark.parametrize("name", ["step", "pending", "guard", "sampler"])
+def test_a_hook_cannot_take_a_name_of_the_trainers_state(tmp_path: Path, name: str) -> None:
+    """Otherwise a resumed run would read the hook's value as its own, or could not start."""
+    source = (
+        "from verl.trainer.hooks import Hook\n\n\nclass MyHook(Hook):\n"
+        "    def __init__(self, config): ...\n"
+        f"    def state_dict(self): return {{{name!r}: 7}}\n"
+    )
+    with pytest.raises(PluginError, match=rf"MyHook: got {name}"):
+        run_with_hook(tmp_path, source)
+
+
+def test_a_hook_may_end_the_run_before_its_first_step(tmp_path: Path) -> None:
+    """Its error says that nothing was learned yet."""
+    source = (
+        "from verl.errors import Interrupted\nfrom verl.trainer.hooks import Hook\n\n\n"
+        "class MyHook(Hook):\n    def __init__(self, config): ...\n"
+        "    def on_start(self, trainer): raise Interrupted('not today')\n"
+    )
+    with pytest.raises(Interrupted, match="not today; nothing was learned"):
+        run_with_hook(tmp_path, source)
 
 
 def test_what_is_no_hook_is_refused(tmp_path: Path) -> None:

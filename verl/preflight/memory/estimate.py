@@ -180,9 +180,9 @@ def node_needs(config: Config, policy: ModelShape, item: int, on_gpu: bool) -> I
 
     Weights are kept in a folder in shared memory: whole tensors are gathered one at a time and
     collected up to SHARD_BYTES by the ranks of a node together. The estimate includes these bytes
-    and, with `max_staleness`, a whole older version that engines still read. A
-    transport without files has buffers on a rank's device instead. If the engine loads an adapter,
-    only the adapter is transferred.
+    and, with `max_staleness`, a whole older version that engines still read. A transport without
+    files has buffers on a rank's device instead. If the engine loads an adapter, only the adapter
+    is transferred.
     """
     rank, engine, driver = PROCESSES["gpu" if on_gpu else "cpu"]
     if config.placement.is_external or config.actor_rollout_ref.rollout.name != "vllm":
