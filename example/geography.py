@@ -141,7 +141,7 @@ class Dialogue:
     segments: tuple[tuple[str, str], ...]
 
     def record(self) -> dict[str, object]:
-        """Return the row for `verl.sft.demonstrations`."""
+        """Return the row for `verl.ext.sft.demonstrations`."""
         segments = [{"origin": origin, "text": text} for origin, text in self.segments]
         return {
             "prompt": self.question.prompt,

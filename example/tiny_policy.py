@@ -218,7 +218,7 @@ def write_tiny_policy(out: Path, seed: int = 0) -> Path:
     tokenizer.save_pretrained(start)
     lines = (json.dumps(dialogue.record()) + "\n" for dialogue in demonstrations)
     (start / "dialogues.jsonl").write_text("".join(lines), encoding="utf-8")
-    command = [sys.executable, "-m", "verl.sft.trainer", f"model_path={start}"]
+    command = [sys.executable, "-m", "verl.trainer.sft", f"model_path={start}"]
     command += [f"train_file={start / 'dialogues.jsonl'}", f"output_dir={out}"]
     command += [f"steps={len(demonstrations) // BATCH_SIZE}", *SFT_OPTIONS]
     environment = {**os.environ, **SFT_ENVIRONMENT, "PYTHONPATH": str(ROOT)}

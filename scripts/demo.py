@@ -165,7 +165,7 @@ class Demo:
     def warm_start(self) -> None:
         """Train a few supervised steps on demonstrations that search too rarely."""
         self.python(
-            "verl.sft.trainer", f"model_path={MODEL}",
+            "verl.trainer.sft", f"model_path={MODEL}",
             f"train_file={ROOT / 'example' / 'data' / 'sft.jsonl'}",
             f"output_dir={self.out / 'warm_start'}", f"seed={self.seed}",
             f"device={self.device}", *SFT_OPTIONS,

@@ -14,7 +14,7 @@ COMMANDS = {
     "index": ("search_r1.retrieval.index_builder", "build a BM25 or dense index of a corpus"),
     "download": ("search_r1.datasets.download", "fetch the published corpus and indexes"),
     "data": ("search_r1.datasets.command", "build question files and corpora"),
-    "sft": ("verl.sft.trainer", "supervised training on dialogues; takes Hydra overrides"),
+    "sft": ("verl.ext.sft.trainer", "supervised training on dialogues; takes Hydra overrides"),
     "evaluate": ("search_r1.evaluation.__main__", "score a model or baseline; compare evaluations"),
     "view": ("search_r1.view.command", "show runs and their trajectories in a browser"),
     "replay": (
@@ -29,7 +29,7 @@ COMMANDS = {
     "serve": ("search_r1.serve", "serve the agent to OpenAI clients, with a chat page"),
     "mcp": ("search_r1.mcp_server", "serve the retriever as a tool of the Model Context Protocol"),
     "checkpoint": ("verl.checkpoint.__main__", "export a checkpoint as a Hugging Face folder"),
-    "doctor": ("verl.doctor", "check this machine's hardware and installed packages"),
+    "doctor": ("verl.ext.doctor", "check this machine's hardware and installed packages"),
 }
 """Command name -> module with a function `main(argv)`, and a one-line description."""
 FALLEN = {

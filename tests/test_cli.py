@@ -125,11 +125,11 @@ def test_a_deleted_package_is_named(
 
 def test_hydra_commands_get_their_arguments_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
     """`train` and `sft` parse their Hydra overrides themselves."""
-    import verl.sft.trainer  # noqa: PLC0415
+    import verl.ext.sft.trainer  # noqa: PLC0415
     import verl.trainer.main_ppo  # noqa: PLC0415
 
     got: list[object] = []
-    for module in (verl.sft.trainer, verl.trainer.main_ppo):
+    for module in (verl.ext.sft.trainer, verl.trainer.main_ppo):
         monkeypatch.setattr(module, "main", lambda words: got.append(words) or 7)
     assert cli.main(["train", "--cfg", "job", "data.train_files=a b"]) == 7
     assert cli.main(["sft", "+x.y=1"]) == 7

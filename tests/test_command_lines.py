@@ -28,9 +28,9 @@ from search_r1.retrieval.index_builder import BuildConfig
 from search_r1.retrieval.settings import ServerOptions
 from search_r1.serve import ServingOptions
 from search_r1.view import command as view
-from verl.sft import candidates, rejection_sampling
-from verl.sft import trainer as sft
-from verl.sft.options import SftConfig
+from verl.ext.sft import candidates, rejection_sampling
+from verl.ext.sft import trainer as sft
+from verl.ext.sft.options import SftConfig
 from verl.trainer import main_ppo
 
 Main = Callable[[list[str]], int | None]
@@ -99,7 +99,7 @@ def no_work(monkeypatch: pytest.MonkeyPatch) -> None:
     """Command lines are parsed but not carried out."""
     imports = types.SimpleNamespace(import_module=lambda name: FakeModule())
     monkeypatch.setattr(options, "importlib", imports)
-    for name in ("verl.trainer.run", "verl.sft.run"):
+    for name in ("verl.trainer.run", "verl.ext.sft.run"):
         monkeypatch.setitem(sys.modules, name, FakeModule())  # type: ignore[arg-type]
     report = candidates.Report()
     for module, name, result in (

@@ -23,9 +23,9 @@ from tests.fakes import ByteTokenizer
 from verl.agent.wording import read_format
 from verl.data.rows import load_rows
 from verl.errors import DataError, ModelError, UserError
+from verl.ext.sft.demonstrations import load_demonstrations
 from verl.files import read_text
 from verl.model_files import read_config
-from verl.sft.demonstrations import load_demonstrations
 
 Reader = Callable[[str], object]
 READERS: dict[str, Reader] = {

@@ -38,7 +38,7 @@ from verl.agent.dialogue import DialogueAgent, Limits
 from verl.agent.interface import ToolCall
 from verl.data.rows import Row, load_rows
 from verl.errors import explain
-from verl.sft.demonstrations import load_demonstrations
+from verl.ext.sft.demonstrations import load_demonstrations
 
 KEY_WORDS_SHARE = 0.3
 """Fraction of first queries that are the key words of the question instead of the question."""
@@ -87,7 +87,7 @@ class Dialogue:
         yield "policy", f"<think> {self.conclusion} </think> <answer> {answer} </answer>"
 
     def record(self) -> dict[str, object]:
-        """Return the row for `verl.sft.demonstrations`, with its source."""
+        """Return the row for `verl.ext.sft.demonstrations`, with its source."""
         return {
             "prompt": list(self.row.prompt),
             "segments": [{"origin": origin, "text": text} for origin, text in self.segments],

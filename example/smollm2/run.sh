@@ -129,7 +129,7 @@ stage_dialogues() {
 }
 
 stage_sft() {
-  "$PYTHON" -m verl.sft.trainer model_path="$base" train_file="$out/data/dialogues.jsonl" \
+  "$PYTHON" -m verl.trainer.sft model_path="$base" train_file="$out/data/dialogues.jsonl" \
     output_dir="$out/sft" steps="${s[sft_steps]}" batch_size="${s[sft_batch_size]}" \
     lr="${s[sft_lr]}" schedule=cosine max_length=$((max_prompt + s[max_response_length])) \
     max_tokens_per_micro_batch="${s[micro_batch_tokens]}" lora_rank="${s[sft_rank]}" \

@@ -52,7 +52,7 @@ def world(report: Report) -> Iterator[World]:
     write_demonstrations(folder / "dialogues.jsonl")
     start = write_model(folder / "random", "tiny")
     run(
-        [sys.executable, "-m", "verl.sft.trainer", f"model_path={start}", f"output_dir={model}",
+        [sys.executable, "-m", "verl.trainer.sft", f"model_path={start}", f"output_dir={model}",
          f"train_file={folder / 'dialogues.jsonl'}", "steps=80", "lr=3e-3",
          f"device={report.device}"],
         ROOT,

@@ -31,7 +31,7 @@ from tests.example.smollm2_world import QUESTIONS, UNANSWERABLE, write_data
 from verl.agent.dialogue import DialogueAgent, Limits
 from verl.agent.tags import read_turn
 from verl.data.rows import Row
-from verl.sft.demonstrations import load_demonstrations
+from verl.ext.sft.demonstrations import load_demonstrations
 
 TEMPLATE = TEMPLATES["short"]
 

@@ -21,7 +21,7 @@ from search_r1.evaluation.options import EvaluationOptions
 from search_r1.options import parse
 from tests.example.smollm2_world import UNANSWERABLE, write_data
 from verl.config import cli
-from verl.sft.options import parse as parse_sft
+from verl.ext.sft.options import parse as parse_sft
 
 ROOT = Path(__file__).resolve().parents[2]
 STAGES = ("data", "dialogues", "sft", "rl", "adapters", "evaluate")
@@ -76,18 +76,18 @@ def arguments_of(calls: Calls, module: str) -> list[list[str]]:
 def test_finished_stages_are_skipped(recipe: Recipe) -> None:
     """A stage that ran separately is not repeated; a second run of all stages does nothing."""
     calls, _ = recipe.run("--stage", "sft")
-    assert [call[1] for call in calls] == ["verl.sft.trainer"]
+    assert [call[1] for call in calls] == ["verl.trainer.sft"]
     calls, output = recipe.run()
-    assert not arguments_of(calls, "verl.sft.trainer") and "sft: finished before" in output
+    assert not arguments_of(calls, "verl.trainer.sft") and "sft: finished before" in output
     assert recipe.run()[0] == []
     assert sorted(path.name for path in (recipe.out / "done").iterdir()) == sorted(STAGES)
 
 
 def test_a_failed_stage_runs_again_and_those_before_do_not(recipe: Recipe) -> None:
     """The second run starts with the stage that failed."""
-    recipe.run(BROKEN="-m verl.sft.trainer", status=1)
+    recipe.run(BROKEN="-m verl.trainer.sft", status=1)
     calls, _ = recipe.run()
-    assert calls[0][1] == "verl.sft.trainer"
+    assert calls[0][1] == "verl.trainer.sft"
 
 
 def test_only_settings_of_later_stages_may_change(recipe: Recipe) -> None:
@@ -120,7 +120,7 @@ def test_mistakes_are_errors_before_anything_runs(recipe: Recipe) -> None:
 def test_all_options_are_valid(budget: str, device: str, recipe: Recipe) -> None:
     """Cold start, GRPO and all evaluations accept their options, for each budget and device."""
     calls, _ = recipe.run(BUDGET=budget, DEVICE=device)
-    cold = parse_sft(arguments_of(calls, "verl.sft.trainer")[0])
+    cold = parse_sft(arguments_of(calls, "verl.trainer.sft")[0])
     config = cli.compose(arguments_of(calls, "verl.trainer.main_ppo")[0])
     assert config.actor_rollout_ref.rollout.n_agent == 8 - 2 * (
         (budget, device) == ("short", "cpu")

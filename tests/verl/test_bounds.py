@@ -15,8 +15,8 @@ from verl.bounds import FINITE, MAX_NUMBER, MAX_SEED, Bounds
 from verl.config import Config, RewardConfig
 from verl.config.known import settings
 from verl.config.reward import PlateauConfig, StageConfig
-from verl.sft.options import SftConfig
-from verl.sft.rejection_sampling import Options
+from verl.ext.sft.options import SftConfig
+from verl.ext.sft.rejection_sampling import Options
 
 IMPOSSIBLE = (math.nan, math.inf, -math.inf, 2**63, -(2**63), 1e300, -1e300)
 MAY_BE_ZERO = {

@@ -13,8 +13,8 @@ from tests.apps import running
 from tests.fakes import ByteTokenizer
 from tests.socks import socks_proxy
 from verl.errors import ConfigError
+from verl.ext.engines.remote import RemoteEngine
 from verl.proxies import NAMES, bypass_loopback, check_proxies, client_settings, is_loopback
-from verl.rollout.remote_engine import RemoteEngine
 from verl.types import Sampling
 
 ALL = [*NAMES, *map(str.upper, NAMES), "no_proxy", "NO_PROXY"]

@@ -74,7 +74,7 @@ class TrainerConfig:
     """Folder of the run: checkpoints, metrics and the resolved configuration."""
     rollout_data_dir: str | None = option(None, resume="free")
     """Folder that records every scored training trajectory, one jsonl file per step, for
-    `verl.sft.rejection_sampling` and `data.rollouts`; null records none."""
+    `verl.trainer.rejection_sampling` and `data.rollouts`; null records none."""
     device: str = option("auto", resume="free", choices=("auto", "cuda", "cpu"))
     """Device: auto (cuda if available), cuda or cpu."""
     compute_dtype: str = option(

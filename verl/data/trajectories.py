@@ -2,8 +2,8 @@
 
 `run.json` in the same folder identifies the tokenizer of the ids and the initial weights of the
 run. A step that runs again after a resume replaces its file. The files are read by
-`verl.sft.rejection_sampling` and by runs that train on them again (`data.rollouts`). The trainer's
-values of each token (`SIGNALS`) are written for inspection only and never read back.
+`verl.trainer.rejection_sampling` and by runs that train on them again (`data.rollouts`). The
+trainer's values of each token (`SIGNALS`) are written for inspection only and never read back.
 """
 
 import hashlib

@@ -20,8 +20,8 @@ from verl.weights.files import selected_transport
 
 ENGINES = {
     "vllm": "verl.rollout.vllm_engine:VllmEngine",
-    "remote": "verl.rollout.remote_engine:RemoteEngine",
-    "transformers": "verl.rollout.transformers_engine:TransformersEngine",
+    "remote": "verl.ext.engines.remote:RemoteEngine",
+    "transformers": "verl.ext.engines.transformers:TransformersEngine",
 }
 """Import paths of the built-in engines; a module is imported only when its engine is selected."""
 ADAPTER_ENGINES = {"vllm": "verl.ext.lora.vllm:AdapterEngine"}

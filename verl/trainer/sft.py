@@ -1,10 +1,10 @@
-"""`python -m verl.trainer.sft`: the former path of `verl.sft.trainer`."""
+"""`python -m verl.trainer.sft`: `verl.ext.sft.trainer` by the path that users know."""
 
 from __future__ import annotations
 
 import sys
 
-from verl.sft.trainer import main
+from verl.ext.sft.trainer import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -42,7 +42,7 @@ from verl.data.trajectories import (
 from verl.errors import ConfigError, DataError, explain
 from verl.remote_code import set_trust
 from verl.rewards.interface import RewardManager
-from verl.rollout.transformers_engine import TransformersEngine
+from verl.rollout.interface import engine_class
 from verl.training.devices import device_type
 from verl.types import Origin, Sampling, Segment, Status, Trajectory
 
@@ -139,7 +139,8 @@ logger = logging.getLogger(__name__)
 class AnswerScorer:
     """A model that computes log-probs of recorded answers, and samples and scores new ones."""
 
-    engine: TransformersEngine
+    engine: Any
+    """The `transformers` engine, which also computes log-probs of given tokens."""
     tags: Grammar
     reward: RewardManager | None
     """None if no answers are sampled."""
@@ -233,7 +234,7 @@ def _open_scorer(
                         config.actor_rollout_ref.rollout.top_p, tags.stop)  # fmt: skip
     reward = build_reward_manager(config) if options.samples else None
     with model_folder(agent.model, dtype) as folder:
-        engine = TransformersEngine(str(folder), device_type(options.device), dtype)
+        engine: Any = engine_class("transformers")(str(folder), device_type(options.device), dtype)
         asyncio.run(engine.start())
         if fingerprint(engine.tokenizer) != read_header(rollouts):
             got = f"{weights}, with another tokenizer than {rollouts}"

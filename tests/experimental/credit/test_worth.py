@@ -20,7 +20,7 @@ from search_r1.experimental.credit.command import main
 from search_r1.view.run import Run
 from tests.runs.written import PARIS, ROME, TOKENIZER, dialogue, start_run, write_rollouts
 from tests.view.conftest import open_run as open_run
-from verl.rollout.transformers_engine import TransformersEngine
+from verl.ext.engines.transformers import TransformersEngine
 from verl.types import Trajectory
 
 OPTIONS = {"max_response_length": 3, "train_files": "a.parquet", "val_files": "b.parquet"}
@@ -103,7 +103,7 @@ def test_weights_are_loaded_once_for_several_steps(
             loaded.append(path)
             super().__init__(path, *rest)
 
-    monkeypatch.setattr(worth, "TransformersEngine", Engine)
+    monkeypatch.setattr(worth, "engine_class", lambda name: {"transformers": Engine}[name])
     words = ["--rollouts", str(run / "rollouts"), "--checkpoint", str(run / "model")]
     assert main([str(run), "--device=cpu", "--dtype=float32", *words, "--steps", "5", "6"]) == 0
     assert len(loaded) == 1

@@ -23,7 +23,7 @@ from tests.test_retriever_failures import COUNTRIES, retriever, searching_world
 from verl.agent.dialogue import derived_seed
 from verl.agent.interface import Turn
 from verl.data.trajectories import RecordedTrajectory, read_step
-from verl.rollout.transformers_engine import TransformersEngine
+from verl.ext.engines.transformers import TransformersEngine
 from verl.types import Sampling
 
 pytestmark = [pytest.mark.slow, pytest.mark.vllm_cpu]

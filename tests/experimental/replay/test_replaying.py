@@ -22,8 +22,8 @@ from tests.runs.written import TOKENIZER, byte_tokenizer
 from verl.checkpoint import folders
 from verl.config import Config, cli
 from verl.data.trajectories import prepare_folder, write_step
+from verl.ext.engines.transformers import TransformersEngine
 from verl.rewards.interface import Reward
-from verl.rollout.transformers_engine import TransformersEngine
 from verl.types import Prompt, Sampling, start_trajectory
 
 

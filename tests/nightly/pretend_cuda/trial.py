@@ -29,9 +29,9 @@ from tests.nightly.pretend_cuda.mode import PretendCuda
 from tests.nightly.pretend_cuda.receiving import describe, send_weights
 from verl.config import Config
 from verl.core_algos.losses import loss_weights
+from verl.ext.sft import run as sft
+from verl.ext.sft.options import SftConfig
 from verl.preflight.memory.check import fill_undecided
-from verl.sft import run as sft
-from verl.sft.options import SftConfig
 from verl.training import models, roles
 from verl.training.devices import join_process_group
 from verl.training.loading import Placeholder, replace_parameters

@@ -17,7 +17,7 @@ from verl.data.prompts import render
 from verl.data.rows import Row, load_rows
 from verl.data.validation import validate
 from verl.errors import DataError
-from verl.sft.demonstrations import load_demonstrations
+from verl.ext.sft.demonstrations import load_demonstrations
 
 GOOD: dict[str, Any] = {
     "data_source": "nq",

@@ -23,7 +23,7 @@ from verl.data.records import MAX_ROW_CHARS, BadRow, read_jsonl, short_repr
 from verl.data.rows import load_rows
 from verl.data.validation import lines, validate
 from verl.errors import DataError
-from verl.sft.demonstrations import load_demonstrations
+from verl.ext.sft.demonstrations import load_demonstrations
 
 MB = 2**20
 POOLS: list[pyarrow.MemoryPool] = []

@@ -22,14 +22,14 @@ from tests.verl.rollout.local_group import LocalGroup
 from tests.verl.trainer.test_ranks import ranks_of
 from verl.config import Config, cli
 from verl.core_algos.kl import FixedKLController
+from verl.ext.engines.context_cache import sequence_log_probs
+from verl.ext.engines.transformers import TransformersEngine
 from verl.monitor.tracking import Tracking
 from verl.ports import free_port
 from verl.preflight.memory.check import fill_undecided
 from verl.rewards.interface import Reward
-from verl.rollout.context_cache import sequence_log_probs
 from verl.rollout.interface import RolloutEngine
 from verl.rollout.replicas import RolloutReplicas
-from verl.rollout.transformers_engine import TransformersEngine
 from verl.single_controller.actors import ActorLocation, Restarts
 from verl.trainer.build import Inputs, Parts, replica_class, transfer_weights
 from verl.trainer.loop import Transfer

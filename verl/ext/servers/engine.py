@@ -19,11 +19,7 @@ from pydantic import BaseModel
 
 from verl.config import Config
 from verl.errors import AnswerInvalid, ConfigError, UserError, explain, redact
-from verl.ext.servers.answers import SERVER_INFO_PATH, ServerInfo, WeightInfo
-from verl.ext.servers.check import server_problems
-from verl.proxies import client_settings
-from verl.rollout.interface import URL, WEIGHTS_DIR, EngineDied, RolloutEngine
-from verl.rollout.remote_engine import (
+from verl.ext.engines.remote import (
     COMPLETIONS,
     CONNECT_S,
     KEEPALIVE_S,
@@ -34,6 +30,10 @@ from verl.rollout.remote_engine import (
     request_body,
     server_root,
 )
+from verl.ext.servers.answers import SERVER_INFO_PATH, ServerInfo, WeightInfo
+from verl.ext.servers.check import server_problems
+from verl.proxies import client_settings
+from verl.rollout.interface import URL, WEIGHTS_DIR, EngineDied, RolloutEngine
 from verl.training.devices import device_type
 from verl.types import Completion, Sampling
 

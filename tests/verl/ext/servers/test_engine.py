@@ -10,9 +10,9 @@ import pytest
 from tests.verl.ext.servers.vllm_double import VllmDouble
 from verl.config import Config
 from verl.errors import AnswerInvalid, ConfigError
+from verl.ext.engines import remote
 from verl.ext.servers import engine as servers
 from verl.ext.servers.engine import VllmServer
-from verl.rollout import remote_engine
 from verl.rollout.interface import EngineDied, build_engine, engine_problems
 from verl.rollout.vllm_settings import WORKER_EXTENSION
 from verl.types import Completion, Sampling
@@ -159,7 +159,7 @@ def test_an_unreadable_response_is_reported_in_one_line(
     monkeypatch: pytest.MonkeyPatch, headers: dict[str, str], size: int, path: str
 ) -> None:
     """One that is too long, not encoded as its header says, or not what vLLM returns."""
-    monkeypatch.setattr(remote_engine, "MAX_BYTES", 1000)
+    monkeypatch.setattr(remote, "MAX_BYTES", 1000)
     server = VllmDouble()
 
     def answer(request: httpx.Request) -> httpx.Response:

@@ -20,10 +20,10 @@ from transformers import (
 from example.tiny import tiny_llama
 from tests.bad_models import BAD, whole_model
 from verl.errors import DataError
-from verl.sft import run as sft
-from verl.sft import trainer
-from verl.sft.demonstrations import load_demonstrations
-from verl.sft.options import parse
+from verl.ext.sft import run as sft
+from verl.ext.sft import trainer
+from verl.ext.sft.demonstrations import load_demonstrations
+from verl.ext.sft.options import parse
 from verl.types import TokenBatch
 
 WORDS = ["<unk>", "<end>", "ask", "find", "say", "city", "sea", "one", "two", "user", "assistant"]
@@ -158,7 +158,7 @@ def test_two_ranks_under_torchrun_write_the_same_weights(
     """The number of processes does not change the result."""
     out = tmp_path / "out"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command += ["-m", "verl.sft.trainer", *options(model, demonstrations, out)]
+    command += ["-m", "verl.ext.sft.trainer", *options(model, demonstrations, out)]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=env)
     assert done.returncode == 0, done.stderr[-3000:]

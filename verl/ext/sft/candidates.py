@@ -10,7 +10,7 @@ from typing import Any
 from verl.data import trajectories
 from verl.data.trajectories import TOKENIZER, to_float
 from verl.errors import DataError, explain
-from verl.sft.rejection_sampling import Criteria, Options
+from verl.ext.sft.rejection_sampling import Criteria, Options
 from verl.types import Status, num_calls
 
 

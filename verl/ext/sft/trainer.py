@@ -1,6 +1,6 @@
-"""Supervised fine-tuning on demonstrations: `python -m verl.sft.trainer key=value …`.
+"""Supervised fine-tuning on demonstrations: `python -m verl.ext.sft.trainer key=value …`.
 
-The options are checked before heavy packages are imported; the training is in `verl.sft.run`.
+The options are checked before heavy packages are imported; the training is in `verl.ext.sft.run`.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import os
 import sys
 from collections.abc import Sequence
 
+from verl.ext.sft.options import help_text, parse
 from verl.logs import exit_status, start_logging
-from verl.sft.options import help_text, parse
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _main(arguments: Sequence[str]) -> None:
     config = parse(arguments)
-    from verl.sft.run import train  # noqa: PLC0415 - torch and transformers: seconds
+    from verl.ext.sft.run import train  # noqa: PLC0415 - torch and transformers: seconds
 
     train(config)
 

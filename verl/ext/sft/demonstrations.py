@@ -2,8 +2,8 @@
 
 A row is `{"prompt": [chat messages], "segments": [{"origin": "policy"|"observation", "text": …}]}`.
 Each segment is tokenised separately, as in a rollout, so that the mask is exact. A row that names
-its tokenizer, as `verl.sft.rejection_sampling` writes them, contains the token ids of all segments
-including the prompt, and these are used unchanged.
+its tokenizer, as `verl.ext.sft.rejection_sampling` writes them, contains the token ids of all
+segments including the prompt, and these are used unchanged.
 """
 
 from collections.abc import Mapping

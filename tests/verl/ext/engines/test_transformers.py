@@ -12,7 +12,7 @@ from example.model import load_tokenizer
 from example.tiny import tiny_llama
 from tests.fakes import EOS, ByteTokenizer
 from verl.errors import ModelError
-from verl.rollout.transformers_engine import (
+from verl.ext.engines.transformers import (
     TransformersEngine,
     cut_at_stop,
     processed_log_probs,

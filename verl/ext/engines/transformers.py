@@ -17,8 +17,8 @@ from torch import Tensor
 
 from verl.config import Config
 from verl.engine import cut_at_stop
+from verl.ext.engines.context_cache import ContextCache, sequence_log_probs
 from verl.model_files import check_finite, load_tokenizer, model_errors
-from verl.rollout.context_cache import ContextCache, sequence_log_probs
 from verl.rollout.interface import Listener, RolloutEngine
 from verl.training.devices import device_type, rollout_dtype
 from verl.training.models import load_causal_lm

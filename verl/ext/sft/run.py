@@ -20,6 +20,8 @@ from transformers import PretrainedConfig
 
 from verl.config import OptimConfig
 from verl.core_algos.losses import loss_weights, weighted_sum
+from verl.ext.sft.demonstrations import load_demonstrations
+from verl.ext.sft.options import SftConfig
 from verl.malloc import keep_freed_memory
 from verl.model_files import check_model, load_tokenizer, model_errors
 from verl.packing import split_by_work
@@ -27,8 +29,6 @@ from verl.plugins import imported
 from verl.ports import free_port
 from verl.quantization import check_unquantized
 from verl.remote_code import set_trust
-from verl.sft.demonstrations import load_demonstrations
-from verl.sft.options import SftConfig
 from verl.training.actor import TargetColumns
 from verl.training.devices import (
     join_process_group,

@@ -12,8 +12,8 @@ import pytest
 from tests.endless import DRIPS, FLOOD, endless
 from tests.fakes import ByteTokenizer
 from verl.errors import AnswerInvalid, ConfigError
-from verl.rollout import remote_engine
-from verl.rollout.remote_engine import EXTENSIONS, RemoteEngine, missing_stop
+from verl.ext.engines import remote
+from verl.ext.engines.remote import EXTENSIONS, RemoteEngine, missing_stop
 from verl.types import Completion, Sampling
 
 STOP = ("</search>", "</answer>")
@@ -244,7 +244,7 @@ def test_missing_log_probs_are_nan() -> None:
 @pytest.mark.parametrize("name", DRIPS)
 def test_a_slow_response_has_one_deadline(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """One deadline covers headers and body, however often a byte arrives."""
-    monkeypatch.setattr(remote_engine, "TIMEOUT", 0.4)
+    monkeypatch.setattr(remote, "TIMEOUT", 0.4)
     with endless(*DRIPS[name]) as (url, _), pytest.raises(ConfigError, match="Timeout") as caught:
         asyncio.run(RemoteEngine(url, "m", ByteTokenizer()).generate([1], SAMPLING))
     assert not isinstance(caught.value, AnswerInvalid)
@@ -252,7 +252,7 @@ def test_a_slow_response_has_one_deadline(monkeypatch: pytest.MonkeyPatch, name:
 
 def test_an_endless_response_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     """At most MAX_BYTES of it are read."""
-    monkeypatch.setattr(remote_engine, "MAX_BYTES", 100_000)
+    monkeypatch.setattr(remote, "MAX_BYTES", 100_000)
     message = "more than 100000 bytes"
     with endless(*FLOOD, pause=0.0) as (url, _), pytest.raises(AnswerInvalid, match=message):
         asyncio.run(RemoteEngine(url, "m", ByteTokenizer()).generate([1], SAMPLING))

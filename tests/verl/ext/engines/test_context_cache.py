@@ -11,10 +11,10 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, BertConfig, BertLMHeadModel
 
 from tests.fakes import EOS, ByteTokenizer
-from tests.verl.rollout.test_transformers_engine import Latin
+from tests.verl.ext.engines.test_transformers import Latin
 from verl.errors import ModelError
-from verl.rollout.context_cache import ContextCache, Reuse
-from verl.rollout.transformers_engine import TransformersEngine
+from verl.ext.engines.context_cache import ContextCache, Reuse
+from verl.ext.engines.transformers import TransformersEngine
 from verl.types import Sampling
 
 VOCABULARY = 258

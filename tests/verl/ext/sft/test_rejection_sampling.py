@@ -23,12 +23,12 @@ from verl.data.trajectories import (
 )
 from verl.errors import ConfigError, DataError
 from verl.ext.retry import RetryingRollout
+from verl.ext.sft import rejection_sampling
+from verl.ext.sft.candidates import choose
+from verl.ext.sft.demonstrations import load_demonstrations
+from verl.ext.sft.rejection_sampling import Criteria
 from verl.monitor.performance import Timings
 from verl.rewards.interface import EachAlone, Reward
-from verl.sft import rejection_sampling
-from verl.sft.candidates import choose
-from verl.sft.demonstrations import load_demonstrations
-from verl.sft.rejection_sampling import Criteria
 from verl.trainer.collect import RolloutCollector
 from verl.types import Origin, Prompt, Segment, Status, TokenBatch, Trajectory, start_trajectory
 

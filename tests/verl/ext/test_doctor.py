@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from tests import nvidia_smi
-from verl import doctor
-from verl.doctor import GIB, Facts, Line, Torch, report_lines
+from verl.ext import doctor
+from verl.ext.doctor import GIB, Facts, Line, Torch, report_lines
 from verl.nvidia import Card, Nvidia, vllm_device
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 H100 = Card("NVIDIA H100 80GB HBM3", 81559, (9, 0))
 PACKAGES = {"ray": "2.60.0", "transformers": "5.19.0", "flash-attn": ""}
 COMPLETE = Facts(
@@ -132,7 +132,7 @@ def test_this_machine_as_json(
 
 def test_it_works_before_anything_is_installed() -> None:
     """Without site-packages each missing package has its line, and there is no traceback."""
-    command = [sys.executable, "-S", "-m", "verl.doctor"]
+    command = [sys.executable, "-S", "-m", "verl.ext.doctor"]
     env = {"PATH": "/nowhere"}
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=env)
     assert done.returncode == 1 and done.stderr == ""

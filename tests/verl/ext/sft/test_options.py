@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from verl.errors import ConfigError
-from verl.sft.options import SftConfig, help_text, parse
+from verl.ext.sft.options import SftConfig, help_text, parse
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from tests.core.data.test_data import CountingTokenizer
 from tests.fakes import ByteTokenizer
 from verl.data.trajectories import TOKENIZER, fingerprint
 from verl.errors import DataError
-from verl.sft.demonstrations import load_demonstrations
+from verl.ext.sft.demonstrations import load_demonstrations
 from verl.types import Trajectory
 
 PROMPT = [{"role": "user", "content": "Who's she?"}]

@@ -1,0 +1,1 @@
+"""Engines beside vLLM: transformers on this machine, and OpenAI-compatible servers."""
