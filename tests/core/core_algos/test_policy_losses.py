@@ -75,16 +75,6 @@ def test_a_dual_clip_that_would_bound_every_loss_is_refused() -> None:
         ppo(PolicyLossInputs(x, x, x, x.long(), clip_c=1.0))
 
 
-def test_policy_loss_at_ratio_one_has_the_policy_gradient() -> None:
-    """In the first pass the gradient is exactly -A, even where both bounds tie."""
-    log_probs = torch.zeros(3, dtype=torch.float64, requires_grad=True)
-    advantages = torch.tensor([2.0, -3.0, 0.0], dtype=torch.float64)
-    losses, _ = ppo_losses(log_probs, log_probs.detach(), advantages, 0.2, 0.2)
-    losses.sum().backward()
-    assert log_probs.grad is not None
-    assert log_probs.grad.tolist() == [-2.0, 3.0, 0.0]
-
-
 def inputs_of(batch: Batch, scale: float = 0.3) -> tuple[PolicyLossInputs, Tensor]:
     """Return a batch's policy tokens with random log-probs, and their loss weights."""
     mask = batch.mask

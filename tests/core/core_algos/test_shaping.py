@@ -32,9 +32,3 @@ def test_overlong_penalty_is_that_of_dapo(
     got = overlong_penalty(torch.tensor(lengths), free + buffer, buffer, factor)
     expected = [-factor * dapo_length_reward(n, free + buffer, buffer) for n in lengths]
     assert got.tolist() == pytest.approx(expected, rel=1e-6, abs=1e-6)
-
-
-def test_overlong_penalty_of_some_lengths() -> None:
-    """It is 0 up to 8 of 10 tokens, half at 9, and full from 10 on."""
-    got = overlong_penalty(torch.tensor([0, 8, 9, 10, 99]), 10, 2, 0.5)
-    assert got.tolist() == [0.0, 0.0, 0.25, 0.5, 0.5]
