@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,13 +30,6 @@ class Difference:
     expected: float | None
     got: float | None
 
-    @property
-    def size(self) -> float:
-        """Absolute difference; infinite if one of the two is missing."""
-        if self.expected is None or self.got is None:
-            return math.inf
-        return abs(self.expected - self.got)
-
 
 def read_rows(path: Path) -> list[dict[str, float | None]]:
     """Read the rows of a `metrics.jsonl`, without a line that a kill left incomplete."""
@@ -55,10 +47,8 @@ def is_computed(name: str) -> bool:
     return name in COMPUTED or not name.startswith(MEASURED)
 
 
-def differences(
-    expected: Sequence[Row], got: Sequence[Row], tolerance: float = 0.0
-) -> Iterator[Difference]:
-    """Yield where `got` differs by more than `tolerance`, or lacks a step or a metric.
+def differences(expected: Sequence[Row], got: Sequence[Row]) -> Iterator[Difference]:
+    """Yield where `got` differs, or lacks a step or a metric.
 
     A step that was repeated after a kill is in `got` more than once; all of them are compared.
     """
@@ -71,7 +61,7 @@ def differences(
         reference = steps.get(step, {})
         for name in sorted(filter(is_computed, reference.keys() | row.keys())):
             difference = Difference(step, name, reference.get(name), row.get(name))
-            if difference.expected != difference.got and not difference.size <= tolerance:
+            if difference.expected != difference.got:
                 yield difference
 
 

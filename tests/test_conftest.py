@@ -1,4 +1,4 @@
-"""The hooks of `conftest.py`: hidden GPUs, skipped and slow tests, and files of one process."""
+"""The hooks of `conftest.py`: hidden GPUs, skipped tests, and files of one process."""
 
 import os
 from functools import partial
@@ -38,31 +38,6 @@ def test_engines_on_the_cpu_need_the_cpu_build(
     plain, engine = item(), item("vllm_cpu")
     conftest.pytest_collection_finish(SimpleNamespace(items=[plain, engine]))
     assert engine.add_marker.called is skipped and not plain.add_marker.called
-
-
-def test_the_fast_run_leaves_out_slow_tests_and_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """`--fast` leaves out the listed tests with any parameters; tests not in the list run."""
-    slow = tmp_path / "slow.txt"
-    slow.write_text("tests/a.py::test_long\ntests/ray.py\n")
-    monkeypatch.setattr(conftest, "SLOW", slow)
-    names = ("tests/a.py::test_long[1]", "tests/a.py::test_new", "tests/ray.py::test_any")
-    items = [Mock(nodeid=name) for name in names]
-    chosen = list(items)
-    conftest.pytest_collection_modifyitems(Mock(getoption=lambda _: True), chosen)
-    assert chosen == items[1:2]
-    chosen = list(items)
-    conftest.pytest_collection_modifyitems(Mock(getoption=lambda _: False), chosen)
-    assert chosen == items
-
-
-def test_slow_files_come_first() -> None:
-    """So two processes end together. Files of one process keep their order: an engine is killed."""
-    shared = conftest.TOGETHER[0][0]
-    files = ["tests/fast.py", f"{shared}a.py", "tests/slow.py", f"{shared}b.py"]
-    ordered = sorted(files, key=lambda file: conftest.turn_of(file, {"tests/slow.py", shared}))
-    assert ordered == [*files[1:], "tests/fast.py"]
 
 
 def test_files_that_share_an_engine_go_to_one_process() -> None:

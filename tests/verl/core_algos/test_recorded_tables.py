@@ -318,7 +318,7 @@ def test_kl_in_the_reward_agrees_with_verl(case: Case) -> None:
 
 
 def test_entropy_and_log_probs_agree_with_verl() -> None:
-    """As the trainer computes a chunk of logits; its gradient is right, and absent if only logged."""
+    """As the trainer computes a chunk of logits; without a gradient if only logged."""
     case = VERL.case("logits")
     logits = torch.tensor(case.settings["logits"], dtype=torch.float64, requires_grad=True)
     labels = torch.tensor(case.settings["labels"])

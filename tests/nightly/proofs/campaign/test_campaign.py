@@ -1,145 +1,19 @@
-"""The parts of the campaign: its plan, its proxy, and the trajectories that a fault changed."""
+"""What a campaign calls lost: changed trajectories, missing prompts, old tokens, leftovers."""
 
 from __future__ import annotations
 
-import http.client
 import json
-import subprocess
-import sys
-import threading
-import time
-from collections import Counter
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
-from subprocess import PIPE
 
 import pytest
 
-from tests.nightly.proofs.campaign.__main__ import SHARES, STEPS, Report, markdown
-from tests.nightly.proofs.campaign.clock import Clock
-from tests.nightly.proofs.campaign.faults import Kind, plan
-from tests.nightly.proofs.campaign.proxy import FaultyProxy
+from tests.nightly.proofs.campaign.__main__ import Report, markdown
 from tests.nightly.proofs.campaign.run import (
     Effect,
     changed_trajectories,
-    ends_badly,
     max_age,
     other_prompts,
 )
-from tests.nightly.proofs.campaign.world import LEGS
-
-ANSWER = json.dumps({"result": [[{"id": "1"}], [{"id": "2"}]]}).encode()
-
-
-def test_a_plan_depends_on_its_seed_and_has_every_kind() -> None:
-    """Equal faults at equal moments; a full campaign has every kind."""
-    assert set(LEGS) == set(SHARES) == set(STEPS)
-    assert {kind for _, kinds in LEGS.values() for kind in kinds} == set(Kind)
-    for _, kinds in LEGS.values():
-        faults = plan(100, 3, kinds, 1.0)
-        assert faults == plan(100, 3, kinds, 1.0) != plan(100, 4, kinds, 1.0)
-        assert [fault.number for fault in faults] == list(range(1, 101))
-        assert set(kinds) == {fault.kind for fault in faults}
-        assert Counter(f.kind for f in plan(len(kinds), 0, kinds, 1.0)) == Counter(kinds)
-
-
-class _Server(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-
-    def do_POST(self) -> None:
-        self.rfile.read(int(self.headers["content-length"]))
-        self.send_response(200)
-        self.send_header("content-length", str(len(ANSWER)))
-        self.end_headers()
-        self.wfile.write(ANSWER)
-
-    def log_message(self, format: str, *args: object) -> None:
-        """Log nothing."""
-
-
-@pytest.fixture
-def proxy() -> Iterator[FaultyProxy]:
-    """A proxy in front of a server with a fixed response."""
-    server = HTTPServer(("127.0.0.1", 0), _Server)
-    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-    with FaultyProxy(server.server_port) as proxy:
-        yield proxy
-    server.shutdown()
-    server.server_close()
-
-
-def ask(proxy: FaultyProxy) -> tuple[int, bytes]:
-    port = int(proxy.url.rpartition(":")[2].partition("/")[0])
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
-    try:
-        connection.request("POST", "/retrieve", b'{"queries": ["a", "b"]}')
-        response = connection.getresponse()
-        return response.status, response.read()
-    finally:
-        connection.close()
-
-
-def test_a_proxy_forwards_the_servers_response(proxy: FaultyProxy) -> None:
-    """Without a fault, it behaves like the retriever."""
-    assert ask(proxy) == (200, ANSWER)
-
-
-@pytest.mark.parametrize(
-    ("kind", "expected"),
-    [
-        (Kind.REFUSES, (503, b'{"detail": "too busy"}')),
-        (Kind.GARBAGE, (200, b"<html>not a search engine</html>")),
-        (Kind.LIES, (200, json.dumps({"result": [[{"id": "1"}]]}).encode())),
-        (Kind.RESETS, http.client.RemoteDisconnected),
-        (Kind.HANGS, http.client.RemoteDisconnected),
-        (Kind.TRUNCATES, http.client.IncompleteRead),
-    ],
-)
-def test_a_fault_is_what_its_name_says(
-    proxy: FaultyProxy, kind: Kind, expected: tuple[int, bytes] | type[Exception]
-) -> None:
-    """A request during the fault is affected and counted; a later one is answered."""
-    struck: list[int] = []
-    fault = threading.Thread(target=lambda: struck.append(proxy.break_for(kind, 0.2)))
-    fault.start()
-    while proxy.fault is None:
-        pass
-    if isinstance(expected, tuple):
-        assert ask(proxy) == expected
-    else:
-        with pytest.raises(expected):
-            ask(proxy)
-    fault.join()
-    assert struck[0] >= 1
-    assert ask(proxy) == (200, ANSWER)
-
-
-SHOW_TIME = """
-import sys, threading, time
-for line in sys.stdin:
-    start = time.monotonic()
-    threading.Event().wait(0.05)
-    print(time.time(), time.monotonic() - start, flush=True)
-"""
-
-
-def test_a_clock_jumps_while_a_process_reads_it(tmp_path: Path) -> None:
-    """Wall time is wrong immediately and by the offset; waits take as long as before."""
-    clock = Clock(tmp_path)
-    if not clock.available:
-        pytest.skip("needs a C compiler")
-    words = clock.command([sys.executable, "-c", SHOW_TIME])
-    with subprocess.Popen(words, stdin=PIPE, stdout=PIPE, text=True, bufsize=1) as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        for wrong in (0, 86_400, -86_400, 0):
-            clock.set_offset(wrong)
-            process.stdin.write("\n")
-            wall, waited = (float(word) for word in process.stdout.readline().split())
-            assert wall == pytest.approx(time.time() + wrong, abs=60)
-            assert 0.05 <= waited < 60
-        process.stdin.close()
 
 
 def row(sample: int, *segments: tuple[str, list[int]]) -> str:
@@ -174,20 +48,6 @@ def test_other_prompts_and_old_tokens_are_found(tmp_path: Path) -> None:
     segments = [{"origin": "prompt"}, {"origin": "policy", "weight_version": 5}]
     (disturbed / "step_7.jsonl").write_text(json.dumps({"step": 7, "segments": segments}) + "\n")
     assert max_age(disturbed) == 2
-
-
-@pytest.mark.parametrize(
-    ("log", "is_bad"),
-    [
-        ("train: 1%\nTraceback (most recent call last):\n", True),
-        ("train: 1%\rTraceback (most recent call last):\n", True),
-        ("(ActorHost pid=1) ERROR [async_llm.py] Traceback (most recent call last):\n", False),
-        ("the checkpoint of step 8 could not be written\n", False),
-    ],
-)
-def test_a_traceback_is_the_run_s_own(log: str, is_bad: bool) -> None:
-    """vLLM logs a traceback when its engine core is killed, and the run continues."""
-    assert ends_badly(log) is is_bad
 
 
 def effect(**changes: object) -> Effect:
