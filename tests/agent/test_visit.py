@@ -63,7 +63,7 @@ def test_a_server_that_is_away_fails_the_trajectory() -> None:
         async def document(self, id: str) -> Document | None:
             raise RetrieverUnavailable("away")
 
-    with pytest.raises(ToolError, match="away") as caught:
+    with pytest.raises(ToolError) as caught:
         visit(VisitTool(UnavailableServer()), "1")
     assert caught.value.faults["visits_failed"] == 1
 

@@ -228,7 +228,7 @@ def test_links_in_the_folder_are_not_followed(serve: Start, tmp_path: Path) -> N
     folder.mkdir()
     outside.write_text("mine")
     (folder / "part_aa.incomplete").symlink_to(outside)
-    with pytest.raises(hub.DownloadError, match="is a link to"):
+    with pytest.raises(hub.DownloadError):
         fetch(REPO, HubFile("part_aa", 9, None), folder)
     assert outside.read_text() == "mine"
 

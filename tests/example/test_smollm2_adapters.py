@@ -63,23 +63,6 @@ def test_the_combination_equals_both_adapters(base: Path, tmp_path: Path) -> Non
     assert changed == 14  # seven layers in each of two blocks
 
 
-def test_bfloat16_halves_the_file_and_keeps_the_adapter(base: Path, tmp_path: Path) -> None:
-    """The bfloat16 file has two bytes per value, and its products differ by less than 1 %."""
-    trained(base, 4, 8, seed=3).write(tmp_path / "trained")
-    original = Factors.read(tmp_path / "trained")
-    write(original, tmp_path / "shipped", "models/base", DIALOGUE, torch.bfloat16)
-    shipped = Factors.read(tmp_path / "shipped")
-    num_values = sum(tensor.numel() for tensor in original.tensors.values())
-    size = (tmp_path / "shipped" / "adapter_model.safetensors").stat().st_size
-    assert 2 * num_values < size < 2 * num_values + 10_000
-    for module in original.modules:
-        before, after = (
-            f.scale * f.tensors[f"{module}.lora_B.weight"] @ f.tensors[f"{module}.lora_A.weight"]
-            for f in (original, shipped)
-        )
-        assert (before - after).norm() < 0.01 * before.norm()
-
-
 def test_the_folder_has_dialogue_settings_and_base(base: Path, tmp_path: Path) -> None:
     """The folder has search_r1.json and the name of the base."""
     trained(base, 2, 4, seed=4).write(tmp_path / "trained")

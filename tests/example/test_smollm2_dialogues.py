@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import random
 from pathlib import Path
 
 import pytest
@@ -12,12 +11,8 @@ import pytest
 from example.model import load_tokenizer
 from example.smollm2.dialogues import (
     Dialogue,
-    first_query,
-    make_dialogue,
     make_dialogues,
-    second_query,
 )
-from example.smollm2.evidence import Words, find_evidence
 from search_r1.agent.generation import search_agent
 from search_r1.agent.grammar import SEARCH_R1
 from search_r1.agent.tags import TEMPLATES
@@ -26,7 +21,7 @@ from search_r1.retrieval.in_memory import InMemoryRetrieval
 from search_r1.retrieval.index_builder import BuildConfig, build_index
 from search_r1.retrieval.schema import Document
 from search_r1.retrieval.settings import RetrieverConfig
-from search_r1.rewards.normalize import matches_exactly, normalize_answer
+from search_r1.rewards.normalize import matches_exactly
 from tests.example.smollm2_world import QUESTIONS, UNANSWERABLE, write_data
 from verl.agent.dialogue import DialogueAgent, Limits
 from verl.agent.tags import read_turn
@@ -104,30 +99,6 @@ def test_answers_are_correct_and_in_the_observation(bm25: Bm25) -> None:
         assert answer in observation
 
 
-def test_a_second_query_contains_a_title() -> None:
-    """If the first documents lack the answer, the second query has the title of one of them."""
-    question = "where was the founder of Maple Harbour born?"
-    town = Document.from_title("0", "Ada Quill", "Founder of Maple Harbour, a merchant.")
-    birth = Document.from_title("1", "Ada Quill", "The founder was born in Dunmere.")
-    query = second_query(question, "Ada Quill")
-    assert query == "Ada Quill where founder Maple Harbour born"
-    results = {q: [town] for q in (question.rstrip("?"), "where founder Maple Harbour born")}
-    agent = agent_with(InMemoryRetrieval({**results, query: [birth]}))
-    dialogue = asyncio.run(make_dialogue(row_of(0, question, ["Dunmere"]), agent, random.Random(0)))
-    assert dialogue is not None
-    assert [search.query for search in dialogue.searches][1:] == [query]
-    assert "Ada Quill" in dialogue.searches[1].thought
-    assert dialogue.evidence.answer == "Dunmere"
-
-
-def test_dialogues_depend_only_on_row_and_seed(bm25: Bm25) -> None:
-    """The same seed gives the same dialogue, whatever other rows there are."""
-    agent = agent_with(bm25)
-    records = [dialogue.record() for dialogue in solve(agent, ROWS)]
-    assert [d.record() for d in solve(agent, ROWS[:3])] == records[:3]
-    assert [d.record() for d in solve(agent, ROWS, seed=1)] != records
-
-
 def test_dialogues_load_as_demonstrations(bm25: Bm25, tmp_path: Path) -> None:
     """Policy and observation texts of the loaded demonstrations equal those of the dialogues."""
     dialogues = solve(agent_with(bm25), ROWS)
@@ -137,32 +108,3 @@ def test_dialogues_load_as_demonstrations(bm25: Bm25, tmp_path: Path) -> None:
     for trajectory, dialogue in zip(loaded, dialogues, strict=True):
         segments = [(part.origin.name.lower(), part.text) for part in trajectory.segments[1:]]
         assert segments == list(dialogue.segments)
-
-
-@pytest.mark.parametrize("text", [
-    "It was the U.S.A., he said", "a  An apple, the 'Pear'!", "about 4.3 km2 (see below).",
-])  # fmt: skip
-def test_words_are_normalised_as_in_the_reward(text: str) -> None:
-    """Normalising word by word equals the reward's normalisation of the whole text."""
-    assert " ".join(word for word in Words.of(text).normalized if word) == normalize_answer(text)
-
-
-def test_evidence_is_the_best_supported_occurrence() -> None:
-    """The occurrence near the key words of the question is chosen; parts of words never match."""
-    documents = [
-        Document.from_title("0", "Rivers", "Leftover maps. Turn left at the inn."),
-        Document.from_title(
-            "1", "Jake Rosholt", "He won. Rosholt punches hard with his left hand."
-        ),
-    ]
-    evidence = find_evidence("With which hand does Rosholt throw punches?", documents, ["the left"])
-    assert evidence is not None
-    assert (evidence.rank, evidence.answer) == (2, "left")
-    assert find_evidence("With which hand?", documents[:1], ["map"]) is None
-    assert find_evidence("With which hand?", documents, ["the"]) is None
-
-
-def test_first_queries_are_the_question_or_its_key_words() -> None:
-    """Both kinds of first queries occur, without a question mark."""
-    queries = {first_query("who founded the town of Varn?", random.Random(s)) for s in range(20)}
-    assert queries == {"who founded the town of Varn", "who founded town Varn"}

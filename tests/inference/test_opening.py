@@ -96,7 +96,7 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_the_default_is_the_shipped_adapter(checkout: Path) -> None:
     """Its base is made once and atomically; an adapter of the recipe has the same base."""
-    with pytest.raises(ModelError, match=r"ZeroDivisionError.*pip install"):
+    with pytest.raises(ModelError, match="ZeroDivisionError"):
         with_default_model(InferenceOptions())
     assert list((checkout / "models").iterdir()) == []
     base, adapter = checkout / default_model.SHIPPED_BASE, checkout / default_model.SHIPPED_ADAPTER

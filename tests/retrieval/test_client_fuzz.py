@@ -10,7 +10,7 @@ from hypothesis import event, example, given, settings
 from hypothesis import strategies as st
 
 from search_r1.retrieval.client import RetrievalClient
-from search_r1.retrieval.errors import RetrieverUnavailable, SearchError
+from search_r1.retrieval.errors import SearchError
 from search_r1.retrieval.schema import Document, from_wire
 
 SLOW_S = 0.4
@@ -199,22 +199,6 @@ def test_line_19_every_search_ends_with_documents_or_a_typed_error(
         else:
             ids = [document.id for document in result]
             assert is_echo(result, query) or ids in scripted_ids, (query, ids)
-
-
-def test_line_19_a_response_that_trickles_is_too_late() -> None:
-    """The timeout is for the whole response, so occasional bytes do not extend it."""
-    trickle = ScriptedResponse(is_trickled=True, headers=(("X", "x" * 10_000),))
-
-    async def search() -> list[list[Document] | BaseException]:
-        async with scripted([trickle] * 2) as url:
-            client = RetrievalClient(url, timeout=TIMEOUT_S, max_retries=1, backoff=0.001)
-            async with asyncio.timeout(2 * TIMEOUT_S + SLACK_S):
-                results = await asyncio.gather(client.search("q"), return_exceptions=True)
-            await client.aclose()
-            return results
-
-    [error] = asyncio.run(search())
-    assert isinstance(error, RetrieverUnavailable)
 
 
 def test_the_oracle_distinguishes_documents() -> None:

@@ -125,14 +125,6 @@ def test_rows_that_only_python_reads(tmp_path: Path, row: str) -> None:
     assert (document.id, document.contents) == (expected, "a")
 
 
-@pytest.mark.parametrize("name", ["missing.jsonl", "empty.jsonl"])
-def test_no_corpus(tmp_path: Path, name: str) -> None:
-    """A missing or empty file is refused with its name."""
-    write(tmp_path / "empty.jsonl", "")
-    with pytest.raises(CorpusError, match=name):
-        Corpus.open(tmp_path / name)
-
-
 def test_stored_offsets_are_used_unless_outdated(tmp_path: Path) -> None:
     """A changed file, even of equal size, is scanned again and has another fingerprint."""
     path = write(tmp_path / "c.jsonl", '{"id": "1", "contents": "ab"}\n')

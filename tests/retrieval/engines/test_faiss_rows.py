@@ -81,7 +81,7 @@ def test_vectors_that_are_not_finite_are_refused(kind: str, value: float, tmp_pa
         index.add_with_ids(vectors, IDS)
     else:
         index.add(vectors)
-    with pytest.raises(IndexMismatch, match="not finite"):
+    with pytest.raises(IndexMismatch):
         open_written(index, tmp_path / "index")
 
 

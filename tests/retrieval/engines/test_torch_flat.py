@@ -15,7 +15,7 @@ from search_r1.retrieval.encoder import HashEncoder
 from search_r1.retrieval.engines.base import Retriever, collect
 from search_r1.retrieval.engines.registry import build_retriever
 from search_r1.retrieval.engines.torch_flat import TorchFlatIndex, load_and_measure_recall
-from search_r1.retrieval.errors import IndexMismatch, SetupError
+from search_r1.retrieval.errors import SetupError
 from search_r1.retrieval.schema import fingerprint
 from search_r1.retrieval.settings import EncoderConfig, RetrieverConfig, TorchConfig
 from tests.retrieval.engines.flat_indexes import brute_force, layout, random_rows, write
@@ -120,21 +120,6 @@ def test_facts_change_with_what_decides_an_answer(settings: RetrieverConfig) -> 
     assert fingerprint_with(tile_rows=2, matrix_devices=("cpu", "cpu")) == default
     int8 = fingerprint_with(matrix_dtype="int8")
     assert len({default, int8, fingerprint_with(matrix_dtype="int8", rescore=4)}) == 3
-
-
-def test_another_encoder_or_corpus_is_refused(settings: RetrieverConfig, tmp_path: Path) -> None:
-    """The torch backend checks an index as the FAISS backend does."""
-    with pytest.raises(IndexMismatch, match="embeds a probe text differently"):
-        build_retriever(replace(settings, encoder=EncoderConfig("hash:32")))
-    other = tmp_path / "other.jsonl"
-    other.write_text('{"id": "1", "contents": "one document only"}\n')
-    with pytest.raises(IndexMismatch, match="was built from a corpus of 8 documents"):
-        build_retriever(replace(settings, corpus_path=str(other)))
-    bare = str(Path(str(settings.index_path)) / "hash_Flat.index" / "vectors.faiss")
-    with pytest.raises(IndexMismatch, match="holds 8 vectors, but corpus"):
-        build_retriever(replace(settings, corpus_path=str(other), index_path=bare))
-    with pytest.raises(IndexMismatch, match="has 64 dimensions, but encoder hash gives 32"):
-        build_retriever(replace(settings, index_path=bare, encoder=EncoderConfig("hash:32")))
 
 
 def test_index_that_is_not_flat_is_refused(settings: RetrieverConfig, tmp_path: Path) -> None:

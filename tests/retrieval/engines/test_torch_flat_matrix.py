@@ -140,7 +140,7 @@ def test_rescoring_fewer_than_k_still_gives_k(tmp_path: Path) -> None:
 def test_float16_overflow_is_refused(tmp_path: Path) -> None:
     """Rows that overflow to infinity would win every search, so loading fails."""
     flat = write(tmp_path / "flat", np.full((3, 4), 1e5, dtype=np.float32))
-    with pytest.raises(SetupError, match=r"beyond float16.*bfloat16"):
+    with pytest.raises(SetupError, match="bfloat16"):
         load(flat, layout("float16"))
 
 

@@ -60,7 +60,7 @@ def test_two_builders_exclude_each_other(tmp_path: Path) -> None:
     """A second builder is refused while the first one works, and accepted afterwards."""
     with (
         work_folder(tmp_path / "x", KEY),
-        pytest.raises(SetupError, match="another builder"),
+        pytest.raises(SetupError),
         work_folder(tmp_path / "x", KEY),
     ):
         pass

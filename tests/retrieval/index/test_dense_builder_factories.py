@@ -107,5 +107,5 @@ def test_estimated_size_is_near_the_true_one(tmp_path: Path, factory: str) -> No
 def test_training_on_a_missing_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """The flag does not silently fall back to the CPU."""
     monkeypatch.setattr(faiss, "get_num_gpus", lambda: 0, raising=False)
-    with pytest.raises(SetupError, match="sees no GPU"):
+    with pytest.raises(SetupError):
         check_gpu("train")

@@ -161,7 +161,7 @@ def test_a_judge_that_does_not_answer_is_found_before_the_run() -> None:
         pytest.raises(ValueError, match="status 404"),
     ):
         build_judge(at(server)).check()
-    with pytest.raises(ValueError, match="got no verdict from http://127"):
+    with pytest.raises(ValueError, match="http://127"):
         build_judge(replace(OPTIONS, url="http://127.0.0.1:9/v1", max_retries=0)).check()
     with judge_server(lambda n, body: "no") as server:
         build_judge(at(server)).check()

@@ -17,7 +17,6 @@ from verl.data.prompts import render
 from verl.data.rows import Row, load_rows
 from verl.data.validation import validate
 from verl.errors import DataError
-from verl.ext.sft.demonstrations import load_demonstrations
 
 GOOD: dict[str, Any] = {
     "data_source": "nq",
@@ -178,17 +177,3 @@ def test_a_prompt_rejected_by_the_template_names_its_row() -> None:
     bad = Row("q.jsonl", 7, ({"role": "wizard", "content": "x"},), "nq", ("a",))
     with pytest.raises(DataError, match=r"q\.jsonl#7"):
         render(bad, RejectingTokenizer())
-
-
-def test_a_bad_demonstration_is_refused_with_its_row(tmp_path: Path) -> None:
-    """Demonstrations are read by the same reader."""
-    path, tokenizer = tmp_path / "d.jsonl", ByteTokenizer()
-    for line in (
-        *ROWS.values(),
-        b'{"prompt": [{}], "segments": []}',
-        b'{"prompt": "x"}',
-        b'{"prompt": "x", "segments": [{"origin": "policy", "text": null}]}',
-    ):
-        path.write_bytes(line + b"\n")
-        with pytest.raises(DataError, match="row 0"):
-            load_demonstrations(str(path), tokenizer, 100)

@@ -51,7 +51,7 @@ def test_line_31_a_long_repr_is_refused_at_once() -> None:
 def test_line_31_half_a_character_cannot_be_smuggled_in_a_text() -> None:
     """No tokenizer encodes it, and the escape within the text hides it from the reader of rows."""
     for text in (json.dumps(["\ud800"]), repr(["\ud800"]), json.dumps({"\udfff": 1})):
-        with pytest.raises(Unreadable, match="halves"):
+        with pytest.raises(Unreadable):
             parse_structure(text)
     assert parse_structure(json.dumps(["\U0001f600"])) == ["\U0001f600"]
 

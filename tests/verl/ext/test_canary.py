@@ -132,7 +132,7 @@ def test_line_29_an_adapter_that_is_not_applied_is_found_in_its_step(
 ) -> None:
     """The adapter is merged into the weights that a transformers engine loads."""
     options = (*LORA, "actor_rollout_ref.actor.optim.lr=1e-3")
-    with pytest.raises(MismatchError, match="engine 0 does not have the weights of step 3"):
+    with pytest.raises(MismatchError, match=r"engine 0 .*step 3"):
         train(run_config(model, tmp_path, *options), 4, 0, engine_class=spoiled(fault),
               transfer=canary())  # fmt: skip
 
@@ -153,7 +153,7 @@ def test_a_healthy_run_is_the_same_with_and_without_it(
 def test_an_engine_that_lags_is_compared_with_its_own_version(model: str, tmp_path: Path) -> None:
     """A fault of weights that load while the next step trains is found by the next transfer."""
     config = run_config(model, tmp_path, "actor_rollout_ref.rollout.max_staleness=1")
-    with pytest.raises(MismatchError, match="engine 1 does not have the weights of step 3"):
+    with pytest.raises(MismatchError, match=r"engine 1 .*step 3"):
         train(config, 5, 0, 2, engine_class=spoiled(one_old_tensor, 1), transfer=canary())
 
 
@@ -229,7 +229,7 @@ def test_rounding_is_measured_at_the_start() -> None:
     run.step(0, -5.0, -5.01, -5.03)
     assert run.canary.limit(0) == pytest.approx(0.12)
     run.step(1, -5.5, -5.49, -5.61)
-    with pytest.raises(MismatchError, match="engine 0 does not have the weights of step 2"):
+    with pytest.raises(MismatchError, match=r"engine 0 .*step 2"):
         run.step(2, -5.0, -5.13, -5.0)
 
 
@@ -258,7 +258,7 @@ def test_a_resumed_run_is_held_to_its_start(tmp_path: Path) -> None:
     file = tmp_path / "run" / "canary.json"
     Fixed("bfloat16", file=file, setting="a").step(0, -5.0, -5.01)
     assert json.loads(file.read_text()) == {"setting": "a", "level": pytest.approx(0.01)}
-    with pytest.raises(MismatchError, match="engine 0 does not have the weights of step 7"):
+    with pytest.raises(MismatchError, match=r"engine 0 .*step 7"):
         Fixed("bfloat16", file=file, setting="a").step(7, -5.0, -5.3)
     Fixed("bfloat16", file=file, setting="b").step(7, -5.0, -5.3)  # on another machine
     file.write_text("{")

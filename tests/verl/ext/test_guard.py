@@ -100,7 +100,7 @@ def test_engines_that_disagree_are_a_mismatch_and_no_collapse() -> None:
     verdict = guard.observe({**USUAL, MISMATCH: 3.5, DRIFT: -3.5})
     assert verdict.health == "mismatch"
     assert len(verdict.reasons) == 3 and "mismatch_bound" in verdict.reasons[0]
-    with pytest.raises(MismatchError, match=r"at step 7: .* did not collapse"):
+    with pytest.raises(MismatchError, match="at step 7"):
         guard.require_health(7, verdict)
 
 

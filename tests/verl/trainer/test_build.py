@@ -73,7 +73,7 @@ def test_a_hook_may_end_the_run_before_its_first_step(tmp_path: Path) -> None:
         "class MyHook(Hook):\n    def __init__(self, config): ...\n"
         "    def on_start(self, trainer): raise Interrupted('not today')\n"
     )
-    with pytest.raises(Interrupted, match="not today; nothing was learned"):
+    with pytest.raises(Interrupted, match="not today"):
         run_with_hook(tmp_path, source)
 
 

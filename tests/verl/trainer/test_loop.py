@@ -19,7 +19,6 @@ from tests.verl.trainer.recording import (
     prompts,
 )
 from verl.config import Config
-from verl.errors import ToolError
 from verl.monitor.performance import RANK_PHASES
 from verl.monitor.tracking import Tracking
 from verl.trainer.loop import RayPPOTrainer
@@ -96,14 +95,6 @@ def test_line_14_one_log_prob_pass_and_one_weight_update_per_step(
     assert log == ["update_weights", *(2 * [*step, "update_weights"])]
 
 
-def test_one_update_needs_no_old_policy_pass(trainer: RayPPOTrainer, log: list[str]) -> None:
-    """With a single mini-batch, the policy being updated is the old one."""
-    trainer.config.actor_rollout_ref.actor.ppo_mini_batch_size = 12
-    trainer.fit()
-    assert "log_probs" not in log
-    assert all("old_log_probs" not in mini.tokens for mini in trainer.ranks.mini_batches)
-
-
 def test_a_step_reports_the_machines_performance(trainer: RayPPOTrainer, tmp_path: Path) -> None:
     """Utilization, memory by phase, parts of the transfer, as in docs/reference/metrics.md."""
     tiny_llama(97).config.save_pretrained(tmp_path)
@@ -146,14 +137,6 @@ def test_a_group_with_a_failure_is_left_out_of_the_loss(trainer: RayPPOTrainer) 
     assert groups == {f"{step}/{row}" for step in (1, 2) for row in (1, 2, 3)}
 
 
-def test_a_step_without_any_success_stops_the_run(trainer: RayPPOTrainer) -> None:
-    """If all trajectories fail, the message names the last error."""
-    trainer.rollouts.fail = lambda start: True
-    trainer.config.trainer.val_before_train = False
-    with pytest.raises(ToolError, match=r"with: down; 12 of 12 are lost"):
-        trainer.fit()
-
-
 def test_loss_weights_and_advantages_exist_on_policy_tokens_only(trainer: RayPPOTrainer) -> None:
     """Observation tokens have neither weight nor advantage."""
     trainer.fit()
@@ -171,17 +154,6 @@ def test_without_state_masking_documents_are_trained_on(trainer: RayPPOTrainer) 
     mini = trainer.ranks.mini_batches[0]
     assert torch.equal(mini.tokens["loss_mask"], mini.tokens["response_mask"])
     assert mini.tokens["loss_weights"][~mini.tokens["policy_mask"]].abs().max() > 0
-
-
-def test_the_critic_warms_up_alone(trainer: RayPPOTrainer, log: list[str]) -> None:
-    """With `critic_warmup=1`, the policy is not updated in the first step."""
-    trainer.config.trainer.critic_warmup = 1
-    trainer.config.algorithm.adv_estimator = "gae"
-    build(trainer.config, log).fit()
-    first, second = " ".join(log).split("generate")[-2:]
-    assert "update_critic" in first
-    assert "update_actor" not in first
-    assert "update_actor" in second
 
 
 def test_validation_only_makes_no_update(trainer: RayPPOTrainer, log: list[str]) -> None:

@@ -160,11 +160,3 @@ def test_line_23_loss_and_gradient_equal_a_loop_over_tokens(
     assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
     torch.testing.assert_close(actual, gradient, rtol=1e-5, atol=1e-9)
     assert gradient.any() and (level == "none" or len(used) > 1)
-
-
-def test_a_groups_advantage_does_not_depend_on_weight_versions(config: Config) -> None:
-    """It depends only on the scores, as if one version had sampled all members."""
-    mixed, alike = make_mini_batch(config), make_mini_batch(config, is_mixed=False)
-    assert torch.equal(mixed.rows["scores"], alike.rows["scores"])
-    assert torch.equal(mixed.tokens["advantages"], alike.tokens["advantages"])
-    assert mixed.tokens["advantages"].any()

@@ -89,6 +89,6 @@ def test_a_rank_that_cannot_write_does_not_block_the_others(
 
     named = gather()
     monkeypatch.setattr(weights.dist, "barrier", lambda: events.append("barrier"))
-    with pytest.raises(ResourceError, match=r"No space left.*free some space"):
+    with pytest.raises(ResourceError, match="No space left"):
         write_together(tmp_path, fail, named)
     assert events == ["a", "b", "c", "barrier"]

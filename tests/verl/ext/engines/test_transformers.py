@@ -60,29 +60,6 @@ def test_log_probs_are_those_of_a_forward_pass_without_cache(model: LlamaForCaus
         assert got.log_probs == pytest.approx(expected, abs=1e-4)
 
 
-def test_greedy_takes_the_likeliest_and_seeds_repeat(model: LlamaForCausalLM) -> None:
-    """Temperature 0 ignores the seed; a seed repeats itself and differs from others."""
-    engine = engine_of(model)
-    greedy = {generate(engine, PROMPT, Sampling(6, temperature=0, seed=n)).ids for n in range(3)}
-    assert len(greedy) == 1
-    sampled = [generate(engine, PROMPT, Sampling(8, seed=n)).ids for n in (1, 2, 1)]
-    assert sampled[0] == sampled[2] != sampled[1]
-
-
-def test_it_streams_all_text_and_stops_at_the_first_tag(model: LlamaForCausalLM) -> None:
-    """The pieces add up to the completion's text, which ends with the stop string."""
-    texts: list[str] = []
-    engine = engine_of(model)
-    free = asyncio.run(engine.stream(PROMPT, Sampling(20, seed=3), texts.append))
-    assert "".join(texts) == free.text
-    assert free.finish_reason == "length"
-    tag = free.text[7:9]
-    stopped = generate(engine, PROMPT, Sampling(20, seed=3, stop=(tag, "never")))
-    assert stopped.finish_reason == "stop"
-    assert stopped.text == free.text[: free.text.index(tag) + len(tag)]
-    assert stopped.ids == free.ids[: len(stopped.ids)]
-
-
 def test_a_cancelled_request_stops_sampling_and_streaming(model: LlamaForCausalLM) -> None:
     """The thread ends long before the limit, and the next request is not affected."""
     texts: list[str] = []
@@ -109,18 +86,6 @@ def test_a_cancelled_request_stops_sampling_and_streaming(model: LlamaForCausalL
     expected = generate(engine_of(model), PROMPT, Sampling(6, seed=1))
     assert asyncio.run(play()) == expected
     assert set(threading.enumerate()) <= before
-
-
-def test_concurrent_requests_do_not_share_a_cache(model: LlamaForCausalLM) -> None:
-    """Each of two dialogues gets the same ids as alone."""
-    engine = engine_of(model)
-    prompts, sampling = (PROMPT, list(b"Another")), Sampling(8, seed=1)
-
-    async def both() -> list[Completion]:
-        return await asyncio.gather(*(engine.generate(p, sampling) for p in prompts))
-
-    alone = [generate(engine_of(model), p, sampling).ids for p in prompts]
-    assert [completion.ids for completion in asyncio.run(both())] == alone
 
 
 @pytest.mark.parametrize("caches", [True, False])

