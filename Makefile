@@ -13,6 +13,8 @@ BIN := $(VENV)/bin
 # tests also wait: for time limits, servers and engines.
 TEST_WORKERS ?= 3
 SPREAD = -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
+# More random examples of each property than `make test` tries.
+THOROUGH = --hypothesis-profile thorough
 export PYTHONPATH := $(CURDIR)
 # The tests start hundreds of processes, which would all compile our code again.
 unexport PYTHONDONTWRITEBYTECODE
@@ -78,10 +80,10 @@ mutants: $(VENV)/.installed
 
 # Proofs, pages in a browser, simulated GPUs, and the commands and programs of the documentation.
 test-nightly: chromium $(VENV)/.installed-docs
-	$(BIN)/python -m pytest tests/nightly -m "not gpu and not gpu_wheels" $(SPREAD)
+	$(BIN)/python -m pytest tests/nightly -m "not gpu and not gpu_wheels" $(SPREAD) $(THOROUGH)
 
 test-all: chromium slurm $(VENV)/.installed-lucene $(VENV)/.installed-docs
-	$(BIN)/python -m pytest -o norecursedirs=".*" -m "not gpu and not gpu_wheels"
+	$(BIN)/python -m pytest -o norecursedirs=".*" -m "not gpu and not gpu_wheels" $(THOROUGH)
 
 # Tests against the oldest and newest allowed GPU wheels of vLLM and those of CUDA 12 (30 GB, a
 # quarter of an hour), without a GPU.

@@ -25,7 +25,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("GOMP_SPINCOUNT", "0")
 # The same examples in every run, and no deadline, since other work on the cores may slow them down.
-settings.register_profile("suite", deadline=None, derandomize=True, database=None, max_examples=50)
+# `make test-all` and `make test-nightly` try more of them: --hypothesis-profile thorough.
+settings.register_profile("suite", deadline=None, derandomize=True, database=None, max_examples=25)
+settings.register_profile("thorough", settings.get_profile("suite"), max_examples=150)
 settings.load_profile("suite")
 
 

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from hypothesis import settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -51,7 +50,6 @@ batches = st.builds(
     st.lists(st.lists(st.booleans(), max_size=9), min_size=1, max_size=6),
     st.integers(0, 1000),
 )
-fast = settings(max_examples=60)
 
 # Prompt, policy, observation, policy; then a short one, one left out, and an empty one.
 DIALOGUES = make_batch(

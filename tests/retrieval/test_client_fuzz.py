@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-from hypothesis import event, example, given, settings
+from hypothesis import event, example, given
 from hypothesis import strategies as st
 
 from search_r1.retrieval.client import RetrievalClient
@@ -163,7 +163,6 @@ def scripted_documents(responses: list[ScriptedResponse]) -> list[list[str]]:
 CUT_TO_JSON = ScriptedResponse(body=echo(["of another request"]) + b"}", length_error=-1)
 
 
-@settings(max_examples=50)
 @example([CUT_TO_JSON], [""], None)
 @given(st.lists(RESPONSES, max_size=8), QUERIES, st.sampled_from([None, 0.1, 0.3]))
 def test_line_19_every_search_ends_with_documents_or_a_typed_error(

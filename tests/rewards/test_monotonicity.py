@@ -101,9 +101,7 @@ def assert_monotone(reward: RewardFn, case: Case, pays_first_search: bool) -> No
 
 
 @pytest.mark.parametrize("name", [*REWARDS, "sum"])
-@settings(
-    max_examples=100, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow]
-)
+@settings(suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])
 @given(case=cases, data=st.data())
 def test_no_reward_inverts(name: str, case: Case, data: st.DataObject) -> None:
     """A right answer, fewer searches and a valid format never score less, all else being equal.

@@ -49,10 +49,8 @@ def test_processes_that_share_cores_do_not_spin_at_all() -> None:
 @pytest.mark.parametrize(
     "module",
     [
-        "verl.ext.sft.run", "verl.trainer.run", "verl.checkpoint.exporting", "example.tiny",
-        "search_r1.retrieval.encoders.sentence", "search_r1.retrieval.engines.torch_flat",
-        "search_r1.inference.model", "search_r1.evaluation.evaluating",
-        "scripts.gpu_checks.trainer", "benchmarks.weights", "searchr1.trainer",
+        "verl.ext.sft.run", "verl.trainer.run", "example.tiny", "search_r1.inference.model",
+        "search_r1.retrieval.encoders.sentence", "searchr1.trainer",
     ],
 )  # fmt: skip
 def test_the_environment_is_set_before_torch_is_imported(module: str) -> None:

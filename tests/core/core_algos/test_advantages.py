@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.core.jagged_batches import CLOSE, DIALOGUES, Batch, batches, fast, make_batch
+from tests.core.jagged_batches import CLOSE, DIALOGUES, Batch, batches, make_batch
 from verl.core_algos.advantages import (
     ADVANTAGES,
     AdvantageEstimator,
@@ -46,7 +46,6 @@ def permuted(batch: Batch, order: Sequence[int]) -> tuple[Batch, Tensor]:
 
 @pytest.mark.parametrize("gamma", [0.99, 1.0])
 @pytest.mark.parametrize("lam", [0.9, 0.95, 1.0])
-@fast
 @given(batches)
 def test_line_04_gae_is_that_of_the_compressed_sequence(
     gamma: float, lam: float, batch: Batch
@@ -135,7 +134,6 @@ def sequence_advantage(
 
 
 @pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo", "opo", "grpo_passk"])
-@fast
 @given(batches, st.data())
 def test_group_estimators_follow_their_formulas(
     name: str, batch: Batch, data: st.DataObject
@@ -167,7 +165,6 @@ def whitened(x: Tensor, mask: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("gamma", [1.0, 0.9])
-@fast
 @given(batches)
 def test_reinforce_estimators_follow_their_formulas(gamma: float, batch: Batch) -> None:
     """Returns by a loop: plain, less the batch's mean score, or whitened."""
@@ -190,7 +187,6 @@ def test_reinforce_estimators_follow_their_formulas(gamma: float, batch: Batch) 
         torch.testing.assert_close(ADVANTAGES[name].compute(inputs).advantages, column, **CLOSE)
 
 
-@fast
 @given(batches, st.data())
 def test_reinforce_plus_plus_baseline_whitens_centred_scores(
     batch: Batch, data: st.DataObject
@@ -219,7 +215,6 @@ def test_pass_at_k_rewards_the_best_by_its_lead() -> None:
 
 
 @pytest.mark.parametrize("over_all", [(False, False), (True, False), (True, True)])
-@fast
 @given(batch=batches, data=st.data())
 def test_gae_whitens_over_the_given_tokens(
     over_all: tuple[bool, bool], batch: Batch, data: st.DataObject
@@ -285,7 +280,6 @@ def test_line_11_same_index_of_two_data_sets_is_two_groups(ids: Sequence[Hashabl
 
 
 @pytest.mark.parametrize("name", list(ADVANTAGES))
-@fast
 @given(batch=batches, data=st.data())
 def test_advantages_do_not_depend_on_the_order_of_sequences(
     name: str, batch: Batch, data: st.DataObject
@@ -322,7 +316,6 @@ def test_registry_entries_declare_their_inputs(row: AdvantageEstimator) -> None:
             row.compute(replace(inputs, **{name: None}))
 
 
-@fast
 @given(batches)
 def test_the_grid_of_gae_is_as_wide_as_the_longest_sequence(batch: Batch) -> None:
     """Columns restart at each sequence: else memory would grow with the square of the batch."""

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.core.jagged_batches import CLOSE, Batch, batches, fast, make_batch
+from tests.core.jagged_batches import CLOSE, Batch, batches, make_batch
 from verl.core_algos.groups import Groups, dense_group_ids
 
 IDS = st.sampled_from(["a", "b", 1, ("a", 1)])
@@ -53,7 +53,6 @@ def test_memory_is_linear_in_the_number_of_sequences() -> None:
     assert sizes.largest <= count
 
 
-@fast
 @given(batches, st.data())
 def test_group_figures_follow_loops(batch: Batch, data: st.DataObject) -> None:
     """Sums, sizes, (weighted) means, deviations and the others' maxima, over members only."""

@@ -4,7 +4,7 @@ import numpy as np
 import torch
 from hypothesis import given
 
-from tests.core.jagged_batches import CLOSE, Batch, batches, fast
+from tests.core.jagged_batches import CLOSE, Batch, batches
 from verl.core_algos.jagged import (
     has_policy_token,
     last_policy_token,
@@ -16,7 +16,6 @@ from verl.core_algos.jagged import (
 )
 
 
-@fast
 @given(batches)
 def test_jagged_helpers_agree_with_loops(batch: Batch) -> None:
     """Sequence ids, sums, last policy tokens and outcome placement are those of plain loops."""
@@ -39,7 +38,6 @@ def test_jagged_helpers_agree_with_loops(batch: Batch) -> None:
     assert torch.equal(outcome_to_tokens(scores, batch.mask, batch.offsets), expected)
 
 
-@fast
 @given(batches)
 def test_masked_whiten_uses_masked_mean_and_unbiased_variance(batch: Batch) -> None:
     """Whitening is numpy's (x - mean) / std(ddof=1) over the mask and 0 elsewhere."""

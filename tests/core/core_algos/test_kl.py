@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 
-from tests.core.jagged_batches import CLOSE, DIALOGUES, Batch, batches, fast
+from tests.core.jagged_batches import CLOSE, DIALOGUES, Batch, batches
 from verl.core_algos.kl import (
     KL_KINDS,
     AdaptiveKLController,
@@ -89,7 +89,6 @@ def test_kl_controllers_follow_ziegler() -> None:
 
 
 @pytest.mark.parametrize("kind", KL_KINDS)
-@fast
 @given(batch=batches)
 def test_kl_reward_and_its_mean_follow_loops(kind: str, batch: Batch) -> None:
     """Each policy token is penalised by its KL; the controller gets the mean of sequence means."""

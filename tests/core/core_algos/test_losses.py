@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.core.jagged_batches import DIALOGUES, Batch, batches, fast, make_batch, ppo_losses
+from tests.core.jagged_batches import DIALOGUES, Batch, batches, make_batch, ppo_losses
 from verl.core_algos.kl import KL_KINDS, kl_penalty
 from verl.core_algos.losses import (
     AGGREGATIONS,
@@ -69,7 +69,6 @@ def aggregate_by_loop(losses: Tensor, batch: Batch, aggregation: str, norm_lengt
 
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
-@fast
 @given(batch=batches, data=st.data())
 def test_loss_weights_give_the_named_mean_and_any_split_adds_up(
     aggregation: str, batch: Batch, data: st.DataObject
@@ -93,7 +92,6 @@ def test_loss_weights_give_the_named_mean_and_any_split_adds_up(
     assert split == pytest.approx(float(whole), rel=1e-12, abs=1e-12)
 
 
-@fast
 @given(st.lists(st.tuples(*[st.floats(-3, 3)] * 3), min_size=1, max_size=20), st.floats(0.1, 1))
 def test_value_loss_is_the_larger_of_plain_and_clipped(
     rows: list[tuple[float, float, float]], clip_range: float

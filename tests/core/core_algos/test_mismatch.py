@@ -7,7 +7,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.core.jagged_batches import fast
 from verl.core_algos.mismatch import importance_weights
 
 ROWS = st.lists(st.tuples(st.floats(-3, 3), st.integers(0, 2)), max_size=15)
@@ -25,7 +24,6 @@ def ratio(level: str, rows: list[tuple[float, int]], row: tuple[float, int]) -> 
 
 @pytest.mark.parametrize("mask_level", [None, *LEVELS[1:]])
 @pytest.mark.parametrize("level", LEVELS)
-@fast
 @given(rows=ROWS)
 def test_weights_are_clipped_ratios(
     level: str, mask_level: str | None, rows: list[tuple[float, int]]

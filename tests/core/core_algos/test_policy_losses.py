@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.core.jagged_batches import CLOSE, Batch, batches, fast, ppo_losses
+from tests.core.jagged_batches import CLOSE, Batch, batches, ppo_losses
 from verl.config import ActorConfig
 from verl.core_algos.jagged import sequence_ids
 from verl.core_algos.losses import loss_weights, weighted_sum
@@ -70,7 +70,6 @@ def inputs_of(batch: Batch, scale: float = 0.3) -> tuple[PolicyLossInputs, Tenso
     return inputs, weights
 
 
-@fast
 @given(batches)
 def test_gspo_is_the_objective_of_sequence_ratios_with_its_gradient(batch: Batch) -> None:
     """Value and gradient are those of the clipped surrogate of s = exp(mean log-ratio)."""
@@ -94,7 +93,6 @@ def test_gspo_is_the_objective_of_sequence_ratios_with_its_gradient(batch: Batch
     torch.testing.assert_close(gradient, by_hand, rtol=1e-6, atol=1e-6)
 
 
-@fast
 @given(batches)
 def test_cispo_and_gpg_have_the_gradients_of_their_papers(batch: Batch) -> None:
     """d/dlogπ is -clip(ratio) A for CISPO, at all tokens, and -A for GPG."""
@@ -127,7 +125,6 @@ def loss_by_loop(
 
 
 @pytest.mark.parametrize("name", list(POLICY_LOSSES))
-@fast
 @given(batch=batches)
 def test_every_loss_follows_its_loop(name: str, batch: Batch) -> None:
     """Each entry of the registry is its published objective, token by token."""
@@ -147,7 +144,6 @@ def test_every_loss_follows_its_loop(name: str, batch: Batch) -> None:
 
 
 @pytest.mark.parametrize("name", list(POLICY_LOSSES))
-@fast
 @given(batch=batches)
 def test_every_loss_starts_at_the_policy_gradient(name: str, batch: Batch) -> None:
     """For an unchanged policy, each loss has the gradient -A (GSPO: its sequence's mean)."""
@@ -166,7 +162,6 @@ def test_gspo_does_not_mix_sequences() -> None:
     assert torch.equal(before[:2], after[:2]) and before[2] != after[2]
 
 
-@fast
 @given(st.lists(st.tuples(st.floats(-2, 2), st.booleans(), st.integers(0, 3)), max_size=20))
 def test_likelihood_loss_penalises_drops_of_good_turns(rows: list[tuple[float, bool, int]]) -> None:
     """LLDS by a loop: in preserved turns that dropped as a whole, tokens cost their drop."""

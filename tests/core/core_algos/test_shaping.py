@@ -5,7 +5,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.core.jagged_batches import fast
 from verl.core_algos.shaping import overlong_penalty
 
 
@@ -18,7 +17,6 @@ def dapo_length_reward(length: int, longest: int, buffer: int) -> float:
     return -1.0
 
 
-@fast
 @given(
     st.lists(st.integers(0, 60), min_size=1, max_size=10),
     st.integers(1, 40),

@@ -86,7 +86,7 @@ def test_top_rows_is_a_sort(values: list[int], k: int, floor: int) -> None:
     st.integers(1, 9),
     st.integers(1, 9),
 )
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_the_lower_bound_loses_no_document(
     tmp_path: Path, texts: list[list[str]], k: int, sample: int
 ) -> None:

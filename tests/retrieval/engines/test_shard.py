@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from search_r1.retrieval.engines.shard import merge_top_k, select_top_k, top_columns
@@ -15,7 +15,6 @@ def oracle(scores: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
     return scores[columns], columns
 
 
-@settings(max_examples=60)
 @given(
     st.integers(0, 10**6), st.integers(1, 5), st.integers(1, 60), st.integers(1, 70),
     st.integers(1, 6), st.integers(1, 25),

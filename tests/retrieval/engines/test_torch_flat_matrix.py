@@ -49,7 +49,7 @@ def test_ids_without_copies_are_exactly_those_of_faiss(tmp_path: Path) -> None:
     assert load(flat, layout()).search(queries, 3)[1] == expected.tolist()
 
 
-@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.integers(0, 10**6), st.integers(1, 70), st.integers(1, 9), st.integers(1, 80),
     st.integers(1, 30), st.integers(1, 5), st.booleans(),

@@ -27,7 +27,6 @@ CHECKS = [
     status_code_conformance,
 ]
 BOUNDED = settings(
-    max_examples=25,
     phases=[Phase.explicit, Phase.generate],
     suppress_health_check=list(HealthCheck),
 )
@@ -78,7 +77,7 @@ BYTES = st.one_of(
 )
 
 
-@settings(BOUNDED, max_examples=100)
+@settings(BOUNDED)
 @given(body=BYTES)
 def test_any_bytes(app: Any, body: bytes) -> None:
     """Any body gets 200, or 422 with the location of the error."""

@@ -62,7 +62,6 @@ def controls(tokenizer: Any) -> set[int]:
 
 @pytest.mark.parametrize("byte_fallback", [False, True])
 @pytest.mark.parametrize("layout", LAYOUTS)
-@settings(max_examples=40, deadline=None)
 @given(data=st.data())
 def test_line_32_no_text_makes_a_control_token(
     layout: str, byte_fallback: bool, data: st.DataObject

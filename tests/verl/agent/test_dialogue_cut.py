@@ -102,7 +102,7 @@ RESULTS = st.lists(st.lists(ITEMS, max_size=4), min_size=1, max_size=2)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=40, suppress_health_check=list(HealthCheck))  # fmt: skip
+@settings(suppress_health_check=list(HealthCheck))
 @given(results=RESULTS, limit=st.sampled_from([40, 60, 90, 200]))
 @example(results=[[Item("x " + " " * 20_000 + "y")]], limit=60)
 @example(results=[[Item(PROSE * 300, "Danube"), Item(PROSE)]], limit=200)

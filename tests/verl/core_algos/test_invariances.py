@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.core.jagged_batches import DIALOGUES, Batch, batches, fast
+from tests.core.jagged_batches import DIALOGUES, Batch, batches
 from verl.core_algos.jagged import sequence_ids
 from verl.core_algos.kl import KL_KINDS, kl_penalty
 from verl.core_algos.losses import AGGREGATIONS, loss_weights, value_loss, weighted_sum
@@ -122,7 +122,6 @@ def draw_batch(batch: Batch, data: st.DataObject) -> TokenBatch:
 
 
 @every_case
-@fast
 @given(batch=batches, data=st.data())
 def test_order_packing_and_ranks_change_nothing(
     case: str, batch: Batch, data: st.DataObject

@@ -88,7 +88,7 @@ def new_pages(size):
 
 def print_minimum():
     for size in (1 << 24, 1 << 20):
-        print(min(new_pages(size) for _ in range(20)))
+        print(min(new_pages(size) for _ in range(12)))
 
 print_minimum()
 with steady_memory():

@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from verl.ext.trace import Trace, busy_intervals
@@ -87,7 +87,6 @@ def test_each_rank_has_a_row_with_its_calls(tmp_path: Path) -> None:
     ]
 
 
-@settings(max_examples=60)
 @given(st.lists(TURNS, min_size=1, max_size=8))
 def test_a_row_holds_one_dialogue_at_a_time(all_marks: list[list[int]]) -> None:
     """Rows are reused once they are free; viewers would nest overlapping spans."""

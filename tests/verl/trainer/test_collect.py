@@ -3,7 +3,7 @@
 from collections import Counter
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.verl.trainer.recording import RecordingReplicas, prompts, score_by_sample
@@ -80,7 +80,6 @@ FAILURES = st.dictionaries(
 """Number of rounds in which a trajectory fails, by group and sample."""
 
 
-@settings(max_examples=60)
 @given(failures=FAILURES, max_share=st.sampled_from([0.0, 0.3, 0.6, 1.0]))
 def test_after_any_failures_a_step_has_complete_groups_only(
     failures: dict[tuple[int, int], int], max_share: float

@@ -6,10 +6,9 @@ from fractions import Fraction
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.core.jagged_batches import fast
 from tests.verl.trainer.test_learn import trajectory
 from verl.config import Config
 from verl.core_algos.advantages import ADVANTAGES, STD_EPSILON
@@ -92,7 +91,6 @@ def by_fractions(name: str, scores: Sequence[Sequence[Score]]) -> list[tuple[Fra
     return list(zip(above, below, strict=True))
 
 
-@settings(fast, max_examples=30)
 @given(groups)
 def test_advantages_are_those_of_fractions(scores: list[list[Score]]) -> None:
     """An advantage is 0 exactly if the fraction is 0, and close to the fraction otherwise.

@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.core.jagged_batches import fast
 from verl.config import Config
 from verl.core_algos.kl import AdaptiveKLController, FixedKLController
 from verl.errors import ConfigError
@@ -93,7 +92,6 @@ class OriginalGae:
 turns = st.lists(st.tuples(st.integers(1, 4), st.integers(1, 5)), min_size=1, max_size=3)
 
 
-@fast
 @given(st.lists(turns, min_size=2, max_size=5), st.data())
 def test_compat_gives_the_originals_advantages(dialogues: list[Turns], data: st.DataObject) -> None:
     """They equal those of a loop over whole responses, whitened over whole responses."""

@@ -9,6 +9,9 @@ from verl.monitor.tracking import TrackedRun, Tracker, package
 
 logger = logging.getLogger(__name__)
 
+INIT_S = 10
+"""Seconds to wait for wandb's server before the run is offline."""
+
 
 class WandbTracker(Tracker):
     """A run of wandb; if `WANDB_MODE` is set, it alone decides whether the run is online."""
@@ -18,7 +21,7 @@ class WandbTracker(Tracker):
         folder = os.path.abspath(os.environ.get("WANDB_DIR") or run.directory)
         os.makedirs(folder, exist_ok=True)  # if it is missing, wandb uses /tmp
         run_id = run.library_id("wandb", lambda: secrets.token_hex(4))
-        limits = wandb.Settings(init_timeout=10, finish_timeout=120)
+        limits = wandb.Settings(init_timeout=INIT_S, finish_timeout=120)
         options = {**run.names(), "id": run_id, "dir": folder, "settings": limits}
         mode = chosen or (None if wandb.login(prompt=False, verify=False) else "offline")
         try:

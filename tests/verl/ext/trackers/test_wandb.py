@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from verl.ext.trackers import wandb as wandb_tracker
 from verl.ext.trackers.wandb import WandbTracker
 from verl.monitor.tracking import TrackedRun
 
@@ -88,6 +89,7 @@ def test_a_server_out_of_reach_means_offline(
     """With an account but without network, the run neither fails nor waits for the server."""
     monkeypatch.setenv("WANDB_API_KEY", KEY)
     monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{closed_port}")
+    monkeypatch.setattr(wandb_tracker, "INIT_S", 1)
     tracker = tracker_in(tmp_path)
     tracker.close()
     assert len(parts(tmp_path)) == 1

@@ -106,7 +106,7 @@ def test_a_missing_receiver_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("small")
 def test_a_hanging_receiver_is_dropped_after_a_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     """The others receive all tensors; the hanging one gets an error when it continues."""
-    monkeypatch.setattr(ipc, "ACK_TIMEOUT_S", 5.0)
+    monkeypatch.setattr(ipc, "ACK_TIMEOUT_S", 2.0)
     stream, named, resume = secrets.token_hex(4), tensors(), threading.Event()
 
     def hang() -> Named:
