@@ -22,12 +22,12 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from verl.config import Config
 from verl.core_algos.losses import loss_weights
+from verl.ext.memory.estimate import Estimate, Setting, estimate
+from verl.ext.memory.needs import CPU_HEAP, Need, Phase
 from verl.machine import Machine
 from verl.model_shape import ModelShape
 from verl.ports import free_port
-from verl.preflight.memory.check import fill_undecided
-from verl.preflight.memory.estimate import Estimate, Setting, estimate
-from verl.preflight.memory.needs import CPU_HEAP, Need, Phase
+from verl.preflight.undecided import fill_undecided
 from verl.training.worker import TrainerWorker
 from verl.types import TokenBatch
 

@@ -31,7 +31,7 @@ from verl.data.trajectories import read_step, recorded_steps
 from verl.ext.cpu_env import cpu_env
 from verl.packing import SHARED_PROMPT, Packing
 from verl.ports import free_port
-from verl.preflight.memory.check import fill_undecided
+from verl.preflight.undecided import fill_undecided
 from verl.trainer.collect import Samples
 from verl.trainer.learn import add_advantages, assemble, mini_batches
 from verl.training import attention

@@ -6,16 +6,20 @@ and travel to the run's other processes with the factories that need them (`Port
 
 import contextlib
 import importlib
+import logging
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Generic, TypeVar, cast
 
 from verl.errors import ConfigError, UserError, did_you_mean, explain
 from verl.user_files import MODULE_PREFIX, execute_file, import_lock, module_name
+
+logger = logging.getLogger(__name__)
 
 Entry = TypeVar("Entry")
 Product = TypeVar("Product")
@@ -77,6 +81,14 @@ def imported(path: str) -> Any:
     """Import an object of the product by its path, `module:Name`, where it is needed."""
     module, _, name = path.partition(":")
     return getattr(importlib.import_module(module), name)
+
+
+def optional(module: str) -> ModuleType | None:
+    """Import a module of a feature; None, with a warning, if it was deleted."""
+    if find_spec(module.rpartition(".")[0]) is None or find_spec(module) is None:
+        logger.warning("%s was deleted: the run goes on without it", module)
+        return None
+    return importlib.import_module(module)
 
 
 def is_path(name: str) -> bool:

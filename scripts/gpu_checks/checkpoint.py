@@ -11,7 +11,7 @@ from scripts.gpu_checks.report import Report
 from scripts.gpu_checks.trainer import KINDS, LENGTHS, OFFLOADS, training_rank, weights
 from scripts.gpu_checks.world import random_batch, small_run, write_model
 from verl.config import Config
-from verl.preflight.memory.check import with_options
+from verl.preflight.undecided import with_options
 from verl.training.devices import DETERMINISTIC_ENV
 from verl.training.worker import TrainerWorker
 

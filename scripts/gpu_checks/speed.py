@@ -11,10 +11,10 @@ from scripts.gpu_checks.trainer import training_rank
 from scripts.gpu_checks.world import random_batch, small_run, write_model
 from verl.config import Config
 from verl.ext.flops import ModelFlops
+from verl.ext.memory.estimate import Setting, rank_needs
+from verl.ext.memory.needs import CONTEXT, Memory, Phase
 from verl.machine import Machine
 from verl.model_shape import ModelShape, read_shape
-from verl.preflight.memory.estimate import Setting, rank_needs
-from verl.preflight.memory.needs import CONTEXT, Memory, Phase
 from verl.types import TokenBatch
 from verl.weights.node_folder import new_path
 

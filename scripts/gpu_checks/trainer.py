@@ -16,7 +16,7 @@ from scripts.gpu_checks.world import random_batch, small_run, write_model
 from verl.config import Config
 from verl.packing import join_tokens, split_by_work
 from verl.ports import free_port
-from verl.preflight.memory.check import with_options
+from verl.preflight.undecided import with_options
 from verl.training.worker import TrainerWorker
 
 LENGTHS = [14, 9, 17, 6, 11]

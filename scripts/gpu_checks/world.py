@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from verl.config import Config
 from verl.core_algos.losses import loss_weights
-from verl.preflight.memory.check import fill_undecided
+from verl.preflight.undecided import fill_undecided
 from verl.types import TokenBatch
 
 END = "<|im_end|>"

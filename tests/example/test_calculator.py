@@ -27,7 +27,7 @@ from verl.config import Config, cli
 from verl.core_algos.kl import FixedKLController
 from verl.monitor.tracking import Tracking
 from verl.ports import free_port
-from verl.preflight.memory.check import fill_undecided
+from verl.preflight.undecided import fill_undecided
 from verl.trainer.build import Inputs, Parts
 from verl.trainer.ranks import TrainerRanks
 from verl.training.worker import TrainerWorker

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from tests.test_train_scripts import arguments, config_of
-from tests.verl.preflight.memory.shapes import shape_of
+from tests.verl.ext.memory.shapes import shape_of
 from verl.config import Config
+from verl.ext.memory.check import choose_memory
+from verl.ext.memory.estimate import WARN_ABOVE, Setting, Shortage, estimate
+from verl.ext.memory.needs import Memory
 from verl.machine import DeviceMemory, HostMemory, Machine
-from verl.preflight.memory.check import choose_memory
-from verl.preflight.memory.estimate import WARN_ABOVE, Setting, Shortage, estimate
-from verl.preflight.memory.needs import Memory
 
 FOLDER = Path(__file__).parents[2] / "example" / "multinode"
 GIB = 2**30

@@ -17,7 +17,7 @@ from scripts.gpu_checks.report import NOTE, Report, Skipped
 from scripts.gpu_checks.runner import Row, run_all, run_one
 from scripts.gpu_checks.table import CHECKS, Check
 from scripts.gpu_checks.world import small_run
-from verl.preflight.memory.check import undecided
+from verl.preflight.undecided import undecided
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = (sys.executable, str(Path(__file__).with_name("scripted_check.py")))

@@ -17,7 +17,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from tests.verl.preflight.memory.shapes import FACTS, shape_of
+from tests.verl.ext.memory.shapes import FACTS, shape_of
 from verl.config import AdapterConfig
 from verl.ext.lora.model import peft_config
 from verl.model_shape import ModelShape, read_shape

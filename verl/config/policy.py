@@ -52,7 +52,7 @@ class FsdpConfig:
     """Offloading and resharding of an FSDP2 model; offloading has no effect on CPU.
 
     Null options are decided from the memory estimate before the run starts
-    (`verl.preflight.memory.check`). Without an estimate, offloading is on.
+    (`verl.ext.memory.check`). Without an estimate, offloading is on.
     """
 
     param_offload: bool | None = option(None, resume="free")

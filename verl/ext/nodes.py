@@ -27,8 +27,9 @@ from verl.agent.environment import EnvironmentFactory
 from verl.config import Config
 from verl.errors import PreflightError, ResourceError, UserError, explain
 from verl.machine import ENLARGE_SHARED_MEMORY, SHARED_MEMORY
-from verl.preflight import checks as preflight
 from verl.preflight import hub_models
+from verl.preflight.checks import PROBE_SECONDS
+from verl.preflight.models import model_problems
 from verl.remote_code import set_trust
 from verl.rollout.interface import WEIGHTS_DIR, engine_takes_adapter
 from verl.single_controller.actors import RayWorkerGroup
@@ -119,12 +120,12 @@ def inspect_node(
     os.environ |= secrets
     set_trust(config.actor_rollout_ref.model.trust_remote_code)
     problems = [
-        *preflight.model_problems(config),
+        *model_problems(config),
         *shared_memory_problems(config),
         *file_problems(config, probe),
     ]
     try:
-        problems += environment_factory(config).preflight(preflight.PROBE_SECONDS)
+        problems += environment_factory(config).preflight(PROBE_SECONDS)
     except UserError as error:  # for example, a file of user code is missing on this node
         problems.append(error)
     return NodeReport(tuple(problems), installed_versions())

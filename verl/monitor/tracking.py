@@ -6,11 +6,12 @@ Each tracking library has a file in `verl/ext/trackers`; `trainer.logger=path/fi
 
 import functools
 import importlib
+import importlib.util
 import json
 import logging
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -19,7 +20,7 @@ from typing import Any, Self
 from verl import plugins
 from verl.config import Config
 from verl.config.cli import public_options
-from verl.errors import ConfigError, explain, first_line
+from verl.errors import ConfigError, UserError, explain, first_line
 from verl.files import LineWriter, atomic_write
 
 logger = logging.getLogger(__name__)
@@ -241,3 +242,18 @@ def compact(metrics: Mapping[str, float]) -> str:
         k: v for k, v in metrics.items() if k.rpartition("/")[2] in KEY_METRICS or k in KEY_METRICS
     }
     return "  ".join(f"{name} {value:.4g}" for name, value in (shown or metrics).items())
+
+
+def problems(config: Config) -> Iterator[UserError]:
+    """Check that the packages, or the files, of the chosen trackers are there."""
+    for name in backend_names(config.trainer.logger):
+        # A folder of an earlier run, such as wandb/, counts as a namespace package without origin.
+        spec = importlib.util.find_spec(name) if name in LIBRARIES else None
+        if name in LIBRARIES and (spec is None or spec.origin is None):
+            fix = f"pip install {name}, or trainer.logger=[console,jsonl]"
+            expected = "an installed package"
+            yield ConfigError(explain("trainer.logger", f"{name}, not installed", expected, fix))
+        try:
+            plugins.resolve("trainer.logger", name, BACKENDS)
+        except ConfigError as error:
+            yield error

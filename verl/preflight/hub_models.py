@@ -21,8 +21,8 @@ from huggingface_hub.utils.tqdm import (
 
 from verl.config import Config
 from verl.model_files import MAPPED_FILES, model_errors
-from verl.preflight.memory.needs import has_critic
 from verl.training.loading import is_cached
+from verl.training.roles import has_critic
 
 logger = logging.getLogger(__name__)
 

@@ -6,15 +6,11 @@ their modules as text: one that was deleted is left out, and the rest works.
 
 from __future__ import annotations
 
-import importlib
-import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from importlib.util import find_spec
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from verl import plugins
@@ -25,7 +21,7 @@ from verl.checkpoint.saver import Saver
 from verl.config import Config
 from verl.core_algos.kl import KLController
 from verl.data.sampler import PromptSampler
-from verl.errors import ConfigError, UserError, explain
+from verl.errors import ConfigError, explain
 from verl.rewards.interface import RewardFn, RewardManager, adapted
 from verl.rollout.replica import RolloutReplica
 from verl.rollout.replicas import RolloutReplicas
@@ -37,8 +33,6 @@ from verl.trainer.learn import Learner
 from verl.trainer.loop import Logger, RayPPOTrainer, Transfer
 from verl.trainer.ranks import TrainerRanks
 from verl.types import Metrics, Prompt
-
-logger = logging.getLogger(__name__)
 
 HOOKS = (
     "verl.ext.speed", "verl.ext.counts", "verl.ext.guard", "verl.trainer.validate",
@@ -53,14 +47,6 @@ What adds metrics comes before what keeps the step's state, and what ends a run 
 STARTERS = ("verl.ext.reaper", "verl.ext.nodes", "verl.ext.cpu_env")
 """Modules with a function `add_to(start_up)`, in the order in which they are called."""
 KEY = "trainer.hooks"
-
-
-def optional(module: str) -> ModuleType | None:
-    """Import a module of a feature; None, with a warning, if it was deleted."""
-    if find_spec(module.rpartition(".")[0]) is None or find_spec(module) is None:
-        logger.warning("%s was deleted: the run goes on without it", module)
-        return None
-    return importlib.import_module(module)
 
 
 def transfer_weights(
@@ -123,7 +109,7 @@ class Parts:
     @cached_property
     def rollout(self) -> Rollouts | None:
         """The engines, for whatever samples; hooks may end the run while it waits for tools."""
-        retry = optional("verl.ext.retry")
+        retry = plugins.optional("verl.ext.retry")
         if self.rollouts is None or retry is None:
             return self.rollouts
         expected = self.inputs.identity.get("fingerprints", {})
@@ -176,7 +162,7 @@ def user_hooks(config: Config) -> Iterator[Hook]:
 def add_starters(start_up: StartUp) -> None:
     """Add what optional features do when a run's actors start."""
     for name in STARTERS:
-        module = optional(name)
+        module = plugins.optional(name)
         if module is not None:
             module.add_to(start_up)
 
@@ -185,7 +171,7 @@ def built_hooks(parts: Parts) -> Iterator[Hook]:
     """Yield the run's hooks: the user's, then the others in the order of `HOOKS`."""
     yield from user_hooks(parts.config)
     for name in HOOKS:
-        module = optional(name)
+        module = plugins.optional(name)
         hook: Hook | None = None if module is None else module.hook(parts)
         if hook is not None:
             yield hook
@@ -229,15 +215,6 @@ def replica_class(config: Config) -> type[RolloutReplica]:
 
         return GatedReplica
     return RolloutReplica
-
-
-def optional_checks(config: Config) -> Sequence[Callable[[Config], Iterable[UserError]]]:
-    """Return the checks of optional features that `preflight` is to make."""
-    if config.actor_rollout_ref.rollout.replay is None:
-        return ()
-    from verl.ext.replay import problems  # noqa: PLC0415 - only where asked for
-
-    return (problems,)
 
 
 def has_batches_ahead(config: Config) -> bool:

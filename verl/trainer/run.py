@@ -31,8 +31,9 @@ from verl.files import exclusive_lock
 from verl.machine import HostMemory
 from verl.model_files import load_tokenizer, tokenizer_identity
 from verl.monitor.tracking import Tracker, Tracking
-from verl.plugins import PortableFactory
-from verl.preflight.checks import fetch_models, preflight
+from verl.plugins import PortableFactory, optional
+from verl.preflight.checks import preflight
+from verl.preflight.models import fetch_models
 from verl.remote_code import set_trust
 from verl.rewards.interface import EachAlone, Reward, RewardManager
 from verl.rollout.replicas import RolloutReplicas
@@ -41,8 +42,6 @@ from verl.trainer.build import (
     Inputs,
     Parts,
     add_starters,
-    optional,
-    optional_checks,
     replica_class,
     user_hooks,
 )
@@ -91,7 +90,7 @@ def prepare(config: Config) -> Inputs:
     environment = replace(build_environment(config), enabled=calls_tools)
     reward = build_reward(config)
     list(user_hooks(config))
-    config = preflight(config, environment, optional_checks(config))
+    config = preflight(config, environment)
     fetch_models(config)
     tokenizer = load_tokenizer(
         config.actor_rollout_ref.model.path, template_kwargs=config.data.chat_template_kwargs

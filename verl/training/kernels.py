@@ -63,7 +63,7 @@ def selective_policy(_: Any, operation: Any, *args: Any, **kwargs: Any) -> Check
     return CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def kernel_problems(config: Config) -> Iterator[ConfigError]:
+def problems(config: Config) -> Iterator[ConfigError]:
     """Yield an error for the kernels of policy and critic if they cannot be used."""
     key = "actor_rollout_ref.model.kernels"
     kind = config.actor_rollout_ref.model.kernels

@@ -24,6 +24,11 @@ from verl.training.sequence_parallel import SequenceParallelGroup, check_heads
 from verl.training.weights import write_policy
 
 
+def has_critic(config: Config) -> bool:
+    """Return whether the ranks train a critic."""
+    return ADVANTAGES[config.algorithm.adv_estimator].needs_critic
+
+
 @dataclass
 class Roles:
     """Builds the models of a rank; all ranks of a group must make the same calls."""
@@ -40,7 +45,7 @@ class Roles:
     @property
     def has_critic(self) -> bool:
         """Whether the run has a critic."""
-        return ADVANTAGES[self.config.algorithm.adv_estimator].needs_critic
+        return has_critic(self.config)
 
     def build_policy(self) -> tuple[FsdpModel, FsdpModel | None]:
         """Build the actor and, if it is needed, the reference: the policy before training."""

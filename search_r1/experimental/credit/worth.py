@@ -234,7 +234,8 @@ def _open_scorer(
                         config.actor_rollout_ref.rollout.top_p, tags.stop)  # fmt: skip
     reward = build_reward_manager(config) if options.samples else None
     with model_folder(agent.model, dtype) as folder:
-        engine: Any = engine_class("transformers")(str(folder), device_type(options.device), dtype)
+        build: Any = engine_class("transformers")
+        engine = build(str(folder), device_type(options.device), dtype)
         asyncio.run(engine.start())
         if fingerprint(engine.tokenizer) != read_header(rollouts):
             got = f"{weights}, with another tokenizer than {rollouts}"

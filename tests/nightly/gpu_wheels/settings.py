@@ -80,7 +80,7 @@ def resolve(case: dict[str, Any]) -> dict[str, Any]:
     """Return the settings with which an engine of this case starts."""
     simulate(case["card"])
     from verl.config import Config  # noqa: PLC0415
-    from verl.preflight.memory.check import with_options  # noqa: PLC0415
+    from verl.preflight.undecided import with_options  # noqa: PLC0415
     from verl.rollout.interface import build_engine  # noqa: PLC0415
 
     with tempfile.TemporaryDirectory() as folder:

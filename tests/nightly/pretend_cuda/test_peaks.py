@@ -10,10 +10,10 @@ import pytest
 from tests.nightly.pretend_cuda.stopping import stop
 from tests.nightly.pretend_cuda.trial import LONGEST, SHAPES, Case
 from tests.nightly.pretend_cuda.trials import Trials
-from tests.verl.preflight.memory.test_presets import machine
+from tests.verl.ext.memory.test_presets import machine
+from verl.ext.memory.estimate import Setting, estimate
+from verl.ext.memory.needs import ASLEEP, Memory, Phase
 from verl.model_shape import ModelShape
-from verl.preflight.memory.estimate import Setting, estimate
-from verl.preflight.memory.needs import ASLEEP, Memory, Phase
 from verl.training.models import LOGITS_PER_CHUNK
 
 pytestmark = [pytest.mark.pretend_cuda, pytest.mark.slow, pytest.mark.timeout(1800)]
@@ -67,7 +67,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any
 
 
 def expected_peak(case: Case, phases: tuple[Phase, ...]) -> int:
-    """Return the peak of device memory that `verl.preflight.memory` estimates for `phases`."""
+    """Return the peak of device memory that `verl.ext.memory` estimates for `phases`."""
     assert ASLEEP.issuperset(phases)
     shape = ModelShape.of(SHAPES[case.shape].facts())
     setting = Setting(shape, shape, True, machine(8, 80, 1000), case.dtype)

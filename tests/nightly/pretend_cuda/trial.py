@@ -31,7 +31,7 @@ from verl.config import Config
 from verl.core_algos.losses import loss_weights
 from verl.ext.sft import run as sft
 from verl.ext.sft.options import SftConfig
-from verl.preflight.memory.check import fill_undecided
+from verl.preflight.undecided import fill_undecided
 from verl.training import models, roles
 from verl.training.devices import join_process_group
 from verl.training.loading import Placeholder, replace_parameters

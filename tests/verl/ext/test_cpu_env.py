@@ -10,7 +10,7 @@ import pytest
 
 from verl.config import Config
 from verl.ext.cpu_env import cpu_env, shares_cores
-from verl.preflight.memory.check import with_options
+from verl.preflight.undecided import with_options
 from verl.threads import SPIN_COUNT
 
 

@@ -13,7 +13,7 @@ from verl.config import Config
 from verl.config.known import known_options
 from verl.errors import ConfigError
 from verl.ext.resume import check_resume, flat, identity
-from verl.preflight.memory.check import fill_undecided, offload_everything
+from verl.preflight.undecided import fill_undecided, offload_everything
 
 SERVED = {"corpus": "c1", "index": "i1", "encoder": "e1"}
 

@@ -20,7 +20,7 @@ from verl.errors import PreflightError
 from verl.ext.lora.adapter import record_of_peft_config
 from verl.ext.lora.model import peft_config
 from verl.preflight import checks
-from verl.preflight.memory.check import undecided
+from verl.preflight.undecided import undecided
 from verl.training.models import load_causal_lm
 from verl.training.shards import ADAPTERS_FILE
 
@@ -109,6 +109,17 @@ def test_options_left_to_the_machine_are_decided(valid_run: list[str], tmp_path:
     config = preflight(options)
     assert undecided(options) and undecided(config) == []
     assert "_offload: null" not in cli.write_resolved(config, tmp_path / "runs").read_text()
+
+
+def test_parts_that_were_deleted_are_left_out(
+    valid_run: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without the planner of memory, nothing is offloaded and no option stays null."""
+    monkeypatch.setattr(checks, "PLANNER", "verl.ext.deleted")
+    monkeypatch.setattr(checks, "CHECKS", ("verl.ext.deleted", "verl.deleted.part"))
+    config = preflight(cli.compose(valid_run))
+    assert undecided(config) == []
+    assert not config.actor_rollout_ref.actor.fsdp_config.param_offload
 
 
 @pytest.mark.parametrize(
@@ -334,7 +345,7 @@ def test_a_checkpoint_needs_space_for_the_trained_models(
     """Three times the weights of policy and critic; with adapters only, the exported model."""
     usage = shutil.disk_usage("/")._replace(free=20 << 30)
     monkeypatch.setattr("shutil.disk_usage", lambda path: usage)
-    monkeypatch.setattr("verl.preflight.checks.weight_bytes", lambda path: 15 << 30)
+    monkeypatch.setattr("verl.preflight.machine.weight_bytes", lambda path: 15 << 30)
     adapter, grpo = "actor_rollout_ref.model.lora_rank=4", "algorithm.adv_estimator=reinforce"
     for more, expected in (([], "90.0"), ([grpo], "45.0"), ([adapter], "45.0")):
         line = problems(cli.compose([*valid_run, *more]))[0]
@@ -370,7 +381,7 @@ def test_a_folder_named_like_a_tracker_is_no_package(
     """An offline run of wandb leaves such a folder; wandb itself may not be installed."""
     (tmp_path / "swanlab_of_old").mkdir()
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr("verl.preflight.checks.LIBRARIES", ("swanlab_of_old",))
+    monkeypatch.setattr("verl.monitor.tracking.LIBRARIES", ("swanlab_of_old",))
     config = cli.compose(valid_run)
     config.trainer.logger = ["swanlab_of_old"]
     assert "swanlab_of_old, not installed" in problems(config)[0]

@@ -16,8 +16,8 @@ from huggingface_hub import constants
 from search_r1.agent.generation import build_environment
 from verl.config import cli
 from verl.errors import PreflightError
-from verl.preflight import checks, hub_models
-from verl.preflight.memory.check import read_setting
+from verl.preflight import checks, hub_models, models
+from verl.ext.memory.check import read_setting
 from verl.ext.nodes import fetch_on_node
 
 def weights():
@@ -33,7 +33,7 @@ except PreflightError as error:
 checks.preflight(config, build_environment(config))
 report["is_estimated"] = read_setting(config) is not None
 report["before"] = weights()
-checks.fetch_models(config)
+models.fetch_models(config)
 report["after"] = weights()
 fetch_on_node._function(["org/other"], {})
 report["on_node"] = weights()

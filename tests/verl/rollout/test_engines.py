@@ -254,4 +254,4 @@ def test_a_driver_without_gpus_accepts_gpu_options_for_a_cluster(
     ):
         config.trainer.device = device
         monkeypatch.setenv("RAY_ADDRESS", address)
-        assert len([*engine_problems(config), *kernels.kernel_problems(config)]) == num
+        assert len([*engine_problems(config), *kernels.problems(config)]) == num

@@ -26,7 +26,7 @@ from verl.ext.engines.context_cache import sequence_log_probs
 from verl.ext.engines.transformers import TransformersEngine
 from verl.monitor.tracking import Tracking
 from verl.ports import free_port
-from verl.preflight.memory.check import fill_undecided
+from verl.preflight.undecided import fill_undecided
 from verl.rewards.interface import Reward
 from verl.rollout.interface import RolloutEngine
 from verl.rollout.replicas import RolloutReplicas

@@ -15,7 +15,7 @@ from example.tiny import tiny_llama
 from tests.core.batches import VOCAB
 from verl.config import Config
 from verl.ports import free_port
-from verl.preflight.memory.check import fill_undecided
+from verl.preflight.undecided import fill_undecided
 
 MAX_RANKS = 2
 """Most ranks in tests that are not slow."""

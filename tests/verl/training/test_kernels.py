@@ -17,8 +17,8 @@ def test_liger_is_refused_where_it_cannot_run(
     monkeypatch.setattr(kernels, "version_of", lambda _: installed)
     config = Config()
     config.trainer.device = device
-    assert not list(kernels.kernel_problems(config))
+    assert not list(kernels.problems(config))
     config.actor_rollout_ref.model.kernels = "liger"
-    errors = [str(problem) for problem in kernels.kernel_problems(config)]
+    errors = [str(problem) for problem in kernels.problems(config)]
     assert len(errors) == (message is not None)
     assert all(message in line and "\n" not in line for line in errors)

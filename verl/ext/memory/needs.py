@@ -11,13 +11,13 @@ from dataclasses import dataclass, replace
 from verl.config import Config, FsdpConfig
 from verl.config.engine_kwargs import quantizes_cache, quantizes_weights
 from verl.config.policy import VLLM_LORA_RANKS, BlocksConfig
-from verl.core_algos.advantages import ADVANTAGES
+from verl.ext.memory.trial import Pass, activation_bytes
 from verl.model_shape import ModelShape
-from verl.preflight.memory.trial import Pass, activation_bytes
 from verl.rollout.interface import engine_takes_adapter
 from verl.rollout.vllm_settings import batched_tokens
 from verl.training.budgets import TokenBudgets, actor_budgets, critic_budgets
 from verl.training.devices import DTYPES
+from verl.training.roles import has_critic
 
 FLOAT = 4
 """Bytes of a float32 value: master weights, gradients, moments."""
@@ -128,11 +128,6 @@ class HeldModel:
     """Phase in which the optimizer uses the gradients."""
     memory: Memory = Memory.DEVICE
     """The devices that hold the model: the actor's, or the critic's own."""
-
-
-def has_critic(config: Config) -> bool:
-    """Return whether the ranks train a critic."""
-    return ADVANTAGES[config.algorithm.adv_estimator].needs_critic
 
 
 def held_models(

@@ -12,28 +12,26 @@ import pytest
 from torch._subclasses.fake_tensor import DataDependentOutputException
 
 from tests.test_train_scripts import config_of
-from tests.verl.preflight.memory.shapes import shape_of
-from tests.verl.preflight.memory.test_presets import machine
-from tests.verl.preflight.memory.test_shortages import run, setting
+from tests.verl.ext.memory.shapes import shape_of
+from tests.verl.ext.memory.test_presets import machine
+from tests.verl.ext.memory.test_shortages import run, setting
 from tests.verl.training.ranks import save_tiny, tiny_config
 from verl.config import Config
 from verl.config.known import check
 from verl.errors import ConfigError, ResourceError, UserError
+from verl.ext.memory import check as memory
+from verl.ext.memory.check import choose_memory, decide_offload_and_budgets, read_setting
+from verl.ext.memory.estimate import Estimate, Setting, estimate
+from verl.ext.memory.needs import Memory
 from verl.machine import HostMemory, Machine
-from verl.preflight.memory import check as memory
-from verl.preflight.memory.check import (
+from verl.preflight.undecided import (
     OFFLOAD_KEYS,
-    choose_memory,
-    decide_offload_and_budgets,
     fill_undecided,
     offload_everything,
-    read_setting,
     undecided,
     undecided_offloads,
     with_options,
 )
-from verl.preflight.memory.estimate import Estimate, Setting, estimate
-from verl.preflight.memory.needs import Memory
 
 GIB = 1 << 30
 

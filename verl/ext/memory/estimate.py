@@ -4,9 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from verl.config import Config, FsdpConfig
-from verl.machine import Machine
-from verl.model_shape import ModelShape
-from verl.preflight.memory.needs import (
+from verl.ext.memory.needs import (
     ALWAYS,
     CONCURRENT_PHASES,
     CONTEXT,
@@ -28,6 +26,8 @@ from verl.preflight.memory.needs import (
     other_engine_needs,
     shard_needs,
 )
+from verl.machine import Machine
+from verl.model_shape import ModelShape
 from verl.rollout.interface import engine_takes_adapter
 from verl.training.devices import DTYPES
 from verl.training.weights import SHARD_BYTES

@@ -6,18 +6,13 @@ from operator import attrgetter
 
 import pytest
 
-from tests.verl.preflight.memory.test_presets import machine
-from tests.verl.preflight.memory.test_shortages import run, setting
+from tests.verl.ext.memory.test_presets import machine
+from tests.verl.ext.memory.test_shortages import run, setting
 from verl.config import Config
 from verl.config.policy import SELECTIVE
-from verl.preflight.memory.check import (
-    MEMORY_FOR_SPEED,
-    decide_memory,
-    fill_undecided,
-    peak_rank_bytes,
-    with_options,
-)
-from verl.preflight.memory.estimate import estimate
+from verl.ext.memory.check import decide_memory, peak_rank_bytes
+from verl.ext.memory.estimate import estimate
+from verl.preflight.undecided import MEMORY_FOR_SPEED, fill_undecided, with_options
 from verl.training import kernels
 
 KEYS = [key for key in MEMORY_FOR_SPEED if key.startswith("actor")]
@@ -58,7 +53,7 @@ def test_selective_checkpointing_is_used_between_all_and_nothing(
         decided = decide_memory(config, setting("Qwen2.5-3B", machine(8, 79.0, 1000)))
         assert attrgetter(key)(decided) == expected
         if kind != "torch":
-            (problem,) = kernels.kernel_problems(with_options(config, {key: SELECTIVE}))
+            (problem,) = kernels.problems(with_options(config, {key: SELECTIVE}))
             assert f"{key}: got selective" in str(problem) and "kernels=torch" in str(problem)
 
 

@@ -6,23 +6,18 @@ is refused, one that hardly fits gets a warning, both with options that need les
 whose other nodes are not known here, nothing is refused.
 """
 
-import copy
 import itertools
 import logging
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from operator import attrgetter
-from typing import Any
 
 import torch
 
 from verl.config import Config
-from verl.config.policy import SELECTIVE
 from verl.errors import ResourceError, UserError
-from verl.machine import ENLARGE_SHARED_MEMORY, Machine, format_bytes
-from verl.model_shape import read_shape
-from verl.preflight.memory.budgets import Budget, enlarge, undecided_budgets, with_budgets
-from verl.preflight.memory.estimate import (
+from verl.ext.memory.budgets import Budget, enlarge, undecided_budgets, with_budgets
+from verl.ext.memory.estimate import (
     REFUSE_ABOVE,
     REFUSE_HOST_ABOVE,
     WARN_ABOVE,
@@ -32,10 +27,21 @@ from verl.preflight.memory.estimate import (
     estimate,
     free_memory,
 )
-from verl.preflight.memory.needs import AWAKE, Memory, has_critic
+from verl.ext.memory.needs import AWAKE, Memory
+from verl.machine import ENLARGE_SHARED_MEMORY, Machine, format_bytes
+from verl.model_shape import read_shape
+from verl.preflight.undecided import (
+    MEMORY_FOR_SPEED,
+    OFFLOAD_OPTIONS,
+    fill_undecided,
+    offload_everything,
+    undecided,
+    undecided_offloads,
+    with_options,
+)
+from verl.training import kernels
 from verl.training.allocator import is_expandable
 from verl.training.devices import device_type, dtype_name, is_surely_cpu, resolve_dtype
-from verl.training.kernels import kernel_problems
 from verl.training.network import joins_cluster
 from verl.weights.files import selected_transport
 
@@ -59,37 +65,6 @@ HINTS = {
            f"model.lora_rank=32, {LESS_WORK}",
 }  # fmt: skip
 """Advice by the memory, or the phase, that has too little."""
-ACTOR = "actor_rollout_ref.actor.fsdp_config"
-REFERENCE = "actor_rollout_ref.ref.fsdp_config"
-CRITIC = "critic.model.fsdp_config"
-OFFLOAD_OPTIONS = {
-    f"{REFERENCE}.param_offload": "reference's weights",
-    f"{CRITIC}.optimizer_offload": "critic's optimizer state",
-    f"{ACTOR}.optimizer_offload": "actor's optimizer state",
-    f"{CRITIC}.param_offload": "critic's weights, gradients and optimizer state",
-    f"{ACTOR}.param_offload": "actor's weights, gradients and optimizer state",
-}
-"""Offload options and what they move to the host, by increasing time per step.
-
-Each costs more than all before it together. The reference's weights are copied to the device when
-used; optimizer state is copied there and back at each update; with offloaded weights, the CPU
-accumulates gradients and computes the update.
-"""
-OFFLOAD_KEYS = (*OFFLOAD_OPTIONS, f"{REFERENCE}.optimizer_offload")
-"""All offload options, including the optimizer of the reference, which has none."""
-
-MEMORY_FOR_SPEED: dict[str, dict[bool | str, str]] = {
-    **{
-        f"{section}.enable_gradient_checkpointing": {
-            False: f"the {name}'s activations are kept",
-            SELECTIVE: f"the {name}'s activations are kept, but for what is cheap to recompute",
-        }
-        for section, name in (("actor_rollout_ref.model", "actor"), ("critic.model", "critic"))
-    },
-    f"{ACTOR}.reshard_each": {False: "the actor's weights and gradients stay whole in an update"},
-    f"{CRITIC}.reshard_each": {False: "the critic's weights and gradients stay whole in an update"},
-}
-"""Options that use memory to save time, with their values and effects; both fastest first."""
 
 
 def read_setting(config: Config) -> Setting | None:
@@ -249,44 +224,6 @@ def table(estimated: Estimate, machine: Machine) -> str:
     return "\n".join(lines)
 
 
-def with_options(config: Config, change: Mapping[str, Any]) -> Config:
-    """Return a copy of the options with some of them set, by their dotted names."""
-    result = copy.deepcopy(config)
-    for key, value in change.items():
-        section, _, name = key.rpartition(".")
-        setattr(attrgetter(section)(result), name, value)
-    return result
-
-
-def undecided(config: Config, keys: Iterable[str] = OFFLOAD_KEYS) -> list[str]:
-    """Return the options that are null, in the order of `keys`."""
-    return [key for key in keys if attrgetter(key)(config) is None]
-
-
-def undecided_offloads(config: Config) -> list[str]:
-    """Return the null offload options that have an effect: of models with weights of their own."""
-    sections = [ACTOR]
-    if config.needs_reference and not config.actor_rollout_ref.model.has_adapter:
-        sections.append(REFERENCE)
-    if has_critic(config) and not config.shares_base:
-        sections.append(CRITIC)
-    prefixes = tuple(sections)
-    return [k for k in undecided(config) if k in OFFLOAD_OPTIONS and k.startswith(prefixes)]
-
-
-def fill_undecided(config: Config, chosen: Mapping[str, Any] | None = None) -> Config:
-    """Return a copy with `chosen` set and the other undecided memory options at their defaults.
-
-    Nothing else is offloaded, and nothing trades memory for time. A critic that shares the policy's
-    base is offloaded with it.
-    """
-    result = with_options(config, chosen or {})
-    for key in undecided(result):
-        source = key.replace(CRITIC, ACTOR) if config.shares_base else key
-        result = with_options(result, {key: bool(attrgetter(source)(result))})
-    return with_options(result, dict.fromkeys(undecided(result, MEMORY_FOR_SPEED), True))
-
-
 def spend_free_memory(config: Config, setting: Setting, keys: Sequence[str]) -> Config:
     """Return a copy in which each of `keys` has its fastest value that fits the GPUs, if any does.
 
@@ -296,17 +233,12 @@ def spend_free_memory(config: Config, setting: Setting, keys: Sequence[str]) -> 
     for key in keys:
         for value in MEMORY_FOR_SPEED[key]:
             candidate = with_options(config, {key: value})
-            if any(kernel_problems(candidate)):
+            if any(kernels.problems(candidate)):
                 continue
             if peak_rank_bytes(estimate(candidate, setting)) <= limit:
                 config = candidate
                 break
     return config
-
-
-def offload_everything(config: Config) -> Config:
-    """Return a copy in which every undecided offload option is true."""
-    return fill_undecided(config, dict.fromkeys(undecided_offloads(config), True))
 
 
 def choose_memory(config: Config, setting: Setting) -> Config:

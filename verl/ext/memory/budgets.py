@@ -10,8 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from verl.config import Config
-from verl.preflight.memory.needs import has_critic
 from verl.training.budgets import DEFAULT_TOKEN_BUDGET, actor_budgets, critic_budgets
+from verl.training.roles import has_critic
 
 ACTOR_BUDGET = "actor_rollout_ref.actor.ppo_max_token_len_per_gpu"
 CRITIC_BUDGET = "critic.ppo_max_token_len_per_gpu"

@@ -6,13 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from tests.verl.preflight.memory.shapes import shape_of
-from tests.verl.preflight.memory.test_presets import machine
+from tests.verl.ext.memory.shapes import shape_of
+from tests.verl.ext.memory.test_presets import machine
 from verl.config import Config
+from verl.ext.memory.check import hint, shortage_line, table
+from verl.ext.memory.estimate import REFUSE_ABOVE, WARN_ABOVE, Setting, estimate
+from verl.ext.memory.needs import Memory, Phase
 from verl.machine import DeviceMemory, HostMemory, Machine, format_bytes
-from verl.preflight.memory.check import hint, shortage_line, table, with_options
-from verl.preflight.memory.estimate import REFUSE_ABOVE, WARN_ABOVE, Setting, estimate
-from verl.preflight.memory.needs import Memory, Phase
+from verl.preflight.undecided import with_options
 
 GIB = 1 << 30
 

@@ -10,15 +10,16 @@ import pytest
 from transformers import LlamaConfig
 
 from tests.test_train_scripts import config_of
-from tests.verl.preflight.memory.shapes import shape_of
-from tests.verl.preflight.memory.test_presets import machine
-from tests.verl.preflight.memory.test_shortages import run
+from tests.verl.ext.memory.shapes import shape_of
+from tests.verl.ext.memory.test_presets import machine
+from tests.verl.ext.memory.test_shortages import run
 from verl.config import Config
+from verl.ext.memory.budgets import ACTOR_BUDGET, CRITIC_BUDGET, enlarge, undecided_budgets
+from verl.ext.memory.check import decide_memory, peak_rank_bytes
+from verl.ext.memory.estimate import WARN_ABOVE, Setting, estimate
 from verl.machine import Machine
 from verl.model_shape import ModelShape
-from verl.preflight.memory.budgets import ACTOR_BUDGET, CRITIC_BUDGET, enlarge, undecided_budgets
-from verl.preflight.memory.check import decide_memory, peak_rank_bytes, with_options
-from verl.preflight.memory.estimate import WARN_ABOVE, Setting, estimate
+from verl.preflight.undecided import with_options
 
 LLAMA_8B = ModelShape.of(
     LlamaConfig(

@@ -6,11 +6,12 @@ from pathlib import Path
 import pytest
 
 from tests.test_train_scripts import ROOT, arguments, config_of
-from tests.verl.preflight.memory.shapes import FACTS, shape_of
+from tests.verl.ext.memory.shapes import FACTS, shape_of
 from verl.config import Config
+from verl.ext.memory.check import choose_memory
+from verl.ext.memory.estimate import REFUSE_ABOVE, WARN_ABOVE, Setting, estimate
 from verl.machine import DeviceMemory, HostMemory, Machine
-from verl.preflight.memory.check import OFFLOAD_KEYS, choose_memory
-from verl.preflight.memory.estimate import REFUSE_ABOVE, WARN_ABOVE, Setting, estimate
+from verl.preflight.undecided import OFFLOAD_KEYS
 
 GIB = 1 << 30
 SIZES = list(FACTS)

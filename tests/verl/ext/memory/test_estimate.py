@@ -9,12 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.verl.preflight.memory.shapes import shape_of
-from tests.verl.preflight.memory.test_presets import machine
+from tests.verl.ext.memory.shapes import shape_of
+from tests.verl.ext.memory.test_presets import machine
 from verl.config import Config
-from verl.preflight.memory.check import with_options
-from verl.preflight.memory.estimate import Estimate, Setting, estimate
-from verl.preflight.memory.needs import (
+from verl.ext.memory.estimate import Estimate, Setting, estimate
+from verl.ext.memory.needs import (
     CPU_HEAP,
     GAPS,
     SAMPLING_COPIES,
@@ -23,6 +22,7 @@ from verl.preflight.memory.needs import (
     kv_bytes,
     pinned_bytes,
 )
+from verl.preflight.undecided import with_options
 
 GIB = 1 << 30
 ACTOR, REF = "actor_rollout_ref.actor", "actor_rollout_ref.ref"
