@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import json
 import os
 import shutil
@@ -30,10 +29,11 @@ from verl.config import Config
 from verl.errors import RankLost, ReplicaLost
 from verl.ext.cpu_env import cpu_env
 from verl.ext.reaper import MARK, REPLICA_MARK, OrphanReaper, find_marked, kill_leftovers
+from verl.ext.restart import RestartingReplicas, Restarts
 from verl.rollout.interface import EngineDied, RolloutEngine
 from verl.rollout.replica import RolloutReplica
 from verl.rollout.replicas import RolloutReplicas
-from verl.single_controller.actors import ActorLocation, RayWorkerGroup, Restarts
+from verl.single_controller.actors import ActorLocation, RayWorkerGroup
 from verl.single_controller.placement import create_rollout_group, create_trainer_group, reserve
 from verl.types import Origin, Prompt, Sampling, Segment, Trajectory, start_trajectory
 from verl.weights.files import Files
@@ -137,7 +137,7 @@ class GatedAgent:
 class Rollout:
     """Two replicas on a tiny model, and helpers to disturb them."""
 
-    replicas: RolloutReplicas
+    replicas: RestartingReplicas
     folder: Path
     weights: ModelFolder
 
@@ -166,7 +166,7 @@ class Rollout:
         return answers[0]
 
     def actor(self, replica: int) -> psutil.Process:
-        return psutil.Process(self.replicas.group.locations()[replica].pid)
+        return psutil.Process(self.replicas.replicas.group.locations()[replica].pid)
 
     def engine_core(self, replica: int) -> psutil.Process:
         (core,) = [p for p in self.actor(replica).children() if "EngineCore" in p.name()
@@ -188,7 +188,7 @@ class ModelFolder:
         (here,) = map(Path, folders)
         if self._folder is None:
             self._folder = NodeFolder(here)
-        shutil.copytree(self.model, here / str(version))
+        shutil.copytree(self.model, here / str(version), dirs_exist_ok=True)
         return [0.0]
 
     def close(self) -> None:
@@ -217,15 +217,14 @@ def rollout(cluster: OrphanReaper, tmp_path_factory: pytest.TempPathFactory) -> 
     ranks = create_trainer_group(reserve(1, 1, use_gpu=False), 1, use_gpu=False, env=env)
     group = create_rollout_group(
         ranks.locations(), 2, 0, lambda i: env | {REPLICA_MARK: f"{cluster.mark}/{i}"},
-        (EngineDied,), kill_leftovers,
+        (EngineDied,),
     )  # fmt: skip
     group.locations()
     arguments = [(tiny_config(start), lambda _: GatedAgent(folder), i) for i in range(2)]
-    build = functools.partial(group.start_build, RolloutReplica, arguments)
-    group.gather(build())
+    group.gather(group.start_build(RolloutReplica, arguments))
     group.call("engine.start")
-    replicas = RolloutReplicas(
-        group, build, Restarts(99), Files(tiny_config(start)), hang_timeout=30.0
+    replicas = RestartingReplicas(
+        RolloutReplicas(group, Files(tiny_config(start))), Restarts(99), kill_leftovers, 30.0
     )
     weights = ModelFolder(current)
     replicas.update_weights(weights, 1)
@@ -248,7 +247,7 @@ def test_a_replica_killed_while_generating_changes_nothing(rollout: Rollout, vic
     disturbed = rollout.disturbed(process.kill)
     assert ids(disturbed) == ids(undisturbed)
     assert all(t.num_policy_tokens for t in undisturbed)
-    assert {t.stats["version"] for t in disturbed} == {rollout.replicas.version}
+    assert {t.stats["version"] for t in disturbed} == {rollout.replicas.replicas.version}
     assert rollout.replicas.restarts.of_replicas == before + 1
     assert not is_alive(core)
 
@@ -262,7 +261,7 @@ def test_a_replica_that_hangs_is_replaced(rollout: Rollout) -> None:
 
 def test_a_replica_killed_between_steps_gets_the_next_weights(rollout: Rollout) -> None:
     """Its death is noticed at the weight transfer; afterwards all replicas have the weights."""
-    undisturbed, version = rollout.generate(), rollout.replicas.version
+    undisturbed, version = rollout.generate(), rollout.replicas.replicas.version
     rollout.engine_core(0).kill()
     rollout.actor(1).kill()
     rollout.replicas.wake_up()

@@ -114,22 +114,22 @@ class WeightCanary:
     """The latest differences of each engine, in nats."""
     _unable: set[int] = field(default_factory=set)
 
-    def __call__(self, ranks: Ranks, replicas: Any, version: int) -> dict[str, float]:
+    def __call__(self, ranks: Ranks, rollouts: Any, version: int) -> dict[str, float]:
         """Transfer the weights of `version`; return the seconds of each part.
 
-        `replicas` are `RolloutReplicas`: a run without engines has no canary. Raises MismatchError
+        `rollouts` are `TrainedRollouts`: a run without engines has no canary. Raises MismatchError
         if an engine does not have the weights of its version.
         """
         start = time.perf_counter()
-        replicas.scored_ids = self.ids
+        rollouts.scores.ids = self.ids
         self._is_resumed = version > 1 if self._is_resumed is None else self._is_resumed
         log_probs = ranks.group.call("actor.sequence_log_probs", list(self.ids))[0]
         self._expected[version] = Expected(version - 1, log_probs)
         for old in sorted(self._expected)[:-NUM_KEPT]:
             del self._expected[old]
         seconds = time.perf_counter() - start
-        parts = self.transfer(ranks, replicas, version)
-        self.compare(replicas.take_scores())
+        parts = self.transfer(ranks, rollouts, version)
+        self.compare(rollouts.scores.take())
         return {**parts, "canary": seconds}
 
     def compare(self, scores: Sequence[Score]) -> None:

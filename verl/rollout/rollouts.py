@@ -1,15 +1,17 @@
 """What finishes started trajectories.
 
 `verl.rollout.replicas` has the engines of a run. A decorator of `Rollouts` may stand between them
-and whoever samples, as `verl.ext.retry`, which samples failed trajectories again.
+and whoever samples: `verl.ext.retry` samples failed trajectories again, `verl.ext.restart` replaces
+lost engines.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from verl.engine import Score
 from verl.types import Sampling, Trajectory, TrajectoryKey
 
 
@@ -69,9 +71,25 @@ class Rollouts(Protocol):
         """Free the engines' device memory for the training ranks."""
 
 
+@dataclass
+class Scores:
+    """What engines score after they have loaded weights."""
+
+    ids: Sequence[int] = ()
+    """The sequence that each engine scores; empty: nothing."""
+    answers: list[Score] = field(default_factory=list)
+    """Scores that nobody has taken yet."""
+
+    def take(self) -> list[Score]:
+        """Return the scores that arrived since the last call."""
+        taken, self.answers = self.answers, []
+        return taken
+
+
 class TrainedRollouts(Rollouts, Protocol):
     """Rollouts by engines that load the weights of the training ranks."""
 
+    scores: Scores
     sent: Mapping[str, float]
     """Metrics of the last transfer of weights, besides its seconds."""
 
@@ -83,6 +101,13 @@ class TrainedRollouts(Rollouts, Protocol):
 
     def wake_up(self) -> None:
         """Allocate device memory again, before weights are updated or tokens generated."""
+
+    def fetch_finished(self) -> Callable[[], Mapping[TrajectoryKey, Trajectory]]:
+        """Ask for the finished trajectories of requests that still run; return what waits for them.
+
+        Nothing runs between steps, except where sampling overlaps with training.
+        """
+        return dict
 
     def busy_share(self) -> float | None:
         """Return the share of time since the last call in which engines sampled, if known."""

@@ -124,13 +124,12 @@ def first_index_per_node(locations: Sequence[ActorLocation]) -> list[int]:
 def create_rollout_group(
     locations: Sequence[ActorLocation], num_replicas: int, gpus_per_replica: int,
     env: Callable[[int], Mapping[str, str]], deaths: tuple[type[Exception], ...] = (),
-    clean_up: Callable[[], object] | None = None,
 ) -> RayWorkerGroup:  # fmt: skip
     """Create one actor per engine; `locations` are the ranks' or those of `engine_gpu_locations`.
 
     Replica i gets the GPUs of `gpus_per_replica` locations from `i * gpus_per_replica` on; with 0,
     on CPU, replicas are distributed round-robin over the nodes. `env` returns the environment
-    variables of replica i. `deaths` and `clean_up`: see RayWorkerGroup.
+    variables of replica i; `deaths`: see RayWorkerGroup.
     """
     options = []
     node_firsts = first_index_per_node(locations)
@@ -153,4 +152,4 @@ def create_rollout_group(
                 scheduling_strategy=node,
             )
         )
-    return RayWorkerGroup(options, "rollout replica", ReplicaLost, None, deaths, clean_up)
+    return RayWorkerGroup(options, "rollout replica", ReplicaLost, None, deaths)

@@ -197,7 +197,7 @@ def build_source(parts: Parts) -> Source:
         from verl.ext.asynchrony import AheadCollector  # noqa: PLC0415 - only where asked for
 
         source = AheadCollector(*sources, inputs.total_steps)
-        if overlaps and isinstance(parts.rollouts, RolloutReplicas):
+        if overlaps and parts.rollouts is not None:
             source.fetch_finished = parts.rollouts.fetch_finished
         return source
     return RolloutCollector(*sources)
@@ -215,6 +215,15 @@ def replica_class(config: Config) -> type[RolloutReplica]:
 
         return GatedReplica
     return RolloutReplica
+
+
+def replicas_class(config: Config) -> type[RolloutReplicas]:
+    """Return the driver's side of the engines: where they never wait, it overlaps."""
+    if config.actor_rollout_ref.rollout.max_staleness == 0:
+        return RolloutReplicas
+    from verl.ext.overlapping import OverlappingReplicas  # noqa: PLC0415 - only where asked for
+
+    return OverlappingReplicas
 
 
 def has_batches_ahead(config: Config) -> bool:

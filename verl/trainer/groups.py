@@ -19,7 +19,7 @@ from verl.ports import free_port
 from verl.rollout.interface import EngineDied
 from verl.rollout.replica import RolloutReplica
 from verl.rollout.replicas import RolloutReplicas
-from verl.single_controller.actors import RayWorkerGroup, Restarts
+from verl.single_controller.actors import RayWorkerGroup
 from verl.single_controller.placement import (
     create_rollout_group,
     create_trainer_group,
@@ -34,10 +34,6 @@ from verl.training.devices import DETERMINISTIC_ENV
 from verl.training.network import forwarded_variables
 from verl.training.worker import TrainerWorker
 from verl.weights.files import selected_transport
-
-HANG_TIMEOUT_S = 600.0
-"""Time without a sign of life after which a rollout replica counts as dead."""
-
 
 Nodes = Mapping[str, str]
 """Addresses of the nodes of a run, by Ray's node id."""
@@ -119,8 +115,8 @@ def build_groups(
     agent_factory: Callable[[Config], Agent],
     total_updates: int,
     start_up: StartUp,
-    restarts: Restarts,
     replica_class: type[RolloutReplica] = RolloutReplica,
+    replicas_class: type[RolloutReplicas] = RolloutReplicas,
 ) -> tuple[TrainerRanks, RolloutReplicas]:
     """Start and build all actors; engines and ranks load concurrently unless they share GPUs."""
     check_engine_gpus(config, uses_gpus(config))
@@ -136,7 +132,7 @@ def build_groups(
     replicas = create_rollout_group(
         locations, num_replicas, num_gpus,
         lambda replica: {**started.engine_env, **start_up.replica_variables(replica)},
-        (EngineDied,), start_up.clean_up,
+        (EngineDied,),
     )  # fmt: skip
     replicas.locations()  # known from now on, for messages about lost replicas
     arguments = [(config, agent_factory, replica) for replica in range(num_replicas)]
@@ -152,17 +148,8 @@ def build_groups(
         start_engines(replicas, replica_calls, then_sleep=False)
     for wait in pending:
         wait()
-    clear = partial(ranks.group.call, "empty_cache") if plan.is_colocated else lambda: None
-    return ranks, RolloutReplicas(
-        replicas,
-        partial(replicas.start_build, replica_class, arguments),
-        restarts,
-        selected_transport(config)(config),
-        shares_devices=plan.is_colocated,
-        overlaps=rollout.max_staleness > 0,
-        hang_timeout=HANG_TIMEOUT_S,
-        empty_cache=clear,
-    )
+    empty_cache = partial(ranks.group.call, "empty_cache") if plan.is_colocated else None
+    return ranks, replicas_class(replicas, selected_transport(config)(config), empty_cache)
 
 
 def check_engine_gpus(config: Config, use_gpu: bool) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,9 +26,7 @@ from verl.core_algos.kl import AdaptiveKLController, FixedKLController, KLContro
 from verl.data.outside import strings_of_rows
 from verl.data.prompts import load_prompts
 from verl.data.sampler import num_batches
-from verl.errors import RankLost, ReplicaLost
 from verl.files import exclusive_lock
-from verl.machine import HostMemory
 from verl.model_files import load_tokenizer, tokenizer_identity
 from verl.monitor.tracking import Tracker, Tracking
 from verl.plugins import PortableFactory, optional
@@ -36,13 +34,13 @@ from verl.preflight.checks import preflight
 from verl.preflight.models import fetch_models
 from verl.remote_code import set_trust
 from verl.rewards.interface import EachAlone, Reward, RewardManager
-from verl.rollout.replicas import RolloutReplicas
-from verl.single_controller.actors import Restarts
+from verl.rollout.rollouts import TrainedRollouts
 from verl.trainer.build import (
     Inputs,
     Parts,
     add_starters,
     replica_class,
+    replicas_class,
     user_hooks,
 )
 from verl.trainer.cluster import start_ray
@@ -136,9 +134,12 @@ def read_prompts(config: Config, environment: Environment, tokenizer: Any) -> Pr
 
 @contextlib.contextmanager
 def running_trainer(
-    inputs: Inputs, tracking: Tracking, restarts: Restarts
+    inputs: Inputs, tracking: Tracking, restarts: Any = None
 ) -> Iterator[RayPPOTrainer]:
-    """Yield a trainer with all its processes, which end with the context, however it ends."""
+    """Yield a trainer with all its processes, which end with the context, however it ends.
+
+    `restarts`: what replaces lost engines, if anything does (`verl.ext.restart.Restarts`).
+    """
     config = inputs.config
     updates = inputs.total_steps * config.updates_per_step
     agent = WithToken(PortableFactory(build_agent))
@@ -148,29 +149,27 @@ def running_trainer(
         add_starters(start_up)
         start_ray(config)
         try:
-            replicas: RolloutReplicas | None = None
+            rollouts: TrainedRollouts | None = None
             if config.samples_rollouts:
-                ranks, replicas = build_groups(
-                    config, agent, updates, start_up, restarts, replica_class(config)
-                )
+                classes = replica_class(config), replicas_class(config)
+                ranks, rollouts = build_groups(config, agent, updates, start_up, *classes)
+                if restarts is not None:
+                    rollouts = restarts.of(rollouts, start_up.clean_up)
             else:
                 ranks = build_ranks(config, updates, start_up)
             try:
                 yield Parts(
                     inputs,
                     ranks,
-                    replicas,
+                    rollouts,
                     build_reward(config),
                     build_kl_controller(config),
                     tracking,
-                    faults=lambda: {
-                        **restarts.metrics(),
-                        "perf/host_memory_used_share": HostMemory.now().used_share,
-                    },
+                    faults=dict if restarts is None else restarts.metrics,
                 ).build()
             finally:
-                if replicas is not None:
-                    replicas.shutdown()
+                if rollouts is not None:
+                    rollouts.shutdown()
                 ranks.shutdown()
         finally:
             ray.shutdown()
@@ -182,7 +181,7 @@ def built_trainer(config: Config) -> Iterator[RayPPOTrainer]:
     inputs = prepare(config)
     with (
         Tracking.from_config(inputs.config) as tracking,
-        running_trainer(inputs, tracking, Restarts(config.trainer.max_restarts)) as trainer,
+        running_trainer(inputs, tracking, restarts_of(config)) as trainer,
     ):
         yield trainer
 
@@ -190,7 +189,6 @@ def built_trainer(config: Config) -> Iterator[RayPPOTrainer]:
 def run(config: Config, trackers: Sequence[Tracker] = ()) -> None:
     """Execute one run from beginning to end, with its output folders locked.
 
-    Restarts automatically after losing a rank.
     `trackers` receive the metrics in addition to those named by `trainer.logger`.
     """
     trainer = config.trainer
@@ -205,43 +203,21 @@ def run(config: Config, trackers: Sequence[Tracker] = ()) -> None:
 
 
 def _run(inputs: Inputs, trackers: Sequence[Tracker]) -> None:
-    """Execute a run whose folders are locked, with restarts."""
-    restarts = Restarts(inputs.config.trainer.max_restarts)
+    """Execute a run whose folders are locked, again and again where lost processes end it."""
+    restarts = restarts_of(inputs.config)
     with Tracking.from_config(inputs.config, trackers) as tracking:
 
         def attempt(config: Config) -> None:
             with running_trainer(replace(inputs, config=config), tracking, restarts) as trainer:
                 trainer.fit()
 
-        supervise(attempt, inputs.config, restarts)
+        if restarts is None:
+            attempt(inputs.config)
+        else:
+            restarts.supervise(attempt, inputs.config)
 
 
-def supervise(attempt: Callable[[Config], None], config: Config, restarts: Restarts) -> None:
-    """Repeat `attempt` until one does not end by the loss of a rank or replica.
-
-    Each attempt shuts down all its processes. The next one continues from the newest checkpoint
-    that this command wrote, whatever `trainer.resume_mode` says, or, if there is none yet, starts
-    as the first attempt did. Raises the last loss when `restarts` are used up, others at once.
-    """
-    root = Path(config.trainer.default_local_dir)
-    times_before = checkpoint_times(root)
-    while True:
-        try:
-            return attempt(config)
-        except (RankLost, ReplicaLost) as error:
-            times = checkpoint_times(root)
-            new = [folder for folder in times if times_before.get(folder) != times[folder]]
-            newest = max(new, key=folders.step_of, default=None)
-            if newest is not None:
-                restarts.spend_on_run(error, str(newest))
-                config = replace(config, trainer=replace(config.trainer, resume_mode=str(newest)))
-            elif config.trainer.resume_mode == "disable":
-                restarts.spend_on_run(error, "the beginning")
-            else:
-                restarts.spend_on_run(error, "where it began")
-
-
-def checkpoint_times(root: Path) -> Mapping[Path, int]:
-    """Return the complete checkpoints below `root` with the time of their markers, in ns."""
-    complete = folders.all_complete(root)
-    return {folder: (folder / folders.MARKER).stat().st_mtime_ns for folder in complete}
+def restarts_of(config: Config) -> Any:
+    """Return what restarts engines and the run after a loss; None if that feature was deleted."""
+    module = optional("verl.ext.restart")
+    return None if module is None else module.Restarts(config.trainer.max_restarts)

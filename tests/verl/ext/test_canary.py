@@ -22,6 +22,7 @@ from verl.engine import Score
 from verl.errors import MismatchError
 from verl.ext.canary import LENGTH, WeightCanary, choose_ids
 from verl.model_files import load_tokenizer
+from verl.rollout.rollouts import Scores
 from verl.trainer.build import transfer_weights
 
 IDS = tuple(torch.randint(3, VOCAB, (LENGTH,), generator=torch.Generator().manual_seed(0)).tolist())
@@ -174,7 +175,7 @@ class Fixed:
     """Ranks and engines with given log-probs at each step, per engine."""
 
     def __init__(self, dtype: str = "float32", **options: Any) -> None:
-        self.version, self.scored_ids, self.scores = 0, (), list[Score]()
+        self.version, self.scores = 0, Scores()
         self.canary = WeightCanary(IDS, dtype, self._transfer, **options)
 
     @property
@@ -185,13 +186,10 @@ class Fixed:
         self.version = version
         return {"load": 0.0}
 
-    def take_scores(self) -> list[Score]:
-        return self.scores
-
     def step(self, step: int, ranks: float, *engines: float | None) -> None:
         """Transfer weights; each engine has loaded them, and all tokens have one log-prob."""
         self.ranks, self.version = [ranks] * (LENGTH - 1), step
-        self.scores = [
+        self.scores.answers = [
             Score(i, self.version + 1, None if x is None else (x,) * (LENGTH - 1))
             for i, x in enumerate(engines)
         ]
@@ -205,7 +203,7 @@ def test_rounding_that_grows_in_single_tokens_is_no_alarm(num_tokens: int, is_al
     run.step(0, -2.0, -2.0)
     run.ranks, log_probs = [-2.5] * (LENGTH - 1), [-2.5] * (LENGTH - 1)
     log_probs[:num_tokens] = [-2.52] * num_tokens
-    run.scores = [Score(0, run.version + 1, tuple(log_probs))]
+    run.scores.answers = [Score(0, run.version + 1, tuple(log_probs))]
     if not is_alarm:
         run.canary(run, run, 2)
         return

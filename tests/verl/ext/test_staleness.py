@@ -29,8 +29,7 @@ from verl.monitor.performance import Timings
 from verl.rewards.interface import EachAlone, Reward
 from verl.rollout.interface import RolloutEngine
 from verl.rollout.replicas import RolloutReplicas
-from verl.single_controller.actors import Restarts
-from verl.trainer.build import replica_class
+from verl.trainer.build import replica_class, replicas_class
 from verl.types import Completion, Origin, Sampling, Status, Trajectory, start_trajectory
 from verl.weights.files import Engines, Transport
 
@@ -155,7 +154,7 @@ def world(
         )
         hosts[-1].engine = TickingEngine(draw, folders)
     group: Any = LocalGroup(hosts, draw)
-    replicas = RolloutReplicas(group, list, Restarts(0), folders, overlaps=staleness > 0)
+    replicas = replicas_class(config)(group, folders)
     collector = AheadCollector(
         config, RetryingRollout(replicas, Environment()), prompts(NUM_ROWS),
         PromptSampler(NUM_ROWS, BATCH, seed=seed), EachAlone(lambda t: Reward(draw.random() > 0.6)),

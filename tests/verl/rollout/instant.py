@@ -3,14 +3,14 @@
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
-from verl.rollout.rollouts import RolloutRequest, TrainedRollouts
+from verl.rollout.rollouts import RolloutRequest, Scores, TrainedRollouts
 from verl.types import Sampling, Trajectory
 
 
 class InstantRollouts(TrainedRollouts):
     """Finishes a request by `generate`, at the moment when its result is asked for."""
 
-    version = 0
+    version, scores = 0, Scores()
     sent: Mapping[str, float] = MappingProxyType({})
 
     def start(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,11 +15,9 @@ from tests.verl.rollout.local_group import LocalGroup
 from tests.verl.trainer.recording import prompts
 from verl.agent.dialogue import _policy_segment
 from verl.config import Config
-from verl.errors import ReplicaLost
 from verl.rollout.interface import RolloutEngine
 from verl.rollout.replica import RolloutReplica
 from verl.rollout.replicas import RolloutReplicas
-from verl.single_controller.actors import Restarts
 from verl.types import Completion, Sampling, Status, Trajectory, start_trajectory
 from verl.weights.files import Files
 
@@ -73,34 +71,7 @@ def hosts_of(number: int, agent: Planned) -> list[RolloutReplica]:
 def replicas_of(number: int, agent: Planned, seed: int) -> RolloutReplicas:
     """Return the trainer's side of `hosts_of`."""
     group: Any = LocalGroup(hosts_of(number, agent), random.Random(seed))
-    return RolloutReplicas(group, list, Restarts(0), Files(Config()))
-
-
-class Mortal(LocalGroup):
-    """Three replicas that are lost once, after `life` iterations of the loop, and restarted."""
-
-    def __init__(self, agent: Planned, draw: random.Random, life: int) -> None:
-        super().__init__(hosts_of(3, agent), draw)
-        self.agent, self.life = agent, life
-
-    def poll(
-        self, calls: Mapping[Any, int], check: Callable[[], None] = lambda: None
-    ) -> dict[Any, Any]:
-        life, self.life = self.life, 0
-        if life:
-            self.run(life)
-            raise ReplicaLost("replica 0 is lost")
-        return super().poll(calls, check)
-
-    def restart(self) -> None:
-        self.close()
-        self.loop, self.replicas = asyncio.new_event_loop(), hosts_of(3, self.agent)
-
-    def start_build(self, factory: object, arguments: object) -> list[Any]:
-        return []
-
-    def call(self, method: str, *args: Any) -> list[Any]:
-        return []
+    return RolloutReplicas(group, Files(Config()))
 
 
 def test_every_trajectory_is_sampled_once_with_its_group() -> None:
@@ -126,19 +97,3 @@ def test_every_trajectory_is_sampled_once_with_its_group() -> None:
             (t.group, t.sample) for starts in starts_of_requests for t in starts
         )
         replicas.group.close()  # type: ignore[attr-defined]
-
-
-def test_groups_of_lost_replicas_are_sampled_again() -> None:
-    """Whenever the replicas are lost, all trajectories of two requests come back in order."""
-    for seed in range(50):
-        draw = random.Random(seed)
-        group: Any = Mortal(Planned([], 2, 3), draw, life=seed * 2 + 1)
-        replicas = RolloutReplicas(group, list, Restarts(1), Files(Config()))
-        lengths = [draw.randint(1, 30) for _ in range(6)]
-        starts_of_requests = [make_starts(lengths, 2, first) for first in (0, 10)]
-        requests = [replicas.start(starts, Sampling(9)) for starts in starts_of_requests]
-        for starts, request in zip(starts_of_requests, requests, strict=True):
-            finished = replicas.finish(request)
-            assert [(t.group, t.sample) for t in finished] == [(t.group, t.sample) for t in starts]
-        assert replicas.restarts.of_replicas == 1
-        group.close()

@@ -1,4 +1,4 @@
-"""The transfer of weights to the replicas: its order, its reported times, and restarts."""
+"""The transfer of weights to the replicas: its order, and its reported times."""
 
 import asyncio
 import contextlib
@@ -21,7 +21,7 @@ from verl.core_algos.kl import FixedKLController
 from verl.errors import RankLost
 from verl.monitor.tracking import Tracking
 from verl.rollout.replicas import RolloutReplicas
-from verl.single_controller.actors import ActorLocation, Restarts
+from verl.single_controller.actors import ActorLocation
 from verl.trainer.build import Inputs, Parts
 from verl.types import Sampling, Trajectory
 from verl.weights.files import Files
@@ -55,12 +55,11 @@ class FakeReplica:
         self.log.append("engine.wake_up")
 
 
-def one_replica(log: list[str], **options: Any) -> RolloutReplicas:
+def one_replica(log: list[str]) -> RolloutReplicas:
     """Return the trainer's side of a single replica."""
     group: Any = LocalGroup([FakeReplica(log)])  # type: ignore[list-item]
     empty_cache = lambda: log.append("empty_cache")  # noqa: E731 - one expression
-    files = Files(Config())
-    return RolloutReplicas(group, list, Restarts(0), files, empty_cache=empty_cache, **options)
+    return RolloutReplicas(group, Files(Config()), empty_cache)
 
 
 class SlowRanks:

@@ -15,7 +15,7 @@ from ray.cluster_utils import Cluster
 from tests.verl.single_controller.split_parts import Rank, Replica
 from verl.config import Config
 from verl.single_controller import placement
-from verl.single_controller.actors import ActorLocation, RayWorkerGroup, Restarts
+from verl.single_controller.actors import ActorLocation, RayWorkerGroup
 from verl.trainer import groups
 
 NODES, RANKS, OWN, CRITIC = 2, 1, 2, 1
@@ -60,7 +60,7 @@ def test_no_gpu_is_used_by_a_rank_and_an_engine(
     config.trainer.default_local_dir = str(tmp_path)
     config.actor_rollout_ref.rollout.tensor_model_parallel_size = 2
     monkeypatch.setattr(groups, "TrainerWorker", Rank)
-    arguments: Any = (lambda _: None, 1, groups.StartUp(), Restarts(0), Replica)
+    arguments: Any = (lambda _: None, 1, groups.StartUp(), Replica)
     ranks, replicas = groups.build_groups(config, *arguments)
     try:
         all_gpus = [(node["NodeID"], str(card)) for node in ray.nodes() for card in range(4)]

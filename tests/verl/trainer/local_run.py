@@ -29,9 +29,8 @@ from verl.ports import free_port
 from verl.preflight.undecided import fill_undecided
 from verl.rewards.interface import Reward
 from verl.rollout.interface import RolloutEngine
-from verl.rollout.replicas import RolloutReplicas
-from verl.single_controller.actors import ActorLocation, Restarts
-from verl.trainer.build import Inputs, Parts, replica_class, transfer_weights
+from verl.single_controller.actors import ActorLocation
+from verl.trainer.build import Inputs, Parts, replica_class, replicas_class, transfer_weights
 from verl.trainer.loop import Transfer
 from verl.trainer.ranks import TrainerRanks
 from verl.training.worker import TrainerWorker
@@ -200,8 +199,7 @@ def train(
         return score(trajectory)
 
     group: Any = LocalGroup(hosts, random)
-    overlaps = config.actor_rollout_ref.rollout.max_staleness > 0
-    replicas = RolloutReplicas(group, list, Restarts(0), Files(config), overlaps=overlaps)
+    replicas = replicas_class(config)(group, Files(config))
     with local_ranks(config, num_steps) as ranks:
         trainer = Parts(
             Inputs(config, PROMPTS, PROMPTS, num_steps), ranks, replicas, reward,

@@ -4,19 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.checkpoints import writing
 from verl.config import Config
 from verl.errors import (
-    CollapseError,
     ConfigError,
-    Interrupted,
-    RankLost,
-    ReplicaLost,
-    ToolOutage,
-    UserError,
 )
-from verl.single_controller.actors import Restarts
-from verl.trainer.run import prepare, supervise
+from verl.trainer.run import prepare
 
 
 @pytest.mark.parametrize("option", ["reward_model.name", "agent.tools"])
@@ -32,90 +24,3 @@ def test_missing_user_code_is_reported_first(option: str, tmp_path: Path) -> Non
     with pytest.raises(ConfigError, match=r"nowhere\.py"):
         prepare(config)
     assert not (tmp_path / "run").exists()
-
-
-class Script:
-    """Scripted attempts: each saves steps until it raises an error; records `resume_mode`."""
-
-    def __init__(self, root: Path, *actions: int | Exception) -> None:
-        self.root, self.actions, self.resumed = root, list(actions), list[str]()
-
-    def __call__(self, config: Config) -> None:
-        self.resumed.append(config.trainer.resume_mode)
-        while self.actions:
-            action = self.actions.pop(0)
-            if isinstance(action, Exception):
-                raise action
-            save(self.root, action)
-
-
-def save(root: Path, step: int) -> None:
-    with writing(root, step) as folder:
-        (folder / "content").write_text("x")
-
-
-def config_for(root: Path, resume_mode: str = "disable") -> Config:
-    config = Config()
-    config.trainer.default_local_dir = str(root)
-    config.trainer.resume_mode = resume_mode
-    return config
-
-
-def test_a_lost_rank_costs_the_steps_since_the_last_checkpoint(tmp_path: Path) -> None:
-    """Even if resuming is disabled; after a second loss, from a later checkpoint."""
-    script = Script(tmp_path, 1, 2, RankLost("rank 1"), 3, RankLost("rank 0"))
-    supervise(script, config_for(tmp_path), Restarts(3))
-    expected = ["disable", str(tmp_path / "global_step_2"), str(tmp_path / "global_step_3")]
-    assert script.resumed == expected
-
-
-@pytest.mark.parametrize("mode", ["disable", "auto"])
-def test_without_a_checkpoint_it_starts_as_before(tmp_path: Path, mode: str) -> None:
-    """Checkpoints of an earlier run in the same folder are not this run's."""
-    save(tmp_path, 7)
-    script = Script(tmp_path, RankLost("rank 1"), 1, ReplicaLost("replica 0"))
-    supervise(script, config_for(tmp_path, mode), Restarts(3))
-    assert script.resumed == [mode, mode, str(tmp_path / "global_step_1")]
-
-
-def test_a_checkpoint_that_was_written_again_is_this_runs(tmp_path: Path) -> None:
-    """An earlier run may have a checkpoint of the same step; the time of writing decides."""
-    save(tmp_path, 1)
-    script = Script(tmp_path, 1, RankLost("rank 1"))
-    supervise(script, config_for(tmp_path), Restarts(3))
-    assert script.resumed == ["disable", str(tmp_path / "global_step_1")]
-
-
-def test_restarts_are_used_up(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """After max_restarts, the loss ends the run with its exit status; each restart is logged."""
-    script = Script(tmp_path, *(RankLost(f"rank {i} died") for i in range(9)))
-    with pytest.raises(RankLost, match=r"rank 2 died.*max_restarts=2.*resume_mode=auto") as caught:
-        supervise(script, config_for(tmp_path), Restarts(2))
-    assert len(script.resumed) == 3
-    assert caught.value.exit_code == 5
-    assert [m for m in caplog.messages if "starts again from the beginning" in m] == caplog.messages
-    assert "rank 0 died" in caplog.messages[0] and "restart 1 of" in caplog.messages[0]
-
-
-def test_replicas_and_runs_share_one_count() -> None:
-    """A run that keeps losing replicas cannot continue for ever by restarting in between."""
-    restarts = Restarts(3)
-    restarts.spend_on_replicas(ReplicaLost("replica 0"))
-    restarts.spend_on_run(RankLost("rank 0"), "the beginning")
-    restarts.spend_on_replicas(ReplicaLost("replica 0"))
-    with pytest.raises(ReplicaLost):
-        restarts.spend_on_replicas(ReplicaLost("replica 0"))
-    assert restarts.metrics() == {"fault/replica_restarts": 2.0, "fault/run_restarts": 1.0}
-
-
-@pytest.mark.parametrize(
-    "error",
-    [ConfigError("x"), CollapseError("x"), Interrupted("x"), ToolOutage("x"),
-     UserError("x"), RuntimeError("a bug")],
-)  # fmt: skip
-def test_other_errors_are_not_retried(tmp_path: Path, error: Exception) -> None:
-    """Errors that would occur again, or were requested, end the run at once."""
-    script = Script(tmp_path, error)
-    with pytest.raises(type(error)):
-        supervise(script, config_for(tmp_path), Restarts(3))
-    assert len(script.resumed) == 1

@@ -10,8 +10,15 @@ from ray.core.generated.common_pb2 import ActorDiedErrorContext
 from ray.exceptions import ActorDiedError, NodeDiedError, OutOfMemoryError, RayTaskError
 
 from verl.errors import ModelError, RankLost, ReplicaLost
-from verl.single_controller import actors
-from verl.single_controller.actors import DEATHS, RayWorkerGroup, broke_collective, cause_of
+from verl.single_controller import deaths
+from verl.single_controller.actors import RayWorkerGroup
+from verl.single_controller.deaths import (
+    DEATHS,
+    broke_collective,
+    cause_of,
+    find_dead,
+    raise_cause,
+)
 
 
 def raised_by_a_rank(error: Exception) -> RayTaskError:
@@ -59,7 +66,7 @@ def test_a_users_mistake_found_by_a_rank_is_one_line() -> None:
     """A rank's error for the user is raised without the traceback that Ray adds."""
     error = raised_by_a_rank(ModelError("checkpoint x: got y")).as_instanceof_cause()
     with pytest.raises(ModelError) as caught:
-        RayWorkerGroup([], "rank", RankLost)._raise(error, [], 0)
+        raise_cause(RayWorkerGroup([], "rank", RankLost), error, {}, 0)
     assert str(caught.value) == "checkpoint x: got y"
 
 
@@ -72,11 +79,11 @@ def test_the_dead_peer_is_found_and_not_its_caller(monkeypatch: pytest.MonkeyPat
         if call in failed:
             raise failed[call]
 
-    monkeypatch.setattr(actors.ray, "wait", lambda calls, timeout: (calls[:1], calls[1:]))
-    monkeypatch.setattr(actors.ray, "get", get)
+    monkeypatch.setattr(deaths.ray, "wait", lambda calls, timeout: (calls[:1], calls[1:]))
+    monkeypatch.setattr(deaths.ray, "get", get)
     group = RayWorkerGroup([], "replica", ReplicaLost)
     runs = [SimpleNamespace(remote=lambda function, i=i: f"location {i}") for i in range(2)]
     group.hosts = [SimpleNamespace(run=run) for run in runs]
-    assert group._find_dead({"call 1": 1}, 10.0) is None
+    assert find_dead(group, {"call 1": 1}, 10.0) is None
     failed["location 0"] = NodeDiedError("The node has died: x")
-    assert group._find_dead({"call 1": 1}, 10.0) == (0, "its node is lost")
+    assert find_dead(group, {"call 1": 1}, 10.0) == (0, "its node is lost")
