@@ -68,11 +68,11 @@ class OverlappingReplicas(RolloutReplicas):
         A call returns only with its slowest trajectory. Replicas that are lost or do not answer are
         ignored here; `finish` raises for them.
         """
-        pending = [item for request in self.requests for item in request.replicas.items()]
-        for call, replica in pending:
-            if self.group.is_done(call):
-                with contextlib.suppress(UserError, RayError):
-                    self.handle(call, self.group.poll({call: replica})[call])
+        for request in self.requests:
+            for call, replica in request.replicas.items():
+                if self.group.is_done(call):
+                    with contextlib.suppress(UserError, RayError):
+                        request.store(call, self.group.poll({call: replica})[call])
         calls = {self.group.submit(i, "finished"): i for i in range(len(self.group))}
         end = time.monotonic() + FETCH_TIMEOUT_S
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 from verl.packing import split_groups
@@ -41,7 +42,11 @@ class RolloutReplicas(TrainedRollouts):
         """Requests that are started and not finished."""
         self.loads: dict[Any, tuple[int, int]] = {}
         """Replica and version of each pending call that loads weights."""
-        self.dtype = str(self.call("dtype")[0])
+
+    @cached_property
+    def dtype(self) -> str:
+        """The number format in which engines load weights."""
+        return str(self.call("dtype")[0])
 
     def start(
         self, starts: Sequence[Trajectory], sampling: Sampling,
@@ -146,13 +151,7 @@ class RolloutReplicas(TrainedRollouts):
             for request in self.requests:
                 calls |= request.replicas
             for call, answer in self.group.poll(calls, check).items():
-                self.handle(call, answer)
-
-    def handle(self, call: Any, answer: Any) -> None:
-        """Keep the answer of a completed call: finished trajectories, or a score or None."""
-        if self.loads.pop(call, None) is not None:
-            self.scores.answers += [] if answer is None else [answer]
-            return
-        request = next(request for request in self.requests if call in request.calls)
-        _, positions = request.calls.pop(call)
-        request.finished.update(zip(positions, answer, strict=True))
+                if self.loads.pop(call, None) is None:
+                    next(r for r in self.requests if call in r.calls).store(call, answer)
+                elif answer is not None:
+                    self.scores.answers.append(answer)

@@ -41,6 +41,11 @@ class RolloutRequest:
         """The key of each trajectory."""
         return trajectory_keys(self.starts)
 
+    def store(self, call: Any, trajectories: Sequence[Trajectory]) -> None:
+        """Keep the result of a completed call."""
+        _, positions = self.calls.pop(call)
+        self.finished.update(zip(positions, trajectories, strict=True))
+
     def in_order(self) -> list[Trajectory]:
         """Return all finished trajectories in the order of `starts`."""
         return [self.finished[i] for i in range(len(self.starts))]

@@ -66,8 +66,10 @@ class Engines(Protocol):
     """What a transport uses of the rollout replicas; every method may raise ReplicaLost."""
 
     group: RayWorkerGroup
-    dtype: str
-    """The number format in which engines load weights."""
+
+    @property
+    def dtype(self) -> str:
+        """The number format in which engines load weights."""
 
     @property
     def loading(self) -> Sequence[int]:

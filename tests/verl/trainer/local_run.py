@@ -24,6 +24,7 @@ from verl.config import Config, cli
 from verl.core_algos.kl import FixedKLController
 from verl.ext.engines.context_cache import sequence_log_probs
 from verl.ext.engines.transformers import TransformersEngine
+from verl.ext.restart import Restarts
 from verl.monitor.tracking import Tracking
 from verl.ports import free_port
 from verl.preflight.undecided import fill_undecided
@@ -199,7 +200,7 @@ def train(
         return score(trajectory)
 
     group: Any = LocalGroup(hosts, random)
-    replicas = replicas_class(config)(group, Files(config))
+    replicas = Restarts(0).of(replicas_class(config)(group, Files(config)))
     with local_ranks(config, num_steps) as ranks:
         trainer = Parts(
             Inputs(config, PROMPTS, PROMPTS, num_steps), ranks, replicas, reward,
