@@ -145,8 +145,9 @@ class RolloutReplicas(TrainedRollouts):
 
     def wait_until(self, is_done: Callable[[], bool]) -> None:
         """Handle the answers of pending calls until `is_done` returns true."""
-        check = self.new_check()
+        check: Check | None = None
         while not is_done():
+            check = check or self.new_check()
             calls = {call: replica for call, (replica, _) in self.loads.items()}
             for request in self.requests:
                 calls |= request.replicas
