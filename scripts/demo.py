@@ -67,7 +67,6 @@ COMMON = [
     "actor_rollout_ref.actor.use_kl_loss=false",
     "actor_rollout_ref.rollout.max_num_seqs=128",
     "algorithm.kl_ctrl.kl_coef=0",
-    "trainer.guard.drift_trajectories=8",
 ]
 OPTIONS = {
     "grpo": [

@@ -92,7 +92,7 @@ def config(tmp_path: Path) -> Config:
         "data.train_batch_size=2", "actor_rollout_ref.rollout.n_agent=4",
         "actor_rollout_ref.actor.ppo_mini_batch_size=8", "actor_rollout_ref.actor.optim.lr=1e-3",
         "algorithm.adv_estimator=grpo", "algorithm.kl_ctrl.kl_coef=0", "trainer.save_freq=0",
-        "trainer.test_freq=0", "trainer.guard.drift_trajectories=0", "trainer.device=cpu",
+        "trainer.test_freq=0", "trainer.guard.action=off", "trainer.device=cpu",
         "trainer.compute_dtype=float32", "trainer.n_gpus_per_node=1",
         f"actor_rollout_ref.model.path={tiny_model(tmp_path / 'start')}",
         f"trainer.default_local_dir={tmp_path / 'run'}",

@@ -22,15 +22,12 @@ IMPOSSIBLE = (math.nan, math.inf, -math.inf, 2**63, -(2**63), 1e300, -1e300)
 MAY_BE_ZERO = {
     "0 turns the feature off": "lora_rank lr_warmup_steps_ratio weight_decay "
     "entropy_coeff kl_loss_coef llds_coef kl_coef penalty_factor critic_warmup save_freq keep_best "
-    "test_freq drift_trajectories min_delta warmup_steps rescore "
+    "test_freq min_delta warmup_steps rescore "
     "cache_entries cache_bytes inject_failures inject_hangs test_share samples",
     "no momentum, full discount, one-step estimates": "betas gamma lam",
     "greedy; training refuses it by a separate rule": "temperature",
     "never again, or at once": "node_timeout max_restarts max_retries max_outage max_turns "
     "online_retries batch_wait_ms drain max_lost_share",
-    "no change is tolerated": "mismatch_bound drift_drop drift_crash shift_bound "
-    "malformed_rise no_answer_rise "
-    "length_clip_rise search_share entropy_share entropy_rise grad_norm_growth skipped_updates",
     "no ratio is too small": "rollout_mask_floor",
     "no part of the score": "format_score structure_format_score final_format_score "
     "retrieval_score correct_answer",

@@ -2,7 +2,7 @@
 
 Options are described in one place only, the dataclasses of `verl.config`, and read from there by
 reflection; `scripts/option_pages.py` prints docs/reference/options.md from them. `check` tests each
-option against its limits, then the rules between options (`verl.config.rules`). Checks that need
+option against its limits, then the rules between options (`verl.config.checks`). Checks that need
 the machine (files, devices, tools) are in `verl.preflight.checks`.
 """
 
@@ -156,7 +156,7 @@ def check(config: Config) -> None:
     # First, because the other checks import torch, which takes seconds.
     engine_kwargs.check(config.actor_rollout_ref.rollout.engine_kwargs)
     check_limits(config)
-    from verl.config.rules import problems  # noqa: PLC0415
+    from verl.config.checks import problems  # noqa: PLC0415
 
     raise_problems(problems(config))
 

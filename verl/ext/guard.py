@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import math
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
@@ -25,9 +25,9 @@ from torch import Tensor
 
 from verl.checkpoint import folders
 from verl.checkpoint.folders import RunState
-from verl.config import GuardConfig
+from verl.config import Config, GuardConfig
 from verl.core_algos.kl import kl_penalty
-from verl.errors import CollapseError, MismatchError
+from verl.errors import CollapseError, MismatchError, did_you_mean, explain
 from verl.trainer.hooks import Hook
 from verl.trainer.metrics import LENGTH_CLIP, MALFORMED, NO_ANSWER, TOOL_USE
 from verl.types import Metrics, TokenBatch
@@ -44,6 +44,10 @@ ENTROPY = "actor/entropy"
 GRAD_NORM = "actor/grad_norm"
 SKIPPED = "actor/skipped_updates"
 MISMATCH = "actor/rollout_mismatch"
+BASELINE_STEPS = 10
+"""Latest healthy steps whose median is the baseline of relative limits."""
+DRIFT_TRAJECTORIES = 16
+"""Correct trajectories per step whose log-probs are computed again after the update."""
 
 
 class Kind(StrEnum):
@@ -65,12 +69,12 @@ class Rule:
     """One bound on one metric."""
 
     name: str
-    """Option of `trainer.guard` that sets the limit."""
+    """Key of `trainer.guard.limits` that sets another limit."""
     metric: str
     kind: Kind
+    limit: float
     patience: int | None = None
     """Steps in a row beyond the bound that count as a collapse; None: `trainer.guard.patience`."""
-    limit: float = 0.0
 
     def bound(self, baseline: float | None) -> float | None:
         """Return the allowed maximum or minimum; None while a relative rule lacks a baseline."""
@@ -104,30 +108,44 @@ class Rule:
 
 # Rules on the updates themselves need less patience than rules on the samples that follow them.
 RULES = (
-    Rule("mismatch_bound", MISMATCH, Kind.CEILING, patience=1),
-    Rule("drift_drop", DRIFT, Kind.DROP),
-    Rule("drift_crash", DRIFT, Kind.DROP, patience=1),
-    Rule("shift_bound", SHIFT, Kind.CEILING, patience=2),
-    Rule("malformed_rise", MALFORMED, Kind.RISE),
-    Rule("no_answer_rise", NO_ANSWER, Kind.RISE),
-    Rule("length_clip_rise", LENGTH_CLIP, Kind.RISE),
-    Rule("search_share", TOOL_USE, Kind.SHARE),
-    Rule("entropy_share", ENTROPY, Kind.SHARE),
-    Rule("entropy_rise", ENTROPY, Kind.RISE),
-    Rule("grad_norm_growth", GRAD_NORM, Kind.GROWTH),
-    Rule("skipped_updates", SKIPPED, Kind.CEILING),
+    Rule("mismatch_bound", MISMATCH, Kind.CEILING, 0.5, patience=1),
+    Rule("drift_drop", DRIFT, Kind.DROP, 0.3),
+    Rule("drift_crash", DRIFT, Kind.DROP, 1.0, patience=1),
+    Rule("shift_bound", SHIFT, Kind.CEILING, 0.015, patience=2),
+    Rule("malformed_rise", MALFORMED, Kind.RISE, 0.3),
+    Rule("no_answer_rise", NO_ANSWER, Kind.RISE, 0.3),
+    Rule("length_clip_rise", LENGTH_CLIP, Kind.RISE, 0.3),
+    Rule("search_share", TOOL_USE, Kind.SHARE, 0.1),
+    Rule("entropy_share", ENTROPY, Kind.SHARE, 0.1),
+    Rule("entropy_rise", ENTROPY, Kind.RISE, 1.0),
+    Rule("grad_norm_growth", GRAD_NORM, Kind.GROWTH, 10.0),
+    Rule("skipped_updates", SKIPPED, Kind.CEILING, 0.0),
 )
 
 
 def rules(config: GuardConfig) -> list[Rule]:
     """Return the rules of a run: all rules whose limit is not null."""
-    limits = [(rule, getattr(config, rule.name)) for rule in RULES]
+    limits = [(rule, config.limits.get(rule.name, rule.limit)) for rule in RULES]
     patience = config.patience
     return [
         replace(rule, limit=limit, patience=min(rule.patience or patience, patience))
         for rule, limit in limits
         if limit is not None
     ]
+
+
+def problems(config: Config) -> Iterator[str]:
+    """Yield an error for each limit of an unknown rule, and for each that is no limit."""
+    known = {rule.name: rule.limit for rule in RULES}
+    for name, limit in config.trainer.guard.limits.items():
+        key = f"trainer.guard.limits.{name}"
+        is_number = isinstance(limit, int | float) and not isinstance(limit, bool)
+        if name not in known:
+            fix = did_you_mean(name, known, "leave it out")
+            yield explain(key, repr(limit), f"a rule: {', '.join(known)}", fix)
+        elif limit is not None and not (is_number and 0 <= limit < math.inf):
+            fix = f"{key}={known[name]}, the default"
+            yield explain(key, repr(limit), "a number of 0 or more, or null", fix)
 
 
 @dataclass(frozen=True)
@@ -173,14 +191,17 @@ class CollapseGuard(Hook):
 
     def __post_init__(self) -> None:
         self.rules = rules(self.config)
+        self._measures = bool({DRIFT, SHIFT} & {rule.metric for rule in self.rules})
 
     def on_updated(self, trainer: RayPPOTrainer) -> None:
         """Measure how the updates changed log-probs of some correct trajectories."""
         batch, timings = trainer.current.batch, trainer.current.timings
         assert batch is not None
+        self._measured = {}
+        if not self._measures:
+            return
         with timings.phase("guard"):
-            correct = correct_trajectories(batch, self.config.drift_trajectories)
-            self._measured = {}
+            correct = correct_trajectories(batch, DRIFT_TRAJECTORIES)
             if len(correct):
                 log_probs = trainer.ranks.begin_forward("actor", correct)()
                 drift, shift = drift_and_shift(correct, log_probs)
@@ -228,7 +249,7 @@ class CollapseGuard(Hook):
         if not reasons:
             for metric in {rule.metric for rule in self.rules} & metrics.keys():
                 values = [*self.history.get(metric, []), metrics[metric]]
-                self.history[metric] = values[-self.config.baseline_steps :]
+                self.history[metric] = values[-BASELINE_STEPS:]
         return Verdict(tuple(reasons), is_collapsed, is_mismatch)
 
     def baseline(self, metric: str) -> float | None:
@@ -310,13 +331,13 @@ class CollapseGuard(Hook):
 
 
 def hook(parts: Parts) -> CollapseGuard | None:
-    """Return the guard of a run with `trainer.guard.enable`; it follows the checkpoints."""
+    """Return the guard of a run, which follows the checkpoints; None with `action=off`."""
     config, saver = parts.config, parts.saver
     options = config.trainer.guard
-    if not options.enable:
+    if options.action == "off":
         return None
     if not config.samples_rollouts:  # the policy moves away from recorded trajectories
-        options = replace(options, mismatch_bound=None)
+        options = replace(options, limits={**options.limits, "mismatch_bound": None})
     guard = CollapseGuard(options, parts.directory, saver.finish_pending)
     saver.watchers.append(guard)
     return guard

@@ -11,17 +11,14 @@ REQUIRED = ["data.train_files=t", "data.val_files=v", "actor_rollout_ref.model.p
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ("trainer.guard.action=halt", "one of warn, stop"),
+        ("trainer.guard.action=halt", "one of off, warn, stop"),
         ("trainer.guard.action=rollback", "trainer.guard.action: got rollback"),
         ("trainer.guard.patience=0", "trainer.guard.patience: got 0, expected 1 or more"),
-        ("trainer.guard.baseline_steps=0", "trainer.guard.baseline_steps"),
-        ("trainer.guard.drift_trajectories=-1", "trainer.guard.drift_trajectories: got -1"),
+        ("trainer.guard.enable=false", "trainer.guard.action=off"),
         ("trainer.guard.rollback_lr_factor=0.5", "trainer.guard.rollback_lr_factor: got 0.5"),
-        ("trainer.guard.drift_crash=-1", "trainer.guard.drift_crash: got -1.0"),
-        (
-            "trainer.guard.entropy_share=-0.1",
-            "0 or more, or null; fix: trainer.guard.entropy_share=0.1",
-        ),
+        ("trainer.guard.drift_crash=-1", "trainer.guard.limits.drift_crash: got -1"),
+        ("trainer.guard.limits.entropy_share=x", "trainer.guard.limits.entropy_share: got 'x'"),
+        ("trainer.guard.limits={drift_dorp:1}", "did you mean drift_drop"),
     ],
 )
 def test_invalid_guard_options_are_refused(options: str, message: str) -> None:
@@ -36,8 +33,8 @@ def test_invalid_guard_options_are_refused(options: str, message: str) -> None:
     "options",
     [
         "trainer.guard.action=stop trainer.guard.max_rollbacks=2",
-        "trainer.guard.malformed_rise=null trainer.guard.drift_trajectories=0",
-        "trainer.guard.enable=false trainer.guard.action=stop",
+        "trainer.guard.malformed_rise=null trainer.guard.limits.shift_bound=0.5",
+        "trainer.guard.action=off trainer.guard.enable=true trainer.guard.baseline_steps=10",
     ],
 )
 def test_valid_guard_options_are_accepted(options: str) -> None:

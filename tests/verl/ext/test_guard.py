@@ -161,7 +161,7 @@ def test_a_good_step_resets_the_count() -> None:
 
 def test_bad_steps_do_not_become_the_baseline() -> None:
     """A collapse stays one, however long it lasts."""
-    guard = new(GuardConfig(baseline_steps=2))
+    guard = new(GuardConfig())
     verdicts = healths(guard, [USUAL, *([{**USUAL, MALFORMED: 0.9}] * 20)])
     assert set(verdicts[3:]) == {"collapsed"}
     assert guard.baseline(MALFORMED) == USUAL[MALFORMED]
@@ -169,8 +169,8 @@ def test_bad_steps_do_not_become_the_baseline() -> None:
 
 def test_the_baseline_is_the_median_of_the_latest_healthy_steps() -> None:
     """It follows slow changes, and single values do not move it."""
-    guard = new(GuardConfig(baseline_steps=3))
-    healths(guard, [{ENTROPY: entropy} for entropy in (0.9, 0.8, 0.7, 0.1, 0.6)])
+    guard = new(GuardConfig())
+    healths(guard, [{ENTROPY: entropy} for entropy in [0.9] * 9 + [0.1] + [0.6] * 7])
     assert guard.baseline(ENTROPY) == 0.6
 
 
@@ -195,7 +195,7 @@ def test_a_value_that_is_not_finite_breaks_every_rule(metric: str, value: float)
 
 def test_null_turns_a_rule_off() -> None:
     """Each limit can be removed separately."""
-    quiet = GuardConfig(malformed_rise=None, drift_crash=None)
+    quiet = GuardConfig(limits={"malformed_rise": None, "drift_crash": None})
     assert {"malformed_rise", "drift_crash"}.isdisjoint(rule.name for rule in rules(quiet))
     verdicts = healths(new(quiet), [USUAL, *([{**USUAL, MALFORMED: 1.0}] * 5)])
     assert set(verdicts) == {"healthy"}

@@ -112,15 +112,18 @@ def test_warn_continues_and_names_metric_and_value(
     assert not [event for event in log if event.startswith("load")]
 
 
-def test_the_second_forward_pass_has_a_few_correct_trajectories(
+def test_the_second_forward_pass_has_the_correct_trajectories(
     config: Config, log: list[str]
 ) -> None:
-    """Two of four correct trajectories, after the update and before the engines get weights."""
-    config.trainer.guard.drift_trajectories = 2
+    """Four of eight, after the update and before the engines get weights."""
     config.trainer.save_freq = 0
     build(config, log, set(), steps=1).fit()
     assert log == ["update_weights", "generate", "ref_log_probs", "update_actor",
-                   "log_probs of 2", "update_weights"]  # fmt: skip
+                   "log_probs of 4", "update_weights"]  # fmt: skip
+    config.trainer.guard.limits = dict.fromkeys(("drift_drop", "drift_crash", "shift_bound"))
+    log.clear()
+    build(config, log, set(), steps=1).fit()
+    assert "log_probs of 4" not in log
 
 
 def test_a_checkpoint_is_healthy_when_the_next_steps_are(config: Config, log: list[str]) -> None:
@@ -212,8 +215,7 @@ def test_an_older_checkpoint_without_a_guard_can_be_resumed(config: Config, log:
 
 def test_a_guard_that_is_off_costs_nothing(config: Config, log: list[str]) -> None:
     """There is no second forward pass, no metric and no verdict."""
-    config.trainer.guard.enable = False
-    config.trainer.guard.action = "stop"
+    config.trainer.guard.action = "off"
     trainer = build(config, log, {1, 2, 3, 4, 5})
     trainer.fit()
     assert logged(trainer) == []

@@ -136,7 +136,7 @@ def test_ranks_empty_their_cache_once_a_step_before_the_engines_wake(tmp_path: P
     config.actor_rollout_ref.model.path = str(tmp_path)
     config.trainer.save_freq, config.trainer.test_freq = 0, 0
     config.trainer.val_before_train = False
-    config.trainer.guard.drift_trajectories = 0
+    config.trainer.guard.action = "off"
     config.data.train_batch_size = 4
     config.actor_rollout_ref.rollout.n_agent = 3
     config.actor_rollout_ref.actor.ppo_mini_batch_size = 6

@@ -134,7 +134,7 @@ def grpo_config(folder: Path, n_agent: int = 2) -> Config:
     config.trainer.default_local_dir = config.actor_rollout_ref.model.path = str(folder)
     config.trainer.save_freq = 0
     config.trainer.canary = False
-    config.trainer.guard.drift_trajectories = 0  # tested in test_guard_in_trainer.py
+    config.trainer.guard.action = "off"  # tested in test_guard_in_trainer.py
     config.data.train_batch_size = 4
     config.actor_rollout_ref.rollout.n_agent = n_agent
     config.algorithm.adv_estimator = "grpo"
