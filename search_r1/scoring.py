@@ -3,9 +3,9 @@
 This module converts trajectories to the plain text that the rewards of `search_r1.rewards` score.
 """
 
-import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from search_r1.agent.generation import build_environment, build_tag_format
@@ -14,20 +14,17 @@ from search_r1.rewards import (
     LLM_JUDGE,
     REWARDS,
     BatchRewardFn,
-    JudgeOptions,
     RewardInput,
-    RewardScores,
     build_batch_reward,
     build_judge,
 )
 from search_r1.rewards.interface import Origin as OriginName
 from search_r1.rewards.interface import OwnRewardError
-from search_r1.rewards.judge.judge_options import read_key
 from search_r1.rewards.normalize import RULES, Normalize, normalize_answer
+from search_r1.rewards.run_options import read_judge, read_scores
 from verl import plugins
 from verl.config import Config
 from verl.config.reward import RewardConfig, StageConfig
-from verl.config.rules import reward_names
 from verl.errors import ConfigError, PluginError
 from verl.rewards.interface import Reward, RewardManager
 from verl.rewards.stages import StagedReward
@@ -102,14 +99,13 @@ def build_reward_manager(config: Config) -> RewardManager:
     manager = reward(config) if is_class else reward
     if isinstance(manager, RewardManager):
         return manager
-    amounts = {f.name: getattr(options, f.name) for f in dataclasses.fields(RewardScores)}
+    names = _reward_names(options)
     try:
-        scores = RewardScores(**amounts)
+        scores = read_scores(options.scores, names)
         judge = None
-        if LLM_JUDGE in reward_names(options):
-            settings = dataclasses.asdict(options.judge)
-            key = read_key(settings.pop("api_key_env"), "judge.api_key_env")
-            judge = build_judge(JudgeOptions(**settings, api_key=key))
+        if LLM_JUDGE in names:
+            cache = Path(config.trainer.default_local_dir) / "judge.sqlite"
+            judge = build_judge(read_judge(options.judge, cache))
             judge.check()
         rules = [build_batch_reward(s.name, scores, s.weights, judge) for s in sections]
     except (TypeError, ValueError) as error:
@@ -123,6 +119,12 @@ def build_reward_manager(config: Config) -> RewardManager:
     if not options.stages:
         return rewards[0]
     return StagedReward(options.stages, rewards)
+
+
+def _reward_names(rewards: RewardConfig) -> set[str]:
+    """Return the names of all rewards that a run uses, in any stage."""
+    sections: Sequence[RewardConfig | StageConfig] = rewards.stages or [rewards]
+    return {name for section in sections for name in (section.weights or [section.name])}
 
 
 def _component_names(

@@ -1,6 +1,5 @@
 """Building a run's reward from its options and scoring trajectories."""
 
-import dataclasses
 import json
 from pathlib import Path
 from typing import get_args
@@ -9,14 +8,13 @@ import pytest
 
 from search_r1.agent.grammar import SEARCH_R1
 from search_r1.evaluation.options import EvaluationOptions
-from search_r1.rewards import JudgeOptions, RewardScores
 from search_r1.rewards.normalize import RULES
 from search_r1.scoring import build_reward_manager, reward_input
 from tests.fakes import ByteTokenizer
 from tests.rewards.judge.server import judge_server
 from verl.config import Config
 from verl.config.known import known_options
-from verl.config.reward import JudgeConfig, RewardConfig, StageConfig
+from verl.config.reward import RewardConfig, StageConfig
 from verl.data.prompts import render
 from verl.data.rows import load_rows
 from verl.errors import ConfigError
@@ -37,16 +35,6 @@ def config_with(**options: object) -> Config:
     config = Config()
     config.reward_model = RewardConfig(**options)  # type: ignore[arg-type]
     return config
-
-
-def test_defaults_of_plain_and_typed_options_agree() -> None:
-    """RewardScores and JudgeOptions have the defaults of the run's options."""
-    options, scores, judge = RewardConfig(), RewardScores(), JudgeConfig()
-    for field in dataclasses.fields(RewardScores):
-        assert getattr(options, field.name) == getattr(scores, field.name)
-    for field in dataclasses.fields(JudgeConfig):
-        if field.name not in ("url", "model", "api_key_env", "cache_path"):
-            assert getattr(JudgeOptions(), field.name) == getattr(judge, field.name)
 
 
 def test_think_opened_by_the_chat_template_is_seen() -> None:
@@ -101,7 +89,8 @@ def test_the_judge_is_asked_with_question_and_key(
     """The judge gets the row's question, or else the whole prompt, and the key of the variable."""
     monkeypatch.setenv("JUDGE_KEY", "secret")
     with judge_server(lambda n, body: "yes") as server:
-        judge = JudgeConfig(server.url, "m", "JUDGE_KEY", cache_path=str(tmp_path / "c"))
+        judge = {"url": server.url, "model": "m", "api_key_env": "JUDGE_KEY",
+                 "cache_path": str(tmp_path / "c")}  # fmt: skip
         reward = build_reward_manager(config_with(name="llm_judge", judge=judge))
         answer = (Origin.POLICY, "<answer>the city of light</answer>")
         rewards = reward([trajectory(answer, question="Where?"), trajectory(answer)])
@@ -119,18 +108,18 @@ def test_mistakes_end_in_a_config_error(monkeypatch: pytest.MonkeyPatch) -> None
         build_reward_manager(config_with(name="em_fromat"))
     for cost, size in (("search_penalty", 0.1), ("invalid_format", 5.0)):
         with pytest.raises(ConfigError, match=f"{cost}: got -{size}, .*; fix: {cost}={size}"):
-            build_reward_manager(config_with(name="em_cost", **{cost: -size}))
-    dead = JudgeConfig("http://127.0.0.1:9/v1", "m", cache_path=None)
+            build_reward_manager(config_with(name="em_cost", scores={cost: -size}))
+    dead: dict[str, object] = {"url": "http://127.0.0.1:9/v1", "model": "m", "cache_path": None}
     with pytest.raises(ConfigError, match="http://127"):
         build_reward_manager(config_with(name="llm_judge", judge=dead))
-    dead.api_key_env = "NO_KEY"
+    dead["api_key_env"] = "NO_KEY"
     with pytest.raises(ConfigError, match="export NO_KEY"):
         build_reward_manager(config_with(name="llm_judge", judge=dead))
     monkeypatch.setenv("NO_KEY", "two words")
     with pytest.raises(ConfigError) as refused:
         build_reward_manager(config_with(name="llm_judge", judge=dead))
     assert "two words" not in str(refused.value)
-    secret = JudgeConfig("http://user:secret@127.0.0.1:9/v1", "m", cache_path=None)
+    secret = {"url": "http://user:secret@127.0.0.1:9/v1", "model": "m"}
     with pytest.raises(ConfigError) as refused:
         build_reward_manager(config_with(name="llm_judge", judge=secret))
     assert "secret" not in str(refused.value)

@@ -69,7 +69,7 @@ def test_no_saved_configuration_holds_a_password(tmp_path: Path) -> None:
     config = Config()
     config.data.train_files, config.data.val_files = str(tmp_path / "train"), str(tmp_path / "val")
     config.actor_rollout_ref.model.path = "m"
-    config.retriever.url = config.reward_model.judge.url = URL
+    config.retriever.url = config.reward_model.judge["url"] = URL
     saved = cli.write_resolved(config, tmp_path).read_text()
     texts = [saved, str(identity(config, {})), repr(RetrievalClient(URL))]
     assert all("***@127.0.0.1" in text and PASSWORD not in text for text in texts)

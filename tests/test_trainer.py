@@ -93,7 +93,6 @@ def test_options_are_those_of_the_command_line(tmp_path: Path) -> None:
              "algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n_agent=5"]  # fmt: skip
     made = Trainer(own)
     assert made.config == Trainer(words).config == cli.compose(words)
-    assert made.config.reward_model.judge.cache_path == f"{tmp_path}/judge.sqlite"
     assert own.data.train_files == Path("rows.parquet")  # the caller's configuration is unchanged
     more = ["+trainer.seed=3", "compat=search_r1", "trainer.logger=[jsonl]"]
     assert Trainer(own, overrides=more).config == cli.compose([*words, *more])

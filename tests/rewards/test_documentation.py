@@ -1,14 +1,13 @@
 """docs/guides/rewards.md: the example runs, the commands parse, the tables are complete."""
 
-import dataclasses
 import re
 from pathlib import Path
 
 import pytest
 
-from search_r1.rewards import LLM_JUDGE, REWARDS, RewardInput, RewardScores, build_reward
+from search_r1.rewards import LLM_JUDGE, REWARDS, RewardInput, build_reward
+from search_r1.rewards.run_options import JUDGE, SCORES
 from verl.config import Config, cli
-from verl.config.reward import JudgeConfig
 
 PAGE = (Path(__file__).parents[2] / "docs" / "guides" / "rewards.md").read_text(encoding="utf-8")
 REQUIRED = (
@@ -59,8 +58,8 @@ def test_every_reward_and_option_is_documented() -> None:
     """The page has every reward, every option, and every component with its rewards."""
     for name in [*REWARDS, LLM_JUDGE]:
         assert f"| `{name}`" in PAGE
-    for field in [*dataclasses.fields(RewardScores), *dataclasses.fields(JudgeConfig)]:
-        assert re.search(rf"[`.]{field.name}[`=]", PAGE), field.name
+    for name in [*SCORES, *JUDGE]:
+        assert re.search(rf"[`.]{name}[`=]", PAGE), name
     dialogue = RewardInput(["<answer>a</answer>"], [], ["a"])
     table = PAGE.split("| component | logged by |")[1].split("\n\n")[0]
     rows = dict(re.findall(r"^\| (`.*?) \| (.*?) \|$", table, re.MULTILINE))

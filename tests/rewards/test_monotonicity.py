@@ -18,8 +18,8 @@ from search_r1.rewards import (
     build_reward,
 )
 from search_r1.rewards.interface import Origin
+from search_r1.rewards.run_options import SCORES
 from tests.rewards.judge.server import judge_server
-from verl.config.rules import SCORE_REWARDS
 
 GOLD = "Barack Obama"
 AMOUNTS = [f.name for f in dataclasses.fields(RewardScores) if f.type is float]
@@ -70,7 +70,7 @@ weights = st.dictionaries(st.sampled_from(list(REWARDS)), amounts, min_size=1, m
 def accepted_rewards(draw: st.DrawFn, name: str) -> RewardFn:
     """Draw a reward with accepted options; `sum` is a weighted sum."""
     values = st.floats(0, 1) if name == "sum" else amounts
-    drawn = {option: draw(values) for option in AMOUNTS if name in (SCORE_REWARDS[option], "sum")}
+    drawn = {option: draw(values) for option in AMOUNTS if name in (SCORES[option], "sum")}
     try:
         scores = RewardScores(**drawn, penalise_correct_only=draw(st.booleans()))
         if name == "sum":

@@ -29,9 +29,7 @@ MAY_BE_ZERO = {
     "never again, or at once": "node_timeout max_restarts max_retries max_outage max_turns "
     "online_retries batch_wait_ms drain max_lost_share",
     "no ratio is too small": "rollout_mask_floor",
-    "no part of the score": "format_score structure_format_score final_format_score "
-    "retrieval_score correct_answer",
-    "of either sign": "search_penalty invalid_format weights min_score",
+    "of either sign": "weights min_score",
     "the first seed; any free port": "seed inject_seed port",
     "alternating; no separate devices": "max_staleness rollout_gpus",
     "no trajectory in the file": "export_trajectories",

@@ -1,36 +1,9 @@
 """Options of the reward: a rule, a judge, a weighted sum, or stages that follow each other."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from verl.config.option import option
-
-
-@dataclass
-class JudgeConfig:
-    """The language model behind `llm_judge`, at an OpenAI-compatible endpoint."""
-
-    url: str | None = option(None, resume="free")
-    """Base URL, for example http://127.0.0.1:8001/v1; /chat/completions is appended."""
-    model: str | None = option(None, resume="logged")
-    """Name of the model at the endpoint."""
-    api_key_env: str | None = option(None, resume="free")
-    """Environment variable that holds the API key, if the endpoint requires one."""
-    verdict: str = option("yes_no", resume="logged", choices=("yes_no", "score"))
-    """Reply that the judge must give: yes_no, or score (a number from 0 to 1)."""
-    prompt: str | None = option(None, resume="logged")
-    """Custom prompt with {question}, {accepted} and {answer}, inserted as JSON; null: built-in."""
-    timeout: float = option(60.0, resume="logged", gt=0)
-    """Seconds that the judge may take to connect, and for each part of its response."""
-    max_concurrency: int = option(32, resume="logged", ge=1)
-    """Maximum concurrent requests."""
-    max_tokens: int = option(16, resume="logged", ge=1)
-    """Maximum tokens of a reply; a model that thinks before it replies needs hundreds."""
-    body: dict[str, Any] = option(factory=dict, resume="logged")
-    """Fields of the request that replace ours, or are added; null removes a field
-    (`{max_tokens: null, max_completion_tokens: 2000, temperature: null}`)."""
-    cache_path: str | None = option("${trainer.default_local_dir}/judge.sqlite", resume="free")
-    """SQLite file that caches verdicts; several runs may share it. null disables the cache."""
 
 
 @dataclass
@@ -73,21 +46,9 @@ class RewardConfig:
     normalize: str = option("squad", resume="experiment", choices=("squad", "unicode"))
     """Rule by which answers are compared: squad, the published one (ASCII punctuation), or unicode,
     which also ignores Unicode's punctuation, invisible characters and forms of the same letter."""
-    judge: JudgeConfig = field(default_factory=JudgeConfig)
-    format_score: float = option(0.0, resume="logged", ge=0, le=1)
-    """em: score of a wrong but well-formed answer."""
-    structure_format_score: float = option(0.0, resume="logged", ge=0, le=1)
-    """em_format: score of a wrong answer, or none, in a valid dialogue structure; taken off the
-    score of a correct answer in an invalid structure."""
-    final_format_score: float = option(0.0, resume="logged", ge=0, le=1)
-    """em_format: score of a wrong answer in an invalid structure."""
-    retrieval_score: float = option(0.0, resume="logged", ge=0, le=1)
-    """em_format: added to `structure_format_score` if a document contains an accepted answer."""
-    correct_answer: float = option(1.0, resume="logged", ge=0, le=1000)
-    """em_cost: score of a correct answer."""
-    search_penalty: float = option(0.0, resume="logged", le=1000)
-    """em_cost: cost of each query, 0 or more; subtracted from the score."""
-    invalid_format: float = option(0.0, resume="logged", le=1000)
-    """em_cost: cost of each turn without a valid action, 0 or more; subtracted from the score."""
-    penalise_correct_only: bool = option(False, resume="logged")
-    """em_cost: subtract costs from correct answers only."""
+    scores: dict[str, Any] = option(factory=dict, resume="logged")
+    """Partial scores and costs by name: {structure_format_score: 0.2} for em_format
+    (docs/guides/rewards.md)."""
+    judge: dict[str, Any] = option(factory=dict, resume="logged")
+    """The language model behind llm_judge: its `url` and `model`, and the other settings of
+    docs/guides/rewards.md."""

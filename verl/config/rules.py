@@ -6,12 +6,11 @@ one is refused as well, so that nobody mistakes what a run does. Unknown reward 
 """
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from verl.config import Config, engine_kwargs
 from verl.config.agent import EMPTY_URL, ServerConfig
 from verl.config.policy import ActorConfig
-from verl.config.reward import RewardConfig, StageConfig
 from verl.core_algos.advantages import ADVANTAGES
 from verl.errors import explain
 from verl.plugins import PYTHON_PREFIX
@@ -20,25 +19,12 @@ Rule = tuple[object, str, object, str, str]
 """Whether the rule is broken; then subject, got, expected and fix of the error message."""
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 HTTP = ("http://", "https://")
-SCORE_REWARDS = {
-    "format_score": "em",
-    "structure_format_score": "em_format",
-    "final_format_score": "em_format",
-    "retrieval_score": "em_format",
-    "correct_answer": "em_cost",
-    "search_penalty": "em_cost",
-    "invalid_format": "em_cost",
-    "penalise_correct_only": "em_cost",
-}
-"""The reward that uses each option for a partial score."""
-PLACEHOLDERS = ("{question}", "{accepted}", "{answer}")
 
 
 def problems(config: Config) -> Iterator[str]:
     """Yield an error message for each broken rule."""
     groups = (_lists, _budgets, _sequence_parallel, _recorded, _engines, _engine_kwargs, _servers,
-              _critic, _algorithm, _losses, _overlong, _documents, _rewards, _stages,
-              _judge)  # fmt: skip
+              _critic, _algorithm, _losses, _overlong, _documents, _stages)  # fmt: skip
     for group in groups:
         for is_broken, subject, got, expected, fix in group(config):
             if is_broken:
@@ -282,23 +268,6 @@ def _documents(config: Config) -> Iterator[Rule]:
            "http addresses separated by commas, or empty", f"{key}={ServerConfig().url}")
 
 
-def reward_names(rewards: RewardConfig) -> set[str]:
-    """Return the names of all rewards that a run uses, in any stage."""
-    sections: Sequence[RewardConfig | StageConfig] = rewards.stages or [rewards]
-    return {name for section in sections for name in (section.weights or [section.name])}
-
-
-def _rewards(config: Config) -> Iterator[Rule]:
-    """Options for partial scores must belong to a reward of the run."""
-    defaults, rewards = RewardConfig(), config.reward_model
-    for name, reward in SCORE_REWARDS.items():
-        key = f"reward_model.{name}"
-        value, default = getattr(rewards, name), getattr(defaults, name)
-        yield (value != default and reward not in reward_names(rewards), key, value,
-               f"{default}: it is an option of the reward {reward}, which this run does not use",
-               f"reward_model.name={reward}, or leave {key} out")
-
-
 def _stages(config: Config) -> Iterator[Rule]:
     """Every stage but the last must have an end, and the ends must rise."""
     key, stages = "reward_model.stages", config.reward_model.stages
@@ -319,18 +288,3 @@ def _stages(config: Config) -> Iterator[Rule]:
     ends = [stage.until_step for stage in stages if stage.until_step is not None]
     yield (any(later <= earlier for earlier, later in itertools.pairwise(ends)), key,
            f"until_step {ends}", "rising numbers above 0", "put them in order")
-
-
-def _judge(config: Config) -> Iterator[Rule]:
-    """Endpoint, model and prompt of the judge, if the run uses one."""
-    judge, key = config.reward_model.judge, "reward_model.judge"
-    if "llm_judge" not in reward_names(config.reward_model):
-        return
-    yield (not (judge.url or "").startswith(HTTP), f"{key}.url", judge.url,
-           "the http address of an OpenAI-compatible endpoint, for llm_judge",
-           f"{key}.url=http://127.0.0.1:8001/v1")
-    yield (not judge.model, f"{key}.model", judge.model, "the name of a model at the endpoint",
-           f"{key}.model=NAME")
-    missing = [p for p in PLACEHOLDERS if judge.prompt is not None and p not in judge.prompt]
-    yield (missing, f"{key}.prompt", f"no {', '.join(missing)}",
-           f"a text with {', '.join(PLACEHOLDERS)}", "add them, or leave it null")

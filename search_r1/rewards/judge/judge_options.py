@@ -24,7 +24,7 @@ def read_key(variable: str | None, option: str) -> str | None:
 
 @dataclass(frozen=True)
 class JudgeOptions:
-    """Options with the meanings and defaults of ``verl.config.JudgeConfig``."""
+    """What docs/guides/rewards.md describes, with the defaults."""
 
     url: str = ""
     model: str = ""
@@ -35,7 +35,6 @@ class JudgeOptions:
     max_retries: int = 3
     max_concurrency: int = 32
     max_tokens: int = 16
-    max_answer_chars: int = 500
     body: Mapping[str, Any] = field(default_factory=dict)
     cache_path: str | None = None
     first_pause: float = 0.5

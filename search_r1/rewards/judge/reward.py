@@ -16,6 +16,9 @@ from search_r1.store import FileStore
 
 logger = logging.getLogger(__name__)
 
+MAX_ANSWER_CHARS = 500
+"""Of a longer answer the judge sees the beginning."""
+
 
 class LlmJudge:
     """Scores a batch of dialogues; equal messages are sent only once.
@@ -70,7 +73,7 @@ class LlmJudge:
         return build_message(
             dialogue.question,
             list(dialogue.ground_truth),
-            answer[: self._options.max_answer_chars],
+            answer[:MAX_ANSWER_CHARS],
             verdict=self._options.verdict,
             wording=self._options.prompt,
         )

@@ -1,6 +1,5 @@
 """The command line: presets, overrides, refused settings, and its output."""
 
-import dataclasses
 import logging
 import os
 import shlex
@@ -10,11 +9,8 @@ import hydra
 import pytest
 import yaml
 
-from search_r1.rewards import RewardScores
 from verl.config import Config, cli, overrides
 from verl.config.fallen import FALLEN_VALUES
-from verl.config.known import known_options
-from verl.config.rules import SCORE_REWARDS
 from verl.errors import ConfigError
 from verl.monitor.tracking import backend_names
 
@@ -272,11 +268,6 @@ def test_defaults_warn_of_nothing(
         (f"{ADAPTIVE} algorithm.kl_ctrl.kl_coef=0", "the KL in the reward, and there is none"),
         (f"{ADAPTIVE} actor_rollout_ref.actor.use_kl_loss=true", "and there is none"),
         ("algorithm.adv_estimator=reinforce trainer.critic_warmup=5", "reinforce has no critic"),
-        (
-            "reward_model.search_penalty=0.1",
-            "an option of the reward em_cost, which this run does not",
-        ),
-        ("reward_model.name=f1 reward_model.format_score=0.1", "it is an option of the reward em,"),
         ("compat.whiten_over_all_tokens=true", "also set compat.gae_over_all_tokens=true"),
         ("retriever.url=localhost:8000", "retriever.url"),
         ("""'retriever.url="http://a:8000,b:8000"'""", "separated by commas"),
@@ -292,19 +283,6 @@ def test_settings_that_cannot_work_are_refused(arguments: str, subject: str) -> 
         compose(*shlex.split(arguments))
     assert subject in str(caught.value)
     assert "fix:" in str(caught.value)
-
-
-def test_partial_scores_belong_to_the_rewards_that_use_them() -> None:
-    """A reward in a stage or in a sum counts as used; the options match the rewards' parameters."""
-    stages = "reward_model.stages=[{name: em_cost, until_step: 3}, {name: em}]"
-    assert compose(stages, "reward_model.search_penalty=0.1").reward_model.search_penalty == 0.1
-    weights = "reward_model.weights={em_format: 1.0, f1: 0.5}"
-    assert compose(weights, "reward_model.retrieval_score=0.1").reward_model.weights["f1"] == 0.5
-    scores = {field.name for field in dataclasses.fields(RewardScores)}
-    assert scores == set(SCORE_REWARDS)
-    for name, reward in SCORE_REWARDS.items():
-        doc = known_options()[f"reward_model.{name}"].doc
-        assert doc.startswith(f"{reward}:")
 
 
 def test_check_lists_every_problem() -> None:

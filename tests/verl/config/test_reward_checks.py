@@ -10,11 +10,6 @@ REQUIRED = (
     "data.val_files=b.parquet",
     "actor_rollout_ref.model.path=m",
 )
-JUDGE = (
-    "reward_model.name=llm_judge",
-    "reward_model.judge.url=http://127.0.0.1:1/v1",
-    "reward_model.judge.model=m",
-)
 
 
 def compose(*arguments: str) -> Config:
@@ -49,13 +44,6 @@ def test_stages_become_dataclasses() -> None:
         ((stages("{plateau: {patience: 0}}, {name: a}"),), r"plateau\.patience: got 0"),
         ((stages("{plateau: {min_delta: -1}}, {name: a}"),), r"plateau\.min_delta: got -1"),
         ((stages("{plateau: {metric: val/em}}, {name: a}"),), "trainer.test_freq=10"),
-        (("reward_model.name=llm_judge",), r"judge\.url: got None.*\n.*judge\.model: got None"),
-        ((stages("{until_step: 3}, {weights: {llm_judge: 1.0}}"),), r"judge\.url"),
-        ((*JUDGE, "reward_model.judge.url=localhost"), "http address"),
-        ((*JUDGE, "reward_model.judge.verdict=maybe"), "one of yes_no, score"),
-        ((*JUDGE, "reward_model.judge.prompt='is {answer} right?'"), r"no \{question\}, \{acc"),
-        ((*JUDGE, "reward_model.judge.timeout=0"), "expected more than 0"),
-        ((*JUDGE, "reward_model.judge.max_concurrency=0"), "1 or more"),
     ],
 )
 def test_invalid_reward_options_are_refused(arguments: tuple[str, ...], expected: str) -> None:
@@ -63,10 +51,3 @@ def test_invalid_reward_options_are_refused(arguments: tuple[str, ...], expected
     with pytest.raises(ConfigError, match=expected) as caught:
         compose(*arguments)
     assert "fix:" in str(caught.value)
-
-
-def test_a_complete_judge_is_accepted() -> None:
-    """Its cache is in the run's folder; without llm_judge no endpoint is required."""
-    judge = compose(*JUDGE, "trainer.default_local_dir=x").reward_model.judge
-    assert judge.cache_path == "x/judge.sqlite"
-    compose("reward_model.judge.verdict=score")

@@ -87,7 +87,8 @@ def make_config(folder: Path, estimator: str = "grpo") -> Config:
     trainer.val_before_train = trainer.canary = False
     trainer.default_local_dir = str(folder / "run")
     trainer.rollout_data_dir = str(folder / "rollouts")
-    config.trainer.guard.limits = {"mismatch_bound": None}  # the engine of these tests makes log-probs up
+    # The engine of these tests makes log-probs up.
+    config.trainer.guard.limits = {"mismatch_bound": None}
     return config
 
 

@@ -1,0 +1,88 @@
+"""Reads `reward_model.scores` and `reward_model.judge` of a run, two mappings, into dataclasses."""
+
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from search_r1.rewards.interface import RewardScores
+from search_r1.rewards.judge.judge_options import JudgeOptions, read_key
+from verl.errors import did_you_mean, explain
+
+SCORES: Mapping[str, str] = {
+    "format_score": "em",
+    "structure_format_score": "em_format",
+    "final_format_score": "em_format",
+    "retrieval_score": "em_format",
+    "correct_answer": "em_cost",
+    "search_penalty": "em_cost",
+    "invalid_format": "em_cost",
+    "penalise_correct_only": "em_cost",
+}
+"""The reward that uses each partial score."""
+JUDGE = ("url", "model", "api_key_env", "verdict", "prompt", "timeout", "max_concurrency",
+         "max_tokens", "body", "cache_path")  # fmt: skip
+PLACEHOLDERS = ("{question}", "{accepted}", "{answer}")
+HTTP = ("http://", "https://")
+
+
+def read_scores(given: Mapping[str, Any], used: Collection[str]) -> RewardScores:
+    """Read the partial scores of the rewards `used`. Raises ValueError for any other score."""
+    _check(given, "scores", SCORES, RewardScores())
+    for name, value in given.items():
+        if SCORES[name] not in used and value != getattr(RewardScores, name):
+            expected = f"nothing: the reward {SCORES[name]} uses it, which this run does not"
+            fix = f"reward_model.name={SCORES[name]}, or leave it out"
+            raise ValueError(explain(f"scores.{name}", value, expected, fix))
+    return RewardScores(**given)
+
+
+def read_judge(given: Mapping[str, Any], default_cache: Path) -> JudgeOptions:
+    """Read the judge's options, and its key from the environment. Raises ValueError."""
+    _check(given, "judge", JUDGE, JudgeOptions())
+    settings = {"cache_path": str(default_cache), **given}
+    if settings["cache_path"] is not None:
+        settings["cache_path"] = str(Path(settings["cache_path"]).expanduser())
+    key = read_key(settings.pop("api_key_env", None), "judge.api_key_env")
+    judge = JudgeOptions(**settings, api_key=key)
+    prompt = judge.prompt
+    missing = [word for word in PLACEHOLDERS if prompt is not None and word not in prompt]
+    for is_wrong, name, got, expected, fix in (
+        (not judge.url.startswith(HTTP), "url", judge.url or "nothing",
+         "the http address of an OpenAI-compatible endpoint, for llm_judge",
+         "reward_model.judge.url=http://127.0.0.1:8001/v1"),
+        (not judge.model, "model", "nothing", "the name of a model at the endpoint",
+         "reward_model.judge.model=NAME"),
+        (judge.verdict not in ("yes_no", "score"), "verdict", judge.verdict, "yes_no or score",
+         "leave it out"),
+        (missing, "prompt", f"no {', '.join(missing)}", f"a text with {', '.join(PLACEHOLDERS)}",
+         "add them, or leave it out"),
+        *((not getattr(judge, name) > 0, name, getattr(judge, name), "more than 0", "leave it out")
+          for name in ("timeout", "max_concurrency", "max_tokens")),
+    ):  # fmt: skip
+        if is_wrong:
+            raise ValueError(explain(f"judge.{name}", got, expected, fix))
+    return judge
+
+
+def _check(
+    given: Mapping[str, Any], section: str, names: Collection[str], defaults: object
+) -> None:
+    """Raise ValueError for a key that is not in `names`, and for a value of another type."""
+    for name, value in given.items():
+        if name not in names:
+            expected, fix = f"one of {', '.join(names)}", did_you_mean(name, names, "leave it out")
+            raise ValueError(explain(f"{section}.{name}", repr(value), expected, fix))
+        default = getattr(defaults, name, None)
+        if not _fits(value, default):
+            expected = f"a value such as {default!r}" if default is not None else "a text"
+            raise ValueError(explain(f"{section}.{name}", repr(value), expected, "correct it"))
+
+
+def _fits(value: Any, default: Any) -> bool:
+    """Whether a value is of the default's type; any number may stand for a fraction."""
+    if default is None:
+        return value is None or isinstance(value, str)
+    if isinstance(default, Mapping):
+        return isinstance(value, Mapping)
+    kinds = int | float if isinstance(default, float) else type(default)
+    return isinstance(value, kinds) and isinstance(value, bool) is isinstance(default, bool)
