@@ -21,7 +21,7 @@ from search_r1.rewards import (
 from search_r1.rewards.interface import Origin as OriginName
 from search_r1.rewards.interface import OwnRewardError
 from search_r1.rewards.normalize import RULES, Normalize, normalize_answer
-from search_r1.rewards.run_options import read_judge, read_scores
+from search_r1.scoring_options import read_judge, read_scores
 from verl import plugins
 from verl.config import Config
 from verl.config.reward import RewardConfig, StageConfig

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from search_r1.rewards import LLM_JUDGE, REWARDS, RewardInput, build_reward
-from search_r1.rewards.run_options import JUDGE, SCORES
+from search_r1.scoring_options import JUDGE, SCORES
 from verl.config import Config, cli
 
 PAGE = (Path(__file__).parents[2] / "docs" / "guides" / "rewards.md").read_text(encoding="utf-8")

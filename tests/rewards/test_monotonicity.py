@@ -18,7 +18,7 @@ from search_r1.rewards import (
     build_reward,
 )
 from search_r1.rewards.interface import Origin
-from search_r1.rewards.run_options import SCORES
+from search_r1.scoring_options import SCORES
 from tests.rewards.judge.server import judge_server
 
 GOLD = "Barack Obama"

@@ -1,6 +1,6 @@
 """When a run saves a checkpoint, how it is written, and which checkpoints are kept.
 
-All ranks write their shards, in the background with `trainer.async_save`; the checkpoint appears
+All ranks write their shards, in the background where memory allows; the checkpoint appears
 when the last rank has finished. The driver adds a `RunState`.
 """
 
@@ -113,8 +113,8 @@ class Saver:
     ) -> None:
         """Write the checkpoint of `state`, once the previous one is complete.
 
-        Waits until it is written with `wait` or without `async_save`. Raises SaveError if writing
-        failed twice in a row or, with `wait`, once.
+        Waits until it is written with `wait`, or if a copy does not fit into memory. Raises
+        SaveError if writing failed twice in a row or, with `wait`, once.
         """
         self.finish_pending()
         pending: PendingCheckpoint | None = None
@@ -122,7 +122,7 @@ class Saver:
             pending = folders.begin(self.root, state.step)
             folders.write_state(pending.folder, {**asdict(state), **self.identity})
             write_driver_random(pending.folder)
-            if self.config.async_save and not wait and self._can_copy():
+            if not wait and self._can_copy():
                 self.ranks.start_checkpoint(pending.folder)
                 written = _run_in_background(lambda: self._finish(pending, write_extra))
                 self._pending = pending, written

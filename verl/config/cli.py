@@ -1,31 +1,26 @@
 """The command line of a training run: a preset and `key=value` overrides become a `Config`.
 
-Hydra composes `verl.config.Config` from a preset of `verl/config/presets/`, preset groups
-(`+hardware=8x80`) and the overrides. `--cfg job`, `--config-name`, `--config-dir` and `--multirun`
-work as in Hydra. `hydra.main` is not used, because it reports a user's mistake with its own text
-and status 1, creates a folder `outputs/` and replaces the logging.
+Hydra composes a preset, the presets it builds on, and preset groups (`+hardware=8x80`). Their
+options, and then the overrides, are set one by one in a `Config`, each under its current name.
+`--cfg job`, `--config-name`, `--config-dir` and `--multirun` work as in Hydra. `hydra.main` is not
+used, because it reports a user's mistake with its own text and status 1, creates a folder
+`outputs/` and replaces the logging.
 """
 
 import argparse
 import contextlib
-import functools
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, fields, is_dataclass
 from pathlib import Path
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
-from hydra._internal.core_plugins.file_config_source import FileConfigSource
-from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.config_store import ConfigStore
-from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
-from hydra.plugins.config_source import ConfigResult
-from hydra.plugins.search_path_plugin import SearchPathPlugin
-from omegaconf import MISSING, Container, DictConfig, OmegaConf
+from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from verl.config import Config, overrides
@@ -41,8 +36,6 @@ from verl.errors import ConfigError, explain, redact
 
 PRESETS = Path(__file__).parent / "presets"
 DEFAULT_PRESET = "ppo_trainer"
-HYDRA_KEYS = ("defaults", "hydra")
-"""Keys of a preset that belong to Hydra."""
 USAGE = """python3 -m verl.trainer.main_ppo [--config-name PRESET] [--cfg job] [--multirun]
        [+hardware=MACHINE] [key=value ...]"""
 
@@ -59,14 +52,11 @@ def compose_runs(argv: Sequence[str]) -> list[Config]:
     does. Raises ConfigError.
     """
     args = _parser().parse_intermixed_args(list(argv))
-    folders = (path for folder in (PRESETS, args.config_dir) for path in folder.glob("*"))
-    groups = {path.name for path in folders if path.is_dir()}
     runs = overrides.runs(args.overrides) if args.multirun else [(args.overrides, "")]
     configs = []
     with _interpolation_errors():
         for arguments, label in runs:
-            chosen = overrides.normalise(arguments, groups)
-            config = _compose(args.config_name, args.config_dir, chosen)
+            config = _compose(args.config_name, args.config_dir, arguments)
             if label:
                 _label_run(config, label)
             configs.append(config)
@@ -96,9 +86,7 @@ def resolve_config(config: Config, arguments: Sequence[str] = ()) -> Config:
     for key, _, _, value in settings(config):
         if "[" not in key and value != MISSING:  # the items of a list are set with the list
             overrides.check_type(key, _plain(value), schema)
-    given = ((o.key_or_group, o.value()) for o in map(overrides.parse, arguments))
-    for key, value in overrides.translate_all(given):
-        overrides.check_type(key, value, schema)
+    overrides.apply(((o.key_or_group, o.value()) for o in map(overrides.parse, arguments)), schema)
     with _interpolation_errors():
         return _check_composed(schema)
 
@@ -190,75 +178,38 @@ def _preset_names(folder: Path) -> list[str]:
 
 
 def _compose(preset: str, folder: Path, arguments: Sequence[str]) -> DictConfig:
-    """Compose with Hydra. Presets in the user's `folder` may build on the shipped ones."""
+    """Return the options of the presets and, where they are given, of the arguments."""
+    folders = (path for parent in (PRESETS, folder) for path in parent.glob("*"))
+    groups = {path.name for path in folders if path.is_dir()}
+    parsed = [overrides.parse(argument) for argument in arguments]
+    choices = [str(one.input_line) for one in parsed if one.key_or_group in groups]
+    given = [(one.key_or_group, one.value()) for one in parsed if one.key_or_group not in groups]
+    config = OmegaConf.structured(Config)
+    overrides.apply(flatten(_presets(preset, folder, choices), is_whole=_is_whole), config)
+    overrides.apply(given, config)
+    return config
+
+
+def _presets(preset: str, folder: Path, choices: Sequence[str]) -> Mapping[str, Any]:
+    """Compose a preset of the user's `folder`, which may build on the shipped ones, with Hydra."""
     name = preset.removesuffix(".yaml")
     if not (folder / f"{name}.yaml").is_file():
         known = ", ".join(_preset_names(folder)) or "none"
         fix = "choose one of them, or name another folder with --config-dir"
         raise ConfigError(explain("--config-name", preset, f"a preset of {folder} ({known})", fix))
-    _register_with_hydra()
-    PresetPath.is_active = True
+    # Presets may name it as their base, though every option has its default without it.
+    ConfigStore.instance().store(name="config_schema", node={})
+    shipped = f"hydra.searchpath=['file://{PRESETS.resolve()}']"
     try:
         # Not `initialize`, which takes 0.2 s to look for its caller's file in a large program.
         with initialize_config_dir(str(folder.resolve()), version_base="1.3"):
-            return hydra_compose(name, overrides=list(arguments))
+            composed = hydra_compose(name, overrides=[*choices, shipped])
     except (HydraException, OmegaConfBaseException, ValueError) as error:
         cause = " ".join(str(error).partition("Config search path")[0].split())
         fix = f"correct {folder / name}.yaml or the options given"
         problem = explain(f"preset {name}", cause, "options of verl/config/", fix)
         raise ConfigError(problem) from error
-    finally:
-        PresetPath.is_active = False
-
-
-@functools.cache
-def _register_with_hydra() -> None:
-    """Register options and presets with Hydra; once, because building the schema is slow."""
-    ConfigStore.instance().store(name="config_schema", node=Config)
-    Plugins.instance().register(PresetSource)
-    Plugins.instance().register(PresetPath)
-
-
-class PresetSource(FileConfigSource):
-    """Hydra config source for preset folders under `preset://`, in addition to `file://`.
-
-    It translates aliases in each file before Hydra merges the files: afterwards the order of two
-    names for one option would be lost. Hydra has no public base class for this.
-    """
-
-    @staticmethod
-    def scheme() -> str:
-        """Return the URL scheme of search paths that use this source."""
-        return "preset"
-
-    def load_config(self, config_path: str) -> ConfigResult:
-        """Load one file with its names translated. Raises ConfigError for an unknown key."""
-        result = super().load_config(config_path)
-        is_primary = "/" not in config_path
-        if is_primary or result.header["package"] == "_global_":
-            result.config = _translate_preset(result.config, is_primary)
-        return result
-
-
-class PresetPath(SearchPathPlugin):
-    """Hydra plugin that looks for presets in the user's folder, then among the shipped ones.
-
-    The option `hydra.searchpath` would be too late: Hydra loads the first preset before reading it.
-    Hydra calls a registered plugin for each composition in the process, also for a program's own.
-    """
-
-    is_active: ClassVar[bool] = False
-    """Whether the composition is ours."""
-
-    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
-        """Read the main folder as presets, and append the shipped ones."""
-        if not self.is_active:
-            return
-        scheme = PresetSource.scheme()
-        for element in search_path.get_path():
-            if element.provider == "main":
-                element.path = f"{scheme}://{element.path}"
-        search_path.append("presets", f"{scheme}://{PRESETS.resolve()}")
+    return cast(Mapping[str, Any], OmegaConf.to_container(composed, resolve=False))
 
 
 def _is_whole(key: str) -> bool:
@@ -269,19 +220,3 @@ def _is_whole(key: str) -> bool:
     name = overrides.current_name(key)
     has_alias = any(alias.startswith(f"{name}.") for alias in overrides.ALIASES)
     return name in known_options() and not has_alias
-
-
-def _translate_preset(preset: Container, is_primary: bool) -> DictConfig:
-    """Return the preset with current option names.
-
-    A primary preset (not one of a group) without `defaults` builds on the defaults of all options.
-    """
-    options: Any = OmegaConf.to_container(preset, resolve=False)
-    hydra_options = {name: options.pop(name) for name in HYDRA_KEYS if name in options}
-    if is_primary:
-        hydra_options.setdefault("defaults", ["config_schema", "_self_"])
-    translated = OmegaConf.create(hydra_options)
-    given = flatten(options, is_whole=_is_whole)
-    for key, value in overrides.translate_all(given):
-        OmegaConf.update(translated, key, value, force_add=True)
-    return translated

@@ -1,4 +1,4 @@
-"""Preprocessing of `key=value` arguments before Hydra: plus signs, old names, unknown keys, types.
+"""Reads options by name: old names, names of veRL, unknown keys and types.
 
 Options of the scripts and YAML files of the original Search-R1 and of veRL are accepted. Some have
 another name here (`ALIASES`); others have no effect, which is logged once, or are refused with
@@ -9,7 +9,7 @@ import functools
 import itertools
 import logging
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,6 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from verl.config import Config
 from verl.config.algorithm import COMPAT_PRESETS
 from verl.config.known import known_options, known_sections, to_argument
 from verl.config.reward_file import is_of_reward_file, reward_file
@@ -86,23 +85,10 @@ def find(key: str) -> Legacy | None:
     return LEGACY.get(key)
 
 
-def normalise(arguments: Sequence[str], groups: Collection[str] = ()) -> list[str]:
-    """Return the arguments to pass to Hydra: known keys without plus signs, with checked types.
-
-    Choices from one of the preset `groups` (`+hardware=8x80`) are passed on unchanged. The order is
-    kept, so that the last of several values for one key wins. Raises ConfigError.
-    """
-    parsed = [parse(argument) for argument in arguments]
-    named = reward_file((override.key_or_group, override.value()) for override in parsed)
-    kept = [override for override in parsed if not is_of_reward_file(override.key_or_group)]
-    kept += [parse(f"{key}={_quote(value)}") for key, value in named.items()]
-    return [text for override in kept for text in _normalise_override(override, groups)]
-
-
-def _quote(text: str) -> str:
-    """Return a text in the quotes of Hydra's grammar."""
-    escaped = text.replace("\\", "\\\\").replace("'", "\\'")
-    return f"'{escaped}'"
+def apply(options: Iterable[tuple[str, Any]], config: DictConfig) -> None:
+    """Set options (key, value) in order, each under its current name. Raises ConfigError."""
+    for key, value in translate_all(options):
+        check_type(key, value, config)
 
 
 def translate_all(options: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
@@ -185,22 +171,6 @@ def mapping_of(key: str) -> str | None:
     return parent if is_mapping else mapping_of(parent)
 
 
-def _normalise_override(override: Override, groups: Collection[str]) -> Iterator[str]:
-    """Yield the argument under its current name; nothing if the option has no effect."""
-    text = str(override.input_line)
-    if override.key_or_group in groups:
-        yield text
-        return
-    given = override.value()
-    for key, value in translate(override.key_or_group, given).items():
-        check_type(key, value)
-        # Hydra adds new keys to a mapping only after ++.
-        is_mapping = isinstance(value, dict) and key in known_options()
-        plus = "++" if is_mapping or mapping_of(key) else ""
-        # The user's own text keeps its quotes and interpolations for Hydra.
-        yield f"{plus}{key}={text.split('=', 1)[1] if value is given else to_argument(value)}"
-
-
 def _compat(name: Any) -> dict[str, Any]:
     """Return the value of every switch under `compat=NAME`. A switch given after it wins."""
     if not isinstance(name, str) or name not in COMPAT_PRESETS:
@@ -220,13 +190,10 @@ def unknown_key(key: str) -> ConfigError:
     return ConfigError(explain("unknown option", key, "a key of verl/config/", fix))
 
 
-def check_type(key: str, value: Any, schema: DictConfig | None = None) -> None:
-    """Set a value in `schema` (by default a scratch copy). Raises ConfigError for a wrong type."""
+def check_type(key: str, value: Any, config: DictConfig) -> None:
+    """Set a value in `config`. Raises ConfigError for a wrong type."""
     try:
-        OmegaConf.update(
-            _schema() if schema is None else schema, key, value, merge=True,
-            force_add=mapping_of(key) is not None,
-        )  # fmt: skip
+        OmegaConf.update(config, key, value, merge=True, force_add=mapping_of(key) is not None)
     except OmegaConfBaseException as error:
         option = known_options().get(key)
         expected = option.type_name if option else "options of this section"
@@ -237,13 +204,6 @@ def check_type(key: str, value: Any, schema: DictConfig | None = None) -> None:
 @functools.cache
 def _parser() -> OverridesParser:
     return OverridesParser.create()
-
-
-@functools.cache
-def _schema() -> DictConfig:
-    """Return a scratch configuration for testing the types of values."""
-    schema: DictConfig = OmegaConf.structured(Config)
-    return schema
 
 
 def _warn(key: str, value: Any, legacy: Legacy) -> None:

@@ -81,9 +81,6 @@ class TrainerConfig:
     in any case (docs/guides/long_runs.md)."""
     save_minutes: float | None = option(None, resume="free", gt=0)
     """Also save at the first step end this many minutes after the last checkpoint; null: never."""
-    async_save: bool = option(True, resume="free")
-    """Write checkpoints in the background, from a copy of each rank's shards in host memory.
-    Training waits instead where the host lacks the memory for the copy, or with false."""
     keep_last: int | None = option(None, resume="free", ge=1)
     """Newest checkpoints to keep (the guard and `keep_best` may keep others); null keeps all."""
     keep_best: int = option(1, resume="free", ge=0)

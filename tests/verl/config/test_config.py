@@ -100,10 +100,8 @@ def read(config: object, key: str) -> object:
 def test_original_key_parses_and_keeps_its_meaning(key: str, plus: str) -> None:
     """An option of the original's scripts sets its field, with or without leading plus signs."""
     text, expected = ORIGINAL[key]
-    arguments = overrides.normalise([f"{plus}{key}={text}"])
-    name = overrides.current_name(key)
-    assert [argument.lstrip("+") for argument in arguments] == [f"{name}={text}"]
-    assert overrides.parse(arguments[0]).value() == expected
+    given, name = overrides.parse(f"{plus}{key}={text}"), overrides.current_name(key)
+    assert overrides.translate(given.key_or_group, given.value()) == {name: expected}
     assert (overrides.mapping_of(name) or name) in known_options()
 
 

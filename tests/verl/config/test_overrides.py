@@ -20,6 +20,11 @@ from verl.errors import ConfigError
 ALL = [field.name for field in dataclasses.fields(CompatConfig)]
 
 
+def translated(*arguments: str) -> list[tuple[str, object]]:
+    given = map(overrides.parse, arguments)
+    return list(overrides.translate_all((one.key_or_group, one.value()) for one in given))
+
+
 def switched_on(*arguments: str) -> list[str]:
     return [name for name, on in dataclasses.asdict(compose(*arguments).compat).items() if on]
 
@@ -83,13 +88,13 @@ def test_unsupported_options_warn_or_are_refused(
 ) -> None:
     """Silent values are accepted without a warning; others are logged or refused with advice."""
     legacy, argument = LEGACY[name], values(name, silent=False)[0]
-    assert overrides.normalise(values(name, silent=True)) == [] == caplog.messages
+    assert translated(*values(name, silent=True)) == [] == caplog.messages
     if legacy.is_refused:
         with pytest.raises(ConfigError) as caught:
-            overrides.normalise([argument])
+            translated(argument)
         message = str(caught.value)
     else:
-        assert overrides.normalise([f"+{argument}"]) == []
+        assert translated(f"+{argument}") == []
         (message,) = caplog.messages
     assert name in message and legacy.advice in message
 

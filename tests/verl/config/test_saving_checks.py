@@ -29,7 +29,7 @@ def test_invalid_saving_options_are_refused(option: str, message: str) -> None:
 def test_valid_saving_options_are_accepted() -> None:
     """Options arrive with their types, including lists."""
     options = ["trainer.save_minutes=30", "trainer.keep_last=3", "trainer.best_metric=val/em",
-               "trainer.resume_anyway=[data,corpus]", "trainer.async_save=false"]  # fmt: skip
+               "trainer.resume_anyway=[data,corpus]", "trainer.async_save=true"]  # fmt: skip
     config = cli.compose([*REQUIRED, *options])
     assert config.trainer.resume_anyway == ["data", "corpus"]
     assert (config.trainer.keep_last, config.trainer.save_minutes) == (3, 30.0)

@@ -153,7 +153,7 @@ def run_config(model: str, out: Path, *options: str) -> Config:
         "critic.model.enable_gradient_checkpointing=false", "trainer.deterministic=true",
         "trainer.device=cpu", "trainer.compute_dtype=float32", "trainer.n_gpus_per_node=1",
         "trainer.save_freq=0", "trainer.test_freq=0", "trainer.val_before_train=false",
-        "trainer.guard.action=off", "trainer.async_save=false", "trainer.canary=false",
+        "trainer.guard.action=off", "trainer.canary=false",
         f"trainer.default_local_dir={out}", *options,
     ]))  # fmt: skip
 

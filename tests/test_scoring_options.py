@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from search_r1.rewards import JudgeOptions, RewardScores
-from search_r1.rewards.run_options import SCORES, read_judge, read_scores
+from search_r1.scoring_options import SCORES, read_judge, read_scores
 from verl.config import cli
 
 URL, CACHE = "http://127.0.0.1:1/v1", Path("run/judge.sqlite")
