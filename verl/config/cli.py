@@ -184,7 +184,7 @@ def _compose(preset: str, folder: Path, arguments: Sequence[str]) -> DictConfig:
     parsed = [overrides.parse(argument) for argument in arguments]
     choices = [str(one.input_line) for one in parsed if one.key_or_group in groups]
     given = [(one.key_or_group, one.value()) for one in parsed if one.key_or_group not in groups]
-    config = OmegaConf.structured(Config)
+    config: DictConfig = OmegaConf.structured(Config)
     overrides.apply(flatten(_presets(preset, folder, choices), is_whole=_is_whole), config)
     overrides.apply(given, config)
     return config

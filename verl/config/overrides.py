@@ -28,6 +28,8 @@ from verl.errors import ConfigError, did_you_mean, explain
 
 logger = logging.getLogger(__name__)
 
+OFF = "off"
+"""A choice of several options, which YAML reads as false unless it is quoted."""
 _warned: set[str] = set()
 _FILE: Mapping[str, Any] = yaml.safe_load(
     Path(__file__).with_name("legacy.yaml").read_text("utf-8")
@@ -158,6 +160,9 @@ def translate(given: str, value: Any) -> dict[str, Any]:
     is_known = key in known_options() or key in known_sections() or mapping_of(key) is not None
     if not is_known:
         raise unknown_key(given)
+    option = known_options().get(key)
+    if value is False and option is not None and OFF in option.limits.choices:
+        return {key: OFF}
     return {key: value}
 
 

@@ -59,6 +59,13 @@ def test_a_preset_with_names_of_verl_composes(
     ]
 
 
+def test_an_unquoted_off_in_a_preset_is_the_choice_off(tmp_path: Path) -> None:
+    """YAML reads it as false, for every option that has the choice."""
+    text = "trainer: {memory_preflight: off, guard: {action: off}, trace: off}\n"
+    trainer = cli.compose(preset(tmp_path, text, *REQUIRED)).trainer
+    assert (trainer.memory_preflight, trainer.guard.action, trainer.trace) == ("off", "off", False)
+
+
 def test_the_last_value_wins_under_either_name(tmp_path: Path) -> None:
     """An alias in a preset overrides the preset it builds on; an argument overrides both."""
     text = "defaults: [grpo_trainer, _self_]\nactor_rollout_ref: {rollout: {n: 8}}\n"
