@@ -83,11 +83,7 @@ def dialogue(answer: str, num_searches: int, num_invalid: int) -> RewardInput:
 def test_signs_mean_what_is_written(world: Path) -> None:
     """The score is the sum of the signed amounts."""
     options = trainer(world, reward_config=PAYS).config.reward_model
-    rule = build_reward(
-        options.name,
-        RewardScores(correct_answer=options.correct_answer, search_penalty=options.search_penalty,
-                     invalid_format=options.invalid_format),
-    )  # fmt: skip
+    rule = build_reward(options.name, RewardScores(**options.scores))
     assert rule(dialogue("here", 3, 1)).score == pytest.approx(10 - 0.1 * 3 - 5)
     assert rule(dialogue("there", 3, 0)).score == pytest.approx(-0.3)
 

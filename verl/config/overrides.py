@@ -192,6 +192,8 @@ def unknown_key(key: str) -> ConfigError:
     alike = [name for name in names if name.rpartition(".")[2] == key.rpartition(".")[2]]
     cutoff = 0.0 if alike else 0.5
     fix = did_you_mean(key, alike or names, "see --help for all keys", cutoff)
+    if (name := current_name(key)) != key:  # an attribute of a configuration made in Python
+        fix = f"its name is {name}"
     return ConfigError(explain("unknown option", key, "a key of verl/config/", fix))
 
 

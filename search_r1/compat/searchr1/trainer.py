@@ -76,8 +76,7 @@ class SearchR1Trainer:
         config.trainer.default_local_dir, config.trainer.experiment_name = str(folder), label
         if reward_config is not None:
             config.reward_model.name = "em_cost"
-            for name, amount in cost_options(reward_config).items():
-                setattr(config.reward_model, name, amount)
+            config.reward_model.scores = cost_options(reward_config)
         self._visible_devices = set_devices(config, devices)
         set_search_budgets(config, search_backend)
         if vllm_server is not None:

@@ -11,7 +11,7 @@ import pytest
 
 from scripts import option_pages
 from tests.verl.config.test_cli import compose
-from verl.config import CompatConfig, overrides
+from verl.config import CompatConfig, Config, cli, overrides
 from verl.config.algorithm import COMPAT_PRESETS
 from verl.config.known import known_options, known_sections, to_argument
 from verl.config.overrides import ALIASES, LEGACY, find
@@ -50,6 +50,14 @@ def test_an_unknown_compat_name_lists_the_known_ones(wrong: str) -> None:
     """The error names every preset, and how to set a single switch."""
     with pytest.raises(ConfigError, match=r"one of none, search_r1.*compat\.sampled_validation"):
         compose(wrong)
+
+
+def test_an_old_name_as_an_attribute_is_answered_with_its_name() -> None:
+    """A configuration made in Python has current names only."""
+    config = Config()
+    config.reward_model.correct_answer = 2.0  # type: ignore[attr-defined]
+    with pytest.raises(ConfigError, match=r"reward_model\.scores\.correct_answer"):
+        cli.resolve_config(config)
 
 
 def test_an_unknown_switch_suggests_a_known_one() -> None:
