@@ -23,8 +23,13 @@ INDEX = "model.safetensors.index.json"
 NORM, UP = "model.norm.weight", "model.layers.1.mlp.up_proj.weight"
 
 
-def whole_model(folder: Path, max_shard_size: int = 20_000, seed: int = 0) -> Path:
-    """Save a complete model: two layers, by default two files, byte tokenizer, chat template."""
+def whole_model(
+    folder: Path, max_shard_size: int = 20_000, seed: int = 0, hidden_size: int = 16
+) -> Path:
+    """Save a complete model: two layers, by default two files, byte tokenizer, chat template.
+
+    It is loaded in a moment, unlike `example.tiny.tiny_model`, whose tokenizer has 49,152 words.
+    """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {letter: i for i, letter in enumerate(alphabet)} | {"</s>": len(alphabet)}
     tokenizer = Tokenizer(models.BPE(vocab, []))
@@ -33,7 +38,7 @@ def whole_model(folder: Path, max_shard_size: int = 20_000, seed: int = 0) -> Pa
     PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, eos_token="</s>", pad_token="</s>", chat_template=TEMPLATE
     ).save_pretrained(folder)
-    lm = tiny_llama(len(vocab), hidden_size=16, eos_token_id=len(alphabet), seed=seed)
+    lm = tiny_llama(len(vocab), hidden_size=hidden_size, eos_token_id=len(alphabet), seed=seed)
     lm.save_pretrained(folder, max_shard_size=max_shard_size)
     return folder
 

@@ -8,13 +8,13 @@ import pandas as pd
 import pytest
 
 import search_r1
-from example.tiny import tiny_model
 from search_r1 import evaluate, load_agent
 from search_r1.asking import typed_options
 from search_r1.evaluation.options import EvaluationOptions
 from search_r1.inference.agent_options import InferenceOptions
 from search_r1.inference.dialogue import DialogueListener
 from search_r1.retrieval.schema import Document
+from tests.bad_models import whole_model
 from verl.errors import ConfigError, ToolError
 from verl.types import Status
 
@@ -24,7 +24,7 @@ SHORT = {"device": "cpu", "dtype": "float32", "max_response_length": 4}
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random model whose folder has dialogue settings."""
-    folder = tiny_model(tmp_path_factory.mktemp("model"))
+    folder = whole_model(tmp_path_factory.mktemp("model"))
     (folder / "search_r1.json").write_text('{"template": "short", "max_turns": 1, "topk": 2}')
     return folder
 

@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 
 import infer
-from example.tiny import tiny_model
 from search_r1.agent.tags import TEMPLATES
 from search_r1.infer import QUESTION
 from search_r1.inference import default_model
+from tests.bad_models import whole_model
 
 INVALID = TEMPLATES["short"].invalid_action
 DOCUMENT = {"id": "1", "title": "Oslo", "text": "A city.", "contents": '"Oslo"\nA city.'}
@@ -57,7 +57,7 @@ def retriever() -> Iterator[str]:
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A random model whose folder has dialogue settings."""
-    folder = tiny_model(tmp_path_factory.mktemp("model"))
+    folder = whole_model(tmp_path_factory.mktemp("model"))
     (folder / "search_r1.json").write_text('{"template": "short", "max_turns": 1, "topk": 1}')
     config = folder / "config.json"  # room for an endless answer
     config.write_text(config.read_text().replace(": 8192", ": 2097152"))

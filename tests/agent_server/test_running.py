@@ -15,8 +15,8 @@ from pathlib import Path
 import openai
 import pytest
 
-from example.tiny import tiny_model
 from search_r1 import serve
+from tests.bad_models import whole_model
 
 ROOT = Path(serve.__file__).parents[1]
 
@@ -24,7 +24,7 @@ ROOT = Path(serve.__file__).parents[1]
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A random model whose settings name the short template."""
-    folder = tiny_model(tmp_path_factory.mktemp("model"))
+    folder = whole_model(tmp_path_factory.mktemp("model"), hidden_size=128)
     (folder / "search_r1.json").write_text('{"template": "short", "max_turns": 1, "topk": 1}')
     return str(folder)
 

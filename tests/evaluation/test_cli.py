@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from example.tiny import tiny_model
 from search_r1.evaluation.__main__ import main
 from search_r1.evaluation.options import EvaluationOptions
 from search_r1.inference.opening import run_config
+from tests.bad_models import whole_model
 
 ROW = (
     '{"data_source": "nq", "prompt": "Question: who?", '
@@ -21,7 +21,7 @@ ROW = (
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A random model whose folder has dialogue settings."""
-    folder = tiny_model(tmp_path_factory.mktemp("model"))
+    folder = whole_model(tmp_path_factory.mktemp("model"))
     (folder / "search_r1.json").write_text('{"template": "short", "max_turns": 3, "topk": 2}')
     return str(folder)
 

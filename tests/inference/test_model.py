@@ -12,7 +12,6 @@ import torch
 import torch.distributed.checkpoint as dcp
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from example.tiny import tiny_model
 from search_r1.inference import model as inference_model
 from search_r1.inference.agent_options import AgentOptions
 from search_r1.inference.model import (
@@ -32,7 +31,7 @@ from verl.rollout.interface import build_engine
 
 def test_a_checkpoint_is_exported_for_the_while(tmp_path: Path) -> None:
     """The folder has the checkpoint's weights and tokenizer, and is deleted afterwards."""
-    start = tiny_model(tmp_path / "start")
+    start = whole_model(tmp_path / "start")
     model = AutoModelForCausalLM.from_pretrained(start, dtype=torch.float32)
     with torch.no_grad():
         model.model.norm.weight.add_(1.0)
@@ -171,7 +170,7 @@ def test_an_endpoint_needs_a_tokenizer_alone(tmp_path: Path) -> None:
 
 def test_a_dialogue_longer_than_the_model_is_refused(tmp_path: Path) -> None:
     """The error, before any engine starts, has the allowed length; endpoints are not checked."""
-    folder = str(tiny_model(tmp_path / "model"))  # of 8192 positions
+    folder = str(whole_model(tmp_path / "model"))  # of 8192 positions
     for length, endpoint in ((7692, None), (7693, None), (7693, "http://host")):
         options = AgentOptions(model=folder, max_prompt_length=length, endpoint=endpoint,
                                device="cpu", max_response_length=500)  # fmt: skip

@@ -12,14 +12,13 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from example.tiny import tiny_model
 from search_r1.inference import default_model
 from search_r1.inference.agent_options import InferenceOptions, read_template_kwargs
 from search_r1.inference.default_model import with_default_model
 from search_r1.inference.dialogue import Reply
 from search_r1.inference.model import model_folder
 from search_r1.inference.opening import open_session, run_config
-from tests.bad_models import bytes_of, entry, gone, text
+from tests.bad_models import bytes_of, entry, gone, text, whole_model
 from verl.errors import ConfigError, ModelError, ToolError, UserError
 
 PROMPT = torch.tensor([[1, 50, 60, 70]])
@@ -28,7 +27,7 @@ PROMPT = torch.tensor([[1, 50, 60, 70]])
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random model."""
-    return tiny_model(tmp_path_factory.mktemp("base"))
+    return whole_model(tmp_path_factory.mktemp("base"))
 
 
 @pytest.fixture(scope="module")

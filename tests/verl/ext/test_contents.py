@@ -17,7 +17,6 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from torch.distributed.checkpoint.state_dict_saver import save
 from transformers import LlamaConfig
 
-from example.tiny import tiny_model
 from tests.bad_models import entry, whole_model
 from tests.checkpoints import writing
 from tests.test_end_to_end import write_rows
@@ -259,7 +258,7 @@ def test_a_damaged_checkpoint_is_reported_before_any_work(
     monkeypatch.setattr(run, "start_ray", None)
     rows = tmp_path / "rows.parquet"
     write_rows(rows)
-    model = tiny_model(tmp_path / "model")
+    model = whole_model(tmp_path / "model")
     step_dir = Path(shutil.copytree(sound, tmp_path / "run/global_step_3"))
     os.truncate(step_dir / "shards/__0_0.distcp", 100)
     status = main_ppo.main([
