@@ -257,28 +257,34 @@ ORACLES = {
 }
 
 
+def some(table: dict[str, Damage], names: str) -> dict[str, Damage]:
+    return {name: table[name] for name in names.split()}
+
+
 def cases() -> Iterator[object]:
-    """Yield (backend, file, damage, whether hashes are compared) for every case."""
-    for backend, names in (("bm25", BM25), ("faiss", DENSE)):
-        for name in names:
-            yield from [
-                pytest.param(backend, name, d, True, id=f"{backend}-{name}-{n}")
-                for n, d in ANY_FILE.items()
-                if name != "manifest.json" or n not in UNNOTICED
-            ]
-    foreign = [("bm25", "manifest.json", MANIFESTS), ("faiss", "manifest.json", DENSE_MANIFESTS),
-              *((name, "vectors.faiss", FAISS | INDEX_TYPES) for name in ("faiss", "bare")),
-              ("torch", "vectors.faiss", FAISS | OTHER_KINDS),
-              *((backend, "corpus.jsonl", CORPORA) for backend in ("bm25", "faiss", "random")),
-              ("oracle", "oracle.jsonl", ORACLES)]  # fmt: skip
-    for backend, name, table in foreign:
-        yield from [
-            pytest.param(backend, name, d, False, id=f"{backend}-{name}-{n}")
-            for n, d in table.items()
-        ]
-    for backend in ("bm25", "faiss"):
-        yield from [pytest.param(backend, "corpus.jsonl", d, True, id=f"{backend}-corpus-{n}")
-                    for n, d in CORPUS_KEPT_SIZE.items()]  # fmt: skip
+    """Yield (backend, file, damage, whether hashes are compared) for every case.
+
+    What one backend reads as another does, it is given a few kinds of.
+    """
+    by_hash = some(ANY_FILE, "empty first-half flip-middle missing folder unreadable")
+    manifest = {name: d for name, d in ANY_FILE.items() if name not in UNNOTICED}
+    own = some(CORPORA, "garbage id-twice utf16 missing folder")
+    faiss_own = some(FAISS, "garbage dim-huge fewer-rows other-dim nan-first other-order")
+    tables = [("bm25", name, manifest if "manifest" in name else by_hash, True) for name in BM25]
+    tables += [("faiss", name, manifest if "manifest" in name else by_hash, True) for name in DENSE]
+    tables += [("bm25", "manifest.json", MANIFESTS, False),
+               ("faiss", "manifest.json", DENSE_MANIFESTS, False),
+               ("faiss", "vectors.faiss", faiss_own, False),
+               ("bare", "vectors.faiss", FAISS | INDEX_TYPES, False),
+               ("torch", "vectors.faiss", FAISS | OTHER_KINDS, False),
+               ("random", "corpus.jsonl", CORPORA, False),
+               *((backend, "corpus.jsonl", own, False) for backend in ("bm25", "faiss")),
+               *((name, "corpus.jsonl", CORPUS_KEPT_SIZE, True) for name in ("bm25", "faiss")),
+               ("oracle", "oracle.jsonl", ORACLES, False)]  # fmt: skip
+    for backend, file, table, verify in tables:
+        for name, damage in table.items():
+            label = f"{backend}-{file}-{name}-{verify}"
+            yield pytest.param(backend, file, damage, verify, id=label)
 
 
 @pytest.fixture(scope="module")
