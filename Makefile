@@ -19,7 +19,7 @@ export PYTHONPATH := $(CURDIR)
 # The tests start hundreds of processes, which would all compile our code again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: bench licences campaign mutants coverage demo docs install lock lock-gpu slow test test-all test-fast test-nightly test-gpu-wheels chromium slurm lint format clean
+.PHONY: bench licences campaign coverage demo docs install lock lock-gpu slow test test-all test-fast test-nightly test-gpu-wheels chromium slurm lint format clean
 .DEFAULT_GOAL := demo
 
 $(VENV)/.installed: pyproject.toml requirements.lock $(GPU_LOCKS) scripts/install.py
@@ -73,10 +73,6 @@ coverage: $(VENV)/.installed
 # Real runs with injected faults; full disks and lost permissions need root.
 campaign: $(VENV)/.installed
 	$(BIN)/python -m tests.nightly.proofs.campaign --faults $(FAULTS) --seed $(SEED) --staleness $(STALENESS)
-
-# Mutation tests of the core code.
-mutants: $(VENV)/.installed
-	$(BIN)/pip install -q cosmic-ray && nice $(BIN)/python -m tests.nightly.proofs.mutants --seed $(SEED)
 
 # Proofs, pages in a browser, simulated GPUs, and the commands and programs of the documentation.
 test-nightly: chromium $(VENV)/.installed-docs

@@ -147,27 +147,3 @@ def test_a_judge_that_cannot_judge_is_refused_at_once(
     assert done.returncode == 2
     assert "--judge-url: got no verdict from http" in done.stderr
     assert not (tmp_path / "out" / "samples.jsonl").exists()
-
-
-@pytest.mark.slow
-def test_the_oracle_finds_what_chance_does_not(world: dict[str, str], tmp_path: Path) -> None:
-    """With RAG, oracle documents always contain the answer and random ones rarely do."""
-    passages = [{"id": "1", "contents": '"Norway"\nIt is Norway.'}]
-    rows = [
-        {"question": f"Question: How large is Norway {i}?", "documents": passages} for i in range(3)
-    ]
-    (tmp_path / "oracle.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    corpus = str(ROOT / "example" / "corpus.jsonl")
-    servers = {
-        "oracle": ["--retriever_name", "oracle", "--oracle_path", str(tmp_path / "oracle.jsonl")],
-        "random": ["--retriever_name", "random", "--corpus_path", corpus],
-    }
-    rates = {}
-    for name, arguments in servers.items():
-        with LocalServer(arguments) as server:
-            options = ("--method", "rag", "--engine", "transformers")
-            samples = evaluate({**world, "url": server.url}, tmp_path / name, *options)
-        rates[name] = sum(s["searches"][0]["has_answer"] for s in samples)
-        manifest = json.loads((tmp_path / name / "manifest.json").read_text())
-        assert manifest["retriever"]["retriever"] == name
-    assert rates["oracle"] == len(samples) > rates["random"]

@@ -7,8 +7,6 @@ from benchmarks.retrieval.sizing import (
     GB,
     ROWS,
     IndexSize,
-    extrapolate_rate,
-    fitting_sizes,
     index_size,
 )
 
@@ -26,17 +24,3 @@ def test_overhead_does_not_grow_with_the_dimension() -> None:
     hnsw = index_size("hnsw", 100 * (384 * 4 + 272), 100, 384, 4)
     assert hnsw == IndexSize("hnsw", 4, 272, 384)
     assert hnsw.bytes_per_vector(768) == 768 * 4 + 272
-
-
-def test_a_fitting_size_includes_the_reserve() -> None:
-    """A size fits only if there is memory for the need and the reserve."""
-    assert fitting_sizes(22.0, (24, 80), 2.0) == [24, 80]
-    assert fitting_sizes(22.1, (24, 80), 2.0) == [80]
-    assert fitting_sizes(300.0, (24, 80), 2.0) == []
-
-
-def test_rates_fall_with_vectors_and_dimension() -> None:
-    """A scan of twice the vectors of the same size takes twice the time."""
-    assert extrapolate_rate(10.0, ROWS, DIM) == 10.0
-    assert extrapolate_rate(10.0, ROWS // 2, DIM) == pytest.approx(5.0)
-    assert extrapolate_rate(10.0, ROWS, DIM // 2) == 5.0

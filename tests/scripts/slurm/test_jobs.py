@@ -72,17 +72,6 @@ def test_a_warned_job_saves_and_continues_until_it_is_done(
     assert_clean(job)
 
 
-def test_the_time_limit_warns_by_itself(cluster: Cluster, settings: dict[str, str]) -> None:
-    """Slurm sends the signal that the recipe requests before the time is over."""
-    options = ["--time=2", "--signal=B:USR1@30"]
-    job = cluster.submit("train.sbatch", options=options, env=settings)
-    cluster.wait_log(job, "time is nearly over: asking for a checkpoint")
-    cluster.wait_restart(job, 1)
-    cluster.wait_log(job, "stand-in: step 2")
-    cluster.command("scancel", job)
-    cluster.wait_state(job, "CANCELLED")
-
-
 def test_a_cancelled_job_saves_and_leaves_nothing(
     cluster: Cluster, settings: dict[str, str]
 ) -> None:
@@ -96,17 +85,6 @@ def test_a_cancelled_job_saves_and_leaves_nothing(
     assert "saved step 1" in cluster.log(job)
     assert "requeued" not in cluster.log(job)
     assert cluster.facts(job)["Restarts"] == "0"
-    assert_clean(job)
-
-
-def test_a_retriever_that_does_not_start_fails_the_job(
-    cluster: Cluster, settings: dict[str, str]
-) -> None:
-    """The job fails before training, with the server's own message, and leaves nothing."""
-    job = cluster.submit("train.sbatch", env={**settings, "CORPUS_PATH": "/no/corpus.jsonl"})
-    cluster.wait_state(job, "FAILED")
-    assert "| corpus /no/corpus.jsonl does not exist" in cluster.log(job)
-    assert "stand-in" not in cluster.log(job)
     assert_clean(job)
 
 
