@@ -164,24 +164,6 @@ def test_a_run_leaves_no_secret(ppo_run: Path, ray_folder: Path) -> None:
         assert "***@127.0.0.1" in (ppo_run / saved).read_text()
 
 
-@pytest.mark.slow
-def test_line_21_a_resumed_run_continues_with_the_next_step(
-    world: dict[str, str], ppo_run: Path
-) -> None:
-    """From step 1's checkpoint, step 2 has the metrics of the uninterrupted run."""
-    out = ppo_run.parent / "resumed"
-    resumed = train(
-        world, out, "-cd", str(ppo_run.parent), "-cn", "own", "trainer.save_freq=0",
-        f"trainer.resume_mode={ppo_run / 'global_step_1'}",
-        TORCHDYNAMO_DISABLE="1",  # the first run compiles, as vLLM does by default
-    )  # fmt: skip
-    assert [row["step"] for row in resumed] == [2]
-    uninterrupted = metrics(ppo_run)[-1]
-    for name in ("actor/pg_loss", "critic/vf_loss", "actor/grad_norm", "critic/kl",
-                 "response_length/mean", "perf/total_num_tokens"):  # fmt: skip
-        assert resumed[0][name] == pytest.approx(uninterrupted[name], rel=1e-4, abs=1e-6), name
-
-
 def test_nothing_is_left_running(ppo_run: Path) -> None:
     """No engine, rank or Ray process of a finished run survives it."""
     out = str(ppo_run)

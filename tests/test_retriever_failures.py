@@ -150,23 +150,3 @@ def test_line_19_a_run_survives_failures_of_its_retriever(
     assert total["fault/outage_s"] > 0 and total["fault/trajectories_dropped"] == 0
     for name in ("searches_failed", "searches_retried", "trajectories_resampled"):
         assert total[f"fault/{name}"] > 0
-
-
-def test_a_run_whose_retriever_stays_down_can_resume(
-    world: dict[str, str], undisturbed: Path, tmp_path: Path
-) -> None:
-    """Exit status 4 and a checkpoint; the same command later completes the remaining steps."""
-    out, server = tmp_path / "run", retriever(Path(world["folder"]))
-    with server:
-        there = {**world, "url": server.url}
-        with started(there, out, "retriever.max_outage=5") as run:
-            wait_for(lambda: has_step_one(out), run, out)
-            server.kill()
-            run.wait(400)
-    log = (out / "log").read_text()
-    assert run.returncode == 4, log[-4000:]
-    assert "retriever.max_outage=5" in log.splitlines()[-1]
-    assert list(out.glob("global_step_*"))
-    with server:
-        train(there, out, *OPTIONS, "retriever.max_outage=5", "trainer.resume_mode=auto")
-    compare(out, undisturbed)

@@ -13,7 +13,7 @@ import pytest
 from ray import cloudpickle
 
 from example.tools.calculator import Calculator
-from search_r1 import Config, Trainer, loops
+from search_r1 import Config, Trainer
 from search_r1.agent.generation import build_agent, build_environment
 from search_r1.python_objects import PythonObjects
 from search_r1.retrieval.in_memory import InMemoryRetrieval
@@ -23,7 +23,7 @@ from search_r1.scoring import build_reward_manager
 from verl import plugins
 from verl.agent.interface import Item, Observation, Tool, text_arguments
 from verl.config import cli
-from verl.errors import ConfigError, PluginError, UserError
+from verl.errors import ConfigError, PluginError
 from verl.ext.resume import identity
 from verl.monitor.tracking import Tracker, Tracking
 from verl.rewards.interface import Reward, RewardManager
@@ -329,36 +329,6 @@ def test_a_callback_that_fails_ends_the_run_with_its_line(
     with pytest.raises(PluginError, match=r"on_step: got step 1 \(KeyError: 'no'; line \d+ of .*"):
         made.train()
     assert [row["step"] for row in made.history.steps] == [1]
-
-
-def test_steps_that_come_again_are_heard_anew(tmp_path: Path) -> None:
-    """After a restart from a checkpoint the history has each step once."""
-    made = Trainer(config(tmp_path))
-    for step in (1, 2, 3):
-        made._recorder.log({"actor/lr": 1.0}, step)
-    made._recorder.rewind(1)
-    assert [row["step"] for row in made._recorder.rows] == [1]
-    made._recorder.rewind(None)
-    assert made._recorder.rows == []
-
-
-def test_coroutines_run_beside_a_running_loop() -> None:
-    """Coroutines run from inside a running loop; errors are raised, and no thread is left."""
-
-    async def work(value: int) -> int:
-        await asyncio.sleep(0)
-        if value < 0:
-            raise UserError("below 0")
-        return value
-
-    async def notebook() -> int:
-        with pytest.raises(UserError, match="below 0"):
-            loops.run(work(-1))
-        return loops.run(work(3))
-
-    before = threading.active_count()
-    assert asyncio.run(notebook()) == 3 and loops.run(work(4)) == 4
-    assert threading.active_count() == before
 
 
 def test_a_program_with_a_ray_session_is_told(

@@ -60,12 +60,6 @@ def test_no_nvidia_smi_gives_the_cpu_build(install: Install, tmp_path: Path) -> 
     assert (tmp_path / "environment" / ".installed").read_text() == "CPU\n"
 
 
-def test_newest_ignores_the_lock(install: Install) -> None:
-    """`--newest` resolves the ranges in pyproject.toml again."""
-    assert "requirements.lock" in install()[2]
-    assert "requirements.lock" not in install("--newest")[2].split("dev]")[1]
-
-
 def test_eight_cards_give_the_gpu_build(install: Install, machine: Path) -> None:
     """vLLM is installed through the extra `gpu`, whose range is only in pyproject.toml."""
     nvidia_smi.write_nvidia_smi(machine, [nvidia_smi.H100] * 8)
@@ -129,13 +123,6 @@ def test_hashes_are_refused_for_the_gpu_build(install: Install, machine: Path) -
     status, output, calls = install("--hashes")
     assert status == 1 and "--hashes: got a GPU build, expected the CPU build" in output
     assert calls == "" and install("--hashes", "--cpu")[0] == 0
-
-
-def test_a_mig_slice_gives_the_gpu_build(install: Install, machine: Path) -> None:
-    """A slice is as good as a card."""
-    nvidia_smi.write_nvidia_smi(machine, [nvidia_smi.SLICED], listed=nvidia_smi.SLICES)
-    status, output, _ = install()
-    assert status == 0 and output.startswith("GPU build") and "MIG: 1g.10gb" in output
 
 
 @pytest.mark.parametrize("kind", ["old driver", "broken driver", "no cards", "old card"])

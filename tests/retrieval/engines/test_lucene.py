@@ -6,15 +6,13 @@ import os
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from search_r1.retrieval.corpus import Corpus
-from search_r1.retrieval.engines.base import Retriever, collect
+from search_r1.retrieval.engines.base import Retriever
 from search_r1.retrieval.engines.java import bundled_java, choose_java, read_java
 from search_r1.retrieval.engines.registry import build_retriever
 from search_r1.retrieval.errors import IndexMismatch, SetupError
@@ -200,13 +198,6 @@ def test_facts_identify_the_index(
     assert engine.num_documents == len(TEXTS)
 
 
-def test_stages_are_reported(engine: Retriever) -> None:
-    """The time of a search is split into searching the index and reading the passages."""
-    with collect() as seconds:
-        engine.search(QUERIES, 3)
-    assert set(seconds) == {"search", "documents"}
-
-
 @pytest.mark.parametrize(
     ("rows", "error", "words"),
     [
@@ -259,14 +250,3 @@ def test_every_java(indexes: dict[str, Path], corpus: Path, home: Path | None) -
         scores = {int(docid): score for docid, _, score in hits}
         assert scores == pytest.approx(formula(query, TEXTS), abs=ROUNDING)
         assert all(contents == TEXTS[int(docid)] for docid, contents, _ in hits)
-
-
-def test_through_a_server(engine: Retriever, serve: Callable[..., Any]) -> None:
-    """An HTTP server, which searches in other threads, answers the same as the backend."""
-    from search_r1.retrieval.server import create_app  # noqa: PLC0415
-
-    with serve(create_app(engine)) as address, httpx.Client(base_url=address) as client:
-        body = {"queries": QUERIES, "topk": 3, "return_scores": True}
-        answer = client.post("/retrieve", json=body).json()["result"]
-    expected = [[(h.document.id, h.score) for h in hits] for hits in engine.search(QUERIES, 3)]
-    assert [[(i["document"]["id"], i["score"]) for i in row] for row in answer] == expected

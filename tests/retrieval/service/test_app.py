@@ -21,7 +21,7 @@ from search_r1.retrieval.service.app import create_app
 from search_r1.retrieval.service.batching import BatchResult
 from search_r1.retrieval.service.requests import STATUSES
 from search_r1.retrieval.settings import ServiceConfig
-from tests.retrieval.service.fake_backends import FakeBackend, ask, client, ids, metric, until
+from tests.retrieval.service.fake_backends import FakeBackend, ask, client, metric, until
 
 SMALL = ServiceConfig(
     topk=2, max_topk=4, max_queries=3, max_query_chars=10, max_body_bytes=200, max_pending=3,
@@ -388,16 +388,6 @@ def test_contradicting_limits() -> None:
     for config in (ServiceConfig(topk=9, max_topk=8), ServiceConfig(max_queries=9, max_pending=8)):
         with pytest.raises(SetupError, match="expected"):
             create_app(FakeBackend(), config)
-
-
-def test_a_response_without_scores() -> None:
-    """A response without scores has plain documents."""
-
-    async def main() -> None:
-        async with client(create_app(FakeBackend())) as http:
-            assert ids(await ask(http, "a", topk=1)) == [["a/1/0"]]
-
-    asyncio.run(main())
 
 
 def test_a_long_response_is_sent_in_chunks() -> None:

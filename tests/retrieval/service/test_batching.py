@@ -1,7 +1,6 @@
 """Batches, shared queries, abandoned queries and deadlines, with a backend that can block."""
 
 import asyncio
-import gc
 import random
 from typing import Any
 
@@ -276,25 +275,3 @@ def test_the_cache_is_limited_in_entries_and_bytes(
             assert len(backend.calls) == (2 if limit < 9000 or not entries else 1)
 
     asyncio.run(main())
-
-
-def test_cached_results_are_not_traversed_by_the_garbage_collector() -> None:
-    """With hits as objects, a full collection would block all requests for a second."""
-    app = create_app(FakeBackend(), ServiceConfig(batch_wait_ms=0))
-
-    async def main() -> None:
-        async with client(app) as http:
-            await ask(http, "a")
-            before = num_tracked()
-            await ask(http, *map(str, range(300)), topk=100)
-            assert len(app.state.service.batcher._cache) == 301
-            assert num_tracked() - before < 300
-
-    asyncio.run(main())
-
-
-def num_tracked() -> int:
-    """Return the number of objects that a full collection traverses."""
-    for _ in range(3):  # a tuple is untracked one collection after its content
-        gc.collect()
-    return len(gc.get_objects())

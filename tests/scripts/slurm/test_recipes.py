@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.slurm.memory import GIB, Held, family, held, report
+from scripts.slurm.memory import GIB, Held, report
 
 ROOT = Path(__file__).resolve().parents[3]
 RECIPES = ROOT / "scripts" / "slurm"
@@ -242,17 +242,6 @@ def test_an_index_that_does_not_stay_in_memory_is_reported() -> None:
     assert fits and "does not stay in memory" in message and "retriever.sbatch" in message
     assert "does not stay" not in report(retriever, 256 * GIB, 90 * GIB)[1]
     assert not report(Held(64 * GIB, 0, 0), 128 * GIB, 90 * GIB)[0]
-
-
-def test_processes_that_end_while_memory_is_read_are_skipped(tmp_path: Path) -> None:
-    """Process 7 lists child 8, which is gone, and a thread that has ended."""
-    for name, text in {
-        "7/status": "RssAnon:\t1024 kB\n", "7/maps": "", "7/task/7/children": "8",
-    }.items():  # fmt: skip
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text)
-    (tmp_path / "7" / "task" / "9").mkdir()
-    assert held(family(7, tmp_path), tmp_path) == Held(private=1 << 20, hot=0, mapped=0)
 
 
 def program(path: Path, text: str) -> Path:

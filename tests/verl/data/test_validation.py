@@ -66,16 +66,6 @@ def test_every_bad_row_is_named(tmp_path: Path) -> None:
         assert all(f"{file}, row {number} (counted from 0)" in text for number in file_numbers)
 
 
-def test_line_that_is_not_utf8_is_a_bad_row(tmp_path: Path) -> None:
-    """A line in another encoding is reported with its number, and the next one is read."""
-    path = tmp_path / "latin.jsonl"
-    valid = json.dumps(record("a")).encode()
-    path.write_bytes(valid + b'\n{"prompt": "caf\xe9"}\n' + valid + b"\n")
-    report = validate([str(path)])
-    assert [row.number for row in report.files[0].bad_rows] == [1]
-    assert report.files[0].data_sources == {"nq": 2}
-
-
 def test_lengths_agree_with_what_a_run_filters(tmp_path: Path) -> None:
     """The counts over each budget equal what a run leaves out; statistics are computed by hand."""
     path = jsonl(tmp_path / "t.jsonl", [record("q" * n) for n in (5, 50, 9, 60, 10)])

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.memory_tracker import MemoryTracker
 from verl.errors import ConfigError
-from verl.monitor.tracking import Tracker, Tracking, backend_names, compact
+from verl.monitor.tracking import Tracking
 
 
 def test_jsonl_has_one_flushed_line_per_step(tmp_path: Path) -> None:
@@ -33,25 +32,11 @@ def test_unknown_backend_is_refused_before_any_opens(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_every_backend_gets_every_step() -> None:
-    """Several trackers receive the same records."""
-    first, second = MemoryTracker(), MemoryTracker()
-    with Tracking("p", "e", [first, second], ".") as tracking:
-        tracking.log({"a": 1}, 1)
-        tracking.log({"a": 2}, 2)
-    assert first.records == second.records == [(1, {"a": 1.0}), (2, {"a": 2.0})]
-
-
 def test_console_line_is_compact(caplog: pytest.LogCaptureFixture) -> None:
     """The console shows the step and the key metrics on one line."""
     with caplog.at_level(logging.INFO), Tracking("p", "e", "console", ".") as tracking:
         tracking.log({"val/em": 0.123456, "obscure/detail": 1.0}, 7)
     assert caplog.messages == ["step 7  val/em 0.1235"]
-
-
-def test_compact_shows_all_where_none_is_key() -> None:
-    """If a step has no key metrics, all are shown."""
-    assert compact({"x": 1.0, "y": 2.0}) == "x 1  y 2"
 
 
 OWN = """
@@ -87,21 +72,6 @@ def test_a_tracker_of_a_file_is_opened_and_may_fail(
         alone.log({"a": 1}, 2)
     with pytest.raises(ConfigError, match=r"trainer\.logger"):
         Tracking("p", "e", f"{tmp_path}/own.py:broken", tmp_path)
-
-
-def test_an_object_may_end_the_run(tmp_path: Path) -> None:
-    """A callback of the Python API raises to stop, with or without `metrics.jsonl`."""
-    with (
-        Tracking("p", "e", ["jsonl", Tracker()], tmp_path) as tracking,
-        pytest.raises(NotImplementedError),
-    ):
-        tracking.log({}, 1)
-
-
-@pytest.mark.parametrize("option", ["wandb", ["wandb"]])
-def test_backend_names_takes_a_name_or_a_list(option: str | list[str]) -> None:
-    """Both forms of trainer.logger are accepted."""
-    assert backend_names(option) == ["wandb"]
 
 
 def test_a_resumed_run_has_each_step_once(tmp_path: Path) -> None:

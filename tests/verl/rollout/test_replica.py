@@ -106,15 +106,6 @@ def test_line_01_trained_log_probs_match_over_a_whole_trajectory(replica: Replic
     assert done.prompt == replica.prompt("Who?")
 
 
-def test_line_12_seeds_differ_in_a_group_and_reproduce_it(replica: Replica) -> None:
-    """Samples of one prompt differ, and the same seeds give the same samples."""
-    starts = [start_trajectory(replica.prompt("Who?"), "1/0", n, seed=n) for n in range(6)]
-    first, second = replica.rollout(starts), replica.rollout(starts)
-    assert len({tuple(t.ids) for t in first}) == len(starts)
-    assert [t.ids for t in first] == [t.ids for t in second]
-    assert [t.sample for t in first] == list(range(6))
-
-
 def test_line_13_greedy_is_greedy_on_every_turn(replica: Replica) -> None:
     """Every request has temperature 0, and the tokens are the most likely ones."""
     replica.agent.requests.clear()
@@ -133,20 +124,6 @@ def test_line_05_each_request_is_a_prefix_of_the_trajectory(replica: Replica) ->
     (done,) = replica.rollout([start_trajectory(replica.prompt("When?"), seed=1)])
     for ids, _ in replica.agent.requests:
         assert tuple(done.ids[: len(ids)]) == ids
-
-
-def test_line_02_generation_stops_at_the_stop_string_and_keeps_its_token(vllm: Running) -> None:
-    """A stop string that ends inside a token keeps the whole token, and nothing after it."""
-    prompt = vllm.tokenizer.encode("Tell me")
-    free = vllm.generate(prompt, seed=4, max_tokens=12)
-    words = [vllm.tokenizer.decode([i]) for i in free.ids]
-    turn = next(n for n, word in enumerate(words) if n > 1 and len(word.strip()) > 2)
-    tag = words[turn][:-1]  # ends before the token does
-    stopped = vllm.generate(prompt, seed=4, max_tokens=12, stop=(tag,))
-    assert stopped.finish_reason == "stop"
-    assert stopped.ids == free.ids[: len(stopped.ids)]
-    assert len(stopped.ids) == len(stopped.log_probs) <= turn + 1
-    assert stopped.text.endswith(tag)
 
 
 def test_line_02_a_sampled_end_of_sequence_is_kept(vllm: Running, tmp_path: Path) -> None:
@@ -169,18 +146,6 @@ def update(vllm: Running, model: LlamaForCausalLM, folder: Path, version: int) -
     """Load `model` into the engine as the trainer does, from a folder."""
     model.save_pretrained(folder)
     vllm.update(folder, version)
-
-
-def test_line_14_updated_weights_are_used_with_no_old_cache(vllm: Running, tmp_path: Path) -> None:
-    """After an update, the same prompt has the new model's log-probs and the new version."""
-    prompt = vllm.tokenizer.encode("The same long prompt again and again. " * 40)
-    assert len(prompt) > 256  # several cache blocks
-    for version in (7, 8):
-        model = tiny_llama(eos_token_id=vllm.tokenizer.eos_token_id, seed=version)
-        update(vllm, model, tmp_path / str(version), version)
-        got = vllm.generate(prompt, seed=1)
-        assert got.weight_version == version
-        assert_log_probs_match(model, prompt, got)
 
 
 def stream(vllm: Running, model: LlamaForCausalLM, version: int) -> None:
