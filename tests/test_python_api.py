@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from example.tiny import tiny_model
 from search_r1.retrieval.index_builder import BuildConfig, build_index
+from tests.bad_models import whole_model
 from tests.test_end_to_end import write_rows
 from verl.config import Config
 from verl.monitor.tracking import Tracker, Tracking
@@ -43,7 +43,7 @@ def test_the_page_runs_from_top_to_bottom(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """All blocks of the page run as one program; only the slow training is replaced."""
-    tiny_model(tmp_path / "model")
+    whole_model(tmp_path / "model")
     for name in ("train", "test"):
         write_rows(tmp_path / f"{name}.parquet")
     (tmp_path / "train.jsonl").write_text('{"question": "where is Oslo", "answer": "Norway"}\n')
@@ -124,7 +124,7 @@ if __name__ == "__main__":
 @pytest.mark.vllm_cpu
 def test_python_and_the_command_line_go_on_with_each_others_runs(tmp_path: Path) -> None:
     """Steps 1 and 2 run from Python in an event loop, 3 from the shell, 4 from Python again."""
-    tiny_model(tmp_path / "model")
+    whole_model(tmp_path / "model", hidden_size=128)
     write_rows(tmp_path / "rows.parquet")
     (tmp_path / "program.py").write_text(PROGRAM)
     paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])

@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
-from example.tiny import tiny_model
 from example.tools.calculator import Calculator
 from search_r1.agent.generation import build_dialogue, build_environment
 from search_r1.scoring import build_reward_manager
+from tests.bad_models import whole_model
 from tests.fakes import cut_at_stop, texts
 from tests.memory_tracker import MemoryTracker
 from tests.verl.rollout.instant import InstantRollouts
@@ -94,7 +94,7 @@ def config(tmp_path: Path) -> Config:
         "algorithm.adv_estimator=grpo", "algorithm.kl_ctrl.kl_coef=0", "trainer.save_freq=0",
         "trainer.test_freq=0", "trainer.guard.action=off", "trainer.device=cpu",
         "trainer.compute_dtype=float32", "trainer.n_gpus_per_node=1",
-        f"actor_rollout_ref.model.path={tiny_model(tmp_path / 'start')}",
+        f"actor_rollout_ref.model.path={whole_model(tmp_path / 'start', hidden_size=64)}",
         f"trainer.default_local_dir={tmp_path / 'run'}",
     ]))  # fmt: skip
 
