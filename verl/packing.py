@@ -179,17 +179,17 @@ def prompt_lengths(batch: TokenBatch) -> list[int]:
 
 @dataclass(frozen=True)
 class Split:
-    """A batch divided over sequence-parallel groups."""
+    """A batch divided into shards."""
 
     parts: list[list[int]]
-    """Indices of each group's sequences."""
+    """Indices of each shard's sequences."""
     shards: list[TokenBatch]
-    """Sequences of each group."""
+    """Sequences of each shard."""
 
 
-def split_by_work(batch: TokenBatch, num_sp_groups: int, pair_cost: float = 0.0) -> Split:
-    """Divide sequences evenly by work over sequence-parallel groups; some shards may be empty."""
-    parts = Packing.of(batch, pair_cost).split_over_ranks(num_sp_groups)
+def split_by_work(batch: TokenBatch, num_shards: int, pair_cost: float = 0.0) -> Split:
+    """Divide sequences into shards of nearly equal work; some may be empty."""
+    parts = Packing.of(batch, pair_cost).split_over_ranks(num_shards)
     return Split(parts, [batch.select(part) for part in parts])
 
 
@@ -212,7 +212,7 @@ def split_groups(groups: Sequence[str], num_parts: int) -> list[list[int]]:
 
 
 def join_tokens(outputs: Sequence[Tensor], split: Split, batch: TokenBatch) -> Tensor:
-    """Concatenate the groups' per-token outputs in the order of the batch: (num_tokens,)."""
+    """Concatenate the shards' per-token outputs in the order of the batch: (num_tokens,)."""
     order = [index for part in split.parts for index in part]
     flat = torch.cat(list(outputs))
     joined = torch.empty_like(flat)

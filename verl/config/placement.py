@@ -22,8 +22,8 @@ class RankPlan:
     num_nodes: int
     per_node: int
     """Ranks on each of the nodes."""
-    sp_size: int
-    """Ranks that compute a sequence together (sequence parallelism)."""
+    ranks_per_shard: int
+    """Ranks that get the same share of a batch, and compute it together."""
 
     @property
     def num_ranks(self) -> int:
@@ -31,9 +31,9 @@ class RankPlan:
         return self.per_node * self.num_nodes
 
     @property
-    def num_sp_groups(self) -> int:
-        """Sequence-parallel groups over all nodes."""
-        return self.num_ranks // self.sp_size
+    def num_shards(self) -> int:
+        """Shares that a batch is divided into, over all nodes."""
+        return self.num_ranks // self.ranks_per_shard
 
 
 @dataclass(frozen=True)
@@ -120,11 +120,11 @@ class Placement:
 def plan(config: Config) -> Placement:
     """Return the placement that the options of a run describe."""
     trainer, critic, policy = config.trainer, config.critic, config.actor_rollout_ref
-    rollout, sp_size = policy.rollout, policy.actor.ulysses_sequence_parallel_size
+    rollout, together = policy.rollout, policy.actor.ulysses_sequence_parallel_size
     url = None if rollout.name == "remote" else rollout.url
     urls = url if isinstance(url, list) else [str(url)]
-    actor = RankPlan("rank", trainer.nnodes, trainer.n_gpus_per_node, sp_size)
-    shared = replace(actor, sp_size=critic.ulysses_sequence_parallel_size or sp_size)
+    actor = RankPlan("rank", trainer.nnodes, trainer.n_gpus_per_node, together)
+    shared = replace(actor, ranks_per_shard=critic.ulysses_sequence_parallel_size or together)
     own = replace(shared, group="critic rank", num_nodes=critic.nnodes or trainer.nnodes,
                   per_node=critic.n_gpus_per_node or 0)  # fmt: skip
     return Placement(

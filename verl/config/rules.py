@@ -88,12 +88,12 @@ def _sequence_parallel(config: Config) -> Iterator[Rule]:
     """Group sizes that divide the ranks, and mini-batches with a trajectory for each group."""
     actor, critic, gpus = config.actor_rollout_ref.actor, config.critic, "trainer.n_gpus_per_node"
     plan = config.placement
-    models = [(ACTOR, gpus, "", plan.actor.num_ranks, plan.actor.sp_size)]
+    models = [(ACTOR, gpus, "", plan.actor.num_ranks, plan.actor.ranks_per_shard)]
     if plan.is_apart("critic"):
         gpus, owner = "critic.n_gpus_per_node", "the critic's "
-        models.append(("critic", gpus, owner, plan.critic.num_ranks, plan.critic.sp_size))
+        models.append(("critic", gpus, owner, plan.critic.num_ranks, plan.critic.ranks_per_shard))
     elif critic.ulysses_sequence_parallel_size:
-        models.append(("critic", gpus, "", plan.critic.num_ranks, plan.critic.sp_size))
+        models.append(("critic", gpus, "", plan.critic.num_ranks, plan.critic.ranks_per_shard))
     for section, gpus, owner, ranks, size in models:
         key, num_groups = f"{section}.ulysses_sequence_parallel_size", max(1, ranks // size)
         yield (ranks % size, key, size, f"a divisor of {owner}{ranks} ranks",

@@ -36,7 +36,7 @@ def preflight(config: Config, environment: Environment) -> Config:
     problems: list[UserError] = list(engine_problems(config)) if config.samples_rollouts else []
     if problems:  # the memory that a run needs depends on the engine
         raise PreflightError(problems)
-    problems = list(models.model_problems(config)) or list(models.head_problems(config))
+    problems = list(models.model_problems(config)) or list(models.sharing_problems(config))
     if not problems:  # these read the models
         problems += models.record_problems(config)
         config, found = planned(config)

@@ -10,10 +10,11 @@ from huggingface_hub import constants, get_token, try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
 from transformers import PretrainedConfig
 
+from verl import plugins
 from verl.checkpoint import folders
 from verl.config import Config, DataConfig
 from verl.errors import ConfigError, ModelError, PreflightError, UserError, explain
-from verl.model_files import check_context, check_model, describe_error, model_errors, read_config
+from verl.model_files import check_context, check_model, describe_error, model_errors
 from verl.preflight import hub_models
 from verl.proxies import client_settings
 from verl.quantization import check_unquantized
@@ -21,7 +22,6 @@ from verl.training.family import check_family
 from verl.training.loading import model_folder
 from verl.training.network import joins_cluster
 from verl.training.roles import has_critic, roles_class
-from verl.training.sequence_parallel import check_heads
 from verl.training.shards import check_same_records, read_adapters
 
 HUB_SECONDS = 10.0
@@ -31,39 +31,26 @@ HUB_SECONDS = 10.0
 def model_problems(config: Config) -> Iterator[UserError]:
     """Yield problems of the policy's model, and of the critic's if it is another one."""
     path = config.actor_rollout_ref.model.path
-    sp_size = config.actor_rollout_ref.actor.ulysses_sequence_parallel_size
-    yield from _path_problems("actor_rollout_ref.model.path", path, sp_size, data=config.data)
+    yield from _path_problems("actor_rollout_ref.model.path", path, data=config.data)
     critic_path = config.critic.model.path
     if has_critic(config) and critic_path not in (None, path):
-        yield from _path_problems(
-            "critic.model.path", str(critic_path), config.placement.critic.sp_size, policy_path=path
-        )
+        yield from _path_problems("critic.model.path", str(critic_path), policy_path=path)
 
 
-def head_problems(config: Config) -> Iterator[UserError]:
-    """Check that sequence-parallel sizes divide the attention heads of each downloaded model."""
-    policy, actor = config.actor_rollout_ref.model, config.actor_rollout_ref.actor
-    sp_sizes = [("actor_rollout_ref.actor", policy.path, actor.ulysses_sequence_parallel_size)]
-    if has_critic(config):
-        sp_sizes.append(("critic", config.critic_path, config.placement.critic.sp_size))
-    for section, path, size in sp_sizes:
-        folder = model_folder(path)
-        if size > 1 and folder is not None:  # the ranks check a model that they download
-            try:
-                check_heads(read_config(str(folder)), size, section)
-            except ConfigError as error:
-                yield error
+def sharing_problems(config: Config) -> Iterator[UserError]:
+    """Check that ranks can compute each model together, if the options ask for it."""
+    if any(role.ranks_per_shard > 1 for role in config.placement.roles.values()):
+        yield from plugins.imported("verl.ext.sequence_parallel:problems")(config)
 
 
 def _path_problems(
-    key: str, path: str, sp_size: int = 1, policy_path: str | None = None,
-    data: DataConfig | None = None,
-) -> Iterator[UserError]:  # fmt: skip
+    key: str, path: str, policy_path: str | None = None, data: DataConfig | None = None
+) -> Iterator[UserError]:
     """Check that `path` is a complete model: a folder, a cached hub model, or a known hub name.
 
     Of a hub model that is not on this machine, all but the weights is downloaded and checked.
-    Its packed forward pass, divided over `sp_size` ranks, must be its own. A critic must share the
-    tokenizer of `policy_path`; lengths of `data` must fit the context.
+    Its packed forward pass must be its own. A critic must share the tokenizer of `policy_path`;
+    lengths of `data` must fit the context.
     """
     is_name = re.fullmatch(r"\w[\w.-]{0,95}(/[\w.-]{1,96})?", path) and not Path(path).exists()
     try:
@@ -78,7 +65,7 @@ def _path_problems(
             key, folder, needs_head=policy_path is None, tokenizer_of=tokenizer,
             has_weights=not awaits_weights,
         )  # fmt: skip
-        check_family(model, key, sp_size)
+        check_family(model, key)
         if data is not None:
             names = ("data.max_prompt_length", "data.max_response_length")
             check_context(model, folder, data, *names)

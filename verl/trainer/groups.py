@@ -92,7 +92,7 @@ def start_ranks(config: Config, start_up: StartUp) -> StartedRanks:
     ranks = TrainerRanks(
         {role: groups[place.group] for role, place in plan.roles.items()},
         {
-            role: BatchSharding(pair_cost.get(role, pair_cost["actor"]), place.sp_size)
+            role: BatchSharding(pair_cost.get(role, pair_cost["actor"]), place.ranks_per_shard)
             for role, place in plan.roles.items()
         },
     )

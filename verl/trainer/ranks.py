@@ -27,13 +27,13 @@ class BatchSharding:
 
     pair_cost: float = 0.0
     """Relative cost of an attention pair, for balancing the work (`ModelShape.pair_cost`)."""
-    sp_size: int = 1
-    """Size of the sequence-parallel groups, whose ranks all get the same sequences."""
+    ranks_per_shard: int = 1
+    """Ranks that all get the same sequences, and compute them together."""
 
     def shard(self, batch: TokenBatch, num_ranks: int) -> tuple[Split, list[TokenBatch]]:
-        """Split a batch over sequence-parallel groups; returns the split and each rank's shard."""
-        split = split_by_work(batch, num_ranks // self.sp_size, self.pair_cost)
-        return split, [shard for shard in split.shards for _ in range(self.sp_size)]
+        """Split a batch over the ranks; returns the split and each rank's shard."""
+        split = split_by_work(batch, num_ranks // self.ranks_per_shard, self.pair_cost)
+        return split, [shard for shard in split.shards for _ in range(self.ranks_per_shard)]
 
 
 FORWARD = {"actor": "log_probs", "reference": "log_probs", "critic": "values"}
@@ -66,8 +66,8 @@ class TrainerRanks:
         columns = {name: column for name, column in batch.tokens.items() if name in FORWARD_COLUMNS}
         split, shards = sharding.shard(replace(batch, tokens=columns), len(group))
         results = group.begin_scatter(f"{role}.{FORWARD[role]}", shards)
-        # All ranks of a sequence-parallel group return the same result: use the first's.
-        return lambda: join_tokens(results()[:: sharding.sp_size], split, batch)
+        # All ranks of a shard return the same result: use the first's.
+        return lambda: join_tokens(results()[:: sharding.ranks_per_shard], split, batch)
 
     def update(self, role: str, mini_batch: TokenBatch) -> Metrics:
         """Take one optimizer step of a role; returns its global metrics."""

@@ -38,8 +38,7 @@ def loss_mask(batch: TokenBatch) -> Tensor:
 
 def pack_inputs(model: FsdpModel, micro_batch: TokenBatch) -> PackedInputs:
     """Pack a micro-batch for a forward pass whose targets are the tokens in the loss."""
-    mask = loss_mask(micro_batch)
-    return PackedInputs.of(micro_batch, mask, model.device, model.options.sp_group)
+    return model.pack(micro_batch, loss_mask(micro_batch))
 
 
 def compute_at_targets(
@@ -69,7 +68,7 @@ def apply_update(
     by `sum_names`; the first is the loss. Losses are reported as they are, all other sums divided
     by the sum named `weight`. Metrics are prefixed by the model's `name`.
     """
-    total = all_reduced(torch.stack(sums).sum(0), model.device) / model.sp_size
+    total = all_reduced(torch.stack(sums).sum(0), model.device) / model.options.ranks_per_shard
     is_finite = bool(total.isfinite().all())
     if not is_finite:
         losses = torch.stack(sums)[:, 0].tolist()

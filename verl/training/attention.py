@@ -26,7 +26,6 @@ from transformers import AttentionInterface
 from verl.errors import ModelError, explain
 from verl.plugins import imported
 from verl.training.devices import to_device
-from verl.training.sequence_parallel import SequenceParallelGroup
 
 PACKED = "verl_packed"
 HALF = (torch.bfloat16, torch.float16)
@@ -46,20 +45,15 @@ class SequenceBounds:
     """(num_spans + 1,) int32 on the model's device: offsets of the runs in the row."""
     cu_keys: Tensor
     """(num_spans + 1,) int32: offsets of the runs' keys in the result of `keys_of`."""
-    sp_group: SequenceParallelGroup | None = None
-    """Ranks that compute the row together; None where this rank computes all of it."""
 
     @classmethod
-    def of(
-        cls, spans: Sequence[Span], device: torch.device,
-        sp_group: SequenceParallelGroup | None = None,
-    ) -> Self:  # fmt: skip
+    def of(cls, spans: Sequence[Span], device: torch.device) -> Self:
         """Build the bounds of runs with these positions."""
         queries, keys = (
             to_device(torch.tensor([0, *sizes]).cumsum(0, dtype=torch.int32), device)
             for sizes in ([end - start for start, end in spans], [end for _, end in spans])
         )
-        return cls(tuple(spans), queries, keys, sp_group)
+        return cls(tuple(spans), queries, keys)
 
     @property
     def lengths(self) -> list[int]:
@@ -73,10 +67,9 @@ class SequenceBounds:
 
     @property
     def position_ids(self) -> Tensor:
-        """(1, num_tokens) positions in the sequences; with a group, of its slice only."""
+        """(1, num_tokens) positions in the sequences."""
         positions = torch.cat([torch.arange(*span) for span in self.spans])[None]
-        own = positions if self.sp_group is None else self.sp_group.local_slice(positions)
-        return to_device(own, self.cu_seqlens.device)
+        return to_device(positions, self.cu_seqlens.device)
 
     def keys_of(self, x: Tensor) -> Tensor:
         """Insert the prompt's rows of `x` (num_tokens, ...) before those of each response."""
@@ -291,24 +284,17 @@ def packed_attention(
 ) -> tuple[Tensor, None]:  # fmt: skip
     """Compute a layer's attention, as transformers calls it.
 
-    Takes (1, heads, num_tokens, head_dim) and returns (1, num_tokens, heads, head_dim); with a
-    sequence-parallel group, for the tokens of this rank's slice. `softcap` and `s_aux`: see
-    `Scores`. Raises ModelError for any other argument that changes the result.
+    Takes (1, heads, num_tokens, head_dim) and returns (1, num_tokens, heads, head_dim). `softcap`
+    and `s_aux`: see `Scores`. Raises ModelError for any other argument that changes the result.
     """
     refuse_unknown(module, others)
     assert bounds is not None, f"{PACKED} needs `bounds`: call the model with a SequenceBounds"
     assert attention_mask is None, f"{PACKED} takes no mask, got {attention_mask.shape}"
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
-    sp_group = bounds.sp_group
-    if sp_group is not None:
-        query, key, value = sp_group.slice_to_heads((query, key, value), sum(bounds.lengths))
-        s_aux = None if s_aux is None else s_aux.chunk(sp_group.size)[sp_group.rank]
     key, value = bounds.keys_of(key), bounds.keys_of(value)
     kernel = choose_kernel(query, value, Scores(softcap, s_aux))
     attended = kernel(query, key, value, bounds, scale, sliding_window or 0)
-    if sp_group is not None:
-        attended = sp_group.heads_to_slice(attended)
     return attended.contiguous()[None], None  # some families call `view`
 
 

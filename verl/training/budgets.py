@@ -1,4 +1,4 @@
-"""Token budgets of one packed forward of a sequence-parallel group, derived from the options."""
+"""Token budgets of one packed forward of the ranks that compute it, derived from the options."""
 
 from dataclasses import dataclass
 
@@ -9,7 +9,7 @@ DEFAULT_TOKEN_BUDGET = 16384
 
 @dataclass(frozen=True)
 class TokenBudgets:
-    """Tokens of one packed forward of a sequence-parallel group (by default one rank)."""
+    """Tokens of one packed forward of the ranks that compute it together, by default one."""
 
     update: int = DEFAULT_TOKEN_BUDGET
     inference: int = 2 * DEFAULT_TOKEN_BUDGET
@@ -18,9 +18,9 @@ class TokenBudgets:
 def actor_budgets(config: Config) -> TokenBudgets:
     """Return the policy's budgets: from token options, else the micro-batch size, else default."""
     actor = config.actor_rollout_ref.actor
-    size = actor.ulysses_sequence_parallel_size
+    size = config.placement.actor.ranks_per_shard
     update = size * (actor.ppo_max_token_len_per_gpu or 0)
-    groups = config.placement.actor.num_sp_groups
+    groups = config.placement.actor.num_shards
     update = update or _micro_batch_tokens(config, actor.ppo_micro_batch_size, groups)
     update = update or size * DEFAULT_TOKEN_BUDGET
     return TokenBudgets(update, 2 * update)
@@ -28,11 +28,11 @@ def actor_budgets(config: Config) -> TokenBudgets:
 
 def critic_budgets(config: Config) -> TokenBudgets:
     """Return the critic's budgets; by default twice the actor's per rank."""
-    critic, size = config.critic, config.placement.critic.sp_size
+    critic, size = config.critic, config.placement.critic.ranks_per_shard
     update = size * (critic.ppo_max_token_len_per_gpu or 0)
-    groups = config.placement.critic.num_sp_groups
+    groups = config.placement.critic.num_shards
     update = update or _micro_batch_tokens(config, critic.ppo_micro_batch_size, groups)
-    actor_size = config.actor_rollout_ref.actor.ulysses_sequence_parallel_size
+    actor_size = config.placement.actor.ranks_per_shard
     update = update or 2 * actor_budgets(config).update * size // actor_size
     return TokenBudgets(update, 2 * update)
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from verl.errors import ConfigError, ModelError, explain
+from verl.errors import ModelError, explain
 from verl.model_files import describe_error, quiet_transformers
 from verl.packing import share_prompts
 from verl.remote_code import trusts_remote_code
@@ -63,30 +63,30 @@ WIDTHS = ("intermediate_size", "ffn_dim", "ffn_hidden_size", "n_inner", "feed_fo
 LAYERS = ("num_hidden_layers", "depth", "num_layers", "encoder_layers")
 
 
-def check_family(config: PretrainedConfig, subject: str, sp_size: int = 1) -> None:
+def check_family(config: PretrainedConfig, subject: str) -> None:
     """Raise ModelError, which begins with `subject`, unless the packed pass is the model's own.
 
-    A difference, and a model that cannot be tried, are refused. With `sp_size` > 1, ranks divide
-    the row, which models whose layers carry a state cannot do: ConfigError.
+    A difference, and a model that cannot be tried, are refused.
     """
     family = config.get_text_config().model_type
-    key = json.dumps(config.to_dict(), sort_keys=True, default=str)
-    problem, states = _try_family(_Config(key, config))
+    problem, _ = _try_family(_Config(config))
     if problem:
         raise ModelError(explain(subject, f"a model of the family {family}, {problem}",
                                  f"log-probs within {TOLERANCE:g} nats of the model's own",
                                  f"train another family ({FAMILIES}), or report it"))  # fmt: skip
-    if states and sp_size > 1:
-        key = "ulysses_sequence_parallel_size"
-        expected = f"1 for {family}, whose {states} carry a state along the row"
-        raise ConfigError(explain(f"{subject}: {key}", sp_size, expected, f"{key}=1"))
+
+
+def layers_with_state(config: PretrainedConfig) -> str:
+    """Return the names of a model's layers that carry a state along the row, or ""."""
+    return _try_family(_Config(config))[1]
 
 
 class _Config:
     """A config that compares by its content, for the cache."""
 
-    def __init__(self, key: str, config: PretrainedConfig) -> None:
-        self.key, self.config = key, config
+    def __init__(self, config: PretrainedConfig) -> None:
+        self.key = json.dumps(config.to_dict(), sort_keys=True, default=str)
+        self.config = config
 
     def __hash__(self) -> int:
         return hash(self.key)

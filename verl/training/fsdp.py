@@ -23,13 +23,15 @@ from verl.config import FsdpConfig, OptimConfig
 from verl.packing import Packing
 from verl.plugins import imported
 from verl.training.loading import fill_shards, take_values
-from verl.training.sequence_parallel import SequenceParallelGroup
+from verl.training.models import PackedInputs
 from verl.types import TokenBatch
 
 MAX = dist.ReduceOp.MAX
 SCHEDULES = ("constant", "linear", "cosine")
 TRAINING_IN = {torch.float16: "verl.ext.precision:scale_loss"}
 """Import paths of what a model must get to be trained in a compute dtype."""
+SHARING_SHARDS = "verl.ext.sequence_parallel:divide"
+"""Import path of what lets ranks compute a share of a batch together."""
 
 
 @dataclass(frozen=True)
@@ -48,8 +50,9 @@ class FsdpOptions:
     """Learning rate after the warm-up: constant, or linear or cosine to 0 at `num_updates`."""
     fsdp: FsdpConfig = field(default_factory=lambda: FsdpConfig(False, False))
     """What is offloaded or resharded between uses."""
-    sp_group: SequenceParallelGroup | None = None
-    """Group of ranks that compute each micro-batch together; None where each computes its own."""
+
+    ranks_per_shard: int = 1
+    """Ranks that get the same share of a batch, and compute it together."""
 
     def __post_init__(self) -> None:
         assert None not in vars(self.fsdp).values(), "null must be resolved before ranks start"
@@ -102,6 +105,12 @@ class FsdpModel:
             self._build_optimizer(self.options.optim)
             if self.options.compute_dtype in TRAINING_IN:
                 imported(TRAINING_IN[self.options.compute_dtype])(self)
+        if self.options.ranks_per_shard > 1:
+            imported(SHARING_SHARDS)(self)
+
+    def pack(self, batch: TokenBatch, mask: Tensor) -> PackedInputs:
+        """Pack a micro-batch for `forward`; the tokens where `mask` is True are its targets."""
+        return PackedInputs.of(batch, mask, self.device)
 
     def forward(self, *arguments: Any) -> Any:
         return self.module(*arguments)
@@ -164,11 +173,6 @@ class FsdpModel:
             if isinstance(module, FSDPModule):
                 module.reshard()
 
-    @property
-    def sp_size(self) -> int:
-        """Ranks that compute the same micro-batches and loss together."""
-        return 1 if self.options.sp_group is None else self.options.sp_group.size
-
     def micro_batches(self, batch: TokenBatch, budget: int) -> list[tuple[list[int], TokenBatch]]:
         """Divide a batch into micro-batches of at most `budget` computed tokens.
 
@@ -183,9 +187,8 @@ class FsdpModel:
     def backward(self, loss: Tensor, is_last: bool = True) -> None:
         """Add the gradient of this rank's share of the loss; the shares add up over ranks.
 
-        Without `reshard_each`, gradients are reduced with the update's last micro-batch only. The
-        ranks of a sequence-parallel group have the same share of the loss, and each adds the part
-        of its gradient that flows through its slice.
+        Without `reshard_each`, gradients are reduced with the update's last micro-batch only. Ranks
+        with the same share of the loss (`ranks_per_shard`) each add a part of its gradient.
         """
         if not self.options.fsdp.reshard_each:
             assert isinstance(self.module, FSDPModule)

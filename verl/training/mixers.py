@@ -42,7 +42,6 @@ class RunByRun:
         # Not all families pass the bounds on; kernels refuse what they do not know.
         bounds = kwargs.pop("bounds", None) or self.row.bounds
         assert bounds is not None, "set CurrentRow.bounds before the model's forward"
-        assert bounds.sp_group is None, "a mixer's row cannot be divided over ranks"
         leaves, tree = tree_flatten((args, kwargs))
         runs = [_runs(x, bounds) if _is_row(x, bounds) else repeat(x) for x in leaves]
         results = []

@@ -23,7 +23,6 @@ from verl.remote_code import trusts_remote_code
 from verl.training.attention import PACKED, SequenceBounds, Span
 from verl.training.devices import to_device
 from verl.training.mixers import current_row
-from verl.training.sequence_parallel import SequenceParallelGroup, TargetGather
 from verl.types import TokenBatch
 
 LOGITS_PER_CHUNK = 1 << 26
@@ -34,31 +33,22 @@ LOGITS_PER_CHUNK = 1 << 26
 class PackedInputs:
     """Inputs of one forward: the tokens of all sequences in one row, and the target tokens.
 
-    The ranks of a sequence-parallel group have the same batch, and each computes a slice of the row
-    and the targets that follow the slice's tokens.
-
     Example: for P P A B and P P C, which share a prompt, the row is P P A B C; A and C are both
     predicted from its second token.
     """
 
     input_ids: Tensor
-    """(1, num_tokens) ids of the row's tokens, or of this rank's slice of it."""
+    """(1, num_tokens) ids of the row's tokens."""
     bounds: SequenceBounds
-    """Bounds of the whole row."""
     target_positions: Tensor
     """(num_targets,) on the host: batch positions of all targets, never a sequence's first."""
     targets: Tensor
-    """(num_local_targets,) ids of the targets that this rank computes; without a group, of all."""
+    """(num_targets,) ids of the targets."""
     before_targets: Tensor
-    """(num_local_targets,) positions in `input_ids` of the tokens before these targets."""
-    target_gather: TargetGather | None = None
-    """Collects the results of the group's ranks; None where this rank computes all targets."""
+    """(num_targets,) positions in `input_ids` of the tokens before the targets."""
 
     @classmethod
-    def of(
-        cls, batch: TokenBatch, mask: Tensor, device: torch.device,
-        sp_group: SequenceParallelGroup | None = None,
-    ) -> Self:  # fmt: skip
+    def of(cls, batch: TokenBatch, mask: Tensor, device: torch.device) -> Self:
         """Pack `batch`, with the tokens where `mask` (num_tokens,) is True as targets.
 
         A batch without tokens becomes a row of two tokens without targets, because its rank must
@@ -77,19 +67,9 @@ class PackedInputs:
         else:
             spans, row = [(0, 2)], torch.zeros(2, dtype=torch.int64)
             positions = targets = before = row[:0]
-        bounds = SequenceBounds.of(spans, device, sp_group)
-        input_ids, target_gather = row[None], None
-        if sp_group is not None:
-            size = sp_group.slice_size(len(row))
-            input_ids = sp_group.local_slice(input_ids)
-            target_gather, own = TargetGather.of(sp_group, before // size, device)
-            targets, before = targets[own], before[own] - size * sp_group.rank
-        input_ids, targets, before = (to_device(x, device) for x in (input_ids, targets, before))
-        return cls(input_ids, bounds, positions, targets, before, target_gather)
-
-    def gather(self, *columns: Tensor) -> tuple[Tensor, ...]:
-        """Extend columns of this rank's targets, (num_local_targets,), to those of all targets."""
-        return columns if self.target_gather is None else self.target_gather.gather(*columns)
+        bounds = SequenceBounds.of(spans, device)
+        input_ids, targets, before = (to_device(x, device) for x in (row[None], targets, before))
+        return cls(input_ids, bounds, positions, targets, before)
 
 
 def lay_out_row(
@@ -163,7 +143,7 @@ def trunk_of(lm: PreTrainedModel) -> nn.Module:
 
 
 def target_hidden_states(trunk: nn.Module, inputs: PackedInputs) -> Tensor:
-    """Return the hidden state before each of this rank's targets, (num_local_targets, hidden)."""
+    """Return the hidden state before each target, (num_targets, hidden)."""
     current_row(trunk).bounds = inputs.bounds
     hidden: Tensor = trunk(
         input_ids=inputs.input_ids,
@@ -200,7 +180,7 @@ class LogProbModel(nn.Module):
         recomputed = functools.partial(checkpoint, self._chunk, use_reentrant=False)
         outputs = [recomputed(*chunk, temperature, learn_entropy) for chunk in first]
         outputs.append(self._chunk(*last, temperature, learn_entropy))
-        log_probs, entropies = inputs.gather(*map(torch.cat, zip(*outputs, strict=True)))
+        log_probs, entropies = map(torch.cat, zip(*outputs, strict=True))
         return log_probs, entropies
 
     def _chunk(
@@ -295,8 +275,7 @@ def build_value_head(lm: PreTrainedModel) -> nn.Linear:
 def target_values(trunk: nn.Module, value_head: nn.Module, inputs: PackedInputs) -> Tensor:
     """Compute the value of the state before each target token, (num_targets,) float32."""
     values: Tensor = value_head(target_hidden_states(trunk, inputs))
-    values = values.to(torch.promote_types(values.dtype, torch.float32)).sum(-1)
-    return inputs.gather(values)[0]
+    return values.to(torch.promote_types(values.dtype, torch.float32)).sum(-1)
 
 
 def blocks(module: nn.Module, lm: PreTrainedModel) -> list[nn.Module]:

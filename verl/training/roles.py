@@ -5,7 +5,7 @@ ask for something else name another class in the place of `Roles` (`roles_class`
 """
 
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,6 @@ from verl.training.fsdp import FsdpModel, FsdpOptions
 from verl.training.kernels import prepare_blocks, use_kernels
 from verl.training.loading import copy_without_values, open_causal_lm
 from verl.training.models import LogProbModel, ValueModel, blocks
-from verl.training.sequence_parallel import SequenceParallelGroup, check_heads
 from verl.training.weights import write_policy
 
 
@@ -40,7 +39,6 @@ class Roles:
     """Ranks of the run on this node, which load their models at the same time."""
     total_updates: int
     """Optimizer steps of the actor in the run."""
-    _sp_groups: dict[int, SequenceParallelGroup] = field(init=False, default_factory=dict)
 
     @property
     def has_critic(self) -> bool:
@@ -53,8 +51,7 @@ class Roles:
         with self.open(section.model, section.model.path) as lm:
             # Copied before the kernels of trained blocks are installed.
             reference_lm = copy_without_values(lm) if self.config.needs_reference else None
-            size = section.actor.ulysses_sequence_parallel_size
-            self.prepare(lm, section.model, size, "actor_rollout_ref.actor")
+            self.prepare(lm, section.model)
             actor = FsdpModel(LogProbModel(lm), blocks(lm, lm), self.device, self.actor_options())
         if reference_lm is None:
             return actor, None
@@ -65,9 +62,9 @@ class Roles:
 
     def build_critic(self) -> FsdpModel:
         """Build the critic; on a rank with an actor, after `build_policy`."""
-        model, size = self.config.critic.model, self.config.placement.critic.sp_size
+        model = self.config.critic.model
         with self.open(model, self.config.critic_path, needs_head=False) as lm:
-            self.prepare(lm, model, size, "critic")
+            self.prepare(lm, model)
             module, options = ValueModel(lm), self.critic_options()
             return FsdpModel(module, blocks(module, lm), self.device, options, [module.value_head])
 
@@ -81,11 +78,10 @@ class Roles:
         """Return the dtype of a model's own weights: float32 if they are trained."""
         return torch.float32
 
-    def prepare(self, lm: PreTrainedModel, model: BlocksConfig, sp_size: int, section: str) -> None:
-        """Install kernels and recomputation in a model to train, and check its attention heads."""
+    def prepare(self, lm: PreTrainedModel, model: BlocksConfig) -> None:
+        """Install kernels and recomputation in a model to train."""
         kernels = self.config.actor_rollout_ref.model.kernels
         prepare_blocks(lm, kernels, model.enable_gradient_checkpointing)
-        check_heads(lm.config, sp_size, section)
 
     def actor_options(self) -> FsdpOptions:
         """Return the options by which the actor is sharded and trained."""
@@ -95,7 +91,7 @@ class Roles:
             num_updates=self.total_updates,
             optim=actor.optim,
             grad_clip=actor.grad_clip,
-            sp_group=self.sp_group(actor.ulysses_sequence_parallel_size),
+            ranks_per_shard=self.config.placement.actor.ranks_per_shard,
             fsdp=actor.fsdp_config,
         )
 
@@ -104,7 +100,7 @@ class Roles:
         section = self.config.actor_rollout_ref
         return FsdpOptions(
             compute_dtype=self.compute_dtype,
-            sp_group=self.sp_group(section.actor.ulysses_sequence_parallel_size),
+            ranks_per_shard=self.config.placement.actor.ranks_per_shard,
             fsdp=section.ref.fsdp_config,
         )
 
@@ -118,15 +114,9 @@ class Roles:
             num_updates=steps * -(-config.num_trajectories // size) * critic.ppo_epochs,
             optim=critic.optim,
             grad_clip=critic.grad_clip,
-            sp_group=self.sp_group(config.placement.critic.sp_size),
+            ranks_per_shard=config.placement.critic.ranks_per_shard,
             fsdp=critic.model.fsdp_config,
         )
-
-    def sp_group(self, size: int) -> SequenceParallelGroup | None:
-        """Return this rank's sequence-parallel group, None for size 1."""
-        if size > 1 and size not in self._sp_groups:
-            self._sp_groups[size] = SequenceParallelGroup.join(size)
-        return self._sp_groups.get(size)
 
     def write_for_engines(
         self, actor: FsdpModel, directory: Path, dtype: str, writer: int, num_writers: int

@@ -48,10 +48,10 @@ class FakeGroup:
         return [ActorLocation("node", "host", ()) for _ in self.results]
 
 
-def ranks_of(group: Any, critic: Any = None, sp_size: int = 1) -> TrainerRanks:
-    """Return the ranks of fake groups; `sp_size` is that of the actor."""
+def ranks_of(group: Any, critic: Any = None, ranks_per_shard: int = 1) -> TrainerRanks:
+    """Return the ranks of fake groups; `ranks_per_shard` is that of the actor."""
     groups = {"actor": group, "reference": group, "critic": group if critic is None else critic}
-    return TrainerRanks(groups, {"actor": BatchSharding(sp_size=sp_size)})
+    return TrainerRanks(groups, {"actor": BatchSharding(ranks_per_shard=ranks_per_shard)})
 
 
 @pytest.mark.parametrize(("second_host", "fits"), [(79, True), (81, False)])
@@ -101,7 +101,7 @@ def test_a_forward_gets_what_it_reads_and_an_update_everything() -> None:
 def test_the_ranks_of_a_group_get_the_same_shard_and_are_read_once() -> None:
     """Four ranks in two groups share two sequences; actor and critic may have other group sizes."""
     group, batch = FakeGroup([]), make_batch([3, 2])
-    ranks = ranks_of(group, sp_size=2)
+    ranks = ranks_of(group, ranks_per_shard=2)
     first, second = (ids.tolist() for ids in batch.sequences("input_ids"))
     group.results = [torch.tensor(ids).float() for ids in (first, first, second, second)]
     assert ranks.begin_forward("actor", batch)().tolist() == [*first, *second]

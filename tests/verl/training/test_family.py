@@ -11,7 +11,7 @@ from transformers import AttentionInterface, AutoConfig, PretrainedConfig, PreTr
 
 from scripts import family_page
 from verl.config import AdapterConfig
-from verl.errors import ConfigError, ModelError
+from verl.errors import ModelError
 from verl.ext.lora.adapter import Adapter
 from verl.ext.lora.model import AdaptedModel, Role
 from verl.packing import share_prompts
@@ -158,13 +158,6 @@ def test_the_probe_finds_what_was_wrong(
     broken(what, monkeypatch)
     with pytest.raises(ModelError, match="differ by"):
         family.check_family(config, "model")
-
-
-def test_layers_with_a_state_are_not_divided_over_ranks() -> None:
-    """The option is named; other families are divided."""
-    with pytest.raises(ConfigError, match="ulysses_sequence_parallel_size"):
-        family.check_family(family_page.family_config("lfm2"), "model", sp_size=2)
-    family.check_family(family_page.family_config("llama"), "model", sp_size=2)
 
 
 def test_an_unknown_argument_of_the_attention_call_is_an_error() -> None:

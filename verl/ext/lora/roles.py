@@ -48,8 +48,7 @@ class AdaptedRoles(Roles):
         if not section.model.has_adapter:
             return super().build_policy()
         with self.open(section.model, section.model.path) as lm:
-            size = section.actor.ulysses_sequence_parallel_size
-            self.prepare(lm, section.model, size, "actor_rollout_ref.actor")
+            self.prepare(lm, section.model)
             adapters: dict[Role, AdapterConfig] = {Role.ACTOR: section.model}
             if self._shares_base:
                 adapters[Role.CRITIC] = self.config.critic.model
@@ -61,13 +60,13 @@ class AdaptedRoles(Roles):
 
     def build_critic(self) -> FsdpModel:
         """Build the critic, on the policy's base if both have adapters."""
-        model, size = self.config.critic.model, self.config.placement.critic.sp_size
+        model = self.config.critic.model
         if self._policy is not None and self._shares_base:
             return share_base_model(self._policy, Role.CRITIC, self.critic_options())
         if not model.has_adapter:
             return super().build_critic()
         with self.open(model, self.config.critic_path, needs_head=False) as lm:
-            self.prepare(lm, model, size, "critic")
+            self.prepare(lm, model)
             adapters = {Role.CRITIC: model}
             return build_adapted_model(lm, adapters, self.device, self.critic_options())
 

@@ -39,18 +39,18 @@ def undecided_budgets(config: Config) -> list[Budget]:
     """Return the null budgets of the models that the run trains."""
     found = []
     if config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu is None:
-        size = config.actor_rollout_ref.actor.ulysses_sequence_parallel_size
+        size = config.placement.actor.ranks_per_shard
         tokens = min(actor_budgets(config).update // size, DEFAULT_TOKEN_BUDGET)
         found.append(_budget(config, ACTOR_BUDGET, tokens, size))
     if has_critic(config) and config.critic.ppo_max_token_len_per_gpu is None:
-        size = config.placement.critic.sp_size
+        size = config.placement.critic.ranks_per_shard
         tokens = min(critic_budgets(config).update // size, 2 * DEFAULT_TOKEN_BUDGET)
         found.append(_budget(config, CRITIC_BUDGET, tokens, size))
     return found
 
 
-def _budget(config: Config, key: str, tokens: int, sp_size: int) -> Budget:
-    least = -(-config.data.max_model_len // sp_size)
+def _budget(config: Config, key: str, tokens: int, ranks_per_shard: int) -> Budget:
+    least = -(-config.data.max_model_len // ranks_per_shard)
     return Budget(key, max(least, tokens), least)
 
 

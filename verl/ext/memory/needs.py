@@ -246,7 +246,7 @@ def activation_needs(
             (budgets.inference, config.num_trajectories, reads, False),
             (budgets.update, mini_batch, frozenset({update}), True),
         ):
-            own_trajectories = -(-num_trajectories * base.sp_size // num_ranks)
+            own_trajectories = -(-num_trajectories * base.ranks_per_shard // num_ranks)
             tokens = max(longest, min(budget, own_trajectories * longest))
             work = replace(base, tokens=tokens, has_backward=has_backward,
                            recompute=has_backward and recompute)  # fmt: skip
@@ -258,19 +258,19 @@ def activation_needs(
                 size = activation_bytes(replace(work, lora_rank=0) if is_base else work)
                 yield Need(memory, name, max(size, first), frozenset({phase}))
 
+    plan = config.placement
     policy_pass = Pass(
         policy, longest, longest, dtype, lora_rank=section.model.lora_rank,
         temperature=section.rollout.temperature,
-        sp_size=section.actor.ulysses_sequence_parallel_size,
+        ranks_per_shard=plan.actor.ranks_per_shard,
     )  # fmt: skip
     reads = frozenset({Phase.LOG_PROBS, *[Phase.REF_LOG_PROBS] * config.needs_reference})
-    plan = config.placement
     yield from needs(policy_pass, actor_budgets(config), mini_batch, plan.actor.num_ranks,
                      section.model, reads, Phase.UPDATE_ACTOR)  # fmt: skip
     if has_critic(config):
         critic_pass = Pass(
             critic, longest, longest, dtype, is_critic=True, lora_rank=own.model.lora_rank,
-            sp_size=plan.critic.sp_size,
+            ranks_per_shard=plan.critic.ranks_per_shard,
         )  # fmt: skip
         yield from needs(critic_pass, critic_budgets(config), own.ppo_mini_batch_size or mini_batch,
                          plan.critic.num_ranks, own.model, frozenset({Phase.VALUES}),
@@ -296,7 +296,7 @@ def first_gather_bytes(work: Pass, item: int, num_ranks: int, has_gradients: boo
     absent = (min(MAX_GATHERED, shape.layers) - 2) * item * shape.block_parameters
     if has_gradients:
         absent += (item + 2 * FLOAT) * shape.block_parameters
-    return item * (root + shape.hidden * work.tokens // work.sp_size) - absent
+    return item * (root + shape.hidden * work.tokens // work.ranks_per_shard) - absent
 
 
 SAMPLING_COPIES = 3

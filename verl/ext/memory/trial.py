@@ -24,7 +24,6 @@ from verl.training.devices import DTYPES
 from verl.training.kernels import recompute
 from verl.training.loading import replace_parameters
 from verl.training.models import LogProbModel, PackedInputs, ValueModel
-from verl.training.sequence_parallel import SequenceParallelGroup, TargetGather
 
 DEPTHS = (2, 3)
 """Numbers of blocks to measure; not 1, since the first block differs from those after it."""
@@ -44,8 +43,8 @@ class Pass:
     recompute: bool | str = False
     """Gradient checkpointing: a value of `enable_gradient_checkpointing`."""
     lora_rank: int = 0
-    sp_size: int = 1
-    """Size of the sequence-parallel group that computes the tokens; one rank is measured."""
+    ranks_per_shard: int = 1
+    """Ranks that compute the tokens together; one of them is measured."""
     temperature: float = 1.0
 
 
@@ -66,11 +65,14 @@ def _at_depth(work: Pass, layers: int) -> int:
         trained = [p for p in model.parameters() if work.has_backward and p.requires_grad]
         for parameter in trained:
             parameter.grad = torch.zeros_like(parameter)
-        inputs = _inputs(work)
+        inputs, forward = _inputs(work), model
+        if work.ranks_per_shard > 1:
+            one_of = imported("verl.ext.sequence_parallel:as_lone_rank")
+            inputs, forward = one_of(inputs, model, work.ranks_per_shard)
         held = [*model.parameters(), *model.buffers(), *(p.grad for p in trained)]
         tracker = PeakTracker(held)
         with tracker, torch.set_grad_enabled(work.has_backward):
-            output = model(inputs) if work.is_critic else model(inputs, work.temperature)[0]
+            output = forward(inputs) if work.is_critic else forward(inputs, work.temperature)[0]
             if work.has_backward:
                 output.sum().backward()
     return tracker.peak
@@ -160,27 +162,10 @@ def _cast_parameters(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def _inputs(work: Pass) -> PackedInputs:
-    """Build inputs whose targets are all tokens but the first; in a parallel group, all tokens."""
+    """Build inputs whose targets are all tokens but the first."""
     full, rest = divmod(work.tokens, work.longest)
     spans = ((0, work.longest),) * full + (((0, rest),) if rest else ())
     offsets = torch.zeros(len(spans) + 1, dtype=torch.int32)
     ids, targets = torch.zeros(1, work.tokens, dtype=torch.int64), torch.arange(1, work.tokens)
-    if work.sp_size == 1:
-        bounds = SequenceBounds(spans, offsets, offsets)
-        return PackedInputs(ids, bounds, targets, ids[0, targets], targets - 1)
-    sp_group = LoneRank(work.sp_size, 0)
-    own = sp_group.local_slice(ids)
-    every = torch.arange(work.sp_size * sp_group.slice_size(work.tokens))
-    answers = TargetGather(sp_group, [own.shape[1]] * sp_group.size, every)
-    bounds = SequenceBounds(spans, offsets, offsets, sp_group)
-    return PackedInputs(own, bounds, every, own[0], every[: own.shape[1]], answers)
-
-
-class LoneRank(SequenceParallelGroup):
-    """A rank without its sequence-parallel group; exchanges keep the shapes, not the values."""
-
-    def all_to_all(self, x: Tensor) -> Tensor:
-        return x.clone()
-
-    def all_reduce(self, x: Tensor) -> None:
-        pass
+    bounds = SequenceBounds(spans, offsets, offsets)
+    return PackedInputs(ids, bounds, targets, ids[0, targets], targets - 1)

@@ -84,7 +84,7 @@ def test_a_selective_block_keeps_the_results_of_products_and_attention() -> None
 def test_a_sequence_parallel_group_divides_the_activations(way: str) -> None:
     """Two ranks have half each and what they exchange; their two key heads suffice for both."""
     alone = dataclasses.replace(WAYS[way], tokens=3000, longest=400)
-    half = activation_bytes(dataclasses.replace(alone, sp_size=2)) / activation_bytes(alone)
+    half = activation_bytes(dataclasses.replace(alone, ranks_per_shard=2)) / activation_bytes(alone)
     assert 0.5 <= half < 0.6
 
 

@@ -13,10 +13,10 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwe
 from tests.core.batches import make_batch, make_groups
 from tests.verl.training.ranks import VOCAB, tiny_config
 from verl.config.policy import SELECTIVE
+from verl.ext.sequence_parallel import SequenceParallelGroup, SlicedInputs, gathered
 from verl.packing import SHARED_PROMPT, common_prompts, split_by_work
 from verl.training.attention import PACKED
 from verl.training.models import LogProbModel, PackedInputs, ValueModel
-from verl.training.sequence_parallel import SequenceParallelGroup
 from verl.training.worker import TrainerWorker
 from verl.types import TokenBatch
 
@@ -67,10 +67,13 @@ def gradients(
     module: nn.Module, sp_group: SequenceParallelGroup | None, is_critic: bool
 ) -> list[list[Tensor]]:
     """Return the outputs for each row, and the gradients that flow through this rank's slices."""
+    forward: Any
     outputs, weights = [], torch.arange(40, dtype=torch.float64).sin()
     for batch in rows():
-        inputs = PackedInputs.of(batch, batch.tokens["policy_mask"], CPU, sp_group)
-        results = [module(inputs)] if is_critic else [*module(inputs, 0.7, True)]
+        inputs, forward = PackedInputs.of(batch, batch.tokens["policy_mask"], CPU), module
+        if sp_group is not None:
+            inputs, forward = SlicedInputs.divide(inputs, sp_group, CPU), gathered(module)
+        results = [forward(inputs)] if is_critic else [*forward(inputs, 0.7, True)]
         loss = sum((x * weights[: len(x)]).sum() + x.mean() ** 2 for x in results if len(x))
         (loss if isinstance(loss, Tensor) else 0 * results[0].sum()).backward()
         outputs += [x.detach() for x in results]

@@ -5,9 +5,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.verl.training import sequence_parallel_bodies
+from scripts import family_page
+from tests.verl.ext import sequence_parallel_bodies
 from tests.verl.training.ranks import run_ranks, save_tiny
 from verl.config import Config
+from verl.errors import ConfigError
+from verl.ext.sequence_parallel import check_divisible
 from verl.training.actor import TokenBudgets
 from verl.training.budgets import actor_budgets, critic_budgets
 
@@ -33,10 +36,17 @@ def test_a_group_holds_as_many_tokens_as_its_ranks(
     config.actor_rollout_ref.actor.ulysses_sequence_parallel_size = 4
     assert actor_budgets(config) == TokenBudgets(*actor)
     plan = config.placement
-    assert (plan.actor.num_sp_groups, plan.critic.num_sp_groups, plan.critic.sp_size) == (2, 2, 4)
+    assert (plan.actor.num_shards, plan.critic.num_shards, plan.critic.ranks_per_shard) == (2, 2, 4)
     config.critic.ulysses_sequence_parallel_size = 2
     assert critic_budgets(config) == TokenBudgets(*critic)
-    assert config.placement.critic.num_sp_groups == 4
+    assert config.placement.critic.num_shards == 4
+
+
+def test_layers_with_a_state_are_not_divided_over_ranks() -> None:
+    """The option is named; other families are divided."""
+    with pytest.raises(ConfigError, match="the_option"):
+        check_divisible(family_page.family_config("lfm2"), 2, "the_option")
+    check_divisible(family_page.family_config("llama"), 2, "the_option")
 
 
 def test_a_group_has_the_results_and_the_gradient_of_one_rank() -> None:
