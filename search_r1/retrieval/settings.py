@@ -134,8 +134,8 @@ class RetrieverConfig:
     index_path: str | None = None
     """index, or the folder that contains it; without it, bm25 builds one beside the corpus"""
     verify: bool = False
-    """before serving, read every row and vector instead of a sample, and compare index and corpus
-    with the hashes in the index's manifest"""
+    """before serving, read every row instead of a sample, and compare index and corpus with the
+    hashes in the index's manifest"""
     encoder: EncoderConfig = field(default_factory=EncoderConfig)
     faiss: FaissConfig = field(default_factory=FaissConfig)
     torch: TorchConfig = field(default_factory=TorchConfig)

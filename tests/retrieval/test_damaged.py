@@ -181,17 +181,18 @@ FAISS = {
     "fewer-rows": index_of(lambda rows: rows[:-1]),
     "more-rows": index_of(lambda rows: np.r_[rows, rows[:1]]),
     "other-dim": index_of(lambda rows: rows[:, :32]),
-    "nan-first": index_of(at(0, NAN)),
-    "nan-last": index_of(at(-1, NAN)),
     "infinite": index_of(at(3, np.inf)),
     "other-order": index_of(lambda rows: rows[::-1].copy()),
     "binary": lambda path: faiss.write_index_binary(faiss.IndexBinaryFlat(64), str(path)),
 }
-OTHER_KINDS = {"kind-of-hnsw": header(0, b"IHNf"), "kind-of-ivf": header(0, b"IwFl")}
-"""Files that may end a process in which FAISS reads them."""
+TORCH = {
+    "nan-first": index_of(at(0, NAN)),
+    "nan-last": index_of(at(-1, NAN)),
+    "kind-of-hnsw": header(0, b"IHNf"),
+    "kind-of-ivf": header(0, b"IwFl"),
+}
+"""Files with vectors that FAISS never finds, or that may end the process that reads them."""
 INDEX_TYPES = {
-    "nan-hnsw": index_of(at(3, NAN), "HNSW4"),
-    "nan-ivf": index_of(at(3, NAN), "IVF1,Flat"),
     "infinite-half": index_of(at(3, np.inf), "SQfp16"),
     "other-order-hnsw": index_of(lambda rows: rows[::-1].copy(), "HNSW4"),
     "ids-map": index_of(lambda rows: rows, "IDMap,Flat"),
@@ -269,14 +270,14 @@ def cases() -> Iterator[object]:
     by_hash = some(ANY_FILE, "empty first-half flip-middle missing folder unreadable")
     manifest = {name: d for name, d in ANY_FILE.items() if name not in UNNOTICED}
     own = some(CORPORA, "garbage id-twice utf16 missing folder")
-    faiss_own = some(FAISS, "garbage dim-huge fewer-rows other-dim nan-first other-order")
+    faiss_own = some(FAISS, "garbage dim-huge fewer-rows other-dim infinite other-order")
     tables = [("bm25", name, manifest if "manifest" in name else by_hash, True) for name in BM25]
     tables += [("faiss", name, manifest if "manifest" in name else by_hash, True) for name in DENSE]
     tables += [("bm25", "manifest.json", MANIFESTS, False),
                ("faiss", "manifest.json", DENSE_MANIFESTS, False),
                ("faiss", "vectors.faiss", faiss_own, False),
                ("bare", "vectors.faiss", FAISS | INDEX_TYPES, False),
-               ("torch", "vectors.faiss", FAISS | OTHER_KINDS, False),
+               ("torch", "vectors.faiss", FAISS | TORCH, False),
                ("random", "corpus.jsonl", CORPORA, False),
                *((backend, "corpus.jsonl", own, False) for backend in ("bm25", "faiss")),
                *((name, "corpus.jsonl", CORPUS_KEPT_SIZE, True) for name in ("bm25", "faiss")),

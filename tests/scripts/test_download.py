@@ -17,7 +17,7 @@ import pytest
 from search_r1.datasets import download
 from search_r1.datasets.command import build
 from search_r1.datasets.download import ITEMS, JoinedFile, Plan, main, unpack
-from search_r1.datasets.hub import DownloadError, HubFile, fetch, list_files, verify
+from search_r1.datasets.hub import DownloadError, HubFile, fetch, verify
 
 MB = 1 << 20
 ROOT = Path(__file__).resolve().parents[2]

@@ -1,33 +1,31 @@
 """Dense search with FAISS: opens an index file of any kind, on CPU or on GPUs.
 
-Scores are inner products, or negative squared distances if the index was made for L2.
+Scores are inner products, or negative squared distances if the index was made for L2. A damaged
+file can end the process that reads it; --verify finds that before, by the manifest's hashes.
 """
 
 import logging
+import re
+import textwrap
 from pathlib import Path
 from typing import Any
 
 import faiss
 import numpy as np
+import numpy.typing as npt
 
 from search_r1.retrieval.corpus import Corpus
 from search_r1.retrieval.encoder import Encoder
 from search_r1.retrieval.encoders.families import Vectors
 from search_r1.retrieval.engines.base import Retriever
 from search_r1.retrieval.engines.dense import open_dense
-from search_r1.retrieval.engines.faiss_checks import (
-    Rows,
-    check_rows,
-    read_index,
-    reason_of,
-    search_index,
-)
-from search_r1.retrieval.engines.flat_file import FlatFile, is_flat
+from search_r1.retrieval.engines.flat_file import is_flat, read_shape
 from search_r1.retrieval.errors import IndexMismatch, SetupError
 from search_r1.retrieval.settings import FaissConfig, RetrieverConfig
 
 logger = logging.getLogger(__name__)
 
+Rows = npt.NDArray[np.int64]
 METRICS = {faiss.METRIC_INNER_PRODUCT: "ip", faiss.METRIC_L2: "l2"}
 BLAS_QUERIES = 4
 """Minimum number of queries for which a Flat index multiplies matrices. FAISS 1.15 defaults to
@@ -37,6 +35,14 @@ MARGIN = 32
 """Candidates beyond k of a Flat index whose scores are computed again in float64."""
 RESCORE_QUERIES = 64
 """Queries whose candidates are scored again at a time, which bounds the memory."""
+SIGNATURE = re.compile(r"^Error in .* at \S+:\d+: (?:Error: )?", re.DOTALL)
+"""The beginning of FAISS's messages: function with its C++ types, file and line."""
+
+
+def reason_of(error: Exception) -> str:
+    """Return FAISS's message in one short line."""
+    text = SIGNATURE.sub("", str(error)) or type(error).__name__
+    return textwrap.shorten(text, 200)
 
 
 class FaissIndex:
@@ -65,21 +71,22 @@ class FaissIndex:
         self._index, self._use_gpus = index, config.faiss_gpu
 
     @classmethod
-    def open(cls, path: Path, config: FaissConfig, *, whole: bool = False) -> "FaissIndex":
-        """Memory-map the file; raises SetupError, or IndexMismatch for invalid vectors or ids.
-
-        `whole`: check all of its vectors, not a sample.
-        """
+    def open(cls, path: Path, config: FaissConfig) -> "FaissIndex":
+        """Memory-map the file; raises SetupError if FAISS cannot read it, or not search it here."""
         if is_flat(path):
-            FlatFile.open(path).check_finite(whole=whole)
-        index = read_index(path)
+            read_shape(path)
+        try:
+            index = faiss.read_index(str(path), faiss.IO_FLAG_MMAP_IFC)
+        except (RuntimeError, MemoryError) as error:
+            raise SetupError(
+                f"{path} cannot be read by FAISS ({reason_of(error)}); expected a complete index "
+                "file: build or download it again"
+            ) from error
         if index.metric_type not in METRICS:
             raise SetupError(
                 f"{path} has FAISS metric {index.metric_type}; expected inner product (0) or L2 "
                 "(1): build it again with index_builder"
             )
-        if not is_flat(path):
-            check_rows(path, index, whole)
         return cls(index, config, path)
 
     def load(self, corpus: Corpus, encoder: Encoder) -> None:
@@ -91,9 +98,20 @@ class FaissIndex:
         return self._facts
 
     def search(self, queries: Vectors, k: int) -> tuple[list[list[float]], list[list[int]]]:
-        """Return scores and rows; raises SetupError, or IndexMismatch for an infinite score."""
+        """Return scores and rows; raises SetupError, or IndexMismatch for hits that cannot be."""
         num_candidates = min(k + MARGIN if self._is_exact else k, self.num_rows)
-        scores, rows = search_index(self._path, self._index, queries, num_candidates)
+        try:
+            scores, rows = self._index.search(queries, num_candidates)
+        except (RuntimeError, MemoryError) as error:
+            raise SetupError(
+                f"{self._path} cannot be searched by FAISS ({reason_of(error)}); expected an index "
+                "of a kind that searches alone, such as Flat, HNSW or IVF: build it again"
+            ) from error
+        if rows.max(initial=0) >= self.num_rows:
+            raise IndexMismatch(
+                f"{self._path}: got the id {rows.max()} of {self.num_rows} rows, expected the row "
+                "numbers of the corpus; fix: add the vectors in its order, without ids"
+            )
         if self._is_exact:
             scores = self._exact_scores(queries, rows)
         elif self.metric == "l2":
@@ -114,7 +132,8 @@ class FaissIndex:
         scores = np.empty(rows.shape, dtype=np.float32)
         for start in range(0, len(queries), RESCORE_QUERIES):
             block = slice(start, start + RESCORE_QUERIES)
-            vectors = self._index.reconstruct_batch(rows[block].ravel()).astype(np.float64)
+            found = np.maximum(rows[block], 0).ravel()  # -1: no further hit, which `_rank` drops
+            vectors = self._index.reconstruct_batch(found).astype(np.float64)
             vectors = vectors.reshape(*rows[block].shape, self.dim)
             query = queries[block].astype(np.float64)[:, None]
             terms = query * vectors if self.metric == "ip" else -np.square(query - vectors)
@@ -192,7 +211,4 @@ def _to_gpus(index: Any) -> Any:
 
 
 def open_retriever(config: RetrieverConfig) -> Retriever:
-    def open_index(file: Path) -> FaissIndex:
-        return FaissIndex.open(file, config.faiss, whole=config.verify)
-
-    return open_dense(config, open_index)
+    return open_dense(config, lambda file: FaissIndex.open(file, config.faiss))

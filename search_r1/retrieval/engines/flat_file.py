@@ -13,13 +13,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from search_r1.retrieval.corpus import sample_indices
 from search_r1.retrieval.errors import IndexMismatch, SetupError
 from verl.files import regular_file
 
 Vectors = npt.NDArray[np.float32]
-BLOCK_BYTES = 1 << 20
-"""Size of the samples that are checked for values that are not finite."""
 
 HEADER = struct.Struct("<4siqqq?iQ")
 """Kind, dim, rows, two unused integers, whether trained, metric, number of values that follow."""
@@ -70,12 +67,6 @@ class FlatFile:
         end = self.num_rows if end is None else end
         for first in range(start, end, tile_rows):
             yield np.array(self.vectors[first : min(first + tile_rows, end)])
-
-    def check_finite(self, *, whole: bool = False) -> None:
-        """Raise IndexMismatch for a value that is not finite; checks samples unless `whole`."""
-        size = max(1, BLOCK_BYTES // (4 * self.dim))
-        for i in sample_indices(-(-self.num_rows // size), whole=whole):
-            check_finite(self.path, i * size, next(self.tiles(size, i * size)))
 
     def rows(self, rows: npt.NDArray[np.int64]) -> Vectors:
         """Return a copy of the vectors of `rows`, of shape rows.shape + (dim,)."""

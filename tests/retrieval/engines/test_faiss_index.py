@@ -7,7 +7,7 @@ import faiss
 import numpy as np
 import pytest
 
-from search_r1.retrieval.engines.faiss_index import FaissIndex
+from search_r1.retrieval.engines.faiss_index import FaissIndex, reason_of
 from search_r1.retrieval.errors import IndexMismatch
 from search_r1.retrieval.settings import FaissConfig
 
@@ -47,7 +47,7 @@ def test_every_kind_of_index_is_searched_as_faiss_does(kind: str, tmp_path: Path
     Scores are compared, since rows of equal scores may be in any order.
     """
     own = written(tmp_path / "index", kind)
-    index = FaissIndex.open(tmp_path / "index", FaissConfig(), whole=True)
+    index = FaissIndex.open(tmp_path / "index", FaissConfig())
     queries = vectors(seed=1, rows=5)
     scores, rows = index.search(queries, 4)
     expected, _ = own.search(queries, 4)
@@ -58,12 +58,48 @@ def test_every_kind_of_index_is_searched_as_faiss_does(kind: str, tmp_path: Path
 
 
 def test_a_score_that_is_not_finite_is_an_error(tmp_path: Path) -> None:
-    """A start looks at a sample of the vectors; the others are found when they are."""
+    """Infinite values of an index from elsewhere are found when they are hits."""
     stored = vectors()
     stored[7] = np.inf
     index = faiss.index_factory(DIM, "SQfp16", faiss.METRIC_INNER_PRODUCT)
     index.train(vectors())
     index.add(stored)
-    opened = FaissIndex(index, FaissConfig(), tmp_path / "index")  # whatever a start's sample is
+    opened = FaissIndex(index, FaissConfig(), tmp_path / "index")
     with pytest.raises(IndexMismatch, match="row 7 "):
         opened.search(np.ones((1, DIM), dtype=np.float32), 3)
+
+
+@pytest.mark.parametrize("kind", ["IVF4,Flat", "IDMap,HNSW8,Flat"])
+def test_an_id_that_is_no_row_is_an_error(kind: str, tmp_path: Path) -> None:
+    """Ids that an index keeps must be the row numbers of the corpus."""
+    index = faiss.index_factory(DIM, kind, faiss.METRIC_INNER_PRODUCT)
+    index.train(vectors())
+    index.add_with_ids(vectors(), np.arange(ROWS, dtype=np.int64) + 1)
+    opened = FaissIndex(index, FaissConfig(), tmp_path / "index")
+    assert opened.search(vectors()[:1], 1)[1] == [[1]]
+    with pytest.raises(IndexMismatch):
+        opened.search(vectors(), ROWS)
+
+
+def test_messages_of_faiss_lose_their_signatures(tmp_path: Path) -> None:
+    """What remains is the reason, in one short line."""
+    (tmp_path / "none").write_bytes(b"no index of FAISS")
+    with pytest.raises(RuntimeError) as read:
+        faiss.read_index(str(tmp_path / "none"))
+    with pytest.raises(RuntimeError) as made:
+        faiss.index_factory(8, "IMI2x2,Flat", faiss.METRIC_INNER_PRODUCT)
+    for error in (read.value, made.value, RuntimeError("a\nb " * 300), MemoryError()):
+        reason = reason_of(error)
+        assert reason and len(reason) <= 200
+        assert not [part for part in ("\n", "std::", ".cpp") if part in reason]
+
+
+def test_a_vector_that_is_not_a_number_is_no_hit(tmp_path: Path) -> None:
+    """FAISS fills the places of vectors that it cannot compare with row -1, which is no row."""
+    stored = vectors()
+    stored[7] = np.nan
+    index = faiss.IndexFlatIP(DIM)
+    index.add(stored)
+    scores, rows = FaissIndex(index, FaissConfig(), tmp_path / "index").search(vectors()[:3], ROWS)
+    assert all(sorted(found) == [r for r in range(ROWS) if r != 7] for found in rows)
+    assert np.isfinite(scores).all()
