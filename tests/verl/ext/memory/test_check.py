@@ -277,15 +277,6 @@ def test_the_choice_is_the_cheapest_that_fits(
         assert on_host(chosen) == search(config, setting(size, here), here)
 
 
-def test_choices_differ_with_the_device() -> None:
-    """The smaller the device, the more is offloaded; on a large one, nothing is."""
-    config, counts = run(8, "gae"), []
-    for gib in (140.0, 79.0, 39.5, 23.5):
-        here = machine(8, gib, 1000)
-        counts.append(len(on_host(choose_memory(config, setting("Qwen2.5-3B", here)))))
-    assert counts[0] == 0 and counts == sorted(counts) and counts[-1] > counts[-2] > 0
-
-
 def test_a_host_without_room_gets_as_much_as_it_holds() -> None:
     """If nothing fits the GPU, the host is still not filled beyond its memory."""
     config, here = run(2, "gae"), machine(2, 23.5, 256)
@@ -330,21 +321,6 @@ def test_a_critic_is_offloaded_with_the_base_that_it_shares() -> None:
     assert chosen.critic.model.fsdp_config == chosen.actor_rollout_ref.actor.fsdp_config
     fixed = fill_undecided(with_options(config, {f"{ACTOR}.param_offload": True}))
     assert fixed.critic.model.fsdp_config.param_offload is True
-
-
-def test_the_line_has_the_choice_and_the_reason(caplog: pytest.LogCaptureFixture) -> None:
-    """What is offloaded, the need of each GPU, and the need without offloading."""
-    config = run(8, "gae")
-    config.trainer.device = "cuda"
-    for gib in (39.5, 140.0):
-        here = machine(8, gib, 1000)
-        with caplog.at_level(logging.INFO):
-            decide_offload_and_budgets(config, setting("Qwen2.5-3B", here))
-    some, none = (record.getMessage() for record in caplog.records)
-    assert some.startswith("offload to the host: reference's weights; each GPU needs ")
-    assert "of 42.4 GB free, and would need " in some and some.endswith("GB otherwise")
-    assert none.startswith("offload to the host: nothing; each GPU needs ")
-    assert none.endswith("GB free")
 
 
 WAITING = {

@@ -6,8 +6,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from tests.verl.ext.memory.shapes import shape_of
 from tests.verl.ext.memory.test_presets import machine
@@ -74,13 +72,6 @@ def test_a_reference_has_only_weights_and_needs_kl() -> None:
     assert (
         held(of(options(algorithm__kl_ctrl__kl_coef=0.0)), "reference: weights", Memory.DEVICE) == 0
     )
-
-
-def test_only_gae_has_a_critic() -> None:
-    """With GRPO no critic is counted."""
-    assert held(of(options()), "critic: weights", Memory.DEVICE) > 0
-    grpo = of(options(algorithm__adv_estimator="grpo"))
-    assert not [need for need in grpo.needs if need.name.startswith("critic")]
 
 
 def test_an_adapter_shares_one_base() -> None:
@@ -220,14 +211,6 @@ def test_an_engine_in_float16_has_two_bytes_per_value() -> None:
     """float16 needs as much memory as bfloat16, whatever dtype the ranks use."""
     half, brain = (of(options(**{f"{ROLLOUT}.dtype": d})).engine for d in ("float16", "bfloat16"))
     assert half == brain
-
-
-@given(st.integers(1, 1 << 40))
-def test_pinned_memory_is_a_power_of_two(count: int) -> None:
-    """The smallest power that is large enough."""
-    rounded = pinned_bytes([count], 1)
-    assert rounded & (rounded - 1) == 0
-    assert count <= rounded < 2 * count
 
 
 def test_pinned_shards_are_rounded_one_by_one() -> None:
