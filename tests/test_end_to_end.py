@@ -19,8 +19,8 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM
 
-from example.tiny import tiny_model
 from search_r1.retrieval.local_server import LocalServer
+from tests.bad_models import whole_model
 from tests.planted import PLANTED, SECRETS, URL, leaks, shown
 from tests.verl.trainer.documented import undocumented
 
@@ -32,7 +32,7 @@ ROOT = Path(__file__).resolve().parent.parent
 @contextlib.contextmanager
 def start_world(folder: Path) -> Iterator[dict[str, str]]:
     """Yield a tiny random model, a few rows, and a running retriever over the example corpus."""
-    model = tiny_model(folder / "model")
+    model = whole_model(folder / "model", hidden_size=128)  # heads of 32, the smallest of vLLM
     write_rows(folder / "rows.parquet")
     corpus = folder / "corpus.jsonl"
     corpus.write_bytes((ROOT / "example" / "corpus.jsonl").read_bytes())
@@ -62,12 +62,12 @@ def command_of(world: dict[str, str], out: Path, *options: str) -> list[str]:
     return [
         sys.executable, "-m", "verl.trainer.main_ppo",
         f"data.train_files={world['rows']}", f"data.val_files={world['rows']}",
-        "data.train_batch_size=2", "data.val_batch_size=5", "data.max_start_length=128",
-        "data.max_prompt_length=256", "data.max_response_length=12", "data.max_obs_length=64",
+        "data.train_batch_size=2", "data.val_batch_size=5", "data.max_start_length=256",
+        "data.max_prompt_length=512", "data.max_response_length=12", "data.max_obs_length=192",
         f"actor_rollout_ref.model.path={world['model']}",
         "actor_rollout_ref.rollout.n_agent=2", "actor_rollout_ref.actor.ppo_mini_batch_size=2",
         "actor_rollout_ref.actor.optim.lr=1e-3", "actor_rollout_ref.rollout.cpu_kv_cache_gib=1",
-        "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=512",
+        "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=1024",
         "trainer.device=cpu", "trainer.compute_dtype=float32", "trainer.logger=[jsonl]",
         f"trainer.default_local_dir={out}", f"retriever.url={world['url']}/retrieve",
         "actor_rollout_ref.actor.skip_zero_advantages=false",  # a random model gets no reward
