@@ -1,6 +1,24 @@
-"""Bearer token authentication."""
+"""Bearer tokens: read from the environment, and compared with a request's header."""
 
 import hmac
+import os
+
+from verl.errors import ConfigError
+
+
+class TokenError(ConfigError, ValueError):
+    """A token that no header can hold."""
+
+
+def read_token(variable: str, token: str | None = None) -> str | None:
+    """Return the token, or else that of the environment, None if empty. Raises TokenError."""
+    token = os.environ.get(variable) if token is None else token
+    if token and not (token.isascii() and token.isprintable() and " " not in token):
+        raise TokenError(
+            f"{variable} (not shown) has spaces or characters that a header cannot hold; "
+            "expected printable ASCII"
+        )
+    return token or None
 
 
 def has_token(header: str, token: str) -> bool:

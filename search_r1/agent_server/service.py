@@ -32,7 +32,7 @@ from search_r1.agent_server.streaming import (
     run_until_disconnect,
     wait_for_reply,
 )
-from search_r1.bearer import has_token
+from search_r1.bearer import has_token, read_token
 from search_r1.inference.dialogue import SILENCE, AgentSession, DialogueListener, Reply
 from search_r1.inference.opening import open_session
 from search_r1.plain import configure_logging
@@ -43,7 +43,6 @@ from search_r1.retrieval.service.running import (
     bind,
     configure,
     listen,
-    read_token,
     warn_if_open,
     write_port,
 )

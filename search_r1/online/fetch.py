@@ -10,9 +10,9 @@ from typing import Any
 import httpcore
 import httpx
 
-from search_r1.exchange import decompress
 from search_r1.loops import LoopThread
 from search_r1.online.addresses import AddressPolicy, AddressRefused
+from search_r1.online.exchange import decompress
 
 MAX_REDIRECTS = 5
 REDIRECTS = frozenset({301, 302, 303, 307, 308})

@@ -14,7 +14,7 @@ from urllib.parse import quote, quote_plus
 
 import httpx
 
-from search_r1.exchange import BoundedHttpClient, Response
+from search_r1.online.exchange import BoundedHttpClient, Response
 from search_r1.online.services import (
     Credentials,
     HttpRequest,

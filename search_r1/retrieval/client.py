@@ -28,6 +28,7 @@ import httpx
 import orjson
 from pydantic import SecretStr
 
+from search_r1.bearer import read_token
 from search_r1.retrieval.errors import RetrieverRefused, RetrieverUnavailable
 from search_r1.retrieval.responses import (
     InvalidResponse,
@@ -148,9 +149,9 @@ class RetrievalClient:
         self._backoff = Backoff(backoff, max_backoff, max_retry_after)
         self._deadline = math.inf if deadline is None else deadline
         self._max_batch, self._merge_window = max_batch, merge_window
-        self._token = _check_token(os.environ.get(TOKEN_VARIABLE) if token is None else token)
+        self._token = SecretStr(read_token(TOKEN_VARIABLE, token) or "")
         with_user = [u for u in self._urls if urllib.parse.urlsplit(u).username is not None]
-        if with_user and self._token is not None:
+        if with_user and self._token:
             raise ValueError(
                 f"retriever url {redact(with_user[0])} with a user, and {TOKEN_VARIABLE} is set; "
                 "expected only one of them, since both use the Authorization header"
@@ -236,7 +237,7 @@ class RetrievalClient:
         loop = asyncio.get_running_loop()
         if loop not in self._states:
             headers = {"Content-Type": "application/json"}
-            if self._token is not None:
+            if self._token:
                 headers["Authorization"] = f"Bearer {self._token.get_secret_value()}"
             timeout = httpx.Timeout(None, connect=CONNECT_S)  # `_attempt` limits the whole time
             cookies = CookieJar(DefaultCookiePolicy(allowed_domains=()))  # keeps none
@@ -439,15 +440,3 @@ def _unavailable(
         num_retries=max(0, num_failed - 1),
         reason=tried,
     )
-
-
-def _check_token(text: str | None) -> SecretStr | None:
-    """Return the bearer token, None if it is empty; raises ValueError if no header can hold it."""
-    if not text:
-        return None
-    if not (text.isascii() and text.isprintable() and " " not in text):
-        raise ValueError(
-            "the retriever's token (not shown) has spaces or characters that a header cannot hold; "
-            f"expected printable ASCII: correct {TOKEN_VARIABLE}"
-        )
-    return SecretStr(text)

@@ -1,6 +1,5 @@
 """Index manifests, and checks that an index is complete and matches its corpus and encoder."""
 
-import hashlib
 import logging
 import math
 import textwrap
@@ -15,7 +14,7 @@ from pydantic import ConfigDict, TypeAdapter
 from search_r1.retrieval.corpus import Corpus, Fingerprint
 from search_r1.retrieval.errors import IndexMismatch, SetupError
 from search_r1.retrieval.settings import RetrieverConfig
-from verl.files import read_text
+from verl.files import read_text, sha256
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +67,7 @@ class Manifest:
         files = [
             path for path in sorted(folder.iterdir()) if path.is_file() and path.name != FILE_NAME
         ]
-        facts = {path.name: FileFacts(path.stat().st_size, _sha256(path)) for path in files}
+        facts = {path.name: FileFacts(path.stat().st_size, sha256(path)) for path in files}
         text = TypeAdapter(Manifest).dump_json(replace(self, files=facts), indent=2)
         (folder / FILE_NAME).write_bytes(text + b"\n")
 
@@ -94,7 +93,7 @@ class Manifest:
             try:
                 got = f"{path.stat().st_size} bytes"
                 if path.stat().st_size == facts.size:
-                    got = f"SHA-256 {_sha256(path)}" if whole else f"SHA-256 {facts.sha256}"
+                    got = f"SHA-256 {sha256(path)}" if whole else f"SHA-256 {facts.sha256}"
             except OSError as error:
                 got = str(error)
             if got != f"SHA-256 {facts.sha256}":
@@ -152,11 +151,6 @@ def open_corpus(config: RetrieverConfig) -> Corpus:
     corpus = Corpus.open(config.corpus_path, whole=config.verify)
     corpus.check_rows(whole=config.verify)
     return corpus
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def locate(config: RetrieverConfig, index_name: str) -> Path:

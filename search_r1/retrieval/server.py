@@ -7,13 +7,14 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
+from search_r1.bearer import read_token
 from search_r1.retrieval.corpus import Corpus
 from search_r1.retrieval.engines.base import Retriever
 from search_r1.retrieval.engines.registry import build_retriever
 from search_r1.retrieval.errors import SetupError
 from search_r1.retrieval.schema import TOKEN_VARIABLE, Document
 from search_r1.retrieval.service.app import create_app
-from search_r1.retrieval.service.running import bind, read_token, serve, warn_if_open
+from search_r1.retrieval.service.running import bind, serve, warn_if_open
 from search_r1.retrieval.settings import ServerOptions
 
 __all__ = ["bind", "create_app", "run", "serve"]

@@ -9,13 +9,13 @@ from collections.abc import Sequence
 
 import uvicorn
 
+from search_r1.bearer import read_token
 from search_r1.plain import configure_logging
 from search_r1.retrieval.service.running import (
     LOOPBACK,
     bind,
     configure,
     listen,
-    read_token,
     write_port,
 )
 from search_r1.view.app import TOKEN_VARIABLE, Runs, create_app

@@ -8,7 +8,7 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
-from search_r1.exchange import BoundedHttpClient
+from search_r1.online.exchange import BoundedHttpClient
 from tests.apps import running
 from tests.fakes import ByteTokenizer
 from tests.socks import socks_proxy

@@ -23,18 +23,6 @@ HEADER = struct.Struct("<4siqqq?iQ")
 KINDS = {b"IxFI": 0, b"IxF2": 1, b"IxFl": None}
 """Kinds of Flat indexes and the metric that each implies."""
 METRICS = {0: "inner_product", 1: "l2"}
-OTHER_KINDS = {
-    b"IxPT": "vectors behind a transform (PCA, OPQ)",
-    b"IxP": "product quantisation (PQ)",
-    b"IxS": "scalar quantisation (SQ)",
-    b"IxM": "an index with ids of its own (IDMap)",
-    b"IH": "an HNSW graph",
-    b"Iw": "an inverted file (IVF)",
-    b"Iv": "an inverted file (IVF)",
-    b"IN": "an NSG graph",
-    b"IB": "a binary index",
-}
-"""Other kinds of indexes by the first letters of the kind; the first match counts."""
 
 
 @dataclass(frozen=True)
@@ -128,18 +116,13 @@ def _read_header(path: Path) -> bytes:
 
 
 def _wrong_kind(path: Path, header: bytes) -> str:
-    kind = header[:4]
-    name = next((text for prefix, text in OTHER_KINDS.items() if kind.startswith(prefix)), None)
-    if name is None:
+    if header[:1] != b"I":
         return (
-            f"{path} begins with {kind!r}, which no FAISS index does; expected a Flat index "
+            f"{path} begins with {header[:4]!r}, which no FAISS index does; expected a Flat index "
             "(IxFI, IxF2): give the right --index_path, or download the file again"
         )
-    # Kinds of float vectors begin with the fields of a Flat index, up to the metric.
-    metric = HEADER.unpack(header)[6] if len(header) == HEADER.size else None
-    is_served = not kind.startswith(b"IB") and metric in METRICS
-    advice = "use --dense_engine faiss, or build one with" if is_served else "build one with"
     return (
-        f"{path} is a FAISS index of kind {kind.decode(errors='replace')!r}, {name}; the torch "
-        f"backend expects a Flat index (IxFI, IxF2): {advice} --faiss_type Flat"
+        f"{path} is a FAISS index of kind {header[:4].decode(errors='replace')!r}; the torch "
+        "engine expects a Flat index (IxFI, IxF2): build one with --faiss_type Flat, or use "
+        "--dense_engine faiss, which searches most kinds of float vectors"
     )

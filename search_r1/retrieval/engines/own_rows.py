@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -18,6 +18,9 @@ from search_r1.retrieval.encoder import Encoder
 from search_r1.retrieval.encoders.families import Vectors
 from search_r1.retrieval.errors import IndexMismatch
 from search_r1.retrieval.manifest import build_command
+
+if TYPE_CHECKING:
+    from search_r1.retrieval.engines.dense import VectorIndex
 
 logger = logging.getLogger(__name__)
 
@@ -32,16 +35,6 @@ MAX_ELSEWHERE = 1
 """Number of documents whose very vector may be in another row: one, where texts are near copies."""
 
 
-class Searchable(Protocol):
-    """The parts of a `VectorIndex` that are used here."""
-
-    def search(self, queries: Vectors, k: int) -> tuple[list[list[float]], list[list[int]]]:
-        """Return scores and rows of at most `k` vectors per query, best first, ties by row."""
-
-    def info(self) -> dict[str, Any]:
-        """Return JSON-ready facts, among them `metric`."""
-
-
 @dataclass(frozen=True)
 class Stray:
     """A document that does not find itself."""
@@ -54,7 +47,7 @@ class Stray:
 
 
 def check_own_rows(
-    name: str, path: Path, index: Searchable, corpus: Corpus, encoder: Encoder
+    name: str, path: Path, index: "VectorIndex", corpus: Corpus, encoder: Encoder
 ) -> None:
     """Raise IndexMismatch unless most of a few documents find themselves in the index.
 
@@ -86,7 +79,7 @@ def sample_rows(count: int) -> list[int]:
 
 
 def _strays(
-    rows: list[int], vectors: Vectors, index: Searchable, corpus: Corpus, encoder: Encoder
+    rows: list[int], vectors: Vectors, index: "VectorIndex", corpus: Corpus, encoder: Encoder
 ) -> Iterator[Stray]:
     is_l2 = index.info()["metric"] == "l2"
     # An inner product says which vectors are equal only if all have the same length.

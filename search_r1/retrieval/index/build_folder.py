@@ -5,20 +5,19 @@ affects the result: a build with the same key continues there, any other starts 
 index is moved to its final path by a rename, so that no reader sees an incomplete one.
 """
 
-import fcntl
 import json
 import logging
-import os
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from pydantic import TypeAdapter
 
 from search_r1.retrieval.errors import CorpusError, SetupError
-from verl.files import atomic_write, fsync, read_text
+from verl.files import atomic_write, exclusive_lock, fsync, read_text
 from verl.machine import format_bytes
 
 logger = logging.getLogger(__name__)
@@ -33,17 +32,21 @@ READY_NAME = "ready"
 def work_folder(target: Path, key: Mapping[str, Any]) -> Iterator[Path]:
     """Lock and yield the work folder, which is removed when the body succeeds.
 
-    It has the files of earlier runs of this build. Raises SetupError if another builder uses it.
+    It has the files of earlier runs of this build. Raises ConfigError if another builder uses it,
+    or if the folder cannot be written.
     """
-    work = target.with_name(f".{target.name}.partial")
-    with _locked(target):
-        _resume_or_start(work, json.loads(json.dumps(key)))
+    work, lock = (target.with_name(f".{target.name}.{suffix}") for suffix in ("partial", "lock"))
+    with exclusive_lock(target, "--save_dir", lock=lock):
         try:
-            yield work
-        except CorpusError:
-            shutil.rmtree(work)  # useless: a corrected corpus has another key
-            raise
-        shutil.rmtree(work)  # if killed midway, the next build redoes what is missing
+            _resume_or_start(work, json.loads(json.dumps(key)))
+            try:
+                yield work
+            except CorpusError:
+                shutil.rmtree(work)  # useless: a corrected corpus has another key
+                raise
+            shutil.rmtree(work)  # if killed midway, the next build redoes what is missing
+        finally:
+            lock.unlink()
 
 
 def publish(work: Path, target: Path) -> None:
@@ -78,42 +81,6 @@ def check_disk(folder: Path, need: int, parts: str) -> None:
         )
 
 
-@contextmanager
-def _locked(target: Path) -> Iterator[None]:
-    """Exclude other builders of `target` by a file lock, which ends with the process.
-
-    File systems without locks, as some clusters have, only get a warning.
-    """
-    path = target.with_name(f".{target.name}.lock")
-    while True:
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-        except OSError as error:
-            raise SetupError(
-                f"cannot write an index into {path.parent} ({error}); expected a writable folder: "
-                "build it elsewhere with index_builder --save_dir, and give that as --index_path"
-            ) from error
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            os.close(handle)
-            raise SetupError(
-                f"another builder is making {target}; expected one builder at a time: wait for it, "
-                "stop it, or give another --save_dir"
-            ) from error
-        except OSError as error:
-            logger.warning("%s cannot be locked (%s): start no other builder of it", target, error)
-        if path.exists() and path.stat().st_ino == os.fstat(handle).st_ino:
-            break
-        os.close(handle)  # the owner of this lock finished and removed the file in the meantime
-    try:
-        yield
-    finally:
-        path.unlink(missing_ok=True)
-        os.close(handle)
-
-
 def _resume_or_start(work: Path, key: dict[str, Any]) -> None:
     """Keep the work folder if its key is equal, else log why and empty it."""
     try:
@@ -134,11 +101,9 @@ def _resume_or_start(work: Path, key: dict[str, Any]) -> None:
 
 def _is_close(first: Any, second: Any) -> bool:
     """Return whether entries of keys match; devices round the embedding of a probe differently."""
-    if isinstance(first, list) and isinstance(second, list) and len(first) == len(second):
-        return all(_is_near(a, b) for a, b in zip(first, second, strict=True))
-    return bool(first == second)
-
-
-def _is_near(first: Any, second: Any) -> bool:
-    is_number = isinstance(first, int | float) and isinstance(second, int | float)
-    return abs(first - second) < 0.005 if is_number else bool(first == second)
+    if not (isinstance(first, list) and isinstance(second, list) and len(first) == len(second)):
+        return bool(first == second)
+    try:
+        return bool(np.allclose(first, second, rtol=0, atol=0.005))
+    except (TypeError, ValueError):  # a damaged file
+        return False

@@ -165,17 +165,6 @@ def write_port(file: Path, port: int) -> None:
         raise SetupError(f"--port_file {file} cannot be written ({error})") from error
 
 
-def read_token(variable: str) -> str | None:
-    """Read the token from the environment; raises SetupError if no header can hold it."""
-    token = os.environ.get(variable)
-    if token and not (token.isascii() and token.isprintable() and " " not in token):
-        raise SetupError(
-            f"{variable} (not shown) has spaces or characters that a header cannot hold; "
-            "expected printable ASCII"
-        )
-    return token or None
-
-
 def warn_if_open(
     bound: socket.socket, token: str | None, fix: str = f"set {TOKEN_VARIABLE}"
 ) -> None:

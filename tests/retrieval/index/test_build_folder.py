@@ -1,6 +1,5 @@
 """The work folder of a build: locking, resuming, and publishing the complete index."""
 
-import errno
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ from search_r1.retrieval.index.build_folder import (
     publish,
     work_folder,
 )
+from verl.errors import ConfigError
 
 KEY = {"corpus": {"digest": "ab"}, "probe": [0.5, 0.25]}
 
@@ -60,27 +60,13 @@ def test_two_builders_exclude_each_other(tmp_path: Path) -> None:
     """A second builder is refused while the first one works, and accepted afterwards."""
     with (
         work_folder(tmp_path / "x", KEY),
-        pytest.raises(SetupError),
+        pytest.raises(ConfigError),
         work_folder(tmp_path / "x", KEY),
     ):
         pass
     with work_folder(tmp_path / "x", KEY):
         pass
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_file_system_without_locks_gets_a_warning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Without locks, as on Lustre without the option `flock`, an index is built nevertheless."""
-
-    def refuse(*_: object) -> None:
-        raise OSError(errno.ENOSYS, "Function not implemented")
-
-    monkeypatch.setattr("fcntl.flock", refuse)
-    with work_folder(tmp_path / "x", KEY):
-        pass
-    assert "cannot be locked" in caplog.text and list(tmp_path.iterdir()) == []
 
 
 def test_a_new_index_replaces_the_old_one(tmp_path: Path) -> None:
@@ -104,7 +90,7 @@ def test_a_bad_corpus_leaves_no_work(tmp_path: Path) -> None:
 def test_an_unwritable_folder_is_refused(tmp_path: Path) -> None:
     """A folder that cannot be created is an error with the fix."""
     (tmp_path / "file").touch()
-    with pytest.raises(SetupError, match="--save_dir"), work_folder(tmp_path / "file" / "x", KEY):
+    with pytest.raises(ConfigError, match="--save_dir"), work_folder(tmp_path / "file" / "x", KEY):
         pass
 
 

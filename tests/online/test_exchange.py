@@ -5,7 +5,7 @@ import time
 import httpx
 import pytest
 
-from search_r1.exchange import BoundedHttpClient
+from search_r1.online.exchange import BoundedHttpClient
 from tests.endless import DRIPS, FLOOD, endless
 
 
