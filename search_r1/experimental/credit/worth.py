@@ -17,7 +17,7 @@ import torch
 from tqdm import tqdm
 
 from search_r1.experimental.credit.command import CreditOptions
-from search_r1.experimental.replay.replaying import find_weights, nearest_version, read_run_config
+from search_r1.experimental.weights import find_weights, nearest_version, read_run_config
 from search_r1.inference.agent_options import AgentOptions
 from search_r1.inference.model import at_latest_checkpoint, compute_dtype, model_folder
 from search_r1.plain import configure_logging

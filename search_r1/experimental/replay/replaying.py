@@ -4,21 +4,20 @@ import asyncio
 import contextlib
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import torch
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 from pydantic import TypeAdapter
 
 from search_r1.agent.generation import build_agent
 from search_r1.experimental.replay.command import ReplayOptions
 from search_r1.experimental.replay.findings import Replay, TrajectoryRef, as_text, replay_report
 from search_r1.experimental.replay.playing import Edit, replay_trajectory, response_finder, turns_of
+from search_r1.experimental.weights import find_weights, nearest_version, read_run_config
 from search_r1.inference.model import model_folder, running_engine
 from search_r1.plain import escape_controls, json_line
 from search_r1.runs.folder import find_rollouts, read_config
@@ -26,7 +25,6 @@ from search_r1.scoring import build_reward_manager
 from verl.agent.dialogue import DialogueAgent
 from verl.agent.environment import ObservationListener
 from verl.agent.interface import Item, ToolCall
-from verl.checkpoint.folders import RunState, all_complete, is_complete
 from verl.config import Config
 from verl.data.trajectories import read_step, step_path
 from verl.errors import ConfigError, DataError, explain
@@ -36,33 +34,6 @@ from verl.training.devices import DETERMINISTIC_ENV, device_type, rollout_dtype
 from verl.types import Sampling, Status
 
 DOCUMENTS: TypeAdapter[Any] = TypeAdapter(list[list[Item]] | list[Item])
-MAX_RETRIES, DEADLINE_S = 2, 20.0
-"""Limits for searches during a replay, since a user is waiting."""
-
-
-def read_run_config(
-    folder: Path, device: str | None = None, retriever_url: str | None = None
-) -> Config:
-    """Return a run's options, adapted to replaying one dialogue at a time. Raises ConfigError."""
-    recorded = read_config(folder)
-    if not recorded:
-        expected = "a run's trainer.default_local_dir, with config.yaml"
-        raise ConfigError(explain("RUN", folder, expected, "name the folder of a run"))
-    try:
-        merged = OmegaConf.merge(OmegaConf.structured(Config), recorded)
-        config: Any = OmegaConf.to_object(merged)
-    except (OmegaConfBaseException, ValueError, TypeError, AttributeError, LookupError) as error:
-        got, expected = " ".join(str(error).split()), "options that this release knows"
-        fix = "replay with the release that made the run"
-        raise ConfigError(explain(f"{folder}/config.yaml", got, expected, fix)) from error
-    rollout, retriever = config.actor_rollout_ref.rollout, config.retriever
-    rollout.url = rollout.replay = None  # the user's servers must not receive other weights
-    rollout.merge_adapter = True
-    retriever.max_retries = min(MAX_RETRIES, retriever.max_retries)
-    retriever.deadline = min(DEADLINE_S, retriever.deadline or DEADLINE_S)
-    retriever.url = retriever_url or retriever.url
-    config.trainer.device = device or config.trainer.device
-    return config  # type: ignore[no-any-return]
 
 
 def read_edit(options: ReplayOptions) -> Edit:
@@ -112,10 +83,6 @@ def read_trajectories(options: ReplayOptions) -> list[TrajectoryRef]:
         got, expected = f"{len(refs)} trajectories", "one, with an edit or --gradient"
         raise ConfigError(explain("--trajectory", got, expected, f"--trajectory {refs[0]}"))
     return refs
-
-
-FIRST_VERSION = 1
-"""Version of the weights that a run starts from."""
 
 
 def start(options: ReplayOptions) -> int:
@@ -184,18 +151,3 @@ def dialogue_agent(config: Config, on_observation: ObservationListener) -> Dialo
         fix = "replay a run of agent.name=dialogue"
         raise ConfigError(explain("agent.name", config.agent.name, "dialogue", fix))
     return replace(agent, environment=replace(agent.environment, on_observation=on_observation))
-
-
-def find_weights(run: Path, config: Config) -> dict[int, str]:
-    """Return the path of each version's weights: checkpoints, and the model of the run's start."""
-    resumed_from = Path(config.trainer.resume_mode)
-    paths = {FIRST_VERSION: config.actor_rollout_ref.model.path}
-    for folder in [*all_complete(run), *([resumed_from] if is_complete(resumed_from) else [])]:
-        state = RunState.read(folder)
-        paths[state.step + 1 if state.version is None else state.version] = str(folder)
-    return paths
-
-
-def nearest_version(known: Iterable[int], version: int) -> int:
-    """Return the known version closest to `version`; of two, the older."""
-    return min(known, key=lambda other: (abs(other - version), other))
