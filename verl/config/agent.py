@@ -12,7 +12,7 @@ class AgentConfig:
     name: str = option("dialogue", resume="experiment", choices=("dialogue",), or_file=True)
     """The agent: `dialogue`, or `path/file.py:Name` of a callable that takes the options of the run
     and returns an agent (`verl.agent.interface.Agent`)."""
-    tools: list[str] = option(factory=lambda: ["search"], resume="experiment")
+    tools: list[str] = option(factory=lambda: ["search"], resume="experiment", path="code")
     """Tools that the policy may call: names of built-in tools, or `path/file.py:Name` of a custom
     tool (`verl.agent.interface.Tool`; docs/guides/rewards.md)."""
 

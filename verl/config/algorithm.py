@@ -48,10 +48,11 @@ class AlgorithmConfig:
     """From scores to advantages."""
 
     adv_estimator: str = option(
-        "gae", resume="experiment", choices="verl.core_algos.advantages:ADVANTAGES"
+        "gae", resume="experiment", choices="verl.core_algos.advantages:ADVANTAGES", or_file=True
     )
     """Advantage estimator: gae (PPO), grpo, dr_grpo, rloo, opo, grpo_passk, reinforce,
-    reinforce_baseline, reinforce_plus_plus or reinforce_plus_plus_baseline."""
+    reinforce_baseline, reinforce_plus_plus, reinforce_plus_plus_baseline, or path/file.py:Name
+    (docs/explanation/algorithms.md)."""
     gamma: float = option(1.0, resume="logged", ge=0, le=1)
     """Discount factor per policy token."""
     lam: float = option(1.0, resume="logged", ge=0, le=1)

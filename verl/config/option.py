@@ -25,9 +25,17 @@ Resume = Literal["fixed", "experiment", "logged", "free"]
 """
 
 
+PathKind = Literal["code", "model", "file", "template", "checkpoint"]
+"""What an option locates: `file.py:Name`, a model (or a name of the hub), a file or folder, a
+template (or the name of one), a checkpoint (or disable or auto)."""
+
+
 @dataclass(frozen=True)
 class Limits:
-    """Allowed values of an option, and its resume class; null is allowed where the type has it."""
+    """Allowed values of an option, its resume class, and whether it names something in a file.
+
+    Null is allowed where the type has it.
+    """
 
     resume: Resume
     bounds: Bounds = FINITE
@@ -37,6 +45,8 @@ class Limits:
     imported only when a value is checked, because those of algorithms import torch."""
     or_file: bool = False
     """Whether `path/to/file.py:Name` is allowed as well."""
+    path: PathKind | None = None
+    """What the value locates, so that processes with another working directory find it."""
 
     @property
     def allowed_words(self) -> tuple[str | bool, ...]:
@@ -78,10 +88,12 @@ def option(
     factory: Callable[[], Any] | None = None,
     choices: tuple[str | bool, ...] | str = (),
     or_file: bool = False,
+    path: PathKind | None = None,
     **bounds: float,
 ) -> Any:
     """Return a dataclass field; see `Limits` for the arguments, and `Bounds` for `bounds`."""
-    metadata = {"limits": Limits(resume, Bounds(**bounds), choices, or_file)}
+    path = "code" if or_file else path
+    metadata = {"limits": Limits(resume, Bounds(**bounds), choices, or_file, path)}
     if factory is not None:
         return dataclasses.field(default_factory=factory, metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)

@@ -83,7 +83,7 @@ class BlocksConfig(AdapterConfig):
 class ModelConfig(BlocksConfig):
     """The policy's weights, and how its forward pass runs."""
 
-    path: str = option(MISSING, resume="free")
+    path: str = option(MISSING, resume="free", path="model")
     """Folder or hub name of a Hugging Face causal language model."""
     kernels: str = option("torch", resume="logged", choices=("torch", "liger"))
     """Kernels for norms, rotary embeddings and activations of policy and critic: torch or liger
@@ -124,10 +124,13 @@ class ActorConfig:
     clip_ratio_c: float = option(3.0, resume="logged", gt=1)
     """Dual-clip bound for negative advantages (policy_loss=ppo)."""
     policy_loss: str = option(
-        "ppo", resume="experiment", choices="verl.core_algos.policy_losses:POLICY_LOSSES"
+        "ppo",
+        resume="experiment",
+        choices="verl.core_algos.policy_losses:POLICY_LOSSES",
+        or_file=True,
     )
     """Policy loss: ppo (clipping, dual clip), gspo (sequence-level ratio), cispo (clipped
-    importance weight) or gpg (no ratio)."""
+    importance weight), gpg (no ratio), or path/file.py:name (docs/explanation/algorithms.md)."""
     loss_agg_mode: str = option(
         "token-mean", resume="logged", choices="verl.core_algos.losses:AGGREGATIONS"
     )
@@ -182,14 +185,14 @@ class ValSamplingConfig:
 class RolloutConfig:
     """Generation of trajectories."""
 
-    name: str = option("vllm", resume="logged")
+    name: str = option("vllm", resume="logged", path="code")
     """Rollout engine: vllm, transformers (small models, one request at a time), remote (a server
     with fixed weights: not for training), or path/file.py:Name (docs/guides/rollouts.md)."""
     url: Any = option(None, resume="free")
     """Addresses of your vLLM servers, each of which is one engine and loads every weight version
     (docs/guides/rollouts.md). With name=remote, the address of an OpenAI-compatible server.
     """
-    weights_dir: str | None = option(None, resume="free")
+    weights_dir: str | None = option(None, resume="free", path="file")
     """Folder through which ranks pass new weights to the servers of `url`; must have the same path
     on both sides. null uses shared memory, for servers on this machine."""
     weight_sync: str = option(
@@ -219,7 +222,7 @@ class RolloutConfig:
     max_staleness: int = option(0, resume="logged", ge=0, le=64)
     """Maximum age of a token in weight versions when it is trained on; 0 alternates sampling and
     training, more samples up to that many steps ahead (docs/guides/rollouts.md)."""
-    replay: str | None = option(None, resume="free")
+    replay: str | None = option(None, resume="free", path="file")
     """Folder `schedule` of a run to replay: each turn uses the same weight version as there."""
     partial: bool = option(True, resume="logged")
     """Continue trajectories with newer weights at their next turn; false keeps one version each."""
@@ -258,7 +261,7 @@ class ActorRolloutRefConfig:
 class CriticModelConfig(BlocksConfig):
     """The critic's weights. If policy and critic both have adapters, they share one base model."""
 
-    path: str | None = option(None, resume="free")
+    path: str | None = option(None, resume="free", path="model")
     """Folder of the model from which the critic's trunk is initialised; null uses the policy's."""
     fsdp_config: FsdpConfig = field(default_factory=FsdpConfig)
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from verl.config import Config, engine_kwargs
 from verl.config.agent import EMPTY_URL, ServerConfig
 from verl.config.policy import ActorConfig
-from verl.core_algos.advantages import ADVANTAGES
+from verl.core_algos.chosen import advantage_estimator
 from verl.errors import explain
 from verl.plugins import PYTHON_PREFIX
 
@@ -192,7 +192,7 @@ def _critic(config: Config) -> Iterator[Rule]:
     """Devices of a critic that does not share the actor's."""
     critic, name, key = config.critic, config.algorithm.adv_estimator, "critic.n_gpus_per_node"
     has_own = config.placement.is_apart("critic")
-    yield (has_own and not ADVANTAGES[name].needs_critic, key, critic.n_gpus_per_node,
+    yield (has_own and not advantage_estimator(name).needs_critic, key, critic.n_gpus_per_node,
            f"null: {name} has no critic", f"{key}=null, or algorithm.adv_estimator=gae")
     yield (critic.nnodes is not None and not has_own, "critic.nnodes", critic.nnodes,
            f"null: with {key}=null the critic shares the actor's devices", f"also set {key}=1")
@@ -201,7 +201,7 @@ def _critic(config: Config) -> Iterator[Rule]:
 def _algorithm(config: Config) -> Iterator[Rule]:
     """Needs of the advantage estimator, the critic's warm-up, and KL in the reward."""
     name, n_agent = config.algorithm.adv_estimator, config.actor_rollout_ref.rollout.n_agent
-    estimator, warmup = ADVANTAGES[name], config.trainer.critic_warmup
+    estimator, warmup = advantage_estimator(name), config.trainer.critic_warmup
     key, is_single = f"{ROLLOUT}.n_agent", n_agent == 1 and not config.trainer.val_only
     yield (is_single and estimator.needs_groups, key, n_agent,
            f"2 or more: {name} compares the samples of a prompt, a single one has advantage 0",

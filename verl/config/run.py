@@ -10,6 +10,7 @@ from verl.config.placement import Placement, plan
 from verl.config.policy import ActorRolloutRefConfig, CriticConfig, ValSamplingConfig
 from verl.config.reward import RewardConfig
 from verl.config.trainer import TrainerConfig
+from verl.plugins import is_path
 
 MAX_SEQS_ON_GPU, MAX_SEQS_ON_CPU = 512, 256
 """Default limit of the trajectories that an engine decodes at once: vLLM reserves logits for each
@@ -33,7 +34,7 @@ class Config:
     """Maximum turns of a trajectory that may call tools; one last turn without tools follows."""
     do_search: bool = option(True, resume="experiment")
     """Use the tools; false runs without them and their servers, and a call is an invalid action."""
-    template: str = option("search_r1", resume="experiment")
+    template: str = option("search_r1", resume="experiment", path="template")
     """Wording of prompts and observations: a template of docs/guides/rewards.md, or `tools`,
     which builds it from the descriptions of the tools."""
 
@@ -73,6 +74,7 @@ class Config:
         """Whether updates include zero-advantage trajectories: other loss terms need them."""
         actor = self.actor_rollout_ref.actor
         has_terms = self.kl_in_loss or actor.entropy_coeff != 0 or actor.llds_coef > 0
+        has_terms = has_terms or is_path(actor.policy_loss)  # a loss that we do not know
         return has_terms or not actor.skip_zero_advantages
 
     @property

@@ -96,7 +96,7 @@ class TrainerConfig:
     """Validate before the first step."""
     val_only: bool = option(False, resume="free")
     """Validate, then stop."""
-    resume_mode: str = option("disable", resume="free")
+    resume_mode: str = option("disable", resume="free", path="checkpoint")
     """Checkpoint to resume from: disable, auto (the latest complete one, if any), or a path."""
     resume_anyway: list[str] = option(factory=list, resume="free")
     """Accepted differences from the checkpoint, as the refusal names them: data, corpus …"""

@@ -215,7 +215,7 @@ def _reinforce_baseline(inputs: AdvantageInputs) -> Tensor:
 Estimate = Callable[[AdvantageInputs], Tensor]
 
 
-def _critic_free(name: str, estimate: Estimate, **needs: bool) -> AdvantageEstimator:
+def critic_free(name: str, estimate: Estimate, **needs: bool) -> AdvantageEstimator:
     """Build an estimator whose ``estimate`` (num_tokens,) is both advantage and return."""
 
     def compute(inputs: AdvantageInputs) -> Advantages:
@@ -225,22 +225,22 @@ def _critic_free(name: str, estimate: Estimate, **needs: bool) -> AdvantageEstim
     return AdvantageEstimator(name, compute, **needs)
 
 
-def _group_based(name: str, estimate: Estimate) -> AdvantageEstimator:
+def group_based(name: str, estimate: Estimate) -> AdvantageEstimator:
     """Build an estimator that compares groups, from an ``estimate`` per sequence (num_seqs,)."""
-    return _critic_free(name, lambda x: x.per_token(estimate(x)), needs_groups=True)
+    return critic_free(name, lambda x: x.per_token(estimate(x)), needs_groups=True)
 
 
 _ESTIMATORS = (
     AdvantageEstimator("gae", _gae, needs_critic=True),
-    _group_based("grpo", lambda x: grpo(x.scores, x.groups, x.norm_by_std)),
-    _group_based("dr_grpo", lambda x: grpo(x.scores, x.groups, norm_by_std=False)),
-    _group_based("rloo", lambda x: rloo(x.scores, x.groups)),
-    _group_based("opo", lambda x: opo(x.scores, x.groups, x.lengths)),
-    _group_based("grpo_passk", lambda x: grpo_passk(x.scores, x.groups, x.norm_by_std)),
-    _critic_free("reinforce", lambda x: x.returns_to_go()),
-    _critic_free("reinforce_baseline", _reinforce_baseline),
-    _critic_free("reinforce_plus_plus", lambda x: x.whiten(x.returns_to_go())),
-    _critic_free(
+    group_based("grpo", lambda x: grpo(x.scores, x.groups, x.norm_by_std)),
+    group_based("dr_grpo", lambda x: grpo(x.scores, x.groups, norm_by_std=False)),
+    group_based("rloo", lambda x: rloo(x.scores, x.groups)),
+    group_based("opo", lambda x: opo(x.scores, x.groups, x.lengths)),
+    group_based("grpo_passk", lambda x: grpo_passk(x.scores, x.groups, x.norm_by_std)),
+    critic_free("reinforce", lambda x: x.returns_to_go()),
+    critic_free("reinforce_baseline", _reinforce_baseline),
+    critic_free("reinforce_plus_plus", lambda x: x.whiten(x.returns_to_go())),
+    critic_free(
         "reinforce_plus_plus_baseline",
         lambda x: x.whiten(x.per_token(grpo(x.scores, x.groups, norm_by_std=False))),
         needs_groups=True,

@@ -77,7 +77,7 @@ def ppo(inputs: PolicyLossInputs) -> tuple[Tensor, PolicyDiagnostics]:
     losses, clipped = _clipped_surrogate(inputs, inputs.ratio)
     ceiling = -inputs.clip_c * inputs.advantages
     is_dual = (inputs.advantages < 0) & (losses > ceiling)
-    return torch.where(is_dual, ceiling, losses), _diagnose(inputs, clipped, is_dual)
+    return torch.where(is_dual, ceiling, losses), diagnose(inputs, clipped, is_dual)
 
 
 def gspo(inputs: PolicyLossInputs) -> tuple[Tensor, PolicyDiagnostics]:
@@ -92,7 +92,7 @@ def gspo(inputs: PolicyLossInputs) -> tuple[Tensor, PolicyDiagnostics]:
     mean = sum_by_id(log_ratio.detach(), ids) / sum_by_id(torch.ones_like(log_ratio), ids)
     ratio = (mean + log_ratio - log_ratio.detach()).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
     losses, clipped = _clipped_surrogate(inputs, ratio)
-    return losses, _diagnose(inputs, clipped)
+    return losses, diagnose(inputs, clipped)
 
 
 def cispo(inputs: PolicyLossInputs) -> tuple[Tensor, PolicyDiagnostics]:
@@ -100,13 +100,13 @@ def cispo(inputs: PolicyLossInputs) -> tuple[Tensor, PolicyDiagnostics]:
     ratio = inputs.ratio.detach()
     weight = inputs.clip(ratio)
     losses = -weight * inputs.advantages * inputs.log_probs  # clipped tokens keep a gradient
-    return losses, _diagnose(inputs, clipped=weight != ratio)
+    return losses, diagnose(inputs, clipped=weight != ratio)
 
 
 def gpg(inputs: PolicyLossInputs) -> tuple[Tensor, PolicyDiagnostics]:
     """-A log π: no ratio, no clip (Chu et al. 2025)."""
     losses = -inputs.advantages * inputs.log_probs
-    return losses, _diagnose(inputs, clipped=torch.zeros_like(losses, dtype=torch.bool))
+    return losses, diagnose(inputs, clipped=torch.zeros_like(losses, dtype=torch.bool))
 
 
 POLICY_LOSSES: Mapping[str, PolicyLoss] = MappingProxyType(
@@ -137,9 +137,10 @@ def _clipped_surrogate(inputs: PolicyLossInputs, ratio: Tensor) -> tuple[Tensor,
     return torch.maximum(plain, bounded), bounded > plain
 
 
-def _diagnose(
+def diagnose(
     inputs: PolicyLossInputs, clipped: Tensor, dual_clipped: Tensor | None = None
 ) -> PolicyDiagnostics:
+    """Return the diagnostics of a loss, from where clipping determined it (bool)."""
     dtype = inputs.log_probs.dtype
     dual = torch.zeros_like(clipped) if dual_clipped is None else dual_clipped
     return PolicyDiagnostics(clipped.to(dtype), dual.to(dtype), -inputs.log_ratio.detach())

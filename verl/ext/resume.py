@@ -20,7 +20,7 @@ from verl.checkpoint.folders import DRIVER_FILE, RunState
 from verl.config import Config
 from verl.config.cli import public_options
 from verl.config.known import flatten, known_options
-from verl.core_algos.advantages import ADVANTAGES
+from verl.core_algos.chosen import advantage_estimator
 from verl.data.rows import file_list
 from verl.data.trajectories import recorded_files
 from verl.errors import ConfigError, ModelError
@@ -131,8 +131,10 @@ def _option_differences(
         if kind == "free" or old[key] == new[key]:
             continue
         change = f"{key}: got {_shorten(new[key])}, the checkpoint has {_shorten(old[key])}"
-        needs_new_critic = (key == "algorithm.adv_estimator" and ADVANTAGES[new[key]].needs_critic
-                            and not ADVANTAGES[old[key]].needs_critic)  # fmt: skip
+        needs_new_critic = key == "algorithm.adv_estimator" and (
+            advantage_estimator(new[key]).needs_critic
+            and not advantage_estimator(old[key]).needs_critic
+        )
         if kind == "fixed" or needs_new_critic:
             yield f"{change}; the saved state cannot be used with another value"
         elif kind == "experiment" and not any(

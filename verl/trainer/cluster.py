@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import logging
 import os
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import ray
 
 from verl import plugins
 from verl.agent.wording import is_file
 from verl.config import Config
+from verl.config.option import PathKind
 from verl.errors import ConfigError, ResourceError, explain
 from verl.proxies import bypass_loopback
 from verl.rollout.interface import engine_takes_adapter
@@ -90,43 +93,43 @@ def config_for_actors(config: Config, use_gpu: bool) -> Config:
     Paths of models, files and user code are absolute, and the device is decided, because `auto`
     might mean different devices for driver, ranks and engines.
     """
-    section, critic = config.actor_rollout_ref, config.critic
-    template, resume_mode = config.template, config.trainer.resume_mode
-    policy_model = replace(section.model, path=_absolute_model(section.model.path))
-    critic_path = None if critic.model.path is None else _absolute_model(critic.model.path)
-    trainer = replace(
-        config.trainer,
-        device="cuda" if use_gpu else "cpu",
-        resume_mode=resume_mode if resume_mode in MODES_WITHOUT_FOLDER else _absolute(resume_mode),
-    )
-    weights, replay = section.rollout.weights_dir, section.rollout.replay
-    rollout = replace(
-        section.rollout,
-        name=plugins.absolute(section.rollout.name),
-        merge_adapter=not engine_takes_adapter(replace(config, trainer=trainer)),
-        weight_sync=plugins.absolute(section.rollout.weight_sync),
-        weights_dir=None if weights is None else _absolute(weights),
-        replay=None if replay is None else _absolute(replay),
-    )
-    agent = replace(
-        config.agent,
-        name=plugins.absolute(config.agent.name),
-        tools=[plugins.absolute(name) for name in config.agent.tools],
-    )
-    return replace(
-        config,
-        template=_absolute(template) if is_file(template) else template,
-        agent=agent,
-        actor_rollout_ref=replace(section, model=policy_model, rollout=rollout),
-        critic=replace(critic, model=replace(critic.model, path=critic_path)),
-        trainer=trainer,
-    )
+    config = absolute_paths(config)
+    section = config.actor_rollout_ref
+    config = replace(config, trainer=replace(config.trainer, device="cuda" if use_gpu else "cpu"))
+    rollout = replace(section.rollout, merge_adapter=not engine_takes_adapter(config))
+    return replace(config, actor_rollout_ref=replace(section, rollout=rollout))
+
+
+def absolute_paths(section: Any) -> Any:
+    """Return a copy of the options in which those with a `path` are absolute (`config.option`)."""
+    changes: dict[str, Any] = {}
+    for field in fields(section):
+        value = getattr(section, field.name)
+        if is_dataclass(value):
+            changes[field.name] = absolute_paths(value)
+            continue
+        limits = field.metadata.get("limits")
+        if value is None or limits is None or limits.path is None:
+            continue
+        absolute = ABSOLUTE[limits.path]
+        is_list = isinstance(value, list)
+        changes[field.name] = [absolute(item) for item in value] if is_list else absolute(value)
+    return replace(section, **changes)
 
 
 def _absolute(path: str) -> str:
-    return str(Path(path).absolute())
+    return str(Path(path).expanduser().absolute())
 
 
 def _absolute_model(path: str) -> str:
-    folder = Path(path).expanduser()
-    return str(folder.absolute()) if folder.is_dir() else path  # else a name of the hub
+    return _absolute(path) if Path(path).expanduser().is_dir() else path  # else a name of the hub
+
+
+ABSOLUTE: Mapping[PathKind, Callable[[str], str]] = {
+    "code": plugins.absolute,
+    "model": _absolute_model,
+    "file": _absolute,
+    "template": lambda name: _absolute(name) if is_file(name) else name,
+    "checkpoint": lambda mode: mode if mode in MODES_WITHOUT_FOLDER else _absolute(mode),
+}
+"""How the value of an option becomes absolute, by what it locates."""

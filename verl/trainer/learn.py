@@ -14,7 +14,8 @@ from torch import Tensor
 
 from verl.checkpoint.folders import RunState
 from verl.config import Config
-from verl.core_algos.advantages import ADVANTAGES, AdvantageEstimator, AdvantageInputs
+from verl.core_algos.advantages import AdvantageEstimator, AdvantageInputs
+from verl.core_algos.chosen import advantage_estimator
 from verl.core_algos.jagged import outcome_to_tokens, segment_sum
 from verl.core_algos.kl import KLController, apply_kl_in_reward, mean_sequence_kl
 from verl.core_algos.losses import loss_weights
@@ -48,7 +49,7 @@ def assemble(samples: Samples, config: Config) -> TokenBatch:
     batch = TokenBatch.from_trajectories(samples.trajectories)
     masking = config.actor_rollout_ref.actor.state_masking
     batch.tokens["loss_mask"] = batch.tokens["policy_mask" if masking else "response_mask"]
-    needs_critic = ADVANTAGES[config.algorithm.adv_estimator].needs_critic
+    needs_critic = advantage_estimator(config.algorithm.adv_estimator).needs_critic
     if needs_critic and config.compat.gae_over_all_tokens:
         batch.tokens["value_mask"] = batch.tokens["response_mask"]
     scores = [r.score for r in samples.rewards]
@@ -67,7 +68,7 @@ def add_advantages(batch: TokenBatch, config: Config, kl_controller: KLControlle
         rewards, kl_metrics = subtract_kl(rewards, batch, algorithm.kl_penalty, kl_controller)
         metrics |= kl_metrics
     whiten_mask = batch.tokens["response_mask"] if config.compat.whiten_over_all_tokens else None
-    estimate = ADVANTAGES[algorithm.adv_estimator].compute(
+    estimate = advantage_estimator(algorithm.adv_estimator).compute(
         AdvantageInputs(
             token_rewards=rewards,
             policy_mask=mask,
@@ -174,7 +175,7 @@ class Learner(Stateful):
     @property
     def estimator(self) -> AdvantageEstimator:
         """The configured advantage estimator."""
-        return ADVANTAGES[self.config.algorithm.adv_estimator]
+        return advantage_estimator(self.config.algorithm.adv_estimator)
 
     def compute_log_probs(self, batch: TokenBatch) -> None:
         """Add the old and reference log-probs to the batch, if the algorithm needs them.

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from verl.config import ActorConfig
+from verl.core_algos.chosen import policy_loss
 from verl.core_algos.jagged import sequence_ids
 from verl.core_algos.kl import kl_penalty
 from verl.core_algos.losses import weighted_sum
 from verl.core_algos.mismatch import importance_weights
 from verl.core_algos.policy_losses import (
-    POLICY_LOSSES,
     PolicyDiagnostics,
     PolicyLossInputs,
     likelihood_loss,
@@ -200,7 +200,7 @@ class Actor:
         inputs = PolicyLossInputs(
             log_probs, old, columns["advantages"], ids, config.clip_ratio, high, config.clip_ratio_c
         )
-        losses, diagnostics = POLICY_LOSSES[config.policy_loss](inputs)
+        losses, diagnostics = policy_loss(config.policy_loss)(inputs)
         weights = rollout_correction(config, old, rollout, ids)
         return losses * weights, diagnostics, weights
 

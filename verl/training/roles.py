@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from verl.config import Config
 from verl.config.policy import BlocksConfig
-from verl.core_algos.advantages import ADVANTAGES
+from verl.core_algos.chosen import advantage_estimator
 from verl.plugins import imported
 from verl.training.fsdp import FsdpModel, FsdpOptions
 from verl.training.kernels import prepare_blocks, use_kernels
@@ -25,7 +25,7 @@ from verl.training.weights import write_policy
 
 def has_critic(config: Config) -> bool:
     """Return whether the ranks train a critic."""
-    return ADVANTAGES[config.algorithm.adv_estimator].needs_critic
+    return advantage_estimator(config.algorithm.adv_estimator).needs_critic
 
 
 @dataclass

@@ -18,10 +18,10 @@ from torch import Tensor
 from search_r1.experimental.replay.playing import Comparison, Edit, turns_of
 from search_r1.inference.model import model_folder
 from verl.config import Config
-from verl.core_algos.advantages import ADVANTAGES
+from verl.core_algos.chosen import advantage_estimator, policy_loss
 from verl.core_algos.kl import FixedKLController
 from verl.core_algos.losses import loss_weights, weighted_sum
-from verl.core_algos.policy_losses import POLICY_LOSSES, PolicyLossInputs
+from verl.core_algos.policy_losses import PolicyLossInputs
 from verl.data.trajectories import RecordedTrajectory, make_row
 from verl.rewards.interface import Reward, RewardManager
 from verl.trainer.collect import Samples
@@ -47,7 +47,7 @@ class Gradients:
 def advantage_caveat(config: Config) -> str:
     """Return what the replayed advantage lacks because it is not recorded, or ""."""
     estimator = config.algorithm.adv_estimator
-    if ADVANTAGES[estimator].needs_critic:
+    if advantage_estimator(estimator).needs_critic:
         return f"no advantage: {estimator} needs the critic's values, which are not recorded"
     if config.kl_in_reward:
         return "the advantage is computed from the scores, without the KL in the reward"
@@ -110,7 +110,7 @@ def _gradient(
         log_probs, log_probs.detach(), columns["advantages"], columns.sequence_ids,
         actor.clip_ratio, high, actor.clip_ratio_c,
     )  # fmt: skip
-    losses, _ = POLICY_LOSSES[actor.policy_loss](loss_inputs)
+    losses, _ = policy_loss(actor.policy_loss)(loss_inputs)
     model.zero_grad(set_to_none=True)
     weighted_sum(losses, columns["loss_weights"]).backward()
     return [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]
@@ -168,7 +168,7 @@ def replay_report(
     if caveat := advantage_caveat(config):
         notes.append(f"{caveat[0].upper()}{caveat[1:]}.")
     effects: dict[str, Any] = {}
-    if not has_failed and not ADVANTAGES[config.algorithm.adv_estimator].needs_critic:
+    if not has_failed and not advantage_estimator(config.algorithm.adv_estimator).needs_critic:
         batches = [training_batch(config, ref.rows, ref.line, t) for t in (recorded, replayed)]
         effects["advantage"] = _pair(*map(mean_advantage, batches))
         if with_gradient:

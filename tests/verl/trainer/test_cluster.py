@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
 
 from verl.config import Config, cli
+from verl.config.known import known_options
 from verl.errors import ConfigError, ResourceError
 from verl.rollout.interface import engine_takes_adapter
-from verl.trainer.cluster import check_run_folder, config_for_actors, join_cluster
+from verl.trainer.cluster import absolute_paths, check_run_folder, config_for_actors, join_cluster
 
 REQUIRED = ["data.train_files=t.parquet", "data.val_files=v.parquet"]
 
@@ -43,6 +45,25 @@ def test_named_files_get_absolute_paths(tmp_path: Path, monkeypatch: pytest.Monk
     assert plain.actor_rollout_ref.rollout.replay is None
     assert found.trainer.resume_mode == str(tmp_path / "runs/step")
     assert plain.trainer.resume_mode == "disable"
+
+
+def test_user_code_is_found_from_another_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every option that may name code in a file does so by an absolute path on the other nodes."""
+    monkeypatch.chdir(tmp_path)
+    code = [key for key, option in known_options().items() if option.limits.path == "code"]
+    assert {"agent.name", "agent.tools", "actor_rollout_ref.rollout.name"} < set(code)
+    config = config_with()
+    for key in code:
+        section, _, name = key.rpartition(".")
+        owner = attrgetter(section)(config)
+        is_list = isinstance(getattr(owner, name), list)
+        setattr(owner, name, ["a.py:A"] if is_list else "a.py:A")
+    found = absolute_paths(config)
+    for key in code:
+        expected = f"{tmp_path / 'a.py'}:A"
+        assert attrgetter(key)(found) in (expected, [expected])
 
 
 @pytest.mark.parametrize("address", ["here", "here:there"])

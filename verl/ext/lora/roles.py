@@ -10,7 +10,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from verl.config import AdapterConfig, Config
 from verl.config.policy import BlocksConfig
-from verl.core_algos.advantages import ADVANTAGES
 from verl.errors import ConfigError, UserError
 from verl.ext.lora.adapter import record_of_peft_config
 from verl.ext.lora.model import (
@@ -24,7 +23,7 @@ from verl.model_files import model_errors
 from verl.remote_code import trusts_remote_code
 from verl.rollout.interface import engine_takes_adapter
 from verl.training.fsdp import FsdpModel
-from verl.training.roles import Roles
+from verl.training.roles import Roles, has_critic
 
 
 @dataclass
@@ -93,7 +92,7 @@ class AdaptedRoles(Roles):
         sections: dict[str, tuple[str, AdapterConfig, str]] = {
             "actor": ("actor_rollout_ref.model", policy, policy.path)
         }
-        if ADVANTAGES[config.algorithm.adv_estimator].needs_critic:
+        if has_critic(config):
             sections["critic"] = ("critic.model", critic, config.critic_path)
         adapted = {role: section for role, section in sections.items() if section[1].has_adapter}
         return {role: expected_record(*section) for role, section in adapted.items()}
