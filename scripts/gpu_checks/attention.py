@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from scripts.gpu_checks.report import Report
+from verl.ext import flash_attention
 from verl.training import attention
 from verl.training.attention import SequenceBounds, VarlenKernel
 
@@ -28,7 +29,7 @@ def check(report: Report) -> None:
     checked = kernels() if has_kernels else {"one_by_one": attention.attend_per_run}
     report.record("kernels", list(checked))
     if report.on_card:
-        chosen = attention.cuda_kernel()
+        chosen = flash_attention.cuda_kernel()
         report.record("chosen", getattr(chosen, "func", chosen).__name__)
     if not checked:
         report.fail("no packed kernel: this card would attend to one sequence at a time")
@@ -45,7 +46,7 @@ def kernels() -> dict[str, VarlenKernel]:
             function = getattr(importlib.import_module(module), function_name)
         except (ImportError, AttributeError):
             continue
-        attend = getattr(attention, wrapper)
+        attend = getattr(flash_attention, wrapper)
         installed[name] = functools.partial(attend, **{function_name: function})
     return installed
 

@@ -12,8 +12,6 @@ front of the response's own.
 
 import contextlib
 import functools
-import inspect
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
@@ -98,6 +96,11 @@ class Scores:
 RunKernel = Callable[[Tensor, Tensor, Tensor, float, int], Tensor]
 VarlenKernel = Callable[[Tensor, Tensor, Tensor, SequenceBounds, float, int], Tensor]
 
+FAST = {
+    "cuda": "verl.ext.flash_attention:attend_on_gpu",
+    "cpu": "verl.ext.cpu.attention:attend_short_runs",
+}
+"""Import paths of kernels for 16-bit tensors; without the module, each run is computed alone."""
 RUN_KERNELS: dict[str, Callable[..., Tensor]] = {}
 """What is called in the place of `scaled_dot_product_attention` on a type of device."""
 SHORT = 256
@@ -185,87 +188,11 @@ def repeat_heads(query: Tensor, x: Tensor) -> Tensor:
     return x.repeat_interleave(repeats, dim=1) if repeats > 1 else x
 
 
-def attend_with_flash(
-    query: Tensor, key: Tensor, value: Tensor, bounds: SequenceBounds, scale: float, window: int,
-    flash_attn_varlen_func: Callable[..., Any],
-) -> Tensor:  # fmt: skip
-    """Compute `attend_per_run` by the flash-attn package (2.4.1 or newer); 16-bit, CUDA only."""
-    attended: Tensor = flash_attn_varlen_func(
-        query, key, value, bounds.cu_seqlens, bounds.cu_keys,
-        max(bounds.lengths), max(bounds.num_keys), softmax_scale=scale, causal=True,
-        window_size=(window - 1, 0) if window else (-1, -1),
-        deterministic=torch.are_deterministic_algorithms_enabled(),
-    )  # fmt: skip
-    return attended
-
-
-def attend_with_torch_varlen(
-    query: Tensor, key: Tensor, value: Tensor, bounds: SequenceBounds, scale: float, window: int,
-    varlen_attn: Callable[..., Any],
-) -> Tensor:  # fmt: skip
-    """Compute `attend_per_run` by torch's variable-length flash attention; 16-bit, CUDA only."""
-    if not has_option(varlen_attn, "window_size"):
-        return attend_with_torch_2_10(query, key, value, bounds, scale, window, varlen_attn)
-    gqa_options = {}
-    if has_option(varlen_attn, "enable_gqa"):  # torch 2.12 and newer
-        gqa_options = {"enable_gqa": query.shape[1] != key.shape[1]}
-    else:
-        key, value = repeat_heads(query, key), repeat_heads(query, value)
-    attended: Tensor = varlen_attn(
-        query, key, value, bounds.cu_seqlens, bounds.cu_keys,
-        max(bounds.lengths), max(bounds.num_keys), scale=scale,
-        window_size=(window - 1 if window else -1, 0), **gqa_options,
-    )  # fmt: skip
-    return attended
-
-
-def attend_with_torch_2_10(
-    query: Tensor, key: Tensor, value: Tensor, bounds: SequenceBounds, scale: float, window: int,
-    varlen_attn: Callable[..., Any],
-) -> Tensor:  # fmt: skip
-    """Like `attend_with_torch_varlen`, by a kernel that has neither scale, window nor shared heads.
-
-    It scales by 1/sqrt(head_dim). Another scale, or a window that hides something, is left to
-    `attend_per_run`.
-    """
-    is_usual = math.isclose(scale, query.shape[-1] ** -0.5, rel_tol=1e-6)
-    if not is_usual or 0 < window < max(bounds.num_keys):
-        return attend_per_run(query, key, value, bounds, scale, window)
-    attended: Tensor = varlen_attn(
-        query, repeat_heads(query, key), repeat_heads(query, value), bounds.cu_seqlens,
-        bounds.cu_keys, max(bounds.lengths), max(bounds.num_keys), is_causal=True,
-    )  # fmt: skip
-    return attended
-
-
 @functools.cache
-def has_option(kernel: Callable[..., Any], name: str) -> bool:
-    """Return whether torch's kernel has a parameter, which depends on torch's version."""
-    return name in inspect.signature(kernel).parameters
-
-
-@functools.cache
-def cuda_kernel() -> VarlenKernel:
-    """Return the fastest installed kernel for 16-bit tensors on this process's GPU."""
-    if torch.cuda.get_device_capability() < (8, 0):  # flash attention needs Ampere or newer
-        return attend_per_run
-    with contextlib.suppress(ImportError):
-        # Import the function: any folder named flash_attn on the path imports as a package.
-        from flash_attn import flash_attn_varlen_func  # noqa: PLC0415 - optional
-
-        return functools.partial(attend_with_flash, flash_attn_varlen_func=flash_attn_varlen_func)
-    with contextlib.suppress(ImportError):
-        from torch.nn.attention.varlen import varlen_attn  # noqa: PLC0415 - newer torch only
-
-        return functools.partial(attend_with_torch_varlen, varlen_attn=varlen_attn)
-    return attend_per_run
-
-
-@functools.cache
-def cpu_kernel() -> VarlenKernel:
-    """Return the fastest kernel for 16-bit tensors on the CPU."""
+def fast_kernel(device: str) -> VarlenKernel:
+    """Return the fastest kernel for 16-bit tensors on a type of device."""
     with contextlib.suppress(ModuleNotFoundError):
-        kernel: VarlenKernel = imported("verl.ext.cpu.attention:attend_short_runs")
+        kernel: VarlenKernel = imported(FAST[device])
         return kernel
     return attend_per_run
 
@@ -305,7 +232,7 @@ def choose_kernel(query: Tensor, value: Tensor, scores: Scores) -> VarlenKernel:
     is_even = query.shape[-1] == value.shape[-1]  # it is not in multi-head latent attention
     if query.dtype not in HALF or not is_even:
         return attend_per_run
-    return cuda_kernel() if query.is_cuda else cpu_kernel()
+    return fast_kernel("cuda" if query.is_cuda else "cpu")
 
 
 def refuse_unknown(module: nn.Module, arguments: Mapping[str, Any]) -> None:

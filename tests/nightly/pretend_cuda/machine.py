@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from verl.training.attention import cuda_kernel
+from verl.ext.flash_attention import cuda_kernel
 
 GUARD = Path(__file__).with_name("guard.cpp")
 CAPABILITIES = {"bfloat16": (9, 0), "float16": (7, 0)}
