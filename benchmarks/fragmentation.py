@@ -20,9 +20,9 @@ from rich.console import Console
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, Qwen2Config
 
+from verl.ext.kernels import recompute
 from verl.ext.memory.trial import StorageTracker
 from verl.training.attention import PACKED, SequenceBounds
-from verl.training.kernels import recompute
 from verl.training.models import LogProbModel, PackedInputs, blocks, trunk_of
 
 MIB = 1 << 20

@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 CHECKS = (
     "verl.preflight.questions", "verl.preflight.algorithms", "verl.ext.replay",
-    "verl.training.kernels", "verl.preflight.machine", "verl.monitor.tracking",
+    "verl.ext.kernels", "verl.preflight.machine", "verl.monitor.tracking",
 )  # fmt: skip
 """Modules with a function `problems(config)`; one that was deleted is left out."""
 PLANNER = "verl.ext.memory"

@@ -15,12 +15,14 @@ from transformers import PreTrainedModel
 from verl.config import Config
 from verl.config.policy import BlocksConfig
 from verl.core_algos.chosen import advantage_estimator
-from verl.plugins import imported
+from verl.plugins import imported, optional
 from verl.training.fsdp import FsdpModel, FsdpOptions
-from verl.training.kernels import prepare_blocks, use_kernels
 from verl.training.loading import copy_without_values, open_causal_lm
 from verl.training.models import LogProbModel, ValueModel, blocks
 from verl.training.weights import write_policy
+
+TRANSFORMS = ("verl.ext.kernels",)
+"""Modules with a function `transform(lm, config, trained)`, which changes a model's blocks."""
 
 
 def has_critic(config: Config) -> bool:
@@ -55,7 +57,7 @@ class Roles:
             actor = FsdpModel(LogProbModel(lm), blocks(lm, lm), self.device, self.actor_options())
         if reference_lm is None:
             return actor, None
-        use_kernels(reference_lm, section.model.kernels)
+        self.prepare(reference_lm)
         module, options = LogProbModel(reference_lm), self.reference_options()
         layers = blocks(reference_lm, reference_lm)
         return actor, FsdpModel(module, layers, self.device, options, copy_from=actor)
@@ -78,10 +80,12 @@ class Roles:
         """Return the dtype of a model's own weights: float32 if they are trained."""
         return torch.float32
 
-    def prepare(self, lm: PreTrainedModel, model: BlocksConfig) -> None:
-        """Install kernels and recomputation in a model to train."""
-        kernels = self.config.actor_rollout_ref.model.kernels
-        prepare_blocks(lm, kernels, model.enable_gradient_checkpointing)
+    def prepare(self, lm: PreTrainedModel, trained: BlocksConfig | None = None) -> None:
+        """Transform a model before it is sharded; `trained` are its options if it is trained."""
+        for name in TRANSFORMS:
+            module = optional(name)
+            if module is not None:
+                module.transform(lm, self.config, trained)
 
     def actor_options(self) -> FsdpOptions:
         """Return the options by which the actor is sharded and trained."""

@@ -23,12 +23,12 @@ from tests.verl.training.ranks import VOCAB
 from verl.config import AdapterConfig
 from verl.config.policy import SELECTIVE
 from verl.ext.flops import ModelFlops, peak_flops
+from verl.ext.kernels import recompute
 from verl.ext.lora.model import AdaptedModel, Role
 from verl.ext.speed import skipped_prompts
 from verl.model_shape import ModelShape
 from verl.packing import SHARED_PROMPT, Packing, common_prompts
 from verl.training.attention import PACKED
-from verl.training.kernels import recompute
 from verl.training.models import LogProbModel, PackedInputs, ValueModel
 
 LENGTHS = [12, 9, 17, 5]

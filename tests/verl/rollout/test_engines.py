@@ -16,6 +16,7 @@ from tests.verl.rollout.engines import (
 )
 from verl.config import Config
 from verl.errors import ConfigError
+from verl.ext import kernels
 from verl.rollout.interface import (
     CPU_LACKS,
     build_engine,
@@ -24,7 +25,6 @@ from verl.rollout.interface import (
     engine_takes_adapter,
     selected_class,
 )
-from verl.training import kernels
 from verl.types import Completion, Sampling
 
 TOLERANCE = 1e-3

@@ -16,12 +16,12 @@ from tests.verl.training.ranks import VOCAB
 from verl.config import ActorConfig, Config, OptimConfig
 from verl.config.policy import SELECTIVE
 from verl.ext.cpu import attention
+from verl.ext.kernels import recompute
 from verl.packing import SHARED_PROMPT, common_prompts
 from verl.trainer.learn import drop_zero_advantages
 from verl.training.actor import Actor, TargetColumns, TokenBudgets, apply_update
 from verl.training.attention import PACKED
 from verl.training.fsdp import FsdpModel, FsdpOptions, lr_factor
-from verl.training.kernels import recompute
 from verl.training.models import LogProbModel, blocks
 from verl.training.worker import TrainerWorker
 from verl.types import TokenBatch

@@ -12,12 +12,12 @@ from transformers import AttentionInterface, AutoConfig, PretrainedConfig, PreTr
 from scripts import family_page
 from verl.config import AdapterConfig
 from verl.errors import ModelError
+from verl.ext.kernels import recompute
 from verl.ext.lora.adapter import Adapter
 from verl.ext.lora.model import AdaptedModel, Role
 from verl.packing import share_prompts
 from verl.training import family, models
 from verl.training.attention import PACKED, packed_attention
-from verl.training.kernels import recompute
 from verl.training.mixers import RunByRun
 from verl.training.models import LogProbModel, PackedInputs, ValueModel, trunk_of
 

@@ -19,9 +19,9 @@ from transformers import (
 from tests.core.batches import make_batch, make_groups
 from tests.verl.training.ranks import VOCAB
 from verl.config.policy import SELECTIVE
+from verl.ext.kernels import recompute
 from verl.packing import SHARED_PROMPT, common_prompts
 from verl.training.attention import PACKED
-from verl.training.kernels import recompute
 from verl.training.models import LogProbModel, PackedInputs, ValueModel
 from verl.types import TokenBatch
 

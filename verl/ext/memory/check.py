@@ -30,6 +30,7 @@ from verl.ext.memory.estimate import (
 from verl.ext.memory.needs import AWAKE, Memory
 from verl.machine import ENLARGE_SHARED_MEMORY, Machine, format_bytes
 from verl.model_shape import read_shape
+from verl.plugins import optional
 from verl.preflight.undecided import (
     MEMORY_FOR_SPEED,
     OFFLOAD_OPTIONS,
@@ -39,7 +40,6 @@ from verl.preflight.undecided import (
     undecided_offloads,
     with_options,
 )
-from verl.training import kernels
 from verl.training.allocator import is_expandable
 from verl.training.devices import device_type, dtype_name, is_surely_cpu, resolve_dtype
 from verl.training.network import joins_cluster
@@ -230,10 +230,11 @@ def spend_free_memory(config: Config, setting: Setting, keys: Sequence[str]) -> 
     `config` has no undecided memory options. Values that the kernels do not support are skipped.
     """
     limit = WARN_ABOVE * free_memory(setting.machine)[Memory.DEVICE]
+    kernels = optional("verl.ext.kernels")
     for key in keys:
         for value in MEMORY_FOR_SPEED[key]:
             candidate = with_options(config, {key: value})
-            if any(kernels.problems(candidate)):
+            if kernels is not None and any(kernels.problems(candidate)):
                 continue
             if peak_rank_bytes(estimate(candidate, setting)) <= limit:
                 config = candidate

@@ -18,10 +18,9 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM
 
 from verl.model_shape import ModelShape
-from verl.plugins import imported
+from verl.plugins import imported, optional
 from verl.training.attention import PACKED, RUN_KERNELS, SequenceBounds
 from verl.training.devices import DTYPES
-from verl.training.kernels import recompute
 from verl.training.loading import replace_parameters
 from verl.training.models import LogProbModel, PackedInputs, ValueModel
 
@@ -145,7 +144,9 @@ def _model(work: Pass, layers: int) -> nn.Module:
     if getattr(text, "layer_types", None):
         text.layer_types = text.layer_types[:layers]
     lm = AutoModelForCausalLM.from_config(config, attn_implementation=PACKED).train()
-    recompute(lm, work.recompute)
+    kernels = optional("verl.ext.kernels")
+    if kernels is not None:
+        kernels.recompute(lm, work.recompute)
     if work.lora_rank:
         role = "critic" if work.is_critic else "actor"
         kind = imported("verl.ext.lora.model:AdaptedModel")

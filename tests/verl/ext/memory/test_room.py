@@ -10,10 +10,10 @@ from tests.verl.ext.memory.test_presets import machine
 from tests.verl.ext.memory.test_shortages import run, setting
 from verl.config import Config
 from verl.config.policy import SELECTIVE
+from verl.ext import kernels
 from verl.ext.memory.check import decide_memory, peak_rank_bytes
 from verl.ext.memory.estimate import estimate
 from verl.preflight.undecided import MEMORY_FOR_SPEED, fill_undecided, with_options
-from verl.training import kernels
 
 KEYS = [key for key in MEMORY_FOR_SPEED if key.startswith("actor")]
 

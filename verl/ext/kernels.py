@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from transformers.integrations.liger import apply_liger_kernel
 
 from verl.config import Config
-from verl.config.policy import SELECTIVE
+from verl.config.policy import SELECTIVE, BlocksConfig
 from verl.errors import ConfigError, explain
 from verl.nvidia import version_of
 from verl.training.devices import is_surely_cpu
@@ -34,10 +34,11 @@ SAVED_OPERATIONS = ("aten.mm.", "aten.addmm.", "attention", "attn")
 attention kernels (torch's, flash-attn's) that are torch operations."""
 
 
-def prepare_blocks(lm: PreTrainedModel, kernels: str, recomputed: bool | str | None) -> None:
-    """Configure the kernels and recomputation of the blocks of `lm`."""
-    use_kernels(lm, kernels)
-    recompute(lm, recomputed)
+def transform(lm: PreTrainedModel, config: Config, trained: BlocksConfig | None) -> None:
+    """Configure the kernels of the blocks of `lm` and, in a model to train, recomputation."""
+    use_kernels(lm, config.actor_rollout_ref.model.kernels)
+    if trained is not None:
+        recompute(lm, trained.enable_gradient_checkpointing)
 
 
 def use_kernels(lm: PreTrainedModel, kind: str) -> None:

@@ -3,7 +3,7 @@
 import pytest
 
 from verl.config import Config
-from verl.training import kernels
+from verl.ext import kernels
 
 
 @pytest.mark.parametrize(
