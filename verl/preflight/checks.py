@@ -19,7 +19,8 @@ logger = logging.getLogger(__name__)
 
 CHECKS = (
     "verl.preflight.questions", "verl.preflight.algorithms", "verl.ext.replay",
-    "verl.ext.kernels", "verl.preflight.machine", "verl.monitor.tracking",
+    "verl.ext.kernels", "verl.preflight.machine", "verl.ext.cpu.cores",
+    "verl.monitor.tracking",
 )  # fmt: skip
 """Modules with a function `problems(config)`; one that was deleted is left out."""
 PLANNER = "verl.ext.memory"

@@ -9,7 +9,6 @@ import torch
 
 from verl.config import Config
 from verl.errors import ResourceError, UserError, explain
-from verl.training.devices import cores_for
 from verl.training.loading import weight_bytes
 from verl.training.network import joins_cluster
 from verl.training.roles import has_critic
@@ -51,10 +50,6 @@ def _device_problems(config: Config) -> Iterator[UserError]:
         return
     num_cores = os.cpu_count() or 1
     num_ranks = sum(group.per_node for group in config.placement.groups.values())
-    try:
-        cores_for(trainer.rollout_gpus, is_engine=False)
-    except ResourceError as error:
-        yield error
     if num_ranks > max(2, num_cores):
         got = f"{num_ranks} ranks with no GPU and {num_cores} cores"
         expected = "a GPU each, or on CPU at most one rank per core"

@@ -18,7 +18,7 @@ from verl.errors import PluginError, explain
 from verl.remote_code import set_trust
 from verl.rollout.interface import build_engine
 from verl.rollout.turns import BusyClock, TurnEngine
-from verl.training.devices import device_type, pin_to_cores, rollout_dtype
+from verl.training.devices import rollout_dtype
 from verl.types import Sampling, Trajectory
 
 
@@ -30,8 +30,9 @@ class RolloutReplica:
     ) -> None:
         """Build the agent and the engine; the model is loaded later, by `engine.start`."""
         set_trust(config.actor_rollout_ref.model.trust_remote_code)
-        if config.placement.is_split and device_type(config.trainer.device) == "cpu":
-            pin_to_cores(config.trainer.rollout_gpus, is_engine=True)
+        cores = plugins.optional("verl.ext.cpu.cores")
+        if cores is not None:
+            cores.prepare_engine(config)
         self.config = config
         self.agent = agent_factory(config)
         self.engine = build_engine(config, replica)

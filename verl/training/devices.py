@@ -1,9 +1,6 @@
-"""The device, dtype, CPU cores and threads that a process computes with."""
+"""The device and dtype that a process computes with."""
 
-import contextlib
-import os
 import socket
-from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -14,7 +11,6 @@ from torch import Tensor
 
 from verl import cpu
 from verl.config import Config
-from verl.errors import ResourceError, explain
 from verl.training.network import joins_cluster
 
 DETERMINISTIC_ENV = {
@@ -126,51 +122,6 @@ def make_deterministic() -> None:
 def to_device(x: Tensor, device: torch.device) -> Tensor:
     """Copy the host tensor `x` to the device, asynchronously on a GPU."""
     return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
-
-
-def cores_for(num_engine_cores: int, is_engine: bool) -> list[int]:
-    """Return the cores of the engines, the first ones, or of the ranks, the others.
-
-    Raises ResourceError if no core is left for the ranks.
-    """
-    cores = sorted(os.sched_getaffinity(0))
-    if num_engine_cores >= len(cores):
-        key = "trainer.rollout_gpus"
-        got = f"{num_engine_cores} of {len(cores)} cores here for engines"
-        expected, fix = "fewer: on CPU the ranks use the others", f"{key}={len(cores) // 2}"
-        raise ResourceError(explain(key, got, expected, fix))
-    return cores[:num_engine_cores] if is_engine else cores[num_engine_cores:]
-
-
-def pin_to_cores(num_engine_cores: int, is_engine: bool) -> None:
-    """Restrict this process and its children to the cores of the engines or of the ranks."""
-    set_affinity(cores_for(num_engine_cores, is_engine))
-
-
-def set_affinity(cores: Sequence[int]) -> None:
-    """Restrict this process and its children to these cores."""
-    for thread in os.listdir("/proc/self/task"):
-        with contextlib.suppress(ProcessLookupError):  # the thread ended meanwhile
-            os.sched_setaffinity(int(thread), cores)
-    os.environ["OMP_NUM_THREADS"] = str(len(cores))
-    torch.set_num_threads(len(cores))
-
-
-def share_threads(num_processes: int, num_others: int = 0, comes_first: bool = True) -> None:
-    """Set this process's thread count to its share of the available cores.
-
-    It is one of `num_processes` that work at the same time; `num_others` processes of another
-    group may run as well. If there is a core for each process, the two groups get separate cores;
-    `comes_first` says which group gets the lower ones.
-    """
-    cores = sorted(os.sched_getaffinity(0))
-    num_sharing = num_processes + num_others
-    if num_others and len(cores) >= num_sharing:
-        num_first = num_processes if comes_first else num_others
-        cut = len(cores) * num_first // num_sharing
-        set_affinity(cores[:cut] if comes_first else cores[cut:])
-        num_sharing = num_processes
-    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // num_sharing))
 
 
 def device_identity(device: torch.device) -> str:

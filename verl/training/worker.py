@@ -19,6 +19,7 @@ from transformers import PretrainedConfig
 
 from verl.config import Config
 from verl.machine import HostMemory
+from verl.plugins import optional
 from verl.remote_code import set_trust
 from verl.training.actor import Actor
 from verl.training.budgets import actor_budgets, critic_budgets
@@ -29,10 +30,8 @@ from verl.training.devices import (
     dtype_name,
     join_process_group,
     make_deterministic,
-    pin_to_cores,
     resolve_device,
     resolve_dtype,
-    share_threads,
     take_peak_memory,
 )
 from verl.training.fsdp import FsdpModel
@@ -70,10 +69,9 @@ class TrainerWorker:
         self.num_local = min(world_size, plan.groups[group].per_node)
         self.device = resolve_device(config.trainer.device)
         self.dtype = resolve_dtype(config.trainer.compute_dtype, self.device)
-        if self.device.type == "cpu":
-            if plan.is_split:
-                pin_to_cores(config.trainer.rollout_gpus, is_engine=False)
-            share_threads(self.num_local, num_others, comes_first="actor" in self.held)
+        cores = optional("verl.ext.cpu.cores")
+        if cores is not None:
+            cores.prepare_rank(config, self.num_local, num_others, "actor" in self.held)
         if config.trainer.deterministic:
             make_deterministic()
         os.environ |= {"MASTER_ADDR": master_addr, "MASTER_PORT": str(master_port)}

@@ -25,7 +25,7 @@ from verl.ext.sft.options import SftConfig
 from verl.malloc import keep_freed_memory
 from verl.model_files import check_model, load_tokenizer, model_errors
 from verl.packing import split_by_work
-from verl.plugins import imported
+from verl.plugins import imported, optional
 from verl.ports import free_port
 from verl.quantization import check_unquantized
 from verl.remote_code import set_trust
@@ -34,7 +34,6 @@ from verl.training.devices import (
     join_process_group,
     resolve_device,
     resolve_dtype,
-    share_threads,
 )
 from verl.training.family import check_family
 from verl.training.fsdp import FsdpModel, FsdpOptions, StepResult, all_reduced
@@ -54,7 +53,9 @@ def join_ranks(config: SftConfig) -> torch.device:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     device = resolve_device(config.device)
     if device.type == "cpu":
-        share_threads(int(os.environ["LOCAL_WORLD_SIZE"]))
+        cores = optional("verl.ext.cpu.cores")
+        if cores is not None:
+            cores.share_threads(int(os.environ["LOCAL_WORLD_SIZE"]))
     join_process_group(device, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
     return device
 
