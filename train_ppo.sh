@@ -28,6 +28,5 @@ train \
   "critic.model.fsdp_config.optimizer_offload=$OFFLOAD" \
   "critic.optim.lr=${CRITIC_LR:-1e-5}" \
   "critic.optim.lr_warmup_steps_ratio=${CRITIC_WARMUP:-0.015}" \
-  "critic.ppo_micro_batch_size=${CRITIC_MICRO_BATCH_SIZE:-null}" \
   "trainer.critic_warmup=${CRITIC_WARMUP_STEPS:-0}" \
   "$@"

@@ -47,7 +47,6 @@ actor_rollout_ref.model.lora_alpha=${LORA_ALPHA:-16}
 actor_rollout_ref.actor.optim.lr=${ACTOR_LR:-1e-6}
 actor_rollout_ref.actor.optim.lr_warmup_steps_ratio=${ACTOR_WARMUP:-0.285}
 actor_rollout_ref.actor.ppo_mini_batch_size=${MINI_BATCH_SIZE:-256}
-actor_rollout_ref.actor.ppo_micro_batch_size=${MICRO_BATCH_SIZE:-null}
 actor_rollout_ref.actor.ppo_max_token_len_per_gpu=${MAX_TOKENS_PER_GPU:-null}
 actor_rollout_ref.actor.state_masking=${STATE_MASKING:-true}
 actor_rollout_ref.actor.fsdp_config.param_offload=$OFFLOAD
@@ -69,6 +68,8 @@ max_turns=${MAX_TURNS:-2}
 retriever.url='$RETRIEVER_URL'
 retriever.topk=${TOPK:-3}
 OPTIONS
+  # Without effect: it warns.
+  [[ -z ${MICRO_BATCH_SIZE:-} ]] || echo "actor_rollout_ref.actor.ppo_micro_batch_size=$MICRO_BATCH_SIZE"
   [[ -z ${OUTPUT_DIR:-} ]] || echo "trainer.default_local_dir=$OUTPUT_DIR"
 }
 

@@ -78,7 +78,7 @@ INVALID = (
     "reward_model.stages=[1]", "reward_model.stages=[{nope: 1}]", "reward_model.weights={em: x}",
     "trainer.logger={a: b}", "trainer.logger=null", "agent.tools=search", "data.train_files=3",
     "data.train_files=[]", "compat=nope", "compat=[1]", "+hardware=nope", "x" * 10_000 + "=1",
-    "critic.optim.betas=[0.9]", "critic.optim.betas=[]", "actor_rollout_ref.model.target_modules=3",
+    "critic.optim.betas=[0.9]", "actor_rollout_ref.model.target_modules=3",
 )  # fmt: skip
 """Arguments that a training run always refuses."""
 REQUIRED = ["data.train_files=a.parquet", "data.val_files=b.parquet",

@@ -70,7 +70,7 @@ def command_of(world: dict[str, str], out: Path, *options: str) -> list[str]:
         "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=1024",
         "trainer.device=cpu", "trainer.compute_dtype=float32", "trainer.logger=[jsonl]",
         f"trainer.default_local_dir={out}", f"retriever.url={world['url']}/retrieve",
-        "actor_rollout_ref.actor.skip_zero_advantages=false",  # a random model gets no reward
+        "actor_rollout_ref.actor.entropy_coeff=1e-6",  # a random model gets no reward
         "retriever.topk=1", "template=short", "+max_turns=1", *options,
     ]  # fmt: skip
 

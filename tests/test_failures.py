@@ -329,7 +329,7 @@ def start(world: dict[str, str], out: Path, *options: str) -> Run:
         f"actor_rollout_ref.model.path={world['model']}", "algorithm.adv_estimator=grpo",
         "actor_rollout_ref.rollout.n_agent=2", "actor_rollout_ref.actor.ppo_mini_batch_size=2",
         "actor_rollout_ref.actor.optim.lr=1e-3", "actor_rollout_ref.rollout.cpu_kv_cache_gib=1",
-        "actor_rollout_ref.actor.skip_zero_advantages=false", "trainer.n_gpus_per_node=2",
+        "actor_rollout_ref.actor.entropy_coeff=1e-6", "trainer.n_gpus_per_node=2",
         "trainer.device=cpu", "trainer.compute_dtype=float32", "trainer.logger=[jsonl]",
         "trainer.save_freq=1", "trainer.test_freq=0", "trainer.val_before_train=false",
         f"trainer.default_local_dir={out}", f"retriever.url={world['url']}/retrieve",

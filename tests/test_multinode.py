@@ -116,7 +116,6 @@ def options(world: Path, out: Path, *more: str) -> list[str]:
         "actor_rollout_ref.rollout.n_agent=2", "actor_rollout_ref.actor.ppo_mini_batch_size=4",
         "actor_rollout_ref.actor.optim.lr=1e-3", "actor_rollout_ref.rollout.cpu_kv_cache_gib=1",
         "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=512",
-        "actor_rollout_ref.actor.skip_zero_advantages=false",  # a random model gets no reward
         "actor_rollout_ref.rollout.num_replicas=2", "actor_rollout_ref.actor.use_kl_loss=true",
         "trainer.device=cpu", "trainer.compute_dtype=float32", "trainer.logger=[jsonl]",
         f"trainer.default_local_dir={out}", f"retriever.url={RETRIEVER}", "retriever.topk=1",

@@ -93,7 +93,7 @@ def assert_common(config: Config) -> None:
     assert data.train_files == "data/nq_search/train.parquet"
     assert data.val_files == "data/nq_search/test.parquet"
     assert actor.ppo_mini_batch_size == 256
-    assert actor.ppo_micro_batch_size is actor.ppo_max_token_len_per_gpu is None
+    assert actor.ppo_max_token_len_per_gpu is None
     assert (actor.optim.lr, actor.optim.lr_warmup_steps_ratio) == (1e-6, 0.285)
     assert actor.state_masking
     assert config.actor_rollout_ref.model.path == "Qwen/Qwen2.5-3B"

@@ -147,7 +147,7 @@ stage_rl() {
     MAX_RESPONSE_LENGTH=${s[max_response_length]} MAX_OBS_LENGTH=${s[max_obs_length]} \
     MAX_TURNS=${s[max_turns]} TOPK=${s[topk]} LORA_RANK=${s[rl_rank]} \
     LORA_ALPHA=$((2 * s[rl_rank])) GRADIENT_CHECKPOINTING=false ACTOR_LR=${s[rl_lr]} \
-    ACTOR_WARMUP=0.05 MINI_BATCH_SIZE=$batch MICRO_BATCH_SIZE=null USE_KL_LOSS=false \
+    ACTOR_WARMUP=0.05 MINI_BATCH_SIZE=$batch USE_KL_LOSS=false \
     MAX_TOKENS_PER_GPU=${s[micro_batch_tokens]} N_AGENT=${s[rl_group]} OUTPUT_DIR=$out/rl \
     EXPERIMENT_NAME=smollm2 LOGGER=[console,jsonl] TOTAL_STEPS=${s[rl_steps]} \
     SAVE_FREQ=${s[rl_save_freq]} TEST_FREQ=${s[rl_save_freq]} \

@@ -88,7 +88,7 @@ class Recipe:
         return subprocess.Popen(
             ["bash", self.script, f"trainer.device={self.device}", "template=short",
              "trainer.val_before_train=false", "actor_rollout_ref.rollout.cpu_kv_cache_gib=1",
-             "actor_rollout_ref.actor.skip_zero_advantages=false", *self.options, *options],
+             *self.options, *options],
             cwd=ROOT, env={**os.environ, **environment},
         )  # fmt: skip
 

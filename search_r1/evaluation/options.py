@@ -11,7 +11,6 @@ import tyro
 from search_r1.evaluation.measures import MEASURES
 from search_r1.inference.agent_options import COMMON, AgentOptions
 from search_r1.options import Bounds, Seed
-from verl.config import Config
 from verl.errors import ConfigError, explain
 
 WRONG: Literal["wrong"] = "wrong"
@@ -63,7 +62,7 @@ class EvaluationOptions(AgentOptions):
     """form of the judge's reply"""
     judge_body: str | None = None
     """JSON object of fields that replace those of the judge's requests; null removes a field"""
-    prompt_key: str = Config().data.prompt_key
+    prompt_key: str = "prompt"
     """column of the prompt"""
     num_resamples: Annotated[int, Bounds(100, 10**6)] = 2000
     """resamples of the bootstrap"""

@@ -115,8 +115,9 @@ def run_config(options: AgentOptions, model: str) -> Config:
     config.trainer.seed = options.seed or 0
     rollout = config.actor_rollout_ref.rollout
     rollout.name = "remote" if options.endpoint else options.engine
-    rollout.url, rollout.served_model = options.endpoint, options.served_model or options.model
-    rollout.api_key_env = options.api_key_env
+    rollout.url = options.endpoint
+    served = options.served_model or options.model
+    rollout.server = {"served_model": served, "api_key_env": options.api_key_env}
     rollout.dtype = options.dtype
     rollout.max_num_seqs = options.concurrency
     rollout.tensor_model_parallel_size = options.tensor_parallel_size

@@ -24,7 +24,7 @@ MAY_BE_ZERO = {
     "entropy_coeff kl_loss_coef llds_coef kl_coef penalty_factor critic_warmup save_freq keep_best "
     "test_freq min_delta warmup_steps rescore "
     "cache_entries cache_bytes inject_failures inject_hangs test_share samples",
-    "no momentum, full discount, one-step estimates": "betas gamma lam",
+    "full discount, one-step estimates": "gamma lam",
     "greedy; training refuses it by a separate rule": "temperature",
     "never again, or at once": "node_timeout max_restarts max_retries max_outage max_turns "
     "online_retries batch_wait_ms drain max_lost_share",

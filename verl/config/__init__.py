@@ -9,7 +9,6 @@ Option names are those of the original scripts; options without effect are liste
 from verl.config.agent import AgentConfig, ServerConfig
 from verl.config.algorithm import (
     AlgorithmConfig,
-    CompatConfig,
     FilterGroupsConfig,
     KlControlConfig,
     OverlongBufferConfig,
@@ -35,7 +34,7 @@ from verl.config.trainer import GuardConfig, TrainerConfig
 
 __all__ = [
     "ALL_LINEAR", "ActorConfig", "ActorRolloutRefConfig", "AdapterConfig", "AgentConfig",
-    "AlgorithmConfig", "CompatConfig", "Config", "CriticConfig", "CriticModelConfig", "DataConfig",
+    "AlgorithmConfig", "Config", "CriticConfig", "CriticModelConfig", "DataConfig",
     "FilterGroupsConfig", "FsdpConfig", "GuardConfig", "KlControlConfig", "ModelConfig",
     "OptimConfig", "OverlongBufferConfig", "RefConfig", "RewardConfig", "RolloutConfig",
     "ServerConfig", "TrainerConfig", "ValSamplingConfig",

@@ -1,7 +1,6 @@
-"""Options that turn scores into advantages, and switches for the original's behaviour."""
+"""Options that turn scores into advantages."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 
 from verl.config.option import option
 
@@ -16,8 +15,6 @@ class KlControlConfig:
     """KL coefficient (its initial value if adaptive); used when KL is not in the loss."""
     target_kl: float = option(0.1, resume="logged", gt=0)
     """Adaptive: target KL in nats, averaged over policy tokens and then over sequences."""
-    horizon: int = option(10000, resume="logged", ge=1)
-    """Adaptive: number of trajectories over which the coefficient adapts."""
 
 
 @dataclass
@@ -36,9 +33,6 @@ class OverlongBufferConfig:
 
     enable: bool = option(False, resume="logged")
     """Subtract the penalty from the score before advantages are computed."""
-    length: int | None = option(None, resume="logged", ge=1)
-    """Policy tokens over which it rises from 0, up to the most that the budgets allow, where it is
-    full: (max_turns + 1) · max_response_length, at most data.max_model_len; null: a fifth."""
     penalty_factor: float = option(1.0, resume="logged", ge=0)
     """The full penalty, in units of the score."""
 
@@ -66,25 +60,3 @@ class AlgorithmConfig:
     overlong_buffer: OverlongBufferConfig = field(default_factory=OverlongBufferConfig)
     no_think_rl: bool = option(False, resume="logged")
     """Train without thinking: the prompt ends with a `<think>` block that is already closed."""
-
-
-@dataclass
-class CompatConfig:
-    """Switches that restore behaviour of the original Search-R1; all are off by default.
-
-    `compat=search_r1` turns all on, for comparisons (docs/explanation/algorithms.md);
-    a later switch wins.
-    """
-
-    gae_over_all_tokens: bool = option(False, resume="experiment")
-    """Compute GAE over observation tokens too, and train the critic on them."""
-    whiten_over_all_tokens: bool = option(False, resume="experiment")
-    """Include observation tokens in the mean and variance that whiten GAE's advantages."""
-    sampled_validation: bool = option(False, resume="experiment")
-    """Sample in validation as in training (rollout.temperature, rollout.top_p)."""
-
-
-COMPAT_PRESETS: Mapping[str, frozenset[str]] = {
-    "none": frozenset(), "search_r1": frozenset(field.name for field in fields(CompatConfig)),
-}  # fmt: skip
-"""Switches that `compat=NAME` turns on; it turns all others off."""

@@ -38,6 +38,14 @@ PRESETS = Path(__file__).parent / "presets"
 DEFAULT_PRESET = "ppo_trainer"
 USAGE = """python3 -m verl.trainer.main_ppo [--config-name PRESET] [--cfg job] [--multirun]
        [+hardware=MACHINE] [key=value ...]"""
+COMMON = (
+    "data.train_files", "data.val_files", "data.train_batch_size",
+    "actor_rollout_ref.model.path", "actor_rollout_ref.actor.optim.lr",
+    "actor_rollout_ref.actor.ppo_mini_batch_size", "actor_rollout_ref.rollout.n_agent",
+    "algorithm.adv_estimator", "trainer.n_gpus_per_node", "trainer.total_training_steps",
+    "trainer.save_freq", "trainer.resume_mode", "reward_model.name", "retriever.url",
+)  # fmt: skip
+"""Options that `--help` lists; `--help-all` lists every option."""
 
 
 def compose(argv: Sequence[str]) -> Config:
@@ -51,7 +59,11 @@ def compose_runs(argv: Sequence[str]) -> list[Config]:
     `--cfg job` prints the resolved YAML, complete or not, and exits with status 0, as `--help`
     does. Raises ConfigError.
     """
-    args = _parser().parse_intermixed_args(list(argv))
+    parser = _parser(is_whole="--help-all" in argv)
+    args = parser.parse_intermixed_args(list(argv))
+    if args.help_all:
+        parser.print_help()
+        raise SystemExit(0)
     runs = overrides.runs(args.overrides) if args.multirun else [(args.overrides, "")]
     configs = []
     with _interpolation_errors():
@@ -155,15 +167,19 @@ def _to_yaml(config: DictConfig) -> str:
     return OmegaConf.to_yaml(config, resolve=True)  # missing values stay `???`
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(is_whole: bool) -> argparse.ArgumentParser:
+    """Return the parser, whose help lists all options, or those of `COMMON`."""
+    options = known_options()
+    shown = options.values() if is_whole else [options[name] for name in COMMON]
     parser = argparse.ArgumentParser(
         prog="search-r1 train",
         usage=USAGE,
         description="Train an agent. Options are key=value; the last value of an option wins.",
-        epilog=options_help(known_options().values()).replace("%", "%%"),
+        epilog=options_help(shown).replace("%", "%%"),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="options of the run")
+    parser.add_argument("--help-all", action="store_true", help="list all options and exit")
     parser.add_argument("--cfg", choices=["job"], help="print the resolved options and exit")
     names = f"preset to start from: {', '.join(_preset_names(PRESETS))}"
     parser.add_argument("--config-name", "-cn", default=DEFAULT_PRESET, help=names)

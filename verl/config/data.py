@@ -41,13 +41,9 @@ class DataConfig:
     (docs/guides/rollouts.md); null samples trajectories."""
     rescore: bool = option(False, resume="experiment")
     """Score recorded trajectories again with `reward_model`; false uses the recorded scores."""
-    prompt_key: str = option("prompt", resume="experiment")
-    """Column that holds the prompt: chat messages, or a plain string for base models."""
     chat_template_kwargs: dict[str, Any] = option(resume="experiment", factory=dict)
     """Further arguments of the model's chat template, such as {enable_thinking: false}; they are
     stored with the exported model. The date that a template prints is always 26 July 2024."""
-    filter_overlong_prompts: bool = option(True, resume="experiment")
-    """Leave out prompts over `max_start_length` and log their number; false raises an error."""
 
     @property
     def max_model_len(self) -> int:

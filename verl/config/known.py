@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import Field, dataclass
 from typing import Any
 
-from verl.config import Config, engine_kwargs
+from verl.config import Config, correction, engine_kwargs
 from verl.config.fallen import FALLEN_VALUES
 from verl.config.option import Limits
 from verl.errors import ConfigError, explain
@@ -95,6 +95,9 @@ def expand_home(section: Any) -> None:
             setattr(owner, field.name, _expand_home(value))
         elif isinstance(value, list):
             value[:] = [_expand_home(item) if isinstance(item, str) else item for item in value]
+        elif isinstance(value, dict):
+            texts = {key: item for key, item in value.items() if isinstance(item, str)}
+            value |= {key: _expand_home(item) for key, item in texts.items()}
 
 
 def _expand_home(text: str) -> str:
@@ -156,6 +159,7 @@ def check(config: Config) -> None:
     # First, because the other checks import torch, which takes seconds.
     engine_kwargs.check(config.actor_rollout_ref.rollout.engine_kwargs)
     check_limits(config)
+    raise_problems(correction.problems(config.actor_rollout_ref.actor.rollout_correction))
     from verl.config.checks import problems  # noqa: PLC0415
 
     raise_problems(problems(config))

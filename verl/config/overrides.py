@@ -21,7 +21,6 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from verl.config.algorithm import COMPAT_PRESETS
 from verl.config.known import known_options, known_sections, to_argument
 from verl.config.reward_file import is_of_reward_file, reward_file
 from verl.errors import ConfigError, did_you_mean, explain
@@ -121,7 +120,7 @@ def runs(arguments: Sequence[str]) -> Iterator[tuple[list[str], str]]:
 def parse(argument: str, may_sweep: bool = False) -> Override:
     """Parse `key=value` with Hydra. Raises ConfigError, also for a sweep unless `may_sweep`."""
     if "=" not in argument or argument.startswith("~"):
-        fix = "see --help for the keys"
+        fix = "see --help-all for the keys"
         raise ConfigError(explain("argument", repr(argument), "key=value", fix))
     key, value = argument.split("=", 1)
     try:
@@ -155,8 +154,6 @@ def translate(given: str, value: Any) -> dict[str, Any]:
         return {}
     if given == "actor_rollout_ref.rollout.n" and value == 1:
         return {}  # the original multiplies n by n_agent, so that 1 changes nothing
-    if given == "compat" and not isinstance(value, dict):
-        return _compat(value)
     is_known = key in known_options() or key in known_sections() or mapping_of(key) is not None
     if not is_known:
         raise unknown_key(given)
@@ -176,22 +173,12 @@ def mapping_of(key: str) -> str | None:
     return parent if is_mapping else mapping_of(parent)
 
 
-def _compat(name: Any) -> dict[str, Any]:
-    """Return the value of every switch under `compat=NAME`. A switch given after it wins."""
-    if not isinstance(name, str) or name not in COMPAT_PRESETS:
-        known = f"one of {', '.join(COMPAT_PRESETS)}"
-        fix = "compat=search_r1, or one switch, such as compat.sampled_validation=true"
-        raise ConfigError(explain("compat", repr(name), known, fix))
-    switches = [key for key in known_options() if key.startswith("compat.")]
-    return {key: key.removeprefix("compat.") in COMPAT_PRESETS[name] for key in switches}
-
-
 def unknown_key(key: str) -> ConfigError:
     """Return the error for an unknown key, which suggests the nearest known one."""
     names = [*known_options(), *ALIASES]
     alike = [name for name in names if name.rpartition(".")[2] == key.rpartition(".")[2]]
     cutoff = 0.0 if alike else 0.5
-    fix = did_you_mean(key, alike or names, "see --help for all keys", cutoff)
+    fix = did_you_mean(key, alike or names, "see --help-all for all keys", cutoff)
     if (name := current_name(key)) != key:  # an attribute of a configuration made in Python
         fix = f"its name is {name}"
     return ConfigError(explain("unknown option", key, "a key of verl/config/", fix))
@@ -204,7 +191,7 @@ def check_type(key: str, value: Any, config: DictConfig) -> None:
     except OmegaConfBaseException as error:
         option = known_options().get(key)
         expected = option.type_name if option else "options of this section"
-        fix = f"for example {key}={to_argument(option.default)}" if option else "see --help"
+        fix = f"for example {key}={to_argument(option.default)}" if option else "see --help-all"
         raise ConfigError(explain(key, short_repr(value), expected, fix)) from error
 
 

@@ -124,11 +124,9 @@ def plan(config: Config) -> Placement:
     url = None if rollout.name == "remote" else rollout.url
     urls = url if isinstance(url, list) else [str(url)]
     actor = RankPlan("rank", trainer.nnodes, trainer.n_gpus_per_node, together)
-    shared = replace(actor, ranks_per_shard=critic.ulysses_sequence_parallel_size or together)
-    own = replace(shared, group="critic rank", num_nodes=critic.nnodes or trainer.nnodes,
-                  per_node=critic.n_gpus_per_node or 0)  # fmt: skip
+    own = replace(actor, group="critic rank", per_node=critic.n_gpus_per_node or 0)
     return Placement(
-        roles={"actor": actor, "reference": actor, "critic": own if own.per_node else shared},
+        roles={"actor": actor, "reference": actor, "critic": own if own.per_node else actor},
         own_engine_gpus=trainer.rollout_gpus,
         engine_size=rollout.tensor_model_parallel_size,
         num_replicas=rollout.num_replicas,

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+from verl.config.correction import Correction
 from verl.config.data import MISSING
 from verl.config.option import option
 
@@ -43,13 +44,11 @@ class OptimConfig:
     """Fraction of all optimizer steps over which lr rises linearly from 0."""
     weight_decay: float = option(0.01, resume="logged", ge=0, le=10)
     """Decoupled weight decay."""
-    betas: tuple[float, float] = option((0.9, 0.999), resume="experiment", ge=0, lt=1)
-    """Decay rates of AdamW's two moments."""
 
 
 @dataclass
-class FsdpConfig:
-    """Offloading and resharding of an FSDP2 model; offloading has no effect on CPU.
+class FrozenFsdpConfig:
+    """Offloading of an FSDP2 model without an optimizer; it has no effect on CPU.
 
     Null options are decided from the memory estimate before the run starts
     (`verl.ext.memory.check`). Without an estimate, offloading is on.
@@ -58,6 +57,12 @@ class FsdpConfig:
     param_offload: bool | None = option(None, resume="free")
     """Keep parameters, gradients and optimizer state in host memory (CPU offload of FSDP2), which
     costs seconds per step; null does so where the device lacks the memory."""
+
+
+@dataclass
+class FsdpConfig(FrozenFsdpConfig):
+    """Offloading and resharding of an FSDP2 model that is trained."""
+
     optimizer_offload: bool | None = option(None, resume="free")
     """Move optimizer state to the host between updates; null does so if the device lacks memory."""
     reshard_each: bool | None = option(True, resume="free")
@@ -102,16 +107,12 @@ class ActorConfig:
     ppo_mini_batch_size: int = option(256, resume="experiment", ge=1)
     """Trajectories per optimizer step, over all ranks. More than a step has is refused, except for
     the default, which then takes the whole step."""
-    ppo_micro_batch_size: int | None = option(None, resume="free", ge=1)
-    """Full-length trajectories per forward pass, over all ranks; limits the token budget if
-    `ppo_max_token_len_per_gpu` is null."""
     ppo_max_token_len_per_gpu: int | None = option(None, resume="free", ge=1)
     """Token budget of one packed forward pass per rank (a sequence-parallel group adds up its
-    ranks'); null is 16,384, on GPUs less if the estimate of memory says so, or the budget that
-    `ppo_micro_batch_size` gives (on GPUs if that is less)."""
+    ranks'); null is 16,384, on GPUs less if the estimate of memory says so."""
     ulysses_sequence_parallel_size: int = option(1, resume="free", ge=1)
-    """Size of a sequence-parallel group: ranks that compute each dialogue together, including the
-    reference log-probs, so that its activations are divided among them (docs/guides/models.md).
+    """Size of a sequence-parallel group: ranks that compute each dialogue together, including
+    reference and critic, so that its activations are divided among them (docs/guides/models.md).
     Must divide the number of ranks and the number of the model's attention heads."""
     ppo_epochs: int = option(1, resume="experiment", ge=1, le=1000)
     """Passes over the trajectories of a step."""
@@ -150,25 +151,16 @@ class ActorConfig:
     """Denominator of the loss's probability ratio: recompute (the trainer's log-probs before the
     step's updates; an extra forward pass if a step has several) or engine (the log-probs of
     sampling); null is engine if rollout.max_staleness is above 0, else recompute."""
-    rollout_is: str = option("none", resume="logged", choices="verl.core_algos.mismatch:LEVELS")
-    """Importance weights of trainer against engine probabilities: none, token, sequence (product
-    over tokens) or geometric (geometric mean over tokens)."""
-    rollout_is_threshold: float = option(2.0, resume="logged", gt=0)
-    """Maximum importance weight; larger weights are clipped to it."""
-    rollout_mask: str | None = option(
-        None, resume="logged", choices=("token", "sequence", "geometric")
-    )
-    """Level of the ratio that decides which tokens are masked out: token, sequence or geometric;
-    null uses the level of `rollout_is`."""
-    rollout_mask_threshold: float | None = option(None, resume="logged", gt=1)
-    """Mask tokens (sequences) with ratios above this or below `rollout_mask_floor`; null: none."""
-    rollout_mask_floor: float | None = option(None, resume="logged", ge=0, le=1)
-    """Minimum ratio that is not masked out; null is the inverse of `rollout_mask_threshold`."""
-    skip_zero_advantages: bool = option(True, resume="logged")
-    """Skip the forward pass of trajectories whose advantages are all 0 (a group of equal scores):
-    they have no gradient. No effect when KL, entropy or LLDS is in the loss."""
+    rollout_correction: dict[str, Any] = option(factory=dict, resume="logged")
+    """Importance weights of trainer against engine probabilities, and a mask by their ratio:
+    {rollout_is: token}, with the other settings of docs/explanation/algorithms.md."""
     state_masking: bool = option(True, resume="experiment")
     """Mask observation tokens in the loss; false also trains on documents (ablation)."""
+
+    @property
+    def correction(self) -> Correction:
+        """The settings of `rollout_correction`, with defaults."""
+        return Correction(**self.rollout_correction)
 
 
 @dataclass
@@ -192,19 +184,17 @@ class RolloutConfig:
     """Addresses of your vLLM servers, each of which is one engine and loads every weight version
     (docs/guides/rollouts.md). With name=remote, the address of an OpenAI-compatible server.
     """
-    weights_dir: str | None = option(None, resume="free", path="file")
-    """Folder through which ranks pass new weights to the servers of `url`; must have the same path
-    on both sides. null uses shared memory, for servers on this machine."""
     weight_sync: str = option(
         "files", resume="free", choices=("files", "ipc", "nccl"), or_file=True
     )
     """Transfer of new weights: files (in shared memory), ipc (memory of the device that ranks and
     engines share), nccl (to engines on their own devices, trainer.rollout_gpus; gloo on CPU), or
     path/file.py:Name."""
-    served_model: str | None = option(None, resume="free")
-    """Model name at `url`; null uses the server's model, or with name=remote the model's path."""
-    api_key_env: str | None = option(None, resume="free")
-    """Variable with the server's API key; null: OPENAI_API_KEY, only for https://api.openai.com."""
+    server: dict[str, Any] = option(factory=dict, resume="free")
+    """Settings of `url`: `weights_dir`, a folder through which ranks pass new weights to your
+    servers, with the same path on both sides (default: shared memory of this machine);
+    `served_model`, the model's name there (default: the server's model, or with name=remote the
+    model's path); `api_key_env`, the variable with the key."""
     n_agent: int = option(1, resume="experiment", ge=1)
     """Trajectories sampled per prompt (GRPO's group size)."""
     temperature: float = option(1.0, resume="logged", ge=0, le=10)
@@ -239,12 +229,27 @@ class RolloutConfig:
     correction, quantized weights or caches are refused (docs/guides/rollouts.md)."""
     val_kwargs: ValSamplingConfig = field(default_factory=ValSamplingConfig)
 
+    @property
+    def weights_dir(self) -> str | None:
+        """Folder through which ranks pass new weights to servers; None is shared memory."""
+        return self.server.get("weights_dir")
+
+    @property
+    def served_model(self) -> str | None:
+        """Model name at `url`; None is the server's own."""
+        return self.server.get("served_model")
+
+    @property
+    def api_key_env(self) -> str | None:
+        """Variable with the server's key; None is OPENAI_API_KEY, for https://api.openai.com."""
+        return self.server.get("api_key_env")
+
 
 @dataclass
 class RefConfig:
     """The frozen reference policy."""
 
-    fsdp_config: FsdpConfig = field(default_factory=FsdpConfig)
+    fsdp_config: FrozenFsdpConfig = field(default_factory=FrozenFsdpConfig)
 
 
 @dataclass
@@ -273,16 +278,10 @@ class CriticConfig:
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-5))
     model: CriticModelConfig = field(default_factory=CriticModelConfig)
     n_gpus_per_node: int | None = option(None, resume="free", ge=1)
-    """GPUs per node (on CPU: processes) reserved for the critic, which then works at the same time
-    as the actor; null shares the actor's."""
-    nnodes: int | None = option(None, resume="free", ge=1)
-    """Nodes that hold the critic's GPUs; null is `trainer.nnodes`."""
-    ppo_micro_batch_size: int | None = option(None, resume="free", ge=1)
-    """As the actor's."""
+    """GPUs on each of `trainer.nnodes` nodes (on CPU: processes) reserved for the critic, which
+    then works at the same time as the actor; null shares the actor's."""
     ppo_max_token_len_per_gpu: int | None = option(None, resume="free", ge=1)
     """As the actor's; null is up to twice the actor's."""
-    ulysses_sequence_parallel_size: int | None = option(None, resume="free", ge=1)
-    """As the actor's; null is the actor's."""
     ppo_mini_batch_size: int | None = option(None, resume="experiment", ge=1)
     """Trajectories per optimizer step of the critic; null is the actor's."""
     ppo_epochs: int = option(1, resume="experiment", ge=1, le=1000)

@@ -24,7 +24,7 @@ HTTP = ("http://", "https://")
 def problems(config: Config) -> Iterator[str]:
     """Yield an error message for each broken rule."""
     groups = (_lists, _budgets, _sequence_parallel, _recorded, _engines, _engine_kwargs, _servers,
-              _critic, _algorithm, _losses, _overlong, _documents, _stages)  # fmt: skip
+              _critic, _algorithm, _losses, _documents, _stages)  # fmt: skip
     for group in groups:
         for is_broken, subject, got, expected, fix in group(config):
             if is_broken:
@@ -34,7 +34,7 @@ def problems(config: Config) -> Iterator[str]:
 # The formatter would put each string of a rule on its own line, which is harder to read.
 # fmt: off
 def _lists(config: Config) -> Iterator[Rule]:
-    """Options that take a text or a list of texts (declared as `Any`), and AdamW's betas."""
+    """Options that take a text or a list of texts (declared as `Any`)."""
     policy = config.actor_rollout_ref
     options = {
         "data.train_files": config.data.train_files, "data.val_files": config.data.val_files,
@@ -51,9 +51,6 @@ def _lists(config: Config) -> Iterator[Rule]:
         is_missing = not texts and (config.samples_rollouts or not is_file)
         yield (not is_valid or is_missing, key, repr(value), "a text, or a list of texts",
                f"{key}=FILE.parquet" if is_file else f"leave {key} out")
-    for key, betas in ((ACTOR, policy.actor.optim.betas), ("critic", config.critic.optim.betas)):
-        yield (len(betas) != 2, f"{key}.optim.betas", list(betas), "two numbers",
-               f"{key}.optim.betas=[0.9,0.999]")
 
 
 def _budgets(config: Config) -> Iterator[Rule]:
@@ -92,10 +89,8 @@ def _sequence_parallel(config: Config) -> Iterator[Rule]:
     if plan.is_apart("critic"):
         gpus, owner = "critic.n_gpus_per_node", "the critic's "
         models.append(("critic", gpus, owner, plan.critic.num_ranks, plan.critic.ranks_per_shard))
-    elif critic.ulysses_sequence_parallel_size:
-        models.append(("critic", gpus, "", plan.critic.num_ranks, plan.critic.ranks_per_shard))
     for section, gpus, owner, ranks, size in models:
-        key, num_groups = f"{section}.ulysses_sequence_parallel_size", max(1, ranks // size)
+        key, num_groups = f"{ACTOR}.ulysses_sequence_parallel_size", max(1, ranks // size)
         yield (ranks % size, key, size, f"a divisor of {owner}{ranks} ranks",
                f"{key}=1, or another {gpus}")
         batch = actor.ppo_mini_batch_size
@@ -160,6 +155,11 @@ def _servers(config: Config) -> Iterator[Rule]:
     """Servers that the user started: addresses, weights, and options that the run cannot set."""
     trainer, rollout, key = config.trainer, config.actor_rollout_ref.rollout, f"{ROLLOUT}.url"
     is_external = config.placement.is_external
+    settings = ("weights_dir", "served_model", "api_key_env")
+    for name, value in rollout.server.items():
+        yield (name not in settings or not isinstance(value, str | None),
+               f"{ROLLOUT}.server.{name}", repr(value), f"a text named {' or '.join(settings)}",
+               "correct it, or leave it out")
     yield (rollout.weights_dir is not None and not is_external, f"{ROLLOUT}.weights_dir",
            rollout.weights_dir, f"null: without {key} no server loads weights",
            f"{ROLLOUT}.weights_dir=null")
@@ -194,8 +194,6 @@ def _critic(config: Config) -> Iterator[Rule]:
     has_own = config.placement.is_apart("critic")
     yield (has_own and not advantage_estimator(name).needs_critic, key, critic.n_gpus_per_node,
            f"null: {name} has no critic", f"{key}=null, or algorithm.adv_estimator=gae")
-    yield (critic.nnodes is not None and not has_own, "critic.nnodes", critic.nnodes,
-           f"null: with {key}=null the critic shares the actor's devices", f"also set {key}=1")
 
 
 def _algorithm(config: Config) -> Iterator[Rule]:
@@ -214,11 +212,6 @@ def _algorithm(config: Config) -> Iterator[Rule]:
     yield (config.algorithm.kl_ctrl.type == "adaptive" and not config.kl_in_reward, f"{key}.type",
            "adaptive", "fixed: it controls the KL in the reward, and there is none",
            f"{ACTOR}.use_kl_loss=false and {key}.kl_coef above 0, or {key}.type=fixed")
-    compat = config.compat
-    yield (compat.whiten_over_all_tokens and not compat.gae_over_all_tokens,
-           "compat.whiten_over_all_tokens", True,
-           "false: GAE gives observation tokens no advantages to whiten",
-           "also set compat.gae_over_all_tokens=true")
 
 
 def _losses(config: Config) -> Iterator[Rule]:
@@ -228,18 +221,19 @@ def _losses(config: Config) -> Iterator[Rule]:
            actor.llds_coef,
            "0, or several updates a step: with one, no likelihood has dropped since sampling",
            "also set a smaller ppo_mini_batch_size")
-    mask, level = actor.rollout_mask_threshold, actor.rollout_mask or actor.rollout_is
+    chosen = actor.correction
+    mask, level = chosen.rollout_mask_threshold, chosen.rollout_mask or chosen.rollout_is
     yield (mask is not None and level == "none",
            f"{ACTOR}.rollout_mask_threshold", mask,
            "null: with rollout_is=none there is no ratio to bound",
            f"also set {ACTOR}.rollout_mask=token (or sequence, geometric)")
-    for name, value in (("rollout_mask", actor.rollout_mask),
-                        ("rollout_mask_floor", actor.rollout_mask_floor)):  # fmt: skip
+    for name, value in (("rollout_mask", chosen.rollout_mask),
+                        ("rollout_mask_floor", chosen.rollout_mask_floor)):  # fmt: skip
         yield (mask is None and value is not None, f"{ACTOR}.{name}", value,
                "null: without rollout_mask_threshold nothing is masked out",
                f"also set {ACTOR}.rollout_mask_threshold=2")
     is_engine, staleness = config.old_log_probs == "engine", rollout.max_staleness
-    yield (staleness > 0 and not is_engine and actor.rollout_is == "none",
+    yield (staleness > 0 and not is_engine and chosen.rollout_is == "none",
            f"{ACTOR}.old_log_probs", "recompute",
            f"a correction for tokens that are up to {staleness} weight versions old",
            f"also set {ACTOR}.rollout_is=token, or {ACTOR}.old_log_probs=engine")
@@ -249,14 +243,6 @@ def _losses(config: Config) -> Iterator[Rule]:
     yield (is_engine and level != "none", f"{ACTOR}.old_log_probs", "engine",
            "recompute: the engine's log-probs need no correction by rollout_is or rollout_mask",
            f"{ACTOR}.rollout_is=none and no rollout_mask, or {ACTOR}.old_log_probs=recompute")
-
-
-def _overlong(config: Config) -> Iterator[Rule]:
-    """The overlong penalty must start within the tokens that the policy may sample."""
-    length, limit = config.algorithm.overlong_buffer.length, config.max_policy_tokens
-    key = "algorithm.overlong_buffer.length"
-    yield (length is not None and length > limit, key, length,
-           f"at most {limit}, the tokens that the policy may sample", f"{key}=null")
 
 
 def _documents(config: Config) -> Iterator[Rule]:

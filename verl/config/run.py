@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from verl.config.agent import AgentConfig, ServerConfig
-from verl.config.algorithm import AlgorithmConfig, CompatConfig
+from verl.config.algorithm import AlgorithmConfig
 from verl.config.data import DataConfig
 from verl.config.option import option
 from verl.config.placement import Placement, plan
@@ -29,7 +29,9 @@ class Config:
     reward_model: RewardConfig = field(default_factory=RewardConfig)
     agent: AgentConfig = field(default_factory=AgentConfig)
     retriever: ServerConfig = field(default_factory=ServerConfig)
-    compat: CompatConfig = field(default_factory=CompatConfig)
+    compat: str = option("none", resume="experiment", choices=("none", "search_r1"))
+    """search_r1: GAE, its whitening and validation as in the original, for comparisons
+    (docs/explanation/algorithms.md)."""
     max_turns: int = option(2, resume="experiment", ge=0, le=10_000)
     """Maximum turns of a trajectory that may call tools; one last turn without tools follows."""
     do_search: bool = option(True, resume="experiment")
@@ -37,6 +39,11 @@ class Config:
     template: str = option("search_r1", resume="experiment", path="template")
     """Wording of prompts and observations: a template of docs/guides/rewards.md, or `tools`,
     which builds it from the descriptions of the tools."""
+
+    @property
+    def is_as_original(self) -> bool:
+        """Whether the run computes as the original Search-R1 did, instead of as documented."""
+        return self.compat == "search_r1"
 
     @property
     def placement(self) -> Placement:
@@ -74,8 +81,7 @@ class Config:
         """Whether updates include zero-advantage trajectories: other loss terms need them."""
         actor = self.actor_rollout_ref.actor
         has_terms = self.kl_in_loss or actor.entropy_coeff != 0 or actor.llds_coef > 0
-        has_terms = has_terms or is_path(actor.policy_loss)  # a loss that we do not know
-        return has_terms or not actor.skip_zero_advantages
+        return has_terms or is_path(actor.policy_loss)  # a loss that we do not know
 
     @property
     def old_log_probs(self) -> str:
@@ -88,8 +94,7 @@ class Config:
     def reads_engine_log_probs(self) -> bool:
         """Whether updates need the engines' log-probs: as old log-probs, or for a correction."""
         actor = self.actor_rollout_ref.actor
-        is_corrected = actor.rollout_is != "none" or actor.rollout_mask_threshold is not None
-        return is_corrected or self.old_log_probs == "engine"
+        return not actor.correction.is_none or self.old_log_probs == "engine"
 
     @property
     def max_policy_tokens(self) -> int:
@@ -100,13 +105,13 @@ class Config:
     @property
     def overlong_length(self) -> int:
         """Number of policy tokens over which the overlong penalty rises."""
-        return self.algorithm.overlong_buffer.length or max(1, self.max_policy_tokens // 5)
+        return max(1, self.max_policy_tokens // 5)  # as in DAPO: 4,096 of 20,480
 
     @property
     def val_sampling(self) -> ValSamplingConfig:
         """Sampling parameters of validation."""
         rollout = self.actor_rollout_ref.rollout
-        if self.compat.sampled_validation:
+        if self.is_as_original:
             return ValSamplingConfig(rollout.temperature, rollout.top_p)
         return rollout.val_kwargs
 

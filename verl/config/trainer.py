@@ -6,6 +6,8 @@ from typing import Any
 from verl.bounds import MAX_SEED
 from verl.config.option import option
 
+PATIENCE = "patience"
+
 
 @dataclass
 class GuardConfig:
@@ -14,11 +16,15 @@ class GuardConfig:
     action: str = option("warn", resume="free", choices=("off", "warn", "stop"))
     """Reaction to a collapse: warn (log only) or stop (exit status 3, naming the last healthy
     checkpoint, to continue from with a lower learning rate); off checks nothing."""
-    patience: int = option(3, resume="free", ge=1)
-    """Consecutive steps beyond a limit that count as a collapse; fewer are a warning."""
     limits: dict[str, Any] = option(factory=dict, resume="free")
     """Other limits for rules of docs/guides/guard.md, by name; null turns a rule off:
-    {search_share: null, drift_drop: 0.5}."""
+    {search_share: null, drift_drop: 0.5}. `patience` (3) is the number of consecutive steps beyond
+    a limit that count as a collapse; fewer are a warning."""
+
+    @property
+    def patience(self) -> int:
+        """Consecutive steps beyond a limit that count as a collapse."""
+        return int(self.limits.get(PATIENCE, 3))
 
 
 @dataclass

@@ -85,7 +85,7 @@ class AdaptiveKLController:
     """Current coefficient: the only state that a checkpoint must keep."""
     target: float
     """Target KL in nats, > 0."""
-    horizon: int
+    horizon: int = 10_000
     """Sequences over which a full correction of ±20 % is spread, > 0."""
 
     def __post_init__(self) -> None:
@@ -93,7 +93,7 @@ class AdaptiveKLController:
         if self.target <= 0 or self.horizon <= 0:
             raise ValueError(
                 f"got target={self.target}, horizon={self.horizon}; both must be positive: set "
-                "algorithm.kl_ctrl.target_kl and algorithm.kl_ctrl.horizon"
+                "algorithm.kl_ctrl.target_kl"
             )
 
     def update(self, current_kl: float, num_seqs: int) -> None:

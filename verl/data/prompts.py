@@ -130,10 +130,10 @@ def load_prompts(
     `reserved`: control tokens that rows may not contain (`verl.data.outside.strings_of_rows`).
 
     Prompts over `max_start_length` are left out and counted in the log. Raises DataError for
-    malformed rows, for over-long ones if filtering is off, and if no prompt is left.
+    malformed rows, and if no prompt is left.
     """
-    data, limit = config.data, config.data.max_start_length
-    rows = choose(load_rows(files, data.prompt_key), num_rows, config.trainer.seed)
+    limit = config.data.max_start_length
+    rows = choose(load_rows(files), num_rows, config.trainer.seed)
     rows = neutral_rows(rows, reserved)
     if hopeless := [row.uid for row in rows if not any(map(can_be_given, row.ground_truth))]:
         logger.warning("%d of %d rows have no answer that exact match can accept, such as %s",
@@ -159,7 +159,7 @@ def _report_overlong(
     """Log the number of over-long prompts, or raise DataError with the first of them."""
     limit = config.data.max_start_length
     count = f"{len(overlong)} of {num_rows} prompts over {limit} tokens (longest {longest})"
-    if config.data.filter_overlong_prompts and is_any_kept:
+    if is_any_kept:
         logger.warning("left out %s: data.max_start_length=%d", count, limit)
         return
     first = ", ".join(overlong[:5])

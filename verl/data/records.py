@@ -83,7 +83,7 @@ def missing_column(path: str, names: Iterable[str], column: str) -> tuple[str, s
     elif "messages" in folded and column != "data_source":
         fix = "put the messages before the answer into prompt, and the answer into reward_model"
     else:
-        fix = "see docs/guides/data.md for the row format (data.prompt_key renames prompt)"
+        fix = "see docs/guides/data.md for the row format"
     return got, f"a column {column}", fix
 
 

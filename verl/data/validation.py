@@ -93,11 +93,10 @@ class Report:
 
 def validate(
     files: Sequence[str], tokenizer: Tokenizer | None = None, budgets: Sequence[int] = (),
-    prompt_key: str = "prompt",
 ) -> Report:  # fmt: skip
     """Check every row of every file; counts the prompts over each of `budgets`, in tokens."""
     prompts = _Prompts(tokenizer, max((*budgets, MAX_COUNTED)))
-    reports = tuple(_read_file(file, prompt_key, prompts) for file in dict.fromkeys(files))
+    reports = tuple(_read_file(file, prompts) for file in dict.fromkeys(files))
     if not prompts.lengths:
         return Report(reports, (), None)
     repeated = tuple(DuplicatePrompt(tuple(u)) for u in prompts.uids.values() if len(u) > 1)
@@ -132,12 +131,12 @@ class _Prompts:
         self.uids[hashlib.blake2b(text.encode(), digest_size=16).digest()].append(row.uid)
 
 
-def _read_file(file: str, prompt_key: str, prompts: _Prompts) -> FileReport:
+def _read_file(file: str, prompts: _Prompts) -> FileReport:
     """Return a file's report, and note the prompts of its valid rows."""
     problem, bad_rows = None, list[BadRow]()
     sources, num_hopeless = Counter[str](), 0
     try:
-        for row in scan_rows(file, prompt_key):
+        for row in scan_rows(file):
             if isinstance(row, BadRow):
                 bad_rows.append(row)
                 continue
@@ -181,7 +180,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ModelError as error:
         sys.stderr.write(f"validate: {error}\n")
         return 2
-    report = validate(options.files, tokenizer, options.budgets, options.prompt_key)
+    report = validate(options.files, tokenizer, options.budgets)
     text = "\n".join(lines(report))
     if options.json:
         text = json.dumps(to_json(report), ensure_ascii=False, indent=2)
@@ -197,8 +196,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--model", help="model folder or hub name, whose tokenizer gives lengths in tokens")
     help = f"values of data.max_start_length to try (default {BUDGETS})"
     add("--budgets", type=_budgets, default=BUDGETS, metavar="N,N", help=help)
-    help = "column of the prompt (%(default)s)"
-    add("--prompt_key", "--prompt-key", default=DataConfig.prompt_key, help=help)
     add("--json", action="store_true", help="print one JSON object instead of text")
     return result
 

@@ -26,6 +26,7 @@ from torch import Tensor
 from verl.checkpoint import folders
 from verl.checkpoint.folders import RunState
 from verl.config import Config, GuardConfig
+from verl.config.trainer import PATIENCE
 from verl.core_algos.kl import kl_penalty
 from verl.errors import CollapseError, MismatchError, did_you_mean, explain
 from verl.trainer.hooks import Hook
@@ -140,7 +141,10 @@ def problems(config: Config) -> Iterator[str]:
     for name, limit in config.trainer.guard.limits.items():
         key = f"trainer.guard.limits.{name}"
         is_number = isinstance(limit, int | float) and not isinstance(limit, bool)
-        if name not in known:
+        if name == PATIENCE:
+            if not (is_number and limit >= 1):
+                yield explain(key, repr(limit), "1 or more steps", f"{key}=3, the default")
+        elif name not in known:
             fix = did_you_mean(name, known, "leave it out")
             yield explain(key, repr(limit), f"a rule: {', '.join(known)}", fix)
         elif limit is not None and not (is_number and 0 <= limit < math.inf):

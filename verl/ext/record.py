@@ -83,7 +83,7 @@ def token_signals(batch: TokenBatch, config: Config) -> list[Signals]:
     if config.old_log_probs == "engine":
         columns.pop("old_log_probs", None)
     actor, old = config.actor_rollout_ref.actor, columns.get("old_log_probs")
-    is_corrected = actor.rollout_is != "none" or actor.rollout_mask_threshold is not None
+    is_corrected = not actor.correction.is_none
     if old is not None and is_corrected:
         rollout = torch.where(tokens["policy_mask"], tokens["rollout_log_probs"], old)
         ids, weights = sequence_ids(batch.offsets), torch.zeros(batch.num_tokens)

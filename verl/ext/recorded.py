@@ -100,7 +100,7 @@ def _check_model(config: Config, recorded: Mapping[str, str], tokenizer: str, mo
     if recorded[TOKENIZER] != tokenizer:
         got = f"{folder}, with token ids of another tokenizer than {path}"
         raise ConfigError(explain(KEY, got, "its ids", f"{key}=the model of that run"))
-    is_corrected = config.old_log_probs == "engine" or actor.rollout_is != "none"
+    is_corrected = config.old_log_probs == "engine" or actor.correction.rollout_is != "none"
     if recorded[MODEL] != model and not is_corrected:
         got = f"{path}, other weights than those that {folder} started with"
         fix = f"{key}=the model of that run, or a correction: {CORRECTION}"

@@ -166,7 +166,9 @@ def _accepting_option(config: Config, name: str) -> str:
 
 def flat(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the known options in a nested configuration, by dotted key."""
-    known = known_options()
+    known, switches = known_options(), config.get("compat")
+    if isinstance(switches, Mapping):  # of checkpoints before 2026-11-28
+        config = {**config, "compat": "search_r1" if all(switches.values()) else "none"}
     options = flatten(config, is_whole=known.__contains__)
     return {key: _expand_home(value) for key, value in options if key in known}
 

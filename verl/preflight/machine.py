@@ -29,13 +29,10 @@ def _device_problems(config: Config) -> Iterator[UserError]:
     if joins_cluster():
         return
     trainer, key, num_gpus = config.trainer, "trainer.n_gpus_per_node", torch.cuda.device_count()
-    for name, nodes in (("trainer", trainer.nnodes), ("critic", config.critic.nnodes or 1)):
-        if nodes > 1:
-            fix = (
-                "start a Ray cluster and export RAY_ADDRESS (docs/guides/clusters.md), or nnodes=1"
-            )
-            got, expected = f"{nodes} without RAY_ADDRESS", "1 node, or a cluster"
-            yield ResourceError(explain(f"{name}.nnodes", got, expected, fix))
+    if trainer.nnodes > 1:
+        fix = "start a Ray cluster and export RAY_ADDRESS (docs/guides/clusters.md), or nnodes=1"
+        got, expected = f"{trainer.nnodes} without RAY_ADDRESS", "1 node, or a cluster"
+        yield ResourceError(explain("trainer.nnodes", got, expected, fix))
     if trainer.device == "cuda" or (trainer.device == "auto" and num_gpus):
         if num_gpus < config.placement.gpus_per_node:
             separate = {"trainer.rollout_gpus": trainer.rollout_gpus,

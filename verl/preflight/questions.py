@@ -18,7 +18,7 @@ def problems(config: Config) -> Iterator[UserError]:
         ("val", data.val_files, data.val_data_num, 1),
     ):
         try:
-            num_rows = len(load_rows(files, data.prompt_key))
+            num_rows = len(load_rows(files))
         except DataError as error:
             yield DataError(f"data.{key}_files: {error}")
             continue

@@ -28,9 +28,6 @@ Each costs more than all before it together. The reference's weights are copied 
 used; optimizer state is copied there and back at each update; with offloaded weights, the CPU
 accumulates gradients and computes the update.
 """
-OFFLOAD_KEYS = (*OFFLOAD_OPTIONS, f"{REFERENCE}.optimizer_offload")
-"""All offload options, including the optimizer of the reference, which has none."""
-
 MEMORY_FOR_SPEED: dict[str, dict[bool | str, str]] = {
     **{
         f"{section}.enable_gradient_checkpointing": {
@@ -54,7 +51,7 @@ def with_options(config: Config, change: Mapping[str, Any]) -> Config:
     return result
 
 
-def undecided(config: Config, keys: Iterable[str] = OFFLOAD_KEYS) -> list[str]:
+def undecided(config: Config, keys: Iterable[str] = OFFLOAD_OPTIONS) -> list[str]:
     """Return the options that are null, in the order of `keys`."""
     return [key for key in keys if attrgetter(key)(config) is None]
 
@@ -67,7 +64,7 @@ def undecided_offloads(config: Config) -> list[str]:
     if has_critic(config) and not config.shares_base:
         sections.append(CRITIC)
     prefixes = tuple(sections)
-    return [k for k in undecided(config) if k in OFFLOAD_OPTIONS and k.startswith(prefixes)]
+    return [k for k in undecided(config) if k.startswith(prefixes)]
 
 
 def fill_undecided(config: Config, chosen: Mapping[str, Any] | None = None) -> Config:

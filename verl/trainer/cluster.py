@@ -96,7 +96,10 @@ def config_for_actors(config: Config, use_gpu: bool) -> Config:
     config = absolute_paths(config)
     section = config.actor_rollout_ref
     config = replace(config, trainer=replace(config.trainer, device="cuda" if use_gpu else "cpu"))
-    rollout = replace(section.rollout, merge_adapter=not engine_takes_adapter(config))
+    merges, server = not engine_takes_adapter(config), section.rollout.server
+    if section.rollout.weights_dir is not None:
+        server = server | {"weights_dir": _absolute(section.rollout.weights_dir)}
+    rollout = replace(section.rollout, merge_adapter=merges, server=server)
     return replace(config, actor_rollout_ref=replace(section, rollout=rollout))
 
 

@@ -50,7 +50,7 @@ def assemble(samples: Samples, config: Config) -> TokenBatch:
     masking = config.actor_rollout_ref.actor.state_masking
     batch.tokens["loss_mask"] = batch.tokens["policy_mask" if masking else "response_mask"]
     needs_critic = advantage_estimator(config.algorithm.adv_estimator).needs_critic
-    if needs_critic and config.compat.gae_over_all_tokens:
+    if needs_critic and config.is_as_original:
         batch.tokens["value_mask"] = batch.tokens["response_mask"]
     scores = [r.score for r in samples.rewards]
     batch.rows["scores"] = torch.tensor(scores, dtype=torch.float64)
@@ -67,7 +67,7 @@ def add_advantages(batch: TokenBatch, config: Config, kl_controller: KLControlle
     if config.kl_in_reward:
         rewards, kl_metrics = subtract_kl(rewards, batch, algorithm.kl_penalty, kl_controller)
         metrics |= kl_metrics
-    whiten_mask = batch.tokens["response_mask"] if config.compat.whiten_over_all_tokens else None
+    whiten_mask = batch.tokens["response_mask"] if config.is_as_original else None
     estimate = advantage_estimator(algorithm.adv_estimator).compute(
         AdvantageInputs(
             token_rewards=rewards,

@@ -57,7 +57,7 @@ def build_kl_controller(config: Config) -> KLController:
     """Build the controller of the KL coefficient in the reward."""
     control = config.algorithm.kl_ctrl
     if control.type == "adaptive":
-        return AdaptiveKLController(control.kl_coef, control.target_kl, control.horizon)
+        return AdaptiveKLController(control.kl_coef, control.target_kl)
     return FixedKLController(control.kl_coef)
 
 

@@ -94,10 +94,11 @@ def rollout_correction(
     config: ActorConfig, old_log_probs: Tensor, rollout_log_probs: Tensor, sequence_ids: Tensor
 ) -> Tensor:
     """Compute the importance weights that the options ask for, (num_tokens,)."""
+    chosen = config.correction
     return importance_weights(
-        old_log_probs, rollout_log_probs, sequence_ids, config.rollout_is,
-        config.rollout_is_threshold, config.rollout_mask_threshold,
-        mask_level=config.rollout_mask, mask_floor=config.rollout_mask_floor,
+        old_log_probs, rollout_log_probs, sequence_ids, chosen.rollout_is,
+        chosen.rollout_is_threshold, chosen.rollout_mask_threshold,
+        mask_level=chosen.rollout_mask, mask_floor=chosen.rollout_mask_floor,
     )  # fmt: skip
 
 

@@ -44,6 +44,8 @@ class FsdpOptions:
     """Optimizer steps of the run, which the learning-rate schedule spans."""
     optim: OptimConfig | None = None
     """None for a frozen model."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """Decay rates of AdamW's two moments."""
     grad_clip: float = 1.0
     """Bound on the norm of the gradient over all ranks."""
     schedule: str = "constant"
@@ -150,9 +152,12 @@ class FsdpModel:
     def _build_optimizer(self, optim: OptimConfig) -> None:
         parameters = list(self.trained_parameters().values())
         self.optimizer = torch.optim.AdamW(
-            parameters, lr=optim.lr, betas=(optim.betas[0], optim.betas[1]),
-            weight_decay=optim.weight_decay, fused=True,
-        )  # fmt: skip
+            parameters,
+            lr=optim.lr,
+            betas=self.options.betas,
+            weight_decay=optim.weight_decay,
+            fused=True,
+        )
         # Created now rather than at the first step, so that a checkpoint can be loaded at any time.
         # torch's get_optimizer_state_dict would create it by a step without gradients, which it
         # counts: the first real step would get the bias correction of a second one.

@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedModel
 
 from verl.config import Config
-from verl.config.policy import BlocksConfig
+from verl.config.policy import BlocksConfig, FsdpConfig
 from verl.core_algos.chosen import advantage_estimator
 from verl.plugins import imported, optional
 from verl.training.fsdp import FsdpModel, FsdpOptions
@@ -105,7 +105,7 @@ class Roles:
         return FsdpOptions(
             compute_dtype=self.compute_dtype,
             ranks_per_shard=self.config.placement.actor.ranks_per_shard,
-            fsdp=section.ref.fsdp_config,
+            fsdp=FsdpConfig(section.ref.fsdp_config.param_offload, optimizer_offload=False),
         )
 
     def critic_options(self) -> FsdpOptions:

@@ -175,25 +175,23 @@ def test_render_follows_the_tokenizer(tmp_path: Path) -> None:
     assert render(chat, base).ground_truth == ("Ada",)
 
 
-def load(path: object, tokenizer: ByteTokenizer, limit: int, is_filtered: bool = True) -> list[Any]:
+def load(path: object, tokenizer: ByteTokenizer, limit: int) -> list[Any]:
     """Load the prompts of a run with these `data` options."""
     config = Config()
-    config.data.max_start_length, config.data.filter_overlong_prompts = limit, is_filtered
+    config.data.max_start_length = limit
     return load_prompts(config, str(path), None, tokenizer)
 
 
-def test_line_16_overlong_prompts_are_counted_or_refused(
+def test_line_16_overlong_prompts_are_counted(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Over-long prompts are dropped and counted, or refused with their rows."""
+    """Over-long prompts are left out and counted; without others, the run is refused."""
     path = write_jsonl(tmp_path / "t.jsonl", [record("q" * n) for n in (5, 50, 9, 60)])
     tokenizer = ByteTokenizer()
     with caplog.at_level(logging.WARNING):
         kept = load(path, tokenizer, 10)
     assert [prompt.uid for prompt in kept] == ["t.jsonl#0", "t.jsonl#2"]
     assert "2 of 4 prompts over 10 tokens (longest 61)" in caplog.text
-    with pytest.raises(DataError, match=r"t\.jsonl#1, t\.jsonl#3"):
-        load(path, tokenizer, 10, is_filtered=False)
     with pytest.raises(DataError, match="4 of 4 prompts"):
         load(path, tokenizer, 2)
 

@@ -161,7 +161,6 @@ def test_defaults_warn_of_nothing(
         ("critic.ppo_mini_batch_size=1000000", "critic.ppo_mini_batch_size=512"),
         ("actor_rollout_ref.actor.optim.lr=inf", "optim.lr: got inf, expected more than 0"),
         ("critic.optim.lr=nan", "critic.optim.lr: got nan, expected more than 0, at most 1"),
-        ("critic.optim.betas=[0.9,1]", "critic.optim.betas: got [0.9,1.0], expected 0 or more, le"),
         ("'reward_model.weights={em: nan}'", "reward_model.weights: got {'em': nan}"),
         ("trainer.seed=-1", "trainer.seed: got -1, expected from 0 to 4294967295"),
         ("data.train_batch_size=9223372036854775808", "expected 1 or more, a finite number of at"),
@@ -196,10 +195,6 @@ def test_defaults_warn_of_nothing(
         ),
         ("critic.n_gpus_per_node=-1", "critic.n_gpus_per_node: got -1, expected 1 or more"),
         (
-            "critic.nnodes=2",
-            "critic.nnodes: got 2, expected null: with critic.n_gpus_per_node=null",
-        ),
-        (
             "critic.n_gpus_per_node=4 critic.ppo_mini_batch_size=3",
             "critic.ppo_mini_batch_size: got 3, expected one trajectory or more for each of the",
         ),
@@ -209,11 +204,7 @@ def test_defaults_warn_of_nothing(
         ),
         (
             "critic.n_gpus_per_node=2 actor_rollout_ref.actor.ulysses_sequence_parallel_size=4",
-            "critic.ulysses_sequence_parallel_size: got 4, expected a divisor of the critic's 2",
-        ),
-        (
-            "critic.ulysses_sequence_parallel_size=5",
-            "critic.ulysses_sequence_parallel_size: got 5, expected a divisor of 8 ranks",
+            "ulysses_sequence_parallel_size: got 4, expected a divisor of the critic's 2",
         ),
         (
             "actor_rollout_ref.actor.ulysses_sequence_parallel_size=4 "
@@ -225,8 +216,6 @@ def test_defaults_warn_of_nothing(
         ("actor_rollout_ref.actor.kl_loss_type=kk", "kl_loss_type"),
         ("trainer.logger=[console,foo]", "trainer.logger: got [console,foo]"),
         ("trainer.save_freq=-2", "trainer.save_freq"),
-        ("algorithm.overlong_buffer.length=0", "overlong_buffer.length: got 0"),
-        ("algorithm.overlong_buffer.length=1501", "at most 1500"),
         ("algorithm.overlong_buffer.penalty_factor=-1", "overlong_buffer.penalty_factor"),
         ("actor_rollout_ref.actor.clip_ratio=0", "actor.clip_ratio: got 0"),
         ("actor_rollout_ref.actor.clip_ratio_high=0", "actor.clip_ratio_high: got 0"),
@@ -264,11 +253,9 @@ def test_defaults_warn_of_nothing(
         (f"{KWARGS}.quantization=fp8_per_tensor", "a correction as well"),
         (f"{KWARGS}.kv_cache_dtype=fp8", "a correction as well"),
         (f"{ADAPTIVE} algorithm.kl_ctrl.target_kl=0", "kl_ctrl.target_kl: got 0"),
-        (f"{ADAPTIVE} algorithm.kl_ctrl.horizon=0", "kl_ctrl.horizon: got 0"),
         (f"{ADAPTIVE} algorithm.kl_ctrl.kl_coef=0", "the KL in the reward, and there is none"),
         (f"{ADAPTIVE} actor_rollout_ref.actor.use_kl_loss=true", "and there is none"),
         ("algorithm.adv_estimator=reinforce trainer.critic_warmup=5", "reinforce has no critic"),
-        ("compat.whiten_over_all_tokens=true", "also set compat.gae_over_all_tokens=true"),
         ("retriever.url=localhost:8000", "retriever.url"),
         ("""'retriever.url="http://a:8000,b:8000"'""", "separated by commas"),
         ("retriever.deadline=0", "retriever.deadline"),
@@ -314,12 +301,16 @@ def test_cfg_job_prints_resolved_yaml_and_exits(
 
 
 def test_help_explains_options(capsys: pytest.CaptureFixture[str]) -> None:
-    """`--help` lists options with defaults."""
-    with pytest.raises(SystemExit):
-        cli.compose(["--help"])
-    printed = capsys.readouterr().out
-    assert "retriever.topk=3" in printed
-    assert "Documents returned per query." in printed
+    """`--help-all` lists all options with defaults, `--help` the common ones."""
+    shown = {}
+    for flag in ("--help", "--help-all"):
+        with pytest.raises(SystemExit) as ended:
+            cli.compose([flag])
+        assert ended.value.code == 0
+        shown[flag] = capsys.readouterr().out
+    assert "Documents returned per query." in shown["--help-all"]
+    assert shown["--help"].count("=") < 30 < 130 < shown["--help-all"].count("\n  ")
+    assert "  retriever.url=" in shown["--help"] and "  retriever.topk=3" in shown["--help-all"]
 
 
 def test_grpo_preset() -> None:

@@ -1,8 +1,7 @@
-"""Option names of Search-R1 and veRL, and `compat=NAME` for several switches."""
+"""Option names of Search-R1 and veRL."""
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import logging
 from pathlib import Path
@@ -11,13 +10,10 @@ import pytest
 
 from scripts import option_pages
 from tests.verl.config.test_cli import compose
-from verl.config import CompatConfig, Config, cli, overrides
-from verl.config.algorithm import COMPAT_PRESETS
+from verl.config import Config, cli, overrides
 from verl.config.known import known_options, known_sections, to_argument
 from verl.config.overrides import ALIASES, LEGACY, find
 from verl.errors import ConfigError
-
-ALL = [field.name for field in dataclasses.fields(CompatConfig)]
 
 
 def translated(*arguments: str) -> list[tuple[str, object]]:
@@ -25,31 +21,14 @@ def translated(*arguments: str) -> list[tuple[str, object]]:
     return list(overrides.translate_all((one.key_or_group, one.value()) for one in given))
 
 
-def switched_on(*arguments: str) -> list[str]:
-    return [name for name, on in dataclasses.asdict(compose(*arguments).compat).items() if on]
-
-
 @pytest.mark.parametrize("plus", ["", "+", "++"])
-def test_compat_sets_every_switch(plus: str) -> None:
-    """`compat=search_r1` turns all on; without it none is on."""
-    assert switched_on(f"{plus}compat=search_r1") == ALL
-    assert switched_on() == []
-
-
-def test_the_last_value_of_a_switch_wins() -> None:
-    """A switch after `compat=NAME` overrides it, one before is overridden; `none` clears all."""
-    rest = [name for name in ALL if name != "sampled_validation"]
-    assert switched_on("compat=search_r1", "compat.sampled_validation=false") == rest
-    assert switched_on("compat.sampled_validation=false", "compat=search_r1") == ALL
-    assert switched_on("compat=search_r1", "compat=none") == []
-    assert switched_on("compat.sampled_validation=true") == ["sampled_validation"]
-
-
-@pytest.mark.parametrize("wrong", ["compat=search-r1", "compat=true", "compat=null"])
-def test_an_unknown_compat_name_lists_the_known_ones(wrong: str) -> None:
-    """The error names every preset, and how to set a single switch."""
-    with pytest.raises(ConfigError, match=r"one of none, search_r1.*compat\.sampled_validation"):
-        compose(wrong)
+def test_compat_asks_for_the_original(plus: str) -> None:
+    """Its three switches fell; those that are off, as they were by default, change nothing."""
+    assert compose(f"{plus}compat=search_r1").is_as_original
+    assert not compose("compat.sampled_validation=false").is_as_original
+    for wrong in ("compat=search-r1", "compat=true", "compat.gae_over_all_tokens=true"):
+        with pytest.raises(ConfigError, match=r"compat.*search_r1"):
+            compose(wrong)
 
 
 def test_an_old_name_as_an_attribute_is_answered_with_its_name() -> None:
@@ -58,17 +37,6 @@ def test_an_old_name_as_an_attribute_is_answered_with_its_name() -> None:
     config.reward_model.correct_answer = 2.0  # type: ignore[attr-defined]
     with pytest.raises(ConfigError, match=r"reward_model\.scores\.correct_answer"):
         cli.resolve_config(config)
-
-
-def test_an_unknown_switch_suggests_a_known_one() -> None:
-    """A misspelt switch is an unknown key like any other."""
-    with pytest.raises(ConfigError, match=r"compat\.sampled_validation"):
-        compose("compat.sampled_validaton=true")
-
-
-def test_presets_name_switches_that_exist() -> None:
-    """Each preset contains only fields of the dataclass."""
-    assert all(names <= set(ALL) for names in COMPAT_PRESETS.values())
 
 
 VALUES = ("8", "0.5", "false", "true", "x")

@@ -53,7 +53,7 @@ def test_a_preset_with_names_of_verl_composes(
     assert policy.actor.optim.lr_warmup_steps_ratio == 0.1
     assert policy.actor.fsdp_config.param_offload is True
     assert config.reward_model.weights == {"em": 1.0, "f1": 0.5}
-    assert config.compat.sampled_validation
+    assert config.is_as_original
     assert [text.split("=")[0] for text in caplog.messages] == [
         "actor_rollout_ref.actor.use_dynamic_bsz"
     ]

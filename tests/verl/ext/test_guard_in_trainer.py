@@ -62,7 +62,7 @@ def config(tmp_path: Path) -> Config:
     config = grpo_config(tmp_path)
     config.trainer.save_freq, config.trainer.test_freq = 1, 0
     config.trainer.val_before_train = False
-    config.trainer.guard = GuardConfig(patience=1)
+    config.trainer.guard = GuardConfig(limits={"patience": 1})
     config.actor_rollout_ref.actor.ppo_mini_batch_size = 8
     config.actor_rollout_ref.actor.use_kl_loss = True
     return config
@@ -135,7 +135,7 @@ def test_a_checkpoint_is_healthy_when_the_next_steps_are(config: Config, log: li
 
 def test_a_checkpoint_waits_for_as_many_steps_as_patience(config: Config, log: list[str]) -> None:
     """With a patience of three, five steps confirm the checkpoints of the first two."""
-    config.trainer.guard.patience = 3
+    config.trainer.guard.limits = {}
     trainer = build(config, log, set(), steps=5)
     trainer.fit()
     assert marked(folder_of(trainer)) == [

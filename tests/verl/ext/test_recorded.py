@@ -115,7 +115,8 @@ def with_engine_log_probs(config: Config) -> None:
 def with_correction(config: Config) -> None:
     """Use truncated importance sampling, and KL in the reward."""
     actor = config.actor_rollout_ref.actor
-    actor.rollout_is, actor.rollout_is_threshold, actor.use_kl_loss = "token", 1.5, False
+    actor.rollout_correction = {"rollout_is": "token", "rollout_is_threshold": 1.5}
+    actor.use_kl_loss = False
     config.algorithm.kl_ctrl.kl_coef = 0.01
 
 
@@ -327,5 +328,5 @@ def test_other_models_are_refused(tmp_path: Path) -> None:
         check_record(config, other_tokenizer, 0)
     with pytest.raises(ConfigError, match="rollout_is=token"):
         check(config, model="other weights")
-    config.actor_rollout_ref.actor.rollout_is = "token"
+    config.actor_rollout_ref.actor.rollout_correction = {"rollout_is": "token"}
     assert check(config, model="other weights") == 2

@@ -74,6 +74,13 @@ def test_another_offload_is_no_difference(config: Config, caplog: pytest.LogCapt
     assert caplog.text == ""
 
 
+def test_switches_of_an_older_checkpoint_are_its_compat() -> None:
+    """`compat` was a section of three switches; all of them were `compat=search_r1`."""
+    switches = {"gae": False, "whiten": False, "validation": False}
+    assert flat({"compat": switches}) == {"compat": "none"}
+    assert flat({"compat": dict.fromkeys(switches, True)}) == {"compat": "search_r1"}
+
+
 def test_an_unexpanded_home_in_a_checkpoint_is_no_difference(
     config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

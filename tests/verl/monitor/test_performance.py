@@ -87,7 +87,7 @@ def test_skipped_sequences_are_not_counted(config: Config) -> None:
 def test_a_step_of_ppo_has_a_critic_too(config: Config) -> None:
     """With KL in the reward, the policy tokens have two forward passes; a value has one output."""
     config.algorithm.adv_estimator, config.actor_rollout_ref.actor.use_kl_loss = "gae", False
-    config.actor_rollout_ref.actor.skip_zero_advantages = False
+    config.actor_rollout_ref.actor.entropy_coeff = 1e-6
     policy, critic = forward(LENGTHS, VOCAB * sum(TARGETS)), forward(LENGTHS, sum(TARGETS))
     assert work_of(config) == {
         "old_log_prob": Work(2 * policy),

@@ -99,14 +99,15 @@ def loss_of(actor: ActorConfig, batch: TokenBatch, log_probs: Tensor) -> Tensor:
 
 def correction(actor: ActorConfig, own: float, all_own: list[float]) -> float:
     """Return the weight of a token with log-ratio `own` in a sequence with log-ratios `all_own`."""
-    if actor.rollout_is == "none":
+    chosen = actor.correction
+    if chosen.rollout_is == "none":
         return 1.0
     logs = {"token": own, "sequence": sum(all_own), "geometric": fmean(all_own)}
-    ratio = math.exp(logs[actor.rollout_is])
-    high, low = actor.rollout_mask_threshold, actor.rollout_mask_floor
+    ratio = math.exp(logs[chosen.rollout_is])
+    high, low = chosen.rollout_mask_threshold, chosen.rollout_mask_floor
     if high is not None and not (1 / high if low is None else low) <= ratio <= high:
         return 0.0
-    return min(actor.rollout_is_threshold, ratio)
+    return min(chosen.rollout_is_threshold, ratio)
 
 
 def plain_loss(
@@ -145,9 +146,8 @@ def test_line_23_loss_and_gradient_equal_a_loop_over_tokens(
     """
     actor = config.actor_rollout_ref.actor
     if level != "none":
-        actor.old_log_probs, actor.rollout_is = "recompute", level
-        for name, value in CORRECTIONS[kind].items():
-            setattr(actor, name, value)
+        actor.old_log_probs = "recompute"
+        actor.rollout_correction = {"rollout_is": level, **CORRECTIONS[kind]}
     mini = make_mini_batch(config)
     rollout, old = mini.tokens["rollout_log_probs"], mini.tokens["old_log_probs"]
     assert torch.equal(old, rollout) is (level == "none")

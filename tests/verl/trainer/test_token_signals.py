@@ -20,7 +20,8 @@ def test_signals_are_the_columns_at_the_trained_tokens(level: str, masking: bool
     """
     config = Config()
     actor = config.actor_rollout_ref.actor
-    actor.rollout_is, actor.rollout_is_threshold, actor.state_masking = level, 1.5, masking
+    actor.rollout_correction = {"rollout_is": level, "rollout_is_threshold": 1.5}
+    actor.state_masking = masking
     batch = prepared(config, samples_of([[(3, 2), (1, 0)], [(2, 0)], [(2, 1), (2, 0)]], [0, 1, 1]))
     batch.tokens["rollout_log_probs"] = torch.linspace(-1.0, 1.0, batch.num_tokens)
     starts = batch.offsets.tolist()

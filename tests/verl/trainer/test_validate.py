@@ -23,14 +23,14 @@ def requested(config: Config) -> set[tuple[float, float]]:
 
 
 def test_line_13_validation_is_greedy_unless_the_original_is_asked_for() -> None:
-    """`compat.sampled_validation` samples as in training; otherwise val_kwargs decide."""
+    """`compat=search_r1` samples as in training; otherwise val_kwargs decide."""
     config = Config()
     rollout = config.actor_rollout_ref.rollout
     rollout.temperature, rollout.top_p = 0.7, 0.9
     assert requested(config) == {(0.0, 1.0)}
-    config.compat.sampled_validation = True
+    config.compat = "search_r1"
     assert requested(config) == {(0.7, 0.9)}
-    config.compat.sampled_validation = False
+    config.compat = "none"
     rollout.val_kwargs.temperature = 0.3
     assert requested(config) == {(0.3, 1.0)}
 

@@ -36,7 +36,7 @@ class Nodes:
 def test_every_node_reads_what_its_ranks_wrote(tmp_path: Path) -> None:
     """Versions that are still loading are kept; new engines read the last one again."""
     config = Config()
-    config.actor_rollout_ref.rollout.weights_dir = str(tmp_path)
+    config.actor_rollout_ref.rollout.server = {"weights_dir": str(tmp_path)}
     files, nodes = Files(config), Nodes()
     files.resend(nodes)
     assert nodes.loaded == []

@@ -158,7 +158,8 @@ def held_models(
     if config.needs_reference and not model.has_adapter:
         models.append(
             HeldModel("reference", policy, True, FLOAT * policy.parameters(), 0,
-                      section.ref.fsdp_config, frozenset({Phase.REF_LOG_PROBS}))
+                      FsdpConfig(section.ref.fsdp_config.param_offload, False),
+                      frozenset({Phase.REF_LOG_PROBS}))
         )  # fmt: skip
     if has_critic(config) and not config.shares_base:
         has_adapter = critic_options.has_adapter

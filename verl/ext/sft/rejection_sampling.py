@@ -15,7 +15,7 @@ import tyro
 
 from verl.bounds import MAX_SEED
 from verl.config.known import limit_problems, raise_problems
-from verl.config.option import option
+from verl.ext.sft.options import bounded
 from verl.logs import exit_status
 
 
@@ -23,17 +23,17 @@ from verl.logs import exit_status
 class Criteria:
     """Which trajectories become demonstrations."""
 
-    min_score: float = option(1.0, resume="free")
+    min_score: float = bounded(1.0)
     """Minimum value of the measure."""
     measure: str = "score"
     """Measure that decides: score, or a component such as em if the score rewards other things."""
-    per_prompt: int = option(1, resume="free", ge=1)
+    per_prompt: int = bounded(1, ge=1)
     """Maximum trajectories to keep per question, over all steps."""
-    max_tokens: int | None = option(None, resume="free", ge=1)
+    max_tokens: int | None = bounded(None, ge=1)
     """Maximum tokens of a trajectory, including prompt and observations."""
     prefer: Literal["short", "few_searches", "random"] = "short"
     """Preference among a question's trajectories: fewest policy tokens, fewest calls, or random."""
-    seed: int = option(0, resume="free", ge=0, le=MAX_SEED)
+    seed: int = bounded(0, ge=0, le=MAX_SEED)
     """Seed of random choices, also among equally preferred trajectories."""
 
 

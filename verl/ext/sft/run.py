@@ -97,8 +97,8 @@ def build_model(config: SftConfig, lm: Any, device: torch.device) -> FsdpModel:
             lr=config.lr,
             lr_warmup_steps_ratio=min(config.warmup_steps, config.steps) / config.steps,
             weight_decay=config.weight_decay,
-            betas=(0.9, 0.95),
         ),
+        betas=(0.9, 0.95),
         grad_clip=config.grad_clip,
         schedule=config.schedule,
     )

@@ -25,7 +25,7 @@ from verl.ext.memory.estimate import Estimate, Setting, estimate
 from verl.ext.memory.needs import Memory
 from verl.machine import HostMemory, Machine
 from verl.preflight.undecided import (
-    OFFLOAD_KEYS,
+    OFFLOAD_OPTIONS,
     fill_undecided,
     offload_everything,
     undecided,
@@ -183,7 +183,7 @@ def test_offload_is_chosen_by_the_gpus_of_this_node(
     config, seen = open_run("cuda"), outlook(39.5)
     with caplog.at_level(logging.INFO):
         chosen = decide_offload_and_budgets(config, seen)
-    assert undecided(chosen) == [] and undecided(config) == list(OFFLOAD_KEYS)
+    assert undecided(chosen) == [] and undecided(config) == list(OFFLOAD_OPTIONS)
     assert chosen == choose_memory(config, seen) != fill_undecided(config)
     (record,) = caplog.records
     assert record.levelno == logging.INFO
@@ -243,7 +243,7 @@ SHAPES = [("Qwen2.5-1.5B", 1, 1), ("Qwen2.5-3B", 8, 1), ("Qwen2.5-7B", 8, 1), ("
 
 def on_host(config: Config) -> list[str]:
     """Return the offload options that are true."""
-    return sorted(key for key in OFFLOAD_KEYS if attrgetter(key)(config))
+    return sorted(key for key in OFFLOAD_OPTIONS if attrgetter(key)(config))
 
 
 def search(config: Config, what: Setting, here: Machine) -> list[str]:
@@ -253,7 +253,9 @@ def search(config: Config, what: Setting, here: Machine) -> list[str]:
     sets = [set(some) for n in range(6) for some in itertools.combinations(keys, n)]
     held: list[set[str]] = []
     for some in sorted(sets, key=lambda some: sum(COSTS[key] for key in some)):
-        estimated = estimate(with_options(config, {key: key in some for key in OFFLOAD_KEYS}), what)
+        estimated = estimate(
+            with_options(config, {key: key in some for key in OFFLOAD_OPTIONS}), what
+        )
         if estimated.peak_bytes(Memory.HOST) <= here.host.free:
             held.append(some)
             if estimated.peak_bytes(Memory.DEVICE) <= 0.9 * here.devices[0].free:
@@ -296,7 +298,7 @@ def test_a_users_choice_is_kept(value: bool) -> None:
         here = machine(8, gib, 1000)
         chosen = choose_memory(explicit, setting("Qwen2.5-3B", here))
         assert chosen.actor_rollout_ref.actor.fsdp_config.param_offload is value
-    all_set = with_options(explicit, dict.fromkeys(OFFLOAD_KEYS, value))
+    all_set = with_options(explicit, dict.fromkeys(OFFLOAD_OPTIONS, value))
     assert choose_memory(all_set, setting("Qwen2.5-3B", here)) == all_set == fill_undecided(all_set)
 
 

@@ -227,7 +227,7 @@ def test_external_servers_need_no_memory_here(on_gpu: bool) -> None:
     assert theirs.engine is None and not [n for n in theirs.needs if n.name.startswith("engine")]
     assert theirs.peak_bytes(Memory.HOST) < own.peak_bytes(Memory.HOST)
     assert held(theirs, "weights for the engines", Memory.SHARED)
-    elsewhere = with_options(options(), {**usual, f"{ROLLOUT}.weights_dir": "/shared"})
+    elsewhere = with_options(options(), {**usual, f"{ROLLOUT}.server": {"weights_dir": "/shared"}})
     assert of(elsewhere, on_gpu=on_gpu).peak_bytes(Memory.SHARED) == 0
 
 

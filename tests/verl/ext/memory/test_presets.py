@@ -11,7 +11,7 @@ from verl.config import Config
 from verl.ext.memory.check import choose_memory
 from verl.ext.memory.estimate import REFUSE_ABOVE, WARN_ABOVE, Setting, estimate
 from verl.machine import DeviceMemory, HostMemory, Machine
-from verl.preflight.undecided import OFFLOAD_KEYS
+from verl.preflight.undecided import OFFLOAD_OPTIONS
 
 GIB = 1 << 30
 SIZES = list(FACTS)
@@ -65,7 +65,7 @@ def test_a_preset_fits_its_machine(preset: str, recipe: str, tmp_path: Path) -> 
     assert verdict(config, here, size) == "fits"
     assert verdict(config, here, second) == "refused"
     chosen, _ = settings_for(config, here, size)
-    waiting = [key for key in OFFLOAD_KEYS if attrgetter(key)(chosen)]
+    waiting = [key for key in OFFLOAD_OPTIONS if attrgetter(key)(chosen)]
     assert waiting == WAITING.get((preset, recipe), [])
 
 

@@ -19,12 +19,13 @@ def no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
 
 
-def config_of(folder: Path, url: str = "http://127.0.0.1:8000", **rollout: Any) -> Config:
+def config_of(folder: Path, url: str = "http://127.0.0.1:8000", **given: Any) -> Config:
     """Return a run with one server."""
     config = tiny_config(folder / "model")
     config.actor_rollout_ref.rollout.url = [url]
-    for name, value in {"weights_dir": str(folder / "weights"), **rollout}.items():
-        setattr(config.actor_rollout_ref.rollout, name, value)
+    rollout = config.actor_rollout_ref.rollout
+    rollout.temperature = given.pop("temperature", 1.0)
+    rollout.server = {"weights_dir": str(folder / "weights"), **given}
     return config
 
 
@@ -123,7 +124,7 @@ def test_a_server_must_be_able_to_read_the_weights_folder(tmp_path: Path) -> Non
     far = config_of(tmp_path, "http://192.0.2.1:8000", weights_dir=None)
     (line,) = problems(far, VllmDouble())
     assert "got another machine" in line and "weights_dir=/shared" in line
-    far.actor_rollout_ref.rollout.weights_dir = str(tmp_path / "shared")
+    far.actor_rollout_ref.rollout.server = {"weights_dir": str(tmp_path / "shared")}
     assert problems(far, VllmDouble()) == []
 
 
