@@ -24,6 +24,7 @@ train \
   "critic.model.lora_rank=${CRITIC_LORA_RANK:-${LORA_RANK:-0}}" \
   "critic.model.lora_alpha=${LORA_ALPHA:-16}" \
   "critic.ppo_max_token_len_per_gpu=${CRITIC_MAX_TOKENS_PER_GPU:-${MAX_TOKENS_PER_GPU:-null}}" \
+  ${CRITIC_MICRO_BATCH_SIZE:+"critic.ppo_micro_batch_size=$CRITIC_MICRO_BATCH_SIZE"} \
   "critic.model.fsdp_config.param_offload=$OFFLOAD" \
   "critic.model.fsdp_config.optimizer_offload=$OFFLOAD" \
   "critic.optim.lr=${CRITIC_LR:-1e-5}" \

@@ -132,6 +132,16 @@ def test_environment_overrides_values(script: str, tmp_path: Path) -> None:
     assert (config.data.train_batch_size, trainer.default_local_dir) == (16, "/o")
 
 
+def test_variables_without_effect_are_passed_on_to_be_answered(tmp_path: Path) -> None:
+    """The options that they set are warned about by name; unset, they add nothing."""
+    sizes = {"MICRO_BATCH_SIZE": "4", "CRITIC_MICRO_BATCH_SIZE": "8"}
+    found = set(arguments("train_ppo.sh", tmp_path, **sizes)) - set(
+        arguments("train_ppo.sh", tmp_path)
+    )
+    names = ("actor_rollout_ref.actor", "critic")
+    assert found == {f"{names[0]}.ppo_micro_batch_size=4", f"{names[1]}.ppo_micro_batch_size=8"}
+
+
 @pytest.mark.parametrize("script", ["train_ppo.sh", "train_grpo.sh"])
 def test_arguments_win_over_everything(script: str, tmp_path: Path) -> None:
     """A key=value argument beats the script's value and the environment's."""
