@@ -42,7 +42,6 @@ from verl.trainer.metrics import (
     advantage_metrics,
     reward_metrics,
     rollout_metrics,
-    staleness_metrics,
 )
 from verl.trainer.ranks import TrainerRanks
 from verl.trainer.validate import trajectory_seed
@@ -186,7 +185,6 @@ def step(config: Config, replicas: RayWorkerGroup, ranks: TrainerRanks) -> PartT
     with times.part("advantages"):
         add_advantages(batch, config, FixedKLController(0.0))
         advantage_metrics(batch)
-        staleness_metrics(batch, 1)
     with times.part("updates"):
         learner.update(batch, 1, timings)
     return times

@@ -18,12 +18,26 @@ from verl.checkpoint.folders import RunState
 from verl.ext import ahead_files, replay
 from verl.monitor.performance import Timings
 from verl.rollout.rollouts import RolloutRequest, trajectory_keys
-from verl.trainer.collect import PromptBatch, RolloutCollector, Samples
+from verl.trainer.collect import RolloutCollector, Samples
 from verl.trainer.hooks import FileWriter
 from verl.types import Metrics, Trajectory, TrajectoryKey
 
 FinishedTrajectories = Callable[[], Mapping[TrajectoryKey, Trajectory]]
 """Waits for finished trajectories that were asked for; callable in any thread."""
+
+
+@dataclass
+class PromptBatch:
+    """Prompts that are sampled together; groups and seeds are derived from `step` and `first`.
+
+    The batch is planned for `step`, and its first prompt is number `first` of that step's prompts.
+    """
+
+    step: int
+    first: int
+    rows: list[int]
+    request: RolloutRequest | None = None
+    """The request for the trajectories, once it is started."""
 
 
 @dataclass
@@ -93,7 +107,7 @@ class AheadCollector(RolloutCollector):
 
     def start(self, batch: PromptBatch) -> RolloutRequest:
         """Start sampling a batch, except for the trajectories that a checkpoint had."""
-        starts, sampling = self.starts_of(batch)
+        starts, sampling = self.starts_of(batch.step, batch.first, batch.rows)
         return self.rollout.start(starts, sampling, self._take_resumed(starts))
 
     def _take_resumed(self, starts: Sequence[Trajectory]) -> dict[int, Trajectory]:

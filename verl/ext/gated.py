@@ -15,9 +15,8 @@ from dataclasses import replace
 from verl.agent.interface import Agent
 from verl.config import Config
 from verl.engine import Listener, RolloutEngine, Score
-from verl.rollout.replica import RolloutReplica
+from verl.ext.turn_times import BusyClock, TimedEngine, TimedReplica
 from verl.rollout.rollouts import trajectory_keys
-from verl.rollout.turns import BusyClock, TurnEngine
 from verl.types import Completion, Sampling, Trajectory, TrajectoryKey
 
 TurnKey = tuple[str, int, int]
@@ -99,7 +98,7 @@ class WeightGate:
         return False
 
 
-class GatedEngine(TurnEngine):
+class GatedEngine(TimedEngine):
     """The engine of one trajectory, which holds the weights fixed during each turn."""
 
     def __init__(
@@ -132,7 +131,7 @@ class GatedEngine(TurnEngine):
                 self.times[-1] = replace(self.times[-1], requested=requested, turn=number)
 
 
-class GatedReplica(RolloutReplica):
+class GatedReplica(TimedReplica):
     """A replica that samples and gets new weights at the same time.
 
     With `rollout.partial`, a trajectory may contain several versions.
@@ -184,9 +183,9 @@ class GatedReplica(RolloutReplica):
             self.gate.finish(key)
         return self._finished[key]
 
-    def turn_engine(self, start: Trajectory) -> TurnEngine:
+    def timed_engine(self, start: Trajectory) -> TimedEngine:
         if not self.changes_between_turns:
-            return super().turn_engine(start)
+            return super().timed_engine(start)
         key = (start.group, start.sample)
         return GatedEngine(self.engine, self.clock, self.gate, self._min_versions[key], key)
 

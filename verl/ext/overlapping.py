@@ -13,14 +13,31 @@ from typing import Any
 
 from ray.exceptions import RayError
 
-from verl.errors import UserError
+from verl.config import Config
+from verl.errors import ConfigError, UserError, explain
 from verl.rollout.replicas import RolloutReplicas
 from verl.single_controller.actors import RayWorkerGroup
+from verl.trainer.groups import StartUp
 from verl.types import Sampling, Trajectory, TrajectoryKey
 from verl.weights.files import Ranks, Transport
 
 FETCH_TIMEOUT_S = 30.0
 """Seconds to wait for the replicas to report their finished trajectories."""
+
+
+def add_to(start_up: StartUp) -> None:
+    """Check where engines are."""
+    start_up.checks.append(check_engines_apart)
+
+
+def check_engines_apart(config: Config, nodes: Mapping[str, str]) -> None:
+    """Raise ConfigError if engines are to sample while their GPUs train."""
+    key = "actor_rollout_ref.rollout.max_staleness"
+    got, shares = config.actor_rollout_ref.rollout.max_staleness, config.placement.is_colocated
+    if got and shares and config.trainer.device == "cuda":
+        expected = "0: engines share the ranks' GPUs"
+        fix = "give engines their own GPUs: trainer.rollout_gpus=N and fewer n_gpus_per_node"
+        raise ConfigError(explain(key, got, expected, fix))
 
 
 class OverlappingReplicas(RolloutReplicas):

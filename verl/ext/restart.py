@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import ray
 from ray.exceptions import RayTaskError
@@ -150,8 +150,8 @@ class RestartingReplicas(TrainedRollouts):
     def wake_up(self) -> None:
         self._repeated(self.replicas.wake_up)
 
-    def busy_share(self) -> float:
-        return self._repeated(self.replicas.busy_share)
+    def call(self, method: str) -> Sequence[Any]:
+        return self._repeated(lambda: self.replicas.call(method))
 
     def shutdown(self) -> None:
         self.replicas.shutdown()

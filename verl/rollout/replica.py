@@ -1,8 +1,7 @@
 """One engine with its agent: turns started trajectories into finished ones.
 
-`RolloutReplica` is a plain class; a Ray actor hosts it in training, and tests use it directly. Each
-trajectory samples through a `TurnEngine`, which times its turns. Whoever loads new weights waits
-until nothing is sampled; `verl.ext.gated` waits here, in each replica, where sampling never stops.
+`RolloutReplica` is a plain class; a Ray actor hosts it in training, and tests use it directly.
+Whoever loads new weights waits until nothing is sampled.
 """
 
 from __future__ import annotations
@@ -13,11 +12,10 @@ from collections.abc import Callable, Sequence
 from verl import plugins
 from verl.agent.interface import Agent
 from verl.config import Config
-from verl.engine import Score
+from verl.engine import RolloutEngine, Score
 from verl.errors import PluginError, explain
 from verl.remote_code import set_trust
 from verl.rollout.interface import build_engine
-from verl.rollout.turns import BusyClock, TurnEngine
 from verl.training.devices import rollout_dtype
 from verl.types import Sampling, Trajectory
 
@@ -37,7 +35,6 @@ class RolloutReplica:
         self.agent = agent_factory(config)
         self.engine = build_engine(config, replica)
         self.replica = replica
-        self.clock = BusyClock()
 
     def dtype(self) -> str:
         """Return the dtype in which the engine computes and weights must be written."""
@@ -68,16 +65,12 @@ class RolloutReplica:
         if (finished.group, finished.sample) != (start.group, start.sample):
             got = f"group {finished.group!r}, sample {finished.sample!r}"
             raise PluginError(explain(subject, got, expected, "keep them: dataclasses.replace"))
-        finished.replica, finished.turn_times = self.replica, engine.times
+        finished.replica = self.replica
         return finished
 
-    def turn_engine(self, start: Trajectory) -> TurnEngine:
+    def turn_engine(self, start: Trajectory) -> RolloutEngine:
         """Return the engine that a trajectory samples through."""
-        return TurnEngine(self.engine, self.clock)
-
-    def busy_share(self) -> float:
-        """Return the share of time since the last call in which any request was running."""
-        return self.clock.take_share()
+        return self.engine
 
     async def update_weights(
         self, source: str, version: int, scored_ids: Sequence[int] = ()

@@ -125,16 +125,10 @@ class RolloutReplicas(TrainedRollouts):
             self.empty_cache()
             self.call("engine.wake_up")
 
-    def busy_share(self) -> float:
-        """Return the mean share of time since the last call in which an engine sampled."""
-        shares = self.call("busy_share")
-        return float(sum(shares) / len(shares))
-
     def shutdown(self) -> None:
         """Stop the engines; kill those that do not answer, and all of them after Ctrl-C."""
-        if not isinstance(sys.exception(), KeyboardInterrupt):
-            self.group.call_before_shutdown("engine.shutdown")
-        self.group.shutdown()
+        is_stopped = isinstance(sys.exception(), KeyboardInterrupt)
+        self.group.shutdown(None if is_stopped else "engine.shutdown")
 
     def call(
         self, method: str, arguments: Callable[[int], tuple[Any, ...]] = lambda replica: ()

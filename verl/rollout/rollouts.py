@@ -114,8 +114,8 @@ class TrainedRollouts(Rollouts, Protocol):
         """
         return dict
 
-    def busy_share(self) -> float | None:
-        """Return the share of time since the last call in which engines sampled, if known."""
+    def call(self, method: str) -> Sequence[Any]:
+        """Call a method of every replica, where it has one; return the results."""
 
     def shutdown(self) -> None:
         """Stop the engines."""

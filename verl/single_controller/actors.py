@@ -209,13 +209,14 @@ class RayWorkerGroup:
         """Whether a call has finished or failed."""
         return bool(ray.wait([call], timeout=0)[0])
 
-    def call_before_shutdown(self, method: str) -> None:
-        """Call a method on every actor and wait up to `SHUTDOWN_CALL_S`; ignores its outcome."""
-        calls = [self.submit(i, method) for i in range(len(self))]
-        ray.wait(calls, num_returns=len(calls), timeout=SHUTDOWN_CALL_S)
+    def shutdown(self, method: str | None = None) -> None:
+        """Kill the actors and release their resources.
 
-    def shutdown(self) -> None:
-        """Kill the actors and release their resources."""
+        First call a `method` on every actor, for up to `SHUTDOWN_CALL_S`, whatever its outcome.
+        """
+        if method is not None:
+            calls = [self.submit(i, method) for i in range(len(self))]
+            ray.wait(calls, num_returns=len(calls), timeout=SHUTDOWN_CALL_S)
         for host in self.hosts:
             ray.kill(host)
         if self._placement is not None:

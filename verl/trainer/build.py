@@ -35,17 +35,21 @@ from verl.trainer.ranks import TrainerRanks
 from verl.types import Metrics, Prompt
 
 HOOKS = (
-    "verl.ext.speed", "verl.ext.counts", "verl.ext.guard", "verl.trainer.validate",
-    "verl.ext.reward_stages", "verl.ext.record", "verl.trainer.export", "verl.ext.lora",
-    "verl.ext.canary", "verl.trainer.checkpoints", "verl.ext.trace", "verl.ext.stopping",
-    "verl.trainer.progress", "verl.ext.steady",
+    "verl.ext.speed", "verl.ext.turn_times", "verl.ext.staleness", "verl.ext.counts",
+    "verl.ext.guard", "verl.trainer.validate", "verl.ext.reward_stages", "verl.ext.record",
+    "verl.trainer.export", "verl.ext.lora", "verl.ext.canary", "verl.trainer.checkpoints",
+    "verl.ext.trace", "verl.ext.stopping", "verl.trainer.progress", "verl.ext.steady",
 )  # fmt: skip
 """Modules with a function `hook(parts)`, in the order of their hooks; it returns None to have none.
 
 What adds metrics comes before what keeps the step's state, and what ends a run after it.
 """
-STARTERS = ("verl.ext.reaper", "verl.ext.nodes", "verl.ext.cpu_env")
+STARTERS = (
+    "verl.ext.overlapping", "verl.ext.reaper", "verl.ext.nodes", "verl.ext.cpu_env",
+)  # fmt: skip
 """Modules with a function `add_to(start_up)`, in the order in which they are called."""
+MEASURES = ("verl.ext.turn_times",)
+"""Modules with a function `measure(trajectories)`, for metrics of what a step has sampled."""
 KEY = "trainer.hooks"
 
 
@@ -191,12 +195,13 @@ def build_source(parts: Parts) -> Source:
         shuffle=data.shuffle_train_dataloader,
         seed=config.trainer.seed,
     )
-    sources = config, parts.rollout, prompts, sampler, parts.reward_manager
+    measures = [module.measure for module in map(plugins.optional, MEASURES) if module is not None]
+    sources = config, parts.rollout, prompts, sampler, parts.reward_manager, measures
     overlaps = config.actor_rollout_ref.rollout.max_staleness > 0
     if overlaps or has_batches_ahead(config):
         from verl.ext.asynchrony import AheadCollector  # noqa: PLC0415 - only where asked for
 
-        source = AheadCollector(*sources, inputs.total_steps)
+        source = AheadCollector(*sources, last_step=inputs.total_steps)
         if overlaps and parts.rollouts is not None:
             source.fetch_finished = parts.rollouts.fetch_finished
         return source
@@ -214,7 +219,9 @@ def replica_class(config: Config) -> type[RolloutReplica]:
         from verl.ext.gated import GatedReplica  # noqa: PLC0415 - only where asked for
 
         return GatedReplica
-    return RolloutReplica
+    timed = plugins.optional("verl.ext.turn_times")
+    chosen: type[RolloutReplica] = RolloutReplica if timed is None else timed.TimedReplica
+    return chosen
 
 
 def replicas_class(config: Config) -> type[RolloutReplicas]:

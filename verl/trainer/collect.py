@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,13 +16,16 @@ from verl.core_algos.jagged import ROUNDING
 from verl.data.sampler import PromptSampler
 from verl.monitor.performance import Timings
 from verl.rewards.interface import Reward, RewardManager
-from verl.rollout.rollouts import RolloutRequest, Rollouts
+from verl.rollout.rollouts import Rollouts
 from verl.trainer.hooks import Stateful
 from verl.trainer.metrics import fault_metrics, reward_metrics, rollout_metrics
 from verl.trainer.validate import check_lost_share, trajectory_seed
 from verl.types import Metrics, Prompt, Sampling, Status, Trajectory, start_trajectory
 
 logger = logging.getLogger(__name__)
+
+Measure = Callable[[Sequence[Trajectory]], Metrics]
+"""Returns metrics of all trajectories that a step has sampled, failed ones too."""
 
 
 @dataclass
@@ -90,20 +93,6 @@ def complete_groups(
     return kept
 
 
-@dataclass
-class PromptBatch:
-    """Prompts that are sampled together; groups and seeds are derived from `step` and `first`.
-
-    The batch is planned for `step`, and its first prompt is number `first` of that step's prompts.
-    """
-
-    step: int
-    first: int
-    rows: list[int]
-    request: RolloutRequest | None = None
-    """The request for the trajectories, once it is started."""
-
-
 class Source(Stateful, ABC):
     """Where a step's trajectories come from; its state is part of checkpoints."""
 
@@ -124,6 +113,7 @@ class RolloutCollector(Source):
     prompts: Sequence[Prompt]
     sampler: PromptSampler
     reward: RewardManager
+    measures: Sequence[Measure] = ()
     sampled: Samples = field(init=False, default_factory=Samples)
 
     def collect(self, step: int, timings: Timings) -> tuple[Samples, Metrics]:
@@ -152,33 +142,35 @@ class RolloutCollector(Source):
         num_dropped = len(trajectories) - len(sampled.trajectories)
         metrics = {**rollout_metrics(trajectories), **reward_metrics(sampled.rewards)}
         metrics |= fault_metrics(trajectories, num_dropped)
+        for measure in self.measures:
+            metrics |= measure(trajectories)
         selected, selection_metrics = select_for_training(sampled, self.config, step, num_batches)
         return selected, metrics | selection_metrics
 
     def sample_batch(self, step: int, number: int) -> list[Trajectory]:
         """Return the trajectories of a step's batch with this number, failed ones too."""
         rows = self.sampler.next_batch()
-        batch = PromptBatch(step, number * len(rows), rows)
-        return self.rollout.finish(self.start(batch))
+        starts, sampling = self.starts_of(step, number * len(rows), rows)
+        return self.rollout.generate(starts, sampling)
 
-    def start(self, batch: PromptBatch) -> RolloutRequest:
-        """Start sampling a batch."""
-        starts, sampling = self.starts_of(batch)
-        return self.rollout.start(starts, sampling)
+    def starts_of(
+        self, step: int, first: int, rows: Sequence[int]
+    ) -> tuple[list[Trajectory], Sampling]:
+        """Return trajectories before sampling; the first row is prompt number `first` of a step.
 
-    def starts_of(self, batch: PromptBatch) -> tuple[list[Trajectory], Sampling]:
-        """Return a batch's trajectories before sampling; each has its own seed."""
+        Group and seed of each are derived from `step` and the number of its prompt.
+        """
         rollout = self.config.actor_rollout_ref.rollout
         length = self.config.data.max_response_length
         sampling = Sampling(length, rollout.temperature, rollout.top_p)
         starts = [
             start_trajectory(
                 self.prompts[row],
-                group=f"{batch.step}/{position}",
+                group=f"{step}/{position}",
                 sample=sample,
-                seed=trajectory_seed(self.config.trainer.seed, batch.step, position, sample),
+                seed=trajectory_seed(self.config.trainer.seed, step, position, sample),
             )
-            for position, row in enumerate(batch.rows, batch.first)
+            for position, row in enumerate(rows, first)
             for sample in range(rollout.n_agent)
         ]
         return starts, sampling

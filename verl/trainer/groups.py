@@ -153,18 +153,13 @@ def build_groups(
 
 
 def check_engine_gpus(config: Config, use_gpu: bool) -> None:
-    """Raise ConfigError if engines sample while their GPUs train, or have too few GPUs."""
-    if not use_gpu or config.placement.is_external:
-        return
-    rollout, section = config.actor_rollout_ref.rollout, "actor_rollout_ref.rollout"
-    if rollout.max_staleness and not config.placement.is_split:
-        key, expected = f"{section}.max_staleness", "0: engines share the ranks' GPUs"
-        fix = "give engines their own GPUs: trainer.rollout_gpus=N and fewer n_gpus_per_node"
-        raise ConfigError(explain(key, rollout.max_staleness, expected, fix))
+    """Raise ConfigError if engines have too few GPUs."""
     plan = config.placement
+    if not use_gpu or plan.is_external:
+        return
     num_engines, max_engines = plan.num_engines(on_gpu=True), plan.engine_slots
     if num_engines > max_engines:
-        key = f"{section}.num_replicas"
+        key = "actor_rollout_ref.rollout.num_replicas"
         expected = f"at most {max_engines}: no more fit on the engines' GPUs"
         raise ConfigError(explain(key, num_engines, expected, f"{key}=null"))
 

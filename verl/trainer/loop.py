@@ -30,7 +30,7 @@ from verl.single_controller.actors import Call
 from verl.trainer.collect import Samples, Source
 from verl.trainer.hooks import Hook, Hooks, Stateful, merged_state
 from verl.trainer.learn import Learner, add_advantages, assemble
-from verl.trainer.metrics import batch_metrics, performance_metrics
+from verl.trainer.metrics import advantage_metrics, performance_metrics
 from verl.trainer.ranks import TrainerRanks
 from verl.types import Metrics, TokenBatch
 
@@ -111,17 +111,14 @@ class RayPPOTrainer:
                 self.learner.prepare(batch, timings)
                 with timings.phase("adv"):
                     metrics |= add_advantages(batch, self.config, self.learner.kl_controller)
-            metrics |= batch_metrics(batch, self.version)
+            metrics |= advantage_metrics(batch)
             metrics |= self.learner.update(batch, self.step, timings)
         self._all.call("on_updated", self)
         with timings.phase("update_weights"):
             seconds = self.send_weights()
         timings.seconds |= {f"update_weights/{part}": s for part, s in seconds.items()}
         self.current.calls = self.learner.take_calls(timings)
-        busy_share = self.rollouts.busy_share() if self.rollouts is not None else None
-        return metrics | performance_metrics(
-            batch, timings, busy_share, self.config.placement.num_gpus
-        )
+        return metrics | performance_metrics(batch, timings, self.config.placement.num_gpus)
 
     def finish_step(self, metrics: Metrics) -> None:
         """Finish a step whose weights are final: validate, log, save."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
@@ -14,7 +12,6 @@ from verl.monitor.performance import Timings
 from verl.packing import saved_token_share
 from verl.rewards.interface import Reward
 from verl.types import (
-    EngineCounts,
     Metrics,
     Origin,
     Status,
@@ -52,7 +49,7 @@ def mean_by_key(rows: Sequence[Mapping[str, float]]) -> Metrics:
 
 
 def rollout_metrics(trajectories: Sequence[Trajectory]) -> Metrics:
-    """Return lengths, statuses, waits and agent counts over all trajectories, failed ones too."""
+    """Return lengths, statuses and agent counts over all trajectories, failed ones too."""
     observation_lengths = [t.num_tokens_of(Origin.OBSERVATION) for t in trajectories]
     status_shares = {
         f"rollout/{status.value}": float(np.mean([t.status is status for t in trajectories]))
@@ -65,34 +62,7 @@ def rollout_metrics(trajectories: Sequence[Trajectory]) -> Metrics:
         **status_shares,
         **{f"env/{k}": v for k, v in mean_by_key([t.stats for t in trajectories]).items()},
         **behaviour_metrics(trajectories),
-        **wait_metrics(trajectories, time.time()),
-        **engine_metrics(trajectories),
     }
-
-
-def wait_metrics(trajectories: Sequence[Trajectory], now: float) -> Metrics:
-    """Return the mean seconds that a trajectory waited, by reason; empty if no turn was timed.
-
-    `tools`: between turns; `weights`: for new weights before a turn; `slot`: for a slot in its
-    engine, if reported; `others`: from its end to `now`, for the other trajectories.
-    """
-    timed = [t.turn_times for t in trajectories if t.turn_times]
-    if not timed:
-        return {}
-    tools = [sum(b.requested - a.finished for a, b in itertools.pairwise(turns)) for turns in timed]
-    weights = [sum(turn.started - turn.requested for turn in turns) for turns in timed]
-    others = [now - turns[-1].finished for turns in timed]
-    slots = [sum(turn.queued_s for turn in turns) for turns in timed]
-    waits = {"tools": tools, "weights": weights, "others": others}
-    if any(slots):  # an engine reported them
-        waits["slot"] = slots
-    return {f"rollout/wait_s/{name}": float(np.mean(values)) for name, values in waits.items()}
-
-
-def engine_metrics(trajectories: Sequence[Trajectory]) -> Metrics:
-    """Return the share of prompt tokens that engines had in their prefix caches, if reported."""
-    counts = sum((turn.counts for t in trajectories for turn in t.turn_times), EngineCounts())
-    return {"rollout/prefix_hit_share": counts.cached / counts.prompt} if counts.prompt else {}
 
 
 def behaviour_metrics(trajectories: Sequence[Trajectory]) -> Metrics:
@@ -143,43 +113,19 @@ def advantage_metrics(batch: TokenBatch) -> Metrics:
     return metrics
 
 
-def batch_metrics(batch: TokenBatch, version: int) -> Metrics:
-    """Return the statistics of a batch whose advantages are computed, by weights of `version`."""
-    return advantage_metrics(batch) | staleness_metrics(batch, version)
-
-
-def performance_metrics(
-    batch: TokenBatch, timings: Timings, engine_busy_share: float | None, num_gpus: int
-) -> Metrics:
-    """Return the step's throughput, device memory, seconds by phase, and shares of busy time."""
+def performance_metrics(batch: TokenBatch, timings: Timings, num_gpus: int) -> Metrics:
+    """Return the step's throughput, device memory, seconds by phase, and share of busy time."""
     return {
         **throughput_metrics(batch, timings, num_gpus),
-        **busy_metrics(timings, engine_busy_share),
+        **busy_metrics(timings),
         **timings.metrics(),
     }
 
 
-def staleness_metrics(batch: TokenBatch, version: int) -> Metrics:
-    """Return how many weight versions policy tokens are older than the trainer's `version`.
-
-    The metrics are the mean, and the share of tokens for each age.
-    """
-    versions = batch.tokens["weight_versions"][batch.tokens["policy_mask"]]
-    ages, counts = np.unique(version - versions.numpy(), return_counts=True)
-    shares = counts / max(1, counts.sum())
-    metrics = {"rollout/staleness/mean": float((ages * shares).sum())}
-    for age, share in zip(ages.tolist(), shares.tolist(), strict=True):
-        metrics[f"rollout/staleness/share_{age}"] = float(share)
-    return metrics
-
-
-def busy_metrics(timings: Timings, engine_busy_share: float | None) -> Metrics:
-    """Return the shares of the step's time in which trainer and engines were busy."""
+def busy_metrics(timings: Timings) -> Metrics:
+    """Return the share of the step's time in which the trainer did not wait for engines."""
     waits = timings.seconds["gen"] + timings.seconds.get("update_weights/wait", 0.0)
-    metrics = {"perf/trainer_busy_share": 1.0 - waits / max(timings.elapsed, 1e-9)}
-    if engine_busy_share is not None:
-        metrics["perf/engine_busy_share"] = engine_busy_share
-    return metrics
+    return {"perf/trainer_busy_share": 1.0 - waits / max(timings.elapsed, 1e-9)}
 
 
 def throughput_metrics(batch: TokenBatch, timings: Timings, num_gpus: int) -> Metrics:

@@ -11,7 +11,7 @@ import pytest
 from tests.fakes import ScriptedEngine
 from verl.ext.gated import GatedEngine, WeightGate
 from verl.ext.replay import ReplayGate, Schedule, ScheduleEntry
-from verl.rollout.turns import BusyClock
+from verl.ext.turn_times import BusyClock
 from verl.types import Sampling, TrajectoryKey
 
 pytestmark = pytest.mark.asynchrony

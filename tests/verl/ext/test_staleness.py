@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.verl.rollout.local_group import LocalGroup
 from tests.verl.trainer.recording import prompts
@@ -21,16 +22,27 @@ from verl.agent.environment import Environment
 from verl.checkpoint.folders import RunState
 from verl.config import Config
 from verl.data.sampler import PromptSampler
+from verl.errors import ConfigError
 from verl.ext import ahead_files
 from verl.ext.asynchrony import AheadCollector
+from verl.ext.overlapping import check_engines_apart
 from verl.ext.replay import FOLDER
 from verl.ext.retry import RetryingRollout
+from verl.ext.staleness import staleness_metrics
 from verl.monitor.performance import Timings
 from verl.rewards.interface import EachAlone, Reward
 from verl.rollout.interface import RolloutEngine
 from verl.rollout.replicas import RolloutReplicas
 from verl.trainer.build import replica_class, replicas_class
-from verl.types import Completion, Origin, Sampling, Status, Trajectory, start_trajectory
+from verl.types import (
+    Completion,
+    Origin,
+    Sampling,
+    Status,
+    TokenBatch,
+    Trajectory,
+    start_trajectory,
+)
 from verl.weights.files import Engines, Transport
 
 pytestmark = pytest.mark.asynchrony
@@ -371,3 +383,30 @@ def test_weight_files_are_removed_when_nobody_reads_them() -> None:
             for step in range(1, 8):
                 run.step(step)
                 assert len(run.folders.present) <= max_versions
+
+
+def test_staleness_is_counted_in_versions_of_policy_tokens() -> None:
+    """Prompt and observation tokens have no version; shares are of policy tokens."""
+    mask = torch.tensor([False, True, True, True, False, True])
+    versions = torch.tensor([0, 4, 5, 5, 0, 5], dtype=torch.int32)
+    columns = {"policy_mask": mask, "weight_versions": versions}
+    assert staleness_metrics(TokenBatch(torch.tensor([0, 3, 6]), columns), 5) == {
+        "rollout/staleness/mean": 0.25,
+        "rollout/staleness/share_0": 0.75,
+        "rollout/staleness/share_1": 0.25,
+    }
+
+
+def test_engines_that_share_gpus_cannot_sample_ahead_of_time() -> None:
+    """They sleep while the ranks train; on CPU, or on their own GPUs, they do not."""
+    config = Config()
+    config.actor_rollout_ref.rollout.max_staleness, config.trainer.device = 2, "cuda"
+    with pytest.raises(ConfigError, match=r"max_staleness"):
+        check_engines_apart(config, {})
+    config.trainer.device = "cpu"
+    check_engines_apart(config, {})
+    config.trainer.device, config.trainer.rollout_gpus = "cuda", 1
+    check_engines_apart(config, {})
+    config.trainer.rollout_gpus = 0
+    config.actor_rollout_ref.rollout.url = ["http://a:1"]  # a server has its own GPUs
+    check_engines_apart(config, {})

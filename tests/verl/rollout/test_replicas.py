@@ -95,11 +95,8 @@ class Calls:
     def __init__(self) -> None:
         self.log: list[str] = []
 
-    def call_before_shutdown(self, method: str) -> None:
-        self.log.append(method)
-
-    def shutdown(self) -> None:
-        self.log.append("kill")
+    def shutdown(self, method: str | None = None) -> None:
+        self.log += [*filter(None, [method]), "kill"]
 
 
 @pytest.mark.parametrize("ended_by", [None, RankLost, KeyboardInterrupt])

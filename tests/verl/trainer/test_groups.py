@@ -6,7 +6,6 @@ from tests.verl.trainer.test_ranks import FakeGroup
 from verl.config import Config
 from verl.errors import ConfigError
 from verl.trainer import groups
-from verl.trainer.groups import check_engine_gpus
 
 
 @pytest.mark.parametrize(("use_gpu", "per_replica", "replicas"), [(True, 2, 2), (False, 0, 1)])
@@ -58,17 +57,3 @@ def test_more_engines_than_fit_on_the_gpus_are_refused(
         message = None if error is Reserved else f"at most {max_engines}:"
         with pytest.raises(error, match=message):
             groups.build_groups(config, None, 1, groups.StartUp(), None)  # type: ignore[arg-type]
-
-
-def test_engines_that_share_gpus_cannot_sample_ahead_of_time() -> None:
-    """They sleep while the ranks train; on CPU, or on their own GPUs, they do not."""
-    config = Config()
-    config.actor_rollout_ref.rollout.max_staleness = 2
-    with pytest.raises(ConfigError, match=r"got 2, expected 0: engines share.*rollout_gpus=N"):
-        check_engine_gpus(config, use_gpu=True)
-    check_engine_gpus(config, use_gpu=False)
-    config.trainer.rollout_gpus = 1
-    check_engine_gpus(config, use_gpu=True)
-    config.trainer.rollout_gpus = 0
-    config.actor_rollout_ref.rollout.url = ["http://a:1"]  # a server has its own GPUs
-    check_engine_gpus(config, use_gpu=True)

@@ -9,13 +9,10 @@ from verl.ext.guard import LENGTH_CLIP, MALFORMED, NO_ANSWER, TOOL_USE
 from verl.monitor.performance import Timings
 from verl.trainer.metrics import (
     behaviour_metrics,
-    engine_metrics,
     rollout_metrics,
-    staleness_metrics,
     throughput_metrics,
-    wait_metrics,
 )
-from verl.types import EngineCounts, Prompt, Status, TokenBatch, Trajectory, TurnTimes
+from verl.types import Prompt, Status, TokenBatch, Trajectory
 
 PROMPT = Prompt("q", (1,), "nq", ("a",))
 
@@ -28,29 +25,6 @@ def make_trajectory(status: Status, *counts: float) -> Trajectory:
         stats["answered"] = float(status is Status.ANSWERED)
         stats["valid_actions"] += stats["answered"]
     return Trajectory(PROMPT, [], status, stats)
-
-
-def test_each_wait_is_a_mean_over_trajectories() -> None:
-    """Waits for tools, weights, a slot in the engine, and the other trajectories."""
-    one, two, untimed = (make_trajectory(Status.ANSWERED, 1) for _ in range(3))
-    one.turn_times = [TurnTimes(0, 1, 4, 0, 0.5), TurnTimes(6, 6, 9, 1, 1.5)]
-    two.turn_times = [TurnTimes(0, 3, 8)]
-    assert wait_metrics([one, two, untimed], now=10.0) == {
-        "rollout/wait_s/tools": 1.0, "rollout/wait_s/weights": 2.0,
-        "rollout/wait_s/slot": 1.0, "rollout/wait_s/others": 1.5,
-    }  # fmt: skip
-    assert wait_metrics([untimed], now=10.0) == {}
-
-
-def test_prefix_hits_are_a_share_of_all_prompt_tokens_of_turns() -> None:
-    """Prompts count by their tokens; engines that report no counts give no metric."""
-    one, two = make_trajectory(Status.ANSWERED, 1), make_trajectory(Status.ANSWERED, 1)
-    one.turn_times = [TurnTimes(0, 1, 4, 0, counts=EngineCounts(100, 0)),
-                      TurnTimes(6, 6, 9, 1, counts=EngineCounts(300, 96))]  # fmt: skip
-    two.turn_times = [TurnTimes(0, 3, 8, counts=EngineCounts(100, 96))]
-    assert engine_metrics([one, two]) == {"rollout/prefix_hit_share": 192 / 500}
-    two.turn_times = [TurnTimes(0, 3, 8)]
-    assert engine_metrics([two]) == {}
 
 
 def test_behaviour_is_counted_over_turns_and_trajectories() -> None:
@@ -93,15 +67,3 @@ def test_tokens_of_a_gpu_are_over_the_whole_step() -> None:
     earlier = timings.elapsed
     found = throughput_metrics(batch, timings, 3)["perf/tokens_per_second_per_gpu"]
     assert 12 / 3 / timings.elapsed < found < 12 / 3 / earlier
-
-
-def test_staleness_is_counted_in_versions_of_policy_tokens() -> None:
-    """Prompt and observation tokens have no version; shares are of policy tokens."""
-    mask = torch.tensor([False, True, True, True, False, True])
-    versions = torch.tensor([0, 4, 5, 5, 0, 5], dtype=torch.int32)
-    columns = {"policy_mask": mask, "weight_versions": versions}
-    assert staleness_metrics(TokenBatch(torch.tensor([0, 3, 6]), columns), 5) == {
-        "rollout/staleness/mean": 0.25,
-        "rollout/staleness/share_0": 0.75,
-        "rollout/staleness/share_1": 0.25,
-    }

@@ -9,15 +9,16 @@ from dataclasses import replace
 import pytest
 
 from tests.fakes import ScriptedEngine
-from verl.rollout import turns
-from verl.rollout.turns import BusyClock, TurnEngine
-from verl.types import Completion, EngineCounts, Sampling
+from tests.verl.trainer.test_metrics import make_trajectory
+from verl.ext import turn_times
+from verl.ext.turn_times import BusyClock, TimedEngine, engine_metrics, wait_metrics
+from verl.types import Completion, EngineCounts, Sampling, Status, TurnTimes
 
 
 def test_the_busy_share_counts_time_in_which_any_turn_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Overlapping turns count once; a share covers the time since the previous call."""
     now = [0.0]
-    monkeypatch.setattr(turns.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(turn_times.time, "perf_counter", lambda: now[0])
     clock = BusyClock()
     for at, by in ((1.0, +1), (2.0, +1), (3.0, -1), (4.0, -1)):
         now[0] = at
@@ -40,9 +41,9 @@ class Queueing(ScriptedEngine):
 def test_a_turn_is_timed() -> None:
     """With what the engine reports; a turn that fails counts, and reports nothing."""
 
-    async def play() -> TurnEngine:
+    async def play() -> TimedEngine:
         clock = BusyClock()
-        engine = TurnEngine(Queueing(["a"]), clock)
+        engine = TimedEngine(Queueing(["a"]), clock)
         await engine.generate([1], Sampling(4))
         with pytest.raises(IndexError):  # the script has ended
             await engine.generate([1], Sampling(4))
@@ -54,3 +55,26 @@ def test_a_turn_is_timed() -> None:
     assert [turn.counts for turn in times] == [EngineCounts(7, 3), EngineCounts()]
     assert [turn.turn for turn in times] == [0, 1]
     assert times[0].requested == times[0].started <= times[0].finished
+
+
+def test_each_wait_is_a_mean_over_trajectories() -> None:
+    """Waits for tools, weights, a slot in the engine, and the other trajectories."""
+    one, two, untimed = (make_trajectory(Status.ANSWERED, 1) for _ in range(3))
+    one.turn_times = [TurnTimes(0, 1, 4, 0, 0.5), TurnTimes(6, 6, 9, 1, 1.5)]
+    two.turn_times = [TurnTimes(0, 3, 8)]
+    assert wait_metrics([one, two, untimed], now=10.0) == {
+        "rollout/wait_s/tools": 1.0, "rollout/wait_s/weights": 2.0,
+        "rollout/wait_s/slot": 1.0, "rollout/wait_s/others": 1.5,
+    }  # fmt: skip
+    assert wait_metrics([untimed], now=10.0) == {}
+
+
+def test_prefix_hits_are_a_share_of_all_prompt_tokens_of_turns() -> None:
+    """Prompts count by their tokens; engines that report no counts give no metric."""
+    one, two = make_trajectory(Status.ANSWERED, 1), make_trajectory(Status.ANSWERED, 1)
+    one.turn_times = [TurnTimes(0, 1, 4, 0, counts=EngineCounts(100, 0)),
+                      TurnTimes(6, 6, 9, 1, counts=EngineCounts(300, 96))]  # fmt: skip
+    two.turn_times = [TurnTimes(0, 3, 8, counts=EngineCounts(100, 96))]
+    assert engine_metrics([one, two]) == {"rollout/prefix_hit_share": 192 / 500}
+    two.turn_times = [TurnTimes(0, 3, 8)]
+    assert engine_metrics([two]) == {}
