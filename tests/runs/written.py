@@ -93,7 +93,10 @@ def start_run(folder: Path, **options: object) -> Path:
     prepare_folder(folder / "rollouts", TOKENIZER)
     config = {
         "actor_rollout_ref": {"model": {"path": str(folder / "model")}},
-        "trainer": {"rollout_data_dir": str(folder / "rollouts"), "guard": {"patience": 2}},
+        "trainer": {
+            "rollout_data_dir": str(folder / "rollouts"),
+            "guard": {"limits": {"patience": 2}},
+        },
         "agent": {"tools": ["search"]},
         "template": "search_r1",
         **options,

@@ -70,7 +70,8 @@ class LocalRanks:
         return lambda: results
 
     def call(self, method: str, *arguments: Any) -> list[Any]:
-        return [attrgetter(method)(self.worker)(*arguments)]
+        result = attrgetter(method)(self.worker)(*arguments)
+        return [asyncio.run(result) if asyncio.iscoroutine(result) else result]
 
     def begin(self, method: str, *arguments: Any) -> Callable[[], list[Any]]:
         results = self.call(method, *arguments)

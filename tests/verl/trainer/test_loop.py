@@ -107,7 +107,7 @@ def test_a_step_reports_the_machines_performance(trainer: RayPPOTrainer, tmp_pat
     for row in rows:
         assert 0 < row["perf/mfu/actor"] == pytest.approx(row["perf/tflops/actor"] / 989)
         assert 1 < row["perf/hfu/actor"] / row["perf/mfu/actor"] < 4 / 3
-        for phase in RANK_PHASES:
+        for phase in set(RANK_PHASES) - {"guard"}:  # which is off here
             assert f"timing_s/{phase}" in row
             assert row[f"perf/device_memory_gb/{phase}/allocated"] == 3.0
             assert row[f"perf/device_memory_gb/{phase}/reserved"] == 4.0
