@@ -84,8 +84,12 @@ def imported(path: str) -> Any:
 
 
 def optional(module: str) -> ModuleType | None:
-    """Import a module of a feature; None, with a warning, if it was deleted."""
-    if find_spec(module.rpartition(".")[0]) is None or find_spec(module) is None:
+    """Import a module of a feature; None, with a warning, if it was deleted.
+
+    A folder of which only compiled files are left counts as deleted: it has no origin.
+    """
+    spec = find_spec(module) if find_spec(module.rpartition(".")[0]) is not None else None
+    if spec is None or spec.origin is None:
         logger.warning("%s was deleted: the run goes on without it", module)
         return None
     return importlib.import_module(module)

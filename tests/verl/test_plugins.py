@@ -27,6 +27,19 @@ def test_a_name_is_a_built_in_entry_or_an_object_of_a_file(tmp_path: Path) -> No
     assert plugins.resolve("x.name", f"{file}:Mine", {"one": 1}) is mine
 
 
+def test_a_module_that_was_deleted_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So is one whose folder has compiled files left, as git leaves it, or a folder less."""
+    (tmp_path / "beside" / "left" / "__pycache__").mkdir(parents=True)
+    (tmp_path / "beside" / "__init__.py").touch()
+    (tmp_path / "beside" / "there.py").write_text("x = 1\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert plugins.optional("beside.left") is None
+    assert plugins.optional("beside.gone") is None
+    assert plugins.optional("beside.left.part") is None
+    there = plugins.optional("beside.there")
+    assert there is not None and there.x == 1
+
+
 def test_a_file_that_two_options_name_is_executed_once(tmp_path: Path) -> None:
     """An agent and a tool of one file share its module, and their objects can be pickled."""
     file = tmp_path / "both.py"
