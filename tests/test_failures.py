@@ -325,7 +325,7 @@ def start(world: dict[str, str], out: Path, *options: str) -> Run:
         sys.executable, "-m", "verl.trainer.main_ppo",
         f"data.train_files={world['rows']}", f"data.val_files={world['rows']}",
         "data.train_batch_size=2", "data.val_batch_size=8", "data.max_start_length=128",
-        "data.max_prompt_length=256", "data.max_response_length=12", "data.max_obs_length=64",
+        "data.max_prompt_length=512", "data.max_response_length=12", "data.max_obs_length=192",
         f"actor_rollout_ref.model.path={world['model']}", "algorithm.adv_estimator=grpo",
         "actor_rollout_ref.rollout.n_agent=2", "actor_rollout_ref.actor.ppo_mini_batch_size=2",
         "actor_rollout_ref.actor.optim.lr=1e-3", "actor_rollout_ref.rollout.cpu_kv_cache_gib=1",
