@@ -1,26 +1,20 @@
-"""The checks of a run's options: each is a function beside what it checks, named by its path.
+"""The checks of a run's options, each beside what it checks.
 
 A feature of `verl/ext/` may be absent, and its check with it.
 """
 
-import importlib
-import importlib.util
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from verl.config import Config
+from verl.plugins import optional
 
-Check = Callable[[Config], Iterator[str]]
-"""Yields an error message for each problem."""
-CHECKS = (
-    "verl.config.rules:problems",
-    "verl.ext.guard:problems",
-)
+CHECKS = ("verl.config.rules", "verl.ext.guard")
+"""Modules with a function `problems(config)`, which yields error messages."""
 
 
 def problems(config: Config) -> Iterator[str]:
     """Yield an error message for each problem that a check finds."""
-    for path in CHECKS:
-        module, _, name = path.partition(":")
-        if importlib.util.find_spec(module) is not None:
-            check: Check = getattr(importlib.import_module(module), name)
-            yield from check(config)
+    for name in CHECKS:
+        module = optional(name)
+        if module is not None:
+            yield from module.problems(config)

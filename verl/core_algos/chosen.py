@@ -36,13 +36,12 @@ LOSS = "actor_rollout_ref.actor.policy_loss"
 
 def advantage_estimator(name: str) -> AdvantageEstimator:
     """Return the estimator for a value of `algorithm.adv_estimator`. Raises ConfigError."""
-    found: Any = plugins.resolve(ESTIMATOR, name, ADVANTAGES)
     if name in ADVANTAGES:
         return ADVANTAGES[name]
-    is_whole = isinstance(found, AdvantageEstimator)
-    estimator: AdvantageEstimator = (
-        found if is_whole else critic_free(name, _function(ESTIMATOR, name, found))
-    )
+    found: Any = plugins.resolve(ESTIMATOR, name, ADVANTAGES)
+    if not isinstance(found, AdvantageEstimator):
+        found = critic_free(name, _function(ESTIMATOR, name, found))
+    estimator: AdvantageEstimator = found
 
     def checked(inputs: AdvantageInputs) -> Advantages:
         with plugins.user_code_errors(ESTIMATOR, name, "advantages", PluginError):
