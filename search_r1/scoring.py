@@ -3,7 +3,8 @@
 This module converts trajectories to the plain text that the rewards of `search_r1.rewards` score.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from search_r1.rewards import (
 from search_r1.rewards.interface import Origin as OriginName
 from search_r1.rewards.interface import OwnRewardError
 from search_r1.rewards.normalize import RULES, Normalize, normalize_answer
-from search_r1.scoring_options import read_judge, read_scores
+from search_r1.scoring_options import check_judge, read_judge, read_scores
 from verl import plugins
 from verl.config import Config
 from verl.config.reward import RewardConfig, StageConfig
@@ -94,23 +95,19 @@ def build_reward_manager(config: Config) -> RewardManager:
     options = config.reward_model
     grammar = build_tag_format(config, build_environment(config).tools).tags
     sections: Sequence[RewardConfig | StageConfig] = options.stages or [options]
-    reward: Any = plugins.registered_object(options.name)
-    is_class = isinstance(reward, type) and issubclass(reward, RewardManager)
-    manager = reward(config) if is_class else reward
-    if isinstance(manager, RewardManager):
-        return manager
     names = _reward_names(options)
-    try:
+    with _option_errors():
         scores = read_scores(options.scores, names)
+        check_judge(options.judge)
+    if (own := _own_manager(config)) is not None:
+        return own
+    with _option_errors():
         judge = None
         if LLM_JUDGE in names:
             cache = Path(config.trainer.default_local_dir) / "judge.sqlite"
             judge = build_judge(read_judge(options.judge, cache))
             judge.check()
         rules = [build_batch_reward(s.name, scores, s.weights, judge) for s in sections]
-    except (TypeError, ValueError) as error:
-        fix = "see docs/guides/rewards.md"
-        raise ConfigError(f"reward_model: {error}; {fix}") from error
     normalize = RULES[options.normalize]
     rewards = [
         DialogueReward(rule, grammar, normalize, _component_names(rule, section))
@@ -119,6 +116,24 @@ def build_reward_manager(config: Config) -> RewardManager:
     if not options.stages:
         return rewards[0]
     return StagedReward(options.stages, rewards)
+
+
+@contextmanager
+def _option_errors() -> Iterator[None]:
+    """Turn what a reward says of its options into a ConfigError."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        fix = "see docs/guides/rewards.md"
+        raise ConfigError(f"reward_model: {error}; {fix}") from error
+
+
+def _own_manager(config: Config) -> RewardManager | None:
+    """Return the reward manager that a program passed in from Python, if there is one."""
+    reward: Any = plugins.registered_object(config.reward_model.name)
+    is_class = isinstance(reward, type) and issubclass(reward, RewardManager)
+    manager = reward(config) if is_class else reward
+    return manager if isinstance(manager, RewardManager) else None
 
 
 def _reward_names(rewards: RewardConfig) -> set[str]:

@@ -1,5 +1,6 @@
 """Reads `reward_model.scores` and `reward_model.judge` of a run, two mappings, into dataclasses."""
 
+import math
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -36,32 +37,46 @@ def read_scores(given: Mapping[str, Any], used: Collection[str]) -> RewardScores
     return RewardScores(**given)
 
 
+def check_judge(given: Mapping[str, Any]) -> None:
+    """Raise ValueError for a setting that no judge can have, whether or not a run uses one."""
+    defaults = JudgeOptions()
+    _check(given, "judge", JUDGE, defaults)
+    settings = {**vars(defaults), **given}
+    prompt, verdict = settings["prompt"], settings["verdict"]
+    missing = [word for word in PLACEHOLDERS if prompt is not None and word not in prompt]
+    _refuse_first(
+        (verdict not in ("yes_no", "score"), "verdict", verdict, "yes_no or score",
+         "leave it out"),
+        (missing, "prompt", f"no {', '.join(missing)}", f"a text with {', '.join(PLACEHOLDERS)}",
+         "add them, or leave it out"),
+        *((not 0 < settings[name] < math.inf, name, settings[name], "more than 0", "leave it out")
+          for name in ("timeout", "max_concurrency", "max_tokens")),
+    )  # fmt: skip
+
+
 def read_judge(given: Mapping[str, Any], default_cache: Path) -> JudgeOptions:
     """Read the judge's options, and its key from the environment. Raises ValueError."""
-    _check(given, "judge", JUDGE, JudgeOptions())
+    check_judge(given)
     settings = {"cache_path": str(default_cache), **given}
     if settings["cache_path"] is not None:
         settings["cache_path"] = str(Path(settings["cache_path"]).expanduser())
     key = read_key(settings.pop("api_key_env", None), "judge.api_key_env")
     judge = JudgeOptions(**settings, api_key=key)
-    prompt = judge.prompt
-    missing = [word for word in PLACEHOLDERS if prompt is not None and word not in prompt]
-    for is_wrong, name, got, expected, fix in (
+    _refuse_first(
         (not judge.url.startswith(HTTP), "url", judge.url or "nothing",
          "the http address of an OpenAI-compatible endpoint, for llm_judge",
          "reward_model.judge.url=http://127.0.0.1:8001/v1"),
         (not judge.model, "model", "nothing", "the name of a model at the endpoint",
          "reward_model.judge.model=NAME"),
-        (judge.verdict not in ("yes_no", "score"), "verdict", judge.verdict, "yes_no or score",
-         "leave it out"),
-        (missing, "prompt", f"no {', '.join(missing)}", f"a text with {', '.join(PLACEHOLDERS)}",
-         "add them, or leave it out"),
-        *((not getattr(judge, name) > 0, name, getattr(judge, name), "more than 0", "leave it out")
-          for name in ("timeout", "max_concurrency", "max_tokens")),
-    ):  # fmt: skip
+    )  # fmt: skip
+    return judge
+
+
+def _refuse_first(*rules: tuple[object, str, object, str, str]) -> None:
+    """Raise ValueError for the first broken rule: is it broken, setting, got, expected, fix."""
+    for is_wrong, name, got, expected, fix in rules:
         if is_wrong:
             raise ValueError(explain(f"judge.{name}", got, expected, fix))
-    return judge
 
 
 def _check(

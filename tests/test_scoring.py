@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 
@@ -12,12 +12,14 @@ from search_r1.rewards.normalize import RULES
 from search_r1.scoring import build_reward_manager, reward_input
 from tests.fakes import ByteTokenizer
 from tests.rewards.judge.server import judge_server
+from verl import plugins
 from verl.config import Config
 from verl.config.known import known_options
 from verl.config.reward import RewardConfig, StageConfig
 from verl.data.prompts import render
 from verl.data.rows import load_rows
 from verl.errors import ConfigError
+from verl.rewards.interface import EachAlone, Reward
 from verl.types import Origin, Prompt, Segment, Trajectory, start_trajectory
 
 
@@ -70,6 +72,25 @@ def test_the_rule_of_normalisation_is_an_option(
     assert reward([dialogue])[0].score == score
     assert get_args(EvaluationOptions.__annotations__["normalize"]) == tuple(RULES)
     assert known_options()["reward_model.normalize"].limits.allowed_words == tuple(RULES)
+
+
+@pytest.mark.parametrize(
+    ("options", "key"),
+    [
+        ({"judge": {"ulr": "http://127.0.0.1:9/v1"}}, "judge.ulr"),
+        ({"judge": {"verdict": "maybe"}}, "judge.verdict"),
+        ({"judge": {"timeout": float("inf")}}, "judge.timeout"),
+        ({"name": "python:own", "scores": {"search_penalty": 0.1}}, "scores.search_penalty"),
+    ],
+)
+def test_settings_are_checked_where_no_reward_uses_them(options: dict[str, Any], key: str) -> None:
+    """A misspelt setting is not swallowed, nor a score that a reward of the user's does not use."""
+    own = EachAlone(lambda trajectory: Reward(0.0))
+    with (
+        plugins.registered({"python:own": own}),
+        pytest.raises(ConfigError, match=key),
+    ):
+        build_reward_manager(config_with(**options))
 
 
 def test_stages_are_built_from_options() -> None:
