@@ -24,7 +24,8 @@ class GuardConfig:
     @property
     def patience(self) -> int:
         """Consecutive steps beyond a limit that count as a collapse."""
-        return int(self.limits.get(PATIENCE, 3))
+        patience: int = self.limits.get(PATIENCE, 3)
+        return patience
 
 
 @dataclass

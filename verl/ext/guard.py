@@ -142,7 +142,7 @@ def problems(config: Config) -> Iterator[str]:
         key = f"trainer.guard.limits.{name}"
         is_number = isinstance(limit, int | float) and not isinstance(limit, bool)
         if name == PATIENCE:
-            if not (is_number and limit >= 1):
+            if not (is_number and isinstance(limit, int) and limit >= 1):
                 yield explain(key, repr(limit), "1 or more steps", f"{key}=3, the default")
         elif name not in known:
             fix = did_you_mean(name, known, "leave it out")

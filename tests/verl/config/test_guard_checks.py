@@ -14,6 +14,10 @@ REQUIRED = ["data.train_files=t", "data.val_files=v", "actor_rollout_ref.model.p
         ("trainer.guard.action=halt", "one of off, warn, stop"),
         ("trainer.guard.action=rollback", "trainer.guard.action: got rollback"),
         ("trainer.guard.patience=0", "trainer.guard.limits.patience: got 0, expected 1 or more"),
+        (
+            "trainer.guard.patience=2.5",
+            "trainer.guard.limits.patience: got 2.5, expected 1 or more",
+        ),
         ("trainer.guard.enable=false", "trainer.guard.action=off"),
         ("trainer.guard.rollback_lr_factor=0.5", "trainer.guard.rollback_lr_factor: got 0.5"),
         ("trainer.guard.drift_crash=-1", "trainer.guard.limits.drift_crash: got -1"),
