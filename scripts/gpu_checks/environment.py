@@ -14,9 +14,9 @@ MODULES = ("verl.trainer.run", "verl.ext.sft.trainer", "search_r1.retrieval.serv
 
 
 def check(report: Report) -> None:
-    """Record the report of `verl.ext.doctor`, and fail for its problems and for failed imports."""
+    """Record the report of `verl.doctor`, and fail for its problems and for failed imports."""
     doctor = [sys.executable, "-m", "verl.doctor", "--json"]
-    with report.part("verl.ext.doctor"):
+    with report.part("verl.doctor"):
         output = subprocess.run(doctor, stdout=subprocess.PIPE, timeout=90).stdout
         for line in json.loads(output)["lines"]:
             report.record(line["name"], line["found"])

@@ -112,7 +112,7 @@ RARE = ("target_modules", "end_of_turn", "shuffle", "device", "compute_dtype", "
 
 def help_text(is_whole: bool = True) -> str:
     """Return the text of `--help`: usage, and the options with their defaults and descriptions."""
-    usage = "usage: python -m verl.ext.sft.trainer key=value ..."
+    usage = "usage: python -m verl.trainer.sft key=value ..."
     about = "Supervised fine-tuning on demonstrations; on several ranks under torchrun."
     known = describe_options(SftConfig())
     shown = [option for key, option in known.items() if is_whole or key not in RARE]

@@ -1,7 +1,7 @@
-"""Demonstrations from a run's own trajectories: `python -m verl.ext.sft.rejection_sampling`.
+"""Demonstrations from a run's own trajectories: `python -m verl.trainer.rejection_sampling`.
 
 Reads the trajectories in `trainer.rollout_data_dir`, accepts the answered ones with a good score,
-and writes them for `verl.ext.sft.trainer` with their exact token ids, so that nothing is tokenised
+and writes them for `verl.trainer.sft` with their exact token ids, so that nothing is tokenised
 again and the masks are those of the run.
 """
 
@@ -49,7 +49,7 @@ class Options(Criteria):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line: print the report as JSON and return the exit status."""
-    prog, description = "python -m verl.ext.sft.rejection_sampling", (__doc__ or "").splitlines()[0]
+    prog, description = "python -m verl.trainer.rejection_sampling", (__doc__ or "").splitlines()[0]
     options = tyro.cli(Options, args=arguments, prog=prog, description=description)
 
     def work() -> None:

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning on demonstrations: `python -m verl.ext.sft.trainer key=value …`.
+"""Supervised fine-tuning on demonstrations: `python -m verl.trainer.sft key=value …`.
 
 The options are checked before heavy packages are imported; the training is in `verl.ext.sft.run`.
 """
