@@ -6,6 +6,7 @@ import asyncio
 import inspect
 import operator
 import random
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -24,6 +25,7 @@ class LocalGroup:
         self, replicas: Sequence[RolloutReplica], draw: random.Random | None = None
     ) -> None:
         self.loop = asyncio.new_event_loop()
+        self._turn = threading.Lock()  # the thread that writes a checkpoint also fetches
         self.replicas, self._draw = list(replicas), draw
 
     def __len__(self) -> int:
@@ -41,16 +43,19 @@ class LocalGroup:
             answer = operator.attrgetter(method)(self.replicas[index])(*args)
             return await answer if inspect.isawaitable(answer) else answer
 
-        return self.loop.create_task(call())
+        with self._turn:
+            return self.loop.create_task(call())
 
     def gather(self, calls: Sequence[Any], check: Callable[[], None] = lambda: None) -> list[Any]:
-        return [self.loop.run_until_complete(call) for call in calls]
+        with self._turn:
+            return [self.loop.run_until_complete(call) for call in calls]
 
     def poll(
         self, calls: Mapping[Any, int], check: Callable[[], None] = lambda: None
     ) -> dict[Any, Any]:
         waiting = asyncio.wait(calls, return_when=asyncio.FIRST_COMPLETED)
-        done, _ = self.loop.run_until_complete(waiting)
+        with self._turn:
+            done, _ = self.loop.run_until_complete(waiting)
         return {call: call.result() for call in done}
 
     def is_done(self, call: Any) -> bool:
@@ -63,7 +68,8 @@ class LocalGroup:
             for _ in range(ticks):
                 await asyncio.sleep(0)
 
-        self.loop.run_until_complete(pass_time())
+        with self._turn:
+            self.loop.run_until_complete(pass_time())
 
     def close(self) -> None:
         pending = asyncio.all_tasks(self.loop)
