@@ -58,7 +58,7 @@ class DialogueReward(RewardManager):
             )
         except OwnRewardError as error:
             raise PluginError(str(error)) from error
-        return [Reward(output.score, output.components) for output in outputs]
+        return [Reward(output.score, output.components, output.is_right) for output in outputs]
 
 
 def reward_input(

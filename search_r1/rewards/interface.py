@@ -85,6 +85,8 @@ class RewardOutput:
 
     score: float
     components: Mapping[str, float] = field(default_factory=dict)
+    is_right: bool | None = None
+    """Whether the outcome is right, apart from what shapes the score; None: ``score`` has none."""
 
 
 class OwnRewardError(ValueError):

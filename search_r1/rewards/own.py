@@ -147,7 +147,8 @@ def response_text(dialogue: RewardInput) -> str:
 def _read_our_result(result: Any) -> RewardOutput:
     output = result if isinstance(result, RewardOutput) else RewardOutput(result)
     components = {name: to_float(value) for name, value in output.components.items()}
-    return RewardOutput(to_float(output.score), components)
+    is_right = None if output.is_right is None else bool(output.is_right)
+    return RewardOutput(to_float(output.score), components, is_right)
 
 
 def _read_verls_result(result: Any) -> RewardOutput:

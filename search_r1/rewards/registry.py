@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
@@ -22,10 +23,43 @@ from search_r1.rewards.interface import (
 from search_r1.rewards.judge.judge_options import JudgeOptions
 from search_r1.rewards.own import load_function
 
+OUTCOMES: Mapping[str, str] = MappingProxyType(
+    {
+        "em": "em",
+        "em_format": "em",
+        "em_cost": "em",
+        "cover_em": "cover_em",
+        "llm_judge": "judge",
+        "f1": "f1",
+        "r1_searcher_stage_2": "f1",
+    }
+)
+"""The component that says of an answer whether it is right: above 0. The first stage has none."""
+
 
 def per_dialogue(rule: RewardFn) -> BatchRewardFn:
     """Return a batch reward that applies `rule` to each dialogue."""
     return lambda dialogues: [rule(dialogue) for dialogue in dialogues]
+
+
+def with_outcome(name: str, rule: BatchRewardFn) -> BatchRewardFn:
+    """Return the built-in reward of that name, whose outputs say whether the outcome is right."""
+    component = OUTCOMES.get(name)
+    if component is None:
+        return rule
+    return lambda dialogues: [
+        replace(output, is_right=output.components[component] > 0) for output in rule(dialogues)
+    ]
+
+
+def is_any_right(outputs: Mapping[str, RewardOutput]) -> bool | None:
+    """Whether the outcome of a weighted sum is right: that of any part.
+
+    F1 shapes the score where another part has an outcome. None if no part has one.
+    """
+    known = {name: output for name, output in outputs.items() if output.is_right is not None}
+    exact = [name for name in known if OUTCOMES.get(name) != "f1"]
+    return any(known[name].is_right for name in exact or known) if known else None
 
 
 def weighted_sum(rules: Mapping[str, BatchRewardFn], weights: Mapping[str, float]) -> BatchRewardFn:
@@ -39,10 +73,12 @@ def weighted_sum(rules: Mapping[str, BatchRewardFn], weights: Mapping[str, float
         sums = []
         for outputs in zip(*(rule(dialogues) for rule in rules.values()), strict=True):
             score, components = 0.0, dict[str, float]()
-            for name, output in zip(rules, outputs, strict=True):
+            parts = dict(zip(rules, outputs, strict=True))
+            for name, output in parts.items():
                 score += weights[name] * output.score
                 components |= {**output.components, f"{name}_score": output.score}
-            sums.append(RewardOutput(score, components))
+            counted = {name: output for name, output in parts.items() if weights[name]}
+            sums.append(RewardOutput(score, components, is_any_right(counted)))
         return sums
 
     return score_batch
@@ -117,7 +153,7 @@ def _build_one(name: str, scores: RewardScores, judge: BatchRewardFn | None) -> 
     if ":" in name:
         return load_function(name)
     if name == LLM_JUDGE and judge is not None:
-        return judge
+        return with_outcome(name, judge)
     if name not in REWARDS:
         near = difflib.get_close_matches(name, [*REWARDS, LLM_JUDGE], n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
@@ -126,4 +162,4 @@ def _build_one(name: str, scores: RewardScores, judge: BatchRewardFn | None) -> 
             f"options), or path/to/file.py:function{hint}"
         )
     rule = REWARDS[name]
-    return per_dialogue(lambda dialogue: rule(dialogue, scores))
+    return with_outcome(name, per_dialogue(lambda dialogue: rule(dialogue, scores)))

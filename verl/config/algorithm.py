@@ -58,5 +58,8 @@ class AlgorithmConfig:
     kl_ctrl: KlControlConfig = field(default_factory=KlControlConfig)
     filter_groups: FilterGroupsConfig = field(default_factory=FilterGroupsConfig)
     overlong_buffer: OverlongBufferConfig = field(default_factory=OverlongBufferConfig)
+    outcome_gate: bool = option(True, resume="logged")
+    """With an estimator that compares groups: a group in which no outcome is right gives no
+    advantage, whatever shapes its scores (docs/guides/rewards.md)."""
     no_think_rl: bool = option(False, resume="logged")
     """Train without thinking: the prompt ends with a `<think>` block that is already closed."""

@@ -203,7 +203,8 @@ def make_row(
         "extra_info": dict(prompt.extra_info),
         "group": trajectory.group, "sample": trajectory.sample, "seed": trajectory.seed,
         "status": trajectory.status.value, "score": reward.score,
-        "components": dict(reward.components), "stats": trajectory.stats,
+        "components": dict(reward.components), "is_right": reward.is_right,
+        "stats": trajectory.stats,
         "segments": list(_segments(trajectory.segments, signals or {})),
     }  # fmt: skip
 
@@ -244,7 +245,7 @@ def parse_row(location: str, row: Any) -> RecordedTrajectory:
             group=row["group"], sample=row["sample"], seed=row["seed"],
         )  # fmt: skip
         components = {name: to_float(value) for name, value in row["components"].items()}
-        reward = Reward(to_float(row["score"]), components)
+        reward = Reward(to_float(row["score"]), components, row.get("is_right"))
         return RecordedTrajectory(trajectory, reward)
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         fix = "restore the file; files of an earlier version cannot be trained on: record again"

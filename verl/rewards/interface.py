@@ -21,6 +21,8 @@ class Reward:
 
     score: float
     components: Mapping[str, float] = field(default_factory=dict)
+    is_right: bool | None = None
+    """Whether the outcome is right, apart from what shapes the score; None: the rule has none."""
 
 
 RewardFn = Callable[[Trajectory], Reward]

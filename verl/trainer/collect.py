@@ -12,6 +12,7 @@ from typing import Any
 
 from verl.checkpoint.folders import RunState
 from verl.config import Config
+from verl.core_algos.chosen import advantage_estimator
 from verl.core_algos.jagged import ROUNDING
 from verl.data.sampler import PromptSampler
 from verl.monitor.performance import Timings
@@ -49,6 +50,11 @@ class Samples:
         """Return all groups, in order of appearance."""
         return list(dict.fromkeys(t.group for t in self.trajectories))
 
+    def all_wrong_groups(self) -> set[str]:
+        """Return the groups whose members all have a known outcome, none of which is right."""
+        pairs = list(zip(self.trajectories, self.rewards, strict=True))
+        return set(self.groups()) - {t.group for t, r in pairs if r.is_right is not False}
+
     def groups_with_reward_variance(self) -> list[str]:
         """Return the groups whose members have unequal scores, in order of appearance."""
         scores: dict[str, list[float]] = {}
@@ -58,19 +64,32 @@ class Samples:
         return [group for group, s in scores.items() if not math.isclose(min(s), max(s), **close)]
 
 
+def has_gate(config: Config) -> bool:
+    """Whether groups that are all wrong are left out of the advantages (`outcome_gate`)."""
+    algorithm = config.algorithm
+    compares = advantage_estimator(algorithm.adv_estimator).needs_groups
+    return algorithm.outcome_gate and compares and not config.is_as_original
+
+
+def live_groups(sampled: Samples, config: Config) -> list[str]:
+    """Return the groups from whose scores something is learned, in order of appearance."""
+    wrong = sampled.all_wrong_groups() if has_gate(config) else set()
+    return [group for group in sampled.groups_with_reward_variance() if group not in wrong]
+
+
 def select_for_training(
     sampled: Samples, config: Config, step: int, num_batches: int
 ) -> tuple[Samples, Metrics]:
     """Return the samples that a step trains on, and metrics of the selection.
 
     Without dynamic sampling (`algorithm.filter_groups`), these are all samples, without metrics.
-    With it, these are the first `data.train_batch_size` groups with unequal scores or, if there is
+    With it, these are the first `data.train_batch_size` `live_groups` or, if there is
     none, the first groups. `num_batches` is the number of batches that were sampled.
     """
     if not config.algorithm.filter_groups.enable:
         return sampled, {}
     size = config.data.train_batch_size
-    groups = sampled.groups_with_reward_variance()[:size]
+    groups = live_groups(sampled, config)[:size]
     metrics = {"rollout/gen_batches": float(num_batches), "rollout/kept_groups": float(len(groups))}
     if not groups:
         logger.warning("step %d: every group of %d batches has equal scores", step, num_batches)
@@ -119,9 +138,9 @@ class RolloutCollector(Source):
     def collect(self, step: int, timings: Timings) -> tuple[Samples, Metrics]:
         """Return trajectories of `train_batch_size` prompts, and metrics of all sampled ones.
 
-        With `algorithm.filter_groups` (dynamic sampling, Yu et al. 2025), groups of equal scores
-        are replaced by groups of further prompts, for at most `max_num_gen_batches` batches. If all
-        groups have equal scores, the step uses one batch of them.
+        With `algorithm.filter_groups` (dynamic sampling, Yu et al. 2025), groups that are not
+        `live_groups` are replaced by groups of further prompts, for at most `max_num_gen_batches`
+        batches. If there is no live group, the step uses one batch of them.
         """
         filters, size = self.config.algorithm.filter_groups, self.config.data.train_batch_size
         sampled = Samples()
@@ -135,7 +154,7 @@ class RolloutCollector(Source):
             scored = self._score(finished, step, timings)
             sampled.extend(scored)
             trajectories += finished
-            num_kept_groups += len(scored.groups_with_reward_variance())
+            num_kept_groups += len(live_groups(scored, self.config))
             num_batches += 1
         self.rollout.sleep()
         self.sampled = sampled

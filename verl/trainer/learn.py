@@ -24,7 +24,7 @@ from verl.errors import ConfigError, explain
 from verl.monitor.performance import Timings, concurrent_seconds
 from verl.packing import share_prompts
 from verl.single_controller.actors import Call
-from verl.trainer.collect import Samples
+from verl.trainer.collect import Samples, has_gate
 from verl.trainer.hooks import Stateful
 from verl.trainer.metrics import mean_by_key
 from verl.trainer.ranks import TrainerRanks
@@ -54,6 +54,9 @@ def assemble(samples: Samples, config: Config) -> TokenBatch:
         batch.tokens["value_mask"] = batch.tokens["response_mask"]
     scores = [r.score for r in samples.rewards]
     batch.rows["scores"] = torch.tensor(scores, dtype=torch.float64)
+    if any(reward.is_right is not None for reward in samples.rewards):
+        wrong = samples.all_wrong_groups()
+        batch.rows["all_wrong"] = torch.tensor([g in wrong for g in batch.columns["group"]])
     if config.trainer.share_prompts:
         share_prompts(batch)
     return batch
@@ -63,6 +66,8 @@ def add_advantages(batch: TokenBatch, config: Config, kl_controller: KLControlle
     """Compute the `advantages` and `returns` columns from the (shaped, KL-penalised) scores."""
     algorithm, mask = config.algorithm, batch.tokens["loss_mask"]
     scores, metrics = shaped_scores(batch, config)
+    if "all_wrong" in batch.rows and has_gate(config):
+        scores = scores.masked_fill(batch.rows["all_wrong"], 0.0)
     rewards = outcome_to_tokens(scores, mask, batch.offsets)
     if config.kl_in_reward:
         rewards, kl_metrics = subtract_kl(rewards, batch, algorithm.kl_penalty, kl_controller)

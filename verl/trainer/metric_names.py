@@ -5,6 +5,7 @@ from collections.abc import Collection, Iterator
 from verl.config import Config
 from verl.errors import ConfigError, PluginError, did_you_mean, explain
 from verl.rewards.interface import RewardManager
+from verl.trainer.metrics import ALL_WRONG, ALL_WRONG_UPDATE
 from verl.types import Metrics
 
 STATISTICS = ("mean", "min", "max")
@@ -15,7 +16,7 @@ STEP_NAMES = frozenset({
     "prompt_length/mean", "reward/stage", "reward/overlong_penalty", "reward/overlong_share",
     "critic/kl", "critic/kl_coef", "critic/vf_loss",
     "critic/value_mean", "critic/return_mean", "critic/value_clip_fraction", "critic/grad_norm",
-    "critic/lr", "critic/skipped_updates", "critic/num_micro_batches",
+    "critic/lr", ALL_WRONG, ALL_WRONG_UPDATE, "critic/skipped_updates", "critic/num_micro_batches",
 })  # fmt: skip
 """Metrics of a training step whose names are known before it."""
 OPEN_GROUPS = ("actor", "env", "fault", "guard", "perf", "rollout", "timing_s")

@@ -23,6 +23,7 @@ from verl.types import (
 MALFORMED = "guard/malformed_rate"
 TOOL_USE = "guard/search_rate"
 """Share of trajectories with a tool call; the name is from when there was one tool."""
+ALL_WRONG, ALL_WRONG_UPDATE = "critic/all_wrong_share", "critic/all_wrong_update"
 NO_ANSWER = "guard/no_answer_rate"
 LENGTH_CLIP = "guard/length_clip_rate"
 FAULTS = ("trajectories_resampled", "trajectories_failed", "trajectories_dropped", "outage_s")
@@ -110,7 +111,17 @@ def advantage_metrics(batch: TokenBatch) -> Metrics:
     for name in ("advantages", "returns", "values"):
         if name in batch.tokens:
             metrics |= min_mean_max(f"critic/{name}", batch.tokens[name][mask])
+    if "all_wrong" in batch.rows:
+        metrics[ALL_WRONG] = float(batch.rows["all_wrong"].float().mean())
+        metrics[ALL_WRONG_UPDATE] = all_wrong_share(batch)
     return metrics
+
+
+def all_wrong_share(batch: TokenBatch) -> float:
+    """Return the share that groups without a right answer have of Σ |advantage| at loss tokens."""
+    mass = batch.tokens["advantages"].double().abs() * batch.tokens["loss_mask"]
+    wrong = batch.rows["all_wrong"].repeat_interleave(batch.lengths)
+    return float(mass[wrong].sum() / mass.sum()) if mass.any() else 0.0
 
 
 def performance_metrics(batch: TokenBatch, timings: Timings, num_gpus: int) -> Metrics:

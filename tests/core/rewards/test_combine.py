@@ -74,7 +74,7 @@ def f(dialogue):
         ("return RewardOutput(1.0, {'a': math.nan})", r"RewardOutput\(.*nan.*\)"),
         ("return RewardOutput(1.0, {'a': 'x'})", r"RewardOutput\(.*'x'.*\)"),
         ("return RewardOutput(1.0, None)", r"RewardOutput\(.*None\)"),
-        ("return RewardOutput(1.0, 3)", r"RewardOutput\(.*3\)"),
+        ("return RewardOutput(1.0, 3)", r"RewardOutput\(.*=3, .*\)"),
     ],
 )
 def test_whatever_an_own_function_does_in_mid_run_is_one_line(
