@@ -33,6 +33,8 @@ BLAS_QUERIES = 4
 took 7 times as long."""
 MARGIN = 32
 """Candidates beyond k of a Flat index whose scores are computed again in float64."""
+NO_HIT = -1
+"""Id by which FAISS pads the results of a query with fewer hits; no other id is negative."""
 RESCORE_QUERIES = 64
 """Queries whose candidates are scored again at a time, which bounds the memory."""
 SIGNATURE = re.compile(r"^Error in .* at \S+:\d+: (?:Error: )?", re.DOTALL)
@@ -107,9 +109,9 @@ class FaissIndex:
                 f"{self._path} cannot be searched by FAISS ({reason_of(error)}); expected an index "
                 "of a kind that searches alone, such as Flat, HNSW or IVF: build it again"
             ) from error
-        if rows.max(initial=0) >= self.num_rows:
+        if len(wrong := rows[(rows < NO_HIT) | (rows >= self.num_rows)]):
             raise IndexMismatch(
-                f"{self._path}: got the id {rows.max()} of {self.num_rows} rows, expected the row "
+                f"{self._path}: got the id {wrong[0]} of {self.num_rows} rows, expected the row "
                 "numbers of the corpus; fix: add the vectors in its order, without ids"
             )
         if self._is_exact:
@@ -132,7 +134,7 @@ class FaissIndex:
         scores = np.empty(rows.shape, dtype=np.float32)
         for start in range(0, len(queries), RESCORE_QUERIES):
             block = slice(start, start + RESCORE_QUERIES)
-            found = np.maximum(rows[block], 0).ravel()  # -1: no further hit, which `_rank` drops
+            found = np.maximum(rows[block], 0).ravel()  # `_rank` drops `NO_HIT`
             vectors = self._index.reconstruct_batch(found).astype(np.float64)
             vectors = vectors.reshape(*rows[block].shape, self.dim)
             query = queries[block].astype(np.float64)[:, None]
@@ -142,7 +144,7 @@ class FaissIndex:
 
 
 def _rank(scores: Vectors, rows: Rows, k: int) -> tuple[list[float], list[int]]:
-    """Return the best `k` of one query, ties by row; FAISS pads missing results with row -1."""
+    """Return the best `k` of one query, ties by row; `NO_HIT` is left out."""
     scores, rows = scores[rows >= 0], rows[rows >= 0]
     order = np.lexsort((rows, -scores))[:k]
     return scores[order].tolist(), rows[order].tolist()

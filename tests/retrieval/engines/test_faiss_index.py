@@ -69,6 +69,16 @@ def test_a_score_that_is_not_finite_is_an_error(tmp_path: Path) -> None:
         opened.search(np.ones((1, DIM), dtype=np.float32), 3)
 
 
+def test_a_negative_id_is_an_error(tmp_path: Path) -> None:
+    """Only -1 means that there is no further hit; the error names the id."""
+    index = faiss.index_factory(DIM, "IVF4,Flat", faiss.METRIC_INNER_PRODUCT)
+    index.train(vectors())
+    index.add_with_ids(vectors(), np.arange(ROWS, dtype=np.int64) - 7)
+    opened = FaissIndex(index, FaissConfig(), tmp_path / "index")
+    with pytest.raises(IndexMismatch, match=r"the id -[2-7] of"):
+        opened.search(vectors(), ROWS)
+
+
 @pytest.mark.parametrize("kind", ["IVF4,Flat", "IDMap,HNSW8,Flat"])
 def test_an_id_that_is_no_row_is_an_error(kind: str, tmp_path: Path) -> None:
     """Ids that an index keeps must be the row numbers of the corpus."""
