@@ -1,12 +1,12 @@
 """Reads `reward_model.scores` and `reward_model.judge` of a run, two mappings, into dataclasses."""
 
-import math
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 from search_r1.rewards.interface import RewardScores
 from search_r1.rewards.judge.judge_options import JudgeOptions, read_key
+from verl.bounds import Bounds
 from verl.errors import did_you_mean, explain
 
 SCORES: Mapping[str, str] = {
@@ -20,6 +20,20 @@ SCORES: Mapping[str, str] = {
     "penalise_correct_only": "em_cost",
 }
 """The reward that uses each partial score."""
+AT_MOST_ONE, AT_MOST_1000, POSITIVE = Bounds(le=1), Bounds(le=1000), Bounds(gt=0)
+BOUNDS: Mapping[str, Bounds] = {
+    "format_score": AT_MOST_ONE,
+    "structure_format_score": AT_MOST_ONE,
+    "final_format_score": AT_MOST_ONE,
+    "retrieval_score": AT_MOST_ONE,
+    "correct_answer": AT_MOST_1000,
+    "search_penalty": AT_MOST_1000,
+    "invalid_format": AT_MOST_1000,
+    "timeout": POSITIVE,
+    "max_concurrency": POSITIVE,
+    "max_tokens": POSITIVE,
+}
+"""Bounds of the numbers of both mappings; `RewardScores` refuses negative ones."""
 JUDGE = ("url", "model", "api_key_env", "verdict", "prompt", "timeout", "max_concurrency",
          "max_tokens", "body", "cache_path")  # fmt: skip
 PLACEHOLDERS = ("{question}", "{accepted}", "{answer}")
@@ -49,8 +63,6 @@ def check_judge(given: Mapping[str, Any]) -> None:
          "leave it out"),
         (missing, "prompt", f"no {', '.join(missing)}", f"a text with {', '.join(PLACEHOLDERS)}",
          "add them, or leave it out"),
-        *((not 0 < settings[name] < math.inf, name, settings[name], "more than 0", "leave it out")
-          for name in ("timeout", "max_concurrency", "max_tokens")),
     )  # fmt: skip
 
 
@@ -82,7 +94,7 @@ def _refuse_first(*rules: tuple[object, str, object, str, str]) -> None:
 def _check(
     given: Mapping[str, Any], section: str, names: Collection[str], defaults: object
 ) -> None:
-    """Raise ValueError for a key that is not in `names`, and for a value of another type."""
+    """Raise ValueError for a key that is not in `names`, and a value of another type or size."""
     for name, value in given.items():
         if name not in names:
             expected, fix = f"one of {', '.join(names)}", did_you_mean(name, names, "leave it out")
@@ -91,6 +103,9 @@ def _check(
         if not _fits(value, default):
             expected = f"a value such as {default!r}" if default is not None else "a text"
             raise ValueError(explain(f"{section}.{name}", repr(value), expected, "correct it"))
+        if name in BOUNDS and value not in BOUNDS[name]:
+            bounds, fix = BOUNDS[name].expected(value), f"{section}.{name}={default}, the default"
+            raise ValueError(explain(f"{section}.{name}", value, bounds, fix))
 
 
 def _fits(value: Any, default: Any) -> bool:

@@ -1,6 +1,7 @@
 """The partial scores and the judge of a run, given as mappings."""
 
 import dataclasses
+import math
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,11 @@ def test_scores_are_read_by_name() -> None:
         ({"format": 0.1}, "scores.format: .*did you mean format_score"),
         ({"format_score": "x"}, "scores.format_score: got 'x'"),
         ({"format_score": True}, "scores.format_score: got True"),
-        ({"format_score": 1.5}, "format_score: got 1.5"),
+        ({"format_score": 1.5}, "scores.format_score: got 1.5, expected at most 1; fix: "),
+        ({"correct_answer": 1001}, "scores.correct_answer: got 1001, expected at most 1000"),
+        ({"search_penalty": 1e4}, "scores.search_penalty: got 10000.0, expected at most 1000"),
+        ({"invalid_format": math.inf}, "scores.invalid_format: got inf, expected at most 1000"),
+        ({"retrieval_score": math.nan}, "scores.retrieval_score: got nan, expected at most 1"),
     ],
 )
 def test_other_scores_are_refused(given: dict[str, Any], words: str) -> None:
@@ -56,7 +61,8 @@ def test_a_judge_has_a_cache_in_the_folder_of_the_run() -> None:
     ("name", "value"),
     [("url", "localhost"), ("url", None), ("model", ""), ("verdict", "maybe"), ("timeout", 0),
      ("prompt", "is {answer} right?"), ("max_concurrency", 0), ("max_concurrency", 1.5),
-     ("max_tokens", True), ("body", 3), ("max_retries", 5), ("url_", "x")],
+     ("max_tokens", True), ("max_tokens", 2**31), ("timeout", 1e12), ("timeout", math.inf),
+     ("max_concurrency", 10**12), ("body", 3), ("max_retries", 5), ("url_", "x")],
 )  # fmt: skip
 def test_settings_that_no_judge_can_have_are_refused(name: str, value: object) -> None:
     """The error names the setting and a fix."""
