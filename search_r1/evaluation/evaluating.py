@@ -17,6 +17,7 @@ from transformers.utils import logging as transformers_logging
 
 from search_r1 import loops
 from search_r1.evaluation.manifest import build_manifest
+from search_r1.evaluation.methods import METHODS, method_agent
 from search_r1.evaluation.options import (
     CompareOptions,
     EvaluationOptions,
@@ -24,7 +25,7 @@ from search_r1.evaluation.options import (
     TableOptions,
 )
 from search_r1.evaluation.report import comparison_table, read_all, table, write_report
-from search_r1.evaluation.runner import METHODS, Judge, Runner, Task, check_rows, method_agent
+from search_r1.evaluation.runner import Judge, Runner, Task, check_rows
 from search_r1.evaluation.samples import FAILED
 from search_r1.evaluation.store import REPORT, Store
 from search_r1.evaluation.summary import compare
@@ -84,7 +85,8 @@ async def _evaluate(options: EvaluationOptions, config: Config) -> None:
     sampling = Sampling(options.max_response_length, options.temperature, options.top_p)
     judge = open_judge(options)
     rule = RULES[options.normalize]
-    runner = Runner(agent, method, tokenizer, sampling, options.seed, judge, options.untagged, rule)
+    runner = Runner(agent, method, tokenizer, sampling, options.seed, judge, options.untagged,
+                    rule, config.max_turns)  # fmt: skip
     check_rows(rows, runner, min(options.max_start_length, options.max_prompt_length))
     manifest = build_manifest(options, config, facts, len(rows), compute_dtype(options))
     tasks = [Task(row, sample) for row in rows for sample in range(options.n)]
@@ -185,5 +187,6 @@ def command_output(options: object) -> str:
             return comparison_table(first, second, differences, options.measure)
         case TableOptions():
             return table(options.folders, options.measure, is_mixed=options.mixed,
-                         num_resamples=options.num_resamples, seed=options.seed)  # fmt: skip
+                         num_resamples=options.num_resamples, seed=options.seed,
+                         paper=options.paper)  # fmt: skip
     raise AssertionError(f"got {options!r}, expected the options of a command")

@@ -11,8 +11,8 @@ from typing import Any
 
 import verl
 from search_r1.agent.generation import build_environment, build_tag_format
+from search_r1.evaluation.methods import METHODS
 from search_r1.evaluation.options import EvaluationOptions
-from search_r1.evaluation.runner import METHODS
 from verl.config import Config
 from verl.errors import redact
 from verl.files import sha256
@@ -44,7 +44,8 @@ def build_manifest(
     template_text = repr(sorted(asdict(template).items()))
     if config.data.chat_template_kwargs:
         template_text += repr(sorted(config.data.chat_template_kwargs.items()))
-    turns = {"max_turns": 0 if method.template else config.max_turns, "topk": config.retriever.topk}
+    acts = method.template is None or method.interleaves
+    turns = {"max_turns": config.max_turns if acts else 0, "topk": config.retriever.topk}
     engine = {"name": "endpoint"} if options.endpoint else {"name": options.engine, "dtype": dtype}
     judge = {"model": options.judge_model, "verdict": options.judge_verdict}
     if options.judge_body is not None:

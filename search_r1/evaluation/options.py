@@ -38,8 +38,8 @@ class EvaluationOptions(AgentOptions):
     """parquet or jsonl files of questions"""
     out: str = ""
     """folder of this evaluation; an interrupted evaluation is resumed"""
-    method: Literal["agent", "direct", "cot", "rag"] = "agent"
-    """agent searches; direct, cot and rag are baselines"""
+    method: Literal["agent", "direct", "cot", "rag", "ircot"] = "agent"
+    """agent searches; direct, cot, rag and ircot are baselines"""
     untagged: Literal["wrong", "read"] = WRONG
     """a reply without <answer> counts as wrong, or its text is read as the answer"""
     normalize: Literal["squad", "unicode"] = "squad"
@@ -143,9 +143,14 @@ class TableOptions(ComparisonOptions):
 
     folders: tyro.conf.Positional[tuple[Path, ...]]
     """the --out of each evaluation"""
+    paper: Literal["3B", "7B"] | None = None
+    """put the evaluations' EM beside the paper's, of Qwen2.5 with this size"""
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.paper and self.measure != "em":
+            got, fix = f"--measure {self.measure}", "leave out --measure, or --paper"
+            raise ConfigError(explain("--paper", got, "em, which the paper reports", fix))
         if not self.folders:
             fix = "give the --out of each evaluation"
             raise ConfigError(explain("table", "no folders", "one or more", fix))

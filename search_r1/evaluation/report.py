@@ -9,8 +9,10 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
+from search_r1.evaluation import published
 from search_r1.evaluation.measures import num_judged_differently, titles
 from search_r1.evaluation.options import READ
 from search_r1.evaluation.samples import FAILED, Sample
@@ -240,13 +242,19 @@ def table(
     is_mixed: bool = False,
     num_resamples: int = NUM_RESAMPLES,
     seed: int = 0,
+    paper: str | None = None,
 ) -> str:
-    """Format settings, the measure by set, and search utility. Raises errors as `read_all` does."""
+    """Format settings, the measure by set, and search utility. Raises errors as `read_all` does.
+
+    `paper` is a size of the published models, whose table is put before the evaluations' EM.
+    """
     evaluations = read_all(folders, is_mixed=is_mixed)
     parts = [_legend(evaluations), _measure_table(evaluations, measure, num_resamples, seed)]
     utilities = _utilities(evaluations, num_resamples, seed)
     if utilities:
         parts.append(f"Search utility (EM with documents − EM without):\n\n{utilities}")
+    if paper is not None:
+        parts.append(f"{published.NOTE}:\n\n{_beside_the_paper(evaluations, paper)}")
     return "\n".join(parts)
 
 
@@ -274,6 +282,24 @@ def _measure_table(
         for name, summary in summaries.items()
     ]  # fmt: skip
     return markdown_table([measure, *columns], rows)
+
+
+def _beside_the_paper(evaluations: Sequence[FinishedEvaluation], size: str) -> str:
+    """Format the paper's rows, then a row per evaluation; EM as fractions, as the paper has them.
+
+    The average needs every set of the paper.
+    """
+    names = list(published.SETS)
+    rows = dict(published.EXACT_MATCH[size])
+    for evaluation in evaluations:
+        ems = {name: [s.em for s in evaluation.samples if s.data_source == name] for name in names}
+        values = [fmean(ems[name]) if ems[name] else math.nan for name in names]
+        rows[f"**{evaluation.name}**"] = (*values, fmean(values))
+    cells = [
+        [name, *(f"{value:.3f}" if math.isfinite(value) else "–" for value in row)]
+        for name, row in rows.items()
+    ]
+    return markdown_table(["EM", *published.SETS.values(), "Avg."], cells)
 
 
 def _utilities(evaluations: Sequence[FinishedEvaluation], num_resamples: int, seed: int) -> str:

@@ -7,8 +7,8 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from search_r1.agent.grammar import SEARCH_R1, Grammar, spans_between, tag_pattern
-from search_r1.datasets.wording import direct_prompt, rag_prompt
+from search_r1.agent.grammar import Grammar, spans_between, tag_pattern
+from search_r1.evaluation.methods import Method, apply_method
 from search_r1.evaluation.options import READ, WRONG
 from search_r1.evaluation.samples import Sample, SampleSearch
 from search_r1.inference.dialogue import query_of, question_of
@@ -18,8 +18,7 @@ from search_r1.rewards.normalize import Normalize, contains_answer, normalize_an
 from search_r1.scoring import reward_input
 from verl.agent.control import ControlStrings
 from verl.agent.dialogue import DialogueAgent, derived_seed
-from verl.agent.interface import Observation, ToolCall
-from verl.agent.tags import TagFormat
+from verl.agent.interface import Observation, ToolCall, Turn
 from verl.data.outside import neutral_row, strings_of_rows
 from verl.data.prompts import Tokenizer, render
 from verl.data.rows import Row
@@ -27,72 +26,12 @@ from verl.errors import DataError, ToolError, explain
 from verl.rollout.interface import RolloutEngine
 from verl.types import Origin, Prompt, Sampling, Status, Trajectory, start_trajectory
 
-DIRECT = TagFormat(
-    name="direct",
-    instruction=direct_prompt("{question}"),
-    invalid_action="\n\nNo answer was given.\n\n",  # a baseline has no second turn
-    tags=SEARCH_R1,
-)
-"""Baseline: reasoning and answer from memory, with the prompt of `scripts/data_process/nq.py`."""
-
-COT = replace(
-    DIRECT,
-    name="cot",
-    instruction=(
-        "Work out the answer to the question below from what you know. Reason step by step between "
-        "<think> and </think>, then write just the answer between <answer> and </answer>. For "
-        "example, <answer> Beijing </answer>. Question: {question}\n"
-    ),
-)
-"""Baseline: chain of thought, then the answer, from memory."""
-
-RAG = replace(DIRECT, name="rag", instruction=rag_prompt("{question}", "\n\n{documents}\n\n"))
-"""Baseline: naive retrieval-augmented generation, with the documents for the question in the
-prompt, which is that of `scripts/data_process/nq_rag.py`."""
-
-
-@dataclass(frozen=True)
-class Method:
-    """A way to answer questions: the agent or a baseline."""
-
-    template: TagFormat | None = None
-    """The prompt template of a baseline; None for the agent, which uses the prompts of the data."""
-    needs_documents: bool = False
-    """Whether a retriever is used."""
-
-    @property
-    def searches_first(self) -> bool:
-        """Whether documents for the question are searched first and put into the prompt."""
-        return self.template is not None and self.needs_documents
-
-
-METHODS = {"agent": Method(needs_documents=True), "direct": Method(DIRECT), "cot": Method(COT),
-           "rag": Method(RAG, needs_documents=True)}  # fmt: skip
-
-
-def apply_method(row: Row, method: Method, documents: str = "") -> Row:
-    """Return the row with the method's prompt, and with the question in `extra_info`.
-
-    The agent keeps the prompt of the data. A baseline replaces it with its own, as a message or, if
-    the row's prompt is plain text, as text. Raises DataError if a baseline's question is unknown.
-    """
-    question = question_of(row)
-    extra = {**row.extra_info, "question": question}
-    if method.template is None:
-        return replace(row, extra_info=extra)
-    if not question:
-        fix = "add the column extra_info.question, or a prompt that ends in «Question: …»"
-        raise DataError(explain(f"question of {row.uid}", "none found", "a question", fix))
-    texts = {"{question}": question, "{documents}": documents}  # which may contain placeholders
-    text = re.sub(r"\{(question|documents)\}", lambda m: texts[m[0]], method.template.instruction)
-    prompt = text if isinstance(row.prompt, str) else ({"role": "user", "content": text},)
-    return replace(row, prompt=prompt, extra_info=extra)
-
-
 Judge = Callable[[RewardInput], float | None]
 """A function that scores a dialogue; None if there is no verdict."""
 _SCORES = build_reward("f1")
 """Reward whose components are EM, F1 and cover-EM."""
+SUMMED = ("turns", "truncated_turns")
+"""Statistics that are summed over the prompts of a dialogue."""
 
 
 @dataclass(frozen=True)
@@ -105,18 +44,6 @@ class Task:
     @property
     def key(self) -> tuple[str, int]:
         return self.row.uid, self.sample
-
-
-def method_agent(agent: DialogueAgent, method: Method) -> DialogueAgent:
-    """Return the agent itself, or for a baseline an agent with a single turn and no tools."""
-    if method.template is None:
-        return agent
-    return replace(
-        agent,
-        limits=replace(agent.limits, max_turns=0),
-        format=method.template,
-        environment=replace(agent.environment, enabled=False),
-    )
 
 
 @dataclass(frozen=True)
@@ -133,6 +60,8 @@ class Runner:
     """How a reply without an answer in tags is scored: WRONG or READ."""
     normalize: Normalize = normalize_answer
     """The rule by which answers are compared."""
+    max_turns: int = 2
+    """Searches that the agent may have; a method that interleaves has them after its first."""
 
     async def run(self, task: Task, engine: RolloutEngine) -> Sample:
         """Run and score one dialogue; a failed search gives a failed sample."""
@@ -148,25 +77,73 @@ class Runner:
 
         environment = replace(self.agent.environment, on_observation=record)
         agent = replace(self.agent, environment=environment)
-        row = apply_method(task.row, self.method)
-        num_document_tokens = 0
-        problem: str | None = None
-        if self.method.searches_first:
-            try:
-                _, text = await agent.consult(ToolCall("search", row.extra_info["question"]))
-                documents = text.strip()
-                ids = self.tokenizer.encode(documents, add_special_tokens=False)
-                num_document_tokens = len(ids)
-                row = apply_method(task.row, self.method, documents)
-            except ToolError as error:
-                problem = str(error)
-        seed = derived_seed(self.seed, *task.key)
-        end = start_trajectory(self.render(row), sample=task.sample, seed=seed)
-        if problem is not None:
-            end.status, end.error = Status.FAILED, problem
-        else:
-            end = await agent.run(end, engine, self.sampling)
+        play = self._interleave if self.method.interleaves else self._play
+        try:
+            end, num_document_tokens = await play(task, agent, engine)
+        except ToolError as error:
+            end, num_document_tokens = self._start(task), 0
+            end.status, end.error = Status.FAILED, str(error)
         return await self._score(end, searches, num_document_tokens)
+
+    async def _play(
+        self, task: Task, agent: DialogueAgent, engine: RolloutEngine
+    ) -> tuple[Trajectory, int]:
+        """Run one dialogue; returns it with the number of its prompt's tokens that are documents.
+
+        Raises ToolError if the search for the documents of the prompt fails.
+        """
+        documents = ""
+        if self.method.searches_first:
+            _, text = await agent.consult(ToolCall("search", question_of(task.row)))
+            documents = text.strip()
+        end = await agent.run(self._start(task, documents), engine, self.sampling)
+        return end, self._num_tokens(documents)
+
+    async def _interleave(
+        self, task: Task, agent: DialogueAgent, engine: RolloutEngine
+    ) -> tuple[Trajectory, int]:
+        """As `_play`, but search for the question, then for each sentence of the reasoning.
+
+        Every sentence is sampled from a prompt with all passages and sentences so far; the
+        trajectory has these prompts and what was sampled from them, one after the other.
+        """
+        query, known, num_document_tokens = question_of(task.row), set[object](), 0
+        shown, thoughts, steps = list[str](), list[str](), list[Trajectory]()
+        for number in range(self.method.num_searches(self.max_turns)):
+            call = ToolCall("search", query)
+            observation = await agent.environment.call(call)
+            new = [item for item in observation.items if item.id is None or item.id not in known]
+            known |= {item.id for item in new}
+            if new or not shown:
+                turn = Turn((call,))
+                fitting = agent.fit(turn, [new])
+                shown.append(agent.format.respond(turn, fitting, agent.reserved or ()).strip())
+            documents = "\n".join(shown)
+            num_document_tokens += self._num_tokens(documents)
+            start = self._start(task, documents, " ".join(thoughts), number)
+            steps.append(await agent.run(start, engine, self.sampling))
+            if steps[-1].status is not Status.OUT_OF_TURNS:
+                break
+            query = first_sentence(steps[-1].text, agent.format.tags) or query
+            thoughts.append(query)
+        end = steps[-1]
+        segments = [segment for step in steps for segment in step.segments]
+        counts = {name: sum(step.stats[name] for step in steps) for name in SUMMED}
+        end.stats = {**end.stats, **counts}
+        return replace(end, segments=segments), num_document_tokens
+
+    def _start(
+        self, task: Task, documents: str = "", thoughts: str = "", number: int = 0
+    ) -> Trajectory:
+        """Return a trajectory with the method's prompt; `number` counts prompts of a dialogue."""
+        prompt = self.render(apply_method(task.row, self.method, documents, thoughts))
+        seed = derived_seed(self.seed, *task.key)
+        if number:
+            seed = derived_seed(seed, f"prompt {number}")
+        return start_trajectory(prompt, sample=task.sample, seed=seed)
+
+    def _num_tokens(self, text: str) -> int:
+        return len(self.tokenizer.encode(text, add_special_tokens=False))
 
     @functools.cached_property
     def row_strings(self) -> ControlStrings:
@@ -222,7 +199,7 @@ class Runner:
 def check_rows(rows: Sequence[Row], runner: Runner, limit: int) -> None:
     """Raise DataError if a prompt, with room for its documents, is longer than `limit` tokens."""
     method = runner.method
-    num_reserved = runner.agent.limits.max_obs_length if method.searches_first else 0
+    num_reserved = runner.agent.limits.max_obs_length * method.num_searches(runner.max_turns)
     worded_rows = (apply_method(row, method) for row in rows)
     prompts = (runner.render(row, limit) for row in worded_rows)
     lengths = {prompt.uid: len(prompt.ids) for prompt in prompts}
@@ -237,6 +214,7 @@ def check_rows(rows: Sequence[Row], runner: Runner, limit: int) -> None:
 _CONTROL = re.compile(r"<\|[^|<>]*\|>")
 """Control tokens, such as the end of a message."""
 _SENTENCE = re.compile(r"[^.\n]+")
+_SENTENCE_END = re.compile(r"(?<=[.!?])\s|\n")
 _ANSWER = re.compile(r"\banswer\b", re.IGNORECASE)
 _STATES = re.compile(r"\bis\b|:", re.IGNORECASE)
 
@@ -247,10 +225,18 @@ def read_untagged_answer(reply: str, tags: Grammar) -> str:
     for start, end in spans_between(reply, tags.think):
         kept.append(reply[last : start - len(tags.think.opening)])
         last = end + len(tags.think.closing)
-    text = " ".join([*kept, reply[last:]])
-    text = _CONTROL.sub(" ", tag_pattern(tags).sub(" ", text)).strip()
+    text = _without_tags(" ".join([*kept, reply[last:]]), tags)
     statement = _stated(text)
     return text if statement is None else statement.partition("\n")[0].strip()
+
+
+def first_sentence(reply: str, tags: Grammar) -> str:
+    """Return the first sentence of a reply, without tags and control tokens; may be empty."""
+    return _SENTENCE_END.split(_without_tags(reply, tags), maxsplit=1)[0].strip()
+
+
+def _without_tags(text: str, tags: Grammar) -> str:
+    return _CONTROL.sub(" ", tag_pattern(tags).sub(" ", text)).strip()
 
 
 def _stated(text: str) -> str | None:

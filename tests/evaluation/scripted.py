@@ -9,7 +9,8 @@ from typing import Any
 
 from search_r1.agent.generation import search_agent
 from search_r1.agent.tags import TEMPLATES
-from search_r1.evaluation.runner import METHODS, Runner, Task, method_agent
+from search_r1.evaluation.methods import METHODS, method_agent
+from search_r1.evaluation.runner import Runner, Task
 from search_r1.evaluation.samples import Sample, SampleSearch
 from search_r1.retrieval.in_memory import InMemoryRetrieval
 from search_r1.retrieval.protocol import Retrieval
@@ -71,7 +72,7 @@ def runner(retrieval: Retrieval, method: str = "agent", **more: Any) -> Runner:
     tokenizer = ByteTokenizer()
     agent = search_agent(retrieval, tokenizer, Limits(max_turns=1), TEMPLATE)
     agent = method_agent(agent, METHODS[method])
-    return Runner(agent, METHODS[method], tokenizer, SAMPLING, **more)
+    return Runner(agent, METHODS[method], tokenizer, SAMPLING, max_turns=1, **more)
 
 
 def finder(rows: Sequence[Row]) -> InMemoryRetrieval:

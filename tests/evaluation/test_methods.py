@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from search_r1.evaluation.runner import METHODS, apply_method, question_of
+from search_r1.evaluation.methods import METHODS, apply_method, question_of
 from tests.evaluation.scripted import row
 from verl.data.rows import Row
 from verl.errors import DataError

@@ -3,6 +3,8 @@
 import re
 from pathlib import Path
 
+from search_r1.evaluation.published import EXACT_MATCH
+
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "evidence" / "results.md"
 MISPRINTED = {("Qwen2.5-7B", "IRCoT")}
 """Rows whose printed average in the paper differs from the average of the row."""
@@ -27,3 +29,10 @@ def test_averages_are_those_of_their_rows() -> None:
     assert len(table) == 22
     wrong = {name for name, (*sets, mean) in table.items() if abs(sum(sets) / 7 - mean) > 0.00051}
     assert wrong == MISPRINTED
+
+
+def test_the_code_has_the_pages_figures() -> None:
+    """`search-r1 evaluate table --paper` prints the page's figures."""
+    named = {(f"Qwen2.5-{size}", name): list(row)
+             for size, table in EXACT_MATCH.items() for name, row in table.items()}  # fmt: skip
+    assert named == rows()

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 import pytest
 
@@ -10,6 +10,7 @@ from search_r1.datasets.wording import PromptStyle, prompt_writer
 from search_r1.evaluation.runner import Task, check_rows
 from search_r1.evaluation.samples import Sample
 from search_r1.retrieval.errors import RetrieverUnavailable
+from search_r1.retrieval.in_memory import InMemoryRetrieval
 from search_r1.retrieval.protocol import EmptyRetrieval, Retrieval
 from search_r1.retrieval.schema import Document
 from search_r1.rewards import RewardInput
@@ -113,6 +114,63 @@ def test_rag_reads_the_questions_documents_first() -> None:
     assert num_tokens == len(engine.tokenizer.encode(engine.prompts[0]))
 
 
+@dataclass
+class Reasoner:
+    """A model that writes the sentences of a chain of thought, then answers."""
+
+    replies: list[str]
+    prompts: list[str] = field(default_factory=list)
+    seeds: list[int | None] = field(default_factory=list)
+
+    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
+        """Write the next reply."""
+        self.prompts.append(ByteTokenizer().decode(list(prompt_ids)))
+        self.seeds.append(sampling.seed)
+        text = self.replies[len(self.prompts) - 1]
+        ids = ByteTokenizer().encode(text)
+        return Completion(tuple(ids), (-0.5,) * len(ids), text, "stop")
+
+
+def passage(number: int) -> Document:
+    return Document.from_title(str(number), f"Thing {number}", f"Fact {number}.")
+
+
+HOPS = {
+    "What is thing 7?": [passage(1), passage(2)],
+    "Thing 1 is of thing 3.": [passage(1), passage(3)],
+    "So thing 3.": [passage(4)],
+}
+SENTENCES = ["<think> Thing 1 is of thing 3. Then more.", "So thing 3.\nAnd", "no idea."]
+
+
+def test_ircot_searches_for_each_sentence_of_its_reasoning() -> None:
+    """A prompt has the new passages of all searches and all sentences; the costs are summed."""
+    engine = Reasoner([SENTENCES[0], "<answer> gold 7 </answer>"])
+    sample = play(InMemoryRetrieval(HOPS), "ircot", engine)  # the agent's one search, and its own
+    assert (sample.em, sample.turns, sample.status) == (1.0, 2, "answered")
+    assert [search.query for search in sample.searches] == list(HOPS)[:2]
+    first, last = engine.prompts
+    assert ("Fact 1." in first, "Fact 3." in first) == (True, False)
+    assert [last.count(f"Fact {number}.") for number in (1, 2, 3)] == [1, 1, 1]
+    assert "Reasoning so far: Thing 1 is of thing 3.\n" in last
+    assert len(set(engine.seeds)) == 2
+    texts = [text for origin, text in sample.dialogue if origin == "policy"]
+    assert texts == engine.replies
+    assert sample.policy_tokens == sum(len(text.encode()) for text in texts)
+    num_tokens = sum(len(ByteTokenizer().encode(prompt)) for prompt in engine.prompts)
+    assert sample.prompt_tokens + sample.observation_tokens == num_tokens
+
+
+def test_ircot_ends_after_the_searches_of_the_agent() -> None:
+    """Without an answer there are as many prompts as searches: one, and those of the agent."""
+    asked = replace(runner(InMemoryRetrieval(HOPS), "ircot"), max_turns=2)
+    engine = Reasoner(SENTENCES)
+    sample = asyncio.run(asked.run(Task(ROW, 0), engine))
+    assert (sample.status, sample.turns, sample.answer) == ("out_of_turns", 3, None)
+    assert [search.query for search in sample.searches] == list(HOPS)
+    assert "Reasoning so far: Thing 1 is of thing 3. So thing 3.\n" in engine.prompts[-1]
+
+
 def test_greedy_is_greedy_on_every_turn() -> None:
     """Every request has temperature 0 and a different seed."""
     engine = Reader()
@@ -128,7 +186,7 @@ class UnavailableRetriever:
         raise RetrieverUnavailable("no server")
 
 
-@pytest.mark.parametrize("method", ["agent", "rag"])
+@pytest.mark.parametrize("method", ["agent", "rag", "ircot"])
 def test_an_outage_is_a_failure_not_an_answer(method: str) -> None:
     """The sample is marked failed with the error, and scores 0."""
     sample = play(UnavailableRetriever(), method)

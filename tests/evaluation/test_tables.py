@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 from search_r1.evaluation.__main__ import main
+from search_r1.evaluation.options import TableOptions
+from search_r1.evaluation.published import SETS
 from search_r1.evaluation.report import as_markdown, table
 from search_r1.evaluation.store import Store
 from search_r1.evaluation.summary import summarize
@@ -184,3 +186,23 @@ def test_counts_are_compared_as_counts(tmp_path: Path, capsys: pytest.CaptureFix
     assert "| nq | 4 | 1.00 | 1.00 | +0.00 | [+0.00, +0.00] |" in said
     assert main([*words, "judge"]) == 0
     assert "| nq | 4 | – | – | – | – |" in capsys.readouterr().out
+
+
+def test_evaluations_stand_beside_the_papers_figures(tmp_path: Path) -> None:
+    """A set's EM stands in the paper's column; the average needs all seven sets."""
+    one = evaluation(tmp_path / "one", [1, 0, 0, 1])
+    seven = tmp_path / "seven"
+    data = MANIFEST["data"] | {"num_rows": len(SETS)}
+    with Store(seven, copy.deepcopy(MANIFEST) | {"data": data}) as store:
+        for i, name in enumerate(SETS):
+            store.append(sample(f"dev.jsonl#{i}", float(i < 3), source=name))
+    found = table([one, seven], num_resamples=100, paper="3B", is_mixed=True)
+    assert "| Search-R1, instruct | 0.341 | 0.545 |" in found
+    assert f"| **one** | 0.500 |{' – |' * 7}" in found
+    assert "| **seven** | 1.000 | 1.000 | 1.000 | 0.000 | 0.000 | 0.000 | 0.000 | 0.429 |" in found
+
+
+def test_only_em_stands_beside_the_paper(tmp_path: Path) -> None:
+    """The paper reports no other measure."""
+    with pytest.raises(ConfigError, match="--paper"):
+        TableOptions(folders=(tmp_path,), measure="f1", paper="7B")
