@@ -34,7 +34,6 @@ RAG = replace(DIRECT, name="rag", instruction=rag_prompt("{question}", "\n\n{doc
 """Baseline: naive retrieval-augmented generation, with the documents for the question in the
 prompt, which is that of `scripts/data_process/nq_rag.py`."""
 
-
 IRCOT = replace(
     DIRECT,
     name="ircot",

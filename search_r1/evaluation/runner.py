@@ -18,7 +18,7 @@ from search_r1.rewards.normalize import Normalize, contains_answer, normalize_an
 from search_r1.scoring import reward_input
 from verl.agent.control import ControlStrings
 from verl.agent.dialogue import DialogueAgent, derived_seed
-from verl.agent.interface import Observation, ToolCall, Turn
+from verl.agent.interface import Observation, ToolCall
 from verl.data.outside import neutral_row, strings_of_rows
 from verl.data.prompts import Tokenizer, render
 from verl.data.rows import Row
@@ -115,9 +115,7 @@ class Runner:
             new = [item for item in observation.items if item.id is None or item.id not in known]
             known |= {item.id for item in new}
             if new or not shown:
-                turn = Turn((call,))
-                fitting = agent.fit(turn, [new])
-                shown.append(agent.format.respond(turn, fitting, agent.reserved or ()).strip())
+                shown.append(agent.shown(call, new).strip())
             documents = "\n".join(shown)
             num_document_tokens += self._num_tokens(documents)
             start = self._start(task, documents, " ".join(thoughts), number)

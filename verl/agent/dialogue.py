@@ -172,8 +172,13 @@ class DialogueAgent:
 
     async def consult(self, call: ToolCall) -> tuple[Observation, str]:
         """Return the observation of a single call and its text, cut to fit. Raises ToolError."""
-        observation, turn = await self.environment.call(call), Turn((call,))
-        return observation, self._response_text(turn, self.fit(turn, [observation.items]))
+        observation = await self.environment.call(call)
+        return observation, self.shown(call, observation.items)
+
+    def shown(self, call: ToolCall, items: Sequence[Item]) -> str:
+        """Return the text of a single call's items, cut to fit."""
+        turn = Turn((call,))
+        return self._response_text(turn, self.fit(turn, [items]))
 
     def fit(self, turn: Turn, results: Results) -> Results:
         """Return the best items of each call, equally many, that fit into `max_obs_length` tokens.
