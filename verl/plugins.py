@@ -218,3 +218,15 @@ def user_code_location(error: BaseException) -> str | None:
         if module.startswith("verl.rollout."):
             break
     return None
+
+
+def to_outcome(value: Any) -> bool | None:
+    """Return the outcome that a user's reward gives: right, wrong, or None for unknown.
+
+    0 and 1 count, also those of NumPy and torch. Raises ValueError for other values.
+    """
+    if value is None:
+        return None
+    if value not in (0, 1):
+        raise ValueError(f"is_right: got {value!r}, expected True, False, or None for unknown")
+    return bool(value)

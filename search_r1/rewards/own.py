@@ -24,7 +24,7 @@ from search_r1.rewards.interface import (
     RewardOutput,
 )
 from verl.errors import ConfigError, explain
-from verl.plugins import resolve
+from verl.plugins import resolve, to_outcome
 
 OPTION = "reward_model.name"
 OUR_RESULT = "a finite number, or a RewardOutput of such"
@@ -147,8 +147,7 @@ def response_text(dialogue: RewardInput) -> str:
 def _read_our_result(result: Any) -> RewardOutput:
     output = result if isinstance(result, RewardOutput) else RewardOutput(result)
     components = {name: to_float(value) for name, value in output.components.items()}
-    is_right = None if output.is_right is None else bool(output.is_right)
-    return RewardOutput(to_float(output.score), components, is_right)
+    return RewardOutput(to_float(output.score), components, to_outcome(output.is_right))
 
 
 def _read_verls_result(result: Any) -> RewardOutput:

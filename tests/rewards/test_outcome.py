@@ -3,7 +3,7 @@
 import pytest
 
 from search_r1.rewards import LLM_JUDGE, REWARDS, RewardInput, RewardOutput, build_batch_reward
-from search_r1.rewards.own import wrap_user_reward
+from search_r1.rewards.own import OwnRewardError, wrap_user_reward
 from search_r1.rewards.registry import OUTCOMES
 
 GOLD = "the river Seine"
@@ -58,3 +58,12 @@ def test_an_own_function_may_say_what_is_right() -> None:
     for output in (RewardOutput(0.5), RewardOutput(0.5, {}, False), RewardOutput(0.5, {}, True)):
         rule = wrap_user_reward("mine", lambda _, output=output: output)
         assert rule([dialogue]) == [output]
+
+
+@pytest.mark.parametrize("value", ["no", 0.5, float("nan"), [True]])
+def test_an_outcome_that_is_none_is_a_failure(value: object) -> None:
+    """Any other value would be true, or leave the group without a gate, in silence."""
+    dialogue = RewardInput(["x"], [("policy", "x")], [GOLD])
+    rule = wrap_user_reward("mine", lambda _: RewardOutput(0.5, {}, value))  # type: ignore[arg-type]
+    with pytest.raises(OwnRewardError, match="is_right"):
+        rule([dialogue])

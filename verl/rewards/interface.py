@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from verl.errors import ConfigError, explain
+from verl.plugins import to_outcome
 from verl.types import Trajectory
 
 
@@ -23,6 +24,9 @@ class Reward:
     components: Mapping[str, float] = field(default_factory=dict)
     is_right: bool | None = None
     """Whether the outcome is right, apart from what shapes the score; None: the rule has none."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "is_right", to_outcome(self.is_right))
 
 
 RewardFn = Callable[[Trajectory], Reward]

@@ -92,7 +92,8 @@ def select_for_training(
     groups = live_groups(sampled, config)[:size]
     metrics = {"rollout/gen_batches": float(num_batches), "rollout/kept_groups": float(len(groups))}
     if not groups:
-        logger.warning("step %d: every group of %d batches has equal scores", step, num_batches)
+        logger.warning("step %d: no group of %d batches has a signal: their scores are equal, or "
+                       "all their answers are wrong", step, num_batches)  # fmt: skip
         groups = sampled.groups()[:size]
     return sampled.select_groups(set(groups)), metrics
 

@@ -3,8 +3,11 @@
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -13,6 +16,7 @@ from verl.config import Config
 from verl.core_algos.advantages import ADVANTAGES, STD_EPSILON
 from verl.core_algos.kl import FixedKLController
 from verl.data.trajectories import read_step, write_step
+from verl.errors import DataError
 from verl.rewards.interface import Reward
 from verl.trainer.collect import Samples, select_for_training
 from verl.trainer.learn import add_advantages, assemble
@@ -119,3 +123,20 @@ def test_a_record_keeps_the_outcome(tmp_path: Path) -> None:
     samples = samples_of([[(0.0, False, 1), (0.5, None, 1), (1.0, True, 1)]])
     write_step(tmp_path, 1, samples.trajectories, samples.rewards)
     assert [row.reward for row in read_step(tmp_path, 1)] == samples.rewards
+
+
+@pytest.mark.parametrize("false", [np.False_, torch.tensor(False), 0])
+def test_an_outcome_of_a_manager_is_a_bool(false: Any, tmp_path: Path) -> None:
+    """The outcomes of other libraries close the gate and can be recorded."""
+    samples = samples_of([[(0.0, false, 1), (0.5, false, 1)]])
+    assert samples.all_wrong_groups() == {"g0"}
+    write_step(tmp_path, 1, samples.trajectories, samples.rewards)
+
+
+def test_a_record_with_another_outcome_is_refused(tmp_path: Path) -> None:
+    samples = samples_of([[(0.0, False, 1)]])
+    write_step(tmp_path, 1, samples.trajectories, samples.rewards)
+    (file,) = tmp_path.glob("*.jsonl")
+    file.write_text(file.read_text().replace('"is_right":false', '"is_right":"false"'))
+    with pytest.raises(DataError, match="is_right"):
+        read_step(tmp_path, 1)
