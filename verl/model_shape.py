@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from verl.config import ALL_LINEAR, Config
+from verl.config import ALL_LINEAR
 from verl.errors import ModelError
 from verl.model_files import model_errors
 from verl.remote_code import trusts_remote_code
@@ -116,14 +116,6 @@ class ModelShape:
         chosen = [x for x in self.linears if names == [ALL_LINEAR] or x.name in names]
         return rank * sum(linear.inputs + linear.outputs for linear in chosen)
 
-    def pair_cost(self, adapter: int = 0) -> float:
-        """Return the work of attention per squared token, in units of the products' per token.
-
-        `adapter` is the size of a LoRA adapter. A token is multiplied with each weight, and a pair
-        of tokens (a causal mask hides half of the square) with the query heads, twice per layer.
-        """
-        return self.layers * self.query_size / (self.linear_weights + adapter)
-
 
 def read_shape(path: str) -> ModelShape | None:
     """Read the shape of a dense decoder in a folder or the hub's cache; None for other models."""
@@ -140,14 +132,3 @@ def read_shape(path: str) -> ModelShape | None:
             return shape if shape is None or shape.linears else None
     except ModelError:
         return None
-
-
-def pair_costs(config: Config) -> tuple[float, float]:
-    """Return `ModelShape.pair_cost` of policy and critic; 0 for a model of unknown shape."""
-    policy, critic = config.actor_rollout_ref.model, config.critic.model
-    costs = []
-    for options, path in ((policy, policy.path), (critic, config.critic_path)):
-        shape = read_shape(path)
-        adapter = shape.adapter(options.lora_rank, options.target_modules) if shape else 0
-        costs.append(shape.pair_cost(adapter) if shape else 0.0)
-    return costs[0], costs[1]

@@ -22,6 +22,9 @@ SHARED_PROMPT = "shared_prompt"
 """Row (num_seqs,) of a batch: leading tokens that each sequence has in common with its group."""
 MIN_SAVED_SHARE = 0.05
 """Share of a batch's tokens that sharing must save, to be worth the copies of keys and values."""
+PAIR_COST = 2.5e-5
+"""Work of a pair of tokens in attention, in units of all other work of a token: that of a model of
+3 billion parameters, which balances other sizes as well (docs/evidence/updates.md)."""
 KEYS_PER_TOKEN = 4
 """Keys and values that a micro-batch may hold per token of its budget, prompt copies included."""
 
@@ -42,10 +45,11 @@ class PrefixGroup:
         """Tokens that are computed."""
         return sum(self.lengths) - self.shared * (len(self.lengths) - 1)
 
-    def work(self, pair_cost: float) -> float:
-        """Return the work: 1 per computed token, `pair_cost` per pair of tokens in attention."""
+    @property
+    def work(self) -> float:
+        """The work: 1 per computed token, `PAIR_COST` per pair of tokens in attention."""
         pairs = sum(n * n for n in self.lengths) - self.shared**2 * (len(self.lengths) - 1)
-        return self.num_tokens + pair_cost * pairs
+        return self.num_tokens + PAIR_COST * pairs
 
     @property
     def cost(self) -> int:
@@ -80,16 +84,14 @@ class Packing:
     """Leading tokens that each sequence has in common with its group."""
     groups: Sequence[str]
     """Group of each sequence; may be empty if nothing is shared."""
-    pair_cost: float = 0.0
-    """Work of a pair of tokens in attention (`verl.model_shape.ModelShape.pair_cost`)."""
 
     @classmethod
-    def of(cls, batch: TokenBatch, pair_cost: float = 0.0) -> Self:
+    def of(cls, batch: TokenBatch) -> Self:
         """Build the packing of a batch; prompts are shared if it has the row `SHARED_PROMPT`."""
         lengths, shared, groups = batch.lengths.tolist(), [0] * len(batch), list[str]()
         if SHARED_PROMPT in batch.rows:
             shared, groups = batch.rows[SHARED_PROMPT].tolist(), batch.columns["group"]
-        return cls(lengths, shared, groups, pair_cost)
+        return cls(lengths, shared, groups)
 
     def prefix_groups(self, indices: Sequence[int]) -> list[PrefixGroup]:
         """Group the sequences `indices` by their shared prompt, in order of first members."""
@@ -109,7 +111,7 @@ class Packing:
 
     def work(self, indices: Sequence[int]) -> float:
         """Sum up the work of these sequences, as defined by `PrefixGroup.work`."""
-        return sum(group.work(self.pair_cost) for group in self.prefix_groups(indices))
+        return sum(group.work for group in self.prefix_groups(indices))
 
     def split_over_ranks(self, num_ranks: int) -> list[list[int]]:
         """Divide sequences so that the slowest rank has the least work; a rank may get none."""
@@ -119,7 +121,7 @@ class Packing:
         # Whole groups compute each prompt once, but halves, quarters … can be balanced better.
         while size:
             units = [part for group in whole for part in group.split(size)]
-            parts = balance([unit.work(self.pair_cost) for unit in units], num_ranks)
+            parts = balance([unit.work for unit in units], num_ranks)
             divisions.append([_members(units, part) for part in parts])
             size //= 2
         return min(divisions, key=lambda parts: max(self.work(part) for part in parts))
@@ -187,9 +189,9 @@ class Split:
     """Sequences of each shard."""
 
 
-def split_by_work(batch: TokenBatch, num_shards: int, pair_cost: float = 0.0) -> Split:
+def split_by_work(batch: TokenBatch, num_shards: int) -> Split:
     """Divide sequences into shards of nearly equal work; some may be empty."""
-    parts = Packing.of(batch, pair_cost).split_over_ranks(num_shards)
+    parts = Packing.of(batch).split_over_ranks(num_shards)
     return Split(parts, [batch.select(part) for part in parts])
 
 

@@ -105,8 +105,7 @@ class WorkCounter:
     def _skipped_prompts(self, model: ModelFlops, batch: TokenBatch, budget: int) -> list[int]:
         plan = self.config.placement
         num_shards = (plan.critic if model.is_critic else plan.actor).num_shards
-        packing = Packing.of(batch, model.shape.pair_cost(model.adapter))
-        return skipped_prompts(packing, num_shards, budget)
+        return skipped_prompts(Packing.of(batch), num_shards, budget)
 
     def take(self) -> dict[str, Work]:
         """Return the work since the last call, by phase."""

@@ -14,7 +14,6 @@ from verl.agent.environment import EnvironmentFactory, no_tools
 from verl.agent.interface import Agent
 from verl.config import Config
 from verl.errors import ConfigError, explain
-from verl.model_shape import pair_costs
 from verl.ports import free_port
 from verl.rollout.interface import EngineDied
 from verl.rollout.replica import RolloutReplica
@@ -28,7 +27,7 @@ from verl.single_controller.placement import (
     reserve,
 )
 from verl.trainer.cluster import config_for_actors, uses_gpus
-from verl.trainer.ranks import BatchSharding, TrainerRanks
+from verl.trainer.ranks import TrainerRanks
 from verl.training.allocator import engine_variables, rank_variables
 from verl.training.devices import DETERMINISTIC_ENV
 from verl.training.network import forwarded_variables
@@ -88,13 +87,9 @@ def start_ranks(config: Config, start_up: StartUp) -> StartedRanks:
         name: create_trainer_group(placements[name], group.num_ranks, use_gpu, rank_env, name)
         for name, group in plan.groups.items()
     }
-    pair_cost = dict(zip(("actor", "critic"), pair_costs(config), strict=True))
     ranks = TrainerRanks(
         {role: groups[place.group] for role, place in plan.roles.items()},
-        {
-            role: BatchSharding(pair_cost.get(role, pair_cost["actor"]), place.ranks_per_shard)
-            for role, place in plan.roles.items()
-        },
+        {role: place.ranks_per_shard for role, place in plan.roles.items()},
     )
     for prepare in start_up.on_started:
         prepare(ranks.groups)

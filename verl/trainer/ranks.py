@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,21 +21,6 @@ FORWARD_COLUMNS = frozenset({"input_ids", "policy_mask", "loss_mask", "value_mas
 """Token columns that a forward pass reads; only these are sent to the ranks for it."""
 
 
-@dataclass(frozen=True)
-class BatchSharding:
-    """How batches are divided over ranks."""
-
-    pair_cost: float = 0.0
-    """Relative cost of an attention pair, for balancing the work (`ModelShape.pair_cost`)."""
-    ranks_per_shard: int = 1
-    """Ranks that all get the same sequences, and compute them together."""
-
-    def shard(self, batch: TokenBatch, num_ranks: int) -> tuple[Split, list[TokenBatch]]:
-        """Split a batch over the ranks; returns the split and each rank's shard."""
-        split = split_by_work(batch, num_ranks // self.ranks_per_shard, self.pair_cost)
-        return split, [shard for shard in split.shards for _ in range(self.ranks_per_shard)]
-
-
 FORWARD = {"actor": "log_probs", "reference": "log_probs", "critic": "values"}
 """The method of each role that computes a number per token."""
 
@@ -44,11 +29,11 @@ class TrainerRanks:
     """The training ranks: a group of actors for each role, which roles may share."""
 
     def __init__(
-        self, groups: Mapping[str, RayWorkerGroup], shardings: Mapping[str, BatchSharding] = {}
+        self, groups: Mapping[str, RayWorkerGroup], ranks_per_shard: Mapping[str, int] = {}
     ) -> None:
-        """`groups` and `shardings`, of a role's batches over its ranks, are by role."""
+        """By role: its ranks, and how many of them get the same sequences (by default one)."""
         self._group_of = groups
-        self._sharding_of = {role: shardings.get(role, BatchSharding()) for role in groups}
+        self._ranks_per_shard = {role: ranks_per_shard.get(role, 1) for role in groups}
         self.group = groups["actor"]
         self.groups = list(dict.fromkeys(groups.values()))
 
@@ -62,26 +47,30 @@ class TrainerRanks:
         This is (num_tokens,): log-probs of actor and reference, values of the critic; 0 outside the
         role's loss.
         """
-        group, sharding = self.group_of(role), self._sharding_of[role]
+        group = self.group_of(role)
         columns = {name: column for name, column in batch.tokens.items() if name in FORWARD_COLUMNS}
-        split, shards = sharding.shard(replace(batch, tokens=columns), len(group))
+        split, shards = self._shard(role, replace(batch, tokens=columns))
         results = group.begin_scatter(f"{role}.{FORWARD[role]}", shards)
         # All ranks of a shard return the same result: use the first's.
-        return lambda: join_tokens(results()[:: sharding.ranks_per_shard], split, batch)
+        return lambda: join_tokens(results()[:: self._ranks_per_shard[role]], split, batch)
 
     def update(self, role: str, mini_batch: TokenBatch) -> Metrics:
         """Take one optimizer step of a role; returns its global metrics."""
-        group = self.group_of(role)
-        shards = self._sharding_of[role].shard(mini_batch, len(group))[1]
-        return dict(group.begin_scatter(f"{role}.update", shards)()[0])
+        shards = self._shard(role, mini_batch)[1]
+        return dict(self.group_of(role).begin_scatter(f"{role}.update", shards)()[0])
 
     def begin_updates(self, role: str, minis: Sequence[TokenBatch]) -> Callable[[], list[Metrics]]:
         """Start several optimizer steps; returns a function that waits for their metrics."""
         # One call per rank: several pending calls might run in a different order on each rank.
-        group, sharding = self.group_of(role), self._sharding_of[role]
-        by_rank = zip(*(sharding.shard(mini, len(group))[1] for mini in minis), strict=True)
-        results = group.begin_scatter(f"{role}.updates", list(by_rank))
+        by_rank = zip(*(self._shard(role, mini)[1] for mini in minis), strict=True)
+        results = self.group_of(role).begin_scatter(f"{role}.updates", list(by_rank))
         return lambda: list(results()[0])
+
+    def _shard(self, role: str, batch: TokenBatch) -> tuple[Split, list[TokenBatch]]:
+        """Split a batch over a role's ranks; returns the split and each rank's shard."""
+        size = self._ranks_per_shard[role]
+        split = split_by_work(batch, len(self.group_of(role)) // size)
+        return split, [shard for shard in split.shards for _ in range(size)]
 
     def take_calls(self) -> dict[str, list[Call]]:
         """Return each rank's calls since the last time, by the rank's name."""

@@ -114,14 +114,6 @@ def test_prompts_are_skipped_where_ranks_share_them() -> None:
     assert skipped_prompts(Packing([7] * 4, [0] * 4, []), 2, 15) == []
 
 
-def test_pair_cost_gives_the_share_of_a_sequence_in_all_flops() -> None:
-    """Ranks are balanced by it: a token costs 1, attention `pair_cost` times the squared length."""
-    flops = ModelFlops(build(CONFIGS["qwen2, tied"])[1], adapter=1000)
-    packing = Packing(LENGTHS, [0] * len(LENGTHS), [], flops.shape.pair_cost(flops.adapter))
-    share = packing.work([0, 2]) / packing.work(range(4))
-    assert share == pytest.approx(flops.forward([12, 17], 0) / flops.forward(LENGTHS, 0))
-
-
 def test_a_critic_has_a_value_for_a_head() -> None:
     """The trunk, and one output for each target token."""
     lm, shape = build(CONFIGS["qwen2, tied"])

@@ -10,7 +10,7 @@ import torch
 from tests.core.batches import make_batch
 from verl.errors import SaveError
 from verl.single_controller.actors import ActorLocation
-from verl.trainer.ranks import FORWARD, BatchSharding, TrainerRanks
+from verl.trainer.ranks import FORWARD, TrainerRanks
 from verl.training.devices import PeakMemory
 
 
@@ -51,7 +51,7 @@ class FakeGroup:
 def ranks_of(group: Any, critic: Any = None, ranks_per_shard: int = 1) -> TrainerRanks:
     """Return the ranks of fake groups; `ranks_per_shard` is that of the actor."""
     groups = {"actor": group, "reference": group, "critic": group if critic is None else critic}
-    return TrainerRanks(groups, {"actor": BatchSharding(ranks_per_shard=ranks_per_shard)})
+    return TrainerRanks(groups, {"actor": ranks_per_shard})
 
 
 @pytest.mark.parametrize(("second_host", "fits"), [(79, True), (81, False)])
