@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-import math
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -179,16 +178,6 @@ BAD: Mapping[str, tuple[Change, str]] = {
     "layers 1 over 2": (config("num_hidden_layers", 1), "unexpected model.layers.1"),
     "layers 0": (config("num_hidden_layers", 0), "unexpected"),
     "layers -1": (config("num_hidden_layers", -1), "unexpected"),
-    "layers a billion": (config("num_hidden_layers", 10**9), "num_hidden_layers=1000000000"),
-    "eps below 0": (config("rms_norm_eps", -1.0), "rms_norm_eps=-1.0"),
-    "eps not a number": (config("rms_norm_eps", math.nan), "rms_norm_eps=nan"),
-    "rope of nothing": (
-        config("rope_scaling", {"rope_type": "linear", "factor": 0.0}), "factor=0.0 of the rotary",
-    ),
-    "theta 0": (
-        config("rope_parameters", {"rope_type": "default", "rope_theta": 0}),
-        "rope_theta=0 of the rotary",
-    ),
     "layers a word": (config("num_hidden_layers", "two"), "config.json: "),
     "heads 0": (config("num_attention_heads", 0), "config.json: "),
     "heads 3": (config("num_attention_heads", 3), "config.json: "),
@@ -271,10 +260,7 @@ BAD: Mapping[str, tuple[Change, str]] = {
     "template no Jinja": (template("{% for m in messages %}"), "chat template: "),
     "template of an unknown filter": (template("{{ messages | wobble }}"), "chat template: "),
     "template that reaches out": (template("{{ messages.__class__.__mro__[1].__subclasses__() }}"), "SecurityError"),
-    "template that loops": (template("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"), "takes more than"),
-    "template that counts": (template("{{ 10 ** 9999999999 }}"), "takes more than"),
     "template that calls itself": (template("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}"), "chat template: "),
-    "template that fills memory": (template("{{ 'x' * 99999999999 }}"), "chat template: "),
     "template that leaves the question out": (template("Hello"), "leaves the user's words out"),
     "template empty": (template("{# nothing #}"), "leaves the user's words out"),
     "template a number": (then(gone("chat_template.jinja"), entry("tokenizer_config.json", "chat_template", 5)), "chat template: "),

@@ -18,14 +18,12 @@ from search_r1.retrieval.engines import diagnostics
 from search_r1.retrieval.engines.replay import open_record
 from search_r1.retrieval.errors import SearchError
 from search_r1.rewards import build_reward
-from tests.bad_models import whole_model
 from tests.fakes import ByteTokenizer
 from verl.agent.wording import read_format
 from verl.data.rows import load_rows
-from verl.errors import DataError, ModelError, UserError
+from verl.errors import DataError, UserError
 from verl.ext.sft.demonstrations import load_demonstrations
 from verl.files import read_text
-from verl.model_files import read_config
 
 Reader = Callable[[str], object]
 READERS: dict[str, Reader] = {
@@ -73,20 +71,6 @@ def test_what_has_no_end_is_not_read(name: str, kind: str, tmp_path: Path) -> No
         READERS[name](str(path))
     assert str(path) in str(error.value) and "\n" not in str(error.value)
     assert "expected" in str(error.value)
-
-
-@pytest.mark.parametrize("name", ["tokenizer.json", "chat_template.jinja", "model.safetensors"])
-@pytest.mark.parametrize("kind", ["device", "pipe"])
-def test_no_file_of_a_model_is_without_end(name: str, kind: str, tmp_path: Path) -> None:
-    """Otherwise it would be read for ever, or the model be loaded without it."""
-    folder = whole_model(tmp_path / "model", 1_000_000)
-    (folder / name).unlink()
-    if kind == "device":
-        (folder / name).symlink_to("/dev/zero")
-    else:
-        os.mkfifo(folder / name)
-    with pytest.raises(ModelError, match=f"{name}, "):
-        read_config(str(folder))
 
 
 def test_a_text_is_read_up_to_its_bound(tmp_path: Path) -> None:

@@ -10,18 +10,11 @@ import datetime
 import functools
 import hashlib
 import json
-import math
-import multiprocessing
-import os
 import re
-import resource
-import signal
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 from safetensors import safe_open
 from torch import Tensor
@@ -48,10 +41,6 @@ FINGERPRINT_BYTES = 1 << 20
 """Bytes at each end of a weight file that go into its fingerprint."""
 FLOATS = ("F64", "F32", "BF16", "F16")
 """Floating-point dtypes, as safetensors headers name them."""
-COUNT_FIELDS = ("num_hidden_layers", "num_experts", "num_local_experts", "n_routed_experts")
-"""Config entries that hold numbers of layers or experts."""
-MAX_COUNT = 2000
-"""Maximum number of layers or experts: a model with far more would take forever to build."""
 QUESTION = "Where is Oslo?"
 SAMPLE = QUESTION + "  <answer>1234 Ünïcode\t日本 🙂</answer>\n\ndon't stop HERE, 3.14"
 """Text that tokenizers with the same vocabulary may still split differently."""
@@ -64,10 +53,6 @@ OWN_TEMPLATE_KWARGS = frozenset({
 TEMPLATE_DATE = datetime.date(2024, 7, 26)
 """The day that chat templates take for today (Llama 3's own, where there is no clock). The prompts
 of a run, its resume, its replay and its evaluations must not differ by the day."""
-TEMPLATE_S = 5.0
-"""CPU seconds that a chat template may take for one question."""
-TEMPLATE_BYTES = 1 << 30
-"""Bytes of memory that a chat template may use beyond this process's own."""
 
 
 class ModelProblem(ValueError):
@@ -126,32 +111,11 @@ def read_config(path: str, subject: str = "model path") -> PretrainedConfig:
             raise ModelProblem("a file" if folder.exists() else "no such folder")
         if not (folder / "config.json").is_file():
             raise ModelProblem("a folder without config.json")
-        for file in folder.iterdir():  # a pipe or device would be read forever, or ignored
-            if file.exists() and not (file.is_file() or file.is_dir()):
-                raise ModelProblem(f"{file.name}, which is not a regular file")
     with model_errors(path, "config.json", subject), quiet_transformers():
         config: PretrainedConfig = AutoConfig.from_pretrained(
             folder, trust_remote_code=trusts_remote_code(), local_files_only=True
         )
-        for name in COUNT_FIELDS:
-            count = getattr(config.get_text_config(), name, None) or 0
-            if count > MAX_COUNT:
-                raise ModelProblem(f"{name}={count}")
-        check_numbers(config.get_text_config())
         return config
-
-
-def check_numbers(text: PretrainedConfig) -> None:
-    """Raise ModelProblem for numbers that would make all outputs noise or NaN."""
-    for name, value in text.to_dict().items():
-        is_valid = not isinstance(value, int | float) or 0 <= value < 1  # false for NaN
-        if name.endswith(("_eps", "_epsilon")) and not is_valid:
-            raise ModelProblem(f"{name}={value}")
-    for parameters in rope_parameters(text):
-        for name in ("factor", "rope_theta"):
-            value = parameters.get(name)
-            if isinstance(value, int | float) and not 1.0 <= value < math.inf:
-                raise ModelProblem(f"{name}={value} of the rotary embeddings")
 
 
 def rope_parameters(text: PretrainedConfig) -> list[Mapping[str, Any]]:
@@ -399,40 +363,12 @@ def tokenizer_identity(tokenizer: Any) -> dict[str, str]:
 
 
 def check_template(tokenizer: Any, path: str, subject: str = "model path") -> None:
-    """Raise ModelError for a chat template that fails, does not finish, or drops the question."""
+    """Raise ModelError for a chat template that fails or drops the question."""
     if tokenizer.chat_template is None:
         return
-    context = multiprocessing.get_context("fork")  # in a child: it may hang inside a C call
-    receiver, sender = context.Pipe(duplex=False)
-    child = context.Process(target=_render, args=(tokenizer, sender), daemon=True)
-    child.start()
-    sender.close()
-    problem = f"takes more than {TEMPLATE_S:g} s for one question"
-    try:
-        if receiver.poll(20 * TEMPLATE_S):  # wall-clock limit, generous for a busy machine
-            problem = receiver.recv()
-    except EOFError:
-        pass  # the kernel killed the child at its CPU limit
-    child.kill()
-    child.join()
     with model_errors(path, "chat template", subject):
-        if problem:
-            raise ModelProblem(problem)
-
-
-def _render(tokenizer: Any, sender: Connection) -> None:
-    """Send the template's problem ("" for none); the kernel kills this process at its CPU limit."""
-    memory = psutil.Process().memory_info().vms + TEMPLATE_BYTES
-    _, hard = resource.getrlimit(resource.RLIMIT_AS)  # only root may raise the hard limit
-    memory = memory if hard == resource.RLIM_INFINITY else min(memory, hard)
-    resource.setrlimit(resource.RLIMIT_AS, (memory, hard))
-    signal.signal(signal.SIGVTALRM, signal.SIG_DFL)
-    signal.setitimer(signal.ITIMER_VIRTUAL, TEMPLATE_S)
-    try:
         text = tokenizer.apply_chat_template(
             [{"role": "user", "content": QUESTION}], tokenize=False, add_generation_prompt=True
         )
-        sender.send("" if QUESTION in text else "leaves the user's words out")
-    except Exception as error:  # noqa: BLE001 - it is reported to the parent
-        sender.send(describe_error(error))
-    os._exit(0)  # without the parent's exit handlers, which the fork inherited
+        if QUESTION not in text:
+            raise ModelProblem("leaves the user's words out")

@@ -10,7 +10,6 @@ import pyarrow.parquet
 import pytest
 
 from tests.bad_models import BAD, whole_model
-from verl import model_files
 from verl.config import Config
 from verl.data.prompts import load_prompts
 from verl.data.validation import lines, main, to_json, validate
@@ -136,10 +135,9 @@ def test_unknown_tokenizer_and_budgets_are_refused(
     "case", [case for case in BAD if case.startswith(("tokenizer", "template"))]
 )
 def test_a_model_s_bad_text_parts_are_refused_in_one_line(
-    case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Tokenizers and chat templates that cannot render a prompt (`tests/bad_models.py`)."""
-    monkeypatch.setattr(model_files, "TEMPLATE_S", 0.2)
     BAD[case][0](whole_model(tmp_path / "model"))
     assert main(["validate", "none.jsonl", "--model", str(tmp_path / "model")]) in (1, 2)
     printed = capsys.readouterr()
