@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import tyro
 
@@ -25,7 +25,8 @@ class SetOptions:
     hdfs_dir: str | None = None
     """also copy the folder to this path or URI (hdfs://, s3:// or gs://)"""
     template_type: str = "base"
-    """wording of the prompt; base is the paper's (docs/guides/data.md names the others)"""
+    """wording of the prompt; base is the paper's instruction in our words (docs/guides/data.md
+    names the others)"""
     local_dataset_path: Path | None = None
     """folder with <set>/<split>.jsonl, instead of the hub"""
     drop_bad_rows: bool = False
@@ -85,7 +86,8 @@ class OwnOptions:
     seed: Seed = 0
     """seed of the division"""
     template_type: str = "base"
-    """wording of the prompt; base is the paper's (docs/guides/data.md names the others)"""
+    """wording of the prompt; base is the paper's instruction in our words (docs/guides/data.md
+    names the others)"""
     answer_separator: str = "|"
     """separator of several answers in a csv field"""
     drop_bad_rows: bool = False
@@ -118,6 +120,26 @@ class CorpusOptions:
     """maximum number of words in a passage, as in wiki-18"""
 
 
+@dataclass(frozen=True, kw_only=True)
+class AuditOptions:
+    """The question files to audit, and the corpus that is searched."""
+
+    files: tyro.conf.Positional[tuple[Path, ...]]
+    """parquet or jsonl: rows of question files, or questions with their answers"""
+    corpus_path: Path
+    """corpus (jsonl) of the server"""
+    retriever_url: str = "http://127.0.0.1:8000/retrieve"
+    """retrieval server that searches for the questions"""
+    local_dir: Path = Path("data/audited")
+    """folder for the files with the new columns"""
+    topk: Annotated[int, Bounds(1)] = 3
+    """documents of each search"""
+    normalize: Literal["squad", "unicode"] = "squad"
+    """rule by which answers are looked for, as in `reward_model.normalize`"""
+    processes: Annotated[int, Bounds(1)] | None = None
+    """processes that scan the corpus; default: one for each core"""
+
+
 PACKAGE = "search_r1.datasets"
 RECIPES: dict[str, tuple[type, str, str]] = {
     "nq": (DirectOptions, "published:nq", "Natural Questions from memory: the direct baseline"),
@@ -132,6 +154,8 @@ RECIPES: dict[str, tuple[type, str, str]] = {
     "own_corpus": (CorpusOptions, "own:build_corpus", "a folder of texts as a corpus"),
     "small_hotpotqa": (HotpotOptions, "small_hotpotqa:build",
                        "HotpotQA questions with a small corpus"),
+    "audit": (AuditOptions, "audit:build", "question files with columns that say where the "
+              "evidence for each answer is in a corpus"),
 }  # fmt: skip
 """Options, build function and description of each recipe, by name."""
 

@@ -53,7 +53,7 @@ def prompt_writer(style: PromptStyle, template_type: str = BASE) -> PromptWriter
     from_file = style is PromptStyle.SEARCH and is_file(template_type)
     if not from_file and template_type not in template_types(style):
         expected = f"one of {', '.join(template_types(style))}"
-        fix = "leave it out for the paper's wording, or correct it"
+        fix = "leave it out for the default, or correct it"
         raise ConfigError(explain("--template_type", template_type, expected, fix))
     if style is PromptStyle.DIRECT:
         return lambda question, _: direct_prompt(question)

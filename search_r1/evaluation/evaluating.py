@@ -16,15 +16,23 @@ from tqdm import tqdm
 from transformers.utils import logging as transformers_logging
 
 from search_r1 import loops
+from search_r1.evaluation.grouping import by_labels, read_labels
 from search_r1.evaluation.manifest import build_manifest
 from search_r1.evaluation.methods import METHODS, method_agent
 from search_r1.evaluation.options import (
     CompareOptions,
+    ComparisonOptions,
     EvaluationOptions,
     ReportOptions,
     TableOptions,
 )
-from search_r1.evaluation.report import comparison_table, read_all, table, write_report
+from search_r1.evaluation.report import (
+    FinishedEvaluation,
+    comparison_table,
+    read_all,
+    table,
+    write_report,
+)
 from search_r1.evaluation.runner import Judge, Runner, Task, check_rows
 from search_r1.evaluation.samples import FAILED
 from search_r1.evaluation.store import REPORT, Store
@@ -180,13 +188,22 @@ def command_output(options: object) -> str:
             write_report(options.folder, options.pass_k, options.num_resamples, options.seed)
             return (options.folder / REPORT).read_text(encoding="utf-8")
         case CompareOptions():
-            first, second = read_all([options.first, options.second], is_mixed=options.mixed)
+            first, second = _finished([options.first, options.second], options)
             differences = compare(first.samples, second.samples, options.measure,
                                   num_resamples=options.num_resamples,
                                   seed=options.seed)  # fmt: skip
             return comparison_table(first, second, differences, options.measure)
         case TableOptions():
-            return table(options.folders, options.measure, is_mixed=options.mixed,
+            return table(_finished(options.folders, options), options.measure,
                          num_resamples=options.num_resamples, seed=options.seed,
                          paper=options.paper)  # fmt: skip
     raise AssertionError(f"got {options!r}, expected the options of a command")
+
+
+def _finished(folders: Sequence[Path], options: ComparisonOptions) -> list[FinishedEvaluation]:
+    """Read evaluations, with their questions by set or by a column. Raises UserError."""
+    evaluations = read_all(folders, is_mixed=options.mixed)
+    if options.by is None:
+        return evaluations
+    labels = read_labels(options.by_data, options.by)
+    return [by_labels(evaluation, labels) for evaluation in evaluations]

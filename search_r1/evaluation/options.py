@@ -119,8 +119,15 @@ class ComparisonOptions(BootstrapOptions):
     """the measure to compare: a name in metrics.json, except pass@k"""
     mixed: bool = False
     """allow different data or corpora side by side"""
+    by: str | None = None
+    """column of --by-data whose values group the questions instead of their sets, as `evidence`"""
+    by_data: tuple[Path, ...] = ()
+    """the question files that were evaluated, with that column (`search-r1 data audit`)"""
 
     def __post_init__(self) -> None:
+        if (self.by is None) != (not self.by_data):
+            got, fix = f"--by {self.by} with {len(self.by_data)} files", "give both, or none"
+            raise ConfigError(explain("--by", got, "a column and --by-data", fix))
         names = [measure.name for measure in MEASURES]
         if self.measure not in names:
             expected = f"one of {', '.join(names)}"
@@ -151,6 +158,9 @@ class TableOptions(ComparisonOptions):
         if self.paper and self.measure != "em":
             got, fix = f"--measure {self.measure}", "leave out --measure, or --paper"
             raise ConfigError(explain("--paper", got, "em, which the paper reports", fix))
+        if self.paper and self.by:
+            fix = "leave out --by, or --paper"
+            raise ConfigError(explain("--paper", f"--by {self.by}", "questions by set", fix))
         if not self.folders:
             fix = "give the --out of each evaluation"
             raise ConfigError(explain("table", "no folders", "one or more", fix))

@@ -236,19 +236,17 @@ def _row_facts(manifest: Manifest) -> dict[str, Any]:
 
 
 def table(
-    folders: Sequence[Path],
+    evaluations: Sequence[FinishedEvaluation],
     measure: str = "em",
     *,
-    is_mixed: bool = False,
     num_resamples: int = NUM_RESAMPLES,
     seed: int = 0,
     paper: str | None = None,
 ) -> str:
-    """Format settings, the measure by set, and search utility. Raises errors as `read_all` does.
+    """Format settings, the measure by set, and search utility.
 
     `paper` is a size of the published models, whose table is put before the evaluations' EM.
     """
-    evaluations = read_all(folders, is_mixed=is_mixed)
     parts = [_legend(evaluations), _measure_table(evaluations, measure, num_resamples, seed)]
     utilities = _utilities(evaluations, num_resamples, seed)
     if utilities:

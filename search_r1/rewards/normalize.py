@@ -141,6 +141,17 @@ _WITHOUT_SPACES = re.compile(
 """Thai, Lao, Tibetan, Burmese, Khmer, kana, Chinese characters, and Korean, which has particles."""
 
 
+_BETWEEN_SPACES = re.compile(rf"[^\W{_WITHOUT_SPACES.pattern[1:-1]}]+")
+
+
+def words_between_spaces(text: str) -> list[str]:
+    """Return the words of a normalised text, but for those in scripts without spaces between words.
+
+    A text that contains another one, as `contains` says, has all of its words.
+    """
+    return _BETWEEN_SPACES.findall(text)
+
+
 def _is_inside_word(text: str, position: int) -> bool:
     """Whether the characters before and after a position belong to the same word."""
     sides = text[max(position - 1, 0) : position + 1]

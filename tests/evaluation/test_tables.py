@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
+from search_r1.evaluation import report
 from search_r1.evaluation.__main__ import main
 from search_r1.evaluation.options import TableOptions
 from search_r1.evaluation.published import SETS
-from search_r1.evaluation.report import as_markdown, table
+from search_r1.evaluation.report import as_markdown, read_all
 from search_r1.evaluation.store import Store
 from search_r1.evaluation.summary import summarize
 from tests.evaluation.scripted import sample, search
@@ -32,8 +33,14 @@ def evaluation(folder: Path, ems: list[float], **changes: Any) -> Path:
     """Write a finished evaluation of four questions."""
     with Store(folder, copy.deepcopy(MANIFEST) | changes) as store:
         for i, em in enumerate(ems):
-            store.append(sample(f"dev.jsonl#{i}", em, searches=(search("q"),)))
+            row = sample(f"dev.jsonl#{i}", em, question=f"Who is {i}?", searches=(search("q"),))
+            store.append(row)
     return folder
+
+
+def table(folders: list[Path], *, is_mixed: bool = False, **options: Any) -> str:
+    """Return the table of evaluations in folders."""
+    return report.table(read_all(folders, is_mixed=is_mixed), **options)
 
 
 def test_the_table_names_model_and_corpus(tmp_path: Path) -> None:
@@ -206,3 +213,46 @@ def test_only_em_stands_beside_the_paper(tmp_path: Path) -> None:
     """The paper reports no other measure."""
     with pytest.raises(ConfigError, match="--paper"):
         TableOptions(folders=(tmp_path,), measure="f1", paper="7B")
+
+
+def audited(path: Path, kinds: list[str]) -> Path:
+    """Write a question file with a column, for the questions of `evaluation`."""
+    rows = [
+        {"prompt": "p", "data_source": "nq", "reward_model": {"ground_truth": "a"},
+         "question": f"Who is {i}?", "kind": kind}
+        for i, kind in enumerate(kinds)
+    ]  # fmt: skip
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_questions_are_grouped_by_a_column(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Sets give way to the values of the column, and all rows are as before."""
+    one = evaluation(tmp_path / "one", [1, 1, 1, 0])
+    file = audited(tmp_path / "audited.jsonl", ["span", "span", "yes_no", "yes_no"])
+    assert main(["table", str(one), "--by", "kind", "--by-data", str(file)]) == 0
+    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
+    assert rows[-3].split(" | ")[1:3] == ["kind=span", "kind=yes_no"]
+    assert [cell.split()[0] for cell in rows[-1].split(" | ")[1:]] == [
+        "100.0",
+        "50.0",
+        "75.0",
+        "75.0",
+    ]
+    assert main(["compare", str(one), str(one), "--by", "kind", "--by-data", str(file)]) == 0
+    assert "| kind=yes_no | 2 |" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("kinds", "column"), [(["span"] * 3, "kind"), (["span"] * 4, "level")], ids=["row", "column"]
+)
+def test_a_question_without_a_value_is_refused(
+    tmp_path: Path, kinds: list[str], column: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each question needs a row with the column, so that none is left out in silence."""
+    one = evaluation(tmp_path / "one", [1, 1, 1, 0])
+    file = audited(tmp_path / "audited.jsonl", kinds)
+    assert main(["table", str(one), "--by", column, "--by-data", str(file)]) == 2
+    assert "--by" in capsys.readouterr().err

@@ -14,6 +14,7 @@ import numpy as np
 
 from verl.agent.dialogue import CHARS_PER_TOKEN
 from verl.config import Config
+from verl.data.columns import ALL_ROWS, Columns
 from verl.data.outside import neutral_rows
 from verl.data.records import MAX_QUOTE, short_repr
 from verl.data.rows import Row, load_rows
@@ -123,17 +124,19 @@ def num_tokens(prompt: Prompt, limit: int) -> str:
 
 def load_prompts(
     config: Config, files: str | Sequence[str], num_rows: int | None, tokenizer: Tokenizer,
-    tools: Sequence[Schema] = (), reserved: Sequence[str] = (),
+    tools: Sequence[Schema] = (), reserved: Sequence[str] = (), columns: Columns = ALL_ROWS,
 ) -> list[Prompt]:  # fmt: skip
     """Load the training or validation prompts of a run by its `data` options, in file order.
 
     `reserved`: control tokens that rows may not contain (`verl.data.outside.strings_of_rows`).
+    `columns` choose the rows, of which `num_rows` are used.
 
     Prompts over `max_start_length` are left out and counted in the log. Raises DataError for
     malformed rows, and if no prompt is left.
     """
     limit = config.data.max_start_length
-    rows = choose(load_rows(files), num_rows, config.trainer.seed)
+    rows = columns.matching(load_rows(files, columns=columns.names))
+    rows = choose(rows, num_rows, config.trainer.seed)
     rows = neutral_rows(rows, reserved)
     if hopeless := [row.uid for row in rows if not any(map(can_be_given, row.ground_truth))]:
         logger.warning("%d of %d rows have no answer that exact match can accept, such as %s",

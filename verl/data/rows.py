@@ -8,8 +8,8 @@ any format. This module needs no tokenizer.
 
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -63,24 +63,30 @@ def file_list(files: str | Sequence[str]) -> list[str]:
     return [files] if isinstance(files, str) else [str(file) for file in files]
 
 
-def load_rows(files: str | Sequence[str], prompt_key: str = "prompt") -> list[Row]:
+def load_rows(
+    files: str | Sequence[str], prompt_key: str = "prompt", columns: Collection[str] = ()
+) -> list[Row]:
     """Read and check every row of parquet or jsonl files, in order.
 
-    Raises DataError for a file that is missing, unreadable, empty or given twice, and for the first
-    malformed row, with its number.
+    Further `columns`, where a row has them, are added to its `extra_info`. Raises DataError for a
+    file that is missing, unreadable, empty or given twice, and for the first malformed row, with
+    its number.
     """
     rows = []
-    for row in scan_rows(files, prompt_key):
+    for row in scan_rows(files, prompt_key, columns):
         if isinstance(row, BadRow):
             raise DataError(f"{row.problem} (all of them: python -m verl.data validate {row.file})")
         rows.append(row)
     return rows
 
 
-def scan_rows(files: str | Sequence[str], prompt_key: str = "prompt") -> Iterator[Row | BadRow]:
+def scan_rows(
+    files: str | Sequence[str], prompt_key: str = "prompt", columns: Collection[str] = ()
+) -> Iterator[Row | BadRow]:
     """Yield every row of the files in order, malformed ones as `BadRow`, so that all can be listed.
 
-    Raises DataError for a file that cannot be used at all, as `load_rows` does.
+    `columns` are those of `load_rows`. Raises DataError for a file that cannot be used at all, as
+    that does.
     """
     paths = file_list(files)
     if not paths:
@@ -92,11 +98,16 @@ def scan_rows(files: str | Sequence[str], prompt_key: str = "prompt") -> Iterato
     for path, name in zip(paths, names, strict=True):
         shown = name if names.count(name) == 1 else path
         required = (prompt_key, "data_source", "reward_model")
-        for number, record in read_records(path, required, (*required, "extra_info", "question")):
+        wanted = (*required, "extra_info", "question", *columns)
+        for number, record in read_records(path, required, wanted):
             if isinstance(record, BadRow):
                 yield record
             else:
-                yield _check_row(record, path, shown, number, prompt_key)
+                row = check_row(record, path, shown, number, prompt_key)
+                further = {name: record[name] for name in columns if name in record}
+                if further and isinstance(row, Row):
+                    row = replace(row, extra_info={**row.extra_info, **further})
+                yield row
 
 
 def read_records(
@@ -130,7 +141,9 @@ def read_records(
         raise DataError(explain(path, "no rows", "at least one", "build the file again"))
 
 
-def _check_row(record: Any, path: str, name: str, number: int, prompt_key: str) -> Row | BadRow:
+def check_row(
+    record: Any, path: str, name: str, number: int, prompt_key: str = "prompt"
+) -> Row | BadRow:
     """Convert a raw row of `path` to a `Row` of the file `name`, or return a `BadRow`."""
     if not isinstance(record, dict):
         return BadRow.at(path, number, "", short_repr(record), "an object")

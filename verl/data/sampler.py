@@ -1,10 +1,27 @@
 """The order of the training data: batches of row numbers, resumable at any position."""
 
 from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 import numpy as np
 
 from verl.errors import ConfigError, explain
+
+
+class Sampler(Protocol):
+    """What chooses the rows of each batch."""
+
+    def next_batch(self) -> list[int]:
+        """Return the row numbers of the next batch, which are all different."""
+        ...
+
+    def state_dict(self) -> dict[str, int]:
+        """Return the position of the next batch."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Continue at a saved position. Raises UserError for other rows or batch size."""
+        ...
 
 
 class PromptSampler:

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from verl.config import Config
+from verl.data.columns import ALL_ROWS, Columns
 from verl.data.rows import load_rows
 from verl.errors import DataError, UserError, explain
 
@@ -13,12 +14,13 @@ def problems(config: Config) -> Iterator[UserError]:
         return
     data = config.data
     train_rows = 1 if config.trainer.val_only else data.train_batch_size
-    for key, files, limit, min_rows in (
-        ("train", data.train_files, data.train_data_num, train_rows),
-        ("val", data.val_files, data.val_data_num, 1),
+    of_training = Columns.of_training(data)
+    for key, files, limit, min_rows, columns in (
+        ("train", data.train_files, data.train_data_num, train_rows, of_training),
+        ("val", data.val_files, data.val_data_num, 1, ALL_ROWS),
     ):
         try:
-            num_rows = len(load_rows(files))
+            num_rows = len(columns.matching(load_rows(files, columns=columns.names)))
         except DataError as error:
             yield DataError(f"data.{key}_files: {error}")
             continue

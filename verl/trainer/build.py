@@ -20,7 +20,7 @@ from verl.checkpoint.folders import RunState
 from verl.checkpoint.saver import Saver
 from verl.config import Config
 from verl.core_algos.kl import KLController
-from verl.data.sampler import PromptSampler
+from verl.data.sampler import PromptSampler, Sampler
 from verl.errors import ConfigError, explain
 from verl.rewards.interface import RewardFn, RewardManager, adapted
 from verl.rollout.replica import RolloutReplica
@@ -188,13 +188,8 @@ def build_source(parts: Parts) -> Source:
         from verl.ext.recorded import RecordedCollector  # noqa: PLC0415 - only where asked for
 
         return RecordedCollector(config, parts.reward_manager)
-    data, prompts = config.data, inputs.train_prompts
-    sampler = PromptSampler(
-        len(prompts),
-        data.train_batch_size,
-        shuffle=data.shuffle_train_dataloader,
-        seed=config.trainer.seed,
-    )
+    prompts = inputs.train_prompts
+    sampler = build_sampler(config, prompts)
     measures = [module.measure for module in map(plugins.optional, MEASURES) if module is not None]
     sources = config, parts.rollout, prompts, sampler, parts.reward_manager, measures
     overlaps = config.actor_rollout_ref.rollout.max_staleness > 0
@@ -206,6 +201,18 @@ def build_source(parts: Parts) -> Source:
             source.fetch_finished = parts.rollouts.fetch_finished
         return source
     return RolloutCollector(*sources)
+
+
+def build_sampler(config: Config, prompts: Sequence[Prompt]) -> Sampler:
+    """Build what orders the training rows: shuffled epochs, or draws by weight."""
+    data, seed = config.data, config.trainer.seed
+    if data.weight_column is None:
+        shuffle = data.shuffle_train_dataloader
+        return PromptSampler(len(prompts), data.train_batch_size, shuffle=shuffle, seed=seed)
+    from verl.ext.weighted import WeightedSampler  # noqa: PLC0415 - only where asked for
+
+    weights = [prompt.extra_info[data.weight_column] for prompt in prompts]
+    return WeightedSampler(weights, data.train_batch_size, seed)
 
 
 def replica_class(config: Config) -> type[RolloutReplica]:

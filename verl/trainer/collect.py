@@ -14,7 +14,7 @@ from verl.checkpoint.folders import RunState
 from verl.config import Config
 from verl.core_algos.chosen import advantage_estimator
 from verl.core_algos.jagged import ROUNDING
-from verl.data.sampler import PromptSampler
+from verl.data.sampler import Sampler
 from verl.monitor.performance import Timings
 from verl.rewards.interface import Reward, RewardManager
 from verl.rollout.rollouts import Rollouts
@@ -131,7 +131,7 @@ class RolloutCollector(Source):
     config: Config
     rollout: Rollouts
     prompts: Sequence[Prompt]
-    sampler: PromptSampler
+    sampler: Sampler
     reward: RewardManager
     measures: Sequence[Measure] = ()
     sampled: Samples = field(init=False, default_factory=Samples)

@@ -23,6 +23,7 @@ from verl.agent.environment import Environment, no_tools
 from verl.checkpoint import folders
 from verl.config import Config, cli
 from verl.core_algos.kl import AdaptiveKLController, FixedKLController, KLController
+from verl.data.columns import Columns
 from verl.data.outside import strings_of_rows
 from verl.data.prompts import load_prompts
 from verl.data.sampler import num_batches
@@ -126,7 +127,10 @@ def read_prompts(config: Config, environment: Environment, tokenizer: Any) -> Pr
     """Read the questions for training and validation. Raises DataError or ConfigError."""
     data, format = config.data, build_format(config, environment, tokenizer)
     wording = format.schemas, strings_of_rows(tokenizer, format.tags)
-    train = load_prompts(config, data.train_files, data.train_data_num, tokenizer, *wording)
+    columns = Columns.of_training(data)
+    train = load_prompts(
+        config, data.train_files, data.train_data_num, tokenizer, *wording, columns
+    )
     val = load_prompts(config, data.val_files, data.val_data_num, tokenizer, *wording)
     check_prompts(format, itertools.chain(train, val))
     return train, val
