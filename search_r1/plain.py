@@ -6,6 +6,7 @@ Otherwise a document's title could clear the screen, write to the clipboard or f
 import json
 import logging
 import re
+from collections.abc import Sequence
 from typing import Any
 
 from verl.errors import redact
@@ -40,3 +41,10 @@ def configure_logging(level: int, log_format: str) -> None:
     handler = logging.StreamHandler()
     handler.setFormatter(PlainFormatter(log_format))
     logging.basicConfig(level=level, handlers=[handler])
+
+
+def markdown_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Format a Markdown table; vertical bars within cells are escaped."""
+    lines = [heads, ["---"] * len(heads), *rows]
+    escaped = ([text.replace("|", "\\|") for text in line] for line in lines)
+    return "\n".join(f"| {' | '.join(line)} |" for line in escaped) + "\n"

@@ -140,6 +140,18 @@ class AuditOptions:
     """processes that scan the corpus; default: one for each core"""
 
 
+@dataclass(frozen=True, kw_only=True)
+class DifficultyOptions:
+    """The question files, and evaluations of them with several samples for each question."""
+
+    files: tyro.conf.Positional[tuple[Path, ...]]
+    """parquet or jsonl files that were evaluated"""
+    evaluations: tuple[Path, ...] = ()
+    """the --out of each `search-r1 evaluate --n 8 --temperature 1`"""
+    local_dir: Path = Path("data/rated")
+    """folder for the files with the new columns"""
+
+
 PACKAGE = "search_r1.datasets"
 RECIPES: dict[str, tuple[type, str, str]] = {
     "nq": (DirectOptions, "published:nq", "Natural Questions from memory: the direct baseline"),
@@ -156,6 +168,8 @@ RECIPES: dict[str, tuple[type, str, str]] = {
                        "HotpotQA questions with a small corpus"),
     "audit": (AuditOptions, "audit:build", "question files with columns that say where the "
               "evidence for each answer is in a corpus"),
+    "difficulty": (DifficultyOptions, "difficulty:build", "question files with a column of pass "
+                   "rates"),
 }  # fmt: skip
 """Options, build function and description of each recipe, by name."""
 

@@ -29,6 +29,7 @@ from search_r1.evaluation.summary import (
     summarize,
 )
 from search_r1.inference.opening import CONTROLS
+from search_r1.plain import markdown_table
 from search_r1.rewards.normalize import RULES
 from verl.errors import ConfigError, explain
 from verl.files import atomic_write
@@ -161,13 +162,6 @@ def _interval(name: str, interval: Interval | None, sign: str = "") -> str:
     if interval is None:
         return "–"
     return f"[{_number(name, interval.low, sign)}, {_number(name, interval.high, sign)}]"
-
-
-def markdown_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Format a Markdown table; vertical bars within cells are escaped."""
-    lines = [heads, ["---"] * len(heads), *rows]
-    escaped = ([text.replace("|", "\\|") for text in line] for line in lines)
-    return "\n".join(f"| {' | '.join(line)} |" for line in escaped) + "\n"
 
 
 WITHOUT_DOCUMENTS = ("empty", "random")

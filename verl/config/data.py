@@ -22,8 +22,9 @@ class DataConfig:
     val_data_num: int | None = option(None, resume="logged", ge=1)
     """Number of validation rows to use, chosen at random by seed; null uses all."""
     filter: dict[str, Any] = option(factory=dict, resume="fixed")
-    """Train only on rows whose columns have these values, or one of a list of them, such as
-    {evidence: [topk, linked]}; a column may also be a key of `extra_info`. {} uses all rows."""
+    """Train only on rows whose columns have these values, one of a list, or a number within bounds:
+    {evidence: [topk, linked], pass_rate: {gt: 0, lt: 1}}. A column may also be a key of
+    `extra_info`. {} uses all rows."""
     weight_column: str | None = option(None, resume="fixed")
     """Draw each batch at random by the weights in this column of the training rows, 0 or more: a
     row of weight 3 is drawn about three times as often as one of weight 1. A batch never has a row

@@ -2,9 +2,10 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
+from verl.bounds import Bounds
 from verl.config.data import DataConfig
 from verl.data.records import short_repr
 from verl.data.rows import Row
@@ -16,7 +17,7 @@ class Columns:
     """Which rows are used, by `data.filter`, and the column of their weights, if any."""
 
     wanted: Mapping[str, Any] = field(default_factory=dict)
-    """A value, or a list of values, by column."""
+    """A value, a list of values, or bounds of a number (`ge`, `gt`, `le`, `lt`), by column."""
     weight: str | None = None
 
     @classmethod
@@ -53,6 +54,8 @@ class Columns:
 
     def _has(self, row: Row, name: str) -> bool:
         wanted, value = self.wanted[name], row.extra_info[name]
+        if isinstance(wanted, Mapping):
+            return _is_number(value) and value in _bounds(name, wanted)
         values = wanted if isinstance(wanted, list | tuple) else [wanted]
         return any(v == value and isinstance(v, bool) == isinstance(value, bool) for v in values)
 
@@ -64,11 +67,24 @@ class Columns:
         if self.weight is None:
             return
         value = row.extra_info[self.weight]
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not is_number or not 0 <= value < math.inf:
+        if not _is_number(value) or not 0 <= value < math.inf:
             expected, fix = "a number, 0 or more", "correct it, or leave the row out"
             subject = f"{row.uid}, {self.weight} (data.weight_column)"
             raise DataError(explain(subject, short_repr(value), expected, fix))
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _bounds(name: str, wanted: Mapping[str, Any]) -> Bounds:
+    """Return bounds as numbers. Raises DataError for others."""
+    known = [field.name for field in fields(Bounds)]
+    if not wanted.keys() <= set(known) or not all(map(_is_number, wanted.values())):
+        expected = f"numbers by {', '.join(known)}"
+        fix = f"data.filter={{{name}: {{gt: 0, lt: 1}}}}"
+        raise DataError(explain(f"data.filter, {name}", dict(wanted), expected, fix))
+    return Bounds(**wanted)
 
 
 ALL_ROWS = Columns()

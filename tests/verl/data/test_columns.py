@@ -36,6 +36,8 @@ def chosen(file: str, columns: Columns) -> str:
         ({"evidence": ["topk", "linked"]}, "ab"),
         ({"evidence": [None, "topk"], "weight": 1}, "ad"),
         ({"data_source": "nq", "split": "train"}, "abcd"),
+        ({"weight": {"gt": 0, "le": 1}}, "ad"),
+        ({"weight": {"ge": 0, "lt": 3.0}, "evidence": ["topk", "nowhere"]}, "ac"),
     ],
 )
 def test_rows_with_the_wanted_values_are_left(
@@ -56,6 +58,9 @@ def test_rows_with_the_wanted_values_are_left(
         (Columns({"evidense": "topk"}), "data.filter"),
         (Columns({"evidence": "top"}), "data.filter"),
         (Columns({"weight": True}), "data.filter"),
+        (Columns({"weight": {"min": 1}}), "data.filter"),
+        (Columns({"weight": {"ge": "1"}}), "data.filter"),
+        (Columns({"evidence": {"ge": 0}}), "data.filter"),
         (Columns(weight="share"), "data.weight_column"),
         (Columns(weight="evidence"), "data.weight_column"),
     ],
