@@ -17,18 +17,13 @@ GLOBAL_UNICAST = ipaddress.IPv6Network("2000::/3")
 unique local, multicast, IPv4-mapped ..."""
 NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
 """Prefix of NAT64 gateways; the embedded IPv4 address is checked instead."""
-SPECIAL = tuple(
+SERVICES = tuple(
     ipaddress.ip_network(network)
     for network in (
-        # IANA's registries of special-purpose addresses, including those that are reachable: these
-        # are network services (AS112, AMT, 6to4, Teredo), not web servers.
-        "0.0.0.0/8", "10.0.0.0/8", "100.64.0.0/10", "127.0.0.0/8", "169.254.0.0/16",
-        "172.16.0.0/12", "192.0.0.0/24", "192.0.2.0/24", "192.31.196.0/24", "192.52.193.0/24",
-        "192.88.99.0/24", "192.168.0.0/16", "192.175.48.0/24", "198.18.0.0/15", "198.51.100.0/24",
-        "203.0.113.0/24", "240.0.0.0/4",
-        "2001::/23", "2001:db8::/32", "2002::/16", "2620:4f:8000::/48", "3fff::/20",
-        "224.0.0.0/4",  # multicast, which is in a separate registry
-        "168.63.129.16/32",  # public, but an internal service of a cloud
+        # Special, but global for Python: AMT, AS112, 6to4 and its relays, Teredo and others.
+        "192.0.0.0/24", "192.31.196.0/24", "192.52.193.0/24", "192.88.99.0/24", "192.175.48.0/24",
+        "2001::/23", "2002::/16", "2620:4f:8000::/48", "3fff::/20",
+        "168.63.129.16/32",  # an internal service of a cloud
     )
 )  # fmt: skip
 
@@ -68,4 +63,5 @@ def is_public(address: Address) -> bool:
             address = ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)
         elif address not in GLOBAL_UNICAST or address.scope_id is not None:
             return False
-    return not any(address in network for network in SPECIAL)
+    is_service = any(address in network for network in SERVICES)
+    return address.is_global and not address.is_multicast and not is_service

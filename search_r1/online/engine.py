@@ -13,8 +13,8 @@ from cachetools import LRUCache
 
 from search_r1.online.addresses import AddressPolicy
 from search_r1.online.fetch import Deadline, PageError, PageFetcher
-from search_r1.online.pages import EXTRACTORS, truncate
-from search_r1.online.services import SERVICES, SearchRequest, SearchResult
+from search_r1.online.pages import EXTRACTORS
+from search_r1.online.services import SERVICES, SearchRequest, SearchResult, truncate
 from search_r1.online.upstream import Upstream, read_credentials
 from search_r1.retrieval.engines.base import Retriever, stage
 from search_r1.retrieval.errors import SetupError, install_command

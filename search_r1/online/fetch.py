@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import ssl
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -12,25 +13,19 @@ import httpx
 
 from search_r1.loops import LoopThread
 from search_r1.online.addresses import AddressPolicy, AddressRefused
-from search_r1.online.exchange import decompress
 
 MAX_REDIRECTS = 5
-REDIRECTS = frozenset({301, 302, 303, 307, 308})
 NUM_LOOKUPS = 16
 """Threads that resolve host names, since the system's resolver has no timeout."""
 TYPES = ("text/html", "text/plain")
+ENCODINGS = ("identity", "gzip")
+"""What httpx decodes; some servers compress although it is not asked for."""
 HEADERS = {
     "User-Agent": "Mozilla/5.0 (compatible; search-r1)",
     "Accept": "text/html, text/plain;q=0.9",
     "Accept-Encoding": "identity",
 }
-FAILURES = (
-    httpcore.NetworkError,
-    httpcore.ProtocolError,
-    httpcore.UnsupportedProtocol,
-    AddressRefused,
-    OSError,
-)
+FAILURES = (httpx.HTTPError, httpx.InvalidURL, AddressRefused, OSError, ValueError)
 
 
 class PageError(Exception):
@@ -84,7 +79,7 @@ class PageFetcher:
         """Fetch the page at `url`, following redirects, within `deadline`; raises PageError."""
         try:
             return self._loop.run(self._fetch(url, deadline))
-        except (httpcore.TimeoutException, TimeoutError) as error:
+        except (httpx.TimeoutException, TimeoutError) as error:
             raise PageError(deadline.message) from error
         except FAILURES as error:
             raise PageError(f"{type(error).__name__}: {error}") from error
@@ -98,41 +93,37 @@ class PageFetcher:
         async with (
             contextlib.aclosing(_CheckedBackend(self._policy, self._lookups)) as backend,
             asyncio.timeout(deadline.remaining()),
+            httpx.AsyncClient(
+                transport=_Transport(self._tls, backend),
+                headers=HEADERS,
+                follow_redirects=True,
+                max_redirects=MAX_REDIRECTS,
+                timeout=None,
+                trust_env=False,
+            ) as client,
+            client.stream("GET", url, auth=lambda request: request) as response,
         ):
-            for _ in range(MAX_REDIRECTS + 1):
-                async with httpcore.AsyncConnectionPool(
-                    self._tls, network_backend=backend
-                ) as connection:
-                    page_or_url = await self._get(connection, _parse_url(url))
-                if isinstance(page_or_url, Page):
-                    return page_or_url
-                url = page_or_url
-        raise PageError(f"more than {MAX_REDIRECTS} redirects")
-
-    async def _get(self, connection: httpcore.AsyncConnectionPool, url: httpx.URL) -> Page | str:
-        """Return the page, or the URL that it redirects to."""
-        target = httpcore.URL(
-            scheme=url.raw_scheme, host=url.raw_host, port=url.port, target=url.raw_path
-        )
-        headers = [*HEADERS.items(), ("Host", url.netloc.decode())]
-        async with connection.stream("GET", target, headers=headers) as response:
-            fields = httpx.Headers(response.headers)
-            if response.status in REDIRECTS and "Location" in fields:
-                return str(_parse_url(fields["Location"], url))
-            if response.status != 200:
-                raise PageError(f"status {response.status}")
-            media_type, charset = _content_type(fields)
+            if response.status_code != 200:
+                raise PageError(f"status {response.status_code}")
+            media_type = response.headers.get("Content-Type", "").partition(";")[0].strip()
+            if media_type.lower() not in TYPES:
+                raise PageError(f"type {media_type!r}; pages must be {' or '.join(TYPES)}")
+            if (encoding := response.headers.get("Content-Encoding", "gzip")) not in ENCODINGS:
+                raise PageError(f"encoding {encoding!r}, which was not asked for")
             body = bytearray()
-            async for chunk in response.aiter_stream():
+            async for chunk in response.aiter_bytes():
                 body += chunk
                 if len(body) >= self._max_bytes:
                     break
-        encoding = fields.get("Content-Encoding", "")
-        try:
-            content = decompress(bytes(body[: self._max_bytes]), encoding, self._max_bytes)
-            return Page(content, media_type, charset)
-        except ValueError as error:
-            raise PageError(str(error)) from error
+            content = bytes(body[: self._max_bytes])
+            return Page(content, media_type.lower(), response.charset_encoding)
+
+
+class _Transport(httpx.AsyncHTTPTransport):
+    """httpx's own transport, with connections that `backend` makes."""
+
+    def __init__(self, tls: ssl.SSLContext, backend: httpcore.AsyncNetworkBackend) -> None:
+        self._pool = httpcore.AsyncConnectionPool(tls, network_backend=backend)
 
 
 class _CheckedBackend(httpcore.AnyIOBackend):
@@ -158,24 +149,3 @@ class _CheckedBackend(httpcore.AnyIOBackend):
             except httpcore.ConnectError as error:
                 failure = error
         raise failure or AddressRefused(f"{host!r} has no address")
-
-
-def _parse_url(url: str, base: httpx.URL | None = None) -> httpx.URL:
-    """Parse an http(s) URL, relative to `base`; raises PageError."""
-    try:
-        parsed = base.join(url) if base else httpx.URL(url)
-        host = parsed.host  # decodes the name, which may raise an error
-    except (httpx.InvalidURL, ValueError) as error:
-        raise PageError(f"not an address: {error}") from error
-    if parsed.scheme not in ("http", "https") or not host:
-        raise PageError(f"scheme {parsed.scheme!r}; pages are fetched by http and https")
-    return parsed
-
-
-def _content_type(fields: httpx.Headers) -> tuple[str, str | None]:
-    """Return media type and charset; raises PageError for types other than text."""
-    media_type, *parameters = (part.strip() for part in fields.get("Content-Type", "").split(";"))
-    if media_type.lower() not in TYPES:
-        raise PageError(f"type {media_type!r}; pages must be {' or '.join(TYPES)}")
-    pairs: dict[str, Any] = {p.partition("=")[0].lower(): p.partition("=")[2] for p in parameters}
-    return media_type.lower(), pairs.get("charset", "").strip("\"'") or None

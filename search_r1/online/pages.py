@@ -127,16 +127,3 @@ def visit(
         return EXTRACTORS.extract(fetcher.fetch(url, deadline), deadline, with_title=True)
     finally:
         fetcher.close()
-
-
-def truncate(text: str, max_chars: int) -> str:
-    """Truncate `text` to at most `max_chars` characters, at white space if there is any."""
-    if len(text) <= max_chars:
-        return text
-    head = text[:max_chars]
-    if text[max_chars].isspace():
-        return head.rstrip()
-    if head[-1:].isspace():
-        return head.rstrip() or head
-    words = head.rsplit(None, 1)
-    return words[0] if len(words) == 2 else head

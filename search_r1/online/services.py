@@ -81,14 +81,24 @@ class SearchService:
     def shorten(self, query: str) -> str:
         """Return `query` on one line, truncated at a word to the limits of the service."""
         text = " ".join(well_formed(query).split()[: self.max_query_words])
-        if len(text) <= self.max_query_chars:
-            return text
-        head, space, _ = text[: self.max_query_chars + 1].rpartition(" ")
-        return head if space else text[: self.max_query_chars]
+        return truncate(text, self.max_query_chars)
 
     @property
     def variables(self) -> tuple[str, ...]:
         return tuple(v for v in (self.key_variable, self.setting_variable) if v is not None)
+
+
+def truncate(text: str, max_chars: int) -> str:
+    """Truncate `text` to at most `max_chars` characters, at white space if there is any."""
+    if len(text) <= max_chars:
+        return text
+    head = text[:max_chars]
+    if text[max_chars].isspace():
+        return head.rstrip()
+    if head[-1:].isspace():
+        return head.rstrip() or head
+    words = head.rsplit(None, 1)
+    return words[0] if len(words) == 2 else head
 
 
 def text_of(item: Mapping[str, Json], name: str) -> str:

@@ -13,7 +13,8 @@ from search_r1.online import engine as online_engine
 from search_r1.online.addresses import AddressPolicy
 from search_r1.online.engine import OnlineRetriever, open_online
 from search_r1.online.fetch import PageError
-from search_r1.online.pages import truncate, visit
+from search_r1.online.pages import visit
+from search_r1.online.services import truncate
 from search_r1.retrieval.engines.base import collect
 from search_r1.retrieval.settings import OnlineConfig
 from tests.online.article import ARTICLE, SENTENCES
