@@ -54,7 +54,7 @@ class FaissConfig:
 
 @dataclass(frozen=True)
 class TorchConfig:
-    """The exact torch backend, which reads a FAISS Flat index without FAISS."""
+    """The exact torch backend, which searches a FAISS Flat index without FAISS."""
 
     dense_engine: str = "faiss"
     """faiss, or torch for exact search of a Flat index"""

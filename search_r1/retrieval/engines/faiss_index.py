@@ -5,8 +5,6 @@ file can end the process that reads it; --verify finds that before, by the manif
 """
 
 import logging
-import re
-import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +17,13 @@ from search_r1.retrieval.encoder import Encoder
 from search_r1.retrieval.encoders.families import Vectors
 from search_r1.retrieval.engines.base import Retriever
 from search_r1.retrieval.engines.dense import open_dense
-from search_r1.retrieval.engines.flat_file import is_flat, read_shape
+from search_r1.retrieval.engines.flat_file import METRICS, read_index, reason_of
 from search_r1.retrieval.errors import IndexMismatch, SetupError
 from search_r1.retrieval.settings import FaissConfig, RetrieverConfig
 
 logger = logging.getLogger(__name__)
 
 Rows = npt.NDArray[np.int64]
-METRICS = {faiss.METRIC_INNER_PRODUCT: "ip", faiss.METRIC_L2: "l2"}
 BLAS_QUERIES = 4
 """Minimum number of queries for which a Flat index multiplies matrices. FAISS 1.15 defaults to
 128,000 and computes one pair of vectors at a time below that: with a million vectors, 64 queries
@@ -37,14 +34,6 @@ NO_HIT = -1
 """Id by which FAISS pads the results of a query with fewer hits; no other id is negative."""
 RESCORE_QUERIES = 64
 """Queries whose candidates are scored again at a time, which bounds the memory."""
-SIGNATURE = re.compile(r"^Error in .* at \S+:\d+: (?:Error: )?", re.DOTALL)
-"""The beginning of FAISS's messages: function with its C++ types, file and line."""
-
-
-def reason_of(error: Exception) -> str:
-    """Return FAISS's message in one short line."""
-    text = SIGNATURE.sub("", str(error)) or type(error).__name__
-    return textwrap.shorten(text, 200)
 
 
 class FaissIndex:
@@ -75,21 +64,7 @@ class FaissIndex:
     @classmethod
     def open(cls, path: Path, config: FaissConfig) -> "FaissIndex":
         """Memory-map the file; raises SetupError if FAISS cannot read it, or not search it here."""
-        if is_flat(path):
-            read_shape(path)
-        try:
-            index = faiss.read_index(str(path), faiss.IO_FLAG_MMAP_IFC)
-        except (RuntimeError, MemoryError) as error:
-            raise SetupError(
-                f"{path} cannot be read by FAISS ({reason_of(error)}); expected a complete index "
-                "file: build or download it again"
-            ) from error
-        if index.metric_type not in METRICS:
-            raise SetupError(
-                f"{path} has FAISS metric {index.metric_type}; expected inner product (0) or L2 "
-                "(1): build it again with index_builder"
-            )
-        return cls(index, config, path)
+        return cls(read_index(path), config, path)
 
     def load(self, corpus: Corpus, encoder: Encoder) -> None:
         """Move the index to the GPUs if configured; raises SetupError if there are none."""

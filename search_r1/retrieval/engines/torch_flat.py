@@ -1,4 +1,4 @@
-"""Exact dense search with torch over a FAISS Flat index, on CPU or GPUs, without FAISS.
+"""Exact dense search with torch over a FAISS Flat index, on CPU or GPUs.
 
 The file is read into shards of float32, float16, bfloat16 or int8; the recall of a smaller dtype is
 measured meanwhile. Scores of all rows only choose candidates, since their rounding depends on tile

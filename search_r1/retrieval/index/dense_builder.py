@@ -15,7 +15,8 @@ import numpy.typing as npt
 from search_r1.retrieval.corpus import Corpus
 from search_r1.retrieval.encoder import Encoder, HashEncoder, open_encoder
 from search_r1.retrieval.engines.dense import VECTORS_NAME, probe
-from search_r1.retrieval.engines.faiss_index import check_gpu, reason_of
+from search_r1.retrieval.engines.faiss_index import check_gpu
+from search_r1.retrieval.engines.flat_file import reason_of
 from search_r1.retrieval.errors import IndexMismatch, SetupError
 from search_r1.retrieval.index import build_folder
 from search_r1.retrieval.index.embeddings import (

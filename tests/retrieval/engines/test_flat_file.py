@@ -6,7 +6,7 @@ import faiss
 import numpy as np
 import pytest
 
-from search_r1.retrieval.engines.flat_file import FlatFile, is_flat, read_shape
+from search_r1.retrieval.engines.flat_file import FlatFile
 from search_r1.retrieval.errors import SetupError
 
 RNG = np.random.default_rng(3)
@@ -31,20 +31,17 @@ def test_reads_what_faiss_wrote(
 ) -> None:
     """Shape, metric and every value are as FAISS wrote them."""
     index = kind(5)
-    path = write(tmp_path / "flat", index, rows)
-    flat = FlatFile.open(path) if rows else None
-    assert read_shape(path) == (rows, 5, metric) and is_flat(path)
-    if flat is not None:
-        np.testing.assert_array_equal(flat.vectors, index.reconstruct_n(0, rows))
+    flat = FlatFile.open(write(tmp_path / "flat", index, rows))
+    assert (flat.num_rows, flat.dim, flat.metric) == (rows, 5, metric)
+    np.testing.assert_array_equal(flat.vectors, index.reconstruct_n(0, rows))
 
 
 def test_generic_flat_index_is_read_by_its_metric(tmp_path: Path) -> None:
     """An index of class faiss.IndexFlat is accepted if its metric is supported."""
     path = write(tmp_path / "flat", faiss.IndexFlat(4, faiss.METRIC_INNER_PRODUCT))
-    assert read_shape(path) == (7, 4, "inner_product")
-    other = write(tmp_path / "l1", faiss.IndexFlat(4, faiss.METRIC_L1))
+    assert FlatFile.open(path).metric == "inner_product"
     with pytest.raises(SetupError, match="metric 2; expected inner product"):
-        read_shape(other)
+        FlatFile.open(write(tmp_path / "l1", faiss.IndexFlat(4, faiss.METRIC_L1)))
 
 
 @pytest.mark.parametrize("tile_rows", [1, 3, 7, 100])
@@ -69,6 +66,5 @@ def test_rows_keep_the_shape_of_what_was_asked(tmp_path: Path) -> None:
 def test_other_indexes_are_refused(tmp_path: Path, factory: str) -> None:
     """Another kind of index is refused; the error names the engine that reads most kinds."""
     path = write(tmp_path / "other", faiss.index_factory(4, factory), 64)
-    assert not is_flat(path)
     with pytest.raises(SetupError, match="--dense_engine faiss"):
-        read_shape(path)
+        FlatFile.open(path)
