@@ -11,7 +11,6 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Generic, TypeVar, cast
@@ -84,15 +83,21 @@ def imported(path: str) -> Any:
 
 
 def optional(module: str) -> ModuleType | None:
-    """Import a module of a feature; None, with a warning, if it was deleted.
+    """Import a module of a feature; None, with a warning, if it or what it imports was deleted.
 
-    A folder of which only compiled files are left counts as deleted: it has no origin.
+    A folder of which only compiled files are left counts as deleted: it has no file.
     """
-    spec = find_spec(module) if find_spec(module.rpartition(".")[0]) is not None else None
-    if spec is None or spec.origin is None:
-        logger.warning("%s was deleted: the run goes on without it", module)
-        return None
-    return importlib.import_module(module)
+    deleted = module
+    try:
+        found = importlib.import_module(module)
+        if found.__file__ is not None:
+            return found
+    except ModuleNotFoundError as error:
+        deleted = error.name or ""
+        if not deleted.startswith(".".join(module.split(".")[:2])):
+            raise
+    logger.warning("%s was deleted: the run goes on without %s", deleted, module)
+    return None
 
 
 def is_path(name: str) -> bool:

@@ -28,7 +28,7 @@ def test_a_name_is_a_built_in_entry_or_an_object_of_a_file(tmp_path: Path) -> No
 
 
 def test_a_module_that_was_deleted_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So is one whose folder has compiled files left, as git leaves it, or a folder less."""
+    """So is one whose folder has compiled files left, as git leaves it, or which lacks a part."""
     (tmp_path / "beside" / "left" / "__pycache__").mkdir(parents=True)
     (tmp_path / "beside" / "__init__.py").touch()
     (tmp_path / "beside" / "there.py").write_text("x = 1\n")
@@ -38,6 +38,11 @@ def test_a_module_that_was_deleted_is_none(tmp_path: Path, monkeypatch: pytest.M
     assert plugins.optional("beside.left.part") is None
     there = plugins.optional("beside.there")
     assert there is not None and there.x == 1
+    (tmp_path / "beside" / "needy.py").write_text("from beside.needy.part import x\n")
+    assert plugins.optional("beside.needy") is None
+    (tmp_path / "beside" / "broken.py").write_text("import beside_nothing\n")
+    with pytest.raises(ModuleNotFoundError):
+        plugins.optional("beside.broken")
 
 
 def test_a_file_that_two_options_name_is_executed_once(tmp_path: Path) -> None:

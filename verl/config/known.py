@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import Field, dataclass
 from typing import Any
 
-from verl.config import Config, correction, engine_kwargs
+from verl.config import Config, correction, engine_kwargs, features
 from verl.config.fallen import FALLEN_VALUES
 from verl.config.option import Limits
 from verl.errors import ConfigError, explain
@@ -157,6 +157,7 @@ def check(config: Config) -> None:
     The rules between options run only if each option is within its own limits.
     """
     # First, because the other checks import torch, which takes seconds.
+    raise_problems(features.problems(config))
     engine_kwargs.check(config.actor_rollout_ref.rollout.engine_kwargs)
     check_limits(config)
     raise_problems(correction.problems(config.actor_rollout_ref.actor.rollout_correction))

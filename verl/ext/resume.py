@@ -24,8 +24,8 @@ from verl.core_algos.chosen import advantage_estimator
 from verl.data.rows import file_list
 from verl.data.trajectories import recorded_files
 from verl.errors import ConfigError, ModelError
-from verl.ext import ahead_files
 from verl.model_files import weights_fingerprint
+from verl.plugins import optional
 from verl.training.checkpoint_files import ShardReader, checkpoint_errors, read_state_file
 from verl.training.shards import rank_file, read_adapters, shard_folders
 
@@ -107,7 +107,8 @@ def check_contents(config: Config) -> None:
     try:
         folders.check_files(step_dir)
         RunState.read(step_dir)
-        ahead_files.read(step_dir)
+        if (ahead := optional("verl.ext.ahead_files")) is not None:
+            ahead.read(step_dir)
         read_adapters(step_dir)
         if (step_dir / DRIVER_FILE).exists():
             read_state_file(step_dir / DRIVER_FILE)
