@@ -101,6 +101,6 @@ def test_quick_start(terminal: Terminal) -> None:
 @pytest.mark.slow
 def test_own_files(terminal: Terminal) -> None:
     """Own questions, texts, reward and tool are used, and the page's search finds its passage."""
-    output = terminal.run_page(ROOT / "docs" / "guides" / "own.md")
+    output = terminal.run_page(ROOT / "docs" / "start" / "own.md")
     assert "A sett may be a century old" in output
     assert output.count("stand-in: trained") == 3
