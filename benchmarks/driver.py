@@ -36,7 +36,7 @@ from verl.monitor.performance import Timings
 from verl.packing import split_groups
 from verl.rewards.interface import Reward
 from verl.single_controller.actors import ActorHost, RayWorkerGroup
-from verl.trainer.collect import Samples, complete_groups
+from verl.trainer.collect import Samples, complete_groups, trajectory_seed
 from verl.trainer.learn import Learner, add_advantages, assemble
 from verl.trainer.metrics import (
     advantage_metrics,
@@ -44,7 +44,6 @@ from verl.trainer.metrics import (
     rollout_metrics,
 )
 from verl.trainer.ranks import TrainerRanks
-from verl.trainer.validate import trajectory_seed
 from verl.types import (
     Origin,
     Prompt,

@@ -28,9 +28,10 @@ from example.tiny_policy import write_tiny_policy
 from search_r1.retrieval.local_server import LocalServer
 from verl.config import cli
 from verl.files import atomic_write
+from verl.trainer.collect import trajectory_seed
 from verl.trainer.loop import RayPPOTrainer
 from verl.trainer.run import built_trainer
-from verl.trainer.validate import VALIDATION_STREAM, Validation, trajectory_seed
+from verl.trainer.validate import VALIDATION_STREAM, Validation
 from verl.types import Prompt, Sampling, Trajectory, start_trajectory
 
 ROOT = Path(__file__).resolve().parents[2]

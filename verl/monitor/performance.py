@@ -1,14 +1,19 @@
 """Wall-clock seconds of a step's phases, measured on the driver, and the ranks' peak memory."""
 
+from __future__ import annotations
+
 import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from verl.machine import GB
-from verl.single_controller.actors import Call
-from verl.training.devices import PeakMemory
 from verl.types import Metrics
+
+if TYPE_CHECKING:
+    from verl.single_controller.actors import Call
+    from verl.training.devices import PeakMemory
 
 RANK_PHASES = (
     "old_log_prob", "values", "update_critic", "update_actor", "guard", "update_weights",

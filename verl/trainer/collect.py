@@ -8,25 +8,34 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from verl.checkpoint.folders import RunState
-from verl.config import Config
+import numpy as np
+
 from verl.core_algos.chosen import advantage_estimator
 from verl.core_algos.jagged import ROUNDING
-from verl.data.sampler import Sampler
-from verl.monitor.performance import Timings
+from verl.errors import ToolOutage
 from verl.rewards.interface import Reward, RewardManager
-from verl.rollout.rollouts import Rollouts
 from verl.trainer.hooks import Stateful
 from verl.trainer.metrics import fault_metrics, reward_metrics, rollout_metrics
-from verl.trainer.validate import check_lost_share, trajectory_seed
 from verl.types import Metrics, Prompt, Sampling, Status, Trajectory, start_trajectory
+
+if TYPE_CHECKING:
+    from verl.checkpoint.folders import RunState
+    from verl.config import Config
+    from verl.data.sampler import Sampler
+    from verl.monitor.performance import Timings
+    from verl.rollout.rollouts import Rollouts
 
 logger = logging.getLogger(__name__)
 
 Measure = Callable[[Sequence[Trajectory]], Metrics]
 """Returns metrics of all trajectories that a step has sampled, failed ones too."""
+
+
+def trajectory_seed(*key: int) -> int:
+    """Return a 31-bit seed that depends on every part of the key (run seed, step, index)."""
+    return int(np.random.SeedSequence(key).generate_state(1)[0] & 0x7FFFFFFF)
 
 
 @dataclass
@@ -111,6 +120,27 @@ def complete_groups(
     kept = [t for t in trajectories if t.group not in incomplete]
     check_lost_share(failed, len(trajectories) - len(kept), len(trajectories), label, max_share)
     return kept
+
+
+def check_lost_share(
+    failed: Sequence[Trajectory], num_lost: int, num_total: int, label: str, max_share: float
+) -> None:
+    """Log the failed trajectories; raise ToolOutage if all or more than `max_share` are lost."""
+    if not failed:
+        return
+    message = (
+        f"{label}: {len(failed)} trajectories failed repeatedly although the tools answer, "
+        f"the last ({failed[-1].prompt.uid}) with: {failed[-1].error}; {num_lost} of {num_total} "
+        "are lost with them"
+    )
+    if num_lost / num_total > max_share or num_lost == num_total:
+        allowed = f"{math.ceil(1000 * num_lost / num_total) / 1000:g}"
+        allow = "" if num_lost == num_total else f", or allow it: trainer.max_lost_share={allowed}"
+        raise ToolOutage(
+            f"{message}, more than trainer.max_lost_share={max_share:g}; fix: correct the "
+            f"cause of the failures{allow}"
+        )
+    logger.warning("%s", message)
 
 
 class Source(Stateful, ABC):

@@ -6,14 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from verl.checkpoint.folders import RunState
-from verl.config import Config
 from verl.core_algos.advantages import AdvantageEstimator, AdvantageInputs
 from verl.core_algos.chosen import advantage_estimator
 from verl.core_algos.jagged import outcome_to_tokens, segment_sum
@@ -23,12 +21,16 @@ from verl.core_algos.shaping import overlong_penalty
 from verl.errors import ConfigError, explain
 from verl.monitor.performance import Timings, concurrent_seconds
 from verl.packing import share_prompts
-from verl.single_controller.actors import Call
 from verl.trainer.collect import Samples, has_gate
 from verl.trainer.hooks import Stateful
 from verl.trainer.metrics import mean_by_key
-from verl.trainer.ranks import TrainerRanks
 from verl.types import Metrics, TokenBatch
+
+if TYPE_CHECKING:
+    from verl.checkpoint.folders import RunState
+    from verl.config import Config
+    from verl.single_controller.actors import Call
+    from verl.trainer.ranks import TrainerRanks
 
 NO_LOG_PROBS_FIX = (
     "actor_rollout_ref.actor.old_log_probs=recompute, actor.rollout_is=none and no "

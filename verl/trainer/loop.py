@@ -21,18 +21,20 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from verl.config import Config
 from verl.monitor.performance import Timings
-from verl.rollout.rollouts import TrainedRollouts
-from verl.single_controller.actors import Call
 from verl.trainer.collect import Samples, Source
 from verl.trainer.hooks import Hook, Hooks, Stateful, merged_state
 from verl.trainer.learn import Learner, add_advantages, assemble
 from verl.trainer.metrics import advantage_metrics, performance_metrics
-from verl.trainer.ranks import TrainerRanks
 from verl.types import Metrics, TokenBatch
+
+if TYPE_CHECKING:
+    from verl.config import Config
+    from verl.rollout.rollouts import TrainedRollouts
+    from verl.single_controller.actors import Call
+    from verl.trainer.ranks import TrainerRanks
 
 
 class Logger(Protocol):
@@ -42,7 +44,7 @@ class Logger(Protocol):
     def rewind(self, step: int | None) -> None: ...
 
 
-Transfer = Callable[[TrainerRanks, Any, int], dict[str, float]]
+Transfer = Callable[["TrainerRanks", Any, int], dict[str, float]]
 """Sends the weights from ranks to engines, as a version; returns the seconds of each part."""
 
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 from torch import Tensor
 
-from verl.monitor.performance import Timings
 from verl.packing import saved_token_share
-from verl.rewards.interface import Reward
 from verl.types import (
     Metrics,
     Origin,
@@ -19,6 +18,10 @@ from verl.types import (
     Trajectory,
     num_calls,
 )
+
+if TYPE_CHECKING:
+    from verl.monitor.performance import Timings
+    from verl.rewards.interface import Reward
 
 MALFORMED = "guard/malformed_rate"
 TOOL_USE = "guard/search_rate"

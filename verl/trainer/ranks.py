@@ -7,15 +7,17 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from verl.errors import SaveError
 from verl.packing import Split, join_tokens, split_by_work
-from verl.single_controller.actors import Call, RayWorkerGroup
 from verl.training.devices import PeakMemory
 from verl.types import Metrics, TokenBatch
+
+if TYPE_CHECKING:
+    from verl.single_controller.actors import Call, RayWorkerGroup
 
 FORWARD_COLUMNS = frozenset({"input_ids", "policy_mask", "loss_mask", "value_mask"})
 """Token columns that a forward pass reads; only these are sent to the ranks for it."""

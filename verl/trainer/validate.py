@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from tqdm import tqdm
 
 from verl.checkpoint import folders
 from verl.checkpoint.folders import RunState
 from verl.checkpoint.saver import is_due
 from verl.config import Config
-from verl.errors import ToolOutage
 from verl.files import atomic_write
 from verl.rewards.interface import Reward, RewardManager
 from verl.rollout.rollouts import Rollouts
+from verl.trainer.collect import check_lost_share, trajectory_seed
 from verl.trainer.hooks import Hook
 from verl.trainer.metric_names import check_measured
 from verl.trainer.metrics import fault_metrics, validation_metrics
@@ -33,11 +31,6 @@ logger = logging.getLogger(__name__)
 
 VALIDATION_STREAM = 1 << 31
 """Replaces the step in validation seeds, so that they differ from those of training steps."""
-
-
-def trajectory_seed(*key: int) -> int:
-    """Return a 31-bit seed that depends on every part of the key (run seed, step, index)."""
-    return int(np.random.SeedSequence(key).generate_state(1)[0] & 0x7FFFFFFF)
 
 
 def validate(
@@ -61,27 +54,6 @@ def validate(
     write_dialogues(dialogues, trajectories, rewards)
     faults = {f"val/{name}": count for name, count in fault_metrics(trajectories).items()}
     return {**validation_metrics(trajectories, rewards), **faults}
-
-
-def check_lost_share(
-    failed: Sequence[Trajectory], num_lost: int, num_total: int, label: str, max_share: float
-) -> None:
-    """Log the failed trajectories; raise ToolOutage if all or more than `max_share` are lost."""
-    if not failed:
-        return
-    message = (
-        f"{label}: {len(failed)} trajectories failed repeatedly although the tools answer, "
-        f"the last ({failed[-1].prompt.uid}) with: {failed[-1].error}; {num_lost} of {num_total} "
-        "are lost with them"
-    )
-    if num_lost / num_total > max_share or num_lost == num_total:
-        allowed = f"{math.ceil(1000 * num_lost / num_total) / 1000:g}"
-        allow = "" if num_lost == num_total else f", or allow it: trainer.max_lost_share={allowed}"
-        raise ToolOutage(
-            f"{message}, more than trainer.max_lost_share={max_share:g}; fix: correct the "
-            f"cause of the failures{allow}"
-        )
-    logger.warning("%s", message)
 
 
 def score_all(trajectories: Sequence[Trajectory], reward: RewardManager) -> list[Reward]:

@@ -1,17 +1,21 @@
 """The device and dtype that a process computes with."""
 
+from __future__ import annotations
+
 import socket
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from verl import cpu
-from verl.config import Config
 from verl.training.network import joins_cluster
+
+if TYPE_CHECKING:
+    from verl.config import Config
 
 DETERMINISTIC_ENV = {
     # Matrix products must not depend on the memory addresses of their operands.

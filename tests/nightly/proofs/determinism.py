@@ -30,7 +30,8 @@ from search_r1.scoring import build_reward_manager
 from verl.config import Config, cli
 from verl.data.prompts import load_prompts
 from verl.rollout.replica import RolloutReplica
-from verl.trainer.validate import VALIDATION_STREAM, trajectory_seed
+from verl.trainer.collect import trajectory_seed
+from verl.trainer.validate import VALIDATION_STREAM
 from verl.types import Sampling, Trajectory, start_trajectory
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -26,10 +26,9 @@ from verl.core_algos.kl import FixedKLController
 from verl.data.sampler import PromptSampler
 from verl.ext.replay import FOLDER
 from verl.monitor.performance import Timings
-from verl.trainer.collect import Samples
+from verl.trainer.collect import Samples, trajectory_seed
 from verl.trainer.learn import Learner, add_advantages, assemble
 from verl.trainer.metrics import advantage_metrics, reward_metrics, rollout_metrics
-from verl.trainer.validate import trajectory_seed
 from verl.types import Metrics, Sampling, Trajectory, start_trajectory
 
 pytestmark = pytest.mark.asynchrony
