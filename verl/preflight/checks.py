@@ -13,12 +13,13 @@ from verl.config import Config
 from verl.errors import PreflightError, UserError
 from verl.preflight import models
 from verl.preflight.undecided import fill_undecided
-from verl.rollout.interface import engine_problems, selected_class
+from verl.rollout.interface import chosen, engine_problems
 
 logger = logging.getLogger(__name__)
 
 CHECKS = (
-    "verl.preflight.questions", "verl.preflight.algorithms", "verl.ext.replay",
+    "verl.preflight.questions", "verl.preflight.algorithms", "verl.rollout.vllm_settings",
+    "verl.ext.lora.choice", "verl.ext.replay",
     "verl.ext.kernels", "verl.preflight.machine", "verl.ext.cpu.cores",
     "verl.monitor.tracking",
 )  # fmt: skip
@@ -43,7 +44,7 @@ def preflight(config: Config, environment: Environment) -> Config:
         config, found = planned(config)
         problems += found
     if config.samples_rollouts:
-        problems += selected_class(config).problems(config)
+        problems += chosen(config).engine.problems(config)
     problems += optional_problems(config)
     problems += environment.preflight(PROBE_SECONDS)
     if problems:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from verl.config import Config
-from verl.config.engine_kwargs import given
+from verl.config.engine_kwargs import KEY, given
+from verl.errors import ConfigError, explain
 from verl.nvidia import is_older, version_of
 from verl.remote_code import trusts_remote_code
 from verl.threads import PASSIVE
-from verl.training.devices import device_type, rollout_dtype
+from verl.training.devices import device_type, is_surely_cpu, rollout_dtype
 
 CPU_ENV = {
     # The worker runs inside the engine core's process: one process fewer to start.
@@ -36,6 +38,11 @@ BATCH_INVARIANT = "VLLM_BATCH_INVARIANT"
 COVERS_AMPERE_SINCE, COVERED_BEFORE = (0, 26), ((8, 0), (8, 9))
 """vLLM whose batch-invariant products are for all cards of capability 8, and those of before."""
 WORKER_EXTENSION = "verl.rollout.weight_loading.WeightLoading"
+CPU_LACKS = {
+    "quantization": "vLLM's CPU build has no kernel for 8-bit weights",
+    "speculative_config": "vLLM's CPU build (0.32) verifies drafts at a wrong temperature",
+}
+"""Arguments of vLLM with which its CPU build fails, or samples from another distribution."""
 
 
 class VllmSettings:
@@ -118,6 +125,15 @@ class VllmSettings:
             return QUIET_ENV | ({BATCH_INVARIANT: "1"} if self.batch_invariant else {})
         cache = self.config.actor_rollout_ref.rollout.cpu_kv_cache_gib
         return QUIET_ENV | CPU_ENV | {"VLLM_CPU_KVCACHE_SPACE": str(cache)}
+
+
+def problems(config: Config) -> Iterator[ConfigError]:
+    """Yield the arguments of `engine_kwargs` with which vLLM fails on the run's device."""
+    if config.samples_rollouts and is_surely_cpu(config.trainer.device):
+        arguments = given(config.actor_rollout_ref.rollout.engine_kwargs)
+        for name in CPU_LACKS.keys() & arguments.keys():
+            expected = f"nothing: {CPU_LACKS[name]}"
+            yield ConfigError(explain(f"{KEY}.{name}", arguments[name], expected, "leave it out"))
 
 
 def batched_tokens(max_num_seqs: int, longest_prefill: int = 0) -> int:

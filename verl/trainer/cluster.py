@@ -17,7 +17,7 @@ from verl.config import Config
 from verl.config.option import PathKind
 from verl.errors import ConfigError, ResourceError, explain
 from verl.proxies import bypass_loopback
-from verl.rollout.interface import engine_takes_adapter
+from verl.rollout.interface import choosers
 from verl.socket_folder import socket_folder
 from verl.training.devices import device_type
 from verl.training.network import joins_cluster
@@ -94,13 +94,10 @@ def config_for_actors(config: Config, use_gpu: bool) -> Config:
     might mean different devices for driver, ranks and engines.
     """
     config = absolute_paths(config)
-    section = config.actor_rollout_ref
     config = replace(config, trainer=replace(config.trainer, device="cuda" if use_gpu else "cpu"))
-    merges, server = not engine_takes_adapter(config), section.rollout.server
-    if section.rollout.weights_dir is not None:
-        server = server | {"weights_dir": _absolute(section.rollout.weights_dir)}
-    rollout = replace(section.rollout, merge_adapter=merges, server=server)
-    return replace(config, actor_rollout_ref=replace(section, rollout=rollout))
+    for chooser in choosers():
+        config = chooser.for_actors(config)
+    return config
 
 
 def absolute_paths(section: Any) -> Any:

@@ -18,13 +18,12 @@ from verl.config import Config
 from verl.errors import ConfigError
 from verl.ext import kernels
 from verl.rollout.interface import (
-    CPU_LACKS,
     build_engine,
-    engine_class,
+    chosen,
     engine_problems,
-    engine_takes_adapter,
-    selected_class,
 )
+from verl.rollout.vllm_settings import CPU_LACKS
+from verl.rollout.vllm_settings import problems as vllm_problems
 from verl.types import Completion, Sampling
 
 TOLERANCE = 1e-3
@@ -183,7 +182,7 @@ def test_a_user_defined_engine_is_one_file(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(OWN)
     config = tiny_config(tmp_path, f"{tmp_path}/own.py:Parrot")
     config.actor_rollout_ref.model.lora_rank = 8
-    assert list(engine_problems(config)) == [] and not engine_takes_adapter(config)
+    assert list(engine_problems(config)) == [] and chosen(config).is_whole
     engine, texts = build_engine(config, replica=3), []
 
     async def use() -> Completion:
@@ -219,24 +218,10 @@ def test_arguments_that_vllms_cpu_build_lacks_are_rejected_there(tmp_path: Path,
     """They fail in its engine, or change what it samples."""
     config = tiny_config(tmp_path)
     config.actor_rollout_ref.rollout.engine_kwargs = {name: "x"}
-    (problem,) = problems(config)
+    (problem,) = map(str, vllm_problems(config))
     assert f"engine_kwargs.{name}: got x, expected nothing" in problem
     config.trainer.device = "cuda"
-    assert problems(config) == []
-
-
-def test_an_unmerged_adapter_needs_an_engine_that_takes_adapters(tmp_path: Path) -> None:
-    """By default it is merged otherwise; `merge_adapter=False` is an error. vLLM takes adapters."""
-    config = tiny_config(tmp_path, "transformers")
-    config.actor_rollout_ref.model.lora_rank = 8
-    config.trainer.device = "cuda"
-    assert problems(config) == [] and not engine_takes_adapter(config)
-    config.actor_rollout_ref.rollout.merge_adapter = False
-    (problem,) = problems(config)
-    assert "merge_adapter" in problem
-    config.actor_rollout_ref.rollout.name = "vllm"
-    assert problems(config) == [] and engine_takes_adapter(config)
-    assert selected_class(config).takes_adapters and not engine_class("vllm").takes_adapters
+    assert list(vllm_problems(config)) == []
 
 
 def test_a_driver_without_gpus_accepts_gpu_options_for_a_cluster(
@@ -254,4 +239,4 @@ def test_a_driver_without_gpus_accepts_gpu_options_for_a_cluster(
     ):
         config.trainer.device = device
         monkeypatch.setenv("RAY_ADDRESS", address)
-        assert len([*engine_problems(config), *kernels.problems(config)]) == num
+        assert len([*vllm_problems(config), *kernels.problems(config)]) == num

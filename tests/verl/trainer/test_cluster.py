@@ -10,7 +10,7 @@ import pytest
 from verl.config import Config, cli
 from verl.config.known import known_options
 from verl.errors import ConfigError, ResourceError
-from verl.rollout.interface import engine_takes_adapter
+from verl.ext.lora.choice import engine_takes_adapter
 from verl.trainer.cluster import absolute_paths, check_run_folder, config_for_actors, join_cluster
 
 REQUIRED = ["data.train_files=t.parquet", "data.val_files=v.parquet"]

@@ -8,8 +8,8 @@ import torch.distributed as dist
 
 from verl import cpu
 from verl.config import Config
+from verl.ext.lora.choice import engine_takes_adapter
 from verl.ports import free_port
-from verl.rollout.interface import engine_takes_adapter
 from verl.training.devices import (
     PeakMemory,
     join_process_group,

@@ -12,6 +12,7 @@ from verl.config import AdapterConfig, Config
 from verl.config.policy import BlocksConfig
 from verl.errors import ConfigError, UserError
 from verl.ext.lora.adapter import record_of_peft_config
+from verl.ext.lora.choice import engine_takes_adapter
 from verl.ext.lora.model import (
     Role,
     build_adapted_model,
@@ -21,7 +22,6 @@ from verl.ext.lora.model import (
 )
 from verl.model_files import model_errors
 from verl.remote_code import trusts_remote_code
-from verl.rollout.interface import engine_takes_adapter
 from verl.training.fsdp import FsdpModel
 from verl.training.roles import Roles, has_critic
 

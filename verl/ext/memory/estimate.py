@@ -28,7 +28,7 @@ from verl.ext.memory.needs import (
 )
 from verl.machine import Machine
 from verl.model_shape import ModelShape
-from verl.rollout.interface import engine_takes_adapter
+from verl.rollout.interface import chosen
 from verl.training.devices import DTYPES
 from verl.training.weights import SHARD_BYTES
 from verl.weights.files import selected_transport
@@ -135,7 +135,7 @@ def estimate(config: Config, setting: Setting) -> Estimate:
     needs = [*node_needs(config, policy, item, setting.on_gpu), *rank_needs(config, setting)]
     if config.actor_rollout_ref.rollout.weights_dir is not None:
         needs = [need for need in needs if need.memory is not Memory.SHARED]
-    has_engines = config.samples_rollouts and not config.placement.is_external
+    has_engines = config.samples_rollouts and not config.placement.servers
     has_vllm = has_engines and config.actor_rollout_ref.rollout.name == "vllm"
     if has_engines and not has_vllm:
         needs += other_engine_needs(config, policy, item, setting.on_gpu)
@@ -185,7 +185,7 @@ def node_needs(config: Config, policy: ModelShape, item: int, on_gpu: bool) -> I
     is transferred.
     """
     rank, engine, driver = PROCESSES["gpu" if on_gpu else "cpu"]
-    if config.placement.is_external or config.actor_rollout_ref.rollout.name != "vllm":
+    if config.placement.servers or config.actor_rollout_ref.rollout.name != "vllm":
         engine = PROCESSES["cpu"][0]  # a replica without vLLM's engine processes
     local = sum(group.per_node for group in config.placement.groups.values())
     engines = config.placement.num_engines(on_gpu) if config.samples_rollouts else 0
@@ -201,7 +201,7 @@ def node_needs(config: Config, policy: ModelShape, item: int, on_gpu: bool) -> I
     if not config.samples_rollouts:
         return
     model, sync = config.actor_rollout_ref.model, frozenset({Phase.SYNC})
-    if engine_takes_adapter(config):
+    if not chosen(config).is_whole:
         size = 2 * FLOAT * policy.adapter(model.lora_rank, model.target_modules)
         yield Need(Memory.SHARED, "weights for the engines", size, LOADED)
         return

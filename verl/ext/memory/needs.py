@@ -13,7 +13,7 @@ from verl.config.engine_kwargs import quantizes_cache, quantizes_weights
 from verl.config.policy import VLLM_LORA_RANKS, BlocksConfig
 from verl.ext.memory.trial import Pass, activation_bytes
 from verl.model_shape import ModelShape
-from verl.rollout.interface import engine_takes_adapter
+from verl.rollout.interface import chosen
 from verl.rollout.vllm_settings import batched_tokens
 from verl.training.budgets import TokenBudgets, actor_budgets, critic_budgets
 from verl.training.devices import DTYPES
@@ -352,7 +352,7 @@ def engine_memory(config: Config, shape: ModelShape, item: int, device_bytes: in
     if quantizes_weights(rollout.engine_kwargs):  # matrices in the blocks have one byte per value
         weights -= (item - 1) * shape.linear_weights
     weights //= size
-    if engine_takes_adapter(config):
+    if not chosen(config).is_whole:
         max_rank = next(rank for rank in VLLM_LORA_RANKS if rank >= model.lora_rank)
         weights += item * shape.adapter(max_rank) // size
     return EngineMemory(
@@ -376,7 +376,7 @@ def gpu_engine_needs(config: Config, shape: ModelShape, item: int, share: int) -
         return
     yield Need(Memory.DEVICE, "engine, awake", share, AWAKE)
     yield Need(Memory.DEVICE, "engine, asleep", ENGINE_ASLEEP, ASLEEP)
-    if engine_takes_adapter(config):
+    if not chosen(config).is_whole:
         size = config.actor_rollout_ref.rollout.tensor_model_parallel_size
         base_bytes = config.trainer.n_gpus_per_node * pinned_bytes(shape.tensors(), item, size)
         yield Need(Memory.HOST, "sleeping engines' weights", base_bytes)

@@ -18,9 +18,10 @@ from verl.config import Config
 from verl.errors import ConfigError, ResourceError, UserError, explain, redact
 from verl.ext.engines.remote import auth_headers, server_root
 from verl.ext.servers.answers import SERVER_INFO_PATH, ServerInfo, WeightInfo
+from verl.ext.servers.choice import WEIGHTS_DIR
 from verl.ports import is_local_host
 from verl.proxies import client_settings
-from verl.rollout.interface import URL, WEIGHTS_DIR
+from verl.rollout.interface import URL
 from verl.rollout.vllm_settings import WORKER_EXTENSION
 from verl.training.devices import device_type, rollout_dtype
 from verl.training.loading import weight_bytes

@@ -32,8 +32,9 @@ from verl.ext.engines.remote import (
 )
 from verl.ext.servers.answers import SERVER_INFO_PATH, ServerInfo, WeightInfo
 from verl.ext.servers.check import server_problems
+from verl.ext.servers.choice import WEIGHTS_DIR
 from verl.proxies import client_settings
-from verl.rollout.interface import URL, WEIGHTS_DIR, EngineDied, RolloutEngine
+from verl.rollout.interface import URL, EngineDied, RolloutEngine
 from verl.training.devices import device_type
 from verl.types import Completion, Sampling
 

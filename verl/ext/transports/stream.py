@@ -20,7 +20,7 @@ from torch import Tensor
 from verl.config import Config
 from verl.engine import RolloutEngine
 from verl.errors import ConfigError, explain
-from verl.rollout.interface import engine_label, engine_takes_adapter
+from verl.rollout.interface import chosen
 from verl.weights.files import ADDRESS, OPTION, Engines, Rank, Ranks, Transport
 
 BUFFER_BYTES = 256 << 20
@@ -135,12 +135,12 @@ class Stream(Transport):
     @classmethod
     def problems(cls, config: Config, engine: type[RolloutEngine]) -> Iterator[ConfigError]:
         """Yield that the engine cannot receive, or gets an adapter alone, which is small."""
-        rollout = config.actor_rollout_ref.rollout
-        if not engine.takes_streams or engine_takes_adapter(config):
-            reason = f"{engine_label(config)} cannot receive weights"
+        engines = chosen(config)
+        if not engine.takes_streams or not engines.is_whole:
+            reason = f"{engines.label} cannot receive weights"
             if engine.takes_streams:
                 reason = "only the adapter is transferred, which is small"
-            got, fix = rollout.weight_sync, f"{OPTION}=files"
+            got, fix = config.actor_rollout_ref.rollout.weight_sync, f"{OPTION}=files"
             yield ConfigError(explain(OPTION, got, f"files: {reason}", fix))
 
     @classmethod

@@ -11,6 +11,7 @@ from tests.verl.ext.servers.vllm_double import VllmDouble
 from verl.config import Config
 from verl.errors import AnswerInvalid, ConfigError
 from verl.ext.engines import remote
+from verl.ext.lora.choice import problems as adapter_problems
 from verl.ext.servers import engine as servers
 from verl.ext.servers.engine import VllmServer
 from verl.rollout.interface import EngineDied, build_engine, engine_problems
@@ -240,5 +241,5 @@ def test_each_address_is_an_engine() -> None:
     config.actor_rollout_ref.model.lora_rank = 8
     assert list(engine_problems(config)) == []
     config.actor_rollout_ref.rollout.merge_adapter = False
-    (problem,) = engine_problems(config)
+    (problem,) = adapter_problems(config)
     assert "a server of actor_rollout_ref.rollout.url cannot load an adapter" in str(problem)

@@ -1,0 +1,55 @@
+"""Engines of a policy that trains an adapter: they get the adapter alone, or merged weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from verl import plugins
+from verl.config import Config
+from verl.errors import ConfigError, explain
+from verl.rollout.interface import Choice, by_name, chosen, engine_class
+from verl.training.devices import device_type
+
+STAND_INS = {"vllm": "verl.ext.lora.vllm:AdapterEngine"}
+"""Import paths of the engines that take adapters in place of those of `rollout.name`."""
+KEY = "actor_rollout_ref.rollout.merge_adapter"
+
+
+def engine_takes_adapter(config: Config) -> bool:
+    """Whether engines get the policy's adapter alone; otherwise they get merged weights."""
+    section = config.actor_rollout_ref
+    if not section.model.has_adapter or section.rollout.merge_adapter is not None:
+        return section.model.has_adapter and not section.rollout.merge_adapter
+    if device_type(config.trainer.device) == "cpu":  # where adapters slow the engine down
+        return False
+    name = section.rollout.name
+    return not config.placement.servers and (name in STAND_INS or engine_class(name).takes_adapters)
+
+
+def choice(config: Config) -> Choice | None:
+    """Return the engines that get the adapter alone; None if they get merged weights."""
+    if not engine_takes_adapter(config):
+        return None
+    name, named = config.actor_rollout_ref.rollout.name, by_name(config)
+    engine = plugins.imported(STAND_INS[name]) if name in STAND_INS else named.engine
+    return Choice(engine, named.label, is_whole=False)
+
+
+def for_actors(config: Config) -> Config:
+    """Return the options with `merge_adapter` decided: another process may have another device."""
+    section = config.actor_rollout_ref
+    if not section.model.has_adapter:
+        return config
+    rollout = replace(section.rollout, merge_adapter=not engine_takes_adapter(config))
+    return replace(config, actor_rollout_ref=replace(section, rollout=rollout))
+
+
+def problems(config: Config) -> Iterator[ConfigError]:
+    """Yield that the engines cannot load an adapter which they are to get alone."""
+    if not config.samples_rollouts or not engine_takes_adapter(config):
+        return
+    engines = chosen(config)
+    if not engines.engine.takes_adapters:
+        expected = f"true or null: {engines.label} cannot load an adapter"
+        yield ConfigError(explain(KEY, "false", expected, f"{KEY}=null"))
