@@ -139,7 +139,7 @@ def test_devices_are_ranks_and_servers_engines(world: Path) -> None:
     assert trainer(world, devices=[0, 1]).config.trainer.n_gpus_per_node == 2
     assert trainer(world, devices="cuda:3").config.trainer.n_gpus_per_node == 1
     assert trainer(world, devices="cpu").config.trainer.device == "cpu"
-    assert not trainer(world).config.placement.is_external
+    assert not trainer(world).config.placement.servers
     for servers in ("http://a:8001", ("http://a:8001", "http://b:8001")):
         config = trainer(world, vllm_server=servers).config
         assert config.placement.servers == ((servers,) if isinstance(servers, str) else servers)

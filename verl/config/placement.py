@@ -45,9 +45,9 @@ class Placement:
     own_engine_gpus: int
     """GPUs per node reserved for engines; 0 if they share the ranks'."""
     engine_size: int
-    """GPUs of one engine (tensor parallelism)."""
+    """GPUs of one engine (tensor parallelism); 0 for the user's servers, which have their own."""
     num_replicas: int | None
-    """Engines that the options ask for; null: as many as fit."""
+    """Engines that the options ask for: one for each server; null: as many as fit."""
     servers: tuple[str, ...]
     """Addresses of the user's servers, one engine each; empty if the run starts its own."""
 
@@ -80,14 +80,9 @@ class Placement:
         return self.own_engine_gpus > 0
 
     @property
-    def is_external(self) -> bool:
-        """Whether the engines are servers that the user started and that load new weights."""
-        return bool(self.servers)
-
-    @property
     def is_colocated(self) -> bool:
         """Whether engines share the ranks' devices; on GPUs they take turns."""
-        return not self.is_split and not self.is_external
+        return not self.is_split and self.engine_size > 0
 
     @property
     def engine_gpus_per_node(self) -> int:
@@ -112,8 +107,6 @@ class Placement:
 
     def num_engines(self, on_gpu: bool) -> int:
         """Number of rollout engines over all nodes."""
-        if self.is_external:
-            return len(self.servers)
         return self.num_replicas or (self.engine_slots if on_gpu else self.actor.num_nodes)
 
 
@@ -122,13 +115,13 @@ def plan(config: Config) -> Placement:
     trainer, critic, policy = config.trainer, config.critic, config.actor_rollout_ref
     rollout, together = policy.rollout, policy.actor.ulysses_sequence_parallel_size
     url = None if rollout.name == "remote" else rollout.url
-    urls = url if isinstance(url, list) else [str(url)]
+    servers = () if url is None else tuple(url if isinstance(url, list) else [str(url)])
     actor = RankPlan("rank", trainer.nnodes, trainer.n_gpus_per_node, together)
     own = replace(actor, group="critic rank", per_node=critic.n_gpus_per_node or 0)
     return Placement(
         roles={"actor": actor, "reference": actor, "critic": own if own.per_node else actor},
         own_engine_gpus=trainer.rollout_gpus,
-        engine_size=rollout.tensor_model_parallel_size,
-        num_replicas=rollout.num_replicas,
-        servers=() if url is None else tuple(urls),
+        engine_size=0 if servers else rollout.tensor_model_parallel_size,
+        num_replicas=len(servers) or rollout.num_replicas,
+        servers=servers,
     )

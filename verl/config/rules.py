@@ -136,7 +136,7 @@ def _engine_kwargs(config: Config) -> Iterator[Rule]:
     """Arguments that go to a vLLM that the run starts, and what they change for training."""
     rollout, key = config.actor_rollout_ref.rollout, engine_kwargs.KEY
     given = engine_kwargs.given(rollout.engine_kwargs)
-    starts_vllm = rollout.name == "vllm" and not config.placement.is_external
+    starts_vllm = rollout.name == "vllm" and not config.placement.servers
     yield (given and not starts_vllm, key, ", ".join(given),
            "nothing: it is for vLLM engines that the run starts",
            "leave it out; for a server of your own, give it to vllm serve")
@@ -154,18 +154,17 @@ def _engine_kwargs(config: Config) -> Iterator[Rule]:
 def _servers(config: Config) -> Iterator[Rule]:
     """Servers that the user started: addresses, weights, and options that the run cannot set."""
     trainer, rollout, key = config.trainer, config.actor_rollout_ref.rollout, f"{ROLLOUT}.url"
-    is_external = config.placement.is_external
-    settings = ("weights_dir", "served_model", "api_key_env")
+    servers, settings = config.placement.servers, ("weights_dir", "served_model", "api_key_env")
     for name, value in rollout.server.items():
         yield (name not in settings or not isinstance(value, str | None),
                f"{ROLLOUT}.server.{name}", repr(value), f"a text named {' or '.join(settings)}",
                "correct it, or leave it out")
-    yield (rollout.weights_dir is not None and not is_external, f"{ROLLOUT}.weights_dir",
+    yield (rollout.weights_dir is not None and not servers, f"{ROLLOUT}.weights_dir",
            rollout.weights_dir, f"null: without {key} no server loads weights",
            f"{ROLLOUT}.weights_dir=null")
-    if not config.placement.is_external:
+    if not servers:
         return
-    addresses = [str(url).rstrip("/").removesuffix("/v1") for url in config.placement.servers]
+    addresses = [str(url).rstrip("/").removesuffix("/v1") for url in servers]
     yield (not all(url.startswith(HTTP) for url in addresses), key, rollout.url,
            "addresses that begin with http:// or https://", f"{key}=[http://host:8000]")
     yield (len(set(addresses)) < len(addresses), key, rollout.url,

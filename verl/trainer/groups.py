@@ -117,10 +117,10 @@ def build_groups(
     check_engine_gpus(config, uses_gpus(config))
     started = start_ranks(config, start_up)
     config, ranks = started.config, started.ranks
-    trainer, rollout, plan = config.trainer, config.actor_rollout_ref.rollout, config.placement
+    trainer, plan = config.trainer, config.placement
     use_gpu = trainer.device == "cuda"
     num_replicas = plan.num_engines(use_gpu)
-    num_gpus = rollout.tensor_model_parallel_size if use_gpu and not plan.is_external else 0
+    num_gpus = plan.engine_size if use_gpu else 0
     locations = ranks.group.locations()
     if use_gpu and trainer.rollout_gpus:
         locations = engine_gpu_locations(started.placement, trainer.rollout_gpus)
@@ -150,7 +150,7 @@ def build_groups(
 def check_engine_gpus(config: Config, use_gpu: bool) -> None:
     """Raise ConfigError if engines have too few GPUs."""
     plan = config.placement
-    if not use_gpu or plan.is_external:
+    if not use_gpu or plan.engine_size == 0:
         return
     num_engines, max_engines = plan.num_engines(on_gpu=True), plan.engine_slots
     if num_engines > max_engines:

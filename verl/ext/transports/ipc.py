@@ -87,14 +87,14 @@ class Ipc(Stream):
         yield from super().problems(config, engine)
         rollout, plan = config.actor_rollout_ref.rollout, config.placement
         obstacles = {"max_staleness": rollout.max_staleness > 0,
-                     "trainer.rollout_gpus": plan.is_split, "url": plan.is_external}  # fmt: skip
+                     "trainer.rollout_gpus": plan.is_split, "url": bool(plan.servers)}  # fmt: skip
         found = [name for name, is_set in obstacles.items() if is_set]
         if found:
             expected = (
                 f"files with {', '.join(found)}: ipc only reaches engines that wait on the ranks' "
                 "own devices"
             )
-            fix = "files" if plan.is_colocated or plan.is_external else "nccl"
+            fix = "files" if plan.is_colocated or plan.servers else "nccl"
             yield ConfigError(explain(OPTION, "ipc", expected, f"{OPTION}={fix}"))
 
     def open(self, ranks: Ranks, devices: Sequence[str]) -> tuple[str, Sequence[int]]:
