@@ -62,7 +62,7 @@ FEATURES = (
     Feature(f"{ROLLOUT}.name", ("engines/remote.py",), "remote"),
     Feature(f"{ROLLOUT}.name", ("engines/transformers.py", "engines/context_cache.py"),
             "transformers"),
-    Feature(f"{ROLLOUT}.url", SERVERS, is_read=lambda config: config.placement.is_external),
+    Feature(f"{ROLLOUT}.url", SERVERS, is_read=lambda config: bool(config.placement.servers)),
     Feature(f"{ROLLOUT}.weight_sync", ("transports/ipc.py", "transports/stream.py"), "ipc"),
     Feature(f"{ROLLOUT}.weight_sync", ("transports/nccl.py", "transports/stream.py"), "nccl"),
     Feature(f"{ROLLOUT}.max_staleness",
