@@ -1,7 +1,7 @@
 """Shared parts of the tools that use the retrieval server: client, probes and preflight checks."""
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from search_r1 import loops
@@ -12,6 +12,8 @@ from verl.agent.interface import Tool
 from verl.config import Config
 from verl.config.agent import EMPTY_URL, ServerConfig
 from verl.errors import ConfigError, ToolError, ToolRefused, explain
+
+logger = logging.getLogger(__name__)
 
 TEST_QUERY = "capital of France"
 """Query that probes search for."""
@@ -37,8 +39,11 @@ class RetrieverTool(Tool):
     def label(self) -> str:
         return self.options.url
 
-    async def send_test_request(self, client: RetrievalClient) -> None:
-        """Send the request of one typical call. Raises the client's errors, or ToolRefused."""
+    async def send_test_request(self, client: RetrievalClient) -> str:
+        """Send the request of one typical call; return what is odd about the answer, or ''.
+
+        Raises the client's errors, or ToolRefused for an answer that no run can use.
+        """
         raise NotImplementedError
 
     def probe(self, seconds: float) -> str:
@@ -54,7 +59,7 @@ class RetrieverTool(Tool):
         seconds = max(seconds, min(self.options.timeout, PROBE_TIMEOUT_S))
         for address in map(str.strip, self.options.url.split(",")):
             try:
-                problem = self._find_problem(address, seconds)
+                problem = self._find_problem(address, seconds, logger.warning)
             except ToolRefused as error:
                 yield error
                 continue
@@ -63,10 +68,16 @@ class RetrieverTool(Tool):
                 fix = f"{FIX} and set retriever.url=http://HOST:PORT/retrieve"
                 yield ToolError(explain(f"retriever.url={address}", problem, expected, fix))
 
-    def _find_problem(self, url: str, seconds: float) -> str:
-        """Return the problem of a server, or ''; takes at most `seconds`. Raises ToolRefused."""
+    def _find_problem(
+        self, url: str, seconds: float, tell: Callable[[str], object] = logger.debug
+    ) -> str:
+        """Return the problem of a server, or ''; takes at most `seconds`. Raises ToolRefused.
+
+        `tell` is called with what is odd, but no problem.
+        """
         try:
-            loops.run(self._test(url, seconds))
+            if odd := loops.run(self._test(url, seconds)):
+                tell(odd)
         except RetrieverUnavailable as error:
             return error.reason
         except RetrieverRefused as error:
@@ -75,7 +86,7 @@ class RetrieverTool(Tool):
             raise ToolRefused(f"{self.name}: {error}") from error
         return ""
 
-    async def _test(self, url: str, seconds: float) -> None:
+    async def _test(self, url: str, seconds: float) -> str:
         """Send the test request, up to three times: a single error does not count as an outage."""
         options = self.options
         async with RetrievalClient(
@@ -83,13 +94,14 @@ class RetrieverTool(Tool):
             deadline=seconds, log_level=logging.DEBUG,
         ) as client:  # fmt: skip
             try:
-                await self.send_test_request(client)
+                return await self.send_test_request(client)
             except RetrieverRefused as error:
                 if error.status != UNRECORDED_QUERY:
                     raise
                 # A replay server works even if it has no recording of the test query.
                 if (await client.info()).get("retriever") != REPLAY:
                     raise
+                return ""
 
 
 def to_tool_error(error: SearchError, faults: Mapping[str, int]) -> ToolError:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,13 +18,16 @@ from search_r1.agent.retriever import (
 from search_r1.retrieval.client import RETRIED, RetrievalClient, count_retries
 from search_r1.retrieval.errors import SearchError
 from search_r1.retrieval.protocol import EmptyRetrieval, Retrieval
-from search_r1.retrieval.schema import fingerprint
+from search_r1.retrieval.schema import Document, fingerprint
 from verl.agent.interface import Item, Observation, text_arguments
 from verl.config import Config
 from verl.config.agent import EMPTY_URL, ServerConfig
+from verl.errors import ToolRefused, explain
 
 FAILED = "searches_failed"
 """Fault name: searches that were not answered after all retries."""
+EMPTY, BLANK = "searches_without_documents", "documents_without_text"
+"""Fault names: searches that found nothing, and found documents whose text is blank."""
 NOT_INDEX = {"retriever", "num_documents", "default_topk", "fingerprint", "limits", "memory",
              "corpus", "encoder"}  # fmt: skip
 """Keys of `/info` that do not describe the backend and its index."""
@@ -37,7 +40,7 @@ class SearchTool(RetrieverTool):
     description = "Searches a collection of documents and gives the best passages for a query."
     parameters = text_arguments(query="What to look for.")
     counted_as = "searches"
-    faults = (RETRIED, FAILED)
+    faults = (RETRIED, FAILED, EMPTY, BLANK)
 
     def __init__(self, retrieval: Retrieval, options: ServerConfig | None = None) -> None:
         """`retrieval` finds the documents; `options` locate its server, for probes and messages."""
@@ -52,11 +55,21 @@ class SearchTool(RetrieverTool):
             except SearchError as error:
                 raise to_tool_error(error, {**faults, FAILED: 1}) from error
         items = tuple(Item(d.text, d.title, d.id, source=d) for d in documents)
-        return Observation(items, dict(faults))
+        missing = {EMPTY: int(not documents), BLANK: count_blank(documents)}
+        return Observation(items, {**faults, **missing})
 
-    async def send_test_request(self, client: RetrievalClient) -> None:
-        """Search with the run's token and topk."""
-        await client.search(TEST_QUERY)
+    async def send_test_request(self, client: RetrievalClient) -> str:
+        """Search with the run's token and topk. Raises ToolRefused if no document has a text."""
+        documents = await client.search(TEST_QUERY)
+        where = f"retriever.url={self.label}"
+        if not documents:
+            return (
+                f"{where}: no documents for {TEST_QUERY!r}; check that it serves the run's corpus"
+            )
+        if count_blank(documents) < len(documents):
+            return ""
+        got = f"{len(documents)} documents without text for {TEST_QUERY!r}"
+        raise ToolRefused(explain(where, got, "passages", "serve a corpus with texts"))
 
     def identity(self) -> Mapping[str, str]:
         """Return fingerprints of `corpus`, `index` (the backend's settings) and `encoder`.
@@ -83,6 +96,11 @@ class SearchTool(RetrieverTool):
     async def aclose(self) -> None:
         if isinstance(self.retrieval, RetrievalClient):
             await self.retrieval.aclose()
+
+
+def count_blank(documents: Sequence[Document]) -> int:
+    """Return the number of documents without text, from which the policy learns nothing."""
+    return sum(not document.text.strip() for document in documents)
 
 
 def build_search(config: Config) -> SearchTool:

@@ -89,11 +89,11 @@ class VisitTool(RetrieverTool):
         item = Item(document.text, document.title, document.id, source=document)
         return Observation((item,), dict(faults))
 
-    async def send_test_request(self, client: RetrievalClient) -> None:
+    async def send_test_request(self, client: RetrievalClient) -> str:
         """Open the first document that a search returns. Raises ToolRefused if it is missing."""
         ids = [document.id for document in await client.search(TEST_QUERY)]
         if not ids or ids[0].startswith(PAGES) or await client.document(ids[0]) is not None:
-            return
+            return ""
         got = f"no document with the id {ids[0]!r}, which its search returned"
         fix = "start it with --corpus_path, or leave visit out of agent.tools"
         raise ToolRefused(explain(f"visit: retriever.url={self.label}", got, "that document", fix))

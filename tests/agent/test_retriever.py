@@ -16,6 +16,7 @@ from search_r1.agent.retriever import RetrieverTool
 from search_r1.agent.search import SearchTool, build_search
 from search_r1.agent.visit import VisitTool
 from search_r1.agent.with_token import WithToken
+from search_r1.retrieval.in_memory import InMemoryRetrieval
 from search_r1.retrieval.protocol import EmptyRetrieval
 from search_r1.retrieval.schema import Document
 from search_r1.retrieval.service.app import create_app
@@ -164,6 +165,34 @@ def test_a_refusal_is_no_outage_to_wait_for(
     line = str(caught.value)
     assert url in line and str(status) in line and "what [31m is wrong" in line
     assert line.isprintable() and len(app.requests) == 1
+
+
+def found(*contents: str) -> bytes:
+    documents = [{"id": text, "contents": text} for text in contents]
+    return json.dumps({"result": [documents]}).encode()
+
+
+def test_a_preflight_looks_at_what_is_found(caplog: pytest.LogCaptureFixture) -> None:
+    """Documents without any text are refused; a search without documents is a warning."""
+    answers = found('"A"\n ', " "), found(" ", '"Paris"\nParis is ...'), found()
+    with running(Scripted(*((200, body) for body in answers))) as url:
+        [error] = search_tool(url).preflight(30.0)
+        assert isinstance(error, ToolRefused) and "2 documents without text" in str(error)
+        assert list(search_tool(url).preflight(30.0)) == [] and not caplog.records
+        assert list(search_tool(url).preflight(30.0)) == []
+    assert "no documents for" in caplog.text
+
+
+def test_a_run_counts_what_is_missing_in_its_documents() -> None:
+    """Each search counts whether it found nothing, and its documents without text."""
+    documents = [Document.from_contents("1", ""), Document.from_contents("2", "a text")]
+    retrieval = InMemoryRetrieval({"some": documents})
+
+    def faults(query: str) -> tuple[int, int]:
+        counts = asyncio.run(SearchTool(retrieval).call(query=query)).faults
+        return counts["searches_without_documents"], counts["documents_without_text"]
+
+    assert (faults("some"), faults("none")) == ((0, 1), (1, 0))
 
 
 def test_a_service_that_refuses_for_good_is_no_replay() -> None:
