@@ -14,12 +14,13 @@ from __future__ import annotations
 import logging
 import math
 import statistics
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -30,8 +31,7 @@ from verl.config.trainer import PATIENCE
 from verl.core_algos.kl import kl_penalty
 from verl.errors import CollapseError, MismatchError, did_you_mean, explain
 from verl.trainer.hooks import Hook
-from verl.trainer.metrics import LENGTH_CLIP, MALFORMED, NO_ANSWER, TOOL_USE
-from verl.types import Metrics, TokenBatch
+from verl.types import Metrics, Status, TokenBatch, Trajectory, num_calls
 
 if TYPE_CHECKING:
     from verl.trainer.build import Parts
@@ -39,6 +39,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+MALFORMED = "guard/malformed_rate"
+TOOL_USE = "guard/search_rate"
+"""Share of trajectories with a tool call; the name is from when there was one tool."""
+NO_ANSWER = "guard/no_answer_rate"
+LENGTH_CLIP = "guard/length_clip_rate"
 DRIFT = "guard/log_prob_drift"
 SHIFT = "guard/policy_shift"
 ENTROPY = "actor/entropy"
@@ -345,6 +350,24 @@ def hook(parts: Parts) -> CollapseGuard | None:
     guard = CollapseGuard(options, parts.directory, saver.finish_pending)
     saver.watchers.append(guard)
     return guard
+
+
+def measure(trajectories: Sequence[Trajectory]) -> Metrics:
+    """Return the policy's behaviour, as shares of turns or trajectories; also with `action=off`.
+
+    Failed trajectories are ignored. Shares of counts that the agent does not report are left out.
+    """
+    completed = [t for t in trajectories if t.status is not Status.FAILED]
+    if not completed:
+        return {}
+    metrics = {NO_ANSWER: float(np.mean([t.status is not Status.ANSWERED for t in completed]))}
+    if all("valid_actions" in t.stats for t in completed):
+        metrics[TOOL_USE] = float(np.mean([num_calls(t.stats) > 0 for t in completed]))
+    turns = sum(t.stats.get("turns", 0.0) for t in completed)
+    for metric, count in ((MALFORMED, "malformed_turns"), (LENGTH_CLIP, "truncated_turns")):
+        if turns and all(count in t.stats for t in completed):
+            metrics[metric] = sum(t.stats[count] for t in completed) / turns
+    return metrics
 
 
 def correct_sequences(scores: Tensor, limit: int) -> list[int]:

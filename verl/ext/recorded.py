@@ -27,7 +27,7 @@ from verl.errors import ConfigError, DataError, explain
 from verl.model_files import weights_fingerprint
 from verl.monitor.performance import Timings
 from verl.rewards.interface import RewardManager
-from verl.trainer.collect import Samples, Source, select_for_training
+from verl.trainer.collect import Measure, Samples, Source, select_for_training
 from verl.trainer.learn import NO_LOG_PROBS_FIX
 from verl.trainer.metrics import reward_metrics, rollout_metrics
 from verl.types import Metrics, Origin
@@ -44,6 +44,7 @@ class RecordedCollector(Source):
 
     config: Config
     reward: RewardManager
+    measures: Sequence[Measure] = ()
     sampled: Samples = field(init=False, default_factory=Samples)
 
     def collect(self, step: int, timings: Timings) -> tuple[Samples, Metrics]:
@@ -60,6 +61,8 @@ class RecordedCollector(Source):
         num_batches = math.ceil(len(samples.groups()) / data.train_batch_size)
         selected, selection_metrics = select_for_training(samples, self.config, step, num_batches)
         metrics = rollout_metrics(samples.trajectories) | reward_metrics(samples.rewards)
+        for measure in self.measures:
+            metrics |= measure(samples.trajectories)
         return selected, metrics | selection_metrics
 
     def state_dict(self) -> dict[str, Any]:

@@ -48,8 +48,8 @@ STARTERS = (
     "verl.ext.overlapping", "verl.ext.reaper", "verl.ext.nodes", "verl.ext.cpu_env",
 )  # fmt: skip
 """Modules with a function `add_to(start_up)`, in the order in which they are called."""
-MEASURES = ("verl.ext.turn_times",)
-"""Modules with a function `measure(trajectories)`, for metrics of what a step has sampled."""
+MEASURES = ("verl.ext.guard", "verl.ext.turn_times")
+"""Modules with a function `measure(trajectories)`, for metrics of a step's trajectories."""
 KEY = "trainer.hooks"
 
 
@@ -184,13 +184,13 @@ def built_hooks(parts: Parts) -> Iterator[Hook]:
 def build_source(parts: Parts) -> Source:
     """Build the source of a run's trajectories: recorded, sampled, or sampled ahead of time."""
     config, inputs = parts.config, parts.inputs
+    measures = [module.measure for module in map(plugins.optional, MEASURES) if module is not None]
     if parts.rollout is None:
         from verl.ext.recorded import RecordedCollector  # noqa: PLC0415 - only where asked for
 
-        return RecordedCollector(config, parts.reward_manager)
+        return RecordedCollector(config, parts.reward_manager, measures)
     prompts = inputs.train_prompts
     sampler = build_sampler(config, prompts)
-    measures = [module.measure for module in map(plugins.optional, MEASURES) if module is not None]
     sources = config, parts.rollout, prompts, sampler, parts.reward_manager, measures
     overlaps = config.actor_rollout_ref.rollout.max_staleness > 0
     if overlaps or has_batches_ahead(config):

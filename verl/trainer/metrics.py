@@ -16,19 +16,13 @@ from verl.types import (
     Status,
     TokenBatch,
     Trajectory,
-    num_calls,
 )
 
 if TYPE_CHECKING:
     from verl.monitor.performance import Timings
     from verl.rewards.interface import Reward
 
-MALFORMED = "guard/malformed_rate"
-TOOL_USE = "guard/search_rate"
-"""Share of trajectories with a tool call; the name is from when there was one tool."""
 ALL_WRONG, ALL_WRONG_UPDATE = "critic/all_wrong_share", "critic/all_wrong_update"
-NO_ANSWER = "guard/no_answer_rate"
-LENGTH_CLIP = "guard/length_clip_rate"
 FAULTS = ("trajectories_resampled", "trajectories_failed", "trajectories_dropped", "outage_s")
 """Faults that every step reports; those of tools and agents come from the trajectories."""
 
@@ -65,26 +59,7 @@ def rollout_metrics(trajectories: Sequence[Trajectory]) -> Metrics:
         "prompt_length/mean": float(np.mean([len(t.prompt.ids) for t in trajectories])),
         **status_shares,
         **{f"env/{k}": v for k, v in mean_by_key([t.stats for t in trajectories]).items()},
-        **behaviour_metrics(trajectories),
     }
-
-
-def behaviour_metrics(trajectories: Sequence[Trajectory]) -> Metrics:
-    """Return the policy's behaviour for the collapse guard, as shares of turns or trajectories.
-
-    Failed trajectories are ignored. Shares of counts that the agent does not report are left out.
-    """
-    completed = [t for t in trajectories if t.status is not Status.FAILED]
-    if not completed:
-        return {}
-    metrics = {NO_ANSWER: float(np.mean([t.status is not Status.ANSWERED for t in completed]))}
-    if all("valid_actions" in t.stats for t in completed):
-        metrics[TOOL_USE] = float(np.mean([num_calls(t.stats) > 0 for t in completed]))
-    turns = sum(t.stats.get("turns", 0.0) for t in completed)
-    for metric, count in ((MALFORMED, "malformed_turns"), (LENGTH_CLIP, "truncated_turns")):
-        if turns and all(count in t.stats for t in completed):
-            metrics[metric] = sum(t.stats[count] for t in completed) / turns
-    return metrics
 
 
 def fault_metrics(trajectories: Sequence[Trajectory], num_dropped: int = 0) -> Metrics:

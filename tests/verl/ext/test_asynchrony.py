@@ -24,6 +24,7 @@ from tests.verl.training.ranks import save_tiny
 from verl.config import Config
 from verl.core_algos.kl import FixedKLController
 from verl.data.sampler import PromptSampler
+from verl.ext import guard
 from verl.ext.replay import FOLDER
 from verl.monitor.performance import Timings
 from verl.trainer.collect import Samples, trajectory_seed
@@ -78,6 +79,7 @@ def plain_loop(config: Config, num_steps: int) -> list[Metrics]:
             metrics = add_advantages(batch, config, kl) | advantage_metrics(batch)
             metrics |= learner.update(batch, step, Timings())
             metrics |= rollout_metrics(trajectories) | reward_metrics(rewards)
+            metrics |= guard.measure(trajectories)
             metrics["perf/total_num_tokens"] = float(batch.num_tokens)
             rows.append(metrics)
         ranks.save_policy(folder / "model", "float32")

@@ -28,9 +28,10 @@ from verl.ext.guard import (
     correct_sequences,
     correct_trajectories,
     drift_and_shift,
+    measure,
     rules,
 )
-from verl.types import Origin, Prompt, Segment, TokenBatch, Trajectory
+from verl.types import Origin, Prompt, Segment, Status, TokenBatch, Trajectory
 
 USUAL = {
     DRIFT: 0.01, SHIFT: 0.001, MALFORMED: 0.05, NO_ANSWER: 0.05, LENGTH_CLIP: 0.02, TOOL_USE: 0.9,
@@ -287,3 +288,39 @@ def test_the_second_forward_pass_needs_no_column_of_the_loss() -> None:
         "policy_mask",
         "rollout_log_probs",
     }
+
+
+QUESTION = Prompt("q", (1,), "nq", ("a",))
+
+
+def counted(status: Status, *counts: float) -> Trajectory:
+    """Return a trajectory with the agent's counts: turns, calls, malformed and truncated turns."""
+    names = ("turns", "valid_actions", "malformed_turns", "truncated_turns")
+    stats = dict(zip(names, counts, strict=False))
+    if "valid_actions" in stats:
+        stats["answered"] = float(status is Status.ANSWERED)
+        stats["valid_actions"] += stats["answered"]
+    return Trajectory(QUESTION, [], status, stats)
+
+
+def test_behaviour_is_counted_over_turns_and_trajectories() -> None:
+    """Malformed and truncated by turn, calls and answers by trajectory, without failed ones."""
+    trajectories = [
+        counted(Status.ANSWERED, 3, 2, 0, 0),
+        counted(Status.OUT_OF_TURNS, 4, 0, 3, 2),
+        counted(Status.OUT_OF_BUDGET, 1, 1, 1, 0),
+        counted(Status.FAILED, 9, 9, 9, 9),
+    ]
+    expected = {NO_ANSWER: 2 / 3, TOOL_USE: 2 / 3, MALFORMED: 4 / 8, LENGTH_CLIP: 2 / 8}
+    assert measure(trajectories) == expected
+
+
+def test_an_agent_without_such_counts_has_fewer_metrics() -> None:
+    """The trainer does not derive counts that the agent does not report."""
+    trajectories = [counted(Status.ANSWERED), counted(Status.OUT_OF_TURNS)]
+    assert measure(trajectories) == {NO_ANSWER: 0.5}
+
+
+def test_a_batch_of_failures_has_no_behaviour() -> None:
+    """Failures of the infrastructure never look like a collapse."""
+    assert measure([counted(Status.FAILED, 1)]) == {}

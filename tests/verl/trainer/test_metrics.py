@@ -5,50 +5,9 @@ import time
 import pytest
 import torch
 
-from verl.ext.guard import LENGTH_CLIP, MALFORMED, NO_ANSWER, TOOL_USE
 from verl.monitor.performance import Timings
-from verl.trainer.metrics import (
-    behaviour_metrics,
-    rollout_metrics,
-    throughput_metrics,
-)
-from verl.types import Prompt, Status, TokenBatch, Trajectory
-
-PROMPT = Prompt("q", (1,), "nq", ("a",))
-
-
-def make_trajectory(status: Status, *counts: float) -> Trajectory:
-    """Return a trajectory with the agent's counts: turns, calls, malformed and truncated turns."""
-    names = ("turns", "valid_actions", "malformed_turns", "truncated_turns")
-    stats = dict(zip(names, counts, strict=False))
-    if "valid_actions" in stats:
-        stats["answered"] = float(status is Status.ANSWERED)
-        stats["valid_actions"] += stats["answered"]
-    return Trajectory(PROMPT, [], status, stats)
-
-
-def test_behaviour_is_counted_over_turns_and_trajectories() -> None:
-    """Malformed and truncated by turn, calls and answers by trajectory, without failed ones."""
-    trajectories = [
-        make_trajectory(Status.ANSWERED, 3, 2, 0, 0),
-        make_trajectory(Status.OUT_OF_TURNS, 4, 0, 3, 2),
-        make_trajectory(Status.OUT_OF_BUDGET, 1, 1, 1, 0),
-        make_trajectory(Status.FAILED, 9, 9, 9, 9),
-    ]
-    expected = {NO_ANSWER: 2 / 3, TOOL_USE: 2 / 3, MALFORMED: 4 / 8, LENGTH_CLIP: 2 / 8}
-    assert behaviour_metrics(trajectories) == expected
-    assert rollout_metrics(trajectories).items() >= expected.items()
-
-
-def test_an_agent_without_such_counts_has_fewer_metrics() -> None:
-    """The trainer does not derive counts that the agent does not report."""
-    trajectories = [make_trajectory(Status.ANSWERED), make_trajectory(Status.OUT_OF_TURNS)]
-    assert behaviour_metrics(trajectories) == {NO_ANSWER: 0.5}
-
-
-def test_a_batch_of_failures_has_no_behaviour() -> None:
-    """Failures of the infrastructure never look like a collapse."""
-    assert behaviour_metrics([make_trajectory(Status.FAILED, 1)]) == {}
+from verl.trainer.metrics import throughput_metrics
+from verl.types import TokenBatch
 
 
 def test_parts_of_a_phase_do_not_count_twice() -> None:
