@@ -9,6 +9,7 @@ used, because it reports a user's mistake with its own text and status 1, create
 
 import argparse
 import contextlib
+import functools
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -213,6 +214,18 @@ def _presets(preset: str, folder: Path, choices: Sequence[str]) -> Mapping[str, 
         known = ", ".join(_preset_names(folder)) or "none"
         fix = "choose one of them, or name another folder with --config-dir"
         raise ConfigError(explain("--config-name", preset, f"a preset of {folder} ({known})", fix))
+    if folder == PRESETS:
+        return _shipped(name, tuple(choices))
+    return _composed(name, folder, choices)
+
+
+@functools.cache
+def _shipped(name: str, choices: tuple[str, ...]) -> Mapping[str, Any]:
+    """Compose a shipped preset; the runs of a sweep begin with the same one."""
+    return _composed(name, PRESETS, choices)
+
+
+def _composed(name: str, folder: Path, choices: Sequence[str]) -> Mapping[str, Any]:
     # Presets may name it as their base, though every option has its default without it.
     ConfigStore.instance().store(name="config_schema", node={})
     shipped = f"hydra.searchpath=['file://{PRESETS.resolve()}']"
