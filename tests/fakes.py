@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
-import random
-import re
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from verl.rollout.interface import Listener, RolloutEngine
+from verl.rollout.interface import RolloutEngine
 from verl.types import Completion, Sampling, Segment, Trajectory
 
 EOS = 256
@@ -83,48 +79,6 @@ class ScriptedEngine(RolloutEngine):
             text = self.tokenizer.decode(ids)
         log_probs = tuple(-0.5 - 0.001 * n for n in range(len(ids)))
         return Completion(tuple(ids), log_probs, text, reason, self.weight_version)
-
-
-@dataclass
-class RecitingEngine(RolloutEngine):
-    """Returns the turns of the dialogue that the first line of the prompt names, in pieces.
-
-    Log-probs depend on all ids of the prompt, so that no two contexts have the same.
-    """
-
-    turns: Mapping[str, Sequence[str]]
-    pause: float = 0.0
-    """Seconds that each piece takes."""
-    streams: int = 0
-    told: Counter[str] = field(default_factory=Counter)
-    tokenizer: ByteTokenizer = field(default_factory=ByteTokenizer)
-
-    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
-        return await self._recite(prompt_ids, sampling, lambda text: None)
-
-    async def stream(
-        self, prompt_ids: Sequence[int], sampling: Sampling, listener: Listener
-    ) -> Completion:
-        self.streams += 1
-        return await self._recite(prompt_ids, sampling, listener)
-
-    async def _recite(
-        self, prompt_ids: Sequence[int], sampling: Sampling, listener: Listener
-    ) -> Completion:
-        name = self.tokenizer.decode(prompt_ids).partition("\n")[0]
-        text, reason = cut_at_stop(self.turns[name][self.told[name]], sampling.stop)
-        self.told[name] += 1
-        for piece in pieces(text):
-            await asyncio.sleep(self.pause)
-            listener(piece)
-        ids = self.tokenizer.encode(text)
-        noise = random.Random(repr((tuple(prompt_ids), text)))
-        return Completion(tuple(ids), tuple(-noise.random() for _ in ids), text, reason)
-
-
-def pieces(text: str) -> list[str]:
-    """Split a text about as a tokenizer does: words with the space before them, in sixes."""
-    return re.findall(r"\s?\w{1,6}|\s?[^\w\s]+|\s", text)
 
 
 def cut_at_stop(text: str, stop: Sequence[str]) -> tuple[str, str]:

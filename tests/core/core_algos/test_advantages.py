@@ -247,14 +247,6 @@ def by_scores(scores: Tensor, ids: Sequence[Hashable] | Tensor, batch: Batch, na
     return ADVANTAGES[name].compute(inputs).advantages
 
 
-def test_grpo_ignores_failed_trajectories_of_a_group() -> None:
-    """A sequence without policy tokens (infrastructure failed) does not change the group's mean."""
-    batch = make_batch([[True], [True], [False]])
-    scores = torch.tensor([1.0, 0.0, -50.0], dtype=torch.float64)
-    got = by_scores(scores, [0, 0, 0], batch, "dr_grpo")
-    assert got.tolist() == [0.5, -0.5, 0.0]
-
-
 def test_grpo_group_of_one_keeps_its_score() -> None:
     """A single sample has mean 0 and deviation 1 by convention; a constant group gets 0."""
     batch = make_batch([[True], [True], [True]])

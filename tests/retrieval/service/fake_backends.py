@@ -2,13 +2,11 @@
 
 import asyncio
 import threading
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import httpx
 
-from search_r1.retrieval.engines.base import Retriever
 from search_r1.retrieval.schema import Document, Hit
 
 
@@ -46,22 +44,6 @@ class FakeBackend:
 
     def info(self) -> dict[str, Any]:
         return self.facts
-
-
-class SlowBackend:
-    """Adds a latency that depends on the query to a backend; 64 searches run at once."""
-
-    num_threads = 64
-
-    def __init__(self, engine: Retriever, seconds: Callable[[str], float]) -> None:
-        self.engine, self.seconds = engine, seconds
-        self.name, self.num_documents, self.info = engine.name, engine.num_documents, engine.info
-        self.queries: list[str] = []
-
-    def search(self, queries: Sequence[str], k: int) -> list[list[Hit]]:
-        self.queries += queries
-        time.sleep(max(map(self.seconds, queries)))
-        return self.engine.search(queries, k)
 
 
 async def until(condition: Callable[[], bool]) -> None:

@@ -96,65 +96,39 @@ def test_missing_options_are_listed() -> None:
         cli.compose([])
 
 
-def test_aliases_reach_their_option() -> None:
-    """Alternative names of the original set the option."""
-    config = compose("data.shuffle=false", "actor_rollout_ref.rollout.n=4")
-    assert config.data.shuffle_train_dataloader is False
-    assert config.actor_rollout_ref.rollout.n_agent == 4
-
-
 def test_n_of_one_leaves_n_agent_alone() -> None:
     """The original multiplies n by n_agent: n=1 must not undo n_agent=5."""
     names = ("actor_rollout_ref.rollout.n_agent=5", "actor_rollout_ref.rollout.n=1")
     assert compose(*names).actor_rollout_ref.rollout.n_agent == 5
 
 
-@pytest.mark.parametrize(
-    ("option", "advice"),
-    [
-        ("actor_rollout_ref.model.use_remove_padding=false", "never padded"),
-        ("actor_rollout_ref.actor.fsdp_config.grad_offload=true", "param_offload"),
-        ("actor_rollout_ref.rollout.log_prob_micro_batch_size=128", "ppo_max_token_len"),
-        ("trainer.default_hdfs_dir=hdfs://x", "default_local_dir"),
-        ("actor_rollout_ref.actor.use_dynamic_bsz=true", "ppo_max_token_len_per_gpu"),
-    ],
-)
 def test_option_without_effect_warns_once(
-    option: str, advice: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An option without effect is logged once, with advice."""
     monkeypatch.setattr(overrides, "_warned", set())
     with caplog.at_level(logging.WARNING):
-        compose(option)
-        compose(option)
-    assert len(caplog.messages) == 1
-    assert option.split("=")[0] in caplog.messages[0]
-    assert advice in caplog.messages[0]
-
-
-def test_defaults_warn_of_nothing(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Values that ask for the usual behaviour, as in the original's scripts, do not warn."""
-    monkeypatch.setattr(overrides, "_warned", set())
-    compose("actor_rollout_ref.model.use_remove_padding=True", "trainer.default_hdfs_dir=null")
-    assert caplog.messages == []
+        compose("actor_rollout_ref.model.use_remove_padding=false")
+        compose("actor_rollout_ref.model.use_remove_padding=false")
+    (message,) = caplog.messages
+    assert "use_remove_padding" in message and "never padded" in message
 
 
 @pytest.mark.parametrize(
     ("arguments", "subject"),
     [
         ("algorithm.adv_estimator=ppo", "one of gae, grpo"),
+        ("actor_rollout_ref.actor.policy_loss=pg", "one of ppo, gspo"),
+        ("actor_rollout_ref.actor.kl_loss_type=kk", "kl_loss_type"),
+        ("actor_rollout_ref.actor.rollout_is_threshold=0", "rollout_is_threshold: got 0"),
         ("algorithm.adv_estimator=grpo", "rollout.n_agent: got 1"),
         ("algorithm.filter_groups.enable=true", "rollout.n_agent: got 1"),
-        ("actor_rollout_ref.actor.policy_loss=pg", "one of ppo, gspo"),
         (
             "actor_rollout_ref.actor.llds_coef=0.1 actor_rollout_ref.actor.ppo_mini_batch_size=512",
             "several updates a step",
         ),
         ("data.max_start_length=5000", "data.max_start_length"),
         ("data.max_obs_length=4096", "data.max_obs_length"),
-        ("data.max_response_length=0", "data.max_response_length: got 0, expected 1"),
         ("actor_rollout_ref.rollout.temperature=0", "rollout.temperature"),
         ("actor_rollout_ref.actor.ppo_mini_batch_size=4", "each of 8 ranks"),
         ("actor_rollout_ref.actor.ppo_mini_batch_size=513", "at most the 512 trajectories"),
@@ -169,7 +143,6 @@ def test_defaults_warn_of_nothing(
             "trainer.rollout_gpus=3 actor_rollout_ref.rollout.tensor_model_parallel_size=2",
             "a divisor of trainer.rollout_gpus=3",
         ),
-        ("trainer.rollout_gpus=-1", "trainer.rollout_gpus: got -1, expected 0 or more"),
         (
             "trainer.rollout_gpus=1 actor_rollout_ref.rollout.name=remote",
             "trainer.rollout_gpus: got 1, expected 0: actor_rollout_ref.rollout.name=remote",
@@ -193,7 +166,6 @@ def test_defaults_warn_of_nothing(
             "actor_rollout_ref.rollout.n_agent=5",
             "critic.n_gpus_per_node: got 4, expected null: rloo has no critic; fix",
         ),
-        ("critic.n_gpus_per_node=-1", "critic.n_gpus_per_node: got -1, expected 1 or more"),
         (
             "critic.n_gpus_per_node=4 critic.ppo_mini_batch_size=3",
             "critic.ppo_mini_batch_size: got 3, expected one trajectory or more for each of the",
@@ -213,21 +185,8 @@ def test_defaults_warn_of_nothing(
             "ranks; fix: "
             "actor_rollout_ref.actor.ppo_mini_batch_size=2",
         ),
-        ("actor_rollout_ref.actor.kl_loss_type=kk", "kl_loss_type"),
         ("trainer.logger=[console,foo]", "trainer.logger: got [console,foo]"),
-        ("trainer.save_freq=-2", "trainer.save_freq"),
-        ("algorithm.overlong_buffer.penalty_factor=-1", "overlong_buffer.penalty_factor"),
-        ("actor_rollout_ref.actor.clip_ratio=0", "actor.clip_ratio: got 0"),
-        ("actor_rollout_ref.actor.clip_ratio_high=0", "actor.clip_ratio_high: got 0"),
-        ("actor_rollout_ref.actor.clip_ratio_c=1", "actor.clip_ratio_c: got 1"),
-        ("actor_rollout_ref.actor.grad_clip=0", "actor.grad_clip: got 0"),
-        ("critic.cliprange_value=0", "critic.cliprange_value: got 0"),
-        ("actor_rollout_ref.actor.llds_coef=-0.1", "actor.llds_coef: got -0.1"),
         ("trainer.default_local_dir=", "trainer.default_local_dir: got ''"),
-        ("max_turns=10001", "max_turns: got 10001"),
-        ("retriever.topk=10001", "retriever.topk: got 10001"),
-        ("actor_rollout_ref.actor.ppo_epochs=1001", "ppo_epochs: got 1001"),
-        ("actor_rollout_ref.actor.rollout_is_threshold=0", "rollout_is_threshold: got 0"),
         ("actor_rollout_ref.actor.rollout_mask_threshold=4", "rollout_mask=token (or sequence, g"),
         (
             "actor_rollout_ref.actor.rollout_mask=geometric",
@@ -258,10 +217,6 @@ def test_defaults_warn_of_nothing(
         ("algorithm.adv_estimator=reinforce trainer.critic_warmup=5", "reinforce has no critic"),
         ("retriever.url=localhost:8000", "retriever.url"),
         ("""'retriever.url="http://a:8000,b:8000"'""", "separated by commas"),
-        ("retriever.deadline=0", "retriever.deadline"),
-        ("retriever.max_outage=-1", "retriever.max_outage"),
-        ("retriever.topk=0", "retriever.topk"),
-        ("max_turns=-1", "max_turns"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(arguments: str, subject: str) -> None:

@@ -297,20 +297,6 @@ def test_a_tool_that_refuses_the_run_ends_it_at_once() -> None:
     assert elsewhere.num_failed == 4
 
 
-@pytest.mark.parametrize(("num_failed", "ends"), [(0, False), (1, False), (2, True), (100, True)])
-def test_a_share_of_trajectories_may_be_lost(num_failed: int, ends: bool) -> None:
-    """2 % of 100 trajectories is one group of two; a second group is too much."""
-    everyone = [start_trajectory(p, group=str(i // 2)) for i, p in enumerate(prompts(100))]
-    failed = everyone[: 2 * num_failed : 2]
-    if ends:
-        with pytest.raises(
-            ToolOutage, match=r"fix: correct the cause of the failures(, or allow it: .*|$)"
-        ):
-            complete_groups(everyone, failed, "step 3", 0.02)
-    else:
-        assert len(complete_groups(everyone, failed, "step 3", 0.02)) == 100 - 2 * num_failed
-
-
 def test_a_loss_is_reported_with_its_last_failure_and_the_option_that_allows_it(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

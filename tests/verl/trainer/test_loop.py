@@ -128,15 +128,6 @@ def test_line_15_n_steps_make_n_updates(trainer: RayPPOTrainer, log: list[str]) 
     assert trainer.step == 2
 
 
-def test_a_group_with_a_failure_is_left_out_of_the_loss(trainer: RayPPOTrainer) -> None:
-    """Neither failed trajectories nor other members of their groups are in a mini-batch."""
-    trainer.config.trainer.max_lost_share = 0.5
-    trainer.rollouts.fail = lambda start: start.sample == 0 and start.group in ("1/0", "2/0")
-    trainer.fit()
-    groups = {group for mini in trainer.ranks.mini_batches for group in mini.columns["group"]}
-    assert groups == {f"{step}/{row}" for step in (1, 2) for row in (1, 2, 3)}
-
-
 def test_loss_weights_and_advantages_exist_on_policy_tokens_only(trainer: RayPPOTrainer) -> None:
     """Observation tokens have neither weight nor advantage."""
     trainer.fit()
