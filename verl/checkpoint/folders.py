@@ -40,7 +40,7 @@ STATE_FILE, DRIVER_FILE = "trainer_state.json", "ranks/driver.pt"
 EXPECTED = f"global_step_N with {MARKER} inside"
 """Describes a checkpoint in error messages."""
 HASHED_BYTES = 64 << 20
-"""Largest size of files that are compared by content; tensors have their own checksums."""
+"""Largest size of files that are compared by content."""
 STEP_NAME = re.compile(r"global_step_(\d+)")
 TEMPORARY_NAME = re.compile(r"global_step_(\d+)\.([0-9a-f]{8}\.)?tmp")
 VALIDATION = "validation"

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 from torch.distributed.checkpoint.state_dict_saver import save
 from transformers import LlamaConfig
 
@@ -146,16 +146,12 @@ def test_a_sound_checkpoint_is_read(sound: Path, tmp_path: Path) -> None:
     assert read_state_file(step_dir / "ranks/rank_0.pt").keys() == {"schedules", "random"}
 
 
-@pytest.mark.parametrize("is_listed", [True, False])
 @pytest.mark.parametrize("file", [name for name in FILES if name != folders.MARKER])
-def test_a_flipped_bit_is_found(sound: Path, tmp_path: Path, file: str, is_listed: bool) -> None:
-    """It is found in any listed file; tensors have their own checksums, which torch ignores."""
+def test_a_flipped_bit_is_found(sound: Path, tmp_path: Path, file: str) -> None:
+    """In any file that is listed with its content, and so in all but large shards."""
     step_dir = Path(shutil.copytree(sound, tmp_path / "global_step_3"))
-    if not is_listed:
-        (step_dir / folders.MARKER).write_text("3\n")
     flip(step_dir / file)
-    if is_listed or file.endswith("distcp"):
-        assert "bytes" in refusal(step_dir) or "changed since it was written" in refusal(step_dir)
+    assert "changed since it was written" in refusal(step_dir)
 
 
 @pytest.mark.parametrize(
@@ -186,18 +182,6 @@ def another_folder(metadata: Any, shards: Path) -> None:
         location.relative_path = "../outside"
 
 
-def no_chunk(metadata: Any, shards: Path) -> None:
-    metadata.state_dict_metadata["actor.optim.m"].chunks.clear()
-
-
-def no_location(metadata: Any, shards: Path) -> None:
-    del metadata.storage_data[MetadataIndex("actor.optim.m", torch.Size([0]))]
-
-
-def a_longer_file(metadata: Any, shards: Path) -> None:
-    metadata.storage_data[MetadataIndex("actor.optim.m", torch.Size([0]))].length += 10**6
-
-
 def another_tensor(metadata: Any, shards: Path) -> None:
     del metadata.state_dict_metadata["actor.optim.m"]
 
@@ -213,13 +197,12 @@ def no_metadata(metadata: Any, shards: Path) -> None:
 
 @pytest.mark.parametrize(
     "forge",
-    [bytes_for_a_tensor, another_folder, no_chunk, no_location, a_longer_file, another_tensor,
-     another_size, no_metadata],
-)  # fmt: skip
+    [bytes_for_a_tensor, another_folder, another_tensor, another_size, no_metadata],
+)
 def test_a_forged_table_of_tensors_is_refused(
     sound: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forge: Callable[[Any, Path], None]
 ) -> None:
-    """Objects that torch would unpickle, files elsewhere, and incomplete tensors."""
+    """Objects that torch would unpickle, files elsewhere, and other tensors."""
     monkeypatch.chdir(tmp_path)
     step_dir = Path(shutil.copytree(sound, tmp_path / "global_step_3"))
     (step_dir / folders.MARKER).write_text("3\n")
