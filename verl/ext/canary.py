@@ -20,6 +20,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+import torch
+
 from verl.config.engine_kwargs import is_approximate
 from verl.engine import Score
 from verl.errors import MismatchError
@@ -28,6 +30,7 @@ from verl.json_files import read_object
 from verl.model_files import load_tokenizer
 from verl.single_controller.actors import RayWorkerGroup
 from verl.trainer.hooks import Hook
+from verl.types import TokenBatch
 
 if TYPE_CHECKING:
     from verl.trainer.build import Parts
@@ -123,8 +126,11 @@ class WeightCanary:
         start = time.perf_counter()
         rollouts.scores.ids = self.ids
         self._is_resumed = version > 1 if self._is_resumed is None else self._is_resumed
-        log_probs = ranks.group.call("actor.sequence_log_probs", list(self.ids))[0]
-        self._expected[version] = Expected(version - 1, log_probs)
+        tokens = torch.tensor(self.ids)
+        columns = {"input_ids": tokens, "policy_mask": torch.ones(len(tokens), dtype=torch.bool)}
+        batch = TokenBatch(torch.tensor([0, len(tokens)]), columns)
+        log_probs = ranks.group.call("actor.log_probs", batch, 1.0)[0][1:]  # at temperature 1
+        self._expected[version] = Expected(version - 1, log_probs.tolist())
         for old in sorted(self._expected)[:-NUM_KEPT]:
             del self._expected[old]
         seconds = time.perf_counter() - start

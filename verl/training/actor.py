@@ -113,24 +113,13 @@ class Actor:
     """The temperature that tokens were sampled at."""
 
     @torch.no_grad()
-    def log_probs(self, batch: TokenBatch) -> Tensor:
+    def log_probs(self, batch: TokenBatch, temperature: float | None = None) -> Tensor:
         """Compute the log-prob of each token in the loss, 0 elsewhere: (num_tokens,) float32."""
+        temperature = self.temperature if temperature is None else temperature
         return compute_at_targets(
             self.model, batch, self.budgets.inference,
-            lambda inputs: self.model.forward(inputs, self.temperature)[0],
+            lambda inputs: self.model.forward(inputs, temperature)[0],
         )  # fmt: skip
-
-    @torch.no_grad()
-    def sequence_log_probs(self, ids: Sequence[int]) -> list[float]:
-        """Compute the log-prob of each id after the first, at temperature 1, on every rank."""
-        tokens = torch.tensor(ids)
-        columns = {"input_ids": tokens, "policy_mask": torch.ones(len(ids), dtype=torch.bool)}
-        batch = TokenBatch(torch.tensor([0, len(ids)]), columns)
-        log_probs: list[float] = compute_at_targets(
-            self.model, batch, self.budgets.inference,
-            lambda inputs: self.model.forward(inputs, 1.0)[0],
-        ).tolist()  # fmt: skip
-        return log_probs[1:]
 
     def update(self, mini_batch: TokenBatch) -> Metrics:
         """Take an optimizer step on this rank's share of a mini-batch; return global metrics.

@@ -180,7 +180,7 @@ class Fixed:
 
     @property
     def group(self) -> Any:
-        return SimpleNamespace(call=lambda method, ids: [self.ranks])
+        return SimpleNamespace(call=lambda *_: [torch.tensor([0.0, *self.ranks])])
 
     def _transfer(self, ranks: object, replicas: object, version: int) -> dict[str, float]:
         self.version = version
