@@ -56,16 +56,22 @@ class Sampling:
 
 
 @dataclass(frozen=True)
-class EngineCounts:
-    """Token counts of prefix caching in requests; 0 if not reported."""
+class Measured:
+    """What an engine measured of requests; 0 if it does not report it."""
 
-    prompt: int = 0
+    queued_s: float = 0.0
+    """Seconds that they waited for a slot in the engine."""
+    num_prompt: int = 0
     """Prompt tokens, that is, the dialogue so far."""
-    cached: int = 0
+    num_cached: int = 0
     """Prompt tokens that were already in the prefix cache."""
 
-    def __add__(self, other: EngineCounts) -> EngineCounts:
-        return EngineCounts(self.prompt + other.prompt, self.cached + other.cached)
+    def __add__(self, other: Measured) -> Measured:
+        return Measured(
+            self.queued_s + other.queued_s,
+            self.num_prompt + other.num_prompt,
+            self.num_cached + other.num_cached,
+        )
 
 
 @dataclass(frozen=True)
@@ -79,9 +85,7 @@ class Completion:
     """`stop` (a stop string or end of sequence) or `length`."""
     weight_version: int = 0
     """Version of the weights that sampled the completion."""
-    queued_s: float = 0.0
-    """Seconds that the request waited for a slot in the engine; 0 if not reported."""
-    counts: EngineCounts = EngineCounts()
+    measured: Measured = Measured()
 
 
 @dataclass(frozen=True)
@@ -176,9 +180,8 @@ class TurnTimes:
     finished: float
     turn: int = 0
     """Number of the turn within the dialogue, from 0."""
-    queued_s: float = 0.0
-    """Seconds after `started` during which its request waited for a slot of the engine."""
-    counts: EngineCounts = EngineCounts()
+    measured: Measured = Measured()
+    """Of its request, which was made when the turn started."""
 
 
 @dataclass

@@ -105,8 +105,8 @@ class Trace(Hook):
             if turn.turn != before.turn:
                 yield _span("tool", process, 1 + row, before.finished, turn.requested, **about)
             yield _span("weights", process, 1 + row, turn.requested, turn.started, **about)
-            running = turn.started + turn.queued_s
-            if turn.queued_s:
+            running = turn.started + turn.measured.queued_s
+            if turn.measured.queued_s:
                 yield _span("slot", process, 1 + row, turn.started, running, **about)
             yield _span(f"turn {turn.turn}", process, 1 + row, running, turn.finished, **about)
 

@@ -20,7 +20,7 @@ from verl.rollout.replica import RolloutReplica
 from verl.trainer.hooks import Hook
 from verl.types import (
     Completion,
-    EngineCounts,
+    Measured,
     Metrics,
     Sampling,
     Trajectory,
@@ -84,10 +84,8 @@ class TimedEngine(RolloutEngine):
             yield completions
         finally:
             self._clock.change(-1)
-            queued_s = sum(completion.queued_s for completion in completions)
-            counts = sum((completion.counts for completion in completions), EngineCounts())
-            turn = TurnTimes(started, started, time.time(), number, queued_s, counts)
-            self.times.append(turn)
+            measured = sum((completion.measured for completion in completions), Measured())
+            self.times.append(TurnTimes(started, started, time.time(), number, measured))
 
 
 class TimedReplica(RolloutReplica):
@@ -155,7 +153,7 @@ def wait_metrics(trajectories: Sequence[Trajectory], now: float) -> Metrics:
     tools = [sum(b.requested - a.finished for a, b in itertools.pairwise(turns)) for turns in timed]
     weights = [sum(turn.started - turn.requested for turn in turns) for turns in timed]
     others = [now - turns[-1].finished for turns in timed]
-    slots = [sum(turn.queued_s for turn in turns) for turns in timed]
+    slots = [sum(turn.measured.queued_s for turn in turns) for turns in timed]
     waits = {"tools": tools, "weights": weights, "others": others}
     if any(slots):  # an engine reported them
         waits["slot"] = slots
@@ -164,5 +162,9 @@ def wait_metrics(trajectories: Sequence[Trajectory], now: float) -> Metrics:
 
 def engine_metrics(trajectories: Sequence[Trajectory]) -> Metrics:
     """Return the share of prompt tokens that engines had in their prefix caches, if reported."""
-    counts = sum((turn.counts for t in trajectories for turn in t.turn_times), EngineCounts())
-    return {"rollout/prefix_hit_share": counts.cached / counts.prompt} if counts.prompt else {}
+    total = sum((turn.measured for t in trajectories for turn in t.turn_times), Measured())
+    return (
+        {"rollout/prefix_hit_share": total.num_cached / total.num_prompt}
+        if total.num_prompt
+        else {}
+    )

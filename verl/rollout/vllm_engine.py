@@ -26,7 +26,7 @@ from verl.nvidia import vllm_device
 from verl.rollout.interface import EngineDied, Listener, RolloutEngine
 from verl.rollout.vllm_settings import VllmSettings
 from verl.socket_folder import socket_folder
-from verl.types import Completion, EngineCounts, Sampling
+from verl.types import Completion, Measured, Sampling
 
 SHUTDOWN_TIMEOUT = RESET_TIMEOUT = 30.0
 SOCKETS = "VLLM_RPC_BASE_PATH"
@@ -131,14 +131,13 @@ class VllmEngine(RolloutEngine):
         request_id = str(next(self._request_ids))
         outputs = self._llm.generate(prompt, parameters, request_id, **self._request_options)
         result = await self._core.result(_last_output(outputs, listener))
-        output, queued_s = result.outputs[0], _queued_s(result.metrics)
+        output = result.outputs[0]
         ids = tuple(output.token_ids)
         log_probs = tuple(step[i].logprob for step, i in zip(output.logprobs, ids, strict=True))
         assert version == self.weight_version, "weights changed while a request was running"
-        counts = EngineCounts(len(prompt_ids), result.num_cached_tokens or 0)
-        return Completion(
-            ids, log_probs, output.text, output.finish_reason, version, queued_s, counts
-        )
+        cached = result.num_cached_tokens or 0
+        measured = Measured(_queued_s(result.metrics), len(prompt_ids), cached)
+        return Completion(ids, log_probs, output.text, output.finish_reason, version, measured)
 
     async def probe(self) -> None:
         """Return once the engine core answers, between two of its steps, or raise EngineDied."""

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from verl.ext.trace import Trace, busy_intervals
 from verl.monitor.performance import Timings
 from verl.single_controller.actors import Call
-from verl.types import Prompt, Trajectory, TurnTimes, start_trajectory
+from verl.types import Measured, Prompt, Trajectory, TurnTimes, start_trajectory
 
 TURNS = st.lists(st.integers(0, 50), min_size=3, max_size=9).map(sorted)
 
@@ -57,7 +57,7 @@ def test_a_trace_has_phases_engines_and_turns_and_continues_after_a_resume(tmp_p
 def test_a_wait_for_a_slot_comes_before_the_turn_that_it_delays(tmp_path: Path) -> None:
     """It follows the wait for weights; without a wait there is no such span."""
     delayed = trajectory([1, 2, 6])
-    delayed.turn_times[0] = dataclasses.replace(delayed.turn_times[0], queued_s=1.5)
+    delayed.turn_times[0] = dataclasses.replace(delayed.turn_times[0], measured=Measured(1.5))
     Trace(tmp_path).add_step(1, Timings(), [delayed, trajectory([1, 2, 6], 1)], {})
     spans = [e for e in events(tmp_path) if e["ph"] == "X" and e["tid"]]
     assert [(e["pid"], e["name"], e["ts"], e["dur"]) for e in spans] == [

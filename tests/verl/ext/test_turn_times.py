@@ -9,10 +9,11 @@ from dataclasses import replace
 import pytest
 
 from tests.fakes import ScriptedEngine
-from tests.verl.trainer.test_metrics import make_trajectory
 from verl.ext import turn_times
 from verl.ext.turn_times import BusyClock, TimedEngine, engine_metrics, wait_metrics
-from verl.types import Completion, EngineCounts, Sampling, Status, TurnTimes
+from verl.types import Completion, Measured, Prompt, Sampling, Trajectory, TurnTimes
+
+PROMPT = Prompt("q", (), "nq", ())
 
 
 def test_the_busy_share_counts_time_in_which_any_turn_runs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -35,7 +36,7 @@ class Queueing(ScriptedEngine):
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
         completion = await super().generate(prompt_ids, sampling)
-        return replace(completion, queued_s=0.25, counts=EngineCounts(7, 3))
+        return replace(completion, measured=Measured(0.25, 7, 3))
 
 
 def test_a_turn_is_timed() -> None:
@@ -51,16 +52,15 @@ def test_a_turn_is_timed() -> None:
         return engine
 
     times = asyncio.run(play()).times
-    assert [turn.queued_s for turn in times] == [0.25, 0.0]
-    assert [turn.counts for turn in times] == [EngineCounts(7, 3), EngineCounts()]
+    assert [turn.measured for turn in times] == [Measured(0.25, 7, 3), Measured()]
     assert [turn.turn for turn in times] == [0, 1]
     assert times[0].requested == times[0].started <= times[0].finished
 
 
 def test_each_wait_is_a_mean_over_trajectories() -> None:
     """Waits for tools, weights, a slot in the engine, and the other trajectories."""
-    one, two, untimed = (make_trajectory(Status.ANSWERED, 1) for _ in range(3))
-    one.turn_times = [TurnTimes(0, 1, 4, 0, 0.5), TurnTimes(6, 6, 9, 1, 1.5)]
+    one, two, untimed = (Trajectory(PROMPT, []) for _ in range(3))
+    one.turn_times = [TurnTimes(0, 1, 4, 0, Measured(0.5)), TurnTimes(6, 6, 9, 1, Measured(1.5))]
     two.turn_times = [TurnTimes(0, 3, 8)]
     assert wait_metrics([one, two, untimed], now=10.0) == {
         "rollout/wait_s/tools": 1.0, "rollout/wait_s/weights": 2.0,
@@ -71,10 +71,10 @@ def test_each_wait_is_a_mean_over_trajectories() -> None:
 
 def test_prefix_hits_are_a_share_of_all_prompt_tokens_of_turns() -> None:
     """Prompts count by their tokens; engines that report no counts give no metric."""
-    one, two = make_trajectory(Status.ANSWERED, 1), make_trajectory(Status.ANSWERED, 1)
-    one.turn_times = [TurnTimes(0, 1, 4, 0, counts=EngineCounts(100, 0)),
-                      TurnTimes(6, 6, 9, 1, counts=EngineCounts(300, 96))]  # fmt: skip
-    two.turn_times = [TurnTimes(0, 3, 8, counts=EngineCounts(100, 96))]
+    one, two = Trajectory(PROMPT, []), Trajectory(PROMPT, [])
+    one.turn_times = [TurnTimes(0, 1, 4, 0, Measured(0.0, 100, 0)),
+                      TurnTimes(6, 6, 9, 1, Measured(0.0, 300, 96))]  # fmt: skip
+    two.turn_times = [TurnTimes(0, 3, 8, measured=Measured(0.0, 100, 96))]
     assert engine_metrics([one, two]) == {"rollout/prefix_hit_share": 192 / 500}
     two.turn_times = [TurnTimes(0, 3, 8)]
     assert engine_metrics([two]) == {}

@@ -70,7 +70,7 @@ def test_line_29_ids_are_scored_with_the_current_weights(running: Running, tmp_p
         got = running.loop.run_until_complete(running.engine.score(ids))
         assert got == pytest.approx(exact_log_probs(model_in(folder), ids, 1), abs=TOLERANCE)
         if version == 0:
-            assert running.generate(ids, seed=1).counts.cached == 0
+            assert running.generate(ids, seed=1).measured.num_cached == 0
             running.reset()
             running.loop.run_until_complete(running.engine.score(ids))
             again = running.generate(ids, seed=1)

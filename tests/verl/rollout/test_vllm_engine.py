@@ -13,7 +13,7 @@ from verl.nvidia import vllm_device
 from verl.rollout.interface import build_engine
 from verl.rollout.vllm_engine import VllmEngine
 from verl.rollout.vllm_settings import CPU_BLOCK
-from verl.types import Completion, EngineCounts, Sampling
+from verl.types import Completion, Sampling
 
 
 @pytest.mark.skipif(not vllm_device(), reason="needs vLLM")
@@ -68,9 +68,16 @@ def test_a_request_reports_how_long_it_waited_for_a_slot(vllm: Running) -> None:
         requests = (engine.generate([5 + i % 50, 7], Sampling(12)) for i in range(number + 3))
         return list(await asyncio.gather(*requests))
 
-    waited = [completion.queued_s for completion in vllm.loop.run_until_complete(ask_all())]
+    waited = [
+        completion.measured.queued_s for completion in vllm.loop.run_until_complete(ask_all())
+    ]
     assert sorted(waited)[-3:] == sorted(waited[-3:]) and min(waited[-3:]) > min(waited) >= 0
-    assert vllm.generate([5]).queued_s < min(waited[-3:])
+    assert vllm.generate([5]).measured.queued_s < min(waited[-3:])
+
+
+def tokens(completion: Completion) -> tuple[int, int]:
+    """Return how many tokens of the prompt the engine reports, and how many were cached."""
+    return completion.measured.num_prompt, completion.measured.num_cached
 
 
 @pytest.mark.vllm_cpu
@@ -82,9 +89,9 @@ def test_a_request_reports_how_much_of_its_prompt_was_cached(vllm: Running) -> N
     prompt = [5 + i % 50 for i in range(300)]
     first, second = vllm.generate(prompt), vllm.generate(prompt)
     context = [*prompt, *first.ids]
-    assert first.counts == EngineCounts(300, 0)
-    assert second.counts == EngineCounts(300, 300 // CPU_BLOCK * CPU_BLOCK)
+    assert tokens(first) == (300, 0)
+    assert tokens(second) == (300, 300 // CPU_BLOCK * CPU_BLOCK)
     cached = (len(context) - 1) // CPU_BLOCK * CPU_BLOCK  # the last token was never computed
-    assert vllm.generate([*context, 7]).counts == EngineCounts(len(context) + 1, cached)
+    assert tokens(vllm.generate([*context, 7])) == (len(context) + 1, cached)
     vllm.reset()
-    assert vllm.generate(prompt).counts == EngineCounts(300, 0)
+    assert tokens(vllm.generate(prompt)) == (300, 0)
