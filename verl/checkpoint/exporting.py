@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from transformers import AutoConfig
 
-from verl.checkpoint.folders import EXPECTED, check_files, is_complete
+from verl.checkpoint.folders import EXPECTED, is_complete
 from verl.errors import ConfigError, explain
 from verl.model_files import check_weights, is_finite, model_errors, refuse_non_finite
 from verl.plugins import imported
@@ -38,7 +38,6 @@ def export(
     if not is_complete(step_dir):
         fix = "give a complete checkpoint; an interrupted one cannot be used"
         raise ConfigError(explain("checkpoint", step_dir, EXPECTED, fix))
-    check_files(step_dir)
     record = read_adapters(step_dir).get("actor")
     if adapter_only and record is None:
         expected = "a checkpoint of a run with lora_rank above 0"
