@@ -28,6 +28,7 @@ from rich.console import Console
 from torch import Tensor
 from transformers import Qwen2Config
 
+from verl.batch import TokenBatch
 from verl.config import Config
 from verl.core_algos.kl import FixedKLController
 from verl.errors import RankLost, ReplicaLost
@@ -50,7 +51,6 @@ from verl.types import (
     Sampling,
     Segment,
     Status,
-    TokenBatch,
     Trajectory,
     TurnTimes,
     start_trajectory,

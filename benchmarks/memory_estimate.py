@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from verl.batch import TokenBatch
 from verl.config import Config
 from verl.core_algos.losses import loss_weights
 from verl.ext.memory.estimate import Estimate, Setting, estimate
@@ -29,7 +30,6 @@ from verl.model_shape import ModelShape
 from verl.ports import free_port
 from verl.preflight.undecided import fill_undecided
 from verl.training.worker import TrainerWorker
-from verl.types import TokenBatch
 
 MB = 1e6
 RETURN_FREED_MEMORY = {"MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"}

@@ -25,6 +25,7 @@ from typing import Any
 
 from rich.console import Console
 
+from verl.batch import TokenBatch
 from verl.config import Config
 from verl.core_algos.kl import FixedKLController
 from verl.data.trajectories import read_step, recorded_steps
@@ -36,7 +37,6 @@ from verl.trainer.collect import Samples
 from verl.trainer.learn import add_advantages, assemble, mini_batches
 from verl.training import attention
 from verl.training.worker import TrainerWorker
-from verl.types import TokenBatch
 
 ROOT = Path(__file__).resolve().parents[1]
 VARIANTS = {

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from verl.types import TokenBatch
+from verl.batch import TokenBatch
 
 SHARED_PROMPT = "shared_prompt"
 """Row (num_seqs,) of a batch: leading tokens that each sequence has in common with its group."""

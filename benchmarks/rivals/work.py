@@ -7,8 +7,8 @@ from itertools import pairwise
 from pathlib import Path
 
 from benchmarks.update_speed import read_samples
+from verl.batch import TokenBatch
 from verl.trainer.collect import Samples
-from verl.types import TokenBatch
 
 
 def split(rollouts: Path, questions: int) -> list[Samples]:

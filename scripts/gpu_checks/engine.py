@@ -11,11 +11,12 @@ import torch
 from scripts.gpu_checks.report import Report
 from scripts.gpu_checks.trainer import training_rank
 from scripts.gpu_checks.world import random_batch, small_run, write_model
+from verl.batch import TokenBatch
 from verl.config import Config
 from verl.ext.lora.model import write_adapter
 from verl.rollout.vllm_engine import VllmEngine
 from verl.training.worker import TrainerWorker
-from verl.types import Origin, Prompt, Sampling, Segment, TokenBatch, Trajectory, start_trajectory
+from verl.types import Origin, Prompt, Sampling, Segment, Trajectory, start_trajectory
 
 NUM_PROMPTS = 16
 SHORT = 12

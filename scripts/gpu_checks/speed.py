@@ -9,13 +9,13 @@ import torch
 from scripts.gpu_checks.report import Report
 from scripts.gpu_checks.trainer import training_rank
 from scripts.gpu_checks.world import random_batch, small_run, write_model
+from verl.batch import TokenBatch
 from verl.config import Config
 from verl.ext.flops import ModelFlops
 from verl.ext.memory.estimate import Setting, rank_needs
 from verl.ext.memory.needs import CONTEXT, Memory, Phase
 from verl.machine import Machine
 from verl.model_shape import ModelShape, read_shape
-from verl.types import TokenBatch
 from verl.weights.node_folder import new_path
 
 CASES = (("1.5B", False), ("3B", False), ("3B", True))

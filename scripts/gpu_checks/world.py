@@ -11,10 +11,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
+from verl.batch import TokenBatch
 from verl.config import Config
 from verl.core_algos.losses import loss_weights
 from verl.preflight.undecided import fill_undecided
-from verl.types import TokenBatch
 
 END = "<|im_end|>"
 TINY = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2,

@@ -31,9 +31,10 @@ from verl.agent.dialogue import Limits, derived_seed
 from verl.agent.environment import Environment
 from verl.agent.interface import Tool, ToolCall
 from verl.agent.tags import TagFormat
+from verl.batch import TokenBatch
 from verl.config import Config
 from verl.errors import ConfigError, DataError
-from verl.types import Origin, Prompt, Sampling, Status, TokenBatch, Trajectory, start_trajectory
+from verl.types import Origin, Prompt, Sampling, Status, Trajectory, start_trajectory
 
 TOKENIZER = ByteTokenizer()
 PROMPT = Prompt("test#0", tuple(TOKENIZER.encode("Question: who? ")), "test", ("x",))

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from verl.batch import TokenBatch
 from verl.core_algos.losses import loss_weights
-from verl.types import TokenBatch
 
 VOCAB = 97
 

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.core.batches import make_groups
+from verl.batch import TokenBatch
 from verl.packing import (
     PAIR_COST,
     SHARED_PROMPT,
@@ -21,7 +22,6 @@ from verl.packing import (
     split_by_work,
     split_groups,
 )
-from verl.types import TokenBatch
 
 groups_strategy = st.lists(
     st.tuples(st.integers(1, 9), st.lists(st.integers(1, 9), min_size=1, max_size=5)), max_size=6

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from verl.batch import TokenBatch
 from verl.types import (
     Completion,
     Origin,
@@ -15,7 +16,6 @@ from verl.types import (
     Sampling,
     Segment,
     Status,
-    TokenBatch,
     Trajectory,
     start_trajectory,
 )

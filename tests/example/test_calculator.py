@@ -23,6 +23,7 @@ from tests.verl.rollout.instant import InstantRollouts
 from tests.verl.trainer.local_run import LocalRanks
 from tests.verl.trainer.test_ranks import ranks_of
 from verl.agent.dialogue import DialogueAgent
+from verl.batch import TokenBatch
 from verl.config import Config, cli
 from verl.core_algos.kl import FixedKLController
 from verl.monitor.tracking import Tracking
@@ -31,7 +32,7 @@ from verl.preflight.undecided import fill_undecided
 from verl.trainer.build import Inputs, Parts
 from verl.trainer.ranks import TrainerRanks
 from verl.training.worker import TrainerWorker
-from verl.types import Completion, Origin, Prompt, Sampling, TokenBatch, Trajectory
+from verl.types import Completion, Origin, Prompt, Sampling, Trajectory
 
 FILE = Path(__file__).resolve().parents[2] / "example" / "tools" / "calculator.py"
 CALLS = ["<calculator> 6 * 7 </calculator>", "<answer> 42 </answer>"]

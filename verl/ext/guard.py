@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from verl.batch import TokenBatch
 from verl.checkpoint import folders
 from verl.checkpoint.folders import RunState
 from verl.config import Config, GuardConfig
@@ -31,7 +32,7 @@ from verl.config.trainer import PATIENCE
 from verl.core_algos.kl import kl_penalty
 from verl.errors import CollapseError, MismatchError, did_you_mean, explain
 from verl.trainer.hooks import Hook
-from verl.types import Metrics, Status, TokenBatch, Trajectory, num_calls
+from verl.types import Metrics, Status, Trajectory, num_calls
 
 if TYPE_CHECKING:
     from verl.trainer.build import Parts

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from verl.batch import TokenBatch
 from verl.config import Config
 from verl.core_algos.jagged import sequence_ids
 from verl.data.trajectories import (
@@ -21,7 +22,6 @@ from verl.data.trajectories import (
 from verl.model_files import weights_fingerprint
 from verl.trainer.hooks import Hook
 from verl.training.actor import rollout_correction
-from verl.types import TokenBatch
 
 if TYPE_CHECKING:
     from verl.trainer.build import Parts

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 
+from verl.batch import TokenBatch
 from verl.config import Config
 from verl.errors import ConfigError, explain
 from verl.model_files import read_config
@@ -31,7 +32,6 @@ from verl.training.fsdp import FsdpModel
 from verl.training.loading import model_folder
 from verl.training.models import PackedInputs
 from verl.training.roles import has_critic
-from verl.types import TokenBatch
 
 CPU = torch.device("cpu")
 OPTION = "ulysses_sequence_parallel_size"

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from verl.batch import TokenBatch
 from verl.config import Config
 from verl.ext.flops import ModelFlops, model_flops, peak_flops
 from verl.monitor.performance import CRITIC_PHASES
@@ -14,7 +15,7 @@ from verl.packing import Packing
 from verl.trainer.hooks import Hook
 from verl.training.budgets import TokenBudgets, actor_budgets, critic_budgets
 from verl.training.models import LOGITS_PER_CHUNK
-from verl.types import Metrics, TokenBatch
+from verl.types import Metrics
 
 if TYPE_CHECKING:
     from verl.trainer.build import Parts

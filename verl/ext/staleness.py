@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from verl.batch import TokenBatch
 from verl.trainer.hooks import Hook
-from verl.types import Metrics, TokenBatch
+from verl.types import Metrics
 
 if TYPE_CHECKING:
     from verl.trainer.build import Parts

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from verl.batch import TokenBatch
 from verl.core_algos.advantages import AdvantageEstimator, AdvantageInputs
 from verl.core_algos.chosen import advantage_estimator
 from verl.core_algos.jagged import outcome_to_tokens, segment_sum
@@ -24,7 +25,7 @@ from verl.packing import share_prompts
 from verl.trainer.collect import Samples, has_gate
 from verl.trainer.hooks import Stateful
 from verl.trainer.metrics import mean_by_key
-from verl.types import Metrics, TokenBatch
+from verl.types import Metrics
 
 if TYPE_CHECKING:
     from verl.checkpoint.folders import RunState

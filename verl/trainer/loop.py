@@ -23,12 +23,13 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
+from verl.batch import TokenBatch
 from verl.monitor.performance import Timings
 from verl.trainer.collect import Samples, Source
 from verl.trainer.hooks import Hook, Hooks, Stateful, merged_state
 from verl.trainer.learn import Learner, add_advantages, assemble
 from verl.trainer.metrics import advantage_metrics, performance_metrics
-from verl.types import Metrics, TokenBatch
+from verl.types import Metrics
 
 if TYPE_CHECKING:
     from verl.config import Config

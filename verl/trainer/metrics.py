@@ -9,14 +9,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 from torch import Tensor
 
+from verl.batch import TokenBatch
 from verl.packing import saved_token_share
-from verl.types import (
-    Metrics,
-    Origin,
-    Status,
-    TokenBatch,
-    Trajectory,
-)
+from verl.types import Metrics, Origin, Status, Trajectory
 
 if TYPE_CHECKING:
     from verl.monitor.performance import Timings

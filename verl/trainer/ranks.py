@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from verl.batch import TokenBatch
 from verl.errors import SaveError
 from verl.packing import Split, join_tokens, split_by_work
 from verl.training.devices import PeakMemory
-from verl.types import Metrics, TokenBatch
+from verl.types import Metrics
 
 if TYPE_CHECKING:
     from verl.single_controller.actors import Call, RayWorkerGroup

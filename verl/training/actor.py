@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from verl.batch import TokenBatch
 from verl.config import ActorConfig
 from verl.core_algos.chosen import policy_loss
 from verl.core_algos.jagged import sequence_ids
@@ -25,7 +26,7 @@ from verl.training.budgets import TokenBudgets
 from verl.training.devices import to_device
 from verl.training.fsdp import MAX, FsdpModel, all_reduced
 from verl.training.models import PackedInputs
-from verl.types import Metrics, TokenBatch
+from verl.types import Metrics
 
 logger = logging.getLogger(__name__)
 

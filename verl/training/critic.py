@@ -6,13 +6,14 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from verl.batch import TokenBatch
 from verl.config import CriticConfig
 from verl.core_algos.losses import value_loss, weighted_sum
 from verl.training.actor import TargetColumns, apply_update, compute_at_targets, pack_inputs
 from verl.training.budgets import TokenBudgets
 from verl.training.fsdp import FsdpModel
 from verl.training.models import PackedInputs
-from verl.types import Metrics, TokenBatch
+from verl.types import Metrics
 
 _SUMS = ("vf_loss", "value_mean", "return_mean", "value_clip_fraction", "weight")
 """Names of the sums over tokens that `Critic._loss` returns, weighted by the loss weights."""

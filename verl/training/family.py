@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
+from verl.batch import TokenBatch
 from verl.errors import ModelError, explain
 from verl.model_files import describe_error, quiet_transformers
 from verl.packing import share_prompts
@@ -25,7 +26,7 @@ from verl.remote_code import trusts_remote_code
 from verl.training.attention import PACKED
 from verl.training.mixers import mixers
 from verl.training.models import LogProbModel, PackedInputs, remove_noise, trunk_of
-from verl.types import Origin, Prompt, Segment, TokenBatch, Trajectory
+from verl.types import Origin, Prompt, Segment, Trajectory
 
 TOLERANCE = 1e-3
 """Largest difference of log-probs in float32, in nats."""

@@ -19,12 +19,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from verl.batch import TokenBatch
 from verl.config import FsdpConfig, OptimConfig
 from verl.packing import Packing
 from verl.plugins import imported
 from verl.training.loading import fill_shards, take_values
 from verl.training.models import PackedInputs
-from verl.types import TokenBatch
 
 MAX = dist.ReduceOp.MAX
 SCHEDULES = ("constant", "linear", "cosine")

@@ -17,13 +17,13 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
+from verl.batch import TokenBatch
 from verl.model_files import check_loading_report, model_errors, quiet_transformers
 from verl.packing import Packing
 from verl.remote_code import trusts_remote_code
 from verl.training.attention import PACKED, SequenceBounds, Span
 from verl.training.devices import to_device
 from verl.training.mixers import current_row
-from verl.types import TokenBatch
 
 LOGITS_PER_CHUNK = 1 << 26
 """Upper limit of the logits in memory at once (256 MiB in float32), for any number of tokens."""

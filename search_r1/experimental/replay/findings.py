@@ -17,6 +17,7 @@ from torch import Tensor
 
 from search_r1.experimental.replay.playing import Comparison, Edit, turns_of
 from search_r1.inference.model import model_folder
+from verl.batch import TokenBatch
 from verl.config import Config
 from verl.core_algos.chosen import advantage_estimator, policy_loss
 from verl.core_algos.kl import FixedKLController
@@ -29,7 +30,7 @@ from verl.trainer.learn import add_advantages, assemble
 from verl.training.actor import TargetColumns, loss_mask
 from verl.training.devices import resolve_device, rollout_dtype
 from verl.training.models import LogProbModel, PackedInputs, load_causal_lm
-from verl.types import Origin, Status, TokenBatch, Trajectory
+from verl.types import Origin, Status, Trajectory
 
 
 @dataclass(frozen=True)

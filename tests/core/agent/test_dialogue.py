@@ -14,8 +14,9 @@ from verl.agent.grammar import Grammar
 from verl.agent.interface import Item, Observation, Tool, ToolCall, Turn, text_arguments
 from verl.agent.native import NativeFormat
 from verl.agent.tags import plain_format
+from verl.batch import TokenBatch
 from verl.errors import ToolError, ToolRefused
-from verl.types import Completion, Origin, Prompt, Sampling, Status, TokenBatch, Trajectory
+from verl.types import Completion, Origin, Prompt, Sampling, Status, Trajectory
 from verl.types import start_trajectory as start
 
 TOKENIZER = ByteTokenizer()

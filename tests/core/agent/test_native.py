@@ -14,8 +14,9 @@ from verl.agent.dialogue import DialogueAgent, Limits
 from verl.agent.environment import Environment
 from verl.agent.interface import Item, Observation, Tool, ToolCall, Turn, text_arguments
 from verl.agent.native import NativeFormat
+from verl.batch import TokenBatch
 from verl.errors import ConfigError
-from verl.types import Completion, Origin, Prompt, Sampling, Status, TokenBatch, start_trajectory
+from verl.types import Completion, Origin, Prompt, Sampling, Status, start_trajectory
 
 
 class Capital(Tool):

@@ -27,6 +27,7 @@ from tests.nightly.pretend_cuda import machine
 from tests.nightly.pretend_cuda.ledger import Ledger
 from tests.nightly.pretend_cuda.mode import PretendCuda
 from tests.nightly.pretend_cuda.receiving import describe, send_weights
+from verl.batch import TokenBatch
 from verl.config import Config
 from verl.core_algos.losses import loss_weights
 from verl.ext.sft import run as sft
@@ -36,7 +37,6 @@ from verl.training import models, roles
 from verl.training.devices import join_process_group
 from verl.training.loading import Placeholder, replace_parameters
 from verl.training.worker import TrainerWorker
-from verl.types import TokenBatch
 
 LONGEST, PROMPT = 1500, 300
 BACKENDS = {"cpu:gloo,cuda:nccl": "cpu:fake,cuda:fake"}

@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.core.jagged_batches import DIALOGUES, Batch, batches
+from verl.batch import TokenBatch
 from verl.core_algos.jagged import sequence_ids
 from verl.core_algos.kl import KL_KINDS, kl_penalty
 from verl.core_algos.losses import AGGREGATIONS, loss_weights, value_loss, weighted_sum
 from verl.core_algos.mismatch import LEVELS, importance_weights
 from verl.core_algos.policy_losses import POLICY_LOSSES, PolicyLossInputs, likelihood_loss
 from verl.packing import pack, split_by_work
-from verl.types import TokenBatch
 
 TokenLoss = Callable[[TokenBatch], Tensor]
 """Losses by name, computed for a batch's policy tokens, (num_policy_tokens,)."""

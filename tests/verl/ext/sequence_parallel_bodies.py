@@ -12,13 +12,13 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwe
 
 from tests.core.batches import make_batch, make_groups
 from tests.verl.training.ranks import VOCAB, tiny_config
+from verl.batch import TokenBatch
 from verl.config.policy import SELECTIVE
 from verl.ext.sequence_parallel import SequenceParallelGroup, SlicedInputs, gathered
 from verl.packing import SHARED_PROMPT, common_prompts, split_by_work
 from verl.training.attention import PACKED
 from verl.training.models import LogProbModel, PackedInputs, ValueModel
 from verl.training.worker import TrainerWorker
-from verl.types import TokenBatch
 
 CPU = torch.device("cpu")
 SIZES = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from verl.batch import TokenBatch
 from verl.config import GuardConfig
 from verl.errors import MismatchError
 from verl.ext.guard import (
@@ -31,7 +32,7 @@ from verl.ext.guard import (
     measure,
     rules,
 )
-from verl.types import Origin, Prompt, Segment, Status, TokenBatch, Trajectory
+from verl.types import Origin, Prompt, Segment, Status, Trajectory
 
 USUAL = {
     DRIFT: 0.01, SHIFT: 0.001, MALFORMED: 0.05, NO_ANSWER: 0.05, LENGTH_CLIP: 0.02, TOOL_USE: 0.9,

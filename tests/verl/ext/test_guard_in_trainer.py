@@ -17,6 +17,7 @@ from tests.verl.trainer.recording import (
     prompts,
     score_by_sample,
 )
+from verl.batch import TokenBatch
 from verl.checkpoint import folders
 from verl.config import Config, GuardConfig
 from verl.errors import CollapseError
@@ -25,7 +26,6 @@ from verl.ext.trace import Trace
 from verl.rewards.interface import Reward, RewardFn
 from verl.trainer import main_ppo, run
 from verl.trainer.loop import RayPPOTrainer
-from verl.types import TokenBatch
 
 FELL = -5.0
 """Log-prob of every token after updates that destroyed the policy; it sampled at -1."""

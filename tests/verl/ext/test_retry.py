@@ -19,13 +19,14 @@ from tests.verl.trainer.playing import InProcess
 from tests.verl.trainer.recording import RecordingReplicas, prompts
 from verl.agent.environment import Environment
 from verl.agent.interface import Tool, text_arguments
+from verl.batch import TokenBatch
 from verl.config import Config
 from verl.errors import Interrupted, ToolOutage, ToolRefused
 from verl.ext import retry
 from verl.ext.retry import MAX_VAIN_ROUNDS, Outage, RetryingRollout
 from verl.trainer.collect import complete_groups
 from verl.trainer.metrics import fault_metrics
-from verl.types import Origin, Sampling, Status, TokenBatch, Trajectory, start_trajectory
+from verl.types import Origin, Sampling, Status, Trajectory, start_trajectory
 
 SAMPLING = Sampling(max_tokens=100)
 

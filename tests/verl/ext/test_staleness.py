@@ -19,6 +19,7 @@ from tests.verl.rollout.local_group import LocalGroup
 from tests.verl.trainer.recording import prompts
 from verl.agent.dialogue import _policy_segment
 from verl.agent.environment import Environment
+from verl.batch import TokenBatch
 from verl.checkpoint.folders import RunState
 from verl.config import Config
 from verl.data.sampler import PromptSampler
@@ -34,15 +35,7 @@ from verl.rewards.interface import EachAlone, Reward
 from verl.rollout.interface import RolloutEngine
 from verl.rollout.replicas import RolloutReplicas
 from verl.trainer.build import replica_class, replicas_class
-from verl.types import (
-    Completion,
-    Origin,
-    Sampling,
-    Status,
-    TokenBatch,
-    Trajectory,
-    start_trajectory,
-)
+from verl.types import Completion, Origin, Sampling, Status, Trajectory, start_trajectory
 from verl.weights.files import Engines, Transport
 
 pytestmark = pytest.mark.asynchrony

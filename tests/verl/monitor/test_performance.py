@@ -11,6 +11,7 @@ import torch
 from example.tiny import tiny_llama
 from tests.verl.trainer.recording import RecordingRanks
 from tests.verl.training.ranks import VOCAB
+from verl.batch import TokenBatch
 from verl.config import Config
 from verl.core_algos.kl import FixedKLController
 from verl.ext.speed import Work, WorkCounter, speed_metrics
@@ -18,7 +19,6 @@ from verl.monitor.performance import Timings, concurrent_seconds
 from verl.single_controller.actors import Call
 from verl.trainer.learn import Learner
 from verl.training.devices import PeakMemory
-from verl.types import TokenBatch
 
 LENGTHS, TARGETS = [5, 8, 6], [3, 4, 2]
 MATRICES = 2 * (2 * 128 * 128 + 2 * 128 * 64 + 3 * 128 * 256)

@@ -9,6 +9,7 @@ import torch
 
 from tests.memory_tracker import MemoryTracker
 from tests.verl.rollout.instant import InstantRollouts
+from verl.batch import TokenBatch
 from verl.config import Config
 from verl.core_algos.kl import FixedKLController
 from verl.monitor.tracking import Tracking
@@ -17,7 +18,7 @@ from verl.single_controller.actors import Call
 from verl.trainer.build import Inputs, Parts
 from verl.trainer.loop import RayPPOTrainer
 from verl.training.devices import PeakMemory
-from verl.types import Origin, Prompt, Sampling, Segment, Status, TokenBatch, Trajectory
+from verl.types import Origin, Prompt, Sampling, Segment, Status, Trajectory
 
 
 class RecordingReplicas(InstantRollouts):

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from verl.batch import TokenBatch
 from verl.config import Config
 from verl.core_algos.kl import AdaptiveKLController, FixedKLController
 from verl.errors import ConfigError
@@ -21,7 +22,7 @@ from verl.rewards.interface import Reward
 from verl.trainer.collect import Samples
 from verl.trainer.learn import Learner, add_advantages, assemble, mini_batches, subtract_kl
 from verl.training.devices import PeakMemory
-from verl.types import Origin, Prompt, Segment, TokenBatch, Trajectory
+from verl.types import Origin, Prompt, Segment, Trajectory
 
 PROMPT = Prompt("nq#0", (1, 2), "nq", ("gold",))
 Turns = Sequence[tuple[int, int]]

@@ -5,9 +5,9 @@ import time
 import pytest
 import torch
 
+from verl.batch import TokenBatch
 from verl.monitor.performance import Timings
 from verl.trainer.metrics import throughput_metrics
-from verl.types import TokenBatch
 
 
 def test_parts_of_a_phase_do_not_count_twice() -> None:

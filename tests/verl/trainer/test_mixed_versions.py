@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from example.tiny import tiny_llama
+from verl.batch import TokenBatch
 from verl.config import ActorConfig, Config
 from verl.core_algos.advantages import STD_EPSILON
 from verl.core_algos.kl import FixedKLController
@@ -25,7 +26,7 @@ from verl.trainer.collect import Samples
 from verl.trainer.learn import Learner, add_advantages, assemble, mini_batches
 from verl.training.actor import Actor, TokenBudgets
 from verl.training.models import PackedInputs
-from verl.types import Origin, Prompt, Segment, TokenBatch, Trajectory, start_trajectory
+from verl.types import Origin, Prompt, Segment, Trajectory, start_trajectory
 
 pytestmark = pytest.mark.asynchrony
 

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.verl.trainer.test_learn import trajectory
+from verl.batch import TokenBatch
 from verl.config import Config
 from verl.core_algos.advantages import ADVANTAGES, STD_EPSILON
 from verl.core_algos.kl import FixedKLController
@@ -21,7 +22,6 @@ from verl.rewards.interface import Reward
 from verl.trainer.collect import Samples, select_for_training
 from verl.trainer.learn import add_advantages, assemble
 from verl.trainer.metrics import ALL_WRONG, ALL_WRONG_UPDATE, advantage_metrics
-from verl.types import TokenBatch
 
 Member = tuple[float, bool | None, int]
 """Score, outcome and policy tokens of a trajectory."""

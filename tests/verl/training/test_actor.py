@@ -13,6 +13,7 @@ from example.tiny import tiny_llama
 from tests.core.batches import make_batch, make_groups
 from tests.verl.training.operations import OperationRecorder
 from tests.verl.training.ranks import VOCAB
+from verl.batch import TokenBatch
 from verl.config import ActorConfig, Config, OptimConfig
 from verl.config.policy import SELECTIVE
 from verl.ext.cpu import attention
@@ -24,7 +25,6 @@ from verl.training.attention import PACKED
 from verl.training.fsdp import FsdpModel, FsdpOptions, lr_factor
 from verl.training.models import LogProbModel, blocks
 from verl.training.worker import TrainerWorker
-from verl.types import TokenBatch
 
 pytestmark = pytest.mark.usefixtures("single_rank")
 LENGTHS = [12, 9, 17, 5]

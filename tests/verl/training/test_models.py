@@ -18,12 +18,12 @@ from transformers import (
 
 from tests.core.batches import make_batch, make_groups
 from tests.verl.training.ranks import VOCAB
+from verl.batch import TokenBatch
 from verl.config.policy import SELECTIVE
 from verl.ext.kernels import recompute
 from verl.packing import SHARED_PROMPT, common_prompts
 from verl.training.attention import PACKED
 from verl.training.models import LogProbModel, PackedInputs, ValueModel
-from verl.types import TokenBatch
 
 GROUPS = [(7, [5, 1, 12]), (4, [6]), (9, [3, 8, 2, 2]), (1, [4, 4])]
 SIZES: dict[str, Any] = {

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from tqdm import tqdm
 from transformers import PretrainedConfig
 
+from verl.batch import TokenBatch
 from verl.config import OptimConfig
 from verl.core_algos.losses import loss_weights, weighted_sum
 from verl.ext.sft.demonstrations import load_demonstrations
@@ -39,7 +40,6 @@ from verl.training.family import check_family
 from verl.training.fsdp import FsdpModel, FsdpOptions, StepResult, all_reduced
 from verl.training.models import LogProbModel, PackedInputs, blocks, load_causal_lm
 from verl.training.weights import copy_tokenizer, whole_folder, write_weights
-from verl.types import TokenBatch
 
 logger = logging.getLogger(__name__)
 

@@ -11,6 +11,7 @@ import torch
 from tests.fakes import EOS, ByteTokenizer
 from tests.verl.trainer.recording import RecordingReplicas, prompts, score_by_sample
 from verl.agent.environment import Environment
+from verl.batch import TokenBatch
 from verl.config import Config
 from verl.data.sampler import PromptSampler
 from verl.data.trajectories import (
@@ -30,7 +31,7 @@ from verl.ext.sft.rejection_sampling import Criteria
 from verl.monitor.performance import Timings
 from verl.rewards.interface import EachAlone, Reward
 from verl.trainer.collect import RolloutCollector
-from verl.types import Origin, Prompt, Segment, Status, TokenBatch, Trajectory, start_trajectory
+from verl.types import Origin, Prompt, Segment, Status, Trajectory, start_trajectory
 
 
 class BytesWithVocabulary(ByteTokenizer):

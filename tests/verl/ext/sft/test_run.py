@@ -19,12 +19,12 @@ from transformers import (
 
 from example.tiny import tiny_llama
 from tests.bad_models import BAD, whole_model
+from verl.batch import TokenBatch
 from verl.errors import DataError
 from verl.ext.sft import run as sft
 from verl.ext.sft import trainer
 from verl.ext.sft.demonstrations import load_demonstrations
 from verl.ext.sft.options import parse
-from verl.types import TokenBatch
 
 WORDS = ["<unk>", "<end>", "ask", "find", "say", "city", "sea", "one", "two", "user", "assistant"]
 TEMPLATE = (
