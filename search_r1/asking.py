@@ -21,7 +21,7 @@ from search_r1.evaluation.samples import Sample
 from search_r1.evaluation.store import METRICS, read_evaluation
 from search_r1.inference.agent_options import InferenceOptions
 from search_r1.inference.dialogue import SILENCE, DialogueListener, Reply
-from search_r1.inference.model import Options
+from search_r1.inference.model_name import Options
 from search_r1.inference.opening import open_session
 from search_r1.loops import LoopThread
 from search_r1.python_objects import PythonObjects, RetrieverLike, ToolLike

@@ -23,7 +23,7 @@ PURE = {
     "verl/core_algos/mismatch.py": {"torch"},
     "verl/core_algos/policy_losses.py": {"torch"},
     "verl/core_algos/shaping.py": {"torch"},
-    "verl/types.py": {"torch", "numpy"},
+    "verl/types.py": set[str](),
     "verl/agent/grammar.py": {"functools", "re"},
 }
 TOP_LEVEL = {
@@ -153,6 +153,16 @@ def test_an_actor_starts_without_torch() -> None:
     code = "import sys, verl.single_controller.actors; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"
+
+
+def test_mistakes_are_told_without_torch() -> None:
+    """A wrong retriever, model or file of a command is refused before seconds of imports."""
+    modules = ("search_r1.inference.command", "search_r1.evaluation.command",
+               "search_r1.agent_server.service", "search_r1.view.running")  # fmt: skip
+    slow = {"torch", "ray", "transformers", "scipy", "pandas"}
+    code = f"import sys, {', '.join(modules)}; print({slow} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"
 
 
 def test_rewards_read_plain_text() -> None:

@@ -15,7 +15,6 @@ from verl.agent.schema import check_parameters
 from verl.agent.tags import TagFormat, plain_format
 from verl.config import Config
 from verl.errors import ConfigError, DataError, explain
-from verl.model_files import load_tokenizer
 from verl.types import Prompt
 
 
@@ -48,6 +47,8 @@ def build_agent(config: Config) -> Agent:
 
 def build_dialogue(config: Config) -> DialogueAgent:
     """Build the loop of `verl.agent.dialogue` with the run's format, tools and tokenizer."""
+    from verl.model_files import load_tokenizer  # noqa: PLC0415 - transformers: seconds
+
     limits = Limits(
         max_turns=config.max_turns,
         max_response_length=config.data.max_response_length,

@@ -12,9 +12,9 @@ from typing import Any
 import uvicorn
 from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
+from huggingface_hub.utils.tqdm import disable_progress_bars
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
-from transformers.utils import logging as transformers_logging
 
 from search_r1.agent.generation import find_retrieval
 from search_r1.agent_server.requests import (
@@ -221,7 +221,7 @@ def start(options: ServingOptions) -> int:
     configure_logging(logging.INFO, "%(levelname)s %(name)s: %(message)s")
     for chatty in ("httpx", "vllm"):
         logging.getLogger(chatty).setLevel(logging.ERROR)
-    transformers_logging.disable_progress_bar()
+    disable_progress_bars()
     with bind(options.host, options.port, options.port_file) as bound:
         asyncio.run(serve(options, bound))
     return 0

@@ -14,7 +14,7 @@ from search_r1.evaluation.options import (
 )
 from search_r1.options import run
 
-RUN_COMMAND = "search_r1.evaluation.evaluating:run_command"
+RUN_COMMAND = "search_r1.evaluation.command:run_command"
 COMMANDS: dict[str, type] = {"run": EvaluationOptions, "report": ReportOptions,
                              "compare": CompareOptions, "table": TableOptions}  # fmt: skip
 ALL: Any = Union[  # noqa: UP007 - built from a dictionary

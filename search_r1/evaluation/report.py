@@ -28,7 +28,7 @@ from search_r1.evaluation.summary import (
     compare,
     summarize,
 )
-from search_r1.inference.opening import CONTROLS
+from search_r1.inference.retriever_facts import CONTROLS
 from search_r1.plain import markdown_table
 from search_r1.rewards.normalize import RULES
 from verl.errors import ConfigError, explain

@@ -22,8 +22,8 @@ from verl.agent.interface import Observation, ToolCall
 from verl.data.outside import neutral_row, strings_of_rows
 from verl.data.prompts import Tokenizer, render
 from verl.data.rows import Row
+from verl.engine import RolloutEngine
 from verl.errors import DataError, ToolError, explain
-from verl.rollout.interface import RolloutEngine
 from verl.types import Origin, Prompt, Sampling, Status, Trajectory, start_trajectory
 
 Judge = Callable[[RewardInput], float | None]

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.stats import binomtest
 
 from search_r1.evaluation.measures import by_question, measure_sums, titles
 from search_r1.evaluation.samples import Sample
@@ -72,6 +71,8 @@ def p_value(differences: Array) -> float | None:
 
 def mcnemar(only_first: int, only_second: int) -> float:
     """Return the exact two-sided p-value of McNemar's test on questions that only one got right."""
+    from scipy.stats import binomtest  # noqa: PLC0415 - takes half a second
+
     discordant = only_first + only_second
     return float(binomtest(only_first, discordant, 0.5).pvalue) if discordant else 1.0
 

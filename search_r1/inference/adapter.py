@@ -11,9 +11,8 @@ import torch
 from peft import PeftConfig, PeftModel
 from transformers import PretrainedConfig
 
+from search_r1.inference.adapter_folder import base_model_of
 from search_r1.inference.agent_options import SETTINGS_FILE
-from verl.errors import ModelError, explain
-from verl.json_files import read_object
 from verl.model_files import (
     ModelProblem,
     check_finite,
@@ -24,14 +23,6 @@ from verl.model_files import (
 from verl.quantization import check_unquantized
 from verl.training.models import load_causal_lm
 from verl.training.weights import copy_tokenizer
-
-CONFIG_FILE = "adapter_config.json"
-"""File that identifies a peft adapter folder."""
-
-
-def base_model_of(adapter: Path) -> str:
-    """Return the base model that an adapter's config names, or '' if it names none."""
-    return str(_peft_settings(adapter).get("base_model_name_or_path") or "")
 
 
 def merge(base: Path, adapter: Path, out: Path, dtype: str) -> Path:
@@ -64,13 +55,3 @@ def merge(base: Path, adapter: Path, out: Path, dtype: str) -> Path:
             shutil.copy(folder / SETTINGS_FILE, out / SETTINGS_FILE)
             break
     return out
-
-
-def _peft_settings(adapter: Path) -> dict[str, Any]:
-    file = adapter / CONFIG_FILE
-    if not file.is_file():
-        got = f"a folder without {CONFIG_FILE}" if adapter.is_dir() else "no such folder"
-        fix = "give the folder adapter/ that training or `verl.checkpoint export --adapter` wrote"
-        raise ModelError(explain(f"--adapter {adapter}", got, "a LoRA adapter of peft", fix))
-    with model_errors(str(adapter), CONFIG_FILE, "--adapter", "a LoRA adapter of peft"):
-        return read_object(file)

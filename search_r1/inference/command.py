@@ -4,8 +4,8 @@ import asyncio
 import logging
 import sys
 
+from huggingface_hub.utils.tqdm import disable_progress_bars
 from rich.console import Console
-from transformers.utils import logging as transformers_logging
 
 from search_r1.infer import QUESTION, InferOptions
 from search_r1.inference.agent_options import InferenceOptions
@@ -20,7 +20,7 @@ from verl.types import Status
 def answer(options: InferOptions) -> int:
     """Run the command for these options and return the exit code."""
     configure_logging(logging.WARNING, logging.BASIC_FORMAT)
-    transformers_logging.disable_progress_bar()
+    disable_progress_bars()
     terminal = Terminal(Console(highlight=False), options.show_documents)
     if options.file is not None:
         from search_r1.inference.batch import ask_file  # noqa: PLC0415 by option

@@ -9,8 +9,8 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from search_r1.inference.adapter import base_model_of
-from search_r1.inference.model import Options
+from search_r1.inference.adapter_folder import base_model_of
+from search_r1.inference.model_name import Options
 from verl.errors import ModelError, explain
 
 logger = logging.getLogger(__name__)

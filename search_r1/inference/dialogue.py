@@ -13,8 +13,8 @@ from verl.agent.interface import Observation, ToolCall, Turn
 from verl.data.outside import neutral_row, strings_of_rows
 from verl.data.prompts import Tokenizer, num_tokens, render
 from verl.data.rows import Message, Row
+from verl.engine import RolloutEngine
 from verl.errors import DataError, explain
-from verl.rollout.interface import RolloutEngine
 from verl.types import Completion, Origin, Prompt, Sampling, Status, Trajectory, start_trajectory
 
 MARK = "Question:"

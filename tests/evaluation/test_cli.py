@@ -9,7 +9,7 @@ import pytest
 
 from search_r1.evaluation.__main__ import main
 from search_r1.evaluation.options import EvaluationOptions
-from search_r1.inference.opening import run_config
+from search_r1.inference.building import run_config
 from tests.bad_models import whole_model
 
 ROW = (
@@ -48,7 +48,7 @@ def data(tmp_path: Path) -> str:
         (["--retriever-url", "empty", "--max-start-length", "2"], "1 of 1 prompts over 2 tokens"),
         (["--retriever-url", "empty", "--data", "none.jsonl"], "none.jsonl"),
         (["--retriever-url", "empty", "--max-obs-length", "3"], "data.max_obs_length"),
-        (["--model", "global_step_7"], "--model global_step_7"),
+        (["--retriever-url", "empty", "--model", "global_step_7"], "--model global_step_7"),
     ],
 )
 def test_a_mistake_is_one_message(
@@ -82,7 +82,8 @@ def test_an_interrupted_checkpoint_is_refused(
     """A global_step_N without completion marker is no model; the user's own empty --out stays."""
     (tmp_path / "global_step_3").mkdir()
     out = tmp_path / "out"
-    words = ["--model", str(tmp_path / "global_step_3"), "--data", data, "--out", str(out)]
+    words = ["--model", str(tmp_path / "global_step_3"), "--data", data, "--out", str(out),
+             "--retriever-url", "empty"]  # fmt: skip
     assert main(words) == 2
     assert "complete checkpoint" in capsys.readouterr().err
     assert not out.exists()

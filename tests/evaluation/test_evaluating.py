@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from search_r1.evaluation.evaluating import MAX_FAILURES_IN_A_ROW, run_all
+from search_r1.evaluation.dialogues import MAX_FAILURES_IN_A_ROW, run_all
 from search_r1.evaluation.store import SAMPLES, Store, read_evaluation
 from search_r1.retrieval.errors import RetrieverUnavailable
 from search_r1.retrieval.schema import Document

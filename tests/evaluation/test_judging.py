@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from search_r1.evaluation.evaluating import open_judge
+from search_r1.evaluation.dialogues import open_judge
 from search_r1.evaluation.options import EvaluationOptions
 from tests.rewards.judge.server import judge_server
 from verl.errors import ConfigError

@@ -9,7 +9,7 @@ import pytest
 from search_r1.evaluation.manifest import build_manifest
 from search_r1.evaluation.options import EvaluationOptions
 from search_r1.evaluation.store import differences
-from search_r1.inference.opening import run_config
+from search_r1.inference.building import run_config
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from search_r1 import infer, serve
-from search_r1.inference import batch, opening
+from search_r1.inference import batch, model
 from search_r1.inference.dialogue import AgentSession
 from tests.fakes import ScriptedEngine
 from tests.inference.scripted import TWO_SEARCHES, session
@@ -52,7 +52,7 @@ def test_what_cannot_work(
     def never(*_: object) -> None:
         raise AssertionError("a model is loaded")
 
-    monkeypatch.setattr(opening, "open_model_folder", never)
+    monkeypatch.setattr(model, "open_model_folder", never)
     main = module.main  # type: ignore[attr-defined]
     try:
         status = main([*BASE, *words])
@@ -135,5 +135,6 @@ def test_a_gpu_that_is_not_there(
 ) -> None:
     """A missing GPU is reported before the model is loaded."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert infer.main([*BASE, "--device", "cuda", "--dtype", "float32", "a"]) == 2
+    words = ["--model", "org/name", "--device", "cuda", "--dtype", "float32", "a"]
+    assert infer.main([*BASE, *words]) == 2
     assert "--device: got cuda" in capsys.readouterr().err

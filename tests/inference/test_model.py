@@ -14,13 +14,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from search_r1.inference import model as inference_model
 from search_r1.inference.agent_options import AgentOptions
+from search_r1.inference.building import checked_agent, run_config
 from search_r1.inference.model import (
-    at_latest_checkpoint,
-    checked_agent,
     model_folder,
     open_model_folder,
 )
-from search_r1.inference.opening import run_config
+from search_r1.inference.model_name import at_latest_checkpoint
 from tests.bad_models import NORM, entry, gone, weights, whole_model
 from verl.checkpoint.exporting import export
 from verl.checkpoint.folders import MARKER

@@ -14,10 +14,11 @@ from transformers import AutoModelForCausalLM
 
 from search_r1.inference import default_model
 from search_r1.inference.agent_options import InferenceOptions, read_template_kwargs
+from search_r1.inference.building import run_config
 from search_r1.inference.default_model import with_default_model
 from search_r1.inference.dialogue import Reply
 from search_r1.inference.model import model_folder
-from search_r1.inference.opening import open_session, run_config
+from search_r1.inference.opening import open_session
 from tests.bad_models import bytes_of, entry, gone, text, whole_model
 from verl.errors import ConfigError, ModelError, ToolError, UserError
 

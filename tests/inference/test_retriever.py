@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from search_r1.inference.opening import retriever_facts
+from search_r1.inference.retriever_facts import retriever_facts
 from verl.errors import ConfigError, ToolError
 
 FACTS = {"retriever": "bm25", "corpus": {"count": 2, "digest": "ab"}}

@@ -12,7 +12,7 @@ import torch
 
 from search_r1 import cli
 from search_r1.infer import InferOptions
-from search_r1.inference.opening import run_config
+from search_r1.inference.building import run_config
 from search_r1.retrieval.encoders.cross_encoder import CrossEncoder
 from search_r1.retrieval.encoders.families import family_of
 from search_r1.retrieval.encoders.loading import explain_load_errors

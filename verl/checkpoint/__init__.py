@@ -16,7 +16,8 @@ A checkpoint is the folder `global_step_N`:
 It is written as `global_step_N.<random>.tmp` and renamed, so that a run killed at any moment leaves
 only complete checkpoints. `python -m verl.checkpoint export STEP_DIR --out DIR` exports one as a
 Hugging Face folder without starting ranks; an adapter is merged into its base model, or written
-alone with `--adapter`. `folders` names, publishes and removes these folders and reads and writes
-the driver's state, `saver` decides when a run saves and which checkpoints it keeps, `resume` checks
-whether a run may continue from one. `verl.training.shards` writes the shards.
+alone with `--adapter`. `names` says what these folders are called and which are complete, `folders`
+publishes and removes them and reads and writes the driver's state, `saver` decides when a run saves
+and which checkpoints it keeps, `resume` checks whether a run may continue from one.
+`verl.training.shards` writes the shards.
 """

@@ -23,6 +23,9 @@ from typing import Any, Self
 import torch
 from pydantic import TypeAdapter
 
+from verl.checkpoint.names import MARKER as MARKER
+from verl.checkpoint.names import is_complete as is_complete
+from verl.checkpoint.names import step_of as step_of
 from verl.errors import ConfigError, explain
 from verl.files import fsync, move_aside, sha256
 from verl.training.checkpoint_files import (
@@ -34,14 +37,12 @@ from verl.training.checkpoint_files import (
 
 logger = logging.getLogger(__name__)
 
-MARKER = "COMPLETE"
 HEALTHY = "HEALTHY"
 STATE_FILE, DRIVER_FILE = "trainer_state.json", "ranks/driver.pt"
 EXPECTED = f"global_step_N with {MARKER} inside"
 """Describes a checkpoint in error messages."""
 HASHED_BYTES = 64 << 20
 """Largest size of files that are compared by content."""
-STEP_NAME = re.compile(r"global_step_(\d+)")
 TEMPORARY_NAME = re.compile(r"global_step_(\d+)\.([0-9a-f]{8}\.)?tmp")
 VALIDATION = "validation"
 """Folder of a run's validation dialogues, with one file per step."""
@@ -61,13 +62,6 @@ class PendingCheckpoint:
 def step_folder(root: Path, step: int) -> Path:
     """Return the path of the checkpoint of `step`, whether it exists or not."""
     return root / f"global_step_{step}"
-
-
-def step_of(step_dir: Path) -> int:
-    """Return the step in a checkpoint folder's name."""
-    match = STEP_NAME.fullmatch(step_dir.name)
-    assert match is not None, f"got {step_dir.name}, expected global_step_N"
-    return int(match.group(1))
 
 
 def write_state(step_dir: Path, state: Mapping[str, Any]) -> None:
@@ -161,11 +155,6 @@ def _size_and_hash(file: Path) -> list[Any]:
 def mark_healthy(step_dir: Path) -> None:
     """Mark a checkpoint as trusted by the collapse guard, so that it is kept."""
     (step_dir / HEALTHY).touch()
-
-
-def is_complete(step_dir: Path) -> bool:
-    """Whether a folder is a completely written checkpoint."""
-    return STEP_NAME.fullmatch(step_dir.name) is not None and (step_dir / MARKER).is_file()
 
 
 def all_complete(root: Path) -> list[Path]:

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from verl.batch import TokenBatch
 from verl.config.engine_kwargs import is_approximate
 from verl.engine import Score
 from verl.errors import MismatchError
@@ -30,7 +31,6 @@ from verl.json_files import read_object
 from verl.model_files import load_tokenizer
 from verl.single_controller.actors import RayWorkerGroup
 from verl.trainer.hooks import Hook
-from verl.types import TokenBatch
 
 if TYPE_CHECKING:
     from verl.trainer.build import Parts

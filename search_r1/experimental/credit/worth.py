@@ -19,7 +19,8 @@ from tqdm import tqdm
 from search_r1.experimental.credit.command import CreditOptions
 from search_r1.experimental.weights import find_weights, nearest_version, read_run_config
 from search_r1.inference.agent_options import AgentOptions
-from search_r1.inference.model import at_latest_checkpoint, compute_dtype, model_folder
+from search_r1.inference.model import compute_dtype, model_folder
+from search_r1.inference.model_name import at_latest_checkpoint
 from search_r1.plain import configure_logging
 from search_r1.runs.dialogue import OBSERVATION, Dialogue, find_headings, read_dialogue, tags_of
 from search_r1.runs.folder import CREDIT, find_rollouts, read_config
