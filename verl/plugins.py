@@ -59,6 +59,24 @@ def resolve(option: str, name: str, builtin: Mapping[str, Entry]) -> Entry:
     return cast(Entry, getattr(module, attribute))
 
 
+def load(option: str, name: str, builtin: Mapping[str, str]) -> Any:
+    """Return what an option names, where built-in entries are paths, `module:Name`.
+
+    Raises ConfigError as `resolve`, and for a built-in entry whose file was deleted.
+    """
+    target: Any = resolve(option, name, builtin)
+    if not isinstance(target, str):
+        return target
+    try:
+        return imported(target)
+    except ModuleNotFoundError as error:
+        file = (error.name or "").replace(".", "/")
+        if not file.startswith("verl/ext/"):
+            raise
+        got, fix = f"{name}, which needs {file}, which was deleted", "restore it, or name another"
+        raise ConfigError(explain(option, got, "a value without it", fix)) from error
+
+
 def build(option: str, name: str, builtin: Mapping[str, Any], config: Any, needs: str) -> Any:
     """Call the object that an option names with `config`, and return the result.
 

@@ -45,6 +45,14 @@ def test_a_module_that_was_deleted_is_none(tmp_path: Path, monkeypatch: pytest.M
         plugins.optional("beside.broken")
 
 
+def test_a_built_in_entry_whose_file_was_deleted_is_named() -> None:
+    """Commands besides runs load engines too; what else is missing is no such error."""
+    with pytest.raises(ConfigError, match="verl/ext/gone"):
+        plugins.load("x.name", "one", {"one": "verl.ext.gone:Engine"})
+    with pytest.raises(ModuleNotFoundError):
+        plugins.load("x.name", "one", {"one": "beside_nothing:Engine"})
+
+
 def test_a_file_that_two_options_name_is_executed_once(tmp_path: Path) -> None:
     """An agent and a tool of one file share its module, and their objects can be pickled."""
     file = tmp_path / "both.py"

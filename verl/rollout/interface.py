@@ -47,8 +47,7 @@ class Choice:
 
 def engine_class(name: str) -> type[RolloutEngine]:
     """Return the class for a value of `actor_rollout_ref.rollout.name`. Raises ConfigError."""
-    target = plugins.resolve(NAME, name, ENGINES)
-    cls: type[RolloutEngine] = plugins.imported(target) if isinstance(target, str) else target
+    cls: type[RolloutEngine] = plugins.load(NAME, name, ENGINES)
     return cls
 
 

@@ -135,8 +135,7 @@ class Transport(ABC):
 
 def transport_class(name: str) -> type[Transport]:
     """Return the class for a value of `rollout.weight_sync`. Raises ConfigError."""
-    target: Any = plugins.resolve(OPTION, name, TRANSPORTS)
-    kind: type[Transport] = plugins.imported(target) if isinstance(target, str) else target
+    kind: type[Transport] = plugins.load(OPTION, name, TRANSPORTS)
     return kind
 
 
