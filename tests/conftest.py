@@ -67,7 +67,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def one_certificate() -> str:
-    """Return a file with one trusted certificate: to read all takes each HTTP client 33 ms of CPU."""
+    """Return a file with one trusted certificate; to read all takes each HTTP client 33 ms."""
     first, end, _ = certifi.contents().partition("-----END CERTIFICATE-----\n")
     with tempfile.NamedTemporaryFile("w", suffix=".pem", delete=False) as file:
         file.write(first + end)

@@ -20,6 +20,7 @@ from mcp.server import MCPServer
 from mcp_types import CallToolResult, TextContent
 
 from search_r1 import mcp_server
+from search_r1.mcp_tool import build_server
 from search_r1.retrieval.local_server import LocalServer
 
 ROOT = Path(mcp_server.__file__).parents[1]
@@ -98,7 +99,12 @@ def test_a_bad_call_is_an_error_that_the_model_can_read(
 
 def test_a_retriever_that_is_away_is_an_error_too() -> None:
     """An unavailable retriever gives an error, not an empty result."""
-    (got,) = call("http://127.0.0.1:9", {"query": "a"})
+
+    async def play() -> CallToolResult:
+        async with Client(build_server("http://127.0.0.1:9")) as client:
+            return await client.call_tool("search", {"query": "a"})
+
+    got = asyncio.run(play())
     assert got.is_error
     assert isinstance(got.content[0], TextContent)
     assert "the search failed" in got.content[0].text

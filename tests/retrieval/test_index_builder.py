@@ -143,6 +143,7 @@ def test_a_download_is_not_replaced(
 
 BUILD_WITH_KILLS = """
 import os, signal, sys
+import bm25s, faiss
 from search_r1.retrieval.index_builder import main
 left, sync = 0, os.fsync
 def fsync(handle):

@@ -1,6 +1,7 @@
 """The wire contract with every backend on real ports, and the server's command line."""
 
 import json
+import logging
 import os
 import re
 import signal
@@ -15,7 +16,9 @@ from typing import Any
 
 import httpx
 import pytest
+from fastapi.testclient import TestClient
 
+from search_r1.retrieval import server as retrieval_server
 from search_r1.retrieval.command import main
 from search_r1.retrieval.engines.base import Retriever
 from search_r1.retrieval.engines.kept import result_keys
@@ -254,34 +257,44 @@ def test_shutdown_abandons_a_search_that_takes_too_long(tmp_path: Path) -> None:
     assert server.status == 1 and "in the middle of a search" in log.read_text()
 
 
-def test_documents_by_id_come_from_the_searched_corpus(tmp_path: Path) -> None:
+def app_of(monkeypatch: pytest.MonkeyPatch, *flags: str) -> TestClient:
+    """Return a client of the app that the command would serve."""
+    apps: list[Any] = []
+    monkeypatch.setattr(retrieval_server, "serve", lambda app, *_: apps.append(app) or True)
+    assert main(["--port", "0", *flags]) == 0
+    return TestClient(apps[0])
+
+
+def test_documents_by_id_come_from_the_searched_corpus(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """They come from the opened corpus, even if the file is replaced later."""
     corpus = write_corpus(tmp_path / "c.jsonl")
-    with LocalServer(["--corpus_path", str(corpus), "--retriever_name", "random"]) as server:
-        write_corpus(tmp_path / "other.jsonl", [("Other", "another text")]).replace(corpus)
-        response = HTTP.get(f"{server.url}/document", params={"id": "d0"})
-    assert response.json()["document"]["title"] == "Paris"
+    http = app_of(monkeypatch, "--corpus_path", str(corpus), "--retriever_name", "random")
+    write_corpus(tmp_path / "other.jsonl", [("Other", "another text")]).replace(corpus)
+    assert http.get("/document?id=d0").json()["document"]["title"] == "Paris"
 
 
-def test_a_corpus_that_is_not_searched_is_opened_lazily(tmp_path: Path) -> None:
+def test_a_corpus_that_is_not_searched_is_opened_lazily(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """A backend without a corpus starts even if the corpus file is invalid."""
     (tmp_path / "c.jsonl").touch()
     flags = ["--corpus_path", str(tmp_path / "c.jsonl"), "--retriever_name", "empty"]
-    with LocalServer(flags) as server:
-        assert HTTP.get(f"{server.url}/document", params={"id": "d0"}).status_code == 500
+    assert app_of(monkeypatch, *flags).get("/document?id=d0").status_code == 500
 
 
 def test_the_token_comes_from_the_environment(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The server uses RETRIEVER_TOKEN and does not log it; LocalServer can still start it."""
+    """The server uses RETRIEVER_TOKEN and does not log it."""
+    caplog.set_level(logging.INFO)
     monkeypatch.setenv("RETRIEVER_TOKEN", "hush-hush")
-    log = tmp_path / "server.log"
-    with LocalServer(["--retriever_name", "empty"], log_path=log) as server:
-        assert post(server.url, {"queries": []}).status_code == 401
-        headers = {"Authorization": "Bearer hush-hush"}
-        assert HTTP.get(f"{server.url}/info", headers=headers).status_code == 200
-    assert "hush" not in log.read_text()
+    http = app_of(monkeypatch, "--retriever_name", "empty")
+    assert http.post("/retrieve", json={"queries": []}).status_code == 401
+    headers = {"Authorization": "Bearer hush-hush"}
+    assert http.get("/info", headers=headers).status_code == 200
+    assert caplog.text and "hush" not in caplog.text
 
 
 def test_a_port_file_replaces_only_files(tmp_path: Path) -> None:

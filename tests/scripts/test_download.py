@@ -231,6 +231,7 @@ def test_dry_run_without_the_hub_prints_published_sizes(
 ) -> None:
     """If the hub does not answer, a dry run prints the published sizes; a real run fails."""
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")  # a closed port
+    monkeypatch.setattr("time.sleep", lambda seconds: None)  # between the library's attempts
     assert main(["e5", "--save_dir", str(tmp_path), "--dry-run"]) == 0
     output = capsys.readouterr().out
     assert "64.56 GB" in output and "published size" in output
