@@ -27,7 +27,6 @@ from verl.training.loading import fill_shards, take_values
 from verl.training.models import PackedInputs
 
 MAX = dist.ReduceOp.MAX
-SCHEDULES = ("constant", "linear", "cosine")
 TRAINING_IN = {torch.float16: "verl.ext.precision:scale_loss"}
 """Import paths of what a model must get to be trained in a compute dtype."""
 SHARING_SHARDS = "verl.ext.sequence_parallel:divide"
@@ -48,8 +47,8 @@ class FsdpOptions:
     """Decay rates of AdamW's two moments."""
     grad_clip: float = 1.0
     """Bound on the norm of the gradient over all ranks."""
-    schedule: str = "constant"
-    """Learning rate after the warm-up: constant, or linear or cosine to 0 at `num_updates`."""
+    decay: Callable[[float], float] = lambda done: 1.0
+    """Factor of the learning rate by the share of the updates after the warm-up that is done."""
     fsdp: FsdpConfig = field(default_factory=lambda: FsdpConfig(False, False))
     """What is offloaded or resharded between uses."""
 
@@ -232,8 +231,11 @@ class FsdpModel:
         optim, total = self.options.optim, self.options.num_updates
         assert optim is not None, "the model is frozen"
         num_warmup = math.ceil(optim.lr_warmup_steps_ratio * total)
-        share = lr_factor(self.num_updates_done, num_warmup, total, self.options.schedule)
-        return optim.lr * share
+        # Linear warm-up over w updates: 1/w, 2/w … 1, so that the first update already learns.
+        if self.num_updates_done < num_warmup:
+            return optim.lr * ((self.num_updates_done + 1) / num_warmup)
+        done = (self.num_updates_done - num_warmup) / max(total - num_warmup, 1)
+        return optim.lr * self.options.decay(min(done, 1.0))
 
     def _move_optimizer(self, device: torch.device) -> None:
         fsdp = self.options.fsdp
@@ -288,23 +290,6 @@ class FsdpModel:
         # Cast before gathering: this halves the bytes that ranks exchange.
         tensor = parameter.detach().to(dtype or parameter.dtype).to(self.device)
         return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def lr_factor(step: int, num_warmup: int, num_updates: int, schedule: str) -> float:
-    """Return the factor of the peak learning rate in update `step` (from 0)."""
-    # Linear warm-up over w updates: 1/w, 2/w … 1, so that the first update already learns.
-    if step < num_warmup:
-        return (step + 1) / num_warmup
-    done = min((step - num_warmup) / max(num_updates - num_warmup, 1), 1.0)
-    match schedule:
-        case "constant":
-            return 1.0
-        case "linear":
-            return 1.0 - done
-        case "cosine":
-            return 0.5 * (1 + math.cos(math.pi * done))
-        case _:
-            raise ValueError(f"got schedule {schedule!r}; expected one of {', '.join(SCHEDULES)}")
 
 
 def all_reduced(

@@ -22,7 +22,7 @@ from verl.packing import SHARED_PROMPT, common_prompts
 from verl.trainer.learn import drop_zero_advantages
 from verl.training.actor import Actor, TargetColumns, TokenBudgets, apply_update
 from verl.training.attention import PACKED
-from verl.training.fsdp import FsdpModel, FsdpOptions, lr_factor
+from verl.training.fsdp import FsdpModel, FsdpOptions
 from verl.training.models import LogProbModel, blocks
 from verl.training.worker import TrainerWorker
 
@@ -389,16 +389,6 @@ def test_a_batch_without_policy_tokens_updates_nothing_but_runs() -> None:
     batch.tokens["loss_weights"][:] = 0
     metrics = make_actor().update(batch)
     assert (metrics["actor/loss"], metrics["actor/grad_norm"]) == (0, 0)
-
-
-def test_learning_rate_schedules() -> None:
-    """Warm-up rises to the peak, then holds, or falls linearly or as a cosine."""
-    warmup = [lr_factor(s, 4, 8, "constant") for s in range(8)]
-    assert warmup == [0.25, 0.5, 0.75, 1, 1, 1, 1, 1]
-    assert lr_factor(6, 4, 8, "linear") == 0.5
-    assert lr_factor(6, 4, 8, "cosine") == pytest.approx(0.5)
-    with pytest.raises(ValueError, match="constant, linear, cosine"):
-        lr_factor(6, 4, 8, "step")
 
 
 def test_line_17_a_loss_that_is_not_finite_is_skipped_whatever_its_gradient() -> None:

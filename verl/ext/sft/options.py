@@ -1,7 +1,8 @@
 """Options of supervised fine-tuning, and their command line `key=value …`."""
 
 import functools
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -25,6 +26,13 @@ from verl.errors import ConfigError, did_you_mean, explain
 MALFORMED = (OmegaConfBaseException, yaml.YAMLError, ValueError, IndexError, RecursionError)
 """Errors that parsing a command-line argument as YAML may raise."""
 
+SCHEDULES: Mapping[str, Callable[[float], float]] = {
+    "constant": lambda done: 1.0,
+    "linear": lambda done: 1.0 - done,
+    "cosine": lambda done: 0.5 * (1 + math.cos(math.pi * done)),
+}
+"""Factor of the learning rate by the share of the updates after the warm-up that is done."""
+
 bounded = functools.partial(option, resume="free")  # SFT runs are never resumed
 
 
@@ -46,7 +54,7 @@ class SftConfig(AdapterConfig):
     """Demonstrations per step, over all ranks."""
     lr: float = bounded(2e-4, gt=0, le=1)
     """Peak learning rate."""
-    schedule: str = bounded("linear", choices="verl.training.fsdp:SCHEDULES")
+    schedule: str = bounded("linear", choices=tuple(SCHEDULES))
     """Learning rate after the warm-up: constant, or linear or cosine decay to 0."""
     warmup_steps: int = bounded(3, ge=0)
     """Steps over which lr rises linearly."""

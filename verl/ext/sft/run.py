@@ -22,7 +22,7 @@ from verl.batch import TokenBatch
 from verl.config import OptimConfig
 from verl.core_algos.losses import loss_weights, weighted_sum
 from verl.ext.sft.demonstrations import load_demonstrations
-from verl.ext.sft.options import SftConfig
+from verl.ext.sft.options import SCHEDULES, SftConfig
 from verl.malloc import keep_freed_memory
 from verl.model_files import check_model, load_tokenizer, model_errors
 from verl.packing import split_by_work
@@ -100,7 +100,7 @@ def build_model(config: SftConfig, lm: Any, device: torch.device) -> FsdpModel:
         ),
         betas=(0.9, 0.95),
         grad_clip=config.grad_clip,
-        schedule=config.schedule,
+        decay=SCHEDULES[config.schedule],
     )
     if config.gradient_checkpointing:
         lm.gradient_checkpointing_enable({"use_reentrant": False})

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from verl.errors import ConfigError
-from verl.ext.sft.options import SftConfig, help_text, parse
+from verl.ext.sft.options import SCHEDULES, SftConfig, help_text, parse
 
 
 @pytest.mark.parametrize(
@@ -47,3 +47,10 @@ def test_help_describes_every_option() -> None:
         (number,) = [i for i, line in enumerate(lines) if line.startswith(f"  {field.name}=")]
         assert len(lines[number + 1].partition(") ")[2]) > 10, field.name
     assert "  lr=0.0002" in lines and "  train_file=???" in lines
+
+
+def test_a_schedule_ends_at_its_end() -> None:
+    """All begin at the peak; a linear one and a cosine halve it in the middle and end at 0."""
+    factors = {name: [f(done) for done in (0.0, 0.5, 1.0)] for name, f in SCHEDULES.items()}
+    assert factors["constant"] == [1, 1, 1]
+    assert factors["linear"] == pytest.approx([1, 0.5, 0]) == factors["cosine"]
