@@ -25,6 +25,7 @@ from search_r1.evaluation.summary import (
     Estimate,
     Interval,
     Summary,
+    by_set,
     compare,
     summarize,
 )
@@ -279,7 +280,7 @@ def _measure_table(
 def _beside_the_paper(evaluations: Sequence[FinishedEvaluation], size: str) -> str:
     """Format the paper's rows, then a row per evaluation; EM as fractions, as the paper has them.
 
-    The average needs every set of the paper.
+    The average needs every set of the paper. A line below names evaluations without any of them.
     """
     names = list(published.SETS)
     rows = dict(published.EXACT_MATCH[size])
@@ -291,7 +292,13 @@ def _beside_the_paper(evaluations: Sequence[FinishedEvaluation], size: str) -> s
         [name, *(f"{value:.3f}" if math.isfinite(value) else "–" for value in row)]
         for name, row in rows.items()
     ]
-    return markdown_table(["EM", *published.SETS.values(), "Avg."], cells)
+    notes = [
+        f"\n{e.name} has questions of {', '.join(by_set(e.samples))} and of none of the paper's "
+        f"sets; their `data_source` is {', '.join(names)}.\n"
+        for e in evaluations
+        if not any(s.data_source in names for s in e.samples)
+    ]
+    return markdown_table(["EM", *published.SETS.values(), "Avg."], cells) + "".join(notes)
 
 
 def _utilities(evaluations: Sequence[FinishedEvaluation], num_resamples: int, seed: int) -> str:

@@ -105,7 +105,8 @@ class Runner:
         """As `_play`, but search for the question, then for each sentence of the reasoning.
 
         Every sentence is sampled from a prompt with all passages and sentences so far; the
-        trajectory has these prompts and what was sampled from them, one after the other.
+        trajectory has these prompts and what was sampled from them, one after the other. As in the
+        original, a sentence that states the answer ("So the answer is Oslo.") ends the dialogue.
         """
         query, known, num_document_tokens = question_of(task.row), set[object](), 0
         shown, thoughts, steps = list[str](), list[str](), list[Trajectory]()
@@ -122,7 +123,11 @@ class Runner:
             steps.append(await agent.run(start, engine, self.sampling))
             if steps[-1].status is not Status.OUT_OF_TURNS:
                 break
-            query = first_sentence(steps[-1].text, agent.format.tags) or query
+            sentence = first_sentence(steps[-1].text, agent.format.tags)
+            if _stated(sentence) is not None:
+                steps[-1].status = Status.ANSWERED
+                break
+            query = sentence or query
             thoughts.append(query)
         end = steps[-1]
         segments = [segment for step in steps for segment in step.segments]
@@ -160,9 +165,12 @@ class Runner:
         question = str(end.prompt.extra_info["question"])
         tags = self.agent.format.tags
         dialogue = replace(reward_input(end, tags, self.normalize), question=question)
-        if self.untagged == READ and dialogue.answer is None and dialogue.policy_texts:
+        is_stated = self.method.interleaves and end.status is Status.ANSWERED
+        is_read = self.untagged == READ or is_stated
+        if is_read and dialogue.answer is None and dialogue.policy_texts:
             *earlier, last = dialogue.policy_texts
-            answer = tags.answer.wrap(read_untagged_answer(last, tags))
+            text = first_sentence(last, tags) if is_stated else last
+            answer = tags.answer.wrap(read_untagged_answer(text, tags))
             dialogue = replace(dialogue, policy_texts=[*earlier, answer])
         scores = _SCORES(dialogue).components
         judge_score = None

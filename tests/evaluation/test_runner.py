@@ -171,6 +171,14 @@ def test_ircot_ends_after_the_searches_of_the_agent() -> None:
     assert "Reasoning so far: Thing 1 is of thing 3. So thing 3.\n" in engine.prompts[-1]
 
 
+def test_ircot_ends_with_a_sentence_that_states_the_answer() -> None:
+    """As in the original, "answer is" ends the reasoning, and what follows is the answer."""
+    engine = Reasoner([SENTENCES[0], "So the answer is: gold 7. It shines."])
+    sample = play(InMemoryRetrieval(HOPS), "ircot", engine)
+    assert (sample.em, sample.turns, sample.status) == (1.0, 2, "answered")
+    assert [search.query for search in sample.searches] == list(HOPS)[:2]
+
+
 def test_greedy_is_greedy_on_every_turn() -> None:
     """Every request has temperature 0 and a different seed."""
     engine = Reader()

@@ -206,7 +206,17 @@ def test_evaluations_stand_beside_the_papers_figures(tmp_path: Path) -> None:
     found = table([one, seven], num_resamples=100, paper="3B", is_mixed=True)
     assert "| Search-R1, instruct | 0.341 | 0.545 |" in found
     assert f"| **one** | 0.500 |{' – |' * 7}" in found
+    assert "none of the paper's sets" not in found
     assert "| **seven** | 1.000 | 1.000 | 1.000 | 0.000 | 0.000 | 0.000 | 0.000 | 0.429 |" in found
+
+
+def test_a_row_of_dashes_beside_the_paper_is_explained(tmp_path: Path) -> None:
+    """An evaluation of other sets says which it has, and what the paper's are called."""
+    own, data = tmp_path / "own", MANIFEST["data"] | {"num_rows": 1}
+    with Store(own, copy.deepcopy(MANIFEST) | {"data": data}) as store:
+        store.append(sample("dev.jsonl#0", 1.0, source="geography"))
+    found = table([own], num_resamples=100, paper="3B")
+    assert "own has questions of geography and of none of the paper's sets" in found
 
 
 def test_only_em_stands_beside_the_paper(tmp_path: Path) -> None:
