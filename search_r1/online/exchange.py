@@ -23,10 +23,6 @@ class Response:
     headers: httpx.Headers
     body: bytes
 
-    @property
-    def text(self) -> str:
-        return self.body.decode("utf-8", "replace")
-
 
 class BoundedHttpClient:
     """HTTP client with pooled connections, usable from any thread; runs its own event loop."""

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from http.cookiejar import CookieJar, DefaultCookiePolicy
 from typing import Any, Self, TypeVar
 
@@ -156,25 +156,22 @@ class RetrievalClient:
                 f"retriever url {redact(with_user[0])} with a user, and {TOKEN_VARIABLE} is set; "
                 "expected only one of them, since both use the Authorization header"
             )
-        self._connect()
 
     def __repr__(self) -> str:
         return f"RetrievalClient({redact(','.join(self._urls))!r}, topk={self._topk})"
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the settings without the connections, for pickling."""
+        """Return the settings without health and connections, for pickling."""
         return {k: v for k, v in vars(self).items() if k not in ("_states", "_servers")}
 
-    def __setstate__(self, settings: dict[str, Any]) -> None:
-        vars(self).update(settings)
-        self._connect()
+    @cached_property
+    def _servers(self) -> list[Server]:
+        """The servers in this process's order of preference."""
+        return [Server(url) for url in order_by_preference(self._urls)]
 
-    def _connect(self) -> None:
-        """Create what cannot be pickled: the servers' order and health, and the connections."""
-        self._servers = [Server(url) for url in order_by_preference(self._urls)]
-        self._states: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _LoopState] = (
-            weakref.WeakKeyDictionary()
-        )
+    @cached_property
+    def _states(self) -> weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _LoopState]:
+        return weakref.WeakKeyDictionary()
 
     @property
     def urls(self) -> tuple[str, ...]:

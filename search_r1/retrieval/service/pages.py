@@ -1,18 +1,12 @@
-"""Routes for a web page, whose files are read once; no request can open a path."""
+"""Routes for a web page; no request can open another path."""
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import FileResponse, Response
 from starlette.routing import Route
 
-MEDIA_TYPES = {
-    ".html": "text/html; charset=utf-8",
-    ".css": "text/css; charset=utf-8",
-    ".js": "text/javascript; charset=utf-8",
-    ".svg": "image/svg+xml",
-}
 POLICY = (
     "default-src 'self'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'; "
     "object-src 'none'"
@@ -32,10 +26,8 @@ def page_routes(files: Iterable[Path], servers: Sequence[str] = ()) -> list[Rout
 
 
 def _route(file: Path, headers: dict[str, str]) -> Route:
-    content, media_type = file.read_bytes(), MEDIA_TYPES[file.suffix]
-
     async def show(request: Request) -> Response:
-        return Response(content, media_type=media_type, headers=headers)
+        return FileResponse(file, headers=headers)
 
     path = "/" if file.suffix == ".html" else f"/{file.name}"
     return Route(path, show, methods=["GET"], include_in_schema=False)
