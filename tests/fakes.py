@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from search_r1.retrieval.errors import RetrieverUnavailable
+from search_r1.retrieval.schema import Document
 from verl.rollout.interface import RolloutEngine
 from verl.types import Completion, Sampling, Segment, Trajectory
 
@@ -79,6 +81,13 @@ class ScriptedEngine(RolloutEngine):
             text = self.tokenizer.decode(ids)
         log_probs = tuple(-0.5 - 0.001 * n for n in range(len(ids)))
         return Completion(tuple(ids), log_probs, text, reason, self.weight_version)
+
+
+class UnavailableRetriever:
+    """A retriever whose every search fails."""
+
+    async def search(self, query: str) -> list[Document]:
+        raise RetrieverUnavailable(f"no answer to {query}")
 
 
 def cut_at_stop(text: str, stop: Sequence[str]) -> tuple[str, str]:

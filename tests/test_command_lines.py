@@ -28,6 +28,7 @@ from search_r1.retrieval.index_builder import BuildConfig
 from search_r1.retrieval.settings import ServerOptions
 from search_r1.serve import ServingOptions
 from search_r1.view import command as view
+from tests.verl.config.test_cli import REQUIRED
 from verl.ext.sft import candidates, rejection_sampling
 from verl.ext.sft import trainer as sft
 from verl.ext.sft.options import SftConfig
@@ -81,8 +82,6 @@ INVALID = (
     "critic.optim.betas=[0.9]", "actor_rollout_ref.model.target_modules=3",
 )  # fmt: skip
 """Arguments that a training run always refuses."""
-REQUIRED = ["data.train_files=a.parquet", "data.val_files=b.parquet",
-            "actor_rollout_ref.model.path=m"]  # fmt: skip
 PROGRAM_FOLDERS = ("verl", "search_r1", "scripts", "benchmarks", "example")
 """Folders whose files can be started as programs."""
 

@@ -9,8 +9,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.compare import read_rows
 from tests.test_end_to_end import ROOT, command_of, start_world
-from tests.test_stop_and_resume import OPTIONS, rows
+from tests.test_stop_and_resume import OPTIONS
 from verl.checkpoint import folders
 from verl.errors import Interrupted
 from verl.machine import SHARED_MEMORY
@@ -60,7 +61,7 @@ def test_ctrl_c_saves_and_a_second_one_ends(tmp_path: Path, times: int) -> None:
         command = command_of(world, out, *OPTIONS, "trainer.total_training_steps=500")
         process, terminal = start(command)
         text, pressed = bytearray(), 1
-        while not rows(out):
+        while not read_rows(out / "metrics.jsonl"):
             assert read(terminal, text), text[-3000:].decode()
         family = psutil.Process(process).children(recursive=True)
         memory = weights_in_memory() - before

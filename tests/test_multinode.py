@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import subprocess
@@ -10,12 +9,12 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 import pytest
 
 from example.tiny import tiny_model
+from tests.compare import Row, read_rows
 from tests.machines import Machine, are_possible, cut, plug, reconnect, two_machines
 
 pytestmark = [
@@ -129,12 +128,6 @@ TWO_NODES = ("trainer.nnodes=2", "trainer.n_gpus_per_node=1", "trainer.resume_mo
 ONE_NODE = ("trainer.nnodes=1", "trainer.n_gpus_per_node=2")
 
 
-def metrics(out: Path) -> list[dict[str, Any]]:
-    """Return the metrics that a run logged, one row per step."""
-    path = out / "metrics.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-
 def finish(run: subprocess.Popen[bytes], machine: Machine) -> None:
     """Wait for a run to end successfully."""
     status = run.wait(LIMIT_S)
@@ -160,7 +153,7 @@ def start_run(machine: Machine, world: Path, out: Path, *more: str) -> subproces
 
 
 @pytest.fixture(scope="module")
-def undisturbed(world: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def undisturbed(world: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Row]:
     """Metrics of three steps on a single machine."""
     out = tmp_path_factory.mktemp("one")
     with two_machines(tmp_path_factory.mktemp("alone")) as (first, _):
@@ -169,7 +162,7 @@ def undisturbed(world: Path, tmp_path_factory: pytest.TempPathFactory) -> list[d
             *options(world, out, *ONE_NODE, "trainer.total_training_steps=3"), env=ENV
         )
         finish(run, first)
-    return metrics(out)
+    return read_rows(out / "metrics.jsonl")
 
 
 SAME = (
@@ -178,7 +171,7 @@ SAME = (
 )  # fmt: skip
 
 
-def assert_same(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
+def assert_same(found: list[Row], expected: list[Row]) -> None:
     """Assert equal steps and metrics, up to rounding by the order of additions."""
     assert [row["step"] for row in found] == [row["step"] for row in expected]
     for ours, theirs in zip(found, expected, strict=True):
@@ -205,19 +198,19 @@ def test_a_node_that_lacks_something_is_named_before_any_work(
     assert "the run cannot start, 2 problem(s):" in log
     for folder in folders:
         assert re.search(rf"node {second.address}: .*{re.escape(str(folder))}", log), log
-    assert metrics(tmp_path) == []
+    assert read_rows(tmp_path / "metrics.jsonl") == []
 
 
 def test_two_nodes_compute_what_one_does(
     world: Path,
     machines: tuple[Machine, Machine],
-    undisturbed: list[dict[str, Any]],
+    undisturbed: list[Row],
     tmp_path: Path,
 ) -> None:
     """Two ranks and engines on two machines have the same metrics as on one, step by step."""
     first, _ = machines
     finish(start_run(first, world, tmp_path, "trainer.total_training_steps=3"), first)
-    assert_same(metrics(tmp_path), undisturbed)
+    assert_same(read_rows(tmp_path / "metrics.jsonl"), undisturbed)
     for machine in machines:
         wait_until(machine, "! ls -a /dev/shm | grep -q verl-weights", "free memory")
 
@@ -236,7 +229,7 @@ def disturb_after_step_one(first: Machine, world: Path, out: Path) -> subprocess
 def test_a_node_that_is_cut_off_and_comes_back(
     world: Path,
     machines: tuple[Machine, Machine],
-    undisturbed: list[dict[str, Any]],
+    undisturbed: list[Row],
     tmp_path: Path,
 ) -> None:
     """Without the network the run stops; with it, node and run continue to the same result."""
@@ -246,13 +239,13 @@ def test_a_node_that_is_cut_off_and_comes_back(
     wait_for_log(first, "waiting for 2 x")
     reconnect(second)
     finish(run, first)
-    assert_same(metrics(tmp_path), undisturbed)
+    assert_same(read_rows(tmp_path / "metrics.jsonl"), undisturbed)
 
 
 def test_a_node_that_loses_power_is_replaced(
     world: Path,
     machines: tuple[Machine, Machine],
-    undisturbed: list[dict[str, Any]],
+    undisturbed: list[Row],
     tmp_path: Path,
 ) -> None:
     """A machine that is switched off and on, with Ray restarted, rejoins the run."""
@@ -264,4 +257,4 @@ def test_a_node_that_loses_power_is_replaced(
     start_retriever(second, world)
     start_worker(first, second)
     finish(run, first)
-    assert_same(metrics(tmp_path), undisturbed)
+    assert_same(read_rows(tmp_path / "metrics.jsonl"), undisturbed)

@@ -1,14 +1,13 @@
 """A real run that is asked to stop saves, ends with status 75, and can be continued."""
 
-import json
 import signal
 import subprocess
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from tests.compare import read_rows
 from tests.test_end_to_end import ROOT, command_of
 from verl.checkpoint import folders
 from verl.errors import Interrupted
@@ -19,12 +18,6 @@ OPTIONS = ["algorithm.adv_estimator=grpo", "trainer.n_gpus_per_node=2", "trainer
            "trainer.total_training_steps=3", "trainer.val_before_train=false",
            "trainer.resume_mode=auto"]  # fmt: skip
 COMPARED = ("actor/pg_loss", "actor/grad_norm", "response_length/mean", "perf/total_num_tokens")
-
-
-def rows(out: Path) -> list[dict[str, Any]]:
-    path = out / "metrics.jsonl"
-    lines = path.read_text().splitlines() if path.exists() else []
-    return [json.loads(line) for line in lines]
 
 
 def start(world: dict[str, str], out: Path) -> subprocess.Popen[str]:
@@ -47,7 +40,7 @@ def test_line_24_a_stopped_run_goes_on_as_if_never_stopped(
     status, text = end(start(world, tmp_path / "whole"))
     assert status == 0, text[-3000:]
     run = start(world, tmp_path / "stopped")
-    while not rows(tmp_path / "stopped") and run.poll() is None:
+    while not read_rows(tmp_path / "stopped/metrics.jsonl") and run.poll() is None:
         time.sleep(0.05)
     run.send_signal(number)
     status, text = end(run)
@@ -56,7 +49,10 @@ def test_line_24_a_stopped_run_goes_on_as_if_never_stopped(
     assert folders.latest(tmp_path / "stopped") is not None
     status, text = end(start(world, tmp_path / "stopped"))
     assert status == 0, text[-3000:]
-    whole, both = rows(tmp_path / "whole"), rows(tmp_path / "stopped")
+    whole, both = (
+        read_rows(tmp_path / "whole/metrics.jsonl"),
+        read_rows(tmp_path / "stopped/metrics.jsonl"),
+    )
     assert [row["step"] for row in both] == [row["step"] for row in whole] == [1, 2, 3]
     for expected, found in zip(whole, both, strict=True):
         for name in COMPARED:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
 
+from tests.compare import read_rows
 from tests.test_end_to_end import ROOT, command_of, train
 from tests.verl.rollout.engines import exact_log_probs, model_in
 from tests.vllm_servers import Served
@@ -65,11 +64,6 @@ def assert_serves(server: Served, model: Path, is_it: bool = True) -> None:
     assert (log_probs == pytest.approx(exact, abs=1e-3)) is is_it
 
 
-def rows_of(out: Path) -> list[dict[str, Any]]:
-    path = out / "metrics.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-
 def test_servers_take_each_version_and_one_may_die(
     world: dict[str, str], servers: list[Served], tmp_path: Path
 ) -> None:
@@ -79,18 +73,19 @@ def test_servers_take_each_version_and_one_may_die(
     """
     assert_serves(servers[0], Path(world["model"]))
     out = tmp_path / "run"
+    file = out / "metrics.jsonl"
     command = command_of(world, out, *of(servers, 4))
     with subprocess.Popen(
         command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as run:
         end = time.monotonic() + 400
-        while not rows_of(out) and run.poll() is None and time.monotonic() < end:
+        while not read_rows(file) and run.poll() is None and time.monotonic() < end:
             time.sleep(0.2)
         servers[1].kill()
         servers[1].start()
         said, _ = run.communicate(timeout=500)
     assert run.returncode == 0, said[-6000:]
-    steps = rows_of(out)
+    steps = read_rows(file)
     assert [row["step"] for row in steps] == [1, 2, 3, 4]
     assert all(0 < row["actor/rollout_mismatch"] < 1e-3 for row in steps)
     assert all(row["fault/trajectories_dropped"] == 0 for row in steps)

@@ -17,10 +17,8 @@ import pytest
 
 from search_r1.agent_server import requests
 from search_r1.retrieval.client import RetrievalClient
-from search_r1.retrieval.errors import RetrieverUnavailable
-from search_r1.retrieval.schema import Document
 from tests.agent_server.services import MODEL, serving
-from tests.fakes import ByteTokenizer, ScriptedEngine
+from tests.fakes import ByteTokenizer, ScriptedEngine, UnavailableRetriever
 from tests.inference.scripted import SHORT, TWO_SEARCHES, SpellingEngine, session
 from verl.errors import AnswerInvalid, ConfigError
 from verl.types import Completion, Sampling
@@ -199,13 +197,6 @@ def test_what_changes_nothing_may_be_sent() -> None:
         got = ask(url, n=1, stop=None, presence_penalty=0, user="me", store=False,
                   response_format={"type": "text"})  # fmt: skip
     assert got.choices[0].message.content == "Oslo"
-
-
-class UnavailableRetriever:
-    """A retriever that does not answer."""
-
-    async def search(self, query: str) -> list[Document]:
-        raise RetrieverUnavailable("nobody there")
 
 
 def test_a_retriever_that_is_away_is_503() -> None:

@@ -12,9 +12,8 @@ import pytest
 
 from search_r1.evaluation.dialogues import MAX_FAILURES_IN_A_ROW, run_all
 from search_r1.evaluation.store import SAMPLES, Store, read_evaluation
-from search_r1.retrieval.errors import RetrieverUnavailable
-from search_r1.retrieval.schema import Document
 from tests.evaluation.scripted import Reader, finder, row, runner, tasks
+from tests.fakes import UnavailableRetriever
 from verl.errors import ConfigError, ToolError
 from verl.rollout.interface import RolloutEngine
 from verl.types import Completion, Sampling
@@ -76,13 +75,6 @@ def test_every_row_is_scored(tmp_path: Path) -> None:
         _, samples = read_evaluation(folder)
         assert sorted(s.key for s in samples) == sorted(t.key for t in tasks(ROWS, 2))
         assert all(s.em == 1.0 for s in samples)
-
-
-class UnavailableRetriever:
-    """A retriever that does not answer."""
-
-    async def search(self, query: str) -> list[Document]:
-        raise RetrieverUnavailable("no server")
 
 
 def test_an_outage_stops_the_evaluation(tmp_path: Path) -> None:

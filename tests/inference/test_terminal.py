@@ -7,10 +7,8 @@ import pytest
 from rich.console import Console
 
 from search_r1.inference.terminal import Terminal
-from search_r1.retrieval.errors import RetrieverUnavailable
 from search_r1.retrieval.protocol import Retrieval
-from search_r1.retrieval.schema import Document
-from tests.fakes import ScriptedEngine
+from tests.fakes import ScriptedEngine, UnavailableRetriever
 from tests.inference.scripted import TWO_SEARCHES, session
 
 
@@ -55,18 +53,15 @@ def test_square_brackets_of_the_policy_are_no_markup() -> None:
     assert "[bold]x[/bold] [/]" in shown(("[bold]x[/bold] [/] <answer> a </answer>",))
 
 
-class UnavailableRetriever:
-    """A retriever that does not answer."""
-
-    async def search(self, query: str) -> list[Document]:
-        raise RetrieverUnavailable("nobody there")
-
-
 @pytest.mark.parametrize(
     ("script", "retrieval", "end"),
     [
         (("Hm.", "Hm.", "Hm."), None, "no answer (out_of_turns)"),
-        (TWO_SEARCHES, UnavailableRetriever(), "no answer (failed): nobody there"),
+        (
+            TWO_SEARCHES,
+            UnavailableRetriever(),
+            "no answer (failed): no answer to capital of Norway",
+        ),
     ],
 )
 def test_a_missing_answer_says_why(

@@ -7,18 +7,9 @@ import pytest
 
 from search_r1.rewards import LLM_JUDGE, REWARDS, RewardInput, build_reward
 from search_r1.scoring_options import JUDGE, SCORES
-from verl.config import Config, cli
+from tests.verl.config.test_cli import compose
 
 PAGE = (Path(__file__).parents[2] / "docs" / "guides" / "rewards.md").read_text(encoding="utf-8")
-REQUIRED = (
-    "data.train_files=a.parquet",
-    "data.val_files=b.parquet",
-    "actor_rollout_ref.model.path=m",
-)
-
-
-def compose(*arguments: str) -> Config:
-    return cli.compose([*REQUIRED, *arguments])
 
 
 @pytest.mark.parametrize(

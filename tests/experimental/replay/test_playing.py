@@ -17,9 +17,7 @@ from search_r1.experimental.replay.playing import (
     response_finder,
     turns_of,
 )
-from search_r1.retrieval.errors import RetrieverUnavailable
 from search_r1.retrieval.in_memory import InMemoryRetrieval
-from search_r1.retrieval.schema import Document
 from tests.experimental.replay.scripted import (
     RESULTS,
     SAMPLING,
@@ -30,6 +28,7 @@ from tests.experimental.replay.scripted import (
     record,
     record_with_search,
 )
+from tests.fakes import UnavailableRetriever
 from tests.runs.written import TOKENIZER as VOCABULARY
 from verl.agent.dialogue import DialogueAgent, derived_seed
 from verl.agent.interface import Item
@@ -37,13 +36,6 @@ from verl.data.trajectories import prepare_folder, write_step
 from verl.errors import DataError
 from verl.rewards.interface import Reward
 from verl.types import Origin, Segment, Status, Trajectory
-
-
-class UnavailableRetriever:
-    """A retriever whose every search fails."""
-
-    async def search(self, query: str) -> list[Document]:
-        raise RetrieverUnavailable(f"no answer to {query}")
 
 
 def replay(

@@ -187,6 +187,8 @@ def test_option_without_effect_warns_once(
         ),
         ("trainer.logger=[console,foo]", "trainer.logger: got [console,foo]"),
         ("trainer.default_local_dir=", "trainer.default_local_dir: got ''"),
+        ("trainer.keep_last=0", "1 or more, or null; fix: trainer.keep_last=null, the default"),
+        ("trainer.best_metric=score", "a metric of validation"),
         ("actor_rollout_ref.actor.rollout_mask_threshold=4", "rollout_mask=token (or sequence, g"),
         (
             "actor_rollout_ref.actor.rollout_mask=geometric",

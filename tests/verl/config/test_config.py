@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from scripts import option_pages
+from tests.verl.config.test_cli import REQUIRED
 from verl.bounds import Bounds
 from verl.config import Config, RewardConfig, cli, known, overrides
 from verl.config.known import known_options, settings
@@ -17,11 +18,6 @@ from verl.training.devices import DTYPES
 
 STAGE = StageConfig(plateau=PlateauConfig())
 
-REQUIRED = (
-    "data.train_files=a.parquet",
-    "data.val_files=b.parquet",
-    "actor_rollout_ref.model.path=m",
-)
 
 ORIGINAL = {
     "data.train_files": ("x.parquet", "x.parquet"),

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.verl.config.test_cli import REQUIRED
 from verl.config import Config, cli, features, known
 from verl.config.features import FEATURES, PACKAGE, Feature
 from verl.errors import ConfigError
 
-REQUIRED = ["data.train_files=a", "data.val_files=b", "actor_rollout_ref.model.path=m"]
 VALUES = {
     "reward_model.stages": "[{name: em, until_step: 1}, {name: f1}]",
     "trainer.guard.limits": "{patience: 2}",

@@ -2,10 +2,9 @@
 
 import pytest
 
+from tests.verl.config.test_cli import REQUIRED
 from verl.config import cli
 from verl.errors import ConfigError
-
-REQUIRED = ["data.train_files=t", "data.val_files=v", "actor_rollout_ref.model.path=m"]
 
 
 @pytest.mark.parametrize(

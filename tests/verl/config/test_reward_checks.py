@@ -2,18 +2,8 @@
 
 import pytest
 
-from verl.config import Config, cli
+from tests.verl.config.test_cli import compose
 from verl.errors import ConfigError
-
-REQUIRED = (
-    "data.train_files=a.parquet",
-    "data.val_files=b.parquet",
-    "actor_rollout_ref.model.path=m",
-)
-
-
-def compose(*arguments: str) -> Config:
-    return cli.compose([*REQUIRED, *arguments])
 
 
 def stages(text: str) -> str:

@@ -4,11 +4,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.verl.config.test_cli import REQUIRED
 from verl.config import Config, cli
 from verl.errors import ConfigError
 
-REQUIRED = ("data.train_files=a.parquet", "data.val_files=b.parquet",
-            "actor_rollout_ref.model.path=m")  # fmt: skip
 KEY = "custom_reward_function"
 
 
