@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from search_r1.agent.grammar import R1_SEARCHER, SEARCH_R1
 from search_r1.evaluation.runner import read_untagged_answer
-from search_r1.online.pages import truncate
+from search_r1.online.services import truncate
 from search_r1.retrieval.tokenization import fold
 from search_r1.rewards import RewardInput, RewardScores, build_reward
 from search_r1.rewards.judge.message import parse_verdict

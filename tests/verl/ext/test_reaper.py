@@ -168,6 +168,7 @@ def test_shared_memory_of_a_process_that_died_before_is_removed_with_the_run() -
     """The watchdog recorded it while it was in use; for example, an engine's semaphores."""
     made = Path(f"/dev/shm/search-r1-test-{os.getpid()}-died")
     with OrphanReaper(record_every=0.1) as run:
+        wait_until(lambda: bool(watchdogs(run.mark)))
         (watchdog,) = watchdogs(run.mark)
         died = subprocess.Popen([sys.executable, "-c", MAPPER, str(made)], env={MARK: run.mark})
         wait_until(lambda: made in shared_memory(psutil.Process(died.pid)))
