@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -69,17 +68,6 @@ def words(model: str, retriever: str) -> list[str]:
     """Options of a quick dialogue."""
     return ["--model", model, "--retriever-url", retriever, "--max-response-length", "5",
             "--device", "cpu", "--dtype", "float32"]  # fmt: skip
-
-
-def test_the_original_runs_folder_is_asked(
-    words: list[str], model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """`--model` may be a run folder of the original, without `search_r1.json`."""
-    step = tmp_path / "run" / "actor" / "global_step_150"
-    shutil.copytree(model, step, ignore=shutil.ignore_patterns("search_r1.json"))
-    asked = ["Who?", *words, "--json", "--model", str(tmp_path / "run")]
-    assert infer.main(asked) == 0, capsys.readouterr().err
-    assert json.loads(capsys.readouterr().out)["question"] == "Who?"
 
 
 def test_a_dialogue_is_one_json_object_or_text_before_its_outcome(
@@ -150,24 +138,6 @@ def test_no_model_is_one_message_and_code_2(
     ):
         assert infer.main(["Who?", *arguments, "--retriever-url", "empty"]) == 2
         assert expected in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["Who?", "--interactive"],
-        ["Who?", "--file", "q.txt"],
-        ["--interactive", "--json"],
-        ["Who?", "--out", "a.jsonl"],
-        ["Who?", "--json", "--show-documents"],
-    ],
-)
-def test_what_makes_no_sense_together_is_refused(
-    arguments: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Options that exclude each other are refused before anything is loaded."""
-    assert infer.main(arguments) == 2
-    assert "fix:" in capsys.readouterr().err
 
 
 def test_without_a_question_the_default_one_is_asked(

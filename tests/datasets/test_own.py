@@ -76,15 +76,6 @@ def test_an_unusable_csv_is_an_error(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_csv_in_another_encoding_is_an_error(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The error for a csv that is not UTF-8 says how to save it."""
-    (tmp_path / "q.csv").write_bytes("question,answer\ncafé,x\n".encode("latin-1"))
-    assert main([str(tmp_path / "q.csv"), "--local_dir", str(tmp_path / "out")]) == 2
-    assert "save it as csv in UTF-8" in capsys.readouterr().err
-
-
 def write(path: Path, rows: Sequence[dict[str, Any]]) -> str:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(path)

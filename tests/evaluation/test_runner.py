@@ -13,11 +13,10 @@ from search_r1.retrieval.in_memory import InMemoryRetrieval
 from search_r1.retrieval.protocol import EmptyRetrieval, Retrieval
 from search_r1.retrieval.schema import Document
 from search_r1.rewards import RewardInput
-from search_r1.rewards.normalize import RULES, contains_answer
+from search_r1.rewards.normalize import RULES
 from tests.core.agent.chat_templates import ChatTokenizer
 from tests.evaluation.scripted import Reader, documents, finder, row, runner
 from tests.fakes import ByteTokenizer, UnavailableRetriever
-from verl.agent.dialogue import derived_seed
 from verl.agent.native import NativeFormat
 from verl.data.prompts import render
 from verl.errors import DataError
@@ -208,22 +207,6 @@ def test_a_judge_scores_besides() -> None:
     assert (seen[0].question, seen[0].answer) == ("What is thing 7?", "gold 7")
 
 
-@pytest.mark.parametrize(
-    ("text", "answer", "is_contained"),
-    [
-        ("He knows it.", "no", False),
-        ("The answer: No!", "no", True),
-        ("born in The U.S.A.", "usa", True),
-        ("1984", "198", False),
-        ("New York City", "York City", True),
-        ("anything", "The", False),
-    ],
-)
-def test_an_answer_stands_in_whole_words(text: str, answer: str, is_contained: bool) -> None:
-    """Answers are matched as whole words after normalisation; an empty answer never matches."""
-    assert contains_answer(text, [answer]) is is_contained
-
-
 @pytest.mark.parametrize(("rule", "expected"), [("squad", 0.0), ("unicode", 1.0)])
 def test_answers_and_documents_are_compared_by_the_rule(rule: str, expected: float) -> None:
     """EM, F1, cover-EM and the answer in documents change with `--normalize`."""
@@ -233,13 +216,6 @@ def test_answers_and_documents_are_compared_by_the_rule(rule: str, expected: flo
     sample = asyncio.run(one.run(task, Reader()))
     assert {sample.em, sample.f1, sample.cover_em} == {expected}
     assert sample.has_answer_in_documents is bool(expected)
-
-
-def test_seeds_do_not_depend_on_the_order_of_rows() -> None:
-    """A dialogue's seed depends on the evaluation's seed, the row and the sample only."""
-    seeds = {derived_seed(s, uid, k) for s in (0, 1) for uid in ("a#1", "a#2") for k in (0, 1)}
-    assert len(seeds) == 8
-    assert derived_seed(0, "a#1", 1) == derived_seed(0, "a#1", 1)
 
 
 def test_long_prompts_are_refused_not_left_out() -> None:

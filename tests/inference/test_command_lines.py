@@ -31,7 +31,8 @@ AGENT = [
 ]  # fmt: skip
 ASKED = [[""], [" \n"], ["a", "--interactive"], ["--file", "f", "--out", "f"], ["--out", "f"],
          ["--file", "f", "--out", "./f"], ["a", "--json", "--show-documents"],
-         ["--file", "f", "--show-documents"]]  # fmt: skip
+         ["--file", "f", "--show-documents"], ["a", "--file", "f"],
+         ["--interactive", "--json"]]  # fmt: skip
 SERVED = [["--name", ""], ["--name", "a\nb"], ["--name", "\x1b[2J"], ["--host", ""],
           ["--host", "ü" * 80], ["--port", "70000"], ["--port-file", "/nowhere/port"],
           ["--port-file", "/tmp"], ["--max-body-bytes", "1"]]  # fmt: skip

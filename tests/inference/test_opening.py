@@ -20,7 +20,7 @@ from search_r1.inference.dialogue import Reply
 from search_r1.inference.model import model_folder
 from search_r1.inference.opening import open_session
 from tests.bad_models import bytes_of, entry, gone, text, whole_model
-from verl.errors import ConfigError, ModelError, ToolError, UserError
+from verl.errors import ConfigError, ModelError
 
 PROMPT = torch.tensor([[1, 50, 60, 70]])
 
@@ -139,29 +139,6 @@ def test_an_adapter_of_another_model_is_refused(adapter: Path, tmp_path: Path, b
         model_folder(str(tmp_path), "float32", str(adapter)),
     ):
         pass
-
-
-def test_a_retriever_that_is_away_is_told_before_a_model_is_loaded() -> None:
-    """An unavailable retriever is reported first; the model here does not even exist."""
-    options = InferenceOptions(model="no/such", retriever_url="http://127.0.0.1:9")
-
-    async def ask() -> None:
-        async with open_session(options):
-            pass
-
-    with pytest.raises(ToolError, match=r"retrieval_launch\.sh"):
-        asyncio.run(ask())
-
-
-@pytest.mark.parametrize(
-    "wrong", [{"temperature": -1.0}, {"top_p": 0.0}, {"topk": 0}, {"max_turns": -1},
-              {"concurrency": 0}]
-)  # fmt: skip
-def test_options_that_cannot_be_meant_are_refused(wrong: dict[str, object]) -> None:
-    """The message has the option's command-line name."""
-    name = next(iter(wrong)).replace("_", "-")
-    with pytest.raises(UserError, match=f"--{name}: got .*fix:"):
-        InferenceOptions(**{"model": "m", **wrong})  # type: ignore[arg-type]
 
 
 def tensors(change: Callable[[dict[str, torch.Tensor]], object]) -> Callable[[Path], object]:

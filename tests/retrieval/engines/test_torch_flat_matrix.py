@@ -40,15 +40,6 @@ def test_ids_are_those_of_faiss_flat(tmp_path: Path, kind: type[faiss.Index], di
         )
 
 
-def test_ids_without_copies_are_exactly_those_of_faiss(tmp_path: Path) -> None:
-    """Without equal scores, all ids of 1,000 queries agree."""
-    vectors = random_rows(3, 6000, 96)
-    flat = write(tmp_path / "flat", vectors)
-    queries = random_rows(4, 1000, 96)
-    expected = faiss.read_index(str(tmp_path / "flat")).search(queries, 3)[1]
-    assert load(flat, layout()).search(queries, 3)[1] == expected.tolist()
-
-
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.integers(0, 10**6), st.integers(1, 70), st.integers(1, 9), st.integers(1, 80),
@@ -172,11 +163,6 @@ def test_a_matrix_beyond_the_free_memory_is_refused(
     with pytest.raises(SetupError, match="matrix_devices"):
         load(flat, layout(devices=("cpu",)))
     load(flat, layout("bfloat16", devices=("cpu",)))
-
-
-def test_recall_counts_what_was_found() -> None:
-    """Recall counts rows that were found, in any order."""
-    assert recall([[1, 2, 3], [4, 5, 6]], [[3, 2, 1], [4, 9, 8]]) == 4 / 6
 
 
 @pytest.mark.gpu

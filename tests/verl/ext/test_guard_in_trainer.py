@@ -184,7 +184,7 @@ def test_the_trace_has_the_step_that_ends_the_run(
 def test_stop_without_a_healthy_checkpoint_says_so(config: Config, log: list[str]) -> None:
     """After a collapse in the first step there is only the model that training started from."""
     config.trainer.guard.action = "stop"
-    with pytest.raises(CollapseError):
+    with pytest.raises(CollapseError, match=r"trainer\.save_freq"):
         build(config, log, {1}).fit()
 
 

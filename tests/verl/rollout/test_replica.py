@@ -118,14 +118,6 @@ def test_line_13_greedy_is_greedy_on_every_turn(replica: Replica) -> None:
     assert list(first) == rows[len(done.prompt.ids) - 1 : -1].argmax(-1).tolist()
 
 
-def test_line_05_each_request_is_a_prefix_of_the_trajectory(replica: Replica) -> None:
-    """The engine gets exactly the context that is trained on."""
-    replica.agent.requests.clear()
-    (done,) = replica.rollout([start_trajectory(replica.prompt("When?"), seed=1)])
-    for ids, _ in replica.agent.requests:
-        assert tuple(done.ids[: len(ids)]) == ids
-
-
 def test_line_02_a_sampled_end_of_sequence_is_kept(vllm: Running, tmp_path: Path) -> None:
     """The end-of-sequence token is in the ids, with its log-prob, and in the text."""
     eos = vllm.tokenizer.eos_token_id

@@ -63,14 +63,6 @@ def test_dynamic_sampling_ends() -> None:
     assert len(set(seeds)) == 36
 
 
-def test_without_filter_every_group_is_kept() -> None:
-    """One batch of prompts, n_agent samples each, whatever their scores."""
-    collector = make_collector(RecordingReplicas([]), lambda t: Reward(0.0))
-    collector.config.algorithm.filter_groups.enable = False
-    samples, metrics = collector.collect(1, Timings())
-    assert len(samples.trajectories) == 12 and "rollout/kept_groups" not in metrics
-
-
 PERMANENTLY = 10_000
 FAILURES = st.dictionaries(
     st.tuples(st.integers(0, 3), st.integers(0, 2)),
