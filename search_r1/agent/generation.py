@@ -2,7 +2,8 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from search_r1.agent.search import SearchTool, build_search
+from search_r1.agent.retriever import build_search
+from search_r1.agent.search import SearchTool
 from search_r1.agent.tags import PLAIN, TEMPLATES, named_format
 from search_r1.retrieval.protocol import Retrieval
 from verl import plugins

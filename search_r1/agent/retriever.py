@@ -1,12 +1,15 @@
-"""Shared parts of the tools that use the retrieval server: client, probes and preflight checks."""
+"""Tools over a retrieval server: its client, probes, preflight checks and fingerprints."""
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from search_r1 import loops
-from search_r1.retrieval.client import REQUEST_LEVEL_STATUSES, RetrievalClient
+from search_r1.agent.search import SearchTool, count_blank
+from search_r1.retrieval.client import RetrievalClient
 from search_r1.retrieval.errors import RetrieverRefused, RetrieverUnavailable, SearchError
+from search_r1.retrieval.protocol import EmptyRetrieval
+from search_r1.retrieval.schema import fingerprint
 from verl import plugins
 from verl.agent.interface import Tool
 from verl.config import Config
@@ -22,18 +25,22 @@ PROBE_TIMEOUT_S = 30.0
 FIX = "start it (bash retrieval_launch.sh)"
 UNRECORDED_QUERY, REPLAY = 424, "replay"
 """Status with which the replay backend refuses a query that it has no recording of."""
+NOT_INDEX = {"retriever", "num_documents", "default_topk", "fingerprint", "limits", "memory",
+             "corpus", "encoder"}  # fmt: skip
+"""Keys of `/info` that do not describe the backend and its index."""
 
 
-class RetrieverTool(Tool):
-    """Base class of tools over a retrieval server; a subclass defines the test request."""
+class ServedTool(Tool):
+    """Mixin for tools over a retrieval server; a subclass defines the test request."""
 
+    options: ServerConfig
+    """The server's address and limits."""
     max_outage_option = "retriever.max_outage"
     fix = FIX
 
-    def __init__(self, options: ServerConfig | None = None) -> None:
-        """`options`: the server's address and limits, for probes and messages; None: no server."""
-        self.options = options or ServerConfig(url=EMPTY_URL)
-        self.max_outage = self.options.max_outage
+    @property
+    def max_outage(self) -> float:  # type: ignore[override]
+        return self.options.max_outage
 
     @property
     def label(self) -> str:
@@ -48,13 +55,10 @@ class RetrieverTool(Tool):
 
     def probe(self, seconds: float) -> str:
         """Send the test request; see `Tool.probe`."""
-        url = self.options.url
-        return "" if url == EMPTY_URL else self._find_problem(url, seconds)
+        return self._find_problem(self.options.url, seconds)
 
     def preflight(self, seconds: float) -> Iterator[ToolError]:
         """Yield an error per address that fails the test request, which checks token and limits."""
-        if self.options.url == EMPTY_URL:
-            return
         # The first search after a server's start may be slow.
         seconds = max(seconds, min(self.options.timeout, PROBE_TIMEOUT_S))
         for address in map(str.strip, self.options.url.split(",")):
@@ -104,10 +108,55 @@ class RetrieverTool(Tool):
                 return ""
 
 
-def to_tool_error(error: SearchError, faults: Mapping[str, int]) -> ToolError:
-    """Convert a search error: ToolRefused if every other call would be refused as well."""
-    is_refused = isinstance(error, RetrieverRefused) and error.status in REQUEST_LEVEL_STATUSES
-    return (ToolRefused if is_refused else ToolError)(str(error), faults)
+class ServedSearch(ServedTool, SearchTool):
+    """The tool `search` over a run's retrieval server."""
+
+    def __init__(self, options: ServerConfig) -> None:
+        """Raises ConfigError for an invalid address."""
+        self.client = build_client(options)
+        super().__init__(self.client, options)
+
+    async def send_test_request(self, client: RetrievalClient) -> str:
+        """Search with the run's token and topk. Raises ToolRefused if no document has a text."""
+        documents = await client.search(TEST_QUERY)
+        where = f"retriever.url={self.label}"
+        if not documents:
+            return (
+                f"{where}: no documents for {TEST_QUERY!r}; check that it serves the run's corpus"
+            )
+        if count_blank(documents) < len(documents):
+            return ""
+        got = f"{len(documents)} documents without text for {TEST_QUERY!r}"
+        raise ToolRefused(explain(where, got, "passages", "serve a corpus with texts"))
+
+    def identity(self) -> Mapping[str, str]:
+        """Return fingerprints of `corpus`, `index` (the backend's settings) and `encoder`.
+
+        Empty for servers without this form of `/info`, such as the original Search-R1 server, and
+        if the request fails.
+        """
+        try:
+            return info_fingerprints(loops.run(self._fetch_info()))
+        except SearchError:
+            return {}
+
+    async def _fetch_info(self) -> dict[str, Any]:
+        timeout = min(self.options.timeout, PROBE_TIMEOUT_S)
+        url = self.options.url
+        async with RetrievalClient(url, timeout=timeout, max_retries=1, deadline=timeout) as client:
+            return await client.info()
+
+    async def aclose(self) -> None:
+        await self.client.aclose()
+
+
+def info_fingerprints(info: Mapping[str, Any]) -> dict[str, str]:
+    """Compute the fingerprints of a response to `/info`."""
+    parts = {name: info[name] for name in ("corpus", "encoder") if isinstance(info.get(name), dict)}
+    backend = {name: value for name, value in info.items() if name not in NOT_INDEX}
+    if backend:
+        parts["index"] = backend
+    return {name: fingerprint(facts) for name, facts in parts.items()}
 
 
 def build_client(options: ServerConfig) -> RetrievalClient:
@@ -130,3 +179,13 @@ def python_retriever(config: Config) -> Any:
     if not url.startswith(plugins.PYTHON_PREFIX):
         return None
     return plugins.build("retriever.url", url, {}, config, needs="search")
+
+
+def build_search(config: Config) -> SearchTool:
+    """Build a run's tool over its server, a retriever passed from Python, or nothing (`empty`)."""
+    options = config.retriever
+    if (retriever := python_retriever(config)) is not None:
+        return SearchTool(retriever, options)
+    if options.url == EMPTY_URL:
+        return SearchTool(EmptyRetrieval(), options)
+    return ServedSearch(options)

@@ -8,20 +8,15 @@ import asyncio
 import importlib
 import importlib.util
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Protocol
 
-from search_r1.agent.retriever import (
-    TEST_QUERY,
-    RetrieverTool,
-    build_client,
-    python_retriever,
-    to_tool_error,
-)
-from search_r1.retrieval.client import RETRIED, RetrievalClient, count_retries
+from search_r1.agent.retriever import TEST_QUERY, ServedTool, build_client, python_retriever
+from search_r1.agent.search import to_tool_error
+from search_r1.retrieval.client import RetrievalClient
 from search_r1.retrieval.errors import SearchError, install_command
+from search_r1.retrieval.protocol import RETRIED, count_retries
 from search_r1.retrieval.schema import Document
-from verl.agent.interface import Item, Observation, text_arguments
+from verl.agent.interface import Item, Observation, Tool, text_arguments
 from verl.config import Config
 from verl.config.agent import EMPTY_URL, ServerConfig
 from verl.errors import ToolRefused, explain
@@ -49,7 +44,7 @@ class OpenedPage(Protocol):
     def text(self) -> str: ...
 
 
-class VisitTool(RetrieverTool):
+class VisitTool(Tool):
     """Opens one document or page; if it does not exist, the observation says so."""
 
     name = "visit"
@@ -63,10 +58,8 @@ class VisitTool(RetrieverTool):
         self,
         documents: DocumentSource | None,
         open_page: Callable[[str], OpenedPage] | None = None,
-        options: ServerConfig | None = None,
     ) -> None:
         """`documents`: None without a server; `open_page`: may block, default `open_online`."""
-        super().__init__(options)
         self.documents, self._open_page = documents, open_page or open_online
 
     async def call(self, *, target: str) -> Observation:  # type: ignore[override]
@@ -89,19 +82,6 @@ class VisitTool(RetrieverTool):
         item = Item(document.text, document.title, document.id, source=document)
         return Observation((item,), dict(faults))
 
-    async def send_test_request(self, client: RetrievalClient) -> str:
-        """Open the first document that a search returns. Raises ToolRefused if it is missing."""
-        ids = [document.id for document in await client.search(TEST_QUERY)]
-        if not ids or ids[0].startswith(PAGES) or await client.document(ids[0]) is not None:
-            return ""
-        got = f"no document with the id {ids[0]!r}, which its search returned"
-        fix = "start it with --corpus_path, or leave visit out of agent.tools"
-        raise ToolRefused(explain(f"visit: retriever.url={self.label}", got, "that document", fix))
-
-    async def aclose(self) -> None:
-        if isinstance(self.documents, RetrievalClient):
-            await self.documents.aclose()
-
 
 class PageUnavailable(Exception):
     """A page that cannot be read; the policy sees the message."""
@@ -120,11 +100,30 @@ def open_online(url: str) -> OpenedPage:
     return page
 
 
+class ServedVisit(ServedTool, VisitTool):
+    """The tool `visit` over a run's retrieval server."""
+
+    def __init__(self, options: ServerConfig) -> None:
+        """Raises ConfigError for an invalid address."""
+        self.options, self.client = options, build_client(options)
+        super().__init__(self.client)
+
+    async def send_test_request(self, client: RetrievalClient) -> str:
+        """Open the first document that a search returns. Raises ToolRefused if it is missing."""
+        ids = [document.id for document in await client.search(TEST_QUERY)]
+        if not ids or ids[0].startswith(PAGES) or await client.document(ids[0]) is not None:
+            return ""
+        got = f"no document with the id {ids[0]!r}, which its search returned"
+        fix = "start it with --corpus_path, or leave visit out of agent.tools"
+        raise ToolRefused(explain(f"visit: retriever.url={self.label}", got, "that document", fix))
+
+    async def aclose(self) -> None:
+        await self.client.aclose()
+
+
 def build_visit(config: Config) -> VisitTool:
     """Build a run's tool over its retriever, or without documents if `retriever.url` is `empty`."""
+    if (retriever := python_retriever(config)) is not None:
+        return VisitTool(retriever if hasattr(retriever, "document") else None)
     options = config.retriever
-    retriever = python_retriever(config)
-    if retriever is not None:
-        documents = retriever if hasattr(retriever, "document") else None
-        return VisitTool(documents, options=replace(options, url=EMPTY_URL))
-    return VisitTool(None if options.url == EMPTY_URL else build_client(options), options=options)
+    return VisitTool(None) if options.url == EMPTY_URL else ServedVisit(options)

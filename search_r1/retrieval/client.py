@@ -15,10 +15,7 @@ import socket
 import time
 import urllib.parse
 import weakref
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from http.cookiejar import CookieJar, DefaultCookiePolicy
@@ -29,7 +26,12 @@ import orjson
 from pydantic import SecretStr
 
 from search_r1.bearer import read_token
-from search_r1.retrieval.errors import RetrieverRefused, RetrieverUnavailable
+from search_r1.retrieval.errors import (
+    REQUEST_LEVEL_STATUSES,
+    RetrieverRefused,
+    RetrieverUnavailable,
+)
+from search_r1.retrieval.protocol import add_retried
 from search_r1.retrieval.responses import (
     InvalidResponse,
     check_status,
@@ -46,11 +48,7 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 logging.getLogger("httpx").setLevel(logging.WARNING)  # it logs a line per request
 
-RETRIED = "searches_retried"
-"""Name of the count of searches that needed more than one attempt, successful or not."""
 NOT_FOUND = 404
-REQUEST_LEVEL_STATUSES = frozenset({301, 302, 303, 307, 308, 401, 403, 404, 405, 421})
-"""Statuses that refuse a request as a whole, which no single query can have caused."""
 EXAMPLE_URL = "http://127.0.0.1:8000"
 COOLDOWN_S, MAX_COOLDOWN_S = 5.0, 60.0
 """Time for which a server that failed is not asked while others respond; longest `Retry-After`."""
@@ -59,19 +57,6 @@ CONNECT_S = 5.0
 LIMITS = httpx.Limits(max_connections=132, max_keepalive_connections=132)
 DEADLINE_FIELD = "deadline_s"
 """Optional request field: seconds for which the client waits for the response to this attempt."""
-
-_counts: ContextVar[Counter[str] | None] = ContextVar("counts", default=None)
-
-
-@contextmanager
-def count_retries() -> Iterator[Counter[str]]:
-    """Count, under the key RETRIED, the searches awaited in the body that needed a retry."""
-    counts = Counter({RETRIED: 0})
-    token = _counts.set(counts)
-    try:
-        yield counts
-    finally:
-        _counts.reset(token)
 
 
 @dataclass
@@ -190,8 +175,7 @@ class RetrievalClient:
             num_retries = error.num_retries
             raise
         finally:
-            if (counts := _counts.get()) is not None:
-                counts[RETRIED] += int(num_retries > 0)
+            add_retried(int(num_retries > 0))
         return documents
 
     async def health(self) -> dict[str, Any]:

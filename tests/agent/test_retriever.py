@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from search_r1.agent.generation import build_environment
-from search_r1.agent.retriever import RetrieverTool
-from search_r1.agent.search import SearchTool, build_search
-from search_r1.agent.visit import VisitTool
+from search_r1.agent.retriever import ServedSearch, ServedTool, build_search
+from search_r1.agent.search import SearchTool
+from search_r1.agent.visit import ServedVisit, VisitTool
 from search_r1.agent.with_token import WithToken
 from search_r1.retrieval.in_memory import InMemoryRetrieval
 from search_r1.retrieval.protocol import EmptyRetrieval
@@ -25,7 +25,7 @@ from tests.apps import running
 from tests.bad_models import whole_model
 from tests.retrieval.service.fake_backends import FakeBackend
 from verl.config import Config, cli
-from verl.config.agent import EMPTY_URL, ServerConfig
+from verl.config.agent import ServerConfig
 from verl.errors import ConfigError, ToolError, ToolRefused
 from verl.trainer.main_ppo import main
 
@@ -119,12 +119,12 @@ class Scripted:
         await send({"type": "http.response.body", "body": text})
 
 
-def search_tool(url: str, **options: Any) -> SearchTool:
-    return SearchTool(EmptyRetrieval(), ServerConfig(url=url, **options))
+def search_tool(url: str, **options: Any) -> ServedSearch:
+    return ServedSearch(ServerConfig(url=url, **options))
 
 
-def visit_tool(url: str) -> VisitTool:
-    return VisitTool(None, options=ServerConfig(url=url))
+def visit_tool(url: str) -> ServedVisit:
+    return ServedVisit(ServerConfig(url=url))
 
 
 @pytest.mark.parametrize("make", [search_tool, visit_tool])
@@ -140,7 +140,7 @@ def visit_tool(url: str) -> VisitTool:
     ],
 )
 def test_a_probe_tells_whether_searches_are_answered(
-    make: Callable[[str], RetrieverTool], answers: list[tuple[int, bytes]], says: str,
+    make: Callable[[str], ServedTool], answers: list[tuple[int, bytes]], says: str,
     caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
     """A single error, one invalid response, or a replay's unrecorded query is not an outage.
@@ -155,9 +155,7 @@ def test_a_probe_tells_whether_searches_are_answered(
 
 @pytest.mark.parametrize("make", [search_tool, visit_tool])
 @pytest.mark.parametrize("status", [302, 400, 401, 403, 404, 405, 413, 421, 422])
-def test_a_refusal_is_no_outage_to_wait_for(
-    make: Callable[[str], RetrieverTool], status: int
-) -> None:
+def test_a_refusal_is_no_outage_to_wait_for(make: Callable[[str], ServedTool], status: int) -> None:
     """A refusal is not retried; one line has the address, the status and the server's message."""
     app = Scripted(*[(status, b"what\r\n\x1b[31m is wrong")] * 9)
     with running(app) as url, pytest.raises(ToolRefused) as caught:
@@ -221,7 +219,7 @@ def test_every_address_that_refuses_is_told() -> None:
 
 
 @pytest.mark.parametrize("make", [search_tool, visit_tool])
-def test_a_probe_makes_three_attempts(make: Callable[[str], RetrieverTool]) -> None:
+def test_a_probe_makes_three_attempts(make: Callable[[str], ServedTool]) -> None:
     """One or two errors are not an outage; after the third the probe stops."""
     app = Scripted(*[(500, b"x")] * 9)
     with running(app) as url:
@@ -237,7 +235,7 @@ def test_only_the_word_for_no_server_is_none(scheme: str) -> None:
         assert len(list(tool.preflight(30.0))) == 1
         with pytest.raises(ToolRefused):
             tool.probe(30.0)
-    for nowhere in (search_tool(EMPTY_URL), SearchTool(EmptyRetrieval())):
+    for nowhere in (SearchTool(EmptyRetrieval()), VisitTool(None)):
         assert (list(nowhere.preflight(30.0)), nowhere.probe(30.0)) == ([], "")
 
 

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from search_r1.retrieval import client as client_module
-from search_r1.retrieval.client import RETRIED, RetrievalClient, count_retries
+from search_r1.retrieval.client import RetrievalClient
 from search_r1.retrieval.errors import RetrieverRefused, RetrieverUnavailable
+from search_r1.retrieval.protocol import RETRIED, count_retries
 from tests.apps import running
 
 EMPTY = b'{"result":[[]]}'

@@ -5,8 +5,7 @@ from typing import Any
 
 from fastapi import FastAPI
 
-from search_r1.agent.search import SearchTool
-from search_r1.retrieval.protocol import EmptyRetrieval
+from search_r1.agent.retriever import ServedSearch
 from search_r1.retrieval.service.app import create_app
 from tests.retrieval.service.fake_backends import FakeBackend
 from verl.config.agent import ServerConfig
@@ -17,7 +16,7 @@ FACTS = {"engine": "flat", "index": "i1", "corpus": {"sha256": "c1"}, "encoder":
 def read_identity(url: str, timeout: float = 30.0) -> Mapping[str, str]:
     """Return the fingerprints that the search tool fetches from a server."""
     options = ServerConfig(url=f"{url}/retrieve", timeout=timeout)
-    return SearchTool(EmptyRetrieval(), options).identity()
+    return ServedSearch(options).identity()
 
 
 def test_each_part_has_a_fingerprint_of_its_own(serve: Callable[..., Any]) -> None:

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from search_r1.agent.search import build_search
+from search_r1.agent.retriever import build_search
 from search_r1.retrieval.server import create_app
 from search_r1.retrieval.service.faults import FaultInjector
 from search_r1.retrieval.settings import FaultConfig

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from search_r1.agent.search import SearchTool
-from search_r1.retrieval.protocol import EmptyRetrieval
+from search_r1.agent.retriever import ServedSearch
 from search_r1.retrieval.server import create_app
 from tests.apps import running
 from tests.compare import read_rows
@@ -96,7 +95,7 @@ def train(
     config.retriever.url = server.url
     config.retriever.max_outage = 60.0 if comes_back else 0.1
 
-    class RestartingSearch(SearchTool):
+    class RestartingSearch(ServedSearch):
         def probe(self, seconds: float) -> str:
             problem = super().probe(seconds)
             if problem and comes_back:
@@ -106,7 +105,7 @@ def train(
     with Tracking("p", "e", [JsonlTracker(folder)], str(folder)) as tracking:
         build_trainer(
             config, [], rollouts=Engines(server, stops, new_token), logger=tracking,
-            environment=Environment((RestartingSearch(EmptyRetrieval(), config.retriever),)),
+            environment=Environment((RestartingSearch(config.retriever),)),
             total_steps=3,
         ).fit()  # fmt: skip
 
