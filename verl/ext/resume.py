@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from verl.checkpoint import folders
-from verl.checkpoint.folders import DRIVER_FILE, RunState
+from verl.checkpoint.folders import RunState
 from verl.config import Config
 from verl.config.cli import public_options
 from verl.config.known import flatten, known_options
@@ -25,9 +25,7 @@ from verl.data.rows import file_list
 from verl.data.trajectories import recorded_files
 from verl.errors import ConfigError, ModelError
 from verl.model_files import weights_fingerprint
-from verl.plugins import optional
-from verl.training.checkpoint_files import ShardReader, checkpoint_errors, read_state_file
-from verl.training.shards import rank_file, read_adapters, shard_folders
+from verl.training.checkpoint_files import checkpoint_errors
 
 logger = logging.getLogger(__name__)
 
@@ -96,7 +94,7 @@ def check_resume(config: Config, present: Mapping[str, Any]) -> None:
 
 
 def check_contents(config: Config) -> None:
-    """Read everything but the tensors of the checkpoint to resume from, if any.
+    """Check that the checkpoint to resume from, if any, is as it was written.
 
     Raises ModelError, which names an earlier checkpoint to use instead, if there is one.
     """
@@ -107,14 +105,6 @@ def check_contents(config: Config) -> None:
     try:
         folders.check_files(step_dir)
         RunState.read(step_dir)
-        if (ahead := optional("verl.ext.ahead_files")) is not None:
-            ahead.read(step_dir)
-        read_adapters(step_dir)
-        if (step_dir / DRIVER_FILE).exists():
-            read_state_file(step_dir / DRIVER_FILE)
-        for folder in shard_folders(step_dir):
-            read_state_file(rank_file(folder, 0))
-            ShardReader(folder / "shards").read_metadata()
     except ModelError as error:
         step = folders.step_of(step_dir)
         earlier = [p for p in folders.all_complete(step_dir.parent) if folders.step_of(p) < step]

@@ -94,13 +94,14 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
 
 
 def refusal(step_dir: Path) -> str:
-    """Return the error of reading all of a checkpoint; empty if there is none."""
+    """Return the error of reading a checkpoint as a resumed run does; empty if there is none."""
     config = Config()
     config.trainer.resume_mode = str(step_dir)
     try:
         check_contents(config)
         load_tensors({name: x.clone() for name, x in WEIGHTS.items()}, step_dir / "shards", True)
         read_driver_random(step_dir)
+        read_state_file(step_dir / "ranks/rank_0.pt")
     except UserError as error:
         return str(error)
     return ""
