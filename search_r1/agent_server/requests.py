@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from fastapi import HTTPException
 from pydantic import BaseModel, ConfigDict, Field
-from starlette.types import Receive
+from starlette.requests import Request
 
 from search_r1.agent_server.responses import ApiError
 from search_r1.inference.dialogue import AgentSession
@@ -115,10 +115,10 @@ class AgentRequest:
     stream_options: StreamOptions
 
 
-async def read_request(receive: Receive, max_bytes: int) -> ChatRequest:
+async def read_request(request: Request, max_bytes: int) -> ChatRequest:
     """Read and parse a request. Raises ApiError for its first mistake, or ClientDisconnect."""
     try:
-        return parse(await read_body(receive, max_bytes, BODY_TIMEOUT_S), ChatRequest)
+        return parse(await read_body(request, max_bytes, BODY_TIMEOUT_S), ChatRequest)
     except DeadlineExceeded as error:
         raise ApiError(408, str(error)) from error
     except HTTPException as error:

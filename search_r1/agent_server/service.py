@@ -181,7 +181,7 @@ def _v1_router(service: AgentService) -> APIRouter:
     @router.post("/chat/completions", response_model=None, openapi_extra=_BODY)
     async def chat(request: Request) -> Response:
         try:
-            body = await read_request(request.receive, service.max_body_bytes)
+            body = await read_request(request, service.max_body_bytes)
         except ClientDisconnect:
             return Response(status_code=CLIENT_CLOSED)
         service.require_model(body.model)

@@ -188,7 +188,7 @@ def create_app(runs: Runs, token: str | None = None) -> FastAPI:
         if request.headers.get("Content-Type", "").partition(";")[0] != "application/json":
             raise HTTPException(415, "a replay must be requested as application/json")
         try:
-            content = await read_body(request.receive, MAX_REPLAY_BYTES, BODY_TIMEOUT_S)
+            content = await read_body(request, MAX_REPLAY_BYTES, BODY_TIMEOUT_S)
         except DeadlineExceeded as error:
             raise HTTPException(408, str(error)) from error
         body = parse(content, ReplayRequest)

@@ -143,7 +143,7 @@ class Service:
         if self.is_draining:
             raise Overloaded("the server is stopping; use another one, or retry later", 1.0)
         config = self.config
-        body = await read_body(request.receive, config.max_body_bytes, config.deadline)
+        body = await read_body(request, config.max_body_bytes, config.deadline)
         parsed = parse(body, self.request_model)
         refuse_misspelt_fields(parsed)
         seconds = min(config.deadline, parsed.deadline_s or config.deadline)

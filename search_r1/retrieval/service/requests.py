@@ -10,8 +10,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from fastapi import HTTPException
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
-from starlette.requests import ClientDisconnect
-from starlette.types import Receive
+from starlette.requests import Request
 
 from search_r1.retrieval.errors import (
     DeadlineExceeded,
@@ -129,17 +128,15 @@ def request_model(config: ServiceConfig) -> type[RetrieveRequest]:
     return Limited
 
 
-async def read_body(receive: Receive, max_bytes: int, seconds: float) -> bytes:
+async def read_body(request: Request, max_bytes: int, seconds: float) -> bytes:
     """Read a body; raises a 413, ClientDisconnect, or DeadlineExceeded after `seconds`."""
-    body, is_complete = bytearray(), False
+    body = bytearray()
     try:
         async with asyncio.timeout(seconds):
-            while not is_complete and len(body) <= MAX_READ_FACTOR * max_bytes:
-                message = await receive()
-                if message["type"] == "http.disconnect":
-                    raise ClientDisconnect
-                body += message.get("body", b"")
-                is_complete = not message.get("more_body", False)
+            async for chunk in request.stream():
+                body += chunk
+                if len(body) > MAX_READ_FACTOR * max_bytes:
+                    break
     except TimeoutError as error:
         raise DeadlineExceeded(f"the body did not arrive within {seconds:g} s") from error
     if len(body) > max_bytes:
