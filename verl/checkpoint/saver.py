@@ -25,8 +25,6 @@ logger = logging.getLogger(__name__)
 
 LOST_RANK_TIMEOUT_S = 10.0
 """Seconds to wait for a background write when a rank has died: it ends soon or never."""
-SLOW_DISK = 200e6
-"""Assumed write speed in bytes per second, until a checkpoint has been timed."""
 MAX_FAILURES = 2
 """Number of failed checkpoints in a row that ends the run."""
 ExtraWriter = Callable[[Path], None]
@@ -37,7 +35,6 @@ class Ranks(Protocol):
     """The methods of the training ranks that saving uses; see `verl.trainer.ranks.TrainerRanks`."""
 
     def save_checkpoint(self, directory: Path) -> None: ...
-    def checkpoint_bytes(self) -> int: ...
     def can_copy_checkpoint(self) -> bool: ...
     def start_checkpoint(self, directory: Path) -> None: ...
     def finish_checkpoint(self) -> None: ...
@@ -135,10 +132,6 @@ class Saver:
             if pending is not None and self._pending is None:
                 discard(pending)
             raise
-
-    def expected_s(self) -> float:
-        """Return how long a checkpoint may take: the longest so far, or estimated from its size."""
-        return self.longest_s or self.ranks.checkpoint_bytes() / SLOW_DISK
 
     def _can_copy(self) -> bool:
         """Whether the hosts have enough memory for copies of the shards; logs a warning if not."""

@@ -38,6 +38,8 @@ JOB_END = "SLURM_JOB_END_TIME"
 """Environment variable with the end of a Slurm job, in seconds since the epoch."""
 MARGIN_S = 15.0
 """Seconds between the end of the last save and the deadline, to shut everything down."""
+SLOW_DISK = 200e6
+"""Assumed write speed in bytes per second, until a checkpoint has been timed."""
 
 
 def run_deadline(time_limit: float | None, environ: Mapping[str, str] = os.environ) -> float | None:
@@ -169,4 +171,8 @@ class Stopper(Hook):
 
 def hook(parts: Parts) -> Stopper:
     """Return the hook of a run."""
-    return Stopper(run_deadline(parts.config.trainer.time_limit), parts.saver.expected_s)
+    saver, ranks = parts.saver, parts.ranks
+    return Stopper(
+        run_deadline(parts.config.trainer.time_limit),
+        lambda: saver.longest_s or ranks.checkpoint_bytes() / SLOW_DISK,
+    )

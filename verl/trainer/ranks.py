@@ -83,7 +83,7 @@ class TrainerRanks:
             for number, calls in enumerate(group.take_calls())
         }
 
-    def save_policy(self, directory: Path, dtype: str = "bfloat16") -> None:
+    def save_policy(self, directory: Path, dtype: str) -> None:
         """Write the policy as a Hugging Face folder."""
         self.group.call("save_policy", str(directory.absolute()), dtype)
 

@@ -142,7 +142,7 @@ class TrainerWorker:
         """Return the names of this rank's GPU (empty on CPU) and compute dtype."""
         return card_name(self.device), dtype_name(self.dtype)
 
-    def save_policy(self, directory: str | Path, dtype: str = "bfloat16") -> None:
+    def save_policy(self, directory: str | Path, dtype: str) -> None:
         """Write the policy into `directory` as a Hugging Face folder, on the first rank's node."""
         write_policy(self.actor.model, Path(directory), dtype, writer=self.rank, num_writers=1)
 

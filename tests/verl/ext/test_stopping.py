@@ -2,13 +2,15 @@
 
 import os
 import signal
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import pytest
 
+from verl.config import Config
 from verl.errors import Interrupted
-from verl.ext.stopping import MARGIN_S, Stopper, run_deadline
+from verl.ext.stopping import MARGIN_S, Stopper, hook, run_deadline
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
@@ -77,3 +79,15 @@ def test_the_deadline_is_an_option_or_slurms(monkeypatch: pytest.MonkeyPatch) ->
     assert run_deadline(2.0, {"SLURM_JOB_END_TIME": "5"}) == pytest.approx(started + 120.0)
     assert run_deadline(None, {"SLURM_JOB_END_TIME": "1700000000"}) == 1.7e9
     assert run_deadline(None, {}) is None
+
+
+def test_the_expected_duration_of_a_save() -> None:
+    """It is estimated by size at first (6 GB at 200 MB/s), then it is that of the longest save."""
+    parts: Any = SimpleNamespace(
+        config=Config(), saver=SimpleNamespace(longest_s=0.0),
+        ranks=SimpleNamespace(checkpoint_bytes=lambda: 6_000_000_000),
+    )  # fmt: skip
+    stopper = hook(parts)
+    assert stopper.save_s() == 30.0
+    parts.saver.longest_s = 2.0
+    assert stopper.save_s() == 2.0
