@@ -8,7 +8,6 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from search_r1.runs.folder import read_config
-from verl.checkpoint.folders import RunState, all_complete, is_complete
 from verl.config import Config
 from verl.errors import ConfigError, explain
 
@@ -45,6 +44,9 @@ def read_run_config(
 
 def find_weights(run: Path, config: Config) -> dict[int, str]:
     """Return the path of each version's weights: checkpoints, and the model of the run's start."""
+    # torch takes a second to import
+    from verl.checkpoint.folders import RunState, all_complete, is_complete  # noqa: PLC0415
+
     resumed_from = Path(config.trainer.resume_mode)
     paths = {FIRST_VERSION: config.actor_rollout_ref.model.path}
     for folder in [*all_complete(run), *([resumed_from] if is_complete(resumed_from) else [])]:

@@ -46,7 +46,7 @@ class CreditOptions:
 
 main = partial(
     run,
-    "search_r1.experimental.credit.worth:start",
+    "search_r1.experimental.credit.reading:start",
     CreditOptions,
     prog="search-r1 credit",
     description=__doc__,

@@ -17,30 +17,27 @@ import torch
 from tqdm import tqdm
 
 from search_r1.experimental.credit.command import CreditOptions
-from search_r1.experimental.weights import find_weights, nearest_version, read_run_config
+from search_r1.experimental.weights import find_weights, nearest_version
 from search_r1.inference.agent_options import AgentOptions
 from search_r1.inference.model import compute_dtype, model_folder
 from search_r1.inference.model_name import at_latest_checkpoint
-from search_r1.plain import configure_logging
 from search_r1.runs.dialogue import OBSERVATION, Dialogue, find_headings, read_dialogue, tags_of
-from search_r1.runs.folder import CREDIT, find_rollouts, read_config
+from search_r1.runs.folder import CREDIT
 from search_r1.runs.tokens import pieces
 from search_r1.scoring import build_reward_manager
 from verl.agent.dialogue import derived_seed
 from verl.agent.grammar import Grammar, spans_between
 from verl.config import Config
 from verl.data.trajectories import (
-    HEADER,
     RecordedTrajectory,
     fingerprint,
     make_row,
     read_header,
     read_step,
-    recorded_steps,
     step_path,
     write_jsonl,
 )
-from verl.errors import ConfigError, DataError, explain
+from verl.errors import ConfigError, explain
 from verl.remote_code import set_trust
 from verl.rewards.interface import RewardManager
 from verl.rollout.interface import engine_class
@@ -173,26 +170,17 @@ class AnswerScorer:
         return fmean(reward.score for reward in self.reward(trajectories))
 
 
-def start(options: CreditOptions) -> int:
-    """Write the worth of the documents in the selected steps; return the exit code."""
-    configure_logging(logging.INFO, "%(message)s")
-    raw_config = read_config(options.run)
-    rollouts = options.rollouts or find_rollouts(options.run, raw_config)
-    if rollouts is None or not (rollouts / HEADER).is_file():
-        expected = f"a run that recorded its trajectories, or their folder with {HEADER}"
-        fix = "name it, or --rollouts, or train with trainer.rollout_data_dir=FOLDER"
-        raise ConfigError(explain("RUN", options.run, expected, fix))
-    known = recorded_steps(rollouts)
-    steps = options.steps or known[-1:]
-    if not steps or not set(steps) <= set(known):
-        got = ", ".join(map(str, sorted(set(steps) - set(known)))) or "none"
-        expected = f"recorded steps of {rollouts}"
-        expected += f": {known[0]} to {known[-1]}" if known else ", which has none"
-        raise DataError(explain("--steps", got, expected, "name recorded steps"))
-    config = read_run_config(options.run) if raw_config else None
-    if config is None and not options.checkpoint:
-        expected = f"weights, since {options.run} has no config.yaml"
-        raise ConfigError(explain("--checkpoint", "none", expected, "--checkpoint FOLDER"))
+def write_worths(
+    options: CreditOptions,
+    rollouts: Path,
+    steps: Sequence[int],
+    raw_config: Mapping[str, Any],
+    config: Config | None,
+) -> None:
+    """Write the worth of the documents in the selected steps. Raises UserError.
+
+    `raw_config` is the run's `config.yaml`, `config` what this release makes of it.
+    """
     set_trust(options.trust_remote_code)
     scorer: AnswerScorer | None = None
     loaded = ""
@@ -210,7 +198,6 @@ def start(options: CreditOptions) -> int:
             out.parent.mkdir(exist_ok=True)
             write_jsonl(out, rows)
             logger.info("%s, with %s: %s", out, weights, _summary(rows))
-    return 0
 
 
 def _choose_weights(

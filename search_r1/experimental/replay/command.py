@@ -45,7 +45,7 @@ class ReplayOptions:
 
 main = partial(
     run,
-    "search_r1.experimental.replay.replaying:start",
+    "search_r1.experimental.replay.reading:start",
     ReplayOptions,
     prog="search-r1 replay",
     description=__doc__,

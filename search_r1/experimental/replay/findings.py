@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from search_r1.experimental.replay.playing import Comparison, Edit, turns_of
+from search_r1.experimental.replay.reading import TrajectoryRef
 from search_r1.inference.model import model_folder
 from verl.batch import TokenBatch
 from verl.config import Config
@@ -124,22 +125,6 @@ def _dot(first: Sequence[Tensor], second: Sequence[Tensor]) -> float:
 
 def _cosine(product: float, norms: float) -> float | None:
     return product / norms if norms else None
-
-
-@dataclass(frozen=True)
-class TrajectoryRef:
-    """A recorded trajectory: its step, its line in the step's file, and all rows of the step."""
-
-    step: int
-    line: int
-    rows: Sequence[RecordedTrajectory]
-
-    def __str__(self) -> str:
-        return f"{self.step}:{self.line}"
-
-    @property
-    def recorded(self) -> RecordedTrajectory:
-        return self.rows[self.line]
 
 
 @dataclass(frozen=True)

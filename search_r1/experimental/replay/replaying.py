@@ -1,4 +1,4 @@
-"""Run replays: read the command line and the run, load the weights, replay, and print."""
+"""Run replays: load the weights, replay, and print."""
 
 import asyncio
 import contextlib
@@ -7,88 +7,33 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import groupby
-from pathlib import Path
-from typing import Any
 
 import torch
-from pydantic import TypeAdapter
 
 from search_r1.agent.generation import build_agent
 from search_r1.experimental.replay.command import ReplayOptions
-from search_r1.experimental.replay.findings import Replay, TrajectoryRef, as_text, replay_report
+from search_r1.experimental.replay.findings import Replay, as_text, replay_report
 from search_r1.experimental.replay.playing import Edit, replay_trajectory, response_finder, turns_of
-from search_r1.experimental.weights import find_weights, nearest_version, read_run_config
+from search_r1.experimental.replay.reading import TrajectoryRef, rollouts_of
+from search_r1.experimental.weights import find_weights, nearest_version
 from search_r1.inference.model import model_folder, running_engine
 from search_r1.plain import escape_controls, json_line
-from search_r1.runs.folder import find_rollouts, read_config
 from search_r1.scoring import build_reward_manager
 from verl.agent.dialogue import DialogueAgent
 from verl.agent.environment import ObservationListener
-from verl.agent.interface import Item, ToolCall
+from verl.agent.interface import ToolCall
 from verl.config import Config
-from verl.data.trajectories import read_step, step_path
-from verl.errors import ConfigError, DataError, explain
+from verl.errors import ConfigError, explain
 from verl.files import exclusive_lock
 from verl.remote_code import set_trust
 from verl.training.devices import DETERMINISTIC_ENV, device_type, rollout_dtype
 from verl.types import Sampling, Status
 
-DOCUMENTS: TypeAdapter[Any] = TypeAdapter(list[list[Item]] | list[Item])
 
-
-def read_edit(options: ReplayOptions) -> Edit:
-    """Return the edit that the options describe. Raises ConfigError or DataError."""
-    if options.query is not None and options.text is not None:
-        fix = "write the query into the text"
-        raise ConfigError(explain("--query", "--text as well", "one of them", fix))
-    documents = None
-    if options.documents is not None:
-        try:
-            content = DOCUMENTS.validate_json(options.documents.read_bytes())
-        except (OSError, ValueError) as error:
-            expected = 'a list of {"title": ..., "text": ...}, or one such list for each call'
-            got = f"{options.documents} ({' '.join(str(error).split())[:200]})"
-            raise DataError(explain("--documents", got, expected, "write such a file")) from error
-        documents = content if list in map(type, content) else [content]
-    return Edit(options.turn, options.query, options.text, documents)
-
-
-def rollouts_of(options: ReplayOptions) -> Path:
-    """Return the folder of the run's trajectories. Raises ConfigError."""
-    folder = options.rollouts or find_rollouts(options.run, read_config(options.run))
-    if folder is None:
-        fix = "trainer.rollout_data_dir=FOLDER in the next run, or --rollouts FOLDER"
-        expected = "a run that records its trajectories"
-        raise ConfigError(explain("RUN", options.run, expected, fix))
-    return folder
-
-
-def read_trajectories(options: ReplayOptions) -> list[TrajectoryRef]:
-    """Read the selected trajectories. Raises ConfigError, or DataError for a truncated file."""
-    folder, refs = rollouts_of(options), list[TrajectoryRef]()
-    for name in options.trajectory:
-        step, colon, line = name.partition(":")
-        if not (step.isdecimal() and (line.isdecimal() or not colon)):
-            expected = "STEP:LINE, or STEP for all of a step"
-            raise ConfigError(explain("--trajectory", name, expected, "such as --trajectory 3:0"))
-        has_step = step_path(folder, int(step)).is_file()
-        rows = read_step(folder, int(step)) if has_step else []
-        if not has_step or (colon and int(line) >= len(rows)):
-            fix = "name a recorded one, or the folder of the trajectories by --rollouts"
-            expected = f"a line below {len(rows)}" if has_step else f"a step in {folder}"
-            raise ConfigError(explain("--trajectory", name, expected, fix))
-        lines = [int(line)] if colon else range(len(rows))
-        refs += [TrajectoryRef(int(step), number, rows) for number in lines]
-    if len(refs) > 1 and (options.gradient or read_edit(options).changes):
-        got, expected = f"{len(refs)} trajectories", "one, with an edit or --gradient"
-        raise ConfigError(explain("--trajectory", got, expected, f"--trajectory {refs[0]}"))
-    return refs
-
-
-def start(options: ReplayOptions) -> int:
+def replay_all(
+    options: ReplayOptions, config: Config, refs: Sequence[TrajectoryRef], edit: Edit
+) -> int:
     """Replay and print; return 0, or 2 if a tool failed. Raises UserError."""
-    config = read_run_config(options.run, options.device, options.retriever_url)
-    edit, refs = read_edit(options), read_trajectories(options)
     set_trust(config.actor_rollout_ref.model.trust_remote_code)
     reward = build_reward_manager(config)
     # As many threads as a replica of a run on this machine, so that sums have the same order.
