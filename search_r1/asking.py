@@ -5,7 +5,6 @@ Equivalent to `search-r1 infer` and `search-r1 evaluate`, with their options as 
 
 import asyncio
 import contextlib
-import json
 import re
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -15,10 +14,10 @@ from typing import Any, Self
 
 from pydantic import TypeAdapter, ValidationError
 
-from search_r1.evaluation import evaluating
+from search_r1.evaluation.evaluating import run_evaluation
 from search_r1.evaluation.options import EvaluationOptions
 from search_r1.evaluation.samples import Sample
-from search_r1.evaluation.store import METRICS, read_evaluation
+from search_r1.evaluation.store import read_evaluation
 from search_r1.inference.agent_options import InferenceOptions
 from search_r1.inference.dialogue import SILENCE, DialogueListener, Reply
 from search_r1.inference.model_name import Options
@@ -149,19 +148,18 @@ def evaluate(
         values |= {"model": str(model), "data": files, "out": str(folder), **options}
         chosen = with_local_server(typed_options(EvaluationOptions, values), retriever, stack)
         stack.enter_context(plugins.registered(passed.objects))
-        evaluating.run_evaluation(chosen)
-        estimates = json.loads((folder / METRICS).read_bytes())["estimates"]
+        estimates = run_evaluation(chosen).estimates
         _, rows = read_evaluation(folder)
-    scores: dict[str, dict[str, float | None]] = {}
-    intervals: dict[str, dict[str, tuple[float, float] | None]] = {}
-    for name, measures in estimates.items():
-        scores[name] = {measure: e["value"] for measure, e in measures.items()}
-        intervals[name] = {measure: _bounds(e["interval"]) for measure, e in measures.items()}
+    scores = {
+        name: {measure: estimate.value for measure, estimate in measures.items()}
+        for name, measures in estimates.items()
+    }
+    intervals = {
+        name: {m: (e.interval.low, e.interval.high) if e.interval else None
+               for m, e in measures.items()}
+        for name, measures in estimates.items()
+    }  # fmt: skip
     return Evaluation(scores, intervals, rows, Path(out) if out else None)
-
-
-def _bounds(interval: Mapping[str, float] | None) -> tuple[float, float] | None:
-    return (interval["low"], interval["high"]) if interval else None
 
 
 def _register(retriever: Any, tools: Sequence[Any] | None) -> tuple[PythonObjects, dict[str, Any]]:

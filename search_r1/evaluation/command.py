@@ -41,7 +41,8 @@ def run_command(options: object) -> int:
 def command_output(options: object) -> str:
     match options:
         case EvaluationOptions():
-            return (run_evaluation(options) / REPORT).read_text(encoding="utf-8")
+            run_evaluation(options)
+            return (Path(options.out) / REPORT).read_text(encoding="utf-8")
         case ReportOptions():
             write_report(options.folder, options.pass_k, options.num_resamples, options.seed)
             return (options.folder / REPORT).read_text(encoding="utf-8")

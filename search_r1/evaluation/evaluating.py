@@ -10,6 +10,7 @@ from search_r1 import loops
 from search_r1.evaluation.methods import METHODS
 from search_r1.evaluation.options import EvaluationOptions
 from search_r1.evaluation.report import write_report
+from search_r1.evaluation.summary import Summary
 from search_r1.inference.model_name import at_latest_checkpoint, check_names
 from search_r1.inference.retriever_facts import NO_RETRIEVER, retriever_facts
 from verl.data.prompts import choose
@@ -18,8 +19,8 @@ from verl.files import LOCK_NAME, exclusive_lock
 from verl.remote_code import set_trust
 
 
-def run_evaluation(options: EvaluationOptions) -> Path:
-    """Run all missing dialogues, write the report and return its folder. Raises UserError."""
+def run_evaluation(options: EvaluationOptions) -> Summary:
+    """Run all missing dialogues, write the report and return its summary. Raises UserError."""
     set_trust(options.trust_remote_code)
     out = Path(options.out)
     is_new = not out.exists()
@@ -38,8 +39,7 @@ def run_evaluation(options: EvaluationOptions) -> Path:
 
             with open_model_folder(options) as folder:
                 loops.run(run_missing(options, folder, rows, facts))
-            write_report(out, options.pass_k, options.num_resamples, options.seed)
+            return write_report(out, options.pass_k, options.num_resamples, options.seed)
         finally:
             if is_new and [file.name for file in out.iterdir()] == [LOCK_NAME]:
                 shutil.rmtree(out)  # refused before anything was written
-    return out
