@@ -6,6 +6,7 @@ occupy it for hours. Redirects are not followed, since they would send a key to 
 
 import asyncio
 import contextlib
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,7 +60,7 @@ class BoundedHttpClient:
                 asyncio.timeout(self._timeout),
                 self._client.stream(method, url, **fields) as response,
             ):
-                async for chunk in response.aiter_bytes():
+                async for chunk in decoded(response):
                     body += chunk
                     if len(body) > self._max_bytes:
                         raise ValueError(f"more than {self._max_bytes} bytes")
@@ -68,3 +69,13 @@ class BoundedHttpClient:
         except httpx.DecodingError as error:
             raise ValueError(f"broken gzip: {error}") from error
         return Response(response.status_code, response.headers, bytes(body))
+
+
+def decoded(response: httpx.Response) -> AsyncIterator[bytes]:
+    """Return the chunks of a body, without gzip; raises ValueError for any other encoding.
+
+    Several encodings on top of each other could unpack a few bytes to any size.
+    """
+    if (encoding := response.headers.get("Content-Encoding", "gzip")) not in ("gzip", "identity"):
+        raise ValueError(f"encoding {encoding!r}, which was not asked for")
+    return response.aiter_bytes()

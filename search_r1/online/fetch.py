@@ -13,13 +13,12 @@ import httpx
 
 from search_r1.loops import LoopThread
 from search_r1.online.addresses import AddressPolicy, AddressRefused
+from search_r1.online.exchange import decoded
 
 MAX_REDIRECTS = 5
 NUM_LOOKUPS = 16
 """Threads that resolve host names, since the system's resolver has no timeout."""
 TYPES = ("text/html", "text/plain")
-ENCODINGS = ("identity", "gzip")
-"""What httpx decodes; some servers compress although it is not asked for."""
 HEADERS = {
     "User-Agent": "Mozilla/5.0 (compatible; search-r1)",
     "Accept": "text/html, text/plain;q=0.9",
@@ -62,7 +61,9 @@ class Page:
 
 
 class PageFetcher:
-    """Fetches pages without proxies and cookies; safe to use from several threads.
+    """Fetches pages without proxies; safe to use from several threads.
+
+    Cookies last for the redirects of one page.
 
     An event loop in a separate thread bounds the total time of a page, as in `exchange`.
     """
@@ -96,27 +97,33 @@ class PageFetcher:
             httpx.AsyncClient(
                 transport=_Transport(self._tls, backend),
                 headers=HEADERS,
-                follow_redirects=True,
-                max_redirects=MAX_REDIRECTS,
                 timeout=None,
                 trust_env=False,
             ) as client,
-            client.stream("GET", url, auth=lambda request: request) as response,
         ):
-            if response.status_code != 200:
-                raise PageError(f"status {response.status_code}")
-            media_type = response.headers.get("Content-Type", "").partition(";")[0].strip()
-            if media_type.lower() not in TYPES:
-                raise PageError(f"type {media_type!r}; pages must be {' or '.join(TYPES)}")
-            if (encoding := response.headers.get("Content-Encoding", "gzip")) not in ENCODINGS:
-                raise PageError(f"encoding {encoding!r}, which was not asked for")
-            body = bytearray()
-            async for chunk in response.aiter_bytes():
-                body += chunk
-                if len(body) >= self._max_bytes:
-                    break
-            content = bytes(body[: self._max_bytes])
-            return Page(content, media_type.lower(), response.charset_encoding)
+            request = client.build_request("GET", url)
+            for _ in range(MAX_REDIRECTS + 1):
+                # httpx would read the whole body of a redirect that it follows itself.
+                response = await client.send(request, stream=True, auth=lambda request: request)
+                async with contextlib.aclosing(response):
+                    if response.next_request is None:
+                        return await self._read(response)
+                    request = response.next_request
+        raise PageError(f"more than {MAX_REDIRECTS} redirects")
+
+    async def _read(self, response: httpx.Response) -> Page:
+        if response.status_code != 200:
+            raise PageError(f"status {response.status_code}")
+        media_type = response.headers.get("Content-Type", "").partition(";")[0].strip()
+        if media_type.lower() not in TYPES:
+            raise PageError(f"type {media_type!r}; pages must be {' or '.join(TYPES)}")
+        body = bytearray()
+        async for chunk in decoded(response):
+            body += chunk
+            if len(body) >= self._max_bytes:
+                break
+        content = bytes(body[: self._max_bytes])
+        return Page(content, media_type.lower(), response.charset_encoding)
 
 
 class _Transport(httpx.AsyncHTTPTransport):

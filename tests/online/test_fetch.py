@@ -105,6 +105,7 @@ def test_redirects_are_followed_one_by_one(web: Any, reply: Any, fetcher: Fetch)
         (200, {}, "type ''"),
         (200, {**HTML, "Content-Encoding": "br"}, "encoding 'br'"),
         (200, {**HTML, "Content-Encoding": "gzip"}, "DecodingError"),
+        (200, {**HTML, "Content-Encoding": "gzip, gzip"}, "encoding 'gzip, gzip'"),
     ],
 )
 def test_only_text_pages_with_status_200_are_accepted(
@@ -186,6 +187,17 @@ def test_one_deadline_holds_over_everything(fetcher: Fetch, scheme: str, parts: 
     done.set()
     connections = psutil.Process().net_connections("tcp")
     assert port not in [c.raddr.port for c in connections if c.raddr]
+
+
+def test_the_body_of_a_redirect_is_not_read(web: Any, reply: Any) -> None:
+    """A redirect that sends its body for ever is followed at once."""
+    page = web(lambda request: reply(b"there", headers=HTML))
+    head = f"HTTP/1.1 302 Found\r\nLocation: {page.url}\r\nContent-Length: 999999\r\n\r\n"
+    port, done = serve_raw(head.encode(), b"x", forever=True)
+    fetcher = PageFetcher(AddressPolicy(frozenset({port, page.port}), (LOCALHOST,)), 1000)
+    assert fetcher.fetch(f"http://127.0.0.1:{port}/", Deadline(5)).body == b"there"
+    done.set()
+    fetcher.close()
 
 
 def test_redirects_and_lookups_share_the_deadline(
