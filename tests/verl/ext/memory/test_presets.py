@@ -59,7 +59,8 @@ def cached_dialogues(config: Config, here: Machine, size: str) -> float:
     cards = rollout.tensor_model_parallel_size
     share = rollout.gpu_memory_utilization * here.devices[0].total
     cache = share - 2 * shape.parameters() / cards - 3 * GIB
-    per_token = 2 * 2 * shape.layers * shape.kv_heads * shape.head_dim / cards
+    kv_share = shape.config.num_key_value_heads / shape.config.num_attention_heads
+    per_token = 2 * 2 * shape.layers * shape.query_size * kv_share / cards
     return cache / per_token / config.data.max_model_len
 
 
