@@ -58,11 +58,11 @@ demo:
 test: $(VENV)/.installed
 	$(BIN)/python -m pytest $(SPREAD)
 
-# For development: all tests except those in tests/slow.txt, which `make slow` updates.
+# For development: without the tests in tests/slow.txt, which `make slow` updates, and of vLLM.
 test-fast: $(VENV)/.installed
 	$(BIN)/python -m pytest --fast $(SPREAD)
 
-slow test-nightly: TEST_WORKERS = 2
+slow test-fast test-nightly: TEST_WORKERS = 2
 slow: $(VENV)/.installed
 	$(BIN)/python -m pytest --record-slow $(SPREAD)
 

@@ -96,16 +96,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out slow tests with `--fast`; else start with them, so that two processes end together.
 
-    A test that was never measured counts as fast.
+    Those of vLLM are left out, too: whichever is the first of a process starts the engine. A test
+    that was never measured counts as fast.
     """
     slow = set(SLOW.read_text(encoding="utf-8").split())
     files = {scope_of(name) for name in slow}
     items.sort(key=lambda item: turn_of(names_of(item.nodeid)[1], files))
     if not config.getoption("--fast"):
         return
-    left = [item for item in items if slow.intersection(names_of(item.nodeid))]
+    left, kept = list[pytest.Item](), list[pytest.Item]()
+    for item in items:
+        is_slow = slow.intersection(names_of(item.nodeid)) or item.get_closest_marker("vllm_cpu")
+        (left if is_slow else kept).append(item)
     config.hook.pytest_deselected(items=left)
-    items[:] = [item for item in items if item not in left]
+    items[:] = kept
 
 
 class Together(LoadFileScheduling):
