@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import ray
 from ray.exceptions import RayTaskError
@@ -25,8 +25,13 @@ from verl.rollout.replicas import RolloutReplicas
 from verl.rollout.rollouts import RolloutRequest, TrainedRollouts
 from verl.single_controller.actors import RayWorkerGroup
 from verl.single_controller.deaths import cause_of, lost_error
-from verl.types import Sampling, Trajectory, TrajectoryKey
+from verl.trainer.hooks import Hook
+from verl.types import Metrics, Sampling, Trajectory, TrajectoryKey
 from verl.weights.files import Ranks
+
+if TYPE_CHECKING:
+    from verl.trainer.groups import StartUp
+    from verl.trainer.loop import RayPPOTrainer
 
 logger = logging.getLogger(__name__)
 
@@ -36,8 +41,18 @@ HANG_TIMEOUT_S = 600.0
 Result = TypeVar("Result")
 
 
+def supervised(attempt: Callable[..., None]) -> Callable[[Config], None]:
+    """Return a function that repeats `attempt`, called with options and what it starts with."""
+
+    def run(config: Config) -> None:
+        restarts = Restarts(config.trainer.max_restarts)
+        restarts.supervise(lambda config: attempt(config, restarts.add_to), config)
+
+    return run
+
+
 @dataclass
-class Restarts:
+class Restarts(Hook):
     """Counts restarts since the command began, of `trainer.max_restarts` (`allowed`)."""
 
     allowed: int
@@ -58,6 +73,15 @@ class Restarts:
         """Return the counts so far."""
         counts = {"replica_restarts": self.of_replicas, "run_restarts": self.of_run}
         return {f"fault/{name}": float(count) for name, count in counts.items()}
+
+    def on_trained(self, trainer: RayPPOTrainer, metrics: Metrics) -> None:
+        """Add the counts to the step's metrics."""
+        metrics |= self.metrics()
+
+    def add_to(self, start_up: StartUp) -> None:
+        """Replace the replicas of an attempt by those that restart, and count."""
+        start_up.wrap = lambda replicas: self.of(replicas, start_up.clean_up)
+        start_up.hooks.append(self)
 
     def _spend(self, error: UserError, consequence: str) -> None:
         spent = self.of_replicas + self.of_run

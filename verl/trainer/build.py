@@ -7,7 +7,7 @@ their modules as text: one that was deleted is left out, and the rest works.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -32,10 +32,10 @@ from verl.trainer.hooks import Hook
 from verl.trainer.learn import Learner
 from verl.trainer.loop import Logger, RayPPOTrainer, Transfer
 from verl.trainer.ranks import TrainerRanks
-from verl.types import Metrics, Prompt
+from verl.types import Prompt
 
 HOOKS = (
-    "verl.ext.speed", "verl.ext.turn_times", "verl.ext.staleness", "verl.ext.counts",
+    "verl.ext.speed", "verl.ext.turn_times", "verl.ext.staleness", "verl.ext.host_memory",
     "verl.ext.guard", "verl.trainer.validate", "verl.ext.reward_stages", "verl.ext.record",
     "verl.trainer.export", "verl.ext.lora", "verl.ext.canary", "verl.trainer.checkpoints",
     "verl.ext.trace", "verl.ext.stopping", "verl.trainer.progress", "verl.ext.steady",
@@ -44,6 +44,8 @@ HOOKS = (
 
 What adds metrics comes before what keeps the step's state, and what ends a run after it.
 """
+SUPERVISORS = ("verl.ext.restart",)
+"""Modules with a function `supervised(attempt)`, which returns what is called in its place."""
 STARTERS = (
     "verl.ext.overlapping", "verl.ext.reaper", "verl.ext.nodes", "verl.ext.cpu_env",
 )  # fmt: skip
@@ -87,13 +89,12 @@ class Parts:
     reward: RewardFn | RewardManager
     kl_controller: KLController
     logger: Logger
-    faults: Callable[[], Metrics] = dict
-    """Returns the counts of lost processes so far, for each step's metrics."""
+    hooks: list[Hook] = field(default_factory=list)
+    """Those that come first; `build` adds the others."""
     transfer: Transfer = transfer_weights
 
     def __post_init__(self) -> None:
         self.reward_manager = adapted(self.reward)
-        self.hooks: list[Hook] = []
 
     @property
     def config(self) -> Config:

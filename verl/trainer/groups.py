@@ -18,6 +18,7 @@ from verl.ports import free_port
 from verl.rollout.interface import EngineDied
 from verl.rollout.replica import RolloutReplica
 from verl.rollout.replicas import RolloutReplicas
+from verl.rollout.rollouts import TrainedRollouts
 from verl.single_controller.actors import RayWorkerGroup
 from verl.single_controller.placement import (
     create_rollout_group,
@@ -27,6 +28,7 @@ from verl.single_controller.placement import (
     reserve,
 )
 from verl.trainer.cluster import config_for_actors, uses_gpus
+from verl.trainer.hooks import Hook
 from verl.trainer.ranks import TrainerRanks
 from verl.training.allocator import engine_variables, rank_variables
 from verl.training.devices import DETERMINISTIC_ENV
@@ -54,6 +56,10 @@ class StartUp:
     """Called when the ranks' actors have started, and nothing is built yet."""
     clean_up: Callable[[], None] | None = None
     """Called in an actor that takes the place of a lost replica's."""
+    wrap: Callable[[RolloutReplicas], TrainedRollouts] = lambda replicas: replicas
+    """Returns what stands in for the replicas."""
+    hooks: list[Hook] = field(default_factory=list)
+    """Hooks of the run that outlive its trainer."""
     end: ExitStack = field(default_factory=ExitStack)
     """Closed after the last process has ended."""
 

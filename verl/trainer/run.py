@@ -9,8 +9,9 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ from verl.remote_code import set_trust
 from verl.rewards.interface import EachAlone, Reward, RewardManager
 from verl.rollout.rollouts import TrainedRollouts
 from verl.trainer.build import (
+    SUPERVISORS,
     Inputs,
     Parts,
     add_starters,
@@ -50,6 +52,10 @@ from verl.trainer.loop import RayPPOTrainer
 from verl.trainer.metric_names import check_metric_names
 from verl.types import Prompt
 
+OUTPUTS = ("trainer.default_local_dir", "trainer.rollout_data_dir")
+"""Options with the folders that only one run at a time may write."""
+Starter = Callable[[StartUp], None]
+"""Adds to what happens when a run's actors start."""
 Prompts = tuple[Sequence[Prompt], Sequence[Prompt]]
 """Training prompts and validation prompts."""
 
@@ -138,38 +144,30 @@ def read_prompts(config: Config, environment: Environment, tokenizer: Any) -> Pr
 
 @contextlib.contextmanager
 def running_trainer(
-    inputs: Inputs, tracking: Tracking, restarts: Any = None
+    inputs: Inputs, tracking: Tracking, *starters: Starter
 ) -> Iterator[RayPPOTrainer]:
-    """Yield a trainer with all its processes, which end with the context, however it ends.
-
-    `restarts`: what replaces lost engines, if anything does (`verl.ext.restart.Restarts`).
-    """
+    """Yield a trainer with all its processes, which end with the context, however it ends."""
     config = inputs.config
     updates = inputs.total_steps * config.updates_per_step
     agent = WithToken(PortableFactory(build_agent))
     environment = WithToken(PortableFactory(build_environment))
     start_up = StartUp(environment if config.samples_rollouts else no_tools)
     with start_up.end:
-        add_starters(start_up)
+        for starter in (add_starters, *starters):
+            starter(start_up)
         start_ray(config)
         try:
             rollouts: TrainedRollouts | None = None
             if config.samples_rollouts:
                 classes = replica_class(config), replicas_class(config)
-                ranks, rollouts = build_groups(config, agent, updates, start_up, *classes)
-                if restarts is not None:
-                    rollouts = restarts.of(rollouts, start_up.clean_up)
+                ranks, replicas = build_groups(config, agent, updates, start_up, *classes)
+                rollouts = start_up.wrap(replicas)
             else:
                 ranks = build_ranks(config, updates, start_up)
             try:
+                reward, controller = build_reward(config), build_kl_controller(config)
                 yield Parts(
-                    inputs,
-                    ranks,
-                    rollouts,
-                    build_reward(config),
-                    build_kl_controller(config),
-                    tracking,
-                    faults=dict if restarts is None else restarts.metrics,
+                    inputs, ranks, rollouts, reward, controller, tracking, start_up.hooks
                 ).build()
             finally:
                 if rollouts is not None:
@@ -185,7 +183,7 @@ def built_trainer(config: Config) -> Iterator[RayPPOTrainer]:
     inputs = prepare(config)
     with (
         Tracking.from_config(inputs.config) as tracking,
-        running_trainer(inputs, tracking, restarts_of(config)) as trainer,
+        running_trainer(inputs, tracking) as trainer,
     ):
         yield trainer
 
@@ -195,33 +193,24 @@ def run(config: Config, trackers: Sequence[Tracker] = ()) -> None:
 
     `trackers` receive the metrics in addition to those named by `trainer.logger`.
     """
-    trainer = config.trainer
-    folders_to_lock = {Path(trainer.default_local_dir).resolve(): "trainer.default_local_dir"}
-    if trainer.rollout_data_dir is not None:
-        folder = Path(trainer.rollout_data_dir).resolve()
-        folders_to_lock.setdefault(folder, "trainer.rollout_data_dir")
     with contextlib.ExitStack() as locks:
+        folders_to_lock: dict[Path, str] = {}
+        for option in OUTPUTS:
+            if (path := attrgetter(option)(config)) is not None:
+                folders_to_lock.setdefault(Path(path).resolve(), option)
         for folder, option in folders_to_lock.items():
             locks.enter_context(exclusive_lock(folder, option))
         _run(prepare(config), trackers)
 
 
 def _run(inputs: Inputs, trackers: Sequence[Tracker]) -> None:
-    """Execute a run whose folders are locked, again and again where lost processes end it."""
-    restarts = restarts_of(inputs.config)
+    """Execute a run whose folders are locked."""
     with Tracking.from_config(inputs.config, trackers) as tracking:
 
-        def attempt(config: Config) -> None:
-            with running_trainer(replace(inputs, config=config), tracking, restarts) as trainer:
+        def attempt(config: Config, *starters: Starter) -> None:
+            with running_trainer(replace(inputs, config=config), tracking, *starters) as trainer:
                 trainer.fit()
 
-        if restarts is None:
-            attempt(inputs.config)
-        else:
-            restarts.supervise(attempt, inputs.config)
-
-
-def restarts_of(config: Config) -> Any:
-    """Return what restarts engines and the run after a loss; None if that feature was deleted."""
-    module = optional("verl.ext.restart")
-    return None if module is None else module.Restarts(config.trainer.max_restarts)
+        for module in map(optional, SUPERVISORS):
+            attempt = attempt if module is None else module.supervised(attempt)
+        attempt(inputs.config)

@@ -21,8 +21,9 @@ from verl.errors import (
     ToolOutage,
     UserError,
 )
-from verl.ext.restart import Restarts
+from verl.ext.restart import Restarts, supervised
 from verl.rollout.replicas import RolloutReplicas
+from verl.trainer.groups import StartUp
 from verl.types import Sampling
 from verl.weights.files import Files
 
@@ -156,3 +157,20 @@ def test_groups_of_lost_replicas_are_sampled_again() -> None:
             assert [(t.group, t.sample) for t in finished] == [(t.group, t.sample) for t in starts]
         assert replicas.restarts.of_replicas == 1
         group.close()
+
+
+def test_attempts_share_what_counts(tmp_path: Path) -> None:
+    """The second attempt's hook knows of the first, and adds the count to each step's metrics."""
+    hooks: list[Any] = []
+
+    def attempt(config: Config, add_to: Any) -> None:
+        start_up = StartUp()
+        add_to(start_up)
+        hooks.extend(start_up.hooks)
+        if len(hooks) == 1:
+            raise ReplicaLost("gone")
+
+    supervised(attempt)(config_for(tmp_path))
+    metrics: dict[str, float] = {}
+    hooks[1].on_trained(None, metrics)
+    assert metrics == {"fault/replica_restarts": 0.0, "fault/run_restarts": 1.0}

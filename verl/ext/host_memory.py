@@ -1,8 +1,7 @@
-"""Adds the counts of lost processes, and the driver's host memory, to each step's metrics."""
+"""Adds the driver's host memory to each step's metrics."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from verl.machine import HostMemory
@@ -14,18 +13,14 @@ if TYPE_CHECKING:
     from verl.trainer.loop import RayPPOTrainer
 
 
-class Counts(Hook):
-    """Adds the metrics that a function returns, and the share of memory in use."""
-
-    def __init__(self, count: Callable[[], Metrics]) -> None:
-        self.count = count
+class HostMemoryUse(Hook):
+    """Adds the share of memory in use."""
 
     def on_trained(self, trainer: RayPPOTrainer, metrics: Metrics) -> None:
-        """Add the figures of now."""
-        metrics |= self.count()
+        """Add the share of now."""
         metrics["perf/host_memory_used_share"] = HostMemory.now().used_share
 
 
-def hook(parts: Parts) -> Counts:
+def hook(parts: Parts) -> HostMemoryUse:
     """Return the hook of a run."""
-    return Counts(parts.faults)
+    return HostMemoryUse()
