@@ -1,8 +1,8 @@
 """Checks of a model's files before ranks and engines start.
 
 `check_model` checks a whole folder: config, weights (by the headers of the files), tokenizer, chat
-template and generation defaults. Values of weights are checked where ranks load them and where they
-are exported (`is_finite`). No code of the model runs unless `trust_remote_code` allows it.
+template and generation defaults. Values of weights are checked where they are loaded anyway
+(`check_finite`). No code of the model runs unless `trust_remote_code` allows it.
 """
 
 import contextlib
@@ -232,6 +232,19 @@ def check_loading_report(lm: PreTrainedModel, report: Mapping[str, Any], needs_h
             raise ModelProblem(f"{problem} {summarise(descriptions)}")
     if report["error_msgs"]:
         raise ModelProblem(str(report["error_msgs"][0]))
+
+
+def check_finite(tensors: Iterable[tuple[str, Tensor]], subject: str = "weights") -> None:
+    """Raise ModelError if a tensor has NaN or infinite values."""
+    refuse_non_finite([name for name, values in tensors if not is_finite(values)], subject)
+
+
+def check_finite_files(path: str, subject: str) -> None:
+    """Raise ModelError if a file of the folder has NaN or infinite values; reads all files."""
+    for file in sorted(Path(path).glob(MAPPED_FILES)):
+        with safe_open(file, framework="pt") as tensors:
+            named = ((name, tensors.get_tensor(name)) for name in tensors.keys())  # noqa: SIM118
+            check_finite(named, f"{subject} {file}")
 
 
 def refuse_non_finite(names: Sequence[str], subject: str = "weights") -> None:

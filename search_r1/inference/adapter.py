@@ -15,6 +15,7 @@ from search_r1.inference.adapter_folder import base_model_of
 from search_r1.inference.agent_options import SETTINGS_FILE
 from verl.model_files import (
     ModelProblem,
+    check_finite,
     model_errors,
     quiet_transformers,
     summarise,
@@ -46,6 +47,7 @@ def merge(base: Path, adapter: Path, out: Path, dtype: str) -> Path:
             if keys:  # peft only warns, and keeps random numbers in place of missing tensors
                 raise ModelProblem(f"{kind.replace('_', ' ')}: {summarise(keys)}")
         merged = adapted.merge_and_unload()
+    check_finite(merged.named_parameters(), f"{subject} over {base}")
     merged.to(getattr(torch, dtype)).save_pretrained(out)
     copy_tokenizer(str(base), out)
     for folder in (adapter, base):

@@ -14,11 +14,13 @@ from verl.json_files import read_object
 from verl.model_files import (
     ModelProblem,
     check_context,
+    check_finite_files,
     check_model,
     check_template,
     load_tokenizer,
     model_errors,
 )
+from verl.training.devices import device_type
 
 SETTING_TYPES = {
     "template": str, "tools": list, "max_turns": int, "topk": int, "chat_template_kwargs": dict,
@@ -116,4 +118,8 @@ def checked_agent(config: Config) -> DialogueAgent:
         )
         names = ("--max-prompt-length", "--max-response-length")
         check_context(model, section.model.path, config.data, *names)
+        if not by_transformers and device_type(config.trainer.device) == "cpu":
+            # vLLM repacks weights on the CPU, so NaN can only be found in the files; other engines
+            # are checked after loading.
+            check_finite_files(section.model.path, subject)
     return build_dialogue(config)

@@ -1,5 +1,6 @@
 """Resolving `--model` and `--adapter` to a model folder."""
 
+import asyncio
 import json
 import logging
 from collections.abc import Callable
@@ -19,11 +20,12 @@ from search_r1.inference.model import (
     open_model_folder,
 )
 from search_r1.inference.model_name import at_latest_checkpoint
-from tests.bad_models import entry, gone, whole_model
+from tests.bad_models import NORM, entry, gone, weights, whole_model
 from verl.checkpoint.exporting import export
 from verl.checkpoint.folders import MARKER
 from verl.config import Config
 from verl.errors import ConfigError, ModelError
+from verl.rollout.interface import build_engine
 
 
 def test_a_checkpoint_is_exported_for_the_while(tmp_path: Path) -> None:
@@ -140,12 +142,17 @@ def config_for(path: Path, engine: str = "transformers") -> Config:
 
 @pytest.mark.parametrize("engine", ["transformers", "vllm"])
 def test_a_bad_model_is_refused_before_any_engine(engine: str, tmp_path: Path) -> None:
-    """Missing weights are refused for every engine."""
+    """Missing weights and NaN values are refused for every engine."""
     path = whole_model(tmp_path / "model")
     checked_agent(config_for(path, engine))
     entry("config.json", "num_hidden_layers", 4)(path)
     with pytest.raises(ModelError, match=r"--model: got .* \(weights: missing model.layers.2"):
         checked_agent(config_for(path, engine))
+    entry("config.json", "num_hidden_layers", 2)(path)
+    weights(lambda x: x[NORM].fill_(torch.nan))(path)
+    with pytest.raises(ModelError, match=r"NaN or infinite values in model\.norm\.weight"):
+        checked_agent(config_for(path, engine))
+        asyncio.run(build_engine(config_for(path, engine)).start())
 
 
 def test_an_endpoint_needs_a_tokenizer_alone(tmp_path: Path) -> None:

@@ -160,6 +160,8 @@ BAD_ADAPTERS: dict[str, tuple[Callable[[Path], object], str]] = {
     "of more layers": (tensors(lambda x: x.update({FIRST.replace("0", "9"): torch.ones(4, 128)})),
                        "unexpected keys"),
     "of another rank": (tensors(lambda x: x.update({FIRST: torch.ones(2, 128)})), "size mismatch"),
+    "NaN": (tensors(lambda x: x[FIRST].fill_(torch.nan)), "NaN or infinite"),
+    "infinite": (tensors(lambda x: x[FIRST][0].fill_(torch.inf)), "NaN or infinite"),
     "no weights": (gone("*.safetensors"), ""),
     "weights cut": (bytes_of("*.safetensors", lambda x: x[:-9]), ""),
     "settings no JSON": (text("adapter_config.json", "{"), "adapter_config.json"),

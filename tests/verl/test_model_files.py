@@ -8,6 +8,7 @@ import socket
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -36,13 +37,14 @@ from transformers import (
 from tests.bad_models import BAD, NORM, SHARD, entry, gone, in_tokenizer, whole_model
 from verl.errors import ModelError
 from verl.model_files import (
+    check_finite,
     check_model,
     is_finite,
     load_tokenizer,
     num_positions,
-    refuse_non_finite,
     tokenizer_identity,
 )
+from verl.rollout.weight_loading import WeightLoading
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
@@ -73,11 +75,24 @@ def test_finite_values_pass(values: Tensor) -> None:
 
 def test_the_error_names_the_first_tensors_and_their_number() -> None:
     """Three names in order, in one line."""
+    bad, good = torch.tensor([torch.nan]), torch.ones(2)
+    named = [*((f"w{i}", bad) for i in range(5, 0, -1)), ("fine", good)]
     with pytest.raises(ModelError) as caught:
-        refuse_non_finite(["w5", "w1", "w4", "w2", "w3"], "weights of x")
+        check_finite(named, "weights of x")
     assert str(caught.value).startswith(
         "weights of x: got NaN or infinite values in w1, w2, w3 (5 in all)"
     )
+
+
+def test_an_engine_worker_names_its_non_finite_weights() -> None:
+    """The weights of the model that it has loaded."""
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    worker = WeightLoading()
+    worker.model_runner = SimpleNamespace(get_model=lambda: model)
+    assert worker.non_finite_weights() == []
+    with torch.no_grad():
+        model[1].weight[0, 1] = torch.inf
+    assert worker.non_finite_weights() == ["1.weight"]
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from verl import plugins
 from verl.config import Config
 from verl.config.engine_kwargs import check
 from verl.errors import ModelError, explain
+from verl.model_files import refuse_non_finite
 from verl.nvidia import vllm_device
 from verl.rollout.interface import EngineDied, Listener, RolloutEngine
 from verl.rollout.vllm_settings import VllmSettings
@@ -90,11 +91,23 @@ class VllmEngine(RolloutEngine):
         started = [p for p in multiprocessing.active_children() if p not in others]
         self._core = CoreProcesses(started, EngineDeadError)
         self._has_weights = settings.loads_weights
+        if settings.loads_weights:
+            await self._check_weights()
 
     async def start_for_training(self) -> None:
         """Start with random weights."""
         self.settings.loads_weights = False
         await self.start()
+
+    async def _check_weights(self) -> None:
+        """Shut down and raise ModelError if a weight is not finite."""
+        non_finite = await self._core.result(self._llm.collective_rpc("non_finite_weights"))
+        try:
+            model = self.settings.arguments()["model"]
+            refuse_non_finite(sorted(set(itertools.chain(*non_finite))), f"weights of {model}")
+        except ModelError:
+            await self.shutdown()
+            raise
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
         """Continue `prompt_ids`; ids and log-probs are exactly those that were sampled."""

@@ -18,7 +18,7 @@ from torch import Tensor
 from verl.config import Config
 from verl.engine import cut_at_stop
 from verl.ext.engines.context_cache import ContextCache, sequence_log_probs
-from verl.model_files import load_tokenizer, model_errors
+from verl.model_files import check_finite, load_tokenizer, model_errors
 from verl.rollout.interface import Listener, RolloutEngine
 from verl.training.devices import device_type, rollout_dtype
 from verl.training.models import load_causal_lm
@@ -72,6 +72,7 @@ class TransformersEngine(RolloutEngine):
         self.tokenizer = load_tokenizer(self.path)
         self.model = self._load(self.path)
         self._generation_config = self.model.generation_config
+        check_finite(self.model.named_parameters(), f"weights of {self.path}")
         with model_errors(self.path, "a forward pass"):
             self._context.judge(self.model, self.tokenizer, self.path)
 
