@@ -83,8 +83,16 @@ def vllm_arguments() -> frozenset[str]:
     )  # fmt: skip
 
 
+def quantizes_weights(engine_kwargs: Mapping[str, Any]) -> bool:
+    """Whether vLLM computes the blocks' linear layers with weights of at most one byte."""
+    return engine_kwargs.get("quantization") is not None
+
+
+def quantizes_cache(engine_kwargs: Mapping[str, Any]) -> bool:
+    """Whether vLLM keeps keys and values in at most one byte each."""
+    return (engine_kwargs.get("kv_cache_dtype") or "auto") not in FULL_CACHE
+
+
 def is_approximate(engine_kwargs: Mapping[str, Any]) -> bool:
     """Whether log-probs of engine and trainer differ by more than rounding."""
-    has_small_weights = engine_kwargs.get("quantization") is not None
-    has_small_cache = (engine_kwargs.get("kv_cache_dtype") or "auto") not in FULL_CACHE
-    return has_small_weights or has_small_cache
+    return quantizes_weights(engine_kwargs) or quantizes_cache(engine_kwargs)

@@ -24,7 +24,7 @@ CHECKS = (
     "verl.monitor.tracking",
 )  # fmt: skip
 """Modules with a function `problems(config)`; one that was deleted is left out."""
-PLANNER = "verl.ext.memory.check"
+PLANNER = "verl.ext.memory"
 """Decides the options that are null until memory is estimated: `planned(config)`."""
 PROBE_SECONDS = 10.0
 """Seconds that a tool may take to answer."""

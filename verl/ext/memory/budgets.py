@@ -5,12 +5,11 @@ micro-batches gather the weights more often and keep a card less busy; a rank co
 at least, however small the budget is.
 """
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
-from operator import attrgetter
 
 from verl.config import Config
-from verl.preflight.undecided import with_options
 from verl.training.budgets import DEFAULT_TOKEN_BUDGET, actor_budgets, critic_budgets
 from verl.training.roles import has_critic
 
@@ -38,16 +37,31 @@ class Budget:
 
 def undecided_budgets(config: Config) -> list[Budget]:
     """Return the null budgets of the models that the run trains."""
-    plan, found = config.placement, []
-    models = [(ACTOR_BUDGET, actor_budgets, plan.actor, DEFAULT_TOKEN_BUDGET)]
-    if has_critic(config):
-        models.append((CRITIC_BUDGET, critic_budgets, plan.critic, 2 * DEFAULT_TOKEN_BUDGET))
-    for key, budgets, place, usual in models:
-        if attrgetter(key)(config) is None:
-            tokens = min(budgets(config).update // place.ranks_per_shard, usual)
-            least = -(-config.data.max_model_len // place.ranks_per_shard)
-            found.append(Budget(key, max(least, tokens), least))
+    found = []
+    if config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu is None:
+        size = config.placement.actor.ranks_per_shard
+        tokens = min(actor_budgets(config).update // size, DEFAULT_TOKEN_BUDGET)
+        found.append(_budget(config, ACTOR_BUDGET, tokens, size))
+    if has_critic(config) and config.critic.ppo_max_token_len_per_gpu is None:
+        size = config.placement.critic.ranks_per_shard
+        tokens = min(critic_budgets(config).update // size, 2 * DEFAULT_TOKEN_BUDGET)
+        found.append(_budget(config, CRITIC_BUDGET, tokens, size))
     return found
+
+
+def _budget(config: Config, key: str, tokens: int, ranks_per_shard: int) -> Budget:
+    least = -(-config.data.max_model_len // ranks_per_shard)
+    return Budget(key, max(least, tokens), least)
+
+
+def with_budgets(config: Config, tokens: dict[str, int]) -> Config:
+    """Return a copy with these budgets, by the names of their options."""
+    result = copy.deepcopy(config)
+    if ACTOR_BUDGET in tokens:
+        result.actor_rollout_ref.actor.ppo_max_token_len_per_gpu = tokens[ACTOR_BUDGET]
+    if CRITIC_BUDGET in tokens:
+        result.critic.ppo_max_token_len_per_gpu = tokens[CRITIC_BUDGET]
+    return result
 
 
 def enlarge(
@@ -64,13 +78,13 @@ def enlarge(
             continue
         sizes = [low + (budget.wanted - low) * step // STEPS for step in range(STEPS + 1)]
         first, last = 0, STEPS  # sizes[first] fits
-        if fits(with_options(config, chosen | {budget.key: budget.wanted})):
+        if fits(with_budgets(config, chosen | {budget.key: budget.wanted})):
             first = last
         while last - first > 1:
             middle = (first + last) // 2
-            if fits(with_options(config, chosen | {budget.key: sizes[middle]})):
+            if fits(with_budgets(config, chosen | {budget.key: sizes[middle]})):
                 first = middle
             else:
                 last = middle
         chosen[budget.key] = sizes[first]
-    return with_options(config, chosen)
+    return with_budgets(config, chosen)

@@ -16,13 +16,14 @@ import torch
 
 from verl.config import Config
 from verl.errors import ResourceError, UserError
-from verl.ext.memory.budgets import Budget, enlarge, undecided_budgets
+from verl.ext.memory.budgets import Budget, enlarge, undecided_budgets, with_budgets
 from verl.ext.memory.estimate import (
     REFUSE_ABOVE,
     REFUSE_HOST_ABOVE,
     WARN_ABOVE,
     Estimate,
     Setting,
+    Shortage,
     estimate,
     free_memory,
 )
@@ -51,24 +52,19 @@ LESS_WORK = ("a smaller ppo_max_token_len_per_gpu (actor, critic), "
 LESS_HELD = ("fsdp_config.param_offload and optimizer_offload=true (actor, ref, critic), "
              "model.lora_rank=32, more trainer.n_gpus_per_node or nnodes")  # fmt: skip
 HINTS = {
+    "cache": "a larger rollout.gpu_memory_utilization or tensor_model_parallel_size",
     "awake": "a smaller rollout.gpu_memory_utilization, a larger "
              f"rollout.tensor_model_parallel_size, {LESS_HELD}",
     "asleep": f"{LESS_WORK}, {LESS_HELD}",
     Memory.CRITIC: "more critic.n_gpus_per_node, a smaller critic.ppo_max_token_len_per_gpu, "
               "critic.model.fsdp_config.param_offload=true, critic.model.lora_rank=32",
+    Memory.ENGINE: "a smaller rollout.gpu_memory_utilization",
     Memory.SHARED: ENLARGE_SHARED_MEMORY,
     "host": "fsdp_config.param_offload and optimizer_offload=false, model.lora_rank=32, more nodes",
     "cpu": "actor_rollout_ref.rollout.cpu_kv_cache_gib=1, trainer.n_gpus_per_node=1, "
            f"model.lora_rank=32, {LESS_WORK}",
 }  # fmt: skip
 """Advice by the memory, or the phase, that has too little."""
-
-
-def planned(config: Config) -> tuple[Config, Sequence[UserError]]:
-    """Return the options with every null decided, and why the run cannot fit this machine."""
-    setting = read_setting(config)
-    config = decide_memory(config, setting)
-    return config, list(memory_problems(config, setting))
 
 
 def read_setting(config: Config) -> Setting | None:
@@ -120,7 +116,7 @@ def decide_offload_and_budgets(config: Config, setting: Setting | None) -> Confi
     if not keys + budgets or is_surely_cpu(config.trainer.device):
         return fill_undecided(config)
     if setting is None or not setting.machine.devices:
-        config = with_options(config, {budget.key: budget.wanted for budget in budgets})
+        config = with_budgets(config, {budget.key: budget.wanted for budget in budgets})
         _log_budgets(config, budgets)
         if not keys:
             return fill_undecided(config)
@@ -134,7 +130,7 @@ def decide_offload_and_budgets(config: Config, setting: Setting | None) -> Confi
     if not keys:
         return chosen
     tokens = {budget.key: attrgetter(budget.key)(chosen) for budget in budgets}
-    without = peak_rank_bytes(estimate(fill_undecided(with_options(config, tokens)), setting))
+    without = peak_rank_bytes(estimate(fill_undecided(with_budgets(config, tokens)), setting))
     needed = peak_rank_bytes(estimate(chosen, setting))
     free = format_bytes(free_memory(setting.machine)[Memory.DEVICE])
     otherwise = "" if needed == without else f", and would need {format_bytes(without)} otherwise"
@@ -168,40 +164,42 @@ def memory_problems(config: Config, setting: Setting | None) -> Iterator[UserErr
     if setting.on_gpu and not machine.devices:
         return  # the check of devices reports this
     refuses = config.trainer.memory_preflight == "refuse" and not joins_cluster()
-    if refuses and estimated.shortages(machine, REFUSE_ABOVE):
-        yield ResourceError(verdict("too small", machine, estimated, REFUSE_ABOVE))
-    elif estimated.shortages(machine, WARN_ABOVE):
-        logger.warning("%s", verdict("barely large enough", machine, estimated, WARN_ABOVE))
+    if refuses and estimated.shortages(config, machine, REFUSE_ABOVE):
+        yield ResourceError(verdict("too small", config, machine, estimated, REFUSE_ABOVE))
+    elif estimated.shortages(config, machine, WARN_ABOVE):
+        logger.warning("%s", verdict("barely large enough", config, machine, estimated, WARN_ABOVE))
 
 
-def verdict(word: str, machine: Machine, estimated: Estimate, limit: float) -> str:
+def verdict(word: str, config: Config, machine: Machine, estimated: Estimate, limit: float) -> str:
     """Return the message about all needs above the share `limit`, with options that need less."""
     limits = f"{REFUSE_ABOVE:.0%} of what is free, on the host {REFUSE_HOST_ABOVE:.0%}"
     lines = [f"memory: this machine is {word} (refused above {limits}; "
              "trainer.memory_preflight=warn starts it):"]  # fmt: skip
-    for memory in estimated.shortages(machine, limit):
-        line = shortage_line(memory, estimated, machine)
-        lines.append(f"  {line}; to need less: {hint(memory, estimated)}")
+    for short in estimated.shortages(config, machine, limit):
+        lines.append(f"  {shortage_line(short, estimated)}; to need less: {hint(short, estimated)}")
     return "\n".join(lines)
 
 
-def shortage_line(memory: Memory, estimated: Estimate, machine: Machine) -> str:
+def shortage_line(short: Shortage, estimated: Estimate) -> str:
     """Return which memory is too small, how much is needed, and what needs it."""
-    phase = estimated.peak_phase(memory)
-    largest = estimated.needs_in(memory, phase)[:5]
+    phase = estimated.peak_phase(short.memory)
+    needs = f"{short.memory} needs about {format_bytes(short.needed)}"
+    if short.cause != phase.value:
+        return f"{needs} for {short.cause}, but the engine's share is {format_bytes(short.free)}"
+    largest = estimated.needs_in(short.memory, phase)[:5]
     parts = ", ".join(f"{need.name} {format_bytes(need.bytes)}" for need in largest)
-    needed = format_bytes(estimated.total(memory, phase))
-    free = format_bytes(free_memory(machine)[memory])
-    return f"{memory} needs about {needed} in {phase} ({parts}), but {free} is free"
+    return f"{needs} in {short.cause} ({parts}), but {format_bytes(short.free)} is free"
 
 
-def hint(memory: Memory, estimated: Estimate) -> str:
-    """Return options that lower the peak of that memory."""
-    if memory is Memory.HOST:
+def hint(short: Shortage, estimated: Estimate) -> str:
+    """Return options that lower the need of that memory in that phase."""
+    if short.cause != estimated.peak_phase(short.memory):
+        return HINTS["cache"]
+    if short.memory is Memory.HOST:
         return HINTS["host" if estimated.peak_bytes(Memory.DEVICE) else "cpu"]
-    if memory is Memory.DEVICE:
-        return HINTS["awake" if estimated.peak_phase(memory) in AWAKE else "asleep"]
-    return HINTS[memory]
+    if short.memory is Memory.DEVICE:
+        return HINTS["awake" if short.cause in AWAKE else "asleep"]
+    return HINTS[short.memory]
 
 
 def table(estimated: Estimate, machine: Machine) -> str:
@@ -219,6 +217,10 @@ def table(estimated: Estimate, machine: Machine) -> str:
         available = f" of {format_bytes(free[memory])} free" if memory in free else ""
         total = format_bytes(estimated.total(memory, phase))
         lines.append(f"  {memory:{width}} {total:>9}  needed{available}, in {phase}")
+    if estimated.engine is not None:
+        tokens, cache = estimated.engine.cached_tokens, format_bytes(max(0, estimated.engine.cache))
+        lines.append(f"  {estimated.engine.memory:{width}} {cache:>9}  of the engine's share is "
+                     f"KV cache, for {tokens:,} tokens")  # fmt: skip
     return "\n".join(lines)
 
 
@@ -258,7 +260,7 @@ def choose_memory(config: Config, setting: Setting) -> Config:
     fallback = config
     for tokens in (busy, least) if busy != least else (busy,):
         on_host = []
-        candidates = list(_offloads(with_options(config, tokens)))
+        candidates = list(_offloads(with_budgets(config, tokens)))
         for candidate in candidates:
             if estimate(candidate, setting).peak_bytes(Memory.HOST) > free[Memory.HOST]:
                 continue

@@ -6,17 +6,20 @@ from dataclasses import dataclass, replace
 from verl.config import Config, FsdpConfig
 from verl.ext.memory.needs import (
     ALWAYS,
+    CONCURRENT_PHASES,
     CONTEXT,
     CPU_HEAP,
     FLOAT,
     GAPS,
     LOADED,
     PROCESSES,
+    EngineMemory,
     Memory,
     Need,
     Phase,
     activation_needs,
     cpu_engine_needs,
+    engine_memory,
     gathered_needs,
     gpu_engine_needs,
     held_models,
@@ -50,6 +53,17 @@ class Setting:
     """Whether ranks allocate in torch's usual segments, which leave gaps between tensors."""
 
 
+@dataclass(frozen=True)
+class Shortage:
+    """A memory that has less than is needed."""
+
+    memory: Memory
+    cause: str
+    """What needs the memory: a phase, or the KV cache."""
+    needed: int
+    free: int
+
+
 REFUSE_ABOVE = 1.03
 """Share of the free memory above which a run is refused."""
 REFUSE_HOST_ABOVE = 1.15
@@ -63,6 +77,8 @@ class Estimate:
     """The needs of a run: of one device of each kind, and of one node."""
 
     needs: tuple[Need, ...]
+    engine: EngineMemory | None
+    """Memory of a vLLM engine that the run starts on GPUs; None if there is none."""
 
     def needs_in(self, memory: Memory, phase: Phase) -> list[Need]:
         """Return the needs of `memory` in `phase`, largest first; /dev/shm is host memory too."""
@@ -82,16 +98,23 @@ class Estimate:
         """Return the bytes of `memory` that are needed in its peak phase."""
         return self.total(memory, self.peak_phase(memory), with_guesses)
 
-    def shortages(self, machine: Machine, limit: float) -> list[Memory]:
+    def shortages(self, config: Config, machine: Machine, limit: float) -> list[Shortage]:
         """Return the memories whose needs exceed the share `limit` of what is free."""
-        limits = dict.fromkeys(Memory, limit)
+        # On its own card, vLLM allocates exactly its share or does not start: no margin is needed.
+        limits = {**dict.fromkeys(Memory, limit), Memory.ENGINE: 1.0}
         if limit > 1:
             limits[Memory.HOST] = max(limit, REFUSE_HOST_ABOVE)
-        return [
-            memory
+        short = [
+            Shortage(memory, self.peak_phase(memory).value, self.peak_bytes(memory), free)
             for memory, free in free_memory(machine).items()
             if self.peak_bytes(memory, with_guesses=limit < 1) > limits[memory] * free
         ]
+        engine, longest = self.engine, config.data.max_model_len
+        if engine is not None and engine.cached_tokens < longest:
+            needed = engine.share - engine.cache + longest * engine.per_token
+            cause = f"an engine with KV cache for one trajectory of {longest} tokens"
+            short.append(Shortage(engine.memory, cause, needed, engine.share))
+        return short
 
 
 def free_memory(machine: Machine) -> dict[Memory, int]:
@@ -101,7 +124,7 @@ def free_memory(machine: Machine) -> dict[Memory, int]:
         free[Memory.SHARED] = machine.shared_free
     if machine.devices:
         smallest = min(device.free for device in machine.devices)
-        free |= dict.fromkeys((Memory.DEVICE, Memory.CRITIC), smallest)
+        free |= dict.fromkeys((Memory.DEVICE, Memory.ENGINE, Memory.CRITIC), smallest)
     return free
 
 
@@ -112,28 +135,23 @@ def estimate(config: Config, setting: Setting) -> Estimate:
     needs = [*node_needs(config, policy, item, setting.on_gpu), *rank_needs(config, setting)]
     if config.actor_rollout_ref.rollout.weights_dir is not None:
         needs = [need for need in needs if need.memory is not Memory.SHARED]
-    if config.samples_rollouts and not config.placement.servers:
-        needs += engine_needs(config, setting, item)
+    has_engines = config.samples_rollouts and not config.placement.servers
+    has_vllm = has_engines and config.actor_rollout_ref.rollout.name == "vllm"
+    if has_engines and not has_vllm:
+        needs += other_engine_needs(config, policy, item, setting.on_gpu)
     if not setting.on_gpu:
-        return Estimate(tuple(_on_host(need, config) for need in needs))
+        if has_vllm:
+            needs += cpu_engine_needs(config, policy, item)
+        return Estimate(tuple(_on_host(need, config) for need in needs), None)
     needs.append(Need(Memory.DEVICE, "rank's context", CONTEXT))
     if config.placement.is_apart("critic"):
         needs.append(Need(Memory.CRITIC, "critic rank's context", CONTEXT))
-    return Estimate(tuple(needs))
-
-
-def engine_needs(config: Config, setting: Setting, item: int) -> Iterator[Need]:
-    """Yield the needs of the engines that the run starts; `item`: bytes of a weight."""
-    name, policy = config.actor_rollout_ref.rollout.name, setting.policy
-    if name == "remote":
-        return
-    if name != "vllm":
-        yield from other_engine_needs(config, policy, item, setting.on_gpu)
-    elif not setting.on_gpu:
-        yield from cpu_engine_needs(config, policy, item)
-    elif not config.placement.is_split:
-        device_bytes = min((device.total for device in setting.machine.devices), default=0)
-        yield from gpu_engine_needs(config, policy, item, device_bytes)
+    if not has_vllm:
+        return Estimate(tuple(needs), None)
+    device_bytes = min((device.total for device in setting.machine.devices), default=0)
+    engine = engine_memory(config, policy, item, device_bytes)
+    needs += gpu_engine_needs(config, policy, item, engine.share)
+    return Estimate(tuple(needs), engine)
 
 
 def rank_needs(config: Config, setting: Setting) -> list[Need]:
@@ -201,9 +219,15 @@ def node_needs(config: Config, policy: ModelShape, item: int, on_gpu: bool) -> I
 
 
 def _on_host(need: Need, config: Config) -> Need:
-    """Return a device's need as one of the host, which a node's ranks share, for runs on CPU."""
+    """Return a need of a device as a need of the host, which a node's ranks share, for runs on CPU.
+
+    Separate critic ranks compute at the same time, so their needs count in the actor's phases too.
+    """
     if need.memory not in (Memory.DEVICE, Memory.CRITIC):
         return need
-    plan, factor = config.placement, 1.0 if need.phases == ALWAYS else CPU_HEAP
-    local = (plan.critic if need.memory is Memory.CRITIC else plan.actor).per_node
-    return replace(need, memory=Memory.HOST, bytes=int(factor * local * need.bytes))
+    factor, phases = 1.0 if need.phases == ALWAYS else CPU_HEAP, need.phases
+    local = config.placement.actor.per_node
+    if need.memory is Memory.CRITIC:
+        local = config.placement.critic.per_node
+        phases = phases.union(*(CONCURRENT_PHASES.get(phase, ()) for phase in phases))
+    return replace(need, memory=Memory.HOST, bytes=int(factor * local * need.bytes), phases=phases)

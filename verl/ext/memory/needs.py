@@ -9,10 +9,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from verl.config import Config, FsdpConfig
-from verl.config.policy import BlocksConfig
+from verl.config.engine_kwargs import quantizes_cache, quantizes_weights
+from verl.config.policy import VLLM_LORA_RANKS, BlocksConfig
 from verl.ext.memory.trial import Pass, activation_bytes
 from verl.model_shape import ModelShape
 from verl.rollout.interface import chosen
+from verl.rollout.vllm_settings import batched_tokens
 from verl.training.budgets import TokenBudgets, actor_budgets, critic_budgets
 from verl.training.devices import DTYPES
 from verl.training.roles import has_critic
@@ -41,7 +43,9 @@ class Memory(enum.StrEnum):
     """A kind of memory."""
 
     DEVICE = "each GPU"
-    """GPU of a rank, which an engine may share. vLLM itself checks an engine's own."""
+    """GPU of a rank, which an engine may share."""
+    ENGINE = "engine's GPU"
+    """GPU of an engine only (`trainer.rollout_gpus`)."""
     CRITIC = "critic's GPU"
     """GPU of a critic rank only (`critic.n_gpus_per_node`)."""
     HOST = "host"
@@ -51,6 +55,12 @@ class Memory(enum.StrEnum):
 
 
 ALWAYS = frozenset(Phase)
+CONCURRENT_PHASES = {
+    Phase.VALUES: {Phase.LOG_PROBS, Phase.REF_LOG_PROBS},
+    Phase.UPDATE_CRITIC: {Phase.UPDATE_ACTOR, Phase.STEP_ACTOR},
+    Phase.STEP_CRITIC: {Phase.UPDATE_ACTOR, Phase.STEP_ACTOR},
+}
+"""Phases of the actor that a phase of a critic on separate devices may overlap."""
 AWAKE = frozenset({Phase.GENERATE, Phase.SYNC})
 """Phases in which engines hold their share of the devices' memory."""
 ASLEEP = ALWAYS - AWAKE
@@ -82,6 +92,8 @@ CONTEXT = GIB
 """Device bytes of a training rank: CUDA context, cuBLAS workspace, communication buffers."""
 ENGINE_ASLEEP = 2 * GIB
 """Device bytes of a sleeping engine: its context and captured graphs."""
+ENGINE_OTHER = 2 * GIB
+"""Device bytes of an awake engine in addition to weights, activations and KV cache."""
 
 
 def pinned_bytes(numels: Sequence[int], item: int, shards: int = 1) -> int:
@@ -288,22 +300,84 @@ def first_gather_bytes(work: Pass, item: int, num_ranks: int, has_gradients: boo
     return item * (root + shape.hidden * work.tokens // work.ranks_per_shard) - absent
 
 
-def gpu_engine_needs(
-    config: Config, shape: ModelShape, item: int, device_bytes: int
-) -> Iterator[Need]:
-    """Yield the needs of an engine on the ranks' GPUs, where it sleeps while the ranks compute.
+SAMPLING_COPIES = 3
+"""Float32 copies of the logits of all decoded sequences: logits, log-softmax and sorting."""
 
-    vLLM itself refuses to start where its share is not free, or holds no dialogue. A sleeping
-    engine drops its KV cache and its weights (sleep level 2), since new weights arrive before the
-    next request. With an adapter, the base's weights are kept on the host in pinned memory instead
-    (level 1).
+
+@dataclass(frozen=True)
+class EngineMemory:
+    """Memory of one engine on each of its devices, in bytes."""
+
+    share: int
+    """All memory that the engine may use."""
+    weights: int
+    working: int
+    """Activations of one batch of prompt tokens, logits of all decoded sequences, graphs."""
+    per_token: int
+    """KV cache of one token."""
+    memory: Memory
+    """The engine's devices: the ranks', or its own."""
+
+    @property
+    def cache(self) -> int:
+        """Bytes left for the KV cache; negative if not even the weights fit."""
+        return self.share - self.weights - self.working
+
+    @property
+    def cached_tokens(self) -> int:
+        """Number of tokens that fit in the KV cache."""
+        return max(0, self.cache) // self.per_token
+
+
+def kv_bytes(shape: ModelShape, item: int, size: int = 1) -> int:
+    """Return the KV cache bytes per token on each of `size` devices; `item`: bytes of a value."""
+    return 2 * shape.layers * max(1, shape.kv_heads // size) * shape.head_dim * item
+
+
+def _working_bytes(shape: ModelShape, item: int, seqs: int, tokens: int, size: int = 1) -> int:
+    """Return the bytes of a step's activations for `tokens`, and of the logits of `seqs`."""
+    activations = tokens * item * (2 * shape.hidden + 3 * shape.max_outputs // size)
+    return activations + SAMPLING_COPIES * FLOAT * seqs * shape.vocab
+
+
+def engine_memory(config: Config, shape: ModelShape, item: int, device_bytes: int) -> EngineMemory:
+    """Return the memory of an engine on GPUs of `device_bytes`.
+
+    vLLM takes the share `gpu_memory_utilization` of it, profiles a forward pass of its largest
+    batch, and uses the rest of its share as KV cache.
     """
-    rollout = config.actor_rollout_ref.rollout
-    share = int(rollout.gpu_memory_utilization * device_bytes)
+    rollout, model = config.actor_rollout_ref.rollout, config.actor_rollout_ref.model
+    size, seqs = rollout.tensor_model_parallel_size, config.max_num_seqs(on_gpu=True)
+    weights = item * shape.parameters()
+    if quantizes_weights(rollout.engine_kwargs):  # matrices in the blocks have one byte per value
+        weights -= (item - 1) * shape.linear_weights
+    weights //= size
+    if not chosen(config).is_whole:
+        max_rank = next(rank for rank in VLLM_LORA_RANKS if rank >= model.lora_rank)
+        weights += item * shape.adapter(max_rank) // size
+    return EngineMemory(
+        share=int(rollout.gpu_memory_utilization * device_bytes),
+        weights=weights,
+        working=_working_bytes(shape, item, seqs, batched_tokens(seqs), size) + ENGINE_OTHER,
+        per_token=kv_bytes(shape, 1 if quantizes_cache(rollout.engine_kwargs) else item, size),
+        memory=Memory.ENGINE if config.placement.is_split else Memory.DEVICE,
+    )
+
+
+def gpu_engine_needs(config: Config, shape: ModelShape, item: int, share: int) -> Iterator[Need]:
+    """Yield the needs of an engine on GPUs; on the ranks' GPUs it sleeps while the ranks compute.
+
+    A sleeping engine drops its KV cache and its weights (sleep level 2), since new weights arrive
+    before the next request. With an adapter, the base's weights are kept on the host in pinned
+    memory instead (level 1).
+    """
+    if config.placement.is_split:
+        yield Need(Memory.ENGINE, "engine", share)
+        return
     yield Need(Memory.DEVICE, "engine, awake", share, AWAKE)
     yield Need(Memory.DEVICE, "engine, asleep", ENGINE_ASLEEP, ASLEEP)
     if not chosen(config).is_whole:
-        size = rollout.tensor_model_parallel_size
+        size = config.actor_rollout_ref.rollout.tensor_model_parallel_size
         base_bytes = config.trainer.n_gpus_per_node * pinned_bytes(shape.tensors(), item, size)
         yield Need(Memory.HOST, "sleeping engines' weights", base_bytes)
 
@@ -311,22 +385,25 @@ def gpu_engine_needs(
 def other_engine_needs(
     config: Config, shape: ModelShape, item: int, on_gpu: bool
 ) -> Iterator[Need]:
-    """Yield the weights of an engine other than vLLM, of whose other needs nothing is known."""
-    size = item * shape.parameters()
+    """Yield the known needs of an engine other than vLLM: weights, and cache of one dialogue."""
+    if config.actor_rollout_ref.rollout.name == "remote":
+        return
+    size = item * shape.parameters() + config.data.max_model_len * kv_bytes(shape, item)
     if not on_gpu:
-        yield Need(Memory.HOST, "engines: weights", engines_of_node(config) * size)
-    elif not config.placement.is_split:
+        count = -(-config.placement.num_engines(on_gpu=False) // config.placement.actor.num_nodes)
+        yield Need(Memory.HOST, "engines", count * size)
+    elif config.placement.is_split:
+        yield Need(Memory.ENGINE, "engine", size)
+    else:
         yield Need(Memory.DEVICE, "engine, awake", size, AWAKE)
 
 
 def cpu_engine_needs(config: Config, shape: ModelShape, item: int) -> Iterator[Need]:
     """Yield the needs of vLLM engines on CPU, which never sleep; their KV cache size is fixed."""
-    count = engines_of_node(config)
+    count = -(-config.placement.num_engines(on_gpu=False) // config.placement.actor.num_nodes)
+    seqs = config.max_num_seqs(on_gpu=False)
+    working = _working_bytes(shape, item, seqs, batched_tokens(seqs, config.data.max_model_len))
     cache = config.actor_rollout_ref.rollout.cpu_kv_cache_gib << 30
     yield Need(Memory.HOST, "engines: weights", count * item * shape.parameters())
     yield Need(Memory.HOST, "engines: KV cache", count * cache)
-
-
-def engines_of_node(config: Config) -> int:
-    """Return the number of engines on a node without GPUs."""
-    return -(-config.placement.num_engines(on_gpu=False) // config.placement.actor.num_nodes)
+    yield Need(Memory.HOST, "engines: activations", count * working)

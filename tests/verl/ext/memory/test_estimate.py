@@ -14,8 +14,10 @@ from verl.ext.memory.estimate import Estimate, Setting, estimate
 from verl.ext.memory.needs import (
     CPU_HEAP,
     GAPS,
+    SAMPLING_COPIES,
     Memory,
     Phase,
+    kv_bytes,
     pinned_bytes,
 )
 from verl.preflight.undecided import with_options
@@ -23,6 +25,7 @@ from verl.preflight.undecided import with_options
 GIB = 1 << 30
 ACTOR, REF = "actor_rollout_ref.actor", "actor_rollout_ref.ref"
 MODEL, ROLLOUT = "actor_rollout_ref.model", "actor_rollout_ref.rollout"
+KWARGS = f"{ROLLOUT}.engine_kwargs"
 
 
 def options(**changes: Any) -> Config:
@@ -109,10 +112,30 @@ def test_the_peak_is_the_worst_phase_not_the_sum() -> None:
     assert "activations and logits" not in names and "engine, awake" in names
 
 
-def test_the_engine_takes_its_share() -> None:
-    """Half of 80 GiB, whatever the model."""
-    config = options(**{f"{ROLLOUT}.gpu_memory_utilization": 0.5})
-    assert held(of(config), "engine, awake", Memory.DEVICE) == 40 * GIB
+def test_the_engine_takes_its_share_and_caches_in_the_rest() -> None:
+    """A key and a value of 4 heads of 128 in 28 layers, 2 bytes each: 57,344 bytes per token."""
+    assert kv_bytes(shape_of("Qwen2.5-7B"), 2) == 57344
+    small, large = (of(options(**{f"{ROLLOUT}.gpu_memory_utilization": u})) for u in (0.5, 0.6))
+    assert held(small, "engine, awake", Memory.DEVICE) == 40 * GIB
+    assert small.engine is not None and large.engine is not None
+    assert large.engine.cached_tokens - small.engine.cached_tokens == pytest.approx(
+        8 * GIB / 57344, abs=1
+    )
+
+
+def test_eight_bits_leave_the_engine_more_memory() -> None:
+    """Each matrix value in the blocks, and each key and value, takes one byte instead of two.
+
+    By the model's config, the blocks have 6.53 of its 7 billion values.
+    """
+    plain, rounded, cached = (
+        of(options(**given)).engine
+        for given in ({}, {KWARGS: {"quantization": "fp8"}}, {KWARGS: {"kv_cache_dtype": "fp8"}})
+    )
+    assert plain is not None and rounded is not None and cached is not None
+    layer = 3584 * (3584 + 2 * 512 + 3584) + 3 * 3584 * 18944
+    assert plain.weights - rounded.weights == 28 * layer
+    assert (plain.per_token, cached.per_token) == (57344, 28672)
 
 
 @pytest.mark.parametrize(
@@ -153,7 +176,7 @@ def test_on_cpu_everything_is_on_the_host() -> None:
     """No need names a device; ranks multiply the needs; the KV cache has its given size."""
     config = options(**{"trainer.n_gpus_per_node": 2, f"{ROLLOUT}.cpu_kv_cache_gib": 3})
     estimated = of(config, "Qwen2.5-0.5B", on_gpu=False)
-    assert estimated.peak_bytes(Memory.DEVICE) == 0
+    assert estimated.peak_bytes(Memory.DEVICE) == 0 and estimated.engine is None
     parameters = shape_of("Qwen2.5-0.5B").parameters()
     assert held(estimated, "actor: weights", Memory.HOST) == 2 * 4 * (parameters // 2)
     assert held(estimated, "engines: KV cache", Memory.HOST) == 3 * GIB
@@ -173,6 +196,23 @@ def test_a_sleeping_engine_keeps_only_the_base_of_an_adapter_on_the_host() -> No
     assert held(merged, what, Memory.HOST) == 0
 
 
+def test_the_estimate_counts_the_dialogues_that_the_engine_decodes() -> None:
+    """The derived number and the same explicit number need the same; half of it needs less."""
+    derived = of(options(**{f"{ROLLOUT}.n_agent": 5})).engine
+    typed = of(options(**{f"{ROLLOUT}.n_agent": 5, f"{ROLLOUT}.max_num_seqs": 320})).engine
+    fewer = of(options(**{f"{ROLLOUT}.n_agent": 5, f"{ROLLOUT}.max_num_seqs": 160})).engine
+    assert derived is not None and fewer is not None
+    assert derived == typed
+    vocabulary = shape_of("Qwen2.5-7B").vocab
+    assert derived.working - fewer.working == SAMPLING_COPIES * 4 * 160 * vocabulary
+
+
+def test_an_engine_in_float16_has_two_bytes_per_value() -> None:
+    """float16 needs as much memory as bfloat16, whatever dtype the ranks use."""
+    half, brain = (of(options(**{f"{ROLLOUT}.dtype": d})).engine for d in ("float16", "bfloat16"))
+    assert half == brain
+
+
 def test_pinned_shards_are_rounded_one_by_one() -> None:
     """Three shards of 7 values of 4 bytes are 16 bytes each: 12 bytes, rounded up."""
     assert pinned_bytes([7], 4, shards=3) == 16
@@ -184,7 +224,7 @@ def test_external_servers_need_no_memory_here(on_gpu: bool) -> None:
     """Neither on devices nor on the host; with `weights_dir`, not in /dev/shm either."""
     usual = {f"{ROLLOUT}.url": ["http://a:1"]}
     own, theirs = of(options(), on_gpu=on_gpu), of(with_options(options(), usual), on_gpu=on_gpu)
-    assert not [n for n in theirs.needs if n.name.startswith("engine")]
+    assert theirs.engine is None and not [n for n in theirs.needs if n.name.startswith("engine")]
     assert theirs.peak_bytes(Memory.HOST) < own.peak_bytes(Memory.HOST)
     assert held(theirs, "weights for the engines", Memory.SHARED)
     elsewhere = with_options(options(), {**usual, f"{ROLLOUT}.server": {"weights_dir": "/shared"}})

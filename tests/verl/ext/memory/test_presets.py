@@ -48,36 +48,22 @@ def verdict(config: Config, here: Machine, size: str) -> str:
     """Return whether a model under these options fits, hardly fits, or is refused."""
     chosen, setting = settings_for(config, here, size)
     estimated = estimate(chosen, setting)
-    if estimated.shortages(here, REFUSE_ABOVE):
+    if estimated.shortages(chosen, here, REFUSE_ABOVE):
         return "refused"
-    return "close" if estimated.shortages(here, WARN_ABOVE) else "fits"
-
-
-def cached_dialogues(config: Config, here: Machine, size: str) -> float:
-    """Return the number of whole trajectories that an engine with 3 GiB of other needs caches."""
-    rollout, shape = config.actor_rollout_ref.rollout, shape_of(size)
-    cards = rollout.tensor_model_parallel_size
-    share = rollout.gpu_memory_utilization * here.devices[0].total
-    cache = share - 2 * shape.parameters() / cards - 3 * GIB
-    kv_share = shape.config.num_key_value_heads / shape.config.num_attention_heads
-    per_token = 2 * 2 * shape.layers * shape.query_size * kv_share / cards
-    return cache / per_token / config.data.max_model_len
+    return "close" if estimated.shortages(chosen, here, WARN_ABOVE) else "fits"
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("preset", MACHINES)
 def test_a_preset_fits_its_machine(preset: str, recipe: str, tmp_path: Path) -> None:
-    """As in docs/guides/models.md: its model fits so, the next larger one never does.
-
-    vLLM itself refuses an engine that holds no dialogue.
-    """
+    """As in docs/guides/models.md: its model fits so, the next larger one never does."""
     config = config_of(recipe, tmp_path, PRESET=preset)
     here = MACHINES[preset]
     assert config.placement.actor.num_ranks == len(here.devices)
     size = config.actor_rollout_ref.model.path.removeprefix("Qwen/")
     second = SIZES[SIZES.index(size) + 2]
     assert verdict(config, here, size) == "fits"
-    assert verdict(config, here, second) == "refused" or cached_dialogues(config, here, second) < 1
+    assert verdict(config, here, second) == "refused"
     chosen, _ = settings_for(config, here, size)
     waiting = [key for key in OFFLOAD_OPTIONS if attrgetter(key)(chosen)]
     assert waiting == WAITING.get((preset, recipe), [])
@@ -88,7 +74,10 @@ def test_an_engine_holds_many_dialogues(recipe: str, tmp_path: Path) -> None:
     """A preset must be useful: the KV cache holds 40 whole trajectories."""
     for preset, here in MACHINES.items():
         config = config_of(recipe, tmp_path, PRESET=preset)
-        assert cached_dialogues(config, here, config.actor_rollout_ref.model.path) > 40, preset
+        shape = shape_of(config.actor_rollout_ref.model.path)
+        estimated = estimate(config, Setting(shape, shape, True, here))
+        assert estimated.engine is not None
+        assert estimated.engine.cached_tokens > 40 * config.data.max_model_len, preset
 
 
 def test_variables_win_over_a_preset(tmp_path: Path) -> None:

@@ -41,13 +41,23 @@ def test_a_small_shared_memory_is_found() -> None:
     here, config = machine(8, 79, 1024), run(8)
     small = Machine(here.host, 64 << 20, here.devices)
     estimated = estimate(config, setting("Qwen2.5-0.5B", here))
-    (short,) = estimated.shortages(small, REFUSE_ABOVE)
-    assert short is Memory.SHARED
-    assert "/dev/shm needs about 1.98 GB" in shortage_line(short, estimated, small)
+    (short,) = estimated.shortages(config, small, REFUSE_ABOVE)
+    assert short.memory is Memory.SHARED
+    assert "/dev/shm needs about 1.98 GB" in shortage_line(short, estimated)
+
+
+def test_an_engine_without_room_for_one_dialogue_is_found() -> None:
+    """Its weights fill its share: vLLM would refuse to start."""
+    here, config = machine(1, 79, 1024), run(1)
+    config.actor_rollout_ref.model.lora_rank = 8
+    config.actor_rollout_ref.rollout.gpu_memory_utilization = 0.2
+    estimated = estimate(config, setting("Qwen2.5-7B", here))
+    (short,) = estimated.shortages(config, here, REFUSE_ABOVE)
+    assert "KV cache for one trajectory of 4596 tokens" in shortage_line(short, estimated)
 
 
 def test_a_separate_engine_needs_nothing_on_a_ranks_card() -> None:
-    """A rank's card has only the rank's needs.
+    """A rank's card has only the rank's needs, an engine's its share, awake or not.
 
     The oracle for a rank is a run whose engine shares its card, without the engine's needs.
     """
@@ -58,7 +68,11 @@ def test_a_separate_engine_needs_nothing_on_a_ranks_card() -> None:
     shared_cards = estimate(config, setting("Qwen2.5-7B", here))
     config.trainer.rollout_gpus = 4
     alone = estimate(config, setting("Qwen2.5-7B", here))
-    assert alone.shortages(here, WARN_ABOVE) == [] != shared_cards.shortages(here, WARN_ABOVE)
+    assert (
+        alone.shortages(config, here, WARN_ABOVE)
+        == []
+        != shared_cards.shortages(config, here, WARN_ABOVE)
+    )
     for phase in Phase:
         rank = [
             n
@@ -66,8 +80,11 @@ def test_a_separate_engine_needs_nothing_on_a_ranks_card() -> None:
             if not n.name.startswith("engine, ")
         ]
         assert alone.needs_in(Memory.DEVICE, phase) == rank
+        assert alone.total(Memory.ENGINE, phase) == int(0.9 * here.devices[0].total)
     gone = "sleeping engines' weights"
     assert gone in {need.name for need in shared_cards.needs} - {need.name for need in alone.needs}
+    lines = table(alone, here).splitlines()
+    assert any(line.startswith("  engine's GPU") and "KV cache" in line for line in lines)
 
 
 def test_a_separate_critic_needs_nothing_on_the_actors_cards() -> None:
@@ -92,10 +109,53 @@ def test_a_separate_critic_needs_nothing_on_the_actors_cards() -> None:
     full = Machine(here.host, here.shared_free, (DeviceMemory(80 * GIB, 70 * GIB),))
     small = with_options(config, {"critic.n_gpus_per_node": 1})
     estimated = estimate(small, setting("Qwen2.5-7B", here))
-    assert Memory.CRITIC in estimated.shortages(full, REFUSE_ABOVE)
-    assert hint(Memory.CRITIC, estimated).startswith("more critic.n_gpus_per_node")
-    line = shortage_line(Memory.CRITIC, estimated, full)
-    assert "critic's GPU needs about" in line and line.endswith("but 75.2 GB is free")
+    (short,) = [
+        s for s in estimated.shortages(small, full, REFUSE_ABOVE) if s.memory is Memory.CRITIC
+    ]
+    assert hint(short, estimated).startswith("more critic.n_gpus_per_node")
+    assert "critic's GPU needs about" in shortage_line(short, estimated)
+
+
+def test_on_cpu_actor_and_critic_hold_their_needs_at_the_same_time() -> None:
+    """With separate processes, the critic's backward overlaps with the actor's."""
+    here, config = machine(8, 79, 1024), run(1, "gae")
+    shape = shape_of("Qwen2.5-0.5B")
+    shared, apart = (
+        estimate(
+            with_options(config, {"critic.n_gpus_per_node": own}),
+            Setting(shape, shape, False, here, "float32"),
+        )
+        for own in (None, 1)
+    )
+    at = [
+        estimated.total(Memory.HOST, Phase.UPDATE_CRITIC, with_guesses=False)
+        for estimated in (shared, apart)
+    ]
+    assert at[0] == at[1]
+    for phase in (Phase.UPDATE_ACTOR, Phase.LOG_PROBS):
+        totals = [f.total(Memory.HOST, phase, with_guesses=False) for f in (shared, apart)]
+        assert totals[1] > totals[0]
+
+
+def test_an_engine_with_less_than_its_share_is_found() -> None:
+    """vLLM itself would refuse to start: the free memory of its card decides, to the byte."""
+    here, config = machine(8, 80, 1024), run(4)
+    config.trainer.rollout_gpus = 4
+    config.actor_rollout_ref.rollout.gpu_memory_utilization = 0.75
+    estimated = estimate(config, setting("Qwen2.5-7B", here))
+    needed = estimated.peak_bytes(Memory.ENGINE)
+    tight = Machine(here.host, here.shared_free, (DeviceMemory(80 * GIB, needed - 1),))
+    exact = Machine(here.host, here.shared_free, (DeviceMemory(80 * GIB, needed),))
+    shorts = [
+        s for s in estimated.shortages(config, tight, REFUSE_ABOVE) if s.memory is Memory.ENGINE
+    ]
+    assert [hint(short, estimated) for short in shorts] == [
+        "a smaller rollout.gpu_memory_utilization"
+    ]
+    assert "engine's GPU needs about 64.4 GB in loading" in shortage_line(shorts[0], estimated)
+    assert not any(
+        s.memory is Memory.ENGINE for s in estimated.shortages(config, exact, REFUSE_ABOVE)
+    )
 
 
 def test_the_table_adds_up() -> None:
@@ -104,9 +164,9 @@ def test_the_table_adds_up() -> None:
     estimated = estimate(config, setting("Qwen2.5-7B", here))
     lines = table(estimated, here).splitlines()
     device = [line.split() for line in lines if line.startswith("  each GPU")]
-    parts = [float(words[2]) for words in device[:-1]]
-    assert sum(parts) == pytest.approx(float(device[-1][2]), abs=0.2)
-    assert lines[len(device) - 1].endswith(
+    parts = [float(words[2]) for words in device[:-2]]
+    assert sum(parts) == pytest.approx(float(device[-2][2]), abs=0.2)
+    assert lines[len(device) - 2].endswith(
         f"of 84.8 GB free, in {estimated.peak_phase(Memory.DEVICE)}"
     )
 
@@ -127,18 +187,26 @@ def test_the_hosts_limit_counts() -> None:
     config = with_options(run(8), {"actor_rollout_ref.actor.fsdp_config.param_offload": True})
     tight = Machine(HostMemory(64 * GIB, 64 * GIB), here.shared_free, here.devices)
     estimated = estimate(config, setting("Qwen2.5-7B", here))
-    (short,) = estimated.shortages(tight, REFUSE_ABOVE)
-    assert short is Memory.HOST
+    (short,) = estimated.shortages(config, tight, REFUSE_ABOVE)
+    assert short.memory is Memory.HOST
 
 
 @pytest.mark.parametrize("on_gpu", [True, False])
 def test_an_engine_other_than_vllm_takes_no_share(on_gpu: bool) -> None:
-    """Another engine than vLLM needs its weights; a server, which is external, needs nothing."""
+    """Another engine than vLLM needs its weights and a dialogue's cache; a server needs nothing.
+
+    The cache has 2 x 28 layers x 4 heads x 128 values per token. The server is external.
+    """
     here, config = machine(1, 79, 1024), run(1)
     config.actor_rollout_ref.rollout.gpu_memory_utilization = 0.1  # too little for vLLM
     given = replace(setting("Qwen2.5-7B", here), on_gpu=on_gpu)
-    for name in ("remote", "transformers"):
+    estimated = {}
+    for name in ("remote", "transformers", "own.py:Engine"):
         config.actor_rollout_ref.rollout.name = name
-        needs = [n for n in estimate(config, given).needs if n.name.startswith("engine")]
-        size = 2 * given.policy.parameters()
+        estimated[name] = estimate(config, given)
+        needs = [need for need in estimated[name].needs if need.name.startswith("engine")]
+        size = 2 * (given.policy.parameters() + 4596 * 2 * 28 * 4 * 128)
         assert [need.bytes for need in needs] == ([] if name == "remote" else [size])
+        assert estimated[name].engine is None
+    assert not any("KV" in short.cause for short in estimated["transformers"].shortages(
+        config, here, REFUSE_ABOVE))  # fmt: skip
