@@ -38,6 +38,8 @@ class ModelShape:
     vocab: int
     query_size: int
     """Values per token of all query heads."""
+    kv_heads: int
+    head_dim: int
     linears: tuple[Linear, ...]
     """Linear layers of all blocks."""
     block_tensors: tuple[int, ...]
@@ -72,6 +74,8 @@ class ModelShape:
             layers=len(layers),
             vocab=text.vocab_size,
             query_size=heads * head_dim,
+            kv_heads=getattr(text, "num_key_value_heads", None) or heads,
+            head_dim=head_dim,
             linears=tuple(linear for block in linears for linear in block),
             block_tensors=tuple(inside.values()),
             root_tensors=tuple(p.numel() for p in ([*outside, head] if is_tied else outside)),
@@ -83,6 +87,11 @@ class ModelShape:
     def linear_weights(self) -> int:
         """Number of weights of the linear layers in all blocks, without biases."""
         return sum(linear.inputs * linear.outputs for linear in self.linears)
+
+    @property
+    def max_outputs(self) -> int:
+        """Largest number of outputs of a linear layer in a block."""
+        return max(linear.outputs for linear in self.linears)
 
     @property
     def block_parameters(self) -> int:

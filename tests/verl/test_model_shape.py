@@ -58,7 +58,8 @@ def test_every_tensor_is_counted(name: str) -> None:
 def test_the_shape_of_a_published_model() -> None:
     """Qwen2.5-7B, computed by hand: 28 query and 4 key heads of 128, MLPs of 18,944."""
     shape = shape_of("Qwen2.5-7B")
-    assert shape.query_size == 3584
+    assert (shape.query_size, shape.kv_heads * shape.head_dim) == (3584, 512)
+    assert shape.max_outputs == 18944
     block = 3584 * (2 * 3584 + 2 * 512 + 3 * 18944)
     assert shape.linear_weights == 28 * block
     assert shape.last_linear_weights == 28 * 3584 * 18944

@@ -161,8 +161,7 @@ def test_below_an_adapter_frozen_weights_cost_half_the_backward(role: Role) -> N
         len(inputs().target_positions),
     )
     forward, backward = counted(module, *([1.0] if role is Role.ACTOR else []))
-    config = shape.config
-    kv_size = shape.query_size * config.num_key_value_heads // config.num_attention_heads
+    kv_size = shape.kv_heads * shape.head_dim
     to_qkv = shape.hidden * (shape.query_size + 2 * kv_size) + 3 * shape.hidden * RANK
     assert forward == flops.forward(LENGTHS, wanted)
     assert backward == flops.backward(LENGTHS, wanted) - 2 * to_qkv * sum(LENGTHS)
