@@ -201,7 +201,7 @@ def test_an_engine_other_than_vllm_takes_no_share(on_gpu: bool) -> None:
     config.actor_rollout_ref.rollout.gpu_memory_utilization = 0.1  # too little for vLLM
     given = replace(setting("Qwen2.5-7B", here), on_gpu=on_gpu)
     estimated = {}
-    for name in ("remote", "transformers", "own.py:Engine"):
+    for name in ("remote", "transformers"):
         config.actor_rollout_ref.rollout.name = name
         estimated[name] = estimate(config, given)
         needs = [need for need in estimated[name].needs if need.name.startswith("engine")]
