@@ -40,6 +40,7 @@ class Feature:
 
 FEATURES = (
     Feature("data.rollouts", ("recorded.py",)),
+    Feature("data.weight_column", ("weighted.py",)),
     Feature("trainer.rollout_data_dir", ("record.py",)),
     Feature("trainer.trace", ("trace.py",)),
     Feature("trainer.time_limit", ("stopping.py",)),
