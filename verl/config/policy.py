@@ -158,6 +158,11 @@ class ActorConfig:
     """Mask observation tokens in the loss; false also trains on documents (ablation)."""
 
     @property
+    def kl_in_loss(self) -> bool:
+        """Whether KL to the reference is a term of the policy loss."""
+        return self.use_kl_loss and self.kl_loss_coef > 0
+
+    @property
     def correction(self) -> Correction:
         """The settings of `rollout_correction`, with defaults."""
         return Correction(**self.rollout_correction)
@@ -228,6 +233,11 @@ class RolloutConfig:
     """Further arguments for vLLM's engine, passed on as they are: {enforce_eager: true}. Without a
     correction, quantized weights or caches are refused (docs/guides/rollouts.md)."""
     val_kwargs: ValSamplingConfig = field(default_factory=ValSamplingConfig)
+
+    @property
+    def num_weight_versions(self) -> int:
+        """Maximum number of weight versions kept available to engines at once."""
+        return 2 if self.max_staleness else 1
 
     @property
     def weights_dir(self) -> str | None:

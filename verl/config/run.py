@@ -66,21 +66,15 @@ class Config:
         return not self.actor_rollout_ref.actor.use_kl_loss and self.algorithm.kl_ctrl.kl_coef > 0
 
     @property
-    def kl_in_loss(self) -> bool:
-        """Whether KL to the reference is a term of the policy loss."""
-        actor = self.actor_rollout_ref.actor
-        return actor.use_kl_loss and actor.kl_loss_coef > 0
-
-    @property
     def needs_reference(self) -> bool:
         """Whether the run needs a frozen reference policy."""
-        return self.kl_in_reward or self.kl_in_loss
+        return self.kl_in_reward or self.actor_rollout_ref.actor.kl_in_loss
 
     @property
     def needs_every_trajectory(self) -> bool:
         """Whether updates include zero-advantage trajectories: other loss terms need them."""
         actor = self.actor_rollout_ref.actor
-        has_terms = self.kl_in_loss or actor.entropy_coeff != 0 or actor.llds_coef > 0
+        has_terms = actor.kl_in_loss or actor.entropy_coeff != 0 or actor.llds_coef > 0
         return has_terms or is_path(actor.policy_loss)  # a loss that we do not know
 
     @property
@@ -103,11 +97,6 @@ class Config:
         return min((self.max_turns + 1) * data.max_response_length, data.max_model_len)
 
     @property
-    def overlong_length(self) -> int:
-        """Number of policy tokens over which the overlong penalty rises."""
-        return max(1, self.max_policy_tokens // 5)  # as in DAPO: 4,096 of 20,480
-
-    @property
     def val_sampling(self) -> ValSamplingConfig:
         """Sampling parameters of validation."""
         rollout = self.actor_rollout_ref.rollout
@@ -116,21 +105,9 @@ class Config:
         return rollout.val_kwargs
 
     @property
-    def shares_base(self) -> bool:
-        """Whether policy and critic are adapters of one base model, which is loaded once."""
-        policy, critic = self.actor_rollout_ref.model, self.critic.model
-        is_same = critic.path in (None, policy.path) and not self.placement.is_apart("critic")
-        return policy.has_adapter and critic.has_adapter and is_same
-
-    @property
     def critic_path(self) -> str:
         """Folder of the weights from which the critic starts."""
         return self.critic.model.path or self.actor_rollout_ref.model.path
-
-    @property
-    def num_weight_versions(self) -> int:
-        """Maximum number of weight versions kept available to engines at once."""
-        return 2 if self.actor_rollout_ref.rollout.max_staleness else 1
 
     @property
     def num_trajectories(self) -> int:

@@ -246,11 +246,12 @@ def wait_for_file(path: Path) -> bool:
 
 def shared_memory_problems(config: Config) -> list[UserError]:
     """Check the space for the weights that ranks pass to engines in the node's shared memory."""
-    if config.actor_rollout_ref.rollout.weights_dir is not None or not config.samples_rollouts:
+    section = config.actor_rollout_ref
+    if section.rollout.weights_dir is not None or not config.samples_rollouts:
         return []
     if not chosen(config).is_whole or not SHARED_MEMORY.is_dir():
         return []
-    needed = config.num_weight_versions * weight_bytes(config.actor_rollout_ref.model.path)
+    needed = section.rollout.num_weight_versions * weight_bytes(section.model.path)
     free = shutil.disk_usage(SHARED_MEMORY).free
     if free >= needed:
         return []

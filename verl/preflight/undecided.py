@@ -10,7 +10,7 @@ from typing import Any
 
 from verl.config import Config
 from verl.config.policy import SELECTIVE
-from verl.training.roles import has_critic
+from verl.training.roles import has_critic, shares_base
 
 ACTOR = "actor_rollout_ref.actor.fsdp_config"
 REFERENCE = "actor_rollout_ref.ref.fsdp_config"
@@ -61,7 +61,7 @@ def undecided_offloads(config: Config) -> list[str]:
     sections = [ACTOR]
     if config.needs_reference and not config.actor_rollout_ref.model.has_adapter:
         sections.append(REFERENCE)
-    if has_critic(config) and not config.shares_base:
+    if has_critic(config) and not shares_base(config):
         sections.append(CRITIC)
     prefixes = tuple(sections)
     return [k for k in undecided(config) if k.startswith(prefixes)]
@@ -75,7 +75,7 @@ def fill_undecided(config: Config, chosen: Mapping[str, Any] | None = None) -> C
     """
     result = with_options(config, chosen or {})
     for key in undecided(result):
-        source = key.replace(CRITIC, ACTOR) if config.shares_base else key
+        source = key.replace(CRITIC, ACTOR) if shares_base(config) else key
         result = with_options(result, {key: bool(attrgetter(source)(result))})
     return with_options(result, dict.fromkeys(undecided(result, MEMORY_FOR_SPEED), True))
 

@@ -101,9 +101,9 @@ def shaped_scores(batch: TokenBatch, config: Config) -> tuple[Tensor, Metrics]:
     if not shaping.enable:
         return scores, {}
     lengths = segment_sum(batch.tokens["policy_mask"].long(), batch.offsets)
-    penalty = overlong_penalty(
-        lengths, config.max_policy_tokens, config.overlong_length, shaping.penalty_factor
-    )
+    longest = config.max_policy_tokens
+    buffer = max(1, longest // 5)  # as in DAPO: 4,096 of 20,480
+    penalty = overlong_penalty(lengths, longest, buffer, shaping.penalty_factor)
     return scores - penalty, {
         "reward/overlong_penalty": float(penalty.mean()),
         "reward/overlong_share": float((penalty > 0).float().mean()),

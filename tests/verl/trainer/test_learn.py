@@ -156,10 +156,10 @@ def test_overlong_trajectories_lose_score_by_policy_tokens() -> None:
 
 
 def test_overlong_bounds_follow_the_budgets() -> None:
-    """Default maximum: all turns at full length, up to the context; the buffer is a fifth of it."""
+    """The maximum: all turns at full length, up to the context."""
     config = Config()
     config.max_turns, config.data.max_response_length = 2, 500
-    assert (config.max_policy_tokens, config.overlong_length) == (1500, 300)
+    assert config.max_policy_tokens == 1500
     config.max_turns = 100
     assert config.max_policy_tokens == config.data.max_model_len
 

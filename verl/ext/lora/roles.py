@@ -23,7 +23,7 @@ from verl.ext.lora.model import (
 from verl.model_files import model_errors
 from verl.remote_code import trusts_remote_code
 from verl.training.fsdp import FsdpModel
-from verl.training.roles import Roles, has_critic
+from verl.training.roles import Roles, has_critic, shares_base
 
 
 @dataclass
@@ -35,7 +35,7 @@ class AdaptedRoles(Roles):
 
     @property
     def _shares_base(self) -> bool:
-        return self.has_critic and self.config.shares_base
+        return self.has_critic and shares_base(self.config)
 
     def dtype_of(self, model: BlocksConfig) -> torch.dtype:
         """Return the compute dtype for the frozen base of an adapter."""

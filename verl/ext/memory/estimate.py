@@ -211,7 +211,7 @@ def node_needs(config: Config, policy: ModelShape, item: int, on_gpu: bool) -> I
         yield Need(Memory.DEVICE, "weights in transfer, in two buffers", buffers, sync)
         return
     yield Need(Memory.SHARED, "weights for the engines", size, LOADED)
-    if config.num_weight_versions > 1:
+    if config.actor_rollout_ref.rollout.num_weight_versions > 1:
         yield Need(Memory.SHARED, "previous version of the weights", size, LOADED)
     else:
         yield Need(Memory.SHARED, "next weight file", min(size, SHARD_BYTES), sync)

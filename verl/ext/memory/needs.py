@@ -17,7 +17,7 @@ from verl.rollout.interface import chosen
 from verl.rollout.vllm_settings import batched_tokens
 from verl.training.budgets import TokenBudgets, actor_budgets, critic_budgets
 from verl.training.devices import DTYPES
-from verl.training.roles import has_critic
+from verl.training.roles import has_critic, shares_base
 
 FLOAT = 4
 """Bytes of a float32 value: master weights, gradients, moments."""
@@ -149,7 +149,7 @@ def held_models(
         forward |= {Phase.REF_LOG_PROBS, *critic_phases}
         frozen = item * policy.parameters()
         trained = policy.adapter(model.lora_rank, model.target_modules)
-        if has_critic(config) and config.shares_base:
+        if has_critic(config) and shares_base(config):
             trained += critic_adapter
     models = [
         HeldModel("actor", policy, True, frozen, trained, section.actor.fsdp_config,
@@ -161,7 +161,7 @@ def held_models(
                       FsdpConfig(section.ref.fsdp_config.param_offload, False),
                       frozenset({Phase.REF_LOG_PROBS}))
         )  # fmt: skip
-    if has_critic(config) and not config.shares_base:
+    if has_critic(config) and not shares_base(config):
         has_adapter = critic_options.has_adapter
         frozen = item * critic.parameters() if has_adapter else 0
         all_values = critic.parameters(with_head=False) + critic.hidden

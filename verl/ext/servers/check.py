@@ -63,10 +63,11 @@ def server_problems(
 
 def _folder_problem(config: Config) -> ResourceError | None:
     """Return why `weights_dir` cannot hold the weight versions that exist at the same time."""
-    if config.actor_rollout_ref.rollout.weights_dir is None:
+    section = config.actor_rollout_ref
+    if section.rollout.weights_dir is None:
         return None
-    folder = Path(config.actor_rollout_ref.rollout.weights_dir).absolute()
-    needed = config.num_weight_versions * weight_bytes(config.actor_rollout_ref.model.path)
+    folder = Path(section.rollout.weights_dir).absolute()
+    needed = section.rollout.num_weight_versions * weight_bytes(section.model.path)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         NodeFolder(new_path(folder)).close()
