@@ -65,7 +65,7 @@ def build(options: AuditOptions) -> int:
 def audit(questions: Sequence[Question], options: AuditOptions) -> list[Audited]:
     """Search for each question, and scan the corpus for the answers. Raises DataError, ToolError.
 
-    The server must serve the same corpus, which is not checked beyond the documents' ids.
+    The server must serve the same corpus, which is checked by the first document that it finds.
     """
     normalize = RULES[options.normalize]
     try:

@@ -13,6 +13,7 @@ import pyarrow
 import pyarrow.parquet
 
 from search_r1.datasets.question import Question, RecordLocation, read_question
+from search_r1.inference.dialogue import question_of
 from verl.data.records import BadRow
 from verl.data.rows import Row, check_row, read_records
 from verl.errors import ConfigError, DataError, explain
@@ -63,10 +64,10 @@ def _questions(path: Path) -> Iterator[Question | BadRow]:
 def _question_of_row(row: Row | BadRow, location: RecordLocation) -> Question | BadRow:
     if isinstance(row, BadRow):
         return row
-    text = row.extra_info.get("question")
-    if not isinstance(text, str) or not text.strip():
+    if not (text := question_of(row)):
+        got = row.extra_info.get("question")
         expected, fix = "the question alone, beside the prompt", "add a column question"
-        return BadRow.at(location.file, row.number, "extra_info.question", text, expected, fix)
+        return BadRow.at(location.file, row.number, "extra_info.question", got, expected, fix)
     return Question(row.uid, text, row.ground_truth, row.data_source, "", location)
 
 

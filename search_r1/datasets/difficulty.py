@@ -15,6 +15,7 @@ import pyarrow
 from search_r1.datasets.columns import Columns, by_set, read_questions, targets, write_columns
 from search_r1.datasets.command import DifficultyOptions
 from search_r1.datasets.question import Question
+from search_r1.evaluation.samples import FAILED
 from search_r1.evaluation.store import read_evaluation
 from search_r1.plain import markdown_table
 from verl.errors import ConfigError, DataError, explain
@@ -43,11 +44,15 @@ def build(options: DifficultyOptions) -> int:
 
 
 def read_scores(options: DifficultyOptions) -> Scores:
-    """Pool the samples of all evaluations. Raises DataError for an unfinished one."""
+    """Pool the samples of all evaluations, but for failed ones, which say nothing of the model.
+
+    Raises DataError for an unfinished evaluation.
+    """
     scores: dict[tuple[str, str], list[float]] = defaultdict(list)
     for folder in options.evaluations:
         for sample in read_evaluation(folder)[1]:
-            scores[sample.data_source, sample.question].append(sample.em)
+            if sample.status != FAILED:
+                scores[sample.data_source, sample.question].append(sample.em)
     return scores
 
 

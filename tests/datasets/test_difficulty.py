@@ -6,6 +6,7 @@ import pyarrow.parquet
 import pytest
 
 from search_r1.datasets.command import build
+from search_r1.evaluation.samples import FAILED
 from search_r1.evaluation.store import Store
 from tests.datasets.collection import write_jsonl
 from tests.evaluation.scripted import sample
@@ -14,8 +15,8 @@ from tests.evaluation.test_tables import MANIFEST
 QUESTIONS = ["Who is first?", "Who is second?"]
 
 
-def evaluation(folder: Path, ems: list[list[float]]) -> Path:
-    """Write a finished evaluation with several samples of each question."""
+def evaluation(folder: Path, ems: list[list[float | None]]) -> Path:
+    """Write a finished evaluation with several samples of each question; None is a failure."""
     n = len(ems[0])
     manifest = MANIFEST | {
         "data": {**MANIFEST["data"], "num_rows": len(ems)},
@@ -25,7 +26,9 @@ def evaluation(folder: Path, ems: list[list[float]]) -> Path:
         for row, scores in enumerate(ems):
             for number, em in enumerate(scores):
                 question = QUESTIONS[row]
-                store.append(sample(f"f#{row}", em, number=number, question=question))
+                status = FAILED if em is None else "answered"
+                store.append(sample(f"f#{row}", em or 0.0, number=number, question=question,
+                                    status=status))  # fmt: skip
     return folder
 
 
@@ -41,9 +44,9 @@ def rows(tmp_path: Path, questions: list[str]) -> str:
 def test_pass_rates_are_shares_of_all_samples(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The samples of two evaluations are pooled; other columns stay."""
+    """The samples of two evaluations are pooled, but for failed ones; other columns stay."""
     one = evaluation(tmp_path / "one", [[1, 0, 0, 0], [0, 0, 0, 0]])
-    two = evaluation(tmp_path / "two", [[1, 1], [0, 0]])
+    two = evaluation(tmp_path / "two", [[1, 1, None], [None, 0, 0]])
     file, out = rows(tmp_path, QUESTIONS), tmp_path / "rated"
     arguments = ["--evaluations", str(one), str(two), "--local_dir", str(out)]
     assert build("difficulty", [file, *arguments]) == 0

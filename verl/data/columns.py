@@ -1,7 +1,7 @@
 """Choosing training rows by further columns of their files."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -43,7 +43,8 @@ class Columns:
                 fix = f"add it, or name one of: {known}"
                 got = f"{missing[0]}, which row {row.number} has not"
                 raise DataError(explain(option, got, expected, fix))
-        kept = [row for row in rows if all(self._has(row, name) for name in self.wanted)]
+        tests = {name: _test(name, wanted) for name, wanted in self.wanted.items()}
+        kept = [r for r in rows if all(test(r.extra_info[name]) for name, test in tests.items())]
         if rows and not kept:
             seen = {name: self._values(rows, name) for name in self.wanted}
             fix = "choose values that the rows have"
@@ -51,13 +52,6 @@ class Columns:
         for row in kept:
             self._check_weight(row)
         return kept
-
-    def _has(self, row: Row, name: str) -> bool:
-        wanted, value = self.wanted[name], row.extra_info[name]
-        if isinstance(wanted, Mapping):
-            return _is_number(value) and value in _bounds(name, wanted)
-        values = wanted if isinstance(wanted, list | tuple) else [wanted]
-        return any(v == value and isinstance(v, bool) == isinstance(value, bool) for v in values)
 
     def _values(self, rows: Sequence[Row], name: str) -> str:
         """Return the first different values of a column as text."""
@@ -75,6 +69,16 @@ class Columns:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _test(name: str, wanted: Any) -> Callable[[Any], bool]:
+    """Return whether a value of a column is wanted. Raises DataError for impossible bounds."""
+    if isinstance(wanted, Mapping):
+        bounds = _bounds(name, wanted)
+        return lambda value: _is_number(value) and value in bounds
+    values = wanted if isinstance(wanted, list | tuple) else [wanted]
+    pairs = [(wanted, isinstance(wanted, bool)) for wanted in values]  # in Python, True equals 1
+    return lambda value: (value, isinstance(value, bool)) in pairs
 
 
 def _bounds(name: str, wanted: Mapping[str, Any]) -> Bounds:

@@ -135,8 +135,11 @@ def load_prompts(
     malformed rows, and if no prompt is left.
     """
     limit = config.data.max_start_length
-    rows = columns.matching(load_rows(files, columns=columns.names))
-    rows = choose(rows, num_rows, config.trainer.seed)
+    rows = load_rows(files, columns=columns.names)
+    matching = columns.matching(rows)
+    if columns.wanted:
+        logger.info("data.filter: %d of %d rows", len(matching), len(rows))
+    rows = choose(matching, num_rows, config.trainer.seed)
     rows = neutral_rows(rows, reserved)
     if hopeless := [row.uid for row in rows if not any(map(can_be_given, row.ground_truth))]:
         logger.warning("%d of %d rows have no answer that exact match can accept, such as %s",
