@@ -49,7 +49,7 @@ class Terminal:
             elif language == "bash":
                 outputs.append(self.run_checked(text))
             elif language == "python":
-                (self.checkout / "block.py").write_text(text)
+                (self.checkout / "block.py").write_text(self.on_free_port(text))
                 outputs.append(self.run_checked("python -m tests.nightly.pages.program block.py"))
         return "".join(outputs)
 
@@ -66,9 +66,7 @@ class Terminal:
         url = f"http://127.0.0.1:{self.port}"
         environment = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
         environment |= {"PORT": self.port, "RETRIEVER_URL": f"{url}/retrieve", **self.variables}
-        text = block.replace("127.0.0.1:8000", f"127.0.0.1:{self.port}").replace(
-            "sleep 5", "sleep 1"
-        )
+        text = self.on_free_port(block).replace("sleep 5", "sleep 1")
         state, log = self.checkout / "state.sh", self.checkout / "log"
         script = f"[[ ! -e {state} ]] || source {state}\n{text}\nexport -p > {state}\n"
         with log.open("w") as file:
@@ -80,6 +78,10 @@ class Terminal:
             self.shells.append(shell)
             status = shell.wait(400)
         return status, log.read_text()
+
+    def on_free_port(self, block: str) -> str:
+        """Return a block with this terminal's port instead of 8000."""
+        return block.replace("127.0.0.1:8000", f"127.0.0.1:{self.port}")
 
     def stop(self) -> None:
         """Stop all processes in the background."""

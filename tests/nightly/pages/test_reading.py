@@ -77,16 +77,14 @@ def published(folder: Path) -> dict[str, bytes]:
 
 @pytest.mark.slow
 def test_readme(terminal: Terminal, tmp_path: Path) -> None:
-    """All blocks from `make demo` to the last line of Python, including the paper's recipe."""
+    """All blocks from `make demo` to the evaluation of the paper's recipe."""
     with serving_hub(published(tmp_path / "e5-base-v2")) as address:
         terminal.variables |= {"HF_ENDPOINT": address, "HF_HUB_OFFLINE": "0"}
         output = terminal.run_page(ROOT / "README.md")
     assert "stand-in: trained Qwen/Qwen2.5-3B" in output
-    assert "stand-in: trained meta-llama/Llama-3.2-3B" in output
-    assert "Submitted batch job 1" in output and "The capital of China is Beijing" in output
     assert "expected a search server" not in output
     for path in ("data/wiki-18/e5_Flat.index", "runs/evaluation/nq/metrics.json",
-                 "runs/base/metrics.json", "runs/from-python/model"):  # fmt: skip
+                 "runs/from-python/model"):  # fmt: skip
         assert (terminal.checkout / path).exists(), path
 
 
