@@ -1,8 +1,9 @@
 """Builds a BM25 or dense index of a jsonl corpus: `python -m search_r1.search.index_builder`.
 
 The index is written to `SAVE_DIR/bm25/` or `SAVE_DIR/<name>_<faiss_type>.index/`, with a manifest
-of what it was built from. After an interruption, the same command resumes the build; see
-docs/guides/retrieval.md. The builders are in `search_r1.retrieval.index`.
+of what it was built from; `--to` fills a collection of a distributed engine instead. After an
+interruption, the same command resumes the build; see docs/guides/retrieval.md. The builders are in
+`search_r1.retrieval.index`.
 """
 
 import importlib
@@ -11,16 +12,19 @@ import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Annotated
 
 from search_r1.options import Bounds, run
 from search_r1.plain import configure_logging
 from search_r1.retrieval.errors import SetupError
+from verl.errors import explain, redact
 
 logger = logging.getLogger(__name__)
 
 BM25 = ("bm25_builder", "BM25 needs bm25s", "bm25s")
 DENSE = ("dense_builder", "a dense index needs FAISS", "faiss-cpu")
+REMOTE = ("remote_builder", "a collection needs numpy", "numpy")
 """Builder module, and the message and package to install if it cannot be imported."""
 FALLEN = (
     "it stored a checksum of every megabyte and is gone since 2026-11-28; the manifest has size "
@@ -37,7 +41,7 @@ class BuildConfig:
     """bm25, or a name for a dense index, such as e5"""
     corpus_path: str
     """jsonl file with id and contents"""
-    save_dir: str
+    save_dir: str = ""
     """folder in which the index is created"""
     model_path: str | None = None
     """encoder model, required for a dense index: folder, Hugging Face name, or `hash` (no model,
@@ -69,6 +73,9 @@ class BuildConfig:
     """documents between two saves: the most that a killed build has to repeat"""
     trust_remote_code: bool = False
     """run Python code that comes with a model"""
+    to: str | None = None
+    """collection of a distributed engine to fill instead: milvus://host:19530/collection,
+    milvus+https://host/collection or milvus:file.db/collection; its token is in INDEX_TOKEN"""
 
 
 def index_folder(save_dir: str | Path, method: str, faiss_type: str = "Flat") -> Path:
@@ -82,7 +89,13 @@ def build_index(config: BuildConfig) -> Path:
     from search_r1.retrieval.corpus import Corpus  # noqa: PLC0415 - numpy, for which --help waits
     from search_r1.retrieval.manifest import FILE_NAME  # noqa: PLC0415 - as above
 
+    if bool(config.to) == bool(config.save_dir):
+        got = f"--save_dir {config.save_dir!r} and --to {redact(config.to or 'nothing')}"
+        raise SetupError(explain("index", got, "one of them", "name a folder or a collection"))
     corpus = Corpus.open(config.corpus_path)
+    if config.to:
+        _import(REMOTE).fill(config, corpus)
+        return Path(config.to)
     folder = index_folder(config.save_dir, config.retrieval_method, config.faiss_type)
     is_free = not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))
     if not is_free and not (folder / FILE_NAME).is_file():  # for example a downloaded index
@@ -90,14 +103,18 @@ def build_index(config: BuildConfig) -> Path:
             f"{folder} exists and has no {FILE_NAME}, expected nothing or an index that "
             "index_builder made, which would be replaced; fix: another --save_dir, or move it away"
         )
-    name, message, package = BM25 if config.retrieval_method == "bm25" else DENSE
-    try:  # imported here, because each builder needs packages of its own
-        builder = importlib.import_module(f"search_r1.retrieval.index.{name}")
-    except ImportError as error:
-        raise SetupError(f"{message} ({error}); pip install {package}") from error
-    builder.build(config, corpus, folder)
+    _import(BM25 if config.retrieval_method == "bm25" else DENSE).build(config, corpus, folder)
     logger.info("index of %d documents is in %s", len(corpus), folder)
     return folder
+
+
+def _import(entry: tuple[str, str, str]) -> ModuleType:
+    """Import a builder; only now, because each needs packages of its own."""
+    name, message, package = entry
+    try:
+        return importlib.import_module(f"search_r1.retrieval.index.{name}")
+    except ImportError as error:
+        raise SetupError(f"{message} ({error}); pip install {package}") from error
 
 
 def _build(config: BuildConfig) -> int:

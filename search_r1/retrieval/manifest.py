@@ -111,7 +111,7 @@ class Manifest:
                 f"again: `{build_command(str(corpus_path), str(folder.parent), self.engine)}`"
             )
 
-    def check_probe(self, folder: Path, encoder: str, probe: Sequence[float]) -> None:
+    def check_probe(self, folder: Path | str, encoder: str, probe: Sequence[float]) -> None:
         """Raise IndexMismatch unless `probe` equals the embedding at indexing (cosine >= 0.99)."""
         scale = math.hypot(*self.probe) * math.hypot(*probe)
         product = sum(x * y for x, y in zip(self.probe, probe, strict=False))

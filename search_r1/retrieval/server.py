@@ -57,12 +57,10 @@ def run(options: ServerOptions) -> int:
 def _document_finder(
     retriever: Retriever, corpus_path: str | None
 ) -> Callable[[str], Document | None] | None:
-    """Return a function that finds documents by id, or None without a corpus file.
-
-    It reads the backend's corpus, or else `corpus_path`, which is opened at the first call.
-    """
-    if isinstance(corpus := getattr(retriever, "corpus", None), Corpus):
-        return corpus.find
+    """Return what finds documents by id, in the backend's corpus or else the configured one."""
+    corpus = getattr(retriever, "corpus", None)
+    if corpus is not None and hasattr(corpus, "documents"):
+        return functools.partial(corpus.find)
     if corpus_path is None or not Path(corpus_path).is_file():
         return None
     lock, open_cached = threading.Lock(), functools.cache(Corpus.open)

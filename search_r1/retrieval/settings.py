@@ -97,7 +97,7 @@ class OnlineConfig:
     online_retries: Annotated[int, Bounds(0)] = 4
     """retries of a failed request"""
     online_timeout: Annotated[float, Bounds(0.1)] = 15.0
-    """seconds for one request, or for all pages of one search"""
+    """seconds for one request (milvus: too), or for all pages of one search"""
     online_cache: str | None = None
     """sqlite file that caches the service's responses"""
     page_text: bool = False
@@ -132,7 +132,7 @@ class RetrieverConfig:
     corpus_path: str | None = None
     """jsonl file with id and contents"""
     index_path: str | None = None
-    """index, or the folder that contains it; without it, bm25 builds one beside the corpus"""
+    """index, its folder, or milvus://host:19530/collection; bm25 builds one beside the corpus"""
     verify: bool = False
     """before serving, read every row instead of a sample, and compare index and corpus with the
     hashes in the index's manifest"""

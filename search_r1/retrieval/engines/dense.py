@@ -65,28 +65,29 @@ class DenseEngine:
         if not queries:
             return []
         with stage("encode"):
-            vectors = self._encode(queries)
+            vectors = encode_queries(self._encoder, queries)
         with stage("search"):
             scores, rows = self._index.search(vectors, k)
         with stage("documents"):
             documents = iter(self.corpus.documents([row for ranked in rows for row in ranked]))
             return [[Hit(next(documents), score) for score in ranked] for ranked in scores]
 
-    def _encode(self, queries: Sequence[str]) -> Vectors:
-        """Return vectors (num_queries, dim); raises SetupError for one that is not finite."""
-        vectors = self._encoder.encode_queries(queries)
-        bad = np.flatnonzero(~np.isfinite(vectors).all(axis=1))
-        if len(bad):
-            raise SetupError(
-                f"encoder {self._encoder.name}: got a vector that is not finite for the query "
-                f"{queries[bad[0]][:80]!r}, expected numbers; fix: --encoder_dtype float32"
-            )
-        return vectors
-
     def info(self) -> dict[str, Any]:
         index = {**self._index.info(), "index": self._digest}
         corpus = asdict(self.corpus.fingerprint)
         return {**index, "encoder": self._encoder.info(), "corpus": corpus}
+
+
+def encode_queries(encoder: Encoder, queries: Sequence[str]) -> Vectors:
+    """Return vectors (num_queries, dim); raises SetupError for one that is not finite."""
+    vectors = encoder.encode_queries(queries)
+    bad = np.flatnonzero(~np.isfinite(vectors).all(axis=1))
+    if len(bad):
+        raise SetupError(
+            f"encoder {encoder.name}: got a vector that is not finite for the query "
+            f"{queries[bad[0]][:80]!r}, expected numbers; fix: --encoder_dtype float32"
+        )
+    return vectors
 
 
 def open_dense(config: RetrieverConfig, open_index: Callable[[Path], VectorIndex]) -> DenseEngine:

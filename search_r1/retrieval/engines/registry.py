@@ -41,11 +41,13 @@ FAISS = Backend(f"{PACKAGE}.faiss_index", install_command("dense"), ("encoder", 
 TORCH = Backend(f"{PACKAGE}.torch_flat", install_command("dense"), ("encoder", "torch"))
 LUCENE = Backend(f"{PACKAGE}.lucene", install_command("lucene"))
 ONLINE = Backend("search_r1.online.engine", install_command("online"), ("online",))
+MILVUS = Backend(f"{PACKAGE}.milvus", install_command("milvus"), ("encoder", "faiss", "online"))
 RERANKER = Backend(f"{PACKAGE}.rerank", install_command("dense"))
 DIAGNOSTICS = Backend(f"{PACKAGE}.diagnostics", reads=("diagnostics",))
 BACKENDS = {
     "bm25": Backend(f"{PACKAGE}.bm25", "pip install bm25s"),
     "lucene": LUCENE,
+    "milvus": MILVUS,
     **dict.fromkeys(("google", "serpapi", "brave", "serper", "tavily"), ONLINE),
     **dict.fromkeys(("empty", "random", "oracle"), DIAGNOSTICS),
     "replay": Backend(f"{PACKAGE}.replay", reads=("diagnostics",)),

@@ -4,7 +4,7 @@ import logging
 import re
 import struct
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,23 +13,27 @@ import numpy as np
 import numpy.typing as npt
 
 from search_r1.retrieval.corpus import Corpus
-from search_r1.retrieval.encoder import Encoder, HashEncoder, open_encoder
-from search_r1.retrieval.engines.dense import VECTORS_NAME, probe
+from search_r1.retrieval.encoder import Encoder, open_encoder
+from search_r1.retrieval.engines.dense import VECTORS_NAME
 from search_r1.retrieval.engines.faiss_index import check_gpu
 from search_r1.retrieval.engines.flat_file import reason_of
-from search_r1.retrieval.errors import IndexMismatch, SetupError
+from search_r1.retrieval.errors import SetupError
 from search_r1.retrieval.index import build_folder
 from search_r1.retrieval.index.embeddings import (
-    DTYPES,
     EmbeddingFile,
     Matrix,
     blocks,
     encode,
-    open_embeddings,
+)
+from search_r1.retrieval.index.encoding import (
+    build_key,
+    encoder_settings,
+    load_embeddings,
+    manifest_of,
 )
 from search_r1.retrieval.index.progress import progress
 from search_r1.retrieval.index_builder import BuildConfig
-from search_r1.retrieval.manifest import Manifest, utc_now
+from search_r1.retrieval.manifest import Manifest
 from search_r1.retrieval.settings import EncoderConfig
 from verl.files import fsync
 from verl.machine import format_bytes
@@ -46,16 +50,18 @@ SEED = 1234
 
 def build(config: BuildConfig, corpus: Corpus, folder: Path) -> None:
     """Embed and index all documents; raises CorpusError, SetupError or IndexMismatch."""
-    settings = _encoder_settings(config)
+    settings = encoder_settings(config)
+    if config.faiss_gpu:
+        check_gpu("train")
     encoder = open_encoder(settings[0], config.max_length)
-    manifest = _manifest(config, corpus, encoder)
+    manifest = manifest_of(config, corpus, encoder, MADE_WITH)
     check_factory(config.faiss_type, manifest.dim, len(corpus))
-    with build_folder.work_folder(folder, _build_key(config, manifest)) as work:
+    with build_folder.work_folder(folder, build_key(config, manifest)) as work:
         if config.embedding_path is None:
             matrix = _embed(config, corpus, manifest, encoder, settings, work)
         else:
             corpus.check_rows(whole=True)
-            matrix = _load_embeddings(Path(config.embedding_path), corpus, encoder, manifest.dim)
+            matrix = load_embeddings(Path(config.embedding_path), corpus, encoder, manifest.dim)
             _check_disk(config, work, manifest, embedded_bytes=0)
         ready = build_folder.fresh_folder(work / build_folder.READY_NAME)
         build_faiss(matrix, config.faiss_type, ready / VECTORS_NAME, on_gpu=config.faiss_gpu)
@@ -67,62 +73,6 @@ def build(config: BuildConfig, corpus: Corpus, folder: Path) -> None:
             embeddings.replace(saved)
             fsync(saved.parent)
             logger.info("the embeddings are in %s, for --embedding_path", saved)
-
-
-def _encoder_settings(config: BuildConfig) -> list[EncoderConfig]:
-    """Return the encoder settings of each device; raises SetupError for invalid options."""
-    if config.model_path is None:
-        raise SetupError(
-            f"--retrieval_method {config.retrieval_method} without --model_path; expected bm25, "
-            "or another name and an encoder, for example --model_path intfloat/e5-base-v2"
-        )
-    if config.embedding_dtype not in DTYPES:
-        raise SetupError(f"--embedding_dtype {config.embedding_dtype}; expected float32 or float16")
-    if config.faiss_gpu:
-        check_gpu("train")
-    settings = EncoderConfig(
-        config.model_path,
-        encoder_family=config.encoder_family,
-        pooling_method=config.pooling_method,
-        encoder_batch_size=config.batch_size,
-        encoder_dtype="float16" if config.use_fp16 else "float32",
-        trust_remote_code=config.trust_remote_code,
-    )
-    if not config.devices and config.model_path.partition(":")[0] == HashEncoder.name:
-        return [settings]
-    from search_r1.retrieval.engines.torch_flat import choose_devices  # noqa: PLC0415 - torch
-
-    return [replace(settings, encoder_device=name) for name in choose_devices(config.devices)]
-
-
-def _manifest(config: BuildConfig, corpus: Corpus, encoder: Encoder) -> Manifest:
-    probe_vector = probe(encoder)
-    return Manifest(
-        config.retrieval_method,
-        corpus.fingerprint,
-        len(corpus),
-        dtype=config.embedding_dtype,
-        encoder=encoder.name,
-        pooling=encoder.pooling,
-        dim=len(probe_vector),
-        probe=probe_vector,
-        factory=config.faiss_type,
-        max_length=config.max_length,
-        query_prefix=encoder.query_prefix,
-        passage_prefix=encoder.passage_prefix,
-        normalizes=encoder.normalizes,
-        created=utc_now(),
-        made_with=MADE_WITH,
-    )
-
-
-def _build_key(config: BuildConfig, manifest: Manifest) -> dict[str, object]:
-    """Return all that affects the embeddings: only a build with the same key may resume."""
-    facts = asdict(manifest)
-    names = ("corpus", "encoder", "probe", "pooling", "dtype", "max_length")
-    precision = "float16" if config.use_fp16 else "float32"
-    key = {name: facts[name] for name in names}
-    return key | {"precision": precision, "shard_rows": config.shard_rows}
 
 
 def _embed(
@@ -159,24 +109,6 @@ def _check_disk(config: BuildConfig, work: Path, manifest: Manifest, embedded_by
     index = manifest.count * bytes_per_vector(config.faiss_type, manifest.dim)
     parts = f"embeddings {format_bytes(embedded_bytes)}, index about {format_bytes(index)}"
     build_folder.check_disk(work, embedded_bytes + index, parts)
-
-
-def _load_embeddings(path: Path, corpus: Corpus, encoder: Encoder, dim: int) -> Matrix:
-    """Open embeddings; raises IndexMismatch if the first or last row is not the encoder's."""
-    matrix = open_embeddings(path, len(corpus), dim)
-    rows = [0, len(corpus) - 1]
-    expected = encoder.encode_passages([corpus[row].contents for row in rows])
-    loaded = np.asarray(matrix[rows], dtype=np.float32)
-    scale = np.linalg.norm(loaded, axis=1) * np.linalg.norm(expected, axis=1)
-    similarity = float(((loaded * expected).sum(axis=1) / np.maximum(scale, 1e-12)).min())
-    is_zero = not expected.any() and not loaded.any()
-    if similarity < 0.99 and not is_zero:
-        raise IndexMismatch(
-            f"embeddings {path} differ from what {encoder.name} computes for the first and "
-            f"last documents of the corpus (cosine {similarity:.3f}, expected 0.99); give the "
-            "--model_path, --max_length and --corpus_path they were made with"
-        )
-    return matrix
 
 
 def check_factory(factory: str, dim: int, count: int) -> None:

@@ -1,0 +1,234 @@
+"""Milvus as engine: a standalone server, a cluster, a cloud, or a local file of Milvus Lite.
+
+Vectors are compared by inner product, as in FAISS. Searches do not wait for other writers
+(consistency "Eventually"): a collection is not served before all of it is stored and loaded.
+"""
+
+import json
+import logging
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import grpc
+from pymilvus import DataType, MilvusClient, MilvusException
+from pymilvus.client.types import LoadState
+
+from search_r1.retrieval.encoders.families import Vectors
+from search_r1.retrieval.engines.remote import TOKEN, Address, Match, RemoteRetriever, open_remote
+from search_r1.retrieval.errors import CorpusError, SetupError, UpstreamRefused, UpstreamUnavailable
+from search_r1.retrieval.schema import Document
+from search_r1.retrieval.settings import FaissConfig, RetrieverConfig
+from verl.errors import explain, first_line
+
+logger = logging.getLogger(__name__)
+
+MAX_BYTES = 65_535
+"""Longest text that Milvus stores."""
+MAX_HITS = 16_384
+CONNECT_S = 5.0
+WRITE_S = 120.0
+"""Seconds for a connection, and for a write of a block."""
+ROWS_AT_ONCE = 4096
+MANIFEST = "search_r1.manifest"
+"""Property of a collection; Milvus Lite keeps no description."""
+STRONG, EVENTUALLY = "Strong", "Eventually"
+DEFAULT_NPROBE = 16
+FACTORIES: tuple[tuple[str, str, tuple[str, ...]], ...] = (
+    (r"Flat", "FLAT", ()),
+    (r"HNSW(\d+)", "HNSW", ("M",)),
+    (r"IVF(\d+),Flat", "IVF_FLAT", ("nlist",)),
+    (r"IVF(\d+),SQ8", "IVF_SQ8", ("nlist",)),
+    (r"IVF(\d+),PQ(\d+)", "IVF_PQ", ("nlist", "m")),
+    (r"AUTOINDEX", "AUTOINDEX", ()),
+)
+"""FAISS factory, Milvus' kind of index, and the parameters that the factory's numbers are."""
+CONSTRUCTION = {"HNSW": {"efConstruction": 360}, "IVF_PQ": {"nbits": 8}}
+TEXTS = ("id", "contents", "others")
+"""Text fields; `others` has title and text as JSON if `contents` does not give them."""
+
+
+class MilvusCollection:
+    """A collection of Milvus; the connection is shared by all threads."""
+
+    def __init__(self, client: MilvusClient, address: Address, timeout: float) -> None:
+        self._client, self._address, self._timeout = client, address, timeout
+        self._name = address.collection
+        with self._errors():
+            self.made_with = f"milvus {client.get_server_version(timeout=timeout)}"
+
+    def read_description(self) -> str | None:
+        with self._errors():
+            if not self._client.has_collection(self._name, timeout=self._timeout):
+                return None
+            facts = self._client.describe_collection(self._name, timeout=self._timeout)
+        return str(facts["properties"].get(MANIFEST, ""))
+
+    def create(self, description: str, factory: str, dim: int) -> None:
+        index = self._index(factory)
+        schema = MilvusClient.create_schema()
+        schema.add_field("row", DataType.INT64, is_primary=True)
+        for name in TEXTS:
+            schema.add_field(name, DataType.VARCHAR, max_length=MAX_BYTES)
+        schema.add_field("vector", DataType.FLOAT_VECTOR, dim=dim)
+        with self._errors():
+            self._client.create_collection(
+                self._name, schema=schema, properties={MANIFEST: description}, timeout=WRITE_S
+            )
+            try:  # now, since Milvus refuses parameters of an index only here
+                self._client.create_index(self._name, index, timeout=WRITE_S)
+            except MilvusException:
+                self._client.drop_collection(self._name, timeout=WRITE_S)
+                raise
+
+    def check_document(self, document: Document) -> None:
+        for name, text in zip(TEXTS, _texts(document), strict=True):
+            if len(text) > MAX_BYTES // 4 and len(text.encode()) > MAX_BYTES:
+                got = f"{len(text.encode())} bytes in document {document.id[:80]!r}"
+                expected, fix = f"at most {MAX_BYTES}, Milvus' limit", "split it into passages"
+                raise CorpusError(explain(name, got, expected, fix))
+
+    def insert(self, first_row: int, documents: Sequence[Document], vectors: Vectors) -> None:
+        rows = [
+            {"row": row, "vector": vector, **dict(zip(TEXTS, _texts(document), strict=True))}
+            for row, (document, vector) in enumerate(
+                zip(documents, vectors, strict=True), first_row
+            )
+        ]
+        with self._errors():
+            self._client.insert(self._name, rows, timeout=WRITE_S)
+
+    def delete_from(self, row: int) -> None:
+        with self._errors():
+            self._client.delete(self._name, filter=f"row >= {row}", timeout=WRITE_S)
+
+    def load(self) -> None:
+        with self._errors():
+            state = self._client.get_load_state(self._name, timeout=self._timeout)["state"]
+            if state != LoadState.Loaded:
+                logger.info("loading %s", self._address)
+                self._client.load_collection(self._name)
+
+    def store(self) -> None:
+        with self._errors():
+            self._client.flush(self._name)
+
+    def count(self, below: int | None = None) -> int:
+        condition = "" if below is None else f"row < {below}"
+        fields, level = ["count(*)"], {"consistency_level": STRONG}
+        with self._errors():
+            found = self._client.query(
+                self._name, condition, fields, timeout=self._timeout, **level
+            )
+        return int(found[0]["count(*)"])
+
+    def search(
+        self, vectors: Vectors, k: int, factory: str, config: FaissConfig
+    ) -> list[list[Match]]:
+        limit = min(k, MAX_HITS)
+        with self._errors():
+            found = self._client.search(
+                self._name,
+                data=vectors,
+                anns_field="vector",
+                limit=limit,
+                output_fields=["row"],
+                search_params={"metric_type": "IP", "params": _effort(factory, limit, config)},
+                consistency_level=EVENTUALLY,
+                timeout=self._timeout,
+            )
+        if factory == "Flat" and any(len(hits) < limit for hits in found):
+            raise UpstreamUnavailable(f"{self._address} did not search all of its passages")
+        return [[Match(hit["row"], float(hit["distance"])) for hit in hits] for hits in found]
+
+    def documents(self, rows: Sequence[int]) -> Mapping[int, Document]:
+        found: dict[int, Document] = {}
+        for start in range(0, len(rows), ROWS_AT_ONCE):
+            ids = [int(row) for row in rows[start : start + ROWS_AT_ONCE]]
+            found |= {item["row"]: _document(item) for item in self._query(f"row in {ids}")}
+        if len(found) < len(rows):
+            missing = f"{len(rows) - len(found)} of {len(rows)} passages"
+            raise UpstreamUnavailable(f"{self._address} did not return {missing}")
+        return found
+
+    def find(self, id: str) -> Document | None:
+        found = self._query(f"id == {json.dumps(id, ensure_ascii=False)}")
+        return _document(found[0]) if found else None
+
+    def _query(self, condition: str) -> list[dict[str, Any]]:
+        fields, level = ["row", *TEXTS], {"consistency_level": EVENTUALLY}
+        with self._errors():
+            return list(
+                self._client.query(self._name, condition, fields, timeout=self._timeout, **level)
+            )
+
+    def _index(self, factory: str) -> Any:
+        kind, parameters = read_factory(factory)
+        index = self._client.prepare_index_params()
+        index.add_index("vector", index_type=kind, metric_type="IP", params=parameters)
+        return index
+
+    def _errors(self) -> Any:
+        return translated(self._address)
+
+
+def read_factory(factory: str) -> tuple[str, dict[str, int]]:
+    """Return Milvus' kind of index and its parameters; raises SetupError if it has none."""
+    for pattern, kind, names in FACTORIES:
+        if found := re.fullmatch(pattern, factory):
+            numbers = dict(zip(names, map(int, found.groups()), strict=True))
+            return kind, numbers | CONSTRUCTION.get(kind, {})
+    expected = "Flat, HNSW64, IVF4096,Flat, IVF4096,SQ8, IVF4096,PQ64 or AUTOINDEX"
+    raise SetupError(explain("--faiss_type", factory, f"{expected} for Milvus", "name one of them"))
+
+
+@contextmanager
+def translated(address: Address) -> Iterator[None]:
+    """Turn Milvus' errors into an UpstreamRefused for a wrong token, else UpstreamUnavailable."""
+    try:
+        yield
+    except (MilvusException, grpc.RpcError) as error:
+        reason = first_line(getattr(error, "message", None) or error)
+        if "auth" in reason.lower() or "permission" in reason.lower():
+            fix = f"export {TOKEN}=user:password, or the token of a cloud"
+            expected = "a valid token"
+            raise UpstreamRefused(explain(str(address), reason, expected, fix)) from error
+        fix = "wait until the server is up, or correct the address"
+        raise UpstreamUnavailable(explain(str(address), reason, "an answer", fix)) from error
+
+
+def open_collection(address: Address, token: str | None, timeout: float) -> MilvusCollection:
+    """Connect to the server; raises a SearchError with the fix."""
+    if "://" not in address.server and not address.server.endswith(".db"):
+        fix = "milvus:folder/file.db/collection"
+        raise SetupError(explain("address", address.server, "a file that ends in .db", fix))
+    logging.getLogger("pymilvus").setLevel(logging.CRITICAL)  # it logs what it raises, too
+    with translated(address):
+        client = MilvusClient(address.server, token=token or "", timeout=CONNECT_S)
+    return MilvusCollection(client, address, timeout)
+
+
+def open_retriever(config: RetrieverConfig) -> RemoteRetriever:
+    return open_remote(config)
+
+
+def _effort(factory: str, limit: int, config: FaissConfig) -> dict[str, int]:
+    """Return how thoroughly an approximate index is searched."""
+    if factory.startswith("HNSW"):
+        return {"ef": max(config.ef_search or 0, limit, 64)}
+    return {"nprobe": config.nprobe or DEFAULT_NPROBE} if factory.startswith("IVF") else {}
+
+
+def _texts(document: Document) -> tuple[str, str, str]:
+    plain = Document.from_contents(document.id, document.contents)
+    others = "" if plain == document else json.dumps([document.title, document.text])
+    return document.id, document.contents, others
+
+
+def _document(item: Mapping[str, Any]) -> Document:
+    id, contents, others = (item[name] for name in TEXTS)
+    if not others:
+        return Document.from_contents(id, contents)
+    title, text = json.loads(others)
+    return Document(id, title, text, contents)
