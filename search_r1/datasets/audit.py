@@ -24,7 +24,7 @@ from search_r1.plain import markdown_table
 from search_r1.retrieval.corpus import Corpus
 from search_r1.retrieval.errors import SearchError
 from search_r1.retrieval.index.progress import progress
-from search_r1.rewards.normalize import RULES
+from search_r1.rewards.normalize import RULES, normalize_accepted
 from verl.errors import DataError, explain
 
 COLUMNS = {"answer_kind": pyarrow.string(), "evidence": pyarrow.string(),
@@ -72,7 +72,7 @@ def audit(questions: Sequence[Question], options: AuditOptions) -> list[Audited]
         corpus = Corpus.open(options.corpus_path)
         found = server_finder(options.retriever_url, options.topk)(questions)
         _check_served(corpus, found, options)
-        answers = {normalize(answer) for q in questions for answer in q.answers}
+        answers = {normalize_accepted(a, normalize) for q in questions for a in q.answers}
         num_processes = options.processes or os.cpu_count() or 1
         with progress("scan", "passages", len(corpus)) as report:
             titles = titles_by_answer(corpus, answers, options.normalize, num_processes, report)

@@ -22,7 +22,10 @@ from search_r1.rewards.normalize import (
     Normalize,
     contains,
     contains_answer,
+    normalize_accepted,
+    rule_of,
     words_between_spaces,
+    words_of,
 )
 
 BLOCK_ROWS = 20_000
@@ -61,7 +64,7 @@ class Evidence(StrEnum):
 
 def kind_of(question: str, answers: Sequence[str], normalize: Normalize) -> Kind:
     """Return what a question asks for, judged by its accepted answers."""
-    if {normalize(answer) for answer in answers} & OPPOSITES.keys():
+    if {normalize_accepted(answer, normalize) for answer in answers} & OPPOSITES.keys():
         return Kind.YES_NO
     return Kind.COMPARISON if contains_answer(question, answers, normalize) else Kind.SPAN
 
@@ -99,19 +102,21 @@ def word_frequency(corpus: Corpus, normalize: Normalize) -> Counter[str]:
     return Counter(word for text in texts for word in set(words_between_spaces(text)))
 
 
-def _scan(path: Path, rule: str, finder: AnswerFinder, rows: range) -> dict[str, set[str]]:
+def _scan(
+    path: Path, rule: str, finders: Mapping[Normalize, AnswerFinder], rows: range
+) -> dict[str, set[str]]:
     """Return the titles of the passages among `rows` that contain each answer."""
-    corpus, normalize = Corpus.open(path), RULES[rule]
     titles: dict[str, set[str]] = defaultdict(set)
-    for document in corpus.documents(rows):
-        for answer in finder.in_text(normalize(document.contents)):
-            titles[answer].add(page_name(document.title, normalize))
+    for document in Corpus.open(path).documents(rows):
+        for normalize, finder in finders.items():
+            for answer in finder.in_text(normalize(document.contents)):
+                titles[answer].add(page_name(document.title, RULES[rule]))
     return dict(titles)
 
 
 def page_name(title: str, normalize: Normalize) -> str:
     """Return a title as other pages mention it, normalised."""
-    return normalize(_QUALIFIER.sub("", title))
+    return normalize_accepted(_QUALIFIER.sub("", title), normalize)
 
 
 def titles_by_answer(
@@ -125,10 +130,16 @@ def titles_by_answer(
 
     `rule` names a rule of `RULES`. `report` is called with the number of passages so far.
     """
-    finder = AnswerFinder(answers, word_frequency(corpus, RULES[rule]))
+    by_rule: dict[Normalize, list[str]] = defaultdict(list)
+    for answer in answers:
+        by_rule[rule_of(answer, RULES[rule])].append(answer)
+    finders = {
+        normalize: AnswerFinder(some, word_frequency(corpus, normalize))
+        for normalize, some in by_rule.items()
+    }
     starts = range(0, len(corpus), BLOCK_ROWS)
     blocks = [range(start, min(start + BLOCK_ROWS, len(corpus))) for start in starts]
-    scan = partial(_scan, corpus.path, rule, finder)
+    scan = partial(_scan, corpus.path, rule, finders)
     titles: dict[str, set[str]] = defaultdict(set)
 
     def add(results: Iterable[Mapping[str, set[str]]]) -> None:
@@ -153,7 +164,7 @@ def evidence_of(
     `documents` are those of a search for the question, best first; ranks count from 1. `titles` are
     those of `titles_by_answer`.
     """
-    normalized = {normalize(answer) for answer in answers}
+    normalized = {normalize_accepted(answer, normalize) for answer in answers}
     if normalized & OPPOSITES.keys():
         return Evidence.UNKNOWN, None
     for rank, document in enumerate(documents, 1):
@@ -162,8 +173,10 @@ def evidence_of(
     found = [titles[answer] for answer in normalized if answer in titles]
     if not found:
         return Evidence.NOWHERE, None
-    pages = set().union(*found)
-    if any(mentions(normalize(document.contents), pages) for document in documents):
+    by_rule: dict[Normalize, set[str]] = defaultdict(set)
+    for page in set().union(*found):
+        by_rule[rule_of(page, normalize)].add(page)
+    if any(mentions(rule(d.contents), pages) for rule, pages in by_rule.items() for d in documents):
         return Evidence.LINKED, None
     return Evidence.CORPUS, None
 
@@ -171,7 +184,8 @@ def evidence_of(
 def mentions(text: str, pages: set[str]) -> bool:
     """Whether a normalised text contains the name of one of the pages as whole words."""
     words, lengths = text.split(), {len(page.split()) for page in pages} - {0}
-    return any(
+    unspaced = (page for page in pages if words_of(page) != page.split())
+    return any(contains(text, page) for page in unspaced) or any(
         " ".join(words[start : start + length]) in pages
         for length in lengths
         for start in range(len(words) - length + 1)

@@ -12,7 +12,7 @@ from operator import attrgetter
 
 from search_r1.evaluation.samples import FAILED, Sample
 from search_r1.rewards.f1 import token_f1
-from search_r1.rewards.normalize import RULES, matches_exactly, normalize_answer
+from search_r1.rewards.normalize import RULES, matches_exactly, normalize_accepted
 
 Part = Callable[[Sample], float]
 
@@ -32,7 +32,7 @@ class Measure:
 
 def is_near(query: str, question: str) -> bool:
     """Whether a query repeats the question: equal when normalised, or word F1 >= `NEAR`."""
-    if normalize_answer(query) == normalize_answer(question):
+    if normalize_accepted(query) == normalize_accepted(question):
         return True
     return token_f1(query, [question]) >= NEAR
 
@@ -44,7 +44,7 @@ def num_novel(sample: Sample) -> int:
 
 def num_repeated(sample: Sample) -> int:
     """Count the queries that repeat an earlier query of the dialogue when normalised."""
-    return len(sample.searches) - len({normalize_answer(s.query) for s in sample.searches})
+    return len(sample.searches) - len({normalize_accepted(s.query) for s in sample.searches})
 
 
 def _status(name: str) -> Part:

@@ -4,18 +4,33 @@ from collections import Counter
 from collections.abc import Sequence
 
 from search_r1.rewards.interface import RewardInput, RewardOutput, RewardScores
-from search_r1.rewards.normalize import Normalize, covers, normalize_answer
+from search_r1.rewards.normalize import (
+    Normalize,
+    covers,
+    normalize_answer,
+    normalized_pairs,
+    words_of,
+)
 
 
 def token_f1(
     answer: str, accepted: Sequence[str], normalize: Normalize = normalize_answer
 ) -> float:
-    """Return the best word F1 over the accepted answers (Rajpurkar et al. 2016), 0 to 1."""
-    words, best = Counter(normalize(answer).split()), 0.0
-    for gold in accepted:
-        gold_words = Counter(normalize(gold).split())
-        if num_common := (words & gold_words).total():
-            best = max(best, 2.0 * num_common / (words.total() + gold_words.total()))
+    """Return the best word F1 over the accepted answers (Rajpurkar et al. 2016), 0 to 1.
+
+    Characters of scripts without spaces between words count as words, as in CMRC 2018 and DRCD, if
+    the accepted answer has any.
+    """
+    best = 0.0
+    for text, gold in normalized_pairs(answer, accepted, normalize):
+        gold_words = words_of(gold)
+        is_spaced = gold_words == gold.split()
+        words, expected = (
+            Counter(text.split() if is_spaced else words_of(text)),
+            Counter(gold_words),
+        )
+        if num_common := (words & expected).total():
+            best = max(best, 2.0 * num_common / (words.total() + expected.total()))
     return best
 
 

@@ -24,7 +24,7 @@ from search_r1.agent.grammar import (
 )
 from search_r1.rewards.f1 import compare_answer
 from search_r1.rewards.interface import Origin, RewardInput, RewardOutput, RewardScores
-from search_r1.rewards.normalize import OPPOSITES, contains_answer
+from search_r1.rewards.normalize import OPPOSITES, contains_answer, normalize_accepted
 
 END_OF_SEQUENCE = (
     "<|im_end|>",
@@ -99,7 +99,11 @@ def documents(dialogue: RewardInput) -> Iterator[str]:
 def _is_retrieved(dialogue: RewardInput) -> bool:
     """Whether a document contains an accepted answer other than yes and no, which most contain."""
     normalize = dialogue.normalize
-    accepted = [gold for gold in dialogue.ground_truth if normalize(gold) not in OPPOSITES]
+    accepted = [
+        gold
+        for gold in dialogue.ground_truth
+        if normalize_accepted(gold, normalize) not in OPPOSITES
+    ]
     return any(contains_answer(text, accepted, normalize) for text in documents(dialogue))
 
 

@@ -2,13 +2,14 @@
 
 Every measure of an answer (EM, F1, cover-EM, whether a document holds an answer) uses one of these
 rules: `squad`, the published one and the default, or `unicode`, in which texts that look alike are
-equal.
+equal. The published rule is made for English: an accepted answer with letters of another script
+than the Latin one is always compared by `unicode` (see `rule_of`).
 """
 
 import re
 import string
 import unicodedata
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 
 Normalize = Callable[[str], str]
@@ -82,18 +83,54 @@ RULES: Mapping[str, Normalize] = MappingProxyType(
 """Rules by their name in ``reward_model.normalize``."""
 
 
+_OTHER_SCRIPT = re.compile(
+    "[^\x00-\u036f\u1d00-\u1eff\u2000-\u2bff\u2c60-\u2c7f\u2e00-\u2e7f\u3000-\u3004\u3008-\u3020"
+    "\u3030\ua700-\ua7ff\uab30-\uab6f\ud800-\uf8ff\ufb00-\ufb06\ufe00-\ufe6f\ufeff-\uff65\uffe0-\uffff"
+    "\U0001d000-\U0001ffff\U000e0000-\U0010ffff]"
+)
+"""A character of another script than the Latin one; not punctuation, a symbol or a Latin form."""
+
+
+def rule_of(accepted: str, normalize: Normalize = normalize_answer) -> Normalize:
+    """Return the rule that compares texts with an accepted answer.
+
+    It is `normalize` for an answer in Latin letters, whatever it is compared with, so that figures
+    of English data are those of the published rule. Example: ``北京`` is compared by `unicode`.
+    """
+    return normalize_unicode if _OTHER_SCRIPT.search(accepted) else normalize
+
+
+def normalize_accepted(accepted: str, normalize: Normalize = normalize_answer) -> str:
+    """Normalise an accepted answer by its own rule."""
+    return rule_of(accepted, normalize)(accepted)
+
+
+def normalized_pairs(
+    text: str, accepted: Sequence[str], normalize: Normalize
+) -> Iterator[tuple[str, str]]:
+    """Yield the text and an accepted answer, both by the answer's rule, for each of the answers."""
+    texts: dict[Normalize, str] = {}
+    for gold in accepted:
+        rule = rule_of(gold, normalize)
+        if rule not in texts:
+            texts[rule] = rule(text)
+        yield texts[rule], rule(gold)
+
+
 def matches_exactly(
     answer: str, accepted: Sequence[str], normalize: Normalize = normalize_answer
 ) -> bool:
     """Whether the answer equals an accepted one; an empty normalised answer equals none."""
-    normalized = normalize(answer)
-    return bool(normalized) and any(normalized == normalize(a) for a in accepted)
+    return any(text == gold != "" for text, gold in normalized_pairs(answer, accepted, normalize))
 
 
 MAX_EXTRA_WORDS = 16
 """Maximum words of an answer beyond those of the accepted answer that it contains."""
-OPPOSITES = {"yes": "no", "no": "yes"}
-"""Accepted answers that say nothing without the question."""
+OPPOSITES: Mapping[str, tuple[str, ...]] = MappingProxyType({
+    "yes": ("no",), "no": ("yes",),
+    "是": ("不", "否"), "否": ("是",), "对": ("不", "错"), "错": ("对",),
+})  # fmt: skip
+"""Accepted answers that say nothing without the question, with words that contradict them."""
 
 
 def covers(answer: str, accepted: Sequence[str], normalize: Normalize = normalize_answer) -> bool:
@@ -102,13 +139,11 @@ def covers(answer: str, accepted: Sequence[str], normalize: Normalize = normaliz
     At most `MAX_EXTRA_WORDS` further words are allowed, so that a list of candidates is no answer.
     An answer with both yes and no covers neither.
     """
-    text = normalize(answer)
-    words, length = text.split(), _length(text)
     return any(
         contains(text, gold)
-        and length <= _length(gold) + MAX_EXTRA_WORDS
-        and OPPOSITES.get(gold) not in words
-        for gold in map(normalize, accepted)
+        and len(words_of(text)) <= len(words_of(gold)) + MAX_EXTRA_WORDS
+        and not set(OPPOSITES.get(gold, ())) & set(words_of(text))
+        for text, gold in normalized_pairs(answer, accepted, normalize)
     )
 
 
@@ -116,8 +151,7 @@ def contains_answer(
     text: str, accepted: Sequence[str], normalize: Normalize = normalize_answer
 ) -> bool:
     """Whether the text contains an accepted answer as whole words, both normalised."""
-    normalized = normalize(text)
-    return any(contains(normalized, gold) for gold in map(normalize, accepted))
+    return any(contains(found, gold) for found, gold in normalized_pairs(text, accepted, normalize))
 
 
 def contains(text: str, gold: str) -> bool:
@@ -164,6 +198,9 @@ def _is_of_word(character: str) -> bool:
     return character.isalnum() or unicodedata.category(character)[0] == "M"
 
 
-def _length(text: str) -> int:
-    """Return the number of words; a character of a script without spaces counts as one."""
-    return len(_WITHOUT_SPACES.sub(" x ", text).split())
+def words_of(text: str) -> list[str]:
+    """Return the words of a normalised text; a character of a script without spaces is one.
+
+    Example: ``"1990年 paris"`` gives ``["1990", "年", "paris"]``.
+    """
+    return _WITHOUT_SPACES.sub(r" \g<0> ", text).split()

@@ -17,7 +17,7 @@ from search_r1.datasets.evidence import (
 )
 from search_r1.retrieval.corpus import Corpus
 from search_r1.retrieval.schema import Document
-from search_r1.rewards.normalize import RULES, contains_answer, normalize_answer
+from search_r1.rewards.normalize import RULES, contains, normalize_answer
 from tests.datasets.collection import write_jsonl
 
 PAGES = [
@@ -47,7 +47,7 @@ def test_answers_are_found_as_by_a_loop(
     """Every answer that the text contains is found, whatever words are thought to be rare."""
     normalize = RULES[rule]
     found = AnswerFinder(map(normalize, answers), frequency).in_text(normalize(text))
-    by_loop = {normalize(a) for a in answers if contains_answer(text, [a], normalize)}
+    by_loop = {gold for gold in map(normalize, answers) if contains(normalize(text), gold)}
     assert sorted(found) == sorted(by_loop)
 
 
@@ -120,3 +120,15 @@ def test_a_document_of_another_language_is_evidence() -> None:
     """An answer in a script without spaces is found within a sentence."""
     document = Document.from_contents("1", "中国的首都是北京")
     assert evidence_of(["北京"], [document], {}, normalize_answer) == (Evidence.TOPK, 1)
+
+
+def test_pages_and_mentions_in_another_script(tmp_path: Path) -> None:
+    """Punctuation and forms do not hide an answer, nor the name of a page within a sentence."""
+    pages = [("《红楼梦》", "作者是曹雪芹。"), ("小说", "一部是《红楼梦》。生于１７１５年。")]
+    corpus = corpus_of(tmp_path, pages)
+    answers = ["曹雪芹", "1715年", "鲁迅"]
+    titles = titles_by_answer(corpus, answers, "squad", 1, lambda done: None)
+    assert titles == {"曹雪芹": {"红楼梦"}, "1715年": {"小说"}}
+    found = corpus.documents([1])
+    assert evidence_of(["《曹雪芹》"], found, titles, normalize_answer) == (Evidence.LINKED, None)
+    assert evidence_of(["1715年"], found, titles, normalize_answer) == (Evidence.TOPK, 1)

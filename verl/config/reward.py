@@ -45,7 +45,8 @@ class RewardConfig:
     of `name`; every stage but the last needs an end."""
     normalize: str = option("squad", resume="experiment", choices=("squad", "unicode"))
     """Rule by which answers are compared: squad, the published one (ASCII punctuation), or unicode,
-    which also ignores Unicode's punctuation, invisible characters and forms of the same letter."""
+    which also ignores Unicode's punctuation, invisible characters and forms of the same letter, and
+    which always compares with answers that are not in Latin letters."""
     scores: dict[str, Any] = option(factory=dict, resume="logged")
     """Partial scores and costs by name: {structure_format_score: 0.2} for em_format
     (docs/guides/rewards.md)."""

@@ -7,12 +7,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from search_r1.rewards import REWARDS, RewardInput, RewardScores, build_reward
+from search_r1.rewards.f1 import token_f1
 from search_r1.rewards.interface import Origin
 from search_r1.rewards.normalize import (
     RULES,
     contains_answer,
+    covers,
+    matches_exactly,
     normalize_answer,
     normalize_unicode,
+    rule_of,
 )
 
 ALIKE = [
@@ -90,3 +94,70 @@ def test_a_document_is_searched_by_the_rule() -> None:
     document = "Die Stra\u00dfe Par\u00adis"
     assert contains_answer(document, ["STRASSE Paris"], normalize_unicode)
     assert not contains_answer(document, ["STRASSE Paris"])
+
+
+def em_before(answer: str, accepted: list[str]) -> bool:
+    """Return exact match by the published rule alone."""
+    return normalize_answer(answer) in {normalize_answer(gold) for gold in accepted} - {""}
+
+
+def f1_before(answer: str, accepted: list[str]) -> float:
+    """Return the published F1, by lists of words."""
+    best = 0.0
+    for gold in accepted:
+        words, left = normalize_answer(answer).split(), normalize_answer(gold).split()
+        total, before = len(words) + len(left), len(left)
+        for word in words:
+            if word in left:
+                left.remove(word)
+        best = max(best, 2 * (before - len(left)) / total if total else 0.0)
+    return best
+
+
+LATIN = st.text(st.characters(max_codepoint=0x2BFF, exclude_categories=("Cs",)).filter(
+    lambda c: not 0x370 <= ord(c) < 0x1D00 and not 0x1F00 <= ord(c) < 0x2000
+), max_size=12)  # fmt: skip
+
+
+@given(LATIN | st.sampled_from(["Paris\u3002", "\u5317\u4eac", "the 1990\u5e74"]), st.lists(LATIN))
+def test_answers_in_latin_letters_keep_the_published_figures(
+    answer: str, accepted: list[str]
+) -> None:
+    """EM and F1 are equal digit for digit, whatever the policy answers."""
+    assert matches_exactly(answer, accepted) == em_before(answer, accepted)
+    assert token_f1(answer, accepted) == f1_before(answer, accepted)
+
+
+@pytest.mark.parametrize(
+    ("answer", "gold", "f1"),
+    [
+        ("\u300a\u7ea2\u697c\u68a6\u300b", "\u7ea2\u697c\u68a6", 1.0),
+        ("\u5317\u4eac\u3002", "\u5317\u4eac", 1.0),
+        ("\uff11\uff19\uff19\uff10\u5e74", "1990\u5e74", 1.0),
+        ("\u5217\u592b\u00b7\u6258\u5c14\u65af\u6cf0", "\u5217\u592b\u6258\u5c14\u65af\u6cf0", 1.0),
+        ("\u0642\u0627\u0647\u0631\u0629\u061f", "\u0642\u0627\u0647\u0631\u0629", 1.0),
+        ("\u0926\u093f\u0932\u094d\u0932\u0940\u0964", "\u0926\u093f\u0932\u094d\u0932\u0940", 1.0),
+        ("\u00ab\u041c\u043e\u0441\u0441\u00bb", "\u043c\u043e\u0441\u0441", 1.0),
+        ("\u9996\u90fd\u5317\u4eac", "\u5317\u4eac\u5e02", 2 * 2 / 7),
+        ("\u4e0a\u6d77", "\u5317\u4eac", 0.0),
+    ],
+)  # fmt: skip
+def test_other_scripts_are_compared_by_the_unicode_rule(answer: str, gold: str, f1: float) -> None:
+    """By default, too; F1 counts characters of scripts without spaces as words."""
+    assert rule_of(gold) is normalize_unicode
+    assert matches_exactly(answer, [gold]) == (f1 == 1.0)
+    assert token_f1(answer, [gold]) == f1
+    assert contains_answer(f"x {answer} y", [gold]) == (f1 == 1.0)
+
+
+@pytest.mark.parametrize(
+    ("answer", "gold", "expected"),
+    [
+        ("\u662f\u7684", "\u662f", True),
+        ("\u4e0d\u662f", "\u662f", False),
+        ("No, yes", "yes", False),
+    ],
+)
+def test_yes_and_no_are_not_covered_together(answer: str, gold: str, expected: bool) -> None:
+    """In Chinese as in English."""
+    assert covers(answer, [gold]) == expected
