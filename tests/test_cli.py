@@ -44,7 +44,6 @@ COMMANDS = {
     "evaluate compare": "a-folder another",
     "checkpoint export": "a-folder --out another",
     **dict.fromkeys((f"data {name}" for name in RECIPES), ""),
-    "data own_corpus": "a-folder",
 }
 """All commands with subcommands; each with the arguments without which it does not start."""
 

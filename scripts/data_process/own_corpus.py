@@ -1,4 +1,4 @@
-"""A folder of .txt and .md files as a corpus: `search-r1 data own_corpus` (docs/guides/data.md)."""
+"""Folders and files of texts as a corpus: `search-r1 data own_corpus` (docs/guides/data.md)."""
 
 import sys
 from pathlib import Path

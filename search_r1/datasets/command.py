@@ -112,12 +112,23 @@ class HotpotOptions:
 class CorpusOptions:
     """The texts to read and the corpus to write."""
 
-    folder: tyro.conf.Positional[Path]
-    """folder of texts in UTF-8, including subfolders"""
+    paths: tyro.conf.Positional[tuple[Path, ...]]
+    """folders of .txt, .md, .html and .pdf, and files of rows (jsonl of BEIR, KILT or other names,
+    tsv of DPR, parquet), also with .gz"""
     out: Path = Path("data/own/corpus.jsonl")
     """corpus file to write"""
     max_words: Annotated[int, Bounds(1)] = 100
     """maximum number of words in a passage, as in wiki-18"""
+    chunk_size: Annotated[int, Bounds(1)] | None = None
+    """maximum number of tokens in a passage, instead of --max_words; the title is not counted"""
+    tokenizer: str | None = None
+    """tokenizer that counts them: the encoder's folder or hub name, or a tokenizer.json"""
+    chunk_overlap: Annotated[int, Bounds(0)] = 0
+    """most words or tokens at the end of a passage that the next one repeats"""
+    keep_rows: bool = False
+    """leave rows of tables whole, with their ids, however long they are"""
+    drop_bad_rows: bool = False
+    """leave out files and rows that cannot be used, instead of refusing all"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,7 +174,7 @@ RECIPES: dict[str, tuple[type, str, str]] = {
     "qa_search_test_merge": (MergeOptions, "published:qa_search_test_merge",
                              "test questions of several sets for an agent"),
     "own_questions": (OwnOptions, "own:build", "questions of your own files"),
-    "own_corpus": (CorpusOptions, "own:build_corpus", "a folder of texts as a corpus"),
+    "own_corpus": (CorpusOptions, "own:build_corpus", "folders and files of texts as a corpus"),
     "small_hotpotqa": (HotpotOptions, "small_hotpotqa:build",
                        "HotpotQA questions with a small corpus"),
     "audit": (AuditOptions, "audit:build", "question files with columns that say where the "

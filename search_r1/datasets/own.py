@@ -30,7 +30,6 @@ from search_r1.datasets.question import (
     write_rows,
 )
 from search_r1.datasets.wording import PromptStyle, prompt_writer
-from search_r1.retrieval.index.passages import read_folder, write_corpus
 from verl.data.records import MAX_ROW_CHARS, BadRow, Record, check_kind, short_repr
 from verl.data.rows import read_records
 from verl.data.values import MISSING_CELLS, is_structure
@@ -62,8 +61,19 @@ def build(options: OwnOptions) -> int:
 
 
 def build_corpus(options: CorpusOptions) -> int:
-    """Write the texts of a folder as a corpus of passages. Raises SearchError."""
-    count = write_corpus(read_folder(options.folder, options.max_words), options.out)
+    """Write folders and files of texts as a corpus of passages. Raises SearchError."""
+    from search_r1.datasets.texts import building, cutting  # noqa: PLC0415 - not for questions
+
+    if not options.paths:
+        expected = "folders or files of texts"
+        raise ConfigError(explain("PATHS", "nothing", expected, "name one or more"))
+    cutter = cutting.choose(
+        options.max_words, options.chunk_size, options.tokenizer, options.chunk_overlap
+    )
+    count = building.write_corpus(
+        options.paths, options.out, cutter, keep_rows=options.keep_rows,
+        drop_bad=options.drop_bad_rows,
+    )  # fmt: skip
     logger.info("%s: %d passages", options.out, count)
     return 0
 

@@ -82,4 +82,4 @@ def test_unusable_folder_ends_with_status_2(
 ) -> None:
     """A folder without texts is one message, not a traceback."""
     assert build("own_corpus", [str(tmp_path), "--out", str(tmp_path / "c.jsonl")]) == 2
-    assert "has no .txt or .md file" in capsys.readouterr().err
+    assert f"{tmp_path}: got none, expected" in capsys.readouterr().err
