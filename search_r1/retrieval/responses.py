@@ -5,6 +5,7 @@ import re
 from typing import Any
 
 import httpx
+import orjson
 
 from search_r1.retrieval.errors import RetrieverRefused
 from search_r1.retrieval.schema import Document, from_wire
@@ -74,12 +75,19 @@ def parse_document(response: httpx.Response) -> Document:
 
 def parse_object(response: httpx.Response) -> dict[str, Any]:
     try:
-        parsed = json.loads(response.content)
+        parsed = _from_json(response.content)
     except (ValueError, RecursionError) as error:
         raise _outside_contract(response, str(error)) from error
     if not isinstance(parsed, dict):
         raise _outside_contract(response, f"{type(parsed).__name__}, not an object")
     return parsed
+
+
+def _from_json(content: bytes) -> Any:
+    try:
+        return orjson.loads(content)
+    except orjson.JSONDecodeError:  # it refuses NaN, half surrogate pairs and other encodings
+        return json.loads(content)
 
 
 def _outside_contract(response: httpx.Response, reason: str) -> InvalidResponse:

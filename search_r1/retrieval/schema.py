@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, dataclass
 from typing import Any
 
 TOKEN_VARIABLE = "RETRIEVER_TOKEN"
@@ -43,7 +43,7 @@ class Document:
         Names that other servers and corpora use are accepted (`IDS`, `TEXTS`). A row without an id
         gets `default_id`, or a hash of its contents. Raises KeyError or TypeError.
         """
-        if not isinstance(row, Mapping):
+        if not isinstance(row, dict | Mapping):  # the ABC's check of a dictionary is slow
             raise TypeError(f"the document is {type(row).__name__}, expected an object")
         id = _id(row, default_id)
         if row.get("contents") is None:
@@ -51,14 +51,14 @@ class Document:
             title = "" if row.get("title") is None else _text(row, "title")
             contents = f'"{title}"\n{text}' if title else text
             return cls(_content_id(contents) if id is None else id, title, text, contents)
-        document = cls.from_contents(id or "", _text(row, "contents"))
-        if id is None:
-            document = replace(document, id=_content_id(document.contents))
-        if "title" not in row and "text" not in row:
-            return document
-        title = document.title if row.get("title") is None else _text(row, "title")
-        text = document.text if row.get("text") is None else _text(row, "text")
-        return cls(document.id, title, text, document.contents)
+        contents = _text(row, "contents")
+        id = _content_id(contents) if id is None else id
+        if row.get("title") is None or row.get("text") is None:
+            split = cls.from_contents(id, contents)
+            title = split.title if row.get("title") is None else _text(row, "title")
+            text = split.text if row.get("text") is None else _text(row, "text")
+            return cls(id, title, text, contents)
+        return cls(id, _text(row, "title"), _text(row, "text"), contents)
 
     def well_formed(self) -> "Document":
         """Return a copy with lone surrogates, which break tokenizers, replaced by `?`."""
@@ -91,15 +91,17 @@ def from_wire(response: Mapping[str, Any]) -> list[list[Document]]:
 
 def _from_item(item: Any) -> Document:
     """Parse a document with or without its score; of some servers it is a plain text."""
-    document = item.get("document", item) if isinstance(item, Mapping) else item
+    document = item.get("document", item) if isinstance(item, dict) else item
     if isinstance(document, str):
-        others = item if isinstance(item, Mapping) else {}
+        others = item if isinstance(item, dict) else {}
         document = {"id": others.get("id"), "title": others.get("title"), "contents": document}
     return Document.from_mapping(document)
 
 
 def _id(row: Mapping[str, Any], default: str | None) -> str | None:
-    id = next((row[name] for name in IDS if row.get(name) is not None), default)
+    id = row.get("id")
+    if id is None:
+        id = next((row[name] for name in IDS if row.get(name) is not None), default)
     # Pandas makes floats of integers next to a null; larger floats have lost digits.
     if isinstance(id, float) and id.is_integer() and abs(id) < 1 << 53:
         id = int(id)

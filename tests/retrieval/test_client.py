@@ -323,6 +323,12 @@ def test_ill_formed_documents_are_repaired(url: str, script: Script) -> None:
     assert texts(ask(RetrievalClient(url), "q")) == ["\U0001f600 ?"]
 
 
+@pytest.mark.parametrize("score", [b"NaN", b"Infinity", b"123456789012345678901234567890"])
+def test_scores_that_only_some_json_readers_accept(url: str, script: Script, score: bytes) -> None:
+    script.body = b'{"result": [[{"document": {"id": 1, "contents": "a"}, "score": %b}]]}' % score
+    assert texts(ask(RetrievalClient(url), "q")) == ["a"]
+
+
 @pytest.mark.parametrize("name", ["bm25", "hash", "empty"])
 def test_line_18_merged_answers_are_serial_answers(
     name: str,
