@@ -13,7 +13,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Annotated
+from typing import Annotated, Literal
 
 from search_r1.options import Bounds, run
 from search_r1.plain import configure_logging
@@ -71,6 +71,9 @@ class BuildConfig:
     """index the embeddings in this file (.npy or raw values) instead of encoding the corpus"""
     shard_rows: Annotated[int, Bounds(1)] = 1024
     """documents between two saves: the most that a killed build has to repeat"""
+    analyzer: Literal["folded", "scripts"] | None = None
+    """words of a bm25 index: folded, or scripts, which also makes words of scripts without spaces
+    (Chinese, Japanese, Thai, ...) and with vowel signs (Hindi, ...); default: by the corpus"""
     trust_remote_code: bool = False
     """run Python code that comes with a model"""
     to: str | None = None

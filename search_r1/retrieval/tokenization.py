@@ -14,7 +14,9 @@ FOLDED = "folded"
 """Name of today's analyzer in a manifest: forms and accents of letters are folded."""
 UNFOLDED = ""
 """Name of the analyzer of indexes that were built before there was another one."""
-ANALYZERS = (FOLDED, UNFOLDED)
+SCRIPTS = "scripts"
+"""`folded`, and words of scripts without spaces: `search_r1.retrieval.script_words`."""
+ANALYZERS = (FOLDED, SCRIPTS, UNFOLDED)
 
 _NOT_ASCII = re.compile(r"[^\x00-\x7f]+")
 _ACCENTS = (
@@ -45,7 +47,14 @@ _FOLDING |= {ord(letter): plain for letter, plain in _LETTERS.items()}
 
 
 def tokenize(texts: Sequence[str], analyzer: str = FOLDED) -> list[list[str]]:
-    """Return each text's lower-case words of two or more characters, without English stop words."""
+    """Return each text's lower-case words of two or more characters, without English stop words.
+
+    With `SCRIPTS` there are words of one character, too, in scripts without spaces.
+    """
+    if analyzer == SCRIPTS:
+        from search_r1.retrieval.script_words import words_of  # noqa: PLC0415 - few need it
+
+        return words_of(texts)
     if analyzer == FOLDED:
         texts = [fold(text) for text in texts]
     words: list[list[str]] = bm25s.tokenize(

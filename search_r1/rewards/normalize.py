@@ -12,6 +12,8 @@ import unicodedata
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 
+from search_r1.unspaced import RANGES, UNSPACED
+
 Normalize = Callable[[str], str]
 """A rule that normalises a text, such as `normalize_answer`."""
 
@@ -168,14 +170,7 @@ def contains(text: str, gold: str) -> bool:
     return False
 
 
-_WITHOUT_SPACES = re.compile(
-    "[\u0e00-\u0fff\u1000-\u109f\u1780-\u17ff\u3005-\u3007\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff"
-    "\uac00-\ud7af\uf900-\ufaff\U00020000-\U0003ffff]"
-)
-"""Thai, Lao, Tibetan, Burmese, Khmer, kana, Chinese characters, and Korean, which has particles."""
-
-
-_BETWEEN_SPACES = re.compile(rf"[^\W{_WITHOUT_SPACES.pattern[1:-1]}]+")
+_BETWEEN_SPACES = re.compile(rf"[^\W{RANGES}]+")
 
 
 def words_between_spaces(text: str) -> list[str]:
@@ -191,7 +186,7 @@ def _is_inside_word(text: str, position: int) -> bool:
     sides = text[max(position - 1, 0) : position + 1]
     if len(sides) < 2 or not 0 < position < len(text):
         return False
-    return all(_is_of_word(side) and not _WITHOUT_SPACES.match(side) for side in sides)
+    return all(_is_of_word(side) and not UNSPACED.match(side) for side in sides)
 
 
 def _is_of_word(character: str) -> bool:
@@ -203,4 +198,4 @@ def words_of(text: str) -> list[str]:
 
     Example: ``"1990年 paris"`` gives ``["1990", "年", "paris"]``.
     """
-    return _WITHOUT_SPACES.sub(r" \g<0> ", text).split()
+    return UNSPACED.sub(r" \g<0> ", text).split()

@@ -17,7 +17,7 @@ from search_r1.retrieval.errors import IndexMismatch
 from search_r1.retrieval.manifest import Manifest, build_command, locate, open_corpus
 from search_r1.retrieval.schema import Hit
 from search_r1.retrieval.settings import RetrieverConfig
-from search_r1.retrieval.tokenization import ANALYZERS, FOLDED, UNFOLDED, tokenize
+from search_r1.retrieval.tokenization import ANALYZERS, FOLDED, SCRIPTS, UNFOLDED, tokenize
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +39,7 @@ class Bm25Retriever:
     def __init__(self, index: bm25s.BM25, corpus: Corpus, analyzer: str = FOLDED) -> None:
         """`analyzer`: the one that read the documents; it reads the queries, too."""
         self._index, self._analyzer = index, analyzer
+        self._watches_queries = analyzer != SCRIPTS
         self.corpus, self.num_documents = corpus, len(corpus)
         # Plain arrays, since slicing a np.memmap costs as much as reading a short posting list.
         index.scores |= {name: np.asarray(index.scores[name]) for name in POSTINGS}
@@ -60,6 +61,10 @@ class Bm25Retriever:
                 "index %s tells Bogotá from Bogota, as it was built; to fold accents and forms of "
                 "letters build it again: `%s`", folder, command,
             )  # fmt: skip
+        if manifest.analyzer != SCRIPTS:
+            from search_r1.retrieval.script_words import warn_of_corpus  # noqa: PLC0415 - as needed
+
+            warn_of_corpus(corpus)
         try:
             index = bm25s.BM25.load(folder, mmap=True, show_progress=False)
         except UNREADABLE as error:
@@ -70,6 +75,10 @@ class Bm25Retriever:
         return cls(index, corpus, manifest.analyzer)
 
     def search(self, queries: Sequence[str], k: int) -> list[list[Hit]]:
+        if self._watches_queries and not all(map(str.isascii, queries)):
+            from search_r1.retrieval.script_words import warn_of_queries  # noqa: PLC0415 - as needed
+
+            self._watches_queries = not warn_of_queries(queries)
         with stage("search"):
             ranked = [self._rank(words, k) for words in tokenize(queries, self._analyzer)]
         with stage("documents"):

@@ -21,6 +21,7 @@ from search_r1.retrieval.index import build_folder
 from search_r1.retrieval.index.progress import progress
 from search_r1.retrieval.index_builder import BuildConfig
 from search_r1.retrieval.manifest import Manifest, utc_now
+from search_r1.retrieval.script_words import choose_analyzer
 from search_r1.retrieval.tokenization import FOLDED, tokenize
 from verl.files import atomic_write
 
@@ -69,19 +70,21 @@ def build(config: BuildConfig, corpus: Corpus, folder: Path) -> None:
             f"--faiss_type {config.faiss_type} with --retrieval_method bm25; expected a name for "
             "a dense index, for example --retrieval_method e5 --model_path intfloat/e5-base-v2"
         )
-    key = {"corpus": asdict(corpus.fingerprint), "tokenizer": TOKENIZER}
+    analyzer = choose_analyzer(corpus, config.analyzer)
+    tokenizer = TOKENIZER if analyzer == FOLDED else analyzer
+    key = {"corpus": asdict(corpus.fingerprint), "tokenizer": tokenizer}
     with build_folder.work_folder(folder, key | {"shard_rows": config.shard_rows}) as work:
         build_folder.check_disk(work, 2 * corpus.fingerprint.size, "at most twice the corpus")
         if not any(work.glob("words-*")):
             corpus.check_rows(whole=True)
-        tokens = merge_shards(_tokenize_corpus(corpus, work, config.shard_rows))
+        tokens = merge_shards(_tokenize_corpus(corpus, work, config.shard_rows, analyzer))
         index = bm25s.BM25()
         index.index(tokens, show_progress=sys.stderr.isatty())
         ready = build_folder.fresh_folder(work / build_folder.READY_NAME)
         index.save(ready, show_progress=False)
         Manifest(
             "bm25", corpus.fingerprint, len(corpus), created=utc_now(), made_with=MADE_WITH,
-            analyzer=FOLDED,
+            analyzer=analyzer,
         ).save(ready)  # fmt: skip
         build_folder.publish(work, folder)
 
@@ -98,7 +101,9 @@ def merge_shards(shards: Iterator[TokenizedRows]) -> Tokenized:
     return Tokenized(WordIds(documents), vocab)
 
 
-def _tokenize_corpus(corpus: Corpus, work: Path, shard_rows: int) -> Iterator[TokenizedRows]:
+def _tokenize_corpus(
+    corpus: Corpus, work: Path, shard_rows: int, analyzer: str
+) -> Iterator[TokenizedRows]:
     """Yield all shards in order; those that an earlier run saved are not tokenised again."""
     with progress("tokenise", "documents", len(corpus)) as report:
         for start in range(0, len(corpus), shard_rows):
@@ -106,7 +111,7 @@ def _tokenize_corpus(corpus: Corpus, work: Path, shard_rows: int) -> Iterator[To
             path = work / f"words-{start:010d}.npz"
             if not path.exists():
                 texts = [document.contents for document in corpus.documents(rows)]
-                shard = make_shard(tokenize(texts))
+                shard = make_shard(tokenize(texts, analyzer))
                 words = np.frombuffer(json.dumps(shard.words).encode(), dtype=np.uint8)
                 with atomic_write(path, is_durable=True) as part, part.open("wb") as file:
                     np.savez(file, ids=shard.ids, lengths=shard.lengths, words=words)
