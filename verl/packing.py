@@ -174,8 +174,8 @@ def common_prompts(batch: TokenBatch) -> Tensor:
 
 
 def prompt_lengths(batch: TokenBatch) -> list[int]:
-    """Count each sequence's tokens before its first response token; without one, all but one."""
-    masks = np.split(batch.tokens["response_mask"].numpy(), batch.offsets[1:-1].numpy())
+    """Count each sequence's tokens before its first policy token; without one, all but one."""
+    masks = np.split(batch.tokens["policy_mask"].numpy(), batch.offsets[1:-1].numpy())
     return [int(mask.argmax()) if mask.any() else max(len(mask) - 1, 0) for mask in masks]
 
 

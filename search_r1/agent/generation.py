@@ -65,7 +65,18 @@ def build_dialogue(config: Config) -> DialogueAgent:
     return DialogueAgent(limits, format, environment, tokenizer)
 
 
-AGENTS: Mapping[str, Callable[[Config], Agent]] = {"dialogue": build_dialogue}
+def build_documents_first(config: Config) -> DialogueAgent:
+    """Build the same loop with the documents for the question before the first turn."""
+    from search_r1.agent.documents_first import DocumentsFirst  # noqa: PLC0415 by option
+
+    return DocumentsFirst.over(build_dialogue(config), config)
+
+
+AGENTS: Mapping[str, Callable[[Config], DialogueAgent]] = {
+    "dialogue": build_dialogue,
+    "documents_first": build_documents_first,
+}
+"""Built-in agents for `agent.name`, as functions of a run's options."""
 
 
 def build_environment(config: Config) -> Environment:
@@ -110,8 +121,13 @@ def build_tag_format(config: Config, tools: Sequence[Tool]) -> TagFormat:
     return format.with_tools(tool.name for tool in tools)
 
 
-def check_prompts(format: DialogueFormat, prompts: Iterable[Prompt]) -> None:
-    """Refuse prompts that mention the call tags of another format. Raises DataError."""
+def check_prompts(
+    format: DialogueFormat, prompts: Iterable[Prompt], agent: str = "dialogue"
+) -> None:
+    """Refuse prompts that mention the call tags of another format, or that `agent` cannot use.
+
+    Raises DataError.
+    """
     own = [tag.opening for tag in format.tags.calls] if not format.schemas else []
     others = {
         tag.opening: template.name
@@ -120,6 +136,10 @@ def check_prompts(format: DialogueFormat, prompts: Iterable[Prompt]) -> None:
         if tag.opening not in own
     }
     for prompt in prompts:
+        if agent == "documents_first":
+            from search_r1.agent.documents_first import known_question  # noqa: PLC0415 by option
+
+            known_question(prompt)
         if any(opening in prompt.text for opening in own):
             continue
         for opening, name in others.items():

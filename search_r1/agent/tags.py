@@ -5,6 +5,9 @@ from verl.agent import native, wording
 from verl.agent.tags import TagFormat
 from verl.errors import ConfigError, explain
 
+QUESTION_MARK = "Question:"
+"""Text before the question in the prompts of this project's and the original's data sets."""
+
 SEARCH_R1 = TagFormat(
     name="search_r1",
     tags=grammar.SEARCH_R1,

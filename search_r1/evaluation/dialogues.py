@@ -43,6 +43,8 @@ async def run_missing(
     `facts` describe the retriever.
     """
     config, method = run_config(options, str(folder)), METHODS[options.method]
+    if method.template is not None:
+        config.agent.name = "dialogue"  # a baseline has its own documents, or none
     agent = method_agent(checked_agent(config), method)
     tokenizer: Any = agent.tokenizer
     sampling = Sampling(options.max_response_length, options.temperature, options.top_p)

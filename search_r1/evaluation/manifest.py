@@ -50,6 +50,7 @@ def build_manifest(
     judge = {"model": options.judge_model, "verdict": options.judge_verdict}
     if options.judge_body is not None:
         judge["body"] = options.judge_body
+    named = {} if config.agent.name == "dialogue" else {"agent": config.agent.name}
     return {
         "format": FORMAT,
         "model": _model(options, Path(config.actor_rollout_ref.model.path)),
@@ -65,6 +66,7 @@ def build_manifest(
         },
         "retriever": dict(retriever),
         "method": options.method,
+        **named,
         "template": {"name": template.name, "sha256": _digest(template_text)},
         "decoding": {name: getattr(options, name) for name in DECODING} | turns,
         "engine": engine,

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from search_r1.agent.documents_first import DocumentsFirst, known_question
 from search_r1.agent.grammar import Grammar, spans_between, tag_pattern
 from search_r1.evaluation.methods import Method, apply_method
 from search_r1.evaluation.options import READ, WRONG
@@ -203,12 +204,18 @@ class Runner:
 
 
 def check_rows(rows: Sequence[Row], runner: Runner, limit: int) -> None:
-    """Raise DataError if a prompt, with room for its documents, is longer than `limit` tokens."""
+    """Raise DataError if a prompt, with room for its documents, is longer than `limit` tokens.
+
+    The same if the agent needs a question that a row does not have.
+    """
     method = runner.method
     num_reserved = runner.agent.limits.max_obs_length * method.num_searches(runner.max_turns)
-    worded_rows = (apply_method(row, method) for row in rows)
-    prompts = (runner.render(row, limit) for row in worded_rows)
-    lengths = {prompt.uid: len(prompt.ids) for prompt in prompts}
+    lengths = {}
+    for row in rows:
+        prompt = runner.render(apply_method(row, method), limit)
+        lengths[prompt.uid] = len(prompt.ids)
+        if isinstance(runner.agent, DocumentsFirst):
+            known_question(prompt)
     overlong = [uid for uid, length in lengths.items() if length + num_reserved > limit]
     if overlong:
         longest = max(lengths.values()) + num_reserved

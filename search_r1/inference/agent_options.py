@@ -93,6 +93,8 @@ class AgentOptions:
     """documents per search; default: the model's own setting"""
     tools: tuple[str, ...] | None = None
     """tools that the policy may call, as in `agent.tools`; default: the model's own setting"""
+    agent: Literal["dialogue", "documents_first"] | None = None
+    """agent, as `agent.name`; default: the model's own setting"""
     template: str | None = None
     """dialogue format: name or .yaml file, as in `template`; default: the model's own setting"""
     chat_template_kwargs: TemplateKwargs = None

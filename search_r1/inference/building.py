@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from search_r1.agent.generation import build_dialogue
+from search_r1.agent.generation import AGENTS
 from search_r1.inference.agent_options import DOCUMENTS, SETTINGS_FILE, TURNS, AgentOptions
 from verl.agent.dialogue import DialogueAgent
 from verl.agent.wording import TEMPLATE_FILE
@@ -23,7 +23,8 @@ from verl.model_files import (
 from verl.training.devices import device_type
 
 SETTING_TYPES = {
-    "template": str, "tools": list, "max_turns": int, "topk": int, "chat_template_kwargs": dict,
+    "template": str, "agent": str, "tools": list, "max_turns": int, "topk": int,
+    "chat_template_kwargs": dict,
 }  # fmt: skip
 """Keys of `search_r1.json` and the types of their values."""
 BOUNDS = {"max_turns": TURNS, "topk": DOCUMENTS}
@@ -42,6 +43,7 @@ def run_config(options: AgentOptions, model: str) -> Config:
     if template == TEMPLATE_FILE:
         template = str(Path(model) / TEMPLATE_FILE)
     config.template = _first(options.template, template, config.template)
+    config.agent.name = _first(options.agent, saved.get("agent"), config.agent.name)
     code = [tool for tool in saved.get("tools") or () if ".py" in tool]
     if code and options.tools is None and not options.trust_remote_code:
         got, expected = f"the tool {code[0]}, which is code", "built-in tools"
@@ -83,6 +85,8 @@ def _read_settings(model: str) -> dict[str, Any]:
             is_kind = type(value) is kind  # not `isinstance`, which accepts a bool as an int
             if value is not None and (not is_kind or (bounds and value not in bounds)):
                 raise ModelProblem(f"{name}={value!r}")
+        if (settings.get("agent") or "dialogue") not in AGENTS:
+            raise ModelProblem(f"agent={settings['agent']!r}")
         if not all(isinstance(tool, str) for tool in settings.get("tools") or ()):
             raise ModelProblem(f"tools={settings['tools']!r}")
         return settings
@@ -122,4 +126,4 @@ def checked_agent(config: Config) -> DialogueAgent:
             # vLLM repacks weights on the CPU, so NaN can only be found in the files; other engines
             # are checked after loading.
             check_finite_files(section.model.path, subject)
-    return build_dialogue(config)
+    return AGENTS[config.agent.name](config)

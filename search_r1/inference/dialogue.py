@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
+from search_r1.agent.tags import QUESTION_MARK
 from search_r1.retrieval.schema import Document, well_formed
 from verl.agent.control import ControlStrings, break_strings
 from verl.agent.dialogue import DialogueAgent
@@ -17,9 +18,6 @@ from verl.engine import RolloutEngine
 from verl.errors import DataError, explain
 from verl.types import Completion, Origin, Prompt, Sampling, Status, Trajectory, start_trajectory
 
-MARK = "Question:"
-"""Text before the question in the prompts of this project's and the original's data sets."""
-
 
 def question_of(row: Row) -> str:
     """Return `extra_info.question`, or the text after `Question:` in the last message, or ''."""
@@ -27,7 +25,7 @@ def question_of(row: Row) -> str:
     if isinstance(question, str) and question.strip():
         return question.strip()
     text = row.prompt if isinstance(row.prompt, str) else row.prompt[-1]["content"]
-    return text.rpartition(MARK)[2].strip() if MARK in text else ""
+    return text.rpartition(QUESTION_MARK)[2].strip() if QUESTION_MARK in text else ""
 
 
 @dataclass(frozen=True)
@@ -238,6 +236,7 @@ class AgentSession:
         """
         correction = self.agent.format.respond(Turn(), None, ())
         engine = _ObservedEngine(self.engine, listener, correction, max_tokens)
+        prompt = replace(prompt, extra_info={"question": question, **prompt.extra_info})
         start = start_trajectory(prompt, seed=self.seed if seed is None else seed)
         environment = replace(self.agent.environment, on_observation=engine.record_call)
         agent = replace(self.agent, environment=environment)

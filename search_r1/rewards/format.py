@@ -4,8 +4,9 @@ A valid dialogue is think, then (search, information, think) any number of times
 only white space in between. An observation counts as a single symbol, so that text in a document
 can neither break nor fake the format; an ``<information>`` that the policy wrote is an error. If
 the chat template or the environment already opened or closed ``<think>``, the policy continues from
-there. The tags come from the dialogue's grammar. In grammars that search inside the think block, a
-valid dialogue is one think block with (search, information) any number of times, then the answer.
+there. Documents that the environment gave before the first turn may come first. The tags come from
+the dialogue's grammar. In grammars that search inside the think block, a valid dialogue is one
+think block with (search, information) any number of times, then the answer.
 
 In the first stage of R1-Searcher (Song et al. 2025) the policy learns to search, in the second to
 answer.
@@ -42,8 +43,8 @@ END_OF_SEQUENCE = (
 # A dialogue is encoded with one letter per part: T and t open and close a think block, S and s a
 # call, A and a the answer; O is an observation with documents, x is text, ! is never allowed. Every
 # part contains text: tags around nothing would be the cheapest valid dialogue.
-_VALID = re.compile(r"(?:Tx+tSx+sO)*Tx+tAx+a")
-_VALID_WITHIN_THINK = re.compile(r"T(?!t)x*(?:Sx+sOx*)*tAx+a")
+_VALID = re.compile(r"O?(?:Tx+tSx+sO)*Tx+tAx+a")
+_VALID_WITHIN_THINK = re.compile(r"O?T(?!t)x*(?:Sx+sOx*)*tAx+a")
 
 
 @functools.cache

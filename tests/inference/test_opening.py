@@ -192,6 +192,7 @@ def test_a_bad_adapter_is_refused_in_one_line(
 
 @pytest.mark.parametrize(
     "content", ["", "{", "[1]", "null", '{"max_turns": "2"}', '{"topk": 1.5}', '{"template": 5}',
+                '{"agent": "mine"}', '{"agent": 1}',
                 '{"tools": "search"}', '{"max_turns": true}', '{"max_turns": -1}', '{"topk": 0}',
                 '{"tools": [1]}', '{"max_turns": 1000000}', '{"max_turn": 3}', '{"temperature": 1}',
                 '{"tools": ["a.py:T"], "top_k": 3}', '{"apply_chat_template_kwargs": {}}',
@@ -244,6 +245,18 @@ def test_what_is_no_object_is_refused_in_one_line(words: list[str]) -> None:
     with pytest.raises(ConfigError, match="--chat-template-kwargs") as caught:
         read_template_kwargs(words)
     assert "\n" not in str(caught.value)
+
+
+def test_the_agent_is_the_one_that_was_trained(tmp_path: Path) -> None:
+    """Models without one have the loop; `--agent` comes first."""
+    for saved, given, expected in (
+        ("{}", None, "dialogue"),
+        ('{"agent": "documents_first"}', None, "documents_first"),
+        ('{"agent": "documents_first"}', "dialogue", "dialogue"),
+    ):
+        (tmp_path / "search_r1.json").write_text(saved)
+        options = InferenceOptions(model="m", agent=given)  # type: ignore[arg-type]
+        assert run_config(options, str(tmp_path)).agent.name == expected
 
 
 def test_given_arguments_replace_those_of_the_model(tmp_path: Path) -> None:

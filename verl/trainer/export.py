@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from verl.agent.environment import Environment
 from verl.agent.wording import TEMPLATE_FILE, is_file
 from verl.config import Config
+from verl.config.agent import AgentConfig
 from verl.trainer.hooks import Hook
 from verl.training.weights import copy_tokenizer
 
@@ -43,6 +44,8 @@ class Export(Hook):
             "chat_template_kwargs": dict(self.config.data.chat_template_kwargs),
             **self.environment.settings(),
         }
+        if self.config.agent.name != AgentConfig().name and ":" not in self.config.agent.name:
+            dialogue["agent"] = self.config.agent.name
         (folder / "search_r1.json").write_text(json.dumps(dialogue) + "\n")
 
 

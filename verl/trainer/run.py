@@ -138,7 +138,7 @@ def read_prompts(config: Config, environment: Environment, tokenizer: Any) -> Pr
         config, data.train_files, data.train_data_num, tokenizer, *wording, columns
     )
     val = load_prompts(config, data.val_files, data.val_data_num, tokenizer, *wording)
-    check_prompts(format, itertools.chain(train, val))
+    check_prompts(format, itertools.chain(train, val), config.agent.name)
     return train, val
 
 

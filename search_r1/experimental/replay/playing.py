@@ -168,6 +168,8 @@ async def replay_trajectory(
     parts = (agent.limits, agent.format, agent.environment, tokenizer)
     player = ReplayAgent(*parts, recorded=recorded, edit=edit, find_response=find_response)
     start = start_trajectory(recorded.prompt, recorded.group, recorded.sample, recorded.seed)
+    before = itertools.takewhile(lambda s: s.origin is not Origin.POLICY, recorded.segments)
+    start.segments += [s for s in before if s.origin is Origin.OBSERVATION]  # documents_first
     decode: Decode = tokenizer.decode  # type: ignore[attr-defined]  # transformers' tokenizers have it
     return await player.run(start, ReplayEngine(engine, completions, edited, decode), sampling)
 

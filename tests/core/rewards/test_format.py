@@ -72,7 +72,7 @@ def test_line_10_templates_that_open_or_close_think() -> None:
         [SEARCH, ANSWER],
         [SEARCH, DOCS, ("policy", "<answer>x</answer>")],
         [SEARCH, DOCS, DOCS, ANSWER],
-        [DOCS, ANSWER],
+        [DOCS, DOCS, ANSWER],
         [SEARCH, FEEDBACK, ANSWER],
         [("policy", "<think>b</think>"), FEEDBACK, ANSWER],
         [("policy", SEARCH[1] + DOCS[1] + ANSWER[1])],
