@@ -2,9 +2,11 @@
 
 import re
 
-RANGES = (
+NEVER_SPACED = (
     "\u0e00-\u0fff\u1000-\u109f\u1780-\u17ff\u3005-\u3007\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff"
-    "\uac00-\ud7af\uf900-\ufaff\U00020000-\U0003ffff"
+    "\uf900-\ufaff\U00020000-\U0003ffff"
 )
-"""Thai, Lao, Tibetan, Burmese, Khmer, kana, Chinese characters, and Korean, which has particles."""
+"""Thai, Lao, Tibetan, Burmese, Khmer, kana and Chinese characters."""
+RANGES = NEVER_SPACED + "\uac00-\ud7af"
+"""The same and Korean, which has spaces, but particles at its words."""
 UNSPACED = re.compile(f"[{RANGES}]")

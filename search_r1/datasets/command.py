@@ -118,7 +118,8 @@ class CorpusOptions:
     out: Path = Path("data/own/corpus.jsonl")
     """corpus file to write"""
     max_words: Annotated[int, Bounds(1)] = 100
-    """maximum number of words in a passage, as in wiki-18"""
+    """maximum number of words in a passage, as in wiki-18; two characters of a script without
+    spaces (Chinese, Japanese, Thai, ...) count as one"""
     chunk_size: Annotated[int, Bounds(1)] | None = None
     """maximum number of tokens in a passage, instead of --max_words; the title is not counted"""
     tokenizer: str | None = None

@@ -13,6 +13,7 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from search_r1.retrieval.errors import SetupError
+from search_r1.unspaced import NEVER_SPACED
 from verl.errors import explain, first_line
 
 Span = tuple[int, int]
@@ -20,13 +21,19 @@ Span = tuple[int, int]
 Units = Callable[[str], list[Span]]
 """Finds the units of a text, in order."""
 
-_SENTENCE_START = re.compile(r"(?<=[.!?])\s+|\n\s*\n")
+_SENTENCE_START = re.compile(
+    r"(?<=[.!?])\s+|\n\s*\n|(?<=[。！？])(?![”’」』）】》])|(?<=[。！？][”’」』）】》])"
+)
 """What stands before a sentence: the end of a paragraph ends a sentence too."""
-_WORD = re.compile(r"\S+")
+_WORD = re.compile(rf"[{NEVER_SPACED}]{{1,2}}[^\w\s]*|[^\s{NEVER_SPACED}]+")
+_UNSPACED = re.compile(f"[{NEVER_SPACED}]")
 
 
 def words(text: str) -> list[Span]:
-    """Return the words of a text, which are separated by white space."""
+    """Return the words of a text, which are separated by white space.
+
+    In scripts without spaces, two characters count as a word, which is about its length in Chinese.
+    """
     return [match.span() for match in _WORD.finditer(text)]
 
 
@@ -112,7 +119,8 @@ class _Parts:
         text, end, starts = self.text, -1, []
         for number, (begin, next_end) in enumerate(self.units):
             is_space = text[begin : begin + 1].isspace() and not text[begin - 1].isspace()
-            if begin > end or (begin == end and is_space):
+            is_unspaced = _UNSPACED.match(text, begin)
+            if begin > end or (begin == end and (is_space or is_unspaced)):
                 starts.append(number)
             end = next_end
         return starts

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from search_r1.datasets.texts.cutting import Cutter, choose, tokens, words
 from search_r1.retrieval.errors import SetupError
 
-TEXT = st.text(alphabet=st.sampled_from("ab. !?\n\t#é日"), max_size=300)
+TEXT = st.text(alphabet=st.sampled_from("ab. !?\n\t#é日本。」"), max_size=300)
 
 
 @pytest.fixture(scope="module")
@@ -37,8 +37,9 @@ def test_nothing_is_lost_within_the_limit(
     passages = Cutter(size, 0, units).cut(text)
     assert "".join("".join(passages).split()) == "".join(text.split())
     if not by_tokens:
-        assert [word for passage in passages for word in passage.split()] == text.split()
-        assert all(1 <= len(passage.split()) <= size for passage in passages)
+        assert all(1 <= len(words(passage)) <= size for passage in passages)
+        if text.isascii():
+            assert [word for passage in passages for word in passage.split()] == text.split()
 
 
 @given(
@@ -89,6 +90,27 @@ def test_sentences_stay_whole(size: int, overlap: int, expected: list[str]) -> N
     """Passages take whole sentences while they fit; an overlap begins with a sentence or a word."""
     text = "One two three. Four five! Six\nseven\n\nEight nine. " + "x " * 12
     assert Cutter(size, overlap).cut(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "size", "overlap", "expected"),
+    [
+        ("他说：“好。”她走了。天黑了", 3, 0, ["他说：“好。”", "她走了。", "天黑了"]),
+        ("中文 " + "长" * 12 + "。完", 3, 0, ["中文 长长长长", "长" * 6, "长长。完"]),
+        ("人口1990万。面积大。", 4, 2, ["人口1990万。", "万。面积大。"]),
+        ("한국의 수도는 서울", 2, 0, ["한국의 수도는", "서울"]),
+    ],
+)
+def test_texts_without_spaces(text: str, size: int, overlap: int, expected: list[str]) -> None:
+    """Two characters count as a word; a full stop ends a sentence, with the quotation mark."""
+    assert Cutter(size, overlap).cut(text) == expected
+
+
+def test_a_page_of_chinese_is_cut(bytes_path: Path) -> None:
+    """13,200 characters are 60 passages of 198 and their punctuation, or one for 99 tokens each."""
+    page = "长江全长六千三百公里，是亚洲的第一长河。" * 660
+    assert [len(passage) for passage in Cutter(100).cut(page)] == [220] * 60
+    assert {len(passage) for passage in Cutter(99, 0, tokens(str(bytes_path))).cut(page)} == {20}
 
 
 @pytest.mark.parametrize(
