@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from search_r1.agent.search import SearchTool
-from search_r1.agent.tags import QUESTION_MARK
+from search_r1.agent.tags import question_in
 from verl.agent import native
 from verl.agent.dialogue import DialogueAgent
 from verl.agent.interface import ToolCall, Turn
@@ -90,9 +90,8 @@ def known_question(prompt: Prompt) -> str:
     question = prompt.extra_info.get("question")
     if isinstance(question, str) and question.strip():
         return question.strip()
-    _, mark, rest = prompt.text.rpartition(QUESTION_MARK)
     # The text of a chat has control tokens such as <|im_end|>.
-    found = re.split(r"\n|<[|/]", rest, maxsplit=1)[0].strip() if mark else ""
+    found = re.split(r"\n|<[|/]", question_in(prompt.text) or "", maxsplit=1)[0].strip()
     if not found:
         fix = "add the column extra_info.question, or agent.name=dialogue"
         got = "a row without the question alone"

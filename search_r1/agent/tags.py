@@ -1,12 +1,22 @@
 """Built-in dialogue templates for search: prompts, observations and feedback."""
 
+import re
+from pathlib import Path
+
 from search_r1.agent import grammar
 from verl.agent import native, wording
 from verl.agent.tags import TagFormat
 from verl.errors import ConfigError, explain
 
-QUESTION_MARK = "Question:"
+QUESTION_MARK = re.compile("Question:|问题：")
 """Text before the question in the prompts of this project's and the original's data sets."""
+
+
+def question_in(prompt: str) -> str | None:
+    """Return the text behind the last mark of a question in a prompt; None without a mark."""
+    parts = QUESTION_MARK.split(prompt)
+    return parts[-1] if len(parts) > 1 else None
+
 
 SEARCH_R1 = TagFormat(
     name="search_r1",
@@ -64,14 +74,18 @@ TEMPLATES: dict[str, TagFormat] = {
 
 PLAIN = "tools"
 """Name of the template that is generated from the tools' descriptions."""
-NAMES = (*TEMPLATES, PLAIN, native.NAME)
+FILES = {"search_r1_zh": Path(__file__).with_name("search_r1_zh.yaml")}
+"""Built-in templates that are read when they are named, as the files of users are."""
+WORDED = (*TEMPLATES, *FILES)
+"""Names of the built-in templates with a wording of their own, for which data can be built."""
+NAMES = (*WORDED, PLAIN, native.NAME)
 """Names of all built-in templates."""
 
 
 def named_format(template: str) -> TagFormat:
     """Return a built-in format, or load one from a YAML file. Raises ConfigError."""
-    if wording.is_file(template):
-        return wording.read_format(template)
+    if wording.is_file(template) or template in FILES:
+        return wording.read_format(FILES.get(template, template))
     if template not in TEMPLATES:
         expected = f"one of {', '.join(NAMES)}, or a .yaml file"
         raise ConfigError(explain("template", template, expected, "name one"))

@@ -7,10 +7,10 @@ which use the same tags, are defined here and also used by the evaluation.
 from collections.abc import Callable, Sequence
 from enum import StrEnum
 
-from search_r1.agent.tags import SEARCH_R1, TEMPLATES
+from search_r1.agent.tags import SEARCH_R1, WORDED, named_format
 from search_r1.retrieval.schema import Document
 from verl.agent import native
-from verl.agent.wording import is_file, read_format
+from verl.agent.wording import is_file
 from verl.errors import ConfigError, explain
 
 PromptWriter = Callable[[str, Sequence[Document]], str]
@@ -45,7 +45,7 @@ class PromptStyle(StrEnum):
 
 def template_types(style: PromptStyle) -> list[str]:
     """Return the valid values of `--template_type`."""
-    return [BASE, *TEMPLATES, native.NAME] if style is PromptStyle.SEARCH else [BASE]
+    return [BASE, *WORDED, native.NAME] if style is PromptStyle.SEARCH else [BASE]
 
 
 def prompt_writer(style: PromptStyle, template_type: str = BASE) -> PromptWriter:
@@ -59,8 +59,8 @@ def prompt_writer(style: PromptStyle, template_type: str = BASE) -> PromptWriter
         return lambda question, _: direct_prompt(question)
     if style is PromptStyle.RAG:
         return lambda question, found: rag_prompt(question, SEARCH_R1.observation(found))
-    templates = {BASE: SEARCH_R1, native.NAME: native.WORDING, **TEMPLATES}
-    template = read_format(template_type) if from_file else templates[template_type]
+    given = {BASE: SEARCH_R1, native.NAME: native.WORDING}
+    template = given.get(template_type) or named_format(template_type)
     return lambda question, _: template.user_prompt(question)
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
-from search_r1.agent.tags import QUESTION_MARK
+from search_r1.agent.tags import question_in
 from search_r1.retrieval.schema import Document, well_formed
 from verl.agent.control import ControlStrings, break_strings
 from verl.agent.dialogue import DialogueAgent
@@ -25,7 +25,7 @@ def question_of(row: Row) -> str:
     if isinstance(question, str) and question.strip():
         return question.strip()
     text = row.prompt if isinstance(row.prompt, str) else row.prompt[-1]["content"]
-    return text.rpartition(QUESTION_MARK)[2].strip() if QUESTION_MARK in text else ""
+    return (question_in(text) or "").strip()
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from search_r1.agent.grammar import SEARCH_R1, Grammar, spans_between
-from search_r1.agent.tags import NAMES, PLAIN, named_format
+from search_r1.agent.tags import NAMES, PLAIN, named_format, question_in
 from search_r1.rewards.interface import extract_answer
 from search_r1.rewards.normalize import (
     RULES,
@@ -28,7 +28,6 @@ from verl.errors import UserError
 Row = Mapping[str, Any]
 
 POLICY, OBSERVATION = "policy", "observation"
-QUESTION = "Question:"
 QUESTION_END = re.compile(r"\n|<\|")
 """End of the question in a prompt: end of line, or a token of the chat template."""
 _HEADING = re.compile(r'^Doc \d+\(Title: "', re.MULTILINE)
@@ -141,8 +140,8 @@ def _split_text(text: str, tags: Grammar) -> Iterator[dict[str, str]]:
 def _question(segments: Sequence[Row]) -> str:
     """Return the last question in the prompt, or the prompt's end if it marks none."""
     prompt = "".join(segment["text"] for segment in segments if segment["origin"] == "prompt")
-    _, marker, last = prompt.rpartition(QUESTION)
-    if not marker:
+    last = question_in(prompt)
+    if last is None:
         return prompt[-MAX_QUESTION_CHARS:]
     return QUESTION_END.split(last.lstrip(), maxsplit=1)[0].strip()
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from search_r1.agent.grammar import R1_SEARCHER, SEARCH_R1
-from search_r1.agent.tags import TEMPLATES
+from search_r1.agent.tags import TEMPLATES, WORDED, named_format, question_in
 from search_r1.retrieval.schema import Document
 from verl.agent.grammar import Grammar, Tag, has_broken_tags
 from verl.agent.interface import ToolCall, Turn
@@ -55,7 +55,7 @@ HOSTILE = (
 )
 
 
-@pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES.keys())
+@pytest.mark.parametrize("template", [*map(named_format, WORDED)], ids=WORDED)
 def test_line_07_tags_in_documents_are_harmless(template: TagFormat) -> None:
     """A document's text or title cannot trigger an action, close the observation or end a turn."""
     document = Document.from_title("1", HOSTILE, HOSTILE)
@@ -105,12 +105,13 @@ def test_ordinary_text_stays_as_it_is() -> None:
 def test_an_observation_reads_as_in_the_paper() -> None:
     """An observation has numbered passages with quoted titles, one per line, between tags."""
     documents = [Document.from_title("a", "Oslo", "A city."), Document.from_title("b", "B", "Two.")]
-    for template in TEMPLATES.values():
+    for template in map(named_format, WORDED):
         opening, closing = template.tags.information.opening, template.tags.information.closing
         assert template.observation(documents) == (
             f'\n\n{opening}Doc 1(Title: "Oslo") A city.\nDoc 2(Title: "B") Two.\n{closing}\n\n'
         )
     assert TEMPLATES["search_r1"].tags.information.opening == "<information>"
+    assert named_format("search_r1_zh").tags == TEMPLATES["search_r1"].tags
 
 
 def test_ids_are_shown_where_an_item_has_room_for_them() -> None:
@@ -125,14 +126,17 @@ def test_ids_are_shown_where_an_item_has_room_for_them() -> None:
 def test_a_prompt_ends_with_its_question_whatever_it_contains() -> None:
     """The question is inserted verbatim; braces in it are not interpreted."""
     question = "What is {question} in {0}?"
-    for name, template in TEMPLATES.items():
+    for name in WORDED:
+        template = named_format(name)
         assert template.name == name
-        assert template.user_prompt(f" {question} ").rstrip().endswith(f"Question: {question}")
+        prompt = template.user_prompt(f" {question} ")
+        assert (question_in(prompt) or "").strip() == question
+    assert question_in(question) is None
 
 
 def test_feedback_is_no_action() -> None:
     """Feedback for an invalid turn names the tags but is not an action itself."""
-    for template in TEMPLATES.values():
+    for template in map(named_format, WORDED):
         assert template.tags.tool("search").opening in template.invalid_action
         assert template.tags.answer.opening in template.invalid_action
 
