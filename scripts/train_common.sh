@@ -84,6 +84,18 @@ chooses_engine() {
   return 1
 }
 
+# tell_of_missing_data OPTION...: if DATA_DIR does not exist, and one of our commands builds a folder
+# of its name, print the command; the program then reports the missing files.
+tell_of_missing_data() {
+  local option script
+  script=scripts/data_process/$(basename "$DATA_DIR").py
+  [[ -z ${TRAIN_FILES:-} && ! -e $DATA_DIR/train.parquet && -f $root/$script ]] || return 0
+  for option in "$@"; do
+    case ${option#"${option%%[^+]*}"} in data.train_files=* | data.rollouts=* | --*) return 0 ;; esac
+  done
+  echo "$DATA_DIR/train.parquet does not exist; this builds it: $PYTHON $script --local_dir $DATA_DIR" >&2
+}
+
 # train OPTION...: start training with the common options and OPTIONs; later values of a key win.
 # The program checks model, data, retriever and devices before it starts.
 train() {
@@ -110,5 +122,6 @@ if not {*missing} - {"vllm"}:
     echo "$PYTHON lacks the packages of training ($missing): run 'make install', or set PYTHON" >&2
     return 2
   fi
+  tell_of_missing_data "$@"
   exec "$PYTHON" -m "${ENTRY:-verl.trainer.main_ppo}" "${common[@]}" "$@"
 }

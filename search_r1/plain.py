@@ -41,6 +41,7 @@ def configure_logging(level: int, log_format: str) -> None:
     handler = logging.StreamHandler()
     handler.setFormatter(PlainFormatter(log_format))
     logging.basicConfig(level=level, handlers=[handler])
+    logging.getLogger("faiss.loader").setLevel(logging.WARNING)  # tells which builds it tries
 
 
 def markdown_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

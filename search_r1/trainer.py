@@ -19,7 +19,6 @@ from search_r1.retrieval.local_server import LocalServer
 from search_r1.rewards import RewardInput, RewardOutput
 from verl import plugins
 from verl.agent.interface import Agent
-from verl.checkpoint import folders
 from verl.config import Config, cli
 from verl.errors import ConfigError, PluginError, explain
 from verl.logs import start_logging
@@ -98,6 +97,8 @@ class Trainer:
     @property
     def history(self) -> History:
         """Metrics and outputs of the last call of `train` so far, even if it raised an error."""
+        from verl.checkpoint import folders  # noqa: PLC0415 - torch: seconds
+
         folder = Path(self.config.trainer.default_local_dir)
         model = folder / "model"
         is_complete = (model / "config.json").is_file()

@@ -199,12 +199,12 @@ def test_without_vllm_the_transformers_engine_is_taken_and_said(
     script: str, tmp_path: Path
 ) -> None:
     """In one line on standard error; with vLLM nothing is said, and the default engine stays."""
-    done = run(script, tmp_path, missing="vllm")
+    done = run(script, tmp_path, missing="vllm", DATA_DIR="mine")
     assert (
         cli.compose(done.stdout.splitlines()[2:]).actor_rollout_ref.rollout.name == "transformers"
     )
     assert done.stderr.count("\n") == 1 and f"{ENGINE}=transformers" in done.stderr
-    done = run(script, tmp_path)
+    done = run(script, tmp_path, DATA_DIR="mine")
     assert cli.compose(done.stdout.splitlines()[2:]).actor_rollout_ref.rollout.name == "vllm"
     assert done.stderr == ""
 
@@ -216,7 +216,7 @@ def test_without_vllm_the_transformers_engine_is_taken_and_said(
 )  # fmt: skip
 def test_without_vllm_the_users_engine_stays(option: str, tmp_path: Path) -> None:
     """Neither an engine of the user, nor servers elsewhere, nor a run without one is replaced."""
-    done = run("train_grpo.sh", tmp_path, option, missing="vllm")
+    done = run("train_grpo.sh", tmp_path, option, missing="vllm", DATA_DIR="mine")
     assert f"{ENGINE}=transformers" not in done.stdout.splitlines()
     assert done.stderr == ""
 
@@ -237,3 +237,14 @@ def test_environment_of_ray_jobs_leaves_large_folders_behind() -> None:
     environment = yaml.safe_load((ROOT / "verl/trainer/runtime_env.yaml").read_text())
     assert environment["working_dir"] == "./"
     assert {"/.venv/", "/runs/", "/models/"} <= set(environment["excludes"])
+
+
+def test_missing_questions_are_answered_with_the_command_that_builds_them(tmp_path: Path) -> None:
+    """Only where the run would read them, and where the command is known."""
+    told = run("train_grpo.sh", tmp_path).stderr
+    assert "scripts/data_process/nq_search.py --local_dir data/nq_search" in told
+    assert run("train_grpo.sh", tmp_path, DATA_DIR="data/mine").stderr == ""
+    assert run("train_grpo.sh", tmp_path, "data.train_files=mine.parquet").stderr == ""
+    (tmp_path / "data" / "nq_search").mkdir(parents=True)
+    (tmp_path / "data" / "nq_search" / "train.parquet").touch()
+    assert run("train_grpo.sh", tmp_path).stderr == ""

@@ -12,10 +12,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from huggingface_hub import HfApi, constants, hf_hub_url
+from huggingface_hub import HfApi, hf_hub_url
 from huggingface_hub.file_download import http_get
 from huggingface_hub.hf_api import RepoFile
 
+from search_r1.hub_access import hub_address, hub_problem
 from verl.errors import UserError, redact
 from verl.files import sha256
 
@@ -42,8 +43,13 @@ class HubFile:
 def list_files(repo: str, prefix: str) -> list[HubFile]:
     """Return the files whose paths start with `prefix`, sorted by path. Raises DownloadError."""
     files = []
+    if problem := hub_problem():
+        fix = "check the network, or set HF_ENDPOINT"
+        raise DownloadError(f"{repo} cannot be listed: {problem}; expected the hub: {fix}")
     with _hub_errors(f"{repo} cannot be listed", "check the network, or set HF_ENDPOINT"):
-        tree = HfApi(_hub(), token=False).list_repo_tree(repo, recursive=True, repo_type="dataset")
+        tree = HfApi(hub_address(), token=False).list_repo_tree(
+            repo, recursive=True, repo_type="dataset"
+        )
         for entry in tree:
             if isinstance(entry, RepoFile) and entry.path.startswith(prefix):
                 digest = entry.lfs.sha256 if entry.lfs else None
@@ -70,7 +76,7 @@ def fetch(repo: str, file: HubFile, folder: Path) -> Path:
             )
         return path  # it was verified before it got this name
     incomplete.parent.mkdir(parents=True, exist_ok=True)
-    url = hf_hub_url(repo, file.path, repo_type="dataset", endpoint=_hub())
+    url = hf_hub_url(repo, file.path, repo_type="dataset", endpoint=hub_address())
     fix = "run the same command again, which resumes where this one stopped"
     incomplete.touch()
     with _hub_errors(f"{redact(url)} cannot be fetched", fix), incomplete.open("r+b") as output:
@@ -111,11 +117,6 @@ def disk_error(folder: Path, need: int) -> str | None:
     )
 
 
-def _hub() -> str:
-    """Return the address of the hub; the library reads HF_ENDPOINT only when it is imported."""
-    return (os.environ.get("HF_ENDPOINT") or constants.ENDPOINT).rstrip("/")
-
-
 @contextmanager
 def _hub_errors(problem: str, fix: str) -> Iterator[None]:
     """Convert the library's errors, which are those of its HTTP client, to a DownloadError."""
@@ -124,6 +125,6 @@ def _hub_errors(problem: str, fix: str) -> Iterator[None]:
     except Exception as error:  # their types depend on the library's release
         reason = redact(str(error).partition("\n")[0])[:300]
         raise DownloadError(
-            f"{problem} at {redact(_hub())!a} ({type(error).__name__}: {reason}); expected the hub "
-            f"or a mirror to answer: {fix}"
+            f"{problem} at {redact(hub_address())!a} ({type(error).__name__}: {reason}); "
+            f"expected the hub or a mirror to answer: {fix}"
         ) from error

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+from huggingface_hub import constants
 
 from search_r1.datasets.command import MergeOptions, RagOptions, SetOptions
 from search_r1.datasets.hub import FLASHRAG
@@ -35,6 +36,7 @@ from search_r1.datasets.question import (
     write_rows,
 )
 from search_r1.datasets.wording import PromptStyle, prompt_writer
+from search_r1.hub_access import hub_problem
 from search_r1.retrieval.client import RetrievalClient
 from search_r1.retrieval.corpus import Corpus
 from search_r1.retrieval.errors import RetrieverRefused, SearchError
@@ -262,6 +264,9 @@ def _read_hub(question_set: QuestionSet, split: str) -> tuple[str, Iterator[Reco
     """Return name and records of a split, downloaded from the hub or from its cache."""
     name = f"{FLASHRAG}/{question_set.name}/{split}"
     logger.info("loading %s", name)
+    if problem := hub_problem():
+        logger.warning("%s: only the cache can have %s", problem, name)
+        datasets.config.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE = True
     try:
         table = datasets.load_dataset(FLASHRAG, question_set.name, split=split)
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:

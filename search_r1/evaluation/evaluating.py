@@ -3,6 +3,7 @@
 The data, the retriever and the model's name are checked before anything slow is imported.
 """
 
+import contextlib
 import shutil
 from pathlib import Path
 
@@ -33,11 +34,15 @@ def run_evaluation(options: EvaluationOptions) -> Summary:
                 facts = loops.run(retriever_facts(options.retriever_url))
             options = at_latest_checkpoint(options)
             check_names(options)
-            # torch and transformers take seconds to import
-            from search_r1.evaluation.dialogues import run_missing  # noqa: PLC0415
-            from search_r1.inference.model import open_model_folder  # noqa: PLC0415
+            from search_r1.phases import phase  # noqa: PLC0415 - rich, for which --help waits
 
-            with open_model_folder(options) as folder:
+            with phase("importing torch and transformers"):
+                from search_r1.evaluation.dialogues import run_missing  # noqa: PLC0415
+                from search_r1.inference.model import open_model_folder  # noqa: PLC0415
+
+            with contextlib.ExitStack() as stack:
+                with phase(f"reading the model {options.model}"):
+                    folder = stack.enter_context(open_model_folder(options))
                 loops.run(run_missing(options, folder, rows, facts))
             return write_report(out, options.pass_k, options.num_resamples, options.seed)
         finally:

@@ -10,6 +10,7 @@ from huggingface_hub import snapshot_download
 
 from search_r1.inference.agent_options import AgentOptions
 from search_r1.inference.model_name import check_name, is_checkpoint, not_on_hub
+from search_r1.phases import phase
 from verl.checkpoint.exporting import export
 from verl.config import Config
 from verl.engine import RolloutEngine
@@ -72,7 +73,8 @@ def compute_dtype(options: AgentOptions) -> str:
 async def running_engine(config: Config) -> AsyncIterator[RolloutEngine]:
     """Start the rollout engine that these options name; shut it down at the end."""
     engine = build_engine(config)
-    await engine.start()
+    with phase(f"starting the engine {config.actor_rollout_ref.rollout.name}"):
+        await engine.start()
     try:
         yield engine
     finally:

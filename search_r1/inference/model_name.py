@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
+from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
@@ -54,6 +55,11 @@ def is_checkpoint(path: Path) -> bool:
 def check_names(options: AgentOptions) -> None:
     """Refuse a model or an adapter that cannot be one. Raises ModelError."""
     check_name(options.model)
+    if not (Path(options.model).is_dir() or try_to_load_from_cache(options.model, "config.json")):
+        from search_r1.hub_access import hub_problem  # noqa: PLC0415 - not for a folder
+
+        if problem := hub_problem():
+            raise _no_model(options.model, f"no such folder, and {problem}")
     if options.adapter is not None:
         adapter_settings(Path(options.adapter))
 

@@ -23,20 +23,25 @@ MAX_RETRIES = 2
 @contextlib.asynccontextmanager
 async def open_session(options: AgentOptions) -> AsyncIterator[AgentSession]:
     """Start the agent and its engine, after checking the retriever. Raises UserError."""
-    await retriever_facts(options.retriever_url)
+    from search_r1.phases import phase  # noqa: PLC0415 - rich, for which --help waits
+
+    with phase("asking the retriever"):
+        await retriever_facts(options.retriever_url)
     set_trust(options.trust_remote_code)
     if not options.model:
         options = with_default_model(options)
     options = at_latest_checkpoint(options)
     check_names(options)
-    # torch and transformers take seconds to import
-    from search_r1.inference.building import checked_agent, run_config  # noqa: PLC0415
-    from search_r1.inference.model import open_model_folder, running_engine  # noqa: PLC0415
+    with phase("importing torch and transformers"):
+        from search_r1.inference.building import checked_agent, run_config  # noqa: PLC0415
+        from search_r1.inference.model import open_model_folder, running_engine  # noqa: PLC0415
 
-    with open_model_folder(options) as folder:
-        config = run_config(options, str(folder))
-        config.retriever.max_retries = MAX_RETRIES
-        agent = checked_agent(config)
+    with contextlib.ExitStack() as stack:
+        with phase(f"reading the model {options.model}"):
+            folder = stack.enter_context(open_model_folder(options))
+            config = run_config(options, str(folder))
+            config.retriever.max_retries = MAX_RETRIES
+            agent = checked_agent(config)
         tokenizer: Any = agent.tokenizer
         sampling = Sampling(options.max_response_length, options.temperature, options.top_p)
         try:

@@ -320,8 +320,9 @@ class RetrievalClient:
                 cooldown = min(error.retry_after, MAX_COOLDOWN_S) or COOLDOWN_S
                 server.has_failed, server.retry_at = True, time.monotonic() + cooldown
                 reasons[redact(server.url)] = str(error)
-                logger.log(self._log_level, "retriever %s %s; attempt %d of %d",
-                           redact(server.url), error, num_failed, max_retries + 1)  # fmt: skip
+                if num_failed <= max_retries:  # the last one is in the error
+                    logger.log(self._log_level, "retriever %s %s; attempt %d of %d",
+                               redact(server.url), error, num_failed, max_retries + 1)  # fmt: skip
                 num_invalid += isinstance(error, InvalidResponse)
                 if num_invalid > 1 or (num_invalid and num_failed > max_retries):
                     raise RetrieverRefused(f"retriever {redact(server.url)} {error}") from error

@@ -134,7 +134,12 @@ def _load(config: EncoderConfig, path: str, max_length: int | None) -> Encoder:
             )
         return HashEncoder(int(dim or 64))
     family = family_of(model_name(path), config.encoder_family)
+    is_passages = path == config.retriever_model
+    flag = "retriever_model (of index_builder --model_path)" if is_passages else "query_model"
     try:
+        from search_r1.retrieval.encoders.model_name import check_model_name  # noqa: PLC0415
+
+        check_model_name(flag, path)  # before torch, which takes seconds to import
         from search_r1.retrieval.encoders.loading import explain_load_errors  # noqa: PLC0415
         from search_r1.retrieval.encoders.sentence import SentenceEncoder  # noqa: PLC0415
     except ImportError as error:
@@ -142,8 +147,6 @@ def _load(config: EncoderConfig, path: str, max_length: int | None) -> Encoder:
             f"dense retrieval needs torch and sentence-transformers ({error}); "
             f"install them: {install_command('dense')}"
         ) from error
-    is_passages = path == config.retriever_model
-    flag = "retriever_model (of index_builder --model_path)" if is_passages else "query_model"
     with explain_load_errors(flag, path):
         return SentenceEncoder(path, family, config, max_length)
 

@@ -106,6 +106,10 @@ def build_index(config: BuildConfig) -> Path:
             f"{folder} exists and has no {FILE_NAME}, expected nothing or an index that "
             "index_builder made, which would be replaced; fix: another --save_dir, or move it away"
         )
+    if config.retrieval_method != "bm25" and config.model_path:
+        from search_r1.retrieval.encoders.model_name import check_model_name  # noqa: PLC0415
+
+        check_model_name("model_path", config.model_path)  # before FAISS and torch are imported
     _import(BM25 if config.retrieval_method == "bm25" else DENSE).build(config, corpus, folder)
     logger.info("index of %d documents is in %s", len(corpus), folder)
     return folder

@@ -78,7 +78,7 @@ def test_command_line_with_the_original_flags(tmp_path: Path) -> None:
     [
         (["--retrieval_method", "bm25", "--corpus_path", "nowhere.jsonl"], "nowhere.jsonl"),
         (["--retrieval_method", "e5"], "--model_path"),
-        (["--retrieval_method", "e5", "--model_path", "/nowhere"], "index_builder --model_path"),
+        (["--retrieval_method", "e5", "--model_path", "/nowhere"], "set --model_path"),
         (["--retrieval_method", "e5", "--model_path", "hash", "--pooling_method", "mean"], "'sum'"),
         (["--retrieval_method", "e5", "--model_path", "hash:0"], "got '0' dimensions"),
         (["--retrieval_method", "e5", "--model_path", "hash:x"], "got 'x' dimensions"),

@@ -4,25 +4,19 @@ Imports torch and transformers; only the encoder and the reranker import this mo
 """
 
 import hashlib
-import socket
 import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
-from urllib.request import getproxies
 
 import torch
-from huggingface_hub import constants, try_to_load_from_cache
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 
+from search_r1.retrieval.encoders.model_name import check_model_name
 from search_r1.retrieval.errors import SetupError
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-HUB_TIMEOUT_S = 10.0
-"""Timeout in seconds for connecting to the hub."""
 UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError,
               RuntimeError, SafetensorError, StrictDataclassError)  # fmt: skip
 """Errors raised when loading a damaged or unsupported model folder."""
@@ -52,34 +46,14 @@ def pick_device(flag: str, name: str | None) -> str:
 @contextmanager
 def explain_load_errors(flag: str, model_path: str) -> Iterator[None]:
     """Turn errors of the `with` block, which loads a model, into a SetupError with the fix."""
-    if model_path.startswith((".", "/", "~")) and not Path(model_path).is_dir():
-        raise SetupError(
-            f"model folder {model_path} does not exist; expected a model folder or a hub name "
-            f"such as intfloat/e5-base-v2: set --{flag}"
-        )
+    check_model_name(flag, model_path)
     try:
-        # Without a connection, loading would retry each file of the model for minutes.
-        is_local = Path(model_path).is_dir() or try_to_load_from_cache(model_path, "config.json")
-        if not (is_local or constants.HF_HUB_OFFLINE or getproxies()):
-            _check_hub(flag, model_path)
         yield
     except UNREADABLE as error:
         reason = textwrap.shorten(f"{type(error).__name__}: {error}", 300)
         raise SetupError(
             f"model {model_path!r} cannot be loaded ({reason}); expected a complete folder or a "
             f"hub name: set --{flag} (a model that comes with code needs --trust_remote_code)"
-        ) from error
-
-
-def _check_hub(flag: str, model_path: str) -> None:
-    hub = urlsplit(constants.ENDPOINT)
-    try:
-        port = hub.port or {"http": 80}.get(hub.scheme, 443)
-        socket.create_connection((str(hub.hostname), port), HUB_TIMEOUT_S).close()
-    except OSError as error:
-        raise SetupError(
-            f"model {model_path!r} is not a local folder, and {hub.hostname} does not answer "
-            f"({error}); expected a model folder or a reachable hub: set --{flag}"
         ) from error
 
 

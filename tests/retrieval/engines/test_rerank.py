@@ -17,7 +17,7 @@ from transformers import (
     BertTokenizerFast,
 )
 
-from search_r1.retrieval.encoders import loading
+from search_r1 import hub_access
 from search_r1.retrieval.encoders.cross_encoder import CrossEncoder
 from search_r1.retrieval.engines.base import Retriever, collect
 from search_r1.retrieval.engines.rerank import RerankingRetriever
@@ -195,7 +195,7 @@ def test_a_missing_model_fails_fast_without_a_hub(monkeypatch: pytest.MonkeyPatc
     """If the hub does not answer, loading fails at once, not after a request for each file."""
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(loading, "getproxies", dict)
+    monkeypatch.setattr(hub_access, "getproxies", dict)
     start = time.monotonic()
     with pytest.raises(SetupError, match=r"no-such/model.*127\.0\.0\.1 does not answer"):
         CrossEncoder.open(RerankConfig("no-such/model"))
