@@ -23,7 +23,7 @@ class McpOptions:
     """transport to clients"""
     host: str = "127.0.0.1"
     """address to listen on, for streamable-http"""
-    port: Port = 8002
+    port: Port = 8003
     """port to listen on, for streamable-http"""
 
 

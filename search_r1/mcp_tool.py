@@ -1,8 +1,10 @@
 """The MCP tool `search`, which queries a `/retrieve` server."""
 
+import contextlib
 import functools
 import logging
 import sys
+from collections.abc import AsyncIterator
 from typing import Annotated
 
 import httpx
@@ -37,9 +39,19 @@ class Results(BaseModel):
 def build_server(url: str) -> MCPServer:
     """Build the MCP server over a retrieval server. Raises ValueError for an invalid url."""
 
+    used: set[int] = set()
+
     @functools.cache
     def client(topk: int) -> RetrievalClient:
+        used.add(topk)
         return RetrievalClient(url, topk, max_retries=MAX_RETRIES)
+
+    @contextlib.asynccontextmanager
+    async def closing(_: MCPServer) -> AsyncIterator[None]:
+        """Close the clients' connections with the server."""
+        yield
+        for topk in sorted(used):
+            await client(topk).aclose()
 
     client(1)  # refuse an invalid url before serving
     server = MCPServer(
@@ -47,6 +59,7 @@ def build_server(url: str) -> MCPServer:
         version=__version__,
         instructions="Searches a corpus of passages; each has an id, a title and a text.",
         log_level="WARNING",
+        lifespan=closing,
     )
 
     @server.tool(title="Search the corpus")

@@ -179,3 +179,20 @@ def test_a_reader_that_leaves_early_causes_no_traceback(command: str) -> None:
         process.stdout.close()
         assert process.stderr.read() == b""
     assert process.returncode == (0 if command.startswith("train") else 141)
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["train.py", "--model", "org/name", "--data=my data"],
+         "fix: BASE_MODEL=org/name DATA_DIR='my data' bash train_grpo.sh"),
+        (["train.py"], "fix: bash train_grpo.sh"),
+        (["train.py", "trainer.no_such=1"], "no_such"),
+        (["evaluate.py", "--model", "org/name"], "--data: got nothing"),
+    ],
+)  # fmt: skip
+def test_commands_of_other_guides_are_answered_with_ours(words: list[str], expected: str) -> None:
+    """`python train.py --model …` and `python evaluate.py …` say what to run instead."""
+    command = [sys.executable, str(ROOT / words[0]), *words[1:]]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode in (1, 2) and expected in done.stderr

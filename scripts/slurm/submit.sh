@@ -43,6 +43,27 @@ done
 if (($#)); then shift; fi
 
 cd "$SEARCH_R1"
+# Before a job waits in the queue for hours: what its settings name as files must be there. What only
+# the job's nodes see is not checked with CHECK_FILES="".
+need() { # VARIABLE FIX: the path in VARIABLE exists; a hub name is no path.
+  local value=${!1:-}
+  if [[ -n $value && ! -e $value ]]; then
+    echo "$1: got $value, expected an existing path; fix: $2, or CHECK_FILES= if only the nodes see it" >&2
+    missing=1
+  fi
+}
+missing=
+if [[ -n ${CHECK_FILES-yes} ]]; then
+  if [[ $recipe == train ]]; then
+    [[ ${BASE_MODEL:-} != [./~]* ]] || need BASE_MODEL "the model's folder"
+    need DATA_DIR "python scripts/data_process/nq_search.py --local_dir ${DATA_DIR:-}"
+  fi
+  if [[ $recipe == retriever || -z ${RETRIEVER_URL:-}${RETRIEVER_FILE:-} ]]; then
+    need CORPUS_PATH "python -m scripts.download corpus --save_dir FOLDER"
+    need INDEX_PATH "python -m scripts.download e5 --save_dir FOLDER, or bash search_r1/search/build_index.sh"
+  fi
+fi
+[[ -z $missing ]] || exit 2
 command=(sbatch "${options[@]}" "scripts/slurm/$recipe.sbatch" "$@")
 printf '%q ' "${command[@]}"
 echo

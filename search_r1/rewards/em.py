@@ -6,10 +6,10 @@ from search_r1.rewards.interface import RewardInput, RewardOutput, RewardScores
 def score_em(dialogue: RewardInput, scores: RewardScores) -> RewardOutput:
     """Score 1 for a correct answer, ``format_score`` for a wrong one, 0 for none."""
     if dialogue.answer is None:
-        return RewardOutput(0.0, {"em": 0.0, "has_answer": 0.0})
+        return RewardOutput(0.0, {"em": 0.0, "answered": 0.0})
     is_correct = dialogue.is_exact
     score = 1.0 if is_correct else scores.format_score
-    return RewardOutput(score, {"em": float(is_correct), "has_answer": 1.0})
+    return RewardOutput(score, {"em": float(is_correct), "answered": 1.0})
 
 
 def score_em_cost(dialogue: RewardInput, scores: RewardScores) -> RewardOutput:
@@ -24,7 +24,7 @@ def score_em_cost(dialogue: RewardInput, scores: RewardScores) -> RewardOutput:
     invalid_cost = is_charged * scores.invalid_format * dialogue.num_invalid
     components = {
         "em": float(is_correct),
-        "has_answer": float(dialogue.answer is not None),
+        "answered": float(dialogue.answer is not None),
         "search_cost": search_cost,
         "invalid_cost": invalid_cost,
     }

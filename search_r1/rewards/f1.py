@@ -35,14 +35,14 @@ def token_f1(
 
 
 def compare_answer(dialogue: RewardInput) -> dict[str, float]:
-    """Return the components em, f1, cover_em and has_answer of the dialogue's answer."""
+    """Return the components em, f1, cover_em and answered of the dialogue's answer."""
     answer = dialogue.answer
     text = answer or ""
     return {
         "em": float(dialogue.is_exact),
         "f1": token_f1(text, dialogue.ground_truth, dialogue.normalize),
         "cover_em": float(covers(text, dialogue.ground_truth, dialogue.normalize)),
-        "has_answer": float(answer is not None),
+        "answered": float(answer is not None),
     }
 
 

@@ -129,7 +129,7 @@ def score_em_format(dialogue: RewardInput, scores: RewardScores) -> RewardOutput
         score = scores.final_format_score if answer is not None else 0.0
     components = {
         "em": float(is_exact),
-        "has_answer": float(answer is not None),
+        "answered": float(answer is not None),
         "format_valid": float(is_valid),
         "retrieval_hit": float(is_retrieved),
     }

@@ -15,13 +15,13 @@ PAGE = (Path(__file__).parents[2] / "docs" / "guides" / "rewards.md").read_text(
 @pytest.mark.parametrize(
     ("text", "score", "components"),
     [
-        ("<answer>Paris</answer>", 1.0, {"f1": 1.0, "excess_words": 0, "has_answer": 1.0}),
+        ("<answer>Paris</answer>", 1.0, {"f1": 1.0, "excess_words": 0, "answered": 1.0}),
         (
             "<answer>Paris in France</answer>",
             0.5 - 0.1,
-            {"f1": 0.5, "excess_words": 2, "has_answer": 1.0},
+            {"f1": 0.5, "excess_words": 2, "answered": 1.0},
         ),
-        ("Paris", 0.0, {"has_answer": 0.0}),
+        ("Paris", 0.0, {"answered": 0.0}),
     ],
 )
 def test_the_documented_reward_runs(

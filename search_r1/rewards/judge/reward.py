@@ -23,7 +23,7 @@ MAX_ANSWER_CHARS = 500
 class LlmJudge:
     """Scores a batch of dialogues; equal messages are sent only once.
 
-    Without a verdict the score is 0. Components: ``judge`` (the score), ``em``, ``has_answer``,
+    Without a verdict the score is 0. Components: ``judge`` (the score), ``em``, ``answered``,
     ``judge_asked`` (a verdict was needed), ``judge_failed`` (it was needed but not given).
     """
 
@@ -112,7 +112,7 @@ def _output(
     components = {
         "judge": score,
         "em": is_exact,
-        "has_answer": float(answer is not None),
+        "answered": float(answer is not None),
         "judge_asked": float(message is not None),
         "judge_failed": float(verdict is None),
     }

@@ -77,4 +77,4 @@ def test_line_08_empty_normalised_answer_matches_nothing(name: str, answer: str,
     out = build_reward(name)(dialogue(NO_EXAMPLE, turn, gold=gold))
     assert out.score == 0.0 or name not in ANSWER_REWARDS
     assert out.components["em"] == 0.0
-    assert out.components["has_answer"] == 1.0
+    assert out.components["answered"] == 1.0

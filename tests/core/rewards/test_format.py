@@ -137,7 +137,7 @@ OTHER_DOCS: Turn = ("observation", "<information>Doc 1(Title: y) Lyon</informati
 @pytest.mark.parametrize(
     ("turns", "expected", "components"),
     [
-        # (em, has_answer, format_valid, retrieval_hit)
+        # (em, answered, format_valid, retrieval_hit)
         ([SEARCH, DOCS, ANSWER], 1.0, (1, 1, 1, 1)),
         ([ANSWER], 1.0, (1, 1, 1, 0)),
         ([UNFORMED], 0.8, (1, 1, 0, 0)),
@@ -159,7 +159,7 @@ def test_line_09_format_reward_by_hand(
     policy = [text for origin, text in turns if origin == "policy"]
     out = build_reward("em_format", scores)(RewardInput(policy, [PROMPT, *turns], ["Paris"]))
     assert out.score == pytest.approx(expected)
-    names = ("em", "has_answer", "format_valid", "retrieval_hit")
+    names = ("em", "answered", "format_valid", "retrieval_hit")
     assert tuple(out.components[name] for name in names) == components
 
 

@@ -77,7 +77,7 @@ def test_line_09_each_reward_scores_by_its_measure() -> None:
     assert build_reward("f1")(dialogue).score == pytest.approx(2 / 3)
     assert build_reward("cover_em")(dialogue).score == 1.0
     assert build_reward("f1")(dialogue).components == pytest.approx(
-        {"em": 0.0, "f1": 2 / 3, "cover_em": 1.0, "has_answer": 1.0}
+        {"em": 0.0, "f1": 2 / 3, "cover_em": 1.0, "answered": 1.0}
     )
 
 
@@ -85,7 +85,7 @@ def test_format_score_is_for_answers_only() -> None:
     """A dialogue without an answer earns no format score."""
     silent = RewardInput(["hm"], [("policy", "hm")], ["x"])
     out = build_reward("em", RewardScores(format_score=0.1))(silent)
-    assert (out.score, dict(out.components)) == (0.0, {"em": 0.0, "has_answer": 0.0})
+    assert (out.score, dict(out.components)) == (0.0, {"em": 0.0, "answered": 0.0})
 
 
 def test_malformed_ground_truth_and_unknown_reward_are_refused() -> None:

@@ -40,7 +40,7 @@ def test_each_dialogue_gets_its_own_verdict() -> None:
     assert [o.score for o in out] == [1, 1, 0, 0, 0, 1]
     assert [o.components["judge_asked"] for o in out] == [0, 1, 1, 0, 0, 1]
     assert [o.components["em"] for o in out] == [1, 0, 0, 0, 0, 0]
-    assert [o.components["has_answer"] for o in out] == [1, 1, 1, 0, 1, 1]
+    assert [o.components["answered"] for o in out] == [1, 1, 1, 0, 1, 1]
     assert not any(o.components["judge_failed"] for o in out)
     assert len(server.requests) == 2
     assert {h["authorization"] for h in server.headers} == {"Bearer k"}

@@ -327,6 +327,20 @@ def test_submit_names_what_is_missing(environment: dict[str, str], tmp_path: Pat
     """A recipe, a settings file and sbatch are required."""
     assert "usage:" in submit("both", env=environment).stderr
     assert "no such file" in submit("train", "no.conf", env=environment).stderr
+    conf = tmp_path / "my.conf"
+    missing = {"BASE_MODEL": "./no/model", "DATA_DIR": "no/d", "CORPUS_PATH": "no/c",
+               "INDEX_PATH": "no/i"}  # fmt: skip
+    here = {"RETRIEVER_URL": "", "RETRIEVER_FILE": ""}
+    conf.write_text("".join(f"{name}={value}\n" for name, value in {**missing, **here}.items()))
+    told = submit("train", str(conf), env=environment)
+    assert told.returncode == 2 and told.stdout == ""
+    for name, value in missing.items():
+        assert f"{name}: got {value}, expected" in told.stderr
+    elsewhere = {**environment, "CHECK_FILES": ""}
+    assert submit("train", str(conf), env=elsewhere).returncode == 0
+    hub = "BASE_MODEL=org/name\nRETRIEVER_URL=http://host:8000\nCORPUS_PATH=no/c\n"
+    conf.write_text(hub)
+    assert submit("train", str(conf), env=environment).returncode == 0
     if shutil.which("sbatch") is None:
         example = str(RECIPES / "example.conf")
         assert "login node" in submit("train", example, env={**environment, "DRY_RUN": ""}).stderr
