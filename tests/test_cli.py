@@ -148,7 +148,15 @@ def test_a_wheel_answers_outside_the_checkout(tmp_path: Path) -> None:
     build = f"from setuptools import build_meta; build_meta.build_wheel({str(tmp_path)!r})"
     command = [sys.executable, "-c", build]
     source = tmp_path / "source"
-    for name in ("pyproject.toml", "README.md", "LICENSE", "verl", "search_r1", "example"):
+    for name in (
+        "pyproject.toml",
+        "setup.py",
+        "README.md",
+        "LICENSE",
+        "verl",
+        "search_r1",
+        "example",
+    ):
         target = source / name
         target.parent.mkdir(exist_ok=True)
         target.symlink_to(ROOT / name)
