@@ -19,7 +19,7 @@ export PYTHONPATH := $(CURDIR)
 # The tests start hundreds of processes, which would all compile our code again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: bench licences campaign coverage demo docs install lock lock-gpu slow test test-all test-fast test-nightly test-gpu-wheels chromium slurm lint format clean
+.PHONY: bench licences campaign coverage demo demo-zh docs install lock lock-gpu slow test test-all test-fast test-nightly test-gpu-wheels chromium slurm lint format clean
 .DEFAULT_GOAL := demo
 
 $(VENV)/.installed: pyproject.toml requirements.lock $(GPU_LOCKS) scripts/install.py
@@ -54,6 +54,10 @@ demo:
 	@start=$$(date +%s); $(MAKE) --no-print-directory $(VENV)/.installed && \
 	exec $(BIN)/python -m scripts.demo --algorithm $(ALGO) --seed $(SEED) --staleness $(ASYNC) \
 	--started-at $$start $(DEMO_ARGS)
+
+# The same in Chinese: corpus, questions, prompt and feedback.
+demo-zh: DEMO_ARGS += --world zh --out runs/demo-zh
+demo-zh: demo
 
 test: $(VENV)/.installed
 	$(BIN)/python -m pytest $(SPREAD)

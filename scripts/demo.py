@@ -34,7 +34,13 @@ ROOT = Path(__file__).resolve().parent.parent
 MODEL = ROOT / "models" / "SmolLM2-135M-Instruct"
 TEMPLATE = "short"
 
-RETRIEVER = ["--retriever_name", "bm25", "--corpus_path", str(ROOT / "example" / "corpus.jsonl")]
+EXAMPLE = ROOT / "example"
+CHINESE = [
+    f"template={EXAMPLE / 'chinese.yaml'}",
+    # Chinese takes SmolLM2 two tokens and more for a character.
+    "data.max_prompt_length=512",
+    "data.max_response_length=72",
+]
 SFT_OPTIONS = ["steps=20", "batch_size=8", "lr=2e-4", "schedule=linear", "shuffle=false"]
 CONTROL = ["trainer.val_only=true"]
 ON_DEVICE = {
@@ -126,8 +132,19 @@ class Demo:
     extra: Sequence[str] = ()
     staleness: int = 0
     """Number of steps that sampling may be ahead of training."""
+    world: str = "en"
+    """Language of corpus, questions and demonstrations: en or zh."""
     seconds: dict[str, float] = field(default_factory=dict)
     console: Console = field(default_factory=Console)
+
+    @property
+    def data(self) -> Path:
+        """The folder with questions and demonstrations."""
+        return EXAMPLE / "data" if self.world == "en" else self.out / "data"
+
+    @property
+    def corpus(self) -> Path:
+        return EXAMPLE / "corpus.jsonl" if self.world == "en" else self.data / "corpus.jsonl"
 
     @contextlib.contextmanager
     def phase(self, name: str, title: str) -> Iterator[None]:
@@ -147,11 +164,14 @@ class Demo:
         with self.phase("data", "base model"):
             if not (MODEL / "config.json").exists():
                 self.python("example.model", "--out", str(MODEL))
+            if self.world == "zh":
+                self.python("example.chinese", "--out", str(self.data))
         with self.phase("warm_start", "warm start by supervised fine-tuning"):
             self.warm_start()
         with contextlib.ExitStack() as servers:
             with self.phase("retriever", "retriever"):
-                retriever = LocalServer(RETRIEVER, log_path=self.out / "retriever.log")
+                served = ["--retriever_name", "bm25", "--corpus_path", str(self.corpus)]
+                retriever = LocalServer(served, log_path=self.out / "retriever.log")
                 url = f"{servers.enter_context(retriever).url}/retrieve"
                 self.console.print(f"retriever answers at {url}")
             with self.phase("train", f"{self.algorithm.upper()} with real searches"):
@@ -165,7 +185,7 @@ class Demo:
         """Train a few supervised steps on demonstrations that search too rarely."""
         self.python(
             "verl.trainer.sft", f"model_path={MODEL}",
-            f"train_file={ROOT / 'example' / 'data' / 'sft.jsonl'}",
+            f"train_file={self.data / 'sft.jsonl'}",
             f"output_dir={self.out / 'warm_start'}", f"seed={self.seed}",
             f"device={self.device}", *SFT_OPTIONS,
         )  # fmt: skip
@@ -176,16 +196,17 @@ class Demo:
             **os.environ,
             "PYTHON": sys.executable,
             "BASE_MODEL": str(model),
-            "DATA_DIR": str(ROOT / "example" / "data"),
+            "DATA_DIR": str(self.data),
             "RETRIEVER_URL": url,
             "EXPERIMENT_NAME": f"demo-{self.algorithm}",
         }
         options = [
-            "data.train_files=" + str(ROOT / "example" / "data" / "train.parquet"),
-            "data.val_files=" + str(ROOT / "example" / "data" / "val.parquet"),
+            f"data.train_files={self.data / 'train.parquet'}",
+            f"data.val_files={self.data / 'val.parquet'}",
             f"trainer.default_local_dir={out}",
             f"trainer.seed={self.seed}",
             *OPTIONS[self.algorithm],
+            *(CHINESE if self.world == "zh" else ()),
             *ON_DEVICE[self.device],
             f"actor_rollout_ref.rollout.max_staleness={self.staleness}",
             *extra,
@@ -208,6 +229,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--algorithm", choices=sorted(OPTIONS), default="grpo")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--world", choices=("en", "zh"), default="en", help="language of the data")
     parser.add_argument(
         "--staleness", type=int, choices=range(9), default=0, help="steps to sample ahead"
     )
@@ -224,7 +246,8 @@ def main() -> None:
     fresh_directory(arguments.out)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     demo = Demo(arguments.algorithm, arguments.seed, device, arguments.out.resolve(),
-                arguments.started_at, arguments.extra, arguments.staleness)  # fmt: skip
+                arguments.started_at, arguments.extra, arguments.staleness,
+                arguments.world)  # fmt: skip
     try:
         demo.run()
     except RetrieverUnavailable as error:
