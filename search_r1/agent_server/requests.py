@@ -1,9 +1,11 @@
 """Parses and validates chat completion requests.
 
 Unsupported fields that would change the answer are refused, and so are misspelt ones; other unknown
-fields are ignored.
+fields are ignored, with a warning for each name. `null` is the default of every field.
 """
 
+import logging
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
@@ -60,8 +62,14 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 """Unsupported fields, with the values (besides null) that are still accepted."""
 HARMLESS = ("models", "streaming", "include_obfuscation")
 """Fields of other servers that look like ours, and change no answer."""
+MAX_WARNED = 100
+"""Names of ignored fields to warn of; clients may invent more."""
 BODY_TIMEOUT_S = 60.0
 """Maximum seconds for a request body to arrive."""
+
+
+logger = logging.getLogger(__name__)
+_warned: set[str] = set()
 
 
 class Part(BaseModel):
@@ -81,8 +89,8 @@ class StreamOptions(BaseModel):
 
     model_config = ConfigDict(extra="allow")  # to find misspelt fields
 
-    include_usage: bool = False
-    include_documents: bool = False
+    include_usage: bool | None = None
+    include_documents: bool | None = None
     """Search-R1 extension: send the texts of the documents after each search."""
 
 
@@ -93,7 +101,7 @@ class ChatRequest(BaseModel):
 
     model: str
     messages: list[ChatMessage] = Field(min_length=1, fail_fast=True)
-    stream: bool = False
+    stream: bool | None = None
     stream_options: StreamOptions | None = None
     temperature: float | None = Field(default=None, ge=0, le=2)
     top_p: float | None = Field(default=None, gt=0, le=1)
@@ -139,6 +147,7 @@ def to_agent_request(body: ChatRequest, session: AgentSession) -> AgentRequest:
     for request in filter(None, (body, body.stream_options)):
         for name, fix in misspelt_fields(request, (*UNSUPPORTED, *HARMLESS)).items():
             raise ApiError(400, f"{name}: {fix}", "unknown_parameter", name)
+        warn_of_ignored(request.model_extra or {})
     *before, last = body.messages
     if last.role != "user":
         message = f"the last message is of role {last.role}, expected user"
@@ -163,6 +172,14 @@ def to_agent_request(body: ChatRequest, session: AgentSession) -> AgentRequest:
         body.max_completion_tokens or body.max_tokens,
         body.stream_options or StreamOptions(),
     )
+
+
+def warn_of_ignored(fields: Mapping[str, Any]) -> None:
+    """Log the names of fields that change nothing here, each once."""
+    for name in fields.keys() - UNSUPPORTED.keys() - _warned:
+        if fields[name] is not None and len(_warned) < MAX_WARNED:
+            _warned.add(name)
+            logger.warning("requests have the field %.80s, which is ignored", name)
 
 
 def _text(message: ChatMessage) -> str:

@@ -111,7 +111,7 @@ class AgentService:
 
     async def respond_streaming(self, request: AgentRequest, envelope: Envelope) -> Response:
         """Start the stream with the first delta; an error before it sets the HTTP status."""
-        include_documents = request.stream_options.include_documents
+        include_documents = bool(request.stream_options.include_documents)
         listener = StreamListener(self._reasoning_filter(), include_documents)
         dialogue = self.start_dialogue(request, listener)
         dialogue.add_done_callback(lambda _: listener.close())
@@ -122,7 +122,9 @@ class AgentService:
         except BaseException:
             dialogue.cancel()
             raise
-        parts = events(envelope, first, listener, dialogue, request.stream_options.include_usage)
+        parts = events(
+            envelope, first, listener, dialogue, bool(request.stream_options.include_usage)
+        )
         return StreamingResponse(parts, media_type="text/event-stream")
 
     async def check_health(self) -> None:

@@ -199,6 +199,22 @@ def test_what_changes_nothing_may_be_sent() -> None:
     assert got.choices[0].message.content == "Oslo"
 
 
+def test_null_is_the_default_and_what_is_ignored_is_said_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Clients send null for what they leave open; a field without effect is named in the log."""
+    everything = dict.fromkeys([*requests.ChatRequest.model_fields, *requests.UNSUPPORTED])
+    message = {"role": "user", "content": QUESTION}
+    body = {**everything, "model": MODEL, "messages": [message], "no_such_field": 1}
+    body["stream_options"] = dict.fromkeys(requests.StreamOptions.model_fields)
+    with serving(session(ScriptedEngine(TWO_SEARCHES * 2))) as url:
+        answers = [post(url, json.dumps(body)) for _ in range(2)]
+    assert [answer.status_code for answer in answers] == [200, 200]
+    assert [text for text in caplog.messages if "is ignored" in text] == [
+        "requests have the field no_such_field, which is ignored"
+    ]
+
+
 def test_a_retriever_that_is_away_is_503() -> None:
     """The status is 503, or the last event is an error if the stream has already started."""
     silent = ("<search> a </search>",)
