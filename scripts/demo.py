@@ -2,9 +2,9 @@
 
 It starts a retriever over the example world, warm-starts SmolLM2-135M-Instruct with a few
 supervised steps, trains it with the recipe's own `train_grpo.sh` or `train_ppo.sh` and the
-example's settings, evaluates it once more without documents, and writes `summary.json` and
-`report.md`. It uses one GPU if there is one, otherwise the CPU. All processes that it starts are
-stopped at the end, also after an error.
+example's settings, evaluates it at the end once more without documents, and writes `summary.json`
+and `report.md`. A page shows the curve while it grows. The demo uses one GPU if there is one,
+otherwise the CPU. All processes that it starts are stopped at the end, also after an error.
 """
 
 import argparse
@@ -23,6 +23,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
+from scripts.demo_hooks import SERVER_VARIABLE
 from scripts.demo_report import write_report
 from scripts.processes import run
 from search_r1.retrieval.errors import RetrieverUnavailable
@@ -42,14 +43,14 @@ CHINESE = [
     "data.max_response_length=72",
 ]
 SFT_OPTIONS = ["steps=20", "batch_size=8", "lr=2e-4", "schedule=linear", "shuffle=false"]
-CONTROL = ["trainer.val_only=true"]
+HOOKS = ROOT / "scripts" / "demo_hooks.py"
 ON_DEVICE = {
     "cpu": ["trainer.device=cpu"],
     "cuda": [
         "trainer.device=cuda",
         # The trainer needs little of the card; a display or another job may use some of it too.
         "actor_rollout_ref.rollout.gpu_memory_utilization=0.4",
-        # The engine starts twice for a few minutes each: compilation and graphs would not pay off.
+        # The engine runs for a few minutes: compilation and graphs would not pay off.
         "actor_rollout_ref.rollout.engine_kwargs.enforce_eager=true",
     ],
 }
@@ -57,7 +58,7 @@ COMMON = [
     "trainer.n_gpus_per_node=1",
     "trainer.logger=[console,jsonl]",
     "trainer.save_freq=-1",
-    "trainer.test_freq=8",
+    "trainer.guard.action=off",  # its forward passes take a tenth of a step
     f"template={TEMPLATE}",
     "max_turns=3",
     "retriever.topk=1",
@@ -68,7 +69,6 @@ COMMON = [
     "data.val_batch_size=128",
     "actor_rollout_ref.model.enable_gradient_checkpointing=false",
     "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=4096",
-    "actor_rollout_ref.actor.optim.lr=3e-5",
     "actor_rollout_ref.actor.optim.lr_warmup_steps_ratio=0",
     "actor_rollout_ref.actor.use_kl_loss=false",
     "actor_rollout_ref.rollout.max_num_seqs=128",
@@ -80,16 +80,20 @@ OPTIONS = {
         "data.train_batch_size=6",
         "actor_rollout_ref.rollout.n_agent=6",
         "actor_rollout_ref.actor.ppo_mini_batch_size=36",
+        "actor_rollout_ref.actor.optim.lr=3e-5",
         "trainer.total_training_steps=22",
+        "trainer.test_freq=8",
     ],
     "ppo": [
         *COMMON,
         "data.train_batch_size=36",
         "actor_rollout_ref.rollout.n_agent=1",
         "actor_rollout_ref.actor.ppo_mini_batch_size=36",
+        "actor_rollout_ref.actor.optim.lr=3e-5",
         "critic.optim.lr=3e-5",
         "critic.model.enable_gradient_checkpointing=false",
         "trainer.total_training_steps=16",
+        "trainer.test_freq=8",
     ],
 }
 
@@ -175,9 +179,9 @@ class Demo:
                 url = f"{servers.enter_context(retriever).url}/retrieve"
                 self.console.print(f"retriever answers at {url}")
             with self.phase("train", f"{self.algorithm.upper()} with real searches"):
-                self.train(self.out, url, self.out / "warm_start")
-            with self.phase("empty_retriever", "control: the trained model without documents"):
-                self.train(self.out / "empty", "empty", self.out / "model", CONTROL)
+                os.environ[SERVER_VARIABLE] = str(retriever.pid)
+                hooks = [f"trainer.hooks=[{HOOKS}:Page,{HOOKS}:WithoutDocuments]"]
+                self.train(self.out, url, self.out / "warm_start", hooks)
         wall = time.time() - self.started_at
         write_report(self.out, self.algorithm, self.seed, self.seconds, wall, self.console)
 

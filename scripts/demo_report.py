@@ -101,6 +101,8 @@ def render(summary: Row, out: Path) -> str:
     phases = "\n".join(f"| {name} | {value:.0f} s |" for name, value in summary["phases_s"].items())
     return f"""# {summary["algorithm"].upper()}, {summary["steps"]} steps, seed {summary["seed"]}
 
+![exact match and searches per question, by step](learning_curve.png)
+
 | held-out questions ({summary["val_rows"]}, greedy) | exact match |
 | --- | --- |
 | after the warm start | {summary["val_em_first"]:.3f} |
@@ -124,7 +126,7 @@ Per step, the trainer was busy for {summary["trainer_busy_share"]:.2f} and idle 
 
 {dialogues(out, summary["steps"])}
 
-Learning curve: `{out / "learning_curve.png"}`
+Learning curve: `{out / "learning_curve.png"}`; `search-r1 view {out}` shows it in a browser.
 Model: `{out / "model"}` (checkpoint to resume from: `{out}/global_step_{summary["steps"]}`)
 
 Ask it (start the retriever first, `bash retrieval_launch.sh` in another terminal):
