@@ -30,7 +30,7 @@ from verl.config import Config
 from verl.core_algos.kl import FixedKLController
 from verl.data.trajectories import read_step, recorded_steps
 from verl.ext.cpu_env import cpu_env
-from verl.packing import SHARED_PROMPT, Packing
+from verl.packing import PREFIXES, Packing
 from verl.ports import free_port
 from verl.preflight.undecided import fill_undecided
 from verl.trainer.collect import Samples
@@ -81,7 +81,7 @@ def measure(model: Path, folder: Path, budget: int, rounds: int) -> None:
     for variant, (is_shared, _) in VARIANTS.items():
         config.trainer.share_prompts = is_shared
         prepared[variant] = list(batches(samples, config))
-        assert all((SHARED_PROMPT in batch.rows) is is_shared for batch in prepared[variant])
+        assert all((PREFIXES in batch.columns) is is_shared for batch in prepared[variant])
     for number in range(-1, rounds):  # The first round is the warm-up.
         for variant, updates in prepared.items():
             attention.SHORT = VARIANTS[variant][1]

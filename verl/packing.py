@@ -1,14 +1,17 @@
-"""Division of sequences over ranks and into micro-batches, with shared prompts computed once.
+"""Division of sequences over ranks and into micro-batches, with common beginnings computed once.
 
-The samples of a group begin with the same prompt. Where a batch has the row `SHARED_PROMPT`, those
-that are in the same micro-batch form a prefix group: the prompt is computed once, and the responses
-follow it (`verl.training.models.PackedInputs`). Token counts here are of computed tokens. Ranks
-are balanced by their work, in which attention grows with the square of a sequence's length.
-Without that row, every sequence is a prefix group by itself.
+The samples of a group begin with the same prompt, and some go on with the same turn and documents.
+Where a batch has the column `PREFIXES`, those that are in the same micro-batch form a prefix group:
+what several of them have in common is computed once, and what is their own follows it
+(`verl.training.models.PackedInputs`). Token counts here are of computed tokens. Ranks are balanced
+by their work, in which attention grows with the square of a sequence's length. Without that column,
+every sequence is a prefix group by itself.
 """
 
+import functools
 import heapq
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -18,53 +21,97 @@ from torch import Tensor
 
 from verl.batch import TokenBatch
 
-SHARED_PROMPT = "shared_prompt"
-"""Row (num_seqs,) of a batch: leading tokens that each sequence has in common with its group."""
+Prefix = tuple[int, int]
+"""A beginning that several sequences have in common: its number in the batch, and its length."""
+PREFIXES = "prefixes"
+"""Column of a batch: the prefixes of each sequence, shortest first; each begins with the last."""
+MIN_COMMON = 16
+"""Tokens that sequences must have in common after a shared prompt, to be worth a run of their own
+(docs/evidence/updates.md)."""
 MIN_SAVED_SHARE = 0.05
 """Share of a batch's tokens that sharing must save, to be worth the copies of keys and values."""
 PAIR_COST = 2.5e-5
 """Work of a pair of tokens in attention, in units of all other work of a token: that of a model of
 3 billion parameters, which balances other sizes as well (docs/evidence/updates.md)."""
 KEYS_PER_TOKEN = 4
-"""Keys and values that a micro-batch may hold per token of its budget, prompt copies included."""
+"""Keys and values that a micro-batch may hold per token of its budget, copies included."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """Tokens that are computed once: positions `start` to `end` of each of the `members`."""
+
+    start: int
+    end: int
+    members: tuple[int, ...]
+    """Indices of the sequences in the batch."""
 
 
 @dataclass(frozen=True)
 class PrefixGroup:
-    """Sequences whose common prefix is computed once."""
+    """Sequences with common prefixes."""
 
     members: tuple[int, ...]
     """Indices of the sequences in the batch."""
     lengths: tuple[int, ...]
     """Tokens of each sequence."""
-    shared: int = 0
-    """Tokens of the common prefix; 0 for a single sequence."""
+    prefixes: tuple[tuple[Prefix, ...], ...]
+    """Prefixes of each sequence."""
+
+    @classmethod
+    def of(
+        cls, members: Sequence[int], lengths: Sequence[int],
+        prefixes: Sequence[tuple[Prefix, ...]], chosen: Sequence[int],
+    ) -> Self:  # fmt: skip
+        """Build the group of the `chosen` of these."""
+        return cls(
+            tuple(members[i] for i in chosen),
+            tuple(lengths[i] for i in chosen),
+            tuple(prefixes[i] for i in chosen),
+        )
+
+    @functools.cached_property
+    def runs(self) -> tuple[Run, ...]:
+        """The runs that are computed, each after the one that its sequences begin with."""
+        return tuple(self._runs(range(len(self.members)), 0, 0))
+
+    def _runs(self, chosen: Sequence[int], start: int, depth: int) -> Iterator[Run]:
+        """Yield the runs of the `chosen` from `start`, where `depth` prefixes of theirs end."""
+        branches: dict[int, list[int]] = {}
+        for i in chosen:
+            further = self.prefixes[i][depth : depth + 1]
+            branches.setdefault(further[0][0] if further else -1 - i, []).append(i)
+        for branch in branches.values():
+            common = [self.lengths[branch[0]]]
+            if len(branch) > 1:  # what all of them go on with is a single run
+                paths = zip(*(self.prefixes[i][depth:] for i in branch), strict=False)
+                common = [path[0][1] for path in paths if len(set(path)) == 1]
+            if common[-1] > start:
+                yield Run(start, common[-1], tuple(self.members[i] for i in branch))
+            if len(branch) > 1:
+                yield from self._runs(branch, common[-1], depth + len(common))
 
     @property
     def num_tokens(self) -> int:
         """Tokens that are computed."""
-        return sum(self.lengths) - self.shared * (len(self.lengths) - 1)
+        return sum(run.end - run.start for run in self.runs)
 
     @property
     def work(self) -> float:
         """The work: 1 per computed token, `PAIR_COST` per pair of tokens in attention."""
-        pairs = sum(n * n for n in self.lengths) - self.shared**2 * (len(self.lengths) - 1)
-        return self.num_tokens + PAIR_COST * pairs
+        return self.num_tokens + PAIR_COST * sum(run.end**2 - run.start**2 for run in self.runs)
 
     @property
     def cost(self) -> int:
         """Tokens of a micro-batch's budget that the group takes."""
-        num_keys = self.shared + sum(self.lengths)
+        num_keys = sum(run.end for run in self.runs)
         return max(self.num_tokens, -(-num_keys // KEYS_PER_TOKEN))
 
     def split(self, size: int) -> "list[PrefixGroup]":
-        """Split into groups of at most `size` members, each of which computes the prefix."""
-        groups = []
-        for start in range(0, len(self.members), size):
-            members = self.members[start : start + size]
-            shared = self.shared if len(members) > 1 else 0
-            groups.append(PrefixGroup(members, self.lengths[start : start + size], shared))
-        return groups
+        """Split into groups of at most `size` members, neighbours those with most in common."""
+        order = sorted(range(len(self.members)), key=self.prefixes.__getitem__)
+        parts = [order[start : start + size] for start in range(0, len(order), size)]
+        return [PrefixGroup.of(self.members, self.lengths, self.prefixes, part) for part in parts]
 
     def split_to_budget(self, budget: int) -> "list[PrefixGroup]":
         """Split into groups that cost at most `budget`, except for longer single sequences."""
@@ -80,30 +127,25 @@ class Packing:
 
     lengths: Sequence[int]
     """Tokens of each sequence."""
-    shared: Sequence[int]
-    """Leading tokens that each sequence has in common with its group."""
-    groups: Sequence[str]
-    """Group of each sequence; may be empty if nothing is shared."""
+    prefixes: Sequence[tuple[Prefix, ...]]
+    """Prefixes of each sequence."""
 
     @classmethod
     def of(cls, batch: TokenBatch) -> Self:
-        """Build the packing of a batch; prompts are shared if it has the row `SHARED_PROMPT`."""
-        lengths, shared, groups = batch.lengths.tolist(), [0] * len(batch), list[str]()
-        if SHARED_PROMPT in batch.rows:
-            shared, groups = batch.rows[SHARED_PROMPT].tolist(), batch.columns["group"]
-        return cls(lengths, shared, groups)
+        """Build the packing of a batch; prefixes are shared if it has the column `PREFIXES`."""
+        return cls(batch.lengths.tolist(), batch.columns.get(PREFIXES, [()] * len(batch)))
 
     def prefix_groups(self, indices: Sequence[int]) -> list[PrefixGroup]:
-        """Group the sequences `indices` by their shared prompt, in order of first members."""
-        members: dict[str | int, list[int]] = {}
+        """Group the sequences `indices` by their first prefix, in order of first members."""
+        members: dict[int, list[int]] = {}
         for i in indices:
-            members.setdefault(self.groups[i] if self.shared[i] else i, []).append(i)
-        groups = []
-        for group in members.values():
-            shared = self.shared[group[0]] if len(group) > 1 else 0
-            lengths = tuple(self.lengths[i] for i in group)
-            groups.append(PrefixGroup(tuple(group), lengths, shared))
-        return groups
+            prefixes = self.prefixes[i]
+            members.setdefault(prefixes[0][0] if prefixes else -1 - i, []).append(i)
+        everything = range(len(self.lengths))
+        return [
+            PrefixGroup.of(everything, self.lengths, self.prefixes, group)
+            for group in members.values()
+        ]
 
     def num_tokens(self, indices: Sequence[int]) -> int:
         """Count the tokens that are computed if these sequences are in one micro-batch."""
@@ -140,10 +182,10 @@ def _members(groups: Sequence[PrefixGroup], chosen: Sequence[int]) -> list[int]:
 
 
 def share_prompts(batch: TokenBatch) -> None:
-    """Add the row `SHARED_PROMPT` if it saves at least `MIN_SAVED_SHARE` of the batch's tokens."""
-    batch.rows[SHARED_PROMPT] = common_prompts(batch)
+    """Add the column `PREFIXES` if it saves at least `MIN_SAVED_SHARE` of the batch's tokens."""
+    batch.columns[PREFIXES] = common_prefixes(batch)
     if saved_token_share(batch) < MIN_SAVED_SHARE:
-        del batch.rows[SHARED_PROMPT]
+        del batch.columns[PREFIXES]
 
 
 def saved_token_share(batch: TokenBatch) -> float:
@@ -152,25 +194,49 @@ def saved_token_share(batch: TokenBatch) -> float:
     return 1.0 - computed / batch.num_tokens if batch.num_tokens else 0.0
 
 
-def common_prompts(batch: TokenBatch) -> Tensor:
-    """Count the prompt tokens that each sequence has in common with its whole group, (num_seqs,).
+def common_prefixes(batch: TokenBatch) -> list[tuple[Prefix, ...]]:
+    """Find what the sequences of each group have in common: the prefixes of each sequence.
 
-    Prompts are compared, since a group's may differ. Each sequence keeps a token of its own.
+    Tokens are compared, since prompts of a group may differ. A prefix may hold sampled tokens,
+    whose losses each sequence keeps. Each sequence keeps a token of its own.
     """
-    ids, starts = batch.tokens["input_ids"].numpy(), batch.offsets.tolist()
-    lengths = prompt_lengths(batch)
+    ids, ends = batch.tokens["input_ids"].numpy(), batch.offsets[1:-1].numpy()
+    sequences, prompts = np.split(ids, ends), prompt_lengths(batch)
+    prefixes: list[tuple[Prefix, ...]] = [()] * len(batch)
     groups: dict[str, list[int]] = {}
     for i, group in enumerate(batch.columns["group"]):
         groups.setdefault(group, []).append(i)
-    result = torch.zeros(len(batch), dtype=torch.int64)
+    numbers = itertools.count()
+
+    def add(members: Sequence[int], start: int, longest: int) -> None:
+        """Add what these have in common after `start`, and then what some of them have."""
+        end = start + _num_equal([sequences[i][start:longest] for i in members])
+        if end > start:
+            prefix = next(numbers), end
+            for i in members:
+                prefixes[i] = (*prefixes[i], prefix)
+        branches: dict[bytes, list[int]] = {}
+        for i in members:
+            if len(sequences[i]) > end + MIN_COMMON:
+                following = sequences[i][end : end + MIN_COMMON].tobytes()
+                branches.setdefault(following, []).append(i)
+        for branch in branches.values():
+            if len(branch) > 1:
+                add(branch, end, min(len(sequences[i]) for i in branch) - 1)
+
     for members in groups.values():
-        common = min(lengths[i] for i in members)
-        first = ids[starts[members[0]] :]
-        for i in members[1:]:
-            differs = np.flatnonzero(first[:common] != ids[starts[i] : starts[i] + common])
-            common = int(differs[0]) if len(differs) else common
-        result[members] = common
-    return result
+        if len(members) > 1:
+            add(members, 0, min(prompts[i] for i in members))
+    return prefixes
+
+
+def _num_equal(sequences: Sequence[np.ndarray]) -> int:
+    """Count the first ids that all sequences, of equal lengths, have in common."""
+    first, common = sequences[0], len(sequences[0])
+    for other in sequences[1:]:
+        differs = np.flatnonzero(first[:common] != other[:common])
+        common = int(differs[0]) if len(differs) else common
+    return common
 
 
 def prompt_lengths(batch: TokenBatch) -> list[int]:

@@ -32,7 +32,7 @@ from verl.agent.tags import TagFormat
 from verl.batch import TokenBatch
 from verl.config import Config
 from verl.errors import ConfigError, DataError
-from verl.packing import SHARED_PROMPT, saved_token_share, share_prompts
+from verl.packing import PREFIXES, saved_token_share, share_prompts
 from verl.types import Origin, Prompt, Sampling, Status, Trajectory, start_trajectory
 
 TOKENIZER = ByteTokenizer()
@@ -90,7 +90,7 @@ def test_a_group_computes_them_once() -> None:
     batch = TokenBatch.from_trajectories(group)
     share_prompts(batch)
     common = len(PROMPT.ids) + len(TOKENIZER.encode(DOCUMENTS))
-    assert batch.rows[SHARED_PROMPT].tolist() == [common] * 4
+    assert [prefixes[0][1] for prefixes in batch.columns[PREFIXES]] == [common] * 4
     assert saved_token_share(batch) == pytest.approx(3 * common / batch.num_tokens)
 
 

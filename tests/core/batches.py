@@ -55,3 +55,20 @@ def make_groups(groups: list[tuple[int, list[int]]], seed: int = 0) -> TokenBatc
     batch.tokens["loss_weights"] = loss_weights(mask, batch.offsets, "token-mean")
     batch.columns["group"] = [group for group, _, _ in members]
     return batch
+
+
+def make_tree(seed: int = 0) -> TokenBatch:
+    """Make a group whose members have more and more in common, and a group of two equal ones.
+
+    Of five responses to a prompt of 5, four go on with the same 20 tokens, of these two with the
+    same 17, which end the shorter one, and two with the same 39.
+    """
+    batch = make_groups([(5, [30, 37, 60, 60, 60]), (3, [40, 40])], seed)
+    ids, starts = batch.tokens["input_ids"], batch.offsets.tolist()
+    shared = [(1, 25, (2, 3, 4)), (1, 42, (2,)), (3, 64, (4,)), (5, 43, (6,))]
+    ids[starts[3] + 25], ids[starts[4] + 64] = 95, 95
+    ids[starts[1] + 25], ids[starts[3] + 64] = 94, 94
+    for source, end, others in shared:
+        for other in others:
+            ids[starts[other] : starts[other] + end] = ids[starts[source] : starts[source] + end]
+    return batch

@@ -7,14 +7,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.core.batches import make_groups
+from tests.core.batches import make_groups, make_tree
 from verl.batch import TokenBatch
 from verl.packing import (
+    MIN_COMMON,
     PAIR_COST,
-    SHARED_PROMPT,
+    PREFIXES,
     Packing,
+    PrefixGroup,
     balance,
-    common_prompts,
+    common_prefixes,
     join_tokens,
     pack,
     saved_token_share,
@@ -33,13 +35,20 @@ Groups = list[tuple[int, list[int]]]
 def make_packing(groups: Groups) -> Packing:
     """Build the packing of groups given by the lengths of prompt and responses."""
     members = [(i, p, p + r) for i, (p, responses) in enumerate(groups) for r in responses]
-    return Packing([n for _, _, n in members], [p for _, p, _ in members],
-                   [f"g{i}" for i, _, _ in members])  # fmt: skip
+    return Packing([n for _, _, n in members], [((i, p),) for i, p, _ in members])
 
 
 def count_computed(packing: Packing, indices: list[int]) -> int:
-    prompts = {packing.groups[i]: packing.shared[i] for i in indices}
-    return sum(prompts.values()) + sum(packing.lengths[i] - packing.shared[i] for i in indices)
+    """Count each prefix once, from where the one before it ends, and what is a sequence's own."""
+    counted, total = set[int](), 0
+    for i in indices:
+        start = 0
+        for number, end in packing.prefixes[i]:
+            total += (end - start) * (number not in counted)
+            counted.add(number)
+            start = end
+        total += packing.lengths[i] - start
+    return total
 
 
 @given(groups_strategy, st.integers(1, 40), st.integers(1, 4))
@@ -97,7 +106,7 @@ def test_ranks_are_balanced_by_work(groups: Groups, num_ranks: int) -> None:
 
 def test_a_long_sequence_counts_for_more_than_its_tokens() -> None:
     """By tokens, 32,000 needs 1,000 more; with attention's square, the short ones are less work."""
-    packing = Packing([32_000, *[8_000] * 4, 1_000], [0] * 6, [])
+    packing = Packing([32_000, *[8_000] * 4, 1_000], [()] * 6)
     assert packing.split_over_ranks(2) == [[0], [1, 2, 3, 4, 5]]
     group = make_packing([(10, [5, 5])])  # the prompt's square counts once
     assert group.work([0, 1]) == 20 + PAIR_COST * (10**2 + 2 * (15**2 - 10**2))
@@ -128,16 +137,90 @@ def test_copied_keys_take_a_part_of_the_budget() -> None:
     assert packing.micro_batches(range(8), 226) == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 
+def ends_of(batch: TokenBatch) -> list[list[int]]:
+    """Return the lengths of each sequence's prefixes."""
+    return [[end for _, end in prefixes] for prefixes in common_prefixes(batch)]
+
+
 def test_prompts_are_compared_by_their_ids() -> None:
     """Only the prefix of the whole group is shared, and each member keeps a token of its own."""
     batch = make_groups([(5, [3, 4]), (6, [2, 2, 2]), (4, [5])])
     ids, starts = batch.tokens["input_ids"], batch.offsets.tolist()
     ids[starts[3] + 2] += 1  # in the second group's second prompt
-    assert common_prompts(batch).tolist() == [5, 5, 2, 2, 2, 4]
+    assert ends_of(batch) == [[5], [5], [2], [2], [2], []]
     batch.tokens["response_mask"][starts[0] : starts[1]] = False  # no response
-    assert common_prompts(batch).tolist()[:2] == [5, 5]
+    assert ends_of(batch)[:2] == [[5], [5]]
     batch.columns["group"] = ["same"] * 6
-    assert set(common_prompts(batch).tolist()) == {0}
+    assert ends_of(batch) == [[]] * 6
+
+
+def test_what_some_of_a_group_sampled_alike_is_shared_too() -> None:
+    """Prefixes are nested, each sequence keeps a token, and fewer than 16 do not count."""
+    batch = make_tree()
+    assert ends_of(batch) == [
+        [5],
+        [5, 25, 41],
+        [5, 25, 41],
+        [5, 25, 64],
+        [5, 25, 64],
+        [3, 42],
+        [3, 42],
+    ]
+    share_prompts(batch)
+    packing = Packing.of(batch)
+    first, second = packing.prefix_groups(range(7))
+    assert [(run.start, run.end, run.members) for run in first.runs] == [
+        (0, 5, (0, 1, 2, 3, 4)), (5, 35, (0,)), (5, 25, (1, 2, 3, 4)), (25, 41, (1, 2)),
+        (41, 42, (1,)), (41, 65, (2,)), (25, 64, (3, 4)), (64, 65, (3,)), (64, 65, (4,)),
+    ]  # fmt: skip
+    assert [(run.start, run.end) for run in second.runs] == [(0, 42), (42, 43), (42, 43)]
+    assert packing.num_tokens(range(7)) == count_computed(packing, list(range(7)))
+    ids, starts = batch.tokens["input_ids"].tolist(), batch.offsets.tolist()
+    for run in first.runs:
+        texts = {tuple(ids[starts[m] : starts[m] + run.end]) for m in run.members}
+        assert len(texts) == 1
+    kept = packing.prefix_groups([2, 4])  # what only those in common have is one run
+    assert [(run.start, run.end) for run in kept[0].runs] == [(0, 25), (25, 65), (25, 65)]
+    halves = PrefixGroup(first.members, first.lengths, first.prefixes).split(3)
+    assert [half.members for half in halves] == [(0, 1, 2), (3, 4)]
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(1, 3),
+            st.lists(st.tuples(st.integers(0, 2), st.integers(17, 40)), max_size=3),
+        ),
+        min_size=2,
+        max_size=7,
+    ),
+    st.integers(20, 200),
+)
+def test_trees_are_divided_like_groups(
+    shapes: list[tuple[int, list[tuple[int, int]]]], budget: int
+) -> None:
+    """Computed tokens are those of a set of all beginnings; micro-batches keep to the budget."""
+    texts = [
+        [9] * 4 + [kind for kind, n in parts for _ in range(n)] + [5] * tail
+        for tail, parts in shapes
+    ]
+    offsets = torch.tensor([0, *map(len, texts)]).cumsum(0)
+    mask = torch.cat([torch.arange(len(text)) >= 4 for text in texts])
+    batch = TokenBatch(
+        offsets,
+        {"input_ids": torch.tensor([i for t in texts for i in t]), "policy_mask": mask},
+        columns={"group": ["g"] * len(texts)},
+    )
+    batch.columns[PREFIXES] = common_prefixes(batch)
+    packing = Packing.of(batch)
+    everything = list(range(len(texts)))
+    beginnings = {tuple(text[: n + 1]) for text in texts for n in range(len(text))}
+    computed = packing.num_tokens(everything)
+    assert len(beginnings) <= computed == count_computed(packing, everything)
+    assert computed <= len(beginnings) + len(texts) * (MIN_COMMON + 1)
+    bins = packing.micro_batches(everything, budget)
+    assert sorted(i for b in bins for i in b) == everything
+    assert all(packing.num_tokens(b) <= budget or len(b) == 1 for b in bins)
 
 
 @pytest.mark.parametrize(("prompt", "is_worth_it"), [(3, False), (4, True)])
@@ -145,7 +228,7 @@ def test_prompts_are_shared_if_that_saves_enough(prompt: int, is_worth_it: bool)
     """3 of 62 tokens are less than 5 %, 4 of 64 are more."""
     batch = make_groups([(prompt, [28, 28])])
     share_prompts(batch)
-    assert (SHARED_PROMPT in batch.rows) is is_worth_it
+    assert (PREFIXES in batch.columns) is is_worth_it
     assert saved_token_share(batch) == pytest.approx(prompt / (2 * prompt + 56) * is_worth_it)
 
 
@@ -153,7 +236,7 @@ def test_nothing_is_shared_in_a_batch_without_sequences() -> None:
     """This happens in a step whose trajectories were all lost."""
     batch = make_groups([(3, [28, 28])]).select([])
     share_prompts(batch)
-    assert saved_token_share(batch) == 0 and SHARED_PROMPT not in batch.rows
+    assert saved_token_share(batch) == 0 and PREFIXES not in batch.columns
 
 
 @given(st.lists(st.integers(1, 20), min_size=1, max_size=10), st.integers(1, 4))

@@ -62,8 +62,9 @@ class TrainerConfig:
     else float16 on GPUs and float32 on CPU), bfloat16, float16 (with loss scaling) or float32.
     Master weights are always float32."""
     share_prompts: bool = option(True, resume="logged")
-    """Compute the common prompt of a group only once in forward passes and updates, where that
-    saves at least a twentieth of the step's tokens; gradients differ only by rounding."""
+    """Compute what dialogues of a group begin with alike, sampled tokens too, only once in forward
+    passes and updates, where that saves a twentieth of the step's tokens; gradients differ only by
+    rounding."""
     n_gpus_per_node: int = option(8, resume="free", ge=1)
     """Training ranks per node: GPUs, or processes on CPU."""
     trace: bool = option(False, resume="free")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -115,16 +115,17 @@ class WorkCounter:
 
 
 def skipped_prompts(packing: Packing, num_ranks: int, budget: int) -> list[int]:
-    """List the lengths of the prompt copies that ranks with this budget do not compute."""
-    if not any(packing.shared):
+    """List the lengths of the copies of prefixes that ranks with this budget do not compute."""
+    if not any(packing.prefixes):
         return []
-    return [
-        group.shared
-        for rank in packing.split_over_ranks(num_ranks)
-        for micro_batch in packing.micro_batches(rank, budget)
-        for group in packing.prefix_groups(micro_batch)
-        for _ in group.members[1:]
-    ]
+    copies: Counter[int] = Counter()
+    for rank in packing.split_over_ranks(num_ranks):
+        for micro_batch in packing.micro_batches(rank, budget):
+            for run in (run for g in packing.prefix_groups(micro_batch) for run in g.runs):
+                # A copy of the whole beginning, less that of the beginning that it continues.
+                copies[run.end] += len(run.members) - 1
+                copies[run.start] -= len(run.members) - 1
+    return [length for length in copies.elements() if length]
 
 
 def sizes(model: ModelFlops, batch: TokenBatch) -> tuple[list[int], int]:

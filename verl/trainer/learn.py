@@ -46,8 +46,8 @@ def assemble(samples: Samples, config: Config) -> TokenBatch:
     """Build the jagged batch of a step from its samples, with scores and masks.
 
     `loss_mask` marks the tokens that are trained on. `value_mask` exists if the critic is trained
-    on more tokens than the policy, and marks them. With `trainer.share_prompts`, the prompts that
-    groups share are marked to be computed once.
+    on more tokens than the policy, and marks them. With `trainer.share_prompts`, what dialogues of
+    a group begin with alike is marked to be computed once.
     """
     batch = TokenBatch.from_trajectories(samples.trajectories)
     masking = config.actor_rollout_ref.actor.state_masking

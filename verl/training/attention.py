@@ -5,9 +5,9 @@ implementation is `PACKED` takes batch size 1, `position_ids` that restart at ea
 the `SequenceBounds` of the row as the keyword `bounds`, which transformers passes on to every
 layer. No mask is built: transformers builds none for an implementation it does not know.
 
-Several responses may follow a single copy of their prompt. Everything else in a layer works token
-by token; only attention lets a response see the prompt, by copying the prompt's keys and values in
-front of the response's own.
+Several responses may follow a single copy of their prompt, or of more that they have in common.
+Everything else in a layer works token by token; only attention lets a response see its prompt, by
+copying the prompt's keys and values in front of the response's own.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ HALF = (torch.bfloat16, torch.float16)
 
 Span = tuple[int, int]
 """First and end position, in its sequence, of a run of tokens in the row. A run that starts at a
-position p > 0 is a response; its prompt is the last run that started at 0, which has p tokens."""
+position p > 0 follows the last run before it that ends at p, and what that one follows."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class SequenceBounds:
 
     @property
     def num_keys(self) -> list[int]:
-        """Keys of each run: its own tokens and those of its prompt."""
+        """Keys of each run: its own tokens and those that it follows."""
         return [end for _, end in self.spans]
 
     @property
@@ -69,18 +69,23 @@ class SequenceBounds:
         positions = torch.cat([torch.arange(*span) for span in self.spans])[None]
         return to_device(positions, self.cu_seqlens.device)
 
+    @property
+    def paths(self) -> list[list[int]]:
+        """For each run, the numbers of the runs that it follows, in order, and its own."""
+        paths, path = [], list[int]()
+        for number, (start, _) in enumerate(self.spans):
+            while path and self.spans[path[-1]][1] != start:
+                path.pop()
+            path.append(number)
+            paths.append([*path])
+        return paths
+
     def keys_of(self, x: Tensor) -> Tensor:
-        """Insert the prompt's rows of `x` (num_tokens, ...) before those of each response."""
+        """Insert the rows of `x` (num_tokens, ...) that each run follows before its own."""
         if all(start == 0 for start, _ in self.spans):
             return x
-        parts: list[Tensor] = []
-        for (start, _), part in zip(self.spans, x.split(self.lengths), strict=True):
-            if start == 0:
-                prompt = part
-            else:
-                parts.append(prompt)
-            parts.append(part)
-        return torch.cat(parts)
+        parts = x.split(self.lengths)
+        return torch.cat([parts[number] for path in self.paths for number in path])
 
 
 @dataclass(frozen=True)

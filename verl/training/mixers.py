@@ -1,7 +1,7 @@
 """Layers that carry a state along their tokens: convolutions, recurrences and linear attention.
 
 In a packed row such a layer would carry the state of one sequence into the next. So it is called
-once for each run of the row, with the run's prompt in front of it, and the results are put together
+once for each run of the row, with what it follows in front of it, and the results are put together
 again. It computes a shared prompt for each response; everything else in a block computes it once.
 """
 
@@ -60,13 +60,9 @@ def _is_row(x: Any, bounds: SequenceBounds) -> bool:
 
 
 def _runs(x: Tensor, bounds: SequenceBounds) -> list[Tensor]:
-    """Return the rows of each run of `x` (1, num_tokens, …), after those of its prompt."""
-    runs: list[Tensor] = []
-    for (start, _), part in zip(bounds.spans, x.split(bounds.lengths, dim=1), strict=True):
-        if start == 0:
-            prompt = part
-        runs.append(part if start == 0 else torch.cat([prompt, part], dim=1))
-    return runs
+    """Return the rows of each run of `x` (1, num_tokens, …), after those that it follows."""
+    parts = x.split(bounds.lengths, dim=1)
+    return [torch.cat([parts[number] for number in path], dim=1) for path in bounds.paths]
 
 
 def is_mixer(module: nn.Module) -> bool:

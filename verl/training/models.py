@@ -7,6 +7,7 @@ called by the model's own forward, which may scale or cap the logits.
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Self, cast
@@ -82,26 +83,17 @@ def lay_out_row(
     """
     spans: list[Span] = []
     flat_positions: list[Tensor] = []
-    prefix_groups = packing.prefix_groups(range(len(packing.lengths)))
-    for group in prefix_groups:
-        first, shared = starts[group.members[0]], group.shared
-        if shared:
-            spans.append((0, shared))
-            flat_positions.append(torch.arange(first, first + shared))
-        for sequence, length in zip(group.members, group.lengths, strict=True):
-            if length:
-                start = starts[sequence]
-                spans.append((shared, length))
-                flat_positions.append(torch.arange(start + shared, start + length))
-    computed = torch.cat(flat_positions)
     index_in_row = torch.empty(num_tokens, dtype=torch.int64)
-    index_in_row[computed] = torch.arange(len(computed))
-    for group in prefix_groups:
-        first, *others = (starts[i] for i in group.members)
-        prompt = index_in_row[first : first + group.shared]
-        for start in others:
-            index_in_row[start : start + group.shared] = prompt
-    return spans, computed, index_in_row
+    num_computed = 0
+    groups = packing.prefix_groups(range(len(packing.lengths)))
+    for run in itertools.chain.from_iterable(group.runs for group in groups):
+        spans.append((run.start, run.end))
+        own = torch.arange(run.start, run.end)
+        flat_positions.append(starts[run.members[0]] + own)
+        for member in run.members:
+            index_in_row[starts[member] + own] = own + (num_computed - run.start)
+        num_computed += len(own)
+    return spans, torch.cat(flat_positions), index_in_row
 
 
 def load_causal_lm(

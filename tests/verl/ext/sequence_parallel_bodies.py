@@ -15,7 +15,7 @@ from tests.verl.training.ranks import VOCAB, tiny_config
 from verl.batch import TokenBatch
 from verl.config.policy import SELECTIVE
 from verl.ext.sequence_parallel import SequenceParallelGroup, SlicedInputs, gathered
-from verl.packing import SHARED_PROMPT, common_prompts, split_by_work
+from verl.packing import PREFIXES, common_prefixes, split_by_work
 from verl.training.attention import PACKED
 from verl.training.models import LogProbModel, PackedInputs, ValueModel
 from verl.training.worker import TrainerWorker
@@ -55,7 +55,7 @@ def rows() -> Iterator[TokenBatch]:
     yield make_batch([9, 21, 2, 6])
     yield make_batch([7, 1, 5])
     groups = make_groups([(3, [4]), (13, [5, 2, 4])])
-    groups.rows[SHARED_PROMPT] = common_prompts(groups)
+    groups.columns[PREFIXES] = common_prefixes(groups)
     yield groups
     half = make_batch([14, 9])
     half.tokens["policy_mask"][10:] = False
@@ -116,7 +116,7 @@ def learn(rank: int, size: int, port: int, model: str, sp_size: int) -> dict[str
     calls = (worker.actor.log_probs, worker.reference.log_probs, worker.critic.values)
     for step, groups in enumerate(([(5, [9, 4]), (7, [10]), (3, [3, 2, 6])], [(4, [7])])):
         batch = make_groups(groups, step)
-        batch.rows[SHARED_PROMPT] = common_prompts(batch)
+        batch.columns[PREFIXES] = common_prefixes(batch)
         split = split_by_work(batch, size // sp_size)
         shard = split.shards[rank // sp_size]
         results["parts"].append(split.parts)

@@ -27,7 +27,7 @@ from verl.ext.kernels import recompute
 from verl.ext.lora.model import AdaptedModel, Role
 from verl.ext.speed import skipped_prompts
 from verl.model_shape import ModelShape
-from verl.packing import SHARED_PROMPT, Packing, common_prompts
+from verl.packing import PREFIXES, Packing, common_prefixes
 from verl.training.attention import PACKED
 from verl.training.models import LogProbModel, PackedInputs, ValueModel
 
@@ -91,7 +91,7 @@ def test_a_shared_prompt_costs_what_torch_counts() -> None:
     """
     lm, shape = build(CONFIGS["qwen2, tied"])
     batch = make_groups([(7, [5, 2, 10]), (4, [1])])
-    batch.rows[SHARED_PROMPT] = common_prompts(batch)
+    batch.columns[PREFIXES] = common_prefixes(batch)
     mask = batch.tokens["policy_mask"]
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         LogProbModel(lm)(PackedInputs.of(batch, mask, torch.device("cpu")), 1.0)
@@ -108,10 +108,10 @@ def test_a_shared_prompt_costs_what_torch_counts() -> None:
 
 def test_prompts_are_skipped_where_ranks_share_them() -> None:
     """One of each group of a micro-batch is computed; a group may be split by rank or budget."""
-    whole = Packing([8] * 9, [6] * 9, [f"g{i // 3}" for i in range(9)])
+    whole = Packing([8] * 9, [((i // 3, 6),) for i in range(9)])
     assert skipped_prompts(whole, 3, 24) == [6] * 6
-    assert skipped_prompts(Packing([7] * 4, [4] * 4, ["g"] * 4), 2, 15) == [4, 4]
-    assert skipped_prompts(Packing([7] * 4, [0] * 4, []), 2, 15) == []
+    assert skipped_prompts(Packing([7] * 4, [((0, 4),)] * 4), 2, 15) == [4, 4]
+    assert skipped_prompts(Packing([7] * 4, [()] * 4), 2, 15) == []
 
 
 def test_a_critic_has_a_value_for_a_head() -> None:

@@ -17,7 +17,7 @@ from verl.config import Config
 from verl.core_algos.kl import AdaptiveKLController, FixedKLController
 from verl.errors import ConfigError
 from verl.monitor.performance import Timings
-from verl.packing import SHARED_PROMPT
+from verl.packing import PREFIXES
 from verl.rewards.interface import Reward
 from verl.trainer.collect import Samples
 from verl.trainer.learn import Learner, add_advantages, assemble, mini_batches, subtract_kl
@@ -384,4 +384,4 @@ def test_prompts_of_groups_are_shared_unless_that_is_off(is_on: bool) -> None:
     config = Config()
     config.trainer.share_prompts = is_on
     batch = assemble(samples_of([[(4, 0)]] * 4, [0.0] * 4), config)
-    assert (SHARED_PROMPT in batch.rows) is is_on
+    assert (PREFIXES in batch.columns) is is_on

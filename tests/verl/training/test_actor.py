@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from example.tiny import tiny_llama
-from tests.core.batches import make_batch, make_groups
+from tests.core.batches import make_batch, make_groups, make_tree
 from tests.verl.training.operations import OperationRecorder
 from tests.verl.training.ranks import VOCAB
 from verl.batch import TokenBatch
@@ -18,7 +19,7 @@ from verl.config import ActorConfig, Config, OptimConfig
 from verl.config.policy import SELECTIVE
 from verl.ext.cpu import attention
 from verl.ext.kernels import recompute
-from verl.packing import SHARED_PROMPT, common_prompts
+from verl.packing import PREFIXES, common_prefixes
 from verl.trainer.learn import drop_zero_advantages
 from verl.training.actor import Actor, TargetColumns, TokenBudgets, apply_update
 from verl.training.attention import PACKED
@@ -239,18 +240,26 @@ def test_gradient_accumulation_equals_the_unsplit_batch(options: dict[str, objec
     ],
     ids=str,
 )
-@pytest.mark.parametrize("budget", [1000, 25])
+@pytest.mark.parametrize(
+    ("make", "budget", "expected"),
+    [
+        (lambda: make_groups([(7, [5, 1, 12]), (9, [3, 8]), (4, [6])]), 1000, [1, 1]),
+        (lambda: make_groups([(7, [5, 1, 12]), (9, [3, 8]), (4, [6])]), 25, [4, 3]),
+        (make_tree, 1000, [1, 1]),
+        (make_tree, 150, [3, 2]),
+    ],
+)
 def test_an_update_with_shared_prompts_is_the_same_update(
-    options: dict[str, object], budget: int
+    options: dict[str, object], make: Callable[[], TokenBatch], budget: int, expected: list[int]
 ) -> None:
     """Groups whole in a micro-batch, or split: metrics, log-probs and weights do not change."""
-    plain, shared = (make_groups([(7, [5, 1, 12]), (9, [3, 8]), (4, [6])]) for _ in range(2))
-    shared.rows[SHARED_PROMPT] = common_prompts(shared)
+    plain, shared = make(), make()
+    shared.columns[PREFIXES] = common_prefixes(shared)
     apart, together = make_actor(budget, **options), make_actor(budget, **options)
     torch.testing.assert_close(together.log_probs(shared), apart.log_probs(plain))
     metrics = [actor.update(b) for actor, b in ((apart, plain), (together, shared))]
     counts = [m.pop("actor/num_micro_batches") for m in metrics]
-    assert counts == ([1, 1] if budget == 1000 else [4, 3])
+    assert counts == expected
     assert metrics[1] == pytest.approx(metrics[0], rel=1e-4, abs=1e-6)
     shared_weights = weights(together)
     for name, x in weights(apart).items():  # in the mean: AdamW amplifies gradients near 0

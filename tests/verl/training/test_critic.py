@@ -1,15 +1,18 @@
 """Alignment and loss of the value function, compared with manual computations."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
 from example.tiny import HIDDEN_SIZE, tiny_llama
-from tests.core.batches import make_batch, make_groups
+from tests.core.batches import make_batch, make_groups, make_tree
 from tests.verl.training.operations import OperationRecorder
 from tests.verl.training.ranks import VOCAB
+from verl.batch import TokenBatch
 from verl.config import CriticConfig, OptimConfig
 from verl.core_algos.losses import loss_weights
-from verl.packing import SHARED_PROMPT, common_prompts
+from verl.packing import PREFIXES, common_prefixes
 from verl.training.actor import TokenBudgets
 from verl.training.attention import PACKED
 from verl.training.critic import Critic
@@ -63,10 +66,13 @@ def test_value_loss_is_the_clipped_one_and_falls() -> None:
     assert losses[2] < losses[0]
 
 
-def test_values_and_updates_with_shared_prompts_are_the_same() -> None:
-    """Values of responses do not change if their prompt is computed once."""
-    plain, shared = (make_groups([(7, [5, 1, 12]), (9, [3, 8])]) for _ in range(2))
-    shared.rows[SHARED_PROMPT] = common_prompts(shared)
+@pytest.mark.parametrize("make", [lambda: make_groups([(7, [5, 1, 12]), (9, [3, 8])]), make_tree])
+def test_values_and_updates_with_shared_prompts_are_the_same(
+    make: Callable[[], TokenBatch],
+) -> None:
+    """Values of responses do not change if what they have in common is computed once."""
+    plain, shared = make(), make()
+    shared.columns[PREFIXES] = common_prefixes(shared)
     apart, together = make_critic(), make_critic()
     torch.testing.assert_close(together.values(shared), apart.values(plain), rtol=1e-4, atol=1e-5)
     assert together.update(shared) == pytest.approx(apart.update(plain), rel=1e-4, abs=1e-6)

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, inject_adapter_in_model
 from torch import Tensor, nn
 from transformers import (
     LlamaConfig,
@@ -16,12 +17,12 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
-from tests.core.batches import make_batch, make_groups
+from tests.core.batches import make_batch, make_groups, make_tree
 from tests.verl.training.ranks import VOCAB
 from verl.batch import TokenBatch
 from verl.config.policy import SELECTIVE
 from verl.ext.kernels import recompute
-from verl.packing import SHARED_PROMPT, common_prompts
+from verl.packing import PREFIXES, common_prefixes
 from verl.training.attention import PACKED
 from verl.training.models import LogProbModel, PackedInputs, ValueModel
 
@@ -56,25 +57,33 @@ def outputs_and_gradient(module: nn.Module, batch: TokenBatch, *arguments: Any) 
     outputs = result if isinstance(result, tuple) else (result,)
     weights = torch.linspace(-1, 2, len(outputs[0]), dtype=outputs[0].dtype)
     loss = sum((output * weights).sum() for output in outputs)
-    gradients = torch.autograd.grad(loss, list(module.parameters()))
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    gradients = torch.autograd.grad(loss, trained)
     return [*outputs, torch.cat([gradient.flatten() for gradient in gradients])]
 
 
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float64, 1e-12), (torch.float32, 1e-6)])
 @pytest.mark.parametrize("name", ARCHITECTURES)
-@pytest.mark.parametrize("is_critic", [False, True], ids=["policy", "critic"])
-def test_a_shared_prompt_changes_no_gradient(
-    name: str, is_critic: bool, dtype: torch.dtype, bound: float
+@pytest.mark.parametrize("kind", ["policy", "critic", "adapter"])
+@pytest.mark.parametrize("is_tree", [False, True], ids=["prompts", "tree"])
+def test_what_is_shared_changes_no_gradient(
+    name: str, kind: str, is_tree: bool, dtype: torch.dtype, bound: float
 ) -> None:
-    """Log-probs, entropies, values and the gradient of each weight are equal up to rounding."""
-    lm, batch = build(name, dtype), make_groups(GROUPS)
+    """Log-probs, entropies, values and the gradient of each weight are equal up to rounding.
+
+    In the tree, sampled tokens and documents are shared, each with a weight of its own.
+    """
+    lm, batch = build(name, dtype), make_tree() if is_tree else make_groups(GROUPS)
     module, arguments = LogProbModel(lm), (0.7, True)
-    if is_critic:
+    if kind == "adapter":
+        config = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
+        inject_adapter_in_model(config, lm).to(dtype)
+    if kind == "critic":
         module, arguments = ValueModel(lm), ()
         nn.init.normal_(module.value_head.weight)
         module.value_head.to(dtype)
     apart = outputs_and_gradient(module, batch, *arguments)
-    batch.rows[SHARED_PROMPT] = common_prompts(batch)
+    batch.columns[PREFIXES] = common_prefixes(batch)
     together = outputs_and_gradient(module, batch, *arguments)
     recomputed = []
     for mode in (True, SELECTIVE):
@@ -89,7 +98,7 @@ def test_a_shared_prompt_changes_no_gradient(
 def test_a_row_holds_a_prompt_once() -> None:
     """It has prompts, the responses after them, and the token before each target."""
     batch = make_groups([(2, [2, 1]), (3, [2])])
-    batch.rows[SHARED_PROMPT] = common_prompts(batch)
+    batch.columns[PREFIXES] = common_prefixes(batch)
     a, b, c, d, _, _, e, f, g, h, i, j = batch.tokens["input_ids"].tolist()
     inputs = PackedInputs.of(batch, torch.ones(12), torch.device("cpu"))
     assert inputs.input_ids[0].tolist() == [a, b, c, d, e, f, g, h, i, j]
@@ -98,6 +107,23 @@ def test_a_row_holds_a_prompt_once() -> None:
     assert inputs.target_positions.tolist() == [1, 2, 3, 5, 6, 8, 9, 10, 11]
     assert inputs.targets.tolist() == [b, c, d, b, e, g, h, i, j]
     assert inputs.before_targets.tolist() == [0, 1, 2, 0, 1, 5, 6, 7, 8]
+
+
+def test_a_row_holds_what_some_have_in_common_once() -> None:
+    """A run follows the last one that ends where it starts, over those that other runs follow."""
+    batch = make_tree()
+    batch.columns[PREFIXES] = common_prefixes(batch)
+    inputs = PackedInputs.of(batch, torch.ones(batch.num_tokens), torch.device("cpu"))
+    paths = inputs.bounds.paths
+    assert paths == [
+        [0], [0, 1], [0, 2], [0, 2, 3], [0, 2, 3, 4], [0, 2, 3, 5], [0, 2, 6], [0, 2, 6, 7],
+        [0, 2, 6, 8], [9], [9, 10], [9, 11],
+    ]  # fmt: skip
+    row, spans = inputs.input_ids[0].split(inputs.bounds.lengths), inputs.bounds.spans
+    leaves = (1, 4, 5, 7, 8, 10, 11)
+    for ids, leaf in zip(batch.sequences("input_ids"), leaves, strict=True):
+        assert torch.equal(ids, torch.cat([row[number] for number in paths[leaf]]))
+        assert len(ids) == spans[leaf][1]
 
 
 def test_empty_sequences_take_no_space() -> None:
