@@ -10,8 +10,8 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Self
 
+from search_r1.agent.question import question_in
 from search_r1.agent.search import SearchTool
-from search_r1.agent.tags import question_in
 from verl.agent import native
 from verl.agent.dialogue import DialogueAgent
 from verl.agent.interface import ToolCall, Turn

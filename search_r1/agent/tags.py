@@ -1,22 +1,11 @@
 """Built-in dialogue templates for search: prompts, observations and feedback."""
 
-import re
 from pathlib import Path
 
 from search_r1.agent import grammar
 from verl.agent import native, wording
 from verl.agent.tags import TagFormat
 from verl.errors import ConfigError, explain
-
-QUESTION_MARK = re.compile("Question:|问题：")
-"""Text before the question in the prompts of this project's and the original's data sets."""
-
-
-def question_in(prompt: str) -> str | None:
-    """Return the text behind the last mark of a question in a prompt; None without a mark."""
-    parts = QUESTION_MARK.split(prompt)
-    return parts[-1] if len(parts) > 1 else None
-
 
 SEARCH_R1 = TagFormat(
     name="search_r1",

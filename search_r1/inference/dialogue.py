@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
-from search_r1.agent.tags import question_in
+from search_r1.agent.question import question_in
 from search_r1.retrieval.schema import Document, well_formed
 from verl.agent.control import ControlStrings, break_strings
 from verl.agent.dialogue import DialogueAgent

@@ -9,7 +9,6 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from search_r1.inference.agent_options import AgentOptions
-from search_r1.inference.default_model import with_default_model
 from search_r1.inference.dialogue import AgentSession
 from search_r1.inference.model_name import at_latest_checkpoint, check_names
 from search_r1.inference.retriever_facts import retriever_facts
@@ -29,6 +28,8 @@ async def open_session(options: AgentOptions) -> AsyncIterator[AgentSession]:
         await retriever_facts(options.retriever_url)
     set_trust(options.trust_remote_code)
     if not options.model:
+        from search_r1.inference.default_model import with_default_model  # noqa: PLC0415 - rare
+
         options = with_default_model(options)
     options = at_latest_checkpoint(options)
     check_names(options)

@@ -12,7 +12,8 @@ from functools import partial
 from typing import Any
 
 from search_r1.agent.grammar import SEARCH_R1, Grammar, spans_between
-from search_r1.agent.tags import NAMES, PLAIN, named_format, question_in
+from search_r1.agent.question import question_in
+from search_r1.agent.tags import NAMES, PLAIN, named_format
 from search_r1.rewards.interface import extract_answer
 from search_r1.rewards.normalize import (
     RULES,

@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from search_r1.agent.grammar import R1_SEARCHER, SEARCH_R1
-from search_r1.agent.tags import TEMPLATES, WORDED, named_format, question_in
+from search_r1.agent.question import question_in
+from search_r1.agent.tags import TEMPLATES, WORDED, named_format
 from search_r1.retrieval.schema import Document
 from verl.agent.grammar import Grammar, Tag, has_broken_tags
 from verl.agent.interface import ToolCall, Turn

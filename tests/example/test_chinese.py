@@ -10,7 +10,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from example.chinese import TEMPLATE, translate, write_world
-from search_r1.agent.tags import named_format, question_in
+from search_r1.agent.question import question_in
+from search_r1.agent.tags import named_format
 from search_r1.retrieval.engines.bm25 import open_retriever
 from search_r1.retrieval.settings import RetrieverConfig
 
