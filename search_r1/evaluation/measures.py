@@ -58,6 +58,28 @@ def _num_searches(sample: Sample) -> int:
     return len(sample.searches)
 
 
+WRONG = {
+    "no_search": "no search",
+    "one_search": "one search, not found",
+    "not_found": "several searches, not found",
+    "not_used": "found, not used",
+}
+"""How the policy went wrong, and the words of a report; each wrong sample has one of them."""
+
+
+def kind_of_wrong(sample: Sample) -> str:
+    """Return the key of `WRONG` for a sample; '' if it is right, or failed through no fault."""
+    if sample.em or sample.status == FAILED:
+        return ""
+    if sample.has_answer_in_documents:
+        return "not_used"
+    return ("no_search", "one_search", "not_found")[min(len(sample.searches), 2)]
+
+
+def _wrong(kind: str) -> Part:
+    return lambda sample: float(kind_of_wrong(sample) == kind)
+
+
 MEASURES: tuple[Measure, ...] = (
     Measure("em", "EM", lambda s: s.em),
     Measure("f1", "F1", lambda s: s.f1),
@@ -76,6 +98,7 @@ MEASURES: tuple[Measure, ...] = (
     Measure("em_given_hit", "EM given hit", lambda s: s.em * _hit(s), _hit),
     Measure("em_given_miss", "EM given miss", lambda s: s.em * (not _hit(s)),
             lambda s: not _hit(s)),
+    *(Measure(f"wrong_{kind}", f"wrong: {words}", _wrong(kind)) for kind, words in WRONG.items()),
     Measure("novel_queries", "novel queries", num_novel, _num_searches),
     Measure("repeated_queries", "repeated queries", num_repeated, _num_searches),
     Measure("truncated", "truncated", lambda s: float(s.truncated_turns > 0)),

@@ -267,7 +267,9 @@ Bound = Annotated[int | None, Query(ge=0, le=MAX_INT)]
 OUTCOMES = {
     "given": "is_given = 1",
     "missed": "is_found = 1 AND is_given = 0",
-    "not_found": "is_found = 0 AND is_given = 0",
+    "no_search": "is_found = 0 AND is_given = 0 AND searches = 0",
+    "one_search": "is_found = 0 AND is_given = 0 AND searches = 1",
+    "not_found": "is_found = 0 AND is_given = 0 AND searches > 1",
     "known": "is_found = 0 AND is_given = 1",
 }
 """missed: the documents contained the answer, but it was not given; known: given though not in any
@@ -285,7 +287,7 @@ class TrajectoryQuery:
     source: str = ""
     group: str = ""
     uid: str = ""
-    outcome: Literal["", "given", "missed", "not_found", "known"] = ""
+    outcome: Literal["", "given", "missed", "no_search", "one_search", "not_found", "known"] = ""
     step_from: Bound = None
     step_to: Bound = None
     score_from: float | None = None

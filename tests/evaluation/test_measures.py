@@ -5,7 +5,14 @@ import math
 
 import pytest
 
-from search_r1.evaluation.measures import MEASURES, is_near, measure_sums, pass_at_k
+from search_r1.evaluation.measures import (
+    MEASURES,
+    WRONG,
+    is_near,
+    kind_of_wrong,
+    measure_sums,
+    pass_at_k,
+)  # fmt: skip
 from search_r1.evaluation.samples import Sample
 from tests.evaluation.scripted import sample, search
 
@@ -31,6 +38,10 @@ BY_HAND = {
     "answer_in_documents": 2 / 4,
     "em_given_hit": 1 / 2,
     "em_given_miss": 1 / 2,
+    "wrong_no_search": 0.0,
+    "wrong_one_search": 0.0,
+    "wrong_not_found": 1 / 4,
+    "wrong_not_used": 1 / 4,
     "novel_queries": 4 / 5,
     "repeated_queries": 1 / 5,
     "truncated": 1 / 4,
@@ -51,6 +62,21 @@ def test_measures_are_those_worked_out_by_hand(name: str) -> None:
 def test_every_measure_has_been_worked_out() -> None:
     """All measures are covered above, except cover-EM, which the tests of rewards cover."""
     assert {m.name for m in MEASURES} - {"cover_em"} == set(BY_HAND)
+
+
+def test_right_wrong_and_failed_samples_are_all_samples() -> None:
+    """Each wrong sample is counted in one kind, by its searches and by what they found."""
+    more = [
+        sample(em=0.0, searches=()),
+        sample(em=0.0, searches=(search("a"),)),
+        sample(em=0.0, searches=(), status="failed"),
+    ]
+    assert [kind_of_wrong(s) for s in [*SAMPLES, *more]] == [
+        "", "not_found", "", "not_used", "no_search", "one_search", "",
+    ]  # fmt: skip
+    sums = measure_sums([*SAMPLES, *more])
+    parts = ["em", "failed", *(f"wrong_{kind}" for kind in WRONG)]
+    assert sum(sums[name][0] for name in parts) == len(SAMPLES) + len(more)
 
 
 def test_conditions_split_the_correct_answers() -> None:

@@ -27,7 +27,19 @@ CASES: list[tuple[dict[str, Any], Callable[[Row], bool]]] = [
     ({"uid": "train.parquet#1"}, lambda r: r["uid"] == "train.parquet#1"),
     ({"outcome": "given"}, lambda r: r["is_given"]),
     ({"outcome": "missed"}, lambda r: r["is_found"] and not r["is_given"]),
-    ({"outcome": "not_found"}, lambda r: not r["is_found"] and not r["is_given"]),
+    *(
+        (
+            {"outcome": outcome},
+            lambda r, counts=counts: (
+                not (r["is_found"] or r["is_given"]) and r["searches"] in counts
+            ),
+        )
+        for outcome, counts in {
+            "no_search": [0],
+            "one_search": [1],
+            "not_found": range(2, 99),
+        }.items()
+    ),
     ({"outcome": "known"}, lambda r: not r["is_found"] and r["is_given"]),
     ({"step_from": 2}, lambda r: r["step"] >= 2),
     ({"step_to": 1, "searches_from": 1}, lambda r: r["step"] <= 1 and r["searches"] >= 1),

@@ -72,8 +72,10 @@ export function short(value) {
   return String(Number(value.toPrecision(size < 1 ? 3 : 4)));
 }
 
-/** Describe whether the answer is right, and whether the documents contain an accepted one. */
+/** Describe whether the answer is right, and what a wrong one lacked: as an evaluation counts it. */
 export function outcome(row) {
   if (row.is_given) return row.is_found ? "right" : "right, not in documents";
-  return row.is_found ? "in documents, not given" : "not in documents, not given";
+  if (row.is_found) return "found, not used";
+  const searches = Array.isArray(row.searches) ? row.searches.length : row.searches;
+  return ["no search", "one search, not found"][searches] ?? "several searches, not found";
 }

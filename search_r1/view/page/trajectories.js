@@ -5,8 +5,8 @@ import { address, choice, input, labelled, link, make, outcome, plural, short } 
 
 const ORDERS = [["", "newest step"], ["oldest", "oldest step"], ["score_low", "lowest score"], ["score_high", "highest score"],
   ["searches_most", "most searches"], ["log_prob_low", "least expected tokens"]];
-const OUTCOMES = [["", "any"], ["given", "right"], ["missed", "in documents, not given"], ["not_found", "not in documents, not given"],
-  ["known", "right, not in documents"]];
+const OUTCOMES = [["", "any"], ["given", "right"], ["missed", "wrong: found, not used"], ["no_search", "wrong: no search"],
+  ["one_search", "wrong: one search, not found"], ["not_found", "wrong: several searches, not found"], ["known", "right, not in documents"]];
 const KINDS = { train: "training", val: "validation" };
 const DEBOUNCE_MS = 200;
 let listed = []; // the rows shown last, through which the keys [ and ] move on a trajectory's page
