@@ -221,7 +221,7 @@ def create_app(
     # FastAPI's request handling takes twice as long as a cached search. This plain route comes
     # first; FastAPI's below is for OpenAPI only.
     app.router.routes.insert(0, Route("/retrieve", service, methods=["POST"]))
-    app.router.routes.extend(page_routes(sorted(FOLDER.glob("page.*"))))
+    app.router.routes.extend(page_routes([*sorted(FOLDER.glob("page.*")), FOLDER / "language.js"]))
     app.get("/health", responses={503: {"model": Problem}})(service.health)
     app.get("/info", responses=unauthorized, dependencies=guard)(service.info)
     body = {"application/json": {"schema": service.request_model.model_json_schema()}}

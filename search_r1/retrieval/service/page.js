@@ -1,10 +1,34 @@
 // The search page: queries /retrieve and shows passages, scores and timings.
 // Text from servers and passages is always inserted as text, never as HTML.
 
+import { counted, say, speak } from "./language.js";
+
+const CHINESE = {
+  "Search-R1 retriever": "Search-R1 检索服务", retriever: "检索服务", "Skip to the passages": "跳到段落", "connecting …": "正在连接 …",
+  Question: "问题", "Who discovered penicillin?": "谁发现了青霉素？", Passages: "段落", auto: "默认", Search: "搜索",
+  "to type a question,": " 输入问题，", "to search": " 搜索", "This server asks for an access token.": "此服务器需要访问令牌。",
+  "Access token": "访问令牌", "Use token": "使用令牌",
+  "Kept in this tab's memory only; a reload forgets it.": "只保存在本标签页的内存中，刷新后即忘记。", Timings: "用时",
+  "Engine, corpus and index": "引擎、语料和索引", info: "信息", health: "状态", metrics: "指标", API: "接口",
+  "The server took too long.": "服务器用时过长。", "No answer within {seconds} s.": "{seconds} 秒内没有回答。",
+  "The server cannot be reached.": "无法连接服务器。", "Is it still running, and this machine online?": "它还在运行吗？本机联网了吗？",
+  "The answer is not a retriever's.": "这不是检索服务的回答。",
+  "The server is busy or not ready; try again in {wait} s.": "服务器忙或尚未就绪，请在 {wait} 秒后再试。",
+  "The server is busy or not ready; try again soon.": "服务器忙或尚未就绪，请稍后再试。",
+  "The server does not accept this token.": "服务器不接受这个令牌。", "The server asks for an access token.": "服务器需要访问令牌。",
+  "The server does not accept this question.": "服务器不接受这个问题。", "The question is too large for this server.": "问题太长。",
+  "The server or its search service cannot answer this question.": "服务器或它的搜索服务无法回答这个问题。",
+  "The search took too long.": "搜索用时过长。", "The search failed (status {status}).": "搜索失败（状态 {status}）。",
+  queue: "排队", encode: "编码", search: "搜索", documents: "取文", rerank: "重排", network: "网络", total: "合计", "round trip": "往返",
+  cache: "缓存", hit: "命中", untitled: "无标题", "score ": "得分 ", "id ": "编号 ", "Show all": "全部显示", "Show less": "收起",
+  passages: "个段落", "needs a token": "需要令牌", "not reachable": "无法连接", "{passages} in {time}": "{passages}，用时 {time}",
+  "No passage fits this question.": "没有与这个问题相符的段落。",
+};
 const STAGES = ["queue", "encode", "search", "documents", "rerank"];
 const STOP_WORDS = new Set(
   "a an and are as at be by did do does for from has have how in is it its of on or that the this to was were what when where which who whom whose why will with".split(" "),
 );
+const UNSPACED = /[\p{Script=Han}\p{Script=Hiragana}\p{Script=Katakana}\p{Script=Hangul}\p{Script=Thai}]+/gu;
 const LONG_TEXT = 1200;
 const TIMEOUT_MS = 120_000;
 
@@ -24,16 +48,19 @@ function make(tag, className = "", ...children) {
 
 /** Return `text` as nodes, with the words of `query` marked. */
 function highlighted(text, query) {
-  const words = [...new Set(query.toLowerCase().match(/[\p{L}\p{N}]{2,}/gu) ?? [])]
+  const runs = query.toLowerCase().match(UNSPACED) ?? [];
+  const pairs = runs.flatMap((run) => (run.length > 1 ? [...run].slice(1).map((next, i) => [...run][i] + next) : [run]));
+  const words = [...new Set(query.toLowerCase().replace(UNSPACED, " ").match(/[\p{L}\p{N}]{2,}/gu) ?? [])]
     .filter((word) => !STOP_WORDS.has(word))
-    .sort((a, b) => b.length - a.length);
-  if (!words.length) return [text];
-  const pattern = new RegExp(`(?<![\\p{L}\\p{N}])(${words.join("|")})(?![\\p{L}\\p{N}])`, "giu");
+    .sort((a, b) => b.length - a.length)
+    .map((word) => `(?<![\\p{L}\\p{N}])${word}(?![\\p{L}\\p{N}])`);
+  const patterns = [...words, ...new Set(pairs)]; // of scripts without spaces, pairs of neighbours are marked
+  if (!patterns.length) return [text];
+  const pattern = new RegExp(`(${patterns.join("|")})`, "giu");
   return text.split(pattern).map((part, i) => (i % 2 ? make("mark", "", part) : part));
 }
 
 const milliseconds = (ms) => `${ms < 10 ? ms.toFixed(2) : ms < 100 ? ms.toFixed(1) : Math.round(ms)} ms`;
-const plural = (count, noun) => `${count.toLocaleString("en")} ${noun}${count === 1 ? "" : "s"}`;
 const scoreText = (score) => (Number.isFinite(score) ? score.toFixed(Math.abs(score) < 100 ? 4 : 2) : String(score));
 
 // ---- requests and errors ------------------------------------------------------------------------
@@ -55,21 +82,21 @@ async function request(path, options = {}) {
     text = await response.text();
   } catch (error) {
     if (error.name === "AbortError") throw error;
-    if (error.name === "TimeoutError") throw new Problem("The server took too long.", [`No answer within ${TIMEOUT_MS / 1000} s.`]);
-    throw new Problem("The server cannot be reached.", ["Is it still running, and this machine online?"]);
+    if (error.name === "TimeoutError") throw new Problem(say("The server took too long."), [say("No answer within {seconds} s.", { seconds: TIMEOUT_MS / 1000 })]);
+    throw new Problem(say("The server cannot be reached."), [say("Is it still running, and this machine online?")]);
   }
   if (!response.ok) throw toProblem(response, text);
   try {
     return { body: JSON.parse(text), headers: response.headers };
   } catch {
-    throw new Problem("The answer is not a retriever's.", [text.slice(0, 200)]);
+    throw new Problem(say("The answer is not a retriever's."), [text.slice(0, 200)]);
   }
 }
 
 /** Describe an error response for the user. */
 function toProblem(response, text) {
   const wait = response.headers.get("Retry-After");
-  const busy = `The server is busy or not ready; try again ${wait ? `in ${wait} s` : "soon"}.`;
+  const busy = `The server is busy or not ready; try again ${wait ? "in {wait} s" : "soon"}.`;
   const noToken = token ? "The server does not accept this token." : "The server asks for an access token.";
   const headlines = {
     400: "The server does not accept this question.",
@@ -82,7 +109,7 @@ function toProblem(response, text) {
     503: busy,
     504: "The search took too long.",
   };
-  const headline = headlines[response.status] ?? `The search failed (status ${response.status}).`;
+  const headline = say(headlines[response.status] ?? "The search failed (status {status}).", { wait, status: response.status });
   const needsToken = [401, 403].includes(response.status);
   return new Problem(headline, needsToken ? [] : errorDetails(text.slice(0, 2000)), needsToken);
 }
@@ -146,14 +173,14 @@ function showTimings({ durations, isCached }, roundTrip) {
   });
   at("bar").replaceChildren(...bar);
   const entry = (name, ms, kind) => {
-    const row = make("div", kind, make("dt", "", name), make("dd", "", milliseconds(ms)));
+    const row = make("div", kind, make("dt", "", say(name)), make("dd", "", milliseconds(ms)));
     row.dataset.stage = name;
     return row;
   };
   const rows = parts.map(([name, ms]) => entry(name, ms, name));
   if (total !== undefined) rows.push(entry("total", total, "plain"));
   rows.push(entry("round trip", roundTrip, "plain"));
-  if (isCached) rows.push(make("div", "plain", make("dt", "", "cache"), make("dd", "badge", "hit")));
+  if (isCached) rows.push(make("div", "plain", make("dt", "", say("cache")), make("dd", "badge", say("hit"))));
   at("stages").replaceChildren(...rows);
   at("timings").hidden = false;
 }
@@ -161,25 +188,25 @@ function showTimings({ durations, isCached }, roundTrip) {
 function passage({ document: source, score }, rank, query) {
   const title = source.title
     ? make("h2", "", ...highlighted(source.title, query))
-    : make("h2", "untitled", "untitled");
-  const scoreLabel = make("span", "score", make("small", "", "score "), scoreText(score));
+    : make("h2", "untitled", say("untitled"));
+  const scoreLabel = make("span", "score", make("small", "", say("score ")), scoreText(score));
   const text = make("p", "text", ...highlighted(source.text ?? source.contents ?? "", query));
   const item = make("li", "passage");
   item.append(make("header", "", make("span", "rank", `${rank}.`), title, scoreLabel), text);
   if (text.textContent.length > LONG_TEXT) item.append(expander(text));
-  item.append(make("p", "id", "id ", make("code", "", String(source.id))));
+  item.append(make("p", "id", say("id "), make("code", "", String(source.id))));
   return item;
 }
 
 /** Create a button that expands and collapses a long text. */
 function expander(text) {
-  const button = make("button", "more", "Show all");
+  const button = make("button", "more", say("Show all"));
   button.type = "button";
   button.setAttribute("aria-expanded", "false");
   text.classList.add("cut");
   button.addEventListener("click", () => {
     const isCut = text.classList.toggle("cut");
-    button.textContent = isCut ? "Show all" : "Show less";
+    button.textContent = say(isCut ? "Show all" : "Show less");
     button.setAttribute("aria-expanded", String(!isCut));
   });
   return button;
@@ -199,7 +226,7 @@ async function showServer() {
   try {
     const facts = (await request("info")).body;
     const health = (await request("health")).body;
-    const count = health.num_documents ? ` · ${plural(health.num_documents, "passage")}` : "";
+    const count = health.num_documents ? ` · ${counted(health.num_documents, "passage")}` : "";
     at("server").textContent = `${facts.retriever ?? health.retriever}${count}`;
     at("server").dataset.state = "ready";
     if (facts.default_topk) at("topk").placeholder = String(facts.default_topk);
@@ -207,7 +234,7 @@ async function showServer() {
     at("facts").replaceChildren(...rows);
   } catch (error) {
     if (!(error instanceof Problem)) throw error;
-    at("server").textContent = error.needsToken ? "needs a token" : "not reachable";
+    at("server").textContent = say(error.needsToken ? "needs a token" : "not reachable");
     at("server").dataset.state = "unavailable";
     if (error.needsToken) showProblem(error);
   }
@@ -218,7 +245,7 @@ async function search() {
   const query = at("query").value;
   running?.abort();
   at("problem").hidden = true;
-  document.title = query ? `${query} · Search-R1 retriever` : "Search-R1 retriever";
+  document.title = [query, say("Search-R1 retriever")].filter(Boolean).join(" · ");
   if (!query.trim()) return clear();
   const controller = (running = new AbortController());
   setBusy(true);
@@ -227,7 +254,7 @@ async function search() {
   } catch (error) {
     if (error.name === "AbortError") return;
     clear();
-    showProblem(error instanceof Problem ? error : new Problem("The answer is not a retriever's.", [String(error)]));
+    showProblem(error instanceof Problem ? error : new Problem(say("The answer is not a retriever's."), [String(error)]));
   } finally {
     if (running === controller) setBusy(false);
   }
@@ -248,8 +275,8 @@ async function retrieve(query, signal) {
   at("results").replaceChildren(...hits.map((hit, i) => passage(hit, i + 1, query)));
   showTimings(readTimings(response.headers.get("Server-Timing")), roundTrip);
   at("summary").textContent = hits.length
-    ? `${plural(hits.length, "passage")} in ${milliseconds(roundTrip)}`
-    : "No passage fits this question.";
+    ? say("{passages} in {time}", { passages: counted(hits.length, "passage"), time: milliseconds(roundTrip) })
+    : say("No passage fits this question.");
   at("access").hidden = true;
 }
 
@@ -296,6 +323,11 @@ document.addEventListener("keydown", (event) => {
   }
 });
 
+function showAll() {
+  showServer();
+  loadFromAddress();
+}
+
 addEventListener("popstate", loadFromAddress);
-showServer();
-loadFromAddress();
+speak(CHINESE, at("language"), showAll);
+showAll();

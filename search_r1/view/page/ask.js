@@ -1,5 +1,7 @@
 // Requests to the server.
 
+import { say } from "./texts.js";
+
 let token = ""; // in memory only
 
 export class Unauthorized extends Error {}
@@ -30,11 +32,11 @@ async function request(url, options = {}, headers = {}) {
     const allHeaders = token ? { ...headers, Authorization: `Bearer ${token}` } : headers;
     answer = await fetch(url, { ...options, headers: allHeaders, cache: "no-store" });
   } catch {
-    throw new Error("The server cannot be reached. Is it still running?");
+    throw new Error(say("The server cannot be reached. Is it still running?"));
   }
   if (answer.status === 401) throw new Unauthorized();
   const body = await answer.json().catch(() => ({}));
-  if (!answer.ok) throw new Error(errorText(body.detail) || `The server answered with status ${answer.status}.`);
+  if (!answer.ok) throw new Error(errorText(body.detail) || say("The server answered with status {status}.", { status: answer.status }));
   return body;
 }
 

@@ -2,7 +2,7 @@
 
 import { ask } from "./ask.js";
 import { chart } from "./chart.js";
-import { choice, input, labelled, make } from "./elements.js";
+import { choice, input, labelled, make, say } from "./texts.js";
 
 const KEY_METRICS = ["val/em", "val/score", "critic/score/mean", "env/valid_searches", "response_length/mean",
   "actor/entropy", "actor/grad_norm", "actor/pg_loss", "critic/kl", "actor/rollout_mismatch",
@@ -11,7 +11,7 @@ const SMOOTHING = [["0", "none"], ["0.6", "a little"], ["0.9", "much"]];
 const curvesState = { words: "", smoothing: "0", wide: new Set() }; // kept while other pages are shown
 
 export async function showCurves(root, { runs }) {
-  const words = input("words", "search", curvesState.words, "part of a name, such as em or timing");
+  const words = input("words", "search", curvesState.words, say("part of a name, such as em or timing"));
   const smoothing = choice("smoothing", SMOOTHING, curvesState.smoothing);
   const bar = make("form", "bar", labelled("Metrics", words, "grow"), labelled("Smoothing", smoothing), legend(runs));
   const body = make("div", "curves");
@@ -50,9 +50,9 @@ export async function showCurves(root, { runs }) {
         metricOfSlot.set(slot, name);
         return slot;
       }));
-      return make("section", "", make("h2", "", group, make("small", "", ` ${members.length}`)), grid);
+      return make("section", "", make("h2", "", say(group), make("small", "", ` ${members.length}`)), grid);
     }));
-    if (!matching.length) body.append(make("p", "quiet", names.length ? "No metric has such a name." : "No metrics yet: they appear after the first step."));
+    if (!matching.length) body.append(make("p", "quiet", say(names.length ? "No metric has such a name." : "No metrics yet: they appear after the first step.")));
     metricOfSlot.forEach((_, slot) => observer.observe(slot));
   };
 

@@ -2,8 +2,9 @@
 
 import { ask, Unauthorized, useToken } from "./ask.js";
 import { showCurves } from "./curves.js";
-import { address, link, make, plural } from "./elements.js";
+import { speak } from "./language.js";
 import { showQuestion } from "./question.js";
+import { address, CHINESE, link, make, plural, say } from "./texts.js";
 import { showTrajectories } from "./trajectories.js";
 import { showTrajectory } from "./trajectory.js";
 
@@ -42,7 +43,7 @@ async function show() {
   byId("run").value = String(number);
   byId("run-field").hidden = runs.length < 2 || page === "curves";
   byId("tabs").replaceChildren(...TABS.map(([name, text]) => {
-    const tab = link(name, name === "trajectories" && number ? { run: number } : {}, "", text);
+    const tab = link(name, name === "trajectories" && number ? { run: number } : {}, "", say(text));
     if (name === page || (name === "trajectories" && ["trajectory", "question"].includes(page))) tab.setAttribute("aria-current", "page");
     return tab;
   }));
@@ -64,7 +65,7 @@ async function attempt(work) {
     byId("access").hidden = !(error instanceof Unauthorized);
     if (error instanceof Unauthorized) {
       byId("token").focus();
-      setState("unauthorized", "token required");
+      setState("unauthorized", say("token required"));
       return;
     }
     byId("problem").textContent = error.message;
@@ -91,9 +92,9 @@ async function poll() {
 }
 
 function describe(run) {
-  const parts = [runs.length > 1 ? run.name : "", run.last_step === null ? "no step yet" : `step ${run.last_step}`,
+  const parts = [runs.length > 1 ? run.name : "", say(run.last_step === null ? "no step yet" : "step {step}", { step: run.last_step }),
     plural(run.trajectories.count, "trajectory", "trajectories")];
-  if (run.trajectories.pending) parts.push(`reading ${plural(run.trajectories.pending, "file")}`);
+  if (run.trajectories.pending) parts.push(say("reading {files}", { files: plural(run.trajectories.pending, "file") }));
   return parts.filter(Boolean).join(", ");
 }
 
@@ -125,6 +126,10 @@ byId("access").addEventListener("submit", (event) => {
   event.preventDefault();
   useToken(byId("token").value);
   poll();
+});
+speak(CHINESE, byId("language"), () => {
+  setState("ready", runs.map(describe).join(" · "));
+  show();
 });
 poll();
 setInterval(() => document.hidden || poll(), POLL_MS);

@@ -2,7 +2,7 @@
 
 import { ask } from "./ask.js";
 import { chart } from "./chart.js";
-import { choice, labelled, link, make, short } from "./elements.js";
+import { choice, labelled, link, make, say, short } from "./texts.js";
 import { keyOf } from "./trajectories.js";
 
 const BOTH_KINDS = [["", "training and validation"], ["train", "training"], ["val", "validation"]];
@@ -12,8 +12,8 @@ export async function showQuestion(root, { params, go }) {
   const kind = choice("kind", BOTH_KINDS, params.kind ?? "");
   kind.addEventListener("change", () => go("question", { ...params, kind: kind.value }));
   const first = rows[0];
-  const head = make("section", "head", make("p", "quiet", params.uid ?? ""), make("h2", "question", first?.question ?? "No such question"));
-  if (first) head.append(make("p", "", "Accepted: ", make("strong", "", first.gold)));
+  const head = make("section", "head", make("p", "quiet", params.uid ?? ""), make("h2", "question", first?.question ?? say("No such question")));
+  if (first) head.append(make("p", "", say("Accepted: "), make("strong", "", first.gold)));
   head.append(make("div", "bar", labelled("Kind", kind)));
   const charts = make("div", "grid-of-charts");
   if (rows.length > 1) {
@@ -25,7 +25,7 @@ export async function showQuestion(root, { params, go }) {
   const cards = make("div", "cards", ...rows.map((row) => card(row, params.run)));
   cards.tabIndex = 0;
   cards.setAttribute("role", "group");
-  cards.setAttribute("aria-label", "Trajectories by step");
+  cards.setAttribute("aria-label", say("Trajectories by step"));
   root.replaceChildren(head, charts, cards);
   return null;
 }
@@ -41,8 +41,8 @@ function means(rows, name) {
 }
 
 function card(row, run) {
-  const title = link("trajectory", keyOf(row, run), "", `step ${row.step}${row.kind === "val" ? ", validation" : `, sample ${row.sample}`}`);
-  const answer = make("p", "", "answer ", make("strong", row.is_given ? "right" : "", row.answer ?? "none"), ` · score ${short(row.score)}`);
+  const title = link("trajectory", keyOf(row, run), "", `${say("step {step}", { step: row.step })}, ${row.kind === "val" ? say("validation") : say("sample {sample}", { sample: row.sample })}`);
+  const answer = make("p", "", say("answer "), make("strong", row.is_given ? "right" : "", row.answer ?? say("none")), ` · ${say("score")} ${short(row.score)}`);
   const turns = row.segments.filter((segment) => segment.origin !== "prompt").map((segment, i) => {
     const text = make("div", `turn ${segment.origin}`, segment.text.trim());
     if (i === 0) text.classList.add("first");

@@ -1,7 +1,7 @@
 // Time travel: forms that edit and replay a turn, and the results.
 
 import { send } from "./ask.js";
-import { input, labelled, make, short } from "./elements.js";
+import { input, labelled, make, say, short } from "./texts.js";
 
 /** Return a form for each policy turn, by the index of its segment; results go to `showResult`. */
 export function replayForms(trajectory, params, showResult) {
@@ -18,10 +18,10 @@ function form(trajectory, index, turn, params, showResult) {
   const gradient = input("gradient", "checkbox");
   const state = make("p", "quiet");
   state.setAttribute("role", "status");
-  const button = make("button", "", "Replay from here");
+  const button = make("button", "", say("Replay from here"));
   const fields = make("form", "replay", labelled("Text of the turn (the policy continues it if it closes neither a call nor an answer)", text));
   if (query) fields.append(labelled("or query of the turn", query));
-  documents.flat().forEach((document, i) => fields.append(documentFields(`Document ${i + 1} of the result (removed if both fields are empty)`, document)));
+  documents.flat().forEach((document, i) => fields.append(documentFields(say("Document {number} of the result (removed if both fields are empty)", { number: i + 1 }), document)));
   fields.append(make("div", "bar", button, labelled("Compare gradients", gradient, "check")), state);
   // The originals are read from the fields, which normalize line ends.
   const before = { text: text.value, query: query?.value, documents: JSON.stringify(valuesOf(documents)) };
@@ -32,16 +32,16 @@ function form(trajectory, index, turn, params, showResult) {
     if (query && query.value !== before.query) body.query = query.value;
     if (JSON.stringify(valuesOf(documents)) !== before.documents) body.documents = valuesOf(documents).map((call) => call.filter((d) => d.title || d.text));
     button.disabled = true;
-    state.textContent = "Replaying. Loading the weights takes seconds to minutes …";
+    state.textContent = say("Replaying. Loading the weights takes seconds to minutes …");
     try {
       showResult(await send("replay", body), turn);
-      state.textContent = "Replayed: the result is below the dialogue.";
+      state.textContent = say("Replayed: the result is below the dialogue.");
     } catch (error) {
-      state.textContent = error.message || "The access token is missing: reload the page.";
+      state.textContent = error.message || say("The access token is missing: reload the page.");
     }
     button.disabled = false;
   });
-  return make("details", "edit", make("summary", "", `Edit or replay from turn ${turn}`), fields);
+  return make("details", "edit", make("summary", "", say("Edit or replay from turn {turn}", { turn })), fields);
 }
 
 const valuesOf = (documents) => documents.map((call) => call.map((document) => ({ id: document.id, title: document.title.value, text: document.text.value })));
@@ -53,7 +53,7 @@ function textarea(value, rows) {
 }
 
 function documentFields(label, document) {
-  document.text.setAttribute("aria-label", `Text of ${label}`);
+  document.text.setAttribute("aria-label", say("Text of {label}", { label }));
   return make("div", "document", labelled(label, document.title), document.text);
 }
 
@@ -67,8 +67,8 @@ export function replayResult(result, turn, dialogue) {
     facts.push(["gradient norm", `${short(norm_recorded)} → ${short(norm_replayed)}`], ["norm of the change", short(norm_of_change)],
       ["cosine of replayed and recorded", short(cosine)], ["cosine of change and recorded", short(cosine_of_change)]);
   }
-  const list = make("dl", "facts inline", ...facts.map(([name, value]) => make("div", "", make("dt", "", name), make("dd", "", value))));
-  const title = make("h2", "", `Replayed from turn ${turn}`);
+  const list = make("dl", "facts inline", ...facts.map(([name, value]) => make("div", "", make("dt", "", say(name)), make("dd", "", value))));
+  const title = make("h2", "", say("Replayed from turn {turn}", { turn }));
   title.tabIndex = -1;
   return make("section", `replayed ${result.identical ? "same" : ""}`, title, make("p", "verdict", result.verdict),
     list, make("ul", "quiet", ...result.notes.map((note) => make("li", "", note))), dialogue);

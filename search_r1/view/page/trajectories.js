@@ -1,7 +1,7 @@
 // The page of trajectories: filters, and a table in pages.
 
 import { ask } from "./ask.js";
-import { address, choice, input, labelled, link, make, outcome, plural, short } from "./elements.js";
+import { address, choice, input, labelled, link, make, outcome, plural, say, short } from "./texts.js";
 
 const ORDERS = [["", "newest step"], ["oldest", "oldest step"], ["score_low", "lowest score"], ["score_high", "highest score"],
   ["searches_most", "most searches"], ["log_prob_low", "least expected tokens"]];
@@ -25,15 +25,15 @@ export function keyOf(row, run) {
 export async function showTrajectories(root, { runs, params, go }) {
   const number = Number(params.run ?? 0);
   let run = runs[number] ?? runs[0];
-  const choices = (name) => [["", "any"], ...run.trajectories[name].map((value) => [value, KINDS[value] ?? value])];
+  const choices = (name) => [["", "any"], ...run.trajectories[name].map((value) => [value, KINDS[value] ?? value.replaceAll("_", " ")])];
   const rangeFields = (name, label, step) => {
     const [low, high] = ["from", "to"].map((end) => {
-      const field = input(`${name}_${end}`, "number", params[`${name}_${end}`] ?? "", end === "from" ? "from" : "to");
+      const field = input(`${name}_${end}`, "number", params[`${name}_${end}`] ?? "", say(end));
       field.step = step;
-      field.setAttribute("aria-label", `${name} ${end}`);
+      field.setAttribute("aria-label", `${label} ${say(end)}`);
       return field;
     });
-    return make("fieldset", "range", make("legend", "", label), low, high);
+    return make("fieldset", "range", make("legend", "", say(label)), low, high);
   };
   const form = make("form", "bar filters",
     labelled("Words in question, queries or answer", input("words", "search", params.words ?? ""), "grow"),
@@ -51,7 +51,7 @@ export async function showTrajectories(root, { runs, params, go }) {
   count.setAttribute("role", "status");
   const table = make("div", "scroll");
   const pager = make("nav", "pager");
-  pager.setAttribute("aria-label", "Pages of trajectories");
+  pager.setAttribute("aria-label", say("Pages of trajectories"));
   root.replaceChildren(form, chips, count, table, pager);
 
   let timer;
@@ -86,38 +86,39 @@ export async function showTrajectories(root, { runs, params, go }) {
 
 function countText(total, page, shown, run) {
   const first = (page - 1) * 50;
-  const parts = [total ? `${(first + 1).toLocaleString("en")}–${(first + shown).toLocaleString("en")} of ${plural(total, "trajectory", "trajectories")}` : "none"];
-  if (run.trajectories.pending) parts.push(`${plural(run.trajectories.pending, "file")} still to be read`);
-  if (run.trajectories.bad) parts.push(`${plural(run.trajectories.bad, "line")} could not be read`);
+  const parts = [total ? say("{first}–{last} of {all}", { first: (first + 1).toLocaleString("en"), last: (first + shown).toLocaleString("en"), all: plural(total, "trajectory", "trajectories") }) : say("none")];
+  if (run.trajectories.pending) parts.push(say("{files} still to be read", { files: plural(run.trajectories.pending, "file") }));
+  if (run.trajectories.bad) parts.push(say("{lines} could not be read", { lines: plural(run.trajectories.bad, "line") }));
   return parts.join(" · ");
 }
 
 function emptyText(run) {
-  if (run.trajectories.count) return "No trajectory matches these filters.";
+  if (run.trajectories.count) return say("No trajectory matches these filters.");
   return run.rollouts === null
-    ? "This run does not record its training trajectories (trainer.rollout_data_dir=FOLDER does). The first validation will appear here."
-    : "No trajectories yet.";
+    ? say("This run does not record its training trajectories (trainer.rollout_data_dir=FOLDER does). The first validation will appear here.")
+    : say("No trajectories yet.");
 }
 
 function tableOf(rows, params) {
   const names = ["step", "question", "answer", "outcome", "score", "searches", "tokens", "log-prob", "status"];
   const numbers = new Set(["step", "score", "searches", "tokens", "log-prob"]);
-  const head = make("tr", "", ...names.map((name) => make("th", numbers.has(name) ? "number" : "", name)));
+  const head = make("tr", "", ...names.map((name) => make("th", numbers.has(name) ? "number" : "", say(name))));
   return make("table", "list", make("thead", "", head), make("tbody", "", ...rows.map((row) => {
-    const question = link("trajectory", keyOf(row, params.run), "question", row.question || "(no question)");
+    const question = link("trajectory", keyOf(row, params.run), "question", row.question || say("(no question)"));
     const answer = make("td", `answer ${row.is_given ? "right" : ""}`, row.answer ?? "–");
-    answer.title = `accepted: ${row.gold}`;
+    answer.title = say("accepted: {gold}", { gold: row.gold });
     return make("tr", "",
-      make("td", "number", String(row.step), row.kind === "val" ? make("span", "badge", "val") : ""),
+      make("td", "number", String(row.step), row.kind === "val" ? make("span", "badge", say("val")) : ""),
       make("td", "wide", question, make("span", "queries", row.queries.replaceAll("\n", " › "))),
       answer, make("td", `outcome ${row.is_given ? "right" : row.is_found ? "missed" : ""}`, outcome(row)),
       ...[row.score, row.searches, row.tokens, row.log_prob].map((value) => make("td", "number", short(value))),
-      make("td", "quiet", row.status.replaceAll("_", " ")));
+      make("td", "quiet", say(row.status.replaceAll("_", " "))));
   })));
 }
 
 function pageLinks(page, pages, params) {
-  const linkTo = (number, text, key) => {
+  const linkTo = (number, word, key) => {
+    const text = say(word);
     const element = number < 1 || number > pages ? make("span", "quiet", text) : link("trajectories", { ...params, page: number }, "button", text);
     if (key) element.dataset.key = key;
     return element;

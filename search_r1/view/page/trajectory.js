@@ -1,8 +1,8 @@
 // One trajectory: its dialogue token by token, the data of each token, its searches.
 
 import { ask } from "./ask.js";
-import { choice, labelled, link, make, outcome, short, visible } from "./elements.js";
 import { replayResult, replayForms } from "./replay.js";
+import { choice, labelled, link, make, outcome, say, short, visible } from "./texts.js";
 import { neighbour } from "./trajectories.js";
 
 const LABELS = { log_probs: "log-prob of the engine", old_log_probs: "log-prob of the trainer", ref_log_probs: "log-prob of the reference",
@@ -22,7 +22,7 @@ export async function showTrajectory(root, { params, runs }) {
   const replays = make("div");
   const bar = make("div", "bar");
   if (columns.length) bar.append(labelled("Tokens coloured by", color), make("p", "scale"));
-  const side = make("aside", "", make("h2", "", "Token"), detail, make("h2", "", `Searches`, make("small", "", ` ${trajectory.calls.length}`)), searches(trajectory));
+  const side = make("aside", "", make("h2", "", say("Token")), detail, make("h2", "", say("Searches"), make("small", "", ` ${trajectory.calls.length}`)), searches(trajectory));
   root.replaceChildren(head(trajectory, params, run), make("div", "columns", make("section", "", bar, dialogue, replays), side));
   const showReplay = (result, turn) => {
     const replayed = make("div", "dialogue", ...result.segments.map((_, i) => segmentArticle(result, i, tokenState.color, versions)));
@@ -43,42 +43,42 @@ export async function showTrajectory(root, { params, runs }) {
   color.addEventListener("change", draw);
   draw();
   followTokens(dialogue, (segment, token) => showToken(detail, trajectory.segments[segment], token, isTrained(trajectory)));
-  const hint = trajectory.kind === "val" ? "validations are recorded as text only" : "point at a token, or use the arrow keys";
+  const hint = say(trajectory.kind === "val" ? "validations are recorded as text only" : "point at a token, or use the arrow keys");
   detail.replaceChildren(make("dt", "", hint));
   return null;
 }
 
 function head(trajectory, params, run) {
   const facts = [
-    ["answer", trajectory.answer ?? "none", trajectory.is_given ? "right" : ""], ["accepted", trajectory.gold], ["outcome", outcome(trajectory)],
+    ["answer", trajectory.answer ?? say("none"), trajectory.is_given ? "right" : ""], ["accepted", trajectory.gold], ["outcome", outcome(trajectory)],
     ["score", short(trajectory.score)], ...Object.entries(trajectory.components).map(([name, value]) => [name, short(value)]),
-    ["status", trajectory.status.replaceAll("_", " ")], ["source", trajectory.source],
+    ["status", say(trajectory.status.replaceAll("_", " "))], ["source", trajectory.source],
   ];
-  const list = make("dl", "facts inline", ...facts.map(([name, value, className]) => make("div", "", make("dt", "", name), make("dd", className ?? "", value))));
+  const list = make("dl", "facts inline", ...facts.map(([name, value, className]) => make("div", "", make("dt", "", say(name)), make("dd", className ?? "", value))));
   const nav = make("p", "links",
-    link("question", { run: params.run, uid: trajectory.uid, kind: trajectory.kind }, "button", "This question over the steps"),
-    link("trajectories", { run: params.run, step_from: trajectory.step, step_to: trajectory.step, kind: trajectory.kind }, "button", `All of step ${trajectory.step}`));
-  if (trajectory.group) nav.append(link("trajectories", { run: params.run, step_from: trajectory.step, step_to: trajectory.step, group: trajectory.group }, "button", `Its group ${trajectory.group}`));
+    link("question", { run: params.run, uid: trajectory.uid, kind: trajectory.kind }, "button", say("This question over the steps")),
+    link("trajectories", { run: params.run, step_from: trajectory.step, step_to: trajectory.step, kind: trajectory.kind }, "button", say("All of step {step}", { step: trajectory.step })));
+  if (trajectory.group) nav.append(link("trajectories", { run: params.run, step_from: trajectory.step, step_to: trajectory.step, group: trajectory.group }, "button", say("Its group {group}", { group: trajectory.group })));
   for (const [key, offset, text] of [["[", -1, "previous"], ["]", 1, "next"]]) {
     const target = neighbour(params, offset);
     if (!target) continue;
-    const element = make("a", "button", text);
+    const element = make("a", "button", say(text));
     element.href = target;
     element.dataset.key = key;
     nav.append(element);
   }
-  const title = `${run.name} · step ${trajectory.step} · ${trajectory.kind === "val" ? "validation" : "training"} · ${trajectory.uid}${trajectory.kind === "val" ? "" : ` · sample ${trajectory.sample}`}`;
-  return make("section", "head", make("p", "quiet", title), make("h2", "question", trajectory.question || "(no question)"), list, nav);
+  const title = `${run.name} · ${say("step {step}", { step: trajectory.step })} · ${say(trajectory.kind === "val" ? "validation" : "training")} · ${trajectory.uid}${trajectory.kind === "val" ? "" : ` · ${say("sample {sample}", { sample: trajectory.sample })}`}`;
+  return make("section", "head", make("p", "quiet", title), make("h2", "question", trajectory.question || say("(no question)")), list, nav);
 }
 
 /** Return a segment with a header and its tokens, or its text if only that was recorded. */
 function segmentArticle(trajectory, index, color, versions) {
   const segment = trajectory.segments[index];
   const call = trajectory.calls.find((search) => search.segment === index);
-  const notes = [segment.origin];
-  if (isTrained(trajectory)) notes.push(isInLoss(segment) ? "in the loss" : "masked");
-  if (segment.ids?.length) notes.push(`${segment.ids.length} tokens`);
-  if (isKnown(segment.weight_version)) notes.push(`weights ${segment.weight_version}`);
+  const notes = [say(segment.origin)];
+  if (isTrained(trajectory)) notes.push(say(isInLoss(segment) ? "in the loss" : "masked"));
+  if (segment.ids?.length) notes.push(say("{count} tokens", { count: segment.ids.length }));
+  if (isKnown(segment.weight_version)) notes.push(say("weights {version}", { version: segment.weight_version }));
   if (call) notes.push(`${call.tool}: ${call.query}`);
   const body = make("div", "text");
   if (segment.ids?.length) {
@@ -135,14 +135,14 @@ function withMarks(piece) {
 }
 
 function showLegend(bar, color, columns, trajectory, versions) {
-  const text = color === "origin" ? "segments of policy, observation and prompt look different"
-    : color === "weight_version" ? `sampled with ${versions.length === 1 ? `weights ${versions[0]}` : `weights ${versions.join(", ")}`}`
-    : color.includes("log_prob") ? "the redder, the less expected (full at −5 nats)" : "red below, green above";
-  const missing = ["old_log_probs", "ref_log_probs", "advantages"].filter((name) => !columns.includes(name)).map((name) => LABELS[name]);
+  const text = color === "origin" ? say("segments of policy, observation and prompt look different")
+    : color === "weight_version" ? say("sampled with weights {versions}", { versions: versions.join(", ") })
+    : color.includes("log_prob") ? say("the redder, the less expected (full at −5 nats)") : say("red below, green above");
+  const missing = ["old_log_probs", "ref_log_probs", "advantages"].filter((name) => !columns.includes(name)).map((name) => say(LABELS[name]));
   const line = bar.querySelector(".scale");
   if (!line) return;
   line.textContent = text;
-  if (missing.length && columns.length) line.append(make("span", "quiet", ` · not recorded: ${missing.join(", ")}`));
+  if (missing.length && columns.length) line.append(make("span", "quiet", ` · ${say("not recorded: {names}", { names: missing.join(", ") })}`));
   if (trajectory.problem) line.append(make("span", "quiet", ` · ${trajectory.problem}`));
 }
 
@@ -158,7 +158,7 @@ function followTokens(dialogue, onToken) {
   dialogue.addEventListener("focusin", (event) => event.target.classList.contains("token") && select(event.target));
   dialogue.tabIndex = 0;
   dialogue.setAttribute("role", "group");
-  dialogue.setAttribute("aria-label", "The dialogue token by token; the arrow keys move between tokens");
+  dialogue.setAttribute("aria-label", say("The dialogue token by token; the arrow keys move between tokens"));
   dialogue.addEventListener("keydown", (event) => {
     const offset = { ArrowLeft: -1, ArrowRight: 1, Home: -Infinity, End: Infinity }[event.key];
     if (offset === undefined || event.target.matches("input, textarea")) return;
@@ -171,25 +171,25 @@ function followTokens(dialogue, onToken) {
 
 function showToken(detail, segment, i, isTrainedOn) {
   const facts = [
-    ["text", hasPieces(segment) ? JSON.stringify(segment.pieces[i]) : "unknown"], ["id", String(segment.ids[i])],
-    ["origin", segment.origin], ["loss mask", isTrainedOn && isInLoss(segment) ? "1" : "0"],
+    ["text", hasPieces(segment) ? JSON.stringify(segment.pieces[i]) : say("unknown")], ["id", String(segment.ids[i])],
+    ["origin", say(segment.origin)], ["loss mask", isTrainedOn && isInLoss(segment) ? "1" : "0"],
     ...(isKnown(segment.weight_version) ? [["weight version", String(segment.weight_version)]] : []),
     ...Object.entries(segment.columns).map(([name, values]) => [LABELS[name] ?? name, short(values[i])]),
     ...(segment.columns.log_probs ? [["probability", short(Math.exp(segment.columns.log_probs[i] ?? NaN))]] : []),
   ];
-  detail.replaceChildren(...facts.flatMap(([name, value]) => [make("dt", "", name), make("dd", "", value)]));
+  detail.replaceChildren(...facts.flatMap(([name, value]) => [make("dt", "", say(name)), make("dd", "", value)]));
 }
 
 function searches(trajectory) {
-  if (!trajectory.calls.length) return make("p", "quiet", "No call returned a result.");
+  if (!trajectory.calls.length) return make("p", "quiet", say("No call returned a result."));
   return make("ol", "searches", ...trajectory.calls.map((call) => make("li", "",
     make("p", "query", make("span", "badge", call.tool), " ", call.query),
     make("ul", "", ...call.documents.map((document) => {
-      const title = make("summary", "", document.title || document.text.slice(0, 80) || "(empty)");
-      if (document.has_answer) title.append(make("span", "badge has-answer", "contains the answer"));
+      const title = make("summary", "", document.title || document.text.slice(0, 80) || say("(empty)"));
+      if (document.has_answer) title.append(make("span", "badge has-answer", say("contains the answer")));
       if (document.worth) title.append(worthBadge(document.worth));
       const box = make("details", document.has_answer ? "has-answer" : "", title, make("p", "", document.text));
-      if (document.id) box.append(make("p", "quiet", `id ${document.id}`));
+      if (document.id) box.append(make("p", "quiet", say("id {id}", { id: document.id })));
       return make("li", "", box);
     })))));
 }

@@ -81,11 +81,11 @@ def visit(browser: Any, serve: Callable[..., Any]) -> Iterator[Callable[..., Vis
     """A function that starts an application and opens a tab on it."""
     contexts, servers = [], []
 
-    def visit_app(engine: Retriever | None = None, **settings: Any) -> Visit:
+    def visit_app(engine: Retriever | None = None, locale: str = "en-US", **settings: Any) -> Visit:
         server = serve(create_app(engine or ScriptedBackend(), **settings))
         url = server.__enter__()
         servers.append(server)
-        contexts.append(browser.new_context())
+        contexts.append(browser.new_context(locale=locale))
         return Visit(contexts[-1].new_page(), url)
 
     yield visit_app
@@ -241,3 +241,20 @@ def test_keyboard_and_phone(visit: Callable[..., Visit]) -> None:
     labels = "[...document.querySelectorAll('input')].every((input) => input.labels.length === 1)"
     assert page.tab.evaluate(labels)
     assert page.tab.evaluate("document.documentElement.scrollWidth <= innerWidth")
+
+
+def test_the_page_speaks_chinese(visit: Callable[..., Visit]) -> None:
+    """By the browser's language, until another one is chosen; Chinese words are marked."""
+    page = visit(locale="zh-CN")
+    page.open()
+    page.see("#go", "搜索")
+    page.see("#server", "1,234 个段落")
+    page.tab.get_by_label("问题").fill("void 的鱼")
+    page.tab.get_by_label("问题").press("Enter")
+    page.see("#summary", "3 个段落，用时")
+    page.see("#stages", "往返")
+    page.tab.locator("#language").click()
+    page.see("#go", "Search")
+    page.see("#summary", "3 passages in")
+    assert page.tab.locator("html").get_attribute("lang") == "en"
+    assert page.complaints == []

@@ -34,11 +34,13 @@ def visit(browser: Any, run: Run) -> Iterator[Callable[..., Visit]]:
     """A function that opens a tab on a new application, or on an address."""
     contexts, servers = [], []
 
-    def open_tab(url: str | None = None, token: str | None = None, *others: Run) -> Visit:
+    def open_tab(
+        url: str | None = None, token: str | None = None, *others: Run, locale: str = "en-US"
+    ) -> Visit:
         if url is None:
             servers.append(running(create_app(Runs([run, *others]), token)))
             url = servers[-1].__enter__() + "/"
-        contexts.append(browser.new_context())
+        contexts.append(browser.new_context(locale=locale))
         return Visit(contexts[-1].new_page(), url)
 
     yield open_tab
@@ -253,3 +255,17 @@ def test_a_turn_is_edited_and_replayed_by_keys_alone(
     assert [d["text"] for d in edits[2]["documents"][0]] == ["It rains.", "Its capital is Rome."]
     assert page.tab.locator("main img, main script").count() == 0 and "boom" not in page.tab.title()
     assert [c for c in page.complaints if "422" not in c] == []
+
+
+def test_the_page_speaks_chinese(visit: Callable[..., Visit]) -> None:
+    """By the browser's language, until another one is chosen."""
+    page = visit(locale="zh-CN")
+    page.open("#/trajectories")
+    page.see("#tabs", "轨迹")
+    page.see("main th", "步")
+    page.tab.locator("main a.question").first.click()
+    page.see("main aside h2", "词元")
+    page.tab.locator("#language").click()
+    page.see("main aside h2", "Token")
+    page.see("#tabs", "Curves")
+    assert page.complaints == []
