@@ -1,8 +1,9 @@
 """Measure what speeds up the update on a CPU: `python -m benchmarks.update_speed MODEL ROLLOUTS`.
 
-Compares three variants: every trajectory computed separately with torch's attention (`apart`);
-short sequences attended to by plain matrix products (`short`); and, in addition, the prompt of a
-group computed once (`shared`).
+Compares four variants: every trajectory computed separately with torch's attention (`apart`);
+short sequences attended to by plain matrix products (`short`); in addition, what a group begins
+with before its first sampled token computed once (`prompts`); and whatever its dialogues begin with
+alike (`shared`).
 
 One rank on the CPU, with the environment of a real run, updates MODEL on the trajectories in
 ROLLOUTS (a run's `trainer.rollout_data_dir`), with one optimizer step per step of the run. The
@@ -18,13 +19,14 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from rich.console import Console
 
+from verl import packing
 from verl.batch import TokenBatch
 from verl.config import Config
 from verl.core_algos.kl import FixedKLController
@@ -39,10 +41,13 @@ from verl.training import attention
 from verl.training.worker import TrainerWorker
 
 ROOT = Path(__file__).resolve().parents[1]
+NEVER = sys.maxsize
 VARIANTS = {
-    "apart": (False, 0), "short": (False, attention.SHORT), "shared": (True, attention.SHORT),
+    "apart": (NEVER, 0), "short": (NEVER, attention.SHORT), "prompts": (NEVER, attention.SHORT),
+    "shared": (packing.MIN_COMMON, attention.SHORT),
 }  # fmt: skip
-"""By name: whether prompts are shared, and the maximum number of keys for plain products."""
+"""By name: tokens from which on more than prompts is shared, which `apart` and `short` are not, and
+the maximum number of keys for plain products."""
 
 console = Console(soft_wrap=True)
 
@@ -73,13 +78,16 @@ def batches(steps: list[Samples], config: Config) -> Iterator[TokenBatch]:
         yield from mini_batches(batch, config, len(batch), 1, 1)
 
 
-def measure(model: Path, folder: Path, budget: int, rounds: int) -> None:
+def measure(
+    model: Path, folder: Path, budget: int, rounds: int, variants: Sequence[str], steps: int | None
+) -> None:
     """Measure every update with the variants alternating; prints one JSON line per update."""
     config = build_config(model, budget)
     worker = TrainerWorker(config, 0, 1, "127.0.0.1", free_port(), 1000)
-    samples, prepared = read_samples(folder), {}
-    for variant, (is_shared, _) in VARIANTS.items():
-        config.trainer.share_prompts = is_shared
+    samples, prepared = read_samples(folder)[:steps], {}
+    for variant in variants:
+        is_shared = variant in ("prompts", "shared")
+        config.trainer.share_prompts, packing.MIN_COMMON = is_shared, VARIANTS[variant][0]
         prepared[variant] = list(batches(samples, config))
         assert all((PREFIXES in batch.columns) is is_shared for batch in prepared[variant])
     for number in range(-1, rounds):  # The first round is the warm-up.
@@ -103,17 +111,20 @@ def measure(model: Path, folder: Path, budget: int, rounds: int) -> None:
 
 
 def report(rows: list[dict[str, Any]]) -> None:
-    """Print each variant's tokens per second and per processor second, also relative to `apart`."""
+    """Print each variant's tokens per second and per processor second, relative to the first."""
     rates: dict[str, list[float]] = {}
-    for variant in VARIANTS:
+    variants = list(dict.fromkeys(row["variant"] for row in rows))
+    for variant in variants:
         updates = [row for row in rows if row["variant"] == variant]
         rates[variant] = [
             median(row["tokens"] / row[unit] for row in updates) for unit in ("seconds", "cpu")
         ]
         computed, tokens = (sum(row[name] for row in updates) for name in ("computed", "tokens"))
-        ratios = [rate / base for rate, base in zip(rates[variant], rates["apart"], strict=True)]
+        ratios = [
+            rate / base for rate, base in zip(rates[variant], rates[variants[0]], strict=True)
+        ]
         console.print(
-            f"{variant}: {rates[variant][0]:.0f} tokens/s ({ratios[0]:.3f} of apart), "
+            f"{variant}: {rates[variant][0]:.0f} tokens/s ({ratios[0]:.3f} of {variants[0]}), "
             f"{rates[variant][1]:.0f} per processor second ({ratios[1]:.3f}); "
             f"median of {len(updates)} updates of {tokens / len(updates):.0f} tokens, "
             f"{computed / tokens:.3f} of them computed"
@@ -127,10 +138,12 @@ def main() -> None:
     parser.add_argument("rollouts", type=Path)
     parser.add_argument("--budget", type=int, default=4096, help="tokens of a micro-batch")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
+    parser.add_argument("--steps", type=int, help="of the recorded ones; default: all")
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.inside:
-        measure(args.model, args.rollouts, args.budget, args.rounds)
+        measure(args.model, args.rollouts, args.budget, args.rounds, args.variants, args.steps)
         return
     command = [sys.executable, "-m", "benchmarks.update_speed", *sys.argv[1:], "--inside"]
     done = subprocess.run(

@@ -26,8 +26,7 @@ Prefix = tuple[int, int]
 PREFIXES = "prefixes"
 """Column of a batch: the prefixes of each sequence, shortest first; each begins with the last."""
 MIN_COMMON = 16
-"""Tokens that sequences must have in common after a shared prompt, to be worth a run of their own
-(docs/evidence/updates.md)."""
+"""Tokens that sequences must have in common after a shared prompt, to be worth a copy of keys."""
 MIN_SAVED_SHARE = 0.05
 """Share of a batch's tokens that sharing must save, to be worth the copies of keys and values."""
 PAIR_COST = 2.5e-5
