@@ -19,7 +19,7 @@ export PYTHONPATH := $(CURDIR)
 # The tests start hundreds of processes, which would all compile our code again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: bench licences campaign coverage demo demo-zh docs install lock lock-gpu slow test test-all test-fast test-nightly test-gpu-wheels chromium slurm lint format clean
+.PHONY: bench licences campaign coverage demo demo-zh docs install lock lock-gpu slow test test-all test-engines test-fast test-nightly test-gpu-wheels chromium slurm lint format clean
 .DEFAULT_GOAL := demo
 
 $(VENV)/.installed: pyproject.toml requirements.lock $(GPU_LOCKS) scripts/install.py
@@ -95,6 +95,12 @@ $(GPU_WHEELS)/%/.installed: tests/nightly/gpu_wheels/%.txt
 	rm -rf $(@D) && $(PYTHON) -m venv $(@D)
 	$(@D)/bin/python -m pip install -c $< vllm transformers ray peft omegaconf hydra-core
 	touch $@
+
+# A real Milvus server from its wheel: filled, compared, killed, trained with (three minutes).
+# CORPUS_PATH=passages.jsonl adds passages of your own.
+test-engines: $(VENV)/.installed
+	$(BIN)/pip install -q milvus==2.3.5
+	$(BIN)/python -m pytest tests/nightly/engines -s
 
 chromium:
 	@command -v chromium >/dev/null || { echo "make test-nightly opens pages in Chromium," \
