@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from scripts.demo import RETRIEVER
+from scripts.demo import ROOT
 from scripts.demo_hooks import SERVER_VARIABLE, Page, WithoutDocuments
 from search_r1.retrieval.local_server import LocalServer
 from tests.verl.trainer.recording import RecordingReplicas, prompts
@@ -34,7 +34,8 @@ def test_the_control_searches_an_empty_server_at_the_same_address(
         (documents,) = httpx.post(url, json={"queries": ["capital of Norway"]}).json()["result"]
         return len(documents)
 
-    with LocalServer(RETRIEVER) as server:
+    corpus = str(ROOT / "example" / "corpus.jsonl")
+    with LocalServer(["--retriever_name", "bm25", "--corpus_path", corpus]) as server:
         config.retriever.url = url = f"{server.url}/retrieve"
         assert found(url) > 0
         reward = EachAlone(lambda _: Reward(float(found(url)), {"em": float(found(url))}))
