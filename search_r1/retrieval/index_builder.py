@@ -78,7 +78,7 @@ class BuildConfig:
     """run Python code that comes with a model"""
     to: str | None = None
     """collection of a distributed engine to fill instead: milvus://host:19530/collection,
-    milvus+https://host/collection or milvus:file.db/collection; its token is in INDEX_TOKEN"""
+    milvus:file.db/collection, elastic+https://host/index ...; its token is in INDEX_TOKEN"""
 
 
 def index_folder(save_dir: str | Path, method: str, faiss_type: str = "Flat") -> Path:

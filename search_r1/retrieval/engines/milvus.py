@@ -16,7 +16,15 @@ from pymilvus import DataType, MilvusClient, MilvusException
 from pymilvus.client.types import LoadState
 
 from search_r1.retrieval.encoders.families import Vectors
-from search_r1.retrieval.engines.remote import TOKEN, Address, Match, RemoteRetriever, open_remote
+from search_r1.retrieval.engines.remote import (
+    TOKEN,
+    Address,
+    Match,
+    RemoteRetriever,
+    document_of,
+    open_remote,
+    texts_of,
+)
 from search_r1.retrieval.errors import CorpusError, SetupError, UpstreamRefused, UpstreamUnavailable
 from search_r1.retrieval.schema import Document
 from search_r1.retrieval.settings import FaissConfig, RetrieverConfig
@@ -31,6 +39,7 @@ CONNECT_S = 5.0
 WRITE_S = 120.0
 """Seconds for a connection, and for a write of a block."""
 ROWS_AT_ONCE = 4096
+NO_WORDS = "leave words to elastic:// or opensearch://, or to bm25 in a folder"
 MANIFEST = "search_r1.manifest"
 """Property of a collection; Milvus Lite keeps no description."""
 STRONG, EVENTUALLY = "Strong", "Eventually"
@@ -52,6 +61,8 @@ TEXTS = ("id", "contents", "others")
 class MilvusCollection:
     """A collection of Milvus; the connection is shared by all threads."""
 
+    ranks_words = False
+
     def __init__(self, client: MilvusClient, address: Address, timeout: float) -> None:
         self._client, self._address, self._timeout = client, address, timeout
         self._name = address.collection
@@ -66,6 +77,8 @@ class MilvusCollection:
         return str(facts["properties"].get(MANIFEST, ""))
 
     def create(self, description: str, factory: str, dim: int) -> None:
+        if not dim:
+            raise SetupError(explain("index", "words alone", "vectors in Milvus", NO_WORDS))
         index = self._index(factory)
         schema = MilvusClient.create_schema()
         schema.add_field("row", DataType.INT64, is_primary=True)
@@ -83,15 +96,18 @@ class MilvusCollection:
                 raise
 
     def check_document(self, document: Document) -> None:
-        for name, text in zip(TEXTS, _texts(document), strict=True):
+        for name, text in zip(TEXTS, texts_of(document), strict=True):
             if len(text) > MAX_BYTES // 4 and len(text.encode()) > MAX_BYTES:
                 got = f"{len(text.encode())} bytes in document {document.id[:80]!r}"
                 expected, fix = f"at most {MAX_BYTES}, Milvus' limit", "split it into passages"
                 raise CorpusError(explain(name, got, expected, fix))
 
-    def insert(self, first_row: int, documents: Sequence[Document], vectors: Vectors) -> None:
+    def insert(
+        self, first_row: int, documents: Sequence[Document], vectors: Vectors | None
+    ) -> None:
+        assert vectors is not None, "`create` refuses a collection without vectors"
         rows = [
-            {"row": row, "vector": vector, **dict(zip(TEXTS, _texts(document), strict=True))}
+            {"row": row, "vector": vector, **dict(zip(TEXTS, texts_of(document), strict=True))}
             for row, (document, vector) in enumerate(
                 zip(documents, vectors, strict=True), first_row
             )
@@ -142,11 +158,14 @@ class MilvusCollection:
             raise UpstreamUnavailable(f"{self._address} did not search all of its passages")
         return [[Match(hit["row"], float(hit["distance"])) for hit in hits] for hits in found]
 
+    def search_words(self, queries: Sequence[str], k: int) -> list[list[Match]]:
+        raise SetupError(explain("?rank=", "words in Milvus", "vectors", NO_WORDS))
+
     def documents(self, rows: Sequence[int]) -> Mapping[int, Document]:
         found: dict[int, Document] = {}
         for start in range(0, len(rows), ROWS_AT_ONCE):
             ids = [int(row) for row in rows[start : start + ROWS_AT_ONCE]]
-            found |= {item["row"]: _document(item) for item in self._query(f"row in {ids}")}
+            found |= {item["row"]: document_of(item) for item in self._query(f"row in {ids}")}
         if len(found) < len(rows):
             missing = f"{len(rows) - len(found)} of {len(rows)} passages"
             raise UpstreamUnavailable(f"{self._address} did not return {missing}")
@@ -154,7 +173,7 @@ class MilvusCollection:
 
     def find(self, id: str) -> Document | None:
         found = self._query(f"id == {json.dumps(id, ensure_ascii=False)}")
-        return _document(found[0]) if found else None
+        return document_of(found[0]) if found else None
 
     def _query(self, condition: str) -> list[dict[str, Any]]:
         fields, level = ["row", *TEXTS], {"consistency_level": EVENTUALLY}
@@ -189,7 +208,8 @@ def translated(address: Address) -> Iterator[None]:
     try:
         yield
     except (MilvusException, grpc.RpcError) as error:
-        reason = first_line(getattr(error, "message", None) or error)
+        said = error.message if isinstance(error, MilvusException) else error.details()
+        reason = first_line(said or error)
         if "auth" in reason.lower() or "permission" in reason.lower():
             fix = f"export {TOKEN}=user:password, or the token of a cloud"
             expected = "a valid token"
@@ -218,17 +238,3 @@ def _effort(factory: str, limit: int, config: FaissConfig) -> dict[str, int]:
     if factory.startswith("HNSW"):
         return {"ef": max(config.ef_search or 0, limit, 64)}
     return {"nprobe": config.nprobe or DEFAULT_NPROBE} if factory.startswith("IVF") else {}
-
-
-def _texts(document: Document) -> tuple[str, str, str]:
-    plain = Document.from_contents(document.id, document.contents)
-    others = "" if plain == document else json.dumps([document.title, document.text])
-    return document.id, document.contents, others
-
-
-def _document(item: Mapping[str, Any]) -> Document:
-    id, contents, others = (item[name] for name in TEXTS)
-    if not others:
-        return Document.from_contents(id, contents)
-    title, text = json.loads(others)
-    return Document(id, title, text, contents)

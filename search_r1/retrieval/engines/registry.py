@@ -42,12 +42,15 @@ TORCH = Backend(f"{PACKAGE}.torch_flat", install_command("dense"), ("encoder", "
 LUCENE = Backend(f"{PACKAGE}.lucene", install_command("lucene"))
 ONLINE = Backend("search_r1.online.engine", install_command("online"), ("online",))
 MILVUS = Backend(f"{PACKAGE}.milvus", install_command("milvus"), ("encoder", "faiss", "online"))
+ELASTIC = Backend(f"{PACKAGE}.elastic", install_command("dense"), MILVUS.reads)
 RERANKER = Backend(f"{PACKAGE}.rerank", install_command("dense"))
 DIAGNOSTICS = Backend(f"{PACKAGE}.diagnostics", reads=("diagnostics",))
 BACKENDS = {
     "bm25": Backend(f"{PACKAGE}.bm25", "pip install bm25s"),
     "lucene": LUCENE,
     "milvus": MILVUS,
+    "elastic": ELASTIC,
+    "opensearch": ELASTIC,
     **dict.fromkeys(("google", "serpapi", "brave", "serper", "tavily"), ONLINE),
     **dict.fromkeys(("empty", "random", "oracle"), DIAGNOSTICS),
     "replay": Backend(f"{PACKAGE}.replay", reads=("diagnostics",)),

@@ -1,15 +1,19 @@
 """Search in a collection of a distributed engine, which `search-r1 index --to URI` has filled.
 
+Vectors rank, or words (BM25), or both, fused by reciprocal ranks: `?rank=` of the address.
+
 The engine stores vectors and passages, so that a retrieval server needs neither index nor corpus.
 Passages are numbered by their row in the corpus. A collection is described by the manifest of what
 it was filled from. An engine is one file beside this one with `open_collection`.
 """
 
 import importlib
+import json
 import re
 import threading
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
@@ -29,9 +33,18 @@ from verl.errors import explain, redact
 
 TOKEN = "INDEX_TOKEN"
 """Environment variable with the token of the engine, or with `user:password`."""
-ENGINES = {"milvus": "milvus"}
-"""Extra in pyproject.toml for each engine, which is also the scheme of its addresses."""
-FORM = "milvus://host:19530/collection, milvus+https://host/collection or milvus:file.db/collection"
+ENGINES = {"milvus": "milvus", "elastic": "elastic", "opensearch": "elastic"}
+"""Module of each engine; an engine is the scheme of its addresses."""
+FORM = (
+    "milvus://host:19530/collection, milvus+https://host/collection, milvus:file.db/collection, "
+    "elastic://host:9200/index or opensearch+https://host/index?rank=hybrid"
+)
+VECTORS, WORDS, HYBRID = RANKS = ("vectors", "words", "hybrid")
+RRF = 60
+"""Constant of reciprocal-rank fusion (Cormack et al., 2009): a document scores the sum of
+1 / (60 + rank) over the rankings that have it."""
+NUM_FUSED = 50
+"""Least number of hits of each ranking that are fused."""
 MARGIN = 32
 """Hits to ask for beyond k, so that passages with equal scores are ordered by row."""
 BLOCK = 1024
@@ -46,6 +59,8 @@ class Address:
     server: str
     """Address of the server (http or https), or the file of a local one."""
     collection: str
+    rank: str = ""
+    """What ranks; empty: vectors if there is an encoder, else words."""
 
     def __str__(self) -> str:
         return f"{self.engine} collection {self.collection} at {self.server}"
@@ -55,7 +70,8 @@ class Address:
         """The address in the form that `parse` reads."""
         server = re.sub("^http(?=s?:)", f"{self.engine}+http", self.server)
         head = f"{self.engine}:{server}" if server == self.server else server
-        return f"{head.replace('+http:', ':')}/{self.collection}"
+        rank = f"?rank={self.rank}" if self.rank else ""
+        return f"{head.replace('+http:', ':')}/{self.collection}{rank}"
 
     @classmethod
     def parse(cls, option: str, uri: str | None, engine: str | None = None) -> "Address":
@@ -70,14 +86,16 @@ class Address:
         path, _, collection = parts.path.rpartition("/")
         is_known = name in ENGINES and name in (engine, None if engine else name)
         is_local = not parts.netloc and path != "" and not scheme
-        if not (is_known and collection and (parts.netloc or is_local)) or parts.query:
+        rank = parts.query.removeprefix("rank=")
+        is_rank = not parts.query or (rank in RANKS and rank != parts.query)
+        if not (is_known and collection and (parts.netloc or is_local) and is_rank):
             fix = f"name engine, server and collection: {FORM}"
             raise SetupError(explain(option, redact(uri or "nothing"), "an address", fix))
         if "@" in parts.netloc:
             fix = f"leave them out of the address: export {TOKEN}=user:password"
             raise SetupError(explain(option, f"credentials in {redact(str(uri))}", "none", fix))
         server = path if is_local else f"{scheme or 'http'}://{parts.netloc}{path}"
-        return cls(name, server, collection)
+        return cls(name, server, collection, rank)
 
 
 @dataclass(frozen=True)
@@ -93,17 +111,20 @@ class Collection(Protocol):
 
     made_with: str
     """Name and version of the engine."""
+    ranks_words: bool
 
     def read_description(self) -> str | None:
         """Return the text it was created with; None if there is no such collection."""
 
     def create(self, description: str, factory: str, dim: int) -> None:
-        """Create it with the index that `factory` (FAISS's words) names."""
+        """Create it with the index that `factory` (FAISS's words) names; without vectors if 0."""
 
     def check_document(self, document: Document) -> None:
         """Raise CorpusError for a document that the engine cannot hold."""
 
-    def insert(self, first_row: int, documents: Sequence[Document], vectors: Vectors) -> None:
+    def insert(
+        self, first_row: int, documents: Sequence[Document], vectors: Vectors | None
+    ) -> None:
         """Add documents with consecutive row numbers."""
 
     def delete_from(self, row: int) -> None:
@@ -121,7 +142,10 @@ class Collection(Protocol):
     def search(
         self, vectors: Vectors, k: int, factory: str, config: FaissConfig
     ) -> list[list[Match]]:
-        """Return the best `k` rows for each query."""
+        """Return the best `k` rows for each query by inner product."""
+
+    def search_words(self, queries: Sequence[str], k: int) -> list[list[Match]]:
+        """Return the best `k` rows for each query by BM25."""
 
     def documents(self, rows: Sequence[int]) -> Mapping[int, Document]:
         """Return the documents of different rows; raises UpstreamUnavailable if one is missing."""
@@ -131,34 +155,52 @@ class Collection(Protocol):
 
 
 class RemoteRetriever:
-    """Ranking by inner product in a collection; an engine searches while the next batch encodes."""
+    """Ranking in a collection; an engine searches while the next batch encodes."""
 
     num_threads = 4
 
     def __init__(
-        self, address: Address, collection: Collection, manifest: Manifest, encoder: Encoder,
-        config: FaissConfig,
+        self, address: Address, collection: Collection, manifest: Manifest,
+        encoder: Encoder | None, config: FaissConfig,
     ) -> None:  # fmt: skip
+        """Without an encoder, words rank."""
         self.name, self.num_documents = address.engine, manifest.count
         self.corpus = self._collection = collection
-        self.cuts = cuts_of(encoder)
+        self.cuts = () if encoder is None else cuts_of(encoder)
         self._address, self._manifest, self._config = address, manifest, config
         self._encoder, self._encoding = encoder, threading.Lock()  # tokenizers bear one thread
 
     def search(self, queries: Sequence[str], k: int) -> list[list[Hit]]:
         if not queries:
             return []
-        with stage("encode"), self._encoding:
-            vectors = encode_queries(self._encoder, queries)
         k = min(k, self.num_documents)
-        with stage("search"):
-            limit, factory = min(k + MARGIN, self.num_documents), self._manifest.factory
-            found = self._collection.search(vectors, limit, factory, self._config)
-            best = [sorted(ms, key=lambda m: (-m.score, m.row))[:k] for ms in found]
+        best = [matches[:k] for matches in self._rank(queries, k)]
         with stage("documents"):
             rows = sorted({match.row for matches in best for match in matches})
             documents = self._collection.documents(rows)
             return [[Hit(documents[m.row], m.score) for m in matches] for matches in best]
+
+    def _rank(self, queries: Sequence[str], k: int) -> list[list[Match]]:
+        """Return at least `k` rows for each query, if it has as many, best first."""
+        is_hybrid = self._address.rank == HYBRID
+        rankings = []
+        if self._encoder is not None:
+            rankings.append(self._nearest(self._encoder, queries, max(k, is_hybrid * NUM_FUSED)))
+        if self._encoder is None or is_hybrid:
+            with stage("words"):
+                limit = max(k, is_hybrid * NUM_FUSED)
+                rankings.append(self._collection.search_words(queries, limit))
+        if not is_hybrid:
+            return rankings[0]
+        return [fuse(lists) for lists in zip(*rankings, strict=True)]
+
+    def _nearest(self, encoder: Encoder, queries: Sequence[str], k: int) -> list[list[Match]]:
+        with stage("encode"), self._encoding:
+            vectors = encode_queries(encoder, queries)
+        with stage("search"):
+            limit, factory = min(k + MARGIN, self.num_documents), self._manifest.factory
+            found = self._collection.search(vectors, limit, factory, self._config)
+            return [sorted(matches, key=_order)[:k] for matches in found]
 
     def info(self) -> dict[str, Any]:
         """Return the collection's name and what it was filled from; an address is no result."""
@@ -167,12 +209,13 @@ class RemoteRetriever:
         return {
             "engine": self.name,
             "collection": self._address.collection,
+            "rank": self._address.rank,
             "dim": self._manifest.dim,
             "factory": self._manifest.factory,
             "ef_search": self._config.ef_search,
             "nprobe": self._config.nprobe,
             "index": fingerprint(facts),
-            "encoder": self._encoder.info(),
+            "encoder": None if self._encoder is None else self._encoder.info(),
             "corpus": asdict(self._manifest.corpus),
         }
 
@@ -180,16 +223,23 @@ class RemoteRetriever:
 def open_remote(config: RetrieverConfig) -> RemoteRetriever:
     """Open the collection of --index_path; raises IndexMismatch if it does not fit the settings."""
     address = Address.parse("--index_path", config.index_path, config.retriever_name)
-    if config.encoder.retriever_model is None:
-        expected = "the encoder that the collection was filled with"
-        fix = "--retriever_model intfloat/e5-base-v2"
-        raise SetupError(explain("--retriever_model", "nothing", expected, fix))
+    model = config.encoder.retriever_model
+    address = replace(address, rank=address.rank or (VECTORS if model else WORDS))
+    if bool(model) == (address.rank == WORDS):
+        got, expected = f"{model or 'nothing'} for {address.rank}", "an encoder unless words rank"
+        fix = "--retriever_model intfloat/e5-base-v2, or ?rank=words behind the address"
+        raise SetupError(explain("--retriever_model", got, expected, fix))
     collection = connect(address, config.online.online_timeout)
+    if address.rank != VECTORS and not collection.ranks_words:
+        fix = "--retriever_model and no other ?rank=, or another engine"
+        raise SetupError(explain("--index_path", f"{address.rank} in {address}", VECTORS, fix))
     manifest = read_manifest(address, collection)
     if manifest is None:
         raise SetupError(explain("--index_path", f"no {address}", "a filled one", _refill(address)))
-    encoder = open_encoder(config.encoder)
-    manifest.check_probe(str(address), encoder.name, probe(encoder))
+    encoder = None
+    if model:
+        encoder = open_encoder(config.encoder)
+        manifest.check_probe(str(address), encoder.name, probe(encoder))
     collection.load()
     if (count := collection.count()) != manifest.count:
         got, expected = f"{address} with {count} passages", f"{manifest.count}, as in its corpus"
@@ -203,9 +253,9 @@ def open_remote(config: RetrieverConfig) -> RemoteRetriever:
 def connect(address: Address, timeout: float) -> Collection:
     """Return a connection that waits `timeout` seconds for a response; raises a SearchError."""
     try:
-        module = importlib.import_module(f"search_r1.retrieval.engines.{address.engine}")
+        module = importlib.import_module(f"search_r1.retrieval.engines.{ENGINES[address.engine]}")
     except ImportError as error:
-        fix = f"install it: {install_command(ENGINES[address.engine])}"
+        fix = f"install it: {install_command(address.engine)}"
         raise SetupError(f"{error}, which {address.engine} needs; {fix}") from error
     collection: Collection = module.open_collection(address, read_token(TOKEN), timeout)
     return collection
@@ -223,6 +273,34 @@ def read_manifest(address: Address, collection: Collection) -> Manifest | None:
         expected = "one that search-r1 index --to has filled"
         got = f"{address}, which another program made"
         raise IndexMismatch(explain("collection", got, expected, "name another one")) from error
+
+
+def fuse(rankings: Sequence[Sequence[Match]]) -> list[Match]:
+    """Return all rows by the sum of their reciprocal ranks, ties by row."""
+    scores: dict[int, float] = defaultdict(float)
+    for ranking in rankings:
+        for rank, match in enumerate(ranking, 1):
+            scores[match.row] += 1 / (RRF + rank)
+    return sorted((Match(row, score) for row, score in scores.items()), key=_order)
+
+
+def texts_of(document: Document) -> tuple[str, str, str]:
+    """Return id, contents, and title and text as JSON if the contents do not give them."""
+    plain = Document.from_contents(document.id, document.contents)
+    others = "" if plain == document else json.dumps([document.title, document.text])
+    return document.id, document.contents, others
+
+
+def document_of(fields: Mapping[str, Any]) -> Document:
+    """Return the document with the texts `id`, `contents` and `others`."""
+    if not fields["others"]:
+        return Document.from_contents(fields["id"], fields["contents"])
+    title, text = json.loads(fields["others"])
+    return Document(fields["id"], title, text, fields["contents"])
+
+
+def _order(match: Match) -> tuple[float, int]:
+    return -match.score, match.row
 
 
 def _check_corpus(

@@ -7,7 +7,7 @@ up to the last block of which it has every row. Later rows are removed and inser
 import logging
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -22,14 +22,16 @@ from search_r1.retrieval.errors import IndexMismatch, SetupError
 from search_r1.retrieval.index.encoding import encoder_settings, load_embeddings, manifest_of
 from search_r1.retrieval.index.progress import progress
 from search_r1.retrieval.index_builder import BuildConfig
-from search_r1.retrieval.manifest import Manifest
+from search_r1.retrieval.manifest import Manifest, utc_now
 from verl.errors import explain
 
 logger = logging.getLogger(__name__)
 
 TIMEOUT_S = 60.0
 """Seconds for a response of the engine, which is busy with our inserts."""
-IDENTITY = ("corpus", "pooling", "max_length", "factory")
+ANALYZER = "standard"
+"""Of the engines' text fields."""
+IDENTITY = ("corpus", "dim", "pooling", "max_length", "factory")
 """Facts of a manifest, beside the embedding of the probe text, that a resumed fill must share."""
 UNUSED = ("devices", "faiss_gpu", "save_embedding")
 """Options of an index in a folder."""
@@ -43,11 +45,17 @@ def fill(config: BuildConfig, corpus: Corpus) -> None:
         got = f"{' '.join(unused)} with --to"
         fix = "leave it out; several devices encode into a folder, and --embedding_path reads that"
         raise SetupError(explain("index", got, "an index in a folder", fix))
-    settings = encoder_settings(config)[0]
+    is_dense = config.retrieval_method != "bm25"
+    settings = encoder_settings(config)[0] if is_dense else None
     collection = connect(address, TIMEOUT_S)
-    encoder = open_encoder(settings, config.max_length)
-    manifest = manifest_of(config, corpus, encoder, collection.made_with)
-    encode = _encoder_of(config, corpus, encoder)
+    encoder, encode = None, None
+    if settings is not None:
+        encoder = open_encoder(settings, config.max_length)
+        manifest = manifest_of(config, corpus, encoder, collection.made_with)
+        encode = _encoder_of(config, corpus, encoder)
+    else:
+        manifest = Manifest("bm25", corpus.fingerprint, len(corpus), analyzer=ANALYZER)
+        manifest = replace(manifest, created=utc_now(), made_with=collection.made_with)
     first = _begin(address, collection, manifest, corpus, config.shard_rows)
     _insert(collection, corpus, encode, first, config.shard_rows)
     _finish(address, collection, encoder, len(corpus))
@@ -82,7 +90,8 @@ def _check_identity(address: Address, stored: Manifest, manifest: Manifest) -> N
         expected = ", ".join(f"{name} {new[name]!r}" for name in differing)
         fix = "name another collection, or drop this one"
         raise IndexMismatch(explain(str(address), got, expected, fix))
-    stored.check_probe(str(address), manifest.encoder, manifest.probe)
+    if manifest.dim:
+        stored.check_probe(str(address), manifest.encoder, manifest.probe)
 
 
 def _num_complete(collection: Collection, num_rows: int, block: int) -> int:
@@ -104,7 +113,9 @@ def _encoder_of(config: BuildConfig, corpus: Corpus, encoder: Encoder) -> Encode
     return lambda rows: np.asarray(matrix[rows.start : rows.stop], dtype=np.float32)
 
 
-def _insert(collection: Collection, corpus: Corpus, encode: Encode, first: int, block: int) -> None:
+def _insert(
+    collection: Collection, corpus: Corpus, encode: Encode | None, first: int, block: int
+) -> None:
     """Encode and insert all rows from `first`; a block is sent while the next is encoded."""
     sent: Future[None] | None = None
     source = Path(f"the embeddings of {corpus.path.name}")
@@ -113,8 +124,9 @@ def _insert(collection: Collection, corpus: Corpus, encode: Encode, first: int, 
         ThreadPoolExecutor(1) as sender,
     ):
         for rows in _blocks(first, len(corpus), block):
-            vectors = encode(rows)
-            check_finite(source, rows.start, vectors)
+            vectors = None if encode is None else encode(rows)
+            if vectors is not None:
+                check_finite(source, rows.start, vectors)
             if sent is not None:
                 sent.result()
                 report(rows.start)
@@ -129,7 +141,9 @@ def _blocks(first: int, end: int, block: int) -> Iterator[range]:
         yield range(start, min(start + block, end))
 
 
-def _finish(address: Address, collection: Collection, encoder: Encoder, num_rows: int) -> None:
+def _finish(
+    address: Address, collection: Collection, encoder: Encoder | None, num_rows: int
+) -> None:
     """Load the collection and compare its number of rows; raises IndexMismatch."""
     collection.store()
     collection.load()
@@ -137,7 +151,7 @@ def _finish(address: Address, collection: Collection, encoder: Encoder, num_rows
         got, expected = f"{count} passages at the end", f"{num_rows}, as in the corpus"
         fix = "run the same command again, alone: it repairs the collection"
         raise IndexMismatch(explain(str(address), got, expected, fix))
-    for cuts in cuts_of(encoder)[1:]:
+    for cuts in () if encoder is None else cuts_of(encoder)[1:]:
         if cuts.num_cut:
             logger.warning("%d of %d passages were cut off", cuts.num_cut, cuts.num_texts)
     logger.info("%s holds all %d passages", address, num_rows)

@@ -3,10 +3,9 @@
 import pytest
 from pymilvus import MilvusException
 
-from search_r1.retrieval.engines.milvus import _document, _effort, _texts, read_factory, translated
+from search_r1.retrieval.engines.milvus import _effort, read_factory, translated
 from search_r1.retrieval.engines.remote import Address
 from search_r1.retrieval.errors import SearchError, SetupError, UpstreamRefused, UpstreamUnavailable
-from search_r1.retrieval.schema import Document
 from search_r1.retrieval.settings import FaissConfig
 
 ADDRESS = Address("milvus", "http://127.0.0.1:19530", "wiki")
@@ -54,16 +53,3 @@ def test_an_outage_is_waited_for_and_a_wrong_token_is_not(
     """The server answers 503 to the one and 424 to the other."""
     with pytest.raises(error), translated(ADDRESS):
         raise MilvusException(1, message)
-
-
-@pytest.mark.parametrize(
-    "document",
-    [
-        Document.from_contents("7", '"Graz"\nA city.'),
-        Document.from_contents("8", "one line"),
-        Document("9", "Title", "another text", "contents\nof their own"),
-    ],
-)
-def test_a_document_comes_back_as_it_was(document: Document) -> None:
-    names = ("id", "contents", "others")
-    assert _document(dict(zip(names, _texts(document), strict=True))) == document

@@ -11,10 +11,11 @@ import pytest
 
 from search_r1.retrieval.engines.base import Retriever
 from search_r1.retrieval.engines.registry import build_retriever
-from search_r1.retrieval.engines.remote import Address
+from search_r1.retrieval.engines.remote import Address, Match, document_of, fuse, texts_of
 from search_r1.retrieval.errors import IndexMismatch, SearchError, SetupError
 from search_r1.retrieval.index_builder import BuildConfig, build_index
 from search_r1.retrieval.local_server import LocalServer
+from search_r1.retrieval.schema import Document
 from search_r1.retrieval.settings import EncoderConfig, RetrieverConfig
 from tests.retrieval.conftest import QUERIES, TEXTS, write_corpus
 
@@ -121,3 +122,24 @@ def test_its_own_corpus_is_compared(uri: str, corpus_path: Path) -> None:
     """With --verify, every passage."""
     config = RetrieverConfig("milvus", str(corpus_path), uri, verify=True, encoder=HASH)
     assert build_retriever(config).num_documents == len(TEXTS)
+
+
+@pytest.mark.parametrize(
+    "document",
+    [
+        Document.from_contents("7", '"Graz"\nA city.'),
+        Document.from_contents("8", "one line"),
+        Document("9", "Title", "another text", "contents\nof their own"),
+    ],
+)
+def test_a_document_comes_back_as_it_was(document: Document) -> None:
+    names = ("id", "contents", "others")
+    assert document_of(dict(zip(names, texts_of(document), strict=True))) == document
+
+
+def test_ranks_are_fused_by_their_reciprocals() -> None:
+    """By the formula, ties by row; a row of both rankings is before one of either."""
+    first, second = [Match(7, 0.9), Match(3, 0.8)], [Match(3, 12.0), Match(9, 11.0), Match(2, 1.0)]
+    assert fuse([first, second]) == [
+        Match(3, 1 / 62 + 1 / 61), Match(7, 1 / 61), Match(9, 1 / 62), Match(2, 1 / 63),
+    ]  # fmt: skip
