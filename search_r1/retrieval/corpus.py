@@ -5,7 +5,6 @@ Row offsets and a hash of the content are computed in a single pass and stored b
 """
 
 import functools
-import hashlib
 import json
 import logging
 import mmap
@@ -23,13 +22,11 @@ import orjson
 from search_r1.retrieval.errors import CorpusError
 from search_r1.retrieval.schema import Document
 from verl.file_kinds import HEAD_BYTES, describe_other
-from verl.files import atomic_write, regular_file
+from verl.files import regular_file
 
 logger = logging.getLogger(__name__)
 
 Offsets = npt.NDArray[np.int64]
-NEWLINE = 10
-CHUNK_BYTES = 1 << 24
 MAX_ROW_BYTES = 1 << 24
 """Longer rows are refused, since no agent can read them."""
 MAX_CHECKED_ROWS, SAMPLED_ROWS = 1 << 14, 256
@@ -86,7 +83,11 @@ class Corpus:
         if problem := describe_other(path, data[:HEAD_BYTES], "passages"):
             raise CorpusError(f"corpus {path}: {problem}")
         stored = None if whole else _load(path, status)
-        offsets, digest = stored or _scan(path, data, status)
+        if stored is None:
+            from search_r1.retrieval.row_offsets import scan  # noqa: PLC0415 - only at first
+
+            stored = scan(path, data, status)
+        offsets, digest = stored
         return cls(path, data, offsets, digest)
 
     def check_rows(self, *, whole: bool = False) -> None:
@@ -196,40 +197,3 @@ def _load(path: Path, status: os.stat_result) -> tuple[Offsets, int] | None:
     if not is_valid or stored[: len(key)].tolist() != key:
         return None
     return stored[HEADER_LENGTH:], int(stored[HEADER_LENGTH - 1])
-
-
-def _scan(path: Path, data: mmap.mmap, status: os.stat_result) -> tuple[Offsets, int]:
-    """Compute and store row offsets (num_documents + 1,) and hash in one pass.
-
-    Blank lines are skipped. Raises CorpusError if there are no rows or if one is too long.
-    """
-    hasher, newlines = hashlib.blake2b(digest_size=8), []
-    for start in range(0, len(data), CHUNK_BYTES):
-        chunk = data[start : start + CHUNK_BYTES]
-        hasher.update(chunk)
-        newlines.append(np.flatnonzero(np.frombuffer(chunk, dtype=np.uint8) == NEWLINE) + start)
-    starts = np.concatenate([np.zeros(1, dtype=np.int64), np.concatenate(newlines) + 1])
-    ends = np.append(starts[1:], len(data))
-    is_row = ends - starts > 1
-    if not is_row.any():
-        raise CorpusError(f"corpus {path} has blank lines only; {EXPECTED_ROW} on each line")
-    if (sizes := ends - starts).max() > MAX_ROW_BYTES:
-        raise CorpusError(
-            f"{path} line {sizes.argmax() + 1}: got {sizes.max()} bytes, expected at most "
-            f"{MAX_ROW_BYTES} in a row; fix: one passage on each line"
-        )
-    offsets = np.append(starts[is_row], len(data)).astype(np.int64)
-    digest = int.from_bytes(hasher.digest(), "big", signed=True)
-    key = np.array([status.st_size, status.st_mtime_ns, digest], dtype=np.int64)
-    _save(path, np.concatenate([key, offsets]))
-    return offsets, digest
-
-
-def _save(path: Path, values: Offsets) -> None:
-    """Write the offsets; without write permission every start scans again."""
-    sidecar = path.with_name(path.name + OFFSETS)
-    try:
-        with atomic_write(sidecar) as part, part.open("wb") as file:
-            np.save(file, values, allow_pickle=False)
-    except OSError as error:
-        logger.warning("cannot store row offsets in %s (%s): every start will scan", sidecar, error)

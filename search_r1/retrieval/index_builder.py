@@ -10,7 +10,7 @@ import importlib
 import logging
 import re
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Annotated, Literal
@@ -38,7 +38,7 @@ class BuildConfig:
     """What is indexed, how, and where."""
 
     retrieval_method: str
-    """bm25, or a name for a dense index, such as e5"""
+    """bm25, a name for a dense index, such as e5, or both: bm25+e5"""
     corpus_path: str
     """jsonl file with id and contents"""
     save_dir: str = ""
@@ -95,6 +95,8 @@ def build_index(config: BuildConfig) -> Path:
     if bool(config.to) == bool(config.save_dir):
         got = f"--save_dir {config.save_dir!r} and --to {redact(config.to or 'nothing')}"
         raise SetupError(explain("index", got, "one of them", "name a folder or a collection"))
+    if "+" in config.retrieval_method:
+        return _build_parts(config)
     corpus = Corpus.open(config.corpus_path)
     if config.to:
         _import(REMOTE).fill(config, corpus)
@@ -113,6 +115,17 @@ def build_index(config: BuildConfig) -> Path:
     _import(BM25 if config.retrieval_method == "bm25" else DENSE).build(config, corpus, folder)
     logger.info("index of %d documents is in %s", len(corpus), folder)
     return folder
+
+
+def _build_parts(config: BuildConfig) -> Path:
+    """Build the indexes of a hybrid, such as bm25+e5, in one folder, which is returned."""
+    if config.to:
+        fix = "name a folder, or one engine"
+        raise SetupError(explain("--to", redact(config.to), "--save_dir for a hybrid", fix))
+    for method in config.retrieval_method.split("+"):
+        factory = "Flat" if method == "bm25" else config.faiss_type
+        build_index(replace(config, retrieval_method=method, faiss_type=factory))
+    return Path(config.save_dir)
 
 
 def _import(entry: tuple[str, str, str]) -> ModuleType:

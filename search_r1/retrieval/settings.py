@@ -5,7 +5,7 @@ The bearer token is never a flag. Nothing heavy is imported, so `--help` and BM2
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import tyro
 
@@ -87,6 +87,18 @@ class RerankConfig:
 
 
 @dataclass(frozen=True)
+class FusionConfig:
+    """How a hybrid, such as bm25+e5, joins the results of its engines."""
+
+    fusion: Literal["scores", "ranks"] = "scores"
+    """hybrid: add scores, scaled to 0 … 1 for each query, or reciprocal ranks"""
+    fusion_weights: Annotated[tuple[float, ...], Bounds(0)] = ()
+    """hybrid: weight of each engine, in the order of the name; default: 1 each"""
+    fusion_depth: Annotated[int, Bounds(1)] = 20
+    """hybrid: documents that each engine contributes"""
+
+
+@dataclass(frozen=True)
 class OnlineConfig:
     """Online search services; their keys come from the environment only."""
 
@@ -127,8 +139,8 @@ class RetrieverConfig:
     """What is searched, and by which backend."""
 
     retriever_name: str = "bm25"
-    """name of a backend; any other name, such as e5, for a dense index with --retriever_model; or
-    path/file.py:Name, a backend of your own"""
+    """name of a backend; any other name, such as e5, for a dense index with --retriever_model;
+    several with + between, such as bm25+e5; or path/file.py:Name, a backend of your own"""
     corpus_path: str | None = None
     """jsonl file with id and contents"""
     index_path: str | None = None
@@ -140,6 +152,7 @@ class RetrieverConfig:
     faiss: FaissConfig = field(default_factory=FaissConfig)
     torch: TorchConfig = field(default_factory=TorchConfig)
     rerank: RerankConfig = field(default_factory=RerankConfig)
+    fusion: FusionConfig = field(default_factory=FusionConfig)
     online: OnlineConfig = field(default_factory=OnlineConfig)
     diagnostics: DiagnosticConfig = field(default_factory=DiagnosticConfig)
 

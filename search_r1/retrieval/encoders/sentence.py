@@ -12,7 +12,12 @@ from typing import Any
 import numpy as np
 import torch
 from sentence_transformers import SentenceTransformer
-from sentence_transformers.sentence_transformer.modules import Normalize, Pooling, Transformer
+from sentence_transformers.sentence_transformer.modules import (
+    Normalize,
+    Pooling,
+    StaticEmbedding,
+    Transformer,
+)
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 from transformers.models.dpr.modeling_dpr import DPRContextEncoder
@@ -124,6 +129,9 @@ class SentenceEncoder:
         if not texts:
             return self._encode(["a"], prefix, cuts)[:0]
         prefixed = [prefix + text for text in texts]
+        if isinstance(self._model[0], StaticEmbedding):  # has no limit, and needs no small batches
+            features = self._model(self._model.preprocess(prefixed))
+            return np.ascontiguousarray(features["sentence_embedding"].float().cpu())
         if self.pooling == "modules":
             self._model.max_seq_length = cuts.limit
             if isinstance(tokenizer := self._model.tokenizer, PreTrainedTokenizerBase):

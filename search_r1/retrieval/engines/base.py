@@ -6,8 +6,10 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, Protocol
 
+from search_r1.retrieval.corpus import Corpus
 from search_r1.retrieval.schema import Hit
 
+Ranking = tuple[list[list[float]], list[list[int]]]
 Seconds = dict[str, float]
 """Wall time of each stage of a search: encode, search, documents, rerank ..."""
 _collected: ContextVar[Seconds | None] = ContextVar("collected", default=None)
@@ -31,6 +33,22 @@ class Retriever(Protocol):
 
     def info(self) -> dict[str, Any]:
         """Return JSON-ready facts for `/info`: all that affects results, but no times or paths."""
+
+
+class RowRetriever:
+    """A backend that ranks the rows of a corpus, whose documents are then read."""
+
+    corpus: Corpus
+
+    def rank(self, queries: Sequence[str], k: int) -> Ranking:
+        """Return scores and rows of at most `k` hits for each query, best first, ties by row."""
+        raise NotImplementedError
+
+    def search(self, queries: Sequence[str], k: int) -> list[list[Hit]]:
+        scores, rows = self.rank(queries, k)
+        with stage("documents"):
+            documents = iter(self.corpus.documents([row for ranked in rows for row in ranked]))
+            return [[Hit(next(documents), score) for score in ranked] for ranked in scores]
 
 
 @contextmanager

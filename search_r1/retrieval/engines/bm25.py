@@ -12,10 +12,9 @@ import numpy as np
 import numpy.typing as npt
 
 from search_r1.retrieval.corpus import Corpus
-from search_r1.retrieval.engines.base import Retriever, stage
+from search_r1.retrieval.engines.base import Ranking, Retriever, RowRetriever, stage
 from search_r1.retrieval.errors import IndexMismatch
 from search_r1.retrieval.manifest import Manifest, build_command, locate, open_corpus
-from search_r1.retrieval.schema import Hit
 from search_r1.retrieval.settings import RetrieverConfig
 from search_r1.retrieval.tokenization import ANALYZERS, FOLDED, SCRIPTS, UNFOLDED, tokenize
 
@@ -30,7 +29,7 @@ BOUND_SAMPLE = 8192
 """Maximum number of documents of one word that are used to bound the k-th score from below."""
 
 
-class Bm25Retriever:
+class Bm25Retriever(RowRetriever):
     """BM25 ranking of the documents that share a word with the query; others are never hits."""
 
     name = "bm25"
@@ -74,19 +73,14 @@ class Bm25Retriever:
             ) from error
         return cls(index, corpus, manifest.analyzer)
 
-    def search(self, queries: Sequence[str], k: int) -> list[list[Hit]]:
+    def rank(self, queries: Sequence[str], k: int) -> Ranking:
         if self._watches_queries and not all(map(str.isascii, queries)):
             from search_r1.retrieval.script_words import warn_of_queries  # noqa: PLC0415 - as needed
 
             self._watches_queries = not warn_of_queries(queries)
         with stage("search"):
             ranked = [self._rank(words, k) for words in tokenize(queries, self._analyzer)]
-        with stage("documents"):
-            documents = iter(self.corpus.documents([row for rows, _ in ranked for row in rows]))
-            return [
-                [Hit(document, score) for score, document in zip(scores, documents, strict=False)]
-                for _, scores in ranked
-            ]
+        return [scores for _, scores in ranked], [rows for rows, _ in ranked]
 
     def _rank(self, words: list[str], k: int) -> tuple[list[int], list[float]]:
         word_ids = self._index.get_tokens_ids(words)

@@ -17,11 +17,10 @@ import numpy as np
 from search_r1.retrieval.corpus import Corpus
 from search_r1.retrieval.encoder import Encoder, cuts_of, open_encoder
 from search_r1.retrieval.encoders.families import Vectors
-from search_r1.retrieval.engines.base import stage
+from search_r1.retrieval.engines.base import Ranking, RowRetriever, stage
 from search_r1.retrieval.engines.own_rows import check_own_rows
 from search_r1.retrieval.errors import IndexMismatch, SetupError
 from search_r1.retrieval.manifest import PROBE_TEXT, Manifest, locate, open_corpus
-from search_r1.retrieval.schema import Hit
 from search_r1.retrieval.settings import RetrieverConfig
 
 logger = logging.getLogger(__name__)
@@ -41,14 +40,14 @@ class VectorIndex(Protocol):
     def load(self, corpus: Corpus, encoder: Encoder) -> None:
         """Prepare for searching; called once the index is known to fit corpus and encoder."""
 
-    def search(self, queries: Vectors, k: int) -> tuple[list[list[float]], list[list[int]]]:
+    def search(self, queries: Vectors, k: int) -> Ranking:
         """Return scores and rows of at most `k` vectors per query, best first, ties by row."""
 
     def info(self) -> dict[str, Any]:
         """Return JSON-ready facts that affect the scores."""
 
 
-class DenseEngine:
+class DenseEngine(RowRetriever):
     """Ranking of documents by inner product (or distance) of query and passage embeddings."""
 
     num_threads = 1
@@ -61,16 +60,13 @@ class DenseEngine:
         self._index, self._digest = index, digest
         self.cuts = cuts_of(encoder)
 
-    def search(self, queries: Sequence[str], k: int) -> list[list[Hit]]:
+    def rank(self, queries: Sequence[str], k: int) -> Ranking:
         if not queries:
-            return []
+            return [], []
         with stage("encode"):
             vectors = encode_queries(self._encoder, queries)
         with stage("search"):
-            scores, rows = self._index.search(vectors, k)
-        with stage("documents"):
-            documents = iter(self.corpus.documents([row for ranked in rows for row in ranked]))
-            return [[Hit(next(documents), score) for score in ranked] for ranked in scores]
+            return self._index.search(vectors, k)
 
     def info(self) -> dict[str, Any]:
         index = {**self._index.info(), "index": self._digest}

@@ -17,7 +17,7 @@ from search_r1.retrieval.engines.base import Retriever
 from search_r1.retrieval.errors import SetupError, install_command
 from search_r1.retrieval.settings import RetrieverConfig
 from verl.errors import did_you_mean, explain
-from verl.plugins import build, is_path
+from verl.plugins import is_path
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +44,9 @@ ONLINE = Backend("search_r1.online.engine", install_command("online"), ("online"
 MILVUS = Backend(f"{PACKAGE}.milvus", install_command("milvus"), ("encoder", "faiss", "online"))
 ELASTIC = Backend(f"{PACKAGE}.elastic", install_command("dense"), MILVUS.reads)
 RERANKER = Backend(f"{PACKAGE}.rerank", install_command("dense"))
+HYBRID = Backend(f"{PACKAGE}.hybrid", install_command("dense"),
+                 ("encoder", "faiss", "torch", "fusion"))  # fmt: skip
+OWN = Backend(f"{PACKAGE}.user_file")
 DIAGNOSTICS = Backend(f"{PACKAGE}.diagnostics", reads=("diagnostics",))
 BACKENDS = {
     "bm25": Backend(f"{PACKAGE}.bm25", "pip install bm25s"),
@@ -56,34 +59,18 @@ BACKENDS = {
     "replay": Backend(f"{PACKAGE}.replay", reads=("diagnostics",)),
 }
 """Backends by --retriever_name; any other name is a dense index, or a backend in a user's file."""
-MEMBERS = (*Retriever.__annotations__, "search", "info")
-"""What a user's backend must have."""
 
 
 def build_retriever(config: RetrieverConfig) -> Retriever:
     """Open the configured backend; raises a SearchError that says what to fix."""
-    open_retriever = _own(config) if is_path(config.retriever_name) else _built_in(config)
+    is_own = is_path(config.retriever_name)
+    open_retriever = _import(OWN).opener(config) if is_own else _built_in(config)
     if config.rerank.reranker_model is None:
         return open_retriever(config)
     # Open the reranker first, since opening an index can take minutes.
     reranked = _import(RERANKER, "--reranker_model").open_reranker(config.rerank)
     built: Retriever = reranked(open_retriever(config))
     return built
-
-
-def _own(config: RetrieverConfig) -> Opener:
-    """Return a function that opens the backend in the user's file, and checks its members."""
-    name = config.retriever_name
-
-    def open_retriever(config: RetrieverConfig) -> Retriever:
-        built: Retriever = build(OPTION, name, {}, config, needs="search")
-        if missing := [member for member in MEMBERS if not hasattr(built, member)]:
-            got = f"{name}, whose {type(built).__name__} lacks {', '.join(missing)}"
-            expected = f"a retriever with {', '.join(MEMBERS)}"
-            raise SetupError(explain(OPTION, got, expected, "add them"))
-        return built
-
-    return open_retriever
 
 
 def _built_in(config: RetrieverConfig) -> Opener:
@@ -100,6 +87,12 @@ def _built_in(config: RetrieverConfig) -> Opener:
     return open_retriever
 
 
+def open_part(config: RetrieverConfig) -> Retriever:
+    """Open the configured backend as a part of another, without reranker and warnings."""
+    part: Retriever = _import(_choose(config)).open_retriever(config)
+    return part
+
+
 def _choose(config: RetrieverConfig) -> Backend:
     """Return the configured backend; `bm25` with the folder of a Lucene index is `lucene`."""
     name = config.retriever_name
@@ -107,6 +100,8 @@ def _choose(config: RetrieverConfig) -> Backend:
         return LUCENE
     if name in BACKENDS:
         return BACKENDS[name]
+    if "+" in name:
+        return HYBRID
     if config.encoder.retriever_model is None:
         otherwise = "give a dense index its --retriever_model, such as intfloat/e5-base-v2"
         expected = f"one of {', '.join(BACKENDS)}, path/file.py:Name, or a name and an encoder"

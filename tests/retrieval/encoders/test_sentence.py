@@ -12,6 +12,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from sentence_transformers import SentenceTransformer
+from sentence_transformers.sentence_transformer.modules import Normalize, StaticEmbedding
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
 from transformers import AutoModel, AutoTokenizer, DPRContextEncoder, DPRQuestionEncoder
 
 from search_r1.retrieval.encoder import Encoder, open_encoder
@@ -287,3 +291,16 @@ def test_batches_stay_within_their_limits(
         rows = lengths[batch]
         assert 1 <= len(rows) <= max_rows
         assert max_tokens is None or len(rows) == 1 or len(rows) * rows[0] <= max_tokens
+
+
+def test_a_static_model_is_the_mean_of_its_tokens(tmp_path: Path) -> None:
+    """A folder as model2vec writes it: the vectors are means of rows of its table."""
+    tokenizer = Tokenizer(WordLevel({"[UNK]": 0, "a": 1, "b": 2}, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = Whitespace()
+    table = np.array([[0, 0], [3, 0], [0, 4]], dtype=np.float32)
+    static = StaticEmbedding(tokenizer, embedding_weights=table)
+    SentenceTransformer(modules=[static, Normalize()]).save(str(tmp_path / "static"))
+    encoder = open_encoder(EncoderConfig(str(tmp_path / "static")))
+    vectors = encoder.encode_queries(["a b", "b b b", "a"])
+    np.testing.assert_allclose(vectors, [[0.6, 0.8], [0, 1], [1, 0]], atol=1e-6)
+    np.testing.assert_array_equal(encoder.encode_passages(["a b " * 999])[0], vectors[0])

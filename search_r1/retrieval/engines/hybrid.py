@@ -1,0 +1,89 @@
+"""A hybrid of local engines, such as `bm25+e5`: the hits of all are joined and ranked again.
+
+Each engine contributes its best `--fusion_depth` rows. By `scores`, each engine's are scaled to
+0 … 1 for each query, and the weighted sum ranks; by `ranks`, the weighted sum of 1 / (60 + rank)
+does (reciprocal rank fusion: Cormack, Clarke and Büttcher 2009). A row that an engine did not find
+gets nothing from it.
+"""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from search_r1.retrieval.engines.base import Ranking, RowRetriever, stage
+from search_r1.retrieval.engines.registry import open_part
+from search_r1.retrieval.errors import SetupError
+from search_r1.retrieval.settings import FusionConfig, RetrieverConfig
+from verl.errors import explain
+
+RANK_OFFSET = 60
+"""What is added to each rank, so that the first few do not decide alone."""
+
+
+class HybridRetriever(RowRetriever):
+    """Engines over one corpus, whose rankings are joined."""
+
+    num_threads = 1
+
+    def __init__(self, name: str, parts: Sequence[RowRetriever], config: FusionConfig) -> None:
+        """Raises SetupError if there is not a weight for each engine."""
+        self.name, self.corpus = name, parts[0].corpus
+        self.num_documents = len(self.corpus)
+        self.cuts = tuple(cuts for part in parts for cuts in getattr(part, "cuts", ()))
+        self._parts, self._config = parts, config
+        self._weights = config.fusion_weights or (1.0,) * len(parts)
+        if len(self._weights) != len(parts) or not any(self._weights):
+            fix = f"--fusion_weights {' '.join(['0.5'] * len(parts))}"
+            expected = f"a number for each of {name}, not all 0"
+            raise SetupError(explain("--fusion_weights", self._weights, expected, fix))
+
+    def rank(self, queries: Sequence[str], k: int) -> Ranking:
+        depth = max(k, self._config.fusion_depth)
+        rankings = [part.rank(queries, depth) for part in self._parts]
+        with stage("fusion"):
+            share = _scaled if self._config.fusion == "scores" else _reciprocal
+            ranked = []
+            for found in zip(*(zip(*ranking, strict=True) for ranking in rankings), strict=True):
+                sums: dict[int, float] = defaultdict(float)
+                for weight, (scores, rows) in zip(self._weights, found, strict=True):
+                    for row, value in zip(rows, share(scores), strict=True):
+                        sums[row] += weight * value
+                ranked.append(sorted(sums.items(), key=lambda item: (-item[1], item[0]))[:k])
+        return [[s for _, s in hits] for hits in ranked], [[r for r, _ in hits] for hits in ranked]
+
+    def info(self) -> dict[str, Any]:
+        parts = [part.info() for part in self._parts]  # type: ignore[attr-defined]
+        weights = list(self._weights)
+        depth = self._config.fusion_depth
+        fusion = {"by": self._config.fusion, "weights": weights, "depth": depth}
+        return {"engine": "hybrid", "fusion": fusion, "parts": parts}
+
+
+def _scaled(scores: Sequence[float]) -> list[float]:
+    """Return scores scaled to 0 … 1, or 1 for each if all are equal."""
+    if not scores:
+        return []
+    low, span = scores[-1], scores[0] - scores[-1]
+    return [(score - low) / span for score in scores] if span else [1.0] * len(scores)
+
+
+def _reciprocal(scores: Sequence[float]) -> list[float]:
+    return [1 / (RANK_OFFSET + rank) for rank in range(1, len(scores) + 1)]
+
+
+def open_retriever(config: RetrieverConfig) -> HybridRetriever:
+    """Open the engines that the name lists. Raises SetupError for one that ranks no rows."""
+    names = config.retriever_name.split("+")
+    if len(set(names)) < len(names) or not all(names):
+        expected = "different engines, such as bm25+e5"
+        raise SetupError(explain("--retriever_name", config.retriever_name, expected, "bm25+e5"))
+    parts = []
+    for name in names:
+        part = open_part(replace(config, retriever_name=name))
+        if not isinstance(part, RowRetriever):
+            expected = "engines that rank the rows of --corpus_path: bm25 and dense ones"
+            fix = f"leave {name} out"
+            raise SetupError(explain("--retriever_name", config.retriever_name, expected, fix))
+        parts.append(part)
+    return HybridRetriever(config.retriever_name, parts, config.fusion)
