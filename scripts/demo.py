@@ -58,6 +58,7 @@ COMMON = [
     "trainer.n_gpus_per_node=1",
     "trainer.logger=[console,jsonl]",
     "trainer.save_freq=-1",
+    "trainer.test_freq=8",
     "trainer.guard.action=off",  # its forward passes take a tenth of a step
     f"template={TEMPLATE}",
     "max_turns=3",
@@ -69,6 +70,7 @@ COMMON = [
     "data.val_batch_size=128",
     "actor_rollout_ref.model.enable_gradient_checkpointing=false",
     "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=4096",
+    "actor_rollout_ref.actor.optim.lr=3e-5",
     "actor_rollout_ref.actor.optim.lr_warmup_steps_ratio=0",
     "actor_rollout_ref.actor.use_kl_loss=false",
     "actor_rollout_ref.rollout.max_num_seqs=128",
@@ -80,20 +82,16 @@ OPTIONS = {
         "data.train_batch_size=6",
         "actor_rollout_ref.rollout.n_agent=6",
         "actor_rollout_ref.actor.ppo_mini_batch_size=36",
-        "actor_rollout_ref.actor.optim.lr=3e-5",
         "trainer.total_training_steps=22",
-        "trainer.test_freq=8",
     ],
     "ppo": [
         *COMMON,
         "data.train_batch_size=36",
         "actor_rollout_ref.rollout.n_agent=1",
         "actor_rollout_ref.actor.ppo_mini_batch_size=36",
-        "actor_rollout_ref.actor.optim.lr=3e-5",
         "critic.optim.lr=3e-5",
         "critic.model.enable_gradient_checkpointing=false",
         "trainer.total_training_steps=16",
-        "trainer.test_freq=8",
     ],
 }
 
@@ -122,6 +120,11 @@ def check_staleness(staleness: int, device: str) -> None:
         expected = "0: engine and trainer share the one GPU that the demo uses"
         fix = "leave ASYNC out, or train with trainer.rollout_gpus: docs/guides/rollouts.md"
         raise ResourceError(explain("--staleness", staleness, expected, fix))
+
+
+def bm25_over(corpus: Path) -> list[str]:
+    """Return the flags of a retrieval server over a corpus."""
+    return ["--retriever_name", "bm25", "--corpus_path", str(corpus)]
 
 
 @dataclass
@@ -174,8 +177,7 @@ class Demo:
             self.warm_start()
         with contextlib.ExitStack() as servers:
             with self.phase("retriever", "retriever"):
-                served = ["--retriever_name", "bm25", "--corpus_path", str(self.corpus)]
-                retriever = LocalServer(served, log_path=self.out / "retriever.log")
+                retriever = LocalServer(bm25_over(self.corpus), log_path=self.out / "retriever.log")
                 url = f"{servers.enter_context(retriever).url}/retrieve"
                 self.console.print(f"retriever answers at {url}")
             with self.phase("train", f"{self.algorithm.upper()} with real searches"):

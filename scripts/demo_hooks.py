@@ -60,7 +60,8 @@ class WithoutDocuments(Hook):
         (rows,) = (hook for hook in trainer.hooks if isinstance(hook, Validation))
         path = self.folder / "validation" / f"step_{trainer.step}.jsonl"
         log = self.folder / "retriever.log"
-        with LocalServer(["--retriever_name", "empty"], port=address.port, log_path=log):
+        empty = LocalServer(["--retriever_name", "empty"], port=address.port, log_path=log)
+        with empty, trainer.during("validate"):
             metrics = validate(self.config, rows.rollout, rows.prompts, rows.reward, path)
         line = json.dumps({"step": trainer.step, **metrics})
         (self.folder / "metrics.jsonl").write_text(f"{line}\n", encoding="utf-8")

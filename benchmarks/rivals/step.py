@@ -20,7 +20,7 @@ from rich.console import Console
 
 from benchmarks.rivals.update import ROOT, Answer, median_and_range, start_worker
 from example.geography import DATA
-from scripts.demo import OPTIONS, RETRIEVER, Demo
+from scripts.demo import EXAMPLE, OPTIONS, Demo, bm25_over
 from search_r1.retrieval.local_server import LocalServer
 from verl.config import Config, cli
 from verl.data.trajectories import read_rows
@@ -97,7 +97,7 @@ def main() -> None:
     args.model = args.model.resolve()
     log = OUT.with_suffix(".log")
     log.parent.mkdir(parents=True, exist_ok=True)
-    with LocalServer(RETRIEVER, log_path=log) as server:
+    with LocalServer(bm25_over(EXAMPLE / "corpus.jsonl"), log_path=log) as server:
         url = f"{server.url}/retrieve"
         steps = {"ours": run_ours(args.model, url, args.steps)}
         steps["TRL"] = run_trl(args, url, args.steps)

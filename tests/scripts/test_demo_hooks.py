@@ -1,6 +1,7 @@
 """What the demo adds to its run, with real servers and recorded rollouts."""
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -8,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from scripts.demo import ROOT
+from scripts.demo import EXAMPLE, bm25_over
 from scripts.demo_hooks import SERVER_VARIABLE, Page, WithoutDocuments
 from search_r1.retrieval.local_server import LocalServer
 from tests.verl.trainer.recording import RecordingReplicas, prompts
@@ -34,13 +35,12 @@ def test_the_control_searches_an_empty_server_at_the_same_address(
         (documents,) = httpx.post(url, json={"queries": ["capital of Norway"]}).json()["result"]
         return len(documents)
 
-    corpus = str(ROOT / "example" / "corpus.jsonl")
-    with LocalServer(["--retriever_name", "bm25", "--corpus_path", corpus]) as server:
+    with LocalServer(bm25_over(EXAMPLE / "corpus.jsonl")) as server:
         config.retriever.url = url = f"{server.url}/retrieve"
         assert found(url) > 0
         reward = EachAlone(lambda _: Reward(float(found(url)), {"em": float(found(url))}))
         rows = Validation(config, RecordingReplicas([]), prompts(2), reward, 3)
-        trainer: Any = SimpleNamespace(hooks=[rows], step=3)
+        trainer: Any = SimpleNamespace(hooks=[rows], step=3, during=nullcontext)
         monkeypatch.setenv(SERVER_VARIABLE, str(server.pid))
         WithoutDocuments(config).on_end(trainer)
         assert server.status is not None
