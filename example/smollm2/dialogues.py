@@ -5,9 +5,11 @@ writes dialogues.jsonl, answerable.parquet (the rows with a dialogue) and statis
 dialogues.json.
 
 The dialogues follow rules, without a model. The first query is the question or its key words. If
-its passages do not contain the answer, a second query is built from the title of one of them.
-Observations are the retriever's passages, truncated as by the agent. Questions whose answer is not
-found are skipped.
+its passages do not contain the answer, the second query is a name that one of them mentions, if the
+page of that name has the answer, or else is built from the title of one of them. A question that
+compares two things (also one for yes or no) needs a page of each: a second query looks for the one
+that is missing. Observations are the retriever's passages, truncated as by the agent. Questions
+whose answer is not found are skipped.
 """
 
 from __future__ import annotations
@@ -28,12 +30,17 @@ import numpy as np
 import pandas as pd
 from transformers import AutoTokenizer
 
-from example.smollm2.evidence import Evidence, find_evidence, key_words
+from example.smollm2.evidence import Evidence, Words, find_evidence, key_words
+from example.smollm2.facts import compared
+from example.smollm2.names import mentioned, named_pages, names_in
 from search_r1.agent.generation import search_agent
 from search_r1.agent.tags import TEMPLATES
+from search_r1.datasets.evidence import Kind, Titles, kind_of, titles_by_answer
 from search_r1.inference.dialogue import question_of
 from search_r1.retrieval.client import RetrievalClient
+from search_r1.retrieval.corpus import Corpus
 from search_r1.retrieval.schema import Document
+from search_r1.rewards.normalize import normalize_answer
 from verl.agent.dialogue import DialogueAgent, Limits
 from verl.agent.interface import ToolCall
 from verl.data.rows import Row, load_rows
@@ -46,6 +53,10 @@ MIN_SUPPORT = 2
 """Minimum number of key words near an answer; fewer mean a chance match."""
 NUM_TITLES = 3
 """Number of titles that are tried in second queries."""
+NUM_NAMES = 4
+"""Number of names in passages, or in the question, that are tried in second queries."""
+NUM_COMPARED = 2
+"""Number of pages that a comparison needs."""
 MAX_CONCURRENT = 64
 """Maximum number of questions that are processed concurrently."""
 
@@ -54,6 +65,7 @@ FIRST_THOUGHTS = ("I need to look this up.", "Let me search for it.", "I should 
 SECOND_THOUGHTS = ("{title} may help. I need to search again.", "Not said yet. I look up {title}.",
                    "The next step is {title}.")  # fmt: skip
 LAST_THOUGHTS = ("Now I know.", "I have read the answer.", "The documents say it.")
+COMPARING = "I compare {} with {}."
 
 
 @dataclass(frozen=True)
@@ -69,13 +81,23 @@ class Search:
 
 @dataclass(frozen=True)
 class Dialogue:
-    """The searches for a question and the evidence that the last one found."""
+    """The searches for a question and the answer that the last one found."""
 
     row: Row
     searches: Sequence[Search]
-    evidence: Evidence
+    answer: str
     conclusion: str
     """The thought of the last turn."""
+
+    @property
+    def kind(self) -> Kind:
+        """What the question asks for."""
+        return kind_of(question_of(self.row), self.row.ground_truth, normalize_answer)
+
+    @property
+    def is_new(self) -> bool:
+        """Whether it compares, or searches twice; all others answer from the first documents."""
+        return self.kind is not Kind.SPAN or len(self.searches) > 1
 
     @property
     def segments(self) -> Iterator[tuple[str, str]]:
@@ -83,8 +105,7 @@ class Dialogue:
         for s in self.searches:
             yield "policy", f"<think> {s.thought} </think> <search> {s.query} </search>"
             yield "observation", s.observation
-        answer = self.evidence.answer
-        yield "policy", f"<think> {self.conclusion} </think> <answer> {answer} </answer>"
+        yield "policy", f"<think> {self.conclusion} </think> <answer> {self.answer} </answer>"
 
     def record(self) -> dict[str, object]:
         """Return the row for `verl.ext.sft.demonstrations`, with its source."""
@@ -97,36 +118,86 @@ class Dialogue:
         }
 
 
-async def make_dialogues(rows: Sequence[Row], agent: DialogueAgent, seed: int) -> list[Dialogue]:
-    """Return dialogues for the rows that the rules can answer; each depends on row and seed."""
+async def make_dialogues(
+    rows: Sequence[Row], agent: DialogueAgent, seed: int, titles: Titles
+) -> list[Dialogue]:
+    """Return dialogues for the rows that the rules can answer; each depends on row and seed.
+
+    `titles` are the pages that contain each answer.
+    """
     semaphore = asyncio.Semaphore(MAX_CONCURRENT)
 
     async def process(row: Row) -> Dialogue | None:
         async with semaphore:
-            return await make_dialogue(row, agent, random.Random(f"{seed}/{row.uid}"))
+            return await make_dialogue(row, agent, random.Random(f"{seed}/{row.uid}"), titles)
 
     results = await asyncio.gather(*map(process, rows))
     return [dialogue for dialogue in results if dialogue is not None]
 
 
-async def make_dialogue(row: Row, agent: DialogueAgent, rng: random.Random) -> Dialogue | None:
+async def make_dialogue(
+    row: Row, agent: DialogueAgent, rng: random.Random, titles: Titles
+) -> Dialogue | None:
     """Return a dialogue of one or two searches, or None if they do not find the answer."""
     question = question_of(row)
+    kind = kind_of(question, row.ground_truth, normalize_answer)
     first = await search(first_query(question, rng), rng.choice(FIRST_THOUGHTS), agent)
-    conclusion = rng.choice(LAST_THOUGHTS)
+    conclusion, thought = rng.choice(LAST_THOUGHTS), rng.choice(SECOND_THOUGHTS)
+    if kind is not Kind.SPAN:
+        dialogue = await _compare(row, first, thought, agent)
+        if dialogue is not None or kind is Kind.YES_NO:
+            return dialogue
     evidence = supported(question, first, row)
     if evidence is not None:
-        return Dialogue(row, (first,), evidence, conclusion)
-    if agent.limits.max_turns < 2:
+        return Dialogue(row, (first,), evidence.answer, conclusion)
+    if agent.limits.max_turns < NUM_COMPARED:
         return None
-    thought = rng.choice(SECOND_THOUGHTS)
-    for title in dict.fromkeys(document.title for document in first.documents[:NUM_TITLES]):
-        query = second_query(question, title)
-        second = await search(query, thought.format(title=title), agent)
-        evidence = supported(question, second, row)
+    for name, query in _second_queries(question, first.documents, row, titles):
+        second = await search(query, thought.format(title=name), agent)
+        evidence = supported(f"{question} {query}", second, row)
         if evidence is not None and is_plain(second.thought + query):
-            return Dialogue(row, (first, second), evidence, conclusion)
+            return Dialogue(row, (first, second), evidence.answer, conclusion)
     return None
+
+
+async def _compare(row: Row, first: Search, thought: str, agent: DialogueAgent) -> Dialogue | None:
+    """Return the dialogue of a question about two things, if a page of each is found."""
+    question, searches = question_of(row), (first,)
+    pages = named_pages(question, first.documents)
+    if len(pages) < NUM_COMPARED <= agent.limits.max_turns:
+        known = normalize_answer(" ".join(document.contents for document in pages.values()))
+        missing = [name for name in names_in(question) if normalize_answer(name) not in known]
+        for name in missing[:NUM_NAMES]:
+            second = await search(name, thought.format(title=name), agent)
+            pages = named_pages(question, [*first.documents, *second.documents])
+            if len(pages) >= NUM_COMPARED:
+                searches = (first, second)
+                break
+    spans = [Words.of(question).slice(*span) for a in row.ground_truth
+             for span in Words.of(question).find(a)]  # fmt: skip
+    kind = kind_of(question, row.ground_truth, normalize_answer)
+    answers = list(row.ground_truth) if kind is Kind.YES_NO else spans
+    texts = [text for s in searches for text in (s.thought, s.query)]
+    if len(pages) < NUM_COMPARED or not answers or not is_plain("".join([*texts, *pages])):
+        return None
+    conclusion = compared(question, pages, row.ground_truth) or COMPARING.format(*pages)
+    return Dialogue(row, searches, answers[0].strip("\"'“”‘’`.,;:!?"), conclusion)
+
+
+def _second_queries(
+    question: str, documents: Sequence[Document], row: Row, titles: Titles
+) -> Iterator[tuple[str, str]]:
+    """Yield names with the query for each: linked pages with an answer, then titles."""
+    found = [titles[a] for a in map(normalize_answer, row.ground_truth) if a in titles]
+    asked = normalize_answer(question)
+    answers = [*map(normalize_answer, row.ground_truth)]
+    pages = {p for of_answer in found for p in of_answer if p not in asked and p not in answers}
+    names = [name for document in documents for name in mentioned(document.contents, pages)]
+    for name in list(dict.fromkeys(names))[:NUM_NAMES]:
+        yield name, name
+        yield name, second_query(question, name)
+    for title in dict.fromkeys(document.title for document in documents[:NUM_TITLES]):
+        yield title, second_query(question, title)
 
 
 async def search(query: str, thought: str, agent: DialogueAgent) -> Search:
@@ -177,6 +248,7 @@ def report(
         "questions": num_rows,
         "dialogues": len(dialogues),
         "by_set": dict(sorted(Counter(d.row.data_source for d in dialogues).items())),
+        "by_kind": dict(sorted(Counter(str(d.kind) for d in dialogues).items())),
         "by_searches": dict(sorted(Counter(len(d.searches) for d in dialogues).items())),
         "tokens": _statistics([trajectory.num_tokens for trajectory in trajectories]),
         "policy_tokens": _statistics([trajectory.num_policy_tokens for trajectory in trajectories]),
@@ -196,7 +268,21 @@ async def _make_all(
     limits = Limits(max_turns=options.max_turns, max_obs_length=options.max_obs_length)
     async with RetrievalClient(options.url, options.topk) as retrieval:
         agent = search_agent(retrieval, tokenizer, limits, TEMPLATES[options.template])
-        return await make_dialogues(rows, agent, options.seed)
+        return await make_dialogues(rows, agent, options.seed, answer_pages(rows, options.corpus))
+
+
+def load_lengths(dialogues: Sequence[Dialogue], tokenizer: Any) -> list[int]:
+    """Return about how many tokens each dialogue has, without the tags of the chat template."""
+    texts = (
+        str(d.row.prompt[-1]["content"]) + "".join(t for _, t in d.segments) for d in dialogues
+    )
+    return [len(tokenizer.encode(text)) for text in texts]
+
+
+def answer_pages(rows: Sequence[Row], path: Path) -> Titles:
+    """Scan the corpus for the pages that contain each answer."""
+    answers = {normalize_answer(answer) for row in rows for answer in row.ground_truth}
+    return titles_by_answer(Corpus.open(path), answers - {"yes", "no"}, "squad", 1, lambda _: None)
 
 
 def main() -> int:
@@ -205,13 +291,23 @@ def main() -> int:
     add("--data", type=Path, required=True)
     add("--model", required=True, help="model with the tokenizer that counts")
     add("--url", required=True, help="address of the retriever")
+    add("--corpus", type=Path, required=True, help="passages that it serves")
     add("--template", required=True)
-    for name in ("--max-turns", "--topk", "--max-obs-length", "--seed"):
+    add("--plain-share", type=float, default=1.0, help="share of the others than is_new to keep")
+    for name in ("--max-turns", "--topk", "--max-obs-length", "--max-tokens", "--seed"):
         add(name, type=int, required=True)
     options = parser.parse_args()
     rows = load_rows(str(options.data / "train.parquet"))
     tokenizer = AutoTokenizer.from_pretrained(options.model)
     dialogues = asyncio.run(_make_all(options, tokenizer, rows))
+    lengths = load_lengths(dialogues, tokenizer)
+    dialogues = [
+        dialogue for dialogue, length in zip(dialogues, lengths, strict=True)
+        if length <= options.max_tokens and (
+            dialogue.is_new
+            or random.Random(f"plain/{dialogue.row.uid}").random() < options.plain_share
+        )
+    ]  # fmt: skip
     if not dialogues:
         fix = "give questions whose answers are in the corpus"
         sys.stderr.write(explain("dialogues", "none", "a question with a hit", fix) + "\n")

@@ -28,11 +28,14 @@ fi
 
 # Every setting. Lengths are in tokens; a batch is of dialogues, rl_prompts x rl_group of them.
 # topk: passages per search; max_turns: searches per dialogue; max_response_length: sampled tokens
-# per turn; max_obs_length: two or three passages of Wikipedia; sft_rank + rl_rank: an adapter of
+# per turn; max_obs_length: three passages of Wikipedia; select_rows: training rows split off, by
+# which checkpoints and settings are chosen; max_tokens: longest dialogue of the cold start;
+# plain_share: share kept of those that neither compare nor search twice; sft_start: an adapter of
+# rank sft_rank to train on, or none; sft_rank + rl_rank: an adapter of
 # 11.0 MB is shipped; rl_reward: a name in docs/guides/rewards.md; eval_rows: null for all 757.
 declare -A s=(
   [template]=short [topk]=3 [max_turns]=2 [max_start_length]=192 [max_response_length]=112
-  [max_obs_length]=448 [sft_steps]=150 [sft_batch_size]=16 [sft_lr]=5e-4 [sft_rank]=12
+  [max_obs_length]=560 [select_rows]=300 [max_tokens]=1648 [plain_share]=1 [sft_start]=none [sft_steps]=150 [sft_batch_size]=16 [sft_lr]=5e-4 [sft_rank]=12
   [rl_steps]=150 [rl_prompts]=8 [rl_group]=8 [rl_lr]=1e-4 [rl_rank]=6 [rl_reward]=f1
   [rl_save_freq]=10 [rl_val_rows]=100 [eval_rows]=null [micro_batch_tokens]=2048
   [model]=models/SmolLM2-135M-Instruct
@@ -116,6 +119,7 @@ serve() {
 stage_data() {
   "$PYTHON" scripts/data_process/own_questions.py "$data_dir/train.jsonl" "$data_dir/dev.jsonl" \
     --local_dir "$out/data" --template_type "${s[template]}"
+  "$PYTHON" -m example.smollm2.split --data "$out/data" --rows "${s[select_rows]}"
   cp "$data_dir/corpus.jsonl" "$out/data/corpus.jsonl"
   "$PYTHON" -m search_r1.search.index_builder --retrieval_method bm25 \
     --corpus_path "$out/data/corpus.jsonl" --save_dir "$out/index"
@@ -125,15 +129,20 @@ stage_data() {
 stage_dialogues() {
   serve bm25
   "$PYTHON" -m example.smollm2.dialogues --data "$out/data" --model "$base" --url "$url" \
-    --seed "$SEED" --max-obs-length "${s[max_obs_length]}" "${talk[@]}"
+    --seed "$SEED" --max-obs-length "${s[max_obs_length]}" --corpus "$out/data/corpus.jsonl" \
+    --max-tokens "${s[max_tokens]}" --plain-share "${s[plain_share]}" "${talk[@]}"
 }
 
 stage_sft() {
+  local alpha=$((2 * s[sft_rank])) start=()
+  if [[ ${s[sft_start]} != none ]]; then # as the adapters are written: scale 1
+    alpha=${s[sft_rank]} start=(adapter_path="${s[sft_start]}")
+  fi
   "$PYTHON" -m verl.trainer.sft model_path="$base" train_file="$out/data/dialogues.jsonl" \
     output_dir="$out/sft" steps="${s[sft_steps]}" batch_size="${s[sft_batch_size]}" \
     lr="${s[sft_lr]}" schedule=cosine max_length=$((max_prompt + s[max_response_length])) \
     max_tokens_per_micro_batch="${s[micro_batch_tokens]}" lora_rank="${s[sft_rank]}" \
-    lora_alpha=$((2 * s[sft_rank])) device="$DEVICE" seed="$SEED" save_dtype=float32
+    lora_alpha="$alpha" device="$DEVICE" seed="$SEED" save_dtype=float32 "${start[@]}"
 }
 
 # Trains a second adapter on the merged first one. If the collapse guard stops the run (status 3), the
@@ -142,7 +151,7 @@ stage_rl() {
   local batch=$((s[rl_prompts] * s[rl_group])) status=0 healthy
   serve bm25
   BASE_MODEL=$out/sft RETRIEVER_URL=$url N_GPUS=1 TRAIN_FILES=$out/data/answerable.parquet \
-    VAL_FILES=$dev VAL_DATA_NUM=${s[rl_val_rows]} TRAIN_BATCH_SIZE=${s[rl_prompts]} \
+    VAL_FILES=$out/data/select.parquet VAL_DATA_NUM=${s[rl_val_rows]} TRAIN_BATCH_SIZE=${s[rl_prompts]} \
     MAX_START_LENGTH=${s[max_start_length]} MAX_PROMPT_LENGTH=$max_prompt \
     MAX_RESPONSE_LENGTH=${s[max_response_length]} MAX_OBS_LENGTH=${s[max_obs_length]} \
     MAX_TURNS=${s[max_turns]} TOPK=${s[topk]} LORA_RANK=${s[rl_rank]} \
@@ -165,13 +174,13 @@ stage_rl() {
 
 stage_adapters() { "$PYTHON" -m example.smollm2.adapters --out "$out" --base "$base" "${talk[@]}"; }
 
-# evaluate NAME URL METHOD [ADAPTER]. The base never learned the tags, so its untagged replies count.
+# evaluate NAME URL METHOD [ADAPTER [DATA]]. The base never learned the tags, so its untagged replies count.
 evaluate() {
   local start=${s[max_start_length]} response=${s[max_response_length]} more=(--untagged read)
   if [[ $3 != agent ]]; then start=$max_prompt response=256; fi # documents are in RAG's prompt
   [[ -z ${4:-} ]] || more=(--untagged wrong --adapter "$out/adapters/$4")
   [[ ${s[eval_rows]} == null ]] || more+=(--num-rows "${s[eval_rows]}")
-  "$PYTHON" -m search_r1.evaluate run --model "$base" --data "$dev" --out "$out/evaluation/$1" \
+  "$PYTHON" -m search_r1.evaluate run --model "$base" --data "${5:-$dev}" --out "$out/evaluation/$1" \
     --method "$3" --retriever-url "$2" "${talk[@]}" --max-start-length "$start" \
     --max-prompt-length "$max_prompt" --max-response-length "$response" \
     --max-obs-length "${s[max_obs_length]}" --seed "$SEED" --device "$DEVICE" \
@@ -182,6 +191,8 @@ stage_evaluate() {
   local bm25 random name pair folders=() table=$out/table.md
   serve bm25; bm25=$url
   serve random; random=$url
+  evaluate select-sft "$bm25" agent sft "$out/data/select.parquet"
+  evaluate select-rl "$bm25" agent rl "$out/data/select.parquet"
   evaluate before "$bm25" agent
   evaluate sft "$bm25" agent sft
   evaluate rl "$bm25" agent rl

@@ -1,4 +1,4 @@
-"""Copy the adapter with the best dev scores, and its settings, to where infer.py finds it."""
+"""Copy the adapter with the best scores on `select`, and its settings, for infer.py to find."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def score(out: Path, name: str) -> dict[str, float]:
 
 
 def ship(out: Path, target: Path = SHIPPED) -> str:
-    """Copy the adapter with the better EM, then F1, to `target` and return its name."""
-    scores = {name: score(out, name) for name in ("sft", "rl")}
-    best = max(scores, key=lambda name: (scores[name]["em"], scores[name]["f1"]))
+    """Copy the adapter with the better EM, then F1, on `select` to `target` and return its name."""
+    chosen_by = {name: score(out, f"select-{name}") for name in ("sft", "rl")}
+    best = max(chosen_by, key=lambda name: (chosen_by[name]["em"], chosen_by[name]["f1"]))
     lines = (out / "settings").read_text(encoding="utf-8").splitlines()
     pairs = (line.partition("=")[::2] for line in lines)
     settings = {name: value for name, value in pairs if name not in MACHINE_SETTINGS}
@@ -42,7 +42,8 @@ def ship(out: Path, target: Path = SHIPPED) -> str:
         "stage": best,
         "command": f"{variables} bash example/smollm2/run.sh --set {arguments}",
         "settings": settings,
-        "dev": scores,
+        "select": chosen_by,
+        "dev": {name: score(out, name) for name in chosen_by},
         "versions": versions(),
     }
     (target / "made.json").write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")

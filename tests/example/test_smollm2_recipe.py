@@ -19,7 +19,7 @@ from example.smollm2.ship import ship
 from example.tiny import tiny_model
 from search_r1.evaluation.options import EvaluationOptions
 from search_r1.options import parse
-from tests.example.smollm2_world import UNANSWERABLE, write_data
+from tests.example.smollm2_world import QUESTIONS, write_data
 from verl.config import cli
 from verl.ext.sft.options import parse as parse_sft
 
@@ -125,7 +125,7 @@ def test_all_options_are_valid(budget: str, device: str, recipe: Recipe) -> None
     assert config.actor_rollout_ref.rollout.n_agent == 8 - 2 * (
         (budget, device) == ("short", "cpu")
     )
-    assert config.data.max_prompt_length == 192 + 2 * (112 + 448)
+    assert config.data.max_prompt_length == 192 + 2 * (112 + 560)
     assert cold.max_length == config.data.max_prompt_length + config.data.max_response_length
     assert (config.trainer.guard.action, config.trainer.device) == ("stop", device)
     evaluations = {}
@@ -133,9 +133,18 @@ def test_all_options_are_valid(budget: str, device: str, recipe: Recipe) -> None
         if arguments[0] == "run":
             options = parse(EvaluationOptions, arguments[1:], prog="evaluate", description=None)
             evaluations[Path(options.out).name] = options
-    assert list(evaluations) == ["before", "sft", "rl", "rl-empty", "rl-random", "direct", "rag"]
+    assert list(evaluations)[:2] == ["select-sft", "select-rl"]
+    assert list(evaluations)[2:] == [
+        "before",
+        "sft",
+        "rl",
+        "rl-empty",
+        "rl-random",
+        "direct",
+        "rag",
+    ]
     methods = [options.method for options in evaluations.values()]
-    assert methods == ["agent"] * 5 + ["direct", "rag"]
+    assert methods == ["agent"] * 7 + ["direct", "rag"]
 
 
 def test_the_shipped_adapter_fits_its_limit(recipe: Recipe) -> None:
@@ -147,6 +156,15 @@ def test_the_shipped_adapter_fits_its_limit(recipe: Recipe) -> None:
     settings = dict(line.split("=") for line in (recipe.out / "settings").read_text().split())
     ranks = int(settings["sft_rank"]) + int(settings["rl_rank"])
     assert 2 * values_per_rank * ranks < LIMIT_BYTES - 200_000
+
+
+@pytest.mark.parametrize(("start", "alpha"), [("none", 24), ("some/adapter", 12)])
+def test_the_cold_start_may_train_on_an_adapter(start: str, alpha: int, recipe: Recipe) -> None:
+    """A new adapter has twice the scale of one that `adapters.write` wrote."""
+    calls, _ = recipe.run("--stage", "sft", "--set", f"sft_start={start}")
+    cold = parse_sft(arguments_of(calls, "verl.trainer.sft")[0])
+    expected = "" if start == "none" else start
+    assert (cold.adapter_path, cold.lora_alpha) == (expected, alpha)
 
 
 def test_after_a_collapse_the_newest_healthy_checkpoint_is_used(recipe: Recipe) -> None:
@@ -163,8 +181,14 @@ def test_after_a_collapse_the_newest_healthy_checkpoint_is_used(recipe: Recipe) 
 
 
 def test_the_better_adapter_is_shipped_with_its_command(tmp_path: Path) -> None:
-    """The choice is by EM, then F1; `made.json` has the command that repeats the run."""
-    for name, (em, f1) in {"sft": (0.1, 0.3), "rl": (0.1, 0.4)}.items():
+    """The choice is by EM, then F1, on `select` alone; `made.json` has the run's command."""
+    scores = {
+        "select-sft": (0.1, 0.3),
+        "select-rl": (0.1, 0.4),
+        "sft": (0.9, 0.9),
+        "rl": (0.1, 0.1),
+    }
+    for name, (em, f1) in scores.items():
         estimates = {"all rows": {"em": {"value": em}, "f1": {"value": f1}}}
         (tmp_path / "evaluation" / name).mkdir(parents=True)
         (tmp_path / "evaluation" / name / "metrics.json").write_text(
@@ -188,14 +212,14 @@ def test_the_whole_recipe_with_a_tiny_model(tmp_path: Path) -> None:
     arguments = [
         "--set", f"model={tmp_path / 'model'}", "sft_steps=2", "sft_batch_size=2", "rl_steps=1",
         "rl_prompts=2", "rl_group=2", "rl_save_freq=1", "rl_val_rows=2", "eval_rows=2",
-        "max_response_length=16",
+        "select_rows=2", "max_response_length=16",
     ]  # fmt: skip
     variables = {"PYTHON": sys.executable, "OUT": str(recipe.out), "DEVICE": "cpu",
                  "DATA_DIR": str(recipe.data)}  # fmt: skip
     command = ["bash", str(ROOT / "example" / "smollm2" / "run.sh"), *arguments]
     subprocess.run(command, env={**os.environ, **variables}, check=True)
     counts = json.loads((recipe.out / "data" / "dialogues.json").read_text())
-    assert counts["dialogues"] == counts["questions"] - len(UNANSWERABLE)
+    assert 0 < counts["dialogues"] <= counts["questions"] == len(QUESTIONS["train"]) - 2
     table = (recipe.out / "table.md").read_text()
     assert all(re.search(rf"\b{name}\b", table) for name in ("before", "sft", "rl", "rag"))
     again = subprocess.run(command, env={**os.environ, **variables}, check=True,

@@ -8,6 +8,7 @@ from typing import Any, Self
 
 import torch
 from peft import LoraConfig
+from safetensors.torch import load_file
 from torch import Tensor
 
 from verl.errors import ConfigError, explain
@@ -33,6 +34,16 @@ class Adapter:
             key.removeprefix("lm.").replace(f".{name}.weight", ".weight"): tensor
             for key, tensor in parameters.items() if ".lora_" in key
         })  # fmt: skip
+
+    @classmethod
+    def read(cls, directory: Path) -> Self:
+        """Read a peft folder. Raises ConfigError if it is none."""
+        file = directory / "adapter_model.safetensors"
+        if not file.is_file() or not (directory / "adapter_config.json").is_file():
+            expected = f"a folder with {file.name} and adapter_config.json"
+            raise ConfigError(explain("adapter", directory, expected, "name one that has them"))
+        tensors = {name.removeprefix(PREFIX): t for name, t in load_file(file).items()}
+        return cls(LoraConfig.from_pretrained(str(directory)), tensors)
 
     @property
     def scale(self) -> float:

@@ -176,6 +176,28 @@ def adapted_policy(
     return build_adapted_model(lm, {Role.ACTOR: options}, device, fsdp)
 
 
+def continued_policy(
+    lm: PreTrainedModel, options: AdapterConfig, device: torch.device, fsdp: FsdpOptions,
+    folder: Path,
+) -> FsdpModel:  # fmt: skip
+    """Build a policy that trains on an adapter of `folder`. Raises ConfigError unless it fits."""
+    module = AdaptedModel(lm, {Role.ACTOR: options})
+    start = Adapter.read(folder)
+    own = dict(module.lm.named_parameters())
+    expected = {n for n in own if f".{Role.ACTOR}.weight" in n and ".lora_" in n}
+    found = {n.replace(".weight", f".{Role.ACTOR}.weight"): t for n, t in start.tensors.items()}
+    same_form = (start.config.r, start.config.lora_alpha) == (options.lora_rank, options.lora_alpha)
+    if not same_form or found.keys() != expected:
+        got = f"rank {start.config.r}, alpha {start.config.lora_alpha}, {len(found)} matrices"
+        wanted = f"rank {options.lora_rank}, alpha {options.lora_alpha}, {len(expected)} matrices"
+        fix = "set lora_rank, lora_alpha and target_modules as it was trained"
+        raise ConfigError(explain(f"adapter_path {folder}", got, wanted, fix))
+    with torch.no_grad():
+        for name, tensor in found.items():
+            own[name].copy_(tensor)
+    return AdaptedFsdpModel(module, blocks(lm, lm), device, fsdp)
+
+
 def write_adapter(model: FsdpModel, directory: Path | None) -> float:
     """Gather the adapter that a model trains; the ranks that have a folder write it, for peft.
 

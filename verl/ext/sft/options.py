@@ -42,6 +42,8 @@ class SftConfig(AdapterConfig):
 
     model_path: str = bounded(MISSING)
     """Folder (or hub name) of the model to start from."""
+    adapter_path: str = bounded("")
+    """Folder of an adapter of this model to train on; default: a new one, of lora_rank."""
     trust_remote_code: bool = bounded(False)
     """Run code that comes with the model. It runs with your permissions."""
     train_file: str = bounded(MISSING)
@@ -105,6 +107,9 @@ def parse(arguments: Sequence[str]) -> SftConfig:
     assert isinstance(config, SftConfig)
     expand_home(config)
     check_limits(config)
+    if config.adapter_path and not config.has_adapter:
+        fix = "give the rank of that adapter: lora_rank, lora_alpha"
+        raise ConfigError(explain("adapter_path", "lora_rank=0", "the adapter's rank", fix))
     names = config.target_modules
     if not isinstance(names, str) and not (
         isinstance(names, list) and all(isinstance(name, str) for name in names)

@@ -104,6 +104,10 @@ def build_model(config: SftConfig, lm: Any, device: torch.device) -> FsdpModel:
     )
     if config.gradient_checkpointing:
         lm.gradient_checkpointing_enable({"use_reentrant": False})
+    if config.adapter_path:
+        proceed = imported("verl.ext.lora.model:continued_policy")
+        continued: FsdpModel = proceed(lm, config, device, options, Path(config.adapter_path))
+        return continued
     if config.has_adapter:
         build = imported("verl.ext.lora.model:adapted_policy")
         adapted: FsdpModel = build(lm, config, device, options)

@@ -20,7 +20,7 @@ from transformers import (
 from example.tiny import tiny_llama
 from tests.bad_models import BAD, whole_model
 from verl.batch import TokenBatch
-from verl.errors import DataError
+from verl.errors import ConfigError, DataError
 from verl.ext.sft import run as sft
 from verl.ext.sft import trainer
 from verl.ext.sft.demonstrations import load_demonstrations
@@ -187,6 +187,23 @@ def test_an_adapter_is_trained_merged_and_saved(
             assert delta.abs().max() > 1e-4
             expected = expected + delta
         torch.testing.assert_close(x.detach(), expected, rtol=0, atol=1e-6)
+
+
+def test_training_goes_on_from_an_adapter(
+    model: str, demonstrations: str, tmp_path: Path, no_torchrun: None
+) -> None:
+    """Its first loss is that of the weights with the adapter merged; another rank is refused."""
+    extra = ["lora_rank=2", "lora_alpha=6", "target_modules=[q_proj,up_proj]", "lr=1e-2"]
+    sft.train(parse([*options(model, demonstrations, tmp_path / "first"), *extra]))
+    start = f"adapter_path={tmp_path / 'first' / 'adapter'}"
+    merged = options(str(tmp_path / "first"), demonstrations, tmp_path / "merged")
+    expected = sft.train(parse([*merged, *extra]))
+    more = [*options(model, demonstrations, tmp_path / "second"), *extra, start]
+    assert sft.train(parse(more))[0] == pytest.approx(expected[0], rel=1e-4)
+    with pytest.raises(ConfigError, match="rank 2, alpha 6"):
+        sft.train(parse([*more, "lora_rank=3"]))
+    with pytest.raises(ConfigError, match="adapter_path"):
+        parse([*more, "lora_rank=0"])
 
 
 def test_the_order_depends_on_the_seed() -> None:
