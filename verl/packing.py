@@ -13,7 +13,7 @@ import heapq
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import NamedTuple, Self
 
 import numpy as np
 import torch
@@ -36,8 +36,7 @@ KEYS_PER_TOKEN = 4
 """Keys and values that a micro-batch may hold per token of its budget, copies included."""
 
 
-@dataclass(frozen=True)
-class Run:
+class Run(NamedTuple):
     """Tokens that are computed once: positions `start` to `end` of each of the `members`."""
 
     start: int
@@ -52,43 +51,30 @@ class PrefixGroup:
 
     members: tuple[int, ...]
     """Indices of the sequences in the batch."""
-    lengths: tuple[int, ...]
-    """Tokens of each sequence."""
-    prefixes: tuple[tuple[Prefix, ...], ...]
-    """Prefixes of each sequence."""
-
-    @classmethod
-    def of(
-        cls, members: Sequence[int], lengths: Sequence[int],
-        prefixes: Sequence[tuple[Prefix, ...]], chosen: Sequence[int],
-    ) -> Self:  # fmt: skip
-        """Build the group of the `chosen` of these."""
-        return cls(
-            tuple(members[i] for i in chosen),
-            tuple(lengths[i] for i in chosen),
-            tuple(prefixes[i] for i in chosen),
-        )
+    packing: "Packing"
+    """The batch."""
 
     @functools.cached_property
     def runs(self) -> tuple[Run, ...]:
         """The runs that are computed, each after the one that its sequences begin with."""
-        return tuple(self._runs(range(len(self.members)), 0, 0))
+        return tuple(self._runs(self.members, 0, 0))
 
     def _runs(self, chosen: Sequence[int], start: int, depth: int) -> Iterator[Run]:
         """Yield the runs of the `chosen` from `start`, where `depth` prefixes of theirs end."""
-        branches: dict[int, list[int]] = {}
+        prefixes, branches = self.packing.prefixes, dict[int, list[int]]()
         for i in chosen:
-            further = self.prefixes[i][depth : depth + 1]
-            branches.setdefault(further[0][0] if further else -1 - i, []).append(i)
+            number = prefixes[i][depth][0] if len(prefixes[i]) > depth else -1 - i
+            branches.setdefault(number, []).append(i)
         for branch in branches.values():
-            common = [self.lengths[branch[0]]]
-            if len(branch) > 1:  # what all of them go on with is a single run
-                paths = zip(*(self.prefixes[i][depth:] for i in branch), strict=False)
-                common = [path[0][1] for path in paths if len(set(path)) == 1]
-            if common[-1] > start:
-                yield Run(start, common[-1], tuple(self.members[i] for i in branch))
-            if len(branch) > 1:
-                yield from self._runs(branch, common[-1], depth + len(common))
+            if len(branch) == 1:
+                if (end := self.packing.lengths[branch[0]]) > start:
+                    yield Run(start, end, tuple(branch))
+                continue
+            # What all of them go on with is a single run.
+            paths = zip(*(prefixes[i][depth:] for i in branch), strict=False)
+            ends = [path[0][1] for path in paths if len(set(path)) == 1]
+            yield Run(start, ends[-1], tuple(branch))
+            yield from self._runs(branch, ends[-1], depth + len(ends))
 
     @property
     def num_tokens(self) -> int:
@@ -108,9 +94,9 @@ class PrefixGroup:
 
     def split(self, size: int) -> "list[PrefixGroup]":
         """Split into groups of at most `size` members, neighbours those with most in common."""
-        order = sorted(range(len(self.members)), key=self.prefixes.__getitem__)
+        order = sorted(self.members, key=lambda i: self.packing.prefixes[i])
         parts = [order[start : start + size] for start in range(0, len(order), size)]
-        return [PrefixGroup.of(self.members, self.lengths, self.prefixes, part) for part in parts]
+        return [PrefixGroup(tuple(part), self.packing) for part in parts]
 
     def split_to_budget(self, budget: int) -> "list[PrefixGroup]":
         """Split into groups that cost at most `budget`, except for longer single sequences."""
@@ -138,13 +124,9 @@ class Packing:
         """Group the sequences `indices` by their first prefix, in order of first members."""
         members: dict[int, list[int]] = {}
         for i in indices:
-            prefixes = self.prefixes[i]
-            members.setdefault(prefixes[0][0] if prefixes else -1 - i, []).append(i)
-        everything = range(len(self.lengths))
-        return [
-            PrefixGroup.of(everything, self.lengths, self.prefixes, group)
-            for group in members.values()
-        ]
+            first = self.prefixes[i][0][0] if self.prefixes[i] else -1 - i
+            members.setdefault(first, []).append(i)
+        return [PrefixGroup(tuple(group), self) for group in members.values()]
 
     def num_tokens(self, indices: Sequence[int]) -> int:
         """Count the tokens that are computed if these sequences are in one micro-batch."""
@@ -209,7 +191,9 @@ def common_prefixes(batch: TokenBatch) -> list[tuple[Prefix, ...]]:
 
     def add(members: Sequence[int], start: int, longest: int) -> None:
         """Add what these have in common after `start`, and then what some of them have."""
-        end = start + _num_equal([sequences[i][start:longest] for i in members])
+        parts = np.stack([sequences[i][start:longest] for i in members])
+        differs = np.flatnonzero((parts[1:] != parts[0]).any(axis=0))
+        end = int(differs[0]) + start if len(differs) else max(start, longest)
         if end > start:
             prefix = next(numbers), end
             for i in members:
@@ -227,15 +211,6 @@ def common_prefixes(batch: TokenBatch) -> list[tuple[Prefix, ...]]:
         if len(members) > 1:
             add(members, 0, min(prompts[i] for i in members))
     return prefixes
-
-
-def _num_equal(sequences: Sequence[np.ndarray]) -> int:
-    """Count the first ids that all sequences, of equal lengths, have in common."""
-    first, common = sequences[0], len(sequences[0])
-    for other in sequences[1:]:
-        differs = np.flatnonzero(first[:common] != other[:common])
-        common = int(differs[0]) if len(differs) else common
-    return common
 
 
 def prompt_lengths(batch: TokenBatch) -> list[int]:

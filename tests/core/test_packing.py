@@ -14,7 +14,6 @@ from verl.packing import (
     PAIR_COST,
     PREFIXES,
     Packing,
-    PrefixGroup,
     balance,
     common_prefixes,
     join_tokens,
@@ -181,8 +180,7 @@ def test_what_some_of_a_group_sampled_alike_is_shared_too() -> None:
         assert len(texts) == 1
     kept = packing.prefix_groups([2, 4])  # what only those in common have is one run
     assert [(run.start, run.end) for run in kept[0].runs] == [(0, 25), (25, 65), (25, 65)]
-    halves = PrefixGroup(first.members, first.lengths, first.prefixes).split(3)
-    assert [half.members for half in halves] == [(0, 1, 2), (3, 4)]
+    assert [half.members for half in first.split(3)] == [(0, 1, 2), (3, 4)]
 
 
 @given(
