@@ -34,7 +34,7 @@ export const CHINESE = {
     "这次运行不记录训练轨迹（trainer.rollout_data_dir=文件夹 会记录）。第一次验证会显示在这里。",
   "No trajectories yet.": "还没有轨迹。", step: "步", question: "问题", answer: "答案", outcome: "结果", score: "得分", searches: "搜索",
   tokens: "词元", "log-prob": "对数概率", status: "状态", "(no question)": "（没有问题）", "accepted: {gold}": "标准答案：{gold}", val: "验证",
-  first: "首页", previous: "上一页", next: "下一页", last: "末页", answered: "已回答", failed: "失败", "out of turns": "轮数用完",
+  first: "首页", previous: "上一个", next: "下一个", last: "末页", answered: "已回答", failed: "失败", "out of turns": "轮数用完",
   "out of budget": "词元用完", "Pages of trajectories": "轨迹的页",
   // one trajectory
   Token: "词元", origin: "来源", "weight version": "权重版本", "Tokens coloured by": "词元着色依据", "log-prob of the engine": "引擎的对数概率",
