@@ -55,6 +55,8 @@ class WithoutDocuments(Hook):
         """Replace the server and validate once more."""
         address = urlsplit(self.config.retriever.url)
         assert address.hostname and address.port, "the demo's server has an address"
+        engines = trainer.rollouts  # not what the run samples with: it refuses another index
+        assert engines is not None, "the demo samples"
         os.kill(int(os.environ[SERVER_VARIABLE]), signal.SIGTERM)
         wait_until_closed(address.hostname, address.port)
         (rows,) = (hook for hook in trainer.hooks if isinstance(hook, Validation))
@@ -62,7 +64,7 @@ class WithoutDocuments(Hook):
         log = self.folder / "retriever.log"
         empty = LocalServer(["--retriever_name", "empty"], port=address.port, log_path=log)
         with empty, trainer.during("validate"):
-            metrics = validate(self.config, rows.rollout, rows.prompts, rows.reward, path)
+            metrics = validate(self.config, engines, rows.prompts, rows.reward, path)
         line = json.dumps({"step": trainer.step, **metrics})
         (self.folder / "metrics.jsonl").write_text(f"{line}\n", encoding="utf-8")
 

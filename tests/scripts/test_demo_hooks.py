@@ -39,8 +39,9 @@ def test_the_control_searches_an_empty_server_at_the_same_address(
         config.retriever.url = url = f"{server.url}/retrieve"
         assert found(url) > 0
         reward = EachAlone(lambda _: Reward(float(found(url)), {"em": float(found(url))}))
-        rows = Validation(config, RecordingReplicas([]), prompts(2), reward, 3)
-        trainer: Any = SimpleNamespace(hooks=[rows], step=3, during=nullcontext)
+        engines = RecordingReplicas([])
+        rows = Validation(config, engines, prompts(2), reward, 3)
+        trainer: Any = SimpleNamespace(hooks=[rows], step=3, during=nullcontext, rollouts=engines)
         monkeypatch.setenv(SERVER_VARIABLE, str(server.pid))
         WithoutDocuments(config).on_end(trainer)
         assert server.status is not None
