@@ -79,6 +79,7 @@ def reward_input(
         extra_info=prompt.extra_info,
         row_truth=_row_truth(prompt),
         normalize=normalize,
+        stats=trajectory.stats,
     )
 
 

@@ -1,6 +1,8 @@
 """Builds a run's agent from its options: dialogue format, tools and token budgets."""
 
+import importlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import ModuleType
 
 from search_r1.agent.retriever import build_search
 from search_r1.agent.search import SearchTool
@@ -42,7 +44,8 @@ REMOVED_TOOLS: Mapping[str, str] = {
 
 def build_agent(config: Config) -> Agent:
     """Build the agent that `agent.name` names; each Ray actor of a run calls this for itself."""
-    agent: Agent = plugins.build("agent.name", config.agent.name, AGENTS, config, needs="run")
+    name = agent_kind(config.agent.name)
+    agent: Agent = plugins.build("agent.name", name, AGENTS, config, needs="run")
     return agent
 
 
@@ -72,15 +75,41 @@ def build_documents_first(config: Config) -> DialogueAgent:
     return DocumentsFirst.over(build_dialogue(config), config)
 
 
+def served_environment(config: Config) -> ModuleType:
+    """Import the agents over environments that others serve. Raises ConfigError without them."""
+    try:
+        return importlib.import_module("search_r1.environments.openenv")
+    except ModuleNotFoundError as error:
+        got = f"{config.agent.name}, which needs {error.name}, which is missing"
+        fix = "restore search_r1/environments, or pip install websockets"
+        raise ConfigError(explain("agent.name", got, "an agent without it", fix)) from error
+
+
+def build_served(config: Config) -> DialogueAgent:
+    """Build the same loop over the tools of an environment that others serve."""
+    agent: DialogueAgent = served_environment(config).over(build_dialogue(config))
+    return agent
+
+
 AGENTS: Mapping[str, Callable[[Config], DialogueAgent]] = {
     "dialogue": build_dialogue,
     "documents_first": build_documents_first,
+    "openenv:URL": build_served,
 }
 """Built-in agents for `agent.name`, as functions of a run's options."""
 
 
+def agent_kind(name: str) -> str:
+    """Return the key of `AGENTS` that a name is of, such as `openenv:URL`, or the name itself."""
+    served = (key for key in AGENTS if ":" in key and name.startswith(key.partition(":")[0] + ":"))
+    return next(served, name)
+
+
 def build_environment(config: Config) -> Environment:
     """Build the tools of a run. Raises ConfigError for tools unknown, removed or repeated."""
+    if AGENTS.get(agent_kind(config.agent.name)) is build_served:
+        environment: Environment = served_environment(config).build_environment(config)
+        return environment
     for name in config.agent.tools:
         if name in REMOVED_TOOLS:
             fix = (

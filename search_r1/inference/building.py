@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from search_r1.agent.generation import AGENTS
+from search_r1.agent.generation import AGENTS, agent_kind
 from search_r1.inference.agent_options import DOCUMENTS, SETTINGS_FILE, TURNS, AgentOptions
 from verl.agent.dialogue import DialogueAgent
 from verl.agent.wording import TEMPLATE_FILE
@@ -126,4 +126,4 @@ def checked_agent(config: Config) -> DialogueAgent:
             # vLLM repacks weights on the CPU, so NaN can only be found in the files; other engines
             # are checked after loading.
             check_finite_files(section.model.path, subject)
-    return AGENTS[config.agent.name](config)
+    return AGENTS[agent_kind(config.agent.name)](config)

@@ -53,6 +53,8 @@ class RewardInput:
     """The ground truth as the row has it: a text, a list, or ``{"target": [...]}``."""
     normalize: Normalize = normalize_answer
     """The rule of ``reward_model.normalize``, by which answers are compared."""
+    stats: Mapping[str, float] = field(default_factory=dict)
+    """Numbers that the agent and its tools counted in the dialogue."""
 
     @property
     def is_exact(self) -> bool:

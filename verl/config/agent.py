@@ -10,11 +10,15 @@ class AgentConfig:
     """The agent and its tools."""
 
     name: str = option(
-        "dialogue", resume="experiment", choices=("dialogue", "documents_first"), or_file=True
+        "dialogue",
+        resume="experiment",
+        choices=("dialogue", "documents_first", "openenv:URL"),
+        or_file=True,
     )
     """The agent: `dialogue`; `documents_first`, which puts the documents for the question itself
-    before the first turn (docs/guides/rewards.md); or `path/file.py:Name` of a callable that takes
-    the options of the run and returns an agent (`verl.agent.interface.Agent`)."""
+    before the first turn; `openenv:URL`, an OpenEnv environment (docs/guides/rewards.md); or
+    `path/file.py:Name` of a callable that takes the options of the run and returns an agent
+    (`verl.agent.interface.Agent`)."""
     tools: list[str] = option(factory=lambda: ["search"], resume="experiment", path="code")
     """Tools that the policy may call: names of built-in tools, or `path/file.py:Name` of a custom
     tool (`verl.agent.interface.Tool`; docs/guides/rewards.md)."""

@@ -70,8 +70,14 @@ class Limits:
             return all(self.allows(item) for item in _items(value))
         if self.choices:
             is_custom = self.or_file and (".py:" in value or value.startswith(PYTHON_PREFIX))
-            return is_custom or value in self.allowed_words
+            return is_custom or any(_is_word(value, word) for word in self.allowed_words)
         return not isinstance(value, int | float) or value in self.bounds
+
+
+def _is_word(value: Any, word: str | bool) -> bool:
+    """Whether a value is an allowed word; one such as `kind:URL` allows each value `kind:…`."""
+    kind, colon, _ = str(word).partition(":")
+    return bool(value == word) or bool(colon and str(value).startswith(kind + colon))
 
 
 def _items(value: Any) -> Collection[Any]:
