@@ -117,15 +117,24 @@ def build_environment(config: Config) -> Environment:
                 "docs/guides/rewards.md), or leave it out"
             )
             raise ConfigError(explain("agent.tools", name, REMOVED_TOOLS[name], fix))
-    tools = [
-        plugins.build("agent.tools", name, TOOLS, config, "label") for name in config.agent.tools
-    ]
+    tools = [build_tool(name, config) for name in config.agent.tools]
     for tool in tools:
         check_parameters(tool)
     names = [tool.name for tool in tools]
     if len(set(names)) < len(names):
         raise ConfigError(explain("agent.tools", names, "each tool once", "remove the duplicates"))
     return Environment(tuple(tools), enabled=config.do_search)
+
+
+def build_tool(name: str, config: Config) -> Tool:
+    """Build a tool of `agent.tools`; a plain function with a docstring is one as well."""
+    if plugins.is_path(name):
+        from search_r1.agent.functions import FunctionTool, is_plain  # noqa: PLC0415 by option
+
+        if is_plain(function := plugins.resolve("agent.tools", name, {})):
+            return FunctionTool(function)
+    tool: Tool = plugins.build("agent.tools", name, TOOLS, config, "label")
+    return tool
 
 
 def build_format(
