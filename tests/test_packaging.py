@@ -17,8 +17,11 @@ ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 OURS = {"verl", "search_r1", "searchr1", "example", "scripts", "benchmarks", "tests", "infer"}
 BY_INSTALLER = {"vllm"}  # scripts/install.py chooses its build
-INSIDE_EXTRAS = {"jnius": "pyjnius", "jnius_config": "pyjnius", "pyserini": "pyserini"}
-"""Modules of the extra `lucene`, which the ordinary environment lacks."""
+INSIDE_EXTRAS = {
+    "jnius": "pyjnius", "jnius_config": "pyjnius", "pyserini": "pyserini",
+    "openenv": "openenv-core",
+}  # fmt: skip
+"""Modules of the extras `lucene` and `openenv`, which the ordinary environment lacks."""
 
 
 def plain(name: str) -> str:

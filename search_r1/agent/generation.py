@@ -3,6 +3,7 @@
 import importlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import ModuleType
+from typing import Any
 
 from search_r1.agent.retriever import build_search
 from search_r1.agent.search import SearchTool
@@ -131,7 +132,8 @@ def build_tool(name: str, config: Config) -> Tool:
     if plugins.is_path(name):
         from search_r1.agent.functions import FunctionTool, is_plain  # noqa: PLC0415 by option
 
-        if is_plain(function := plugins.resolve("agent.tools", name, {})):
+        function: Any = plugins.resolve("agent.tools", name, {})
+        if is_plain(function):
             return FunctionTool(function)
     tool: Tool = plugins.build("agent.tools", name, TOOLS, config, "label")
     return tool
