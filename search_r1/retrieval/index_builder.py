@@ -1,9 +1,9 @@
 """Builds a BM25 or dense index of a jsonl corpus: `python -m search_r1.search.index_builder`.
 
 The index is written to `SAVE_DIR/bm25/` or `SAVE_DIR/<name>_<faiss_type>.index/`, with a manifest
-of what it was built from; `--to` fills a collection of a distributed engine instead. After an
-interruption, the same command resumes the build; see docs/guides/retrieval.md. The builders are in
-`search_r1.retrieval.index`.
+of what it was built from; `--to` fills a collection of a distributed engine instead, and
+`search-r1 index append` adds passages to a corpus and its indexes. After an interruption, the same
+command resumes; see docs/guides/retrieval.md. The builders are in `search_r1.retrieval.index`.
 """
 
 import importlib
@@ -81,6 +81,30 @@ class BuildConfig:
     milvus:file.db/collection, elastic+https://host/index ...; its token is in INDEX_TOKEN"""
 
 
+@dataclass(frozen=True)
+class AppendConfig:
+    """What is added, and to which corpus and indexes."""
+
+    passages: str
+    """jsonl file with the new passages, in the form of a corpus"""
+    corpus_path: str
+    """corpus (jsonl) that gets them; it is replaced by a longer file"""
+    save_dir: str
+    """folder of its indexes, all of which get them"""
+    model_path: str | None = None
+    """encoder of the dense indexes among them: folder, Hugging Face name, or `hash`"""
+    use_fp16: bool = False
+    """encode in half precision"""
+    batch_size: Annotated[int, Bounds(1)] = 64
+    """passages per encoder call"""
+    pooling_method: str | None = None
+    """mean, cls or pooler; default: as declared by the model folder or its family"""
+    encoder_family: str | None = None
+    """family of the model; default: from the model's name"""
+    trust_remote_code: bool = False
+    """run Python code that comes with a model"""
+
+
 def index_folder(save_dir: str | Path, method: str, faiss_type: str = "Flat") -> Path:
     """Return the folder in which `build_index` creates the index of `method`."""
     factory = re.sub(r"[^A-Za-z0-9]+", "_", faiss_type)
@@ -112,7 +136,7 @@ def build_index(config: BuildConfig) -> Path:
         from search_r1.retrieval.encoders.model_name import check_model_name  # noqa: PLC0415
 
         check_model_name("model_path", config.model_path)  # before FAISS and torch are imported
-    _import(BM25 if config.retrieval_method == "bm25" else DENSE).build(config, corpus, folder)
+    import_builder(config.retrieval_method).build(config, corpus, folder)
     logger.info("index of %d documents is in %s", len(corpus), folder)
     return folder
 
@@ -126,6 +150,11 @@ def _build_parts(config: BuildConfig) -> Path:
         factory = "Flat" if method == "bm25" else config.faiss_type
         build_index(replace(config, retrieval_method=method, faiss_type=factory))
     return Path(config.save_dir)
+
+
+def import_builder(method: str) -> ModuleType:
+    """Import the module that builds indexes of `method`. Raises SetupError."""
+    return _import(BM25 if method == "bm25" else DENSE)
 
 
 def _import(entry: tuple[str, str, str]) -> ModuleType:
@@ -149,6 +178,10 @@ def main(argv: list[str] | None = None) -> int:
     if arguments[:1] == ["checksums"]:
         sys.stderr.write(f"search-r1 index: got checksums, expected flags; fix: {FALLEN}\n")
         return 2
+    if arguments[:1] == ["append"]:
+        return run("search_r1.retrieval.index.appending:run", AppendConfig, arguments[1:],
+                   prog="search-r1 index append",
+                   description="Adds passages to a corpus and its indexes.")  # fmt: skip
     target = f"{module}:_build"
     return run(target, BuildConfig, arguments, prog="search-r1 index", description=__doc__)
 

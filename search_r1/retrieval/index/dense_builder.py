@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from search_r1.retrieval.corpus import Corpus
 from search_r1.retrieval.encoder import Encoder, open_encoder
-from search_r1.retrieval.engines.dense import VECTORS_NAME
+from search_r1.retrieval.engines.dense import VECTORS_NAME, probe
 from search_r1.retrieval.engines.faiss_index import check_gpu
 from search_r1.retrieval.engines.flat_file import reason_of
 from search_r1.retrieval.errors import SetupError
@@ -33,7 +33,7 @@ from search_r1.retrieval.index.encoding import (
 )
 from search_r1.retrieval.index.progress import progress
 from search_r1.retrieval.index_builder import BuildConfig
-from search_r1.retrieval.manifest import Manifest
+from search_r1.retrieval.manifest import Manifest, utc_now
 from search_r1.retrieval.settings import EncoderConfig
 from verl.files import fsync
 from verl.machine import format_bytes
@@ -73,6 +73,38 @@ def build(config: BuildConfig, corpus: Corpus, folder: Path) -> None:
             embeddings.replace(saved)
             fsync(saved.parent)
             logger.info("the embeddings are in %s, for --embedding_path", saved)
+
+
+def open_own_encoder(config: BuildConfig, manifest: Manifest, folder: Path) -> Encoder:
+    """Open the encoder of an index. Raises IndexMismatch for another one, or damaged files."""
+    manifest.check_files(folder, whole=False)
+    encoder = open_encoder(encoder_settings(config)[0], manifest.max_length)
+    manifest.check_probe(folder, encoder.name, probe(encoder))
+    return encoder
+
+
+def append(
+    config: BuildConfig, manifest: Manifest, corpus: Corpus, num_old: int, folder: Path
+) -> None:
+    """Add the documents of `corpus` from row `num_old` on to an index, which is read into memory.
+
+    Raises IndexMismatch.
+    """
+    encoder = open_own_encoder(config, manifest, folder)
+    index = faiss.read_index(str(folder / VECTORS_NAME))
+    with build_folder.work_folder(folder, build_key(config, manifest)) as work:
+        build_folder.check_disk(work, (folder / VECTORS_NAME).stat().st_size, "index")
+        with progress("add", "documents", len(corpus) - num_old) as report:
+            for start in range(num_old, len(corpus), config.shard_rows):
+                rows = range(start, min(start + config.shard_rows, len(corpus)))
+                passages = [document.contents for document in corpus.documents(rows)]
+                index.add(encoder.encode_passages(passages).astype(manifest.dtype).astype("f4"))
+                report(rows.stop - num_old)
+        ready = build_folder.fresh_folder(work / build_folder.READY_NAME)
+        faiss.write_index(index, str(ready / VECTORS_NAME))
+        grown = replace(manifest, corpus=corpus.fingerprint, count=len(corpus), created=utc_now())
+        grown.save(ready)
+        build_folder.publish(work, folder)
 
 
 def _embed(
