@@ -76,7 +76,7 @@ VARIANTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "actor_rollout_ref.actor.clip_ratio_high=4e-4",
         ),
         "cispo": (*GRPO, "actor_rollout_ref.actor.policy_loss=cispo"),
-        "grpo_llds": (*GRPO, "actor_rollout_ref.actor.llds_coef=0.1"),
+        "grpo_llds": (*GRPO, "actor_rollout_ref.actor.terms.llds=0.1"),
         "grpo_no_mask": (*GRPO, NO_MASK),
         "ppo_no_mask": (*PPO, NO_MASK),
         "grpo_lora": (

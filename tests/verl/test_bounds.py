@@ -21,7 +21,7 @@ from verl.ext.sft.rejection_sampling import Options
 IMPOSSIBLE = (math.nan, math.inf, -math.inf, 2**63, -(2**63), 1e300, -1e300)
 MAY_BE_ZERO = {
     "0 turns the feature off": "lora_rank lr_warmup_steps_ratio weight_decay "
-    "entropy_coeff kl_loss_coef llds_coef kl_coef penalty_factor critic_warmup save_freq keep_best "
+    "entropy_coeff kl_loss_coef kl_coef penalty_factor critic_warmup save_freq keep_best "
     "test_freq min_delta warmup_steps rescore "
     "cache_entries cache_bytes inject_failures inject_hangs test_share samples",
     "full discount, one-step estimates": "gamma lam",

@@ -35,7 +35,7 @@ class Feature:
         """Whether an option's value needs the files."""
         if self.value is None:
             return bool(value) and value != default
-        return self.value in value if isinstance(value, list) else self.value == value
+        return self.value in value if isinstance(value, list | dict) else self.value == value
 
 
 FEATURES = (
@@ -59,6 +59,7 @@ FEATURES = (
     Feature(f"{MODEL}.lora_rank", ("lora",)),
     Feature(f"{MODEL}.{CHECKPOINTING}", ("kernels.py",), "selective"),
     Feature(f"{MODEL}.kernels", ("kernels.py",)),
+    Feature("actor_rollout_ref.actor.terms", ("sibling.py",), "sibling"),
     Feature("actor_rollout_ref.actor.ulysses_sequence_parallel_size", ("sequence_parallel.py",)),
     Feature(f"{ROLLOUT}.name", ("engines/remote.py",), "remote"),
     Feature(f"{ROLLOUT}.name", ("engines/transformers.py", "engines/context_cache.py"),

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import Field, dataclass
 from typing import Any
 
-from verl.config import Config, correction, engine_kwargs, features
+from verl.config import Config, correction, engine_kwargs, features, terms
 from verl.config.fallen import FALLEN_VALUES
 from verl.config.option import Limits
 from verl.errors import ConfigError, explain
@@ -161,6 +161,7 @@ def check(config: Config) -> None:
     engine_kwargs.check(config.actor_rollout_ref.rollout.engine_kwargs)
     check_limits(config)
     raise_problems(correction.problems(config.actor_rollout_ref.actor.rollout_correction))
+    raise_problems(terms.problems(config.actor_rollout_ref.actor.terms))
     from verl.config.checks import problems  # noqa: PLC0415
 
     raise_problems(problems(config))

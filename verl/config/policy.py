@@ -145,8 +145,10 @@ class ActorConfig:
     """Weight of the KL in the loss."""
     kl_loss_type: str = option("low_var_kl", resume="logged", choices="verl.core_algos.kl:KL_KINDS")
     """KL estimator in the loss: kl, abs, mse, low_var_kl."""
-    llds_coef: float = option(0.0, resume="logged", ge=0, le=1000)
-    """Weight of the penalty on lost likelihood of good trajectories (LLDS; the paper uses 0.1)."""
+    terms: dict[str, Any] = option(factory=dict, resume="logged")
+    """Weights of further terms per token, {llds: 0.1}: llds (lost likelihood of good trajectories),
+    sibling (self-distillation from a right answer of the group, experimental);
+    docs/explanation/algorithms.md."""
     old_log_probs: str | None = option(None, resume="logged", choices=("recompute", "engine"))
     """Denominator of the loss's probability ratio: recompute (the trainer's log-probs before the
     step's updates; an extra forward pass if a step has several) or engine (the log-probs of
@@ -161,6 +163,11 @@ class ActorConfig:
     def kl_in_loss(self) -> bool:
         """Whether KL to the reference is a term of the policy loss."""
         return self.use_kl_loss and self.kl_loss_coef > 0
+
+    @property
+    def llds_coef(self) -> float:
+        """Weight of the penalty on lost likelihood; the published value is 0.1."""
+        return float(self.terms.get("llds", 0.0))
 
     @property
     def correction(self) -> Correction:

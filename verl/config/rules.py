@@ -216,10 +216,14 @@ def _algorithm(config: Config) -> Iterator[Rule]:
 def _losses(config: Config) -> Iterator[Rule]:
     """Terms and corrections of the policy loss that would have no effect, or are missing."""
     actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
-    yield (actor.llds_coef > 0 and config.updates_per_step == 1, f"{ACTOR}.llds_coef",
+    yield (actor.llds_coef > 0 and config.updates_per_step == 1, f"{ACTOR}.terms.llds",
            actor.llds_coef,
            "0, or several updates a step: with one, no likelihood has dropped since sampling",
            "also set a smaller ppo_mini_batch_size")
+    needs_group = actor.terms.get("sibling", 0) > 0 and rollout.n_agent == 1
+    yield (needs_group and not config.trainer.val_only, f"{ROLLOUT}.n_agent", 1,
+           f"2 or more: {ACTOR}.terms.sibling learns from another sample of the prompt",
+           f"{ROLLOUT}.n_agent=5")
     chosen = actor.correction
     mask, level = chosen.rollout_mask_threshold, chosen.rollout_mask or chosen.rollout_is
     yield (mask is not None and level == "none",

@@ -36,9 +36,10 @@ from verl.types import Prompt
 
 HOOKS = (
     "verl.ext.speed", "verl.ext.turn_times", "verl.ext.staleness", "verl.ext.host_memory",
-    "verl.ext.guard", "verl.trainer.validate", "verl.ext.reward_stages", "verl.ext.record",
-    "verl.trainer.export", "verl.ext.lora", "verl.ext.canary", "verl.trainer.checkpoints",
-    "verl.ext.trace", "verl.ext.stopping", "verl.trainer.progress", "verl.ext.steady",
+    "verl.ext.guard", "verl.trainer.validate", "verl.ext.reward_stages", "verl.ext.sibling",
+    "verl.ext.record", "verl.trainer.export", "verl.ext.lora", "verl.ext.canary",
+    "verl.trainer.checkpoints", "verl.ext.trace", "verl.ext.stopping", "verl.trainer.progress",
+    "verl.ext.steady",
 )  # fmt: skip
 """Modules with a function `hook(parts)`, in the order of their hooks; it returns None to have none.
 
@@ -46,9 +47,7 @@ What adds metrics comes before what keeps the step's state, and what ends a run 
 """
 SUPERVISORS = ("verl.ext.restart",)
 """Modules with a function `supervised(attempt)`, which returns what is called in its place."""
-STARTERS = (
-    "verl.ext.overlapping", "verl.ext.reaper", "verl.ext.nodes", "verl.ext.cpu_env",
-)  # fmt: skip
+STARTERS = ("verl.ext.overlapping", "verl.ext.reaper", "verl.ext.nodes", "verl.ext.cpu_env")
 """Modules with a function `add_to(start_up)`, in the order in which they are called."""
 MEASURES = ("verl.ext.guard", "verl.ext.turn_times")
 """Modules with a function `measure(trajectories)`, for metrics of a step's trajectories."""

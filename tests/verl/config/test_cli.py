@@ -124,7 +124,7 @@ def test_option_without_effect_warns_once(
         ("algorithm.adv_estimator=grpo", "rollout.n_agent: got 1"),
         ("algorithm.filter_groups.enable=true", "rollout.n_agent: got 1"),
         (
-            "actor_rollout_ref.actor.llds_coef=0.1 actor_rollout_ref.actor.ppo_mini_batch_size=512",
+            "actor_rollout_ref.actor.terms.llds=1 actor_rollout_ref.actor.ppo_mini_batch_size=512",
             "several updates a step",
         ),
         ("data.max_start_length=5000", "data.max_start_length"),

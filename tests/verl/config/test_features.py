@@ -19,6 +19,7 @@ VALUES = {
     "trainer.max_restarts": "5",
     "trainer.trace": "true",
     "actor_rollout_ref.model.kernels": "liger",
+    "actor_rollout_ref.actor.terms": "{sibling: 1}",
     "actor_rollout_ref.rollout.url": "http://127.0.0.1:9",
 }
 """Values that need a feature, where 2 does not."""
@@ -26,8 +27,9 @@ VALUES = {
 
 def config_of(feature: Feature) -> Config:
     """Return the options of a run that asks for a feature."""
-    value = feature.value or VALUES.get(feature.option, "2")
-    return cli.compose([*REQUIRED, f"{feature.option}={value}"])
+    value = VALUES.get(feature.option, feature.value or "2")
+    group = "actor_rollout_ref.rollout.n_agent=2"
+    return cli.compose([*REQUIRED, group, f"{feature.option}={value}"])
 
 
 def copied(tmp_path: Path) -> Path:

@@ -121,7 +121,12 @@ def test_losses_are_reported_as_sums_and_other_metrics_as_means() -> None:
     """Weights that do not sum to 1, as with Dr.GRPO, scale the loss, but not the entropy."""
     single, double = make_batch(LENGTHS), make_batch(LENGTHS)
     double.tokens["loss_weights"] = 2 * double.tokens["loss_weights"]
-    options = {"entropy_coeff": 0.1, "use_kl_loss": True, "kl_loss_coef": 0.1, "llds_coef": 0.1}
+    options = {
+        "entropy_coeff": 0.1,
+        "use_kl_loss": True,
+        "kl_loss_coef": 0.1,
+        "terms": {"llds": 0.1},
+    }
     once, twice = (make_actor(**options).update(batch) for batch in (single, double))
     for name in ("loss", "pg_loss", "kl_loss", "llds_loss", "grad_norm"):
         assert twice[f"actor/{name}"] == pytest.approx(2 * once[f"actor/{name}"], rel=1e-4)
@@ -138,7 +143,7 @@ def test_options_of_the_loss_equal_a_hand_written_loss() -> None:
     for name in ("old_log_probs", "rollout_log_probs"):
         c[name] = log_probs.detach() + c[name] + 4.5
     truncated = {"rollout_is": "sequence", "rollout_is_threshold": 1.5}
-    options = {"policy_loss": "gpg", "rollout_correction": truncated, "llds_coef": 0.3}
+    options = {"policy_loss": "gpg", "rollout_correction": truncated, "terms": {"llds": 0.3}}
     actual = make_actor(**options).update(batch)
     loss, num_tokens = torch.zeros(()), int(c["policy_mask"].sum())
     bounds = batch.offsets.tolist()
@@ -213,8 +218,12 @@ def test_weights_are_whole_and_exact_after_a_forward() -> None:
     [
         {},
         {"policy_loss": "gspo", "rollout_correction": MASKED},
-        {"policy_loss": "cispo", "rollout_correction": {"rollout_is": "token"}, "llds_coef": 0.1},
-        {"policy_loss": "gpg", "llds_coef": 0.1},
+        {
+            "policy_loss": "cispo",
+            "rollout_correction": {"rollout_is": "token"},
+            "terms": {"llds": 0.1},
+        },
+        {"policy_loss": "gpg", "terms": {"llds": 0.1}},
     ],
     ids=str,
 )
@@ -236,7 +245,11 @@ def test_gradient_accumulation_equals_the_unsplit_batch(options: dict[str, objec
     "options",
     [
         {"use_kl_loss": True, "kl_loss_coef": 0.1, "entropy_coeff": 0.1},
-        {"policy_loss": "gspo", "rollout_correction": {"rollout_is": "sequence"}, "llds_coef": 0.1},
+        {
+            "policy_loss": "gspo",
+            "rollout_correction": {"rollout_is": "sequence"},
+            "terms": {"llds": 0.1},
+        },
     ],
     ids=str,
 )
@@ -274,7 +287,7 @@ def test_an_update_with_shared_prompts_is_the_same_update(
         ({"policy_loss": "cispo", "rollout_correction": {"rollout_is": "token"}}, True),
         ({"policy_loss": "gpg"}, True),
         ({"entropy_coeff": 0.1}, False),
-        ({"llds_coef": 0.1}, False),
+        ({"terms": {"llds": 0.1}}, False),
         ({"use_kl_loss": True, "kl_loss_coef": 0.1}, False),
     ],
     ids=str,
@@ -299,8 +312,8 @@ def test_trajectories_without_advantage_are_skipped_if_they_have_no_gradient(
     [
         {"policy_loss": "ppo", "use_kl_loss": True, "entropy_coeff": 0.1},
         {"policy_loss": "gspo", "rollout_correction": MASKED},
-        {"policy_loss": "cispo", "llds_coef": 0.1},
-        {"policy_loss": "gpg", "llds_coef": 0.1},
+        {"policy_loss": "cispo", "terms": {"llds": 0.1}},
+        {"policy_loss": "gpg", "terms": {"llds": 0.1}},
     ],
     ids=str,
 )
