@@ -214,7 +214,8 @@ def translated(address: Address) -> Iterator[None]:
             fix = f"export {TOKEN}=user:password, or the token of a cloud"
             expected = "a valid token"
             raise UpstreamRefused(explain(str(address), reason, expected, fix)) from error
-        fix = "wait until the server is up, or correct the address"
+        # Its client says the same of a server that is down and of one that refuses the token.
+        fix = f"wait until the server is up, correct the address, or export {TOKEN}=user:password"
         raise UpstreamUnavailable(explain(str(address), reason, "an answer", fix)) from error
 
 
