@@ -23,7 +23,8 @@ MAY_BE_ZERO = {
     "0 turns the feature off": "lora_rank lr_warmup_steps_ratio weight_decay "
     "entropy_coeff kl_loss_coef kl_coef penalty_factor critic_warmup save_freq keep_best "
     "test_freq min_delta warmup_steps rescore "
-    "cache_entries cache_bytes inject_failures inject_hangs test_share samples",
+    "cache_entries cache_bytes inject_failures inject_hangs test_share samples "
+    "chunk_overlap",
     "full discount, one-step estimates": "gamma lam",
     "greedy; training refuses it by a separate rule": "temperature",
     "never again, or at once": "node_timeout max_restarts max_retries max_outage max_turns "
