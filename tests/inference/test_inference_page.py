@@ -73,7 +73,7 @@ def test_names_and_defaults_of_the_page_are_those_of_the_code() -> None:
     assert f"--port {options.port}" in PAGE and f"127.0.0.1:{options.port}/v1" in PAGE
     assert f'model="{options.name}"' in PAGE
     assert f"`{service.TOKEN_VARIABLE}`" in PAGE
-    assert f"--port {mcp_server.McpOptions().port}" in PAGE
+    assert f"127.0.0.1:{mcp_server.McpOptions().port}/mcp" in PAGE
     refused = re.search(r"are\s+not\s+supported\s+\((.*?) …\)", PAGE, re.DOTALL)
     assert refused is not None
     assert set(re.findall(r"`(\w+)`", refused[1])) <= set(requests.UNSUPPORTED)

@@ -28,7 +28,7 @@ def test_the_documented_reward_runs(
     text: str, score: float, components: dict[str, float], tmp_path: Path
 ) -> None:
     """The page's example works as a file named in `reward_model.name`."""
-    (code,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    code = next(c for c in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL) if "def brief" in c)
     (tmp_path / "brief.py").write_text(code)
     out = build_reward(f"{tmp_path}/brief.py:brief")(
         RewardInput([text], [("policy", text)], ["Paris"])

@@ -4,10 +4,12 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from search_r1.retrieval.corpus import Corpus
 from search_r1.retrieval.schema import Hit
+
+if TYPE_CHECKING:  # online engines need no numpy
+    from search_r1.retrieval.corpus import Corpus
 
 Ranking = tuple[list[list[float]], list[list[int]]]
 Seconds = dict[str, float]
@@ -38,7 +40,7 @@ class Retriever(Protocol):
 class RowRetriever:
     """A backend that ranks the rows of a corpus, whose documents are then read."""
 
-    corpus: Corpus
+    corpus: "Corpus"
 
     def rank(self, queries: Sequence[str], k: int) -> Ranking:
         """Return scores and rows of at most `k` hits for each query, best first, ties by row."""

@@ -147,8 +147,11 @@ def _train(config: SftConfig, part: Path | None) -> list[float]:
         check_unquantized("model_path", config.model_path, described)
     device = join_ranks(config)
     # On CPU the allocator would otherwise request new pages for the activations of each step.
-    with keep_freed_memory() if device.type == "cpu" else contextlib.nullcontext():
-        return _train_on(config, part, device)
+    try:
+        with keep_freed_memory() if device.type == "cpu" else contextlib.nullcontext():
+            return _train_on(config, part, device)
+    finally:
+        dist.destroy_process_group()
 
 
 def _train_on(config: SftConfig, part: Path | None, device: torch.device) -> list[float]:
@@ -172,5 +175,4 @@ def _train_on(config: SftConfig, part: Path | None, device: torch.device) -> lis
             losses.append(loss)
             bar.set_postfix(loss=f"{loss:.3f}", lr=f"{step.lr:.1e}")
     save(config, model, lm.config, part)
-    dist.destroy_process_group()
     return losses
