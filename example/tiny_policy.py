@@ -54,7 +54,7 @@ CITY_SHARE, COUNTRY_SHARE, TWO_HOP_SHARE = 0.9, 0.4, 0.3
 BATCH_SIZE = 32
 SFT_OPTIONS = (f"batch_size={BATCH_SIZE}", "lr=2e-3", "warmup_steps=100", "schedule=linear",
                "shuffle=false", "device=cpu", "compute_dtype=float32", "save_dtype=float32",
-               "max_tokens_per_micro_batch=16384")  # fmt: skip
+               "max_tokens_per_micro_batch=16384", "save_freq=250")  # fmt: skip
 # For a machine with other load: no spinning threads, and no returning of memory to the system.
 SFT_ENVIRONMENT = {
     "OMP_THREAD_LIMIT": "1",
@@ -201,7 +201,10 @@ def train_tokenizer(demonstrations: Sequence[Dialogue]) -> PreTrainedTokenizerFa
 
 
 def write_tiny_policy(out: Path, seed: int = 0) -> Path:
-    """Train the policy and write it to a Hugging Face folder, atomically."""
+    """Train the policy and write it to a Hugging Face folder, atomically.
+
+    After an interruption, the same call continues the training from its last checkpoint.
+    """
     start = out.with_name(out.name + ".start")
     shutil.rmtree(start, ignore_errors=True)
     demonstrations = build_dialogues(seed)
@@ -224,6 +227,7 @@ def write_tiny_policy(out: Path, seed: int = 0) -> Path:
     environment = {**os.environ, **SFT_ENVIRONMENT, "PYTHONPATH": str(ROOT)}
     subprocess.run(command, check=True, cwd=ROOT, env=environment)
     shutil.rmtree(start)
+    shutil.rmtree(out.with_name(out.name + ".checkpoints"))
     return out
 
 

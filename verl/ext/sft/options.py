@@ -33,22 +33,24 @@ SCHEDULES: Mapping[str, Callable[[float], float]] = {
 }
 """Factor of the learning rate by the share of the updates after the warm-up that is done."""
 
-bounded = functools.partial(option, resume="free")  # SFT runs are never resumed
+bounded = functools.partial(option, resume="fixed")
+changeable = functools.partial(option, resume="free")
+"""An option that a resumed run may change, or whose file is compared by content."""
 
 
 @dataclass
 class SftConfig(AdapterConfig):
     """Options of a supervised fine-tuning run, of all weights or of an adapter."""
 
-    model_path: str = bounded(MISSING)
+    model_path: str = changeable(MISSING)
     """Folder (or hub name) of the model to start from."""
-    adapter_path: str = bounded("")
+    adapter_path: str = changeable("")
     """Folder of an adapter of this model to train on; default: a new one, of lora_rank."""
-    trust_remote_code: bool = bounded(False)
+    trust_remote_code: bool = changeable(False)
     """Run code that comes with the model. It runs with your permissions."""
-    train_file: str = bounded(MISSING)
+    train_file: str = changeable(MISSING)
     """Demonstrations: jsonl or parquet file, one dialogue per row."""
-    output_dir: str = bounded(MISSING)
+    output_dir: str = changeable(MISSING)
     """Hugging Face folder to write, atomically. An adapter is merged, and saved in `adapter/`."""
     steps: int = bounded(20, ge=1)
     """Optimizer steps."""
@@ -66,11 +68,11 @@ class SftConfig(AdapterConfig):
     """Maximum gradient norm."""
     max_length: int = bounded(2048, ge=1)
     """Maximum tokens of a demonstration; longer ones are refused."""
-    max_tokens_per_micro_batch: int = bounded(8192, ge=1)
+    max_tokens_per_micro_batch: int = changeable(8192, ge=1)
     """Token budget of one packed forward pass on one rank."""
-    gradient_checkpointing: bool = bounded(False)
+    gradient_checkpointing: bool = changeable(False)
     """Recompute block activations in backward."""
-    chat_template_kwargs: dict[str, Any] = option(resume="free", factory=dict)
+    chat_template_kwargs: dict[str, Any] = option(resume="fixed", factory=dict)
     """Further arguments of the model's chat template, such as {enable_thinking: false}."""
     end_of_turn: str = bounded("")
     """Text to append to the last policy segment, such as <|im_end|>; rollouts stop at tags."""
@@ -78,11 +80,13 @@ class SftConfig(AdapterConfig):
     """Shuffle every epoch by `seed`; false keeps file order, from batch seed · steps on."""
     seed: int = bounded(0, ge=0, le=MAX_SEED)
     """Seed of the data order."""
-    device: str = bounded("auto", choices=("auto", "cuda", "cpu"))
+    device: str = changeable("auto", choices=("auto", "cuda", "cpu"))
     """Device: auto, cuda or cpu."""
     compute_dtype: str = bounded("auto", choices=("auto", *DTYPES))
     """Compute dtype: auto, bfloat16, float16 or float32; master weights are float32."""
-    save_dtype: str = bounded("bfloat16", choices=DTYPES)
+    save_freq: int = changeable(0, ge=0)
+    """Steps between checkpoints, from which the same command continues; 0: none."""
+    save_dtype: str = changeable("bfloat16", choices=DTYPES)
     """Number format of the saved weights: bfloat16, float16 or float32."""
 
 

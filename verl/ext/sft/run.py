@@ -21,6 +21,7 @@ from transformers import PretrainedConfig
 from verl.batch import TokenBatch
 from verl.config import OptimConfig
 from verl.core_algos.losses import loss_weights, weighted_sum
+from verl.ext.sft.checkpoints import Checkpoints
 from verl.ext.sft.demonstrations import load_demonstrations
 from verl.ext.sft.options import SCHEDULES, SftConfig
 from verl.malloc import keep_freed_memory
@@ -61,15 +62,21 @@ def join_ranks(config: SftConfig) -> torch.device:
 
 
 def batches(
-    data: TokenBatch, size: int, steps: int, shuffle: bool, seed: int
+    data: TokenBatch, size: int, steps: int, shuffle: bool, seed: int, done: int = 0
 ) -> Iterator[TokenBatch]:
-    """Yield `steps` batches of `size` sequences across epochs, with token-mean loss weights."""
+    """Yield batches of `size` sequences across epochs, with token-mean loss weights.
+
+    There are `steps` of them; the first `done` are passed over.
+    """
     rng = np.random.default_rng(seed)
     order: list[int] = [] if shuffle else list(range(seed * steps * size % len(data), len(data)))
-    for _ in range(steps):
+    for step in range(steps):
         while len(order) < size:
             order += (rng.permutation(len(data)) if shuffle else np.arange(len(data))).tolist()
-        batch, order = data.select(order[:size]), order[size:]
+        rows, order = order[:size], order[size:]
+        if step < done:
+            continue
+        batch = data.select(rows)
         mask = batch.tokens["policy_mask"]
         batch.tokens["loss_weights"] = loss_weights(mask, batch.offsets, "token-mean")
         yield batch
@@ -130,7 +137,10 @@ def save(config: SftConfig, model: FsdpModel, model_config: Any, part: Path | No
 
 
 def train(config: SftConfig) -> list[float]:
-    """Run the training and return the loss of each step. The output folder is locked throughout."""
+    """Run the training, from a checkpoint if there is one; return the losses of these steps.
+
+    The output folder is locked throughout.
+    """
     set_trust(config.trust_remote_code)
     if os.environ.get("RANK", "0") != "0":
         return _train(config, None)
@@ -145,16 +155,19 @@ def _train(config: SftConfig, part: Path | None) -> list[float]:
         with model_errors(config.model_path, "config.json", "model_path"):
             described, _ = PretrainedConfig.get_config_dict(config.model_path)
         check_unquantized("model_path", config.model_path, described)
+    checkpoints = Checkpoints(config, is_first=part is not None)
     device = join_ranks(config)
     # On CPU the allocator would otherwise request new pages for the activations of each step.
     try:
         with keep_freed_memory() if device.type == "cpu" else contextlib.nullcontext():
-            return _train_on(config, part, device)
+            return _train_on(config, part, device, checkpoints)
     finally:
         dist.destroy_process_group()
 
 
-def _train_on(config: SftConfig, part: Path | None, device: torch.device) -> list[float]:
+def _train_on(
+    config: SftConfig, part: Path | None, device: torch.device, checkpoints: Checkpoints
+) -> list[float]:
     tokenizer = load_tokenizer(config.model_path, "model_path", config.chat_template_kwargs)
     data = TokenBatch.from_trajectories(
         load_demonstrations(config.train_file, tokenizer, config.max_length, config.end_of_turn)
@@ -164,15 +177,16 @@ def _train_on(config: SftConfig, part: Path | None, device: torch.device) -> lis
     lm = load_causal_lm(config.model_path, base_dtype if config.has_adapter else torch.float32)
     check_family(lm.config, "model_path")  # of a hub model, which is downloaded now
     model = build_model(config, lm, device)
-    losses = []
-    stream = batches(data, config.batch_size, config.steps, config.shuffle, config.seed)
+    losses, done = [], checkpoints.resume(model)
+    stream = batches(data, config.batch_size, config.steps, config.shuffle, config.seed, done)
     is_hidden = dist.get_rank() != 0
-    with tqdm(stream, total=config.steps, desc="sft", unit="step", disable=is_hidden) as bar:
-        for batch in bar:
+    with tqdm(stream, "sft", config.steps, unit="step", initial=done, disable=is_hidden) as bar:
+        for number, batch in enumerate(bar, done + 1):
             loss, step = train_step(model, batch, config.max_tokens_per_micro_batch)
             if step.is_faulty:
                 logger.warning("update skipped: loss %s on rows %s", loss, batch.columns["group"])
             losses.append(loss)
             bar.set_postfix(loss=f"{loss:.3f}", lr=f"{step.lr:.1e}")
+            checkpoints.save(number, model, lm.config)
     save(config, model, lm.config, part)
     return losses

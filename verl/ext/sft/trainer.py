@@ -20,7 +20,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if {"-h", "--help", "--help-all"} & {*words}:
         return exit_status(lambda: print(help_text("--help-all" in words)))  # noqa: T201
     start_logging(logging.INFO)
-    status = exit_status(lambda: _main(words), "stopped; nothing was written")
+    status = exit_status(lambda: _main(words), "stopped; no model was written")
     if status == 0 and "TORCHELASTIC_RUN_ID" in os.environ:
         # Threads of gloo may still release tensors, which aborts a rank whose interpreter is
         # shutting down; torchrun would then report a failed run.
