@@ -93,7 +93,7 @@ def write(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Both adapters of a run for its first base.")
+    parser = argparse.ArgumentParser(description="The adapters of a run for its first base.")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--base", required=True, help="name of the base in the adapters")
     parser.add_argument("--template", required=True)
@@ -101,8 +101,11 @@ def main() -> None:
     parser.add_argument("--topk", type=int, required=True)
     options = parser.parse_args()
     dialogue = {name: vars(options)[name] for name in ("template", "max_turns", "topk")}
-    first, second = (Factors.read(options.out / name / "adapter") for name in ("sft", "rl"))
-    for name, adapter in {"sft": first, "rl": combine(first, second)}.items():
+    adapters = {"sft": Factors.read(options.out / "sft" / "adapter")}
+    if (options.out / "rl").exists():  # else the run has only a cold start
+        second = Factors.read(options.out / "rl" / "adapter")
+        adapters["rl"] = combine(adapters["sft"], second)
+    for name, adapter in adapters.items():
         write(adapter, options.out / "adapters" / name, options.base, dialogue, torch.bfloat16)
 
 

@@ -31,11 +31,12 @@ fi
 # per turn; max_obs_length: three passages of Wikipedia; select_rows: training rows split off, by
 # which checkpoints and settings are chosen; max_tokens: longest dialogue of the cold start;
 # plain_share: share kept of those that neither compare nor search twice; sft_start: an adapter of
-# rank sft_rank to train on, or none; sft_rank + rl_rank: an adapter of
+# rank sft_rank to train on, or none; sft_save_freq: steps between checkpoints of the cold start, from
+# which it continues (0: none); sft_rank + rl_rank: an adapter of
 # 11.0 MB is shipped; rl_reward: a name in docs/guides/rewards.md; eval_rows: null for all 757.
 declare -A s=(
   [template]=short [topk]=3 [max_turns]=2 [max_start_length]=192 [max_response_length]=112
-  [max_obs_length]=560 [select_rows]=300 [max_tokens]=1648 [plain_share]=1 [sft_start]=none [sft_steps]=150 [sft_batch_size]=16 [sft_lr]=5e-4 [sft_rank]=12
+  [max_obs_length]=560 [select_rows]=300 [max_tokens]=1648 [plain_share]=1 [sft_start]=none [sft_save_freq]=0 [sft_steps]=150 [sft_batch_size]=16 [sft_lr]=5e-4 [sft_rank]=12
   [rl_steps]=150 [rl_prompts]=8 [rl_group]=8 [rl_lr]=1e-4 [rl_rank]=6 [rl_reward]=f1
   [rl_save_freq]=10 [rl_val_rows]=100 [eval_rows]=null [micro_batch_tokens]=2048
   [model]=models/SmolLM2-135M-Instruct
@@ -142,12 +143,14 @@ stage_sft() {
     output_dir="$out/sft" steps="${s[sft_steps]}" batch_size="${s[sft_batch_size]}" \
     lr="${s[sft_lr]}" schedule=cosine max_length=$((max_prompt + s[max_response_length])) \
     max_tokens_per_micro_batch="${s[micro_batch_tokens]}" lora_rank="${s[sft_rank]}" \
-    lora_alpha="$alpha" device="$DEVICE" seed="$SEED" save_dtype=float32 "${start[@]}"
+    lora_alpha="$alpha" device="$DEVICE" seed="$SEED" save_freq="${s[sft_save_freq]}" \
+    save_dtype=float32 "${start[@]}"
 }
 
 # Trains a second adapter on the merged first one. If the collapse guard stops the run (status 3), the
 # last checkpoint that it trusts is used.
 stage_rl() {
+  rm -f "$out/done/adapters" "$out/done/evaluate" # of the cold start alone
   local batch=$((s[rl_prompts] * s[rl_group])) status=0 healthy
   serve bm25
   BASE_MODEL=$out/sft RETRIEVER_URL=$url N_GPUS=1 TRAIN_FILES=$out/data/answerable.parquet \
@@ -172,6 +175,7 @@ stage_rl() {
   "$PYTHON" -m verl.checkpoint export "${healthy%/*}" --out "$out/rl/adapter" --adapter
 }
 
+# Without the stage rl, the later stages know the adapter sft alone.
 stage_adapters() { "$PYTHON" -m example.smollm2.adapters --out "$out" --base "$base" "${talk[@]}"; }
 
 # evaluate NAME URL METHOD [ADAPTER [DATA]]. The base never learned the tags, so its untagged replies count.
@@ -188,25 +192,28 @@ evaluate() {
 }
 
 stage_evaluate() {
-  local bm25 random name pair folders=() table=$out/table.md
+  local bm25 random name pair best=sft names=(before sft) folders=() table=$out/table.md
+  local pairs=(before:sft rag:sft)
+  [[ ! -d $out/rl && ! -f $out/done/rl ]] || best=rl names+=(rl) pairs=(before:sft sft:rl before:rl rag:rl)
   serve bm25; bm25=$url
   serve random; random=$url
-  evaluate select-sft "$bm25" agent sft "$out/data/select.parquet"
-  evaluate select-rl "$bm25" agent rl "$out/data/select.parquet"
+  for name in "${names[@]:1}"; do
+    evaluate "select-$name" "$bm25" agent "$name" "$out/data/select.parquet"
+  done
   evaluate before "$bm25" agent
-  evaluate sft "$bm25" agent sft
-  evaluate rl "$bm25" agent rl
-  evaluate rl-empty empty agent rl
-  evaluate rl-random "$random" agent rl
+  for name in "${names[@]:1}"; do evaluate "$name" "$bm25" agent "$name"; done
+  evaluate "$best-empty" empty agent "$best"
+  evaluate "$best-random" "$random" agent "$best"
   evaluate direct "$bm25" direct
   evaluate rag "$bm25" rag
-  for name in before sft rl rl-empty rl-random direct rag; do folders+=("$out/evaluation/$name"); done
+  names+=("$best-empty" "$best-random" direct rag)
+  for name in "${names[@]}"; do folders+=("$out/evaluation/$name"); done
   echo "# SmolLM2-135M-Instruct, budget $BUDGET, $DEVICE, seed $SEED" >"$table"
   for name in em f1 answer_in_documents searches; do
     printf '\n## %s\n\n' "$name"
     "$PYTHON" -m search_r1.evaluate table "${folders[@]}" --measure "$name"
   done >>"$table"
-  for pair in before:sft sft:rl before:rl rag:rl; do
+  for pair in "${pairs[@]}"; do
     for name in em f1; do
       printf '\n## %s against %s: %s\n\n' "${pair#*:}" "${pair%:*}" "$name"
       "$PYTHON" -m search_r1.evaluate compare "$out/evaluation/${pair#*:}" \

@@ -28,7 +28,8 @@ def score(out: Path, name: str) -> dict[str, float]:
 
 def ship(out: Path, target: Path = SHIPPED) -> str:
     """Copy the adapter with the better EM, then F1, on `select` to `target` and return its name."""
-    chosen_by = {name: score(out, f"select-{name}") for name in ("sft", "rl")}
+    names = ("sft", "rl") if (out / "adapters" / "rl").is_dir() else ("sft",)
+    chosen_by = {name: score(out, f"select-{name}") for name in names}
     best = max(chosen_by, key=lambda name: (chosen_by[name]["em"], chosen_by[name]["f1"]))
     lines = (out / "settings").read_text(encoding="utf-8").splitlines()
     pairs = (line.partition("=")[::2] for line in lines)

@@ -167,6 +167,27 @@ def test_the_cold_start_may_train_on_an_adapter(start: str, alpha: int, recipe: 
     assert (cold.adapter_path, cold.lora_alpha) == (expected, alpha)
 
 
+def test_the_cold_start_alone_is_evaluated_until_there_is_a_second_adapter(recipe: Recipe) -> None:
+    """Without GRPO there is one adapter to evaluate and compare; after it, both are made again."""
+    alone = ("--stage", "data", "sft", "adapters", "evaluate", "--set", "sft_save_freq=7")
+
+    def evaluated(calls: Calls) -> list[str]:
+        found = [call for call in arguments_of(calls, "search_r1.evaluate") if call[0] == "run"]
+        return [Path(call[call.index("--out") + 1]).name for call in found]
+
+    calls, _ = recipe.run(*alone)
+    assert parse_sft(arguments_of(calls, "verl.trainer.sft")[0]).save_freq == 7
+    assert evaluated(calls) == [
+        "select-sft", "before", "sft", "sft-empty", "sft-random", "direct", "rag",
+    ]  # fmt: skip
+    assert "/rl" not in " ".join(
+        word for call in arguments_of(calls, "search_r1.evaluate") for word in call
+    )
+    calls, _ = recipe.run("--stage", "rl", "adapters", "evaluate", "--set", "sft_save_freq=7")
+    assert {"select-sft", "select-rl", "rl-empty"} < set(evaluated(calls))
+    assert arguments_of(calls, "example.smollm2.adapters")
+
+
 def test_after_a_collapse_the_newest_healthy_checkpoint_is_used(recipe: Recipe) -> None:
     """Steps are compared as numbers, and a checkpoint without the mark HEALTHY is not used."""
     recipe.run("--stage", "data")
@@ -180,15 +201,22 @@ def test_after_a_collapse_the_newest_healthy_checkpoint_is_used(recipe: Recipe) 
     assert Path(arguments[1]).name == "global_step_10" and arguments[-1] == "--adapter"
 
 
-def test_the_better_adapter_is_shipped_with_its_command(tmp_path: Path) -> None:
-    """The choice is by EM, then F1, on `select` alone; `made.json` has the run's command."""
+@pytest.mark.parametrize("stages", [("sft", "rl"), ("sft",)])
+def test_the_better_adapter_is_shipped_with_its_command(
+    stages: tuple[str, ...], tmp_path: Path
+) -> None:
+    """The choice is by EM, then F1, on `select` alone; `made.json` has the run's command.
+
+    A cold start alone is shipped as well.
+    """
     scores = {
         "select-sft": (0.1, 0.3),
         "select-rl": (0.1, 0.4),
         "sft": (0.9, 0.9),
         "rl": (0.1, 0.1),
     }
-    for name, (em, f1) in scores.items():
+    for name in (*stages, *(f"select-{stage}" for stage in stages)):
+        em, f1 = scores[name]
         estimates = {"all rows": {"em": {"value": em}, "f1": {"value": f1}}}
         (tmp_path / "evaluation" / name).mkdir(parents=True)
         (tmp_path / "evaluation" / name / "metrics.json").write_text(
@@ -196,7 +224,7 @@ def test_the_better_adapter_is_shipped_with_its_command(tmp_path: Path) -> None:
         )
         (tmp_path / "adapters" / name).mkdir(parents=True)
     (tmp_path / "settings").write_text("budget=short\ndevice=cpu\nmodel=/x\nrl_lr=5e-5\nseed=2\n")
-    assert ship(tmp_path, tmp_path / "shipped") == "rl"
+    assert ship(tmp_path, tmp_path / "shipped") == stages[-1]
     made = json.loads((tmp_path / "shipped" / "made.json").read_text())
     command = "BUDGET=short DEVICE=cpu SEED=2 bash example/smollm2/run.sh --set rl_lr=5e-5"
     assert made["command"] == command
