@@ -128,3 +128,13 @@ def test_a_graph_gets_the_new_vectors(tmp_path: Path) -> None:
         RetrieverConfig("bag", str(corpus), str(folder), encoder=EncoderConfig(MODEL))
     )
     assert engine.search(["T88 words 88 of passage 7744 river"], 1)[0][0].document.id == "d88"
+
+
+def test_titles_and_texts_of_their_own_stay(world: tuple[Path, Path, AppendConfig]) -> None:
+    """A text of two lines gets no title from its first, and a title beside contents stays."""
+    corpus, _, config = world
+    rows = [{"id": "a", "text": "one\ntwo"}, {"id": "b", "title": "T", "contents": "y"}]
+    Path(config.passages).write_text("\n".join(map(json.dumps, rows)))
+    new = list(Corpus.open(config.passages))
+    appending.run(config)
+    assert list(Corpus.open(corpus))[60:] == new
