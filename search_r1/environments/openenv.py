@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -154,7 +155,10 @@ class Session:
             if data.get("code") == "VALIDATION_ERROR":
                 return str(data.get("message"))
             raise self._failure(str(data.get("message")), "see the server's log")
-        self.total += float(data.get("reward") or 0.0)
+        reward = data.get("reward")
+        if not isinstance(reward, int | float | None) or not math.isfinite(reward or 0.0):
+            raise self._failure(f"reward {reward!r}", "return a finite number or null as reward")
+        self.total += float(reward or 0.0)
         if data.get("done"):
             raise EpisodeOver
         observation: dict[str, Any] = data.get("observation") or {}

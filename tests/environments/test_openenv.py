@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
+import json
 import sys
 import time
 from typing import Any
 
 import pytest
+from websockets.asyncio.server import ServerConnection, serve
 
 from search_r1.agent.generation import AGENTS, agent_kind, build_environment
 from search_r1.environments import openenv_server
-from search_r1.environments.openenv import described_action, items_of, readable, reset_values
+from search_r1.environments.openenv import (
+    FAILED,
+    EnvironmentServer,
+    Session,
+    described_action,
+    items_of,
+    readable,
+    reset_values,
+)
 from verl.config import Config
-from verl.config.agent import AgentConfig
+from verl.config.agent import AgentConfig, ServerConfig
 from verl.config.option import Limits
-from verl.errors import ConfigError
+from verl.errors import ConfigError, ToolError
 from verl.ports import free_port
 from verl.types import Prompt, start_trajectory
 
@@ -97,3 +108,29 @@ def test_all_samples_of_a_row_are_the_same_episode() -> None:
     assert values(0, "a#0") == values(1, "a#0")
     assert values(0, "a#0")["seed"] != values(0, "a#1")["seed"]
     assert values(0, "a#0").keys() == {"seed", "question", "ground_truth", "level"}
+
+
+@pytest.mark.parametrize("reward", [float("nan"), float("inf"), "1.0", [1]])
+def test_a_reward_that_is_no_number_is_a_failure(reward: object) -> None:
+    async def answer(socket: ServerConnection) -> None:
+        async for message in socket:
+            data = {"observation": {}, "reward": reward, "done": True}
+            if json.loads(message)["type"] != "close":
+                await socket.send(json.dumps({"type": "observation", "data": data}))
+
+    async def play() -> None:
+        async with serve(answer, "127.0.0.1", 0) as server:
+            port = next(iter(server.sockets)).getsockname()[1]
+            address = EnvironmentServer(f"http://127.0.0.1:{port}", ServerConfig())
+            prompt = Prompt("q", (1,), "test", ("x",))
+            start = start_trajectory(prompt, group="g", sample=0, seed=0)
+            session = Session(address, start)
+            await session.open()
+            try:
+                await session.step({})
+            finally:
+                await session.aclose()
+
+    with pytest.raises(ToolError, match="reward") as raised:
+        asyncio.run(play())
+    assert raised.value.faults == {FAILED: 1}
