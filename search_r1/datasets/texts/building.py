@@ -110,10 +110,8 @@ def _line(file: TextFile, passage: Document, ids: set[int]) -> bytes | str:
     if (key := hash(passage.id)) in ids:
         fix = "drop or rename one of them; of folders with equal names, give the one above"
         return explain(where, "the id a second time", "an id of its own", fix)
-    contents = passage.contents if passage.title else " ".join(passage.contents.split())
-    row = {"id": passage.id, "contents": contents}
     try:
-        line = json.dumps(row, ensure_ascii=False).encode() + b"\n"
+        line = json.dumps(_row(passage), ensure_ascii=False).encode() + b"\n"
     except UnicodeEncodeError as error:
         return explain(where, error, "text in UTF-8", "replace lone surrogates")
     if len(line) > MAX_ROW_BYTES:
@@ -121,3 +119,16 @@ def _line(file: TextFile, passage: Document, ids: set[int]) -> bytes | str:
         return explain(where, f"{len(line)} bytes", expected, "leave out --keep_rows")
     ids.add(key)
     return line
+
+
+def _row(passage: Document) -> dict[str, str]:
+    """Return the row from which a corpus reads the passage, with its title on one line."""
+    if not passage.title:
+        return {"id": passage.id, "contents": " ".join(passage.contents.split())}
+    title = " ".join(passage.title.split())
+    if title != passage.title:
+        passage = Document.from_title(passage.id, title, passage.text)
+    row = {"id": passage.id, "contents": passage.contents}
+    if passage != Document.from_contents(**row):  # it has a title and text of its own
+        row |= {"title": passage.title, "text": passage.text}
+    return row

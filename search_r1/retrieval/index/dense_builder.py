@@ -16,7 +16,7 @@ from search_r1.retrieval.corpus import Corpus
 from search_r1.retrieval.encoder import Encoder, open_encoder
 from search_r1.retrieval.engines.dense import VECTORS_NAME, probe
 from search_r1.retrieval.engines.faiss_index import check_gpu
-from search_r1.retrieval.engines.flat_file import reason_of
+from search_r1.retrieval.engines.flat_file import check_finite, reason_of
 from search_r1.retrieval.errors import SetupError
 from search_r1.retrieval.index import build_folder
 from search_r1.retrieval.index.embeddings import (
@@ -98,7 +98,9 @@ def append(
             for start in range(num_old, len(corpus), config.shard_rows):
                 rows = range(start, min(start + config.shard_rows, len(corpus)))
                 passages = [document.contents for document in corpus.documents(rows)]
-                index.add(encoder.encode_passages(passages).astype(manifest.dtype).astype("f4"))
+                vectors = encoder.encode_passages(passages).astype(manifest.dtype).astype("f4")
+                check_finite(folder, start, vectors)
+                index.add(vectors)
                 report(rows.stop - num_old)
         ready = build_folder.fresh_folder(work / build_folder.READY_NAME)
         faiss.write_index(index, str(ready / VECTORS_NAME))

@@ -86,6 +86,18 @@ def test_all_bad_texts_are_named_or_left_out(
     assert "left out 5 bad texts" in caplog.text
 
 
+def test_titles_and_texts_of_their_own_stay(tmp_path: Path) -> None:
+    rows = [
+        {"id": "own", "title": "Tit", "text": "Body", "contents": "other"},
+        {"id": "broken", "title": "x\ny", "text": "Body"},
+    ]
+    write_rows(tmp_path / "a/rows.jsonl", rows)
+    assert build(tmp_path / "a", keep=True) == [
+        Document("own", "Tit", "Body", "other"),
+        Document.from_title("broken", "x y", "Body"),
+    ]
+
+
 def test_many_bad_rows_stop_at_once(tmp_path: Path) -> None:
     """A table that is none is not read to its end; nor is a corpus of nothing written."""
     write_rows(tmp_path / "a/rows.jsonl", [{}] * 9999)

@@ -5,9 +5,12 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 
 from search_r1.retrieval.corpus import Corpus
+from search_r1.retrieval.encoder import HashEncoder
 from search_r1.retrieval.engines.registry import build_retriever
 from search_r1.retrieval.errors import CorpusError, IndexMismatch, SearchError, SetupError
 from search_r1.retrieval.index import appending
@@ -138,3 +141,23 @@ def test_titles_and_texts_of_their_own_stay(world: tuple[Path, Path, AppendConfi
     new = list(Corpus.open(config.passages))
     appending.run(config)
     assert list(Corpus.open(corpus))[60:] == new
+
+
+def test_vectors_that_are_no_numbers_change_nothing(
+    world: tuple[Path, Path, AppendConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such a vector would stay in the index, and its passage would never be found."""
+    corpus, folder, config = world
+    manifest = folder / "bag_Flat.index" / "manifest.json"
+    before = corpus.read_bytes(), manifest.read_bytes()
+    encode = HashEncoder.encode_passages
+
+    def overflowing(self: HashEncoder, passages: Sequence[str]) -> npt.NDArray[np.float32]:
+        vectors = encode(self, passages)
+        vectors[[TEXTS[89] in passage for passage in passages]] = np.nan
+        return vectors
+
+    monkeypatch.setattr(HashEncoder, "encode_passages", overflowing)
+    with pytest.raises(IndexMismatch, match="not finite"):
+        appending.run(config)
+    assert (corpus.read_bytes(), manifest.read_bytes()) == before
