@@ -14,7 +14,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, cast
 
 import httpx
 from websockets.asyncio.client import ClientConnection, connect
@@ -176,8 +176,14 @@ class Session:
         assert self.socket is not None, "a step follows the reset"
         await self.socket.send(json.dumps({"type": kind, "data": data}))
         answer = await asyncio.wait_for(self.socket.recv(), self.server.options.timeout)
-        reply: dict[str, Any] = json.loads(answer)
-        return reply
+        try:
+            reply = json.loads(answer)
+        except ValueError:  # also bytes that are no UTF-8
+            reply = None
+        is_reply = isinstance(reply, dict) and isinstance(reply.get("data"), dict)
+        if not is_reply or not isinstance(reply.get("type"), str):
+            raise self._failure(f"{answer[:200]!r}", "give the address of an OpenEnv server")
+        return cast("dict[str, Any]", reply)
 
     def _failure(self, problem: str, fix: str) -> ToolError:
         subject = f"{PREFIX}{self.server.url}"

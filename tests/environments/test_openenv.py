@@ -110,13 +110,29 @@ def test_all_samples_of_a_row_are_the_same_episode() -> None:
     assert values(0, "a#0").keys() == {"seed", "question", "ground_truth", "level"}
 
 
+def reward_of(value: object) -> str:
+    data = {"observation": {}, "reward": value, "done": True}
+    return json.dumps({"type": "observation", "data": data})
+
+
+@pytest.mark.parametrize("kind", ["reset", "step"])
+@pytest.mark.parametrize("reply", ["<html>", "[]", "{}", '{"type": "observation"}', '{"data": {}}'])
+def test_a_reply_of_another_form_is_a_failure(kind: str, reply: str) -> None:
+    check_failure(kind, reply, "got")
+
+
 @pytest.mark.parametrize("reward", [float("nan"), float("inf"), "1.0", [1]])
 def test_a_reward_that_is_no_number_is_a_failure(reward: object) -> None:
+    check_failure("step", reward_of(reward), "reward")
+
+
+def check_failure(kind: str, reply: str, message: str) -> None:
+    """A dialogue whose server sends `reply` to messages of a kind is a failed one."""
+
     async def answer(socket: ServerConnection) -> None:
-        async for message in socket:
-            data = {"observation": {}, "reward": reward, "done": True}
-            if json.loads(message)["type"] != "close":
-                await socket.send(json.dumps({"type": "observation", "data": data}))
+        async for text in socket:
+            if (sent := json.loads(text)["type"]) != "close":
+                await socket.send(reply if sent == kind else reward_of(None))
 
     async def play() -> None:
         async with serve(answer, "127.0.0.1", 0) as server:
@@ -125,12 +141,12 @@ def test_a_reward_that_is_no_number_is_a_failure(reward: object) -> None:
             prompt = Prompt("q", (1,), "test", ("x",))
             start = start_trajectory(prompt, group="g", sample=0, seed=0)
             session = Session(address, start)
-            await session.open()
             try:
+                await session.open()
                 await session.step({})
             finally:
                 await session.aclose()
 
-    with pytest.raises(ToolError, match="reward") as raised:
+    with pytest.raises(ToolError, match=message) as raised:
         asyncio.run(play())
     assert raised.value.faults == {FAILED: 1}
