@@ -84,8 +84,9 @@ class SftConfig(AdapterConfig):
     """Device: auto, cuda or cpu."""
     compute_dtype: str = bounded("auto", choices=("auto", *DTYPES))
     """Compute dtype: auto, bfloat16, float16 or float32; master weights are float32."""
-    save_freq: int = changeable(0, ge=0)
-    """Steps between checkpoints, from which the same command continues; 0: none."""
+    save_freq: int = changeable(0, ge=-1)
+    """Steps between checkpoints, from which the same command continues; -1: only at the end, 0:
+    none."""
     save_dtype: str = changeable("bfloat16", choices=DTYPES)
     """Number format of the saved weights: bfloat16, float16 or float32."""
 
