@@ -60,6 +60,13 @@ class Document:
             return cls(id, title, text, contents)
         return cls(id, _text(row, "title"), _text(row, "text"), contents)
 
+    def to_row(self) -> dict[str, str]:
+        """Return the row of a corpus: id and contents, and what does not follow from them."""
+        row = {"id": self.id, "contents": self.contents}
+        if self != Document.from_contents(**row):
+            row |= {"title": self.title, "text": self.text}
+        return row
+
     def well_formed(self) -> "Document":
         """Return a copy with lone surrogates, which break tokenizers, replaced by `?`."""
         return Document(*map(well_formed, astuple(self)))

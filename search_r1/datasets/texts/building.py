@@ -128,7 +128,4 @@ def _row(passage: Document) -> dict[str, str]:
     title = " ".join(passage.title.split())
     if title != passage.title:
         passage = Document.from_title(passage.id, title, passage.text)
-    row = {"id": passage.id, "contents": passage.contents}
-    if passage != Document.from_contents(**row):  # it has a title and text of its own
-        row |= {"title": passage.title, "text": passage.text}
-    return row
+    return passage.to_row()

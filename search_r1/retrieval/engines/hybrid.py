@@ -2,23 +2,19 @@
 
 Each engine contributes its best `--fusion_depth` rows. By `scores`, each engine's are scaled to
 0 … 1 for each query, and the weighted sum ranks; by `ranks`, the weighted sum of 1 / (60 + rank)
-does (reciprocal rank fusion: Cormack, Clarke and Büttcher 2009). A row that an engine did not find
-gets nothing from it.
+does. A row that an engine did not find gets nothing from it.
 """
 
-from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 from search_r1.retrieval.engines.base import Ranking, RowRetriever, stage
+from search_r1.retrieval.engines.fusion import joined, reciprocal
 from search_r1.retrieval.engines.registry import open_part
 from search_r1.retrieval.errors import SetupError
 from search_r1.retrieval.settings import FusionConfig, RetrieverConfig
 from verl.errors import explain
-
-RANK_OFFSET = 60
-"""What is added to each rank, so that the first few do not decide alone."""
 
 
 class HybridRetriever(RowRetriever):
@@ -42,15 +38,18 @@ class HybridRetriever(RowRetriever):
         depth = max(k, self._config.fusion_depth)
         rankings = [part.rank(queries, depth) for part in self._parts]
         with stage("fusion"):
-            share = _scaled if self._config.fusion == "scores" else _reciprocal
-            ranked = []
-            for found in zip(*(zip(*ranking, strict=True) for ranking in rankings), strict=True):
-                sums: dict[int, float] = defaultdict(float)
-                for weight, (scores, rows) in zip(self._weights, found, strict=True):
-                    for row, value in zip(rows, share(scores), strict=True):
-                        sums[row] += weight * value
-                ranked.append(sorted(sums.items(), key=lambda item: (-item[1], item[0]))[:k])
+            by_query = zip(*(zip(*ranking, strict=True) for ranking in rankings), strict=True)
+            ranked = [joined(self._shares(found))[:k] for found in by_query]
         return [[s for _, s in hits] for hits in ranked], [[r for r, _ in hits] for hits in ranked]
+
+    def _shares(
+        self, found: Iterable[tuple[Sequence[float], Sequence[int]]]
+    ) -> Iterator[tuple[Sequence[int], list[float]]]:
+        """Yield the rows that each engine found for a query, and what it gives to each."""
+        for weight, (scores, rows) in zip(self._weights, found, strict=True):
+            is_scaled = self._config.fusion == "scores"
+            values = _scaled(scores) if is_scaled else reciprocal(len(rows))
+            yield rows, [weight * value for value in values]
 
     def info(self) -> dict[str, Any]:
         parts = [part.info() for part in self._parts]  # type: ignore[attr-defined]
@@ -66,10 +65,6 @@ def _scaled(scores: Sequence[float]) -> list[float]:
         return []
     low, span = scores[-1], scores[0] - scores[-1]
     return [(score - low) / span for score in scores] if span else [1.0] * len(scores)
-
-
-def _reciprocal(scores: Sequence[float]) -> list[float]:
-    return [1 / (RANK_OFFSET + rank) for rank in range(1, len(scores) + 1)]
 
 
 def open_retriever(config: RetrieverConfig) -> HybridRetriever:

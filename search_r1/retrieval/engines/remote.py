@@ -11,7 +11,6 @@ import importlib
 import json
 import re
 import threading
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
@@ -25,6 +24,7 @@ from search_r1.retrieval.encoder import Encoder, cuts_of, open_encoder
 from search_r1.retrieval.encoders.families import Vectors
 from search_r1.retrieval.engines.base import stage
 from search_r1.retrieval.engines.dense import encode_queries, probe
+from search_r1.retrieval.engines.fusion import joined, reciprocal
 from search_r1.retrieval.errors import IndexMismatch, SetupError, install_command
 from search_r1.retrieval.manifest import Manifest, open_corpus
 from search_r1.retrieval.schema import Document, Hit, fingerprint
@@ -40,9 +40,6 @@ FORM = (
     "elastic://host:9200/index or opensearch+https://host/index?rank=hybrid"
 )
 VECTORS, WORDS, HYBRID = RANKS = ("vectors", "words", "hybrid")
-RRF = 60
-"""Constant of reciprocal-rank fusion (Cormack et al., 2009): a document scores the sum of
-1 / (60 + rank) over the rankings that have it."""
 NUM_FUSED = 50
 """Least number of hits of each ranking that are fused."""
 MARGIN = 32
@@ -277,17 +274,14 @@ def read_manifest(address: Address, collection: Collection) -> Manifest | None:
 
 def fuse(rankings: Sequence[Sequence[Match]]) -> list[Match]:
     """Return all rows by the sum of their reciprocal ranks, ties by row."""
-    scores: dict[int, float] = defaultdict(float)
-    for ranking in rankings:
-        for rank, match in enumerate(ranking, 1):
-            scores[match.row] += 1 / (RRF + rank)
-    return sorted((Match(row, score) for row, score in scores.items()), key=_order)
+    found = (([match.row for match in r], reciprocal(len(r))) for r in rankings)
+    return [Match(row, score) for row, score in joined(found)]
 
 
 def texts_of(document: Document) -> tuple[str, str, str]:
     """Return id, contents, and title and text as JSON if the contents do not give them."""
-    plain = Document.from_contents(document.id, document.contents)
-    others = "" if plain == document else json.dumps([document.title, document.text])
+    is_split_alike = "title" not in document.to_row()
+    others = "" if is_split_alike else json.dumps([document.title, document.text])
     return document.id, document.contents, others
 
 

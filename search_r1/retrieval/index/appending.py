@@ -17,7 +17,6 @@ from search_r1.retrieval.errors import CorpusError, SearchError, SetupError
 from search_r1.retrieval.index import build_folder
 from search_r1.retrieval.index_builder import AppendConfig, BuildConfig, import_builder
 from search_r1.retrieval.manifest import FILE_NAME, Manifest
-from search_r1.retrieval.schema import Document
 from search_r1.retrieval.tokenization import FOLDED, SCRIPTS
 from verl.errors import explain
 from verl.files import exclusive_lock, fsync
@@ -81,10 +80,7 @@ def _join(old: Corpus, new: Corpus) -> Corpus:
             source.seek(-1, 2)
             file.write(b"" if source.read() == b"\n" else b"\n")
         for document in new:
-            row = {"id": document.id, "contents": document.contents}
-            if document != Document.from_contents(**row):  # has a title and text of its own
-                row |= {"title": document.title, "text": document.text}
-            file.write(json.dumps(row, ensure_ascii=False).encode() + b"\n")
+            file.write(json.dumps(document.to_row(), ensure_ascii=False).encode() + b"\n")
     fsync(target)
     return Corpus.open(target)
 
