@@ -24,6 +24,8 @@ from search_r1.retrieval.index.embeddings import (
     Matrix,
     blocks,
     encode,
+    fresh_cuts,
+    report_cuts,
 )
 from search_r1.retrieval.index.encoding import (
     build_key,
@@ -91,6 +93,7 @@ def append(
     Raises IndexMismatch.
     """
     encoder = open_own_encoder(config, manifest, folder)
+    cuts = fresh_cuts(encoder)
     index = faiss.read_index(str(folder / VECTORS_NAME))
     with build_folder.work_folder(folder, build_key(config, manifest)) as work:
         build_folder.check_disk(work, (folder / VECTORS_NAME).stat().st_size, "index")
@@ -102,6 +105,7 @@ def append(
                 check_finite(folder, start, vectors)
                 index.add(vectors)
                 report(rows.stop - num_old)
+        report_cuts(cuts)
         ready = build_folder.fresh_folder(work / build_folder.READY_NAME)
         faiss.write_index(index, str(ready / VECTORS_NAME))
         grown = replace(manifest, corpus=corpus.fingerprint, count=len(corpus), created=utc_now())
@@ -126,16 +130,7 @@ def _embed(
         corpus.check_rows(whole=True)  # before encoding, which can take hours
     else:
         logger.info("%d of %d documents are encoded already", done, len(corpus))
-    cuts = encode(file, corpus, encoder, settings, config.max_length)
-    if cuts.num_cut:
-        logger.warning(
-            "%d of %d passages (%.1f %%) have more than %d tokens, and their rest was cut off "
-            "(--max_length, or the model's own limit)",
-            cuts.num_cut,
-            cuts.num_texts,
-            100 * cuts.num_cut / cuts.num_texts,
-            cuts.limit,
-        )
+    report_cuts(encode(file, corpus, encoder, settings, config.max_length))
     return file.matrix
 
 

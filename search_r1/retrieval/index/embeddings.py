@@ -4,6 +4,7 @@ Rows are written in shards. A shard's byte in `done.bin` is set only after its r
 disk, and different processes write different bytes, so several can fill one file.
 """
 
+import logging
 import multiprocessing
 import os
 import threading
@@ -25,6 +26,8 @@ from search_r1.retrieval.errors import SetupError
 from search_r1.retrieval.index.progress import progress
 from search_r1.retrieval.settings import EncoderConfig
 from verl.files import atomic_write, fsync, regular_file
+
+logger = logging.getLogger(__name__)
 
 Matrix = npt.NDArray[Any]
 """(num_documents, dim), float32 or float16."""
@@ -101,7 +104,7 @@ def encode(
     missing, total = file.missing(), Cuts("passages")
     with progress("encode", "documents", len(corpus), file.num_done) as report:
         if len(settings) < 2:
-            total = _fresh_cuts(encoder)
+            total = fresh_cuts(encoder)
             for shard in missing:
                 _encode_shard(file, shard, corpus, encoder)
                 report(file.num_done)
@@ -156,7 +159,7 @@ def _encode_shards(
 ) -> Cuts:
     """Encode shards in a worker process; stops early if another worker failed."""
     corpus, encoder = Corpus.open(corpus_path), open_encoder(settings, max_length)
-    cuts = _fresh_cuts(encoder)
+    cuts = fresh_cuts(encoder)
     for shard in shards:
         if _stop.is_set():
             break
@@ -164,7 +167,20 @@ def _encode_shards(
     return cuts
 
 
-def _fresh_cuts(encoder: Encoder) -> Cuts:
+def report_cuts(cuts: Cuts) -> None:
+    """Warn if passages were cut."""
+    if cuts.num_cut:
+        logger.warning(
+            "%d of %d passages (%.1f %%) have more than %d tokens, and their rest was cut off "
+            "(--max_length, or the model's own limit)",
+            cuts.num_cut,
+            cuts.num_texts,
+            100 * cuts.num_cut / cuts.num_texts,
+            cuts.limit,
+        )
+
+
+def fresh_cuts(encoder: Encoder) -> Cuts:
     """Return the encoder's count of passages, set to 0; of one without a limit, it stays so."""
     cuts = next(iter(cuts_of(encoder)[1:]), Cuts("passages"))
     cuts.num_texts = cuts.num_cut = 0

@@ -14,11 +14,12 @@ import numpy as np
 from pydantic import TypeAdapter
 
 from search_r1.retrieval.corpus import Corpus
-from search_r1.retrieval.encoder import Encoder, cuts_of, open_encoder
+from search_r1.retrieval.encoder import Encoder, open_encoder
 from search_r1.retrieval.encoders.families import Vectors
 from search_r1.retrieval.engines.flat_file import check_finite
 from search_r1.retrieval.engines.remote import Address, Collection, connect, read_manifest
 from search_r1.retrieval.errors import IndexMismatch, SetupError
+from search_r1.retrieval.index.embeddings import fresh_cuts, report_cuts
 from search_r1.retrieval.index.encoding import encoder_settings, load_embeddings, manifest_of
 from search_r1.retrieval.index.progress import progress
 from search_r1.retrieval.index_builder import BuildConfig
@@ -48,17 +49,20 @@ def fill(config: BuildConfig, corpus: Corpus) -> None:
     is_dense = config.retrieval_method != "bm25"
     settings = encoder_settings(config)[0] if is_dense else None
     collection = connect(address, TIMEOUT_S)
-    encoder, encode = None, None
+    cuts, encode = None, None
     if settings is not None:
         encoder = open_encoder(settings, config.max_length)
         manifest = manifest_of(config, corpus, encoder, collection.made_with)
         encode = _encoder_of(config, corpus, encoder)
+        cuts = fresh_cuts(encoder)
     else:
         manifest = Manifest("bm25", corpus.fingerprint, len(corpus), analyzer=ANALYZER)
         manifest = replace(manifest, created=utc_now(), made_with=collection.made_with)
     first = _begin(address, collection, manifest, corpus, config.shard_rows)
     _insert(collection, corpus, encode, first, config.shard_rows)
-    _finish(address, collection, encoder, len(corpus))
+    _finish(address, collection, len(corpus))
+    if cuts is not None:
+        report_cuts(cuts)
 
 
 def _begin(
@@ -141,9 +145,7 @@ def _blocks(first: int, end: int, block: int) -> Iterator[range]:
         yield range(start, min(start + block, end))
 
 
-def _finish(
-    address: Address, collection: Collection, encoder: Encoder | None, num_rows: int
-) -> None:
+def _finish(address: Address, collection: Collection, num_rows: int) -> None:
     """Load the collection and compare its number of rows; raises IndexMismatch."""
     collection.store()
     collection.load()
@@ -151,7 +153,4 @@ def _finish(
         got, expected = f"{count} passages at the end", f"{num_rows}, as in the corpus"
         fix = "run the same command again, alone: it repairs the collection"
         raise IndexMismatch(explain(str(address), got, expected, fix))
-    for cuts in () if encoder is None else cuts_of(encoder)[1:]:
-        if cuts.num_cut:
-            logger.warning("%d of %d passages were cut off", cuts.num_cut, cuts.num_texts)
     logger.info("%s holds all %d passages", address, num_rows)
