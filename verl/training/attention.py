@@ -69,7 +69,7 @@ class SequenceBounds:
         positions = torch.cat([torch.arange(*span) for span in self.spans])[None]
         return to_device(positions, self.cu_seqlens.device)
 
-    @property
+    @functools.cached_property
     def paths(self) -> list[list[int]]:
         """For each run, the numbers of the runs that it follows, in order, and its own."""
         paths, path = [], list[int]()
