@@ -13,7 +13,6 @@ from collections.abc import Iterator, Sequence
 import bm25s
 
 from search_r1.retrieval.corpus import Corpus
-from search_r1.retrieval.tokenization import FOLDED, SCRIPTS, fold
 from search_r1.unspaced import RANGES, UNSPACED
 
 logger = logging.getLogger(__name__)
@@ -30,20 +29,19 @@ FIX = "build it again with `search-r1 index --retrieval_method bm25 --analyzer s
 
 
 def words_of(texts: Sequence[str]) -> list[list[str]]:
-    """Return each text's words, those of Latin text exactly as by the analyzer `folded`.
+    """Return the words of folded texts, those of Latin text exactly as by the analyzer `folded`.
 
     Of a script without spaces, each character and each pair of neighbours is a word. Signs for
     vowels belong to the words of their letters. Example: ``"1990 北京"`` gives ``1990``, ``北``,
     ``京`` and ``北京``.
     """
-    folded = [fold(text) for text in texts]
     spaced: list[list[str]] = bm25s.tokenize(
-        [_RUN.sub(" ", text) for text in folded],
+        [_RUN.sub(" ", text) for text in texts],
         token_pattern=_spaced_pattern(), stopwords="en", return_ids=False, show_progress=False,
     )  # fmt: skip
     return [
         [*words, *(word for run in _RUN.findall(text) for word in _characters_and_pairs(run))]
-        for words, text in zip(spaced, folded, strict=True)
+        for words, text in zip(spaced, texts, strict=True)
     ]
 
 
@@ -94,21 +92,6 @@ def _is_other(text: str) -> bool:
         return False
     num_other = len(_OTHER.findall(text))
     return num_other > len(_LETTER.findall(_OTHER.sub("", text)))
-
-
-def choose_analyzer(corpus: Corpus, wanted: str | None) -> str:
-    """Return the analyzer that is wanted, or else the one that fits the corpus; warns of a misfit.
-
-    Latin text has the same words under both, so one passage of a hundred decides.
-    """
-    share = other_share(corpus)
-    fitting = SCRIPTS if share >= SHARE else FOLDED
-    if wanted is None and fitting == SCRIPTS:
-        logger.info("%.0f %% of the passages of %s are in scripts without spaces or with vowel "
-                    "signs: --analyzer scripts", 100 * share, corpus.path)  # fmt: skip
-    if wanted not in (None, SCRIPTS):
-        warn_of_corpus(corpus, share)
-    return wanted or fitting
 
 
 def warn_of_corpus(corpus: Corpus, share: float | None = None) -> None:

@@ -51,12 +51,12 @@ def tokenize(texts: Sequence[str], analyzer: str = FOLDED) -> list[list[str]]:
 
     With `SCRIPTS` there are words of one character, too, in scripts without spaces.
     """
+    if analyzer != UNFOLDED:
+        texts = [fold(text) for text in texts]
     if analyzer == SCRIPTS:
         from search_r1.retrieval.script_words import words_of  # noqa: PLC0415 - few need it
 
         return words_of(texts)
-    if analyzer == FOLDED:
-        texts = [fold(text) for text in texts]
     words: list[list[str]] = bm25s.tokenize(
         list(texts), stopwords="en", return_ids=False, show_progress=False
     )

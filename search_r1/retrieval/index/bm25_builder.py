@@ -4,6 +4,7 @@ Words are numbered by their first appearance, so the index does not depend on th
 """
 
 import json
+import logging
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
@@ -21,9 +22,11 @@ from search_r1.retrieval.index import build_folder
 from search_r1.retrieval.index.progress import progress
 from search_r1.retrieval.index_builder import BuildConfig
 from search_r1.retrieval.manifest import Manifest, utc_now
-from search_r1.retrieval.script_words import choose_analyzer
-from search_r1.retrieval.tokenization import FOLDED, tokenize
+from search_r1.retrieval.script_words import SHARE, other_share, warn_of_corpus
+from search_r1.retrieval.tokenization import FOLDED, SCRIPTS, tokenize
 from verl.files import atomic_write
+
+logger = logging.getLogger(__name__)
 
 TOKENIZER = "words of two characters or more, folded, without English stop words"
 MADE_WITH = f"bm25s {bm25s.__version__}"
@@ -132,3 +135,18 @@ def _load_shard(path: Path) -> TokenizedRows:
         return TokenizedRows(
             arrays["ids"], arrays["lengths"], json.loads(arrays["words"].tobytes())
         )
+
+
+def choose_analyzer(corpus: Corpus, wanted: str | None) -> str:
+    """Return the analyzer that is wanted, or else the one that fits the corpus; warns of a misfit.
+
+    Latin text has the same words under both, so one passage of a hundred decides.
+    """
+    share = other_share(corpus)
+    fitting = SCRIPTS if share >= SHARE else FOLDED
+    if wanted is None and fitting == SCRIPTS:
+        logger.info("%.0f %% of the passages of %s are in scripts without spaces or with vowel "
+                    "signs: --analyzer scripts", 100 * share, corpus.path)  # fmt: skip
+    if wanted not in (None, SCRIPTS):
+        warn_of_corpus(corpus, share)
+    return wanted or fitting
