@@ -2,6 +2,7 @@
 
 With scales s and matrices A, B: s1 B1 A1 + s2 B2 A2 = [s1 B1 | s2 B2] [A1 over A2]. The ranks add
 up and the result is exact; the scales are multiplied into B, so the new adapter's scale is 1.
+What is larger than the limit is cut to the best approximation of the rank that fits (by SVD).
 `python -m example.smollm2.adapters --out OUT --base BASE` writes the adapters of a run in bfloat16.
 """
 
@@ -72,6 +73,28 @@ def combine(first: Factors, second: Factors) -> Factors:
     return Factors(first.rank + second.rank, 1.0, tensors)
 
 
+def truncate(adapter: Factors, rank: int) -> Factors:
+    """Return the best approximation of an adapter by one of at most this rank (Eckart-Young)."""
+    if rank >= adapter.rank:
+        return adapter
+    tensors = {}
+    for module in adapter.modules:
+        a, b = (f"{module}.lora_{letter}.weight" for letter in "AB")
+        rows, inner_a = torch.linalg.qr(adapter.tensors[a].T)
+        columns, inner_b = torch.linalg.qr(adapter.scale * adapter.tensors[b])
+        u, values, v = torch.linalg.svd(inner_b @ inner_a.T)
+        root = values[:rank].sqrt()
+        tensors[a] = root[:, None] * (v[:rank] @ rows.T)
+        tensors[b] = (columns @ u[:, :rank]) * root
+    return Factors(rank, 1.0, tensors)
+
+
+def largest_rank(adapter: Factors, dtype: torch.dtype) -> int:
+    """Return the highest rank with which an adapter of these modules is within LIMIT_BYTES."""
+    per_rank = sum(t.numel() for t in adapter.tensors.values()) * dtype.itemsize // adapter.rank
+    return LIMIT_BYTES // per_rank
+
+
 def write(
     adapter: Factors, out: Path, base: str, dialogue: Mapping[str, Any], dtype: torch.dtype
 ) -> None:
@@ -104,7 +127,10 @@ def main() -> None:
     adapters = {"sft": Factors.read(options.out / "sft" / "adapter")}
     if (options.out / "rl").exists():  # else the run has only a cold start
         second = Factors.read(options.out / "rl" / "adapter")
-        adapters["rl"] = combine(adapters["sft"], second)
+        both = combine(adapters["sft"], second)
+        adapters["rl"] = truncate(both, largest_rank(both, torch.bfloat16))
+    if (options.out / "continued").exists():  # trained on the first one, not beside it
+        adapters["continued"] = Factors.read(options.out / "continued" / "adapter")
     for name, adapter in adapters.items():
         write(adapter, options.out / "adapters" / name, options.base, dialogue, torch.bfloat16)
 

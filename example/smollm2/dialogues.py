@@ -209,9 +209,14 @@ async def search(query: str, thought: str, agent: DialogueAgent) -> Search:
 
 
 def first_query(question: str, rng: random.Random) -> str:
-    """Return the question without its question mark, or its key words."""
-    text = question.strip().rstrip("?").strip()
+    """Return the question as a query, or its key words."""
+    text = whole_query(question)
     return _key_phrase(text) if rng.random() < KEY_WORDS_SHARE else text
+
+
+def whole_query(question: str) -> str:
+    """Return the question without its question mark."""
+    return question.strip().rstrip("?").strip()
 
 
 def second_query(question: str, title: str) -> str:

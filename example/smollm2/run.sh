@@ -32,12 +32,14 @@ fi
 # which checkpoints and settings are chosen; max_tokens: longest dialogue of the cold start;
 # plain_share: share kept of those that neither compare nor search twice; sft_start: an adapter of
 # rank sft_rank to train on, or none; sft_save_freq: steps between checkpoints of the cold start, from
-# which it continues (0: none); sft_rank + rl_rank: an adapter of
-# 11.0 MB is shipped; rl_reward: a name in docs/guides/rewards.md; eval_rows: null for all 757.
+# which it continues (0: none); sft_rank + rl_rank: an adapter of 11.0 MB is shipped, a larger one is
+# cut; rl_reward: a name in docs/guides/rewards.md; rl_options: further options of GRPO, A=B;C=D;
+# continued_steps: updates of the stage continued; eval_rows: null for all 757.
 declare -A s=(
   [template]=short [topk]=3 [max_turns]=2 [max_start_length]=192 [max_response_length]=112
   [max_obs_length]=560 [select_rows]=300 [max_tokens]=1648 [plain_share]=1 [sft_start]=none [sft_save_freq]=0 [sft_steps]=150 [sft_batch_size]=16 [sft_lr]=5e-4 [sft_rank]=12
   [rl_steps]=150 [rl_prompts]=8 [rl_group]=8 [rl_lr]=1e-4 [rl_rank]=6 [rl_reward]=f1
+  [rl_options]=none [continued_steps]=30
   [rl_save_freq]=10 [rl_val_rows]=100 [eval_rows]=null [micro_batch_tokens]=2048
   [model]=models/SmolLM2-135M-Instruct
 )
@@ -69,11 +71,12 @@ while (($#)); do
     *) die "got $1, expected --stage NAME... or --set KEY=VALUE..." ;;
   esac
 done
-known=(data dialogues sft rl adapters evaluate ship)
+known=(data dialogues sft rl adapters evaluate continued ship)
 for name in "${stages[@]}"; do
   [[ " ${known[*]} " == *" $name "* ]] || die "--stage: got $name, expected one of ${known[*]}"
 done
-((${#stages[@]})) || stages=("${known[@]:0:6}") # not ship, which changes the repository
+# Only by name: continued, another arm, and ship, which changes the repository.
+((${#stages[@]})) || stages=("${known[@]:0:6}")
 
 # Settings that affected existing results cannot change: sft_* and so on once their folder exists.
 for name in corpus train dev; do
@@ -87,7 +90,8 @@ for key in "${!s[@]}"; do echo "$key=${s[$key]}"; done | sort >"$out/settings.ne
 if [[ -f $out/settings ]]; then
   changed=$(comm -23 "$out/settings.new" "$out/settings")
   for pair in $changed; do
-    folder=$out/$(case $pair in sft_*) echo sft ;; rl_*) echo rl ;; eval_*) echo evaluation ;; esac)
+    folder=$out/$(case $pair in sft_*) echo sft ;; rl_*) echo rl ;; \
+      continued_*) echo continued ;; eval_*) echo evaluation ;; esac)
     [[ ! -d $folder ]] || die "$out: got $pair, expected \
 $(grep "^${pair%%=*}=" "$out/settings"), as it began; fix: the same settings, or another OUT"
   done
@@ -134,24 +138,38 @@ stage_dialogues() {
     --max-tokens "${s[max_tokens]}" --plain-share "${s[plain_share]}" "${talk[@]}"
 }
 
-stage_sft() {
-  local alpha=$((2 * s[sft_rank])) start=()
-  if [[ ${s[sft_start]} != none ]]; then # as the adapters are written: scale 1
-    alpha=${s[sft_rank]} start=(adapter_path="${s[sft_start]}")
-  fi
+# imitate NAME STEPS SEED OPTION...: supervised training on the dialogues.
+imitate() {
   "$PYTHON" -m verl.trainer.sft model_path="$base" train_file="$out/data/dialogues.jsonl" \
-    output_dir="$out/sft" steps="${s[sft_steps]}" batch_size="${s[sft_batch_size]}" \
+    output_dir="$out/$1" steps="$2" batch_size="${s[sft_batch_size]}" \
     lr="${s[sft_lr]}" schedule=cosine max_length=$((max_prompt + s[max_response_length])) \
     max_tokens_per_micro_batch="${s[micro_batch_tokens]}" lora_rank="${s[sft_rank]}" \
-    lora_alpha="$alpha" device="$DEVICE" seed="$SEED" save_freq="${s[sft_save_freq]}" \
-    save_dtype=float32 "${start[@]}"
+    device="$DEVICE" seed="$3" save_freq="${s[sft_save_freq]}" save_dtype=float32 "${@:4}"
+}
+
+# A start of the repository's has scale 1.
+stage_sft() {
+  local start=(lora_alpha=$((2 * s[sft_rank])))
+  if [[ ${s[sft_start]} != none ]]; then
+    start=(lora_alpha="${s[sft_rank]}" adapter_path="${s[sft_start]}")
+  fi
+  imitate sft "${s[sft_steps]}" "$SEED" "${start[@]}"
+}
+
+# Instead of GRPO: more of the cold start, with the dialogues in another order.
+stage_continued() {
+  local alpha=$((2 * s[sft_rank]))
+  [[ ${s[sft_start]} == none ]] || alpha=${s[sft_rank]}
+  imitate continued "${s[continued_steps]}" $((SEED + 1)) lora_alpha="$alpha" \
+    adapter_path="$out/sft/adapter"
 }
 
 # Trains a second adapter on the merged first one. If the collapse guard stops the run (status 3), the
 # last checkpoint that it trusts is used.
 stage_rl() {
   rm -f "$out/done/adapters" "$out/done/evaluate" # of the cold start alone
-  local batch=$((s[rl_prompts] * s[rl_group])) status=0 healthy
+  local batch=$((s[rl_prompts] * s[rl_group])) status=0 healthy options=()
+  [[ ${s[rl_options]} == none ]] || IFS=';' read -ra options <<<"${s[rl_options]}"
   serve bm25
   BASE_MODEL=$out/sft RETRIEVER_URL=$url N_GPUS=1 TRAIN_FILES=$out/data/answerable.parquet \
     VAL_FILES=$out/data/select.parquet VAL_DATA_NUM=${s[rl_val_rows]} TRAIN_BATCH_SIZE=${s[rl_prompts]} \
@@ -166,6 +184,7 @@ stage_rl() {
     bash train_grpo.sh template="${s[template]}" reward_model.name="${s[rl_reward]}" \
     algorithm.kl_ctrl.kl_coef=0 trainer.device="$DEVICE" trainer.resume_mode=auto \
     trainer.guard.action=stop actor_rollout_ref.rollout.max_num_seqs=$((batch > 64 ? batch : 64)) \
+    "${options[@]}" \
     || status=$?
   ((status != 0)) || return 0
   ((status == 3)) || exit "$status"
@@ -195,6 +214,7 @@ stage_evaluate() {
   local bm25 random name pair best=sft names=(before sft) folders=() table=$out/table.md
   local pairs=(before:sft rag:sft)
   [[ ! -d $out/rl && ! -f $out/done/rl ]] || best=rl names+=(rl) pairs=(before:sft sft:rl before:rl rag:rl)
+  [[ ! -d $out/adapters/continued ]] || names+=(continued) pairs+=("continued:$best")
   serve bm25; bm25=$url
   serve random; random=$url
   for name in "${names[@]:1}"; do

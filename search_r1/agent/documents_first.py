@@ -63,13 +63,15 @@ class DocumentsFirst(DialogueAgent):
         observation = await self.environment.call(call)
         for name, count in observation.faults.items():
             trajectory.faults[name] = trajectory.faults.get(name, 0) + count
-        turn, written = Turn((call,)), ""
-        if isinstance(self.format, NativeFormat):  # templates want an answer to a written call
-            turn = Turn((call,), is_open=True)
-            written = write_call(self.format, call)
+        # Templates want an answer to a written call, which is still open.
+        turn = Turn((call,), is_open=isinstance(self.format, NativeFormat))
         fitting = self.fit(turn, [observation.items])
-        text = written + self.format.respond(turn, fitting, self.reserved or ())
+        text = self.written(call) + self.format.respond(turn, fitting, self.reserved or ())
         return self._encoded_segment(Origin.OBSERVATION, text)
+
+    def written(self, call: ToolCall) -> str:
+        """Return the text of the call before its documents: none, unless the template wants it."""
+        return write_call(self.format, call) if isinstance(self.format, NativeFormat) else ""
 
 
 def write_call(format: NativeFormat, call: ToolCall) -> str:

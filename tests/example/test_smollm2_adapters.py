@@ -11,7 +11,7 @@ from peft import PeftModel
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from example.smollm2.adapters import LIMIT_BYTES, Factors, combine, write
+from example.smollm2.adapters import LIMIT_BYTES, Factors, combine, largest_rank, truncate, write
 from example.tiny import tiny_llama
 from verl.config import AdapterConfig
 from verl.errors import ModelError
@@ -89,3 +89,17 @@ def test_an_adapter_above_the_size_limit_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="sft_rank"):
         write(large, tmp_path / "out", "base", DIALOGUE, torch.bfloat16)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_truncated_adapter_is_the_best_of_its_rank() -> None:
+    """Its product is that of the SVD of the full product; a higher rank changes nothing."""
+    torch.manual_seed(5)
+    a, b = torch.randn(5, 12, dtype=torch.float64), torch.randn(9, 5, dtype=torch.float64)
+    adapter = Factors(5, 2.0, {"q.lora_A.weight": a, "q.lora_B.weight": b})
+    small = truncate(adapter, 3)
+    u, values, v = torch.linalg.svd(2 * b @ a)
+    assert (small.rank, small.scale) == (3, 1.0)
+    product = small.tensors["q.lora_B.weight"] @ small.tensors["q.lora_A.weight"]
+    torch.testing.assert_close(product, u[:, :3] * values[:3] @ v[:3])
+    assert truncate(adapter, 5) is adapter
+    assert largest_rank(adapter, torch.bfloat16) == LIMIT_BYTES // (2 * (12 + 9))

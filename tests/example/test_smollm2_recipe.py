@@ -100,6 +100,20 @@ def test_only_settings_of_later_stages_may_change(recipe: Recipe) -> None:
     assert "got rl_steps=4, expected rl_steps=3, as it began" in output
 
 
+def test_the_arms_of_the_comparison(recipe: Recipe) -> None:
+    """The cold start continued begins from its adapter; options of the user's reach GRPO."""
+    calls, _ = recipe.run("--stage", "continued", "--set", "continued_steps=7", "sft_rank=18")
+    more = parse_sft(arguments_of(calls, "verl.trainer.sft")[0])
+    assert (more.steps, more.seed, more.lora_rank, more.lora_alpha) == (7, 1, 18, 36)
+    assert Path(str(more.adapter_path)) == recipe.out / "sft" / "adapter"
+    options = "agent.name=example/smollm2/reading.py:reading;algorithm.adv_estimator=dr_grpo"
+    recipe.run("--stage", "data")
+    calls, _ = recipe.run("--stage", "rl", "--set", f"rl_options={options}")
+    config = cli.compose(arguments_of(calls, "verl.trainer.main_ppo")[0])
+    assert config.agent.name.endswith("reading.py:reading")
+    assert config.algorithm.adv_estimator == "dr_grpo"
+
+
 def test_mistakes_are_errors_before_anything_runs(recipe: Recipe) -> None:
     """An unknown setting, stage or budget, and missing data, are errors at the start."""
     for arguments, expected in (
