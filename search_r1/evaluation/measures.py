@@ -91,6 +91,8 @@ MEASURES: tuple[Measure, ...] = (
     Measure("turns", "turns", lambda s: s.turns),
     Measure("policy_tokens", "policy tokens", lambda s: s.policy_tokens),
     Measure("observation_tokens", "observation tokens", lambda s: s.observation_tokens),
+    Measure("tokens", "all tokens", lambda s: s.tokens),
+    Measure("seconds", "seconds", lambda s: s.seconds or 0.0, lambda s: s.seconds is not None),
     Measure("searches_per_correct", "searches per correct", _num_searches, lambda s: s.em),
     Measure("tokens_per_correct", "policy tokens per correct", lambda s: s.policy_tokens,
             lambda s: s.em),

@@ -18,6 +18,14 @@ NOTE = (
     "Beside the paper's EM (Qwen2.5, wiki-18, E5, topk 3); figures of another model, corpus or "
     "retriever cannot be compared with it"
 )
+ROW_OF = {
+    "direct": "direct",
+    "cot": "chain of thought",
+    "ircot": "IRCoT",
+    "rag": "RAG",
+    "agent": "Search-R1, instruct",
+}
+"""By method of an evaluation: the row below which it stands, unless its folder names another."""
 EXACT_MATCH: dict[str, dict[str, tuple[float, ...]]] = {
     "7B": {
         "direct": (0.134, 0.408, 0.14, 0.183, 0.25, 0.031, 0.12, 0.181),

@@ -6,6 +6,7 @@ Comparisons first check that the evaluations used the same questions and one cor
 import json
 import logging
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -37,8 +38,10 @@ from verl.files import atomic_write
 
 logger = logging.getLogger(__name__)
 
-COUNTS = ("searches", "turns", "policy_tokens", "observation_tokens", "searches_per_correct",
-          "tokens_per_correct")  # fmt: skip
+COSTS = ("searches", "turns", "tokens", "policy_tokens", "seconds", "searches_per_correct",
+         "tokens_per_correct")  # fmt: skip
+"""Measures of what a question costs, which a table shows beside the chosen one."""
+COUNTS = (*COSTS, "observation_tokens")
 """Measures that are shown as numbers; all others are shares, shown in per cent."""
 
 
@@ -242,7 +245,11 @@ def table(
 
     `paper` is a size of the published models, whose table is put before the evaluations' EM.
     """
-    parts = [_legend(evaluations), _measure_table(evaluations, measure, num_resamples, seed)]
+    summaries = {
+        e.name: summarize(e.samples, num_resamples=num_resamples, seed=seed) for e in evaluations
+    }
+    parts = [_legend(evaluations), _measure_table(summaries, measure),
+             f"Costs of a question, over all rows:\n\n{_cost_table(summaries)}"]  # fmt: skip
     utilities = _utilities(evaluations, num_resamples, seed)
     if utilities:
         parts.append(f"Search utility (EM with documents − EM without):\n\n{utilities}")
@@ -261,12 +268,7 @@ def _legend(evaluations: Sequence[FinishedEvaluation]) -> str:
     return markdown_table(heads, rows)
 
 
-def _measure_table(
-    evaluations: Sequence[FinishedEvaluation], measure: str, num_resamples: int, seed: int
-) -> str:
-    summaries = {
-        e.name: summarize(e.samples, num_resamples=num_resamples, seed=seed) for e in evaluations
-    }
+def _measure_table(summaries: Mapping[str, Summary], measure: str) -> str:
     sets = sorted({name for s in summaries.values() for name in s.estimates} - {MACRO, ROWS})
     columns = [*sets, MACRO, ROWS] if len(sets) > 1 else sets
     rows = [
@@ -277,21 +279,34 @@ def _measure_table(
     return markdown_table([measure, *columns], rows)
 
 
+def _cost_table(summaries: Mapping[str, Summary]) -> str:
+    """Format EM and costs over all rows; a dash where an evaluation did not measure them."""
+    heads, values = titles(), {name: s.estimates[ROWS] for name, s in summaries.items()}
+    rows = [
+        [name, *(_number(m, math.nan if (v := of[m].value) is None else v) for m in ("em", *COSTS))]
+        for name, of in values.items()
+    ]
+    return markdown_table(["", heads["em"], *(heads[name] for name in COSTS)], rows)
+
+
 def _beside_the_paper(evaluations: Sequence[FinishedEvaluation], size: str) -> str:
-    """Format the paper's rows, then a row per evaluation; EM as fractions, as the paper has them.
+    """Format the paper's rows, each followed by evaluations of its method; EM as fractions.
 
     The average needs every set of the paper. A line below names evaluations without any of them.
     """
     names = list(published.SETS)
-    rows = dict(published.EXACT_MATCH[size])
+    own = dict[str, tuple[float, ...]]()
+    below: dict[str, list[str]] = {name: [name] for name in published.EXACT_MATCH[size]}
     for evaluation in evaluations:
         ems = {name: [s.em for s in evaluation.samples if s.data_source == name] for name in names}
         values = [fmean(ems[name]) if ems[name] else math.nan for name in names]
-        rows[f"**{evaluation.name}**"] = (*values, fmean(values))
+        own[f"**{evaluation.name}**"] = (*values, fmean(values))
+        below[_published_row(evaluation, list(below))].append(f"**{evaluation.name}**")
+    rows = published.EXACT_MATCH[size] | own
     cells = [
-        [name, *(f"{value:.3f}" if math.isfinite(value) else "–" for value in row)]
-        for name, row in rows.items()
-    ]
+        [name, *(f"{value:.3f}" if math.isfinite(value) else "–" for value in rows[name])]
+        for group in below.values() for name in group
+    ]  # fmt: skip
     notes = [
         f"\n{e.name} has questions of {', '.join(by_set(e.samples))} and of none of the paper's "
         f"sets; their `data_source` is {', '.join(names)}.\n"
@@ -299,6 +314,13 @@ def _beside_the_paper(evaluations: Sequence[FinishedEvaluation], size: str) -> s
         if not any(s.data_source in names for s in e.samples)
     ]
     return markdown_table(["EM", *published.SETS.values(), "Avg."], cells) + "".join(notes)
+
+
+def _published_row(evaluation: FinishedEvaluation, rows: Sequence[str]) -> str:
+    """Return the row that the folder is named after, as `sft`, or else that of the method."""
+    by_name = {re.sub(r"[ -]", "_", row.lower().replace(",", "")): row for row in rows}
+    own = re.sub(r"[ -]", "_", Path(evaluation.name).name.lower())
+    return by_name.get(own) or published.ROW_OF[evaluation.manifest["method"]]
 
 
 def _utilities(evaluations: Sequence[FinishedEvaluation], num_resamples: int, seed: int) -> str:

@@ -4,6 +4,7 @@ import asyncio
 import functools
 import re
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -78,13 +79,16 @@ class Runner:
 
         environment = replace(self.agent.environment, on_observation=record)
         agent = replace(self.agent, environment=environment)
+        began = time.perf_counter()
         play = self._interleave if self.method.interleaves else self._play
         try:
             end, num_document_tokens = await play(task, agent, engine)
         except ToolError as error:
             end, num_document_tokens = self._start(task), 0
             end.status, end.error = Status.FAILED, str(error)
-        return await self._score(end, searches, num_document_tokens)
+        seconds = time.perf_counter() - began
+        sample = await self._score(end, searches, num_document_tokens)
+        return replace(sample, seconds=seconds)
 
     async def _play(
         self, task: Task, agent: DialogueAgent, engine: RolloutEngine

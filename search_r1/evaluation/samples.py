@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 FAILED = "failed"
@@ -51,6 +51,8 @@ class Sample:
     judge: float | None = None
     """The judge's score; None without a judge or verdict."""
     error: str = ""
+    seconds: float | None = field(default=None, compare=False)
+    """Wall time of the dialogue, without the judge; None in older evaluations."""
 
     @property
     def key(self) -> tuple[str, int]:
@@ -60,6 +62,11 @@ class Sample:
     def has_answer_in_documents(self) -> bool:
         """Whether any search found an accepted answer."""
         return any(search.has_answer for search in self.searches)
+
+    @property
+    def tokens(self) -> int:
+        """All tokens of the dialogue: those of its prompts, sampled, and of documents."""
+        return self.prompt_tokens + self.policy_tokens + self.observation_tokens
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), ensure_ascii=False)
@@ -85,8 +92,8 @@ class Sample:
 
 _TYPES: dict[str, Any] = {"str": str, "int": int, "float": (int, float), "None": type(None)}
 _FIELD_TYPES = {
-    field.name: tuple(_TYPES[name] for name in str(field.type).split(" | "))
-    for field in fields(Sample)
-    if not str(field.type).startswith("tuple")
+    each.name: tuple(_TYPES[name] for name in str(each.type).split(" | "))
+    for each in fields(Sample)
+    if not str(each.type).startswith("tuple")
 }
 """Types of the fields of a sample that are not tuples, for `isinstance`."""

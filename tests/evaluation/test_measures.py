@@ -19,8 +19,8 @@ from tests.evaluation.scripted import sample, search
 SAMPLES = [
     sample(em=1.0, f1=1.0, searches=(search("thing zero", has_answer=True), search("other"))),
     sample(em=0.0, f1=0.4, searches=(search("Thing zero!"), search("thing zero")), judge=1.0,
-           truncated_turns=2, invalid_actions=1, turns=3),
-    sample(em=1.0, f1=1.0, judge=0.5, turns=1),
+           truncated_turns=2, invalid_actions=1, turns=3, seconds=2.0),
+    sample(em=1.0, f1=1.0, judge=0.5, turns=1, seconds=1.0),
     sample(em=0.0, f1=0.0, searches=(search("what is THING 0", has_answer=True),),
            status="out_of_turns", policy_tokens=40),
 ]  # fmt: skip
@@ -33,6 +33,8 @@ BY_HAND = {
     "turns": 8 / 4,
     "policy_tokens": 100 / 4,
     "observation_tokens": 30,
+    "tokens": (3 * (10 + 20 + 30) + 10 + 40 + 30) / 4,
+    "seconds": 3 / 2,
     "searches_per_correct": 5 / 2,
     "tokens_per_correct": 100 / 2,
     "answer_in_documents": 2 / 4,

@@ -10,6 +10,7 @@ import pytest
 
 from search_r1.evaluation import report
 from search_r1.evaluation.__main__ import main
+from search_r1.evaluation.measures import titles
 from search_r1.evaluation.options import TableOptions
 from search_r1.evaluation.published import SETS
 from search_r1.evaluation.report import as_markdown, read_all
@@ -208,6 +209,32 @@ def test_evaluations_stand_beside_the_papers_figures(tmp_path: Path) -> None:
     assert f"| **one** | 0.500 |{' – |' * 7}" in found
     assert "none of the paper's sets" not in found
     assert "| **seven** | 1.000 | 1.000 | 1.000 | 0.000 | 0.000 | 0.000 | 0.000 | 0.429 |" in found
+
+
+def test_evaluations_stand_below_the_papers_row(tmp_path: Path) -> None:
+    """An evaluation follows the row of its method, or the row that its folder is named after."""
+    methods = {"mine": "agent", "steps": "cot", "sft": "direct", "rejection_sampling": "agent"}
+    folders = [evaluation(tmp_path / n, [1.0] * 4, method=m) for n, m in methods.items()]
+    lines = table(folders, num_resamples=100, paper="7B").splitlines()
+    above = {n: lines[lines.index(f"| **{n}** | 1.000 |{' – |' * 7}") - 1] for n in methods}
+    assert {n: line.split(" | ")[0] for n, line in above.items()} == {
+        "mine": "| Search-R1, instruct", "steps": "| chain of thought", "sft": "| SFT",
+        "rejection_sampling": "| rejection sampling",
+    }  # fmt: skip
+
+
+def test_a_table_has_the_costs_of_a_question(tmp_path: Path) -> None:
+    """Means over all rows; seconds are unknown for evaluations that did not measure them."""
+    old = evaluation(tmp_path / "old", [1.0, 0.0, 0.0, 1.0])
+    data = MANIFEST["data"] | {"num_rows": 2}
+    with Store(tmp_path / "new", copy.deepcopy(MANIFEST) | {"data": data}) as store:
+        store.append(sample("dev.jsonl#0", 0.0, seconds=0.5))
+        store.append(sample("dev.jsonl#1", 0.0, seconds=1.5, prompt_tokens=20, policy_tokens=4))
+    found = table([old, tmp_path / "new"], num_resamples=100, is_mixed=True)
+    names = ["EM", *map(titles().__getitem__, report.COSTS)]
+    assert f"|  | {' | '.join(names)} |" in found
+    assert "| old | 50.0 | 1.00 | 2.00 | 60.00 | 20.00 | – | 2.00 | 40.00 |" in found
+    assert "| new | 0.0 | 0.00 | 2.00 | 57.00 | 12.00 | 1.00 | – | – |" in found
 
 
 def test_a_row_of_dashes_beside_the_paper_is_explained(tmp_path: Path) -> None:
