@@ -23,7 +23,7 @@ from search_r1.inference.dialogue import SILENCE, DialogueListener, Reply
 from search_r1.inference.model_name import Options
 from search_r1.inference.opening import open_session
 from search_r1.loops import LoopThread
-from search_r1.python_objects import PythonObjects, RetrieverLike, ToolLike
+from search_r1.python_objects import AgentLike, PythonObjects, RetrieverLike, ToolLike
 from search_r1.retrieval.local_server import LocalServer
 from verl import plugins
 from verl.config.overrides import short_repr
@@ -99,16 +99,17 @@ def load_agent(
     *,
     retriever: str | RetrieverLike | None = None,
     tools: Sequence[str | ToolLike] | None = None,
+    agent: str | AgentLike | None = None,
     **options: Any,
 ) -> SearchAgent:
     """Start the agent of a model folder, hub name, checkpoint `global_step_N`, or run folder.
 
     `options` are those of `search-r1 infer` (`InferenceOptions`): `engine="vllm"`, `topk=5`, ….
     `retriever` is an address, "empty", a `LocalServer` to start, or a function or object that finds
-    documents; `tools` are names, classes or objects that replace the model's own tools. Raises
-    UserError.
+    documents; `tools` are names, classes or objects that replace the model's own tools, and `agent`
+    replaces its agent likewise. Raises UserError.
     """
-    passed, names = _register(retriever, tools)
+    passed, names = _register(retriever, tools, agent)
     agent_options = typed_options(InferenceOptions, {"model": str(model), **names, **options})
     return SearchAgent(agent_options, passed, retriever)
 
@@ -134,6 +135,7 @@ def evaluate(
     out: str | Path | None = None,
     retriever: str | RetrieverLike | None = None,
     tools: Sequence[str | ToolLike] | None = None,
+    agent: str | AgentLike | None = None,
     **options: Any,
 ) -> Evaluation:
     """Run and score every row of the data. Raises UserError.
@@ -141,7 +143,7 @@ def evaluate(
     `options` are those of `search-r1 evaluate` (`EvaluationOptions`). With `out`, the evaluation is
     kept in that folder, and an interrupted one is resumed; without it, no files are kept.
     """
-    passed, values = _register(retriever, tools)
+    passed, values = _register(retriever, tools, agent)
     files = [str(file) for file in ([data] if isinstance(data, str | Path) else data)]
     with contextlib.ExitStack() as stack:
         folder = Path(out or stack.enter_context(tempfile.TemporaryDirectory()) + "/evaluation")
@@ -162,13 +164,17 @@ def evaluate(
     return Evaluation(scores, intervals, rows, Path(out) if out else None)
 
 
-def _register(retriever: Any, tools: Sequence[Any] | None) -> tuple[PythonObjects, dict[str, Any]]:
+def _register(
+    retriever: Any, tools: Sequence[Any] | None, agent: Any
+) -> tuple[PythonObjects, dict[str, Any]]:
     """Register passed objects; return them, and the option values that name them."""
     passed, values = PythonObjects(), dict[str, Any]()
     if retriever is not None and not isinstance(retriever, LocalServer):
         values["retriever_url"] = passed.retriever(retriever)
     if tools is not None:
         values["tools"] = passed.tools("tools", tools)
+    if agent is not None:
+        values["agent"] = passed.name("agent", agent, "run")
     return passed, values
 
 

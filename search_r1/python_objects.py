@@ -15,7 +15,7 @@ from typing import Any
 from search_r1.retrieval.local_server import LocalServer
 from search_r1.retrieval.protocol import Retrieval
 from search_r1.retrieval.schema import Document
-from verl.agent.interface import Tool
+from verl.agent.interface import Agent, Tool
 from verl.config import Config
 from verl.errors import ConfigError, explain
 from verl.plugins import PYTHON_PREFIX, FixedInstance
@@ -23,6 +23,7 @@ from verl.plugins import PYTHON_PREFIX, FixedInstance
 SearchFunction = Callable[[str], Sequence[Document | str]]
 """A function that returns documents, or their contents, for a query, best first; it may block."""
 RetrieverLike = Retrieval | SearchFunction | LocalServer
+AgentLike = Agent | Callable[[Config], Agent]
 ToolLike = Tool | Callable[[Config], Tool]
 
 

@@ -14,11 +14,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from search_r1.python_objects import PythonObjects, RetrieverLike, ToolLike
+from search_r1.python_objects import AgentLike, PythonObjects, RetrieverLike, ToolLike
 from search_r1.retrieval.local_server import LocalServer
 from search_r1.rewards import RewardInput, RewardOutput
 from verl import plugins
-from verl.agent.interface import Agent
 from verl.config import Config, cli
 from verl.errors import ConfigError, PluginError, explain
 from verl.logs import start_logging
@@ -28,7 +27,6 @@ from verl.rewards.interface import RewardManager
 Callback = Callable[[int, Mapping[str, float]], object]
 """A function of a step and its metrics; its return value is ignored."""
 RewardLike = Callable[[RewardInput], float | RewardOutput] | RewardManager | type[RewardManager]
-AgentLike = Agent | Callable[[Config], Agent]
 VALIDATION_PREFIX = "val/"
 
 

@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from search_r1.inference.agent_options import SETTINGS_FILE
+from verl.agent.settings import SETTINGS_FILE
 from verl.errors import ModelError, explain
 from verl.ext.lora.adapter import PREFIX, Adapter, peft_config_of_record
 

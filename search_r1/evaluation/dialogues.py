@@ -47,12 +47,13 @@ async def run_missing(
         config.agent.name = "dialogue"  # a baseline has its own documents, or none
     agent = method_agent(checked_agent(config), method)
     tokenizer: Any = agent.tokenizer
-    sampling = Sampling(options.max_response_length, options.temperature, options.top_p)
+    data = config.data
+    sampling = Sampling(data.max_response_length, options.temperature, options.top_p)
     judge = open_judge(options)
-    rule = RULES[options.normalize]
+    rule = RULES[config.reward_model.normalize]
     runner = Runner(agent, method, tokenizer, sampling, options.seed, judge, options.untagged,
                     rule, config.max_turns)  # fmt: skip
-    check_rows(rows, runner, min(options.max_start_length, options.max_prompt_length))
+    check_rows(rows, runner, min(data.max_start_length, data.max_prompt_length))
     manifest = build_manifest(options, config, facts, len(rows), compute_dtype(options))
     tasks = [Task(row, sample) for row in rows for sample in range(options.n)]
     with Store(Path(options.out), manifest) as store:

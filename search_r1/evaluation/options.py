@@ -42,8 +42,9 @@ class EvaluationOptions(AgentOptions):
     """agent searches; direct, cot, rag and ircot are baselines"""
     untagged: Literal["wrong", "read"] = WRONG
     """a reply without <answer> counts as wrong, or its text is read as the answer"""
-    normalize: Literal["squad", "unicode"] = "squad"
-    """rule by which answers are compared, as in `reward_model.normalize`"""
+    normalize: Literal["squad", "unicode"] | None = None
+    """rule by which answers are compared, as in `reward_model.normalize`; default: the model's own
+    setting"""
     num_rows: Annotated[int, Bounds(1)] | None = None
     """number of rows to evaluate, chosen by --seed; default: all"""
     n: Annotated[int, Bounds(1, 10_000)] = 1

@@ -13,7 +13,7 @@ from search_r1.agent.grammar import Grammar, spans_between, tag_pattern
 from search_r1.evaluation.methods import Method, apply_method
 from search_r1.evaluation.options import READ, WRONG
 from search_r1.evaluation.samples import Sample, SampleSearch
-from search_r1.inference.dialogue import query_of, question_of
+from search_r1.inference.dialogue import observed, query_of, question_of
 from search_r1.retrieval.schema import Document
 from search_r1.rewards import RewardInput, build_reward
 from search_r1.rewards.normalize import Normalize, contains_answer, normalize_answer
@@ -77,8 +77,7 @@ class Runner:
                 has_answer = contains_answer(text, task.row.ground_truth, self.normalize)
                 searches.append(SampleSearch(query_of(call), ids, has_answer))
 
-        environment = replace(self.agent.environment, on_observation=record)
-        agent = replace(self.agent, environment=environment)
+        agent = observed(self.agent, record)
         began = time.perf_counter()
         play = self._interleave if self.method.interleaves else self._play
         try:

@@ -3,7 +3,6 @@
 The sum is computed in float32, then rounded to the engine's dtype, as exports of training runs do.
 """
 
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ from peft import PeftConfig, PeftModel
 from transformers import PretrainedConfig
 
 from search_r1.inference.adapter_folder import base_model_of
-from search_r1.inference.agent_options import SETTINGS_FILE
+from verl.agent.settings import copy_settings
 from verl.model_files import (
     ModelProblem,
     check_finite,
@@ -50,8 +49,6 @@ def merge(base: Path, adapter: Path, out: Path, dtype: str) -> Path:
     check_finite(merged.named_parameters(), f"{subject} over {base}")
     merged.to(getattr(torch, dtype)).save_pretrained(out)
     copy_tokenizer(str(base), out)
-    for folder in (adapter, base):
-        if (folder / SETTINGS_FILE).is_file():
-            shutil.copy(folder / SETTINGS_FILE, out / SETTINGS_FILE)
-            break
+    if not copy_settings(adapter, out):
+        copy_settings(base, out)
     return out

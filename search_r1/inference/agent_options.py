@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
@@ -11,12 +11,10 @@ import yaml
 
 from search_r1.options import Bounds, Seed, problems
 from verl.config import Config
-from verl.errors import ConfigError, explain
+from verl.config.agent import AgentConfig
+from verl.errors import ConfigError, did_you_mean, explain
 
-SETTINGS_FILE = "search_r1.json"
-"""File in a model's or adapter's folder with the dialogue settings it was trained with."""
-
-_DATA = Config().data
+AGENT_NAMES = next(field for field in fields(AgentConfig) if field.name == "name")
 TURNS, DOCUMENTS = Bounds(0, 10_000), Bounds(1, 10_000)
 Dialogues = Annotated[int, Bounds(1, 16_384)]
 Length = Annotated[int, Bounds(1, 2**24)]
@@ -93,12 +91,17 @@ class AgentOptions:
     """documents per search; default: the model's own setting"""
     tools: tuple[str, ...] | None = None
     """tools that the policy may call, as in `agent.tools`; default: the model's own setting"""
-    agent: Literal["dialogue", "documents_first"] | None = None
-    """agent, as `agent.name`; default: the model's own setting"""
+    do_search: bool | None = None
+    """use the tools; default: true with --tools, else the model's own setting"""
+    agent: str | None = None
+    """dialogue, documents_first, openenv:URL or FILE.py:Name, as `agent.name`; default: the model's
+    own setting"""
     template: str | None = None
     """dialogue format: name or .yaml file, as in `template`; default: the model's own setting"""
     chat_template_kwargs: TemplateKwargs = None
     """arguments of the model's chat template, as enable_thinking=false; default: the model's own"""
+    no_think_rl: bool | None = None
+    """begin each turn with a closed thinking part; default: the model's own setting"""
     max_turns: Annotated[int, TURNS] | None = None
     """maximum searches per dialogue; default: the model's own setting"""
     temperature: Annotated[float, Bounds(0, 10)] = 0.0
@@ -125,14 +128,15 @@ class AgentOptions:
     """fraction of each GPU's memory for vLLM"""
     concurrency: Dialogues = 256
     """maximum concurrent dialogues"""
-    max_start_length: Length = _DATA.max_start_length
-    """maximum length of the initial prompt"""
-    max_prompt_length: Length = _DATA.max_prompt_length
-    """maximum context of any turn; together with --max-response-length at most the model's"""
-    max_response_length: Length = _DATA.max_response_length
-    """maximum sampled tokens per turn"""
-    max_obs_length: Length = _DATA.max_obs_length
-    """maximum length of one observation"""
+    max_start_length: Length | None = None
+    """maximum length of the initial prompt; default: the model's own setting"""
+    max_prompt_length: Length | None = None
+    """maximum context of any turn; together with --max-response-length at most the model's;
+    default: the model's own setting"""
+    max_response_length: Length | None = None
+    """maximum sampled tokens per turn; default: the model's own setting"""
+    max_obs_length: Length | None = None
+    """maximum length of one observation; default: the model's own setting"""
 
     def __post_init__(self) -> None:
         """Check the options before any work. Raises ConfigError."""
@@ -141,6 +145,10 @@ class AgentOptions:
 
     def conflicts(self) -> Iterator[str]:
         """Yield problems other than values out of bounds."""
+        names = AGENT_NAMES.metadata["limits"]
+        if self.agent is not None and not names.allows(self.agent):
+            fix = did_you_mean(self.agent, names.choices, "name one of them")
+            yield explain("--agent", repr(self.agent), names.expected(), fix)
         if self.adapter and self.endpoint:
             fix = "give the adapter to the server behind --endpoint"
             yield explain("--adapter", "both --adapter and --endpoint", "one of them", fix)

@@ -1,15 +1,17 @@
 """Builds an agent: from its options, the settings of its model's folder, and the model's files."""
 
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from search_r1.agent.generation import AGENTS, agent_kind
-from search_r1.inference.agent_options import DOCUMENTS, SETTINGS_FILE, TURNS, AgentOptions
+from search_r1.agent.generation import build_agent
+from search_r1.inference.agent_options import AgentOptions
 from verl.agent.dialogue import DialogueAgent
+from verl.agent.settings import SETTINGS, SETTINGS_FILE, get_option, limits_of, set_option
 from verl.agent.wording import TEMPLATE_FILE
 from verl.config import Config
-from verl.errors import ModelError, explain, misspelt
+from verl.errors import ConfigError, ModelError, explain, misspelt
 from verl.json_files import read_object
 from verl.model_files import (
     ModelProblem,
@@ -20,14 +22,13 @@ from verl.model_files import (
     load_tokenizer,
     model_errors,
 )
+from verl.plugins import PYTHON_PREFIX
 from verl.training.devices import device_type
 
-SETTING_TYPES = {
-    "template": str, "agent": str, "tools": list, "max_turns": int, "topk": int,
-    "chat_template_kwargs": dict,
-}  # fmt: skip
-"""Keys of `search_r1.json` and the types of their values."""
-BOUNDS = {"max_turns": TURNS, "topk": DOCUMENTS}
+logger = logging.getLogger(__name__)
+
+OPTIONS = {name: key for key, name in SETTINGS.items()}
+"""Keys of `search_r1.json`, and the options of a run that they are."""
 
 
 def run_config(options: AgentOptions, model: str) -> Config:
@@ -39,25 +40,21 @@ def run_config(options: AgentOptions, model: str) -> Config:
     saved = _read_settings(model)
     config.actor_rollout_ref.model.path = model
     config.actor_rollout_ref.model.trust_remote_code = options.trust_remote_code
-    template = saved.get("template")
-    if template == TEMPLATE_FILE:
-        template = str(Path(model) / TEMPLATE_FILE)
-    config.template = _first(options.template, template, config.template)
-    config.agent.name = _first(options.agent, saved.get("agent"), config.agent.name)
-    code = [tool for tool in saved.get("tools") or () if ".py" in tool]
-    if code and options.tools is None and not options.trust_remote_code:
-        got, expected = f"the tool {code[0]}, which is code", "built-in tools"
-        fix = "--trust-remote-code, once you have read it"
-        raise ModelError(explain(f"{SETTINGS_FILE} of {model}", got, expected, fix))
-    config.agent.tools = list(_first(options.tools, saved.get("tools") or None, config.agent.tools))
-    config.data.chat_template_kwargs = _first(
-        options.chat_template_kwargs, saved.get("chat_template_kwargs"), {}
-    )
-    config.max_turns = _first(options.max_turns, saved.get("max_turns"), config.max_turns)
-    config.retriever.topk = _first(options.topk, saved.get("topk"), config.retriever.topk)
+    if saved.get("template") == TEMPLATE_FILE:
+        saved["template"] = str(Path(model) / TEMPLATE_FILE)
+    if not options.trust_remote_code:
+        _refuse_foreign(saved, options, f"{SETTINGS_FILE} of {model}")
+    given = {name: getattr(options, name, None) for name in OPTIONS}
+    if given["tools"] is not None:
+        given["tools"] = list(given["tools"])
+        given["do_search"] = True if given["do_search"] is None else given["do_search"]
+    for name, key in OPTIONS.items():
+        set_option(config, key, _first(given[name], saved.get(name), get_option(config, key)))
+    if not config.do_search and given["do_search"] is None:
+        logger.warning(
+            "%s was trained without its tools, and has none here: --do-search True", model
+        )
     config.retriever.url = options.retriever_url
-    for name in ("max_start_length", "max_prompt_length", "max_response_length", "max_obs_length"):
-        setattr(config.data, name, getattr(options, name))
     config.trainer.device = options.device
     config.trainer.seed = options.seed or 0
     rollout = config.actor_rollout_ref.rollout
@@ -80,16 +77,37 @@ def _read_settings(model: str) -> dict[str, Any]:
     with model_errors(model, SETTINGS_FILE, "--model", "what training writes"):
         settings = read_object(file)
         _check_names(settings)
-        for name, kind in SETTING_TYPES.items():
-            value, bounds = settings.get(name), BOUNDS.get(name)
-            is_kind = type(value) is kind  # not `isinstance`, which accepts a bool as an int
-            if value is not None and (not is_kind or (bounds and value not in bounds)):
-                raise ModelProblem(f"{name}={value!r}")
-        if (settings.get("agent") or "dialogue") not in AGENTS:
-            raise ModelProblem(f"agent={settings['agent']!r}")
-        if not all(isinstance(tool, str) for tool in settings.get("tools") or ()):
-            raise ModelProblem(f"tools={settings['tools']!r}")
+        settings = {name: value for name, value in settings.items() if value is not None}
+        for name in filter(settings.__contains__, OPTIONS):
+            _check_value(name, settings[name])
         return settings
+
+
+def _check_value(name: str, value: Any) -> None:
+    """Raise ModelProblem for a value that its option could not have."""
+    kind, limits = type(get_option(Config(), OPTIONS[name])), limits_of(OPTIONS[name])
+    is_list = isinstance(value, list)
+    # Not `isinstance`, which accepts a bool as an int.
+    is_kind = type(value) is kind and not (is_list and any(type(one) is not str for one in value))
+    if not (is_kind and limits.allows(value)):
+        raise ModelProblem(f"{name}={value!r}")
+
+
+def _refuse_foreign(saved: Mapping[str, Any], options: AgentOptions, subject: str) -> None:
+    """Raise ModelError for settings that run code of a file, or talk to another server.
+
+    Options that were given replace them.
+    """
+    code = [tool for tool in saved.get("tools", ()) if ".py" in tool]
+    fix = "--trust-remote-code, once you have read it"
+    if code and options.tools is None:
+        got = f"the tool {code[0]}, which is code"
+        raise ModelError(explain(subject, got, "built-in tools", fix))
+    agent = saved.get("agent", "")
+    if ":" in agent and not agent.startswith(PYTHON_PREFIX) and options.agent is None:
+        got = f"the agent {agent}, which is {'code' if '.py:' in agent else 'a server'}"
+        fix = f"--agent {agent} or --trust-remote-code if you trust it, or --agent dialogue"
+        raise ModelError(explain(subject, got, "a built-in agent", fix))
 
 
 def _check_names(settings: Mapping[str, Any]) -> None:
@@ -99,10 +117,10 @@ def _check_names(settings: Mapping[str, Any]) -> None:
     """
     tools = settings.get("tools")
     has_own_tools = isinstance(tools, list) and any(":" in str(tool) for tool in tools)
-    for name in settings.keys() - SETTING_TYPES.keys():
-        fix = misspelt(name, SETTING_TYPES)
+    for name in settings.keys() - OPTIONS.keys():
+        fix = misspelt(name, OPTIONS)
         if fix or not has_own_tools:
-            known = ", ".join(SETTING_TYPES)
+            known = ", ".join(OPTIONS)
             raise ModelProblem(f"unknown key {name}; {fix or f'expected some of {known}'}")
 
 
@@ -126,4 +144,10 @@ def checked_agent(config: Config) -> DialogueAgent:
             # vLLM repacks weights on the CPU, so NaN can only be found in the files; other engines
             # are checked after loading.
             check_finite_files(section.model.path, subject)
-    return AGENTS[agent_kind(config.agent.name)](config)
+    agent = build_agent(config)
+    if not isinstance(agent, DialogueAgent):
+        got = f"{config.agent.name}, which gives {type(agent).__name__}"
+        expected = "a verl.agent.dialogue.DialogueAgent, whose dialogues can be followed"
+        fix = "derive it from that class, or --agent dialogue for the built-in loop"
+        raise ConfigError(explain("--agent", got, expected, fix))
+    return agent

@@ -1,5 +1,6 @@
 """Runs one dialogue with an agent: reports its events to a listener and returns the outcome."""
 
+import copy
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -10,6 +11,7 @@ from search_r1.agent.question import question_in
 from search_r1.retrieval.schema import Document, well_formed
 from verl.agent.control import ControlStrings, break_strings
 from verl.agent.dialogue import DialogueAgent
+from verl.agent.environment import ObservationListener
 from verl.agent.interface import Observation, ToolCall, Turn
 from verl.data.outside import neutral_row, strings_of_rows
 from verl.data.prompts import Tokenizer, num_tokens, render
@@ -238,8 +240,7 @@ class AgentSession:
         engine = _ObservedEngine(self.engine, listener, correction, max_tokens)
         prompt = replace(prompt, extra_info={"question": question, **prompt.extra_info})
         start = start_trajectory(prompt, seed=self.seed if seed is None else seed)
-        environment = replace(self.agent.environment, on_observation=engine.record_call)
-        agent = replace(self.agent, environment=environment)
+        agent = observed(self.agent, engine.record_call)
         end = await agent.run(start, engine, self.sampling if sampling is None else sampling)
         answer = None
         if end.status is Status.ANSWERED:
@@ -247,6 +248,14 @@ class AgentSession:
             last_turn = Completion(last.ids, last.log_probs, last.text, "stop")
             answer = self.agent.format.parse(last_turn).answer
         return Reply(question, answer, tuple(engine.searches), end)
+
+
+def observed(agent: DialogueAgent, listener: ObservationListener) -> DialogueAgent:
+    """Return the agent with a listener of its calls; a user's class may have any constructor."""
+    twin = copy.copy(agent)
+    environment = replace(agent.environment, on_observation=listener)
+    object.__setattr__(twin, "environment", environment)
+    return twin
 
 
 def query_of(call: ToolCall) -> str:

@@ -44,10 +44,11 @@ async def open_session(options: AgentOptions) -> AsyncIterator[AgentSession]:
             config.retriever.max_retries = MAX_RETRIES
             agent = checked_agent(config)
         tokenizer: Any = agent.tokenizer
-        sampling = Sampling(options.max_response_length, options.temperature, options.top_p)
+        data = config.data
+        sampling = Sampling(data.max_response_length, options.temperature, options.top_p)
         try:
             async with running_engine(config) as engine:
-                longest = min(options.max_start_length, options.max_prompt_length)
+                longest = min(data.max_start_length, data.max_prompt_length)
                 yield AgentSession(agent, engine, tokenizer, sampling, options.seed, longest,
                                    options.num_at_once)  # fmt: skip
         finally:

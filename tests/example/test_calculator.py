@@ -140,10 +140,7 @@ def test_a_policy_learns_to_call_a_user_defined_tool(config: Config, ranks: Trai
     before = likelihood(config.actor_rollout_ref.model.path, batch)
     assert likelihood(str(trained), batch) > before + 0.1
     settings = json.loads((trained / "search_r1.json").read_text())
-    assert settings == {
-        "template": "tools", "max_turns": 2, "tools": [f"{FILE}:Calculator"],
-        "chat_template_kwargs": {},
-    }  # fmt: skip
+    assert (settings["template"], settings["tools"]) == ("tools", [f"{FILE}:Calculator"])
 
 
 def likelihood(model: str, batch: TokenBatch) -> float:

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from search_r1.inference import default_model
 from search_r1.inference.agent_options import InferenceOptions, read_template_kwargs
-from search_r1.inference.building import run_config
+from search_r1.inference.building import checked_agent, run_config
 from search_r1.inference.default_model import with_default_model
 from search_r1.inference.dialogue import Reply
 from search_r1.inference.model import model_folder
@@ -126,6 +126,18 @@ def test_an_adapter_names_its_base_and_its_wording(base: Path, adapter: Path) ->
             return await session.ask("Who?", session.prompt("Who?"))
 
     assert asyncio.run(ask()).trajectory.stats["turns"] <= 2
+
+
+def test_an_adapter_brings_the_file_of_its_template(
+    base: Path, adapter: Path, tmp_path: Path
+) -> None:
+    """It stands beside its settings, and is merged with it."""
+    folder = Path(shutil.copytree(adapter, tmp_path / "adapter"))
+    (folder / "search_r1.json").write_text('{"template": "template.yaml"}')
+    (folder / "template.yaml").write_text("instruction: 'Q {question}'\ninvalid_action: again\n")
+    with model_folder(str(base), "float32", str(folder)) as merged:
+        config = run_config(InferenceOptions(model="m"), str(merged))
+        assert "Q {question}" in Path(config.template).read_text()
 
 
 def test_an_adapter_of_another_model_is_refused(adapter: Path, tmp_path: Path, base: Path) -> None:
@@ -255,8 +267,78 @@ def test_the_agent_is_the_one_that_was_trained(tmp_path: Path) -> None:
         ('{"agent": "documents_first"}', "dialogue", "dialogue"),
     ):
         (tmp_path / "search_r1.json").write_text(saved)
-        options = InferenceOptions(model="m", agent=given)  # type: ignore[arg-type]
+        options = InferenceOptions(model="m", agent=given)
         assert run_config(options, str(tmp_path)).agent.name == expected
+
+
+OWN = """
+from dataclasses import replace
+from search_r1.agent.generation import build_dialogue
+from verl.agent.dialogue import DialogueAgent
+
+def limited(config):
+    agent = build_dialogue(config)
+    return replace(agent, limits=replace(agent.limits, max_turns=7))
+
+class Own(DialogueAgent):
+    def __init__(self, config):
+        agent = build_dialogue(config)
+        super().__init__(agent.limits, agent.format, agent.environment, agent.tokenizer)
+
+class Other:
+    def __init__(self, config): ...
+    async def run(self, start, engine, sampling): return start
+"""
+
+
+@pytest.mark.parametrize("saved", ["/own.py:Own", "openenv:http://127.0.0.1:1"])
+def test_an_agent_of_others_is_not_trusted_unasked(saved: str, tmp_path: Path) -> None:
+    """It may run code, or send questions to a server; naming it, or another, is consent."""
+    (tmp_path / "search_r1.json").write_text(json.dumps({"agent": saved}))
+    with pytest.raises(ModelError, match=rf"agent {saved}.*; fix: --agent {saved}"):
+        run_config(InferenceOptions(model="m"), str(tmp_path))
+    for options, expected in (
+        (InferenceOptions(model="m", trust_remote_code=True), saved),
+        (InferenceOptions(model="m", agent=saved), saved),
+        (InferenceOptions(model="m", agent="dialogue"), "dialogue"),
+    ):
+        assert run_config(options, str(tmp_path)).agent.name == expected
+
+
+@pytest.mark.parametrize("name", ["limited", "Own", "Other", "Missing"])
+def test_an_agent_of_ones_own_answers_or_is_refused(name: str, base: Path, tmp_path: Path) -> None:
+    """What is no `DialogueAgent` could not be followed: its searches would be missing."""
+    (tmp_path / "own.py").write_text(OWN)
+    options = InferenceOptions(model=str(base), agent=f"{tmp_path / 'own.py'}:{name}",
+                               retriever_url="empty", device="cpu", dtype="float32",
+                               max_response_length=2)  # fmt: skip
+
+    async def ask() -> Reply:
+        async with open_session(options) as session:
+            return await session.ask("Who?", session.prompt("Who?"))
+
+    if name in ("Other", "Missing"):
+        with pytest.raises(ConfigError, match=r"fix: .*(--agent dialogue|correct the name)"):
+            asyncio.run(ask())
+    else:
+        assert asyncio.run(ask()).trajectory.stats["turns"] == (8 if name == "limited" else 3)
+
+
+def test_an_agent_passed_from_python_must_be_passed_again(base: Path, tmp_path: Path) -> None:
+    """There is no file from which it could be made."""
+    (tmp_path / "search_r1.json").write_text('{"agent": "python:Own"}')
+    config = run_config(InferenceOptions(model=str(base)), str(tmp_path))
+    config.actor_rollout_ref.model.path = str(base)
+    config.actor_rollout_ref.rollout.name, config.trainer.device = "transformers", "cpu"
+    with pytest.raises(ConfigError, match="pass it in from Python again"):
+        checked_agent(config)
+
+
+@pytest.mark.parametrize("agent", ["dialog", "openenv", "own.py", ""])
+def test_a_name_that_is_no_agents_is_refused(agent: str) -> None:
+    """Before anything is loaded."""
+    with pytest.raises(ConfigError, match=r"^--agent: got .*expected one of dialogue.*fix: "):
+        InferenceOptions(model="m", agent=agent)
 
 
 def test_given_arguments_replace_those_of_the_model(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ A checkpoint is the folder `global_step_N`:
     critic/            the critic's shards, ranks and adapters.json, if it had its own devices
     adapters.json      with adapters only: their options, and the base model that they need
     ranks/             schedule and random states of each rank, random states of the driver
-    huggingface/       config and tokenizer of the policy
+    huggingface/       config, tokenizer and dialogue settings of the policy
     ahead.jsonl        with max_staleness only: trajectories that are finished for later steps
     trainer_state.json the driver's state: step, data position, KL controller …
     COMPLETE           written last; a folder without it is not a checkpoint

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,8 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from transformers import AutoConfig
 
-from verl.checkpoint.folders import EXPECTED, is_complete
+from verl.agent.settings import SETTINGS_FILE, copy_settings, settings_of_options
+from verl.checkpoint.folders import EXPECTED, TOKENIZER_FOLDER, is_complete, read_state
 from verl.errors import ConfigError, explain
 from verl.model_files import check_weights, is_finite, model_errors, refuse_non_finite
 from verl.plugins import imported
@@ -48,14 +50,23 @@ def export(
             _read_adapter(step_dir, record, base).write(part)
         else:
             _write_model(step_dir, part, record, base, dtype)
+        _write_settings(step_dir, part)
     return out
+
+
+def _write_settings(step_dir: Path, out: Path) -> None:
+    """Write what the dialogues of the run were; of an older checkpoint, what its options say."""
+    if not copy_settings(step_dir / TOKENIZER_FOLDER, out):
+        settings = dict(settings_of_options(read_state(step_dir).get("config", {})))
+        if settings:
+            (out / SETTINGS_FILE).write_text(json.dumps(settings) + "\n")
 
 
 def _write_model(
     step_dir: Path, out: Path, record: Mapping[str, Any] | None, base: str | None, dtype: str
 ) -> None:
     """Write the whole policy: its trained weights, or its base model with the adapter merged."""
-    source = base or str(step_dir / "huggingface")
+    source = base or str(step_dir / TOKENIZER_FOLDER)
     with model_errors(source, "config.json"):
         config = AutoConfig.from_pretrained(source, trust_remote_code=trusts_remote_code())
     check_unquantized("--base" if base else "checkpoint", source, config.to_dict())

@@ -39,6 +39,8 @@ logger = logging.getLogger(__name__)
 
 HEALTHY = "HEALTHY"
 STATE_FILE, DRIVER_FILE = "trainer_state.json", "ranks/driver.pt"
+TOKENIZER_FOLDER = "huggingface"
+"""Folder of a checkpoint with config, tokenizer and dialogue settings of the policy."""
 EXPECTED = f"global_step_N with {MARKER} inside"
 """Describes a checkpoint in error messages."""
 HASHED_BYTES = 64 << 20

@@ -26,7 +26,7 @@ from verl.errors import (
     ToolRefused,
 )
 from verl.files import is_file_error
-from verl.trainer.hooks import Hook
+from verl.trainer.hooks import Hook, joined_writer
 from verl.training.checkpoint_files import checkpoint_errors
 from verl.types import Metrics
 
@@ -103,7 +103,7 @@ class Checkpoints(Hook):
             self.finished_state = replace(self.finished_state, **changes)
         state = self.finished_state
         self.plan.record_save()
-        self.saver.save(state, wait, trainer.source.file_writer(state))
+        self.saver.save(state, wait, joined_writer(trainer.parts, state))
 
     @contextmanager
     def running(self, trainer: RayPPOTrainer) -> Iterator[None]:

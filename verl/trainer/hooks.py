@@ -106,6 +106,17 @@ class Hooks:
             yield
 
 
+def joined_writer(parts: Sequence[Stateful], state: RunState) -> FileWriter:
+    """Return what writes the files of all parts for a checkpoint of `state`."""
+    writers = [writer for part in parts if (writer := part.file_writer(state)) is not None]
+
+    def write(folder: Path) -> None:
+        for writer in writers:
+            writer(folder)
+
+    return write
+
+
 def merged_state(parts: Sequence[Stateful]) -> Mapping[str, Any]:
     """Return the fields of all parts' states; no two parts may have the same one.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from verl.agent.settings import copy_settings
 from verl.trainer.hooks import Hook
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ class AdapterExport(Hook):
     def on_end(self, trainer: RayPPOTrainer) -> None:
         """Write it as a peft folder, beside the merged `model/`."""
         trainer.ranks.group.call("roles.save_adapter", str(self.folder))
+        copy_settings(self.folder.with_name("model"), self.folder)
 
 
 def hook(parts: Parts) -> AdapterExport | None:

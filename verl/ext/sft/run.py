@@ -18,6 +18,7 @@ import torch.distributed as dist
 from tqdm import tqdm
 from transformers import PretrainedConfig
 
+from verl.agent.settings import copy_settings
 from verl.batch import TokenBatch
 from verl.config import OptimConfig
 from verl.core_algos.losses import loss_weights, weighted_sum
@@ -133,6 +134,7 @@ def save(config: SftConfig, model: FsdpModel, model_config: Any, part: Path | No
     else:
         write_weights(part, named, model_config, config.save_dtype)
         copy_tokenizer(config.model_path, part)
+        copy_settings(Path(config.model_path).expanduser(), part)
     dist.barrier()
 
 
