@@ -31,13 +31,15 @@ TOP_LEVEL = {
     "train_grpo.sh", "retrieval_launch.sh", "infer.py", "train.py", "evaluate.py", "setup.py",
     "pyproject.toml", "Makefile", "requirements.txt", "requirements.lock", "requirements.sha256",
     "README.md", "LICENSE", "README_zh.md", "mkdocs.yml",
-    "ATTRIBUTIONS.md", "CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md", ".ci",
+    "AGENTS.md", "ATTRIBUTIONS.md", "CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md", ".ci",
+    "Dockerfile", ".dockerignore", "compose.yaml", "compose.gpu.yaml", ".devcontainer",
 }  # fmt: skip
 SHARED = (
     "verl.errors",
     "verl.bounds",
     "verl.file_kinds",
     "verl.files",
+    "verl.hub_access",
     "verl.machine",
     "verl.plugins",
     "verl.ports",

@@ -25,7 +25,7 @@ SEARCH_R1 = TagFormat(
         "</answer>. I will try once more.\n\n"
     ),
 )
-"""The instruction of the Search-R1 paper, reworded."""
+"""The paper's tags with an instruction of our own, which its published checkpoints did not see."""
 
 SHORT = TagFormat(
     name="short",

@@ -25,8 +25,8 @@ class SetOptions:
     hdfs_dir: str | None = None
     """also copy the folder to this path or URI (hdfs://, s3:// or gs://)"""
     template_type: str = "base"
-    """wording of the prompt; base is the paper's instruction in our words (docs/guides/data.md
-    names the others)"""
+    """wording of the prompt, by name or .yaml file: base is our own, not the one that published
+    checkpoints saw (`search-r1 data template` writes that)"""
     local_dataset_path: Path | None = None
     """folder with <set>/<split>.jsonl, instead of the hub"""
     drop_bad_rows: bool = False
@@ -86,8 +86,8 @@ class OwnOptions:
     seed: Seed = 0
     """seed of the division"""
     template_type: str = "base"
-    """wording of the prompt; base is the paper's instruction in our words (docs/guides/data.md
-    names the others)"""
+    """wording of the prompt, by name or .yaml file: base is our own, not the one that published
+    checkpoints saw (`search-r1 data template` writes that)"""
     answer_separator: str = "|"
     """separator of several answers in a csv field"""
     drop_bad_rows: bool = False
@@ -164,6 +164,17 @@ class DifficultyOptions:
     """folder for the files with the new columns"""
 
 
+@dataclass(frozen=True, kw_only=True)
+class TemplateOptions:
+    """The file whose wording is wanted, and the template to write."""
+
+    source: Annotated[str, tyro.conf.arg(name="from")] = ""
+    """parquet or jsonl file with a column prompt, such as a published training file, or a data set
+    of the hub as OWNER/NAME:SPLIT"""
+    out: Path = Path("template.yaml")
+    """template to write, for template= and --template_type"""
+
+
 PACKAGE = "search_r1.datasets"
 RECIPES: dict[str, tuple[type, str, str]] = {
     "nq": (DirectOptions, "published:nq", "Natural Questions from memory: the direct baseline"),
@@ -182,6 +193,8 @@ RECIPES: dict[str, tuple[type, str, str]] = {
               "evidence for each answer is in a corpus"),
     "difficulty": (DifficultyOptions, "difficulty:build", "question files with a column of pass "
                    "rates"),
+    "template": (TemplateOptions, "template:build", "a template with the wording of a file's "
+                 "prompts, which a published checkpoint saw"),
 }  # fmt: skip
 """Options, build function and description of each recipe, by name."""
 

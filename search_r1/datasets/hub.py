@@ -16,9 +16,9 @@ from huggingface_hub import HfApi, hf_hub_url
 from huggingface_hub.file_download import http_get
 from huggingface_hub.hf_api import RepoFile
 
-from search_r1.hub_access import hub_address, hub_problem
 from verl.errors import UserError, redact
 from verl.files import sha256
+from verl.hub_access import hub_address, hub_problem
 
 FLASHRAG = "RUC-NLPIR/FlashRAG_datasets"
 """Repository of the published question sets."""

@@ -36,7 +36,6 @@ from search_r1.datasets.question import (
     write_rows,
 )
 from search_r1.datasets.wording import PromptStyle, prompt_writer
-from search_r1.hub_access import hub_problem
 from search_r1.retrieval.client import RetrievalClient
 from search_r1.retrieval.corpus import Corpus
 from search_r1.retrieval.errors import RetrieverRefused, SearchError
@@ -46,6 +45,7 @@ from verl.data.records import BadRow, Record
 from verl.data.rows import read_records
 from verl.errors import ConfigError, DataError, ToolError, explain, first_line
 from verl.files import regular_file
+from verl.hub_access import hub_problem
 
 logger = logging.getLogger(__name__)
 

@@ -1,7 +1,9 @@
 """Wording of the prompts: for a searching agent, for direct answers, and for given documents.
 
 The wording for search dialogues is in `search_r1.agent.tags`. The prompts of the two baselines,
-which use the same tags, are defined here and also used by the evaluation.
+which use the same tags, are defined here and also used by the evaluation. All of it is our own: it
+asks for what the paper's prompts ask for, in other words, which a checkpoint trained elsewhere has
+not seen (`search_r1.datasets.template` reads the wording that it saw).
 """
 
 from collections.abc import Callable, Sequence
@@ -17,7 +19,7 @@ PromptWriter = Callable[[str, Sequence[Document]], str]
 """Makes the user's message from a question and the documents found for it (only used for RAG)."""
 
 BASE = "base"
-"""Name of the only wording of the original scripts."""
+"""Name that the original scripts have for their only wording; here it is that of `SEARCH_R1`."""
 
 DIRECT = (
     "Your task is to answer the question below. First reason about it between <think> and "

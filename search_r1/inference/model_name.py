@@ -56,7 +56,7 @@ def check_names(options: AgentOptions) -> None:
     """Refuse a model or an adapter that cannot be one. Raises ModelError."""
     check_name(options.model)
     if not (Path(options.model).is_dir() or try_to_load_from_cache(options.model, "config.json")):
-        from search_r1.hub_access import hub_problem  # noqa: PLC0415 - not for a folder
+        from verl.hub_access import hub_problem  # noqa: PLC0415 - not for a folder
 
         if problem := hub_problem():
             raise _no_model(options.model, f"no such folder, and {problem}")

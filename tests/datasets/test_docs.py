@@ -39,4 +39,8 @@ def test_every_script_is_documented() -> None:
     """The page has a command for each recipe; those of the original also have a script."""
     folder = Path(__file__).parents[2] / "scripts" / "data_process"
     scripts = {file.stem for file in folder.glob("*.py")} - {"__init__"}
-    assert {name for name, _ in COMMANDS} == set(RECIPES) == scripts | {"audit", "difficulty"}
+    assert (
+        {name for name, _ in COMMANDS}
+        == set(RECIPES)
+        == scripts | {"audit", "difficulty", "template"}
+    )

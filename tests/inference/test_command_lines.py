@@ -136,7 +136,7 @@ def test_a_gpu_that_is_not_there(
 ) -> None:
     """A missing GPU is reported before the model is loaded."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr("search_r1.hub_access.hub_problem", str)
+    monkeypatch.setattr("verl.hub_access.hub_problem", str)
     words = ["--model", "org/name", "--device", "cuda", "--dtype", "float32", "a"]
     assert infer.main([*BASE, *words]) == 2
     assert "--device: got cuda" in capsys.readouterr().err

@@ -14,9 +14,11 @@ class DataConfig:
     """Questions and token budgets."""
 
     train_files: Any = option(MISSING, resume="free")
-    """Parquet or jsonl file with the training rows, or a list of such files."""
+    """Parquet or jsonl file with the training rows, or a list of such files; a data set of the hub
+    is OWNER/NAME:SPLIT."""
     val_files: Any = option(MISSING, resume="free")
-    """Parquet or jsonl file with the validation rows, or a list of such files."""
+    """Parquet or jsonl file with the validation rows, or a list of such files; a data set of the
+    hub is OWNER/NAME:SPLIT."""
     train_data_num: int | None = option(None, resume="fixed", ge=1)
     """Number of training rows to use, chosen at random by seed; null uses all."""
     val_data_num: int | None = option(None, resume="logged", ge=1)

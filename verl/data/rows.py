@@ -8,6 +8,7 @@ any format. This module needs no tokenizer.
 
 import math
 import os
+import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -35,6 +36,8 @@ from verl.file_kinds import HEAD_BYTES
 
 MAX_NAME = 200
 """Longest name of a data set, in characters."""
+SUFFIX = re.compile(r"\.[A-Za-z]{2,7}\Z")
+"""End of a file's name, which a data set's name has not."""
 Message = Mapping[str, str]
 
 
@@ -59,8 +62,25 @@ class Row:
 
 
 def file_list(files: str | Sequence[str]) -> list[str]:
-    """Return the paths of an option such as `data.train_files` as a list."""
-    return [files] if isinstance(files, str) else [str(file) for file in files]
+    """Return the paths of an option such as `data.train_files`; of a data set of the hub, its file.
+
+    Raises DataError if the hub does not have or give it.
+    """
+    names = [files] if isinstance(files, str) else [str(file) for file in files]
+    return [_from_hub(name) if is_on_hub(name) else name for name in names]
+
+
+def is_on_hub(name: str) -> bool:
+    """Whether a text can only be the name of a data set: `OWNER/NAME`, and perhaps a split."""
+    owner, slash, rest = name.partition("/")
+    is_path = os.path.exists(name) or owner in ("", ".", "..", "~") or "/" in rest
+    return bool(slash and rest) and not is_path and not SUFFIX.search(name)
+
+
+def _from_hub(name: str) -> str:
+    from verl.data.from_hub import local_file  # noqa: PLC0415 - the hub's library, by name only
+
+    return local_file(name)
 
 
 def load_rows(

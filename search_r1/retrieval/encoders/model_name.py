@@ -4,8 +4,8 @@ from pathlib import Path
 
 from huggingface_hub import try_to_load_from_cache
 
-from search_r1.hub_access import hub_problem
 from search_r1.retrieval.errors import SetupError
+from verl.hub_access import hub_problem
 
 HASH = "hash"
 """The encoder that needs no model."""

@@ -17,13 +17,13 @@ from transformers import (
     BertTokenizerFast,
 )
 
-from search_r1 import hub_access
 from search_r1.retrieval.encoders.cross_encoder import CrossEncoder
 from search_r1.retrieval.engines.base import Retriever, collect
 from search_r1.retrieval.engines.rerank import RerankingRetriever
 from search_r1.retrieval.errors import SetupError
 from search_r1.retrieval.schema import Document, Hit, fingerprint
 from search_r1.retrieval.settings import RerankConfig
+from verl import hub_access
 
 WORDS = "capital of france the danube river two cities is lies on city in passage about identical"
 VOCABULARY = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS.split()]

@@ -8,7 +8,7 @@ from urllib.request import getproxies
 
 from huggingface_hub import constants
 
-TIMEOUT_S = 5.0
+TIMEOUT_S = 1.8
 """Seconds to wait for a connection."""
 
 

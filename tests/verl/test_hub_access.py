@@ -10,13 +10,13 @@ import datasets
 import pytest
 from huggingface_hub import constants
 
-from search_r1 import hub_access
 from search_r1.datasets import hub, published
-from search_r1.hub_access import hub_problem
 from search_r1.inference.agent_options import AgentOptions
 from search_r1.inference.model_name import check_names
 from search_r1.retrieval.index_builder import BuildConfig, build_index
+from verl import hub_access
 from verl.errors import UserError
+from verl.hub_access import hub_problem
 from verl.ports import free_port
 
 
