@@ -25,7 +25,7 @@ def test_the_notebook_is_kept_without_outputs() -> None:
 def test_the_notebook_runs_within_ten_minutes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Twelve steps of GRPO teach the tiny policy to search."""
+    """Twelve steps of GRPO teach the tiny policy to search; the curve is drawn."""
     import nbclient  # noqa: PLC0415 - in the extra `docs`
     import nbformat  # noqa: PLC0415
 
@@ -37,6 +37,7 @@ def test_the_notebook_runs_within_ten_minutes(
     nbclient.NotebookClient(notebook, timeout=600, kernel_name="python3").execute()
     nbformat.write(notebook, tmp_path / "run.ipynb")
     outputs = [out for cell in notebook.cells for out in cell.get("outputs", [])]
+    assert any("image/png" in out.get("data", {}) for out in outputs)
     scores = [out["text"] for out in outputs if "exact match 0" in out.get("text", "")]
     before, after = map(float, scores[-1].split()[2::2])
     assert after > before + 0.2, scores[-1]
