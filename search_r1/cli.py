@@ -21,10 +21,6 @@ COMMANDS = {
         "search_r1.experimental.replay.command",
         "experimental: replay a recorded trajectory, as it was or edited",
     ),
-    "credit": (
-        "search_r1.experimental.credit.command",
-        "experimental: measure each document's part in an answer",
-    ),
     "infer": ("search_r1.infer", "ask one question, a conversation, or a file of questions"),
     "serve": ("search_r1.serve", "serve the agent to OpenAI clients, with a chat page"),
     "mcp": ("search_r1.mcp_server", "serve the retriever as a tool of the Model Context Protocol"),
@@ -35,6 +31,8 @@ COMMANDS = {
 FALLEN = {
     "plan": "it simulated cards that no card confirmed, and is gone since 2026-11-28; "
     "docs/guides/rollouts.md has the formula that takes its place",
+    "credit": "it measured each document's part in an answer without a use for it, and is gone "
+    "since 2026-11-29; search-r1 replay shows how a dialogue goes on with other documents",
 }
 """Commands that no longer exist: what they were, since when they are gone, and what to use."""
 

@@ -19,7 +19,6 @@ from search_r1.datasets import command as data
 from search_r1.datasets import download
 from search_r1.evaluation import __main__ as evaluate
 from search_r1.evaluation.options import CompareOptions, EvaluationOptions, TableOptions
-from search_r1.experimental.credit import command as credit
 from search_r1.experimental.replay import command as replay
 from search_r1.infer import InferOptions
 from search_r1.retrieval import command as serve_retriever
@@ -43,7 +42,6 @@ COMMANDS: dict[str, tuple[Main, list[str], type]] = {
     "serve": (serve.main, [], ServingOptions),
     "view": (view.main, ["run"], view.ViewOptions),
     "replay": (replay.main, ["run", "--trajectory=1"], replay.ReplayOptions),
-    "credit": (credit.main, ["run"], credit.CreditOptions),
     "mcp": (mcp_server.main, [], mcp_server.McpOptions),
     "serve-retriever": (serve_retriever.main, [], ServerOptions),
     "index": (index_builder.main, ["--corpus_path=c", "--save_dir=s"], BuildConfig),

@@ -8,6 +8,7 @@ whose answer is yes or no are left out.
 
 import argparse
 import json
+import math
 import sys
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -59,13 +60,14 @@ def flags_of(engine: str, data: Path, index: Path) -> list[str]:
 
 
 def measure(engine: str, data: Path, index: Path, questions: Sequence[Question]) -> str:
-    """Return a row of the table: recall@3 by set of both splits and of dev, rate and p99."""
+    """Return a row of the table: recall@3 by set (dev's; nan: it has none), rate and p99."""
     with LocalServer(flags_of(engine, data, index), timeout=300.0) as server:
         report = run_load(server.url, [row["question"] for row in questions])
     shares = recalls(questions, report)
     names = sorted({name for _, name in shares})
     cells = [
-        f"{100 * shares['both', name]:.1f} ({100 * shares['dev', name]:.1f})" for name in names
+        f"{100 * shares['both', name]:.1f} ({100 * shares.get(('dev', name), math.nan):.1f})"
+        for name in names
     ]
     rate = f"{report.rate:,.0f} queries/s"
     return " | ".join([engine, *cells, rate, f"{1000 * report.latency(99):.0f} ms"])

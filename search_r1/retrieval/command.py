@@ -14,7 +14,9 @@ from search_r1.retrieval.settings import ServerOptions
 
 FALLEN = {
     "--record": "it appended searches to a jsonl file and is gone since 2026-11-28; --cache_path "
-    "FILE keeps them in a sqlite file, which --retriever_name replay reads"
+    "FILE keeps them in a sqlite file, which --retriever_name replay reads",
+    "--compile-encoder": "no gain was measured, and it is gone since 2026-11-29; --encoder_dtype "
+    "bfloat16 or another --encoder_device makes an encoder faster",
 }
 
 

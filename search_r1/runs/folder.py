@@ -10,8 +10,6 @@ from verl.yaml_files import read_yaml
 
 RUN_FILES = ("config.yaml", "metrics.jsonl", "validation", HEADER)
 """Files by which the folder of a run, or of its trajectories, is recognized."""
-CREDIT = "credit"
-"""Subfolder of a run in which `search-r1 credit` writes the worth of documents."""
 SECTIONS = ("agent", "trainer", "reward_model", "data", "retriever", "actor_rollout_ref",
             "actor_rollout_ref.model")  # fmt: skip
 TYPES: Mapping[str, type] = {

@@ -129,8 +129,8 @@ class TrajectoryIndex:
 
     def read(
         self, kind: str, step: int, line: int
-    ) -> tuple[dict[str, Any], Path, dict[str, Any], Dialogue] | None:
-        """Return a trajectory's indexed facts, file, row and dialogue; None if it is gone."""
+    ) -> tuple[dict[str, Any], dict[str, Any], Dialogue] | None:
+        """Return a trajectory's indexed facts, row and dialogue; None if it is gone."""
         indexed = self.db.execute(
             "SELECT t.*, f.path FROM trajectories t JOIN files f USING (kind, step) "
             "WHERE step = ? AND kind = ? AND line = ?", (step, kind, line)).fetchone()  # fmt: skip
@@ -142,7 +142,7 @@ class TrajectoryIndex:
             with path.open("rb") as file:
                 file.seek(start)
                 row = orjson.loads(file.read(length))
-            return facts, path, row, read_dialogue(row, self._tags, self._normalize)
+            return facts, row, read_dialogue(row, self._tags, self._normalize)
         except (FileNotFoundError, orjson.JSONDecodeError, KeyError, TypeError, AttributeError):
             return None
 

@@ -13,7 +13,7 @@ import orjson
 from tokenizers import Tokenizer
 
 from search_r1.runs.dialogue import Dialogue, rule_of, tags_of
-from search_r1.runs.folder import CREDIT, RUN_FILES, find_rollouts, read_config
+from search_r1.runs.folder import RUN_FILES, find_rollouts, read_config
 from search_r1.runs.tokens import find_tokenizer, pieces
 from search_r1.view.index import TRAIN, VALIDATION, TrajectoryIndex
 from verl.data.trajectories import SIGNALS
@@ -102,8 +102,6 @@ def _row(line: bytes) -> dict[str, Any] | None:
 
 LAYOUT_VERSION = 3
 """Layout of the index; another version uses another file."""
-Worth = Mapping[tuple[int, ...], Mapping[str, float]]
-"""Worth of each document, by the numbers of its search and of its rank."""
 ENGINE, TRAINER, REFERENCE = "log_probs", "old_log_probs", "ref_log_probs"
 
 
@@ -176,13 +174,8 @@ class Run:
         record = self.index.read(kind, step, line)
         if record is None:
             return None
-        facts, path, row, dialogue = record
-        data = self.dialogue_json(row, dialogue, is_brief=is_brief)
-        worth = self._document_worth(path, step, line)
-        for number, call in enumerate(data["calls"]):
-            for rank, document in enumerate(call["documents"]):
-                document["worth"] = worth.get((number, rank))
-        return {**facts, **data}
+        facts, row, dialogue = record
+        return {**facts, **self.dialogue_json(row, dialogue, is_brief=is_brief)}
 
     def dialogue_json(
         self, row: Mapping[str, Any], dialogue: Dialogue, *, is_brief: bool = False
@@ -202,22 +195,6 @@ class Run:
             ],
             "calls": [asdict(search) for search in dialogue.searches],
         }
-
-    def _document_worth(self, recorded: Path, step: int, line: int) -> Worth:
-        """Return the worth of a trajectory's documents; {} if the step was run again since."""
-        path = self.folder / CREDIT / recorded.name
-        try:
-            if path.stat().st_mtime_ns < recorded.stat().st_mtime_ns:
-                return {}
-            rows = [orjson.loads(text) for text in path.read_bytes().splitlines()]
-            return {
-                tuple(place): row["worth"]
-                for row in rows
-                if (row["step"], row["line"]) == (step, line)
-                for place in row["places"]
-            }
-        except (OSError, orjson.JSONDecodeError, LookupError, TypeError):  # missing or not ours
-            return {}
 
 
 def _segment(segment: Mapping[str, Any], tokenizer: Tokenizer | None) -> dict[str, Any]:

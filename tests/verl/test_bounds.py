@@ -23,7 +23,7 @@ MAY_BE_ZERO = {
     "0 turns the feature off": "lora_rank lr_warmup_steps_ratio weight_decay "
     "entropy_coeff kl_loss_coef kl_coef penalty_factor critic_warmup save_freq keep_best "
     "test_freq min_delta warmup_steps rescore "
-    "cache_entries cache_bytes inject_failures inject_hangs test_share samples "
+    "cache_entries cache_bytes inject_failures inject_hangs test_share "
     "chunk_overlap",
     "full discount, one-step estimates": "gamma lam",
     "greedy; training refuses it by a separate rule": "temperature",
@@ -33,7 +33,6 @@ MAY_BE_ZERO = {
     "of either sign": "weights min_score",
     "the first seed; any free port": "seed inject_seed port",
     "alternating; no separate devices": "max_staleness rollout_gpus",
-    "no trajectory in the file": "export_trajectories",
 }
 MAY_BE_NEGATIVE = {
     "-1 means only at the end of the run": "save_freq test_freq",

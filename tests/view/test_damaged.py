@@ -8,7 +8,7 @@ from pathlib import Path
 import orjson
 import pytest
 
-from search_r1.experimental.weights import read_run_config
+from search_r1.experimental.replay.weights import read_run_config
 from search_r1.view.app import Runs
 from search_r1.view.run import MetricsLog, Run
 from tests.runs.damaged import LINES

@@ -16,7 +16,6 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from verl import model_files
 from verl.config import DataConfig
 from verl.data.prompts import Tokenizer, render
 from verl.data.records import BadRow
@@ -175,6 +174,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     tokenizer = None
     try:
         if options.model:
+            from verl import model_files  # noqa: PLC0415 (torch takes seconds to import)
+
             tokenizer = model_files.load_tokenizer(options.model, "--model")
             model_files.check_template(tokenizer, options.model, "--model")
     except ModelError as error:

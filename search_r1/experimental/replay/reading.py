@@ -9,7 +9,7 @@ from pydantic import TypeAdapter
 
 from search_r1.experimental.replay.command import ReplayOptions
 from search_r1.experimental.replay.playing import Edit
-from search_r1.experimental.weights import read_run_config
+from search_r1.experimental.replay.weights import read_run_config
 from search_r1.runs.folder import find_rollouts, read_config
 from verl.agent.interface import Item
 from verl.data.trajectories import RecordedTrajectory, read_step, step_path

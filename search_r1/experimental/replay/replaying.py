@@ -15,7 +15,7 @@ from search_r1.experimental.replay.command import ReplayOptions
 from search_r1.experimental.replay.findings import Replay, as_text, replay_report
 from search_r1.experimental.replay.playing import Edit, replay_trajectory, response_finder, turns_of
 from search_r1.experimental.replay.reading import TrajectoryRef, rollouts_of
-from search_r1.experimental.weights import find_weights, nearest_version
+from search_r1.experimental.replay.weights import find_weights, nearest_version
 from search_r1.inference.model import model_folder, running_engine
 from search_r1.plain import escape_controls, json_line
 from search_r1.scoring import build_reward_manager

@@ -67,6 +67,7 @@ class SentenceEncoder:
             declared_length = self._load_modules(path, pooling)
         else:
             self._load_checkpoint(path, pooling or family.pooling, family.normalizes)
+        self.is_static = isinstance(self._model[0], StaticEmbedding)
         if self.pooling == "modules":
             self._weights = loading.weights_digest(self._model)
             limit = declared_length or config.query_max_length
@@ -85,10 +86,6 @@ class SentenceEncoder:
         self.cuts = (self._query_cuts, self._passage_cuts)
         on_cpu = self._device == "cpu"
         self._batch_size = config.encoder_batch_size or (CPU_BATCH if on_cpu else GPU_BATCH)
-        if config.compile_encoder:
-            self._model.compile(dynamic=True)
-            for texts in (["a"], ["a", "a b c"]):  # compile now, not in the first searches
-                self._encode(texts, self.query_prefix, self._query_cuts)
 
     def encode_queries(self, queries: Sequence[str]) -> Vectors:
         """Return (num_queries, dim) float32; raises SetupError for a passage encoder."""
@@ -129,7 +126,7 @@ class SentenceEncoder:
         if not texts:
             return self._encode(["a"], prefix, cuts)[:0]
         prefixed = [prefix + text for text in texts]
-        if isinstance(self._model[0], StaticEmbedding):  # has no limit, and needs no small batches
+        if self.is_static:  # has no limit, and needs no small batches
             features = self._model(self._model.preprocess(prefixed))
             return np.ascontiguousarray(features["sentence_embedding"].float().cpu())
         if self.pooling == "modules":

@@ -41,6 +41,8 @@ class RowRetriever:
     """A backend that ranks the rows of a corpus, whose documents are then read."""
 
     corpus: "Corpus"
+    weight = 1.0
+    """In a hybrid, unless weights are given."""
 
     def rank(self, queries: Sequence[str], k: int) -> Ranking:
         """Return scores and rows of at most `k` hits for each query, best first, ties by row."""

@@ -26,6 +26,9 @@ from search_r1.retrieval.settings import RetrieverConfig
 logger = logging.getLogger(__name__)
 
 VECTORS_NAME = "vectors.faiss"
+STATIC_WEIGHT = 0.25
+"""Weight in a hybrid of an encoder without attention; with 1 the whole finds less than BM25 alone
+(docs/evidence/retrieval.md)."""
 NUM_SAMPLES = 256
 SAMPLE_BYTES = 4096
 READ_CHUNK_BYTES = 1 << 24
@@ -59,6 +62,7 @@ class DenseEngine(RowRetriever):
         self.corpus, self._encoder = corpus, encoder
         self._index, self._digest = index, digest
         self.cuts = cuts_of(encoder)
+        self.weight = STATIC_WEIGHT if getattr(encoder, "is_static", False) else 1.0
 
     def rank(self, queries: Sequence[str], k: int) -> Ranking:
         if not queries:

@@ -2,7 +2,7 @@
 
 Each engine contributes its best `--fusion_depth` rows. By `scores`, each engine's are scaled to
 0 … 1 for each query, and the weighted sum ranks; by `ranks`, the weighted sum of 1 / (60 + rank)
-does. A row that an engine did not find gets nothing from it.
+does. A row that an engine did not find, or scored 0 like all others, gets nothing from it.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -28,7 +28,7 @@ class HybridRetriever(RowRetriever):
         self.num_documents = len(self.corpus)
         self.cuts = tuple(cuts for part in parts for cuts in getattr(part, "cuts", ()))
         self._parts, self._config = parts, config
-        self._weights = config.fusion_weights or (1.0,) * len(parts)
+        self._weights = config.fusion_weights or tuple(part.weight for part in parts)
         if len(self._weights) != len(parts) or not any(self._weights):
             fix = f"--fusion_weights {' '.join(['0.5'] * len(parts))}"
             expected = f"a number for each of {name}, not all 0"
@@ -47,6 +47,8 @@ class HybridRetriever(RowRetriever):
     ) -> Iterator[tuple[Sequence[int], list[float]]]:
         """Yield the rows that each engine found for a query, and what it gives to each."""
         for weight, (scores, rows) in zip(self._weights, found, strict=True):
+            if not any(scores):  # none, or the encoder knows no word of the query
+                continue
             is_scaled = self._config.fusion == "scores"
             values = _scaled(scores) if is_scaled else reciprocal(len(rows))
             yield rows, [weight * value for value in values]
@@ -61,8 +63,6 @@ class HybridRetriever(RowRetriever):
 
 def _scaled(scores: Sequence[float]) -> list[float]:
     """Return scores scaled to 0 … 1, or 1 for each if all are equal."""
-    if not scores:
-        return []
     low, span = scores[-1], scores[0] - scores[-1]
     return [(score - low) / span for score in scores] if span else [1.0] * len(scores)
 

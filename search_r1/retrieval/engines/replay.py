@@ -6,22 +6,20 @@ smallest larger `k`. Any other query is an error.
 
 import hashlib
 import json
-import textwrap
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from search_r1.retrieval.engines.base import Retriever, stage
 from search_r1.retrieval.engines.kept import read_value, result_keys, to_value
 from search_r1.retrieval.errors import QueryNotRecorded, SetupError
-from search_r1.retrieval.schema import Document, Hit, fingerprint
+from search_r1.retrieval.schema import Hit
 from search_r1.retrieval.settings import RetrieverConfig
 from search_r1.store import MAGIC, FileStore, Key
-from verl.files import MAX_CHARS, regular_file
+from verl.files import regular_file
 
-OLD_FORMAT = "search-r1-record"
-"""Format in the first line of a jsonl file that the earlier option --record wrote."""
+EXPECTED = "a file that a server wrote with --cache_path"
 
 
 class ReplayRetriever:
@@ -87,43 +85,17 @@ class ReplayRetriever:
 def open_retriever(config: RetrieverConfig) -> Retriever:
     path = config.diagnostics.replay_path
     if path is None:
-        raise SetupError("--retriever_name replay without --replay_path; expected a file that a "
-                         "server wrote with --cache_path")  # fmt: skip
+        raise SetupError(f"--retriever_name replay without --replay_path; expected {EXPECTED}")
     return ReplayRetriever(path, config.diagnostics.replay_latency)
 
 
 def open_record(path: Path) -> FileStore:
-    """Open the file, or read that of an earlier --record into memory; raises SetupError."""
-    expected = "expected a --cache_path file, or one of the earlier --record"
+    """Open the file; raises SetupError."""
     try:
         with regular_file(path).open("rb") as file:
-            if file.read(len(MAGIC)) == MAGIC:
-                return FileStore(path, "--replay_path")
-            file.seek(0)
-            store = FileStore(":memory:", "--replay_path")
-            for entry in _old_entries(file):
-                store.put(entry)
-            return store
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        got = textwrap.shorten(f"{type(error).__name__}: {error}", 200)
-        raise SetupError(f"--replay_path {path}: got {got}, {expected}") from error
-
-
-def _old_entries(file: BinaryIO) -> Iterator[dict[Key, Any]]:
-    """Yield the entry of each line of a file of --record; the last line may be incomplete."""
-    header = json.loads(file.readline(MAX_CHARS))
-    if header["format"] != OLD_FORMAT:
-        raise ValueError(f"format {header['format']!r}")
-    facts = header["facts"]
-    backend = (fingerprint(facts), str(facts.get("engine", "")))
-    yield {backend: facts}
-    for number, line in enumerate(file, 2):
-        if not line.endswith(b"\n"):
-            return
-        try:
-            row = json.loads(line)
-            hits = [Hit(Document.from_mapping(item), float(item["score"])) for item in row["hits"]]
-            key = (*backend, int(row["k"]), str(row["query"]))
-            yield {key: to_value(hits, float(row["seconds"]))}
-        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-            raise ValueError(f"line {number}: {type(error).__name__} {error}") from error
+            head = file.read(len(MAGIC))
+    except OSError as error:
+        raise SetupError(f"--replay_path {path}: got {error}, expected {EXPECTED}") from error
+    if head != MAGIC:
+        raise SetupError(f"--replay_path {path}: got another file, expected {EXPECTED}")
+    return FileStore(path, "--replay_path")

@@ -187,18 +187,8 @@ function searches(trajectory) {
     make("ul", "", ...call.documents.map((document) => {
       const title = make("summary", "", document.title || document.text.slice(0, 80) || say("(empty)"));
       if (document.has_answer) title.append(make("span", "badge has-answer", say("contains the answer")));
-      if (document.worth) title.append(worthBadge(document.worth));
       const box = make("details", document.has_answer ? "has-answer" : "", title, make("p", "", document.text));
       if (document.id) box.append(make("p", "quiet", say("id {id}", { id: document.id })));
       return make("li", "", box);
     })))));
-}
-
-/** Show the worth of a document: how much more likely it made the recorded answer. */
-function worthBadge(worth) {
-  const badge = make("span", "badge", `${worth.answer < 0 ? "−" : "+"}${short(Math.abs(worth.answer))} nats`);
-  const parts = [`with this document the answer is ${short(worth.answer)} nats more likely`, `its whole turn ${short(worth.turn)} nats`];
-  if ("reward" in worth) parts.push(`the mean reward of sampled answers is higher by ${short(worth.reward)}`);
-  badge.title = parts.join(", ");
-  return badge;
 }

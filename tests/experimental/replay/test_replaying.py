@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 from example.tiny import tiny_llama
 from search_r1.agent.generation import build_dialogue
 from search_r1.experimental.replay import command
-from search_r1.experimental.weights import find_weights
+from search_r1.experimental.replay.weights import find_weights
 from tests.checkpoints import writing
 from tests.experimental.replay.scripted import record
 from tests.runs.written import TOKENIZER, byte_tokenizer

@@ -265,16 +265,6 @@ def test_real_minilm() -> None:
     assert (half.encode_passages(texts) * vectors).sum(1).min() > 0.999
 
 
-@pytest.mark.slow
-def test_compiled_encoder(make_model: MakeModel) -> None:
-    """torch.compile changes no vector, for one text or several."""
-    path = make_model("e5-tiny")
-    plain, compiled = batched(path), batched(path, compile_encoder=True)
-    for texts in (TEXTS[:1], TEXTS):
-        expected = plain.encode_queries(texts)
-        assert compiled.encode_queries(texts) == pytest.approx(expected, abs=1e-5)
-
-
 @given(
     lengths=st.lists(st.integers(0, 90), max_size=60),
     max_rows=st.integers(1, 20),
@@ -301,6 +291,7 @@ def test_a_static_model_is_the_mean_of_its_tokens(tmp_path: Path) -> None:
     static = StaticEmbedding(tokenizer, embedding_weights=table)
     SentenceTransformer(modules=[static, Normalize()]).save(str(tmp_path / "static"))
     encoder = open_encoder(EncoderConfig(str(tmp_path / "static")))
+    assert encoder.is_static
     vectors = encoder.encode_queries(["a b", "b b b", "a"])
     np.testing.assert_allclose(vectors, [[0.6, 0.8], [0, 1], [1, 0]], atol=1e-6)
     np.testing.assert_array_equal(encoder.encode_passages(["a b " * 999])[0], vectors[0])

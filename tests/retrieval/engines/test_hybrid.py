@@ -6,13 +6,14 @@ from typing import Any
 import pytest
 
 from search_r1.retrieval.corpus import Corpus
+from search_r1.retrieval.encoder import HashEncoder
 from search_r1.retrieval.engines.registry import build_retriever
 from search_r1.retrieval.errors import SetupError
 from search_r1.retrieval.index_builder import BuildConfig, build_index
 from search_r1.retrieval.settings import EncoderConfig, FusionConfig, RetrieverConfig
 
 pytest.importorskip("faiss")
-QUERIES = ["calling code of France", "ISO number of Austria", "zebra", "capital city"]
+QUERIES = ["calling code of France", "ISO number of Austria", "zebra", "capital city", "?"]
 
 ROWS = {document.id: row for row, document in enumerate(Corpus.open("example/corpus.jsonl"))}
 
@@ -32,7 +33,7 @@ def expected(config: RetrieverConfig, query: str, k: int) -> list[tuple[str, flo
     for name, weight in zip(config.retriever_name.split("+"), fusion.fusion_weights, strict=True):
         part = build_retriever(replace(config, retriever_name=name, fusion=FusionConfig()))
         hits = part.search([query], max(k, fusion.fusion_depth))[0]
-        for rank, hit in enumerate(hits, 1):
+        for rank, hit in enumerate(hits if any(hit.score for hit in hits) else [], 1):
             value = 1 / (60 + rank)
             if fusion.fusion == "scores":
                 span = hits[0].score - hits[-1].score
@@ -65,13 +66,15 @@ def test_hits_are_those_of_the_formula(
     assert hybrid.search([], k) == []
 
 
-def test_facts_tell_fusions_apart(config: RetrieverConfig) -> None:
-    """What affects the results is in `info`, so that caches are kept apart; weights are 1 each."""
+def test_facts_tell_fusions_apart(config: RetrieverConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What affects the results is in `info`; weights are 1 each, of a static encoder a quarter."""
     fusions = [FusionConfig(), FusionConfig("ranks"), FusionConfig(fusion_weights=(0.8, 0.2))]
     facts = [build_retriever(replace(config, fusion=fusion)).info() for fusion in fusions]
     assert facts[0]["fusion"] == {"by": "scores", "weights": [1.0, 1.0], "depth": 20}
     assert len({str(each["fusion"]) for each in facts}) == 3
     assert [part["engine"] for part in facts[0]["parts"]] == ["bm25", "faiss"]
+    monkeypatch.setattr(HashEncoder, "is_static", True, raising=False)
+    assert build_retriever(config).info()["fusion"]["weights"] == [1.0, 0.25]
 
 
 @pytest.mark.parametrize(
