@@ -23,8 +23,6 @@ LENGTHS = [14, 9, 17, 6, 11]
 BATCHES = (LENGTHS, [12], [8, 8, 20])
 """Sequence lengths of three updates; in the second, one of two ranks has no sequence."""
 TOLERANCE = 1e-4
-MAX_TRIES = 20
-"""Maximum float16 updates until the loss scale, halved at each overflow, is low enough."""
 ACTOR, CRITIC, REF = (
     f"{part}.fsdp_config"
     for part in ("actor_rollout_ref.actor", "critic.model", "actor_rollout_ref.ref")
@@ -120,7 +118,7 @@ def check(report: Report) -> None:
         config = config_of(model, report.device, size)
         cases = {f"{k}_{o}_{size}": with_options(config, KINDS[k] | OFFLOADS[o]) for k, o in pairs}
         run_cases(report, cases, size, lambda n, got: compare(report, n, got, expected))
-    halves(report, model, expected)
+    bfloat16(report, model, expected)
 
 
 def config_of(model: str, device: str, size: int, dtype: str = "float32") -> Config:
@@ -155,13 +153,11 @@ def compare(report: Report, name: str, got: Results, expected: dict[str, Results
         report.fail(f"{name}: the weights moved by {moved:.1e} only, which proves nothing")
 
 
-def halves(report: Report, model: str, expected: dict[str, Results]) -> None:
-    """Check that 16-bit results are near float32; random weights allow no tighter check."""
-    batch, want = random_batch(LENGTHS), expected["grpo"]
-    for dtype in ("bfloat16", "float16"):
-        with report.part(dtype), training_rank(config_of(model, report.device, 1, dtype)) as worker:
-            error = float((worker.actor.log_probs(batch) - want["log_probs"]).abs().mean())
-            report.expect(f"{dtype}_log_probs", error, below=0.05)
-            tries = (worker.actor.update(batch) for _ in range(MAX_TRIES))
-            norm = next(m["actor/grad_norm"] for m in tries if "actor/grad_norm" in m)
-            report.expect(f"{dtype}_grad_norm", abs(norm / want["norms"][0] - 1), below=0.1)
+def bfloat16(report: Report, model: str, expected: dict[str, Results]) -> None:
+    """Check that its results are near float32; random weights allow no tighter check."""
+    batch, want, dtype = random_batch(LENGTHS), expected["grpo"], "bfloat16"
+    with report.part(dtype), training_rank(config_of(model, report.device, 1, dtype)) as worker:
+        error = float((worker.actor.log_probs(batch) - want["log_probs"]).abs().mean())
+        report.expect(f"{dtype}_log_probs", error, below=0.05)
+        norm = worker.actor.update(batch)["actor/grad_norm"]
+        report.expect(f"{dtype}_grad_norm", abs(norm / want["norms"][0] - 1), below=0.1)

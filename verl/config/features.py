@@ -48,7 +48,6 @@ FEATURES = (
     Feature("trainer.resume_anyway", ("resume.py",)),
     Feature("trainer.guard.action", ("guard.py",), "stop"),
     Feature("trainer.guard.limits", ("guard.py",)),
-    Feature("trainer.compute_dtype", ("precision.py",), "float16"),
     *(
         Feature("trainer.logger", (f"trackers/{name}.py",), name)
         for name in ("mlflow", "swanlab", "tensorboard", "trackio", "wandb")

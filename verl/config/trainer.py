@@ -55,12 +55,9 @@ class TrainerConfig:
     `verl.trainer.rejection_sampling` and `data.rollouts`; null records none."""
     device: str = option("auto", resume="free", choices=("auto", "cuda", "cpu"))
     """Device: auto (cuda if available), cuda or cpu."""
-    compute_dtype: str = option(
-        "auto", resume="logged", choices=("auto", "bfloat16", "float16", "float32")
-    )
+    compute_dtype: str = option("auto", resume="logged", choices=("auto", "bfloat16", "float32"))
     """Number format of forward and backward passes: auto (bfloat16 where the device supports it,
-    else float16 on GPUs and float32 on CPU), bfloat16, float16 (with loss scaling) or float32.
-    Master weights are always float32."""
+    else float32), bfloat16 or float32. Master weights are always float32."""
     share_prompts: bool = option(True, resume="logged")
     """Compute what dialogues of a group begin with alike, sampled tokens too, only once in forward
     passes and updates, where that saves a twentieth of the step's tokens; gradients differ only by

@@ -59,12 +59,12 @@ def mean_sequence_kl(
 
 
 class KLController(Protocol):
-    """Holds the coefficient of the KL term; ``update`` is called once per step."""
+    """Holds the coefficient of the KL term."""
 
     value: float
 
-    def update(self, current_kl: float, num_seqs: int) -> None:
-        """Adapt ``value`` to the KL (nats) measured over ``num_seqs`` sequences."""
+    def next_value(self, current_kl: float, num_seqs: int) -> float:
+        """Return the coefficient after a step whose KL (nats) over ``num_seqs`` is this."""
 
 
 @dataclass
@@ -73,8 +73,9 @@ class FixedKLController:
 
     value: float
 
-    def update(self, current_kl: float, num_seqs: int) -> None:
-        """Do nothing."""
+    def next_value(self, current_kl: float, num_seqs: int) -> float:
+        """Return the coefficient."""
+        return self.value
 
 
 @dataclass
@@ -96,7 +97,7 @@ class AdaptiveKLController:
                 "algorithm.kl_ctrl.target_kl"
             )
 
-    def update(self, current_kl: float, num_seqs: int) -> None:
-        """Multiply the coefficient by ``1 + clip(kl/target - 1, ±0.2) * num_seqs / horizon``."""
+    def next_value(self, current_kl: float, num_seqs: int) -> float:
+        """Return the coefficient times ``1 + clip(kl/target - 1, ±0.2) * num_seqs / horizon``."""
         error = min(max(current_kl / self.target - 1.0, -0.2), 0.2)
-        self.value *= 1.0 + error * num_seqs / self.horizon
+        return self.value * (1.0 + error * num_seqs / self.horizon)

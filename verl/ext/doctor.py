@@ -242,7 +242,7 @@ def number_format(facts: Facts) -> str:
     if not capabilities:
         return "unknown"
     if min(capabilities) < (8, 0):
-        return "float16 (a card below 8.0 has no bfloat16)"
+        return "float32 (a card below 8.0 has no bfloat16)"
     return "bfloat16"
 
 

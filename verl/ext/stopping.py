@@ -171,8 +171,10 @@ class Stopper(Hook):
 
 def hook(parts: Parts) -> Stopper:
     """Return the hook of a run."""
-    saver, ranks = parts.saver, parts.ranks
-    return Stopper(
-        run_deadline(parts.config.trainer.time_limit),
-        lambda: saver.longest_s or ranks.checkpoint_bytes() / SLOW_DISK,
-    )
+    saver, groups = parts.saver, parts.ranks.groups
+
+    def save_s() -> float:
+        ranks = (rank for group in groups for rank in group.call("checkpoint_memory"))
+        return saver.longest_s or sum(num_bytes for _, num_bytes, _ in ranks) / SLOW_DISK
+
+    return Stopper(run_deadline(parts.config.trainer.time_limit), save_s)

@@ -113,13 +113,13 @@ def shaped_scores(batch: TokenBatch, config: Config) -> tuple[Tensor, Metrics]:
 def subtract_kl(
     rewards: Tensor, batch: TokenBatch, kind: str, controller: KLController
 ) -> tuple[Tensor, Metrics]:
-    """Subtract the KL to the reference from rewards (num_tokens,), then update the controller."""
+    """Subtract the KL to the reference from rewards (num_tokens,), then adapt its coefficient."""
     mask = batch.tokens["loss_mask"]
     log_probs = (batch.tokens["old_log_probs"], batch.tokens["ref_log_probs"])
     kl = float(mean_sequence_kl(*log_probs, mask, batch.offsets, kind))
     penalised = apply_kl_in_reward(rewards, *log_probs, mask, controller.value, kind)
     metrics = {"critic/kl": kl, "critic/kl_coef": controller.value}  # before the update
-    controller.update(kl, len(batch))
+    controller.value = controller.next_value(kl, len(batch))
     return penalised, metrics
 
 

@@ -101,11 +101,6 @@ class TrainerRanks:
         """Wait until the checkpoint of `start_checkpoint` is written. Raises SaveError."""
         raise_first_problem(self.groups, self._call_all("finish_checkpoint"))
 
-    def checkpoint_bytes(self) -> int:
-        """Return the total bytes of all ranks' shards."""
-        ranks = itertools.chain(*self._call_all("checkpoint_memory"))
-        return sum(num_bytes for _, num_bytes, _ in ranks)
-
     def can_copy_checkpoint(self) -> bool:
         """Whether each host has enough memory for a copy of the shards of its ranks."""
         ranks = list(itertools.chain(*self._call_all("checkpoint_memory")))

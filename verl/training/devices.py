@@ -64,12 +64,10 @@ def has_bfloat16_units(device: torch.device) -> bool:
 def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
     """Resolve a dtype by name. Raises ValueError for an unknown name.
 
-    `auto` is bfloat16 where the device has hardware for it, else float16 on GPUs, float32 on CPUs.
+    `auto` is bfloat16 where the device has hardware for it, else float32.
     """
     if name == "auto":
-        if has_bfloat16_units(device):
-            return torch.bfloat16
-        return torch.float16 if device.type == "cuda" else torch.float32
+        return torch.bfloat16 if has_bfloat16_units(device) else torch.float32
     if name not in DTYPES:
         raise ValueError(f"got dtype {name!r}; expected auto, {', '.join(DTYPES)}")
     return DTYPES[name]

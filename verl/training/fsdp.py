@@ -1,14 +1,13 @@
 """A model sharded over all ranks by FSDP2, with its optimizer, schedule and micro-batches.
 
 Trained parameters, gradients and optimizer state are float32; forward and backward use the compute
-dtype. Outputs and losses are defined by actor and critic. An extension that changes what a model
-does replaces methods of it by functions that call them (`TRAINING_IN`).
+dtype. Outputs and losses are defined by actor and critic.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import InitVar, dataclass, field
 from typing import Any
 
@@ -27,10 +26,8 @@ from verl.training.loading import fill_shards, take_values
 from verl.training.models import PackedInputs
 
 MAX = dist.ReduceOp.MAX
-TRAINING_IN = {torch.float16: "verl.ext.precision:scale_loss"}
-"""Import paths of what a model must get to be trained in a compute dtype."""
 SHARING_SHARDS = "verl.ext.sequence_parallel:divide"
-"""Import path of what lets ranks compute a share of a batch together."""
+"""Import path of what lets ranks compute a share of a batch together, by other methods."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +75,72 @@ class StepResult:
         }
 
 
+class HostedAdamW:
+    """AdamW with a learning-rate schedule, whose moments may wait in host memory between steps."""
+
+    def __init__(
+        self, parameters: Sequence[nn.Parameter], options: FsdpOptions, device: torch.device
+    ) -> None:
+        optim = options.optim
+        assert optim is not None, "the model is frozen"
+        self._optim, self._options, self._device = optim, options, device
+        self.num_updates_done = 0
+        """Updates so far, including skipped ones: the position in the schedule."""
+        self.adamw = torch.optim.AdamW(
+            parameters,
+            lr=optim.lr,
+            betas=options.betas,
+            weight_decay=optim.weight_decay,
+            fused=True,
+        )
+        # Created now rather than at the first step, so that a checkpoint can be loaded at any time.
+        # torch's get_optimizer_state_dict would create it by a step without gradients, which it
+        # counts: the first real step would get the bias correction of a second one.
+        for parameter in parameters:
+            self.adamw.state[parameter] = {
+                "step": torch.zeros((), device=parameter.device),
+                "exp_avg": torch.zeros_like(parameter),
+                "exp_avg_sq": torch.zeros_like(parameter),
+            }
+        self._move_moments(torch.device("cpu"))
+
+    @property
+    def lr(self) -> float:
+        """The learning rate of the next update."""
+        optim, total = self._optim, self._options.num_updates
+        num_warmup = math.ceil(optim.lr_warmup_steps_ratio * total)
+        # Linear warm-up over w updates: 1/w, 2/w … 1, so that the first update already learns.
+        if self.num_updates_done < num_warmup:
+            return optim.lr * ((self.num_updates_done + 1) / num_warmup)
+        done = (self.num_updates_done - num_warmup) / max(total - num_warmup, 1)
+        return optim.lr * self._options.decay(min(done, 1.0))
+
+    def step(self, is_faulty: bool) -> None:
+        """Apply the gradient unless it is faulty, and drop it; the schedule advances anyway."""
+        if not is_faulty:
+            self._move_moments(self._device)
+            for group in self.adamw.param_groups:
+                group["lr"] = self.lr
+            self.adamw.step()
+            self._move_moments(torch.device("cpu"))
+        self.adamw.zero_grad(set_to_none=True)
+        self.num_updates_done += 1
+
+    def state_of(self, parameter: nn.Parameter) -> Mapping[str, Tensor]:
+        """Return a parameter's moments and number of steps, for checkpoints to read and fill."""
+        state: Mapping[str, Tensor] = self.adamw.state[parameter]
+        return state
+
+    def _move_moments(self, device: torch.device) -> None:
+        fsdp = self._options.fsdp
+        if not fsdp.optimizer_offload or fsdp.param_offload:
+            return
+        for state in self.adamw.state.values():
+            for name, value in state.items():
+                if isinstance(value, Tensor):
+                    state[name] = value.to(device, non_blocking=True)
+
+
 @dataclass
 class FsdpModel:
     """A model whose `module` is sharded over all ranks, in place; all ranks make the same calls."""
@@ -90,11 +153,8 @@ class FsdpModel:
     """Submodules that always compute in float32."""
     copy_from: InitVar[FsdpModel | None] = None
     """A model whose shards become this model's weights; None to keep the module's own weights."""
-    optimizer: torch.optim.Optimizer | None = field(init=False, default=None)
-    num_updates_done: int = field(init=False, default=0)
-    """Updates so far, including skipped ones: the position in the schedule."""
-    more_state: dict[str, Any] = field(init=False, default_factory=dict)
-    """State of extensions, which checkpoints keep: an object with `state_dict` by each name."""
+    optimizer: HostedAdamW | None = field(init=False, default=None)
+    """None for a frozen model."""
 
     def __post_init__(self, copy_from: FsdpModel | None) -> None:
         if not isinstance(self.module, FSDPModule):
@@ -103,9 +163,8 @@ class FsdpModel:
             self._shard(copy_from)
             self.module.train()
         if self.options.optim is not None:
-            self._build_optimizer(self.options.optim)
-            if self.options.compute_dtype in TRAINING_IN:
-                imported(TRAINING_IN[self.options.compute_dtype])(self)
+            trained = list(self.trained_parameters().values())
+            self.optimizer = HostedAdamW(trained, self.options, self.device)
         if self.options.ranks_per_shard > 1:
             imported(SHARING_SHARDS)(self)
 
@@ -147,26 +206,6 @@ class FsdpModel:
             shard(part, torch.float32)
         shard(self.module, self.options.compute_dtype)
         fill_shards(self.module, values, torch.device("cpu") if on_host else self.device)
-
-    def _build_optimizer(self, optim: OptimConfig) -> None:
-        parameters = list(self.trained_parameters().values())
-        self.optimizer = torch.optim.AdamW(
-            parameters,
-            lr=optim.lr,
-            betas=self.options.betas,
-            weight_decay=optim.weight_decay,
-            fused=True,
-        )
-        # Created now rather than at the first step, so that a checkpoint can be loaded at any time.
-        # torch's get_optimizer_state_dict would create it by a step without gradients, which it
-        # counts: the first real step would get the bias correction of a second one.
-        for parameter in parameters:
-            self.optimizer.state[parameter] = {
-                "step": torch.zeros((), device=parameter.device),
-                "exp_avg": torch.zeros_like(parameter),
-                "exp_avg_sq": torch.zeros_like(parameter),
-            }
-        self._move_optimizer(torch.device("cpu"))
 
     def reshard(self) -> None:
         """Free the gathered weights that a forward without backward leaves, in the compute dtype.
@@ -213,38 +252,9 @@ class FsdpModel:
         total = nn.utils.clip_grad_norm_(parameters, self.options.grad_clip)
         norm = float(total.full_tensor() if isinstance(total, DTensor) else total)
         is_faulty = not (is_finite and math.isfinite(norm))
-        lr = self.lr
-        if not is_faulty:
-            self._move_optimizer(self.device)
-            for group in self.optimizer.param_groups:
-                group["lr"] = lr
-            self.optimizer.step()
-            if self.options.fsdp.optimizer_offload:
-                self._move_optimizer(torch.device("cpu"))
-        self.optimizer.zero_grad(set_to_none=True)
-        self.num_updates_done += 1
+        lr = self.optimizer.lr
+        self.optimizer.step(is_faulty)
         return StepResult(norm, lr, is_faulty)
-
-    @property
-    def lr(self) -> float:
-        """The learning rate of the next update."""
-        optim, total = self.options.optim, self.options.num_updates
-        assert optim is not None, "the model is frozen"
-        num_warmup = math.ceil(optim.lr_warmup_steps_ratio * total)
-        # Linear warm-up over w updates: 1/w, 2/w … 1, so that the first update already learns.
-        if self.num_updates_done < num_warmup:
-            return optim.lr * ((self.num_updates_done + 1) / num_warmup)
-        done = (self.num_updates_done - num_warmup) / max(total - num_warmup, 1)
-        return optim.lr * self.options.decay(min(done, 1.0))
-
-    def _move_optimizer(self, device: torch.device) -> None:
-        fsdp = self.options.fsdp
-        if self.optimizer is None or not fsdp.optimizer_offload or fsdp.param_offload:
-            return
-        for state in self.optimizer.state.values():
-            for name, value in state.items():
-                if isinstance(value, Tensor):
-                    state[name] = value.to(device, non_blocking=True)
 
     def state_tensors(self) -> dict[str, Tensor]:
         """Return the sharded parameters and optimizer state, for checkpoints to read and fill."""
@@ -255,7 +265,7 @@ class FsdpModel:
         tensors = {f"model.{name}": parameter.detach() for name, parameter in named.items()}
         if self.optimizer is not None:
             for name, parameter in named.items():
-                for key, value in self.optimizer.state[parameter].items():
+                for key, value in self.optimizer.state_of(parameter).items():
                     tensors[f"optimizer.{name}.{key}"] = value
         return tensors
 

@@ -6,7 +6,7 @@ still takes part to the end, since the others wait for it in collectives.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from verl.training.checkpoint_files import (
     read_state_file,
     set_random_states,
 )
-from verl.training.fsdp import FsdpModel
+from verl.training.fsdp import FsdpModel, HostedAdamW
 from verl.training.weights import copy_tokenizer
 
 Models = Mapping[str, FsdpModel]
@@ -85,12 +85,11 @@ def shard_bytes(models: Models) -> int:
 
 def _write_files(directory: Path, models: Models, model_config: PretrainedConfig | None) -> str:
     """Write this rank's files apart from the shards; return the error, or an empty string."""
-    schedules = {name: {"last_epoch": model.num_updates_done} for name, model in models.items()}
+    schedules = {name: {"last_epoch": x.num_updates_done} for name, x in _optimizers(models)}
     own_file = rank_file(directory, dist.get_rank())
     try:
         own_file.parent.mkdir(parents=True, exist_ok=True)
-        torch.save({"schedules": schedules, **_more_state(models), "random": random_states()},
-                   own_file)  # fmt: skip
+        torch.save({"schedules": schedules, "random": random_states()}, own_file)
         if dist.get_rank() == 0:
             records = _records(models)
             if records:
@@ -124,22 +123,17 @@ def _load_from(folder: Path, models: Models, with_random: bool) -> None:
     own_file = rank_file(folder, dist.get_rank())
     state = read_state_file(own_file if own_file.exists() else rank_file(folder, 0))
     with checkpoint_errors(own_file):
-        for name, model in models.items():
-            model.num_updates_done = int(state["schedules"][name]["last_epoch"])
-            for key, part in model.more_state.items():
-                if name in state.get(key, {}):  # not in a checkpoint of a run without this part
-                    part.load_state_dict(state[key][name])
+        for name, optimizer in _optimizers(models):
+            optimizer.num_updates_done = int(state["schedules"][name]["last_epoch"])
         if own_file.exists() and with_random:
             set_random_states(state["random"])
 
 
-def _more_state(models: Models) -> dict[str, dict[str, Any]]:
-    """Return the state of extensions, by its name and the model's."""
-    states: dict[str, dict[str, Any]] = {}
+def _optimizers(models: Models) -> Iterator[tuple[str, HostedAdamW]]:
+    """Yield the optimizer of each model; saved models are trained ones."""
     for name, model in models.items():
-        for key, part in model.more_state.items():
-            states.setdefault(key, {})[name] = part.state_dict()
-    return states
+        assert model.optimizer is not None, f"{name} is frozen"
+        yield name, model.optimizer
 
 
 def shard_folders(directory: Path) -> list[Path]:

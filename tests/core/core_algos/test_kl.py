@@ -65,17 +65,10 @@ def test_k3_has_no_gradient_beyond_its_limits(kind: str) -> None:
 def test_kl_controllers_follow_ziegler() -> None:
     """The adaptive coefficient changes by the clipped error, the fixed one never."""
     adaptive = AdaptiveKLController(value=0.2, target=6.0, horizon=100)
-    adaptive.update(current_kl=6.6, num_seqs=10)
-    assert adaptive.value == pytest.approx(0.2 * (1 + 0.1 * 10 / 100))
-    adaptive.value = 0.2
-    adaptive.update(current_kl=600.0, num_seqs=10)
-    assert adaptive.value == pytest.approx(0.2 * 1.02)
-    adaptive.value = 0.2
-    adaptive.update(current_kl=0.0, num_seqs=10)
-    assert adaptive.value == pytest.approx(0.2 * 0.98)
-    fixed = FixedKLController(0.2)
-    fixed.update(current_kl=600.0, num_seqs=10)
-    assert fixed.value == 0.2
+    assert adaptive.next_value(6.6, num_seqs=10) == pytest.approx(0.2 * (1 + 0.1 * 10 / 100))
+    assert adaptive.next_value(600.0, num_seqs=10) == pytest.approx(0.2 * 1.02)
+    assert adaptive.next_value(0.0, num_seqs=10) == pytest.approx(0.2 * 0.98)
+    assert FixedKLController(0.2).next_value(600.0, num_seqs=10) == 0.2
 
 
 @pytest.mark.parametrize("kind", KL_KINDS)

@@ -44,13 +44,6 @@ def test_a_step_runs_and_frees_its_device_memory(
     assert left == {}
 
 
-def test_float16_scales_the_loss(outcomes: dict[str, Any]) -> None:
-    """On a GPU that only emulates bfloat16, with any offloading; elsewhere there is no scale."""
-    metrics = {name: found["metrics"] for name, found in outcomes.items() if "sft" not in name}
-    scaled = {name for name, found in metrics.items() if found.get("actor/loss_scale") == 65536}
-    assert scaled == {name for name in metrics if name.endswith("-float16")}
-
-
 def test_offloaded_state_is_not_on_the_device(outcomes: dict[str, Any]) -> None:
     """Between steps, each kind of offloading frees the device memory it should."""
     held = {offload: outcomes[f"ppo-{offload}-2-bfloat16"]["held"] for offload in OFFLOADS}

@@ -253,7 +253,7 @@ class Trial:
         gc.collect()
         for model in built:
             self.ledger.track([*model.module.parameters(), *model.module.buffers()])
-            states = model.optimizer.state.values() if model.optimizer is not None else ()
+            states = model.optimizer.adamw.state.values() if model.optimizer is not None else ()
             self.ledger.track(value for state in states for value in state.values())
 
 

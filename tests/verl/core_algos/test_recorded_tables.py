@@ -313,8 +313,8 @@ def test_kl_in_the_reward_agrees_with_verl(case: Case) -> None:
     )
     assert_agree(kl * share, torch.tensor(case.outputs["mean_kl"], dtype=batch.dtype))
     controller = AdaptiveKLController(x["coef"], x["target"], x["horizon"])
-    controller.update(case.outputs["mean_kl"], len(batch.index))
-    assert controller.value == pytest.approx(case.outputs["next_coef"], rel=1e-6)
+    next_value = controller.next_value(case.outputs["mean_kl"], len(batch.index))
+    assert next_value == pytest.approx(case.outputs["next_coef"], rel=1e-6)
 
 
 def test_entropy_and_log_probs_agree_with_verl() -> None:

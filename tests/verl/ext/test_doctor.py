@@ -113,7 +113,7 @@ def test_cards_without_bfloat16_are_named() -> None:
     """Below capability 8.0 there is none; one such card among others decides."""
     t4 = Card("Tesla T4", 15360, (7, 5))
     mixed = replace(COMPLETE, driver=Nvidia("580.65.06", (13, 0), (H100, t4)))
-    assert problems(mixed) == [] and line_of(mixed, "number format").found.startswith("float16")
+    assert problems(mixed) == [] and line_of(mixed, "number format").found.startswith("float32")
 
 
 def test_this_machine_as_json(

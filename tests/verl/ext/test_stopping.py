@@ -85,7 +85,9 @@ def test_the_expected_duration_of_a_save() -> None:
     """It is estimated by size at first (6 GB at 200 MB/s), then it is that of the longest save."""
     parts: Any = SimpleNamespace(
         config=Config(), saver=SimpleNamespace(longest_s=0.0),
-        ranks=SimpleNamespace(checkpoint_bytes=lambda: 6_000_000_000),
+        ranks=SimpleNamespace(groups=[
+            SimpleNamespace(call=lambda method: [("a", 1_000_000_000, 0), ("a", 2_000_000_000, 0)])
+        ] * 2),
     )  # fmt: skip
     stopper = hook(parts)
     assert stopper.save_s() == 30.0

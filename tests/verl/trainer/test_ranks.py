@@ -155,6 +155,6 @@ def test_a_separate_critic_is_called_on_its_own_ranks() -> None:
     with pytest.raises(SaveError, match="critic rank 0: OSError: disk"):
         ranks.finish_checkpoint()
     actor.results, critic.results = [("a", 30, 100)], [("a", 40, 100), ("b", 40, 100)]
-    assert ranks.checkpoint_bytes() == 110 and ranks.can_copy_checkpoint()
+    assert ranks.can_copy_checkpoint()
     critic.results = [("a", 50, 100)]
     assert not ranks.can_copy_checkpoint()

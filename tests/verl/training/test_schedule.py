@@ -41,7 +41,8 @@ def test_a_warm_up_rises_to_the_peak_then_the_rate_decays() -> None:
 def test_a_resumed_schedule_has_the_rates_of_this_run() -> None:
     """A run resumed with a lower rate uses it, at the schedule's position."""
     model = make_model(lr=0.1)
-    model.num_updates_done = 3
+    assert model.optimizer is not None
+    model.optimizer.num_updates_done = 3
     assert [step(model).lr for _ in range(2)] == pytest.approx([0.1, 0.1])
-    model.num_updates_done = 1
+    model.optimizer.num_updates_done = 1
     assert step(model).lr == pytest.approx(0.05)

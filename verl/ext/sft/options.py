@@ -82,8 +82,8 @@ class SftConfig(AdapterConfig):
     """Seed of the data order."""
     device: str = changeable("auto", choices=("auto", "cuda", "cpu"))
     """Device: auto, cuda or cpu."""
-    compute_dtype: str = bounded("auto", choices=("auto", *DTYPES))
-    """Compute dtype: auto, bfloat16, float16 or float32; master weights are float32."""
+    compute_dtype: str = bounded("auto", choices=("auto", "bfloat16", "float32"))
+    """Compute dtype: auto, bfloat16 or float32; master weights are float32."""
     save_freq: int = changeable(0, ge=-1)
     """Steps between checkpoints, from which the same command continues; -1: only at the end, 0:
     none."""
