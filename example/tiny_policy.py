@@ -55,12 +55,8 @@ BATCH_SIZE = 32
 SFT_OPTIONS = (f"batch_size={BATCH_SIZE}", "lr=2e-3", "warmup_steps=100", "schedule=linear",
                "shuffle=false", "device=cpu", "compute_dtype=float32", "save_dtype=float32",
                "max_tokens_per_micro_batch=16384", "save_freq=250")  # fmt: skip
-# For a machine with other load: no spinning threads, and no returning of memory to the system.
-SFT_ENVIRONMENT = {
-    "OMP_THREAD_LIMIT": "1",
-    "MALLOC_TRIM_THRESHOLD_": str(1 << 30),
-    "MALLOC_MMAP_MAX_": "0",
-}
+# For a machine with other load: no spinning threads.
+SFT_ENVIRONMENT = {"OMP_THREAD_LIMIT": "1"}
 
 
 class Names:

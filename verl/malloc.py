@@ -1,8 +1,19 @@
-"""Settings of glibc's malloc for a process with large tensors that come and go."""
+"""Memory allocators for processes with large tensors that come and go.
+
+Such a process keeps freed memory, because returning it to the system after each forward pass costs
+more in page faults than the pass itself. glibc's malloc then searches its free pieces one by one,
+and with dialogues of many lengths there are ever more of them: updates of real questions took
+seven times as long after 45 steps (docs/evidence/updates.md). jemalloc, of which Ray's wheels
+contain a copy, has them by size.
+"""
 
 import contextlib
 import ctypes
+import importlib.util
+import os
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_MMAP_MAX = -1, -3, -4
 """Parameters of mallopt(3), from malloc.h."""
@@ -10,6 +21,50 @@ KEEP_FREED = {M_MMAP_MAX: 0, M_TRIM_THRESHOLD: -1}
 """malloc settings by which freed memory is never returned to the system."""
 RETURN_FREED = {M_MMAP_MAX: 1 << 16, M_MMAP_THRESHOLD: 32 << 20, M_TRIM_THRESHOLD: 64 << 20}
 """glibc's own values once large tensors were freed; it no longer adapts after any mallopt call."""
+
+JEMALLOC = {
+    "MALLOC_CONF": "dirty_decay_ms:60000,muzzy_decay_ms:60000,oversize_threshold:0,"
+    "thp:always,narenas:1"
+}
+"""Freed memory is kept for a minute, in one arena of huge pages for threads that take turns."""
+GLIBC = {
+    "MALLOC_TRIM_THRESHOLD_": str(8 << 30),
+    "MALLOC_MMAP_MAX_": "0",
+    "MALLOC_ARENA_MAX": "1",
+    "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
+}
+"""The same without jemalloc. Ray calls an actor in a thread, whose own arena would be returned."""
+
+
+def malloc_env() -> dict[str, str]:
+    """Return the environment variables with which a process keeps freed memory.
+
+    A user's values of the same variables, and a preloaded allocator of theirs, take precedence.
+    """
+    preloaded, library = os.environ.get("LD_PRELOAD", ""), _jemalloc()
+    if library is not None and str(library) in preloaded:
+        found = {"LD_PRELOAD": preloaded, **JEMALLOC}
+    elif library is None or "malloc" in preloaded:
+        found = dict(GLIBC)
+    else:
+        found = {"LD_PRELOAD": ":".join(filter(None, (str(library), preloaded))), **JEMALLOC}
+    return found | {k: os.environ[k] for k in found if k in os.environ and k != "LD_PRELOAD"}
+
+
+def restart_with_malloc() -> None:
+    """Run this program's command again with the variables, which only work from its beginning."""
+    wanted = malloc_env()
+    if any(os.environ.get(name) != value for name, value in wanted.items()):
+        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], os.environ | wanted)
+
+
+def _jemalloc() -> Path | None:
+    """Return Ray's copy of jemalloc, or None if the installed wheel has none."""
+    spec = importlib.util.find_spec("ray")
+    if spec is None or spec.origin is None:
+        return None
+    library = Path(spec.origin).parent / "core" / "libjemalloc.so"
+    return library if library.is_file() else None
 
 
 @contextlib.contextmanager

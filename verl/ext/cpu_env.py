@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping
 import ray
 
 from verl.config import Config
+from verl.malloc import malloc_env
 from verl.threads import SPIN_COUNT, spin_count
 from verl.trainer.cluster import JOB_CONFIG
 from verl.trainer.groups import StartUp
@@ -55,19 +56,13 @@ def cpu_env(shares_cores: bool = False) -> dict[str, str]:
     Threads: all cores, where Ray would set one thread. Idle threads spin for some ten microseconds
     before they sleep, because a layer consists of a dozen small operations, and waking a thread for
     each takes longer than the operation (docs/evidence/updates.md). With `shares_cores`, they sleep
-    at once. The user's own GOMP_SPINCOUNT and GLIBC_TUNABLES take precedence.
+    at once. The user's own GOMP_SPINCOUNT takes precedence.
 
-    Memory: malloc keeps freed memory, because returning it to the system after each forward pass
-    costs more in page faults than the pass itself. There is a single arena, because Ray calls an
-    actor in a thread whose own arena would be returned regardless of the threshold. Huge pages
-    reduce the number of page faults.
+    Memory: see `verl.malloc`.
     """
     return {
         "OMP_NUM_THREADS": str(len(os.sched_getaffinity(0))),
         "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "PASSIVE"),
         "GOMP_SPINCOUNT": spin_count("0" if shares_cores else SPIN_COUNT),
-        "MALLOC_TRIM_THRESHOLD_": str(8 << 30),
-        "MALLOC_MMAP_MAX_": "0",
-        "MALLOC_ARENA_MAX": "1",
-        "GLIBC_TUNABLES": os.environ.get("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1"),
+        **malloc_env(),
     }

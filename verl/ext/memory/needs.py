@@ -83,8 +83,8 @@ PROCESSES = {"cpu": (600 * MIB, 1500 * MIB, 1500 * MIB), "gpu": (2 * GIB, 4 * GI
 """Host bytes before anything is loaded: of a training rank (Python, torch, transformers), of an
 engine's processes, of the driver with Ray's own processes."""
 CPU_HEAP = 1.6
-"""Heap used by temporary tensors relative to their size, due to fragmentation (`cpu_env` in
-verl.ext makes malloc keep freed memory)."""
+"""Heap used by temporary tensors relative to their size, due to fragmentation (`verl.malloc`
+keeps freed memory)."""
 GAPS = 0.35
 """Gaps of torch's usual segments relative to the tensors of a pass (benchmarks/fragmentation.py).
 Expandable segments leave 2 %, which the limit above which a run is refused allows."""

@@ -1,0 +1,62 @@
+"""Which allocator a process gets, and that a program begins again with it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from verl import malloc
+from verl.malloc import GLIBC, JEMALLOC, malloc_env
+
+LIBRARY = str(malloc._jemalloc())
+AGAIN = """
+import os, verl.malloc
+verl.malloc.restart_with_malloc()
+maps = open("/proc/self/maps").read()
+print(os.getpid(), "libjemalloc" in maps)
+"""
+
+
+@pytest.fixture(autouse=True)
+def unset(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Remove what the tests' own process was started with."""
+    for name in {"LD_PRELOAD"} | JEMALLOC.keys() | GLIBC.keys():
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.parametrize(
+    ("own", "expected"),
+    [
+        ({}, {"LD_PRELOAD": LIBRARY, **JEMALLOC}),
+        ({"LD_PRELOAD": "/x/libfoo.so"}, {"LD_PRELOAD": f"{LIBRARY}:/x/libfoo.so", **JEMALLOC}),
+        ({"LD_PRELOAD": LIBRARY}, {"LD_PRELOAD": LIBRARY, **JEMALLOC}),
+        ({"LD_PRELOAD": "/x/libtcmalloc.so"}, GLIBC),
+        ({"MALLOC_CONF": "stats_print:true"},
+         {"LD_PRELOAD": LIBRARY, "MALLOC_CONF": "stats_print:true"}),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_user_s_allocator_and_settings_take_precedence(
+    own: dict[str, str], expected: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray's jemalloc is preloaded before what the user preloads, unless that is an allocator."""
+    for name, value in own.items():
+        monkeypatch.setenv(name, value)
+    assert malloc_env() == expected
+
+
+def test_without_jemalloc_glibc_keeps_freed_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The user's tunables stay."""
+    monkeypatch.setattr(malloc, "_jemalloc", lambda: None)
+    monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.hugetlb=0")
+    assert malloc_env() == GLIBC | {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=0"}
+
+
+def test_a_program_begins_again_once() -> None:
+    """The same process, now with the library; the second time changes nothing."""
+    child = subprocess.Popen([sys.executable, "-c", AGAIN], stdout=subprocess.PIPE, text=True)
+    output, _ = child.communicate(timeout=60)
+    assert output.split() == [str(child.pid), str(os.path.isfile(LIBRARY))]
