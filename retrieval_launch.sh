@@ -10,6 +10,28 @@ if [[ -z "${PYTHON:-}" && -x "$root/.venv/bin/python" ]]; then
 fi
 PYTHON="${PYTHON:-python3}"
 
+# What `scripts.download` put into data/wiki-18 comes before the example, unless anything is named.
+named="${CORPUS_PATH:-}${INDEX_PATH:-}${RETRIEVER_NAME:-}"
+if [[ " $* " =~ " --"(corpus|index|retriever)[_-](path|name) ]]; then named=flags; fi
+wiki="$root/data/wiki-18"
+if [[ -z "$named" && -f "$wiki/wiki-18.jsonl" ]]; then
+  CORPUS_PATH="$wiki/wiki-18.jsonl"
+  for INDEX_PATH in "$wiki/e5_Flat.index" "$wiki/e5_HNSW64.index" "$wiki/bm25" none; do
+    if [[ -e "$INDEX_PATH" ]]; then break; fi
+  done
+  case "$INDEX_PATH" in
+    *e5_*) RETRIEVER_NAME=e5 RETRIEVER_MODEL="${RETRIEVER_MODEL:-intfloat/e5-base-v2}" ;;
+    none)
+      echo "data/wiki-18 has a corpus without an index: get one (python -m scripts.download e5" \
+        "--save_dir data/wiki-18), set INDEX_PATH, or CORPUS_PATH=example/corpus.jsonl" >&2
+      exit 2 ;;
+  esac
+  echo "serving data/wiki-18 with $(basename "$INDEX_PATH"), which was downloaded; the example:" \
+    "CORPUS_PATH=example/corpus.jsonl" >&2
+elif [[ -z "$named" ]]; then
+  echo "serving the example's corpus, a small geography; another: CORPUS_PATH=FILE.jsonl" >&2
+fi
+
 RETRIEVER_NAME="${RETRIEVER_NAME:-bm25}"
 CORPUS_PATH="${CORPUS_PATH:-$root/example/corpus.jsonl}"
 

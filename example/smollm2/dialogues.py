@@ -34,9 +34,9 @@ from example.smollm2.evidence import Evidence, Words, find_evidence, key_words
 from example.smollm2.facts import compared
 from example.smollm2.names import mentioned, named_pages, names_in
 from search_r1.agent.generation import search_agent
+from search_r1.agent.question import question_of
 from search_r1.agent.tags import TEMPLATES
 from search_r1.datasets.evidence import Kind, Titles, kind_of, titles_by_answer
-from search_r1.inference.dialogue import question_of
 from search_r1.retrieval.client import RetrievalClient
 from search_r1.retrieval.corpus import Corpus
 from search_r1.retrieval.schema import Document

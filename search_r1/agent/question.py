@@ -2,6 +2,8 @@
 
 import re
 
+from verl.data.rows import Row
+
 QUESTION_MARK = re.compile("Question:|问题：")
 """Text before the question in the prompts of this project's and the original's data sets."""
 
@@ -10,3 +12,12 @@ def question_in(prompt: str) -> str | None:
     """Return the text behind the last mark of a question in a prompt; None without a mark."""
     parts = QUESTION_MARK.split(prompt)
     return parts[-1] if len(parts) > 1 else None
+
+
+def question_of(row: Row) -> str:
+    """Return `extra_info.question`, or the text after `Question:` in the last message, or ''."""
+    question = row.extra_info.get("question")
+    if isinstance(question, str) and question.strip():
+        return question.strip()
+    text = row.prompt if isinstance(row.prompt, str) else row.prompt[-1]["content"]
+    return (question_in(text) or "").strip()

@@ -111,10 +111,37 @@ class ServedTool(Tool):
 class ServedSearch(ServedTool, SearchTool):
     """The tool `search` over a run's retrieval server."""
 
-    def __init__(self, options: ServerConfig) -> None:
-        """Raises ConfigError for an invalid address."""
+    def __init__(self, options: ServerConfig, config: Config | None = None) -> None:
+        """`config`: the run, some of whose questions preflight asks. Raises ConfigError."""
         self.client = build_client(options)
         super().__init__(self.client, options)
+        self.config = config
+
+    def preflight(self, seconds: float) -> Iterator[ToolError]:
+        """Yield the errors of the test requests, or else of documents for the run's questions."""
+        problems = list(super().preflight(seconds))
+        yield from problems
+        if problems or self.config is None:
+            return
+        try:
+            for odd in loops.run(self._examine(self.config)):
+                logger.warning(odd)
+        except ToolRefused as error:
+            yield error
+        except SearchError as error:
+            logger.warning("%s: not checked with questions of the run: %s", self.label, error)
+
+    async def _examine(self, config: Config) -> list[str]:
+        """Ask for documents for some of the run's questions; return what is odd about them."""
+        from search_r1.agent import served_documents  # noqa: PLC0415 - reads rows
+
+        asked = served_documents.questions_of(config.data)
+        timeout = min(self.options.timeout, PROBE_TIMEOUT_S)
+        async with RetrievalClient(
+            self.options.url, self.options.topk, timeout=timeout, max_retries=1, deadline=timeout,
+        ) as client:  # fmt: skip
+            where, rule = f"retriever.url={self.label}", config.reward_model.normalize
+            return await served_documents.examine(client, where, asked, rule)
 
     async def send_test_request(self, client: RetrievalClient) -> str:
         """Search with the run's token and topk. Raises ToolRefused if no document has a text."""
@@ -188,4 +215,4 @@ def build_search(config: Config) -> SearchTool:
         return SearchTool(retriever, options)
     if options.url == EMPTY_URL:
         return SearchTool(EmptyRetrieval(), options)
-    return ServedSearch(options)
+    return ServedSearch(options, config)

@@ -12,8 +12,8 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 
+from search_r1.agent.question import question_of
 from search_r1.datasets.question import Question, RecordLocation, read_question
-from search_r1.inference.dialogue import question_of
 from verl.data.records import BadRow
 from verl.data.rows import Row, check_row, read_records
 from verl.errors import ConfigError, DataError, explain

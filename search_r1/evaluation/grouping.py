@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from search_r1.agent.question import question_of
 from search_r1.evaluation.report import FinishedEvaluation
-from search_r1.inference.dialogue import question_of
 from verl.data.rows import load_rows
 from verl.errors import DataError, explain
 

@@ -4,8 +4,8 @@ import re
 from dataclasses import dataclass, replace
 
 from search_r1.agent.grammar import SEARCH_R1
+from search_r1.agent.question import question_of
 from search_r1.datasets.wording import direct_prompt, rag_prompt
-from search_r1.inference.dialogue import question_of
 from verl.agent.dialogue import DialogueAgent
 from verl.agent.tags import TagFormat
 from verl.data.rows import Row

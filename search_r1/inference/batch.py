@@ -10,8 +10,9 @@ from typing import Any, TextIO
 
 from tqdm import tqdm
 
+from search_r1.agent.question import question_of
 from search_r1.inference.agent_options import InferenceOptions
-from search_r1.inference.dialogue import AgentSession, question_of
+from search_r1.inference.dialogue import AgentSession
 from search_r1.inference.opening import open_session
 from search_r1.plain import json_line
 from verl.data.records import MAX_ROW_CHARS, BadRow

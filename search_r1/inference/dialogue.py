@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
-from search_r1.agent.question import question_in
 from search_r1.retrieval.schema import Document, well_formed
 from verl.agent.control import ControlStrings, break_strings
 from verl.agent.dialogue import DialogueAgent
@@ -19,15 +18,6 @@ from verl.data.rows import Message, Row
 from verl.engine import RolloutEngine
 from verl.errors import DataError, explain
 from verl.types import Completion, Origin, Prompt, Sampling, Status, Trajectory, start_trajectory
-
-
-def question_of(row: Row) -> str:
-    """Return `extra_info.question`, or the text after `Question:` in the last message, or ''."""
-    question = row.extra_info.get("question")
-    if isinstance(question, str) and question.strip():
-        return question.strip()
-    text = row.prompt if isinstance(row.prompt, str) else row.prompt[-1]["content"]
-    return (question_in(text) or "").strip()
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -329,6 +330,33 @@ def test_an_interrupt_ends_quietly(tmp_path: Path) -> None:
     _, errors = process.communicate(timeout=20)
     assert process.returncode == 0
     assert "Traceback" not in errors
+
+
+@pytest.mark.parametrize(
+    ("files", "words", "expected"),
+    [
+        ((), (), ["bm25", "example/corpus.jsonl"]),
+        (("wiki-18.jsonl", "e5_Flat.index", "bm25/"), (), ["e5", "wiki-18.jsonl", "e5_Flat.index"]),
+        (("wiki-18.jsonl", "e5_HNSW64.index"), ("--faiss_gpu",), ["e5", "e5_HNSW64.index"]),
+        (("wiki-18.jsonl", "bm25/"), (), ["bm25", "wiki-18.jsonl", "wiki-18/bm25"]),
+        (("wiki-18.jsonl", "bm25/"), ("--corpus_path=mine",), ["example/corpus.jsonl", "=mine"]),
+        (("wiki-18.jsonl",), (), []),
+    ],
+)
+def test_launch_script_serves_what_was_downloaded(
+    files: tuple[str, ...], words: tuple[str, ...], expected: list[str], tmp_path: Path
+) -> None:
+    """Unless anything is named; a corpus without an index is refused, not replaced in silence."""
+    script = shutil.copy(Path(__file__).resolve().parents[2] / "retrieval_launch.sh", tmp_path)
+    for file in ("example/corpus.jsonl", *(f"data/wiki-18/{name}" for name in files)):
+        path = tmp_path / file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.mkdir() if file.endswith("/") else path.touch()
+    run = subprocess.run(["bash", script, *words], capture_output=True, text=True, check=False,
+                         env={"PATH": "/usr/bin:/bin", "PYTHON": "echo"})  # fmt: skip
+    assert run.returncode == (0 if expected else 2)
+    assert all(part in run.stdout for part in expected)
+    assert len(run.stderr.splitlines()) == int(not words or "--faiss_gpu" in words)
 
 
 def test_launch_script_without_corpus() -> None:
