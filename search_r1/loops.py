@@ -4,6 +4,7 @@ import asyncio
 import signal
 import threading
 from collections.abc import Coroutine
+from concurrent.futures import Future
 from typing import Any, Self, TypeVar
 
 T = TypeVar("T")
@@ -26,9 +27,13 @@ class LoopThread:
         with self._runner:
             self._loop.run_forever()
 
+    def start(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+        """Start the coroutine; the future has its result, and cancels it."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Return the result of the coroutine; an interrupt of the caller cancels it."""
-        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        future = self.start(coroutine)
         try:
             return future.result()
         except BaseException:

@@ -190,6 +190,7 @@ def test_evaluation_is_no_part_of_training() -> None:
 
 @pytest.mark.parametrize(("folder", "package"), [
     ("search_r1/environments/", "search_r1.environments"),
+    ("search_r1/gateway/", "search_r1.gateway"),
     ("search_r1/online/", "search_r1.online"), ("search_r1/view/", "search_r1.view"),
     ("search_r1/experimental/", "search_r1.experimental"), ("search_r1/compat/", "searchr1"),
     ("verl/ext/", "verl.ext"),

@@ -124,9 +124,15 @@ def is_path(name: str) -> bool:
 
 
 def absolute(name: str) -> str:
-    """Return the name with its path made absolute, for processes in another working directory."""
+    """Return the name with its path made absolute, for processes in another working directory.
+
+    Before the path may stand what kind of thing it names: `kind:path/file.py:Name`.
+    """
     if not is_path(name):
         return name
+    kind, _, rest = name.partition(":")
+    if kind.isidentifier() and is_path(rest):
+        return f"{kind}:{absolute(rest)}"
     path, _, attribute = name.rpartition(":")
     return f"{Path(path).expanduser().absolute()}:{attribute}"
 

@@ -84,10 +84,10 @@ def write_call(format: NativeFormat, call: ToolCall) -> str:
     return json.dumps({"name": call.tool, "parameters": arguments}, ensure_ascii=False)
 
 
-def known_question(prompt: Prompt) -> str:
+def known_question(prompt: Prompt, agent: str = NAME) -> str:
     """Return `extra_info.question`, or the rest of the line after `Question:` in the prompt.
 
-    Raises DataError if there is neither.
+    Raises DataError if there is neither; `agent` needs it.
     """
     question = prompt.extra_info.get("question")
     if isinstance(question, str) and question.strip():
@@ -97,5 +97,5 @@ def known_question(prompt: Prompt) -> str:
     if not found:
         fix = "add the column extra_info.question, or agent.name=dialogue"
         got = "a row without the question alone"
-        raise DataError(explain(prompt.uid, got, f"extra_info.question, for {NAME}", fix))
+        raise DataError(explain(prompt.uid, got, f"extra_info.question, for {agent}", fix))
     return found

@@ -76,26 +76,36 @@ def build_documents_first(config: Config) -> DialogueAgent:
     return DocumentsFirst.over(build_dialogue(config), config)
 
 
-def served_environment(config: Config) -> ModuleType:
-    """Import the agents over environments that others serve. Raises ConfigError without them."""
+OPTIONAL_AGENTS: Mapping[str, str] = {
+    "openenv:URL": "search_r1.environments.openenv",
+    "loop:FILE.py:NAME": "search_r1.gateway.agent",
+}
+"""Agents with an environment of their own, by the modules that build both; any may be deleted."""
+
+
+def optional_agent(config: Config) -> ModuleType | None:
+    """Import the module of a run's optional agent, if it has one. Raises ConfigError without it."""
+    module = OPTIONAL_AGENTS.get(agent_kind(config.agent.name))
     try:
-        return importlib.import_module("search_r1.environments.openenv")
+        return None if module is None else importlib.import_module(module)
     except ModuleNotFoundError as error:
         got = f"{config.agent.name}, which needs {error.name}, which is missing"
-        fix = "restore search_r1/environments, or pip install websockets"
+        fix = "restore it, or pip install it"
         raise ConfigError(explain("agent.name", got, "an agent without it", fix)) from error
 
 
-def build_served(config: Config) -> DialogueAgent:
-    """Build the same loop over the tools of an environment that others serve."""
-    agent: DialogueAgent = served_environment(config).over(build_dialogue(config))
+def build_optional(config: Config) -> Agent:
+    """Build an agent of `OPTIONAL_AGENTS`."""
+    module = optional_agent(config)
+    assert module is not None, "only names of optional agents come here"
+    agent: Agent = module.build_agent(config)
     return agent
 
 
-AGENTS: Mapping[str, Callable[[Config], DialogueAgent]] = {
+AGENTS: Mapping[str, Callable[[Config], Any]] = {
     "dialogue": build_dialogue,
     "documents_first": build_documents_first,
-    "openenv:URL": build_served,
+    **dict.fromkeys(OPTIONAL_AGENTS, build_optional),
 }
 """Built-in agents for `agent.name`, as functions of a run's options."""
 
@@ -108,8 +118,8 @@ def agent_kind(name: str) -> str:
 
 def build_environment(config: Config) -> Environment:
     """Build the tools of a run. Raises ConfigError for tools unknown, removed or repeated."""
-    if AGENTS.get(agent_kind(config.agent.name)) is build_served:
-        environment: Environment = served_environment(config).build_environment(config)
+    if (module := optional_agent(config)) is not None:
+        environment: Environment = module.build_environment(config)
         return environment
     for name in config.agent.tools:
         if name in REMOVED_TOOLS:
@@ -168,6 +178,15 @@ def check_prompts(
 
     Raises DataError.
     """
+    is_loop = agent_kind(agent) == "loop:FILE.py:NAME"  # whose messages are its own
+    if agent == "documents_first" or is_loop:
+        from search_r1.agent.documents_first import known_question  # noqa: PLC0415 by option
+
+        prompts = list(prompts)
+        for prompt in prompts:
+            known_question(prompt, agent)
+    if is_loop:
+        return
     own = [tag.opening for tag in format.tags.calls] if not format.schemas else []
     others = {
         tag.opening: template.name
@@ -176,10 +195,6 @@ def check_prompts(
         if tag.opening not in own
     }
     for prompt in prompts:
-        if agent == "documents_first":
-            from search_r1.agent.documents_first import known_question  # noqa: PLC0415 by option
-
-            known_question(prompt)
         if any(opening in prompt.text for opening in own):
             continue
         for opening, name in others.items():

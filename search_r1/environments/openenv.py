@@ -293,6 +293,13 @@ def build_environment(config: Config) -> Environment:
     return Environment(EnvironmentServer.of_run(config).tools(), enabled=config.do_search)
 
 
+def build_agent(config: Config) -> OpenEnvAgent:
+    """Build the agent of a run."""
+    from search_r1.agent.generation import build_dialogue  # noqa: PLC0415 - which names this module
+
+    return over(build_dialogue(config))
+
+
 def over(agent: DialogueAgent) -> OpenEnvAgent:
     """Return the agent whose dialogues are sessions of its environment."""
     return OpenEnvAgent(
