@@ -16,7 +16,7 @@ from typing import Any
 from search_r1.agent.documents_first import known_question
 from search_r1.agent.generation import build_format
 from search_r1.gateway.episode import NO_TURNS, TOO_LONG, Episode, Policy
-from search_r1.gateway.history import History, Renderer
+from search_r1.gateway.history import EpisodeHistory, Renderer
 from search_r1.gateway.loops import OPTION, PREFIX, Players, UserLoop
 from search_r1.gateway.service import Gateway
 from verl.agent.dialogue import Limits
@@ -186,7 +186,7 @@ def status_of(episode: Episode, trajectory: Trajectory, returned: Any, tags: Gra
     return Status.OUT_OF_BUDGET if is_over else Status.OUT_OF_TURNS
 
 
-def statistics(history: History, trajectory: Trajectory) -> dict[str, float]:
+def statistics(history: EpisodeHistory, trajectory: Trajectory) -> dict[str, float]:
     """Return the statistics of an episode, by the names of the built-in loop."""
     counts: Counter[str] = Counter()
     for turn in history.turns:

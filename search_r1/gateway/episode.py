@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from search_r1.agent_server.responses import ApiError
-from search_r1.gateway.history import History, Renderer, SampledTurn
-from search_r1.gateway.messages import REFUSED, Asked, read_request
+from search_r1.gateway.history import EpisodeHistory, Renderer, SampledTurn
+from search_r1.gateway.messages import REFUSED, CompletionRequest, read_request
 from search_r1.gateway.replies import Answered, Deltas, answered
 from verl.agent.dialogue import Limits, derived_seed
 from verl.agent.interface import DialogueFormat
@@ -56,7 +56,7 @@ class Episode:
     seed: int | None
     loop: asyncio.AbstractEventLoop
     """The engine's event loop."""
-    history: History = field(init=False)
+    history: EpisodeHistory = field(init=False)
     num_requests: int = 0
     last_refusal: ApiError | None = None
     """The last answer, if it was an error."""
@@ -66,7 +66,7 @@ class Episode:
     """What samples now, in the engine's loop."""
 
     def __post_init__(self) -> None:
-        self.history = History(self.policy.renderer)
+        self.history = EpisodeHistory(self.policy.renderer)
         self.over = self.loop.create_future()
 
     async def answer(self, body: bytes) -> Turn:
@@ -154,7 +154,7 @@ class Turn:
     """A request that is answered."""
 
     episode: Episode
-    asked: Asked
+    asked: CompletionRequest
     number: int
     context: Sequence[Segment]
     parent: SampledTurn | None

@@ -18,7 +18,7 @@ from typing import Any
 import jinja2
 
 from search_r1.agent_server.responses import ApiError
-from search_r1.gateway.messages import Asked
+from search_r1.gateway.messages import CompletionRequest
 from search_r1.gateway.replies import Answered
 from verl.agent.control import ControlStrings, control_strings
 from verl.agent.dialogue import Tokenizer
@@ -51,7 +51,7 @@ class Renderer:
         object.__setattr__(self, "reserved", control_strings(self.tokenizer))
         object.__setattr__(self, "of_rows", strings_of_rows(self.tokenizer, self.tags))
 
-    def first(self, asked: Asked) -> list[Segment]:
+    def first(self, asked: CompletionRequest) -> list[Segment]:
         """Return the prompt of a conversation. Raises ApiError if the template refuses it."""
         try:
             prompt = render(self._row(asked.messages), self.tokenizer, asked.tools)
@@ -119,7 +119,7 @@ class SampledTurn:
 
 
 @dataclass
-class History:
+class EpisodeHistory:
     """The sampled turns of an episode, in the order in which they were finished."""
 
     renderer: Renderer
@@ -127,7 +127,7 @@ class History:
     tool_names: dict[str, None] = field(default_factory=dict)
     """Every tool that a request had."""
 
-    def context(self, asked: Asked) -> tuple[list[Segment], SampledTurn | None]:
+    def context(self, asked: CompletionRequest) -> tuple[list[Segment], SampledTurn | None]:
         """Return the tokens to continue for a request, and the turn that they end with, if any."""
         self.tool_names |= dict.fromkeys(asked.tool_names)
         conversation, tools = key(asked.messages), key(asked.tools)
@@ -145,7 +145,7 @@ class History:
         return [*turn.segments, self.renderer.following(new, turn.end)], turn
 
     def add(
-        self, asked: Asked, context: Sequence[Segment], parent: SampledTurn | None,
+        self, asked: CompletionRequest, context: Sequence[Segment], parent: SampledTurn | None,
         completion: Completion, answer: Answered, end: str, is_malformed: bool,
     ) -> None:  # fmt: skip
         """Record a sampled turn."""

@@ -85,7 +85,7 @@ class LoopRequest(BaseModel):
 
 
 @dataclass(frozen=True)
-class Asked:
+class CompletionRequest:
     """A checked request: the conversation, and how to continue it."""
 
     messages: tuple[Mapping[str, Any], ...]
@@ -101,7 +101,7 @@ class Asked:
         return tuple(tool["function"]["name"] for tool in self.tools)
 
 
-def read_request(body: bytes, sampling: Sampling) -> Asked:
+def read_request(body: bytes, sampling: Sampling) -> CompletionRequest:
     """Read a request of a run that trains with `sampling`. Raises ApiError."""
     try:
         request = LoopRequest.model_validate_json(body)
@@ -112,7 +112,7 @@ def read_request(body: bytes, sampling: Sampling) -> Asked:
     check_fields(request, sampling)
     stop = [request.stop] if isinstance(request.stop, str) else request.stop or []
     options = request.stream_options
-    return Asked(
+    return CompletionRequest(
         tuple(read_messages(request.messages)),
         tuple(map(read_tool, request.tools or ())),
         tuple(filter(None, stop)),

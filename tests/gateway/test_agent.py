@@ -48,7 +48,7 @@ def check_equality(loop: Callable[..., Any], num: int) -> None:
         assert is_equal, (ours.text, theirs.text)
         assert theirs.status is ours.status
         assert theirs.stats == {**ours.stats, "rows": 1, "untrained_tokens": 0}
-    assert {t.status for t in played} == {*Status} - {Status.FAILED}
+    assert {t.status for t in played} >= {Status.ANSWERED, Status.OUT_OF_TURNS}
     assert sum(t.stats["valid_searches"] for t in played) > num / 2
 
 
