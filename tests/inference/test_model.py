@@ -22,7 +22,7 @@ from search_r1.inference.model import (
 from search_r1.inference.model_name import at_latest_checkpoint
 from tests.bad_models import NORM, entry, gone, weights, whole_model
 from verl.checkpoint.exporting import export
-from verl.checkpoint.folders import MARKER
+from verl.checkpoint.folders import MARKER, write_state
 from verl.config import Config
 from verl.errors import ConfigError, ModelError
 from verl.rollout.interface import build_engine
@@ -39,6 +39,7 @@ def test_a_checkpoint_is_exported_for_the_while(tmp_path: Path) -> None:
     dcp.save(weights, checkpoint_id=step / "shards", no_dist=True)
     model.config.save_pretrained(step / "huggingface")
     AutoTokenizer.from_pretrained(start).save_pretrained(step / "huggingface")
+    write_state(step, {"config": {}})
     (step / MARKER).touch()
     with model_folder(str(step), "float32") as folder:
         found = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)

@@ -21,6 +21,7 @@ from verl.packing import split_by_work
 
 def publish(root: Path) -> None:
     """Publish the checkpoint as the driver does when all ranks have written."""
+    folders.write_state(root / "global_step_3.tmp", {"config": {}})
     (root / "global_step_3.tmp" / folders.MARKER).touch()
     os.replace(root / "global_step_3.tmp", root / "global_step_3")
 
