@@ -25,6 +25,10 @@ COMMANDS = {
     "serve": ("search_r1.serve", "serve the agent to OpenAI clients, with a chat page"),
     "mcp": ("search_r1.mcp_server", "serve the retriever as a tool of the Model Context Protocol"),
     "checkpoint": ("verl.checkpoint.__main__", "export a checkpoint as a Hugging Face folder"),
+    "push": (
+        "search_r1.sharing.push",
+        "share a trained model with its card: hub or folder",
+    ),
     "doctor": ("verl.ext.doctor", "check this machine's hardware and installed packages"),
 }
 """Command name -> module with a function `main(argv)`, and a one-line description."""

@@ -1,16 +1,17 @@
-"""A Hugging Face hub on this machine, which serves files of repositories from memory."""
+"""A Hugging Face hub on this machine: serves repositories from memory, and takes uploads."""
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 COMMIT = "a" * 40
-Files = Mapping[str, bytes]
+Files = MutableMapping[str, bytes]
 """Contents by `datasets/OWNER/NAME/path`, or `OWNER/NAME/path` of a model."""
 
 
@@ -36,6 +37,30 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             etag = f'"{hashlib.sha256(found).hexdigest()}"'
             self._send(200, found, {"ETag": etag, "X-Repo-Commit": COMMIT})
+
+    def do_POST(self) -> None:
+        """Take what `upload_folder` sends; only of a client with a token, as the hub does."""
+        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        path = self.path.partition("?")[0]
+        if not self.headers.get("Authorization"):
+            self._send(401, b"{}", {})
+        elif path == "/api/repos/create":
+            asked = json.loads(body)
+            self._json({"url": "/".join(filter(None, (asked.get("organization"), asked["name"])))})
+        elif path == "/api/validate-yaml":
+            self._json({"errors": [], "warnings": []})
+        elif "/preupload/" in path:
+            names = [file["path"] for file in json.loads(body)["files"]]
+            mode = {"uploadMode": "regular", "shouldIgnore": False}
+            self._json({"files": [{"path": name, **mode} for name in names]})
+        else:
+            repo = path.removeprefix("/api/models/").partition("/commit/")[0]
+            for line in map(json.loads, body.splitlines()):
+                if line["key"] == "file":
+                    content = base64.b64decode(line["value"]["content"])
+                    self.files[f"{repo}/{line['value']['path']}"] = content
+            host = f"http://{self.headers['Host']}"
+            self._json({"commitUrl": f"{host}/{repo}/commit/{COMMIT}", "commitOid": COMMIT})
 
     def _facts(self, path: str) -> None:
         repo, _, folder = path.partition("/tree/")

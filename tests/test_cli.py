@@ -39,6 +39,7 @@ TYPO = "--no-such-flag 1"
 COMMANDS = {
     **{name: "" for name in cli.COMMANDS if name != "checkpoint"},  # it only has subcommands
     "replay": "a-run",
+    "push": "a-run",
     "evaluate run": "",
     "evaluate compare": "a-folder another",
     "checkpoint export": "a-folder --out another",

@@ -19,7 +19,7 @@ from verl.errors import redact
 from verl.files import sha256
 
 FORMAT = 1
-WEIGHTS = ("*.safetensors", "*.bin")
+WEIGHT_FILES = ("*.safetensors", "*.bin", "config.json")
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "vocab.json",
              "merges.txt", "tokenizer.model")  # fmt: skip
 DECODING = ("temperature", "top_p", "n", "seed", "untagged")
@@ -97,9 +97,17 @@ def _model(options: EvaluationOptions, folder: Path) -> dict[str, Any]:
         model["adapter"] = options.adapter
     if options.endpoint:
         return model | {"endpoint": redact(options.endpoint), "served_model": options.served_model}
-    files = _hashes(folder, (*WEIGHTS, "config.json"))
-    digest = _digest("".join(f"{name} {hash}\n" for name, hash in files.items()))
-    return model | {"files": files, "sha256": digest}
+    files = _hashes(folder, WEIGHT_FILES)
+    return model | {"files": files, "sha256": _digest_of_files(files)}
+
+
+def weights_digest(folder: Path) -> str:
+    """Return the digest by which a manifest knows the weights in a folder."""
+    return _digest_of_files(_hashes(folder, WEIGHT_FILES))
+
+
+def _digest_of_files(files: Mapping[str, str]) -> str:
+    return _digest("".join(f"{name} {hash}\n" for name, hash in files.items()))
 
 
 def _digest(text: str) -> str:

@@ -11,6 +11,7 @@ from huggingface_hub import snapshot_download
 from search_r1.inference.agent_options import AgentOptions
 from search_r1.inference.model_name import check_name, is_checkpoint, not_on_hub
 from search_r1.phases import phase
+from verl.agent.wording import TEMPLATE_FILE
 from verl.checkpoint.exporting import export
 from verl.config import Config
 from verl.engine import RolloutEngine
@@ -18,7 +19,7 @@ from verl.errors import ConfigError, explain
 from verl.rollout.interface import build_engine
 from verl.training.devices import device_type, dtype_name, resolve_dtype
 
-TOKENIZER_FILES = ("*.json", "*.txt", "*.model", "*.jinja")
+TOKENIZER_FILES = ("*.json", "*.txt", "*.model", "*.jinja", TEMPLATE_FILE)
 """Files to download from a hub for a model that an endpoint serves."""
 MODEL_FILES = (*TOKENIZER_FILES, "*.safetensors")
 """Files to download from a hub for a model that runs here."""
