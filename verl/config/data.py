@@ -5,6 +5,7 @@ from typing import Any
 
 from verl.config.option import option
 
+BY_SCORE = "by_score"
 MISSING = "???"
 """Marks an option without a default, as omegaconf does, whose import takes 0.1 s."""
 
@@ -43,8 +44,12 @@ class DataConfig:
     """Maximum tokens of the initial prompt; longer rows are left out and counted in the log."""
     max_obs_length: int = option(500, resume="logged", ge=1)
     """Maximum tokens of one observation, including the text that wraps it."""
-    shuffle_train_dataloader: bool = option(True, resume="experiment")
-    """Shuffle the training rows in every epoch, by `trainer.seed`."""
+    shuffle_train_dataloader: bool | str = option(
+        True, resume="experiment", choices=(True, False, BY_SCORE)
+    )
+    """Shuffle the training rows in every epoch, by `trainer.seed`. by_score (experimental) draws
+    half of each batch from rows whose last group taught something, and lets rows sit out whose last
+    groups taught nothing (docs/guides/data.md)."""
     rollouts: str | None = option(None, resume="free")
     """Train on recorded trajectories, step by step, instead of sampling: the
     `trainer.rollout_data_dir` of an earlier run. Needs no engines, questions or tools

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from verl.config import Config
+from verl.config.data import BY_SCORE
 from verl.errors import explain
 
 PACKAGE = Path(__file__).parents[1] / "ext"
@@ -41,6 +42,7 @@ class Feature:
 FEATURES = (
     Feature("data.rollouts", ("recorded.py",)),
     Feature("data.weight_column", ("weighted.py",)),
+    Feature("data.shuffle_train_dataloader", ("score_memory.py",), BY_SCORE),
     Feature("trainer.rollout_data_dir", ("record.py",)),
     Feature("trainer.trace", ("trace.py",)),
     Feature("trainer.time_limit", ("stopping.py",)),

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 from verl.config import Config, engine_kwargs
 from verl.config.agent import EMPTY_URL, ServerConfig
+from verl.config.data import BY_SCORE
 from verl.config.policy import ActorConfig
 from verl.core_algos.chosen import advantage_estimator
 from verl.errors import explain
@@ -24,7 +25,7 @@ HTTP = ("http://", "https://")
 def problems(config: Config) -> Iterator[str]:
     """Yield an error message for each broken rule."""
     groups = (_lists, _budgets, _sequence_parallel, _recorded, _engines, _engine_kwargs, _servers,
-              _critic, _algorithm, _losses, _documents, _stages)  # fmt: skip
+              _critic, _algorithm, _order, _losses, _documents, _stages)  # fmt: skip
     for group in groups:
         for is_broken, subject, got, expected, fix in group(config):
             if is_broken:
@@ -211,6 +212,16 @@ def _algorithm(config: Config) -> Iterator[Rule]:
     yield (config.algorithm.kl_ctrl.type == "adaptive" and not config.kl_in_reward, f"{key}.type",
            "adaptive", "fixed: it controls the KL in the reward, and there is none",
            f"{ACTOR}.use_kl_loss=false and {key}.kl_coef above 0, or {key}.type=fixed")
+
+
+def _order(config: Config) -> Iterator[Rule]:
+    """Rows drawn by past scores need groups, and no other draw."""
+    data, n_agent = config.data, config.actor_rollout_ref.rollout.n_agent
+    key, is_by_score = "data.shuffle_train_dataloader", data.shuffle_train_dataloader == BY_SCORE
+    yield (is_by_score and n_agent == 1 and not config.trainer.val_only, f"{ROLLOUT}.n_agent", 1,
+           f"2 or more: {key}={BY_SCORE} compares the samples of a prompt", f"{ROLLOUT}.n_agent=5")
+    yield (is_by_score and data.weight_column is not None, key, BY_SCORE,
+           "one order of the rows: data.weight_column draws them too", f"{key}=true")
 
 
 def _losses(config: Config) -> Iterator[Rule]:

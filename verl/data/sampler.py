@@ -1,30 +1,47 @@
 """The order of the training data: batches of row numbers, resumable at any position."""
 
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from verl.errors import ConfigError, explain
 
+if TYPE_CHECKING:
+    from verl.rewards.interface import Reward
+    from verl.types import Metrics, Trajectory
 
-class Sampler(Protocol):
+SAMPLERS = {
+    "weighted": "verl.ext.weighted:build",
+    "by_score": "verl.ext.score_memory:ScoreSampler",
+}
+"""What is called with the options of a run and its prompts, by name."""
+
+
+class Sampler(ABC):
     """What chooses the rows of each batch."""
 
+    @abstractmethod
     def next_batch(self) -> list[int]:
         """Return the row numbers of the next batch, which are all different."""
-        ...
 
-    def state_dict(self) -> dict[str, int]:
+    def observe(self, trajectories: Sequence[Trajectory], rewards: Sequence[Reward]) -> Metrics:
+        """Learn from a step's scored groups; returns metrics of what it knows."""
+        return {}
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Any]:
         """Return the position of the next batch."""
-        ...
 
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
+    @abstractmethod
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue at a saved position. Raises UserError for other rows or batch size."""
-        ...
 
 
-class PromptSampler:
+class PromptSampler(Sampler):
     """Endless batches of row numbers, in an order that depends only on seed and epoch.
 
     No row is dropped: the partial batch at the end of an epoch is completed with rows of the next
@@ -53,12 +70,12 @@ class PromptSampler:
             batch = batch + self._order[: self._position]
         return batch
 
-    def state_dict(self) -> dict[str, int]:
+    def state_dict(self) -> dict[str, Any]:
         """Return the position of the next batch."""
         return {"epoch": self._epoch, "position": self._position, "num_rows": self.num_rows,
                 "batch_size": self.batch_size}  # fmt: skip
 
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue at a saved position. Raises ConfigError for other rows or batch size."""
         for name in ("num_rows", "batch_size"):
             if state[name] != getattr(self, name):

@@ -1,13 +1,21 @@
 """Draws training rows by the weights in a column of their files (`data.weight_column`)."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from verl.data.sampler import Sampler
 from verl.errors import DataError, explain
 
+if TYPE_CHECKING:
+    from verl.config import Config
+    from verl.types import Prompt
 
-class WeightedSampler:
+
+class WeightedSampler(Sampler):
     """Endless batches of row numbers, drawn by weight; resumable at any batch.
 
     Each batch is drawn without replacement, one row after the other with probabilities in
@@ -33,11 +41,11 @@ class WeightedSampler:
         rows = generator.choice(len(self._shares), self.batch_size, replace=False, p=self._shares)
         return [int(row) for row in rows]
 
-    def state_dict(self) -> dict[str, int]:
+    def state_dict(self) -> dict[str, Any]:
         """Return the number of the next batch."""
         return {"batch": self._number, "num_rows": len(self._shares), "batch_size": self.batch_size}
 
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue at a saved batch. Raises DataError for other rows or batch size."""
         own = self.state_dict()
         for name in ("num_rows", "batch_size"):
@@ -46,3 +54,11 @@ class WeightedSampler:
                 got = f"{own[name]} {name}"
                 raise DataError(explain("resumed data order", got, str(state.get(name)), fix))
         self._number = state["batch"]
+
+
+def build(config: Config, prompts: Sequence[Prompt]) -> WeightedSampler:
+    """Build the sampler of a run. Raises DataError if it has too few rows with a weight."""
+    column = config.data.weight_column
+    assert column is not None, "this option asks for it"
+    weights = [prompt.extra_info[column] for prompt in prompts]
+    return WeightedSampler(weights, config.data.train_batch_size, config.trainer.seed)

@@ -20,7 +20,7 @@ from verl.checkpoint.folders import RunState
 from verl.checkpoint.saver import Saver
 from verl.config import Config
 from verl.core_algos.kl import KLController
-from verl.data.sampler import PromptSampler, Sampler
+from verl.data.sampler import SAMPLERS, PromptSampler, Sampler
 from verl.errors import ConfigError, explain
 from verl.rewards.interface import RewardFn, RewardManager, adapted
 from verl.rollout.replica import RolloutReplica
@@ -204,15 +204,14 @@ def build_source(parts: Parts) -> Source:
 
 
 def build_sampler(config: Config, prompts: Sequence[Prompt]) -> Sampler:
-    """Build what orders the training rows: shuffled epochs, or draws by weight."""
+    """Build what orders the training rows: epochs, or what an option names."""
     data, seed = config.data, config.trainer.seed
-    if data.weight_column is None:
-        shuffle = data.shuffle_train_dataloader
-        return PromptSampler(len(prompts), data.train_batch_size, shuffle=shuffle, seed=seed)
-    from verl.ext.weighted import WeightedSampler  # noqa: PLC0415 - only where asked for
-
-    weights = [prompt.extra_info[data.weight_column] for prompt in prompts]
-    return WeightedSampler(weights, data.train_batch_size, seed)
+    order = data.shuffle_train_dataloader if data.weight_column is None else "weighted"
+    if isinstance(order, bool):
+        return PromptSampler(len(prompts), data.train_batch_size, shuffle=order, seed=seed)
+    key = "data.shuffle_train_dataloader"
+    sampler: Sampler = plugins.load(key, order, SAMPLERS)(config, prompts)
+    return sampler
 
 
 def replica_class(config: Config) -> type[RolloutReplica]:

@@ -192,6 +192,7 @@ class RolloutCollector(Source):
         num_dropped = len(trajectories) - len(sampled.trajectories)
         metrics = {**rollout_metrics(trajectories), **reward_metrics(sampled.rewards)}
         metrics |= fault_metrics(trajectories, num_dropped)
+        metrics |= self.sampler.observe(sampled.trajectories, sampled.rewards)
         for measure in self.measures:
             metrics |= measure(trajectories)
         selected, selection_metrics = select_for_training(sampled, self.config, step, num_batches)
