@@ -1,6 +1,5 @@
 """Runs one dialogue with an agent: reports its events to a listener and returns the outcome."""
 
-import copy
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -241,11 +240,8 @@ class AgentSession:
 
 
 def observed(agent: DialogueAgent, listener: ObservationListener) -> DialogueAgent:
-    """Return the agent with a listener of its calls; a user's class may have any constructor."""
-    twin = copy.copy(agent)
-    environment = replace(agent.environment, on_observation=listener)
-    object.__setattr__(twin, "environment", environment)
-    return twin
+    """Return the agent with a listener of its calls."""
+    return agent.within(replace(agent.environment, on_observation=listener))
 
 
 def query_of(call: ToolCall) -> str:

@@ -87,7 +87,8 @@ def test_a_search_brings_documents_and_an_answer_ends() -> None:
     assert done.stats == {
         "turns": 2, "searches": 1, "valid_searches": 1, "valid_actions": 2, "invalid_actions": 0,
         "observation_tokens": len(done.segments[2].ids), "truncated_turns": 0,
-        "malformed_turns": 0, "answered": 1,
+        "malformed_turns": 0, "answered": 1, "empty_result_share": 0, "blank_result_share": 0,
+        "answer_result_share": 0,
     }  # fmt: skip
 
 

@@ -28,6 +28,7 @@ from verl.config import Config, cli
 from verl.config.agent import ServerConfig
 from verl.errors import ConfigError, ToolError, ToolRefused
 from verl.trainer.main_ppo import main
+from verl.types import Prompt, start_trajectory
 
 ROW = {
     "data_source": "nq",
@@ -191,6 +192,30 @@ def test_a_run_counts_what_is_missing_in_its_documents() -> None:
         return counts["searches_without_documents"], counts["documents_without_text"]
 
     assert (faults("some"), faults("none")) == ((0, 1), (1, 0))
+
+
+def test_a_dialogue_says_what_its_searches_gave() -> None:
+    """As shares: of searches, of documents, and of searches that hold an accepted answer."""
+    good, blank = Document.from_title("1", "Oslo", "The capital."), Document.from_contents("2", "")
+    tool = SearchTool(InMemoryRetrieval({"both": [good, blank], "blank": [blank]}))
+    shares = []
+    for answers, queries in ((("OSLO",), ("both", "none")), ((), ("blank",)), (("x",), ())):
+        own = tool.for_dialogue(start_trajectory(Prompt("rows#1", (1,), "nq", answers)))
+        for query in queries:
+            asyncio.run(own.call(query=query))
+        shares.append(own.ended())
+    assert shares == [
+        {"empty_result_share": 0.5, "answer_result_share": 0.5, "blank_result_share": 0.5},
+        {"empty_result_share": 0.0, "blank_result_share": 1.0},
+        {},
+    ]
+    asyncio.run(tool.call(query="both"))
+    assert tool.ended() == {}
+    control = SearchTool(EmptyRetrieval()).for_dialogue(
+        start_trajectory(Prompt("r#1", (1,), "nq", ()))
+    )
+    asyncio.run(control.call(query="any"))
+    assert control.ended() == {}, "a control without documents gives no alarm"
 
 
 def test_a_service_that_refuses_for_good_is_no_replay() -> None:

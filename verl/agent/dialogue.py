@@ -7,11 +7,12 @@ The context only grows; the trajectory ends when the context budget is used up.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Protocol, Self
 
 from verl.agent.control import control_strings
 from verl.agent.environment import Environment
@@ -88,7 +89,7 @@ class DialogueAgent:
         environment = self.environment
         if self.limits.max_turns:
             environment = environment.for_dialogue(start)
-        agent = self if environment is self.environment else replace(self, environment=environment)
+        agent = self if environment is self.environment else self.within(environment)
         try:
             trajectory.status = await agent._play(trajectory, engine, sampling, counts)
         except ToolError as error:
@@ -97,6 +98,12 @@ class DialogueAgent:
             _add_faults(trajectory, error.faults)
         trajectory.stats = {**self._stats(counts, trajectory), **environment.ended()}
         return trajectory
+
+    def within(self, environment: Environment) -> Self:
+        """Return the agent in another environment; a user's class may have any constructor."""
+        agent = copy.copy(self)
+        object.__setattr__(agent, "environment", environment)
+        return agent
 
     async def _play(
         self, trajectory: Trajectory, engine: RolloutEngine, sampling: Sampling,

@@ -51,6 +51,9 @@ ENTROPY = "actor/entropy"
 GRAD_NORM = "actor/grad_norm"
 SKIPPED = "actor/skipped_updates"
 MISMATCH = "actor/rollout_mismatch"
+EMPTY_RESULTS, BLANK_RESULTS = "env/empty_result_share", "env/blank_result_share"
+"""What tools gave: mean shares of calls without a result, and of results without text."""
+OF_TOOLS = (EMPTY_RESULTS, BLANK_RESULTS)
 BASELINE_STEPS = 10
 """Latest healthy steps whose median is the baseline of relative limits."""
 DRIFT_TRAJECTORIES = 16
@@ -127,6 +130,8 @@ RULES = (
     Rule("entropy_rise", ENTROPY, Kind.RISE, 1.0),
     Rule("grad_norm_growth", GRAD_NORM, Kind.GROWTH, 10.0),
     Rule("skipped_updates", SKIPPED, Kind.CEILING, 0.0),
+    Rule("empty_results", EMPTY_RESULTS, Kind.CEILING, 0.9),
+    Rule("blank_results", BLANK_RESULTS, Kind.CEILING, 0.5),
 )
 
 
@@ -168,6 +173,8 @@ class Verdict:
     """Whether a rule was broken for as many steps as its patience; otherwise reasons only warn."""
     is_mismatch: bool = False
     """Whether engines and trainer disagree, which explains whatever other rules found."""
+    is_of_tools: bool = False
+    """Whether tools give nothing, which the policy cannot help."""
 
     @property
     def health(self) -> str:
@@ -244,7 +251,7 @@ class CollapseGuard(Hook):
 
         A metric that the step lacks (no correct trajectory, no update) leaves its rules' counts.
         """
-        reasons, is_collapsed, is_mismatch = [], False, False
+        reasons, is_collapsed, is_mismatch, is_of_tools = [], False, False, False
         for rule in self.rules:
             if (value := metrics.get(rule.metric)) is None:
                 continue
@@ -255,12 +262,13 @@ class CollapseGuard(Hook):
             count = self.broken[rule.name] = self.broken.get(rule.name, 0) + 1
             is_collapsed |= count >= (rule.patience or 1)
             is_mismatch |= rule.metric == MISMATCH
+            is_of_tools |= rule.metric in OF_TOOLS
             reasons.append(rule.reason(value, baseline, count))
         if not reasons:
             for metric in {rule.metric for rule in self.rules} & metrics.keys():
                 values = [*self.history.get(metric, []), metrics[metric]]
                 self.history[metric] = values[-BASELINE_STEPS:]
-        return Verdict(tuple(reasons), is_collapsed, is_mismatch)
+        return Verdict(tuple(reasons), is_collapsed, is_mismatch, is_of_tools)
 
     def baseline(self, metric: str) -> float | None:
         """Return the median over the latest healthy steps; None before the first such step."""
@@ -309,6 +317,9 @@ class CollapseGuard(Hook):
         )
 
     def _message(self, step: int, verdict: Verdict) -> str:
+        if verdict.is_of_tools:
+            fix = "correct what their servers serve, then continue with trainer.resume_mode=auto"
+            return f"the tools give the policy nothing at step {step}: {verdict}; {fix}"
         lower = "a lower actor_rollout_ref.actor.optim.lr"
         advice = (f"no checkpoint is known to be healthy: start again with {lower}, and "
                   "with trainer.save_freq to have checkpoints")  # fmt: skip

@@ -13,9 +13,11 @@ import torch
 
 from verl.batch import TokenBatch
 from verl.config import GuardConfig
-from verl.errors import MismatchError
+from verl.errors import CollapseError, MismatchError
 from verl.ext.guard import (
+    BLANK_RESULTS,
     DRIFT,
+    EMPTY_RESULTS,
     ENTROPY,
     GRAD_NORM,
     LENGTH_CLIP,
@@ -48,6 +50,8 @@ BREAKS = [
     ("entropy_rise", ENTROPY, 1.31, 1.29),
     ("grad_norm_growth", GRAD_NORM, 5.1, 4.9),
     ("skipped_updates", SKIPPED, 0.5, 0.0),
+    ("empty_results", EMPTY_RESULTS, 0.91, 0.89),
+    ("blank_results", BLANK_RESULTS, 0.51, 0.49),
 ]
 """Rule, metric, a value just beyond its bound after `USUAL` steps, one just within."""
 
@@ -72,6 +76,14 @@ def test_three_steps_beyond_a_bound_are_a_collapse(
     assert [v.health for v in verdicts] == ["warning", "warning", "collapsed"]
     for part in (metric, name, f"{beyond:.3g}", "3 of 3"):
         assert part in str(verdicts[-1])
+
+
+def test_tools_that_give_nothing_are_told_as_such() -> None:
+    """The advice is to mend their server, and not to learn more slowly."""
+    guard = new(GuardConfig(action="stop"))
+    verdicts = [guard.observe({**USUAL, EMPTY_RESULTS: 1.0}) for _ in range(3)]
+    with pytest.raises(CollapseError, match=r"tools give the policy nothing at step 7.*servers"):
+        guard.require_health(7, verdicts[-1])
 
 
 def test_every_rule_is_tried() -> None:
