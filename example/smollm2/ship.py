@@ -6,6 +6,7 @@ import argparse
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 from search_r1.evaluation.manifest import versions
 from verl.errors import DataError, explain
@@ -26,6 +27,12 @@ def score(out: Path, name: str) -> dict[str, float]:
     return {measure: estimates[measure]["value"] for measure in ("em", "f1")}
 
 
+def made_of(folder: Path) -> dict[str, Any]:
+    """Return how an adapter was made on which this one was trained, and which it replaces."""
+    file = folder / "made.json"
+    return {"sft_start": json.loads(file.read_text(encoding="utf-8"))} if file.is_file() else {}
+
+
 def ship(out: Path, target: Path = SHIPPED) -> str:
     """Copy the adapter with the better EM, then F1, on `select` to `target` and return its name."""
     names = ("sft", "rl") if (out / "adapters" / "rl").is_dir() else ("sft",)
@@ -37,6 +44,8 @@ def ship(out: Path, target: Path = SHIPPED) -> str:
     in_environment = ("budget", "device", "seed")
     variables = " ".join(f"{name.upper()}={settings[name]}" for name in in_environment)
     arguments = " ".join(f"{n}={v}" for n, v in settings.items() if n not in in_environment)
+    started = Path(settings.get("sft_start", "none")).resolve() == target.resolve()
+    start = made_of(target) if started else {}
     shutil.rmtree(target, ignore_errors=True)
     shutil.copytree(out / "adapters" / best, target)
     made = {
@@ -46,6 +55,7 @@ def ship(out: Path, target: Path = SHIPPED) -> str:
         "select": chosen_by,
         "dev": {name: score(out, name) for name in chosen_by},
         "versions": versions(),
+        **start,
     }
     (target / "made.json").write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
     return best

@@ -221,7 +221,8 @@ def test_the_better_adapter_is_shipped_with_its_command(
 ) -> None:
     """The choice is by EM, then F1, on `select` alone; `made.json` has the run's command.
 
-    A cold start alone is shipped as well.
+    A cold start alone is shipped as well; one that was trained on the shipped adapter keeps how
+    that one was made.
     """
     scores = {
         "select-sft": (0.1, 0.3),
@@ -241,7 +242,12 @@ def test_the_better_adapter_is_shipped_with_its_command(
     assert ship(tmp_path, tmp_path / "shipped") == stages[-1]
     made = json.loads((tmp_path / "shipped" / "made.json").read_text())
     command = "BUDGET=short DEVICE=cpu SEED=2 bash example/smollm2/run.sh --set rl_lr=5e-5"
-    assert made["command"] == command
+    assert made["command"] == command and "sft_start" not in made
+    with (tmp_path / "settings").open("a") as settings:
+        settings.write(f"sft_start={tmp_path / 'shipped'}\n")
+    ship(tmp_path, tmp_path / "shipped")
+    again = json.loads((tmp_path / "shipped" / "made.json").read_text())
+    assert again["sft_start"] == made
 
 
 @pytest.mark.slow
