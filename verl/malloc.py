@@ -51,8 +51,14 @@ def malloc_env() -> dict[str, str]:
     return found | {k: os.environ[k] for k in found if k in os.environ and k != "LD_PRELOAD"}
 
 
-def restart_with_malloc() -> None:
-    """Run this program's command again with the variables, which only work from its beginning."""
+def restart_with_malloc(program: str) -> None:
+    """Run this process again with the variables, which only work from its beginning.
+
+    Only if `python -m program` is what the process was started with, not if that is called in it.
+    """
+    spec = sys.modules["__main__"].__spec__
+    if spec is None or spec.name != program:
+        return
     wanted = malloc_env()
     if any(os.environ.get(name) != value for name, value in wanted.items()):
         os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], os.environ | wanted)

@@ -5,16 +5,18 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from verl import malloc
 from verl.malloc import GLIBC, JEMALLOC, malloc_env
 
+ROOT = Path(__file__).resolve().parents[2]
 LIBRARY = str(malloc._jemalloc())
 AGAIN = """
 import os, verl.malloc
-verl.malloc.restart_with_malloc()
+verl.malloc.restart_with_malloc("again")
 maps = open("/proc/self/maps").read()
 print(os.getpid(), "libjemalloc" in maps)
 """
@@ -55,8 +57,13 @@ def test_without_jemalloc_glibc_keeps_freed_memory(monkeypatch: pytest.MonkeyPat
     assert malloc_env() == GLIBC | {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=0"}
 
 
-def test_a_program_begins_again_once() -> None:
-    """The same process, now with the library; the second time changes nothing."""
-    child = subprocess.Popen([sys.executable, "-c", AGAIN], stdout=subprocess.PIPE, text=True)
+@pytest.mark.parametrize("is_called", [False, True])
+def test_a_program_begins_again_once(is_called: bool, tmp_path: Path) -> None:
+    """The same process, now with the library; not one that only calls the program."""
+    (tmp_path / "again.py").write_text(AGAIN)
+    call = ["-c", "import runpy; runpy.run_module('again', run_name='__main__')"]
+    child = subprocess.Popen([sys.executable, *(call if is_called else ["-m", "again"])],
+                             stdout=subprocess.PIPE, text=True, cwd=tmp_path,
+                             env={**os.environ, "PYTHONPATH": str(ROOT)})  # fmt: skip
     output, _ = child.communicate(timeout=60)
-    assert output.split() == [str(child.pid), str(os.path.isfile(LIBRARY))]
+    assert output.split() == [str(child.pid), str(not is_called and os.path.isfile(LIBRARY))]

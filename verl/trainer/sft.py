@@ -8,5 +8,5 @@ from verl.ext.sft.trainer import main
 from verl.malloc import restart_with_malloc
 
 if __name__ == "__main__":
-    restart_with_malloc()
+    restart_with_malloc("verl.trainer.sft")
     sys.exit(main())
