@@ -70,7 +70,8 @@ def test_the_rule_of_normalisation_is_an_option(
     reward = build_reward_manager(config_with(name="em", normalize=rule, stages=stages))
     dialogue = trajectory((Origin.POLICY, "<answer>Par\u200bis\u2019</answer>"))
     assert reward([dialogue])[0].score == score
-    assert get_args(EvaluationOptions.__annotations__["normalize"]) == tuple(RULES)
+    choices, _ = get_args(EvaluationOptions.__annotations__["normalize"])
+    assert get_args(choices) == tuple(RULES)
     assert known_options()["reward_model.normalize"].limits.allowed_words == tuple(RULES)
 
 

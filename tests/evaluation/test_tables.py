@@ -271,8 +271,8 @@ def test_questions_are_grouped_by_a_column(
     file = audited(tmp_path / "audited.jsonl", ["span", "span", "yes_no", "yes_no"])
     assert main(["table", str(one), "--by", "kind", "--by-data", str(file)]) == 0
     rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
-    assert rows[-3].split(" | ")[1:3] == ["kind=span", "kind=yes_no"]
-    assert [cell.split()[0] for cell in rows[-1].split(" | ")[1:]] == [
+    assert rows[-6].split(" | ")[1:3] == ["kind=span", "kind=yes_no"]  # costs follow
+    assert [cell.split()[0] for cell in rows[-4].split(" | ")[1:]] == [
         "100.0",
         "50.0",
         "75.0",

@@ -47,7 +47,8 @@ def check_equality(loop: Callable[..., Any], num: int) -> None:
         is_equal = theirs.segments == ours.segments  # a comparison of pytest's takes minutes
         assert is_equal, (ours.text, theirs.text)
         assert theirs.status is ours.status
-        assert theirs.stats == {**ours.stats, "rows": 1, "untrained_tokens": 0}
+        searched = {n: v for n, v in ours.stats.items() if not n.endswith("_result_share")}
+        assert theirs.stats == {**searched, "rows": 1, "untrained_tokens": 0}
     assert {t.status for t in played} >= {Status.ANSWERED, Status.OUT_OF_TURNS}
     assert sum(t.stats["valid_searches"] for t in played) > num / 2
 

@@ -15,6 +15,7 @@ from search_r1 import mcp_server, serve
 from search_r1.agent_server import requests, responses, service
 from search_r1.infer import InferOptions
 from search_r1.options import parse
+from search_r1.sharing.push import PushOptions
 from tests.agent_server.services import serving
 from tests.fakes import ScriptedEngine
 from tests.inference.scripted import TWO_SEARCHES, session
@@ -32,7 +33,7 @@ COMMANDS = [
     for line in block.replace("\\\n", " ").splitlines()
 ]
 OPTIONS = {"infer.py": InferOptions, "search_r1.serve": serve.ServingOptions,
-           "search_r1.mcp_server": mcp_server.McpOptions}  # fmt: skip
+           "search_r1.mcp_server": mcp_server.McpOptions, "push": PushOptions}  # fmt: skip
 
 
 def test_every_command_is_understood(capsys: pytest.CaptureFixture[str]) -> None:

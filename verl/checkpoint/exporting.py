@@ -13,7 +13,13 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from transformers import AutoConfig
 
 from verl.agent.settings import SETTINGS_FILE, copy_settings, settings_of_options
-from verl.checkpoint.folders import EXPECTED, TOKENIZER_FOLDER, is_complete, read_state
+from verl.checkpoint.folders import (
+    EXPECTED,
+    STATE_FILE,
+    TOKENIZER_FOLDER,
+    is_complete,
+    read_state,
+)
 from verl.errors import ConfigError, explain
 from verl.model_files import check_weights, is_finite, model_errors, refuse_non_finite
 from verl.plugins import imported
@@ -56,7 +62,8 @@ def export(
 
 def _write_settings(step_dir: Path, out: Path) -> None:
     """Write what the dialogues of the run were; of an older checkpoint, what its options say."""
-    if not copy_settings(step_dir / TOKENIZER_FOLDER, out):
+    is_told = copy_settings(step_dir / TOKENIZER_FOLDER, out)
+    if not is_told and (step_dir / STATE_FILE).is_file():
         settings = dict(settings_of_options(read_state(step_dir).get("config", {})))
         if settings:
             (out / SETTINGS_FILE).write_text(json.dumps(settings) + "\n")

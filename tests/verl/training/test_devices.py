@@ -38,9 +38,9 @@ def test_torch_is_made_deterministic() -> None:
 
 @pytest.mark.parametrize(
     ("device", "has_units", "expected"),
-    [("cuda", True, torch.bfloat16), ("cuda", False, torch.float16), ("cpu", False, torch.float32)],
+    [("cuda", True, torch.bfloat16), ("cuda", False, torch.float32), ("cpu", False, torch.float32)],
 )
-def test_gpus_that_only_emulate_bfloat16_compute_in_float16(
+def test_gpus_that_only_emulate_bfloat16_compute_in_float32(
     monkeypatch: pytest.MonkeyPatch, device: str, has_units: bool, expected: torch.dtype
 ) -> None:
     """A V100 or T4 reports support of bfloat16, but it is slower there than float32."""
