@@ -2,9 +2,9 @@
 
 Such a process keeps freed memory, because returning it to the system after each forward pass costs
 more in page faults than the pass itself. glibc's malloc then searches its free pieces one by one,
-and with dialogues of many lengths there are ever more of them: updates of real questions took
-seven times as long after 45 steps (docs/evidence/updates.md). jemalloc, of which Ray's wheels
-contain a copy, has them by size.
+and with dialogues of many lengths there are ever more of them: after 42 updates of real questions
+one took three times as long (docs/evidence/updates.md). jemalloc, of which Ray's wheels contain a
+copy, has them by size.
 """
 
 import contextlib

@@ -2,7 +2,7 @@
 
 import copy
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
 from search_r1.retrieval.errors import REQUEST_LEVEL_STATUSES, RetrieverRefused, SearchError
@@ -81,11 +81,16 @@ def count_blank(documents: Sequence[Document]) -> int:
     return sum(not document.text.strip() for document in documents)
 
 
-def holds_answer(documents: Sequence[Document], accepted: Sequence[str]) -> bool:
-    """Return whether the documents contain an accepted answer, compared as by the default rule."""
-    from search_r1.rewards.normalize import contains_answer  # noqa: PLC0415 - not to import a tool
+def holds_answer(
+    documents: Sequence[Document],
+    accepted: Sequence[str],
+    normalize: Callable[[str], str] | None = None,
+) -> bool:
+    """Return whether documents contain an accepted answer; None compares by the default rule."""
+    from search_r1.rewards import normalize as rules  # noqa: PLC0415 - not to import a tool
 
-    return contains_answer("\n".join(d.contents for d in documents), accepted)
+    text = "\n".join(document.contents for document in documents)
+    return rules.contains_answer(text, accepted, normalize or rules.normalize_answer)
 
 
 def to_tool_error(error: SearchError, faults: Mapping[str, int]) -> ToolError:

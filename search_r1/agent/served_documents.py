@@ -11,11 +11,11 @@ from itertools import islice
 from typing import Any
 
 from search_r1.agent.question import question_of
-from search_r1.agent.search import count_blank
+from search_r1.agent.search import count_blank, holds_answer
 from search_r1.retrieval.client import RetrievalClient
 from search_r1.retrieval.errors import RetrieverRefused
 from search_r1.retrieval.schema import Document
-from search_r1.rewards.normalize import RULES, contains_answer
+from search_r1.rewards.normalize import RULES
 from verl.config.data import MISSING, DataConfig
 from verl.data.records import BadRow
 from verl.data.rows import file_list, scan_rows
@@ -133,8 +133,7 @@ def odd_sources(
     """Yield a line for each data source whose answers the documents hardly ever hold."""
     held: dict[str, list[bool]] = {}
     for one, documents in zip(asked, found, strict=True):
-        text = "\n".join(document.contents for document in documents)
-        held.setdefault(one.source, []).append(contains_answer(text, one.accepted, RULES[rule]))
+        held.setdefault(one.source, []).append(holds_answer(documents, one.accepted, RULES[rule]))
     size = info.get("num_documents", "an unknown number of")
     for source, hits in held.items():
         if len(hits) >= MIN_QUESTIONS and sum(hits) <= LOW_SHARE * len(hits):

@@ -77,11 +77,15 @@ class Part(BaseModel):
     text: str = ""
 
 
+Text = str | Annotated[list[Part], Field(fail_fast=True)] | None
+"""Content of a message."""
+
+
 class ChatMessage(BaseModel):
     """One message; fields other than role and content are ignored."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | Annotated[list[Part], Field(fail_fast=True)] | None = None
+    content: Text = None
 
 
 class StreamOptions(BaseModel):
@@ -152,12 +156,13 @@ def to_agent_request(body: ChatRequest, session: AgentSession) -> AgentRequest:
     if last.role != "user":
         message = f"the last message is of role {last.role}, expected user"
         raise ApiError(400, message, param="messages")
-    question = _text(last)
+    question = text_of(last.content)
     if not question.strip():
         raise ApiError(400, "the last message is empty, expected a question", param="messages")
     # `developer` is OpenAI's newer name for `system`, but chat templates only know `system`.
     earlier = tuple(
-        {"role": "system" if m.role == "developer" else m.role, "content": _text(m)} for m in before
+        {"role": "system" if m.role == "developer" else m.role, "content": text_of(m.content)}
+        for m in before
     )
     try:
         prompt = session.prompt(question, earlier)
@@ -182,12 +187,15 @@ def warn_of_ignored(fields: Mapping[str, Any]) -> None:
             logger.warning("requests have the field %.80s, which is ignored", name)
 
 
-def _text(message: ChatMessage) -> str:
-    """Return the message's text. Raises ApiError for images and other content."""
-    if message.content is None or isinstance(message.content, str):
-        return well_formed(message.content or "")
-    for part in message.content:
+def text_of(content: Text, where: str = "", code: str = "unsupported_content") -> str:
+    """Return the text of a message. Raises ApiError for images and other content.
+
+    `where`: the message, for the error; `code`: the error's code.
+    """
+    if content is None or isinstance(content, str):
+        return well_formed(content or "")
+    for part in content:
         if part.type != "text":
-            text = f"content of type {part.type}, expected text"
-            raise ApiError(400, text, "unsupported_content", "messages")
-    return well_formed("\n".join(part.text for part in message.content))
+            text = f"{where}content of type {part.type}, expected text"
+            raise ApiError(400, text, code, "messages")
+    return well_formed("\n".join(part.text for part in content))

@@ -74,17 +74,17 @@ class Envelope:
             "search_r1": search_r1_field(reply),
         }
         choice = {"index": 0, "message": message, "finish_reason": finish_reason(reply)}
-        return self._wrap("chat.completion", [choice]) | {"usage": usage(reply)}
+        return self.wrap("chat.completion", [choice]) | {"usage": usage(reply)}
 
     def chunk(self, delta: Mapping[str, Any], finish: str | None = None) -> dict[str, Any]:
         choice = {"index": 0, "delta": dict(delta), "finish_reason": finish}
-        return self._wrap("chat.completion.chunk", [choice])
+        return self.wrap("chat.completion.chunk", [choice])
 
-    def usage_chunk(self, reply: Reply) -> dict[str, Any]:
+    def usage_chunk(self, counts: Mapping[str, int]) -> dict[str, Any]:
         """Build the last chunk of a stream whose client asked for token counts."""
-        return self._wrap("chat.completion.chunk", []) | {"usage": usage(reply)}
+        return self.wrap("chat.completion.chunk", []) | {"usage": counts}
 
-    def _wrap(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+    def wrap(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         shared = {"id": self.id, "object": kind, "created": self.created, "model": self.model}
         return shared | {"choices": choices}
 
@@ -105,7 +105,11 @@ def finish_reason(reply: Reply) -> str:
 
 def usage(reply: Reply) -> dict[str, int]:
     """Count prompt and policy tokens; observation tokens are reported in `search_r1` instead."""
-    prompt = reply.trajectory.num_tokens_of(Origin.PROMPT)
-    sampled = reply.trajectory.num_policy_tokens
-    total = prompt + sampled
-    return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": total}
+    trajectory = reply.trajectory
+    return token_counts(trajectory.num_tokens_of(Origin.PROMPT), trajectory.num_policy_tokens)
+
+
+def token_counts(read: int, sampled: int) -> dict[str, int]:
+    """Return numbers of tokens in OpenAI's format."""
+    total = read + sampled
+    return {"prompt_tokens": read, "completion_tokens": sampled, "total_tokens": total}

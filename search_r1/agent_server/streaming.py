@@ -8,7 +8,7 @@ such a tag any more.
 import asyncio
 import json
 import re
-from collections.abc import AsyncIterator, Coroutine, Iterable, Mapping
+from collections.abc import AsyncIterator, Coroutine, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from fastapi import Request
@@ -19,6 +19,7 @@ from search_r1.agent_server.responses import (
     Envelope,
     finish_reason,
     search_r1_field,
+    usage,
 )
 from search_r1.inference.dialogue import DialogueListener, Reply, Search, search_json
 from verl.agent.grammar import Grammar, action_pattern
@@ -44,7 +45,7 @@ class ReasoningFilter:
         """Add text of the current turn and return the reasoning that can be shown now."""
         self._turn += text
         starts = [self._turn.find(tag) for tag in self._openings if tag in self._turn]
-        end = min(starts) if starts else len(self._turn) - self._num_undecided()
+        end = min(starts) if starts else len(self._turn) - num_undecided(self._turn, self._marks)
         return self._new_part(self._turn[:end])
 
     def end_turn(self) -> str:
@@ -62,13 +63,15 @@ class ReasoningFilter:
         self._num_shown += len(new)
         return separator + new
 
-    def _num_undecided(self) -> int:
-        """Return the number of characters at the end that may be the start of a tag."""
-        longest = max(map(len, self._marks)) - 1
-        for count in range(min(longest, len(self._turn)), 0, -1):
-            if any(mark.startswith(self._turn[-count:]) for mark in self._marks):
-                return count
-        return 0
+
+def num_undecided(text: str, marks: Sequence[str]) -> int:
+    """Return the number of characters at the end that may be the start of a mark, such as a tag."""
+    tail = text[-max(map(len, marks), default=0) :]
+    near = [mark for mark in marks if mark[0] in tail]  # hardly ever any, of hundreds of tokens
+    for count in range(min(len(tail), max(map(len, near), default=1) - 1), 0, -1):
+        if any(mark.startswith(tail[-count:]) for mark in near):
+            return count
+    return 0
 
 
 def extract_reasoning(turns: Iterable[str], reasoning: ReasoningFilter) -> str:
@@ -149,26 +152,27 @@ async def events(
 ) -> AsyncIterator[str]:
     """Yield the events: role, `first` and further deltas, answer, end, usage; or an error."""
     try:
-        yield _event(envelope.chunk({"role": "assistant", "content": ""}))
+        yield event(envelope.chunk({"role": "assistant", "content": ""}))
         delta = first
         while delta is not None:
-            yield _event(envelope.chunk(delta))
+            yield event(envelope.chunk(delta))
             delta = await listener.next()
         reply = await wait_for_reply(dialogue)
         if reply.answer:
-            yield _event(envelope.chunk({"content": reply.answer}))
-        yield _event(envelope.chunk({"search_r1": search_r1_field(reply)}, finish_reason(reply)))
+            yield event(envelope.chunk({"content": reply.answer}))
+        yield event(envelope.chunk({"search_r1": search_r1_field(reply)}, finish_reason(reply)))
         if includes_usage:
-            yield _event(envelope.usage_chunk(reply))
+            yield event(envelope.usage_chunk(usage(reply)))
         yield DONE
     except ApiError as error:
-        yield _event(error.body())
+        yield event(error.body())
     except Exception:  # a bug: the status was sent before, so the stream itself tells the client
-        yield _event(INTERNAL.body())
+        yield event(INTERNAL.body())
         raise  # to the server's log
     finally:
         dialogue.cancel()
 
 
-def _event(body: Mapping[str, Any]) -> str:
+def event(body: Mapping[str, Any]) -> str:
+    """Return a server-sent event."""
     return f"data: {json.dumps(body, ensure_ascii=False)}\n\n"

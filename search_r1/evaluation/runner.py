@@ -11,13 +11,14 @@ from dataclasses import dataclass, replace
 from search_r1.agent.documents_first import DocumentsFirst, known_question
 from search_r1.agent.grammar import Grammar, spans_between, tag_pattern
 from search_r1.agent.question import question_of
+from search_r1.agent.search import holds_answer
 from search_r1.evaluation.methods import Method, apply_method
 from search_r1.evaluation.options import READ, WRONG
 from search_r1.evaluation.samples import Sample, SampleSearch
 from search_r1.inference.dialogue import observed, query_of
 from search_r1.retrieval.schema import Document
 from search_r1.rewards import RewardInput, build_reward
-from search_r1.rewards.normalize import Normalize, contains_answer, normalize_answer
+from search_r1.rewards.normalize import Normalize, normalize_answer
 from search_r1.scoring import reward_input
 from verl.agent.control import ControlStrings
 from verl.agent.dialogue import DialogueAgent, derived_seed
@@ -73,9 +74,8 @@ class Runner:
         def record(call: ToolCall, observation: Observation) -> None:
             if call.tool == "search":
                 documents = [i.source for i in observation.items if isinstance(i.source, Document)]
-                text = "\n".join(document.contents for document in documents)
                 ids = tuple(document.id for document in documents)
-                has_answer = contains_answer(text, task.row.ground_truth, self.normalize)
+                has_answer = holds_answer(documents, task.row.ground_truth, self.normalize)
                 searches.append(SampleSearch(query_of(call), ids, has_answer))
 
         agent = observed(self.agent, record)

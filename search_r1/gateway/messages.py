@@ -8,11 +8,11 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from search_r1.agent_server.requests import UNSUPPORTED, Part
+from search_r1.agent_server.requests import UNSUPPORTED, Text, text_of
 from search_r1.agent_server.responses import ApiError
 from verl.types import Sampling
 
@@ -28,7 +28,6 @@ ACCEPTED: Mapping[str, tuple[Any, ...]] = {
 """Values, besides null, of fields that are not implemented: those that change nothing."""
 HARMLESS = ("user", "metadata", "safety_identifier", "prompt_cache_key")
 """Fields that say something about the caller and change no answer."""
-Text = str | Annotated[list[Part], Field(fail_fast=True)] | None
 
 
 class WrittenFunction(BaseModel):
@@ -165,7 +164,7 @@ def read_messages(messages: Sequence[LoopMessage]) -> list[Mapping[str, Any]]:
                 raise ApiError(400, text, REFUSED, "messages")
         shown: dict[str, Any] = {
             "role": "system" if message.role == "developer" else message.role,
-            "content": read_text(message.content, where),
+            "content": text_of(message.content, f"{where}: ", REFUSED),
         }
         if message.role == "tool":
             if message.tool_call_id not in open_calls:
@@ -193,14 +192,3 @@ def read_call(call: WrittenCall, where: str) -> dict[str, Any]:
         text = f"{where}.tool_calls: the arguments of {call.function.name} are no JSON"
         raise ApiError(400, text, param="messages") from error
     return {"type": "function", "function": {"name": call.function.name, "arguments": arguments}}
-
-
-def read_text(content: Text, where: str) -> str:
-    """Return the text of a message. Raises ApiError for images and other content."""
-    if content is None or isinstance(content, str):
-        return content or ""
-    for part in content:
-        if part.type != "text":
-            text = f"{where}: content of type {part.type}, expected text"
-            raise ApiError(400, text, REFUSED, "messages")
-    return "\n".join(part.text for part in content)

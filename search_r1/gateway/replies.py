@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from search_r1.agent_server.streaming import num_undecided
 from verl.agent.interface import ToolCall
 from verl.agent.native import CALL, PYTHON_TAG, NativeFormat
 from verl.types import Completion
@@ -95,8 +96,6 @@ class Deltas:
 
     def __init__(self, marks: Sequence[str], has_tools: bool) -> None:
         self.marks = [mark for mark in (*marks, *([CALL.opening] if has_tools else ())) if mark]
-        self.longest = max(map(len, self.marks), default=1) - 1
-        self.firsts = {mark[0] for mark in self.marks}
         self.has_tools = has_tools
         self.text = ""
         self.num_sent = 0
@@ -126,9 +125,4 @@ class Deltas:
         first, text = self.num_sent, self.text
         found = [place for mark in self.marks if (place := text.find(mark, first)) >= 0]
         end = min(found, default=len(text))
-        for start in range(max(first, end - self.longest), end):
-            if text[start] in self.firsts and any(
-                m.startswith(text[start:end]) for m in self.marks
-            ):
-                return start
-        return end
+        return end - num_undecided(text[first:end], self.marks)

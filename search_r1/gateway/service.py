@@ -7,12 +7,10 @@ a key that nobody can guess, so that an unmodified client needs nothing but `bas
 from __future__ import annotations
 
 import contextlib
-import json
 import secrets
 import socket
 import threading
-import time
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import uvicorn
@@ -21,8 +19,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from search_r1.agent_server.responses import INTERNAL, ApiError
-from search_r1.agent_server.streaming import DONE, run_until_disconnect
+from search_r1.agent_server.responses import INTERNAL, ApiError, Envelope, token_counts
+from search_r1.agent_server.streaming import DONE, event, run_until_disconnect
 from search_r1.gateway.episode import ENDED, Episode, Turn
 from search_r1.gateway.replies import Answered
 from search_r1.retrieval.service.running import configure
@@ -103,7 +101,7 @@ class Gateway:
             "finish_reason": answer.finish_reason,
             "logprobs": None,
         }
-        body = envelope(turn, "chat.completion", [choice])
+        body = envelope_of(turn).wrap("chat.completion", [choice])
         return JSONResponse(body | {"usage": usage(turn, completion)})
 
 
@@ -118,46 +116,35 @@ async def report(request: Request, error: Exception) -> Response:
     return JSONResponse(INTERNAL.body(), INTERNAL.status, NO_RETRY)
 
 
-def envelope(turn: Turn, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+def envelope_of(turn: Turn) -> Envelope:
     """Return what every answer and chunk of a turn has."""
-    shared = {"id": f"chatcmpl-{turn.number}", "object": kind, "created": int(time.time())}
-    return {**shared, "model": MODEL, "choices": choices}
+    return Envelope(MODEL, f"chatcmpl-{turn.number}")
 
 
 def usage(turn: Turn, completion: Completion) -> dict[str, int]:
     """Count the tokens that were read and sampled."""
-    read, sampled = sum(s.num_tokens for s in turn.context), len(completion.ids)
-    return {
-        "prompt_tokens": read,
-        "completion_tokens": sampled,
-        "total_tokens": read + sampled,
-    }
+    return token_counts(sum(s.num_tokens for s in turn.context), len(completion.ids))
 
 
 async def events(turn: Turn) -> AsyncIterator[str]:
     """Yield a turn as server-sent events: role, content, calls, end, and usage if asked for."""
-
-    def event(delta: Mapping[str, Any], reason: str | None = None) -> str:
-        choice = {"index": 0, "delta": dict(delta), "finish_reason": reason}
-        return data(envelope(turn, "chat.completion.chunk", [choice]))
-
-    yield event({"role": "assistant", "content": ""})
+    envelope = envelope_of(turn)
+    yield event(envelope.chunk({"role": "assistant", "content": ""}))
     try:
         async with contextlib.aclosing(turn.stream()) as pieces:
             async for piece in pieces:
                 if isinstance(piece, str):
-                    yield event({"content": piece})
+                    yield event(envelope.chunk({"content": piece}))
                     continue
                 answer, completion = piece
                 for delta in call_deltas(answer):
-                    yield event(delta)
-                yield event({}, answer.finish_reason)
+                    yield event(envelope.chunk(delta))
+                yield event(envelope.chunk({}, answer.finish_reason))
                 if turn.asked.includes_usage:
-                    counts = {"usage": usage(turn, completion)}
-                    yield data(envelope(turn, "chat.completion.chunk", []) | counts)
+                    yield event(envelope.usage_chunk(usage(turn, completion)))
         yield DONE
     except Exception:  # the status was sent before, so the stream itself tells the client
-        yield data(INTERNAL.body())
+        yield event(INTERNAL.body())
         raise
 
 
@@ -165,8 +152,3 @@ def call_deltas(answer: Answered) -> Iterator[dict[str, Any]]:
     """Yield a delta for each call."""
     for index, call in enumerate(answer.tool_calls if answer.calls else ()):
         yield {"tool_calls": [{"index": index, **call}]}
-
-
-def data(body: Mapping[str, Any]) -> str:
-    """Return a server-sent event."""
-    return f"data: {json.dumps(body, ensure_ascii=False)}\n\n"

@@ -62,14 +62,10 @@ def run_folder(run: Path) -> tuple[Path, Path | None]:
     if step_dir and not is_complete(step_dir):
         raise ConfigError(explain(str(run), "an incomplete checkpoint", "a complete one", fix))
     if step_dir is None and not (folder / "model" / "config.json").is_file():
-        complete = [path.name for path in folder.glob("global_step_*") if is_complete(path)]
-        fix = f"push {folder}/{max(complete, key=_number)}" if complete else "let the run finish"
+        complete = [path for path in folder.glob("global_step_*") if is_complete(path)]
+        fix = f"push {max(complete, key=step_of)}" if complete else "let the run finish"
         raise ConfigError(explain(str(run), "no model/", "a run that has ended", fix))
     return folder, step_dir
-
-
-def _number(name: str) -> int:
-    return int(name.rpartition("_")[2])
 
 
 def read_facts(folder: Path, step_dir: Path | None) -> RunFacts:

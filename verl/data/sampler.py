@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from verl.config.data import BY_SCORE
 from verl.errors import ConfigError, explain
 
 if TYPE_CHECKING:
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
 SAMPLERS = {
     "weighted": "verl.ext.weighted:build",
-    "by_score": "verl.ext.score_memory:ScoreSampler",
+    BY_SCORE: "verl.ext.score_memory:ScoreSampler",
 }
 """What is called with the options of a run and its prompts, by name."""
 
