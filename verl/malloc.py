@@ -22,6 +22,8 @@ KEEP_FREED = {M_MMAP_MAX: 0, M_TRIM_THRESHOLD: -1}
 RETURN_FREED = {M_MMAP_MAX: 1 << 16, M_MMAP_THRESHOLD: 32 << 20, M_TRIM_THRESHOLD: 64 << 20}
 """glibc's own values once large tensors were freed; it no longer adapts after any mallopt call."""
 
+NVIDIA = Path("/dev/nvidiactl")
+"""Device file of the driver."""
 JEMALLOC = {
     "MALLOC_CONF": "dirty_decay_ms:60000,muzzy_decay_ms:60000,oversize_threshold:0,"
     "thp:always,narenas:1"
@@ -54,10 +56,11 @@ def malloc_env() -> dict[str, str]:
 def restart_with_malloc(program: str) -> None:
     """Run this process again with the variables, which only work from its beginning.
 
-    Only if `python -m program` is what the process was started with, not if that is called in it.
+    Only if `python -m program` is what the process was started with, not if that is called in it;
+    and not beside a GPU, which computes then.
     """
     spec = sys.modules["__main__"].__spec__
-    if spec is None or spec.name != program:
+    if spec is None or spec.name != program or NVIDIA.exists():
         return
     wanted = malloc_env()
     if any(os.environ.get(name) != value for name, value in wanted.items()):

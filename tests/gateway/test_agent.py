@@ -40,8 +40,9 @@ USER = {"role": "user", "content": "who?"}
 def check_equality(loop: Callable[..., Any], num: int) -> None:
     """Ids, origins, log-probs, status and statistics are those of the built-in loop."""
     dialogues = scripts(num)
-    expected = asyncio.run(play_all(native_agent(), dialogues))
-    played = asyncio.run(play_all(loop_agent(loop), dialogues, StreamedEngine))
+    limits = replace(LIMITS, max_prompt_length=1300)  # which some of them exceed
+    expected = asyncio.run(play_all(native_agent(limits), dialogues))
+    played = asyncio.run(play_all(loop_agent(loop, limits), dialogues, StreamedEngine))
     for ours, theirs in zip(expected, played, strict=True):
         assert theirs.error == ""
         is_equal = theirs.segments == ours.segments  # a comparison of pytest's takes minutes
@@ -49,7 +50,7 @@ def check_equality(loop: Callable[..., Any], num: int) -> None:
         assert theirs.status is ours.status
         searched = {n: v for n, v in ours.stats.items() if not n.endswith("_result_share")}
         assert theirs.stats == {**searched, "rows": 1, "untrained_tokens": 0}
-    assert {t.status for t in played} >= {Status.ANSWERED, Status.OUT_OF_TURNS}
+    assert {t.status for t in played} == {*Status} - {Status.FAILED}
     assert sum(t.stats["valid_searches"] for t in played) > num / 2
 
 

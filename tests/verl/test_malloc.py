@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 import pytest
@@ -55,6 +56,19 @@ def test_without_jemalloc_glibc_keeps_freed_memory(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(malloc, "_jemalloc", lambda: None)
     monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.hugetlb=0")
     assert malloc_env() == GLIBC | {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=0"}
+
+
+@pytest.mark.parametrize("has_gpu", [False, True])
+def test_nothing_is_restarted_beside_a_gpu(
+    has_gpu: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The allocator is for tensors in host memory."""
+    restarted = list[str]()
+    monkeypatch.setattr(malloc, "NVIDIA", tmp_path if has_gpu else tmp_path / "none")
+    monkeypatch.setattr(os, "execve", lambda path, words, env: restarted.append(path))
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", ModuleSpec("program", None))
+    malloc.restart_with_malloc("program")
+    assert restarted == ([] if has_gpu else [sys.executable])
 
 
 @pytest.mark.parametrize("is_called", [False, True])
