@@ -82,10 +82,9 @@ def count_blank(documents: Sequence[Document]) -> int:
 
 
 def holds_answer(
-    documents: Sequence[Document],
-    accepted: Sequence[str],
+    documents: Sequence[Document], accepted: Sequence[str],
     normalize: Callable[[str], str] | None = None,
-) -> bool:
+) -> bool:  # fmt: skip
     """Return whether documents contain an accepted answer; None compares by the default rule."""
     from search_r1.rewards import normalize as rules  # noqa: PLC0415 - not to import a tool
 
