@@ -88,13 +88,12 @@ data_dir=$(cd "$data_dir" && pwd) out=$(cd "$out" && pwd)
 s+=([budget]=$BUDGET [device]=$DEVICE [seed]=$SEED [data_dir]=$data_dir)
 for key in "${!s[@]}"; do echo "$key=${s[$key]}"; done | sort >"$out/settings.new"
 if [[ -f $out/settings ]]; then
-  changed=$(comm -23 "$out/settings.new" "$out/settings")
-  for pair in $changed; do
+  while IFS= read -r pair; do # a value may have spaces and brackets
     folder=$out/$(case $pair in sft_*) echo sft ;; rl_*) echo rl ;; \
       continued_*) echo continued ;; eval_*) echo evaluation ;; esac)
     [[ ! -d $folder ]] || die "$out: got $pair, expected \
 $(grep "^${pair%%=*}=" "$out/settings"), as it began; fix: the same settings, or another OUT"
-  done
+  done < <(comm -23 "$out/settings.new" "$out/settings")
 fi
 mv "$out/settings.new" "$out/settings"
 

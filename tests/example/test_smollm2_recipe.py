@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[2]
 STAGES = ("data", "dialogues", "sft", "rl", "adapters", "evaluate")
 PYTHON = """#!/bin/bash
 [[ $1 != -c ]] || exit 0
-printf '%s\\n' "$*" >>"$CALLS"
+(IFS=$'\\t'; printf '%s\\n' "$*") >>"$CALLS"
 if [[ $* == *retrieval_server* ]]; then
   while (($#)); do [[ $1 != --port_file ]] || echo 9 >"$2"; shift; done
   exec sleep 60
@@ -59,7 +59,7 @@ class Recipe:
         done = subprocess.run(command, env={**default, **variables}, capture_output=True, text=True,
                               timeout=60, check=False)  # fmt: skip
         assert done.returncode == status, done.stdout + done.stderr
-        calls = [line.split(" ") for line in self.calls.read_text().splitlines()]
+        calls = [line.split("\t") for line in self.calls.read_text().splitlines()]
         return calls, done.stdout + done.stderr
 
 
@@ -107,11 +107,13 @@ def test_the_arms_of_the_comparison(recipe: Recipe) -> None:
     assert (more.steps, more.seed, more.lora_rank, more.lora_alpha) == (7, 1, 18, 36)
     assert Path(str(more.adapter_path)) == recipe.out / "sft" / "adapter"
     options = "agent.name=example/smollm2/reading.py:reading;algorithm.adv_estimator=dr_grpo"
+    options += ";data.filter={evidence: [topk, unknown]}"
     recipe.run("--stage", "data")
     calls, _ = recipe.run("--stage", "rl", "--set", f"rl_options={options}")
     config = cli.compose(arguments_of(calls, "verl.trainer.main_ppo")[0])
     assert config.agent.name.endswith("reading.py:reading")
     assert config.algorithm.adv_estimator == "dr_grpo"
+    assert config.data.filter == {"evidence": ["topk", "unknown"]}
 
 
 def test_mistakes_are_errors_before_anything_runs(recipe: Recipe) -> None:
