@@ -15,7 +15,13 @@ from markdown.extensions.toc import slugify_unicode
 from scripts import messages, option_pages
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = ("*.md", "docs/**/*.md", "docs/site.css", "example/**/*.md")
+PAGES = (
+    "*.md",
+    "docs/**/*.md",
+    "docs/site.css",
+    "example/**/*.md",
+    "search_r1/retrieval/service/logo.svg",
+)
 LINK = re.compile(r"\]\((?!https?:|mailto:|#)([^)#\s]+)")
 
 

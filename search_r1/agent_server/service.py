@@ -139,6 +139,19 @@ class AgentService:
         except RetrieverUnavailable as error:
             raise ApiError(503, str(error), "retriever_unavailable") from error
 
+    async def examples(self) -> list[str]:
+        """Return questions that the retriever's corpus answers; none if another one is asked."""
+        retrieval = find_retrieval(self.session.agent.environment)
+        if not isinstance(retrieval, RetrievalClient):
+            return []
+        try:
+            found: list[str] = (await retrieval.info("/page/start"))["examples"]
+        except RetrieverRefused:
+            return []  # other implementations have no such page
+        except RetrieverUnavailable as error:
+            raise ApiError(503, str(error), "retriever_unavailable") from error
+        return found
+
     def _reasoning_filter(self) -> ReasoningFilter:
         agent = self.session.agent
         return ReasoningFilter(agent.format.tags, agent.tokenizer.all_special_tokens)
@@ -178,6 +191,10 @@ def _v1_router(service: AgentService) -> APIRouter:
     async def model(name: str) -> dict[str, Any]:
         service.require_model(name)
         return service.model()
+
+    @router.get("/examples", include_in_schema=False)
+    async def examples() -> list[str]:
+        return await service.examples()
 
     # The body is not a parameter, since FastAPI would read all of it before checking the token.
     @router.post("/chat/completions", response_model=None, openapi_extra=_BODY)

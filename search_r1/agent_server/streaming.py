@@ -40,6 +40,8 @@ class ReasoningFilter:
         self._turn = ""
         self._num_shown = 0
         self._has_earlier_text = False
+        self.call: str | None = None
+        """The last turn's call, "" if it is not a plain query; None without one."""
 
     def feed(self, text: str) -> str:
         """Add text of the current turn and return the reasoning that can be shown now."""
@@ -50,10 +52,18 @@ class ReasoningFilter:
 
     def end_turn(self) -> str:
         """Return the rest of the turn's reasoning, without its complete search or answer."""
+        self.call = self._call()
         shown = self._new_part(self._action.sub("", self._turn, count=1))
         self._has_earlier_text = self._has_earlier_text or self._num_shown > 0
         self._turn, self._num_shown = "", 0
         return shown
+
+    def _call(self) -> str | None:
+        action = self._action.search(self._turn)
+        if action is None or action["answer"] is not None:
+            return None
+        words = action[action.lastindex or 0].strip()
+        return "" if words.startswith(("{", "[")) else words
 
     def _new_part(self, text: str) -> str:
         """Return the part of `text` that is new; a blank line separates turns."""
@@ -96,6 +106,8 @@ class StreamListener(DialogueListener):
 
     def turned(self) -> None:
         self._put_reasoning(self._reasoning.end_turn())
+        if self._includes_documents and (query := self._reasoning.call) is not None:
+            self._deltas.put_nowait({"search_r1": {"searches": [], "searching": query}})
 
     def searched(self, search: Search) -> None:
         body = search_json(search, self._includes_documents)

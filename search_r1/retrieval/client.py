@@ -182,9 +182,9 @@ class RetrievalClient:
         """Return the first response to `/health`; asks each server at most once."""
         return await self._get("/health", parse_object, len(self._servers) - 1)
 
-    async def info(self) -> dict[str, Any]:
-        """Return the first response to `/info`; asks each server at most once."""
-        return await self._get("/info", parse_object, len(self._servers) - 1)
+    async def info(self, path: str = "/info") -> dict[str, Any]:
+        """Return the first response to `/info`, or another path, asking each server once."""
+        return await self._get(path, parse_object, len(self._servers) - 1)
 
     async def document(self, id: str) -> Document | None:
         """Return the document with this id, or None; raises the same errors as `search`."""

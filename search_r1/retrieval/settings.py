@@ -185,6 +185,8 @@ class ServiceConfig:
     """seconds that a request may take; then it gets 504"""
     drain: Annotated[float, Bounds(0)] = 20.0
     """seconds to finish accepted requests at shutdown"""
+    compare_with: tuple[str, ...] = ()
+    """http://HOST:PORT of other retrieval servers, which the search page shows beside this one"""
 
     def check(self) -> None:
         """Raise SetupError for contradictory limits."""
@@ -202,6 +204,13 @@ class ServiceConfig:
                 f"--max_pending {self.max_pending}; expected --max_queries ({self.max_queries}) "
                 "or more, or a full request could never be accepted"
             )
+        if self.compare_with:
+            from search_r1.retrieval.client import read_urls  # noqa: PLC0415 by option
+
+            try:
+                read_urls(self.compare_with)
+            except ValueError as error:
+                raise SetupError(f"--compare_with: got {error}") from error
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,6 @@ from fastapi import APIRouter, Depends, FastAPI, HTTPException, Query, Request, 
 from pydantic import BaseModel, ConfigDict, Field
 
 from search_r1.bearer import has_token
-from search_r1.retrieval import service
 from search_r1.retrieval.errors import DeadlineExceeded
 from search_r1.retrieval.service.pages import page_routes
 from search_r1.retrieval.service.requests import parse, read_body
@@ -114,9 +113,8 @@ async def _run_replay(command: list[str], request: ReplayRequest) -> tuple[bytes
 OWN = Path(__file__).parent / "page"
 SHARED = OWN.parents[1] / "agent_server" / "page"
 PAGE = [*sorted(OWN.iterdir()),
-        *(SHARED / name for name in ("elements.js", "page.css", "page.svg")),
-        Path(service.__file__).with_name("language.js")]  # fmt: skip
-"""Files of the page, including those shared with the chat page and the search page."""
+        *(SHARED / name for name in ("elements.js", "page.css"))]  # fmt: skip
+"""Files of the page, including those shared with the chat page."""
 TOKEN_VARIABLE = "VIEW_TOKEN"
 MAX_POINTS = 600
 """Points of a curve on the page; longer curves keep the peaks of each stretch."""

@@ -71,6 +71,10 @@ def test_a_stream_brings_texts_to_whom_wants_them() -> None:
         [document.text for document in FOUND[search["query"]]] for search in SEARCHES
     ]
     assert whole["searches"] == SEARCHES and QUESTION
+    announced = [part["searching"] for part in parts if "searching" in part]
+    assert announced == [search["query"] for search in SEARCHES]
+    kinds = ["searching" in part for part in parts]
+    assert kinds == [True, False] * len(SEARCHES)  # each is announced before it is answered
 
 
 def test_the_page_puts_data_in_as_text_only() -> None:

@@ -21,6 +21,8 @@ const TEXTS = {
     unreachable: "The server cannot be reached. Is it running, and may this page ask it (--chat-peers of both)?",
     lost: "The connection ended before the answer did.", failed: "The server answered {status}.",
     said: "{message}", no_model: "The server has no model.",
+    starting: "Reading the question …", thinking: "Thinking …", searching: "Searching …", searching_for: "Searching for “{query}” …",
+    reading: "Reading what was found …",
   },
   zh: {
     skip: "跳到提问框", chat: "对话", server: "服务器", here: "本服务器", model: "模型",
@@ -39,6 +41,8 @@ const TEXTS = {
     unreachable: "无法连接服务器。它在运行吗？它允许本页面访问吗（双方的 --chat-peers）？",
     lost: "回答尚未结束，连接就断开了。", failed: "服务器返回状态 {status}。",
     said: "{message}", no_model: "服务器没有模型。",
+    starting: "正在读问题 …", thinking: "正在思考 …", searching: "正在检索 …", searching_for: "正在检索“{query}” …",
+    reading: "正在阅读找到的文档 …",
   },
 };
 
@@ -82,6 +86,7 @@ function setLanguage(chosen) {
   sessionStorage.setItem("language", chosen);
   document.documentElement.lang = chosen;
   document.querySelectorAll("[data-text]").forEach(translate);
+  byId("question").placeholder = TEXTS[chosen].question;
   byId("language").textContent = TEXTS[chosen].other;
   byId("language").lang = chosen === "zh" ? "en" : "zh";
 }
@@ -141,11 +146,26 @@ async function connect() {
     offer("model", data.map((model) => model.id));
     byId("access").hidden = true;
     setReady();
+    offerExamples();
   } catch (error) {
     if (!(error instanceof Problem)) throw error;
     if (error.code === "token") askForToken();
     else setState("away", error.message === "unreachable" ? "away" : error.message, error.values);
   }
+}
+
+/** Offer questions that the corpus of the server's retriever answers; none if it cannot say. */
+async function offerExamples() {
+  const found = await call("examples").then((response) => response.json()).catch((error) => {
+    if (error instanceof Problem) return [];
+    throw error;
+  });
+  byId("examples").replaceChildren(...found.map((text) => {
+    const button = make("button", "", text);
+    button.type = "button";
+    button.addEventListener("click", () => running || ask(text));
+    return make("li", "", button);
+  }));
 }
 
 /** Fill a select element; it is shown only if there are several values. */
@@ -174,6 +194,12 @@ class Exchange {
     this.sources = new Map(); // document id -> its element
     this.start = performance.now();
     this.part = null; // the element to which the next text of the same kind is appended
+    this.working = make("p", "working", make("span"), make("time"));
+    this.working.setAttribute("aria-hidden", "true"); // the state of the page says it once
+    this.element.append(this.working);
+    this.setPhase("starting");
+    this.timer = setInterval(() => this.tick(), 1000);
+    byId("fresh").hidden = false;
     byId("talk").append(this.element);
     this.element.scrollIntoView({ block: "start" });
   }
@@ -184,11 +210,34 @@ class Exchange {
     for (const { delta, finish_reason: reason } of choices ?? []) {
       const thought = delta.reasoning_content ?? delta.reasoning;
       if (thought) this.write("p", "thought", thought);
+      if (thought) this.setPhase("thinking");
+      const query = delta.search_r1?.searching;
+      if (query !== undefined) this.setPhase(query ? "searching_for" : "searching", { query });
       if (delta.content) this.write("p", "answer", delta.content);
       this.answer += delta.content ?? "";
       if (reason) this.status = delta.search_r1?.status ?? reason;
       else delta.search_r1?.searches?.forEach((search) => this.search(search));
     }
+  }
+
+  /** Say what is being done, until the next phase; its seconds are counted. */
+  setPhase(name, values = {}) {
+    const text = this.working.firstChild;
+    if (text.dataset.text === name && text.dataset.values === JSON.stringify(values)) return;
+    setText(text, name, values);
+    this.phaseStart = performance.now();
+    this.tick();
+  }
+
+  tick() {
+    const seconds = Math.floor((performance.now() - this.phaseStart) / 1000);
+    this.working.lastChild.textContent = seconds ? `${seconds} s` : "";
+  }
+
+  /** Nothing more will happen. */
+  finish() {
+    clearInterval(this.timer);
+    this.working.remove();
   }
 
   /** Append text to the current part, or start a new part if its kind differs. */
@@ -204,6 +253,7 @@ class Exchange {
     const head = make("p", "", makeText("span", "badge", "searched"), " ", make("strong", "", query));
     this.searches += 1;
     this.part = null;
+    this.setPhase("reading");
     this.add(make("section", "search", head, documents.length ? list : makeText("p", "quiet", "nothing")));
   }
 
@@ -238,7 +288,7 @@ class Exchange {
   }
 
   add(element) {
-    keepAtEnd(() => this.element.append(element));
+    keepAtEnd(() => (this.working.isConnected ? this.working.before(element) : this.element.append(element)));
     return element;
   }
 }
@@ -257,6 +307,7 @@ async function ask(question) {
   setBusy(true);
   try {
     await answer(question, exchange, running.signal);
+    exchange.finish();
     exchange.end();
     if (exchange.answer) conversation.push({ role: "user", content: question }, { role: "assistant", content: exchange.answer });
     setReady();
@@ -271,6 +322,7 @@ async function ask(question) {
       else setReady();
     } else throw error;
   } finally {
+    exchange.finish();
     running = null;
     setBusy(false);
   }
@@ -307,6 +359,7 @@ function startAnew() {
   running?.abort();
   conversation.length = 0;
   byId("talk").replaceChildren();
+  byId("fresh").hidden = true;
   byId("question").focus();
 }
 

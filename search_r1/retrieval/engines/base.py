@@ -20,8 +20,9 @@ _collected: ContextVar[Seconds | None] = ContextVar("collected", default=None)
 class Retriever(Protocol):
     """A retriever backend; the server calls it from at most `num_threads` threads at once.
 
-    A backend may also have a `corpus` attribute, from which the server reads single documents, and
-    `cuts`, the counts of texts that were longer than a model's input.
+    A backend may also have a `corpus` attribute, from which the server reads single documents,
+    `cuts`, the counts of texts that were longer than a model's input, and `explain(query, k)`,
+    which returns for each hit the named parts that its score is the sum of.
     """
 
     name: str

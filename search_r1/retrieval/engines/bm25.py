@@ -82,6 +82,13 @@ class Bm25Retriever(RowRetriever):
             ranked = [self._rank(words, k) for words in tokenize(queries, self._analyzer)]
         return [scores for _, scores in ranked], [rows for rows, _ in ranked]
 
+    def explain(self, query: str, k: int) -> list[dict[str, float]]:
+        """Return each hit's words of the query, with what they give to its score."""
+        from search_r1.retrieval.engines.bm25_words import shares_of_words  # noqa: PLC0415 by a page
+
+        [words], (_, [rows]) = tokenize([query], self._analyzer), self.rank([query], k)
+        return shares_of_words(self._index, words, rows)
+
     def _rank(self, words: list[str], k: int) -> tuple[list[int], list[float]]:
         word_ids = self._index.get_tokens_ids(words)
         if not word_ids:

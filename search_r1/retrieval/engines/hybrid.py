@@ -27,7 +27,9 @@ class HybridRetriever(RowRetriever):
         self.name, self.corpus = name, parts[0].corpus
         self.num_documents = len(self.corpus)
         self.cuts = tuple(cuts for part in parts for cuts in getattr(part, "cuts", ()))
-        self._parts, self._config = parts, config
+        self.parts = dict(zip(name.split("+"), parts, strict=True))
+        """The engines by name."""
+        self._config = config
         self._weights = config.fusion_weights or tuple(part.weight for part in parts)
         if len(self._weights) != len(parts) or not any(self._weights):
             fix = f"--fusion_weights {' '.join(['0.5'] * len(parts))}"
@@ -36,11 +38,20 @@ class HybridRetriever(RowRetriever):
 
     def rank(self, queries: Sequence[str], k: int) -> Ranking:
         depth = max(k, self._config.fusion_depth)
-        rankings = [part.rank(queries, depth) for part in self._parts]
+        rankings = [part.rank(queries, depth) for part in self.parts.values()]
         with stage("fusion"):
             by_query = zip(*(zip(*ranking, strict=True) for ranking in rankings), strict=True)
             ranked = [joined(self._shares(found))[:k] for found in by_query]
         return [[s for _, s in hits] for hits in ranked], [[r for r, _ in hits] for hits in ranked]
+
+    def explain(self, query: str, k: int) -> list[dict[str, float]]:
+        """Return each hit's engines, with what they give to its score."""
+        depth = max(k, self._config.fusion_depth)
+        rankings = [part.rank([query], depth) for part in self.parts.values()]
+        shares = list(self._shares((scores[0], rows[0]) for scores, rows in rankings))
+        by_name = {n: dict(zip(*s, strict=True)) for n, s in zip(self.parts, shares, strict=True)}
+        rows = [row for row, _ in joined(shares)[:k]]
+        return [{n: s[row] for n, s in by_name.items() if row in s} for row in rows]
 
     def _shares(
         self, found: Iterable[tuple[Sequence[float], Sequence[int]]]
@@ -48,13 +59,14 @@ class HybridRetriever(RowRetriever):
         """Yield the rows that each engine found for a query, and what it gives to each."""
         for weight, (scores, rows) in zip(self._weights, found, strict=True):
             if not any(scores):  # none, or the encoder knows no word of the query
+                yield (), []
                 continue
             is_scaled = self._config.fusion == "scores"
             values = _scaled(scores) if is_scaled else reciprocal(len(rows))
             yield rows, [weight * value for value in values]
 
     def info(self) -> dict[str, Any]:
-        parts = [part.info() for part in self._parts]  # type: ignore[attr-defined]
+        parts = [part.info() for part in self.parts.values()]  # type: ignore[attr-defined]
         weights = list(self._weights)
         depth = self._config.fusion_depth
         fusion = {"by": self._config.fusion, "weights": weights, "depth": depth}

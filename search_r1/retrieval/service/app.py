@@ -28,7 +28,7 @@ from search_r1.retrieval.service.answers import (
 )
 from search_r1.retrieval.service.batching import Batcher, PendingRequest
 from search_r1.retrieval.service.metrics import Metrics
-from search_r1.retrieval.service.pages import page_routes
+from search_r1.retrieval.service.pages import PAGE_FILES, page_routes
 from search_r1.retrieval.service.requests import (
     STATUSES,
     Problem,
@@ -49,7 +49,7 @@ CLIENT_CLOSED = 499
 CHUNK_DOCUMENTS = 2000
 """Documents in a chunk of a response, since serializing half a gigabyte (4,096 queries, topk 100)
 at once would make all other requests wait."""
-FOLDER = Path(__file__).parent
+PAGE = [Path(__file__).parent / name for name in PAGE_FILES]
 LIMITS = ("max_topk", "max_queries", "max_query_chars", "max_body_bytes", "max_pending", "deadline")
 
 
@@ -66,6 +66,7 @@ class Service:
         self.metrics = Metrics()
         self.metrics.watch_cuts(getattr(retriever, "cuts", ()))
         self._open = ExitStack()
+        self.engine = retriever
         self.retriever = (
             self._kept(retriever, config.cache_path) if config.cache_path else retriever
         )
@@ -221,7 +222,7 @@ def create_app(
     # FastAPI's request handling takes twice as long as a cached search. This plain route comes
     # first; FastAPI's below is for OpenAPI only.
     app.router.routes.insert(0, Route("/retrieve", service, methods=["POST"]))
-    app.router.routes.extend(page_routes([*sorted(FOLDER.glob("page.*")), FOLDER / "language.js"]))
+    app.router.routes.extend(page_routes(PAGE))
     app.get("/health", responses={503: {"model": Problem}})(service.health)
     app.get("/info", responses=unauthorized, dependencies=guard)(service.info)
     body = {"application/json": {"schema": service.request_model.model_json_schema()}}
@@ -246,6 +247,14 @@ def create_app(
             reason = "has no corpus file" if find is None else f"has no document {id!r}"
             raise HTTPException(404, well_formed(f"this server {reason}"))
         return DocumentResponse(document=asdict(result))
+
+    @app.api_route(
+        "/page/{name}", methods=["GET", "POST"], include_in_schema=False, dependencies=guard
+    )
+    async def page_question(name: str, request: Request) -> Any:
+        from search_r1.retrieval.service.page_answers import answer  # noqa: PLC0415 by the page
+
+        return await answer(service, name, request)
 
     @app.get("/metrics", response_class=Response, responses=unauthorized, dependencies=guard)
     async def metrics() -> Response:

@@ -11,7 +11,7 @@ documents differently for k and 2k.
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -19,6 +19,7 @@ from functools import partial
 from itertools import islice
 from operator import itemgetter
 from sys import getsizeof
+from typing import TypeVar
 
 from cachetools import LRUCache
 
@@ -39,6 +40,7 @@ SMOOTHING = 0.2
 MAX_RETRY_AFTER_S = 60.0
 
 
+T = TypeVar("T")
 QueryResult = SerializedHits | SearchError
 
 
@@ -191,6 +193,10 @@ class Batcher:
         if new:
             self._schedule_search(max(self._config.batch_wait_ms / 1000, self._linger_s))
         return request
+
+    async def run(self, work: Callable[[], T]) -> T:
+        """Run `work` in a thread of the searches, between two batches."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
     def release(self, request: PendingRequest) -> None:
         """Stop waiting for a request's missing results; drop queries that no other one needs."""

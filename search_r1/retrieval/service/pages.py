@@ -11,6 +11,10 @@ POLICY = (
     "default-src 'self'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'; "
     "object-src 'none'"
 )
+PAGE_FILES = ("page.html", "page.css", "page.js", "passages.js", "requests.js", "study.js")
+"""Files of the search page."""
+SHARED = [Path(__file__).with_name(name) for name in ("look.css", "language.js", "logo.svg")]
+"""Files that all pages have in common."""
 HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
@@ -19,10 +23,13 @@ HEADERS = {
 
 
 def page_routes(files: Iterable[Path], servers: Sequence[str] = ()) -> list[Route]:
-    """Return a route for each file (HTML: at `/`); the page may send requests to `servers`."""
+    """Return a route for each file (HTML: at `/`) and each shared one.
+
+    The page may send requests to `servers`.
+    """
     connect = f"; connect-src 'self' {' '.join(servers)}" if servers else ""
     headers = HEADERS | {"Content-Security-Policy": POLICY + connect}
-    return [_route(file, headers) for file in files]
+    return [_route(file, headers) for file in (*files, *SHARED)]
 
 
 def _route(file: Path, headers: dict[str, str]) -> Route:

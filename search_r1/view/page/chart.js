@@ -1,6 +1,7 @@
 // Charts as SVG: one for each metric, with a line for each run.
 
 import { makeSvg, make, short } from "./elements.js";
+import { say } from "./language.js";
 
 const MARGIN = { left: 46, right: 10, top: 8, bottom: 22 };
 
@@ -24,6 +25,7 @@ export function smoothed(values, weight) {
   });
 }
 
+/** Return the least and the greatest value; equal values get room, and an axis of values then has zero. */
 function range(values, isWhole) {
   let low = Infinity, high = -Infinity;
   for (const value of values) {
@@ -32,7 +34,7 @@ function range(values, isWhole) {
     high = Math.max(high, value);
   }
   if (low > high) return [0, 1];
-  if (low === high) return isWhole ? [low - 1, high + 1] : [low - Math.abs(low || 1) * 0.1, high + Math.abs(high || 1) * 0.1];
+  if (low === high) return isWhole ? [low - 1, high + 1] : low >= 0 && low <= 1 ? [0, 1] : [Math.min(low, 0), Math.max(high, 0)];
   return [low, high];
 }
 
@@ -44,18 +46,21 @@ export function chart(title, lines, { width = 340, height = 170, smoothing = 0 }
   const figure = make("figure", "chart");
   const readout = make("output", "readout");
   const caption = make("figcaption", "", make("span", "name", title), readout);
-  const [x0, x1] = range(lines.flatMap((line) => line.steps), true);
+  const known = lines.flatMap((line) => line.steps.filter((_, i) => line.values[i] !== null));
+  const [x0, x1] = range(known, true);
   const [y0, y1] = range(lines.flatMap((line) => line.values), false);
   const x = (step) => MARGIN.left + ((step - x0) / (x1 - x0)) * (width - MARGIN.left - MARGIN.right);
   const y = (value) => height - MARGIN.bottom - ((value - y0) / (y1 - y0)) * (height - MARGIN.top - MARGIN.bottom);
   const svg = makeSvg("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": summary(title, lines) });
-  for (const value of ticks(y0, y1, 4)) {
+  for (const value of known.length ? ticks(y0, y1, 4) : []) {
     svg.append(
       makeSvg("line", { class: "grid", x1: MARGIN.left, x2: width - MARGIN.right, y1: y(value), y2: y(value) }),
       makeSvg("text", { class: "tick", x: MARGIN.left - 6, y: y(value) + 3.5, "text-anchor": "end" }, short(value)),
     );
   }
-  for (const step of ticks(x0, x1, width / 60).filter(Number.isInteger)) {
+  if (!known.length) svg.append(makeSvg("text", { class: "tick", x: width / 2, y: height / 2, "text-anchor": "middle" }, say("No values.")));
+  const isOne = new Set(known).size === 1; // then its step alone is on the axis
+  for (const step of isOne ? known.slice(0, 1) : !known.length ? [] : ticks(x0, x1, width / 60).filter(Number.isInteger)) {
     svg.append(makeSvg("text", { class: "tick", x: x(step), y: height - 6, "text-anchor": "middle" }, short(step)));
   }
   for (const line of lines) {
@@ -120,7 +125,7 @@ function showValues(readout, lines, step) {
     const text = index < 0 ? "–" : short(line.values[index]);
     return make("span", `value run-${line.color}`, text);
   });
-  readout.replaceChildren(...(step === null ? [] : [make("span", "step", `step ${step}`)]), ...parts);
+  readout.replaceChildren(...(step === null ? [] : [make("span", "step", say("step {step}", { step }))]), ...parts);
 }
 
 function summary(title, lines) {

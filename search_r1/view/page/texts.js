@@ -25,8 +25,11 @@ export const CHINESE = {
   "No metrics yet: they appear after the first step.": "还没有指标：第一步之后会出现。",
   // trajectories
   "newest step": "最新的步", "oldest step": "最早的步", "lowest score": "得分最低", "highest score": "得分最高", "most searches": "搜索最多",
-  "least expected tokens": "最意外的词元", any: "全部", right: "正确", "in documents, not given": "文档中有，没有答出",
-  "not in documents, not given": "文档中没有，没有答出", "right, not in documents": "正确，文档中没有", training: "训练", validation: "验证",
+  "least expected tokens": "最意外的词元", any: "全部", Filters: "筛选", right: "正确", "right, not in documents": "正确，文档中没有",
+  "wrong: found, not used": "错误：找到了，没有用上", "wrong: no search": "错误：没有搜索", "wrong: one search, not found": "错误：搜索一次，没有找到",
+  "wrong: several searches, not found": "错误：搜索多次，没有找到", "found, not used": "找到了，没有用上", "no search": "没有搜索",
+  "one search, not found": "搜索一次，没有找到", "several searches, not found": "搜索多次，没有找到", "No values.": "没有数值。",
+  training: "训练", validation: "验证",
   "Words in question, queries or answer": "问题、查询或答案中的词", Answer: "答案", Kind: "类别", Status: "状态", Source: "来源", Step: "步",
   Score: "得分", Searches: "搜索", Order: "顺序", from: "从", to: "到", "{first}–{last} of {all}": "第 {first}–{last} 条，共 {all}",
   "{files} still to be read": "还有 {files} 未读", "{lines} could not be read": "{lines} 无法读取", "No trajectory matches these filters.": "没有符合这些条件的轨迹。",

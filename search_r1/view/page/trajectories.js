@@ -7,6 +7,7 @@ const ORDERS = [["", "newest step"], ["oldest", "oldest step"], ["score_low", "l
   ["searches_most", "most searches"], ["log_prob_low", "least expected tokens"]];
 const OUTCOMES = [["", "any"], ["given", "right"], ["missed", "wrong: found, not used"], ["no_search", "wrong: no search"],
   ["one_search", "wrong: one search, not found"], ["not_found", "wrong: several searches, not found"], ["known", "right, not in documents"]];
+const FOLDED = ["outcome", "kind", "status", "source", "order", ...["step", "score", "searches"].flatMap((name) => [`${name}_from`, `${name}_to`])];
 const KINDS = { train: "training", val: "validation" };
 const DEBOUNCE_MS = 200;
 let listed = []; // the rows shown last, through which the keys [ and ] move on a trajectory's page
@@ -35,14 +36,16 @@ export async function showTrajectories(root, { runs, params, go }) {
     });
     return make("fieldset", "range", make("legend", "", say(label)), low, high);
   };
-  const form = make("form", "bar filters",
-    labelled("Words in question, queries or answer", input("words", "search", params.words ?? ""), "grow"),
+  const others = make("details", "more-filters", make("summary", "", say("Filters")), make("div", "bar",
     labelled("Answer", choice("outcome", OUTCOMES, params.outcome ?? "")),
     labelled("Kind", choice("kind", choices("kind"), params.kind ?? "")),
     labelled("Status", choice("status", choices("status"), params.status ?? "")),
     labelled("Source", choice("source", choices("source"), params.source ?? "")),
     rangeFields("step", "Step", 1), rangeFields("score", "Score", "any"), rangeFields("searches", "Searches", 1),
-    labelled("Order", choice("order", ORDERS, params.order ?? "")));
+    labelled("Order", choice("order", ORDERS, params.order ?? ""))));
+  others.open = matchMedia("(min-width: 56rem)").matches || FOLDED.some((name) => params[name]);
+  const form = make("form", "bar filters",
+    labelled("Words in question, queries or answer", input("words", "search", params.words ?? ""), "grow"), others);
   const chips = make("p", "chips");
   for (const name of ["uid", "group"]) {
     if (params[name]) chips.append(link("trajectories", { ...params, [name]: "", page: "" }, "chip", `${name} ${params[name]} ✕`));

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +15,7 @@ from tests.agent_server.services import MODEL, serving
 from tests.agent_server.test_app import prompt_of
 from tests.fakes import ScriptedEngine
 from tests.inference.scripted import SHORT, TWO_SEARCHES, SpellingEngine, session
+from tests.nightly.browser.paced import PacedEngine
 from tests.nightly.browser.tabs import TIMEOUT_MS, Visit, chromium
 from verl.errors import AnswerInvalid
 from verl.types import Completion, Sampling
@@ -25,27 +24,6 @@ pytestmark = pytest.mark.browser
 
 HOSTILE = "<img src=x onerror=boom()><script>boom()</script>"
 CAPITAL = "What is the capital of Norway?"
-
-
-class PacedEngine(SpellingEngine):
-    """Streams a turn's text at once, but ends the turn only when the test releases it."""
-
-    def __init__(self, script: Sequence[str]) -> None:
-        super().__init__(script)
-        self.turns = threading.Semaphore(0)
-        self.was_cancelled = threading.Event()
-
-    async def stream(
-        self, prompt_ids: Sequence[int], sampling: Sampling, listener: Callable[[str], None]
-    ) -> Completion:
-        completion = await super().stream(prompt_ids, sampling, listener)
-        try:
-            while not self.turns.acquire(blocking=False):
-                await asyncio.sleep(0.005)
-        except asyncio.CancelledError:
-            self.was_cancelled.set()
-            raise
-        return completion
 
 
 class BrokenEngine(SpellingEngine):
@@ -141,7 +119,7 @@ def test_hostile_words_stay_words(visit: Callable[..., Visit]) -> None:
         page.tab.locator(".sources button").click()
         shown = page.texts("h2, .thought, .search strong, details > *, .answer, .sources button")
         assert shown == [*[HOSTILE] * 4, HOSTILE + "\\u202e", f"id {HOSTILE}", HOSTILE, HOSTILE]
-        assert page.tab.locator("main :is(img, script)").count() == 0
+        assert page.tab.locator("#talk :is(img, script)").count() == 0
         assert loaded == [f"{url}/v1/chat/completions"] and page.tab.title() != "boom"
     assert page.complaints == []
 
@@ -228,6 +206,7 @@ def test_another_server_of_ours_is_asked(visit: Callable[..., Visit]) -> None:
         page.see(".answer", "Oslo")
         assert {request.url for request in sent} == {
             f"{there}/v1/models",
+            f"{there}/v1/examples",
             f"{there}/v1/chat/completions",
         }
         assert not any("secret" in str(request.all_headers()) for request in sent)

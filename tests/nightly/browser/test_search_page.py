@@ -114,6 +114,29 @@ def test_the_page_shows_what_retrieve_returns(
     assert page.complaints == []
 
 
+def test_two_engines_and_a_question_set(
+    visit: Callable[..., Visit], open_engine: Callable[[str], Retriever]
+) -> None:
+    """Another server's list stands beside; a pasted set is counted; a missed question is asked."""
+    other = visit(open_engine("bm25"))
+    page = visit(open_engine("bm25"), config=ServiceConfig(compare_with=(other.url,)))
+    page.open("/?q=capital+of+France")
+    page.see("#results .passage >> nth=0 >> .why", "france")
+    page.tab.get_by_label("Beside").select_option(other.url)
+    page.see("#other h2.engine", "3 in both lists")
+    assert page.tab.locator(".passage.shared").count() == 6 and "beside=" in page.tab.url
+    page.tab.locator("footer summary").first.click()
+    page.tab.get_by_label("Pasted set").fill("capital of France\tSeine\nquokka\tan animal")
+    page.tab.get_by_role("button", name="Count recall").click()
+    page.see(".recalls tbody", "50.0 %")
+    assert page.tab.locator(".recalls tbody tr").count() == 2
+    page.tab.locator(".missed button").click()
+    page.see("#summary", "No passage fits this question.")
+    page.tab.get_by_label("Pasted set").fill("no tab")
+    page.tab.get_by_role("button", name="Count recall").click()
+    page.see("#problem", "line 1")
+
+
 def test_timings_and_facts_are_shown(visit: Callable[..., Visit]) -> None:
     """The page shows stages of Server-Timing, round trip, cache hits, and facts of /info."""
     page = visit()
@@ -126,7 +149,7 @@ def test_timings_and_facts_are_shown(visit: Callable[..., Visit]) -> None:
     assert all(re.fullmatch(r"[\d.]+ ms", text) for text in page.texts("#stages dd"))
     page.tab.get_by_role("button", name="Search").click()
     page.see("#stages .badge", "hit")
-    page.tab.locator("footer summary").click()
+    page.tab.locator("footer summary").last.click()
     facts = dict(zip(page.texts("#facts dt"), page.texts("#facts dd"), strict=True))
     assert (facts["engine"], facts["index · kind"]) == ("scripted", "<i>none</i>")
     assert page.complaints == []
