@@ -27,6 +27,12 @@ WEIGHTS = "adapter_model.safetensors"
 LIMIT_BYTES = 12_000_000
 """Maximum size of an adapter in the repository."""
 
+NUMBERS = (
+    "max_turns", "topk", "max_start_length", "max_prompt_length", "max_response_length",
+    "max_obs_length",
+)  # fmt: skip
+"""Numbers of the dialogue's settings."""
+
 
 @dataclass(frozen=True)
 class Factors:
@@ -120,10 +126,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--base", required=True, help="name of the base in the adapters")
     parser.add_argument("--template", required=True)
-    parser.add_argument("--max-turns", type=int, required=True)
-    parser.add_argument("--topk", type=int, required=True)
+    for name in NUMBERS:
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, required=True)
     options = parser.parse_args()
-    dialogue = {name: vars(options)[name] for name in ("template", "max_turns", "topk")}
+    dialogue = {name: vars(options)[name] for name in ("template", *NUMBERS)}
     adapters = {"sft": Factors.read(options.out / "sft" / "adapter")}
     if (options.out / "rl").exists():  # else the run has only a cold start
         second = Factors.read(options.out / "rl" / "adapter")

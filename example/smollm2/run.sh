@@ -194,7 +194,11 @@ stage_rl() {
 }
 
 # Without the stage rl, the later stages know the adapter sft alone.
-stage_adapters() { "$PYTHON" -m example.smollm2.adapters --out "$out" --base "$base" "${talk[@]}"; }
+stage_adapters() {
+  "$PYTHON" -m example.smollm2.adapters --out "$out" --base "$base" "${talk[@]}" \
+    --max-start-length "${s[max_start_length]}" --max-prompt-length "$max_prompt" \
+    --max-response-length "${s[max_response_length]}" --max-obs-length "${s[max_obs_length]}"
+}
 
 # evaluate NAME URL METHOD [ADAPTER [DATA]]. The base never learned the tags, so its untagged replies count.
 evaluate() {

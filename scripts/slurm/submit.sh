@@ -55,7 +55,10 @@ need() { # VARIABLE FIX: the path in VARIABLE exists; a hub name is no path.
 missing=
 if [[ -n ${CHECK_FILES-yes} ]]; then
   if [[ $recipe == train ]]; then
-    [[ ${BASE_MODEL:-} != [./~]* ]] || need BASE_MODEL "the model's folder"
+    model=${BASE_MODEL:-} # a hub's name is OWNER/NAME, of which OWNER is no folder here
+    if [[ $model == [./~]* || $model == */*/* || ($model == */* && -d ${model%%/*}) ]]; then
+      need BASE_MODEL "the model's folder"
+    fi
     need DATA_DIR "python scripts/data_process/nq_search.py --local_dir ${DATA_DIR:-}"
   fi
   if [[ $recipe == retriever || -z ${RETRIEVER_URL:-}${RETRIEVER_FILE:-} ]]; then

@@ -129,11 +129,9 @@ def _use(options: PushOptions, settings: Mapping[str, Any]) -> str:
         fetch = [f"hf download {name} --local-dir {folder}"] if options.to else []
         lines = [*fetch, f"search-r1 infer --model BASE --adapter {folder} QUESTION"]
     commands = "\n".join(lines)
-    tools = [Path(tool).name for tool in settings.get("tools", ())]
-    shown = {**settings, "tools": tools, "agent": Path(settings.get("agent", "dialogue")).name}
     return (
         f"## Use\n\n```bash\n{commands}\n```\n\nThe dialogue that it was trained on is in "
-        f"`search_r1.json`: `{json.dumps(shown, ensure_ascii=False)}`. Other programs "
+        f"`search_r1.json`: `{json.dumps(settings, ensure_ascii=False)}`. Other programs "
         "have to write the same prompt and answer its calls in the same form."
     )
 

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 import shutil
 import tempfile
 from collections.abc import Mapping
@@ -126,7 +127,19 @@ def _settings(out: Path, run: Path) -> Mapping[str, Any]:
     """Return the settings of the run's dialogues, which are written if `out` lacks them."""
     if not (out / SETTINGS_FILE).is_file() and not copy_settings(run / "model", out):
         return {}
-    return read_object(out / SETTINGS_FILE)
+    settings = read_object(out / SETTINGS_FILE)
+    named = {"agent": settings.get("agent", "dialogue"), "tools": settings.get("tools", [])}
+    settings |= {"agent": shared_name(named["agent"]), "tools": [*map(shared_name, named["tools"])]}
+    if own := [name for name in (settings["agent"], *settings["tools"]) if ":" in name]:
+        logger.warning("not in the folder, so publish them beside it: %s", ", ".join(own))
+    (out / SETTINGS_FILE).write_text(json.dumps(settings) + "\n", encoding="utf-8")
+    return settings
+
+
+def shared_name(name: str) -> str:
+    """Return an agent's or tool's name without the folders of its file, or its server's address."""
+    kind, separator, _ = name.partition(":")
+    return f"{kind}:URL" if "://" in name else re.sub(r"[^:]*[/\\]", "", name) if separator else name
 
 
 def _name_base(adapter: Path, name: str | None) -> None:

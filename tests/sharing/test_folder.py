@@ -24,7 +24,10 @@ from verl.config import Config
 from verl.config.cli import public_options
 from verl.ports import free_port
 
-SETTINGS = {"template": "template.yaml", "tools": ["search"], "max_turns": 3, "topk": 2}
+SETTINGS = {
+    "template": "template.yaml", "tools": ["search"], "max_turns": 3, "topk": 2,
+    "agent": "dialogue",
+}  # fmt: skip
 EM = (1.0, 1.0, 0.0, 1.0)
 SECRET = re.compile(r"/home|secret|10\.0\.0\.7")
 """What of the run's options is nobody's business."""
@@ -92,6 +95,30 @@ def test_a_folder_has_the_model_its_settings_and_a_card_of_what_the_run_wrote(
     ):  # fmt: skip
         assert part in card.text, part
     assert not SECRET.search((out / "README.md").read_text())
+
+
+@pytest.mark.parametrize(
+    ("stored", "shared"),
+    [
+        ("dialogue", "dialogue"),
+        ("/home/me/secret/agent.py:Mine", "agent.py:Mine"),
+        ("loop:/home/me/secret/loop.py:play", "loop:loop.py:play"),
+        ("openenv:http://10.0.0.7:8000", "openenv:URL"),
+        ("package.module:Mine", "package.module:Mine"),
+    ],
+)
+def test_where_code_and_servers_are_is_not_shared(
+    stored: str, shared: str, run: Path, tmp_path: Path
+) -> None:
+    """Neither the folders of the user's own files nor addresses."""
+    settings = {**SETTINGS, "agent": stored, "tools": ["search", "/home/me/secret/tools.py:add"]}
+    (run / "model" / "search_r1.json").write_text(json.dumps(settings))
+    out = tmp_path / "out"
+    assert main(["push", str(run), "--out", str(out)]) == 0
+    written = json.loads((out / "search_r1.json").read_text())
+    assert written == settings | {"agent": shared, "tools": ["search", "tools.py:add"]}
+    for name in ("search_r1.json", "README.md"):
+        assert not SECRET.search((out / name).read_text())
 
 
 def test_a_pushed_model_is_read_from_the_hub(
