@@ -137,9 +137,10 @@ def _settings(out: Path, run: Path) -> Mapping[str, Any]:
 
 
 def shared_name(name: str) -> str:
-    """Return an agent's or tool's name without the folders of its file, or its server's address."""
-    kind, separator, _ = name.partition(":")
-    return f"{kind}:URL" if "://" in name else re.sub(r"[^:]*[/\\]", "", name) if separator else name
+    """Return the name of an agent or tool without its file's folders or its server's address."""
+    if "://" in name:
+        return f"{name.partition(':')[0]}:URL"
+    return re.sub(r"[^:]*[/\\]", "", name)
 
 
 def _name_base(adapter: Path, name: str | None) -> None:

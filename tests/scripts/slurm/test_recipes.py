@@ -336,7 +336,7 @@ def test_submit_names_what_is_missing(environment: dict[str, str], tmp_path: Pat
     assert told.returncode == 2 and told.stdout == ""
     for name, value in missing.items():
         assert f"{name}: got {value}, expected" in told.stderr
-    for relative in ("scripts/no-model", "models/of/mine"):  # a folder here; no name has two slashes
+    for relative in ("scripts/no-model", "models/of/mine"):  # no names of the hub
         conf.write_text(f"BASE_MODEL={relative}\nRETRIEVER_URL=http://host:8000\n")
         assert "BASE_MODEL: got" in submit("train", str(conf), env=environment).stderr
     elsewhere = {**environment, "CHECK_FILES": ""}
