@@ -1,7 +1,9 @@
 """A tool that runs programs in a sandbox service: `agent.tools=[example/tools/sandbox.py:Sandbox]`.
 
 `SANDBOX_URL` is the service's address, such as http://sandbox:8080.
-docs/guides/rewards.md has the protocol.
+It speaks SandboxFusion's protocol: `POST SANDBOX_URL/run_code` with
+{"code": "print(6 * 7)", "language": "python", "run_timeout": 10}, answered by
+{"run_result": {"status": "Finished", "stdout": "42\\n", "stderr": ""}} (Error, TimeLimitExceeded).
 """
 
 import asyncio

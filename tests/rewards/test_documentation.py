@@ -39,9 +39,10 @@ def test_the_documented_reward_runs(
 
 def test_the_documented_stages_parse() -> None:
     """Both documented ways to end a stage are valid options."""
-    by_step, by_plateau = re.findall(r"'(reward_model\.stages=[^']*)'", PAGE)
-    assert compose(by_step).reward_model.stages[0].until_step == 100
-    plateau = compose(by_plateau).reward_model.stages[0].plateau
+    (both,) = re.findall(r"'(reward_model\.stages=[^']*)'", PAGE)
+    first = compose(both).reward_model.stages[0]
+    assert first.until_step == 100
+    plateau = first.plateau
     assert plateau is not None and (plateau.patience, plateau.min_delta) == (10, 0.01)
 
 
