@@ -15,14 +15,11 @@ from verl.training.family import check_family
 
 HEAD = """## Families
 
-For each family below, a small model with random weights and a few layers of each kind was computed
-as a run computes it: several sequences in one row, without and with a prompt that they share. A
-family is *right* if its log-probs are within 0.001 nats (in float32) of the model's own forward
-pass on each sequence alone. Before each run, and before supervised fine-tuning, the same is done
-with the config of the model that will be trained (about a second); a model that differs, or that
-cannot be tried, is refused in one line. So a family that is not listed may well work. Names are
-those of transformers' `model_type`; vision models are not supported, base and instruct models both
-work; `python -m scripts.family_page` prints this section.
+A family is *right* if a small model of it with random weights, computed as a run computes it, has
+log-probs within 0.001 nats (in float32) of the model's own forward pass. Before each run the same is
+done with the config of the model that will be trained; a model that differs is refused. So a family
+that is not listed may well work. Names are those of transformers' `model_type`; vision models are
+not supported; `python -m scripts.family_page` prints this section.
 
 - **Layers with a state** (convolutions, recurrences, linear attention) run sequence by sequence,
   each response behind its prompt. They need `ulysses_sequence_parallel_size=1`.
