@@ -40,6 +40,7 @@ SHARED = (
     "verl.file_kinds",
     "verl.files",
     "verl.hub_access",
+    "verl.logs",
     "verl.machine",
     "verl.plugins",
     "verl.ports",

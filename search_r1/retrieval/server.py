@@ -2,10 +2,11 @@
 
 import functools
 import logging
-import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
+
+from fastapi import FastAPI
 
 from search_r1.bearer import read_token
 from search_r1.retrieval.corpus import Corpus
@@ -14,7 +15,8 @@ from search_r1.retrieval.engines.registry import build_retriever
 from search_r1.retrieval.errors import SetupError
 from search_r1.retrieval.schema import TOKEN_VARIABLE, Document
 from search_r1.retrieval.service.app import create_app
-from search_r1.retrieval.service.running import bind, serve, warn_if_open
+from search_r1.retrieval.service.metrics import Metrics
+from search_r1.retrieval.service.running import bind, leave, serve, warn_if_open
 from search_r1.retrieval.settings import ServerOptions
 
 __all__ = ["bind", "create_app", "run", "serve"]
@@ -24,34 +26,40 @@ logger = logging.getLogger(__name__)
 
 def run(options: ServerOptions) -> int:
     """Serve with these options until SIGINT or SIGTERM, and return the exit code."""
-    service, faults = options.service, options.faults
-    service.check()
-    faults.check()
-    token = read_token(TOKEN_VARIABLE)
+    options.service.check()
+    options.faults.check()
     with bind(options.host, options.port, options.port_file) as bound:
-        warn_if_open(bound, token)
-        try:
-            retriever = build_retriever(options.retriever)
-        except OSError as error:
-            raise SetupError(
-                f"{error}; expected readable files and folders: correct their permissions"
-            ) from error
-        if retriever.num_threads == 1:  # a local index: load it before the first request
-            retriever.search(["warm up"], service.topk)
-        logger.info("%s: %d documents", retriever.name, retriever.num_documents)
-        find = _document_finder(retriever, options.retriever.corpus_path)
-        app = create_app(retriever, service, token=token, find=find)
-        if faults.is_on:
-            from search_r1.retrieval.service.faults import FaultInjector  # noqa: PLC0415 by option
+        warn_if_open(bound, read_token(TOKEN_VARIABLE))
+        if options.workers > 1:
+            from search_r1.retrieval.service.workers import supervise  # noqa: PLC0415 by option
 
-            logger.warning("TEST FAULTS: requests fail on purpose: %s", faults)
-            app.add_middleware(FaultInjector, config=faults)
+            return supervise(options, bound, open_app)
+        app = open_app(options)
         is_idle = serve(app, bound, options.port_file, options.allowed_hosts)
-    if not is_idle:
-        logger.warning("stopped in the middle of a search that did not end in time")
-        logging.shutdown()
-        os._exit(1)  # a thread that is still searching would keep the process alive
-    return 0
+    return leave(is_idle)
+
+
+def open_app(options: ServerOptions, counts: Metrics | None = None) -> FastAPI:
+    """Open the engine and return the application that serves it; raises SetupError."""
+    service, faults = options.service, options.faults
+    try:
+        retriever = build_retriever(options.retriever)
+    except OSError as error:
+        raise SetupError(
+            f"{error}; expected readable files and folders: correct their permissions"
+        ) from error
+    if retriever.num_threads == 1:  # a local index: load it before the first request
+        retriever.search(["warm up"], service.topk)
+    logger.info("%s: %d documents", retriever.name, retriever.num_documents)
+    find = _document_finder(retriever, options.retriever.corpus_path)
+    token = read_token(TOKEN_VARIABLE)
+    app = create_app(retriever, service, token=token, find=find, counts=counts)
+    if faults.is_on:
+        from search_r1.retrieval.service.faults import FaultInjector  # noqa: PLC0415 by option
+
+        logger.warning("TEST FAULTS: requests fail on purpose: %s", faults)
+        app.add_middleware(FaultInjector, config=faults)
+    return app
 
 
 def _document_finder(

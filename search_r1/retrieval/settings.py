@@ -243,7 +243,7 @@ class ServerOptions:
 
     COMMON = ("host", "port", "retriever_name", "corpus_path", "index_path", "retriever_model",
               "topk", "encoder_device", "faiss_gpu", "dense_engine", "reranker_model", "online_url",
-              "cache_path", "deadline", "replay_path", "max_batch")  # fmt: skip
+              "cache_path", "deadline", "replay_path", "max_batch", "workers")  # fmt: skip
 
     host: str = "127.0.0.1"
     """address to bind to"""
@@ -251,6 +251,8 @@ class ServerOptions:
     """port to bind to; 0 picks a free port"""
     port_file: Path | None = None
     """file to which the port is written once requests are accepted"""
+    workers: Annotated[int, Bounds(1, 1024)] = 1
+    """processes that serve one port and share the index's mapped pages; SIGHUP replaces them"""
     allowed_hosts: tuple[str, ...] = ()
     """names accepted in the Host header besides localhost and the bound address (*: any); default:
     none if bound to this machine only, otherwise any"""

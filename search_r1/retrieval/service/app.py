@@ -56,14 +56,18 @@ LIMITS = ("max_topk", "max_queries", "max_query_chars", "max_body_bytes", "max_p
 class Service:
     """Answers requests with one backend, until `drain` is called."""
 
-    def __init__(self, retriever: Retriever, config: ServiceConfig, token: str | None) -> None:
+    def __init__(
+        self, retriever: Retriever, config: ServiceConfig, token: str | None, metrics: Metrics
+    ) -> None:
         """Opens the cache file; raises StorageError if this fails."""
         config.check()
         self.config = config
         self.request_model = request_model(config)
         self.is_draining = False
         self._token = token
-        self.metrics = Metrics()
+        self.metrics = metrics
+        self.limits = {name: getattr(config, name) for name in LIMITS}
+        """Limits for `/info`; what runs the service adds its own."""
         self.metrics.watch_cuts(getattr(retriever, "cuts", ()))
         self._open = ExitStack()
         self.engine = retriever
@@ -108,13 +112,13 @@ class Service:
 
     async def info(self) -> dict[str, Any]:
         """Return facts about the backend, the limits, and the memory in bytes."""
-        limits, facts = asdict(self.config), self.retriever.info()
+        facts = self.retriever.info()
         return {
             "retriever": self.retriever.name,
             "num_documents": self.retriever.num_documents,
             "default_topk": self.config.topk,
             "fingerprint": fingerprint(facts),
-            "limits": {name: limits[name] for name in LIMITS},
+            "limits": self.limits,
             "memory": _resident_bytes(),
             **facts,
         }
@@ -208,13 +212,15 @@ def create_app(
     *,
     token: str | None = None,
     find: Callable[[str], Document | None] | None = None,
+    counts: Metrics | None = None,
 ) -> FastAPI:
     """Create the application that serves `retriever`; its Service is at `app.state.service`.
 
     `token`: required from every client, unless None. `find`: returns the document with an id, for
-    `GET /document`; None: the server has no corpus. Raises SetupError.
+    `GET /document`; None: the server has no corpus. `counts`: where to count, None for anew.
+    Raises SetupError.
     """
-    service = Service(retriever, config, token)
+    service = Service(retriever, config, token, counts or Metrics())
     guard = [Depends(service.check_token)]
     unauthorized: dict[int | str, Any] = {401: {"model": Problem}}
     app = FastAPI(title="Search-R1 retriever", docs_url=None, redoc_url=None)  # they load scripts

@@ -14,6 +14,8 @@ if TYPE_CHECKING:  # of backends with an encoder only
     from search_r1.retrieval.encoders.cuts import Cuts
 
 SECONDS = (5e-4, 1e-3, 2.5e-3, 5e-3, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+ENCODED = "retriever_encoded_texts", "Texts encoded or reranked, by kind"
+CUT = "retriever_cut_texts", "Those of more tokens than are read"
 BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 
 
@@ -44,10 +46,8 @@ class Metrics:
 
     def watch(self, waiting: Callable[[], int], pending: Callable[[], int]) -> None:
         """Set the functions that return the numbers of waiting and of pending queries."""
-        queue = Gauge("retriever_queue_length", "Queries waiting", registry=self._registry)
-        queue.set_function(waiting)
-        gauge = Gauge("retriever_pending", "Queries waiting or in search", registry=self._registry)
-        gauge.set_function(pending)
+        self._add_gauge("retriever_queue_length", "Queries waiting", waiting)
+        self._add_gauge("retriever_pending", "Queries waiting or in search", pending)
 
     def watch_cuts(self, cuts: "Sequence[Cuts]") -> None:
         """Show how many texts were encoded by models with an input limit, and how many were cut."""
@@ -69,6 +69,9 @@ class Metrics:
     def text(self) -> bytes:
         return generate_latest(self._registry)
 
+    def _add_gauge(self, name: str, text: str, read: Callable[[], int]) -> None:
+        Gauge(name, text, registry=self._registry).set_function(read)
+
 
 class CutCollector(Collector):
     """Reads the counts of cut texts when the metrics are read."""
@@ -77,12 +80,8 @@ class CutCollector(Collector):
         self._cuts = cuts
 
     def collect(self) -> Iterator[CounterMetricFamily]:
-        encoded = CounterMetricFamily(
-            "retriever_encoded_texts", "Texts encoded or reranked, by kind", labels=["kind"]
-        )
-        cut = CounterMetricFamily(
-            "retriever_cut_texts", "Those of more tokens than are read", labels=["kind"]
-        )
+        encoded = CounterMetricFamily(*ENCODED, labels=["kind"])
+        cut = CounterMetricFamily(*CUT, labels=["kind"])
         for counts in self._cuts:
             encoded.add_metric([counts.what], counts.num_texts)
             cut.add_metric([counts.what], counts.num_cut)

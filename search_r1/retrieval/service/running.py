@@ -7,7 +7,7 @@ import os
 import resource
 import signal
 import socket
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 from types import FrameType
 
@@ -36,28 +36,28 @@ LOOPBACK = ("127.", "::1")
 """Prefixes of addresses that only this machine can reach."""
 
 
-class _Server(uvicorn.Server):
-    """A uvicorn server that writes its port to a file and drains its service at shutdown."""
+class DrainingServer(uvicorn.Server):
+    """A uvicorn server that calls `on_start` once it serves, and drains its service at the end."""
 
     def __init__(
-        self, config: uvicorn.Config, service: Service, port_file: Path | None, port: int
+        self, config: uvicorn.Config, service: Service, on_start: Callable[[], None]
     ) -> None:
         super().__init__(config)
-        self._service = service
-        self._port_file = port_file
-        self._port = port
+        self.service = service
+        self._on_start = on_start
+        service.limits["max_connections"] = config.limit_concurrency
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets=sockets)
-        if self._port_file is not None and self.started:
-            write_port(self._port_file, self._port)
+        if self.started:
+            self._on_start()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        self._service.is_draining = True
+        self.service.is_draining = True
         super().handle_exit(sig, frame)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        self._service.drain()
+        self.service.drain()
         await super().shutdown(sockets=sockets)
 
 
@@ -71,14 +71,33 @@ def serve(
     service: Service = app.state.service
     config = configure(app, bound, allowed_hosts, service.config.drain)
     logger.info("serving on http://%s", listen(bound))
+
+    def announce() -> None:
+        if port_file is not None:
+            write_port(port_file, bound.getsockname()[1])
+
+    return run_server(DrainingServer(config, service, announce), bound)
+
+
+def run_server(server: DrainingServer, bound: socket.socket) -> bool:
+    """Run the server until a signal ends it; return whether all searches ended."""
     gc.collect()
     gc.freeze()  # exclude all that is loaded now from later collections
     # uvicorn raises the signal again after its shutdown, which would skip the closing of files.
     # With SIG_IGN this has no effect, even while Python finalises, unlike with a handler.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     with contextlib.suppress(KeyboardInterrupt):
-        _Server(config, service, port_file, bound.getsockname()[1]).run(sockets=[bound])
-    return service.close()
+        server.run(sockets=[bound])
+    return server.service.close()
+
+
+def leave(is_idle: bool) -> int:
+    """Return the exit status; ends the process if a thread that still searches would keep it."""
+    if not is_idle:
+        logger.warning("stopped in the middle of a search that did not end in time")
+        logging.shutdown()
+        os._exit(1)
+    return 0
 
 
 def configure(
