@@ -16,6 +16,10 @@ from torch import Tensor
 
 from verl.types import Origin, Segment, Trajectory
 
+ROW_STARTS = "row_starts"
+"""Token column: whether a further row of its sequence begins, which sees nothing before it. It only
+exists if there are any."""
+
 
 @dataclass
 class TokenBatch:
@@ -57,7 +61,10 @@ class TokenBatch:
 
     @classmethod
     def from_trajectories(cls, trajectories: Sequence[Trajectory]) -> TokenBatch:
-        """Flatten trajectories into a batch; adds the columns `group` and `data_source`."""
+        """Flatten trajectories into a batch; adds the columns `group` and `data_source`.
+
+        A prompt after what the policy sampled begins a further row of its trajectory.
+        """
         segments = [s for t in trajectories for s in t.segments]
         segment_lengths = np.array([s.num_tokens for s in segments], dtype=np.int64)
         segment_origins = np.array([s.origin for s in segments], dtype=np.int8)
@@ -71,15 +78,23 @@ class TokenBatch:
         rollout_log_probs = torch.zeros(len(origin))
         rollout_log_probs[is_policy] = torch.from_numpy(log_probs.astype(np.float32))
         first_segments = np.cumsum([0, *(len(t.segments) for t in trajectories)])
+        starts = np.cumsum([0, *segment_lengths])
+        tokens = {
+            "input_ids": torch.from_numpy(ids.astype(np.int64)),
+            "policy_mask": is_policy,
+            "response_mask": origin != int(Origin.PROMPT),
+            "rollout_log_probs": rollout_log_probs,
+            "weight_versions": torch.from_numpy(versions.repeat(segment_lengths)),
+        }
+        begins = segment_origins[1:] == int(Origin.PROMPT)
+        begins &= segment_origins[:-1] == int(Origin.POLICY)
+        begins[first_segments[1:-1] - 1] = False  # another trajectory, which begins anyway
+        if begins.any():
+            tokens[ROW_STARTS] = torch.zeros(len(origin), dtype=torch.bool)
+            tokens[ROW_STARTS][starts[1:-1][begins]] = True
         return cls(
-            offsets=torch.from_numpy(np.cumsum([0, *segment_lengths])[first_segments]),
-            tokens={
-                "input_ids": torch.from_numpy(ids.astype(np.int64)),
-                "policy_mask": is_policy,
-                "response_mask": origin != int(Origin.PROMPT),
-                "rollout_log_probs": rollout_log_probs,
-                "weight_versions": torch.from_numpy(versions.repeat(segment_lengths)),
-            },
+            offsets=torch.from_numpy(starts[first_segments]),
+            tokens=tokens,
             columns={
                 "group": [t.group for t in trajectories],
                 "data_source": [t.prompt.data_source for t in trajectories],

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from verl.batch import TokenBatch
+from verl.batch import ROW_STARTS, TokenBatch
 
 Prefix = tuple[int, int]
 """A beginning that several sequences have in common: its number in the batch, and its length."""
@@ -175,6 +175,23 @@ def saved_token_share(batch: TokenBatch) -> float:
     return 1.0 - computed / batch.num_tokens if batch.num_tokens else 0.0
 
 
+def as_rows(batch: TokenBatch) -> TokenBatch:
+    """Return the rows of all sequences as sequences of their own; no token moves.
+
+    Of the columns, only `input_ids` and `PREFIXES` are kept: first rows have their sequence's.
+    """
+    if ROW_STARTS not in batch.tokens:
+        return batch
+    further = batch.tokens[ROW_STARTS].nonzero()[:, 0]
+    offsets = torch.cat([batch.offsets, further]).sort().values
+    columns = {}
+    if PREFIXES in batch.columns:
+        counts = [int(starts.sum()) for starts in batch.sequences(ROW_STARTS)]
+        pairs = zip(batch.columns[PREFIXES], counts, strict=True)
+        columns[PREFIXES] = [row for own, n in pairs for row in (own, *[()] * n)]
+    return TokenBatch(offsets, {"input_ids": batch.tokens["input_ids"]}, columns=columns)
+
+
 def common_prefixes(batch: TokenBatch) -> list[tuple[Prefix, ...]]:
     """Find what the sequences of each group have in common: the prefixes of each sequence.
 
@@ -183,6 +200,10 @@ def common_prefixes(batch: TokenBatch) -> list[tuple[Prefix, ...]]:
     """
     ids, ends = batch.tokens["input_ids"].numpy(), batch.offsets[1:-1].numpy()
     sequences, prompts = np.split(ids, ends), prompt_lengths(batch)
+    if ROW_STARTS in batch.tokens:  # only first rows have anything in common
+        starts = np.split(batch.tokens[ROW_STARTS].numpy(), ends)
+        firsts = zip(sequences, starts, strict=True)
+        sequences = [ids[: int(start.argmax()) or None] for ids, start in firsts]
     prefixes: list[tuple[Prefix, ...]] = [()] * len(batch)
     groups: dict[str, list[int]] = {}
     for i, group in enumerate(batch.columns["group"]):

@@ -207,8 +207,20 @@ class Trajectory:
 
     @property
     def ids(self) -> list[int]:
-        """All token ids in order: what the next turn continues, and what is trained on."""
+        """All token ids in order: what is trained on."""
         return [i for segment in self.segments for i in segment.ids]
+
+    @property
+    def row(self) -> list[Segment]:
+        """The segments that the next turn continues: all, or the last row of several.
+
+        A row begins with a prompt after what the policy sampled, and sees nothing before it.
+        """
+        for i in range(len(self.segments) - 1, 0, -1):
+            before, first = self.segments[i - 1 : i + 1]
+            if first.origin is Origin.PROMPT and before.origin is Origin.POLICY:
+                return self.segments[i:]
+        return self.segments
 
     @property
     def num_tokens(self) -> int:

@@ -76,6 +76,13 @@ def build_documents_first(config: Config) -> DialogueAgent:
     return DocumentsFirst.over(build_dialogue(config), config)
 
 
+def build_folding(config: Config) -> DialogueAgent:
+    """Build the same loop, which goes on with less where its context is full."""
+    from search_r1.agent.folding import Folding  # noqa: PLC0415 by option
+
+    return Folding.over(build_dialogue(config))
+
+
 OPTIONAL_AGENTS: Mapping[str, str] = {
     "openenv:URL": "search_r1.environments.openenv",
     "loop:FILE.py:NAME": "search_r1.gateway.agent",
@@ -105,6 +112,7 @@ def build_optional(config: Config) -> Agent:
 AGENTS: Mapping[str, Callable[[Config], Any]] = {
     "dialogue": build_dialogue,
     "documents_first": build_documents_first,
+    "folding": build_folding,
     **dict.fromkeys(OPTIONAL_AGENTS, build_optional),
 }
 """Built-in agents for `agent.name`, as functions of a run's options."""

@@ -60,7 +60,7 @@ class LoopAgent:
             trajectory.faults = {FAILED: 1}
             returned = None
         if rows := episode.history.rows():
-            trajectory.segments = rows[0]
+            trajectory.segments = [segment for row in rows for segment in row]
         tags = self.policy.renderer.tags
         if trajectory.status is not Status.FAILED:
             if isinstance(returned, str):
@@ -202,12 +202,10 @@ def statistics(history: EpisodeHistory, trajectory: Trajectory) -> dict[str, flo
     counts["invalid_actions"] = counts["turns"] - counts["valid_actions"]
     counts["observation_tokens"] = trajectory.num_tokens_of(Origin.OBSERVATION)
     counts["rows"] = len(history.rows())
-    sampled = sum(turn.segments[-1].num_tokens for turn in history.turns)
-    counts["untrained_tokens"] = sampled - trajectory.num_policy_tokens
     metrics = [metric_of(name) for name in history.tool_names]
     calls = [name for metric in metrics for name in (metric, f"valid_{metric}")]
     names = ("turns", *calls, "valid_actions", "invalid_actions", "observation_tokens",
-             "truncated_turns", "malformed_turns", "rows", "untrained_tokens")  # fmt: skip
+             "truncated_turns", "malformed_turns", "rows")  # fmt: skip
     return {**{name: float(counts[name]) for name in names}, "answered": float(answered)}
 
 

@@ -4,7 +4,7 @@ Each sampled turn remembers the conversation that it ended. A request that conti
 continues its tokens: only the new messages are rendered. Any other request, as after an edit or a
 summary of the history, begins a row of its own, which repeats what it has in common. A sampled
 token is trained in one row only; in others, and wherever a loop wrote what it was not given, the
-tokens are context.
+tokens are context. The rows of an episode share its outcome.
 """
 
 from __future__ import annotations
@@ -161,24 +161,22 @@ class EpisodeHistory:
         ))  # fmt: skip
 
     def rows(self) -> list[list[Segment]]:
-        """Return the rows of the episode, that of the last turn first; each turn is in one.
+        """Return the rows of the episode, in the order of their last turns; each turn is in one.
 
-        What a row has in common with one before it is only context there.
+        What a row has in common with one before it is a part of its prompt.
         """
         trained: set[int] = set()
         rows = []
-        for turn in reversed(self.turns):
+        for turn in self.turns:
             if not turn.is_continued:
-                rows.append([s if id(s) not in trained else as_context(s) for s in turn.segments])
+                rows.append([as_prompt(s) if id(s) in trained else s for s in turn.segments])
                 trained |= {id(s) for s in turn.segments}
         return rows
 
 
-def as_context(segment: Segment) -> Segment:
-    """Return a sampled segment as tokens that are only read."""
-    if segment.origin is not Origin.POLICY:
-        return segment
-    return replace(segment, origin=Origin.OBSERVATION, log_probs=())
+def as_prompt(segment: Segment) -> Segment:
+    """Return a segment of another row as tokens that a row begins with."""
+    return replace(segment, origin=Origin.PROMPT, log_probs=())
 
 
 def key(parts: Sequence[Mapping[str, Any]]) -> Conversation:

@@ -94,8 +94,8 @@ class AgentOptions:
     do_search: bool | None = None
     """use the tools; default: true with --tools, else the model's own setting"""
     agent: str | None = None
-    """dialogue, documents_first, openenv:URL or FILE.py:Name, as `agent.name`; default: the model's
-    own setting"""
+    """dialogue, documents_first, folding, openenv:URL or FILE.py:Name, as `agent.name`; default:
+    the model's own setting"""
     template: str | None = None
     """dialogue format: name or .yaml file, as in `template`; default: the model's own setting"""
     chat_template_kwargs: TemplateKwargs = None

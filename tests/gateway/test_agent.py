@@ -28,6 +28,7 @@ from tests.gateway.episodes import (
     streamed_loop,
     threaded_loop,
 )
+from verl.batch import ROW_STARTS, TokenBatch
 from verl.config import Config
 from verl.engine import EngineDied
 from verl.errors import ConfigError, PluginError
@@ -49,7 +50,7 @@ def check_equality(loop: Callable[..., Any], num: int) -> None:
         assert is_equal, (ours.text, theirs.text)
         assert theirs.status is ours.status
         searched = {n: v for n, v in ours.stats.items() if not n.endswith("_result_share")}
-        assert theirs.stats == {**searched, "rows": 1, "untrained_tokens": 0}
+        assert theirs.stats == {**searched, "rows": 1}
     assert {t.status for t in played} == {*Status} - {Status.FAILED}
     assert sum(t.stats["valid_searches"] for t in played) > num / 2
 
@@ -76,16 +77,19 @@ async def edited(client: AsyncOpenAI) -> str:
 
 
 def test_an_edited_history_forks_into_rows() -> None:
-    """Each turn is sampled in one row, and is only context in the others that it begins."""
+    """Each turn is trained in one row, and belongs to the prompt of the others that it begins."""
     script = ["one", "two", "three", f"four{END}"]
     agent = loop_agent(edited)
     done = asyncio.run(play(agent, script))
     assert (done.stats["turns"], done.stats["rows"]) == (4, 3)
     assert done.status is Status.ANSWERED
-    assert texts(done, Origin.POLICY) == ["one", f"four{END}", "<answer>x</answer>"]
+    assert texts(done, Origin.POLICY) == ["one", "two", "three", f"four{END}", "<answer>x</answer>"]
     assert done.segments[-1].ids == ()
-    assert done.stats["untrained_tokens"] == len("twothree")
-    assert "else?" in done.segments[2].text
+    batch = TokenBatch.from_trajectories([done, done])
+    starts = batch.tokens[ROW_STARTS].nonzero()[:, 0]
+    assert len(batch) == 2 and len(starts) == 4
+    prompts = [segment.ids[:3] for segment in done.segments if segment.origin is Origin.PROMPT]
+    assert all(tuple(batch.tokens["input_ids"][i : i + 3].tolist()) in prompts for i in starts)
 
 
 def test_rows_have_every_turn_once() -> None:
@@ -103,9 +107,11 @@ def test_rows_have_every_turn_once() -> None:
     agent._play = play_and_keep  # type: ignore[method-assign]
     asyncio.run(play(agent, ["one", "two", "three", "four"]))
     sampled = [[s.text for s in row if s.origin is Origin.POLICY] for row in rows]
-    assert sampled == [["one", "four"], ["three"], ["two"]]
+    assert sampled == [["one", "two"], ["three"], ["four"]]
     assert ids_of(rows[2])[: len(rows[0][0].ids) + 3] == ids_of(rows[0][:2])
-    assert rows[2][1].origin is Origin.OBSERVATION
+    assert [segment.origin for segment in rows[2]] == [
+        Origin.PROMPT, Origin.PROMPT, Origin.OBSERVATION, Origin.POLICY
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(

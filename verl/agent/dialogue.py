@@ -111,11 +111,12 @@ class DialogueAgent:
     ) -> Status:  # fmt: skip
         """Run turns until one of them ends the dialogue; return the trajectory's status."""
         for number in range(self.limits.max_turns + 1):
-            if trajectory.num_tokens > self.limits.max_prompt_length:
+            context = [i for segment in trajectory.row for i in segment.ids]
+            if len(context) > self.limits.max_prompt_length:
                 return Status.OUT_OF_BUDGET
             request = self._request(sampling, trajectory.seed, number)
             is_last = number == self.limits.max_turns
-            completion = await engine.generate(trajectory.ids, request)
+            completion = await engine.generate(context, request)
             trajectory.segments.append(_policy_segment(completion))
             turn = self.format.parse(completion)
             acts = bool(turn.calls) and self.environment.enabled and not is_last
@@ -125,11 +126,17 @@ class DialogueAgent:
             if is_last:
                 return Status.OUT_OF_TURNS
             response = await self._respond(trajectory, turn, acts)
-            if trajectory.num_tokens + len(response.ids) > self.limits.max_prompt_length:
+            if not self._append(trajectory, response):
                 return Status.OUT_OF_BUDGET
-            trajectory.segments.append(response)
             counts["observation_tokens"] += len(response.ids)
         raise AssertionError("the last turn always returns")
+
+    def _append(self, trajectory: Trajectory, response: Segment) -> bool:
+        """Append an observation, unless the context has no room for it; return whether it has."""
+        length = sum(segment.num_tokens for segment in trajectory.row) + response.num_tokens
+        if has_room := length <= self.limits.max_prompt_length:
+            trajectory.segments.append(response)
+        return has_room
 
     def _request(self, sampling: Sampling, seed: int | None, number: int) -> Sampling:
         """Return the sampling parameters of turn `number`, with a seed of its own."""

@@ -20,7 +20,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from verl.batch import TokenBatch
 from verl.model_files import check_loading_report, model_errors, quiet_transformers
-from verl.packing import Packing
+from verl.packing import Packing, as_rows
 from verl.remote_code import trusts_remote_code
 from verl.training.attention import PACKED, SequenceBounds, Span
 from verl.training.devices import to_device
@@ -56,6 +56,7 @@ class PackedInputs:
         still take part in collectives.
         """
         if batch.num_tokens:
+            batch = as_rows(batch)
             starts = batch.offsets[:-1]
             is_target = mask.bool().clone()
             is_target[starts[batch.lengths > 0]] = False

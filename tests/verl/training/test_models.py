@@ -19,7 +19,7 @@ from transformers import (
 
 from tests.core.batches import make_batch, make_groups, make_tree
 from tests.verl.training.ranks import VOCAB
-from verl.batch import TokenBatch
+from verl.batch import ROW_STARTS, TokenBatch
 from verl.config.policy import SELECTIVE
 from verl.ext.kernels import recompute
 from verl.packing import PREFIXES, common_prefixes
@@ -93,6 +93,25 @@ def test_what_is_shared_changes_no_gradient(
         assert expected.any()
         for tensor in actual:
             assert (tensor - expected).norm() <= bound * expected.norm()
+
+
+@pytest.mark.parametrize("is_shared", [False, True], ids=["apart", "shared"])
+def test_rows_of_one_episode_are_sequences_of_their_own(is_shared: bool) -> None:
+    """Log-probs and gradient of episodes of two rows are those of the rows apart."""
+    flat = make_groups([(7, [5, 1, 12]), (9, [3, 8, 4])]).select([0, 3, 1, 4, 2, 5])
+    episodes = TokenBatch(
+        flat.offsets[::2], flat.tokens | {ROW_STARTS: torch.zeros(flat.num_tokens).bool()},
+        columns={"group": ["g0"] * 3},
+    )  # fmt: skip
+    episodes.tokens[ROW_STARTS][flat.offsets[1::2]] = True
+    if is_shared:
+        episodes.columns[PREFIXES] = common_prefixes(episodes)
+        assert [prefix[-1][1] for prefix in episodes.columns[PREFIXES]] == [7, 7, 7]
+    module = LogProbModel(build(next(iter(ARCHITECTURES)), torch.float64))
+    expected = outputs_and_gradient(module, flat, 0.7, True)
+    for apart, together in zip(expected, outputs_and_gradient(module, episodes, 0.7, True),
+                               strict=True):  # fmt: skip
+        assert apart.any() and (together - apart).norm() <= 1e-12 * apart.norm()
 
 
 def test_a_row_holds_a_prompt_once() -> None:
