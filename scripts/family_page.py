@@ -16,10 +16,10 @@ from verl.training.family import check_family
 HEAD = """## Families
 
 A family is *right* if a small model of it with random weights, computed as a run computes it, has
-log-probs within 0.001 nats (in float32) of the model's own forward pass. Before each run the same is
-done with the config of the model that will be trained; a model that differs is refused. So a family
-that is not listed may well work. Names are those of transformers' `model_type`; vision models are
-not supported; `python -m scripts.family_page` prints this section.
+log-probs within 0.001 nats (in float32) of the model's own forward pass. Before each run the same
+is done with the config of the model that will be trained; a model that differs is refused. So a
+family that is not listed may well work. Names are those of transformers' `model_type`; vision
+models are not supported; `python -m scripts.family_page` prints this section.
 
 - **Layers with a state** (convolutions, recurrences, linear attention) run sequence by sequence,
   each response behind its prompt. They need `ulysses_sequence_parallel_size=1`.
