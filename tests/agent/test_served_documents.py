@@ -80,6 +80,7 @@ def constant(query: str) -> list[Document]:
 
 CASES: dict[str, tuple[Backend, list[dict[str, Any]], str, str]] = {
     "their corpus": (Backend(library), rows(), "", ""),
+    "questions of two searches": (Backend(library), rows("Town {}"), "", ""),
     "another corpus": (Backend(geography), rows(), "", "0 of 20 questions of nq.*5000 documents"),
     "a toy corpus": (Backend(geography, 60), rows(), "0 of 20 questions of nq.*CORPUS_PATH", ""),
     "long answers": (Backend(geography, 60), rows("word " * 9 + "{}"), "", ""),
