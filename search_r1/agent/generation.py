@@ -86,6 +86,7 @@ def build_folding(config: Config) -> DialogueAgent:
 OPTIONAL_AGENTS: Mapping[str, str] = {
     "openenv:URL": "search_r1.environments.openenv",
     "loop:FILE.py:NAME": "search_r1.gateway.agent",
+    "verifiers:ADDRESS": "search_r1.gateway.verifiers",
 }
 """Agents with an environment of their own, by the modules that build both; any may be deleted."""
 
@@ -131,10 +132,7 @@ def build_environment(config: Config) -> Environment:
         return environment
     for name in config.agent.tools:
         if name in REMOVED_TOOLS:
-            fix = (
-                "use a sandbox service (agent.tools=[search,example/tools/sandbox.py:Sandbox], "
-                "docs/guides/rewards.md), or leave it out"
-            )
+            fix = "name example/tools/sandbox.py:Sandbox (docs/guides/rewards.md), or leave it out"
             raise ConfigError(explain("agent.tools", name, REMOVED_TOOLS[name], fix))
     tools = [build_tool(name, config) for name in config.agent.tools]
     for tool in tools:
@@ -186,7 +184,7 @@ def check_prompts(
 
     Raises DataError.
     """
-    is_loop = agent_kind(agent) == "loop:FILE.py:NAME"  # whose messages are its own
+    is_loop = agent.startswith(("loop:", "verifiers:"))  # whose messages are its own
     if agent == "documents_first" or is_loop:
         from search_r1.agent.documents_first import known_question  # noqa: PLC0415 by option
 

@@ -17,7 +17,7 @@ from search_r1.agent.documents_first import known_question
 from search_r1.agent.generation import build_format
 from search_r1.gateway.episode import NO_TURNS, TOO_LONG, Episode, Policy
 from search_r1.gateway.history import EpisodeHistory, Renderer
-from search_r1.gateway.loops import OPTION, PREFIX, Players, UserLoop
+from search_r1.gateway.loops import OPTION, Players, UserLoop
 from search_r1.gateway.service import Gateway
 from verl.agent.dialogue import Limits
 from verl.agent.environment import Environment
@@ -132,17 +132,22 @@ class LoopFailed(Exception):
 
 def build_agent(config: Config) -> LoopAgent:
     """Build the agent of a run. Raises ConfigError for a loop or a model that cannot work."""
+    loop = UserLoop.of_run(config)
+    return LoopAgent(loop, policy_of(config, tokenizer_of(config)))
+
+
+def tokenizer_of(config: Config) -> Any:
+    """Load a run's tokenizer. Raises ConfigError for one without a chat template."""
     from verl.model_files import load_tokenizer  # noqa: PLC0415 - transformers: seconds
 
-    loop = UserLoop.of_run(config)
-    path = config.actor_rollout_ref.model.path
+    path, name = config.actor_rollout_ref.model.path, config.agent.name
     tokenizer = load_tokenizer(path, template_kwargs=config.data.chat_template_kwargs)
     if not tokenizer.chat_template:
         fix = "use an instruct model"
         raise ConfigError(
-            explain(OPTION, f"{PREFIX}… with {path}", "a model with a chat template", fix)
+            explain(OPTION, f"{name} with {path}", "a model with a chat template", fix)
         )
-    return LoopAgent(loop, policy_of(config, tokenizer))
+    return tokenizer
 
 
 def policy_of(config: Config, tokenizer: Any) -> Policy:

@@ -12,14 +12,18 @@ class AgentConfig:
     name: str = option(
         "dialogue",
         resume="experiment",
-        choices=("dialogue", "documents_first", "folding", "openenv:URL", "loop:FILE.py:NAME"),
+        choices=(
+            "dialogue", "documents_first", "folding", "openenv:URL", "verifiers:ADDRESS",
+            "loop:FILE.py:NAME",
+        ),
         or_file=True,
-    )
+    )  # fmt: skip
     """The agent: `dialogue`; `documents_first`, which puts the documents for the question itself
     before the first turn; `folding`, which drops earlier documents when the context is full;
-    `openenv:URL`, an OpenEnv environment; `loop:FILE.py:NAME`, a function that plays an episode
-    with an OpenAI client (all: docs/guides/rewards.md); or `path/file.py:Name` of a callable that
-    takes the options of the run and returns an agent (`verl.agent.interface.Agent`)."""
+    `openenv:URL`, an OpenEnv environment; `verifiers:tcp://HOST:PORT`, one of verifiers;
+    `loop:FILE.py:NAME`, a function that plays an episode with an OpenAI client (all:
+    docs/guides/rewards.md); or `path/file.py:Name` of a callable that takes the options of the run
+    and returns an agent (`verl.agent.interface.Agent`)."""
     tools: list[str] = option(factory=lambda: ["search"], resume="experiment", path="code")
     """Tools that the policy may call: names of built-in tools, or `path/file.py:Name` of a custom
     tool (`verl.agent.interface.Tool`; docs/guides/rewards.md)."""

@@ -6,6 +6,7 @@ routes belong to the page and may change with it; programs use `/retrieve`.
 """
 
 import asyncio
+import importlib
 import json
 import re
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -21,7 +22,6 @@ from search_r1.retrieval.corpus import Corpus
 from search_r1.retrieval.engines.base import Retriever, RowRetriever
 from search_r1.retrieval.schema import Document, Hit
 from search_r1.retrieval.service.requests import parse, read_body
-from search_r1.rewards.normalize import contains_answer
 
 if TYPE_CHECKING:
     from search_r1.retrieval.service.app import Service
@@ -34,6 +34,8 @@ CUTOFFS = (1, 3, 5, 10)
 MAX_QUESTIONS, MAX_MISSED, CHUNK = 2000, 50, 64
 """Questions of a set; missed ones that are listed; questions searched at once."""
 PEER_TIMEOUT_S = 30.0
+RULE = "search_r1.rewards.normalize"
+"""The module of the rule of evaluations; retrieval itself needs no rewards."""
 ENGLISH = re.compile(r"The (?P<subject>[^.,;:()]{3,60}?) (?P<verb>is|are|was|were) \S")
 CHINESE = re.compile(r"(?P<subject>[^，。；：（）\s]{2,24}?)是[^，。]+。")
 ANSWERS = ("golden_answers", "answers", "answer")
@@ -122,7 +124,7 @@ async def first_ranks(
     search: Search, questions: Sequence[tuple[str, list[str]]], k: int
 ) -> list[float]:
     """Return the rank of the first document that contains an answer; infinite if none does."""
-    ranks = []
+    ranks, contains_answer = [], importlib.import_module(RULE).contains_answer
     for begin in range(0, len(questions), CHUNK):
         chunk = questions[begin : begin + CHUNK]
         found = await search([question for question, _ in chunk], k)
