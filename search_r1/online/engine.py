@@ -21,7 +21,7 @@ from search_r1.retrieval.errors import SetupError, install_command
 from search_r1.retrieval.schema import Document, Hit, fingerprint
 from search_r1.retrieval.settings import OnlineConfig, RetrieverConfig
 from search_r1.store import FileStore, Key
-from verl.errors import redact
+from verl.errors import explain, redact
 
 logger = logging.getLogger(__name__)
 
@@ -112,9 +112,11 @@ class OnlineRetriever:
 
     def _service_facts(self) -> dict[str, Any]:
         """Return facts that affect answers; a setting, such as Google's engine id, is hashed."""
-        facts = {"engine": self.name, "url": redact(self._upstream.url)}
+        facts: dict[str, Any] = {"engine": self.name, "url": redact(self._upstream.url)}
         if setting := self._upstream.setting:
             facts["setting"] = fingerprint({"setting": setting})
+        if self._config.answer_boxes:
+            facts["answer_boxes"] = True
         return facts
 
     def _find(self, query: str, k: int) -> list[SearchResult]:
@@ -137,7 +139,8 @@ class OnlineRetriever:
         page_size = min(max_results, service.max_per_request)
         results: dict[str, SearchResult] = {}
         for page in range(math.ceil(max_results / page_size)):
-            new_results = self._upstream.search(SearchRequest(query, page_size, page))
+            with_box = self._config.answer_boxes and page == 0
+            new_results = self._upstream.search(SearchRequest(query, page_size, page, with_box))
             for result in new_results:
                 results.setdefault(result.url, result)
             if not new_results or len(results) >= max_results:
@@ -148,7 +151,7 @@ class OnlineRetriever:
         """Return the texts of all pages that can be read, by URL; none without --page_text."""
         if self._pages is None:
             return {}
-        distinct = list(dict.fromkeys(urls))
+        distinct = [url for url in dict.fromkeys(urls) if url.startswith("http")]  # no boxes
         pages, deadline = self._pages, Deadline(self._config.online_timeout)
         with stage("fetch"):
             texts = self._fetches.map(lambda url: self._page_text(pages, url, deadline), distinct)
@@ -181,6 +184,9 @@ def open_online(name: str, config: OnlineConfig, policy: AddressPolicy) -> Onlin
     if config.page_text and importlib.util.find_spec("trafilatura") is None:
         raise SetupError(f"--page_text needs trafilatura; install it: {install_command('online')}")
     service = SERVICES[name]
+    if config.answer_boxes and service.read_box is None:
+        with_boxes = ", ".join(other.name for other in SERVICES.values() if other.read_box)
+        raise SetupError(explain("--answer_boxes", name, with_boxes, "leave --answer_boxes out"))
     upstream = Upstream(service, read_credentials(service), config)
     answers: Storage = MemoryStore(NUM_RECENT_ANSWERS)  # a failed batch is not paid for twice
     texts: Storage = MemoryStore(NUM_RECENT_PAGES)

@@ -6,7 +6,7 @@ A new service needs these two functions, an entry in `ALL`, and a name in the ba
 import html
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -34,6 +34,8 @@ class SearchRequest:
     query: str
     count: int
     page: int = 0
+    with_box: bool = False
+    """Ask for the service's own answer too."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,8 @@ class SearchService:
     build: Callable[[Credentials, SearchRequest], HttpRequest]
     read: Callable[[Json], list[SearchResult]]
     """Parses an answer; raises KeyError, TypeError or AttributeError for an undocumented form."""
+    read_box: Callable[[Json], list[SearchResult]] | None = None
+    """Reads the service's own answers, best first; raises as `read` does. None: it has none."""
     max_per_request: int = 10
     max_results: int = 100
     """Maximum number of results for a query over all its pages."""
@@ -180,7 +184,10 @@ def _read_serper(answer: Json) -> list[SearchResult]:
 
 def _ask_tavily(credentials: Credentials, request: SearchRequest) -> HttpRequest:
     """Build a POST with `max_results` (1 to 20); there are no further pages."""
-    body = {"query": request.query, "max_results": request.count, "search_depth": "basic"}
+    body: dict[str, Json] = {"query": request.query, "max_results": request.count}
+    body["search_depth"] = "basic"
+    if request.with_box:
+        body["include_answer"] = True
     return HttpRequest(headers={"Authorization": f"Bearer {credentials.key}"}, body=body)
 
 
@@ -193,6 +200,55 @@ def _read_tavily(answer: Json) -> list[SearchResult]:
                 raise TypeError("a score is not finite")
             results.append(replace(result, score=score))
     return results
+
+
+def _boxes(
+    answer: Json, names: Mapping[str, Sequence[str]], links: Sequence[str]
+) -> list[SearchResult]:
+    """Read boxes by the names of their fields with text, in the order in which they answer.
+
+    A box's id is not the address in it, since its page is another document.
+    """
+    found = []
+    for name, fields in names.items():
+        box = answer.get(name) or {}
+        if not isinstance(box, dict):
+            raise TypeError(f"{name} is {type(box).__name__}, expected an object")
+        if text := next((text for field in fields if (text := _box_text(box, field))), ""):
+            link = next((text_of(box, link) for link in links if box.get(link)), "")
+            found.append(
+                SearchResult(f"{name}:{link}" if link else name, text_of(box, "title"), text)
+            )
+    return found
+
+
+def _box_text(box: Mapping[str, Json], field: str) -> str:
+    """Return a field that is text, a number or a list of texts; "" for any other or no value."""
+    value = box.get(field)
+    if isinstance(value, list) and all(isinstance(part, str) for part in value):
+        value = "; ".join(value)
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        value = str(value)
+    return text_of({field: value}, field) if isinstance(value, str) else ""
+
+
+def _read_serpapi_box(answer: Json) -> list[SearchResult]:
+    """Read `answer_box`, whose text depends on its kind, and `knowledge_graph`."""
+    box = ("answer", "result", "snippet", "list")
+    return _boxes(
+        answer, {"answer_box": box, "knowledge_graph": ("description",)}, ("link", "website")
+    )
+
+
+def _read_serper_box(answer: Json) -> list[SearchResult]:
+    names = {"answerBox": ("answer", "snippet"), "knowledgeGraph": ("description",)}
+    return _boxes(answer, names, ("link", "descriptionLink", "website"))
+
+
+def _read_tavily_box(answer: Json) -> list[SearchResult]:
+    """Read `answer`, a model's, which has no address; the score of the best result is 1."""
+    text = text_of(answer, "answer")
+    return [SearchResult("answer", "", text, 1.0)] if text else []
 
 
 ALL = (
@@ -212,6 +268,7 @@ ALL = (
         key_variable="SERPAPI_API_KEY",
         build=_ask_serpapi,
         read=_read_serpapi,
+        read_box=_read_serpapi_box,
         quota_exhausted=re.compile(r"run out of searches", re.IGNORECASE),
     ),
     SearchService(
@@ -232,6 +289,7 @@ ALL = (
         key_variable="SERPER_API_KEY",
         build=_ask_serper,
         read=_read_serper,
+        read_box=_read_serper_box,
     ),
     SearchService(
         name="tavily",
@@ -241,6 +299,7 @@ ALL = (
         max_results=20,
         build=_ask_tavily,
         read=_read_tavily,
+        read_box=_read_tavily_box,
         max_query_chars=400,
     ),
 )

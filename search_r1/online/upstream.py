@@ -15,6 +15,7 @@ from urllib.parse import quote, quote_plus
 import httpx
 
 from search_r1.online.exchange import BoundedHttpClient, Response
+from search_r1.online.ledger import open_ledger
 from search_r1.online.services import (
     Credentials,
     HttpRequest,
@@ -141,6 +142,7 @@ class Upstream:
         self._retries = config.online_retries
         self._sleep = sleep
         self._limit = RateLimit(config.requests_per_second, sleep=sleep)
+        self._ledger = open_ledger(config)
         self._client = BoundedHttpClient(config.online_timeout, MAX_ANSWER_BYTES)
 
     def search(self, request: SearchRequest) -> list[SearchResult]:
@@ -151,7 +153,7 @@ class Upstream:
         http_request = self.service.build(self._credentials, request)
         try:
             return call_with_retries(
-                lambda: self._attempt(http_request), self._retries, BACKOFF, self._sleep
+                lambda: self._attempt(http_request, request), self._retries, BACKOFF, self._sleep
             )
         except TransientError as error:
             is_invalid = isinstance(error, _InvalidAnswer)
@@ -162,10 +164,14 @@ class Upstream:
 
     def close(self) -> None:
         self._client.close()
+        if self._ledger is not None:
+            self._ledger.close()
 
-    def _attempt(self, request: HttpRequest) -> list[SearchResult]:
+    def _attempt(self, request: HttpRequest, search: SearchRequest) -> list[SearchResult]:
         """Send a request once; raises TransientError, UpstreamUnavailable or UpstreamRefused."""
         self._limit.wait()
+        if self._ledger is not None:
+            self._ledger.spend()
         method = "GET" if request.body is None else "POST"
         fields: dict[str, Any] = {"params": request.params or None, "headers": request.headers}
         try:
@@ -177,7 +183,11 @@ class Upstream:
         if response.status != 200:
             raise self._error_of(response)
         try:
-            return self.service.read(json.loads(response.body))
+            answer = json.loads(response.body)
+            results = self.service.read(answer)
+            if search.with_box and self.service.read_box is not None:
+                return [*self.service.read_box(answer), *results]
+            return results
         except PARSE_ERRORS as error:
             got = redact(response.body[:MAX_ERROR_BYTES].decode("utf-8", "replace"))[:80]
             reason = redact(f"{type(error).__name__}: {error}")[:MAX_MESSAGE_CHARS]

@@ -8,7 +8,7 @@ ROOT = Path(__file__).resolve().parents[2]
 """The root of the checkout, or the folder of installed packages."""
 
 
-REQUEST_LEVEL_STATUSES = frozenset({301, 302, 303, 307, 308, 401, 403, 404, 405, 421})
+REQUEST_LEVEL_STATUSES = frozenset({301, 302, 303, 307, 308, 401, 402, 403, 404, 405, 421})
 """Statuses that refuse a request as a whole, which no single query can have caused."""
 
 

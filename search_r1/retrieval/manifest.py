@@ -1,11 +1,8 @@
 """Index manifests, and checks that an index is complete and matches its corpus and encoder."""
 
 import logging
-import math
 import textwrap
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import ClassVar
 
@@ -45,7 +42,7 @@ class Manifest:
     pooling: str = ""
     dim: int = 0
     probe: tuple[float, ...] = ()
-    """Embedding of `PROBE_TEXT` as a passage; differs for another encoder, prefix or pooling."""
+    """Embedding of `probes.PROBE_TEXT` as a passage; another for another encoder or pooling."""
     factory: str = "Flat"
     """FAISS factory string of the index; unused for BM25."""
     max_length: int | None = None
@@ -110,26 +107,6 @@ class Manifest:
                 f"{corpus}; expected the former: give the corpus it was built from, or build it "
                 f"again: `{build_command(str(corpus_path), str(folder.parent), self.engine)}`"
             )
-
-    def check_probe(self, folder: Path | str, encoder: str, probe: Sequence[float]) -> None:
-        """Raise IndexMismatch unless `probe` equals the embedding at indexing (cosine >= 0.99)."""
-        scale = math.hypot(*self.probe) * math.hypot(*probe)
-        product = sum(x * y for x, y in zip(self.probe, probe, strict=False))
-        similarity = product / scale if scale else 0.0
-        if len(probe) != self.dim or not similarity >= 0.99:  # also true for NaN
-            raise IndexMismatch(
-                f"index {folder} was built with encoder {self.encoder!r} ({self.dim} dimensions), "
-                f"but {encoder!r} ({len(probe)} dimensions) embeds a probe text differently "
-                f"(cosine {similarity:.3f}, expected 0.99); give the same --retriever_model"
-            )
-
-
-PROBE_TEXT = '"Paris"\nParis is the capital of France.'
-
-
-def utc_now() -> str:
-    """Return the current UTC time, for `created`."""
-    return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def build_command(corpus: str, save_dir: str, method: str = "bm25") -> str:

@@ -2,14 +2,11 @@
 
 import functools
 import logging
-import threading
 from collections.abc import Callable
-from pathlib import Path
 
 from fastapi import FastAPI
 
 from search_r1.bearer import read_token
-from search_r1.retrieval.corpus import Corpus
 from search_r1.retrieval.engines.base import Retriever
 from search_r1.retrieval.engines.registry import build_retriever
 from search_r1.retrieval.errors import SetupError
@@ -69,13 +66,8 @@ def _document_finder(
     corpus = getattr(retriever, "corpus", None)
     if corpus is not None and hasattr(corpus, "documents"):
         return functools.partial(corpus.find)
-    if corpus_path is None or not Path(corpus_path).is_file():
+    if corpus_path is None:
         return None
-    lock, open_cached = threading.Lock(), functools.cache(Corpus.open)
+    from search_r1.retrieval.side_corpus import document_finder  # noqa: PLC0415 if no engine's
 
-    def find(id: str) -> Document | None:
-        with lock:
-            corpus = open_cached(corpus_path)
-        return corpus.find(id)
-
-    return find
+    return document_finder(corpus_path)

@@ -110,6 +110,15 @@ class OnlineConfig:
     """seconds for one request (milvus: too), or for all pages of one search"""
     online_cache: str | None = None
     """sqlite file that caches the service's responses"""
+    online_budget: Annotated[float, Bounds(0)] | None = None
+    """most that all requests to the service may cost, kept in --online_ledger; then searches fail
+    with 402, which ends a run"""
+    online_price: Annotated[float, Bounds(1e-6)] = 1.0
+    """price of one request; with 1 the budget is a number of requests"""
+    online_ledger: str | None = None
+    """sqlite file with what was spent, over all starts and servers that use it"""
+    answer_boxes: bool = False
+    """put the service's own answer, if it has one, before its results: serpapi, serper, tavily"""
     page_text: bool = False
     """fetch the pages and return their text instead of the snippets"""
     page_bytes: Annotated[int, Bounds(1)] = 2_000_000

@@ -10,6 +10,7 @@ import pytest
 from search_r1.retrieval.corpus import Fingerprint
 from search_r1.retrieval.errors import IndexMismatch
 from search_r1.retrieval.manifest import Manifest
+from search_r1.retrieval.probes import check_probe
 
 OLD = {
     "engine": "e5",
@@ -64,7 +65,7 @@ def test_probes_are_compared_by_their_direction(
     """The comparison does not depend on the length of the vectors."""
     manifest = Manifest("x", Fingerprint(1, 1, ""), 1, dim=2, probe=(3.0, 4.0))
     if fits:
-        manifest.check_probe(tmp_path, "x", probe)
+        check_probe(manifest, tmp_path, "x", probe)
     else:
         with pytest.raises(IndexMismatch, match="--retriever_model"):
-            manifest.check_probe(tmp_path, "x", probe)
+            check_probe(manifest, tmp_path, "x", probe)

@@ -20,7 +20,8 @@ from search_r1.retrieval.encoders.families import Vectors
 from search_r1.retrieval.engines.base import Ranking, RowRetriever, stage
 from search_r1.retrieval.engines.own_rows import check_own_rows
 from search_r1.retrieval.errors import IndexMismatch, SetupError
-from search_r1.retrieval.manifest import PROBE_TEXT, Manifest, locate, open_corpus
+from search_r1.retrieval.manifest import Manifest, locate, open_corpus
+from search_r1.retrieval.probes import PROBE_TEXT, check_probe
 from search_r1.retrieval.settings import RetrieverConfig
 
 logger = logging.getLogger(__name__)
@@ -134,7 +135,7 @@ def check(
     """Raise IndexMismatch unless the index, and its manifest if any, fit corpus and encoder."""
     if manifest:
         manifest.check_corpus(path, corpus.path, corpus.fingerprint)
-        manifest.check_probe(path, encoder.name, probe(encoder))
+        check_probe(manifest, path, encoder.name, probe(encoder))
     if index.num_rows != len(corpus):
         raise IndexMismatch(
             f"index {path} holds {index.num_rows} vectors, but corpus {corpus.path} has "

@@ -4,8 +4,9 @@ A result's key is the backend, `k` and the query; the value has the hits and the
 backend itself, which is the fingerprint of its facts and its name, is the key of these facts.
 """
 
+import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import astuple
 from typing import Any
 
@@ -45,6 +46,15 @@ class KeepingRetriever:
             })  # fmt: skip
         self._count_found(len(queries) - len(missing))
         return [hits[query] for query in queries]
+
+
+@contextlib.contextmanager
+def open_kept(
+    retriever: Retriever, path: str, count_found: Callable[[int], object]
+) -> Iterator[KeepingRetriever]:
+    """Open the file of --cache_path around a backend; raises StorageError."""
+    with contextlib.closing(FileStore(path, "--cache_path")) as store:
+        yield KeepingRetriever(retriever, store, count_found)
 
 
 def result_keys(store: FileStore) -> list[Key]:

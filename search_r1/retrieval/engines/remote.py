@@ -27,6 +27,7 @@ from search_r1.retrieval.engines.dense import encode_queries, probe
 from search_r1.retrieval.engines.fusion import joined, reciprocal
 from search_r1.retrieval.errors import IndexMismatch, SetupError, install_command
 from search_r1.retrieval.manifest import Manifest, open_corpus
+from search_r1.retrieval.probes import check_probe
 from search_r1.retrieval.schema import Document, Hit, fingerprint
 from search_r1.retrieval.settings import FaissConfig, RetrieverConfig
 from verl.errors import explain, redact
@@ -236,7 +237,7 @@ def open_remote(config: RetrieverConfig) -> RemoteRetriever:
     encoder = None
     if model:
         encoder = open_encoder(config.encoder)
-        manifest.check_probe(str(address), encoder.name, probe(encoder))
+        check_probe(manifest, str(address), encoder.name, probe(encoder))
     collection.load()
     if (count := collection.count()) != manifest.count:
         got, expected = f"{address} with {count} passages", f"{manifest.count}, as in its corpus"

@@ -19,9 +19,10 @@ from bm25s.tokenization import Tokenized
 from search_r1.retrieval.corpus import Corpus
 from search_r1.retrieval.errors import SetupError
 from search_r1.retrieval.index import build_folder
+from search_r1.retrieval.index.build_folder import utc_now
 from search_r1.retrieval.index.progress import progress
 from search_r1.retrieval.index_builder import BuildConfig
-from search_r1.retrieval.manifest import Manifest, utc_now
+from search_r1.retrieval.manifest import Manifest
 from search_r1.retrieval.script_words import SHARE, other_share, warn_of_corpus
 from search_r1.retrieval.tokenization import FOLDED, SCRIPTS, tokenize
 from verl.files import atomic_write

@@ -10,6 +10,7 @@ import logging
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -107,3 +108,8 @@ def _is_close(first: Any, second: Any) -> bool:
         return bool(np.allclose(first, second, rtol=0, atol=0.005))
     except (TypeError, ValueError):  # a damaged file
         return False
+
+
+def utc_now() -> str:
+    """Return the current UTC time, for a manifest's `created`."""
+    return datetime.now(UTC).isoformat(timespec="seconds")

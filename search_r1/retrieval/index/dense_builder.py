@@ -19,6 +19,7 @@ from search_r1.retrieval.engines.faiss_index import check_gpu
 from search_r1.retrieval.engines.flat_file import check_finite, reason_of
 from search_r1.retrieval.errors import SetupError
 from search_r1.retrieval.index import build_folder
+from search_r1.retrieval.index.build_folder import utc_now
 from search_r1.retrieval.index.embeddings import (
     EmbeddingFile,
     Matrix,
@@ -35,7 +36,8 @@ from search_r1.retrieval.index.encoding import (
 )
 from search_r1.retrieval.index.progress import progress
 from search_r1.retrieval.index_builder import BuildConfig
-from search_r1.retrieval.manifest import Manifest, utc_now
+from search_r1.retrieval.manifest import Manifest
+from search_r1.retrieval.probes import check_probe
 from search_r1.retrieval.settings import EncoderConfig
 from verl.files import fsync
 from verl.machine import format_bytes
@@ -81,7 +83,7 @@ def open_own_encoder(config: BuildConfig, manifest: Manifest, folder: Path) -> E
     """Open the encoder of an index. Raises IndexMismatch for another one, or damaged files."""
     manifest.check_files(folder, whole=False)
     encoder = open_encoder(encoder_settings(config)[0], manifest.max_length)
-    manifest.check_probe(folder, encoder.name, probe(encoder))
+    check_probe(manifest, folder, encoder.name, probe(encoder))
     return encoder
 
 

@@ -9,9 +9,10 @@ from search_r1.retrieval.corpus import Corpus
 from search_r1.retrieval.encoder import Encoder, HashEncoder
 from search_r1.retrieval.engines.dense import probe
 from search_r1.retrieval.errors import IndexMismatch, SetupError
+from search_r1.retrieval.index.build_folder import utc_now
 from search_r1.retrieval.index.embeddings import DTYPES, Matrix, open_embeddings
 from search_r1.retrieval.index_builder import BuildConfig
-from search_r1.retrieval.manifest import Manifest, utc_now
+from search_r1.retrieval.manifest import Manifest
 from search_r1.retrieval.settings import EncoderConfig
 
 

@@ -19,11 +19,13 @@ from search_r1.retrieval.encoders.families import Vectors
 from search_r1.retrieval.engines.flat_file import check_finite
 from search_r1.retrieval.engines.remote import Address, Collection, connect, read_manifest
 from search_r1.retrieval.errors import IndexMismatch, SetupError
+from search_r1.retrieval.index.build_folder import utc_now
 from search_r1.retrieval.index.embeddings import fresh_cuts, report_cuts
 from search_r1.retrieval.index.encoding import encoder_settings, load_embeddings, manifest_of
 from search_r1.retrieval.index.progress import progress
 from search_r1.retrieval.index_builder import BuildConfig
-from search_r1.retrieval.manifest import Manifest, utc_now
+from search_r1.retrieval.manifest import Manifest
+from search_r1.retrieval.probes import check_probe
 from verl.errors import explain
 
 logger = logging.getLogger(__name__)
@@ -95,7 +97,7 @@ def _check_identity(address: Address, stored: Manifest, manifest: Manifest) -> N
         fix = "name another collection, or drop this one"
         raise IndexMismatch(explain(str(address), got, expected, fix))
     if manifest.dim:
-        stored.check_probe(str(address), manifest.encoder, manifest.probe)
+        check_probe(stored, str(address), manifest.encoder, manifest.probe)
 
 
 def _num_complete(collection: Collection, num_rows: int, block: int) -> int:

@@ -4,7 +4,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -137,11 +137,9 @@ class Service:
 
     def _kept(self, retriever: Retriever, path: str) -> Retriever:
         """Return the backend with its results kept in a file."""
-        from search_r1.retrieval.engines.kept import KeepingRetriever  # noqa: PLC0415 by option
-        from search_r1.store import FileStore  # noqa: PLC0415
+        from search_r1.retrieval.engines.kept import open_kept  # noqa: PLC0415 by option
 
-        store = self._open.enter_context(closing(FileStore(path, "--cache_path")))
-        return KeepingRetriever(retriever, store, self.metrics.file_hits.inc)
+        return self._open.enter_context(open_kept(retriever, path, self.metrics.file_hits.inc))
 
     async def _respond(self, request: Request, start: float) -> Response:
         self.check_token(request)

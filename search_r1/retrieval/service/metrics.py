@@ -1,12 +1,10 @@
 """The Prometheus metrics of `/metrics`, in a separate registry for each app."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily
-from prometheus_client.registry import Collector
 
 from search_r1.retrieval.engines.base import Seconds
 
@@ -14,8 +12,6 @@ if TYPE_CHECKING:  # of backends with an encoder only
     from search_r1.retrieval.encoders.cuts import Cuts
 
 SECONDS = (5e-4, 1e-3, 2.5e-3, 5e-3, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
-ENCODED = "retriever_encoded_texts", "Texts encoded or reranked, by kind"
-CUT = "retriever_cut_texts", "Those of more tokens than are read"
 BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 
 
@@ -52,6 +48,8 @@ class Metrics:
     def watch_cuts(self, cuts: "Sequence[Cuts]") -> None:
         """Show how many texts were encoded by models with an input limit, and how many were cut."""
         if cuts:
+            from search_r1.retrieval.service.cut_counts import CutCollector  # noqa: PLC0415 encoders
+
             self._registry.register(CutCollector(cuts))
 
     def count_queries(self, hits: int, joined: int, misses: int) -> None:
@@ -71,18 +69,3 @@ class Metrics:
 
     def _add_gauge(self, name: str, text: str, read: Callable[[], int]) -> None:
         Gauge(name, text, registry=self._registry).set_function(read)
-
-
-class CutCollector(Collector):
-    """Reads the counts of cut texts when the metrics are read."""
-
-    def __init__(self, cuts: "Sequence[Cuts]") -> None:
-        self._cuts = cuts
-
-    def collect(self) -> Iterator[CounterMetricFamily]:
-        encoded = CounterMetricFamily(*ENCODED, labels=["kind"])
-        cut = CounterMetricFamily(*CUT, labels=["kind"])
-        for counts in self._cuts:
-            encoded.add_metric([counts.what], counts.num_texts)
-            cut.add_metric([counts.what], counts.num_cut)
-        yield from (encoded, cut)

@@ -28,6 +28,7 @@ from verl.errors import misspelt
 STATUSES = {
     400: "the name in `Host` is not one of --allowed_hosts",
     401: "the bearer token is missing or wrong",
+    402: "what an online service may cost (--online_budget) is spent",
     413: "the body is larger than allowed",
     422: "the request is invalid or exceeds a limit; `detail` says where and what is allowed",
     424: "an online service refused permanently (wrong key, exhausted quota), or a replay has no "
@@ -69,7 +70,8 @@ class Problem(BaseModel):
 
 def http_error(error: SearchError) -> HTTPException:
     """Convert an error of the search to an HTTP error."""
-    status = next((status for kind, status in STATUS_BY_ERROR if isinstance(error, kind)), 500)
+    default = next((status for kind, status in STATUS_BY_ERROR if isinstance(error, kind)), 500)
+    status = getattr(error, "status", default)
     seconds = max(1, math.ceil(getattr(error, "retry_after", UPSTREAM_RETRY_S)))
     headers = {"Retry-After": str(seconds)} if status == 503 else None
     return HTTPException(status, well_formed(str(error)), headers)

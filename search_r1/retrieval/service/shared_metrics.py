@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 from prometheus_client.multiprocess import MultiProcessCollector, mark_process_dead
 
-from search_r1.retrieval.service.metrics import CUT, ENCODED, Metrics
+from search_r1.retrieval.service.cut_counts import CUT, ENCODED
+from search_r1.retrieval.service.metrics import Metrics
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
