@@ -12,15 +12,20 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from verl.checkpoint import folders
 from verl.checkpoint.folders import RunState
+from verl.config import Config
 from verl.ext import ahead_files, replay
 from verl.monitor.performance import Timings
 from verl.rollout.rollouts import RolloutRequest, trajectory_keys
-from verl.trainer.collect import RolloutCollector, Samples
+from verl.trainer.collect import Measure, RolloutCollector, Samples
 from verl.trainer.hooks import FileWriter
 from verl.types import Metrics, Trajectory, TrajectoryKey
+
+if TYPE_CHECKING:
+    from verl.trainer.build import Parts
 
 FinishedTrajectories = Callable[[], Mapping[TrajectoryKey, Trajectory]]
 """Waits for finished trajectories that were asked for; callable in any thread."""
@@ -171,3 +176,21 @@ class AheadCollector(RolloutCollector):
             and min(trajectory.versions, default=state.next_version)
             >= oldest_version[trajectory.group]
         }
+
+
+def source(parts: Parts, measures: Sequence[Measure]) -> AheadCollector | None:
+    """Return the source of a run that samples ahead, or whose checkpoint has batches ahead."""
+    overlaps = parts.config.actor_rollout_ref.rollout.max_staleness > 0
+    if not overlaps and not _has_batches_ahead(parts.config):
+        return None
+    inputs = parts.of_collector(measures)
+    collector = AheadCollector(*inputs, last_step=parts.inputs.total_steps)
+    if overlaps and parts.rollouts is not None:
+        collector.fetch_finished = parts.rollouts.fetch_finished
+    return collector
+
+
+def _has_batches_ahead(config: Config) -> bool:
+    trainer = config.trainer
+    folder = folders.resume_folder(trainer.resume_mode, Path(trainer.default_local_dir))
+    return folder is not None and bool(RunState.read(folder).ahead)

@@ -213,3 +213,8 @@ class GatedReplica(TimedReplica):
         paused = contextlib.AsyncExitStack()
         await paused.enter_async_context(self.gate.changing(version, num_calls))
         self._paused[version] = paused
+
+
+def replica_class(config: Config) -> type[GatedReplica] | None:
+    """Return what hosts an engine whose weights change while it samples."""
+    return GatedReplica if config.actor_rollout_ref.rollout.max_staleness > 0 else None

@@ -30,6 +30,11 @@ def add_to(start_up: StartUp) -> None:
     start_up.checks.append(check_engines_apart)
 
 
+def replicas_class(config: Config) -> type[OverlappingReplicas] | None:
+    """Return the driver's side of engines that never wait."""
+    return OverlappingReplicas if config.actor_rollout_ref.rollout.max_staleness > 0 else None
+
+
 def check_engines_apart(config: Config, nodes: Mapping[str, str]) -> None:
     """Raise ConfigError if engines are to sample while their GPUs train."""
     key = "actor_rollout_ref.rollout.max_staleness"

@@ -55,10 +55,11 @@ class RecordHook(Hook):
         write_step(directory, trainer.step, sampled.trajectories, sampled.rewards, by_key)
 
 
-def prepare_record(config: Config, tokenizer: HasVocabulary, step: int, total_steps: int) -> None:
-    """Prepare the folder for a run that continues after `step`. Raises ConfigError."""
+def prepare(config: Config, tokenizer: HasVocabulary, step: int, total_steps: int) -> None:
+    """Prepare the folder of a run that records and continues after `step`. Raises ConfigError."""
     directory = config.trainer.rollout_data_dir
-    assert directory is not None
+    if directory is None or config.trainer.val_only:
+        return
     if step > 0 and config.trainer.resume_mode == "auto":
         step = max(step, total_steps)  # the run replaces its own later steps one by one
     weights = weights_fingerprint(config.actor_rollout_ref.model.path)

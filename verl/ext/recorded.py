@@ -10,7 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from verl.config import Config
 from verl.data.trajectories import (
@@ -31,6 +31,9 @@ from verl.trainer.collect import Measure, Samples, Source, select_for_training
 from verl.trainer.learn import NO_LOG_PROBS_FIX
 from verl.trainer.metrics import reward_metrics, rollout_metrics
 from verl.types import Metrics, Origin
+
+if TYPE_CHECKING:
+    from verl.trainer.build import Parts
 
 KEY = "data.rollouts"
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -135,3 +138,10 @@ def _check_step(config: Config, step: int, rows: Sequence[RecordedTrajectory]) -
     if config.reads_engine_log_probs and not all(map(math.isfinite, log_probs)):
         got = f"{where}, whose engine reported no log-probs"
         raise ConfigError(explain(KEY, got, "a log-prob for each token", NO_LOG_PROBS_FIX))
+
+
+def source(parts: Parts, measures: Sequence[Measure]) -> RecordedCollector | None:
+    """Return the source of a run that samples nothing."""
+    if parts.rollouts is not None:
+        return None
+    return RecordedCollector(parts.config, parts.reward_manager, measures)

@@ -183,3 +183,8 @@ def problems(config: Config) -> Iterator[ConfigError]:
             Schedule(read(Path(folder)))
     except ConfigError as error:
         yield error
+
+
+def replica_class(config: Config) -> type[ReplayingReplica] | None:
+    """Return what hosts an engine of a run that repeats a schedule."""
+    return None if config.actor_rollout_ref.rollout.replay is None else ReplayingReplica

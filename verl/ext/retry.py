@@ -10,12 +10,16 @@ import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from verl.agent.environment import Environment
 from verl.agent.interface import Tool
 from verl.errors import ToolOutage, ToolRefused
 from verl.rollout.rollouts import RolloutRequest, Rollouts
 from verl.types import Sampling, Status, Trajectory
+
+if TYPE_CHECKING:
+    from verl.trainer.build import Parts
 
 logger = logging.getLogger(__name__)
 
@@ -161,3 +165,9 @@ def accepted(trajectories: list[Trajectory]) -> list[Trajectory]:
         if trajectory.is_refused:
             raise ToolRefused(f"{trajectory.prompt.uid}: {trajectory.error}")
     return trajectories
+
+
+def retrying(rollouts: Rollouts, parts: Parts) -> RetryingRollout:
+    """Return what samples in the place of `rollouts`; hooks may end the run while it waits."""
+    expected = parts.inputs.identity.get("fingerprints", {})
+    return RetryingRollout(rollouts, parts.inputs.environment, parts.on_wait, expected)

@@ -122,6 +122,11 @@ class TimedReplica(RolloutReplica):
         return self.clock.take_share()
 
 
+def replica_class(config: Config) -> type[TimedReplica]:
+    """Return what hosts an engine, where no other option asks for more."""
+    return TimedReplica
+
+
 class EngineShare(Hook):
     """Adds the mean share of a step in which an engine sampled."""
 

@@ -1,13 +1,13 @@
 """Checks on the driver, before a run starts, that it has everything it needs.
 
-The error lists every problem on its own line. Each part of the product checks what it needs, in a
-function of the lists below. Rules between options are in `verl.config.rules`.
+The error lists every problem on its own line. Each part of the product checks what it needs, where
+`verl.seams` names it. Rules between options are in `verl.config.rules`.
 """
 
 import logging
 from collections.abc import Iterable, Iterator
 
-from verl import plugins
+from verl import seams
 from verl.agent.environment import Environment
 from verl.config import Config
 from verl.errors import PreflightError, UserError
@@ -17,15 +17,6 @@ from verl.rollout.interface import chosen, engine_problems
 
 logger = logging.getLogger(__name__)
 
-CHECKS = (
-    "verl.preflight.questions", "verl.preflight.algorithms", "verl.rollout.vllm_settings",
-    "verl.ext.lora.choice", "verl.ext.replay",
-    "verl.ext.kernels", "verl.preflight.machine", "verl.ext.cpu.cores",
-    "verl.monitor.tracking",
-)  # fmt: skip
-"""Modules with a function `problems(config)`; one that was deleted is left out."""
-PLANNER = "verl.ext.memory"
-"""Decides the options that are null until memory is estimated: `planned(config)`."""
 PROBE_SECONDS = 10.0
 """Seconds that a tool may take to answer."""
 
@@ -55,16 +46,12 @@ def preflight(config: Config, environment: Environment) -> Config:
 
 def planned(config: Config) -> tuple[Config, Iterable[UserError]]:
     """Return the options with every null decided, and why the run does not fit the machine."""
-    planner = plugins.optional(PLANNER)
-    if planner is None:
-        return fill_undecided(config), ()
-    config, problems = planner.planned(config)
-    return config, problems
+    plan: tuple[Config, Iterable[UserError]] | None
+    plan = seams.first(seams.PLANNERS, "planned", config)
+    return (fill_undecided(config), ()) if plan is None else plan
 
 
 def optional_problems(config: Config) -> Iterator[UserError]:
-    """Yield the problems that the parts in `CHECKS` find."""
-    for name in CHECKS:
-        module = plugins.optional(name)
-        if module is not None:
-            yield from module.problems(config)
+    """Yield the problems that the parts of `verl.seams.CHECKS` find."""
+    for module in seams.plugged(seams.CHECKS):
+        yield from module.problems(config)

@@ -1,17 +1,16 @@
 """Selects the `RolloutEngine` class of a run and checks that a run can be trained with it.
 
 `actor_rollout_ref.rollout.name` is a key of `ENGINES`, or `path/file.py:Name` for a subclass of
-`verl.engine.RolloutEngine`. Optional features may choose another class in its place (`CHOOSERS`).
+`verl.engine.RolloutEngine`. Optional features may choose another class in its place
+(`verl.seams.ENGINES`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
-from types import ModuleType
 
-from verl import plugins
+from verl import plugins, seams
 from verl.config import Config
 from verl.engine import EngineDied as EngineDied
 from verl.engine import Listener as Listener
@@ -25,12 +24,6 @@ ENGINES = {
     "transformers": "verl.ext.engines.transformers:TransformersEngine",
 }
 """Import paths of the built-in engines; a module is imported only when its engine is selected."""
-CHOOSERS = ("verl.ext.servers.choice", "verl.ext.lora.choice")
-"""Modules that may choose the engines, by their options; the first to return a `Choice` decides.
-
-`choice(config)` returns it, or None. `for_actors(config)` returns the options for the run's other
-processes, which must decide as the driver does.
-"""
 NAME, URL = "actor_rollout_ref.rollout.name", "actor_rollout_ref.rollout.url"
 
 
@@ -51,19 +44,10 @@ def engine_class(name: str) -> type[RolloutEngine]:
     return cls
 
 
-@cache
-def choosers() -> tuple[ModuleType, ...]:
-    """Return the modules of `CHOOSERS` that are there."""
-    return tuple(filter(None, map(plugins.optional, CHOOSERS)))
-
-
 def chosen(config: Config) -> Choice:
     """Return a run's engines. Raises ConfigError."""
-    for chooser in choosers():
-        choice: Choice | None = chooser.choice(config)
-        if choice is not None:
-            return choice
-    return by_name(config)
+    choice: Choice | None = seams.first(seams.ENGINES, "choice", config)
+    return by_name(config) if choice is None else choice
 
 
 def by_name(config: Config) -> Choice:

@@ -1,7 +1,6 @@
 """Puts the trainer of a run together: its source, learner, transfer of weights and hooks.
 
-With `verl.trainer.run`, the only module of the trainer that knows of optional features. It names
-their modules as text: one that was deleted is left out, and the rest works.
+Optional features take part through the seams of `verl.seams`.
 """
 
 from __future__ import annotations
@@ -13,10 +12,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from verl import plugins
+from verl import plugins, seams
 from verl.agent.environment import Environment
-from verl.checkpoint import folders
-from verl.checkpoint.folders import RunState
 from verl.checkpoint.saver import Saver
 from verl.config import Config
 from verl.core_algos.kl import KLController
@@ -26,7 +23,7 @@ from verl.rewards.interface import RewardFn, RewardManager, adapted
 from verl.rollout.replica import RolloutReplica
 from verl.rollout.replicas import RolloutReplicas
 from verl.rollout.rollouts import Rollouts, TrainedRollouts
-from verl.trainer.collect import RolloutCollector, Source
+from verl.trainer.collect import Measure, RolloutCollector, Source
 from verl.trainer.groups import StartUp
 from verl.trainer.hooks import Hook
 from verl.trainer.learn import Learner
@@ -34,23 +31,6 @@ from verl.trainer.loop import Logger, RayPPOTrainer, Transfer
 from verl.trainer.ranks import TrainerRanks
 from verl.types import Prompt
 
-HOOKS = (
-    "verl.ext.speed", "verl.ext.turn_times", "verl.ext.staleness", "verl.ext.host_memory",
-    "verl.ext.guard", "verl.trainer.validate", "verl.ext.reward_stages", "verl.ext.sibling",
-    "verl.ext.record", "verl.trainer.export", "verl.ext.lora", "verl.ext.canary",
-    "verl.trainer.checkpoints", "verl.ext.trace", "verl.ext.stopping", "verl.trainer.progress",
-    "verl.ext.steady",
-)  # fmt: skip
-"""Modules with a function `hook(parts)`, in the order of their hooks; it returns None to have none.
-
-What adds metrics comes before what keeps the step's state, and what ends a run after it.
-"""
-SUPERVISORS = ("verl.ext.restart",)
-"""Modules with a function `supervised(attempt)`, which returns what is called in its place."""
-STARTERS = ("verl.ext.overlapping", "verl.ext.reaper", "verl.ext.nodes", "verl.ext.cpu_env")
-"""Modules with a function `add_to(start_up)`, in the order in which they are called."""
-MEASURES = ("verl.ext.guard", "verl.ext.turn_times")
-"""Modules with a function `measure(trajectories)`, for metrics of a step's trajectories."""
 KEY = "trainer.hooks"
 
 
@@ -74,7 +54,7 @@ class Inputs:
     total_steps: int
     environment: Environment = field(default_factory=Environment)
     identity: Mapping[str, Any] = field(default_factory=dict)
-    """Configuration and fingerprints to store in each checkpoint (`verl.ext.resume`)."""
+    """What to store of the run in each checkpoint (`verl.seams.IDENTITIES`)."""
 
 
 @dataclass
@@ -113,14 +93,12 @@ class Parts:
     @cached_property
     def rollout(self) -> Rollouts | None:
         """The engines, for whatever samples; hooks may end the run while it waits for tools."""
-        retry = plugins.optional("verl.ext.retry")
-        if self.rollouts is None or retry is None:
-            return self.rollouts
-        expected = self.inputs.identity.get("fingerprints", {})
-        rollout: Rollouts = retry.RetryingRollout(
-            self.rollouts, self.inputs.environment, self._wait, expected
-        )
-        return rollout
+        if self.rollouts is None:
+            return None
+        rollouts: Rollouts = self.rollouts
+        for module in seams.plugged(seams.RETRIES):
+            rollouts = module.retrying(rollouts, self)
+        return rollouts
 
     @cached_property
     def card_and_dtype(self) -> tuple[str, str]:
@@ -134,9 +112,16 @@ class Parts:
         name = self.config.actor_rollout_ref.rollout.dtype
         return self.card_and_dtype[1] if name == "auto" else name
 
-    def _wait(self) -> None:
+    def on_wait(self) -> None:
+        """Call the hooks while the run waits for tools."""
         for hook in self.hooks:
             hook.on_wait()
+
+    def of_collector(self, measures: Sequence[Measure]) -> tuple[Any, ...]:
+        """Return what a `RolloutCollector` is built from."""
+        config, prompts = self.config, self.inputs.train_prompts
+        sampler = build_sampler(config, prompts)
+        return config, self.rollout, prompts, sampler, self.reward_manager, measures
 
     def build(self) -> RayPPOTrainer:
         """Build the trainer."""
@@ -165,42 +150,24 @@ def user_hooks(config: Config) -> Iterator[Hook]:
 
 def add_starters(start_up: StartUp) -> None:
     """Add what optional features do when a run's actors start."""
-    for name in STARTERS:
-        module = plugins.optional(name)
-        if module is not None:
-            module.add_to(start_up)
+    for module in seams.plugged(seams.STARTERS):
+        module.add_to(start_up)
 
 
 def built_hooks(parts: Parts) -> Iterator[Hook]:
-    """Yield the run's hooks: the user's, then the others in the order of `HOOKS`."""
+    """Yield the run's hooks: the user's, then the others in the order of `verl.seams.HOOKS`."""
     yield from user_hooks(parts.config)
-    for name in HOOKS:
-        module = plugins.optional(name)
-        hook: Hook | None = None if module is None else module.hook(parts)
+    for module in seams.plugged(seams.HOOKS):
+        hook: Hook | None = module.hook(parts)
         if hook is not None:
             yield hook
 
 
 def build_source(parts: Parts) -> Source:
-    """Build the source of a run's trajectories: recorded, sampled, or sampled ahead of time."""
-    config, inputs = parts.config, parts.inputs
-    measures = [module.measure for module in map(plugins.optional, MEASURES) if module is not None]
-    if parts.rollout is None:
-        from verl.ext.recorded import RecordedCollector  # noqa: PLC0415 - only where asked for
-
-        return RecordedCollector(config, parts.reward_manager, measures)
-    prompts = inputs.train_prompts
-    sampler = build_sampler(config, prompts)
-    sources = config, parts.rollout, prompts, sampler, parts.reward_manager, measures
-    overlaps = config.actor_rollout_ref.rollout.max_staleness > 0
-    if overlaps or has_batches_ahead(config):
-        from verl.ext.asynchrony import AheadCollector  # noqa: PLC0415 - only where asked for
-
-        source = AheadCollector(*sources, last_step=inputs.total_steps)
-        if overlaps and parts.rollouts is not None:
-            source.fetch_finished = parts.rollouts.fetch_finished
-        return source
-    return RolloutCollector(*sources)
+    """Build the source of a run's trajectories; by default they are sampled step by step."""
+    measures = [module.measure for module in seams.plugged(seams.MEASURES)]
+    own: Source | None = seams.first(seams.SOURCES, "source", parts, measures)
+    return RolloutCollector(*parts.of_collector(measures)) if own is None else own
 
 
 def build_sampler(config: Config, prompts: Sequence[Prompt]) -> Sampler:
@@ -215,32 +182,12 @@ def build_sampler(config: Config, prompts: Sequence[Prompt]) -> Sampler:
 
 
 def replica_class(config: Config) -> type[RolloutReplica]:
-    """Return what hosts an engine: where weights change while it samples, it has a gate."""
-    rollout = config.actor_rollout_ref.rollout
-    if rollout.replay is not None:
-        from verl.ext.replay import ReplayingReplica  # noqa: PLC0415 - only where asked for
-
-        return ReplayingReplica
-    if rollout.max_staleness > 0:
-        from verl.ext.gated import GatedReplica  # noqa: PLC0415 - only where asked for
-
-        return GatedReplica
-    timed = plugins.optional("verl.ext.turn_times")
-    chosen: type[RolloutReplica] = RolloutReplica if timed is None else timed.TimedReplica
-    return chosen
+    """Return what hosts an engine."""
+    own: type[RolloutReplica] | None = seams.first(seams.REPLICAS, "replica_class", config)
+    return own or RolloutReplica
 
 
 def replicas_class(config: Config) -> type[RolloutReplicas]:
-    """Return the driver's side of the engines: where they never wait, it overlaps."""
-    if config.actor_rollout_ref.rollout.max_staleness == 0:
-        return RolloutReplicas
-    from verl.ext.overlapping import OverlappingReplicas  # noqa: PLC0415 - only where asked for
-
-    return OverlappingReplicas
-
-
-def has_batches_ahead(config: Config) -> bool:
-    """Whether the checkpoint to resume from was written by a run that samples ahead of time."""
-    trainer = config.trainer
-    folder = folders.resume_folder(trainer.resume_mode, Path(trainer.default_local_dir))
-    return folder is not None and bool(RunState.read(folder).ahead)
+    """Return the driver's side of the engines."""
+    own: type[RolloutReplicas] | None = seams.first(seams.REPLICA_GROUPS, "replicas_class", config)
+    return own or RolloutReplicas

@@ -11,13 +11,12 @@ from typing import Any
 
 import ray
 
-from verl import plugins
+from verl import plugins, seams
 from verl.agent.wording import is_file
 from verl.config import Config
 from verl.config.option import PathKind
 from verl.errors import ConfigError, ResourceError, explain
 from verl.proxies import bypass_loopback
-from verl.rollout.interface import choosers
 from verl.socket_folder import socket_folder
 from verl.training.devices import device_type
 from verl.training.network import joins_cluster
@@ -95,7 +94,7 @@ def config_for_actors(config: Config, use_gpu: bool) -> Config:
     """
     config = absolute_paths(config)
     config = replace(config, trainer=replace(config.trainer, device="cuda" if use_gpu else "cpu"))
-    for chooser in choosers():
+    for chooser in seams.plugged(seams.ENGINES):
         config = chooser.for_actors(config)
     return config
 

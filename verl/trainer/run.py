@@ -20,6 +20,7 @@ import ray
 from search_r1.agent.generation import build_agent, build_environment, build_format, check_prompts
 from search_r1.agent.with_token import WithToken
 from search_r1.scoring import build_reward_manager
+from verl import seams
 from verl.agent.environment import Environment, no_tools
 from verl.checkpoint import folders
 from verl.config import Config, cli
@@ -31,14 +32,13 @@ from verl.data.sampler import num_batches
 from verl.files import exclusive_lock
 from verl.model_files import load_tokenizer, tokenizer_identity
 from verl.monitor.tracking import Tracker, Tracking
-from verl.plugins import PortableFactory, optional
+from verl.plugins import PortableFactory
 from verl.preflight.checks import preflight
 from verl.preflight.models import fetch_models
 from verl.remote_code import set_trust
 from verl.rewards.interface import EachAlone, Reward, RewardManager
 from verl.rollout.rollouts import TrainedRollouts
 from verl.trainer.build import (
-    SUPERVISORS,
     Inputs,
     Parts,
     add_starters,
@@ -101,8 +101,7 @@ def prepare(config: Config) -> Inputs:
         config.actor_rollout_ref.model.path, template_kwargs=config.data.chat_template_kwargs
     )
     served = {**environment.identity(), **tokenizer_identity(tokenizer)}
-    resume = optional("verl.ext.resume")
-    identity = {} if resume is None else resume.checked_identity(config, served)
+    identity = seams.first(seams.IDENTITIES, "checked_identity", config, served) or {}
     cli.write_resolved(config, config.trainer.default_local_dir)
     step = resumed_step(config)
     prompts: Prompts = ([], [])
@@ -115,10 +114,8 @@ def prepare(config: Config) -> Inputs:
         from verl.ext.recorded import check_record  # noqa: PLC0415 - only where asked for
 
         total_steps = check_record(config, tokenizer, step)
-    if config.trainer.rollout_data_dir is not None and not config.trainer.val_only:
-        from verl.ext.record import prepare_record  # noqa: PLC0415 - only where asked for
-
-        prepare_record(config, tokenizer, step, total_steps)
+    for module in seams.plugged(seams.PREPARERS):
+        module.prepare(config, tokenizer, step, total_steps)
     return Inputs(config, *prompts, total_steps, environment, identity)
 
 
@@ -211,6 +208,6 @@ def _run(inputs: Inputs, trackers: Sequence[Tracker]) -> None:
             with running_trainer(replace(inputs, config=config), tracking, *starters) as trainer:
                 trainer.fit()
 
-        for module in map(optional, SUPERVISORS):
-            attempt = attempt if module is None else module.supervised(attempt)
+        for module in seams.plugged(seams.SUPERVISORS):
+            attempt = module.supervised(attempt)
         attempt(inputs.config)

@@ -12,17 +12,14 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from verl import seams
 from verl.config import Config
 from verl.config.policy import BlocksConfig, FsdpConfig
 from verl.core_algos.chosen import advantage_estimator
-from verl.plugins import imported, optional
 from verl.training.fsdp import FsdpModel, FsdpOptions
 from verl.training.loading import copy_without_values, open_causal_lm
 from verl.training.models import LogProbModel, ValueModel, blocks
 from verl.training.weights import write_policy
-
-TRANSFORMS = ("verl.ext.kernels",)
-"""Modules with a function `transform(lm, config, trained)`, which changes a model's blocks."""
 
 
 def has_critic(config: Config) -> bool:
@@ -89,10 +86,8 @@ class Roles:
 
     def prepare(self, lm: PreTrainedModel, trained: BlocksConfig | None = None) -> None:
         """Transform a model before it is sharded; `trained` are its options if it is trained."""
-        for name in TRANSFORMS:
-            module = optional(name)
-            if module is not None:
-                module.transform(lm, self.config, trained)
+        for module in seams.plugged(seams.TRANSFORMS):
+            module.transform(lm, self.config, trained)
 
     def actor_options(self) -> FsdpOptions:
         """Return the options by which the actor is sharded and trained."""
@@ -147,8 +142,5 @@ class Roles:
 
 def roles_class(config: Config) -> type[Roles]:
     """Return the class that builds the models of a run."""
-    models = config.actor_rollout_ref.model, config.critic.model
-    if any(model.has_adapter for model in models):
-        kind: type[Roles] = imported("verl.ext.lora.roles:AdaptedRoles")
-        return kind
-    return Roles
+    own: type[Roles] | None = seams.first(seams.ROLES, "roles_class", config)
+    return own or Roles

@@ -15,6 +15,7 @@ import pytest
 from search_r1.agent.generation import build_environment
 from tests.bad_models import entry, whole_model
 from tests.checkpoints import writing
+from verl import seams
 from verl.config import Config, cli
 from verl.errors import PreflightError
 from verl.ext.lora.adapter import record_of_peft_config
@@ -115,8 +116,8 @@ def test_parts_that_were_deleted_are_left_out(
     valid_run: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without the planner of memory, nothing is offloaded and no option stays null."""
-    monkeypatch.setattr(checks, "PLANNER", "verl.ext.deleted")
-    monkeypatch.setattr(checks, "CHECKS", ("verl.ext.deleted", "verl.deleted.part"))
+    monkeypatch.setattr(seams, "PLANNERS", ("verl.ext.deleted",))
+    monkeypatch.setattr(seams, "CHECKS", ("verl.ext.deleted", "verl.deleted.part"))
     config = preflight(cli.compose(valid_run))
     assert undecided(config) == []
     assert not config.actor_rollout_ref.actor.fsdp_config.param_offload

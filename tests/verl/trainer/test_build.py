@@ -13,6 +13,7 @@ from tests.verl.trainer.recording import (
     hook_of,
     prompts,
 )
+from verl import seams
 from verl.config import Config
 from verl.errors import ConfigError, Interrupted, PluginError
 from verl.monitor.tracking import Tracking
@@ -105,7 +106,7 @@ def test_a_deleted_module_is_left_out(
 ) -> None:
     """The others are built, and a warning names it."""
     monkeypatch.setattr(
-        build, "HOOKS", ("verl.ext.gone", "verl.ext.gone.hook", "verl.trainer.validate")
+        seams, "HOOKS", ("verl.ext.gone", "verl.ext.gone.hook", "verl.trainer.validate")
     )
     trainer = build_trainer(grpo_config(tmp_path), [])
     assert [type(hook).__name__ for hook in trainer.hooks] == ["Validation"]

@@ -1,15 +1,22 @@
-"""Engines of a policy that trains an adapter: they get the adapter alone, or merged weights."""
+"""Engines and roles of models that train an adapter.
+
+Engines get the adapter alone, or merged weights.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from verl import plugins
 from verl.config import Config
 from verl.errors import ConfigError, explain
 from verl.rollout.interface import Choice, by_name, chosen, engine_class
 from verl.training.devices import device_type
+
+if TYPE_CHECKING:
+    from verl.training.roles import Roles
 
 STAND_INS = {"vllm": "verl.ext.lora.vllm:AdapterEngine"}
 """Import paths of the engines that take adapters in place of those of `rollout.name`."""
@@ -34,6 +41,15 @@ def choice(config: Config) -> Choice | None:
     name, named = config.actor_rollout_ref.rollout.name, by_name(config)
     engine = plugins.imported(STAND_INS[name]) if name in STAND_INS else named.engine
     return Choice(engine, named.label, is_whole=False)
+
+
+def roles_class(config: Config) -> type[Roles] | None:
+    """Return what builds the models, if one of them trains an adapter."""
+    models = config.actor_rollout_ref.model, config.critic.model
+    if not any(model.has_adapter for model in models):
+        return None
+    roles: type[Roles] = plugins.imported("verl.ext.lora.roles:AdaptedRoles")
+    return roles
 
 
 def for_actors(config: Config) -> Config:
