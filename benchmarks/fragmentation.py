@@ -20,8 +20,8 @@ from rich.console import Console
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, Qwen2Config
 
-from verl.ext.kernels import recompute
 from verl.ext.memory.trial import StorageTracker
+from verl.ext.recompute import recompute
 from verl.training.attention import PACKED, SequenceBounds
 from verl.training.models import LogProbModel, PackedInputs, blocks, trunk_of
 

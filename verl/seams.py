@@ -16,8 +16,7 @@ RULES = ("verl.config.rules", "verl.ext.guard")
 """`problems(config)` yields what is wrong with options, as text."""
 CHECKS = (
     "verl.preflight.questions", "verl.preflight.algorithms", "verl.rollout.vllm_settings",
-    "verl.ext.lora.choice", "verl.ext.replay",
-    "verl.ext.kernels", "verl.preflight.machine", "verl.ext.cpu.cores",
+    "verl.ext.lora.choice", "verl.ext.replay", "verl.preflight.machine", "verl.ext.cpu.cores",
     "verl.monitor.tracking",
 )  # fmt: skip
 """`problems(config)` yields why the run cannot start here, as errors."""
@@ -43,7 +42,7 @@ REPLICA_GROUPS = ("verl.ext.overlapping",)
 """`replicas_class(config)` returns the driver's side of the engines, or None; the first decides."""
 ROLES = ("verl.ext.lora.choice",)
 """`roles_class(config)` returns what builds the models of a rank, or None; the first decides."""
-TRANSFORMS = ("verl.ext.kernels",)
+TRANSFORMS = ("verl.ext.recompute",)
 """`transform(lm, config, trained)` changes a model's blocks."""
 RETRIES = ("verl.ext.retry",)
 """`retrying(rollouts, parts)` returns what samples in the place of the engines alone."""

@@ -14,10 +14,6 @@ FALLEN_VALUES: Mapping[tuple[str, str], str] = {
         "rollbacks are gone since 2026-11-28 (shown by one provoked collapse on one seed); use "
         "stop, which names the last healthy checkpoint, and resume from it with a lower rate"
     ),
-    ("actor_rollout_ref.model.kernels", "compile"): (
-        "compiled blocks are gone since 2026-11-28 (785 to 944 tokens/s against 913 to 936); use "
-        "torch, or liger on GPUs"
-    ),
     ("trainer.compute_dtype", "float16"): (
         "training in float16 is gone since 2026-11-29 (its loss scale was never run on a card); "
         "use auto, which is bfloat16 from Ampere on and float32 before; engines may still compute "

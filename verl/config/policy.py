@@ -80,7 +80,7 @@ class BlocksConfig(AdapterConfig):
     )
     """Recompute block activations in backward: less memory, about a third more compute. selective
     keeps the results of matrix products and attention, half of all activations, and recomputes the
-    rest at little cost (only with kernels=torch). null picks the first of false, selective and true
+    rest at little cost. null picks the first of false, selective and true
     that fits into GPU memory by the estimate."""
 
 
@@ -90,9 +90,6 @@ class ModelConfig(BlocksConfig):
 
     path: str = option(MISSING, resume="free", path="model")
     """Folder or hub name of a Hugging Face causal language model."""
-    kernels: str = option("torch", resume="logged", choices=("torch", "liger"))
-    """Kernels for norms, rotary embeddings and activations of policy and critic: torch or liger
-    (package liger-kernel, GPUs only). Results differ by rounding."""
     trust_remote_code: bool = option(False, resume="free")
     """Run code that comes with the models, as some of them need. It runs with your permissions:
     enable this only for authors whom you trust."""

@@ -55,7 +55,7 @@ class Roles:
         """Build the actor and, if it is needed, the reference: the policy before training."""
         section = self.config.actor_rollout_ref
         with self.open(section.model, section.model.path) as lm:
-            # Copied before the kernels of trained blocks are installed.
+            # Copied before trained blocks are transformed.
             reference_lm = copy_without_values(lm) if self.config.needs_reference else None
             self.prepare(lm, section.model)
             actor = FsdpModel(LogProbModel(lm), blocks(lm, lm), self.device, self.actor_options())

@@ -18,7 +18,6 @@ VALUES = {
     "trainer.resume_anyway": "[data]",
     "trainer.max_restarts": "5",
     "trainer.trace": "true",
-    "actor_rollout_ref.model.kernels": "liger",
     "actor_rollout_ref.actor.terms": "{sibling: 1}",
     "actor_rollout_ref.rollout.url": "http://127.0.0.1:9",
 }

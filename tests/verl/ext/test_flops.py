@@ -23,8 +23,8 @@ from tests.verl.training.ranks import VOCAB
 from verl.config import AdapterConfig
 from verl.config.policy import SELECTIVE
 from verl.ext.flops import ModelFlops, peak_flops
-from verl.ext.kernels import recompute
 from verl.ext.lora.model import AdaptedModel, Role
+from verl.ext.recompute import recompute
 from verl.ext.speed import skipped_prompts
 from verl.model_shape import ModelShape
 from verl.packing import PREFIXES, Packing, common_prefixes

@@ -18,7 +18,7 @@ from verl.batch import TokenBatch
 from verl.config import ActorConfig, Config, OptimConfig
 from verl.config.policy import SELECTIVE
 from verl.ext.cpu import attention
-from verl.ext.kernels import recompute
+from verl.ext.recompute import recompute
 from verl.packing import PREFIXES, common_prefixes
 from verl.trainer.learn import drop_zero_advantages
 from verl.training.actor import Actor, TargetColumns, TokenBudgets, apply_update

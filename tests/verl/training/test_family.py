@@ -12,9 +12,9 @@ from transformers import AttentionInterface, AutoConfig, PretrainedConfig, PreTr
 from scripts import family_page
 from verl.config import AdapterConfig
 from verl.errors import ModelError
-from verl.ext.kernels import recompute
 from verl.ext.lora.adapter import Adapter
 from verl.ext.lora.model import AdaptedModel, Role
+from verl.ext.recompute import recompute
 from verl.packing import share_prompts
 from verl.training import family, models
 from verl.training.attention import PACKED, packed_attention

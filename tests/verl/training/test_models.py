@@ -21,7 +21,7 @@ from tests.core.batches import make_batch, make_groups, make_tree
 from tests.verl.training.ranks import VOCAB
 from verl.batch import ROW_STARTS, TokenBatch
 from verl.config.policy import SELECTIVE
-from verl.ext.kernels import recompute
+from verl.ext.recompute import recompute
 from verl.packing import PREFIXES, common_prefixes
 from verl.training.attention import PACKED
 from verl.training.models import LogProbModel, PackedInputs, ValueModel

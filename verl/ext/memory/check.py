@@ -30,7 +30,6 @@ from verl.ext.memory.estimate import (
 from verl.ext.memory.needs import AWAKE, Memory
 from verl.machine import ENLARGE_SHARED_MEMORY, Machine, format_bytes
 from verl.model_shape import read_shape
-from verl.plugins import optional
 from verl.preflight.undecided import (
     MEMORY_FOR_SPEED,
     OFFLOAD_OPTIONS,
@@ -227,15 +226,12 @@ def table(estimated: Estimate, machine: Machine) -> str:
 def spend_free_memory(config: Config, setting: Setting, keys: Sequence[str]) -> Config:
     """Return a copy in which each of `keys` has its fastest value that fits the GPUs, if any does.
 
-    `config` has no undecided memory options. Values that the kernels do not support are skipped.
+    `config` has no undecided memory options.
     """
     limit = WARN_ABOVE * free_memory(setting.machine)[Memory.DEVICE]
-    kernels = optional("verl.ext.kernels")
     for key in keys:
         for value in MEMORY_FOR_SPEED[key]:
             candidate = with_options(config, {key: value})
-            if kernels is not None and any(kernels.problems(candidate)):
-                continue
             if peak_rank_bytes(estimate(candidate, setting)) <= limit:
                 config = candidate
                 break

@@ -144,9 +144,9 @@ def _model(work: Pass, layers: int) -> nn.Module:
     if getattr(text, "layer_types", None):
         text.layer_types = text.layer_types[:layers]
     lm = AutoModelForCausalLM.from_config(config, attn_implementation=PACKED).train()
-    kernels = optional("verl.ext.kernels")
-    if kernels is not None:
-        kernels.recompute(lm, work.recompute)
+    recomputing = optional("verl.ext.recompute")
+    if recomputing is not None:
+        recomputing.recompute(lm, work.recompute)
     if work.lora_rank:
         role = "critic" if work.is_critic else "actor"
         kind = imported("verl.ext.lora.model:AdaptedModel")
