@@ -183,8 +183,8 @@ def source(parts: Parts, measures: Sequence[Measure]) -> AheadCollector | None:
     overlaps = parts.config.actor_rollout_ref.rollout.max_staleness > 0
     if not overlaps and not _has_batches_ahead(parts.config):
         return None
-    inputs = parts.of_collector(measures)
-    collector = AheadCollector(*inputs, last_step=parts.inputs.total_steps)
+    collector = AheadCollector(*parts.of_collector(measures))
+    collector.last_step = parts.inputs.total_steps
     if overlaps and parts.rollouts is not None:
         collector.fetch_finished = parts.rollouts.fetch_finished
     return collector
