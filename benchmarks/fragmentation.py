@@ -21,9 +21,8 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from verl.ext.memory.trial import StorageTracker
-from verl.ext.recompute import recompute
 from verl.training.attention import PACKED, SequenceBounds
-from verl.training.models import LogProbModel, PackedInputs, blocks, trunk_of
+from verl.training.models import LogProbModel, PackedInputs, blocks, recompute, trunk_of
 
 MIB = 1 << 20
 SMALL, SMALL_SEGMENT, MIDDLE, MIDDLE_SEGMENT = MIB, 2 * MIB, 10 * MIB, 20 * MIB

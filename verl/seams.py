@@ -42,8 +42,6 @@ REPLICA_GROUPS = ("verl.ext.overlapping",)
 """`replicas_class(config)` returns the driver's side of the engines, or None; the first decides."""
 ROLES = ("verl.ext.lora.choice",)
 """`roles_class(config)` returns what builds the models of a rank, or None; the first decides."""
-TRANSFORMS = ("verl.ext.recompute",)
-"""`transform(lm, config, trained)` changes a model's blocks."""
 RETRIES = ("verl.ext.retry",)
 """`retrying(rollouts, parts)` returns what samples in the place of the engines alone."""
 SOURCES = ("verl.ext.recorded", "verl.ext.asynchrony")

@@ -42,7 +42,7 @@ def test_the_first_answer_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     """A module that was deleted is left out, None is no answer, and 0 is one."""
     for name, answer in (("none", None), ("zero", 0), ("one", 1)):
         module = ModuleType(f"seam_of_tests_{name}")
-        vars(module).update(choose=lambda config, answer=answer: answer)
+        vars(module).update(__file__="", choose=lambda config, answer=answer: answer)
         monkeypatch.setitem(sys.modules, module.__name__, module)
     seam = [f"seam_of_tests_{name}" for name in ("none", "zero", "one")]
     assert seams.first(["verl.ext.deleted", *seam], "choose", {}) == 0

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
+from verl import plugins
 from verl.batch import TokenBatch
 from verl.model_files import check_loading_report, model_errors, quiet_transformers
 from verl.packing import Packing, as_rows
@@ -28,6 +29,8 @@ from verl.training.mixers import current_row
 
 LOGITS_PER_CHUNK = 1 << 26
 """Upper limit of the logits in memory at once (256 MiB in float32), for any number of tokens."""
+RECOMPUTATIONS = {"selective": "verl.ext.recompute:contexts"}
+"""What decides which activations are recomputed in backward, where not all of them are."""
 
 
 @dataclass(frozen=True)
@@ -269,6 +272,19 @@ def target_values(trunk: nn.Module, value_head: nn.Module, inputs: PackedInputs)
     """Compute the value of the state before each target token, (num_targets,) float32."""
     values: Tensor = value_head(target_hidden_states(trunk, inputs))
     return values.to(torch.promote_types(values.dtype, torch.float32)).sum(-1)
+
+
+def recompute(lm: PreTrainedModel, mode: bool | str | None) -> None:
+    """Let backward recompute all activations of a block (True), none, or what `mode` names.
+
+    Raises ConfigError for a mode whose file was deleted.
+    """
+    options: dict[str, Any] = {"use_reentrant": False}
+    if isinstance(mode, str):
+        key = "actor_rollout_ref.model.enable_gradient_checkpointing"
+        options["context_fn"] = plugins.load(key, mode, RECOMPUTATIONS)
+    if mode:
+        lm.gradient_checkpointing_enable(options)
 
 
 def blocks(module: nn.Module, lm: PreTrainedModel) -> list[nn.Module]:

@@ -18,7 +18,7 @@ from verl.config.policy import BlocksConfig, FsdpConfig
 from verl.core_algos.chosen import advantage_estimator
 from verl.training.fsdp import FsdpModel, FsdpOptions
 from verl.training.loading import copy_without_values, open_causal_lm
-from verl.training.models import LogProbModel, ValueModel, blocks
+from verl.training.models import LogProbModel, ValueModel, blocks, recompute
 from verl.training.weights import write_policy
 
 
@@ -86,8 +86,8 @@ class Roles:
 
     def prepare(self, lm: PreTrainedModel, trained: BlocksConfig | None = None) -> None:
         """Transform a model before it is sharded; `trained` are its options if it is trained."""
-        for module in seams.plugged(seams.TRANSFORMS):
-            module.transform(lm, self.config, trained)
+        if trained is not None:
+            recompute(lm, trained.enable_gradient_checkpointing)
 
     def actor_options(self) -> FsdpOptions:
         """Return the options by which the actor is sharded and trained."""

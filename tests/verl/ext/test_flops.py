@@ -24,12 +24,11 @@ from verl.config import AdapterConfig
 from verl.config.policy import SELECTIVE
 from verl.ext.flops import ModelFlops, peak_flops
 from verl.ext.lora.model import AdaptedModel, Role
-from verl.ext.recompute import recompute
 from verl.ext.speed import skipped_prompts
 from verl.model_shape import ModelShape
 from verl.packing import PREFIXES, Packing, common_prefixes
 from verl.training.attention import PACKED
-from verl.training.models import LogProbModel, PackedInputs, ValueModel
+from verl.training.models import LogProbModel, PackedInputs, ValueModel, recompute
 
 LENGTHS = [12, 9, 17, 5]
 RANK = 4

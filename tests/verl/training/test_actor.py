@@ -18,13 +18,12 @@ from verl.batch import TokenBatch
 from verl.config import ActorConfig, Config, OptimConfig
 from verl.config.policy import SELECTIVE
 from verl.ext.cpu import attention
-from verl.ext.recompute import recompute
 from verl.packing import PREFIXES, common_prefixes
 from verl.trainer.learn import drop_zero_advantages
 from verl.training.actor import Actor, TargetColumns, TokenBudgets, apply_update
 from verl.training.attention import PACKED
 from verl.training.fsdp import FsdpModel, FsdpOptions
-from verl.training.models import LogProbModel, blocks
+from verl.training.models import LogProbModel, blocks, recompute
 from verl.training.worker import TrainerWorker
 
 pytestmark = pytest.mark.usefixtures("single_rank")

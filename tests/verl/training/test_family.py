@@ -14,12 +14,11 @@ from verl.config import AdapterConfig
 from verl.errors import ModelError
 from verl.ext.lora.adapter import Adapter
 from verl.ext.lora.model import AdaptedModel, Role
-from verl.ext.recompute import recompute
 from verl.packing import share_prompts
 from verl.training import family, models
 from verl.training.attention import PACKED, packed_attention
 from verl.training.mixers import RunByRun
-from verl.training.models import LogProbModel, PackedInputs, ValueModel, trunk_of
+from verl.training.models import LogProbModel, PackedInputs, ValueModel, recompute, trunk_of
 
 CPU = torch.device("cpu")
 AWKWARD = ("qwen3_5", "gemma2", "gemma3", "gpt_oss", "lfm2", "granite", "falcon_h1")

@@ -21,10 +21,11 @@ from tests.core.batches import make_batch, make_groups, make_tree
 from tests.verl.training.ranks import VOCAB
 from verl.batch import ROW_STARTS, TokenBatch
 from verl.config.policy import SELECTIVE
-from verl.ext.recompute import recompute
+from verl.errors import ConfigError
 from verl.packing import PREFIXES, common_prefixes
+from verl.training import models
 from verl.training.attention import PACKED
-from verl.training.models import LogProbModel, PackedInputs, ValueModel
+from verl.training.models import LogProbModel, PackedInputs, ValueModel, recompute
 
 GROUPS = [(7, [5, 1, 12]), (4, [6]), (9, [3, 8, 2, 2]), (1, [4, 4])]
 SIZES: dict[str, Any] = {
@@ -154,3 +155,10 @@ def test_empty_sequences_take_no_space() -> None:
     assert one.bounds.spans == other.bounds.spans == ((0, 4), (0, 3))
     assert torch.equal(one.before_targets, other.before_targets)
     assert one.target_positions.tolist() == other.target_positions.tolist() == [1, 2, 3, 5, 6]
+
+
+def test_a_recomputation_whose_file_was_deleted_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is named, and activations are not kept silently."""
+    monkeypatch.setitem(models.RECOMPUTATIONS, "selective", "verl.ext.deleted:contexts")
+    with pytest.raises(ConfigError, match=r"verl/ext/deleted"):
+        recompute(build("llama", torch.float32), SELECTIVE)

@@ -18,11 +18,11 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM
 
 from verl.model_shape import ModelShape
-from verl.plugins import imported, optional
+from verl.plugins import imported
 from verl.training.attention import PACKED, RUN_KERNELS, SequenceBounds
 from verl.training.devices import DTYPES
 from verl.training.loading import replace_parameters
-from verl.training.models import LogProbModel, PackedInputs, ValueModel
+from verl.training.models import LogProbModel, PackedInputs, ValueModel, recompute
 
 DEPTHS = (2, 3)
 """Numbers of blocks to measure; not 1, since the first block differs from those after it."""
@@ -144,9 +144,7 @@ def _model(work: Pass, layers: int) -> nn.Module:
     if getattr(text, "layer_types", None):
         text.layer_types = text.layer_types[:layers]
     lm = AutoModelForCausalLM.from_config(config, attn_implementation=PACKED).train()
-    recomputing = optional("verl.ext.recompute")
-    if recomputing is not None:
-        recomputing.recompute(lm, work.recompute)
+    recompute(lm, work.recompute)
     if work.lora_rank:
         role = "critic" if work.is_critic else "actor"
         kind = imported("verl.ext.lora.model:AdaptedModel")
