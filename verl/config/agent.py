@@ -50,4 +50,4 @@ class ServerConfig:
     """Time limit of one query including all retries, in seconds; null sets no limit."""
     max_outage: float = option(1800.0, resume="free", ge=0)
     """Seconds that a training run waits for an unavailable server; it then saves and stops with
-    exit status 4, and the same command continues it with `trainer.resume_mode=auto`."""
+    exit status 4."""

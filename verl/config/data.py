@@ -29,9 +29,8 @@ class DataConfig:
     {evidence: [topk, linked], pass_rate: {gt: 0, lt: 1}}. A column may also be a key of
     `extra_info`. {} uses all rows."""
     weight_column: str | None = option(None, resume="fixed")
-    """Draw each batch at random by the weights in this column of the training rows, 0 or more: a
-    row of weight 3 is drawn about three times as often as one of weight 1. A batch never has a row
-    twice. null shuffles all rows in every epoch."""
+    """Draw each batch at random by the weights in this column of the training rows, 0 or more; null
+    shuffles all rows in every epoch."""
     train_batch_size: int = option(512, resume="fixed", ge=1)
     """Prompts per training step; `n_agent` trajectories are sampled for each."""
     val_batch_size: int = option(256, resume="free", ge=1)
@@ -47,13 +46,11 @@ class DataConfig:
     shuffle_train_dataloader: bool | str = option(
         True, resume="experiment", choices=(True, False, BY_SCORE)
     )
-    """Shuffle the training rows in every epoch, by `trainer.seed`. by_score (experimental) draws
-    half of each batch from rows whose last group taught something, and lets rows sit out whose last
-    groups taught nothing (docs/guides/data.md)."""
+    """Shuffle the training rows in every epoch, by `trainer.seed`. by_score (experimental) prefers
+    rows whose last group taught something (docs/guides/data.md)."""
     rollouts: str | None = option(None, resume="free")
-    """Train on recorded trajectories, step by step, instead of sampling: the
-    `trainer.rollout_data_dir` of an earlier run. Needs no engines, questions or tools
-    (docs/guides/rollouts.md); null samples trajectories."""
+    """Train on recorded trajectories instead of sampling: the `trainer.rollout_data_dir` of an
+    earlier run (docs/guides/rollouts.md)."""
     rescore: bool = option(False, resume="experiment")
     """Score recorded trajectories again with `reward_model`; false uses the recorded scores."""
     chat_template_kwargs: dict[str, Any] = option(resume="experiment", factory=dict)

@@ -55,8 +55,8 @@ class FrozenFsdpConfig:
     """
 
     param_offload: bool | None = option(None, resume="free")
-    """Keep parameters, gradients and optimizer state in host memory (CPU offload of FSDP2), which
-    costs seconds per step; null does so where the device lacks the memory."""
+    """Keep parameters, gradients and optimizer state in host memory (CPU offload of FSDP2); null
+    does so where the device lacks the memory."""
 
 
 @dataclass
@@ -67,8 +67,8 @@ class FsdpConfig(FrozenFsdpConfig):
     """Move optimizer state to the host between updates; null does so if the device lacks memory."""
     reshard_each: bool | None = option(True, resume="free")
     """Shard weights and gradients again after every micro-batch of an update. false keeps both
-    unsharded until the last micro-batch, which saves collectives; null does so where the memory
-    estimate says that the GPUs have the memory."""
+    unsharded until the last micro-batch; null does so where the GPUs have the memory by the
+    estimate."""
 
 
 @dataclass
@@ -108,9 +108,8 @@ class ActorConfig:
     """Token budget of one packed forward pass per rank (a sequence-parallel group adds up its
     ranks'); null is 16,384, on GPUs less if the estimate of memory says so."""
     ulysses_sequence_parallel_size: int = option(1, resume="free", ge=1)
-    """Size of a sequence-parallel group: ranks that compute each dialogue together, including
-    reference and critic, so that its activations are divided among them (docs/guides/models.md).
-    Must divide the number of ranks and the number of the model's attention heads."""
+    """Size of a sequence-parallel group: ranks that compute each dialogue together
+    (docs/guides/models.md). Must divide the number of ranks and of the model's attention heads."""
     ppo_epochs: int = option(1, resume="experiment", ge=1, le=1000)
     """Passes over the trajectories of a step."""
     grad_clip: float = option(1.0, resume="logged", gt=0)
@@ -148,8 +147,8 @@ class ActorConfig:
     docs/explanation/algorithms.md."""
     old_log_probs: str | None = option(None, resume="logged", choices=("recompute", "engine"))
     """Denominator of the loss's probability ratio: recompute (the trainer's log-probs before the
-    step's updates; an extra forward pass if a step has several) or engine (the log-probs of
-    sampling); null is engine if rollout.max_staleness is above 0, else recompute."""
+    step's updates) or engine (the log-probs of sampling); null is engine if rollout.max_staleness
+    is above 0, else recompute."""
     rollout_correction: dict[str, Any] = option(factory=dict, resume="logged")
     """Importance weights of trainer against engine probabilities, and a mask by their ratio:
     {rollout_is: token}, with the other settings of docs/explanation/algorithms.md."""
@@ -232,7 +231,7 @@ class RolloutConfig:
     validation request, whichever is larger, up to 512 (256 on CPU)."""
     merge_adapter: bool | None = option(None, resume="logged")
     """Send engines the policy with its adapter merged in, instead of the adapter; null is true on
-    CPU, where an adapter slows vLLM down, and false on GPU."""
+    CPU and false on GPU."""
     engine_kwargs: dict[str, Any] = option(factory=dict, resume="logged")
     """Further arguments for vLLM's engine, passed on as they are: {enforce_eager: true}. Without a
     correction, quantized weights or caches are refused (docs/guides/rollouts.md)."""

@@ -44,9 +44,8 @@ class RewardConfig:
     """Rewards that follow each other (`[{name: em_format, until_step: 100}, {name: em}]`) instead
     of `name`; every stage but the last needs an end."""
     normalize: str = option("squad", resume="experiment", choices=("squad", "unicode"))
-    """Rule by which answers are compared: squad, the published one (ASCII punctuation), or unicode,
-    which also ignores Unicode's punctuation, invisible characters and forms of the same letter, and
-    which always compares with answers that are not in Latin letters."""
+    """Rule by which answers are compared: squad, the published one (ASCII punctuation), or unicode
+    (docs/guides/rewards.md)."""
     scores: dict[str, Any] = option(factory=dict, resume="logged")
     """Partial scores and costs by name: {structure_format_score: 0.2} for em_format
     (docs/guides/rewards.md)."""

@@ -14,12 +14,11 @@ class GuardConfig:
     """The collapse guard, which checks every training step (docs/guides/guard.md)."""
 
     action: str = option("warn", resume="free", choices=("off", "warn", "stop"))
-    """Reaction to a collapse: warn (log only) or stop (exit status 3, naming the last healthy
-    checkpoint, to continue from with a lower learning rate); off checks nothing."""
+    """Reaction to a collapse: warn (log only) or stop (exit status 3); off checks nothing."""
     limits: dict[str, Any] = option(factory=dict, resume="free")
     """Other limits for rules of docs/guides/guard.md, by name; null turns a rule off:
     {search_share: null, drift_drop: 0.5}. `patience` (3) is the number of consecutive steps beyond
-    a limit that count as a collapse; fewer are a warning."""
+    a limit that count as a collapse."""
 
     @property
     def patience(self) -> int:
@@ -93,7 +92,7 @@ class TrainerConfig:
     best_metric: str = option("val/score", resume="free")
     """Validation metric that ranks checkpoints; higher is better. Checked before the run."""
     time_limit: float | None = option(None, resume="free", gt=0)
-    """Time limit of this process in minutes: the run saves and stops when another step might not
+    """Minutes after which the process must end: the run saves and stops when another step might not
     fit. null uses SLURM_JOB_END_TIME if Slurm sets it."""
     test_freq: int = option(-1, resume="free", ge=-1)
     """Steps between validations; -1 validates only at start and end, 0 never after the start."""
@@ -108,9 +107,8 @@ class TrainerConfig:
     seed: int = option(0, resume="experiment", ge=0, le=MAX_SEED)
     """Random seed of data order, sampling and the initial value head."""
     max_restarts: int = option(3, resume="free", ge=0)
-    """Maximum number of lost processes from which a run recovers. A lost rollout replica is
-    restarted alone; after a lost training rank everything restarts from the last checkpoint
-    (docs/guides/long_runs.md). Both count; 0 ends the run at the first loss."""
+    """Maximum number of lost processes from which a run recovers. 0 ends the run at the first loss
+    (docs/guides/long_runs.md)."""
     max_lost_share: float = option(0.02, resume="free", ge=0, le=1)
     """Maximum share of a step's trajectories, or of a validation's rows, lost to tool calls that
     fail for good; beyond it the run saves and stops with status 4 (docs/guides/long_runs.md)."""
@@ -121,6 +119,6 @@ class TrainerConfig:
     """Reaction when the memory estimate says that this machine lacks the memory for the run: refuse
     to start or warn; off skips the estimate."""
     canary: bool = option(True, resume="free")
-    """Compare the log-probs that ranks and engines compute for a fixed sequence after each transfer
-    of weights, and stop the run if an engine lacks the new weights (docs/guides/guard.md)."""
+    """After each transfer of weights, stop the run if an engine lacks the new ones
+    (docs/guides/guard.md)."""
     guard: GuardConfig = field(default_factory=GuardConfig)
