@@ -99,7 +99,7 @@ def address(python: str, environment: dict[str, str], retriever: str) -> Iterato
 
 
 def wait_for(address: str, process: subprocess.Popen[bytes]) -> None:
-    for _ in range(60):
+    for _ in range(200):
         assert process.poll() is None, "the server ended"
         try:
             return EnvironmentAddress(address).check()
