@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from fastapi import HTTPException
 from fastapi.responses import JSONResponse
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
 from starlette.requests import Request
 
 from search_r1.retrieval.errors import (
@@ -105,6 +105,14 @@ class RetrieveRequest(BaseModel):
         allow_inf_nan=False,
         description="Seconds to wait for the result, at most the server's --deadline; then 504.",
     )
+    filter: Any = None
+    filters: Any = None
+
+    @field_validator("filter", "filters")
+    @classmethod
+    def _refuse(cls, value: Any) -> None:
+        if value:
+            raise ValueError("no engine filters yet; leave it out, or serve a part of the corpus")
 
 
 def request_model(config: ServiceConfig) -> type[RetrieveRequest]:

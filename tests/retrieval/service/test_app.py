@@ -39,6 +39,8 @@ SMALL = ServiceConfig(
         ({"queries": ["a"], "deadline_s": 0}, ["body", "deadline_s"], "greater than 0"),
         ({"queries": ["a"], "deadline_s": float("inf")}, ["body", "deadline_s"], "finite"),
         ({"queries": ["a"], "top_k": 1}, ["body", "top_k"], "did you mean topk?"),
+        ({"queries": ["a"], "filter": {"year": 1990}}, ["body", "filter"], "leave it out"),
+        ({"queries": ["a"], "filters": 1}, ["body", "filters"], "leave it out"),
         ({"queries": ["a"], "Topk": 1}, ["body", "Topk"], "did you mean topk?"),
         ({"queries": ["a"], "return_score": 1}, ["body", "return_score"], "return_scores"),
         ({"queries": ["a"], "deadline": 1}, ["body", "deadline"], "deadline_s"),
