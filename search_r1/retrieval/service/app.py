@@ -204,6 +204,10 @@ async def _stream(chunks: Iterator[bytes]) -> AsyncIterator[bytes]:
         await asyncio.sleep(0)  # let other requests run, even if the client reads fast
 
 
+async def _answer_error(request: Request, error: SearchError) -> Response:
+    return as_response(http_error(error))
+
+
 def create_app(
     retriever: Retriever,
     config: ServiceConfig = ServiceConfig(),  # noqa: B008 (frozen)
@@ -237,11 +241,8 @@ def create_app(
         openapi_extra={"requestBody": {"required": True, "content": body}},
     )(service.retrieve)
 
+    app.exception_handler(SearchError)(_answer_error)
     missing: dict[int | str, Any] = {404: {"model": Problem}, **unauthorized}
-
-    @app.exception_handler(SearchError)
-    async def handle_search_error(request: Request, error: SearchError) -> Response:
-        return as_response(http_error(error))
 
     @app.get("/document", responses=missing, dependencies=guard)
     def document(id: str) -> DocumentResponse:
