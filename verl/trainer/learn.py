@@ -128,14 +128,15 @@ def mini_batches(
 ) -> list[TokenBatch]:
     """Split `epochs` passes over a batch into shuffled mini-batches of `size` sequences.
 
-    The order depends only on seed and step. Each mini-batch gets the weight of every token in its
+    The order depends only on seed and step. A group stays together, except where a mini-batch ends,
+    so that what its dialogues begin with is computed once. Each mini-batch gets the weight of every token in its
     loss: `loss_weights` and, if there is a `value_mask`, `value_weights` for the critic.
     """
     random = np.random.default_rng((config.trainer.seed, step))
     mode = config.actor_rollout_ref.actor.loss_agg_mode
     minis = []
     for _ in range(epochs):
-        shuffled = random.permutation(len(batch)).tolist()
+        shuffled = shuffled_groups(batch.columns["group"], random)
         for start in range(0, len(shuffled), size):
             mini = batch.select(shuffled[start : start + size])
             for name in ("loss", "value"):
@@ -146,6 +147,15 @@ def mini_batches(
                     )  # fmt: skip
             minis.append(mini)
     return minis
+
+
+def shuffled_groups(groups: Sequence[object], random: np.random.Generator) -> list[int]:
+    """Return the indices of all sequences, group by group in random order."""
+    members: dict[object, list[int]] = {}
+    for index, group in enumerate(groups):
+        members.setdefault(group, []).append(index)
+    by_group = [*members.values()]
+    return [index for g in random.permutation(len(by_group)) for index in by_group[g]]
 
 
 def drop_zero_advantages(mini_batch: TokenBatch) -> TokenBatch:

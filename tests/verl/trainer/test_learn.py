@@ -197,6 +197,8 @@ def test_mini_batches_are_each_epoch_s_own_permutation() -> None:
     assert all(sorted(order) == list(range(10)) for order in first)
     assert len({tuple(x) for x in (range(10), *first, *orders(2), *orders(1, seed=1))}) == 10
     assert orders(1) == first
+    # Groups of two stay together, so their common prompt is computed once.
+    assert all(b == a + 1 for order in first for a, b in zip(order[::2], order[1::2], strict=True))
 
 
 class Ranks:
