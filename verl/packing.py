@@ -171,8 +171,14 @@ def share_prompts(batch: TokenBatch) -> None:
 
 def saved_token_share(batch: TokenBatch) -> float:
     """Return the share of the batch's tokens that is not computed if all groups stay whole."""
-    computed = Packing.of(batch).num_tokens(range(len(batch)))
-    return 1.0 - computed / batch.num_tokens if batch.num_tokens else 0.0
+    return 1.0 - computed_token_share([batch])
+
+
+def computed_token_share(micro_batches: Sequence[TokenBatch]) -> float:
+    """Return the share of their tokens that is computed, what is alike within each only once."""
+    computed = sum(Packing.of(micro).num_tokens(range(len(micro))) for micro in micro_batches)
+    total = sum(micro.num_tokens for micro in micro_batches)
+    return computed / total if total else 1.0
 
 
 def as_rows(batch: TokenBatch) -> TokenBatch:

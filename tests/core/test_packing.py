@@ -16,6 +16,7 @@ from verl.packing import (
     Packing,
     balance,
     common_prefixes,
+    computed_token_share,
     join_tokens,
     pack,
     saved_token_share,
@@ -228,6 +229,14 @@ def test_prompts_are_shared_if_that_saves_enough(prompt: int, is_worth_it: bool)
     share_prompts(batch)
     assert (PREFIXES in batch.columns) is is_worth_it
     assert saved_token_share(batch) == pytest.approx(prompt / (2 * prompt + 56) * is_worth_it)
+
+
+def test_a_divided_group_computes_its_prompt_once_for_each_part() -> None:
+    """Prompts of 20 and four answers of 5: 40 of 100 tokens together, 60 in two micro-batches."""
+    batch = make_groups([(20, [5, 5, 5, 5])])
+    share_prompts(batch)
+    halves = [batch.select([0, 1]), batch.select([2, 3])]
+    assert computed_token_share([batch]) == 0.4 and computed_token_share(halves) == 0.6
 
 
 def test_nothing_is_shared_in_a_batch_without_sequences() -> None:

@@ -129,8 +129,9 @@ def mini_batches(
     """Split `epochs` passes over a batch into shuffled mini-batches of `size` sequences.
 
     The order depends only on seed and step. A group stays together, except where a mini-batch ends,
-    so that what its dialogues begin with is computed once. Each mini-batch gets the weight of every token in its
-    loss: `loss_weights` and, if there is a `value_mask`, `value_weights` for the critic.
+    so that what its dialogues begin with is computed once. Each mini-batch gets the weight of every
+    token in its loss: `loss_weights` and, if there is a `value_mask`, `value_weights` for the
+    critic.
     """
     random = np.random.default_rng((config.trainer.seed, step))
     mode = config.actor_rollout_ref.actor.loss_agg_mode

@@ -17,6 +17,7 @@ STEP_NAMES = frozenset({
     "critic/kl", "critic/kl_coef", "critic/vf_loss",
     "critic/value_mean", "critic/return_mean", "critic/value_clip_fraction", "critic/grad_norm",
     "critic/lr", ALL_WRONG, ALL_WRONG_UPDATE, "critic/skipped_updates", "critic/num_micro_batches",
+    "critic/computed_token_share",
 })  # fmt: skip
 """Metrics of a training step whose names are known before it."""
 OPEN_GROUPS = ("actor", "env", "fault", "guard", "perf", "rollout", "timing_s")

@@ -22,6 +22,7 @@ from verl.core_algos.policy_losses import (
     PolicyLossInputs,
     likelihood_loss,
 )
+from verl.packing import computed_token_share
 from verl.training.budgets import TokenBudgets
 from verl.training.devices import to_device
 from verl.training.fsdp import MAX, FsdpModel, all_reduced
@@ -88,6 +89,7 @@ def apply_update(
         **{f"{name}/{key}": x for key, x in means.items()},
         **{f"{name}/{key}": x for key, x in step.metrics().items()},
         f"{name}/num_micro_batches": float(len(micro_batches)),
+        f"{name}/computed_token_share": computed_token_share([micro for _, micro in micro_batches]),
     }
 
 

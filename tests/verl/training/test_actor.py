@@ -18,7 +18,7 @@ from verl.batch import TokenBatch
 from verl.config import ActorConfig, Config, OptimConfig
 from verl.config.policy import SELECTIVE
 from verl.ext.cpu import attention
-from verl.packing import PREFIXES, common_prefixes
+from verl.packing import PREFIXES, common_prefixes, saved_token_share
 from verl.trainer.learn import drop_zero_advantages
 from verl.training.actor import Actor, TargetColumns, TokenBudgets, apply_update
 from verl.training.attention import PACKED
@@ -272,6 +272,8 @@ def test_an_update_with_shared_prompts_is_the_same_update(
     metrics = [actor.update(b) for actor, b in ((apart, plain), (together, shared))]
     counts = [m.pop("actor/num_micro_batches") for m in metrics]
     assert counts == expected
+    shares = [m.pop("actor/computed_token_share") for m in metrics]
+    assert 1 - saved_token_share(shared) <= shares[1] < shares[0] == 1.0
     assert metrics[1] == pytest.approx(metrics[0], rel=1e-4, abs=1e-6)
     shared_weights = weights(together)
     for name, x in weights(apart).items():  # in the mean: AdamW amplifies gradients near 0
