@@ -11,6 +11,7 @@ from typing import Self
 
 from verl.agent.dialogue import DialogueAgent
 from verl.agent.native import NativeFormat
+from verl.config import Config
 from verl.errors import ConfigError, explain
 from verl.types import Origin, Segment, Trajectory
 
@@ -22,7 +23,7 @@ class Folding(DialogueAgent):
     """The built-in loop, which folds its context where the built-in one ends out of budget."""
 
     @classmethod
-    def over(cls, agent: DialogueAgent) -> Self:
+    def over(cls, agent: DialogueAgent, _config: Config) -> Self:
         """Return the run's agent with folding. Raises ConfigError for a template of messages."""
         if isinstance(agent.format, NativeFormat):
             # Chat templates refuse a call without its result.

@@ -29,16 +29,10 @@ def build_visit(config: Config) -> Tool:
     return visit.build_visit(config)
 
 
-TOOLS: Mapping[str, Callable[[Config], Tool]] = {
-    "search": build_search,
-    "visit": build_visit,
-}
+TOOLS: Mapping[str, Callable[[Config], Tool]] = {"search": build_search, "visit": build_visit}
 """Built-in tools for `agent.tools`, as functions of a run's options."""
 REMOVED_TOOLS: Mapping[str, str] = {
-    "python": (
-        "a tool that exists: python, which ran programs on this machine, is gone since 0.1.0, "
-        "because a program could leave its confinement"
-    )
+    "python": "a tool that exists: python, whose programs could leave their confinement, is gone"
 }
 """Former tools: what was expected instead, and why they are gone."""
 
@@ -69,18 +63,19 @@ def build_dialogue(config: Config) -> DialogueAgent:
     return DialogueAgent(limits, format, environment, tokenizer)
 
 
-def build_documents_first(config: Config) -> DialogueAgent:
-    """Build the same loop with the documents for the question before the first turn."""
-    from search_r1.agent.documents_first import DocumentsFirst  # noqa: PLC0415 by option
+VARIANTS: Mapping[str, tuple[str, str]] = {
+    "documents_first": ("search_r1.agent.documents_first", "DocumentsFirst"),
+    "folding": ("search_r1.agent.folding", "Folding"),
+}
+"""Classes of the same loop with a difference, by module and name; either may be deleted."""
 
-    return DocumentsFirst.over(build_dialogue(config), config)
 
-
-def build_folding(config: Config) -> DialogueAgent:
-    """Build the same loop, which goes on with less where its context is full."""
-    from search_r1.agent.folding import Folding  # noqa: PLC0415 by option
-
-    return Folding.over(build_dialogue(config))
+def build_variant(config: Config) -> DialogueAgent:
+    """Build the loop as a class of `VARIANTS`. Raises ConfigError for options it cannot have."""
+    module, name = VARIANTS[config.agent.name]
+    variant = getattr(importlib.import_module(module), name)
+    agent: DialogueAgent = variant.over(build_dialogue(config), config)
+    return agent
 
 
 OPTIONAL_AGENTS: Mapping[str, str] = {
@@ -112,8 +107,7 @@ def build_optional(config: Config) -> Agent:
 
 AGENTS: Mapping[str, Callable[[Config], Any]] = {
     "dialogue": build_dialogue,
-    "documents_first": build_documents_first,
-    "folding": build_folding,
+    **dict.fromkeys(VARIANTS, build_variant),
     **dict.fromkeys(OPTIONAL_AGENTS, build_optional),
 }
 """Built-in agents for `agent.name`, as functions of a run's options."""

@@ -18,6 +18,7 @@ from verl.agent.dialogue import DialogueAgent, Limits
 from verl.agent.environment import Environment
 from verl.agent.native import NativeFormat
 from verl.batch import ROW_STARTS, TokenBatch
+from verl.config import Config
 from verl.errors import ConfigError
 from verl.packing import as_rows
 from verl.types import Origin, Prompt, Sampling, Status, Trajectory, start_trajectory
@@ -37,6 +38,11 @@ def dialogue(longest: int) -> DialogueAgent:
     return search_agent(FOUND, TOKENIZER, limits, TEMPLATES["short"], True)
 
 
+def folding(agent: DialogueAgent) -> DialogueAgent:
+    """Return the same agent with folding."""
+    return Folding.over(agent, Config())
+
+
 def play(agent: DialogueAgent) -> tuple[Trajectory, list[Any]]:
     """Return the dialogue and the contexts that the engine was given."""
     engine = ScriptedEngine(SCRIPT)
@@ -49,8 +55,8 @@ def test_documents_leave_a_full_context_and_what_was_written_stays() -> None:
     """The built-in loop ends there; with enough room there is one row, as in the built-in loop."""
     assert play(dialogue(400))[0].status is Status.OUT_OF_BUDGET
     wide = dialogue(4000)
-    assert play(Folding.over(wide))[0].segments == play(wide)[0].segments
-    done, contexts = play(Folding.over(dialogue(400)))
+    assert play(folding(wide))[0].segments == play(wide)[0].segments
+    done, contexts = play(folding(dialogue(400)))
     assert (done.status, done.stats["rows"], done.stats["valid_searches"]) == (
         Status.ANSWERED,
         3,
@@ -65,7 +71,7 @@ def test_documents_leave_a_full_context_and_what_was_written_stays() -> None:
 
 def test_what_is_trained_on_is_what_the_engine_was_given() -> None:
     """Each row of the batch is a context and the turn sampled in it; each turn is trained once."""
-    done, contexts = play(Folding.over(dialogue(400)))
+    done, contexts = play(folding(dialogue(400)))
     batch = TokenBatch.from_trajectories([done, done])
     assert len(batch) == 2 and int(batch.tokens[ROW_STARTS].sum()) == 4
     rows = as_rows(batch)
@@ -77,7 +83,7 @@ def test_what_is_trained_on_is_what_the_engine_was_given() -> None:
 
 def test_a_context_that_is_still_too_long_ends_the_dialogue() -> None:
     """As in the built-in loop."""
-    done, _ = play(Folding.over(dialogue(150)))
+    done, _ = play(folding(dialogue(150)))
     assert (done.status, done.stats["rows"]) == (Status.OUT_OF_BUDGET, 1)
 
 
@@ -86,5 +92,5 @@ def test_templates_of_messages_are_refused() -> None:
     tokenizer = ChatTokenizer(QWEN)
     native = NativeFormat(tokenizer, ())
     with pytest.raises(ConfigError, match=r"^agent\.name: got folding with template="):
-        Folding.over(DialogueAgent(Limits(), native, Environment(), tokenizer, ()))
+        folding(DialogueAgent(Limits(), native, Environment(), tokenizer, ()))
     assert "folding" in AGENTS

@@ -375,7 +375,7 @@ def test_a_removed_tool_says_what_to_use() -> None:
     """The former name `python` is answered with why it is gone and what to use, also in checks."""
     config = Config()
     config.agent.tools = ["search", "python"]
-    with pytest.raises(ConfigError, match=r"agent.tools: got python.*0\.1\.0.*fix: .*sandbox\.py"):
+    with pytest.raises(ConfigError, match=r"agent.tools: got python.*gone; fix: .*sandbox\.py"):
         build_environment(config)
     assert not set(REMOVED_TOOLS) & set(TOOLS)
 

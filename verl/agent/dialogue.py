@@ -73,7 +73,7 @@ class DialogueAgent:
             ("empty observation", [() for _ in turn.calls]),
             ("invalid-action feedback", None),
         ):
-            needed = len(self._encode(self._response_text(turn, results)))
+            needed = count_tokens(self.tokenizer, self._response_text(turn, results))
             if needed > self.limits.max_obs_length:
                 got, fix = self.limits.max_obs_length, f"set data.max_obs_length={needed} or more"
                 expected = f"at least {needed} for the {name} of template {self.format.name!r}"
@@ -226,10 +226,10 @@ class DialogueAgent:
         num_chars = CHARS_PER_TOKEN * max_tokens
         while num_chars < total:
             text = self._response_text(turn, _prefix(results, num_chars))
-            if len(self._encode(text)) > 2 * max_tokens:
+            if count_tokens(self.tokenizer, text) > 2 * max_tokens:
                 return False
             num_chars *= 4
-        return len(self._encode(self._response_text(turn, results))) <= max_tokens
+        return count_tokens(self.tokenizer, self._response_text(turn, results)) <= max_tokens
 
     def _response_text(self, turn: Turn, results: Results | None) -> str:
         return self.format.respond(turn, results, self.reserved or ()) + self._opening
@@ -240,10 +240,12 @@ class DialogueAgent:
         return self.format.closed_think if self.limits.no_think_rl else ""
 
     def _encoded_segment(self, origin: Origin, text: str) -> Segment:
-        return Segment(origin, tuple(self._encode(text)), text)
+        return Segment(origin, tuple(self.tokenizer.encode(text, add_special_tokens=False)), text)
 
-    def _encode(self, text: str) -> list[int]:
-        return self.tokenizer.encode(text, add_special_tokens=False)
+
+def count_tokens(tokenizer: Tokenizer, text: str) -> int:
+    """Return the number of tokens of a text within a dialogue."""
+    return len(tokenizer.encode(text, add_special_tokens=False))
 
 
 def derived_seed(*parts: int | str) -> int:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 
 from tests.fakes import ByteTokenizer
-from verl.agent.dialogue import DialogueAgent, Limits, Results
+from verl.agent.dialogue import DialogueAgent, Limits, Results, count_tokens
 from verl.agent.environment import Environment
 from verl.agent.interface import Item, Turn
 from verl.agent.tags import plain_format
@@ -77,7 +77,10 @@ class Whole(DialogueAgent):
     """The oracle: encodes every response as a whole, however long."""
 
     def _fits(self, turn: Turn, results: Results) -> bool:
-        return len(self._encode(self._response_text(turn, results))) <= self.limits.max_obs_length
+        return (
+            count_tokens(self.tokenizer, self._response_text(turn, results))
+            <= self.limits.max_obs_length
+        )
 
 
 def fitted(
