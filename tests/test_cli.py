@@ -167,7 +167,7 @@ def test_a_wheel_answers_outside_the_checkout(tmp_path: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(tmp_path / "site")
     tops = {path.name for path in (tmp_path / "site").iterdir() if "dist-info" not in path.name}
-    assert tops == {"verl", "search_r1", "searchr1"}
+    assert tops == {"verl", "search_r1", "search_r1_task", "searchr1"}
     assert (tmp_path / "site" / "searchr1" / "trainer.py").is_file()
     assert not (tmp_path / "site" / "search_r1" / "compat").exists()
     (entry,) = (tmp_path / "site").glob("*.dist-info/entry_points.txt")
