@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import shutil
 from pathlib import Path
 from typing import Any
@@ -43,7 +44,8 @@ def ship(out: Path, target: Path = SHIPPED) -> str:
     settings = {name: value for name, value in pairs if name not in MACHINE_SETTINGS}
     in_environment = ("budget", "device", "seed")
     variables = " ".join(f"{name.upper()}={settings[name]}" for name in in_environment)
-    arguments = " ".join(f"{n}={v}" for n, v in settings.items() if n not in in_environment)
+    others = (f"{n}={v}" for n, v in settings.items() if n not in in_environment)
+    arguments = shlex.join(others)
     started = Path(settings.get("sft_start", "none")).resolve() == target.resolve()
     start = made_of(target) if started else {}
     shutil.rmtree(target, ignore_errors=True)
