@@ -31,7 +31,8 @@ def batch() -> TokenBatch:
     mask = torch.cat(masks)
     advantages = torch.cat([m * float(i != 1) for i, m in enumerate(masks)])
     tokens = {"loss_mask": mask, "advantages": advantages}
-    return TokenBatch(torch.tensor([0, *LENGTHS]).cumsum(0), tokens)
+    groups = {"group": [f"g{i}" for i in range(len(LENGTHS))]}
+    return TokenBatch(torch.tensor([0, *LENGTHS]).cumsum(0), tokens, columns=groups)
 
 
 def forward(lengths: list[int], head: int, adapter: int = 0) -> float:
