@@ -61,10 +61,7 @@ class TokenBatch:
 
     @classmethod
     def from_trajectories(cls, trajectories: Sequence[Trajectory]) -> TokenBatch:
-        """Flatten trajectories into a batch; adds the columns `group` and `data_source`.
-
-        A prompt after what the policy sampled begins a further row of its trajectory.
-        """
+        """Flatten trajectories into a batch; adds the columns `group` and `data_source`."""
         segments = [s for t in trajectories for s in t.segments]
         segment_lengths = np.array([s.num_tokens for s in segments], dtype=np.int64)
         segment_origins = np.array([s.origin for s in segments], dtype=np.int8)
@@ -86,12 +83,10 @@ class TokenBatch:
             "rollout_log_probs": rollout_log_probs,
             "weight_versions": torch.from_numpy(versions.repeat(segment_lengths)),
         }
-        begins = segment_origins[1:] == int(Origin.PROMPT)
-        begins &= segment_origins[:-1] == int(Origin.POLICY)
-        begins[first_segments[1:-1] - 1] = False  # another trajectory, which begins anyway
-        if begins.any():
+        firsts = zip(trajectories, first_segments.tolist(), strict=False)
+        if further := [first + i for t, first in firsts for i in t.row_starts]:
             tokens[ROW_STARTS] = torch.zeros(len(origin), dtype=torch.bool)
-            tokens[ROW_STARTS][starts[1:-1][begins]] = True
+            tokens[ROW_STARTS][starts[further]] = True
         return cls(
             offsets=torch.from_numpy(starts[first_segments]),
             tokens=tokens,

@@ -211,9 +211,6 @@ def common_prefixes(batch: TokenBatch) -> list[tuple[Prefix, ...]]:
         firsts = zip(sequences, starts, strict=True)
         sequences = [ids[: int(start.argmax()) or None] for ids, start in firsts]
     prefixes: list[tuple[Prefix, ...]] = [()] * len(batch)
-    groups: dict[str, list[int]] = {}
-    for i, group in enumerate(batch.columns["group"]):
-        groups.setdefault(group, []).append(i)
     numbers = itertools.count()
 
     def add(members: Sequence[int], start: int, longest: int) -> None:
@@ -234,7 +231,7 @@ def common_prefixes(batch: TokenBatch) -> list[tuple[Prefix, ...]]:
             if len(branch) > 1:
                 add(branch, end, min(len(sequences[i]) for i in branch) - 1)
 
-    for members in groups.values():
+    for members in group_members(batch.columns["group"]):
         if len(members) > 1:
             add(members, 0, min(prompts[i] for i in members))
     return prefixes
@@ -262,14 +259,19 @@ def split_by_work(batch: TokenBatch, num_shards: int) -> Split:
     return Split(parts, [batch.select(part) for part in parts])
 
 
+def group_members(groups: Sequence[str]) -> list[list[int]]:
+    """Return the indices of each group, groups in the order of their first members."""
+    members: dict[str, list[int]] = {}
+    for index, group in enumerate(groups):
+        members.setdefault(group, []).append(index)
+    return list(members.values())
+
+
 def scheduling_units(groups: Sequence[str], num_parts: int) -> list[list[int]]:
     """Return the indices of each group, or single indices if there are fewer groups than parts."""
     # An engine caches the prefix of a whole group once; single indices leave no part idle.
-    members: dict[str | int, list[int]] = {}
-    is_divided = len(set(groups)) < num_parts
-    for index, group in enumerate(groups):
-        members.setdefault(index if is_divided else group, []).append(index)
-    return list(members.values())
+    whole = group_members(groups)
+    return [[index] for index in range(len(groups))] if len(whole) < num_parts else whole
 
 
 def split_groups(groups: Sequence[str], num_parts: int) -> list[list[int]]:

@@ -100,6 +100,21 @@ def imported(path: str) -> Any:
     return getattr(importlib.import_module(module), name)
 
 
+def required(option: str, name: str, path: str) -> Any:
+    """Import what an option's value `name` needs: a module, or `module:Name`.
+
+    Raises ConfigError if it, or a package that it imports, is missing.
+    """
+    module, _, attribute = path.partition(":")
+    try:
+        found = importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        got = f"{name}, which needs {error.name}, which is missing"
+        fix = "restore it, or pip install it"
+        raise ConfigError(explain(option, got, "a value without it", fix)) from error
+    return getattr(found, attribute) if attribute else found
+
+
 def optional(module: str) -> ModuleType | None:
     """Import a module of a feature; None, with a warning, if it or what it imports was deleted.
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntEnum, StrEnum
+from itertools import pairwise
 from typing import Any, ClassVar
 
 Metrics = dict[str, float]
@@ -129,6 +130,10 @@ class Segment:
             return self.packed[name]
         return array(self.TYPECODES[name], getattr(self, name)).tobytes()
 
+    def as_prompt(self) -> Segment:
+        """Return the segment as one that a further row begins with, and that is not trained on."""
+        return replace(self, origin=Origin.PROMPT, log_probs=())
+
     def __getstate__(self) -> dict[str, Any]:
         packed = {name: self.column_bytes(name) for name in self.TYPECODES}
         return {k: v for k, v in vars(self).items() if k not in packed} | {"packed": packed}
@@ -211,16 +216,20 @@ class Trajectory:
         return [i for segment in self.segments for i in segment.ids]
 
     @property
-    def row(self) -> list[Segment]:
-        """The segments that the next turn continues: all, or the last row of several.
+    def row_starts(self) -> list[int]:
+        """Numbers of the segments that begin a further row: prompts after what the policy sampled.
 
-        A row begins with a prompt after what the policy sampled, and sees nothing before it.
+        A row sees nothing before it.
         """
-        for i in range(len(self.segments) - 1, 0, -1):
-            before, first = self.segments[i - 1 : i + 1]
-            if first.origin is Origin.PROMPT and before.origin is Origin.POLICY:
-                return self.segments[i:]
-        return self.segments
+        origins = [segment.origin for segment in self.segments]
+        further = (Origin.POLICY, Origin.PROMPT)
+        return [i for i, pair in enumerate(pairwise(origins), 1) if pair == further]
+
+    @property
+    def row(self) -> list[Segment]:
+        """The segments that the next turn continues: all, or the last row of several."""
+        starts = self.row_starts
+        return self.segments[starts[-1] :] if starts else self.segments
 
     @property
     def num_tokens(self) -> int:

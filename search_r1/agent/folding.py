@@ -5,8 +5,8 @@ of its own: the prompt, the policy's turns so far, and the newest observation.
 """
 
 from collections import Counter
-from dataclasses import dataclass, replace
-from itertools import pairwise, takewhile
+from dataclasses import dataclass
+from itertools import takewhile
 from typing import Self
 
 from verl.agent.dialogue import DialogueAgent
@@ -38,8 +38,7 @@ class Folding(DialogueAgent):
             return True
         segments = trajectory.segments
         prompt = list(takewhile(lambda segment: segment.origin is Origin.PROMPT, segments))
-        said = [replace(segment, origin=Origin.PROMPT, log_probs=())
-                for segment in segments if segment.origin is Origin.POLICY]  # fmt: skip
+        said = [segment.as_prompt() for segment in segments if segment.origin is Origin.POLICY]
         folded = [*prompt, *said, response]
         has_room = sum(s.num_tokens for s in folded) <= self.limits.max_prompt_length
         if has_room:
@@ -48,6 +47,5 @@ class Folding(DialogueAgent):
 
     def _stats(self, counts: Counter[str], trajectory: Trajectory) -> dict[str, float]:
         """Return the built-in statistics, and the number of rows."""
-        origins = [segment.origin for segment in trajectory.segments]
-        rows = 1 + sum(pair == (Origin.POLICY, Origin.PROMPT) for pair in pairwise(origins))
-        return {**super()._stats(counts, trajectory), "rows": float(rows)}
+        rows = 1.0 + len(trajectory.row_starts)
+        return {**super()._stats(counts, trajectory), "rows": rows}

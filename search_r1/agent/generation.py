@@ -1,6 +1,5 @@
 """Builds a run's agent from its options: dialogue format, tools and token budgets."""
 
-import importlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import ModuleType
 from typing import Any
@@ -63,17 +62,17 @@ def build_dialogue(config: Config) -> DialogueAgent:
     return DialogueAgent(limits, format, environment, tokenizer)
 
 
-VARIANTS: Mapping[str, tuple[str, str]] = {
-    "documents_first": ("search_r1.agent.documents_first", "DocumentsFirst"),
-    "folding": ("search_r1.agent.folding", "Folding"),
+VARIANTS: Mapping[str, str] = {
+    "documents_first": "search_r1.agent.documents_first:DocumentsFirst",
+    "folding": "search_r1.agent.folding:Folding",
 }
-"""Classes of the same loop with a difference, by module and name; either may be deleted."""
+"""Classes of the same loop with a difference, by path; either may be deleted."""
 
 
 def build_variant(config: Config) -> DialogueAgent:
     """Build the loop as a class of `VARIANTS`. Raises ConfigError for options it cannot have."""
-    module, name = VARIANTS[config.agent.name]
-    variant = getattr(importlib.import_module(module), name)
+    name = config.agent.name
+    variant = plugins.required("agent.name", name, VARIANTS[name])
     agent: DialogueAgent = variant.over(build_dialogue(config), config)
     return agent
 
@@ -88,13 +87,8 @@ OPTIONAL_AGENTS: Mapping[str, str] = {
 
 def optional_agent(config: Config) -> ModuleType | None:
     """Import the module of a run's optional agent, if it has one. Raises ConfigError without it."""
-    module = OPTIONAL_AGENTS.get(agent_kind(config.agent.name))
-    try:
-        return None if module is None else importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        got = f"{config.agent.name}, which needs {error.name}, which is missing"
-        fix = "restore it, or pip install it"
-        raise ConfigError(explain("agent.name", got, "an agent without it", fix)) from error
+    module = OPTIONAL_AGENTS.get(agent_kind(name := config.agent.name))
+    return None if module is None else plugins.required("agent.name", name, module)
 
 
 def build_optional(config: Config) -> Agent:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import jinja2
@@ -169,14 +169,9 @@ class EpisodeHistory:
         rows = []
         for turn in self.turns:
             if not turn.is_continued:
-                rows.append([as_prompt(s) if id(s) in trained else s for s in turn.segments])
+                rows.append([s.as_prompt() if id(s) in trained else s for s in turn.segments])
                 trained |= {id(s) for s in turn.segments}
         return rows
-
-
-def as_prompt(segment: Segment) -> Segment:
-    """Return a segment of another row as tokens that a row begins with."""
-    return replace(segment, origin=Origin.PROMPT, log_probs=())
 
 
 def key(parts: Sequence[Mapping[str, Any]]) -> Conversation:

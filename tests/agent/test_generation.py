@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import pickle
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -369,6 +370,18 @@ def test_a_template_from_a_file_is_the_runs(tmp_path: Path) -> None:
     assert build_tag_format(config, build_environment(config).tools).tags == format.tags
     with pytest.raises(ConfigError):
         build_tag_format(Config(template="mine"), ())
+
+
+@pytest.mark.parametrize("name", ["folding", "documents_first"])
+def test_an_agent_whose_file_was_deleted_is_named(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Either may be deleted; a run that asks for it gets an error of the option."""
+    config = Config()
+    config.agent.name = name
+    monkeypatch.setitem(sys.modules, f"search_r1.agent.{name}", None)
+    with pytest.raises(ConfigError, match=rf"^agent.name: got {name}, which needs .*; fix: "):
+        build_agent(config)
 
 
 def test_a_removed_tool_says_what_to_use() -> None:

@@ -11,7 +11,10 @@ from urllib.parse import parse_qsl, urlsplit
 
 import pytest
 
+from search_r1.online.addresses import AddressPolicy
+from search_r1.online.engine import OnlineRetriever, open_online
 from search_r1.online.services import SERVICES
+from search_r1.retrieval.settings import OnlineConfig
 
 KEY = "k3y+of/tests=="
 ENGINE_ID = "0123456789:engine"
@@ -269,3 +272,19 @@ def name(request: pytest.FixtureRequest) -> str:
 def documented(name: str) -> Documented:
     """Return the documented forms of the service `name`."""
     return DOCUMENTED[name]
+
+
+@pytest.fixture
+def open_at(name: str) -> Iterator[Callable[..., OnlineRetriever]]:
+    """Yield a function that opens the service `name` at a fake of it, and close what it opened."""
+    engines: list[OnlineRetriever] = []
+
+    def open_engine(server: Web, **options: Any) -> OnlineRetriever:
+        settings = {"requests_per_second": 10_000.0, "online_timeout": 5.0, **options}
+        config = OnlineConfig(online_url=f"{server.url}/api", **settings)
+        engines.append(open_online(name, config, AddressPolicy()))
+        return engines[-1]
+
+    yield open_engine
+    for engine in engines:
+        engine.close()

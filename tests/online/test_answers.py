@@ -1,19 +1,18 @@
 """A budget over a served engine, and the services' own answers: answer boxes, knowledge graphs."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from search_r1.online.addresses import AddressPolicy
-from search_r1.online.engine import OnlineRetriever, open_online
+from search_r1.online.engine import OnlineRetriever
 from search_r1.online.ledger import BudgetSpent
 from search_r1.retrieval.errors import REQUEST_LEVEL_STATUSES, SetupError
 from search_r1.retrieval.schema import fingerprint
 from search_r1.retrieval.server import create_app
-from search_r1.retrieval.settings import OnlineConfig
 from tests.apps import running
 
 Open = Callable[..., OnlineRetriever]
@@ -21,24 +20,15 @@ RESULTS = [(f"https://example.org/river/{i}", f"River {i}", f"About {i}.") for i
 
 
 @pytest.fixture
-def start(web: Any, documented: Any, name: str) -> Iterator[Callable[..., tuple[Any, Open]]]:
-    """Yield a function that starts a fake service with fields besides its results."""
-    engines: list[OnlineRetriever] = []
+def start(web: Any, documented: Any, open_at: Open) -> Callable[..., tuple[Any, Open]]:
+    """Return a function that starts a fake service with fields besides its results."""
 
     def begin(**fields: Any) -> tuple[Any, Open]:
         reply = type(documented.rate_limited)
         server = web(lambda _: reply(documented.answer(RESULTS) | fields))
+        return server, partial(open_at, server)
 
-        def open_engine(**options: Any) -> OnlineRetriever:
-            config = OnlineConfig(f"{server.url}/api", requests_per_second=10_000.0, **options)
-            engines.append(open_online(name, config, AddressPolicy()))
-            return engines[-1]
-
-        return server, open_engine
-
-    yield begin
-    for engine in engines:
-        engine.close()
+    return begin
 
 
 @pytest.mark.parametrize("name", ["serper"])

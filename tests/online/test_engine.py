@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -54,9 +55,8 @@ def no_backoff(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def start(web: Any, documented: Any, name: str) -> Iterator[Callable[..., tuple[Any, Open]]]:
-    """Yield a function that starts the fake service and returns a function to open backends."""
-    engines: list[OnlineRetriever] = []
+def start(web: Any, documented: Any, open_at: Open) -> Callable[..., tuple[Any, Open]]:
+    """Return a function that starts the fake service and returns a function to open backends."""
 
     def begin(answer: Any = None) -> tuple[Any, Open]:
         def documented_answer(request: Any) -> Any:
@@ -64,18 +64,9 @@ def start(web: Any, documented: Any, name: str) -> Iterator[Callable[..., tuple[
 
         reply_type = type(documented.rate_limited)
         server = web(answer or documented_answer)
+        return server, partial(open_at, server)
 
-        def open_engine(**options: Any) -> OnlineRetriever:
-            settings = {"requests_per_second": 10_000.0, "online_timeout": 5.0, **options}
-            config = OnlineConfig(online_url=server.url + "/api", **settings)
-            engines.append(open_online(name, config, AddressPolicy()))
-            return engines[-1]
-
-        return server, open_engine
-
-    yield begin
-    for engine in engines:
-        engine.close()
+    return begin
 
 
 def test_answers_as_a_retriever_does(start: Any, documented: Any, name: str) -> None:

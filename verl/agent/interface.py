@@ -23,7 +23,9 @@ class Agent(Protocol):
         """Continue `start`, which contains only the prompt segment, until the dialogue ends.
 
         The agent sets `sampling.stop` and `sampling.max_tokens`; the caller sets temperature and
-        top_p. An infrastructure failure results in status FAILED, not in an exception.
+        top_p. An infrastructure failure results in status FAILED, not in an exception. What the
+        policy did not sample is an observation; a prompt after a segment of the policy's begins a
+        row that sees nothing before it (`Trajectory.row_starts`).
         """
 
 

@@ -21,7 +21,7 @@ from verl.core_algos.losses import loss_weights
 from verl.core_algos.shaping import overlong_penalty
 from verl.errors import ConfigError, explain
 from verl.monitor.performance import Timings, concurrent_seconds
-from verl.packing import share_prompts
+from verl.packing import group_members, share_prompts
 from verl.trainer.collect import Samples, has_gate
 from verl.trainer.hooks import Stateful
 from verl.trainer.metrics import mean_by_key
@@ -135,9 +135,11 @@ def mini_batches(
     """
     random = np.random.default_rng((config.trainer.seed, step))
     mode = config.actor_rollout_ref.actor.loss_agg_mode
+    groups = group_members(batch.columns["group"])
     minis = []
     for _ in range(epochs):
-        shuffled = shuffled_groups(batch.columns["group"], random)
+        order = random.permutation(len(groups))
+        shuffled = [index for number in order for index in groups[number]]
         for start in range(0, len(shuffled), size):
             mini = batch.select(shuffled[start : start + size])
             for name in ("loss", "value"):
@@ -148,15 +150,6 @@ def mini_batches(
                     )  # fmt: skip
             minis.append(mini)
     return minis
-
-
-def shuffled_groups(groups: Sequence[object], random: np.random.Generator) -> list[int]:
-    """Return the indices of all sequences, group by group in random order."""
-    members: dict[object, list[int]] = {}
-    for index, group in enumerate(groups):
-        members.setdefault(group, []).append(index)
-    by_group = [*members.values()]
-    return [index for g in random.permutation(len(by_group)) for index in by_group[g]]
 
 
 def drop_zero_advantages(mini_batch: TokenBatch) -> TokenBatch:

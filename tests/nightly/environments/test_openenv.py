@@ -6,10 +6,8 @@ import asyncio
 import json
 import os
 import random
-import site
 import subprocess
 import time
-import venv
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +20,7 @@ from search_r1.agent.tags import TEMPLATES
 from search_r1.environments.openenv import OpenEnvAgent, over
 from tests.core.agent.chat_templates import QWEN, ChatTokenizer
 from tests.fakes import ByteTokenizer, ScriptedEngine
+from tests.nightly.environments.packages import python_with
 from tests.nightly.environments.task import WORDS, retrieval
 from verl.agent.dialogue import DialogueAgent, Limits
 from verl.agent.native import NativeFormat
@@ -39,14 +38,7 @@ TOKENIZER = ByteTokenizer()
 @pytest.fixture(scope="module")
 def python(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Python with openenv-core, whose packages come before ours: `OPENENV_PYTHON`, or a new one."""
-    if given := os.environ.get("OPENENV_PYTHON"):
-        return given
-    folder = tmp_path_factory.mktemp("openenv")
-    venv.create(folder, with_pip=True)
-    subprocess.run([folder / "bin/pip", "install", "-q", PACKAGE], check=True)
-    [packages] = folder.glob("lib/python3*/site-packages")
-    (packages / "zz_ours.pth").write_text("\n".join(site.getsitepackages()))
-    return str(folder / "bin/python")
+    return python_with([PACKAGE], "OPENENV_PYTHON", tmp_path_factory)
 
 
 @pytest.fixture(params=["search"])

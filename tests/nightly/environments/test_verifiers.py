@@ -5,10 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import site
 import subprocess
 import time
-import venv
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -35,6 +33,7 @@ from tests.gateway.episodes import (
     play_all,
     scripts,
 )
+from tests.nightly.environments.packages import python_with
 from verl.data.rows import load_rows
 from verl.errors import ConfigError
 from verl.ports import free_port
@@ -60,14 +59,7 @@ class Served:
 @pytest.fixture(scope="module")
 def python(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Python with verifiers, whose packages come before ours: `VERIFIERS_PYTHON`, or a new one."""
-    if given := os.environ.get("VERIFIERS_PYTHON"):
-        return given
-    folder = tmp_path_factory.mktemp("verifiers")
-    venv.create(folder, with_pip=True)
-    subprocess.run([folder / "bin/pip", "install", "-q", *PACKAGES], check=True)
-    [packages] = folder.glob("lib/python3*/site-packages")
-    (packages / "zz_ours.pth").write_text("\n".join(site.getsitepackages()))
-    return str(folder / "bin/python")
+    return python_with(PACKAGES, "VERIFIERS_PYTHON", tmp_path_factory)
 
 
 @pytest.fixture(scope="module")
