@@ -45,7 +45,7 @@ FEATURES = (
     Feature("data.shuffle_train_dataloader", ("score_memory.py",), BY_SCORE),
     Feature("trainer.rollout_data_dir", ("record.py",)),
     Feature("trainer.trace", ("trace.py",)),
-    Feature("trainer.time_limit", ("stopping.py",)),
+    Feature("trainer.time_limit", ("stopping.py", "early_end.py")),
     Feature("trainer.max_restarts", ("restart.py",)),
     Feature("trainer.resume_anyway", ("resume.py",)),
     Feature("trainer.guard.action", ("guard.py",), "stop"),

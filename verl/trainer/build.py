@@ -23,6 +23,7 @@ from verl.rewards.interface import RewardFn, RewardManager, adapted
 from verl.rollout.replica import RolloutReplica
 from verl.rollout.replicas import RolloutReplicas
 from verl.rollout.rollouts import Rollouts, TrainedRollouts
+from verl.trainer.checkpoints import Checkpoints
 from verl.trainer.collect import Measure, RolloutCollector, Source
 from verl.trainer.groups import StartUp
 from verl.trainer.hooks import Hook
@@ -89,6 +90,11 @@ class Parts:
     def saver(self) -> Saver:
         """Writes the run's checkpoints."""
         return Saver(self.config.trainer, self.directory, self.ranks, self.inputs.identity)
+
+    @cached_property
+    def checkpoints(self) -> Checkpoints:
+        """Resumes the run, and saves it when that is due."""
+        return Checkpoints(self.config, self.saver, self.inputs.total_steps)
 
     @cached_property
     def rollout(self) -> Rollouts | None:

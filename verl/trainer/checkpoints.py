@@ -1,4 +1,4 @@
-"""Checkpoints of a run: resuming from one, saving when due and before the run ends early."""
+"""Checkpoints of a run: resuming from one, and saving when due."""
 
 from __future__ import annotations
 
@@ -13,19 +13,6 @@ from verl.checkpoint import folders
 from verl.checkpoint.folders import RunState, read_driver_random
 from verl.checkpoint.saver import LOST_RANK_TIMEOUT_S, SavePlan, Saver
 from verl.config import Config
-from verl.errors import (
-    CollapseError,
-    Interrupted,
-    MismatchError,
-    PluginError,
-    RankLost,
-    ReplicaLost,
-    ResourceError,
-    SaveError,
-    ToolOutage,
-    ToolRefused,
-)
-from verl.files import is_file_error
 from verl.trainer.hooks import Hook, joined_writer
 from verl.training.checkpoint_files import checkpoint_errors
 from verl.types import Metrics
@@ -38,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 class Checkpoints(Hook):
-    """Resumes a run, and saves the last finished step: when due, and before the run ends early."""
+    """Resumes a run, and saves the last finished step when that is due."""
 
     finished_state: RunState
     """State after the last finished step, which the next checkpoint stores."""
@@ -107,67 +94,15 @@ class Checkpoints(Hook):
 
     @contextmanager
     def running(self, trainer: RayPPOTrainer) -> Iterator[None]:
-        """Save the last finished step if the run is interrupted, or tools, code or disk fail.
-
-        The error that is raised says how to continue.
-        """
+        """Let no background write go on behind a run that failed."""
         self.finished_state = RunState.of(trainer.state_dict())
         try:
             yield
-        except KeyboardInterrupt:
-            if not (reason := stop_reason(trainer)):
-                raise
-            raise Interrupted(self._save_before_exit(trainer, reason)) from None
-        except (Interrupted, ToolOutage, ToolRefused, PluginError) as error:
-            raise type(error)(self._save_before_exit(trainer, str(error))) from error
-        except MismatchError as error:  # saving would need the engines, or keep a wrong policy
-            self.saver.close()
-            raise MismatchError(self._with_resume_hint(str(error))) from error
-        except ResourceError as error:  # no space for transferred weights: all ranks are alive
-            if trainer.step == self.finished_state.step:
-                raise Interrupted(self._save_before_exit(trainer, str(error))) from error
-            # The ranks' weights are already one step ahead of the finished state.
-            self.saver.close()
-            raise Interrupted(self._with_resume_hint(str(error))) from error
-        except Exception as error:  # whatever ended the run: no save may go on behind it
-            if isinstance(error, OSError) and is_file_error(error):
-                reason = f"the run could not write its files: {error}"
-                raise Interrupted(self._save_before_exit(trainer, reason)) from error
-            self.saver.close(None if isinstance(error, CollapseError) else LOST_RANK_TIMEOUT_S)
-            reason = stop_reason(trainer)
-            if reason and isinstance(error, (RankLost, ReplicaLost)):
-                # Slurm signals all processes of a job, so lost processes are part of the stop.
-                raise Interrupted(self._with_resume_hint(reason)) from error
-            raise
-
-    def _save_before_exit(self, trainer: RayPPOTrainer, reason: str) -> str:
-        """Save the last finished step if needed; returns the reason and how to continue."""
-        if self.finished_state.step == 0 or self.is_read_only:
-            return f"{reason}; nothing was learned yet: start again with the same command"
-        try:
-            self.saver.finish_pending()
-            is_saved = self.saver.last_step == self.finished_state.step
-            if not is_saved or self.finished_state.pending is not None:
-                self.save(trainer, wait=True)
-        except (RankLost, SaveError) as error:
+        except Exception:
             self.saver.close(LOST_RANK_TIMEOUT_S)
-            logger.error("the last finished step could not be saved: %s", error)
-        return self._with_resume_hint(reason)
-
-    def _with_resume_hint(self, reason: str) -> str:
-        """Return the reason for stopping, with the last checkpoint and how to continue from it."""
-        last = folders.latest(self.directory)
-        if last is None:
-            return f"{reason}; there is no checkpoint: start again with the same command"
-        hint = "continue with the same command and trainer.resume_mode=auto"
-        return f"{reason}; saved {last}: {hint}"
-
-
-def stop_reason(trainer: RayPPOTrainer) -> str:
-    """Return the first reason of a hook why the run must stop; empty if there is none."""
-    return next(filter(None, (hook.stop_reason() for hook in trainer.hooks)), "")
+            raise
 
 
 def hook(parts: Parts) -> Checkpoints:
     """Return the hook of a run."""
-    return Checkpoints(parts.config, parts.saver, parts.inputs.total_steps)
+    return parts.checkpoints

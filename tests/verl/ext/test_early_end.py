@@ -26,10 +26,10 @@ from verl.errors import (
     ToolOutage,
     ToolRefused,
 )
+from verl.ext import early_end
 from verl.ext.stopping import Stopper
 from verl.ext.trace import Trace
 from verl.monitor.tracking import JsonlTracker, Tracker, Tracking
-from verl.trainer import checkpoints
 from verl.trainer.validate import Validation
 from verl.types import Sampling, Trajectory
 
@@ -295,7 +295,7 @@ def test_no_space_for_the_engines_weights_waits_for_the_last_checkpoint(
     config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However long that takes; the ranks' newer weights are not saved as the finished step."""
-    monkeypatch.setattr(checkpoints, "LOST_RANK_TIMEOUT_S", 0.0)
+    monkeypatch.setattr(early_end, "LOST_RANK_TIMEOUT_S", 0.0)
     config.trainer.save_freq = 1
     stopped = build(config)
     update = stopped.rollouts.update_weights
