@@ -9,6 +9,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import repeat
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -168,6 +169,8 @@ def _interval(name: str, interval: Interval | None, sign: str = "") -> str:
     return f"[{_number(name, interval.low, sign)}, {_number(name, interval.high, sign)}]"
 
 
+NAMED_IN_LEGEND = ("model", "data", "retriever", "method")
+"""Parts of a manifest that every table names, or that must be equal."""
 WITHOUT_DOCUMENTS = ("empty", "random")
 """Control retrievers with which search utility is compared."""
 
@@ -260,12 +263,23 @@ def table(
 
 def _legend(evaluations: Sequence[FinishedEvaluation]) -> str:
     heads = ["evaluation", "model", "method", "retriever and corpus", "template", "decoding"]
+    first = evaluations[0]
     rows = [
         [e.name, model_name(e.manifest), e.manifest["method"], retriever_name(e.manifest),
          e.manifest["template"]["name"], decoding_name(e.manifest)]
         for e in evaluations
     ]  # fmt: skip
-    return markdown_table(heads, rows)
+    return markdown_table(heads, rows) + "".join(map(_also_differs, evaluations[1:], repeat(first)))
+
+
+def _also_differs(evaluation: FinishedEvaluation, first: FinishedEvaluation) -> str:
+    """Name what a difference may also be due to: other lengths, wording, versions."""
+    old, new = (
+        {name: value for name, value in e.manifest.items() if name not in NAMED_IN_LEGEND}
+        for e in (first, evaluation)
+    )
+    changes = "; ".join(differences(old, new)).replace(", now ", " against ")
+    return f"\n{first.name} and {evaluation.name} also differ in {changes}\n" if changes else ""
 
 
 def _measure_table(summaries: Mapping[str, Summary], measure: str) -> str:

@@ -66,6 +66,21 @@ def test_replies_that_were_read_are_named(tmp_path: Path) -> None:
     assert found.count("topk 3, untagged replies read |") == 1
 
 
+def test_other_lengths_of_a_pair_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Tables and pairs say what else differs; equal settings add nothing."""
+    folders = [evaluation(tmp_path / name, [1, 0, 1, 0],
+                          decoding=MANIFEST["decoding"] | {"max_obs_length": length})
+               for name, length in (("a", 448), ("b", 448), ("c", 560))]  # fmt: skip
+    expected = "a and c also differ in decoding.max_obs_length: 448 against 560"
+    assert table(folders, num_resamples=100).count("also differ") == 1
+    assert expected in table(folders, num_resamples=100)
+    assert main(["compare", str(folders[0]), str(folders[2]), "--num-resamples", "100"]) == 0
+    assert expected in capsys.readouterr().out
+    assert "also differ" not in table(folders[:2], num_resamples=100)
+
+
 def test_the_rule_of_normalisation_is_named_and_not_mixed(tmp_path: Path) -> None:
     """Reports count what the rules judge differently; tables refuse figures of two rules."""
     folders = [tmp_path / "squad", tmp_path / "unicode"]
