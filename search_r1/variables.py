@@ -38,7 +38,8 @@ SLURM = _names("""
 """Variables of the recipes for Slurm (scripts/slurm/example.conf)."""
 PROGRAMS = _names("""
     AGENT_TOKEN BRAVE_API_KEY GOOGLE_API_KEY GOOGLE_CSE_ID INDEX_TOKEN OPENAI_API_KEY
-    RETRIEVER_TOKEN SANDBOX_URL SERPAPI_API_KEY SERPER_API_KEY TAVILY_API_KEY VIEW_TOKEN
+    PAGE_SUMMARY_API_KEY RETRIEVER_TOKEN SANDBOX_URL SERPAPI_API_KEY SERPER_API_KEY TAVILY_API_KEY
+    VIEW_TOKEN
 """)
 """Keys and tokens that our programs read; options such as `judge.api_key_env` may name others."""
 LIBRARIES = _names("""

@@ -15,6 +15,7 @@ from search_r1.online.addresses import AddressPolicy
 from search_r1.online.fetch import Deadline, PageError, PageFetcher
 from search_r1.online.pages import EXTRACTORS
 from search_r1.online.services import SERVICES, SearchRequest, SearchResult, truncate
+from search_r1.online.summary import MAX_PAGE_CHARS, Summarizer, open_summarizer
 from search_r1.online.upstream import Upstream, read_credentials
 from search_r1.retrieval.engines.base import Retriever, stage
 from search_r1.retrieval.errors import SetupError, install_command
@@ -69,7 +70,7 @@ class OnlineRetriever:
 
     def __init__(
         self, upstream: Upstream, config: OnlineConfig, policy: AddressPolicy, answers: Storage,
-        texts: Storage,
+        texts: Storage, summarizer: Summarizer | None,
     ) -> None:  # fmt: skip
         """`answers` and `texts` are caches; `policy` restricts where pages are fetched from."""
         self.name = upstream.service.name
@@ -77,6 +78,7 @@ class OnlineRetriever:
         self._config = config
         self._answers, self._texts = answers, texts
         self._pages = PageFetcher(policy, config.page_bytes) if config.page_text else None
+        self._summarizer = summarizer
         self._max_cached_chars = max(MAX_CACHED_CHARS, config.page_chars)
         facts = {"page_bytes": config.page_bytes}
         if config.page_chars > MAX_CACHED_CHARS:  # other settings may have cached shorter texts
@@ -93,14 +95,15 @@ class OnlineRetriever:
             results = list(self._requests.map(lambda query: self._find(query, k), distinct))
         results_of = dict(zip(distinct, results, strict=True))
         texts = self._page_texts(result.url for found in results for result in found)
-        return [_hits(results_of[query], texts) for query in queries]
+        texts_of = self._texts_for(results_of, texts)
+        return [_hits(results_of[query], texts_of[query]) for query in queries]
 
     def info(self) -> dict[str, Any]:
         """Return the service, its URL, and how pages are read; never a key."""
         facts: dict[str, Any] = {**self._service_facts(), "page_text": self._pages is not None}
         if self._pages is not None:
             facts |= {"page_bytes": self._config.page_bytes, "page_chars": self._config.page_chars}
-        return facts
+        return facts | (self._summarizer.facts if self._summarizer else {})
 
     def close(self) -> None:
         """Wait for running requests and close connections and files."""
@@ -171,7 +174,38 @@ class OnlineRetriever:
                 return None
             text = truncate(full_text, self._max_cached_chars)
             self._texts.put({key: text})
-        return truncate(text, self._config.page_chars)
+        return truncate(text, MAX_PAGE_CHARS if self._summarizer else self._config.page_chars)
+
+    def _texts_for(
+        self, results_of: Mapping[str, Sequence[SearchResult]], texts: Mapping[str, str]
+    ) -> dict[str, Mapping[str, str]]:
+        """Return the texts by URL for each query: the pages', or what they say about the query."""
+        if (summarizer := self._summarizer) is None:
+            return dict.fromkeys(results_of, texts)
+        pairs = [
+            (query, found.url) for query, results in results_of.items() for found in results
+            if found.url in texts
+        ]  # fmt: skip
+        with stage("summarize"):
+            summaries = self._requests.map(
+                lambda pair: self._summary(summarizer, pair[0], pair[1], texts[pair[1]]), pairs
+            )
+            texts_of: dict[str, dict[str, str]] = {query: {} for query in results_of}
+            for (query, url), summary in zip(pairs, summaries, strict=True):
+                if summary:
+                    texts_of[query][url] = summary
+        return dict(texts_of)
+
+    def _summary(self, summarizer: Summarizer, query: str, url: str, page: str) -> str:
+        """Return what a page says about a query, from the cache if possible."""
+        scope = fingerprint({"page": self._page_scope, "chars": self._config.page_chars,
+                             **summarizer.facts})  # fmt: skip
+        key = ("summary", scope, query, url)
+        summary = self._texts.get([key]).get(key)
+        if summary is None:
+            summary = summarizer.summarize(query, page)
+            self._texts.put({key: summary})
+        return str(summary)
 
 
 def open_retriever(config: RetrieverConfig) -> Retriever:
@@ -187,15 +221,16 @@ def open_online(name: str, config: OnlineConfig, policy: AddressPolicy) -> Onlin
     if config.answer_boxes and service.read_box is None:
         with_boxes = ", ".join(other.name for other in SERVICES.values() if other.read_box)
         raise SetupError(explain("--answer_boxes", name, with_boxes, "leave --answer_boxes out"))
+    summarizer = open_summarizer(config)
     upstream = Upstream(service, read_credentials(service), config)
     answers: Storage = MemoryStore(NUM_RECENT_ANSWERS)  # a failed batch is not paid for twice
     texts: Storage = MemoryStore(NUM_RECENT_PAGES)
     if config.online_cache is not None:
         answers = texts = FileStore(config.online_cache, "--online_cache")
-    return OnlineRetriever(upstream, config, policy, answers, texts)
+    return OnlineRetriever(upstream, config, policy, answers, texts, summarizer)
 
 
-def _hits(results: Sequence[SearchResult], texts: dict[str, str]) -> list[Hit]:
+def _hits(results: Sequence[SearchResult], texts: Mapping[str, str]) -> list[Hit]:
     """Return hits, best first; scores are 1, 1/2, 1/3 ... by rank if the service has none."""
     has_scores = all(result.score is not None for result in results)
     hits = []

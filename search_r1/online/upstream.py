@@ -54,11 +54,15 @@ PARSE_ERRORS = (ValueError, ArithmeticError, LookupError, TypeError, AttributeEr
 def read_credentials(service: SearchService) -> Credentials:
     """Read the key and setting of a service; raises SetupError for a missing variable."""
     credentials = Credentials(*(_read_variable(service, name) for name in service.variables))
-    key = credentials.key
-    _secrets.update((key, quote(key), quote_plus(key), key.replace("/", r"\/")))  # URLs and JSON
+    keep_secret(credentials.key)
     for name in URL_LOGGERS:
         logging.getLogger(name).addFilter(_redact_record)  # no effect if added before
     return credentials
+
+
+def keep_secret(key: str) -> None:
+    """Let `redact` replace a key, also as it stands in URLs and JSON."""
+    _secrets.update((key, quote(key), quote_plus(key), key.replace("/", r"\/")))
 
 
 def redact(text: str) -> str:
@@ -136,7 +140,7 @@ class Upstream:
     ) -> None:
         """Raises SetupError for an invalid --online_url."""
         self.service = service
-        self.url = _check_url(config.online_url or service.url)
+        self.url = check_url(config.online_url or service.url)
         self.setting = credentials.setting
         self._credentials = credentials
         self._retries = config.online_retries
@@ -217,19 +221,18 @@ class Upstream:
         return TransientError(message)
 
 
-def _check_url(url: str) -> str:
+def check_url(url: str, flag: str = "--online_url") -> str:
+    """Return the address that a flag gives; raises SetupError if no request may go there."""
     try:
         parsed = httpx.URL(url)
     except httpx.InvalidURL as error:
-        raise SetupError(f"--online_url {url!r} is not an address: {error}") from error
+        raise SetupError(f"{flag} {url!r} is not an address: {error}") from error
     if parsed.scheme not in ("http", "https") or not parsed.host:
-        raise SetupError(f"--online_url {url!r}; expected an address with http:// or https://")
+        raise SetupError(f"{flag} {url!r}; expected an address with http:// or https://")
     if parsed.userinfo or parsed.query:
-        raise SetupError(
-            "--online_url has a password or parameters; give keys in the environment only"
-        )
+        raise SetupError(f"{flag} has a password or parameters; give keys in the environment only")
     if parsed.scheme == "http" and parsed.host not in ("127.0.0.1", "::1", "localhost"):
-        logger.warning("--online_url does not use https: the key is sent unencrypted")
+        logger.warning("%s does not use https: the key is sent unencrypted", flag)
     return url
 
 

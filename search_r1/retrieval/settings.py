@@ -34,8 +34,7 @@ class EncoderConfig:
     trust_remote_code: bool = False
     """run Python code that comes with a model"""
     encoder_family: str | None = None
-    """family of the model: e5, e5-instruct, bge-en, bge, dpr, contriever or other; determines
-    prefixes and pooling; default: from the model's name"""
+    """e5, e5-instruct, bge-en, bge, dpr, contriever or other, for prefixes and pooling"""
 
 
 @dataclass(frozen=True)
@@ -111,8 +110,7 @@ class OnlineConfig:
     online_cache: str | None = None
     """sqlite file that caches the service's responses"""
     online_budget: Annotated[float, Bounds(0)] | None = None
-    """most that all requests to the service may cost, kept in --online_ledger; then searches fail
-    with 402, which ends a run"""
+    """most that the service may cost, by --online_ledger; then searches fail with 402"""
     online_price: Annotated[float, Bounds(1e-6)] = 1.0
     """price of one request; with 1 the budget is a number of requests"""
     online_ledger: str | None = None
@@ -125,6 +123,10 @@ class OnlineConfig:
     """largest number of bytes read from a page"""
     page_chars: Annotated[int, Bounds(1)] = 2_000
     """largest number of characters of a page's text in a document"""
+    page_summary_url: str | None = None
+    """with --page_text: chat server, http://HOST/v1, that says what a page has about the query"""
+    page_summary_model: str | None = None
+    """name of the model there"""
 
 
 @dataclass(frozen=True)
@@ -153,8 +155,7 @@ class RetrieverConfig:
     index_path: str | None = None
     """index, its folder, or milvus://host:19530/collection; bm25 builds one beside the corpus"""
     verify: bool = False
-    """before serving, read every row instead of a sample, and compare index and corpus with the
-    hashes in the index's manifest"""
+    """before serving, read every row, and compare index and corpus with the manifest's hashes"""
     encoder: EncoderConfig = field(default_factory=EncoderConfig)
     faiss: FaissConfig = field(default_factory=FaissConfig)
     torch: TorchConfig = field(default_factory=TorchConfig)
@@ -263,8 +264,7 @@ class ServerOptions:
     workers: Annotated[int, Bounds(1, 1024)] = 1
     """processes that serve one port and share the index's mapped pages; SIGHUP replaces them"""
     allowed_hosts: tuple[str, ...] = ()
-    """names accepted in the Host header besides localhost and the bound address (*: any); default:
-    none if bound to this machine only, otherwise any"""
+    """names in the Host header besides localhost and the bound address; default: *, unless local"""
     service: ServiceConfig = field(default_factory=ServiceConfig)
     retriever: RetrieverConfig = field(default_factory=RetrieverConfig)
     faults: FaultConfig = field(default_factory=FaultConfig)

@@ -1,37 +1,11 @@
-"""The judge's server, which is asked through the openai client.
+"""Verdicts of the judge's server."""
 
-Some models want `max_completion_tokens` instead of `max_tokens`, or no other temperature than their
-own. A server says so with status 400 and the name of the field; the request is then sent again
-without it. Fields that the user gave in `judge.body` are never changed.
-"""
-
-import json
-import logging
-import re
-import threading
-import weakref
-from collections.abc import Iterator, Mapping
-from typing import Any
-
-import httpx
-import openai
-
-from search_r1.retrying import Backoff, TransientError, call_with_retries, parse_retry_after
+from search_r1.chat import ChatEndpoint, ChatRefused
+from search_r1.retrying import Backoff, TransientError, call_with_retries
 from search_r1.rewards.judge.judge_options import JudgeOptions
 from search_r1.rewards.judge.message import parse_verdict
-from verl.proxies import client_settings
 
-logger = logging.getLogger(__name__)
-
-TRANSIENT = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
-"""HTTP statuses after which a retry may succeed."""
-REFUSED = (400, 422)
-"""HTTP statuses of a request with a field that the server does not take."""
 MAX_PAUSE_S = 30.0
-FROM_ENVIRONMENT = ("OpenAI-Organization", "OpenAI-Project")
-"""Headers that the client would send for another service's variables."""
-_TEMPERATURE = re.compile("[`'\"]temperature[`'\"]")
-"""The field in a message, in quotes; without them a message may speak of the question."""
 
 
 class JudgeFailed(Exception):
@@ -39,28 +13,13 @@ class JudgeFailed(Exception):
 
 
 class JudgeEndpoint:
-    """An OpenAI-compatible chat endpoint, for all batches of a run and from any thread."""
+    """The judge, for all batches of a run and from any thread."""
 
     def __init__(self, options: JudgeOptions) -> None:
-        """Read the certificates; it connects with the first request. Raises ValueError."""
+        """Raises ValueError for an invalid address; it connects with the first request."""
         self._options = options
-        names = FROM_ENVIRONMENT if options.api_key else (*FROM_ENVIRONMENT, "Authorization")
-        try:
-            # A redirect would send the key to another host.
-            settings = {"follow_redirects": False, **client_settings(str(httpx.URL(options.url)))}
-        except httpx.InvalidURL as error:
-            raise ValueError(f"judge.url: got {options.url} ({error})") from error
-        self._client = openai.OpenAI(
-            api_key=options.api_key or "none", base_url=options.url, timeout=options.timeout,
-            max_retries=0, http_client=openai.DefaultHttpxClient(**settings),
-        )  # fmt: skip
-        self._headers: Any = {"headers": dict.fromkeys(names, openai.Omit())}
-        weakref.finalize(self, self._client.close)
+        self._chat = ChatEndpoint(options, "judge")
         self._backoff = Backoff(options.first_pause, MAX_PAUSE_S, MAX_PAUSE_S)
-        # The time that a request waits for another batch's is no part of its timeout.
-        self._slots = threading.Semaphore(options.max_concurrency)
-        self._changes: dict[str, Any] = {}
-        self._lock = threading.Lock()
 
     def judge(self, message: str) -> float:
         """Return the verdict on one message, 0 to 1. Raises JudgeFailed after all retries."""
@@ -70,74 +29,19 @@ class JudgeEndpoint:
             )
         except TransientError as error:
             raise JudgeFailed(str(error)) from error
+        except ChatRefused as error:
+            hint = "; judge.body replaces fields of the request" * error.is_about_fields
+            raise JudgeFailed(f"{error}{hint}") from error
 
     def _request(self, message: str) -> float:
-        """Send one request. Raises TransientError, or JudgeFailed if a retry cannot help."""
-        fields = self._fields(message)
-        try:
-            with self._slots:
-                answer = self._client.post(
-                    "/chat/completions", cast_to=str, body=fields, options=self._headers
-                )
-        except openai.APIConnectionError as error:
-            raise TransientError(f"{type(error).__name__} {error.__cause__ or error}") from error
-        except openai.APIStatusError as error:
-            status, text = error.status_code, error.response.text
-            if status in TRANSIENT:
-                wait = parse_retry_after(error.response.headers)
-                raise TransientError(f"status {status}", wait) from error
-            if status in REFUSED and self._adapt(fields, error):
-                return self._request(message)  # at most once for each field that can be changed
-            hint = "; judge.body replaces fields of the request" * (status in REFUSED)
-            problem = f"status {status}: {text[:200]}{hint}"
-            raise JudgeFailed(f"{self._options.url}: {problem}") from error
-        try:
-            choice = json.loads(answer)["choices"][0]
-            score = parse_verdict(choice["message"]["content"] or "", self._options.verdict)
-            is_cut = choice.get("finish_reason") == "length"
-        except (ValueError, LookupError, TypeError, RecursionError) as error:
-            raise TransientError(f"no chat completion: {answer[:200]}") from error
-        if score is None and is_cut:
+        """Ask once. Raises TransientError, ChatRefused, or JudgeFailed for a reply cut short."""
+        reply = self._chat.ask(message)
+        score = parse_verdict(reply.text, self._options.verdict)
+        if score is None and reply.is_cut:
+            fields = self._chat.fields(message)
             limits = ", ".join(f"{name}={fields[name]}" for name in fields if "tokens" in name)
             fix = "raise judge.max_tokens (in evaluations, by --judge-body)"
             raise JudgeFailed(f"no verdict: the reply was cut off at {limits}; fix: {fix}")
         if score is None:
-            raise TransientError(f"no verdict: {answer[:200]}")
+            raise TransientError(f"no verdict: {reply.text[:200]}")
         return score
-
-    def _fields(self, message: str) -> dict[str, Any]:
-        """Return the body for one message; fields that are None are left out."""
-        fields = {
-            "model": self._options.model,
-            "messages": [{"role": "user", "content": message}],
-            "temperature": 0,
-            "max_tokens": self._options.max_tokens,
-            **self._changes,
-            **self._options.body,
-        }
-        return {name: value for name, value in fields.items() if value is not None}
-
-    def _adapt(self, sent: Mapping[str, Any], error: openai.APIStatusError) -> bool:
-        """Whether the request can be sent again: change the field that the answer to it refuses."""
-        changes = dict(self._wanted(sent, error))
-        with self._lock:
-            is_new = not changes.keys() <= self._changes.keys()
-            self._changes = {**self._changes, **changes}
-        if is_new:
-            logger.warning("the judge refuses a field of our requests; from now on they have %s",
-                           json.dumps(changes))  # fmt: skip
-        return bool(changes)
-
-    def _wanted(
-        self, sent: Mapping[str, Any], error: openai.APIStatusError
-    ) -> Iterator[tuple[str, Any]]:
-        """Yield the changes that an error asks for, of fields that are ours."""
-        body = error.body
-        text = str(body.get("message")) if isinstance(body, Mapping) else error.response.text
-        ours, other = sent.keys() - self._options.body.keys(), "max_completion_tokens"
-        if "max_tokens" in ours and other not in self._options.body and (
-            error.param == "max_tokens" or other in text
-        ):  # fmt: skip
-            yield from (("max_tokens", None), (other, sent["max_tokens"]))
-        elif "temperature" in ours and (error.param == "temperature" or _TEMPERATURE.search(text)):
-            yield "temperature", None
