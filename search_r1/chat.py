@@ -62,7 +62,7 @@ class ChatOptions(Protocol):
 
 
 @dataclass(frozen=True)
-class Reply:
+class Completion:
     """What the model wrote."""
 
     text: str
@@ -104,7 +104,7 @@ class ChatEndpoint:
         self._changes: dict[str, Any] = {}
         self._lock = threading.Lock()
 
-    def ask(self, message: str) -> Reply:
+    def ask(self, message: str) -> Completion:
         """Send one request. Raises TransientError, or ChatRefused if a retry cannot help."""
         fields = self.fields(message)
         try:
@@ -128,7 +128,7 @@ class ChatEndpoint:
             text = choice["message"]["content"] or ""
             if not isinstance(text, str):
                 raise TypeError("its content is no text")
-            return Reply(text, choice.get("finish_reason") == "length")
+            return Completion(text, choice.get("finish_reason") == "length")
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             raise TransientError(f"no chat completion: {answer[:200]}") from error
 
