@@ -32,13 +32,13 @@ fi
 # which checkpoints and settings are chosen; max_tokens: longest dialogue of the cold start;
 # plain_share: share kept of those that neither compare nor search twice; sft_start: an adapter of
 # rank sft_rank to train on, or none; sft_save_freq: steps between checkpoints of the cold start, from
-# which it continues (0: none); sft_rank + rl_rank: an adapter of 11.0 MB is shipped, a larger one is
-# cut; rl_reward: a name in docs/guides/rewards.md; rl_options: further options of GRPO, A=B;C=D;
+# which it continues (0: none); sft_rank + rl_rank: an adapter above 12 MB is cut; rl_reward: a name in
+# docs/guides/rewards.md; rl_options: options of GRPO after those of the stage rl, A=B;C=D;
 # continued_steps: updates of the stage continued; eval_rows: null for all 757.
 declare -A s=(
   [template]=short [topk]=3 [max_turns]=2 [max_start_length]=192 [max_response_length]=112
   [max_obs_length]=560 [select_rows]=300 [max_tokens]=1648 [plain_share]=1 [sft_start]=none [sft_save_freq]=0 [sft_steps]=150 [sft_batch_size]=16 [sft_lr]=5e-4 [sft_rank]=12
-  [rl_steps]=150 [rl_prompts]=8 [rl_group]=8 [rl_lr]=1e-4 [rl_rank]=6 [rl_reward]=f1
+  [rl_steps]=80 [rl_prompts]=6 [rl_group]=16 [rl_lr]=2e-4 [rl_rank]=18 [rl_reward]=em
   [rl_options]=none [continued_steps]=30
   [rl_save_freq]=10 [rl_val_rows]=100 [eval_rows]=null [micro_batch_tokens]=2048
   [model]=models/SmolLM2-135M-Instruct
@@ -52,9 +52,9 @@ change() {
   done
 }
 case $BUDGET-$DEVICE in
-  short-cpu) change sft_steps=48 sft_batch_size=8 rl_steps=12 rl_prompts=6 rl_group=6 \
-    rl_save_freq=6 rl_val_rows=40 eval_rows=100 ;;
-  full-cpu) change sft_steps=180 rl_steps=120 rl_save_freq=20 ;;
+  short-cpu) change sft_steps=48 sft_batch_size=8 rl_steps=15 rl_save_freq=5 rl_val_rows=40 \
+    eval_rows=100 ;;
+  full-cpu) change sft_steps=180 rl_save_freq=20 ;;
   short-cuda) change sft_steps=180 rl_steps=40 rl_prompts=16 rl_save_freq=20 eval_rows=300 \
     micro_batch_tokens=16384 ;;
   full-cuda) change sft_steps=270 rl_steps=300 rl_prompts=32 rl_save_freq=50 rl_val_rows=300 \
@@ -71,12 +71,12 @@ while (($#)); do
     *) die "got $1, expected --stage NAME... or --set KEY=VALUE..." ;;
   esac
 done
-known=(data dialogues sft rl adapters evaluate continued ship)
+known=(data dialogues audit sft rl adapters evaluate continued ship)
 for name in "${stages[@]}"; do
   [[ " ${known[*]} " == *" $name "* ]] || die "--stage: got $name, expected one of ${known[*]}"
 done
 # Only by name: continued, another arm, and ship, which changes the repository.
-((${#stages[@]})) || stages=("${known[@]:0:6}")
+((${#stages[@]})) || stages=("${known[@]:0:7}")
 
 # Settings that affected existing results cannot change: sft_* and so on once their folder exists.
 for name in corpus train dev; do
@@ -137,6 +137,13 @@ stage_dialogues() {
     --max-tokens "${s[max_tokens]}" --plain-share "${s[plain_share]}" "${talk[@]}"
 }
 
+# Where the evidence for each training question is: GRPO reads where the documents hold the answer.
+stage_audit() {
+  serve bm25
+  "$PYTHON" -m search_r1.cli data audit "$out/data/train.parquet" --retriever-url "$url" \
+    --corpus-path "$out/data/corpus.jsonl" --topk "${s[topk]}" --local-dir "$out/data/audited"
+}
+
 # imitate NAME STEPS SEED OPTION...: supervised training on the dialogues.
 imitate() {
   "$PYTHON" -m verl.trainer.sft model_path="$base" train_file="$out/data/dialogues.jsonl" \
@@ -163,26 +170,32 @@ stage_continued() {
     adapter_path="$out/sft/adapter"
 }
 
-# Trains a second adapter on the merged first one. If the collapse guard stops the run (status 3), the
-# last checkpoint that it trusts is used.
+# Trains a second adapter on the merged first one, in reading alone: what paid
+# (docs/evidence/smollm2.md). A group's documents are computed once, if the group fits a micro-batch;
+# half of a step's groups make an update. The guard's limits that expect searches are off. If it stops
+# the run (status 3), the last checkpoint that it trusts is used.
 stage_rl() {
   rm -f "$out/done/adapters" "$out/done/evaluate" # of the cold start alone
-  local batch=$((s[rl_prompts] * s[rl_group])) status=0 healthy options=()
+  local batch=$((s[rl_prompts] * s[rl_group])) status=0 healthy options=() A=actor_rollout_ref
   [[ ${s[rl_options]} == none ]] || IFS=';' read -ra options <<<"${s[rl_options]}"
   serve bm25
-  BASE_MODEL=$out/sft RETRIEVER_URL=$url N_GPUS=1 TRAIN_FILES=$out/data/answerable.parquet \
+  BASE_MODEL=$out/sft RETRIEVER_URL=$url N_GPUS=1 TRAIN_FILES=$out/data/audited/train.parquet \
     VAL_FILES=$out/data/select.parquet VAL_DATA_NUM=${s[rl_val_rows]} TRAIN_BATCH_SIZE=${s[rl_prompts]} \
     MAX_START_LENGTH=${s[max_start_length]} MAX_PROMPT_LENGTH=$max_prompt \
     MAX_RESPONSE_LENGTH=${s[max_response_length]} MAX_OBS_LENGTH=${s[max_obs_length]} \
-    MAX_TURNS=${s[max_turns]} TOPK=${s[topk]} LORA_RANK=${s[rl_rank]} \
+    MAX_TURNS=0 TOPK=${s[topk]} LORA_RANK=${s[rl_rank]} \
     LORA_ALPHA=$((2 * s[rl_rank])) GRADIENT_CHECKPOINTING=false ACTOR_LR=${s[rl_lr]} \
-    ACTOR_WARMUP=0.05 MINI_BATCH_SIZE=$batch USE_KL_LOSS=false \
-    MAX_TOKENS_PER_GPU=${s[micro_batch_tokens]} N_AGENT=${s[rl_group]} OUTPUT_DIR=$out/rl \
+    ACTOR_WARMUP=0.05 MINI_BATCH_SIZE=$(((s[rl_prompts] + 1) / 2 * s[rl_group])) USE_KL_LOSS=false \
+    MAX_TOKENS_PER_GPU=$((2 * s[micro_batch_tokens])) N_AGENT=${s[rl_group]} OUTPUT_DIR=$out/rl \
     EXPERIMENT_NAME=smollm2 LOGGER=[console,jsonl] TOTAL_STEPS=${s[rl_steps]} \
     SAVE_FREQ=${s[rl_save_freq]} TEST_FREQ=${s[rl_save_freq]} \
     bash train_grpo.sh template="${s[template]}" reward_model.name="${s[rl_reward]}" \
     algorithm.kl_ctrl.kl_coef=0 trainer.device="$DEVICE" trainer.resume_mode=auto \
-    trainer.guard.action=stop actor_rollout_ref.rollout.max_num_seqs=$((batch > 64 ? batch : 64)) \
+    trainer.guard.action=stop $A.rollout.max_num_seqs=$((batch > 64 ? batch : 64)) \
+    agent.name=example/smollm2/reading.py:reading 'data.filter={evidence:[topk]}' \
+    algorithm.adv_estimator=dr_grpo algorithm.filter_groups.enable=true \
+    $A.actor.clip_ratio_high=0.28 $A.actor.old_log_probs=engine $A.rollout.temperature=0.7 \
+    'trainer.guard.limits={search_share:null,drift_drop:null,drift_crash:null,shift_bound:null}' \
     "${options[@]}" \
     || status=$?
   ((status != 0)) || return 0
