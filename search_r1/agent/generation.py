@@ -168,15 +168,15 @@ def build_tag_format(config: Config, tools: Sequence[Tool]) -> TagFormat:
 def check_prompts(
     format: DialogueFormat, prompts: Iterable[Prompt], agent: str = "dialogue"
 ) -> None:
-    """Refuse prompts that mention the call tags of another format, or that `agent` cannot use.
+    """Refuse prompts with the call tags of another format, or that `agent` cannot use (DataError).
 
-    Raises DataError.
+    Warns of prompts in another wording.
     """
+    prompts = list(prompts)
     is_loop = agent.startswith(("loop:", "verifiers:"))  # whose messages are its own
     if agent == "documents_first" or is_loop:
         from search_r1.agent.documents_first import known_question  # noqa: PLC0415 by option
 
-        prompts = list(prompts)
         for prompt in prompts:
             known_question(prompt, agent)
     if is_loop:
@@ -200,6 +200,9 @@ def check_prompts(
                     "(docs/guides/data.md)"
                 )
                 raise DataError(explain(prompt.uid, got, expected, fix))
+    from search_r1.agent.worded import warn_of_other_wording  # noqa: PLC0415 - a check beside
+
+    warn_of_other_wording(format, prompts)
 
 
 def search_agent(
