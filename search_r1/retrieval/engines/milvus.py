@@ -1,6 +1,7 @@
 """Milvus as engine: a standalone server, a cluster, a cloud, or a local file of Milvus Lite.
 
-Vectors are compared by inner product, as in FAISS. Searches do not wait for other writers
+Vectors are compared by inner product, as in FAISS; words, from Milvus 2.5 on, by its BM25, over the
+words that `bm25` in a folder has, of any script. Searches do not wait for other writers
 (consistency "Eventually"): a collection is not served before all of it is stored and loaded.
 """
 
@@ -12,15 +13,17 @@ from contextlib import contextmanager
 from typing import Any
 
 import grpc
-from pymilvus import DataType, MilvusClient, MilvusException
+from pymilvus import DataType, Function, FunctionType, MilvusClient, MilvusException
 from pymilvus.client.types import LoadState
 
 from search_r1.retrieval.encoders.families import Vectors
 from search_r1.retrieval.engines.remote import (
+    MARGIN,
     TOKEN,
     Address,
     Match,
     RemoteRetriever,
+    by_score,
     document_of,
     open_remote,
     texts_of,
@@ -28,6 +31,7 @@ from search_r1.retrieval.engines.remote import (
 from search_r1.retrieval.errors import CorpusError, SetupError, UpstreamRefused, UpstreamUnavailable
 from search_r1.retrieval.schema import Document
 from search_r1.retrieval.settings import FaissConfig, RetrieverConfig
+from search_r1.retrieval.tokenization import SCRIPTS, tokenize
 from verl.errors import explain, first_line
 
 logger = logging.getLogger(__name__)
@@ -39,7 +43,13 @@ CONNECT_S = 5.0
 WRITE_S = 120.0
 """Seconds for a connection, and for a write of a block."""
 ROWS_AT_ONCE = 4096
-NO_WORDS = "leave words to elastic:// or opensearch://, or to bm25 in a folder"
+NO_WORDS = "update Milvus to 2.5 and fill a new collection, or leave words to bm25 in a folder"
+FIRST_WITH_WORDS = (2, 5)
+WORDS = "tokens"
+"""Text field with a document's words, which Milvus' analyzer only takes apart again."""
+SPLIT = {"tokenizer": "standard"}
+BM25 = {"bm25_k1": 1.5, "bm25_b": 0.75}
+"""As `bm25` in a folder."""
 MANIFEST = "search_r1.manifest"
 """Property of a collection; Milvus Lite keeps no description."""
 STRONG, EVENTUALLY = "Strong", "Eventually"
@@ -61,13 +71,22 @@ TEXTS = ("id", "contents", "others")
 class MilvusCollection:
     """A collection of Milvus; the connection is shared by all threads."""
 
-    ranks_words = False
-
     def __init__(self, client: MilvusClient, address: Address, timeout: float) -> None:
         self._client, self._address, self._timeout = client, address, timeout
         self._name = address.collection
         with self._errors():
-            self.made_with = f"milvus {client.get_server_version(timeout=timeout)}"
+            version = client.get_server_version(timeout=timeout)
+        self.made_with = f"milvus {version}"
+        self._is_new = tuple(map(int, re.findall(r"\d+", version)[:2])) >= FIRST_WITH_WORDS
+
+    @property
+    def ranks_words(self) -> bool:
+        """Whether the collection has words; before there is one, whether it would have them."""
+        with self._errors():
+            if not self._client.has_collection(self._name, timeout=self._timeout):
+                return self._is_new
+            facts = self._client.describe_collection(self._name, timeout=self._timeout)
+        return any(field["name"] == WORDS for field in facts["fields"])
 
     def read_description(self) -> str | None:
         with self._errors():
@@ -77,14 +96,25 @@ class MilvusCollection:
         return str(facts["properties"].get(MANIFEST, ""))
 
     def create(self, description: str, factory: str, dim: int) -> None:
-        if not dim:
-            raise SetupError(explain("index", "words alone", "vectors in Milvus", NO_WORDS))
-        index = self._index(factory)
+        if not (dim or self._is_new):
+            expected = f"vectors in {self.made_with}"
+            raise SetupError(explain("index", "words alone", expected, NO_WORDS))
+        index = self._client.prepare_index_params()
         schema = MilvusClient.create_schema()
         schema.add_field("row", DataType.INT64, is_primary=True)
         for name in TEXTS:
             schema.add_field(name, DataType.VARCHAR, max_length=MAX_BYTES)
-        schema.add_field("vector", DataType.FLOAT_VECTOR, dim=dim)
+        if dim:
+            kind, parameters = read_factory(factory)
+            schema.add_field("vector", DataType.FLOAT_VECTOR, dim=dim)
+            index.add_index("vector", index_type=kind, metric_type="IP", params=parameters)
+        if self._is_new:
+            text = {"enable_analyzer": True, "analyzer_params": SPLIT, "max_length": MAX_BYTES}
+            schema.add_field(WORDS, DataType.VARCHAR, **text)
+            schema.add_field("bm25", DataType.SPARSE_FLOAT_VECTOR)
+            schema.add_function(Function("words", FunctionType.BM25, [WORDS], ["bm25"]))
+            index.add_index("bm25", index_type="SPARSE_INVERTED_INDEX", metric_type="BM25",
+                            params=BM25)  # fmt: skip
         with self._errors():
             self._client.create_collection(
                 self._name, schema=schema, properties={MANIFEST: description}, timeout=WRITE_S
@@ -96,7 +126,10 @@ class MilvusCollection:
                 raise
 
     def check_document(self, document: Document) -> None:
-        for name, text in zip(TEXTS, texts_of(document), strict=True):
+        texts = dict(zip(TEXTS, texts_of(document), strict=True))
+        if self._is_new:
+            texts[WORDS] = _words(document.contents)
+        for name, text in texts.items():
             if len(text) > MAX_BYTES // 4 and len(text.encode()) > MAX_BYTES:
                 got = f"{len(text.encode())} bytes in document {document.id[:80]!r}"
                 expected, fix = f"at most {MAX_BYTES}, Milvus' limit", "split it into passages"
@@ -105,13 +138,15 @@ class MilvusCollection:
     def insert(
         self, first_row: int, documents: Sequence[Document], vectors: Vectors | None
     ) -> None:
-        assert vectors is not None, "`create` refuses a collection without vectors"
-        rows = [
-            {"row": row, "vector": vector, **dict(zip(TEXTS, texts_of(document), strict=True))}
-            for row, (document, vector) in enumerate(
-                zip(documents, vectors, strict=True), first_row
-            )
+        rows: list[dict[str, Any]] = [
+            {"row": row, **dict(zip(TEXTS, texts_of(document), strict=True))}
+            for row, document in enumerate(documents, first_row)
         ]
+        for fields, vector in zip(rows, () if vectors is None else vectors, strict=False):
+            fields["vector"] = vector
+        if self.ranks_words:
+            for fields, document in zip(rows, documents, strict=True):
+                fields[WORDS] = _words(document.contents)
         with self._errors():
             self._client.insert(self._name, rows, timeout=WRITE_S)
 
@@ -159,7 +194,20 @@ class MilvusCollection:
         return [[Match(hit["row"], float(hit["distance"])) for hit in hits] for hits in found]
 
     def search_words(self, queries: Sequence[str], k: int) -> list[list[Match]]:
-        raise SetupError(explain("?rank=", "words in Milvus", "vectors", NO_WORDS))
+        limit, fields = min(k + MARGIN, MAX_HITS), ["row"]
+        texts = [_words(query) for query in queries]
+        asked = [text for text in texts if text]
+        with self._errors():
+            found = self._client.search(
+                self._name, data=asked, anns_field="bm25", limit=limit, output_fields=fields,
+                search_params={"metric_type": "BM25"}, consistency_level=EVENTUALLY,
+                timeout=self._timeout,
+            ) if asked else []  # fmt: skip
+        # Milvus Lite gives the scores as distances, below zero.
+        hits = iter(
+            [[Match(hit["row"], abs(float(hit["distance"]))) for hit in one] for one in found]
+        )
+        return [sorted(next(hits), key=by_score)[:k] if text else [] for text in texts]
 
     def documents(self, rows: Sequence[int]) -> Mapping[int, Document]:
         found: dict[int, Document] = {}
@@ -181,12 +229,6 @@ class MilvusCollection:
             return list(
                 self._client.query(self._name, condition, fields, timeout=self._timeout, **level)
             )
-
-    def _index(self, factory: str) -> Any:
-        kind, parameters = read_factory(factory)
-        index = self._client.prepare_index_params()
-        index.add_index("vector", index_type=kind, metric_type="IP", params=parameters)
-        return index
 
     def _errors(self) -> Any:
         return translated(self._address)
@@ -232,6 +274,11 @@ def open_collection(address: Address, token: str | None, timeout: float) -> Milv
 
 def open_retriever(config: RetrieverConfig) -> RemoteRetriever:
     return open_remote(config)
+
+
+def _words(text: str) -> str:
+    """Return the words of a text, as `bm25` in a folder has them, between spaces."""
+    return " ".join(tokenize([text], SCRIPTS)[0])
 
 
 def _effort(factory: str, limit: int, config: FaissConfig) -> dict[str, int]:

@@ -198,7 +198,7 @@ class RemoteRetriever:
         with stage("search"):
             limit, factory = min(k + MARGIN, self.num_documents), self._manifest.factory
             found = self._collection.search(vectors, limit, factory, self._config)
-            return [sorted(matches, key=_order)[:k] for matches in found]
+            return [sorted(matches, key=by_score)[:k] for matches in found]
 
     def info(self) -> dict[str, Any]:
         """Return the collection's name and what it was filled from; an address is no result."""
@@ -221,7 +221,7 @@ class RemoteRetriever:
 def open_remote(config: RetrieverConfig) -> RemoteRetriever:
     """Open the collection of --index_path; raises IndexMismatch if it does not fit the settings."""
     address = Address.parse("--index_path", config.index_path, config.retriever_name)
-    model = config.encoder.retriever_model
+    model, is_chosen = config.encoder.retriever_model, bool(address.rank)
     address = replace(address, rank=address.rank or (VECTORS if model else WORDS))
     if bool(model) == (address.rank == WORDS):
         got, expected = f"{model or 'nothing'} for {address.rank}", "an encoder unless words rank"
@@ -234,6 +234,9 @@ def open_remote(config: RetrieverConfig) -> RemoteRetriever:
     manifest = read_manifest(address, collection)
     if manifest is None:
         raise SetupError(explain("--index_path", f"no {address}", "a filled one", _refill(address)))
+    if manifest.dim and not (model or is_chosen):
+        got, fix = f"nothing for {address}", f"--retriever_model {manifest.encoder}, or ?rank=words"
+        raise SetupError(explain("--retriever_model", got, "the encoder of its vectors", fix))
     encoder = None
     if model:
         encoder = open_encoder(config.encoder)
@@ -294,7 +297,8 @@ def document_of(fields: Mapping[str, Any]) -> Document:
     return Document(fields["id"], title, text, fields["contents"])
 
 
-def _order(match: Match) -> tuple[float, int]:
+def by_score(match: Match) -> tuple[float, int]:
+    """Order matches by score, equal ones by row."""
     return -match.score, match.row
 
 
