@@ -27,6 +27,8 @@ UNREADABLE = (TokenError, OSError, ValueError, TypeError, AttributeError, Lookup
 """Errors that bm25s, numpy and json raise for malformed files."""
 BOUND_SAMPLE = 8192
 """Maximum number of documents of one word that are used to bound the k-th score from below."""
+LARGE = 10_000_000
+"""Postings, those of about 190,000 passages, from which on `bm25_pruned` ranks."""
 
 
 class Bm25Retriever(RowRetriever):
@@ -56,10 +58,8 @@ class Bm25Retriever(RowRetriever):
                 f"{FOLDED!r}: update this program, or build it again with `{command}`"
             )
         if manifest.analyzer == UNFOLDED:
-            logger.info(
-                "index %s tells Bogotá from Bogota, as it was built; to fold accents and forms of "
-                "letters build it again: `%s`", folder, command,
-            )  # fmt: skip
+            logger.info("index %s tells Bogotá from Bogota, as it was built; to fold accents and "
+                        "forms of letters build it again: `%s`", folder, command)  # fmt: skip
         if manifest.analyzer != SCRIPTS:
             from search_r1.retrieval.script_words import warn_of_corpus  # noqa: PLC0415 - as needed
 
@@ -71,6 +71,10 @@ class Bm25Retriever(RowRetriever):
                 f"index {folder} cannot be read ({type(error).__name__}: {error}); expected what "
                 f"bm25s wrote for {len(corpus)} documents: build it again with `{command}`"
             ) from error
+        if len(index.scores["data"]) >= LARGE:
+            from search_r1.retrieval.engines.bm25_pruned import open_pruned  # noqa: PLC0415 if large
+
+            return open_pruned(index, corpus, manifest.analyzer)
         return cls(index, corpus, manifest.analyzer)
 
     def rank(self, queries: Sequence[str], k: int) -> Ranking:
@@ -98,11 +102,7 @@ class Bm25Retriever(RowRetriever):
         return rows, scores[rows].tolist()
 
     def _score_lower_bound(self, word_ids: list[int], scores: Scores, k: int) -> float:
-        """Return a lower bound of the k-th best score, or 0.0 if there is none.
-
-        It is the k-th best score among the documents of the rarest word that at least `k`
-        documents have. Only documents that reach it have to be sorted.
-        """
+        """Return the k-th best score of the rarest word that `k` documents have, or 0.0."""
         starts = self._index.scores["indptr"]
         sizes = [(int(starts[word + 1] - starts[word]), word) for word in word_ids]
         size, word = min((pair for pair in sizes if pair[0] >= k), default=(0, 0))

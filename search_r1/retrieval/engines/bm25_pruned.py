@@ -1,0 +1,90 @@
+"""BM25 over a large index: the documents and scores of `Bm25Retriever`, most postings unread."""
+
+import logging
+
+import bm25s
+import numpy as np
+
+from search_r1.retrieval.corpus import Corpus
+from search_r1.retrieval.engines.bm25 import POSTINGS, Bm25Retriever
+
+logger = logging.getLogger(__name__)
+
+WINDOW = 1 << 15
+"""Rows whose sums are added at a time: 128 KiB, which a core's cache holds."""
+COMMON = 32
+"""A word is common, and gets a bitmap once it is searched, if more than one document in so many has
+it: 1.5 bits for each document, and about a tenth of the index for all common words."""
+MAX_K = 100
+"""Most documents for which leaving postings out was measured to be faster than adding all."""
+
+
+class PrunedBm25(Bm25Retriever):
+    """Ranks as `Bm25Retriever` does, bit for bit."""
+
+    def __init__(
+        self, index: bm25s.BM25, corpus: Corpus, analyzer: str, window: int = WINDOW
+    ) -> None:
+        """`window`: rows that are scored together. Raises ImportError without numba.
+
+        The loops are compiled here, unless they were before.
+        """
+        from search_r1.retrieval.engines import bm25_loops  # noqa: PLC0415 imports numba
+
+        super().__init__(index, corpus, analyzer)
+        scores, rows, starts = (index.scores[name] for name in POSTINGS)
+        sizes = np.diff(starts)
+        common = np.flatnonzero(sizes * COMMON > len(corpus))
+        slots = np.full(len(sizes), -1, dtype=np.int32)
+        slots[common] = np.arange(len(common), dtype=np.int32)
+        bits = np.zeros((len(common), len(corpus) // 64 + 1), dtype=np.uint64)
+        ranks = np.zeros(bits.shape, dtype=np.int32)
+        self._loops = bm25_loops
+        self._postings = bm25_loops.Postings(scores, rows, starts, slots, bits, ranks)
+        self._peaks = np.zeros(len(sizes), dtype=np.float32)  # of words that were searched
+        self._sums = np.zeros(window, dtype=np.float32)
+        self._rank([next(iter(index.vocab_dict))], 1)
+
+    def _rank(self, words: list[str], k: int) -> tuple[list[int], list[float]]:
+        ids = np.array(self._index.get_tokens_ids(words), dtype=np.int64)
+        if not len(ids) or k > MAX_K:
+            return super()._rank(words, k)
+        for word in ids[self._peaks[ids] == 0]:
+            self._prepare(word)
+        # Rare words first, then those that give most.
+        gain = np.where(self._postings.slots[ids] < 0, np.inf, self._peaks[ids])
+        by_use = np.argsort(-gain)
+        rest = np.zeros(len(ids) + 1)
+        rest[:-1] = self._peaks[ids[by_use]][::-1].cumsum(dtype=np.float64)[::-1]
+        rest *= 1 + self._loops.ROUNDING * len(ids)
+        num_rare, best = int(np.isinf(gain).sum()), np.zeros(k, dtype=np.float32)
+        rows, scores = self._loops.best_rows(
+            self._postings, ids, ids[by_use], rest, num_rare, best, self._sums
+        )
+        order = np.lexsort((rows, -scores))[:k]
+        return rows[order].tolist(), scores[order].tolist()
+
+    def _prepare(self, word: int) -> None:
+        """Compute the peak of a word's scores and, if it is common, its bitmap."""
+        scores, rows, starts, slots, bits, ranks = self._postings
+        postings = slice(starts[word], starts[word + 1])
+        self._peaks[word] = scores[postings].max(initial=0)
+        if (slot := slots[word]) >= 0:
+            has_word = np.zeros(64 * bits.shape[1], dtype=bool)
+            has_word[rows[postings]] = True
+            bits[slot] = np.packbits(has_word, bitorder="little").view("<u8")
+            ranks[slot, 1:] = np.bitwise_count(bits[slot, :-1]).cumsum()
+
+
+def open_pruned(index: bm25s.BM25, corpus: Corpus, analyzer: str) -> Bm25Retriever:
+    """Return an engine for a large index: PrunedBm25, or the plain one where numba is missing."""
+    logger.info("%d postings: compiling loops, which takes seconds the first time",
+                len(index.scores["data"]))  # fmt: skip
+    try:
+        return PrunedBm25(index, corpus, analyzer)
+    except (ImportError, RuntimeError) as error:  # RuntimeError: no folder for compiled loops
+        logger.warning(
+            "%s; searches of so many passages are several times as fast with numba and a folder "
+            "for what it compiles: pip install numba, set NUMBA_CACHE_DIR", error,
+        )  # fmt: skip
+        return Bm25Retriever(index, corpus, analyzer)
