@@ -9,6 +9,7 @@ from verl.errors import ConfigError, did_you_mean, explain
 from verl.logs import exit_status
 
 COMMANDS = {
+    "example": ("search_r1.example.command", "write a small corpus, questions and a tiny policy"),
     "train": ("verl.trainer.main_ppo", "train a policy with PPO or GRPO; takes Hydra overrides"),
     "serve-retriever": ("search_r1.retrieval.command", "serve a corpus to the agents"),
     "index": ("search_r1.retrieval.index_builder", "build a BM25 or dense index of a corpus"),

@@ -146,7 +146,7 @@ def test_every_command_has_a_module() -> None:
 
 
 def test_a_wheel_answers_outside_the_checkout(tmp_path: Path) -> None:
-    """It has no top-level `example`, and its commands need none."""
+    """It has no top-level `example`; its commands need none, and write the one that is trained."""
     build = f"from setuptools import build_meta; build_meta.build_wheel({str(tmp_path)!r})"
     command = [sys.executable, "-c", build]
     source = tmp_path / "source"
@@ -172,10 +172,23 @@ def test_a_wheel_answers_outside_the_checkout(tmp_path: Path) -> None:
     assert not (tmp_path / "site" / "search_r1" / "compat").exists()
     (entry,) = (tmp_path / "site").glob("*.dist-info/entry_points.txt")
     assert "search-r1 = search_r1.cli:main" in entry.read_text()
-    program = [sys.executable, "-m", "search_r1.cli", "infer", "--help"]
+    clean = tmp_path / "clean"
+    clean.mkdir()
     environment = {"PYTHONPATH": str(tmp_path / "site")}
-    result = subprocess.run(program, cwd=tmp_path, capture_output=True, text=True, env=environment)
-    assert result.returncode == 0 and "--retriever-url" in result.stdout, result.stderr
+    for words, status, expected in (
+        ("infer --help", 0, "--retriever-url"),
+        ("example", 0, "search-r1 train --config-dir example --config-name tiny"),
+        ("example", 2, "folder example: got"),  # it may have been changed by its user
+        ("train --config-dir example --config-name tiny --cfg job", 0, "path: example/policy"),
+    ):
+        program = [sys.executable, "-m", "search_r1.cli", *words.split()]
+        result = subprocess.run(program, cwd=clean, capture_output=True, text=True, env=environment)
+        assert result.returncode == status, result.stderr
+        assert expected in result.stdout + result.stderr
+    for written in (path for path in clean.rglob("*") if path.is_file()):
+        assert written.read_bytes() == (ROOT / written.relative_to(clean)).read_bytes()
+    assert (clean / "example" / "policy" / "model.safetensors").is_file()
+    assert wheel.stat().st_size < 15e6
 
 
 @pytest.mark.parametrize("command", ["infer --help", "train --help"])

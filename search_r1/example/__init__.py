@@ -1,0 +1,1 @@
+"""The example's files, which the wheel brings: links to `example/` in the repository."""
