@@ -26,8 +26,8 @@ why the run does not fit this machine."""
 PREPARERS = ("verl.ext.record",)
 """`prepare(config, tokenizer, step, total_steps)` is called before a run goes on after `step`."""
 IDENTITIES = ("verl.ext.resume",)
-"""`checked_identity(config, served)` returns what checkpoints store of the run, and refuses to
-continue one of another; `served` are fingerprints of tools and tokenizer."""
+"""`checked_identity(config, environment, tokenizer)` returns what checkpoints store of the run, and
+refuses to continue one of another."""
 SUPERVISORS = ("verl.ext.restart",)
 """`supervised(attempt)` returns what is called in the place of an attempt to run."""
 STARTERS = ("verl.ext.overlapping", "verl.ext.reaper", "verl.ext.nodes", "verl.ext.cpu_env")

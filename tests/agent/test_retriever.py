@@ -24,6 +24,7 @@ from search_r1.retrieval.settings import ServiceConfig
 from tests.apps import running
 from tests.bad_models import whole_model
 from tests.retrieval.service.fake_backends import FakeBackend
+from verl.agent.served import tool_problems
 from verl.config import Config, cli
 from verl.config.agent import ServerConfig
 from verl.errors import ConfigError, ToolError, ToolRefused
@@ -91,7 +92,7 @@ def test_a_run_that_its_retriever_serves_may_begin(
         create_app(FakeBackend(), ServiceConfig(max_topk=3), token=TOKEN, find=find)
     ) as url:
         own = (f"retriever.url={url}/retrieve", "agent.tools=[search,visit]")
-        assert list(tools_of(run_options(tmp_path), *own).preflight(30.0)) == []
+        assert list(tool_problems(tools_of(run_options(tmp_path), *own), 30.0)) == []
 
 
 def tools_of(options: list[str], *more: str) -> Any:
@@ -322,7 +323,7 @@ def test_processes_of_other_nodes_get_the_token(monkeypatch: pytest.MonkeyPatch)
     config = Config()
     with running(create_app(FakeBackend(), token=TOKEN)) as url:
         config.retriever.url = url
-        [error] = build_environment(config).preflight(30.0)
+        [error] = tool_problems(build_environment(config), 30.0)
         assert "401" in str(error) and TOKEN not in f"{error}{shown}"
-        assert list(pickle.loads(sent)(config).preflight(30.0)) == []
+        assert list(tool_problems(pickle.loads(sent)(config), 30.0)) == []
     assert os.environ["RETRIEVER_TOKEN"] == TOKEN

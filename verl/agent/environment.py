@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from verl.agent.interface import Item, Observation, Tool, ToolCall
 from verl.config import Config
-from verl.errors import ToolError, ToolRefused, explain
+from verl.errors import ToolRefused, explain
 from verl.plugins import user_file_errors
 from verl.types import Trajectory
 
@@ -97,33 +97,6 @@ class Environment:
         """Whether the call names a tool and has valid arguments."""
         tool = self.find(call.tool)
         return tool is not None and not isinstance(read_arguments(tool, call), str)
-
-    def probe(self, seconds: float) -> tuple[Tool, str] | None:
-        """Return the first unavailable tool and its problem, or None. Raises ToolRefused."""
-        for tool in self.active:
-            with user_file_errors(f"probe of {tool.label}", ToolRefused, "a text"):
-                problem = tool.probe(seconds)
-            if problem:
-                return tool, problem
-        return None
-
-    def preflight(self, seconds: float) -> Iterator[ToolError]:
-        """Yield the problems of all tools that must be fixed before a run can start."""
-        for tool in self.active:
-            with user_file_errors(f"preflight of {tool.label}", ToolRefused, "what is wrong"):
-                yield from tool.preflight(seconds)
-
-    def identity(self) -> dict[str, str]:
-        """Return the fingerprints of all tools."""
-        fingerprints: dict[str, str] = {}
-        for tool in self.active:
-            with user_file_errors(f"identity of {tool.label}", ToolRefused, "fingerprints by name"):
-                fingerprints |= tool.identity()
-        return fingerprints
-
-    def settings(self) -> dict[str, Any]:
-        """Return the settings of all tools to store with an exported model."""
-        return {name: value for tool in self.tools for name, value in tool.settings().items()}
 
     async def aclose(self) -> None:
         """Close the resources that the tools opened in this event loop."""

@@ -24,6 +24,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from tqdm import tqdm
 
 from verl.agent.environment import EnvironmentFactory
+from verl.agent.served import tool_problems
 from verl.config import Config
 from verl.errors import PreflightError, ResourceError, UserError, explain
 from verl.machine import ENLARGE_SHARED_MEMORY, SHARED_MEMORY
@@ -126,7 +127,7 @@ def inspect_node(
         *file_problems(config, probe),
     ]
     try:
-        problems += environment_factory(config).preflight(PROBE_SECONDS)
+        problems += tool_problems(environment_factory(config), PROBE_SECONDS)
     except UserError as error:  # for example, a file of user code is missing on this node
         problems.append(error)
     return NodeReport(tuple(problems), installed_versions())

@@ -15,6 +15,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from verl.agent.environment import Environment
+from verl.agent.served import fingerprints
 from verl.checkpoint import folders
 from verl.checkpoint.folders import RunState
 from verl.config import Config
@@ -24,15 +26,15 @@ from verl.core_algos.chosen import advantage_estimator
 from verl.data.rows import file_list
 from verl.data.trajectories import recorded_files
 from verl.errors import ConfigError, ModelError
-from verl.model_files import weights_fingerprint
+from verl.model_files import tokenizer_identity, weights_fingerprint
 from verl.training.checkpoint_files import checkpoint_errors
 
 logger = logging.getLogger(__name__)
 
 
-def checked_identity(config: Config, served: Mapping[str, str]) -> dict[str, Any]:
+def checked_identity(config: Config, environment: Environment, tokenizer: Any) -> dict[str, Any]:
     """Return the run's `identity`, after checking the checkpoint to resume from, if any."""
-    present = identity(config, served)
+    present = identity(config, {**fingerprints(environment), **tokenizer_identity(tokenizer)})
     check_contents(config)
     check_resume(config, present)
     return present
@@ -45,15 +47,15 @@ def identity(config: Config, served: Mapping[str, str]) -> dict[str, Any]:
     """
     rollouts = config.data.rollouts
     data_files = config.data.train_files if rollouts is None else recorded_files(rollouts)
-    fingerprints = {
+    found = {
         "data": hash_files(data_files),
         "validation": hash_files(config.data.val_files),
         "model": weights_fingerprint(config.actor_rollout_ref.model.path),
         **served,
     }
     if config.critic.model.path is not None:
-        fingerprints["critic"] = weights_fingerprint(config.critic.model.path)
-    return {"config": public_options(config), "fingerprints": fingerprints}
+        found["critic"] = weights_fingerprint(config.critic.model.path)
+    return {"config": public_options(config), "fingerprints": found}
 
 
 def hash_files(files: str | Sequence[str]) -> str:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from verl.agent.environment import Environment
 from verl.agent.interface import Tool
+from verl.agent.served import fingerprints, unavailable
 from verl.errors import ToolOutage, ToolRefused
 from verl.rollout.rollouts import RolloutRequest, Rollouts
 from verl.types import Sampling, Status, Trajectory
@@ -48,7 +49,7 @@ class Outage:
         """Wait until all tools answer; return the seconds. Raises ToolOutage after `max_outage`."""
         entered, next_line, timeout = time.monotonic(), -math.inf, PROBE_S
         tool: Tool | None = None
-        while failure := self.environment.probe(timeout):
+        while failure := unavailable(self.environment, timeout):
             tool, problem = failure
             now = time.monotonic()
             self.started = entered if self.started is None else self.started
@@ -138,7 +139,7 @@ class RetryingRollout(Rollouts):
     def _check_identity(self) -> None:
         """Raise ToolRefused if a tool serves something else than when the run began."""
         expected = self.expected_identity  # otherwise a restart with another corpus goes unnoticed
-        identity = self.environment.identity() if expected else {}
+        identity = fingerprints(self.environment) if expected else {}
         changed = [name for name, value in identity.items() if expected.get(name, value) != value]
         if changed:
             raise ToolRefused(

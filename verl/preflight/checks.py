@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 
 from verl import seams
 from verl.agent.environment import Environment
+from verl.agent.served import tool_problems
 from verl.config import Config
 from verl.errors import PreflightError, UserError
 from verl.preflight import models
@@ -37,7 +38,7 @@ def preflight(config: Config, environment: Environment) -> Config:
     if config.samples_rollouts:
         problems += chosen(config).engine.problems(config)
     problems += optional_problems(config)
-    problems += environment.preflight(PROBE_SECONDS)
+    problems += tool_problems(environment, PROBE_SECONDS)
     if problems:
         raise PreflightError(problems)
     logger.info("preflight: model, data, tools, devices and disk are ready")

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from verl.agent.environment import Environment
+from verl.agent.served import tool_settings
 from verl.agent.settings import DialogueSettings
 from verl.checkpoint.folders import TOKENIZER_FOLDER, RunState
 from verl.config import Config
@@ -23,7 +24,7 @@ class Export(Hook):
     def __init__(self, config: Config, environment: Environment, dtype: str) -> None:
         """`environment`: the agents' tools, which are described in the exported model."""
         self.config, self.dtype = config, dtype
-        self.settings = DialogueSettings(config, environment.settings())
+        self.settings = DialogueSettings(config, tool_settings(environment))
 
     def file_writer(self, state: RunState) -> FileWriter:
         """Return what writes the settings into a checkpoint, from which models are exported too."""

@@ -30,7 +30,7 @@ from verl.data.outside import strings_of_rows
 from verl.data.prompts import load_prompts
 from verl.data.sampler import num_batches
 from verl.files import exclusive_lock
-from verl.model_files import load_tokenizer, tokenizer_identity
+from verl.model_files import load_tokenizer
 from verl.monitor.tracking import Tracker, Tracking
 from verl.plugins import PortableFactory
 from verl.preflight.checks import preflight
@@ -100,8 +100,8 @@ def prepare(config: Config) -> Inputs:
     tokenizer = load_tokenizer(
         config.actor_rollout_ref.model.path, template_kwargs=config.data.chat_template_kwargs
     )
-    served = {**environment.identity(), **tokenizer_identity(tokenizer)}
-    identity = seams.first(seams.IDENTITIES, "checked_identity", config, served) or {}
+    asked = config, environment, tokenizer
+    identity = seams.first(seams.IDENTITIES, "checked_identity", *asked) or {}
     cli.write_resolved(config, config.trainer.default_local_dir)
     step = resumed_step(config)
     prompts: Prompts = ([], [])

@@ -13,6 +13,7 @@ from verl.agent.environment import Environment
 from verl.agent.grammar import Grammar
 from verl.agent.interface import Item, Observation, Tool, ToolCall, Turn, text_arguments
 from verl.agent.native import NativeFormat
+from verl.agent.served import fingerprints, tool_problems, unavailable
 from verl.agent.tags import plain_format
 from verl.batch import TokenBatch
 from verl.errors import ToolError, ToolRefused
@@ -200,10 +201,11 @@ def test_disabled_tools_are_not_used() -> None:
             return "away"
 
     off = Environment((Away(),), enabled=False)
-    assert (off.probe(1.0), off.identity(), list(off.preflight(1.0))) == (None, {}, [])
+    assert unavailable(off, 1.0) is None
+    assert fingerprints(off) == {} and not list(tool_problems(off, 1.0))
     on = Environment((Away(),))
-    assert on.probe(1.0) == (on.tools[0], "away")
-    [problem] = on.preflight(1.0)
+    assert unavailable(on, 1.0) == (on.tools[0], "away")
+    [problem] = tool_problems(on, 1.0)
     assert str(problem) == "tool clock: away; fix: make sure that it answers"
     done = play(["<clock>Oslo</clock>", "<answer>a</answer>"], off)
     assert (done.stats["clock_calls"], done.stats["valid_clock_calls"]) == (1, 0)

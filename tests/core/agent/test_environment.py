@@ -9,6 +9,7 @@ import pytest
 from verl import plugins
 from verl.agent.environment import Environment, read_arguments
 from verl.agent.interface import Observation, Tool, ToolCall, text_arguments
+from verl.agent.served import fingerprints, tool_problems, unavailable
 from verl.errors import ToolError, ToolRefused
 
 HEAD = """import json, sys
@@ -72,9 +73,9 @@ def test_errors_in_other_methods_refuse_the_run_too(tmp_path: Path, method: str)
     """These methods are called between steps."""
     environment = own(tmp_path, f"def {method}(self, *arguments): return 1 / 0")
     methods: dict[str, Callable[[], object]] = {
-        "probe": lambda: environment.probe(1.0),
-        "identity": environment.identity,
-        "preflight": lambda: list(environment.preflight(1.0)),
+        "probe": lambda: unavailable(environment, 1.0),
+        "identity": lambda: fingerprints(environment),
+        "preflight": lambda: list(tool_problems(environment, 1.0)),
     }
     with pytest.raises(ToolRefused, match=rf"{method} of tool own: got ZeroDivisionError.*line 7"):
         methods[method]()
