@@ -31,6 +31,7 @@ from verl.json_files import read_object
 from verl.model_files import load_tokenizer
 from verl.single_controller.actors import RayWorkerGroup
 from verl.trainer.hooks import Hook
+from verl.training.devices import card_name, compute_dtype
 
 if TYPE_CHECKING:
     from verl.trainer.build import Parts
@@ -244,7 +245,8 @@ def hook(parts: Parts) -> Canary | None:
         return None
     rollout, seed = config.actor_rollout_ref.rollout, config.trainer.seed
     tokenizer = load_tokenizer(config.actor_rollout_ref.model.path)
-    (card, computed), sampled = parts.card_and_dtype, parts.dtype
+    card, computed = parts.on_rank(card_name), parts.on_rank(compute_dtype)
+    sampled = parts.dtype
     canary = WeightCanary(
         choose_ids(tokenizer, seed, min(LENGTH, config.data.max_model_len - 1)),
         sampled if computed == "float32" else computed,

@@ -14,6 +14,7 @@ from verl.monitor.performance import CRITIC_PHASES
 from verl.packing import Packing
 from verl.trainer.hooks import Hook
 from verl.training.budgets import TokenBudgets, actor_budgets, critic_budgets
+from verl.training.devices import card_name, compute_dtype
 from verl.training.models import LOGITS_PER_CHUNK
 from verl.types import Metrics
 
@@ -45,7 +46,7 @@ class Speed(Hook):
 
 def hook(parts: Parts) -> Speed:
     """Return the hook of a run."""
-    return Speed(WorkCounter(parts.config), *parts.card_and_dtype)
+    return Speed(WorkCounter(parts.config), parts.on_rank(card_name), parts.on_rank(compute_dtype))
 
 
 @dataclass(frozen=True)

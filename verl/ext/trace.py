@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from verl.files import LineWriter
 from verl.monitor.performance import Timings
-from verl.single_controller.actors import Call
+from verl.single_controller.calls import Call
 from verl.trainer.hooks import Hook
 from verl.types import Metrics, Trajectory
 

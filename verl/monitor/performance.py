@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -12,7 +12,6 @@ from verl.machine import GB
 from verl.types import Metrics
 
 if TYPE_CHECKING:
-    from verl.single_controller.actors import Call
     from verl.training.devices import PeakMemory
 
 RANK_PHASES = (
@@ -33,7 +32,7 @@ class Timings:
         """`take_peak` returns the peak since its last call; None on devices without own memory."""
         self.seconds: dict[str, float] = defaultdict(float)
         self.concurrent: dict[str, float] = {}
-        """Seconds of work that ran concurrently with the phases and belongs to none of them."""
+        """Seconds of work beside the phases, which belongs to none of them; hooks add them."""
         self.peaks: dict[str, PeakMemory] = {}
         self.spans: list[tuple[str, float, float]] = []
         """Name, begin and end of each phase, in seconds since the epoch."""
@@ -70,27 +69,9 @@ class Timings:
 
     def metrics(self) -> Metrics:
         """Return `timing_s/NAME` and, on devices with memory, `perf/device_memory_gb/PHASE/...`."""
-        seconds = {**self.seconds, **self.concurrent, "step": self.elapsed}
+        seconds = {**self.seconds, "step": self.elapsed}
         metrics = {f"timing_s/{name}": s for name, s in seconds.items()}
         for name, peak in self.peaks.items():
             metrics[f"perf/device_memory_gb/{name}/allocated"] = peak.allocated / GB
             metrics[f"perf/device_memory_gb/{name}/reserved"] = peak.reserved / GB
         return metrics
-
-
-def concurrent_seconds(
-    calls: Mapping[str, Sequence[Call]], measured: Collection[str]
-) -> dict[str, float]:
-    """Return the seconds of the critic's phases that were not `measured`, as others ran meanwhile.
-
-    They are those of the slowest rank, by the ranks' `calls` in a step.
-    """
-
-    def rank_seconds(rank_calls: Sequence[Call], method: str) -> float:
-        return sum(call.end - call.begin for call in rank_calls if call.method == method)
-
-    return {
-        phase: max(rank_seconds(rank_calls, method) for rank_calls in calls.values())
-        for phase, method in CRITIC_PHASES.items()
-        if phase not in measured
-    }

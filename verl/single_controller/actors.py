@@ -11,23 +11,21 @@ import inspect
 import operator
 import os
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import ray
 from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 
 from verl.errors import UserError
+from verl.single_controller.calls import note
 from verl.single_controller.deaths import DEATHS, raise_cause
 from verl.training.network import secret_variables
 
 POLL_S = 5.0
 """Seconds that `RayWorkerGroup.poll` waits for a result."""
-MAX_RECORDED_CALLS = 1000
-"""Number of calls that an actor remembers until they are taken, the latest ones."""
 SHUTDOWN_CALL_S = 30.0
 """Seconds that actors may take to shut down in an orderly way, before they are killed."""
 PendingResults = Callable[[], list[Any]]
@@ -42,14 +40,6 @@ class ActorLocation:
     host: str
     gpu_ids: tuple[str, ...]
     pid: int = 0
-
-
-class Call(NamedTuple):
-    """A finished call of a hosted object; times are seconds since the epoch by its clock."""
-
-    method: str
-    begin: float
-    end: float
 
 
 def current_location() -> ActorLocation:
@@ -72,7 +62,6 @@ class ActorHost:
     def __init__(self) -> None:
         gc.disable()  # until `build`, whose imports create a million objects that are never freed
         self.hosted: Any = None
-        self._calls: deque[Call] = deque(maxlen=MAX_RECORDED_CALLS)
 
     async def run(self, function: Callable[..., Any], *args: Any) -> Any:
         """Call a function in this actor's process."""
@@ -90,13 +79,8 @@ class ActorHost:
         begin = time.time()
         result = operator.attrgetter(method)(self.hosted)(*args)
         value = await result if inspect.isawaitable(result) else result
-        self._calls.append(Call(method, begin, time.time()))
+        note(method, begin)
         return value
-
-    async def take_calls(self) -> list[Call]:
-        """Return the calls finished since the last time, at most `MAX_RECORDED_CALLS`."""
-        calls, self._calls = list(self._calls), deque(maxlen=MAX_RECORDED_CALLS)
-        return calls
 
 
 class RayWorkerGroup:
@@ -200,10 +184,6 @@ class RayWorkerGroup:
                 raise_cause(self, error, actors, actors[call])
         check()
         return results
-
-    def take_calls(self) -> list[list[Call]]:
-        """Return each actor's calls since the last time."""
-        return self.gather([host.take_calls.remote() for host in self.hosts])
 
     def is_done(self, call: Any) -> bool:
         """Whether a call has finished or failed."""

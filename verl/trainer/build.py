@@ -6,7 +6,7 @@ Optional features take part through the seams of `verl.seams`.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -30,6 +30,7 @@ from verl.trainer.hooks import Hook
 from verl.trainer.learn import Learner
 from verl.trainer.loop import Logger, RayPPOTrainer, Transfer
 from verl.trainer.ranks import TrainerRanks
+from verl.training.devices import rollout_dtype
 from verl.types import Prompt
 
 KEY = "trainer.hooks"
@@ -106,17 +107,14 @@ class Parts:
             rollouts = module.retrying(rollouts, self)
         return rollouts
 
-    @cached_property
-    def card_and_dtype(self) -> tuple[str, str]:
-        """The ranks' GPU (empty on CPU) and compute dtype: the driver may lack such a device."""
-        card, dtype = self.ranks.group.call("card_and_dtype")[0]
-        return card, dtype
+    def on_rank(self, function: Callable[[Config], Any]) -> Any:
+        """Return what a function of the options returns on a rank: the driver may lack a GPU."""
+        return self.ranks.group.run(function, self.config, on=[0])[0]
 
-    @property
+    @cached_property
     def dtype(self) -> str:
-        """The number format of engines and of the written policy, as `rollout_dtype` on a rank."""
-        name = self.config.actor_rollout_ref.rollout.dtype
-        return self.card_and_dtype[1] if name == "auto" else name
+        """The number format of engines and of the written policy."""
+        return str(self.on_rank(rollout_dtype))
 
     def on_wait(self) -> None:
         """Call the hooks while the run waits for tools."""

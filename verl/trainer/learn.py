@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,7 +20,7 @@ from verl.core_algos.kl import KLController, apply_kl_in_reward, mean_sequence_k
 from verl.core_algos.losses import loss_weights
 from verl.core_algos.shaping import overlong_penalty
 from verl.errors import ConfigError, explain
-from verl.monitor.performance import Timings, concurrent_seconds
+from verl.monitor.performance import Timings
 from verl.packing import group_members, share_prompts
 from verl.trainer.collect import Samples, has_gate
 from verl.trainer.hooks import Stateful
@@ -30,7 +30,6 @@ from verl.types import Metrics
 if TYPE_CHECKING:
     from verl.checkpoint.folders import RunState
     from verl.config import Config
-    from verl.single_controller.actors import Call
     from verl.trainer.ranks import TrainerRanks
 
 NO_LOG_PROBS_FIX = (
@@ -243,12 +242,6 @@ class Learner(Stateful):
             return lambda: None
         self.count_pass("values", "critic", batch)
         return self.ranks.begin_forward("critic", batch)
-
-    def take_calls(self, timings: Timings) -> Mapping[str, Sequence[Call]]:
-        """Return each rank's calls since the last time; adds the seconds of concurrent ones."""
-        calls = self.ranks.take_calls()
-        timings.concurrent |= concurrent_seconds(calls, timings.seconds)
-        return calls
 
     def state_dict(self) -> dict[str, Any]:
         """Return the coefficient of the KL in the reward."""

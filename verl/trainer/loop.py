@@ -34,7 +34,7 @@ from verl.types import Metrics
 if TYPE_CHECKING:
     from verl.config import Config
     from verl.rollout.rollouts import TrainedRollouts
-    from verl.single_controller.actors import Call
+    from verl.single_controller.calls import Call
     from verl.trainer.ranks import TrainerRanks
 
 
@@ -57,7 +57,7 @@ class Step:
     samples: Samples = field(default_factory=Samples)
     batch: TokenBatch | None = None
     calls: Mapping[str, Sequence[Call]] = field(default_factory=dict)
-    """Each rank's calls in the step."""
+    """Each rank's calls in the step (`verl.ext.rank_calls`)."""
 
 
 @dataclass
@@ -120,7 +120,6 @@ class RayPPOTrainer:
         with timings.phase("update_weights"):
             seconds = self.send_weights()
         timings.seconds |= {f"update_weights/{part}": s for part, s in seconds.items()}
-        self.current.calls = self.learner.take_calls(timings)
         return metrics | performance_metrics(batch, timings, self.config.placement.num_gpus)
 
     def finish_step(self, metrics: Metrics) -> None:

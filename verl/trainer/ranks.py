@@ -18,7 +18,7 @@ from verl.training.devices import PeakMemory
 from verl.types import Metrics
 
 if TYPE_CHECKING:
-    from verl.single_controller.actors import Call, RayWorkerGroup
+    from verl.single_controller.actors import RayWorkerGroup
 
 FORWARD_COLUMNS = frozenset({"input_ids", "policy_mask", "loss_mask", "value_mask"})
 """Token columns that a forward pass reads; only these are sent to the ranks for it."""
@@ -74,14 +74,6 @@ class TrainerRanks:
         size = self._ranks_per_shard[role]
         split = split_by_work(batch, len(self.group_of(role)) // size)
         return split, [shard for shard in split.shards for _ in range(size)]
-
-    def take_calls(self) -> dict[str, list[Call]]:
-        """Return each rank's calls since the last time, by the rank's name."""
-        return {
-            f"{group.name} {number}": calls
-            for group in self.groups
-            for number, calls in enumerate(group.take_calls())
-        }
 
     def save_policy(self, directory: Path, dtype: str) -> None:
         """Write the policy as a Hugging Face folder."""

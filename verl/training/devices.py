@@ -76,9 +76,13 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
 def rollout_dtype(config: Config) -> str:
     """Return the name of the dtype that engines compute in, and that weights are sent in."""
     name = config.actor_rollout_ref.rollout.dtype
-    name = config.trainer.compute_dtype if name == "auto" else name
+    return compute_dtype(config) if name == "auto" else dtype_name(DTYPES[name])
+
+
+def compute_dtype(config: Config) -> str:
+    """Return the name of the dtype that ranks compute in, in the process of one of them."""
     device = torch.device(device_type(config.trainer.device))
-    return dtype_name(resolve_dtype(name, device))
+    return dtype_name(resolve_dtype(config.trainer.compute_dtype, device))
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -105,8 +109,9 @@ def take_peak_memory(device: torch.device, reader: Any = torch.cuda) -> PeakMemo
     return peak
 
 
-def card_name(device: torch.device) -> str:
-    """Return torch's name of the GPU, empty on CPU."""
+def card_name(config: Config) -> str:
+    """Return torch's name of this process's GPU, empty on CPU."""
+    device = resolve_device(config.trainer.device)
     return torch.cuda.get_device_name(device) if device.type == "cuda" else ""
 
 

@@ -26,8 +26,6 @@ from verl.training.budgets import actor_budgets, critic_budgets
 from verl.training.critic import Critic
 from verl.training.devices import (
     PeakMemory,
-    card_name,
-    dtype_name,
     join_process_group,
     make_deterministic,
     resolve_device,
@@ -137,10 +135,6 @@ class TrainerWorker:
     def take_peak_memory(self) -> PeakMemory | None:
         """Return this rank's peak of device memory since the last call; None on CPU."""
         return take_peak_memory(self.device)
-
-    def card_and_dtype(self) -> tuple[str, str]:
-        """Return the names of this rank's GPU (empty on CPU) and compute dtype."""
-        return card_name(self.device), dtype_name(self.dtype)
 
     def save_policy(self, directory: str | Path, dtype: str) -> None:
         """Write the policy into `directory` as a Hugging Face folder, on the first rank's node."""

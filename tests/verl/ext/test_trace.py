@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from verl.ext.trace import Trace, busy_intervals
 from verl.monitor.performance import Timings
-from verl.single_controller.actors import Call
+from verl.single_controller.calls import Call
 from verl.types import Measured, Prompt, Trajectory, TurnTimes, start_trajectory
 
 TURNS = st.lists(st.integers(0, 50), min_size=3, max_size=9).map(sorted)

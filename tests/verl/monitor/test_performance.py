@@ -15,8 +15,7 @@ from verl.batch import TokenBatch
 from verl.config import Config
 from verl.core_algos.kl import FixedKLController
 from verl.ext.speed import Work, WorkCounter, speed_metrics
-from verl.monitor.performance import Timings, concurrent_seconds
-from verl.single_controller.actors import Call
+from verl.monitor.performance import Timings
 from verl.trainer.learn import Learner
 from verl.training.devices import PeakMemory
 
@@ -119,24 +118,6 @@ def test_without_a_known_card_there_is_no_utilisation() -> None:
     assert speed_metrics({"values": Work(3e12)}, {"values": 1.5}, (1, 1), None) == {
         "perf/tflops/values": 2.0
     }
-
-
-def test_a_critic_on_separate_devices_has_its_own_seconds_and_ranks() -> None:
-    """The seconds of its slowest rank are in the metrics but not in the total of the phases."""
-    calls = {
-        "rank 0": [Call("actor.update", 0.0, 9.0)],
-        "critic rank 0": [Call("critic.values", 1.0, 2.0), Call("critic.updates", 2.0, 4.0)],
-        "critic rank 1": [Call("critic.updates", 2.0, 3.5), Call("critic.updates", 4.0, 5.0)],
-    }
-    seconds = concurrent_seconds(calls, ["update_actor"])
-    assert seconds == {"values": 1.0, "update_critic": 2.5}
-    work = {"update_critic": Work(5e12), "update_actor": Work(9e12)}
-    found = speed_metrics(work, {**seconds, "update_actor": 9.0}, (1, 2), None)
-    assert found == {"perf/tflops/critic": 1.0, "perf/tflops/actor": 1.0}
-    timings = Timings()
-    assert concurrent_seconds(calls, ["values", "update_critic"]) == {}
-    timings.concurrent |= seconds
-    assert timings.phases_total == 0.0 and timings.metrics()["timing_s/update_critic"] == 2.5
 
 
 def peaks(*gigabytes: float) -> Iterator[PeakMemory]:

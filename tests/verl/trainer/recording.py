@@ -14,10 +14,9 @@ from verl.config import Config
 from verl.core_algos.kl import FixedKLController
 from verl.monitor.tracking import Tracking
 from verl.rewards.interface import Reward
-from verl.single_controller.actors import Call
 from verl.trainer.build import Inputs, Parts
 from verl.trainer.loop import RayPPOTrainer
-from verl.training.devices import PeakMemory
+from verl.training.devices import PeakMemory, card_name
 from verl.types import Origin, Prompt, Sampling, Segment, Status, Trajectory
 
 
@@ -70,8 +69,13 @@ class RecordingRanks:
     def group_of(self, role: str) -> "RecordingRanks":
         return self
 
-    def call(self, method: str) -> list[tuple[str, str]]:
-        return [(self.card, "bfloat16")]
+    def run(
+        self, function: Callable[[Config], str], config: Config, on: Sequence[int]
+    ) -> list[str]:
+        """Run it as on ranks that compute in bfloat16."""
+        trainer = dataclasses.replace(config.trainer, device="cpu", compute_dtype="bfloat16")
+        own = dataclasses.replace(config, trainer=trainer)
+        return [self.card if function is card_name else function(own)]
 
     def begin_forward(self, role: str, batch: TokenBatch) -> Callable[[], torch.Tensor]:
         names = {"actor": "log_probs", "reference": "ref_log_probs", "critic": "values"}
@@ -88,9 +92,6 @@ class RecordingRanks:
     ) -> Callable[[], list[dict[str, float]]]:
         self.log += [f"update_{role}"] * len(minis)
         return lambda: [{"critic/vf_loss": 0.0} for _ in minis]
-
-    def take_calls(self) -> dict[str, list[Call]]:
-        return {"rank 0": []}
 
     def save_checkpoint(self, directory: Path) -> None:
         self.log.append(f"save {directory.name.partition('.')[0]}")
