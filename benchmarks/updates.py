@@ -24,7 +24,8 @@ from verl.training.actor import Actor
 from verl.training.budgets import TokenBudgets
 from verl.training.devices import DETERMINISTIC_ENV, make_deterministic
 from verl.training.fsdp import FsdpModel, FsdpOptions
-from verl.training.models import LogProbModel, blocks, load_causal_lm
+from verl.training.loading import load_causal_lm
+from verl.training.models import LogProbModel, blocks
 
 ROOT = Path(__file__).resolve().parents[1]
 BASE = ROOT / "runs" / "benchmarks" / "tiny_policy"

@@ -15,7 +15,7 @@ from verl.plugins import optional
 RULES = ("verl.config.rules", "verl.ext.guard")
 """`problems(config)` yields what is wrong with options, as text."""
 CHECKS = (
-    "verl.preflight.questions", "verl.preflight.algorithms", "verl.rollout.vllm_settings",
+    "verl.preflight.questions", "verl.preflight.algorithms", "verl.rollout.vllm_build",
     "verl.ext.lora.choice", "verl.ext.replay", "verl.preflight.machine", "verl.ext.cpu.cores",
     "verl.monitor.tracking",
 )  # fmt: skip

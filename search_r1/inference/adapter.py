@@ -20,7 +20,7 @@ from verl.model_files import (
     summarise,
 )
 from verl.quantization import check_unquantized
-from verl.training.models import load_causal_lm
+from verl.training.loading import load_causal_lm
 from verl.training.weights import copy_tokenizer
 
 

@@ -29,8 +29,7 @@ from verl.model_files import load_tokenizer, read_config
 from verl.model_shape import read_shape
 from verl.remote_code import TRUST, set_trust
 from verl.rollout.vllm_settings import VllmSettings
-from verl.training.loading import map_causal_lm
-from verl.training.models import load_causal_lm
+from verl.training.loading import load_causal_lm, map_causal_lm
 
 CODE = """
 from pathlib import Path

@@ -27,7 +27,7 @@ from verl.quantization import check_unquantized
 from verl.remote_code import trusts_remote_code
 from verl.training.checkpoint_files import ShardReader, checkpoint_errors, load_tensors
 from verl.training.devices import DTYPES
-from verl.training.models import load_causal_lm
+from verl.training.loading import load_causal_lm
 from verl.training.shards import ADAPTERS_FILE, read_adapters
 from verl.training.weights import SHARD_BYTES, copy_tokenizer, whole_folder, write_weights
 

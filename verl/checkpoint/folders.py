@@ -20,31 +20,23 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Self
 
-import torch
 from pydantic import TypeAdapter
 
+from verl.checkpoint.contents import listed_files
 from verl.checkpoint.names import MARKER as MARKER
 from verl.checkpoint.names import is_complete as is_complete
 from verl.checkpoint.names import step_of as step_of
 from verl.errors import ConfigError, explain
-from verl.files import fsync, move_aside, sha256
-from verl.training.checkpoint_files import (
-    checkpoint_errors,
-    random_states,
-    read_state_file,
-    set_random_states,
-)
+from verl.files import fsync, move_aside
+from verl.training.checkpoint_files import checkpoint_errors
 
 logger = logging.getLogger(__name__)
 
-HEALTHY = "HEALTHY"
-STATE_FILE, DRIVER_FILE = "trainer_state.json", "ranks/driver.pt"
+STATE_FILE = "trainer_state.json"
 TOKENIZER_FOLDER = "huggingface"
 """Folder of a checkpoint with config, tokenizer and dialogue settings of the policy."""
 EXPECTED = f"global_step_N with {MARKER} inside"
 """Describes a checkpoint in error messages."""
-HASHED_BYTES = 64 << 20
-"""Largest size of files that are compared by content."""
 TEMPORARY_NAME = re.compile(r"global_step_(\d+)\.([0-9a-f]{8}\.)?tmp")
 VALIDATION = "validation"
 """Folder of a run's validation dialogues, with one file per step."""
@@ -122,43 +114,6 @@ class RunState:
             return state
 
 
-def write_driver_random(step_dir: Path) -> None:
-    """Save the driver's random states."""
-    (step_dir / DRIVER_FILE).parent.mkdir(exist_ok=True)
-    torch.save(random_states(), step_dir / DRIVER_FILE)
-
-
-def read_driver_random(step_dir: Path) -> None:
-    """Restore the driver's random states, if the checkpoint has them. Raises ModelError."""
-    path = step_dir / DRIVER_FILE
-    if path.exists():
-        with checkpoint_errors(path):
-            set_random_states(read_state_file(path))
-
-
-def check_files(step_dir: Path) -> None:
-    """Raise ModelError if a checkpoint's files are not as its marker lists them."""
-    marker = step_dir / MARKER
-    with checkpoint_errors(marker):
-        content = json.loads(marker.read_text())
-        listed = {} if content == step_of(step_dir) else content["files"]  # {}: an old checkpoint
-        for name, expected in listed.items():
-            file = step_dir / name
-            if not file.is_file() or _size_and_hash(file) != expected:
-                raise ValueError(f"{name} is missing or has changed since it was written")
-
-
-def _size_and_hash(file: Path) -> list[Any]:
-    """Return the size of a file and its SHA-256, None above HASHED_BYTES."""
-    size = file.stat().st_size
-    return [size, sha256(file) if size <= HASHED_BYTES else None]
-
-
-def mark_healthy(step_dir: Path) -> None:
-    """Mark a checkpoint as trusted by the collapse guard, so that it is kept."""
-    (step_dir / HEALTHY).touch()
-
-
 def all_complete(root: Path) -> list[Path]:
     """Return the complete checkpoints below `root`, oldest step first."""
     return sorted(filter(is_complete, root.glob("global_step_*")), key=step_of)
@@ -194,9 +149,7 @@ def publish(pending: PendingCheckpoint) -> Path:
     """Make a written folder the checkpoint of its step, replacing an existing one."""
     folder, marker = pending.folder, pending.folder / MARKER
     fsync(*folder.rglob("*"))
-    files = {str(path.relative_to(folder)): _size_and_hash(path)
-             for path in sorted(folder.rglob("*")) if path.is_file()}  # fmt: skip
-    marker.write_text(json.dumps({"step": pending.step, "files": files}) + "\n")
+    marker.write_text(json.dumps({"step": pending.step, "files": listed_files(folder)}) + "\n")
     fsync(marker, folder)
     final = step_folder(pending.root, pending.step)
     remove(final)

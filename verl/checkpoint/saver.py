@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from verl.checkpoint import folders
-from verl.checkpoint.folders import PendingCheckpoint, RunState, discard, write_driver_random
+from verl.checkpoint.folders import PendingCheckpoint, RunState, discard
 from verl.config import TrainerConfig
 from verl.errors import ModelError, SaveError, UserError
+from verl.training.checkpoint_files import write_driver_random
 
 logger = logging.getLogger(__name__)
 
@@ -46,12 +47,15 @@ class Watcher(Protocol):
     @property
     def protected_steps(self) -> set[int]:
         """Steps whose checkpoints must not be deleted, whatever their age."""
+        return set()
 
     def on_saving(self, step: int) -> Mapping[str, Any]:
         """Called before a checkpoint is written; returns the fields of its state to replace."""
+        return {}
 
     def drop_pending(self, step: int) -> None:
         """Called with the step of a checkpoint that was deleted or could not be written."""
+        return
 
 
 def is_due(frequency: int, step: int, total_steps: int) -> bool:
@@ -240,15 +244,14 @@ def checkpoints_to_keep(
 ) -> set[Path]:
     """Return the checkpoints among `complete` (oldest first) that must not be deleted.
 
-    These are the newest `keep_last` (at least one), the `keep_best` with the highest scores, the
-    newest healthy one, and those of the `protected` steps.
+    These are the newest `keep_last` (at least one), the `keep_best` with the highest scores, and
+    those of the `protected` steps.
     """
     scores = {path: _score(path) for path in complete}
     scored = [path for path in complete if scores[path] is not None]
     best = sorted(scored, key=lambda path: (scores[path], folders.step_of(path)), reverse=True)
-    healthy = [path for path in complete if (path / folders.HEALTHY).exists()]
     needed = [path for path in complete if folders.step_of(path) in protected]
-    return {*complete[-max(keep_last, 1) :], *healthy[-1:], *best[:keep_best], *needed}
+    return {*complete[-max(keep_last, 1) :], *best[:keep_best], *needed}
 
 
 def _score(step_dir: Path) -> float | None:

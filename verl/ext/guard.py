@@ -27,6 +27,7 @@ from torch import Tensor
 from verl.batch import TokenBatch
 from verl.checkpoint import folders
 from verl.checkpoint.folders import RunState
+from verl.checkpoint.saver import Watcher
 from verl.config import Config, GuardConfig
 from verl.config.trainer import PATIENCE
 from verl.core_algos.kl import kl_penalty
@@ -40,6 +41,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+HEALTHY = "HEALTHY"
+"""File in the folder of a healthy checkpoint."""
 MALFORMED = "guard/malformed_rate"
 TOOL_USE = "guard/search_rate"
 """Share of trajectories with a tool call; the name is from when there was one tool."""
@@ -187,8 +190,27 @@ class Verdict:
         return "; ".join(self.reasons)
 
 
+class HealthyMarks(Watcher):
+    """Keeps the newest checkpoint that a guard marked, also in a run without one."""
+
+    def __init__(self, directory: Path) -> None:
+        """`directory`: the run's folder."""
+        self.directory = directory
+
+    @property
+    def protected_steps(self) -> set[int]:
+        """The newest marked step, if there is one."""
+        return newest_marked(self.directory)
+
+
+def newest_marked(directory: Path) -> set[int]:
+    """Return the step of the newest checkpoint that is marked as healthy, if there is one."""
+    marked = [path for path in folders.all_complete(directory) if (path / HEALTHY).exists()]
+    return {folders.step_of(path) for path in marked[-1:]}
+
+
 @dataclass
-class CollapseGuard(Hook):
+class CollapseGuard(Hook, Watcher):
     """Verdicts and healthy checkpoints of one run with checkpoints in `directory`."""
 
     config: GuardConfig
@@ -286,7 +308,7 @@ class CollapseGuard(Hook):
         self.drop_pending(step)
         if self._exists(step):
             self.healthy = step
-            folders.mark_healthy(folders.step_folder(self.directory, step))
+            (folders.step_folder(self.directory, step) / HEALTHY).touch()
 
     def drop_pending(self, step: int) -> None:
         """Remove the checkpoint of `step` from the pending ones: it is lost, or known healthy."""
@@ -295,7 +317,7 @@ class CollapseGuard(Hook):
     @property
     def protected_steps(self) -> set[int]:
         """Steps whose checkpoints must be kept: the last healthy one and the oldest pending one."""
-        steps = {*self.pending[:1]}
+        steps = {*self.pending[:1], *newest_marked(self.directory)}
         return steps if self.healthy is None else {*steps, self.healthy}
 
     def require_health(self, step: int, verdict: Verdict) -> None:
@@ -356,6 +378,7 @@ def hook(parts: Parts) -> CollapseGuard | None:
     config, saver = parts.config, parts.saver
     options = config.trainer.guard
     if options.action == "off":
+        saver.watchers.append(HealthyMarks(parts.directory))
         return None
     if not config.samples_rollouts:  # the policy moves away from recorded trajectories
         options = replace(options, limits={**options.limits, "mismatch_bound": None})

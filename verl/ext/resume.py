@@ -18,6 +18,7 @@ from typing import Any
 from verl.agent.environment import Environment
 from verl.agent.served import fingerprints
 from verl.checkpoint import folders
+from verl.checkpoint.contents import check_files
 from verl.checkpoint.folders import RunState
 from verl.config import Config
 from verl.config.cli import public_options
@@ -105,7 +106,7 @@ def check_contents(config: Config) -> None:
     if step_dir is None:
         return
     try:
-        folders.check_files(step_dir)
+        check_files(step_dir)
         RunState.read(step_dir)
     except ModelError as error:
         step = folders.step_of(step_dir)

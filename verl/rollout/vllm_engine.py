@@ -22,8 +22,8 @@ from verl.config import Config
 from verl.config.engine_kwargs import check
 from verl.errors import ModelError, explain
 from verl.model_files import refuse_non_finite
-from verl.nvidia import vllm_device
 from verl.rollout.interface import EngineDied, Listener, RolloutEngine
+from verl.rollout.vllm_build import check_device
 from verl.rollout.vllm_settings import VllmSettings
 from verl.socket_folder import socket_folder
 from verl.types import Completion, Measured, Sampling
@@ -57,14 +57,10 @@ class VllmEngine(RolloutEngine):
     async def start(self) -> None:
         """Start vLLM's engine core in a separate process and load the weights.
 
-        Raises ModelError if vLLM is missing, is built for another device (a GPU build would
-        allocate 92 % of card 0 in a run on the CPU), or cannot find the model.
+        Raises ModelError if vLLM is missing, is built for another device, or cannot find the model.
         """
-        settings, installed = self.settings, vllm_device()
-        if installed and installed != settings.device:
-            expected, got = f"its {settings.device} build", f"vLLM's {installed} build"
-            fix = f"set device to {installed}, or install the other: docs/start/installation.md"
-            raise ModelError(explain("rollout engine", got, expected, fix))
+        settings = self.settings
+        check_device(settings.device)
         for name, value in settings.environment().items():
             os.environ.setdefault(name, value)
         try:

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
 from typing import Any
 
-import torch
-
 from verl.config import Config
-from verl.config.engine_kwargs import KEY, given
-from verl.errors import ConfigError, explain
-from verl.nvidia import is_older, version_of
+from verl.config.engine_kwargs import given
 from verl.remote_code import trusts_remote_code
+from verl.rollout import vllm_build
 from verl.threads import PASSIVE
-from verl.training.devices import device_type, is_surely_cpu, rollout_dtype
+from verl.training.devices import device_type, rollout_dtype
 
 CPU_ENV = {
     # The worker runs inside the engine core's process: one process fewer to start.
@@ -34,15 +29,7 @@ MIN_BATCHED_TOKENS = 8192
 CPU_BLOCK = 32
 """Tokens per block of the prefix cache on the CPU, the minimum of its kernels. Most first turns are
 shorter than vLLM's default of 128 and would not be cached for the next turn."""
-BATCH_INVARIANT = "VLLM_BATCH_INVARIANT"
-COVERS_AMPERE_SINCE, COVERED_BEFORE = (0, 26), ((8, 0), (8, 9))
-"""vLLM whose batch-invariant products are for all cards of capability 8, and those of before."""
 WORKER_EXTENSION = "verl.rollout.weight_loading.WeightLoading"
-CPU_LACKS = {
-    "quantization": "vLLM's CPU build has no kernel for 8-bit weights",
-    "speculative_config": "vLLM's CPU build (0.32) verifies drafts at a wrong temperature",
-}
-"""Arguments of vLLM with which its CPU build fails, or samples from another distribution."""
 
 
 class VllmSettings:
@@ -62,7 +49,7 @@ class VllmSettings:
         self.deterministic = config.trainer.deterministic
         """Disables the prefix cache, and batching unless the kernels are `batch_invariant`, so that
         other requests cannot change the rounding of a request's results."""
-        self.batch_invariant = self.deterministic and has_batch_invariant_kernels(self.device)
+        self.batch_invariant = self.deterministic and vllm_build.is_batch_invariant(self.device)
         """Whether to use vLLM's kernels whose results do not depend on the rest of the batch."""
         self.loads_weights = True
         """Whether the engine starts with the model's weights; otherwise with random ones."""
@@ -122,35 +109,11 @@ class VllmSettings:
     def environment(self) -> dict[str, str]:
         """Return environment variables to set before vLLM is imported, unless the user did."""
         if self.device != "cpu":
-            return QUIET_ENV | ({BATCH_INVARIANT: "1"} if self.batch_invariant else {})
+            return QUIET_ENV | ({vllm_build.BATCH_INVARIANT: "1"} if self.batch_invariant else {})
         cache = self.config.actor_rollout_ref.rollout.cpu_kv_cache_gib
         return QUIET_ENV | CPU_ENV | {"VLLM_CPU_KVCACHE_SPACE": str(cache)}
-
-
-def problems(config: Config) -> Iterator[ConfigError]:
-    """Yield the arguments of `engine_kwargs` with which vLLM fails on the run's device."""
-    if config.samples_rollouts and is_surely_cpu(config.trainer.device):
-        arguments = given(config.actor_rollout_ref.rollout.engine_kwargs)
-        for name in CPU_LACKS.keys() & arguments.keys():
-            expected = f"nothing: {CPU_LACKS[name]}"
-            yield ConfigError(explain(f"{KEY}.{name}", arguments[name], expected, "leave it out"))
 
 
 def batched_tokens(max_num_seqs: int, longest_prefill: int = 0) -> int:
     """Return the maximum tokens of an engine step; `longest_prefill` if prompts are not chunked."""
     return max(MIN_BATCHED_TOKENS, max_num_seqs, longest_prefill)
-
-
-def has_batch_invariant_kernels(device: str) -> bool:
-    """Whether vLLM's batch-invariant mode works here and was not disabled in the environment.
-
-    vLLM accepts the mode on any card. It has its own matrix products for compute capability 8 (0.19
-    not for all of it), and excludes the variable algorithms of cuBLAS for 9 and newer; for older
-    cards it guarantees nothing (`enable_batch_invariant_mode`, vLLM 0.19, 0.26 and 0.33).
-    """
-    if device != "cuda" or os.environ.get(BATCH_INVARIANT) == "0":
-        return False
-    capability = torch.cuda.get_device_capability()
-    if is_older(version_of("vllm"), COVERS_AMPERE_SINCE) and capability < (9, 0):
-        return capability in COVERED_BEFORE
-    return capability >= (8, 0)

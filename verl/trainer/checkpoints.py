@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from verl.checkpoint import folders
-from verl.checkpoint.folders import RunState, read_driver_random
+from verl.checkpoint.folders import RunState
 from verl.checkpoint.saver import LOST_RANK_TIMEOUT_S, SavePlan, Saver
 from verl.config import Config
 from verl.trainer.hooks import Hook, joined_writer
-from verl.training.checkpoint_files import checkpoint_errors
+from verl.training.checkpoint_files import checkpoint_errors, read_driver_random
 from verl.types import Metrics
 
 if TYPE_CHECKING:

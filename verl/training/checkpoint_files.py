@@ -22,6 +22,8 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from verl.errors import ModelError, UserError, explain
 from verl.training.devices import dtype_name
 
+DRIVER_FILE = "ranks/driver.pt"
+"""File of a checkpoint with the driver's random states."""
 METADATA = ".metadata"
 """File of a distributed checkpoint that lists the location of each tensor."""
 _METADATA: list[Any] = [
@@ -126,3 +128,17 @@ def set_random_states(states: Mapping[str, Any]) -> None:
     torch.set_rng_state(states["torch"])
     if states["cuda"] is not None and torch.cuda.is_available():
         torch.cuda.set_rng_state(states["cuda"])
+
+
+def write_driver_random(step_dir: Path) -> None:
+    """Save the driver's random states."""
+    (step_dir / DRIVER_FILE).parent.mkdir(exist_ok=True)
+    torch.save(random_states(), step_dir / DRIVER_FILE)
+
+
+def read_driver_random(step_dir: Path) -> None:
+    """Restore the driver's random states, if the checkpoint has them. Raises ModelError."""
+    path = step_dir / DRIVER_FILE
+    if path.exists():
+        with checkpoint_errors(path):
+            set_random_states(read_state_file(path))

@@ -13,7 +13,7 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import torch
 from huggingface_hub import snapshot_download, try_to_load_from_cache
@@ -21,15 +21,24 @@ from huggingface_hub.errors import HFValidationError
 from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from transformers import AutoConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from verl.machine import HostMemory
-from verl.model_files import MAPPED_FILES, indexed_files, is_finite, model_errors, refuse_non_finite
+from verl.model_files import (
+    MAPPED_FILES,
+    check_loading_report,
+    indexed_files,
+    is_finite,
+    model_errors,
+    quiet_transformers,
+    refuse_non_finite,
+)
 from verl.remote_code import trusts_remote_code
+from verl.training.attention import PACKED
 from verl.training.family import check_family
-from verl.training.models import load_causal_lm
+from verl.training.models import remove_noise
 
 logger = logging.getLogger(__name__)
 
@@ -110,6 +119,25 @@ def fill_shards(module: nn.Module, values: list[Tensor], device: torch.device) -
     with torch.no_grad():
         replace_parameters(module, filled)
     refuse_non_finite(faulty)
+
+
+def load_causal_lm(
+    path: str, dtype: torch.dtype = torch.float32, needs_head: bool = True,
+    attention: str | None = PACKED,
+) -> PreTrainedModel:  # fmt: skip
+    """Load a causal language model on the CPU; `attention` None means transformers' default.
+
+    Raises ModelError if `path` does not exist, has no such model, or its weights do not match the
+    model (`check_loading_report`). Values are checked later, where they are read.
+    """
+    with model_errors(path, "weights"), quiet_transformers():
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            path, dtype=dtype, attn_implementation=attention, output_loading_info=True,
+            ignore_mismatched_sizes=True, trust_remote_code=trusts_remote_code(),
+        )  # fmt: skip
+        lm: PreTrainedModel = loaded[0]
+        check_loading_report(lm, loaded[1], needs_head)
+    return remove_noise(lm)
 
 
 @contextlib.contextmanager

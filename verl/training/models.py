@@ -15,15 +15,13 @@ from typing import Any, Self, cast
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from verl import plugins
 from verl.batch import TokenBatch
-from verl.model_files import check_loading_report, model_errors, quiet_transformers
 from verl.packing import Packing, as_rows
-from verl.remote_code import trusts_remote_code
-from verl.training.attention import PACKED, SequenceBounds, Span
+from verl.training.attention import SequenceBounds, Span
 from verl.training.devices import to_device
 from verl.training.mixers import current_row
 
@@ -98,25 +96,6 @@ def lay_out_row(
             index_in_row[starts[member] + own] = own + (num_computed - run.start)
         num_computed += len(own)
     return spans, torch.cat(flat_positions), index_in_row
-
-
-def load_causal_lm(
-    path: str, dtype: torch.dtype = torch.float32, needs_head: bool = True,
-    attention: str | None = PACKED,
-) -> PreTrainedModel:  # fmt: skip
-    """Load a causal language model on the CPU; `attention` None means transformers' default.
-
-    Raises ModelError if `path` does not exist, has no such model, or its weights do not match the
-    model (`check_loading_report`). Values are checked later, where they are read.
-    """
-    with model_errors(path, "weights"), quiet_transformers():
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            path, dtype=dtype, attn_implementation=attention, output_loading_info=True,
-            ignore_mismatched_sizes=True, trust_remote_code=trusts_remote_code(),
-        )  # fmt: skip
-        lm: PreTrainedModel = loaded[0]
-        check_loading_report(lm, loaded[1], needs_head)
-    return remove_noise(lm)
 
 
 def remove_noise(lm: PreTrainedModel) -> PreTrainedModel:

@@ -30,7 +30,8 @@ from verl.trainer.collect import Samples
 from verl.trainer.learn import add_advantages, assemble
 from verl.training.actor import TargetColumns, loss_mask
 from verl.training.devices import resolve_device, rollout_dtype
-from verl.training.models import LogProbModel, PackedInputs, load_causal_lm
+from verl.training.loading import load_causal_lm
+from verl.training.models import LogProbModel, PackedInputs
 from verl.types import Origin, Status, Trajectory
 
 

@@ -33,7 +33,8 @@ from verl.core_algos.losses import loss_weights
 from verl.ext.sft import run as sft
 from verl.ext.sft.options import SftConfig
 from verl.preflight.undecided import fill_undecided
-from verl.training import models, roles
+from verl.training import roles
+from verl.training.attention import PACKED
 from verl.training.devices import join_process_group
 from verl.training.loading import Placeholder, replace_parameters
 from verl.training.worker import TrainerWorker
@@ -293,7 +294,7 @@ def simulated_gpu(case: Case, mode: PretendCuda) -> Iterator[None]:
     def fake_load(path: str, dtype: torch.dtype = torch.float32) -> Any:
         with mode.fake:
             lm = AutoModelForCausalLM.from_config(
-                facts, dtype=dtype, attn_implementation=models.PACKED
+                facts, dtype=dtype, attn_implementation=PACKED
             ).to("cuda:0")
         lm.tie_weights()
         # Sources of the weights are on the host; these take no memory there.

@@ -15,9 +15,10 @@ import pytest
 import torch
 
 from tests.checkpoints import writing
-from verl.checkpoint import folders
-from verl.checkpoint.folders import RunState, read_driver_random, write_driver_random, write_state
+from verl.checkpoint import contents, folders
+from verl.checkpoint.folders import RunState, write_state
 from verl.errors import ConfigError, ModelError
+from verl.training.checkpoint_files import read_driver_random, write_driver_random
 
 FORK = multiprocessing.get_context("fork")
 
@@ -155,16 +156,16 @@ def test_all_files_are_on_disk_before_the_marker(
 
 def test_small_files_are_compared_by_hash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Including that size; for larger files only the size, since tensors have checksums."""
-    monkeypatch.setattr(folders, "HASHED_BYTES", 3)
+    monkeypatch.setattr(contents, "HASHED_BYTES", 3)
     with writing(tmp_path, 1) as folder:
         (folder / "small").write_text("abc")
         (folder / "large").write_text("abcd")
     step_dir = folders.step_folder(tmp_path, 1)
     (step_dir / "large").write_text("dcba")
-    folders.check_files(step_dir)
+    contents.check_files(step_dir)
     (step_dir / "small").write_text("cba")
     with pytest.raises(ModelError, match="small is missing or has changed since it was written"):
-        folders.check_files(step_dir)
+        contents.check_files(step_dir)
 
 
 def test_later_steps_of_an_earlier_run_are_set_aside(tmp_path: Path) -> None:

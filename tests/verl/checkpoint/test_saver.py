@@ -12,6 +12,7 @@ from verl.checkpoint.folders import PendingCheckpoint, RunState
 from verl.checkpoint.saver import SavePlan, Saver
 from verl.config import TrainerConfig
 from verl.errors import SaveError
+from verl.ext.guard import HEALTHY, HealthyMarks
 
 
 class SlowRanks:
@@ -222,14 +223,14 @@ def test_checkpoints_that_the_guard_needs_are_kept(saver: Saver, ranks: SlowRank
     """The newest healthy one, and the steps that the guard protects, whatever `keep_last`."""
     saver.config.keep_last, saver.config.keep_best = 1, 0
     watching = Watching({3})
-    saver.watchers.append(watching)
+    saver.watchers += [watching, HealthyMarks(saver.root)]
     fill(saver, ranks, [None])
-    folders.mark_healthy(saver.root / "global_step_1")
+    (saver.root / "global_step_1" / HEALTHY).touch()
     fill(saver, ranks, [None])  # step 1 is written again without the mark: nothing is healthy now
     watching.protected_steps = set()
     for step in (2, 3):
         saver.save(state(step), wait=True)
-        folders.mark_healthy(saver.root / f"global_step_{step}")
+        (saver.root / f"global_step_{step}" / HEALTHY).touch()
     watching.protected_steps = {4}
     for step in (4, 5, 6):
         saver.save(state(step), wait=True)

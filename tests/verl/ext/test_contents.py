@@ -22,12 +22,17 @@ from tests.checkpoints import writing
 from tests.test_end_to_end import write_rows
 from verl.checkpoint import folders
 from verl.checkpoint.exporting import export
-from verl.checkpoint.folders import read_driver_random, write_driver_random
 from verl.config import Config
 from verl.errors import ModelError, UserError
 from verl.ext.resume import check_contents
 from verl.trainer import main_ppo, run
-from verl.training.checkpoint_files import load_tensors, random_states, read_state_file
+from verl.training.checkpoint_files import (
+    load_tensors,
+    random_states,
+    read_driver_random,
+    read_state_file,
+    write_driver_random,
+)
 from verl.training.shards import ADAPTERS_FILE
 
 STATE = {"step": 3, "sampler": {"epoch": 0}, "kl_coef": 0.1, "config": {}, "fingerprints": {}}

@@ -21,7 +21,7 @@ from verl.batch import TokenBatch
 from verl.checkpoint import folders
 from verl.config import Config, GuardConfig
 from verl.errors import CollapseError
-from verl.ext.guard import DRIFT, CollapseGuard
+from verl.ext.guard import DRIFT, HEALTHY, CollapseGuard
 from verl.ext.trace import Trace
 from verl.rewards.interface import Reward, RewardFn
 from verl.trainer import main_ppo, run
@@ -96,7 +96,7 @@ def folder_of(trainer: RayPPOTrainer) -> Path:
 
 
 def marked(folder: Path) -> list[str]:
-    return sorted(path.parent.name for path in folder.glob(f"*/{folders.HEALTHY}"))
+    return sorted(path.parent.name for path in folder.glob(f"*/{HEALTHY}"))
 
 
 def test_warn_continues_and_names_metric_and_value(

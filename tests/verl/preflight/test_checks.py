@@ -22,7 +22,7 @@ from verl.ext.lora.adapter import record_of_peft_config
 from verl.ext.lora.model import peft_config
 from verl.preflight import checks
 from verl.preflight.undecided import undecided
-from verl.training.models import load_causal_lm
+from verl.training.loading import load_causal_lm
 from verl.training.shards import ADAPTERS_FILE
 
 ROW = {

@@ -21,8 +21,8 @@ from verl.rollout.interface import (
     chosen,
     engine_problems,
 )
-from verl.rollout.vllm_settings import CPU_LACKS
-from verl.rollout.vllm_settings import problems as vllm_problems
+from verl.rollout.vllm_build import CPU_LACKS
+from verl.rollout.vllm_build import problems as vllm_problems
 from verl.types import Completion, Sampling
 
 TOLERANCE = 1e-3

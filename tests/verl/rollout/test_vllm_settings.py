@@ -3,7 +3,7 @@
 import pytest
 
 from verl.config import Config
-from verl.rollout import vllm_settings
+from verl.rollout import vllm_build
 from verl.rollout.vllm_settings import VllmSettings
 
 
@@ -33,43 +33,17 @@ def test_a_deterministic_run_decodes_one_request_at_a_time() -> None:
     assert usual["max_num_seqs"] == 256
 
 
-@pytest.mark.parametrize(
-    ("vllm", "capability", "chosen", "expected"),
-    [("0.33.0", (8, 0), None, True), ("0.33.0", (8, 9), "1", True), ("0.33.0", (9, 0), None, True),
-     ("0.33.0", (9, 0), "0", False), ("0.33.0", (7, 5), None, False),
-     ("0.33.0", (7, 0), "1", False), ("0.26.0", (8, 6), None, True), ("", (8, 6), None, True),
-     ("0.19.1", (8, 0), None, True), ("0.19.1", (8, 6), None, False),
-     ("0.19.1", (8, 9), None, True), ("0.19.1", (9, 0), None, True),
-     ("0.19.1", (10, 0), None, True), ("0.19.1", (7, 5), None, False)],
-)  # fmt: skip
-def test_batch_invariant_kernels_need_a_card_that_supports_them(
-    vllm: str,
-    capability: tuple[int, int],
-    chosen: str | None,
-    expected: bool,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """vLLM itself accepts the mode on any card; the user may disable it. 0.19 covers fewer."""
-    monkeypatch.setattr(vllm_settings, "version_of", lambda package: vllm)
-    monkeypatch.setattr(vllm_settings.torch.cuda, "get_device_capability", lambda: capability)
-    monkeypatch.delenv("VLLM_BATCH_INVARIANT", raising=False)
-    if chosen is not None:
-        monkeypatch.setenv("VLLM_BATCH_INVARIANT", chosen)
-    assert vllm_settings.has_batch_invariant_kernels("cuda") is expected
-    assert vllm_settings.has_batch_invariant_kernels("cpu") is False
-
-
 def test_batch_invariant_kernels_allow_batches_in_deterministic_runs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The mode is enabled then; otherwise it is not, and requests are decoded one at a time."""
-    monkeypatch.setattr(vllm_settings, "has_batch_invariant_kernels", lambda device: True)
+    monkeypatch.setattr(vllm_build, "is_batch_invariant", lambda device: True)
     many = on_gpu(deterministic=True)
     assert many.environment()["VLLM_BATCH_INVARIANT"] == "1"
     assert many.arguments()["max_num_seqs"] == 256
     assert many.arguments()["enable_prefix_caching"] is False
     assert many.arguments()["disable_custom_all_reduce"] is True
-    monkeypatch.setattr(vllm_settings, "has_batch_invariant_kernels", lambda device: False)
+    monkeypatch.setattr(vllm_build, "is_batch_invariant", lambda device: False)
     alone = on_gpu(deterministic=True)
     assert "VLLM_BATCH_INVARIANT" not in alone.environment()
     assert alone.arguments()["max_num_seqs"] == 1

@@ -15,8 +15,8 @@ from verl.config import AdapterConfig
 from verl.errors import ModelError
 from verl.ext.lora.model import AdaptedModel, Role, build_adapted_model
 from verl.training.fsdp import FsdpModel, FsdpOptions
-from verl.training.loading import copy_without_values, open_causal_lm
-from verl.training.models import LogProbModel, ValueModel, blocks, load_causal_lm
+from verl.training.loading import copy_without_values, load_causal_lm, open_causal_lm
+from verl.training.models import LogProbModel, ValueModel, blocks
 from verl.training.worker import TrainerWorker
 
 CPU, OPTIONS = torch.device("cpu"), FsdpOptions(torch.bfloat16)

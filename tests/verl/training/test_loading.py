@@ -37,11 +37,11 @@ from verl.machine import HostMemory
 from verl.training import loading
 from verl.training.loading import (
     Placeholder,
+    load_causal_lm,
     loading_turn,
     open_causal_lm,
     weight_bytes,
 )
-from verl.training.models import load_causal_lm
 
 GIB = 2**30
 SIZES: dict[str, Any] = {

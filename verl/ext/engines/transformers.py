@@ -21,7 +21,7 @@ from verl.ext.engines.context_cache import ContextCache, sequence_log_probs
 from verl.model_files import check_finite, load_tokenizer, model_errors
 from verl.rollout.interface import Listener, RolloutEngine
 from verl.training.devices import device_type, rollout_dtype
-from verl.training.models import load_causal_lm
+from verl.training.loading import load_causal_lm
 from verl.types import Completion, Sampling
 
 REPLACEMENT = "\ufffd"

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from transformers import PretrainedConfig
 
 from verl.checkpoint import folders
+from verl.checkpoint.contents import check_files
 from verl.checkpoint.saver import is_due
 from verl.errors import ConfigError, SaveError, explain
 from verl.ext.sft.options import SftConfig
@@ -122,4 +123,4 @@ def check_same(folder: Path, present: dict[str, Any]) -> None:
         got, expected = (", ".join(f"{n}={x.get(n)}" for n in names) for x in (present, saved))
         fix = f"give the same settings, name another output_dir, or delete {folder.parent}"
         raise ConfigError(explain("resumed run", got, f"{expected}, as in {folder}", fix))
-    folders.check_files(folder)
+    check_files(folder)

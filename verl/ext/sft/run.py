@@ -40,7 +40,8 @@ from verl.training.devices import (
 )
 from verl.training.family import check_family
 from verl.training.fsdp import FsdpModel, FsdpOptions, StepResult, all_reduced
-from verl.training.models import LogProbModel, PackedInputs, blocks, load_causal_lm
+from verl.training.loading import load_causal_lm
+from verl.training.models import LogProbModel, PackedInputs, blocks
 from verl.training.weights import copy_tokenizer, whole_folder, write_weights
 
 logger = logging.getLogger(__name__)
