@@ -28,6 +28,9 @@ PREPARERS = ("verl.ext.record",)
 IDENTITIES = ("verl.ext.resume",)
 """`checked_identity(config, environment, tokenizer)` returns what checkpoints store of the run, and
 refuses to continue one of another."""
+SUPPLIES = ("verl.ext.recorded",)
+"""`supply(config, build_reward)` returns where trajectories come from if engines sample none, or
+None; the first decides."""
 SUPERVISORS = ("verl.ext.restart",)
 """`supervised(attempt)` returns what is called in the place of an attempt to run."""
 STARTERS = ("verl.ext.overlapping", "verl.ext.reaper", "verl.ext.nodes", "verl.ext.cpu_env")

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from verl.agent.environment import Environment
 from verl.config import Config
 from verl.data.trajectories import (
     MODEL,
@@ -26,10 +27,13 @@ from verl.data.trajectories import (
 from verl.errors import ConfigError, DataError, explain
 from verl.model_files import weights_fingerprint
 from verl.monitor.performance import Timings
-from verl.rewards.interface import RewardManager
+from verl.rewards.interface import EachAlone, Reward, RewardManager
+from verl.trainer.build import Prompts, Supply
 from verl.trainer.collect import Measure, Samples, Source, select_for_training
+from verl.trainer.groups import StartUp, build_ranks
 from verl.trainer.learn import NO_LOG_PROBS_FIX
 from verl.trainer.metrics import reward_metrics, rollout_metrics
+from verl.trainer.ranks import TrainerRanks
 from verl.types import Metrics, Origin
 
 if TYPE_CHECKING:
@@ -138,6 +142,38 @@ def _check_step(config: Config, step: int, rows: Sequence[RecordedTrajectory]) -
     if config.reads_engine_log_probs and not all(map(math.isfinite, log_probs)):
         got = f"{where}, whose engine reported no log-probs"
         raise ConfigError(explain(KEY, got, "a log-prob for each token", NO_LOG_PROBS_FIX))
+
+
+class Recorded(Supply):
+    """Trajectories that another run recorded: no tools are called and no engines started."""
+
+    calls_tools = False
+
+    def __init__(self, config: Config, build_reward: Callable[[Config], RewardManager]) -> None:
+        """`build_reward` is called if scores were not recorded, or are to be computed again."""
+        super().__init__(config)
+        self._build_reward = build_reward
+
+    def reward(self) -> RewardManager:
+        """Build the reward; a placeholder that is never called if all scores were recorded."""
+        if self.config.data.rescore:
+            return self._build_reward(self.config)
+        return EachAlone(lambda trajectory: Reward(math.nan))
+
+    def read(
+        self, environment: Environment, tokenizer: Any, reward: RewardManager, step: int
+    ) -> tuple[Prompts, int]:
+        """Check the record; there are no questions."""
+        return ([], []), check_record(self.config, tokenizer, step)
+
+    def start(self, start_up: StartUp, updates: int) -> tuple[TrainerRanks, None]:
+        """Start the ranks alone."""
+        return build_ranks(self.config, updates, start_up), None
+
+
+def supply(config: Config, build_reward: Callable[[Config], RewardManager]) -> Recorded | None:
+    """Return the supply of a run with `data.rollouts`."""
+    return None if config.samples_rollouts else Recorded(config, build_reward)
 
 
 def source(parts: Parts, measures: Sequence[Measure]) -> RecordedCollector | None:

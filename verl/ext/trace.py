@@ -36,6 +36,8 @@ class Trace(Hook):
         self._path = directory / "trace.json"
         self._last_step: int | None = None
         """The last step that was written, or that could not be."""
+        self._updated_step: int | None = None
+        """The last step whose updates are done."""
         self._rows: dict[int, list[float]] = {}
         """Timestamps at which each row of a replica becomes free again, by replica."""
 
@@ -45,10 +47,14 @@ class Trace(Hook):
         try:
             yield
         except Exception:
-            if trainer.current.calls:
+            if self._updated_step == trainer.step:
                 with contextlib.suppress(OSError):
                     self._write(trainer)
             raise
+
+    def on_updated(self, trainer: RayPPOTrainer) -> None:
+        """Note that the step has something to write."""
+        self._updated_step = trainer.step
 
     def on_trained(self, trainer: RayPPOTrainer, metrics: Metrics) -> None:
         """Write the step, only now that its state is known: a full disk cannot lose it."""

@@ -6,11 +6,12 @@ Optional features take part through the seams of `verl.seams`.
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from verl import plugins, seams
 from verl.agent.environment import Environment
@@ -34,6 +35,8 @@ from verl.training.devices import rollout_dtype
 from verl.types import Prompt
 
 KEY = "trainer.hooks"
+Prompts = tuple[Sequence[Prompt], Sequence[Prompt]]
+"""Training prompts and validation prompts."""
 
 
 def transfer_weights(
@@ -57,6 +60,32 @@ class Inputs:
     environment: Environment = field(default_factory=Environment)
     identity: Mapping[str, Any] = field(default_factory=dict)
     """What to store of the run in each checkpoint (`verl.seams.IDENTITIES`)."""
+
+
+@dataclass
+class Supply(ABC):
+    """Where a run's trajectories come from, and what has to be read and started for it."""
+
+    config: Config
+    calls_tools: ClassVar[bool]
+    """Whether tools must be there."""
+
+    @abstractmethod
+    def reward(self) -> RewardManager:
+        """Build the run's reward."""
+
+    @abstractmethod
+    def read(
+        self, environment: Environment, tokenizer: Any, reward: RewardManager, step: int
+    ) -> tuple[Prompts, int]:
+        """Read and check what a run reads that goes on after `step`.
+
+        Returns the prompts and the number of steps. Raises ConfigError or DataError.
+        """
+
+    @abstractmethod
+    def start(self, start_up: StartUp, updates: int) -> tuple[TrainerRanks, TrainedRollouts | None]:
+        """Start the ranks, for that many updates of the actor, and engines if they are needed."""
 
 
 @dataclass

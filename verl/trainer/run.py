@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from operator import attrgetter
@@ -36,28 +35,28 @@ from verl.plugins import PortableFactory
 from verl.preflight.checks import preflight
 from verl.preflight.models import fetch_models
 from verl.remote_code import set_trust
-from verl.rewards.interface import EachAlone, Reward, RewardManager
+from verl.rewards.interface import RewardManager
 from verl.rollout.rollouts import TrainedRollouts
 from verl.trainer.build import (
     Inputs,
     Parts,
+    Prompts,
+    Supply,
     add_starters,
     replica_class,
     replicas_class,
     user_hooks,
 )
 from verl.trainer.cluster import start_ray
-from verl.trainer.groups import StartUp, build_groups, build_ranks
-from verl.trainer.loop import RayPPOTrainer
+from verl.trainer.groups import StartUp, build_groups
+from verl.trainer.loop import Logger, RayPPOTrainer
 from verl.trainer.metric_names import check_metric_names
-from verl.types import Prompt
+from verl.trainer.ranks import TrainerRanks
 
 OUTPUTS = ("trainer.default_local_dir", "trainer.rollout_data_dir")
 """Options with the folders that only one run at a time may write."""
 Starter = Callable[[StartUp], None]
 """Adds to what happens when a run's actors start."""
-Prompts = tuple[Sequence[Prompt], Sequence[Prompt]]
-"""Training prompts and validation prompts."""
 
 
 def build_kl_controller(config: Config) -> KLController:
@@ -76,24 +75,17 @@ def count_steps(config: Config, num_rows: int) -> int:
     return num_batches(num_rows, config.data.train_batch_size, trainer.total_epochs)
 
 
-def build_reward(config: Config) -> RewardManager:
-    """Build the run's reward; a placeholder that is never called if all scores were recorded."""
-    if not (config.samples_rollouts or config.data.rescore):
-        return EachAlone(lambda trajectory: Reward(math.nan))
-    return build_reward_manager(config)
-
-
 def prepare(config: Config) -> Inputs:
     """Check everything that a run needs, decide machine-dependent options and read the questions.
 
     Reward, agent and the user's hooks are also built here, only to check that they can be: each
-    attempt and each replica builds its own. A run on recorded trajectories calls no tools and reads
-    no questions.
+    attempt and each replica builds its own.
     """
     set_trust(config.actor_rollout_ref.model.trust_remote_code)
-    calls_tools = config.do_search and config.samples_rollouts
-    environment = replace(build_environment(config), enabled=calls_tools)
-    reward = build_reward(config)
+    supply = chosen_supply(config)
+    uses_tools = config.do_search and supply.calls_tools
+    environment = replace(build_environment(config), enabled=uses_tools)
+    reward = supply.reward()
     list(user_hooks(config))
     config = preflight(config, environment)
     fetch_models(config)
@@ -104,19 +96,41 @@ def prepare(config: Config) -> Inputs:
     identity = seams.first(seams.IDENTITIES, "checked_identity", *asked) or {}
     cli.write_resolved(config, config.trainer.default_local_dir)
     step = resumed_step(config)
-    prompts: Prompts = ([], [])
-    if config.samples_rollouts:
-        prompts = read_prompts(config, environment, tokenizer)
-        check_metric_names(config, reward, {prompt.data_source for prompt in prompts[1]})
-        build_agent(config)
-        total_steps = count_steps(config, len(prompts[0]))
-    else:
-        from verl.ext.recorded import check_record  # noqa: PLC0415 - only where asked for
-
-        total_steps = check_record(config, tokenizer, step)
+    prompts, total_steps = chosen_supply(config).read(environment, tokenizer, reward, step)
     for module in seams.plugged(seams.PREPARERS):
         module.prepare(config, tokenizer, step, total_steps)
     return Inputs(config, *prompts, total_steps, environment, identity)
+
+
+class Sampled(Supply):
+    """Trajectories that engines sample, of dialogues with tools about the questions of files."""
+
+    calls_tools = True
+
+    def reward(self) -> RewardManager:
+        """Build the run's reward."""
+        return build_reward_manager(self.config)
+
+    def read(
+        self, environment: Environment, tokenizer: Any, reward: RewardManager, step: int
+    ) -> tuple[Prompts, int]:
+        """Read the questions, and check that the agent can be built and metrics have names."""
+        prompts = read_prompts(self.config, environment, tokenizer)
+        check_metric_names(self.config, reward, {prompt.data_source for prompt in prompts[1]})
+        build_agent(self.config)
+        return prompts, count_steps(self.config, len(prompts[0]))
+
+    def start(self, start_up: StartUp, updates: int) -> tuple[TrainerRanks, TrainedRollouts]:
+        """Start ranks and engines."""
+        config, agent = self.config, WithToken(PortableFactory(build_agent))
+        classes = replica_class(config), replicas_class(config)
+        ranks, replicas = build_groups(config, agent, updates, start_up, *classes)
+        return ranks, start_up.wrap(replicas)
+
+
+def chosen_supply(config: Config) -> Supply:
+    """Return where a run's trajectories come from."""
+    return seams.first(seams.SUPPLIES, "supply", config, build_reward_manager) or Sampled(config)
 
 
 def resumed_step(config: Config) -> int:
@@ -140,31 +154,22 @@ def read_prompts(config: Config, environment: Environment, tokenizer: Any) -> Pr
 
 
 @contextlib.contextmanager
-def running_trainer(
-    inputs: Inputs, tracking: Tracking, *starters: Starter
-) -> Iterator[RayPPOTrainer]:
+def running_trainer(inputs: Inputs, logger: Logger, *starters: Starter) -> Iterator[RayPPOTrainer]:
     """Yield a trainer with all its processes, which end with the context, however it ends."""
-    config = inputs.config
-    updates = inputs.total_steps * config.updates_per_step
-    agent = WithToken(PortableFactory(build_agent))
+    config, supply = inputs.config, chosen_supply(inputs.config)
     environment = WithToken(PortableFactory(build_environment))
-    start_up = StartUp(environment if config.samples_rollouts else no_tools)
+    start_up = StartUp(environment if supply.calls_tools else no_tools)
     with start_up.end:
         for starter in (add_starters, *starters):
             starter(start_up)
         start_ray(config)
         try:
-            rollouts: TrainedRollouts | None = None
-            if config.samples_rollouts:
-                classes = replica_class(config), replicas_class(config)
-                ranks, replicas = build_groups(config, agent, updates, start_up, *classes)
-                rollouts = start_up.wrap(replicas)
-            else:
-                ranks = build_ranks(config, updates, start_up)
+            updates = inputs.total_steps * config.updates_per_step
+            ranks, rollouts = supply.start(start_up, updates)
             try:
-                reward, controller = build_reward(config), build_kl_controller(config)
+                reward, controller = supply.reward(), build_kl_controller(config)
                 yield Parts(
-                    inputs, ranks, rollouts, reward, controller, tracking, start_up.hooks
+                    inputs, ranks, rollouts, reward, controller, logger, start_up.hooks
                 ).build()
             finally:
                 if rollouts is not None:
@@ -178,10 +183,7 @@ def running_trainer(
 def built_trainer(config: Config) -> Iterator[RayPPOTrainer]:
     """Check and build everything for one attempt; all processes end with the context."""
     inputs = prepare(config)
-    with (
-        Tracking.from_config(inputs.config) as tracking,
-        running_trainer(inputs, tracking) as trainer,
-    ):
+    with Tracking.from_config(inputs.config) as logger, running_trainer(inputs, logger) as trainer:
         yield trainer
 
 
@@ -197,17 +199,18 @@ def run(config: Config, trackers: Sequence[Tracker] = ()) -> None:
                 folders_to_lock.setdefault(Path(path).resolve(), option)
         for folder, option in folders_to_lock.items():
             locks.enter_context(exclusive_lock(folder, option))
-        _run(prepare(config), trackers)
+        inputs = prepare(config)
+        with Tracking.from_config(inputs.config, trackers) as logger:
+            _run(inputs, logger)
 
 
-def _run(inputs: Inputs, trackers: Sequence[Tracker]) -> None:
-    """Execute a run whose folders are locked."""
-    with Tracking.from_config(inputs.config, trackers) as tracking:
+def _run(inputs: Inputs, logger: Logger) -> None:
+    """Execute a run whose folders are locked, in one attempt or several."""
 
-        def attempt(config: Config, *starters: Starter) -> None:
-            with running_trainer(replace(inputs, config=config), tracking, *starters) as trainer:
-                trainer.fit()
+    def attempt(config: Config, *starters: Starter) -> None:
+        with running_trainer(replace(inputs, config=config), logger, *starters) as trainer:
+            trainer.fit()
 
-        for module in seams.plugged(seams.SUPERVISORS):
-            attempt = module.supervised(attempt)
-        attempt(inputs.config)
+    for module in seams.plugged(seams.SUPERVISORS):
+        attempt = module.supervised(attempt)
+    attempt(inputs.config)
