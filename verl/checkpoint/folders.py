@@ -28,7 +28,7 @@ from verl.checkpoint.names import is_complete as is_complete
 from verl.checkpoint.names import step_of as step_of
 from verl.errors import ConfigError, explain
 from verl.files import fsync, move_aside
-from verl.training.checkpoint_files import checkpoint_errors
+from verl.training.checkpoint_files import read_json
 
 logger = logging.getLogger(__name__)
 
@@ -65,8 +65,7 @@ def write_state(step_dir: Path, state: Mapping[str, Any]) -> None:
 
 def read_state(step_dir: Path) -> dict[str, Any]:
     """Read the driver's state. Raises ModelError."""
-    with checkpoint_errors(step_dir / STATE_FILE):
-        return dict(json.loads((step_dir / STATE_FILE).read_text()))
+    return read_json(step_dir / STATE_FILE, lambda content: dict(content))
 
 
 @dataclass(frozen=True)
@@ -107,11 +106,15 @@ class RunState:
     @classmethod
     def read(cls, step_dir: Path) -> Self:
         """Read the state of a checkpoint, ignoring unknown keys. Raises ModelError."""
-        with checkpoint_errors(step_dir / STATE_FILE):
-            state = TypeAdapter(cls).validate_python(read_state(step_dir))
-            if state.step != step_of(step_dir) or not math.isfinite(state.kl_coef):
-                raise ValueError(f"step {state.step}, KL coefficient {state.kl_coef}")
-            return state
+        step = step_of(step_dir)
+        return read_json(step_dir / STATE_FILE, lambda content: cls._of_json(content, step))
+
+    @classmethod
+    def _of_json(cls, content: Any, step: int) -> Self:
+        state = TypeAdapter(cls).validate_python(content)
+        if state.step != step or not math.isfinite(state.kl_coef):
+            raise ValueError(f"step {state.step}, KL coefficient {state.kl_coef}")
+        return state
 
 
 def all_complete(root: Path) -> list[Path]:

@@ -55,6 +55,7 @@ FEATURES = (
         for name in ("mlflow", "swanlab", "tensorboard", "trackio", "wandb")
     ),
     Feature("reward_model.stages", ("reward_stages.py",)),
+    Feature("critic.n_gpus_per_node", ("critic_apart.py",)),
     Feature("critic.model.lora_rank", ("lora",)),
     Feature(f"critic.model.{CHECKPOINTING}", ("recompute.py",), "selective"),
     Feature(f"{MODEL}.lora_rank", ("lora",)),

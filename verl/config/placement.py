@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from verl.errors import ConfigError, explain
+
 if TYPE_CHECKING:
     from verl.config import Config
 
@@ -108,6 +110,15 @@ class Placement:
     def num_engines(self, on_gpu: bool) -> int:
         """Number of rollout engines over all nodes."""
         return self.num_replicas or (self.engine_slots if on_gpu else self.actor.num_nodes)
+
+    def check_engines(self, on_gpu: bool) -> None:
+        """Raise ConfigError if engines have too few GPUs."""
+        if not on_gpu or self.engine_size == 0:
+            return
+        if self.num_engines(on_gpu) > self.engine_slots:
+            key = "actor_rollout_ref.rollout.num_replicas"
+            expected = f"at most {self.engine_slots}: no more fit on the engines' GPUs"
+            raise ConfigError(explain(key, self.num_engines(on_gpu), expected, f"{key}=null"))
 
 
 def plan(config: Config) -> Placement:

@@ -21,10 +21,10 @@ from verl import plugins
 from verl.config import Config
 from verl.config.engine_kwargs import check
 from verl.errors import ModelError, explain
-from verl.model_files import refuse_non_finite
 from verl.rollout.interface import EngineDied, Listener, RolloutEngine
 from verl.rollout.vllm_build import check_device
 from verl.rollout.vllm_settings import VllmSettings
+from verl.rollout.weight_check import check_weights
 from verl.socket_folder import socket_folder
 from verl.types import Completion, Measured, Sampling
 
@@ -88,22 +88,20 @@ class VllmEngine(RolloutEngine):
         self._core = CoreProcesses(started, EngineDeadError)
         self._has_weights = settings.loads_weights
         if settings.loads_weights:
-            await self._check_weights()
+            try:
+                await check_weights(self._call_workers, settings.arguments()["model"])
+            except ModelError:
+                await self.shutdown()
+                raise
+
+    async def _call_workers(self, method: str) -> list[Any]:
+        """Call a method of all worker processes; returns their results."""
+        return list(await self._core.result(self._llm.collective_rpc(method)))
 
     async def start_for_training(self) -> None:
         """Start with random weights."""
         self.settings.loads_weights = False
         await self.start()
-
-    async def _check_weights(self) -> None:
-        """Shut down and raise ModelError if a weight is not finite."""
-        non_finite = await self._core.result(self._llm.collective_rpc("non_finite_weights"))
-        try:
-            model = self.settings.arguments()["model"]
-            refuse_non_finite(sorted(set(itertools.chain(*non_finite))), f"weights of {model}")
-        except ModelError:
-            await self.shutdown()
-            raise
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
         """Continue `prompt_ids`; ids and log-probs are exactly those that were sampled."""
@@ -138,7 +136,7 @@ class VllmEngine(RolloutEngine):
     async def probe(self) -> None:
         """Return once the engine core answers, between two of its steps, or raise EngineDied."""
         if self._llm is not None:
-            await self._core.result(self._llm.collective_rpc("ping"))
+            await self._call_workers("ping")
 
     def _parameters(self, sampling: Sampling, output_kind: Any) -> Any:
         """Convert `sampling` to vLLM's parameters; requests each sampled token's log-prob."""
@@ -164,7 +162,7 @@ class VllmEngine(RolloutEngine):
         self.weight_version = version
 
     async def devices(self) -> list[str]:
-        return list(await self._core.result(self._llm.collective_rpc("device_identity")))
+        return await self._call_workers("device_identity")
 
     async def _reset_prefix_cache(self) -> None:
         """Drop the prefixes of older weights; fails while an aborted request still uses some."""

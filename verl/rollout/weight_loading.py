@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 from tqdm import tqdm
 
-from verl.model_files import is_finite
+from verl.rollout.weight_check import WeightCheck
 from verl.training import devices
 from verl.weights.files import ADDRESS, transport_class
 
@@ -22,10 +22,9 @@ from verl.weights.files import ADDRESS, transport_class
 tqdm.set_lock(threading.RLock())
 
 
-class WeightLoading:
+class WeightLoading(WeightCheck):
     """Mixin for vLLM's worker class (`worker_extension_cls`)."""
 
-    model_runner: Any
     vllm_config: Any
     reload_weights: Any
     device: Any
@@ -38,11 +37,6 @@ class WeightLoading:
     def can_read(self, path: str) -> bool:
         """Whether this process can see the file `path`."""
         return Path(path).is_file()
-
-    def non_finite_weights(self) -> list[str]:
-        """Return the names of weights with NaN or infinite values; on CPU vLLM hides some."""
-        named = self.model_runner.get_model().named_parameters()
-        return [name for name, values in named if not is_finite(values)]
 
     def device_identity(self) -> str:
         """Return the name of this worker's device on which ranks and workers agree."""

@@ -13,7 +13,6 @@ from ray.util.placement_group import PlacementGroup
 from verl.agent.environment import EnvironmentFactory, no_tools
 from verl.agent.interface import Agent
 from verl.config import Config
-from verl.errors import ConfigError, explain
 from verl.ports import free_port
 from verl.rollout.interface import EngineDied
 from verl.rollout.replica import RolloutReplica
@@ -120,7 +119,7 @@ def build_groups(
     replicas_class: type[RolloutReplicas] = RolloutReplicas,
 ) -> tuple[TrainerRanks, RolloutReplicas]:
     """Start and build all actors; engines and ranks load concurrently unless they share GPUs."""
-    check_engine_gpus(config, uses_gpus(config))
+    config.placement.check_engines(on_gpu=uses_gpus(config))
     started = start_ranks(config, start_up)
     config, ranks = started.config, started.ranks
     trainer, plan = config.trainer, config.placement
@@ -151,18 +150,6 @@ def build_groups(
         wait()
     empty_cache = partial(ranks.group.call, "empty_cache") if plan.is_colocated else None
     return ranks, replicas_class(replicas, selected_transport(config)(config), empty_cache)
-
-
-def check_engine_gpus(config: Config, use_gpu: bool) -> None:
-    """Raise ConfigError if engines have too few GPUs."""
-    plan = config.placement
-    if not use_gpu or plan.engine_size == 0:
-        return
-    num_engines, max_engines = plan.num_engines(on_gpu=True), plan.engine_slots
-    if num_engines > max_engines:
-        key = "actor_rollout_ref.rollout.num_replicas"
-        expected = f"at most {max_engines}: no more fit on the engines' GPUs"
-        raise ConfigError(explain(key, num_engines, expected, f"{key}=null"))
 
 
 def reserve_groups(config: Config, use_gpu: bool) -> dict[str, PlacementGroup]:

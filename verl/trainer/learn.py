@@ -37,8 +37,6 @@ NO_LOG_PROBS_FIX = (
     "actor.rollout_mask_threshold"
 )
 """Options that need no log-probs of the engines, for error messages."""
-CRITIC_WAIT = "wait_critic"
-"""Name of the phase in which the actor's ranks wait for a critic on devices of its own."""
 
 
 def assemble(samples: Samples, config: Config) -> TokenBatch:
@@ -174,6 +172,20 @@ Counter = Callable[[str, str, TokenBatch], None]
 """Called with each pass over a batch: the phase, and `policy`, `reference` or `critic`."""
 
 
+CriticStarter = Callable[[str, Callable[[], Callable[[], Any]], Timings], Callable[[], Any]]
+"""Does the critic's work of a phase, which a function starts that returns one that waits for it;
+returns a function that waits for the result."""
+
+
+def at_once(
+    phase: str, begin: Callable[[], Callable[[], Any]], timings: Timings
+) -> Callable[[], Any]:
+    """Do the critic's work before the actor's, as they share ranks; see `CriticStarter`."""
+    with timings.phase(phase):
+        result = begin()()
+    return lambda: result
+
+
 @dataclass
 class Learner(Stateful):
     """Runs the forward passes and updates that the algorithm needs on the ranks."""
@@ -182,6 +194,7 @@ class Learner(Stateful):
     ranks: TrainerRanks
     kl_controller: KLController
     count_pass: Counter = lambda phase, model, batch: None
+    start_critic: CriticStarter = at_once
 
     @property
     def estimator(self) -> AdvantageEstimator:
@@ -213,28 +226,6 @@ class Learner(Stateful):
             self.compute_log_probs(batch)
         if (found := values()) is not None:
             batch.tokens["values"] = found
-
-    def start_critic(
-        self, phase: str, begin: Callable[[], Callable[[], Any]], timings: Timings
-    ) -> Callable[[], Any]:
-        """Do the critic's work of a phase: at once, or meanwhile if it has ranks of its own.
-
-        `begin` starts it, and returns a function that waits for the result, as this method does.
-        """
-        ranks = self.ranks.group_of("critic")
-        if ranks is self.ranks.group_of("actor"):
-            with timings.phase(phase):
-                result = begin()()
-            return lambda: result
-        pending = begin()
-
-        def wait() -> Any:
-            with timings.phase(CRITIC_WAIT):
-                result = pending()
-            timings.record_peak(phase, self.ranks.take_peak_memory("critic"))
-            return result
-
-        return wait
 
     def begin_values(self, batch: TokenBatch) -> Callable[[], Tensor | None]:
         """Start computing values, if they are needed; returns a function that waits for them."""

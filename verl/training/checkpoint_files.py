@@ -5,11 +5,12 @@ that no code in a file can run. A damaged file, or one with another type, raises
 """
 
 import contextlib
+import json
 import pickle
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path, PosixPath
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -24,6 +25,7 @@ from verl.training.devices import dtype_name
 
 DRIVER_FILE = "ranks/driver.pt"
 """File of a checkpoint with the driver's random states."""
+Parsed = TypeVar("Parsed")
 METADATA = ".metadata"
 """File of a distributed checkpoint that lists the location of each tensor."""
 _METADATA: list[Any] = [
@@ -74,6 +76,12 @@ def one_line(error: BaseException) -> str:
     # torch's unpickler names a forbidden type in a line with "GLOBAL", which is not the first.
     text = next((line for line in lines if "GLOBAL" in line), lines[0] if lines else "")
     return f"{type(error).__name__}: {text}"
+
+
+def read_json(path: Path, parse: Callable[[Any], Parsed]) -> Parsed:
+    """Return what `parse` makes of a JSON file. Raises ModelError, also for an error of `parse`."""
+    with checkpoint_errors(path):
+        return parse(json.loads(path.read_text()))
 
 
 def read_state_file(path: Path) -> dict[str, Any]:

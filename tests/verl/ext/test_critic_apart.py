@@ -1,9 +1,13 @@
 """A critic on its own devices computes concurrently with the actor."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
 from tests.verl.trainer.test_learn import learner_of, small
+from verl.ext.critic_apart import hook
 from verl.monitor.performance import Timings
 
 
@@ -13,6 +17,9 @@ def test_a_separate_critic_computes_while_the_actor_does(is_separate: bool) -> N
     learner, ranks = learner_of()
     if is_separate:
         ranks.groups["critic"] = "critic ranks"
+    trainer: Any = SimpleNamespace(learner=learner, ranks=ranks)
+    if (found := hook(trainer)) is not None:
+        found.on_start(trainer)
     learner.config.actor_rollout_ref.actor.ppo_epochs = 2
     learner.config.critic.ppo_mini_batch_size = 2
     batch, timings = small([1.0, 0.0, 2.0, 0.0]), Timings()
