@@ -23,7 +23,7 @@ CHECKS = (
 PLANNERS = ("verl.ext.memory",)
 """`planned(config)` decides the options that are null until memory is estimated; returns them and
 why the run does not fit this machine."""
-PREPARERS = ("verl.ext.record",)
+PREPARERS = ("verl.ext.record", "verl.ext.teacher")
 """`prepare(config, tokenizer, step, total_steps)` is called before a run goes on after `step`."""
 IDENTITIES = ("verl.ext.resume",)
 """`checked_identity(config, environment, tokenizer)` returns what checkpoints store of the run, and
@@ -54,9 +54,10 @@ MEASURES = ("verl.ext.guard", "verl.ext.turn_times")
 HOOKS = (
     "verl.ext.critic_apart", "verl.ext.rank_calls", "verl.ext.speed", "verl.ext.turn_times",
     "verl.ext.staleness", "verl.ext.host_memory", "verl.ext.guard", "verl.trainer.validate",
-    "verl.ext.reward_stages", "verl.ext.sibling", "verl.ext.record", "verl.trainer.export",
-    "verl.ext.lora", "verl.ext.canary", "verl.ext.early_end", "verl.trainer.checkpoints",
-    "verl.ext.trace", "verl.ext.stopping", "verl.trainer.progress", "verl.ext.steady",
+    "verl.ext.reward_stages", "verl.ext.sibling", "verl.ext.teacher", "verl.ext.record",
+    "verl.trainer.export", "verl.ext.lora", "verl.ext.canary", "verl.ext.early_end",
+    "verl.trainer.checkpoints", "verl.ext.trace", "verl.ext.stopping", "verl.trainer.progress",
+    "verl.ext.steady",
 )  # fmt: skip
 """`hook(parts)` returns a hook of the run, or None. What adds metrics comes before what keeps the
 step's state, and what ends a run after it."""

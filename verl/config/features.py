@@ -61,6 +61,8 @@ FEATURES = (
     Feature(f"{MODEL}.lora_rank", ("lora",)),
     Feature(f"{MODEL}.{CHECKPOINTING}", ("recompute.py",), "selective"),
     Feature("actor_rollout_ref.actor.terms", ("sibling.py",), "sibling"),
+    Feature("actor_rollout_ref.actor.terms", ("teacher.py", "sibling.py", "engines/remote.py"),
+            "teacher"),
     Feature("actor_rollout_ref.actor.ulysses_sequence_parallel_size", ("sequence_parallel.py",)),
     Feature(f"{ROLLOUT}.name", ("engines/remote.py",), "remote"),
     Feature(f"{ROLLOUT}.name", ("engines/transformers.py", "engines/context_cache.py"),

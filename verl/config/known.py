@@ -161,7 +161,9 @@ def check(config: Config) -> None:
     engine_kwargs.check(config.actor_rollout_ref.rollout.engine_kwargs)
     check_limits(config)
     raise_problems(correction.problems(config.actor_rollout_ref.actor.rollout_correction))
-    raise_problems(terms.problems(config.actor_rollout_ref.actor.terms))
+    actor = config.actor_rollout_ref.actor
+    raise_problems(terms.problems(actor.terms))
+    raise_problems(terms.teacher_problems(actor.terms, actor.teacher))
     from verl.config.checks import problems  # noqa: PLC0415
 
     raise_problems(problems(config))

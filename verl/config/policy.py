@@ -143,8 +143,11 @@ class ActorConfig:
     """KL estimator in the loss: kl, abs, mse, low_var_kl."""
     terms: dict[str, Any] = option(factory=dict, resume="logged")
     """Weights of further terms per token, {llds: 0.1}: llds (lost likelihood of good trajectories),
-    sibling (self-distillation from a right answer of the group, experimental);
-    docs/explanation/algorithms.md."""
+    sibling (self-distillation from a right answer of the group), teacher (distillation from another
+    model), both experimental; docs/explanation/algorithms.md."""
+    teacher: dict[str, Any] = option(factory=dict, resume="logged")
+    """The model of terms.teacher, on a server of vLLM: {url: http://host:8000, served_model: NAME},
+    and trajectories (wrong or all) and api_key_env."""
     old_log_probs: str | None = option(None, resume="logged", choices=("recompute", "engine"))
     """Denominator of the loss's probability ratio: recompute (the trainer's log-probs before the
     step's updates) or engine (the log-probs of sampling); null is engine if rollout.max_staleness

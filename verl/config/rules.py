@@ -235,6 +235,10 @@ def _losses(config: Config) -> Iterator[Rule]:
     yield (needs_group and not config.trainer.val_only, f"{ROLLOUT}.n_agent", 1,
            f"2 or more: {ACTOR}.terms.sibling learns from another sample of the prompt",
            f"{ROLLOUT}.n_agent=5")
+    yield (bool(actor.terms.get("teacher")) and rollout.temperature != 1.0,
+           f"{ROLLOUT}.temperature", rollout.temperature,
+           f"1.0: the log-probs of {ACTOR}.terms.teacher are at that temperature",
+           f"{ROLLOUT}.temperature=1.0")
     chosen = actor.correction
     mask, level = chosen.rollout_mask_threshold, chosen.rollout_mask or chosen.rollout_is
     yield (mask is not None and level == "none",

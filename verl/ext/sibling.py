@@ -6,7 +6,7 @@ own. It scores the tokens that were sampled without that; nothing further is sam
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig
 
-from verl.batch import TokenBatch
+from verl.batch import ROW_STARTS, TokenBatch
 from verl.config.terms import KEY
 from verl.core_algos.policy_losses import LOG_RATIO_LIMIT
 from verl.errors import ConfigError, explain
@@ -53,15 +53,14 @@ class SiblingTeacher(Hook):
         """Subtract the log-ratio to the teacher. Raises ConfigError if no outcome is known."""
         batch, samples = trainer.current.batch, trainer.current.samples
         assert batch is not None, "a prepared step has a batch"
-        check_outcomes(samples)
+        check_rows(batch, "sibling")
+        check_outcomes(samples, "sibling")
         pairs = teachers(samples, batch.lengths.tolist(), self._context)
         self._metrics = {"rollout/sibling_share": len(pairs) / max(1, len(batch))}
         if not pairs:
             return
         ranks, students = trainer.ranks, batch.select([student for student, _ in pairs])
-        own = students.tokens.get("old_log_probs")
-        if own is None or trainer.config.old_log_probs == "engine":
-            own = ranks.begin_forward("actor", plain(students))()
+        own = begin_own(trainer, students)()
         guided = with_contexts(batch, pairs)
         mask = students.tokens["loss_mask"] & students.tokens["policy_mask"]
         theirs = torch.zeros_like(own)
@@ -72,12 +71,27 @@ class SiblingTeacher(Hook):
         self._metrics["rollout/sibling_kl"] = float(term[mask].mean())
 
 
-def check_outcomes(samples: Samples) -> None:
+def begin_own(trainer: RayPPOTrainer, students: TokenBatch) -> Callable[[], Tensor]:
+    """Start the policy's log-probs before the updates; returns a function that waits for them."""
+    own = students.tokens.get("old_log_probs")
+    if own is None or trainer.config.old_log_probs == "engine":
+        return trainer.ranks.begin_forward("actor", plain(students))
+    return lambda: own
+
+
+def check_rows(batch: TokenBatch, term: str) -> None:
+    """Raise ConfigError for episodes of several rows, which a teacher would read as one."""
+    if ROW_STARTS in batch.tokens:
+        got, fix = "an episode of several rows", "leave the term out, or agent.name=dialogue"
+        raise ConfigError(explain(f"{KEY}.{term}", got, "episodes of one row", fix))
+
+
+def check_outcomes(samples: Samples, term: str) -> None:
     """Raise ConfigError if the reward does not say which answers are right."""
     if samples.rewards and all(reward.is_right is None for reward in samples.rewards):
         got, expected = "a reward without outcomes", "one that says which answers are right"
         fix = "use another, such as em, return RewardOutput with is_right, or leave the term out"
-        raise ConfigError(explain(f"{KEY}.sibling", got, expected, fix))
+        raise ConfigError(explain(f"{KEY}.{term}", got, expected, fix))
 
 
 def teachers(

@@ -18,7 +18,6 @@ VALUES = {
     "trainer.resume_anyway": "[data]",
     "trainer.max_restarts": "5",
     "trainer.trace": "true",
-    "actor_rollout_ref.actor.terms": "{sibling: 1}",
     "actor_rollout_ref.rollout.url": "http://127.0.0.1:9",
 }
 """Values that need a feature, where 2 does not."""
@@ -27,8 +26,12 @@ VALUES = {
 def config_of(feature: Feature) -> Config:
     """Return the options of a run that asks for a feature."""
     value = VALUES.get(feature.option, feature.value or "2")
-    group = "actor_rollout_ref.rollout.n_agent=2"
-    return cli.compose([*REQUIRED, group, f"{feature.option}={value}"])
+    more = ["actor_rollout_ref.rollout.n_agent=2"]
+    if feature.option.endswith(".terms"):
+        value = f"{{{feature.value}: 1}}"
+    if feature.value == "teacher":
+        more += ["actor_rollout_ref.actor.teacher={url: http://h, served_model: m}"]
+    return cli.compose([*REQUIRED, *more, f"{feature.option}={value}"])
 
 
 def copied(tmp_path: Path) -> Path:
