@@ -140,6 +140,10 @@ def _load(config: EncoderConfig, path: str, max_length: int | None) -> Encoder:
         from search_r1.retrieval.encoders.model_name import check_model_name  # noqa: PLC0415
 
         check_model_name(flag, path)  # before torch, which takes seconds to import
+        from search_r1.retrieval.encoders.static import open_static  # noqa: PLC0415
+
+        if (static := open_static(path, family, config)) is not None:
+            return static
         from search_r1.retrieval.encoders.loading import explain_load_errors  # noqa: PLC0415
         from search_r1.retrieval.encoders.sentence import SentenceEncoder  # noqa: PLC0415
     except ImportError as error:

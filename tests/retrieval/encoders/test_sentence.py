@@ -19,7 +19,9 @@ from tokenizers.pre_tokenizers import Whitespace
 from transformers import AutoModel, AutoTokenizer, DPRContextEncoder, DPRQuestionEncoder
 
 from search_r1.retrieval.encoder import Encoder, open_encoder
-from search_r1.retrieval.encoders.sentence import batches
+from search_r1.retrieval.encoders.families import OTHER
+from search_r1.retrieval.encoders.sentence import SentenceEncoder, batches
+from search_r1.retrieval.encoders.static import StaticEncoder
 from search_r1.retrieval.engines.base import Retriever
 from search_r1.retrieval.engines.registry import build_retriever
 from search_r1.retrieval.errors import SetupError
@@ -290,8 +292,13 @@ def test_a_static_model_is_the_mean_of_its_tokens(tmp_path: Path) -> None:
     table = np.array([[0, 0], [3, 0], [0, 4]], dtype=np.float32)
     static = StaticEmbedding(tokenizer, embedding_weights=table)
     SentenceTransformer(modules=[static, Normalize()]).save(str(tmp_path / "static"))
-    encoder = open_encoder(EncoderConfig(str(tmp_path / "static")))
-    assert encoder.is_static
+    path, config = str(tmp_path / "static"), EncoderConfig(str(tmp_path / "static"))
+    light, encoder = open_encoder(config), SentenceEncoder(path, OTHER, config, None)
+    assert isinstance(light, StaticEncoder) and encoder.is_static and light.is_static
+    assert light.info() == encoder.info()
+    texts = ["a b", "b b b", "", "c", "a b " * 999]
+    expected = encoder.encode_passages(texts)
+    np.testing.assert_allclose(light.encode_passages(texts), expected, atol=1e-6)
     vectors = encoder.encode_queries(["a b", "b b b", "a"])
     np.testing.assert_allclose(vectors, [[0.6, 0.8], [0, 1], [1, 0]], atol=1e-6)
     np.testing.assert_array_equal(encoder.encode_passages(["a b " * 999])[0], vectors[0])
