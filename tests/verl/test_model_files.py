@@ -8,7 +8,6 @@ import socket
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -44,7 +43,6 @@ from verl.model_files import (
     num_positions,
     tokenizer_identity,
 )
-from verl.rollout.weight_loading import WeightLoading
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
@@ -82,17 +80,6 @@ def test_the_error_names_the_first_tensors_and_their_number() -> None:
     assert str(caught.value).startswith(
         "weights of x: got NaN or infinite values in w1, w2, w3 (5 in all)"
     )
-
-
-def test_an_engine_worker_names_its_non_finite_weights() -> None:
-    """The weights of the model that it has loaded."""
-    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
-    worker = WeightLoading()
-    worker.model_runner = SimpleNamespace(get_model=lambda: model)
-    assert worker.non_finite_weights() == []
-    with torch.no_grad():
-        model[1].weight[0, 1] = torch.inf
-    assert worker.non_finite_weights() == ["1.weight"]
 
 
 @pytest.mark.parametrize(
