@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from scripts.install import EXTRAS, GPU_LOCKS, HASHES, LOCK, ROOT
+from scripts.install import EXTRAS, GPU_LOCKS, HASHES, LOCK, ROOT, TORCH
 from verl.nvidia import WHEELS
 
 TOOLS = {"pip", "pip-tools", "setuptools", "wheel", "uv", "build", "pyproject_hooks"}
@@ -76,7 +76,23 @@ def lock_environment() -> None:
     command = [sys.executable, "-m", "pip", "freeze", "--all", "--exclude-editable"]
     frozen = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     LOCK.write_text(HEAD + "".join(f"{pin}\n" for pin in pins(frozen)), encoding="ascii")
+    write_hashes()
+
+
+def write_hashes() -> None:
+    """Write the hashes of the locked versions, and of the libraries that PyPI's torch requires.
+
+    The environment may lack these, with a CPU build of torch, whose file the list does not have.
+    """
     uv_compile(LOCK, HASHES, "--no-deps", "--generate-hashes")
+    with tempfile.TemporaryDirectory() as folder:
+        wanted, found = Path(folder) / "torch.in", Path(folder) / "torch.txt"
+        wanted.write_text(TORCH)
+        uv_compile(wanted, found, "-c", str(LOCK), "--generate-hashes")
+        blocks = re.split(r"^(?=\w)", found.read_text(encoding="ascii"), flags=re.MULTILINE)
+    known = HASHES.read_text(encoding="ascii")
+    added = [b for b in blocks if b and b not in known and b.partition("==")[0] not in TOOLS]
+    HASHES.write_text(known + "".join(added), encoding="ascii")
 
 
 def lock_gpu() -> None:
