@@ -21,7 +21,6 @@ from verl.ext.reaper import (
     CLOCK_TOLERANCE_S,
     KEEP_ENVIRONMENT,
     MARK,
-    OWNER_POLL_S,
     OrphanReaper,
     find_marked,
     guard_nodes,
@@ -172,7 +171,9 @@ def test_shared_memory_of_a_process_that_died_before_is_removed_with_the_run() -
         (watchdog,) = watchdogs(run.mark)
         died = subprocess.Popen([sys.executable, "-c", MAPPER, str(made)], env={MARK: run.mark})
         wait_until(lambda: made in shared_memory(psutil.Process(died.pid)))
-        time.sleep(2 * OWNER_POLL_S)  # it records at most once in OWNER_POLL_S
+        # It waits once, giving up its core, between two recordings.
+        waits = psutil.Process(watchdog).num_ctx_switches().voluntary + 3
+        wait_until(lambda: psutil.Process(watchdog).num_ctx_switches().voluntary >= waits)
         assert psutil.pid_exists(watchdog)
         died.kill()
         died.wait()
