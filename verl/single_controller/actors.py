@@ -10,9 +10,11 @@ import gc
 import inspect
 import operator
 import os
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import ray
@@ -28,6 +30,9 @@ POLL_S = 5.0
 """Seconds that `RayWorkerGroup.poll` waits for a result."""
 SHUTDOWN_CALL_S = 30.0
 """Seconds that actors may take to shut down in an orderly way, before they are killed."""
+RELEASE_S = 10.0
+"""Seconds to wait for Ray to release resources. If Ray has ended, as after a signal to all
+processes of a job, it would never answer; and the resources have ended with it."""
 PendingResults = Callable[[], list[Any]]
 """Waits for the results of calls that were started, in the order of the actors."""
 
@@ -40,6 +45,14 @@ class ActorLocation:
     host: str
     gpu_ids: tuple[str, ...]
     pid: int = 0
+
+
+def bounded(work: Callable[[], Any], seconds: float) -> bool:
+    """Do `work` in another thread, for up to `seconds`; return whether it ended."""
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return not thread.is_alive()
 
 
 def current_location() -> ActorLocation:
@@ -200,4 +213,4 @@ class RayWorkerGroup:
         for host in self.hosts:
             ray.kill(host)
         if self._placement is not None:
-            remove_placement_group(self._placement)
+            bounded(partial(remove_placement_group, self._placement), RELEASE_S)
