@@ -9,17 +9,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import httpx
 import torch
 
-from verl.batch import TokenBatch
 from verl.config import Config
 from verl.config.terms import TEACHER, Teacher
 from verl.errors import ConfigError, ToolOutage, UserError, explain, redact
+from verl.ext.distillation import DistillationTerm, begin_own, targets
 from verl.ext.engines.remote import (
     COMPLETIONS,
     CompletionResponse,
@@ -27,11 +26,9 @@ from verl.ext.engines.remote import (
     request_body,
     server_root,
 )
-from verl.ext.sibling import begin_own, check_outcomes, check_rows, log_ratio
 from verl.proxies import client_settings
 from verl.trainer.collect import Samples
-from verl.trainer.hooks import Hook
-from verl.types import Metrics, Sampling
+from verl.types import Sampling
 
 if TYPE_CHECKING:
     from verl.trainer.build import Parts
@@ -128,49 +125,36 @@ class TeacherServer:
         return ConfigError(explain(f"{TEACHER}.url ({redact(self.url)})", got, expected, fix))
 
 
-class TeacherModel(Hook):
-    """Adds the term to the advantages of a step, after the estimator's and before the updates."""
+class TeacherModel(DistillationTerm):
+    """Has a model on a server as teacher."""
+
+    name = "teacher"
 
     def __init__(self, coef: float, server: TeacherServer, asks_all: bool) -> None:
         """`asks_all`: about right trajectories too."""
-        self._coef, self._server, self._asks_all = coef, server, asks_all
-        self._metrics: Metrics = {}
-
-    @contextmanager
-    def during(self, phase: str, trainer: RayPPOTrainer) -> Iterator[None]:
-        """Add the term when the token columns have been computed."""
-        yield
-        if phase == "prepare":
-            with trainer.current.timings.phase("teacher"):
-                self.teach(trainer)
-
-    def on_trained(self, trainer: RayPPOTrainer, metrics: Metrics) -> None:
-        """Add the share of trajectories that the teacher was asked about, and the KL to it."""
-        metrics |= self._metrics
+        super().__init__(coef)
+        self._server, self._asks_all = server, asks_all
 
     def teach(self, trainer: RayPPOTrainer) -> None:
         """Subtract the log-ratio to the teacher. Raises ConfigError if no outcome is known."""
-        batch, samples = trainer.current.batch, trainer.current.samples
+        batch = trainer.current.batch
         assert batch is not None, "a prepared step has a batch"
-        chosen = self._chosen(batch, samples)
-        self._metrics = {"rollout/teacher_share": len(chosen) / max(1, len(batch))}
+        self.check_rows(batch)
+        chosen = self._chosen(trainer.current.samples)
+        self.note_share(chosen, batch)
         if not chosen:
             return
         students = batch.select(chosen)
-        own = begin_own(trainer, students)
+        own = begin_own(trainer, students)  # meanwhile the teacher is asked
         dialogues = [ids.tolist() for ids in students.sequences("input_ids")]
         theirs = torch.cat([torch.tensor([0.0, *one]) for one in self._server.score(dialogues)])
-        mask = students.tokens["loss_mask"] & students.tokens["policy_mask"]
-        term = log_ratio(own(), theirs, mask)
-        batch.tokens["advantages"][batch.positions(chosen)] -= self._coef * term
-        self._metrics["rollout/teacher_kl"] = float(term[mask].mean())
+        self.subtract(batch, chosen, own(), theirs, targets(students))
 
-    def _chosen(self, batch: TokenBatch, samples: Samples) -> list[int]:
+    def _chosen(self, samples: Samples) -> list[int]:
         """Return the trajectories to ask about."""
-        check_rows(batch, "teacher")
         if self._asks_all:
-            return list(range(len(batch)))
-        check_outcomes(samples, "teacher")
+            return list(range(len(samples.trajectories)))
+        self.check_outcomes(samples)
         return [i for i, reward in enumerate(samples.rewards) if not reward.is_right]
 
 

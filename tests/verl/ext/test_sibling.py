@@ -19,7 +19,8 @@ from tests.verl.training.test_actor import make_actor, plain_log_probs
 from verl.batch import TokenBatch
 from verl.config import Config
 from verl.errors import ConfigError
-from verl.ext.sibling import SiblingTeacher, log_ratio, teachers
+from verl.ext.distillation import log_ratio
+from verl.ext.sibling import SiblingTeacher, teachers
 from verl.packing import PREFIXES, common_prefixes
 from verl.rewards.interface import Reward
 from verl.trainer.collect import Samples
