@@ -5,12 +5,11 @@ samples of a group, which a forward pass and an update then compute once (`verl.
 """
 
 import json
-import re
 from collections import Counter
 from dataclasses import dataclass
 from typing import Self
 
-from search_r1.agent.question import question_in
+from search_r1.agent.question import question_line
 from search_r1.agent.search import SearchTool
 from verl.agent import native
 from verl.agent.dialogue import DialogueAgent
@@ -92,9 +91,7 @@ def known_question(prompt: Prompt, agent: str = NAME) -> str:
     question = prompt.extra_info.get("question")
     if isinstance(question, str) and question.strip():
         return question.strip()
-    # The text of a chat has control tokens such as <|im_end|>.
-    found = re.split(r"\n|<[|/]", question_in(prompt.text) or "", maxsplit=1)[0].strip()
-    if not found:
+    if not (found := question_line(prompt.text)):
         fix = "add the column extra_info.question, or agent.name=dialogue"
         got = "a row without the question alone"
         raise DataError(explain(prompt.uid, got, f"extra_info.question, for {agent}", fix))

@@ -14,6 +14,14 @@ def question_in(prompt: str) -> str | None:
     return parts[-1] if len(parts) > 1 else None
 
 
+def question_line(prompt: str) -> str:
+    """Return the rest of the line behind the mark of a question in a prompt; empty without one.
+
+    The text of a chat has control tokens such as <|im_end|>, which end the question too.
+    """
+    return re.split(r"\n|<[|/]", question_in(prompt) or "", maxsplit=1)[0].strip()
+
+
 def question_of(row: Row) -> str:
     """Return `extra_info.question`, or the text after `Question:` in the last message, or ''."""
     question = row.extra_info.get("question")

@@ -1,11 +1,10 @@
 """Whether the prompts of a run are worded as its template: as inference will ask the policy."""
 
 import logging
-import re
 from collections.abc import Iterable
 from itertools import islice
 
-from search_r1.agent.question import question_in
+from search_r1.agent.question import question_line
 from verl.agent.interface import DialogueFormat
 from verl.types import Prompt
 
@@ -36,7 +35,5 @@ def warn_of_other_wording(format: DialogueFormat, prompts: Iterable[Prompt]) -> 
 
 def _question(prompt: Prompt) -> str:
     """Return the question as it stands in the prompt; empty if it is not found."""
-    # The text of a chat has control tokens such as <|im_end|>.
-    found = re.split(r"\n|<[|/]", question_in(prompt.text) or "", maxsplit=1)[0].strip()
     stored = prompt.extra_info.get("question")
-    return found or (stored.strip() if isinstance(stored, str) else "")
+    return question_line(prompt.text) or (stored.strip() if isinstance(stored, str) else "")
