@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import gc
 import inspect
+import logging
 import operator
 import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -25,6 +27,8 @@ from verl.errors import UserError
 from verl.single_controller.calls import note
 from verl.single_controller.deaths import DEATHS, raise_cause
 from verl.training.network import secret_variables
+
+logger = logging.getLogger(__name__)
 
 POLL_S = 5.0
 """Seconds that `RayWorkerGroup.poll` waits for a result."""
@@ -48,11 +52,20 @@ class ActorLocation:
 
 
 def bounded(work: Callable[[], Any], seconds: float) -> bool:
-    """Do `work` in another thread, for up to `seconds`; return whether it ended."""
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    return not thread.is_alive()
+    """Do `work` in another thread, for up to `seconds`; return whether it ended, or raise as it."""
+    done: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(work())
+        except BaseException as error:  # noqa: BLE001 - raised below, unless nobody waits any more
+            done.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    if wait([done], seconds).not_done:
+        return False
+    done.result()
+    return True
 
 
 def current_location() -> ActorLocation:
@@ -213,4 +226,6 @@ class RayWorkerGroup:
         for host in self.hosts:
             ray.kill(host)
         if self._placement is not None:
-            bounded(partial(remove_placement_group, self._placement), RELEASE_S)
+            release = partial(remove_placement_group, self._placement)
+            if not bounded(release, RELEASE_S):
+                logger.warning("Ray did not release the resources of %s", self.name)

@@ -2,6 +2,8 @@
 
 import threading
 
+import pytest
+
 from verl.single_controller.actors import bounded
 
 
@@ -11,3 +13,5 @@ def test_work_that_never_ends_is_left_behind() -> None:
     assert bounded(lambda: done.append(1), 30.0) and done == [1]
     assert not bounded(never.wait, 0.05)
     never.set()
+    with pytest.raises(ZeroDivisionError):
+        bounded(lambda: 1 / 0, 30.0)
