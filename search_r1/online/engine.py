@@ -80,11 +80,15 @@ class OnlineRetriever:
         self._pages = PageFetcher(policy, config.page_bytes) if config.page_text else None
         self._summarizer = summarizer
         self._max_cached_chars = max(MAX_CACHED_CHARS, config.page_chars)
-        facts = {"page_bytes": config.page_bytes}
+        facts: dict[str, Any] = {"page_bytes": config.page_bytes}
         if config.page_chars > MAX_CACHED_CHARS:  # other settings may have cached shorter texts
             facts["page_chars"] = config.page_chars
         self._page_scope = fingerprint(facts)
         self._scope = fingerprint(self._service_facts())
+        self._summary_scope = ""
+        if summarizer is not None:
+            facts = {"page": self._page_scope, "chars": config.page_chars, **summarizer.facts}
+            self._summary_scope = fingerprint(facts)
         self._requests = ThreadPoolExecutor(NUM_REQUESTS, thread_name_prefix="online")
         self._fetches = ThreadPoolExecutor(NUM_FETCHES, thread_name_prefix="pages")
 
@@ -198,9 +202,7 @@ class OnlineRetriever:
 
     def _summary(self, summarizer: Summarizer, query: str, url: str, page: str) -> str:
         """Return what a page says about a query, from the cache if possible."""
-        scope = fingerprint({"page": self._page_scope, "chars": self._config.page_chars,
-                             **summarizer.facts})  # fmt: skip
-        key = ("summary", scope, query, url)
+        key = ("summary", self._summary_scope, query, url)
         summary = self._texts.get([key]).get(key)
         if summary is None:
             summary = summarizer.summarize(query, page)
