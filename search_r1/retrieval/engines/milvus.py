@@ -10,6 +10,7 @@ import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any
 
 import grpc
@@ -31,13 +32,15 @@ from search_r1.retrieval.engines.remote import (
 from search_r1.retrieval.errors import CorpusError, SetupError, UpstreamRefused, UpstreamUnavailable
 from search_r1.retrieval.schema import Document
 from search_r1.retrieval.settings import FaissConfig, RetrieverConfig
-from search_r1.retrieval.tokenization import SCRIPTS, tokenize
+from search_r1.retrieval.tokenization import SCRIPTS, fold, tokenize
 from verl.errors import explain, first_line
 
 logger = logging.getLogger(__name__)
 
 MAX_BYTES = 65_535
 """Longest text that Milvus stores."""
+MAX_GROWTH = 16
+"""Most bytes of words for a folded character: itself and a pair, of four bytes each, and spaces."""
 MAX_HITS = 16_384
 CONNECT_S = 5.0
 WRITE_S = 120.0
@@ -79,7 +82,7 @@ class MilvusCollection:
         self.made_with = f"milvus {version}"
         self._is_new = tuple(map(int, re.findall(r"\d+", version)[:2])) >= FIRST_WITH_WORDS
 
-    @property
+    @cached_property
     def ranks_words(self) -> bool:
         """Whether the collection has words; before there is one, whether it would have them."""
         with self._errors():
@@ -127,8 +130,8 @@ class MilvusCollection:
 
     def check_document(self, document: Document) -> None:
         texts = dict(zip(TEXTS, texts_of(document), strict=True))
-        if self._is_new:
-            texts[WORDS] = _words(document.contents)
+        if self._is_new and len(fold(document.contents)) > MAX_BYTES // MAX_GROWTH:
+            [texts[WORDS]] = _words([document.contents])
         for name, text in texts.items():
             if len(text) > MAX_BYTES // 4 and len(text.encode()) > MAX_BYTES:
                 got = f"{len(text.encode())} bytes in document {document.id[:80]!r}"
@@ -145,8 +148,9 @@ class MilvusCollection:
         for fields, vector in zip(rows, () if vectors is None else vectors, strict=False):
             fields["vector"] = vector
         if self.ranks_words:
-            for fields, document in zip(rows, documents, strict=True):
-                fields[WORDS] = _words(document.contents)
+            words = _words([document.contents for document in documents])
+            for fields, text in zip(rows, words, strict=True):
+                fields[WORDS] = text
         with self._errors():
             self._client.insert(self._name, rows, timeout=WRITE_S)
 
@@ -195,8 +199,8 @@ class MilvusCollection:
 
     def search_words(self, queries: Sequence[str], k: int) -> list[list[Match]]:
         limit, fields = min(k + MARGIN, MAX_HITS), ["row"]
-        texts = [_words(query) for query in queries]
-        asked = [text for text in texts if text]
+        texts = _words(queries)
+        asked = [*dict.fromkeys(filter(None, texts))]
         with self._errors():
             found = self._client.search(
                 self._name, data=asked, anns_field="bm25", limit=limit, output_fields=fields,
@@ -204,10 +208,11 @@ class MilvusCollection:
                 timeout=self._timeout,
             ) if asked else []  # fmt: skip
         # Milvus Lite gives the scores as distances, below zero.
-        hits = iter(
-            [[Match(hit["row"], abs(float(hit["distance"]))) for hit in one] for one in found]
-        )
-        return [sorted(next(hits), key=by_score)[:k] if text else [] for text in texts]
+        matches = {
+            text: sorted((Match(hit["row"], abs(hit["distance"])) for hit in hits), key=by_score)
+            for text, hits in zip(asked, found, strict=True)
+        }
+        return [matches.get(text, [])[:k] for text in texts]
 
     def documents(self, rows: Sequence[int]) -> Mapping[int, Document]:
         found: dict[int, Document] = {}
@@ -276,9 +281,9 @@ def open_retriever(config: RetrieverConfig) -> RemoteRetriever:
     return open_remote(config)
 
 
-def _words(text: str) -> str:
-    """Return the words of a text, as `bm25` in a folder has them, between spaces."""
-    return " ".join(tokenize([text], SCRIPTS)[0])
+def _words(texts: Sequence[str]) -> list[str]:
+    """Return the words of each text, as `bm25` in a folder has them, between spaces."""
+    return [" ".join(words) for words in tokenize(texts, SCRIPTS)]
 
 
 def _effort(factory: str, limit: int, config: FaissConfig) -> dict[str, int]:
