@@ -17,7 +17,15 @@ import torch
 
 from verl.config import Config
 from verl.config.terms import TEACHER, Teacher
-from verl.errors import ConfigError, ToolOutage, UserError, explain, redact
+from verl.errors import (
+    ConfigError,
+    ToolOutage,
+    ToolRefused,
+    UserError,
+    explain,
+    redact,
+    shortened,
+)
 from verl.ext.distillation import DistillationTerm, begin_own, targets
 from verl.ext.engines.remote import (
     COMPLETIONS,
@@ -39,6 +47,8 @@ logger = logging.getLogger(__name__)
 TIMEOUT_S, CHECK_S = 600.0, 2.0
 PAUSES = (1.0, 4.0, 15.0, 60.0)
 """Seconds between the attempts of a request."""
+TRANSIENT = (408, 425, 429)
+"""Statuses of refusals after which another attempt may succeed."""
 NUM_REQUESTS = 16
 PROBE = " The capital of Norway is Oslo.\n<answer> 3 </answer>"
 Sleep = Callable[[float], Awaitable[None]]
@@ -62,7 +72,7 @@ class TeacherServer:
         body = {"model": self._model, "prompt": PROBE, "add_special_tokens": False}
         try:
             encoded, _ = asyncio.run(self._probe(body, ids))
-        except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
+        except (httpx.HTTPError, ToolRefused, ValueError, LookupError, TypeError) as error:
             got = f"{type(error).__name__} {redact(str(error))}"
             raise self._error(got, "a server of vLLM that scores prompts") from error
         if encoded != ids:
@@ -70,7 +80,10 @@ class TeacherServer:
             raise self._error(got, "the policy's tokenizer") from None
 
     def score(self, dialogues: Sequence[Sequence[int]]) -> list[list[float]]:
-        """Return the log-prob of each id after the first. Raises ToolOutage after all attempts."""
+        """Return the log-prob of each id after the first.
+
+        Raises ToolOutage after all attempts, and ToolRefused at once if the server refuses.
+        """
         return asyncio.run(self._score_all(dialogues))
 
     async def _probe(
@@ -106,6 +119,12 @@ class TeacherServer:
     async def _score(self, client: httpx.AsyncClient, ids: Sequence[int]) -> list[float]:
         body = {"model": self._model, **request_body(ids, Sampling(1, temperature=0.0))}
         answer = await client.post(COMPLETIONS, json=body | {"prompt_logprobs": 0})
+        if answer.is_client_error and answer.status_code not in TRANSIENT:
+            got = f"{answer.status_code} {shortened(answer.text, 200)}"
+            fix = (
+                "serve it with a --max-model-len that the dialogues fit in, or correct its settings"
+            )
+            raise ToolRefused(explain(f"teacher {redact(self.url)}", got, "log-probs", fix))
         answer.raise_for_status()
         rows = CompletionResponse.model_validate_json(answer.content).choices[0].prompt_logprobs
         if rows is None or len(rows) != len(ids):

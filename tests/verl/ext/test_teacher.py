@@ -14,7 +14,7 @@ from tests.verl.training.ranks import VOCAB
 from tests.verl.training.test_actor import plain_log_probs
 from verl.batch import ROW_STARTS, TokenBatch
 from verl.config.terms import TEACHER, Teacher, teacher_problems
-from verl.errors import ConfigError, ToolOutage
+from verl.errors import ConfigError, ToolOutage, ToolRefused
 from verl.ext.teacher import PAUSES, TeacherModel, TeacherServer
 
 SETTINGS = Teacher("http://teacher:8000/v1", "large")
@@ -23,9 +23,9 @@ SETTINGS = Teacher("http://teacher:8000/v1", "large")
 class Server:
     """A teacher with the log-probs of a model, after a number of failures."""
 
-    def __init__(self, failures: int = 0, **changes: Any) -> None:
+    def __init__(self, failures: int = 0, status: int = 503, **changes: Any) -> None:
         self.lm = tiny_llama(VOCAB, seed=7)
-        self.failures, self.changes = failures, changes
+        self.failures, self.status, self.changes = failures, status, changes
         self.asked: list[list[int]] = []
         self.pauses: list[float] = []
 
@@ -36,7 +36,7 @@ class Server:
             return httpx.Response(200, json={"tokens": [*map(ord, body["prompt"])]} | self.changes)
         if self.failures:
             self.failures -= 1
-            return httpx.Response(503)
+            return httpx.Response(self.status)
         self.asked.append(body["prompt"])
         pairs = zip(body["prompt"][1:], self.log_probs(body["prompt"]), strict=True)
         rows = [None, *({str(i): {"logprob": p}} for i, p in pairs)]
@@ -107,6 +107,14 @@ def test_a_failing_server_is_asked_again_and_then_ends_the_run() -> None:
     assert server.pauses == [*PAUSES[:2]]
     with pytest.raises(ToolOutage):
         Server(failures=99).client().score([[5, 6], [7, 8]])
+
+
+def test_a_request_that_is_refused_is_not_repeated() -> None:
+    """As one longer than the server's limit, which would be refused again."""
+    server = Server(failures=1, status=400)
+    with pytest.raises(ToolRefused):
+        server.client().score([[5, 6, 7]])
+    assert server.pauses == []
 
 
 @pytest.mark.parametrize(
