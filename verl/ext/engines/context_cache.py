@@ -70,11 +70,11 @@ class ContextCache:
         new_ids = torch.tensor([context[num_cached:]], device=model.device)
         arguments: dict[str, Any] = {"use_cache": False}
         cache = self._cache
-        name = None if self.reuse is Reuse.NONE else _argument(model, *CACHE_NAMES)
+        name = None if self.reuse is Reuse.NONE else argument(model, *CACHE_NAMES)
         if name is not None:
             cache = DynamicCache(config=model.config) if cache is None else cache
             arguments = {"use_cache": True, name: cache}
-        if _argument(model, "logits_to_keep"):
+        if argument(model, "logits_to_keep"):
             arguments["logits_to_keep"] = 1
         self.reset()  # a forward pass that fails would leave it filled in some layers only
         output = model(new_ids, **arguments)
@@ -83,19 +83,18 @@ class ContextCache:
         last: Tensor = output.logits[0, -1].float().cpu()
         return last
 
-    def judge(self, model: Any, tokenizer: Any, path: str) -> None:
+    def judge(self, model: Any, tokenizer: Any, path: str) -> float:
         """Measure on a short text what `model` may use its cache for, and set `reuse`.
 
         The log-probs after each part of the text are compared with those of a forward pass without
-        a cache. Raises ModelError if these depend on the text that follows them.
+        a cache. Returns the smallest mean difference in nats that is more than rounding. Raises
+        ModelError if the log-probs depend on the text that follows them.
         """
-        ids = tokenizer.encode(SAMPLE, add_special_tokens=False)
-        ids = (ids * NUM_PROBED)[:NUM_PROBED]
+        ids = probe_ids(tokenizer)
         ends = [sum((FIRST, *STEPS, *LATER)[:n]) for n in range(1, 2 + len(STEPS) + len(LATER))]
-        with torch.inference_mode():
-            rows = _all_log_probs(model, ids)
-            noise = _difference(_all_log_probs(model, ids[: NUM_PROBED // 2])[-1],
-                                rows[NUM_PROBED // 2 - 1])  # fmt: skip
+        rows = sequence_rows(model, ids)
+        noise = difference(sequence_rows(model, ids[: NUM_PROBED // 2])[-1],
+                           rows[NUM_PROBED // 2 - 1])  # fmt: skip
         smallest = TOLERANCE.get(model.dtype, HALF_TOLERANCE)
         if not noise <= 10 * smallest:
             got = f"{path} (log-probs that change by {noise:.2g} nats with the text that follows)"
@@ -106,9 +105,9 @@ class ContextCache:
         try:
             for end in ends:
                 log_probs = self.logits(model, ids[:end]).log_softmax(-1)
-                difference = _difference(log_probs, rows[end - 1])
-                if not difference <= tolerance:
-                    problem = f"log-probs differ by {difference:.2g} nats"
+                apart = difference(log_probs, rows[end - 1])
+                if not apart <= tolerance:
+                    problem = f"log-probs differ by {apart:.2g} nats"
                     break
                 num_right += 1
         except CACHE_ERRORS as error:
@@ -118,29 +117,37 @@ class ContextCache:
             self.reuse = Reuse.STEP if num_right > len(STEPS) else Reuse.NONE
             logger.warning("%s: its cache is used for %s, which is slower (with more: %s)",
                            path, self.reuse.value, problem)  # fmt: skip
+        return tolerance
+
+
+def probe_ids(tokenizer: Any) -> list[int]:
+    """Return the `NUM_PROBED` ids of the text by which a cache is judged."""
+    ids: list[int] = tokenizer.encode(SAMPLE, add_special_tokens=False)
+    return (ids * NUM_PROBED)[:NUM_PROBED]
 
 
 @torch.inference_mode()
 def sequence_log_probs(model: Any, ids: list[int]) -> list[float]:
     """Return the log-prob of each id after the first, computed without a cache."""
-    rows = _all_log_probs(model, ids)[:-1]
+    rows = sequence_rows(model, ids)[:-1]
     chosen: list[float] = rows.gather(-1, torch.tensor(ids[1:])[:, None])[:, 0].tolist()
     return chosen
 
 
-def _argument(model: Any, *names: str) -> str | None:
+def argument(model: Any, *names: str) -> str | None:
     """Return the first of `names` that is an argument of the model's forward pass."""
     parameters = inspect.signature(model.forward).parameters
     return next((name for name in names if name in parameters), None)
 
 
-def _all_log_probs(model: Any, ids: list[int]) -> Tensor:
+@torch.inference_mode()
+def sequence_rows(model: Any, ids: list[int]) -> Tensor:
     """Return (num_tokens, vocab_size) log-probs after each token, without a cache."""
     output = model(torch.tensor([ids], device=model.device), use_cache=False)
     log_probs: Tensor = output.logits[0].float().cpu().log_softmax(-1)
     return log_probs
 
 
-def _difference(log_probs: Tensor, expected: Tensor) -> float:
+def difference(log_probs: Tensor, expected: Tensor) -> float:
     """Return the mean difference of the log-prob of a token that `expected` samples, in nats."""
     return float((expected.exp() * (log_probs - expected).abs()).sum())

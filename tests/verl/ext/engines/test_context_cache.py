@@ -89,7 +89,9 @@ def judged(model: Any) -> TransformersEngine:
     """Return an engine with `model`, as `start` leaves it."""
     engine = TransformersEngine("", "cpu", "float32")
     engine.model, engine.tokenizer = model, Latin()
-    engine._context.judge(model, engine.tokenizer, type(model).__name__)
+    name = type(model).__name__
+    tolerance = engine._context.judge(model, engine.tokenizer, name)
+    engine._together.judge(model, engine.tokenizer, name, tolerance)
     return engine
 
 

@@ -11,12 +11,10 @@ from transformers import LlamaForCausalLM
 from example.model import load_tokenizer
 from example.tiny import tiny_llama
 from tests.fakes import EOS, ByteTokenizer
+from verl.engine import cut_at_stop
 from verl.errors import ModelError
-from verl.ext.engines.transformers import (
-    TransformersEngine,
-    cut_at_stop,
-    processed_log_probs,
-)
+from verl.ext.engines.request import processed_log_probs
+from verl.ext.engines.transformers import TransformersEngine
 from verl.types import Completion, Sampling
 
 PROMPT = list(b"Who is it?")
@@ -96,7 +94,7 @@ def test_without_a_cache_no_request_depends_on_the_one_before(
 
     A partly cached context is summed in another order.
     """
-    engine = TransformersEngine("", "cpu", "float32", caches=caches)
+    engine = TransformersEngine("", "cpu", "float32", may_share=caches)
     engine.model, engine.tokenizer = model, Latin()
     prompt, differs = list(PROMPT), False
     for _ in range(8):
