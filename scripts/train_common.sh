@@ -115,7 +115,7 @@ if not {*missing} - {"vllm"}:
   if [[ $missing == vllm ]]; then
     if ! chooses_engine "$@"; then
       echo "vLLM is not installed in $PYTHON: using actor_rollout_ref.rollout.name=transformers, for" \
-        "small models only (one request at a time); 'make install' installs vLLM" >&2
+        "small models only; 'make install' installs vLLM" >&2
       common+=(actor_rollout_ref.rollout.name=transformers)
     fi
   elif [[ -n $missing ]]; then

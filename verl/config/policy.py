@@ -189,7 +189,7 @@ class RolloutConfig:
     """Generation of trajectories."""
 
     name: str = option("vllm", resume="logged", path="code")
-    """Rollout engine: vllm, transformers (small models, one request at a time), remote (a server
+    """Rollout engine: vllm, transformers (small models), remote (a server
     with fixed weights: not for training), or path/file.py:Name (docs/guides/rollouts.md)."""
     url: Any = option(None, resume="free")
     """Addresses of your vLLM servers, each of which is one engine and loads every weight version
