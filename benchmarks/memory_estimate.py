@@ -25,8 +25,8 @@ from verl.config import Config
 from verl.core_algos.losses import loss_weights
 from verl.ext.memory.estimate import Estimate, Setting, estimate
 from verl.ext.memory.needs import CPU_HEAP, Need, Phase
+from verl.ext.model_shape import ModelShape
 from verl.machine import Machine
-from verl.model_shape import ModelShape
 from verl.ports import free_port
 from verl.preflight.undecided import fill_undecided
 from verl.training.worker import TrainerWorker

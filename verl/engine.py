@@ -47,9 +47,6 @@ class RolloutEngine(ABC):
 
     takes_weights: ClassVar[bool] = False
     """Whether `update_weights` is implemented, which training requires."""
-    takes_adapters: ClassVar[bool] = False
-    """Whether `update_weights` gets the folder of a LoRA adapter alone; otherwise the policy's
-    weights are merged."""
     takes_streams: ClassVar[bool] = False
     """Whether `update_weights` also accepts `NAME://ADDRESS` of a transport without files, whose
     receiver runs in each worker (`verl.weights.files`); `devices` is implemented then."""
@@ -94,9 +91,7 @@ class RolloutEngine(ABC):
     async def update_weights(self, folder: str, version: int) -> None:
         """Load the weights of a Hugging Face folder and drop everything cached from the old ones.
 
-        With `takes_adapters` it may be a PEFT folder (`adapter_config.json`) for the weights loaded
-        by `start`, which replaces the previous one. No request is running during the call, and
-        completions report `version` after it.
+        No request is running during the call, and completions report `version` after it.
         """
         raise NotImplementedError(f"{type(self).__name__} cannot update its weights")
 

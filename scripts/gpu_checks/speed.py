@@ -14,8 +14,8 @@ from verl.config import Config
 from verl.ext.flops import ModelFlops
 from verl.ext.memory.estimate import Setting, rank_needs
 from verl.ext.memory.needs import CONTEXT, Memory, Phase
+from verl.ext.model_shape import ModelShape, read_shape
 from verl.machine import Machine
-from verl.model_shape import ModelShape, read_shape
 from verl.weights.node_folder import new_path
 
 CASES = (("1.5B", False), ("3B", False), ("3B", True))

@@ -13,7 +13,7 @@ from verl.config.checks import problems
 from verl.ext.memory.check import choose_memory
 from verl.ext.memory.estimate import REFUSE_ABOVE, WARN_ABOVE, Setting, estimate
 from verl.ext.memory.needs import Memory
-from verl.model_shape import ModelShape
+from verl.ext.model_shape import ModelShape
 from verl.preflight.undecided import OFFLOAD_OPTIONS
 
 SCRIPT = "example/recipes/one_card.sh"

@@ -23,10 +23,10 @@ from verl.checkpoint import folders
 from verl.config import Config, ModelConfig
 from verl.errors import UserError
 from verl.ext.lora.roles import expected_record
+from verl.ext.model_shape import read_shape
 from verl.ext.sft import run as sft
 from verl.ext.sft.options import parse
 from verl.model_files import load_tokenizer, read_config
-from verl.model_shape import read_shape
 from verl.remote_code import TRUST, set_trust
 from verl.rollout.vllm_settings import VllmSettings
 from verl.training.loading import load_causal_lm, map_causal_lm

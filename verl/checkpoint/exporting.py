@@ -28,7 +28,7 @@ from verl.remote_code import trusts_remote_code
 from verl.training.checkpoint_files import ShardReader, checkpoint_errors, load_tensors
 from verl.training.devices import DTYPES
 from verl.training.loading import load_causal_lm
-from verl.training.shards import ADAPTERS_FILE, read_adapters
+from verl.training.shards import RECORDS_FILE, read_records
 from verl.training.weights import SHARD_BYTES, copy_tokenizer, whole_folder, write_weights
 
 
@@ -46,7 +46,7 @@ def export(
     if not is_complete(step_dir):
         fix = "give a complete checkpoint; an interrupted one cannot be used"
         raise ConfigError(explain("checkpoint", step_dir, EXPECTED, fix))
-    record = read_adapters(step_dir).get("actor")
+    record = read_records(step_dir).get("actor")
     if adapter_only and record is None:
         expected = "a checkpoint of a run with lora_rank above 0"
         fix = "leave --adapter out: all weights were trained"
@@ -100,7 +100,7 @@ def _write_model(
 def _read_adapter(step_dir: Path, record: Mapping[str, Any], base: str | None) -> Any:
     """Read the policy's adapter; `base` is its base model's current path, if it has moved."""
     parameters = dict(_read_policy(step_dir / "shards"))
-    with checkpoint_errors(step_dir / ADAPTERS_FILE):
+    with checkpoint_errors(step_dir / RECORDS_FILE):
         return imported("verl.ext.lora.adapter:adapter_of_record")(record, base, parameters)
 
 

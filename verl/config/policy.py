@@ -33,6 +33,11 @@ class AdapterConfig:
         """Whether only an adapter is trained, while the base weights stay frozen."""
         return self.lora_rank > 0
 
+    @property
+    def is_frozen(self) -> bool:
+        """Whether the model's own weights stay as they are; what is trained stands beside them."""
+        return self.has_adapter
+
 
 @dataclass
 class OptimConfig:

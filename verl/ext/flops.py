@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from verl.config.policy import BlocksConfig
-from verl.model_shape import ModelShape, read_shape
+from verl.ext.model_shape import ModelShape, read_shape
 
 
 @dataclass(frozen=True)

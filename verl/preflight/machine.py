@@ -64,10 +64,10 @@ def _disk_problems(config: Config) -> Iterator[UserError]:
         return
     saves = config.trainer.save_freq != 0 and not config.trainer.val_only
     policy, critic = config.actor_rollout_ref.model, config.critic.model
-    trained = [] if policy.has_adapter else [policy.path]
-    if has_critic(config) and not critic.has_adapter:
+    trained = [] if policy.is_frozen else [policy.path]
+    if has_critic(config) and not critic.is_frozen:
         trained.append(config.critic_path)
-    # Checkpoints of adapters are small, but the run ends by exporting the whole, merged model.
+    # Checkpoints beside a frozen model are small, but the run ends by exporting the whole model.
     size = CHECKPOINT_FACTOR * sum(map(weight_bytes, trained)) or weight_bytes(policy.path)
     needed = max(MIN_FREE_BYTES, size) if saves else 0
     free = shutil.disk_usage(existing).free

@@ -22,7 +22,7 @@ from verl.training.family import check_family
 from verl.training.loading import model_folder
 from verl.training.network import joins_cluster
 from verl.training.roles import has_critic, roles_class
-from verl.training.shards import check_same_records, read_adapters
+from verl.training.shards import check_same_records, read_records
 
 HUB_SECONDS = 10.0
 """Seconds that the hub may take to answer."""
@@ -121,7 +121,7 @@ def record_problems(config: Config) -> Iterator[UserError]:
         folder = Path(config.trainer.default_local_dir)
         step_dir = folders.resume_folder(config.trainer.resume_mode, folder)
         if step_dir is not None:
-            check_same_records(read_adapters(step_dir), records)
+            check_same_records(read_records(step_dir), records)
     except ConfigError as error:
         yield error
 

@@ -59,7 +59,7 @@ def undecided(config: Config, keys: Iterable[str] = OFFLOAD_OPTIONS) -> list[str
 def undecided_offloads(config: Config) -> list[str]:
     """Return the null offload options that have an effect: of models with weights of their own."""
     sections = [ACTOR]
-    if config.needs_reference and not config.actor_rollout_ref.model.has_adapter:
+    if config.needs_reference and not config.actor_rollout_ref.model.is_frozen:
         sections.append(REFERENCE)
     if has_critic(config) and not shares_base(config):
         sections.append(CRITIC)

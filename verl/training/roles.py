@@ -28,10 +28,10 @@ def has_critic(config: Config) -> bool:
 
 
 def shares_base(config: Config) -> bool:
-    """Return whether policy and critic are adapters of one base model, which is loaded once."""
+    """Return whether policy and critic train beside one frozen model, which is loaded once."""
     policy, critic = config.actor_rollout_ref.model, config.critic.model
     is_same = critic.path in (None, policy.path) and not config.placement.is_apart("critic")
-    return policy.has_adapter and critic.has_adapter and is_same
+    return policy.is_frozen and critic.is_frozen and is_same
 
 
 @dataclass

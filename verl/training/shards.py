@@ -32,7 +32,10 @@ from verl.training.fsdp import FsdpModel, HostedAdamW
 from verl.training.weights import copy_tokenizer
 
 Models = Mapping[str, FsdpModel]
-ADAPTERS_FILE = "adapters.json"
+RECORDS_FILE = "adapters.json"
+"""What a checkpoint records of its models beside their tensors (`FsdpModel.record`), by model."""
+WHOLE = "all weights trained"
+"""What a model without a record is, in messages."""
 
 
 class ShardWriter:
@@ -93,7 +96,7 @@ def _write_files(directory: Path, models: Models, model_config: PretrainedConfig
         if dist.get_rank() == 0:
             records = _records(models)
             if records:
-                (directory / ADAPTERS_FILE).write_text(json.dumps(records, indent=1) + "\n")
+                (directory / RECORDS_FILE).write_text(json.dumps(records, indent=1) + "\n")
             if model_config is not None:
                 model_config.save_pretrained(directory / "huggingface")
                 copy_tokenizer(str(model_config.name_or_path), directory / "huggingface")
@@ -106,10 +109,10 @@ def load_shards(directory: Path, models: Models) -> None:
     """Load the models' state from a checkpoint, written by any number of ranks.
 
     The critic may have been saved with the actor's ranks or with its own. A rank without a file of
-    its own keeps its random states. Raises ConfigError for other adapters than the checkpoint's,
-    or another base below them; ModelError for files that cannot be used.
+    its own keeps its random states. Raises ConfigError if the checkpoint's records are not
+    the models'; ModelError for files that cannot be used.
     """
-    saved = read_adapters(directory)
+    saved = read_records(directory)
     check_same_records({name: saved[name] for name in models if name in saved}, _records(models))
     folders = {name: shard_folder(directory, name) for name in models}
     for number, folder in enumerate(dict.fromkeys(folders.values())):
@@ -152,22 +155,26 @@ def _records(models: Models) -> dict[str, Any]:
 
 
 def check_same_records(saved: Mapping[str, Any], present: Mapping[str, Any]) -> None:
-    """Raise ConfigError if the adapter record of any model differs from the checkpoint's."""
+    """Raise ConfigError if the record of any model differs from the checkpoint's."""
     for name in sorted({*saved, *present}):
-        old, new = saved.get(name) or {"lora_rank": 0}, present.get(name) or {"lora_rank": 0}
+        old, new = saved.get(name) or {}, present.get(name) or {}
         # The path of the base may differ: the fingerprint says whether it is the same.
         differing = [key for key in sorted({*old, *new} - {"base"}) if old.get(key) != new.get(key)]
         if differing:
-            got, expected = (", ".join(f"{k}={x.get(k)}" for k in differing) for x in (new, old))
+            got, expected = (
+                ", ".join(f"{key}={record[key]}" for key in differing if key in record) or WHOLE
+                for record in (new, old)
+            )
             fix = "give the checkpoint's options, or trainer.resume_mode=disable"
-            expected = f"the checkpoint's {expected}"
-            raise ConfigError(explain(f"adapter of the {name}", got, expected, fix))
+            raise ConfigError(
+                explain(f"{name} to resume", got, f"the checkpoint's: {expected}", fix)
+            )
 
 
-def read_adapters(step_dir: Path) -> dict[str, Any]:
-    """Read a checkpoint's adapter records, by model (may be empty). Raises ModelError."""
+def read_records(step_dir: Path) -> dict[str, Any]:
+    """Read a checkpoint's records, by model (may be empty). Raises ModelError."""
     records: dict[str, Any] = {}
-    for path in (folder / ADAPTERS_FILE for folder in shard_folders(step_dir)):
+    for path in (folder / RECORDS_FILE for folder in shard_folders(step_dir)):
         with checkpoint_errors(path):
             records |= json.loads(path.read_text()) if path.exists() else {}
     return records

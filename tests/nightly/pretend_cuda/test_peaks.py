@@ -13,7 +13,7 @@ from tests.nightly.pretend_cuda.trials import Trials
 from tests.verl.ext.memory.test_presets import machine
 from verl.ext.memory.estimate import Setting, estimate
 from verl.ext.memory.needs import ASLEEP, Memory, Phase
-from verl.model_shape import ModelShape
+from verl.ext.model_shape import ModelShape
 from verl.training.models import LOGITS_PER_CHUNK
 
 pytestmark = [pytest.mark.pretend_cuda, pytest.mark.slow, pytest.mark.timeout(1800)]

@@ -33,7 +33,7 @@ from verl.training.checkpoint_files import (
     read_state_file,
     write_driver_random,
 )
-from verl.training.shards import ADAPTERS_FILE
+from verl.training.shards import RECORDS_FILE
 
 STATE = {"step": 3, "sampler": {"epoch": 0}, "kl_coef": 0.1, "config": {}, "fingerprints": {}}
 WEIGHTS = {"actor.model.lm.w": torch.arange(600.0).reshape(60, 10), "actor.optim.m": torch.ones(7)}
@@ -223,8 +223,8 @@ def test_a_forged_table_of_tensors_is_refused(
 def test_damaged_adapters_are_refused(sound: Path, tmp_path: Path, content: str) -> None:
     """The export needs the adapters and refuses damaged ones."""
     step_dir = Path(shutil.copytree(sound, tmp_path / "global_step_3"))
-    (step_dir / ADAPTERS_FILE).write_text(content)
-    with pytest.raises(UserError, match=ADAPTERS_FILE):
+    (step_dir / RECORDS_FILE).write_text(content)
+    with pytest.raises(UserError, match=RECORDS_FILE):
         export(step_dir, tmp_path / "out")
 
 

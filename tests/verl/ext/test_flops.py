@@ -24,8 +24,8 @@ from verl.config import AdapterConfig
 from verl.config.policy import SELECTIVE
 from verl.ext.flops import ModelFlops, peak_flops
 from verl.ext.lora.model import AdaptedModel, Role
+from verl.ext.model_shape import ModelShape
 from verl.ext.speed import skipped_prompts
-from verl.model_shape import ModelShape
 from verl.packing import PREFIXES, Packing, common_prefixes
 from verl.training.attention import PACKED
 from verl.training.models import LogProbModel, PackedInputs, ValueModel, recompute

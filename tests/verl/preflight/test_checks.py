@@ -23,7 +23,7 @@ from verl.ext.lora.model import peft_config
 from verl.preflight import checks
 from verl.preflight.undecided import undecided
 from verl.training.loading import load_causal_lm
-from verl.training.shards import ADAPTERS_FILE
+from verl.training.shards import RECORDS_FILE
 
 ROW = {
     "data_source": "nq",
@@ -270,7 +270,7 @@ def test_another_base_or_adapter_than_the_checkpoint_s_is_refused(
     lm = load_causal_lm(config.actor_rollout_ref.model.path)
     record = record_of_peft_config(peft_config(lm, config.actor_rollout_ref.model))
     with writing(tmp_path / "runs" / "x", 1) as folder:
-        (folder / ADAPTERS_FILE).write_text(json.dumps({"actor": record}))
+        (folder / RECORDS_FILE).write_text(json.dumps({"actor": record}))
     preflight(config)
     for wrong in ([*valid_run, "actor_rollout_ref.model.lora_rank=8"], valid_run):
         assert "the checkpoint's" in problems(cli.compose(wrong))[0]

@@ -16,7 +16,7 @@ from tests.verl.training.ranks import run_ranks, save_tiny
 from verl.checkpoint import folders
 from verl.checkpoint.exporting import export
 from verl.ports import free_port
-from verl.training.shards import read_adapters, shard_folders
+from verl.training.shards import read_records, shard_folders
 
 SHARED, ONE, TWO = 0, 1, 2
 """The critic's own ranks: none (on the actor's rank), one or two."""
@@ -95,7 +95,7 @@ def test_adapters_are_resumed_with_another_placement(runs: SimpleNamespace, tmp_
     """On its own ranks, the critic's adapter has a separate base; both placements resume either."""
     outs = {where: tmp_path / str(where) / "global_step_1" for where in (SHARED, ONE)}
     whole = {where: train(runs.model, where, out, lora=2)[0] for where, out in outs.items()}
-    records = [read_adapters(out) for out in outs.values()]
+    records = [read_records(out) for out in outs.values()]
     assert records[0] == records[1] and set(records[0]) == {"actor", "critic"}
     for saved, resumed in ((SHARED, ONE), (ONE, SHARED)):
         resumed_run = train(runs.model, resumed, tmp_path / "again", outs[saved], lora=2)[0]

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from verl import plugins
 from verl.config import Config
+from verl.engine import RolloutEngine
 from verl.errors import ConfigError, explain
 from verl.rollout.interface import Choice, by_name, chosen, engine_class
 from verl.training.devices import device_type
@@ -23,6 +24,15 @@ STAND_INS = {"vllm": "verl.ext.lora.vllm:AdapterEngine"}
 KEY = "actor_rollout_ref.rollout.merge_adapter"
 
 
+def takes_adapters(engine: type[RolloutEngine]) -> bool:
+    """Whether an engine loads adapters, as its class says by `takes_adapters = True`.
+
+    Then the folder that its `update_weights` gets may be one of peft (`adapter_config.json`) for
+    the weights that `start` loaded, in the place of the adapter before.
+    """
+    return bool(getattr(engine, "takes_adapters", False))
+
+
 def engine_takes_adapter(config: Config) -> bool:
     """Whether engines get the policy's adapter alone; otherwise they get merged weights."""
     section = config.actor_rollout_ref
@@ -31,7 +41,9 @@ def engine_takes_adapter(config: Config) -> bool:
     if device_type(config.trainer.device) == "cpu":  # where adapters slow the engine down
         return False
     name = section.rollout.name
-    return not config.placement.servers and (name in STAND_INS or engine_class(name).takes_adapters)
+    if config.placement.servers:
+        return False
+    return name in STAND_INS or takes_adapters(engine_class(name))
 
 
 def choice(config: Config) -> Choice | None:
@@ -66,6 +78,6 @@ def problems(config: Config) -> Iterator[ConfigError]:
     if not config.samples_rollouts or not engine_takes_adapter(config):
         return
     engines = chosen(config)
-    if not engines.engine.takes_adapters:
+    if not takes_adapters(engines.engine):
         expected = f"true or null: {engines.label} cannot load an adapter"
         yield ConfigError(explain(KEY, "false", expected, f"{KEY}=null"))

@@ -28,8 +28,8 @@ from verl.ext.memory.estimate import (
     free_memory,
 )
 from verl.ext.memory.needs import AWAKE, Memory
+from verl.ext.model_shape import read_shape
 from verl.machine import ENLARGE_SHARED_MEMORY, Machine, format_bytes
-from verl.model_shape import read_shape
 from verl.preflight.undecided import (
     MEMORY_FOR_SPEED,
     OFFLOAD_OPTIONS,

@@ -26,8 +26,8 @@ from verl.ext.memory.needs import (
     other_engine_needs,
     shard_needs,
 )
+from verl.ext.model_shape import ModelShape
 from verl.machine import Machine
-from verl.model_shape import ModelShape
 from verl.rollout.interface import chosen
 from verl.training.devices import DTYPES
 from verl.training.weights import SHARD_BYTES

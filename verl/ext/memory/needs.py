@@ -12,7 +12,7 @@ from verl.config import Config, FsdpConfig
 from verl.config.engine_kwargs import quantizes_cache, quantizes_weights
 from verl.config.policy import VLLM_LORA_RANKS, BlocksConfig
 from verl.ext.memory.trial import Pass, activation_bytes
-from verl.model_shape import ModelShape
+from verl.ext.model_shape import ModelShape
 from verl.rollout.interface import chosen
 from verl.rollout.vllm_settings import batched_tokens
 from verl.training.budgets import TokenBudgets, actor_budgets, critic_budgets

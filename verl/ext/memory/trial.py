@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM
 
-from verl.model_shape import ModelShape
+from verl.ext.model_shape import ModelShape
 from verl.plugins import imported
 from verl.training.attention import PACKED, RUN_KERNELS, SequenceBounds
 from verl.training.devices import DTYPES

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from tests.verl.rollout.engines import tiny_config
-from verl.ext.lora.choice import problems
+from verl.ext.lora.choice import problems, takes_adapters
 from verl.rollout.interface import chosen, engine_class
 
 
@@ -20,4 +20,4 @@ def test_an_unmerged_adapter_needs_an_engine_that_takes_adapters(tmp_path: Path)
     assert "merge_adapter" in problem
     config.actor_rollout_ref.rollout.name = "vllm"
     assert list(problems(config)) == [] and not chosen(config).is_whole
-    assert chosen(config).engine.takes_adapters and not engine_class("vllm").takes_adapters
+    assert takes_adapters(chosen(config).engine) and not takes_adapters(engine_class("vllm"))

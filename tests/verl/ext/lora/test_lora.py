@@ -35,7 +35,7 @@ from verl.packing import split_by_work
 from verl.training.actor import Actor, TokenBudgets
 from verl.training.attention import PACKED
 from verl.training.fsdp import FsdpOptions
-from verl.training.shards import check_same_records, read_adapters
+from verl.training.shards import check_same_records, read_records
 
 LINEAR = ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
 OPTIMIZER_STATE = ("step", "exp_avg", "exp_avg_sq")
@@ -220,8 +220,8 @@ def test_another_base_is_refused(runs: SimpleNamespace, tmp_path: Path) -> None:
     with pytest.raises(ConfigError):
         export(step, tmp_path / "out", base=other)
     assert not (tmp_path / "out").exists()
-    saved = read_adapters(step)
-    with pytest.raises(ConfigError, match=r"lora_rank=0.*checkpoint's.*lora_rank=4"):
+    saved = read_records(step)
+    with pytest.raises(ConfigError, match=r"all weights.*checkpoint's.*lora_rank=4"):
         check_same_records({"actor": saved["actor"]}, {})
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from transformers import Qwen2Config
 
-from verl.model_shape import ModelShape
+from verl.ext.model_shape import ModelShape
 
 FACTS = json.loads((Path(__file__).parent / "models.json").read_text())
 

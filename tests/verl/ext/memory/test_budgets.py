@@ -17,8 +17,8 @@ from verl.config import Config
 from verl.ext.memory.budgets import ACTOR_BUDGET, CRITIC_BUDGET, enlarge, undecided_budgets
 from verl.ext.memory.check import decide_memory, peak_rank_bytes
 from verl.ext.memory.estimate import WARN_ABOVE, Setting, estimate
+from verl.ext.model_shape import ModelShape
 from verl.machine import Machine
-from verl.model_shape import ModelShape
 from verl.preflight.undecided import with_options
 
 LLAMA_8B = ModelShape.of(

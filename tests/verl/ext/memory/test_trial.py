@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, Gemma2Config, Qwen2Config
 from verl.config.policy import SELECTIVE
 from verl.ext.memory import trial
 from verl.ext.memory.trial import Pass, activation_bytes
-from verl.model_shape import ModelShape
+from verl.ext.model_shape import ModelShape
 from verl.training.attention import PACKED, SequenceBounds
 from verl.training.models import LOGITS_PER_CHUNK
 

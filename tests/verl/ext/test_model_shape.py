@@ -20,7 +20,7 @@ from transformers import (
 from tests.verl.ext.memory.shapes import FACTS, shape_of
 from verl.config import AdapterConfig
 from verl.ext.lora.model import peft_config
-from verl.model_shape import ModelShape, read_shape
+from verl.ext.model_shape import ModelShape, read_shape
 
 SMALL: dict[str, Any] = {
     "vocab_size": 1000, "hidden_size": 96, "intermediate_size": 250, "num_hidden_layers": 3,
