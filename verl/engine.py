@@ -96,7 +96,7 @@ class RolloutEngine(ABC):
         raise NotImplementedError(f"{type(self).__name__} cannot update its weights")
 
     async def devices(self) -> list[str]:
-        """Return the device of each worker, as `verl.training.devices.device_identity` names it."""
+        """Return the `verl.training.devices.device_id` of each worker."""
         raise NotImplementedError(f"{type(self).__name__} cannot receive weights")
 
     async def score(self, ids: Sequence[int]) -> Sequence[float] | None:

@@ -25,8 +25,8 @@ PLANNERS = ("verl.ext.memory",)
 why the run does not fit this machine."""
 PREPARERS = ("verl.ext.record", "verl.ext.teacher")
 """`prepare(config, tokenizer, step, total_steps)` is called before a run goes on after `step`."""
-IDENTITIES = ("verl.ext.resume",)
-"""`checked_identity(config, environment, tokenizer)` returns what checkpoints store of the run, and
+RECORDS = ("verl.ext.resume",)
+"""`record(config, environment, tokenizer)` returns what checkpoints store of the run, by name, and
 refuses to continue one of another."""
 SUPPLIES = ("verl.ext.recorded",)
 """`supply(config, build_reward)` returns where trajectories come from if engines sample none, or

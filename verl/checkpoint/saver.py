@@ -98,8 +98,8 @@ class Saver:
     config: TrainerConfig
     root: Path
     ranks: Ranks
-    identity: Mapping[str, Any] = field(default_factory=dict)
-    """Configuration and fingerprints to compare with at a resume; JSON."""
+    record: Mapping[str, Any] = field(default_factory=dict)
+    """What each checkpoint stores of the run beside its state, by name; JSON."""
     watchers: list[Watcher] = field(default_factory=list)
     last_step: int | None = None
     """Step of the newest checkpoint that was written or resumed from."""
@@ -121,7 +121,7 @@ class Saver:
         pending: PendingCheckpoint | None = None
         try:
             pending = folders.begin(self.root, state.step)
-            folders.write_state(pending.folder, {**asdict(state), **self.identity})
+            folders.write_state(pending.folder, {**asdict(state), **self.record})
             write_driver_random(pending.folder)
             if not wait and self._can_copy():
                 self.ranks.start_checkpoint(pending.folder)

@@ -33,7 +33,7 @@ from verl.training.checkpoint_files import checkpoint_errors
 logger = logging.getLogger(__name__)
 
 
-def checked_identity(config: Config, environment: Environment, tokenizer: Any) -> dict[str, Any]:
+def record(config: Config, environment: Environment, tokenizer: Any) -> dict[str, Any]:
     """Return the run's `identity`, after checking the checkpoint to resume from, if any."""
     present = identity(config, {**fingerprints(environment), **tokenizer_identity(tokenizer)})
     check_contents(config)

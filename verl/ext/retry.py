@@ -170,5 +170,5 @@ def accepted(trajectories: list[Trajectory]) -> list[Trajectory]:
 
 def retrying(rollouts: Rollouts, parts: Parts) -> RetryingRollout:
     """Return what samples in the place of `rollouts`; hooks may end the run while it waits."""
-    expected = parts.inputs.identity.get("fingerprints", {})
+    expected = parts.inputs.record.get("fingerprints", {})
     return RetryingRollout(rollouts, parts.inputs.environment, parts.on_wait, expected)

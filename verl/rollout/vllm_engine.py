@@ -162,7 +162,7 @@ class VllmEngine(RolloutEngine):
         self.weight_version = version
 
     async def devices(self) -> list[str]:
-        return await self._call_workers("device_identity")
+        return await self._call_workers("device_id")
 
     async def _reset_prefix_cache(self) -> None:
         """Drop the prefixes of older weights; fails while an aborted request still uses some."""

@@ -38,9 +38,9 @@ class WeightLoading(WeightCheck):
         """Whether this process can see the file `path`."""
         return Path(path).is_file()
 
-    def device_identity(self) -> str:
-        """Return the name of this worker's device on which ranks and workers agree."""
-        return devices.device_identity(self.device)
+    def device_id(self) -> str:
+        """Return the id of this worker's device, on which ranks and workers agree."""
+        return devices.device_id(self.device)
 
     def load_weights_in_place(self, source: str) -> str:
         """Reload all weights from a folder of safetensors, or from a transport's `NAME://ADDRESS`.

@@ -58,8 +58,8 @@ class Inputs:
     val_prompts: Sequence[Prompt]
     total_steps: int
     environment: Environment = field(default_factory=Environment)
-    identity: Mapping[str, Any] = field(default_factory=dict)
-    """What to store of the run in each checkpoint (`verl.seams.IDENTITIES`)."""
+    record: Mapping[str, Any] = field(default_factory=dict)
+    """What to store of the run in each checkpoint (`verl.seams.RECORDS`)."""
 
 
 @dataclass
@@ -119,7 +119,7 @@ class Parts:
     @cached_property
     def saver(self) -> Saver:
         """Writes the run's checkpoints."""
-        return Saver(self.config.trainer, self.directory, self.ranks, self.inputs.identity)
+        return Saver(self.config.trainer, self.directory, self.ranks, self.inputs.record)
 
     @cached_property
     def checkpoints(self) -> Checkpoints:

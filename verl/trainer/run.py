@@ -93,13 +93,13 @@ def prepare(config: Config) -> Inputs:
         config.actor_rollout_ref.model.path, template_kwargs=config.data.chat_template_kwargs
     )
     asked = config, environment, tokenizer
-    identity = seams.first(seams.IDENTITIES, "checked_identity", *asked) or {}
+    record = seams.first(seams.RECORDS, "record", *asked) or {}
     cli.write_resolved(config, config.trainer.default_local_dir)
     step = resumed_step(config)
     prompts, total_steps = chosen_supply(config).read(environment, tokenizer, reward, step)
     for module in seams.plugged(seams.PREPARERS):
         module.prepare(config, tokenizer, step, total_steps)
-    return Inputs(config, *prompts, total_steps, environment, identity)
+    return Inputs(config, *prompts, total_steps, environment, record)
 
 
 class Sampled(Supply):

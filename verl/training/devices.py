@@ -131,8 +131,8 @@ def to_device(x: Tensor, device: torch.device) -> Tensor:
     return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
 
 
-def device_identity(device: torch.device) -> str:
-    """Return a name of the device on which all processes agree: a GPU's UUID, or the host's."""
+def device_id(device: torch.device) -> str:
+    """Return an id of the device on which all processes agree: a GPU's UUID, or the host's."""
     if device.type != "cuda":
         return socket.gethostname()
     return str(torch.cuda.get_device_properties(device).uuid)

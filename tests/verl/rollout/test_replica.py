@@ -26,7 +26,7 @@ from verl.config import Config
 from verl.ext.transports.ipc import send
 from verl.rollout.interface import RolloutEngine
 from verl.rollout.replica import RolloutReplica
-from verl.training.devices import device_identity
+from verl.training.devices import device_id
 from verl.types import Completion, Prompt, Sampling, Trajectory, start_trajectory
 
 pytestmark = pytest.mark.vllm_cpu
@@ -143,7 +143,7 @@ def update(vllm: Running, model: LlamaForCausalLM, folder: Path, version: int) -
 def stream(vllm: Running, model: LlamaForCausalLM, version: int) -> None:
     """Send `model` to the engine as a rank on its device does, without files."""
     name, engine, cpu = secrets.token_hex(4), vllm.engine, torch.device("cpu")
-    assert vllm.loop.run_until_complete(engine.devices()) == [device_identity(cpu)]
+    assert vllm.loop.run_until_complete(engine.devices()) == [device_id(cpu)]
     named = [
         (name, weight) for name, weight in model.named_parameters() if name != "lm_head.weight"
     ]

@@ -39,7 +39,7 @@ from verl.ext.transports.stream import (
     pack,
     unpack,
 )
-from verl.training.devices import device_identity
+from verl.training.devices import device_id
 from verl.weights.files import OPTION, Ranks
 
 ACK_TIMEOUT_S = 300.0
@@ -55,7 +55,7 @@ class IpcSender(StreamSender):
 
     def device(self) -> str:
         """Return the name that ranks and engines' workers use for this rank's device."""
-        return device_identity(self.rank.device)
+        return device_id(self.rank.device)
 
     def transfer(
         self, named: NamedTensors, address: str, num_receivers: int, dtype: torch.dtype
@@ -238,7 +238,7 @@ def _synchronize(device: torch.device) -> None:
 
 def _address(stream: str, device: torch.device) -> str:
     """Return an abstract socket address: it has no file and disappears with its processes."""
-    return f"\0verl-weights-{stream}-{device_identity(device)}"
+    return f"\0verl-weights-{stream}-{device_id(device)}"
 
 
 def _accept_workers(address: str, number: int) -> list[Connection]:
