@@ -53,7 +53,7 @@ def malloc_env() -> dict[str, str]:
     return found | {k: os.environ[k] for k in found if k in os.environ and k != "LD_PRELOAD"}
 
 
-def restart_with_malloc(program: str) -> None:
+def rerun_with_malloc(program: str) -> None:
     """Run this process again with the variables, which only work from its beginning.
 
     Only if `python -m program` is what the process was started with, not if that is called in it;

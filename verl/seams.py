@@ -16,8 +16,8 @@ RULES = ("verl.config.rules", "verl.ext.guard")
 """`problems(config)` yields what is wrong with options, as text."""
 CHECKS = (
     "verl.preflight.questions", "verl.preflight.algorithms", "verl.rollout.vllm_build",
-    "verl.ext.lora.choice", "verl.ext.replay", "verl.preflight.machine", "verl.ext.cpu.cores",
-    "verl.monitor.tracking",
+    "verl.ext.lora.choice", "verl.ext.replay", "verl.ext.nodes", "verl.preflight.machine",
+    "verl.ext.cpu.cores", "verl.monitor.tracking",
 )  # fmt: skip
 """`problems(config)` yields why the run cannot start here, as errors."""
 PLANNERS = ("verl.ext.memory",)

@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 LIBRARY = str(malloc._jemalloc())
 AGAIN = """
 import os, verl.malloc
-verl.malloc.restart_with_malloc("again")
+verl.malloc.rerun_with_malloc("again")
 maps = open("/proc/self/maps").read()
 print(os.getpid(), "libjemalloc" in maps)
 """
@@ -67,7 +67,7 @@ def test_nothing_is_restarted_beside_a_gpu(
     monkeypatch.setattr(malloc, "NVIDIA", tmp_path if has_gpu else tmp_path / "none")
     monkeypatch.setattr(os, "execve", lambda path, words, env: restarted.append(path))
     monkeypatch.setattr(sys.modules["__main__"], "__spec__", ModuleSpec("program", None))
-    malloc.restart_with_malloc("program")
+    malloc.rerun_with_malloc("program")
     assert restarted == ([] if has_gpu else [sys.executable])
 
 

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from verl.config.policy import DTYPES
+from verl.config.policy import DTYPES, EXPORTED
 from verl.logs import exit_status
 from verl.remote_code import set_trust
 
@@ -25,8 +25,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--base", help="model whose config and tokenizer to use, and to merge an adapter into"
     )
     command.add_argument("--adapter", action="store_true", help="write only the adapter, for peft")
-    text = "number format of the weights (default: bfloat16)"
-    command.add_argument("--dtype", choices=DTYPES, default="bfloat16", help=text)
+    text = f"number format of the weights (default: {EXPORTED})"
+    command.add_argument("--dtype", choices=DTYPES, default=EXPORTED, help=text)
     command.add_argument(
         "--trust-remote-code", action="store_true", help="run the Python code in the model's folder"
     )

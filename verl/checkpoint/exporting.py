@@ -20,6 +20,7 @@ from verl.checkpoint.folders import (
     is_complete,
     read_state,
 )
+from verl.config.policy import EXPORTED
 from verl.errors import ConfigError, explain
 from verl.model_files import check_weights, is_finite, model_errors, refuse_non_finite
 from verl.plugins import imported
@@ -33,7 +34,7 @@ from verl.training.weights import SHARD_BYTES, copy_tokenizer, whole_folder, wri
 
 
 def export(
-    step_dir: Path, out: Path, base: str | None = None, dtype: str = "bfloat16",
+    step_dir: Path, out: Path, base: str | None = None, dtype: str = EXPORTED,
     adapter_only: bool = False,
 ) -> Path:  # fmt: skip
     """Write the policy of a checkpoint as a Hugging Face folder with tokenizer; returns `out`.

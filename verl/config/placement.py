@@ -52,6 +52,8 @@ class Placement:
     """Engines that the options ask for: one for each server; null: as many as fit."""
     servers: tuple[str, ...]
     """Addresses of the user's servers, one engine each; empty if the run starts its own."""
+    patience_s: float
+    """Seconds that a run waits for its nodes, and ranks at least for each other."""
 
     @property
     def actor(self) -> RankPlan:
@@ -92,7 +94,7 @@ class Placement:
         return self.own_engine_gpus or self.actor.per_node
 
     @property
-    def engine_slots(self) -> int:
+    def max_engines(self) -> int:
         """Number of engines that fit on the GPUs of all nodes; an engine does not span nodes."""
         return self.engine_gpus_per_node // self.engine_size * self.actor.num_nodes
 
@@ -109,25 +111,24 @@ class Placement:
 
     def num_engines(self, on_gpu: bool) -> int:
         """Number of rollout engines over all nodes."""
-        return self.num_replicas or (self.engine_slots if on_gpu else self.actor.num_nodes)
+        return self.num_replicas or (self.max_engines if on_gpu else self.actor.num_nodes)
 
     def check_engines(self, on_gpu: bool) -> None:
         """Raise ConfigError if engines have too few GPUs."""
         if not on_gpu or self.engine_size == 0:
             return
-        if self.num_engines(on_gpu) > self.engine_slots:
+        if self.num_engines(on_gpu) > self.max_engines:
             key = "actor_rollout_ref.rollout.num_replicas"
-            expected = f"at most {self.engine_slots}: no more fit on the engines' GPUs"
+            expected = f"at most {self.max_engines}: no more fit on the engines' GPUs"
             raise ConfigError(explain(key, self.num_engines(on_gpu), expected, f"{key}=null"))
 
 
 def plan(config: Config) -> Placement:
     """Return the placement that the options of a run describe."""
     trainer, critic, policy = config.trainer, config.critic, config.actor_rollout_ref
-    rollout, together = policy.rollout, policy.actor.ulysses_sequence_parallel_size
-    url = None if rollout.name == "remote" else rollout.url
-    servers = () if url is None else tuple(url if isinstance(url, list) else [str(url)])
-    actor = RankPlan("rank", trainer.nnodes, trainer.n_gpus_per_node, together)
+    rollout, servers = policy.rollout, policy.rollout.servers
+    num_ranks, together = trainer.n_gpus_per_node, policy.actor.ranks_per_shard
+    actor = RankPlan("rank", trainer.nnodes, num_ranks, together)
     own = replace(actor, group="critic rank", per_node=critic.n_gpus_per_node or 0)
     return Placement(
         roles={"actor": actor, "reference": actor, "critic": own if own.per_node else actor},
@@ -135,4 +136,5 @@ def plan(config: Config) -> Placement:
         engine_size=0 if servers else rollout.tensor_model_parallel_size,
         num_replicas=len(servers) or rollout.num_replicas,
         servers=servers,
+        patience_s=trainer.node_timeout,
     )

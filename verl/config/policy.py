@@ -13,6 +13,8 @@ CHECKPOINTING_MODES = (True, False, SELECTIVE)
 """Activations of a block that are recomputed in backward: all, none, or the cheap ones."""
 DTYPES = ("bfloat16", "float16", "float32")
 """Number formats of weights, by torch's names (`verl.training.devices.DTYPES`)."""
+EXPORTED = DTYPES[0]
+"""Number format of an exported model, unless another one is asked for."""
 VLLM_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """LoRA ranks that vLLM can reserve memory for; an adapter uses the next larger one."""
 
@@ -178,6 +180,11 @@ class ActorConfig:
         """The settings of `rollout_correction`, with defaults."""
         return Correction(**self.rollout_correction)
 
+    @property
+    def ranks_per_shard(self) -> int:
+        """Ranks that compute each dialogue together."""
+        return self.ulysses_sequence_parallel_size
+
 
 @dataclass
 class ValSamplingConfig:
@@ -244,6 +251,16 @@ class RolloutConfig:
     """Further arguments for vLLM's engine, passed on as they are: {enforce_eager: true}. Without a
     correction, quantized weights or caches are refused (docs/guides/rollouts.md)."""
     val_kwargs: ValSamplingConfig = field(default_factory=ValSamplingConfig)
+
+    @property
+    def servers(self) -> tuple[str, ...]:
+        """Addresses of the user's servers that load new weights; empty if the run starts engines.
+
+        An OpenAI-compatible server (name=remote) keeps its weights.
+        """
+        if self.url is None or self.name == "remote":
+            return ()
+        return tuple(self.url) if isinstance(self.url, list) else (str(self.url),)
 
     @property
     def num_weight_versions(self) -> int:

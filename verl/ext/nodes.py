@@ -67,6 +67,15 @@ def add_to(start_up: StartUp) -> None:
     start_up.on_started.append(choose_interfaces)
 
 
+def problems(config: Config) -> Iterator[ResourceError]:
+    """Yield that a run on several nodes joins no cluster."""
+    num_nodes = config.trainer.nnodes
+    if num_nodes > 1 and not joins_cluster():
+        fix = "start a Ray cluster and export RAY_ADDRESS (docs/guides/clusters.md), or nnodes=1"
+        got, expected = f"{num_nodes} without RAY_ADDRESS", "1 node, or a cluster"
+        yield ResourceError(explain("trainer.nnodes", got, expected, fix))
+
+
 def check_nodes(
     environment_factory: EnvironmentFactory, config: Config, nodes: Mapping[str, str]
 ) -> None:

@@ -25,14 +25,10 @@ def problems(config: Config) -> Iterator[UserError]:
 
 
 def _device_problems(config: Config) -> Iterator[UserError]:
-    """Check that this machine has enough devices; on a cluster (RAY_ADDRESS) Ray checks it."""
+    """Check that this machine has enough devices; on a cluster Ray checks it."""
     if joins_cluster():
         return
     trainer, key, num_gpus = config.trainer, "trainer.n_gpus_per_node", torch.cuda.device_count()
-    if trainer.nnodes > 1:
-        fix = "start a Ray cluster and export RAY_ADDRESS (docs/guides/clusters.md), or nnodes=1"
-        got, expected = f"{trainer.nnodes} without RAY_ADDRESS", "1 node, or a cluster"
-        yield ResourceError(explain("trainer.nnodes", got, expected, fix))
     if trainer.device == "cuda" or (trainer.device == "auto" and num_gpus):
         if num_gpus < config.placement.gpus_per_node:
             separate = {"trainer.rollout_gpus": trainer.rollout_gpus,

@@ -7,13 +7,12 @@ the object it hosts, so that a group knows its addresses and devices before any 
 from __future__ import annotations
 
 import gc
-import inspect
 import logging
 import operator
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from functools import partial
@@ -26,7 +25,7 @@ from ray.util.placement_group import PlacementGroup, remove_placement_group
 from verl.errors import UserError
 from verl.single_controller.calls import note
 from verl.single_controller.deaths import DEATHS, raise_cause
-from verl.training.network import secret_variables
+from verl.training.network import share_secrets
 
 logger = logging.getLogger(__name__)
 
@@ -76,11 +75,6 @@ def current_location() -> ActorLocation:
     return ActorLocation(context.get_node_id(), address, gpu_ids, os.getpid())
 
 
-def set_environment(variables: Mapping[str, str]) -> None:
-    """Set environment variables of the driver that must not appear in Ray's logs."""
-    os.environ |= variables
-
-
 @ray.remote
 class ActorHost:
     """An actor that hosts one object, built on request."""
@@ -104,7 +98,7 @@ class ActorHost:
         """Call a sync or async method of the hosted object, or of an attribute (`name.method`)."""
         begin = time.time()
         result = operator.attrgetter(method)(self.hosted)(*args)
-        value = await result if inspect.isawaitable(result) else result
+        value = await result if isinstance(result, Awaitable) else result
         note(method, begin)
         return value
 
@@ -132,9 +126,7 @@ class RayWorkerGroup:
     def start(self) -> None:
         """Start new actors and give them the driver's secrets before any other call."""
         self.hosts = [option.remote() for option in self._options]
-        if secrets := secret_variables(os.environ):
-            for host in self.hosts:
-                host.run.remote(set_environment, secrets)
+        share_secrets(self.hosts)
 
     def __len__(self) -> int:
         return len(self.hosts)

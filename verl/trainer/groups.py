@@ -157,7 +157,7 @@ def reserve_groups(config: Config, use_gpu: bool) -> dict[str, PlacementGroup]:
     plan, placements = config.placement, {}
     for name, group in plan.groups.items():
         engine_gpus = plan.own_engine_gpus if name == plan.actor.group else 0
-        arguments = use_gpu, config.trainer.node_timeout, engine_gpus
+        arguments = use_gpu, plan.patience_s, engine_gpus
         placements[name] = reserve(group.num_ranks, group.num_nodes, *arguments)
     return placements
 

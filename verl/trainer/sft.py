@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 
 from verl.ext.sft.trainer import main
-from verl.malloc import restart_with_malloc
+from verl.malloc import rerun_with_malloc
 
 if __name__ == "__main__":
-    restart_with_malloc("verl.trainer.sft")
+    rerun_with_malloc("verl.trainer.sft")
     sys.exit(main())

@@ -2,7 +2,8 @@
 
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import psutil
 
@@ -19,7 +20,7 @@ HUB = frozenset(f"HF_{name}" for name in (
 ))  # fmt: skip
 """Hugging Face variables that are forwarded, listed by name because Ray logs what it forwards."""
 PRIVATE = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_ENDPOINT")
-"""Variables that are passed by a call of the actor instead, because calls are not logged."""
+"""Variables that are passed by `share_secrets` instead."""
 
 
 def forwarded_variables(environment: Mapping[str, str]) -> dict[str, str]:
@@ -31,6 +32,18 @@ def forwarded_variables(environment: Mapping[str, str]) -> dict[str, str]:
 def secret_variables(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the hub's secrets, which must not be in a Ray runtime environment."""
     return {name: environment[name] for name in PRIVATE if name in environment}
+
+
+def share_secrets(hosts: Iterable[Any]) -> None:
+    """Set this process's secrets in those of actors (`ActorHost`), by a call that is not logged."""
+    if secrets := secret_variables(os.environ):
+        for host in hosts:
+            host.run.remote(set_environment, secrets)
+
+
+def set_environment(variables: Mapping[str, str]) -> None:
+    """Set environment variables of this process."""
+    os.environ |= variables
 
 
 def address_towards(host: str) -> str:

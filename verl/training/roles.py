@@ -41,7 +41,7 @@ class Roles:
     config: Config
     device: torch.device
     compute_dtype: torch.dtype
-    num_on_node: int
+    num_loading: int
     """Ranks of the run on this node, which load their models at the same time."""
     total_updates: int
     """Optimizer steps of the actor in the run."""
@@ -78,7 +78,7 @@ class Roles:
         self, model: BlocksConfig, path: str, needs_head: bool = True
     ) -> AbstractContextManager[PreTrainedModel]:
         """Open the language model at `path`, to be sharded within the `with` block."""
-        return open_causal_lm(path, self.dtype_of(model), self.num_on_node, needs_head)
+        return open_causal_lm(path, self.dtype_of(model), self.num_loading, needs_head)
 
     def dtype_of(self, model: BlocksConfig) -> torch.dtype:
         """Return the dtype of a model's own weights: float32 if they are trained."""

@@ -73,7 +73,7 @@ class TrainerWorker:
         if config.trainer.deterministic:
             make_deterministic()
         os.environ |= {"MASTER_ADDR": master_addr, "MASTER_PORT": str(master_port)}
-        join_process_group(self.device, rank, world_size, config.trainer.node_timeout)
+        join_process_group(self.device, rank, world_size, plan.patience_s)
         random.seed(config.trainer.seed)
         np.random.seed(config.trainer.seed)
         torch.manual_seed(config.trainer.seed)

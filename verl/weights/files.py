@@ -186,9 +186,8 @@ class Files(Transport):
     def send(self, ranks: Ranks, engines: Engines, version: int) -> dict[str, float]:
         """Write the weights, then have the engines read them when they can."""
         start, group = time.perf_counter(), ranks.group
-        folders = [str(on_node(self._folder, location.node_id)) for location in group.locations()]
         options = version, engines.loading, engines.dtype
-        write = float(max(group.scatter("sender.write", folders, *options)))
+        write = float(max(group.scatter("sender.write", self._folders(group), *options)))
         self._version = version
         self.resend(engines)
         return {"gather": time.perf_counter() - start - write, "write": write}
@@ -196,6 +195,11 @@ class Files(Transport):
     def resend(self, engines: Engines) -> None:
         """Have the engines read the last version, whose folder is still there."""
         if self._version is not None:
-            nodes = [location.node_id for location in engines.group.locations()]
-            sources = [str(on_node(self._folder, node) / str(self._version)) for node in nodes]
-            engines.load(sources, self._version)
+            version = self._version
+            engines.load(
+                [f"{folder}/{version}" for folder in self._folders(engines.group)], version
+            )
+
+    def _folders(self, group: RayWorkerGroup) -> list[str]:
+        """Return the folder on the node of each actor."""
+        return [str(on_node(self._folder, place.node_id)) for place in group.locations()]
