@@ -51,6 +51,7 @@ from verl.types import (
     Sampling,
     Segment,
     Status,
+    Timeline,
     Trajectory,
     TurnTimes,
     start_trajectory,
@@ -85,7 +86,8 @@ class FakeReplica:
                 start.segments.append(Segment(Origin.OBSERVATION, ids, "word " * len(ids)))
         start.status = Status.ANSWERED
         start.stats = {"turns": 3.0, "valid_actions": 3.0, "answered": 1.0, "malformed_turns": 0.0}
-        start.turn_times = [TurnTimes(t, t, t + 1.0, turn=int(t)) for t in range(NUM_TURNS)]
+        times = [TurnTimes(t, t, t + 1.0, turn=int(t)) for t in range(NUM_TURNS)]
+        start.timeline = Timeline(turns=times)
         return start
 
     def draw_ids(self, mean_count: int) -> tuple[int, ...]:

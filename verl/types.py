@@ -7,7 +7,7 @@ are trained on. This module does not depend on torch, engines, tools, Ray or con
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum, StrEnum
 from itertools import pairwise
@@ -184,6 +184,37 @@ class TurnTimes:
     """Of its request, which was made when the turn started."""
 
 
+@dataclass(frozen=True)
+class Timeline:
+    """Where a trajectory was sampled, and when."""
+
+    replica: int = 0
+    """Number of the replica that sampled it."""
+    turns: Sequence[TurnTimes] = ()
+    """Timestamps of its turns, in order; none where nobody measured them."""
+
+
+@dataclass(frozen=True)
+class Draw:
+    """Which of a run's samples a trajectory is."""
+
+    group: str = ""
+    """Name of the prompt instance of this step; all samples of one instance share it."""
+    sample: int = 0
+    """Number of this sample within the group."""
+    seed: int | None = None
+    """Base from which the seeds of the requests are derived; None lets the engine choose."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a trajectory failed."""
+
+    message: str
+    is_final: bool = False
+    """Whether a tool refuses this run (`ToolRefused`), so that sampling again would fail again."""
+
+
 @dataclass
 class Trajectory:
     """One dialogue: the prompt, followed by segments added by the policy and the environment."""
@@ -195,20 +226,39 @@ class Trajectory:
     """Statistics of the agent (turns, valid actions ...), averaged into metrics."""
     faults: dict[str, float] = field(default_factory=dict)
     """Counts of infrastructure faults (retried calls ...), summed into the metrics `fault/NAME`."""
-    group: str = ""
-    """Name of the prompt instance of this step; all samples of one instance share it."""
-    sample: int = 0
-    """Number of this sample within the group."""
-    seed: int | None = None
-    """Base from which the seeds of the requests are derived; None lets the engine choose."""
-    error: str = ""
-    """Error message if the status is FAILED."""
-    is_refused: bool = False
-    """Whether a tool refuses this run (`ToolRefused`), so that sampling again would fail again."""
-    replica: int = 0
-    """Number of the replica that sampled the trajectory."""
-    turn_times: list[TurnTimes] = field(default_factory=list)
-    """Timestamps of the turns, in order."""
+    draw: Draw = Draw()
+    failure: Failure | None = None
+    """Why it failed, if the status is FAILED."""
+    timeline: Timeline = Timeline()
+
+    def fail(self, message: str, is_final: bool = False) -> None:
+        """End the trajectory as FAILED, with the arguments of `Failure`."""
+        self.status, self.failure = Status.FAILED, Failure(message, is_final)
+
+    @property
+    def error(self) -> str:
+        """Message of the failure; empty if there is none."""
+        return "" if self.failure is None else self.failure.message
+
+    @property
+    def group(self) -> str:
+        """Name of the group that the trajectory is a sample of."""
+        return self.draw.group
+
+    @property
+    def sample(self) -> int:
+        """Number of this sample within the group."""
+        return self.draw.sample
+
+    @property
+    def seed(self) -> int | None:
+        """Base from which the seeds of the requests are derived; None lets the engine choose."""
+        return self.draw.seed
+
+    @property
+    def key(self) -> TrajectoryKey:
+        """What identifies the trajectory in its run."""
+        return self.draw.group, self.draw.sample
 
     @property
     def ids(self) -> list[int]:
@@ -254,7 +304,7 @@ def start_trajectory(
 ) -> Trajectory:
     """Return a trajectory that contains only its prompt."""
     segment = Segment(Origin.PROMPT, prompt.ids, prompt.text)
-    return Trajectory(prompt, [segment], group=group, sample=sample, seed=seed)
+    return Trajectory(prompt, [segment], draw=Draw(group, sample, seed))
 
 
 def num_calls(stats: Mapping[str, float]) -> float:

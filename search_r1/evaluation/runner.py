@@ -85,7 +85,7 @@ class Runner:
             end, num_document_tokens = await play(task, agent, engine)
         except ToolError as error:
             end, num_document_tokens = self._start(task), 0
-            end.status, end.error = Status.FAILED, str(error)
+            end.fail(str(error))
         seconds = time.perf_counter() - began
         sample = await self._score(end, searches, num_document_tokens)
         return replace(sample, seconds=seconds)

@@ -56,7 +56,7 @@ class LoopAgent:
         try:
             returned = await self._play(episode, start)
         except LoopFailed as failure:
-            trajectory.status, trajectory.error = Status.FAILED, str(failure)
+            trajectory.fail(str(failure))
             trajectory.faults = {FAILED: 1}
             returned = None
         if rows := episode.history.rows():

@@ -79,7 +79,7 @@ def test_defaults() -> None:
     sampling, started = Sampling(max_tokens=1), start_trajectory(prompt())
     assert (sampling.temperature, sampling.top_p, sampling.stop, sampling.seed) == (1, 1, (), None)
     assert (started.status, started.sample, started.seed) == (Status.OUT_OF_TURNS, 0, None)
-    assert not started.is_refused and started.faults == started.stats == {}
+    assert started.failure is None and started.faults == started.stats == {}
     assert Completion((), (), "", "stop").weight_version == 0
     assert Segment(Origin.PROMPT, ()).weight_version == 0
 

@@ -14,7 +14,7 @@ from search_r1.retrieval.schema import Document
 from verl.data.trajectories import prepare_folder, write_step
 from verl.rewards.interface import Reward
 from verl.trainer.validate import write_dialogues
-from verl.types import Origin, Prompt, Segment, Status, Trajectory
+from verl.types import Draw, Origin, Prompt, Segment, Status, Trajectory
 
 HOSTILE = "<script>boom()</script><img src=x onerror=boom()></script>\u202e&amp;"
 
@@ -60,7 +60,7 @@ def dialogue(
     segments.append(segment(Origin.POLICY, last, version))
     status = Status.OUT_OF_TURNS if answer is None else Status.ANSWERED
     stats = {"turns": len(searches) + 1.0}
-    return Trajectory(prompt, segments, status, stats, group=group, sample=sample)
+    return Trajectory(prompt, segments, status, stats, draw=Draw(group, sample))
 
 
 def reward_of(score: float) -> Reward:

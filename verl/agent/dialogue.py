@@ -93,8 +93,7 @@ class DialogueAgent:
         try:
             trajectory.status = await agent._play(trajectory, engine, sampling, counts)
         except ToolError as error:
-            trajectory.status, trajectory.error = Status.FAILED, str(error)
-            trajectory.is_refused = isinstance(error, ToolRefused)
+            trajectory.fail(str(error), isinstance(error, ToolRefused))
             _add_faults(trajectory, error.faults)
         trajectory.stats = {**self._stats(counts, trajectory), **environment.ended()}
         return trajectory

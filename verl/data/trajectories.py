@@ -14,7 +14,7 @@ import math
 import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -26,7 +26,7 @@ from verl.data.records import BadRow, read_jsonl
 from verl.errors import ConfigError, DataError, explain
 from verl.files import MAX_CHARS, atomic_write, move_aside
 from verl.rewards.interface import Reward
-from verl.types import Origin, Prompt, Segment, Status, Trajectory, TrajectoryKey
+from verl.types import Draw, Origin, Prompt, Segment, Status, Trajectory, TrajectoryKey
 
 logger = logging.getLogger(__name__)
 
@@ -116,7 +116,7 @@ def write_step(
     rows = []
     for trajectory, reward in zip(trajectories, rewards, strict=True):
         recorded = RecordedTrajectory(trajectory, reward)
-        own_signals = (signals or {}).get((trajectory.group, trajectory.sample))
+        own_signals = (signals or {}).get(trajectory.key)
         rows.append(make_row(step, step_size, recorded, own_signals))
     write_jsonl(step_path(directory, step), rows)
 
@@ -201,7 +201,7 @@ def make_row(
         "question": prompt.extra_info.get("question", ""),
         "ground_truth": list(prompt.ground_truth), "truth_form": prompt.truth_form,
         "extra_info": dict(prompt.extra_info),
-        "group": trajectory.group, "sample": trajectory.sample, "seed": trajectory.seed,
+        **asdict(trajectory.draw),
         "status": trajectory.status.value, "score": reward.score,
         "components": dict(reward.components), "is_right": reward.is_right,
         "stats": trajectory.stats,
@@ -242,7 +242,7 @@ def parse_row(location: str, row: Any) -> RecordedTrajectory:
         )  # fmt: skip
         trajectory = Trajectory(
             prompt, segments, Status(row["status"]), dict(row["stats"]),
-            group=row["group"], sample=row["sample"], seed=row["seed"],
+            draw=Draw(row["group"], row["sample"], row["seed"]),
         )  # fmt: skip
         components = {name: to_float(value) for name, value in row["components"].items()}
         reward = Reward(to_float(row["score"]), components, row.get("is_right"))

@@ -16,7 +16,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import PydanticSerializationError
 
 from verl.training.checkpoint_files import checkpoint_errors
-from verl.types import Origin, Segment, Status, Trajectory, TrajectoryKey
+from verl.types import Origin, Segment, Status, Timeline, Trajectory, TrajectoryKey
 
 FILE = "ahead.jsonl"
 
@@ -37,7 +37,7 @@ class FinishedTrajectory(BaseModel, ser_json_inf_nan="constants"):
         """Raise ValidationError if a user's own agent put values of other types in."""
         group, sample = key
         return cls(
-            group=group, sample=sample, replica=trajectory.replica,
+            group=group, sample=sample, replica=trajectory.timeline.replica,
             status=trajectory.status, stats=trajectory.stats, faults=trajectory.faults,
             segments=tuple(map(replace, trajectory.segments)),  # `replace` unpacks packed columns
         )  # fmt: skip
@@ -53,7 +53,7 @@ class FinishedTrajectory(BaseModel, ser_json_inf_nan="constants"):
         if not self.segments or self.segments[0].ids != start.segments[0].ids:
             return None
         return replace(start, segments=list(self.segments), status=self.status, stats=self.stats,
-                       faults=self.faults, replica=self.replica)  # fmt: skip
+                       faults=self.faults, timeline=Timeline(self.replica))  # fmt: skip
 
 
 def write(step_dir: Path, finished: Mapping[TrajectoryKey, Trajectory], newest: int) -> None:

@@ -176,7 +176,7 @@ class GatedReplica(TimedReplica):
                 self._finished.pop(key, None)
 
     async def finish(self, start: Trajectory, sampling: Sampling) -> Trajectory:
-        key = (start.group, start.sample)
+        key = start.key
         try:
             self._finished[key] = await super().finish(start, sampling)
         finally:
@@ -186,7 +186,7 @@ class GatedReplica(TimedReplica):
     def timed_engine(self, start: Trajectory) -> TimedEngine:
         if not self.changes_between_turns:
             return super().timed_engine(start)
-        key = (start.group, start.sample)
+        key = start.key
         return GatedEngine(self.engine, self.clock, self.gate, self._min_versions[key], key)
 
     def finished(self) -> dict[TrajectoryKey, Trajectory]:

@@ -48,7 +48,7 @@ class RecordHook(Hook):
         """Write all samples of the current step."""
         directory, step = trainer.config.trainer.rollout_data_dir, trainer.current
         assert directory is not None and step.batch is not None
-        keys = [(t.group, t.sample) for t in step.samples.trajectories]
+        keys = [t.key for t in step.samples.trajectories]
         signals = token_signals(step.batch, trainer.config)
         sampled = trainer.source.sampled
         by_key = dict(zip(keys, signals, strict=True))

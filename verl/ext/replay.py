@@ -42,7 +42,7 @@ class ScheduleEntry(BaseModel, frozen=True):
 def entry_of(trajectory: Trajectory) -> ScheduleEntry:
     """Return the record of a trajectory."""
     return ScheduleEntry(
-        group=trajectory.group, sample=trajectory.sample, replica=trajectory.replica,
+        group=trajectory.group, sample=trajectory.sample, replica=trajectory.timeline.replica,
         versions=tuple(s.weight_version for s in trajectory.segments if s.origin is Origin.POLICY),
     )  # fmt: skip
 

@@ -163,7 +163,7 @@ def add_faults(trajectory: Trajectory, faults: Mapping[str, float]) -> None:
 def accepted(trajectories: list[Trajectory]) -> list[Trajectory]:
     """Return the trajectories. Raises ToolRefused if a tool refused one of them."""
     for trajectory in trajectories:
-        if trajectory.is_refused:
+        if trajectory.failure is not None and trajectory.failure.is_final:
             raise ToolRefused(f"{trajectory.prompt.uid}: {trajectory.error}")
     return trajectories
 

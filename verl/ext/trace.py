@@ -89,21 +89,21 @@ class Trace(Hook):
             yield _span(name, TRAINER, 0, begin, end, step=step)
         by_replica: dict[int, list[Trajectory]] = {}
         for trajectory in trajectories:
-            if trajectory.turn_times:
-                by_replica.setdefault(trajectory.replica, []).append(trajectory)
+            if trajectory.timeline.turns:
+                by_replica.setdefault(trajectory.timeline.replica, []).append(trajectory)
         for replica, own in sorted(by_replica.items()):
             if replica not in self._rows:
                 self._rows[replica] = []
                 yield _name(1 + replica, f"replica {replica}")
             for begin, end in busy_intervals(own):
                 yield _span("sampling", 1 + replica, ENGINE_ROW, begin, end)
-            for trajectory in sorted(own, key=lambda t: t.turn_times[0].requested):
+            for trajectory in sorted(own, key=lambda t: t.timeline.turns[0].requested):
                 yield from self._dialogue(trajectory, step)
 
     def _dialogue(self, trajectory: Trajectory, step: int) -> Iterator[Event]:
         """Yield the dialogue's turns, and its waits between them, on the first free row."""
-        times, process = trajectory.turn_times, 1 + trajectory.replica
-        rows = self._rows[trajectory.replica]
+        times, replica = trajectory.timeline.turns, trajectory.timeline.replica
+        process, rows = 1 + replica, self._rows[replica]
         row = next((i for i, free in enumerate(rows) if free <= times[0].requested), len(rows))
         rows[row : row + 1] = [times[-1].finished]  # replaces the entry, or adds a row
         about = {"group": trajectory.group, "sample": trajectory.sample, "step": step}
@@ -141,7 +141,7 @@ def stat_loggers() -> list[Any]:
 def busy_intervals(trajectories: Sequence[Trajectory]) -> list[tuple[float, float]]:
     """Return the (begin, end) intervals in which at least one trajectory was sampled, in order."""
     intervals: list[tuple[float, float]] = []
-    turns = (turn for trajectory in trajectories for turn in trajectory.turn_times)
+    turns = (turn for trajectory in trajectories for turn in trajectory.timeline.turns)
     for begin, end in sorted((turn.started, turn.finished) for turn in turns):
         if intervals and begin <= intervals[-1][1]:
             intervals[-1] = (intervals[-1][0], max(end, intervals[-1][1]))

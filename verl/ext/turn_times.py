@@ -9,6 +9,7 @@ import contextlib
 import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -100,17 +101,17 @@ class TimedReplica(RolloutReplica):
         """The turns of each running trajectory."""
 
     async def finish(self, start: Trajectory, sampling: Sampling) -> Trajectory:
-        key = (start.group, start.sample)
+        key = start.key
         try:
             finished = await super().finish(start, sampling)
-            finished.turn_times = self._times[key]
+            finished.timeline = replace(finished.timeline, turns=self._times[key])
         finally:
             self._times.pop(key, None)
         return finished
 
     def turn_engine(self, start: Trajectory) -> RolloutEngine:
         engine = self.timed_engine(start)
-        self._times[start.group, start.sample] = engine.times
+        self._times[start.key] = engine.times
         return engine
 
     def timed_engine(self, start: Trajectory) -> TimedEngine:
@@ -152,7 +153,7 @@ def wait_metrics(trajectories: Sequence[Trajectory], now: float) -> Metrics:
     `tools`: between turns; `weights`: for new weights before a turn; `slot`: for a slot in its
     engine, if reported; `others`: from its end to `now`, for the other trajectories.
     """
-    timed = [t.turn_times for t in trajectories if t.turn_times]
+    timed = [t.timeline.turns for t in trajectories if t.timeline.turns]
     if not timed:
         return {}
     tools = [sum(b.requested - a.finished for a, b in itertools.pairwise(turns)) for turns in timed]
@@ -167,7 +168,7 @@ def wait_metrics(trajectories: Sequence[Trajectory], now: float) -> Metrics:
 
 def engine_metrics(trajectories: Sequence[Trajectory]) -> Metrics:
     """Return the share of prompt tokens that engines had in their prefix caches, if reported."""
-    total = sum((turn.measured for t in trajectories for turn in t.turn_times), Measured())
+    total = sum((turn.measured for t in trajectories for turn in t.timeline.turns), Measured())
     return (
         {"rollout/prefix_hit_share": total.num_cached / total.num_prompt}
         if total.num_prompt

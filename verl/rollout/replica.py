@@ -17,7 +17,7 @@ from verl.errors import PluginError, explain
 from verl.remote_code import set_trust
 from verl.rollout.interface import build_engine
 from verl.training.devices import rollout_dtype
-from verl.types import Sampling, Trajectory
+from verl.types import Sampling, Timeline, Trajectory
 
 
 class RolloutReplica:
@@ -55,17 +55,17 @@ class RolloutReplica:
 
     async def finish(self, start: Trajectory, sampling: Sampling) -> Trajectory:
         """Finish one trajectory; raises as `rollout`."""
-        engine = self.turn_engine(start)
+        engine, key = self.turn_engine(start), start.key
         subject = f"agent.name={self.config.agent.name} at {start.prompt.uid}"
         expected = "the trajectory that it was given, with its group and sample, continued"
         with plugins.user_file_errors(subject, PluginError, expected):
             finished = await self.agent.run(start, engine, sampling)
         if not isinstance(finished, Trajectory):
             raise PluginError(explain(subject, type(finished).__name__, expected, "return it"))
-        if (finished.group, finished.sample) != (start.group, start.sample):
-            got = f"group {finished.group!r}, sample {finished.sample!r}"
+        if finished.key != key:
+            got = "group {!r}, sample {!r}".format(*finished.key)
             raise PluginError(explain(subject, got, expected, "keep them: dataclasses.replace"))
-        finished.replica = self.replica
+        finished.timeline = Timeline(self.replica)
         return finished
 
     def turn_engine(self, start: Trajectory) -> RolloutEngine:

@@ -53,7 +53,7 @@ class RolloutRequest:
 
 def trajectory_keys(starts: Sequence[Trajectory]) -> list[TrajectoryKey]:
     """Return the key of each trajectory of a request."""
-    return [(start.group, start.sample) for start in starts]
+    return [start.key for start in starts]
 
 
 class Rollouts(Protocol):

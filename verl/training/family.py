@@ -26,7 +26,7 @@ from verl.remote_code import trusts_remote_code
 from verl.training.attention import PACKED
 from verl.training.mixers import mixers
 from verl.training.models import LogProbModel, PackedInputs, remove_noise, trunk_of
-from verl.types import Origin, Prompt, Segment, Trajectory
+from verl.types import Draw, Origin, Prompt, Segment, Trajectory
 
 TOLERANCE = 1e-3
 """Largest difference of log-probs in float32, in nats."""
@@ -174,7 +174,7 @@ def trial_batch() -> TokenBatch:
             segments = [Segment(Origin.PROMPT, prompt, ""),
                         Segment(Origin.POLICY, response, "", (0.0,) * length)]  # fmt: skip
             trajectories.append(
-                Trajectory(Prompt(name, prompt, "", ()), segments, group=name, sample=sample)
+                Trajectory(Prompt(name, prompt, "", ()), segments, draw=Draw(name, sample))
             )
     return TokenBatch.from_trajectories(trajectories)
 

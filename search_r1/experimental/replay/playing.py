@@ -167,7 +167,7 @@ async def replay_trajectory(
     edited = None if text is None else _edited_completion(text, agent, version)
     parts = (agent.limits, agent.format, agent.environment, tokenizer)
     player = ReplayAgent(*parts, recorded=recorded, edit=edit, find_response=find_response)
-    start = start_trajectory(recorded.prompt, recorded.group, recorded.sample, recorded.seed)
+    start = start_trajectory(recorded.prompt, *recorded.key, recorded.seed)
     before = itertools.takewhile(lambda s: s.origin is not Origin.POLICY, recorded.segments)
     start.segments += [s for s in before if s.origin is Origin.OBSERVATION]  # documents_first
     decode: Decode = tokenizer.decode  # type: ignore[attr-defined]  # transformers' tokenizers have it

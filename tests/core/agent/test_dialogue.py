@@ -17,7 +17,7 @@ from verl.agent.served import fingerprints, tool_problems, unavailable
 from verl.agent.tags import plain_format
 from verl.batch import TokenBatch
 from verl.errors import ToolError, ToolRefused
-from verl.types import Completion, Origin, Prompt, Sampling, Status, Trajectory
+from verl.types import Completion, Failure, Origin, Prompt, Sampling, Status, Trajectory
 from verl.types import start_trajectory as start
 
 TOKENIZER = ByteTokenizer()
@@ -133,8 +133,9 @@ def test_a_tool_that_refuses_the_run_marks_the_trajectory() -> None:
             raise ToolRefused("no key")
 
     done = play(["<clock>x</clock>"], Environment((Refusing(),)))
-    assert (done.status, done.error, done.is_refused) == (Status.FAILED, "no key", True)
-    assert not play(["<clock>nowhere</clock>"]).is_refused
+    assert (done.status, done.failure) == (Status.FAILED, Failure("no key", is_final=True))
+    (failure,) = filter(None, [play(["<clock>nowhere</clock>"]).failure])
+    assert not failure.is_final
 
 
 def test_line_26_a_tool_that_fails_ends_the_trajectory() -> None:

@@ -19,7 +19,7 @@ from tests.verl.training.ranks import VOCAB, save_tiny, tiny_config
 from verl.config import Config
 from verl.data.trajectories import RecordedTrajectory
 from verl.rewards.interface import Reward
-from verl.types import Origin, Prompt, Segment, Trajectory
+from verl.types import Draw, Origin, Prompt, Segment, Trajectory
 
 SCORES = (1.0, 0.0, 0.0, 0.5, 0.5, 0.5)
 """Scores of two groups of three trajectories."""
@@ -36,7 +36,7 @@ def trajectory(number: int, seed: int) -> Trajectory:
     turns = [Segment(Origin.POLICY, ids(size), "", (-1.0,) * size, 1) for size in (4, 3)]
     segments = [Segment(Origin.PROMPT, (5, 6, 7)), turns[0], Segment(Origin.OBSERVATION, ids(5)),
                 turns[1]]  # fmt: skip
-    return Trajectory(prompt, segments, group=f"1/{number // 3}", sample=number % 3)
+    return Trajectory(prompt, segments, draw=Draw(f"1/{number // 3}", number % 3))
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from tests.experimental.replay.scripted import (
     record_with_search,
 )
 from verl.agent.interface import Item
-from verl.types import Origin, Status, Trajectory
+from verl.types import Failure, Origin, Status, Trajectory
 
 
 def verdict_of(edit: Edit, recorded: Trajectory) -> str:
@@ -49,7 +49,7 @@ def test_different_log_probs_and_failures_are_described() -> None:
     other = replace(recorded, segments=moved)
     sentence = verdict(Edit(), Comparison.of(recorded, other), other)
     assert sentence.startswith("The same tokens: all ") and "differ by up to 5.0e-01" in sentence
-    failed = replace(recorded, status=Status.FAILED, error="nobody answers")
+    failed = replace(recorded, status=Status.FAILED, failure=Failure("nobody answers"))
     assert verdict(Edit(), Comparison.of(recorded, failed), failed).endswith(
         "failed: nobody answers"
     )

@@ -22,7 +22,7 @@ from verl.data.trajectories import (
     write_step,
 )
 from verl.rewards.interface import Reward
-from verl.types import Origin, Prompt, Segment, Trajectory
+from verl.types import Draw, Origin, Prompt, Segment, Trajectory
 
 NAN = math.nan
 
@@ -43,7 +43,7 @@ def dialogue(sample: int, num_policy: int) -> Trajectory:
         Segment(Origin.POLICY, (5, 6), "y", (-0.25, NAN)),
     ]
     prompt = Prompt("f#0", (1, 2), "nq", ("a",), {}, "PP")
-    return Trajectory(prompt, segments, group="1/0", sample=sample)
+    return Trajectory(prompt, segments, draw=Draw("1/0", sample))
 
 
 def write_segments(

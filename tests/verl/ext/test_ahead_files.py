@@ -8,7 +8,7 @@ import pytest
 
 from verl.errors import ModelError
 from verl.ext import ahead_files
-from verl.types import Origin, Prompt, Segment, Status, Trajectory, start_trajectory
+from verl.types import Origin, Prompt, Segment, Status, Timeline, Trajectory, start_trajectory
 
 START = start_trajectory(Prompt("q", (1, 2), "nq", ("a",), text="who"), "3/0", sample=1, seed=9)
 
@@ -20,7 +20,8 @@ def finished(version: int = 5, status: Status = Status.ANSWERED) -> Trajectory:
     second = Segment(Origin.POLICY, (8, 9), "b", (-1 / 3, -np.float32(0.7).item()), version)
     stats = {"turns": 2.0, "wait_s": np.float32(0.5), "none": math.nan}
     segments = [*START.segments, first, observation, second]
-    return Trajectory(START.prompt, segments, status, stats, {"retries": 1}, "3/0", 1, 9, replica=2)
+    return Trajectory(START.prompt, segments, status, stats, {"retries": 1}, START.draw,
+                      timeline=Timeline(2))  # fmt: skip
 
 
 def test_a_trajectory_comes_back_to_the_last_bit(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ from verl.monitor.tracking import Tracking
 from verl.rewards.interface import Reward
 from verl.rollout.rollouts import TrainedRollouts
 from verl.trainer.build import Inputs, Parts
-from verl.types import Origin, Prompt, Sampling, Segment, Status, Trajectory
+from verl.types import Draw, Origin, Prompt, Sampling, Segment, Status, Trajectory
 
 
 class RandomRollouts(InstantRollouts):
@@ -187,7 +187,7 @@ def record(folder: Path, steps: Sequence[int] = (1, 2), size: int = 2, n: int = 
                 Prompt(f"f#{group}", (1, 2), "nq", ("a",), {"question": "q", "day": 3}, "PP"),
                 [Segment(Origin.PROMPT, (1, 2), "PP"),
                  Segment(Origin.POLICY, (3,), "x", (-0.1 - step,), step)],
-                Status.ANSWERED, {"turns": 1.0}, group=f"{step}/{group}", sample=sample, seed=5,
+                Status.ANSWERED, {"turns": 1.0}, draw=Draw(f"{step}/{group}", sample, 5),
             )
             for group in range(size) for sample in range(n)
         ]  # fmt: skip
@@ -213,7 +213,7 @@ def test_what_was_written_is_read(tmp_path: Path) -> None:
         Prompt("f#0", (1, 2), "nq", ("a",), {"question": "q", "day": 3}, "PP"),
         [Segment(Origin.PROMPT, (1, 2), "PP"),
          Segment(Origin.POLICY, (3,), "x", (-2.1,), 2)],
-        Status.ANSWERED, {"turns": 1.0}, group="2/0", sample=1, seed=5,
+        Status.ANSWERED, {"turns": 1.0}, draw=Draw("2/0", 1, 5),
     )  # fmt: skip
     assert samples.rewards[1] == Reward(1 / 3, {"em": 1.0})
     assert metrics["critic/score/max"] == 1 / 3 and metrics["rollout/answered"] == 1.0

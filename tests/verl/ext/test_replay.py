@@ -8,7 +8,7 @@ from verl.config import Config
 from verl.errors import ConfigError
 from verl.ext import replay
 from verl.ext.replay import Schedule, ScheduleEntry
-from verl.types import Origin, Prompt, Segment, start_trajectory
+from verl.types import Origin, Prompt, Segment, Timeline, start_trajectory
 
 
 def entry(replica: int = 0, versions: tuple[int, ...] = (1, 2)) -> ScheduleEntry:
@@ -44,7 +44,7 @@ def test_turns_of_older_weights_are_pending_until_they_were_sampled() -> None:
 def test_an_entry_has_the_version_of_each_turn() -> None:
     """Prompt and observations have no version."""
     start = start_trajectory(Prompt("q", (1,), "nq", ("a",)), group="2/1", sample=3)
-    start.replica = 1
+    start.timeline = Timeline(1)
     for version in (4, 5):
         start.segments.append(Segment(Origin.POLICY, (7,), "x", (-1.0,), version))
         start.segments.append(Segment(Origin.OBSERVATION, (8,), "d"))

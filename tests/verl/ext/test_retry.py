@@ -26,7 +26,7 @@ from verl.ext import retry
 from verl.ext.retry import MAX_VAIN_ROUNDS, Outage, RetryingRollout
 from verl.trainer.collect import complete_groups
 from verl.trainer.metrics import fault_metrics
-from verl.types import Origin, Sampling, Status, Trajectory, start_trajectory
+from verl.types import Failure, Origin, Sampling, Status, Trajectory, start_trajectory
 
 SAMPLING = Sampling(max_tokens=100)
 
@@ -305,7 +305,7 @@ def test_a_loss_is_reported_with_its_last_failure_and_the_option_that_allows_it(
     everyone = [start_trajectory(p, group=str(i // 2)) for i, p in enumerate(prompts(100))]
     failed = [everyone[0], everyone[2], everyone[4]]
     for number, trajectory in enumerate(failed):
-        trajectory.error = f"error {number}"
+        trajectory.failure = Failure(f"error {number}")
     message = f"the last ({failed[-1].prompt.uid}) with: error 2; 6 of 100 are lost"
     with pytest.raises(ToolOutage) as caught:
         complete_groups(everyone, failed, "step 3", 0.05)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from verl.ext.trace import Trace, busy_intervals
 from verl.monitor.performance import Timings
 from verl.single_controller.calls import Call
-from verl.types import Measured, Prompt, Trajectory, TurnTimes, start_trajectory
+from verl.types import Measured, Prompt, Timeline, Trajectory, TurnTimes, start_trajectory
 
 TURNS = st.lists(st.integers(0, 50), min_size=3, max_size=9).map(sorted)
 
@@ -25,7 +25,7 @@ def trajectory(marks: list[int], replica: int = 0) -> Trajectory:
     whole = marks[: len(marks) // 3 * 3]
     times = [TurnTimes(*map(float, whole[i : i + 3]), turn=i // 3) for i in range(0, len(whole), 3)]
     start = start_trajectory(Prompt("q", (1,), "nq", ("a",)), group="1/0")
-    start.replica, start.turn_times = replica, times
+    start.timeline = Timeline(replica, times)
     return start
 
 
@@ -57,7 +57,8 @@ def test_a_trace_has_phases_engines_and_turns_and_continues_after_a_resume(tmp_p
 def test_a_wait_for_a_slot_comes_before_the_turn_that_it_delays(tmp_path: Path) -> None:
     """It follows the wait for weights; without a wait there is no such span."""
     delayed = trajectory([1, 2, 6])
-    delayed.turn_times[0] = dataclasses.replace(delayed.turn_times[0], measured=Measured(1.5))
+    (turn,) = delayed.timeline.turns
+    delayed.timeline = Timeline(turns=[dataclasses.replace(turn, measured=Measured(1.5))])
     Trace(tmp_path).add_step(1, Timings(), [delayed, trajectory([1, 2, 6], 1)], {})
     spans = [e for e in events(tmp_path) if e["ph"] == "X" and e["tid"]]
     assert [(e["pid"], e["name"], e["ts"], e["dur"]) for e in spans] == [
@@ -107,7 +108,7 @@ def test_an_engine_is_busy_when_any_turn_is_sampled(all_marks: list[list[int]]) 
     """Compared with a check at every half second."""
     dialogues = [trajectory(marks) for marks in all_marks]
     intervals = busy_intervals(dialogues)
-    turns = [turn for dialogue in dialogues for turn in dialogue.turn_times]
+    turns = [turn for dialogue in dialogues for turn in dialogue.timeline.turns]
     for half in range(101):
         at = half / 2 + 0.25
         is_busy = any(turn.started <= at < turn.finished for turn in turns)

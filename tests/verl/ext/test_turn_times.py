@@ -11,7 +11,7 @@ import pytest
 from tests.fakes import ScriptedEngine
 from verl.ext import turn_times
 from verl.ext.turn_times import BusyClock, TimedEngine, engine_metrics, wait_metrics
-from verl.types import Completion, Measured, Prompt, Sampling, Trajectory, TurnTimes
+from verl.types import Completion, Measured, Prompt, Sampling, Timeline, Trajectory, TurnTimes
 
 PROMPT = Prompt("q", (), "nq", ())
 
@@ -60,8 +60,10 @@ def test_a_turn_is_timed() -> None:
 def test_each_wait_is_a_mean_over_trajectories() -> None:
     """Waits for tools, weights, a slot in the engine, and the other trajectories."""
     one, two, untimed = (Trajectory(PROMPT, []) for _ in range(3))
-    one.turn_times = [TurnTimes(0, 1, 4, 0, Measured(0.5)), TurnTimes(6, 6, 9, 1, Measured(1.5))]
-    two.turn_times = [TurnTimes(0, 3, 8)]
+    one.timeline = Timeline(
+        turns=[TurnTimes(0, 1, 4, 0, Measured(0.5)), TurnTimes(6, 6, 9, 1, Measured(1.5))]
+    )
+    two.timeline = Timeline(turns=[TurnTimes(0, 3, 8)])
     assert wait_metrics([one, two, untimed], now=10.0) == {
         "rollout/wait_s/tools": 1.0, "rollout/wait_s/weights": 2.0,
         "rollout/wait_s/slot": 1.0, "rollout/wait_s/others": 1.5,
@@ -72,9 +74,9 @@ def test_each_wait_is_a_mean_over_trajectories() -> None:
 def test_prefix_hits_are_a_share_of_all_prompt_tokens_of_turns() -> None:
     """Prompts count by their tokens; engines that report no counts give no metric."""
     one, two = Trajectory(PROMPT, []), Trajectory(PROMPT, [])
-    one.turn_times = [TurnTimes(0, 1, 4, 0, Measured(0.0, 100, 0)),
-                      TurnTimes(6, 6, 9, 1, Measured(0.0, 300, 96))]  # fmt: skip
-    two.turn_times = [TurnTimes(0, 3, 8, measured=Measured(0.0, 100, 96))]
+    one.timeline = Timeline(turns=[TurnTimes(0, 1, 4, 0, Measured(0.0, 100, 0)),
+                      TurnTimes(6, 6, 9, 1, Measured(0.0, 300, 96))])  # fmt: skip
+    two.timeline = Timeline(turns=[TurnTimes(0, 3, 8, measured=Measured(0.0, 100, 96))])
     assert engine_metrics([one, two]) == {"rollout/prefix_hit_share": 192 / 500}
-    two.turn_times = [TurnTimes(0, 3, 8)]
+    two.timeline = Timeline(turns=[TurnTimes(0, 3, 8)])
     assert engine_metrics([two]) == {}

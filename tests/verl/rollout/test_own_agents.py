@@ -42,7 +42,10 @@ def play(folder: Path, body: str) -> list[Trajectory]:
         ("return None", "NoneType"),
         ("return [start]", "list"),
         ("return Trajectory(start.prompt, start.segments)", "group '', sample 0"),
-        ("return dataclasses.replace(start, sample=0)", "group '1/0', sample 0"),
+        (
+            "start.draw = dataclasses.replace(start.draw, sample=0); return start",
+            "group '1/0', sample 0",
+        ),
     ],
 )
 def test_an_error_of_a_user_defined_agent_is_one_line(tmp_path: Path, body: str, got: str) -> None:
@@ -57,5 +60,5 @@ def test_an_error_of_a_user_defined_agent_is_one_line(tmp_path: Path, body: str,
 
 def test_a_user_defined_agent_works(tmp_path: Path) -> None:
     """If it keeps group and sample of the trajectory."""
-    (done,) = play(tmp_path, "return dataclasses.replace(start, error='seen')")
+    (done,) = play(tmp_path, "start.fail('seen'); return start")
     assert (done.error, done.group, done.sample) == ("seen", "1/0", 1)

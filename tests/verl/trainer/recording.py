@@ -17,7 +17,7 @@ from verl.rewards.interface import Reward
 from verl.trainer.build import Inputs, Parts
 from verl.trainer.loop import RayPPOTrainer
 from verl.training.devices import PeakMemory, card_name
-from verl.types import Origin, Prompt, Sampling, Segment, Status, Trajectory
+from verl.types import Failure, Origin, Prompt, Sampling, Segment, Status, Trajectory
 
 
 class RecordingReplicas(InstantRollouts):
@@ -39,7 +39,10 @@ class RecordingReplicas(InstantRollouts):
         observation = Segment(Origin.OBSERVATION, (7, 7), "doc")
         status = Status.FAILED if self.fail(start) else Status.ANSWERED
         return dataclasses.replace(
-            start, segments=[*start.segments, policy, observation], status=status, error="down"
+            start,
+            segments=[*start.segments, policy, observation],
+            status=status,
+            failure=Failure("down"),
         )
 
     def update_weights(self, policy: object, version: int) -> dict[str, float]:

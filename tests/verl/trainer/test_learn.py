@@ -22,7 +22,7 @@ from verl.rewards.interface import Reward
 from verl.trainer.collect import Samples
 from verl.trainer.learn import Learner, add_advantages, assemble, mini_batches, subtract_kl
 from verl.training.devices import PeakMemory
-from verl.types import Origin, Prompt, Segment, Trajectory
+from verl.types import Draw, Origin, Prompt, Segment, Trajectory
 
 PROMPT = Prompt("nq#0", (1, 2), "nq", ("gold",))
 Turns = Sequence[tuple[int, int]]
@@ -36,7 +36,7 @@ def trajectory(turns: Turns, group: str = "g") -> Trajectory:
         segments.append(Segment(Origin.POLICY, (5,) * num_policy, "x", (-1.0,) * num_policy))
         if number + 1 < len(turns):
             segments.append(Segment(Origin.OBSERVATION, (7,) * num_observed, "doc"))
-    return Trajectory(PROMPT, segments, group=group)
+    return Trajectory(PROMPT, segments, draw=Draw(group))
 
 
 def samples_of(dialogues: Sequence[Turns], scores: Sequence[float]) -> Samples:

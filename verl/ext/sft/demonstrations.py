@@ -17,7 +17,7 @@ from verl.data.rows import Row, ends_with_answer, parse_prompt
 from verl.data.trajectories import TOKENIZER, fingerprint
 from verl.data.values import parse_structure
 from verl.errors import DataError, explain, shortened
-from verl.types import Origin, Prompt, Segment, Trajectory
+from verl.types import Draw, Origin, Prompt, Segment, Trajectory
 
 ORIGINS = {"policy": Origin.POLICY, "observation": Origin.OBSERVATION}
 FORM = '{"prompt": [messages], "segments": [{"origin": "policy"|"observation", "text": str}]}'
@@ -123,7 +123,7 @@ def _exact_row(uid: str, parts: Any, tokenizer: Tokenizer, end: str) -> Trajecto
     if closing and last.ids[-len(closing) :] != closing:
         segments[policy[-1]] = _segment(last.origin, last.ids + closing, last.text + end)
     prompt = Prompt(uid, segments[0].ids, "sft", (), {}, segments[0].text)
-    return Trajectory(prompt, segments, group=uid)
+    return Trajectory(prompt, segments, draw=Draw(uid))
 
 
 def _text_row(row: Row, parts: Any, tokenizer: Tokenizer, end: str, limit: int) -> Trajectory:
@@ -144,7 +144,7 @@ def _text_row(row: Row, parts: Any, tokenizer: Tokenizer, end: str, limit: int) 
         full_text = text + end if index == policy[-1] else text
         ids = tuple(encode_within(tokenizer, full_text, limit, add_special_tokens=False))
         segments.append(_segment(origin, ids, full_text))
-    return Trajectory(prompt, segments, group=prompt.uid)
+    return Trajectory(prompt, segments, draw=Draw(prompt.uid))
 
 
 def _segment(origin: Origin, ids: tuple[int, ...], text: str) -> Segment:
