@@ -15,7 +15,7 @@ import re
 import shutil
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Self
@@ -38,6 +38,8 @@ TOKENIZER_FOLDER = "huggingface"
 EXPECTED = f"global_step_N with {MARKER} inside"
 """Describes a checkpoint in error messages."""
 TEMPORARY_NAME = re.compile(r"global_step_(\d+)\.([0-9a-f]{8}\.)?tmp")
+EARLIER_NAMES = ("reward", "guard", "ahead")
+"""Names of `RunState.others` that stand beside it in checkpoints before 2026-11-29."""
 VALIDATION = "validation"
 """Folder of a run's validation dialogues, with one file per step."""
 
@@ -76,20 +78,16 @@ class RunState:
     sampler: Mapping[str, Any]
     """Position in the training data."""
     kl_coef: float
-    reward: Mapping[str, Any] = field(default_factory=dict)
-    guard: Mapping[str, Any] | None = None
     best: Mapping[str, Any] | None = None
     """`metric`, `value` and `step` of the best validation so far."""
     score: float | None = None
     """Value of `trainer.best_metric` at this step; None if the step was not validated."""
     pending: Mapping[str, float] | None = None
     """Metrics of a step whose updates are done but which is not yet validated and logged."""
-    ahead: Sequence[Mapping[str, Any]] = field(default_factory=list)
-    """Batches of prompts drawn for later steps; some may already be sampled."""
     version: int | None = None
     """Version of the weights that the engines received after the step."""
     others: Mapping[str, Any] = field(default_factory=dict)
-    """States of the user's hooks, by the names that they chose."""
+    """States of what a run can do without, by the names that its parts chose."""
 
     @property
     def next_version(self) -> int:
@@ -103,6 +101,11 @@ class RunState:
         others = {name: value for name, value in state.items() if name not in own}
         return cls(**{n: value for n, value in state.items() if n in own}, others=others)
 
+    def changed(self, changes: Mapping[str, Any]) -> Self:
+        """Return the state with these entries in the place of those before."""
+        own = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "others"}
+        return self.of({**own, **self.others, **changes})
+
     @classmethod
     def read(cls, step_dir: Path) -> Self:
         """Read the state of a checkpoint, ignoring unknown keys. Raises ModelError."""
@@ -111,7 +114,9 @@ class RunState:
 
     @classmethod
     def _of_json(cls, content: Any, step: int) -> Self:
-        state = TypeAdapter(cls).validate_python(content)
+        earlier = {name: content[name] for name in EARLIER_NAMES if content.get(name) is not None}
+        others = {**earlier, **content.get("others", {})}
+        state = TypeAdapter(cls).validate_python({**content, "others": others})
         if state.step != step or not math.isfinite(state.kl_coef):
             raise ValueError(f"step {state.step}, KL coefficient {state.kl_coef}")
         return state

@@ -50,7 +50,7 @@ class Watcher(Protocol):
         return set()
 
     def on_saving(self, step: int) -> Mapping[str, Any]:
-        """Called before a checkpoint is written; returns the fields of its state to replace."""
+        """Called before a checkpoint is written; returns the entries of its state to replace."""
         return {}
 
     def drop_pending(self, step: int) -> None:

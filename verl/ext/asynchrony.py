@@ -136,7 +136,7 @@ class AheadCollector(RolloutCollector):
         Only those that are finished now, and were sampled by weights up to the state's version.
         None if none of the batches is started.
         """
-        ids = {(batch["step"], batch["first"]) for batch in state.ahead}
+        ids = {(batch["step"], batch["first"]) for batch in state.others.get("ahead", ())}
         started = [b for b in (*self._current_batches, *self.batches) if (b.step, b.first) in ids]
         requests = [batch.request for batch in started if batch.request is not None]
         if not requests:
@@ -162,7 +162,7 @@ class AheadCollector(RolloutCollector):
         stale for their step, because `max_staleness` was lowered, are sampled again.
         """
         super().load_checkpoint(state, folder)
-        self.batches = deque(PromptBatch(**batch) for batch in state.ahead)
+        self.batches = deque(PromptBatch(**batch) for batch in state.others.get("ahead", ()))
         self.last_drawn = max(((b.step, b.first) for b in self.batches), default=self.last_drawn)
         oldest_version = {
             f"{batch.step}/{position}": state.next_version + number - self.max_ahead
@@ -193,4 +193,4 @@ def source(parts: Parts, measures: Sequence[Measure]) -> AheadCollector | None:
 def _has_batches_ahead(config: Config) -> bool:
     trainer = config.trainer
     folder = folders.resume_folder(trainer.resume_mode, Path(trainer.default_local_dir))
-    return folder is not None and bool(RunState.read(folder).ahead)
+    return folder is not None and bool(RunState.read(folder).others.get("ahead"))

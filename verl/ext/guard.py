@@ -358,8 +358,8 @@ class CollapseGuard(Hook, Watcher):
 
     def load_checkpoint(self, state: RunState, folder: Path) -> None:
         """Restore the state, if the checkpoint has one; ignores checkpoints that are gone."""
-        if state.guard is not None:
-            self.load_state_dict(state.guard)
+        if "guard" in state.others:
+            self.load_state_dict(state.others["guard"])
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state of `guard` in `state_dict`."""

@@ -31,7 +31,7 @@ class RewardStages(Hook):
 
     def load_checkpoint(self, state: RunState, folder: Path) -> None:
         """Restore the reward's state. Raises ConfigError if it is from another reward."""
-        self.reward.load_state_dict(state.reward)
+        self.reward.load_state_dict(state.others.get("reward", {}))
 
 
 def hook(parts: Parts) -> RewardStages:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -87,7 +86,7 @@ class Checkpoints(Hook):
         """Write an atomic checkpoint of the last finished step."""
         for watcher in self.saver.watchers:
             changes = watcher.on_saving(self.finished_state.step)
-            self.finished_state = replace(self.finished_state, **changes)
+            self.finished_state = self.finished_state.changed(changes)
         state = self.finished_state
         self.plan.record_save()
         self.saver.save(state, wait, joined_writer(trainer.parts, state))

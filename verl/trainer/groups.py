@@ -59,7 +59,7 @@ class StartUp:
     """Returns what stands in for the replicas."""
     hooks: list[Hook] = field(default_factory=list)
     """Hooks of the run that outlive its trainer."""
-    end: ExitStack = field(default_factory=ExitStack)
+    end: ExitStack = field(init=False, default_factory=ExitStack)
     """Closed after the last process has ended."""
 
 

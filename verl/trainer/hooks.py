@@ -117,6 +117,10 @@ def joined_writer(parts: Sequence[Stateful], state: RunState) -> FileWriter:
     return write
 
 
+def _is_ours(part: Stateful) -> bool:
+    return type(part).__module__.startswith("verl.")
+
+
 def merged_state(parts: Sequence[Stateful]) -> Mapping[str, Any]:
     """Return the fields of all parts' states; no two parts may have the same one.
 
@@ -124,9 +128,9 @@ def merged_state(parts: Sequence[Stateful]) -> Mapping[str, Any]:
     """
     state: dict[str, Any] = {}
     fields = {field.name for field in dataclasses.fields(RunState)}
-    for part in parts:
+    for part in sorted(parts, key=lambda part: not _is_ours(part)):
         own, kind = part.state_dict(), type(part)
-        taken = state.keys() if kind.__module__.startswith("verl.") else state.keys() | fields
+        taken = state.keys() if _is_ours(part) else state.keys() | fields
         if same := sorted(taken & own.keys()):
             subject, got = f"state_dict of {kind.__name__}", ", ".join(same)
             raise PluginError(explain(subject, got, "names of its own", "choose others"))

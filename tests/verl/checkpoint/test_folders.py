@@ -207,8 +207,8 @@ def test_random_states_of_the_driver_are_restored(tmp_path: Path) -> None:
 def test_a_state_goes_through_json(tmp_path: Path) -> None:
     """Every field, stored together with the run's identity."""
     state = RunState(
-        3, {"epoch": 1}, 0.5, {"stage": 2}, {"healthy": 1}, {"value": 0.25, "step": 2}, 0.125,
-        {"loss": 1.5},
+        3, {"epoch": 1}, 0.5, {"value": 0.25, "step": 2}, 0.125, {"loss": 1.5},
+        others={"reward": {"stage": 2}, "guard": {"healthy": 1}},
     )  # fmt: skip
     step_dir = tmp_path / "global_step_3"
     step_dir.mkdir()
@@ -217,9 +217,11 @@ def test_a_state_goes_through_json(tmp_path: Path) -> None:
 
 
 def test_an_older_state_is_read(tmp_path: Path) -> None:
-    """Checkpoints from before the guard and the best metric lack those keys."""
+    """Those before the best metric lack it, and states of parts stood beside `others`."""
     step_dir = tmp_path / "global_step_2"
     step_dir.mkdir()
-    write_state(step_dir, {"step": 2, "sampler": {}, "kl_coef": 0.1})
+    earlier = {"reward": {"index": 1}, "ahead": [{"step": 3}], "guard": None}
+    write_state(step_dir, {"step": 2, "sampler": {}, "kl_coef": 0.1, **earlier, "others": {"x": 1}})
     state = RunState.read(step_dir)
-    assert (state.step, state.guard, state.best, state.pending) == (2, None, None, None)
+    assert (state.step, state.best, state.pending) == (2, None, None)
+    assert state.others == {"reward": {"index": 1}, "ahead": [{"step": 3}], "x": 1}

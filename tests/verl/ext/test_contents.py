@@ -165,7 +165,7 @@ def test_a_flipped_bit_is_found(sound: Path, tmp_path: Path, file: str) -> None:
     [
         {"step": 4}, {"step": "three"}, {"step": None}, {"sampler": []}, {"sampler": "x"},
         {"kl_coef": None}, {"kl_coef": "much"}, {"kl_coef": float("nan")}, {"kl_coef": []},
-        {"guard": 5}, {"best": "x"}, {"pending": [1]}, {"score": "high"}, {"reward": 3},
+        {"others": 5}, {"best": "x"}, {"pending": [1]}, {"score": "high"}, {"version": "x"},
     ],
 )  # fmt: skip
 def test_a_state_of_other_types_is_refused(

@@ -205,7 +205,7 @@ def test_an_older_checkpoint_without_a_guard_can_be_resumed(config: Config, log:
     first.fit()
     folder = Path(config.trainer.default_local_dir) / "global_step_1"
     state = folders.read_state(folder)
-    del state["guard"]
+    del state["others"]["guard"]
     folders.write_state(folder, state)
     config.trainer.resume_mode = "auto"
     again = build(config, log, set(), steps=2)

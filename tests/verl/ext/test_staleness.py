@@ -221,7 +221,8 @@ class Saved:
     def of(cls, run: World, folder: Path, ticks: int = 20) -> Saved:
         run.group.run(ticks)  # while the last step is trained
         fields = run.collector.state_dict()
-        state = RunState(step=0, kl_coef=0.0, version=run.replicas.version, **fields)
+        fields |= {"step": 0, "kl_coef": 0.0, "version": run.replicas.version}
+        state = RunState.of(fields)
         write = run.collector.file_writer(state)
         folder.mkdir(parents=True)
         if write is not None:
