@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verl.core_algos.advantages import AdvantageInputs
+from verl.core_algos.advantages import AdvantageInputs, Gae
 from verl.core_algos.jagged import sequence_ids
 
 FOLDER = Path(__file__).parent
@@ -71,10 +71,13 @@ class RecordedBatch:
         """Return a column at the policy tokens."""
         return self.padded(column)[self.mask]
 
-    def inputs(self, **options: Any) -> AdvantageInputs:
+    def inputs(
+        self, lam: float = 1.0, mask: Tensor | None = None, **options: Any
+    ) -> AdvantageInputs:
+        """Return the inputs of an estimator; GAE runs over `mask` and is whitened over it."""
         return AdvantageInputs(
             self["rewards"], self.policy_mask, self.offsets, values=self["values"],
-            group_ids=self.index, **options,
+            group_ids=self.index, gae=Gae(lam, mask, mask), **options,
         )  # fmt: skip
 
 

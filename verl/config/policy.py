@@ -253,6 +253,11 @@ class RolloutConfig:
     val_kwargs: ValSamplingConfig = field(default_factory=ValSamplingConfig)
 
     @property
+    def log_prob_temperature(self) -> float:
+        """Temperature of the policy whose log-probs are trained: 1 for greedy sampling."""
+        return self.temperature or 1.0
+
+    @property
     def servers(self) -> tuple[str, ...]:
         """Addresses of the user's servers that load new weights; empty if the run starts engines.
 

@@ -115,6 +115,18 @@ def grpo_passk(scores: Tensor, groups: Groups, norm_by_std: bool = True) -> Tens
 
 
 @dataclass(frozen=True)
+class Gae:
+    """What GAE needs besides a discount."""
+
+    lam: float = 1.0
+    """Its lambda."""
+    mask: Tensor | None = None
+    """Tokens that it runs over and computes returns for, (num_tokens,); None: policy tokens."""
+    whiten_mask: Tensor | None = None
+    """Tokens over which its advantages are whitened, (num_tokens,); None: policy tokens."""
+
+
+@dataclass(frozen=True)
 class AdvantageInputs:
     """Inputs of an advantage estimator; those that it does not need may be None."""
 
@@ -130,14 +142,9 @@ class AdvantageInputs:
     """Id of each sequence's prompt, (num_seqs,); must be unique across data sources."""
     gamma: float = 1.0
     """Discount factor per policy token."""
-    lam: float = 1.0
-    """GAE's lambda."""
     norm_by_std: bool = True
     """Divide group advantages by the group's standard deviation (grpo, grpo_passk)."""
-    gae_mask: Tensor | None = None
-    """Tokens that GAE runs over and computes returns for, (num_tokens,); None: policy tokens."""
-    whiten_mask: Tensor | None = None
-    """Tokens over which GAE's advantages are whitened, (num_tokens,); None: policy tokens."""
+    gae: Gae = Gae()
 
     @property
     def scores(self) -> Tensor:
@@ -173,7 +180,7 @@ class AdvantageInputs:
 
 @dataclass(frozen=True)
 class Advantages:
-    """Result of an estimator, (num_tokens,) each: 0 off the policy (returns: off ``gae_mask``)."""
+    """Result of an estimator, (num_tokens,) each: 0 off the policy (returns: off ``gae.mask``)."""
 
     advantages: Tensor
     returns: Tensor
@@ -195,14 +202,12 @@ class AdvantageEstimator:
 
 def _gae(inputs: AdvantageInputs) -> Advantages:
     assert inputs.values is not None, "gae needs values; run the critic before the advantages"
-    policy = inputs.policy_mask
-    steps = policy if inputs.gae_mask is None else inputs.gae_mask
+    policy, gae = inputs.policy_mask, inputs.gae
+    steps = policy if gae.mask is None else gae.mask
     advantages, returns = compute_gae_advantage(
-        inputs.token_rewards, inputs.values, steps, inputs.offsets, inputs.gamma, inputs.lam
+        inputs.token_rewards, inputs.values, steps, inputs.offsets, inputs.gamma, gae.lam
     )
-    whitened = masked_whiten(
-        advantages, policy if inputs.whiten_mask is None else inputs.whiten_mask
-    )
+    whitened = masked_whiten(advantages, policy if gae.whiten_mask is None else gae.whiten_mask)
     return Advantages(torch.where(policy, whitened, 0.0), returns)
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from verl.batch import TokenBatch
-from verl.core_algos.advantages import AdvantageEstimator, AdvantageInputs
+from verl.core_algos.advantages import AdvantageEstimator, AdvantageInputs, Gae
 from verl.core_algos.chosen import advantage_estimator
 from verl.core_algos.jagged import outcome_to_tokens, segment_sum
 from verl.core_algos.kl import KLController, apply_kl_in_reward, mean_sequence_kl
@@ -73,6 +73,7 @@ def add_advantages(batch: TokenBatch, config: Config, kl_controller: KLControlle
         rewards, kl_metrics = subtract_kl(rewards, batch, algorithm.kl_penalty, kl_controller)
         metrics |= kl_metrics
     whiten_mask = batch.tokens["response_mask"] if config.is_as_original else None
+    gae = Gae(algorithm.lam, batch.tokens.get("value_mask"), whiten_mask)
     estimate = advantage_estimator(algorithm.adv_estimator).compute(
         AdvantageInputs(
             token_rewards=rewards,
@@ -81,10 +82,8 @@ def add_advantages(batch: TokenBatch, config: Config, kl_controller: KLControlle
             values=batch.tokens.get("values"),
             group_ids=batch.columns["group"],
             gamma=algorithm.gamma,
-            lam=algorithm.lam,
             norm_by_std=algorithm.norm_adv_by_std_in_grpo,
-            gae_mask=batch.tokens.get("value_mask"),
-            whiten_mask=whiten_mask,
+            gae=gae,
         )
     )
     advantages, returns = estimate.advantages.float(), estimate.returns.float()

@@ -101,7 +101,7 @@ class TrainerWorker:
 
     def _policy(self, model: FsdpModel) -> Actor:
         section = self.config.actor_rollout_ref
-        temperature = section.rollout.temperature or 1.0  # log-probs of greedy rollouts are at 1
+        temperature = section.rollout.log_prob_temperature
         return Actor(model, section.actor, actor_budgets(self.config), temperature)
 
     def save_checkpoint(self, directory: str | Path) -> str:

@@ -107,7 +107,7 @@ def _gradient(
     actor = config.actor_rollout_ref.actor
     inputs = PackedInputs.of(batch, loss_mask(batch), device)
     columns = TargetColumns(batch, inputs)
-    log_probs, _ = model(inputs, config.actor_rollout_ref.rollout.temperature or 1.0)
+    log_probs, _ = model(inputs, config.actor_rollout_ref.rollout.log_prob_temperature)
     high = actor.clip_ratio if actor.clip_ratio_high is None else actor.clip_ratio_high
     loss_inputs = PolicyLossInputs(
         log_probs, log_probs.detach(), columns["advantages"], columns.sequence_ids,

@@ -17,6 +17,7 @@ from verl.core_algos.advantages import (
     AdvantageEstimator,
     AdvantageInputs,
     Advantages,
+    Gae,
     _policy_grid,
     compute_gae_advantage,
 )
@@ -88,7 +89,7 @@ def test_line_03_observation_values_change_no_advantage(name: str, junk: float) 
         values=DIALOGUES.column(2),
         group_ids=["g", "g", "g", "h"],
         gamma=0.99,
-        lam=0.95,
+        gae=Gae(0.95),
     )
     spoilt = replace(
         inputs,
@@ -231,8 +232,8 @@ def test_gae_whitens_over_the_given_tokens(
         found = gae_by_loop(rewards[own].tolist(), values[own].tolist(), 0.99, 0.95)
         raw[own], returns[own] = (torch.tensor(x, dtype=torch.float64) for x in found)
     inputs = AdvantageInputs(
-        rewards, batch.mask, batch.offsets, values, gamma=0.99, lam=0.95,
-        gae_mask=steps if over_all[0] else None, whiten_mask=spread if over_all[1] else None,
+        rewards, batch.mask, batch.offsets, values, gamma=0.99,
+        gae=Gae(0.95, steps if over_all[0] else None, spread if over_all[1] else None),
     )  # fmt: skip
     got = ADVANTAGES["gae"].compute(inputs)
     expected = torch.where(batch.mask, whitened(raw, spread), 0.0)
@@ -283,7 +284,7 @@ def test_advantages_do_not_depend_on_the_order_of_sequences(
     rewards, values = batch.column(1), batch.column(2)
 
     def run(b: Batch, r: Tensor, v: Tensor, g: list[int]) -> Advantages:
-        inputs = AdvantageInputs(r, b.mask, b.offsets, v, g, gamma=0.99, lam=0.95)
+        inputs = AdvantageInputs(r, b.mask, b.offsets, v, g, gamma=0.99, gae=Gae(0.95))
         return ADVANTAGES[name].compute(inputs)
 
     plain = run(batch, rewards, values, ids)

@@ -66,8 +66,7 @@ def test_gae_over_all_tokens_agrees_with_verl_with_a_full_policy_mask() -> None:
     """The masks behind `compat.gae_over_all_tokens` and `compat.whiten_over_all_tokens`."""
     case = VERL.case("gae_over_all_tokens")
     everything = torch.ones_like(case.batch.policy_mask)
-    options = {**case.settings, "gae_mask": everything, "whiten_mask": everything}
-    found = ADVANTAGES["gae"].compute(case.batch.inputs(**options))
+    found = ADVANTAGES["gae"].compute(case.batch.inputs(**case.settings, mask=everything))
     policy = case.batch.policy_mask
     assert_agree(found.advantages[policy], case.on_policy("advantages"))
     assert_agree(found.returns, case.padded("returns")[case.batch.kept])
