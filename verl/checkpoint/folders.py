@@ -39,7 +39,7 @@ EXPECTED = f"global_step_N with {MARKER} inside"
 """Describes a checkpoint in error messages."""
 TEMPORARY_NAME = re.compile(r"global_step_(\d+)\.([0-9a-f]{8}\.)?tmp")
 EARLIER_NAMES = ("reward", "guard", "ahead")
-"""Names of `RunState.others` that stand beside it in checkpoints before 2026-11-29."""
+"""Names of `RunState.others` that are parts' of ours: until 2026-11-29 they stood beside it."""
 VALIDATION = "validation"
 """Folder of a run's validation dialogues, with one file per step."""
 

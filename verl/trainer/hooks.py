@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from verl.checkpoint.folders import RunState
+from verl.checkpoint.folders import EARLIER_NAMES, RunState
 from verl.errors import PluginError, explain
 from verl.types import Metrics
 
@@ -117,20 +117,16 @@ def joined_writer(parts: Sequence[Stateful], state: RunState) -> FileWriter:
     return write
 
 
-def _is_ours(part: Stateful) -> bool:
-    return type(part).__module__.startswith("verl.")
-
-
 def merged_state(parts: Sequence[Stateful]) -> Mapping[str, Any]:
     """Return the fields of all parts' states; no two parts may have the same one.
 
     Raises PluginError if a user's hook has a field of ours, which would be read back as ours.
     """
     state: dict[str, Any] = {}
-    fields = {field.name for field in dataclasses.fields(RunState)}
-    for part in sorted(parts, key=lambda part: not _is_ours(part)):
+    fields = {*EARLIER_NAMES, *(field.name for field in dataclasses.fields(RunState))}
+    for part in parts:
         own, kind = part.state_dict(), type(part)
-        taken = state.keys() if _is_ours(part) else state.keys() | fields
+        taken = state.keys() if kind.__module__.startswith("verl.") else state.keys() | fields
         if same := sorted(taken & own.keys()):
             subject, got = f"state_dict of {kind.__name__}", ", ".join(same)
             raise PluginError(explain(subject, got, "names of its own", "choose others"))
