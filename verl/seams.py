@@ -39,6 +39,8 @@ ENGINES = ("verl.ext.servers.choice", "verl.ext.lora.choice")
 """`choice(config)` returns the engines by other options than `rollout.name`, or None; the first
 decides. `for_actors(config)` returns the options for the run's other processes, which must decide
 as the driver does."""
+STAT_LOGGERS = ("verl.ext.trace",)
+"""`stat_loggers(config)` returns the loggers of vLLM's statistics, or None; the first decides."""
 REPLICAS = ("verl.ext.replay", "verl.ext.gated", "verl.ext.turn_times")
 """`replica_class(config)` returns what hosts an engine, or None; the first decides."""
 REPLICA_GROUPS = ("verl.ext.overlapping",)

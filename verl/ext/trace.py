@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from verl.config import Config
 from verl.files import LineWriter
 from verl.monitor.performance import Timings
 from verl.single_controller.calls import Call
@@ -122,12 +123,14 @@ def hook(parts: Parts) -> Trace | None:
     return Trace(parts.directory) if parts.config.trainer.trace else None
 
 
-def stat_loggers() -> list[Any]:
-    """Return a class of vLLM's loggers that logs nothing.
+def stat_loggers(config: Config) -> list[Any] | None:
+    """Return a class of vLLM's loggers that logs nothing, for a run that is traced.
 
     vLLM records when a request was scheduled only if there is a logger; its default one would also
     write each token to Prometheus.
     """
+    if not config.trainer.trace:
+        return None
     from vllm.v1.metrics.loggers import PrometheusStatLogger  # noqa: PLC0415 - vLLM may be missing
 
     def ignore(*_: Any, **__: Any) -> None:

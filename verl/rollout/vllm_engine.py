@@ -17,7 +17,7 @@ from collections.abc import AsyncIterator, Awaitable, Iterator, Sequence
 from multiprocessing.process import BaseProcess
 from typing import Any, TypeVar
 
-from verl import plugins
+from verl import seams
 from verl.config import Config
 from verl.config.engine_kwargs import check
 from verl.errors import ModelError, explain
@@ -34,8 +34,6 @@ SOCKETS = "VLLM_RPC_BASE_PATH"
 SOCKET_ROOM = 52
 """Bytes that our folder's and vLLM's names add to that folder's path."""
 POLL_S = 0.01
-LOGGERS = "verl.ext.trace:stat_loggers"
-"""Import path of what makes vLLM time its requests."""
 Result = TypeVar("Result")
 
 
@@ -79,7 +77,7 @@ class VllmEngine(RolloutEngine):
         check(settings.config.actor_rollout_ref.rollout.engine_kwargs)
         arguments = vllm.AsyncEngineArgs(**settings.arguments())
         # Only where they are needed: on a tiny model statistics cost up to 5 % of vLLM's speed.
-        loggers = plugins.imported(LOGGERS)() if settings.config.trainer.trace else None
+        loggers = seams.first(seams.STAT_LOGGERS, "stat_loggers", settings.config)
         base = socket_folder(SOCKETS, "TMPDIR", room=SOCKET_ROOM)
         self._sockets = tempfile.TemporaryDirectory(prefix="v-", dir=base)
         with _sockets_in(self._sockets.name):
