@@ -1,6 +1,6 @@
-"""Options of the agent, its tools, and the document server that the built-in tool queries."""
+"""Options of dialogues: the agent, its tools, and the document server of the built-in tool."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from verl.config.option import option
 
@@ -51,3 +51,26 @@ class ServerConfig:
     max_outage: float = option(1800.0, resume="free", ge=0)
     """Seconds that a training run waits for an unavailable server; it then saves and stops with
     exit status 4."""
+
+
+@dataclass
+class DialogueOptions:
+    """What shapes a dialogue besides its lengths, in training, evaluation and use.
+
+    They have no section of their own: their names are those that users of Search-R1 know.
+    """
+
+    agent: AgentConfig = field(default_factory=AgentConfig)
+    retriever: ServerConfig = field(default_factory=ServerConfig)
+    max_turns: int = option(2, resume="experiment", ge=0, le=10_000)
+    """Maximum turns of a trajectory that may call tools; one last turn without tools follows."""
+    do_search: bool = option(True, resume="experiment")
+    """Use the tools; false runs without them and their servers, and a call is an invalid action."""
+    template: str = option("search_r1", resume="experiment", path="template")
+    """Wording of prompts and observations: a template of docs/guides/rewards.md, or `tools`,
+    which builds it from the descriptions of the tools."""
+
+    @property
+    def calls_tools(self) -> bool:
+        """Whether dialogues call tools, so that a run depends on their servers."""
+        return self.do_search and self.max_turns > 0

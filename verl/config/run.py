@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from verl.config.agent import AgentConfig, ServerConfig
+from verl.config.agent import DialogueOptions
 from verl.config.algorithm import AlgorithmConfig
 from verl.config.data import DataConfig
 from verl.config.option import option
@@ -18,7 +18,7 @@ of them, and captures CUDA graphs of at most 512."""
 
 
 @dataclass
-class Config:
+class Config(DialogueOptions):
     """All options of a training run."""
 
     data: DataConfig = field(default_factory=DataConfig)
@@ -27,18 +27,9 @@ class Config:
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     reward_model: RewardConfig = field(default_factory=RewardConfig)
-    agent: AgentConfig = field(default_factory=AgentConfig)
-    retriever: ServerConfig = field(default_factory=ServerConfig)
     compat: str = option("none", resume="experiment", choices=("none", "search_r1"))
     """search_r1: GAE, its whitening and validation as in the original, for comparisons
     (docs/explanation/algorithms.md)."""
-    max_turns: int = option(2, resume="experiment", ge=0, le=10_000)
-    """Maximum turns of a trajectory that may call tools; one last turn without tools follows."""
-    do_search: bool = option(True, resume="experiment")
-    """Use the tools; false runs without them and their servers, and a call is an invalid action."""
-    template: str = option("search_r1", resume="experiment", path="template")
-    """Wording of prompts and observations: a template of docs/guides/rewards.md, or `tools`,
-    which builds it from the descriptions of the tools."""
 
     @property
     def is_as_original(self) -> bool:
@@ -49,11 +40,6 @@ class Config:
     def placement(self) -> Placement:
         """Which devices hold ranks, critic and engines."""
         return plan(self)
-
-    @property
-    def calls_tools(self) -> bool:
-        """Whether dialogues call tools, so that the run depends on their servers."""
-        return self.do_search and self.max_turns > 0
 
     @property
     def samples_rollouts(self) -> bool:
