@@ -57,7 +57,7 @@ class ServerConfig:
 class DialogueOptions:
     """What shapes a dialogue besides its lengths, in training, evaluation and use.
 
-    They have no section of their own: their names are those that users of Search-R1 know.
+    They have no section of their own: users know them by these names.
     """
 
     agent: AgentConfig = field(default_factory=AgentConfig)
