@@ -19,7 +19,7 @@ from verl.checkpoint.folders import RunState
 from verl.config import Config
 from verl.ext import ahead_files, replay
 from verl.monitor.performance import Timings
-from verl.rollout.rollouts import RolloutRequest, trajectory_keys
+from verl.rollout.rollouts import RolloutRequest
 from verl.trainer.collect import Measure, RolloutCollector, Samples
 from verl.trainer.hooks import FileWriter
 from verl.types import Metrics, Trajectory, TrajectoryKey
@@ -118,9 +118,9 @@ class AheadCollector(RolloutCollector):
     def _take_resumed(self, starts: Sequence[Trajectory]) -> dict[int, Trajectory]:
         """Return the trajectories that a checkpoint had of `starts`, by position."""
         finished: dict[int, Trajectory] = {}
-        for i, key in enumerate(trajectory_keys(starts)):
-            entry = self._resumed.pop(key, None)
-            trajectory = None if entry is None else entry.to_trajectory(starts[i])
+        for i, start in enumerate(starts):
+            entry = self._resumed.pop(start.key, None)
+            trajectory = None if entry is None else entry.to_trajectory(start)
             if trajectory is not None:
                 finished[i] = trajectory
         return finished

@@ -16,7 +16,6 @@ from verl.agent.interface import Agent
 from verl.config import Config
 from verl.engine import Listener, RolloutEngine, Score
 from verl.ext.turn_times import BusyClock, TimedEngine, TimedReplica
-from verl.rollout.rollouts import trajectory_keys
 from verl.types import Completion, Sampling, Trajectory, TrajectoryKey
 
 TurnKey = tuple[str, int, int]
@@ -162,7 +161,7 @@ class GatedReplica(TimedReplica):
         self, starts: Sequence[Trajectory], sampling: Sampling, version: int = 0
     ) -> list[Trajectory]:
         """As the base class; every token is sampled from weights of `version` or later."""
-        keys = trajectory_keys(starts)
+        keys = [start.key for start in starts]
         self.gate.register(keys)
         self._min_versions |= dict.fromkeys(keys, version)
         try:

@@ -39,7 +39,7 @@ class RolloutRequest:
     @property
     def trajectory_keys(self) -> list[TrajectoryKey]:
         """The key of each trajectory."""
-        return trajectory_keys(self.starts)
+        return [start.key for start in self.starts]
 
     def store(self, call: Any, trajectories: Sequence[Trajectory]) -> None:
         """Keep the result of a completed call."""
@@ -49,11 +49,6 @@ class RolloutRequest:
     def in_order(self) -> list[Trajectory]:
         """Return all finished trajectories in the order of `starts`."""
         return [self.finished[i] for i in range(len(self.starts))]
-
-
-def trajectory_keys(starts: Sequence[Trajectory]) -> list[TrajectoryKey]:
-    """Return the key of each trajectory of a request."""
-    return [start.key for start in starts]
 
 
 class Rollouts(Protocol):
