@@ -92,7 +92,7 @@ def test_every_trajectory_is_sampled_once_with_its_group() -> None:
             finished = replicas.finish(request)
             assert [(t.group, t.sample) for t in finished] == [(t.group, t.sample) for t in starts]
             if len(starts) // size >= number:
-                assert len({(t.group, t.replica) for t in finished}) == len(starts) // size
+                assert len({(t.group, t.timeline.replica) for t in finished}) == len(starts) // size
         assert Counter(started) == Counter(
             (t.group, t.sample) for starts in starts_of_requests for t in starts
         )
