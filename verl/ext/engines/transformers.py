@@ -128,6 +128,8 @@ class TransformersEngine(RolloutEngine):
                     listener(text)
         finally:
             self._requests.remove(request)
+            if not self._requests:
+                await self._between_steps()  # a cancelled caller leaves nothing running
         return request.completion(self.weight_version)
 
     async def _next_step(self) -> None:
