@@ -83,17 +83,10 @@ def filled(
 
 def fill(corpus: Path, uri: str, kill_after: float | None = None) -> float:
     """Run `search-r1 index`, perhaps until it is killed; return its seconds."""
-    flags = [
-        "--corpus_path",
-        corpus,
-        "--retrieval_method",
-        "e5",
-        "--model_path",
-        MODEL,
-        "--to",
-        uri,
-    ]
-    command = [sys.executable, "-m", "search_r1.cli", "index", *map(str, flags), "--to", uri]
+    command = [
+        sys.executable, "-m", "search_r1.cli", "index", "--corpus_path", str(corpus),
+        "--retrieval_method", "e5", "--model_path", MODEL, "--to", uri,
+    ]  # fmt: skip
     start = time.monotonic()
     with subprocess.Popen(command, cwd=ROOT) as filler:
         try:
