@@ -17,7 +17,8 @@ from search_r1.agent_server.responses import ApiError
 from search_r1.inference.dialogue import AgentSession
 from search_r1.retrieval.errors import DeadlineExceeded
 from search_r1.retrieval.schema import well_formed
-from search_r1.retrieval.service.requests import misspelt_fields, parse, read_body
+from search_r1.retrieval.service.requests import parse, read_body
+from search_r1.retrieval.service.unknown_fields import misspelt_fields
 from verl.errors import DataError
 from verl.types import Prompt, Sampling
 

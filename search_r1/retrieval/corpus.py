@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tokenize import TokenError
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -24,9 +25,13 @@ from search_r1.retrieval.schema import Document
 from verl.file_kinds import HEAD_BYTES, describe_other
 from verl.files import regular_file
 
+if TYPE_CHECKING:
+    from search_r1.retrieval.ids import Ids
+
 logger = logging.getLogger(__name__)
 
 Offsets = npt.NDArray[np.int64]
+Mask = npt.NDArray[np.bool_]  # (num_documents,)
 MAX_ROW_BYTES = 1 << 24
 """Longer rows are refused, since no agent can read them."""
 MAX_CHECKED_ROWS, SAMPLED_ROWS = 1 << 14, 256
@@ -112,6 +117,10 @@ class Corpus:
         """Return the document of a row; raises CorpusError, with the row number, if malformed."""
         return self._read(row, int(self._offsets[row]), int(self._offsets[row + 1]))
 
+    def line(self, row: int) -> bytes:
+        """Return a row as it is in the file."""
+        return self._data[self._offsets[row] : self._offsets[row + 1]]
+
     def documents(self, rows: Sequence[int]) -> list[Document]:
         """Return the documents of `rows` in that order."""
         indices = np.asarray(rows, dtype=np.int64)
@@ -119,31 +128,14 @@ class Corpus:
         return [self._read(*span) for span in zip(rows, starts, ends, strict=True)]
 
     def find(self, id: str) -> Document | None:
-        """Return the first document with this id, or None.
-
-        If ids are row numbers, as in wiki-18, this reads one row. Otherwise the first call reads
-        the whole corpus and keeps 16 bytes of memory per document.
-        """
-        if id.isascii() and id.isdigit() and len(id) < 19 and int(id) < len(self):
-            document = self[int(id)]
-            if document.id == id:
-                return document
-        hashes, rows = self._rows_by_id
-        first = int(np.searchsorted(hashes, hash(id)))
-        for i in range(first, len(rows)):
-            if hashes[i] != hash(id):
-                break
-            document = self[int(rows[i])]
-            if document.id == id:
-                return document
-        return None
+        """Return the first document with this id, or None."""
+        return self._ids.find(id)
 
     @functools.cached_property
-    def _rows_by_id(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Sorted hashes of all ids, and the row of each hash."""
-        hashes = np.fromiter((hash(document.id) for document in self), np.int64, len(self))
-        order = np.argsort(hashes, kind="stable")
-        return hashes[order], order
+    def _ids(self) -> "Ids":
+        from search_r1.retrieval.ids import Ids  # noqa: PLC0415 - few ask for a document
+
+        return Ids(self)
 
     def _read(self, row: int, start: int, end: int) -> Document:
         try:

@@ -71,6 +71,8 @@ class BuildConfig:
     """index the embeddings in this file (.npy or raw values) instead of encoding the corpus"""
     shard_rows: Annotated[int, Bounds(1)] = 1024
     """documents between two saves: the most that a killed build has to repeat"""
+    filter_fields: tuple[str, ...] = ()
+    """fields of the corpus by which searches can be limited"""
     analyzer: Literal["folded", "scripts"] | None = None
     """words of a bm25 index: folded, or scripts, which also makes words of scripts without spaces
     (Chinese, Japanese, Thai, ...) and with vowel signs (Hindi, ...); default: by the corpus"""
@@ -119,6 +121,9 @@ def build_index(config: BuildConfig) -> Path:
     if bool(config.to) == bool(config.save_dir):
         got = f"--save_dir {config.save_dir!r} and --to {redact(config.to or 'nothing')}"
         raise SetupError(explain("index", got, "one of them", "name a folder or a collection"))
+    if bad := [name for name in config.filter_fields if "=" in name or not name]:
+        expected, fix = "names without =", "rename the field in the corpus"
+        raise SetupError(explain("--filter_fields", bad[0], expected, fix))
     if "+" in config.retrieval_method:
         return _build_parts(config)
     corpus = Corpus.open(config.corpus_path)

@@ -56,6 +56,8 @@ class Manifest:
     """Indexing package and its version."""
     analyzer: str = ""
     """Analyzer of a BM25 index (`search_r1.retrieval.tokenization`); empty in early versions."""
+    filter_fields: tuple[str, ...] = ()
+    """Fields of the corpus by which searches can be limited."""
     files: dict[str, FileFacts] = field(default_factory=dict)
     """The index's other files by name; empty in manifests of earlier versions."""
 

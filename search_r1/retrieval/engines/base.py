@@ -9,9 +9,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 from search_r1.retrieval.schema import Hit
 
 if TYPE_CHECKING:  # online engines need no numpy
-    from search_r1.retrieval.corpus import Corpus
+    from search_r1.retrieval.corpus import Corpus, Mask
+    from search_r1.retrieval.fields import Fields
 
 Ranking = tuple[list[list[float]], list[list[int]]]
+Filter = tuple[tuple[str, ...], ...]
+"""For each field the keys (`fields.key`) of which a hit must have one; () limits nothing."""
 Seconds = dict[str, float]
 """Wall time of each stage of a search: encode, search, documents, rerank ..."""
 _collected: ContextVar[Seconds | None] = ContextVar("collected", default=None)
@@ -21,8 +24,9 @@ class Retriever(Protocol):
     """A retriever backend; the server calls it from at most `num_threads` threads at once.
 
     A backend may also have a `corpus` attribute, from which the server reads single documents,
-    `cuts`, the counts of texts that were longer than a model's input, and `explain(query, k)`,
-    which returns for each hit the named parts that its score is the sum of.
+    `cuts`, the counts of texts that were longer than a model's input, `explain(query, k)`, which
+    returns for each hit the named parts that its score is the sum of, and `filter_fields` with
+    `filtered(filter)`, which returns a backend of the passages that a filter leaves.
     """
 
     name: str
@@ -41,16 +45,32 @@ class Retriever(Protocol):
 class RowRetriever:
     """A backend that ranks the rows of a corpus, whose documents are then read."""
 
+    name: str
+    num_documents: int
     corpus: "Corpus"
     weight = 1.0
     """In a hybrid, unless weights are given."""
+    filter_fields: tuple[str, ...] = ()
+    fields: "Fields | None" = None
 
-    def rank(self, queries: Sequence[str], k: int) -> Ranking:
-        """Return scores and rows of at most `k` hits for each query, best first, ties by row."""
+    def rank(self, queries: Sequence[str], k: int, allowed: "Mask | None" = None) -> Ranking:
+        """Return scores and rows of at most `k` hits for each query, best first, ties by row.
+
+        `allowed` (num_documents,): the rows that may be hits.
+        """
         raise NotImplementedError
 
     def search(self, queries: Sequence[str], k: int) -> list[list[Hit]]:
-        scores, rows = self.rank(queries, k)
+        return self.hits(self.rank(queries, k))
+
+    def filtered(self, filter: Filter) -> Retriever:
+        from search_r1.retrieval.engines.filtered import FilteredRows  # noqa: PLC0415 by request
+
+        return FilteredRows(self, filter)
+
+    def hits(self, ranking: Ranking) -> list[list[Hit]]:
+        """Read the documents of a ranking."""
+        scores, rows = ranking
         with stage("documents"):
             documents = iter(self.corpus.documents([row for ranked in rows for row in ranked]))
             return [[Hit(next(documents), score) for score in ranked] for ranked in scores]

@@ -11,7 +11,7 @@ import bm25s
 import numpy as np
 import numpy.typing as npt
 
-from search_r1.retrieval.corpus import Corpus
+from search_r1.retrieval.corpus import Corpus, Mask
 from search_r1.retrieval.engines.base import Ranking, Retriever, RowRetriever, stage
 from search_r1.retrieval.errors import IndexMismatch
 from search_r1.retrieval.manifest import Manifest, build_command, locate, open_corpus
@@ -74,16 +74,22 @@ class Bm25Retriever(RowRetriever):
         if len(index.scores["data"]) >= LARGE:
             from search_r1.retrieval.engines.bm25_pruned import open_pruned  # noqa: PLC0415 if large
 
-            return open_pruned(index, corpus, manifest.analyzer)
-        return cls(index, corpus, manifest.analyzer)
+            engine = open_pruned(index, corpus, manifest.analyzer)
+        else:
+            engine = cls(index, corpus, manifest.analyzer)
+        if manifest.filter_fields:
+            from search_r1.retrieval.engines.filtered import attach  # noqa: PLC0415 - as needed
 
-    def rank(self, queries: Sequence[str], k: int) -> Ranking:
+            attach(engine, folder, manifest)
+        return engine
+
+    def rank(self, queries: Sequence[str], k: int, allowed: Mask | None = None) -> Ranking:
         if self._watches_queries and not all(map(str.isascii, queries)):
             from search_r1.retrieval.script_words import warn_of_queries  # noqa: PLC0415 - as needed
 
             self._watches_queries = not warn_of_queries(queries)
         with stage("search"):
-            ranked = [self._rank(words, k) for words in tokenize(queries, self._analyzer)]
+            ranked = [self._rank(words, k, allowed) for words in tokenize(queries, self._analyzer)]
         return [scores for _, scores in ranked], [rows for rows, _ in ranked]
 
     def explain(self, query: str, k: int) -> list[dict[str, float]]:
@@ -93,11 +99,15 @@ class Bm25Retriever(RowRetriever):
         [words], (_, [rows]) = tokenize([query], self._analyzer), self.rank([query], k)
         return shares_of_words(self._index, words, rows)
 
-    def _rank(self, words: list[str], k: int) -> tuple[list[int], list[float]]:
+    def _rank(
+        self, words: list[str], k: int, allowed: Mask | None
+    ) -> tuple[list[int], list[float]]:
         word_ids = self._index.get_tokens_ids(words)
         if not word_ids:
             return [], []
         scores = self._index.get_scores_from_ids(word_ids)
+        if allowed is not None:
+            scores *= allowed
         rows = top_rows(scores, k, self._score_lower_bound(word_ids, scores, k))
         return rows, scores[rows].tolist()
 
@@ -125,17 +135,9 @@ def open_retriever(config: RetrieverConfig) -> Retriever:
     corpus = open_corpus(config)
     if config.index_path is not None:
         return Bm25Retriever.open(locate(config, "bm25"), corpus, config)
-    folder = corpus.path.parent / "index" / corpus.path.stem / "bm25"
-    if folder.is_dir():
-        try:
-            return Bm25Retriever.open(folder, corpus, config)
-        except IndexMismatch as error:
-            logger.warning("building the index of the corpus again: %s", error)
-    from search_r1.retrieval.index_builder import BuildConfig, build_index  # noqa: PLC0415 rarely
+    from search_r1.retrieval.engines.bm25_beside import open_beside  # noqa: PLC0415 - as needed
 
-    logger.info("no --index_path: building a BM25 index of %s in %s", corpus.path, folder)
-    build_index(BuildConfig("bm25", str(corpus.path), str(folder.parent)))
-    return Bm25Retriever.open(folder, corpus, config)
+    return open_beside(corpus, config)
 
 
 def top_rows(scores: Scores, k: int, floor: float = 0.0) -> list[int]:

@@ -5,7 +5,7 @@ import logging
 import bm25s
 import numpy as np
 
-from search_r1.retrieval.corpus import Corpus
+from search_r1.retrieval.corpus import Corpus, Mask
 from search_r1.retrieval.engines.bm25 import POSTINGS, Bm25Retriever
 
 logger = logging.getLogger(__name__)
@@ -43,12 +43,14 @@ class PrunedBm25(Bm25Retriever):
         self._postings = bm25_loops.Postings(scores, rows, starts, slots, bits, ranks)
         self._peaks = np.zeros(len(sizes), dtype=np.float32)  # of words that were searched
         self._sums = np.zeros(window, dtype=np.float32)
-        self._rank([next(iter(index.vocab_dict))], 1)
+        self._rank([next(iter(index.vocab_dict))], 1, None)
 
-    def _rank(self, words: list[str], k: int) -> tuple[list[int], list[float]]:
+    def _rank(
+        self, words: list[str], k: int, allowed: Mask | None
+    ) -> tuple[list[int], list[float]]:
         ids = np.array(self._index.get_tokens_ids(words), dtype=np.int64)
-        if not len(ids) or k > MAX_K:
-            return super()._rank(words, k)
+        if not len(ids) or k > MAX_K or allowed is not None:
+            return super()._rank(words, k, allowed)
         for word in ids[self._peaks[ids] == 0]:
             self._prepare(word)
         # Rare words first, then those that give most.

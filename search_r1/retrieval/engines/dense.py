@@ -14,10 +14,11 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from search_r1.retrieval.corpus import Corpus
+from search_r1.retrieval.corpus import Corpus, Mask
 from search_r1.retrieval.encoder import Encoder, cuts_of, open_encoder
 from search_r1.retrieval.encoders.families import Vectors
 from search_r1.retrieval.engines.base import Ranking, RowRetriever, stage
+from search_r1.retrieval.engines.filtered import attach
 from search_r1.retrieval.engines.own_rows import check_own_rows
 from search_r1.retrieval.errors import IndexMismatch, SetupError
 from search_r1.retrieval.manifest import Manifest, locate, open_corpus
@@ -44,8 +45,11 @@ class VectorIndex(Protocol):
     def load(self, corpus: Corpus, encoder: Encoder) -> None:
         """Prepare for searching; called once the index is known to fit corpus and encoder."""
 
-    def search(self, queries: Vectors, k: int) -> Ranking:
-        """Return scores and rows of at most `k` vectors per query, best first, ties by row."""
+    def search(self, queries: Vectors, k: int, allowed: Mask | None = None) -> Ranking:
+        """Return scores and rows of at most `k` vectors per query, best first, ties by row.
+
+        `allowed` (num_rows,): the rows that may be found.
+        """
 
     def info(self) -> dict[str, Any]:
         """Return JSON-ready facts that affect the scores."""
@@ -65,13 +69,13 @@ class DenseEngine(RowRetriever):
         self.cuts = cuts_of(encoder)
         self.weight = STATIC_WEIGHT if getattr(encoder, "is_static", False) else 1.0
 
-    def rank(self, queries: Sequence[str], k: int) -> Ranking:
+    def rank(self, queries: Sequence[str], k: int, allowed: Mask | None = None) -> Ranking:
         if not queries:
             return [], []
         with stage("encode"):
             vectors = encode_queries(self._encoder, queries)
         with stage("search"):
-            return self._index.search(vectors, k)
+            return self._index.search(vectors, k, allowed)
 
     def info(self) -> dict[str, Any]:
         index = {**self._index.info(), "index": self._digest}
@@ -105,7 +109,10 @@ def open_dense(config: RetrieverConfig, open_index: Callable[[Path], VectorIndex
     check(path, manifest, index, corpus, encoder)
     index.load(corpus, encoder)
     check_own_rows(config.retriever_name, path, index, corpus, encoder)
-    return DenseEngine(config.retriever_name, index, index_digest(file), corpus, encoder)
+    engine = DenseEngine(config.retriever_name, index, index_digest(file), corpus, encoder)
+    if manifest:
+        attach(engine, path, manifest)
+    return engine
 
 
 def locate_index(config: RetrieverConfig) -> Path:

@@ -5,6 +5,7 @@ file can end the process that reads it; --verify finds that before, by the manif
 """
 
 import logging
+import math
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,10 @@ import faiss
 import numpy as np
 import numpy.typing as npt
 
-from search_r1.retrieval.corpus import Corpus
+from search_r1.retrieval.corpus import Corpus, Mask
 from search_r1.retrieval.encoder import Encoder
 from search_r1.retrieval.encoders.families import Vectors
-from search_r1.retrieval.engines.base import Retriever
+from search_r1.retrieval.engines.base import Ranking, Retriever
 from search_r1.retrieval.engines.dense import open_dense
 from search_r1.retrieval.engines.flat_file import METRICS, read_index, reason_of
 from search_r1.retrieval.errors import IndexMismatch, SetupError
@@ -28,6 +29,9 @@ BLAS_QUERIES = 4
 """Minimum number of queries for which a Flat index multiplies matrices. FAISS 1.15 defaults to
 128,000 and computes one pair of vectors at a time below that: with a million vectors, 64 queries
 took 7 times as long."""
+LARGE_SHARE, SPARE = 0.1, 3
+"""From this share of allowed rows on, a search of all rows by matrix products is faster than one of
+these rows alone; it looks at this many times as many rows as hold k allowed ones on average."""
 MARGIN = 32
 """Candidates beyond k of a Flat index whose scores are computed again in float64."""
 NO_HIT = -1
@@ -74,15 +78,37 @@ class FaissIndex:
     def info(self) -> dict[str, Any]:
         return self._facts
 
-    def search(self, queries: Vectors, k: int) -> tuple[list[list[float]], list[list[int]]]:
+    def search(self, queries: Vectors, k: int, allowed: Mask | None = None) -> Ranking:
         """Return scores and rows; raises SetupError, or IndexMismatch for hits that cannot be."""
+        if allowed is not None and self._is_exact and len(queries) >= BLAS_QUERIES:
+            share = float(allowed.mean())
+            if share >= LARGE_SHARE:
+                return self._search_and_drop(queries, k, allowed, math.ceil(SPARE * k / share))
+        return self._search(queries, k, allowed)
+
+    def _search_and_drop(self, queries: Vectors, k: int, allowed: Mask, depth: int) -> Ranking:
+        """Rank `depth` of all rows, and drop those that are not allowed, where k are left."""
+        found = self._search(queries, depth, None)
+        kept = [
+            [pair for pair in zip(*hits, strict=True) if allowed[pair[1]]][:k]
+            for hits in zip(*found, strict=True)
+        ]
+        if short := [i for i, hits in enumerate(kept) if len(hits) < k]:
+            others = zip(*self._search(queries[short], k, allowed), strict=True)
+            for i, hits in zip(short, others, strict=True):
+                kept[i] = [*zip(*hits, strict=True)]
+        return [[s for s, _ in hits] for hits in kept], [[r for _, r in hits] for hits in kept]
+
+    def _search(self, queries: Vectors, k: int, allowed: Mask | None) -> Ranking:
         num_candidates = min(k + MARGIN if self._is_exact else k, self.num_rows)
         try:
-            scores, rows = self._index.search(queries, num_candidates)
+            limits = {} if allowed is None else {"params": selecting(self._index, allowed)}
+            scores, rows = self._index.search(queries, num_candidates, **limits)
         except (RuntimeError, MemoryError) as error:
             raise SetupError(
                 f"{self._path} cannot be searched by FAISS ({reason_of(error)}); expected an index "
                 "of a kind that searches alone, such as Flat, HNSW or IVF: build it again"
+                f"{'' if allowed is None else ', or leave the filter out'}"
             ) from error
         if len(wrong := rows[(rows < NO_HIT) | (rows >= self.num_rows)]):
             raise IndexMismatch(
@@ -123,6 +149,20 @@ def _rank(scores: Vectors, rows: Rows, k: int) -> tuple[list[float], list[int]]:
     scores, rows = scores[rows >= 0], rows[rows >= 0]
     order = np.lexsort((rows, -scores))[:k]
     return scores[order].tolist(), rows[order].tolist()
+
+
+def selecting(index: Any, allowed: Mask) -> Any:
+    """Return the parameters of a search of `allowed` rows (num_rows,), with the index's own."""
+    library: Any = faiss  # whose Python constructors its types do not know
+    selector = library.IDSelectorBitmap(np.packbits(allowed, bitorder="little"))
+    if isinstance(index, faiss.IndexPreTransform):
+        inner = selecting(faiss.downcast_index(index.index), allowed)
+        return library.SearchParametersPreTransform(index_params=inner)
+    if isinstance(index, faiss.IndexIVF):
+        return library.SearchParametersIVF(sel=selector, nprobe=index.nprobe)
+    if isinstance(index, faiss.IndexHNSW):
+        return library.SearchParametersHNSW(sel=selector, efSearch=index.hnsw.efSearch)
+    return library.SearchParameters(sel=selector)
 
 
 def _set_parameter(index: Any, flag: str, parameter: str, value: int | None) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+from search_r1.retrieval.corpus import Mask
 from search_r1.retrieval.engines.base import Ranking, RowRetriever, stage
 from search_r1.retrieval.engines.fusion import joined, reciprocal
 from search_r1.retrieval.engines.registry import open_part
@@ -29,6 +30,8 @@ class HybridRetriever(RowRetriever):
         self.cuts = tuple(cuts for part in parts for cuts in getattr(part, "cuts", ()))
         self.parts = dict(zip(name.split("+"), parts, strict=True))
         """The engines by name."""
+        if with_fields := [part for part in parts if part.fields]:
+            self.fields, self.filter_fields = with_fields[0].fields, with_fields[0].filter_fields
         self._config = config
         self._weights = config.fusion_weights or tuple(part.weight for part in parts)
         if len(self._weights) != len(parts) or not any(self._weights):
@@ -36,9 +39,9 @@ class HybridRetriever(RowRetriever):
             expected = f"a number for each of {name}, not all 0"
             raise SetupError(explain("--fusion_weights", self._weights, expected, fix))
 
-    def rank(self, queries: Sequence[str], k: int) -> Ranking:
+    def rank(self, queries: Sequence[str], k: int, allowed: Mask | None = None) -> Ranking:
         depth = max(k, self._config.fusion_depth)
-        rankings = [part.rank(queries, depth) for part in self.parts.values()]
+        rankings = [part.rank(queries, depth, allowed) for part in self.parts.values()]
         with stage("fusion"):
             by_query = zip(*(zip(*ranking, strict=True) for ranking in rankings), strict=True)
             ranked = [joined(self._shares(found))[:k] for found in by_query]

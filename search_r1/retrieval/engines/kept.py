@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import astuple
 from typing import Any
 
-from search_r1.retrieval.engines.base import Retriever, stage
+from search_r1.retrieval.engines.base import Filter, Retriever, stage
 from search_r1.retrieval.schema import Document, Hit, fingerprint
 from search_r1.store import FileStore, Key
 
@@ -26,9 +26,15 @@ class KeepingRetriever:
         self.name = retriever.name
         self.num_threads, self.num_documents = retriever.num_threads, retriever.num_documents
         self.info = retriever.info
+        self.filter_fields = getattr(retriever, "filter_fields", ())
         facts = retriever.info()
         self._backend = (fingerprint(facts), retriever.name)
         store.put({self._backend: facts})
+
+    def filtered(self, filter: Filter) -> Retriever:
+        """Return the backend's own: the file keeps searches of all passages."""
+        narrowed: Retriever = self._retriever.filtered(filter)  # type: ignore[attr-defined]
+        return narrowed
 
     def search(self, queries: Sequence[str], k: int) -> list[list[Hit]]:
         with stage("cache_file"):

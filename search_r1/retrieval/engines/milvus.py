@@ -5,10 +5,11 @@ words that `bm25` in a folder has, of any script. Searches do not wait for other
 (consistency "Eventually"): a collection is not served before all of it is stored and loaded.
 """
 
+import copy
 import json
 import logging
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
@@ -18,6 +19,7 @@ from pymilvus import DataType, Function, FunctionType, MilvusClient, MilvusExcep
 from pymilvus.client.types import LoadState
 
 from search_r1.retrieval.encoders.families import Vectors
+from search_r1.retrieval.engines.base import Filter
 from search_r1.retrieval.engines.remote import (
     MARGIN,
     TOKEN,
@@ -71,6 +73,10 @@ TEXTS = ("id", "contents", "others")
 """Text fields; `others` has title and text as JSON if `contents` does not give them."""
 
 
+KEYS, MAX_KEYS, MAX_KEY_BYTES = "keys", 1024, 1024
+"""Field with a passage's keys for filters, and what it may hold."""
+
+
 class MilvusCollection:
     """A collection of Milvus; the connection is shared by all threads."""
 
@@ -81,6 +87,8 @@ class MilvusCollection:
             version = client.get_server_version(timeout=timeout)
         self.made_with = f"milvus {version}"
         self._is_new = tuple(map(int, re.findall(r"\d+", version)[:2])) >= FIRST_WITH_WORDS
+        self._keys_of_row: Callable[[int], list[str]] | None = None
+        self._limit = ""
 
     @cached_property
     def ranks_words(self) -> bool:
@@ -107,6 +115,9 @@ class MilvusCollection:
         schema.add_field("row", DataType.INT64, is_primary=True)
         for name in TEXTS:
             schema.add_field(name, DataType.VARCHAR, max_length=MAX_BYTES)
+        if self._keys_of_row is not None:
+            schema.add_field(KEYS, DataType.ARRAY, element_type=DataType.VARCHAR,
+                             max_capacity=MAX_KEYS, max_length=MAX_KEY_BYTES)  # fmt: skip
         if dim:
             kind, parameters = read_factory(factory)
             schema.add_field("vector", DataType.FLOAT_VECTOR, dim=dim)
@@ -151,8 +162,28 @@ class MilvusCollection:
             words = _words([document.contents for document in documents])
             for fields, text in zip(rows, words, strict=True):
                 fields[WORDS] = text
+        if self._keys_of_row is not None:
+            for fields in rows:
+                fields[KEYS] = self._keys_of_row(fields["row"])
         with self._errors():
             self._client.insert(self._name, rows, timeout=WRITE_S)
+
+    def store_keys(self, num_rows: int, keys_of_row: Callable[[int], list[str]]) -> None:
+        self._keys_of_row = keys_of_row
+        for row in range(num_rows):
+            keys = keys_of_row(row)
+            longest = max((len(key.encode()) for key in keys), default=0)
+            if len(keys) > MAX_KEYS or longest > MAX_KEY_BYTES:
+                got = f"{len(keys)} values in row {row + 1}, the longest of {longest} bytes"
+                expected = f"at most {MAX_KEYS}, of {MAX_KEY_BYTES} bytes with the field's name"
+                fix = "leave out the field that has them"
+                raise CorpusError(explain("--filter_fields", got, expected, fix))
+
+    def filtered(self, filter: Filter) -> "MilvusCollection":
+        narrowed = copy.copy(self)
+        lists = [json.dumps(keys, ensure_ascii=False) for keys in filter]
+        narrowed._limit = " and ".join(f"array_contains_any({KEYS}, {keys})" for keys in lists)
+        return narrowed
 
     def delete_from(self, row: int) -> None:
         with self._errors():
@@ -187,13 +218,14 @@ class MilvusCollection:
                 self._name,
                 data=vectors,
                 anns_field="vector",
+                filter=self._limit,
                 limit=limit,
                 output_fields=["row"],
                 search_params={"metric_type": "IP", "params": _effort(factory, limit, config)},
                 consistency_level=EVENTUALLY,
                 timeout=self._timeout,
             )
-        if factory == "Flat" and any(len(hits) < limit for hits in found):
+        if factory == "Flat" and not self._limit and any(len(hits) < limit for hits in found):
             raise UpstreamUnavailable(f"{self._address} did not search all of its passages")
         return [[Match(hit["row"], float(hit["distance"])) for hit in hits] for hits in found]
 
@@ -205,7 +237,7 @@ class MilvusCollection:
             found = self._client.search(
                 self._name, data=asked, anns_field="bm25", limit=limit, output_fields=fields,
                 search_params={"metric_type": "BM25"}, consistency_level=EVENTUALLY,
-                timeout=self._timeout,
+                filter=self._limit, timeout=self._timeout,
             ) if asked else []  # fmt: skip
         # Milvus Lite gives the scores as distances, below zero.
         matches = {

@@ -7,13 +7,14 @@ Passages are numbered by their row in the corpus. A collection is described by t
 it was filled from. An engine is one file beside this one with `open_collection`.
 """
 
+import copy
 import importlib
 import json
 import re
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 from urllib.parse import urlsplit
 
 from pydantic import TypeAdapter
@@ -22,7 +23,7 @@ from search_r1.bearer import read_token
 from search_r1.retrieval.corpus import Corpus, sample_indices
 from search_r1.retrieval.encoder import Encoder, cuts_of, open_encoder
 from search_r1.retrieval.encoders.families import Vectors
-from search_r1.retrieval.engines.base import stage
+from search_r1.retrieval.engines.base import Filter, Retriever, stage
 from search_r1.retrieval.engines.dense import encode_queries, probe
 from search_r1.retrieval.engines.fusion import joined, reciprocal
 from search_r1.retrieval.errors import IndexMismatch, SetupError, install_command
@@ -152,6 +153,20 @@ class Collection(Protocol):
         """Return a document with this id, or None."""
 
 
+@runtime_checkable
+class FilteringCollection(Collection, Protocol):
+    """A collection whose searches can be limited to passages with keys (`fields.key`)."""
+
+    def store_keys(self, num_rows: int, keys_of_row: Callable[[int], list[str]]) -> None:
+        """Store its keys with each passage that is inserted; raises CorpusError for too long ones.
+
+        Called before `create`.
+        """
+
+    def filtered(self, filter: Filter) -> Collection:
+        """Return the collection with searches that find only what the filter leaves."""
+
+
 class RemoteRetriever:
     """Ranking in a collection; an engine searches while the next batch encodes."""
 
@@ -167,6 +182,13 @@ class RemoteRetriever:
         self.cuts = () if encoder is None else cuts_of(encoder)
         self._address, self._manifest, self._config = address, manifest, config
         self._encoder, self._encoding = encoder, threading.Lock()  # tokenizers bear one thread
+        self.filter_fields = manifest.filter_fields
+
+    def filtered(self, filter: Filter) -> Retriever:
+        assert isinstance(self._collection, FilteringCollection), "only these have fields"
+        narrowed = copy.copy(self)
+        narrowed._collection = self._collection.filtered(filter)
+        return narrowed
 
     def search(self, queries: Sequence[str], k: int) -> list[list[Hit]]:
         if not queries:
@@ -203,7 +225,7 @@ class RemoteRetriever:
     def info(self) -> dict[str, Any]:
         """Return the collection's name and what it was filled from; an address is no result."""
         facts = asdict(self._manifest)
-        del facts["created"], facts["made_with"]
+        del facts["created"], facts["made_with"], facts["filter_fields"]
         return {
             "engine": self.name,
             "collection": self._address.collection,

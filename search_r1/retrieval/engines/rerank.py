@@ -4,12 +4,13 @@ The pairs of all queries of a call are scored in the same batches, but each quer
 own documents only. `PairScorer` is the interface; `encoders.cross_encoder` implements it.
 """
 
+import copy
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from search_r1.retrieval.encoders.cross_encoder import CrossEncoder
-from search_r1.retrieval.engines.base import Retriever, stage
+from search_r1.retrieval.engines.base import Filter, Retriever, stage
 from search_r1.retrieval.schema import Hit
 from search_r1.retrieval.settings import RerankConfig
 
@@ -36,11 +37,17 @@ class RerankingRetriever:
         self.num_threads = retriever.num_threads
         self.num_documents = retriever.num_documents
         self.corpus = getattr(retriever, "corpus", None)
+        self.filter_fields = getattr(retriever, "filter_fields", ())
         self.cuts = (*getattr(retriever, "cuts", ()), *getattr(scorer, "cuts", ()))
         self._retriever = retriever
         self._scorer = scorer
         self._retrieval_topk = retrieval_topk
         self._scorer_lock = threading.Lock()  # a tokenizer is not thread-safe
+
+    def filtered(self, filter: Filter) -> Retriever:
+        narrowed = copy.copy(self)
+        narrowed._retriever = self._retriever.filtered(filter)  # type: ignore[attr-defined]
+        return narrowed
 
     def search(self, queries: Sequence[str], k: int) -> list[list[Hit]]:
         """Return the `k` hits with the highest scores per query, ties in the backend's order."""

@@ -46,10 +46,13 @@ class Shard:
         stored = self._values[rows] if self._scales is None else self._scales[rows]
         return bool(torch.stack(stored.aminmax()).isfinite().all())
 
-    def search(self, queries: Tensor, k: int, tile_rows: int) -> TopK:
+    def search(
+        self, queries: Tensor, k: int, tile_rows: int, allowed: Tensor | None = None
+    ) -> TopK:
         """Return the k best rows for (num_queries, dim) float32 queries, on the CPU.
 
-        Rows are numbered as in the matrix; `tile_rows` of them are scored at a time.
+        Rows are numbered as in the matrix; `tile_rows` of them are scored at a time. Those that are
+        not `allowed` (num_rows of the matrix,) come last, with the score -inf.
         """
         queries = queries.to(self.device)
         if self.device.type == "cpu":
@@ -61,6 +64,9 @@ class Shard:
             scores = inner_products(start, end)
             if self._norms is not None:
                 scores = scores.mul_(2).sub_(self._norms[start:end])
+            if allowed is not None:
+                tile = allowed[self.first_row + start : self.first_row + end].to(self.device)
+                scores = scores.masked_fill(~tile, -torch.inf)
             best = _add_tile(best, scores, self.first_row + start, k)
         assert best is not None, "a shard has at least one row"
         return best[0].cpu(), best[1].cpu()

@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from search_r1.retrieval.corpus import Corpus
+from search_r1.retrieval.corpus import Corpus, Mask
 from search_r1.retrieval.encoder import Encoder
-from search_r1.retrieval.engines.base import Retriever
+from search_r1.retrieval.engines.base import Ranking, Retriever
 from search_r1.retrieval.engines.dense import open_dense
 from search_r1.retrieval.engines.flat_file import FlatFile, Vectors, check_finite
 from search_r1.retrieval.engines.shard import (
@@ -120,27 +120,36 @@ class TorchFlatIndex:
                     on_tile(row, tile)
                 row += len(rows)
 
-    def search(self, queries: Vectors, k: int) -> tuple[list[list[float]], list[list[int]]]:
+    def search(self, queries: Vectors, k: int, allowed: Mask | None = None) -> Ranking:
         """Return scores (negative squared distances for L2) and rows of the k best per query."""
         k = min(k, self.num_rows)
         vectors = torch.from_numpy(np.ascontiguousarray(queries))
-        blocks = [self._search_block(block, k) for block in vectors.split(QUERY_BLOCK)]
+        mask = None if allowed is None else torch.from_numpy(allowed)
+        blocks = [self._search_block(block, k, mask) for block in vectors.split(QUERY_BLOCK)]
         scores, rows = (torch.cat(parts).tolist() for parts in zip(*blocks, strict=True))
-        return scores, rows
+        if allowed is None:
+            return scores, rows
+        found = [
+            [pair for pair in zip(*hits, strict=True) if allowed[pair[1]]][:k]
+            for hits in zip(scores, rows, strict=True)
+        ]
+        return [[s for s, _ in hits] for hits in found], [[r for _, r in hits] for hits in found]
 
     @torch.inference_mode()
-    def _search_block(self, queries: Tensor, k: int) -> TopK:
+    def _search_block(self, queries: Tensor, k: int, allowed: Tensor | None) -> TopK:
+        """Return at least the k best rows; all candidates, also others, if some are `allowed`."""
         num_rescored = self._config.rescore
         num_candidates = min(max(k, num_rescored) if num_rescored else k + MARGIN, self.num_rows)
 
         def search_shard(shard: Shard) -> TopK:
             with torch.inference_mode():  # a setting of each thread
-                return shard.search(queries, num_candidates, self._config.tile_rows)
+                return shard.search(queries, num_candidates, self._config.tile_rows, allowed)
 
         results = (self._threads.map if self._threads else map)(search_shard, self.shards)
         candidates = reduce(lambda a, b: merge_top_k(a, b, num_candidates), results)[1]
         read = self.file_rows if num_rescored else self._stored_rows
-        return rescore(queries, candidates, k, read, self._flat.metric)
+        num_kept = k if allowed is None else num_candidates
+        return rescore(queries, candidates, num_kept, read, self._flat.metric)
 
     def file_rows(self, rows: Tensor) -> Tensor:
         """Return rows (n, dim) of the file as float32, by their numbers (n,)."""

@@ -14,6 +14,7 @@ from typing import Literal
 
 from search_r1.retrieval.corpus import OFFSETS, Corpus
 from search_r1.retrieval.errors import CorpusError, SearchError, SetupError
+from search_r1.retrieval.fields import json_row
 from search_r1.retrieval.index import build_folder
 from search_r1.retrieval.index_builder import AppendConfig, BuildConfig, import_builder
 from search_r1.retrieval.manifest import FILE_NAME, Manifest
@@ -79,8 +80,9 @@ def _join(old: Corpus, new: Corpus) -> Corpus:
             shutil.copyfileobj(source, file)
             source.seek(-1, 2)
             file.write(b"" if source.read() == b"\n" else b"\n")
-        for document in new:
-            file.write(json.dumps(document.to_row(), ensure_ascii=False).encode() + b"\n")
+        for row, document in enumerate(new):
+            fields = json_row(new.line(row)) | document.to_row()  # those of filters, too
+            file.write(json.dumps(fields, ensure_ascii=False).encode() + b"\n")
     fsync(target)
     return Corpus.open(target)
 
@@ -121,5 +123,6 @@ def _build_config(
         manifest.engine, str(corpus.path), str(index.parent), config.model_path,
         use_fp16=config.use_fp16, max_length=manifest.max_length, batch_size=config.batch_size,
         pooling_method=config.pooling_method, encoder_family=config.encoder_family,
-        trust_remote_code=config.trust_remote_code, analyzer=analyzers.get(manifest.analyzer),
+        trust_remote_code=config.trust_remote_code, filter_fields=manifest.filter_fields,
+        analyzer=analyzers.get(manifest.analyzer),
     )  # fmt: skip

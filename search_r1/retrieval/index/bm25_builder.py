@@ -18,6 +18,7 @@ from bm25s.tokenization import Tokenized
 
 from search_r1.retrieval.corpus import Corpus
 from search_r1.retrieval.errors import SetupError
+from search_r1.retrieval.fields import read_fields, save_fields
 from search_r1.retrieval.index import build_folder
 from search_r1.retrieval.index.build_folder import utc_now
 from search_r1.retrieval.index.progress import progress
@@ -81,14 +82,16 @@ def build(config: BuildConfig, corpus: Corpus, folder: Path) -> None:
         build_folder.check_disk(work, 2 * corpus.fingerprint.size, "at most twice the corpus")
         if not any(work.glob("words-*")):
             corpus.check_rows(whole=True)
+        fields = read_fields(corpus, config.filter_fields)
         tokens = merge_shards(_tokenize_corpus(corpus, work, config.shard_rows, analyzer))
         index = bm25s.BM25()
         index.index(tokens, show_progress=sys.stderr.isatty())
         ready = build_folder.fresh_folder(work / build_folder.READY_NAME)
         index.save(ready, show_progress=False)
+        save_fields(fields, ready)
         Manifest(
             "bm25", corpus.fingerprint, len(corpus), created=utc_now(), made_with=MADE_WITH,
-            analyzer=analyzer,
+            analyzer=analyzer, filter_fields=config.filter_fields,
         ).save(ready)  # fmt: skip
         build_folder.publish(work, folder)
 

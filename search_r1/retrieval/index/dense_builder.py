@@ -18,6 +18,7 @@ from search_r1.retrieval.engines.dense import VECTORS_NAME, probe
 from search_r1.retrieval.engines.faiss_index import check_gpu
 from search_r1.retrieval.engines.flat_file import check_finite, reason_of
 from search_r1.retrieval.errors import SetupError
+from search_r1.retrieval.fields import read_fields, save_fields
 from search_r1.retrieval.index import build_folder
 from search_r1.retrieval.index.build_folder import utc_now
 from search_r1.retrieval.index.embeddings import (
@@ -60,6 +61,7 @@ def build(config: BuildConfig, corpus: Corpus, folder: Path) -> None:
     encoder = open_encoder(settings[0], config.max_length)
     manifest = manifest_of(config, corpus, encoder, MADE_WITH)
     check_factory(config.faiss_type, manifest.dim, len(corpus))
+    fields = read_fields(corpus, config.filter_fields)
     with build_folder.work_folder(folder, build_key(config, manifest)) as work:
         if config.embedding_path is None:
             matrix = _embed(config, corpus, manifest, encoder, settings, work)
@@ -69,6 +71,7 @@ def build(config: BuildConfig, corpus: Corpus, folder: Path) -> None:
             _check_disk(config, work, manifest, embedded_bytes=0)
         ready = build_folder.fresh_folder(work / build_folder.READY_NAME)
         build_faiss(matrix, config.faiss_type, ready / VECTORS_NAME, on_gpu=config.faiss_gpu)
+        save_fields(fields, ready)
         replace(manifest, dtype=str(matrix.dtype)).save(ready)
         build_folder.publish(work, folder)
         embeddings = work / "embeddings.npy"
@@ -95,6 +98,7 @@ def append(
     Raises IndexMismatch.
     """
     encoder = open_own_encoder(config, manifest, folder)
+    fields = read_fields(corpus, manifest.filter_fields)
     cuts = fresh_cuts(encoder)
     index = faiss.read_index(str(folder / VECTORS_NAME))
     with build_folder.work_folder(folder, build_key(config, manifest)) as work:
@@ -110,6 +114,7 @@ def append(
         report_cuts(cuts)
         ready = build_folder.fresh_folder(work / build_folder.READY_NAME)
         faiss.write_index(index, str(ready / VECTORS_NAME))
+        save_fields(fields, ready)
         grown = replace(manifest, corpus=corpus.fingerprint, count=len(corpus), created=utc_now())
         grown.save(ready)
         build_folder.publish(work, folder)

@@ -59,6 +59,7 @@ def manifest_of(config: BuildConfig, corpus: Corpus, encoder: Encoder, made_with
         normalizes=encoder.normalizes,
         created=utc_now(),
         made_with=made_with,
+        filter_fields=config.filter_fields,
     )
 
 

@@ -7,7 +7,8 @@ up to the last block of which it has every row. Later rows are removed and inser
 import logging
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, replace
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -17,8 +18,15 @@ from search_r1.retrieval.corpus import Corpus
 from search_r1.retrieval.encoder import Encoder, open_encoder
 from search_r1.retrieval.encoders.families import Vectors
 from search_r1.retrieval.engines.flat_file import check_finite
-from search_r1.retrieval.engines.remote import Address, Collection, connect, read_manifest
+from search_r1.retrieval.engines.remote import (
+    Address,
+    Collection,
+    FilteringCollection,
+    connect,
+    read_manifest,
+)
 from search_r1.retrieval.errors import IndexMismatch, SetupError
+from search_r1.retrieval.fields import keys_of, read_fields
 from search_r1.retrieval.index.build_folder import utc_now
 from search_r1.retrieval.index.embeddings import fresh_cuts, report_cuts
 from search_r1.retrieval.index.encoding import encoder_settings, load_embeddings, manifest_of
@@ -34,7 +42,7 @@ TIMEOUT_S = 60.0
 """Seconds for a response of the engine, which is busy with our inserts."""
 ANALYZER = "standard"
 """Of the engines' text fields."""
-IDENTITY = ("corpus", "dim", "pooling", "max_length", "factory")
+IDENTITY = ("corpus", "dim", "pooling", "max_length", "factory", "filter_fields")
 """Facts of a manifest, beside the embedding of the probe text, that a resumed fill must share."""
 UNUSED = ("devices", "faiss_gpu", "save_embedding")
 """Options of an index in a folder."""
@@ -51,6 +59,12 @@ def fill(config: BuildConfig, corpus: Corpus) -> None:
     is_dense = config.retrieval_method != "bm25"
     settings = encoder_settings(config)[0] if is_dense else None
     collection = connect(address, TIMEOUT_S)
+    if config.filter_fields:
+        if not isinstance(collection, FilteringCollection):
+            expected, fix = "milvus, or an index in a folder", "leave it out"
+            raise SetupError(explain("--filter_fields", address.engine, expected, fix))
+        read_fields(corpus, config.filter_fields)  # for the errors of all rows
+        collection.store_keys(len(corpus), partial(keys_of, corpus, config.filter_fields))
     cuts, encode = None, None
     if settings is not None:
         encoder = open_encoder(settings, config.max_length)
@@ -58,8 +72,10 @@ def fill(config: BuildConfig, corpus: Corpus) -> None:
         encode = _encoder_of(config, corpus, encoder)
         cuts = fresh_cuts(encoder)
     else:
-        manifest = Manifest("bm25", corpus.fingerprint, len(corpus), analyzer=ANALYZER)
-        manifest = replace(manifest, created=utc_now(), made_with=collection.made_with)
+        manifest = Manifest(
+            "bm25", corpus.fingerprint, len(corpus), analyzer=ANALYZER, created=utc_now(),
+            made_with=collection.made_with, filter_fields=config.filter_fields,
+        )  # fmt: skip
     first = _begin(address, collection, manifest, corpus, config.shard_rows)
     _insert(collection, corpus, encode, first, config.shard_rows)
     _finish(address, collection, len(corpus))

@@ -17,7 +17,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from search_r1.bearer import has_token
-from search_r1.retrieval.engines.base import Retriever
+from search_r1.retrieval.engines.base import Filter, Retriever
 from search_r1.retrieval.errors import DeadlineExceeded, Overloaded, SearchError
 from search_r1.retrieval.schema import Document, fingerprint, well_formed
 from search_r1.retrieval.service.answers import (
@@ -32,11 +32,11 @@ from search_r1.retrieval.service.pages import PAGE_FILES, page_routes
 from search_r1.retrieval.service.requests import (
     STATUSES,
     Problem,
+    RetrieveRequest,
     as_response,
     http_error,
     parse,
     read_body,
-    refuse_misspelt_fields,
     request_model,
     unauthorized,
 )
@@ -118,6 +118,7 @@ class Service:
             "num_documents": self.retriever.num_documents,
             "default_topk": self.config.topk,
             "fingerprint": fingerprint(facts),
+            "filter_fields": list(getattr(self.retriever, "filter_fields", ())),
             "limits": self.limits,
             "memory": _resident_bytes(),
             **facts,
@@ -148,9 +149,13 @@ class Service:
         config = self.config
         body = await read_body(request, config.max_body_bytes, config.deadline)
         parsed = parse(body, self.request_model)
-        refuse_misspelt_fields(parsed)
+        if parsed.model_extra:
+            from search_r1.retrieval.service import unknown_fields  # noqa: PLC0415 - as needed
+
+            unknown_fields.refuse_misspelt_fields(parsed)
         seconds = min(config.deadline, parsed.deadline_s or config.deadline)
-        pending = self.batcher.submit(parsed.queries, parsed.topk or config.topk)
+        filter = self._read_filter(parsed) if parsed.filter or parsed.filters else ()
+        pending = self.batcher.submit(parsed.queries, parsed.topk or config.topk, filter)
         try:
             if pending.jobs:
                 await _wait(pending, request, seconds, start)
@@ -164,6 +169,11 @@ class Service:
         if sum(map(len, results)) <= CHUNK_DOCUMENTS:
             return Response(b"".join(chunks), headers=headers, media_type="application/json")
         return StreamingResponse(_stream(chunks), headers=headers, media_type="application/json")
+
+    def _read_filter(self, request: RetrieveRequest) -> Filter:
+        from search_r1.retrieval.service.filtering import read_filter  # noqa: PLC0415 by request
+
+        return read_filter(request, getattr(self.retriever, "filter_fields", ()))
 
     def _timing(self, pending: PendingRequest, start: float) -> str:
         stages = pending.stage_seconds()

@@ -5,7 +5,7 @@ waits for more queries before it searches: a few milliseconds, or a small fracti
 search's duration, in which the clients that were just answered send their next queries. Without
 this wait, the clients split into two halves that take turns, with batches of half the size. Queries
 that arrive while a backend is busy form the next batch. A batch has one k, since a backend may rank
-documents differently for k and 2k.
+documents differently for k and 2k, and one filter.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ from typing import TypeVar
 
 from cachetools import LRUCache
 
-from search_r1.retrieval.engines.base import Retriever, Seconds, collect
+from search_r1.retrieval.engines.base import Filter, Retriever, Seconds, collect
 from search_r1.retrieval.errors import Overloaded, SearchError, UpstreamUnavailable
 from search_r1.retrieval.service.answers import SerializedHits, serialize_hits
 from search_r1.retrieval.service.metrics import Metrics
@@ -42,6 +42,8 @@ MAX_RETRY_AFTER_S = 60.0
 
 T = TypeVar("T")
 QueryResult = SerializedHits | SearchError
+Scope = tuple[int, Filter]
+"""k, and what the hits are limited to."""
 
 
 @dataclass(eq=False)
@@ -57,10 +59,10 @@ class BatchResult:
 
 @dataclass(eq=False)
 class Job:
-    """A distinct query for one k, waiting or being searched, and the requests that need it."""
+    """A distinct query in a scope, waiting or being searched, and the requests that need it."""
 
     query: str
-    k: int
+    scope: Scope
     requests: "set[PendingRequest]" = field(default_factory=set)
     is_started: bool = False
 
@@ -151,15 +153,15 @@ class Batcher:
         self._metrics = metrics
         # Each entry counts as at least this many bytes; so `cache_bytes` also limits the number.
         self._min_entry_bytes = config.cache_bytes // max(1, config.cache_entries)
-        self._cache: LRUCache[tuple[str, int], tuple[int, SerializedHits]] = LRUCache(
+        self._cache: LRUCache[tuple[str, Scope], tuple[int, SerializedHits]] = LRUCache(
             config.cache_bytes if config.cache_entries else 0, getsizeof=itemgetter(0)
         )
         self._num_threads = self._num_free = retriever.num_threads
         self._threads = ThreadPoolExecutor(self._num_threads, thread_name_prefix="search")
-        self._jobs: dict[tuple[str, int], Job] = {}
-        """All jobs, waiting or being searched, by query and k."""
-        self._waiting: dict[int, dict[str, Job]] = {}
-        """Waiting jobs by k and query; the first k is searched next."""
+        self._jobs: dict[tuple[str, Scope], Job] = {}
+        """All jobs, waiting or being searched, by query and scope."""
+        self._waiting: dict[Scope, dict[str, Job]] = {}
+        """Waiting jobs by scope and query; the first scope is searched next."""
         self._timer: asyncio.TimerHandle | None = None
         self._linger_s = self._rate = 0.0
         metrics.watch(lambda: self.num_waiting, lambda: self.num_pending)
@@ -172,23 +174,24 @@ class Batcher:
     def num_waiting(self) -> int:
         return sum(map(len, self._waiting.values()))
 
-    def submit(self, queries: Sequence[str], k: int) -> PendingRequest:
+    def submit(self, queries: Sequence[str], k: int, filter: Filter = ()) -> PendingRequest:
         """Request results, which must be released later; raises Overloaded if the queue is full."""
+        scope = k, filter
         request = PendingRequest(asyncio.get_running_loop().create_future())
         distinct = dict.fromkeys(queries)
         for query in distinct:
-            if (cached := self._cache.get((query, k))) is not None:
+            if (cached := self._cache.get((query, scope))) is not None:
                 request.results[query] = cached[1]
         missing = [query for query in distinct if query not in request.results]
-        new = [query for query in missing if (query, k) not in self._jobs]
+        new = [query for query in missing if (query, scope) not in self._jobs]
         self._check_capacity(len(new))
         num_joined = len(queries) - len(request.results) - len(new)
         self._metrics.count_queries(len(request.results), num_joined, len(new))
         for query in new:
-            job = self._jobs[query, k] = Job(query, k)
-            self._waiting.setdefault(k, {})[query] = job
+            job = self._jobs[query, scope] = Job(query, scope)
+            self._waiting.setdefault(scope, {})[query] = job
         for query in missing:
-            job = request.jobs[query] = self._jobs[query, k]
+            job = request.jobs[query] = self._jobs[query, scope]
             job.requests.add(request)
         if new:
             self._schedule_search(max(self._config.batch_wait_ms / 1000, self._linger_s))
@@ -203,9 +206,9 @@ class Batcher:
         for job in request.jobs.values():
             job.requests.discard(request)
             if not job.requests and not job.is_started:
-                del self._jobs[job.query, job.k], self._waiting[job.k][job.query]
-                if not self._waiting[job.k]:
-                    del self._waiting[job.k]
+                del self._jobs[job.query, job.scope], self._waiting[job.scope][job.query]
+                if not self._waiting[job.scope]:
+                    del self._waiting[job.scope]
                 self._metrics.dropped.inc()
         request.jobs.clear()
 
@@ -248,21 +251,25 @@ class Batcher:
             jobs = self._next_batch()
             self._num_free -= 1
             queries = [job.query for job in jobs]
-            search = partial(search_batch, self._retriever, queries, jobs[0].k)
+            k, filter = jobs[0].scope
+            retriever = self._retriever
+            if filter:  # only of backends that filter
+                retriever = retriever.filtered(filter)  # type: ignore[attr-defined]
+            search = partial(search_batch, retriever, queries, k)
             batch = loop.run_in_executor(self._threads, search)
             batch.add_done_callback(partial(self._finish_batch, jobs))
 
     def _next_batch(self) -> list[Job]:
-        """Take the next jobs of one k, spread over the free threads; the values of k take turns."""
-        k = next(iter(self._waiting))
-        waiting = self._waiting.pop(k)
+        """Take the next jobs of one scope, spread over the free threads; scopes take turns."""
+        scope = next(iter(self._waiting))
+        waiting = self._waiting.pop(scope)
         size = min(self._config.max_batch, -(-len(waiting) // self._num_free))
         jobs = list(islice(waiting.values(), size))
         for job in jobs:
             del waiting[job.query]
             job.is_started = True
         if waiting:
-            self._waiting[k] = waiting
+            self._waiting[scope] = waiting
         return jobs
 
     def _finish_batch(self, jobs: list[Job], future: "asyncio.Future[BatchResult]") -> None:
@@ -278,14 +285,14 @@ class Batcher:
             batch = future.result()
             self._update_estimates(len(jobs), batch)
         for job, result in zip(jobs, batch.results, strict=True):
-            del self._jobs[job.query, job.k]
+            del self._jobs[job.query, job.scope]
             if isinstance(result, SearchError):
                 for request in job.requests:
                     request.fail(result)
                 continue
             with suppress(ValueError):  # larger than the whole cache
                 size = max(self._min_entry_bytes, entry_bytes(job.query, result))
-                self._cache[job.query, job.k] = size, result
+                self._cache[job.query, job.scope] = size, result
             for request in job.requests:
                 request.add_result(job, result, batch)
         self._schedule_search(self._linger_s)

@@ -1,15 +1,13 @@
 """Reads and validates requests to `/retrieve` within limits, and converts errors to responses."""
 
 import asyncio
-import itertools
 import json
 import math
-from collections.abc import Collection
 from typing import Annotated, Any, Literal, TypeVar
 
 from fastapi import HTTPException
 from fastapi.responses import JSONResponse
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from starlette.requests import Request
 
 from search_r1.retrieval.errors import (
@@ -23,7 +21,6 @@ from search_r1.retrieval.errors import (
 )
 from search_r1.retrieval.schema import TOKEN_VARIABLE, well_formed
 from search_r1.retrieval.settings import ServiceConfig
-from verl.errors import misspelt
 
 STATUSES = {
     400: "the name in `Host` is not one of --allowed_hosts",
@@ -56,9 +53,8 @@ MAX_READ_FACTOR = 4
 MAX_SLOW_BYTES = 2**20
 """Larger bodies are read without their unknown fields, whose values could be millions of lists, and
 without the repair of lone surrogates: both would make all other requests wait for seconds."""
-MAX_UNKNOWN, MAX_NAME = 20, 40
-"""Number of mistakes that are told, and number and length of the unknown fields that are compared
-with known ones."""
+MAX_PROBLEMS = 20
+"""Number of mistakes that are told, and of the unknown fields that are compared with known ones."""
 Model = TypeVar("Model", bound=BaseModel)
 
 
@@ -105,14 +101,10 @@ class RetrieveRequest(BaseModel):
         allow_inf_nan=False,
         description="Seconds to wait for the result, at most the server's --deadline; then 504.",
     )
-    filter: Any = None
-    filters: Any = None
-
-    @field_validator("filter", "filters")
-    @classmethod
-    def _refuse(cls, value: Any) -> None:
-        if value:
-            raise ValueError("no engine filters yet; leave it out, or serve a part of the corpus")
+    filter: Any = Field(
+        default=None, description="Values of fields, of which a hit has one: `{field: [values]}`."
+    )
+    filters: Any = None  # refused, unless empty
 
 
 def request_model(config: ServiceConfig) -> type[RetrieveRequest]:
@@ -168,42 +160,17 @@ def parse(body: bytes, model: type[Model]) -> Model:
                 raise
         return model.model_validate(json.loads(body))  # accepts lone surrogates
     except ValidationError as error:
-        details = [_detail(e["loc"], e["msg"], e["type"]) for e in _errors(error)[:MAX_UNKNOWN]]
+        details = [problem(e["loc"], e["msg"], e["type"]) for e in _errors(error)[:MAX_PROBLEMS]]
         raise HTTPException(422, details) from error
     except (ValueError, RecursionError) as error:
-        details = [_detail((), f"the body cannot be read as JSON: {error}", "json_invalid")]
+        details = [problem((), f"the body cannot be read as JSON: {error}", "json_invalid")]
         raise HTTPException(422, details) from error
-
-
-def refuse_misspelt_fields(request: BaseModel) -> None:
-    """Raise a 422 for unknown fields that look like known ones."""
-    details = [
-        _detail((name,), fix, "extra_forbidden") for name, fix in misspelt_fields(request).items()
-    ]
-    if details:
-        raise HTTPException(422, details)
-
-
-def misspelt_fields(request: BaseModel, harmless: Collection[str] = ()) -> dict[str, str]:
-    """Return the unknown fields of a request that look like a known one, each with its fix.
-
-    Other unknown fields are ignored, so that clients of other servers can ask this one.
-    *Example*: `top_k`, which would leave `topk` at its default. Looks at `MAX_UNKNOWN` fields.
-    """
-    known = type(request).model_fields
-    names = itertools.islice(request.model_extra or {}, MAX_UNKNOWN)
-    fixes = {
-        name: misspelt(name, known)
-        for name in names
-        if len(name) <= MAX_NAME and name not in harmless
-    }
-    return {name: f"unknown field; {fix}" for name, fix in fixes.items() if fix}
 
 
 def _errors(error: ValidationError) -> list[Any]:
     return error.errors(include_url=False, include_context=False, include_input=False)
 
 
-def _detail(location: tuple[Any, ...], message: str, kind: str) -> dict[str, Any]:
-    """Describe one error, without the input, which may not be valid Unicode."""
+def problem(location: tuple[Any, ...], message: str, kind: str) -> dict[str, Any]:
+    """Describe one mistake, without the input, which may not be valid Unicode."""
     return {"loc": ["body", *location], "msg": well_formed(message), "type": kind}

@@ -29,6 +29,15 @@ from search_r1.retrieval.index_builder import BuildConfig, build_index
 from search_r1.retrieval.local_server import LocalServer
 from search_r1.retrieval.schema import Hit
 from search_r1.retrieval.settings import EncoderConfig, RetrieverConfig
+from tests.retrieval.with_fields import (
+    FILTERS,
+    NAMES,
+    QUERIES,
+    best_left,
+    filter_of,
+    is_left,
+    write_with_fields,
+)
 
 milvus_server = pytest.importorskip("tests.nightly.engines.milvus_server")
 pytest.importorskip("milvus", reason="the server's wheel is missing: pip install milvus==2.3.5")
@@ -127,6 +136,21 @@ def test_the_collection_answers_as_exact_search(filled: Filled) -> None:
         expected = [hit.score for hit in exact[:TOPK]]
         assert [hit.score for hit in hits] == pytest.approx(expected, abs=SAME)
         assert is_right([hit.document for hit in hits], exact), query
+
+
+def test_filters_are_those_of_exact_search(server: Any, tmp_path: Path) -> None:
+    """Of every type of value; the array of keys exists from Milvus 2.3 on."""
+    rows = write_with_fields(tmp_path / "corpus.jsonl")
+    corpus, uri = str(tmp_path / "corpus.jsonl"), server.uri("fields")
+    build_index(BuildConfig("e5", corpus, to=uri, model_path=MODEL, filter_fields=NAMES))
+    engine: Any = build_retriever(RetrieverConfig("milvus", None, uri, encoder=ENCODER))
+    for value in FILTERS:
+        found = engine.filtered(filter_of(value)).search(QUERIES, TOPK)
+        for hits, best in zip(found, best_left(engine, rows, value, TOPK), strict=True):
+            expected = [hit.score for hit in best]
+            assert [hit.score for hit in hits] == pytest.approx(expected, abs=SAME), value
+            left = {row["id"] for row in rows if is_left(row, value)}
+            assert {hit.document.id for hit in hits} <= left, value
 
 
 def search_all(engine: Retriever, filled: Filled) -> tuple[float, list[list[Hit]]]:

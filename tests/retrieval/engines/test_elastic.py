@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -138,6 +139,15 @@ def test_another_server_is_refused(engine: str, version: dict[str, str], corpus_
     """Of the other project, or too old."""
     with serving(engine, version) as (_, uri), pytest.raises(SetupError):
         fill(corpus_path, uri)
+
+
+def test_it_keeps_no_fields_for_filters(corpus_path: Path) -> None:
+    """Before anything is made."""
+    config = BuildConfig("bm25", str(corpus_path), filter_fields=("contents",))
+    with serving("elastic") as (wire, uri):
+        with pytest.raises(SetupError, match="--filter_fields"):
+            build_index(replace(config, to=uri))
+        assert not wire.mappings
 
 
 @pytest.mark.parametrize("product", [0.0, 0.5, 3.0, -0.5, -7.0])

@@ -1,0 +1,35 @@
+"""Limits a local engine to the rows of the corpus that a request's `filter` leaves."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from search_r1.retrieval.engines.base import Filter, RowRetriever, stage
+from search_r1.retrieval.fields import Fields
+from search_r1.retrieval.manifest import Manifest
+from search_r1.retrieval.schema import Hit
+
+
+class FilteredRows:
+    """The best rows that a filter leaves, with the scores that they have in the whole corpus."""
+
+    def __init__(self, engine: RowRetriever, filter: Filter) -> None:
+        assert engine.fields is not None, "a filter names fields of the engine"
+        self.name, self.num_threads = engine.name, 1
+        self.num_documents = engine.num_documents
+        self._engine, self._fields, self._filter = engine, engine.fields, filter
+
+    def search(self, queries: Sequence[str], k: int) -> list[list[Hit]]:
+        with stage("filter"):
+            allowed = self._fields.mask(self._filter)
+        return self._engine.hits(self._engine.rank(queries, k, allowed))
+
+    def info(self) -> dict[str, Any]:
+        return {"filter": self._filter}
+
+
+def attach(engine: RowRetriever, folder: Path, manifest: Manifest) -> None:
+    """Read the fields of an index, if it has any, for an engine that searches it."""
+    if manifest.filter_fields:
+        engine.fields = Fields.open(folder, manifest.count)
+        engine.filter_fields = manifest.filter_fields
