@@ -88,16 +88,6 @@ class SequenceBounds:
         return torch.cat([parts[number] for path in self.paths for number in path])
 
 
-@dataclass(frozen=True)
-class Scores:
-    """What a layer does with its scores beyond scaling and masking them."""
-
-    softcap: float | None = None
-    """Bound of the scaled scores: softcap · tanh(score / softcap), as in Gemma 2."""
-    sinks: Tensor | None = None
-    """(heads,) a score of each head that takes part in the softmax and has no value (gpt-oss)."""
-
-
 RunKernel = Callable[[Tensor, Tensor, Tensor, float, int], Tensor]
 VarlenKernel = Callable[[Tensor, Tensor, Tensor, SequenceBounds, float, int], Tensor]
 
@@ -106,6 +96,8 @@ FAST = {
     "cpu": "verl.ext.cpu.attention:attend_short_runs",
 }
 """Import paths of kernels for 16-bit tensors; without the module, each run is computed alone."""
+PLAIN = "verl.ext.plain_attention:attend"
+"""Import path of what computes scores that no fused kernel does: with a soft cap or sinks."""
 RUN_KERNELS: dict[str, Callable[..., Tensor]] = {}
 """What is called in the place of `scaled_dot_product_attention` on a type of device."""
 SHORT = 256
@@ -162,31 +154,6 @@ def attend_per_run(
     return torch.cat(outputs, dim=2)[0].transpose(0, 1)
 
 
-def attend_plainly(
-    query: Tensor, key: Tensor, value: Tensor, bounds: SequenceBounds, scale: float, window: int,
-    scores: Scores,
-) -> Tensor:  # fmt: skip
-    """Compute `attend_per_run` with scores that no fused kernel computes, in float32 or finer."""
-    key, value = repeat_heads(query, key), repeat_heads(query, value)
-    runs = zip(*(x.transpose(0, 1).split(sizes, dim=1) for x, sizes in (
-        (query, bounds.lengths), (key, bounds.num_keys), (value, bounds.num_keys)
-    )), strict=True)  # fmt: skip
-    outputs = []
-    for q, k, v in runs:
-        logits = q @ k.transpose(1, 2)
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) * scale
-        if scores.softcap is not None:
-            logits = scores.softcap * torch.tanh(logits / scores.softcap)
-        logits = logits + causal_mask(q.shape[1], k.shape[1], window, logits)
-        if scores.sinks is not None:
-            sinks = scores.sinks.to(logits.dtype)[:, None, None].expand(-1, q.shape[1], 1)
-            weights = torch.cat([logits, sinks], dim=-1).softmax(-1)[..., :-1]
-        else:
-            weights = logits.softmax(-1)
-        outputs.append(weights.to(v.dtype) @ v)
-    return torch.cat(outputs, dim=1).transpose(0, 1)
-
-
 def repeat_heads(query: Tensor, x: Tensor) -> Tensor:
     """Repeat the heads of `x` (num_tokens, key-value heads, head_dim) to as many as `query` has."""
     repeats = query.shape[1] // x.shape[1]
@@ -217,7 +184,8 @@ def packed_attention(
     """Compute a layer's attention, as transformers calls it.
 
     Takes (1, heads, num_tokens, head_dim) and returns (1, num_tokens, heads, head_dim). `softcap`
-    and `s_aux`: see `Scores`. Raises ModelError for any other argument that changes the result.
+    and `s_aux` (sinks): see `PLAIN`. Raises ModelError for any other argument that changes the
+    result.
     """
     refuse_unknown(module, others)
     assert bounds is not None, f"{PACKED} needs `bounds`: call the model with a SequenceBounds"
@@ -225,15 +193,17 @@ def packed_attention(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
     key, value = bounds.keys_of(key), bounds.keys_of(value)
-    kernel = choose_kernel(query, value, Scores(softcap, s_aux))
+    kernel = choose_kernel(query, value, softcap, s_aux)
     attended = kernel(query, key, value, bounds, scale, sliding_window or 0)
     return attended.contiguous()[None], None  # some families call `view`
 
 
-def choose_kernel(query: Tensor, value: Tensor, scores: Scores) -> VarlenKernel:
-    """Return the fastest kernel that computes these scores."""
-    if scores.softcap is not None or scores.sinks is not None:
-        return functools.partial(attend_plainly, scores=scores)
+def choose_kernel(
+    query: Tensor, value: Tensor, softcap: float | None = None, sinks: Tensor | None = None
+) -> VarlenKernel:
+    """Return the fastest kernel that computes such scores."""
+    if softcap is not None or sinks is not None:
+        return functools.partial(imported(PLAIN), softcap=softcap, sinks=sinks)
     is_even = query.shape[-1] == value.shape[-1]  # it is not in multi-head latent attention
     if query.dtype not in HALF or not is_even:
         return attend_per_run
