@@ -11,10 +11,11 @@ from verl import seams
 from verl.agent.environment import Environment
 from verl.agent.served import tool_problems
 from verl.config import Config
-from verl.errors import PreflightError, UserError
+from verl.errors import ConfigError, PreflightError, UserError, explain
 from verl.preflight import models
 from verl.preflight.undecided import fill_undecided
-from verl.rollout.interface import chosen, engine_problems
+from verl.rollout.interface import NAME, URL, chosen
+from verl.weights.files import selected_transport
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +44,26 @@ def preflight(config: Config, environment: Environment) -> Config:
         raise PreflightError(problems)
     logger.info("preflight: model, data, tools, devices and disk are ready")
     return config
+
+
+def engine_problems(config: Config) -> Iterator[ConfigError]:
+    """Yield the reasons why a run cannot be trained with its engine."""
+    try:
+        engine = chosen(config).engine
+    except ConfigError as error:
+        yield error
+        return
+    if not engine.takes_weights:
+        got, expected = config.actor_rollout_ref.rollout.name, "an engine that can load new weights"
+        fix = (
+            f"{NAME}=vllm, with {URL} for vLLM servers that you started (docs/guides/rollouts.md); "
+            "to measure a fixed model, use search-r1 evaluate --endpoint"
+        )
+        yield ConfigError(explain(NAME, got, f"{expected} after each step", fix))
+    try:
+        yield from selected_transport(config).problems(config, engine)
+    except ConfigError as error:
+        yield error
 
 
 def planned(config: Config) -> tuple[Config, Iterable[UserError]]:

@@ -1,4 +1,4 @@
-"""Selects the `RolloutEngine` class of a run and checks that a run can be trained with it.
+"""Selects the `RolloutEngine` class of a run.
 
 `actor_rollout_ref.rollout.name` is a key of `ENGINES`, or `path/file.py:Name` for a subclass of
 `verl.engine.RolloutEngine`. Optional features may choose another class in its place
@@ -7,7 +7,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from verl import plugins, seams
@@ -15,8 +14,6 @@ from verl.config import Config
 from verl.engine import EngineDied as EngineDied
 from verl.engine import Listener as Listener
 from verl.engine import RolloutEngine as RolloutEngine
-from verl.errors import ConfigError, explain
-from verl.weights.files import selected_transport
 
 ENGINES = {
     "vllm": "verl.rollout.vllm_engine:VllmEngine",
@@ -59,23 +56,3 @@ def by_name(config: Config) -> Choice:
 def build_engine(config: Config, replica: int = 0) -> RolloutEngine:
     """Build the engine that `config` selects, without starting it."""
     return chosen(config).engine.from_config(config, replica)
-
-
-def engine_problems(config: Config) -> Iterator[ConfigError]:
-    """Yield the reasons why a run cannot be trained with its engine."""
-    try:
-        engine = chosen(config).engine
-    except ConfigError as error:
-        yield error
-        return
-    if not engine.takes_weights:
-        got, expected = config.actor_rollout_ref.rollout.name, "an engine that can load new weights"
-        fix = (
-            f"{NAME}=vllm, with {URL} for vLLM servers that you started (docs/guides/rollouts.md); "
-            "to measure a fixed model, use search-r1 evaluate --endpoint"
-        )
-        yield ConfigError(explain(NAME, got, f"{expected} after each step", fix))
-    try:
-        yield from selected_transport(config).problems(config, engine)
-    except ConfigError as error:
-        yield error

@@ -16,10 +16,10 @@ from tests.verl.rollout.engines import (
 )
 from verl.config import Config
 from verl.errors import ConfigError
+from verl.preflight.checks import engine_problems
 from verl.rollout.interface import (
     build_engine,
     chosen,
-    engine_problems,
 )
 from verl.rollout.vllm_build import CPU_LACKS
 from verl.rollout.vllm_build import problems as vllm_problems

@@ -14,7 +14,8 @@ from verl.ext.engines import remote
 from verl.ext.lora.choice import problems as adapter_problems
 from verl.ext.servers import engine as servers
 from verl.ext.servers.engine import VllmServer
-from verl.rollout.interface import EngineDied, build_engine, engine_problems
+from verl.preflight.checks import engine_problems
+from verl.rollout.interface import EngineDied, build_engine
 from verl.rollout.vllm_settings import WORKER_EXTENSION
 from verl.types import Completion, Sampling
 

@@ -12,7 +12,7 @@ from tests.verl.rollout.engines import tiny_config
 from verl.config import Config
 from verl.errors import ConfigError
 from verl.ext.transports.stream import TransferStats
-from verl.rollout.interface import engine_problems
+from verl.preflight.checks import engine_problems
 from verl.single_controller.actors import ActorLocation
 from verl.weights.files import selected_transport
 
