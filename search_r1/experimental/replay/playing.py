@@ -15,8 +15,9 @@ from typing import Any
 from verl.agent.dialogue import DialogueAgent, derived_seed
 from verl.agent.interface import DialogueFormat, Item, Turn
 from verl.data.trajectories import parse_row, recorded_steps, step_path
-from verl.engine import RolloutEngine, cut_at_stop
+from verl.engine import RolloutEngine
 from verl.errors import DataError, ToolError, explain
+from verl.rollout.stops import cut_at_stop
 from verl.types import Completion, Origin, Sampling, Segment, Status, Trajectory, start_trajectory
 
 RecordedTurn = tuple[Segment, Segment | None]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verl.engine import cut_at_stop
+from verl.rollout.stops import cut_at_stop
 from verl.types import Completion, Sampling
 
 REPLACEMENT = "\ufffd"

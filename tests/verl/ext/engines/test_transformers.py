@@ -11,10 +11,10 @@ from transformers import LlamaForCausalLM
 from example.model import load_tokenizer
 from example.tiny import tiny_llama
 from tests.fakes import EOS, ByteTokenizer
-from verl.engine import cut_at_stop
 from verl.errors import ModelError
 from verl.ext.engines.request import processed_log_probs
 from verl.ext.engines.transformers import TransformersEngine
+from verl.rollout.stops import cut_at_stop
 from verl.types import Completion, Sampling
 
 PROMPT = list(b"Who is it?")
