@@ -196,18 +196,22 @@ def test_rows_of_a_filter(corpus: Path) -> None:
 
 @pytest.mark.parametrize(
     ("names", "error"),
-    [(("yaer",), CorpusError), (("nested",), CorpusError), (("a=b",), SetupError)],
+    [
+        (("yaer",), CorpusError),
+        (("nested",), CorpusError),
+        (("a=b",), SetupError),
+        (("id",), CorpusError),
+    ],
 )
 @pytest.mark.parametrize("method", ["bm25", "flat"])
 def test_fields_that_cannot_be_kept(
     method: str, names: tuple[str, ...], error: type[Exception], tmp_path: Path
 ) -> None:
-    """One that no row has, one that holds an object, and one whose name cannot be told apart."""
+    """One of no row, an object, a name that cannot be told apart, and one of a malformed row."""
     path = tmp_path / "corpus.jsonl"
-    path.write_text(
-        json.dumps({"id": "a", "contents": "a word or two", "nested": {"c": 1}, "a=b": 1})
-    )
-    with pytest.raises(error, match=r"filter_fields|nested"):
+    row = {"id": "a", "contents": "a word or two", "nested": {"c": 1}, "a=b": 1}
+    path.write_text(json.dumps(row) + ('\n["a"]' if names == ("id",) else ""))
+    with pytest.raises(error, match=r"filter_fields|nested|row 2"):
         build_index(BuildConfig(method, str(path), str(tmp_path / "i"), MODEL, filter_fields=names))
 
 
