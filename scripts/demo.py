@@ -18,11 +18,13 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
 from rich.console import Console
 
+from scripts import demo_texts
 from scripts.demo_hooks import SERVER_VARIABLE
 from scripts.demo_report import write_report
 from scripts.processes import run
@@ -167,25 +169,28 @@ class Demo:
 
     def run(self) -> None:
         """Run all phases in order and write the report."""
+        say = partial(demo_texts.say, self.world)
         self.seconds["install"] = time.time() - self.started_at
-        with self.phase("data", "base model"):
+        with self.phase("data", say("base model")):
             if not (MODEL / "config.json").exists():
                 self.python("example.model", "--out", str(MODEL))
             if self.world == "zh":
                 self.python("example.chinese", "--out", str(self.data))
-        with self.phase("warm_start", "warm start by supervised fine-tuning"):
+        with self.phase("warm_start", say("warm start by supervised fine-tuning")):
             self.warm_start()
         with contextlib.ExitStack() as servers:
-            with self.phase("retriever", "retriever"):
+            with self.phase("retriever", say("retriever")):
                 retriever = LocalServer(bm25_over(self.corpus), log_path=self.out / "retriever.log")
                 url = f"{servers.enter_context(retriever).url}/retrieve"
-                self.console.print(f"retriever answers at {url}")
-            with self.phase("train", f"{self.algorithm.upper()} with real searches"):
+                self.console.print(f"{say('retriever answers at')} {url}")
+            with self.phase("train", f"{self.algorithm.upper()} {say('with real searches')}"):
                 os.environ[SERVER_VARIABLE] = str(retriever.pid)
                 hooks = [f"trainer.hooks=[{HOOKS}:Page,{HOOKS}:WithoutDocuments]"]
                 self.train(self.out, url, self.out / "warm_start", hooks)
         wall = time.time() - self.started_at
-        write_report(self.out, self.algorithm, self.seed, self.seconds, wall, self.console)
+        write_report(
+            self.out, self.algorithm, self.seed, self.seconds, wall, self.console, self.world
+        )
 
     def warm_start(self) -> None:
         """Train a few supervised steps on demonstrations that search too rarely."""

@@ -1,7 +1,8 @@
 """Writes the demo's report: summary.json, a learning curve, a table and sample dialogues."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -10,10 +11,13 @@ import matplotlib
 from rich.console import Console
 from rich.markdown import Markdown
 
+from scripts import demo_texts as texts
+
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 
 Row = dict[str, Any]
+Say = Callable[[str], str]
 
 
 def read_jsonl(path: Path) -> list[Row]:
@@ -81,7 +85,7 @@ def summarise(
     }
 
 
-def dialogues(out: Path, last_step: int, count: int = 3) -> str:
+def dialogues(out: Path, last_step: int, say: Say, count: int = 3) -> str:
     """Return dialogues on the same held-out questions before and after training, as Markdown."""
     before = read_jsonl(out / "validation" / "step_0.jsonl")
     after = read_jsonl(out / "validation" / f"step_{last_step}.jsonl")
@@ -90,60 +94,79 @@ def dialogues(out: Path, last_step: int, count: int = 3) -> str:
     chosen = [improved[i * len(improved) // count] for i in range(count)]
     parts = []
     for old, new in chosen:
-        parts.append(f"**{new['question']}** (gold: {', '.join(new['ground_truth'])})\n")
+        parts.append(f"**{new['question']}** ({say('gold')}: {', '.join(new['ground_truth'])})\n")
         for name, row in (("before", old), ("after", new)):
-            parts.append(f"{name}, EM {row['score']:.0f}:\n\n```\n{row['dialogue'].strip()}\n```\n")
+            shown = f"```\n{row['dialogue'].strip()}\n```"
+            parts.append(f"{say(name)}, EM {row['score']:.0f}:\n\n{shown}\n")
     return "\n".join(parts)
 
 
-def render(summary: Row, out: Path) -> str:
-    """Return the report as Markdown."""
-    phases = "\n".join(f"| {name} | {value:.0f} s |" for name, value in summary["phases_s"].items())
-    return f"""# {summary["algorithm"].upper()}, {summary["steps"]} steps, seed {summary["seed"]}
-
-![exact match and searches per question, by step](learning_curve.png)
-
-| held-out questions ({summary["val_rows"]}, greedy) | exact match |
-| --- | --- |
-| after the warm start | {summary["val_em_first"]:.3f} |
-| after reinforcement learning | {summary["val_em_last"]:.3f} |
-| … one search needed | {summary["val_em_last_single"]:.3f} |
-| … two searches needed | {summary["val_em_last_two_hop"]:.3f} |
-| … with an empty retriever | {summary["val_em_empty_retriever"]:.3f} |
-
-Searches per question: {summary["val_valid_search_last"]:.2f}. Wall time {summary["wall_s"]:.0f} s.
-
+def busy(summary: Row) -> str:
+    """Return how the time of a step was shared between trainer and engine."""
+    return f"""
 Per step, the trainer was busy for {summary["trainer_busy_share"]:.2f} and idle for
 {1 - summary["trainer_busy_share"]:.2f} of the time, the engine busy for
 {summary["engine_busy_share"]:.2f} and idle for {1 - summary["engine_busy_share"]:.2f}; tokens were
 {summary["staleness"]:.2f} weight versions old when they were trained on.
+"""
 
-| phase | time |
+
+def render(summary: Row, out: Path, world: str) -> str:
+    """Return the report as Markdown; in Chinese without the shares of a step's time."""
+    say = partial(texts.say, world)
+    scores = {
+        "after the warm start": summary["val_em_first"],
+        "after reinforcement learning": summary["val_em_last"],
+        "… one search needed": summary["val_em_last_single"],
+        "… two searches needed": summary["val_em_last_two_hop"],
+        "… with an empty retriever": summary["val_em_empty_retriever"],
+    }
+    rows = "\n".join(f"| {say(name)} | {score:.3f} |" for name, score in scores.items())
+    phases = "\n".join(f"| {name} | {value:.0f} s |" for name, value in summary["phases_s"].items())
+    serve, ask = texts.ask_with(world, out)
+    num_steps, picture = summary["steps"], say("exact match and searches per question, by step")
+    searches, seconds = summary["val_valid_search_last"], summary["wall_s"]
+    heading = f"{summary['algorithm'].upper()}, {num_steps} {say('steps')}, {say('seed')}"
+    saved = f"`{out}/global_step_{num_steps}`"
+    return f"""# {heading} {summary["seed"]}
+
+![{picture}](learning_curve.png)
+
+| {say("held-out questions")} ({summary["val_rows"]}, {say("greedy")}) | {say("exact match")} |
+| --- | --- |
+{rows}
+
+{say("Searches per question")}: {searches:.2f}; {say("wall time")}: {seconds:.0f} s.
+{busy(summary) if world == "en" else ""}
+| {say("phase")} | {say("time")} |
 | --- | --- |
 {phases}
 
-## The same held-out questions, before and after
+## {say("The same held-out questions, before and after")}
 
-{dialogues(out, summary["steps"])}
+{dialogues(out, num_steps, say)}
 
-Learning curve: `{out / "learning_curve.png"}`; `search-r1 view {out}` shows it in a browser.
-Model: `{out / "model"}` (checkpoint to resume from: `{out}/global_step_{summary["steps"]}`)
+- {say("Learning curve")}: `{out / "learning_curve.png"}`
+- {say("Learning curve in a browser")}: `search-r1 view {out}`
+- {say("Model")}: `{out / "model"}`
+- {say("Checkpoint to resume from")}: {saved}
 
-Ask it (start the retriever first, `bash retrieval_launch.sh` in another terminal):
+{say("Ask it (start the retriever first, in another terminal)")}:
 
-    .venv/bin/python infer.py "What is the calling code of Ghana?"
+    {serve}
+    {ask}
 """
 
 
 def write_report(
     out: Path, algorithm: str, seed: int, seconds: Mapping[str, float], wall_s: float,
-    console: Console,
+    console: Console, world: str = "en",
 ) -> None:  # fmt: skip
     """Write summary.json, learning_curve.png and report.md, and print the report."""
     summary = summarise(out, algorithm, seed, seconds, wall_s)
     plot(read_jsonl(out / "metrics.jsonl"), out / "learning_curve.png")
-    text = render(summary, out)
-    (out / "report.md").write_text(text)
+    text = render(summary, out, world)
+    (out / "report.md").write_text(text, encoding="utf-8")
     (out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
-    console.rule("[bold]report")
+    console.rule(f"[bold]{texts.say(world, 'report')}")
     console.print(Markdown(text))

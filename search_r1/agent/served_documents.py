@@ -39,7 +39,10 @@ MAX_ANSWER_WORDS = 8
 """A longer answer stands in no document word for word."""
 CONTROLS = ("none", "empty", "random", "oracle")
 """Control retrievers, used for diagnostics instead of a real search."""
-CORPUS_FIX = "start it with their corpus, as CORPUS_PATH=data/wiki-18/wiki-18.jsonl"
+CORPUS_FIX = (
+    "start it with their corpus, as CORPUS_PATH=data/wiki-18/wiki-18.jsonl, unless each of them "
+    "needs what an earlier search finds"
+)
 NOTHING_FIX = (
     "serve the corpus of the questions, or retriever.url=empty for a run without documents"
 )

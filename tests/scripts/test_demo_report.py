@@ -1,12 +1,14 @@
 """The demo's report agrees with the files of the run."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from scripts.demo_report import write_report
+from scripts.demo_texts import CHINESE, say
 
 
 def write_rows(path: Path, rows: list[dict[str, object]]) -> None:
@@ -79,3 +81,22 @@ def test_summary_and_report(run: Path) -> None:
     assert "step 0" in report
     assert "step 2" in report
     assert (run / "learning_curve.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_report_of_the_chinese_world(run: Path) -> None:
+    """In Chinese, with commands that serve its corpus and ask its model."""
+    write_report(run, "grpo", 7, {"train": 1.25}, 9.0, Console(quiet=True), "zh")
+    report = (run / "report.md").read_text(encoding="utf-8")
+    assert "| 强化学习之后 | 1.000 |" in report and "训练前, EM 0" in report
+    assert f"CORPUS_PATH={run}/data/corpus.jsonl bash retrieval_launch.sh" in report
+    assert f"--model {run}/model" in report
+    assert not re.search("warm start|search needed|before|retriever first", report)
+
+
+@pytest.mark.parametrize("world", ["en", "zh"])
+def test_every_text_of_the_report_is_translated(run: Path, world: str) -> None:
+    """Each text of the dictionary but the phases' titles stands in a report."""
+    write_report(run, "grpo", 7, {}, 9.0, Console(quiet=True), world)
+    report = (run / "report.md").read_text(encoding="utf-8")
+    printed = list(CHINESE)[list(CHINESE).index("steps") :]
+    assert [text for text in printed if say(world, text) not in report] == []
